@@ -1,11 +1,11 @@
-"""Types of command-line arguments that the benchmarks share."""
+"""Argument types that the benchmarks' command lines share."""
 
 import argparse
 from collections.abc import Callable
 
 
 def at_least(low: int) -> Callable[[str], int]:
-    """A whole number of `low` or more; anything else is a usage error."""
+    """An argparse type: an integer of at least `low`. Any other text is a usage error."""
 
     def number(text: str) -> int:
         value = int(text)

@@ -30,7 +30,7 @@ EXIT_USAGE = 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """`baton bench NAME ...`; returns the exit code."""
+    """Runs `baton bench NAME ...` and returns its exit code."""
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help"):
         sys.stdout.write(usage())

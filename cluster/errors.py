@@ -1,22 +1,23 @@
 """The tree of errors that cross a process or floor boundary.
 
 BatonError
-├── ConfigError            a setting, file or command line is wrong; the message names the value and the remedy
+├── ConfigError            a setting, file or command line is wrong; the message names the value and the
+                           remedy
 ├── StartupError           the process cannot start (port in use, model does not load)
 ├── ProtocolError          a message is not of the protocol
-│   ├── LocalProtocolError     our own fault
-│   └── RemoteProtocolError    the peer's fault
-│       ├── DamagedMessage         or the road's: the message is not as it was sent
-│       └── UnknownMessage         or nobody's: its type is that of another release
-├── HandshakeRefused       two layouts do not agree; shows both
+│   ├── LocalProtocolError     fault of this process
+│   └── RemoteProtocolError    fault of the peer
+│       ├── DamagedMessage         the message changed on the way
+│       └── UnknownMessage         the message's type belongs to another release
+├── HandshakeRefused       two layouts do not agree; the message shows both
 ├── PeerLost               the peer went away, or is another instance now
 ├── TransferError          a hand-off failed
-│   ├── HandoffAborted         prefill gave it up, and has told the router why
+│   ├── HandoffAborted         prefill gave it up and has sent the reason to the router
 │   ├── TransferTimeout        no progress within the lease
 │   └── DigestMismatch         a block's bytes were wrong more often than allowed
-├── Draining               a worker leaves and hands its rooms back; nobody is at fault
-├── OutOfPages             a pool cannot hold what was asked
-└── DeadlineExceeded       a request took longer than it may
+├── Draining               a worker drains and hands its rooms back; not a fault
+├── OutOfPages             a pool has too few free pages for a request
+└── DeadlineExceeded       a request exceeded its time limit
 """
 
 
@@ -37,7 +38,7 @@ class ProtocolError(BatonError):
 
 
 class LocalProtocolError(ProtocolError):
-    """We would have broken the protocol."""
+    """This process was about to break the protocol."""
 
 
 class RemoteProtocolError(ProtocolError):
@@ -45,11 +46,11 @@ class RemoteProtocolError(ProtocolError):
 
 
 class DamagedMessage(RemoteProtocolError):
-    """A message has not the checksum that it was sent with."""
+    """A message's checksum does not match its bytes."""
 
 
 class UnknownMessage(RemoteProtocolError):
-    """A message is of a type that this release does not know."""
+    """A message has a type that this release does not know."""
 
 
 class HandshakeRefused(BatonError):
@@ -81,8 +82,8 @@ class Draining(BatonError):
 
 
 class OutOfPages(BatonError):
-    """A pool cannot hold what was asked."""
+    """A pool has too few free pages for a request."""
 
 
 class DeadlineExceeded(BatonError):
-    """A request took longer than it may."""
+    """A request exceeded its time limit."""

@@ -19,16 +19,13 @@ from .app import Router
 from .sandbox.fork_server import ForkServer
 from .text.tokenizer import Tokenizer, load_tokenizer
 
-YOUNG_OBJECTS = (
-    20_000  # that the garbage collector lets come before it looks: more than a step of 2000 streams makes
-)
+YOUNG_OBJECTS = 20_000  # allocations before a garbage collection: more than a step of 2000 streams makes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a router until it is told to end; the process's exit code."""
-    os.environ.setdefault(
-        "TOKENIZERS_PARALLELISM", "false"
-    )  # texts come one at a time: its threads would only wait
+    """Runs a router until a signal ends it. Returns the process's exit code."""
+    # texts come one at a time, so its threads would only wait
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     arguments = sys.argv[1:] if argv is None else argv
     return run_role("baton router", lambda: _start(arguments))
 
@@ -37,7 +34,7 @@ def _start(argv: Sequence[str]) -> Callable[[], int]:
     config = load_config(RouterConfig, argv, os.environ)
     configure("router", level=config.log_level, log_format=config.log_format)
     notifier = notifier_of(os.environ)
-    fork_server = ForkServer.forked()  # before anything here has a thread
+    fork_server = ForkServer.forked()  # before this process has any other thread
     made: list[Tokenizer | Router] = []
 
     def load() -> None:
@@ -51,7 +48,7 @@ def _start(argv: Sequence[str]) -> Callable[[], int]:
 
     run_phases([("loading the tokenizer", load), ("binding sockets", listen)])
     gc.collect()
-    gc.freeze()  # what start-up made stays, and need not be looked through while serving
+    gc.freeze()  # objects of the start-up live on, and collections need not scan them
     gc.set_threshold(YOUNG_OBJECTS)
     router = made[1]
     assert isinstance(router, Router)
@@ -77,7 +74,7 @@ async def _run(router: Router) -> None:
             stop.set()
 
     def wake() -> None:
-        with suppress(RuntimeError):  # the loop has ended and the process has not
+        with suppress(RuntimeError):  # the loop has ended before the process
             loop.call_soon_threadsafe(pass_on)
 
     shutdown = Shutdown(on_change=wake)

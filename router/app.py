@@ -1,8 +1,10 @@
 """The router process: its parts, and its states from start to end.
 
-    joining    with a shared port: the router does not listen before a pair of workers is ready, for at most JOIN_S
+    joining    with a shared port: the router does not listen before a pair of workers is ready, for at most
+               JOIN_S
     serving    new requests are accepted
-    leaving    with a shared port: new connections go to the other routers, and open ones close after an answer
+    leaving    with a shared port: new connections go to the other routers, and open ones close after an
+               answer
     draining   /ready and new requests get 503; running requests may finish, for at most drain_timeout_s
     stopping   requests that still run get an error; the listener closes
 
@@ -45,10 +47,11 @@ from .workers.registry import Registry
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
-LOOK_S = 0.002  # libzmq tells that a connection has ended a moment before it lets go of it
-LAST_WRITES_S = 2  # for error frames, after the drain
-JOIN_S = 10.0  # then whoever asks may hear why nothing serves
-HAND_OVER_S = 2.0  # for clients with a kept connection to ask once more, and to find another router then
+LOOK_S = 0.002  # libzmq reports the end of a connection a moment before it releases the connection
+LAST_WRITES_S = 2  # seconds for error frames after the drain
+JOIN_S = 10.0  # after this time clients get the reason why no pair serves
+# seconds for a last request on each kept connection, which then closes, so that clients reach another router
+HAND_OVER_S = 2.0
 
 
 class Router:
@@ -116,7 +119,7 @@ class Router:
         )
         self._server, self._own_server = self._servers()
         self.served_model = served
-        self._has_looked = False  # since the last tick, for whose connection has ended
+        self._has_looked = False  # a probe for the ended connection has run since the last tick
 
     def __repr__(self) -> str:
         return f"Router({self.url}, {self.dispatcher})"
@@ -148,7 +151,7 @@ class Router:
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()  # a crash of the timers is a crash of the router
+                task.result()  # raises a crash of the timers, which ends the router
             await asyncio.gather(self._server.close(LAST_WRITES_S), self._own_server.close(LAST_WRITES_S))
         finally:
             for task in tasks:
@@ -165,7 +168,8 @@ class Router:
         self.control.close()
 
     def _servers(self) -> tuple[HttpServer, HttpServer]:
-        """The servers of the clients' port and of the router's own port: one application, one set of callers."""
+        """The servers of the clients' port and of the router's own port: one application, one set of
+        callers."""
         config, counts = self._config, Counts()
         guard = Guard(self._api_keys, os.environ.get(OPERATOR_VARIABLE, ""))
         app = Routes(self._service, is_keyed=self._api_keys is not None).app()
@@ -244,5 +248,5 @@ async def _wait(event: asyncio.Event, seconds: float) -> None:
 
 
 def _api_keys(path: str) -> ApiKeys | None:
-    """Raises ConfigError."""
+    """The API keys in the file at `path`. Raises ConfigError for an unusable file."""
     return ApiKeys(Path(path), time.time, time.monotonic) if path else None

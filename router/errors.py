@@ -1,4 +1,4 @@
-"""The catalogue of errors that clients get, as OpenAI error objects."""
+"""The catalogue of errors for clients, as OpenAI error objects."""
 
 import math
 from http import HTTPStatus
@@ -6,7 +6,7 @@ from http import HTTPStatus
 import msgspec
 
 RETRY_AFTER_S = 1
-API_PATHS = ("/chat/completions", "/completions", "/responses", "/models")  # under /v1
+API_PATHS = ("/chat/completions", "/completions", "/responses", "/models")  # below /v1
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -34,8 +34,8 @@ class ApiError(Exception):
         self.status = status
         self.body = body
         self.retry_after_s = retry_after_s
-        self._scheme = scheme  # of authentication that is asked for
-        self._allow = allow  # methods that the address takes
+        self._scheme = scheme  # the required authentication scheme
+        self._allow = allow  # the methods that the path allows
 
     @property
     def headers(self) -> dict[str, str]:
@@ -47,7 +47,7 @@ class ApiError(Exception):
         return msgspec.json.encode(ErrorEnvelope(self.body))
 
     def as_http(self) -> bytes:
-        """A whole answer outside of any request, behind which the connection ends."""
+        """The bytes of a complete answer outside of any request, after which the connection closes."""
         body, status = self.encode(), HTTPStatus(self.status)
         headers = {
             "content-type": "application/json",
@@ -73,7 +73,10 @@ def nested_too_deeply() -> ApiError:
 
 
 def template_too_costly() -> ApiError:
-    message = "The model's chat template needs more time or memory for these messages than this server gives it. Send fewer."
+    message = (
+        "The model's chat template needs more time or memory for these messages than this server gives "
+        "it. Send fewer."
+    )
     return bad_request(message, param="messages", code="template_too_costly")
 
 
@@ -83,7 +86,10 @@ def template_failed() -> ApiError:
 
 
 def grammar_too_costly(param: str) -> ApiError:
-    message = f"{param}: to follow this takes more time or memory than this server gives it. Ask for something simpler."
+    message = (
+        f"{param}: to follow this takes more time or memory than this server gives it. "
+        "Ask for something simpler."
+    )
     return bad_request(message, param=param, code="grammar_too_costly")
 
 
@@ -106,7 +112,10 @@ def body_is_encoded(coding: str) -> ApiError:
 
 
 def unknown_request(name: str) -> ApiError:
-    message = f"No request {printable(name)} is remembered; give the id of an answer, or the first 8 digits of a room."
+    message = (
+        f"No request {printable(name)} is remembered; give the id of an answer, "
+        "or the first 8 digits of a room."
+    )
     return ApiError(404, ErrorBody(message, "invalid_request_error", "id", "request_not_found"))
 
 
@@ -159,7 +168,10 @@ def too_many_connections() -> ApiError:
 
 
 def too_many_pending(limit: int) -> ApiError:
-    message = f"More than {limit} requests wait for their answers on this connection. Send further ones after these."
+    message = (
+        f"More than {limit} requests wait for their answers on this connection. "
+        "Send further ones after these."
+    )
     return ApiError(429, ErrorBody(message, "rate_limit_error", None, "too_many_pending"), RETRY_AFTER_S)
 
 

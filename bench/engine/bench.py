@@ -1,9 +1,11 @@
-"""`baton bench engine`: a decode step, an EAGLE3 step and a prefill of one engine, beside what the device could do.
+"""`baton bench engine`: measures a decode step, an EAGLE3 step and a prefill of one engine, and compares them
+with the device's limits.
 
-Weights are random, made on the device from a config. Acceptance is simulated: the weights are built so that a target
-accepts `--accept-length` tokens of each chain (the engine does not know, and a step's work does not depend on it).
-"floor" is the time of the bytes that a step must read (weights of each pass, KV of the batch) or of its matrix
-products, whichever is longer, at the rates of a copy and of a matrix product measured in the same run.
+Weights are random and made on the device from a config. Acceptance is simulated: the weights are built so
+that a target accepts `--accept-length` tokens of each chain. The engine does not know this, and a step's work
+does not depend on it. "floor" is a lower bound: the time to read the bytes of a step (weights of each pass,
+KV of the batch), or the time of its matrix products, whichever is longer. The rates are those of a copy and
+of a matrix product, measured in the same run.
 """
 
 import argparse
@@ -35,8 +37,12 @@ TOP_KERNELS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One measurement: `kind` decode, eagle3 or prefill; `size` requests, of a prefill tokens. `floor_ms` is that of `work`
-    (bytes and operations of all passes); `accepted` tokens per step and request as they came."""
+    """One measurement.
+
+    `kind` is decode, eagle3 or prefill. `size` counts requests, for a prefill tokens. `floor_ms` is the lower
+    bound for all passes (`num_bytes`, `num_flops`). `accepted` is the measured number of tokens per step and
+    request.
+    """
 
     kind: str
     size: int
@@ -54,7 +60,7 @@ class Cell:
 
 
 class EngineBench:
-    """Runs the cells on one rig, in the order in which they are shown."""
+    """Measures the cells on one rig, in the order of the report."""
 
     def __init__(self, rig: Rig, ceilings: Ceilings, options: argparse.Namespace) -> None:
         self.rig = rig
@@ -137,7 +143,7 @@ HEAD = (
 
 
 def row_of(cell: Cell) -> str:
-    """A line of the table."""
+    """One cell as a row of the markdown table."""
     timing = cell.timing
     unit = "tokens" if cell.kind == "prefill" else "requests"
     cells = [
@@ -157,7 +163,7 @@ def row_of(cell: Cell) -> str:
 
 
 def profile_of(cell: Cell) -> str:
-    """The kernels that take the longest, as the lines of a list."""
+    """The slowest kernels of a cell, as lines of a markdown list."""
     lines = [f"{cell.kind}, {cell.size}, graphs {'on' if cell.has_graphs else 'off'}: ms, launches, kernel"]
     rest = sum(ms for _, ms, _ in cell.timing.kernels[TOP_KERNELS:])
     lines += [
@@ -230,14 +236,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 def settings_of(options: argparse.Namespace) -> RigSettings:
-    """What the options ask for. Raises ConfigError or CheckpointError naming option, value and remedy."""
+    """The settings from the options.
+
+    Raises ConfigError or CheckpointError naming option, value and remedy.
+    """
     if options.accept_length > options.spec_steps + 1:
         raise ConfigError(
-            f"--accept-length {options.accept_length}: a chain of --spec-steps {options.spec_steps} yields at most "
+            f"--accept-length {options.accept_length}: "
+            f"a chain of --spec-steps {options.spec_steps} yields at most "
             f"{options.spec_steps + 1} tokens; lower it"
         )
     device = resolve_device(options.device)
-    # measured steps, and as many again under the profiler and before; the first may accept more than it should
+    # measured steps, as many under the profiler, and the warm-ups; the first step may accept one token more
     growth = (2 * options.repeats + WARM_UPS + 2) * (options.spec_steps + 1)
     return RigSettings(
         shape=options.shape,
@@ -266,7 +276,7 @@ def machine(device: torch.device) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`baton bench engine`; returns the exit code."""
+    """Runs `baton bench engine` and returns its exit code."""
     options = parser().parse_args(list(argv))
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     try:
@@ -289,11 +299,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def report(bench: EngineBench, cells: Sequence[Cell], options: argparse.Namespace) -> str:
-    """Everything for the terminal, as markdown."""
+    """The whole report for the terminal, as markdown."""
     rig, ceilings = bench.rig, bench.ceilings
     accepted = f"accept length {options.accept_length} of {options.spec_steps} drafts, simulated"
     lines = [
-        f"{machine(rig.settings.device)}; copy {ceilings.copy_bytes_per_s / 1e9:.0f} GB/s (read + write), matmul "
+        f"{machine(rig.settings.device)}; copy {ceilings.copy_bytes_per_s / 1e9:.0f} GB/s (read + "
+        "write), matmul "
         f"{ceilings.matmul_flop_per_s / 1e12:.1f} TFLOP/s",
         f"{options.model or options.shape}, {rig.settings.dtype}, context {options.context}, {accepted}",
         "",
@@ -308,7 +319,7 @@ def report(bench: EngineBench, cells: Sequence[Cell], options: argparse.Namespac
 
 
 def document(bench: EngineBench, cells: Sequence[Cell], options: argparse.Namespace) -> dict[str, object]:
-    """The same as JSON."""
+    """The whole report as a JSON document."""
     return {
         "machine": machine(bench.rig.settings.device),
         "options": vars(options),

@@ -1,7 +1,9 @@
-"""`baton bench checkpoint DIR`: a checkpoint of random weights in a real shape, to measure servers with.
+"""`baton bench checkpoint DIR`: writes a checkpoint of random weights in a real shape, for measurements of
+servers.
 
-DIR/target and DIR/head are what a server's `--model` and `--draft` take: the target and the EAGLE3 head of
-`engine_model`, of whose drafts the target accepts a chosen number, and a tokenizer of bytes.
+A server takes DIR/target as its `--model` and DIR/head as its `--draft`. They are the target and the EAGLE3
+head of `bench/engine/model`: the target accepts a chosen number of the head's drafts. The tokenizer encodes
+bytes.
 """
 
 import argparse
@@ -30,7 +32,7 @@ from .shapes import DRAFT_VOCABULARY, SHAPES, head_config, target_config
 
 PROG = "baton bench checkpoint"
 SHARD_BYTES = 2 << 30
-FIRST_BYTE = 4  # behind the tokens that target and head say
+FIRST_BYTE = 4  # the ids below it are special; target and head generate two of them
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +46,9 @@ def write_checkpoint(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Write `folder`/target and `folder`/head, neither of which may exist; the weights are made on `device`.
+    """Writes `folder`/target and `folder`/head, with weights made on `device`.
 
-    Raises ConfigError where a directory is there or the drafts cannot be accepted so far.
+    Raises ConfigError when one of the two directories exists, or when `accept_length` is below 1.
     """
     if accept_length < 1:
         raise ConfigError(f"--accept-length {accept_length}: every step yields at least one token; raise it")
@@ -63,14 +65,15 @@ def write_checkpoint(
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A tokenizer of `vocab_size` tokens that reads text byte for byte; token n that is no byte writes the word `tn`.
+    """A tokenizer of `vocab_size` tokens that encodes each byte of a text as one token.
 
-    Raises ConfigError where the vocabulary is too small for the bytes.
+    Token n of the others decodes to the word `tn`. Raises ConfigError when the vocabulary is too small for
+    the bytes.
     """
     alphabet = sorted(ByteLevel.alphabet())
     if vocab_size < FIRST_BYTE + len(alphabet):
         raise ConfigError(f"a vocabulary of {vocab_size} holds no byte-level tokenizer; choose another shape")
-    words = {f"\u0120t{n}": n for n in range(vocab_size)}  # the letter stands for a space
+    words = {f"\u0120t{n}": n for n in range(vocab_size)}  # U+0120 is the byte alphabet's letter for a space
     for n, letter in enumerate(alphabet, start=FIRST_BYTE):
         del words[f"\u0120t{n}"]
         words[letter] = n
@@ -83,7 +86,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def _head_tensors(head: Eagle3Head, vocab_size: int) -> NamedTensors:
-    """What `head` owns; its draft vocabulary is the beginning of the target's."""
+    """The head's own tensors, with a draft vocabulary of the target's first `vocab_size` tokens."""
     yield from head.tensors()
     assert head.lm_head is not None
     yield "lm_head.weight", head.lm_head
@@ -106,7 +109,7 @@ def _write_shards(folder: Path, tensors: NamedTensors) -> None:
 
 
 def _shards(tensors: NamedTensors) -> Iterator[dict[str, torch.Tensor]]:
-    """`tensors` on the host, in files of about SHARD_BYTES."""
+    """`tensors` copied to the host and grouped into shards of about SHARD_BYTES bytes."""
     shard: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
@@ -118,7 +121,7 @@ def _shards(tensors: NamedTensors) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`baton bench checkpoint`; returns the exit code."""
+    """Runs `baton bench checkpoint` and returns its exit code."""
     parser = argparse.ArgumentParser(
         prog=PROG, description=(__doc__ or "").split("\n\n")[1], allow_abbrev=False
     )

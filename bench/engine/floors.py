@@ -1,7 +1,8 @@
-"""Lower bounds for the time of a forward: bytes and operations it needs, at the rates measured in the same run.
+"""Lower bounds for the time of a forward: its bytes and operations, at rates measured in the same run.
 
-A pass reads every weight that it uses and the KV of its context once and computes its matrix products; it takes at least
-the longer of the two times. Activations and logits are not counted: a faster kernel could keep them on the chip.
+A pass reads each used weight and the KV of its context once, and computes its matrix products. The longer of
+the two times is the bound. Activations and logits do not count, since a faster kernel could keep them on the
+chip.
 """
 
 import statistics
@@ -19,8 +20,11 @@ from ...engine.speculative.drafters.spec_config import Eagle3Config
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """Measured rates of the device: bytes read plus bytes written per second of a copy, operations per second of a matrix
-    product in the model's dtype."""
+    """Measured rates of the device.
+
+    A copy's rate counts bytes read plus bytes written per second. A matrix product's rate counts operations
+    per second in the model's dtype.
+    """
 
     copy_bytes_per_s: float
     matmul_flop_per_s: float
@@ -31,7 +35,7 @@ class Ceilings:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One pass over a model."""
+    """The work of one or more passes: bytes moved and operations computed."""
 
     num_bytes: float
     num_flops: float
@@ -39,10 +43,11 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class PassCounts:
-    """Weights of a target and its head, and what each pass over them must move and compute.
+    """Sizes of a target or of its head, and the work of each pass over it.
 
-    `body`: values of the layers' matrices, `vocab` of the output projection, `fc` of the head's input projection (0 in a
-    target). `kv`: values of K and V per token. `attention`: operations per pair of a new row and a context row.
+    `body`, `vocab` and `fc` count the values of the layers' matrices, of the output projection, and of the
+    head's input projection (0 in a target). `kv` counts the values of K and V per token. `attention` counts
+    operations per pair of a new row and a context row.
     """
 
     body: int
@@ -78,7 +83,8 @@ class PassCounts:
         )
 
     def step(self, batch: int, rows: int, context: int, *, logit_rows: int, has_fc: bool = False) -> Work:
-        """`rows` new rows of each of `batch` requests behind `context`; logits of `logit_rows` rows of each."""
+        """One pass: each of `batch` requests has `context` tokens, `rows` new rows and logits of `logit_rows`
+        rows."""
         weights = self.body + (self.fc if has_fc else 0)
         return Work(
             num_bytes=self.itemsize * (weights + self.vocab + batch * (context + rows) * self.kv),
@@ -87,7 +93,7 @@ class PassCounts:
         )
 
     def prefill(self, tokens: int) -> Work:
-        """A whole prompt, causal, logits of its last row."""
+        """A causal pass over a whole prompt of `tokens`, with the logits of its last row."""
         pairs = tokens * (tokens + 1) // 2
         return Work(
             num_bytes=self.itemsize * (self.body + self.vocab + tokens * self.kv),
@@ -96,7 +102,11 @@ class PassCounts:
 
 
 def eagle3_step(target: PassCounts, head: PassCounts, batch: int, steps: int, context: int) -> list[Work]:
-    """The passes of one chain step: verify, one of the head per draft but the first, which is remembered, and extend."""
+    """The passes of one chain step: the verify, the head's extend, and one of the head per draft after the
+    first.
+
+    The first draft costs no pass of its own: the extend of the step before has computed it.
+    """
     verify = target.step(batch, steps + 1, context, logit_rows=steps + 1)
     draft = head.step(batch, 1, context, logit_rows=1)
     return [verify, *[draft] * (steps - 1), head.step(batch, steps + 1, context, logit_rows=1, has_fc=True)]
@@ -109,7 +119,8 @@ def _layer(input_size: int, config: ModelConfig | Eagle3Config) -> int:
 
 
 def measure_ceilings(dtype: torch.dtype, device: torch.device) -> Ceilings:
-    """A copy of 1 GiB and a product of 8192 x 8192 matrices on CUDA; smaller ones elsewhere. Medians."""
+    """Measures a copy of 1 GiB and a product of 8192 x 8192 matrices on CUDA, smaller ones elsewhere;
+    medians."""
     size, side = (1 << 30, 8192) if device.type == "cuda" else (1 << 24, 512)
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -125,7 +136,8 @@ def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 20)
     for _ in range(repeats + 3):
         began = time.perf_counter()
         if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             start.record()
             run()
             end.record()

@@ -1,10 +1,11 @@
-"""A target and a head of random weights, of which the head's drafts are accepted to a chosen length.
+"""A target and a head of random weights, built so that the target accepts a chosen number of drafts.
 
-Random heads draft nothing that a target accepts, so acceptance is built into the weights instead, and the engine runs as
-it is. Of the target's residual stream one column (LEVEL) is constant, since no layer writes it, and makes TOKEN the
-likeliest token whatever the others say. The head copies that column from its features, and its MLP adds STEP to another
-(COUNT) in every forward: the n-th draft of a step sees a count of n, and the vocabulary's weights of both columns make it
-TOKEN as long as n is below the accept length, and WRONG from there on. All other weights are random.
+A target accepts no draft of a random head, so acceptance is built into the weights, and the engine runs
+unchanged. No layer of the target writes column LEVEL of the residual stream, so that column is constant, and
+it makes TOKEN the likeliest token for any values of the other columns. The head copies LEVEL from its
+features. Its MLP adds STEP to column COUNT in every forward, so the n-th draft of a step sees a count of n.
+The output projection's weights of both columns make that draft TOKEN while n is below the accept length, and
+WRONG from there on. All other weights are random.
 """
 
 import re
@@ -18,21 +19,21 @@ from ...engine.speculative.drafters.eagle3_head import Eagle3Head
 from ...engine.speculative.drafters.spec_config import Eagle3Config
 
 LEVEL, COUNT = 0, 1  # columns of the residual stream
-TOKEN, WRONG = 1, 3  # what the target always says, and what the head says when it shall be wrong
+TOKEN, WRONG = 1, 3  # the target's output, and the head's draft beyond the accept length
 SPREAD = 0.02  # standard deviation of random weights
-AMPLITUDE = 64.0  # of LEVEL in the target's stream
-GAIN = 256.0  # from there to LEVEL in the head's stream, where it outweighs all other columns together
-STEP = AMPLITUDE * GAIN / 16  # what each forward of the head adds to COUNT
+AMPLITUDE = 64.0  # value of LEVEL in the target's stream
+GAIN = 256.0  # from the target's LEVEL to the head's, where LEVEL outweighs all other columns together
+STEP = AMPLITUDE * GAIN / 16  # added to COUNT by each forward of the head
 
 
 @torch.no_grad()
 def random_target(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> CausalLM:
-    """A model of `config` that says TOKEN whatever it reads."""
+    """A model of `config` that generates TOKEN after any input."""
     model = build_model(config, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, weight in model.tensors():
         _fill(name, weight, generator)
-        if re.search(r"\.(o_proj|down_proj)\.", name):  # what a layer adds to the residual stream
+        if re.search(r"\.(o_proj|down_proj)\.", name):  # these write to the residual stream
             weight[LEVEL] = 0
     model.embed_tokens[:, LEVEL] = AMPLITUDE / 2
     model.embed_tokens[TOKEN, LEVEL] = AMPLITUDE
@@ -46,7 +47,7 @@ def random_target(config: ModelConfig, dtype: torch.dtype, device: torch.device,
 def random_head(
     config: Eagle3Config, accept_length: int, dtype: torch.dtype, device: torch.device, seed: int = 1
 ) -> Eagle3Head:
-    """A head of `config` of whose drafts a target of `random_target` accepts `accept_length` - 1."""
+    """A head of `config`. A target of `random_target` accepts `accept_length` - 1 of its drafts per step."""
     head = Eagle3Head(config, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, weight in head.tensors():
@@ -67,7 +68,7 @@ def random_head(
 def _count(head: Eagle3Head) -> None:
     """One neuron of the MLP reads LEVEL and adds STEP to COUNT.
 
-    LEVEL outweighs the other columns, so that after the norm it is the square root of the width, whatever they are.
+    LEVEL outweighs the other columns. After the norm it therefore equals the square root of the width.
     """
     normed = head.config.hidden_size**0.5
     gate, up = head.layer.mlp.gate_up.weight.chunk(2)

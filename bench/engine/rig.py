@@ -1,4 +1,4 @@
-"""A whole engine in one process, and requests that stand where a decode server's would: prompts computed, drafter warm.
+"""A whole engine in one process, with requests in a decode server's state: prompts computed, drafter warm.
 
 Everything that runs is the engine's own: `ModelRunner`, `Eagle3Drafter`, `Sampler`, `AsyncDecoder` and their graphs. With
 graphs a step is launched before the one before it is read, as a server on a device does; without, each step is read at once.
@@ -42,8 +42,11 @@ NO_END = 1 << 30  # output tokens that a request may have
 
 @dataclass(frozen=True, kw_only=True)
 class RigSettings:
-    """What is built: room for `max_batch` requests of up to `max_request` tokens each and one prompt of up to `max_prompt`;
-    graphs for up to `max_context` tokens of context."""
+    """Sizes of the rig, in requests and tokens.
+
+    The pools hold `max_batch` requests of up to `max_request` tokens each, and one prompt of up to
+    `max_prompt` tokens. Graphs cover up to `max_context` tokens of context.
+    """
 
     shape: str
     model: str
@@ -70,7 +73,10 @@ class ComputedPrompt:
 
 
 class Stepper:
-    """Steps `requests` with `decoder`, which must not know them yet; `paths` that steps took so far."""
+    """Steps `requests` with `decoder`, to which they must be new.
+
+    `paths` lists the execution paths seen so far.
+    """
 
     def __init__(self, decoder: AsyncDecoder, requests: Sequence[Request]) -> None:
         self.decoder = decoder
@@ -80,7 +86,10 @@ class Stepper:
         self._flights: list[Flight] = []
 
     def step(self) -> None:
-        """Launch a step and read the one before; where the decoder does not launch ahead, one step whole."""
+        """Launches a step and reads the previous one.
+
+        A decoder that does not launch ahead runs one whole step.
+        """
         self.num_steps += 1
         if not self.decoder.launches_ahead:
             self._note(self.decoder.step(self.requests))
@@ -108,7 +117,7 @@ class Stepper:
 class Rig:
     """One engine that prefills and decodes. `use_graphs` switches between its graphs and the eager path.
 
-    Raises ValueError where the requests or the prompt would outgrow the model's positions.
+    Raises ValueError when the requests or the prompt exceed the model's positions.
     """
 
     def __init__(self, settings: RigSettings) -> None:
@@ -159,7 +168,8 @@ class Rig:
         return AsyncDecoder(steps, shape=shape, launches_ahead=self._has_graphs)
 
     def prompts(self, count: int, length: int) -> list[ComputedPrompt]:
-        """`count` random prompts of `length` tokens, their KV in both pools."""
+        """`count` random prompts of `length` tokens each, with their KV in the target's and the drafter's
+        pool."""
         generator = torch.Generator().manual_seed(2)
         made = []
         for i in range(count):
@@ -168,7 +178,7 @@ class Rig:
         return made
 
     def stepper(self, prompts: Sequence[ComputedPrompt], *, has_drafts: bool) -> Stepper:
-        """Requests that have their first output token and, with drafts, a warm drafter; and what steps them."""
+        """A stepper for requests that have their first output token and, with drafts, a warm drafter."""
         requests, decoder = [], self.decoder(has_drafts=has_drafts)
         for number, prompt in enumerate(prompts):
             request = _request(f"{number}", prompt.ids, prompt.pages)
@@ -179,15 +189,16 @@ class Rig:
         return Stepper(decoder, requests)
 
     def long_prompt(self, length: int) -> Request:
-        """A prompt that `prefill` computes."""
+        """A request with a random prompt of `length` tokens, to be passed to `prefill`."""
         first = 1 + self.settings.max_batch * self._each
         pages = list(range(first, first + pages_for(length, PAGE_SIZE)))
         return _request("prompt", self._random_ids(length, torch.Generator().manual_seed(3)), pages)
 
     def prefill(self, request: Request) -> torch.Tensor:
-        """The whole prompt in chunks as a prefill worker runs them: features kept beside the KV, the first token chosen.
+        """Computes the whole prompt in chunks, as a prefill worker does: keeps features beside the KV,
+        samples token 1.
 
-        Returns the features of the prompt's last chunk, when the device is done.
+        Returns the features of the prompt's last chunk after the device has finished.
         """
         features = None
         for start in range(0, request.num_prompt, self.settings.chunk_size):
@@ -218,7 +229,7 @@ class Rig:
 
     def _random_ids(self, length: int, generator: torch.Generator) -> list[int]:
         ids: list[int] = torch.randint(0, self.config.vocab_size, (length - 1,), generator=generator).tolist()
-        return [*ids, TOKEN]  # what decides the drafts is the newest token and the one before it
+        return [*ids, TOKEN]  # the drafts depend on the last two tokens only
 
     def _drafter(self, head: Eagle3Head, num_pages: int) -> Eagle3Drafter:
         return Eagle3Drafter(
@@ -260,7 +271,8 @@ def _check_positions(settings: RigSettings, shape: DraftShape, limit: int) -> No
     wanted = max(settings.max_request + shape.spare_slots, settings.max_prompt)
     if wanted > limit:
         raise ValueError(
-            f"{settings.model or settings.shape} has {limit} positions, and {wanted} would be used: the longest prompt, or "
+            f"{settings.model or settings.shape} has {limit} positions, and {wanted} would be used: the "
+            "longest prompt, or "
             "context with what all steps add; lower --context, --prefill or --repeats"
         )
 

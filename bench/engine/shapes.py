@@ -1,4 +1,5 @@
-"""Which model `baton bench engine` measures: built-in shapes, or a directory's config.json, and a head of matching shape."""
+"""The model shapes of `baton bench engine`: built-in ones, or a directory's config.json, with a matching
+head."""
 
 import json
 from pathlib import Path
@@ -8,7 +9,7 @@ from ...engine.models.config import ModelConfig
 from ...engine.models.registry import load_model_config
 from ...engine.speculative.drafters.spec_config import Eagle3Config, load_draft_config
 
-# The config.json of each; "toy" is for a first try and for tests.
+# The config.json of each shape; "toy" is for a first try and for tests.
 SHAPES: dict[str, dict[str, object]] = {
     "llama-3.1-8b": {
         "hidden_size": 4096,
@@ -56,13 +57,14 @@ SHAPES: dict[str, dict[str, object]] = {
         "max_position_embeddings": 512,
     },
 }
-DRAFT_VOCABULARY = 32000  # of published EAGLE3 heads for models of this size
+DRAFT_VOCABULARY = 32000  # draft vocabulary of published EAGLE3 heads for models of this size
 
 
 def target_config(shape: str, model: str, folder: Path) -> ModelConfig:
-    """Of the checkpoint `model` where one is given, else of the built-in `shape`; `folder` is for files.
+    """The config of the checkpoint `model` if one is given, else of the built-in `shape`.
 
-    Raises CheckpointError for a config that cannot be read or is not supported.
+    `folder` is for temporary files. Raises CheckpointError for a config that cannot be read or is not
+    supported.
     """
     if model:
         return load_model_config(resolve_checkpoint(model))
@@ -71,7 +73,7 @@ def target_config(shape: str, model: str, folder: Path) -> ModelConfig:
 
 
 def head_config(target: ModelConfig, dtype: str, draft_vocab_size: int, folder: Path) -> Eagle3Config:
-    """An EAGLE3 head as wide as `target`, of one layer, that reads three layers' outputs."""
+    """The config of a one-layer EAGLE3 head of the target's width, with three captured layers."""
     last = target.num_layers - 1
     ids = dict.fromkeys((min(1, last), target.num_layers // 2 - 1, max(last - 3, 0)))
     config = {

@@ -1,8 +1,10 @@
-"""Time of a repeated piece of work: by the host's clock, and what the device and the host did in it, from a profiler.
+"""Times a repeated piece of work by the host's clock, and splits the time into device and host work by a
+profiler.
 
-The clock's times are taken without the profiler. The profiler (CUDA's own activities alone, no operators of torch) then
-says, of a few more repeats, how long kernels and copies kept the device busy, and how long the host stood in a call that
-waits for the device; the host's own work is what is left of its time, the profiler's cost in it.
+The clock's times are taken without the profiler. A few more repeats run under the profiler, which records
+CUDA activities and no operators of torch. It shows how long kernels and copies kept the device busy, and how
+long the host waited for the device in a CUDA call. The rest of the host's time is its own work, including the
+profiler's cost.
 """
 
 import statistics
@@ -14,14 +16,17 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
-# Calls of the CUDA runtime and driver in which a host thread may wait; a copy of pageable memory is one when it is long.
+# Calls of the CUDA runtime and driver in which a host thread may wait. A long copy of pageable memory waits,
+# too.
 WAITS = ("Synchronize", "Memcpy")
 SUBMIT_US = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Milliseconds per repeat: `wall` (median), and where there is a device `device` busy and `host` at work (else None).
+    """Milliseconds per repeat: `wall` is the median, `device` the busy time, `host` the host's own work.
+
+    `device` and `host` are None without a GPU.
 
     `kernels`: (name, ms, launches) per repeat, the longest first.
     """
@@ -33,7 +38,7 @@ class Timing:
 
 
 def measure(run: Callable[[], object], device: torch.device, repeats: int, *, warm_ups: int = 3) -> Timing:
-    """Time `run`, which leaves nothing unfinished on the device that the next one would wait for."""
+    """Times `repeats` calls of `run`. Each call must leave no work in flight on the device."""
     for _ in range(warm_ups):
         run()
     _settle(device)
@@ -54,7 +59,7 @@ def _profiled(run: Callable[[], object], wall: float, repeats: int) -> Timing:
         began = time.perf_counter()
         for _ in range(repeats):
             run()
-        torch.cuda.synchronize()  # a wait like any other, and counted as one
+        torch.cuda.synchronize()  # counts as a wait
         host = (time.perf_counter() - began) * 1e3
     events = profiler.events() or []
     on_device = [event for event in events if event.device_type.name == "CUDA"]
@@ -73,7 +78,7 @@ def _profiled(run: Callable[[], object], wall: float, repeats: int) -> Timing:
 
 
 def _busy_ms(events: Iterable[FunctionEvent]) -> float:
-    """Length of the union of the events' times."""
+    """Milliseconds covered by at least one of the events."""
     busy, end = 0.0, 0.0
     for first, last in sorted((event.time_range.start, event.time_range.end) for event in events):
         busy += max(0.0, last - max(first, end))

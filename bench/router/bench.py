@@ -1,17 +1,22 @@
-"""`baton bench router`: what the router costs, with workers that answer at once, beside other proxies in the same run.
+"""`baton bench router`: the router's cost with workers that answer at once, compared with other proxies in
+one run.
 
-    requests   wrk on --connections connections; each way is measured once per round, so that all see the same machine. The
-               router validates, tokenises, looks for the API key and speaks to two workers over ZeroMQ; the proxies
-               pass bytes to an HTTP backend that answers at once. "alone": the median at one connection; "added": less that
-               of what stands behind, asked directly: the HTTP backend, or the two workers over ZeroMQ
-    pair       two routers behind one port, three times the connections. With four cores or more each router is kept to one
-               of its own, and load and workers have the others; with fewer all share them
-    streams    --streams at once, one token each per half second: memory of the router per stream, its CPU time per chunk
-    stall      one client that never reads, 400 tokens every 2 ms for 6 s or until it is cut off: memory of the router
+    requests   wrk on --connections connections. Each target is measured once per round, so that all see the
+               same machine. The router validates, tokenises, looks for the API key and sends orders to two
+               workers over ZeroMQ. The proxies pass bytes to an HTTP backend that answers at once. "alone":
+               the median at one connection; "added": the same less the median of the backend asked directly
+               (the HTTP backend, or the two workers over ZeroMQ)
+    pair       two routers behind one port, three times the connections. With four cores or more each router
+               is pinned to one of its own, and load and workers use the others. With fewer cores all share
+               them
+    streams    --streams at once, one token each per half second: memory of the router per stream, its CPU
+               time per chunk
+    stall      one client that never reads, 400 tokens every 2 ms for 6 s or until it is cut off: memory of
+               the router
 
-CPU times are of the processes themselves (routers or proxy) with their threads and children, the least of all rounds; load
-generator and workers have the same cores. "2 cores, computed" is 2 s divided by it: the requests per second of two such
-processes behind one port that have a core each for themselves.
+CPU times are those of the routers or the proxy with threads and children; the table shows the least of all
+rounds. Load generator and workers run on the same cores. "2 cores, computed" is 2 s divided by the CPU time
+per request: the requests per second of two such processes behind one port with one core each.
 """
 
 import argparse
@@ -50,7 +55,7 @@ def requests(bench: RouterBench, options: argparse.Namespace) -> list[str]:
         wait_for(ports[name], "/health")
     samples: dict[str, list[WrkSample]] = {}
     alone: dict[str, list[float]] = {}
-    behind: dict[str, list[float]] = {}  # what stands behind, asked directly
+    behind: dict[str, list[float]] = {}  # the backends, asked directly
     with bench.router() as (router, port):
         ways |= {"baton, token ids": (router, port, IDS), "baton, chat": (router, port, CHAT)}
         for _ in range(options.rounds):
@@ -63,8 +68,18 @@ def requests(bench: RouterBench, options: argparse.Namespace) -> list[str]:
                 )
             behind.setdefault("workers", []).append(bench.workers_alone(options.seconds / 2))
     behind["backend"] = alone["backend alone"]
-    lines = header("way", "req/s best", "median", "p50 ms", "p99 ms", "alone p50 ms", "added p50 ms", "CPU us/request",
-                   "2 cores, computed", "errors")  # fmt: skip
+    lines = header(
+        "way",
+        "req/s best",
+        "median",
+        "p50 ms",
+        "p99 ms",
+        "alone p50 ms",
+        "added p50 ms",
+        "CPU us/request",
+        "2 cores, computed",
+        "errors",
+    )
     for name, runs in samples.items():
         base = min(behind["workers" if name.startswith("baton") else "backend"])
         lines.append(row(name, runs, min(alone[name]), base, *computed(runs)))
@@ -72,14 +87,23 @@ def requests(bench: RouterBench, options: argparse.Namespace) -> list[str]:
 
 
 def pair(bench: RouterBench, options: argparse.Namespace) -> list[str]:
-    """The table of two routers on two cores."""
+    """The table of two routers behind one port."""
     cores = sorted(os.sched_getaffinity(0))
     has_others = len(cores) >= 4
     os.sched_setaffinity(0, cores[2:] if has_others else cores)
     try:
         base = bench.workers_alone(options.seconds / 2)
-        lines = header("way", "req/s best", "median", "p50 ms", "p99 ms", "alone p50 ms", "added p50 ms", "CPU us/request",
-                       "errors")  # fmt: skip
+        lines = header(
+            "way",
+            "req/s best",
+            "median",
+            "p50 ms",
+            "p99 ms",
+            "alone p50 ms",
+            "added p50 ms",
+            "CPU us/request",
+            "errors",
+        )
         with bench.pair(cores[:2] if has_others else [None, None]) as (routers, port):
             for kind in (IDS, CHAT):
                 num, rounds = 3 * options.connections, range(options.rounds)
@@ -96,12 +120,12 @@ def pair(bench: RouterBench, options: argparse.Namespace) -> list[str]:
 
 
 def header(*names: str) -> list[str]:
-    """The first lines of a table."""
+    """The header lines of a markdown table."""
     return ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
 
 
 def row(name: str, runs: Sequence[WrkSample], alone_ms: float, base_ms: float, *more: str) -> str:
-    """One way: the best of its runs, and what `header` says."""
+    """The table row of one target: the best of its runs."""
     best = max(runs, key=lambda run: run.per_second)
     median = statistics.median(run.per_second for run in runs)
     cells = [
@@ -117,12 +141,12 @@ def row(name: str, runs: Sequence[WrkSample], alone_ms: float, base_ms: float, *
 
 
 def computed(runs: Sequence[WrkSample]) -> tuple[str]:
-    """The requests per second of two processes with a core each."""
+    """Requests per second of two processes with a core each, computed from the CPU time per request."""
     return (f"{2e6 / max(min(run.cpu_us for run in runs), 1.0):.0f}",)
 
 
 def streams(bench: RouterBench, options: argparse.Namespace) -> list[str]:
-    """Memory and CPU time of many streams at once."""
+    """The table of many streams at once: memory per stream, CPU time per chunk."""
     count = options.streams
     with bench.router(str(STEP_S)) as (router, port):
         before = router.memory_info().rss
@@ -138,17 +162,19 @@ def streams(bench: RouterBench, options: argparse.Namespace) -> list[str]:
         num_chunks = count * NUM_CHUNKS / 2
     kb, us = grown / 1024 / count, 1e6 * spent / num_chunks
     return [
-        f"{count} streams ({begun['begun']} begun, {whole['whole']} whole): {kb:.1f} KB each, {us:.0f} us CPU per chunk"
+        f"{count} streams ({begun['begun']} begun, {whole['whole']} whole): {kb:.1f} KB each, "
+        f"{us:.0f} us CPU per chunk"
     ]
 
 
 def stall(bench: RouterBench, options: argparse.Namespace) -> list[str]:
-    """Memory that a client costs that never reads, and when it is cut off."""
+    """The table of a client that never reads: the router's memory, and the time until the client is cut
+    off."""
     with bench.router("0.002", "400") as (router, port):
         clients = bench.start(
             sys.executable, "-m", "baton.bench.router.streams", str(port), bench.key, "1", "2000"
         )
-        clients.wait(60)  # what a first stream costs is no growth
+        clients.wait(60)  # the one-time cost of a first stream is not counted
         before = router.memory_info().rss
         silent = bench.start(
             sys.executable, "-m", "baton.bench.router.streams", str(port), bench.key, "0", "10000000"
@@ -176,7 +202,7 @@ PARTS: dict[str, Part] = {"requests": requests, "pair": pair, "streams": streams
 
 
 def main(argv: Sequence[str]) -> int:
-    """`baton bench router`: 0 when it ran, 1 when something to run is missing."""
+    """Runs `baton bench router`. Returns 0 on success, 1 when a program is missing."""
     options = _parser().parse_args(argv)
     try:
         for program, parts in (("wrk", {"requests", "pair"}), ("taskset", {"pair"})):

@@ -1,4 +1,4 @@
-"""The workers of `baton bench router` without a router: how long they take for a request, over the sockets that it uses."""
+"""Times the workers of `baton bench router` without a router, over the same sockets."""
 
 import secrets
 import time
@@ -11,11 +11,15 @@ from ...cluster.protocol.codec import control_up_decoder, encode
 from ...cluster.protocol.messages import Hello, Prefill, Reserve, Sampling, Welcome
 
 PATIENCE_MS = 30_000
-LAST_WORDS = (b"FirstToken", b"Finished")  # of prefill and decode, in their frames; heartbeats come as well
+# the last message of prefill and of decode; heartbeats arrive as well
+FINAL_TYPES = (b"FirstToken", b"Finished")
 
 
 class DirectClient:
-    """Bound to `endpoint`, where the two workers call. Its frames are made beforehand: what it costs itself is little."""
+    """Takes the router's place at `endpoint`.
+
+    Frames are encoded in advance, so the client's own cost is small.
+    """
 
     def __init__(self, endpoint: str) -> None:
         self._context: zmq.Context[Socket] = zmq.Context()
@@ -28,7 +32,10 @@ class DirectClient:
         self._context.term()
 
     def greet(self, prompt_ids: list[int], max_new_tokens: int) -> None:
-        """Welcomes both workers, and makes their orders. Raises StartupError."""
+        """Welcomes both workers and encodes their orders.
+
+        Raises StartupError when a worker does not register.
+        """
         decoder, me, room = control_up_decoder(), secrets.token_hex(16), secrets.token_hex(16)
         sampling = Sampling(temperature=0.0, max_new_tokens=max_new_tokens)
         found: dict[str, list[bytes]] = {}
@@ -52,11 +59,11 @@ class DirectClient:
         self._orders = [found["decode"], found["prefill"]]
 
     def ask(self) -> float:
-        """One request, to both workers at once; seconds until both have said their last word."""
+        """Sends one request to both workers at once. Returns the seconds until both have finished it."""
         began = time.perf_counter()
         for order in self._orders:
             self._socket.send_multipart(order)
-        awaited = set(LAST_WORDS)
+        awaited = set(FINAL_TYPES)
         while awaited:
             _, frame = self._next()
             awaited -= {word for word in awaited if word in frame}

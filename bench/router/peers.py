@@ -1,4 +1,4 @@
-"""The comparison of `baton bench router`: an HTTP backend that answers at once, and proxies in front of it."""
+"""The baselines of `baton bench router`: an HTTP backend that answers at once, and proxies in front of it."""
 
 import asyncio
 import shutil
@@ -10,7 +10,8 @@ import httptools
 import uvloop
 
 ANSWER = (
-    b'{"id":"chatcmpl-6b9ea02d47124aa5f0619826","object":"chat.completion","created":1795180426,"model":"bench","choices":'
+    b'{"id":"chatcmpl-6b9ea02d47124aa5f0619826","object":"chat.completion","created":1795180426,'
+    b'"model":"bench","choices":'
     b'[{"index":0,"message":{"content":"AAAAAAAAAAAAAAAA","role":"assistant","refusal":null},"logprobs":null,'
     b'"finish_reason":"length"}],"usage":{"prompt_tokens":18,"completion_tokens":16,"total_tokens":34}}'
 )
@@ -38,7 +39,8 @@ NGINX = """
 daemon off; worker_processes 1; pid %(folder)s/nginx.pid; error_log stderr crit;
 events { worker_connections 4096; }
 http {
-  access_log off; client_body_temp_path %(folder)s/b; proxy_temp_path %(folder)s/p; fastcgi_temp_path %(folder)s/f;
+  access_log off; client_body_temp_path %(folder)s/b;
+  proxy_temp_path %(folder)s/p; fastcgi_temp_path %(folder)s/f;
   uwsgi_temp_path %(folder)s/u; scgi_temp_path %(folder)s/s;
   upstream backend { server 127.0.0.1:%(target)d; keepalive 64; }
   server {
@@ -64,13 +66,13 @@ class Backend(asyncio.Protocol):
 
 
 async def serve(port: int) -> None:
-    """Never ends; whoever started it does that."""
+    """Serves on `port` until the process is killed."""
     server = await asyncio.get_running_loop().create_server(Backend, "127.0.0.1", port, backlog=1024)
     await server.serve_forever()
 
 
 def commands(folder: Path, python: str, target: int, ports: dict[str, int]) -> dict[str, list[str]]:
-    """The command of each proxy that is installed; `python` is an interpreter that has aiohttp and sglang-router."""
+    """The command of each installed proxy. `python` is an interpreter with aiohttp and sglang-router."""
     found: dict[str, list[str]] = {}
     if shutil.which("nginx"):
         config = folder / "nginx.conf"
@@ -95,7 +97,7 @@ def commands(folder: Path, python: str, target: int, ports: dict[str, int]) -> d
 
 
 def main(argv: Sequence[str]) -> None:
-    """`PORT`: the backend."""
+    """Runs the backend on the port in `argv`."""
     uvloop.run(serve(int(argv[0])))
 
 

@@ -1,4 +1,5 @@
-"""Test setup of `baton bench router`: routers with workers that answer at once, wrk, and CPU times of processes."""
+"""Test setup of `baton bench router`: routers with workers that answer at once, wrk, and CPU times of
+processes."""
 
 import re
 import secrets
@@ -33,7 +34,7 @@ class WrkSample:
     per_second: float
     p50_ms: float
     p99_ms: float
-    cpu_us: float  # of the measured process, per request
+    cpu_us: float  # CPU time of the measured process per request
     num_bad: int
 
 
@@ -46,7 +47,7 @@ class RouterBench:
         write_api_keys(folder / "keys.json", [ApiKey(id=key_id, name="bench", sha256=digest)])
 
     def start(self, *command: str) -> psutil.Process:
-        """A child that ends with this run."""
+        """Starts a child process that ends with this run."""
         log = self._stack.enter_context((self.folder / f"{secrets.token_hex(4)}.log").open("wb"))
         child = subprocess.Popen(command, stdout=log, stderr=log, cwd="/")
         self._stack.callback(_end, child)
@@ -54,7 +55,7 @@ class RouterBench:
 
     @contextmanager
     def router(self, *steps: str) -> Iterator[tuple[psutil.Process, int]]:
-        """(router, its port) with its workers."""
+        """Starts a router with its workers. Returns (router, its port)."""
         port = free_port()
         processes = self._start_router(port, [], steps)
         wait_for(port, "/ready")
@@ -63,7 +64,10 @@ class RouterBench:
 
     @contextmanager
     def pair(self, cores: Sequence[int | None]) -> Iterator[tuple[list[psutil.Process], int]]:
-        """(routers, their common port): one router with workers of its own for each core that it is kept to, or to none."""
+        """Starts one router per entry of `cores`, each with workers of its own, behind one port.
+
+        A router is pinned to its core; None leaves it unpinned. Returns (routers, their common port).
+        """
         port = free_port()
         started = [self._start_router(port, ["--share-port"], (), core) for core in cores]
         routers = [router for router, _ in started]
@@ -78,7 +82,7 @@ class RouterBench:
     def _start_router(
         self, port: int, more: Sequence[str], steps: Sequence[str], core: int | None = None
     ) -> tuple[psutil.Process, psutil.Process]:
-        """(router, its workers)."""
+        """Starts a router and its workers. Returns (router, its workers)."""
         control = self.control()
         flags = [
             f"--model={self.model}",
@@ -102,7 +106,7 @@ class RouterBench:
         return f"ipc://{self.folder}/control-{secrets.token_hex(2)}"
 
     def workers_alone(self, seconds: float) -> float:
-        """What the two workers take for a request without a router, the median in milliseconds."""
+        """The median time of a request at the two workers without a router, in milliseconds."""
         client = DirectClient(self.control())
         workers = self.start(sys.executable, "-m", "baton.bench.router.workers", client.endpoint)
         try:
@@ -118,7 +122,7 @@ class RouterBench:
         return 1000 * statistics.median(times)
 
     def script(self, kind: str) -> str:
-        """The file that tells wrk what to send; some 640 bytes each."""
+        """The wrk script for requests of `kind`, of some 640 bytes each."""
         body: dict[str, object] = {"model": "bench", "max_tokens": MAX_TOKENS, "seed": 1}
         if kind == IDS:
             text = same(self.key, body | {"prompt": PROMPT_IDS, "temperature": 0, "user": "x" * 130})
@@ -131,7 +135,7 @@ class RouterBench:
     def load(
         self, routers: Sequence[psutil.Process], port: int, kind: str, connections: int, seconds: float
     ) -> WrkSample:
-        """Loads one address, for whole seconds, since wrk knows no others."""
+        """Runs wrk against one port for `seconds`, rounded to whole seconds as wrk requires."""
         url = f"http://127.0.0.1:{port}{PATHS[kind]}"
         before = sum(map(cpu_s, routers))
         told = [f"-t{len(routers)}", f"-c{connections}", f"-d{max(1, round(seconds))}s", "--latency"]
@@ -156,7 +160,7 @@ def free_port() -> int:
 
 
 def wait_for(port: int, path: str) -> None:
-    """Until something there answers without an error. Raises StartupError."""
+    """Waits until a GET of `path` succeeds. Raises StartupError after a time-out."""
 
     def answers() -> bool:
         with suppress(httpx.HTTPError):
@@ -184,14 +188,14 @@ def found(pattern: str, text: str) -> str:
 
 
 def milliseconds(text: str) -> float:
-    """wrk's 1.20ms, 350.00us or 1.10s."""
+    """Milliseconds from a time of wrk such as 1.20ms, 350.00us or 1.10s."""
     units = {"us": 1e-3, "ms": 1.0, "s": 1e3}
     match = re.fullmatch(r"([\d.]+)(us|ms|s)", text)
     return float(match.group(1)) * units[match.group(2)] if match else float("nan")
 
 
 def stop(processes: tuple[psutil.Process, psutil.Process]) -> None:
-    """A router and its workers, these first."""
+    """Ends a router and its workers, in the reverse order of `processes`."""
     for process in reversed(processes):
         process.terminate()
         process.wait(20)

@@ -1,7 +1,8 @@
-"""Clients of many streams at once, and one that never reads: `python -m baton.bench.router.streams PORT KEY STREAMS TOKENS`.
+"""A client of many streams at once, or of one stream that it never reads: `python -m
+baton.bench.router.streams PORT KEY STREAMS TOKENS`.
 
-Opens STREAMS streams, reports when all have started, reads them to the end and reports the number of chunks. With STREAMS 0
-it opens one stream, reads nothing and waits to be killed.
+Opens STREAMS streams, reports when all have started, reads them to the end and reports the number of chunks.
+With STREAMS 0 it opens one stream, reads nothing and waits to be killed.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import uvloop
 
 
 def request_of(key: str, num_tokens: int, **more: object) -> bytes:
-    """A streamed completion of token ids."""
+    """The bytes of a request for a streamed completion of `num_tokens` tokens."""
     body = {
         "model": "bench",
         "prompt": list(range(100, 200)),
@@ -34,7 +35,7 @@ def request_of(key: str, num_tokens: int, **more: object) -> bytes:
 
 
 class StreamClients:
-    """Counts what its streams get."""
+    """Opens streams and counts their chunks."""
 
     def __init__(self, port: int, request: bytes) -> None:
         self.num_begun = self.num_chunks = self.num_whole = 0
@@ -42,7 +43,7 @@ class StreamClients:
         self._request = request
 
     async def stream(self) -> None:
-        """One stream, to its end."""
+        """Reads one stream to its end."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         writer.write(self._request)
         line = await reader.readline()
@@ -54,12 +55,11 @@ class StreamClients:
 
 
 async def run(port: int, key: str, num_streams: int, num_tokens: int) -> None:
-    """Prints one line of JSON when all streams have begun, and one at the end."""
+    """Runs the streams. Prints one line of JSON when all have begun, and one at the end."""
     if not num_streams:
         with socket.socket() as silent:
-            silent.setsockopt(
-                socket.SOL_SOCKET, socket.SO_RCVBUF, 4096
-            )  # else the kernel reads megabytes in its place
+            # a larger buffer would let the kernel read megabytes for a client that does not read
+            silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             silent.connect(("127.0.0.1", port))
             silent.sendall(request_of(key, num_tokens, return_token_ids=True))
             await asyncio.sleep(3600)
@@ -71,12 +71,12 @@ async def run(port: int, key: str, num_streams: int, num_tokens: int) -> None:
             await asyncio.sleep(0.02)
     while client.num_begun < num_streams and not all(task.done() for task in tasks):
         await asyncio.sleep(0.05)
-    _say(begun=client.num_begun, chunks=client.num_chunks)
+    _report(begun=client.num_begun, chunks=client.num_chunks)
     await asyncio.gather(*tasks)
-    _say(whole=client.num_whole, chunks=client.num_chunks)
+    _report(whole=client.num_whole, chunks=client.num_chunks)
 
 
-def _say(**counts: int) -> None:
+def _report(**counts: int) -> None:
     sys.stdout.write(json.dumps(counts) + "\n")
     sys.stdout.flush()
 

@@ -1,7 +1,7 @@
 """Request bodies for wrk: one constant body of token ids, or chats that are all different.
 
-A router may cache text that it has seen, so each chat is one of a thousand excerpts of English prose (Python's manual) with
-three new words in it.
+A router may cache text. Each chat is therefore one of a thousand excerpts of English prose (Python's manual)
+with three new words in it.
 """
 
 import json
@@ -43,25 +43,25 @@ end
 
 
 def same(key: str, body: Mapping[str, object]) -> str:
-    """A script that sends one body again and again."""
+    """A wrk script that sends the same body each time."""
     return SAME % (key, _lua(json.dumps(body)))
 
 
 def different(key: str, body: Mapping[str, object]) -> str:
-    """A script that sends `body` with other messages each time."""
+    """A wrk script that sends `body` with different messages each time."""
     mark = secrets.token_hex(8)
     asked = {**body, "messages": [{"role": "user", "content": mark}]}
     before, after = json.dumps(asked).split(mark)
     halves = [_halves(text) for text in excerpts()]
     heads = [before + _inner(f"{head} ") for head, _ in halves]
     middles = [_inner(f" {middle}") for _, middle in halves]
-    told = (", ".join(map(_lua, heads)), ", ".join(map(_lua, middles)), _lua(after))
+    parts = (", ".join(map(_lua, heads)), ", ".join(map(_lua, middles)), _lua(after))
     nonce = "".join(chr(ord("a") + secrets.randbelow(26)) for _ in range(4))
-    return SAME % (key, _lua("")) + DIFFERENT % (*told, nonce)
+    return SAME % (key, _lua("")) + DIFFERENT % (*parts, nonce)
 
 
 def excerpts() -> list[str]:
-    """Pieces of prose of TEXT_CHARS characters that begin and end with a word."""
+    """Excerpts of about TEXT_CHARS characters that begin and end with a whole word."""
     words = " ".join(topics.topics.values()).split()
     found: list[str] = []
     line: list[str] = []
@@ -81,10 +81,13 @@ def _halves(text: str) -> tuple[str, str]:
 
 
 def _inner(text: str) -> str:
-    """As it stands within a JSON string."""
+    """`text` escaped for the inside of a JSON string."""
     return json.dumps(text)[1:-1]
 
 
 def _lua(text: str) -> str:
-    """A string of Lua: JSON's escapes of quotes and backslashes are Lua's, too, and `text` is ASCII without controls."""
+    """`text` as a Lua string literal.
+
+    Lua and JSON escape quotes and backslashes alike. `text` must be ASCII without control characters.
+    """
     return json.dumps(text)

@@ -1,7 +1,9 @@
-"""A prefill and a decode worker that compute nothing: `python -m baton.bench.router.workers CONTROL [STEP_S [TOKENS]]`.
+"""A prefill and a decode worker that compute nothing: `python -m baton.bench.router.workers CONTROL [STEP_S
+[TOKENS]]`.
 
-Both speak the control plane in one process. A request is answered at once with as many tokens as it asks for; with STEP_S
-decode gives TOKENS (1) to each of its requests per step, all in one message, as a real one does.
+Both run in one process and use the control-plane protocol. A request is answered at once with all tokens that
+it asks for. With STEP_S decode gives each of its requests TOKENS (1) per step, all in one message, as a real
+worker does.
 """
 
 import secrets
@@ -37,7 +39,7 @@ from ...cluster.protocol.messages import (
 
 HEARTBEAT_S = 0.1
 PAGES = 1 << 30
-TOKEN = 60  # of the answer; a letter, behind what special tokens most vocabularies begin with
+TOKEN = 60  # of the answer: a letter, above the special tokens at the start of most vocabularies
 
 
 @dataclass(eq=False)
@@ -51,7 +53,7 @@ class Stream:
 
 
 class FakeWorker:
-    """One worker's socket and what it owes."""
+    """One worker's socket and its unfinished streams."""
 
     def __init__(self, context: "zmq.Context[Socket]", endpoint: str, role: str) -> None:
         self.role = role
@@ -65,16 +67,25 @@ class FakeWorker:
         self._decoder = control_down_decoder()
         is_prefill = role == "prefill"
         self._hello = Hello(
-            role=role, instance=self.instance, protocol=PROTOCOL_MAJOR, fingerprint="bench", model="bench",
-            kv_endpoint="ipc:///nowhere" if is_prefill else "", pages_total=PAGES, page_size=16, max_context=1 << 24,
-            max_running=0, takes=YOUNG_FIELDS, takes_batches=True,
-        )  # fmt: skip
+            role=role,
+            instance=self.instance,
+            protocol=PROTOCOL_MAJOR,
+            fingerprint="bench",
+            model="bench",
+            kv_endpoint="ipc:///nowhere" if is_prefill else "",
+            pages_total=PAGES,
+            page_size=16,
+            max_context=1 << 24,
+            max_running=0,
+            takes=YOUNG_FIELDS,
+            takes_batches=True,
+        )
 
     def send(self, message: ControlUp) -> None:
         self._outbox.append(pack(message))
 
     def turn(self, now: float, *, is_stepping: bool) -> None:
-        """Reads and answers what has come, and sends what is owed."""
+        """Reads and answers all waiting messages, and sends a heartbeat when one is due."""
         while (parts := recv_parts(self.socket, 1, CONTROL_MAX_FRAME)) is not None:
             messages: tuple[ControlDown, ...] = messages_of(self._decoder.decode(parts[0]))
             for message in messages:
@@ -83,11 +94,11 @@ class FakeWorker:
             self._next_beat = now + HEARTBEAT_S
             stats = WorkerStats(pages_total=PAGES, pages_free=PAGES)
             self.send(Heartbeat(instance=self.instance, stats=stats) if self._is_known else self._hello)
-        is_batched = self._is_known  # the bench's router takes several
+        is_batched = self._is_known  # the benchmark's router accepts batches
         send_waiting(self._outbox, lambda frame: try_send(self.socket, [frame]), takes_several=is_batched)
 
     def step(self, num_tokens: int) -> None:
-        """So many tokens for every stream."""
+        """Sends the next `num_tokens` tokens of every stream."""
         items, ended = [], []
         for stream in self.streams.values():
             ids = [TOKEN] * min(num_tokens, stream.num_wanted - stream.num_sent)
@@ -138,7 +149,7 @@ class FakeWorker:
 
 
 def serve(endpoint: str, step_s: float, num_tokens: int) -> None:
-    """Never ends; whoever started it does that."""
+    """Serves both workers until the process is killed. `step_s` of 0 answers each request at once."""
     context: zmq.Context[Socket] = zmq.Context()
     workers = [FakeWorker(context, endpoint, role) for role in ("prefill", "decode")]
     poller = zmq.Poller()
@@ -157,7 +168,7 @@ def serve(endpoint: str, step_s: float, num_tokens: int) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """`CONTROL [STEP_S [TOKENS]]`"""
+    """Runs the workers with the arguments `CONTROL [STEP_S [TOKENS]]`."""
     serve(argv[0], float(argv[1]) if len(argv) > 1 else 0.0, int(argv[2]) if len(argv) > 2 else 1)
 
 

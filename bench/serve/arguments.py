@@ -10,7 +10,7 @@ MOST_LENGTH = 1 << 24
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options; exits with 2 on a wrong one."""
+    """The options in `argv`. Exits with code 2 on a wrong one."""
     parser = argparse.ArgumentParser(
         prog=PROG, description="Load on an OpenAI endpoint, and what its clients saw."
     )
@@ -104,7 +104,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def lengths(text: str) -> tuple[int, int]:
-    """N or N-M."""
+    """A range of lengths from `N` or `N-M`, in tokens. Any other text is a usage error."""
     low, _, high = text.partition("-")
     try:
         found = int(low), int(high or low)

@@ -1,9 +1,10 @@
-"""`baton bench serve`: puts load on an OpenAI-compatible endpoint and reports latency and throughput as clients see them.
+"""`baton bench serve`: puts load on an OpenAI-compatible endpoint and reports latency and throughput as
+clients see them.
 
     baton bench serve --url http://127.0.0.1:8000 --concurrency 1 8 32 --requests 200 --input 512 --output 128
     baton bench serve --rate 2 4 8 --duration 60 --slo-ttft 500 --slo-itl 50 --plot load.png
 
-`figures` defines the figures, `load` how requests are scheduled. The API key is read from BATON_API_KEY.
+`figures` defines the figures, and `load` schedules the requests. The API key is read from BATON_API_KEY.
 """
 
 import argparse
@@ -30,16 +31,16 @@ from .server import read_metrics, said
 from .table import as_table
 
 KEY_VARIABLE = "BATON_API_KEY"
-TERMINAL_S, FILE_S = 1.0, 10.0  # between two lines of progress
-EXTENSIONS = {"ignore_eos": True, "return_token_ids": True}  # of ours, vLLM and SGLang
+TERMINAL_S, FILE_S = 1.0, 10.0  # seconds between two lines of progress
+EXTENSIONS = {"ignore_eos": True, "return_token_ids": True}  # extensions of baton, vLLM and SGLang
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadPlan:
-    """What all levels share."""
+    """The settings that all levels share."""
 
     model: str
-    common: dict[str, Any]  # of every body
+    common: dict[str, Any]  # fields of every body
     questions: Iterator[Question]
     bound: Bound
     goals: Goals
@@ -48,19 +49,22 @@ class LoadPlan:
 
 
 class ServeBench:
-    """Levels one after the other on one endpoint. `routers`: whose metrics are read, where that is not the endpoint."""
+    """Runs load levels one after the other against one endpoint.
+
+    `routers` are the URLs that metrics are read from, if they differ from the endpoint.
+    """
 
     def __init__(self, client: LoadClient, plan: LoadPlan, routers: Sequence[LoadClient] = ()) -> None:
         self._client, self._plan = client, plan
         self._routers = routers or [client]
 
     async def ask(self, question: Question, due: float) -> TimedCall:
-        """One request."""
+        """Sends one request that is due at `due`, in seconds on the loop's clock."""
         body = {"model": self._plan.model, "stream": True, "stream_options": {"include_usage": True}}
         return await self._client.ask(question.path, {**body, **self._plan.common, **question.body}, due)
 
     async def warm_up(self) -> None:
-        """Requests that count nowhere, four at a time. Raises BatonError when none is answered."""
+        """Sends requests that are not measured, four at a time. Raises BatonError when none is answered."""
         if not self._plan.warmup:
             return
         run = begin(Level(width=min(4, self._plan.warmup)))
@@ -71,10 +75,12 @@ class ServeBench:
             raise BatonError(f"{self._client.endpoint} answers nothing: {run.calls[0].error}")
 
     async def measure(self, level: Level) -> tuple[Run, Figures]:
-        """One level."""
+        """Runs one level and returns its figures."""
         plan = self._plan
         before, run = await read_metrics(self._routers), begin(level)
-        telling = asyncio.ensure_future(tell(run, _say, TERMINAL_S if sys.stderr.isatty() else FILE_S))
+        telling = asyncio.ensure_future(
+            tell(run, _show_progress, TERMINAL_S if sys.stderr.isatty() else FILE_S)
+        )
         try:
             await drive(run, plan.questions, self.ask, plan.bound, plan.rng)
         finally:
@@ -83,7 +89,10 @@ class ServeBench:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`baton bench serve`: 0 when every level had an answer, 1 when one had none, 2 for a wrong argument."""
+    """Runs `baton bench serve`.
+
+    Returns 0 when every level had an answer, 1 when one had none, 2 for a wrong argument.
+    """
     options = parse(argv)
     try:
         if options.plot and importlib.util.find_spec("PIL") is None:
@@ -124,14 +133,17 @@ async def _run(options: argparse.Namespace) -> list[tuple[Run, Figures]]:
 
 
 def levels_of(options: argparse.Namespace) -> list[Level]:
-    """In the order given."""
+    """The load levels that the options name, in the order given."""
     return [Level(rate=rate) for rate in options.rate] or [
         Level(width=width) for width in options.concurrency
     ]
 
 
 async def plan_of(options: argparse.Namespace, client: LoadClient) -> LoadPlan:
-    """Raises ConfigError, BatonError."""
+    """The plan that the options describe.
+
+    Raises ConfigError for a wrong option, BatonError when the endpoint names no model.
+    """
     rng = random.Random(options.seed)
     questions = random_prompts(
         rng, inputs=options.input, outputs=options.output, vocab=options.vocab, prefix=options.shared_prefix
@@ -153,7 +165,7 @@ async def plan_of(options: argparse.Namespace, client: LoadClient) -> LoadPlan:
 
 
 def bound_of(options: argparse.Namespace) -> Bound:
-    """As asked; 100 requests where nothing is."""
+    """The bound that the options set; 100 requests by default."""
     if not options.requests and not options.duration:
         return Bound(num_requests=100)
     never = Bound()
@@ -163,15 +175,15 @@ def bound_of(options: argparse.Namespace) -> Bound:
 
 
 async def model_of(client: LoadClient) -> str:
-    """The first model that the endpoint names. Raises BatonError."""
+    """The first model in the endpoint's list. Raises BatonError when the list cannot be read or is empty."""
     try:
         status, body = await client.get("/v1/models")
         if status == 200:
             return str(json.loads(body)["data"][0]["id"])
-        said = f"{client.endpoint}/v1/models answers {status}{_words_of(body)}"
+        answer = f"{client.endpoint}/v1/models answers {status}{_words_of(body)}"
         if status == 401:
-            raise BatonError(f"{said}; put an API key into the environment variable {KEY_VARIABLE}")
-        raise BatonError(said if status == 400 else f"{said}; name the model with --model")
+            raise BatonError(f"{answer}; put an API key into the environment variable {KEY_VARIABLE}")
+        raise BatonError(answer if status == 400 else f"{answer}; name the model with --model")
     except (OSError, EOFError, Unexpected) as error:
         raise BatonError(why_not_reached(str(client.endpoint), error)) from None
     except (ValueError, KeyError, IndexError, TypeError):
@@ -179,7 +191,7 @@ async def model_of(client: LoadClient) -> str:
 
 
 def why_not_reached(url: str, error: Exception) -> str:
-    """One line."""
+    """One line with the reason why the endpoint cannot be reached."""
     if isinstance(error, ConnectionRefusedError):
         return f"nothing listens at {url}"
     if isinstance(error, EOFError):
@@ -188,7 +200,7 @@ def why_not_reached(url: str, error: Exception) -> str:
 
 
 def _words_of(body: bytes) -> str:
-    """What an OpenAI error object says, in brackets."""
+    """The message of an OpenAI error object in brackets; "" for any other body."""
     try:
         return f" ({json.loads(body)['error']['message']})"
     except (ValueError, KeyError, TypeError):
@@ -202,7 +214,10 @@ def _show(options: argparse.Namespace, found: Sequence[tuple[Run, Figures]]) -> 
     else:
         sys.stdout.write(as_table([figures for _, figures in found]))
     if options.plot:
-        title = f"{options.url}: {options.prompts or f'{_range(options.input)} tokens in, {_range(options.output)} out'}"
+        title = (
+            f"{options.url}: "
+            f"{options.prompts or f'{_range(options.input)} tokens in, {_range(options.output)} out'}"
+        )
         try:
             importlib.import_module(".plot", __package__).draw(
                 [run for run, _ in found], Path(options.plot), title
@@ -216,6 +231,6 @@ def _range(lengths: tuple[int, int]) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def _say(line: str) -> None:
+def _show_progress(line: str) -> None:
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()

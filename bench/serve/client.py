@@ -1,8 +1,9 @@
-"""The HTTP/1.1 client of `baton bench serve`: sends one streamed completion and records when each event arrived.
+"""The HTTP/1.1 client of `baton bench serve`: sends streamed completions and records the arrival of each
+event.
 
-It works on raw asyncio streams, since the cost of the load generator enters the measurement: on 8 streams it takes 9 us of
-CPU per chunk, httpx takes 23 us, and the router itself takes about 40 us. Connections are reused. A reused connection that
-the server has closed meanwhile is replaced before any byte of the answer was read.
+It works on raw asyncio streams, since the load generator's cost enters the measurement. On 8 streams it takes
+9 us of CPU per chunk, httpx takes 23 us, and the router itself takes about 40 us. Connections are reused. If
+the server has closed a reused connection before the first byte of the answer, a new connection replaces it.
 """
 
 import asyncio
@@ -21,33 +22,33 @@ Connect = Callable[..., Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWrit
 
 
 class Unexpected(BatonError):
-    """The endpoint said what no HTTP server says."""
+    """The endpoint's answer is not valid HTTP."""
 
 
 @dataclass(eq=False)
 class TimedCall:
-    """One request; times are the loop's, in seconds."""
+    """The record of one request. Times are seconds on the event loop's clock."""
 
     due: float
-    """When it should begin: latencies count from here."""
+    """The scheduled begin, from which latencies count."""
     sent: float = 0.0
     ended: float = 0.0
     arrivals: list[tuple[float, int]] = field(default_factory=list)
-    """(when, tokens) of each event that brought any."""
+    """(time, number of tokens) of each event with tokens."""
     num_prompt: int = 0
     num_output: int = 0
-    """Tokens, as the endpoint's usage has them, else as they came."""
+    """The number of tokens from the endpoint's usage, else counted from the events."""
     is_done: bool = False
-    """The stream said that it is whole."""
+    """Whether the stream ended with its end mark."""
     error: str = ""
-    """What kind of failure; "": none."""
+    """The kind of failure; "": none."""
     timeline: dict[str, Any] = field(default_factory=dict)
-    """Of the endpoint, where it gives one."""
+    """The request's timeline, if the endpoint gives one."""
 
 
 @dataclass(frozen=True)
 class TargetUrl:
-    """Where to ask."""
+    """The parsed URL of the endpoint."""
 
     host: str
     port: int
@@ -56,7 +57,7 @@ class TargetUrl:
 
     @property
     def authority(self) -> str:
-        """Host and port, as a URL and a request name them."""
+        """Host and port as in a URL and in the Host header."""
         return f"{bracketed(self.host)}:{self.port}"
 
     def __str__(self) -> str:
@@ -64,7 +65,7 @@ class TargetUrl:
 
 
 def endpoint_of(url: str, flag: str = "--url") -> TargetUrl:
-    """Raises ConfigError."""
+    """The endpoint at `url`. Raises ConfigError naming `flag` for an invalid URL."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -85,7 +86,7 @@ def endpoint_of(url: str, flag: str = "--url") -> TargetUrl:
 
 @dataclass(eq=False)
 class Connection:
-    """A connection."""
+    """One open connection with its reader and writer."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -97,7 +98,7 @@ class Connection:
 
 @dataclass(eq=False)
 class ResponseHead:
-    """Of an answer."""
+    """The parts of an answer's head that frame its body."""
 
     status: int
     headers: dict[str, str]
@@ -108,7 +109,7 @@ class ResponseHead:
 
 
 class LoadClient:
-    """Asks one endpoint. `clock` tells the times of calls."""
+    """Sends requests to one endpoint. `clock` gives the times of calls in seconds."""
 
     def __init__(
         self,
@@ -129,13 +130,16 @@ class LoadClient:
         return f"Client({self.endpoint}, {len(self._idle)} idle connections)"
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Closes all idle connections."""
         for line in self._idle:
             line.close()
         self._idle.clear()
 
     async def ask(self, path: str, body: dict[str, Any], due: float) -> TimedCall:
-        """One streamed completion that should begin at `due`; never raises for what the endpoint does."""
+        """Sends one streamed completion that is due at `due` seconds.
+
+        Faults of the endpoint are recorded in the call and never raised.
+        """
         call = TimedCall(due=due, sent=self._clock())
         try:
             await asyncio.wait_for(self._stream(call, path, json.dumps(body).encode()), self._timeout_s)
@@ -147,7 +151,7 @@ class LoadClient:
         return call
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """(status, body). Raises OSError, EOFError, Unexpected."""
+        """GETs `path`. Returns (status, body). Raises OSError, EOFError or Unexpected."""
         line, head = await self._exchange("GET", path, b"")
         body = b"".join([part async for part in _body(head, line.reader)])
         self._done_with(line, head)
@@ -158,8 +162,8 @@ class LoadClient:
         is_whole = False
         try:
             if head.status != 200:
-                said = b"".join([part async for part in _body(head, line.reader)])
-                call.error = f"HTTP {head.status} {_code_of(said)}".rstrip()
+                content = b"".join([part async for part in _body(head, line.reader)])
+                call.error = f"HTTP {head.status} {_code_of(content)}".rstrip()
                 is_whole = True
                 return
             if not head.headers.get("content-type", "").startswith("text/event-stream"):
@@ -195,9 +199,10 @@ class LoadClient:
         call.timeline |= event.get("timeline") or {}
 
     async def _exchange(self, method: str, path: str, body: bytes) -> tuple[Connection, ResponseHead]:
-        """Sends a request; the connection, and the head of the answer."""
+        """Sends a request. Returns its connection and the head of the answer."""
         head = (
-            f"{method} {self.endpoint.path}{path} HTTP/1.1\r\nhost: {self.endpoint.authority}\r\n{self._authorization}"
+            f"{method} {self.endpoint.path}{path} HTTP/1.1\r\nhost: "
+            f"{self.endpoint.authority}\r\n{self._authorization}"
             f"content-type: application/json\r\nx-baton-timeline: 1\r\ncontent-length: {len(body)}\r\n\r\n"
         ).encode()
         while True:
@@ -243,7 +248,7 @@ async def _read_head(reader: asyncio.StreamReader) -> ResponseHead:
 
 
 async def _body(head: ResponseHead, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Its parts, as they come."""
+    """The parts of the body as they arrive."""
     if head.is_chunked:
         while size := _size_of(await reader.readuntil(b"\r\n")):
             yield (await reader.readexactly(size + 2))[:-2]
@@ -269,7 +274,7 @@ def _size_of(line: bytes) -> int:
 
 
 async def _events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The data of server-sent events, of one line each as all completions have them."""
+    """The data of server-sent events. Each event of a completion has one data line."""
     rest = b""
     async for part in parts:
         *lines, rest = (rest + part).split(b"\n")
@@ -279,7 +284,7 @@ async def _events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _num_tokens(choice: dict[str, Any]) -> int:
-    """Tokens that an event brings: as many as it lists, else one if it has text."""
+    """The number of tokens in an event: the listed ids if there are any, else one if it has text."""
     ids = choice.get("token_ids")
     if ids is not None:
         return len(ids)
@@ -299,7 +304,7 @@ def _json(data: bytes) -> dict[str, Any]:
 
 
 def _code_of(data: bytes) -> str:
-    """The code of an OpenAI error object."""
+    """The code of an OpenAI error object; "" for any other data."""
     try:
         error = json.loads(data)["error"]
         return str(error.get("code") or error.get("type") or "")

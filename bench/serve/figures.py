@@ -1,8 +1,11 @@
 """Computes latency and throughput figures from calls. All times are in milliseconds.
 
-TTFT   due to first token. "Due" is when the request was sent in a closed loop, when it should have been in an open one
-ITL    gap between two events of a stream that brought tokens: what a reader sees. One event may bring several
-TPOT   from the first event to the last, by the tokens that came after the first event: one figure a request
+TTFT   due to first token. "Due" is the actual send time in a closed loop and the scheduled send time in an
+       open loop
+ITL    gap between two events with tokens of one stream, as a reader sees it. One event may hold several
+       tokens
+TPOT   time from the first event to the last, divided by the tokens after the first event: one figure per
+       request
 e2e    due to the end of the stream
 """
 
@@ -21,7 +24,7 @@ SHARES = (50, 90, 99)
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Of one kind of time, in milliseconds; NaN without any."""
+    """The distribution of one kind of time, in milliseconds; NaN without samples."""
 
     mean: float
     p50: float
@@ -31,7 +34,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Goals:
-    """What a request must meet to count as good; 0: anything."""
+    """The latency goals of a request in milliseconds; 0 means no goal."""
 
     ttft_ms: float = 0.0
     itl_ms: float = 0.0
@@ -40,7 +43,7 @@ class Goals:
         return bool(self.ttft_ms or self.itl_ms)
 
     def are_met(self, call: TimedCall) -> bool:
-        """By its first token, and by its mean gap per token after it."""
+        """Whether the call's TTFT and TPOT are within the goals."""
         ttft, tpot = ttft_ms(call), tpot_ms(call)
         is_soon = not self.ttft_ms or (ttft is not None and ttft <= self.ttft_ms)
         return not call.error and is_soon and (not self.itl_ms or tpot is None or tpot <= self.itl_ms)
@@ -48,17 +51,17 @@ class Goals:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Of one run; requests that failed count as errors and nowhere else."""
+    """The figures of one run. A failed request counts as an error and in no other figure."""
 
     load: str
     seconds: float
-    """From the begin to the last end, or to the end of an open loop's time."""
+    """Seconds from the begin to the last end, or to the end of an open loop's time."""
     num_ok: int
     errors: dict[str, int]
-    """By kind."""
+    """The number of errors by kind."""
     requests_per_s: float
     goodput_per_s: float | None
-    """Requests that met the goals; None without goals."""
+    """Requests per second that met the goals; None without goals."""
     prompt_tokens_per_s: float
     output_tokens_per_s: float
     mean_prompt_tokens: float
@@ -68,12 +71,12 @@ class Figures:
     tpot: Spread
     e2e: Spread
     late_ms: float
-    """99 % of the requests were sent at most so long after they were due."""
+    """The 99th percentile of the delay between due time and send, in milliseconds."""
     server: dict[str, float] = field(default_factory=dict)
-    """What the endpoint says of the same time, see `serve_server`."""
+    """The endpoint's own figures of the same time, see `server`."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which has no NaN."""
+        """The figures for JSON, with None in place of NaN."""
         found = asdict(self)
         for name in ("ttft", "itl", "tpot", "e2e"):
             found[name] = {
@@ -83,12 +86,12 @@ class Figures:
 
 
 def ttft_ms(call: TimedCall) -> float | None:
-    """None without a token."""
+    """Time to first token in milliseconds; None without a token."""
     return 1000 * (call.arrivals[0][0] - call.due) if call.arrivals else None
 
 
 def tpot_ms(call: TimedCall) -> float | None:
-    """None with one token."""
+    """Mean time per token after the first event, in milliseconds; None with one token."""
     if call.num_output < 2 or not call.arrivals:
         return None
     num_first = call.arrivals[0][1]
@@ -105,7 +108,7 @@ def e2e_ms(call: TimedCall) -> float:
 
 
 def figures_of(run: Run, goals: Goals, server: dict[str, float] | None = None) -> Figures:
-    """The figures of a run that is over."""
+    """The figures of a finished run."""
     good = [call for call in run.calls if not call.error]
     seconds = max(1e-9, max([run.until, *(call.ended for call in run.calls)]) - run.began)
     num_prompt, num_output = (
@@ -139,7 +142,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Between the two nearest ranks; NaN of nothing."""
+    """The percentile of sorted values, interpolated between the two nearest ranks; NaN without values."""
     if not ordered:
         return math.nan
     at = (len(ordered) - 1) * share / 100

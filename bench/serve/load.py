@@ -1,10 +1,10 @@
 """Schedules the requests of `baton bench serve`. The clock is the event loop's.
 
-closed loop   `width` clients; each sends its next request when its answer is complete. A slow endpoint gets fewer
-              requests: this measures capacity, and latency at a given concurrency
-open loop     requests start at the times of a Poisson process, independent of earlier requests. Latency counts from
-              these times and not from the actual send, so that a stall of either side is included (no coordinated
-              omission, G. Tene)
+closed loop   `width` clients; each sends its next request when its answer is complete. A slow endpoint gets
+              fewer requests: this measures capacity, and latency at a given concurrency
+open loop     requests start at the times of a Poisson process, independent of earlier requests. Latency
+              counts from these times and not from the actual send, so a stall of either side is included (no
+              coordinated omission, G. Tene)
 """
 
 import asyncio
@@ -22,7 +22,8 @@ NEVER = float("inf")
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """One load: of `width` clients, or of `rate` requests per second where that is not 0."""
+    """One load: `rate` requests per second in an open loop, or with `rate` 0 `width` clients in a closed
+    loop."""
 
     width: int = 0
     rate: float = 0.0
@@ -33,7 +34,10 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """What ends a run: so many requests begun, or so many seconds; whatever comes first. All that began are waited for."""
+    """The end of a run: a number of requests or a time in seconds, whichever comes first.
+
+    Requests that have begun by then are completed.
+    """
 
     num_requests: float = NEVER
     seconds: float = NEVER
@@ -45,11 +49,9 @@ class Run:
 
     level: Level
     began: float
-    calls: list[TimedCall] = field(default_factory=list)  # that ended, in that order
+    calls: list[TimedCall] = field(default_factory=list)  # finished calls in the order of their ends
     num_begun: int = 0
-    until: float = (
-        0.0  # an open loop of so many seconds lasts so long, also when its last request ended before
-    )
+    until: float = 0.0  # seconds that an open loop lasts at least, also if its last request ended earlier
 
     @property
     def num_running(self) -> int:
@@ -65,13 +67,13 @@ class Run:
 
 
 async def drive(run: Run, questions: Iterator[Question], ask: Ask, bound: Bound, rng: random.Random) -> Run:
-    """Until `bound`, and until the last answer."""
+    """Runs one level until `bound` and the end of the last answer."""
     await (_open if run.level.rate else _closed)(run, questions, ask, bound, rng)
     return run
 
 
 def begin(level: Level) -> Run:
-    """Now."""
+    """Starts a run of `level` now."""
     return Run(level, asyncio.get_running_loop().time())
 
 
@@ -102,13 +104,14 @@ async def _open(run: Run, questions: Iterator[Question], ask: Ask, bound: Bound,
 
 
 async def tell(run: Run, say: Callable[[str], None], every_s: float) -> None:
-    """Says how far a run is, until it is cancelled."""
+    """Reports the progress of a run every `every_s` seconds until cancelled."""
     clock, wall = asyncio.get_running_loop().time, time.monotonic()
     while True:
         await asyncio.sleep(every_s)
         tokens = sum(call.num_output for call in run.calls)
         elapsed = clock() - run.began
         say(
-            f"{run.level}: {time.monotonic() - wall:.0f} s, {len(run.calls)} ended, {run.num_running} running, "
+            f"{run.level}: {time.monotonic() - wall:.0f} s, {len(run.calls)} ended, "
+            f"{run.num_running} running, "
             f"{run.num_errors} errors, {tokens / elapsed:.0f} tokens/s"
         )

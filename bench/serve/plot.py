@@ -1,7 +1,7 @@
-"""A picture of one or several runs: how TTFT, ITL and e2e are distributed, and what came per second. Needs Pillow.
+"""Plots one or several runs: distributions of TTFT, ITL and e2e, and tokens per second. Needs Pillow.
 
-Pillow and not matplotlib: four panels of lines are all that is drawn, and it brings no package along where matplotlib
-brings nine. The one module that imports it, so that only `--plot` needs it.
+Four panels of lines need no matplotlib, which would bring nine more packages; Pillow brings none. Only this
+module imports Pillow, so only `--plot` needs it.
 """
 
 import math
@@ -46,7 +46,10 @@ def draw(runs: Sequence[Run], path: Path, title: str) -> None:
 
 
 def cdf(values: Sequence[float]) -> Points:
-    """(value, share of values up to it), thinned; without the last half of a percent, which would squeeze the rest."""
+    """Points (value, share of values up to it), thinned.
+
+    The largest half percent is left out, since outliers would squeeze the rest of the plot.
+    """
     ordered = sorted(values)
     kept = ordered[: max(2, math.ceil(0.995 * len(ordered)))]
     step = max(1, len(kept) // MAX_POINTS)
@@ -56,7 +59,7 @@ def cdf(values: Sequence[float]) -> Points:
 
 
 def pace(run: Run) -> Points:
-    """(seconds since the begin, tokens per second)."""
+    """Points (seconds since the start, tokens per second)."""
     arrivals = [(at - run.began, count) for call in run.calls for at, count in call.arrivals]
     if not arrivals:
         return []
@@ -68,7 +71,7 @@ def pace(run: Run) -> Points:
 
 
 def ticks(most: float) -> list[float]:
-    """Round numbers from 0 to `most` or the next above it."""
+    """Round numbers from 0 up to the first at or above `most`."""
     if most <= 0:
         return [0.0, 1.0]
     raw = most / NUM_TICKS

@@ -10,12 +10,12 @@ from typing import Any
 from ...cluster.errors import ConfigError
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-Lengths = tuple[int, int]  # the least and the most
+Lengths = tuple[int, int]  # smallest and largest, in tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """One request: the path it goes to and its own part of the body."""
+    """One request: its path, and the part of the body that differs between requests."""
 
     path: str
     body: dict[str, Any]
@@ -24,7 +24,7 @@ class Question:
 def random_prompts(
     rng: random.Random, *, inputs: Lengths, outputs: Lengths, vocab: int, prefix: int
 ) -> Iterator[Question]:
-    """Without end. All begin with the same `prefix` tokens; ids are 3 to `vocab` - 1."""
+    """Endless random prompts. All begin with the same `prefix` tokens; ids are 3 to `vocab` - 1."""
     head = [rng.randrange(3, vocab) for _ in range(prefix)]
     while True:
         num_input, num_output = rng.randint(*inputs), rng.randint(*outputs)
@@ -35,8 +35,10 @@ def random_prompts(
 
 
 def file_prompts(path: Path, rng: random.Random, outputs: Lengths) -> Iterator[Question]:
-    """The lines of a JSONL file, over and over: {"prompt": text or ids} or {"messages": [...]}, and "max_tokens" if it has
-    its own. Raises ConfigError.
+    """The prompts of a JSONL file, repeated without end.
+
+    A line is {"prompt": text or ids} or {"messages": [...]}, and may have its own "max_tokens". Raises
+    ConfigError for an unreadable file or a line of another form.
     """
     questions = _read(path)
 

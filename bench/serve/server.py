@@ -22,12 +22,13 @@ EVENTS = {
     "verifies": "verify_steps",
     "accepted": "accepted_tokens",
     "drafted": "drafted_tokens",
-}  # of decode workers
+}  # event names of decode workers
 
 
 async def read_metrics(routers: Sequence[LoadClient]) -> Reading:
-    """The sums of all. Empty where one has nothing of ours, or the key may not read it. Routers that share workers show the
-    counters of these each, of which shares alone are taken.
+    """The totals over all routers; empty if one shows no metrics of baton or the key may not read them.
+
+    Routers that share workers each show the workers' counters. Only ratios of those are reported.
     """
     readings = [await _read(client) for client in routers]
     if not all(readings):
@@ -44,7 +45,7 @@ async def _read(client: LoadClient) -> Reading:
 
 
 def totals(text: str) -> Reading:
-    """By the names above."""
+    """Totals by the keys of WANTED and EVENTS."""
     names = {series: name for name, series in WANTED.items()} | {
         event: name for name, event in EVENTS.items()
     }
@@ -56,17 +57,20 @@ def totals(text: str) -> Reading:
                 name = names.get(sample.labels.get("event", "") if is_event else sample.name)
                 if name is not None:
                     found[name] = found.get(name, 0.0) + sample.value
-    except ValueError:  # metrics of somebody else
+    except ValueError:  # not a sample line of baton's metrics
         return {}
     return found if "prompt" in found else {}
 
 
 def said(before: Reading, after: Reading) -> dict[str, float]:
-    """Figures of the time between two readings; those without an event are left out, all where a counter began anew."""
+    """Figures of the time between two readings.
+
+    A figure without events is left out. All are left out when a counter fell, since a process has restarted.
+    """
     if not before or not after:
         return {}
     gone = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in (*WANTED, *EVENTS)}
-    if min(gone.values()) < 0:  # a process was started anew meanwhile, or another router answered
+    if min(gone.values()) < 0:  # a process has restarted, or another router answered
         return {}
     shown = {
         "accept_length": _ratio(gone["accepted"] + gone["verifies"], gone["verifies"]),

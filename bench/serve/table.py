@@ -24,7 +24,7 @@ UNITS = {
 
 
 def as_table(found: Sequence[Figures]) -> str:
-    """Rows, then what the endpoint said and what went wrong. Times are milliseconds."""
+    """A table row per run, then the endpoint's own figures and the errors. Times are milliseconds."""
     lines = ["Times in milliseconds.", "", f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
     lines += [_row(figures) for figures in found]
     lines += ["", *(line for figures in found for line in _notes(figures))]
@@ -34,10 +34,15 @@ def as_table(found: Sequence[Figures]) -> str:
 def _row(figures: Figures) -> str:
     goodput = "" if figures.goodput_per_s is None else f"{figures.goodput_per_s:.2f}"
     cells = [
-        figures.load, str(figures.num_ok), str(sum(figures.errors.values())), f"{figures.requests_per_s:.2f}", goodput,
-        f"{figures.prompt_tokens_per_s:.0f}", f"{figures.output_tokens_per_s:.0f}",
+        figures.load,
+        str(figures.num_ok),
+        str(sum(figures.errors.values())),
+        f"{figures.requests_per_s:.2f}",
+        goodput,
+        f"{figures.prompt_tokens_per_s:.0f}",
+        f"{figures.output_tokens_per_s:.0f}",
         *map(_spread, (figures.ttft, figures.itl, figures.tpot, figures.e2e)),
-    ]  # fmt: skip
+    ]
     return f"| {' | '.join(cells)} |"
 
 
@@ -53,12 +58,13 @@ def _ms(value: float) -> str:
 
 def _notes(figures: Figures) -> list[str]:
     lines = [f"{figures.load}: {count} x {kind}" for kind, count in figures.errors.items()]
-    said = [UNITS[name].format(value) for name, value in figures.server.items()]
-    if said:
-        lines.append(f"{figures.load}, says the endpoint: {', '.join(said)}")
+    shown = [UNITS[name].format(value) for name, value in figures.server.items()]
+    if shown:
+        lines.append(f"{figures.load}, says the endpoint: {', '.join(shown)}")
     if figures.late_ms > LATE_MS:
         lines.append(
-            f"{figures.load}: requests were sent up to {figures.late_ms:.0f} ms late (p99), which is in their times: this "
+            f"{figures.load}: requests were sent up to {figures.late_ms:.0f} ms late (p99), which is in "
+            "their times: this "
             "process had too little CPU"
         )
     return lines

@@ -1,9 +1,9 @@
-"""`baton bench transfer`: how fast KV blocks come from one process into another one's pages.
+"""`baton bench transfer`: the rate of KV blocks from one process into another one's pages.
 
-Every way is measured once in each round, so that all see the same machine. A second process holds the source; pages are
-1 MiB, their destination is memory that exists, of the host or of a GPU. "of memcpy" and "of socket" are medians of the
-ratios within a round: of a copy in this process, and of a plain socket of the same kind (tcp, or unix for ipc) that sends
-the same bytes, both in the host's memory.
+Each transport is measured once per round, so that all see the same machine. A second process holds the
+source. Pages are 1 MiB of touched memory, on the host or on a GPU. "of memcpy" and "of socket" are medians of
+the ratios within a round. The first compares with a copy in this process. The second compares with a plain
+socket of the same kind (tcp, or unix for ipc) that sends the same bytes. Both work in host memory.
 """
 
 import argparse
@@ -52,17 +52,17 @@ from .parts import (
 )
 
 PROG = "baton bench transfer"
-MAX_BLOCK_KIB = 64 << 10  # of a layout
+MAX_BLOCK_KIB = 64 << 10  # upper bound of a layout's block size
 A = TypeVar("A", Where, Done)
 
 
 class TransferBench:
-    """The receiving process, with the other one as its child. A context manager."""
+    """The receiving process, with the sending process as its child. A context manager."""
 
     def __init__(
         self, num_pages: int, block_bytes: int = 1 << 20, source: str = "cpu", target: str = "cpu"
     ) -> None:
-        self.child_cpu_s = 0.0  # spent on orders so far
+        self.child_cpu_s = 0.0  # CPU seconds of all orders so far
         self._num_pages, self._block_bytes, self._devices = num_pages, block_bytes, (source, target)
         self._planes, self._spare = memory(num_pages, None, target), memory(num_pages, seed=2)
         self._host = self._planes if target == "cpu" else memory(num_pages, None)
@@ -86,7 +86,7 @@ class TransferBench:
         source, target = self._devices
         keys = str(self._folder / "prefill")
         self._order(SourceSetup(self._num_pages, self._block_bytes, source, target, str(self._folder), keys))
-        self._where = self._hear(Where)
+        self._where = self._receive(Where)
         tcp = self._stack.enter_context(socket.create_connection(("127.0.0.1", self._where.tcp_port)))
         unix = self._stack.enter_context(socket.socket(socket.AF_UNIX))
         unix.connect(f"{self._folder}/raw")
@@ -103,11 +103,11 @@ class TransferBench:
 
     @property
     def num_bytes(self) -> int:
-        """Moved by each measurement."""
+        """Bytes moved by each measurement."""
         return self._num_pages * PAGE_BYTES
 
     def copy(self) -> float:
-        """Seconds of a copy of all blocks in this process."""
+        """Copies all blocks within this process. Returns seconds."""
         source, target = self._spare.kv.numpy(), self._host.kv.numpy()
         began = time.perf_counter()
         for page in range(self._num_pages):
@@ -115,7 +115,7 @@ class TransferBench:
         return time.perf_counter() - began
 
     def socket(self, kind: str) -> float:
-        """Seconds for all blocks through a plain socket."""
+        """Receives all blocks through a plain socket. Returns seconds."""
         target = self._host.kv.numpy()
         self._order({"raw": kind})
         began = time.perf_counter()
@@ -124,11 +124,11 @@ class TransferBench:
             while at < PAGE_BYTES:
                 at += self._raw[kind].recv_into(view[at:])
         seconds = time.perf_counter() - began
-        self.child_cpu_s += self._hear(Done).cpu_s
+        self.child_cpu_s += self._receive(Done).cpu_s
         return seconds
 
     def pull(self, way: Way) -> float:
-        """Seconds of the hand-off of a room with all blocks."""
+        """Pulls a room with all blocks. Returns seconds."""
         receiver = self._receivers.get(way) or self._open(way)
         room = secrets.token_hex(16)
         self._order({"offer": way.source, "room": room})
@@ -155,7 +155,7 @@ class TransferBench:
             raise TransferError(
                 f"{way.name}: {ended.num_blocks - ended.num_shm_blocks} blocks came as messages"
             )
-        self.child_cpu_s += self._hear(Done).cpu_s
+        self.child_cpu_s += self._receive(Done).cpu_s
         return seconds
 
     def _open(self, way: Way) -> ZmqBlocksReceiver:
@@ -179,7 +179,7 @@ class TransferBench:
         self._child.stdin.write(msgspec.json.encode(order).decode() + "\n")
         self._child.stdin.flush()
 
-    def _hear(self, kind: type[A]) -> A:
+    def _receive(self, kind: type[A]) -> A:
         assert self._child.stdout is not None
         line = self._child.stdout.readline()
         if not line:
@@ -189,14 +189,14 @@ class TransferBench:
 
 @dataclass
 class Found:
-    """What the rounds gave for one way."""
+    """The samples of one transport over all rounds."""
 
     rates: list[float] = field(default_factory=list)  # GB/s
     cpu: list[float] = field(default_factory=list)  # seconds of both processes per GB
 
 
 def measure(bench: TransferBench, num_rounds: int, windows: list[int]) -> dict[str, Found]:
-    """Every way in each round; a round before them, which is not counted, opens the links."""
+    """Measures every transport in each round, after an uncounted round that opens the links."""
     found: dict[str, Found] = {}
     gigabytes = bench.num_bytes / 1e9
     tries: list[tuple[str, Callable[[], float]]] = [
@@ -218,7 +218,7 @@ def measure(bench: TransferBench, num_rounds: int, windows: list[int]) -> dict[s
 
 
 def summary(found: dict[str, Found]) -> list[dict[str, object]]:
-    """A row per way."""
+    """One row of figures per transport."""
     rows: list[dict[str, object]] = []
     for name, way in found.items():
         reference = found[TCP if "tcp" in name else UNIX]
@@ -237,25 +237,31 @@ def summary(found: dict[str, Found]) -> list[dict[str, object]]:
 
 
 def as_table(rows: Sequence[dict[str, object]], machine: str) -> str:
-    """For the terminal, as markdown."""
+    """The report for the terminal, as markdown."""
     head = ["way", "GB/s best", "median", "of memcpy", "of socket", "CPU s/GB, both"]
     lines = [machine, "", f"| {' | '.join(head)} |", "|---|---|---|---|---|---|"]
     for row in rows:
         of_socket = f"{row['of_socket']:.2f}" if row["of_socket"] is not None else ""
-        cells = f"{row['best']:.2f} | {row['median']:.2f} | {row['of_memcpy']:.2f} | {of_socket} | {row['cpu_s_per_gb']:.2f}"
+        cells = (
+            f"{row['best']:.2f} | {row['median']:.2f} | {row['of_memcpy']:.2f} | {of_socket} | "
+            f"{row['cpu_s_per_gb']:.2f}"
+        )
         lines.append(f"| {row['way']} | {cells} |")
     return "\n".join(lines) + "\n"
 
 
 def machine() -> str:
-    """One line about where this was measured."""
+    """One line about the measured machine."""
     cores = len(os.sched_getaffinity(0))
     load = os.getloadavg()[0]
-    return f"{cores} cores of {_processor()}, {platform.system()} {platform.release().split('-')[0]}, load {load:.1f} before"
+    return (
+        f"{cores} cores of {_processor()}, {platform.system()} {platform.release().split('-')[0]}, load "
+        f"{load:.1f} before"
+    )
 
 
 def device(name: str) -> str:
-    """A device of this machine; anything else is a usage error."""
+    """An argparse type: a device of this machine. Any other text is a usage error."""
     names = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
     if name not in names:
         raise argparse.ArgumentTypeError(
@@ -265,7 +271,7 @@ def device(name: str) -> str:
 
 
 def block_kib(text: str) -> int:
-    """A block size that a layout may have; anything else is a usage error."""
+    """An argparse type: a valid block size of a layout, in KiB. Any other text is a usage error."""
     size = at_least(4)(text)
     if size > MAX_BLOCK_KIB:
         raise argparse.ArgumentTypeError(f"{size} is above {MAX_BLOCK_KIB}")
@@ -273,7 +279,7 @@ def block_kib(text: str) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`baton bench transfer`; returns the exit code."""
+    """Runs `baton bench transfer` and returns its exit code."""
     parser = argparse.ArgumentParser(
         prog=PROG, description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False
     )
@@ -296,7 +302,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     options = parser.parse_args(list(argv))
     torch.set_num_threads(1)
-    keep_blocks()  # as the workers do
+    keep_blocks()  # as workers do
     where = machine()
     try:
         with TransferBench(options.mib, options.block_kib << 10, options.source, options.target) as bench:
@@ -324,7 +330,7 @@ def _processor() -> str:
 
 
 def _make_keys(folder: Path) -> None:
-    """A key for each side, each admitting the other."""
+    """Writes a key pair for each side and admits it on the other."""
     keys = {role: make_key(role, "bench") for role in ("prefill", "decode")}
     for role, other in (("prefill", "decode"), ("decode", "prefill")):
         (folder / role).mkdir(mode=0o700)

@@ -1,4 +1,5 @@
-"""Shared by both processes of `baton bench transfer`: the measured transports, and the memory that is moved."""
+"""Shared by both processes of `baton bench transfer`: the measured transports, and the memory that is
+moved."""
 
 from dataclasses import dataclass
 
@@ -12,12 +13,12 @@ from ...kvtransfer.transport import Planes
 
 PAGE_BYTES = 1 << 20
 PAGE_TOKENS = 16
-GUARDS = ("plain", CRC32C, AES_128_GCM, CURVE)  # plain: not even a digest
+GUARDS = ("plain", CRC32C, AES_128_GCM, CURVE)  # plain: no digest either
 MEMCPY, TCP, UNIX = "memcpy", "tcp socket", "unix socket"
 
 
 class Where(Struct, frozen=True):
-    """What the receiving process must know of the sending one."""
+    """The sending process's endpoints and keys, for the receiving process."""
 
     instance: str
     endpoints: dict[str, str]  # by `Way.source`
@@ -25,14 +26,14 @@ class Where(Struct, frozen=True):
 
 
 class Done(Struct, frozen=True):
-    """An order was carried out, with this much CPU time of the sending process."""
+    """The answer to an order, with the sending process's CPU time in seconds."""
 
     cpu_s: float
 
 
 @dataclass(frozen=True)
 class Way:
-    """A transport as it is measured: `link` is tcp or ipc, `guard` one of GUARDS."""
+    """A measured combination: transport, `link` (tcp or ipc) and `guard` (one of GUARDS)."""
 
     transport: str  # zmq_blocks or shm
     link: str
@@ -41,7 +42,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        """As the table shows it."""
+        """The name in the report."""
         transport = "shm" if self.transport == "shm" else f"zmq {self.link}"
         return f"{transport}, {self.guard}, window {self.window}"
 
@@ -51,28 +52,31 @@ class Way:
 
     @property
     def ciphers(self) -> tuple[str, ...]:
-        """As both transports take them."""
+        """The cipher list that both transports are given."""
         return (self.guard if self.is_keyed else CRC32C,)
 
     @property
     def source(self) -> str:
-        """The endpoint of prefill that serves it; the window is decode's affair."""
+        """The name of the prefill endpoint that serves it.
+
+        It does not depend on the window, which decode sets.
+        """
         return f"{self.transport} {self.link} {self.guard}"
 
 
 class SourceSetup(Struct, frozen=True):
-    """What both processes measure with; the first order."""
+    """The settings of both processes, sent as the first order."""
 
     num_pages: int
     block_bytes: int
     source: str  # device of prefill's pages
-    target: str  # of decode's
+    target: str  # device of decode's pages
     folder: str  # for sockets
     keys: str  # prefill's
 
 
 def ways(windows: list[int]) -> list[Way]:
-    """All that are measured beside the sockets and memcpy."""
+    """All measured combinations, without the plain sockets and memcpy."""
     made = [
         Way("zmq_blocks", link, guard, window)
         for link in ("tcp", "ipc")
@@ -83,7 +87,7 @@ def ways(windows: list[int]) -> list[Way]:
 
 
 def layout(block_bytes: int) -> Layout:
-    """A layout of pages of `PAGE_BYTES` bytes each."""
+    """A layout with pages of `PAGE_BYTES` bytes and blocks of `block_bytes` bytes."""
     return Layout(
         fingerprint="bench",
         dtype="bfloat16",
@@ -96,7 +100,7 @@ def layout(block_bytes: int) -> Layout:
 
 
 def memory(num_pages: int, seed: int | None, device: str = "cpu") -> Planes:
-    """Pages that exist: random bytes, or ones without a seed."""
+    """Pages of touched memory, filled with random bytes, or with ones if `seed` is None."""
     if seed is None:
         kv = torch.zeros(num_pages, PAGE_BYTES, dtype=torch.uint8)
         kv.fill_(1)  # so that no page fault is measured
@@ -107,5 +111,5 @@ def memory(num_pages: int, seed: int | None, device: str = "cpu") -> Planes:
 
 
 def no_digest(data: object, seed: int = 0) -> int:
-    """In place of crc32c where the way is plain."""
+    """Takes the place of crc32c for the guard `plain`."""
     return 0

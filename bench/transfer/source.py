@@ -1,7 +1,8 @@
 """The sending process of `baton bench transfer`: JSON orders on stdin, one answer a line on stdout.
 
-a `Setup`                                       first; answered with where everything is
-{"raw": "tcp" | "unix"}                         sends all bytes over that socket; the first one accepts it
+a `Setup`                                       first; answered with the endpoints
+{"raw": "tcp" | "unix"}                         sends all bytes over that socket; the first such order accepts
+                                                the connection
 {"offer": source, "room": id}                   serves one room to its end
 """
 
@@ -23,7 +24,7 @@ from .parts import PAGE_TOKENS, Done, SourceSetup, Where, layout, memory, no_dig
 
 
 class Source:
-    """Prefill's end of every way, over the same pages."""
+    """Prefill's end of every measured combination, over the same pages."""
 
     def __init__(self, setup: SourceSetup) -> None:
         self._num_pages, folder, keys = setup.num_pages, setup.folder, setup.keys
@@ -56,12 +57,12 @@ class Source:
         self._raw: dict[str, socket.socket] = {}
 
     def where(self) -> Where:
-        """What the receiving process must know."""
+        """The endpoints and keys for the receiving process."""
         endpoints = {name: sender.endpoint for name, sender in self._senders.items()}
         return Where(self._instance, endpoints, self._listeners["tcp"].getsockname()[1])
 
     def send_raw(self, kind: str) -> None:
-        """All blocks, in order, through a plain socket."""
+        """Sends all blocks in order through a plain socket."""
         if kind not in self._raw:
             self._raw[kind] = self._listeners[kind].accept()[0]
         pages = self._host.kv.numpy()
@@ -69,7 +70,7 @@ class Source:
             self._raw[kind].sendall(pages[page].data)
 
     def offer(self, source: str, room: str) -> None:
-        """One room with all blocks; returns when it has ended."""
+        """Offers one room with all blocks. Returns when the room has ended."""
         sender, num_tokens = self._senders[source], self._num_pages * PAGE_TOKENS
         sender.offer(Offer(room=room, epoch=0, num_tokens=num_tokens, pages=tuple(range(self._num_pages))))
         sender.advance(room, 0, num_tokens, first_token=1)
@@ -77,7 +78,7 @@ class Source:
             pass
 
     def close(self) -> None:
-        """Ends the links."""
+        """Closes the links."""
         for sender in self._senders.values():
             sender.close()
         for opened in (*self._listeners.values(), *self._raw.values()):
@@ -85,7 +86,7 @@ class Source:
 
 
 def main() -> int:
-    """Until stdin ends."""
+    """Carries out orders until stdin ends."""
     torch.set_num_threads(1)
     keep_blocks()
     source = Source(msgspec.json.decode(sys.stdin.readline(), type=SourceSetup))

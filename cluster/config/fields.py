@@ -1,15 +1,15 @@
-"""From a dataclass to its command line, its TOML table and its environment variables.
+"""Derives command line, TOML table and environment variables from a config dataclass.
 
-A setting is written once, as a field made by `setting` (or, without a default, by `field(metadata=about(...))`).
-Values come from four places; the first that names a setting wins:
+A setting is declared once, as a field made by `setting` (or, without a default, by
+`field(metadata=about(...))`). Values come from four places; the first that names a setting wins:
 
     command line                 --chunk-size 64
     environment                  BATON_PREFILL_CHUNK_SIZE=64
     the role's table in TOML     [prefill] chunk_size = 64
     default of the field
 
-Types are str, int, float and bool. A boolean `x` reads `--x`, `--x on`, `--x off`; one that is on by default also reads
-`--no-x`. Every error is a ConfigError that names the value, the place it came from and the remedy.
+Types are str, int, float and bool. A boolean `x` reads `--x`, `--x on`, `--x off`; one that is on by default
+also reads `--no-x`. Every error is a ConfigError that names the value, the place it came from and the remedy.
 """
 
 import argparse
@@ -45,13 +45,14 @@ class Setting:
 
     help: str
     unit: str = ""
-    metavar: str = ""  # what --help shows for the value; empty: derived from the type
+    metavar: str = ""  # placeholder of the value in --help; empty: derived from the type
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
     is_endpoint: bool = False  # tcp://host:port or ipc:///path
-    is_list: bool = False  # of endpoints, separated by commas
-    fault_of: Callable[[str], str] | None = None  # the fault of a text, as the end of a sentence; "": none
+    is_list: bool = False  # a comma-separated list of endpoints
+    # returns the fault of a text as the end of a sentence; "" for a valid one
+    fault_of: Callable[[str], str] | None = None
 
 
 def setting(default: T, description: Setting) -> T:
@@ -89,12 +90,12 @@ def flag_of(name: str) -> str:
 
 
 def as_text(value: Value) -> str:
-    """A value as `parse_text` reads it."""
+    """A value in the form that `parse_text` reads."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
 def did_you_mean(name: str, known: Iterable[str], spelling: str = "'{}'") -> str:
-    """A hint such as `; did you mean 'chunk_size'?`, or nothing; `spelling` is how a name is written there."""
+    """A hint such as `; did you mean 'chunk_size'?`, or "". `spelling` writes a name as the source does."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {spelling.format(close[0])}?" if close else ""
 
@@ -104,11 +105,11 @@ def nowhere(name: str) -> str:
     return ""
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
+# --- values -------------------------------------------------------------------------------------------------
 
 
 def parse_text(text: str, kind: type, source: str) -> Value:
-    """`text` from the command line or the environment as a value of type `kind`."""
+    """`text` from the command line or the environment as a value of type `kind`. Raises ConfigError."""
     if kind is str:
         return text
     if kind is bool:
@@ -124,7 +125,10 @@ def parse_text(text: str, kind: type, source: str) -> Value:
 
 
 def check_type(value: object, kind: type, source: str) -> Value:
-    """A value that has a type already, as in TOML; an int also stands for a float, "on" and "off" for a bool."""
+    """Checks a typed value, as from TOML.
+
+    Accepts an int for a float, "on" and "off" for a bool. Raises ConfigError.
+    """
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if kind is bool and isinstance(value, str):
@@ -136,7 +140,7 @@ def check_type(value: object, kind: type, source: str) -> Value:
 
 
 def check_range(value: Value, description: Setting, source: str) -> None:
-    """Raise ConfigError if `value` is outside the choices, bounds or form of its setting."""
+    """Raises ConfigError if `value` is outside the choices, bounds or form of its setting."""
     if description.choices and value not in description.choices:
         hint = did_you_mean(str(value), description.choices)
         raise ConfigError(f"{source}: {value!r} is not one of {', '.join(description.choices)}{hint}")
@@ -158,14 +162,14 @@ def check_range(value: Value, description: Setting, source: str) -> None:
 
 
 def check_fields(config: object) -> None:
-    """Check every setting of a built config, for configs that `load_config` did not make. Raises ConfigError."""
+    """Checks every setting of a config that `load_config` did not make. Raises ConfigError."""
     types = types_of(type(config))
     for name, field in settings_of(type(config)).items():
         value = check_type(getattr(config, name), types[name], name)
         check_range(value, describe(field), name)
 
 
-# --- places that values come from -------------------------------------------------------------------------------------
+# --- places that values come from ---------------------------------------------------------------------------
 
 
 class _Parser(argparse.ArgumentParser):
@@ -176,7 +180,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(cls: type, prog: str, summary: str) -> argparse.ArgumentParser:
-    """The command line of `cls`; help is grouped by the class in the MRO that owns the field, in MRO order."""
+    """The command line of `cls`; help is grouped by the class in the MRO that owns the field, in MRO
+    order."""
     parser = _Parser(
         prog=prog,
         usage=f"{prog} [options]",
@@ -236,7 +241,7 @@ def read_command_line(
 ) -> dict[str, Value]:
     """The settings that `argv` names. Exits the process with 0 after --help. Raises ConfigError.
 
-    `elsewhere` maps a name that `cls` does not have to a hint about its owner, or to "".
+    `elsewhere` maps a name that `cls` lacks to a hint about its owner, or to "".
     """
     parser = build_parser(cls, prog, summary)
     found, unknown = parser.parse_known_args(list(argv))
@@ -250,7 +255,7 @@ def read_command_line(
 
 
 def read_environment(cls: type, prefix: str, env: Mapping[str, str]) -> dict[str, Value]:
-    """The settings that variables `<prefix><NAME>` name."""
+    """The settings from environment variables `<prefix><NAME>`. Raises ConfigError."""
     types = types_of(cls)
     values = {}
     for name in settings_of(cls):
@@ -263,7 +268,7 @@ def read_environment(cls: type, prefix: str, env: Mapping[str, str]) -> dict[str
 def read_table(
     cls: type, table: Mapping[str, object], source: str, elsewhere: Callable[[str], str] = nowhere
 ) -> dict[str, Value]:
-    """The settings of one TOML table; an unknown key is an error."""
+    """The settings of one TOML table. Raises ConfigError, also for an unknown key."""
     types = types_of(cls)
     check_keys(cls, table, source, elsewhere)
     return {name: check_type(value, types[name], f"{source}, key {name!r}") for name, value in table.items()}
@@ -272,7 +277,7 @@ def read_table(
 def check_keys(
     cls: type, table: Mapping[str, object], source: str, elsewhere: Callable[[str], str] = nowhere
 ) -> None:
-    """Raise ConfigError for a key that is no setting of `cls`."""
+    """Raises ConfigError for a key that is not a setting of `cls`."""
     known = [name for name in settings_of(cls) if name != "config"]
     for name in table:
         if name not in known:
@@ -281,7 +286,7 @@ def check_keys(
 
 
 def read_toml(path: str) -> dict[str, Mapping[str, object]]:
-    """The tables of a TOML file by name."""
+    """The tables of a TOML file by name. Raises ConfigError when it cannot be read."""
     try:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,5 +1,6 @@
-"""Groups of settings, one frozen dataclass each; a role combines several. The first docstring line is the group's title in
-`--help`.
+"""Groups of settings, one frozen dataclass each. A role combines several groups.
+
+The first docstring line of a group is its title in `--help`.
 """
 
 from collections.abc import Mapping
@@ -29,11 +30,11 @@ SLAB_SETTING = Setting(
 )
 
 
-MAX_FEATURE_LAYERS = 64  # as many as a layout may name
+MAX_FEATURE_LAYERS = 64  # the bound of a layout's list
 
 
 def layers_fault(text: str) -> str:
-    """What is wrong with the setting `text`, as the end of a sentence that begins with it; "" when nothing is."""
+    """The fault of the setting `text`, as the end of a sentence that begins with it; "" if valid."""
     ids = text.split(",") if text else []
     if not all(layer.isascii() and layer.isdigit() for layer in ids):
         return "is no list of layers: write their numbers from 0 on, such as 2,14,25"
@@ -193,7 +194,8 @@ class PrefillSettings(RoleConfig):
     feature_layers: str = setting(
         "",
         Setting(
-            help="layer outputs to offer to the heads of decode workers, beside those that --draft names; empty: no others",
+            help="layer outputs to offer to the heads of decode workers, "
+            "beside those that --draft names; empty: no others",
             metavar="ID[,ID...]",
             fault_of=layers_fault,
         ),
@@ -225,14 +227,16 @@ class DecodeSettings(RoleConfig):
     overlap: str = setting(
         "auto",
         Setting(
-            help="launch each decode step before the one before it was read, so that the device never waits; auto: on a GPU",
+            help="launch each decode step before the one before it was read, "
+            "so that the device never waits; auto: on a GPU",
             choices=("auto", "on", "off"),
         ),
     )
     spec_adaptive: str = setting(
         "auto",
         Setting(
-            help="draft fewer tokens, or none, while load or poor acceptance make drafting too expensive; auto: on a GPU",
+            help="draft fewer tokens, or none, while load or poor acceptance make drafting too "
+            "expensive; auto: on a GPU",
             choices=("auto", "on", "off"),
         ),
     )
@@ -254,7 +258,8 @@ class TraceSettings(RoleConfig):
     otlp_endpoint: str = setting(
         "",
         Setting(
-            help="collector of OpenTelemetry traces, as OTLP over HTTP, such as http://127.0.0.1:4318; needs baton[otel]; "
+            help="collector of OpenTelemetry traces, as OTLP over HTTP, such as http://127.0.0.1:4318; "
+            "needs baton[otel]; "
             "empty: none",
             metavar="URL",
         ),
@@ -277,7 +282,8 @@ class ScrapeSettings(RoleConfig):
     metrics_port: int = setting(
         0,
         Setting(
-            help="port of this worker's own /metrics, 'up' gives each further worker of a role the next one; 0: none, the "
+            help="port of this worker's own /metrics, 'up' gives each further worker of a role the next "
+            "one; 0: none, the "
             "router's tells of it",
             minimum=0,
             maximum=65535,
@@ -292,7 +298,8 @@ class ControlSettings(RoleConfig):
     router: str = setting(
         DEFAULT_CONTROL,
         Setting(
-            help="control endpoint of each router, comma-separated; dns+tcp://NAME:PORT: one at every address of the name",
+            help="control endpoint of each router, comma-separated; dns+tcp://NAME:PORT: one at every "
+            "address of the name",
             is_list=True,
         ),
     )

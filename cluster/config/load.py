@@ -1,7 +1,8 @@
-"""Builds the config of a role from command line, environment and TOML file, and turns a config back into flags.
+"""Builds the config of a role from command line, environment and TOML file, and turns a config back into
+flags.
 
-`load_config` merges the sources: flags override environment variables, which override the file, which overrides defaults.
-`fields` describes how a single setting is read, `roles` lists the settings of each role.
+`load_config` merges the sources: flags override environment variables, which override the file, which
+overrides defaults. `fields` describes how a single setting is read, `roles` lists the settings of each role.
 """
 
 import logging
@@ -29,9 +30,9 @@ from .roles import ROLES, PrefillConfig, RouterConfig, UpConfig, WorkerConfig
 
 logger = logging.getLogger(__name__)
 
-INTERNAL_VARIABLES = ("BATON_PARENT_PID", "BATON_OPERATOR_TOKEN")  # see life
-CLIENT_VARIABLES = ("BATON_API_KEY",)  # of `baton top` and `baton chat`
-TEST_VARIABLES = ("BATON_FAULT", "BATON_ALLOW_FAULTS")  # see fault_points
+INTERNAL_VARIABLES = ("BATON_PARENT_PID", "BATON_OPERATOR_TOKEN")  # see cluster/process/process
+CLIENT_VARIABLES = ("BATON_API_KEY",)  # variables of `baton top` and `baton chat`
+TEST_VARIABLES = ("BATON_FAULT", "BATON_ALLOW_FAULTS")  # see cluster/process/failpoints
 COMMAND_LINE, ENVIRONMENT, FILE = "command line", "environment", "file"
 
 
@@ -47,10 +48,12 @@ def load_config(
     defaults: Mapping[str, Value] | None = None,
     warns: bool = True,
 ) -> C:
-    """The config of one role from `argv` (without the program name), `env` and the file that `--config` names.
+    """The config of one role from `argv` (without the program name), `env` and the file that `--config`
+    names.
 
-    `defaults` replace the defaults of the fields. With `warns`, an unknown BATON_* variable and a setting without effect are
-    logged as warnings; children of `up` do not repeat the latter. Raises ConfigError; exits the process with 0 on --help.
+    `defaults` override the defaults of the fields. With `warns`, an unknown BATON_* variable and a setting
+    without effect are logged as warnings; children of `up` do not repeat the latter. Raises ConfigError;
+    exits the process with 0 on --help.
     """
     if warns:
         warn_unknown_variables(env)
@@ -62,7 +65,7 @@ def load_config(
     given[FILE] = _read_file(cls, path) if path else {}
     values: dict[str, Value] = dict(defaults or {})
     explicit: dict[str, str] = {}
-    for source in (FILE, ENVIRONMENT, COMMAND_LINE):  # later ones override
+    for source in (FILE, ENVIRONMENT, COMMAND_LINE):  # later sources override earlier ones
         for name, value in given[source].items():
             check_range(value, describe(settings_of(cls)[name]), _label(cls, name, source, path))
             values[name], explicit[name] = value, source
@@ -79,14 +82,16 @@ def load_config(
 
 
 def check_drafting(config: DecodeSettings) -> None:
-    """Raises ConfigError when steps, topk and tokens of a draft contradict each other; the engine would refuse
-    them later.
+    """Raises ConfigError when steps, topk and tokens of a draft contradict each other.
+
+    The engine would refuse them too, but later in the start.
     """
     steps, topk, tokens = config.spec_steps, config.spec_topk, config.spec_tokens
     most = 1 + topk + (steps - 1) * topk * topk
     if tokens and not 1 + steps <= tokens <= most:
         raise ConfigError(
-            f"--spec-tokens {tokens}: --spec-steps {steps} with --spec-topk {topk} needs {1 + steps} and makes at most "
+            f"--spec-tokens {tokens}: --spec-steps {steps} with --spec-topk {topk} needs {1 + steps} "
+            "and makes at most "
             f"{most} tokens, the newest one included; write such a number, or 0"
         )
 
@@ -146,7 +151,7 @@ def _is_given(config: RoleConfig, name: str) -> bool:
 def to_argv(config: RoleConfig) -> list[str]:
     """The flags that make `load_config` build `config` again, in any environment and without its file.
 
-    Settings that were given or that differ from the default are named; the others follow from the defaults.
+    Only settings that were given or differ from the default are named.
     """
     argv = []
     for name, described in settings_of(type(config)).items():
@@ -163,7 +168,7 @@ def known_variables() -> list[str]:
 
 
 def warn_unknown_variables(env: Mapping[str, str]) -> None:
-    """Log one warning per BATON_* variable that is no setting of any role: it would be ignored."""
+    """Logs one warning per BATON_* variable that is not a setting of any role and would be ignored."""
     known = known_variables()
     others = (*INTERNAL_VARIABLES, *CLIENT_VARIABLES, *TEST_VARIABLES)
     for variable in sorted(env):
@@ -179,7 +184,7 @@ def _env_prefix(cls: type[RoleConfig]) -> str:
 
 
 def _label(cls: type[RoleConfig], name: str, source: str, path: str) -> str:
-    """Where a value came from, for an error's first words."""
+    """The source of a value, as the first words of an error."""
     if source == COMMAND_LINE:
         return flag_of(name)
     if source == ENVIRONMENT:
@@ -188,7 +193,7 @@ def _label(cls: type[RoleConfig], name: str, source: str, path: str) -> str:
 
 
 def _read_file(cls: type[RoleConfig], path: str) -> dict[str, Value]:
-    """This role's values; the tables of other roles are checked for unknown keys only."""
+    """This role's values from the file. The tables of other roles are only checked for unknown keys."""
     tables = read_toml(path)
     roles = {known.role: known for known in ROLES}
     for name, table in tables.items():
@@ -203,7 +208,10 @@ def _read_file(cls: type[RoleConfig], path: str) -> dict[str, Value]:
 
 
 def _owner_of(cls: type[RoleConfig]) -> Callable[[str], str]:
-    """Says of a name that is no setting of `cls` which single role has it; to prefill also why it has not."""
+    """A function that hints at the single role that owns a name which `cls` lacks.
+
+    For prefill the hint also explains why prefill lacks the setting.
+    """
 
     def owner_of(name: str) -> str:
         owners = [role.role for role in ROLES if role is not UpConfig and name in settings_of(role)]
@@ -212,7 +220,10 @@ def _owner_of(cls: type[RoleConfig]) -> Callable[[str], str]:
         is_decode = cls is PrefillConfig and name in settings_of(DecodeSettings)
         why = ", and a prefill worker decodes nothing and owns no decode graphs" if is_decode else ""
         if cls is UpConfig:
-            why = f", which `up` starts with what --config FILE has under {' and '.join(f'[{owner}]' for owner in owners)}"
+            why = (
+                ", which `up` starts with what --config FILE has under "
+                f"{' and '.join(f'[{owner}]' for owner in owners)}"
+            )
         return f"; it is a setting of {' and '.join(f'`baton {owner}`' for owner in owners)}{why}"
 
     return owner_of

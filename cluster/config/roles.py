@@ -33,7 +33,7 @@ class WorkerConfig(
     TraceSettings,
     LogSettings,
 ):
-    """What both kinds of worker share."""
+    """Settings of both kinds of worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,8 @@ class PrefillConfig(PrefillSettings, WorkerConfig):
     kv_advertise: str = setting(
         "",
         Setting(
-            help="where decode workers reach --kv-bind, behind NAT or in a pod; port 0: the bound one; empty: as bound",
+            help="where decode workers reach --kv-bind, behind NAT or in a pod; port 0: "
+            "the bound one; empty: as bound",
             metavar="ENDPOINT",
         ),
     )

@@ -35,14 +35,16 @@ class HttpSettings(RoleConfig):
     local_prefill: bool = setting(
         True,
         Setting(
-            help="let decode workers compute prompts while no prefill worker serves; off: such requests get 503"
+            help="let decode workers compute prompts while no prefill worker serves; off: "
+            "such requests get 503"
         ),
     )
     max_body_mb: int = setting(4, Setting(help="largest request body", unit="MiB", minimum=1, maximum=1024))
     chat_max_tokens: int = setting(
         1024,
         Setting(
-            help="output of a chat that does not ask for a length, for which decode reserves pages; 0: what is left of the "
+            help="output of a chat that does not ask for a length, for which decode reserves pages; 0: "
+            "what is left of the "
             "context",
             unit="tokens",
             minimum=0,
@@ -52,13 +54,15 @@ class HttpSettings(RoleConfig):
     share_port: bool = setting(
         False,
         Setting(
-            help="let other routers of this host listen on the same port; each needs a --control-bind of its own"
+            help="let other routers of this host listen on the same port; "
+            "each needs a --control-bind of its own"
         ),
     )
     own_port: int = setting(
         0,
         Setting(
-            help="port at which this router answers and no other, to scrape and watch it also where --port is shared; 'up' "
+            help="port at which this router answers and no other, "
+            "to scrape and watch it also where --port is shared; 'up' "
             "gives each further router the next one, and with 0 each of several a free one; 0: none",
             minimum=0,
             maximum=65535,
@@ -73,7 +77,8 @@ class HttpSettings(RoleConfig):
     canary_s: float = setting(
         10.0,
         Setting(
-            help="ready means that a request passed from prefill to decode within this time; where no client's does, a tiny "
+            help="ready means that a request passed from prefill to decode within this time; where no "
+            "client's does, a tiny "
             "one of the router's own is sent; 0: ready means that a pair is registered",
             unit="s",
             minimum=0,
@@ -87,7 +92,7 @@ class HttpSettings(RoleConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ClientSettings(RoleConfig):
-    """Who may ask."""
+    """API keys and TLS."""
 
     api_keys: str = setting(
         "",
@@ -119,7 +124,8 @@ class PairingSettings(RoleConfig):
     local_prefill_max: int = setting(
         0,
         Setting(
-            help="decode computes a prompt itself if it lacks at most so many of its tokens, where measured times say "
+            help="decode computes a prompt itself if it lacks at most so many of its tokens, "
+            "where measured times say "
             "that this is cheaper; 0: never",
             unit="tokens",
             minimum=0,

@@ -1,7 +1,7 @@
 """The ZAP handler of a context: the thread that answers libzmq's question whether a peer may connect.
 
-Every listening socket sets a ZAP domain and enforces it, so a question without an answer is a refusal. If the thread dies,
-no new peer is admitted and existing connections stay. `security.zap` holds the rules.
+Every listening socket sets a ZAP domain and enforces it, so a question without an answer is a refusal. If the
+thread dies, no new peer is admitted and existing connections stay. `security.zap` holds the rules.
 """
 
 import logging
@@ -22,10 +22,11 @@ ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
 
 class Authenticator:
-    """A context's ZAP handler. Admits the keys that `peers` lists under one of `roles`, and holders of `tickets`.
+    """A context's ZAP handler. Admits the keys that `peers` lists under one of `roles`, and holders of
+    `tickets`.
 
-    Must be made before the first listening socket of its context. It ends with the context. Raises StartupError when the
-    context already has one.
+    Must be made before the first listening socket of its context. It ends with the context. Raises
+    StartupError when the context already has one.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Authenticator:
         roles: Collection[str],
         tickets: Tickets | None = None,
     ) -> None:
-        self.num_failures = 0  # 1 after the thread died: nobody is admitted any more
+        self.num_failures = 0  # 1 after the thread died, which admits no peer any more
         self._rules = ZapRules(peers, roles, tickets)
         self._socket = make_socket(context, zmq.REP, linger_ms=0)
         try:
@@ -58,7 +59,7 @@ class Authenticator:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Name to total."""
+        """Counters by name."""
         return {"peers_refused": self.num_refused, "authentication_failures": self.num_failures}
 
     def _run(self) -> None:
@@ -81,7 +82,7 @@ class Authenticator:
 
 
 def user_of(frame: zmq.Frame) -> str:
-    """The user that ZAP gave to the sender of `frame`; "" on a link without keys."""
+    """The ZAP user of the sender of `frame`; "" on a link without keys."""
     try:
         user = frame.get("User-Id")
     except zmq.ZMQError:

@@ -1,25 +1,28 @@
 """The worker's end of the control plane: registration with a router, detection of its loss, and the outbox.
 
-`LinkMachine` holds the state and `LinkQueues` the queues; both are free of I/O. `ControlLink` adds a DEALER socket. One
-thread owns the link and calls `receive()`, then `tick(now)` in its loop.
+`LinkMachine` holds the state and `LinkQueues` the queues; both are free of I/O. `ControlLink` adds a DEALER
+socket. One thread owns the link and calls `receive()`, then `tick(now)` in its loop.
 
-    greeting   Hello is sent with backoff until a Welcome arrives; no other message is sent and no order accepted
-    connected  messages flow; after `QUIET_S` of silence a Hello asks whether the router still knows this worker
-    doubted    connected, but a send failed: the peer may be a different router now, so only Hello is sent until a
-               Welcome identifies it
+    greeting   Hello is sent with backoff until a Welcome arrives; no other message is sent and no order
+               accepted
+    connected  messages flow; after `QUIET_S` of silence a Hello asks whether the router still knows this
+               worker
+    doubted    connected, but a send failed: the peer may be a different router now, so only Hello is sent
+               until a Welcome identifies it
 
-A router is lost in four cases: it answers no Hello for `LOST_AFTER_S`; a Welcome carries another router id; the outbox is
-full because the router does not read; the connection broke. Messages in flight on a broken connection are gone, which
-would leave a gap in a stream or a room that never starts.
+A router is lost in four cases: it answers no Hello for `LOST_AFTER_S`; a Welcome carries another router id;
+the outbox is full because the router does not read; the connection broke. Messages in flight on a broken
+connection are gone, which would leave a gap in a stream or a room that never starts.
 
-`tick` reports a loss once, before `receive` returns anything from the new router. The worker then drops all rooms, since
-nobody reads their tokens, and sends a Hello with the next generation before any other message, so that a slow router does
-not wait for these rooms. Orders that such a router sent earlier count as dropped on its side, and nobody would cancel them
-here. Orders are therefore accepted again only after a Welcome for the new generation.
+`tick` reports a loss once, before `receive` returns anything from the new router. The worker then drops all
+rooms, since their tokens have no reader. It sends a Hello with the next generation before any other message,
+so that a slow router does not wait for these rooms. Such a router counts orders that it sent earlier as
+dropped and never cancels them. The worker therefore accepts orders again only after a Welcome for the new
+generation.
 
-A damaged message from the router was an order, or is repeated anyway: the next Hello counts it as missed, and the router
-resends every order that awaits an answer. A repeated Hello with a known instance and generation is a question; the router
-answers with Welcome and keeps the worker's rooms.
+A damaged message from the router was an order, or is repeated anyway. The next Hello counts it as missed, and
+the router resends every order that awaits an answer. A repeated Hello with a known instance and generation is
+a question; the router answers with Welcome and keeps the worker's rooms.
 """
 
 import logging
@@ -52,20 +55,20 @@ logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.1
 LONGEST_BACKOFF_S = 1.0
 REJECTED_BACKOFF_S = 5.0
-QUIET_S = 0.4  # of silence before a connected worker asks
-LOST_AFTER_S = 1.4  # of unanswered Hellos: nobody works for a router that has been dead for two seconds
+QUIET_S = 0.4  # seconds of silence before a connected worker sends a Hello
+LOST_AFTER_S = 1.4  # seconds of unanswered Hellos, so that work for a dead router ends within two seconds
 OUTBOX_LIMIT = 4096  # messages
 MAX_FRAMES_PER_RECEIVE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkCounters:
-    """What a control link dropped, in messages since it was opened."""
+    """The messages that a control link dropped since it was opened, by reason."""
 
-    stale: int  # meant for another instance of this worker
-    early: int  # orders from before the router knew that all rooms were dropped: it places them again
-    malformed: int  # not of the protocol, as this release knows it
-    overflowed: int  # dropped with the router that did not take them
+    stale: int  # addressed to another instance of this worker
+    early: int  # orders sent before the router knew that all rooms were dropped; it places them again
+    malformed: int  # invalid in this release's protocol
+    overflowed: int  # dropped with the outbox of a router that did not read
     hellos: int  # Hellos sent
 
 
@@ -74,24 +77,24 @@ class LinkMachine:
 
     def __init__(self, hello: Hello, now: float) -> None:
         self.hello = hello
-        self.router = ""  # id of the router that welcomed us last
+        self.router = ""  # id of the router that sent the last Welcome
         self.connected = False
         self.heartbeat_s = 0.5
-        self.takes_batches = False  # the router, of frames
+        self.takes_batches = False  # whether the router accepts frames of several messages
         self.num_stale = 0
         self.num_early = 0
         self.num_hellos = 0
         self._backoff_s = FIRST_BACKOFF_S
         self._next_hello = now
         self._asked_at = float("-inf")
-        self._asking_since: float | None = None  # first Hello that is unanswered
+        self._asking_since: float | None = None  # time of the first unanswered Hello
         self._was_heard = False
         self._is_doubted = False
-        self._is_introduced = True  # False: a new generation that no Hello has told yet
-        self._has_missed = False  # what no Hello has told yet
+        self._is_introduced = True  # False: no Hello has announced the new generation yet
+        self._has_missed = False  # a missed message that no Hello has reported yet
         self._rejected = ""
         self._lost = ""
-        self._welcomed = -1  # the generation of the last Welcome
+        self._welcomed = -1  # generation of the last Welcome
 
     def __repr__(self) -> str:
         state = "greeting" if not self.connected else "doubted" if self._is_doubted else "connected"
@@ -104,7 +107,7 @@ class LinkMachine:
 
     @property
     def next_hello(self) -> float:
-        """When `advance` will ask for the next Hello, unless something is heard before."""
+        """The time at which `advance` asks for the next Hello, unless a message arrives earlier."""
         return self._next_hello
 
     @property
@@ -113,9 +116,9 @@ class LinkMachine:
         return bool(self._lost)
 
     def hear(self, message: ControlDown) -> bool:
-        """Process a message from the router.
+        """Processes a message from the router.
 
-        True if the worker must see it; a Welcome is passed on only from a new router.
+        Returns whether the worker must see it. A Welcome is passed on only from a new router.
         """
         if message.instance != self.hello.instance:
             self.num_stale += 1
@@ -133,7 +136,7 @@ class LinkMachine:
         return True
 
     def advance(self, now: float) -> tuple[bool, str]:
-        """(whether to send a Hello now, why the router is lost or "")."""
+        """Advances to `now`. Returns (whether to send a Hello now, why the router is lost or "")."""
         if self._was_heard:
             self._was_heard = False
             self._asking_since = None
@@ -151,7 +154,7 @@ class LinkMachine:
         return now >= self._next_hello, lost
 
     def asked(self, now: float, *, was_sent: bool) -> None:
-        """Record that the due Hello was sent, or that no peer was connected."""
+        """Records that the due Hello was sent, or that no peer was connected."""
         self._asking_since = now if self._asking_since is None else self._asking_since
         if was_sent:
             self.num_hellos += 1
@@ -163,7 +166,10 @@ class LinkMachine:
             self._next_hello = now + FIRST_BACKOFF_S
 
     def give_up(self, reason: str) -> None:
-        """Count the router as lost; the next `advance` reports it. No-op when a loss waits to be reported already."""
+        """Counts the router as lost, which the next `advance` reports.
+
+        No-op while a loss waits to be reported.
+        """
         if not self._lost:
             self.connected = False
             self._lost = reason
@@ -174,7 +180,10 @@ class LinkMachine:
             self.give_up("the connection to the router broke")
 
     def miss(self) -> None:
-        """A message of the router arrived damaged. The next Hello reports it, at most one per FIRST_BACKOFF_S."""
+        """A message of the router arrived damaged.
+
+        The next Hello reports it, at most one per FIRST_BACKOFF_S.
+        """
         self.hello = msgspec.structs.replace(self.hello, missed=self.hello.missed + 1)
         self._has_missed = True
         if self.connected:
@@ -188,7 +197,7 @@ class LinkMachine:
 
     def _welcome(self, message: Welcome) -> bool:
         if message.generation is not None and message.generation < self.hello.generation:
-            return False  # said before it heard that all rooms were dropped
+            return False  # sent before the router knew that all rooms were dropped
         self._welcomed = self.hello.generation
         is_known = self.connected and message.router == self.router
         if self.connected and not is_known:
@@ -216,11 +225,11 @@ class LinkQueues(ABC):
     def __init__(self, hello: Hello, now: float) -> None:
         self._machine = LinkMachine(hello, now)
         self._decoder = control_down_decoder()
-        self._outbox: deque[bytes] = deque()  # packed
-        self._heartbeat: Heartbeat | None = None  # only the newest is worth sending
+        self._outbox: deque[bytes] = deque()  # packed messages
+        self._heartbeat: Heartbeat | None = None  # the newest one; older ones are obsolete
         self._held: list[
             ControlDown
-        ] = []  # from a new router; handed over after the old one's loss was reported
+        ] = []  # messages of a new router, held back until the old one's loss was reported
         self._num_malformed = 0
         self._num_overflowed = 0
 
@@ -239,7 +248,10 @@ class LinkQueues(ABC):
 
     @property
     def next_deadline(self) -> float:
-        """The latest time of the next `tick`: when a Hello is due. Messages that could not be sent wait for its answer."""
+        """The latest time of the next `tick`, when a Hello is due.
+
+        Messages that could not be sent wait for the answer to it.
+        """
         return self._machine.next_hello
 
     @property
@@ -259,7 +271,7 @@ class LinkQueues(ABC):
 
     @property
     def heartbeat_s(self) -> float:
-        """How often the router wants a Heartbeat."""
+        """The router's heartbeat interval in seconds."""
         return self._machine.heartbeat_s
 
     @property
@@ -274,7 +286,10 @@ class LinkQueues(ABC):
         )
 
     def send(self, message: ControlUp) -> None:
-        """Queue a message: it leaves with the next `tick`, or when a frame is full. A full outbox ends the connection."""
+        """Queues a message for the next `tick`, or sends it when a frame is full.
+
+        A full outbox ends the connection.
+        """
         if isinstance(message, Heartbeat):
             self._heartbeat = message
         elif len(self._outbox) < OUTBOX_LIMIT:
@@ -286,7 +301,10 @@ class LinkQueues(ABC):
             self._flush()
 
     def receive(self) -> list[ControlDown]:
-        """The received messages, without waiting. A Welcome among them means that this worker has just joined the router."""
+        """The received messages, without waiting.
+
+        A Welcome means that this worker has just joined the router.
+        """
         messages: list[ControlDown] = []
         if not self._machine.is_lost:
             messages, self._held = self._held, []
@@ -302,11 +320,11 @@ class LinkQueues(ABC):
         return messages
 
     def tick(self, now: float) -> str:
-        """Send what is due. Returns the reason when the router was just lost, else ""."""
+        """Sends due messages. Returns the reason when the router was just lost, else ""."""
         is_hello_due, lost = self._machine.advance(now)
         if lost:
             self._num_overflowed += len(self._outbox)
-            self._outbox.clear()  # about rooms that end with that router
+            self._outbox.clear()  # messages about rooms that end with that router
             self._heartbeat = None
             logger.warning("router lost", extra=fields(reason=lost))
         if is_hello_due:
@@ -315,7 +333,8 @@ class LinkQueues(ABC):
         return lost
 
     def _flush(self) -> None:
-        """Sends the heartbeat first, so that a backlog on a slow connection does not make the worker look dead."""
+        """Sends the heartbeat first, so that a backlog on a slow connection does not make the worker look
+        dead."""
         if self._machine.can_send and self._heartbeat is not None:
             if self._transmit(encode(self._heartbeat)):
                 self._heartbeat = None
@@ -346,7 +365,7 @@ class LinkQueues(ABC):
 
 
 class ControlLink(LinkQueues):
-    """A DEALER to the router; used by the thread that made it."""
+    """A control link over a DEALER socket. Used by the thread that made it."""
 
     def __init__(
         self,
@@ -375,7 +394,7 @@ class ControlLink(LinkQueues):
         return super().tick(now)
 
     def close(self) -> None:
-        """Close the socket after a short linger for sent messages. Idempotent."""
+        """Closes the socket after a short linger for sent messages. Idempotent."""
         if not self.socket.closed:
             self._flush()
             self._connection.close()

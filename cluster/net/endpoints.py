@@ -1,13 +1,13 @@
 """Syntax of endpoints: tcp://HOST:PORT or ipc:///PATH."""
 
 SCHEMES = ("tcp", "ipc")
-DISCOVERED = "dns+tcp://"  # in a list: every address of the name, which is asked again and again
+DISCOVERED = "dns+tcp://"  # in a list: every address of the name, which is resolved periodically
 HIGHEST_PORT = 65535
 WILDCARDS = ("0.0.0.0", "[::]", "*")
 
 
 def bracketed(host: str) -> str:
-    """`host` as it stands before a port: an IPv6 address in brackets."""
+    """`host` in the form before a port: an IPv6 address gets brackets."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -20,12 +20,13 @@ def endpoint_fault(endpoint: str) -> str:
 
 
 def endpoints_of(text: str) -> tuple[str, ...]:
-    """The endpoints of a list that is separated by commas."""
+    """The endpoints of a comma-separated list."""
     return tuple(endpoint.strip() for endpoint in text.split(","))
 
 
 def endpoints_fault(text: str) -> str:
-    """As `endpoint_fault`, for a comma-separated list without duplicates, in which dns+tcp:// names are allowed."""
+    """As `endpoint_fault`, for a comma-separated list without duplicates, in which dns+tcp:// names are
+    allowed."""
     endpoints = endpoints_of(text)
     for endpoint in endpoints:
         if fault := endpoint_fault(
@@ -38,7 +39,10 @@ def endpoints_fault(text: str) -> str:
 
 
 def port_fault(endpoint: str) -> str:
-    """The fault of a tcp endpoint's port; "*" means any free one. libzmq would accept any number and wrap it around."""
+    """The fault of a tcp endpoint's port; "" if valid. "*" means any free port.
+
+    libzmq would accept any number and wrap it around.
+    """
     scheme, _, address = endpoint.partition("://")
     port = address.rpartition(":")[2]
     is_number = port.isascii() and port.isdigit() and int(port) <= HIGHEST_PORT
@@ -48,13 +52,15 @@ def port_fault(endpoint: str) -> str:
 
 
 def is_wildcard(endpoint: str) -> bool:
-    """Whether `endpoint` means all addresses of a host, which is valid for listening but not for connecting."""
+    """Whether `endpoint` means all addresses of a host, which is valid for listening but not for
+    connecting."""
     scheme, _, address = endpoint.partition("://")
     return scheme == "tcp" and address.rpartition(":")[0] in WILDCARDS
 
 
 def reached_at(bound: str, advertised: str) -> str:
-    """The address for peers of a listener at `bound`: `advertised` if given, with port 0 replaced by the bound port."""
+    """The address for peers of a listener at `bound`: `advertised` if given, with port 0 replaced by the
+    bound port."""
     if not advertised:
         return bound
     host, _, port = advertised.rpartition(":")
@@ -63,7 +69,8 @@ def reached_at(bound: str, advertised: str) -> str:
 
 
 def advertise_fault(bind: str, advertised: str) -> str:
-    """Why peers cannot reach a listener bound to `bind` and advertised as `advertised`; "" if they can."""
+    """The reason why peers cannot reach a listener bound to `bind` and advertised as `advertised`; "" if they
+    can."""
     if not advertised:
         remedy = "name the address that they reach with --kv-advertise tcp://HOST:0"
         fault = f"--kv-bind {bind} listens on all addresses, none of which decode workers can call: {remedy}"

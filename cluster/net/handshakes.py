@@ -27,7 +27,7 @@ class SocketMonitor:
         self.socket: Socket = watched.get_monitor_socket(events)
 
     def read(self) -> list[tuple[int, int]]:
-        """(event, value) of what happened, oldest first; a flood is left for the next turn."""
+        """The events as pairs (event, value), oldest first. A flood is cut off and left for the next call."""
         events = []
         for _ in range(EVENTS_PER_TURN):
             parts = recv_parts(self.socket, MONITOR_PARTS, MONITOR_BYTES)
@@ -57,16 +57,16 @@ class HandshakeMonitor:
 
     @property
     def socket(self) -> Socket:
-        """Readable when `read` has something to do."""
+        """The monitor socket, readable when events wait."""
         return self._watch.socket
 
     def read(self) -> None:
-        """Take in what happened."""
+        """Processes all waiting events."""
         for event, value in self._watch.read():
             self._count(event, value)
 
     def take(self, parts: Sequence[zmq.Frame]) -> None:
-        """Take in one event that another reader of `socket` received."""
+        """Processes one event that another reader of `socket` received."""
         self._count(*parse_event(parts))
 
     def _count(self, event: int, value: int) -> None:
@@ -79,18 +79,18 @@ class HandshakeMonitor:
             logger.warning("a connection failed before it began", extra=fields(reason=reason))
 
     def close(self) -> None:
-        """Idempotent; before the socket that is watched is closed."""
+        """Closes the monitor. To be called before the watched socket is closed. Idempotent."""
         self._watch.close()
 
 
 def parse_event(parts: Sequence[zmq.Frame]) -> tuple[int, int]:
-    """(event, value) of a monitor's message."""
+    """The pair (event, value) of a monitor's message."""
     event, value = struct.unpack("=HI", parts[0].bytes)
     return event, value
 
 
 def failure_text(event: int, value: int) -> str:
-    """Why a handshake failed, as the end that reads the event sees it."""
+    """The reason of a failed handshake, from the view of the end that reads the event."""
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return "the peer refused our key"
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == MISMATCH:

@@ -1,9 +1,10 @@
 """A worker's connection to the router: a DEALER socket that is recreated when a handshake fails.
 
-libzmq stops retrying after some failures (a refused key, keys on one end only, bytes that are not ZMTP) and retries seven
-times a second after others (a wrong server key). This module treats all failures alike: it closes the socket, logs the
-reason, waits with backoff and reconnects with the router's next listed key, so that a router stays reachable while its key
-is being replaced. An established connection that breaks is reopened at once with the same key.
+libzmq stops retrying after some failures (a refused key, keys on one end only, bytes that are not ZMTP) and
+retries seven times a second after others (a wrong server key). This module treats all failures alike: it
+closes the socket, logs the reason, waits with backoff and reconnects with the router's next listed key, so
+that a router stays reachable while its key is being replaced. An established connection that breaks is
+reopened at once with the same key.
 """
 
 import logging
@@ -36,7 +37,7 @@ class ReconnectingSocket:
         self._keyring = keyring
         self._log_throttle = LogThrottle()
         self._pause_s = FIRST_PAUSE_S
-        self._redial_at: float | None = None  # until then nothing is connected
+        self._redial_at: float | None = None  # time of the next attempt, while nothing is connected
         self._open()
 
     def __repr__(self) -> str:
@@ -44,7 +45,10 @@ class ReconnectingSocket:
         return f"ReconnectingSocket({self._endpoint} {state}, failures={self.num_failures})"
 
     def tick(self, now: float) -> bool:
-        """Process failures and reconnect when due. True when an established connection has broken."""
+        """Processes failures and reconnects when due.
+
+        Returns whether an established connection has broken.
+        """
         has_broken = False
         for event, value in self._watch.read():
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -79,7 +83,10 @@ class ReconnectingSocket:
             raise
 
     def _router_key(self, keyring: Keyring) -> str:
-        """The newest key first, then the others in turn: the router may not have restarted with the newest yet."""
+        """The next router key to try: the newest first, then the others in turn.
+
+        A router that has not restarted yet still uses an older key.
+        """
         routers = keyring.peers.of_role("router")
         if not routers:
             path = keyring.peers.path
@@ -91,13 +98,12 @@ class ReconnectingSocket:
     def _dial_again(self, now: float) -> None:
         try:
             self._open()
-        except ConfigError as error:  # the list was changed and is wrong now
+        except ConfigError as error:  # the list was changed to an invalid one
             self._failed(str(error), now)
 
     def _failed(self, reason: str, now: float) -> None:
-        with suppress(
-            zmq.ZMQError
-        ):  # libzmq may have forgotten the endpoint itself, or it was never connected
+        # libzmq may have forgotten the endpoint itself, or it was never connected
+        with suppress(zmq.ZMQError):
             self.socket.disconnect(self._endpoint)
         self.num_failures += 1
         self._redial_at = now + self._pause_s

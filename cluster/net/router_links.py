@@ -1,8 +1,8 @@
 """A worker's links to its routers: configured endpoints, and addresses discovered by DNS.
 
-A link is opened when its address is found. It is closed when DNS no longer lists the address and the router no longer
-answers: a draining router leaves DNS first and serves its streams to their end. Each link has a number that is never reused,
-since rooms of a departed router may still be ending in the worker.
+A link is opened when its address is found. It is closed when DNS no longer lists the address and the router
+no longer answers: a draining router leaves DNS first and serves its streams to their end. Each link has a
+number that is never reused, since rooms of a departed router may still be ending in the worker.
 """
 
 import itertools
@@ -28,12 +28,12 @@ class RouterLinks:
     """`links` by number; changed by `refresh` alone, in the thread that owns the sockets."""
 
     def __init__(self, names: RouterDiscovery, dial: Dial) -> None:
-        """Raises ConfigError for an endpoint that cannot be, with no link open."""
+        """Raises ConfigError for an invalid endpoint, with no link left open."""
         self.links: dict[int, ControlLink] = {}
         self._names = names
         self._dial = dial
         self._numbers = itertools.count()
-        self._leaving: set[int] = set()  # their addresses are no longer found
+        self._leaving: set[int] = set()  # links whose addresses DNS no longer lists
         try:
             for endpoint in names.fixed:
                 self._add(endpoint)
@@ -46,7 +46,10 @@ class RouterLinks:
         return f"RouterLinks({', '.join(map(repr, self.links.values())) or 'none'})"
 
     def refresh(self) -> None:
-        """Take in what was found. To be called when all links were ticked, so that no loss is left to tell."""
+        """Opens and closes links after a DNS change.
+
+        To be called after a tick of all links, so that every loss is reported.
+        """
         found = self._names.take()
         if found is not None:
             wanted = {*self._names.fixed, *found}
@@ -77,7 +80,10 @@ class RouterLinks:
 def dial_routers(
     context: zmq.Context[Socket], endpoints: Sequence[str], hello: Hello, keyring: Keyring | None = None
 ) -> RouterLinks:
-    """Links to the routers that `endpoints` name. Raises ConfigError for one that cannot be, with none open."""
+    """Links to the routers that `endpoints` name.
+
+    Raises ConfigError for an invalid one, with no link left open.
+    """
 
     def dial(endpoint: str) -> ControlLink:
         return ControlLink(context, endpoint, hello, time.monotonic(), keyring=keyring)

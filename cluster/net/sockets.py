@@ -1,8 +1,8 @@
 """Creates, binds, connects, reads and writes every ZeroMQ socket of baton.
 
-All sockets share limits on memory (frame size, queued messages) and time (linger, handshake, sends), and heartbeats that
-detect dead peers. A socket belongs to one thread. With keys a link uses CURVE and authenticates both ends. Without keys, a
-bind address beyond loopback requires `--trusted-network`.
+All sockets share limits on memory (frame size, queued messages) and time (linger, handshake, sends), and
+heartbeats that detect dead peers. A socket belongs to one thread. With keys a link uses CURVE and
+authenticates both ends. Without keys, a bind address beyond loopback requires `--trusted-network`.
 """
 
 import asyncio
@@ -23,24 +23,22 @@ from .endpoints import endpoint_fault, port_fault
 CONTROL_HIGH_WATER = 64
 BULK_HIGH_WATER = 8
 RECEIVE_HIGH_WATER = (
-    4096  # of small messages: more than a worker says while this process gets no core for 15 seconds
+    4096  # small messages: more than a worker sends while this process gets no core for 15 seconds
 )
 BULK_FRAME_SLACK = 4096  # a bulk socket's frames are one block or a small message
 LINGER_MS = 200
 RECONNECT_MAX_MS = 1000
 HANDSHAKE_MS = 2000
-PING_MS = 500  # between two heartbeats of who connects
-SILENCE_MS = 1500  # without an answer or a heartbeat, before a connection is given up
-CURVE_FRAME_SLACK = 64  # an encrypted frame is 33 bytes longer than what it holds
+PING_MS = 500  # between two heartbeats of the connecting side
+SILENCE_MS = 1500  # without an answer or a heartbeat until a connection is given up
+CURVE_FRAME_SLACK = 64  # an encrypted frame is 33 bytes longer than its content
 IPC_PATH_LIMIT = 107
-TOO_LONG = "a message of too many parts or bytes"  # what `recv_parts` drops
-DISCARD_PARTS = 4096  # in one call, about as many microseconds
+TOO_LONG = "a message of too many parts or bytes"  # the log's reason for a message that `recv_parts` drops
+DISCARD_PARTS = 4096  # per call, which takes about as many microseconds
 READABLE = int(zmq.POLLIN)
-MORE, LAST = (
-    int(zmq.NOBLOCK | zmq.SNDMORE),
-    int(zmq.NOBLOCK),
-)  # flags of a part; to join them each time is dear
-MESSAGES_PER_WAKE = 256  # an AsyncReceiver lets the event loop run after so many
+# flags of a part, joined once because that is slow
+MORE, LAST = (int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK))
+MESSAGES_PER_WAKE = 256  # an AsyncReceiver yields to the event loop after so many
 
 Part = bytes | memoryview | zmq.Frame
 Socket = zmq.Socket[bytes]
@@ -57,13 +55,15 @@ def make_socket(
     ticket: str | None = None,
     reconnect_max_ms: int = RECONNECT_MAX_MS,
 ) -> Socket:
-    """A socket of type `kind` (zmq.ROUTER, zmq.DEALER, ...) with baton's settings; authenticated and encrypted by `curve`.
+    """A socket of type `kind` (zmq.ROUTER, zmq.DEALER, ...) with baton's settings; authenticated and
+    encrypted by `curve`.
 
     Client sockets present `ticket` in the handshake. An empty ticket makes a server socket that requires one.
 
-    A peer's frame of more than `max_frame` bytes closes its connection. At most `high_water` messages are queued per
-    peer to be sent, and in a ROUTER RECEIVE_HIGH_WATER that came. A DEALER queues nothing for a peer that is not connected:
-    `try_send` returns False until it is. It tries again after 100 ms, then twice as long and so on up to `reconnect_max_ms`.
+    A peer's frame of more than `max_frame` bytes closes its connection. At most `high_water` sent messages
+    are queued per peer. A ROUTER queues at most RECEIVE_HIGH_WATER received ones. A DEALER queues nothing for
+    a peer that is not connected: `try_send` returns False until it is. It tries again after 100 ms, then
+    twice as long and so on up to `reconnect_max_ms`.
     """
     socket: Socket = context.socket(kind)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame + (CURVE_FRAME_SLACK if curve is not None else 0))
@@ -73,15 +73,16 @@ def make_socket(
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, reconnect_max_ms)
-    # libzmq 4.3 stops reading behind a full queue. When the peer of such a connection is gone, a PING that falls due, or one
-    # that is answered, aborts the process (its issues 3937, 4364 and 4767). So only who connects sends PINGs, and its queue
-    # takes whatever the peer that it chose sends. Who is connected to answers, and by the PING's TTL notices silence; its
-    # queue is as long as no honest peer fills it, and bounded for the others.
+    # libzmq 4.3 stops reading from a connection whose queue is full. When the peer of such a connection is
+    # gone, a PING that falls due, or one that is answered, aborts the process (its issues 3937, 4364 and
+    # 4767). Therefore only the connecting side sends PINGs, and its receive queue is unbounded, since it
+    # chose its peer. The listening side answers PINGs and notices silence by their TTL. Its queue is bounded,
+    # and longer than an honest peer fills.
     socket.setsockopt(zmq.RCVHWM, 0 if kind == zmq.DEALER else RECEIVE_HIGH_WATER)
     socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS if kind == zmq.DEALER else 0)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
     socket.setsockopt(zmq.HEARTBEAT_TTL, SILENCE_MS)
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # finds a vanished host of a stranger, who need not send PINGs
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # detects a vanished host of a peer that sends no PINGs
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
     if kind == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -108,7 +109,8 @@ def _set_keys(socket: Socket, curve: Curve) -> None:
 
 
 def _set_ticket(socket: Socket, ticket: str) -> None:
-    """Uses ZeroMQ's PLAIN mechanism: a peer without a valid ticket is refused before any message of it is read."""
+    """Uses ZeroMQ's PLAIN mechanism: a peer without a valid ticket is refused before any message of it is
+    read."""
     if ticket:
         socket.setsockopt(zmq.PLAIN_USERNAME, TICKET_USER)
         socket.setsockopt(zmq.PLAIN_PASSWORD, ticket.encode())
@@ -119,7 +121,10 @@ def _set_ticket(socket: Socket, ticket: str) -> None:
 
 
 def bind(socket: Socket, endpoint: str) -> str:
-    """Binds and returns the real endpoint (a port 0 resolved). Raises StartupError naming endpoint and remedy."""
+    """Binds and returns the actual endpoint, with port 0 resolved.
+
+    Raises StartupError naming endpoint and remedy.
+    """
     _check_ipc_path(endpoint)
     if fault := port_fault(endpoint):
         raise StartupError(f"cannot listen: {endpoint} {fault}")
@@ -133,7 +138,7 @@ def bind(socket: Socket, endpoint: str) -> str:
 
 
 def connect(socket: Socket, endpoint: str) -> None:
-    """Connects in the background, again and again. Raises ConfigError when the endpoint itself is wrong."""
+    """Connects in the background, with retries. Raises ConfigError for an invalid endpoint."""
     if fault := port_fault(endpoint):
         raise ConfigError(f"cannot connect: {endpoint!r} {fault}")
     if "[" in endpoint:
@@ -147,7 +152,10 @@ def connect(socket: Socket, endpoint: str) -> None:
 
 
 def is_loopback(endpoint: str) -> bool:
-    """Whether only this host can reach `endpoint`. Host names other than localhost count as reachable from outside."""
+    """Whether only this host can reach `endpoint`.
+
+    Host names other than localhost count as reachable from outside.
+    """
     scheme, _, address = endpoint.partition("://")
     if scheme in ("ipc", "inproc"):
         return True
@@ -161,9 +169,10 @@ def is_loopback(endpoint: str) -> bool:
 
 
 def check_bind_address(endpoint: str, trusted_network: bool, *, has_keys: bool | None = None) -> None:
-    """Raises ConfigError for an endpoint that is malformed, or open to other hosts without keys and `trusted_network`.
+    """Raises ConfigError for an endpoint that is malformed, or open to other hosts without keys and
+    `trusted_network`.
 
-    `has_keys` is None for a link that cannot have keys, as HTTP.
+    `has_keys` is None for a link that cannot have keys, such as HTTP.
     """
     if fault := endpoint_fault(endpoint):
         raise ConfigError(f"{endpoint!r} {fault}")
@@ -178,9 +187,9 @@ def check_bind_address(endpoint: str, trusted_network: bool, *, has_keys: bool |
 def recv_parts(socket: Socket, max_parts: int, max_bytes: int) -> list[zmq.Frame] | None:
     """The next message without waiting: None when there is none, [] when one was dropped as too long.
 
-    Reads part by part and keeps at most `max_parts` parts and `max_bytes` bytes, since MAXMSGSIZE bounds frames only. Of
-    a message of very many parts a call discards `DISCARD_PARTS`, since a million would keep its thread for a second; it
-    was dropped then, and while `is_discarding` further calls return None and discard more.
+    Reads part by part and keeps at most `max_parts` parts and `max_bytes` bytes, since MAXMSGSIZE bounds
+    frames only. A call discards at most `DISCARD_PARTS` parts of an oversized message, since a million would
+    take a second. While `is_discarding`, further calls return None and discard more.
     """
     try:
         if is_discarding(socket) and _discard(socket):
@@ -200,17 +209,18 @@ def recv_parts(socket: Socket, max_parts: int, max_bytes: int) -> list[zmq.Frame
 
 
 def is_discarding(socket: Socket) -> bool:
-    """Whether the rest of a message that was dropped waits to be discarded by `recv_parts`."""
+    """Whether the rest of a dropped message waits to be discarded by `recv_parts`."""
     return bool(socket.getsockopt(zmq.RCVMORE))
 
 
 def _discard(socket: Socket) -> bool:
-    """Reads on in a message; whether it still goes on."""
+    """Discards further parts of a message. Returns whether more follow."""
     return all(socket.recv(zmq.NOBLOCK, copy=False).more for _ in range(DISCARD_PARTS))
 
 
 def try_send(socket: Socket, parts: Sequence[Part]) -> bool:
-    """Sends a message without waiting; False when the peer's queue is full or it is not connected (nothing was sent).
+    """Sends a message without waiting; False when the peer's queue is full or it is not connected (nothing
+    was sent).
 
     Raises PeerLost when a ROUTER has no such peer.
     """
@@ -230,8 +240,9 @@ def try_send(socket: Socket, parts: Sequence[Part]) -> bool:
 class AsyncReceiver:
     """Feeds a socket's messages to `on_message` on an asyncio or uvloop event loop.
 
-    The socket's descriptor is edge-triggered and covers sending too: it is drained on every wake and after every send.
-    Messages longer than `max_parts` or `max_bytes` are dropped and counted in `num_dropped`, and `on_dropped` is called.
+    The socket's descriptor is edge-triggered and covers sending too: it is drained on every wake and after
+    every send. Messages longer than `max_parts` or `max_bytes` are dropped and counted in `num_dropped`, and
+    `on_dropped` is called.
     """
 
     def __init__(
@@ -255,7 +266,7 @@ class AsyncReceiver:
         self._is_open = True
         self._drain_is_due = False
         self._loop.add_reader(self._fd, self._drain)
-        self._drain_soon()  # what arrived before the reader was added raises no edge
+        self._drain_soon()  # messages from before the reader was added raise no edge
 
     def __repr__(self) -> str:
         return f"AsyncReceiver({'open' if self._is_open else 'closed'}, dropped={self.num_dropped})"
@@ -265,9 +276,8 @@ class AsyncReceiver:
         try:
             return try_send(self._socket, parts)
         finally:
-            if (
-                int(self._socket.getsockopt(zmq.EVENTS)) & READABLE
-            ):  # sending may have taken the descriptor's edge
+            # sending may have taken the descriptor's edge
+            if int(self._socket.getsockopt(zmq.EVENTS)) & READABLE:
                 self._drain_soon()
 
     def close(self) -> None:
@@ -288,7 +298,7 @@ class AsyncReceiver:
                 return
             parts = recv_parts(self._socket, self._max_parts, self._max_bytes)
             if parts is None:
-                if is_discarding(self._socket):  # which raises no edge
+                if is_discarding(self._socket):  # the rest of a message raises no edge
                     self._drain_soon()
                 return
             if not parts:
@@ -299,13 +309,16 @@ class AsyncReceiver:
             try:
                 self._on_message(parts)
             except BaseException:
-                self._drain_soon()  # no new edge comes for what is already queued
+                self._drain_soon()  # queued messages raise no new edge
                 raise
         self._drain_soon()
 
 
 def _check_ipc_path(endpoint: str) -> None:
-    """libzmq unlinks whatever is at an ipc path, also a living server's socket, and truncates nothing: ask first."""
+    """Raises StartupError for an ipc path that is too long, in a missing directory, or in use.
+
+    libzmq would unlink any file at the path, even a running server's socket.
+    """
     scheme, _, path = endpoint.partition("://")
     if scheme != "ipc" or path in ("", "*") or path.startswith("@"):
         return

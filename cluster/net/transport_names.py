@@ -1,7 +1,7 @@
 """Names of the transports for KV blocks, and how a pair of workers agrees on one.
 
-Each side lists the transports that it supports and allows; prefill picks the best common one. `zmq_blocks` works between
-any two hosts, so every worker lists it, and the other transports fall back to it.
+Each side lists the transports that it supports and allows; prefill picks the best common one. `zmq_blocks`
+works between any two hosts, so every worker lists it, and the other transports fall back to it.
 """
 
 import os
@@ -12,11 +12,11 @@ from ..security.ciphers import AUTO
 
 ZMQ_BLOCKS = "zmq_blocks"
 SHM = "shm"
-TRANSPORTS = (SHM, ZMQ_BLOCKS)  # the best first
+TRANSPORTS = (SHM, ZMQ_BLOCKS)  # best first
 
 
 def transports_fault(text: str) -> str:
-    """What is wrong with the setting `text`, as the end of a sentence that begins with it; "" when nothing is."""
+    """The fault of the setting `text`, as the end of a sentence that begins with it; "" if valid."""
     if text == AUTO:
         return ""
     names = text.split(",")
@@ -31,18 +31,21 @@ def transports_fault(text: str) -> str:
 
 
 def transports_of(text: str) -> tuple[str, ...]:
-    """The names in the setting `text`, which has no fault, the best first; auto: all that this platform has."""
+    """The names in the valid setting `text`, best first. "auto" gives all transports of this platform."""
     names = TRANSPORTS if text == AUTO else text.split(",")
     return tuple(name for name in TRANSPORTS if name in names and (name != SHM or has_shm()))
 
 
 def has_shm() -> bool:
-    """Whether this platform has anonymous shared memory that can be sealed and handed over."""
+    """Whether this platform has memfds with seals, which one process can pass to another."""
     return hasattr(os, "memfd_create")
 
 
 def best_common(ours: Sequence[str], theirs: Sequence[str]) -> str:
-    """The transport of a pair; a peer that names none is older than the choice. Raises HandshakeRefused, showing both."""
+    """The transport of a pair. An empty list comes from an older release, which has only zmq_blocks.
+
+    Raises HandshakeRefused, which shows both lists.
+    """
     common = [name for name in TRANSPORTS if name in ours and name in (theirs or (ZMQ_BLOCKS,))]
     if not common:
         raise HandshakeRefused(

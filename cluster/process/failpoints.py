@@ -1,13 +1,15 @@
-"""Faults at exact points of a worker, for tests: `BATON_FAULT=site:nth[:action]`, several separated by commas.
+"""Faults at exact points of a worker, for tests: `BATON_FAULT=site:nth[:action]`, several separated by
+commas.
 
-The action happens when the process reaches the site for the nth time, counted from 1. With the variable set, a process
-refuses to start unless `BATON_ALLOW_FAULTS=1` is set too. Without the variable a site is a call that returns at once.
+The action happens when the process reaches the site for the nth time, counted from 1. With the variable set,
+a process refuses to start unless `BATON_ALLOW_FAULTS=1` is set too. Without the variable a site is a call
+that returns at once.
 
     site               reached
     prefill:chunk      before a forward, once for each prompt in it
     prefill:first      token 1 was sampled and given to the router's link
     sender:block       before a block is put on the wire
-    sender:release     a Release arrived and was not looked at yet: decode has everything
+    sender:release     a Release arrived and is not processed yet; decode has everything
     receiver:block     a block was checked and is in its pages
     receiver:release   before a Release is sent: every block is in place
     decode:reserve     a Reserve arrived
@@ -40,7 +42,7 @@ SITES = (
     "decode:reserve", "decode:step",
 )  # fmt: skip
 ACTIONS = ("kill", "abort", "raise", "pause", "hang", "hang-gil")
-PAUSE_S = 4.0  # less than the lease of a hand-off, more than any timeout of a worker
+PAUSE_S = 4.0  # shorter than the lease of a hand-off, longer than any timeout of a worker
 FOREVER_S = 86400
 
 Reach = Callable[[str], None]
@@ -85,7 +87,10 @@ class Failpoints:
 
 
 def reach_of(env: Mapping[str, str]) -> Reach:
-    """The function that the sites of this process call. Raises ConfigError for an invalid fault, or one not permitted."""
+    """The function that the sites of this process call.
+
+    Raises ConfigError for an invalid fault, or one not permitted.
+    """
     faults = read_faults(env)
     return Failpoints(faults).reach if faults else unarmed
 
@@ -103,7 +108,7 @@ def read_faults(env: Mapping[str, str]) -> tuple[Fault, ...]:
 
 
 def perform(fault: Fault) -> None:
-    """Do what `fault` says."""
+    """Performs the fault's action."""
     if fault.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.action == "abort":
@@ -115,7 +120,7 @@ def perform(fault: Fault) -> None:
     elif fault.action == "hang":
         time.sleep(FOREVER_S)
     else:
-        ctypes.PyDLL(None).sleep(FOREVER_S)  # unlike CDLL it keeps the interpreter's lock
+        ctypes.PyDLL(None).sleep(FOREVER_S)  # unlike CDLL, PyDLL keeps the interpreter's lock
 
 
 def _fault(text: str) -> Fault:

@@ -1,10 +1,10 @@
 """Structured logs on standard logging: one line of text or one JSON object per record, on stderr.
 
     12:00:01.123 INFO  prefill[3f2a] prefill completed room=ab12cd34.. tokens=812 ms=41.2
-    {"time": "2025-01-31T11:00:01.123Z", "level": "info", "role": "prefill", "instance": "3f2a...", "message": ...}
+    {"time": "2025-01-31T11:00:01.123Z", "level": "info", "role": "prefill", "instance": "3f2a...", ...}
 
-Facts about a record are fields, given as `extra=fields(room=room, tokens=812)`. What users wrote is never logged: a
-field whose name says that it holds such text or tokens is replaced by its length.
+Facts about a record are fields, given as `extra=fields(room=room, tokens=812)`. Users' text is never logged:
+a field whose name marks it as text or tokens is replaced by its length.
 """
 
 import json
@@ -18,7 +18,7 @@ PACKAGE = __name__.partition(".")[0]
 PRIVATE_FIELDS = frozenset(
     {"prompt", "prompt_ids", "prompt_text", "messages", "content", "text", "ids", "output_ids"}
 )
-SHORT_IDS = frozenset({"room", "instance", "peer", "router"})  # 32 hex chars; 8 tell them apart for people
+SHORT_IDS = frozenset({"room", "instance", "peer", "router"})  # ids of 32 hex digits; text logs show 8
 
 
 def fields(**values: object) -> dict[str, object]:
@@ -34,9 +34,10 @@ def configure(
     log_format: str = "text",
     stream: TextIO | None = None,
 ) -> None:
-    """Send all records of this process to `stream` (default stderr), replacing earlier handlers.
+    """Sends all records of this process to `stream` (default stderr), replacing earlier handlers.
 
-    `level` is for baton's own records; other libraries are heard from warning on, with "debug" from info on.
+    `level` applies to baton's own records. Other libraries log from level warning on, with "debug" from info
+    on.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(
@@ -53,13 +54,14 @@ class TextFormatter(logging.Formatter):
 
     def __init__(self, role: str, instance: str = "") -> None:
         super().__init__()
-        self._who = f"{role}[{instance[:4]}]" if instance else role
+        self._origin = f"{role}[{instance[:4]}]" if instance else role
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as text."""
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         words = [
-            f"{clock}.{int(record.msecs):03d} {record.levelname:<5} {self._who} {_one_line(record.getMessage())}"
+            f"{clock}.{int(record.msecs):03d} {record.levelname:<5} {self._origin} "
+            f"{_one_line(record.getMessage())}"
         ]
         words += [f"{name}={_as_text(name, value)}" for name, value in fields_of(record).items()]
         line = " ".join(words)
@@ -114,5 +116,5 @@ def _as_text(name: str, value: object) -> str:
 
 
 def _one_line(text: str) -> str:
-    """`text` without line breaks or control characters, so that no record can look like two."""
+    """`text` without line breaks and control characters, so that a record cannot imitate two."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

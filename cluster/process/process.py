@@ -1,11 +1,12 @@
 """The life of a process: start in phases, serve, drain, leave.
 
-    phases    each logged with its time; an error in one ends the process with exit code 1 and one line on stderr
+    phases    each is logged with its time; an error ends the process with exit code 1 and one line on stderr
     serving   a crash is logged with its traceback; exit code 70
-    SIGTERM   (or SIGINT) sets `drain`: no new work, the running one ends
-    again     sets `stop`: leave now; a third signal ends the process on the spot
+    SIGTERM   (or SIGINT) sets `drain`: no new work is accepted, running work finishes
+    second    sets `stop`: the process leaves now; a third signal ends it at once
 
-A child of `baton up` asks the kernel to be sent SIGTERM when its parent dies, so no worker outlives its launcher.
+A child of `baton up` asks the kernel to be sent SIGTERM when its parent dies, so no worker outlives its
+launcher.
 """
 
 import ctypes
@@ -29,15 +30,15 @@ EXIT_CANNOT_START = 1
 EXIT_CRASHED = 70  # EX_SOFTWARE of sysexits.h
 EXIT_INTERRUPTED = 130
 
-# How long a thread that computes keeps the interpreter lock from one that moves blocks, which asks for it after each copy.
-# CPython's own 5 ms is longer than a decode step.
+# Longest time for which a computing thread keeps the interpreter lock from a thread that moves blocks and
+# needs it after each copy. CPython's default of 5 ms is longer than a decode step.
 SWITCH_INTERVAL_S = 0.0002
 
-SERVING = f"{PACKAGE}.serving"  # audit event: from here on peers are heard, and an audit hook may be strict
+# audit event: from here on messages of peers are read, and an audit hook may be strict
+SERVING = f"{PACKAGE}.serving"
 PARENT_VARIABLE = "BATON_PARENT_PID"  # set by the launcher for its children
-OPERATOR_VARIABLE = (
-    "BATON_OPERATOR_TOKEN"  # likewise: with it the launcher may read a router's /status without an API key
-)
+# also set by the launcher, which reads a router's /status with it and without an API key
+OPERATOR_VARIABLE = "BATON_OPERATOR_TOKEN"
 PR_SET_PDEATHSIG = 1
 
 Phase = tuple[str, Callable[[], None]]
@@ -45,7 +46,7 @@ Serve = Callable[[], int]
 
 
 def run_phases(phases: Sequence[Phase], clock: Callable[[], float] = time.monotonic) -> None:
-    """Run the phases in order and log the time of each. An error leaves the rest undone and is raised as it is."""
+    """Runs the phases in order and logs the time of each. An exception ends the sequence and is passed on."""
     for name, run in phases:
         started = clock()
         logger.debug("%s", name)
@@ -74,12 +75,12 @@ class Shutdown:
         return f"Shutdown({state})"
 
     def install(self) -> None:
-        """Take SIGTERM and SIGINT over; only the main thread may."""
+        """Installs the handlers of SIGTERM and SIGINT. Must run in the main thread."""
         signal.signal(signal.SIGTERM, self.handle)
         signal.signal(signal.SIGINT, self.handle)
 
     def handle(self, signum: int, frame: FrameType | None = None) -> None:
-        """One more signal; no logging here, since a handler may interrupt a log call that holds the lock."""
+        """Handles a signal. Does not log, since a handler may interrupt a log call that holds the lock."""
         if self.stop.is_set():
             os._exit(128 + signum)
         self.first_signal = self.first_signal or signum
@@ -89,15 +90,16 @@ class Shutdown:
 
 
 def run_role(prog: str, start: Callable[[], Serve], env: Mapping[str, str] = os.environ) -> int:
-    """Run one role: `start` builds everything and returns the function that serves and returns the exit code.
+    """Runs one role. `start` builds everything and returns the function that serves and returns the exit
+    code.
 
-    Returns that code, 1 when `start` failed (one line on stderr; the traceback only with log level debug), 70 when
-    serving crashed (logged with its traceback), 130 on KeyboardInterrupt.
+    Returns that code, 1 when `start` failed (one line on stderr; the traceback only with log level debug), 70
+    when serving crashed (logged with its traceback), 130 on KeyboardInterrupt.
     """
     watch_parent(env)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
-        read_faults(env)  # a fault that nobody permitted keeps every role from starting
+        read_faults(env)  # refuses to start with a fault that is not permitted
         serve = start()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -115,12 +117,14 @@ def run_role(prog: str, start: Callable[[], Serve], env: Mapping[str, str] = os.
 
 
 def report_cannot_start(prog: str, error: Exception) -> None:
-    """Writes one line to stderr with the reason why the process did not start; log level debug adds the traceback."""
+    """Writes one line to stderr with the reason why the process did not start; log level debug adds the
+    traceback."""
     is_debug = logging.getLogger(PACKAGE).level == logging.DEBUG
     if is_debug:
         logger.debug("start failed", exc_info=error)
     text = " ".join(str(error).split())
-    if not isinstance(error, (BatonError, ValueError, OSError)):  # not meant for users
+    # an unexpected error without a message for users
+    if not isinstance(error, (BatonError, ValueError, OSError)):
         hint = "" if is_debug else "; --log-level debug shows the traceback"
         text = f"{type(error).__name__}: {text}{hint}"
     sys.stderr.write(f"{prog}: {text or type(error).__name__}\n")
@@ -128,10 +132,10 @@ def report_cannot_start(prog: str, error: Exception) -> None:
 
 
 def watch_parent(env: Mapping[str, str] = os.environ) -> None:
-    """In a child of the launcher: be sent SIGTERM when the launcher dies. Elsewhere: nothing.
+    """Makes the kernel send SIGTERM to a child of the launcher when the launcher dies. A no-op elsewhere.
 
-    The kernel ties the request to the parent's thread that spawned this process. Linux only; elsewhere a child whose
-    launcher is killed lives on.
+    The kernel ties the request to the parent's thread that spawned this process. Linux only; elsewhere a
+    child survives its killed launcher.
     """
     parent = env.get(PARENT_VARIABLE, "")
     if not parent.isdigit() or not sys.platform.startswith("linux"):
@@ -139,5 +143,5 @@ def watch_parent(env: Mapping[str, str] = os.environ) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         logger.warning("this process will outlive a killed launcher: %s", os.strerror(ctypes.get_errno()))
-    if os.getppid() != int(parent):  # it died before we asked
+    if os.getppid() != int(parent):  # the parent died before the request
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,13 +1,14 @@
 """Notifications to the service manager: ready, alive, stopping (the sd_notify protocol).
 
-    READY=1        the role can be given work
-    WATCHDOG=1     its scheduler loop came round; sent by that loop, at most each eighth of the manager's limit
-    STOPPING=1     it drains, or leaves
-    STATUS=...     one line for whoever asks the manager
-    EXTEND_TIMEOUT_USEC=...   it is not ready yet and its loop moves: wait on
+    READY=1                    the role accepts work
+    WATCHDOG=1                 the scheduler loop runs; sent by that loop, at most each eighth of the
+                               manager's limit
+    STOPPING=1                 the role drains or leaves
+    STATUS=...                 one line for the manager's status display
+    EXTEND_TIMEOUT_USEC=...    the role is not ready yet, but its loop runs: wait longer
 
-Each notification is one datagram to the socket named by $NOTIFY_SOCKET; without the variable nothing is sent. Failed
-datagrams are dropped: an unresponsive manager must not stop a server.
+Each notification is one datagram to the socket named by $NOTIFY_SOCKET; without the variable nothing is sent.
+Failed datagrams are dropped: an unresponsive manager must not stop a server.
 
 Protocol: sd_notify(3) and sd_watchdog_enabled(3) of systemd.
 """
@@ -25,25 +26,25 @@ logger = logging.getLogger(__name__)
 SOCKET_VARIABLE = "NOTIFY_SOCKET"
 LIMIT_VARIABLE = "WATCHDOG_USEC"
 PID_VARIABLE = "WATCHDOG_PID"
-VARIABLES = (SOCKET_VARIABLE, LIMIT_VARIABLE, PID_VARIABLE)  # of one process, not of its children
+VARIABLES = (SOCKET_VARIABLE, LIMIT_VARIABLE, PID_VARIABLE)  # valid for one process and not for its children
 PINGS_PER_LIMIT = 8
-WAIT_PACE_S = 5.0  # between two requests for more time
-WAIT_FOR_S = 30.0  # that each asks for
-PATIENCE_S = 1.0  # with a manager that is behind, for words that are said once
+WAIT_PACE_S = 5.0  # seconds between two requests for more time
+WAIT_FOR_S = 30.0  # seconds that each request asks for
+PATIENCE_S = 1.0  # longest wait for a slow manager, for notifications that are sent once
 
 
 class Channel(Protocol):
-    """Takes datagrams to the service manager."""
+    """A channel of datagrams to the service manager."""
 
     def send(self, data: bytes, patience_s: float) -> None:
-        """Waits at most `patience_s` for a manager that is behind; never raises."""
+        """Sends a datagram. Waits at most `patience_s` seconds for a slow manager. Never raises."""
 
 
 class Silence:
     """The channel of a process without a service manager."""
 
     def send(self, data: bytes, patience_s: float) -> None:
-        """Nothing."""
+        """Drops the datagram."""
 
 
 class NotifySocket:
@@ -54,7 +55,7 @@ class NotifySocket:
         self._is_failing = False
 
     def send(self, data: bytes, patience_s: float) -> None:
-        """One datagram; the first of a row of failures is logged."""
+        """Sends a datagram. Logs the first of consecutive failures."""
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sending:
                 sending.settimeout(patience_s)
@@ -69,7 +70,11 @@ class NotifySocket:
 
 
 class Notifier:
-    """One per process. `limit_s` is how long the manager waits for the next ping once the process is ready; 0: for ever."""
+    """The notifications of one process.
+
+    `limit_s` is the manager's longest wait for the next ping of a ready process, in seconds; 0 means no
+    limit.
+    """
 
     def __init__(self, channel: Channel | None = None, limit_s: float = 0.0) -> None:
         self.limit_s = limit_s
@@ -82,25 +87,25 @@ class Notifier:
         return f"Notifier({state}, {f'{self.limit_s:g} s' if self.limit_s else 'no watchdog'})"
 
     def ready(self, status: str) -> None:
-        """The role can be given work. Idempotent."""
+        """Reports that the role accepts work. Idempotent."""
         if not self._is_ready:
             self._is_ready = True
             self._send("READY=1", f"STATUS={status}")
 
     def wait(self, now: float, status: str) -> None:
-        """Not ready yet at `now` (monotonic seconds), but the loop moves."""
+        """Reports at `now` (monotonic seconds) that the role is not ready yet, but its loop runs."""
         if not self._is_ready and not self._is_stopping and now - self._waited_at >= WAIT_PACE_S:
             self._waited_at = now
             self._send(f"EXTEND_TIMEOUT_USEC={int(WAIT_FOR_S * 1e6)}", f"STATUS={status}")
 
     def ping(self, now: float) -> None:
-        """The loop moves, at `now` (monotonic seconds)."""
+        """Reports at `now` (monotonic seconds) that the loop runs."""
         if self.limit_s and now - self._pinged_at >= self.limit_s / PINGS_PER_LIMIT:
             self._pinged_at = now
-            self._channel.send(b"WATCHDOG=1", 0.0)  # a lost one is followed by the next
+            self._channel.send(b"WATCHDOG=1", 0.0)  # the next one replaces a lost one
 
     def stopping(self, status: str) -> None:
-        """The process drains, or leaves. Idempotent."""
+        """Reports that the process drains or leaves. Idempotent."""
         if not self._is_stopping:
             self._is_stopping = True
             self._send("STOPPING=1", f"STATUS={status}")
@@ -110,7 +115,7 @@ class Notifier:
 
 
 def notifier_of(env: Mapping[str, str], pid: int | None = None) -> Notifier:
-    """The notifier of this process. Raises ConfigError for an address or a limit that is none."""
+    """The notifier of this process. Raises ConfigError for an invalid address or limit."""
     address = env.get(SOCKET_VARIABLE, "")
     if not address:
         return Notifier()
@@ -127,7 +132,7 @@ def without_manager(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _limit_of(env: Mapping[str, str], pid: int) -> float:
-    """Seconds; 0 when the manager does not watch this process."""
+    """The manager's watchdog limit in seconds; 0 when it does not watch this process."""
     text = env.get(LIMIT_VARIABLE, "")
     if not text or env.get(PID_VARIABLE, str(pid)) != str(pid):
         return 0.0

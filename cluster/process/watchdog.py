@@ -1,9 +1,9 @@
 """Ends a process whose main loop hangs, so that its supervisor restarts it.
 
-A Python thread cannot do that while the hung thread holds the interpreter lock. Two mechanisms work without the lock:
-faulthandler's C timer thread writes all stacks to stderr, then the kernel's interval timer ends the process with SIGALRM.
-The main loop feeds the watchdog. Long operations feed it as they progress, for instance a forward between its layers. Each
-feed also pings the service manager.
+A Python thread cannot do that while the hung thread holds the interpreter lock. Two mechanisms need no lock.
+faulthandler's C timer thread writes all stacks to stderr. Then the kernel's interval timer ends the process
+with SIGALRM. The main loop feeds the watchdog. Long operations feed it as they progress, for instance a
+forward between its layers. Each feed also pings the service manager.
 """
 
 import faulthandler
@@ -14,21 +14,21 @@ from typing import Protocol
 from .sd_notify import Notifier
 
 FEEDS_PER_LIMIT = 20  # arming starts a thread, so not every feed arms
-LAST_WORDS_S = 0.5  # for the stacks to be written
+LAST_WORDS_S = 0.5  # seconds for faulthandler to write the stacks
 
 
 class Timer(Protocol):
-    """Ends the process unless it is armed again in time."""
+    """A timer that ends the process unless it is armed again in time."""
 
     def arm(self, seconds: float) -> None:
-        """From now on; replaces an earlier arming."""
+        """Sets the timer to `seconds` from now, in place of an earlier setting."""
 
     def disarm(self) -> None:
-        """Idempotent."""
+        """Stops the timer. Idempotent."""
 
 
 class ProcessTimer:
-    """The timer of this process; there can be one."""
+    """The timer of this process. There can be only one."""
 
     def arm(self, seconds: float) -> None:
         faulthandler.dump_traceback_later(seconds, file=sys.__stderr__ or sys.stderr)
@@ -40,7 +40,10 @@ class ProcessTimer:
 
 
 class Watchdog:
-    """One per process. `limit_s` 0 never fires; nothing is armed before the first `feed`. Feeds reach `notifier` too."""
+    """The watchdog of one process.
+
+    With a `limit_s` of 0 it never fires. It is armed by the first `feed`. Each feed also pings `notifier`.
+    """
 
     def __init__(self, limit_s: float, timer: Timer | None = None, notifier: Notifier | None = None) -> None:
         self.limit_s = limit_s
@@ -53,18 +56,21 @@ class Watchdog:
 
     @property
     def shortest_s(self) -> float:
-        """The shorter limit of ours and the service manager's; infinite without either."""
+        """The shorter of the own limit and the service manager's, in seconds; infinite without either."""
         return min([limit for limit in (self.limit_s, self._notifier.limit_s) if limit], default=float("inf"))
 
     def feed(self, now: float) -> None:
-        """The loop moves, at `now` (monotonic seconds): the process has `limit_s` from here, or a twentieth less."""
+        """Reports at `now` (monotonic seconds) that the loop runs.
+
+        The process then has `limit_s`, or a twentieth less.
+        """
         self._notifier.ping(now)
         if self.limit_s and now - self._armed_at >= self.limit_s / FEEDS_PER_LIMIT:
             self._armed_at = now
             self._timer.arm(self.limit_s)
 
     def stop(self) -> None:
-        """The loop ends in order."""
+        """Disarms the timer at the regular end of the loop."""
         if self._armed_at != float("-inf"):
             self._armed_at = float("-inf")
             self._timer.disarm()

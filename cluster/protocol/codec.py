@@ -1,12 +1,13 @@
 """Messages to frames and back: MessagePack, decoded straight into the typed structs of `messages`.
 
-A frame from a peer is hostile until it is decoded. `Decoder.decode` raises only `RemoteProtocolError`, with one line that
-names the fault and never repeats the peer's bytes. A frame holds one message or several (`BatchDecoder`); messages of an
-unknown type in a batch do not affect the others.
+A frame from a peer is hostile until it is decoded. `Decoder.decode` raises only `RemoteProtocolError`, with
+one line that names the fault and never repeats the peer's bytes. A frame holds one message or several
+(`BatchDecoder`); messages of an unknown type in a batch do not affect the others.
 
-The last field of every frame is "crc", the CRC-32 (zlib) of all bytes before its value. Without it, a flipped bit in a
-small message would pass as another token. A wrong checksum raises `DamagedMessage`. A frame without the field is accepted,
-since other releases may omit it. The checksum detects damage, not malice; keys protect against malice.
+The last field of every frame is "crc", the CRC-32 (zlib) of all bytes before its value. Without it, a flipped
+bit in a small message would pass as another token. A wrong checksum raises `DamagedMessage`. A frame without
+the field is accepted, since other releases may omit it. The checksum detects damage, not malice; keys protect
+against malice.
 """
 
 import zlib
@@ -24,23 +25,24 @@ from .slab_messages import SlabBlock, SlotFree
 T = TypeVar("T")
 
 CONTROL_MAX_FRAME = 1 << 20  # bytes of a control-plane frame
-KV_MAX_BYTES = 16 << 10  # every KV-plane message but the payload of a block
+KV_MAX_BYTES = 16 << 10  # the bound of a KV-plane message without a block's payload
 LONGEST_REASON = 200
 MAX_BATCH = 16  # messages in a frame of several
-BATCH_BYTES = 64 << 10  # of a control frame of several; a longer message goes alone
+# bytes of a control frame with several messages; a longer message has a frame of its own
+BATCH_BYTES = 64 << 10
 
 # Messages that are sent per block may share a frame, since a frame costs far more than its content.
 BATCHED = (Pull, SlotFree, SlabBlock)
 _Size = msgspec.Meta(min_length=1, max_length=MAX_BATCH)
-# All message types of both planes. A type outside of this set comes from another release; a known type in the wrong place
-# is a fault.
+# All message types of both planes. A type outside of this set comes from another release; a known type in the
+# wrong place is a fault.
 TYPES = frozenset(
     kind.__name__ for union in (ControlUp, ControlDown, KVUp, KVDown) for kind in get_args(union)
 )
 
-CRC_MARK = b"\xa3crc\xce"  # the key, and the type of a 32-bit number
+CRC_MARK = b"\xa3crc\xce"  # MessagePack: the key "crc" and the type of a 32-bit number
 CRC_BYTES = 4
-FIXMAP_MAX = 0x8F  # a map of 15 fields; one of more has its count in the two bytes behind 0xDE
+FIXMAP_MAX = 0x8F  # MessagePack: a map of 15 fields; a larger one has its count in the two bytes after 0xDE
 
 
 def encode(message: Message) -> bytes:
@@ -54,9 +56,10 @@ def pack(message: Message) -> bytes:
 
 
 def encode_batch(messages: Sequence[Message]) -> bytes:
-    """The frame of several messages of the kinds in BATCHED, at most MAX_BATCH; of one it is the same as `encode`.
+    """The frame of several messages of the kinds in BATCHED, at most MAX_BATCH; of one it is the same as
+    `encode`.
 
-    The checksum is the last one's last field and is that of the whole frame.
+    The last message's last field holds the checksum of the whole frame.
     """
     assert all(isinstance(message, BATCHED) for message in messages), messages
     return framed([pack(message) for message in messages])
@@ -104,7 +107,7 @@ def messages_of(decoded: T | tuple[T, ...]) -> tuple[T, ...]:
 
 
 def _with_place_for_sum(data: bytes) -> bytes:
-    """The map with one more field, whose value follows."""
+    """The packed map with the checksum's key appended. The value is to follow."""
     head = data[0]
     if head < FIXMAP_MAX:
         return b"".join((bytes((head + 1,)), data[1:], CRC_MARK))
@@ -129,7 +132,8 @@ class Decoder(Generic[T]):
     def decode(self, frame: bytes | memoryview | zmq.Frame) -> T:
         """The message in `frame`.
 
-        Raises DamagedMessage for a wrong checksum, RemoteProtocolError for anything but one message of the union.
+        Raises DamagedMessage for a wrong checksum, RemoteProtocolError for anything but one message of the
+        union.
         """
         data = frame.buffer if isinstance(frame, zmq.Frame) else frame
         size = len(data)
@@ -139,7 +143,7 @@ class Decoder(Generic[T]):
             raise DamagedMessage(f"a frame of {size} bytes has not the checksum that it was sent with")
         try:
             return self._decoder.decode(data)
-        except Exception as error:  # whatever the decoder raises, the peer's bytes caused it
+        except Exception as error:  # any exception here is caused by the peer's bytes
             kind = UnknownMessage if is_unknown(error) else RemoteProtocolError
             raise kind(f"a frame of {size} bytes is not a message: {_reason(error)}") from None
 
@@ -158,17 +162,21 @@ class _Kind(msgspec.Struct):
 
 
 class BatchDecoder(Decoder[T | tuple[T, ...]], Generic[T]):
-    """Decodes frames of one message of `union_type`, or of 1 to MAX_BATCH of `batched`; at most `max_bytes` each."""
+    """Decodes frames of one message of `union_type`, or of 1 to MAX_BATCH of `batched`; at most `max_bytes`
+    each."""
 
     def __init__(self, union_type: object, batched: object, max_bytes: int) -> None:
-        super().__init__(union_type | Annotated[tuple[batched, ...], _Size], max_bytes)  # type: ignore[valid-type]
+        several = Annotated[tuple[batched, ...], _Size]  # type: ignore[valid-type]
+        super().__init__(union_type | several, max_bytes)
         self._one: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(batched)
         self._parts = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], _Size])
         self._kind = msgspec.msgpack.Decoder(_Kind)
 
     def messages(self, frame: bytes | memoryview | zmq.Frame) -> tuple[tuple[T, ...], int]:
-        """(messages of `frame`, number of skipped messages of unknown type). Raises as `decode` does: a frame with a single
-        message of unknown type, or with any other fault, is refused as a whole.
+        """Decodes `frame`. Returns (its messages, number of skipped messages of unknown type).
+
+        Raises as `decode` does. A frame with a single message of unknown type, or with any other fault, is
+        refused as a whole.
         """
         try:
             return messages_of(self.decode(frame)), 0
@@ -230,9 +238,8 @@ def unknown_messages(num: int) -> str:
 
 def is_unknown(error: Exception) -> bool:
     """Whether the only fault found in a message is its type."""
-    return isinstance(error, msgspec.ValidationError) and str(error).startswith(
-        "Invalid value"
-    )  # it quotes the tag
+    # the decoder's message quotes the tag
+    return isinstance(error, msgspec.ValidationError) and str(error).startswith("Invalid value")
 
 
 def _reason(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""The messages of the KV plane: what decode and prefill say to each other about rooms and their blocks."""
+"""The messages of the KV plane, which decode and prefill exchange about rooms and their blocks."""
 
 from typing import Annotated
 
@@ -7,25 +7,28 @@ from msgspec import Meta, Struct
 from .message_parts import Count, Id, KeyBytes, Message, Port, Small, Text, Ticket, TokenId
 from .slab_messages import SlabBlock, SlabDown, SlabUp
 
-BLOCK_BYTES = 1 << 20  # what is pulled at once, unless a layout says otherwise
+BLOCK_BYTES = 1 << 20  # default block size, the unit of a pull
 BLOCK_TOKENS, MAX_BLOCK_BYTES = 32, 4 << 20
 
 
 def block_bytes_of(token_bytes: int) -> int:
-    """The block size for KV of `token_bytes` bytes per token: the memory of `BLOCK_TOKENS` tokens, within bounds.
+    """The block size for KV of `token_bytes` bytes per token: the memory of `BLOCK_TOKENS` tokens, within
+    bounds.
 
-    Each block costs some messages and turns of both link threads, whatever its size: at 128 KiB a token, blocks of 1 MiB
-    hold eight tokens, and the interpreter is what bounds the hand-off. Larger ones than 4 MiB gain little more, and hold up
-    a slow link's other rooms for longer.
+    Each block costs some messages and turns of both link threads, whatever its size. At 128 KiB per token, a
+    block of 1 MiB holds only eight tokens, and the interpreter limits the hand-off. Blocks above 4 MiB gain
+    little more and delay other rooms on a slow link.
     """
     return min(max(BLOCK_BYTES, BLOCK_TOKENS * token_bytes), MAX_BLOCK_BYTES)
 
 
 class Layout(Struct, frozen=True, kw_only=True):
-    """How the KV of a token lies in a worker's pool; `kvtransfer.protocol.layout.agree` finds the layout of a pair.
+    """The layout of a token's KV in a worker's pool; `kvtransfer.protocol.layout.agree` finds the layout of a
+    pair.
 
-    Prefill's `feature_ids` are the layers that it offers, decode's those that its head reads, in the order of its input. In
-    a KVWelcome the layout is the common one: decode's features, and no `weights_hash`.
+    Prefill's `feature_ids` are the layers that it offers. Decode's are the layers that its head reads, in the
+    order of the head's input. The layout of a KVWelcome is the common one: it has decode's features and no
+    `weights_hash`.
     """
 
     fingerprint: Text
@@ -36,16 +39,16 @@ class Layout(Struct, frozen=True, kw_only=True):
     head_dim: Annotated[int, Meta(ge=1, le=4096)]
     # Layer outputs, in the order of a row: offered by prefill, wanted by decode; empty: no features.
     feature_ids: Annotated[list[Small], Meta(max_length=64)] = []
-    feature_width: Small = 0  # elements of all of them per token: K*H
+    feature_width: Small = 0  # feature elements per token over all layers: K*H
     block_bytes: Annotated[int, Meta(ge=4096, le=64 << 20)] = BLOCK_BYTES
     digest: Text = "crc32c"
     weights_hash: Text = ""  # sha256 of every byte of the weights; "": not known yet
 
 
 class KVHello(Message, frozen=True, kw_only=True):
-    """Decode opens the pair; sent again until answered.
+    """Decode opens the link of a pair. Resent until answered.
 
-    `ciphers` are the ways to protect blocks that it accepts, `transports` the ways to bring them; see
+    `ciphers` are the accepted protections of blocks, `transports` the accepted transports, see
     `cluster.net.transport_names`.
     """
 
@@ -57,10 +60,11 @@ class KVHello(Message, frozen=True, kw_only=True):
 
 
 class KVWelcome(Message, frozen=True, kw_only=True):
-    """Prefill agrees; `layout` is the common one, `transport` the best common one, and `cipher` protects every block.
+    """Prefill agrees. `layout` is the common one, `transport` the best common one, and `cipher` protects
+    every block.
 
-    With a `bulk_ticket` blocks come over a second connection, to `bulk_port` of the same host (0: beside the ipc path),
-    which the ticket opens once.
+    With a `bulk_ticket` blocks use a second connection to `bulk_port` of the same host (0: a path beside the
+    ipc path). The ticket opens that connection once.
     """
 
     instance: Id
@@ -71,21 +75,24 @@ class KVWelcome(Message, frozen=True, kw_only=True):
     bulk_ticket: Ticket = ""
 
     def __repr__(self) -> str:
-        """Without the ticket, which belongs in no log."""
+        """Omits the ticket, which must not be logged."""
         return (
             f"KVWelcome({self.instance}, cipher={self.cipher!r}, bulk_port={self.bulk_port}, {self.layout})"
         )
 
 
 class KVRefused(Message, frozen=True, kw_only=True):
-    """Prefill does not agree; the reason shows both layouts."""
+    """Prefill does not agree. The reason shows both layouts."""
 
     instance: Id
     reason: Text
 
 
 class Attach(Message, frozen=True, kw_only=True):
-    """Decode says where a room's announcements go; `have` prompt tokens need not be offered. Idempotent."""
+    """Decode asks for a room's announcements.
+
+    Its first `have` prompt tokens need not be offered. Idempotent.
+    """
 
     room: Id
     epoch: Count
@@ -94,9 +101,10 @@ class Attach(Message, frozen=True, kw_only=True):
 
 
 class Announce(Message, frozen=True, kw_only=True):
-    """Prompt tokens [0, tokens_ready) have KV (and features); with `final` the prompt is complete and token 1 is known.
+    """Prompt tokens [0, tokens_ready) have KV (and features); with `final` the prompt is complete and token 1
+    is known.
 
-    `key` opens the sealed blocks of this transfer and of no other; it is empty where blocks are not sealed.
+    `key` opens the sealed blocks of this transfer only. It is empty when blocks are not sealed.
     """
 
     room: Id
@@ -108,7 +116,7 @@ class Announce(Message, frozen=True, kw_only=True):
     key: KeyBytes = b""
 
     def __repr__(self) -> str:
-        """Without the key, which belongs in no log."""
+        """Omits the key, which must not be logged."""
         progress = f"{self.tokens_ready}{', final' if self.final else ''}"
         return f"Announce({self.room}.{self.epoch} from {self.instance}, tokens_ready={progress})"
 
@@ -125,8 +133,8 @@ class Pull(Message, frozen=True, kw_only=True):
 class Block(Message, frozen=True, kw_only=True):
     """The header of one block; its bytes follow as the next frame.
 
-    The bytes of a sealed block are `size` of ciphertext and a tag, which stands for the digest. `attempt` counts how often
-    the block was sealed for this transfer.
+    The bytes of a sealed block are `size` of ciphertext and a tag, which stands for the digest. `attempt`
+    counts how often the block was sealed for this transfer.
     """
 
     room: Id

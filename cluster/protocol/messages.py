@@ -1,13 +1,14 @@
-"""Every message that baton's processes send each other, as frozen typed structs.
+"""All messages between baton's processes, as frozen typed structs.
 
-Two planes, one tagged union per direction and plane. `ControlUp` goes from a worker to the router, `ControlDown` from the
-router to a worker, `KVUp` from decode to prefill, `KVDown` from prefill to decode. Each message of a room carries
-(room, epoch, instance): the room is attempt-independent, the epoch counts attempts, and the instance is the random id of
-one process start. Upwards and on the KV plane the instance is the sender's; downwards it is the worker that the router
-means, so that a restarted worker drops what was meant for its predecessor. Receivers drop what is stale and count it.
+Two planes, one tagged union per direction and plane. `ControlUp` goes from a worker to the router,
+`ControlDown` from the router to a worker, `KVUp` from decode to prefill, `KVDown` from prefill to decode.
+Each message of a room carries (room, epoch, instance): the room is attempt-independent, the epoch counts
+attempts, and the instance is the random id of one process start. Upwards and on the KV plane the instance is
+the sender's. Downwards it is the addressed worker's, so that a restarted worker drops messages to its
+predecessor. Receivers drop and count stale messages.
 
-Unknown fields are ignored and unknown tags refused, so version N talks to N+1. Numbers are bounded here, once: a decoded
-message needs no second check of its ranges.
+Unknown fields are ignored and unknown tags refused, so version N talks to N+1. Numbers are bounded here,
+once: a decoded message needs no second check of its ranges.
 """
 
 from typing import Annotated
@@ -32,11 +33,11 @@ from .message_parts import Count, Id, Message, Small, Text, TokenId, TokenIds, T
 
 PROTOCOL_MAJOR = 1
 
-# --- what messages are made of ---------------------------------------------------------------------------------------
+# --- parts of messages ------------------------------------------------------------------------------
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
-    """How to choose tokens; the same fields and meanings as `engine.sampling_params.SamplingParams`."""
+    """The sampling options, with the fields and meanings of `engine.sampling_params.SamplingParams`."""
 
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
     top_k: Small = 0  # 0: off
@@ -49,19 +50,19 @@ class Sampling(Struct, frozen=True, kw_only=True):
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     max_new_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 16
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] = []
-    min_new_tokens: Small = 0  # before so many no token ends the output
+    min_new_tokens: Small = 0  # no token ends the output before this many
     ignore_eos: bool = False
     logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1  # -1: none; 0: the chosen token's; k: also the top k
     prompt_logprobs: Annotated[
         int, Meta(ge=-1, le=20)
-    ] = -1  # the same of the prompt's tokens from the second on
+    ] = -1  # the same for the prompt's tokens from the second on
     grammar: Annotated[str, Meta(max_length=131072)] = (
-        ""  # that the output follows, as llguidance reads it; "": none
+        ""  # grammar of the output in llguidance's form; "": none
     )
 
 
-# Fields of orders that workers of this protocol version may not know yet, and without which the answer would be another
-# or the cache another tenant's: who obeys one says so in its Hello, and who does not is never sent it.
+# Fields of orders that workers of this protocol version may not know yet, and that change the answer or
+# separate tenants' caches. A worker lists those that it obeys in its Hello, and is never sent others.
 YOUNG_SAMPLING_FIELDS = ("min_new_tokens", "prompt_logprobs", "grammar")
 YOUNG_FIELDS = (*YOUNG_SAMPLING_FIELDS, "salt")
 
@@ -74,7 +75,7 @@ class TokenLogprob(Struct, frozen=True, kw_only=True):
 
 
 class PrefillTimeline(Struct, frozen=True, kw_only=True):
-    """What prefill spent on a room, in milliseconds."""
+    """Prefill's times for a room, in milliseconds."""
 
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
@@ -84,13 +85,13 @@ class PrefillTimeline(Struct, frozen=True, kw_only=True):
 
 
 class DecodeTimeline(Struct, frozen=True, kw_only=True):
-    """What decode spent on a room: times in milliseconds, bytes on the wire, and the drafter's luck."""
+    """Decode's figures for a room: times in milliseconds, bytes on the wire, and draft counts."""
 
     handoff_ms: float = 0.0  # first announcement to last block landed
     handoff_bytes: Count = 0
     handoff_blocks: Count = 0
-    handoff_shm_blocks: Count = 0  # of these, read from shared memory
-    have_tokens: Count = 0  # prefix that decode already held and did not pull
+    handoff_shm_blocks: Count = 0  # blocks of these that were read from shared memory
+    have_tokens: Count = 0  # tokens of the prefix that decode already held and did not pull
     draft_prefill_ms: float = 0.0
     queue_ms: float = 0.0  # landed to first decode step
     decode_ms: float = 0.0  # first decode step to last token
@@ -111,8 +112,10 @@ class GraphCounts(Struct, frozen=True, kw_only=True):
 
 
 class DraftWidths(Struct, frozen=True, kw_only=True):
-    """What a drafter takes and gives: elements of features per token, elements of its own hidden state, and the drafts of a
-    step as levels, children of each expanded draft, and tokens of the verify.
+    """The sizes of a drafter: feature elements per token, elements of its hidden state, and the shape of a
+    step.
+
+    A step has `steps` levels, `topk` children of each expanded draft, and `tokens` tokens in the verify.
     """
 
     features: Small = 0
@@ -128,7 +131,7 @@ class WorkerStats(Struct, frozen=True, kw_only=True):
     state: Text = "serving"  # starting, serving, draining
     pages_total: Count = 0
     pages_free: Count = 0  # free now or evictable from the prefix cache
-    pages_cached: Count = 0  # of the free ones, those that hold a reusable prefix
+    pages_cached: Count = 0  # free pages that hold a reusable prefix
     running: Count = 0
     queued: Count = 0
     transferring: Count = 0
@@ -137,20 +140,20 @@ class WorkerStats(Struct, frozen=True, kw_only=True):
         None  # tokens committed per verify, recent average; None without a drafter or history
     )
     spec_steps: Small | None = None  # draft steps of the newest verify; None without a drafter
-    phase: Text = ""  # of the engine's lifecycle; "": not said
+    phase: Text = ""  # phase of the engine's lifecycle; "": not reported
     weights_hash: Text = ""  # sha256 of every byte of the weights; "": not known yet
     counters: dict[Text, float] = {}  # monotonic; name -> total
 
 
-# --- control plane: worker -> router ----------------------------------------------------------------------------------
+# --- control plane: worker -> router ------------------------------------------------------------------------
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """A worker registers; sent again after every reconnect until a Welcome comes.
+    """A worker registers. Resent after every reconnect until a Welcome arrives.
 
-    `generation` grows each time this worker gave the router up and dropped all its rooms: a router that sees it grow
-    must not wait for those rooms. `missed` counts this router's messages that arrived damaged: when it grows, the router
-    says again what this worker has not answered.
+    `generation` grows each time this worker gives the router up and drops all its rooms, so a router that
+    sees it grow must not wait for those rooms. `missed` counts this router's messages that arrived damaged.
+    When it grows, the router resends the orders that this worker has not answered.
     """
 
     generation: Count = 0
@@ -161,9 +164,9 @@ class Hello(Message, frozen=True, kw_only=True):
     fingerprint: Text
     feature_ids: Annotated[tuple[Small, ...], Meta(max_length=64)] = ()  # as in `Layout`
     feature_width: Small = 0
-    draft_widths: DraftWidths | None = None  # None: nothing is drafted here
-    model: Text  # served model directory or name, for people
-    kv_endpoint: Text = ""  # where a prefill worker answers pulls
+    draft_widths: DraftWidths | None = None  # None: no drafter
+    model: Text  # served model directory or name, for display only
+    kv_endpoint: Text = ""  # endpoint at which a prefill worker answers pulls
     pages_total: Count
     page_size: Annotated[int, Meta(ge=1, le=4096)]
     max_context: Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -174,20 +177,21 @@ class Hello(Message, frozen=True, kw_only=True):
     host: Text = ""
     device: Text = "cpu"
     transport: Text = ""
-    takes: tuple[Text, ...] = ()  # of YOUNG_FIELDS, those that it obeys
-    takes_batches: bool = False  # frames of several messages
-    local_prefill: bool = False  # a decode worker that takes a Reserve without a prefill worker
+    takes: tuple[Text, ...] = ()  # the YOUNG_FIELDS that it obeys
+    takes_batches: bool = False  # accepts frames of several messages
+    local_prefill: bool = False  # a decode worker that accepts a Reserve without a prefill worker
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """From the scheduler loop, not from an I/O thread: a hung loop is seen as hung."""
+    """A worker's state, sent by its scheduler loop and not by an I/O thread, so that a hung loop is
+    detected."""
 
     instance: Id
     stats: WorkerStats
 
 
 class Reserved(Message, frozen=True, kw_only=True):
-    """Decode holds pages and a slot; `have` prompt tokens need not be pulled."""
+    """Decode holds pages and a slot. Its first `have` prompt tokens need not be pulled."""
 
     room: Id
     epoch: Count
@@ -196,7 +200,7 @@ class Reserved(Message, frozen=True, kw_only=True):
 
 
 class Refused(Message, frozen=True, kw_only=True):
-    """The worker will not take this room now (retry_after_ms > 0) or ever (0)."""
+    """The worker refuses this room for now (retry_after_ms > 0) or for good (0)."""
 
     room: Id
     epoch: Count
@@ -206,7 +210,8 @@ class Refused(Message, frozen=True, kw_only=True):
 
 
 class PromptLogprobs(Message, frozen=True, kw_only=True):
-    """Log probabilities of prompt tokens `start`, `start` + 1, ..., in order from 1 on; all before the room's token 1."""
+    """Log probabilities of prompt tokens `start`, `start` + 1, ...; sent in order from 1 on, before the
+    room's token 1."""
 
     room: Id
     epoch: Count
@@ -216,7 +221,10 @@ class PromptLogprobs(Message, frozen=True, kw_only=True):
 
 
 class FirstToken(Message, frozen=True, kw_only=True):
-    """Token 1, sampled by prefill, before the hand-off ends. With `finish` the request ends here, without decode."""
+    """Token 1, sampled by prefill, sent before the hand-off ends.
+
+    With `finish` the request ends without decode.
+    """
 
     room: Id
     epoch: Count
@@ -228,7 +236,7 @@ class FirstToken(Message, frozen=True, kw_only=True):
 
 
 class TokenItem(Struct, frozen=True, kw_only=True, gc=False):
-    """Tokens seq .. seq+len(ids)-1 of a room's output; prefill's token is seq 0, decode continues at 1."""
+    """Tokens seq .. seq+len(ids)-1 of a room's output. Prefill's token has seq 0; decode continues at 1."""
 
     room: Id
     epoch: Count
@@ -245,9 +253,9 @@ class Tokens(Message, frozen=True, kw_only=True):
 
 
 class Finished(Message, frozen=True, kw_only=True):
-    """Terminal: decode ended the room by itself; all its Tokens were sent before.
+    """Terminal: decode has completed the room. All its Tokens were sent before.
 
-    From prefill with no output tokens: the output at the end of the prompt was the whole answer.
+    Prefill sends it with no output tokens when the output of earlier attempts was the whole answer.
     """
 
     room: Id
@@ -256,7 +264,7 @@ class Finished(Message, frozen=True, kw_only=True):
     reason: Annotated[str, Meta(pattern="^(stop|length)$")]
     output_tokens: Count  # prefill's token included
     timeline: DecodeTimeline = DecodeTimeline()
-    prefill: PrefillTimeline | None = None  # where decode computed the prompt itself
+    prefill: PrefillTimeline | None = None  # set when decode computed the prompt itself
 
 
 class Failed(Message, frozen=True, kw_only=True):
@@ -265,15 +273,16 @@ class Failed(Message, frozen=True, kw_only=True):
     room: Id
     epoch: Count
     instance: Id
-    kind: Text  # an errors.py class name, e.g. TransferTimeout
+    kind: Text  # a class name of errors.py, such as TransferTimeout
     message: Text
     retryable: bool
 
 
 class Gone(Message, frozen=True, kw_only=True):
-    """The answer to Cancel, also for unknown rooms: nothing of its attempts up to `epoch` is computed or held here any more.
+    """The answer to Cancel, also for unknown rooms: this worker holds no attempt of the room up to `epoch`
+    any more.
 
-    `timeline` is what decode spent on the room until then, None where it held no room.
+    `timeline` has decode's figures for the room until then; None if it held no such room.
     """
 
     room: Id
@@ -283,7 +292,7 @@ class Gone(Message, frozen=True, kw_only=True):
 
 
 class Goodbye(Message, frozen=True, kw_only=True):
-    """The worker drains: no new rooms, the running ones end."""
+    """The worker drains: it accepts no new rooms and finishes the running ones."""
 
     instance: Id
 
@@ -303,21 +312,24 @@ ControlUp = (
 )
 
 
-# --- control plane: router -> worker ----------------------------------------------------------------------------------
+# --- control plane: router -> worker ------------------------------------------------------------------------
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """Registration accepted, of the generation that the router has heard of: a worker of a newer one is not meant."""
+    """Registration accepted for the generation that the router knows.
 
-    instance: Id  # the worker's, echoed
+    A worker of a newer generation ignores it.
+    """
+
+    instance: Id  # the worker's instance, echoed
     router: Id
-    generation: Count | None = None  # None: of a router that does not say
+    generation: Count | None = None  # None: from a router that does not send it
     heartbeat_ms: Annotated[int, Meta(ge=50, le=60000)] = 500
-    takes_batches: bool = False  # frames of several messages
+    takes_batches: bool = False  # accepts frames of several messages
 
 
 class Rejected(Message, frozen=True, kw_only=True):
-    """Registration refused; the worker logs the reason and tries again later."""
+    """Registration refused. The worker logs the reason and tries again later."""
 
     instance: Id
     reason: Text
@@ -326,8 +338,8 @@ class Rejected(Message, frozen=True, kw_only=True):
 class Reserve(Message, frozen=True, kw_only=True):
     """To decode: hold pages and a slot, then attach to the room at `prefill_endpoint` and pull.
 
-    Without a `prefill_instance` decode computes the prompt itself, and its Tokens begin at seq 0. Only workers whose Hello
-    says `local_prefill` are asked to.
+    Without a `prefill_instance` decode computes the prompt itself, and its Tokens begin at seq 0. Only
+    workers with `local_prefill` in their Hello get such an order.
     """
 
     room: Id
@@ -337,9 +349,9 @@ class Reserve(Message, frozen=True, kw_only=True):
     num_output: Count = 0  # of these, the last ones are output of earlier attempts
     sampling: Sampling
     deadline_ms: Count  # remaining; 0: none
-    salt: Text = ""  # cached prefixes are shared under an equal one only
-    traceparent: TraceParent = ""  # W3C; of the router's span, where the request is traced
-    tracestate: TraceState = ""  # beside it, as the client sent it
+    salt: Text = ""  # prefixes are shared only under an equal salt
+    traceparent: TraceParent = ""  # W3C trace context of the router's span, if the request is traced
+    tracestate: TraceState = ""  # W3C trace state, as the client sent it
     prefill_endpoint: Text = ""
     prefill_instance: Id | None = None
 
@@ -354,14 +366,15 @@ class Prefill(Message, frozen=True, kw_only=True):
     num_output: Count = 0  # of these, the last ones are output of earlier attempts
     sampling: Sampling
     deadline_ms: Count
-    salt: Text = ""  # as in Reserve, like the next two
+    salt: Text = ""  # this and the next two as in Reserve
     traceparent: TraceParent = ""
     tracestate: TraceState = ""
 
 
 class Cancel(Message, frozen=True, kw_only=True):
-    """To either: end every attempt up to `epoch`, also one whose order is still under way. Legal in every state, idempotent,
-    answered with Gone, and repeated until it is.
+    """To either: end every attempt up to `epoch`, also one whose order is still in transit.
+
+    Legal in every state, idempotent, and repeated until answered with Gone.
     """
 
     room: Id

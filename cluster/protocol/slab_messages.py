@@ -11,12 +11,13 @@ SlotBytes = Annotated[int, Meta(ge=4096, le=64 << 20)]
 
 
 class SlabRequest(Message, frozen=True, kw_only=True):
-    """Decode listens at the abstract unix address `address` of this host: prefill may hand it a slab there."""
+    """Decode listens at the abstract unix address `address` of this host, where prefill may hand over a
+    slab."""
 
     instance: Id
     address: Id
-    token: Id  # goes with the slab's descriptor, and so tells this hand-over from others
-    num_slots: NumSlots  # that decode would like: what it asks for at once, and some
+    token: Id  # sent with the slab's descriptor to identify this hand-over
+    num_slots: NumSlots  # number of slots that decode asks for: its pulls in flight, and some more
     slot_bytes: SlotBytes  # the block size of the common layout
 
 
@@ -24,22 +25,22 @@ class SlabGrant(Message, frozen=True, kw_only=True):
     """Prefill has handed over the descriptor of slab `slab`, of `num_slots` slots of `slot_bytes` bytes."""
 
     instance: Id
-    token: Id  # of the request
+    token: Id  # token of the request
     slab: Id
     num_slots: NumSlots
     slot_bytes: SlotBytes
 
 
 class SlabDenied(Message, frozen=True, kw_only=True):
-    """There is no slab for this pair, or no longer; its blocks go as messages."""
+    """This pair has no slab, or has lost it. Its blocks are sent as messages."""
 
     instance: Id
-    token: Id  # of the request
+    token: Id  # token of the request
     reason: Text
 
 
 class SlabBlock(Message, frozen=True, kw_only=True):
-    """A block that stands in slot `slot` of the pair's slab, in place of Block and its bytes."""
+    """A block in slot `slot` of the pair's slab, in place of Block and its bytes."""
 
     room: Id
     epoch: Count
@@ -49,11 +50,11 @@ class SlabBlock(Message, frozen=True, kw_only=True):
     digest: Annotated[int, Meta(ge=0, le=2**32 - 1)]
     slab: Id
     slot: Small
-    lease_ms: Count  # for so long the slot is not reused, unless the room ends before
+    lease_ms: Count  # the slot is not reused for this long, unless the room ends earlier
 
 
 class SlotFree(Message, frozen=True, kw_only=True):
-    """Decode has copied the block out of slot `slot`, whatever came of it."""
+    """Decode is done with the block in slot `slot`, whether the block was valid or not."""
 
     room: Id
     epoch: Count
@@ -64,7 +65,7 @@ class SlotFree(Message, frozen=True, kw_only=True):
 
 
 class SlabUnusable(Message, frozen=True, kw_only=True):
-    """Decode cannot read slab `slab`: the blocks of this pair must go as messages."""
+    """Decode cannot read slab `slab`, so the blocks of this pair must be sent as messages."""
 
     instance: Id
     slab: Id

@@ -1,9 +1,9 @@
 """API keys of clients: one JSON file that holds no secret.
 
-A key is `bk-<8 hex digits>-<43 letters>`. The digits identify its entry; the letters encode 256 random bits. The file holds
-only their SHA-256: a slow hash protects guessable secrets, and these are random. An entry names the owner, the tenant and
-the limits, where 0 means unlimited. The file is reloaded when it changes. If the new content is invalid, the previous keys
-stay in force.
+A key is `bk-<8 hex digits>-<43 letters>`. The digits identify its entry; the letters encode 256 random bits.
+The file holds only their SHA-256: a slow hash protects guessable secrets, and these are random. An entry
+names the owner, the tenant and the limits, where 0 means unlimited. The file is reloaded when it changes. If
+the new content is invalid, the previous keys stay in force.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from .keyring import Name, read_owned, write_owned
 logger = logging.getLogger(__name__)
 
 LONGEST_KEY = 128  # characters; the rest of a longer one is ignored
-LOOK_AGAIN_S = 0.25  # between two checks whether the file changed
+LOOK_AGAIN_S = 0.25  # seconds between two checks for a changed file
 NOTHING = "0" * 64
 
 Limit = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -36,15 +36,13 @@ class ApiKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
     id: Annotated[str, Meta(pattern=r"^[0-9a-f]{8}\Z")]
     name: Name
     sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
-    tenant: Name | None = (
-        None  # whose prompts may share cached prefixes with this key's; None: of this name only
-    )
-    priority: Priority = 0  # lower goes first; a request may ask for a later place, not for an earlier one
+    tenant: Name | None = None  # keys of one tenant share cached prefixes; None: only keys of this name
+    priority: Priority = 0  # lower is served first; a request may lower its own priority, not raise it
     requests_per_minute: Limit = 0
-    tokens_per_minute: Limit = 0  # of prompts, and of outputs as asked for
-    max_requests: Limit = 0  # at once
-    operator: bool = False  # sees the cluster and what became of everybody's requests, and no word of what was said in them
-    observer: bool = False  # sees what an operator sees, and may ask for nothing else
+    tokens_per_minute: Limit = 0  # prompt tokens and requested output tokens
+    max_requests: Limit = 0  # concurrent requests
+    operator: bool = False  # sees the cluster and the figures of all requests, but none of their text
+    observer: bool = False  # sees the same as an operator, and may not generate
     not_after: Annotated[datetime, Meta(tz=True)] | None = None
 
     def is_valid(self, now: float) -> bool:
@@ -65,7 +63,7 @@ class ApiKeysFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def make_api_key() -> tuple[str, str, str]:
-    """(the key, its entry's id, its hash)."""
+    """Makes a key. Returns (the key, its entry's id, its hash)."""
     name = secrets.token_hex(4)
     key = f"bk-{name}-{secrets.token_urlsafe(32)}"
     return key, name, hash_of(key)

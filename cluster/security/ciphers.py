@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ..errors import ConfigError, HandshakeRefused
 
-AUTO = "auto"  # the value of a setting that leaves the choice to the worker
+AUTO = "auto"  # setting value: the worker chooses
 AES_128_GCM = "aes-128-gcm"
 CURVE = "curve"
 CRC32C = "crc32c"
@@ -40,13 +40,19 @@ def ciphers_of(choice: str, *, has_keys: bool, trusted_network: bool) -> tuple[s
 
 
 def accepted(ciphers: Sequence[str], *, has_keys: bool) -> tuple[str, ...]:
-    """`ciphers`, or the default of the link when it is empty. Block keys travel over CURVE links only."""
+    """`ciphers`, or the default of the link when it is empty.
+
+    Block keys travel over CURVE links only.
+    """
     assert has_keys or set(ciphers) <= {CRC32C}, "without keys blocks can only have a digest"
     return tuple(ciphers) or ciphers_of(AUTO, has_keys=has_keys, trusted_network=False)
 
 
 def agree_cipher(ours: Sequence[str], theirs: Sequence[str]) -> str:
-    """The first of `ours` in `theirs`; an empty `theirs` means crc32c. Raises HandshakeRefused, which shows both lists."""
+    """The first of `ours` in `theirs`; an empty `theirs` means crc32c.
+
+    Raises HandshakeRefused, which shows both lists.
+    """
     accepted = tuple(theirs) or (CRC32C,)
     for cipher in ours:
         if cipher in accepted:

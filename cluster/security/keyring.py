@@ -1,11 +1,13 @@
 """Keys on disk: the key pairs of this host, and the list of admitted peers.
 
-    DIR/prefill.key   a key pair, mode 0600; likewise router.key and decode.key, for the roles that run on this host
+    DIR/prefill.key   a key pair, mode 0600; likewise router.key and decode.key, for the roles that run on
+                      this host
     DIR/peers.json    every admitted public key with role and name, and the moment after which it is refused
 
-Keys are CURVE keys of 32 bytes, written as 64 hex digits, which need no quoting in shells and addresses. A peer may have
-several keys while one replaces another; the newest comes last. A key has one role and one name. `peers.json` is reloaded
-when it changes, so peers are added and revoked without a restart. Existing connections are not closed.
+Keys are CURVE keys of 32 bytes, written as 64 hex digits, which need no quoting in shells and addresses. A
+peer may have several keys while one replaces another; the newest comes last. A key has one role and one name.
+`peers.json` is reloaded when it changes, so peers are added and revoked without a restart. Existing
+connections are not closed.
 """
 
 import os
@@ -84,7 +86,10 @@ class Curve:
 
 
 class AllowList:
-    """The peers.json of a directory as it is now. Several threads may ask: what was read is one immutable value."""
+    """The current content of a directory's peers.json.
+
+    Thread-safe, since it is read into one immutable value.
+    """
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.time) -> None:
         self.path = directory / PEERS
@@ -121,7 +126,7 @@ class AllowList:
 
 @dataclass(frozen=True)
 class Keyring:
-    """The own key pair of a process, and the peers that it admits."""
+    """A process's own key pair and its admitted peers."""
 
     own: KeyFile
     peers: AllowList
@@ -140,11 +145,11 @@ def load_keyring(directory: str, role: str) -> Keyring | None:
     if not directory:
         return None
     keyring = Keyring(read_key(Path(directory), role), AllowList(Path(directory)))
-    keyring.peers.of_role(role)  # a list that cannot be read is an error now, not at the first peer
+    keyring.peers.of_role(role)  # an unreadable list is an error at the start, not at the first peer
     return keyring
 
 
-# --- addresses --------------------------------------------------------------------------------------------------------
+# --- addresses ----------------------------------------------------------------------------------------------
 
 
 def with_key(endpoint: str, public: str) -> str:
@@ -159,7 +164,7 @@ def split_key(endpoint: str) -> tuple[str, str]:
     return (address, key) if mark and is_key else (endpoint, "")
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------------------
 
 
 def make_key(role: str, name: str) -> KeyFile:
@@ -169,7 +174,7 @@ def make_key(role: str, name: str) -> KeyFile:
 
 
 def read_key(directory: Path, role: str) -> KeyFile:
-    """The key pair of a role. Raises ConfigError, also when others could have read the secret."""
+    """The key pair of a role. Raises ConfigError, also when other users can read the file."""
     path = directory / f"{role}.key"
     key = read_owned(path, KeyFile, forbidden=0o077, fault="readable by others", remedy=f"chmod 600 {path}")
     if key.role != role:
@@ -182,7 +187,7 @@ def read_key(directory: Path, role: str) -> KeyFile:
 
 
 def read_peers(directory: Path) -> list[Peer]:
-    """The peers of a directory. Raises ConfigError, also when others could have written the list."""
+    """The peers of a directory. Raises ConfigError, also when other users can write the list."""
     path = directory / PEERS
     peers = read_owned(
         path, PeersFile, forbidden=0o022, fault="writable by others", remedy=f"chmod go-w {path}"
@@ -198,17 +203,17 @@ def read_peers(directory: Path) -> list[Peer]:
 
 
 def write_key(directory: Path, key: KeyFile) -> None:
-    """Replaces the key pair of a role."""
+    """Replaces the key pair of a role. Raises ConfigError."""
     write_owned(directory / f"{key.role}.key", key)
 
 
 def write_peers(directory: Path, peers: list[Peer]) -> None:
-    """Replaces the list."""
+    """Replaces peers.json. Raises ConfigError."""
     write_owned(directory / PEERS, PeersFile(peers=peers))
 
 
 def end_of(seconds: float, now: float) -> datetime:
-    """A `not_after`, `seconds` from `now` (since the epoch)."""
+    """The value of `not_after` for an end `seconds` after `now` (seconds since the epoch)."""
     return datetime.fromtimestamp(int(now + seconds), timezone.utc)
 
 
@@ -239,7 +244,10 @@ def read_owned(path: Path, kind: type[T], *, forbidden: int, fault: str, remedy:
 
 
 def write_owned(path: Path, content: Struct) -> None:
-    """Writes a temporary file and renames it, so that a reader sees the old content or the new. Raises ConfigError."""
+    """Writes a temporary file and renames it, so that a reader sees the old content or the new.
+
+    Raises ConfigError.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

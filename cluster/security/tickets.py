@@ -1,7 +1,8 @@
-"""One-time tickets. A peer receives a ticket over an authenticated link and opens one connection to another socket with it.
+"""One-time tickets. A peer receives a ticket over an authenticated link and opens one connection to another
+socket with it.
 
-The ticket crosses that connection in the clear, so it is void after its first use. An eavesdropper that is faster than the
-owner gains a connection that carries only sealed blocks.
+The ticket crosses that connection in the clear, so it is void after its first use. An eavesdropper that is
+faster than the owner gains a connection that carries only sealed blocks.
 """
 
 import secrets
@@ -13,18 +14,17 @@ from collections.abc import Callable
 TICKET_BYTES = 16
 TICKET_S = 30.0
 MAX_TICKETS = 4096
-MAX_PER_USER = 4  # a user that asks again and again displaces its own tickets
+MAX_PER_USER = 4  # beyond it a user's new ticket displaces its oldest
 
 
 class Tickets:
-    """The tickets that were not used yet, bounded in number and time. Several threads may use it."""
+    """The unused tickets, bounded in number and age. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._unused: OrderedDict[str, tuple[str, float]] = (
-            OrderedDict()
-        )  # ticket -> user, end; the oldest first
+        # ticket -> user, end; the oldest first
+        self._unused: OrderedDict[str, tuple[str, float]] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"Tickets(unused={len(self._unused)})"
@@ -43,7 +43,7 @@ class Tickets:
         return ticket
 
     def redeem(self, ticket: str) -> str:
-        """The user of a ticket, which is void from here on; "" when it is unknown, used or too old."""
+        """Redeems a ticket and returns its user; "" for an unknown, used or expired ticket."""
         with self._lock:
             self._sweep()
             return self._unused.pop(ticket, ("", 0.0))[0]

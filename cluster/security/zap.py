@@ -1,8 +1,8 @@
-"""Decides which peer may connect: the answers to ZAP, the requests that libzmq makes for every CURVE handshake.
+"""Decides whether a peer may connect, by answering libzmq's ZAP requests, one per CURVE handshake.
 
-`ZapRules` is pure: it maps a request to a reply. `net.authenticator` owns the socket and the thread. ZAP (ZeroMQ RFC 27)
-identifies an admitted peer by a user, here `role/name`, which libzmq attaches to each of the peer's messages. A routing id
-is chosen by the peer and proves nothing; the user is assigned here.
+`ZapRules` is pure: it maps a request to a reply. `net.authenticator` owns the socket and the thread. ZAP
+(ZeroMQ RFC 27) identifies an admitted peer by a user, here `role/name`, which libzmq attaches to each of the
+peer's messages. A routing id is chosen by the peer and proves nothing; the user is assigned here.
 """
 
 import logging
@@ -25,7 +25,10 @@ TICKET_PARTS = 8  # a user and a ticket instead of the key
 
 
 class ZapRules:
-    """Admits the keys that `peers` lists under one of `roles`, and holders of `tickets`. Used by one thread."""
+    """Admits the keys that `peers` lists under one of `roles`, and holders of `tickets`.
+
+    Used by one thread.
+    """
 
     def __init__(self, peers: AllowList, roles: Collection[str], tickets: Tickets | None = None) -> None:
         self.roles = tuple(roles)

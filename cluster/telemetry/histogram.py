@@ -1,7 +1,7 @@
 """A cheap histogram: plain numbers, converted to a Prometheus family only when scraped.
 
-The Prometheus client takes a lock per observation and scans all bounds of a histogram. A router makes some twenty
-observations per request, all on one thread, and needs neither.
+The Prometheus client takes a lock per observation and scans all bounds of a histogram. A router makes some
+twenty observations per request, all on one thread, and needs neither.
 """
 
 from bisect import bisect_left
@@ -21,9 +21,8 @@ class Histogram:
     def __init__(self, name: MetricName) -> None:
         self._name = name
         self._bounds = name.buckets
-        self._counts = [0] * (
-            len(name.buckets) + 1
-        )  # of the values above the bound before and at most this one
+        # per bound: the number of values above the previous bound and at most this one
+        self._counts = [0] * (len(name.buckets) + 1)
         self._sum = 0.0
 
     def __repr__(self) -> str:
@@ -35,7 +34,8 @@ class Histogram:
         self._sum += value
 
     def family(self) -> HistogramMetricFamily:
-        """What it has seen so far; each bucket counts all values up to its bound."""
-        bounds = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]  # type: ignore[no-untyped-call]
+        """The Prometheus family. Each of its buckets counts all values up to the bucket's bound."""
+        limits = (*self._bounds, float("inf"))
+        bounds = [floatToGoString(bound) for bound in limits]  # type: ignore[no-untyped-call]
         buckets = list(zip(bounds, accumulate(self._counts), strict=True))
         return HistogramMetricFamily(self._name.name, self._name.text, buckets=buckets, sum_value=self._sum)

@@ -1,4 +1,4 @@
-"""The name, type, labels and meaning of everything that /metrics shows; docs/metrics.md is the same table for people."""
+"""The name, type, labels and meaning of every metric; docs/metrics.md shows the same table."""
 
 from dataclasses import dataclass
 
@@ -8,23 +8,23 @@ REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0,
 WAIT_BUCKETS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 HANDOFF_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 RATE_BUCKETS = (1e6, 1e7, 5e7, 1e8, 2.5e8, 5e8, 1e9, 2.5e9, 5e9, 1e10, 2.5e10, 5e10, 1e11)  # bytes per second
-WORKER = ("role", "worker")  # not `instance`, which Prometheus gives to what it scrapes
+WORKER = ("role", "worker")  # not `instance`, a label that Prometheus sets itself
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # each is one of a kind: found by identity, which is quick
 class MetricName:
-    """One metric; a counter's series end in `_total`, a histogram's in `_bucket`, `_sum` and `_count`."""
+    """One metric. A counter's series end in `_total`, a histogram's in `_bucket`, `_sum` and `_count`."""
 
     name: str
-    """Without the suffix of its series."""
+    """The name without the suffix of its series."""
     kind: str
     """COUNTER, GAUGE or HISTOGRAM."""
     text: str
-    """What it counts or shows."""
+    """The metric's meaning."""
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
-    """Upper bounds; of a histogram."""
+    """The upper bounds of a histogram's buckets."""
 
 
 def _counter(name: str, text: str, *labels: str) -> MetricName:
@@ -88,13 +88,23 @@ WORKER_GRAPH_FALLBACKS = _counter(
 )
 WORKER_EVENTS = _counter("worker_events", "A worker's own counters.", *WORKER, "event")
 
-OF_EVENT = {"worker_lost": WORKER_DEATHS, "breaker_opened": EJECTIONS, "requeued": RETRIES}  # of the router
+# metrics of the router's events
+OF_EVENT = {"worker_lost": WORKER_DEATHS, "breaker_opened": EJECTIONS, "requeued": RETRIES}
 COUNTED = (PROMPT_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS, DRAFTED_TOKENS, ACCEPTED_TOKENS, HANDOFF_BYTES)
 OBSERVED = (TTFT, GAP, REQUEST_SECONDS, QUEUE_WAIT, PREFILL_QUEUE, PREFILL, HANDOFF_SECONDS, HANDOFF_RATE)
 OF_CANARIES = (READY, CANARIES, FAILING_PAIRS)
 ROUTER_NAMES = (
-    BUILD, REQUESTS, *COUNTED, *OBSERVED, QUEUED, RUNNING, RESPONSES, *OF_EVENT.values(), ROUTER_EVENTS, *OF_CANARIES,
-)  # fmt: skip
+    BUILD,
+    REQUESTS,
+    *COUNTED,
+    *OBSERVED,
+    QUEUED,
+    RUNNING,
+    RESPONSES,
+    *OF_EVENT.values(),
+    ROUTER_EVENTS,
+    *OF_CANARIES,
+)
 WORKER_NAMES = (
     WORKER_UP, WORKER_PAGES, WORKER_REQUESTS, WORKER_GRAPHS, WORKER_ACCEPT_LENGTH, WORKER_SPEC_STEPS,
     WORKER_GRAPH_REPLAYS, WORKER_GRAPH_PADDING, WORKER_GRAPH_FALLBACKS, WORKER_EVENTS,

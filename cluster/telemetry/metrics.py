@@ -1,9 +1,10 @@
-"""Counters of the router, and the text of /metrics: these counters and the workers' heartbeats, in Prometheus format.
+"""Counters of the router, and the text of /metrics: these counters and the workers' heartbeats, in Prometheus
+format.
 
 `metric_names` and docs/metrics.md list the names.
 
-A client's request counts once, when its last choice has ended, with the outcome of the first failed choice. Tokens and
-bytes are summed over its choices, each of which runs through the workers.
+A client's request counts once, when its last choice has ended, with the outcome of the first failed choice.
+Tokens and bytes are summed over its choices, each of which runs through the workers.
 """
 
 import importlib.metadata
@@ -24,45 +25,42 @@ from .metric_names import COUNTER, MetricName
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OUTCOMES = ("ok", "rejected", "cancelled", "failed", "timeout")
-REPLAYS, PADDING, FALLBACKS = (
-    "graph_replays_",
-    "graph_pad_rows_",
-    "graph_fallback_",
-)  # of counters in heartbeats
+# prefixes of counters in heartbeats
+REPLAYS, PADDING, FALLBACKS = ("graph_replays_", "graph_pad_rows_", "graph_fallback_")
 Families = dict[str, CounterMetricFamily | GaugeMetricFamily]
 
 
 class Handoff(Struct, frozen=True, kw_only=True):
-    """What decode pulled for one choice."""
+    """The bytes and times of one choice's hand-off."""
 
     num_bytes: int
-    """KV and features."""
+    """Bytes of KV and features."""
     seconds: float
-    """First announcement to last block."""
+    """Seconds from the first announcement to the last block."""
 
 
 class PromptWork(Struct, frozen=True, kw_only=True):
-    """What a prefill worker spent on one choice."""
+    """A prefill worker's work for one choice."""
 
     queue_s: float
-    """Until the first forward."""
+    """Seconds in the queue, until the first forward."""
     compute_s: float
-    """From then to token 1."""
+    """Seconds from the first forward to token 1."""
 
 
 class RequestRecord(Struct, frozen=True, kw_only=True):
-    """One request that ended."""
+    """The figures of one ended request."""
 
     outcome: str
     """One of OUTCOMES."""
     e2e_s: float
-    """Seconds from the request read to its end."""
+    """Seconds from the read request to its end."""
     ttft_s: float | None = None
     """Seconds to the first token; None when there was none."""
     queued_s: float = 0.0
     """Seconds with none of its choices at a worker."""
     prompt_tokens: int = 0
-    """Tokens of the prompt, once for every choice."""
+    """Tokens of the prompt, counted once per choice."""
     cached_tokens: int = 0
     """Prompt tokens that prefill found in its prefix cache."""
     output_tokens: int = 0
@@ -72,9 +70,9 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
     accepted_tokens: int = 0
     """Proposed tokens that the target accepted."""
     prompts: tuple[PromptWork, ...] = ()
-    """Of the choices whose prefill said it."""
+    """The prefill work of choices that have a report of it."""
     handoffs: tuple[Handoff, ...] = ()
-    """Of the choices for which something was pulled."""
+    """The hand-offs of choices with pulled blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,15 +84,15 @@ class RouterRecord:
     running: int
     """Requests at the workers."""
     events: Mapping[str, int] = field(default_factory=dict)
-    """Totals of rarer things by name."""
+    """Totals of rare events by name."""
     responses: Mapping[int, int] = field(default_factory=dict)
     """Answers over HTTP by status."""
     is_ready: bool = False
-    """What /ready says."""
+    """Whether /ready answers 200."""
     canaries: Mapping[str, int] = field(default_factory=dict)
     """Totals by outcome."""
     failing_pairs: tuple[tuple[str, str, str, int], ...] = ()
-    """Instances of prefill and decode, kind of the last failure, canaries that failed in a row."""
+    """Tuples of prefill's and decode's instance, kind of the last failure, consecutive failed probes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +111,7 @@ class RouterMetrics:
     """The router's counters and histograms; one object per router process, used by one thread."""
 
     def __init__(self) -> None:
-        self._requests = dict.fromkeys(OUTCOMES, 0)  # a rate needs the zero before the first event
+        self._requests = dict.fromkeys(OUTCOMES, 0)  # a rate needs the value 0 before the first event
         self._totals = dict.fromkeys(names.COUNTED, 0)
         self._tallies = {name: Histogram(name) for name in names.OBSERVED}
         self._gaps = self._tallies[names.GAP]
@@ -122,7 +120,7 @@ class RouterMetrics:
         return f"RouterMetrics({sum(self._requests.values())} requests)"
 
     def request_ended(self, record: RequestRecord) -> None:
-        """Count a request once, at its end."""
+        """Counts a request once, at its end."""
         assert record.outcome in OUTCOMES, record.outcome
         self._requests[record.outcome] += 1
         totals, tallies = self._totals, self._tallies
@@ -145,7 +143,7 @@ class RouterMetrics:
                 tallies[names.HANDOFF_RATE].observe(handoff.num_bytes / handoff.seconds)
 
     def tokens_arrived(self, gap_s: float, num_tokens: int) -> None:
-        """Observe the `num_tokens` of one message that came `gap_s` seconds after the message before."""
+        """Observes the `num_tokens` of one message, `gap_s` seconds after the previous message."""
         assert num_tokens > 0
         self._gaps.observe(gap_s / num_tokens)
 
@@ -165,14 +163,14 @@ class RouterMetrics:
 
 
 def render_worker(worker: WorkerRecord) -> bytes:
-    """The body of a worker's own /metrics: what the router shows of it, and its process."""
+    """The body of a worker's own /metrics: the worker's metrics in the router, and those of its process."""
     scrape = _process_registry(worker.role)
     scrape.register(_Scrape(worker_families([worker])))
     return generate_latest(scrape)
 
 
 class _Scrape(Collector):
-    """What is known only at the moment of a scrape."""
+    """A collector of metrics that are computed at a scrape."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
@@ -182,7 +180,7 @@ class _Scrape(Collector):
 
 
 def _process_registry(role: str) -> CollectorRegistry:
-    """What any process has: which release it is, and the `process_` metrics of the Prometheus client."""
+    """The metrics of any process: its release, and the `process_` metrics of the Prometheus client."""
     registry = CollectorRegistry(auto_describe=False)
     build = _family(names.BUILD)
     build.add_metric([_version(), role], 1)
@@ -199,7 +197,7 @@ def _version() -> str:
 
 
 def router_families(router: RouterRecord) -> list[Metric]:
-    """The router's condition; events that have a metric of their own are not shown again."""
+    """The router's condition. Events with a metric of their own are left out."""
     shown = (
         names.QUEUED,
         names.RUNNING,
@@ -227,7 +225,7 @@ def router_families(router: RouterRecord) -> list[Metric]:
 
 
 def worker_families(workers: Iterable[WorkerRecord]) -> list[Metric]:
-    """Heartbeats as labelled gauges and counters; a worker without drafts has no accept length."""
+    """Heartbeats as labelled gauges and counters. A worker without drafts has no accept length."""
     families = _families(*names.WORKER_NAMES)
     for worker in workers:
         _add_worker(families, (worker.role, worker.instance), worker.stats)
@@ -263,7 +261,7 @@ def _add_worker(families: Families, who: tuple[str, str], stats: WorkerStats) ->
 
 
 def _metric_of(counter: str, graph_kinds: set[str]) -> tuple[MetricName, tuple[str, ...]]:
-    """The metric of a worker's counter, with its last labels. A fallback is named by kind and reason, both of words."""
+    """The metric of a worker's counter, with its last labels. A fallback's name has a kind and a reason."""
     if counter.startswith(REPLAYS):
         return names.WORKER_GRAPH_REPLAYS, (counter.removeprefix(REPLAYS),)
     if counter.startswith(PADDING):

@@ -1,10 +1,12 @@
-"""A worker's own /metrics, /health and /ready, served by one thread from the last report of the scheduler loop.
+"""A worker's own /metrics, /health and /ready, served by one thread from the last report of the scheduler
+loop.
 
-    /health    503 once the loop has been silent for `SILENT_S`: restart the process
-    /ready     503 until the loop came round first, while the worker drains, and when it is silent: give it no work
+    /health    503 once the loop has been silent for `SILENT_S`: the process needs a restart
+    /ready     503 before the first report, while the worker drains, and while it is silent: send it no work
 
-Answers come from a finished record, so that scrapes and forwards never wait for each other. Connections are served one at a
-time, for at most `SCRAPE_TIMEOUT_S` each: a slow client delays other scrapers, but not the worker.
+Answers come from a finished record, so that scrapes and forwards never wait for each other. Connections are
+served one at a time, for at most `SCRAPE_TIMEOUT_S` each: a slow client delays other scrapers, but not the
+worker.
 """
 
 import logging
@@ -27,12 +29,15 @@ from .metrics import CONTENT_TYPE, WorkerRecord, render_worker
 logger = logging.getLogger(__name__)
 
 SCRAPE_TIMEOUT_S = 2.0
-SILENT_S = 10.0  # of a loop that tells several times a second
+SILENT_S = 10.0  # silence of a loop that reports several times a second
 PLAIN = "text/plain; charset=utf-8"
 
 
 def serve_metrics(config: WorkerConfig, instance: str) -> Callable[[WorkerStats], None]:
-    """Opens --metrics-port, if there is one, for the life of the process; what takes the worker's newest condition."""
+    """Opens --metrics-port, if set, for the life of the process.
+
+    Returns the function that takes the newest stats.
+    """
     if not config.metrics_port:
         return lambda stats: None
     server = MetricsServer(
@@ -47,7 +52,10 @@ def serve_metrics(config: WorkerConfig, instance: str) -> Callable[[WorkerStats]
 
 
 class MetricsServer:
-    """Serves from `start` to `close`. Raises ConfigError for an address open to others, StartupError for one in use."""
+    """The server, from `start` to `close`.
+
+    Raises ConfigError for an address that is open to other hosts, StartupError for one in use.
+    """
 
     def __init__(
         self,
@@ -81,16 +89,16 @@ class MetricsServer:
         return int(self._server.server_address[1])
 
     def start(self) -> None:
-        """Begins to answer."""
+        """Starts the server's thread."""
         self._thread.start()
         logger.info("metrics served", extra=fields(port=self.port))
 
     def tell(self, stats: WorkerStats) -> None:
-        """Takes the newest condition; called by the scheduler loop."""
+        """Takes the newest stats. Called by the scheduler loop."""
         self._stats, self._told_at = stats, self._clock()
 
     def fault(self, path: str) -> str:
-        """Why /health or /ready is not well; "" when it is."""
+        """The fault that /health or /ready reports; "" without one."""
         silent_s = self._clock() - self._told_at if self._told_at is not None else 0.0
         if silent_s > SILENT_S:
             return f"the scheduler loop has been silent for {silent_s:.0f} s"
@@ -99,7 +107,7 @@ class MetricsServer:
         return ""
 
     def body(self) -> bytes:
-        """What a scrape gets."""
+        """The body of /metrics."""
         return render_worker(WorkerRecord(role=self._role, instance=self._instance, stats=self._stats))
 
     def close(self) -> None:
@@ -111,17 +119,18 @@ class _Server(socketserver.TCPServer):
     allow_reuse_address = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that broke off or was too slow."""
+        """Ignores a client that broke off or was too slow."""
         logger.debug("scrape failed", exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """GET of three paths; nothing else is here."""
+    """Answers GET requests of three paths."""
 
     owner: ClassVar[MetricsServer]
 
     def handle(self) -> None:
-        """One request, cut off when its time is over: a timeout of each read would bound no client that trickles."""
+        """Handles one request within a total time limit, since a timeout per read would not bound a trickling
+        client."""
         timer = threading.Timer(SCRAPE_TIMEOUT_S, self._cut)
         timer.daemon = True
         timer.start()
@@ -131,7 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
             timer.cancel()
 
     def _cut(self) -> None:
-        with suppress(OSError):  # it has gone by itself
+        with suppress(OSError):  # the client has closed the connection
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def do_GET(self) -> None:
@@ -150,7 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Scrapes are no news."""
+        """Does not log scrapes."""
 
 
 def _handler_of(server: MetricsServer) -> type[_Handler]:

@@ -1,7 +1,9 @@
-"""Traces by the OpenTelemetry SDK: spans are batched in a thread of its own (`otel_batches`) and sent as OTLP over HTTP.
+"""Traces by the OpenTelemetry SDK: spans are batched in a separate thread (`otel_batches`) and sent as OTLP
+over HTTP.
 
-Imported only where traces are asked for: the packages are the extra `baton[otel]`. The SDK's environment variables apply
-(OTEL_EXPORTER_OTLP_HEADERS, OTEL_RESOURCE_ATTRIBUTES, OTEL_BSP_SCHEDULE_DELAY); the collector's address is the setting.
+Imported only when traces are configured, since the packages are the extra `baton[otel]`. The SDK's
+environment variables apply (OTEL_EXPORTER_OTLP_HEADERS, OTEL_RESOURCE_ATTRIBUTES, OTEL_BSP_SCHEDULE_DELAY);
+the collector's address is the setting.
 """
 
 import importlib.metadata
@@ -30,18 +32,18 @@ from .otel_batches import BoundedBatches
 from .trace_context import TraceContext
 from .tracing import Attribute, OpenSpan, Span
 
-PATH = "/v1/traces"  # of OTLP over HTTP
-CLOSE_S = 2.0  # that a process waits for the collector at its end
+PATH = "/v1/traces"  # path of OTLP over HTTP
+CLOSE_S = 2.0  # seconds that an ending process waits for the collector
 
 
 def exporting(config: TraceSettings, instance: str) -> "OtelTracing":
-    """Traces to the collector that the settings name."""
+    """Tracing that exports to the collector in the settings."""
     exporter = OTLPSpanExporter(endpoint=config.otlp_endpoint.rstrip("/") + PATH)
     return OtelTracing(BoundedBatches(exporter, CLOSE_S), config.role, instance, sample=config.trace_sample)
 
 
 class OtelTracing:
-    """`Tracing` over a span processor. `clock` tells monotonic seconds, `wall` Unix nanoseconds."""
+    """`Tracing` over a span processor. `clock` gives monotonic seconds, `wall` Unix nanoseconds."""
 
     def __init__(
         self,
@@ -98,21 +100,22 @@ class OtelTracing:
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._provider.shutdown()  # which sends what waits
+            self._provider.shutdown()  # sends waiting spans
 
     def nanoseconds(self, moment: float) -> int:
-        """Unix time of a monotonic moment; by the clocks as they are now, since Unix time may be set meanwhile."""
+        """Unix nanoseconds of a monotonic time, by the clocks' current difference, since Unix time may be
+        adjusted."""
         return self._wall() - int((self._clock() - moment) * 1e9)
 
 
 class _Open:
-    """A span that has begun."""
+    """A span in progress."""
 
     def __init__(self, tracing: OtelTracing, span: SdkSpan, state: str) -> None:
         self._tracing, self._span, self._is_over = tracing, span, False
         made = span.get_span_context()
         parent = f"00-{made.trace_id:032x}-{made.span_id:016x}-{int(made.trace_flags) & 1:02x}"
-        self.context = TraceContext(parent, state)  # as it came: nothing of ours is in it
+        self.context = TraceContext(parent, state)  # the client's tracestate, unchanged
 
     def end(self, at: float, attributes: Mapping[str, Attribute], error: str = "") -> None:
         if not self._is_over:

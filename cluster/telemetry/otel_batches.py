@@ -1,6 +1,8 @@
-"""A bounded queue of spans for a slow or absent collector: at most QUEUE spans wait, and lost spans are counted.
+"""A bounded queue of spans for a slow or absent collector: at most QUEUE spans wait, and lost spans are
+counted.
 
-The SDK's own processor drops spans without counting them, and its shutdown waits for the collector without a limit.
+The SDK's own processor drops spans without counting them, and its shutdown waits for the collector without a
+limit.
 """
 
 import threading
@@ -14,7 +16,7 @@ QUEUE = 2048  # spans
 
 
 class BoundedBatches(SpanProcessor):
-    """Hands spans to `exporter` in batches, from a thread of its own."""
+    """Hands spans to `exporter` in batches, from a separate thread."""
 
     def __init__(self, exporter: SpanExporter, close_s: float) -> None:
         self._lock = threading.Lock()
@@ -27,7 +29,7 @@ class BoundedBatches(SpanProcessor):
         return f"BoundedBatches({self._num_waiting} wait, {self.num_dropped} dropped)"
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        """Nothing is known of it yet."""
+        """Does nothing at the start of a span."""
 
     def on_end(self, span: ReadableSpan) -> None:
         if span.context is None or not span.context.trace_flags.sampled:
@@ -40,12 +42,12 @@ class BoundedBatches(SpanProcessor):
         self._batches.on_end(span)
 
     def taken(self, count: int) -> None:
-        """So many go to the collector."""
+        """Notes that `count` spans go to the collector."""
         with self._lock:
             self._num_waiting -= count
 
     def lost(self, count: int) -> None:
-        """So many did not get there."""
+        """Notes that `count` spans were lost."""
         with self._lock:
             self.num_dropped += count
 
@@ -53,19 +55,20 @@ class BoundedBatches(SpanProcessor):
         return self._within(timeout_millis / 1000, self._batches.force_flush)
 
     def shutdown(self) -> None:
-        """Sends what waits, for so long; the rest is lost with the process."""
+        """Sends waiting spans within CLOSE_S. Loses the rest."""
         self._within(self._close_s, self._batches.shutdown)
 
     @staticmethod
     def _within(seconds: float, work: Callable[[], object]) -> bool:
-        thread = threading.Thread(target=work, name="last spans", daemon=True)  # a process ends without it
+        # a daemon thread does not delay the end of the process
+        thread = threading.Thread(target=work, name="last spans", daemon=True)
         thread.start()
         thread.join(seconds)
         return not thread.is_alive()
 
 
 class _Counted(SpanExporter):
-    """Tells what became of each batch."""
+    """An exporter that counts exported and lost spans."""
 
     def __init__(self, exporter: SpanExporter, batches: BoundedBatches) -> None:
         self._exporter, self._of = exporter, batches

@@ -1,8 +1,10 @@
-"""Traces of requests across processes, linked by the W3C trace context. This module defines what a role records.
+"""Traces of requests across processes, linked by the W3C trace context. This module defines the interface for
+a role's spans.
 
-A span is recorded after its work, from timestamps that the role keeps anyway; without tracing nothing is computed. Only the
-router's span of a request is opened in advance, since the workers' spans are its children and their messages carry its
-context. The OpenTelemetry SDK is loaded only when traces are configured (`otel`).
+A span is recorded after its work, from timestamps that the role keeps anyway; without tracing nothing is
+computed. Only the router's span of a request is opened in advance, since the workers' spans are its children
+and their messages carry its context. The OpenTelemetry SDK is loaded only when traces are configured
+(`otel`).
 """
 
 import importlib
@@ -21,45 +23,45 @@ Attribute = str | int | float | bool | Sequence[str]
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Work that is over. Times are monotonic seconds."""
+    """Completed work. Times are monotonic seconds."""
 
     name: str
     parent: TraceContext
     start: float
     end: float
     attributes: Mapping[str, Attribute] = field(default_factory=dict)
-    error: str = ""  # kind of what it failed of
+    error: str = ""  # kind of the failure; "": none
 
 
 class OpenSpan(Protocol):
-    """A span that has begun."""
+    """A span in progress."""
 
     context: TraceContext
-    """For its children."""
+    """The context for its child spans."""
 
     def end(self, at: float, attributes: Mapping[str, Attribute], error: str = "") -> None:
-        """The first call counts."""
+        """Ends the span. Later calls have no effect."""
 
 
 class Tracing(Protocol):
-    """Takes spans. Its methods are called from the role's one thread."""
+    """The destination of spans. Its methods are called from one thread of the role."""
 
     @property
     def num_dropped(self) -> int:
-        """Spans that did not get to the collector."""
+        """The number of spans lost on the way to the collector."""
 
     def begin(self, name: str, parent: TraceContext, start: float) -> OpenSpan:
-        """A span of a request that a client sent with `parent`, or with none: a trace of its own."""
+        """Opens the span of a request. Without a client's `parent` it begins a new trace."""
 
     def record(self, span: Span) -> None:
-        """A span that is over; one without a parent belongs to a request that is not traced, and is dropped."""
+        """Records a completed span. A span without a parent belongs to an untraced request and is dropped."""
 
     def close(self) -> None:
-        """Sends what is kept. Idempotent."""
+        """Sends recorded spans. Idempotent."""
 
 
 class Untraced:
-    """Where nobody asked for traces: nothing is recorded, and a client's context goes on to workers, who may be asked."""
+    """Tracing that records nothing and passes a client's context on to workers, which may trace."""
 
     num_dropped = 0
 
@@ -67,24 +69,27 @@ class Untraced:
         return Passing(parent)
 
     def record(self, span: Span) -> None:
-        """Dropped."""
+        """Drops the span."""
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Does nothing."""
 
 
 @dataclass
 class Passing:
-    """A span of which nothing is kept."""
+    """A span that is not recorded."""
 
     context: TraceContext = NOWHERE
 
     def end(self, at: float, attributes: Mapping[str, Attribute], error: str = "") -> None:
-        """Nobody hears it."""
+        """Does nothing."""
 
 
 def open_tracing(config: TraceSettings, instance: str) -> Tracing:
-    """What a role records into. Raises ConfigError when traces are asked for and cannot be."""
+    """The destination of a role's spans.
+
+    Raises ConfigError when traces are configured and cannot be exported.
+    """
     if not config.otlp_endpoint:
         return Untraced()
     parts = urlsplit(config.otlp_endpoint)
@@ -94,14 +99,15 @@ def open_tracing(config: TraceSettings, instance: str) -> Tracing:
         module = importlib.import_module(".otel", __package__)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"--otlp-endpoint needs {error.name}, which is not installed: pip install 'baton[otel]', or leave the flag out"
+            f"--otlp-endpoint needs {error.name}, which is not installed: pip install 'baton[otel]', or "
+            "leave the flag out"
         ) from None
     tracing: Tracing = module.exporting(config, instance)
     return tracing
 
 
 def closing(tracing: Tracing, serve: Serve) -> Serve:
-    """Serves, then sends what is kept."""
+    """Wraps `serve` so that it sends recorded spans at its end."""
 
     def run() -> int:
         try:

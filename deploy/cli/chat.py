@@ -1,4 +1,4 @@
-"""`baton chat`: a conversation in the terminal with a running cluster.
+"""`baton chat`: a conversation with a running cluster in the terminal.
 
 Ctrl-C interrupts the answer (the server cancels it), Ctrl-D ends the conversation.
 """
@@ -45,7 +45,7 @@ class Conversation:
         return f"<Conversation {len(self.messages)} messages with {self._model}>"
 
     def ask(self, prompt: str, on_text: Callable[[str], None]) -> StreamedAnswer:
-        """Send `prompt` with the history; raises RequestFailed and leaves the history as it was."""
+        """Sends `prompt` with the history. Raises RequestFailed, which leaves the history unchanged."""
         turn = [*self.messages, {"role": "user", "content": prompt}]
         body: dict[str, Any] = {
             "model": self._model,
@@ -59,7 +59,7 @@ class Conversation:
 
 
 def describe(answer: StreamedAnswer) -> str:
-    """One line after an answer: how long, how fast, how lucky the drafts were."""
+    """One line of figures about an answer: duration, speed, accept length."""
     parts = [f"{answer.num_tokens} tokens"]
     if answer.first_text_s is not None:
         parts.append(f"first after {answer.first_text_s * 1000:.0f} ms")
@@ -81,7 +81,7 @@ def _writer(out: TextIO) -> Callable[[str], None]:
 
 
 def _prompts() -> Iterator[str]:
-    """The user's lines; ends with Ctrl-D. Ctrl-C at the prompt starts a new line."""
+    """Reads the user's prompts until Ctrl-D. Ctrl-C at the prompt starts a new line."""
     while True:
         try:
             prompt = input("you> ").strip()
@@ -96,7 +96,7 @@ def _prompts() -> Iterator[str]:
 
 
 def converse(conversation: Conversation, prompts: Iterator[str], out: TextIO) -> None:
-    """Answer each prompt; a failed or interrupted answer ends that turn only."""
+    """Answers each prompt. A failed or interrupted answer ends its turn only."""
     write = _writer(out)
     for prompt in prompts:
         try:
@@ -109,7 +109,7 @@ def converse(conversation: Conversation, prompts: Iterator[str], out: TextIO) ->
 
 
 def _ask_once(conversation: Conversation, prompt: str) -> None:
-    """The answer alone on stdout, so that it can be piped; the figures on stderr."""
+    """Asks once. Writes the answer to stdout, for pipes, and the figures to stderr."""
     answer = conversation.ask(prompt, _writer(sys.stdout))
     sys.stdout.write("\n")
     sys.stdout.flush()
@@ -117,7 +117,7 @@ def _ask_once(conversation: Conversation, prompt: str) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """`baton chat`: 0 at the end of the conversation, 1 when there is none, 2 for a bad command line."""
+    """Runs `baton chat`. Returns 0 at the end of the conversation, 1 on failure, 2 for a bad command line."""
     return run_command(PROG, lambda: _chat(argv))
 
 

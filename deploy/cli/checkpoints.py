@@ -1,7 +1,7 @@
 """Reads a checkpoint's metadata without loading weights: KV sizes, and missing or damaged files.
 
-KV bytes of a token = 2 * layers * KV heads * head dimension * bytes of a number (keys and values). Feature bytes of a
-token for EAGLE3 = captured layers * hidden size * bytes of a number.
+KV bytes per token = 2 (keys and values) * layers * KV heads * head dimension * bytes per element. EAGLE3's
+feature bytes per token = captured layers * hidden size * bytes per element.
 """
 
 import hashlib
@@ -15,14 +15,17 @@ from typing import Any
 from ...cluster.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
-HEADER_LIMIT = 100 << 20  # bytes, as the format has it
+HEADER_LIMIT = 100 << 20  # bytes; the limit of the safetensors format
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-CAPTURED_LAYERS = 3  # of a head whose config names none
+CAPTURED_LAYERS = 3  # the number for a head whose config names none
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVShape:
-    """Sizes that follow from a config.json. `num_features`: target layers whose output the drafter reads; 0: no drafter."""
+    """Sizes computed from a config.json.
+
+    `num_features` counts the target layers whose output the drafter reads; 0 means no drafter.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -33,22 +36,22 @@ class KVShape:
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token."""
+        """KV bytes of one token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
     @property
     def feature_bytes(self) -> int:
-        """Of one token, on the wire beside its KV."""
+        """Feature bytes of one token, which travel beside its KV."""
         return self.num_features * self.hidden_size * self.dtype_bytes
 
     @property
     def token_bytes(self) -> int:
-        """What the hand-off of one token moves."""
+        """Bytes that the hand-off of one token moves: KV and features."""
         return self.kv_bytes + self.feature_bytes
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """config.json. Raises ConfigError."""
+    """The config.json of a checkpoint. Raises ConfigError when it cannot be read."""
     path = directory / "config.json"
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -64,7 +67,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def shape_of(model: Path, draft: Path | None = None, dtype: str = "bfloat16") -> KVShape:
-    """The sizes of a checkpoint, with its head's features. Raises ConfigError."""
+    """The sizes of a checkpoint, with its head's features. Raises ConfigError for an unusable config."""
     config = read_config(model)
     heads = _count(config, "num_attention_heads", model)
     hidden = _count(config, "hidden_size", model)
@@ -79,13 +82,13 @@ def shape_of(model: Path, draft: Path | None = None, dtype: str = "bfloat16") ->
 
 
 def feature_layers(head: Mapping[str, Any]) -> list[int]:
-    """The target layers that a head reads, or as many zeros as EAGLE3 reads by default."""
+    """The target layers that a head reads; without any in its config, CAPTURED_LAYERS zeros."""
     named = (head.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     return list(named) if named else [0] * CAPTURED_LAYERS
 
 
 def faults_of(model: Path) -> list[str]:
-    """What is missing or damaged, one line each: shards, their headers and lengths, the tokenizer."""
+    """Faults of a checkpoint, one line each: shards, their headers and lengths, the tokenizer."""
     faults = [] if (model / "tokenizer.json").exists() else [f"{model}: has no tokenizer.json"]
     shards, wrong = _shards(model)
     faults += [wrong] if wrong else []
@@ -96,7 +99,7 @@ def faults_of(model: Path) -> list[str]:
 
 
 def identity_of(model: Path) -> str:
-    """12 hex digits that are equal where config.json and the headers of all shards are; weights are not read."""
+    """A digest of config.json and the headers of all shards, 12 hex digits. Weights are not read."""
     digest = hashlib.sha256((model / "config.json").read_bytes())
     for shard in sorted(_shards(model)[0]):
         digest.update(shard.encode())
@@ -115,7 +118,7 @@ def _count(config: Mapping[str, Any], key: str, source: Path, default: int | Non
 
 
 def _shards(model: Path) -> tuple[list[str], str]:
-    """The weight files that should be there, and what is wrong with the list."""
+    """The expected weight files, and the faults of the list that names them."""
     index = model / INDEX
     if not index.exists():
         found = sorted(path.name for path in model.glob("*.safetensors"))
@@ -129,7 +132,7 @@ def _shards(model: Path) -> tuple[list[str], str]:
 
 
 def _header(path: Path) -> bytes:
-    """The JSON header of a safetensors file; b"" where there is none."""
+    """The JSON header of a safetensors file; b"" when it has none."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))

@@ -19,22 +19,25 @@ KEY_VARIABLE = "BATON_API_KEY"  # environment variable with the key of a router 
 
 
 class RequestFailed(BatonError):
-    """The server could not be reached, refused the request, or broke the stream off; a remedy follows a semicolon."""
+    """The server could not be reached, refused the request, or broke the stream off.
+
+    The message may end with a remedy behind a semicolon.
+    """
 
 
 class NotShown(RequestFailed):
-    """The key is a good one, and this is not for it."""
+    """The key is valid but has no permission (403)."""
 
 
 @dataclass(kw_only=True)
 class StreamedAnswer:
-    """One streamed answer, filled while it comes; complete when `finish_reason` is set."""
+    """One streamed answer, filled while it arrives; complete when `finish_reason` is set."""
 
     text: str = ""
     finish_reason: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
     timeline: dict[str, Any] = field(default_factory=dict)
-    first_text_s: float | None = None  # from sending the request
+    first_text_s: float | None = None  # seconds from sending the request
     last_text_s: float | None = None
 
     @property
@@ -43,7 +46,7 @@ class StreamedAnswer:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Decoding speed after the first token; None for answers too short to have one."""
+        """Tokens per second after the first token; None for an answer that is too short."""
         if self.first_text_s is None or self.last_text_s is None or self.num_tokens < 2:
             return None
         elapsed = self.last_text_s - self.first_text_s
@@ -51,7 +54,7 @@ class StreamedAnswer:
 
     @property
     def accept_length(self) -> float | None:
-        """Tokens committed per verify; None without drafts."""
+        """Mean tokens committed per verify; None without drafts."""
         value = self.timeline.get("accept_length")
         return float(value) if isinstance(value, (int, float)) else None
 
@@ -59,7 +62,8 @@ class StreamedAnswer:
 class ChatClient:
     """Talks to the router at `url`, with one connection per request. Raises ConfigError for a bad URL or key.
 
-    `silence_s` is the longest wait for the next bytes of a reply. Proxy settings of the environment are not used.
+    `silence_s` is the longest wait for the next bytes of a reply, in seconds. Proxy settings of the
+    environment are ignored.
     """
 
     def __init__(self, url: str, *, api_key: str = "", silence_s: float = SILENCE_S) -> None:
@@ -74,7 +78,7 @@ class ChatClient:
         except (
             ValueError,
             httpx.InvalidURL,
-        ) as error:  # such as an unpaired bracket or a port that is no number
+        ) as error:  # such as an unpaired bracket or a port that is not a number
             raise ConfigError(f"--url {url!r} is not a URL ({error}); write http://HOST:PORT") from None
         if not is_url or not url.isascii() or not url.isprintable() or " " in url:
             raise ConfigError(f"--url {url!r} is not a URL; write http://HOST:PORT")
@@ -83,21 +87,24 @@ class ChatClient:
         if not api_key.isascii() or not api_key.isprintable():
             raise ConfigError(f"{KEY_VARIABLE} is no API key; `baton keys api add` makes one")
         self._api_key, self._silence_s = api_key, silence_s
-        # the authorities that OpenSSL knows, as for every other program here; httpx would take certifi's
+        # use OpenSSL's certificate authorities, as other programs do; httpx would use certifi's
         self._tls: ssl.SSLContext | bool = ssl.create_default_context() if parts.scheme == "https" else False
 
     def __repr__(self) -> str:
         return f"<ChatClient {self.url}>"
 
     def model(self) -> str:
-        """The id of the model that the server serves. Raises RequestFailed."""
+        """The id of the served model. Raises RequestFailed."""
         try:
             return str(self.get("/v1/models")["data"][0]["id"])
         except (KeyError, IndexError, TypeError) as error:
             raise RequestFailed(f"{self.url}/v1/models lists no model") from error
 
     def certificate_end(self) -> float | None:
-        """When the server's certificate expires, in seconds since the epoch; None without TLS. Raises RequestFailed."""
+        """The expiry time of the server's certificate in seconds since the epoch; None without TLS.
+
+        Raises RequestFailed.
+        """
         with (
             self._failures(),
             self._client() as client,
@@ -120,10 +127,12 @@ class ChatClient:
             return _json(reply.read())
 
     def stream(self, body: dict[str, Any], on_text: Callable[[str], None]) -> StreamedAnswer:
-        """POST the chat completion `body`, call `on_text` with each piece of the answer, return the whole.
+        """POSTs the chat completion `body`, calls `on_text` with each piece of the answer, and returns the
+        whole.
 
-        Raises RequestFailed, and passes on what `on_text` raises: a broken pipe of our own is not the server's fault.
-        Closing early (an exception from `on_text`, Ctrl-C) closes the connection, which cancels the request on the server.
+        Raises RequestFailed, and passes on exceptions of `on_text`, since a broken pipe here is not the
+        server's fault. An exception from `on_text` or Ctrl-C closes the connection, which cancels the request
+        on the server.
         """
         answer, start = StreamedAnswer(), time.monotonic()
         payload = {**body, "stream": True, "stream_options": {"include_usage": True}}
@@ -146,7 +155,7 @@ class ChatClient:
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Turns the transport's errors into RequestFailed."""
+        """Translates errors of httpx into RequestFailed."""
         try:
             yield
         except httpx.HTTPError as error:
@@ -154,7 +163,10 @@ class ChatClient:
 
     @contextmanager
     def _reply(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[httpx.Response]:
-        """An open answer with status 200. Raises RequestFailed for any other, and for a connection that breaks."""
+        """An open answer with status 200.
+
+        Raises RequestFailed for any other, and for a connection that breaks.
+        """
         headers = {"content-type": "application/json", "x-baton-timeline": "1"}
         if self._api_key:
             headers["authorization"] = f"Bearer {self._api_key}"
@@ -197,8 +209,8 @@ def _cause_of(error: BaseException) -> BaseException:
 def read_events(parts: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """The JSON objects of a server-sent event stream up to [DONE].
 
-    Lines end at line feeds only: JSON may hold other separators of lines. Raises RequestFailed for an error frame and for
-    a stream that ends early.
+    Lines end at line feeds only: JSON may hold other separators of lines. Raises RequestFailed for an error
+    frame and for a stream that ends early.
     """
     rest = b""
     for part in parts:

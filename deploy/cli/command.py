@@ -8,11 +8,11 @@ from contextlib import suppress
 from ...cluster.errors import BatonError, ConfigError
 from ...cluster.process.process import EXIT_CANNOT_START, EXIT_INTERRUPTED
 
-EXIT_USAGE = 2  # as argparse has it
+EXIT_USAGE = 2  # the same as argparse's
 
 
 def run_command(prog: str, work: Callable[[], int]) -> int:
-    """What `work` returns; 2 for a wrong setting, 1 for any other failure that is ours to tell, 130 on Ctrl-C."""
+    """Runs `work` and returns its exit code; 2 for ConfigError, 1 for another BatonError, 130 on Ctrl-C."""
     try:
         return work()
     except ConfigError as error:
@@ -30,7 +30,7 @@ def run_command(prog: str, work: Callable[[], int]) -> int:
 
 
 def _discard_output() -> None:
-    """What is still buffered for a closed pipe would fail again when the interpreter ends."""
+    """Discards buffered output for a closed pipe, which would fail again at the interpreter's exit."""
     with suppress(OSError, ValueError):  # a stream without a descriptor
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

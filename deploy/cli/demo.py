@@ -1,10 +1,9 @@
-"""`baton demo`: the whole road on this machine with the demo model.
+"""`baton demo`: the demo model, a cluster and one request on this machine.
 
-1. Get the model into the user's cache (downloaded and converted the first time).
-2. Start router, prefill and decode; wait until a pair can serve.
-3. Stream the answer to one chat request.
-4. Show the request's timeline, a curl line and the addresses to look at.
-5. Stay up until Ctrl-C; `--once` stops here. Everything that was started stops; another Ctrl-C makes it stop at once.
+1. Get the model into the user's cache (downloaded and converted the first time). 2. Start router, prefill and
+decode; wait until a pair can serve. 3. Stream the answer to one chat request. 4. Show the request's timeline,
+a curl line and the cluster's addresses. 5. Stay up until Ctrl-C; `--once` stops here. Everything that was
+started stops; another Ctrl-C makes it stop at once.
 """
 
 import json
@@ -32,7 +31,7 @@ READY_TIMEOUT_S = 180.0
 POLL_S = 0.2
 DRAFT_DIR = Path(__file__).resolve().parents[2] / "assets" / "smollm2-135m-eagle3"
 
-Row = tuple[str, str, str]  # step, figure, remark
+Row = tuple[str, str, str]  # (step, figure, remark)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ class DemoConfig:
 
 
 def draft_dir() -> Path:
-    """The EAGLE3 head that the repository ships; ConfigError when this is no checkout."""
+    """The directory of the EAGLE3 head in the repository. Raises ConfigError outside a checkout."""
     if not (DRAFT_DIR / "config.json").is_file():
         raise ConfigError(
             f"no draft head in {DRAFT_DIR}: run from a checkout of the repository, or with --no-draft"
@@ -61,7 +60,8 @@ def draft_dir() -> Path:
 
 
 class Interruption:
-    """Signals: the first interrupts whatever the demo waits for, those that come while it stops hurry it."""
+    """Signal handling: the first signal interrupts the demo's wait, a signal during the stop makes it
+    immediate."""
 
     def __init__(self) -> None:
         self.shutdown = Shutdown(self._on_signal)
@@ -71,7 +71,7 @@ class Interruption:
         return f"Interruption({self.shutdown})"
 
     def disarm(self) -> None:
-        """From here on no signal raises."""
+        """Makes later signals raise no exception."""
         self._may_interrupt = False
 
     def _on_signal(self) -> None:
@@ -81,7 +81,7 @@ class Interruption:
 
 
 def run(config: DemoConfig, console: Console, interruption: Interruption) -> None:
-    """The steps of the module's docstring; raises BatonError, and stops the cluster in every case."""
+    """Runs the steps of the module's docstring. Stops the cluster in every case. Raises BatonError."""
     model = ensure_demo_model()
     draft = "" if config.no_draft else str(draft_dir())
     cluster = Cluster(
@@ -114,25 +114,25 @@ def run(config: DemoConfig, console: Console, interruption: Interruption) -> Non
 
 
 def stay(cluster: Cluster) -> None:
-    """Wait for Ctrl-C; StartupError when the cluster gives up before."""
+    """Waits for Ctrl-C. Raises StartupError when the cluster gives up before."""
     while not cluster.failure:
         time.sleep(POLL_S)
     raise StartupError(cluster.failure)
 
 
 def request_body(model: str, config: DemoConfig) -> dict[str, Any]:
-    """The chat completion that the demo sends."""
+    """The body of the demo's chat completion."""
     messages = [{"role": "user", "content": config.prompt}]
     return {"model": model, "messages": messages, "max_tokens": config.max_tokens, "temperature": 0}
 
 
 def show_children(cluster: Cluster, console: Console) -> None:
-    """One line: who runs under which process id."""
+    """Prints one line with the process id of each child."""
     console.print("started " + ", ".join(f"{child.role} (pid {child.pid})" for child in cluster.children))
 
 
 def ask(client: ChatClient, body: dict[str, Any], console: Console) -> StreamedAnswer:
-    """Send the request and write the answer as it comes."""
+    """Sends the request and writes the answer as it arrives."""
     console.print("\n[bold]user[/]       ", end="")
     console.print(body["messages"][-1]["content"], markup=False)
     console.print("[bold]assistant[/]  ", end="")
@@ -147,7 +147,7 @@ def ask(client: ChatClient, body: dict[str, Any], console: Console) -> StreamedA
 
 
 def timeline_rows(answer: StreamedAnswer) -> list[Row]:
-    """The timeline as rows, in the order of the road; steps that the server did not report are left out."""
+    """The timeline as rows in the order of the steps. Steps that the server did not report are left out."""
     t = answer.timeline
 
     def ms(key: str) -> str:
@@ -198,7 +198,7 @@ def curl_line(url: str, body: dict[str, Any]) -> str:
 
 
 def show_addresses(url: str, body: dict[str, Any], console: Console) -> None:
-    """Where to go from here."""
+    """Prints the addresses of the running cluster, and a curl line."""
     console.print("\n[bold]try it[/]")
     console.print(curl_line(url, body), soft_wrap=True, markup=False, highlight=False)
     console.print(f"baton chat --url {url}", highlight=False)
@@ -206,7 +206,10 @@ def show_addresses(url: str, body: dict[str, Any], console: Console) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """`baton demo`: 0 after the answer (`--once`, or Ctrl-C while it waits), 1 for a failure, 2 for bad usage."""
+    """Runs `baton demo`.
+
+    Returns 0 after the answer (`--once`, or Ctrl-C in the wait), 1 for a failure, 2 for bad usage.
+    """
     return run_command(PROG, lambda: _demo(argv))
 
 

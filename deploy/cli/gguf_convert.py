@@ -1,8 +1,9 @@
-"""GGUF file of a Llama model -> Hugging Face directory (config, float32 safetensors, tokenizer).
+"""Converts the GGUF file of a Llama model to a Hugging Face directory (config, float32 safetensors,
+tokenizer).
 
-Weights are dequantised to float32, which is exact: rounding them to bfloat16 would make another model of them.
-llama.cpp stores the rows of q_proj and k_proj so that each rotary pair lies side by side; Hugging Face keeps the two
-halves of a head apart, so these rows are put back. Tensors stream through one at a time.
+Weights are dequantised to float32, which is exact; rounding to bfloat16 would change the model. llama.cpp
+stores the rows of q_proj and k_proj so that each rotary pair lies side by side; Hugging Face keeps the two
+halves of a head apart, so these rows are reordered. Tensors stream through one at a time.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ except ImportError:  # an optional dependency: `pip install baton[demo]`
     gguf = None  # type: ignore[assignment, unused-ignore]
 
 FloatArray = NDArray[np.float32]
-Report = Callable[[int, int], None]  # (bytes written, bytes in all)
+Report = Callable[[int, int], None]  # (bytes written, bytes in total)
 
 CONTROL_TOKEN = 3  # gguf TokenType.CONTROL
 
@@ -47,9 +48,10 @@ _TOP_NAMES = {
 
 
 def convert(source: Path, target: Path, report: Report) -> None:
-    """Write the model in `source` into the existing directory `target`; `report` hears of each tensor.
+    """Writes the model in `source` into the existing directory `target`. Calls `report` after each tensor.
 
-    Raises StartupError when gguf is not installed or `source` is not a Llama model with a byte-level BPE tokenizer.
+    Raises StartupError when gguf is not installed or `source` is not a Llama model with a byte-level BPE
+    tokenizer.
     """
     if gguf is None:
         raise StartupError("the package gguf is not installed: run pip install 'baton[demo]'")
@@ -70,9 +72,9 @@ _GENERATION_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def hf_config(fields: dict[str, Any], *, tied: bool) -> dict[str, Any]:
-    """The config.json of a Llama GGUF's metadata `fields`."""
+    """The config.json for a Llama GGUF's metadata `fields`."""
 
-    def value(name: str) -> Any:  # noqa: ANN401 - as the GGUF has it: str, int, float or list
+    def value(name: str) -> Any:  # noqa: ANN401 - str, int, float or list
         return fields[name].contents()
 
     heads = value("llama.attention.head_count")
@@ -88,7 +90,7 @@ def hf_config(fields: dict[str, Any], *, tied: bool) -> dict[str, Any]:
         "hidden_act": "silu",
         "vocab_size": value("llama.vocab_size"),
         "max_position_embeddings": value("llama.context_length"),
-        # 1e-5 went through float32 and came back as 9.99999975e-06
+        # undo the rounding through float32, which turns 1e-5 into 9.99999975e-06
         "rms_norm_eps": float(f"{value('llama.attention.layer_norm_rms_epsilon'):.6g}"),
         "rope_theta": value("llama.rope.freq_base"),
         "rope_scaling": None,
@@ -102,11 +104,12 @@ def hf_config(fields: dict[str, Any], *, tied: bool) -> dict[str, Any]:
     }
 
 
-# --- weights ----------------------------------------------------------------------------------------------------------
+# --- weights ------------------------------------------------------------------------------------------------
 
 
 def hf_name(name: str) -> str:
-    """The Hugging Face name of the GGUF tensor `name`; KeyError for a tensor that a Llama model does not have."""
+    """The Hugging Face name of the GGUF tensor `name`; KeyError for a tensor that a Llama model does not
+    have."""
     if name in _TOP_NAMES:
         return _TOP_NAMES[name]
     _, layer, kind, suffix = name.split(".")
@@ -114,7 +117,8 @@ def hf_name(name: str) -> str:
 
 
 def unpermute(weight: FloatArray, num_heads: int) -> FloatArray:
-    """Rows of `[num_heads * D, H]`: each head's 0, D/2, 1, D/2+1, .. (pairs side by side) to 0, 1, .. D-1."""
+    """Reorders the rows of `[num_heads * D, H]` per head: from 0, D/2, 1, D/2+1, .. (pairs side by side) to 0
+    .. D-1."""
     rows, columns = weight.shape
     pairs = weight.reshape(num_heads, rows // num_heads // 2, 2, columns)
     halves: FloatArray = pairs.swapaxes(1, 2).reshape(rows, columns)
@@ -144,7 +148,8 @@ class _HFTensors:
 
 
 def write_safetensors(path: Path, tensors: _HFTensors, report: Report) -> None:
-    """Stream `tensors` into a safetensors file: header size (u64), JSON header, then the data without gaps."""
+    """Streams `tensors` into a safetensors file: header size (u64), JSON header, then the data without
+    gaps."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     total = 0
     for name, shape in tensors.shapes().items():
@@ -152,7 +157,7 @@ def write_safetensors(path: Path, tensors: _HFTensors, report: Report) -> None:
         header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [total, total + size]}
         total += size
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data starts aligned
+    text += b" " * (-len(text) % 8)  # aligns the data
     done = 0
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -164,11 +169,12 @@ def write_safetensors(path: Path, tensors: _HFTensors, report: Report) -> None:
             report(done, total)
 
 
-# --- tokenizer --------------------------------------------------------------------------------------------------------
+# --- tokenizer ----------------------------------------------------------------------------------------------
 
 
 def build_tokenizer(tokens: list[str], token_types: list[int], merges: list[str]) -> Tokenizer:
-    """The byte-level BPE tokenizer that llama.cpp calls "smollm": digits one by one, no BOS, control tokens special."""
+    """The byte-level BPE tokenizer that llama.cpp calls "smollm": digits one by one, no BOS, control tokens
+    special."""
     vocab = {token: index for index, token in enumerate(tokens)}
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
@@ -185,7 +191,7 @@ def build_tokenizer(tokens: list[str], token_types: list[int], merges: list[str]
 
 
 def write_tokenizer(fields: dict[str, Any], target: Path) -> None:
-    """tokenizer.json and tokenizer_config.json, the chat template included."""
+    """Writes tokenizer.json and tokenizer_config.json, with the chat template."""
     tokens: list[str] = fields["tokenizer.ggml.tokens"].contents()
     pre = fields["tokenizer.ggml.pre"].contents()
     if pre != "smollm":
@@ -220,7 +226,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Hex digest of a file's bytes."""
+    """The sha256 of a file's bytes, in hex."""
     with path.open("rb") as file:
         digest = hashlib.sha256()
         while chunk := file.read(1 << 20):

@@ -1,13 +1,15 @@
-"""`baton plan`: sizes of a deployment from a model's config and from what the hardware does.
+"""`baton plan`: sizes a deployment from a model's config and measured rates of the hardware.
 
     baton plan --model DIR --bandwidth 2.5 --prefill-rate 24000 --prompt 4000 --output 300 --rate 2
-    baton plan --model DIR --pull tcp://10.0.0.2:7999 --prefill-rate 24000       the bandwidth is measured now
-    baton plan --model DIR --url http://127.0.0.1:8000 --within 25               all is measured on a running cluster,
-                                                                                 and the prediction compared with it:
-                                                                                 more than 25 % off is exit code 1
+    baton plan --model DIR --pull tcp://10.0.0.2:7999 --prefill-rate 24000
+    baton plan --model DIR --url http://127.0.0.1:8000 --within 25
 
-On a running cluster prompts of up to two chunks give the prefill rate, the link and the fixed cost of a hand-off; longer
-prompts, which gave none of these, are then predicted and measured. See `sizing` for the calculation.
+The second form measures the bandwidth. The third measures everything on a running cluster and compares the
+prediction with it; the exit code is 1 when the prediction is more than 25 % off.
+
+On a running cluster prompts of up to two chunks give the prefill rate, the link and the fixed cost of a
+hand-off; longer prompts, which were not used for these, are then predicted and measured. See `sizing` for the
+calculation.
 """
 
 import os
@@ -30,8 +32,8 @@ from .sizing import Measured, PlannedLoad, SizingPlan, handoff_of, plan_of
 PROG = "baton plan"
 SUMMARY = "Size a deployment: hand-off time, memory, workers, and when not to disaggregate."
 EXIT_OFF = 1
-FASTEST = 1e12  # bytes per second: what a link is taken for when its share cannot be seen
-FIRST_ID, NUM_IDS = 10, 200  # token ids of made-up prompts, which every vocabulary has
+FASTEST = 1e12  # bytes per second; the assumed bandwidth when the link's share is too small to measure
+FIRST_ID, NUM_IDS = 10, 200  # range of token ids for random prompts, valid in every vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ class PlanConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HandoffSample:
-    """One request: tokens that travelled, and times in seconds."""
+    """One measured request: tokens handed over, and times in seconds."""
 
     tokens: int
     num_bytes: int
@@ -95,8 +97,12 @@ class HandoffSample:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; its exit code."""
-    return run_command(PROG, lambda: _run(PlanConfig(**read_command_line(PlanConfig, argv, PROG, SUMMARY))))  # type: ignore[arg-type]
+    """Runs `baton plan` and returns its exit code."""
+    return run_command(PROG, lambda: _plan(argv))
+
+
+def _plan(argv: Sequence[str]) -> int:
+    return _run(PlanConfig(**read_command_line(PlanConfig, argv, PROG, SUMMARY)))  # type: ignore[arg-type]
 
 
 def fit(
@@ -105,10 +111,11 @@ def fit(
     two: Sequence[HandoffSample],
     tpot_s: float,
 ) -> Measured:
-    """From prompts of a part of a chunk, a chunk, and two chunks, by medians.
+    """The hardware's rates, fitted to medians over prompts of a part of a chunk, of one chunk and of two
+    chunks.
 
-    Hand-offs of the first two lie on a line: its slope is the link, its foot the fixed cost. What two chunks take beyond
-    twice one is how attention slows prefill down.
+    The hand-off times of the first two give a line: its slope is the link's time per token, its intercept the
+    fixed cost. The time of two chunks beyond twice that of one shows how attention slows prefill down.
     """
     near, far = (_median([s.handoff_s for s in samples]) for samples in (short, whole))
     more = whole[0].num_bytes - short[0].num_bytes
@@ -194,11 +201,12 @@ def _report(shape: KVShape, measured: Measured, load: PlannedLoad, plan: SizingP
     ]
 
 
-# --- a running cluster ------------------------------------------------------------------------------------------------
+# --- a running cluster --------------------------------------------------------------------------------------
 
 
 def _on_cluster(config: PlanConfig, shape: KVShape) -> tuple[Measured, float, list[str]]:
-    """What the cluster does, and by which share that mispredicts prompts that were not used to find out."""
+    """The cluster's measured rates, and the relative error of their prediction for prompts not used in the
+    fit."""
     if config.chunk < 8:
         raise ConfigError(
             f"--chunk {config.chunk}: measuring a cluster needs the --chunk-size of its prefill, at least 8"
@@ -211,20 +219,27 @@ def _on_cluster(config: PlanConfig, shape: KVShape) -> tuple[Measured, float, li
             f"--prompt {config.prompt} is one of the lengths that are measured; write another to predict"
         )
     samples: dict[int, list[HandoffSample]] = {size: [] for size in sizes}
-    _ask(client, model, rng, config.chunk, shape)  # the first contact of a pair costs more
+    # discard the first request: a pair's first contact costs more
+    _ask(client, model, rng, config.chunk, shape)
     for _ in range(config.rounds):
         for size in sizes:
             samples[size].append(_ask(client, model, rng, size, shape))
     measured = fit(samples[sizes[0]], samples[sizes[1]], samples[sizes[2]], config.tpot_ms / 1e3)
     predicted = handoff_of(config.prompt, shape, measured, config.chunk).total_s
     seen = _median([sample.handoff_s for sample in samples[config.prompt]])
-    text = f"hand-off of {config.prompt} tokens: predicted {predicted * 1e3:.1f} ms, measured {seen * 1e3:.1f} ms"
+    text = (
+        f"hand-off of {config.prompt} tokens: predicted {predicted * 1e3:.1f} ms, "
+        f"measured {seen * 1e3:.1f} ms"
+    )
     off = predicted / seen - 1
     return measured, off, [f"{text} ({off:+.0%}, median of {config.rounds})", ""]
 
 
 def _ask(client: ChatClient, model: str, rng: random.Random, tokens: int, shape: KVShape) -> HandoffSample:
-    """One request of `tokens` that nobody has cached. Raises BatonError."""
+    """Sends one request with a random prompt of `tokens` tokens, which no worker has cached.
+
+    Raises BatonError.
+    """
     body: dict[str, Any] = {
         "model": model,
         "prompt": [rng.randrange(FIRST_ID, FIRST_ID + NUM_IDS) for _ in range(tokens)],
@@ -232,20 +247,20 @@ def _ask(client: ChatClient, model: str, rng: random.Random, tokens: int, shape:
         "temperature": 0,
         "ignore_eos": True,
     }
-    told = client.post("/v1/completions", body).get("timeline") or {}
-    if not told.get("handoff_bytes") or not told.get("prefill_ms"):
+    timeline = client.post("/v1/completions", body).get("timeline") or {}
+    if not timeline.get("handoff_bytes") or not timeline.get("prefill_ms"):
         raise BatonError(
             "the cluster handed nothing over: it needs a prefill worker, and --local-prefill-max 0"
         )
     expected = tokens * shape.token_bytes
-    if not 0.5 * expected <= told["handoff_bytes"] <= 2 * expected + 2**20:
-        text = f"{tokens} tokens travelled as {told['handoff_bytes']} bytes, {expected} were expected"
+    if not 0.5 * expected <= timeline["handoff_bytes"] <= 2 * expected + 2**20:
+        text = f"{tokens} tokens travelled as {timeline['handoff_bytes']} bytes, {expected} were expected"
         raise ConfigError(f"{text}; name the cluster's own --model, --draft and --dtype")
     return HandoffSample(
         tokens=tokens,
-        num_bytes=told["handoff_bytes"],
-        handoff_s=told["handoff_ms"] / 1e3,
-        prefill_s=told["prefill_ms"] / 1e3,
+        num_bytes=timeline["handoff_bytes"],
+        handoff_s=timeline["handoff_ms"] / 1e3,
+        prefill_s=timeline["prefill_ms"] / 1e3,
     )
 
 

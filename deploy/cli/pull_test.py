@@ -1,9 +1,10 @@
-"""How fast this host pulls from another: blocks of 1 MiB through ZeroMQ, asked for as decode asks for KV.
+"""Measures the rate at which this host pulls from another: blocks of 1 MiB over ZeroMQ, requested as decode
+requests KV.
 
     baton doctor --serve-pull tcp://10.0.0.2:7999 --trusted-network     on the one host
     baton doctor --pull tcp://10.0.0.2:7999                             on the other
 
-The blocks carry nothing. The serving end answers one request with one block, for `SERVE_S` at most.
+The blocks hold no data. The serving end answers each request with one block, for at most `SERVE_S`.
 """
 
 import time
@@ -19,7 +20,7 @@ from ...cluster.protocol.kv_messages import BLOCK_BYTES
 WINDOW = 8
 MEASURE_S = 2.0
 SERVE_S = 600.0
-SILENCE_S = 3.0  # of the other end, before it is given up
+SILENCE_S = 3.0  # longest silence of the other end, in seconds
 ASK_BLOCK, ASK_NOTHING = b"block", b"nothing"
 MAX_FRAME = BLOCK_BYTES + 4096
 ROUND_TRIPS = 50
@@ -45,7 +46,10 @@ def serve(
     on_ready: Callable[[str], None],
     is_over: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Answers until `SERVE_S` have passed or `is_over`; how many blocks went out. Raises ConfigError, StartupError."""
+    """Answers requests until `SERVE_S` have passed or `is_over` is true. Returns the number of blocks sent.
+
+    Raises ConfigError for an invalid endpoint, StartupError for one in use.
+    """
     check_bind_address(endpoint, trusted_network)
     block = bytes(BLOCK_BYTES)
     num_sent = 0
@@ -70,7 +74,7 @@ def serve(
 
 
 def measure(endpoint: str, seconds: float = MEASURE_S) -> Link:
-    """Pulls for so long. Raises BatonError when nobody answers, ConfigError for a wrong endpoint."""
+    """Pulls for `seconds`. Raises ConfigError for an invalid endpoint, BatonError when it does not answer."""
     with zmq.Context() as context:
         socket = make_socket(context, zmq.DEALER, max_frame=MAX_FRAME, high_water=2 * WINDOW)
         try:
@@ -85,7 +89,7 @@ def _answer(socket: "zmq.Socket[bytes]", parts: list[bytes]) -> None:
     try:
         try_send(socket, parts)
     except BatonError:
-        return  # the asker went away
+        return  # the requester has left
 
 
 def _round_trip(socket: "zmq.Socket[bytes]", endpoint: str) -> float:
@@ -96,7 +100,7 @@ def _round_trip(socket: "zmq.Socket[bytes]", endpoint: str) -> float:
 
 
 def _pull(socket: "zmq.Socket[bytes]", endpoint: str, seconds: float) -> float:
-    """Bytes per second."""
+    """Pulls blocks for `seconds`. Returns bytes per second."""
     for _ in range(WINDOW):
         _ask(socket, ASK_BLOCK, endpoint)
     began, num_bytes, elapsed = time.monotonic(), 0, 0.0

@@ -1,16 +1,21 @@
-"""How long a hand-off takes, how many workers a load needs, and when one process does better.
+"""Computes the time of a hand-off, the number of workers for a load, and when a single process is better.
 
-A prompt of S tokens is computed in chunks; each is pulled while the next is computed. With b bytes per token, chunks of c
-tokens, a prefill rate of r tokens/s, a link of B bytes/s and a fixed cost f per hand-off:
+A prompt of S tokens is computed in chunks; each is pulled while the next is computed. With b bytes per token,
+chunks of c tokens, a prefill rate of r tokens/s, a link of B bytes/s and a fixed cost f per hand-off:
 
-    chunk i is ready at          t_i = n / r + s * n * n / 2     n: tokens of chunks 0..i, s: what attention adds per token
-    and has landed at            l_i = max(t_i, l_(i-1)) + d_i / B     d_i: bytes of the blocks that it fills; the last
-                                                                       chunk takes what is left with it
-    hand-off, as decode sees it  l_last - t_0 + f          from the first announcement to the last block
-    exposed                      l_last - t_last + f       what is left when prefill is done; the first token is gone by then
+    chunk i is ready at          t_i = n / r + s * n * n / 2
+    and has landed at            l_i = max(t_i, l_(i-1)) + d_i / B
+    hand-off, as decode sees it  l_last - t_0 + f
+    exposed                      l_last - t_last + f
     hidden completely when       B >= b * r
 
-Workers: prefill by its rate at `PREFILL_BUSY` of its time; decode by Little's law, at most `DECODE_FULL` of its places.
+Here n is the number of tokens in chunks 0..i, and s the time that attention adds per token and token before
+it. d_i is the bytes of the blocks that chunk i fills; the last chunk includes the remainder. The hand-off
+lasts from the first announcement to the last block. Its exposed part follows the end of prefill, when token 1
+is sent already.
+
+Workers: prefill by its rate at `PREFILL_BUSY` of its time; decode by Little's law, at most `DECODE_FULL` of
+its places.
 """
 
 import math
@@ -21,29 +26,29 @@ from .checkpoints import KVShape
 
 PREFILL_BUSY = 0.7
 DECODE_FULL = 0.85
-IDLE_PREFILL = 0.1  # a prefill worker busier than that earns its place
+IDLE_PREFILL = 0.1  # below this share of its time, a prefill worker is not worth its place
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What this hardware does."""
+    """Measured rates and costs of the hardware."""
 
     prefill_rate: float  # tokens per second
     bandwidth: float  # bytes per second
-    slowing: float = 0.0  # seconds that a prompt token costs more for each token before it
-    fixed_s: float = 0.0  # of each hand-off
-    tpot_s: float = 0.02  # of a decode worker at its usual batch
+    slowing: float = 0.0  # additional seconds per prompt token for each token before it
+    fixed_s: float = 0.0  # seconds per hand-off
+    tpot_s: float = 0.02  # seconds per token of a decode worker at its usual batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLoad:
-    """What shall be served."""
+    """The load to be served."""
 
     prompt: int  # tokens
     output: int
     rate: float  # requests per second
     chunk: int = 256  # tokens; 0: whole prompts
-    kv_memory: float = 0.0  # bytes of a decode worker's pool; 0: places alone bound it
+    kv_memory: float = 0.0  # bytes of a decode worker's pool; 0: only its places bound the batch
     max_running: int = 16
 
 
@@ -58,19 +63,19 @@ class HandoffTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class SizingPlan:
-    """What the load needs."""
+    """The sizes that the load needs."""
 
     handoff: HandoffTimes
-    request_bytes: int  # of KV, on decode
+    request_bytes: int  # bytes of KV per request on decode
     hiding_bandwidth: float  # bytes per second
-    places: int  # requests at once on one decode worker
+    places: int  # concurrent requests on one decode worker
     num_prefill: int
     num_decode: int
-    advice: tuple[str, ...]  # reasons not to disaggregate, or what to do first
+    advice: tuple[str, ...]  # reasons not to disaggregate, or first steps
 
 
 def handoff_of(tokens: int, shape: KVShape, measured: Measured, chunk: int) -> HandoffTimes:
-    """One hand-off of `tokens`, nothing cached on either side."""
+    """The times of one hand-off of `tokens` tokens with nothing cached on either side."""
     step = chunk or tokens
     landed, sent = 0.0, 0
     first = None
@@ -90,12 +95,12 @@ def handoff_of(tokens: int, shape: KVShape, measured: Measured, chunk: int) -> H
 
 
 def prefill_s(tokens: int, measured: Measured) -> float:
-    """Seconds that the first so many tokens of a prompt take."""
+    """Seconds to prefill the first `tokens` tokens of a prompt."""
     return tokens / measured.prefill_rate + measured.slowing * tokens * tokens / 2
 
 
 def plan_of(shape: KVShape, measured: Measured, load: PlannedLoad) -> SizingPlan:
-    """The whole calculation."""
+    """The sizes for a load on the measured hardware."""
     handoff = handoff_of(load.prompt, shape, measured, load.chunk)
     request_bytes = (load.prompt + load.output) * shape.kv_bytes
     fitting = int(load.kv_memory // request_bytes) if load.kv_memory else load.max_running
@@ -121,12 +126,14 @@ def _advice(
         found.append("a request does not fit a decode worker's KV memory: more memory, or shorter requests")
     if whole_s >= handoff.prefill_s:
         found.append(
-            f"moving a prompt ({whole_s * 1e3:.1f} ms) costs as much as computing it ({handoff.prefill_s * 1e3:.1f} ms): "
+            f"moving a prompt ({whole_s * 1e3:.1f} ms) costs as much as computing it "
+            f"({handoff.prefill_s * 1e3:.1f} ms): "
             "let decode compute such prompts (--local-prefill-max), or use a faster link"
         )
     if handoff.prefill_s <= measured.tpot_s:
         found.append(
-            "a prompt is computed within one token's time: it would not be felt beside decoding; one process per GPU does"
+            "a prompt is computed within one token's time: it would not be felt beside decoding; "
+            "one process per GPU does"
         )
     if load.rate * handoff.prefill_s < IDLE_PREFILL:
         found.append(

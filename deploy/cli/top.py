@@ -3,8 +3,8 @@
     baton top --url http://a:8000,http://b:8000
     baton top --once --json          one JSON document, for scripts
 
-It asks what the routers' own page asks, /status and /requests, and shows no prompt and no text. Of routers that share a port
-each is named by its --own-port. Where routers ask for API keys, it sends the one in the environment variable BATON_API_KEY.
+It reads /status and /requests, as the routers' own page does, and shows no prompts and no text. Name routers
+that share a port by their --own-port. The API key is read from the environment variable BATON_API_KEY.
 """
 
 import json
@@ -29,9 +29,9 @@ from .command import run_command
 
 PROG = "baton top"
 SUMMARY = "Watch routers, their workers and recent requests. Ctrl-C quits."
-ANSWER_S = 3.0  # longest wait for a router
-WINDOW_S = 5.0  # of a rate
-PIPE_WIDTH = 140  # columns
+ANSWER_S = 3.0  # longest wait for a router's answer
+WINDOW_S = 5.0  # seconds over which a rate is averaged
+PIPE_WIDTH = 140  # columns of output that is not a terminal
 NONE = "-"
 OWN = "this key shows its own requests; the cluster is shown to the key of an operator or an observer"
 TONES = {
@@ -64,7 +64,7 @@ class TopConfig:
 
 
 class RouterPart(Struct, frozen=True):
-    """What is shown of the router itself; like the next two, fields of its documents."""
+    """The displayed fields of the router. This and the next two types mirror fields of its JSON documents."""
 
     model: str
     state: str
@@ -75,7 +75,7 @@ class RouterPart(Struct, frozen=True):
 
 
 class WorkerPart(Struct, frozen=True):
-    """What is shown of a worker."""
+    """The displayed fields of a worker."""
 
     role: str
     instance: str
@@ -91,7 +91,7 @@ class WorkerPart(Struct, frozen=True):
 
 
 class RequestPart(Struct, frozen=True):
-    """What is shown of a request."""
+    """The displayed fields of a request."""
 
     id: str
     arrived: float
@@ -110,14 +110,14 @@ class RequestPart(Struct, frozen=True):
 
 
 class StatusPart(Struct, frozen=True):
-    """Of /status."""
+    """The displayed fields of /status."""
 
     router: RouterPart
     workers: list[WorkerPart]
 
 
 class RequestsPart(Struct, frozen=True):
-    """Of /requests."""
+    """The displayed fields of /requests."""
 
     now: float
     requests: list[RequestPart]
@@ -125,7 +125,7 @@ class RequestsPart(Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What one router said; `fault` is why it said nothing, `note` why it said no more."""
+    """One reading of one router. `fault` explains a missing answer, `note` an incomplete one."""
 
     url: str
     at: float = 0.0  # monotonic seconds
@@ -133,17 +133,20 @@ class Look:
     note: str = ""
     status: StatusPart | None = None
     requests: RequestsPart | None = None
-    document: Document = field(default_factory=dict)  # both as they came, for scripts
+    document: Document = field(default_factory=dict)  # both documents unchanged, for scripts
 
 
 class Rates:
-    """Growth per second of totals, over about the last `WINDOW_S`."""
+    """Growth of totals per second, over about the last `WINDOW_S`."""
 
     def __init__(self) -> None:
         self._points: dict[str, list[tuple[float, float]]] = {}
 
     def of(self, name: str, total: float, now: float) -> float | None:
-        """None before there are two looks; a total that fell belongs to another process and begins anew."""
+        """The rate of the total `name`; None before two readings.
+
+        A total that falls belongs to a restarted process, so its history starts again.
+        """
         points = [
             (at, was) for at, was in self._points.get(name, []) if now - at <= WINDOW_S and was <= total
         ]
@@ -153,7 +156,7 @@ class Rates:
 
 
 def look(client: ChatClient, num_requests: int, clock: Callable[[], float] = time.monotonic) -> Look:
-    """Asks one router. A tenant's key is shown its own requests."""
+    """Reads one router. A tenant's key sees its own requests only."""
     note = ""
     try:
         try:
@@ -177,11 +180,11 @@ def look(client: ChatClient, num_requests: int, clock: Callable[[], float] = tim
         return Look(url=client.url, fault=f"{client.url} is no router of this release: {error}")
 
 
-# --- what is shown ----------------------------------------------------------------------------------------------------
+# --- display ------------------------------------------------------------------------------------------------
 
 
 def render(looks: Sequence[Look], rates: Rates) -> RenderableType:
-    """All routers, one below the other."""
+    """The view of all routers, one below the other."""
     parts: list[RenderableType] = []
     for seen in looks:
         if seen.status is None:
@@ -207,7 +210,7 @@ def _workers(seen: Look, workers: Sequence[WorkerPart], rates: Rates) -> Table:
     )
     for worker in sorted(workers, key=lambda w: (w.role == "decode", w.instance)):
         is_decode, counters, name = worker.role == "decode", worker.counters, worker.instance
-        point = f"{seen.url} {name}"  # routers that share a worker know it from different heartbeats
+        point = f"{seen.url} {name}"  # routers that share a worker have it from different heartbeats
         tokens = rates.of(
             f"{point} tokens", counters.get("tokens" if is_decode else "prompt_tokens", 0.0), seen.at
         )
@@ -272,7 +275,7 @@ def _table(*columns: str) -> Table:
 
 
 def ms(value: float | None) -> str:
-    """Milliseconds, or seconds where they are many."""
+    """A time as text, in milliseconds, from 10 s on in seconds."""
     if value is None:
         return NONE
     return (
@@ -285,7 +288,7 @@ def ms(value: float | None) -> str:
 
 
 def age(seconds: float) -> str:
-    """A time span in its largest unit."""
+    """A time span as text in its largest unit."""
     for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds // length:.0f} {unit}"
@@ -293,7 +296,7 @@ def age(seconds: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes with three digits."""
+    """A number of bytes as text with three digits."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}"
@@ -301,11 +304,14 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.3g} TiB"
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
+# --- the command --------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str]) -> int:
-    """`baton top`: 0 when it was ended, 1 when no router can be reached, 2 for a bad command line."""
+    """Runs `baton top`.
+
+    Returns 0 when ended by the user, 1 when no router can be reached, 2 for a bad command line.
+    """
     return run_command(PROG, lambda: _top(argv))
 
 
@@ -321,13 +327,13 @@ def _top(argv: list[str]) -> int:
         raise RequestFailed("; ".join(seen.fault for seen in looks))
     try:
         _show(config, looks, ask)
-    except KeyboardInterrupt:  # the way to end it
+    except KeyboardInterrupt:  # the user's way to end the command
         sys.stdout.write("\n")
     return EXIT_OK
 
 
 def clients_of(urls: str) -> list[ChatClient]:
-    """A client of each router. Raises ConfigError."""
+    """One client per router. Raises ConfigError for an invalid URL."""
     named = [url.strip() for url in urls.split(",") if url.strip()]
     if not named:
         raise ConfigError("--url names no router; write http://HOST:PORT")

@@ -1,10 +1,11 @@
 """`baton keys api`: the API keys of clients, in the file that `--api-keys` names.
 
-    baton keys api add FILE --name alice             makes a key and prints it, this once: the file has its hash only
-    baton keys api list FILE                         whose keys there are, and their limits
-    baton keys api revoke FILE ID                    admits a key no longer, by its first 8 digits
+    baton keys api add FILE --name alice             makes a key and prints it once; the file stores only its
+                                                     hash
+    baton keys api list FILE                         lists the keys with their owners and limits
+    baton keys api revoke FILE ID                    revokes a key by the 8 digits of its id
 
-Running routers take changes over within a second.
+Running routers apply changes within a second.
 """
 
 import argparse
@@ -27,7 +28,7 @@ LIMITS = {
 
 
 def add(path: Path, fields: dict[str, object]) -> tuple[str, ApiKey]:
-    """A new key with its entry. Raises ConfigError."""
+    """Adds a new key to the file. Returns the key and its entry. Raises ConfigError."""
     secret, key_id, digest = make_api_key()
     try:
         key = msgspec.convert({"id": key_id, "sha256": digest, **fields}, ApiKey)
@@ -45,7 +46,7 @@ def add(path: Path, fields: dict[str, object]) -> tuple[str, ApiKey]:
 
 
 def revoke(path: Path, key_id: str) -> ApiKey:
-    """The entry that is there no longer. Raises ConfigError."""
+    """Removes an entry from the file and returns it. Raises ConfigError for an unknown id."""
     keys = read_api_keys(path)
     gone = [key for key in keys if key.id == key_id]
     if not gone:
@@ -55,7 +56,7 @@ def revoke(path: Path, key_id: str) -> ApiKey:
 
 
 def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
-    """The command line below `baton keys api`."""
+    """Adds the subcommands of `baton keys api` to the parser."""
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
         description = f"{text[0].upper()}{text[1:]}."

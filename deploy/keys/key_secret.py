@@ -1,11 +1,12 @@
-"""`baton keys secret NAME`: keys of all three roles, made inside a Kubernetes cluster and kept there as one Secret.
+"""`baton keys secret NAME`: makes keys of all three roles inside a Kubernetes cluster and stores them as one
+Secret.
 
-Intended for a Job whose service account may only create Secrets. The command creates and never changes, so it may run again,
-or twice at once: the API server accepts the first request (201) and existing keys stay (409). The keys touch no disk but a
-temporary directory, which the Job keeps in memory.
+Intended for a Job whose service account may only create Secrets. The command only creates, so it may run
+again or twice at once: the API server accepts the first request (201), and existing keys stay (409). The keys
+touch no disk but a temporary directory, which the Job keeps in memory.
 
-The request is Kubernetes' own REST API: POST /api/v1/namespaces/{namespace}/secrets, with the token, the authority and the
-namespace that a pod finds in its service account's folder.
+The request is Kubernetes' own REST API: POST /api/v1/namespaces/{namespace}/secrets, with the token, the
+certificate authority and the namespace from the folder of the pod's service account.
 """
 
 import argparse
@@ -35,7 +36,7 @@ MakeKeys = Callable[[Path, list[str], str], object]
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceAccount:
-    """Where the API server is, and as whom it is asked. `token` is a secret."""
+    """The address of the API server and the credentials for it. `token` is a secret."""
 
     url: str
     namespace: str
@@ -44,10 +45,13 @@ class ServiceAccount:
 
 
 def account_of(folder: Path, env: Mapping[str, str]) -> ServiceAccount:
-    """The account of the pod that this runs in. Raises ConfigError where it runs in none."""
+    """The service account of the current pod. Raises ConfigError outside a pod."""
     host = env.get("KUBERNETES_SERVICE_HOST", "")
     port = env.get("KUBERNETES_SERVICE_PORT_HTTPS") or env.get("KUBERNETES_SERVICE_PORT") or "443"
-    remedy = "run it in a pod, or make keys with `baton keys init` and a Secret of their folder with `kubectl create secret`"
+    remedy = (
+        "run it in a pod, or make keys with `baton keys init` and a Secret of their folder with "
+        "`kubectl create secret`"
+    )
     if not host:
         raise ConfigError(f"KUBERNETES_SERVICE_HOST is not set; {remedy}")
     try:
@@ -64,7 +68,7 @@ def account_of(folder: Path, env: Mapping[str, str]) -> ServiceAccount:
 
 
 def secret_of(name: str, folder: Path) -> dict[str, object]:
-    """The Secret whose entries are the files of `folder`."""
+    """A Secret object whose entries are the files of `folder`."""
     data = {path.name: base64.b64encode(path.read_bytes()).decode() for path in sorted(folder.iterdir())}
     labels = {"app.kubernetes.io/name": "baton", "app.kubernetes.io/component": "keys"}
     metadata = {"name": name, "labels": labels}
@@ -72,7 +76,7 @@ def secret_of(name: str, folder: Path) -> dict[str, object]:
 
 
 def create(account: ServiceAccount, secret: Mapping[str, object]) -> bool:
-    """Whether it was made; False: one of this name exists, and was left as it is. Raises BatonError."""
+    """Creates a Secret. False if one of this name exists, which stays unchanged. Raises BatonError."""
     url = f"{account.url}/api/v1/namespaces/{account.namespace}/secrets"
     headers = {"Authorization": f"Bearer {account.token}", "Content-Type": "application/json"}
     try:
@@ -91,7 +95,10 @@ def create(account: ServiceAccount, secret: Mapping[str, object]) -> bool:
 
 
 def _refused(code: int, body: bytes) -> bool:
-    """What an answer that is no 2xx means: `reason` of the API's Status object tells two 409s apart."""
+    """Interprets an answer other than 2xx.
+
+    The `reason` of the API's Status object distinguishes two kinds of 409.
+    """
     try:
         status = json.loads(body)
         reason, message = status["reason"], str(status["message"])[:300]
@@ -104,7 +111,7 @@ def _refused(code: int, body: bytes) -> bool:
 
 
 def make_secret(name: str, account: ServiceAccount, make_keys: MakeKeys) -> str:
-    """Makes keys and the Secret of them; what was done, in words. Raises BatonError."""
+    """Makes keys and stores them as a Secret. Returns one line about the result. Raises BatonError."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made) / "keys"
         make_keys(folder, list(ROLES), name)
@@ -114,7 +121,7 @@ def make_secret(name: str, account: ServiceAccount, make_keys: MakeKeys) -> str:
 
 
 def add_command(parser: argparse.ArgumentParser, make_keys: MakeKeys) -> None:
-    """The arguments of `baton keys secret`, and what it does."""
+    """Adds the arguments and the function of `baton keys secret` to `parser`."""
     parser.add_argument("name", metavar="NAME", help="the Secret's name")
     parser.add_argument(
         "--account", type=Path, default=ACCOUNT, metavar="DIR", help="folder of the account (%(default)s)"

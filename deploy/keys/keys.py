@@ -1,14 +1,18 @@
 """`baton keys`: makes the keys of a host and manages the list of admitted peers.
 
-    baton keys init DIR                              a key pair per role, admitting each other: for `baton up --keys DIR`
-    baton keys init DIR --role prefill --name p0     on a host of its own; prints the public key
-    baton keys add DIR KEY --role prefill --name p0  on the hosts that shall admit it
-    baton keys secret NAME                           in a Kubernetes cluster, by a Job: see `key_secret`
+    baton keys init DIR                              makes a key pair per role, each admitted by the others:
+                                                     for `baton up --keys DIR`
+    baton keys init DIR --role prefill --name p0     the same for one role on a host of its own; prints the
+                                                     public key
+    baton keys add DIR KEY --role prefill --name p0  admits the key on another host
+    baton keys secret NAME                           makes keys in a Kubernetes cluster by a Job: see
+                                                     `key_secret`
 
 `baton keys api` makes the API keys of clients; see `api_keys`.
 
-To replace a key: `rotate` on its host, `add` of the new key on the others, then a restart of the process. Old and new are
-both admitted for the window. To revoke one at once: `remove` on the hosts that admit it.
+To replace a key, run `rotate` on its host and `add` with the new key on the others, then restart the process.
+Both keys are admitted for the length of the window. To revoke a key at once, run `remove` on the hosts that
+admit it.
 """
 
 import argparse
@@ -18,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -48,12 +52,12 @@ Action = Callable[[argparse.Namespace], list[str]]
 
 
 def main(argv: list[str]) -> int:
-    """`baton keys`: 0 when done, 2 for a wrong argument, file or directory."""
+    """Runs `baton keys`. Returns 0 on success, 2 for a wrong argument, file or directory."""
     return run_command(PROG, lambda: _run(argv))
 
 
 def init(directory: Path, roles: list[str], name: str) -> list[Peer]:
-    """Makes the directory and a key pair per role; the host admits its own keys. Raises ConfigError."""
+    """Makes the directory and a key pair per role, all admitted on this host. Raises ConfigError."""
     keys = [make_key(role, name) for role in roles]
     made = [_peer(key.role, key.name, key.public) for key in keys]
     try:
@@ -77,7 +81,10 @@ def init(directory: Path, roles: list[str], name: str) -> list[Peer]:
 
 
 def add(directory: Path, public: str, role: str, name: str, window_s: float, now: float) -> Peer:
-    """Admits a key; other keys of the same role and name end after `window_s`. Raises ConfigError."""
+    """Admits a key.
+
+    Other keys of the same role and name expire after `window_s` seconds. Raises ConfigError.
+    """
     peer = _peer(role, name, public.lower())
     peers = read_peers(directory)
     if any(known.public == peer.public for known in peers):
@@ -87,19 +94,23 @@ def add(directory: Path, public: str, role: str, name: str, window_s: float, now
 
 
 def rotate(directory: Path, roles: list[str], window_s: float, now: float) -> list[Peer]:
-    """A new key pair for each role; the old keys stay admitted here for `window_s`. Raises ConfigError."""
+    """Makes a new key pair for each role.
+
+    The old keys stay admitted here for `window_s` seconds. Raises ConfigError.
+    """
     made = []
     for role in roles:
         key = make_key(role, read_key(directory, role).name)
         peer = _peer(role, key.name, key.public)
         write_peers(directory, [*_ending(read_peers(directory), peer, window_s, now), peer])
-        write_key(directory, key)  # after the list: a key that nobody admits must not be the only one
+        # written after the list, so that the host never has only a key that is not admitted
+        write_key(directory, key)
         made.append(peer)
     return made
 
 
 def remove(directory: Path, public: str) -> Peer:
-    """Admits a key no longer. Raises ConfigError."""
+    """Revokes a key on this host. Raises ConfigError for an unknown key."""
     peers = read_peers(directory)
     gone = [peer for peer in peers if peer.public == public.lower()]
     if not gone:
@@ -109,12 +120,12 @@ def remove(directory: Path, public: str) -> Peer:
 
 
 def own_roles(directory: Path) -> list[str]:
-    """The roles that have a key pair here."""
+    """The roles with a key pair in the directory."""
     return [role for role in ROLES if (directory / f"{role}.key").exists()]
 
 
 def _ending(peers: list[Peer], successor: Peer, window_s: float, now: float) -> list[Peer]:
-    """The peers that are still valid, with an end to the keys that `successor` replaces."""
+    """The valid peers, with an expiry time on the keys that `successor` replaces."""
     end = end_of(window_s, now)
     kept = []
     for peer in peers:
@@ -126,7 +137,7 @@ def _ending(peers: list[Peer], successor: Peer, window_s: float, now: float) -> 
 
 
 def _peer(role: str, name: str, public: str) -> Peer:
-    """A checked peer; structs check their fields only when they are decoded."""
+    """A checked peer. A struct's fields are checked only in decoding, so the peer is encoded and decoded."""
     try:
         return msgspec.convert({"role": role, "name": name, "public": public}, Peer)
     except msgspec.ValidationError as error:
@@ -134,7 +145,7 @@ def _peer(role: str, name: str, public: str) -> Peer:
         raise ConfigError(f"role {role!r}, name {name!r}, key {public!r}: {error}; {wanted}") from None
 
 
-# --- the command line -------------------------------------------------------------------------------------------------
+# --- the command line ---------------------------------------------------------------------------------------
 
 
 class _Parser(argparse.ArgumentParser):
@@ -164,15 +175,15 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(action=action)
         return made
 
-    several = {"dest": "roles", "action": "append", "choices": ROLES, "metavar": "ROLE"}
-    window = {
+    several: dict[str, Any] = {"dest": "roles", "action": "append", "choices": ROLES, "metavar": "ROLE"}
+    window: dict[str, Any] = {
         "type": float,
         "default": WINDOW_H,
         "metavar": "H",
         "help": f"hours that older keys stay ({WINDOW_H:g})",
     }
     made = command("init", "make key pairs", _init)
-    made.add_argument("--role", help="router, prefill or decode; may be repeated (all three)", **several)  # type: ignore[arg-type]
+    made.add_argument("--role", help="router, prefill or decode; may be repeated (all three)", **several)
     made.add_argument("--name", default=_host(), help="who this is (the host's name)")
     made = command("add", "admit a peer's key", _add)
     made.add_argument("public", metavar="KEY", help="its public key, as init or rotate printed it")
@@ -180,10 +191,10 @@ def _parser() -> argparse.ArgumentParser:
         "--role", required=True, choices=ROLES, metavar="ROLE", help="router, prefill or decode"
     )
     made.add_argument("--name", required=True, help="who it is; its older keys end after the window")
-    made.add_argument("--window-h", **window)  # type: ignore[arg-type]
+    made.add_argument("--window-h", **window)
     made = command("rotate", "replace this host's key pairs", _rotate)
-    made.add_argument("--role", help="whose; may be repeated (all that are here)", **several)  # type: ignore[arg-type]
-    made.add_argument("--window-h", **window)  # type: ignore[arg-type]
+    made.add_argument("--role", help="whose; may be repeated (all that are here)", **several)
+    made.add_argument("--window-h", **window)
     made = command("remove", "admit a key no longer", _remove)
     made.add_argument("public", metavar="KEY", help="the public key")
     command("list", "show who is admitted", _list)
@@ -248,5 +259,5 @@ def _seconds(hours: float) -> float:
 
 
 def _host() -> str:
-    """This host's name as a peer's name may be."""
+    """This host's name in the form of a peer's name."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64].lstrip("._-") or "localhost"

@@ -1,10 +1,11 @@
 """The HEALTHCHECK of the container image: `python -m baton.deploy.packaging.alive URL...`.
 
-Exits with 0 when the process answers 200, else with 1 and prints the reason. Several URLs describe one process of unknown
-role: the first that accepts a connection decides. A router answers at its port, a worker at --metrics-port.
+Exits with 0 when the process answers 200, else with 1 and prints the reason. Several URLs describe one
+process of unknown role; the first URL that accepts a connection decides. A router answers at its port, a
+worker at --metrics-port.
 
-Only the standard library is imported, since the check runs every few seconds: `http.client` starts in 47 ms of CPU, httpx
-in 107 ms.
+Only the standard library is imported, since the check runs every few seconds: `http.client` starts in 47 ms
+of CPU, httpx in 107 ms.
 """
 
 import http.client
@@ -14,13 +15,15 @@ import urllib.parse
 from collections.abc import Sequence
 
 TIMEOUT_S = 3.0
-TLS_WANTED = '"tls_wanted"'  # the code by which a router with a certificate refuses plain HTTP
+TLS_WANTED = '"tls_wanted"'  # error code of a router with TLS that refuses plain HTTP
 
 
 def ask(url: str) -> tuple[int, str]:
-    """Status and the first words of the answer, over TLS for https:// and where that is wanted (which the router counts as a
-    failed handshake). It is this process that is asked, so nobody's certificate is checked. Raises OSError or
-    http.client.HTTPException for no answer.
+    """GETs `url`. Returns the status and the beginning of the body.
+
+    Uses TLS for https://, and also after a router refused plain HTTP, which it counts as a failed handshake.
+    The certificate is not checked, since the process is on this host. Raises OSError or
+    http.client.HTTPException without an answer.
     """
     parts = urllib.parse.urlsplit(url)
     if parts.scheme != "https":
@@ -46,20 +49,20 @@ def _get(connection: http.client.HTTPConnection, path: str) -> tuple[int, str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; the exit code, as Docker wants it."""
-    said = "no URL given"
+    """Runs the check and returns Docker's exit code: 0 healthy, 1 unhealthy."""
+    line = "no URL given"
     for url in argv:
         try:
             status, words = ask(url)
         except ConnectionRefusedError:
-            said = f"nobody listens at {', '.join(argv)}"
+            line = f"nobody listens at {', '.join(argv)}"
             continue
         except (OSError, http.client.HTTPException, ValueError) as error:
             sys.stdout.write(f"{url}: {error or type(error).__name__}\n")
             return 1
         sys.stdout.write(f"{url}: {status} {words}\n")
         return 0 if status == 200 else 1
-    sys.stdout.write(f"{said}\n")
+    sys.stdout.write(f"{line}\n")
     return 1
 
 

@@ -1,4 +1,4 @@
-"""`baton deploy`: write the files that run baton under a service manager."""
+"""`baton deploy`: writes the files that run baton under a service manager."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ KINDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the kind that `argv` names; the exit code."""
+    """Runs the subcommand that `argv` names and returns its exit code."""
     kind = argv[0] if argv else ""
     if kind in KINDS:
         return KINDS[kind][0](argv[1:])

@@ -1,17 +1,17 @@
-"""`baton deploy systemd`: the units of one host, with the user's settings.
+"""`baton deploy systemd`: writes the units of one host with the user's settings.
 
     etc/systemd/system/baton-router.service       Type=notify, watched, drained on stop, hardened
     etc/systemd/system/baton-prefill@.service     instance: index of its GPU
     etc/systemd/system/baton-decode@.service      likewise
     etc/systemd/system/baton.target               all of this host
-    etc/systemd/system/baton-router-secrets.path  with TLS or API keys: has the router take over what is replaced
+    etc/systemd/system/baton-router-secrets.path  with TLS or API keys: reloads replaced files into the router
     etc/systemd/system/baton-router-secrets.service
     etc/baton/baton.toml                          the settings, a table per role
-    etc/baton/prefill-0.env                       what one instance alone is told
-    etc/baton/README                              what to do with it
+    etc/baton/prefill-0.env                       settings of a single instance
+    etc/baton/README                              instructions
 
-Secrets stay where they are, root's: keys of the links are loaded for the one process (`LoadCredential=`), at its start; TLS
-files and API keys are copied for it, at its start and when they change.
+Secrets stay in root's files. Keys of the links are loaded for their process at its start (`LoadCredential=`).
+TLS files and API keys are copied for the router at its start and whenever they change.
 """
 
 import argparse
@@ -38,13 +38,14 @@ PROG = "baton deploy systemd"
 TEMPLATES = Path(__file__).parent / "systemd"
 ETC, UNITS = "/etc/baton", "/etc/systemd/system"
 CONFIG = f"{ETC}/baton.toml"
-WATCHDOG_S = 15  # the manager's; the process ends itself before, after its stacks were written
+WATCHDOG_S = 15  # the manager's limit; the process's own watchdog fires earlier and writes its stacks
 OWN_WATCHDOG_S = 12.0
-LAST_WORDS_S = 15  # from the end of a drain to SIGKILL
+LAST_WORDS_S = 15  # seconds from the end of a drain to SIGKILL
 WORKERS: tuple[type[RoleConfig], ...] = (PrefillConfig, DecodeConfig)
 SECRETS = ("api_keys", "tls_cert", "tls_key")  # files of the router that only root needs to read
 SECRETS_UNIT, SECRETS_DIR = "baton-router-secrets", "%t/baton-router-secrets"
-SETTLE_S = 2  # from the first change of such a file to its copy: certificate and key come one after the other
+# seconds from the first change of such a file to its copy, since certificate and key are replaced separately
+SETTLE_S = 2
 COPY = r"""/bin/sh -euc '\
   owner=$$(stat -Lc %%u %t/baton-router); \
   install -d -m 0711 "$$0"; \
@@ -52,14 +53,15 @@ COPY = r"""/bin/sh -euc '\
     cmp -s "$$2" "$$0/$$1" || { install -m 0400 -o "$$owner" "$$2" "$$0/.$$1"; mv "$$0/.$$1" "$$0/$$1"; }; \
     shift 2; \
   done' \
- """  # arguments: where to, then name and file of each
+ """  # arguments: target directory, then name and file of each secret
 PLACEHOLDER = re.compile(r"@[A-Z_]+@")
-UNSAFE = re.compile(r"[^\x21-\x7e]|[%$\"'\\]")  # of a path in a unit: specifiers, variables, quotes, blanks
+# characters not allowed in a unit's paths: specifiers, variables, quotes, blanks
+UNSAFE = re.compile(r"[^\x21-\x7e]|[%$\"'\\]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostUnits:
-    """What runs on one host."""
+    """The processes of one host and their settings."""
 
     command: str  # absolute path of `baton`
     tables: Mapping[str, Mapping[str, Value]]  # by role
@@ -70,14 +72,17 @@ class HostUnits:
         ""  # tcp://ADDRESS:PORT of the first prefill worker; empty: a socket in its runtime directory
     )
     keys: str = f"{ETC}/keys"  # empty: no keys
-    allow: tuple[str, ...] = ()  # networks beside localhost
+    allow: tuple[str, ...] = ()  # allowed networks besides localhost
     router_memory: str = "4G"
     worker_memory: str = "90%"
     secrets: Mapping[str, str] = field(default_factory=dict)  # router setting -> file
 
 
 def render(host: HostUnits) -> dict[str, str]:
-    """The files by their absolute paths. Raises ConfigError for settings that no unit can hold."""
+    """The contents of all files by absolute path.
+
+    Raises ConfigError for settings that a unit cannot express.
+    """
     _check(host)
     files = {
         CONFIG: _toml(host),
@@ -95,7 +100,7 @@ def render(host: HostUnits) -> dict[str, str]:
 
 
 def members(host: HostUnits) -> list[str]:
-    """The units of this host, in the order of their start."""
+    """The names of this host's units in the order of their start."""
     router = ["baton-router.service"] if host.has_router else []
     return router + [
         f"baton-{role}@{gpu}.service" for role in ("prefill", "decode") for gpu in getattr(host, role)
@@ -121,14 +126,20 @@ def write(files: Mapping[str, str], prefix: Path) -> list[Path]:
 
 def _router(host: HostUnits) -> str:
     return _fill(
-        "router.service", COMMON=_common(host, "router"), COMMAND=host.command, CONFIG=CONFIG, ETC=ETC,
-        CREDENTIALS="\n".join(_key_lines(host, "router")), ROUTER_MEMORY=host.router_memory, SECRETS=_secrets(host),
+        "router.service",
+        COMMON=_common(host, "router"),
+        COMMAND=host.command,
+        CONFIG=CONFIG,
+        ETC=ETC,
+        CREDENTIALS="\n".join(_key_lines(host, "router")),
+        ROUTER_MEMORY=host.router_memory,
+        SECRETS=_secrets(host),
         SECRETS_UNIT=f"Wants={SECRETS_UNIT}.path" if host.secrets else "",
-    )  # fmt: skip
+    )
 
 
 def _secrets(host: HostUnits) -> str:
-    """Lines of the router's unit; "" without secrets."""
+    """The lines of the router's unit about secrets; "" without secrets."""
     if not host.secrets:
         return ""
     names = [
@@ -139,7 +150,7 @@ def _secrets(host: HostUnits) -> str:
 
 
 def _takeover(host: HostUnits) -> dict[str, str]:
-    """The units that have a running router take over what is replaced."""
+    """The units that copy replaced secrets for a running router."""
     paths = dict.fromkeys(path for file in host.secrets.values() for path in (str(Path(file).parent), file))
     watched = "\n".join(f"PathChanged={path}" for path in paths)
     return {
@@ -175,7 +186,7 @@ def _key_lines(host: HostUnits, role: str) -> list[str]:
 
 
 def _fill(template: str, **values: str) -> str:
-    """A template with its values; an empty one takes its line along."""
+    """Fills a template's placeholders. An empty value removes its line."""
     text = (TEMPLATES / template).read_text(encoding="utf-8")
     for name, value in values.items():
         text = text.replace(f"@{name}@\n" if not value else f"@{name}@", value)
@@ -186,7 +197,8 @@ def _fill(template: str, **values: str) -> str:
 
 def _toml(host: HostUnits) -> str:
     lines = [
-        "# Settings of baton on this host; `baton ROLE --help` explains each. After a change restart the role's unit."
+        "# Settings of baton on this host; `baton ROLE --help` explains each. "
+        "After a change restart the role's unit."
     ]
     for role, table in host.tables.items():
         lines += ["", f"[{role}]"]
@@ -195,7 +207,7 @@ def _toml(host: HostUnits) -> str:
 
 
 def _instance_files(host: HostUnits) -> dict[str, str]:
-    """Each prefill worker of a host listens on a port of its own."""
+    """The environment files of instances; each prefill worker gets a port of its own."""
     address, _, port = host.kv_bind.rpartition(":")
     return {
         f"{ETC}/prefill-{gpu}.env": f"BATON_PREFILL_KV_BIND={address}:{int(port) + at}\n"
@@ -237,7 +249,7 @@ def _check(host: HostUnits) -> None:
         )
 
 
-# --- the command line -------------------------------------------------------------------------------------------------
+# --- the command line ---------------------------------------------------------------------------------------
 
 
 class _Parser(argparse.ArgumentParser):
@@ -248,12 +260,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str]) -> int:
-    """`baton deploy systemd`: 0 when written, 2 for a wrong setting."""
+    """Runs `baton deploy systemd`. Returns 0 when written, 2 for a wrong setting."""
     return run_command(PROG, lambda: _run(argv))
 
 
 def host_of(argv: Sequence[str]) -> tuple[HostUnits, Path]:
-    """What the command line describes, and the prefix. Raises ConfigError."""
+    """The host that the command line describes, and the target prefix. Raises ConfigError."""
     options = _parser().parse_args(list(argv))
     flags = [f"--{name}={value}" for name in ("config", "model") if (value := getattr(options, name))]
     router = load_config(RouterConfig, [*flags, *_own_flags(RouterConfig, options)], {}, warns=False)
@@ -293,7 +305,7 @@ def _own_flags(cls: type[RoleConfig], options: argparse.Namespace) -> list[str]:
 
 
 def _table(config: RoleConfig) -> dict[str, Value]:
-    """What was given, less what units say themselves."""
+    """The given settings, without those that the units set themselves."""
     for name in ("keys", "kv_bind"):
         if name in config.explicit:
             raise ConfigError(f"[{config.role}] {name}: the units set it; write {flag_of(name)} instead")

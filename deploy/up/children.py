@@ -34,22 +34,28 @@ logger = logging.getLogger(__name__)
 PATHS = ("model", "draft", "keys", "api_keys", "tls_cert", "tls_key")  # settings that may be relative paths
 
 PROG = "baton up"
-LOWEST_PORT, LAST_PORT = 20_000, 65535  # the first of those that are chosen for a child
+LOWEST_PORT, LAST_PORT = 20_000, 65535  # the range from which a child's port is chosen
 PORTS_TRIED = 16
-GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # IPv6's too
+GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # for IPv6 as well
 ROUTER = "router"  # the name of that child
 
 Command = Callable[[str, Sequence[str]], list[str]]
 
 
 def role_command(role: str, flags: Sequence[str]) -> list[str]:
-    """The command line of a role; -P keeps the current directory, whose folders may shadow packages, off sys.path."""
+    """The command line of a role.
+
+    -P keeps the current directory off sys.path, since its folders may shadow packages.
+    """
     safe = ["-P"] if sys.version_info >= (3, 11) else []
     return [sys.executable, *safe, "-m", f"{PACKAGE}.{role}", *flags]
 
 
 def child_configs(config: UpConfig, env: Mapping[str, str], directory: Path) -> list[tuple[str, RoleConfig]]:
-    """The finished config of every child by name, its endpoints in `directory` or on free ports, the router first."""
+    """The config of every child by name, the routers first, with endpoints in `directory` or on free ports.
+
+    Raises ConfigError for an invalid setting.
+    """
     is_ipc = config.transport == "ipc"
     controls = _controls(config.routers, directory if is_ipc else None)
     threads = _threads(config, env)
@@ -73,14 +79,14 @@ def child_configs(config: UpConfig, env: Mapping[str, str], directory: Path) -> 
 
 
 def _controls(count: int, directory: Path | None) -> list[str]:
-    """Where workers register with each router."""
+    """The control endpoints of the routers, where workers register."""
     if directory is None:
         return [f"tcp://127.0.0.1:{free_port('127.0.0.1')}" for _ in range(count)]
     return [f"ipc://{directory}/control{f'-{i}' if i else ''}" for i in range(count)]
 
 
 def _on_one_port(children: Sequence[tuple[str, RoleConfig]]) -> list[tuple[str, RoleConfig]]:
-    """All routers listen where the first one does, also when it chose the port itself."""
+    """Makes all routers listen at the first router's address, also when its port was chosen here."""
     port = next(child.port for _, child in children if isinstance(child, RouterConfig))
     return [
         (name, dataclasses.replace(child, port=port) if isinstance(child, RouterConfig) else child)
@@ -89,8 +95,11 @@ def _on_one_port(children: Sequence[tuple[str, RoleConfig]]) -> list[tuple[str, 
 
 
 def _with_ports(children: Sequence[tuple[str, RoleConfig]], setting: str) -> list[tuple[str, RoleConfig]]:
-    """A port that is given is the first child's of its role, each other one takes the next; ConfigError beyond the last."""
-    told: list[tuple[str, RoleConfig]] = []
+    """Numbers the ports of a role's children upwards from the given one.
+
+    Raises ConfigError beyond the last port.
+    """
+    result: list[tuple[str, RoleConfig]] = []
     taken: Counter[str] = Counter()
     for name, child in children:
         first = getattr(child, setting, 0)
@@ -101,26 +110,26 @@ def _with_ports(children: Sequence[tuple[str, RoleConfig]], setting: str) -> lis
             changed: dict[str, Any] = {setting: port}
             child = dataclasses.replace(child, **changed)
             taken[child.role] += 1
-        told.append((name, child))
-    return told
+        result.append((name, child))
+    return result
 
 
 def _with_own_ports(children: Sequence[tuple[str, RoleConfig]]) -> list[tuple[str, RoleConfig]]:
-    """Each of several routers can be asked by itself: at a free port where none was given.
+    """Gives each of several routers an own port, a free one unless it is set.
 
-    Raises ConfigError for a router whose own port is the clients'.
+    Raises ConfigError when an own port equals the clients' port.
     """
     routers = [child for _, child in children if isinstance(child, RouterConfig)]
     taken = {port for router in routers for port in (router.port, router.own_port)}
-    told: list[tuple[str, RoleConfig]] = []
+    result: list[tuple[str, RoleConfig]] = []
     for name, child in children:
         if isinstance(child, RouterConfig):
             if len(routers) > 1 and not child.own_port:
                 child = dataclasses.replace(child, own_port=_free_port_beside(taken, child.host))
                 taken.add(child.own_port)
             check_own_port(child)
-        told.append((name, child))
-    return told
+        result.append((name, child))
+    return result
 
 
 def child_specs(
@@ -130,7 +139,7 @@ def child_specs(
     directory: Path,
     command_of: Command,
 ) -> list[ChildSpec]:
-    """How to run each child."""
+    """The specification of each child: its command line and environment."""
     threads = _threads(config, env)
     return [
         ChildSpec(
@@ -147,9 +156,9 @@ def child_specs(
 def child_config(
     cls: type[RoleConfig], config: UpConfig, env: Mapping[str, str], wiring: Mapping[str, Value], threads: int
 ) -> RoleConfig:
-    """The config of one child, see step 2 in `launcher`.
+    """The config of one child (step 2 in `launcher`).
 
-    `wiring` holds the endpoints, which no other source may override.
+    No other source may override the endpoints in `wiring`.
     """
     flags = [f"{flag_of(name)}={as_text(value)}" for name, value in wiring.items()]
     flags += [f"--config={config.config}"] if config.config else []
@@ -160,15 +169,15 @@ def child_config(
         if name not in own or name == "config":
             continue
         source = config.explicit.get(name, "" if value == described.default else COMMAND_LINE)
-        if source == COMMAND_LINE:  # also what a program set on UpConfig itself
+        if source == COMMAND_LINE:  # includes values that a program set on UpConfig itself
             flags.append(f"{flag_of(name)}={as_text(value)}")
         else:
             defaults[name] = value
     if "threads" in own and not config.threads:
         defaults["threads"] = threads
     known = set(known_variables())
-    told = {k: v for k, v in env.items() if k in known}
-    child = load_config(cls, flags, told, prog=PROG, defaults=defaults, warns=False)
+    settings = {k: v for k, v in env.items() if k in known}
+    child = load_config(cls, flags, settings, prog=PROG, defaults=defaults, warns=False)
     fixed: dict[str, Value] = {name: _absolute(getattr(child, name)) for name in PATHS if name in own}
     if isinstance(child, RouterConfig):
         own_ports = range(child.own_port, child.own_port + config.routers)
@@ -177,23 +186,28 @@ def child_config(
 
 
 def child_environment(env: Mapping[str, str], threads: int) -> dict[str, str]:
-    """The environment of a child: no settings of ours (flags say all), threads that sleep while they wait."""
+    """The environment of a child: without baton's settings, since flags hold them all, and with sleeping idle
+    threads."""
     child = {name: value for name, value in without_manager(env).items() if not name.startswith("BATON_")}
     child["OMP_NUM_THREADS"] = str(threads)
-    child["OMP_WAIT_POLICY"] = "passive"  # idle threads of one worker would steal the cores of another
+    # spinning idle threads of one worker would take the cores of another
+    child["OMP_WAIT_POLICY"] = "passive"
     child["PYTHONUNBUFFERED"] = "1"
     child[PARENT_VARIABLE] = str(os.getpid())
     return child
 
 
 def _token_of(child: RoleConfig, env: Mapping[str, str]) -> dict[str, str]:
-    """What lets the launcher read the router's status; no business of workers."""
+    """The token with which the launcher reads a router's status; {} for workers."""
     is_given = isinstance(child, RouterConfig) and OPERATOR_VARIABLE in env
     return {OPERATOR_VARIABLE: env[OPERATOR_VARIABLE]} if is_given else {}
 
 
 def _threads(config: UpConfig, env: Mapping[str, str]) -> int:
-    """Of each worker. Prefill and decode seldom compute at the same moment, so each role may use all cores."""
+    """The number of threads per worker.
+
+    Prefill and decode seldom compute at the same moment, so each role may use all cores.
+    """
     if config.threads:
         return config.threads
     asked = env.get("OMP_NUM_THREADS", "")
@@ -204,17 +218,18 @@ def _threads(config: UpConfig, env: Mapping[str, str]) -> int:
 
 
 def _absolute(path: str) -> str:
-    """An existing path made absolute, since children run elsewhere; a hub id stays.
+    """Makes an existing path absolute, since children run in another directory. A hub id stays unchanged.
 
-    Links stay links: in a cache the target of one has a digest for a name.
+    Symbolic links are not resolved, since a cache names their targets by digests.
     """
     expanded = os.path.expanduser(path)
     return os.path.abspath(expanded) if path and os.path.exists(expanded) else path
 
 
 def free_port(host: str) -> int:
-    """A TCP port of `host` that nobody listens on now. If there is one, none of those that the system gives to whoever asks
-    for any: that could happen before the child listens. Raises StartupError.
+    """A free TCP port of `host`, outside the system's ephemeral range if possible.
+
+    The system could give an ephemeral port to another process before the child listens. Raises StartupError.
     """
     own = range(LOWEST_PORT, _lowest_given())
     for port in random.sample(own, min(PORTS_TRIED, len(own))):
@@ -229,7 +244,7 @@ def free_port(host: str) -> int:
 
 
 def _free_port_beside(taken: Container[int], host: str) -> int:
-    """One that is promised to nobody either. Raises StartupError."""
+    """A free port that is not in `taken`. Raises StartupError."""
     port = free_port(host)
     while port in taken:
         port = free_port(host)
@@ -237,14 +252,14 @@ def _free_port_beside(taken: Container[int], host: str) -> int:
 
 
 def _bound(host: str, port: int) -> int:
-    """The port that a socket gets. Raises OSError."""
+    """Binds a socket and returns its port. Raises OSError."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, port))
         return int(probe.getsockname()[1])
 
 
 def _lowest_given() -> int:
-    """The lowest port that the system gives to whoever asks for any; 0 where it does not say."""
+    """The lowest port of the system's ephemeral range; 0 if unknown."""
     with suppress(OSError, ValueError):
         return int(GIVEN_PORTS.read_text().split()[0])
     return 0

@@ -1,12 +1,11 @@
-"""`baton up`: a router, prefill workers and decode workers on this host, started, supervised and ended together.
+"""`baton up`: starts, supervises and ends a router, prefill workers and decode workers on this host.
 
-1. Make a private directory for the sockets and choose endpoints in it (ipc), or free ports (tcp).
-2. Work out the config of each child: what `up` was told on the command line, then the child's own variables and TOML
-   table, then what `up` was told elsewhere. A wrong value shows here, before anything runs.
-3. Start the children; restart those that crash; give up if one cannot start at all.
-4. Ready when the router says so.
-5. SIGTERM drains: the router ends what it has begun, for at most drain_timeout_s, and the workers stay until it has. After
-   that, and at once on Ctrl-C or a second signal: SIGTERM to all, SIGKILL for what is left, remove the directory.
+1. Make a private directory for the sockets and choose endpoints in it (ipc), or free ports (tcp). 2. Merge
+the config of each child: first `up`'s command line, then the child's own variables and TOML table, then
+`up`'s other settings. A wrong value is reported here, before any child runs. 3. Start the children; restart
+those that crash; give up if one cannot start at all. 4. Wait until the router reports ready. 5. On SIGTERM
+drain: the router finishes its requests within drain_timeout_s, and the workers run until then. After that,
+and at once on Ctrl-C or a second signal: SIGTERM to all, SIGKILL to the rest, remove the directory.
 """
 
 import dataclasses
@@ -49,13 +48,13 @@ logger = logging.getLogger(__name__)
 
 LONGEST_DIRECTORY = 80  # bytes; an ipc path has at most 107
 STEP_S = 0.05
-LAST_FRAMES_S = 3.0  # beyond its drain time, for the router to tell its last clients
+LAST_FRAMES_S = 3.0  # beyond its drain time, for the router's last errors to clients
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # bind address -> address to reach it at
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChildInfo:
-    """One child as it is now; `pid` is None while it is down."""
+    """The state of one child; `pid` is None while it is down."""
 
     name: str
     role: str
@@ -64,9 +63,10 @@ class ChildInfo:
 
 
 class Cluster:
-    """A cluster on this host. `start`, `wait_ready`, use `url`, `stop`; or a with-statement, which starts and stops.
+    """A cluster on this host. Call `start`, `wait_ready` and `stop`; a with-statement starts and stops it.
 
-    `output` takes the children's lines (default stderr); `command_of` makes the command line of a role from its flags.
+    Clients connect to `url`. `output` receives the children's lines (default stderr). `command_of` makes the
+    command line of a role from its flags.
     """
 
     def __init__(
@@ -77,12 +77,10 @@ class Cluster:
         output: TextIO | None = None,
         command_of: Command | None = None,
     ) -> None:
-        self.config = config  # from `start` on with host, port and drain time as the router was told
-        self.failure = ""  # why the cluster cannot go on
+        self.config = config  # from `start` on with the router's host, port and drain time
+        self.failure = ""  # the reason why the cluster cannot continue
         self._env, self._output, self._command_of = env, output or sys.stderr, command_of or role_command
-        self.own_urls: list[
-            str
-        ] = []  # where each router answers alone, from `start` on; none of one without such a port
+        self.own_urls: list[str] = []  # URLs of the routers' own ports, from `start` on
         self._token = secrets.token_hex(32)
         self._directory: Path | None = None
         self._supervisor: Supervisor | None = None
@@ -103,12 +101,12 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        """Where clients reach the router."""
+        """The URL of the router for clients."""
         return self._url_at(self.config.port)
 
     @property
     def children(self) -> list[ChildInfo]:
-        """Router, prefill and decode workers, in this order."""
+        """The children in this order: routers, prefill workers, decode workers."""
         if self._supervisor is None:
             return []
         return [
@@ -122,7 +120,7 @@ class Cluster:
         ]
 
     def start(self) -> None:
-        """Start the children and their supervision; raises ConfigError for settings that cannot be."""
+        """Starts the children and their supervision. Raises ConfigError for invalid settings."""
         assert self._supervisor is None, "a cluster starts once"
         remove_stale_directories(_runtime_parent(self._env))
         self._directory = _make_directory(self._env)
@@ -147,10 +145,10 @@ class Cluster:
     def wait_ready(
         self, timeout: float = 600.0, *, all_workers: bool = True, give_up: threading.Event | None = None
     ) -> bool:
-        """Wait until /ready answers 200 and, with `all_workers`, every worker is registered.
+        """Waits until /ready answers 200 and, with `all_workers`, every worker is registered.
 
-        True when ready, False when `give_up` was set or `stop` called first. Raises StartupError when a child cannot
-        start or time is up.
+        True when ready, False when `give_up` was set or `stop` called first. Raises StartupError when a child
+        cannot start or after `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         while not (give_up is not None and give_up.is_set()):
@@ -168,20 +166,23 @@ class Cluster:
         return False
 
     def stop(self, hurry: threading.Event | None = None, *, drain_s: float = 0.0) -> None:
-        """End all children within 5 s (at once when `hurry` is or gets set) and remove the sockets. Idempotent.
+        """Ends all children within 5 s (at once when `hurry` is or gets set) and removes the sockets.
+        Idempotent.
 
-        With `drain_s` the router first gets so long to end the requests that it has.
+        With `drain_s` the router first gets that many seconds to finish its requests.
         """
         self._hurry, self._drain_s = hurry or self._hurry, drain_s
         self._stopping.set()
         while self._thread is not None and self._thread.is_alive():
-            self._thread.join(
-                STEP_S
-            )  # in a wait without end, a signal that is not its own would be heard behind it only
+            self._thread.join(STEP_S)  # an unbounded wait would delay the handling of signals until its end
         self._remove_directory()
 
     def _supervise(self) -> None:
-        """The supervisor's thread: it starts and ends all children, since a child is told when its thread dies."""
+        """The supervisor's thread.
+
+        It starts and ends all children, since the kernel signals a child when the thread that started it
+        ends.
+        """
         supervisor = self._supervisor
         assert supervisor is not None
         try:
@@ -205,14 +206,14 @@ class Cluster:
         return f"{scheme}://{bracketed(WILDCARDS.get(self.config.host, self.config.host))}:{port}"
 
     def _is_ready(self, all_workers: bool) -> bool:
-        """Asks each router by itself; whoever else answers at a port, while ours finds it taken, is none."""
+        """Asks each router separately. An answer of another process at the port does not count."""
         if any(fetch(url, "/ready") is None for url in (self.url, *self.own_urls)):
             return False
         ours = {child.pid for child in self.children if child.role == ROUTER}
         return {self._ready_pid(url, all_workers) for url in self.own_urls or [self.url]} == ours
 
     def _ready_pid(self, url: str, all_workers: bool) -> int:
-        """The router that answers there, once it knows enough workers; 0: none."""
+        """The PID of the router at `url` once it knows enough workers; 0 before."""
         try:
             status = json.loads(fetch(url, "/status", self._token) or "{}")
             pid, roles = int(status["router"]["pid"]), [worker["role"] for worker in status["workers"]]
@@ -226,11 +227,14 @@ class Cluster:
             shutil.rmtree(self._directory, ignore_errors=True)
 
 
-# --- places and ports -------------------------------------------------------------------------------------------------
+# --- places and ports ---------------------------------------------------------------------------------------
 
 
 def fetch(url: str, path: str, token: str = "") -> bytes | None:
-    """The body of a GET that is answered with 200, else None. The server is our child: its certificate is not checked."""
+    """The body of a GET that is answered with 200, else None.
+
+    The server is a child of this process, so its certificate is not checked.
+    """
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         reply = httpx.get(f"{url}{path}", headers=headers, timeout=2.0, verify=False, trust_env=False)
@@ -240,7 +244,7 @@ def fetch(url: str, path: str, token: str = "") -> bytes | None:
 
 
 def _runtime_parent(env: Mapping[str, str]) -> Path:
-    """Where runtime directories go: $XDG_RUNTIME_DIR if it can be used, else the temporary directory."""
+    """The parent of runtime directories: $XDG_RUNTIME_DIR if usable, else the temporary directory."""
     candidate = env.get("XDG_RUNTIME_DIR", "")
     is_usable = (
         candidate and len(candidate.encode()) <= LONGEST_DIRECTORY - 24 and os.access(candidate, os.W_OK)
@@ -253,7 +257,7 @@ def _make_directory(env: Mapping[str, str]) -> Path:
 
 
 def remove_stale_directories(parent: Path) -> None:
-    """Remove runtime directories of this user whose launcher is gone (it was killed and could not clean up)."""
+    """Removes runtime directories of this user whose launcher was killed and could not clean up."""
     for path in parent.glob(f"{PACKAGE}-*-*"):
         pid = path.name.split("-")[1]
         with suppress(OSError):
@@ -271,20 +275,19 @@ def _is_running(pid: int) -> bool:
     return True
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
+# --- the command --------------------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str]) -> int:
-    """`baton up`; returns the exit code."""
+    """Runs `baton up` and returns its exit code."""
     return run_role(PROG, lambda: _prepare(argv))
 
 
 def _prepare(argv: Sequence[str]) -> Callable[[], int]:
     config = load_config(UpConfig, argv, os.environ)
     configure("up", level=config.log_level, log_format=config.log_format)
-    logging.getLogger("httpx").setLevel(
-        logging.WARNING
-    )  # a line for each look at /ready, with --log-level debug
+    # With --log-level debug, httpx would log a line per poll of /ready.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     ciphers_of(config.kv_cipher, has_keys=bool(config.keys), trusted_network=config.trusted_network)
     shutdown = Shutdown()
     shutdown.install()
@@ -295,7 +298,7 @@ def _prepare(argv: Sequence[str]) -> Callable[[], int]:
 
 
 def _serve(cluster: Cluster, shutdown: Shutdown, notifier: Notifier) -> int:
-    """Until a signal or a failure; the cluster is gone when this returns."""
+    """Runs the cluster until a signal or a failure. All children have ended when it returns."""
     began = time.monotonic()
     try:
         if cluster.wait_ready(float("inf"), all_workers=False, give_up=shutdown.drain):

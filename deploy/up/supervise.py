@@ -1,9 +1,10 @@
 """Keeps child processes alive and ends them together.
 
-`Supervisor.step` is called in a loop and never blocks: it starts due children and handles those that ended. A child that
-exited before it was ready (exit code 1 on its first start) counts as failed to start and fails the cluster. Any other exit
-leads to a restart after 0.5 s, doubled per failure up to 30 s, with jitter. After 60 s of uptime the failure count is
-reset. `drain` ends the children of one role while the others keep working; `stop` ends all within 5 s.
+`Supervisor.step` is called in a loop and never blocks: it starts due children and handles those that ended. A
+child that exited before it was ready (exit code 1 on its first start) counts as failed to start and fails the
+cluster. Any other exit leads to a restart after 0.5 s, doubled per failure up to 30 s, with jitter. After 60
+s of uptime the failure count is reset. `drain` ends the children of one role while the others keep working;
+`stop` ends all within 5 s.
 """
 
 import logging
@@ -28,15 +29,16 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 FORGIVEN_AFTER_S = 60.0
-TERM_AGAIN_S = 2.0  # after the first SIGTERM: a second one tells a draining role to leave now
+TERM_AGAIN_S = 2.0  # seconds after the first SIGTERM until a second one ends a draining role at once
 KILL_AFTER_S = 4.0
-LAST_LINE_S = 1.0  # to read what an ended child wrote: somebody else may have its output and keep it open
-WHY_S = 10.0  # the same for the line that says why the whole ends, and nobody waits for a restart
+# seconds to read an ended child's output, since another process may have inherited the pipe
+LAST_LINE_S = 1.0
+WHY_S = 10.0  # the same for the line with the reason of a failed start, when no restart is delayed
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChildSpec:
-    """A child to run."""
+    """The name and command of a child process."""
 
     name: str  # unique, such as prefill-0
     role: str
@@ -51,7 +53,7 @@ class Process(Protocol):
     pid: int
 
     def poll(self) -> int | None:
-        """The exit code, None while it runs; negative for a signal."""
+        """The exit code; None while the process runs, negative for a signal."""
 
     def terminate(self) -> None:
         """Send SIGTERM, if it still runs."""
@@ -60,7 +62,10 @@ class Process(Protocol):
         """Kill it and everything it started."""
 
     def finish(self, patience_s: float = LAST_LINE_S) -> str:
-        """After its end: clean up; the one line with which it said why it cannot start, or ""."""
+        """Cleans up after the process has ended.
+
+        Returns its line with the reason of a failed start, or "".
+        """
 
 
 Spawn = Callable[[ChildSpec], Process]
@@ -74,15 +79,15 @@ def pause_after(num_failures: int, rng: random.Random) -> float:
 
 
 class Child:
-    """One child through all its lives."""
+    """The state of one child across its restarts."""
 
     def __init__(self, spec: ChildSpec, now: float) -> None:
         self.spec = spec
         self.process: Process | None = None
         self.num_starts = 0
-        self.num_failures = 0  # in a row
+        self.num_failures = 0  # consecutive
         self.started_at = now
-        self.due_at = now  # when to start it; meaningful while there is no process
+        self.due_at = now  # time of the next start; used only while there is no process
 
     def __repr__(self) -> str:
         state = f"pid {self.process.pid}" if self.process else "down"
@@ -90,7 +95,7 @@ class Child:
 
 
 class Supervisor:
-    """Keeps children alive. Clock, sleep and randomness are injected; one thread at a time may call it."""
+    """Keeps children running. Clock, sleep and randomness are injected. One thread at a time may call it."""
 
     def __init__(
         self,
@@ -104,14 +109,14 @@ class Supervisor:
         self._clock, self._sleep, self._spawn = clock, sleep, spawn
         self._rng = rng or random.Random()
         self.children = [Child(spec, clock()) for spec in specs]
-        self.failure = ""  # why the whole cannot go on; then `step` does nothing more
+        self.failure = ""  # the reason of the final failure, after which `step` does nothing
 
     def __repr__(self) -> str:
         up = sum(child.process is not None for child in self.children)
         return f"Supervisor({up} of {len(self.children)} up{', failed' if self.failure else ''})"
 
     def step(self) -> None:
-        """Start what is due and notice what ended."""
+        """Starts due children and handles ended ones."""
         for child in self.children:
             if self.failure:
                 return
@@ -124,7 +129,10 @@ class Supervisor:
                 self._ended(child, code)
 
     def drain(self, role: str, timeout_s: float, hurry: threading.Event | None = None) -> None:
-        """SIGTERM to the children of `role` alone; returns when they ended, time is up or `hurry` is set. `stop` follows."""
+        """Sends SIGTERM to the children of `role` only. The caller calls `stop` next.
+
+        Returns when they have ended, after `timeout_s` seconds, or when `hurry` is set.
+        """
         deadline = self._clock() + timeout_s
         leaving = [
             child.process for child in self.children if child.spec.role == role and child.process is not None
@@ -137,7 +145,11 @@ class Supervisor:
             self._sleep(0.02)
 
     def stop(self, hurry: threading.Event | None = None) -> None:
-        """End all children: SIGTERM, SIGTERM again, SIGKILL; at once when `hurry` is set. Returns when all are gone."""
+        """Ends all children by SIGTERM, a second SIGTERM and SIGKILL, or by SIGKILL at once when `hurry` is
+        set.
+
+        Returns when all have ended.
+        """
         began = self._clock()
         escalation = [(0.0, _terminate), (TERM_AGAIN_S, _terminate), (KILL_AFTER_S, _kill)]
         while self._reap():
@@ -152,7 +164,7 @@ class Supervisor:
             self._sleep(0.02)
 
     def _reap(self) -> bool:
-        """Forget the children that ended; whether any is left."""
+        """Forgets ended children. Returns whether any is left."""
         for child in self.children:
             if child.process is not None and child.process.poll() is not None:
                 child.process.finish()
@@ -202,7 +214,7 @@ def _describe(code: int) -> str:
 class SpawnedProcess:
     """A real child in its own session, so that Ctrl-C in a terminal reaches the launcher alone.
 
-    Its output goes to `output` line by line, each with the child's name in front. A line that starts with
+    Its output goes to `output` line by line, with the child's name as a prefix. A line that starts with
     `error_prefix` is kept for `finish` instead.
     """
 
@@ -226,7 +238,7 @@ class SpawnedProcess:
         return f"SpawnedProcess({self._name}, pid {self.pid})"
 
     def poll(self) -> int | None:
-        """The exit code, None while it runs."""
+        """The exit code; None while the process runs."""
         code: int | None = self._process.poll()
         return code
 
@@ -243,7 +255,7 @@ class SpawnedProcess:
                     process.kill()
 
     def finish(self, patience_s: float = LAST_LINE_S) -> str:
-        """Kill what is left of its session, wait for its last line, and return its error."""
+        """Kills the rest of its session, waits for its last line, and returns its error line."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._pump.join(timeout=patience_s)

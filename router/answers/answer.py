@@ -1,8 +1,8 @@
 """The answer to one generation request: a JSON object, or server-sent events.
 
-One task serves a request. It waits on its inbox, turns all waiting events into one write, and ends when every choice has
-ended, when the request failed, or when the client left. When a stop string ends a choice, its text goes out at once; only
-the usage at the end of the answer waits a moment for the decode worker's token counts.
+One task serves a request. It waits on its inbox, turns all waiting events into one write, and ends when every
+choice has ended, when the request failed, or when the client left. When a stop string ends a choice, its text
+goes out at once; only the usage at the end of the answer waits briefly for the decode worker's token counts.
 """
 
 import asyncio
@@ -79,12 +79,14 @@ class Answer:
         self._choices = choices
         self._builder = builder
         self._options = options
-        self._named = [
-            (b"x-request-id", entries[0].request.tag.reply_id.encode())
-        ]  # as /requests/ID knows it
+        # the ID of /requests/ID
+        self._named = [(b"x-request-id", entries[0].request.tag.reply_id.encode())]
 
     async def serve(self, sink: AnswerSink) -> None:
-        """Writes the answer to its end. Every room of the request is closed afterwards, also after an error."""
+        """Writes the answer to its end.
+
+        Every room of the request is closed afterwards, also after an error.
+        """
         self._inbox.own()
         sink.when_left(lambda: self._inbox.put(0, Disconnected()))
         try:
@@ -98,7 +100,7 @@ class Answer:
             for entry in self._entries:
                 self._dispatcher.client_left(entry)
 
-    # --- the two forms ------------------------------------------------------------------------------------------------
+    # --- the two forms --------------------------------------------------------------------------------------
 
     async def _collect(self, sink: AnswerSink) -> None:
         pieces: list[list[Piece]] = [[] for _ in self._choices]
@@ -115,7 +117,10 @@ class Answer:
         await sink.write(self._builder.whole(whole, self._usage(), timeline), is_last=True)
 
     async def _stream(self, sink: AnswerSink) -> None:
-        """Headers go out with the first tokens, so that an early failure has a status of its own."""
+        """Streams the answer.
+
+        Headers go out with the first tokens, so that an early failure still sets the HTTP status.
+        """
         is_open = [False] * len(self._choices)
         is_started = is_done = is_last = False
         try:
@@ -166,7 +171,7 @@ class Answer:
             best += sorted(tries, key=lambda i: -self._choices[i].mean_logprob)[: options.num_choices]
         return best
 
-    # --- events -------------------------------------------------------------------------------------------------------
+    # --- events ---------------------------------------------------------------------------------------------
 
     @property
     def _is_done(self) -> bool:
@@ -181,7 +186,10 @@ class Answer:
         return any([entry.room.is_settling for entry in self._entries])
 
     async def _settle(self) -> None:
-        """Waits for the decode worker's counts of choices that a stop string ended. The rooms bound the wait."""
+        """Waits for the decode worker's token counts of choices that ended at a stop string.
+
+        The rooms bound the wait.
+        """
         while self._is_settling:
             self._absorb(await self._inbox.take())
 
@@ -204,13 +212,13 @@ class Answer:
         choice = self._choices[index]
         try:
             piece = choice.add(event)
-        except ValueError:  # a worker that sent no log probabilities
+        except ValueError:  # a worker sent no log probabilities
             raise upstream("A worker failed to serve this request. Try again.", "worker_failed") from None
         if piece.finish:
             self._dispatcher.stopped(self._entries[index])
         return piece
 
-    # --- accounts -----------------------------------------------------------------------------------------------------
+    # --- accounts -------------------------------------------------------------------------------------------
 
     def _usage(self) -> Usage:
         num_prompt = num_output = drafted = accepted = cached = 0
@@ -240,7 +248,10 @@ class Answer:
 
 
 def error_of(event: Failure) -> ApiError:
-    """The client's error for a failure. Each kind has a fixed message, since a worker's own message may name its host."""
+    """The client's error for a failure.
+
+    Each kind has a fixed message, since a worker's own message may name its host.
+    """
     if event.kind == "NoWorkers" or event.kind == "Shutdown":
         return unavailable(event.message)
     if event.kind in ("QueueTimeout", OVERLOADED):

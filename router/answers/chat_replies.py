@@ -50,7 +50,7 @@ class MessageCall(Struct):
 
 
 class DeltaCall(Struct):
-    """What a chunk adds to a call; the first one of a call has its id and name."""
+    """A chunk's part of a call. The first part has the id and name of the call."""
 
     index: int
     function: Called
@@ -68,7 +68,7 @@ class ChatMessage(Struct):
 
 
 class Delta(Struct):
-    """What a chunk adds to the message."""
+    """A chunk's part of the message."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -151,9 +151,10 @@ class ChatBuilder:
         return self._chunk([ChatChunkChoice(index, Delta("assistant", ""))])
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
-        """What a piece adds to the message; empty when it adds nothing.
+        """The chunks for a piece; empty when it adds nothing to the message.
 
-        Clients read the first call of a chunk, as the API never sends two: each has chunks of its own.
+        A chunk never has parts of two calls, since the API never sends such chunks and clients read only the
+        first.
         """
         if not (
             piece.text
@@ -213,7 +214,7 @@ def _message_of(piece: Piece) -> ChatMessage:
 
 
 def _deltas_of(parts: Sequence[CallPart]) -> list[DeltaCall]:
-    """What a chunk adds to each call, in order."""
+    """A chunk's parts of each call, in order."""
     deltas: list[DeltaCall] = []
     for part in parts:
         if part.id:

@@ -58,7 +58,7 @@ class CompletionBuilder:
         return b""
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
-        """What a piece adds to the text; empty when it adds nothing."""
+        """The chunk for a piece; empty when it adds nothing to the text."""
         if not (piece.text or piece.logprobs or piece.finish or (self._frame.wants_ids and piece.ids)):
             return b""
         return sse(compact(self._reply([self._choice(index, piece)], UNSET if usage is None else usage)))
@@ -106,5 +106,5 @@ def _top_of(token: TokenText) -> dict[str, float] | None:
         return None
     top = {
         text: finite(value) for text, _, value in reversed(token.top)
-    }  # of two with one name the likelier counts
+    }  # of two tokens with the same name, the likelier one counts
     return top if token.text in top else top | {token.text: finite(token.logprob)}

@@ -1,4 +1,5 @@
-"""One choice of an answer while it grows: token ids become text, stop strings are found, log probabilities are named."""
+"""One choice of an answer while it grows: token ids become text, stop strings are found, log probabilities
+are named."""
 
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ class TokenText(Struct, frozen=True, gc=False):
     data: bytes
     logprob: float | None
     top: list[tuple[str, bytes, float]]
-    at: int  # characters of the choice's text before those that this token begins or goes on with
+    at: int  # offset in the choice's text of the first character that the token contributes to
 
 
 class Piece(Struct, frozen=True, gc=False):
@@ -68,10 +69,10 @@ class ChoiceOptions(Struct, frozen=True, kw_only=True, gc=False):
     stops: tuple[str, ...] = ()
     skip_special: bool = True
     num_top: int = -1
-    min_tokens: int = 0  # no stop string counts before so many
+    min_tokens: int = 0  # no stop string counts before this many tokens
     is_silent: bool = False  # the output is neither shown nor counted
     has_calls: bool = False  # tool calls are split from the text
-    calls_come_first: bool = False  # or not at all
+    calls_come_first: bool = False  # calls stand at the beginning of the text, or nowhere
 
 
 class Prompt(Struct, frozen=True, gc=False):
@@ -79,7 +80,7 @@ class Prompt(Struct, frozen=True, gc=False):
 
     ids: list[int]
     text: str | None = None
-    starts: Sequence[int] = ()  # of each id in `text`, where log probabilities are wanted
+    starts: Sequence[int] = ()  # offset of each id in `text`, if log probabilities are wanted
 
 
 class Choice:
@@ -92,7 +93,7 @@ class Choice:
         self._stops = StopStrings(options.stops) if options.stops else None
         self._calls = CallReader(only_first=options.calls_come_first) if options.has_calls else None
         self._echo = echo
-        self._num_chars = 0  # that all tokens so far have completed
+        self._num_chars = 0  # characters completed by all tokens so far
         self._sum_logprobs = 0.0
         self.num_tokens = 0
         self.finish = ""
@@ -106,7 +107,8 @@ class Choice:
         return self._sum_logprobs / max(1, self.num_tokens)
 
     def add(self, effect: Deliver) -> Piece:
-        """The tokens of one message, behind the prompt where it is echoed. What follows a stop string is not counted.
+        """Adds the tokens of one message, after the prompt if it is echoed. Tokens after a stop string are
+        not counted.
 
         Raises ValueError when log probabilities of the prompt are wanted and are not all there.
         """
@@ -142,7 +144,8 @@ class Choice:
     def _add_prompt(self, prompt: Prompt, logprobs: Sequence[TokenLogprob]) -> Piece:
         ids, options = prompt.ids, self._options
         text, starts = self._spell(ids)
-        if prompt.text is not None:  # the client's own text, with control tokens and without normalisation
+        # echo the client's own text, with control tokens and without normalisation
+        if prompt.text is not None:
             text, starts = prompt.text, prompt.starts
         self._num_chars = len(text)
         if options.num_top < 0:
@@ -173,7 +176,7 @@ class Choice:
         return self._parted(Piece(text, names, list(ids[:used]), self.finish))
 
     def _spell(self, ids: Sequence[int]) -> tuple[str, Sequence[int]]:
-        """The text of `ids`, and where each begins."""
+        """The text of `ids`, and the offset at which each begins."""
         parts, starts = [], []
         for token in ids:
             starts.append(self._num_chars)
@@ -182,7 +185,7 @@ class Choice:
         return "".join(parts), starts
 
     def _spell_to_stop(self, ids: Sequence[int]) -> tuple[str, list[int]]:
-        """The text that may go out, and where each of the ids begins that made it."""
+        """The text that may go out, and the offsets of the ids that produced it."""
         out: list[str] = []
         starts: list[int] = []
         for number, token in enumerate(ids, self.num_tokens + 1):
@@ -208,7 +211,10 @@ class Choice:
 
 
 def name_of(data: bytes) -> str:
-    """A token as a string. Bytes that are no UTF-8 text are written as `bytes:\\xff`, as in the OpenAI API."""
+    """A token as a string.
+
+    Bytes that are no UTF-8 text are written as `bytes:\\xff`, as in the OpenAI API.
+    """
     try:
         return data.decode()
     except UnicodeDecodeError:

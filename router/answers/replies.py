@@ -1,4 +1,5 @@
-"""The parts that answers of all APIs share: usage, timelines, and their encoding as JSON or server-sent events.
+"""The common parts of answers of all APIs: usage, timelines, and their encoding as JSON or server-sent
+events.
 
 JSON cannot represent an infinite log probability: -9999 stands for it, as in the OpenAI API.
 """
@@ -15,7 +16,8 @@ from .generation import Piece
 
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0
-# Line ends for some readers of server-sent events, though not for the standard; JSON may spell them as escapes.
+# Line ends for some readers of server-sent events, though not for the standard; JSON may spell them as
+# escapes.
 LINE_ENDS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
 
 

@@ -1,4 +1,4 @@
-"""Answers of /v1/responses: one object, or the events by which it grows. The order of the events:
+"""Answers of /v1/responses: one object, or a stream of events. The order of the events:
 
 response.created, response.in_progress
 per item     response.output_item.added ... response.output_item.done
@@ -66,7 +66,7 @@ class ResponseUsage(Struct):
 
 
 class Incomplete(Struct):
-    """Why an answer ends early."""
+    """The reason of an answer's early end."""
 
     reason: str = "max_output_tokens"
 
@@ -154,7 +154,7 @@ class ResponseBuilder:
         )
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
-        """What a piece adds to the items."""
+        """The events for a piece."""
         events = self._add_text(piece) if piece.text or piece.logprobs else b""
         for call in piece.calls:
             events += self._add_call(call)
@@ -176,7 +176,7 @@ class ResponseBuilder:
         made.error = error.body
         return self._event("response.failed", response=made)
 
-    # --- items --------------------------------------------------------------------------------------------------------
+    # --- items ----------------------------------------------------------------------------------------------
 
     def _add_text(self, piece: Piece) -> bytes:
         events = b""
@@ -228,8 +228,8 @@ class ResponseBuilder:
         item.status = "incomplete" if self._finish == "length" else "completed"
         if item.content is not UNSET:
             content = item.content[0]
-            said = {"text": content.text, "logprobs": content.logprobs}
-            events = self._event("response.output_text.done", **self._place(), **said)
+            part = {"text": content.text, "logprobs": content.logprobs}
+            events = self._event("response.output_text.done", **self._place(), **part)
             events += self._event("response.content_part.done", **self._place(), part=content)
         else:
             place = {"item_id": item.id, "output_index": len(self._items) - 1, "name": item.name}
@@ -239,7 +239,7 @@ class ResponseBuilder:
     def _place(self) -> dict[str, object]:
         return {"item_id": self._items[-1].id, "output_index": len(self._items) - 1, "content_index": 0}
 
-    # --- objects ------------------------------------------------------------------------------------------------------
+    # --- objects --------------------------------------------------------------------------------------------
 
     def _event(self, kind: str, **fields: object) -> bytes:
         event = Event(kind, self._num_events, **fields)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Finds the first of `stops` in streamed text and withholds no more than what could begin one."""
+    """Finds the first of `stops` in streamed text. Withholds only text that may begin a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops), "empty stop string"
@@ -16,11 +16,14 @@ class StopStrings:
         return f"StopStrings({len(self._stops)} stops, held={len(self._held)}, hit={self.is_hit})"
 
     def feed(self, text: str) -> str:
-        """The text that may go out now. After a hit it ends before the stop string and nothing follows."""
+        """Adds text.
+
+        Returns the text that may go out now; after a hit, the text before the stop string, then "".
+        """
         if self.is_hit or not self._stops:
             return "" if self.is_hit else text
         text = self._held + text
-        # The one that is complete first wins, so that the result does not depend on how the text is cut.
+        # The stop string that is complete first wins, so the result does not depend on the cuts of the text.
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self.is_hit = True
@@ -31,7 +34,7 @@ class StopStrings:
         return text[: len(text) - held]
 
     def flush(self) -> str:
-        """What is still withheld, when no more text comes."""
+        """Ends the text. Returns the withheld rest."""
         held, self._held = self._held, ""
         return held
 

@@ -1,4 +1,7 @@
-"""Finds tool calls in the text of an answer while it grows. A grammar (`text/grammars`) guarantees their form."""
+"""Finds tool calls in the text of an answer while it grows.
+
+A grammar (`text/grammars`) guarantees their form.
+"""
 
 import re
 import secrets
@@ -28,7 +31,8 @@ class ArgumentScanner:
         self._is_escaped = False
 
     def end_in(self, text: str) -> int | None:
-        """The number of characters of `text` that belong to the object; None when all do and more may follow."""
+        """The number of characters of `text` that belong to the object; None when all do and more may
+        follow."""
         for at, char in enumerate(text):
             if self._is_in_string:
                 self._read_string(char)
@@ -52,16 +56,17 @@ class ArgumentScanner:
 
 
 class CallReader:
-    """Parts the text of one choice into what is said and what is called.
+    """Splits the text of one choice into plain text and tool calls.
 
-    `only_first`: it either begins with a call or has none, as where what is said is JSON, whose strings may spell anything.
+    With `only_first` the text begins with a call or has none. This is needed for JSON answers, whose strings
+    may spell anything.
     """
 
     def __init__(self, *, only_first: bool = False) -> None:
         self._held = ""
         self._only_first = only_first
-        self._is_plain = False  # no call will come
-        self._scanner: ArgumentScanner | None = None  # of the arguments that are being read
+        self._is_plain = False  # no call can follow
+        self._scanner: ArgumentScanner | None = None  # scanner of the arguments being read
         self._is_in_call = False
         self.num_calls = 0
 

@@ -1,6 +1,7 @@
 """The request bodies of the OpenAI API as types. msgspec refuses a body of any other shape.
 
-Null always equals absent. `fields` lists how each field is treated; `openai` checks values that need more than a type.
+Null always equals absent. `fields` lists how each field is treated; `openai` checks values that need more
+than a type.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from .tool_bodies import MAX_TOOLS, AnyFormat, AnyToolChoice, Tool, ToolCall
 
 MAX_CHOICES = 128  # rooms of a request: number of choices (or best_of) times number of prompts
 MAX_SEED = 2**63 - 1
-MAX_SWITCHES = 32  # of a template
+MAX_SWITCHES = 32  # variables for a template
 MAX_SWITCH_CHARS = 256
 LOWEST_REPETITION_PENALTY = 0.01  # logits divided by less leave the range of float32
 
@@ -25,9 +26,7 @@ Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
-NOT_EMPTY = Meta(
-    extra_json_schema={"minLength": 1, "minItems": 1}
-)  # as `openai` checks it, in words of its own
+NOT_EMPTY = Meta(extra_json_schema={"minLength": 1, "minItems": 1})  # `openai` checks it and words the error
 SwitchText = Annotated[str, Meta(max_length=MAX_SWITCH_CHARS)]
 Switches = Annotated[dict[str, bool | int | float | SwitchText | None], Meta(max_length=MAX_SWITCHES)]
 Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
@@ -62,8 +61,8 @@ class Message(Struct, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None  # of an assistant
-    tool_call_id: str | None = None  # of a tool: whose result this is
+    tool_calls: list[ToolCall] | None = None  # in an assistant's message
+    tool_call_id: str | None = None  # in a tool's message: the answered call
     # further fields of an answer's `message.model_dump()`; accepted only when they are empty
     refusal: Unread = msgspec.UNSET
     annotations: Unread = msgspec.UNSET
@@ -222,7 +221,7 @@ class CompletionBody(CommonBody, kw_only=True, forbid_unknown_fields=True):
 
 
 class TokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /tokenize: of a `prompt`, or of a chat's `messages` and `tools` as the model's template writes them."""
+    """POST /tokenize: a `prompt`, or a chat's `messages` and `tools`, which the model's template renders."""
 
     model: str | None = None
     prompt: str | None = None
@@ -241,7 +240,10 @@ class DetokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def _as_template_call(call: ToolCall) -> dict[str, Any]:
-    """A call for chat templates, which expect arguments as an object. Arguments that are no JSON stay a string."""
+    """A call for chat templates, which expect arguments as an object.
+
+    Arguments that are no JSON stay a string.
+    """
     arguments: object = call.function.arguments
     with contextlib.suppress(msgspec.DecodeError, RecursionError):
         arguments = msgspec.json.decode(call.function.arguments)

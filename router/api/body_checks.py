@@ -1,7 +1,7 @@
-"""Validates request bodies of the OpenAI API and turns them into what the router serves.
+"""Validates request bodies of the OpenAI API and translates them for the router.
 
-Every mistake of a client becomes one line that names the field. Fields of the public API that are not supported are refused
-by name; a value that asks for nothing (null, or the API's default) passes.
+Every mistake of a client becomes one line that names the field. Fields of the public API that are not
+supported are refused by name; a value that asks for nothing (null, or the API's default) passes.
 """
 
 import re
@@ -65,9 +65,11 @@ def parse_body(raw: bytes, kind: type[B]) -> B:
 
 
 def sampling_of(body: ChatBody | CompletionBody, *, max_new: int, choice: int, grammar: str = "") -> Sampling:
-    """How choice number `choice` of a request samples; a given seed makes every choice repeatable and different.
+    """The sampling options of choice number `choice`. A given seed makes every choice repeatable and
+    different.
 
-    A temperature between 0 and `COLDEST` is served as `COLDEST`, at which the likeliest token wins all but ties.
+    A temperature between 0 and `COLDEST` is served as `COLDEST`, at which the likeliest token wins all but
+    ties.
     """
     temperature, logprobs = _or(body.temperature, 1.0), logprobs_of(body)
     seed = secrets.randbits(63) if body.seed is None else (body.seed + choice) & SEED_MASK
@@ -92,7 +94,10 @@ def sampling_of(body: ChatBody | CompletionBody, *, max_new: int, choice: int, g
 
 
 def prompts_of(body: CompletionBody) -> list[str | list[int]]:
-    """A completion body's prompts: a string, strings, token ids, or lists of token ids. Raises ApiError (400)."""
+    """A completion body's prompts: a string, strings, token ids, or lists of token ids.
+
+    Raises ApiError (400).
+    """
     prompt = body.prompt
     if isinstance(prompt, str):
         prompts: list[str | list[int]] = [prompt]
@@ -193,7 +198,10 @@ def _check_messages(messages: Sequence[Message]) -> None:
 
 
 def _check_functions(functions: Sequence[Function]) -> list[str]:
-    """The names of the functions. All are checked, since a template may show also those that may not be called."""
+    """The names of the functions.
+
+    All are checked, since a template may also show functions that may not be called.
+    """
     names = [function.name for function in functions]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -227,7 +235,7 @@ def _check_tools(body: ChatBody) -> None:
     strange = next((choice.function.name for choice in wanted if choice.function.name not in names), None)
     if strange is not None:
         raise bad_request(f"tool_choice: {printable(strange)} is not one of the tools", param="tool_choice")
-    if isinstance(chosen, AllowedTools):  # the others are as if they were not there
+    if isinstance(chosen, AllowedTools):  # the other functions do not count
         allowed = {choice.function.name for choice in wanted}
         body.tools = [tool for tool in body.tools or () if tool.function.name in allowed]
         body.tool_choice = chosen.allowed_tools.mode
@@ -238,7 +246,8 @@ def _check_tools(body: ChatBody) -> None:
 
 
 def _check_guided(body: CommonBody, param: str) -> None:
-    """Raises ApiError (400) for fields that a grammar excludes, since it decides itself where the output ends."""
+    """Raises ApiError (400) for fields that a grammar excludes, since the grammar itself decides the output's
+    end."""
     for name, is_set in (("ignore_eos", body.ignore_eos), ("min_tokens", body.min_tokens)):
         if is_set:
             raise bad_request(f"{name} and {param} exclude each other", param=name)

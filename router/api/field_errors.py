@@ -36,7 +36,8 @@ def _says_nothing(value: Raw, harmless: tuple[bytes, ...]) -> bool:
 
 
 def unreadable(error: Exception, inside: str = "") -> ApiError:
-    """The ApiError (400) for one of UNREADABLE, raised by a body or by what is `inside` of it, such as `input[0]`."""
+    """The ApiError (400) for one of UNREADABLE, raised by a body or by its part `inside`, such as
+    `input[0]`."""
     if isinstance(error, msgspec.ValidationError):
         return _invalid_field(str(error), inside)
     reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)

@@ -1,8 +1,9 @@
 """The field table: how this server treats each field of the OpenAI API, and the fields that it adds.
 
-docs/api.md shows these tables, and the types in `bodies` have exactly these fields. Tests compare all three with each other
-and with the published schema. A refused field passes when it is null or has one of its `harmless` values, which ask for
-nothing. For objects inside a body, the table lists only what does not work; INSIDE names those objects.
+docs/api.md shows these tables, and the types in `bodies` have exactly these fields. Tests compare all three
+with each other and with the published schema. A refused field passes when it is null or has one of its
+`harmless` values, which ask for nothing. For objects inside a body, the table lists only unsupported fields;
+INSIDE names those objects.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,8 @@ State = Literal["works", "ignored", "refused"]
 
 @dataclass(frozen=True)
 class Field:
-    """The state of a field, its explanation, and the compact JSON values that a refused field may have."""
+    """One row of the table: a field's state, its explanation, and the compact JSON values allowed for a
+    refused field."""
 
     state: State
     says: str

@@ -21,7 +21,8 @@ class HeaderField:
 
 IDEMPOTENCY_KEY = HeaderField(
     b"idempotency-key",
-    f"1 to {LONGEST_KEY} printable ASCII characters; equal requests with equal keys within ten minutes share one answer",
+    f"1 to {LONGEST_KEY} printable ASCII characters; "
+    "equal requests with equal keys within ten minutes share one answer",
     {"type": "string", "minLength": 1, "maxLength": LONGEST_KEY, "pattern": "^[!-~]([ -~]*[!-~])?$"},
 )
 TIMEOUT = HeaderField(

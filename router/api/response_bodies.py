@@ -33,7 +33,7 @@ PARAM_OF = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "response_format": "text",
-}  # of a chat's fields
+}  # names of a chat's fields
 
 
 class ResponseTool(Function, tag_field="type", tag="function", kw_only=True, forbid_unknown_fields=True):

@@ -1,7 +1,7 @@
 """The items of the `input` of /v1/responses, and their translation to chat messages.
 
-Clients send the items of earlier answers back. Their known fields that mean nothing to a model are ignored; unknown fields
-are refused, as everywhere.
+Clients send the items of earlier answers back. Known fields without a meaning for the model are ignored.
+Unknown fields are refused, as in every body.
 """
 
 from collections.abc import Mapping, Sequence

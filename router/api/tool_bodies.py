@@ -9,9 +9,8 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from .fields import CALL, CALLED, Field
 
 Json = Raw | UnsetType
-FunctionName = Annotated[
-    str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$(?!\n)")
-]  # Python's $ also stands before a line's end
+# Python's $ also matches before a line's end
+FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$(?!\n)")]
 MAX_TOOLS = 128
 OPEN, CLOSE = "<tool_call>", "</tool_call>"  # around a call in the text of an answer
 ANY_OBJECT = b'{"type":"object"}'
@@ -19,7 +18,10 @@ NO_PARAMETERS = b'{"type":"object","properties":{},"additionalProperties":false}
 
 
 class Function(Struct, forbid_unknown_fields=True):
-    """A function that the model may call; `parameters` is a JSON schema of an object. Calls always follow it."""
+    """A function that the model may call; `parameters` is a JSON schema of an object.
+
+    Calls always follow it.
+    """
 
     name: FunctionName
     description: str | None = None
@@ -29,7 +31,7 @@ class Function(Struct, forbid_unknown_fields=True):
     @property
     def schema(self) -> bytes:
         """The JSON schema of the function's arguments."""
-        return _said(self.parameters) or NO_PARAMETERS
+        return _json_of(self.parameters) or NO_PARAMETERS
 
 
 class Tool(Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
@@ -116,10 +118,10 @@ def schema_of(wanted: AnyFormat | None) -> bytes | None:
     """The JSON schema that a format asks for; None: any text."""
     if wanted is None or isinstance(wanted, TextFormat):
         return None
-    return (isinstance(wanted, SchemaFormat) and _said(wanted.json_schema.schema)) or ANY_OBJECT
+    return (isinstance(wanted, SchemaFormat) and _json_of(wanted.json_schema.schema)) or ANY_OBJECT
 
 
-def _said(value: Json) -> bytes:
+def _json_of(value: Json) -> bytes:
     """The JSON of a field; b"" for null and for an absent field."""
     raw = bytes(value) if isinstance(value, Raw) else b""
     return b"" if raw == b"null" else raw

@@ -1,7 +1,7 @@
 """The operator's pages: the list of recent requests, the timeline of one request, and an HTML page over both.
 
-The page is one document with inline style and script. Its content security policy names both by their hashes, so the browser
-runs no other script, whatever text a worker or a client put into the data.
+The page is one document with inline style and script. Its content security policy names both by their hashes,
+so the browser runs no other script, even if a worker's or a client's text contains one.
 """
 
 import base64
@@ -60,7 +60,8 @@ def page_of(directory: Path) -> tuple[bytes, dict[str, str]]:
     assert style in whole, STYLE_LINK
     assert script in whole, SCRIPT_LINK
     policy = (
-        f"default-src 'none'; style-src {_source(style)}; script-src {_source(script)}; connect-src 'self'; img-src data:; "
+        f"default-src 'none'; style-src {_source(style)}; script-src {_source(script)}; "
+        "connect-src 'self'; img-src data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
     )
     headers = {

@@ -1,12 +1,14 @@
-"""`Idempotency-Key`: requests with the same key and body within ten minutes share one generation and its answer.
+"""`Idempotency-Key`: requests with the same key and body within ten minutes share one generation and its
+answer.
 
-    running    the first request generates, in a task of its own. Every request with the key reads the answer from its
-               beginning. A generation without readers for `ABANDONED_S` is cancelled.
+    running    the first request generates, in a task of its own. Every request with the key reads the answer
+               from its beginning. A generation without readers for `ABANDONED_S` is cancelled.
     kept       a complete answer with status 200 is sent again, byte for byte
-    forgotten  an answer that failed, was cancelled, grew too long, or is older than `KEEP_S`: the next request starts anew
+    forgotten  an answer that failed, was cancelled, grew too long, or is older than `KEEP_S`: the next
+               request starts anew
 
-A request without a seed gets one made from key and body, so a restarted router generates the same text again. Number and
-bytes of kept answers are bounded: the oldest is dropped first.
+A request without a seed gets one made from key and body, so a restarted router generates the same text again.
+Number and bytes of kept answers are bounded: the oldest is dropped first.
 """
 
 import asyncio
@@ -25,9 +27,9 @@ from ..http.exchange import AnswerSink, RawHeaders
 KEEP_S = 600.0
 ABANDONED_S = 10.0
 MAX_KEPT = 1024  # answers
-MAX_BYTES = 64 << 20  # of all kept answers
+MAX_BYTES = 64 << 20  # bytes of all kept answers
 MAX_ANSWER = 4 << 20  # bytes; a longer one is given once and not kept
-STALLED_S = 30.0  # a reader that takes nothing for so long is left
+STALLED_S = 30.0  # a reader that takes nothing for this long is dropped
 
 Begin = Callable[[], Awaitable[Answer]]
 
@@ -55,7 +57,10 @@ def seed_of(digest: bytes) -> int:
 
 
 class Recording:
-    """The answer of one generation as far as it was written, and the number of its readers. It is an AnswerSink."""
+    """The answer of one generation as far as it was written, and the number of its readers.
+
+    It is an AnswerSink.
+    """
 
     def __init__(self, digest: bytes, now: float) -> None:
         self.digest = digest
@@ -63,7 +68,7 @@ class Recording:
         self.status = 0
         self.headers: RawHeaders = []
         self.parts: list[bytes] = []
-        self._is_ended = False  # by the last part of its body
+        self._is_ended = False  # the last part of the body was written
         self.num_bytes = 0
         self.num_readers = 0
         self.is_over = False
@@ -73,11 +78,17 @@ class Recording:
         self._begun = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"Recording({len(self.parts)} parts, {self.num_readers} readers{', over' if self.is_over else ''})"
+        return (
+            f"Recording({len(self.parts)} parts, {self.num_readers} "
+            f"readers{', over' if self.is_over else ''})"
+        )
 
     @property
     def is_whole(self) -> bool:
-        """Whether the answer is complete and successful, and may be sent again. A failed stream has an error at its end."""
+        """Whether the answer is complete and successful, and may be sent again.
+
+        A failed stream has an error at its end.
+        """
         if not self.is_over or self.error is not None or not self._is_ended or self.num_bytes > MAX_ANSWER:
             return False
         is_stream = any(value.startswith(b"text/event-stream") for _, value in self.headers)
@@ -110,7 +121,7 @@ class Recording:
     def end(self, error: Exception | None = None) -> None:
         """The generation has ended, with an error or without."""
         self.is_over, self.error = True, error
-        self._on_abandoned = None  # it holds all that was made for the answer
+        self._on_abandoned = None  # it would keep alive all objects of the answer
         self._begun.set()
         self._wake()
 
@@ -121,7 +132,10 @@ class Recording:
             raise self.error
 
     async def read(self, num_seen: int) -> list[tuple[bytes, bool]]:
-        """Waits for parts after the first `num_seen`: pairs (bytes, whether it is the last). Empty at the end."""
+        """Waits for parts after the first `num_seen`: pairs (bytes, whether it is the last).
+
+        Empty at the end.
+        """
         while num_seen >= len(self.parts) and not self.is_over:
             await self._news.wait()
         num_parts = len(self.parts)
@@ -234,7 +248,10 @@ class Idempotency:
         task.add_done_callback(self._tasks.discard)
 
     def _sweep(self) -> None:
-        """Drops finished answers that are too old or too many, the oldest first. The router's queue bounds running ones."""
+        """Drops finished answers that are too old or too many, the oldest first.
+
+        The router's queue bounds running ones.
+        """
         now = self._clock()
         kept = [(key, known) for key, known in self._recordings.items() if known.is_over]
         count, size = len(kept), sum(known.num_bytes for _, known in kept)
@@ -246,6 +263,9 @@ class Idempotency:
 
 
 def _reused(key: str) -> ApiError:
-    key = key.partition(" ")[2]  # without its owner
-    message = f"The Idempotency-Key {printable(key)} was used with another request within ten minutes; use a new one."
+    key = key.partition(" ")[2]  # without the owner's id
+    message = (
+        f"The Idempotency-Key {printable(key)} was used with another request within ten minutes; "
+        "use a new one."
+    )
     return ApiError(422, ErrorBody(message, "invalid_request_error", None, "idempotency_key_reused"))

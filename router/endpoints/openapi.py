@@ -47,20 +47,20 @@ INNER = (
     TextOptions,
     ResponseTool,
     *ITEMS.values(),
-)  # fmt: skip - objects inside of bodies that have tables of their own
+)  # fmt: skip - objects inside of bodies, with tables of their own
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One method of one address."""
+    """One method of one path."""
 
     path: str
     says: str
     body: type | None = None
     reply: type | None = None
-    chunk: type | None = None  # of a stream
-    statuses: Mapping[int, str] | None = None  # beside 200
-    kind: str = "application/json"  # content type of a reply that has no schema
+    chunk: type | None = None  # type of a stream's events
+    statuses: Mapping[int, str] | None = None  # besides 200
+    kind: str = "application/json"  # content type of a reply without a schema
 
     @property
     def method(self) -> str:
@@ -88,7 +88,7 @@ _RETRY_AFTER = {
     "description": "Seconds until it may be worth another try.", "required": True,
     "schema": {"type": "integer", "minimum": 1},
 }  # fmt: skip
-_RETRIED = (429, 503)  # statuses that have it
+_RETRIED = (429, 503)  # statuses with a Retry-After
 _GENERATING = {
     400: "The request is not one that can be served; `param` names the field at fault.",
     401: "No valid key.",
@@ -160,7 +160,10 @@ OPERATIONS = (
 
 
 def openapi_of(served_model: str, *, is_keyed: bool = False) -> Json:
-    """The OpenAPI 3.1 document. `served_model` is the only valid model name; with `is_keyed`, requests need a key."""
+    """The OpenAPI 3.1 document.
+
+    `served_model` is the only valid model name; with `is_keyed`, requests need a key.
+    """
     kinds = {kind for op in OPERATIONS for kind in (op.body, op.reply, op.chunk) if kind is not None}
     ordered = sorted({*kinds, *ITEMS.values(), ErrorEnvelope}, key=lambda kind: kind.__name__)
     _, schemas = msgspec.json.schema_components(ordered, ref_template=REF)
@@ -246,12 +249,12 @@ def _parameters(operation: Operation, served_model: str) -> list[Json]:
 
 
 def _event(chunk: type) -> Json:
-    """An event of a stream, which is what the schema of a stream describes."""
-    told = {
+    """The schema of one event, which describes a stream."""
+    event = {
         "contentMediaType": "application/json",
         "contentSchema": {"anyOf": [_ref(chunk), _ref(ErrorEnvelope)]},
     }
-    data = told if chunk is Event else {"anyOf": [{"const": "[DONE]"}, told]}
+    data = event if chunk is Event else {"anyOf": [{"const": "[DONE]"}, event]}
     properties = {"event": {"type": "string"}, "data": {"type": "string", **data}}
     return {"type": "object", "description": "Each event.", "properties": properties, "required": ["data"]}
 
@@ -260,7 +263,7 @@ def _ref(kind: type) -> Json:
     return {"$ref": REF.format(name=kind.__name__)}
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------
+# --- the page -----------------------------------------------------------------------------------------------
 
 
 def page_of(document: Json) -> str:
@@ -315,7 +318,8 @@ def _table(
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}: API</title>
 <style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto;
+        padding: 0 1rem; color: #222; }}
 table {{ border-collapse: collapse; width: 100%; margin: 0.5rem 0 1rem; }}
 td, th {{ border: 1px solid #ccc; padding: 0.2rem 0.5rem; text-align: left; vertical-align: top; }}
 td:first-child {{ font-family: monospace; white-space: nowrap; }}

@@ -1,6 +1,7 @@
 """The router's trace spans: one for each request, and below it one for each wait for a pair of workers.
 
-Request spans have the attributes of OpenTelemetry's conventions for generative AI; further attributes begin with `baton.`.
+Request spans have the attributes of OpenTelemetry's conventions for generative AI; further attributes begin
+with `baton.`.
 """
 
 from ...cluster.protocol.messages import Sampling
@@ -30,7 +31,7 @@ def waits_of(entry: Entry, now: float) -> list[Span]:
     for note in entry.trace.attempts:
         spans.append(_wait(entry, since, note.placed, note.epoch))
         since = note.ended if note.ended is not None else now
-    if entry.room.pair is None:  # it ended without a pair
+    if entry.room.pair is None:  # the room ended without a pair
         spans.append(_wait(entry, since, now, len(entry.trace.attempts)))
     return spans
 

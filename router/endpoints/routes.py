@@ -1,4 +1,4 @@
-"""The routes of the HTTP API: which address is answered by which method, and errors as OpenAI error objects."""
+"""The routes of the HTTP API: the handler of each method and path, and errors as OpenAI error objects."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -32,7 +32,10 @@ NamedHandler = Callable[[Exchange, str], Awaitable[None]]
 
 
 class Routes:
-    """The endpoints over one service. A handler answers on its exchange, or raises ApiError before it does."""
+    """The endpoints over one service.
+
+    A handler answers on its exchange, or raises ApiError before it does.
+    """
 
     def __init__(self, service: Service, *, is_keyed: bool) -> None:
         self._service = service
@@ -73,7 +76,7 @@ class Routes:
         except ApiError as error:
             await exchange.answer(error)
         except ClientGone:
-            pass  # no client is left to answer
+            pass  # the client has left
 
     def _handler_of(self, method: str, path: str) -> Handler:
         """Raises ApiError: 404 for an unknown path, 405 for another method."""
@@ -149,7 +152,7 @@ class Routes:
         if not key:
             answer = await begin()
             return await answer.serve(exchange)
-        key = f"{exchange.caller.id} {key}"  # keys of two clients never meet
+        key = f"{exchange.caller.id} {key}"  # separates the keys of different clients
         form = f"{exchange.path} {_wants_timeline(exchange)}"
         digest = digest_of(key, form, msgspec.json.encode(body, order="deterministic"))
         if body.seed is None:
@@ -197,7 +200,7 @@ class Routes:
 
 
 def _has_left(exchange: Exchange) -> bool:
-    """Whether nobody waits for the answer. With an Idempotency-Key the client may come back for it."""
+    """Whether the client has left for good. With an Idempotency-Key it may come back for the answer."""
     return exchange.has_left and exchange.header(IDEMPOTENCY_KEY.name) is None
 
 

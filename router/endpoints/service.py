@@ -1,4 +1,5 @@
-"""From a checked body to an answer: render, tokenise, check against the workers' limits, submit to the dispatcher."""
+"""Turns a checked body into an answer: renders, tokenises, checks the workers' limits, submits to the
+dispatcher."""
 
 import asyncio
 import os
@@ -40,7 +41,8 @@ from ..workers.eligibility import Limits
 from .idempotency import Idempotency
 from .request_spans import end_request, operation_of
 
-INLINE_BYTES = 2000  # of a body: about a millisecond of work, less than a trip to a thread costs under load
+# bytes of a body: about a millisecond of work, less than the hand-over to a thread costs under load
+INLINE_BYTES = 2000
 T = TypeVar("T")
 
 
@@ -48,12 +50,12 @@ class Call(Struct, frozen=True, kw_only=True, gc=False):
     """The attributes of a generation request outside its body."""
 
     arrived: float  # monotonic seconds
-    size: int  # of the body, in bytes
+    size: int  # bytes of the body
     wants_timeline: bool = False
-    timeout_s: float = 0.0  # that the client gave; 0: none
-    grammar: str = ""  # that the answer follows, once the body was read
+    timeout_s: float = 0.0  # the client's limit; 0: none
+    grammar: str = ""  # grammar of the answer, known once the body is read
     caller: Caller = ANYONE
-    trace: TraceContext = NOWHERE  # of the client's span
+    trace: TraceContext = NOWHERE  # context of the client's span
     has_left: Callable[[], bool] = lambda: False  # the client has left, and the request need not be prepared
 
 
@@ -74,9 +76,9 @@ class Service:
         self.dispatcher = dispatcher
         self.tracing = tracing or Untraced()
         self._is_traced = not isinstance(self.tracing, Untraced)
-        self.responses: Mapping[int, int] = {}  # of the HTTP server, by status
+        self.responses: Mapping[int, int] = {}  # number of HTTP answers by status
         self.tokenizer = tokenizer
-        self._chat_max_tokens = chat_max_tokens  # of output where a chat does not say; 0: all that fits
+        self._chat_max_tokens = chat_max_tokens  # default output length of a chat; 0: all that fits
         self.served_model = served_model
         self.started = int(time.time())
         self.clock = clock
@@ -175,16 +177,16 @@ class Service:
 
     def _reading(self, call: Call, priority: int | None) -> AbstractContextManager[None]:
         """Bounds the preparation of a request that will need workers. Raises ApiError (429)."""
-        now, intake = self.clock(), self.dispatcher.admission
-        intake.check_queue(call.caller.priority_of(priority), now)
-        return intake.parse_limiter.reading(call.caller, call.size, now)
+        now, admission = self.clock(), self.dispatcher.admission
+        admission.check_queue(call.caller.priority_of(priority), now)
+        return admission.parse_limiter.reading(call.caller, call.size, now)
 
     @contextmanager
     def _counted(self, call: Call) -> Iterator[None]:
         """Bounds and counts a request that needs no worker. Raises ApiError (429)."""
-        now, intake = self.clock(), self.dispatcher.admission
-        with intake.parse_limiter.reading(call.caller, call.size, now):
-            intake.gate.charge(call.caller, 0, now)
+        now, admission = self.clock(), self.dispatcher.admission
+        with admission.parse_limiter.reading(call.caller, call.size, now):
+            admission.gate.charge(call.caller, 0, now)
             yield
 
     def _names(self, ids: Sequence[int]) -> list[str]:
@@ -225,7 +227,10 @@ class Service:
         return Prompt(ids, prompt, starts)
 
     async def _in_thread(self, call: Call, size: int, work: Callable[[], T]) -> T:
-        """Runs `work`, in a thread when `size` bytes are many. Raises ClientGone if the client left before it began."""
+        """Runs `work`, in a thread when `size` bytes are many.
+
+        Raises ClientGone if the client left before it began.
+        """
         if size <= INLINE_BYTES:
             return work()
 
@@ -241,12 +246,13 @@ class Service:
             raise unknown_model(model, self.served_model)
 
     def _check_chars(self, num_chars: int, param: str) -> None:
-        """Raises ApiError (400) for a text that cannot fit, before it is tokenised."""
+        """Raises ApiError (400) before tokenisation for a text that cannot fit."""
         live = self.dispatcher.limits()
         longest = live.context * self.tokenizer.longest_token if live is not None else None
         if longest is not None and num_chars > longest:
             raise context_too_long(
-                f"The prompt has {num_chars} characters, but no more than {longest} can fit this model's context.",
+                f"The prompt has {num_chars} characters, "
+                f"but no more than {longest} can fit this model's context.",
                 param=param,
             )
 
@@ -260,7 +266,7 @@ class Service:
         builder: Builder,
     ) -> Answer:
         live = self.dispatcher.limits()
-        if live is None:  # the vocabulary, which may be larger than the tokenizer's, is not known either
+        if live is None:  # the workers' vocabulary, which may be larger than the tokenizer's, is unknown
             raise no_workers()
         choice_options, num_choices, num_tries = _choice_options(body), body.num_choices, body.num_tries
         jobs: list[Job] = []
@@ -270,9 +276,8 @@ class Service:
             jobs += self._jobs(body, prompt.ids, live, call, tokenize_s)
             echo = prompt if body.wants_echo else None
             choices += [Choice(self.tokenizer, choice_options, echo) for _ in range(num_tries)]
-        inbox = Inbox(
-            self.clock, is_patient=not body.stream and not choice_options.stops
-        )  # a stop string is looked for at once
+        # stop strings are searched for at once
+        inbox = Inbox(self.clock, is_patient=not body.stream and not choice_options.stops)
         entries = self._submit(jobs, inbox, frame.id, call)
         options = AnswerOptions(
             is_stream=bool(body.stream),
@@ -285,7 +290,10 @@ class Service:
         return Answer(self.dispatcher, self.clock, entries, inbox, choices, builder, options)
 
     def _submit(self, jobs: Sequence[Job], inbox: Inbox, reply_id: str, call: Call) -> list[Entry]:
-        """Submits the jobs within a trace span, which ends with the last choice, or here when the request is refused."""
+        """Submits the jobs within a trace span.
+
+        The span ends with the last choice, or here for a refused request.
+        """
         span = self.tracing.begin(f"{operation_of(reply_id)} {self.served_model}", call.trace, call.arrived)
         tag = Tag(reply_id=reply_id, span=span)
         if self._is_traced:

@@ -30,7 +30,7 @@ class RouterStatus(Struct, frozen=True, kw_only=True):
     running: int
     open_rooms: int
     uptime_s: float
-    clock: float  # this host's, seconds since the epoch
+    clock: float  # this host's clock, seconds since the epoch
     events: dict[str, int]
 
 
@@ -46,11 +46,11 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     device: str
     transport: str
     fingerprint: str
-    weights_hash: str  # of every byte of the weights; "": not known yet
-    phase: str  # of the engine's lifecycle
+    weights_hash: str  # sha256 of every byte of the weights; "": not known yet
+    phase: str  # phase of the engine's lifecycle
     feature_ids: list[int]  # layers whose features prefill offers, or decode's head reads
-    feature_width: int  # elements of all of them per token
-    draft_widths: DraftWidths | None  # None: nothing is drafted here
+    feature_width: int  # feature elements per token over all layers
+    draft_widths: DraftWidths | None  # None: no drafter
     pages_free: int
     pages_total: int
     pages_cached: int
@@ -69,7 +69,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
 
 
 class Unpaired(Struct, frozen=True, kw_only=True):
-    """A prefill and a decode worker that serve, and why they do not pair."""
+    """A serving prefill and decode worker that do not pair, with the reason."""
 
     prefill: str
     decode: str
@@ -137,7 +137,8 @@ def unpaired_of(registry: Registry) -> list[Unpaired]:
 
 
 def why_not_ready(dispatcher: Dispatcher, now: float) -> str:
-    """The reason why the router is not ready, in one line; empty when a pair can serve and has passed its probe."""
+    """The reason why the router is not ready, in one line; empty when a pair can serve and has passed its
+    probe."""
     if dispatcher.is_draining:
         return "the router is shutting down"
     registry = dispatcher.registry
@@ -150,7 +151,10 @@ def why_not_ready(dispatcher: Dispatcher, now: float) -> str:
     by_layout = [one.reason for one in unpaired_of(registry) if not one.reason.startswith("fingerprints")]
     if by_layout:
         return f"no prefill and decode worker pair: {by_layout[0]}"
-    return "no prefill and decode worker have equal fingerprints: start them with the same model, dtype and page size"
+    return (
+        "no prefill and decode worker have equal fingerprints: start them with the same model, "
+        "dtype and page size"
+    )
 
 
 def metrics_of(dispatcher: Dispatcher, responses: Mapping[int, int] | None = None) -> bytes:

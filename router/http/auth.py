@@ -1,7 +1,7 @@
 """Authentication: each path but the OPEN_PATHS needs an API key.
 
-OPEN_PATHS are health and readiness, the description of the API, and the page, which shows nothing without a key. The check
-uses the path of the request line, before anything is routed, read or rewritten.
+OPEN_PATHS are health and readiness, the description of the API, and the page, which shows nothing without a
+key. The check uses the path of the request line, before anything is routed, read or rewritten.
 """
 
 import hmac
@@ -12,20 +12,20 @@ from .rate_limits import ANYONE, Caller
 from .request_head import Fields
 
 OPEN_PATHS = (b"/health", b"/ready", b"/", b"/docs", b"/openapi.json")
-STATUS = b"/status"  # which the launcher may read
+STATUS = b"/status"  # path that the launcher may read
 SCHEME = "bearer "
 
 
 class Guard:
-    """Says who asks; what they may see is decided where it is shown, by `must_see_all`.
+    """Identifies the caller of a request. `must_see_all` and `must_ask` check the caller's permissions.
 
-    Without `keys` everybody is welcome; the launcher of this process has a token of its own.
+    Without `keys` every request is admitted. The launcher of this process has a token of its own.
     """
 
     def __init__(self, keys: ApiKeys | None, operator_token: str = "") -> None:
         self._keys = keys
         self._token = operator_token
-        self._callers: dict[str, tuple[ApiKey, Caller]] = {}  # by key id, with the entry then
+        self._callers: dict[str, tuple[ApiKey, Caller]] = {}  # by key id, with the entry at that time
 
     def __repr__(self) -> str:
         return f"Guard({self._keys or 'everybody'})"
@@ -42,7 +42,7 @@ class Guard:
 
     def _known(self, key: ApiKey) -> Caller:
         entry, caller = self._callers.get(key.id, (None, ANYONE))
-        if entry is not key:  # new, or the file was read again
+        if entry is not key:  # a new key, or the file was reloaded
             caller = caller_of(key)
             self._callers[key.id] = key, caller
         return caller
@@ -69,7 +69,7 @@ def presented(fields: Fields) -> str:
 
 
 def caller_of(key: ApiKey) -> Caller:
-    """The caller that a key belongs to."""
+    """The caller with a key's identity and limits."""
     return Caller(
         id=key.id,
         name=key.name,

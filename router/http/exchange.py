@@ -1,8 +1,8 @@
-"""One HTTP request and its answer, as the application sees it, and as bytes.
+"""One HTTP request and its answer: the application's interface, and the bytes on the connection.
 
-The request is complete before the application hears of it. Bytes that belong together go out in one write: the head with
-the first part of the body, a part with its framing. An answer without a length is sent in chunks, or to a client of
-HTTP/1.0 up to the end of the connection.
+The application is called when the request is complete. Bytes that belong together go out in one write: the
+head with the first part of the body, a part with its framing. An answer without a length is sent in chunks,
+or to a client of HTTP/1.0 up to the end of the connection.
 """
 
 import logging
@@ -42,7 +42,7 @@ class AnswerSink(Protocol):
     """The destination of an answer: an exchange, or a recording."""
 
     def when_left(self, callback: Callable[[], None]) -> None:
-        """Calls back when nobody waits for the answer any more; at once if that is so."""
+        """Calls back when the answer has no reader any more; at once if it has none now."""
 
     async def start(self, status: int, headers: RawHeaders) -> None:
         """The status and header fields. They go out with the first part of the body."""
@@ -52,12 +52,29 @@ class AnswerSink(Protocol):
 
 
 class Exchange:
-    """One request and its answer. The protocol creates it when the head is parsed, and runs it when the body is complete."""
+    """One request and its answer.
+
+    The protocol creates it when the head is parsed, and runs it when the body is complete.
+    """
 
     __slots__ = (
-        "_body", "_connection", "_fields", "_head", "_is_chunked", "_is_head", "_is_old", "_is_reusable", "_on_leave",
-        "_status", "caller", "has_left", "is_over", "method", "path", "query",
-    )  # fmt: skip
+        "_body",
+        "_connection",
+        "_fields",
+        "_head",
+        "_is_chunked",
+        "_is_head",
+        "_is_old",
+        "_is_reusable",
+        "_on_leave",
+        "_status",
+        "caller",
+        "has_left",
+        "is_over",
+        "method",
+        "path",
+        "query",
+    )
 
     def __init__(
         self,
@@ -75,13 +92,13 @@ class Exchange:
         self.is_over = False
         self._connection = connection
         self._body = b""
-        self._is_reusable = is_reusable  # the connection, for another request
+        self._is_reusable = is_reusable  # the connection may serve another request
         self._is_head = target.method == "HEAD"
         self._is_old = version == "1.0"
         self._is_chunked = False
-        self.has_left = False  # the connection is gone
+        self.has_left = False  # the connection has ended
         self._on_leave: Callable[[], None] | None = None
-        self._status = 0  # 0: nothing of the answer is known; -1: its head went out
+        self._status = 0  # 0: no answer has begun; -1: its head has gone out
         self._head: RawHeaders = []
 
     def __repr__(self) -> str:
@@ -93,7 +110,7 @@ class Exchange:
         return values[0].decode("latin-1") if values is not None else None
 
     def headers(self, name: bytes) -> list[str]:
-        """All its values, in their order."""
+        """All values of a header field, in order."""
         values = self._fields.get(name)
         return [value.decode("latin-1") for value in values] if values is not None else []
 
@@ -107,7 +124,7 @@ class Exchange:
         return body
 
     async def run(self, app: "App") -> None:
-        """The answer of the application, or an error where it gives none."""
+        """Runs the application. Sends an error if it gives no answer."""
         try:
             await app(self)
         except Exception:
@@ -125,7 +142,7 @@ class Exchange:
     def left(self) -> None:
         """The protocol reports that the connection is gone."""
         self.has_left = True
-        on_leave, self._on_leave = self._on_leave, None  # it holds all that was made for the answer
+        on_leave, self._on_leave = self._on_leave, None  # it would keep alive all objects of the answer
         if on_leave is not None and not self.is_over:
             on_leave()
 
@@ -134,7 +151,10 @@ class Exchange:
         self._status, self._head = status, [*headers]
 
     async def write(self, data: bytes, *, is_last: bool) -> None:
-        """A part of the body; waits while the client does not read. Does nothing after the client has left."""
+        """A part of the body; waits while the client does not read.
+
+        Does nothing after the client has left.
+        """
         if self.has_left or self.is_over:
             return
         if self._status > 0 and not self._connection.answered(self._status):
@@ -188,7 +208,7 @@ class Exchange:
         self._connection.ended(is_reusable=self._is_reusable)
 
     async def _fail(self) -> None:
-        """Ends an exchange whose application gave no answer, or a part that a client must not take for complete."""
+        """Ends an exchange whose application gave no answer, or only a part, which must not look complete."""
         self._on_leave = None
         if self.has_left:
             return

@@ -1,19 +1,19 @@
 """HTTP/1.1 on one connection, with a bound on everything that a client may send, withhold or leave unread.
 
-    connection   above the server's maximum number it gets 503. It is closed when no head comes within HEAD_TIMEOUT_S, and
-                 after an answer when it is silent for KEEP_ALIVE_S
-    head         at most MAX_HEAD_BYTES and MAX_HEADERS (431), complete within HEAD_TIMEOUT_S of its first byte (408), with
-                 exactly one Host
+    connection   above the server's maximum number it gets 503. It is closed when no head comes within
+                 HEAD_TIMEOUT_S, and after an answer when it is silent for KEEP_ALIVE_S
+    head         at most MAX_HEAD_BYTES and MAX_HEADERS (431), complete within HEAD_TIMEOUT_S of its first
+                 byte (408), with exactly one Host
     key          checked before the body is read (401)
-    body         at most the server's bound (413), complete within BODY_TIMEOUT_S (408). All bodies being read share a bound
-                 (503). Trailers have the bounds of a head (431)
-    pipelining   a request that comes before the last answer ended waits, and the connection is not read meanwhile. Of the
-                 requests that came with it, MAX_PENDING are taken (429)
-    answer       a client that reads nothing for WRITE_STALL_S is cut off. Above WRITE_HIGH unsent bytes the writer and
-                 further requests wait
+    body         at most the server's bound (413), complete within BODY_TIMEOUT_S (408). All bodies being read
+                 share a bound (503). Trailers have the bounds of a head (431)
+    pipelining   a request that arrives before the end of the last answer waits, and the connection is not
+                 read meanwhile. Of requests that arrived together with it, MAX_PENDING are accepted (429)
+    answer       a client that reads nothing for WRITE_STALL_S is cut off. Above WRITE_HIGH unsent bytes the
+                 writer and further requests wait
 
-httptools (llhttp) parses; `request_head` refuses what it wrongly accepts. One sweep over all connections checks the
-deadlines, instead of one timer each.
+httptools (llhttp) parses; `request_head` refuses heads that it wrongly accepts. One sweep over all
+connections checks the deadlines, instead of one timer each.
 """
 
 import asyncio
@@ -78,27 +78,25 @@ class HttpProtocol(asyncio.Protocol):
         self._server = server
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
-        self.deadline = NEVER  # of the awaited event, in monotonic seconds
-        self._fault: ApiError | None = None  # why nothing more is read
+        self.deadline = NEVER  # monotonic seconds by which the awaited event must come
+        self._fault: ApiError | None = None  # the reason why reading has stopped
         self._is_discarding = False  # an error was sent, and further input is discarded
-        self._is_last = False  # nothing behind the request that is being answered is read
-        self._rest: bytes | None = (
-            None  # of a request that wants another protocol: a head for the body that follows
-        )
-        self._is_resuming = False  # the parser reads that head
+        self._is_last = False  # the current request is the last one that is read
+        self._rest: bytes | None = None  # a head for the body of a request that asks for another protocol
+        self._is_resuming = False  # the parser is reading that head
         self.is_paused = False  # the client does not read
         self._resumed: asyncio.Future[None] | None = None
-        self._exchange: Exchange | None = None  # that is being answered
+        self._exchange: Exchange | None = None  # the exchange being answered
         self._pending: deque[Exchange] = deque()
-        self._incoming: Exchange | None = None  # whose body is being read
+        self._incoming: Exchange | None = None  # the exchange whose body is being read
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._body: list[bytes] = []
         self._num_body = 0
-        self._num_heads = 0  # complete ones
-        self._num_pending = 0  # bytes of a head or of trailers that are not complete, as they came
-        self._num_head = 0  # bytes of a head as far as it is parsed
-        self._has_begun = False  # something of a head is here
+        self._num_heads = 0  # number of complete heads
+        self._num_pending = 0  # received bytes of an incomplete head or of incomplete trailers
+        self._num_head = 0  # parsed bytes of the head
+        self._has_begun = False  # the first byte of a head has arrived
 
     def __repr__(self) -> str:
         return f"HttpProtocol({self._exchange or ('reads' if self._has_begun or self._incoming else 'idle')})"
@@ -108,12 +106,11 @@ class HttpProtocol(asyncio.Protocol):
         """Whether no request is being read or answered."""
         return self._exchange is None and self._incoming is None and not self._has_begun
 
-    # --- the transport's side -----------------------------------------------------------------------------------------
+    # --- the transport's side -------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport = cast(
-            asyncio.Transport, transport
-        )  # uvloop's are not of asyncio's class
+        # uvloop's are not of asyncio's class
+        self._transport = transport = cast(asyncio.Transport, transport)
         transport.set_write_buffer_limits(WRITE_HIGH, WRITE_LOW)
         self._await(HEAD_TIMEOUT_S)
         if not self._server.joined(self):
@@ -126,7 +123,7 @@ class HttpProtocol(asyncio.Protocol):
         exchanges = [self._exchange, *self._pending]
         self._exchange, self._incoming = None, None
         self._pending.clear()
-        del self._parser  # it holds methods of this object, which would wait for the garbage collector
+        del self._parser  # the parser holds bound methods: a reference cycle
         for exchange in exchanges:
             if exchange is not None:
                 exchange.left()
@@ -161,17 +158,18 @@ class HttpProtocol(asyncio.Protocol):
                 rest = self._read_on(rest[upgrade.args[0] :])
             except httptools.HttpParserError:
                 return self._refuse(self._fault or malformed())
-        if (
-            self._incoming is incoming and self._num_heads == num_heads
-        ):  # else the chunk also held a body, or its end
+        # otherwise the chunk also held a body or its end
+        if self._incoming is incoming and self._num_heads == num_heads:
             self._num_pending = self._num_pending + len(data) if self._num_body == num_body else 0
-        if self._num_pending > MAX_HEAD_BYTES:  # also one endless header, which the parser keeps to itself
+        if self._num_pending > MAX_HEAD_BYTES:  # also for one endless header, which the parser buffers itself
             self._refuse(head_too_large(MAX_HEAD_BYTES, MAX_HEADERS))
 
     def _read_on(self, data: bytes) -> bytes:
-        """What is still to be parsed behind a head that asks for another protocol, for which the parser takes `data`.
+        """The bytes still to be parsed after a head that asks for another protocol, which the parser would
+        not read.
 
-        Nobody gets another one: what follows is that request's body, or the next request. Behind CONNECT it can be anything.
+        No other protocol is offered: that request's body or the next request follows. After CONNECT anything
+        may follow.
         """
         if self._parser.get_method() == b"CONNECT":
             self._is_last = True
@@ -184,7 +182,7 @@ class HttpProtocol(asyncio.Protocol):
         self._rest = None
         return data
 
-    # --- the parser's side --------------------------------------------------------------------------------------------
+    # --- the parser's side ----------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         if self._is_resuming:
@@ -202,7 +200,7 @@ class HttpProtocol(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._is_resuming:
             return
-        if self._incoming is None:  # trailers must not change what the headers decided
+        if self._incoming is None:  # trailers must not change the headers' decisions
             self._headers.append((name.lower(), value))
         self._count(len(name) + len(value))
 
@@ -239,7 +237,7 @@ class HttpProtocol(asyncio.Protocol):
         self._body.append(body)
 
     def on_message_complete(self) -> None:
-        if self._rest:  # the parser does not see that there is a body
+        if self._rest:  # the parser does not expect the body
             return
         exchange, self._incoming = self._incoming, None
         self._num_pending = 0
@@ -264,7 +262,7 @@ class HttpProtocol(asyncio.Protocol):
         self._fault = fault
         raise Refused
 
-    # --- the exchange's side ------------------------------------------------------------------------------------------
+    # --- the exchange's side --------------------------------------------------------------------------------
 
     def answered(self, status: int) -> bool:
         """Counts an answer. False when its head must announce that the connection closes after it."""
@@ -278,7 +276,7 @@ class HttpProtocol(asyncio.Protocol):
             transport.write(data)
 
     async def drained(self) -> None:
-        """Waits until the client has read enough of what was written."""
+        """Waits until the client has read enough of the written bytes."""
         if not self.is_paused or self._transport is None or self._transport.is_closing():
             return
         if self._resumed is None:
@@ -286,23 +284,22 @@ class HttpProtocol(asyncio.Protocol):
         await asyncio.shield(self._resumed)
 
     def ended(self, *, is_reusable: bool) -> None:
-        """An answer is complete: goes on with the next request, or closes the connection."""
+        """Handles the end of an answer: continues with the next request, or closes the connection."""
         self._exchange = None
         assert self._transport is not None
         if self._fault is not None and not self._pending and is_reusable:
             return self._refuse(self._fault)
         if not is_reusable or self._is_last or self._server.is_draining:
             return self._close()
-        if (
-            self.is_paused and not self._transport.is_closing()
-        ):  # answers of a client that sends and does not read would pile up
+        # answers to a client that does not read would accumulate
+        if self.is_paused and not self._transport.is_closing():
             self._transport.pause_reading()
             self._await(WRITE_STALL_S)
         elif not self.is_paused:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Answers the request that waits, or reads on."""
+        """Answers the waiting request, or resumes reading."""
         assert self._transport is not None
         if self._pending:
             return self._begin(self._pending.popleft())
@@ -310,7 +307,7 @@ class HttpProtocol(asyncio.Protocol):
         self._await(BODY_TIMEOUT_S if self._incoming else HEAD_TIMEOUT_S if self._has_begun else KEEP_ALIVE_S)
 
     def broken(self) -> None:
-        """An answer is cut off: closes the connection, at once when the client does not read."""
+        """Handles a cut-off answer: closes the connection, at once when the client does not read."""
         self._exchange = None
         if self.is_paused:
             self.abort()
@@ -322,10 +319,10 @@ class HttpProtocol(asyncio.Protocol):
         self._await(WRITE_STALL_S if self.is_paused else None)
         self._server.begin(exchange)
 
-    # --- ends ---------------------------------------------------------------------------------------------------------
+    # --- ends -----------------------------------------------------------------------------------------------
 
     def on_deadline(self) -> None:
-        """A deadline has passed: refuses, closes or aborts."""
+        """Handles a passed deadline: refuses the request, or closes or aborts the connection."""
         assert self._transport is not None
         self._await(None)
         if self.is_paused or self._is_discarding or self._transport.is_closing():
@@ -357,7 +354,10 @@ class HttpProtocol(asyncio.Protocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Half-closes for LINGER_S. Closing with unread bytes would reset the connection and could lose the answer."""
+        """Half-closes for LINGER_S.
+
+        Closing with unread bytes would reset the connection and could lose the answer.
+        """
         transport = self._transport
         assert transport is not None
         if transport.is_closing() or not transport.can_write_eof():

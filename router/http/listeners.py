@@ -1,4 +1,5 @@
-"""The listening sockets of the HTTP API: the clients' port, which other routers may share, and the router's own port."""
+"""The listening sockets of the HTTP API: the clients' port, which other routers may share, and the router's
+own port."""
 
 import socket
 
@@ -7,9 +8,7 @@ from ...cluster.errors import StartupError
 from ...cluster.net.endpoints import bracketed
 from ...cluster.net.sockets import check_bind_address
 
-SEND_BUFFER = (
-    128 << 10
-)  # bytes that the kernel takes for a client that reads slowly; by itself it takes megabytes
+SEND_BUFFER = 128 << 10  # bytes that the kernel buffers for a slow client; its default is megabytes
 
 
 def open_listeners(
@@ -47,7 +46,7 @@ def _listen(host: str, port: int, flag: str, *, trusted_network: bool, is_shared
             if family == socket.AF_INET6:
                 made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             made.bind((host, port))
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # connections inherit it
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # accepted connections inherit it
         return made
     except OSError as error:
         reason = error.strerror or str(error)

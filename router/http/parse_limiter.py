@@ -1,7 +1,7 @@
 """Bounds the requests that are being prepared: schema compiled, template rendered, text tokenised. Pure.
 
-The number of tokens is not known before that work, so it has bounds of its own. Limits that need no token count are checked
-first: a caller over its limits, or a request that a full queue would refuse, costs no work.
+The number of tokens is not known before that work, so it has bounds of its own. Limits that need no token
+count are checked first: a caller over its limits, or a request that a full queue would refuse, costs no work.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from ..errors import overloaded
 from .rate_limits import Caller, Gate
 
 MAX_READING = 1024  # requests
-MAX_READING_BYTES = 256 << 20  # of their bodies, together
+MAX_READING_BYTES = 256 << 20  # bytes of their bodies together
 
 
 class ParseLimiter:
@@ -27,7 +27,10 @@ class ParseLimiter:
 
     @contextmanager
     def reading(self, caller: Caller, num_bytes: int, now: float) -> Iterator[None]:
-        """Holds a place for a request with a body of `num_bytes`. Raises ApiError (429) when a limit is reached."""
+        """Holds a place for a request with a body of `num_bytes`.
+
+        Raises ApiError (429) when a limit is reached.
+        """
         if self.num_requests >= MAX_READING or self.num_bytes + num_bytes > MAX_READING_BYTES:
             raise overloaded("Too many requests are being read. Try again later.")
         self._gate.begin(caller, now)

@@ -6,18 +6,18 @@ from dataclasses import dataclass, field
 from ..errors import ApiError, rate_limited
 
 MINUTE_S = 60.0
-MAX_CALLERS = 4096  # whose use is remembered
+MAX_CALLERS = 4096  # callers whose use is remembered
 
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
     """The owner of an API key and its limits. 0 means no limit."""
 
-    id: str = ""  # of the key
+    id: str = ""  # id of the key
     name: str = ""
-    salt: str = ""  # prefix caches are shared among equal ones only
-    priority: int = 0  # lower goes first
-    best_priority: int = -100  # that it may ask for
+    salt: str = ""  # prefix caches are shared only under an equal salt
+    priority: int = 0  # lower is served first
+    best_priority: int = -100  # the best priority that it may ask for
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
     max_requests: int = 0
@@ -38,7 +38,7 @@ class Caller:
         return self.priority if asked is None else max(asked, self.best_priority)
 
 
-ANYONE = Caller()  # where no keys are asked for
+ANYONE = Caller()  # the caller of every request without keys
 
 
 @dataclass(eq=False)
@@ -76,7 +76,7 @@ class Gate:
     """Counts each caller's requests and enforces its limits."""
 
     def __init__(self) -> None:
-        self._uses: OrderedDict[str, _Use] = OrderedDict()  # by id, the last to ask at the end
+        self._uses: OrderedDict[str, _Use] = OrderedDict()  # by id, the latest caller at the end
 
     def __repr__(self) -> str:
         return (
@@ -88,7 +88,10 @@ class Gate:
         return use.num_running if use is not None else 0
 
     def enter(self, caller: Caller, num_tokens: int, now: float) -> None:
-        """Counts one more running request of `num_tokens` (prompt and output). Raises ApiError (429) without counting it."""
+        """Counts one more running request of `num_tokens` (prompt and output).
+
+        Raises ApiError (429) without counting it.
+        """
         use = self._use_of(caller)
         self._check(use, caller, use.num_running, now)
         self._charge(use, caller, num_tokens, now)
@@ -144,7 +147,7 @@ class Gate:
     @staticmethod
     def _bucket(use: _Use, what: str, per_minute: int, now: float) -> Bucket:
         bucket = use.buckets.get(what)
-        if bucket is None or bucket.per_minute != per_minute:  # the key's entry was changed
+        if bucket is None or bucket.per_minute != per_minute:  # the key's entry has changed
             bucket = use.buckets[what] = Bucket(per_minute, float(per_minute), now)
         return bucket
 

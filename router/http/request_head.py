@@ -24,7 +24,8 @@ def fields_of(headers: Iterable[tuple[bytes, bytes]]) -> Fields:
 
 
 def fault_of(fields: Fields, version: str, max_body: int) -> ApiError | None:
-    """The error for a head that the parser wrongly accepts (hosts, lengths, encodings, expectations), or None."""
+    """The error for a head that the parser wrongly accepts (hosts, lengths, encodings, expectations), or
+    None."""
     num_hosts = len(fields.get(b"host", ()))
     if num_hosts > 1 or (num_hosts == 0 and version != "1.0") or version not in ("1.0", "1.1"):
         return malformed()
@@ -51,7 +52,7 @@ def fault_of(fields: Fields, version: str, max_body: int) -> ApiError | None:
 def head_of_body(fields: Fields) -> bytes:
     """A minimal head with the body framing of `fields`; b"" for a request without a body."""
     for name in (b"transfer-encoding", b"content-length"):
-        if name in fields and fields[name][0].strip().lstrip(b"0"):  # blanks behind a value are no part of it
+        if name in fields and fields[name][0].strip().lstrip(b"0"):  # trailing blanks are not part of a value
             return b"POST / HTTP/1.1\r\n%b: %b\r\n\r\n" % (name, fields[name][0])
     return b""
 
@@ -60,9 +61,9 @@ class Target(NamedTuple):
     """Method and address of a request line."""
 
     method: str
-    raw_path: bytes  # as it came
+    raw_path: bytes  # as received
     path: str  # decoded
-    query: bytes  # as it came, without the question mark
+    query: bytes  # as received, without the question mark
 
 
 def target_of(url: bytes, method: bytes) -> Target:

@@ -16,15 +16,13 @@ from .tls import Certificate
 from .tls_listener import TlsListener
 
 SWEEP_S = 0.1
-MAX_BUFFERED = 256 << 20  # bytes of bodies that are being read, of all connections together
+MAX_BUFFERED = 256 << 20  # bytes of bodies being read, over all connections
 MAX_CONNECTIONS = 10_000
-OWN_CONNECTIONS = (
-    32  # of a router's own port, beside those of its clients: full of these, it can still be asked
-)
-LAST_TURNS = 3  # of the loop, within which a closed server's descriptor is closed
-SPARE_DESCRIPTORS = 124  # for workers, files and libraries
+OWN_CONNECTIONS = 32  # connections of a router's own port, so that it answers when the clients' port is full
+LAST_TURNS = 3  # turns of the loop within which a closed server's descriptor is closed
+SPARE_DESCRIPTORS = 124  # descriptors for workers, files and libraries
 SPARE_IN_HANDSHAKE = (
-    32  # of these, for connections above the maximum, which get their 503 after the handshake
+    32  # descriptors of these for connections above the maximum, which get 503 after the handshake
 )
 
 
@@ -33,16 +31,16 @@ class Counts:
     """Counters that all servers of a process share."""
 
     responses: Counter[int] = field(default_factory=Counter)
-    """Answers that began, by status."""
+    """The number of answers that began, by status."""
     num_buffered: int = 0
-    """Bytes of bodies that are being read."""
+    """Bytes of bodies being read."""
 
 
 def connections_allowed(asked: int = 0, *, has_own_port: bool = False) -> int:
-    """How many connections of clients there may be: `asked`, or MAX_CONNECTIONS, as far as this process may have
-    descriptors, some of which its own port takes.
+    """The maximum number of client connections: `asked` or MAX_CONNECTIONS, bounded by the limit on
+    descriptors.
 
-    The soft limit on descriptors is raised as far as it may.
+    Raises the soft limit on descriptors as far as allowed. The router's own port takes some descriptors.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     spare = SPARE_DESCRIPTORS + (OWN_CONNECTIONS + SPARE_IN_HANDSHAKE if has_own_port else 0)
@@ -72,22 +70,25 @@ class HttpServer:
         self.max_body = max_body  # bytes
         self.max_connections = max_connections
         self.clock = clock
-        self.is_leaving = False  # answers say that their connection ends behind them
-        self.is_draining = False  # connections end behind an answer also where it could not say so
+        self.is_leaving = False  # answers announce that their connection closes
+        self.is_draining = False  # connections close after an answer, even if it did not announce so
         self._app, self._counts = app, counts
         self._listening: asyncio.Server | TlsListener | None = None
         self._tls_listener = None if certificate is None else self._tls_listener_with(certificate)
         self._connections: set[HttpProtocol] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._next_deadline = NEVER  # of all connections; none is due before
+        self._next_deadline = NEVER  # the earliest deadline of all connections
 
     def __repr__(self) -> str:
         num_bytes = self._counts.num_buffered
-        return f"HttpServer({len(self._connections)} connections, {len(self._tasks)} requests, {num_bytes} bytes)"
+        return (
+            f"HttpServer({len(self._connections)} connections, {len(self._tasks)} requests, "
+            f"{num_bytes} bytes)"
+        )
 
     async def serve(self, listener: socket.socket) -> None:
         """Serves until it is cancelled."""
-        own = listener.dup()  # the loop closes it, at a moment of its own
+        own = listener.dup()  # the loop closes this copy at a later time
         if self._tls_listener is not None:
             self._tls_listener.open(own)
             self._listening = self._tls_listener
@@ -119,19 +120,18 @@ class HttpServer:
         )
 
     async def hand_over(self, listener: socket.socket) -> None:
-        """Leaves the port to others that listen there: closes `listener`, and each connection behind the next answer that
-        says so. One whose head is out already, such as a stream's, is not: its client would find the connection closed
-        with its next request under way.
+        """Leaves the port to other listeners: closes `listener`, and each connection after an answer that
+        announces it.
 
-        Whom the kernel has put into this listener's queue is served: the queue is empty when it goes, but for who comes
-        within the microseconds between. With net.ipv4.tcp_migrate_req these go to the others.
+        An answer whose head has gone out, such as a stream's, cannot announce the close. Its connection stays
+        open, since closing could hit the client's next request in transit. Connections in this listener's
+        queue are served before it closes. Those that arrive in the microseconds between are lost, unless
+        net.ipv4.tcp_migrate_req moves them to the other listeners.
         """
         self.is_leaving = True
         if self._listening is not None:
             self._listening.close()
-            for _ in range(
-                LAST_TURNS
-            ):  # the loop gives its descriptor back; from then on `listener` is the last
+            for _ in range(LAST_TURNS):  # wait until the loop has closed its copy and `listener` is the last
                 await asyncio.sleep(0)
         waiting = []
         with suppress(OSError):  # the queue is empty, or the socket never listened
@@ -143,12 +143,12 @@ class HttpServer:
             if self._tls_listener is not None:
                 self._tls_listener.take(client)
                 continue
-            with suppress(OSError):  # it left
+            with suppress(OSError):  # the client has left
                 client.setblocking(False)
                 await asyncio.get_running_loop().connect_accepted_socket(self._connection, client)
 
     def begin_drain(self) -> None:
-        """From now on, connections close after their running answer."""
+        """Makes connections close after their running answer."""
         self.is_leaving = self.is_draining = True
 
     def drain(self) -> None:
@@ -168,12 +168,12 @@ class HttpServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         deadline = self.clock() + grace_s
-        while self._connections and self.clock() < deadline:  # written bytes must go out first
+        while self._connections and self.clock() < deadline:  # let written bytes go out first
             await asyncio.sleep(0.01)
         for connection in list(self._connections):
             connection.abort()
 
-    # --- for connections ----------------------------------------------------------------------------------------------
+    # --- connections ----------------------------------------------------------------------------------------
 
     def joined(self, connection: HttpProtocol) -> bool:
         """Registers a connection. False when there are too many."""
@@ -185,7 +185,10 @@ class HttpServer:
         self._connections.discard(connection)
 
     def may_buffer(self, num_bytes: int) -> bool:
-        """Counts bytes of a body. False, without counting, when all bodies together would exceed the bound."""
+        """Counts bytes of a body.
+
+        False, without counting, when all bodies together would exceed the bound.
+        """
         if self._counts.num_buffered + num_bytes > MAX_BUFFERED:
             return False
         self._counts.num_buffered += num_bytes

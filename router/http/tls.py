@@ -1,7 +1,7 @@
 """The TLS certificate of the HTTP API: two PEM files, which may be replaced while the router serves.
 
-New connections use the current files; open connections keep their certificate. While the files are unusable or do not match
-(one of two is already replaced), the last good pair stays in use.
+New connections use the current files; open connections keep their certificate. While the files are unusable
+or do not match (one of two is already replaced), the last good pair stays in use.
 """
 
 import logging
@@ -18,8 +18,8 @@ from ...cluster.process.log import fields
 
 logger = logging.getLogger(__name__)
 
-LOOK_AGAIN_S = 0.25  # how long files count as unchanged
-SOON_S = 7 * 86_400.0  # a certificate that ends within this time is worth a line
+LOOK_AGAIN_S = 0.25  # seconds for which files count as unchanged
+SOON_S = 7 * 86_400.0  # seconds before the end of a certificate from which a warning is logged
 PEM_CERTIFICATE, PEM_KEY = b"-----BEGIN CERTIFICATE-----", b"PRIVATE KEY-----"
 LOCKED = (b"-----BEGIN ENCRYPTED PRIVATE KEY-----", b"Proc-Type: 4,ENCRYPTED")
 Stamp = tuple[tuple[int, int, int] | None, ...]
@@ -28,7 +28,7 @@ Stamp = tuple[tuple[int, int, int] | None, ...]
 class Certificate:
     """A server's chain and key. Raises ConfigError when they cannot be used.
 
-    `monotonic` tells when to look at the files again, `clock` the seconds since the epoch.
+    `monotonic` gives seconds for the reload interval, `clock` seconds since the epoch.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Certificate:
             found = x509.load_pem_x509_certificates(Path(self._chain).read_bytes())
             end = min(one.not_valid_after_utc for one in found)
             begin = max(one.not_valid_before_utc for one in found)
-        except (OSError, ValueError):  # replaced just now; or one that OpenSSL takes and this reader does not
+        except (OSError, ValueError):  # being replaced, or accepted by OpenSSL and not by this reader
             return
         now = datetime.fromtimestamp(self._clock(), timezone.utc)
         if begin > now:
@@ -106,14 +106,15 @@ def server_context(chain: str, key: str) -> ssl.SSLContext:
     _check_content(chain, key)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.options |= ssl.OP_NO_RENEGOTIATION  # which a client could ask for without end
+    context.options |= ssl.OP_NO_RENEGOTIATION  # a client could request renegotiation endlessly
     context.set_alpn_protocols(["http/1.1"])
     try:
         context.load_cert_chain(chain, key, password=lambda: "")
     except (OSError, ssl.SSLError) as error:
         if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
             raise ConfigError(
-                f"--tls-key {key} is not the key of the first certificate in --tls-cert {chain}: give the key that belongs "
+                f"--tls-key {key} is not the key of the first certificate in --tls-cert {chain}: give the "
+                "key that belongs "
                 "to it; the server's own certificate stands first, those that signed it follow"
             ) from None
         fault = f"--tls-cert {chain}, --tls-key {key}: cannot be used ({_reason_of(error)})"
@@ -148,7 +149,7 @@ def _content(flag: str, path: str) -> bytes:
 
 
 def _reason_of(error: OSError) -> str:
-    if isinstance(error, ssl.SSLError):  # words in capitals, or none
+    if isinstance(error, ssl.SSLError):  # OpenSSL's reason in capitals, or none
         return str(error.reason or "damaged PEM").replace("_", " ").lower()
     return error.strerror or type(error).__name__
 

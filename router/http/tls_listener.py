@@ -2,10 +2,12 @@
 
     silent      no byte came yet: the connection costs a socket and nothing else, for at most the patience
     handshake   the first byte begins a handshake: it has the rest of the patience
-    plain       the first byte begins anything else: a plain HTTP request is told that this port speaks TLS
+    plain       the first byte begins anything else: a plain HTTP request gets the error that this port needs
+                TLS
     inside      the handshake is done: an HTTP connection like any other
 
-Connections before the handshake count as connections, so they cannot use descriptors beyond the server's bound.
+Connections before the handshake count as connections, so they cannot use descriptors beyond the server's
+bound.
 """
 
 import asyncio
@@ -23,8 +25,8 @@ from .tls import Certificate
 logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
-AT_ONCE = 64  # that are accepted in one turn of the loop
-SHORTAGE_S = 0.1  # without new ones when descriptors or memory are short
+AT_ONCE = 64  # connections accepted per turn of the loop
+SHORTAGE_S = 0.1  # seconds without accepting when descriptors or memory are short
 SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 HANDSHAKE = b"\x16"  # the content type of a handshake record, RFC 8446, 5.1
 READ_BYTES = 1 << 16
@@ -33,7 +35,8 @@ READ_BYTES = 1 << 16
 class TlsListener:
     """Accepts connections for one server, on one event loop.
 
-    `has_room(n)` says whether one more connection may come while `n` connections are before the end of their handshake.
+    `has_room(n)` is true if one more connection may come while `n` connections are before the end of their
+    handshake.
     """
 
     def __init__(
@@ -45,11 +48,11 @@ class TlsListener:
         patience_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.num_failed = 0  # handshakes
+        self.num_failed = 0  # failed handshakes
         self._certificate, self._make, self._has_room = certificate, make, has_room
         self._patience_s, self._clock = patience_s, clock
         self._listener: socket.socket | None = None
-        self._silent: dict[socket.socket, float] = {}  # until when, in the order of their coming
+        self._silent: dict[socket.socket, float] = {}  # end of the patience, in order of arrival
         self._handshakes: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
@@ -118,7 +121,7 @@ class TlsListener:
                     loop.remove_reader(self._listener)
                     loop.call_later(SHORTAGE_S, self._listen)
                     return
-                continue  # that one left
+                continue  # that client has left
             self.take(client)
 
     def _forget(self, client: socket.socket) -> float:
@@ -147,14 +150,17 @@ class TlsListener:
             await loop.connect_accepted_socket(
                 self._make, client, ssl=self._certificate.context, ssl_handshake_timeout=max(seconds, 0.1)
             )
-        except OSError as error:  # ssl.SSLError is one
+        except OSError as error:  # includes ssl.SSLError
             self.num_failed += 1
             logger.debug("TLS handshake failed", extra=fields(reason=str(error) or type(error).__name__))
             client.close()
 
 
 def _refuse(client: socket.socket) -> None:
-    """Sends an error to a plain HTTP client. Its bytes are read first, since they would reset the connection."""
+    """Sends an error to a plain HTTP client.
+
+    Its bytes are read first, since they would reset the connection.
+    """
     with suppress(OSError):
         client.recv(READ_BYTES)
         client.send(tls_wanted().as_http())

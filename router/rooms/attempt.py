@@ -20,16 +20,16 @@ from ...cluster.protocol.messages import (
 )
 from .effects import Pair, Timeouts
 
-MAX_EARLY_ITEMS = 256  # items of decode that are kept for an earlier token
-DRAINING = "Draining"  # kind of a Failed: the worker leaves in order; the attempt has not failed
+MAX_EARLY_ITEMS = 256  # items of decode kept until an earlier token arrives
+DRAINING = "Draining"  # kind of a Failed: the worker drains; the attempt has not failed
 PEER_LOST = "PeerLost"  # kind of a Failed: the other worker of the pair is gone
 BAD_GRAMMAR = "BadGrammar"  # no worker can compile the grammar of this request
 GRAMMARS_OVERDUE = "GrammarsOverdue"  # this worker compiles too many grammars; another may have capacity
 DEADLINE_EXCEEDED = "DeadlineExceeded"  # also the kind of a worker's Failed
-BLAMELESS = frozenset(
-    (BAD_GRAMMAR, GRAMMARS_OVERDUE, DEADLINE_EXCEEDED)
-)  # kinds caused by the request, not by a worker
-HANDOFF_ABORTED = "HandoffAborted"  # from decode: prefill gave the room up; prefill reports the reason itself
+# kinds caused by the request, not by a worker
+BLAMELESS = frozenset((BAD_GRAMMAR, GRAMMARS_OVERDUE, DEADLINE_EXCEEDED))
+# kind of decode's Failed: prefill gave the room up and reports the reason itself
+HANDOFF_ABORTED = "HandoffAborted"
 HANDOFF_KINDS = frozenset(
     ("TransferError", HANDOFF_ABORTED, "TransferTimeout", "DigestMismatch", "HandshakeRefused")
 )
@@ -53,10 +53,11 @@ class Attempt:
     first: FirstToken | None = None
     finished: Finished | None = None
     num_output: int = 0  # tokens delivered to the client
-    aborted: Failed | None = None  # decode's message that prefill gave the room up
-    _word_by: float = 0.0  # end of the wait for prefill's own reason
+    aborted: Failed | None = None  # decode's report that prefill gave the room up
+    _reason_by: float = 0.0  # end of the wait for prefill's own reason
     _early: dict[int, TokenItem] = field(default_factory=dict)
-    _scores: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens from the second on
+    # log-probabilities of the prompt's tokens from the second on
+    _scores: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def instances(self) -> tuple[str, ...]:
@@ -64,12 +65,15 @@ class Attempt:
 
     @property
     def has_first(self) -> bool:
-        """Whether token 1 is here. Decode sends it with the other tokens of a prompt that it computes itself."""
+        """Whether token 1 is here.
+
+        Decode sends it with the other tokens of a prompt that it computes itself.
+        """
         return self.first is not None or self.pair.is_local
 
     @property
     def waits_for(self) -> str:
-        """The instance of the worker that has to speak next."""
+        """The instance of the worker whose message is due next."""
         return self.pair.prefill if self.is_reserved and not self.has_first else self.pair.decode
 
     @property
@@ -91,7 +95,10 @@ class Attempt:
     def orders(
         self, room: str, prompt_ids: list[int], output_ids: list[int], sampling: Sampling, deadline_ms: int
     ) -> list[Reserve | Prefill]:
-        """The orders for the workers: continue behind `prompt_ids` and `output_ids`. Decode's Reserve comes first."""
+        """The orders for the workers: continue after `prompt_ids` and `output_ids`.
+
+        Decode's Reserve is the first.
+        """
         if output_ids:
             prompt_ids = prompt_ids + output_ids
             sampling = _behind(sampling, len(output_ids))
@@ -128,7 +135,7 @@ class Attempt:
         """Whether `message` belongs to this attempt and `instance` may send it."""
         if message.epoch != self.epoch:
             return False
-        if isinstance(message, TokenItem):  # nearly every message is one
+        if isinstance(message, TokenItem):  # the most frequent message
             return instance == self.pair.decode
         if instance not in self.instances:
             return False
@@ -136,14 +143,13 @@ class Attempt:
             return instance == self.pair.prefill and message.start == len(self._scores) + 1
         if isinstance(message, FirstToken):
             return instance == self.pair.prefill != self.pair.decode
-        if (
-            isinstance(message, Finished) and message.output_tokens == 0
-        ):  # what came before was the whole answer
+        # output of earlier attempts was the whole answer
+        if isinstance(message, Finished) and message.output_tokens == 0:
             return self.num_before > 0 and self.num_output == 0
         return instance == self.pair.decode or not isinstance(message, (Reserved, Finished))
 
     def at_fault(self, message: Failed) -> tuple[str, ...]:
-        """The workers that a failure speaks against. A failed hand-off speaks against both ends."""
+        """The workers that a failure counts against. A failed hand-off counts against both ends."""
         if message.kind in BLAMELESS:
             return ()
         if message.kind == PEER_LOST:
@@ -155,16 +161,17 @@ class Attempt:
         return (message.instance,) if message.kind == GRAMMARS_OVERDUE else ()
 
     def defers(self, message: Failed, until: float) -> bool:
-        """Whether to wait until `until` for prefill's own reason, since decode only knows that prefill gave the room up."""
+        """Whether to wait until `until` for prefill's own reason, since decode only knows that prefill gave
+        the room up."""
         if message.kind != HANDOFF_ABORTED or message.instance != self.pair.decode or message is self.aborted:
             return False
         if self.aborted is None:
-            self.aborted, self._word_by = message, until
+            self.aborted, self._reason_by = message, until
         return True
 
     def overdue_word(self, now: float) -> Failed | None:
-        """Decode's message, once prefill has given no reason of its own in time."""
-        return self.aborted if now >= self._word_by else None
+        """Decode's message, if prefill has not given its own reason in time; else None."""
+        return self.aborted if now >= self._reason_by else None
 
     def is_next(self, item: TokenItem) -> bool:
         """Whether the item directly continues the delivered tokens, which is the common case."""

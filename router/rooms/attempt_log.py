@@ -1,4 +1,5 @@
-"""The log of a room's attempts, written from the messages that the room received and the effects that it returned. Pure."""
+"""The log of a room's attempts, written from the messages that the room received and the effects that it
+returned. Pure."""
 
 from dataclasses import dataclass, field
 
@@ -12,25 +13,25 @@ RUNNING, OK, REFUSED, FAILED, CANCELLED = "running", "ok", "refused", "failed", 
 
 
 class AttemptLog(Struct, frozen=True, kw_only=True):
-    """One attempt as shown to people. Times in milliseconds since the request was read; null: never."""
+    """One attempt in JSON answers. Times are milliseconds since the request was read; null: never."""
 
     epoch: int
     prefill_instance: str
     decode_instance: str
     placed_ms: float
     reserved_ms: float | None
-    """Decode held pages for it."""
+    """The time when decode reserved its pages."""
     prefilled_ms: float | None
-    """Token 1 came from prefill; null where decode computes the prompt."""
+    """The time when token 1 arrived from prefill; null if decode computes the prompt."""
     first_token_ms: float | None
-    """Its first token went to the client."""
+    """The time when its first token went to the client."""
     ended_ms: float | None
     tokens: int
-    """That went to the client."""
+    """Tokens sent to the client."""
     outcome: str
     """running, ok, refused, failed or cancelled."""
     reason: str
-    """Kind of what it failed of, or was refused for."""
+    """The kind of its failure or refusal."""
 
 
 @dataclass(eq=False)
@@ -48,7 +49,7 @@ class AttemptNote:
     num_tokens: int = 0
     outcome: str = RUNNING
     reason: str = ""
-    last_word: str = ""  # kind of a refusal or failure that a worker told
+    failure_kind: str = ""  # kind of a worker's refusal or failure
 
     def end(self, outcome: str, reason: str, now: float) -> None:
         """Notes the outcome. The reason of a cancelled attempt may follow later."""
@@ -97,7 +98,7 @@ class AttemptTrace:
         elif isinstance(event, FirstToken):
             note.prefilled = now
         elif isinstance(event, (Refused, Failed)):
-            note.last_word = event.kind if isinstance(event, Failed) else "Refused"
+            note.failure_kind = event.kind if isinstance(event, Failed) else "Refused"
 
     def delivered(self, num_tokens: int, now: float) -> None:
         """Tokens were delivered to the client."""
@@ -126,4 +127,4 @@ class AttemptTrace:
             note.end(FAILED, effect.kind, now)
         elif isinstance(effect, Requeued):
             failure = effect.failure
-            note.end(FAILED if failure else REFUSED, failure.kind if failure else note.last_word, now)
+            note.end(FAILED if failure else REFUSED, failure.kind if failure else note.failure_kind, now)

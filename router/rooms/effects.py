@@ -14,24 +14,24 @@ from ...cluster.protocol.messages import Cancel, Prefill, Reserve, TokenLogprob
 class Timeouts:
     """Longest time without progress per state, in seconds."""
 
-    reserve_s: float = 10.0  # for decode's answer to Reserve, which it sends between two steps
+    reserve_s: float = 10.0  # for decode's answer to Reserve, sent between two steps
     first_token_s: float = 300.0  # a prompt may queue on prefill; the heartbeat shows that prefill lives
     token_s: float = 60.0
     gone_s: float = (
-        30.0  # for the answer to a Cancel, which is repeated; later the worker's own lease frees the room
+        30.0  # for the answer to a repeated Cancel; after that the worker's own lease frees the room
     )
-    suspect_s: float = 2.0  # until a silent worker is known to live or to be dead
+    suspect_s: float = 2.0  # until a silent worker is known to be alive or dead
     accounts_s: float = 0.3  # for decode's account of a stopped room
     word_s: float = 1.0  # for prefill's own reason after decode reported that prefill gave the hand-off up
-    alone_s: float = 2.0  # for an idle pair, where the next death may be proof
-    pair_s: float = 5.0  # for a pair to return, while a stream that has begun has none
+    alone_s: float = 2.0  # for an idle pair, for a room whose next death may be proof
+    pair_s: float = 5.0  # for a pair to return, for a stream that has begun
 
 
 class Pair(Struct, frozen=True, kw_only=True, gc=False):
     """The workers of one attempt. Where `prefill` equals `decode`, that worker computes the prompt itself."""
 
-    prefill: str  # instance
-    decode: str  # instance
+    prefill: str  # instance of the prefill worker
+    decode: str  # instance of the decode worker
     prefill_endpoint: str
 
     @property
@@ -51,11 +51,14 @@ class SendOrder(Struct, frozen=True, gc=False):
 
 
 class Deliver(Struct, frozen=True, gc=False):
-    """Gives new output tokens to the client, in order. The first delivery also has the prompt's log-probabilities."""
+    """Gives new output tokens to the client, in order.
+
+    The first delivery also has the prompt's log-probabilities.
+    """
 
     ids: list[int]
     logprobs: list[TokenLogprob]
-    prompt: list[TokenLogprob] = []  # from its second token on
+    prompt: list[TokenLogprob] = []  # log-probabilities from the prompt's second token on
 
 
 class Ended(Struct, frozen=True, gc=False):
@@ -77,7 +80,7 @@ class Failure(Struct, frozen=True, gc=False):
 
 
 class Freed(Struct, frozen=True, gc=False):
-    """A worker holds nothing of an attempt any more."""
+    """A worker no longer holds anything of an attempt."""
 
     instance: str
     epoch: int
@@ -92,10 +95,10 @@ class Outcome(Struct, frozen=True, gc=False):
 
 
 class Requeued(Struct, frozen=True, gc=False):
-    """The room wants another pair, not before `not_before` (monotonic seconds).
+    """The room waits for another pair, from `not_before` (monotonic seconds) on.
 
-    `failure` says why the attempt failed. The client gets it when the retry budget denies another attempt. None after a
-    refusal, which costs no attempt.
+    `failure` is the reason of the failed attempt, which the client gets when the retry budget denies another
+    one. It is None after a refusal, which costs no attempt.
     """
 
     not_before: float

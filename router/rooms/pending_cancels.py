@@ -1,4 +1,7 @@
-"""The workers that may hold something of a room. Each gets a Cancel at the end, repeated until its Gone arrives. Pure."""
+"""The workers that may hold something of a room.
+
+Each gets a Cancel at the end, repeated until its Gone arrives. Pure.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,7 +9,7 @@ from dataclasses import dataclass
 from ...cluster.protocol.messages import Cancel
 from .effects import Effect, Freed, SendOrder
 
-CANCEL_AGAIN_S = 0.25  # a Cancel without Gone is repeated after so long, then after twice as long, and so on
+CANCEL_AGAIN_S = 0.25  # seconds until a Cancel without Gone is repeated; doubled for each further repeat
 
 
 @dataclass
@@ -19,7 +22,7 @@ class PendingCancel:
     num_cancels: int = 0
 
     def is_due(self, now: float) -> bool:
-        """Whether the Cancel is repeated now: it, or the Gone that answers it, may be lost."""
+        """Whether to repeat the Cancel now, since it or its Gone may be lost."""
         return self.cancelled_at is not None and now - self.cancelled_at >= CANCEL_AGAIN_S * (
             2**self.num_cancels - 1
         )
@@ -30,7 +33,7 @@ class PendingCancel:
 
 
 class PendingCancels:
-    """Those of one room, for all its attempts."""
+    """The pending cancels of one room, for all its attempts."""
 
     def __init__(self, room: str) -> None:
         self._room = room
@@ -51,7 +54,7 @@ class PendingCancels:
         return all(hold.cancelled_at is not None for hold in self._pending)
 
     def add(self, instances: Sequence[str], epoch: int) -> None:
-        """Workers of a new attempt."""
+        """Adds the workers of a new attempt."""
         self._pending += [PendingCancel(instance, epoch) for instance in instances]
 
     def has(self, instance: str, epoch: int) -> bool:
@@ -73,7 +76,7 @@ class PendingCancels:
         return self._free(overdue) + [self._ask(hold) for hold in self._pending if hold.is_due(now)]
 
     def gone(self, instance: str, epoch: int) -> list[Effect]:
-        """The worker holds nothing of the cancelled attempts up to `epoch`."""
+        """Notes that the worker holds nothing of the cancelled attempts up to `epoch`."""
         mine = [hold for hold in self._pending if hold.instance == instance and hold.epoch <= epoch]
         return self._free([hold for hold in mine if hold.cancelled_at is not None])
 
@@ -95,7 +98,7 @@ class PendingCancels:
         return freed
 
     def drop(self, instance: str, epoch: int) -> list[Effect]:
-        """Drops one attempt of a worker that itself reported to hold nothing of it."""
+        """Drops one attempt of a worker that reported to hold nothing of it."""
         self._pending = [
             hold for hold in self._pending if not (hold.instance == instance and hold.epoch == epoch)
         ]

@@ -1,18 +1,20 @@
-"""Which workers died while they had a request: the record that stops a request that kills workers. Pure.
+"""The record of workers that died with a request, which stops a request that kills workers. Pure.
 
-A worker that its peer found silent is a suspect. It stays one until it answers, or until it is lost and counts as a death.
+A worker that its peer found silent is a suspect. It stays one until it answers, or until it is lost and
+counts as a death.
 
-    1 death    The request is on probation in its next attempt, until decode has given a token of its own. No other request
-               with a record is placed on its workers meanwhile.
-    2 deaths   These may be chance: two workers can be killed within a second. The request gets one more attempt, and is
-               alone: on a pair with nothing else where one comes free soon, and nothing else is placed there before the
-               probation ends. A worker that dies then counts against this request only.
+    1 death    The request is on probation in its next attempt, until decode has given a token of its own. No
+               other request with a record is placed on its workers meanwhile.
+    2 deaths   These may be chance: two workers can be killed within a second. The request gets one more
+               attempt, and is alone: on a pair with nothing else where one comes free soon, and nothing else
+               is placed there before the probation ends. A worker that dies then counts against this request
+               only.
     3 deaths   Proof. The request fails.
 """
 
 from collections.abc import Iterable
 
-MAX_DEATHS = 3  # of workers that had the request
+MAX_DEATHS = 3  # deaths of workers that had the request
 QUARANTINED = "Quarantined"  # kind of the Failure that ends such a request
 
 
@@ -36,7 +38,8 @@ class DeathRecord:
 
     @property
     def must_be_alone(self) -> bool:
-        """Whether the next death may be proof, so that the next attempt shares its workers with no other request."""
+        """Whether the next death may be proof, so that the next attempt shares its workers with no other
+        request."""
         return len(self.died_with | self._suspects.keys()) >= MAX_DEATHS - 1
 
     @property
@@ -50,7 +53,7 @@ class DeathRecord:
         return not self.is_proven and len(self.died_with | self._suspects.keys()) >= MAX_DEATHS
 
     def has_suspect(self, instances: Iterable[str]) -> bool:
-        """Whether one of these workers is neither known to live nor known to be dead."""
+        """Whether one of these workers is a suspect: neither known to be alive nor known to be dead."""
         return any(instance in self._suspects for instance in instances)
 
     def suspect(self, instances: Iterable[str], placed_at: float) -> None:
@@ -58,11 +61,12 @@ class DeathRecord:
         self._suspects.update(dict.fromkeys(instances, placed_at))
 
     def cleared(self, instance: str) -> None:
-        """Removes a suspect: it lives, or its death is held against another request."""
+        """Removes a suspect that is alive, or whose death counts against another request."""
         self._suspects.pop(instance, None)
 
     def lost(self, instance: str, unreachable_since: float | None, placed_at: float | None = None) -> None:
-        """Notes that a worker is dead. Counts if it had the request: as a suspect, or in the attempt placed at `placed_at`.
+        """Notes that a worker is dead. Counts if it had the request: as a suspect, or in the attempt placed
+        at `placed_at`.
 
         A worker unreachable since before the placement never received the request.
         """

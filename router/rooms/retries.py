@@ -1,21 +1,21 @@
-"""The limits on repeated attempts: a number per room, and a budget over all rooms that keeps a fault from growing. Pure."""
+"""The limits on repeated attempts: a number per room, and a budget over all rooms, so that a fault cannot
+multiply load. Pure."""
 
 from collections import deque
 
 MAX_ATTEMPTS = 3  # of one room
 BUDGET_SHARE = 0.2  # repeated attempts per room
-BUDGET_FLOOR = 10  # repeated attempts that are always allowed within the window
+BUDGET_FLOOR = 10  # repeated attempts always allowed within the window
 BUDGET_WINDOW_S = 60.0
-BUDGET_STEP_S = 1.0  # how finely the window slides
+BUDGET_STEP_S = 1.0  # length of one step of the sliding window
 
 
 class RetryBudget:
-    """Allows repeated attempts for a fifth of the rooms: of those that came within the window, or of those live now."""
+    """Allows repeated attempts for a fifth of the rooms within the window, or of the live rooms."""
 
     def __init__(self) -> None:
-        self._steps: deque[list[float]] = (
-            deque()
-        )  # [begin, rooms, repeated attempts] of each step of the window
+        # [begin, rooms, repeated attempts] of each step of the window
+        self._steps: deque[list[float]] = deque()
 
     def __repr__(self) -> str:
         return f"RetryBudget({self._sum(2):g} of {self._sum(1):g} rooms)"

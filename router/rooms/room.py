@@ -1,20 +1,25 @@
-"""The life of one request in the router: a pure state machine with events in and effects out, without clock or socket.
+"""The life of one request in the router: a pure state machine with events in and effects out, without clock
+or socket.
 
-A room is one request. An attempt is one try of it on a (prefill, decode) pair; its epoch is its number, from 0.
+A room is one request. An attempt is one try of it on a (prefill, decode) pair; its epoch is its number, from
+0.
 
     QUEUED      waits for a pair                     place() -> PREFILLING
-    PREFILLING  sent to both workers, no token yet   token 1 and Reserved -> STREAMING; failed -> QUEUED or CLOSING
-    STREAMING   the client has tokens of the attempt Finished -> CLOSED; failed -> QUEUED or CLOSING; cancelled -> CLOSING
-    CLOSING     the client has its end; Cancel went to all workers that may hold something, their Gone is awaited
+    PREFILLING  sent to both workers, no token yet   token 1 and Reserved -> STREAMING; failed -> QUEUED or
+                CLOSING
+    STREAMING   the client has tokens of the attempt Finished -> CLOSED; failed -> QUEUED or CLOSING;
+                cancelled -> CLOSING
+    CLOSING     the client has its end; Cancel went to all workers that may hold something, their Gone is
+                awaited
     CLOSED      no worker holds anything of the room
 
-Token 1 is withheld until decode has sent Reserved, so a refusal never follows a delivered token. The prompt of a new
-attempt is the client's prompt and all tokens delivered so far. Sampling depends on the absolute position only, so the
-client's stream continues without a seam. A room gets `max_attempts` attempts; refusals are not counted. Deaths of its
-workers can end it sooner, see `quarantine`. A room with a deadline ends with an error when the deadline passes, in every
-state. A stop string ends a room in the router while decode still works. Decode's account of the cost comes with its Gone,
-and the room counts as settled after at most `accounts_s`. Messages of other attempts and of other workers are dropped and
-counted.
+Token 1 is withheld until decode has sent Reserved, so a refusal never follows a delivered token. The prompt
+of a new attempt is the client's prompt and all tokens delivered so far. Sampling depends on the absolute
+position only, so the client's stream continues without a seam. A room gets `max_attempts` attempts; refusals
+are not counted. Deaths of its workers can end it sooner, see `quarantine`. A room with a deadline ends with
+an error when the deadline passes, in every state. A stop string ends a room in the router while decode still
+works. Decode's account of the cost comes with its Gone, and the room counts as settled after at most
+`accounts_s`. Messages of other attempts and of other workers are dropped and counted.
 """
 
 import math
@@ -100,10 +105,10 @@ class Room:
 
     phase: Phase = Phase.QUEUED
     epoch: int = -1
-    output_ids: list[int] = field(default_factory=list)  # delivered to the client, by all attempts
+    output_ids: list[int] = field(default_factory=list)  # tokens delivered to the client by all attempts
     failed_on: set[str] = field(default_factory=set)
     num_stale: int = 0
-    cached_tokens: int = 0  # of the client's prompt, as the first completed prefill reported
+    cached_tokens: int = 0  # cached tokens of the client's prompt, as the first completed prefill reported
     prefill_timeline: PrefillTimeline | None = None  # sum over all attempts that reported, like decode's
     decode_timeline: DecodeTimeline | None = None
 
@@ -116,12 +121,15 @@ class Room:
         self._settle_by: float | None = None  # end of the wait for decode's account of a stopped room
         self._attempt: Attempt | None = None
         self._last_failure: Failure | None = (
-            None  # of the last attempt, while the fate of a silent worker is unknown
+            None  # failure of the last attempt, while the fate of a silent worker is unknown
         )
         self._proof_by = math.inf
 
     def __repr__(self) -> str:
-        return f"Room({self.room[:8]} {self.phase.value} epoch={self.epoch} out={self.num_output} held=[{self._pending}])"
+        return (
+            f"Room({self.room[:8]} {self.phase.value} epoch={self.epoch} out={self.num_output} "
+            f"held=[{self._pending}])"
+        )
 
     @property
     def is_live(self) -> bool:
@@ -146,7 +154,10 @@ class Room:
 
     @property
     def alone_on(self) -> tuple[str, ...]:
-        """The workers reserved for this room: it is on probation there, and the next death may be proof. Else ()."""
+        """The workers reserved for this room: it is on probation there, and the next death may be proof.
+
+        Else ().
+        """
         attempt = self._attempt
         is_alone = attempt is not None and self.deaths.must_be_alone and self.is_on_probation
         return attempt.instances if attempt is not None and is_alone else ()
@@ -169,7 +180,7 @@ class Room:
         """The workers that may hold something of this room."""
         return self._pending.instances
 
-    # --- commands -----------------------------------------------------------------------------------------------------
+    # --- commands -------------------------------------------------------------------------------------------
 
     def place(self, pair: Pair, now: float) -> list[Effect]:
         """Starts the next attempt on `pair`. The room must be QUEUED."""
@@ -191,11 +202,17 @@ class Room:
         ]
 
     def cancel(self, now: float) -> list[Effect]:
-        """Ends the room because the client left or needs no more output. Legal in every state, idempotent."""
+        """Ends the room when the client has left or needs no more output.
+
+        Legal in every state, idempotent.
+        """
         return self._close(now) if self.is_live else []
 
     def stop(self, now: float) -> list[Effect]:
-        """Ends the room at a stop string that the router found. `Settled` follows, in these effects or in later ones."""
+        """Ends the room at a stop string that the router found.
+
+        `Settled` follows, in these effects or in later ones.
+        """
         if not self.is_live:
             return []
         attempt = self._attempt
@@ -213,9 +230,9 @@ class Room:
     ) -> list[Effect]:
         """A worker is gone, or has dropped its rooms.
 
-        `is_dead` holds the loss against the request. It is false for a worker that lives and has dropped its rooms, and
-        for a death that another request caused. A worker unreachable since before the attempt never received the
-        request, so its death does not count either.
+        `is_dead` holds the loss against the request. It is false for a worker that lives and has dropped its
+        rooms, and for a death that another request caused. A worker unreachable since before the attempt
+        never received the request, so its death does not count either.
         """
         effects, epochs = self._pending.lose(instance)
         attempt = self._attempt
@@ -238,7 +255,10 @@ class Room:
 
     @property
     def quiet_until(self) -> float:
-        """Until this time `tick` has nothing to do if only tokens arrive. The dispatcher skips the room until then."""
+        """Until this time `tick` has nothing to do if only tokens arrive.
+
+        The dispatcher skips the room until then.
+        """
         attempt = self._attempt
         if (
             self.phase is not Phase.STREAMING
@@ -246,12 +266,13 @@ class Room:
             or attempt.aborted is not None
             or self.epoch > 0
         ):
-            return 0.0  # of an earlier attempt something may be held somewhere
+            return 0.0  # a worker may still hold an earlier attempt
         late = self._progress_at + self.timeouts.token_s
         return late if self.deadline is None else min(late, self.deadline)
 
     def tick(self, now: float) -> list[Effect]:
-        """Ends an attempt without progress, a room past its deadline, and a wait that has become pointless."""
+        """Ends an attempt without progress, a room past its deadline, and a wait that has become
+        pointless."""
         effects = self._pending.tick(now, self.timeouts.gone_s)
         if self.phase is Phase.CLOSING:
             is_late = self._settle_by is not None and now >= self._settle_by
@@ -269,7 +290,7 @@ class Room:
                 effects += self._attempt_failed("Timeout", "a worker made no progress", True, now)
         return effects
 
-    # --- events from workers ------------------------------------------------------------------------------------------
+    # --- events from workers --------------------------------------------------------------------------------
 
     def on(self, message: RoomEvent, instance: str, now: float) -> list[Effect]:
         """Handles one message about this room from worker `instance`."""
@@ -290,7 +311,7 @@ class Room:
 
     def _on_refused(self, attempt: Attempt, message: Refused, now: float) -> list[Effect]:
         effects = self._pending.drop(message.instance, self.epoch)
-        if self.phase is Phase.STREAMING:  # decode reserved first: too late to refuse
+        if self.phase is Phase.STREAMING:  # decode has already reserved: too late to refuse
             return effects + self._attempt_failed("Refused", message.reason, False, now)
         if message.retry_after_ms == 0:
             return [*effects, *self.give_up("Refused", message.reason, now)]
@@ -347,7 +368,8 @@ class Room:
             dropped = self._pending.drop(message.instance, self.epoch)
             if self._pending.has(attempt.pair.prefill, self.epoch):
                 return dropped
-            self.failed_on.add(attempt.pair.prefill)  # it was heard before that it had dropped all its rooms
+            # the worker's earlier message already said that it had dropped all its rooms
+            self.failed_on.add(attempt.pair.prefill)
             return dropped + self._attempt_failed("PeerLost", "a worker was lost", True, now)
         if message.kind == DRAINING and self.num_output < self.sampling.max_new_tokens:
             return self._pending.drop(message.instance, self.epoch) + self._requeue(Requeued(now), now)
@@ -373,7 +395,7 @@ class Room:
         deadline_ms = 0 if self.deadline is None else max(1, int((self.deadline - now) * 1000))
         return attempt.orders(self.room, self.prompt_ids, self.output_ids, self.sampling, deadline_ms)
 
-    # --- tokens to the client -----------------------------------------------------------------------------------------
+    # --- tokens to the client -------------------------------------------------------------------------------
 
     def _advance(self, attempt: Attempt, now: float) -> list[Effect]:
         """Delivers all tokens that are contiguous now."""
@@ -397,7 +419,7 @@ class Room:
         return effects + self._maybe_finished(attempt, now)
 
     def _deliver(self, attempt: Attempt, item: TokenItem, now: float) -> list[Effect]:
-        skip = attempt.num_output - item.seq  # an item repeated in part
+        skip = attempt.num_output - item.seq  # tokens of the item that were already delivered
         ids = item.ids[skip:]
         attempt.num_output += len(ids)
         self.output_ids += ids
@@ -409,11 +431,11 @@ class Room:
         finished = attempt.finished
         if finished is None or self.phase is not Phase.STREAMING or not attempt.is_complete:
             return []
-        freed = self._pending.finish(self.epoch)  # decode had released prefill before
+        freed = self._pending.finish(self.epoch)  # decode has already released prefill
         done = Outcome(attempt.pair.decode, self.epoch, True)
         return [Ended(finished.reason), done, *freed, *self._close(now)]
 
-    # --- ends ---------------------------------------------------------------------------------------------------------
+    # --- ends -----------------------------------------------------------------------------------------------
 
     def _blame(self, *instances: str) -> list[Effect]:
         self.failed_on.update(instances)
@@ -421,9 +443,8 @@ class Room:
 
     def _attempt_failed(self, kind: str, message: str, retryable: bool, now: float) -> list[Effect]:
         self._num_failed += 1
-        if (
-            self.num_output >= self.sampling.max_new_tokens
-        ):  # all there; what is missing is the word that it is
+        # all tokens are here; only decode's confirmation is missing
+        if self.num_output >= self.sampling.max_new_tokens:
             is_stop = self.output_ids[-1] in self.sampling.stop_token_ids
             return [Ended("stop" if is_stop else "length"), *self._close(now)]
         if quarantined := self._quarantine(now):

@@ -1,4 +1,4 @@
-"""Where the time of a request went, in the form that clients and operators see."""
+"""The timeline of a request, as clients and operators see it."""
 
 from msgspec import Struct
 
@@ -12,8 +12,8 @@ from .room import Room, Stamps
 class Timeline(Struct, frozen=True, kw_only=True):
     """Times in milliseconds since the request was read; null where unknown.
 
-    Times spent by workers are sums over all attempts that reported; a dead worker's report is lost. The instances are those
-    of the last attempt.
+    Times spent by workers are sums over all attempts that reported; a dead worker's report is lost. The
+    instances are those of the last attempt.
     """
 
     queue_ms: float
@@ -131,7 +131,8 @@ def _tpot_ms(stamps: Stamps, num_output: int) -> float | None:
 
 
 def _transport(decode: DecodeTimeline) -> str | None:
-    """How the blocks came; "shm+zmq_blocks" where shared memory failed on the way, None where nothing was pulled."""
+    """The transport of the blocks; "shm+zmq_blocks" if shared memory failed midway, None if nothing was
+    pulled."""
     if not decode.handoff_blocks:
         return None
     if not decode.handoff_shm_blocks:

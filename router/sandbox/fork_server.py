@@ -28,7 +28,10 @@ class ForkServer:
 
     @classmethod
     def forked(cls) -> "ForkServer":
-        """Forks the fork server from this process, which must not have threads yet. It can serve at once."""
+        """Forks the fork server from this process, which must have no threads yet.
+
+        The server is ready at once.
+        """
         made = cls()
         own, other = _channel()
         sys.stdout.flush()
@@ -42,7 +45,10 @@ class ForkServer:
         return made
 
     def fork(self) -> tuple[int, socket.socket]:
-        """A new worker: its number and the socket to it. Raises OSError when there can be none now."""
+        """Forks a worker.
+
+        Returns its number and the socket to it. Raises OSError when none can be forked now.
+        """
         own, other = socket.socketpair()
         own.setblocking(False)
         number = next(self._numbers)
@@ -60,7 +66,7 @@ class ForkServer:
             self._order(Command.SET_ASIDE, number)
 
     def kill(self, number: int) -> None:
-        """Kills the worker. Where the fork server has died, the worker's own deadline ends it."""
+        """Kills the worker. If the fork server has died, the worker's own deadline ends it."""
         with suppress(OSError):
             self._order(Command.KILL, number)
 

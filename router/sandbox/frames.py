@@ -1,15 +1,15 @@
 """The byte protocol between a sandbox pool and its workers.
 
-A frame is 4 bytes of length, little-endian, and that many bytes. The pool sends a setup frame first (a `Setup` as JSON, or
-GRAMMARS), then one frame per job. The worker sends READY, then one reply per job: one byte that says its kind, and a text
-in UTF-8. A worker ends after a reply of TOO_LARGE.
+A frame is 4 bytes of length, little-endian, and that many bytes. The pool sends a setup frame first (a
+`Setup` as JSON, or GRAMMARS), then one frame per job. The worker sends READY, then one reply per job: one
+byte for its kind, and a text in UTF-8. A worker ends after a reply of TOO_LARGE.
 """
 
 import struct
 
 READY = b"+"  # the whole frame
-RENDERED = b"t"  # and the result
-REFUSED = b"r"  # and the reason, in one line
+RENDERED = b"t"  # followed by the result
+REFUSED = b"r"  # followed by the reason in one line
 TOO_LARGE = b"m"  # the job took too much memory, or its result is too long
 LENGTH = struct.Struct("<I")
 

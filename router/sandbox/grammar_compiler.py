@@ -2,13 +2,14 @@
 
 JSON is written without optional white space, so a model cannot generate blanks for ever.
 
-llguidance does not bound all costs of a schema: it expands every element that an array counts, and the automaton of
-`multipleOf`, or of patterns in conjunction, has the product of their states. A decode worker would run into that, so this
-process compiles a grammar as far as a decode worker will, and `pool_worker` ends it when that takes too much time or memory.
-Schema keywords that are unknown, or known to llguidance and not enforced, are refused.
+llguidance does not bound all costs of a schema. It expands every element that an array counts. The automaton
+of `multipleOf`, or of patterns in conjunction, has the product of their states. To protect decode workers,
+this process compiles each grammar first as far as a decode worker will, and `pool_worker` ends it when that
+takes too much time or memory. Schema keywords that are unknown, or known to llguidance and not enforced, are
+refused.
 
-The job is a Plan in MessagePack. The reply is its grammar in llguidance's JSON form, or the `param` at fault, a zero byte
-and a message.
+The job is a Plan in MessagePack. The reply is its grammar in llguidance's JSON form, or the `param` at fault,
+a zero byte and a message.
 """
 
 import json
@@ -21,26 +22,30 @@ from ..api.tool_bodies import CLOSE, OPEN
 from ..errors import ApiError, bad_request
 from .frames import REFUSED, RENDERED, TOO_LARGE
 
-GRAMMARS = b"grammars"  # the first frame of a process that compiles, in place of a Setup
+GRAMMARS = b"grammars"  # the first frame of a compiling worker, in place of a Setup
 MAX_GRAMMAR = 131072  # bytes; the bound of a message to a worker
 MAX_SCHEMAS = MAX_GRAMMAR // 2  # bytes of a plan's schemas
-MAX_ITEMS = 16384  # elements of arrays that a schema counts, in all; llguidance writes out each of them
+MAX_ITEMS = 16384  # total array elements that a schema counts; llguidance expands each of them
 MAX_TEXT = (
     2048  # characters of a constant, a name or a pattern: each mask of a step walks it, up to 0.5 ms per 1000
 )
-NOTES = frozenset({"description", "title", "$comment", "default", "examples"})  # which constrain nothing
-MAX_SYMBOLS = 131072  # of a grammar, of which workers keep some 600 bytes each
+# keywords that constrain nothing
+NOTES = frozenset({"description", "title", "$comment", "default", "examples"})
+MAX_SYMBOLS = 131072  # symbols of a grammar; workers keep some 600 bytes for each
 LIMITS = LLParserLimits(verbose_errors=False, max_grammar_size=MAX_SYMBOLS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The input of a grammar. `answer` is the JSON schema of an answer without calls; None allows any text."""
+    """The input of a grammar.
+
+    `answer` is the JSON schema of an answer without calls; None allows any text.
+    """
 
     answer: bytes | None = None
-    tools: tuple[tuple[str, bytes], ...] = ()  # name and schema of those that may be called
+    tools: tuple[tuple[str, bytes], ...] = ()  # names and schemas of the callable tools
     must_call: bool = False
-    may_repeat: bool = True  # more than one call
+    may_repeat: bool = True  # whether more than one call is allowed
 
     @property
     def num_bytes(self) -> int:
@@ -127,8 +132,8 @@ def _schema_grammar(schema: bytes, param: str, what: str) -> dict[str, object]:
 
 
 def _check_counts(schema: bytes, param: str, what: str) -> None:
-    """Bounds two costs that llguidance does not: the elements that arrays count, and the length of texts, which every decode
-    step walks. Raises ApiError (400), and ValueError for invalid JSON.
+    """Bounds two costs that llguidance does not: the elements that arrays count, and the length of texts,
+    which every decode step walks. Raises ApiError (400), and ValueError for invalid JSON.
     """
     num_items, longest, todo = 0, 0, [json.loads(schema)]
     while todo:
@@ -165,7 +170,7 @@ def _refused(param: str, what: str, reason: str) -> ApiError:
 
 
 def _lark(plan: Plan) -> str:
-    """The Lark grammar around the schemas: where calls may stand."""
+    """The Lark grammar around the schemas, which fixes the positions of calls."""
     any_tool = " | ".join(f"tool_{i}" for i in range(len(plan.tools)))
     more = f"({json.dumps(chr(10) + OPEN + chr(10))} any)*" if plan.may_repeat else ""
     rules = ["%llguidance {}", f"any: {any_tool}", f"first: {json.dumps(OPEN + chr(10))} any"]

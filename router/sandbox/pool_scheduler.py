@@ -1,12 +1,12 @@
-"""The scheduler of a sandbox pool: which worker process does which job, and what a slow or dying worker costs. Pure.
+"""The scheduler of a sandbox pool: assigns jobs to worker processes and handles slow and dying workers. Pure.
 
-    lanes     short jobs and long jobs have one worker each, which does its jobs in their order. It is sent up to MAX_AHEAD
-              of them, since waking a process for each job costs more than a job
-    slow      a worker at one job for SLOW_S is set aside with it: it runs at the lowest priority and ends after its answer.
-              The jobs behind go to a new worker. At most `max_aside` workers are set aside. When one more is slow, the
-              oldest is killed if it had HURRIED_S
-    dead      the first job of a worker that died after `costly_s` was too costly. Before that, it gets one more try. The
-              jobs behind go to a new worker
+    lanes     short jobs and long jobs have one worker each, which does its jobs in order. It is sent up to
+              MAX_AHEAD of them, since waking a process costs more than a job
+    slow      a worker at one job for SLOW_S is set aside with it: it runs at the lowest priority and ends
+              after its answer. The jobs behind go to a new worker. At most `max_aside` workers are set aside.
+              When one more is slow, the oldest is killed if it had HURRIED_S
+    dead      the first job of a worker that died after `costly_s` was too costly. Before that, it gets one
+              more try. The jobs behind go to a new worker
     starting  a worker has START_S to report ready
 
 The caller passes the monotonic time in seconds and carries out the returned effects in their order.
@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 SLOW_S = 0.1
 HURRIED_S = 0.5
-LATEST_S = 3.0  # by this time the kernel has ended a worker that got any processor time
+LATEST_S = 3.0  # within this time the kernel has ended a worker that got any processor time
 COSTLY_S = 1.8  # the worker's own deadline is 2 s, measured by another clock
 START_S = 15.0
 MAX_ASIDE = 4
@@ -29,7 +29,7 @@ MAX_AHEAD = 16
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """Bytes for a worker. The owner sets `is_dropped` when nobody waits for the answer any more."""
+    """A job's bytes for a worker. The owner sets `is_dropped` when the answer is no longer needed."""
 
     data: bytes
     is_long: bool = False
@@ -38,7 +38,7 @@ class Job:
 
 
 class Reason(Enum):
-    """Why a job has no answer."""
+    """The reason of a missing answer."""
 
     COSTLY = "it took too much time"
     LOST = "workers died of it"
@@ -97,7 +97,7 @@ Effect: TypeAlias = Fork | Assign | SetAside | End | Answered | Failed
 class _Worker:
     key: int
     is_long: bool  # the kind of its jobs
-    since: float  # when it was started, became ready or began with its first job
+    since: float  # time of its start, its readiness or the begin of its first job
     is_ready: bool = False
     jobs: deque[Job] = field(default_factory=deque)
 
@@ -142,8 +142,8 @@ class PoolScheduler:
             return [Answered(self._aside.pop(key).jobs[0]), End(key, must_kill=True)]
         worker = self._workers.get(key)
         if worker is None:
-            return []  # killed meanwhile
-        if not worker.jobs:  # an answer to nothing
+            return []  # the worker was killed meanwhile
+        if not worker.jobs:  # an answer without a job
             del self._workers[key]
             return [End(key, must_kill=True), *self._assign(now)]
         done: list[Effect] = [Answered(worker.jobs.popleft())]
@@ -165,7 +165,7 @@ class PoolScheduler:
         return self._not_started(worker, now)
 
     def tick(self, now: float) -> list[Effect]:
-        """What time alone brings; to be called every SLOW_S / 2 while jobs are open."""
+        """Handles the time limits. To be called every SLOW_S / 2 while jobs are open."""
         done: list[Effect] = []
         for worker in [one for one in self._aside.values() if now - one.since >= LATEST_S]:
             done += self._kill_aside(worker)  # stopped, or starved

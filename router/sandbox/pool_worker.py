@@ -1,11 +1,14 @@
-"""The processes of the sandbox: a fork server, and the workers that render chat templates or compile grammars.
+"""The processes of the sandbox: a fork server, and the workers that render chat templates or compile
+grammars.
 
-    fork server   has loaded the libraries and no template. On request of the router it forks a worker within milliseconds,
-                  lowers its priority, or kills it. It ends with the router, and its workers end with it.
-    worker        does one job after the other. The kernel ends it when a job takes longer than DEADLINE_S, also inside a C
-                  function. It cannot allocate more than MEMORY beyond its initial size.
+    fork server   has loaded the libraries and no template. On request of the router it forks a worker within
+                  milliseconds, lowers its priority, or kills it. It ends with the router, and its workers end
+                  with it.
+    worker        does one job after the other. The kernel ends it when a job takes longer than DEADLINE_S,
+                  also inside a C function. It cannot allocate more than MEMORY beyond its initial size.
 
-The router sends the fork server datagrams: a Command and the number of a worker, with FORK also the worker's socket.
+The router sends the fork server datagrams: a Command and the number of a worker, with FORK also the worker's
+socket.
 """
 
 import contextlib
@@ -27,9 +30,9 @@ from .frames import READY, TOO_LARGE, Frames, framed
 from .grammar_compiler import GRAMMARS, GrammarCompiler
 from .template_renderer import Setup, TemplateRenderer
 
-DEADLINE_S = 2.0  # of one chat, in a worker that is not starved
-MEMORY = 512 << 20  # bytes of address space that rendering may take
-GRAMMAR_MEMORY = 256 << 20  # that compiling a grammar may take
+DEADLINE_S = 2.0  # seconds for one job in a worker that is not starved
+MEMORY = 512 << 20  # bytes of address space for rendering
+GRAMMAR_MEMORY = 256 << 20  # bytes of address space for compiling a grammar
 COMMAND = struct.Struct("<BQ")
 LOWEST_PRIORITY = 19
 READ_BYTES = 1 << 18
@@ -65,7 +68,7 @@ class ForkServerProcess:
             selector.register(self._wakes, selectors.EVENT_READ)
             while self._is_asked(selector):
                 self._reap()
-        signal.set_wakeup_fd(-1)  # its socket goes with this object, and the dead are not awaited
+        signal.set_wakeup_fd(-1)  # the socket is closed soon, and no child is awaited any more
         for pid in self._children.values():
             os.kill(pid, signal.SIGKILL)
 
@@ -86,19 +89,19 @@ class ForkServerProcess:
     def _obey(self, command: Command, number: int, descriptors: list[int]) -> None:
         if command is Command.FORK:
             self._fork(number, socket.socket(fileno=descriptors[0]))
-        elif number in self._children:  # not reaped: the number is still this process's
+        elif number in self._children:  # not reaped yet, so the PID still belongs to this child
             pid = self._children[number]
             if command is Command.KILL:
                 os.kill(pid, signal.SIGKILL)
             else:
-                with contextlib.suppress(PermissionError):  # a filter of system calls may not allow it
+                with contextlib.suppress(PermissionError):  # a system-call filter may deny it
                     os.setpriority(os.PRIO_PROCESS, pid, LOWEST_PRIORITY)
 
     def _fork(self, number: int, end: socket.socket) -> None:
         with end:
             try:
                 pid = os.fork()
-            except OSError:  # too many processes: the router sees the socket closed
+            except OSError:  # too many processes; the router sees the socket closed
                 return
             if pid:
                 self._children[number] = pid
@@ -125,7 +128,7 @@ def run_fork_server(channel: socket.socket) -> None:
     """Runs the fork server and exits the process."""
     code = 1
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):  # the router's drain needs templates
+        for number in (signal.SIGINT, signal.SIGTERM):  # a draining router still needs templates
             signal.signal(number, signal.SIG_IGN)
         gc.collect()
         gc.freeze()
@@ -140,7 +143,7 @@ def run_fork_server(channel: socket.socket) -> None:
 def _work(end: socket.socket) -> None:
     """Runs a worker until the router closes its socket, or until a job took too much memory."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # whose default is the end of the process
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the default action ends the process
     _limit(MEMORY)
     sys.audit(SERVING)
     frames = Frames()
@@ -170,7 +173,8 @@ def _executor_of(frame: bytes) -> TemplateRenderer | GrammarCompiler:
 
 
 def _limit(memory: int) -> None:
-    """Bounds the address space of this process to `memory` bytes beyond its current size, and disables core files."""
+    """Bounds the address space of this process to `memory` bytes beyond its current size, and disables core
+    files."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     size = memory + _address_space()
     resource.setrlimit(resource.RLIMIT_AS, (size, size))

@@ -1,4 +1,5 @@
-"""A pool of sandboxed processes on the event loop: jobs in, replies out. `PoolScheduler` decides; this file does the I/O.
+"""A pool of sandboxed processes on the event loop: jobs in, replies out. `PoolScheduler` decides; this file
+does the I/O.
 
 Chat templates and grammars have one pool each. One fork server forks the workers of both.
 """
@@ -32,15 +33,15 @@ READ_BYTES = 1 << 18
 
 
 class TooCostly(BatonError):
-    """The job took more time than it may."""
+    """The job exceeded its time limit."""
 
 
 class WorkerLost(BatonError):
-    """Workers died of the job, or none could be started."""
+    """The job killed its workers, or no worker could be started (NoWorker)."""
 
 
 class NoWorker(WorkerLost):
-    """No worker could be started, which says nothing about the job."""
+    """No worker could be started. The job itself may be valid."""
 
 
 class _Pipe:
@@ -58,13 +59,14 @@ class _Pipe:
         return f"_Pipe(worker {self.number}, {len(self._unsent)} bytes unsent)"
 
     def send(self, data: bytes) -> None:
-        """Writes `data` together with what else is sent in this turn of the loop, since each write wakes the worker."""
+        """Writes `data` together with other data of this turn of the loop, since each write wakes the
+        worker."""
         if not self._unsent:
             self._loop.call_soon(self._flush)
         self._unsent += data
 
     def read(self) -> bytes | None:
-        """The bytes that have come; None when there are none, b"" when the worker is gone."""
+        """The received bytes; None without any, b"" when the worker is gone."""
         try:
             return self._end.recv(READ_BYTES)
         except BlockingIOError:
@@ -88,7 +90,7 @@ class _Pipe:
             del self._unsent[: self._end.send(self._unsent)]
         except BlockingIOError:
             pass
-        except OSError:  # the worker is gone; the reader finds that out
+        except OSError:  # the worker is gone; the reader handles that
             self._unsent.clear()
 
     def _on_room(self) -> None:
@@ -201,7 +203,7 @@ class SandboxPool:
 
     def _end(self, key: int, *, must_kill: bool) -> None:
         pipe = self._pipes.pop(key, None)
-        if pipe is None:  # it could not be started
+        if pipe is None:  # the worker could not be started
             return
         if must_kill:
             self._fork_server.kill(pipe.number)

@@ -1,8 +1,8 @@
 """Renders a chat by the model's template, inside a sandboxed worker.
 
-A template is a program that came with the model. Jinja's sandbox keeps it from reaching out, but does not bound its time or
-memory, and what it does depends on what clients send. So templates never run in the router: `pool_worker` has the process
-around this file, `text/templates` its callers in the router.
+A template is a program that comes with the model. Jinja's sandbox confines its access, but does not bound its
+time or memory, and clients' data drive it. Templates therefore never run in the router. `pool_worker` runs
+this file in a process of its own; `text/templates` calls it from the router.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ Switches = dict[str, bool | int | float | str | None]
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What a worker renders with: one template or several by name, and the model's special tokens."""
+    """A worker's setup: one template or several by name, and the model's special tokens."""
 
     chat_template: str | dict[str, str]
     special_tokens: dict[str, str]
@@ -42,7 +42,8 @@ class TemplateRenderer:
     def __init__(self, setup: Setup) -> None:
         self._special_tokens = setup.special_tokens
         empty = Backend(models.BPE())
-        self._hf = PreTrainedTokenizerFast(tokenizer_object=empty)  # type: ignore[no-untyped-call,unused-ignore]
+        hf = PreTrainedTokenizerFast(tokenizer_object=empty)  # type: ignore[no-untyped-call,unused-ignore]
+        self._hf = hf
         self._hf.chat_template = setup.chat_template
         self._decoder = msgspec.json.Decoder(Chat)
 

@@ -1,10 +1,9 @@
-"""Whether a request is accepted: its size, its caller's limits, and the length of the queue. Pure.
+"""Decides whether a request is accepted by its size, its caller's limits, and the length of the queue. Pure.
 
     never    it fits no pair, however idle                              400
     not now  no pair serves, or none that knows all its fields          503 with Retry-After
     caller   the caller's own limits                                    429 with Retry-After
-    not now  more than `max_queue` rooms wait: the one that would be    429 with Retry-After
-             served last is turned away, this one or another
+    queue    more than `max_queue` rooms wait; refuses the last in line  429 with Retry-After
 
 Retry-After is the time to empty the queue at the recent rate of placements.
 """
@@ -42,7 +41,8 @@ class PlacementRate:
         self._at = now
 
     def seconds_for(self, num_rooms: int, now: float) -> int:
-        """Seconds until `num_rooms` more are placed: 1 to `LONGEST_RETRY_AFTER_S`, and 1 without a known rate."""
+        """Seconds until `num_rooms` more are placed: 1 to `LONGEST_RETRY_AFTER_S`, and 1 without a known
+        rate."""
         per_second = self._decayed(now) / RATE_WINDOW_S
         if per_second <= 0.0:
             return 1
@@ -53,7 +53,7 @@ class PlacementRate:
 
 
 class AdmissionQueue:
-    """The bounds on what one router accepts."""
+    """The bounds on the requests that one router accepts."""
 
     def __init__(self, registry: Registry, waiting: WaitingList, max_queue: int) -> None:
         self.gate = Gate()
@@ -83,7 +83,8 @@ class AdmissionQueue:
             self.gate.enter(jobs[0].caller, num_tokens, now)
 
     def check_queue(self, priority: int, now: float) -> None:
-        """Before the body is parsed: raises ApiError (429) if a full queue would turn away a request of this priority."""
+        """Before the body is parsed: raises ApiError (429) if a full queue would turn away a request of this
+        priority."""
         if not self._max_queue or len(self._waiting) < self._max_queue:
             return
         last = self._waiting.last()
@@ -91,9 +92,10 @@ class AdmissionQueue:
             raise self.full(now)
 
     def surplus(self, request: Request) -> Entry | None:
-        """The entry to be turned away now that `request` is in the queue; None while the queue is within its bound.
+        """The entry to be turned away now that `request` is in the queue; None while the queue is within its
+        bound.
 
-        A new request goes with all its choices, so one of its entries stands for all.
+        A new request is turned away with all its choices, so one of its entries stands for all.
         """
         if len(self._waiting) <= self._max_queue:
             return None

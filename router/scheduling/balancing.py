@@ -1,14 +1,18 @@
 """The load-balancing policies by name. Pure: the random source is injected.
 
-A policy gets the workers of one role that can take the request now, without those that failed lately where others can
-serve, and picks one. Loads are those of the router's own ledger, so a placement counts at once.
+A policy picks one of the workers of one role that can take the request now. Workers with recent failures are
+offered only when no other can serve. Loads are those of the router's own ledger, so a placement counts at
+once.
 
-    cache-aware    prefill with the fewest tokens to compute until this prompt is done: its queue and the uncached part
-    session        decode that has the beginning of the prompt cached, unless it is much fuller than others: the next turn
-                   of a chat goes where the last one was, and only new KV is handed over
-    least-loaded   prefill with the fewest tokens queued, decode with the smallest share of places and pages in use
+    cache-aware    prefill with the fewest tokens to compute until this prompt is done: its queue and the
+                   uncached part
+    session        decode that has the beginning of the prompt cached, unless it is much fuller than others:
+                   the next turn of a chat uses the worker of the last one, and only new KV is handed over
+    least-loaded   prefill with the fewest tokens queued, decode with the smallest share of places and pages
+                   in use
     round-robin    the worker whose turn is longest ago
-    power-of-two   the less loaded of two random ones (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing")
+    power-of-two   the less loaded of two random ones (Mitzenmacher, "The Power of Two Choices in Randomized
+                   Load Balancing")
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +23,7 @@ from ..workers.registry import Worker
 from .prefixes import PrefixIndex, Prompt
 
 AFFINITY = 0.5  # extra load at which a decode worker with the whole prompt cached still wins
-MAX_TURNS = 4096  # instances
+MAX_TURNS = 4096  # number of remembered instances
 
 Load = Callable[[Worker], float]
 
@@ -55,7 +59,7 @@ class Balancer:
         return self.load(worker)
 
     def placed(self, worker: Worker) -> None:
-        """An attempt goes to this worker."""
+        """Notes an attempt that is placed on this worker."""
 
 
 class CacheAware(Balancer):
@@ -101,7 +105,10 @@ class RoundRobin(Balancer):
 
 
 class PowerOfTwo(Balancer):
-    """Nearly as even as the least loaded. Routers that do not know each other do not all choose the same worker."""
+    """Nearly as even as the least loaded.
+
+    Routers that do not know each other do not all choose the same worker.
+    """
 
     def __init__(self, load: Load, coin: Random) -> None:
         super().__init__(load)

@@ -1,17 +1,19 @@
-"""The cost of a prompt on prefill and on decode, fitted to the workers' timings: decides where a short prompt runs. Pure.
+"""The cost of a prompt on prefill and on decode, fitted to the workers' timings: decides where a short prompt
+runs. Pure.
 
-Prefill computes a prompt apart from the running streams and hands its KV over. Decode computes it between two steps of
-its batch, which waits, and hands nothing over. The time of each side is a line, `fixed + slope * tokens`, fitted by
-recursive least squares with a forgetting factor (Haykin, "Adaptive Filter Theory"). A prompt runs where the total delay
-over all requests is smaller: a side's time counts once for the request and once for every request that waits for it.
+Prefill computes a prompt apart from the running streams and hands its KV over. Decode computes it between two
+steps of its batch, which waits, and hands nothing over. The time of each side is a line, `fixed + slope *
+tokens`, fitted by recursive least squares with a forgetting factor (Haykin, "Adaptive Filter Theory"). A
+prompt runs where the total delay over all requests is smaller: a side's time counts once for the request and
+once for every request that waits for it.
 """
 
 from dataclasses import dataclass, field
 
 from ...cluster.protocol.messages import DecodeTimeline, PrefillTimeline
 
-FORGETTING = 0.98  # of the weight of older samples, per sample
-MIN_SAMPLES = 3  # before a line is believed
+FORGETTING = 0.98  # factor on the weight of older samples, per new sample
+MIN_SAMPLES = 3  # samples before a line is used
 
 
 @dataclass(eq=False)
@@ -49,7 +51,7 @@ class LinearFit:
         spread = xx - x * x / n
         slope = max(0.0, (xy - x * y / n) / spread) if spread > 1e-6 * max(1.0, xx) else 0.0
         fixed = (y - slope * x) / n
-        if fixed < 0 < xx:  # through 0, then
+        if fixed < 0 < xx:  # fit a line through 0 instead
             slope, fixed = xy / xx, 0.0
         return fixed + slope * tokens
 
@@ -64,21 +66,23 @@ class CostModel:
         return f"CostModel(prefill={self.prefill}, handoff={self.handoff}, local={self.local})"
 
     def prefilled(self, timeline: PrefillTimeline, *, is_local: bool) -> None:
-        """A prompt was computed."""
+        """Adds the timing of a computed prompt."""
         tokens = max(0, timeline.prompt_tokens - timeline.cached_tokens)
         (self.local if is_local else self.prefill).add(tokens, timeline.prefill_ms / 1000)
 
     def handed_over(self, num_tokens: int, timeline: DecodeTimeline) -> None:
-        """KV of `num_tokens` was pulled."""
+        """Adds the timing of a hand-off of `num_tokens` tokens."""
         self.handoff.add(num_tokens, timeline.handoff_ms / 1000)
 
     def is_local_cheaper(
         self, *, new_on_prefill: int, new_on_decode: int, queued_tokens: int, running: int
     ) -> bool:
-        """Whether decode, with `running` requests, should compute a prompt that lacks `new_on_decode` tokens there.
+        """Whether decode, with `running` requests, should compute a prompt that lacks `new_on_decode` tokens
+        there.
 
-        `queued_tokens` wait on prefill, where `new_on_prefill` tokens are uncached. Until decode's own times are known,
-        prefill's stand in, since the model is the same. Without prefill's and the hand-off's times the answer is no.
+        `queued_tokens` wait on prefill, where `new_on_prefill` tokens are uncached. Until decode's own times
+        are known, prefill's stand in, since the model is the same. Without prefill's and the hand-off's times
+        the answer is no.
         """
         if not (self.prefill.is_known and self.handoff.is_known):
             return False

@@ -1,7 +1,8 @@
-"""The centre of the router: accepts requests, places their rooms on workers, and passes messages between both sides.
+"""The centre of the router: accepts requests, places their rooms on workers, and passes messages between both
+sides.
 
-It has no socket and no clock of its own. `transmit` hands a frame to a worker's connection, `clock` gives monotonic
-seconds, and `tick` is called several times a second.
+It has no socket and no clock of its own. `transmit` hands a frame to a worker's connection, `clock` gives
+monotonic seconds, and `tick` is called several times a second.
 """
 
 import logging
@@ -76,12 +77,12 @@ class Dispatcher:
         self._outbox = Outbox(transmit, clock, soon)
         self._clock = clock
         self._queue_timeout_s = queue_timeout_s
-        self._request_timeout_s = request_timeout_s  # 0: none
+        self._request_timeout_s = request_timeout_s  # 0: no limit
         self._drops = drops
         self._timeouts = timeouts or Timeouts()
         self._mint = mint
         self._entries: dict[str, Entry] = {}
-        self._on_probation: dict[str, Entry] = {}  # rooms with a record of deaths, from their placing on
+        self._on_probation: dict[str, Entry] = {}  # placed rooms with a record of deaths
         self._waiting = WaitingList()
         self.admission = AdmissionQueue(registry, self._waiting, max_queue)
         self.health_probes = HealthProbes(registry, self._outbox, mint, canary_s)
@@ -104,12 +105,12 @@ class Dispatcher:
 
     @property
     def num_live(self) -> int:
-        """Rooms of clients that still wait."""
+        """The number of rooms whose clients still wait."""
         return sum(entry.room.is_live for entry in self._entries.values())
 
     @property
     def num_open(self) -> int:
-        """Rooms of which a worker may still hold something."""
+        """The number of rooms that a worker may still hold in part."""
         return len(self._entries)
 
     @property
@@ -125,10 +126,13 @@ class Dispatcher:
         """The largest request that live pairs can serve; None without any."""
         return live_limits(self.registry)
 
-    # --- the client's side --------------------------------------------------------------------------------------------
+    # --- the client's side ----------------------------------------------------------------------------------
 
     def submit(self, jobs: Sequence[Job], inbox: Inbox, tag: Tag | None = None) -> list[Entry]:
-        """Takes all jobs of one client request; their events arrive in `inbox`. Raises ApiError and then takes none."""
+        """Accepts all jobs of one client request, or none and raises ApiError.
+
+        Their events arrive in `inbox`.
+        """
         if self.is_draining:
             raise unavailable("This server is shutting down; try another.")
         now = self._clock()
@@ -142,7 +146,10 @@ class Dispatcher:
         return entries
 
     def _turn_away(self, request: Request, now: float) -> None:
-        """Keeps the queue within its bound. Raises ApiError when `request` itself is the one to be turned away."""
+        """Keeps the queue within its bound.
+
+        Raises ApiError when `request` itself is the one to be turned away.
+        """
         while (last := self.admission.surplus(request)) is not None:
             full = self.admission.full(now)
             if last.request is not request:
@@ -154,7 +161,7 @@ class Dispatcher:
             raise full
 
     def cancel(self, entry: Entry) -> None:
-        """The client left or needs no more output. Idempotent."""
+        """Cancels a room whose client has left or needs no more output. Idempotent."""
         now = self._clock()
         self._perform(entry, entry.room.cancel(now), now)
 
@@ -165,7 +172,10 @@ class Dispatcher:
             self.cancel(entry)
 
     def stopped(self, entry: Entry) -> None:
-        """The router found a stop string. `Settled` arrives in the inbox, unless the room is settled already."""
+        """Stops a room at a stop string.
+
+        `Settled` arrives in the inbox, unless the room is settled already.
+        """
         now = self._clock()
         self._perform(entry, entry.room.stop(now), now)
 
@@ -184,7 +194,7 @@ class Dispatcher:
         self._waiting.join(entry)
         return entry
 
-    # --- the workers' side --------------------------------------------------------------------------------------------
+    # --- the workers' side ----------------------------------------------------------------------------------
 
     def on_message(self, identity: bytes, message: ControlUp) -> None:
         """Handles one message from a worker's connection."""
@@ -192,7 +202,7 @@ class Dispatcher:
         if isinstance(message, Hello):
             return self._on_hello(identity, message, now)
         worker = self.registry.get(message.instance)
-        if worker is None:  # it sends Hello when the router is silent
+        if worker is None:  # the worker sends Hello when the router is silent
             self.events["unknown_worker"] += 1
         elif isinstance(message, Tokens):
             for item in message.items:
@@ -233,7 +243,7 @@ class Dispatcher:
                 self._registration.orphan(worker, room, event, now)
             return
         stale = entry.room.num_stale
-        if not isinstance(event, TokenItem):  # tokens carry no news for these two
+        if not isinstance(event, TokenItem):  # these two ignore tokens
             self._placer.heard(entry, worker, event, now)
             entry.trace.heard(event, now)
         self._perform(entry, entry.room.on(event, worker.instance, now), now)
@@ -241,7 +251,8 @@ class Dispatcher:
             self.events["stale_message"] += entry.room.num_stale - stale
 
     def lose(self, workers: Sequence[Worker]) -> None:
-        """Forgets lost workers, then settles their rooms, so that no room moves from one lost worker to another."""
+        """Forgets lost workers, then settles their rooms, so that no room moves from one lost worker to
+        another."""
         now = self._clock()
         lost = [(worker, worker.unreachable_since) for worker in workers]
         for worker in workers:
@@ -253,11 +264,11 @@ class Dispatcher:
         self._check_queue(now)
 
     def on_damaged(self, identity: bytes) -> None:
-        """A message of this connection was lost."""
+        """Handles the loss of a message of this connection."""
         self._registration.damaged(identity, self._clock())
 
     def probe(self) -> None:
-        """Some worker's connection ended: finds out which."""
+        """Finds the lost worker after some worker's connection has ended."""
         self._registration.probe(self._clock())
 
     def _rooms_of(self, worker: Worker) -> list[Entry]:
@@ -266,7 +277,10 @@ class Dispatcher:
     def _settle_rooms_of(
         self, worker: Worker, now: float, *, is_dead: bool, unreachable_since: float | None = None
     ) -> None:
-        """Tells the rooms of a worker that it is gone. Its death counts against the room that is alone there, if any."""
+        """Reports a worker's loss to its rooms.
+
+        The death counts only against the room that is alone there, if any.
+        """
         self.health_probes.lost(worker.instance, now)
         entries = self._rooms_of(worker)
         alone = [entry for entry in entries if worker.instance in entry.room.alone_on]
@@ -279,7 +293,7 @@ class Dispatcher:
             )
             self._perform(entry, lost, now)
 
-    # --- time ---------------------------------------------------------------------------------------------------------
+    # --- time -----------------------------------------------------------------------------------------------
 
     def tick(self, *, is_behind: bool = False) -> None:
         """Runs the timers of workers, rooms, waits and clients that do not read.
@@ -317,7 +331,10 @@ class Dispatcher:
             self._check_pairs(entry, now)
 
     def _check_pairs(self, entry: Entry, now: float) -> None:
-        """Ends a wait that no worker can end. A stream that has begun waits `pair_s`, since workers are restarted."""
+        """Ends a wait that no worker can end.
+
+        A stream that has begun waits `pair_s`, since workers are restarted.
+        """
         live = live_pairs(self.registry)
         if entry.room.phase is not Phase.QUEUED or can_ever(live, entry.need):
             entry.pairless_since = None
@@ -330,10 +347,11 @@ class Dispatcher:
         elif now - since >= self._timeouts.pair_s:
             self._perform(entry, entry.room.give_up("PeerLost", "no pair is left to go on with", now), now)
 
-    # --- effects ------------------------------------------------------------------------------------------------------
+    # --- effects --------------------------------------------------------------------------------------------
 
     def _admit(self, now: float) -> None:
-        """Places waiting rooms by rank until one finds all its pairs full, so that no room is overtaken forever."""
+        """Places waiting rooms by rank until one finds all its pairs full, so that no room is overtaken
+        forever."""
         for entry in self._waiting:
             if entry.room.phase is not Phase.QUEUED or entry.not_before > now:
                 continue
@@ -353,7 +371,8 @@ class Dispatcher:
     def _must_wait(self, entry: Entry, pair: Pair, now: float) -> bool:
         """Whether to wait for a better pair.
 
-        True while it is unknown whether this pair lives, and, for a request that must be alone, while another room is there.
+        True while it is unknown whether this pair lives, and, for a request that must be alone, while another
+        room is there.
         """
         deaths, timeouts = entry.room.deaths, self._timeouts
         if not deaths:
@@ -442,7 +461,11 @@ class Dispatcher:
         return False
 
     def _may_retry(self, entry: Entry, failure: Failure, now: float) -> bool:
-        """A worker's death takes all its rooms at once: its retries draw on the budget and are never denied."""
+        """Whether the budget allows another attempt.
+
+        A worker's death ends all its rooms at once, so retries after a death draw on the budget and are never
+        denied.
+        """
         is_paid = self._retries.take(self.num_live, now) or failure.kind == PEER_LOST
         return is_paid and entry.need.prompt <= MAX_PROMPT_TOKENS
 

@@ -1,8 +1,8 @@
 """The running requests and the last ended ones: their figures, never their content.
 
-A request is kept whole while any of its rooms is open, since workers may still report its cost. Then only its figures
-stay, for the last `KEPT` requests, and views are computed on demand. An API key sees its own requests, an operator's key
-sees all.
+A request is kept whole while any of its rooms is open, since workers may still report its cost. Then only its
+figures stay, for the last `KEPT` requests, and views are computed on demand. An API key sees its own
+requests, an operator's key sees all.
 """
 
 import time
@@ -18,14 +18,17 @@ from ..rooms.timeline import Account, Timeline
 from .request_state import Entry, Request
 
 KEPT = 256
-SHORT = 8  # digits of an id that tell it apart for people, and that find it
+SHORT = 8  # digits of an id that are shown and that find a request
 
 
 class RequestRow(Struct, frozen=True, kw_only=True):
-    """One request in a list; times in milliseconds, null where not known. Of several choices, sums and the first's times."""
+    """One request in a list. Times are milliseconds, null if unknown.
+
+    For several choices it has sums, and the times of the first choice.
+    """
 
     id: str
-    """The first digits of its first room, as log lines have them."""
+    """The first digits of its first room, as in log lines."""
     arrived: float
     """Unix seconds."""
     state: str
@@ -45,7 +48,7 @@ class RequestRow(Struct, frozen=True, kw_only=True):
     accept_length: float | None
     e2e_ms: float
     prefill: str | None
-    """First digits of the worker of the last attempt, like the next."""
+    """First digits of the prefill worker of the last attempt; the next field is decode's."""
     decode: str | None
 
 
@@ -71,7 +74,7 @@ class RequestView(Struct, frozen=True, kw_only=True):
     """The body of /requests/{id}."""
 
     id: str
-    """As the answer had it; empty for one that got none."""
+    """The id in the answer; empty for a request without an answer."""
     arrived: float
     """Unix seconds."""
     state: str
@@ -80,14 +83,14 @@ class RequestView(Struct, frozen=True, kw_only=True):
 
 
 class Kept(Struct, frozen=True, kw_only=True):
-    """The figures of one request."""
+    """The kept figures of one request."""
 
     caller_id: str
     reply_id: str
     arrived: float  # Unix seconds
     state: str
     outcome: str | None
-    accounts: list[Account]  # of its choices
+    accounts: list[Account]  # figures of its choices
 
     def is_named(self, name: str) -> bool:
         return _is_named(name, self.reply_id, [account.room for account in self.accounts])
@@ -100,7 +103,7 @@ class Kept(Struct, frozen=True, kw_only=True):
         )
 
     def row(self) -> RequestRow:
-        """Its row in the list."""
+        """The row of the request in the list."""
         return _row(self, [account.timeline() for account in self.accounts])
 
 
@@ -117,19 +120,19 @@ class History:
         return f"History({len(self._open)} open, {len(self._ended)} ended)"
 
     def begun(self, request: Request) -> None:
-        """A request starts; all its rooms exist."""
+        """Adds a request that starts. All its rooms exist."""
         self._open[id(request)] = request
         self._num_open_rooms[id(request)] = len(request.entries)
 
     def closed(self, entry: Entry) -> None:
-        """No worker holds anything of one of its rooms any more."""
+        """Notes that a room is closed: no worker holds anything of it any more."""
         key = id(entry.request)
         self._num_open_rooms[key] -= 1
         if not self._num_open_rooms[key]:
             del self._num_open_rooms[key]
             request = self._open.pop(key)
             self._ended.append(self._keep(request))
-            request.entries = []  # breaks the reference cycle, so that no garbage collection is needed
+            request.entries = []  # breaks a reference cycle
 
     def recent(self, caller: Caller, limit: int) -> RequestList:
         """The newest requests that `caller` may see, running ones first."""
@@ -175,7 +178,7 @@ def state_of(request: Request) -> str:
     for phase in (Phase.STREAMING, Phase.PREFILLING, Phase.QUEUED):
         if phase in phases:
             return str(phase.value)
-    return "ended"  # only its figures are still awaited
+    return "ended"  # only workers' figures are awaited
 
 
 def _choice(account: Account) -> ChoiceView:

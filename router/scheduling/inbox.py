@@ -1,4 +1,5 @@
-"""The inbox of an answer: events of all rooms of one request, read in batches by the task that answers the client."""
+"""The inbox of an answer: events of all rooms of one request, read in batches by the task that answers the
+client."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,9 +13,9 @@ class Disconnected:
     """The client closed its connection."""
 
 
-MAX_UNREAD = 1 << 16  # tokens that wait for a client that reads slowly; with more it is cut off
-MANY = 256  # tokens for which a patient reader is woken, so that its work comes in small parts
-LOGPROB_COST = 2  # tokens that a log-probability counts for: it takes some 120 bytes, a token 36
+MAX_UNREAD = 1 << 16  # tokens that may wait for a slow client; with more it is cut off
+MANY = 256  # tokens that wake a patient reader, so that its work comes in small parts
+LOGPROB_COST = 2  # a log-probability counts as this many tokens: it takes some 120 bytes, a token 36
 
 InboxEvent = Deliver | Ended | Settled | Failure | Disconnected
 
@@ -40,9 +41,10 @@ class Inbox:
         self._clock = clock
         self._is_patient = is_patient
         self._events: list[tuple[int, InboxEvent]] = []
-        self._waiter: asyncio.Future[None] | None = None  # of the reader, while there is nothing to read
+        # future of the reader while there is nothing to read
+        self._waiter: asyncio.Future[None] | None = None
         self._num_unread = 0  # tokens; a log probability counts as tokens, too
-        self.unread_since: float | None = None  # the reader was called then and has not come yet
+        self.unread_since: float | None = None  # the time at which the reader was woken and has not read yet
         self._owner: asyncio.Task[object] | None = None
         self.is_cut = False
 

@@ -1,8 +1,10 @@
-"""Where attempts go: chooses pairs by policy, books them in the registry's ledger, and learns from workers' messages.
+"""Places attempts: chooses pairs by policy, books them in the registry's ledger, and learns from workers'
+messages.
 
-prompt on prefill    counts as cached there from the placing on: a later request with it waits in the same queue
+prompt on prefill    counts as cached there from the placing on: a later request with it waits in the same
+                     queue
 prompt and output    on decode once the room ended; the newest token has no KV
-real state           `have` of decode's Reserved corrects a wrong belief
+real state           `have` of decode's Reserved corrects the view
 """
 
 from collections.abc import Sequence
@@ -27,7 +29,7 @@ _TOLD = (Reserved, FirstToken, Finished, Failed)
 
 @dataclass(frozen=True, kw_only=True)
 class PairingPolicy:
-    """How pairs are chosen; `balancing` explains the names."""
+    """The settings of the choice of pairs; `balancing` explains the names."""
 
     prefill: str = "cache-aware"
     decode: str = "session"
@@ -57,10 +59,11 @@ class Placer:
     def pair_for(self, entry: Entry, doubtful: AbstractSet[str], reserved: AbstractSet[str]) -> Pair | None:
         """The pair for the next attempt; None while all pairs that could serve are full.
 
-        Workers where the room failed and `doubtful` ones are used only when no other can serve. `reserved` workers are
-        busy with a request that may kill, which is worth waiting for, so decode does not prefill in their place. The
-        caller must not place on a reserved worker. A room that must be alone gets the pair with the fewest rooms. A
-        pair that fails its health probes is used only where neither another pair nor decode alone can serve.
+        Workers where the room failed and `doubtful` ones are used only when no other can serve. `reserved`
+        workers are busy with a request that may kill, which is worth waiting for, so decode does not prefill
+        in their place. The caller must not place on a reserved worker. A room that must be alone gets the
+        pair with the fewest rooms. A pair that fails its health probes is used only where neither another
+        pair nor decode alone can serve.
         """
         avoid = entry.room.failed_on | doubtful
         pairs = able_pairs(live_pairs(self._registry, avoid), entry.need, avoid, reserved)
@@ -113,15 +116,15 @@ class Placer:
         elif isinstance(event, Finished) and worker.instance == pair.decode:
             self._on_finished(entry, worker, event)
             if event.timeline.handoff_blocks or pair.is_local:
-                since_ms = (
-                    event.timeline.queue_ms + event.timeline.decode_ms
-                )  # decode has had the last block for so long
+                # time since decode received the last block
+                since_ms = event.timeline.queue_ms + event.timeline.decode_ms
                 self._pair_health.passed(pair.prefill, pair.decode, now - since_ms / 1000)
         elif isinstance(event, Failed) and event.kind in HANDOFF_KINDS:
             self._pair_health.doubt(pair.prefill, pair.decode)
 
     def watch(self, entry: Entry, now: float) -> None:
-        """Called on new tokens: decode's first own token shows that the pair works, long before the end of a stream."""
+        """Called on new tokens: decode's first own token shows that the pair works, long before the end of a
+        stream."""
         note = entry.trace.last
         if (
             note is not None
@@ -133,11 +136,11 @@ class Placer:
             self._pair_health.passed(note.prefill, note.decode, now)
 
     def _on_finished(self, entry: Entry, worker: Worker, event: Finished) -> None:
-        costs = self._cost_model_of(worker)
+        cost_model = self._cost_model_of(worker)
         if event.prefill is not None:
-            costs.prefilled(event.prefill, is_local=True)
+            cost_model.prefilled(event.prefill, is_local=True)
         elif event.timeline.handoff_bytes:
-            costs.handed_over(entry.prompt.num_tokens - event.timeline.have_tokens, event.timeline)
+            cost_model.handed_over(entry.prompt.num_tokens - event.timeline.have_tokens, event.timeline)
 
     def ended(self, entry: Entry) -> None:
         """The output is complete: decode keeps prompt and output in its prefix cache for the next turn."""

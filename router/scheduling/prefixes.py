@@ -1,8 +1,9 @@
-"""The router's view of the workers' prefix caches: which worker has which beginning of a prompt. Pure.
+"""The router's view of the workers' prefix caches: a map from beginnings of prompts to workers. Pure.
 
-A prompt is cut into pages. The name of a page is a digest over the name of the page before it and its own tokens. So the
-names form a tree without links, and a name stands for everything up to its page. The first name begins with the tenant's
-salt, so tenants share no node. The view is a hint: what a worker reports replaces it.
+A prompt is cut into pages. The name of a page is a digest over the name of the page before it and its own
+tokens. So the names form a tree without links, and a name stands for everything up to its page. The first
+name begins with the tenant's salt, so tenants share no node. The view is a hint, and a worker's report
+replaces it.
 """
 
 import hashlib
@@ -10,9 +11,9 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
-MAX_PAGES = 1 << 17  # of one index: some 30 MB
-MAX_HOLDERS = 8  # of one page: the last to get it
-MAX_HASHED = 1024  # pages of one prompt; a longer common beginning counts as this long
+MAX_PAGES = 1 << 17  # pages of one index: some 30 MB
+MAX_HOLDERS = 8  # holders kept per page: the last ones to get it
+MAX_HASHED = 1024  # pages of one prompt; a longer common beginning counts as this many
 DIGEST_BYTES = 16
 
 
@@ -55,9 +56,8 @@ class PrefixIndex:
 
     def __init__(self, max_pages: int = MAX_PAGES) -> None:
         self._max_pages = max_pages
-        self._holders: OrderedDict[bytes, tuple[str, ...]] = (
-            OrderedDict()
-        )  # the last to get a page stands last
+        # the last worker to get a page stands last
+        self._holders: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"PrefixIndex({len(self)} of {self._max_pages} pages)"
@@ -67,7 +67,7 @@ class PrefixIndex:
 
     def add(self, instance: str, names: Sequence[bytes]) -> None:
         """The worker holds these pages from now on."""
-        for name in reversed(names):  # so that a beginning outlives what follows it
+        for name in reversed(names):  # so that a beginning outlives its continuations
             holders = self._holders.get(name, ())
             if instance not in holders:
                 self._holders[name] = (*holders, instance)[-MAX_HOLDERS:]
@@ -85,7 +85,7 @@ class PrefixIndex:
     def learn(self, instance: str, names: Sequence[bytes], num_held: int) -> None:
         """The worker reports that it holds the first `num_held` pages and not the next."""
         self.add(instance, names[:num_held])
-        for name in names[num_held : num_held + 1]:  # what is behind a gap does not count
+        for name in names[num_held : num_held + 1]:  # pages behind a gap do not count
             holders = self._holders.get(name, ())
             if instance in holders:
                 self._holders[name] = tuple(holder for holder in holders if holder != instance)

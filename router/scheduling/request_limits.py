@@ -10,10 +10,11 @@ from ..sandbox.grammar_compiler import MAX_GRAMMAR
 from ..workers.eligibility import Limits, Need, can_ever, live_pairs, obeyed
 from ..workers.registry import Registry, Worker
 
-# A prompt travels in one control frame: 5 bytes per id at most, and room for a grammar and the other sampling fields.
+# A prompt travels in one control frame: 5 bytes per id at most, and room for a grammar and the other sampling
+# fields.
 MAX_PROMPT_TOKENS = (CONTROL_MAX_FRAME - MAX_GRAMMAR - (64 << 10)) // 5
 DEFAULTS = Sampling()
-# Young fields in the words of the API.
+# The API's names of young fields.
 SAID = {
     "min_new_tokens": "min_tokens",
     "prompt_logprobs": "echo with logprobs",
@@ -51,7 +52,8 @@ def check_prompt(num_prompt: int, param: str, live: Limits) -> None:
     longest = min(live.context - 1, MAX_PROMPT_TOKENS, live.prefill_tokens)
     if num_prompt > longest:
         raise context_too_long(
-            f"The prompt has {num_prompt} tokens, but at most {longest} fit (the context is {live.context} tokens).",
+            f"The prompt has {num_prompt} tokens, but at most {longest} fit (the context is "
+            f"{live.context} tokens).",
             param=param,
         )
 
@@ -66,11 +68,14 @@ def young_fields(sampling: Sampling, salt: str) -> tuple[str, ...]:
 
 
 def no_pair_for(need: Need, pairs: Collection[tuple[Worker, Worker]]) -> ApiError:
-    """503 with the reason why no live pair serves a request of any size; names a field that they do not know."""
+    """The ApiError (503) with the reason why no live pair serves the request, such as an unknown field."""
     unknown = [name for name in need.asks if not any(obeyed(p, d, [name]) for p, d in pairs)] or need.asks
     if not pairs or not unknown or any(obeyed(p, d, need.asks) for p, d in pairs):
         return no_workers()
-    text = f"The workers that serve are of an older version, which does not know {SAID[unknown[0]]}. Try again later."
+    text = (
+        f"The workers that serve are of an older version, which does not know {SAID[unknown[0]]}. "
+        "Try again later."
+    )
     return unavailable(text)
 
 
@@ -88,12 +93,14 @@ def check_fits(need: Need, registry: Registry, live: Limits) -> None:
     """Raises ApiError (400) for a request that no idle decode worker could hold."""
     if need.total > live.decode_tokens:
         raise bad_request(
-            f"{need.prompt} prompt tokens and {need.max_new} output tokens need KV pages for {need.total} tokens, "
+            f"{need.prompt} prompt tokens and {need.max_new} output tokens need KV pages for "
+            f"{need.total} tokens, "
             f"but the largest decode worker has pages for {live.decode_tokens}: ask for fewer.",
             param="max_tokens",
         )
     if not can_ever(live_pairs(registry), need):
         raise bad_request(
-            f"No pair of workers can hold {need.prompt} prompt tokens and {need.max_new} output tokens: ask for fewer.",
+            f"No pair of workers can hold {need.prompt} prompt tokens and {need.max_new} output tokens: "
+            "ask for fewer.",
             param="max_tokens",
         )

@@ -1,8 +1,8 @@
 """The dispatcher's state of the requests: a request with its choices, and the room of each choice.
 
-A request is what a client sent; each of its choices has a room of its own. Queue time and the figures of /metrics belong
-to the request. A choice that waits behind its own siblings does not count as waiting, and a request with eight choices
-counts once.
+A request has one or several choices, and each choice has a room of its own. Queue time and the figures of
+/metrics belong to the request. A choice that waits for its own siblings does not count as waiting. A request
+with eight choices counts once.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,36 +33,35 @@ OUTCOMES = {
     GRAMMARS_OVERDUE: "rejected",
     "Timeout": "timeout",
     DEADLINE_EXCEEDED: "timeout",
-}  # of the kinds of a Failure; "failed" for any other
+}  # outcomes by kind of a Failure; "failed" for any other
 
 
 class Job(Struct, frozen=True, kw_only=True, dict=True):  # dict: for cached properties
-    """One choice that a client wants."""
+    """One requested choice."""
 
     prompt_ids: list[int]
     sampling: Sampling
     arrived: float  # monotonic seconds
     tokenize_s: float
-    timeout_s: float = 0.0  # that the client gave; 0: none
+    timeout_s: float = 0.0  # the client's limit; 0: none
     priority: int = 0  # lower goes first
     caller: Caller = ANYONE
 
     @cached_property
     def need(self) -> Need:
-        """What its first attempt needs of its workers."""
+        """The requirements of its first attempt on workers."""
         asks = young_fields(self.sampling, self.caller.salt)
         return Need(len(self.prompt_ids), self.sampling.max_new_tokens, asks=asks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tag:
-    """What observers attach to a request."""
+    """The data that observers attach to a request."""
 
-    reply_id: str = ""  # that the answer has
+    reply_id: str = ""  # id of the answer
     span: OpenSpan = field(default_factory=Passing)
-    on_end: Callable[["Request", float], None] = lambda request, now: (
-        None
-    )  # hears when its last choice has ended
+    # called when its last choice has ended
+    on_end: Callable[["Request", float], None] = lambda request, now: None
 
 
 @dataclass(eq=False)
@@ -71,18 +70,18 @@ class Request:
 
     arrived: float
     waiting_since: float | None  # None while a choice is at the workers
-    waited_s: float = 0.0  # before that, in all waits during which no choice was at the workers
+    waited_s: float = 0.0  # seconds of earlier waits during which no choice was at the workers
     priority: int = 0  # lower goes first
     caller: Caller = ANYONE
-    num_placed: int = 0  # choices at the workers
+    num_placed: int = 0  # number of choices at the workers
     entries: list["Entry"] = field(default_factory=list)
-    outcomes: dict[int, str] = field(default_factory=dict)  # by choice
+    outcomes: dict[int, str] = field(default_factory=dict)  # outcomes by choice
     is_warned: bool = False
     tag: Tag = field(default_factory=Tag)
 
     @property
     def outcome(self) -> str | None:
-        """How it ended: the first outcome other than ok, else ok; None while a choice runs."""
+        """The outcome: the first one other than ok, else ok; None while a choice runs."""
         if len(self.outcomes) < len(self.entries):
             return None
         for outcome in self.outcomes.values():
@@ -95,7 +94,7 @@ class Request:
         return self.waited_s + (max(0.0, now - self.waiting_since) if self.waiting_since is not None else 0.0)
 
     def note_phase(self, entry: "Entry", now: float) -> None:
-        """Called after every event of a choice: it may have gone to the workers, or left them."""
+        """Updates the wait after an event of a choice, which may have gone to the workers or left them."""
         if entry.room.is_at_workers == entry.is_placed:
             return
         entry.is_placed = not entry.is_placed
@@ -117,7 +116,7 @@ class Request:
 
     def record(self, now: float) -> RequestRecord:
         """The figures of a request whose choices have all ended."""
-        first = ended = None  # the first of the first tokens, the last of the ends
+        first = ended = None  # the earliest first token and the latest end
         num_prompt = num_cached = num_output = num_drafted = num_accepted = 0
         prompts: list[PromptWork] = []
         handoffs: list[Handoff] = []
@@ -157,31 +156,31 @@ class Request:
 
 @dataclass(eq=False)
 class Entry:
-    """One choice: its room, and the router's state beside it."""
+    """One choice: its room, and the router's own state of it."""
 
     room: Room
     job: Job
     request: Request
     inbox: Inbox
-    index: int  # of the choice within the client's request
+    index: int  # index of the choice within the client's request
     queued_at: float
-    queued_s: float = 0.0  # over all waits
+    queued_s: float = 0.0  # seconds over all waits
     not_before: float = 0.0
-    pairless_since: float | None = None  # no pair could ever hold it since then
-    is_placed: bool = False  # as its request has counted it
-    is_waiting: bool = False  # in the waiting list, like the next
-    number: int = 0  # by the order of joining; 0: not yet
-    fingerprint: str = ""  # of the last attempt's pair
-    weights_hash: str = ""  # likewise
+    pairless_since: float | None = None  # the time since which no pair could ever hold it
+    is_placed: bool = False  # whether its request has counted it as placed
+    is_waiting: bool = False  # whether it is in the waiting list
+    number: int = 0  # order of joining the waiting list; 0: not yet
+    fingerprint: str = ""  # fingerprint of the last attempt's pair
+    weights_hash: str = ""  # weights of the last attempt's pair
     last_arrival: float = 0.0
-    shown_epoch: int = -1  # of the attempt that has shown its pair
-    quiet_until: float = 0.0  # the room's, as of its last tick; 0 when more than tokens came since
+    shown_epoch: int = -1  # epoch of the attempt that has shown its pair to work
+    quiet_until: float = 0.0  # the room's value at its last tick; 0 after events other than tokens
     trace: AttemptTrace = field(default_factory=AttemptTrace)
     _prompt: Prompt | None = None
 
     @property
     def need(self) -> Need:
-        """What the next attempt needs of its workers: output so far counts as prompt."""
+        """The requirements of the next attempt on workers. Output so far counts as prompt."""
         need, num_output = self.job.need, self.room.num_output
         if not num_output:
             return need
@@ -196,14 +195,14 @@ class Entry:
         return self._prompt
 
     def requeue(self, now: float, not_before: float) -> None:
-        """An attempt failed; the next one continues behind the output so far."""
+        """Requeues the entry after a failed attempt. The next attempt continues after the output so far."""
         self.queued_at, self.not_before, self._prompt = now, not_before, None
         self.pairless_since = None
 
     def account(self, now: float) -> Account:
         """A snapshot of its figures, without tokens."""
         room, until = self.room, now
-        if room.pair is None and room.stamps.ended is not None:  # no pair came
+        if room.pair is None and room.stamps.ended is not None:  # the room never got a pair
             until = room.stamps.ended
         waiting = until - self.queued_at if room.pair is None else 0.0
         return account_of(
@@ -234,8 +233,8 @@ def new_request(jobs: Sequence[Job], now: float, tag: Tag | None = None) -> Requ
 def reserved_workers(on_probation: Iterable[Entry], room: Room) -> set[str]:
     """The workers on which `room` may not be placed now.
 
-    These are the workers of rooms that must be alone. If `room` itself has a record of deaths, the workers of all rooms on
-    probation belong to them, too.
+    These are the workers of rooms that must be alone. If `room` itself has a record of deaths, the workers of
+    all rooms on probation belong to them, too.
     """
     pairs = [
         entry.room.pair

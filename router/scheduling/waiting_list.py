@@ -1,7 +1,8 @@
 """The rooms that wait for a pair, in the order in which they get one. Pure.
 
-A room's rank is its arrival time plus `PRIORITY_S` per step of lower priority. An urgent room so overtakes those that
-came shortly before it, and no room waits behind urgent ones forever. A room requeued after a failed attempt keeps its rank.
+A room's rank is its arrival time plus `PRIORITY_S` per step of lower priority. An urgent room thus overtakes
+those that arrived shortly before it, and urgent rooms cannot delay another forever. A room requeued after a
+failed attempt keeps its rank.
 """
 
 from bisect import bisect_left, insort
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 
 from .request_state import Entry
 
-PRIORITY_S = 10.0  # of waiting that a step in priority is worth
+PRIORITY_S = 10.0  # seconds of waiting that one step of priority is worth
 
 
 class WaitingList:

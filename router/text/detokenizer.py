@@ -1,7 +1,7 @@
 """Token ids to text, for one growing output, without cutting a character in two.
 
-A token is a byte string. The text of a sequence is the UTF-8 decoding of the joined bytes. An incomplete character is
-withheld until its last byte comes, so the pieces together equal the text of the whole.
+A token is a byte string. The text of a sequence is the UTF-8 decoding of the joined bytes. An incomplete
+character is withheld until its last byte comes, so the pieces together equal the text of the whole.
 """
 
 import codecs
@@ -68,7 +68,7 @@ class Detokenizer:
     def __init__(self, table: TokenBytes, *, skip_special: bool = True) -> None:
         self._table = table
         self._skipped = table.special if skip_special else frozenset()
-        self._rest = b""  # of a character that is not whole
+        self._rest = b""  # bytes of an incomplete character
         self._strip_next = table.strips_first_space
 
     def feed(self, ids: Sequence[int]) -> str:

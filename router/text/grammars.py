@@ -1,8 +1,8 @@
 """Grammars that constrain an answer: JSON of a schema, tool calls, or text with tool calls.
 
-A call is written as `<tool_call>`, a line `{"name": ..., "arguments": ...}` and `</tool_call>`, the form on which many open
-models were trained. Schemas come from clients, so a sandboxed process compiles them before a worker sees them
-(`sandbox/grammar_compiler`).
+A call is written as `<tool_call>`, a line `{"name": ..., "arguments": ...}` and `</tool_call>`, the form on
+which many open models were trained. Schemas come from clients, so a sandboxed process compiles them before a
+worker sees them (`sandbox/grammar_compiler`).
 """
 
 from collections import Counter, OrderedDict
@@ -20,7 +20,7 @@ from ..sandbox.pool_scheduler import SLOW_S, PoolScheduler
 from ..sandbox.sandbox_pool import NoWorker, SandboxPool, TooCostly, WorkerLost
 
 MAX_KEPT = 64
-MAX_WAITING = 64  # grammars to compile
+MAX_WAITING = 64  # grammars waiting to be compiled
 LONG = 2000  # bytes of schemas
 MAX_ASIDE = 1
 
@@ -47,7 +47,7 @@ class Grammars:
     def __init__(
         self, fork_server: ForkServer, clock: Callable[[], float], events: Counter[str] | None = None
     ) -> None:
-        # llguidance ends a process that has no memory left, so a worker that died behind SLOW_S was too costly
+        # llguidance aborts without memory, so a worker that died after SLOW_S was too costly
         scheduler = PoolScheduler(MAX_ASIDE, costly_s=SLOW_S)
         self._pool = SandboxPool(GRAMMARS, fork_server, clock, scheduler, kind="grammar")
         self._events = Counter() if events is None else events
@@ -88,7 +88,7 @@ class Grammars:
             reply = await self._pool.reply_to(msgspec.msgpack.encode(plan), is_long=plan.num_bytes > LONG)
         except NoWorker:
             raise overloaded("No schema can be compiled now. Try again later.") from None
-        except (TooCostly, WorkerLost):  # llguidance aborts when it has no memory left
+        except (TooCostly, WorkerLost):  # llguidance aborts without memory
             reply = b""
         kind, text = reply[:1], reply[1:].decode()
         if kind == RENDERED:

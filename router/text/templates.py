@@ -48,9 +48,8 @@ class Templates:
         encoded = msgspec.json.encode(WARM)
         for is_long in (False, True):
             task = asyncio.get_running_loop().create_task(self.render(encoded, is_long=is_long))
-            task.add_done_callback(
-                lambda done: done.cancelled() or done.exception()
-            )  # some templates refuse such a chat
+            # some templates refuse such a chat
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._warming.append(task)
 
     def close(self) -> None:

@@ -2,8 +2,8 @@
 
 A chat takes three steps: `guard` here, rendering in the sandbox (`templates`), `encode_rendered` here.
 
-Text in a chat message stays text: where it spells a control token, the spelling is encoded as letters, so a message cannot
-end its own turn or open another. A raw completion prompt may use control tokens.
+Text in a chat message stays text: where it spells a control token, the spelling is encoded as letters, so a
+message cannot end its own turn or open another. A raw completion prompt may use control tokens.
 """
 
 import json
@@ -76,7 +76,10 @@ class Tokenizer:
         return self._hf.chat_template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a raw prompt. `add_special_tokens` adds the tokenizer's own frame, such as a begin token."""
+        """The ids of a raw prompt.
+
+        `add_special_tokens` adds the tokenizer's own frame, such as a begin token.
+        """
         if add_special_tokens and self._has_frame:
             return self._encode(self._backend, text, add_special_tokens=True)
         return self._encode_text(text)
@@ -126,7 +129,10 @@ class Tokenizer:
         )
 
     def _check_switches(self, switches: Switches) -> None:
-        """Switches reach the template unchanged, so none may name or spell a control token. Raises ApiError (400)."""
+        """Switches reach the template unchanged, so none may name or spell a control token.
+
+        Raises ApiError (400).
+        """
         taken = sorted(self._reserved.intersection(switches))
         if taken:
             text = f"chat_template_kwargs: {taken[0]} is not a switch of a template"
@@ -143,7 +149,7 @@ class Tokenizer:
         ids: list[int] = []
         for i, part in enumerate(rendered.split(chat.mark)):
             text = part
-            if i:  # a number, an x, and the text behind
+            if i:  # a number, an x, and the following text
                 number, _, text = part.partition("x")
                 ids += self._encode(self._plain, chat.spelled[int(number)], add_special_tokens=False)
             if text:
@@ -189,7 +195,7 @@ class _Guard:
 
     def __init__(self, special: re.Pattern[str] | None) -> None:
         self._special = special
-        self.mark = ""  # made for the first one
+        self.mark = ""  # made for the first spelled control token
         self.spelled: list[str] = []
 
     def __call__(self, text: str) -> str:

@@ -1,4 +1,5 @@
-"""Writes tools as text into the prompt, for chat templates that do not support them in the form of `grammars`."""
+"""Writes tools as text into the prompt, for chat templates that do not support them in the form of
+`grammars`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,8 @@ from ..api.tool_bodies import CLOSE, OPEN
 ChatMessage = dict[str, Any]
 
 EXPLAINED = (
-    "You may call these functions, of which each line describes one by its name, its purpose and a JSON schema of its "
+    "You may call these functions, of which each line describes one by its name, "
+    "its purpose and a JSON schema of its "
     "arguments:\n{tools}\n\nTo call a function, write exactly this, with its name and its arguments:\n"
     f'{OPEN}\n{{{{"name": "...", "arguments": {{{{...}}}}}}}}\n{CLOSE}\n'
     "What it returns is told to you in <tool_response> marks."

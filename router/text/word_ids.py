@@ -1,12 +1,13 @@
 """A cache of token ids by word, for short texts and byte-level BPE tokenizers.
 
-A byte-level BPE tokenizer first cuts a text into pieces and encodes each piece without looking at the others. With each
-cut rule listed here, a lone space (between two characters that are no white space) always begins a piece: no rule for a
-piece takes a space behind anything but other white space, and none looks further than the character behind white space. So
-a text is cut before its lone spaces, and the ids of each part are remembered. The result always equals the tokenizer's.
+A byte-level BPE tokenizer first cuts a text into pieces and encodes each piece without looking at the others.
+A lone space stands between two characters that are not white space. With each cut rule listed here, a lone
+space always begins a piece: no rule puts a space after anything but white space, and no rule looks further
+than the character after white space. A text is therefore cut before its lone spaces, and the ids of each part
+are cached. The result always equals the tokenizer's.
 
-Measured with SmolLM2 and chats of 500 letters, three words of them new: 21 us instead of 120 us, and some 300 us instead of
-430 us of CPU time for a whole request.
+Measured with SmolLM2 and chats of 500 letters, three words of them new: 21 us instead of 120 us, and some 300
+us instead of 430 us of CPU time for a whole request.
 """
 
 import json
@@ -20,7 +21,9 @@ from tokenizers import Tokenizer as Backend
 
 ID = "I"  # unsigned, four bytes
 MAX_CHARS = (
-    4000  # of a text; longer ones are encoded in a thread, where the tokenizer releases the interpreter lock
+    # characters of a text; longer ones are encoded in a thread, where the tokenizer releases the interpreter
+    # lock
+    4000
 )
 MAX_WORDS = 1 << 15
 MAX_WORD_CHARS = 64
@@ -37,7 +40,8 @@ CUTS = frozenset(
 
 
 class WordIds(dict[str, bytes]):
-    """The ids of words, each with the space before it, of one tokenizer. A word is encoded at its first look-up.
+    """The ids of words, each with its leading space, of one tokenizer. A word is encoded at its first
+    look-up.
 
     Ids are kept as bytes, since lists of integers would cost ten times the memory.
     """
@@ -59,7 +63,8 @@ class WordIds(dict[str, bytes]):
         return ids
 
     def encode(self, text: str) -> list[int] | None:
-        """The ids of `text` without added special tokens; None for a long text and one without a lone space."""
+        """The ids of `text` without added special tokens; None for a long text and one without a lone
+        space."""
         words = BEFORE_LONE_SPACE.split(text) if len(text) <= MAX_CHARS else ()
         if len(words) < 2:
             return None
@@ -67,7 +72,7 @@ class WordIds(dict[str, bytes]):
 
 
 def word_ids(backend: Backend) -> WordIds | None:
-    """None for a tokenizer whose cut rule is not known, or that has special tokens which may span a lone space."""
+    """The cache for a tokenizer; None if its cut rule is unknown or a special token may span a lone space."""
     is_known = _is_bpe(backend.model) and _state_of(backend.normalizer) in (None, {"type": "NFC"})
     is_known = is_known and _cuts_at_spaces(_state_of(backend.pre_tokenizer))
     is_known = is_known and all(map(_ignores_spaces, backend.get_added_tokens_decoder().values()))
@@ -102,5 +107,5 @@ def _cuts_at_spaces(pre_tokenizer: Mapping[str, Any] | None) -> bool:
 
 
 def _ignores_spaces(token: AddedToken) -> bool:
-    """Whether an added token neither looks at its neighbours nor holds a space."""
+    """Whether an added token depends on no neighbouring characters and holds no space."""
     return not (token.lstrip or token.rstrip or token.single_word) and " " not in token.content

@@ -1,15 +1,14 @@
-"""The circuit breaker of one worker: after several failures within a window, attempts avoid the worker for a while. Pure."""
+"""The circuit breaker of one worker: after several failures within a window, attempts avoid the worker for a
+while. Pure."""
 
 from collections import deque
 from dataclasses import dataclass, field
 
-BREAKER_FAILURES = 3  # within the window: the worker is avoided
+BREAKER_FAILURES = 3  # failures within the window until the worker is avoided
 BREAKER_WINDOW_S = 30.0
-BREAKER_OPEN_S = 10.0  # then one attempt may show that it is well again
-FIRST_RETURN, FULL_RETURN = (
-    2,
-    16,
-)  # attempts at once of a worker that is well again: at first, and when none is counted
+BREAKER_OPEN_S = 10.0  # after this time one attempt tests the worker
+# concurrent attempts of a returning worker: at first, and from which it counts as closed
+FIRST_RETURN, FULL_RETURN = (2, 16)
 
 
 @dataclass(eq=False)
@@ -18,18 +17,19 @@ class Breaker:
 
     closed     attempts go there                        BREAKER_FAILURES failures within the window -> open
     open       avoided while others can serve           after BREAKER_OPEN_S -> half open
-    half open  takes one attempt                        success -> returning; failure -> open; any other end -> half open
+    half open  takes one attempt                        success -> returning; failure -> open; any other end
+               -> half open
     returning  takes 2 attempts at once, each success   at FULL_RETURN attempts -> closed; one failure -> open
                allows one more
 
-    Without another worker, attempts go to an avoided one too, and count in the same way. Failures that the request itself
-    caused do not count.
+    Without another worker, attempts go to an avoided one too, and count in the same way. Failures that the
+    request itself caused do not count.
     """
 
     opened_at: float | None = None
-    probe: tuple[str, int] | None = None  # (room, epoch) of the attempt that shows how the worker is
-    allowed: int = 0  # attempts at once while it returns; 0: it does not
-    _held: set[tuple[str, int]] = field(default_factory=set)  # attempts there, while it returns
+    probe: tuple[str, int] | None = None  # (room, epoch) of the attempt that tests the worker
+    allowed: int = 0  # concurrent attempts while it returns; 0: not returning
+    _held: set[tuple[str, int]] = field(default_factory=set)  # attempts on the worker while it returns
     _failures: deque[float] = field(default_factory=lambda: deque(maxlen=BREAKER_FAILURES))
 
     def state(self, now: float) -> str:
@@ -38,13 +38,13 @@ class Breaker:
         return "open" if now - self.opened_at < BREAKER_OPEN_S else "half open"
 
     def is_avoided(self, now: float) -> bool:
-        if self.opened_at is None and not self.allowed:  # as nearly always
+        if self.opened_at is None and not self.allowed:  # the usual case
             return self.probe is not None
         is_full = self.allowed > 0 and len(self._held) >= self.allowed
         return self.state(now) == "open" or self.probe is not None or is_full
 
     def placed(self, room: str, epoch: int) -> None:
-        """Counts an attempt that goes there."""
+        """Counts an attempt that is placed on the worker."""
         if self.opened_at is not None and self.probe is None:
             self.probe = room, epoch
         if self.allowed:

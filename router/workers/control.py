@@ -1,7 +1,7 @@
 """The router's end of the control plane: a ROUTER socket on the event loop.
 
-With keys, the sender of a message is the ZAP User-Id (`role/name`), never the routing id. A key may speak for the worker
-instances that it introduced, with the verbs of its role only.
+With keys, the sender of a message is the ZAP User-Id (`role/name`), never the routing id. A key may send
+messages only for worker instances that it introduced, and only of its role's types.
 """
 
 import logging
@@ -44,19 +44,22 @@ INSTANCES_PER_USER = 1024  # worker processes that share one key
 
 
 class Speakers:
-    """Which user speaks for which worker instance: the user whose Hello introduced it."""
+    """The user of each worker instance: the one whose Hello introduced it."""
 
     def __init__(self) -> None:
         self._user_of: dict[str, str] = {}
         self._instances: dict[
             str, OrderedDict[str, None]
-        ] = {}  # of each user, the last to say Hello at the end
+        ] = {}  # instances of each user, the latest Hello at the end
 
     def __repr__(self) -> str:
         return f"Speakers({len(self._user_of)} instances of {len(self._instances)} users)"
 
     def fault(self, user: str, message: ControlUp) -> str:
-        """Why `user` (`role/name`) may not send this message, or "". A Hello makes its user the speaker of the instance."""
+        """The reason why `user` (`role/name`) may not send this message, or "".
+
+        A Hello binds the instance to its user.
+        """
         role = user.partition("/")[0]
         verb = type(message).__name__
         if role not in WORKER_ROLES:
@@ -77,18 +80,21 @@ class Speakers:
         mine[instance] = None
         mine.move_to_end(instance)
         self._user_of[instance] = user
-        if len(mine) > INSTANCES_PER_USER:  # a key that makes up instances pushes out its own only
+        if len(mine) > INSTANCES_PER_USER:  # a key that invents instances displaces only its own
             oldest, _ = mine.popitem(last=False)
             del self._user_of[oldest]
 
 
 class ControlSocket:
-    """Bound when constructed; `open` starts reading on the running loop. With a `keyring` only listed workers connect."""
+    """Bound when constructed; `open` starts reading on the running loop.
+
+    With a `keyring` only listed workers connect.
+    """
 
     def __init__(self, endpoint: str, *, trusted_network: bool, keyring: Keyring | None = None) -> None:
         check_bind_address(endpoint, trusted_network, has_keys=keyring is not None)
         self.num_malformed = 0
-        self.num_denied = 0  # messages that their sender's key may not say
+        self.num_denied = 0  # messages that their sender's key may not send
         self.authenticator: Authenticator | None = None
         self._context: zmq.Context[Socket] = zmq.Context()
         self._socket = make_socket(
@@ -141,7 +147,9 @@ class ControlSocket:
         on_damaged: Callable[[bytes], None] = lambda _: None,
         on_left: Callable[[], None] = lambda: None,
     ) -> None:
-        """Starts to read. Calls `on_message(identity, message)` per message, `on_damaged(identity)` for a lost message, and
+        """Starts to read.
+
+        Calls `on_message(identity, message)` per message, `on_damaged(identity)` for a lost message, and
         `on_left()` when a connection ends.
         """
         self._on_message, self._on_damaged, self._on_left = on_message, on_damaged, on_left
@@ -192,22 +200,22 @@ class ControlSocket:
             self._drop(parts[0], num_unknown, unknown_messages(num_unknown))
         identity = parts[0].bytes
         user = user_of(parts[1]) if self.authenticator is not None else ""
-        self._hear_all(identity, user, messages)
+        self._handle_all(identity, user, messages)
 
     def _drop(self, identity: zmq.Frame, num: int, reason: str) -> None:
         self.num_malformed += num
         self._drop_log.say(identity.bytes.hex(), reason)
 
-    def _hear_all(self, identity: bytes, user: str, messages: tuple[ControlUp, ...]) -> None:
+    def _handle_all(self, identity: bytes, user: str, messages: tuple[ControlUp, ...]) -> None:
         """Handles each message by itself: an error in one does not affect the others."""
         for number, message in enumerate(messages, 1):
             try:
-                self._hear(identity, user, message)
+                self._handle(identity, user, message)
             except BaseException:
-                self._hear_all(identity, user, messages[number:])
+                self._handle_all(identity, user, messages[number:])
                 raise
 
-    def _hear(self, identity: bytes, user: str, message: ControlUp) -> None:
+    def _handle(self, identity: bytes, user: str, message: ControlUp) -> None:
         assert self._on_message is not None
         fault = self._speakers.fault(user, message) if self.authenticator is not None else ""
         if fault:

@@ -1,4 +1,4 @@
-"""Which workers can serve a request: pure functions over the registry's workers."""
+"""Decides whether workers can serve a request: pure functions over the registry's workers."""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from .registry import Registry, Worker, are_other_weights
 
 
 class Need(Struct, frozen=True, gc=False):
-    """What a request needs of its workers; sizes in tokens."""
+    """The requirements of a request on its workers. Sizes are tokens."""
 
     prompt: int
     max_new: int
     fingerprint: str = (
-        ""  # of the workers that gave output already, which others would not go on with; "": any
+        ""  # fingerprint of the workers that gave output already, which others cannot continue; "": any
     )
-    asks: tuple[str, ...] = ()  # of YOUNG_FIELDS, those that must be obeyed
-    weights_hash: str = ""  # of the workers that gave output already; "": not known, or any
+    asks: tuple[str, ...] = ()  # the YOUNG_FIELDS that workers must obey
+    weights_hash: str = ""  # weights of the workers that gave output already; "": unknown, or any
 
     @property
     def total(self) -> int:
@@ -31,7 +31,7 @@ class Limits:
     context: int  # tokens of prompt and output together
     decode_tokens: int  # tokens of prompt and output that fit the pages of the roomiest decode worker
     prefill_tokens: int  # prompt tokens that fit the pages of the roomiest prefill worker
-    vocab_size: int  # 0: not known
+    vocab_size: int  # 0: unknown
 
 
 def pairs(workers: Iterable[Worker], avoid: Collection[str] = ()) -> Iterator[tuple[Worker, Worker]]:
@@ -46,8 +46,8 @@ def pairs(workers: Iterable[Worker], avoid: Collection[str] = ()) -> Iterator[tu
 def why_not_pair(prefill: Worker, decode: Worker) -> str:
     """Why decode cannot use prefill's KV; "" when it can.
 
-    Both must have equal fingerprints, and equal hashes of their weights as far as these are known. Prefill must offer every
-    layer whose features decode's head reads; a decode worker without a head takes none.
+    Both must have equal fingerprints, and equal hashes of their weights as far as these are known. Prefill
+    must offer every layer whose features decode's head reads; a decode worker without a head takes none.
     """
     ours, theirs = prefill.hello, decode.hello
     if ours.fingerprint != theirs.fingerprint:
@@ -55,12 +55,16 @@ def why_not_pair(prefill: Worker, decode: Worker) -> str:
     if are_other_weights(prefill, decode):
         return f"weights differ: their hashes are {prefill.weights_hash[:8]} and {decode.weights_hash[:8]}"
     if theirs.feature_ids and not set(theirs.feature_ids) <= set(ours.feature_ids):
-        return f"prefill offers features of layers {list(ours.feature_ids)}, decode's head reads {list(theirs.feature_ids)}"
+        return (
+            f"prefill offers features of layers {list(ours.feature_ids)}, decode's head reads "
+            f"{list(theirs.feature_ids)}"
+        )
     return ""
 
 
 def prefillers(decode: Worker, serving: Iterable[Worker], avoid: Collection[str]) -> list[Worker]:
-    """The workers that may compute a prompt for `decode`: prefill workers, or `decode` itself if `avoid` has all of them.
+    """The workers that may compute a prompt for `decode`: prefill workers, or `decode` itself if `avoid` has
+    all of them.
 
     Where both can, `placement` decides which is cheaper.
     """
@@ -114,10 +118,12 @@ def able_pairs(
     avoid: Collection[str] = (),
     taken: Collection[str] = (),
 ) -> list[tuple[Worker, Worker]]:
-    """The pairs that can hold the request now, with the fewest workers in `avoid`, then in `taken`. Empty: all are full.
+    """The pairs that can hold the request now, with the fewest workers in `avoid`, then in `taken`. Empty:
+    all are full.
 
-    Workers in `avoid` (where an earlier attempt failed) are used only when no other pair can serve. Workers in `taken` are
-    worth waiting for, so they come before those in `avoid`, and decode does not prefill in their place.
+    Workers in `avoid` (where an earlier attempt failed) are used only when no other pair can serve. Workers
+    in `taken` are worth waiting for, so they come before those in `avoid`, and decode does not prefill in
+    their place.
     """
     able = [(p, d) for p, d in live if _suits(p, d, need) and _can_prefill(p, need) and _can_decode(d, need)]
     if len(able) < 2 or not (avoid or taken):
@@ -137,14 +143,15 @@ def emptiest_pairs(live: Iterable[tuple[Worker, Worker]]) -> list[tuple[Worker, 
 def obeyed(prefill: Worker, decode: Worker, fields: Collection[str]) -> bool:
     """Whether both workers know these fields. A worker of an older version would ignore them."""
     by_prefill, by_decode = prefill.hello.takes, decode.hello.takes
-    for name in fields:  # noqa: SIM110 (asked several times per request, and a generator costs more than all the rest)
+    for name in fields:  # noqa: SIM110 - called several times per request; a generator would cost more
         if name not in by_decode or name not in by_prefill:
             return False
     return True
 
 
 def _suits(prefill: Worker, decode: Worker, need: Need) -> bool:
-    """Whether the pair knows the request's fields and continues output of the same fingerprint and weights."""
+    """Whether the pair knows the request's fields and continues output of the same fingerprint and
+    weights."""
     if need.fingerprint and decode.hello.fingerprint != need.fingerprint:
         return False
     if need.weights_hash and decode.weights_hash and decode.weights_hash != need.weights_hash:

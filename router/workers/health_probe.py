@@ -1,12 +1,14 @@
-"""Health probes, called canaries in flags and metrics: tiny requests of the router that show whether a pair serves.
+"""Health probes, called canaries in flags and metrics: tiny requests of the router that show whether a pair
+serves.
 
-A pair is probed when no client's request has passed it for half of `window_s`. A probe has four prompt tokens and two of
-output. It takes one page on either side and exercises token 1 of prefill, the hand-off, and a token of decode. It has a
-room of its own, beside those of clients, and appears in no queue, history or request count. A probe starts only when the
-queue is empty and the workers keep a free place. Its salt is unique, so no prefix cache can answer in place of prefill.
+A pair is probed when no client's request has passed it for half of `window_s`. A probe has four prompt tokens
+and two of output. It takes one page on either side and exercises token 1 of prefill, the hand-off, and a
+token of decode. It has a room apart from those of clients, and appears in no queue, history or request count.
+A probe starts only when the queue is empty and the workers keep a free place. Its salt is unique, so no
+prefix cache can answer in place of prefill.
 
-A failed probe speaks against its pair, not against a worker, since hand-offs fail between two. A probe that passes on an
-avoided worker closes its breaker, so no client's request has to try it first.
+A failed probe counts against its pair and not against one worker, since a hand-off involves both. A probe
+that passes on an avoided worker closes its breaker, so no client's request has to try it first.
 """
 
 import logging
@@ -59,7 +61,7 @@ class HealthProbe:
 
     @property
     def waits_for(self) -> str:
-        """What has not arrived, in words."""
+        """A description of the missing message."""
         if Reserved not in self.heard:
             return "decode reserved nothing"
         if FirstToken not in self.heard and self.names[0] != self.names[1]:
@@ -68,7 +70,10 @@ class HealthProbe:
 
 
 class HealthProbes:
-    """The probes of one router, driven by the dispatcher's tick. `pair_health` holds the results, clients' included."""
+    """The probes of one router, driven by the dispatcher's tick.
+
+    `pair_health` holds the results, clients' included.
+    """
 
     def __init__(self, registry: Registry, outbox: Outbox, mint: Callable[[], str], window_s: float) -> None:
         self.pair_health = PairHealth(window_s)
@@ -76,9 +81,8 @@ class HealthProbes:
         self._registry, self._outbox, self._mint = registry, outbox, mint
         self._window_s = window_s
         self._patience_s = window_s / 2
-        self._timeouts = Timeouts(
-            reserve_s=window_s, first_token_s=window_s, token_s=window_s
-        )  # the deadline is earlier
+        # these never pass, since the probe's deadline is earlier
+        self._timeouts = Timeouts(reserve_s=window_s, first_token_s=window_s, token_s=window_s)
         self._probes: dict[str, HealthProbe] = {}  # by room
         self._next_at = 0.0
         self._ticked_at: float | None = None
@@ -91,7 +95,7 @@ class HealthProbes:
         return self._window_s > 0.0
 
     def is_ready(self, now: float) -> bool:
-        """Whether some pair serves and has shown it."""
+        """Whether some pair serves and has passed a request."""
         return is_ready(self._registry) and (not self.is_on or self.pair_health.is_ready(now))
 
     def tick(self, now: float, *, may_ask: bool) -> None:
@@ -120,19 +124,19 @@ class HealthProbes:
         return True
 
     def lost(self, instance: str, now: float) -> None:
-        """A worker is gone, or has dropped all its rooms."""
+        """Handles a worker that is gone or has dropped all its rooms."""
         for probe in self._on_worker(instance):
             self._perform(probe, probe.room.worker_lost(instance, now, is_dead=False), now)
 
     def missed(self, instance: str, now: float) -> None:
-        """A worker missed an order: sends it again."""
+        """Resends the order that a worker missed."""
         for probe in self._on_worker(instance):
             self._perform(probe, probe.room.resend_orders(instance, now), now)
 
     def _on_worker(self, instance: str) -> list[HealthProbe]:
         return [one for one in self._probes.values() if instance in one.room.instances]
 
-    # --- where the next one goes --------------------------------------------------------------------------------------
+    # --- choice of the next pair ----------------------------------------------------------------------------
 
     @property
     def _asked(self) -> set[PairNames]:
@@ -158,7 +162,7 @@ class HealthProbes:
                 return
 
     def _is_free(self, prefill: Worker, decode: Worker) -> bool:
-        """Whether a probe delays nobody: prefill has an empty queue, and decode keeps a free place."""
+        """Whether a probe delays no request: prefill has an empty queue, and decode keeps a free place."""
         is_reachable = prefill.unreachable_since is None and decode.unreachable_since is None
         limit = decode.hello.max_running
         has_spare = limit == 0 or decode.num_taken == 0 or decode.num_taken + 1 < limit
@@ -189,7 +193,7 @@ class HealthProbes:
         self.pair_health.asked(*probe.names, now)
         self._perform(probe, effects, now)
 
-    # --- what becomes of it -------------------------------------------------------------------------------------------
+    # --- results ------------------------------------------------------------------------------------------
 
     def _perform(self, probe: HealthProbe, effects: list[Effect], now: float) -> None:
         room = probe.room
@@ -202,7 +206,7 @@ class HealthProbes:
                 self._registry.judge(effect.instance, room.room, effect.epoch, True, now)
             elif isinstance(effect, (Ended, Failure)):
                 self._decide(probe, effect, now)
-            elif isinstance(effect, Requeued):  # refused, or the worker leaves: no result
+            elif isinstance(effect, Requeued):  # refused, or the worker drains: no result
                 self._note(probe, UNDECIDED)
                 self._perform(probe, room.cancel(now), now)
             elif isinstance(effect, Closed):

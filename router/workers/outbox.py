@@ -9,7 +9,8 @@ from .registry import Worker
 
 MAX_OUTBOX = 4096  # messages
 
-Transmit = Callable[[bytes, bytes], bool]  # (identity, frame); False: its queue is full; raises PeerLost
+# (identity, frame) -> False when its queue is full; raises PeerLost
+Transmit = Callable[[bytes, bytes], bool]
 
 Soon = Callable[[Callable[[], None]], None]  # calls at the end of this turn of the event loop
 
@@ -17,15 +18,15 @@ Soon = Callable[[Callable[[], None]], None]  # calls at the end of this turn of 
 class Outbox:
     """Sends through `transmit`. Marks an unreachable worker with the time of the first failure.
 
-    With `soon`, messages posted in one turn of the event loop leave together, in as few frames as the worker accepts. Waking
-    ZeroMQ's thread for each message would cost more than the rest of a request.
+    With `soon`, messages posted in one turn of the event loop leave together, in as few frames as the worker
+    accepts. Waking ZeroMQ's thread for each message would cost more than the rest of a request.
     """
 
     def __init__(self, transmit: Transmit, clock: Callable[[], float], soon: Soon | None = None) -> None:
         self._transmit = transmit
         self._clock = clock
         self._soon = soon
-        self._due: dict[str, Worker] = {}  # that are flushed soon
+        self._due: dict[str, Worker] = {}  # workers to be flushed at the end of this turn
 
     def post(self, worker: Worker, message: ControlDown, now: float) -> None:
         """Sends a message now, or with others at the end of this turn, or keeps it for `flush`."""
@@ -62,7 +63,10 @@ class Outbox:
         )
 
     def answer(self, identity: bytes, message: ControlDown) -> bool:
-        """Sends to a connection that belongs to no registered worker; False when it took nothing."""
+        """Sends to a connection without a registered worker.
+
+        False when the connection did not accept the message.
+        """
         try:
             return self._transmit(identity, encode(message))
         except PeerLost:

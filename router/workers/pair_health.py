@@ -1,13 +1,14 @@
-"""Which pairs have served a request lately from end to end: prefill, hand-off, decode. Pure.
+"""The health of pairs: the last request that passed each from end to end (prefill, hand-off, decode). Pure.
 
-    new       no request has passed yet                 due for a probe at once; until then an earlier result of its decode
-                                                        worker counts, alone or with prefill
-    proven    the last result is a request that passed, due again after half a window; the result counts for a window
-              the router's own or a client's
-    failing   a probe failed since                      due again after a quarter; clients' requests go elsewhere
-                                                        if another pair can serve
+    new       no request has passed yet                 due for a probe at once; until then an earlier result
+              of its decode worker counts, alone or with prefill
+    proven    the last result is a request that passed, due again after half a window; the result counts for a
+              window the router's own or a client's
+    failing   a probe failed since                      due again after a quarter; clients' requests go
+              elsewhere if another pair can serve
 
-A client's request that failed in its hand-off only makes its pair due, since the request itself may be the cause.
+A client's request that failed in its hand-off only makes its pair due, since the request itself may be the
+cause.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,7 @@ from msgspec import Struct
 from .registry import Worker
 
 MAX_SHOWN = 64  # pairs in /status
-MAX_HELD_WINDOWS = 6  # a minute of streams on a full cluster, with the default window
+MAX_HELD_WINDOWS = 6  # with the default window, a minute of streams on a full cluster
 NEVER = float("-inf")
 
 PairNames = tuple[str, str]  # instances of prefill and decode; equal where decode computes prompts itself
@@ -29,15 +30,15 @@ class PairRecord:
     """The results of one pair; times are monotonic seconds."""
 
     passed_at: float = NEVER
-    asked_at: float = NEVER  # when its last probe began, or the last request that passed
+    asked_at: float = NEVER  # start of its last probe, or end of the last request that passed
     failed_at: float = NEVER
-    vouched_at: float = (
-        NEVER  # when a request passed its decode worker alone, or with prefill where it is alone now
-    )
-    held_s: float = 0.0  # for which the last result did not age
+    # time of the last request that passed its decode worker in the other mode: alone, or with a prefill
+    # worker
+    vouched_at: float = NEVER
+    held_s: float = 0.0  # seconds for which the last result did not age
     is_doubted: bool = True
-    num_failures: int = 0  # of probes, in a row
-    kind: str = ""  # of the last failure, like the next
+    num_failures: int = 0  # consecutive failures of probes
+    kind: str = ""  # kind of the last failure
     message: str = ""
 
 
@@ -47,13 +48,13 @@ class PairStatus(Struct, frozen=True, kw_only=True):
     prefill: str
     decode: str
     state: str
-    """new, proven, stale (nothing passed for a window) or failing."""
+    """new, proven, stale (no request passed within a window) or failing."""
     passed_s: float | None
-    """Since a request passed; null: none did."""
+    """Seconds since a request passed; null: none has."""
     failures: int
-    """Canaries that failed in a row."""
+    """Consecutive failures of health probes."""
     kind: str
-    """Of the last failure; empty without one since a request passed."""
+    """The kind of the last failure; empty without one since the last request that passed."""
     reason: str
 
 
@@ -73,7 +74,7 @@ class PairHealth:
         return len(self._records)
 
     def see(self, live: Sequence[tuple[Worker, Worker]]) -> None:
-        """Takes the pairs that serve now. The identical list object is no change."""
+        """Updates the set of serving pairs. The identical list object means no change."""
         if live is self._seen:
             return
         self._seen = live
@@ -87,16 +88,16 @@ class PairHealth:
         self.failing.intersection_update(names)
 
     def passed(self, prefill: str, decode: str, at: float) -> None:
-        """A request passed; its hand-off ended at `at` (monotonic seconds)."""
+        """Notes a request that passed, with the end of its hand-off in monotonic seconds."""
         record = self._records.get((prefill, decode))
         if record is None or at <= max(record.passed_at, record.failed_at):
-            return  # a request begun before the failure shows nothing new
+            return  # a request that began before the failure proves nothing
         record.passed_at, record.asked_at, record.is_doubted = at, max(at, record.asked_at), False
         record.num_failures, record.kind, record.message, record.held_s = 0, "", "", 0.0
         self.failing.discard((prefill, decode))
 
     def failed(self, prefill: str, decode: str, kind: str, message: str, now: float) -> None:
-        """A probe failed."""
+        """Notes a failed probe."""
         record = self._records.get((prefill, decode))
         if record is not None:
             record.num_failures += 1
@@ -104,13 +105,13 @@ class PairHealth:
             self.failing.add((prefill, decode))
 
     def doubt(self, prefill: str, decode: str) -> None:
-        """A client's request failed between the two workers."""
+        """Notes a client's request that failed between the two workers."""
         record = self._records.get((prefill, decode))
         if record is not None and not record.num_failures:
             record.is_doubted = True
 
     def hold(self, prefill: str, decode: str, seconds: float) -> None:
-        """A healthy pair is too busy to be probed: its result does not age, for at most MAX_HELD_WINDOWS windows."""
+        """Keeps a busy pair's result from aging, for at most MAX_HELD_WINDOWS windows."""
         record = self._records[prefill, decode]
         is_well = not (record.is_doubted or record.num_failures) and record.passed_at != NEVER
         if is_well and record.held_s < MAX_HELD_WINDOWS * self.window_s:
@@ -118,7 +119,7 @@ class PairHealth:
             record.passed_at += seconds
 
     def asked(self, prefill: str, decode: str, now: float) -> None:
-        """A probe starts."""
+        """Notes the start of a probe."""
         record = self._records[prefill, decode]
         record.asked_at, record.is_doubted = now, False
 
@@ -166,10 +167,12 @@ class PairHealth:
         return self.window_s / 4 if record.num_failures or record.passed_at == NEVER else self.window_s / 2
 
     def _vouched(self) -> dict[tuple[str, bool], float]:
-        """When a request last passed each decode worker, by (decode, whether it was alone). Failing pairs are left out.
+        """The time of the last request that passed each decode worker, by (decode, whether it was alone).
 
-        A new pair inherits this time. So neither the arrival of the first prefill worker nor the departure of the last
-        one takes a decode worker out of service.
+        Failing pairs are left out.
+
+        A new pair inherits this time. So neither the arrival of the first prefill worker nor the departure of
+        the last one takes a decode worker out of service.
         """
         found: dict[tuple[str, bool], float] = {}
         for (prefill, decode), record in self._records.items():

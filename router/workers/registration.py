@@ -1,4 +1,7 @@
-"""How workers come and go: Hello is answered, and a worker that was given up is told which rooms to drop when it returns."""
+"""Registers and deregisters workers.
+
+A worker that returns after its loss gets Cancels for the rooms it must drop.
+"""
 
 import logging
 from collections import Counter
@@ -27,7 +30,7 @@ class Greeted:
 
 
 class Registration:
-    """Stands between the registry and the connections; knows rooms by name only."""
+    """Registration between the registry and the connections. It knows rooms by name only."""
 
     def __init__(self, registry: Registry, outbox: Outbox, events: Counter[str]) -> None:
         self._registry = registry
@@ -42,9 +45,8 @@ class Registration:
     def hello(self, identity: bytes, message: Hello, now: float) -> Greeted | None:
         """Registers or rejects a worker. None when that changes nothing for any room."""
         known = self._registry.get(message.instance)
-        if (
-            known is not None and message.generation < known.hello.generation
-        ):  # was under way on an older connection
+        # was in transit on an older connection
+        if known is not None and message.generation < known.hello.generation:
             self._events["stale_hello"] += 1
             return None
         has_dropped_all = known is not None and message.generation > known.hello.generation
@@ -64,7 +66,7 @@ class Registration:
             )
         if has_dropped_all:
             worker.forget_rooms()
-        if worker.has_hole:  # it has not heard so
+        if worker.has_hole:  # the worker does not know that it must drop its rooms
             answer = Rejected(instance=worker.instance, reason=DAMAGED)
         self._outbox.greet(worker, answer, now)
         for room, epoch in self._stale_rooms.take(message.instance, message.generation):
@@ -96,11 +98,11 @@ class Registration:
             self._events["worker_lost"] += 1
         for room, epoch in rooms:
             self._outbox.post(worker, Cancel(room=room, epoch=epoch, instance=worker.instance), now)
-        self._stale_rooms.keep(worker.instance, worker.hello.generation, rooms)  # it may not have heard
+        self._stale_rooms.keep(worker.instance, worker.hello.generation, rooms)  # the Cancels may be lost
         self._registry.remove(worker.instance)
 
     def judge(self, room: str, verdict: Outcome, now: float) -> None:
-        """A worker did its part of an attempt, or failed it."""
+        """Notes that a worker did its part of an attempt, or failed it."""
         if self._registry.judge(verdict.instance, room, verdict.epoch, verdict.is_good, now):
             self._events["breaker_opened"] += 1
             logger.warning(
@@ -108,7 +110,7 @@ class Registration:
             )
 
     def damaged(self, identity: bytes, now: float) -> None:
-        """A message of a worker was lost, which may leave a gap in a stream: the worker is told to drop its rooms."""
+        """Handles a lost message of a worker: it must drop its rooms, since a stream may have a gap."""
         for worker in self._registry:
             if worker.identity == identity:
                 self._events["damaged_message"] += 1
@@ -116,14 +118,15 @@ class Registration:
                 self._outbox.post(worker, Rejected(instance=worker.instance, reason=DAMAGED), now)
 
     def orphan(self, worker: Worker, room: str, event: RoomEvent, now: float) -> None:
-        """A worker sent a message about a room that is over."""
+        """Handles a worker's message about a room that is over."""
         self._events["orphan_message"] += 1
         cancel = self._orphans.answer(room, worker.instance, event)
         if cancel is not None:
             self._outbox.post(worker, cancel, now)
 
     def probe(self, now: float) -> None:
-        """Some connection ended. Sends Welcome to every worker, which changes nothing for a worker that is there.
+        """Finds unreachable workers by sending a Welcome to every worker, which has no effect on a connected
+        one.
 
         The send fails for the unreachable one.
         """

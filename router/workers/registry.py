@@ -1,9 +1,10 @@
-"""The workers that the router knows, and the ledger of the attempts that it has placed on them. Pure: no clock, no socket.
+"""The workers that the router knows, and the ledger of the attempts that it has placed on them. Pure: no
+clock, no socket.
 
-A worker is one process start, named by its instance. It registers with Hello and serves from its first heartbeat on.
-The scheduler loop sends heartbeats and the link thread sends Hello, so a worker with a hung loop is not trusted because
-of its live link. A worker is forgotten after `worker_timeout_s` without a heartbeat, or after `UNREACHABLE_S` without a
-connection: the connection of a dead process closes at once.
+A worker is one process start, named by its instance. It registers with Hello and serves from its first
+heartbeat on. The scheduler loop sends heartbeats and the link thread sends Hello, so a worker with a hung
+loop is not trusted because of its live link. A worker is forgotten after `worker_timeout_s` without a
+heartbeat, or after `UNREACHABLE_S` without a connection: the connection of a dead process closes at once.
 """
 
 import logging
@@ -90,16 +91,15 @@ class Worker:
     is_draining: bool = False
     ledger: Ledger = field(default_factory=Ledger)
     unreachable_since: float | None = None
-    outbox: deque[bytes] = field(
-        default_factory=deque
-    )  # packed messages that its connection has not taken yet
+    # packed messages that its connection has not accepted yet
+    outbox: deque[bytes] = field(default_factory=deque)
     breaker: Breaker = field(default_factory=Breaker)
     has_hole: bool = (
         False  # one of its messages was lost: it must drop its rooms, since any of them may be concerned
     )
     takes_prompts: bool = False  # a decode worker that may be given prompts without a prefill worker
-    foreign_pages: int = 0  # in use beyond the ledger, as of the last heartbeat
-    foreign_rooms: int = 0  # of other routers, as of the last heartbeat
+    foreign_pages: int = 0  # pages in use beyond the ledger, as of the last heartbeat
+    foreign_rooms: int = 0  # rooms of other routers, as of the last heartbeat
 
     def __repr__(self) -> str:
         pages = f"{self.free_pages}/{self.hello.pages_total}"
@@ -123,7 +123,7 @@ class Worker:
 
     @property
     def weights_hash(self) -> str:
-        """sha256 of every byte of its weights, as its last heartbeat says; "" while it is not known."""
+        """The sha256 of every byte of its weights, from its last heartbeat; "" while unknown."""
         return self.stats.weights_hash if self.stats is not None else ""
 
     @property
@@ -157,7 +157,7 @@ class Worker:
         return -(-(num_tokens + self.hello.spec_tokens) // self.hello.page_size)
 
     def forget_rooms(self) -> None:
-        """The worker has dropped everything that was placed there."""
+        """Clears the ledger after the worker has dropped all its rooms."""
         self.ledger.clear()
         self.breaker.probe = None
         self.outbox.clear()
@@ -167,8 +167,8 @@ class Worker:
     def hear(self, message: ControlUp) -> None:
         """Handles a message about a room.
 
-        A refusal shows that the worker is fuller than the ledger says, since it serves another router too. It then gets
-        nothing more before its next heartbeat.
+        A refusal shows that the worker's load exceeds the ledger, since it serves another router too. It
+        then gets nothing more before its next heartbeat.
         """
         if isinstance(message, Refused):
             self.foreign_pages = self.hello.pages_total
@@ -204,12 +204,15 @@ class Registry:
 
     @property
     def heartbeat_ms(self) -> int:
-        """The heartbeat interval that workers are told, in milliseconds."""
+        """The heartbeat interval for workers, in milliseconds."""
         low, high = HEARTBEAT_RANGE_MS
         return min(high, max(low, round(self._timeout_s * 1000 / HEARTBEATS_PER_TIMEOUT)))
 
     def memo(self, name: str, make: Callable[[], T]) -> T:
-        """The cached result of `make` under `name`. The cache is cleared when a worker comes, goes or changes its state."""
+        """The cached result of `make` under `name`.
+
+        The cache is cleared when a worker joins, leaves or changes its state.
+        """
         try:
             found: T = self._memo[name]
         except KeyError:
@@ -217,7 +220,7 @@ class Registry:
         return found
 
     def drain(self, worker: Worker) -> None:
-        """The worker takes no new rooms from now on."""
+        """Marks a worker as draining: it gets no new rooms."""
         worker.is_draining = True
         self._memo.clear()
 
@@ -234,7 +237,7 @@ class Registry:
         if known is None:
             takes_prompts = message.role == "decode" and message.local_prefill and self._local_prefill
             self._workers[message.instance] = Worker(message, identity, now, takes_prompts=takes_prompts)
-        else:  # a question whether it is still known, or a new connection
+        else:  # a query whether it is still registered, or a new connection
             known.hello, known.identity, known.unreachable_since = message, identity, None
         return self.welcome(message.instance)
 
@@ -263,11 +266,13 @@ class Registry:
         return True
 
     def _warn_of_other_weights(self, worker: Worker) -> None:
-        """One line for each worker that shares the fingerprint and has other weights: they pair no more."""
+        """Logs each worker with the same fingerprint and other weights, with which this one no longer
+        pairs."""
         for other in self:
             if other.hello.fingerprint == worker.hello.fingerprint and are_other_weights(worker, other):
                 logger.warning(
-                    "workers of one fingerprint have other weights: they do not pair; serve the same files on both",
+                    "workers of one fingerprint have other weights: they do not pair; "
+                    "serve the same files on both",
                     extra=fields(
                         worker=f"{worker.role} {worker.instance[:8]} on {worker.hello.host}",
                         other=f"{other.role} {other.instance[:8]} on {other.hello.host}",
@@ -281,9 +286,11 @@ class Registry:
         return [worker for worker in self if self._is_overdue(worker, now)]
 
     def excuse(self, now: float, *, is_behind: bool) -> None:
-        """Called at every tick. While the router `is_behind` in reading, silence since the last call is its own fault.
+        """Called at every tick. While the router `is_behind` in reading, silence since the last call is its
+        own fault.
 
-        Workers are excused for at most `LONGEST_EXCUSE_S` at a time, so a flood cannot hide dead workers for longer.
+        Workers are excused for at most `LONGEST_EXCUSE_S` at a time, so a flood cannot hide dead workers for
+        longer.
         """
         elapsed, self._excused_at = now - self._excused_at, now
         if not is_behind:
@@ -320,7 +327,8 @@ class Registry:
         return worker is not None and worker.breaker.judge(room, epoch, is_good, now)
 
     def doubtful(self, now: float) -> set[str]:
-        """Workers that get an attempt only when no other can: those with an open breaker, and those unreachable now."""
+        """Workers that get an attempt only when no other can: those with an open breaker, and those
+        unreachable now."""
         return {
             worker.instance
             for worker in self

@@ -1,4 +1,7 @@
-"""Rooms that are over while a worker may still work on them. The worker is told once, when it mentions them or returns."""
+"""Rooms that are over while a worker may still work on them.
+
+The worker gets one Cancel when it mentions them or returns.
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -7,11 +10,11 @@ from ...cluster.protocol.messages import Cancel, FirstToken, Reserved, TokenItem
 from ..rooms.attempt import RoomEvent
 
 NUM_ORPHANS = 1024  # rooms remembered as cancelled on a worker that still talks about them
-MAX_WORKERS = 256  # remembered; the oldest is forgotten, and the lease on its side frees what it holds
+MAX_WORKERS = 256  # remembered workers; the oldest is forgotten, and its own lease frees its rooms
 
 
 class StaleRooms:
-    """By instance and generation. A worker of a newer generation has dropped them itself."""
+    """Stale rooms by instance and generation. A worker of a newer generation has dropped them itself."""
 
     def __init__(self) -> None:
         self._rooms: dict[str, tuple[int, tuple[tuple[str, int], ...]]] = {}
@@ -42,7 +45,8 @@ class Orphans:
         return f"Orphans({len(self._told)} told)"
 
     def answer(self, room: str, instance: str, event: RoomEvent) -> Cancel | None:
-        """A Cancel for a worker that works on a room that is over, once per room: an earlier Cancel may be lost."""
+        """A Cancel for a worker that works on a room that is over, once per room: an earlier Cancel may be
+        lost."""
         if not isinstance(event, (Reserved, FirstToken, TokenItem)) or (room, instance) in self._told:
             return None
         self._told.append((room, instance))
