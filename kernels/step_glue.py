@@ -163,7 +163,7 @@ def step_places(state: torch.Tensor, sizes: PlaceSizes) -> Places:
     return step_places_reference(state, sizes)
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """The outcome of a step.
 
     `report` int64 `[B, R+4]`: the target's R choices along the accepted branch; the verified accept length;
@@ -185,7 +185,7 @@ def step_outcome_reference(
     is_bad: torch.Tensor,
     is_unseen: torch.Tensor,
     would_match: torch.Tensor,
-) -> Outcome:
+) -> StepOutcome:
     """The definition and the CPU path; arguments as in `step_outcome`. It never waits for the device."""
     by_node = (path.shape[0], is_bad.shape[0] // max(path.shape[0], 1))
     good, seen = (
@@ -199,7 +199,7 @@ def step_outcome_reference(
     moved = torch.stack((newest, rows[:, LENGTH] + emitted, rows[:, REMAINING] - emitted), dim=1)
     table[:, NEWEST : REMAINING + 1].index_copy_(0, slots, moved)
     report = torch.cat((tokens, torch.stack((accept_len, good, seen, would_match), dim=1)), dim=1)
-    return Outcome(report, emitted)
+    return StepOutcome(report, emitted)
 
 
 @jit_varying("table_stride")
@@ -263,7 +263,7 @@ def step_outcome_triton(
     is_bad: torch.Tensor,
     is_unseen: torch.Tensor,
     would_match: torch.Tensor,
-) -> Outcome:
+) -> StepOutcome:
     """Launch with the arguments of `step_outcome`. Raises ValueError if shapes or dtypes do not fit."""
     _check_outcome(table, slots, tokens, path, (accept_len, would_match), (is_bad, is_unseen))
     count, num_path = path.shape
@@ -294,7 +294,7 @@ def step_outcome_triton(
             BLOCK=next_power_of_2(num_path),
             num_warps=1,
         )
-    return Outcome(report, emitted)
+    return StepOutcome(report, emitted)
 
 
 def step_outcome(
@@ -306,7 +306,7 @@ def step_outcome(
     is_bad: torch.Tensor,
     is_unseen: torch.Tensor,
     would_match: torch.Tensor,
-) -> Outcome:
+) -> StepOutcome:
     """The outcome of a step.
 
     Advances the state `table` int64 `[slots, F+P]` of its requests, at `slots` int64 `[B]`.

@@ -85,7 +85,7 @@ def endpoint_of(url: str, flag: str = "--url") -> TargetUrl:
 
 
 @dataclass(eq=False)
-class Connection:
+class HttpConnection:
     """One open connection with its reader and writer."""
 
     reader: asyncio.StreamReader
@@ -124,7 +124,7 @@ class LoadClient:
         self._clock, self._connect, self._timeout_s = clock, connect, timeout_s
         self._authorization = f"authorization: Bearer {api_key}\r\n" if api_key else ""
         self._tls = ssl.create_default_context() if endpoint.is_tls else None
-        self._idle: list[Connection] = []
+        self._idle: list[HttpConnection] = []
 
     def __repr__(self) -> str:
         return f"Client({self.endpoint}, {len(self._idle)} idle connections)"
@@ -198,7 +198,7 @@ class LoadClient:
             call.num_prompt, call.num_output = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
         call.timeline |= event.get("timeline") or {}
 
-    async def _exchange(self, method: str, path: str, body: bytes) -> tuple[Connection, ResponseHead]:
+    async def _exchange(self, method: str, path: str, body: bytes) -> tuple[HttpConnection, ResponseHead]:
         """Sends a request. Returns its connection and the head of the answer."""
         head = (
             f"{method} {self.endpoint.path}{path} HTTP/1.1\r\nhost: "
@@ -220,13 +220,13 @@ class LoadClient:
                 line.close()
                 raise
 
-    async def _dial(self) -> Connection:
+    async def _dial(self) -> HttpConnection:
         reader, writer = await self._connect(
             self.endpoint.host, self.endpoint.port, ssl=self._tls, limit=LIMIT
         )
-        return Connection(reader, writer)
+        return HttpConnection(reader, writer)
 
-    def _done_with(self, line: Connection, head: ResponseHead) -> None:
+    def _done_with(self, line: HttpConnection, head: ResponseHead) -> None:
         has_end = head.is_chunked or "content-length" in head.headers
         if has_end and head.headers.get("connection", "").lower() != "close":
             self._idle.append(line)

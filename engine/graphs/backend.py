@@ -8,7 +8,7 @@ from typing import Protocol
 from .errors import GraphError
 
 
-class Segment(Protocol):
+class GraphSegment(Protocol):
     """A recorded stretch of tensor work. Inputs, weights and outputs are bound by address."""
 
     @property
@@ -70,7 +70,7 @@ class GraphBackend(ABC):
         """Start to record."""
 
     @abstractmethod
-    def close_segment(self) -> Segment:
+    def close_segment(self) -> GraphSegment:
         """Stop recording."""
 
     def eager_region(self) -> AbstractContextManager[object]:

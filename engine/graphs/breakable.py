@@ -23,7 +23,7 @@ from typing import Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import torch
 
-from .backend import GraphBackend, Segment
+from .backend import GraphBackend, GraphSegment
 from .errors import GraphError
 from .pytree import copy_into
 
@@ -102,7 +102,7 @@ class GraphCapture(Breaks[ContextT]):
 
     def __init__(self, backend: GraphBackend, context: ContextT) -> None:
         super().__init__(context)
-        self.parts: list[Segment | _Break[ContextT]] = []
+        self.parts: list[GraphSegment | _Break[ContextT]] = []
         self._backend = backend
         self._is_over = False
         self._is_inside_break = False
@@ -151,7 +151,7 @@ class BreakableGraph(Generic[ContextT, OutputT]):
         self.name = name
         self.backend = backend
         self.as_one_break = as_one_break
-        self._parts: list[Segment | _Break[ContextT]] = []
+        self._parts: list[GraphSegment | _Break[ContextT]] = []
         self._held: tuple[object, OutputT] | None = None
 
     @property
@@ -160,7 +160,7 @@ class BreakableGraph(Generic[ContextT, OutputT]):
         return self._held is not None
 
     @property
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[GraphSegment]:
         """The recorded segments, in order."""
         return [part for part in self._parts if not isinstance(part, _Break)]
 

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A point on the compute stream; `torch.cuda.Event` is one."""
 
     def query(self) -> bool:
@@ -63,7 +63,7 @@ class PageOrder:
 
     def __init__(self, num_pages: int, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        self._after: list[Event | None] = [None] * num_pages
+        self._after: list[StreamEvent | None] = [None] * num_pages
         self._late: LateDevice | None = None
         self._last_write: list[int] = []
         self._last_use: list[int] = []  # a read or a write
@@ -125,7 +125,7 @@ class PageOrder:
                 f"a copy touches page {page} before launch {last} is done, which uses it: {self._late!r}"
             )
 
-    def _record(self) -> Event | None:
+    def _record(self) -> StreamEvent | None:
         return launched(self.device) if self._late is None else LateEvent(self._late)
 
     def __repr__(self) -> str:

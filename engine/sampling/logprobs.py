@@ -18,7 +18,7 @@ torch.library.define(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenLogprob:
+class ScoredToken:
     """Of the model's own distribution: the chosen token's log probability and the likeliest (id, log probability)."""
 
     logprob: float
@@ -79,12 +79,12 @@ def pack_logprobs(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return torch.cat((values.view(torch.int32).to(torch.int64), ids), dim=1)
 
 
-def unpack_logprobs(packed: npt.NDArray[np.int64], wanted: int) -> TokenLogprob:
+def unpack_logprobs(packed: npt.NDArray[np.int64], wanted: int) -> ScoredToken:
     """One row of a report; `wanted` as of `SamplingParams.logprobs`, at least 0."""
     num_top = (len(packed) - 1) // 2
     values = packed[: 1 + num_top].astype(np.int32).view(np.float32).tolist()
     ids = packed[1 + num_top :].tolist()
-    return TokenLogprob(logprob=values[0], top=list(zip(ids, values[1:], strict=True))[:wanted])
+    return ScoredToken(logprob=values[0], top=list(zip(ids, values[1:], strict=True))[:wanted])
 
 
 def packed_width(num_top: int) -> int:

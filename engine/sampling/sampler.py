@@ -24,7 +24,7 @@ import torch
 
 from .choose import choose_tokens
 from .edits import ALL_ALLOWED, LogitEdits, SamplingRow, edit_logits
-from .logprobs import TokenLogprob, top_logprobs
+from .logprobs import ScoredToken, top_logprobs
 from .tensors import SamplingTensors
 
 
@@ -61,12 +61,12 @@ class SampleOutput:
     top_ids: torch.Tensor | None = None
     top_logprobs: torch.Tensor | None = None
 
-    def token_logprobs(self, row: int, wanted: int) -> list[TokenLogprob]:
+    def token_logprobs(self, row: int, wanted: int) -> list[ScoredToken]:
         """Those of `row` with its `wanted` likeliest tokens; none where `wanted` is negative."""
         if wanted < 0 or self.logprobs is None or self.top_ids is None or self.top_logprobs is None:
             return []
         ids, values = self.top_ids[row, :wanted].tolist(), self.top_logprobs[row, :wanted].tolist()
-        return [TokenLogprob(logprob=float(self.logprobs[row]), top=list(zip(ids, values, strict=True)))]
+        return [ScoredToken(logprob=float(self.logprobs[row]), top=list(zip(ids, values, strict=True)))]
 
 
 class Sampler:

@@ -1,12 +1,12 @@
 """The router's trace spans: one for each request, and below it one for each wait for a pair of workers.
 
-Request spans have the attributes of OpenTelemetry's conventions for generative AI; further attributes begin
+ClientRequest spans have the attributes of OpenTelemetry's conventions for generative AI; further attributes begin
 with `baton.`.
 """
 
 from ...cluster.protocol.messages import Sampling
 from ...cluster.telemetry.tracing import Attribute, Span, Tracing
-from ..scheduling.request_state import Entry, Request
+from ..scheduling.request_state import ClientRequest, Entry
 
 ROOT_ERRORS = ("failed", "timeout", "rejected")
 
@@ -16,7 +16,7 @@ def operation_of(reply_id: str) -> str:
     return "text_completion" if reply_id.startswith("cmpl-") else "chat"
 
 
-def end_request(tracing: Tracing, request: Request, model: str, now: float) -> None:
+def end_request(tracing: Tracing, request: ClientRequest, model: str, now: float) -> None:
     """Ends the span of a request when all its choices have ended."""
     for entry in request.entries:
         for span in waits_of(entry, now):
@@ -47,7 +47,7 @@ def _wait(entry: Entry, start: float, end: float, epoch: int) -> Span:
     )
 
 
-def _attributes(request: Request, model: str, outcome: str) -> dict[str, Attribute]:
+def _attributes(request: ClientRequest, model: str, outcome: str) -> dict[str, Attribute]:
     rooms = [entry.room for entry in request.entries]
     attributes: dict[str, Attribute] = {
         "gen_ai.operation.name": operation_of(request.tag.reply_id),

@@ -21,7 +21,7 @@ from ..answers.completion_replies import CompletionBuilder
 from ..answers.generation import Choice, ChoiceOptions, Prompt, name_of
 from ..answers.replies import Builder, DetokenizeReply, Frame, TokenizeReply
 from ..answers.response_replies import ResponseBuilder
-from ..api.bodies import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
+from ..api.bodies import ChatBody, ChatMessage, CompletionBody, DetokenizeBody, TokenizeBody
 from ..api.body_checks import check_chat, check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
 from ..api.response_bodies import ResponseBody, chat_of, in_words_of_responses, told_of
 from ..api.tool_bodies import Tool, as_template_tool, schema_of
@@ -33,7 +33,7 @@ from ..sandbox.template_renderer import Switches
 from ..scheduling.dispatcher import Dispatcher
 from ..scheduling.inbox import Inbox
 from ..scheduling.request_limits import max_new_tokens, no_workers
-from ..scheduling.request_state import Entry, Job, Request, Tag
+from ..scheduling.request_state import ClientRequest, Entry, Job, Tag
 from ..text.grammars import Grammars, plan_of
 from ..text.templates import Templates, encoded
 from ..text.tokenizer import GuardedChat, Tokenizer
@@ -201,7 +201,7 @@ class Service:
         return self.tokenizer.decode(ids)
 
     async def _encode_chat(
-        self, said: Sequence[Message], switches: Switches | None, call: Call, tools: Sequence[Tool] = ()
+        self, said: Sequence[ChatMessage], switches: Switches | None, call: Call, tools: Sequence[Tool] = ()
     ) -> list[int]:
         self._check_chars(sum(message.num_chars for message in said), "messages")
         self._check_chars(sum(len(tool.function.description or "") for tool in tools), "tools")
@@ -304,7 +304,7 @@ class Service:
             span.end(self.clock(), {"baton.outcome": "rejected"}, error.body.code or str(error.status))
             raise
 
-    def _end_span(self, request: Request, now: float) -> None:
+    def _end_span(self, request: ClientRequest, now: float) -> None:
         end_request(self.tracing, request, self.served_model, now)
 
     def _jobs(

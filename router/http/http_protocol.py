@@ -50,7 +50,7 @@ WRITE_HIGH, WRITE_LOW = 64 << 10, 16 << 10
 NEVER = float("inf")
 
 
-class Refused(Exception):
+class RefusedRequest(Exception):
     """Stops the parser. `HttpProtocol` keeps the reason."""
 
 
@@ -260,7 +260,7 @@ class HttpProtocol(asyncio.Protocol):
 
     def _stop(self, fault: ApiError) -> NoReturn:
         self._fault = fault
-        raise Refused
+        raise RefusedRequest
 
     # --- the exchange's side --------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ from .retries import MAX_ATTEMPTS
 T = TypeVar("T", PrefillTimeline, DecodeTimeline)
 
 
-class Phase(Enum):
+class RoomPhase(Enum):
     """The states of a room; the table in the module docstring has their transitions."""
 
     QUEUED = "queued"
@@ -103,7 +103,7 @@ class Room:
     max_attempts: int = MAX_ATTEMPTS
     deadline: float | None = None  # monotonic seconds
 
-    phase: Phase = Phase.QUEUED
+    phase: RoomPhase = RoomPhase.QUEUED
     epoch: int = -1
     output_ids: list[int] = field(default_factory=list)  # tokens delivered to the client by all attempts
     failed_on: set[str] = field(default_factory=set)
@@ -134,12 +134,12 @@ class Room:
     @property
     def is_live(self) -> bool:
         """Whether the client still waits for output."""
-        return self.phase in (Phase.QUEUED, Phase.PREFILLING, Phase.STREAMING)
+        return self.phase in (RoomPhase.QUEUED, RoomPhase.PREFILLING, RoomPhase.STREAMING)
 
     @property
     def is_at_workers(self) -> bool:
         """Whether an attempt runs for a live client."""
-        return self.phase in (Phase.PREFILLING, Phase.STREAMING)
+        return self.phase in (RoomPhase.PREFILLING, RoomPhase.STREAMING)
 
     @property
     def is_settling(self) -> bool:
@@ -184,10 +184,10 @@ class Room:
 
     def place(self, pair: Pair, now: float) -> list[Effect]:
         """Starts the next attempt on `pair`. The room must be QUEUED."""
-        assert self.phase is Phase.QUEUED, self
+        assert self.phase is RoomPhase.QUEUED, self
         self.epoch += 1
         self._attempt = Attempt(pair=pair, epoch=self.epoch, placed_at=now, num_before=self.num_output)
-        self.phase = Phase.PREFILLING
+        self.phase = RoomPhase.PREFILLING
         self._progress_at = now
         self._pending.add(pair.instances, self.epoch)
         return [SendOrder(order.instance, order) for order in self._orders(self._attempt, now)]
@@ -195,7 +195,7 @@ class Room:
     def resend_orders(self, instance: str, now: float) -> list[Effect]:
         """Sends an unanswered order to `instance` again. The worker drops duplicates by (room, epoch)."""
         attempt = self._attempt
-        if attempt is None or self.phase is not Phase.PREFILLING or not attempt.is_answer_due(instance):
+        if attempt is None or self.phase is not RoomPhase.PREFILLING or not attempt.is_answer_due(instance):
             return []
         return [
             SendOrder(instance, order) for order in self._orders(attempt, now) if order.instance == instance
@@ -240,11 +240,11 @@ class Room:
             self.deaths.lost(instance, unreachable_since)
         else:
             self.deaths.cleared(instance)
-        if self.phase is Phase.CLOSING:
+        if self.phase is RoomPhase.CLOSING:
             settled = self._settle() if attempt is not None and instance == attempt.pair.decode else []
             return effects + settled + self._maybe_closed()
         if attempt is None or self.epoch not in epochs:
-            return effects + (self._quarantine(now) if self.phase is Phase.QUEUED else [])
+            return effects + (self._quarantine(now) if self.phase is RoomPhase.QUEUED else [])
         # Once token 1 is here, the loss of prefill is no failure: decode reports it if the hand-off breaks.
         if instance == attempt.pair.decode or not attempt.has_first or attempt.aborted is not None:
             self.failed_on.add(instance)
@@ -261,7 +261,7 @@ class Room:
         """
         attempt = self._attempt
         if (
-            self.phase is not Phase.STREAMING
+            self.phase is not RoomPhase.STREAMING
             or attempt is None
             or attempt.aborted is not None
             or self.epoch > 0
@@ -274,12 +274,12 @@ class Room:
         """Ends an attempt without progress, a room past its deadline, and a wait that has become
         pointless."""
         effects = self._pending.tick(now, self.timeouts.gone_s)
-        if self.phase is Phase.CLOSING:
+        if self.phase is RoomPhase.CLOSING:
             is_late = self._settle_by is not None and now >= self._settle_by
             return effects + (self._settle() if is_late else []) + self._maybe_closed()
         if self.is_live and self.deadline is not None and now >= self.deadline:
             return effects + self.give_up(DEADLINE_EXCEEDED, "the deadline passed", now)
-        if (failure := self._last_failure) is not None and self.phase is Phase.QUEUED:
+        if (failure := self._last_failure) is not None and self.phase is RoomPhase.QUEUED:
             is_known = now >= self._proof_by or not self.deaths.awaits_proof
             return effects + (self.give_up(failure.kind, failure.message, now) if is_known else [])
         if self._attempt is not None and self.is_at_workers:
@@ -311,7 +311,7 @@ class Room:
 
     def _on_refused(self, attempt: Attempt, message: Refused, now: float) -> list[Effect]:
         effects = self._pending.drop(message.instance, self.epoch)
-        if self.phase is Phase.STREAMING:  # decode has already reserved: too late to refuse
+        if self.phase is RoomPhase.STREAMING:  # decode has already reserved: too late to refuse
             return effects + self._attempt_failed("Refused", message.reason, False, now)
         if message.retry_after_ms == 0:
             return [*effects, *self.give_up("Refused", message.reason, now)]
@@ -389,7 +389,7 @@ class Room:
             self.decode_timeline = summed(self.decode_timeline, message.timeline)
         if gone and self._attempt is not None and instance == self._attempt.pair.decode:
             effects += self._settle()
-        return effects + (self._maybe_closed() if self.phase is Phase.CLOSING else [])
+        return effects + (self._maybe_closed() if self.phase is RoomPhase.CLOSING else [])
 
     def _orders(self, attempt: Attempt, now: float) -> list[Reserve | Prefill]:
         deadline_ms = 0 if self.deadline is None else max(1, int((self.deadline - now) * 1000))
@@ -404,7 +404,7 @@ class Room:
             return []
         effects: list[Effect] = []
         if attempt.num_output == 0 and first is not None:
-            self.phase = Phase.STREAMING
+            self.phase = RoomPhase.STREAMING
             # Prefill's queue no longer carries this room, though its pages wait for the hand-off.
             done: list[Effect] = [
                 Outcome(attempt.pair.prefill, self.epoch, True),
@@ -414,7 +414,7 @@ class Room:
             if first.finish:
                 return [*effects, Ended(first.finish), *self._close(now)]
         while (item := attempt.next_item()) is not None:
-            self.phase = Phase.STREAMING
+            self.phase = RoomPhase.STREAMING
             effects += self._deliver(attempt, item, now)
         return effects + self._maybe_finished(attempt, now)
 
@@ -429,7 +429,7 @@ class Room:
 
     def _maybe_finished(self, attempt: Attempt, now: float) -> list[Effect]:
         finished = attempt.finished
-        if finished is None or self.phase is not Phase.STREAMING or not attempt.is_complete:
+        if finished is None or self.phase is not RoomPhase.STREAMING or not attempt.is_complete:
             return []
         freed = self._pending.finish(self.epoch)  # decode has already released prefill
         done = Outcome(attempt.pair.decode, self.epoch, True)
@@ -463,7 +463,7 @@ class Room:
 
     def _requeue(self, effect: Requeued, now: float) -> list[Effect]:
         effects = self._pending.cancel(now)
-        self.phase = Phase.QUEUED
+        self.phase = RoomPhase.QUEUED
         self._attempt = None
         return [*effects, effect]
 
@@ -474,25 +474,25 @@ class Room:
 
     def _close(self, now: float) -> list[Effect]:
         self.stamps.ended = now
-        self.phase = Phase.CLOSING
+        self.phase = RoomPhase.CLOSING
         return self._pending.cancel(now) + self._maybe_closed()
 
     def _maybe_closed(self) -> list[Effect]:
         if self._pending:
             return []
-        self.phase = Phase.CLOSED
+        self.phase = RoomPhase.CLOSED
         return [*self._settle(), Closed()]
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant of the state table does not hold."""
         attempt = self._attempt
-        assert (self.phase is Phase.CLOSED) <= (not self._pending), self
+        assert (self.phase is RoomPhase.CLOSED) <= (not self._pending), self
         assert (attempt is not None) == self.is_at_workers or not self.is_live, self
         has_tokens = attempt is not None and attempt.num_output > 0
-        assert (self.phase is Phase.STREAMING) == has_tokens or not self.is_live, self
+        assert (self.phase is RoomPhase.STREAMING) == has_tokens or not self.is_live, self
         assert attempt is None or self.num_output == attempt.num_before + attempt.num_output, self
-        assert self.is_settling <= (self.phase is Phase.CLOSING), self
-        assert (self.phase is Phase.CLOSING) <= self._pending.are_cancelled, self
+        assert self.is_settling <= (self.phase is RoomPhase.CLOSING), self
+        assert (self.phase is RoomPhase.CLOSING) <= self._pending.are_cancelled, self
 
 
 _HANDLERS: dict[type, Callable[..., list[Effect]]] = {

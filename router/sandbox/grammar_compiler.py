@@ -60,7 +60,7 @@ class Plan:
         return self.answer is not None or bool(self.tools)
 
 
-class GrammarCompiler:
+class SandboxedCompiler:
     """Compiles grammars in a sandboxed worker."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ MAX_AHEAD = 16
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class SandboxJob:
     """A job's bytes for a worker. The owner sets `is_dropped` when the answer is no longer needed."""
 
     data: bytes
@@ -57,7 +57,7 @@ class Assign:
     """Send the job to the worker."""
 
     key: int
-    job: Job
+    job: SandboxJob
 
 
 @dataclass(frozen=True)
@@ -79,18 +79,18 @@ class End:
 class Answered:
     """The worker's answer belongs to this job."""
 
-    job: Job
+    job: SandboxJob
 
 
 @dataclass(frozen=True)
-class Failed:
+class JobFailed:
     """The job gets no answer."""
 
-    job: Job
+    job: SandboxJob
     reason: Reason
 
 
-Effect: TypeAlias = Fork | Assign | SetAside | End | Answered | Failed
+Effect: TypeAlias = Fork | Assign | SetAside | End | Answered | JobFailed
 
 
 @dataclass(eq=False)
@@ -99,7 +99,7 @@ class _Worker:
     is_long: bool  # the kind of its jobs
     since: float  # time of its start, its readiness or the begin of its first job
     is_ready: bool = False
-    jobs: deque[Job] = field(default_factory=deque)
+    jobs: deque[SandboxJob] = field(default_factory=deque)
 
 
 class PoolScheduler:
@@ -108,7 +108,7 @@ class PoolScheduler:
     def __init__(self, max_aside: int = MAX_ASIDE, costly_s: float = COSTLY_S) -> None:
         self._max_aside, self._costly_s = max_aside, costly_s
         self._num_made = 0
-        self._waiting: dict[bool, deque[Job]] = {False: deque(), True: deque()}  # by is_long
+        self._waiting: dict[bool, deque[SandboxJob]] = {False: deque(), True: deque()}  # by is_long
         self._workers: dict[int, _Worker] = {}  # by key; at most one of each kind
         self._aside: dict[int, _Worker] = {}
 
@@ -123,7 +123,7 @@ class PoolScheduler:
         workers = (*self._workers.values(), *self._aside.values())
         return sum(map(len, self._waiting.values())) + sum(len(worker.jobs) for worker in workers)
 
-    def submit(self, job: Job, now: float) -> list[Effect]:
+    def submit(self, job: SandboxJob, now: float) -> list[Effect]:
         """A new job."""
         self._waiting[job.is_long].append(job)
         return self._assign(now)
@@ -207,14 +207,14 @@ class PoolScheduler:
         worker.jobs = deque([first])
         return [*done, SetAside(worker.key)]
 
-    def _return(self, jobs: deque[Job]) -> None:
+    def _return(self, jobs: deque[SandboxJob]) -> None:
         """Puts jobs of a worker back to the head of their queue."""
         for job in reversed(jobs):
             self._waiting[job.is_long].appendleft(job)
 
     def _kill_aside(self, worker: _Worker) -> list[Effect]:
         del self._aside[worker.key]
-        return [Failed(worker.jobs[0], Reason.COSTLY), End(worker.key, must_kill=True)]
+        return [JobFailed(worker.jobs[0], Reason.COSTLY), End(worker.key, must_kill=True)]
 
     def _blame(self, worker: _Worker, now: float) -> list[Effect]:
         """The first job of a dead worker fails or is tried once more; the others wait again."""
@@ -223,7 +223,7 @@ class PoolScheduler:
         first = worker.jobs.popleft()
         self._return(worker.jobs)
         if now - worker.since >= self._costly_s:
-            return [Failed(first, Reason.COSTLY)]
+            return [JobFailed(first, Reason.COSTLY)]
         return self._try_again(first, Reason.LOST)
 
     def _not_started(self, worker: _Worker, now: float) -> list[Effect]:
@@ -232,15 +232,15 @@ class PoolScheduler:
         failed = self._try_again(waiting.popleft(), Reason.NO_WORKER) if waiting else []
         return failed + self._assign(now)
 
-    def _try_again(self, job: Job, reason: Reason) -> list[Effect]:
+    def _try_again(self, job: SandboxJob, reason: Reason) -> list[Effect]:
         job.num_deaths += 1
         if job.num_deaths >= MAX_DEATHS:
-            return [Failed(job, reason)]
+            return [JobFailed(job, reason)]
         self._waiting[job.is_long].appendleft(job)
         return []
 
 
-def _send(worker: _Worker, waiting: deque[Job], now: float) -> list[Effect]:
+def _send(worker: _Worker, waiting: deque[SandboxJob], now: float) -> list[Effect]:
     done: list[Effect] = []
     while waiting and len(worker.jobs) < MAX_AHEAD:
         job = waiting.popleft()

@@ -27,7 +27,7 @@ import msgspec
 
 from ...cluster.process.process import SERVING
 from .frames import READY, TOO_LARGE, Frames, framed
-from .grammar_compiler import GRAMMARS, GrammarCompiler
+from .grammar_compiler import GRAMMARS, SandboxedCompiler
 from .template_renderer import Setup, TemplateRenderer
 
 DEADLINE_S = 2.0  # seconds for one job in a worker that is not starved
@@ -147,7 +147,7 @@ def _work(end: socket.socket) -> None:
     _limit(MEMORY)
     sys.audit(SERVING)
     frames = Frames()
-    executor: TemplateRenderer | GrammarCompiler | None = None
+    executor: TemplateRenderer | SandboxedCompiler | None = None
     with contextlib.suppress(ConnectionError):
         while data := end.recv(READ_BYTES):
             for frame in frames.feed(data):
@@ -163,11 +163,11 @@ def _work(end: socket.socket) -> None:
                     return
 
 
-def _executor_of(frame: bytes) -> TemplateRenderer | GrammarCompiler:
+def _executor_of(frame: bytes) -> TemplateRenderer | SandboxedCompiler:
     """The executor that the setup frame asks for."""
     if frame != GRAMMARS:
         return TemplateRenderer(msgspec.json.decode(frame, type=Setup))
-    made = GrammarCompiler()
+    made = SandboxedCompiler()
     _limit(GRAMMAR_MEMORY)
     return made
 

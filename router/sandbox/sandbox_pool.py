@@ -19,11 +19,11 @@ from .pool_scheduler import (
     Assign,
     Effect,
     End,
-    Failed,
     Fork,
-    Job,
+    JobFailed,
     PoolScheduler,
     Reason,
+    SandboxJob,
     SetAside,
 )
 
@@ -120,7 +120,7 @@ class SandboxPool:
         self._clock = clock
         self._scheduler = scheduler or PoolScheduler()
         self._pipes: dict[int, _Pipe] = {}  # by the scheduler's key
-        self._answers: dict[Job, asyncio.Future[bytes]] = {}
+        self._answers: dict[SandboxJob, asyncio.Future[bytes]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
@@ -135,7 +135,7 @@ class SandboxPool:
 
     async def reply_to(self, data: bytes, *, is_long: bool) -> bytes:
         """A worker's reply to `data`. Raises TooCostly, WorkerLost or NoWorker."""
-        job = Job(data, is_long)
+        job = SandboxJob(data, is_long)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._answers[job] = answer
         self._do(self._scheduler.submit(job, self._clock()))
@@ -158,7 +158,7 @@ class SandboxPool:
                     self._fork_server.set_aside(self._pipes[key].number)
                 case End(key, must_kill):
                     self._end(key, must_kill=must_kill)
-                case Failed(job, reason):
+                case JobFailed(job, reason):
                     self._settle(job, _error_of(reason))
         if self._timer is None and self._scheduler.num_open:
             self._timer = asyncio.get_running_loop().call_later(SLOW_S / 2, self._tick)
@@ -209,7 +209,7 @@ class SandboxPool:
             self._fork_server.kill(pipe.number)
         pipe.close()
 
-    def _settle(self, job: Job, outcome: bytes | BatonError) -> None:
+    def _settle(self, job: SandboxJob, outcome: bytes | BatonError) -> None:
         answer = self._answers.get(job)
         if answer is None or answer.done():
             return

@@ -17,7 +17,7 @@ from ..http.rate_limits import Gate
 from ..workers.eligibility import live_limits, live_pairs
 from ..workers.registry import Registry
 from .request_limits import check_fits, check_obeyed, no_workers
-from .request_state import Entry, Job, Request
+from .request_state import ClientRequest, Entry, Job
 from .waiting_list import WaitingList, rank, rank_of
 
 OVERLOADED = "Overloaded"  # kind of a Failure
@@ -91,7 +91,7 @@ class AdmissionQueue:
         if last is None or rank_of(last) <= rank(now, priority):
             raise self.full(now)
 
-    def surplus(self, request: Request) -> Entry | None:
+    def surplus(self, request: ClientRequest) -> Entry | None:
         """The entry to be turned away now that `request` is in the queue; None while the queue is within its
         bound.
 

@@ -20,7 +20,7 @@ from random import Random
 
 from ...cluster.config.router_groups import DECODE_POLICIES, PREFILL_POLICIES
 from ..workers.registry import Worker
-from .prefixes import PrefixIndex, Prompt
+from .prefixes import PrefixIndex, SeenPrompt
 
 AFFINITY = 0.5  # extra load at which a decode worker with the whole prompt cached still wins
 MAX_TURNS = 4096  # number of remembered instances
@@ -29,7 +29,7 @@ Load = Callable[[Worker], float]
 
 
 def prefill_load(worker: Worker) -> float:
-    """Prompt tokens in the queue of a prefill worker."""
+    """SeenPrompt tokens in the queue of a prefill worker."""
     return float(worker.num_tokens)
 
 
@@ -48,13 +48,13 @@ class Balancer:
     def __init__(self, load: Load) -> None:
         self.load = load
 
-    def pick(self, workers: Sequence[Worker], prompt: Prompt) -> Worker:
+    def pick(self, workers: Sequence[Worker], prompt: SeenPrompt) -> Worker:
         """One of `workers`, which is not empty."""
         if len(workers) == 1:
             return workers[0]
         return min(workers, key=lambda worker: (self.cost(worker, prompt), worker.instance))
 
-    def cost(self, worker: Worker, prompt: Prompt) -> float:
+    def cost(self, worker: Worker, prompt: SeenPrompt) -> float:
         """The cost of a worker for this prompt; lower is better."""
         return self.load(worker)
 
@@ -69,7 +69,7 @@ class CacheAware(Balancer):
         super().__init__(load)
         self._index = index
 
-    def cost(self, worker: Worker, prompt: Prompt) -> float:
+    def cost(self, worker: Worker, prompt: SeenPrompt) -> float:
         return self.load(worker) + prompt.num_tokens - held_tokens(self._index, worker, prompt)
 
 
@@ -80,7 +80,7 @@ class Session(Balancer):
         super().__init__(load)
         self._index = index
 
-    def cost(self, worker: Worker, prompt: Prompt) -> float:
+    def cost(self, worker: Worker, prompt: SeenPrompt) -> float:
         held = held_tokens(self._index, worker, prompt) / max(1, prompt.num_tokens)
         return self.load(worker) - AFFINITY * held
 
@@ -93,7 +93,7 @@ class RoundRobin(Balancer):
         self._num_turns = 0
         self._turns: dict[str, int] = {}  # instance -> its last turn, the latest at the end
 
-    def cost(self, worker: Worker, prompt: Prompt) -> float:
+    def cost(self, worker: Worker, prompt: SeenPrompt) -> float:
         return self._turns.get(worker.instance, 0)
 
     def placed(self, worker: Worker) -> None:
@@ -114,11 +114,11 @@ class PowerOfTwo(Balancer):
         super().__init__(load)
         self._coin = coin
 
-    def pick(self, workers: Sequence[Worker], prompt: Prompt) -> Worker:
+    def pick(self, workers: Sequence[Worker], prompt: SeenPrompt) -> Worker:
         return super().pick(self._coin.sample(workers, 2) if len(workers) > 2 else workers, prompt)
 
 
-def held_tokens(index: PrefixIndex, worker: Worker, prompt: Prompt) -> int:
+def held_tokens(index: PrefixIndex, worker: Worker, prompt: SeenPrompt) -> int:
     """Tokens of the prompt in the worker's prefix cache, as far as the router knows; never all of them."""
     size = worker.hello.page_size
     num_held = index.num_held(worker.instance, prompt.pages(size)) * size

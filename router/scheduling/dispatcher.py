@@ -31,7 +31,7 @@ from ..rooms.effects import (
 )
 from ..rooms.quarantine import QUARANTINED
 from ..rooms.retries import RetryBudget
-from ..rooms.room import Phase, Room
+from ..rooms.room import Room, RoomPhase
 from ..workers.eligibility import Limits, can_ever, live_limits, live_pairs
 from ..workers.health_probe import HealthProbes
 from ..workers.outbox import Outbox, Soon, Transmit
@@ -42,7 +42,7 @@ from .history import History
 from .inbox import Inbox
 from .placement import PairingPolicy, Placer
 from .request_limits import MAX_PROMPT_TOKENS, no_pair_for
-from .request_state import OUTCOMES, Entry, Job, Request, Tag, addressed, new_request, reserved_workers
+from .request_state import OUTCOMES, ClientRequest, Entry, Job, Tag, addressed, new_request, reserved_workers
 from .waiting_list import WaitingList
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class Dispatcher:
         self._retries.came(len(jobs), now)
         return entries
 
-    def _turn_away(self, request: Request, now: float) -> None:
+    def _turn_away(self, request: ClientRequest, now: float) -> None:
         """Keeps the queue within its bound.
 
         Raises ApiError when `request` itself is the one to be turned away.
@@ -185,7 +185,7 @@ class Dispatcher:
         for entry in list(self._entries.values()):
             self._perform(entry, entry.room.give_up(kind, message, now), now)
 
-    def _enqueue(self, job: Job, request: Request, inbox: Inbox, index: int, now: float) -> Entry:
+    def _enqueue(self, job: Job, request: ClientRequest, inbox: Inbox, index: int, now: float) -> Entry:
         limits = [seconds for seconds in (self._request_timeout_s, job.timeout_s) if seconds]
         deadline = job.arrived + min(limits) if limits else None
         room = Room(self._mint(), job.prompt_ids, job.sampling, now, self._timeouts, deadline=deadline)
@@ -318,7 +318,7 @@ class Dispatcher:
         self._admit(now)
 
     def _tick_entry(self, entry: Entry, now: float) -> None:
-        if entry.room.phase is Phase.QUEUED and entry.request.waited(now) > self._queue_timeout_s:
+        if entry.room.phase is RoomPhase.QUEUED and entry.request.waited(now) > self._queue_timeout_s:
             message = f"No worker had room within {self._queue_timeout_s:g} s. Try again later."
             gone = entry.room.give_up("QueueTimeout", message, now, self.admission.retry_after_s(now))
             return self._perform(entry, gone, now)
@@ -336,7 +336,7 @@ class Dispatcher:
         A stream that has begun waits `pair_s`, since workers are restarted.
         """
         live = live_pairs(self.registry)
-        if entry.room.phase is not Phase.QUEUED or can_ever(live, entry.need):
+        if entry.room.phase is not RoomPhase.QUEUED or can_ever(live, entry.need):
             entry.pairless_since = None
             return
         since = entry.pairless_since = now if entry.pairless_since is None else entry.pairless_since
@@ -353,7 +353,7 @@ class Dispatcher:
         """Places waiting rooms by rank until one finds all its pairs full, so that no room is overtaken
         forever."""
         for entry in self._waiting:
-            if entry.room.phase is not Phase.QUEUED or entry.not_before > now:
+            if entry.room.phase is not RoomPhase.QUEUED or entry.not_before > now:
                 continue
             reserved = (
                 reserved_workers(self._on_probation.values(), entry.room) if self._on_probation else set()
@@ -456,7 +456,7 @@ class Dispatcher:
             return True
         elif self._entries.pop(room.room, None) is not None:
             self.history.closed(entry)
-        if room.phase is not Phase.QUEUED:
+        if room.phase is not RoomPhase.QUEUED:
             self._waiting.leave(entry)
         return False
 

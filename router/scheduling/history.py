@@ -13,9 +13,9 @@ from itertools import islice
 from msgspec import Struct
 
 from ..http.rate_limits import Caller
-from ..rooms.room import Phase
+from ..rooms.room import RoomPhase
 from ..rooms.timeline import Account, Timeline
-from .request_state import Entry, Request
+from .request_state import ClientRequest, Entry
 
 KEPT = 256
 SHORT = 8  # digits of an id that are shown and that find a request
@@ -112,14 +112,14 @@ class History:
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float] = time.time) -> None:
         self._clock, self._wall = clock, wall
-        self._open: dict[int, Request] = {}  # by id(), valid while the request is in this table
+        self._open: dict[int, ClientRequest] = {}  # by id(), valid while the request is in this table
         self._num_open_rooms: dict[int, int] = {}
         self._ended: deque[Kept] = deque(maxlen=KEPT)
 
     def __repr__(self) -> str:
         return f"History({len(self._open)} open, {len(self._ended)} ended)"
 
-    def begun(self, request: Request) -> None:
+    def begun(self, request: ClientRequest) -> None:
         """Adds a request that starts. All its rooms exist."""
         self._open[id(request)] = request
         self._num_open_rooms[id(request)] = len(request.entries)
@@ -152,7 +152,7 @@ class History:
                 return kept.view()
         return None
 
-    def _keep(self, request: Request) -> Kept:
+    def _keep(self, request: ClientRequest) -> Kept:
         now = self._clock()
         return Kept(
             caller_id=request.caller.id,
@@ -170,12 +170,12 @@ def _is_named(name: str, reply_id: str, rooms: Sequence[str]) -> bool:
     return name == reply_id or any(room.startswith(name) for room in rooms)
 
 
-def state_of(request: Request) -> str:
+def state_of(request: ClientRequest) -> str:
     """The state of the choice that is furthest on."""
     if request.outcome is not None:
         return "ended"
     phases = {entry.room.phase for entry in request.entries}
-    for phase in (Phase.STREAMING, Phase.PREFILLING, Phase.QUEUED):
+    for phase in (RoomPhase.STREAMING, RoomPhase.PREFILLING, RoomPhase.QUEUED):
         if phase in phases:
             return str(phase.value)
     return "ended"  # only workers' figures are awaited

@@ -21,7 +21,7 @@ from ..workers.pair_health import PairHealth
 from ..workers.registry import Load, Registry, Worker
 from .balancing import Balancer, decode_balancer, held_tokens, prefill_balancer
 from .cost_model import CostModel
-from .prefixes import PrefixIndex, Prompt
+from .prefixes import PrefixIndex, SeenPrompt
 from .request_state import Entry
 
 _TOLD = (Reserved, FirstToken, Finished, Failed)
@@ -147,7 +147,7 @@ class Placer:
         room = entry.room
         decode = self._registry.get(room.pair.decode) if room.pair is not None else None
         if decode is not None and self._has_choice("decode"):
-            whole = Prompt([*room.prompt_ids, *room.output_ids[:-1]], entry.job.caller.salt)
+            whole = SeenPrompt([*room.prompt_ids, *room.output_ids[:-1]], entry.job.caller.salt)
             self._on_decode.add(decode.instance, whole.pages(decode.hello.page_size))
 
     def _sound(self, able: list[tuple[Worker, Worker]], entry: Entry) -> list[tuple[Worker, Worker]]:
@@ -160,7 +160,7 @@ class Placer:
         alone = [(p, d) for p, d in live_pairs(self._registry, prefills) if p is d]
         return able_pairs(alone, entry.need) or able
 
-    def _is_better_on_decode(self, prefill: Worker, decode: Worker, prompt: Prompt) -> bool:
+    def _is_better_on_decode(self, prefill: Worker, decode: Worker, prompt: SeenPrompt) -> bool:
         if not self._local_prefill_max or not decode.takes_prompts:
             return False
         num_new = prompt.num_tokens - held_tokens(self._on_decode, decode, prompt)
@@ -186,7 +186,7 @@ class Placer:
 
 
 def choose(
-    pairs: Sequence[tuple[Worker, Worker]], prefill: Balancer, decode: Balancer, prompt: Prompt
+    pairs: Sequence[tuple[Worker, Worker]], prefill: Balancer, decode: Balancer, prompt: SeenPrompt
 ) -> tuple[Worker, Worker]:
     """One of the (prefill, decode) pairs: decode first, then one of its partners."""
     if len(pairs) == 1:

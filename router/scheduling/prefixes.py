@@ -17,7 +17,7 @@ MAX_HASHED = 1024  # pages of one prompt; a longer common beginning counts as th
 DIGEST_BYTES = 16
 
 
-class Prompt:
+class SeenPrompt:
     """The tokens that an attempt computes first, as prefix caches see them; hashed once, on demand."""
 
     def __init__(self, token_ids: Sequence[int], salt: str = "") -> None:

@@ -22,7 +22,7 @@ from ..rooms.room import Room
 from ..rooms.timeline import Account, Timeline, account_of
 from ..workers.eligibility import Need
 from .inbox import Inbox
-from .prefixes import Prompt
+from .prefixes import SeenPrompt
 from .request_limits import young_fields
 
 OUTCOMES = {
@@ -61,11 +61,11 @@ class Tag:
     reply_id: str = ""  # id of the answer
     span: OpenSpan = field(default_factory=Passing)
     # called when its last choice has ended
-    on_end: Callable[["Request", float], None] = lambda request, now: None
+    on_end: Callable[["ClientRequest", float], None] = lambda request, now: None
 
 
 @dataclass(eq=False)
-class Request:
+class ClientRequest:
     """The common state of the choices of one client request."""
 
     arrived: float
@@ -160,7 +160,7 @@ class Entry:
 
     room: Room
     job: Job
-    request: Request
+    request: ClientRequest
     inbox: Inbox
     index: int  # index of the choice within the client's request
     queued_at: float
@@ -176,7 +176,7 @@ class Entry:
     shown_epoch: int = -1  # epoch of the attempt that has shown its pair to work
     quiet_until: float = 0.0  # the room's value at its last tick; 0 after events other than tokens
     trace: AttemptTrace = field(default_factory=AttemptTrace)
-    _prompt: Prompt | None = None
+    _prompt: SeenPrompt | None = None
 
     @property
     def need(self) -> Need:
@@ -188,10 +188,10 @@ class Entry:
         return Need(need.prompt + num_output, left, self.fingerprint, need.asks, self.weights_hash)
 
     @property
-    def prompt(self) -> Prompt:
+    def prompt(self) -> SeenPrompt:
         """The tokens that the next attempt computes first, or the current attempt did."""
         if self._prompt is None:
-            self._prompt = Prompt([*self.room.prompt_ids, *self.room.output_ids], self.job.caller.salt)
+            self._prompt = SeenPrompt([*self.room.prompt_ids, *self.room.output_ids], self.job.caller.salt)
         return self._prompt
 
     def requeue(self, now: float, not_before: float) -> None:
@@ -218,14 +218,14 @@ class Entry:
         return self.account(now).timeline()
 
 
-def new_request(jobs: Sequence[Job], now: float, tag: Tag | None = None) -> Request:
+def new_request(jobs: Sequence[Job], now: float, tag: Tag | None = None) -> ClientRequest:
     """A request whose choices have no rooms yet."""
     if not jobs:
-        return Request(arrived=now, waiting_since=now, tag=tag or Tag())
+        return ClientRequest(arrived=now, waiting_since=now, tag=tag or Tag())
     arrived = jobs[0].arrived
     for job in jobs:
         arrived = min(arrived, job.arrived)
-    return Request(
+    return ClientRequest(
         arrived=arrived, waiting_since=now, priority=jobs[0].priority, caller=jobs[0].caller, tag=tag or Tag()
     )
 
@@ -244,7 +244,7 @@ def reserved_workers(on_probation: Iterable[Entry], room: Room) -> set[str]:
     return {instance for pair in pairs if pair is not None for instance in pair.instances}
 
 
-def addressed(message: Reserve | Prefill | Cancel, request: Request) -> Reserve | Prefill | Cancel:
+def addressed(message: Reserve | Prefill | Cancel, request: ClientRequest) -> Reserve | Prefill | Cancel:
     """An order with the tenant's salt and the trace context of its request."""
     salt, trace = request.caller.salt, request.tag.span.context
     if isinstance(message, Cancel) or not (salt or trace):

@@ -5,10 +5,10 @@ import pytest
 from baton.router.http.exchange import Exchange
 from baton.router.rooms.room import Room
 from baton.router.scheduling.inbox import Inbox
-from baton.router.scheduling.request_state import Entry, Request
+from baton.router.scheduling.request_state import ClientRequest, Entry
 from baton.tests.cluster.router_fakes import ANSWER, MODEL, RunningRouter, Script, until, without_collector
 
-KINDS = (Entry, Exchange, Inbox, Request, Room)
+KINDS = (Entry, Exchange, Inbox, ClientRequest, Room)
 BODY = {"model": MODEL, "prompt": "hi", "max_tokens": 200}
 
 

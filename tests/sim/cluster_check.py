@@ -4,7 +4,7 @@ from baton.decode.queues import DecodeState
 from baton.kvtransfer.protocol.sender import EARLY_S
 from baton.kvtransfer.protocol.session import MAX_TOMBSTONES, TOMBSTONE_S
 from baton.router.rooms.retries import BUDGET_FLOOR, BUDGET_SHARE, MAX_ATTEMPTS
-from baton.router.rooms.room import Phase
+from baton.router.rooms.room import RoomPhase
 from baton.tests.sim.cluster_clients import Violation
 from baton.tests.sim.cluster_faults import LOSING
 
@@ -203,7 +203,7 @@ class Checker:
     def check_gone(self, client):
         """Nothing of a room is left a second after its client has gone."""
         room = client.entry.room
-        if room.phase is not Phase.CLOSED:
+        if room.phase is not RoomPhase.CLOSED:
             raise Violation(f"client {client.number} has left, and a second later there is {room}")
         for worker in self.world.workers.values():
             if worker.worker.queues.attempts(room.room):

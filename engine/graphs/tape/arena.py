@@ -26,7 +26,7 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, order=True)
-class Block:
+class ArenaBlock:
     """Bytes [start, start + size) of one chunk."""
 
     chunk: int
@@ -49,10 +49,10 @@ class Arena:
         self._chunk_bytes = chunk_bytes
         self._poison = poison
         self._chunks: list[Bytes] = []
-        self._free: list[Block] = []
+        self._free: list[ArenaBlock] = []
         self._num_used = 0
         # Finalizers may fill it at any moment. It is emptied only where the lists are consistent.
-        self._released: deque[Block] = deque()
+        self._released: deque[ArenaBlock] = deque()
 
     @property
     def num_bytes(self) -> int:
@@ -117,20 +117,20 @@ class Arena:
         assert all(0 <= b.start < b.end <= self._chunks[b.chunk].nbytes for b in self._free), self._free
         assert self._num_used + sum(block.size for block in self._free) == self.num_bytes, self
 
-    def _take(self, size: int) -> Block:
+    def _take(self, size: int) -> ArenaBlock:
         self.sweep()
         fitting = [block for block in self._free if block.size >= size]
         if not fitting:
             num_bytes = max(size, self._chunk_bytes)
             self._chunks.append(_aligned_zeros(num_bytes))
-            fitting = [Block(len(self._chunks) - 1, 0, num_bytes)]
+            fitting = [ArenaBlock(len(self._chunks) - 1, 0, num_bytes)]
             self._free += fitting
         found = min(fitting, key=lambda block: (block.size, block.chunk, block.start))
         self._free.remove(found)
         if found.size > size:
-            self._free.append(Block(found.chunk, found.start + size, found.size - size))
+            self._free.append(ArenaBlock(found.chunk, found.start + size, found.size - size))
         self._num_used += size
-        return Block(found.chunk, found.start, size)
+        return ArenaBlock(found.chunk, found.start, size)
 
     def _chunk_of(self, tensor: torch.Tensor) -> Bytes | None:
         address = storage_of(tensor)
@@ -199,12 +199,12 @@ def _shaped(raw: Bytes, like: torch.Tensor, num_bytes: int) -> torch.Tensor:
     return flat.as_strided(like.shape, like.stride(), 0)
 
 
-def _joined(blocks: list[Block]) -> list[Block]:
-    joined: list[Block] = []
+def _joined(blocks: list[ArenaBlock]) -> list[ArenaBlock]:
+    joined: list[ArenaBlock] = []
     for block in sorted(blocks):
         last = joined[-1] if joined else None
         if last is not None and last.chunk == block.chunk and last.end == block.start:
-            joined[-1] = Block(last.chunk, last.start, last.size + block.size)
+            joined[-1] = ArenaBlock(last.chunk, last.start, last.size + block.size)
         else:
             joined.append(block)
     return joined

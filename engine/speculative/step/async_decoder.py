@@ -20,7 +20,7 @@ import torch
 from ....kernels.step_glue import NUM_COUNTS
 from ...host_copy import to_device
 from ...request import Request
-from ...sampling.logprobs import TokenLogprob, packed_width, unpack_logprobs
+from ...sampling.logprobs import ScoredToken, packed_width, unpack_logprobs
 from ..adaptive import StepPolicy
 from ..drafters.protocol import Drafter
 from ..drafting.shape import PLAIN, DraftShape
@@ -369,7 +369,7 @@ def _is_edited(request: Request) -> bool:
 
 def _logprobs_of(
     request: Request, packed: npt.NDArray[np.int64], count: int, kind: StepKind
-) -> list[TokenLogprob]:
+) -> list[ScoredToken]:
     """Of the first `count` tokens of a report's row, where the request asks for them."""
     wanted, each = request.sampling.logprobs, packed_width(kind.num_top)
     if wanted < 0:

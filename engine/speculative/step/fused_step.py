@@ -72,7 +72,7 @@ class StepContext(ReplayContext):
     fill: FillMasks | None = None
 
 
-class Choice(NamedTuple):
+class TargetChoice(NamedTuple):
     """`tokens` int64 `[B, N]`: the target's choice behind each node; bool `[B*N]`: nodes whose logits are not finite, and
     nodes whose support was not seen whole."""
 
@@ -206,7 +206,7 @@ class FusedStep:
         tree: DraftTree | None,
         kind: StepKind,
         breaks: Breaks[StepContext],
-    ) -> Choice:
+    ) -> TargetChoice:
         count = kind.shape.num_nodes
         positions = places.positions[:, :count] if tree is None else places.positions[:, :1] + tree.depths
         positions = positions.reshape(-1) + 1
@@ -223,7 +223,7 @@ class FusedStep:
         chosen, bad, unseen = choose_tokens(
             logits, positions, rows.tensors, is_ranked=kind.is_ranked, is_exact=kind.is_exact
         )
-        return Choice(chosen.view(-1, count), bad, unseen)
+        return TargetChoice(chosen.view(-1, count), bad, unseen)
 
     def _masks(
         self, tokens: torch.Tensor, tree: DraftTree | None, vocab_size: int, breaks: Breaks[StepContext]

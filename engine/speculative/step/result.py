@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...sampling.logprobs import TokenLogprob
+from ...sampling.logprobs import ScoredToken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class StepResult:
     """
 
     tokens: list[list[int]]
-    logprobs: list[list[TokenLogprob]]
+    logprobs: list[list[ScoredToken]]
     accept_lens: list[int]
     drafted: list[int]
     is_bad: list[bool]

@@ -31,7 +31,7 @@ from baton.router.rooms.effects import (
     Settled,
     Timeouts,
 )
-from baton.router.rooms.room import Phase, Room
+from baton.router.rooms.room import Room, RoomPhase
 from hypothesis import given, settings
 
 ROOM, P, D, OTHER = "a" * 32, "1" * 32, "2" * 32, "3" * 32
@@ -93,7 +93,7 @@ def streaming():
     room = placed()
     room.on(reserved(), D, 0.1)
     room.on(first(), P, 0.2)
-    assert room.phase is Phase.STREAMING
+    assert room.phase is RoomPhase.STREAMING
     return room
 
 
@@ -117,7 +117,7 @@ def test_whole_life_in_order():
     assert room.on(tokens(1, [101, 102]), D, 0.3) == [Deliver([101, 102], [])]
     effects = room.on(finished(3), D, 0.4)
     assert effects == [Ended("stop"), Outcome(D, 0, True), Freed(P, 0), Freed(D, 0), Closed()]
-    assert (room.phase, room.instances) == (Phase.CLOSED, set())
+    assert (room.phase, room.instances) == (RoomPhase.CLOSED, set())
 
 
 @given(st.permutations(range(5)))
@@ -134,7 +134,7 @@ def test_tokens_are_contiguous_in_whatever_order_the_workers_are_heard(order):
     ids = [token for effect in effects if isinstance(effect, Deliver) for token in effect.ids]
     assert ids == [100, 101, 102, 103]
     assert [effect for effect in effects if isinstance(effect, (Ended, Failure))] == [Ended("stop")]
-    assert room.phase is Phase.CLOSED
+    assert room.phase is RoomPhase.CLOSED
 
 
 def test_repeated_and_overlapping_tokens_are_delivered_once():
@@ -164,7 +164,7 @@ def test_first_token_with_finish_ends_and_cancels_both():
 def test_refusal_with_retry_goes_back_to_the_queue_and_cancels_prefill():
     room = placed()
     assert room.on(refused(250), D, 1.0) == [Freed(D, 0), CANCEL_P, Requeued(1.25)]
-    assert room.phase is Phase.QUEUED
+    assert room.phase is RoomPhase.QUEUED
     assert room.place(PAIR, 2.0)[0].message.epoch == 1
 
 
@@ -244,7 +244,7 @@ def test_a_refusal_speaks_against_nobody():
 def test_stale_epoch_or_wrong_worker_is_dropped_and_counted(message, sender):
     room = placed()
     assert room.on(message, sender, 0.1) == []
-    assert (room.num_stale, room.phase) == (1, Phase.PREFILLING)
+    assert (room.num_stale, room.phase) == (1, RoomPhase.PREFILLING)
 
 
 def test_messages_of_an_old_attempt_do_not_touch_the_new_one():
@@ -254,7 +254,7 @@ def test_messages_of_an_old_attempt_do_not_touch_the_new_one():
     assert room.on(tokens(0, [1], epoch=0), D, 0.7) == []
     assert room.on(gone(D), D, 0.7) == [Freed(D, 0)]
     assert room.instances == {P, D}
-    assert room.phase is Phase.PREFILLING
+    assert room.phase is RoomPhase.PREFILLING
 
 
 def test_cancel_is_idempotent_and_waits_for_both_gone():
@@ -364,7 +364,7 @@ def test_no_progress_is_bounded_in_every_state(prepare, limit):
     room = prepare()
     assert room.tick(limit - 0.01) == []
     assert room.tick(limit + 0.01)
-    assert room.phase in (Phase.QUEUED, Phase.CLOSING)
+    assert room.phase in (RoomPhase.QUEUED, RoomPhase.CLOSING)
 
 
 def test_progress_renews_the_patience():
@@ -402,7 +402,7 @@ def step(room, event, now):
     if event == "tick":
         return room.tick(now)
     if event == "place":
-        return room.place(PAIR, now) if room.phase is Phase.QUEUED else []
+        return room.place(PAIR, now) if room.phase is RoomPhase.QUEUED else []
     if isinstance(event, str):
         return room.worker_lost(P if event[-1] == "P" else D, now)
     return room.on(*event, now)
@@ -428,7 +428,7 @@ def test_any_history_delivers_in_order_ends_once_and_frees_what_it_held(history)
         assert not any(isinstance(effect, (Deliver, Requeued)) for effect in after)
     assert effects.count(Closed()) == 1
     assert effects[-1] == Closed()
-    assert room.phase is Phase.CLOSED
+    assert room.phase is RoomPhase.CLOSED
     placed_on = {
         (s.instance, s.message.epoch)
         for s in effects

@@ -31,7 +31,7 @@ from baton.router.rooms.effects import (
     SendOrder,
     Settled,
 )
-from baton.router.rooms.room import Phase, Room
+from baton.router.rooms.room import Room, RoomPhase
 from baton.tests.unit.router.rooms.test_room import (
     CANCEL_P,
     LOST,
@@ -61,7 +61,7 @@ def resumed(room=None, pair=PAIR2):
     room = room or streaming()
     room.on(tokens(1, [101, 102]), D, 0.3)
     assert room.worker_lost(D, 1.0) == [Freed(D, 0), CANCEL_P, Requeued(1.0, LOST)]
-    assert room.phase is Phase.QUEUED
+    assert room.phase is RoomPhase.QUEUED
     return room, [send.message for send in room.place(pair, 1.1)]
 
 
@@ -109,7 +109,7 @@ def test_the_stream_goes_on_where_it_was():
     assert Ended("stop") in room.on(finished(3, 1), D2, 1.5)
     assert room.output_ids == [100, 101, 102, 103, 104, 105]
     room.on(gone(P), P, 1.6)
-    assert room.phase is Phase.CLOSED
+    assert room.phase is RoomPhase.CLOSED
 
 
 def test_what_the_lost_decode_still_says_is_dropped_and_counted():
@@ -281,7 +281,7 @@ def test_a_silent_worker_that_answers_or_lacks_the_request_is_no_death():
     room.on(silent(PAIR2, 1), D2, 2.0)
     room.worker_lost(P2, 2.8, unreachable_since=1.1)
     assert room.deaths.died_with == set()
-    assert room.phase is Phase.QUEUED
+    assert room.phase is RoomPhase.QUEUED
 
 
 def test_a_stop_string_found_while_a_room_waits_for_a_pair_ends_it():
@@ -321,7 +321,7 @@ def test_whatever_fails_and_when_the_client_gets_the_one_answer_whole(faults):
     room = Room(ROOM, [5, 6, 7], Sampling(max_new_tokens=len(ANSWER)), 0.0, TIMEOUTS, max_attempts=99)
     effects = []
     for attempt, (steps, fault) in enumerate([*faults, (99, "")]):
-        if room.phase is not Phase.QUEUED:
+        if room.phase is not RoomPhase.QUEUED:
             break
         prefill, decode = WORKERS[attempt]
         effects += room.place(Pair(prefill=prefill, decode=decode, prefill_endpoint="ipc:///p"), 0.1)

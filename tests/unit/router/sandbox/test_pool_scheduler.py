@@ -12,17 +12,17 @@ from baton.router.sandbox.pool_scheduler import (
     Answered,
     Assign,
     End,
-    Failed,
     Fork,
-    Job,
+    JobFailed,
     PoolScheduler,
     Reason,
+    SandboxJob,
     SetAside,
 )
 
 
 def jobs(count, **more):
-    return [Job(b"{}", **more) for _ in range(count)]
+    return [SandboxJob(b"{}", **more) for _ in range(count)]
 
 
 def started(job):
@@ -74,7 +74,7 @@ def test_a_worker_that_does_not_start_in_time_is_replaced_once():
     assert scheduler.submit(job, 0.0) == [Fork(1)]
     assert scheduler.tick(START_S - 0.1) == []
     assert scheduler.tick(START_S) == [End(1, must_kill=True), Fork(2)]
-    assert scheduler.ended(2, START_S) == [Failed(job, Reason.NO_WORKER)]
+    assert scheduler.ended(2, START_S) == [JobFailed(job, Reason.NO_WORKER)]
     assert scheduler.num_open == 0
 
 
@@ -84,12 +84,12 @@ def test_only_the_first_job_of_a_dead_worker_is_blamed(is_costly):
     scheduler = started(first)
     scheduler.submit(second, 0.0)
     if is_costly:
-        assert scheduler.ended(1, COSTLY_S) == [Failed(first, Reason.COSTLY), Fork(2)]
+        assert scheduler.ended(1, COSTLY_S) == [JobFailed(first, Reason.COSTLY), Fork(2)]
         assert scheduler.ready(2, COSTLY_S) == [Assign(2, second)]
     else:
         assert scheduler.ended(1, 0.05) == [Fork(2)], "it is tried once more"
         assert scheduler.ready(2, 0.1) == [Assign(2, first), Assign(2, second)]
-        assert scheduler.ended(2, 0.2) == [Failed(first, Reason.LOST), Fork(3)]
+        assert scheduler.ended(2, 0.2) == [JobFailed(first, Reason.LOST), Fork(3)]
     assert second.num_deaths == 0
 
 
@@ -121,7 +121,7 @@ def test_many_slow_jobs_kill_the_oldest_but_none_that_is_young():
         assert scheduler.submit(slow[-1], now) == [Fork(number + 1)]
         assert scheduler.ready(number + 1, now) == [Assign(number + 1, slow[-1])]
     assert scheduler.tick(HURRIED_S - 0.01) == [], "all are young"
-    killed = [Failed(slow[0], Reason.COSTLY), End(1, must_kill=True), SetAside(MAX_ASIDE + 1)]
+    killed = [JobFailed(slow[0], Reason.COSTLY), End(1, must_kill=True), SetAside(MAX_ASIDE + 1)]
     assert scheduler.tick(HURRIED_S) == killed
 
 
@@ -130,7 +130,7 @@ def test_a_worker_that_the_kernel_does_not_end_is_killed():
     scheduler = started(job)
     scheduler.tick(SLOW_S)
     assert scheduler.tick(LATEST_S - 0.01) == []
-    assert scheduler.tick(LATEST_S) == [Failed(job, Reason.COSTLY), End(1, must_kill=True)]
+    assert scheduler.tick(LATEST_S) == [JobFailed(job, Reason.COSTLY), End(1, must_kill=True)]
     assert scheduler.num_open == 0
 
 

@@ -8,11 +8,11 @@ from random import Random
 import pytest
 from baton.cluster.config.router_groups import DECODE_POLICIES, PREFILL_POLICIES
 from baton.router.scheduling.balancing import decode_balancer, prefill_balancer
-from baton.router.scheduling.prefixes import PrefixIndex, Prompt
+from baton.router.scheduling.prefixes import PrefixIndex, SeenPrompt
 from baton.router.workers.registry import Load
 from baton.tests.unit.router.workers.test_eligibility import worker
 
-PROMPT = Prompt(range(100))  # 6 whole pages of 16
+PROMPT = SeenPrompt(range(100))  # 6 whole pages of 16
 
 
 def picker(role, name, index=None, seed=0):
@@ -32,7 +32,7 @@ def test_every_policy_uses_every_worker_of_an_even_load(role, name):
     policy, workers = picker(role, name), [worker(letter, role) for letter in "abcd"]
     counts = Counter()
     for i in range(80):
-        chosen = policy.pick(workers, Prompt([i] * 100))
+        chosen = policy.pick(workers, SeenPrompt([i] * 100))
         chosen.ledger[str(i), 0] = Load(pages=1, tokens=100)
         policy.placed(chosen)
         counts[chosen.instance] += 1
@@ -47,13 +47,13 @@ def test_cache_aware_prefill_follows_the_prefix_until_the_queue_outweighs():
     assert picked(policy, worker("a", "prefill", [(0, 95)]), idle) == "a"
     assert picked(policy, worker("a", "prefill", [(0, 97)]), idle) == "b"
     assert (
-        picked(policy, worker("a", "prefill", [(0, 1)]), idle, prompt=Prompt(range(100), "other tenant"))
+        picked(policy, worker("a", "prefill", [(0, 1)]), idle, prompt=SeenPrompt(range(100), "other tenant"))
         == "b"
     )
 
 
 def test_a_prompt_that_is_cached_as_a_whole_still_costs_its_last_page():
-    index, prompt = PrefixIndex(), Prompt(range(96))
+    index, prompt = PrefixIndex(), SeenPrompt(range(96))
     index.add("a" * 32, prompt.pages(16))
     policy = picker("prefill", "cache-aware", index)
     assert policy.cost(worker("a", "prefill"), prompt) == 16
@@ -65,7 +65,7 @@ def test_a_session_returns_to_its_decode_worker_unless_it_is_much_fuller():
     policy, idle = picker("decode", "session", index), worker("b", "decode")
     assert picked(policy, worker("a", "decode", [(10, 1)] * 2), idle) == "a"
     assert picked(policy, worker("a", "decode", [(10, 1)] * 4), idle) == "b"
-    assert picked(policy, worker("a", "decode", [(1, 1)]), idle, prompt=Prompt([7] * 100)) == "b"
+    assert picked(policy, worker("a", "decode", [(1, 1)]), idle, prompt=SeenPrompt([7] * 100)) == "b"
 
 
 def test_least_loaded_decode_counts_places_and_pages():

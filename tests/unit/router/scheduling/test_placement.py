@@ -2,10 +2,10 @@
 
 from baton.cluster.protocol.messages import Reserved
 from baton.router.scheduling.placement import PairingPolicy
-from baton.router.scheduling.prefixes import Prompt
+from baton.router.scheduling.prefixes import SeenPrompt
 from baton.tests.unit.router.scheduling.test_dispatcher import D, P, World
 
-PROMPT = Prompt([5] * 16)
+PROMPT = SeenPrompt([5] * 16)
 
 
 def beliefs(world):

@@ -1,6 +1,6 @@
 """The router's estimate of the workers' prefix caches."""
 
-from baton.router.scheduling.prefixes import MAX_HASHED, PrefixIndex, Prompt, page_names
+from baton.router.scheduling.prefixes import MAX_HASHED, PrefixIndex, SeenPrompt, page_names
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +19,7 @@ def test_only_whole_pages_have_names_and_their_number_is_bounded():
 
 
 def test_what_a_worker_holds_ends_at_the_first_page_that_it_lacks():
-    index, names = PrefixIndex(), Prompt(range(40)).pages(4)
+    index, names = PrefixIndex(), SeenPrompt(range(40)).pages(4)
     index.add("p", names[:6])
     index.add("q", names[:2])
     assert [index.num_held(who, names) for who in "pqr"] == [6, 2, 0]

@@ -3,7 +3,7 @@
 from baton.cluster.protocol.messages import Sampling
 from baton.router.rooms.room import Room
 from baton.router.scheduling.inbox import Inbox
-from baton.router.scheduling.request_state import Entry, Job, Request
+from baton.router.scheduling.request_state import ClientRequest, Entry, Job
 from baton.router.scheduling.waiting_list import PRIORITY_S, WaitingList
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +15,7 @@ def entry(arrived, priority=0, output=()):
     job = Job(prompt_ids=[1], sampling=Sampling(), arrived=arrived, tokenize_s=0.0, priority=priority)
     room = Room("a" * 32, [1], job.sampling, arrived)
     room.output_ids += output
-    request = Request(arrived=arrived, waiting_since=arrived, priority=priority)
+    request = ClientRequest(arrived=arrived, waiting_since=arrived, priority=priority)
     return Entry(room, job, request, Inbox(lambda: 0.0), 0, queued_at=arrived)
 
 

@@ -3,7 +3,7 @@
 from baton.cluster.protocol.messages import WorkerStats
 from baton.router.scheduling.balancing import Balancer, decode_load, prefill_load
 from baton.router.scheduling.placement import choose
-from baton.router.scheduling.prefixes import Prompt
+from baton.router.scheduling.prefixes import SeenPrompt
 from baton.router.workers.eligibility import Need, able_pairs, can_ever, is_ready, limits, pairs, why_not_pair
 from baton.router.workers.registry import Load, Worker
 from baton.tests.unit.router.workers.test_registry import hello
@@ -26,7 +26,7 @@ def chosen(workers, need=NEED, avoid=(), taken=()):
     able = able_pairs(pairs(workers, avoid), need, avoid, taken)
     if not able:
         return None
-    prefill, decode = choose(able, Balancer(prefill_load), Balancer(decode_load), Prompt([]))
+    prefill, decode = choose(able, Balancer(prefill_load), Balancer(decode_load), SeenPrompt([]))
     return prefill.instance[0], decode.instance[0]
 
 
