@@ -294,4 +294,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestCacheMachine.settings = settings(stateful_step_count=40)

@@ -6,7 +6,7 @@ from baton.engine import token_choice
 from baton.engine.sampler import Sampler, SamplingRow
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.token_choice import Knobs, choose_fixed, choose_tokens, needs_ranking
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 VOCAB = 40
@@ -24,7 +24,6 @@ broken = st.sampled_from([[float("nan")] * VOCAB, [float("inf")] * VOCAB, [float
 
 
 @pytest.mark.parametrize("choose", [choose_tokens, choose_fixed])
-@settings(max_examples=80, deadline=None)
 @given(
     rows=st.lists(row, min_size=1, max_size=6),
     bad=st.lists(broken, max_size=1),
@@ -48,7 +47,6 @@ def test_the_operation_chooses_what_the_sampler_chooses(choose, rows, bad, chunk
     assert not short.any()
 
 
-@settings(max_examples=50, deadline=None)
 @given(rows=st.lists(row, min_size=1, max_size=5), width=st.sampled_from([1, 4, 30]))
 def test_a_support_wider_than_the_candidates_is_told_and_no_other_choice_differs(rows, width):
     params = [p for p, _, _ in rows]

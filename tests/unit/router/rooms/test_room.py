@@ -32,7 +32,7 @@ from baton.router.rooms.effects import (
     Timeouts,
 )
 from baton.router.rooms.room import Phase, Room
-from hypothesis import given, settings
+from hypothesis import given
 
 ROOM, P, D, OTHER = "a" * 32, "1" * 32, "2" * 32, "3" * 32
 PAIR = Pair(prefill=P, decode=D, prefill_endpoint="ipc:///p")
@@ -408,7 +408,6 @@ def step(room, event, now):
     return room.on(*event, now)
 
 
-@settings(max_examples=400)
 @given(st.lists(events, max_size=30))
 def test_any_history_delivers_contiguously_ends_once_and_frees_what_it_held(history):
     room = new_room()
