@@ -1,11 +1,10 @@
 """Page pools and the prefix cache under random use: every page has the owners that the model knows, and no other."""
 
-from collections import Counter
-
 import hypothesis.strategies as st
 from baton.engine.kv.page_table import build_page_table, pages_for, slots_for
 from baton.engine.kv.pool import PageAllocator, PoolExhausted
 from baton.engine.kv.prefix_cache import PrefixCache
+from baton.tests.unit.engine.kv.test_prefix_cache import check_owners
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     Bundle,
@@ -122,12 +121,7 @@ class Pools(RuleBasedStateMachine):
         if self.cache is None:
             return
         self.cache.check_integrity()
-        owners = Counter(page for holding in self.held for page in holding.pages)
-        owners.update(list(self.cache._nodes))
-        assert {
-            page: self.allocator.refs(page) for page in range(NUM_PAGES) if self.allocator.refs(page)
-        } == owners
-        assert self.allocator.num_free + len(owners) == self.allocator.num_total
+        check_owners(self.cache, [holding.pages for holding in self.held])
 
     def teardown(self):
         if self.cache is None:

@@ -253,22 +253,9 @@ def test_a_block_that_its_peer_cannot_take_yet_is_sealed_once_however_often_it_i
         pair.now += 0.02
         pair.sender.poll(0)
     assert full.num_asked > 10
-    assert len(pair.sender._prepared) == 1, "one waits sealed, those behind it as they are"
     full.is_full = False
     pair.now += 0.1
     events = [event for _ in range(20) for event in (*pair.sender.poll(0), *pair.receiver.poll(0))]
     assert of(Complete, events)
     assert torch.equal(pair.target.kv[7:10], pair.source.kv[1:4])
     assert {(message.block, message.attempt) for message, _ in pair.blocks()} == {(0, 0), (1, 0), (2, 0)}
-    assert not pair.sender._prepared
-
-
-def test_the_buffer_of_a_block_that_is_never_taken_comes_back_with_its_room():
-    pair = Pair()
-    Full(pair.sender)
-    pair.hand_off()
-    assert pair.sender._prepared
-    pair.sender.release("a" * 32, 0, "cancelled")
-    pair.now += 1.0
-    pair.sender.poll(0)
-    assert not pair.sender._prepared
