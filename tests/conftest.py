@@ -7,26 +7,28 @@ from pathlib import Path
 
 import pytest
 from baton.tests.meta.tiers import mark_tiers
+from baton.tests.shared_files import SharedFiles
 
 MATRIX = "gpu/test_path_matrix.py"  # its ids begin with the four fields that say which engine
+QUICK_EXAMPLES, FULL_EXAMPLES = 50, 400  # of hypothesis, per test
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Gives torch one thread per process, children included, where several test processes share the cores.
 
-    What hypothesis tries is the same in every run without the slow tests, so that equal code passes again;
-    they draw anew. No time is a failure of what is tested: a process may get no core for a while.
+    Without the slow tests hypothesis tries few examples, the same in every run, so that equal code passes
+    again; with them it tries many and draws anew. No time is a failure of what is tested: a process may get no
+    core for a while.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
     with suppress(ImportError):  # on a machine for the tests of GPUs alone
         from hypothesis import HealthCheck, settings
 
-        is_quick = "not slow" in config.option.markexpr
-        settings.register_profile(
-            "baton", deadline=None, derandomize=is_quick, suppress_health_check=[HealthCheck.too_slow]
-        )
-        settings.load_profile("baton")
+        common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+        settings.register_profile("quick", max_examples=QUICK_EXAMPLES, derandomize=True, **common)
+        settings.register_profile("full", max_examples=FULL_EXAMPLES, **common)
+        settings.load_profile("quick" if "not slow" in config.option.markexpr else "full")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -68,22 +70,23 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def toy_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def shared_files(tmp_path_factory: pytest.TempPathFactory) -> SharedFiles:
+    """Folders that all processes of a test run share."""
+    base = tmp_path_factory.getbasetemp()
+    return SharedFiles(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
+
+
+@pytest.fixture(scope="session")
+def toy_checkpoint(shared_files: SharedFiles) -> Callable[..., Path]:
     """`toy_checkpoint(family="llama"|"qwen2"|"qwen3", seed=0, shard_size=None, **config)` -> directory.
 
     A tiny random model written by transformers, read-only; equal arguments give the same directory.
     """
     from baton.tests.parity.toy_models import write_toy_checkpoint
 
-    written: dict[str, Path] = {}
-
     def factory(family: str = "llama", **options: object) -> Path:
         key = repr((family, sorted(options.items(), key=lambda item: item[0])))
-        if key not in written:
-            path = tmp_path_factory.mktemp(family)
-            write_toy_checkpoint(path, family, **options)
-            written[key] = path
-        return written[key]
+        return shared_files.folder(family, key, lambda path: write_toy_checkpoint(path, family, **options))
 
     return factory
 
@@ -93,7 +96,12 @@ def toy_copy(toy_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..
     """Like `toy_checkpoint`, but a private copy that the test may damage."""
     import shutil
 
+    from baton.engine.weights_hash import CACHE_FILE
+
+    # Another process may put the hashes of the weights beside them just now.
+    ignore = shutil.ignore_patterns(f"{CACHE_FILE}*")
+
     def factory(family: str = "llama", **options: object) -> Path:
-        return Path(shutil.copytree(toy_checkpoint(family, **options), tmp_path / "copy"))
+        return Path(shutil.copytree(toy_checkpoint(family, **options), tmp_path / "copy", ignore=ignore))
 
     return factory

@@ -17,6 +17,7 @@ from baton.tests.faults.rows_network import finished, told
 from baton.tests.faults.testbed import Scene
 from baton.tests.faults.traffic import workload
 from baton.tests.faults.zmtp_wire import Message
+from baton.tests.sim.draws import flipped, hex_id
 
 MIB = 1 << 20
 MAX_GROWTH = 20 * MIB
@@ -42,14 +43,14 @@ def fuzzed(rng: random.Random, message: Message) -> list[bytes]:
     fields = message.fields()
     for name in ("instance", "room", "router", "prefill_instance"):
         if name in fields:
-            fields[name] = f"{rng.getrandbits(128):032x}"
+            fields[name] = hex_id(rng)
     frames = [msgpack.packb(fields), *message.frames[1:]]
     i = rng.randrange(len(frames))
     data = bytearray(frames[i] or b"\0")
     kind = rng.randrange(5)
     if kind == 0:
         for _ in range(rng.randint(1, 8)):
-            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            data[:] = flipped(data, rng)
     elif kind == 1:
         del data[rng.randrange(len(data)) :]
     elif kind == 2:

@@ -17,6 +17,7 @@ import transformers
 from baton.deploy.cli.demo_model import cache_dir, ensure_demo_model, model_digest
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head, write_oracle
 from baton.tests.parity.prompts import PROMPTS
+from baton.tests.shared_files import SharedFiles
 
 NUM_TOKENS = 64
 
@@ -43,9 +44,12 @@ def target(toy_checkpoint: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def head(shared_files: SharedFiles) -> Path:
     """A random head for `target`."""
-    return write_head(tmp_path_factory.mktemp("head"), head_config(2, (0, 1, 3)), head_tensors())
+    ids = (0, 1, 3)
+    return shared_files.folder(
+        "head", repr(ids), lambda path: write_head(path, head_config(2, ids), head_tensors())
+    )
 
 
 @pytest.fixture(scope="session")
@@ -55,15 +59,16 @@ def deep_target(toy_checkpoint: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def deep_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def deep_head(shared_files: SharedFiles) -> Path:
     """A random head for `deep_target`, with the default layers."""
-    return write_head(tmp_path_factory.mktemp("deep_head"), head_config(2), head_tensors())
+    return shared_files.folder("head", "deep", lambda path: write_head(path, head_config(2), head_tensors()))
 
 
 @pytest.fixture(scope="session")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def oracle(shared_files: SharedFiles) -> tuple[Path, Path]:
     """A target whose next token depends on the newest alone, and a head that is right if its features are."""
-    return write_oracle(tmp_path_factory.mktemp("oracle"))
+    path = shared_files.folder("oracle", "default", write_oracle)
+    return path / "target", path / "head"
 
 
 @pytest.fixture(scope="session")

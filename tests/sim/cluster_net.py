@@ -11,6 +11,7 @@ from itertools import count
 from zlib import crc32
 
 import msgspec
+from baton.tests.sim.draws import flipped
 
 HEARTBEAT_TIMEOUT_S = 1.5  # a connection whose other end is not heard for so long is cut
 REDIAL_S = 0.25
@@ -310,17 +311,17 @@ class Network:
             flip = "report_flip" if packet.is_up else "order_flip"
             if (rate := getattr(faults, flip)) and rng.random() < rate:
                 reached[flip] += 1
-                return self._changed(frames, self._flipped)
+                return self._changed(frames, lambda data: flipped(data, rng))
             return frames
         if "Block" not in packet.verbs and faults.kv_flip and rng.random() < faults.kv_flip:
             reached["kv_flip"] += 1
-            return self._changed(frames, self._flipped)
+            return self._changed(frames, lambda data: flipped(data, rng))
         if faults.truncate and rng.random() < faults.truncate:
             reached["truncate"] += 1
             return self._changed(frames, lambda data: data[: rng.randrange(len(data))])
         if "Block" in packet.verbs and faults.flip and rng.random() < faults.flip:
             reached["flip"] += 1
-            return self._changed(frames, self._flipped)
+            return self._changed(frames, lambda data: flipped(data, rng))
         return frames
 
     def _changed(self, frames, change):
@@ -328,8 +329,3 @@ class Network:
         if not frames[which]:
             return frames
         return tuple(change(data) if i == which else data for i, data in enumerate(frames))
-
-    def _flipped(self, data):
-        changed = bytearray(data)
-        changed[self.rng.randrange(len(data))] ^= 1 << self.rng.randrange(8)
-        return bytes(changed)

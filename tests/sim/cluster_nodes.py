@@ -23,6 +23,7 @@ from baton.router.scheduling.placement import PairingPolicy
 from baton.router.workers.registry import Registry
 from baton.tests.sim.cluster_net import INFINITY, Died, Process
 from baton.tests.sim.cluster_toy import MAX_CONTEXT, VOCAB, ToyAheadDecoder, ToyDecoder, toy_engine
+from baton.tests.sim.draws import hex_id
 from baton.worker.identity import hello_of, layout_of, planes_of
 from baton.worker.link import LinkWork, incoming, outgoing
 from baton.worker.main_loop import WorkerLoop
@@ -68,7 +69,7 @@ class RouterProcess(Process):
                 coin=Random(world.rng.getrandbits(64)),
             ),
             soon=self._due.append,
-            mint=lambda: f"{world.rng.getrandbits(128):032x}",
+            mint=lambda: hex_id(world.rng),
         )
         self.num_malformed = 0
         self._decoder = control_up_decoder()

@@ -17,6 +17,7 @@ from baton.tests.sim.cluster_clients import Client, Violation, draw_client
 from baton.tests.sim.cluster_faults import NEAR_S, TRANSITIONS, Faults, draw
 from baton.tests.sim.cluster_net import Network, Timeline
 from baton.tests.sim.cluster_nodes import CONTROL, RouterProcess, WorkerProcess
+from baton.tests.sim.draws import hex_id
 
 CALM_S = 0.25  # registration
 FAULTS_S = 3.0  # faults happen for so long
@@ -145,7 +146,7 @@ class World:
     # --- processes ------------------------------------------------------------------------------------------
 
     def start(self, name):
-        instance = f"{self.rng.getrandbits(128):032x}"
+        instance = hex_id(self.rng)
         self.timeline.note(name, "starts", instance[:8])
         if name == ROUTER:
             self.routers.append(RouterProcess(self, name, instance))

@@ -1,12 +1,10 @@
 """Page pools and the prefix cache under random use: the owners of every page are those of the model."""
 
-from collections import Counter
-
 import hypothesis.strategies as st
-import pytest
 from baton.engine.kv.page_table import build_page_table, pages_for, slots_for
 from baton.engine.kv.pool import PageAllocator, PoolExhausted
 from baton.engine.kv.prefix_cache import PrefixCache
+from baton.tests.unit.engine.kv.test_prefix_cache import check_owners
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     Bundle,
@@ -123,12 +121,7 @@ class Pools(RuleBasedStateMachine):
         if self.cache is None:
             return
         self.cache.check_integrity()
-        owners = Counter(page for holding in self.held for page in holding.pages)
-        owners.update(list(self.cache._nodes))
-        assert {
-            page: self.allocator.refs(page) for page in range(NUM_PAGES) if self.allocator.refs(page)
-        } == owners
-        assert self.allocator.num_free + len(owners) == self.allocator.num_total
+        check_owners(self.cache, [holding.pages for holding in self.held])
 
     def teardown(self):
         if self.cache is None:
@@ -140,10 +133,6 @@ class Pools(RuleBasedStateMachine):
         assert self.allocator.num_used == 0
 
 
-@pytest.mark.parametrize("num_examples", [60, pytest.param(600, marks=pytest.mark.slow)])
-def test_pages_are_conserved_and_owned_under_any_use(num_examples):
-    bounded = settings(
-        max_examples=num_examples, stateful_step_count=40, deadline=None, derandomize=True, database=None,
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    run_state_machine_as_test(Pools, settings=bounded)
+def test_pages_are_conserved_and_owned_under_any_use():
+    many_steps = settings(stateful_step_count=40, suppress_health_check=list(HealthCheck))
+    run_state_machine_as_test(Pools, settings=many_steps)

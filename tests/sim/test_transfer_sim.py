@@ -19,7 +19,7 @@ def draw_faults(seed: int) -> Faults:
         loss=maybe(0.3),
         duplicate=maybe(0.3),
         reorder=maybe(0.5),
-        flip=maybe(0.4),
+        flip=maybe(0.6),
         garbage=maybe(0.1),
         cut=maybe(0.05),
         restart=maybe(0.03),

@@ -16,7 +16,7 @@ from baton.tests.unit.router.scheduling.test_dispatcher import World
 from hypothesis import HealthCheck, given, settings
 
 ROOM = name(1)
-many = settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+unhurried = settings(suppress_health_check=list(HealthCheck))
 KNOWN = {"room": ROOM, "epoch": 0, "instance": D, "block": 0}
 PLANES = [
     (control_up_decoder, ControlUp), (control_down_decoder, ControlDown), (kv_up_decoder, KVUp), (kv_down_decoder, KVDown),
@@ -37,7 +37,7 @@ def test_s5_an_intact_message_of_every_kind_is_accepted(decoder, union):
         decoder().decode(frame)
 
 
-@many
+@unhurried
 @given(damaged(ControlUp, KNOWN | {"instance": ROUTER_D}))
 def test_s5_s7_a_worker_s_damaged_message_does_not_disturb_the_router(frame):
     world = World().join()
@@ -56,7 +56,7 @@ def test_s5_s7_a_worker_s_damaged_message_does_not_disturb_the_router(frame):
     assert not other.room.is_live
 
 
-@many
+@unhurried
 @given(damaged(ControlDown, KNOWN))
 def test_s5_s7_a_router_s_damaged_message_does_not_disturb_a_worker(pair, frame):
     try:
@@ -74,13 +74,13 @@ def test_s5_s7_a_router_s_damaged_message_does_not_disturb_a_worker(pair, frame)
     pair.links[D].perform()
 
 
-@many
+@unhurried
 @given(frame=damaged(KVUp, KNOWN))
 def test_s5_s7_a_decode_peer_s_damaged_message_does_not_disturb_prefill(pair, frame):
     served(pair, lambda: pair.links[P].transport._receive_frames("stranger", [memoryview(frame)]))
 
 
-@many
+@unhurried
 @given(frame=damaged(KVDown, KNOWN | {"instance": P}))
 def test_s5_s7_a_prefill_peer_s_damaged_message_does_not_disturb_decode(pair, frame):
     served(

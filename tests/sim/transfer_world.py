@@ -13,6 +13,7 @@ from baton.kvtransfer.protocol.layout import KVLayout
 from baton.kvtransfer.protocol.sender import EARLY_S
 from baton.kvtransfer.transport import Complete, Dropped, Landed, Lost, Offer, Planes, PullRequest, Released
 from baton.kvtransfer.transports.fake import FakeNetwork, FakeReceiver, FakeSender, Packet
+from baton.tests.sim.draws import flipped, hex_id
 
 NUM_PAGES = 40
 STEPS = 160
@@ -98,9 +99,6 @@ class World:
     def clock(self) -> float:
         return self.now
 
-    def hex_id(self) -> str:
-        return f"{self.rng.getrandbits(128):032x}"
-
     def random_bytes(self, rows: int, width: int) -> torch.Tensor:
         return torch.randint(0, 256, (rows, width), dtype=torch.uint8, generator=self.noise)
 
@@ -110,13 +108,13 @@ class World:
         return Planes(kv=self.random_bytes(NUM_PAGES, layout.kv_page_bytes), features=features)
 
     def new_prefill(self, endpoint: str) -> Prefill:
-        instance, planes = self.hex_id(), self.random_planes()
+        instance, planes = hex_id(self.rng), self.random_planes()
         sender = FakeSender(self.network, endpoint, instance, self.layout, planes, clock=self.clock)
         return Prefill(endpoint, instance, sender, planes)
 
     def new_decode(self) -> Decode:
         planes = Planes(kv=self.random_planes().kv, features=None)
-        receiver = FakeReceiver(self.network, self.hex_id(), self.layout, planes, clock=self.clock)
+        receiver = FakeReceiver(self.network, hex_id(self.rng), self.layout, planes, clock=self.clock)
         return Decode(receiver, planes, untouched=planes.kv.clone())
 
     # --- the network ----------------------------------------------------------------------------------------
@@ -135,10 +133,7 @@ class World:
             frames[0] = self.rng.randbytes(self.rng.randint(0, 40))
         elif len(frames) == 2 and self.rng.random() < self.faults.flip:
             which = self.rng.randrange(2)
-            spoilt = bytearray(frames[which])
-            bit = self.rng.randrange(8 * len(spoilt))
-            spoilt[bit // 8] ^= 1 << bit % 8
-            frames[which] = bytes(spoilt)
+            frames[which] = flipped(frames[which], self.rng)
         return Packet(packet.link, packet.is_up, tuple(frames))
 
     def deliver_some(self, limit: int) -> None:
@@ -161,7 +156,7 @@ class World:
             return
         layout = KVLayout(self.layout)
         room = Room(
-            name=name or self.hex_id(),
+            name=name or hex_id(self.rng),
             epoch=epoch,
             num_tokens=num_tokens,
             have=have,

@@ -20,19 +20,12 @@ from baton.engine.loader import EngineLoader
 from baton.kvtransfer.transport import Dropped, Lost, Offer, PullRequest
 from baton.kvtransfer.transports.fake import FakeNetwork, FakeReceiver, FakeSender
 from baton.prefill.worker import PrefillWorker
+from baton.tests.unit.virtual_time import Clock
 from baton.worker.commands import Advance, Drop, DropDone
 from baton.worker.identity import layout_of, planes_of
 
 P, D, ENDPOINT = "a" * 32, "b" * 32, "fake://p"
 DEFAULTS = {"dtype": "float32", "page_size": 4, "max_context": 96}  # of both engines
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 class DirectLink:
@@ -119,7 +112,7 @@ class Pair:
         """`captured`: chunk_size and max_running that graphs are made for. `ours`, `theirs`: settings of the
         engine of prefill or decode alone.
         """
-        self.clock = Clock()
+        self.clock = Clock(100.0)
         self.network = FakeNetwork(fault)
         self.links = {P: DirectLink(), D: DirectLink()}
         self._common = (

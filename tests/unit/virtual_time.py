@@ -2,6 +2,17 @@
 
 import asyncio
 import selectors
+from dataclasses import dataclass
+
+
+@dataclass
+class Clock:
+    """A clock that stands still until a test moves `now` (seconds)."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class _Selector(selectors.SelectSelector):

@@ -8,7 +8,7 @@ from baton.engine.request import Request
 from baton.engine.sampling.params import SamplingParams
 from baton.prefill.queues import PrefillQueues, PrefillRoom, PrefillState
 from baton.prefill.scheduler import PrefillScheduler
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 PAGE = 4
@@ -47,7 +47,6 @@ def run(scheduler, chunks):
     chunk_size=st.sampled_from([0, 1, 5, 8, 64]),
     max_batch=st.integers(1, 4),
 )
-@settings(max_examples=60, deadline=None)
 def test_each_token_after_the_cached_prefix_is_computed_once_in_order(prompts, chunk_size, max_batch):
     scheduler = make(chunk_size=chunk_size, max_batch=max_batch)
     rooms = [add(scheduler, i, prompt) for i, prompt in enumerate(prompts)]

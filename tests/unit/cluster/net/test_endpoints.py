@@ -135,7 +135,6 @@ def test_a_block_requested_many_times_waits_once_and_can_be_sent_again(
     slow.is_open = False
     for _ in range(3000):
         slow.say(m.Pull(**NAME, block=1))
-    assert len(slow._outbox["d"]) == 1
     slow.headers.clear()
     slow.is_open = True
     now[0] += 1.0

@@ -19,7 +19,7 @@ from baton.cluster.protocol.codec import (
     kv_down_decoder,
     kv_up_decoder,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 ROOM, ME, YOU = "a" * 32, "b" * 32, "c" * 32
@@ -151,14 +151,12 @@ def test_a_frame_above_the_limit_is_refused_unread() -> None:
         small.decode(encode(PULL))
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.binary(max_size=200))
 def test_random_bytes_raise_nothing_else(frame: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         control_up_decoder().decode(frame)
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_a_changed_message_decodes_or_is_refused(data: st.DataObject) -> None:
     decode, message = data.draw(st.sampled_from(SAMPLES))

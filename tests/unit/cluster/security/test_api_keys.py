@@ -14,16 +14,10 @@ from baton.cluster.security.api_keys import LOOK_AGAIN_S, ApiKeys, read_api_keys
 from baton.deploy.keys.api_keys import add, revoke
 from baton.deploy.keys.keys import main
 from baton.tests.meta.kubernetes.secret_volume import SecretVolume
+from baton.tests.unit.virtual_time import Clock
 
+NOW = 1_800_000_000.0
 ENTRY = '{"id":"00000001","name":"a","sha256":"' + "0" * 64 + '"}'
-
-
-class Clock:
-    def __init__(self):
-        self.now = 1_800_000_000.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture
@@ -32,13 +26,13 @@ def path(tmp_path):
 
 
 def table(path, clock=None):
-    clock = clock or Clock()
+    clock = clock or Clock(NOW)
     return ApiKeys(path, clock, clock)
 
 
 def test_a_key_is_found_until_it_is_revoked_and_no_other_text_is(path):
     secret, key = add(path, {"name": "alice"})
-    clock = Clock()
+    clock = Clock(NOW)
     keys = table(path, clock)
     assert keys.find(secret) == key
     wrong = [
@@ -67,7 +61,7 @@ def test_the_file_holds_no_secret_and_nobody_else_reads_it(path):
 
 def test_a_new_key_needs_no_restart_and_a_broken_file_changes_nothing(path, caplog):
     old, _ = add(path, {"name": "alice"})
-    clock = Clock()
+    clock = Clock(NOW)
     keys = table(path, clock)
     new, _ = add(path, {"name": "bob"})
     clock.now += LOOK_AGAIN_S
@@ -87,7 +81,7 @@ def test_a_mounted_secret_that_changes_admits_and_revokes(path, tmp_path):
     revoke(path, secrets[1][3:11])
     volume = SecretVolume(tmp_path / "api-keys")
     volume.write({"api.json": path.read_bytes()})
-    clock = Clock()
+    clock = Clock(NOW)
     keys = table(volume.path / "api.json", clock)
     for content, known in ((both, [True, True]), (path.read_bytes(), [True, False])):
         volume.write({"api.json": content})
@@ -96,7 +90,7 @@ def test_a_mounted_secret_that_changes_admits_and_revokes(path, tmp_path):
 
 
 def test_a_key_ends_at_its_moment(path):
-    clock = Clock()
+    clock = Clock(NOW)
     end = datetime.fromtimestamp(clock.now + 10, timezone.utc)
     secret, _ = add(path, {"name": "alice", "not_after": end})
     keys = table(path, clock)

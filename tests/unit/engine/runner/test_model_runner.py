@@ -9,7 +9,7 @@ from baton.engine.attention.metadata import plan
 from baton.engine.batch.forward_batch import ForwardMode
 from baton.engine.errors import LifecycleError
 from baton.tests.parity.toy_engine import PAGE_SIZE, ToyEngine, random_ids
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -23,7 +23,6 @@ def checkpoint(request: pytest.FixtureRequest, toy_checkpoint: Callable[..., Pat
     return toy_checkpoint(request.param)
 
 
-@settings(max_examples=20, deadline=None)
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=12))
 def test_any_chunking_equals_the_whole_prompt(checkpoint: Path, sizes: list[int]):
     engine = ToyEngine(checkpoint)

@@ -14,7 +14,7 @@ from baton.engine.sampling.sampler import Sampler
 from baton.engine.sampling.tensors import SamplingTensors
 from baton.engine.speculative.drafting.choice import DraftSampling
 from baton.kernels.noise import gumbel, seed_tensor
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 V = 12
@@ -119,7 +119,6 @@ logit_row = st.builds(
 
 
 @pytest.mark.parametrize("nucleus_width", [2, 5, 1024])
-@settings(max_examples=120, deadline=None)
 @given(rows=st.lists(st.tuples(sampling_row, logit_row), min_size=1, max_size=6))
 def test_every_row_of_a_mixed_batch_equals_the_slow_reference(nucleus_width, rows):
     with pytest.MonkeyPatch.context() as patch:
@@ -137,7 +136,6 @@ def test_every_row_of_a_mixed_batch_equals_the_slow_reference(nucleus_width, row
     assume(compared)
 
 
-@settings(max_examples=60, deadline=None)
 @given(rows=st.lists(sampling_row, min_size=2, max_size=7), seed=st.integers(0, 2**31), data=st.data())
 def test_a_row_alone_or_in_any_batch_gets_the_identical_token(rows, seed, data):
     logits = torch.randn(len(rows), 700, generator=torch.Generator().manual_seed(seed)) * 3
@@ -280,7 +278,6 @@ def test_end_tokens_are_banned_below_a_position_and_whatever_their_bias():
         assert edited[:, 5].tolist() == [1.0] * 3
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     rows=st.lists(sampling_row, min_size=1, max_size=4), each=st.integers(1, 3), seed=st.integers(0, 2**31)
 )

@@ -8,7 +8,7 @@ from baton.engine.sampling.edits import SamplingRow
 from baton.engine.sampling.params import SamplingParams
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.sampling.tensors import SamplingTensors
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 VOCAB = 40
@@ -26,7 +26,6 @@ broken = st.sampled_from([[float("nan")] * VOCAB, [float("inf")] * VOCAB, [float
 
 
 @pytest.mark.parametrize("choose", [choose_tokens, choose_fixed])
-@settings(max_examples=80, deadline=None)
 @given(
     rows=st.lists(row, min_size=1, max_size=6),
     bad=st.lists(broken, max_size=1),
@@ -52,7 +51,6 @@ def test_the_operation_chooses_what_the_sampler_chooses(choose, rows, bad, chunk
     assert not short.any()
 
 
-@settings(max_examples=50, deadline=None)
 @given(rows=st.lists(row, min_size=1, max_size=5), width=st.sampled_from([1, 4, 30]))
 def test_rows_with_too_wide_a_support_are_reported_and_others_are_exact(rows, width):
     params = [p for p, _, _ in rows]

@@ -9,7 +9,7 @@ from baton.engine.kv.layouts import MHALayout
 from baton.engine.kv.pool import KVPool
 from baton.kvtransfer.protocol.layout import KVLayout, RoomStream, agree, block_digest, feature_columns
 from baton.worker.identity import layout_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 
@@ -46,7 +46,6 @@ def streams(draw: st.DrawFn) -> RoomStream:
     return KVLayout(layout).stream(num_tokens, have)
 
 
-@settings(deadline=None, max_examples=60)
 @given(streams())
 def test_the_blocks_of_a_room_hold_each_byte_of_its_pages_once_in_order(stream: RoomStream) -> None:
     layout = stream.layout
@@ -66,7 +65,6 @@ def test_the_blocks_of_a_room_hold_each_byte_of_its_pages_once_in_order(stream: 
     assert stream.num_pages * layout.wire.page_size >= stream.num_tokens - stream.have
 
 
-@settings(deadline=None, max_examples=60)
 @given(streams(), st.integers(0, 40))
 def test_a_block_is_ready_exactly_when_all_its_pages_are(stream: RoomStream, tokens_ready: int) -> None:
     size = stream.layout.wire.page_size
@@ -80,7 +78,6 @@ def test_a_block_is_ready_exactly_when_all_its_pages_are(stream: RoomStream, tok
     assert stream.ready_blocks(tokens_ready) == ready
 
 
-@settings(deadline=None, max_examples=60)
 @given(streams())
 def test_landed_tokens_are_those_whose_pages_landed_completely(stream: RoomStream) -> None:
     for landed in range(stream.num_blocks + 1):
@@ -190,7 +187,6 @@ def test_equal_layouts_of_an_unknown_kind_are_refused() -> None:
             agree(make_layout(**change), make_layout(**change))
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.binary(min_size=1, max_size=64), st.data())
 def test_a_digest_names_its_block_and_sees_every_flipped_bit(payload: bytes, data: st.DataObject) -> None:
     digest = block_digest("a" * 32, 1, 2, memoryview(payload))

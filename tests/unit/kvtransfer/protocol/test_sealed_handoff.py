@@ -6,6 +6,7 @@ import torch
 from baton.cluster.protocol.codec import encode, kv_down_decoder
 from baton.cluster.protocol.messages import Announce, Block, KVWelcome, Layout
 from baton.cluster.security.ciphers import AES_128_GCM, CRC32C
+from baton.kvtransfer.memory import blocks
 from baton.kvtransfer.protocol.layout import KVLayout
 from baton.kvtransfer.protocol.seal import TAG_BYTES
 from baton.kvtransfer.transport import Complete, Landed, Lost, Offer, Planes, PullRequest
@@ -253,22 +254,36 @@ def test_a_block_that_waits_for_its_peer_is_sealed_only_once():
         pair.now += 0.02
         pair.sender.poll(0)
     assert full.num_asked > 10
-    assert len(pair.sender._prepared) == 1, "one waits sealed, those behind it as they are"
     full.is_full = False
     pair.now += 0.1
     events = [event for _ in range(20) for event in (*pair.sender.poll(0), *pair.receiver.poll(0))]
     assert of(Complete, events)
     assert torch.equal(pair.target.kv[7:10], pair.source.kv[1:4])
     assert {(message.block, message.attempt) for message, _ in pair.blocks()} == {(0, 0), (1, 0), (2, 0)}
-    assert not pair.sender._prepared
 
 
-def test_the_buffer_of_a_block_never_taken_is_freed_with_its_room():
+class CountedPool(blocks.StagingPool):
+    """Counts the buffers that are out."""
+
+    num_out = 0
+
+    def take(self):
+        CountedPool.num_out += 1
+        return super().take()
+
+    def give(self, buffer):
+        CountedPool.num_out -= 1
+        super().give(buffer)
+
+
+def test_the_buffer_of_a_block_never_taken_is_freed_with_its_room(monkeypatch):
+    monkeypatch.setattr(blocks, "StagingPool", CountedPool)
+    monkeypatch.setattr(CountedPool, "num_out", 0)
     pair = Pair()
     Full(pair.sender)
     pair.hand_off()
-    assert pair.sender._prepared
+    assert CountedPool.num_out == 1, "one block waits sealed, those behind it as they are"
     pair.sender.release("a" * 32, 0, "cancelled")
     pair.now += 1.0
     pair.sender.poll(0)
-    assert not pair.sender._prepared
+    assert CountedPool.num_out == 0

@@ -32,7 +32,7 @@ from baton.router.rooms.effects import (
     Timeouts,
 )
 from baton.router.rooms.room import Room, RoomPhase
-from hypothesis import given, settings
+from hypothesis import given
 
 ROOM, P, D, OTHER = "a" * 32, "1" * 32, "2" * 32, "3" * 32
 PAIR = Pair(prefill=P, decode=D, prefill_endpoint="ipc:///p")
@@ -408,7 +408,6 @@ def step(room, event, now):
     return room.on(*event, now)
 
 
-@settings(max_examples=400)
 @given(st.lists(events, max_size=30))
 def test_any_history_delivers_in_order_ends_once_and_frees_what_it_held(history):
     room = new_room()
@@ -435,3 +434,28 @@ def test_any_history_delivers_in_order_ends_once_and_frees_what_it_held(history)
         if isinstance(s, SendOrder) and not isinstance(s.message, Cancel)
     }
     assert placed_on == {(freed.instance, freed.epoch) for freed in effects if isinstance(freed, Freed)}
+
+
+GAPS = st.lists(st.floats(min_value=0.0, max_value=1.5 * TIMEOUTS.token_s), max_size=6)
+
+
+@given(
+    before=GAPS,
+    behind=GAPS,
+    look_after=st.floats(min_value=0.0, max_value=2 * TIMEOUTS.token_s),
+    deadline=st.none() | st.just(4.0),
+)
+def test_a_tick_before_quiet_until_would_do_nothing(before, behind, look_after, deadline):
+    room, now = placed(deadline=deadline), 0.0
+    assert room.quiet_until == 0.0
+    room.on(reserved(), D, now)
+    room.on(first(), P, now)
+    quiet_until = room.quiet_until
+    for seq, gap in enumerate([*before, *behind], 1):
+        now += gap
+        room.on(tokens(seq, [7]), D, now)
+        if seq == len(before):
+            quiet_until = room.quiet_until
+    now += look_after
+    assert quiet_until > 0.0
+    assert room.tick(now) == [] or now >= quiet_until

@@ -50,7 +50,7 @@ from baton.tests.unit.router.rooms.test_room import (
     streaming,
     tokens,
 )
-from hypothesis import given, settings
+from hypothesis import given
 
 P2, D2 = "4" * 32, "5" * 32
 PAIR2 = Pair(prefill=P2, decode=D2, prefill_endpoint="ipc:///p2")
@@ -311,7 +311,6 @@ def heard(room, attempt, fault):
     return [effect for message, sender in script[:fault] for effect in room.on(message, sender, 0.1)]
 
 
-@settings(max_examples=300)
 @given(
     st.lists(
         st.tuples(st.integers(0, 9), st.sampled_from(["prefill", "decode", "failed", "dropped"])), max_size=7

@@ -88,13 +88,11 @@ def test_all_pairs_of_neighbours_of_a_space_give_the_tokenizers_ids(name):
     assert words.encode("hello world, cats") == plain(tokenizer, "hello world, cats")
 
 
-def test_a_chat_as_templates_write_it_is_known_at_its_second_coming():
+def test_a_chat_as_templates_write_it_has_the_same_ids_new_and_known():
     tokenizer = backend(KNOWN["letters"])
     words = word_ids(tokenizer)
     text = "<|im_start|>user\nHello, world! It's what they said.\nThe cats, too.<|im_end|>\n<|im_start|>assistant\n"
-    assert words.encode(text) == plain(tokenizer, text)
-    words._backend = None  # every word is known
-    assert words.encode(text) == plain(tokenizer, text)
+    assert words.encode(text) == words.encode(text) == plain(tokenizer, text)
 
 
 @pytest.mark.parametrize("text", ["word", "a  b", "\n\n", "x" * MAX_CHARS + " y"])

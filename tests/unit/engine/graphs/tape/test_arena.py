@@ -5,7 +5,7 @@ import torch
 from baton.engine.graphs.breakable import BreakableGraph, ReplayContext
 from baton.engine.graphs.tape.arena import ALIGNMENT, Arena, ArenaMemory
 from baton.engine.graphs.tape.tape import TapeBackend
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 
@@ -69,7 +69,6 @@ def test_it_grows_by_chunks_and_takes_what_is_larger_than_one():
     arena.check_integrity()
 
 
-@settings(max_examples=50, deadline=None)
 @given(moves=st.lists(st.tuples(st.booleans(), st.integers(0, 300)), max_size=60))
 def test_living_tensors_never_overlap(moves: list[tuple[bool, int]]):
     arena, held = Arena(2048, poison=True), []

@@ -12,7 +12,7 @@ from baton.engine.graphs.breakable import BreakableGraph, ReplayContext
 from baton.engine.graphs.errors import CaptureRefused
 from baton.engine.graphs.tape.arena import ArenaMemory
 from baton.engine.graphs.tape.tape import TapeBackend
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 ROWS = ReplayContext(num_rows=4)
@@ -116,7 +116,6 @@ UNARY = [
 ]  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
 @given(program=st.lists(st.tuples(st.sampled_from(UNARY), st.booleans()), min_size=1, max_size=12))
 def test_random_programs_replay_exactly(program: list[tuple[Callable[[torch.Tensor], torch.Tensor], bool]]):
     def run(x: torch.Tensor) -> list[torch.Tensor]:
