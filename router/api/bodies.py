@@ -53,7 +53,7 @@ class TextPart(Struct, tag_field="type", tag="text", forbid_unknown_fields=True)
     cache_control: Unread = msgspec.UNSET
 
 
-class ChatMessage(Struct, forbid_unknown_fields=True):
+class RequestMessage(Struct, forbid_unknown_fields=True):
     """One message of a chat."""
 
     TABLE: ClassVar[Mapping[str, Field]] = MESSAGE
@@ -167,7 +167,7 @@ class ChatBody(CommonBody, kw_only=True, forbid_unknown_fields=True):
 
     TABLE: ClassVar[Mapping[str, Field]] = CHAT
 
-    messages: Annotated[list[ChatMessage], NOT_EMPTY]
+    messages: Annotated[list[RequestMessage], NOT_EMPTY]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     max_tokens: Positive | None = None
@@ -225,7 +225,7 @@ class TokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: list[RequestMessage] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: Switches | None = None

@@ -17,10 +17,10 @@ from .bodies import (
     MAX_CHOICES,
     MAX_SEED,
     ChatBody,
-    ChatMessage,
     CommonBody,
     CompletionBody,
     DetokenizeBody,
+    RequestMessage,
     TokenizeBody,
 )
 from .field_errors import UNREADABLE, check_refused, refused_of, unreadable
@@ -38,7 +38,7 @@ COLDEST = (
 COMPLETION_MAX_TOKENS = 16
 BODIES = (ChatBody, CompletionBody, ResponseBody)
 REFUSED = {kind: refused_of(kind) for kind in BODIES}
-REFUSED_IN_MESSAGES = refused_of(ChatMessage)
+REFUSED_IN_MESSAGES = refused_of(RequestMessage)
 
 B = TypeVar("B", ChatBody, CompletionBody, ResponseBody, TokenizeBody, DetokenizeBody)
 
@@ -186,7 +186,7 @@ def check_chat(body: ChatBody) -> None:
         raise bad_request("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
 
 
-def _check_messages(messages: Sequence[ChatMessage]) -> None:
+def _check_messages(messages: Sequence[RequestMessage]) -> None:
     if not messages:
         raise bad_request("messages is empty: give at least one message", param="messages")
     if len(messages) > MAX_MESSAGES:

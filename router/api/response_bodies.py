@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from ..errors import ApiError
-from .bodies import ChatBody, ChatMessage, Positive, StreamOptions, Unread
+from .bodies import ChatBody, Positive, RequestMessage, StreamOptions, Unread
 from .field_errors import check_refused, refused_of
 from .fields import RESPONSE, RESPONSE_TOOL, TEXT_OPTIONS, Field
 from .response_items import messages_of
@@ -179,10 +179,10 @@ def in_words_of_responses(error: ApiError) -> ApiError:
     return ApiError(error.status, msgspec.structs.replace(told, param=param), error.retry_after_s)
 
 
-def _messages_of(body: ResponseBody) -> list[ChatMessage]:
-    messages = [ChatMessage("system", body.instructions)] if body.instructions else []
+def _messages_of(body: ResponseBody) -> list[RequestMessage]:
+    messages = [RequestMessage("system", body.instructions)] if body.instructions else []
     if isinstance(body.input, str):
-        return [*messages, ChatMessage("user", body.input)]
+        return [*messages, RequestMessage("user", body.input)]
     return messages + messages_of(body.input)
 
 

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct
 
 from ..errors import bad_request, printable
-from .bodies import ChatMessage, TextPart, Unread
+from .bodies import RequestMessage, TextPart, Unread
 from .field_errors import UNREADABLE, check_refused, refused_of, unreadable
 from .fields import INPUT_CALL, INPUT_CALL_OUTPUT, INPUT_MESSAGE, INPUT_REASONING, OUTPUT_PART, Field
 from .tool_bodies import CalledFunction, ToolCall
@@ -114,9 +114,9 @@ class _Typed(Struct):
 TYPE_OF = msgspec.json.Decoder(_Typed)
 
 
-def messages_of(items: Sequence[Raw]) -> list[ChatMessage]:
+def messages_of(items: Sequence[Raw]) -> list[RequestMessage]:
     """Translates input items to chat messages. Raises ApiError (400), which names the item at fault."""
-    messages: list[ChatMessage] = []
+    messages: list[RequestMessage] = []
     for number, raw in enumerate(items):
         _add(messages, _item_of(raw, f"input[{number}]"))
     return messages
@@ -135,20 +135,20 @@ def _item_of(raw: Raw, where: str) -> Item:
     return item
 
 
-def _add(messages: list[ChatMessage], item: Item) -> None:
+def _add(messages: list[RequestMessage], item: Item) -> None:
     """Adds an item. Calls are added to the assistant message before them, if there is one."""
     if isinstance(item, InputCall):
         made = ToolCall(item.call_id, CalledFunction(item.name, item.arguments))
         if messages and messages[-1].role == "assistant":
             messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), made]
         else:
-            messages.append(ChatMessage("assistant", tool_calls=[made]))
+            messages.append(RequestMessage("assistant", tool_calls=[made]))
     elif isinstance(item, InputCallOutput):
         messages.append(
-            ChatMessage("tool", _text_of(item.output), item.name, tool_call_id=item.call_id or "")
+            RequestMessage("tool", _text_of(item.output), item.name, tool_call_id=item.call_id or "")
         )
     elif isinstance(item, InputMessage):
-        messages.append(ChatMessage(item.role, None if item.content is None else _text_of(item.content)))
+        messages.append(RequestMessage(item.role, None if item.content is None else _text_of(item.content)))
 
 
 def _text_of(content: Content) -> str:

@@ -16,9 +16,9 @@ from ..answers.replies import DetokenizeReply, TokenizeReply
 from ..answers.response_replies import Event, Response
 from ..api.bodies import (
     ChatBody,
-    ChatMessage,
     CompletionBody,
     DetokenizeBody,
+    RequestMessage,
     StreamOptions,
     TextPart,
     TokenizeBody,
@@ -37,7 +37,7 @@ REF = "#/components/schemas/{name}"
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 Json = dict[str, Any]
 INNER = (
-    ChatMessage,
+    RequestMessage,
     TextPart,
     InputTextPart,
     OutputTextPart,

@@ -21,7 +21,7 @@ from ..answers.completion_replies import CompletionBuilder
 from ..answers.generation import Choice, ChoiceOptions, Prompt, name_of
 from ..answers.replies import Builder, DetokenizeReply, Frame, TokenizeReply
 from ..answers.response_replies import ResponseBuilder
-from ..api.bodies import ChatBody, ChatMessage, CompletionBody, DetokenizeBody, TokenizeBody
+from ..api.bodies import ChatBody, CompletionBody, DetokenizeBody, RequestMessage, TokenizeBody
 from ..api.body_checks import check_chat, check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
 from ..api.response_bodies import ResponseBody, chat_of, in_words_of_responses, told_of
 from ..api.tool_bodies import Tool, as_template_tool, schema_of
@@ -201,7 +201,11 @@ class Service:
         return self.tokenizer.decode(ids)
 
     async def _encode_chat(
-        self, said: Sequence[ChatMessage], switches: Switches | None, call: Call, tools: Sequence[Tool] = ()
+        self,
+        said: Sequence[RequestMessage],
+        switches: Switches | None,
+        call: Call,
+        tools: Sequence[Tool] = (),
     ) -> list[int]:
         self._check_chars(sum(message.num_chars for message in said), "messages")
         self._check_chars(sum(len(tool.function.description or "") for tool in tools), "tools")

@@ -96,9 +96,11 @@ def test_s19_a_dead_worker_or_fork_server_costs_no_chat():
 
 
 async def kill_worker(made, fork_server):
-    """The newest one that has something to do, once there is one."""
+    """The newest worker with a job, in the very turn of the loop that gave it one: a reply takes longer."""
+    until = time.monotonic() + 60
     while not (busy := [key for key, one in made._pool._scheduler._workers.items() if one.jobs]):
-        await asyncio.sleep(0.001)
+        assert time.monotonic() < until, "no worker was given a job"
+        await asyncio.sleep(0)
     key = max(busy)
     pipe = made._pool._pipes[key]
     fork_server.kill(pipe.number)
