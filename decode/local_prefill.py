@@ -1,8 +1,9 @@
 """Prompts that decode computes itself where no prefill worker does: the same engine, the same tokens.
 
-A forward takes the next rows of the waiting prompts, oldest first, within a budget that bounds how long running streams
-wait between two of their steps. The aux features go to the drafter at once, so none are kept. The noise of token 1 depends
-on its position only: a prompt computed here, on prefill, or half here after a retry gives the same tokens.
+A forward takes the next rows of the waiting prompts, oldest first, within a budget that bounds how long
+running streams wait between two of their steps. The aux features go to the drafter at once, so none are kept.
+The noise of token 1 depends on its position only: a prompt computed here, on prefill, or half here after a
+retry gives the same tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +49,8 @@ class LocalPrefill:
         self._instance = instance
 
     def step(self, rooms: Sequence[DecodeRoom], *, is_alone: bool) -> tuple[list[DecodeRoom], StepResult]:
-        """One forward over some of `rooms` (at least one). Returns the rooms whose prompt is done, and their token 1.
+        """One forward over some of `rooms` (at least one). Returns the rooms whose prompt is done, and their
+        token 1.
 
         `is_alone`: no stream runs beside them.
         """
@@ -98,7 +100,8 @@ class LocalPrefill:
         )
 
     def _draft(self, chunks: Chunks, output: ForwardOutput) -> None:
-        """Write the draft rows of all chunks. Row i needs token i+1, which a prompt without a valid token 1 lacks."""
+        """Write the draft rows of all chunks. Row i needs token i+1, which a prompt without a valid token 1
+        lacks."""
         if output.hidden is None:
             return
         items, row = [], 0

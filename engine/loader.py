@@ -1,7 +1,8 @@
 """Builds one engine in the only correct order, `EngineLoader.phases`.
 
-A prefill engine reads the draft's config only (which layer outputs to capture) and keeps the captured features in a plane
-beside its KV. A decode engine loads the head, lends it the target's embedding and lm_head, and keeps draft KV instead.
+A prefill engine reads the draft's config only (which layer outputs to capture) and keeps the captured
+features in a plane beside its KV. A decode engine loads the head, lends it the target's embedding and
+lm_head, and keeps draft KV instead.
 """
 
 import logging
@@ -47,9 +48,10 @@ CACHE_LOOKAHEAD = 1  # draft KV of a page's last row depends on the token behind
 class Engine:
     """A ready engine: one target over one page pool, with the drafting parts of its role.
 
-    `features` is prefill's plane, `drafter` decode's head; both None without a draft. `max_context` in tokens. `shape` is
-    what a step drafts, unless `step_policy` says otherwise. `graphs` None: every forward runs eagerly. `steps`: decode's;
-    with `launches_ahead` a step is launched before the one before it is read.
+    `features` is prefill's plane, `drafter` decode's head; both None without a draft. `max_context` in
+    tokens. `shape` is what a step drafts, unless `step_policy` says otherwise. `graphs` None: every forward
+    runs eagerly. `steps`: decode's; with `launches_ahead` a step is launched before the one before it is
+    read.
     """
 
     path: Path
@@ -76,7 +78,8 @@ class Engine:
     feature_ids: tuple[int, ...] = ()
 
     def decoder(self) -> AsyncDecoder:
-        """A decoder of requests on this engine; there is one at a time. Raises LifecycleError on a prefill engine."""
+        """A decoder of requests on this engine; there is one at a time. Raises LifecycleError on a prefill
+        engine."""
         if self.steps is None:
             raise LifecycleError("a prefill engine takes no decode steps")
         return AsyncDecoder(
@@ -128,7 +131,8 @@ class Engine:
 
     @property
     def step_counters(self) -> dict[str, float]:
-        """How often each number of draft steps was chosen, and how often another; empty where it never changes."""
+        """How often each number of draft steps was chosen, and how often another; empty where it never
+        changes."""
         policy = self.step_policy
         if policy is None:
             return {}
@@ -137,7 +141,8 @@ class Engine:
 
 
 class EngineLoader:
-    """Builds an Engine phase by phase. `has_drafter`: the engine drafts (decode); without it features are only captured.
+    """Builds an Engine phase by phase. `has_drafter`: the engine drafts (decode); without it features are
+    only captured.
 
     Graphs, when the config wants them, are captured on `backend`, by default on that of the device.
     """
@@ -185,7 +190,8 @@ class EngineLoader:
         limit = self._model_config.max_position_embeddings
         if config.max_context > limit:
             raise CheckpointError(
-                f"max_context {config.max_context}: the model at {self._path} allows at most {limit} tokens; lower it"
+                f"max_context {config.max_context}: the model at {self._path} allows at most {limit} tokens; "
+                "lower it"
             )
         self._max_context = config.max_context or limit
         self.lifecycle.advance(Phase.LOADED)
@@ -207,7 +213,8 @@ class EngineLoader:
         self.lifecycle.advance(Phase.AUX_CONFIGURED)
 
     def _offered(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The layers that prefill captures: those of its head, then the others of `feature_layers`, each once.
+        """The layers that prefill captures: those of its head, then the others of `feature_layers`, each
+        once.
 
         Raises CheckpointError for a layer that the model does not have.
         """
@@ -215,8 +222,8 @@ class EngineLoader:
         beyond = [layer for layer in extra if layer >= num_layers]
         if beyond:
             raise CheckpointError(
-                f"feature_layers {self.config.feature_layers}: the model at {self._path} has layers 0 to {num_layers - 1}, "
-                f"not {beyond[0]}; name the layers that the decode workers' heads read"
+                f"feature_layers {self.config.feature_layers}: the model at {self._path} has layers 0 to "
+                f"{num_layers - 1}, not {beyond[0]}; name the layers that the decode workers' heads read"
             )
         return tuple(dict.fromkeys((*ids, *extra)))
 
@@ -331,8 +338,8 @@ class EngineLoader:
         if count < 2:
             need = pages_for(self._max_context, self.config.page_size) * budget.page_bytes
             raise CheckpointError(
-                f"kv_memory_mb {self.config.kv_memory_mb}: one page costs {budget.page_bytes} bytes; give at least "
-                f"{need >> 20} for one request of the full context"
+                f"kv_memory_mb {self.config.kv_memory_mb}: one page costs {budget.page_bytes} bytes; give at "
+                f"least {need >> 20} for one request of the full context"
             )
         return count
 
@@ -346,7 +353,8 @@ class EngineLoader:
         return CPU_MEMORY_MB << 20
 
     def _page_budget(self) -> PageBudget:
-        """What a page costs in this role: decode keeps draft KV and lands features, prefill keeps a feature plane."""
+        """What a page costs in this role: decode keeps draft KV and lands features, prefill keeps a feature
+        plane."""
         page_size = self.config.page_size
         kv_bytes = self._model.kv_layout(page_size).page_bytes
         if self._draft is not None:

@@ -1,6 +1,8 @@
-"""What the model thinks of a prompt that it is given: the log probability of each token behind those before it.
+"""What the model thinks of a prompt that it is given: the log probability of each token behind those before
+it.
 
-Row i of a prompt's forward judges token i + 1, so the last row judges nothing and the first token is not judged.
+Row i of a prompt's forward judges token i + 1, so the last row judges nothing and the first token is not
+judged.
 """
 
 from collections.abc import Sequence
@@ -24,8 +26,8 @@ def num_scored(request: Request, start: int, end: int) -> int:
 
 
 def most_scored(request: Request, vocab_size: int, before: Sequence[tuple[Request, int, int]]) -> int | None:
-    """Rows of `request` that a forward may hold at most behind the ranges `before`, for the memory of all scored logits;
-    at least 1. None: any number."""
+    """Rows of `request` that a forward may hold at most behind the ranges `before`, for the memory of all
+    scored logits; at least 1. None: any number."""
     if request.sampling.prompt_logprobs < 0:
         return None
     return max(1, MAX_SCORED_LOGITS // vocab_size - sum(num_scored(*part) for part in before))

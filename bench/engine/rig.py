@@ -1,7 +1,8 @@
 """A whole engine in one process, with requests in a decode server's state: prompts computed, drafter warm.
 
-Everything that runs is the engine's own: `ModelRunner`, `Eagle3Drafter`, `Sampler`, `AsyncDecoder` and their graphs. With
-graphs a step is launched before the one before it is read, as a server on a device does; without, each step is read at once.
+Everything that runs is the engine's own: `ModelRunner`, `Eagle3Drafter`, `Sampler`, `AsyncDecoder` and their
+graphs. With graphs a step is launched before the one before it is read, as a server on a device does;
+without, each step is read at once.
 """
 
 import logging

@@ -1,4 +1,5 @@
-"""Each captured graph against the eager path, before anything is served, on random input at the edges of its bucket.
+"""Each captured graph against the eager path, before anything is served, on random input at the edges of its
+bucket.
 
 The comparison writes into the first pages of the KV pools and leaves them as it found them, zeros.
 """
@@ -20,8 +21,9 @@ from ..speculative.drafters.protocol import Drafter
 
 logger = logging.getLogger(__name__)
 
-# Largest relative error of a row. Paths sum in another order and errors grow over the layers: 30 layers in bfloat16 were
-# seen to differ by 0.05, in float32 by 5e-5. A row that reads the wrong input is off by about 1.
+# Largest relative error of a row. Paths sum in another order and errors grow over the layers: 30 layers in
+# bfloat16 were seen to differ by 0.05, in float32 by 5e-5. A row that reads the wrong input is off by about
+# 1.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.03}
 SEED = 20
 
@@ -31,7 +33,8 @@ Run = Callable[[PathDecision], Outputs]
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One graph at one size: `run` computes on the path it is told, over KV in the first `num_pages` pages of `pool`."""
+    """One graph at one size: `run` computes on the path it is told, over KV in the first `num_pages` pages of
+    `pool`."""
 
     family: GraphFamily[Any, Any]
     bucket: int
@@ -94,7 +97,7 @@ class SelfTest:
         wrong = [f"output {i} by {error:.2g}" for i, error in enumerate(errors) if not error <= tolerance]
         return ", ".join(wrong)
 
-    # --- random batches -----------------------------------------------------------------------------------------------
+    # --- random batches --------------------------------------------------------------------------------
 
     def _prefill_trial(self, family: GraphFamily[Any, Any], bucket: int, size: int) -> Trial:
         pool = self.runner.pool
@@ -160,8 +163,8 @@ def edges(family: GraphFamily[Any, Any]) -> list[tuple[int, int]]:
 
 
 def relative_error(eager: torch.Tensor | None, graphed: torch.Tensor | None) -> float:
-    """The largest error of a row (along the last dimension) relative to that eager row, or to a tenth of the average one
-    where it is smaller; infinite when one side is missing or not finite."""
+    """The largest error of a row (along the last dimension) relative to that eager row, or to a tenth of the
+    average one where it is smaller; infinite when one side is missing or not finite."""
     if eager is None or graphed is None:
         return 0.0 if eager is graphed else float("inf")
     if eager.shape != graphed.shape:

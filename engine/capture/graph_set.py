@@ -1,7 +1,7 @@
 """The graphs of one engine: what its role captures, in which order, and what heartbeats say about them.
 
-A prefill engine has target prefill graphs and nothing else; a decode engine has the graphs of a decode step, and the
-draft's when it drafts. There is no switch that gives one role the other's.
+A prefill engine has target prefill graphs and nothing else; a decode engine has the graphs of a decode step,
+and the draft's when it drafts. There is no switch that gives one role the other's.
 """
 
 import logging
@@ -25,8 +25,9 @@ from .step_self_test import StepSelfTest
 logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
-# Replays of a graph between two looks at the addresses of its parameters: nothing exchanges them while an engine serves, so
-# that a look, which takes about as long as launching a step, is a guard against mistakes and need not be often.
+# Replays of a graph between two looks at the addresses of its parameters: nothing exchanges them while an
+# engine serves, so that a look, which takes about as long as launching a step, is a guard against mistakes
+# and need not be often.
 CHECK_EVERY = 1024
 STEP_KINDS = (GraphKind.DECODE_STEP, GraphKind.RANKED_STEP, GraphKind.EDITED_STEP)
 
@@ -39,8 +40,8 @@ def backend_for(device: torch.device) -> GraphBackend:
 class GraphSet:
     """Captures on `backend`, which must happen when the pools exist and before anything is served.
 
-    `as_one_break`: nothing is recorded and each forward runs eagerly behind the graphs' interface, which tells errors of
-    capturing from errors of padding and planning.
+    `as_one_break`: nothing is recorded and each forward runs eagerly behind the graphs' interface, which
+    tells errors of capturing from errors of padding and planning.
     """
 
     def __init__(self, backend: GraphBackend, lifecycle: Lifecycle, *, as_one_break: bool = False) -> None:
@@ -99,8 +100,8 @@ class GraphSet:
         logger.info("%d graphs, %.1f MiB shared", report.num_graphs, report.pool_bytes / MIB)
 
     def counts(self) -> dict[str, int]:
-        """Graphs that exist now, by the names of heartbeats: those of whole steps are "verify" where they have drafts and
-        "decode" where they have none."""
+        """Graphs that exist now, by the names of heartbeats: those of whole steps are "verify" where they
+        have drafts and "decode" where they have none."""
         kinds = {kind.kind: kind.rows for kind in self.pool.kinds()}
         steps = [rows for kind in STEP_KINDS for rows in kinds.get(kind.value, ())]
         return {

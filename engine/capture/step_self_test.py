@@ -1,8 +1,8 @@
 """Each graph of a whole decode step against the same step run eagerly, before anything is served.
 
-Both run over as many rows as the graph has, so that the same products are computed: reports must be equal, log
-probabilities and written KV nearly so. The comparison writes into the first pages of the KV pools and leaves them as it
-found them, zeros.
+Both run over as many rows as the graph has, so that the same products are computed: reports must be equal,
+log probabilities and written KV nearly so. The comparison writes into the first pages of the KV pools and
+leaves them as it found them, zeros.
 """
 
 import logging

@@ -1,18 +1,20 @@
 """Compiling grammars beside the steps, each for a bounded time.
 
-The compiler lets go of the interpreter's lock while it works, so that all it can take from the steps is processor time: its
-threads have a tenth of what a step has where both want the same core. A thread cannot be ended. One that has spent
-MAX_CPU_S on a grammar is given up: the requests that wait for it fail, also those that ask for the same again, another
-thread takes its place, and it goes on where nobody else wants the processor. The interpreter's end under a thread that comes
-back from native code ends the process by SIGSEGV, so who leaves waits for what is running, LAST_S at most.
+The compiler lets go of the interpreter's lock while it works, so that all it can take from the steps is
+processor time: its threads have a tenth of what a step has where both want the same core. A thread cannot be
+ended. One that has spent MAX_CPU_S on a grammar is given up: the requests that wait for it fail, also those
+that ask for the same again, another thread takes its place, and it goes on where nobody else wants the
+processor. The interpreter's end under a thread that comes back from native code ends the process by SIGSEGV,
+so who leaves waits for what is running, LAST_S at most.
 
     waiting    NUM_THREADS others are compiled; what no request waits for any more is not begun
     running    in a thread of its own
     given up   it took too long; while there are MAX_GIVEN_UP of these, no grammar that is not known is begun
     kept       compiled, or not to be compiled: the last MAX_KEPT that were asked for
 
-What a compiled grammar holds follows from the time that it took: 60 to 200 MB for each second, with llguidance 1.9. So that
-time is what counts: of HELD_S in all, half is for those that are kept, and one that would exceed the rest is turned away.
+What a compiled grammar holds follows from the time that it took: 60 to 200 MB for each second, with
+llguidance 1.9. So that time is what counts: of HELD_S in all, half is for those that are kept, and one that
+would exceed the rest is turned away.
 """
 
 import os
@@ -110,7 +112,10 @@ class Compilations:
         )  # at the process's end: threads hold this
 
     def __repr__(self) -> str:
-        return f"<Compilations {len(self._running)} running, {len(self._given_up)} given up, {len(self._kept)} kept>"
+        return (
+            f"<Compilations {len(self._running)} running, {len(self._given_up)} given up, "
+            f"{len(self._kept)} kept>"
+        )
 
     def ask(self, grammar: str) -> Compilation:
         """Of this grammar, which is begun where it is not known."""
@@ -125,7 +130,8 @@ class Compilations:
             return known
 
     def check(self) -> None:
-        """To be called now and then by who waits: gives up what takes too long, also what nobody waits for any more."""
+        """To be called now and then by who waits: gives up what takes too long, also what nobody waits for
+        any more."""
         for compilation in list(self._running):  # threads of grammars change it meanwhile
             if compilation.cpu_s > self._max_cpu_s:
                 self._give_up(compilation)
@@ -191,7 +197,8 @@ class Compilations:
         return self._keep(compilation)
 
     def _make_room(self, cost_s: float) -> None:
-        """Keeps no longer what with one more of this cost would be too much; of small ones that is never many."""
+        """Keeps no longer what with one more of this cost would be too much; of small ones that is never
+        many."""
         costly = [one for one in self._kept.values() if one.cost_s > SMALL_S]
         total = sum(one.cost_s for one in costly) + cost_s
         for one in costly:

@@ -1,9 +1,10 @@
 """Output that follows a grammar: which tokens may come next, as a mask per row that is sampled.
 
-The grammar is llguidance's (its own JSON form, or Lark text). It is compiled beside the steps, as `compilations` has it: a
-request whose grammar is not ready yet waits, and nobody else. A `Guide` then follows the tokens that were chosen, in any
-attempt, and looks ahead along drafts, so that a mask is that of the row's own branch; a draft that the grammar forbids is
-never the choice of the row before it, whatever stands behind it.
+The grammar is llguidance's (its own JSON form, or Lark text). It is compiled beside the steps, as
+`compilations` has it: a request whose grammar is not ready yet waits, and nobody else. A `Guide` then follows
+the tokens that were chosen, in any attempt, and looks ahead along drafts, so that a mask is that of the row's
+own branch; a draft that the grammar forbids is never the choice of the row before it, whatever stands behind
+it.
 
 Legend: R rows, W words of 32 tokens each.
 """
@@ -60,9 +61,11 @@ class Guide:
         return self._compilation.is_ours
 
     def masks(self, chosen: Sequence[int], branches: Sequence[Sequence[int]]) -> Mask:
-        """Masks `[R, W]`: bit t % 32 of word t // 32 says that token t may come behind `chosen` and the branch of drafts.
+        """Masks `[R, W]`: bit t % 32 of word t // 32 says that token t may come behind `chosen` and the
+        branch of drafts.
 
-        All bits are set behind a branch that the grammar forbids, which nobody will ask for; none where it has lost its way.
+        All bits are set behind a branch that the grammar forbids, which nobody will ask for; none where it
+        has lost its way.
         """
         if self._matcher is None:
             assert self._compilation.matcher is not None, "masks before is_ready"
@@ -88,7 +91,8 @@ class Guide:
             self._num_consumed += len(new)
 
     def _walk(self, matcher: LLMatcher, path: list[int], branch: Sequence[int]) -> bool:
-        """Brings the matcher from `path` to `branch`; False where the grammar, or the end of the output, forbids it."""
+        """Brings the matcher from `path` to `branch`; False where the grammar, or the end of the output,
+        forbids it."""
         common = 0
         while common < min(len(path), len(branch)) and path[common] == branch[common]:
             common += 1
@@ -128,8 +132,9 @@ class GrammarCompiler:
         return f"<GrammarCompiler {self._compilations!r}>"
 
     def load(self) -> None:
-        """Reads the tokenizer, before anything is served: that takes half a second for each 50,000 tokens, in which no other
-        thread runs. Without a tokenizer that can be used the grammars that are asked for cannot be followed.
+        """Reads the tokenizer, before anything is served: that takes half a second for each 50,000 tokens, in
+        which no other thread runs. Without a tokenizer that can be used the grammars that are asked for
+        cannot be followed.
         """
         if not self._path.is_file():
             self._fault = "the model's directory has no tokenizer.json, which guided decoding needs"

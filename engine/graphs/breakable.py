@@ -45,7 +45,8 @@ ResultT = TypeVar("ResultT")
 
 
 class Breaks(Generic[ContextT]):
-    """Handed to code that can be broken. This one breaks nothing: bodies are called at once, with one context.
+    """Handed to code that can be broken. This one breaks nothing: bodies are called at once, with one
+    context.
 
     `is_recorded`: whether what runs is recorded for replays, and so must depend on no value of this run.
     """

@@ -1,7 +1,8 @@
 """Breakable graphs by token count, their attention a break: prefill of the target and of the draft.
 
-q, k and v cross each break in one set of buffers of the largest bucket, shared by all layers and buckets: layers run one
-after the other, so one set is enough, and a set per layer would keep as much memory as the whole pass.
+q, k and v cross each break in one set of buffers of the largest bucket, shared by all layers and buckets:
+layers run one after the other, so one set is enough, and a set per layer would keep as much memory as the
+whole pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -117,7 +118,8 @@ class TokenGraphs(Generic[OutputT]):
         self.family.capture(forward, context, self._parameters)
 
     def run(self, decision: PathDecision, values: Sequence[torch.Tensor], attend: Attend) -> OutputT:
-        """Outputs of the real rows, owned by the caller. `values` `[n, ...]` are the inputs, in their order."""
+        """Outputs of the real rows, owned by the caller. `values` `[n, ...]` are the inputs, in their
+        order."""
         for (name, static), value in zip(self.inputs.items(), values, strict=True):
             load_rows(static, value, decision.bucket, name=f"{self.family.kind.value} {name}")
         n = values[0].shape[0]

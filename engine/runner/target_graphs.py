@@ -1,7 +1,8 @@
 """The graphs of a target model's prefill, by token bucket, with breaks at attention.
 
-They hold the model's body only. The rows whose logits are wanted are chosen behind it, eagerly, so that no graph depends
-on how many they are and no padding row costs a pass over the vocabulary. Legend as in `forward_batch`.
+They hold the model's body only. The rows whose logits are wanted are chosen behind it, eagerly, so that no
+graph depends on how many they are and no padding row costs a pass over the vocabulary. Legend as in
+`forward_batch`.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ Hidden: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def captured_mode(model: CausalLM) -> CaptureHidden:
-    """The hidden rows that graphs of `model` return: FULL when layers were chosen for a drafter, which must come first."""
+    """The hidden rows that graphs of `model` return: FULL when layers were chosen for a drafter, which must
+    come first."""
     has_aux = isinstance(model, AuxCapture) and bool(model.aux_layer_ids)
     return CaptureHidden.FULL if has_aux else CaptureHidden.NULL
 

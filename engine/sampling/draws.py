@@ -1,7 +1,7 @@
 """Drawing tokens by Gumbel-max from rows whose parameters are tensors: steps 4 to 8 of `sampler`.
 
-Legend as there: R rows, V vocabulary, C candidates of a row. Masses are compared as integers, whose sum does not depend on
-its order.
+Legend as there: R rows, V vocabulary, C candidates of a row. Masses are compared as integers, whose sum does
+not depend on its order.
 """
 
 import math
@@ -11,7 +11,8 @@ import torch
 
 from ...kernels.noise import gumbel
 
-# Probabilities relative to the likeliest token, in units of 2**-40: the sum over 2**20 tokens stays below 2**60.
+# Probabilities relative to the likeliest token, in units of 2**-40: the sum over 2**20 tokens stays below
+# 2**60.
 _MASS_ONE = float(1 << 40)
 # Rows are sampled in chunks of at most this many logits, which bounds the float64 temporaries to 32 MiB each.
 CHUNK_LOGITS = 1 << 22
@@ -23,7 +24,8 @@ NUCLEUS_WIDTH = 1024
 class Draw:
     """Rows that are drawn together, and what each needs; all tensors are `[rows of the draw]`.
 
-    `width` candidates are ranked; 0: none, as no row has top-k or top-p. With `top_k` None the rows have top-p only.
+    `width` candidates are ranked; 0: none, as no row has top-k or top-p. With `top_k` None the rows have
+    top-p only.
     """
 
     rows: torch.Tensor
@@ -75,10 +77,11 @@ def _support(logits: torch.Tensor, draw: Draw, width: int) -> tuple[torch.Tensor
 def _kept(
     scaled: torch.Tensor, limit: torch.Tensor, total: torch.Tensor | None, draw: Draw
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which of the ranked candidates are kept, bool `[R, C]`, and for which rows more than C would be, bool `[R]`.
+    """Which of the ranked candidates are kept, bool `[R, C]`, and for which rows more than C would be, bool
+    `[R]`.
 
-    `scaled` `[R, C]`; `limit` `[R]`: top-k; `total` `[R]`: the mass of all that top-k leaves, by default that of the
-    candidates.
+    `scaled` `[R, C]`; `limit` `[R]`: top-k; `total` `[R]`: the mass of all that top-k leaves, by default that
+    of the candidates.
     """
     rank = torch.arange(scaled.shape[1], device=scaled.device)
     kept = rank < limit[:, None]
@@ -91,8 +94,9 @@ def _kept(
 
 
 def draw_fixed(logits: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `draw_ranked`, of fixed shape and without a look at the host: tokens `[R]`, and bool `[R]` where they mean nothing
-    because the row's support is wider than the draw's `width`. `draw.top_k` is V where a row has none.
+    """As `draw_ranked`, of fixed shape and without a look at the host: tokens `[R]`, and bool `[R]` where
+    they mean nothing because the row's support is wider than the draw's `width`. `draw.top_k` is V where a
+    row has none.
     """
     assert draw.top_k is not None
     vocab_size, width = logits.shape[1], draw.width
@@ -112,7 +116,8 @@ def draw_fixed(logits: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Te
 
 
 def scaled_logits(logits: torch.Tensor, highest: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """(l - highest) / T, float64, at most 0; subtracted first, so that the smallest T overflows downwards only."""
+    """(l - highest) / T, float64, at most 0; subtracted first, so that the smallest T overflows downwards
+    only."""
     return (logits.double() - highest.double()[:, None]) / temperature[:, None]
 
 
@@ -124,8 +129,8 @@ def _mass(scaled: torch.Tensor) -> torch.Tensor:
 def ranked_ids(logits: torch.Tensor, width: int) -> torch.Tensor:
     """Ids `[R, width]` of the highest logits, descending, equal logits by ascending id.
 
-    A top-k of floats leaves the order of equals open, so it is taken of integers in which the id decides: the float's
-    bits as an ordered int32 above, the reversed id below.
+    A top-k of floats leaves the order of equals open, so it is taken of integers in which the id decides: the
+    float's bits as an ordered int32 above, the reversed id below.
     """
     bits = (
         (logits.float() + 0.0).view(torch.int32).to(torch.int64)

@@ -1,11 +1,12 @@
-"""What is changed in logits before a token is chosen: penalties, biases, bans of end tokens and grammar masks.
+"""What is changed in logits before a token is chosen: penalties, biases, bans of end tokens and grammar
+masks.
 
-In this order: penalties (over the output and the drafts in front of a row), biases and bans, the mask. Two forms of one
-operation give the same logits: on CPU it looks for the rows that need a change; on a device every row takes every change
-and nothing looks at the host.
+In this order: penalties (over the output and the drafts in front of a row), biases and bans, the mask. Two
+forms of one operation give the same logits: on CPU it looks for the rows that need a change; on a device
+every row takes every change and nothing looks at the host.
 
-Legend: S slots (requests known), B requests, N rows of each, R = B * N, V vocabulary, E entries of a slot, W words of 32
-tokens.
+Legend: S slots (requests known), B requests, N rows of each, R = B * N, V vocabulary, E entries of a slot, W
+words of 32 tokens.
 """
 
 import math
@@ -27,8 +28,8 @@ ALL_ALLOWED = -1  # a word of a mask
 
 torch.library.define(
     "baton::edit_logits",
-    "(Tensor logits, Tensor positions, Tensor slots, Tensor ids, Tensor values, Tensor until, Tensor penalties,"
-    " Tensor? seen, Tensor? drafts, Tensor? ancestors, Tensor? masks) -> Tensor",
+    "(Tensor logits, Tensor positions, Tensor slots, Tensor ids, Tensor values, Tensor until, Tensor "
+    "penalties, Tensor? seen, Tensor? drafts, Tensor? ancestors, Tensor? masks) -> Tensor",
 )
 
 
@@ -36,8 +37,8 @@ torch.library.define(
 class SamplingRow:
     """One choice: the token at absolute `position`, behind `prompt_ids` and `output_ids`.
 
-    `ends` are the tokens that would end the request, which may not be chosen at positions below `first_end`. `mask`, int32
-    `[W]`, has the bits of the tokens that the grammar allows; None: all.
+    `ends` are the tokens that would end the request, which may not be chosen at positions below `first_end`.
+    `mask`, int32 `[W]`, has the bits of the tokens that the grammar allows; None: all.
     """
 
     params: SamplingParams
@@ -71,9 +72,10 @@ class SamplingRow:
 
 @dataclass(frozen=True, kw_only=True)
 class LogitEdits:
-    """`ids` int64, `values` float32 and `until` int64 `[S, E]`: `values` is added to the logits of `ids` at positions below
-    `until` (unused entries: 0). `penalties` `[S, 3]` float32: repetition, frequency, presence. `seen` `[S, V]` int32 as of
-    `SamplingRow.seen`; None: no slot has penalties, and rows of slots without any mean nothing."""
+    """`ids` int64, `values` float32 and `until` int64 `[S, E]`: `values` is added to the logits of `ids` at
+    positions below `until` (unused entries: 0). `penalties` `[S, 3]` float32: repetition, frequency,
+    presence. `seen` `[S, V]` int32 as of `SamplingRow.seen`; None: no slot has penalties, and rows of slots
+    without any mean nothing."""
 
     ids: torch.Tensor
     values: torch.Tensor
@@ -125,11 +127,13 @@ def edit_logits(
     ancestors: torch.Tensor | None = None,
     masks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`logits` `[R, V]` float32 with what `edits` of `slots` int64 `[B]` change; the argument is never written.
+    """`logits` `[R, V]` float32 with what `edits` of `slots` int64 `[B]` change; the argument is never
+    written.
 
-    `positions` int64 `[R]` of the tokens to be chosen. `drafts` int64 `[B, N-1]` stand behind the newest token of each
-    request, and `ancestors` bool `[B, N, N]` says which nodes (the newest token is the first) a row stands behind, itself
-    included; None: each row stands behind all before it. `masks` int32 `[R, W]`: bits of allowed tokens.
+    `positions` int64 `[R]` of the tokens to be chosen. `drafts` int64 `[B, N-1]` stand behind the newest
+    token of each request, and `ancestors` bool `[B, N, N]` says which nodes (the newest token is the first) a
+    row stands behind, itself included; None: each row stands behind all before it. `masks` int32 `[R, W]`:
+    bits of allowed tokens.
     """
     edited: torch.Tensor = torch.ops.baton.edit_logits.default(
         logits,
@@ -237,7 +241,8 @@ def _penalised(
     drafts: torch.Tensor | None,
     ancestors: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`rows` `[G, N, V]` behind the tokens `seen` `[G, V]` and, each, the drafts `[G, N-1]` of its own branch."""
+    """`rows` `[G, N, V]` behind the tokens `seen` `[G, V]` and, each, the drafts `[G, N-1]` of its own
+    branch."""
     num_nodes = rows.shape[1]
     counts = seen[:, None].expand(rows.shape).contiguous()
     if drafts is not None and num_nodes > 1:

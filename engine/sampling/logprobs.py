@@ -1,4 +1,5 @@
-"""Log probabilities of chosen tokens and of the likeliest ones, by the model's own distribution before any change.
+"""Log probabilities of chosen tokens and of the likeliest ones, by the model's own distribution before any
+change.
 
 Legend: R rows, V vocabulary, K most top tokens that a row asks for.
 """
@@ -19,7 +20,8 @@ torch.library.define(
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprob:
-    """Of the model's own distribution: the chosen token's log probability and the likeliest (id, log probability)."""
+    """Of the model's own distribution: the chosen token's log probability and the likeliest (id, log
+    probability)."""
 
     logprob: float
     top: list[tuple[int, float]]
@@ -28,7 +30,8 @@ class TokenLogprob:
 def top_logprobs(
     logits: torch.Tensor, chosen: torch.Tensor, wanted: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32 `[R, 1+K]`: of the token `chosen` int64 `[R]`, then of the `num_top` likeliest; int64 `[R, K]`: these tokens.
+    """Float32 `[R, 1+K]`: of the token `chosen` int64 `[R]`, then of the `num_top` likeliest; int64 `[R, K]`:
+    these tokens.
 
     `wanted` int64 `[R]`: how many a row asks for, -1: nothing. Other rows may hold NaN and -1.
     """

@@ -10,9 +10,10 @@ class SamplingParams:
 
     Before `min_new_tokens` output tokens no token is chosen that would end the request.
 
-    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. Frequency and presence penalties count output tokens
-    only, repetition_penalty counts prompt and output. `logprobs` -1: none, 0: the chosen token's, k: also the top k;
-    `prompt_logprobs` the same of the prompt's own tokens. `grammar`: what the output follows, see `guided`; "" nothing.
+    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. Frequency and presence penalties count
+    output tokens only, repetition_penalty counts prompt and output. `logprobs` -1: none, 0: the chosen
+    token's, k: also the top k; `prompt_logprobs` the same of the prompt's own tokens. `grammar`: what the
+    output follows, see `guided`; "" nothing.
     """
 
     temperature: float = 1.0

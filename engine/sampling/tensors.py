@@ -15,8 +15,8 @@ from .params import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingTensors:
-    """How tokens are chosen, `[S]` each: `seeds`, `top_k` (V: none) int64, `temperature`, `top_p`, `min_p` float64,
-    `is_drawn` bool (else the likeliest token is taken)."""
+    """How tokens are chosen, `[S]` each: `seeds`, `top_k` (V: none) int64, `temperature`, `top_p`, `min_p`
+    float64, `is_drawn` bool (else the likeliest token is taken)."""
 
     seeds: torch.Tensor
     temperature: torch.Tensor

@@ -1,8 +1,9 @@
 """How many tokens to draft next: as many as pay, by batch size and by how many drafts were kept lately.
 
-A step of s drafts yields 1 + a + a^2 + ... + a^s tokens on average, a the share of drafts that are kept once all before them
-were (of a tree: of levels). It costs a target forward over all nodes, the draft's forwards and its extend. Drafting trades
-idle arithmetic for fewer reads of the weights; a large batch leaves none idle, and a poor draft wastes it.
+A step of s drafts yields 1 + a + a^2 + ... + a^s tokens on average, a the share of drafts that are kept once
+all before them were (of a tree: of levels). It costs a target forward over all nodes, the draft's forwards
+and its extend. Drafting trades idle arithmetic for fewer reads of the weights; a large batch leaves none
+idle, and a poor draft wastes it.
 
 The policy is pure: it is told what was accepted and asked for the next shape; the caller runs it.
 """
@@ -17,14 +18,15 @@ PRIOR = 0.6  # the share of drafts kept before anything was seen, and
 PRIOR_TRIED = 4.0  # how many drafts that counts as
 DECAY = 0.05  # share of the newest step in the averages
 MARGIN = 0.04  # another shape has to be better by so much
-# Rows of a forward whose arithmetic takes as long as reading the weights: an H200 multiplies about 160 bfloat16 rows in the
-# time in which it reads the matrix; a CPU core is busy after a few.
+# Rows of a forward whose arithmetic takes as long as reading the weights: an H200 multiplies about 160
+# bfloat16 rows in the time in which it reads the matrix; a CPU core is busy after a few.
 KNEE_ROWS = {"cuda": 160.0, "cpu": 6.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Costs relative to reading the target's weights once. `draft`: the same for the draft's; `knee_rows` as KNEE_ROWS."""
+    """Costs relative to reading the target's weights once. `draft`: the same for the draft's; `knee_rows` as
+    KNEE_ROWS."""
 
     draft: float
     knee_rows: float
@@ -49,8 +51,8 @@ def expected_tokens(shape: DraftShape, share_kept: float) -> float:
 class StepPolicy:
     """Chooses among `shapes`, of which the last is the configured one.
 
-    A shape is left only for one that is better by MARGIN, or when the configured one is better: as far as the costs and the
-    averages tell, a step is never dearer per token than with the configured shape throughout.
+    A shape is left only for one that is better by MARGIN, or when the configured one is better: as far as the
+    costs and the averages tell, a step is never dearer per token than with the configured shape throughout.
     """
 
     def __init__(self, shapes: Sequence[DraftShape], costs: StepCosts) -> None:
@@ -84,7 +86,8 @@ class StepPolicy:
         return self.current
 
     def observe(self, kept: int, tried: int) -> None:
-        """Of one step's drafts, over all its requests: `tried` were compared with the target's choice, `kept` matched."""
+        """Of one step's drafts, over all its requests: `tried` were compared with the target's choice, `kept`
+        matched."""
         assert 0 <= kept <= tried, (kept, tried)
         if tried:
             self._kept += DECAY * (kept - self._kept)

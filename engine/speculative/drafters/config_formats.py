@@ -42,8 +42,9 @@ _NETWORK_KEYS = frozenset(
         "qk_norm",
     }
 )
-# Keys of the trainers and of transformers' own dumps that say nothing about what the head computes. num_hidden_layers
-# is among them because one public head carries its target's: the loader counts the layers in the tensors instead.
+# Keys of the trainers and of transformers' own dumps that say nothing about what the head computes.
+# num_hidden_layers is among them because one public head carries its target's: the loader counts the layers
+# in the tensors instead.
 _IGNORED_KEYS = frozenset(
     {
         "_name_or_path",
@@ -146,7 +147,8 @@ _PLAIN_TARGETS = frozenset({"llama", "qwen2", "qwen3", "mistral"})
 
 @dataclass(frozen=True, kw_only=True)
 class Fields:
-    """The flattened keys of one draft config, read with a type; each error names the file, the key and the value."""
+    """The flattened keys of one draft config, read with a type; each error names the file, the key and the
+    value."""
 
     file: Path
     dialect: int
@@ -193,7 +195,8 @@ class Fields:
 
 
 def flatten(file: Path, raw: dict[str, object]) -> Fields:
-    """One flat set of keys for any dialect. Raises CheckpointError for an unknown dialect, architecture or key."""
+    """One flat set of keys for any dialect. Raises CheckpointError for an unknown dialect, architecture or
+    key."""
     dialect = _dialect_of(file, raw)
     values = _flatten_speculators(file, raw) if dialect == 4 else _flatten_native(file, raw, dialect)
     fields = Fields(file=file, dialect=dialect, values=values)
@@ -224,7 +227,8 @@ def _dialect_of(file: Path, raw: dict[str, object]) -> int:
     if name == "LlamaForCausalLM" and raw.get("draft_vocab_size") is not None:
         return 1
     raise CheckpointError(
-        f"{file}: architectures {names!r} is not an EAGLE3 head that baton runs; supported are LlamaForCausalLMEagle3, "
+        f"{file}: architectures {names!r} is not an EAGLE3 head that baton runs; supported are "
+        "LlamaForCausalLMEagle3, "
         "speculators eagle3, and LlamaForCausalLM with a draft_vocab_size"
     )
 
@@ -252,7 +256,8 @@ def _flatten_native(file: Path, raw: dict[str, object], dialect: int) -> dict[st
         raise CheckpointError(
             f"{file}: target_model_type = {target_kind!r}: supported are {sorted(_PLAIN_TARGETS)}"
         )
-    # Two trainers give norm_output two meanings; only heads with per-feature norms were trained with a normed feedback.
+    # Two trainers give norm_output two meanings; only heads with per-feature norms were trained with a normed
+    # feedback.
     if not values.get("fc_norm"):
         values.pop("norm_output", None)
     return values

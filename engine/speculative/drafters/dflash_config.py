@@ -1,7 +1,7 @@
 """What a DFLASH drafter's config.json says of the target's features: which layers, in which order, how wide.
 
-That is all a prefill engine needs; the drafter itself is not among those that decode runs. Ids name layer outputs. Facts:
-github.com/z-lab/dflash, `build_target_layer_ids` for the ids of a config that names none.
+That is all a prefill engine needs; the drafter itself is not among those that decode runs. Ids name layer
+outputs. Facts: github.com/z-lab/dflash, `build_target_layer_ids` for the ids of a config that names none.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,8 @@ class DflashConfig:
 
 
 def load_dflash_config(path: Path, target: ModelConfig, *, dtype: str | None = None) -> DflashConfig:
-    """Read `path`/config.json for a drafter of `target`, which runs in `dtype` (None: that of its checkpoint).
+    """Read `path`/config.json for a drafter of `target`, which runs in `dtype` (None: that of its
+    checkpoint).
 
     Raises CheckpointError naming file, key, value and remedy.
     """
@@ -60,7 +61,8 @@ def load_dflash_config(path: Path, target: ModelConfig, *, dtype: str | None = N
 
 
 def _default_ids(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """As many outputs as the drafter has layers, evenly spaced over 1 to L-3; the middle one when it has a single layer."""
+    """As many outputs as the drafter has layers, evenly spaced over 1 to L-3; the middle one when it has a
+    single layer."""
     count = fields.integer("num_hidden_layers")
     if count == 1:
         return (num_layers // 2,)

@@ -1,8 +1,10 @@
-"""The EAGLE3 drafter of a decode engine: its own KV pool under the target's page ids, and what it remembers per request.
+"""The EAGLE3 drafter of a decode engine: its own KV pool under the target's page ids, and what it remembers
+per request.
 
-Draft row i is written from the target's features of position i and the token at i+1. The rows of drafts are guesses, which
-`observe` overwrites with rows made from true features before anything can depend on them.
-Shape legend: B requests, N nodes each, T rows, H draft hidden, Ht target hidden, K features, Vd draft vocabulary.
+Draft row i is written from the target's features of position i and the token at i+1. The rows of drafts are
+guesses, which `observe` overwrites with rows made from true features before anything can depend on them.
+Shape legend: B requests, N nodes each, T rows, H draft hidden, Ht target hidden, K features, Vd draft
+vocabulary.
 """
 
 from collections.abc import Sequence
@@ -41,11 +43,12 @@ def draft_layout(config: Eagle3Config, page_size: int, dtype: torch.dtype) -> MH
 
 
 class Eagle3Drafter:
-    """Runs an EAGLE3 head whose embedding and lm_head have been shared; owns draft KV and per-request draft states.
+    """Runs an EAGLE3 head whose embedding and lm_head have been shared; owns draft KV and per-request draft
+    states.
 
-    Draft row i depends on the token at i+1: whoever shares pages between requests shares a page only where the token
-    behind it is the same, too. Every forward has a multiple of `row_multiple` rows, the missing ones idle; a prefill of
-    nothing runs only where that is more than 1.
+    Draft row i depends on the token at i+1: whoever shares pages between requests shares a page only where
+    the token behind it is the same, too. Every forward has a multiple of `row_multiple` rows, the missing
+    ones idle; a prefill of nothing runs only where that is more than 1.
     """
 
     def __init__(
@@ -85,7 +88,8 @@ class Eagle3Drafter:
 
     @torch.no_grad()
     def prefill(self, items: Sequence[DraftPrefill]) -> None:
-        """Write the draft KV of all rows of `items`, and the states of the final ones. Rows of 0 items are fine."""
+        """Write the draft KV of all rows of `items`, and the states of the final ones. Rows of 0 items are
+        fine."""
         items = [item for item in items if item.next_ids]
         if not items:
             if self.row_multiple > 1:
@@ -102,7 +106,8 @@ class Eagle3Drafter:
 
     @torch.no_grad()
     def prefill_rows(self, batch: ForwardBatch) -> torch.Tensor:
-        """The layer's output `[T, H]` for rows made from target features, by graph or as `batch.decision` says."""
+        """The layer's output `[T, H]` for rows made from target features, by graph or as `batch.decision`
+        says."""
         graphs, padded = self.graphs, pad_rows(batch, self.row_multiple)
         if batch.decision is None:
             batch.decision = EAGER if graphs is None else graphs.decide(padded)
@@ -199,7 +204,8 @@ class Eagle3Drafter:
         phase = DraftPhase.FROM_TARGET_FEATURES
         out = self.head.forward(features, accepted.tokens.reshape(-1), positions, plan.attend, phase)
         last = select_last_rows(out, emitted)
-        # A request that got no token keeps its state: what it would be given is made of rows that nobody reads.
+        # A request that got no token keeps its state: what it would be given is made of rows that nobody
+        # reads.
         kept = torch.where(emitted > 0, view.states, PAD_ROW)
         self.states.write(kept, self.head.feedback(last), self.head.compute_logits(last))
 

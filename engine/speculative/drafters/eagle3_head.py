@@ -1,8 +1,8 @@
 """The EAGLE3 head: one decoder layer over (token embedding, hidden), drafting tokens of a reduced vocabulary.
 
-Row i takes the target's features of position i (or, in a chain, the head's own hidden) and the embedding of token i+1,
-is rotated for position i, and predicts token i+2. Shape legend: T rows, R selected rows, H draft hidden, Ht target
-hidden, K features, V vocabulary, Vd draft vocabulary.
+Row i takes the target's features of position i (or, in a chain, the head's own hidden) and the embedding of
+token i+1, is rotated for position i, and predicts token i+2. Shape legend: T rows, R selected rows, H draft
+hidden, Ht target hidden, K features, V vocabulary, Vd draft vocabulary.
 """
 
 from enum import Enum
@@ -24,7 +24,8 @@ class DraftPhase(Enum):
 
 
 class DraftLayer:
-    """A decoder layer whose attention reads the pair (normed embedding, normed hidden), twice as wide as its output."""
+    """A decoder layer whose attention reads the pair (normed embedding, normed hidden), twice as wide as its
+    output."""
 
     def __init__(self, config: Eagle3Config, dtype: torch.dtype, device: torch.device) -> None:
         width, eps = config.hidden_size, config.rms_norm_eps
@@ -49,7 +50,8 @@ class DraftLayer:
     def __call__(
         self, embeds: torch.Tensor, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """`embeds` and `hidden` `[T, H]`, rotary tables `[T, D]` -> `[T, H]`, residual added and un-normed."""
+        """`embeds` and `hidden` `[T, H]`, rotary tables `[T, D]` -> `[T, H]`, residual added and
+        un-normed."""
         normed = self.hidden_norm(hidden)
         pair = torch.cat((self.input_norm(embeds), normed), dim=-1)
         residual = normed if self.norm_before_residual else hidden
@@ -67,8 +69,8 @@ class DraftLayer:
 class Eagle3Head:
     """The head of `config`, allocated but not filled; `tensors()` names what to fill.
 
-    `embed_tokens` `[V, H]` and `lm_head` `[Vd, H]` are None until loaded from the checkpoint or shared by the target.
-    `target_ids` `[Vd]` int64 is the target token of each draft token.
+    `embed_tokens` `[V, H]` and `lm_head` `[Vd, H]` are None until loaded from the checkpoint or shared by the
+    target. `target_ids` `[Vd]` int64 is the target token of each draft token.
     """
 
     def __init__(
@@ -97,9 +99,11 @@ class Eagle3Head:
         return self._rotary is not None
 
     def share(self, embed_tokens: torch.Tensor, lm_head: torch.Tensor, max_position: int) -> None:
-        """Use the target's `embed_tokens` and `lm_head`, each `[V, Ht]`, where the head brought none of its own.
+        """Use the target's `embed_tokens` and `lm_head`, each `[V, Ht]`, where the head brought none of its
+        own.
 
-        `max_position` is how many positions will be served. Raises CheckpointError when a shared weight does not fit.
+        `max_position` is how many positions will be served. Raises CheckpointError when a shared weight does
+        not fit.
         """
         config = self.config
         if self.embed_tokens is None:
@@ -107,8 +111,8 @@ class Eagle3Head:
         if self.lm_head is None:
             if config.draft_vocab_size != config.vocab_size:
                 raise CheckpointError(
-                    f"{config.path}: tensor lm_head.weight is missing; the target's {config.vocab_size} rows cannot "
-                    f"stand for draft_vocab_size {config.draft_vocab_size}; fetch the checkpoint again"
+                    f"{config.path}: tensor lm_head.weight is missing; the target's {config.vocab_size} rows "
+                    f"cannot stand for draft_vocab_size {config.draft_vocab_size}; fetch the checkpoint again"
                 )
             own = self.embed_tokens if config.tie_word_embeddings else lm_head
             self.lm_head = self._fitting("lm_head.weight", own)
@@ -117,8 +121,9 @@ class Eagle3Head:
     def _fitting(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         if weight.shape != (self.config.vocab_size, self.config.hidden_size):
             raise CheckpointError(
-                f"{self.config.path}: tensor {name} is missing, and the target's of shape {list(weight.shape)} cannot "
-                f"stand for [{self.config.vocab_size}, {self.config.hidden_size}]; fetch the checkpoint again"
+                f"{self.config.path}: tensor {name} is missing, and the target's of shape "
+                f"{list(weight.shape)} cannot stand for [{self.config.vocab_size}, "
+                f"{self.config.hidden_size}]; fetch the checkpoint again"
             )
         return weight.to(self.device, self.dtype)
 
@@ -143,8 +148,9 @@ class Eagle3Head:
     ) -> torch.Tensor:
         """The layer's output `[T, H]`, residual added and un-normed.
 
-        `hidden` is `[T, K*Ht]` FROM_TARGET_FEATURES or `[T, H]` (from `feedback`) in a SELF_CHAIN; `token_ids` `[T]`
-        are the tokens one to the right of `positions` `[T]`. Raises LifecycleError before `share`.
+        `hidden` is `[T, K*Ht]` FROM_TARGET_FEATURES or `[T, H]` (from `feedback`) in a SELF_CHAIN;
+        `token_ids` `[T]` are the tokens one to the right of `positions` `[T]`. Raises LifecycleError before
+        `share`.
         """
         if self._rotary is None or self.embed_tokens is None:
             raise LifecycleError(

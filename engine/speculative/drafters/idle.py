@@ -1,4 +1,5 @@
-"""The batch of a draft forward that has nothing to do; its width and dtype come from where everyone else's come from."""
+"""The batch of a draft forward that has nothing to do; its width and dtype come from where everyone else's
+come from."""
 
 import torch
 
@@ -14,7 +15,8 @@ def idle_draft_batch(
     mode: ForwardMode = ForwardMode.IDLE,
     device: torch.device | str = "cpu",
 ) -> ForwardBatch:
-    """No rows, with `features` as a forward of `phase` takes them: `[0, K*Ht]` of the target's or `[0, H]` of its own."""
+    """No rows, with `features` as a forward of `phase` takes them: `[0, K*Ht]` of the target's or `[0, H]` of
+    its own."""
     is_from_target = phase is DraftPhase.FROM_TARGET_FEATURES
     width = dims.target_feature_width if is_from_target else dims.self_width
     name = dims.target_feature_dtype if is_from_target else dims.self_dtype

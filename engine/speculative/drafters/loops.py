@@ -20,10 +20,11 @@ def draft_chain(
     state: tuple[torch.Tensor, torch.Tensor],
     num_drafts: int,
 ) -> torch.Tensor:
-    """Chains `[B, num_drafts]` of target ids; one forward less than drafts, since the first proposal is remembered.
+    """Chains `[B, num_drafts]` of target ids; one forward less than drafts, since the first proposal is
+    remembered.
 
-    `state`: hidden `[B, H]` and logits `[B, Vd]` of the first proposal. Step j feeds row j-1 back: the row stands at
-    position lens + j - 1 and sees lens + j rows.
+    `state`: hidden `[B, H]` and logits `[B, Vd]` of the first proposal. Step j feeds row j-1 back: the row
+    stands at position lens + j - 1 and sees lens + j rows.
     """
     positions, sampling, (hidden, logits) = view.positions, view.sampling, state
     drafts = [head.target_ids[sampling.choose(logits, positions[:, 0] + 1, head.target_ids)]]
@@ -44,7 +45,8 @@ def draft_tree(
     state: tuple[torch.Tensor, torch.Tensor],
     shape: DraftShape,
 ) -> DraftTree:
-    """Trees of `shape`: `steps` choices and `steps` - 1 forwards of `topk` rows per request; `state` as of `draft_chain`.
+    """Trees of `shape`: `steps` choices and `steps` - 1 forwards of `topk` rows per request; `state` as of
+    `draft_chain`.
 
     The nodes of level j stand at position lens + j - 1, behind the rows of all levels before.
     """

@@ -1,7 +1,7 @@
 """The graphs of a draft prefill, by token bucket.
 
-They are made once the head has the target's embedding and lm_head: a graph holds the addresses of what it reads.
-Shape legend: T rows, H draft hidden.
+They are made once the head has the target's embedding and lm_head: a graph holds the addresses of what it
+reads. Shape legend: T rows, H draft hidden.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,8 @@ def parameters_of(head: Eagle3Head) -> NamedTensors:
 
 
 def require_shared(head: Eagle3Head) -> None:
-    """LifecycleError before the target's weights are shared: the graph would keep reading what they replace."""
+    """LifecycleError before the target's weights are shared: the graph would keep reading what they
+    replace."""
     if not head.is_shared:
         raise LifecycleError(
             f"graphs of {head!r} need the target's embedding and lm_head, which are shared before"

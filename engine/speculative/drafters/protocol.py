@@ -6,8 +6,8 @@
     open/close a place for what the drafter remembers of one request between two steps
 
 `propose`, `first_proposals` and `observe` run inside graphs: fixed shapes, no look at the host.
-Shape legend: B requests, S spare slots of each, N nodes, R rows of the longest branch, K captured features, Ht target
-hidden.
+Shape legend: B requests, S spare slots of each, N nodes, R rows of the longest branch, K captured features,
+Ht target hidden.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ MAX_PREFILL_ROWS = 512  # rows of one draft prefill that a graph is captured for
 class DraftPrefill:
     """Rows [start, start + len(next_ids)) of one request.
 
-    `next_ids[k]` is the token at start+k+1, `features` `[len(next_ids), K*Ht]`. `state_row` is written when `is_final`,
-    that is when the last row is the newest one and so predicts the first draft token.
+    `next_ids[k]` is the token at start+k+1, `features` `[len(next_ids), K*Ht]`. `state_row` is written when
+    `is_final`, that is when the last row is the newest one and so predicts the first draft token.
     """
 
     pages: Sequence[int]
@@ -54,9 +54,10 @@ class DraftPrefill:
 class DraftView:
     """The requests of one step as a drafter sees them, all int64 on the device.
 
-    `positions` and `kv_rows` `[B, S]`: positions behind the committed rows, and row numbers in the draft's pool (0: in the
-    sink). `page_table` `[B, P]`; `lens` `[B]` committed rows, `extend_lens` `[B]` the same and R; `states` `[B]` places of
-    `open`, 0 where nothing is drafted. `is_recorded`: a graph records the step.
+    `positions` and `kv_rows` `[B, S]`: positions behind the committed rows, and row numbers in the draft's
+    pool (0: in the sink). `page_table` `[B, P]`; `lens` `[B]` committed rows, `extend_lens` `[B]` the same
+    and R; `states` `[B]` places of `open`, 0 where nothing is drafted. `is_recorded`: a graph records the
+    step.
     """
 
     positions: torch.Tensor
@@ -97,8 +98,8 @@ class Drafter(Protocol):
 
     @property
     def anchors(self) -> tuple[torch.Tensor, ...]:
-        """Tensors that graphs of a step read and write besides the parameters; they move when more places are opened than
-        were reserved."""
+        """Tensors that graphs of a step read and write besides the parameters; they move when more places are
+        opened than were reserved."""
 
     @property
     def prefill_family(self) -> GraphFamily[AttendContext, torch.Tensor] | None:
@@ -139,5 +140,5 @@ class Drafter(Protocol):
         emitted: torch.Tensor,
         shape: DraftShape,
     ) -> None:
-        """Rewrite the rows along the kept branch from the target's `features` `[B*N, K*Ht]`, and the places of the requests
-        that got tokens, `emitted` int64 `[B]` of them."""
+        """Rewrite the rows along the kept branch from the target's `features` `[B*N, K*Ht]`, and the places
+        of the requests that got tokens, `emitted` int64 `[B]` of them."""

@@ -1,7 +1,8 @@
 """Which drafters there are, by the architecture that their config.json names.
 
-A prefill engine reads a drafter's config only: which layer outputs of the target to capture. A decode engine loads its
-weights and runs it, where this engine can run drafters of that kind. A new kind of drafter adds a `DraftSource` here.
+A prefill engine reads a drafter's config only: which layer outputs of the target to capture. A decode engine
+loads its weights and runs it, where this engine can run drafters of that kind. A new kind of drafter adds a
+`DraftSource` here.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,8 +59,8 @@ class DraftModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TargetWeights:
-    """What a target lends to its drafter: `embed_tokens` and `lm_head`, each `[V, Ht]`. `max_context` positions are served,
-    in `dtype` on `device`."""
+    """What a target lends to its drafter: `embed_tokens` and `lm_head`, each `[V, Ht]`. `max_context`
+    positions are served, in `dtype` on `device`."""
 
     embed_tokens: torch.Tensor
     lm_head: torch.Tensor
@@ -116,7 +117,8 @@ class DflashSource:
 
     def _refusal(self) -> CheckpointError:
         return CheckpointError(
-            f"draft {self.config.path}: a DFLASH drafter can be prefilled for, but decode runs EAGLE3 heads only; "
+            f"draft {self.config.path}: a DFLASH drafter can be prefilled for, but decode runs EAGLE3 heads "
+            "only; "
             "give it one, or none"
         )
 
@@ -133,7 +135,8 @@ def _read_dflash(path: Path, target: ModelConfig, target_path: Path | None, dtyp
     return DflashSource(load_dflash_config(path, target, dtype=dtype))
 
 
-# EAGLE3 heads were published under the names of several architectures, their own and their target's: see `config_formats`.
+# EAGLE3 heads were published under the names of several architectures, their own and their target's: see
+# `config_formats`.
 READERS: Mapping[str, Reader] = MappingProxyType({ARCHITECTURE: _read_dflash})
 
 

@@ -1,9 +1,9 @@
 """What a draft checkpoint's config.json says, resolved once into one frozen record that everyone asks.
 
-Four dialects describe the same network: 1 SafeAILab, 2 native (SpecForge, SGLang), 3 Model-Optimizer, 4 speculators.
-Only config.json is read here: a prefill worker needs the aux layer ids and the feature width, never the weights.
-Layer ids are ids of layer *outputs* (residual stream after layer i, un-normed), in the order that `fc` was trained
-with.
+Four dialects describe the same network: 1 SafeAILab, 2 native (SpecForge, SGLang), 3 Model-Optimizer, 4
+speculators. Only config.json is read here: a prefill worker needs the aux layer ids and the feature width,
+never the weights. Layer ids are ids of layer *outputs* (residual stream after layer i, un-normed), in the
+order that `fc` was trained with.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,11 @@ from .config_formats import Fields, IdConvention, flatten
 
 @dataclass(frozen=True, kw_only=True)
 class AuxSpec:
-    """Which target features the drafter reads: `ids` in `fc` column order, `dtype` as the target produces them.
+    """Which target features the drafter reads: `ids` in `fc` column order, `dtype` as the target produces
+    them.
 
-    `convention` says how the ids stood in the config: "output" as here, "input" (boundaries, one higher), "default"
-    absent.
+    `convention` says how the ids stood in the config: "output" as here, "input" (boundaries, one higher),
+    "default" absent.
     """
 
     ids: tuple[int, ...]
@@ -47,10 +48,11 @@ class DraftDims:
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config:
-    """An EAGLE3 head, whatever dialect it was published in. `draft_vocab_size` equals `vocab_size` for a full head.
+    """An EAGLE3 head, whatever dialect it was published in. `draft_vocab_size` equals `vocab_size` for a full
+    head.
 
-    `input_norm`: one norm over the concatenated features; `fc_norm`: one norm per feature. `norm_output`: the hidden
-    fed back is normed. `norm_before_residual`: the residual is taken after the hidden norm.
+    `input_norm`: one norm over the concatenated features; `fc_norm`: one norm per feature. `norm_output`: the
+    hidden fed back is normed. `norm_before_residual`: the residual is taken after the hidden norm.
     """
 
     path: Path
@@ -143,7 +145,8 @@ def load_draft_config(
 
 
 def _resolve_rope(fields: Fields, max_position: int) -> RopeConfig:
-    """The draft's own rope, never the target's: a SafeAILab head without the key was trained with base 10000."""
+    """The draft's own rope, never the target's: a SafeAILab head without the key was trained with base
+    10000."""
     keys = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
     raw = {key: fields.values[key] for key in keys if key in fields.values}
     return read_rope_config(raw | {"max_position_embeddings": max_position}, fields.file)
@@ -191,7 +194,8 @@ def check_ids(
     *,
     key: str = "eagle_aux_hidden_state_layer_ids",
 ) -> None:
-    """CheckpointError unless `ids`, which stand in the config at `key` as `raw`, are different layers of `target`."""
+    """CheckpointError unless `ids`, which stand in the config at `key` as `raw`, are different layers of
+    `target`."""
     num_layers, model = target.num_layers, target.architecture
     if len(set(raw)) != len(raw):
         raise fields.error(
@@ -202,8 +206,9 @@ def check_ids(
         if not 0 <= layer < num_layers:
             raise fields.error(
                 key,
-                f"{list(raw)}: {value} is out of range; a {model} target of {num_layers} layers has ids {low} to "
-                f"{num_layers - 1 + low} ({used} convention); use the target that the head was trained for",
+                f"{list(raw)}: {value} is out of range; a {model} target of {num_layers} layers has ids "
+                f"{low} to {num_layers - 1 + low} ({used} convention); use the target that the head was "
+                "trained for",
             )
 
 
@@ -212,8 +217,9 @@ def _target_hidden(fields: Fields, hidden: int, target: ModelConfig, target_path
     if declared != target.hidden_size:
         where = f" ({target_path / 'config.json'})" if target_path is not None else ""
         raise CheckpointError(
-            f"{fields.file}: head trained for another hidden size: it expects a target of hidden size {declared}, but "
-            f"the target model{where} has {target.hidden_size}; use the head that was trained for this target"
+            f"{fields.file}: head trained for another hidden size: it expects a target of hidden size "
+            f"{declared}, but the target model{where} has {target.hidden_size}; use the head that was "
+            "trained for this target"
         )
     return declared
 

@@ -44,7 +44,8 @@ class DraftStates:
         self._free.append(row)
 
     def write(self, rows: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor) -> None:
-        """Set the states `rows` `[R]` int64 to `hidden` `[R, H]` and `logits` `[R, Vd]`; copies, never aliases."""
+        """Set the states `rows` `[R]` int64 to `hidden` `[R, H]` and `logits` `[R, Vd]`; copies, never
+        aliases."""
         self.hidden.index_copy_(0, rows, hidden.to(self.hidden.dtype))
         self.logits.index_copy_(0, rows, logits)
 

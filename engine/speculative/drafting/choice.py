@@ -1,6 +1,7 @@
 """The choices of a drafter, as operations of the torch library with every parameter in tensors.
 
-A chain takes one token per row, a tree the `count` best with a score each. Legend: R rows, Vd draft vocabulary.
+A chain takes one token per row, a tree the `count` best with a score each. Legend: R rows, Vd draft
+vocabulary.
 """
 
 import math
@@ -13,18 +14,20 @@ from ....kernels.noise import gumbel
 
 torch.library.define(
     "baton::choose_drafts",
-    "(Tensor logits, Tensor seeds, Tensor temperature, Tensor is_drawn, Tensor positions, Tensor target_ids) -> Tensor",
+    "(Tensor logits, Tensor seeds, Tensor temperature, Tensor is_drawn, Tensor positions, Tensor target_ids) "
+    "-> Tensor",
 )
 torch.library.define(
     "baton::rank_drafts",
-    "(Tensor logits, Tensor seeds, Tensor temperature, Tensor is_drawn, Tensor positions, Tensor target_ids, int count)"
-    " -> (Tensor, Tensor)",
+    "(Tensor logits, Tensor seeds, Tensor temperature, Tensor is_drawn, Tensor positions, Tensor target_ids, "
+    "int count) -> (Tensor, Tensor)",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSampling:
-    """How drafts are chosen for B requests: `seeds` int64, `temperature` float64, `is_drawn` bool, `[B]` each."""
+    """How drafts are chosen for B requests: `seeds` int64, `temperature` float64, `is_drawn` bool, `[B]`
+    each."""
 
     seeds: torch.Tensor
     temperature: torch.Tensor
@@ -33,9 +36,9 @@ class DraftSampling:
     def choose(self, logits: torch.Tensor, positions: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
         """Indices `[B]` int64 into the draft vocabulary: what the target would choose with these logits.
 
-        `logits` `[B, Vd]` float32, `positions` `[B]` of the tokens proposed, `target_ids` int64 `[Vd]`: the target token of
-        each draft token. The noise is the target's, so a good draft makes the target's choice. Filters and penalties are
-        left to the target.
+        `logits` `[B, Vd]` float32, `positions` `[B]` of the tokens proposed, `target_ids` int64 `[Vd]`: the
+        target token of each draft token. The noise is the target's, so a good draft makes the target's
+        choice. Filters and penalties are left to the target.
         """
         chosen: torch.Tensor = torch.ops.baton.choose_drafts.default(
             logits, self.seeds, self.temperature, self.is_drawn, positions, target_ids
@@ -49,12 +52,12 @@ class DraftSampling:
         target_ids: torch.Tensor,
         count: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `count` likeliest indices into the draft vocabulary, likeliest first, int64, and their log probabilities,
-        float32 and at most 0; each `[R, count]`.
+        """The `count` likeliest indices into the draft vocabulary, likeliest first, int64, and their log
+        probabilities, float32 and at most 0; each `[R, count]`.
 
         As `choose`, each request with equally many rows of `logits` `[R, Vd]`. Where tokens
-        are drawn, the probabilities are those of the logits with the target's noise added: which token the target will
-        choose, as far as the draft can tell.
+        are drawn, the probabilities are those of the logits with the target's noise added: which token the
+        target will choose, as far as the draft can tell.
         """
         num_requests = self.seeds.shape[0]
         each = logits.shape[0] // max(num_requests, 1)
@@ -82,7 +85,8 @@ def perturbed(
     positions: torch.Tensor,
     target_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """`logits` `[R, Vd]` divided by the temperature, with the noise that the target's sampler uses; float64."""
+    """`logits` `[R, Vd]` divided by the temperature, with the noise that the target's sampler uses;
+    float64."""
     logits = logits.double()
     scaled = (logits - logits.amax(dim=1, keepdim=True)) / temperature[:, None]
     return gumbel(seeds, positions, target_ids) + scaled
@@ -114,7 +118,8 @@ def _choose_on_cuda(
     positions: torch.Tensor,
     target_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Of fixed shape and without a look at the host. A row that is not finite, as those of padding may be, gives 0."""
+    """Of fixed shape and without a look at the host. A row that is not finite, as those of padding may be,
+    gives 0."""
     tokens, _ = choose_token(logits, seeds, positions, temperature, None, is_drawn, target_ids)
     return tokens
 
@@ -152,7 +157,8 @@ def _rank_on_cuda(
 
 
 def _likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices and log probabilities of the `count` highest; -inf for what is not a number, as in the rows of padding."""
+    """Indices and log probabilities of the `count` highest; -inf for what is not a number, as in the rows of
+    padding."""
     values, ids = logits.topk(count, dim=1)
     scores = (values - logits.logsumexp(dim=1, keepdim=True)).clamp(max=0.0)
     return ids, scores.masked_fill(scores.isnan(), -math.inf)

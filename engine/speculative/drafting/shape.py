@@ -1,7 +1,8 @@
 """How far and how wide a drafter looks ahead: the one home of every size that follows from it.
 
-Of each request a step verifies N nodes: the root, which is the newest committed token, and N-1 drafts. A chain has one
-draft per level; a tree keeps the best drafts of `steps` levels, each grown from `topk` nodes of the level before.
+Of each request a step verifies N nodes: the root, which is the newest committed token, and N-1 drafts. A
+chain has one draft per level; a tree keeps the best drafts of `steps` levels, each grown from `topk` nodes of
+the level before.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ SHORTER_CHAINS = (0, 1, 2, 3, 5, 8, 12)
 
 @dataclass(frozen=True, kw_only=True)
 class DraftShape:
-    """`steps` levels of drafts, `topk` children of each expanded node, `num_nodes` verified with the root; resolved."""
+    """`steps` levels of drafts, `topk` children of each expanded node, `num_nodes` verified with the root;
+    resolved."""
 
     steps: int
     topk: int
@@ -34,12 +36,14 @@ class DraftShape:
         most = most_nodes(steps, topk)
         if tokens and tokens < 1 + steps:
             raise ValueError(
-                f"spec_tokens {tokens}: spec_steps {steps} needs at least {1 + steps} (the newest token and one draft per "
-                f"step), or the last steps would be drafted in vain; raise spec_tokens or lower spec_steps"
+                f"spec_tokens {tokens}: spec_steps {steps} needs at least {1 + steps} (the newest token and "
+                f"one draft per step), or the last steps would be drafted in vain; raise spec_tokens or "
+                "lower spec_steps"
             )
         if tokens > most:
             raise ValueError(
-                f"spec_tokens {tokens}: {steps} steps with spec_topk {topk} draft no more than {most} tokens, the newest "
+                f"spec_tokens {tokens}: {steps} steps with spec_topk {topk} draft no more than {most} "
+                "tokens, the newest "
                 "one included; lower spec_tokens or raise spec_topk"
             )
         return cls(steps=steps, topk=topk, num_nodes=tokens or min(1 + steps * topk, most))
@@ -50,7 +54,8 @@ class DraftShape:
 
     @property
     def num_path(self) -> int:
-        """Most nodes of a branch, the root included: the tokens that a step can yield, and the rows of a draft extend."""
+        """Most nodes of a branch, the root included: the tokens that a step can yield, and the rows of a
+        draft extend."""
         return 1 + self.steps
 
     @property
@@ -64,7 +69,8 @@ class DraftShape:
         return max(self.num_nodes, self.num_draft_slots)
 
     def candidates(self) -> tuple["DraftShape", ...]:
-        """Shapes that may stand in for this one, fewest steps first, itself last: shorter chains; of a tree plain decode."""
+        """Shapes that may stand in for this one, fewest steps first, itself last: shorter chains; of a tree
+        plain decode."""
         shorter = (0,) if self.is_tree else (steps for steps in SHORTER_CHAINS if steps < self.steps)
         return (*(DraftShape.of(steps) for steps in shorter), self) if self.steps else (self,)
 
@@ -77,10 +83,12 @@ PLAIN = DraftShape(steps=0, topk=1, num_nodes=1)
 
 
 def most_nodes(steps: int, topk: int) -> int:
-    """Nodes that can be drafted, the root included: topk in the first level, topk of each of topk in every other."""
+    """Nodes that can be drafted, the root included: topk in the first level, topk of each of topk in every
+    other."""
     return 1 + (topk + (steps - 1) * topk * topk if steps else 0)
 
 
 def planned_pages(shapes: Sequence[DraftShape], max_context: int, page_size: int) -> int:
-    """Columns of a page table that a step of any of `shapes` may look at, behind up to `max_context` tokens."""
+    """Columns of a page table that a step of any of `shapes` may look at, behind up to `max_context`
+    tokens."""
     return pages_for(max_context + max(shape.spare_slots for shape in shapes), page_size)

@@ -1,14 +1,16 @@
-"""Draft trees: grown level by level, pruned to the likeliest nodes, described by parents and an ancestor mask.
+"""Draft trees: grown level by level, pruned to the likeliest nodes, described by parents and an ancestor
+mask.
 
-The growth is that of EAGLE-2 (Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", 2024,
-arXiv 2406.16858): a node's score is the product of the draft's probabilities along its branch; of each level the `topk`
-best nodes are expanded, each to its `topk` likeliest children, and of all nodes seen the best N-1 are verified. A child
-scores no more than its parent and stands behind it, so that the best nodes are a tree under their root.
+The growth is that of EAGLE-2 (Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft
+Trees", 2024, arXiv 2406.16858): a node's score is the product of the draft's probabilities along its branch;
+of each level the `topk` best nodes are expanded, each to its `topk` likeliest children, and of all nodes seen
+the best N-1 are verified. A child scores no more than its parent and stands behind it, so that the best nodes
+are a tree under their root.
 
 Candidates are numbered level by level: 0 the root, 1..k its children, then k * k of each further level.
 
-Shape legend: B requests, N nodes, D levels, k children per expanded node, C candidates, W draft rows so far, H draft hidden,
-Vd draft vocabulary.
+Shape legend: B requests, N nodes, D levels, k children per expanded node, C candidates, W draft rows so far,
+H draft hidden, Vd draft vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,13 +21,14 @@ import torch
 from .choice import DraftSampling
 from .shape import DraftShape
 
-# (level, hidden [B*k, H], tokens [B*k], mask bool [B, k, level*k]) -> the layer's output [B*k, H] of a level's nodes, whose
-# draft rows are the last k of level*k behind the committed ones.
+# (level, hidden [B*k, H], tokens [B*k], mask bool [B, k, level*k]) -> the layer's output [B*k, H] of a
+# level's nodes, whose draft rows are the last k of level*k behind the committed ones.
 LevelForward = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class DraftHead(Protocol):
-    """What growing a tree asks of a draft model. `target_ids` int64 `[Vd]`: the target token of each draft token."""
+    """What growing a tree asks of a draft model. `target_ids` int64 `[Vd]`: the target token of each draft
+    token."""
 
     target_ids: torch.Tensor
 
@@ -39,8 +42,8 @@ class DraftHead(Protocol):
 class DraftTree(NamedTuple):
     """N nodes per request, parents before children, the root first.
 
-    `drafts` int64 `[B, N-1]`, the tokens of all but the root; `parents` int64 `[B, N]`, -1 for the root; `depths` int64
-    `[B, N]`; `mask` bool `[B, N, N]`: whether a node is another's ancestor, or itself.
+    `drafts` int64 `[B, N-1]`, the tokens of all but the root; `parents` int64 `[B, N]`, -1 for the root;
+    `depths` int64 `[B, N]`; `mask` bool `[B, N, N]`: whether a node is another's ancestor, or itself.
     """
 
     drafts: torch.Tensor
@@ -58,8 +61,8 @@ class _Candidates(NamedTuple):
 
 
 class _Frontier(NamedTuple):
-    """The k nodes of a level that are expanded: candidate numbers, tokens and scores `[B, k]`, hidden `[B, k, H]` that they
-    are fed with, and which draft rows they see, their own included, `[B, k, W]`."""
+    """The k nodes of a level that are expanded: candidate numbers, tokens and scores `[B, k]`, hidden `[B, k,
+    H]` that they are fed with, and which draft rows they see, their own included, `[B, k, W]`."""
 
     numbers: torch.Tensor
     tokens: torch.Tensor
@@ -78,8 +81,8 @@ def grow_tree(
 ) -> DraftTree:
     """Grow and prune the trees of B requests; no look at the host.
 
-    `state`: hidden `[B, H]` and logits `[B, Vd]` of the first proposal; `first_position` int64 `[B]`, the position of the
-    tokens of level 1.
+    `state`: hidden `[B, H]` and logits `[B, Vd]` of the first proposal; `first_position` int64 `[B]`, the
+    position of the tokens of level 1.
     """
     hidden, logits = state
     k, (count, width) = shape.topk, hidden.shape
@@ -146,7 +149,8 @@ def _prune(shape: DraftShape, levels: list[_Candidates]) -> DraftTree:
 
 
 def ancestors(parents: torch.Tensor, num_levels: int) -> torch.Tensor:
-    """Bool `[B, N, N]`: whether a node is an ancestor of another, or itself. `parents` `[B, N]`, -1 for roots."""
+    """Bool `[B, N, N]`: whether a node is an ancestor of another, or itself. `parents` `[B, N]`, -1 for
+    roots."""
     itself = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device).expand(
         parents.shape[0], -1, -1
     )
@@ -162,12 +166,14 @@ def _rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices `[B, count]` of the highest scores; of equal ones the first, and so a parent before its child."""
+    """Indices `[B, count]` of the highest scores; of equal ones the first, and so a parent before its
+    child."""
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
 def branches(drafts: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
-    """The tokens of the branch down to each node, its own included and the root's not, of one tree on the host."""
+    """The tokens of the branch down to each node, its own included and the root's not, of one tree on the
+    host."""
     found: list[tuple[int, ...]] = [()]
     for token, parent in zip(drafts, parents[1:], strict=True):
         found.append((*found[parent], token))

@@ -4,9 +4,9 @@
     read     step N: its tokens, already on the host or soon; appended to the requests that still want them
     step     launch, then read
 
-A request that ends with step N was in step N+1 too. What that computed for it is dropped, and what it wrote lies behind the
-request's tokens, in pages and a slot that are given back once step N+1 was read. A batch that waits for the host
-(`can_launch`) is counted by reason and stepped with nothing under way.
+A request that ends with step N was in step N+1 too. What that computed for it is dropped, and what it wrote
+lies behind the request's tokens, in pages and a slot that are given back once step N+1 was read. A batch that
+waits for the host (`can_launch`) is counted by reason and stepped with nothing under way.
 """
 
 from collections import Counter
@@ -44,7 +44,8 @@ class Flight:
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
-    """The requests of the newest step, and what follows from them alone; `version` of the state that it was gathered from.
+    """The requests of the newest step, and what follows from them alone; `version` of the state that it was
+    gathered from.
 
     `kind` is that of a step without drafts; `reason`: why the batch waits for the host.
     """
@@ -68,10 +69,11 @@ def num_offered(shape: DraftShape, useful_rows: int) -> int:
 class AsyncDecoder:
     """Decodes requests by `steps`, which know the target and the drafter.
 
-    A step drafts `shape`, or what `policy`, given one, makes of it. The caller reserves pages for prompt + max_new_tokens +
-    shape.spare_slots tokens, within the context of `steps`; where a request has less, the rows beyond go to the padding sink
-    and are never accepted. Pages are shared by target and draft KV. With `launches_ahead` False every batch is to be stepped
-    by `step`. Between `launch` and the `read` of the same flight no request in it may be forgotten.
+    A step drafts `shape`, or what `policy`, given one, makes of it. The caller reserves pages for prompt +
+    max_new_tokens + shape.spare_slots tokens, within the context of `steps`; where a request has less, the
+    rows beyond go to the padding sink and are never accepted. Pages are shared by target and draft KV. With
+    `launches_ahead` False every batch is to be stepped by `step`. Between `launch` and the `read` of the same
+    flight no request in it may be forgotten.
 
     `fallbacks` counts, by reason, the batches that could not be launched ahead.
     """
@@ -113,22 +115,24 @@ class AsyncDecoder:
             found["draft_beyond_context"] = float(self.coverage.num_beyond)
         return found
 
-    # --- draft state --------------------------------------------------------------------------------------------------
+    # --- draft state -----------------------------------------------------------------------------------
 
     def num_covered(self, request: Request) -> int:
-        """Rows of `request` whose draft KV is written, or never needed since they lie beyond the draft's context."""
+        """Rows of `request` whose draft KV is written, or never needed since they lie beyond the draft's
+        context."""
         return self.coverage.num_covered(request)
 
     def draft_prefill(self, request: Request, features: torch.Tensor, start_row: int) -> None:
-        """Write the draft rows from `start_row` on that target `features` `[rows, K*Ht]` of `request` stand for."""
+        """Write the draft rows from `start_row` on that target `features` `[rows, K*Ht]` of `request` stand
+        for."""
         self.draft_prefill_batch([(request, features, start_row)])
 
     def draft_prefill_batch(self, items: Sequence[tuple[Request, torch.Tensor, int]]) -> None:
         """`draft_prefill` of several requests in one forward.
 
-        The first call of a request may start behind a cached prefix; later ones continue without a gap. Row i needs the
-        token at i+1, so the last row of a prompt has to wait for the first output token. Rows beyond the draft's context are
-        left out. No-op without a drafter.
+        The first call of a request may start behind a cached prefix; later ones continue without a gap. Row i
+        needs the token at i+1, so the last row of a prompt has to wait for the first output token. Rows
+        beyond the draft's context are left out. No-op without a drafter.
         """
         if self.drafter is None:
             return
@@ -144,10 +148,11 @@ class AsyncDecoder:
             self.steps.step.state.close(slot)
         self._unseen.discard(request)
 
-    # --- steps --------------------------------------------------------------------------------------------------------
+    # --- steps -----------------------------------------------------------------------------------------
 
     def can_launch(self, requests: Sequence[Request]) -> bool:
-        """Whether `requests` can be stepped ahead of reading the step before; if not, the reason is counted."""
+        """Whether `requests` can be stepped ahead of reading the step before; if not, the reason is
+        counted."""
         if not self.launches_ahead:
             return False
         reason = self._batch.reason if self._is_known(requests) else self._first_reason(requests)
@@ -156,7 +161,8 @@ class AsyncDecoder:
         return reason is None
 
     def step(self, requests: Sequence[Request]) -> StepResult:
-        """Advance every request of `requests` (none finished, each with an output token) by at least one token.
+        """Advance every request of `requests` (none finished, each with an output token) by at least one
+        token.
 
         No flight may be unread.
         """
@@ -185,10 +191,11 @@ class AsyncDecoder:
         return Flight(requests=tuple(requests), warm=batch.warm, kind=kind, report=report)
 
     def read(self, flight: Flight, is_live: Sequence[bool]) -> StepResult:
-        """Wait for `flight`, the oldest not read, and commit its tokens to those of its requests that are live.
+        """Wait for `flight`, the oldest not read, and commit its tokens to those of its requests that are
+        live.
 
-        The result is of these only. A request may get no token: its support was not seen whole, and the host will wait for
-        its next step.
+        The result is of these only. A request may get no token: its support was not seen whole, and the host
+        will wait for its next step.
         """
         width, shape = flight.kind.shape.num_path, flight.kind.shape
         values = flight.report.rows()
@@ -228,7 +235,7 @@ class AsyncDecoder:
             path=flight.report.path,
         )
 
-    # --- the batch ----------------------------------------------------------------------------------------------------
+    # --- the batch -------------------------------------------------------------------------------------
 
     def _is_known(self, requests: Sequence[Request]) -> bool:
         batch = self._batch
@@ -283,8 +290,8 @@ class AsyncDecoder:
         )
 
     def _kind_of(self, batch: _Batch) -> StepKind:
-        """The kind of the next step. Of a chain no more rows are run than some request can use, but where a graph takes the
-        batch: it has them all."""
+        """The kind of the next step. Of a chain no more rows are run than some request can use, but where a
+        graph takes the batch: it has them all."""
         watched = self.shape if self.policy is not None and self.drafter is not None else None
         plain = replace(batch.kind, watched=watched)
         if not any(batch.warm):
@@ -325,7 +332,7 @@ class AsyncDecoder:
                 self.steps.step.state.stop_drafting(self._slots[request])
         self._num_until_limit = self.coverage.steps_until_limit(requests)
 
-    # --- what a step gave ---------------------------------------------------------------------------------------------
+    # --- what a step gave ------------------------------------------------------------------------------
 
     def _commit_one(self, request: Request, tokens: list[int], is_warm: bool) -> list[int]:
         count = request.append(tokens, self._eos) if tokens else 0
@@ -335,8 +342,8 @@ class AsyncDecoder:
         return tokens[:count]
 
     def _tell_policy(self, flight: Flight, useful_rows: int, found: Sequence[tuple[list[int], bool]]) -> None:
-        """What became of the drafts of the warm requests that got a token, or of those that were not offered; `found`: the
-        row of each request and whether it is warm."""
+        """What became of the drafts of the warm requests that got a token, or of those that were not offered;
+        `found`: the row of each request and whether it is warm."""
         width, policy = flight.kind.shape.num_path, self.policy
         rows = [row for row, is_warm in found if is_warm and row[width + ACCEPTED] > 0]
         if policy is None or not rows:
@@ -349,8 +356,8 @@ class AsyncDecoder:
 
     def __repr__(self) -> str:
         return (
-            f"<AsyncDecoder {self.shape}, {len(self._slots)} requests, {self.num_launched} steps launched ahead, "
-            f"fallbacks {dict(self.fallbacks)}>"
+            f"<AsyncDecoder {self.shape}, {len(self._slots)} requests, {self.num_launched} steps launched "
+            f"ahead, fallbacks {dict(self.fallbacks)}>"
         )
 
 

@@ -1,7 +1,8 @@
 """What decode steps need of each running request, on the device: a step reads it there and moves it on there.
 
-The host writes a request's slot when the request joins, and reads nothing of it: what a step gave comes back in the step's
-report. Legend: S slots, B requests of a step, P pages per request, E entries of logit edits, V vocabulary.
+The host writes a request's slot when the request joins, and reads nothing of it: what a step gave comes back
+in the step's report. Legend: S slots, B requests of a step, P pages per request, E entries of logit edits, V
+vocabulary.
 """
 
 from collections.abc import Sequence
@@ -16,15 +17,16 @@ from ...sampling.edits import LogitEdits, SamplingRow
 from ...sampling.tensors import SamplingTensors
 
 PAD_SLOT = 0
-# Entries of logit edits that graphs are captured for: as many biases and stop tokens as a request may have, and end tokens.
+# Entries of logit edits that graphs are captured for: as many biases and stop tokens as a request may have,
+# and end tokens.
 EDIT_ENTRIES = 1024 + 1024 + 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestInit:
-    """A request as its first step finds it: `newest` token, `length` rows with KV, `remaining` output tokens, `capacity`
-    rows that its pages and the context have, `draft_row` (0: nothing is drafted for it). `row`: how its next token is
-    chosen."""
+    """A request as its first step finds it: `newest` token, `length` rows with KV, `remaining` output tokens,
+    `capacity` rows that its pages and the context have, `draft_row` (0: nothing is drafted for it). `row`:
+    how its next token is chosen."""
 
     newest: int
     length: int
@@ -36,8 +38,8 @@ class RequestInit:
 
 
 class StepRows(NamedTuple):
-    """The state of B requests as a step found it: `integers` `[B, F+P]` with the columns of `step_glue`, and how tokens are
-    chosen for them."""
+    """The state of B requests as a step found it: `integers` `[B, F+P]` with the columns of `step_glue`, and
+    how tokens are chosen for them."""
 
     integers: torch.Tensor
     tensors: SamplingTensors
@@ -61,8 +63,9 @@ class StepRows(NamedTuple):
 class DeviceState:
     """`num_slots` slots; slot 0 pads: it is idle for ever. A request holds a slot from `open` to `close`.
 
-    When all slots are held, S doubles. What logit edits need is allocated when the first request needs it, or by
-    `reserve_edits`. `version` counts the host's writes: what was gathered from an older one is out of date.
+    When all slots are held, S doubles. What logit edits need is allocated when the first request needs it, or
+    by `reserve_edits`. `version` counts the host's writes: what was gathered from an older one is out of
+    date.
     """
 
     def __init__(self, num_slots: int, max_pages: int, vocab_size: int, device: torch.device | str) -> None:
@@ -101,7 +104,8 @@ class DeviceState:
 
     @property
     def edit_bytes(self) -> int:
-        """Memory of what logit edits need: of each slot, 20 bytes per entry and 4 per token of the vocabulary."""
+        """Memory of what logit edits need: of each slot, 20 bytes per entry and 4 per token of the
+        vocabulary."""
         return sum(part.numel() * part.element_size() for part in self.edit_anchors)
 
     def open(self) -> int:
@@ -118,7 +122,8 @@ class DeviceState:
         self._free.append(slot)
 
     def write(self, slots: Sequence[int], joining: Sequence[RequestInit]) -> None:
-        """Set `slots` to the state of `joining`, behind whatever the device was told before; waits for nothing."""
+        """Set `slots` to the state of `joining`, behind whatever the device was told before; waits for
+        nothing."""
         rows = [each.row for each in joining]
         tensors = SamplingTensors.of([row.params for row in rows], self.vocab_size)
         integers = torch.tensor(
@@ -159,7 +164,7 @@ class DeviceState:
         )
         return StepRows(rows, tensors)
 
-    # --- logit edits --------------------------------------------------------------------------------------------------
+    # --- logit edits -----------------------------------------------------------------------------------
 
     @property
     def edits(self) -> LogitEdits:
@@ -173,7 +178,8 @@ class DeviceState:
         return self._wanted.index_select(0, slots)
 
     def reserve_edits(self, num_entries: int, *, has_counts: bool) -> None:
-        """Room for `num_entries` entries of each slot and, with `has_counts`, for how often each token was seen."""
+        """Room for `num_entries` entries of each slot and, with `has_counts`, for how often each token was
+        seen."""
         old, count = self._edits, self.num_slots
         width = num_entries if old is None else max(num_entries, old.ids.shape[1])
         has_counts = has_counts or (old is not None and old.seen is not None)

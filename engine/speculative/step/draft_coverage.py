@@ -1,7 +1,7 @@
 """Which rows of each request a drafter has written, and until when a request is drafted for.
 
-A request is drafted for while its draft KV covers every row that its target KV covers, and while its drafts would lie within
-the context that the draft model was trained for: beyond it drafts are hardly ever right.
+A request is drafted for while its draft KV covers every row that its target KV covers, and while its drafts
+would lie within the context that the draft model was trained for: beyond it drafts are hardly ever right.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,8 +18,8 @@ NEVER = 1 << 30  # steps
 
 @dataclass(kw_only=True)
 class Coverage:
-    """Of one request: its place in the drafter, None once nothing is drafted for it any more, and how many of its draft rows
-    are written."""
+    """Of one request: its place in the drafter, None once nothing is drafted for it any more, and how many of
+    its draft rows are written."""
 
     row: int | None
     covered: int
@@ -50,7 +50,8 @@ class DraftCoverage:
         return mine.row or 0 if mine is not None and self.is_warm(request) else 0
 
     def num_covered(self, request: Request) -> int:
-        """Rows of `request` whose draft KV is written, or never needed since they lie beyond the draft's context."""
+        """Rows of `request` whose draft KV is written, or never needed since they lie beyond the draft's
+        context."""
         mine = self.known.get(request)
         if mine is None:
             return 0
@@ -59,8 +60,8 @@ class DraftCoverage:
     def begin(self, drafter: Drafter, request: Request, features: torch.Tensor, start: int) -> DraftPrefill:
         """The prefill of the rows of `request` from `start` on that `features` `[rows, K*Ht]` stand for.
 
-        Rows beyond the draft's context are left out. Raises AssertionError for a gap, or where the token behind the last row
-        is not there yet.
+        Rows beyond the draft's context are left out. Raises AssertionError for a gap, or where the token
+        behind the last row is not there yet.
         """
         end = start + features.shape[0]
         assert end < request.num_tokens, (
@@ -92,7 +93,8 @@ class DraftCoverage:
             assert mine.covered == request.num_computed, f"{request!r}: draft KV covers {mine.covered} rows"
 
     def retire(self, requests: Iterable[Request]) -> list[Request]:
-        """End drafting for those of `requests` whose drafts would lie beyond the draft's context; returns them."""
+        """End drafting for those of `requests` whose drafts would lie beyond the draft's context; returns
+        them."""
         retired = []
         for request in requests:
             mine = self.known.get(request)

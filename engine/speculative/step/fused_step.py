@@ -1,12 +1,12 @@
 """One whole decode step: draft -> verify -> sample -> accept -> compact -> observe -> advance.
 
-The step reads what it needs of each request from the device state and moves it on there, so that a step may be launched
-before the one before it was read. Every shape follows from the number of requests and the kind of the step. One break looks
-at the host: the masks of grammars depend on the drafts, so that the host fills them between verify and sampling. The same
-code runs eagerly, on tapes and in graphs of a device.
+The step reads what it needs of each request from the device state and moves it on there, so that a step may
+be launched before the one before it was read. Every shape follows from the number of requests and the kind of
+the step. One break looks at the host: the masks of grammars depend on the drafts, so that the host fills them
+between verify and sampling. The same code runs eagerly, on tapes and in graphs of a device.
 
-Shape legend: B requests, N nodes verified of each, R rows of the longest branch, S spare slots, K captured features,
-Ht target hidden, V vocabulary, W words of a mask.
+Shape legend: B requests, N nodes verified of each, R rows of the longest branch, S spare slots, K captured
+features, Ht target hidden, V vocabulary, W words of a mask.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,9 @@ from ..drafting.tree import DraftTree
 from ..drafting.verify import AcceptResult, compact, verify_drafts
 from .device_state import DeviceState, StepRows
 
-# Columns of a report behind the R tokens: what verify accepted; rows in front of the first whose logits are not finite;
-# rows in front of the first whose support was not seen whole; whether the draft that was not asked would have been right.
+# Columns of a report behind the R tokens: what verify accepted; rows in front of the first whose logits are
+# not finite; rows in front of the first whose support was not seen whole; whether the draft that was not
+# asked would have been right.
 ACCEPTED, GOOD, SEEN, WOULD_MATCH = range(NUM_COUNTS)
 
 # (drafts [B, N-1], parents [B, N] of a tree, masks int32 [B, N, W] to be written)
@@ -42,9 +43,10 @@ FillMasks = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None]
 class StepKind:
     """What is fixed in a step: the `shape` drafted; how tokens are chosen; what is reported.
 
-    `is_ranked`: some request is drawn from a top-k or a nucleus. `is_edited`: some request has penalties, biases, bans, a
-    grammar or logprobs, of which `num_top` likeliest tokens at most (-1: no logprobs). `is_exact`: by the exact form of the
-    chooser, which no graph can hold. `watched`: the shape whose first proposals are compared where nothing is drafted.
+    `is_ranked`: some request is drawn from a top-k or a nucleus. `is_edited`: some request has penalties,
+    biases, bans, a grammar or logprobs, of which `num_top` likeliest tokens at most (-1: no logprobs).
+    `is_exact`: by the exact form of the chooser, which no graph can hold. `watched`: the shape whose first
+    proposals are compared where nothing is drafted.
     """
 
     shape: DraftShape
@@ -73,8 +75,8 @@ class StepContext(ReplayContext):
 
 
 class Choice(NamedTuple):
-    """`tokens` int64 `[B, N]`: the target's choice behind each node; bool `[B*N]`: nodes whose logits are not finite, and
-    nodes whose support was not seen whole."""
+    """`tokens` int64 `[B, N]`: the target's choice behind each node; bool `[B*N]`: nodes whose logits are not
+    finite, and nodes whose support was not seen whole."""
 
     tokens: torch.Tensor
     is_bad: torch.Tensor
@@ -240,7 +242,8 @@ class FusedStep:
         return masks.view(-1, num_words)
 
     def _would_match(self, view: DraftView, accepted: AcceptResult, kind: StepKind) -> torch.Tensor:
-        """Whether one of the first proposals that were not asked for is what the target chose: `[B]` int64, 0 or 1."""
+        """Whether one of the first proposals that were not asked for is what the target chose: `[B]` int64, 0
+        or 1."""
         if self.drafter is None or kind.watched is None or kind.shape.steps:
             return torch.zeros_like(view.lens)
         proposals = self.drafter.first_proposals(view, kind.watched.topk)

@@ -1,8 +1,9 @@
-"""Launches whole decode steps, as graphs where there are some, and brings their reports to the host without waiting.
+"""Launches whole decode steps and copies their reports to the host without waiting.
 
-    launch   slots of the batch (told again only when they change), one graph, one copy of the report to pinned memory
-    rows     waits for the event behind that copy, and for nothing that was launched later
+    launch   updates the list of slots if it changed, replays one graph, copies the report to pinned memory
+    rows     waits for the event behind that copy, and for no later work
 
+A step runs as a graph when a captured graph covers it, otherwise eagerly.
 Legend: B requests, W columns of a report.
 """
 
@@ -48,8 +49,8 @@ class Report:
 
 
 class StepGraphs:
-    """Steps of `step`, launched one behind the other. `kinds` are those that `capture` makes graphs of; any other runs
-    eagerly. Batches may grow beyond `max_requests`, but not on graphs."""
+    """Steps of `step`, launched one behind the other. `kinds` are those that `capture` makes graphs of; any
+    other runs eagerly. Batches may grow beyond `max_requests`, but not on graphs."""
 
     def __init__(self, step: FusedStep, kinds: Sequence[StepKind], max_requests: int) -> None:
         self.step = step
@@ -108,8 +109,9 @@ class StepGraphs:
     def launch(
         self, slots: tuple[int, ...], kind: StepKind, fill: FillMasks | None = None
     ) -> tuple[Report, StepKind]:
-        """Step the requests in `slots`, behind everything launched before; returns at once where the device is one, unless
-        `fill` has masks of grammars to write. The report is of the kind returned, which covers the one asked for."""
+        """Step the requests in `slots`, behind everything launched before; returns at once where the device
+        is one, unless `fill` has masks of grammars to write. The report is of the kind returned, which covers
+        the one asked for."""
         self.tell(slots)
         count = len(slots)
         padded, family = self._padded(count), self._family_of(kind)
@@ -149,7 +151,8 @@ class StepGraphs:
         return Report(self._arrays[index][:num_values].reshape(values.shape), event, path)
 
     def _covering(self, kind: StepKind) -> StepKind:
-        """The captured kind that costs least of those that cover `kind`; `kind` itself where there is none."""
+        """The captured kind that costs least of those that cover `kind`; `kind` itself where there is
+        none."""
         if kind not in self._covered:
             found = [captured for captured in self.families if captured.covers(kind)]
             self._covered[kind] = min(found, key=lambda each: (each.is_edited, each.is_ranked), default=kind)
@@ -164,8 +167,8 @@ class StepGraphs:
         return -(-count // multiple) * multiple
 
     def _is_fresh(self, kind: StepKind, *, is_counted: bool = False) -> bool:
-        """Whether the states lie where graphs of `kind` read them: they move when more requests come than expected, or
-        requests with more biases."""
+        """Whether the states lie where graphs of `kind` read them: they move when more requests come than
+        expected, or requests with more biases."""
         frozen, anchors = self._frozen[kind.is_edited], self._anchors(kind.is_edited)
         is_fresh = len(anchors) == len(frozen) and all(map(_is_one, anchors, frozen))
         if is_counted and not is_fresh:
@@ -206,10 +209,11 @@ def step_graphs(
     max_context: int,
     make: type[StepGraphs] = StepGraphs,
 ) -> StepGraphs:
-    """Steps of any of `shapes`, and plain ones, for up to `max_requests` requests of up to `max_context` tokens.
+    """Steps of any of `shapes`, and plain ones, for up to `max_requests` requests of up to `max_context`
+    tokens.
 
-    `watched`: the shape whose first proposals are compared where nothing is drafted. Graphs can be captured of three kinds
-    of each shape: likeliest or free draws, ranked draws, and edited logits with logprobs.
+    `watched`: the shape whose first proposals are compared where nothing is drafted. Graphs can be captured
+    of three kinds of each shape: likeliest or free draws, ranked draws, and edited logits with logprobs.
     """
     every = list(dict.fromkeys([*shapes, PLAIN]))
     max_pages = planned_pages(every, max_context, runner.pool.page_size)

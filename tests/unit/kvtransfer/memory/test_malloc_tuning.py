@@ -20,7 +20,7 @@ libc.malloc(1 << 26)  # glibc learns from what is freed; a program that frees an
 for _ in range(20):
     use()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
+"""  # noqa: E501
 
 
 def faults(mode: str) -> int:

@@ -9,7 +9,8 @@ from tokenizers import Tokenizer as Backend
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<think>"]
 TEXTS = [
-    "Hello, world! It's what they've said: 12345 dogs, 67 cats; naïve cafés. def f(x):\n\treturn x + 1\r\n\n日本語"
+    "Hello, world! It's what they've said: 12345 dogs, 67 cats; naïve cafés. def f(x):\n\treturn x + "
+    "1\r\n\n日本語"
 ]
 # Hard cases for cutting: white space, combining marks, signs, contractions, digits, control tokens.
 PARTS = [
@@ -91,7 +92,10 @@ def test_all_pairs_of_neighbours_of_a_space_give_the_tokenizers_ids(name):
 def test_a_chat_as_templates_write_it_is_known_at_its_second_coming():
     tokenizer = backend(KNOWN["letters"])
     words = word_ids(tokenizer)
-    text = "<|im_start|>user\nHello, world! It's what they said.\nThe cats, too.<|im_end|>\n<|im_start|>assistant\n"
+    text = (
+        "<|im_start|>user\nHello, world! It's what they said.\nThe cats, "
+        "too.<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert words.encode(text) == plain(tokenizer, text)
     words._backend = None  # every word is known
     assert words.encode(text) == plain(tokenizer, text)
