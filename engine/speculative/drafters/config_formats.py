@@ -1,6 +1,6 @@
-"""The spellings of draft configs, flattened into one set of keys.
+"""Flattens the dialects of draft configs into one set of keys.
 
-Unknown keys are refused, for they may change what the head computes.
+An unknown key raises CheckpointError, because it may change the result of the head.
 """
 
 from collections.abc import Mapping
@@ -147,8 +147,9 @@ _PLAIN_TARGETS = frozenset({"llama", "qwen2", "qwen3", "mistral"})
 
 @dataclass(frozen=True, kw_only=True)
 class Fields:
-    """The flattened keys of one draft config, read with a type; each error names the file, the key and the
-    value."""
+    """The flattened keys of one draft config, with typed readers. Each error names the file, the key and the
+    value.
+    """
 
     file: Path
     dialect: int
@@ -195,8 +196,10 @@ class Fields:
 
 
 def flatten(file: Path, raw: dict[str, object]) -> Fields:
-    """One flat set of keys for any dialect. Raises CheckpointError for an unknown dialect, architecture or
-    key."""
+    """Returns one flat set of keys for a config in any dialect.
+
+    Raises CheckpointError for an unknown dialect, architecture or key.
+    """
     dialect = _dialect_of(file, raw)
     values = _flatten_speculators(file, raw) if dialect == 4 else _flatten_native(file, raw, dialect)
     fields = Fields(file=file, dialect=dialect, values=values)

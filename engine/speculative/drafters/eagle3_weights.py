@@ -1,5 +1,6 @@
-"""Loads an EAGLE3 head strictly: every tensor of the checkpoint is used, every weight of the head is
-filled."""
+"""Loads an EAGLE3 head strictly: the tensors of the checkpoint and those of the head must match one to
+one.
+"""
 
 from pathlib import Path
 
@@ -18,11 +19,9 @@ _LEGACY_FC_NORMS = {"aux_norm_low.weight": 0, "aux_norm_mid.weight": 1, "aux_nor
 def load_eagle3(
     config: Eagle3Config, *, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Eagle3Head:
-    """The head of `config` with its own weights converted to `dtype` on `device`, the target's not yet shared
-    with it.
+    """Returns the head of `config` with its own weights in `dtype` on `device`, before `Eagle3Head.share`.
 
-    Raises CheckpointError naming file, tensor and both shapes when the checkpoint is not exactly what the
-    config says.
+    Raises CheckpointError naming file, tensor and both shapes when the checkpoint does not match the config.
     """
     _refuse_pickle(config.path)
     tensors = _read(config.path)
@@ -49,7 +48,7 @@ def _refuse_pickle(path: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors by our name for them, whatever prefix the trainer used."""
+    """All tensors by their canonical names, without the trainers' prefixes."""
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in iter_safetensors(path):
         ours = _canonical(name)
@@ -70,8 +69,9 @@ def _canonical(name: str) -> str:
 
 
 def _target_ids(config: Eagle3Config, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Target id of each draft id, `[Vd]` int64, from the offsets d2t; checked against the membership mask
-    t2d."""
+    """Target id of each draft id, `[Vd]` int64, from the offsets d2t. The mask t2d, if present, must
+    agree.
+    """
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     ids = torch.arange(config.draft_vocab_size)
     if d2t is not None:
