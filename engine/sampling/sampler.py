@@ -34,11 +34,11 @@ from .tensors import SamplingTensors
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingBatch:
-    """What `Sampler.sample` needs besides the logits, on the device; `Sampler.build` makes it while the
-    forward runs.
+    """The inputs of `Sampler.sample` besides the logits, on the device. `Sampler.build` makes it during the
+    forward.
 
-    `edits` and `masks` are None where no row needs them; `wanted` int64 `[R]` are the top logprobs of each
-    row, -1 none, and `num_top` the most of them (-1: no row asks).
+    `edits` and `masks` are None if no row needs them. `wanted` int64 `[R]` is the number of top logprobs of
+    each row, -1 for none. `num_top` is the maximum of `wanted`.
     """
 
     num_rows: int
@@ -53,13 +53,13 @@ class SamplingBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOutput:
-    """`tokens` `[R]` int64. `bad_rows` `[R]` bool: rows with a NaN, with +inf or with nothing above -inf;
-    their token is 0 and means nothing. The rest is None when no row asks for logprobs; other rows mean
-    nothing.
+    """`tokens` `[R]` int64, and `bad_rows` `[R]` bool: rows with a NaN, +inf or nothing above -inf; their
+    token is 0.
 
-    `logprobs` `[R]` float32 of the chosen tokens, `top_ids` `[R, K]` int64 and `top_logprobs` `[R, K]`
-    float32, likeliest first, of the model's own distribution before any transform. A row that asks for fewer
-    takes its first.
+    `logprobs` `[R]` float32 are those of the chosen tokens. `top_ids` `[R, K]` int64 and `top_logprobs`
+    `[R, K]` float32 are the likeliest tokens in order, under the model's distribution before any transform.
+    All three are None if no row asks for logprobs, and undefined for rows that do not ask. A row that asks
+    for fewer than K takes its first.
     """
 
     tokens: torch.Tensor
@@ -69,7 +69,9 @@ class SampleOutput:
     top_logprobs: torch.Tensor | None = None
 
     def token_logprobs(self, row: int, wanted: int) -> list[TokenLogprob]:
-        """Those of `row` with its `wanted` likeliest tokens; none where `wanted` is negative."""
+        """The log probabilities of `row` with its `wanted` likeliest tokens; empty for a negative
+        `wanted`.
+        """
         if wanted < 0 or self.logprobs is None or self.top_ids is None or self.top_logprobs is None:
             return []
         ids, values = self.top_ids[row, :wanted].tolist(), self.top_logprobs[row, :wanted].tolist()
@@ -84,7 +86,7 @@ class Sampler:
         self.device = torch.device(device)
 
     def build(self, rows: Sequence[SamplingRow]) -> SamplingBatch:
-        """Tensors for `rows`, whose parameters passed `validate_params`."""
+        """Builds the tensors for `rows`, whose parameters passed `validate_params`."""
         params = [row.params for row in rows]
         wanted = [p.logprobs for p in params]
         is_edited = any(p.needs_penalties or p.logit_bias for p in params) or any(r.first_end for r in rows)
@@ -111,7 +113,7 @@ class Sampler:
 
     @torch.no_grad()
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
-        """Choose from `logits` `[R, V]` float32, one row per row of `batch`; `logits` is left as it is."""
+        """Chooses one token per row of `logits` `[R, V]` float32, which stays unchanged."""
         count = batch.num_rows
         assert logits.shape == (count, self.vocab_size), (logits.shape, count, self.vocab_size)
         edited = logits
