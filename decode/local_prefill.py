@@ -49,10 +49,10 @@ class LocalPrefill:
         self._instance = instance
 
     def step(self, rooms: Sequence[DecodeRoom], *, is_alone: bool) -> tuple[list[DecodeRoom], StepResult]:
-        """One forward over some of `rooms` (at least one). Returns the rooms whose prompt is done, and their
-        token 1.
+        """Runs one forward over some of `rooms` (at least one). Returns the rooms whose prompt ended, and
+        their token 1.
 
-        `is_alone`: no stream runs beside them.
+        `is_alone`: no stream is running.
         """
         started = self._clock()
         budget = max(self.budget, IDLE_TOKENS) if is_alone else self.budget
@@ -100,8 +100,9 @@ class LocalPrefill:
         )
 
     def _draft(self, chunks: Chunks, output: ForwardOutput) -> None:
-        """Write the draft rows of all chunks. Row i needs token i+1, which a prompt without a valid token 1
-        lacks."""
+        """Writes the draft rows of all chunks. The last row of a prompt without a valid token 1 is
+        skipped.
+        """
         if output.hidden is None:
             return
         items, row = [], 0

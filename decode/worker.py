@@ -71,16 +71,19 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         self.local = LocalPrefill(engine, self.decoder, local_prefill_tokens, clock, link.post, instance)
 
     def step(self) -> bool:
-        """Draft prefill of landed features, a part of local prompts, one step of the batch. False: no room
-        has work."""
+        """Runs draft prefill of landed features, a part of local prompts, and one step of the batch.
+
+        Returns False if no room has work.
+        """
         did_warm = self._warm_landed()
         did_prefill = self._prefill_here()
         did_step = self._step_batch()
         return did_warm or did_prefill or did_step
 
     def _step_batch(self) -> bool:
-        """Launch a step, then read the one before it. Rooms that cannot be stepped ahead wait until all steps
-        were read."""
+        """Launches a step, then reads the previous one. Rooms that cannot be launched ahead wait for all
+        unread steps.
+        """
         batch, num_unread = self._next_batch(), len(self.in_flight)
         if batch:
             self.reach("decode:step")
@@ -188,8 +191,10 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         super()._fail(room, kind, message, retryable=retryable)
 
     def _give_up(self, room: DecodeRoom, reason: str) -> None:
-        """End a room from this side: at once if no block can land any more, else once the transport lets go
-        of its pages."""
+        """Ends a room from this side.
+
+        The room closes at once if no block can still land, otherwise after the transport releases its pages.
+        """
         if room.state is DecodeState.PULLING:
             room.state = DecodeState.CLOSING
             self._drop(room, reason)
@@ -223,10 +228,10 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         self._close(room)
 
     def _close(self, room: DecodeRoom) -> None:
-        """The one exit of a room: pages with complete KV and draft KV go to the prefix cache, all are given
-        back.
+        """The only exit of a room. Pages with complete KV and draft KV enter the prefix cache; all pages are
+        released.
 
-        A room with unread steps waits for them: until they are read they can write to its pages.
+        A room with unread steps waits for them, because they can still write to its pages.
         """
         if not room.is_settled:
             room.state = DecodeState.SETTLING

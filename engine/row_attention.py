@@ -1,7 +1,7 @@
-"""Attention of a decode step: equally many rows per request, planned from tensors on the device once per
-forward.
+"""Attention of a decode step, with equally many rows per request. Each forward plans it once from device
+tensors.
 
-Legend: B requests, N rows each, P pages planned for per request, W columns of a tree mask.
+Legend: B requests, N rows each, P planned pages per request, W columns of a tree mask.
 """
 
 import torch
@@ -14,14 +14,15 @@ from .kv.pool import KVPool
 
 
 class RowPlan:
-    """Where the rows of one forward are stored and what they see. `attend` is what each layer calls.
+    """The storage slots and the visible rows of one forward. Each layer calls `attend`.
 
-    `rows` int64 `[B*N]` as of `kv_rows`, `page_table` int64 `[B, P]`, `kv_lens` int64 `[B]`, `tree_mask` None
-    or bool `[B, N, W]`, all on the device. `is_recorded`: a graph records the forward, so that the plan must
-    follow these tensors at each replay; otherwise a CPU gathers row numbers and masks once for all layers.
+    `rows` int64 `[B*N]` are those of `kv_rows`. `page_table` is int64 `[B, P]`, `kv_lens` int64 `[B]`, and
+    `tree_mask` None or bool `[B, N, W]`, all on the device. `is_recorded`: a graph records the forward, so
+    each replay must read these tensors anew. Otherwise a CPU gathers row numbers and masks once for all
+    layers.
 
-    Raises LifecycleError, here and in `attend`, when the parts do not belong together, when a part was
-    written after the plan was made, or when a layer brings another number of rows.
+    The constructor and `attend` raise LifecycleError if the shapes are inconsistent, if a tensor was written
+    after planning, or if a layer passes another number of rows.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class RowPlan:
         self._columns = self._gather(rows.shape[0] // count) if is_gathered else None
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """`q` `[B*N, heads, D]`, `k`, `v` `[B*N, kv heads, D]` of `layer` -> `[B*N, heads, D]`; k and v are
-        stored first."""
+        """Stores `k` and `v` of `layer` and attends.
+
+        `q` is `[B*N, heads, D]`, `k` and `v` are `[B*N, kv heads, D]`, and the result is `[B*N, heads, D]`.
+        """
         self.check(q.shape[0])
         pool = self.pool
         grouped = q.reshape(self.page_table.shape[0], -1, *q.shape[1:])
@@ -67,8 +70,7 @@ class RowPlan:
         ).view(q.shape)
 
     def check(self, num_rows: int) -> None:
-        """LifecycleError unless the plan is of `num_rows` rows and nothing that it was made of was written
-        since."""
+        """Raises LifecycleError unless the plan has `num_rows` rows and its tensors are unchanged."""
         if num_rows != self.rows.shape[0]:
             raise LifecycleError(f"attention was planned for {self.rows.shape[0]} rows and got {num_rows}")
         if self._versions() != self._written:
