@@ -100,8 +100,9 @@ class LocalPrefill:
         )
 
     def _draft(self, chunks: Chunks, output: ForwardOutput) -> None:
-        """Writes the draft rows of all chunks. The last row of a prompt without a valid token 1 is
-        skipped.
+        """Writes the draft rows of all chunks.
+
+        Row i needs token i+1, so the last chunk of a prompt without a valid token 1 is skipped.
         """
         if output.hidden is None:
             return

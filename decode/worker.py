@@ -122,7 +122,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             counters=self.in_flight.counters,
         )
 
-    # --- the ways in and out ---------------------------------------------------------------------------
+    # --- start and end of rooms ------------------------------------------------------------------------
 
     def _reserve(self, order: Reserve, now: float) -> None:
         self.reach("decode:reserve")
@@ -169,7 +169,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             return
         request.append([event.first_token], self.engine.model_config.eos_token_ids)
         room.state = DecodeState.WARMING
-        if request.is_finished:  # the router ends such a request when it has the token; nothing is left to do
+        if request.is_finished:  # the router ends the request when it gets the token
             self._finish(room)
 
     def _on_lost(self, room_id: str, epoch: int, kind: str, reason: str) -> None:
@@ -177,9 +177,8 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         if room is None:
             return
         if room.state is DecodeState.PULLING:
-            is_aborted = (
-                kind == "HandoffAborted"
-            )  # also when the request ended with token 1: no failure of ours
+            # Prefill also aborts when the request ended with token 1, which is no failure of this worker.
+            is_aborted = kind == "HandoffAborted"
             self._counters["handoffs_aborted" if is_aborted else "failed"] += 1
             level = logging.DEBUG if is_aborted else logging.INFO
             logger.log(level, "hand-off lost", extra=fields(room=room_id, kind=kind, reason=reason))

@@ -38,7 +38,7 @@ from .weights_hash import WeightsHash, model_fingerprint
 
 logger = logging.getLogger(__name__)
 
-CUDA_MEMORY_SHARE = 0.85  # of what is free after the weights, when no KV memory was asked for
+CUDA_MEMORY_SHARE = 0.85  # of the free memory after the weights, if no KV memory is configured
 CPU_MEMORY_MB = 1024
 WHOLE_PROMPT_TOKENS = 2048  # largest prefill graph where prompts are not cut into chunks
 CACHE_LOOKAHEAD = 1  # draft KV of a page's last row depends on the token behind the page

@@ -1,8 +1,7 @@
-"""What the model thinks of a prompt that it is given: the log probability of each token behind those before
-it.
+"""Log probabilities of a prompt's own tokens, each given the tokens before it.
 
-Row i of a prompt's forward judges token i + 1, so the last row judges nothing and the first token is not
-judged.
+Row i of a prompt's forward scores token i + 1. The last row therefore scores nothing, and the first token has
+no score.
 """
 
 from collections.abc import Sequence

@@ -25,9 +25,8 @@ from .step_self_test import StepSelfTest
 logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
-# Replays of a graph between two looks at the addresses of its parameters: nothing exchanges them while an
-# engine serves, so that a look, which takes about as long as launching a step, is a guard against mistakes
-# and need not be often.
+# Replays of a graph between two checks of its parameters' addresses. No code replaces them while an engine
+# serves, so the check only guards against bugs. It is rare because it costs as much as launching a step.
 CHECK_EVERY = 1024
 STEP_KINDS = (GraphKind.DECODE_STEP, GraphKind.RANKED_STEP, GraphKind.EDITED_STEP)
 

@@ -120,9 +120,8 @@ class StepSelfTest:
         spread = max(min(2 * pool.page_size, self._step.max_context - spare), 1)
         for i in range(size):
             length = 1 + i * 5 % spread
-            count = min(
-                pages_for(length + spare, pool.page_size), pool.num_pages - 1
-            )  # one request always fits
+            # One request always fits.
+            count = min(pages_for(length + spare, pool.page_size), pool.num_pages - 1)
             if next_page + count > pool.num_pages:
                 break
             params = PARAMS[(i + 4) % 6 if kind.is_edited else i % (4 if kind.is_ranked else 2)]

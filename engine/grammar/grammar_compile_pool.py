@@ -32,11 +32,11 @@ from llguidance import LLMatcher
 NUM_THREADS = 3  # as many as a router compiles at a time
 MAX_GIVEN_UP = 4
 MAX_KEPT = 64
-MAX_CPU_S = 2.0  # of processor time; the router's trial, with checks beside it, has as much of the clock
-HELD_S = 6.0  # of processor time that went into all that is in use or kept: half a gigabyte
-SMALL_S = 0.01  # what took less is never turned away for what others hold
-LAST_S = 5.0  # what is left of MAX_CPU_S on a busy machine
-NICE, NICEST = 10, 19  # a tenth of what a thread of steps gets of a core; what nobody else wants
+MAX_CPU_S = 2.0  # of processor time; the router's trial compile gets the same wall time
+HELD_S = 6.0  # of processor time for all grammars in use or kept: half a gigabyte
+SMALL_S = 0.01  # cheaper grammars are never refused for lack of memory
+LAST_S = 5.0  # wall time to finish MAX_CPU_S on a busy machine
+NICE, NICEST = 10, 19  # a tenth of a step's share of a core; idle time only
 
 
 class GuideError(Exception):
@@ -57,8 +57,8 @@ class Compilation:
         self.is_ours = False
         self.cost_s = 0.0  # processor time that went into the matcher
         self.thread: threading.Thread | None = None
-        self._thread_id = 0  # the kernel's
-        self._clock: Callable[[], float] | None = None  # of what its thread has used
+        self._thread_id = 0  # the id that the kernel uses
+        self._clock: Callable[[], float] | None = None  # processor time of its thread
         self._began = 0.0
 
     def __repr__(self) -> str:
@@ -103,17 +103,15 @@ class Compilations:
         self._max_cpu_s = max_cpu_s
         self._held_s = held_s
         self._lock = threading.Lock()
-        self._waiting: deque[weakref.ref[Compilation]] = deque()  # whoever is asked for is held by who asked
-        self._open: weakref.WeakValueDictionary[str, Compilation] = (
-            weakref.WeakValueDictionary()
-        )  # waiting and running
+        self._waiting: deque[weakref.ref[Compilation]] = deque()  # the asking guides hold the references
+        # Waiting and running compilations.
+        self._open: weakref.WeakValueDictionary[str, Compilation] = weakref.WeakValueDictionary()
         self._running: set[Compilation] = set()
         self._given_up: set[Compilation] = set()
         self._kept: OrderedDict[str, Compilation] = OrderedDict()
-        self._held: weakref.WeakSet[Compilation] = weakref.WeakSet()  # compiled, and kept or in use
-        weakref.finalize(
-            self, _leave, self._lock, self._waiting, self._running
-        )  # at the process's end: threads hold this
+        self._held: weakref.WeakSet[Compilation] = weakref.WeakSet()  # compiled; kept or in use
+        # Runs at the exit of the process, because threads hold this object until then.
+        weakref.finalize(self, _leave, self._lock, self._waiting, self._running)
 
     def __repr__(self) -> str:
         return (
@@ -155,7 +153,7 @@ class Compilations:
         """Starts waiting compilations while threads are free."""
         while self._waiting and (len(self._running) < NUM_THREADS or len(self._given_up) >= MAX_GIVEN_UP):
             compilation = self._waiting.popleft()()
-            if compilation is None:  # nobody waits for it any more
+            if compilation is None:  # no request waits for it any more
                 continue
             if len(self._given_up) >= MAX_GIVEN_UP:
                 self._turn_away(
@@ -163,11 +161,11 @@ class Compilations:
                 )
                 continue
             self._running.add(compilation)
-            try:  # a daemon: the process does not wait for ever for one that never ends
+            try:  # a daemon thread cannot block the exit of the process
                 thread = threading.Thread(target=self._run, args=(compilation,), name="grammar", daemon=True)
                 thread.start()
-                compilation.thread = thread  # one that did not start would hold it in turn
-            except RuntimeError as error:  # too many of this user's
+                compilation.thread = thread  # set only after the start succeeded, to avoid a reference cycle
+            except RuntimeError as error:  # the user's limit of threads
                 self._running.remove(compilation)
                 self._turn_away(compilation, f"no thread can be started for a grammar: {error}")
 
@@ -176,9 +174,8 @@ class Compilations:
         try:
             compilation.begin()
             matcher = self._compile(compilation.grammar)
-        except (
-            BaseException
-        ) as error:  # whatever it is, it is this grammar's alone; a panic of the compiler is no Exception
+        # Any error concerns this grammar alone. A panic of the compiler does not derive from Exception.
+        except BaseException as error:
             fault = str(error) or type(error).__name__
         cost_s = compilation.cpu_s
         with self._lock:

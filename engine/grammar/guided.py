@@ -22,7 +22,7 @@ from .grammar_tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-MAX_SYMBOLS = 131072  # of a grammar, each of which takes some 600 bytes; routers send none of more
+MAX_SYMBOLS = 131072  # per grammar, about 600 bytes each; routers enforce the same limit
 
 
 class Guide:
@@ -37,7 +37,7 @@ class Guide:
         self._compilations = compilations
         self._num_words = -(-vocab_size // 32)
         self._eos_ids = tuple(eos_ids)
-        self._matcher: LLMatcher | None = None  # this request's own
+        self._matcher: LLMatcher | None = None  # a copy for this request
         self._num_consumed = 0
         self._is_lost = False
 
@@ -144,7 +144,7 @@ class GrammarCompiler:
             return
         try:
             self._tokenizer = load_tokenizer(self._path, self._vocab_size, self._eos_ids)
-        except Exception as error:  # whatever is wrong with it, the model can be served without
+        except Exception as error:  # the model can be served without a tokenizer for grammars
             self._fault = (
                 f"guided decoding cannot use the model's tokenizer: {' '.join(str(error).split())[:200]}"
             )

@@ -83,7 +83,7 @@ def choose_exact(
     """
     vocab_size = logits.shape[1]
     tensors = tensors.repeated(logits.shape[0])
-    highest, tokens = logits.max(dim=1)  # a NaN in the row comes out as the highest
+    highest, tokens = logits.max(dim=1)  # max returns a NaN if the row has one
     is_limited = tensors.is_drawn & (tensors.top_k < vocab_size) & is_ranked
     is_nucleus = tensors.is_drawn & ~is_limited & (tensors.top_p < 1) & is_ranked
     is_free = tensors.is_drawn & ~is_limited & ~is_nucleus

@@ -65,7 +65,7 @@ def _support(logits: torch.Tensor, draw: Draw, width: int) -> tuple[torch.Tensor
     limit, total = draw.top_k, None
     if limit is None:
         limit = torch.full_like(draw.rows, vocab_size)
-        if width < vocab_size:  # what is not among the candidates counts too
+        if width < vocab_size:  # the mass of all tokens counts, not only of candidates
             total = _mass(scaled_logits(logits, values[:, 0], draw.temperature)).sum(dim=1)
     kept, is_short = _kept(scaled, limit, total, draw)
     if total is not None and bool(is_short.any()):
@@ -132,9 +132,8 @@ def ranked_ids(logits: torch.Tensor, width: int) -> torch.Tensor:
     A float top-k leaves the order of ties undefined. This top-k therefore runs over int64 keys: the float's
     bits as an ordered int32 in the upper half, the reversed id in the lower half.
     """
-    bits = (
-        (logits.float() + 0.0).view(torch.int32).to(torch.int64)
-    )  # + 0.0 turns -0.0, which equals 0.0, into it
+    # Adding 0.0 turns -0.0 into 0.0, which compares equal.
+    bits = (logits.float() + 0.0).view(torch.int32).to(torch.int64)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     ids = torch.arange(logits.shape[1], device=logits.device)
     return ((ordered << 32) + (0xFFFFFFFF - ids)).topk(width, dim=1).indices

@@ -21,7 +21,7 @@ from .params import SamplingParams
 
 Mask = npt.NDArray[np.int32]
 
-ALWAYS = 1 << 62  # a position that no token has: an entry with it holds for all
+ALWAYS = 1 << 62  # beyond any position, so the entry always applies
 IN_PROMPT = 1 << 30  # the bit of `LogitEdits.seen` beside the count
 ALL_ALLOWED = -1  # a word of a mask
 
@@ -202,7 +202,7 @@ def edit_exact(
         needs = needs | (masks != ALL_ALLOWED).view(slots.shape[0], -1).any(dim=1)
     requests = needs.nonzero().squeeze(1)
     if not requests.numel():
-        return logits.clone()  # an operation returns memory of its own
+        return logits.clone()  # an operator must not return its input
     return _edited(logits, requests, positions, slots, edits, drafts, ancestors, masks)
 
 

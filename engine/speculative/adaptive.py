@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from .drafting.shape import DraftShape
 
-PRIOR = 0.6  # the share of drafts kept before anything was seen, and
-PRIOR_TRIED = 4.0  # how many drafts that counts as
-DECAY = 0.05  # share of the newest step in the averages
-MARGIN = 0.04  # another shape has to be better by so much
-# Rows of a forward whose arithmetic takes as long as reading the weights: an H200 multiplies about 160
-# bfloat16 rows in the time in which it reads the matrix; a CPU core is busy after a few.
+PRIOR = 0.6  # initial estimate of the share of accepted drafts
+PRIOR_TRIED = 4.0  # weight of the initial estimate, in drafts
+DECAY = 0.05  # weight of the newest step in the moving averages
+MARGIN = 0.04  # minimum relative gain for a change of shape
+# Rows of a forward whose arithmetic takes as long as reading the weights. An H200 multiplies about 160
+# bfloat16 rows in the time of one read of the matrix. A CPU core is busy after a few rows.
 KNEE_ROWS = {"cuda": 160.0, "cpu": 6.0}
 
 

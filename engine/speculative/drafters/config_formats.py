@@ -42,9 +42,9 @@ _NETWORK_KEYS = frozenset(
         "qk_norm",
     }
 )
-# Keys of the trainers and of transformers' own dumps that say nothing about what the head computes.
-# num_hidden_layers is among them because one public head carries its target's: the loader counts the layers
-# in the tensors instead.
+# Keys of the trainers and of transformers that do not affect the head's result. num_hidden_layers is among
+# them because one public head carries its target's value. The loader counts the layers in the tensors
+# instead.
 _IGNORED_KEYS = frozenset(
     {
         "_name_or_path",
@@ -129,7 +129,7 @@ _SPECULATORS_KEYS = frozenset(
         "has_own_embed_tokens",
     }
 )
-# What Model-Optimizer exports for the network that we run; another value is another network.
+# Values that Model-Optimizer exports for the supported network. Any other value means another network.
 _MODELOPT_FIXED: Mapping[str, object] = {
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
@@ -259,8 +259,8 @@ def _flatten_native(file: Path, raw: dict[str, object], dialect: int) -> dict[st
         raise CheckpointError(
             f"{file}: target_model_type = {target_kind!r}: supported are {sorted(_PLAIN_TARGETS)}"
         )
-    # Two trainers give norm_output two meanings; only heads with per-feature norms were trained with a normed
-    # feedback.
+    # norm_output has a different meaning in each of two trainers. Only heads with per-feature norms were
+    # trained with a normed feedback.
     if not values.get("fc_norm"):
         values.pop("norm_output", None)
     return values

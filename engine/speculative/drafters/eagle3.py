@@ -208,8 +208,7 @@ class Eagle3Drafter:
         phase = DraftPhase.FROM_TARGET_FEATURES
         out = self.head.forward(features, accepted.tokens.reshape(-1), positions, plan.attend, phase)
         last = select_last_rows(out, emitted)
-        # A request that got no token keeps its state: what it would be given is made of rows that nobody
-        # reads.
+        # A request without a new token keeps its state, because its output rows are undefined.
         kept = torch.where(emitted > 0, view.states, PAD_ROW)
         self.states.write(kept, self.head.feedback(last), self.head.compute_logits(last))
 

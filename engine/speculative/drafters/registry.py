@@ -141,8 +141,8 @@ def _read_dflash(path: Path, target: ModelConfig, target_path: Path | None, dtyp
     return DflashSource(load_dflash_config(path, target, dtype=dtype))
 
 
-# EAGLE3 heads were published under the names of several architectures, their own and their target's: see
-# `config_formats`.
+# EAGLE3 heads are published under several architecture names, even under their target's, so EAGLE3 is the
+# default; see `config_formats`.
 READERS: Mapping[str, Reader] = MappingProxyType({ARCHITECTURE: _read_dflash})
 
 

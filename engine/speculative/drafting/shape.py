@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ...kv.page_table import pages_for
 
-# Chains shorter than the configured one that may stand in for it; 0 is plain decode.
+# Lengths of chains that the adaptive policy may use instead of a longer configured one; 0 is plain decode.
 SHORTER_CHAINS = (0, 1, 2, 3, 5, 8, 12)
 
 

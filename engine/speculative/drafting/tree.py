@@ -143,7 +143,7 @@ def _prune(shape: DraftShape, levels: list[_Candidates]) -> DraftTree:
     kept = _best(scores, shape.num_nodes - 1).sort(dim=1).values
     numbers = torch.nn.functional.pad(kept + 1, (1, 0))
     parent_numbers = parents.gather(1, kept)
-    # Numbers ascend, and every parent of a kept node is kept: its place is how many have lower numbers.
+    # Numbers ascend, and the parent of a kept node is kept. Its index is the count of lower numbers.
     parent_nodes = (numbers[:, None, :] < parent_numbers[:, :, None]).sum(dim=2)
     k = shape.topk
     depths = torch.where(

@@ -96,12 +96,12 @@ class AsyncDecoder:
         self.policy = policy
         self.launches_ahead = launches_ahead
         self.fallbacks: Counter[str] = Counter()
-        self.num_launched = 0  # ahead
+        self.num_launched = 0  # steps launched ahead
         self.coverage = DraftCoverage(self.drafter, self.shape)
         self._eos = frozenset(eos_token_ids)
         self._page_size = steps.step.runner.pool.page_size
         self._slots: dict[Request, int] = {}
-        self._unseen: set[Request] = set()  # those whose support was wider than what the device looks at
+        self._unseen: set[Request] = set()  # support wider than the ranked candidates
         self._batch = _NOBODY
         self._num_unread = 0
         self._num_until_limit = 0
@@ -321,9 +321,8 @@ class AsyncDecoder:
 
         def fill(drafts: torch.Tensor, parents: torch.Tensor | None, masks: torch.Tensor) -> None:
             num_nodes = masks.shape[1]
-            tokens = (
-                drafts.tolist() if num_nodes > 1 else [[]] * len(requests)
-            )  # the host waits for the drafts here
+            # The host waits for the drafts here.
+            tokens = drafts.tolist() if num_nodes > 1 else [[]] * len(requests)
             trees = [[-1, *range(num_nodes - 1)]] * len(requests) if parents is None else parents.tolist()
             found = []
             for i in guided:
@@ -342,7 +341,7 @@ class AsyncDecoder:
                 self.steps.step.state.stop_drafting(self._slots[request])
         self._num_until_limit = self.coverage.steps_until_limit(requests)
 
-    # --- what a step gave ------------------------------------------------------------------------------
+    # --- results of a step -----------------------------------------------------------------------------
 
     def _commit_one(self, request: Request, tokens: list[int], is_warm: bool) -> list[int]:
         count = request.append(tokens, self._eos) if tokens else 0

@@ -16,8 +16,7 @@ from ...sampling.edits import LogitEdits, SamplingRow
 from ...sampling.tensors import SamplingTensors
 
 PAD_SLOT = 0
-# Entries of logit edits that graphs are captured for: as many biases and stop tokens as a request may have,
-# and end tokens.
+# Entries of logit edits in captured graphs: the maximum biases and stop tokens of a request, and end tokens.
 EDIT_ENTRIES = 1024 + 1024 + 16
 
 
@@ -78,7 +77,9 @@ class DeviceState:
         self.device = torch.device(device)
         self.version = 0
         self.integers = torch.zeros((num_slots, PAGES + max_pages), dtype=torch.int64, device=device)
-        self._reals = torch.ones((num_slots, 3), dtype=torch.float64, device=device)  # of SamplingTensors
+        self._reals = torch.ones(
+            (num_slots, 3), dtype=torch.float64, device=device
+        )  # temperature, top_p, min_p
         self._edits: LogitEdits | None = None
         self._wanted: torch.Tensor | None = None  # [S] int64: top logprobs asked for, -1 none
         self._free = list(range(num_slots - 1, PAD_SLOT, -1))

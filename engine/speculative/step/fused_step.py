@@ -30,9 +30,9 @@ from ..drafting.tree import DraftTree
 from ..drafting.verify import AcceptResult, compact, verify_drafts
 from .device_state import DeviceState, StepRows
 
-# Columns of a report behind the R tokens: what verify accepted; rows in front of the first whose logits are
-# not finite; rows in front of the first whose support was not seen whole; whether the draft that was not
-# asked would have been right.
+# Columns of a report behind the R tokens: accepted rows; rows before the first with logits that are not
+# finite; rows before the first whose support exceeds the ranked candidates; whether an unused first proposal
+# matches.
 ACCEPTED, GOOD, SEEN, WOULD_MATCH = range(NUM_COUNTS)
 
 # (drafts [B, N-1], parents [B, N] of a tree, masks int32 [B, N, W] to be written)

@@ -28,9 +28,9 @@ from .fused_step import FillMasks, FusedStep, StepContext, StepKind
 
 logger = logging.getLogger(__name__)
 
-# Reports that may wait on the host: that of a step under way, of the one before it, and one to spare.
+# Host buffers of reports: one for the running step, one for the step before it, and one spare.
 UNREAD_STEPS = 3
-TOP_LOGPROBS = 20  # that graphs report; a request that asks for more is stepped eagerly
+TOP_LOGPROBS = 20  # maximum in graphs; steps with more run eagerly
 
 
 class Report:
@@ -76,8 +76,8 @@ class StepGraphs:
         ]
         self._num_launched = 0
         self.families: dict[StepKind, GraphFamily[StepContext, torch.Tensor]] = {}
-        self._covered: dict[StepKind, StepKind] = {}  # by the kind asked for
-        # What graphs read besides the parameters, those with logit edits and those without.
+        self._covered: dict[StepKind, StepKind] = {}  # requested kind -> captured kind
+        # Tensors besides the parameters that graphs read, by whether the graphs have logit edits.
         self._frozen: dict[bool, tuple[torch.Tensor, ...]] = {}
 
     def capture(self, graphs: GraphPool, buckets: Sequence[int]) -> None:
@@ -137,7 +137,7 @@ class StepGraphs:
         if slots == self._told:
             return
         most = self._padded(len(slots))
-        if most > self.slots.shape[0]:  # graphs keep reading the old list, so that larger batches run eagerly
+        if most > self.slots.shape[0]:  # graphs read the old list, so larger batches run eagerly
             self.slots = torch.zeros(2 * most, dtype=torch.int64, device=self.device)
         listed = torch.tensor([*slots, *[0] * (self.slots.shape[0] - len(slots))], dtype=torch.int64)
         self.slots.copy_(to_device(listed, self.device))
