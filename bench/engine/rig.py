@@ -1,8 +1,8 @@
 """A whole engine in one process, with requests in a decode server's state: prompts computed, drafter warm.
 
-Everything that runs is the engine's own: `ModelRunner`, `Eagle3Drafter`, `Sampler`, `AsyncDecoder` and their
-graphs. With graphs a step is launched before the one before it is read, as a server on a device does;
-without, each step is read at once.
+The rig runs the engine's own `ModelRunner`, `Eagle3Drafter`, `Sampler`, `AsyncDecoder` and graphs. With
+graphs, each step is launched before the previous one is read, as on a serving device. Without graphs, each
+step is read at once.
 """
 
 import logging
