@@ -46,8 +46,7 @@ class RowPlan:
         if not (kv_lens.shape[0] == masks == count and rows.shape[0] % max(count, 1) == 0):
             raise LifecycleError(
                 f"{rows.shape[0]} rows, {count} rows of pages, {kv_lens.shape[0]} lengths and {masks} masks "
-                "do not make "
-                "equally many rows per request"
+                "do not make equally many rows per request"
             )
         self._written = self._versions()
         is_gathered = not is_recorded and not rows.is_cuda and rows.shape[0] > 0

@@ -354,8 +354,7 @@ def _check(
     if q.dim() != 4 or q.shape[0] != num_requests or kv_lens.shape != (num_requests,):
         raise ValueError(
             f"paged_verify: q {tuple(q.shape)} and kv_lens {tuple(kv_lens.shape)} do not fit {num_requests} "
-            "requests; "
-            "expected [B, Q, N, D] and [B]"
+            "requests; expected [B, Q, N, D] and [B]"
         )
     if tree_mask is None:
         return

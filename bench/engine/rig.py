@@ -273,8 +273,7 @@ def _check_positions(settings: RigSettings, shape: DraftShape, limit: int) -> No
     if wanted > limit:
         raise ValueError(
             f"{settings.model or settings.shape} has {limit} positions, and {wanted} would be used: the "
-            "longest prompt, or "
-            "context with what all steps add; lower --context, --prefill or --repeats"
+            "longest prompt, or context with what all steps add; lower --context, --prefill or --repeats"
         )
 
 

@@ -231,8 +231,7 @@ def _dialect_of(file: Path, raw: dict[str, object]) -> int:
         return 1
     raise CheckpointError(
         f"{file}: architectures {names!r} is not an EAGLE3 head that baton runs; supported are "
-        "LlamaForCausalLMEagle3, "
-        "speculators eagle3, and LlamaForCausalLM with a draft_vocab_size"
+        "LlamaForCausalLMEagle3, speculators eagle3, and LlamaForCausalLM with a draft_vocab_size"
     )
 
 

@@ -85,8 +85,7 @@ def _target_ids(config: Eagle3Config, tensors: dict[str, torch.Tensor]) -> torch
     if bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= config.vocab_size:
         raise CheckpointError(
             f"{config.path}: d2t does not give increasing token ids in [0, {config.vocab_size}); it must "
-            "hold offsets "
-            "(target id = draft id + d2t[draft id])"
+            "hold offsets (target id = draft id + d2t[draft id])"
         )
     if t2d is not None:
         _check_shape(config, "t2d", t2d, (config.vocab_size,))
@@ -116,14 +115,12 @@ def _check_names(config: Eagle3Config, needed: set[str], found: set[str]) -> Non
     if found - needed:
         raise CheckpointError(
             f"{config.path}: tensor {min(found - needed)} ({len(found - needed)} such) belongs to no part of "
-            "the head "
-            "that config.json describes; the config lacks a switch, or this is another kind of head"
+            "the head that config.json describes; the config lacks a switch, or this is another kind of head"
         )
     if needed - found:
         raise CheckpointError(
             f"{config.path}: tensor {min(needed - found)} ({len(needed - found)} such) is missing from the "
-            "weights; "
-            "fetch the checkpoint again"
+            "weights; fetch the checkpoint again"
         )
 
 
@@ -142,11 +139,9 @@ def _check_shape(config: Eagle3Config, name: str, tensor: torch.Tensor, shape: t
         raise CheckpointError(
             f"{config.path}: fc.weight takes {tensor.shape[1]} features, but {config.dims.num_features} "
             f"layers x target hidden size {config.target_hidden_size} = {shape[1]}; the head was trained for "
-            "another target "
-            "or layer list"
+            "another target or layer list"
         )
     raise CheckpointError(
         f"{config.path}: tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}; "
-        "the weights "
-        "belong to another config"
+        "the weights belong to another config"
     )

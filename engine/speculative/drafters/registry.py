@@ -124,8 +124,7 @@ class DflashSource:
     def _refusal(self) -> CheckpointError:
         return CheckpointError(
             f"draft {self.config.path}: a DFLASH drafter can be prefilled for, but decode runs EAGLE3 heads "
-            "only; "
-            "give it one, or none"
+            "only; give it one, or none"
         )
 
 

@@ -43,8 +43,7 @@ class DraftShape:
         if tokens > most:
             raise ValueError(
                 f"spec_tokens {tokens}: {steps} steps with spec_topk {topk} draft no more than {most} "
-                "tokens, the newest "
-                "one included; lower spec_tokens or raise spec_topk"
+                "tokens, the newest one included; lower spec_tokens or raise spec_topk"
             )
         return cls(steps=steps, topk=topk, num_nodes=tokens or min(1 + steps * topk, most))
 
