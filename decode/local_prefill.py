@@ -1,8 +1,9 @@
 """Prompts that decode computes itself where no prefill worker does: the same engine, the same tokens.
 
-A forward takes the next rows of the waiting prompts, oldest first, within a budget that bounds how long running streams
-wait between two of their steps. The aux features go to the drafter at once, so none are kept. The noise of token 1 depends
-on its position only: a prompt computed here, on prefill, or half here after a retry gives the same tokens.
+A forward takes the next rows of the waiting prompts, oldest first, within a budget that bounds how long
+running streams wait between two of their steps. The aux features go to the drafter at once, so none are kept.
+The noise of token 1 depends on its position only: a prompt computed here, on prefill, or half here after a
+retry gives the same tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,9 +49,10 @@ class LocalPrefill:
         self._instance = instance
 
     def step(self, rooms: Sequence[DecodeRoom], *, is_alone: bool) -> tuple[list[DecodeRoom], StepResult]:
-        """One forward over some of `rooms` (at least one). Returns the rooms whose prompt is done, and their token 1.
+        """Runs one forward over some of `rooms` (at least one). Returns the rooms whose prompt ended, and
+        their token 1.
 
-        `is_alone`: no stream runs beside them.
+        `is_alone`: no stream is running.
         """
         started = self._clock()
         budget = max(self.budget, IDLE_TOKENS) if is_alone else self.budget
@@ -98,7 +100,10 @@ class LocalPrefill:
         )
 
     def _draft(self, chunks: Chunks, output: ForwardOutput) -> None:
-        """Write the draft rows of all chunks. Row i needs token i+1, which a prompt without a valid token 1 lacks."""
+        """Writes the draft rows of all chunks.
+
+        Row i needs token i+1, so the last chunk of a prompt without a valid token 1 is skipped.
+        """
         if output.hidden is None:
             return
         items, row = [], 0

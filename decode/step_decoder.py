@@ -35,10 +35,12 @@ class LaunchingDecoder(StepDecoder, Protocol):
         """Steps launched ahead since the start, and steps that were not, by reason."""
 
     def can_launch(self, requests: Sequence[Request]) -> bool:
-        """Whether a step of these requests can be launched ahead. If not, `step` runs it once no flight is unread."""
+        """Whether a step of these requests can be launched ahead. If not, `step` runs it once no flight is
+        unread."""
 
     def launch(self, requests: Sequence[Request]) -> Flight:
         """Launch a step behind those launched before."""
 
     def read(self, flight: Flight, is_live: Sequence[bool]) -> StepResult:
-        """Wait for the oldest flight and commit its tokens to its live requests. The result has rows for these only."""
+        """Wait for the oldest flight and commit its tokens to its live requests. The result has rows for
+        these only."""

@@ -1,12 +1,12 @@
 """A decode server: KV caches in, tokens out, drafted with EAGLE3.
 
-1. Reserve arrives            pages for prompt + output and a place in the batch are held, or the room is refused at once
-2. pull                       blocks land in the room's own pages; a prefix that is cached here is not pulled
-   without a prefill worker   decode computes the prompt itself, some rows between two steps of the batch
-3. draft prefill              runs over the aux features as they land, within a budget of rows per step
-4. the batch                  a warm room joins: draft -> verify -> accept -> extend, tokens to the router in one frame
-                              a step is launched before the previous one is read; the previous tokens go out meanwhile
-5. end                        one road for every end: `_close` gives the pages back, to the prefix cache first
+1. Reserve           holds pages for prompt + output and a place in the batch, or refuses the room at once
+2. pull              blocks land in the room's own pages; a prefix that is cached here is not pulled
+   local prefill     without a prefill worker, decode computes the prompt itself between steps of the batch
+3. draft prefill     runs over the aux features as they land, within a budget of rows per step
+4. batch             a warm room joins: draft -> verify -> accept -> extend, tokens to the router in one frame
+                     a step is launched before the previous one is read; its tokens go out meanwhile
+5. end               every room ends in `_close`, which returns the pages, to the prefix cache first
 """
 
 import logging
@@ -71,14 +71,19 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         self.local = LocalPrefill(engine, self.decoder, local_prefill_tokens, clock, link.post, instance)
 
     def step(self) -> bool:
-        """Draft prefill of landed features, a part of local prompts, one step of the batch. False: no room has work."""
+        """Runs draft prefill of landed features, a part of local prompts, and one step of the batch.
+
+        Returns False if no room has work.
+        """
         did_warm = self._warm_landed()
         did_prefill = self._prefill_here()
         did_step = self._step_batch()
         return did_warm or did_prefill or did_step
 
     def _step_batch(self) -> bool:
-        """Launch a step, then read the one before it. Rooms that cannot be stepped ahead wait until all steps were read."""
+        """Launches a step, then reads the previous one. Rooms that cannot be launched ahead wait for all
+        unread steps.
+        """
         batch, num_unread = self._next_batch(), len(self.in_flight)
         if batch:
             self.reach("decode:step")
@@ -117,7 +122,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             counters=self.in_flight.counters,
         )
 
-    # --- the ways in and out ------------------------------------------------------------------------------------------
+    # --- start and end of rooms ------------------------------------------------------------------------
 
     def _reserve(self, order: Reserve, now: float) -> None:
         self.reach("decode:reserve")
@@ -164,7 +169,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             return
         request.append([event.first_token], self.engine.model_config.eos_token_ids)
         room.state = DecodeState.WARMING
-        if request.is_finished:  # the router ends such a request when it has the token; nothing is left to do
+        if request.is_finished:  # the router ends the request when it gets the token
             self._finish(room)
 
     def _on_lost(self, room_id: str, epoch: int, kind: str, reason: str) -> None:
@@ -172,9 +177,8 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         if room is None:
             return
         if room.state is DecodeState.PULLING:
-            is_aborted = (
-                kind == "HandoffAborted"
-            )  # also when the request ended with token 1: no failure of ours
+            # Prefill also aborts when the request ended with token 1, which is no failure of this worker.
+            is_aborted = kind == "HandoffAborted"
             self._counters["handoffs_aborted" if is_aborted else "failed"] += 1
             level = logging.DEBUG if is_aborted else logging.INFO
             logger.log(level, "hand-off lost", extra=fields(room=room_id, kind=kind, reason=reason))
@@ -186,7 +190,10 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         super()._fail(room, kind, message, retryable=retryable)
 
     def _give_up(self, room: DecodeRoom, reason: str) -> None:
-        """End a room from this side: at once if no block can land any more, else once the transport lets go of its pages."""
+        """Ends a room from this side.
+
+        The room closes at once if no block can still land, otherwise after the transport releases its pages.
+        """
         if room.state is DecodeState.PULLING:
             room.state = DecodeState.CLOSING
             self._drop(room, reason)
@@ -220,9 +227,10 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         self._close(room)
 
     def _close(self, room: DecodeRoom) -> None:
-        """The one exit of a room: pages with complete KV and draft KV go to the prefix cache, all are given back.
+        """The only exit of a room. Pages with complete KV and draft KV enter the prefix cache; all pages are
+        released.
 
-        A room with unread steps waits for them: until they are read they can write to its pages.
+        A room with unread steps waits for them, because they can still write to its pages.
         """
         if not room.is_settled:
             room.state = DecodeState.SETTLING
@@ -240,7 +248,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
     def _timeline_of(self, room: DecodeRoom) -> DecodeTimeline:
         return room.timeline(self._clock())
 
-    # --- one step -----------------------------------------------------------------------------------------------------
+    # --- one step --------------------------------------------------------------------------------------
 
     def _warm_landed(self) -> bool:
         """Draft prefill of landed features; warm rooms join the batch. False: no room was ready."""

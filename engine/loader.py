@@ -1,7 +1,8 @@
-"""Builds one engine in the only correct order, `EngineLoader.phases`.
+"""Builds one engine in the fixed order of `EngineLoader.phases`.
 
-A prefill engine reads the draft's config only (which layer outputs to capture) and keeps the captured features in a plane
-beside its KV. A decode engine loads the head, lends it the target's embedding and lm_head, and keeps draft KV instead.
+A prefill engine reads only the draft's config, for the layers to capture, and keeps the features in a plane
+beside its KV. A decode engine loads the draft head, shares the target's embedding and lm_head with it, and
+keeps draft KV.
 """
 
 import logging
@@ -37,7 +38,7 @@ from .weights_hash import WeightsHash, model_fingerprint
 
 logger = logging.getLogger(__name__)
 
-CUDA_MEMORY_SHARE = 0.85  # of what is free after the weights, when no KV memory was asked for
+CUDA_MEMORY_SHARE = 0.85  # of the free memory after the weights, if no KV memory is configured
 CPU_MEMORY_MB = 1024
 WHOLE_PROMPT_TOKENS = 2048  # largest prefill graph where prompts are not cut into chunks
 CACHE_LOOKAHEAD = 1  # draft KV of a page's last row depends on the token behind the page
@@ -47,9 +48,10 @@ CACHE_LOOKAHEAD = 1  # draft KV of a page's last row depends on the token behind
 class Engine:
     """A ready engine: one target over one page pool, with the drafting parts of its role.
 
-    `features` is prefill's plane, `drafter` decode's head; both None without a draft. `max_context` in tokens. `shape` is
-    what a step drafts, unless `step_policy` says otherwise. `graphs` None: every forward runs eagerly. `steps`: decode's;
-    with `launches_ahead` a step is launched before the one before it is read.
+    `features` is the feature plane of prefill, `drafter` the draft head of decode; both are None without a
+    draft. `max_context` is in tokens. `shape` is the configured draft shape; `step_policy` may vary it.
+    `graphs` None: every forward runs eagerly. `steps` belong to decode. `launches_ahead`: each step is
+    launched before the previous one is read.
     """
 
     path: Path
@@ -76,7 +78,9 @@ class Engine:
     feature_ids: tuple[int, ...] = ()
 
     def decoder(self) -> AsyncDecoder:
-        """A decoder of requests on this engine; there is one at a time. Raises LifecycleError on a prefill engine."""
+        """Returns the decoder of this engine; only one may exist at a time. Raises LifecycleError on a
+        prefill engine.
+        """
         if self.steps is None:
             raise LifecycleError("a prefill engine takes no decode steps")
         return AsyncDecoder(
@@ -116,7 +120,7 @@ class Engine:
 
     @property
     def graph_counters(self) -> dict[str, float]:
-        """Replays and fallbacks since the start."""
+        """Graph replays and fallbacks since the start."""
         return {} if self.graphs is None else self.graphs.counters()
 
     @property
@@ -128,7 +132,7 @@ class Engine:
 
     @property
     def step_counters(self) -> dict[str, float]:
-        """How often each number of draft steps was chosen, and how often another; empty where it never changes."""
+        """Number of steps by draft length, and of changes of the length; empty without a policy."""
         policy = self.step_policy
         if policy is None:
             return {}
@@ -137,9 +141,10 @@ class Engine:
 
 
 class EngineLoader:
-    """Builds an Engine phase by phase. `has_drafter`: the engine drafts (decode); without it features are only captured.
+    """Builds an Engine phase by phase.
 
-    Graphs, when the config wants them, are captured on `backend`, by default on that of the device.
+    `has_drafter`: the engine drafts (decode); otherwise it only captures features. If the config enables
+    graphs, they are captured on `backend`, by default that of the device.
     """
 
     def __init__(
@@ -156,7 +161,7 @@ class EngineLoader:
         self._feature_ids: tuple[int, ...] = ()
 
     def phases(self) -> list[tuple[str, Callable[[], None]]]:
-        """(name, action) in the order in which they must run."""
+        """Pairs (name, action) in the required order."""
         return [
             ("load weights", self._load),
             ("configure aux capture", self._configure_aux),
@@ -167,7 +172,7 @@ class EngineLoader:
         ]
 
     def engine(self) -> Engine:
-        """The engine, once all phases ran; it is SERVING from here on."""
+        """Returns the engine after all phases and advances it to SERVING."""
         assert self._engine is not None
         self.lifecycle.advance(Phase.SERVING)
         return self._engine
@@ -185,7 +190,8 @@ class EngineLoader:
         limit = self._model_config.max_position_embeddings
         if config.max_context > limit:
             raise CheckpointError(
-                f"max_context {config.max_context}: the model at {self._path} allows at most {limit} tokens; lower it"
+                f"max_context {config.max_context}: the model at {self._path} allows at most {limit} tokens; "
+                "lower it"
             )
         self._max_context = config.max_context or limit
         self.lifecycle.advance(Phase.LOADED)
@@ -207,7 +213,8 @@ class EngineLoader:
         self.lifecycle.advance(Phase.AUX_CONFIGURED)
 
     def _offered(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The layers that prefill captures: those of its head, then the others of `feature_layers`, each once.
+        """The layers that prefill captures: those of its head, then the others of `feature_layers`, without
+        repeats.
 
         Raises CheckpointError for a layer that the model does not have.
         """
@@ -215,8 +222,8 @@ class EngineLoader:
         beyond = [layer for layer in extra if layer >= num_layers]
         if beyond:
             raise CheckpointError(
-                f"feature_layers {self.config.feature_layers}: the model at {self._path} has layers 0 to {num_layers - 1}, "
-                f"not {beyond[0]}; name the layers that the decode workers' heads read"
+                f"feature_layers {self.config.feature_layers}: the model at {self._path} has layers 0 to "
+                f"{num_layers - 1}, not {beyond[0]}; name the layers that the decode workers' heads read"
             )
         return tuple(dict.fromkeys((*ids, *extra)))
 
@@ -313,7 +320,7 @@ class EngineLoader:
         self.lifecycle.advance(Phase.CAPTURED)
 
     def _step_policy(self, draft: DraftModel) -> StepPolicy | None:
-        """Steps that follow load and acceptance, where that is wanted."""
+        """The policy that adapts the draft length to load and acceptance, if enabled."""
         if self.config.spec_adaptive == "off" or (
             self.config.spec_adaptive == "auto" and self._device.type != "cuda"
         ):
@@ -325,19 +332,21 @@ class EngineLoader:
         return StepPolicy(self._shape.candidates(), costs)
 
     def _affordable_pages(self) -> int:
-        """As many pages as the KV memory holds, the planes beside the KV included."""
+        """The number of pages that fit in the KV memory, with the planes beside the KV. Raises
+        CheckpointError below 2.
+        """
         budget = self._page_budget()
         count = budget.num_pages(self._kv_memory())
         if count < 2:
             need = pages_for(self._max_context, self.config.page_size) * budget.page_bytes
             raise CheckpointError(
-                f"kv_memory_mb {self.config.kv_memory_mb}: one page costs {budget.page_bytes} bytes; give at least "
-                f"{need >> 20} for one request of the full context"
+                f"kv_memory_mb {self.config.kv_memory_mb}: one page costs {budget.page_bytes} bytes; give at "
+                f"least {need >> 20} for one request of the full context"
             )
         return count
 
     def _kv_memory(self) -> int:
-        """Bytes for pages and features in flight: what was asked for, or a share of the device."""
+        """Bytes for pages and features in flight: the configured amount, or a share of the device."""
         if self.config.kv_memory_mb:
             return self.config.kv_memory_mb << 20
         if self._device.type == "cuda":
@@ -346,7 +355,9 @@ class EngineLoader:
         return CPU_MEMORY_MB << 20
 
     def _page_budget(self) -> PageBudget:
-        """What a page costs in this role: decode keeps draft KV and lands features, prefill keeps a feature plane."""
+        """The bytes of a page in this role. Decode adds draft KV and staged features; prefill adds a feature
+        plane.
+        """
         page_size = self.config.page_size
         kv_bytes = self._model.kv_layout(page_size).page_bytes
         if self._draft is not None:
@@ -359,5 +370,5 @@ class EngineLoader:
 
 
 def _shapes_of(engine: Engine) -> Sequence[DraftShape]:
-    """What a step may draft, the configured shape first."""
+    """The shapes that a step may draft, the configured one first."""
     return [engine.shape] if engine.step_policy is None else engine.step_policy.shapes[::-1]

@@ -1,6 +1,7 @@
-"""What the model thinks of a prompt that it is given: the log probability of each token behind those before it.
+"""Log probabilities of a prompt's own tokens, each given the tokens before it.
 
-Row i of a prompt's forward judges token i + 1, so the last row judges nothing and the first token is not judged.
+Row i of a prompt's forward scores token i + 1. The last row therefore scores nothing, and the first token has
+no score.
 """
 
 from collections.abc import Sequence
@@ -17,15 +18,18 @@ Score = tuple[
 
 
 def num_scored(request: Request, start: int, end: int) -> int:
-    """How many of rows [start, end) are scored; they are the first of them."""
+    """Number of scored rows in [start, end). They are the first rows of the range."""
     if request.sampling.prompt_logprobs < 0:
         return 0
     return min(end, request.num_prompt - 1) - start
 
 
 def most_scored(request: Request, vocab_size: int, before: Sequence[tuple[Request, int, int]]) -> int | None:
-    """Rows of `request` that a forward may hold at most behind the ranges `before`, for the memory of all scored logits;
-    at least 1. None: any number."""
+    """Maximum rows of `request` in a forward behind the ranges `before`, bounded by the memory of scored
+    logits.
+
+    At least 1. None means no limit.
+    """
     if request.sampling.prompt_logprobs < 0:
         return None
     return max(1, MAX_SCORED_LOGITS // vocab_size - sum(num_scored(*part) for part in before))

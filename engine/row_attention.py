@@ -1,6 +1,7 @@
-"""Attention of a decode step: equally many rows per request, planned from tensors on the device once per forward.
+"""Attention of a decode step, with equally many rows per request. Each forward plans it once from device
+tensors.
 
-Legend: B requests, N rows each, P pages planned for per request, W columns of a tree mask.
+Legend: B requests, N rows each, P planned pages per request, W columns of a tree mask.
 """
 
 import torch
@@ -13,14 +14,15 @@ from .kv.pool import KVPool
 
 
 class RowPlan:
-    """Where the rows of one forward are stored and what they see. `attend` is what each layer calls.
+    """The storage slots and the visible rows of one forward. Each layer calls `attend`.
 
-    `rows` int64 `[B*N]` as of `kv_rows`, `page_table` int64 `[B, P]`, `kv_lens` int64 `[B]`, `tree_mask` None or bool
-    `[B, N, W]`, all on the device. `is_recorded`: a graph records the forward, so that the plan must follow these tensors at
-    each replay; otherwise a CPU gathers row numbers and masks once for all layers.
+    `rows` int64 `[B*N]` are those of `kv_rows`. `page_table` is int64 `[B, P]`, `kv_lens` int64 `[B]`, and
+    `tree_mask` None or bool `[B, N, W]`, all on the device. `is_recorded`: a graph records the forward, so
+    each replay must read these tensors anew. Otherwise a CPU gathers row numbers and masks once for all
+    layers.
 
-    Raises LifecycleError, here and in `attend`, when the parts do not belong together, when a part was written after the
-    plan was made, or when a layer brings another number of rows.
+    The constructor and `attend` raise LifecycleError if the shapes are inconsistent, if a tensor was written
+    after planning, or if a layer passes another number of rows.
     """
 
     def __init__(
@@ -43,15 +45,18 @@ class RowPlan:
         masks = count if tree_mask is None else tree_mask.shape[0]
         if not (kv_lens.shape[0] == masks == count and rows.shape[0] % max(count, 1) == 0):
             raise LifecycleError(
-                f"{rows.shape[0]} rows, {count} rows of pages, {kv_lens.shape[0]} lengths and {masks} masks do not make "
-                "equally many rows per request"
+                f"{rows.shape[0]} rows, {count} rows of pages, {kv_lens.shape[0]} lengths and {masks} masks "
+                "do not make equally many rows per request"
             )
         self._written = self._versions()
         is_gathered = not is_recorded and not rows.is_cuda and rows.shape[0] > 0
         self._columns = self._gather(rows.shape[0] // count) if is_gathered else None
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """`q` `[B*N, heads, D]`, `k`, `v` `[B*N, kv heads, D]` of `layer` -> `[B*N, heads, D]`; k and v are stored first."""
+        """Stores `k` and `v` of `layer` and attends.
+
+        `q` is `[B*N, heads, D]`, `k` and `v` are `[B*N, kv heads, D]`, and the result is `[B*N, heads, D]`.
+        """
         self.check(q.shape[0])
         pool = self.pool
         grouped = q.reshape(self.page_table.shape[0], -1, *q.shape[1:])
@@ -64,12 +69,13 @@ class RowPlan:
         ).view(q.shape)
 
     def check(self, num_rows: int) -> None:
-        """LifecycleError unless the plan is of `num_rows` rows and nothing that it was made of was written since."""
+        """Raises LifecycleError unless the plan has `num_rows` rows and its tensors are unchanged."""
         if num_rows != self.rows.shape[0]:
             raise LifecycleError(f"attention was planned for {self.rows.shape[0]} rows and got {num_rows}")
         if self._versions() != self._written:
             raise LifecycleError(
-                "rows, pages, lengths or mask were changed in place behind their plan; plan after the last change"
+                "rows, pages, lengths or mask were changed in place behind their plan; plan after the last "
+                "change"
             )
 
     def _versions(self) -> tuple[int, ...]:

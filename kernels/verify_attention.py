@@ -46,9 +46,12 @@ def visible_columns(
 
 
 class VerifyColumns(NamedTuple):
-    """What all layers of a forward look at: `rows` int64 `[2*B*S]` of layer 0, those of keys and then of values; `mask`
-    `[B, 1, Q, S]`, added to the scores; `is_blind` bool `[B, Q, 1, 1]`: rows that see nothing, None
-    where all see something."""
+    """The gathered columns that all layers of a forward attend to.
+
+    `rows` int64 `[2*B*S]` are the row numbers of layer 0, keys first, then values. `mask` `[B, 1, Q, S]` is
+    added to the scores. `is_blind` bool `[B, Q, 1, 1]` marks rows that attend to nothing; None if there are
+    none.
+    """
 
     rows: torch.Tensor
     mask: torch.Tensor
@@ -62,7 +65,9 @@ def verify_columns(
     num_rows: int,
     tree_mask: torch.Tensor | None = None,
 ) -> VerifyColumns:
-    """The columns of `num_rows` rows per request over every page of `page_table` `[B, P]`; no look at the host."""
+    """The columns of `num_rows` rows per request over every page of `page_table` `[B, P]`; no host
+    synchronisation.
+    """
     page_size = kv.shape[3]
     slots = page_table.to(torch.int64)[:, :, None] * page_size + torch.arange(page_size, device=kv.device)
     slots = slots.flatten(1)
@@ -349,8 +354,7 @@ def _check(
     if q.dim() != 4 or q.shape[0] != num_requests or kv_lens.shape != (num_requests,):
         raise ValueError(
             f"paged_verify: q {tuple(q.shape)} and kv_lens {tuple(kv_lens.shape)} do not fit {num_requests} "
-            "requests; "
-            "expected [B, Q, N, D] and [B]"
+            "requests; expected [B, Q, N, D] and [B]"
         )
     if tree_mask is None:
         return

@@ -65,7 +65,10 @@ def batch_of(engine: Engine, chunks: Sequence[Chunk[R]], *, has_features: bool) 
 
 
 def sample_first_tokens(engine: Engine, chunks: Sequence[Chunk[R]], output: ForwardOutput) -> SampleOutput:
-    """Token 1 of every prompt that ends in `chunks`, in their order; the first rows of `output.logits` are theirs."""
+    """Samples token 1 of every prompt that ends in `chunks`, in order.
+
+    The first rows of `output.logits` belong to these prompts.
+    """
     rows = [chunk.room.request.masked_row for chunk in chunks if chunk.is_last]
     return engine.sampler.sample(output.logits[: len(rows)], engine.sampler.build(rows))
 

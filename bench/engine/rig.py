@@ -1,7 +1,8 @@
 """A whole engine in one process, with requests in a decode server's state: prompts computed, drafter warm.
 
-Everything that runs is the engine's own: `ModelRunner`, `Eagle3Drafter`, `Sampler`, `AsyncDecoder` and their graphs. With
-graphs a step is launched before the one before it is read, as a server on a device does; without, each step is read at once.
+The rig runs the engine's own `ModelRunner`, `Eagle3Drafter`, `Sampler`, `AsyncDecoder` and graphs. With
+graphs, each step is launched before the previous one is read, as on a serving device. Without graphs, each
+step is read at once.
 """
 
 import logging
@@ -272,8 +273,7 @@ def _check_positions(settings: RigSettings, shape: DraftShape, limit: int) -> No
     if wanted > limit:
         raise ValueError(
             f"{settings.model or settings.shape} has {limit} positions, and {wanted} would be used: the "
-            "longest prompt, or "
-            "context with what all steps add; lower --context, --prefill or --repeats"
+            "longest prompt, or context with what all steps add; lower --context, --prefill or --repeats"
         )
 
 

@@ -1,6 +1,7 @@
-"""Each captured graph against the eager path, before anything is served, on random input at the edges of its bucket.
+"""Compares each captured graph with the eager path before serving, on random input at the edges of its
+bucket.
 
-The comparison writes into the first pages of the KV pools and leaves them as it found them, zeros.
+The comparison writes into the first pages of the KV pools and zeroes them afterwards.
 """
 
 import logging
@@ -20,8 +21,9 @@ from ..speculative.drafters.protocol import Drafter
 
 logger = logging.getLogger(__name__)
 
-# Largest relative error of a row. Paths sum in another order and errors grow over the layers: 30 layers in bfloat16 were
-# seen to differ by 0.05, in float32 by 5e-5. A row that reads the wrong input is off by about 1.
+# Largest relative error of a row. The paths sum in different orders, and errors grow over the layers.
+# Measured over 30 layers: 0.05 in bfloat16, 5e-5 in float32. A row that reads the wrong input is off by about
+# 1.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.03}
 SEED = 20
 
@@ -31,7 +33,9 @@ Run = Callable[[PathDecision], Outputs]
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One graph at one size: `run` computes on the path it is told, over KV in the first `num_pages` pages of `pool`."""
+    """One graph at one size. `run` computes on the given path, with KV in the first `num_pages` pages of
+    `pool`.
+    """
 
     family: GraphFamily[Any, Any]
     bucket: int
@@ -42,7 +46,7 @@ class Trial:
 
 
 class SelfTest:
-    """All graphs of an engine against its eager path."""
+    """Compares all prefill graphs of an engine with its eager path."""
 
     def __init__(self, runner: ModelRunner, drafter: Drafter | None, max_context: int) -> None:
         self.runner = runner
@@ -53,7 +57,7 @@ class SelfTest:
 
     @torch.no_grad()
     def run(self) -> int:
-        """Compare all; returns how many graphs were dropped because they differ."""
+        """Compares all graphs, drops those that differ, and returns their number."""
         dropped = 0
         for trial in self._trials():
             if trial.bucket not in trial.family.captured:
@@ -80,7 +84,7 @@ class SelfTest:
                 yield self._draft_prefill_trial(self.drafter, family, bucket, size)
 
     def _difference(self, trial: Trial) -> str:
-        """What differs, or "": outputs and the KV that was written, both paths from the same KV."""
+        """The differing outputs or KV between both paths from the same KV; "" without a difference."""
         pages = trial.pool.kv[1 : 1 + trial.num_pages]
         context = torch.Generator(trial.pool.device)
         results = []
@@ -94,7 +98,7 @@ class SelfTest:
         wrong = [f"output {i} by {error:.2g}" for i, error in enumerate(errors) if not error <= tolerance]
         return ", ".join(wrong)
 
-    # --- random batches -----------------------------------------------------------------------------------------------
+    # --- random batches --------------------------------------------------------------------------------
 
     def _prefill_trial(self, family: GraphFamily[Any, Any], bucket: int, size: int) -> Trial:
         pool = self.runner.pool
@@ -124,7 +128,9 @@ class SelfTest:
         return Trial(family=family, bucket=bucket, size=size, pool=drafter.pool, num_pages=num_pages, run=run)
 
     def _extend_batch(self, pool: KVPool, size: int, capture: CaptureHidden) -> ForwardBatch:
-        """`size` new tokens, as few requests as the context allows, behind nothing."""
+        """A batch of `size` new tokens without cached prefixes, in the fewest requests that the context
+        allows.
+        """
         ids = torch.arange(size, device=pool.device) * 7919 % self.runner.model.config.vocab_size
         whole = max(self.max_context // pool.page_size * pool.page_size, 1)  # requests begin at page borders
         lens = [min(whole, size - start) for start in range(0, size, whole)]
@@ -160,8 +166,11 @@ def edges(family: GraphFamily[Any, Any]) -> list[tuple[int, int]]:
 
 
 def relative_error(eager: torch.Tensor | None, graphed: torch.Tensor | None) -> float:
-    """The largest error of a row (along the last dimension) relative to that eager row, or to a tenth of the average one
-    where it is smaller; infinite when one side is missing or not finite."""
+    """The largest error of a row (along the last dimension), relative to the norm of the eager row.
+
+    A tenth of the average norm bounds the divisor from below. The result is infinite when one side is missing
+    or not finite.
+    """
     if eager is None or graphed is None:
         return 0.0 if eager is graphed else float("inf")
     if eager.shape != graphed.shape:

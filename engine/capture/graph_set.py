@@ -1,7 +1,7 @@
-"""The graphs of one engine: what its role captures, in which order, and what heartbeats say about them.
+"""The graphs of one engine: their capture by role, and their counts for heartbeats.
 
-A prefill engine has target prefill graphs and nothing else; a decode engine has the graphs of a decode step, and the
-draft's when it drafts. There is no switch that gives one role the other's.
+A prefill engine has target prefill graphs only. A decode engine has the graphs of a decode step and, with a
+drafter, those of the draft prefill. No setting gives one role the graphs of the other.
 """
 
 import logging
@@ -25,8 +25,8 @@ from .step_self_test import StepSelfTest
 logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
-# Replays of a graph between two looks at the addresses of its parameters: nothing exchanges them while an engine serves, so
-# that a look, which takes about as long as launching a step, is a guard against mistakes and need not be often.
+# Replays of a graph between two checks of its parameters' addresses. No code replaces them while an engine
+# serves, so the check only guards against bugs. It is rare because it costs as much as launching a step.
 CHECK_EVERY = 1024
 STEP_KINDS = (GraphKind.DECODE_STEP, GraphKind.RANKED_STEP, GraphKind.EDITED_STEP)
 
@@ -37,10 +37,11 @@ def backend_for(device: torch.device) -> GraphBackend:
 
 
 class GraphSet:
-    """Captures on `backend`, which must happen when the pools exist and before anything is served.
+    """Captures graphs on `backend`, after the pools exist and before serving.
 
-    `as_one_break`: nothing is recorded and each forward runs eagerly behind the graphs' interface, which tells errors of
-    capturing from errors of padding and planning.
+    `as_one_break`: nothing is recorded, and each forward runs eagerly behind the graphs' interface. This
+    separates errors of capture from errors of padding and planning. The capture methods raise LifecycleError
+    in any other phase.
     """
 
     def __init__(self, backend: GraphBackend, lifecycle: Lifecycle, *, as_one_break: bool = False) -> None:
@@ -48,7 +49,7 @@ class GraphSet:
         self._lifecycle = lifecycle
 
     def capture_prefill(self, runner: ModelRunner, max_tokens: int) -> None:
-        """Target prefill up to `max_tokens` tokens, as far as the KV pool can hold so many."""
+        """Captures target prefill for up to `max_tokens` tokens, within the capacity of the KV pool."""
         self._lifecycle.require(Phase.POOLS_ALLOCATED)
         buckets = token_buckets(min(max_tokens, runner.pool.num_slots - runner.pool.page_size))
         prefill = PrefillGraphs(self.pool, runner.model, runner.pool, buckets)
@@ -56,12 +57,12 @@ class GraphSet:
         runner.graphs = TargetGraphs(prefill=prefill)
 
     def capture_draft(self, drafter: Drafter, max_tokens: int) -> None:
-        """The draft's prefill, up to `max_tokens` tokens."""
+        """Captures the draft's prefill for up to `max_tokens` tokens."""
         self._lifecycle.require(Phase.POOLS_ALLOCATED)
         drafter.capture(self.pool, max_tokens)
 
     def capture_steps(self, steps: StepGraphs, max_batch: int | None = None) -> None:
-        """Whole decode steps, for up to `max_batch` requests, by default as many as `steps` takes."""
+        """Captures whole decode steps for up to `max_batch` requests, by default `steps.max_requests`."""
         self._lifecycle.require(Phase.POOLS_ALLOCATED)
         pool = steps.step.runner.pool
         steps.capture(self.pool, batch_buckets(min(max_batch or steps.max_requests, pool.num_pages - 1)))
@@ -73,7 +74,7 @@ class GraphSet:
         max_context: int,
         steps: StepGraphs | None = None,
     ) -> None:
-        """Drop every graph that differs from the eager path; leaves the KV pools as they were, zeros."""
+        """Drops every graph that differs from the eager path. Zeroes the KV that it used."""
         tests: list[SelfTest | StepSelfTest] = [SelfTest(runner, drafter, max_context)]
         if steps is not None:
             tests.append(StepSelfTest(steps))
@@ -83,7 +84,7 @@ class GraphSet:
         logger.info("graph self-test: %d replays compared, %d graphs dropped", compared, dropped)
 
     def log_report(self) -> None:
-        """One line per kind: how many, which, what they cost."""
+        """Logs one line per kind: number of graphs, buckets, memory and capture time."""
         report = self.pool.report()
         for kind in report.kinds:
             logger.info(
@@ -99,8 +100,10 @@ class GraphSet:
         logger.info("%d graphs, %.1f MiB shared", report.num_graphs, report.pool_bytes / MIB)
 
     def counts(self) -> dict[str, int]:
-        """Graphs that exist now, by the names of heartbeats: those of whole steps are "verify" where they have drafts and
-        "decode" where they have none."""
+        """Number of existing graphs, by the names of heartbeats.
+
+        Graphs of whole steps count as "verify" with drafts and as "decode" without.
+        """
         kinds = {kind.kind: kind.rows for kind in self.pool.kinds()}
         steps = [rows for kind in STEP_KINDS for rows in kinds.get(kind.value, ())]
         return {
@@ -111,7 +114,7 @@ class GraphSet:
         }
 
     def counters(self) -> dict[str, float]:
-        """Replays by kind and fallbacks by kind and reason since the start; monotonic."""
+        """Replays by kind, and fallbacks by kind and reason, since the start; monotonic."""
         counters: dict[str, float] = {}
         for kind in self.pool.kinds():
             counters[f"graph_replays_{kind.kind}"] = sum(kind.replays.values())

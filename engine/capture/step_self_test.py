@@ -1,8 +1,8 @@
-"""Each graph of a whole decode step against the same step run eagerly, before anything is served.
+"""Compares each graph of a whole decode step with the same step run eagerly, before serving.
 
-Both run over as many rows as the graph has, so that the same products are computed: reports must be equal, log
-probabilities and written KV nearly so. The comparison writes into the first pages of the KV pools and leaves them as it
-found them, zeros.
+Both paths run the graph's number of rows, so they compute the same products. Reports must be equal; log
+probabilities and written KV must agree within a tolerance. The comparison writes into the first pages of the
+KV pools and zeroes them afterwards.
 """
 
 import logging
@@ -45,12 +45,12 @@ PARAMS = (
 
 
 def forbid_token_7(drafts: torch.Tensor, parents: torch.Tensor | None, masks: torch.Tensor) -> None:
-    """As a grammar of the first request would, which then takes its second bias instead of the first."""
+    """Acts as a grammar of the first request that forbids its first bias, so the second bias wins."""
     masks[0, :, 0] = ~(1 << 7)
 
 
 def logprobs_in(packed: torch.Tensor, kind: StepKind) -> torch.Tensor:
-    """The log probabilities of a report, float32, 0 where a row asks for none."""
+    """The log probabilities of a report, float32, 0 for rows without logprobs."""
     each = packed_width(kind.num_top)
     if not each:
         return packed.float()
@@ -59,7 +59,7 @@ def logprobs_in(packed: torch.Tensor, kind: StepKind) -> torch.Tensor:
 
 
 class StepSelfTest:
-    """All graphs of `steps`."""
+    """Compares all graphs of `steps` with the eager step."""
 
     def __init__(self, steps: StepGraphs) -> None:
         self.steps = steps
@@ -68,7 +68,7 @@ class StepSelfTest:
 
     @torch.no_grad()
     def run(self) -> int:
-        """Compare all; returns how many graphs were dropped because they differ."""
+        """Compares all graphs, drops those that differ, and returns their number."""
         dropped = 0
         for kind, family in self.steps.families.items():
             for bucket, size in edges(family):
@@ -86,7 +86,7 @@ class StepSelfTest:
     def _difference(
         self, kind: StepKind, family: GraphFamily[StepContext, torch.Tensor], bucket: int, size: int
     ) -> str:
-        """What differs between the paths, from the same state and the same KV, or ""."""
+        """The difference between both paths from the same state and KV; "" without one."""
         joining, state = self._joining(size, kind), self._step.state
         slots = tuple(state.open() for _ in joining)
         self.steps.tell(slots)
@@ -114,15 +114,14 @@ class StepSelfTest:
         return ", ".join(f"KV {i} by {error:.2g}" for i, error in enumerate(errors) if not error <= tolerance)
 
     def _joining(self, size: int, kind: StepKind) -> list[RequestInit]:
-        """`size` requests with contexts of several lengths, or as many as the pool has room for."""
+        """`size` requests with several context lengths, or as many as the pool can hold."""
         pool, found, next_page = self._step.runner.pool, [], 1
         drafter, spare = self._step.drafter, kind.shape.spare_slots
         spread = max(min(2 * pool.page_size, self._step.max_context - spare), 1)
         for i in range(size):
             length = 1 + i * 5 % spread
-            count = min(
-                pages_for(length + spare, pool.page_size), pool.num_pages - 1
-            )  # one request always fits
+            # One request always fits.
+            count = min(pages_for(length + spare, pool.page_size), pool.num_pages - 1)
             if next_page + count > pool.num_pages:
                 break
             params = PARAMS[(i + 4) % 6 if kind.is_edited else i % (4 if kind.is_ranked else 2)]
@@ -148,7 +147,7 @@ class StepSelfTest:
         return found
 
     def _prepare(self, slots: Sequence[int], joining: Sequence[RequestInit]) -> None:
-        """The state and the KV that both paths begin with."""
+        """Writes the initial state and KV of both paths."""
         self._step.state.write(slots, joining)
         generator = torch.Generator(self._step.state.device)
         for kv in self._pages(joining):

@@ -1,18 +1,20 @@
-"""Compiling grammars beside the steps, each for a bounded time.
+"""Compiles grammars in threads beside the decode steps, each within a bounded processor time.
 
-The compiler lets go of the interpreter's lock while it works, so that all it can take from the steps is processor time: its
-threads have a tenth of what a step has where both want the same core. A thread cannot be ended. One that has spent
-MAX_CPU_S on a grammar is given up: the requests that wait for it fail, also those that ask for the same again, another
-thread takes its place, and it goes on where nobody else wants the processor. The interpreter's end under a thread that comes
-back from native code ends the process by SIGSEGV, so who leaves waits for what is running, LAST_S at most.
+The compiler releases the interpreter lock, so compilation costs the steps processor time only. Where both
+need the same core, a compiler thread gets a tenth of a step's share. A thread cannot be ended. After
+MAX_CPU_S on one grammar, the pool gives the thread up: the requests that wait for this grammar fail, as do
+later requests for it. Another thread takes its place, and the abandoned thread continues at the lowest
+priority. The interpreter must not exit under a thread that returns from native code, because the process
+would end by SIGSEGV. Exit therefore waits for running threads, LAST_S at most.
 
-    waiting    NUM_THREADS others are compiled; what no request waits for any more is not begun
+    waiting    NUM_THREADS others run; a grammar without a waiting request is never begun
     running    in a thread of its own
-    given up   it took too long; while there are MAX_GIVEN_UP of these, no grammar that is not known is begun
-    kept       compiled, or not to be compiled: the last MAX_KEPT that were asked for
+    given up   exceeded its time; with MAX_GIVEN_UP of these, no unknown grammar is begun
+    kept       compiled or failed: the last MAX_KEPT that were asked for
 
-What a compiled grammar holds follows from the time that it took: 60 to 200 MB for each second, with llguidance 1.9. So that
-time is what counts: of HELD_S in all, half is for those that are kept, and one that would exceed the rest is turned away.
+The memory of a compiled grammar follows from its compile time: 60 to 200 MB per second with llguidance 1.9.
+The pool therefore accounts for time. Kept grammars may hold half of HELD_S. A grammar that would exceed the
+rest is refused.
 """
 
 import os
@@ -30,19 +32,23 @@ from llguidance import LLMatcher
 NUM_THREADS = 3  # as many as a router compiles at a time
 MAX_GIVEN_UP = 4
 MAX_KEPT = 64
-MAX_CPU_S = 2.0  # of processor time; the router's trial, with checks beside it, has as much of the clock
-HELD_S = 6.0  # of processor time that went into all that is in use or kept: half a gigabyte
-SMALL_S = 0.01  # what took less is never turned away for what others hold
-LAST_S = 5.0  # what is left of MAX_CPU_S on a busy machine
-NICE, NICEST = 10, 19  # a tenth of what a thread of steps gets of a core; what nobody else wants
+MAX_CPU_S = 2.0  # of processor time; the router's trial compile gets the same wall time
+HELD_S = 6.0  # of processor time for all grammars in use or kept: half a gigabyte
+SMALL_S = 0.01  # cheaper grammars are never refused for lack of memory
+LAST_S = 5.0  # wall time to finish MAX_CPU_S on a busy machine
+NICE, NICEST = 10, 19  # a tenth of a step's share of a core; idle time only
 
 
 class GuideError(Exception):
-    """A grammar that cannot be followed here."""
+    """A grammar that this worker cannot follow."""
 
 
 class Compilation:
-    """One grammar's. `fault` says why it cannot be followed, `is_ours`: by this worker, now."""
+    """The compilation of one grammar.
+
+    `fault` tells why the grammar cannot be followed. `is_ours`: the fault belongs to this worker at this
+    time, so another worker may follow the grammar.
+    """
 
     def __init__(self, grammar: str) -> None:
         self.grammar = grammar
@@ -51,8 +57,8 @@ class Compilation:
         self.is_ours = False
         self.cost_s = 0.0  # processor time that went into the matcher
         self.thread: threading.Thread | None = None
-        self._thread_id = 0  # the kernel's
-        self._clock: Callable[[], float] | None = None  # of what its thread has used
+        self._thread_id = 0  # the id that the kernel uses
+        self._clock: Callable[[], float] | None = None  # processor time of its thread
         self._began = 0.0
 
     def __repr__(self) -> str:
@@ -64,7 +70,7 @@ class Compilation:
 
     @property
     def cpu_s(self) -> float:
-        """Seconds of processor time that compiling has taken so far."""
+        """Seconds of processor time that the compilation has used so far."""
         if self._clock is None:
             return 0.0
         try:
@@ -73,7 +79,7 @@ class Compilation:
             return 0.0
 
     def begin(self) -> None:
-        """This thread compiles from here on."""
+        """Binds the compilation to the current thread."""
         self._thread_id = threading.get_native_id()
         _yield_to_steps(self._thread_id, NICE)
         clock = _clock_of_this_thread()
@@ -85,7 +91,7 @@ class Compilation:
 
 
 class Compilations:
-    """Has grammars compiled by `compile_grammar`, which may raise. Asked by one thread."""
+    """A pool of compilations by `compile_grammar`, which may raise. One thread calls its methods."""
 
     def __init__(
         self,
@@ -97,23 +103,24 @@ class Compilations:
         self._max_cpu_s = max_cpu_s
         self._held_s = held_s
         self._lock = threading.Lock()
-        self._waiting: deque[weakref.ref[Compilation]] = deque()  # whoever is asked for is held by who asked
-        self._open: weakref.WeakValueDictionary[str, Compilation] = (
-            weakref.WeakValueDictionary()
-        )  # waiting and running
+        self._waiting: deque[weakref.ref[Compilation]] = deque()  # the asking guides hold the references
+        # Waiting and running compilations.
+        self._open: weakref.WeakValueDictionary[str, Compilation] = weakref.WeakValueDictionary()
         self._running: set[Compilation] = set()
         self._given_up: set[Compilation] = set()
         self._kept: OrderedDict[str, Compilation] = OrderedDict()
-        self._held: weakref.WeakSet[Compilation] = weakref.WeakSet()  # compiled, and kept or in use
-        weakref.finalize(
-            self, _leave, self._lock, self._waiting, self._running
-        )  # at the process's end: threads hold this
+        self._held: weakref.WeakSet[Compilation] = weakref.WeakSet()  # compiled; kept or in use
+        # Runs at the exit of the process, because threads hold this object until then.
+        weakref.finalize(self, _leave, self._lock, self._waiting, self._running)
 
     def __repr__(self) -> str:
-        return f"<Compilations {len(self._running)} running, {len(self._given_up)} given up, {len(self._kept)} kept>"
+        return (
+            f"<Compilations {len(self._running)} running, {len(self._given_up)} given up, "
+            f"{len(self._kept)} kept>"
+        )
 
     def ask(self, grammar: str) -> Compilation:
-        """Of this grammar, which is begun where it is not known."""
+        """Returns the compilation of `grammar` and begins it if it is unknown."""
         with self._lock:
             known = self._kept.get(grammar) or self._open.get(grammar)
             if known is None:
@@ -125,7 +132,9 @@ class Compilations:
             return known
 
     def check(self) -> None:
-        """To be called now and then by who waits: gives up what takes too long, also what nobody waits for any more."""
+        """Gives up compilations that exceed their time, even those without a waiting request. Waiting callers
+        poll it.
+        """
         for compilation in list(self._running):  # threads of grammars change it meanwhile
             if compilation.cpu_s > self._max_cpu_s:
                 self._give_up(compilation)
@@ -141,10 +150,10 @@ class Compilations:
                 self._pump()
 
     def _pump(self) -> None:
-        """Begins what waits, as far as there are threads for it."""
+        """Starts waiting compilations while threads are free."""
         while self._waiting and (len(self._running) < NUM_THREADS or len(self._given_up) >= MAX_GIVEN_UP):
             compilation = self._waiting.popleft()()
-            if compilation is None:  # nobody waits for it any more
+            if compilation is None:  # no request waits for it any more
                 continue
             if len(self._given_up) >= MAX_GIVEN_UP:
                 self._turn_away(
@@ -152,11 +161,11 @@ class Compilations:
                 )
                 continue
             self._running.add(compilation)
-            try:  # a daemon: the process does not wait for ever for one that never ends
+            try:  # a daemon thread cannot block the exit of the process
                 thread = threading.Thread(target=self._run, args=(compilation,), name="grammar", daemon=True)
                 thread.start()
-                compilation.thread = thread  # one that did not start would hold it in turn
-            except RuntimeError as error:  # too many of this user's
+                compilation.thread = thread  # set only after the start succeeded, to avoid a reference cycle
+            except RuntimeError as error:  # the user's limit of threads
                 self._running.remove(compilation)
                 self._turn_away(compilation, f"no thread can be started for a grammar: {error}")
 
@@ -165,9 +174,8 @@ class Compilations:
         try:
             compilation.begin()
             matcher = self._compile(compilation.grammar)
-        except (
-            BaseException
-        ) as error:  # whatever it is, it is this grammar's alone; a panic of the compiler is no Exception
+        # Any error concerns this grammar alone. A panic of the compiler does not derive from Exception.
+        except BaseException as error:
             fault = str(error) or type(error).__name__
         cost_s = compilation.cpu_s
         with self._lock:
@@ -191,7 +199,7 @@ class Compilations:
         return self._keep(compilation)
 
     def _make_room(self, cost_s: float) -> None:
-        """Keeps no longer what with one more of this cost would be too much; of small ones that is never many."""
+        """Evicts kept grammars until one more of this cost fits. Small grammars do not count."""
         costly = [one for one in self._kept.values() if one.cost_s > SMALL_S]
         total = sum(one.cost_s for one in costly) + cost_s
         for one in costly:
@@ -212,7 +220,7 @@ class Compilations:
 
 
 def _leave(lock: threading.Lock, waiting: deque[weakref.ref[Compilation]], running: set[Compilation]) -> None:
-    """Begins nothing more, and waits for what is running."""
+    """Starts no further compilation and waits for the running ones."""
     with lock:
         waiting.clear()
         threads = [compilation.thread for compilation in running]
@@ -223,14 +231,14 @@ def _leave(lock: threading.Lock, waiting: deque[weakref.ref[Compilation]], runni
 
 
 def _clock_of_this_thread() -> Callable[[], float]:
-    """Seconds of processor time that it has used; where threads have no such clock, of the world's time."""
+    """A clock of this thread's processor time in seconds; wall time on platforms without such a clock."""
     if sys.platform != "linux":
         return time.monotonic
     return partial(time.clock_gettime, time.pthread_getcpuclockid(threading.get_ident()))
 
 
 def _yield_to_steps(thread_id: int, nice: int) -> None:
-    """Lowers the priority of one thread, which Linux alone can."""
+    """Lowers the priority of one thread. Only Linux supports this."""
     if sys.platform == "linux":
         with suppress(OSError):  # a filter of system calls may not allow it
             os.setpriority(os.PRIO_PROCESS, thread_id, nice)

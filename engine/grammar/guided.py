@@ -1,9 +1,9 @@
-"""Output that follows a grammar: which tokens may come next, as a mask per row that is sampled.
+"""Output that follows a grammar: a mask of allowed next tokens for each sampled row.
 
-The grammar is llguidance's (its own JSON form, or Lark text). It is compiled beside the steps, as `compilations` has it: a
-request whose grammar is not ready yet waits, and nobody else. A `Guide` then follows the tokens that were chosen, in any
-attempt, and looks ahead along drafts, so that a mask is that of the row's own branch; a draft that the grammar forbids is
-never the choice of the row before it, whatever stands behind it.
+The grammar is in llguidance's JSON form or Lark text. `grammar_compile_pool` compiles it beside the steps, so
+only requests with this grammar wait for it. A `Guide` then follows the chosen tokens of all attempts and
+looks ahead along drafts. Each mask therefore belongs to the branch of its row. A draft that the grammar
+forbids is never sampled in the row before it, so the masks behind it do not matter.
 
 Legend: R rows, W words of 32 tokens each.
 """
@@ -22,11 +22,13 @@ from .grammar_tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-MAX_SYMBOLS = 131072  # of a grammar, each of which takes some 600 bytes; routers send none of more
+MAX_SYMBOLS = 131072  # per grammar, about 600 bytes each; routers enforce the same limit
 
 
 class Guide:
-    """The place of one request in its grammar. `chosen` tokens are told by the caller; they never change."""
+    """The position of one request in its grammar. The caller passes the `chosen` tokens, which only ever
+    grow.
+    """
 
     def __init__(
         self, compilation: Compilation, compilations: Compilations, vocab_size: int, eos_ids: Sequence[int]
@@ -35,7 +37,7 @@ class Guide:
         self._compilations = compilations
         self._num_words = -(-vocab_size // 32)
         self._eos_ids = tuple(eos_ids)
-        self._matcher: LLMatcher | None = None  # this request's own
+        self._matcher: LLMatcher | None = None  # a copy for this request
         self._num_consumed = 0
         self._is_lost = False
 
@@ -44,25 +46,27 @@ class Guide:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `masks` may be asked for."""
+        """Whether `masks` may be called."""
         return self._compilation.is_ready
 
     @property
     def fault(self) -> str:
-        """Why the grammar cannot be followed, "" when it can or is not known yet."""
+        """The reason why the grammar cannot be followed; "" without a fault or before the result is known."""
         if not self._compilation.is_ready:
             self._compilations.check()
         return self._compilation.fault
 
     @property
     def is_fault_ours(self) -> bool:
-        """Whether another worker might follow it."""
+        """Whether another worker might follow the grammar."""
         return self._compilation.is_ours
 
     def masks(self, chosen: Sequence[int], branches: Sequence[Sequence[int]]) -> Mask:
-        """Masks `[R, W]`: bit t % 32 of word t // 32 says that token t may come behind `chosen` and the branch of drafts.
+        """Masks int32 `[R, W]`: bit t % 32 of word t // 32 allows token t behind `chosen` and the branch of
+        drafts.
 
-        All bits are set behind a branch that the grammar forbids, which nobody will ask for; none where it has lost its way.
+        All bits are set behind a branch that the grammar forbids, because its row is never used. No bit is
+        set after `chosen` itself left the grammar. Raises AssertionError before `is_ready`.
         """
         if self._matcher is None:
             assert self._compilation.matcher is not None, "masks before is_ready"
@@ -88,7 +92,9 @@ class Guide:
             self._num_consumed += len(new)
 
     def _walk(self, matcher: LLMatcher, path: list[int], branch: Sequence[int]) -> bool:
-        """Brings the matcher from `path` to `branch`; False where the grammar, or the end of the output, forbids it."""
+        """Moves the matcher from `path` to `branch`. Returns False if the grammar or the end of the output
+        forbids it.
+        """
         common = 0
         while common < min(len(path), len(branch)) and path[common] == branch[common]:
             common += 1
@@ -113,7 +119,7 @@ class Guide:
 
 
 class GrammarCompiler:
-    """Compiles grammars over a model's tokenizer; the last ones are kept."""
+    """Compiles grammars over a model's tokenizer and keeps the most recent ones."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._path = tokenizer
@@ -128,22 +134,26 @@ class GrammarCompiler:
         return f"<GrammarCompiler {self._compilations!r}>"
 
     def load(self) -> None:
-        """Reads the tokenizer, before anything is served: that takes half a second for each 50,000 tokens, in which no other
-        thread runs. Without a tokenizer that can be used the grammars that are asked for cannot be followed.
+        """Reads the tokenizer. Call it before serving starts.
+
+        It takes half a second per 50,000 tokens, and no other thread runs meanwhile. Without a usable
+        tokenizer, every grammar fails with the fault of the tokenizer.
         """
         if not self._path.is_file():
             self._fault = "the model's directory has no tokenizer.json, which guided decoding needs"
             return
         try:
             self._tokenizer = load_tokenizer(self._path, self._vocab_size, self._eos_ids)
-        except Exception as error:  # whatever is wrong with it, the model can be served without
+        except Exception as error:  # the model can be served without a tokenizer for grammars
             self._fault = (
                 f"guided decoding cannot use the model's tokenizer: {' '.join(str(error).split())[:200]}"
             )
             logger.warning("%s", self._fault)
 
     def guide(self, grammar: str) -> Guide | None:
-        """The guide of a request, whose grammar is compiled meanwhile; None without a grammar."""
+        """Returns the guide of a request and begins the compilation of its grammar; None for an empty
+        grammar.
+        """
         if not grammar:
             return None
         return Guide(self._compilations.ask(grammar), self._compilations, self._vocab_size, self._eos_ids)

@@ -45,9 +45,10 @@ ResultT = TypeVar("ResultT")
 
 
 class Breaks(Generic[ContextT]):
-    """Handed to code that can be broken. This one breaks nothing: bodies are called at once, with one context.
+    """The handle by which code declares its graph breaks. This class records nothing and calls the bodies at
+    once.
 
-    `is_recorded`: whether what runs is recorded for replays, and so must depend on no value of this run.
+    `is_recorded`: the forward is recorded for replays, so it must not depend on values of this run.
     """
 
     is_recorded = False

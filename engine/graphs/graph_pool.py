@@ -134,8 +134,11 @@ class PooledGraph(Generic[ContextT, OutputT]):
         self._pool = pool
 
     def replay(self, context: ContextT) -> OutputT:
-        """As BreakableGraph.replay; StaleGraph where this replay is one that looks at the parameters' addresses and one of
-        them was exchanged."""
+        """Replays the graph as `BreakableGraph.replay`.
+
+        Every `check_every`th replay checks the addresses of the parameters and raises StaleGraph for a
+        replaced tensor.
+        """
         self.num_replays += 1
         if self._pool.check_every and self.num_replays % self._pool.check_every == 0:
             self.require_fresh()
@@ -157,8 +160,9 @@ class PooledGraph(Generic[ContextT, OutputT]):
 class GraphPool:
     """The graphs of all runners of a process, on one backend.
 
-    Every `check_every`th replay of a graph compares the addresses of the parameters, which costs a walk over them; 0: none.
-    With `as_one_break` nothing is recorded and every forward runs eagerly behind the same interface.
+    Every `check_every`th replay of a graph compares the addresses of the parameters, which costs a walk over
+    them; 0: none. With `as_one_break` nothing is recorded and every forward runs eagerly behind the same
+    interface.
     """
 
     def __init__(self, backend: GraphBackend, *, check_every: int = 0, as_one_break: bool = False) -> None:

@@ -1,7 +1,7 @@
-"""Breakable graphs by token count, their attention a break: prefill of the target and of the draft.
+"""Breakable graphs by token count, with breaks at attention, for the prefill of target and draft.
 
-q, k and v cross each break in one set of buffers of the largest bucket, shared by all layers and buckets: layers run one
-after the other, so one set is enough, and a set per layer would keep as much memory as the whole pass.
+q, k and v cross each break in one set of buffers of the largest bucket. All layers and buckets share it,
+because layers run in sequence. A set per layer would hold as much memory as the whole pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +20,14 @@ from .static import load_rows
 
 @dataclass(frozen=True, kw_only=True)
 class AttendContext(ReplayContext):
-    """`attend`: bound to the live batch, for its `num_rows` rows."""
+    """`attend` is bound to the live batch and handles its `num_rows` rows."""
 
     attend: Attend
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionBridge:
-    """The inputs and the result of an attention on both sides of its break, `[max_tokens, heads, D]` each."""
+    """The inputs and the output of attention on both sides of its break, each `[max_tokens, heads, D]`."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -69,13 +69,13 @@ class AttentionBridge:
 def attend_real_rows(
     context: AttendContext, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """The break: stores k and v of the real rows and attends with the live batch's plan."""
+    """The graph break: stores k and v of the real rows and attends with the live batch's plan."""
     n = context.num_rows
     out[:n] = context.attend(layer, q[:n], k[:n], v[:n])
 
 
 def attend_nothing(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Replaces the attention during capture, when there is neither a batch nor KV."""
+    """Replaces attention during capture, when no batch and no KV exist."""
     return q
 
 
@@ -117,7 +117,9 @@ class TokenGraphs(Generic[OutputT]):
         self.family.capture(forward, context, self._parameters)
 
     def run(self, decision: PathDecision, values: Sequence[torch.Tensor], attend: Attend) -> OutputT:
-        """Outputs of the real rows, owned by the caller. `values` `[n, ...]` are the inputs, in their order."""
+        """Returns the outputs of the real rows, owned by the caller. `values` are the inputs `[n, ...]` in
+        order.
+        """
         for (name, static), value in zip(self.inputs.items(), values, strict=True):
             load_rows(static, value, decision.bucket, name=f"{self.family.kind.value} {name}")
         n = values[0].shape[0]

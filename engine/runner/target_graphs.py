@@ -1,7 +1,8 @@
-"""The graphs of a target model's prefill, by token bucket, with breaks at attention.
+"""Graphs of the target's prefill by token bucket, with breaks at attention.
 
-They hold the model's body only. The rows whose logits are wanted are chosen behind it, eagerly, so that no graph depends
-on how many they are and no padding row costs a pass over the vocabulary. Legend as in `forward_batch`.
+A graph holds the model's body only. The rows that need logits are selected afterwards, eagerly. No graph
+therefore depends on their number, and no padding row costs a pass over the vocabulary. Legend as in
+`forward_batch`.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,9 @@ Hidden: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def captured_mode(model: CausalLM) -> CaptureHidden:
-    """The hidden rows that graphs of `model` return: FULL when layers were chosen for a drafter, which must come first."""
+    """The hidden rows that graphs of `model` return: FULL if a drafter's layers are set, which must happen
+    first.
+    """
     has_aux = isinstance(model, AuxCapture) and bool(model.aux_layer_ids)
     return CaptureHidden.FULL if has_aux else CaptureHidden.NULL
 
@@ -34,7 +37,7 @@ def aux_ids_of(model: CausalLM) -> tuple[int, ...]:
 
 
 class PrefillGraphs:
-    """Prefill forwards of up to the largest bucket's tokens."""
+    """Graphs of prefill forwards, up to the number of tokens of the largest bucket."""
 
     def __init__(self, graphs: GraphPool, model: CausalLM, pool: KVPool, buckets: Sequence[int]) -> None:
         config, most = model.config, max(buckets)
@@ -60,7 +63,7 @@ class PrefillGraphs:
         return self.tokens.family.decide(shape)
 
     def run(self, batch: ForwardBatch, attend: Attend, decision: PathDecision) -> Hidden:
-        """`attend` is bound to the live batch. The caller owns the result."""
+        """Runs the graph of `decision`. `attend` is bound to the live batch. The caller owns the result."""
         return self.tokens.run(decision, (batch.input_ids, batch.positions), attend)
 
     def _body(self, inputs: Sequence[torch.Tensor], attend: Attend) -> Hidden:
@@ -70,12 +73,12 @@ class PrefillGraphs:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetGraphs:
-    """The graphs of one runner. Decode and verify are part of a step, which has graphs of its own."""
+    """The graphs of one runner. Decode and verify belong to step graphs."""
 
     prefill: PrefillGraphs
 
     def decide(self, batch: ForwardBatch) -> PathDecision:
-        """The decision for `batch`; EAGER for rows that are no prompt."""
+        """The decision for `batch`; EAGER for decode and verify."""
         if batch.mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
             return EAGER
         return self.prefill.decide(batch)

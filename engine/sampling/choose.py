@@ -1,8 +1,10 @@
-"""The choice of a token for each row of logits, as one operation of the torch library with every parameter in tensors.
+"""Chooses a token for each row of logits, as one operator of the torch library with all parameters in
+tensors.
 
-Two forms give the same tokens. The exact form looks at its parameters and draws for the rows that need it. The fixed form
-has fixed shapes and never looks at the host, so that a graph of a device can hold it; it ranks NUCLEUS_WIDTH candidates and
-reports the rows whose support is wider. A CPU always takes the exact form. Legend: S slots, R rows, V vocabulary.
+Two forms give the same tokens. The exact form reads its parameters on the host and samples only the rows that
+need it. The fixed form has fixed shapes and no host synchronisation, so a device graph can hold it. It ranks
+NUCLEUS_WIDTH candidates and reports rows of wider support. A CPU always takes the exact form. Legend: S
+slots, R rows, V vocabulary.
 """
 
 import torch
@@ -13,8 +15,8 @@ from .tensors import SamplingTensors
 
 torch.library.define(
     "baton::choose_tokens",
-    "(Tensor logits, Tensor positions, Tensor seeds, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p,"
-    " Tensor is_drawn, bool is_ranked, bool is_exact) -> (Tensor, Tensor, Tensor)",
+    "(Tensor logits, Tensor positions, Tensor seeds, Tensor temperature, Tensor top_k, Tensor top_p, Tensor "
+    "min_p, Tensor is_drawn, bool is_ranked, bool is_exact) -> (Tensor, Tensor, Tensor)",
 )
 
 
@@ -26,11 +28,14 @@ def choose_tokens(
     is_ranked: bool,
     is_exact: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens `[R]` int64; bool `[R]`: rows whose logits are not finite, their token is 0; bool `[R]`: rows whose support is
-    wider than what the fixed form looked at, their token means nothing.
+    """Returns tokens `[R]` int64, bad rows `[R]` bool, and unseen rows `[R]` bool.
 
-    `logits` `[R, V]` float32, `positions` `[R]` int64 of the tokens chosen, `tensors` `[S]`, each for R/S rows in a row.
-    `is_ranked`: some request `needs_ranking`; without it top-k and top-p are not looked at. `is_exact`: the exact form.
+    Bad rows have logits that are not finite; their token is 0. Unseen rows have a support wider than the
+    candidates of the fixed form; their token is undefined.
+
+    `logits` is `[R, V]` float32 and `positions` `[R]` int64 are those of the chosen tokens. `tensors` `[S]`
+    has one slot for R/S consecutive rows. `is_ranked`: some request `needs_ranking`; otherwise top-k and
+    top-p are ignored. `is_exact` forces the exact form.
     """
     tokens, bad, short = torch.ops.baton.choose_tokens.default(
         logits,
@@ -71,11 +76,14 @@ def _choose(
 def choose_exact(
     logits: torch.Tensor, positions: torch.Tensor, tensors: SamplingTensors, *, is_ranked: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`choose_tokens` in its exact form: the rows are drawn by what must be ranked for them, which is nothing, their top-k,
-    or a nucleus. The host waits for the device."""
+    """The exact form of `choose_tokens`.
+
+    Samples three groups of rows: without ranking, with top-k, and with a nucleus. The host waits for the
+    device.
+    """
     vocab_size = logits.shape[1]
     tensors = tensors.repeated(logits.shape[0])
-    highest, tokens = logits.max(dim=1)  # a NaN in the row comes out as the highest
+    highest, tokens = logits.max(dim=1)  # max returns a NaN if the row has one
     is_limited = tensors.is_drawn & (tensors.top_k < vocab_size) & is_ranked
     is_nucleus = tensors.is_drawn & ~is_limited & (tensors.top_p < 1) & is_ranked
     is_free = tensors.is_drawn & ~is_limited & ~is_nucleus
@@ -92,7 +100,7 @@ def choose_exact(
 def choose_fixed(
     logits: torch.Tensor, positions: torch.Tensor, tensors: SamplingTensors, *, is_ranked: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`choose_tokens` in its fixed form: every row is ranked, whether or not that is used."""
+    """The fixed form of `choose_tokens`. It ranks every row if `is_ranked`."""
     tokens, bad = choose_token(
         logits, tensors.seeds, positions, tensors.temperature, tensors.min_p, tensors.is_drawn, None
     )
@@ -110,7 +118,7 @@ def choose_fixed(
 
 
 def row_chunks(rows: torch.Tensor, row_size: int) -> list[torch.Tensor]:
-    """`rows` in pieces of at most CHUNK_LOGITS logits, `row_size` each: what bounds the memory of temporaries."""
+    """`rows` in chunks of at most CHUNK_LOGITS logits, `row_size` per row, to bound temporary memory."""
     each = max(1, CHUNK_LOGITS // row_size)
     return [rows[start : start + each] for start in range(0, rows.shape[0], each)]
 

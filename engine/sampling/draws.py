@@ -1,7 +1,7 @@
-"""Drawing tokens by Gumbel-max from rows whose parameters are tensors: steps 4 to 8 of `sampler`.
+"""Gumbel-max sampling of rows whose parameters are tensors: steps 4 to 8 of `sampler`.
 
-Legend as there: R rows, V vocabulary, C candidates of a row. Masses are compared as integers, whose sum does not depend on
-its order.
+Legend as in `sampler`: R rows, V vocabulary, C candidates of a row. Probability masses are compared as
+integers, because an integer sum does not depend on its order.
 """
 
 import math
@@ -11,7 +11,8 @@ import torch
 
 from ...kernels.noise import gumbel
 
-# Probabilities relative to the likeliest token, in units of 2**-40: the sum over 2**20 tokens stays below 2**60.
+# Probabilities relative to the likeliest token, in units of 2**-40: the sum over 2**20 tokens stays below
+# 2**60.
 _MASS_ONE = float(1 << 40)
 # Rows are sampled in chunks of at most this many logits, which bounds the float64 temporaries to 32 MiB each.
 CHUNK_LOGITS = 1 << 22
@@ -21,9 +22,9 @@ NUCLEUS_WIDTH = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """Rows that are drawn together, and what each needs; all tensors are `[rows of the draw]`.
+    """Rows that are sampled together, with their parameters; all tensors are `[rows of the draw]`.
 
-    `width` candidates are ranked; 0: none, as no row has top-k or top-p. With `top_k` None the rows have top-p only.
+    `width` candidates are ranked; 0 if no row has top-k or top-p. `top_k` None: the rows have top-p only.
     """
 
     rows: torch.Tensor
@@ -46,16 +47,16 @@ def draw_free(logits: torch.Tensor, draw: Draw, vocabulary: torch.Tensor) -> tor
 
 
 def draw_ranked(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
-    """Tokens `[R]` of rows with top-k or top-p, from as few candidates as hold each row's support."""
+    """Tokens `[R]` of rows with top-k or top-p, from the fewest candidates that hold each row's support."""
     ids, scaled, kept = _support(logits, draw, draw.width)
     scores = (gumbel(draw.seeds, draw.positions, ids) + scaled).masked_fill_(~kept, -math.inf)
     return ids.gather(1, scores.argmax(dim=1, keepdim=True)).squeeze(1)
 
 
 def _support(logits: torch.Tensor, draw: Draw, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Candidate ids, likeliest first, their scaled logits, and which of them are kept; each `[R, C]`.
+    """Candidate ids, likeliest first, their scaled logits, and the mask of kept candidates; each `[R, C]`.
 
-    C is `width`, or as much wider as it takes to hold every row's nucleus.
+    C is `width`, enlarged until it holds every row's nucleus.
     """
     vocab_size = logits.shape[1]
     ids = ranked_ids(logits, width)
@@ -64,7 +65,7 @@ def _support(logits: torch.Tensor, draw: Draw, width: int) -> tuple[torch.Tensor
     limit, total = draw.top_k, None
     if limit is None:
         limit = torch.full_like(draw.rows, vocab_size)
-        if width < vocab_size:  # what is not among the candidates counts too
+        if width < vocab_size:  # the mass of all tokens counts, not only of candidates
             total = _mass(scaled_logits(logits, values[:, 0], draw.temperature)).sum(dim=1)
     kept, is_short = _kept(scaled, limit, total, draw)
     if total is not None and bool(is_short.any()):
@@ -75,10 +76,10 @@ def _support(logits: torch.Tensor, draw: Draw, width: int) -> tuple[torch.Tensor
 def _kept(
     scaled: torch.Tensor, limit: torch.Tensor, total: torch.Tensor | None, draw: Draw
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which of the ranked candidates are kept, bool `[R, C]`, and for which rows more than C would be, bool `[R]`.
+    """The kept candidates, bool `[R, C]`, and the rows that would keep more than C candidates, bool `[R]`.
 
-    `scaled` `[R, C]`; `limit` `[R]`: top-k; `total` `[R]`: the mass of all that top-k leaves, by default that of the
-    candidates.
+    `scaled` is `[R, C]`. `limit` `[R]` is the top-k. `total` `[R]` is the mass left by top-k, by default that
+    of the candidates.
     """
     rank = torch.arange(scaled.shape[1], device=scaled.device)
     kept = rank < limit[:, None]
@@ -91,8 +92,10 @@ def _kept(
 
 
 def draw_fixed(logits: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `draw_ranked`, of fixed shape and without a look at the host: tokens `[R]`, and bool `[R]` where they mean nothing
-    because the row's support is wider than the draw's `width`. `draw.top_k` is V where a row has none.
+    """`draw_ranked` with fixed shapes and no host synchronisation: tokens `[R]` and unseen rows `[R]` bool.
+
+    The token of an unseen row is undefined, because its support exceeds `draw.width`. `draw.top_k` is V for
+    rows without a top-k. Raises AssertionError if `draw.top_k` is None.
     """
     assert draw.top_k is not None
     vocab_size, width = logits.shape[1], draw.width
@@ -112,24 +115,25 @@ def draw_fixed(logits: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Te
 
 
 def scaled_logits(logits: torch.Tensor, highest: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """(l - highest) / T, float64, at most 0; subtracted first, so that the smallest T overflows downwards only."""
+    """(l - highest) / T, float64, at most 0. The subtraction comes first, so the smallest T can only
+    underflow.
+    """
     return (logits.double() - highest.double()[:, None]) / temperature[:, None]
 
 
 def _mass(scaled: torch.Tensor) -> torch.Tensor:
-    """Probabilities relative to the likeliest token as int64 in units of 2**-40."""
+    """Probabilities relative to the likeliest token, int64 in units of 2**-40."""
     return (scaled.exp() * _MASS_ONE).to(torch.int64)
 
 
 def ranked_ids(logits: torch.Tensor, width: int) -> torch.Tensor:
-    """Ids `[R, width]` of the highest logits, descending, equal logits by ascending id.
+    """Ids `[R, width]` of the highest logits, descending; ties by ascending id.
 
-    A top-k of floats leaves the order of equals open, so it is taken of integers in which the id decides: the float's
-    bits as an ordered int32 above, the reversed id below.
+    A float top-k leaves the order of ties undefined. This top-k therefore runs over int64 keys: the float's
+    bits as an ordered int32 in the upper half, the reversed id in the lower half.
     """
-    bits = (
-        (logits.float() + 0.0).view(torch.int32).to(torch.int64)
-    )  # + 0.0 turns -0.0, which equals 0.0, into it
+    # Adding 0.0 turns -0.0 into 0.0, which compares equal.
+    bits = (logits.float() + 0.0).view(torch.int32).to(torch.int64)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     ids = torch.arange(logits.shape[1], device=logits.device)
     return ((ordered << 32) + (0xFFFFFFFF - ids)).topk(width, dim=1).indices

@@ -1,11 +1,11 @@
-"""What is changed in logits before a token is chosen: penalties, biases, bans of end tokens and grammar masks.
+"""Edits of logits before the choice of a token: penalties, biases, bans of end tokens and grammar masks.
 
-In this order: penalties (over the output and the drafts in front of a row), biases and bans, the mask. Two forms of one
-operation give the same logits: on CPU it looks for the rows that need a change; on a device every row takes every change
-and nothing looks at the host.
+They apply in this order: penalties (over the output and the drafts in front of a row), biases and bans, the
+mask. Two forms give the same logits. On a CPU, the exact form edits only the rows that need it. On a device,
+the fixed form applies every edit to every row without host synchronisation.
 
-Legend: S slots (requests known), B requests, N rows of each, R = B * N, V vocabulary, E entries of a slot, W words of 32
-tokens.
+Legend: S slots (known requests), B requests, N rows of each, R = B * N, V vocabulary, E entries of a slot, W
+words of 32 tokens.
 """
 
 import math
@@ -21,23 +21,23 @@ from .params import SamplingParams
 
 Mask = npt.NDArray[np.int32]
 
-ALWAYS = 1 << 62  # a position that no token has: an entry with it holds for all
+ALWAYS = 1 << 62  # beyond any position, so the entry always applies
 IN_PROMPT = 1 << 30  # the bit of `LogitEdits.seen` beside the count
 ALL_ALLOWED = -1  # a word of a mask
 
 torch.library.define(
     "baton::edit_logits",
-    "(Tensor logits, Tensor positions, Tensor slots, Tensor ids, Tensor values, Tensor until, Tensor penalties,"
-    " Tensor? seen, Tensor? drafts, Tensor? ancestors, Tensor? masks) -> Tensor",
+    "(Tensor logits, Tensor positions, Tensor slots, Tensor ids, Tensor values, Tensor until, Tensor "
+    "penalties, Tensor? seen, Tensor? drafts, Tensor? ancestors, Tensor? masks) -> Tensor",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingRow:
-    """One choice: the token at absolute `position`, behind `prompt_ids` and `output_ids`.
+    """The sampling input of the token at absolute `position`, behind `prompt_ids` and `output_ids`.
 
-    `ends` are the tokens that would end the request, which may not be chosen at positions below `first_end`. `mask`, int32
-    `[W]`, has the bits of the tokens that the grammar allows; None: all.
+    `ends` are the tokens that would end the request. They are banned at positions below `first_end`. `mask`,
+    int32 `[W]`, has the bits of the tokens that the grammar allows; None allows all.
     """
 
     params: SamplingParams
@@ -50,13 +50,15 @@ class SamplingRow:
 
     @property
     def entries(self) -> list[tuple[int, float, int]]:
-        """(token, what is added to its logit, position from which on it is not)."""
+        """Tuples (token, addend to its logit, first position without the addend)."""
         biases = [(token, bias, ALWAYS) for token, bias in self.params.logit_bias.items()]
         bans = [(token, -math.inf, self.first_end) for token in self.ends] if self.first_end else []
         return biases + bans
 
     def seen(self, vocab_size: int) -> npt.NDArray[np.int32]:
-        """`[V]`: how often each token is in the output, and IN_PROMPT for those of the prompt."""
+        """`[V]` int32: the count of each token in the output, plus the bit IN_PROMPT for tokens of the
+        prompt.
+        """
         output = np.asarray(self.output_ids, dtype=np.int64)
         prompt = np.asarray(self.prompt_ids, dtype=np.int64)
         for ids in (output, prompt):
@@ -71,9 +73,13 @@ class SamplingRow:
 
 @dataclass(frozen=True, kw_only=True)
 class LogitEdits:
-    """`ids` int64, `values` float32 and `until` int64 `[S, E]`: `values` is added to the logits of `ids` at positions below
-    `until` (unused entries: 0). `penalties` `[S, 3]` float32: repetition, frequency, presence. `seen` `[S, V]` int32 as of
-    `SamplingRow.seen`; None: no slot has penalties, and rows of slots without any mean nothing."""
+    """The edits of S slots.
+
+    `ids` int64, `values` float32 and `until` int64 are `[S, E]`: `values` is added to the logits of `ids` at
+    positions below `until`; unused entries are 0. `penalties` `[S, 3]` float32 holds repetition, frequency
+    and presence. `seen` `[S, V]` int32 is that of `SamplingRow.seen`; None if no slot has penalties. Rows of
+    `seen` for slots without penalties are undefined.
+    """
 
     ids: torch.Tensor
     values: torch.Tensor
@@ -125,11 +131,11 @@ def edit_logits(
     ancestors: torch.Tensor | None = None,
     masks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`logits` `[R, V]` float32 with what `edits` of `slots` int64 `[B]` change; the argument is never written.
+    """Returns a copy of `logits` `[R, V]` float32 with the edits of `slots` int64 `[B]` applied.
 
-    `positions` int64 `[R]` of the tokens to be chosen. `drafts` int64 `[B, N-1]` stand behind the newest token of each
-    request, and `ancestors` bool `[B, N, N]` says which nodes (the newest token is the first) a row stands behind, itself
-    included; None: each row stands behind all before it. `masks` int32 `[R, W]`: bits of allowed tokens.
+    `positions` int64 `[R]` are those of the tokens to choose. `drafts` int64 `[B, N-1]` follow the newest
+    token of each request. `ancestors` bool `[B, N, N]` marks the ancestors of each node, itself included;
+    node 0 is the newest token. None means a chain. `masks` int32 `[R, W]` has the bits of allowed tokens.
     """
     edited: torch.Tensor = torch.ops.baton.edit_logits.default(
         logits,
@@ -175,7 +181,7 @@ def edit_fixed(
     ancestors: torch.Tensor | None,
     masks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`edit_logits` in fixed shapes: every request takes every change."""
+    """`edit_logits` with fixed shapes: every request takes every edit."""
     requests = torch.arange(slots.shape[0], device=logits.device)
     return _edited(logits, requests, positions, slots, edits, drafts, ancestors, masks)
 
@@ -189,14 +195,14 @@ def edit_exact(
     ancestors: torch.Tensor | None,
     masks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`edit_logits` of the requests that need a change; the host waits for the device."""
+    """`edit_logits` for the requests that need an edit. The host waits for the device."""
     neutral = torch.tensor([1.0, 0.0, 0.0], device=logits.device)
     needs = (edits.penalties[slots] != neutral).any(dim=1) | (edits.until[slots] > 0).any(dim=1)
     if masks is not None:
         needs = needs | (masks != ALL_ALLOWED).view(slots.shape[0], -1).any(dim=1)
     requests = needs.nonzero().squeeze(1)
     if not requests.numel():
-        return logits.clone()  # an operation returns memory of its own
+        return logits.clone()  # an operator must not return its input
     return _edited(logits, requests, positions, slots, edits, drafts, ancestors, masks)
 
 
@@ -210,7 +216,7 @@ def _edited(
     ancestors: torch.Tensor | None,
     masks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """A copy of `logits` in which those of `requests` int64 `[G]` are changed, some requests at a time."""
+    """A copy of `logits` with edits for `requests` int64 `[G]`, made in chunks of requests."""
     count, vocab_size = slots.shape[0], logits.shape[1]
     each = logits.shape[0] // max(count, 1)
     edited = logits.clone().view(count, each, vocab_size)
@@ -237,7 +243,9 @@ def _penalised(
     drafts: torch.Tensor | None,
     ancestors: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`rows` `[G, N, V]` behind the tokens `seen` `[G, V]` and, each, the drafts `[G, N-1]` of its own branch."""
+    """`rows` `[G, N, V]` with penalties for the tokens `seen` `[G, V]` and the drafts `[G, N-1]` of each
+    row's branch.
+    """
     num_nodes = rows.shape[1]
     counts = seen[:, None].expand(rows.shape).contiguous()
     if drafts is not None and num_nodes > 1:

@@ -1,6 +1,6 @@
-"""Log probabilities of chosen tokens and of the likeliest ones, by the model's own distribution before any change.
+"""Log probabilities of chosen and likeliest tokens under the model's distribution before any edit.
 
-Legend: R rows, V vocabulary, K most top tokens that a row asks for.
+Legend: R rows, V vocabulary, K maximum number of top tokens per row.
 """
 
 import math
@@ -28,9 +28,10 @@ class ScoredToken:
 def top_logprobs(
     logits: torch.Tensor, chosen: torch.Tensor, wanted: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32 `[R, 1+K]`: of the token `chosen` int64 `[R]`, then of the `num_top` likeliest; int64 `[R, K]`: these tokens.
+    """Log probabilities float32 `[R, 1+K]` and ids int64 `[R, K]`, likeliest first.
 
-    `wanted` int64 `[R]`: how many a row asks for, -1: nothing. Other rows may hold NaN and -1.
+    Column 0 is the token `chosen` int64 `[R]`; the others are the `num_top` likeliest tokens. `wanted` int64
+    `[R]` is the number that each row asks for, -1 for none. Rows without a request may hold NaN and -1.
     """
     values, ids = torch.ops.baton.top_logprobs.default(logits, chosen, wanted, num_top)
     return values, ids
@@ -47,7 +48,7 @@ def _top(
 def top_exact(
     logits: torch.Tensor, chosen: torch.Tensor, wanted: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`top_logprobs` of the rows that ask; the host waits for the device."""
+    """`top_logprobs` for the rows that ask. The host waits for the device."""
     values = torch.full((logits.shape[0], 1 + num_top), math.nan, device=logits.device)
     ids = torch.full((logits.shape[0], num_top), -1, dtype=torch.int64, device=logits.device)
     rows = (wanted >= 0).nonzero().squeeze(1)
@@ -59,7 +60,7 @@ def top_exact(
 def top_fixed(
     logits: torch.Tensor, chosen: torch.Tensor, wanted: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`top_logprobs` in fixed shapes: every row, whether or not it asks."""
+    """`top_logprobs` with fixed shapes, for every row."""
     each = max(1, CHUNK_LOGITS // logits.shape[1])
     pieces = [
         _logprobs(logits[start : start + each], chosen[start : start + each], num_top)

@@ -1,4 +1,4 @@
-"""How tokens are chosen for one request, and which parameters no sampler can serve."""
+"""The sampling parameters of one request and their validation."""
 
 import math
 from dataclasses import dataclass, field
@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Parameters of one request; the wire form with the same fields is `cluster.protocol.messages.Sampling`.
+    """Parameters of one request. `cluster.protocol.messages.Sampling` is the wire form with the same fields.
 
-    Before `min_new_tokens` output tokens no token is chosen that would end the request.
-
-    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. Frequency and presence penalties count output tokens
-    only, repetition_penalty counts prompt and output. `logprobs` -1: none, 0: the chosen token's, k: also the top k;
-    `prompt_logprobs` the same of the prompt's own tokens. `grammar`: what the output follows, see `guided`; "" nothing.
+    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. Frequency and presence penalties count
+    output tokens only; repetition_penalty counts prompt and output. Tokens that end the request are banned
+    before `min_new_tokens` output tokens. `logprobs` -1 reports none, 0 the chosen token's, k also the top k;
+    `prompt_logprobs` does the same for the prompt's tokens. `grammar` constrains the output, see `guided`; ""
+    is no constraint.
     """
 
     temperature: float = 1.0
@@ -38,7 +38,7 @@ class SamplingParams:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether there is nothing to draw: only the likeliest token can be chosen."""
+        """Whether only the likeliest token can be chosen, so no noise is needed."""
         return self.is_greedy or self.top_k == 1
 
     @property
@@ -47,7 +47,7 @@ class SamplingParams:
 
     @property
     def needs_edits(self) -> bool:
-        """Whether logits are changed before a token is chosen, or reported beside it."""
+        """Whether logits are edited before the choice, or reported with it."""
         return (
             self.needs_penalties
             or bool(self.logit_bias)
@@ -57,12 +57,12 @@ class SamplingParams:
         )
 
     def needs_ranking(self, vocab_size: int) -> bool:
-        """Whether candidates have to be ranked: the row is drawn from a top-k or a nucleus."""
+        """Whether sampling needs ranked candidates, for a top-k or a nucleus."""
         return not self.is_argmax and (0 < self.top_k < vocab_size or self.top_p < 1)
 
 
 def validate_params(params: SamplingParams, vocab_size: int) -> None:
-    """Raise ValueError, naming the value, for parameters that no sampler can serve."""
+    """Raises ValueError, naming the value, for parameters that the sampler cannot serve."""
     bad_bias = [token for token, bias in params.logit_bias.items() if not math.isfinite(bias)]
     foreign, endless = (
         [token for token in ids if not 0 <= token < vocab_size]

@@ -1,15 +1,19 @@
-"""Sampling of rows whose parameters are on the host: the first token of a prompt. Decode steps call the same operations.
+"""Sampling of rows whose parameters are on the host: the first token of a prompt.
 
-A row is one choice: prefill has one per prompt, verify one per draft and one more, each behind its drafts. In order:
+Decode steps call the same operations. A row is one choice. Prefill has one row per prompt. Verify has one row
+per draft and one for the root, each with the drafts in front of it as context. The transforms run in this
+order:
 
-    1. repetition penalty     l > 0: l / r, else l * r, for every token of prompt or output
-    2. frequency, presence    l - f * count - p * [count > 0], counts over the output and the drafts in front of the row
-    3. logit bias             l + bias, and -inf for tokens that would end the request too early (`edits`)
-    4. grammar mask           -inf for tokens that the grammar forbids; greedy ends here: the highest logit, of equals the
-                              lowest id (`choose`)
+    1. repetition penalty     l / r if l > 0, else l * r, for every token of prompt or output
+    2. frequency, presence    l - f * count - p * [count > 0]
+                              counts include the output and the drafts in front of the row
+    3. logit bias             l + bias; -inf for end tokens before `min_new_tokens` (`edits`)
+    4. grammar mask           -inf for tokens that the grammar forbids
+                              greedy stops here: the highest logit, ties go to the lowest id (`choose`)
     5. temperature            l / T
-    6. top-k                  exactly k tokens; of equal logits the lowest ids
-    7. top-p                  of what is left, renormalised: the fewest likeliest tokens that hold at least p, and one
+    6. top-k                  exactly k tokens; ties go to the lowest ids
+    7. top-p                  the fewest likeliest tokens that hold at least the mass p of the renormalised
+                              rest, and at least one token
     8. min-p                  tokens with at least min_p times the probability of the likeliest
     9. Gumbel-max             argmax of l / T + gumbel(seed, position, token id) (`draws`)
 
@@ -30,10 +34,11 @@ from .tensors import SamplingTensors
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingBatch:
-    """What `Sampler.sample` needs besides the logits, on the device; `Sampler.build` makes it while the forward runs.
+    """The inputs of `Sampler.sample` besides the logits, on the device. `Sampler.build` makes it during the
+    forward.
 
-    `edits` and `masks` are None where no row needs them; `wanted` int64 `[R]` are the top logprobs of each row, -1 none,
-    and `num_top` the most of them (-1: no row asks).
+    `edits` and `masks` are None if no row needs them. `wanted` int64 `[R]` is the number of top logprobs of
+    each row, -1 for none. `num_top` is the maximum of `wanted`.
     """
 
     num_rows: int
@@ -48,11 +53,13 @@ class SamplingBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOutput:
-    """`tokens` `[R]` int64. `bad_rows` `[R]` bool: rows with a NaN, with +inf or with nothing above -inf; their token
-    is 0 and means nothing. The rest is None when no row asks for logprobs; other rows mean nothing.
+    """`tokens` `[R]` int64, and `bad_rows` `[R]` bool: rows with a NaN, +inf or nothing above -inf; their
+    token is 0.
 
-    `logprobs` `[R]` float32 of the chosen tokens, `top_ids` `[R, K]` int64 and `top_logprobs` `[R, K]` float32,
-    likeliest first, of the model's own distribution before any transform. A row that asks for fewer takes its first.
+    `logprobs` `[R]` float32 are those of the chosen tokens. `top_ids` `[R, K]` int64 and `top_logprobs`
+    `[R, K]` float32 are the likeliest tokens in order, under the model's distribution before any transform.
+    All three are None if no row asks for logprobs, and undefined for rows that do not ask. A row that asks
+    for fewer than K takes its first.
     """
 
     tokens: torch.Tensor
@@ -77,7 +84,7 @@ class Sampler:
         self.device = torch.device(device)
 
     def build(self, rows: Sequence[SamplingRow]) -> SamplingBatch:
-        """Tensors for `rows`, whose parameters passed `validate_params`."""
+        """Builds the tensors for `rows`, whose parameters passed `validate_params`."""
         params = [row.params for row in rows]
         wanted = [p.logprobs for p in params]
         is_edited = any(p.needs_penalties or p.logit_bias for p in params) or any(r.first_end for r in rows)
@@ -104,7 +111,7 @@ class Sampler:
 
     @torch.no_grad()
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
-        """Choose from `logits` `[R, V]` float32, one row per row of `batch`; `logits` is left as it is."""
+        """Chooses one token per row of `logits` `[R, V]` float32, which stays unchanged."""
         count = batch.num_rows
         assert logits.shape == (count, self.vocab_size), (logits.shape, count, self.vocab_size)
         edited = logits

@@ -1,4 +1,4 @@
-"""Sampling parameters as tensors, one slot per request: what the chooser of tokens reads on the device.
+"""Sampling parameters as device tensors, one slot per request.
 
 Legend: S slots, R rows, V vocabulary.
 """
@@ -15,8 +15,11 @@ from .params import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingTensors:
-    """How tokens are chosen, `[S]` each: `seeds`, `top_k` (V: none) int64, `temperature`, `top_p`, `min_p` float64,
-    `is_drawn` bool (else the likeliest token is taken)."""
+    """Sampling parameters, each `[S]`.
+
+    `seeds` and `top_k` (V: no limit) are int64. `temperature`, `top_p` and `min_p` are float64. `is_drawn` is
+    bool; False takes the likeliest token.
+    """
 
     seeds: torch.Tensor
     temperature: torch.Tensor
@@ -46,7 +49,7 @@ class SamplingTensors:
         )
 
     def repeated(self, num_rows: int) -> "SamplingTensors":
-        """Each slot's for its share of `num_rows` rows in a row."""
+        """Repeats each slot for its share of `num_rows` consecutive rows."""
         each = num_rows // max(self.seeds.shape[0], 1)
         if each <= 1:
             return self
@@ -55,7 +58,9 @@ class SamplingTensors:
         )
 
     def draw(self, rows: torch.Tensor, positions: torch.Tensor, width: int, *, has_top_k: bool) -> Draw:
-        """`rows` of these, which are as many as `positions`, drawn together; legend of `Draw`."""
+        """The parameters of `rows`, for a common draw. `positions` has one entry per slot. Legend of
+        `Draw`.
+        """
         return Draw(
             rows=rows,
             temperature=self.temperature[rows],

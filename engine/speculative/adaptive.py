@@ -1,10 +1,12 @@
-"""How many tokens to draft next: as many as pay, by batch size and by how many drafts were kept lately.
+"""Chooses the number of draft tokens per step from the batch size and the recent acceptance.
 
-A step of s drafts yields 1 + a + a^2 + ... + a^s tokens on average, a the share of drafts that are kept once all before them
-were (of a tree: of levels). It costs a target forward over all nodes, the draft's forwards and its extend. Drafting trades
-idle arithmetic for fewer reads of the weights; a large batch leaves none idle, and a poor draft wastes it.
+A step with s drafts yields 1 + a + a^2 + ... + a^s tokens on average. Here a is the probability that a draft
+is accepted after all drafts before it were. For a tree, a is the probability per level. The step costs one
+target forward over all nodes, the draft forwards and the draft extend. Drafting uses idle arithmetic units to
+save reads of the weights. A large batch leaves no unit idle, and drafts of low acceptance waste the work.
 
-The policy is pure: it is told what was accepted and asked for the next shape; the caller runs it.
+The policy is pure: `observe` takes acceptance counts and `choose` returns the next shape. The caller runs the
+step.
 """
 
 from collections import Counter
@@ -13,28 +15,33 @@ from dataclasses import dataclass
 
 from .drafting.shape import DraftShape
 
-PRIOR = 0.6  # the share of drafts kept before anything was seen, and
-PRIOR_TRIED = 4.0  # how many drafts that counts as
-DECAY = 0.05  # share of the newest step in the averages
-MARGIN = 0.04  # another shape has to be better by so much
-# Rows of a forward whose arithmetic takes as long as reading the weights: an H200 multiplies about 160 bfloat16 rows in the
-# time in which it reads the matrix; a CPU core is busy after a few.
+PRIOR = 0.6  # initial estimate of the share of accepted drafts
+PRIOR_TRIED = 4.0  # weight of the initial estimate, in drafts
+DECAY = 0.05  # weight of the newest step in the moving averages
+MARGIN = 0.04  # minimum relative gain for a change of shape
+# Rows of a forward whose arithmetic takes as long as reading the weights. An H200 multiplies about 160
+# bfloat16 rows in the time of one read of the matrix. A CPU core is busy after a few rows.
 KNEE_ROWS = {"cuda": 160.0, "cpu": 6.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Costs relative to reading the target's weights once. `draft`: the same for the draft's; `knee_rows` as KNEE_ROWS."""
+    """Costs in units of one read of the target's weights.
+
+    `draft` is the cost of reading the draft's weights. `knee_rows` is explained at KNEE_ROWS.
+    """
 
     draft: float
     knee_rows: float
 
     def forward(self, rows: float) -> float:
-        """A target forward of `rows` rows; a draft forward costs `draft` times as much."""
+        """Cost of a target forward of `rows` rows. A draft forward costs `draft` times as much."""
         return 1.0 + rows / self.knee_rows
 
     def step(self, shape: DraftShape, batch_size: int) -> float:
-        """One step: verify, the draft's levels but the first, which is remembered, and draft extend."""
+        """Cost of one step: verify, draft levels 2 and up, and the draft extend. Level 1 is remembered from
+        the step before.
+        """
         levels = max(shape.steps - 1, 0) * self.forward(batch_size * shape.topk)
         return self.forward(batch_size * shape.num_nodes) + self.draft * (
             levels + self.forward(batch_size * shape.num_path)
@@ -42,15 +49,17 @@ class StepCosts:
 
 
 def expected_tokens(shape: DraftShape, share_kept: float) -> float:
-    """Tokens of one step when each draft is kept with probability `share_kept` if all before it were."""
+    """Expected tokens of one step if each draft is accepted with probability `share_kept` after its
+    predecessors.
+    """
     return sum(share_kept**level for level in range(shape.num_path))
 
 
 class StepPolicy:
     """Chooses among `shapes`, of which the last is the configured one.
 
-    A shape is left only for one that is better by MARGIN, or when the configured one is better: as far as the costs and the
-    averages tell, a step is never dearer per token than with the configured shape throughout.
+    The policy leaves a shape only for one that is better by MARGIN, or when the configured shape is better.
+    By the estimated costs and averages, a token never costs more than with the configured shape.
     """
 
     def __init__(self, shapes: Sequence[DraftShape], costs: StepCosts) -> None:
@@ -65,15 +74,15 @@ class StepPolicy:
 
     @property
     def share_kept(self) -> float:
-        """Of the drafts that were compared with the target's choice, recently, how many were kept."""
+        """Recent share of accepted drafts among those that verify compared with the target's choice."""
         return self._kept / self._tried
 
     def rate(self, shape: DraftShape, batch_size: int) -> float:
-        """Expected tokens per unit of cost, of each request."""
+        """Expected tokens per request and unit of cost."""
         return expected_tokens(shape, self.share_kept) / self.costs.step(shape, batch_size)
 
     def choose(self, batch_size: int) -> DraftShape:
-        """The shape of the next step, `batch_size` requests in it."""
+        """Returns the shape of the next step for `batch_size` requests."""
         rates = {shape: self.rate(shape, batch_size) for shape in self.shapes}
         best = max(self.shapes, key=lambda shape: rates[shape])
         held = rates[self.current]
@@ -84,7 +93,10 @@ class StepPolicy:
         return self.current
 
     def observe(self, kept: int, tried: int) -> None:
-        """Of one step's drafts, over all its requests: `tried` were compared with the target's choice, `kept` matched."""
+        """Records the acceptance of one step, summed over its requests.
+
+        `tried` drafts were compared with the target's choice and `kept` of them matched.
+        """
         assert 0 <= kept <= tried, (kept, tried)
         if tried:
             self._kept += DECAY * (kept - self._kept)

@@ -28,7 +28,7 @@ TOOLS = ("unshare", "nsenter", "ip", "systemctl", "journalctl", "pivot_root")
 COMMAND = f"""#!/bin/sh
 export PYTHONPATH=/srv/app:/srv/site LD_LIBRARY_PATH=/srv/python/lib PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1
 exec /srv/python/bin/python{sys.version_info[0]}.{sys.version_info[1]} -m baton "$@"
-"""
+"""  # noqa: E501
 BOOT = """
 mount --make-rprivate /
 mount -t tmpfs tmpfs "$1"
@@ -64,7 +64,7 @@ umount -l below
 mount --make-rshared /
 exec env -i container=baton /lib/systemd/systemd --system --log-target=journal --show-status=0 --unit=baton.target
 '
-"""
+"""  # noqa: E501
 CLEAR = """
 mount -t cgroup2 cgroup2 "$1"
 for turn in $(seq 100); do  # a group is busy until the last process is reaped
@@ -136,7 +136,8 @@ def booted(directory: Path, files: Path) -> Iterator[Machine]:
     site, python = sysconfig.get_paths()["purelib"], sys.base_prefix
     log = (directory.parent / "console").open("wb")
     process = subprocess.Popen(
-        ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--uts", "--ipc", "--net", "sh", "-euxc", BOOT, "boot",
+        ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--uts", "--ipc", "--net", "sh", "-euxc",
+        BOOT, "boot",
          str(directory), name, str(files), str(ROOT), site, python],
         stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/",
     )  # fmt: skip

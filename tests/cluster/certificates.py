@@ -44,7 +44,8 @@ class Authority:
         names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
         made = x509.CertificateBuilder(
             issuer_name=self.name, subject_name=subject, public_key=key.public_key(),
-            serial_number=x509.random_serial_number(), not_valid_before=now - 60 * DAY, not_valid_after=now + ends_in,
+            serial_number=x509.random_serial_number(), not_valid_before=now - 60 * DAY,
+            not_valid_after=now + ends_in,
         )  # fmt: skip
         made = made.add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
         if not is_authority:

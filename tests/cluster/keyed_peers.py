@@ -62,8 +62,10 @@ def stranger(server):
 
 def hello(role, instance=None):
     return Hello(
-        role=role, instance=instance or secrets.token_hex(16), protocol=PROTOCOL_MAJOR, fingerprint="f", model="m",
-        kv_endpoint="ipc:///x" if role == "prefill" else "", pages_total=4, page_size=16, max_context=64, max_running=2,
+        role=role, instance=instance or secrets.token_hex(16), protocol=PROTOCOL_MAJOR, fingerprint="f",
+        model="m",
+        kv_endpoint="ipc:///x" if role == "prefill" else "", pages_total=4, page_size=16, max_context=64,
+        max_running=2,
     )  # fmt: skip
 
 

@@ -51,8 +51,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m['content'] == 'refuse me' %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}{% if m['content'] == 'refuse me' %}{{ raise_exception('roles must alternate') "
+    "}}{% endif %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ANSWER = "Hello wörld 😀! This is the answer; it goes on for a while, and then it ends."

@@ -118,7 +118,8 @@ def decode(pipe: Connection, endpoint: str, fault: str = "", is_elsewhere: bool 
             kv.zero_()
             receiver.pull(
                 PullRequest(
-                    room=room_name(index), epoch=0, num_tokens=NUM_PAGES * 16, have=0, pages=tuple(range(NUM_PAGES)),
+                    room=room_name(index), epoch=0, num_tokens=NUM_PAGES * 16, have=0,
+                    pages=tuple(range(NUM_PAGES)),
                     features=None, endpoint=endpoint, peer_instance=instance,
                 )
             )  # fmt: skip

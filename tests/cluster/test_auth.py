@@ -11,7 +11,8 @@ from baton.tests.cluster.router_fakes import BODY, assert_nothing_left, in_threa
 from baton.tests.cluster.serving import random_ids, served_model, serving
 
 ROUTES = (
-    "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/tiny", "/status", "/metrics", "/requests",
+    "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/tiny", "/status", "/metrics",
+    "/requests",
     "/requests/00000000", "/nowhere",
 )  # fmt: skip
 OPEN = ("/health", "/ready", "/", "/docs", "/openapi.json")
@@ -42,7 +43,8 @@ def raw(running, *lines):
 
 def test_s26_every_spelling_of_a_path_needs_a_key_but_the_public_ones(keyed):
     running, _, secret = keyed
-    wrong = [[], ["Authorization: Bearer nonsense"], [f"Authorization: Basic {secret}"], [f"X-Api-Key: {secret}"],
+    wrong = [[], ["Authorization: Bearer nonsense"], [f"Authorization: Basic {secret}"],
+        [f"X-Api-Key: {secret}"],
              [f"Authorization: Bearer {secret}", f"Authorization: Bearer {secret}"]]  # fmt: skip
     spelled = [
         "{}",

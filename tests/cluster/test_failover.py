@@ -64,7 +64,8 @@ class Stream:
         self.on_tokens = lambda stream: None
         self._client, self._url = cluster.client, f"{cluster.url}/v1/completions"
         self._body = {
-            "model": served_model(cluster), "prompt": prompt_ids, "max_tokens": max_tokens, "ignore_eos": True,
+            "model": served_model(cluster), "prompt": prompt_ids, "max_tokens": max_tokens,
+            "ignore_eos": True,
             "stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}, **body,
         }  # fmt: skip
 

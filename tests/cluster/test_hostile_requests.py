@@ -18,7 +18,8 @@ ANSWER = [5, 6, 7, 8]
 COMPLETION = {"model": MODEL, "prompt": "hi", "max_tokens": 4}
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 NUMBERS = (
-    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed",
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "seed",
     "max_tokens", "n", "min_tokens",
 )  # fmt: skip
 MEDIA = (
@@ -162,8 +163,10 @@ def test_s23_long_and_odd_prompts_are_measured_before_they_are_tokenised(served)
 def test_s25_what_is_no_json_is_refused_and_deep_json_costs_nothing(served):
     deep = b"[" * 100_000
     for raw in (
-        b"", b"nul", b"{", b'{"a":1,}', b"[1,]", b"{'a':1}", b'{"a":01}', b'{"a":1}{', b"\xef\xbb\xbf{}", b'{"a":+1}', deep,
-        b'{"model":' * 50_000, b'{"model":"tiny","prompt":' + deep + b"]" * 100_000 + b"}", b'"\\x"', b"\x00", b"1", b"null",
+        b"", b"nul", b"{", b'{"a":1,}', b"[1,]", b"{'a':1}", b'{"a":01}', b'{"a":1}{', b"\xef\xbb\xbf{}",
+        b'{"a":+1}', deep,
+        b'{"model":' * 50_000, b'{"model":"tiny","prompt":' + deep + b"]" * 100_000 + b"}", b'"\\x"', b"\x00",
+        b"1", b"null",
     ):  # fmt: skip
         for path in (CHAT, COMPLETE, "/v1/responses", "/tokenize", "/detokenize"):
             assert is_refused(ask(served, path, raw)), raw[:20]

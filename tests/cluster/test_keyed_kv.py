@@ -49,7 +49,8 @@ class Pair:
         self._contexts = [zmq.Context(), zmq.Context()]
         keys = load_keyring(str(prefill), "prefill") if prefill else None
         self.sender = ZmqBlocksSender(
-            endpoint, self.instances[0], LAYOUT, self.source, context=self._contexts[0], keyring=keys, ciphers=ciphers,
+            endpoint, self.instances[0], LAYOUT, self.source, context=self._contexts[0], keyring=keys,
+            ciphers=ciphers,
             lease_s=2 * LEASE_S, **options,
         )  # fmt: skip
         keys = load_keyring(str(decode), "decode") if decode else None

@@ -227,7 +227,7 @@ BOTH_PORTS = """
     threading.Thread(target=serve, args=(port,), daemon=True).start()
     while "HELD" in os.environ and "control-1" in " ".join(sys.argv) and not os.path.exists("go"): time.sleep(0.02)
     serve(own_port)
-"""
+"""  # noqa: E501
 SHARING = ROUTER.replace(
     '    http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()', BOTH_PORTS
 )

@@ -127,7 +127,7 @@ LOW_CONTRAST = """(() => {
       && e.innerText?.trim()).flatMap(e => {
     const [a, b] = [lum(rgb(getComputedStyle(e).color).slice(0, 3)), lum(back(e))].sort((x, y) => y - x);
     return (a + .05) / (b + .05) < 4.5 ? [e.innerText] : []; });
-})()"""
+})()"""  # noqa: E501
 
 
 def test_a_phone_needs_no_sideways_scrolling(browser, running):
@@ -141,7 +141,10 @@ def test_a_phone_needs_no_sideways_scrolling(browser, running):
     assert page.run("[...document.querySelectorAll('td')].every(cell => cell.dataset.label)"), (
         "cells name their column"
     )
-    small = "[...document.querySelectorAll('header button')].filter(b => b.checkVisibility() && b.offsetHeight < 24).length"
+    small = (
+        "[...document.querySelectorAll('header button')].filter(b => b.checkVisibility() && "
+        "b.offsetHeight < 24).length"
+    )
     assert page.run(small) == 0
 
 

@@ -113,8 +113,9 @@ def num_equal(ids, others):
 
 
 def test_later_turns_of_a_chat_hand_over_only_pages_of_new_tokens(cluster):
-    """What was handed over may be so again from the page on in which the new prompt leaves the last turn's tokens: at the
-    latest the page that was not full, at the earliest that of the answer's first token, as its text may be other tokens.
+    """What was handed over may be so again from the page on in which the new prompt leaves the last turn's
+    tokens: at the latest the page that was not full, at the earliest that of the answer's first token, as its
+    text may be other tokens.
     """
     wait_idle(cluster)
     messages = [{"role": "user", "content": "remember this: " + "x y " * 12}]

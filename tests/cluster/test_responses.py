@@ -82,10 +82,12 @@ def test_the_events_of_a_stream_grow_into_the_whole(client):
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type for event in events]
     assert kinds[:4] == [
-        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+        "response.created", "response.in_progress", "response.output_item.added",
+        "response.content_part.added",
     ]  # fmt: skip
     assert kinds[-4:] == [
-        "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed",
+        "response.output_text.done", "response.content_part.done", "response.output_item.done",
+        "response.completed",
     ]  # fmt: skip
     assert set(kinds[4:-4]) == {"response.output_text.delta"}
     assert (

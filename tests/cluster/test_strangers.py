@@ -16,16 +16,22 @@ from baton.tests.cluster.keyed_peers import dealer, hello, say
 from baton.tests.cluster.serving import at_once, complete, pages_held, served_model, wait_until
 
 INNER_FIELDS = [
-    "kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank", "remote_host",
-    "remote_port", "remote_block_ids", "block_hashes", "data_parallel_rank", "cache_salt", "request_id", "rid", "room",
-    "epoch", "instance", "prefill_endpoint", "prefill_instance", "deadline_ms", "num_output", "session_params",
-    "prompt_embeds", "input_embeds", "mm_processor_kwargs", "lora_path", "custom_logit_processor", "vllm_xargs",
+    "kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank",
+    "remote_host",
+    "remote_port", "remote_block_ids", "block_hashes", "data_parallel_rank", "cache_salt", "request_id",
+    "rid", "room",
+    "epoch", "instance", "prefill_endpoint", "prefill_instance", "deadline_ms", "num_output",
+    "session_params",
+    "prompt_embeds", "input_embeds", "mm_processor_kwargs", "lora_path", "custom_logit_processor",
+    "vllm_xargs",
     "extra_args", "return_hidden_states", "shm_name", "addr", "slot",
 ]  # fmt: skip
 EXTREME = (-1, 0, 2**31, 2**63 - 1)
 NUMBERS = [
-    "n", "seed", "top_k", "top_p", "min_p", "temperature", "frequency_penalty", "presence_penalty", "repetition_penalty",
-    "max_tokens", "max_completion_tokens", "top_logprobs", "logprobs", "best_of", "stop_token_ids", "logit_bias", "prompt",
+    "n", "seed", "top_k", "top_p", "min_p", "temperature", "frequency_penalty", "presence_penalty",
+    "repetition_penalty",
+    "max_tokens", "max_completion_tokens", "top_logprobs", "logprobs", "best_of", "stop_token_ids",
+    "logit_bias", "prompt",
 ]  # fmt: skip
 MOST_AT_ONCE = 850  # below the 1024 descriptors that this process commonly may have
 
@@ -206,8 +212,10 @@ async def ask_together(cluster, prompts, count):
     async def ask(i):
         document = json.dumps({**body, "prompt": prompts[i % len(prompts)], "user": "the same"}).encode()
         lines = [
-            "POST /v1/completions HTTP/1.1", f"host: {host}:{port}", "content-type: application/json", "connection: close",
-            "x-request-id: the-same", "idempotency-key: " + f"{i}", f"content-length: {len(document)}", "", "",
+            "POST /v1/completions HTTP/1.1", f"host: {host}:{port}", "content-type: application/json",
+            "connection: close",
+            "x-request-id: the-same", "idempotency-key: " + f"{i}", f"content-length: {len(document)}", "",
+            "",
         ]  # fmt: skip
         async with gate:
             reader, writer = await asyncio.open_connection(host, int(port))

@@ -158,7 +158,8 @@ class Outside:
         certificate, key = self.authority.issue(name)
         for kind, content in (("key", pem(key)), ("chain", pem(certificate))):
             self.run(
-                f"printf '%s' '{content.decode()}' > {LIVE}/../{name}-{kind}.pem; chmod 600 {LIVE}/../{name}-{kind}.pem"
+                f"printf '%s' '{content.decode()}' > {LIVE}/../{name}-{kind}.pem; chmod 600 "
+                f"{LIVE}/../{name}-{kind}.pem"
             )
             self.run(f"ln -sfn ../{name}-{kind}.pem {LIVE}/{kind}.pem")
 

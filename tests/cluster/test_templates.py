@@ -20,7 +20,8 @@ from msgspec.json import encode
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 WILD = (
     "{% set last = messages[-1]['content'] %}{% if last == 'loop' %}" + ENDLESS + "{% elif last == 'bomb' %}"
-    "{% set ns = namespace(s='ab') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s | length }}"
+    "{% set ns = namespace(s='ab') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s "
+    "| length }}"
     "{% elif last == 'long' %}{{ last * 9999999 }}{% elif last == 'odd' %}{{ 1 / 0 }}{% endif %}" + TEMPLATE
 )
 
@@ -146,8 +147,8 @@ def test_the_worker_renders_what_transformers_renders(tmp_path):
     messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hellö", "name": None}]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     tokenizer._hf.chat_template = (
-        "{{ bos_token }}{{ eos_token }}{{ tools | tojson }}{{ messages | tojson }}{{ thinking }}{% generation %}x"
-        "{% endgeneration %}{{ add_generation_prompt }}"
+        "{{ bos_token }}{{ eos_token }}{{ tools | tojson }}{{ messages | tojson }}{{ thinking }}{% "
+        "generation %}x{% endgeneration %}{{ add_generation_prompt }}"
     )
     given = {"tokenize": False, "add_generation_prompt": True, "thinking": True}
     expected = tokenizer._hf.apply_chat_template(messages, tools=tools, **given)

@@ -45,7 +45,8 @@ def collector():
 @pytest.mark.parametrize(
     ("parents", "states", "carried"),
     [
-        ([PARENT], ["a=1", "b@c=2 , d=3"], (PARENT, "a=1,b@c=2,d=3")), ([PARENT], ["a=1", "a=2"], (PARENT, "")),
+        ([PARENT], ["a=1", "b@c=2 , d=3"], (PARENT, "a=1,b@c=2,d=3")), ([PARENT], ["a=1", "a=2"], (PARENT,
+        "")),
         ([PARENT, PARENT], ["a=1"], ("", "")), (["no"], ["a=1"], ("", "")), ([], ["a=1"], ("", "")),
     ],
     ids=["good", "bad state", "two parents", "bad parent", "no parent"],

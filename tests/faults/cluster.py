@@ -75,7 +75,8 @@ class Forker:
         safe = ["-P"] if sys.version_info >= (3, 11) else []
         self._process = subprocess.Popen(
             [sys.executable, *safe, "-m", "baton.tests.faults.fork_server"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/", env=env, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/", env=env,
+            start_new_session=True,
         )  # fmt: skip
         self._nodes: dict[str, Node] = {}
         self._changed = threading.Condition()
@@ -109,7 +110,8 @@ class Forker:
     def _send(self, node: Node, key: str) -> None:
         base = {name: os.environ[name] for name in KEPT if name in os.environ} | ENVIRONMENT
         order = {
-            "name": key, "role": node.role, "argv": node.argv, "env": base | node.env | node.armed, "log": str(node.log),
+            "name": key, "role": node.role, "argv": node.argv, "env": base | node.env | node.armed,
+            "log": str(node.log),
             "prepare": [*node.moves, *node.prepare],
         }  # fmt: skip
         self._process.stdin.write(json.dumps({"start": order}) + "\n")

@@ -45,7 +45,8 @@ def main() -> int:
 def hello() -> Hello:
     """Of a decode worker."""
     return Hello(
-        role="decode", instance=secrets.token_hex(16), fingerprint=FINGERPRINT, model="crowd", protocol=PROTOCOL_MAJOR,
+        role="decode", instance=secrets.token_hex(16), fingerprint=FINGERPRINT, model="crowd",
+        protocol=PROTOCOL_MAJOR,
         pages_total=8, page_size=16, max_context=512, max_running=4, vocab_size=400,
     )  # fmt: skip
 

@@ -153,7 +153,7 @@ class Lan(Loopback):
         whose = f"ip saddr != {self.address(spared)} " if spared else ""
         rule = f"{whose}numgen random mod 100 < {percent} counter drop"
         for name in names or self.names:
-            text = f"table netdev loss {{ chain arriving {{ type filter hook ingress device eth0 priority 0; {rule}; }}; }}"
+            text = f"table netdev loss {{ chain arriving {{ type filter hook ingress device eth0 priority 0; {rule}; }}; }}"  # noqa: E501
             self.filter(name, text)
 
     def slow(self, mbit: float, names: Iterable[str] = ()) -> None:

@@ -109,13 +109,17 @@ def f14(scene: Scene) -> str:
     slept = time.monotonic() - left
     assert call.end == "cancelled"
     assert len(call.ids) == 1, "prefill's token came; decode had not begun"
-    return f"prefill free after {freed:.2f} s, decode {slept:.2f} s (it slept for {PAUSE_S:g} s), heartbeat included"
+    return (
+        f"prefill free after {freed:.2f} s, decode {slept:.2f} s (it slept for {PAUSE_S:g} s), heartbeat "
+        "included"
+    )
 
 
 @row(
     "F15",
     "200 clients leave in the middle of their streams",
-    "no page held after 2 s; the others' streams equal, in one attempt, at >= 95 % of their pace beside clients that stay",
+    "no page held after 2 s; the others' streams equal, in one attempt, at >= 95 % of their pace beside "
+    "clients that stay",
     prepare={"decode": ["baton.tests.faults.rows_storms:steps_of_a_device"]},
 )
 def f15(scene: Scene) -> str:
@@ -143,8 +147,8 @@ def f15(scene: Scene) -> str:
         f"{gone:.0f} tokens/s beside clients that leave, {stayed:.0f} beside those that stay"
     )
     return (
-        f"free after {took:.2f} s (heartbeat included); the others: {gone:.0f} tokens/s, {stayed:.0f} beside clients that "
-        f"stay, longest gap {longest_pause(steady):.2f} s"
+        f"free after {took:.2f} s (heartbeat included); the others: {gone:.0f} tokens/s, {stayed:.0f} beside "
+        f"clients that stay, longest gap {longest_pause(steady):.2f} s"
     )
 
 
@@ -217,7 +221,8 @@ def cancel500(scene: Scene) -> str:
 @row(
     "F16",
     "a client does not read for 6 s while its stream is fast",
-    "router grows <= 8 MB; the others' tokens equal, 99 % of their gaps <= 1.2 x and 20 ms of those beside one that reads",
+    "router grows <= 8 MB; the others' tokens equal, 99 % of their gaps <= 1.2 x and 20 ms of those beside "
+    "one that reads",
 )
 def f16(scene: Scene) -> str:
     silent = Ask(prompt=(9,) * 20, max_tokens=2000)
@@ -326,7 +331,8 @@ def fear_poison() -> None:
 @row(
     "F51",
     "five times as many requests as the cluster serves",
-    "429 with Retry-After for the rest; admitted ones complete; goodput >= 90 % of the peak, first tokens <= 3 x",
+    "429 with Retry-After for the rest; admitted ones complete; goodput >= 90 % of the peak, first tokens <= "
+    "3 x",
     flags={**UNCACHED, "router": {"max-queue": "32"}},
     prepare={"decode": ["baton.tests.faults.rows_storms:steps_of_a_device"]},
 )

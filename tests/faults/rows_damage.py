@@ -12,7 +12,8 @@ from baton.tests.faults.zmtp_wire import Message
 
 NUMBER_BYTES = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}  # by the type byte of a MessagePack number
 KV = (
-    ("down", verb("Announce", final=True), "first_token"), ("down", verb("Block"), "size"), ("up", verb("Attach"), "have"),
+    ("down", verb("Announce", final=True), "first_token"), ("down", verb("Block"), "size"), ("up",
+    verb("Attach"), "have"),
     ("up", verb("Pull"), "block"),
 )  # fmt: skip
 REPORTS = (("prefill-0", "FirstToken", "token"), ("decode-0", "Tokens", "ids"))
@@ -59,8 +60,10 @@ def under_another_first_token(scene: Scene) -> list[Call]:
 
 
 @row(
-    "F33c", "one bit is flipped in numbers of Announce, Block, Attach, Pull, FirstToken, Tokens, Prefill and Reserve",
-    "each is dropped; what it was about is said again, a worker's report costs one attempt of its rooms; tokens equal",
+    "F33c", "one bit is flipped in numbers of Announce, Block, Attach, Pull, FirstToken, Tokens, Prefill and "
+            "Reserve",
+    "each is dropped; what it was about is said again, a worker's report costs one attempt of its rooms; "
+    "tokens equal",
     **COLD,
 )  # fmt: skip
 def f33c(scene: Scene) -> str:

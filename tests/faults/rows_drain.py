@@ -92,4 +92,7 @@ def f45(scene: Scene) -> str:
         took.append(time.monotonic() - began)
         scene.cluster.heal()
         scene.rebase("router")
-    return f"error frames, gone {took[0]:.1f} s after the second signal; {took[1]:.1f} s after the first one alone"
+    return (
+        f"error frames, gone {took[0]:.1f} s after the second signal; {took[1]:.1f} s after the first one "
+        "alone"
+    )

@@ -52,7 +52,8 @@ def is_over(connection: socket.socket) -> bool:
 @row(
     "F18",
     "600 clients send the beginning of a head or of a body and then nothing",
-    "each is closed within 10 s and a sweep; others complete, their first tokens come as before within 2 x and 50 ms",
+    "each is closed within 10 s and a sweep; others complete, their first tokens come as before within 2 x "
+    "and 50 ms",
 )
 def f18(scene: Scene) -> str:
     asks = scene.known(workload(118, 40, prompt=(16, 60), max_tokens=12))
@@ -64,13 +65,17 @@ def f18(scene: Scene) -> str:
         took = time.monotonic() - began
     assert all(call.end == "finished" for call in calls), calls
     assert p99(calls) <= 2 * before + 0.05, (before, p99(calls))
-    return f"closed after {took:.1f} s; p99 first token {1000 * p99(calls):.0f} ms, {1000 * before:.0f} ms before"
+    return (
+        f"closed after {took:.1f} s; p99 first token {1000 * p99(calls):.0f} ms, {1000 * before:.0f} ms "
+        "before"
+    )
 
 
 @row(
     "F36",
     "more connections than the router has descriptors for, while streams run",
-    "new ones are refused or wait; running streams complete, tokens equal; new requests are served 5 s later at most",
+    "new ones are refused or wait; running streams complete, tokens equal; new requests are served 5 s later "
+    "at most",
 )
 def f36(scene: Scene) -> str:
     asks = scene.known(workload(136, 6, prompt=(16, 60), max_tokens=300))
@@ -147,7 +152,8 @@ PER_STREAM = 256 << 10  # bytes: 64 KiB that are written ahead, and the tokens t
 
 @row(
     "F17", "100 clients read their streams at 1 KB/s for 20 s",
-    "router grows <= 256 KiB for each; the others' tokens equal, 99 % of their gaps <= 1.2 x and 20 ms of those beside 100 "
+    "router grows <= 256 KiB for each; the others' tokens equal, 99 % of their gaps <= 1.2 x and 20 ms of "
+    "those beside 100 "
     "that read; then the slow ones finish, whole", flags=ROOMY,
 )  # fmt: skip
 def f17(scene: Scene) -> str:

@@ -89,7 +89,8 @@ def f27h(scene: Scene) -> str:
 
 @row(
     "S34", "each host filters packets as the network policies say",
-    "all complete; whatever the policies allow connects, and everything else times out", hosts=True, flags=COLD,
+    "all complete; whatever the policies allow connects, and everything else times out", hosts=True,
+    flags=COLD,
 )  # fmt: skip
 def s34(scene: Scene) -> str:
     cluster, policies = scene.cluster, shipped()
@@ -115,7 +116,8 @@ def s34(scene: Scene) -> str:
 
 @row(
     "F28", f"every host's cable carries {MBIT} Mbit/s, and requests need more than that",
-    "all complete, KV takes >= 80 % of the cable, with deadlines that of requests in time; who is late is told in time",
+    "all complete, KV takes >= 80 % of the cable, with deadlines that of requests in time; who is late is "
+    "told in time",
     hosts=True, prefill=1, decode=1, flags=COLD,
 )  # fmt: skip
 def f28(scene: Scene) -> str:
@@ -146,8 +148,10 @@ def under_deadlines(scene: Scene, asks: list[Ask]) -> str:
 
 
 @row(
-    "plan", f"every host's cable carries {MBIT} Mbit/s, and prompts are longer than those that told `baton plan` so",
-    f"it predicts their hand-off within {PLAN_WITHIN} %, by the median of {PLANS}; over a free cable it says how well",
+    "plan", f"every host's cable carries {MBIT} Mbit/s, and prompts are longer than those that told `baton "
+            "plan` so",
+    f"it predicts their hand-off within {PLAN_WITHIN} %, by the median of {PLANS}; over a free cable it says "
+    "how well",
     hosts=True, prefill=1, decode=1, flags={"prefill": {"chunk-size": "256"}},
 )  # fmt: skip
 def plan80(scene: Scene) -> str:
@@ -180,8 +184,10 @@ def signed(percents: list[int]) -> str:
 
 
 @row(
-    "doctor", f"a cable of {MBIT} Mbit/s, then none, between two hosts; a prefill worker of another layout on a third",
-    "`baton doctor` names each, and the bandwidth between the two", hosts=True, flags={"prefill-1": {"page-size": "8"}},
+    "doctor", f"a cable of {MBIT} Mbit/s, then none, between two hosts; a prefill worker of another layout "
+              "on a third",
+    "`baton doctor` names each, and the bandwidth between the two", hosts=True,
+    flags={"prefill-1": {"page-size": "8"}},
 )  # fmt: skip
 def doctor(scene: Scene) -> str:
     endpoint = f"tcp://{scene.lan.address('prefill-0')}:7999"

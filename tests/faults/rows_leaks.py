@@ -60,7 +60,8 @@ def held_for(scene: Scene, since: float) -> float:
 
 
 @row(
-    "kill-P", f"a prefill worker is killed under load, {KILLS} times", "no page or room held 5 s later, no client hangs",
+    "kill-P", f"a prefill worker is killed under load, {KILLS} times",
+    "no page or room held 5 s later, no client hangs",
     flags=UNCACHED,
 )  # fmt: skip
 def kill_p(scene: Scene) -> str:
@@ -69,7 +70,8 @@ def kill_p(scene: Scene) -> str:
 
 
 @row(
-    "kill-D", f"a decode worker is killed under load, {KILLS} times", "no page or room held 5 s later, no client hangs",
+    "kill-D", f"a decode worker is killed under load, {KILLS} times",
+    "no page or room held 5 s later, no client hangs",
     flags=UNCACHED,
 )  # fmt: skip
 def kill_d(scene: Scene) -> str:
@@ -78,7 +80,8 @@ def kill_d(scene: Scene) -> str:
 
 
 @row(
-    "kill-R", f"the router is killed under load, {KILLS} times", "no page or room held 5 s later, no client hangs",
+    "kill-R", f"the router is killed under load, {KILLS} times",
+    "no page or room held 5 s later, no client hangs",
     flags=UNCACHED,
 )  # fmt: skip
 def kill_r(scene: Scene) -> str:

@@ -65,8 +65,10 @@ class NodeProcess:
 
 
 @row(
-    "F52", "a decode worker dies soon after it registers, in every life; the supervisor of `baton up` starts it again",
-    "0 client errors in 20 s of load; its starts are backed off: after 0.5 s, and after twice as long each time",
+    "F52", "a decode worker dies soon after it registers, in every life; the supervisor of `baton up` starts "
+           "it again",
+    "0 client errors in 20 s of load; its starts are backed off: after 0.5 s, and after twice as long each "
+    "time",
 )  # fmt: skip
 def f52(scene: Scene) -> str:
     asks = scene.known(workload(152, 40, prompt=(30, 100), max_tokens=(8, 24)))

@@ -105,7 +105,8 @@ def f24(scene: Scene) -> str:
 
 @row(
     "F25", "the router and a decode worker cannot reach each other for 8 s, mid-stream",
-    "streams go on elsewhere within 3 s; after it no token comes twice, and the worker has dropped its rooms", proxied=True,
+    "streams go on elsewhere within 3 s; after it no token comes twice, and the worker has dropped its rooms",
+    proxied=True,
 )  # fmt: skip
 def f25(scene: Scene) -> str:
     asks = scene.known(workload(251, 6, prompt=(50, 100), max_tokens=600))
@@ -206,7 +207,8 @@ def f31(scene: Scene) -> str:
 
 
 @row(
-    "F32", "one bit of a KV block is flipped on its way", "its digest tells, it is pulled again, tokens equal",
+    "F32", "one bit of a KV block is flipped on its way", "its digest tells, it is pulled again, tokens "
+                                                          "equal",
     quick=True, **COLD,
 )  # fmt: skip
 def f32(scene: Scene) -> str:

@@ -368,7 +368,9 @@ def sites(scene: Scene) -> str:
 
 
 SITES = (
-    ("prefill:chunk:3", "abort"), ("prefill:first:2", "kill"), ("sender:block:1", "abort"), ("sender:release:2", "raise"),
+    ("prefill:chunk:3", "abort"), ("prefill:first:2", "kill"), ("sender:block:1", "abort"),
+    ("sender:release:2", "raise"),
     ("receiver:block:2", "kill"), ("receiver:block:3", "raise"), ("receiver:release:2", "abort"),
-    ("decode:reserve:2", "kill"), ("decode:reserve:3", "raise"), ("decode:step:3", "abort"), ("decode:step:4", "raise"),
+    ("decode:reserve:2", "kill"), ("decode:reserve:3", "raise"), ("decode:step:3", "abort"), ("decode:step:4",
+    "raise"),
 )  # fmt: skip

@@ -34,9 +34,10 @@ def states(scene: Scene) -> dict[str, str]:
 
 
 @row(
-    "ready", "no KV block reaches decode, then none of one prefill worker; all processes live, register and are heard",
-    "not ready within --canary-s, with pair and reason; healed: ready again; one prefill worker cut off: ready, and clients "
-    "are sent past it in one attempt",
+    "ready", "no KV block reaches decode, then none of one prefill worker; all processes live, register and "
+             "are heard",
+    "not ready within --canary-s, with pair and reason; healed: ready again; one prefill worker cut off: "
+    "ready, and clients are sent past it in one attempt",
     **SETTINGS,
 )  # fmt: skip
 def cut_off(scene: Scene) -> str:
@@ -93,6 +94,6 @@ def cut_off(scene: Scene) -> str:
         lambda: f"all pairs healed: {states(scene)}",
     )
     return (
-        f"not ready after {lost:.1f} s ({bad['kind']}), ready {healed:.1f} s after it healed; one cut off: ready, "
-        f"{len(calls)} of {len(calls)} complete in one attempt each"
+        f"not ready after {lost:.1f} s ({bad['kind']}), ready {healed:.1f} s after it healed; one cut off: "
+        f"ready, {len(calls)} of {len(calls)} complete in one attempt each"
     )

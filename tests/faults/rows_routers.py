@@ -36,7 +36,8 @@ def streams_at_both(scene: Scene, asks: list[Ask]) -> tuple[list[Call], list[Cal
 
 @row(
     "F11r", "one of two routers is killed under streams, then restarted",
-    "its rooms are dropped <= 2 s; the other's streams are whole, in one attempt; its clients are served by the other",
+    "its rooms are dropped <= 2 s; the other's streams are whole, in one attempt; its clients are served by "
+    "the other",
     quick=True, routers=2,
 )  # fmt: skip
 def f11r(scene: Scene) -> str:
@@ -57,14 +58,16 @@ def f11r(scene: Scene) -> str:
     scene.cluster.wait_whole(5)
     pause = longest_pause(kept)
     return (
-        f"{len(cut)} resets, rooms dropped after {took:.2f} s; at the other {len(kept)} of {len(kept)} whole, longest pause "
-        f"{pause:.2f} s; {len(again)} of {len(again)} served there; back after {back:.2f} s"
+        f"{len(cut)} resets, rooms dropped after {took:.2f} s; at the other {len(kept)} of {len(kept)} "
+        f"whole, longest pause {pause:.2f} s; {len(again)} of {len(again)} served there; back after "
+        f"{back:.2f} s"
     )
 
 
 @row(
     "F44", "SIGTERM to one of two routers under load",
-    "its streams finish, it takes no new ones, exit 0; the other takes all and its streams are untouched", routers=2,
+    "its streams finish, it takes no new ones, exit 0; the other takes all and its streams are untouched",
+    routers=2,
 )  # fmt: skip
 def f44(scene: Scene) -> str:
     asks = scene.known(workload(144, 6, prompt=(30, 200), max_tokens=400))
@@ -89,7 +92,10 @@ def f44(scene: Scene) -> str:
     assert scene.cluster.wait_down("router", 5) == DRAINED
     scene.cluster.heal()
     scene.rebase("router")
-    return f"{placed_again([*leaving, *staying, *elsewhere])}, {len(late)} late ones refused by the one, served by the other"
+    return (
+        f"{placed_again([*leaving, *staying, *elsewhere])}, {len(late)} late ones refused by the one, "
+        "served by the other"
+    )
 
 
 @row(
@@ -133,11 +139,15 @@ def f46(scene: Scene) -> str:
     wait_until(lambda: load.num_done >= 500, 60, "500 requests")
     calls = load.join()
     assert all(call.end == "finished" for call in calls), [call for call in calls if call.end != "finished"]
-    return f"{len(calls)} of {len(calls)} complete through {len(names)} restarts, {load.num_moved} moved to the other router"
+    return (
+        f"{len(calls)} of {len(calls)} complete through {len(names)} restarts, {load.num_moved} moved to "
+        "the other router"
+    )
 
 
 @row(
-    "F46v", "workers of another layout and fingerprint take the place of all others under load, one by one, and back again",
+    "F46v", "workers of another layout and fingerprint take the place of all others under load, one by one, "
+            "and back again",
     "0 errors, 0 refusals and 0 wrong tokens in >= 500 requests; no pair of both kinds", routers=2,
     flags={"router": {"local-prefill": "off"}},
 )  # fmt: skip
@@ -162,7 +172,10 @@ def f46v(scene: Scene) -> str:
     assert len(seen) == 2, "both kinds were there"
     assert all(call.end == "finished" for call in calls), [call for call in calls if call.end != "finished"]
     again = sum(call.attempts > 1 for call in calls)
-    return f"{len(calls)} of {len(calls)} complete through {2 * len(workers)} restarts, {again} in a second attempt"
+    return (
+        f"{len(calls)} of {len(calls)} complete through {2 * len(workers)} restarts, {again} in a second "
+        "attempt"
+    )
 
 
 class Load:

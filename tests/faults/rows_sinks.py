@@ -70,8 +70,8 @@ def least_gap(scene: Scene, asks: list[Ask]) -> float:
 
 @row(
     "F56", "the collector of traces takes connections and never answers, 20 scrapers of metrics never read",
-    "99 % of the gaps in streams <= 1.2 x and 20 ms of those without; what is lost is counted; a process that is told to "
-    "end does so within 6 s",
+    "99 % of the gaps in streams <= 1.2 x and 20 ms of those without; what is lost is counted; a process "
+    "that is told to end does so within 6 s",
 )  # fmt: skip
 def f56(scene: Scene) -> str:
     asks = scene.known(workload(156, 6, prompt=(30, 100), max_tokens=300))

@@ -36,7 +36,8 @@ def f19(scene: Scene) -> str:
 
 @row(
     "F20", "prefill's loop hangs while its I/O thread answers",
-    "found within 2 s, its work moved, ended by its watchdog", quick=True, flags={"*": {"watchdog-s": str(WATCHDOG_S)}},
+    "found within 2 s, its work moved, ended by its watchdog", quick=True,
+    flags={"*": {"watchdog-s": str(WATCHDOG_S)}},
 )  # fmt: skip
 def f20(scene: Scene) -> str:
     asks = scene.known(workload(201, 12, prompt=(100, 300), max_tokens=16))
@@ -130,7 +131,8 @@ TIGHT = {"decode": {"pages": "40"}, "prefill": {"pages": "120"}}
 
 
 @row(
-    "F38", "decode has pages for one or two requests, 1000 come 64 at a time", "all complete or 429, no deadlock",
+    "F38", "decode has pages for one or two requests, 1000 come 64 at a time",
+    "all complete or 429, no deadlock",
     flags=TIGHT,
 )  # fmt: skip
 def f38(scene: Scene) -> str:
@@ -138,7 +140,8 @@ def f38(scene: Scene) -> str:
 
 
 @row(
-    "F38q", "decode has pages for one or two requests, 80 come 24 at a time", "all complete or 429, no deadlock",
+    "F38q", "decode has pages for one or two requests, 80 come 24 at a time",
+    "all complete or 429, no deadlock",
     quick=True, flags=TIGHT,
 )  # fmt: skip
 def f38q(scene: Scene) -> str:

@@ -67,7 +67,8 @@ def goodput(scene: Scene, asks: list[Ask]) -> tuple[float, list[Call]]:
 
 @row(
     "F50", "one of two decode workers fails every request",
-    "ejected after <= 5 failures; then one attempt in 10 s goes there; all complete in <= 1.2 attempts each, at >= 95 % of "
+    "ejected after <= 5 failures; then one attempt in 10 s goes there; all complete in <= 1.2 attempts each, "
+    "at >= 95 % of "
     "the pace of one worker alone", flags={"router": {"decode-policy": "round-robin"}},
     prepare={"decode": ["baton.tests.faults.rows_storms:steps_of_a_device"]},
 )  # fmt: skip
@@ -102,8 +103,8 @@ def f50(scene: Scene) -> str:
     alone, beside = max(paces["alone"]), max(paces["beside"])
     assert beside >= 0.95 * alone, f"{beside:.0f} tokens/s beside it, {alone:.0f} without"
     return (
-        f"ejected after {early} failures, then {late}; {repeated(calls)} attempts more for {len(calls)} requests; "
-        f"{beside:.0f} tokens/s, {alone:.0f} of one worker alone"
+        f"ejected after {early} failures, then {late}; {repeated(calls)} attempts more for {len(calls)} "
+        f"requests; {beside:.0f} tokens/s, {alone:.0f} of one worker alone"
     )
 
 
@@ -168,7 +169,10 @@ def f54(scene: Scene) -> str:
     spread = max(at) - min(at)
     scene.cluster.wait_whole(10)
     scene.rebase("router")
-    return f"all back after {back:.2f} s, served after {served:.2f} s, {cores:.2f} cores; they came over {spread:.2f} s"
+    return (
+        f"all back after {back:.2f} s, served after {served:.2f} s, {cores:.2f} cores; they came over "
+        f"{spread:.2f} s"
+    )
 
 
 def num_known(scene: Scene) -> int:

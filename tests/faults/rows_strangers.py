@@ -114,7 +114,10 @@ def flood(scene: Scene, num_frames: int, asks: list) -> str:
     scene.cluster.wait_whole(10)
     calls += finished(scene, scene.traffic.start(*asks))
     most = max(growth.values())
-    return f"{num_sent} damaged messages, {len(samples)} kinds of them; at most {most:.1f} MiB more; {told(calls)}"
+    return (
+        f"{num_sent} damaged messages, {len(samples)} kinds of them; at most {most:.1f} MiB more; "
+        f"{told(calls)}"
+    )
 
 
 @row(
@@ -140,7 +143,8 @@ def is_admitted(endpoint: str, keys: object, message: object) -> bool:
 
 @row(
     "F55", "strangers' keys, a revoked key, and the death of the thread that admits peers",
-    "who is not listed is refused, also without that thread; living links and streams go on, an alarm is raised",
+    "who is not listed is refused, also without that thread; living links and streams go on, an alarm is "
+    "raised",
     prefill=1, decode=1,
 )  # fmt: skip
 def f55(scene: Scene) -> str:

@@ -41,9 +41,10 @@ class Newer:
 
 @row(
     "F47",
-    "a peer of the next version: a field more in every message, messages of an unknown type alone and between others, and "
-    "an older one",
-    "unknown fields are ignored, of unknown types each message alone is refused, the older protocol with its reason; all "
+    "a peer of the next version: a field more in every message, messages of an unknown type alone and "
+    "between others, and an older one",
+    "unknown fields are ignored, of unknown types each message alone is refused, the older protocol with its "
+    "reason; all "
     "complete", proxied=True,
 )  # fmt: skip
 def f47(scene: Scene) -> str:
@@ -120,7 +121,8 @@ def f48(scene: Scene) -> str:
 
 
 @row(
-    "F53", "prefill is killed mid-transfer and back on its port at once, blocks of its former life arrive late",
+    "F53", "prefill is killed mid-transfer and back on its port at once, blocks of its former life arrive "
+           "late",
     "they are refused; all complete, tokens equal", quick=True, **COLD,
 )  # fmt: skip
 def f53(scene: Scene) -> str:

@@ -70,7 +70,8 @@ def main() -> int:
     path.write_text(table)
     num_failed = sum("| **fails** |" in line for line in lines)
     print(
-        f"\n{table}\n{len(lines)} rows, {num_failed} fail, {time.monotonic() - began:.0f} s; written to {path}"
+        f"\n{table}\n{len(lines)} rows, {num_failed} fail, {time.monotonic() - began:.0f} s; written to "
+        f"{path}"
     )
     return 1 if num_failed else 0
 
@@ -117,8 +118,10 @@ def in_shard(name: str, shard: int, cores: list[int], directory: Path) -> str:
     low = 20000 + PORTS_PER_SHARD * shard
     out = directory / f"{name}.md"
     done = subprocess.run(
-        ["taskset", "-c", ",".join(map(str, own)), sys.executable, __file__, "--rows", name, "--out", str(out)],
-        env=os.environ | {PORTS: f"{low}-{low + PORTS_PER_SHARD}"}, capture_output=True, text=True, check=False,
+        ["taskset", "-c", ",".join(map(str, own)), sys.executable, __file__, "--rows", name, "--out",
+        str(out)],
+        env=os.environ | {PORTS: f"{low}-{low + PORTS_PER_SHARD}"}, capture_output=True, text=True,
+        check=False,
     )  # fmt: skip
     print("\n".join(done.stdout.split("\n| row |")[0].splitlines()), flush=True)
     if not out.exists():

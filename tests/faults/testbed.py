@@ -27,7 +27,8 @@ GIVEN_BACK_S = 5.0
 ROUTER_GROWTH = 32 << 20  # bytes, first use of libraries included; rows have at most 300 streams of 64 KiB
 SPARE_FDS = 24  # links between workers come and go with their peers and stay for a while when idle
 SHAPE = {
-    "vocab_size": 330, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "vocab_size": 330, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4,
+    "num_attention_heads": 4,
     "num_key_value_heads": 4, "max_position_embeddings": 2048,
 }  # fmt: skip  # 4 KiB of KV per token: a prompt of 700 tokens is three blocks
 

@@ -85,7 +85,10 @@ class Call:
         return self.timeline.get("attempts", 0)
 
     def __repr__(self) -> str:
-        return f"Call({self.end} {self.status} {len(self.ids)}/{self.ask.max_tokens} ids, {self.error.get('code', '')})"
+        return (
+            f"Call({self.end} {self.status} {len(self.ids)}/{self.ask.max_tokens} ids, "
+            f"{self.error.get('code', '')})"
+        )
 
 
 class Traffic:
@@ -170,8 +173,9 @@ class Traffic:
             body = call.ask.body(self.model)
             extra = "".join(f"{name}: {value}\r\n" for name, value in call.ask.headers)
             head = (
-                f"POST /v1/completions HTTP/1.1\r\nhost: {self.host}\r\ncontent-type: application/json\r\n{extra}"
-                f"x-baton-timeline: 1\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+                f"POST /v1/completions HTTP/1.1\r\nhost: {self.host}\r\ncontent-type: "
+                f"application/json\r\n{extra}x-baton-timeline: 1\r\nconnection: close\r\ncontent-length: "
+                f"{len(body)}\r\n\r\n"
             )
             writer.write(head.encode() + body)
             await writer.drain()

@@ -60,7 +60,8 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(target: Path, head: Path, drafts: str, *, overlap: str, graphs: bool = True) -> Engine:
     shape = DRAFTS[drafts]
     config = EngineConfig(
-        model=str(target), draft=str(head) if shape is not None else "", device="cuda", dtype="float32", pages=200,
+        model=str(target), draft=str(head) if shape is not None else "", device="cuda", dtype="float32",
+        pages=200,
         max_context=256, graphs=graphs, max_running=4, overlap=overlap, graph_self_test=overlap == "auto",
         **{"spec_adaptive": "off", **(shape or {})},
     )  # fmt: skip

@@ -211,8 +211,10 @@ def leaving():
 
 
 CALLS = (
-    models, chat_whole, chat_content_parts, chat_stream, chat_logprobs, chat_stop, chat_json_schema, chat_parse, chat_tools,
-    chat_stream_helper, chat_ignored, completions_whole, completions_echo, completions_best_of, completions_stream,
+    models, chat_whole, chat_content_parts, chat_stream, chat_logprobs, chat_stop, chat_json_schema,
+    chat_parse, chat_tools,
+    chat_stream_helper, chat_ignored, completions_whole, completions_echo, completions_best_of,
+    completions_stream,
     responses_whole, responses_stream, responses_parse, responses_tools, errors, leaving,
 )  # fmt: skip
 

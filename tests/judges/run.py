@@ -124,7 +124,8 @@ def schemathesis(bench: Bench) -> Verdict:
     done = bench.run(
         BIN / "schemathesis", "run", asked, "--url", bench.url, "--checks", ",".join(CHECKS),
         "--phases", "examples,coverage,fuzzing", "--max-examples", "250", "--workers", "1", "--seed", "1",
-        "--continue-on-failure", "--suppress-health-check", "all", "--warnings", "off", "--request-timeout", "60",
+        "--continue-on-failure", "--suppress-health-check", "all", "--warnings", "off", "--request-timeout",
+        "60",
     )  # fmt: skip
     found = re.search(r"([\d,]+) generated", done.stdout)
     count = int(found.group(1).replace(",", "")) if found else 0
@@ -160,7 +161,10 @@ def json_test_suite(bench: Bench) -> Verdict:
                 if not 400 <= status < 500:
                     wrong.append(f"{case['name']} at {path}: {status}")
         is_alive = client.get("/ready").status_code == 200
-    says = f"{len(cases)} bodies, {count} requests, slowest {slowest:.2f} s, {len(wrong)} not refused {wrong[:3]}"
+    says = (
+        f"{len(cases)} bodies, {count} requests, slowest {slowest:.2f} s, {len(wrong)} not refused "
+        f"{wrong[:3]}"
+    )
     return Verdict("JSONTestSuite", not wrong and is_alive and len(cases) > 250, says)
 
 
@@ -176,7 +180,10 @@ def raw_http(bench: Bench) -> Verdict:
     count, longest, wrong = judged(httpx.URL(bench.url).port or 80, is_keyed=bool(bench.key))
     pid_after, after = router()
     grown = (after - before) / 2**20
-    says = f"{count} connections, longest refusal {longest * 1000:.0f} ms, {len(wrong)} wrong {wrong[:5]}, +{grown:.0f} MiB"
+    says = (
+        f"{count} connections, longest refusal {longest * 1000:.0f} ms, {len(wrong)} wrong {wrong[:5]}, "
+        f"+{grown:.0f} MiB"
+    )
     is_good = not wrong and pid_after == pid and grown < 64
     return Verdict(f"raw HTTP, {'with' if bench.key else 'without'} keys", is_good, says)
 
@@ -193,8 +200,8 @@ def lm_eval(bench: Bench) -> Verdict:
     (tasks / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tasks / "local.yaml").write_text(
         "task: local\ndataset_path: json\ndataset_kwargs:\n  data_files: " + str(tasks / "rows.jsonl") + "\n"
-        "test_split: train\noutput_type: multiple_choice\ndoc_to_text: text\ndoc_to_choice: more\ndoc_to_target: 0\n"
-        "target_delimiter: ''\nmetric_list:\n  - metric: acc\n"
+        "test_split: train\noutput_type: multiple_choice\ndoc_to_text: text\ndoc_to_choice: "
+        "more\ndoc_to_target: 0\ntarget_delimiter: ''\nmetric_list:\n  - metric: acc\n"
     )
     args = f"model={bench.model},base_url={bench.url}/v1/completions,tokenizer={bench.model_dir}"
     done = bench.run(
@@ -237,9 +244,11 @@ def bench_serving(bench: Bench) -> Verdict:
     says, is_good = [], True
     for backend in ("vllm", "vllm-chat"):
         done = bench.run(
-            BIN / "python", bench.scratch / "sglang/sglang/bench_serving.py", "--backend", backend, "--base-url", bench.url,
+            BIN / "python", bench.scratch / "sglang/sglang/bench_serving.py", "--backend", backend,
+            "--base-url", bench.url,
             "--model", bench.model, "--tokenizer", bench.model_dir, "--dataset-name", "random-ids",
-            "--random-input-len", "32", "--random-output-len", "16", "--random-range-ratio", "1", "--num-prompts", "32",
+            "--random-input-len", "32", "--random-output-len", "16", "--random-range-ratio", "1",
+            "--num-prompts", "32",
             "--request-rate", "16",
         )  # fmt: skip
         found = re.search(r"Successful requests:\s+(\d+)", done.stdout)
@@ -251,7 +260,8 @@ def bench_serving(bench: Bench) -> Verdict:
 
 def aiperf(bench: Bench) -> Verdict:
     done = bench.run(
-        BIN / "aiperf", "profile", "--model", bench.model, "--url", bench.url, "--endpoint-type", "chat", "--streaming",
+        BIN / "aiperf", "profile", "--model", bench.model, "--url", bench.url, "--endpoint-type", "chat",
+        "--streaming",
         "--tokenizer", bench.model_dir, "--use-server-token-count", "--synthetic-input-tokens-mean", "32",
         "--output-tokens-mean", "16", "--concurrency", "4", "--request-count", "20", "--ui", "none",
         "--artifact-dir", bench.scratch / "aiperf", HF_HUB_OFFLINE="",

@@ -64,7 +64,8 @@ def check_step_places(device: str, count: int, page_size: int, num_places: int) 
         state[row, LENGTH], state[row, CAPACITY] = rng.randrange(capacity), capacity
         state[row, REMAINING], state[row, DRAFT_ROW] = rng.choice([0, 1, 7]), rng.choice([0, 3])
     sizes = PlaceSizes(
-        num_places=num_places, num_nodes=max(num_places - 1, 1), num_path=min(num_places, 2), page_size=page_size,
+        num_places=num_places, num_nodes=max(num_places - 1, 1), num_path=min(num_places, 2),
+        page_size=page_size,
         max_context=longest - 1, target_page=60 * page_size, draft_page=2 * page_size,
     )  # fmt: skip
     expected = step_places_reference(state, sizes)

@@ -26,15 +26,21 @@ BUILD = (
 TERMINAL = "commands of the terminal"
 UNLOADED = "needed by a dependency's optional parts, which no process of ours loads"
 NOT_REACHED = {
-    "torch": MODEL, "transformers": MODEL, "numpy": MODEL, "safetensors": MODEL, "regex": MODEL, "pyyaml": MODEL,
+    "torch": MODEL, "transformers": MODEL, "numpy": MODEL, "safetensors": MODEL, "regex": MODEL,
+    "pyyaml": MODEL,
     "triton": BUILD, "sympy": BUILD, "mpmath": BUILD, "networkx": BUILD, "setuptools": BUILD, "fsspec": BUILD,
-    "filelock": DOWNLOAD, "huggingface-hub": DOWNLOAD, "hf-xet": DOWNLOAD, "httpx2": DOWNLOAD, "httpcore2": DOWNLOAD,
-    "httpx": DOWNLOAD, "httpcore": DOWNLOAD, "h11": DOWNLOAD, "click": DOWNLOAD, "certifi": DOWNLOAD, "idna": DOWNLOAD,
+    "filelock": DOWNLOAD, "huggingface-hub": DOWNLOAD, "hf-xet": DOWNLOAD, "httpx2": DOWNLOAD,
+    "httpcore2": DOWNLOAD,
+    "httpx": DOWNLOAD, "httpcore": DOWNLOAD, "h11": DOWNLOAD, "click": DOWNLOAD, "certifi": DOWNLOAD,
+    "idna": DOWNLOAD,
     "requests": DOWNLOAD, "anyio": DOWNLOAD,
-    "urllib3": DOWNLOAD, "charset-normalizer": DOWNLOAD, "sniffio": DOWNLOAD, "truststore": DOWNLOAD, "tqdm": DOWNLOAD,
-    "packaging": DOWNLOAD, "rich": TERMINAL, "typer": TERMINAL, "shellingham": TERMINAL, "markdown-it-py": TERMINAL,
+    "urllib3": DOWNLOAD, "charset-normalizer": DOWNLOAD, "sniffio": DOWNLOAD, "truststore": DOWNLOAD,
+    "tqdm": DOWNLOAD,
+    "packaging": DOWNLOAD, "rich": TERMINAL, "typer": TERMINAL, "shellingham": TERMINAL,
+    "markdown-it-py": TERMINAL,
     "mdurl": TERMINAL, "pygments": TERMINAL, "annotated-doc": TERMINAL, "typing-extensions": COMPILED,
-    "pydantic": UNLOADED, "pydantic-core": UNLOADED, "annotated-types": UNLOADED, "typing-inspection": UNLOADED,
+    "pydantic": UNLOADED, "pydantic-core": UNLOADED, "annotated-types": UNLOADED,
+    "typing-inspection": UNLOADED,
     "exceptiongroup": COMPILED, "tomli": COMPILED, "cffi": COMPILED, "pycparser": COMPILED,
 }  # fmt: skip
 

@@ -24,21 +24,26 @@ from baton.tests.sim.cluster_talk import as_json, of_one_request, talk
 ROOT = Path(__file__).resolve().parents[2]
 PROTOCOL, FAILURES, ROUTER = (ROOT / "docs" / name for name in ("protocol.md", "failures.md", "router.md"))
 PAGES = (
-    "api.md", "development.md", "failures.md", "guarantees.md", "metrics.md", "operate.md", "protocol.md", "router.md",
+    "api.md", "development.md", "failures.md", "guarantees.md", "metrics.md", "operate.md", "protocol.md",
+    "router.md",
     "running.md",
 )  # fmt: skip
 SERVING = ("cluster", "decode", "deploy", "kvtransfer", "prefill", "router", "worker")
 # How often something is looked at, or what an answer says: nothing happens to a room at its end.
 PACES = {
-    "FOREVER_S", "PAUSE_S", "POLL_S", "READY_TIMEOUT_S", "STEP_S", "SWEEP_S", "TICK_S", "IDLE_WAIT_S", "RETRY_S",
-    "MAX_RETRY_S", "RETRY_AFTER_S", "BUDGET_STEP_S", "TERM_AGAIN_S", "KILL_AFTER_S", "LAST_FRAMES_S", "TIMEOUT_S",
+    "FOREVER_S", "PAUSE_S", "POLL_S", "READY_TIMEOUT_S", "STEP_S", "SWEEP_S", "TICK_S", "IDLE_WAIT_S",
+    "RETRY_S",
+    "MAX_RETRY_S", "RETRY_AFTER_S", "BUDGET_STEP_S", "TERM_AGAIN_S", "KILL_AFTER_S", "LAST_FRAMES_S",
+    "TIMEOUT_S",
     "deploy.up.supervise.LAST_LINE_S", "deploy.up.supervise.WHY_S",
-    "cluster.process.log_throttle.QUIET_S", "PRIORITY_S", "LONGEST_RETRY_AFTER_S", "RATE_WINDOW_S", "MINUTE_S",
+    "cluster.process.log_throttle.QUIET_S", "PRIORITY_S", "LONGEST_RETRY_AFTER_S", "RATE_WINDOW_S",
+    "MINUTE_S",
     "cluster.process.process.SWITCH_INTERVAL_S",
     "LOOK_AGAIN_S", "LOOK_S", "deploy.cli.findings.KEY_WARN_S", "deploy.cli.findings.COMMAND_S",
     "deploy.cli.findings.MAX_SKEW_S", "deploy.cli.findings.STALE_S", "deploy.cli.pull_test.SILENCE_S",
     "deploy.cli.pull_test.SERVE_S", "deploy.cli.pull_test.MEASURE_S",
-    "deploy.cli.doctor.ANSWER_S", "deploy.cli.client.SILENCE_S", "deploy.cli.top.ANSWER_S", "deploy.cli.top.WINDOW_S",
+    "deploy.cli.doctor.ANSWER_S", "deploy.cli.client.SILENCE_S", "deploy.cli.top.ANSWER_S",
+    "deploy.cli.top.WINDOW_S",
     "SWITCH_INTERVAL_S", "deploy.packaging.units.SETTLE_S",
 }  # fmt: skip
 

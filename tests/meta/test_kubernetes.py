@@ -194,7 +194,8 @@ def test_every_pod_may_run_where_the_restricted_profile_is_enforced(overlay):
         assert all(set(volume) - {"name"} <= VOLUMES for volume in pod["volumes"])
         (container,) = pod["containers"]
         assert container["securityContext"] == {
-            "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
+            "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
         }  # fmt: skip
         assert all("hostPort" not in port for port in container.get("ports", []))
 

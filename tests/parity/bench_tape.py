@@ -41,7 +41,8 @@ def attention(
 
 def make_model(hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int) -> LlamaForCausalLM:
     config = ModelConfig(
-        architecture="LlamaForCausalLM", hidden_size=hidden, intermediate_size=intermediate, num_layers=30, num_heads=heads,
+        architecture="LlamaForCausalLM", hidden_size=hidden, intermediate_size=intermediate, num_layers=30,
+        num_heads=heads,
         num_kv_heads=kv_heads, head_dim=hidden // heads, vocab_size=vocab, rms_norm_eps=1e-5,
         rope=RopeConfig(), max_position_embeddings=2048, tie_word_embeddings=True, attention_bias=False,
         mlp_bias=False, qk_norm=False, eos_token_ids=(2,), dtype="float32",

@@ -64,7 +64,8 @@ class Engine:
         )
 
     def step_graphs(self, make: type[StepGraphs] = StepGraphs) -> StepGraphs:
-        """Steps that nothing is captured of yet; with `is_greedy` graphs can be captured of greedy ones alone."""
+        """Steps that nothing is captured of yet; with `is_greedy` graphs can be captured of greedy ones
+        alone."""
         shape = self.shape if self.drafter is not None else PLAIN
         made = step_graphs(
             self.runner,

@@ -111,7 +111,8 @@ def statics(engine: Engine) -> Iterator[torch.Tensor]:
 
 
 def poison(engine: Engine) -> None:
-    """NaN and ids far outside of everything; and what free slots and places of requests hold means nothing either."""
+    """NaN and ids far outside of everything; and what free slots and places of requests hold means nothing
+    either."""
     for static in statics(engine):
         static.fill_(float("nan") if static.is_floating_point() else 1 << 40)
     state = engine.decoder.steps.step.state

@@ -46,7 +46,8 @@ def expected_accept_length(alpha: float, steps: int) -> float:
 
 
 def tune(engine: Engine, alpha: float, seed: int = 0) -> None:
-    """Make each draft of `engine`'s eager path wrong with chance 1 - alpha; what follows in the chain sees the wrong one."""
+    """Make each draft of `engine`'s eager path wrong with chance 1 - alpha; what follows in the chain sees
+    the wrong one."""
     propose = engine.drafter.propose
 
     class Tuned(DraftSampling):
@@ -79,7 +80,8 @@ def _write_target(path: Path) -> Path:
     config = {
         "architectures": ["LlamaForCausalLM"], "hidden_size": HIDDEN, "intermediate_size": 8,
         "num_hidden_layers": LAYERS, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": HEAD_DIM,
-        "vocab_size": VOCAB, "rms_norm_eps": 0.0, "max_position_embeddings": 512, "tie_word_embeddings": False,
+        "vocab_size": VOCAB, "rms_norm_eps": 0.0, "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
         "torch_dtype": "float32",
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(config))
@@ -111,7 +113,8 @@ def _write_head(path: Path) -> Path:
     config = {
         "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": HIDDEN, "intermediate_size": 8,
         "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": HEAD_DIM, "rms_norm_eps": 0.0,
-        "max_position_embeddings": 512, "rope_theta": 10000.0, "vocab_size": VOCAB, "norm_before_residual": True,
+        "max_position_embeddings": 512, "rope_theta": 10000.0, "vocab_size": VOCAB,
+        "norm_before_residual": True,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]},
     }  # fmt: skip
     fc, lm_head, only_const = torch.zeros(HIDDEN, 2 * HIDDEN), torch.zeros(VOCAB, HIDDEN), torch.zeros(HIDDEN)

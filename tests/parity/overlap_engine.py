@@ -56,7 +56,8 @@ def overlapped(
     steps: type[StepGraphs] = StepGraphs,
     backend: GraphBackend | None = None,
 ) -> AsyncDecoder:
-    """Give `engine` a decoder that launches ahead; returns it. `graphs` are captured on `backend`, by default a tape."""
+    """Give `engine` a decoder that launches ahead; returns it. `graphs` are captured on `backend`, by default
+    a tape."""
     made = engine.step_graphs(steps)
     if graphs:
         backend = backend or TapeBackend(ArenaMemory(1 << 16, poison=True))

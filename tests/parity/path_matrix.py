@@ -139,8 +139,8 @@ class Seen:
 
 
 def run(engine: Engine, prompts: list[list[int]], rows: FeatureRows, *, is_ahead: bool = False) -> Seen:
-    """All of `prompts` in one batch to their end, on pages that hold NaN. What a graph of a step passes to the drafter is
-    seen in the draft's KV alone."""
+    """All of `prompts` in one batch to their end, on pages that hold NaN. What a graph of a step passes to
+    the drafter is seen in the draft's KV alone."""
     engine.next_page, engine.results = 1, []
     rows.clear()
     for pool in (engine.runner.pool, engine.drafter.pool):

@@ -68,7 +68,7 @@ R. Arkwright, and a letter that asked once more for the quarterly accounts.
 
 Ellen Arkwright became keeper of the light in 1872, the first woman on that coast to hold the post under her own
 name. She kept it until 1909. Her log is longer than her father's and has drawings in it.
-"""
+"""  # noqa: E501
 
 _MODULE = '''\
 """A small inventory service: items, stock movements and a report."""
@@ -148,7 +148,7 @@ class Inventory:
 _READINGS = "\n".join(
     f"{hour:02d}:{minute:02d} station {('Alder', 'Birch', 'Cedar')[(hour + minute) % 3]} "
     f"temperature {12 + (7 * hour + minute) % 11}.{(3 * hour + minute // 10) % 10} C "
-    f"wind {(5 * hour + minute) % 23} km/h {('calm', 'rain', 'clear', 'fog')[(hour * hour + minute // 20) % 4]}"
+    f"wind {(5 * hour + minute) % 23} km/h {('calm', 'rain', 'clear', 'fog')[(hour * hour + minute // 20) % 4]}"  # noqa: E501
     for hour in range(6, 14)
     for minute in (0, 20, 40)
 )
@@ -178,7 +178,7 @@ CHATS: tuple[ParityPrompt, ...] = (
     ),
     _chat(
         "bug",
-        "What is wrong here?\n\n```python\nfor i in range(len(xs)):\n    if xs[i] == 0:\n        del xs[i]\n```",
+        "What is wrong here?\n\n```python\nfor i in range(len(xs)):\n    if xs[i] == 0:\n        del xs[i]\n```",  # noqa: E501
     ),
     _chat(
         "translate-german", 'Translate into German: "The weather is nice today and we are going to the park."'

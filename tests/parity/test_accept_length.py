@@ -116,7 +116,8 @@ def test_graphs_and_hand_off_keep_accept_length_and_transformers_tokens(
     count = min(len(prompts), 4)
     pair = LargePair(
         smollm2_dir, eagle3_dir, page_size=16, pages=sum(-(-tokens // 16) for tokens in needed),
-        max_context=max(needed), chunk_size=32, max_running=count, captured={"chunk_size": 32, "max_running": count},
+        max_context=max(needed), chunk_size=32, max_running=count, captured={"chunk_size": 32,
+        "max_running": count},
         graphs=True, graph_self_test=False,
     )  # fmt: skip
     engine, found = pair.decode.engine, {}

@@ -95,7 +95,8 @@ def test_the_policy_sees_warm_requests_only_and_at_most_what_was_drafted(
 
 
 def test_proposals_that_were_not_asked_for_match_where_drafts_would_have(oracle: tuple[Path, Path]) -> None:
-    """At temperature 1 a proposal depends on the noise of its position, which must be that of the target's choice."""
+    """At temperature 1 a proposal depends on the noise of its position, which must be that of the target's
+    choice."""
     heard = []
     for script in ([0], [1]):
         policy = Scripted(CHAINS, list(script))

@@ -34,7 +34,8 @@ def assert_same(reference, served):
         if want != got:
             tie = reference.gaps[i] < TIE and got == reference.runners_up[i]
             assert tie, (
-                f"{reference.name}: token {i} is {got}, transformers says {want} by a gap of {reference.gaps[i]}"
+                f"{reference.name}: token {i} is {got}, transformers says {want} by a gap of "
+                f"{reference.gaps[i]}"
             )
             return False
     return True

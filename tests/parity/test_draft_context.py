@@ -1,4 +1,5 @@
-"""Drafting ends where the draft model's context does: tokens stay, the end is counted, and nothing is written beyond it."""
+"""Drafting ends where the draft model's context does: tokens stay, the end is counted, and nothing is written
+beyond it."""
 
 from pathlib import Path
 

@@ -163,7 +163,8 @@ def test_m5_1_the_plan_of_a_step_has_the_rows_that_the_forward_brings(plain):
 
 
 def test_m5_2_a_batch_of_an_older_state_is_gathered_anew(target, head):
-    """The host's plan of a batch, its slots and who is drafted for, belongs to a version of the device state."""
+    """The host's plan of a batch, its slots and who is drafted for, belongs to a version of the device
+    state."""
     engine = Engine(target, head)
     request = engine.prefill([5, 9], GREEDY)
     engine.decoder.step([request])
@@ -197,7 +198,8 @@ def test_m5_3_a_draft_prefill_forced_to_eager_is_planned_anew(plain, graphed):
 def test_m5_4_graph_and_eager_steps_get_the_same_slots_lengths_and_pages(
     target, head, monkeypatch, steps, topk
 ):
-    """Of each forward of a step of three requests in a bucket of four: verify, the draft's levels, draft extend."""
+    """Of each forward of a step of three requests in a bucket of four: verify, the draft's levels, draft
+    extend."""
     engine = Engine(target, head, steps=steps, topk=topk, is_greedy=True)
     graphs = with_graphs(engine, kinds=set())
     requests = [engine.prefill(random_ids(5 + 3 * i, seed=i), GREEDY) for i in range(3)]

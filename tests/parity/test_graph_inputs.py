@@ -253,7 +253,8 @@ def test_m2_8_nan_after_breaks_and_in_padded_features_reaches_no_real_row(target
 def test_m5_5_forwards_padded_to_a_multiple_give_what_they_give_alone(
     target, head, monkeypatch, shape, has_graphs
 ):
-    """Draft prefill, draft decode, verify and draft extend, as beside a peer whose kernels want eight rows."""
+    """Draft prefill, draft decode, verify and draft extend, as beside a peer whose kernels want eight
+    rows."""
     engine, plain = Engine(target, head, **shape), Engine(target, head, **shape)
     engine.runner.row_multiple = engine.drafter.row_multiple = 8
     if has_graphs:
@@ -386,6 +387,7 @@ def share_own(head: Eagle3Head, dtype: torch.dtype) -> Eagle3Head:
 def one_row() -> ForwardBatch:
     row = torch.zeros(1, dtype=torch.int64)
     return ForwardBatch(
-        mode=EXTEND, input_ids=row, positions=row, slots=row + 16, page_table=torch.ones((1, 1), dtype=torch.int64),
+        mode=EXTEND, input_ids=row, positions=row, slots=row + 16, page_table=torch.ones((1, 1),
+        dtype=torch.int64),
         q_lens=[1], kv_lens=[1], capture_hidden=CaptureHidden.FULL,
     )  # fmt: skip

@@ -144,7 +144,8 @@ def test_m1_features_missing_from_graphs_run_eagerly_and_are_counted(target):
 
 def load(model: Path, draft: Path | str = "", *, has_drafter: bool, **settings: object):
     config = EngineConfig(
-        model=str(model), draft=str(draft), device="cpu", dtype="float32", page_size=4, pages=64, max_context=96,
+        model=str(model), draft=str(draft), device="cpu", dtype="float32", page_size=4, pages=64,
+        max_context=96,
         graphs=True, chunk_size=16, max_running=4, **settings,
     )  # fmt: skip
     loader = EngineLoader(config, has_drafter=has_drafter, backend=TapeBackend(arena()))
@@ -163,7 +164,8 @@ def test_m2_1_each_role_has_its_own_graphs_and_none_of_the_other(target, head):
     plain = load(target, has_drafter=True)
     assert plain.graph_counts == nothing | {"decode": 9}
     assert all(not engine.graph_counters.get(f"graph_replays_{kind.value}", 0)
-               for engine in (prefill, decode, plain) for kind in GraphKind), "the self-test serves nobody"  # fmt: skip
+               for engine in (prefill, decode,
+               plain) for kind in GraphKind), "the self-test serves nobody"  # fmt: skip
     for engine in (prefill, decode, plain):
         assert engine.pool.kv.count_nonzero() == 0
     assert decode.drafter.pool.kv.count_nonzero() == 0

@@ -252,7 +252,8 @@ def test_a_steady_step_asks_the_device_for_nothing_and_keeps_nothing(
 def test_steps_that_wait_and_steps_ahead_in_turn_give_the_same_tokens(
     target: Path, head: Path, drafts: str
 ) -> None:
-    """A request that was stepped by `step` and then launched ahead stays where it is when another one joins."""
+    """A request that was stepped by `step` and then launched ahead stays where it is when another one
+    joins."""
     waiting = engine_of(target, head, drafts)
     expected = waiting.run(requests_of(waiting))
     engine = engine_of(target, head, drafts)
@@ -271,7 +272,8 @@ def test_steps_that_wait_and_steps_ahead_in_turn_give_the_same_tokens(
 
 
 def test_a_padded_place_of_a_batch_steps_nobody(target: Path, head: Path) -> None:
-    """Not the request that had the place before, which was cancelled and whose pages belong to another now."""
+    """Not the request that had the place before, which was cancelled and whose pages belong to another
+    now."""
     engine, alone = (engine_of(target, head, "chain") for _ in range(2))
     decoder = overlapped(engine, graphs=True)
     params = SamplingParams(temperature=0.0, max_new_tokens=30, ignore_eos=True)

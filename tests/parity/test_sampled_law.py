@@ -49,8 +49,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def write_target(path: Path) -> Path:
     path.mkdir()
     config = {
-        "architectures": ["LlamaForCausalLM"], "hidden_size": HIDDEN, "intermediate_size": 4, "num_hidden_layers": 1,
-        "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": VOCAB, "rms_norm_eps": 0.0,
+        "architectures": ["LlamaForCausalLM"], "hidden_size": HIDDEN, "intermediate_size": 4,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": VOCAB,
+        "rms_norm_eps": 0.0,
         "max_position_embeddings": 64, "tie_word_embeddings": False, "torch_dtype": "float32",
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(config))
@@ -152,7 +154,8 @@ def is_refuted(cells: torch.Tensor) -> bool:
     freedom = len(cells) - 1
     limit = freedom * (1 - 2 / (9 * freedom) + NORMAL_QUANTILE * (2 / (9 * freedom)) ** 0.5) ** 3
     print(
-        f"chi-square {statistic:.1f}, {freedom} degrees of freedom, limit {limit:.1f}, {int(cells.sum())} sequences"
+        f"chi-square {statistic:.1f}, {freedom} degrees of freedom, limit {limit:.1f}, {int(cells.sum())} "
+        "sequences"
     )
     return statistic > limit
 
@@ -173,7 +176,8 @@ def threshold_of_99_percent(shape, tokens, tree, targets, limits):
 
 
 def residual_not_normalised(shape, tokens, tree, targets, limits):
-    """Wrong: where a draft was refused the target chooses anew from all its tokens, the refused one among them."""
+    """Wrong: where a draft was refused the target chooses anew from all its tokens, the refused one among
+    them."""
     accepted = verify_drafts(shape, tokens, tree, targets, limits)
     last = (accepted.accept_len - 1)[:, None]
     anew = torch.multinomial(LAW[tokens.gather(1, last)[:, 0]], 1)

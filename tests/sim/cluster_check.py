@@ -48,7 +48,8 @@ class Checker:
         for page, count in owners.items():
             if cache.allocator.refs(page) != count:
                 raise Violation(
-                    f"page {page} of {process.name} has {cache.allocator.refs(page)} owners, {count} are known"
+                    f"page {page} of {process.name} has {cache.allocator.refs(page)} owners, {count} are "
+                    "known"
                 )
 
     # --- at the end -----------------------------------------------------------------------------------------

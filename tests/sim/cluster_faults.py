@@ -6,22 +6,27 @@ from random import Random
 NEAR_S = 1.0  # between two deaths that are no chance to a router which counts them
 
 KINDS = (
-    "control_loss", "control_duplicate", "control_reorder", "control_break", "order_flip", "report_flip", "kv_loss",
-    "kv_duplicate", "kv_reorder", "kv_flip", "flip", "truncate", "delay", "congestion", "cut", "partition", "one_way",
-    "kill", "kill_at", "stall", "hang", "freeze", "jump", "leave", "stop", "slow", "drain", "usurp", "tight", "burst",
+    "control_loss", "control_duplicate", "control_reorder", "control_break", "order_flip", "report_flip",
+    "kv_loss",
+    "kv_duplicate", "kv_reorder", "kv_flip", "flip", "truncate", "delay", "congestion", "cut", "partition",
+    "one_way",
+    "kill", "kill_at", "stall", "hang", "freeze", "jump", "leave", "stop", "slow", "drain", "usurp", "tight",
+    "burst",
     "kill_two",
 )  # fmt: skip
 # What neither loses nor changes a message and takes nobody away.
 HARMLESS = frozenset(("kv_duplicate", "kv_reorder", "control_duplicate", "congestion", "slow"))
 # What makes a worker look lost.
 LOSING = frozenset(
-    ("kill", "kill_at", "partition", "one_way", "cut", "control_break", "control_loss", "delay", "stall", "hang", "freeze",
+    ("kill", "kill_at", "partition", "one_way", "cut", "control_break", "control_loss", "delay", "stall",
+    "hang", "freeze",
      "jump", "usurp", "drain", "report_flip", "kill_two")
 )  # fmt: skip
 # The transitions at which a process may die: after a receive, before a send, or as its scheduler is told.
 ROLE_VERBS = {
     "R": {
-        "recv": ("Hello", "Heartbeat", "Reserved", "Refused", "FirstToken", "Tokens", "Finished", "Failed", "Gone"),
+        "recv": ("Hello", "Heartbeat", "Reserved", "Refused", "FirstToken", "Tokens", "Finished", "Failed",
+        "Gone"),
         "send": ("Welcome", "Reserve", "Prefill", "Cancel"),
     },
     "P": {
@@ -31,7 +36,8 @@ ROLE_VERBS = {
     },
     "D": {
         "recv": ("Welcome", "Reserve", "Cancel", "KVWelcome", "Announce", "Block", "Abort"),
-        "send": ("Hello", "Reserved", "Refused", "Tokens", "Finished", "Failed", "Gone", "KVHello", "Attach", "Pull",
+        "send": ("Hello", "Reserved", "Refused", "Tokens", "Finished", "Failed", "Gone", "KVHello", "Attach",
+        "Pull",
                  "Release", "Abort"),
         "event": ("Reserve", "Cancel", "Landed", "Complete", "Lost", "DropDone", "RouterLost"),
     },

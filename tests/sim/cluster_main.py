@@ -141,7 +141,8 @@ def as_json(total):
     return json.dumps(
         {
             "seeds": total.num_seeds, "seconds": round(total.seconds, 1), "failures": sorted(total.failures),
-            "gaps": total.gaps, "hash": total.trace_hash, "outcomes": total.outcomes, "reached": total.reached,
+            "gaps": total.gaps, "hash": total.trace_hash, "outcomes": total.outcomes,
+            "reached": total.reached,
             "died": sum(n for row, n in total.reached.items() if row.startswith("died at ")),
         }
     )  # fmt: skip

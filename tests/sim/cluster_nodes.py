@@ -289,7 +289,8 @@ class WorkerProcess(Process):
         is_prefill = self.role == "P"
         hello = hello_of(
             layout, pool, role="prefill" if is_prefill else "decode", instance=self.instance, model="toy",
-            max_context=MAX_CONTEXT, max_running=0 if is_prefill else self.settings.max_running, vocab_size=VOCAB,
+            max_context=MAX_CONTEXT, max_running=0 if is_prefill else self.settings.max_running,
+            vocab_size=VOCAB,
             kv_endpoint=self.endpoint if is_prefill else "", spec_tokens=0 if is_prefill else 1,
             local_prefill=self.settings.has_local_prefill and not is_prefill,
         )  # fmt: skip

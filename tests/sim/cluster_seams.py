@@ -155,7 +155,8 @@ def no_cancel(worker, state):
     )  # fmt: skip
     leave_at = BRIEF.get(state, "")
     return patch.object(worker, "_cancel", deaf), Options(
-        faults=Faults() if leave_at else Faults(leave=0.9, stop=0.9, burst=True), settings=settings, num_clients=12,
+        faults=Faults() if leave_at else Faults(leave=0.9, stop=0.9, burst=True), settings=settings,
+        num_clients=12,
         num_prefills=1, num_decodes=2, leave_at=leave_at, odd="P0" if settings.has_local_prefill else "",
     )  # fmt: skip
 
@@ -283,7 +284,8 @@ def no_generation():
 def no_broken_connection():
     """A worker does not notice that its connection to the router broke, and what was under way with it."""
     options = Options(
-        faults=Faults(cut=4), settings=Settings(step_s=0.004, max_running=8), num_prefills=2, num_decodes=2, num_clients=60,
+        faults=Faults(cut=4), settings=Settings(step_s=0.004, max_running=8), num_prefills=2, num_decodes=2,
+        num_clients=60,
         served_within_s=2.9,
     )  # fmt: skip
     return patch.object(LinkMachine, "broke", lambda _: None), options

@@ -413,7 +413,8 @@ def run(seed, options=None):
         logging.disable(level)
     timeline = world.timeline
     return Outcome(
-        seed, timeline.hash, violation, timeline.num_events, timeline.now, world.faults, world.reached, world.seen,
+        seed, timeline.hash, violation, timeline.num_events, timeline.now, world.faults, world.reached,
+        world.seen,
         world.outcomes, timeline.story or [],
     )  # fmt: skip
 

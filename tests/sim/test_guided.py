@@ -127,7 +127,8 @@ def test_drafts_and_where_the_prompt_is_computed_change_no_token(models, tempera
 
 
 def test_masks_are_filled_in_a_break_of_the_step_beside_other_requests(models):
-    """Requests with a grammar wait for the host, by a reason that is counted; while there is none, steps run ahead."""
+    """Requests with a grammar wait for the host, by a reason that is counted; while there is none, steps run
+    ahead."""
     jobs = [(grammar_of(schema), 3) for schema in schemas(2, seed=5)]
     expected = pair_of(models, False, pages=400).answer(jobs)
     settings = {"pages": 600, "max_running": 4, "overlap": "on", "graphs": True, "graph_self_test": False}

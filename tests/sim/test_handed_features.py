@@ -54,8 +54,8 @@ class Watched:
         decoder.step = watched_step
 
     def serve(self, prompt, **how):
-        """(features of the prompt by position, target and draft KV of it, accept lengths, the first draft of each step,
-        tokens) of one more room."""
+        """(features of the prompt by position, target and draft KV of it, accept lengths, the first draft of
+        each step, tokens) of one more room."""
         self.rows.clear()
         self.drafts, self.accept_lens = [], []
         room, pair = name(self.num_rooms), self.pair

@@ -19,7 +19,8 @@ ROOM = name(1)
 unhurried = settings(suppress_health_check=list(HealthCheck))
 KNOWN = {"room": ROOM, "epoch": 0, "instance": D, "block": 0}
 PLANES = [
-    (control_up_decoder, ControlUp), (control_down_decoder, ControlDown), (kv_up_decoder, KVUp), (kv_down_decoder, KVDown),
+    (control_up_decoder, ControlUp), (control_down_decoder, ControlDown), (kv_up_decoder, KVUp),
+    (kv_down_decoder, KVDown),
 ]  # fmt: skip
 
 

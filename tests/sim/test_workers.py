@@ -52,7 +52,8 @@ def reference(toy):
 def prompts(rng, count):
     """Prompts that share prefixes with each other now and then."""
     stems = [[rng.randrange(3, 250) for _ in range(rng.randrange(1, 30))] for _ in range(3)]
-    return [rng.choice(stems)[: rng.randrange(1, 30)] + [rng.randrange(3, 250) for _ in range(rng.randrange(1, 12))]
+    return [rng.choice(stems)[: rng.randrange(1, 30)] + [rng.randrange(3, 250) for _ in range(rng.randrange(1,
+        12))]
             for _ in range(count)]  # fmt: skip
 
 
@@ -69,7 +70,8 @@ def test_the_pair_says_what_one_process_says(model, reference, chunk_size):
 
 
 def test_a_request_that_ends_with_its_first_token_is_still_handed_over(model):
-    """Would prefill drop it, decode's word of a lost hand-off could reach the router before the token does."""
+    """Would prefill drop it, decode's word of a lost hand-off could reach the router before the token
+    does."""
     pair = Pair(model)
     pair.send(name(1), [7, 8, 9], max_new_tokens=1)
     link = pair.links[P]

@@ -55,7 +55,8 @@ def test_s1_a_node_that_serves_turns_nothing_into_code_and_runs_no_command(tmp_p
         "unpickles", "exec", "eval", "compile", "marshal", "starts", "shell", "connects", "looks up",
     ]  # fmt: skip
     assert set(events) == {
-        "pickle.find_class", "exec", "compile", "marshal.loads", "subprocess.Popen", "os.system", "socket.connect",
+        "pickle.find_class", "exec", "compile", "marshal.loads", "subprocess.Popen", "os.system",
+        "socket.connect",
         "socket.getaddrinfo",
     }  # fmt: skip
 

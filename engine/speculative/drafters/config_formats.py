@@ -1,6 +1,6 @@
-"""The spellings of draft configs, flattened into one set of keys.
+"""Flattens the dialects of draft configs into one set of keys.
 
-Unknown keys are refused, for they may change what the head computes.
+An unknown key raises CheckpointError, because it may change the result of the head.
 """
 
 from collections.abc import Mapping
@@ -42,8 +42,9 @@ _NETWORK_KEYS = frozenset(
         "qk_norm",
     }
 )
-# Keys of the trainers and of transformers' own dumps that say nothing about what the head computes. num_hidden_layers
-# is among them because one public head carries its target's: the loader counts the layers in the tensors instead.
+# Keys of the trainers and of transformers that do not affect the head's result. num_hidden_layers is among
+# them because one public head carries its target's value. The loader counts the layers in the tensors
+# instead.
 _IGNORED_KEYS = frozenset(
     {
         "_name_or_path",
@@ -128,7 +129,7 @@ _SPECULATORS_KEYS = frozenset(
         "has_own_embed_tokens",
     }
 )
-# What Model-Optimizer exports for the network that we run; another value is another network.
+# Values that Model-Optimizer exports for the supported network. Any other value means another network.
 _MODELOPT_FIXED: Mapping[str, object] = {
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
@@ -146,7 +147,9 @@ _PLAIN_TARGETS = frozenset({"llama", "qwen2", "qwen3", "mistral"})
 
 @dataclass(frozen=True, kw_only=True)
 class Fields:
-    """The flattened keys of one draft config, read with a type; each error names the file, the key and the value."""
+    """The flattened keys of one draft config, with typed readers. Each error names the file, the key and the
+    value.
+    """
 
     file: Path
     dialect: int
@@ -193,7 +196,10 @@ class Fields:
 
 
 def flatten(file: Path, raw: dict[str, object]) -> Fields:
-    """One flat set of keys for any dialect. Raises CheckpointError for an unknown dialect, architecture or key."""
+    """Returns one flat set of keys for a config in any dialect.
+
+    Raises CheckpointError for an unknown dialect, architecture or key.
+    """
     dialect = _dialect_of(file, raw)
     values = _flatten_speculators(file, raw) if dialect == 4 else _flatten_native(file, raw, dialect)
     fields = Fields(file=file, dialect=dialect, values=values)
@@ -224,8 +230,8 @@ def _dialect_of(file: Path, raw: dict[str, object]) -> int:
     if name == "LlamaForCausalLM" and raw.get("draft_vocab_size") is not None:
         return 1
     raise CheckpointError(
-        f"{file}: architectures {names!r} is not an EAGLE3 head that baton runs; supported are LlamaForCausalLMEagle3, "
-        "speculators eagle3, and LlamaForCausalLM with a draft_vocab_size"
+        f"{file}: architectures {names!r} is not an EAGLE3 head that baton runs; supported are "
+        "LlamaForCausalLMEagle3, speculators eagle3, and LlamaForCausalLM with a draft_vocab_size"
     )
 
 
@@ -252,7 +258,8 @@ def _flatten_native(file: Path, raw: dict[str, object], dialect: int) -> dict[st
         raise CheckpointError(
             f"{file}: target_model_type = {target_kind!r}: supported are {sorted(_PLAIN_TARGETS)}"
         )
-    # Two trainers give norm_output two meanings; only heads with per-feature norms were trained with a normed feedback.
+    # norm_output has a different meaning in each of two trainers. Only heads with per-feature norms were
+    # trained with a normed feedback.
     if not values.get("fc_norm"):
         values.pop("norm_output", None)
     return values

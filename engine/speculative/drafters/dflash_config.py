@@ -1,7 +1,7 @@
-"""What a DFLASH drafter's config.json says of the target's features: which layers, in which order, how wide.
+"""Reads from a DFLASH drafter's config.json which target layers it uses, in which order and width.
 
-That is all a prefill engine needs; the drafter itself is not among those that decode runs. Ids name layer outputs. Facts:
-github.com/z-lab/dflash, `build_target_layer_ids` for the ids of a config that names none.
+A prefill engine needs nothing else. Decode does not run DFLASH drafters. Ids name layer outputs. The default
+ids follow `build_target_layer_ids` of github.com/z-lab/dflash.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ IDS_KEY = "target_layer_ids"
 
 @dataclass(frozen=True, kw_only=True)
 class DflashConfig:
-    """Where a DFLASH drafter lies and what it reads."""
+    """The directory of a DFLASH drafter and the features that it reads."""
 
     path: Path
     aux: AuxSpec
@@ -26,9 +26,10 @@ class DflashConfig:
 
 
 def load_dflash_config(path: Path, target: ModelConfig, *, dtype: str | None = None) -> DflashConfig:
-    """Read `path`/config.json for a drafter of `target`, which runs in `dtype` (None: that of its checkpoint).
+    """Reads `path`/config.json for a drafter of `target`.
 
-    Raises CheckpointError naming file, key, value and remedy.
+    `dtype` is the dtype in which the target runs; None means the dtype of its checkpoint. Raises
+    CheckpointError naming file, key, value and remedy.
     """
     file = Path(path) / "config.json"
     raw = read_json(file)
@@ -60,7 +61,9 @@ def load_dflash_config(path: Path, target: ModelConfig, *, dtype: str | None = N
 
 
 def _default_ids(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """As many outputs as the drafter has layers, evenly spaced over 1 to L-3; the middle one when it has a single layer."""
+    """As many layers as the drafter has, evenly spaced over 1 to L-3; the middle layer for a drafter of one
+    layer.
+    """
     count = fields.integer("num_hidden_layers")
     if count == 1:
         return (num_layers // 2,)

@@ -1,8 +1,9 @@
-"""The EAGLE3 drafter of a decode engine: its own KV pool under the target's page ids, and what it remembers per request.
+"""The EAGLE3 drafter of a decode engine, with its own KV pool under the target's page ids and a state per
+request.
 
-Draft row i is written from the target's features of position i and the token at i+1. The rows of drafts are guesses, which
-`observe` overwrites with rows made from true features before anything can depend on them.
-Shape legend: B requests, N nodes each, T rows, H draft hidden, Ht target hidden, K features, Vd draft vocabulary.
+The head computes draft row i from the target's features of position i and the token at i+1. Rows of drafts
+are provisional. `observe` overwrites them with rows of true features before a later step reads them. Shape
+legend: B requests, N nodes each, T rows, H draft hidden, Ht target hidden, K features, Vd draft vocabulary.
 """
 
 from collections.abc import Sequence
@@ -36,16 +37,19 @@ from .states import PAD_ROW, DraftStates
 
 
 def draft_layout(config: Eagle3Config, page_size: int, dtype: torch.dtype) -> MHALayout:
-    """The layout of the draft's KV, under the page ids of the target: a head has one layer."""
+    """The layout of the draft's KV, under the page ids of the target. A head has one layer."""
     return MHALayout.of(config, num_layers=1, page_size=page_size, dtype=dtype)
 
 
 class Eagle3Drafter:
-    """Runs an EAGLE3 head whose embedding and lm_head have been shared; owns draft KV and per-request draft states.
+    """Runs an EAGLE3 head after `share`; owns the draft KV and the draft state of each request.
 
-    Draft row i depends on the token at i+1: whoever shares pages between requests shares a page only where the token
-    behind it is the same, too. Every forward has a multiple of `row_multiple` rows, the missing ones idle; a prefill of
-    nothing runs only where that is more than 1.
+    Draft row i depends on the token at i+1. Requests may therefore share a page only if the token behind the
+    page is equal, too. Idle rows pad every forward to a multiple of `row_multiple`. An empty prefill runs a
+    forward only if `row_multiple` exceeds 1.
+
+    Raises LifecycleError for a head without shared weights, and CheckpointError for a dtype other than that
+    of the config.
     """
 
     def __init__(
@@ -80,12 +84,14 @@ class Eagle3Drafter:
 
     @property
     def feature_width(self) -> int:
-        """K*Ht, the width of every feature row handed in."""
+        """K*Ht, the width of every feature row."""
         return self.head.config.dims.target_feature_width
 
     @torch.no_grad()
     def prefill(self, items: Sequence[DraftPrefill]) -> None:
-        """Write the draft KV of all rows of `items`, and the states of the final ones. Rows of 0 items are fine."""
+        """Writes the draft KV of all rows of `items`, and the states of the final items. Items may have no
+        rows.
+        """
         items = [item for item in items if item.next_ids]
         if not items:
             if self.row_multiple > 1:
@@ -102,7 +108,10 @@ class Eagle3Drafter:
 
     @torch.no_grad()
     def prefill_rows(self, batch: ForwardBatch) -> torch.Tensor:
-        """The layer's output `[T, H]` for rows made from target features, by graph or as `batch.decision` says."""
+        """Returns the layer's output `[T, H]` for rows of target features.
+
+        A graph runs if `batch.decision` or, without a decision, the captured buckets allow it.
+        """
         graphs, padded = self.graphs, pad_rows(batch, self.row_multiple)
         if batch.decision is None:
             batch.decision = EAGER if graphs is None else graphs.decide(padded)
@@ -166,7 +175,7 @@ class Eagle3Drafter:
         self.states.close(row)
 
     def propose(self, view: DraftView, shape: DraftShape) -> Proposal:
-        """As of `Drafter`: steps - 1 forwards, for the first proposal is remembered."""
+        """Implements `Drafter.propose` in `steps` - 1 forwards, because the first proposal is remembered."""
         states = self.states
         state = states.hidden.index_select(0, view.states), states.logits.index_select(0, view.states)
         if shape.is_tree:
@@ -187,7 +196,7 @@ class Eagle3Drafter:
         emitted: torch.Tensor,
         shape: DraftShape,
     ) -> None:
-        """As of `Drafter`: one forward of R rows per request."""
+        """Implements `Drafter.observe` in one forward of R rows per request."""
         count, num_requests = shape.num_path, view.lens.shape[0]
         self._check_features(features, num_requests * shape.num_nodes)
         if shape.is_tree:
@@ -199,7 +208,7 @@ class Eagle3Drafter:
         phase = DraftPhase.FROM_TARGET_FEATURES
         out = self.head.forward(features, accepted.tokens.reshape(-1), positions, plan.attend, phase)
         last = select_last_rows(out, emitted)
-        # A request that got no token keeps its state: what it would be given is made of rows that nobody reads.
+        # A request without a new token keeps its state, because its output rows are undefined.
         kept = torch.where(emitted > 0, view.states, PAD_ROW)
         self.states.write(kept, self.head.feedback(last), self.head.compute_logits(last))
 
@@ -229,14 +238,14 @@ class Eagle3Drafter:
 
 
 class Eagle3Model:
-    """The weights of an EAGLE3 head that has the target's embedding and lm_head."""
+    """The weights of an EAGLE3 head that shares the target's embedding and lm_head."""
 
     def __init__(self, head: Eagle3Head) -> None:
         self.head = head
 
     @property
     def num_weights(self) -> int:
-        """Of the layer, `fc` and `lm_head`."""
+        """Number of weights in the layer, `fc` and `lm_head`."""
         head = self.head
         own = sum(
             weight.numel()

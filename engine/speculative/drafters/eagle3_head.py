@@ -1,8 +1,8 @@
-"""The EAGLE3 head: one decoder layer over (token embedding, hidden), drafting tokens of a reduced vocabulary.
+"""The EAGLE3 head: one decoder layer over (token embedding, hidden) with a reduced output vocabulary.
 
-Row i takes the target's features of position i (or, in a chain, the head's own hidden) and the embedding of token i+1,
-is rotated for position i, and predicts token i+2. Shape legend: T rows, R selected rows, H draft hidden, Ht target
-hidden, K features, V vocabulary, Vd draft vocabulary.
+Row i takes the target's features of position i, or in a chain the head's own hidden, and the embedding of
+token i+1. The rotary position is i. The row predicts token i+2. Shape legend: T rows, R selected rows, H
+draft hidden, Ht target hidden, K features, V vocabulary, Vd draft vocabulary.
 """
 
 from enum import Enum
@@ -17,14 +17,18 @@ from .spec_config import Eagle3Config
 
 
 class DraftPhase(Enum):
-    """Where the hidden input of a forward comes from; never guessed from its width, which may coincide."""
+    """The source of a forward's hidden input. The caller states it, because both sources may have the same
+    width.
+    """
 
     FROM_TARGET_FEATURES = "from_target_features"
     SELF_CHAIN = "self_chain"
 
 
 class DraftLayer:
-    """A decoder layer whose attention reads the pair (normed embedding, normed hidden), twice as wide as its output."""
+    """A decoder layer whose attention input is the pair (normed embedding, normed hidden), twice the output
+    width.
+    """
 
     def __init__(self, config: Eagle3Config, dtype: torch.dtype, device: torch.device) -> None:
         width, eps = config.hidden_size, config.rms_norm_eps
@@ -49,7 +53,9 @@ class DraftLayer:
     def __call__(
         self, embeds: torch.Tensor, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """`embeds` and `hidden` `[T, H]`, rotary tables `[T, D]` -> `[T, H]`, residual added and un-normed."""
+        """`embeds` and `hidden` `[T, H]`, rotary tables `[T, D]` -> `[T, H]`, with the residual added,
+        un-normed.
+        """
         normed = self.hidden_norm(hidden)
         pair = torch.cat((self.input_norm(embeds), normed), dim=-1)
         residual = normed if self.norm_before_residual else hidden
@@ -65,10 +71,10 @@ class DraftLayer:
 
 
 class Eagle3Head:
-    """The head of `config`, allocated but not filled; `tensors()` names what to fill.
+    """The head of `config`, allocated but not filled. `tensors()` names the tensors to fill.
 
-    `embed_tokens` `[V, H]` and `lm_head` `[Vd, H]` are None until loaded from the checkpoint or shared by the target.
-    `target_ids` `[Vd]` int64 is the target token of each draft token.
+    `embed_tokens` `[V, H]` and `lm_head` `[Vd, H]` are None until the checkpoint or the target provides them.
+    `target_ids` `[Vd]` int64 maps draft tokens to target tokens.
     """
 
     def __init__(
@@ -93,13 +99,14 @@ class Eagle3Head:
 
     @property
     def is_shared(self) -> bool:
-        """Whether `share` has been called, so that the head can run."""
+        """Whether `share` was called; the head runs only after it."""
         return self._rotary is not None
 
     def share(self, embed_tokens: torch.Tensor, lm_head: torch.Tensor, max_position: int) -> None:
-        """Use the target's `embed_tokens` and `lm_head`, each `[V, Ht]`, where the head brought none of its own.
+        """Uses the target's `embed_tokens` and `lm_head`, each `[V, Ht]`, where the checkpoint had none.
 
-        `max_position` is how many positions will be served. Raises CheckpointError when a shared weight does not fit.
+        `max_position` is the number of positions to serve. Raises CheckpointError when a shared weight does
+        not fit.
         """
         config = self.config
         if self.embed_tokens is None:
@@ -107,8 +114,8 @@ class Eagle3Head:
         if self.lm_head is None:
             if config.draft_vocab_size != config.vocab_size:
                 raise CheckpointError(
-                    f"{config.path}: tensor lm_head.weight is missing; the target's {config.vocab_size} rows cannot "
-                    f"stand for draft_vocab_size {config.draft_vocab_size}; fetch the checkpoint again"
+                    f"{config.path}: tensor lm_head.weight is missing; the target's {config.vocab_size} rows "
+                    f"cannot stand for draft_vocab_size {config.draft_vocab_size}; fetch the checkpoint again"
                 )
             own = self.embed_tokens if config.tie_word_embeddings else lm_head
             self.lm_head = self._fitting("lm_head.weight", own)
@@ -117,8 +124,9 @@ class Eagle3Head:
     def _fitting(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         if weight.shape != (self.config.vocab_size, self.config.hidden_size):
             raise CheckpointError(
-                f"{self.config.path}: tensor {name} is missing, and the target's of shape {list(weight.shape)} cannot "
-                f"stand for [{self.config.vocab_size}, {self.config.hidden_size}]; fetch the checkpoint again"
+                f"{self.config.path}: tensor {name} is missing, and the target's of shape "
+                f"{list(weight.shape)} cannot stand for [{self.config.vocab_size}, "
+                f"{self.config.hidden_size}]; fetch the checkpoint again"
             )
         return weight.to(self.device, self.dtype)
 
@@ -141,10 +149,11 @@ class Eagle3Head:
         attend: Attend,
         phase: DraftPhase,
     ) -> torch.Tensor:
-        """The layer's output `[T, H]`, residual added and un-normed.
+        """Returns the layer's output `[T, H]`, with the residual added, un-normed.
 
-        `hidden` is `[T, K*Ht]` FROM_TARGET_FEATURES or `[T, H]` (from `feedback`) in a SELF_CHAIN; `token_ids` `[T]`
-        are the tokens one to the right of `positions` `[T]`. Raises LifecycleError before `share`.
+        `hidden` is `[T, K*Ht]` for FROM_TARGET_FEATURES, or `[T, H]` from `feedback` for SELF_CHAIN.
+        `token_ids` `[T]` are the tokens one to the right of `positions` `[T]`. Raises LifecycleError before
+        `share`.
         """
         if self._rotary is None or self.embed_tokens is None:
             raise LifecycleError(
@@ -166,7 +175,7 @@ class Eagle3Head:
         return self.norm(out_rows) if self.config.norm_output else out_rows
 
     def tensors(self) -> NamedTensors:
-        """Every tensor that a checkpoint must hold: its name and the memory to copy it to."""
+        """Every tensor that a checkpoint must hold: its name and its memory."""
         yield from self.fc.tensors("")
         for norm in self.input_norms:
             yield from norm.tensors("input_norm")

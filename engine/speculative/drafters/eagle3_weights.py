@@ -1,4 +1,6 @@
-"""Loads an EAGLE3 head strictly: every tensor of the checkpoint is used, every weight of the head is filled."""
+"""Loads an EAGLE3 head strictly: the tensors of the checkpoint and those of the head must match one to
+one.
+"""
 
 from pathlib import Path
 
@@ -17,9 +19,9 @@ _LEGACY_FC_NORMS = {"aux_norm_low.weight": 0, "aux_norm_mid.weight": 1, "aux_nor
 def load_eagle3(
     config: Eagle3Config, *, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Eagle3Head:
-    """The head of `config` with its own weights converted to `dtype` on `device`, the target's not yet shared with it.
+    """Returns the head of `config` with its own weights in `dtype` on `device`, before `Eagle3Head.share`.
 
-    Raises CheckpointError naming file, tensor and both shapes when the checkpoint is not exactly what the config says.
+    Raises CheckpointError naming file, tensor and both shapes when the checkpoint does not match the config.
     """
     _refuse_pickle(config.path)
     tensors = _read(config.path)
@@ -39,13 +41,14 @@ def _refuse_pickle(path: Path) -> None:
     pickled = sorted([*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")])
     if pickled and not any(path.glob("*.safetensors")):
         raise CheckpointError(
-            f"{pickled[0]}: pickled weights can run code and are not read; convert them to {path}/model.safetensors "
+            f"{pickled[0]}: pickled weights can run code and are not read; convert them to "
+            f"{path}/model.safetensors "
             "with safetensors.torch.save_file where you trust the file"
         )
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors by our name for them, whatever prefix the trainer used."""
+    """All tensors by their canonical names, without the trainers' prefixes."""
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in iter_safetensors(path):
         ours = _canonical(name)
@@ -66,7 +69,9 @@ def _canonical(name: str) -> str:
 
 
 def _target_ids(config: Eagle3Config, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Target id of each draft id, `[Vd]` int64, from the offsets d2t; checked against the membership mask t2d."""
+    """Target id of each draft id, `[Vd]` int64, from the offsets d2t. The mask t2d, if present, must
+    agree.
+    """
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     ids = torch.arange(config.draft_vocab_size)
     if d2t is not None:
@@ -74,13 +79,13 @@ def _target_ids(config: Eagle3Config, tensors: dict[str, torch.Tensor]) -> torch
         ids = ids + d2t.to(torch.int64)
     elif config.draft_vocab_size != config.vocab_size:
         raise CheckpointError(
-            f"{config.path}: tensor d2t is missing, though draft_vocab_size {config.draft_vocab_size} is smaller than "
-            f"the vocabulary of {config.vocab_size}; fetch the checkpoint again"
+            f"{config.path}: tensor d2t is missing, though draft_vocab_size {config.draft_vocab_size} is "
+            f"smaller than the vocabulary of {config.vocab_size}; fetch the checkpoint again"
         )
     if bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= config.vocab_size:
         raise CheckpointError(
-            f"{config.path}: d2t does not give increasing token ids in [0, {config.vocab_size}); it must hold offsets "
-            "(target id = draft id + d2t[draft id])"
+            f"{config.path}: d2t does not give increasing token ids in [0, {config.vocab_size}); it must "
+            "hold offsets (target id = draft id + d2t[draft id])"
         )
     if t2d is not None:
         _check_shape(config, "t2d", t2d, (config.vocab_size,))
@@ -109,13 +114,13 @@ def _optional(
 def _check_names(config: Eagle3Config, needed: set[str], found: set[str]) -> None:
     if found - needed:
         raise CheckpointError(
-            f"{config.path}: tensor {min(found - needed)} ({len(found - needed)} such) belongs to no part of the head "
-            "that config.json describes; the config lacks a switch, or this is another kind of head"
+            f"{config.path}: tensor {min(found - needed)} ({len(found - needed)} such) belongs to no part of "
+            "the head that config.json describes; the config lacks a switch, or this is another kind of head"
         )
     if needed - found:
         raise CheckpointError(
-            f"{config.path}: tensor {min(needed - found)} ({len(needed - found)} such) is missing from the weights; "
-            "fetch the checkpoint again"
+            f"{config.path}: tensor {min(needed - found)} ({len(needed - found)} such) is missing from the "
+            "weights; fetch the checkpoint again"
         )
 
 
@@ -132,11 +137,11 @@ def _check_shape(config: Eagle3Config, name: str, tensor: torch.Tensor, shape: t
         return
     if name == "fc.weight" and tensor.dim() == 2 and tensor.shape[1] != shape[1]:
         raise CheckpointError(
-            f"{config.path}: fc.weight takes {tensor.shape[1]} features, but {config.dims.num_features} layers x "
-            f"target hidden size {config.target_hidden_size} = {shape[1]}; the head was trained for another target "
-            "or layer list"
+            f"{config.path}: fc.weight takes {tensor.shape[1]} features, but {config.dims.num_features} "
+            f"layers x target hidden size {config.target_hidden_size} = {shape[1]}; the head was trained for "
+            "another target or layer list"
         )
     raise CheckpointError(
-        f"{config.path}: tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}; the weights "
-        "belong to another config"
+        f"{config.path}: tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}; "
+        "the weights belong to another config"
     )

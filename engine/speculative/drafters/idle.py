@@ -1,4 +1,6 @@
-"""The batch of a draft forward that has nothing to do; its width and dtype come from where everyone else's come from."""
+"""An empty batch for a draft forward. Its width and dtype come from `DraftDims`, as those of all other
+batches.
+"""
 
 import torch
 
@@ -14,7 +16,9 @@ def idle_draft_batch(
     mode: ForwardMode = ForwardMode.IDLE,
     device: torch.device | str = "cpu",
 ) -> ForwardBatch:
-    """No rows, with `features` as a forward of `phase` takes them: `[0, K*Ht]` of the target's or `[0, H]` of its own."""
+    """A batch without rows, whose `features` match `phase`: `[0, K*Ht]` of the target or `[0, H]` of the
+    draft.
+    """
     is_from_target = phase is DraftPhase.FROM_TARGET_FEATURES
     width = dims.target_feature_width if is_from_target else dims.self_width
     name = dims.target_feature_dtype if is_from_target else dims.self_dtype

@@ -1,4 +1,4 @@
-"""The draft steps of a model that drafts token by token, of fixed shape and without a look at the host.
+"""The draft loops of a token-by-token drafter. Shapes are fixed, and no operation synchronises with the host.
 
 Shape legend: B requests, S spare slots of each, N nodes, H draft hidden, Vd draft vocabulary.
 """
@@ -20,10 +20,10 @@ def draft_chain(
     state: tuple[torch.Tensor, torch.Tensor],
     num_drafts: int,
 ) -> torch.Tensor:
-    """Chains `[B, num_drafts]` of target ids; one forward less than drafts, since the first proposal is remembered.
+    """Returns chains `[B, num_drafts]` of target ids, from `num_drafts` - 1 forwards.
 
-    `state`: hidden `[B, H]` and logits `[B, Vd]` of the first proposal. Step j feeds row j-1 back: the row stands at
-    position lens + j - 1 and sees lens + j rows.
+    `state` is the hidden `[B, H]` and the logits `[B, Vd]` of the first proposal. Step j feeds row j-1 back.
+    That row has position lens + j - 1 and attends to lens + j rows.
     """
     positions, sampling, (hidden, logits) = view.positions, view.sampling, state
     drafts = [head.target_ids[sampling.choose(logits, positions[:, 0] + 1, head.target_ids)]]
@@ -44,9 +44,10 @@ def draft_tree(
     state: tuple[torch.Tensor, torch.Tensor],
     shape: DraftShape,
 ) -> DraftTree:
-    """Trees of `shape`: `steps` choices and `steps` - 1 forwards of `topk` rows per request; `state` as of `draft_chain`.
+    """Returns trees of `shape`, from `steps` choices and `steps` - 1 forwards of `topk` rows per request.
 
-    The nodes of level j stand at position lens + j - 1, behind the rows of all levels before.
+    `state` is that of `draft_chain`. The nodes of level j have position lens + j - 1. Their KV rows follow
+    the rows of all earlier levels.
     """
     k, count = shape.topk, view.lens.shape[0]
 

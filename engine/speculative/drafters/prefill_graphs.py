@@ -1,7 +1,7 @@
-"""The graphs of a draft prefill, by token bucket.
+"""Graphs of the draft prefill, one per token bucket.
 
-They are made once the head has the target's embedding and lm_head: a graph holds the addresses of what it reads.
-Shape legend: T rows, H draft hidden.
+Capture needs the shared embedding and lm_head, because a graph stores the addresses of its inputs. Shape
+legend: T rows, H draft hidden.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from .eagle3_head import DraftPhase, Eagle3Head
 
 
 def parameters_of(head: Eagle3Head) -> NamedTensors:
-    """Every tensor that a graph of `head` reads, those shared by the target too."""
+    """Every tensor that a graph of `head` reads, including those shared by the target."""
     yield from head.tensors()
     yield "target_ids", head.target_ids
     if head.embed_tokens is not None and head.lm_head is not None:
@@ -28,7 +28,7 @@ def parameters_of(head: Eagle3Head) -> NamedTensors:
 
 
 def require_shared(head: Eagle3Head) -> None:
-    """LifecycleError before the target's weights are shared: the graph would keep reading what they replace."""
+    """Raises LifecycleError before `share`: a graph would keep reading the replaced tensors."""
     if not head.is_shared:
         raise LifecycleError(
             f"graphs of {head!r} need the target's embedding and lm_head, which are shared before"
@@ -36,7 +36,9 @@ def require_shared(head: Eagle3Head) -> None:
 
 
 class DraftPrefillGraphs:
-    """Draft rows from the target's features, up to the largest bucket's tokens."""
+    """Graphs that compute draft rows from target features, up to the number of tokens of the largest
+    bucket.
+    """
 
     def __init__(self, graphs: GraphPool, head: Eagle3Head, pool: KVPool, buckets: Sequence[int]) -> None:
         require_shared(head)
@@ -61,7 +63,7 @@ class DraftPrefillGraphs:
         return self.tokens.family.decide(BatchShape(size=batch.num_tokens, hidden=batch.capture_hidden))
 
     def run(self, batch: ForwardBatch, attend: Attend, decision: PathDecision) -> torch.Tensor:
-        """The layer's output `[T, H]`; `attend` is bound to the live batch."""
+        """Returns the layer's output `[T, H]`. `attend` is bound to the live batch."""
         assert batch.features is not None
         return self.tokens.run(decision, (batch.features, batch.input_ids, batch.positions), attend)
 

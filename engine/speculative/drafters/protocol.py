@@ -1,13 +1,13 @@
-"""What the engine asks of a drafter, whatever kind of model proposes the tokens.
+"""The interface between the engine and a drafter, independent of the kind of draft model.
 
-    prefill    write draft state from the target's features of prompt rows, as they land
-    propose    on the device, inside a decode step: the drafts of the step
-    observe    on the device, at the end of the step: the target's features of what was kept
-    open/close a place for what the drafter remembers of one request between two steps
+    prefill     writes draft state from the target's features of prompt rows, as they land
+    propose     computes the drafts of a step, on the device
+    observe     updates draft state from the target's features of the accepted nodes, at the end of the step
+    open/close  reserve and release the state row of one request
 
-`propose`, `first_proposals` and `observe` run inside graphs: fixed shapes, no look at the host.
-Shape legend: B requests, S spare slots of each, N nodes, R rows of the longest branch, K captured features, Ht target
-hidden.
+`propose`, `first_proposals` and `observe` run inside graphs: shapes are fixed, and the host is not consulted.
+Shape legend: B requests, S spare slots of each, N nodes, R rows of the longest branch, K captured features,
+Ht target hidden.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ MAX_PREFILL_ROWS = 512  # rows of one draft prefill that a graph is captured for
 class DraftPrefill:
     """Rows [start, start + len(next_ids)) of one request.
 
-    `next_ids[k]` is the token at start+k+1, `features` `[len(next_ids), K*Ht]`. `state_row` is written when `is_final`,
-    that is when the last row is the newest one and so predicts the first draft token.
+    `next_ids[k]` is the token at start+k+1. `features` is `[len(next_ids), K*Ht]`. `is_final` means that the
+    last row is the newest one and so predicts the first draft token; prefill then writes `state_row`.
     """
 
     pages: Sequence[int]
@@ -52,11 +52,12 @@ class DraftPrefill:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftView:
-    """The requests of one step as a drafter sees them, all int64 on the device.
+    """The requests of one step as a drafter sees them. All tensors are int64 on the device.
 
-    `positions` and `kv_rows` `[B, S]`: positions behind the committed rows, and row numbers in the draft's pool (0: in the
-    sink). `page_table` `[B, P]`; `lens` `[B]` committed rows, `extend_lens` `[B]` the same and R; `states` `[B]` places of
-    `open`, 0 where nothing is drafted. `is_recorded`: a graph records the step.
+    `positions` `[B, S]` are those behind the committed rows. `kv_rows` `[B, S]` are row numbers in the
+    draft's pool; 0 is the sink. `page_table` is `[B, P]`. `lens` `[B]` counts committed rows, and
+    `extend_lens` `[B]` is lens + R. `states` `[B]` are the rows from `open`, 0 for requests without drafts.
+    `is_recorded`: a graph records the step.
     """
 
     positions: torch.Tensor
@@ -70,18 +71,18 @@ class DraftView:
 
 
 class Proposal(NamedTuple):
-    """`drafts` int64 `[B, N-1]`, target ids; `tree`: what the nodes are, None for a chain."""
+    """`drafts` int64 `[B, N-1]`, target ids. `tree` describes the nodes; None for a chain."""
 
     drafts: torch.Tensor
     tree: DraftTree | None
 
 
 class Drafter(Protocol):
-    """A drafter of one engine, with the memory that it keeps per request."""
+    """The drafter of one engine, with its memory per request."""
 
     @property
     def max_context(self) -> int:
-        """Positions that the draft model was trained for; beyond them nothing is drafted."""
+        """Positions for which the draft model was trained. No drafts are made beyond them."""
 
     @property
     def pool(self) -> KVPool:
@@ -89,47 +90,53 @@ class Drafter(Protocol):
 
     @property
     def feature_width(self) -> int:
-        """K*Ht, the width of every feature row handed in."""
+        """K*Ht, the width of every feature row."""
 
     @property
     def page_rows(self) -> int:
-        """Rows of a page in the draft's KV pool, as of `kv_rows`."""
+        """Rows of a page in the draft's KV pool, in the unit of `kv_rows`."""
 
     @property
     def anchors(self) -> tuple[torch.Tensor, ...]:
-        """Tensors that graphs of a step read and write besides the parameters; they move when more places are opened than
-        were reserved."""
+        """Tensors besides the parameters that graphs of a step read and write.
+
+        They move when the number of open rows exceeds the reserved number.
+        """
 
     @property
     def prefill_family(self) -> GraphFamily[AttendContext, torch.Tensor] | None:
         """The graphs of `prefill_rows`; None before `capture`."""
 
     def capture(self, graphs: GraphPool, max_tokens: int) -> None:
-        """Make graphs of `prefill_rows` for up to `max_tokens` rows."""
+        """Captures graphs of `prefill_rows` for up to `max_tokens` rows."""
 
     def parameters(self) -> NamedTensors:
-        """Every tensor that a graph reads and that nothing writes."""
+        """Every constant tensor that a graph reads."""
 
     def reserve(self, count: int) -> None:
-        """Room for `count` places: until there are more, `anchors` stay where they are."""
+        """Allocates state rows for `count` requests. `anchors` do not move before more requests are open."""
 
     def open(self) -> int:
-        """A place for a new request, never 0."""
+        """Returns the state row of a new request, never 0."""
 
     def close(self, row: int) -> None:
-        """Give a place back."""
+        """Releases a state row."""
 
     def prefill(self, items: Sequence[DraftPrefill]) -> None:
-        """Write the draft state of all rows of `items`."""
+        """Writes the draft state of all rows of `items`."""
 
     def prefill_rows(self, batch: ForwardBatch) -> torch.Tensor:
-        """What a prefill computes of rows made from target features, by graph or as `batch.decision` says."""
+        """Runs the forward of a prefill over target features, as a graph or eagerly as `batch.decision`
+        says.
+        """
 
     def propose(self, view: DraftView, shape: DraftShape) -> Proposal:
-        """The drafts of a step of `shape`, which has at least one."""
+        """Returns the drafts of a step of `shape`, which has at least one draft step."""
 
     def first_proposals(self, view: DraftView, topk: int) -> torch.Tensor:
-        """What would be drafted first, int64 `[B, topk]`, target ids; changes nothing."""
+        """Returns the target ids of the `topk` first drafts, int64 `[B, topk]`, without any change of
+        state.
+        """
 
     def observe(
         self,
@@ -139,5 +146,8 @@ class Drafter(Protocol):
         emitted: torch.Tensor,
         shape: DraftShape,
     ) -> None:
-        """Rewrite the rows along the kept branch from the target's `features` `[B*N, K*Ht]`, and the places of the requests
-        that got tokens, `emitted` int64 `[B]` of them."""
+        """Rewrites the draft rows along the accepted branch, and the states of requests that got tokens.
+
+        `features` `[B*N, K*Ht]` are the target's. `emitted` int64 `[B]` counts the new tokens of each
+        request.
+        """

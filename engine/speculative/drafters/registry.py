@@ -1,7 +1,7 @@
-"""Which drafters there are, by the architecture that their config.json names.
+"""The registry of drafters, keyed by the architecture in config.json.
 
-A prefill engine reads a drafter's config only: which layer outputs of the target to capture. A decode engine loads its
-weights and runs it, where this engine can run drafters of that kind. A new kind of drafter adds a `DraftSource` here.
+A prefill engine reads only the drafter's config, for the layer outputs to capture. A decode engine loads the
+weights and runs the drafter, if it supports that kind. A new kind of drafter adds a `DraftSource` here.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,9 @@ from .spec_config import AuxSpec, DraftDims, Eagle3Config, load_draft_config
 
 
 class DraftConfig(Protocol):
-    """What every drafter's config says. `aux`: the layer outputs of the target that the drafter reads."""
+    """The fields that every drafter's config has. `aux`: the layer outputs of the target that the drafter
+    reads.
+    """
 
     @property
     def path(self) -> Path:
@@ -32,34 +34,36 @@ class DraftConfig(Protocol):
 
     @property
     def aux(self) -> AuxSpec:
-        """Layer outputs of the target."""
+        """The layer outputs of the target that the drafter reads."""
 
     @property
     def dims(self) -> DraftDims:
-        """Widths and dtypes of features and of the draft's own hidden."""
+        """Widths and dtypes of the features and of the draft's own hidden."""
 
 
 class DraftModel(Protocol):
-    """The weights of a drafter, with those that it shares with the target; its pools do not exist yet."""
+    """The weights of a drafter, including those shared with the target, before its pools exist."""
 
     @property
     def num_weights(self) -> int:
-        """Numbers that a draft forward reads, embedding tables left out."""
+        """Number of weights that a draft forward reads, without embedding tables."""
 
     def kv_layout(self, page_size: int) -> PageLayout:
         """The layout of the draft's KV in pages of `page_size` tokens."""
 
     def check(self, shape: DraftShape) -> None:
-        """CheckpointError unless steps of `shape` can be drafted."""
+        """Raises CheckpointError unless the model can draft steps of `shape`."""
 
     def drafter(self, *, num_pages: int, page_size: int, capacity: int) -> Drafter:
-        """The drafter over pools of its own, with places for `capacity` - 1 requests."""
+        """Returns the drafter over pools of its own, with state rows for `capacity` - 1 requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetWeights:
-    """What a target lends to its drafter: `embed_tokens` and `lm_head`, each `[V, Ht]`. `max_context` positions are served,
-    in `dtype` on `device`."""
+    """The weights that a target shares with its drafter: `embed_tokens` and `lm_head`, each `[V, Ht]`.
+
+    `max_context` is the number of positions to serve, in `dtype` on `device`.
+    """
 
     embed_tokens: torch.Tensor
     lm_head: torch.Tensor
@@ -69,19 +73,22 @@ class TargetWeights:
 
 
 class DraftSource(Protocol):
-    """A drafter's checkpoint. `is_dflash`: which hook of the target captures its features."""
+    """A drafter's checkpoint. `is_dflash` selects the target's hook that captures the features."""
 
     is_dflash: ClassVar[bool]
 
     @property
     def config(self) -> DraftConfig:
-        """Its config, read and checked."""
+        """The config, read and checked."""
 
     def check_role(self, *, has_drafter: bool) -> None:
-        """CheckpointError unless an engine that drafts, or only captures features, can serve this drafter."""
+        """Raises CheckpointError unless an engine of this role supports the drafter.
+
+        `has_drafter`: the engine drafts; otherwise it only captures features.
+        """
 
     def load(self, target: TargetWeights) -> DraftModel:
-        """Its weights, the target's shared with them. Raises CheckpointError where they do not fit."""
+        """Loads the weights and shares those of `target`. Raises CheckpointError if they do not fit."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ class Eagle3Source:
     is_dflash: ClassVar[bool] = False
 
     def check_role(self, *, has_drafter: bool) -> None:
-        """Both roles serve EAGLE3 heads."""
+        """Accepts both roles."""
 
     def load(self, target: TargetWeights) -> Eagle3Model:
         head = load_eagle3(self.config, dtype=target.dtype, device=target.device)
@@ -102,7 +109,7 @@ class Eagle3Source:
 
 @dataclass(frozen=True)
 class DflashSource:
-    """A DFLASH drafter, which a prefill engine can capture features for."""
+    """A DFLASH drafter. A prefill engine can capture features for it."""
 
     config: DflashConfig
     is_dflash: ClassVar[bool] = True
@@ -116,8 +123,8 @@ class DflashSource:
 
     def _refusal(self) -> CheckpointError:
         return CheckpointError(
-            f"draft {self.config.path}: a DFLASH drafter can be prefilled for, but decode runs EAGLE3 heads only; "
-            "give it one, or none"
+            f"draft {self.config.path}: a DFLASH drafter can be prefilled for, but decode runs EAGLE3 heads "
+            "only; give it one, or none"
         )
 
 
@@ -133,14 +140,15 @@ def _read_dflash(path: Path, target: ModelConfig, target_path: Path | None, dtyp
     return DflashSource(load_dflash_config(path, target, dtype=dtype))
 
 
-# EAGLE3 heads were published under the names of several architectures, their own and their target's: see `config_formats`.
+# EAGLE3 heads are published under several architecture names, even under their target's, so EAGLE3 is the
+# default; see `config_formats`.
 READERS: Mapping[str, Reader] = MappingProxyType({ARCHITECTURE: _read_dflash})
 
 
 def read_drafter(
     path: Path, target: ModelConfig, *, target_path: Path | None = None, dtype: str | None = None
 ) -> DraftSource:
-    """The drafter at `path`, of a `target` that runs in `dtype` (None: that of its checkpoint).
+    """Reads the drafter at `path` for a `target` that runs in `dtype` (None: that of its checkpoint).
 
     Raises CheckpointError naming file, key, value and remedy.
     """

@@ -1,9 +1,9 @@
-"""What a draft checkpoint's config.json says, resolved once into one frozen record that everyone asks.
+"""Resolves the config.json of an EAGLE3 checkpoint into one frozen record.
 
-Four dialects describe the same network: 1 SafeAILab, 2 native (SpecForge, SGLang), 3 Model-Optimizer, 4 speculators.
-Only config.json is read here: a prefill worker needs the aux layer ids and the feature width, never the weights.
-Layer ids are ids of layer *outputs* (residual stream after layer i, un-normed), in the order that `fc` was trained
-with.
+Four dialects describe the same network: 1 SafeAILab, 2 native (SpecForge, SGLang), 3 Model-Optimizer, 4
+speculators. This module reads config.json only: a prefill worker needs the aux layer ids and the feature
+width, never the weights. Layer ids name layer *outputs* (residual stream after layer i, un-normed), in the
+training order of `fc`.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from .config_formats import Fields, IdConvention, flatten
 
 @dataclass(frozen=True, kw_only=True)
 class AuxSpec:
-    """Which target features the drafter reads: `ids` in `fc` column order, `dtype` as the target produces them.
+    """The target features that the drafter reads: `ids` in `fc` column order, in the target's `dtype`.
 
-    `convention` says how the ids stood in the config: "output" as here, "input" (boundaries, one higher), "default"
+    `convention` is the form of the ids in the config: "output" as here, "input" (one higher), "default" if
     absent.
     """
 
@@ -36,7 +36,7 @@ class AuxSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftDims:
-    """The two hidden widths of drafting: what the target hands the draft, and what the draft feeds itself."""
+    """The two hidden widths of drafting: the target's feature rows, and the draft's own feedback."""
 
     target_feature_width: int
     target_feature_dtype: str
@@ -47,10 +47,10 @@ class DraftDims:
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config:
-    """An EAGLE3 head, whatever dialect it was published in. `draft_vocab_size` equals `vocab_size` for a full head.
+    """The config of an EAGLE3 head in any dialect. `draft_vocab_size` equals `vocab_size` for a full head.
 
-    `input_norm`: one norm over the concatenated features; `fc_norm`: one norm per feature. `norm_output`: the hidden
-    fed back is normed. `norm_before_residual`: the residual is taken after the hidden norm.
+    `input_norm`: one norm over the concatenated features. `fc_norm`: one norm per feature. `norm_output`: the
+    fed-back hidden is normed. `norm_before_residual`: the residual is taken after the hidden norm.
     """
 
     path: Path
@@ -93,11 +93,11 @@ def load_draft_config(
     dtype: str | None = None,
     convention: IdConvention = "auto",
 ) -> Eagle3Config:
-    """Read `path`/config.json for a draft of `target`, which runs in `dtype` (None: that of its checkpoint).
+    """Reads `path`/config.json for a draft of `target`, which runs in `dtype` (None: that of its checkpoint).
 
-    `convention` overrides how the layer ids are read; `target_path` is named in errors.
+    `convention` overrides the convention of the layer ids. `target_path` appears in errors only.
 
-    Raises CheckpointError naming file, key, value and remedy for anything that would be served wrongly.
+    Raises CheckpointError naming file, key, value and remedy for any unsupported or inconsistent value.
     """
     file = Path(path) / "config.json"
     fields = flatten(file, read_json(file))
@@ -143,7 +143,7 @@ def load_draft_config(
 
 
 def _resolve_rope(fields: Fields, max_position: int) -> RopeConfig:
-    """The draft's own rope, never the target's: a SafeAILab head without the key was trained with base 10000."""
+    """The draft's own rope, never the target's. SafeAILab trained heads without the key with base 10000."""
     keys = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
     raw = {key: fields.values[key] for key in keys if key in fields.values}
     return read_rope_config(raw | {"max_position_embeddings": max_position}, fields.file)
@@ -169,7 +169,9 @@ def _resolve_aux(fields: Fields, target: ModelConfig, dtype: str, convention: Id
 
 
 def _default_ids(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """The trainers' default triple: inputs of layers 2, L//2, L-3, which are the outputs one below."""
+    """The trainers' default triple: inputs of layers 2, L//2 and L-3, which are the outputs one layer
+    below.
+    """
     if num_layers < 6:
         problem = f"is absent, and a target of {num_layers} layers has no default"
         raise fields.error("eagle_aux_hidden_state_layer_ids", problem)
@@ -191,7 +193,10 @@ def check_ids(
     *,
     key: str = "eagle_aux_hidden_state_layer_ids",
 ) -> None:
-    """CheckpointError unless `ids`, which stand in the config at `key` as `raw`, are different layers of `target`."""
+    """Raises CheckpointError unless `ids` are distinct layers of `target`.
+
+    `raw` is the value in the config at `key`, for the error.
+    """
     num_layers, model = target.num_layers, target.architecture
     if len(set(raw)) != len(raw):
         raise fields.error(
@@ -202,8 +207,9 @@ def check_ids(
         if not 0 <= layer < num_layers:
             raise fields.error(
                 key,
-                f"{list(raw)}: {value} is out of range; a {model} target of {num_layers} layers has ids {low} to "
-                f"{num_layers - 1 + low} ({used} convention); use the target that the head was trained for",
+                f"{list(raw)}: {value} is out of range; a {model} target of {num_layers} layers has ids "
+                f"{low} to {num_layers - 1 + low} ({used} convention); use the target that the head was "
+                "trained for",
             )
 
 
@@ -212,8 +218,9 @@ def _target_hidden(fields: Fields, hidden: int, target: ModelConfig, target_path
     if declared != target.hidden_size:
         where = f" ({target_path / 'config.json'})" if target_path is not None else ""
         raise CheckpointError(
-            f"{fields.file}: head trained for another hidden size: it expects a target of hidden size {declared}, but "
-            f"the target model{where} has {target.hidden_size}; use the head that was trained for this target"
+            f"{fields.file}: head trained for another hidden size: it expects a target of hidden size "
+            f"{declared}, but the target model{where} has {target.hidden_size}; use the head that was "
+            "trained for this target"
         )
     return declared
 

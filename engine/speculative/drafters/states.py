@@ -1,4 +1,4 @@
-"""What the drafter remembers of each request between two steps, in device rows; row 0 is the padding row."""
+"""The draft state of each request between two steps, in device rows. Row 0 is the padding row."""
 
 import torch
 
@@ -6,9 +6,9 @@ PAD_ROW = 0
 
 
 class DraftStates:
-    """Rows of `hidden` `[C, H]` and `logits` `[C, Vd]`: the fed-back hidden and the first proposal's logits.
+    """`hidden` `[C, H]` is the fed-back hidden, and `logits` `[C, Vd]` are those of the first proposal.
 
-    A request holds a row from `open` to `close`. C grows by doubling when all rows are held.
+    A request holds a row from `open` to `close`. C doubles when all rows are held.
     """
 
     def __init__(
@@ -28,23 +28,23 @@ class DraftStates:
         return self.capacity - 1 - len(self._free)
 
     def reserve(self, count: int) -> None:
-        """Room for `count` requests: until there are more, the tensors stay where they are."""
+        """Allocates rows for `count` requests. The tensors do not move before more requests are open."""
         while self.capacity - 1 < count:
             self._grow()
 
     def open(self) -> int:
-        """A row of its own for a new request."""
+        """Returns a free row for a new request."""
         if not self._free:
             self._grow()
         return self._free.pop()
 
     def close(self, row: int) -> None:
-        """Give `row` back."""
+        """Releases `row`."""
         assert row not in (PAD_ROW, *self._free), f"draft state row {row} is not open"
         self._free.append(row)
 
     def write(self, rows: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor) -> None:
-        """Set the states `rows` `[R]` int64 to `hidden` `[R, H]` and `logits` `[R, Vd]`; copies, never aliases."""
+        """Copies `hidden` `[R, H]` and `logits` `[R, Vd]` to the states `rows` `[R]` int64."""
         self.hidden.index_copy_(0, rows, hidden.to(self.hidden.dtype))
         self.logits.index_copy_(0, rows, logits)
 

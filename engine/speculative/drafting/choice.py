@@ -1,6 +1,7 @@
-"""The choices of a drafter, as operations of the torch library with every parameter in tensors.
+"""The drafter's choice of tokens, as operators of the torch library with all parameters in tensors.
 
-A chain takes one token per row, a tree the `count` best with a score each. Legend: R rows, Vd draft vocabulary.
+A chain takes one token per row. A tree takes the `count` best tokens per row, each with a score. Legend: R
+rows, Vd draft vocabulary.
 """
 
 import math
@@ -13,29 +14,33 @@ from ....kernels.noise import gumbel
 
 torch.library.define(
     "baton::choose_drafts",
-    "(Tensor logits, Tensor seeds, Tensor temperature, Tensor is_drawn, Tensor positions, Tensor target_ids) -> Tensor",
+    "(Tensor logits, Tensor seeds, Tensor temperature, Tensor is_drawn, Tensor positions, Tensor target_ids) "
+    "-> Tensor",
 )
 torch.library.define(
     "baton::rank_drafts",
-    "(Tensor logits, Tensor seeds, Tensor temperature, Tensor is_drawn, Tensor positions, Tensor target_ids, int count)"
-    " -> (Tensor, Tensor)",
+    "(Tensor logits, Tensor seeds, Tensor temperature, Tensor is_drawn, Tensor positions, Tensor target_ids, "
+    "int count) -> (Tensor, Tensor)",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSampling:
-    """How drafts are chosen for B requests: `seeds` int64, `temperature` float64, `is_drawn` bool, `[B]` each."""
+    """The sampling parameters of B requests: `seeds` int64, `temperature` float64, `is_drawn` bool, each
+    `[B]`.
+    """
 
     seeds: torch.Tensor
     temperature: torch.Tensor
     is_drawn: torch.Tensor
 
     def choose(self, logits: torch.Tensor, positions: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
-        """Indices `[B]` int64 into the draft vocabulary: what the target would choose with these logits.
+        """Returns indices `[B]` int64 into the draft vocabulary, chosen as the target would with these
+        logits.
 
-        `logits` `[B, Vd]` float32, `positions` `[B]` of the tokens proposed, `target_ids` int64 `[Vd]`: the target token of
-        each draft token. The noise is the target's, so a good draft makes the target's choice. Filters and penalties are
-        left to the target.
+        `logits` `[B, Vd]` float32. `positions` `[B]` are those of the proposed tokens. `target_ids` int64
+        `[Vd]` maps draft tokens to target tokens. The noise equals the target's, so an accurate draft
+        proposes the target's sample. Filters and penalties are applied by the target only.
         """
         chosen: torch.Tensor = torch.ops.baton.choose_drafts.default(
             logits, self.seeds, self.temperature, self.is_drawn, positions, target_ids
@@ -49,12 +54,12 @@ class DraftSampling:
         target_ids: torch.Tensor,
         count: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `count` likeliest indices into the draft vocabulary, likeliest first, int64, and their log probabilities,
-        float32 and at most 0; each `[R, count]`.
+        """Returns the `count` likeliest indices into the draft vocabulary, int64, and their log
+        probabilities, float32.
 
-        As `choose`, each request with equally many rows of `logits` `[R, Vd]`. Where tokens
-        are drawn, the probabilities are those of the logits with the target's noise added: which token the target will
-        choose, as far as the draft can tell.
+        Both are `[R, count]`, likeliest first; log probabilities are at most 0. Each request has the same
+        number of rows in `logits` `[R, Vd]`. For drawn requests the logits include the target's noise, so the
+        score estimates which token the target will sample.
         """
         num_requests = self.seeds.shape[0]
         each = logits.shape[0] // max(num_requests, 1)
@@ -71,7 +76,7 @@ def draw(
     positions: torch.Tensor,
     target_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Gumbel-max over all of `logits` `[R, Vd]`: indices `[R]`."""
+    """Gumbel-max over `logits` `[R, Vd]`: indices `[R]` int64."""
     return perturbed(logits, seeds, temperature, positions, target_ids).argmax(dim=1)
 
 
@@ -82,7 +87,7 @@ def perturbed(
     positions: torch.Tensor,
     target_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """`logits` `[R, Vd]` divided by the temperature, with the noise that the target's sampler uses; float64."""
+    """`logits` `[R, Vd]` divided by the temperature, plus the noise of the target's sampler; float64."""
     logits = logits.double()
     scaled = (logits - logits.amax(dim=1, keepdim=True)) / temperature[:, None]
     return gumbel(seeds, positions, target_ids) + scaled
@@ -97,7 +102,9 @@ def _choose_on_cpu(
     positions: torch.Tensor,
     target_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Noise is made for the drawn rows only: here it costs as much as a layer, and most batches need none."""
+    """Makes noise for the drawn rows only. On a CPU noise costs as much as a layer, and most batches need
+    none.
+    """
     tokens = logits.argmax(dim=1)
     rows = is_drawn.nonzero().squeeze(1)
     if rows.numel():
@@ -114,7 +121,7 @@ def _choose_on_cuda(
     positions: torch.Tensor,
     target_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Of fixed shape and without a look at the host. A row that is not finite, as those of padding may be, gives 0."""
+    """Has fixed shapes and no host synchronisation. A row without finite logits, such as padding, gives 0."""
     tokens, _ = choose_token(logits, seeds, positions, temperature, None, is_drawn, target_ids)
     return tokens
 
@@ -129,7 +136,7 @@ def _rank_on_cpu(
     target_ids: torch.Tensor,
     count: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_choose_on_cpu`, noise for the drawn rows only."""
+    """Makes noise for the drawn rows only, as `_choose_on_cpu`."""
     rows = is_drawn.nonzero().squeeze(1)
     if rows.numel():
         drawn = perturbed(logits[rows], seeds[rows], temperature[rows], positions[rows], target_ids)
@@ -152,7 +159,7 @@ def _rank_on_cuda(
 
 
 def _likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices and log probabilities of the `count` highest; -inf for what is not a number, as in the rows of padding."""
+    """Indices and log probabilities of the `count` highest logits; -inf replaces NaN, as in padding rows."""
     values, ids = logits.topk(count, dim=1)
     scores = (values - logits.logsumexp(dim=1, keepdim=True)).clamp(max=0.0)
     return ids, scores.masked_fill(scores.isnan(), -math.inf)

@@ -1,7 +1,8 @@
-"""How far and how wide a drafter looks ahead: the one home of every size that follows from it.
+"""The depth and width of drafting, and every size that follows from them.
 
-Of each request a step verifies N nodes: the root, which is the newest committed token, and N-1 drafts. A chain has one
-draft per level; a tree keeps the best drafts of `steps` levels, each grown from `topk` nodes of the level before.
+A step verifies N nodes per request: the root, which is the newest committed token, and N-1 drafts. A chain
+has one draft per level. A tree grows each of `steps` levels from the `topk` best nodes of the level before,
+and keeps the best drafts of all levels.
 """
 
 from collections.abc import Sequence
@@ -9,13 +10,13 @@ from dataclasses import dataclass
 
 from ...kv.page_table import pages_for
 
-# Chains shorter than the configured one that may stand in for it; 0 is plain decode.
+# Lengths of chains that the adaptive policy may use instead of a longer configured one; 0 is plain decode.
 SHORTER_CHAINS = (0, 1, 2, 3, 5, 8, 12)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftShape:
-    """`steps` levels of drafts, `topk` children of each expanded node, `num_nodes` verified with the root; resolved."""
+    """`steps` levels, `topk` children of each expanded node, `num_nodes` verified nodes with the root."""
 
     steps: int
     topk: int
@@ -23,9 +24,10 @@ class DraftShape:
 
     @classmethod
     def of(cls, steps: int, topk: int = 1, tokens: int = 0) -> "DraftShape":
-        """The shape of `--spec-steps`, `--spec-topk` and `--spec-tokens` (0: as many as fit steps and topk).
+        """The shape of `--spec-steps`, `--spec-topk` and `--spec-tokens` (0: the maximum that fits steps and
+        topk).
 
-        Raises ValueError, naming values and remedy, for sizes that do not go together.
+        Raises ValueError naming values and remedy for inconsistent sizes.
         """
         if steps < 0:
             raise ValueError(f"spec_steps {steps}: use 0 (no drafts) or more")
@@ -34,13 +36,14 @@ class DraftShape:
         most = most_nodes(steps, topk)
         if tokens and tokens < 1 + steps:
             raise ValueError(
-                f"spec_tokens {tokens}: spec_steps {steps} needs at least {1 + steps} (the newest token and one draft per "
-                f"step), or the last steps would be drafted in vain; raise spec_tokens or lower spec_steps"
+                f"spec_tokens {tokens}: spec_steps {steps} needs at least {1 + steps} (the newest token and "
+                f"one draft per step), or the last steps would be drafted in vain; raise spec_tokens or "
+                "lower spec_steps"
             )
         if tokens > most:
             raise ValueError(
-                f"spec_tokens {tokens}: {steps} steps with spec_topk {topk} draft no more than {most} tokens, the newest "
-                "one included; lower spec_tokens or raise spec_topk"
+                f"spec_tokens {tokens}: {steps} steps with spec_topk {topk} draft no more than {most} "
+                "tokens, the newest one included; lower spec_tokens or raise spec_topk"
             )
         return cls(steps=steps, topk=topk, num_nodes=tokens or min(1 + steps * topk, most))
 
@@ -50,7 +53,9 @@ class DraftShape:
 
     @property
     def num_path(self) -> int:
-        """Most nodes of a branch, the root included: the tokens that a step can yield, and the rows of a draft extend."""
+        """Maximum nodes of a branch with the root. It bounds the tokens of a step and equals the rows of a
+        draft extend.
+        """
         return 1 + self.steps
 
     @property
@@ -64,7 +69,10 @@ class DraftShape:
         return max(self.num_nodes, self.num_draft_slots)
 
     def candidates(self) -> tuple["DraftShape", ...]:
-        """Shapes that may stand in for this one, fewest steps first, itself last: shorter chains; of a tree plain decode."""
+        """Shapes that the adaptive policy may use, fewest steps first, this one last.
+
+        A chain gives shorter chains; a tree gives plain decode.
+        """
         shorter = (0,) if self.is_tree else (steps for steps in SHORTER_CHAINS if steps < self.steps)
         return (*(DraftShape.of(steps) for steps in shorter), self) if self.steps else (self,)
 
@@ -77,10 +85,10 @@ PLAIN = DraftShape(steps=0, topk=1, num_nodes=1)
 
 
 def most_nodes(steps: int, topk: int) -> int:
-    """Nodes that can be drafted, the root included: topk in the first level, topk of each of topk in every other."""
+    """Maximum number of nodes with the root: topk in the first level, topk squared in each further level."""
     return 1 + (topk + (steps - 1) * topk * topk if steps else 0)
 
 
 def planned_pages(shapes: Sequence[DraftShape], max_context: int, page_size: int) -> int:
-    """Columns of a page table that a step of any of `shapes` may look at, behind up to `max_context` tokens."""
+    """Columns of a page table that a step of any of `shapes` may read, for up to `max_context` tokens."""
     return pages_for(max_context + max(shape.spare_slots for shape in shapes), page_size)

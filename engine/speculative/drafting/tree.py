@@ -1,14 +1,16 @@
-"""Draft trees: grown level by level, pruned to the likeliest nodes, described by parents and an ancestor mask.
+"""Draft trees: grown level by level, pruned to the likeliest nodes, described by parents and an ancestor
+mask.
 
-The growth is that of EAGLE-2 (Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", 2024,
-arXiv 2406.16858): a node's score is the product of the draft's probabilities along its branch; of each level the `topk`
-best nodes are expanded, each to its `topk` likeliest children, and of all nodes seen the best N-1 are verified. A child
-scores no more than its parent and stands behind it, so that the best nodes are a tree under their root.
+The growth is that of EAGLE-2 (Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft
+Trees", 2024, arXiv 2406.16858). The score of a node is the product of the draft's probabilities along its
+branch. Each level expands its `topk` best nodes, each to its `topk` likeliest children. Verify takes the best
+N-1 of all nodes. A child scores no more than its parent and follows it in order, so the best nodes form a
+tree under their root.
 
-Candidates are numbered level by level: 0 the root, 1..k its children, then k * k of each further level.
+Candidates are numbered level by level: 0 is the root, 1..k are its children, then k * k per further level.
 
-Shape legend: B requests, N nodes, D levels, k children per expanded node, C candidates, W draft rows so far, H draft hidden,
-Vd draft vocabulary.
+Shape legend: B requests, N nodes, D levels, k children per expanded node, C candidates, W draft rows so far,
+H draft hidden, Vd draft vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,13 +21,15 @@ import torch
 from .choice import DraftSampling
 from .shape import DraftShape
 
-# (level, hidden [B*k, H], tokens [B*k], mask bool [B, k, level*k]) -> the layer's output [B*k, H] of a level's nodes, whose
-# draft rows are the last k of level*k behind the committed ones.
+# (level, hidden [B*k, H], tokens [B*k], mask bool [B, k, level*k]) -> the layer's output [B*k, H] of a
+# level's nodes, whose draft rows are the last k of level*k behind the committed ones.
 LevelForward = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class DraftHead(Protocol):
-    """What growing a tree asks of a draft model. `target_ids` int64 `[Vd]`: the target token of each draft token."""
+    """The draft model's methods that tree growth calls. `target_ids` int64 `[Vd]` maps draft to target
+    tokens.
+    """
 
     target_ids: torch.Tensor
 
@@ -33,14 +37,15 @@ class DraftHead(Protocol):
         """Outputs `[R, H]` of a forward -> logits `[R, Vd]` float32."""
 
     def feedback(self, out_rows: torch.Tensor) -> torch.Tensor:
-        """Outputs `[R, H]` of a forward -> the hidden `[R, H]` that the next level is fed with."""
+        """Outputs `[R, H]` of a forward -> the hidden input `[R, H]` of the next level."""
 
 
 class DraftTree(NamedTuple):
-    """N nodes per request, parents before children, the root first.
+    """N nodes per request, the root first and parents before children.
 
-    `drafts` int64 `[B, N-1]`, the tokens of all but the root; `parents` int64 `[B, N]`, -1 for the root; `depths` int64
-    `[B, N]`; `mask` bool `[B, N, N]`: whether a node is another's ancestor, or itself.
+    `drafts` int64 `[B, N-1]` are the tokens of all nodes but the root. `parents` int64 `[B, N]` has -1 for
+    the root. `depths` is int64 `[B, N]`. `mask` bool `[B, N, N]` is true where column j is an ancestor of row
+    i, or i itself.
     """
 
     drafts: torch.Tensor
@@ -50,7 +55,7 @@ class DraftTree(NamedTuple):
 
 
 class _Candidates(NamedTuple):
-    """Tokens, scores and parents (candidate numbers), each `[B, C]`, of one level."""
+    """Tokens, scores and parents (candidate numbers) of one level, each `[B, C]`."""
 
     tokens: torch.Tensor
     scores: torch.Tensor
@@ -58,8 +63,11 @@ class _Candidates(NamedTuple):
 
 
 class _Frontier(NamedTuple):
-    """The k nodes of a level that are expanded: candidate numbers, tokens and scores `[B, k]`, hidden `[B, k, H]` that they
-    are fed with, and which draft rows they see, their own included, `[B, k, W]`."""
+    """The k expanded nodes of a level.
+
+    Candidate numbers, tokens and scores are `[B, k]`; their hidden input is `[B, k, H]`. `mask` `[B, k, W]`
+    marks the draft rows that each node attends to, its own included.
+    """
 
     numbers: torch.Tensor
     tokens: torch.Tensor
@@ -76,10 +84,10 @@ def grow_tree(
     first_position: torch.Tensor,
     forward: LevelForward,
 ) -> DraftTree:
-    """Grow and prune the trees of B requests; no look at the host.
+    """Grows and prunes the trees of B requests without host synchronisation.
 
-    `state`: hidden `[B, H]` and logits `[B, Vd]` of the first proposal; `first_position` int64 `[B]`, the position of the
-    tokens of level 1.
+    `state` is the hidden `[B, H]` and the logits `[B, Vd]` of the first proposal. `first_position` int64
+    `[B]` is the position of the tokens of level 1.
     """
     hidden, logits = state
     k, (count, width) = shape.topk, hidden.shape
@@ -116,7 +124,7 @@ def _children(frontier: _Frontier, tokens: torch.Tensor, scores: torch.Tensor) -
 def _expand(
     old: _Frontier, grown: _Candidates, hidden: torch.Tensor, own_row: torch.Tensor, *, first_number: int
 ) -> _Frontier:
-    """The k best of the candidates `[B, k*k]` just grown; `hidden` `[B, k, H]` is what their parents gave."""
+    """The k best of the new candidates `[B, k*k]`. `hidden` `[B, k, H]` is the feedback of their parents."""
     k = old.tokens.shape[1]
     best = _best(grown.scores, k)
     parent = best // k
@@ -135,7 +143,7 @@ def _prune(shape: DraftShape, levels: list[_Candidates]) -> DraftTree:
     kept = _best(scores, shape.num_nodes - 1).sort(dim=1).values
     numbers = torch.nn.functional.pad(kept + 1, (1, 0))
     parent_numbers = parents.gather(1, kept)
-    # Numbers ascend, and every parent of a kept node is kept: its place is how many have lower numbers.
+    # Numbers ascend, and the parent of a kept node is kept. Its index is the count of lower numbers.
     parent_nodes = (numbers[:, None, :] < parent_numbers[:, :, None]).sum(dim=2)
     k = shape.topk
     depths = torch.where(
@@ -146,7 +154,9 @@ def _prune(shape: DraftShape, levels: list[_Candidates]) -> DraftTree:
 
 
 def ancestors(parents: torch.Tensor, num_levels: int) -> torch.Tensor:
-    """Bool `[B, N, N]`: whether a node is an ancestor of another, or itself. `parents` `[B, N]`, -1 for roots."""
+    """Bool `[B, N, N]`: true where column j is an ancestor of row i, or i itself. `parents` `[B, N]`, -1 for
+    roots.
+    """
     itself = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device).expand(
         parents.shape[0], -1, -1
     )
@@ -162,12 +172,12 @@ def _rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices `[B, count]` of the highest scores; of equal ones the first, and so a parent before its child."""
+    """Indices `[B, count]` of the highest scores. Ties keep their order, so a parent precedes its child."""
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
 def branches(drafts: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
-    """The tokens of the branch down to each node, its own included and the root's not, of one tree on the host."""
+    """The tokens of the branch down to each node, without the root's token, for one tree on the host."""
     found: list[tuple[int, ...]] = [()]
     for token, parent in zip(drafts, parents[1:], strict=True):
         found.append((*found[parent], token))

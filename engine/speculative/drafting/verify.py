@@ -1,9 +1,10 @@
-"""Which drafts are kept: sample-and-match along a chain, or down a tree.
+"""Verification of drafts by sample-and-match, along a chain or down a tree.
 
-The target samples a token in every row from its own distribution behind the row's drafts; drafts are kept while they
-equal what was sampled. Every emitted token is thus the target's own choice, a function of (seed, position, prefix)
-alone: no drafter can change the output, only how many tokens a step yields. In a tree the sampled token chooses among
-the children of the node it was sampled behind. Shape legend: B requests, N rows each, R rows of the longest branch.
+The target samples one token per row from its own distribution given the row's drafts. A draft is accepted
+while it equals the sampled token. Every emitted token is therefore the target's own sample, a function of
+(seed, position, prefix) alone. A drafter changes only the number of tokens per step, never the output. In a
+tree, the sampled token selects among the children of its node. Shape legend: B requests, N rows each, R rows
+of the longest branch.
 """
 
 from typing import NamedTuple
@@ -19,8 +20,12 @@ from .tree import DraftTree
 
 
 class AcceptResult(NamedTuple):
-    """`accept_len` int64 `[B]`: request b emits `tokens[b, :accept_len[b]]`, at least one token. `tokens` int64 `[B, R]`:
-    the target's choices along the kept branch. `path` int64 `[B, R]`: the rows where they were made, root first."""
+    """The accepted branch of each request.
+
+    `accept_len` int64 `[B]`: request b emits `tokens[b, :accept_len[b]]`, at least one token. `tokens` int64
+    `[B, R]` are the target's samples along the branch. `path` int64 `[B, R]` are the rows of these samples,
+    root first.
+    """
 
     accept_len: torch.Tensor
     tokens: torch.Tensor
@@ -34,9 +39,11 @@ def verify_drafts(
     targets: torch.Tensor,
     limits: torch.Tensor,
 ) -> AcceptResult:
-    """What is accepted of `tokens` int64 `[B, N]`, root first, given the target's choice `targets` `[B, N]` behind each.
+    """Accepts a prefix or branch of `tokens` int64 `[B, N]` (root first), given the target's samples
+    `targets` `[B, N]`.
 
-    `tree` None: the tokens are a chain. `limits` int64 `[B]`: rows from there on found no place and are not kept.
+    `tree` None: the tokens are a chain. `limits` int64 `[B]`: the first row without a KV slot; rows from it
+    on are never accepted.
     """
     if tree is None:
         accept_len = chain_verify(tokens, targets, limits)
@@ -48,9 +55,9 @@ def verify_drafts(
 
 
 def compact(pool: KVPool, slots: torch.Tensor, accepted: AcceptResult) -> None:
-    """Move the KV of the kept branch of each request to where a chain's would lie: row i from `accepted.path[:, i]`.
+    """Moves the KV of each accepted branch to the slots of a chain: row i comes from `accepted.path[:, i]`.
 
-    `slots` int64 `[B, S]`: where the rows of each request stand.
+    `slots` int64 `[B, S]` are the KV slots of each request's rows.
     """
     rows = torch.arange(1, accepted.path.shape[1], device=accepted.path.device)
     is_kept = rows < accepted.accept_len[:, None]

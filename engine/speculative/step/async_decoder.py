@@ -1,12 +1,12 @@
-"""The decoder: one step of a batch, launched and read apart, so that the host may work one step late.
+"""The decoder of a batch. It launches and reads steps separately, so the host may work one step behind.
 
-    launch   step N+1, behind step N on the device; all that it needs is in the device state there
-    read     step N: its tokens, already on the host or soon; appended to the requests that still want them
-    step     launch, then read
+    launch   queues step N+1 behind step N on the device; its inputs are in the device state
+    read     waits for the report of step N and appends its tokens to the requests that are still live
+    step     launches, then reads
 
-A request that ends with step N was in step N+1 too. What that computed for it is dropped, and what it wrote lies behind the
-request's tokens, in pages and a slot that are given back once step N+1 was read. A batch that waits for the host
-(`can_launch`) is counted by reason and stepped with nothing under way.
+A request that ends with step N also took part in step N+1. The decoder drops those tokens. Their KV lies
+behind the request's tokens, in pages and a slot that are released after step N+1 was read. A batch that
+cannot be launched ahead (`can_launch`) is counted by reason and stepped with no other step in flight.
 """
 
 from collections import Counter
@@ -34,7 +34,10 @@ from .step_graphs import Report, StepGraphs
 
 @dataclass(frozen=True, kw_only=True)
 class Flight:
-    """A step that was launched and not read. `warm` says who is drafted for, `kind` what the report holds."""
+    """A launched step that was not read yet.
+
+    `warm` marks the requests with drafts. `kind` determines the layout of the report.
+    """
 
     requests: tuple[Request, ...]
     warm: tuple[bool, ...]
@@ -44,9 +47,10 @@ class Flight:
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
-    """The requests of the newest step, and what follows from them alone; `version` of the state that it was gathered from.
+    """The requests of the newest step and the values derived from them.
 
-    `kind` is that of a step without drafts; `reason`: why the batch waits for the host.
+    `version` is that of the device state at derivation. `kind` is that of a step without drafts. `reason`
+    tells why the batch cannot be launched ahead.
     """
 
     requests: Sequence[Request]
@@ -61,17 +65,18 @@ _NOBODY = _Batch(requests=(), slots=(), warm=(), kind=StepKind(shape=PLAIN), rea
 
 
 def num_offered(shape: DraftShape, useful_rows: int) -> int:
-    """Drafts offered to a warm request."""
+    """Number of drafts offered to a warm request."""
     return shape.num_nodes - 1 if shape.is_tree and useful_rows > 1 else useful_rows - 1
 
 
 class AsyncDecoder:
-    """Decodes requests by `steps`, which know the target and the drafter.
+    """Decodes requests by `steps`, which hold the target and the drafter.
 
-    A step drafts `shape`, or what `policy`, given one, makes of it. The caller reserves pages for prompt + max_new_tokens +
-    shape.spare_slots tokens, within the context of `steps`; where a request has less, the rows beyond go to the padding sink
-    and are never accepted. Pages are shared by target and draft KV. With `launches_ahead` False every batch is to be stepped
-    by `step`. Between `launch` and the `read` of the same flight no request in it may be forgotten.
+    A step drafts `shape`, or the choice of `policy`, if given. The caller reserves pages for prompt +
+    max_new_tokens + shape.spare_slots tokens, within the context of `steps`. Rows beyond a request's pages go
+    to the padding sink and are never accepted. Target and draft KV share page ids. With `launches_ahead`
+    False, the caller uses `step` only. The caller must not forget a request between `launch` and `read` of a
+    flight that contains it.
 
     `fallbacks` counts, by reason, the batches that could not be launched ahead.
     """
@@ -91,19 +96,21 @@ class AsyncDecoder:
         self.policy = policy
         self.launches_ahead = launches_ahead
         self.fallbacks: Counter[str] = Counter()
-        self.num_launched = 0  # ahead
+        self.num_launched = 0  # steps launched ahead
         self.coverage = DraftCoverage(self.drafter, self.shape)
         self._eos = frozenset(eos_token_ids)
         self._page_size = steps.step.runner.pool.page_size
         self._slots: dict[Request, int] = {}
-        self._unseen: set[Request] = set()  # those whose support was wider than what the device looks at
+        self._unseen: set[Request] = set()  # support wider than the ranked candidates
         self._batch = _NOBODY
         self._num_unread = 0
         self._num_until_limit = 0
 
     @property
     def counters(self) -> dict[str, float]:
-        """Monotonic: steps launched ahead, why others were not, and requests beyond the draft's context."""
+        """Monotonic counts: steps launched ahead, fallbacks by reason, requests beyond the draft's
+        context.
+        """
         found = {
             f"overlap_fallback_{reason}": float(count) for reason, count in sorted(self.fallbacks.items())
         }
@@ -113,22 +120,25 @@ class AsyncDecoder:
             found["draft_beyond_context"] = float(self.coverage.num_beyond)
         return found
 
-    # --- draft state --------------------------------------------------------------------------------------------------
+    # --- draft state -----------------------------------------------------------------------------------
 
     def num_covered(self, request: Request) -> int:
-        """Rows of `request` whose draft KV is written, or never needed since they lie beyond the draft's context."""
+        """Rows of `request` whose draft KV is written, or unneeded because they lie beyond the draft's
+        context.
+        """
         return self.coverage.num_covered(request)
 
     def draft_prefill(self, request: Request, features: torch.Tensor, start_row: int) -> None:
-        """Write the draft rows from `start_row` on that target `features` `[rows, K*Ht]` of `request` stand for."""
+        """Writes draft rows from `start_row` on, from the target `features` `[rows, K*Ht]` of `request`."""
         self.draft_prefill_batch([(request, features, start_row)])
 
     def draft_prefill_batch(self, items: Sequence[tuple[Request, torch.Tensor, int]]) -> None:
-        """`draft_prefill` of several requests in one forward.
+        """Runs `draft_prefill` for several requests in one forward.
 
-        The first call of a request may start behind a cached prefix; later ones continue without a gap. Row i needs the
-        token at i+1, so the last row of a prompt has to wait for the first output token. Rows beyond the draft's context are
-        left out. No-op without a drafter.
+        The first call for a request may start behind a cached prefix. Later calls continue without a gap. Row
+        i needs the token at i+1, so the last row of a prompt waits for the first output token. Rows beyond
+        the draft's context are skipped. No-op without a drafter. Raises AssertionError for a request that
+        already takes steps.
         """
         if self.drafter is None:
             return
@@ -137,17 +147,19 @@ class AsyncDecoder:
         self.drafter.prefill([self.coverage.begin(self.drafter, *item) for item in items])
 
     def forget(self, request: Request) -> None:
-        """Drop what is kept of `request`; no-op when there is nothing."""
+        """Drops the state of `request`; no-op without one."""
         self.coverage.forget(request)
         slot = self._slots.pop(request, None)
         if slot is not None:
             self.steps.step.state.close(slot)
         self._unseen.discard(request)
 
-    # --- steps --------------------------------------------------------------------------------------------------------
+    # --- steps -----------------------------------------------------------------------------------------
 
     def can_launch(self, requests: Sequence[Request]) -> bool:
-        """Whether `requests` can be stepped ahead of reading the step before; if not, the reason is counted."""
+        """Whether a step of `requests` can be launched before the previous step is read. Counts the reason if
+        not.
+        """
         if not self.launches_ahead:
             return False
         reason = self._batch.reason if self._is_known(requests) else self._first_reason(requests)
@@ -156,9 +168,9 @@ class AsyncDecoder:
         return reason is None
 
     def step(self, requests: Sequence[Request]) -> StepResult:
-        """Advance every request of `requests` (none finished, each with an output token) by at least one token.
+        """Advances every request of `requests` by at least one token.
 
-        No flight may be unread.
+        Every request is unfinished and has an output token. Raises AssertionError while a flight is unread.
         """
         assert not self._num_unread, f"{self._num_unread} steps were launched and not read"
         if not requests:
@@ -166,7 +178,9 @@ class AsyncDecoder:
         return self.read(self._launch(requests), [True] * len(requests))
 
     def launch(self, requests: Sequence[Request]) -> Flight:
-        """Begin a step of `requests`, which `can_launch`; each may be in one flight that was not read yet."""
+        """Launches a step of `requests`, which passed `can_launch`. Each may be in one other unread
+        flight.
+        """
         self.num_launched += 1
         return self._launch(requests)
 
@@ -185,10 +199,10 @@ class AsyncDecoder:
         return Flight(requests=tuple(requests), warm=batch.warm, kind=kind, report=report)
 
     def read(self, flight: Flight, is_live: Sequence[bool]) -> StepResult:
-        """Wait for `flight`, the oldest not read, and commit its tokens to those of its requests that are live.
+        """Waits for `flight`, the oldest unread one, and commits its tokens to its live requests.
 
-        The result is of these only. A request may get no token: its support was not seen whole, and the host will wait for
-        its next step.
+        The result has rows for the live requests only. A request may get no token if the step did not see its
+        whole support; its next step then runs with the host's exact chooser.
         """
         width, shape = flight.kind.shape.num_path, flight.kind.shape
         values = flight.report.rows()
@@ -228,14 +242,14 @@ class AsyncDecoder:
             path=flight.report.path,
         )
 
-    # --- the batch ----------------------------------------------------------------------------------------------------
+    # --- the batch -------------------------------------------------------------------------------------
 
     def _is_known(self, requests: Sequence[Request]) -> bool:
         batch = self._batch
         return batch.version == self.steps.step.state.version and requests == batch.requests
 
     def _first_reason(self, requests: Sequence[Request]) -> str | None:
-        """Why a step of `requests` waits for the host; None where it does not."""
+        """The reason why a step of `requests` cannot be launched ahead; None without one."""
         for request in requests:
             if request.guide is not None:
                 return "guided"
@@ -244,7 +258,7 @@ class AsyncDecoder:
         return None
 
     def _gather(self, requests: Sequence[Request]) -> _Batch:
-        """The batch of `requests`, after telling the device of those that it does not know."""
+        """Derives the batch of `requests`, after new requests were written to the device state."""
         state = self.steps.step.state
         joining = [request for request in requests if request not in self._slots]
         if joining:
@@ -283,8 +297,11 @@ class AsyncDecoder:
         )
 
     def _kind_of(self, batch: _Batch) -> StepKind:
-        """The kind of the next step. Of a chain no more rows are run than some request can use, but where a graph takes the
-        batch: it has them all."""
+        """The kind of the next step.
+
+        A graph always runs all rows of its shape. An eager chain is cut to the rows that some request can
+        use.
+        """
         watched = self.shape if self.policy is not None and self.drafter is not None else None
         plain = replace(batch.kind, watched=watched)
         if not any(batch.warm):
@@ -300,13 +317,12 @@ class AsyncDecoder:
         return kind if shape.is_tree else replace(kind, shape=DraftShape.of(min(shape.steps, most_left - 1)))
 
     def _filler(self, requests: Sequence[Request], guided: Sequence[int]) -> FillMasks:
-        """What writes the masks of the requests `guided`, of which every step before was read."""
+        """A function that writes the masks of the requests `guided`, all of whose earlier steps were read."""
 
         def fill(drafts: torch.Tensor, parents: torch.Tensor | None, masks: torch.Tensor) -> None:
             num_nodes = masks.shape[1]
-            tokens = (
-                drafts.tolist() if num_nodes > 1 else [[]] * len(requests)
-            )  # the host waits for the drafts here
+            # The host waits for the drafts here.
+            tokens = drafts.tolist() if num_nodes > 1 else [[]] * len(requests)
             trees = [[-1, *range(num_nodes - 1)]] * len(requests) if parents is None else parents.tolist()
             found = []
             for i in guided:
@@ -319,13 +335,13 @@ class AsyncDecoder:
         return fill
 
     def _retire(self, requests: Sequence[Request]) -> None:
-        """End drafting for those of `requests` that have outgrown the draft's context."""
+        """Ends drafting for the requests that have outgrown the draft's context."""
         for request in self.coverage.retire(requests):
             if request in self._slots:
                 self.steps.step.state.stop_drafting(self._slots[request])
         self._num_until_limit = self.coverage.steps_until_limit(requests)
 
-    # --- what a step gave ---------------------------------------------------------------------------------------------
+    # --- results of a step -----------------------------------------------------------------------------
 
     def _commit_one(self, request: Request, tokens: list[int], is_warm: bool) -> list[int]:
         count = request.append(tokens, self._eos) if tokens else 0
@@ -335,8 +351,11 @@ class AsyncDecoder:
         return tokens[:count]
 
     def _tell_policy(self, flight: Flight, useful_rows: int, found: Sequence[tuple[list[int], bool]]) -> None:
-        """What became of the drafts of the warm requests that got a token, or of those that were not offered; `found`: the
-        row of each request and whether it is warm."""
+        """Reports acceptance to the policy, for the warm requests that got a token.
+
+        A step without drafts reports its first proposals instead. `found`: the report row of each request,
+        and whether the request is warm.
+        """
         width, policy = flight.kind.shape.num_path, self.policy
         rows = [row for row, is_warm in found if is_warm and row[width + ACCEPTED] > 0]
         if policy is None or not rows:
@@ -349,13 +368,13 @@ class AsyncDecoder:
 
     def __repr__(self) -> str:
         return (
-            f"<AsyncDecoder {self.shape}, {len(self._slots)} requests, {self.num_launched} steps launched ahead, "
-            f"fallbacks {dict(self.fallbacks)}>"
+            f"<AsyncDecoder {self.shape}, {len(self._slots)} requests, {self.num_launched} steps launched "
+            f"ahead, fallbacks {dict(self.fallbacks)}>"
         )
 
 
 def _is_edited(request: Request) -> bool:
-    """Whether a step changes logits of `request` or reports more of them than the choice."""
+    """Whether a step edits the logits of `request` or reports log probabilities."""
     params = request.sampling
     is_held = params.min_new_tokens > request.num_output
     return (

@@ -1,6 +1,6 @@
-"""What decode steps need of each running request, on the device: a step reads it there and moves it on there.
+"""The state of each running request on the device. Decode steps read and advance it there.
 
-The host writes a request's slot when the request joins, and reads nothing of it: what a step gave comes back in the step's
+The host writes a request's slot when the request joins and never reads it back. Results return in the step's
 report. Legend: S slots, B requests of a step, P pages per request, E entries of logit edits, V vocabulary.
 """
 
@@ -16,15 +16,18 @@ from ...sampling.edits import LogitEdits, SamplingRow
 from ...sampling.tensors import SamplingTensors
 
 PAD_SLOT = 0
-# Entries of logit edits that graphs are captured for: as many biases and stop tokens as a request may have, and end tokens.
+# Entries of logit edits in captured graphs: the maximum biases and stop tokens of a request, and end tokens.
 EDIT_ENTRIES = 1024 + 1024 + 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestInit:
-    """A request as its first step finds it: `newest` token, `length` rows with KV, `remaining` output tokens, `capacity`
-    rows that its pages and the context have, `draft_row` (0: nothing is drafted for it). `row`: how its next token is
-    chosen."""
+    """The initial state of a request.
+
+    `newest` is its newest token. `length` counts rows with KV, `remaining` the output tokens left, `capacity`
+    the rows within its pages and the context. `draft_row` 0 means no drafts. `row` holds the sampling
+    parameters.
+    """
 
     newest: int
     length: int
@@ -36,8 +39,10 @@ class RequestInit:
 
 
 class StepRows(NamedTuple):
-    """The state of B requests as a step found it: `integers` `[B, F+P]` with the columns of `step_glue`, and how tokens are
-    chosen for them."""
+    """The state of B requests at the start of a step.
+
+    `integers` `[B, F+P]` has the columns of `step_glue`. `tensors` holds the sampling parameters.
+    """
 
     integers: torch.Tensor
     tensors: SamplingTensors
@@ -49,7 +54,7 @@ class StepRows(NamedTuple):
 
     @property
     def draft_rows(self) -> torch.Tensor:
-        """`[B]` int64, 0 where nothing is drafted."""
+        """`[B]` int64, 0 for requests without drafts."""
         return self.integers[:, DRAFT_ROW]
 
     @property
@@ -59,10 +64,10 @@ class StepRows(NamedTuple):
 
 
 class DeviceState:
-    """`num_slots` slots; slot 0 pads: it is idle for ever. A request holds a slot from `open` to `close`.
+    """`num_slots` slots. Slot 0 is padding and always idle. A request holds a slot from `open` to `close`.
 
-    When all slots are held, S doubles. What logit edits need is allocated when the first request needs it, or by
-    `reserve_edits`. `version` counts the host's writes: what was gathered from an older one is out of date.
+    S doubles when all slots are held. The memory of logit edits is allocated for the first request that needs
+    it, or by `reserve_edits`. `version` counts the host's writes and so invalidates derived values.
     """
 
     def __init__(self, num_slots: int, max_pages: int, vocab_size: int, device: torch.device | str) -> None:
@@ -72,7 +77,9 @@ class DeviceState:
         self.device = torch.device(device)
         self.version = 0
         self.integers = torch.zeros((num_slots, PAGES + max_pages), dtype=torch.int64, device=device)
-        self._reals = torch.ones((num_slots, 3), dtype=torch.float64, device=device)  # of SamplingTensors
+        self._reals = torch.ones(
+            (num_slots, 3), dtype=torch.float64, device=device
+        )  # temperature, top_p, min_p
         self._edits: LogitEdits | None = None
         self._wanted: torch.Tensor | None = None  # [S] int64: top logprobs asked for, -1 none
         self._free = list(range(num_slots - 1, PAD_SLOT, -1))
@@ -92,7 +99,7 @@ class DeviceState:
 
     @property
     def edit_anchors(self) -> tuple[torch.Tensor, ...]:
-        """Those that graphs of steps with logit edits read and write besides."""
+        """The further tensors that graphs of steps with logit edits read and write."""
         if self._edits is None or self._wanted is None:
             return ()
         edits = self._edits
@@ -101,24 +108,26 @@ class DeviceState:
 
     @property
     def edit_bytes(self) -> int:
-        """Memory of what logit edits need: of each slot, 20 bytes per entry and 4 per token of the vocabulary."""
+        """Bytes of the logit edits: per slot, 20 bytes per entry and 4 bytes per token of the vocabulary."""
         return sum(part.numel() * part.element_size() for part in self.edit_anchors)
 
     def open(self) -> int:
-        """A slot of its own for a request that joins."""
+        """Returns a free slot for a request that joins."""
         if not self._free:
             self._grow()
         self.version += 1
         return self._free.pop()
 
     def close(self, slot: int) -> None:
-        """Give `slot` back; no step that was launched with it may still run."""
+        """Releases `slot`. No step launched with it may still run."""
         assert slot not in (PAD_SLOT, *self._free), f"slot {slot} is not open"
         self.version += 1
         self._free.append(slot)
 
     def write(self, slots: Sequence[int], joining: Sequence[RequestInit]) -> None:
-        """Set `slots` to the state of `joining`, behind whatever the device was told before; waits for nothing."""
+        """Writes the state of `joining` to `slots`, in device order after earlier writes, without
+        synchronisation.
+        """
         rows = [each.row for each in joining]
         tensors = SamplingTensors.of([row.params for row in rows], self.vocab_size)
         integers = torch.tensor(
@@ -142,7 +151,7 @@ class DeviceState:
         self.version += 1
 
     def stop_drafting(self, slot: int) -> None:
-        """Nothing is drafted any more for the request in `slot`, from the next step on."""
+        """Ends drafting for the request in `slot`, from the next step on."""
         self.integers[slot, DRAFT_ROW].zero_()
         self.version += 1
 
@@ -159,21 +168,21 @@ class DeviceState:
         )
         return StepRows(rows, tensors)
 
-    # --- logit edits --------------------------------------------------------------------------------------------------
+    # --- logit edits -----------------------------------------------------------------------------------
 
     @property
     def edits(self) -> LogitEdits:
-        """Of all slots; there are some once a request needed them."""
+        """The logit edits of all slots. Raises AssertionError before they are reserved."""
         assert self._edits is not None, "no request needed logit edits, and none were reserved"
         return self._edits
 
     def wanted(self, slots: torch.Tensor) -> torch.Tensor:
-        """Top logprobs asked for by the requests in `slots`, int64 `[B]`, -1 none."""
+        """Top logprobs that the requests in `slots` ask for, int64 `[B]`; -1 for none."""
         assert self._wanted is not None
         return self._wanted.index_select(0, slots)
 
     def reserve_edits(self, num_entries: int, *, has_counts: bool) -> None:
-        """Room for `num_entries` entries of each slot and, with `has_counts`, for how often each token was seen."""
+        """Allocates `num_entries` entries per slot and, with `has_counts`, token counts per slot."""
         old, count = self._edits, self.num_slots
         width = num_entries if old is None else max(num_entries, old.ids.shape[1])
         has_counts = has_counts or (old is not None and old.seen is not None)
@@ -203,7 +212,9 @@ class DeviceState:
         self._edits, self._wanted = made, wanted
 
     def count_tokens(self, slots: torch.Tensor, tokens: torch.Tensor, emitted: torch.Tensor) -> None:
-        """Add the first `emitted` `[B]` of `tokens` `[B, R]` to what the requests in `slots` have seen."""
+        """Adds the first `emitted` `[B]` of `tokens` `[B, R]` to the token counts of the requests in
+        `slots`.
+        """
         seen = self.edits.seen
         if seen is None:
             return
@@ -240,7 +251,7 @@ class DeviceState:
             self.reserve_edits(self._edits.ids.shape[1], has_counts=False)
 
     def _page_row(self, joining: RequestInit) -> list[int]:
-        """Its pages, as far as the context may reach, and page 0 for those that it does not have."""
+        """The request's pages up to the maximum context, padded with page 0."""
         pages = joining.pages[: self.max_pages]
         return [*pages, *[0] * (self.max_pages - len(pages))]
 

@@ -1,7 +1,7 @@
-"""Which rows of each request a drafter has written, and until when a request is drafted for.
+"""Tracks the draft rows that are written for each request, and the end of drafting for it.
 
-A request is drafted for while its draft KV covers every row that its target KV covers, and while its drafts would lie within
-the context that the draft model was trained for: beyond it drafts are hardly ever right.
+A request gets drafts while its draft KV covers every row of its target KV, and while its drafts lie within
+the context of the draft model's training. Drafts beyond that context are hardly ever right.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,15 +18,17 @@ NEVER = 1 << 30  # steps
 
 @dataclass(kw_only=True)
 class Coverage:
-    """Of one request: its place in the drafter, None once nothing is drafted for it any more, and how many of its draft rows
-    are written."""
+    """The draft coverage of one request.
+
+    `row` is its state row in the drafter, None after drafting ended. `covered` counts its written draft rows.
+    """
 
     row: int | None
     covered: int
 
 
 class DraftCoverage:
-    """The requests of `drafter` (None: nothing is ever drafted), whose steps draft at most `shape`."""
+    """The requests of `drafter`, whose steps draft at most `shape`. Without a drafter nothing is drafted."""
 
     def __init__(self, drafter: Drafter | None, shape: DraftShape) -> None:
         self.drafter = drafter
@@ -36,31 +38,33 @@ class DraftCoverage:
 
     @property
     def limit(self) -> int:
-        """Positions that drafts may have."""
+        """Maximum number of positions with drafts."""
         return 0 if self.drafter is None else self.drafter.max_context
 
     def is_warm(self, request: Request) -> bool:
-        """Whether `request` can be drafted for."""
+        """Whether `request` can get drafts."""
         mine = self.known.get(request)
         return mine is not None and mine.row is not None and mine.covered == request.num_tokens - 1
 
     def row_of(self, request: Request) -> int:
-        """The place of a request that is drafted for, 0 for any other."""
+        """The state row of a warm request, 0 for any other."""
         mine = self.known.get(request)
         return mine.row or 0 if mine is not None and self.is_warm(request) else 0
 
     def num_covered(self, request: Request) -> int:
-        """Rows of `request` whose draft KV is written, or never needed since they lie beyond the draft's context."""
+        """Rows of `request` whose draft KV is written, or unneeded because they lie beyond the draft's
+        context.
+        """
         mine = self.known.get(request)
         if mine is None:
             return 0
         return max(mine.covered, request.num_computed) if mine.row is None else mine.covered
 
     def begin(self, drafter: Drafter, request: Request, features: torch.Tensor, start: int) -> DraftPrefill:
-        """The prefill of the rows of `request` from `start` on that `features` `[rows, K*Ht]` stand for.
+        """The prefill of the rows of `request` from `start` on, from `features` `[rows, K*Ht]`.
 
-        Rows beyond the draft's context are left out. Raises AssertionError for a gap, or where the token behind the last row
-        is not there yet.
+        Rows beyond the draft's context are skipped. Raises AssertionError for a gap between covered rows and
+        `start`, or if the token behind the last row is unknown.
         """
         end = start + features.shape[0]
         assert end < request.num_tokens, (
@@ -85,14 +89,16 @@ class DraftCoverage:
         )
 
     def advance(self, request: Request, count: int) -> None:
-        """A step that drafted for `request` wrote `count` more of its rows."""
+        """Records that a step with drafts for `request` wrote `count` more draft rows."""
         mine = self.known.get(request)
         if mine is not None:
             mine.covered += count
             assert mine.covered == request.num_computed, f"{request!r}: draft KV covers {mine.covered} rows"
 
     def retire(self, requests: Iterable[Request]) -> list[Request]:
-        """End drafting for those of `requests` whose drafts would lie beyond the draft's context; returns them."""
+        """Ends drafting for the requests whose drafts would lie beyond the draft's context, and returns
+        them.
+        """
         retired = []
         for request in requests:
             mine = self.known.get(request)
@@ -107,14 +113,14 @@ class DraftCoverage:
         return retired
 
     def steps_until_limit(self, requests: Sequence[Request]) -> int:
-        """Steps after which one of `requests` may have outgrown the draft's context."""
+        """Minimum steps after which one of `requests` may have outgrown the draft's context."""
         known = [(request, self.known.get(request)) for request in requests]
         lengths = [request.num_tokens for request, mine in known if mine is not None and mine.row is not None]
         room = self.limit - self.shape.steps - max(lengths, default=0)
         return max(1, room // self.shape.num_path) if lengths else NEVER
 
     def forget(self, request: Request) -> None:
-        """Drop what is kept of `request`; no-op when there is nothing."""
+        """Drops the state of `request`; no-op without one."""
         mine = self.known.pop(request, None)
         if mine is not None and mine.row is not None and self.drafter is not None:
             self.drafter.close(mine.row)

@@ -1,12 +1,12 @@
 """One whole decode step: draft -> verify -> sample -> accept -> compact -> observe -> advance.
 
-The step reads what it needs of each request from the device state and moves it on there, so that a step may be launched
-before the one before it was read. Every shape follows from the number of requests and the kind of the step. One break looks
-at the host: the masks of grammars depend on the drafts, so that the host fills them between verify and sampling. The same
-code runs eagerly, on tapes and in graphs of a device.
+The step reads and advances the device state, so the next step can be launched before this one is read. Every
+shape follows from the number of requests and the kind of the step. The step has one graph break: grammar
+masks depend on the drafts, so the host fills them between verify and sampling. The same code runs eagerly, on
+tapes and in device graphs.
 
-Shape legend: B requests, N nodes verified of each, R rows of the longest branch, S spare slots, K captured features,
-Ht target hidden, V vocabulary, W words of a mask.
+Shape legend: B requests, N verified nodes of each, R rows of the longest branch, S spare slots, K captured
+features, Ht target hidden, V vocabulary, W words of a mask.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,9 @@ from ..drafting.tree import DraftTree
 from ..drafting.verify import AcceptResult, compact, verify_drafts
 from .device_state import DeviceState, StepRows
 
-# Columns of a report behind the R tokens: what verify accepted; rows in front of the first whose logits are not finite;
-# rows in front of the first whose support was not seen whole; whether the draft that was not asked would have been right.
+# Columns of a report behind the R tokens: accepted rows; rows before the first with logits that are not
+# finite; rows before the first whose support exceeds the ranked candidates; whether an unused first proposal
+# matches.
 ACCEPTED, GOOD, SEEN, WOULD_MATCH = range(NUM_COUNTS)
 
 # (drafts [B, N-1], parents [B, N] of a tree, masks int32 [B, N, W] to be written)
@@ -40,11 +41,13 @@ FillMasks = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None]
 
 @dataclass(frozen=True, kw_only=True)
 class StepKind:
-    """What is fixed in a step: the `shape` drafted; how tokens are chosen; what is reported.
+    """The fixed properties of a step: the `shape` drafted, the choice of tokens, and the content of the
+    report.
 
-    `is_ranked`: some request is drawn from a top-k or a nucleus. `is_edited`: some request has penalties, biases, bans, a
-    grammar or logprobs, of which `num_top` likeliest tokens at most (-1: no logprobs). `is_exact`: by the exact form of the
-    chooser, which no graph can hold. `watched`: the shape whose first proposals are compared where nothing is drafted.
+    `is_ranked`: some request samples from a top-k or a nucleus. `is_edited`: some request has penalties,
+    biases, bans, a grammar or logprobs. `num_top` is the maximum number of top logprobs (-1: no logprobs).
+    `is_exact`: the step uses the exact chooser, which no graph can hold. `watched`: a step without drafts
+    compares the first proposals of this shape.
     """
 
     shape: DraftShape
@@ -59,7 +62,7 @@ class StepKind:
         return self.shape.num_path * (1 + packed_width(self.num_top)) + NUM_COUNTS
 
     def covers(self, wanted: "StepKind") -> bool:
-        """Whether a step of this kind gives the tokens of `wanted`, and at least what that reports."""
+        """Whether a step of this kind gives the tokens of `wanted` and a report with at least its content."""
         is_same = (self.shape, self.watched, self.is_exact) == (wanted.shape, wanted.watched, wanted.is_exact)
         chooses = self.is_ranked >= wanted.is_ranked and self.is_edited >= wanted.is_edited
         return is_same and chooses and self.num_top >= wanted.num_top
@@ -67,7 +70,7 @@ class StepKind:
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext(ReplayContext):
-    """`fill` writes the masks of grammars; None: no request of the batch has one."""
+    """`fill` writes grammar masks; None if no request of the batch has a grammar."""
 
     fill: FillMasks | None = None
 
@@ -94,7 +97,9 @@ class FusedStep:
 
     @torch.no_grad()
     def run(self, slots: torch.Tensor, kind: StepKind, breaks: Breaks[StepContext]) -> torch.Tensor:
-        """Step the requests in `slots` `[B]` int64; the report int64 `[B, kind.report_width]`."""
+        """Steps the requests in `slots` `[B]` int64 and returns the report, int64
+        `[B, kind.report_width]`.
+        """
         rows = self.state.read(slots)
         places = step_places(rows.integers, self._sizes(kind.shape))
         if not breaks.is_recorded:
@@ -126,7 +131,7 @@ class FusedStep:
         return self._with_logprobs(slots, outcome.report, logits, accepted, kind)
 
     def _note_pages(self, rows: StepRows, places: Places) -> None:
-        """Debug runs: the pages that this step reads and writes, for copies that touch them."""
+        """In debug runs, records the pages that this step reads and writes, to order page copies."""
         pool = self.runner.pool
         if pool.order.is_checked:
             writes = (places.slots // pool.page_size).flatten().tolist()
@@ -162,7 +167,7 @@ class FusedStep:
     def _draft(
         self, rows: StepRows, view: DraftView, shape: DraftShape
     ) -> tuple[torch.Tensor, DraftTree | None]:
-        """Tokens `[B, N]`, the newest first, and of a tree what its nodes are."""
+        """Tokens `[B, N]`, the newest one first, and the tree, if the shape is one."""
         newest = rows.newest[:, None]
         if self.drafter is None or shape.steps == 0:
             return newest, None
@@ -228,7 +233,7 @@ class FusedStep:
     def _masks(
         self, tokens: torch.Tensor, tree: DraftTree | None, vocab_size: int, breaks: Breaks[StepContext]
     ) -> torch.Tensor | None:
-        """The masks of all nodes, int32 `[B*N, W]`; the host fills those of requests with a grammar here."""
+        """The masks of all nodes, int32 `[B*N, W]`. The host fills those of requests with a grammar."""
         if not breaks.is_recorded and breaks.context.fill is None:
             return None
         count, num_words = tokens.shape[0], -(-vocab_size // 32)
@@ -240,7 +245,7 @@ class FusedStep:
         return masks.view(-1, num_words)
 
     def _would_match(self, view: DraftView, accepted: AcceptResult, kind: StepKind) -> torch.Tensor:
-        """Whether one of the first proposals that were not asked for is what the target chose: `[B]` int64, 0 or 1."""
+        """Whether one of the unused first proposals equals the target's sample: `[B]` int64, 0 or 1."""
         if self.drafter is None or kind.watched is None or kind.shape.steps:
             return torch.zeros_like(view.lens)
         proposals = self.drafter.first_proposals(view, kind.watched.topk)
@@ -254,7 +259,7 @@ class FusedStep:
         accepted: AcceptResult,
         kind: StepKind,
     ) -> torch.Tensor:
-        """`report` with the log probabilities of the tokens along the kept branch behind it."""
+        """`report` followed by the log probabilities of the tokens along the accepted branch."""
         if kind.num_top < 0:
             return report
         count, num_path = accepted.path.shape
@@ -269,7 +274,7 @@ class FusedStep:
 def fill_masks(
     context: StepContext, drafts: torch.Tensor, parents: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """The break of a step: the host reads the drafts and writes masks, where a grammar asks for it."""
+    """The graph break of a step. The host reads the drafts and writes masks, if a request has a grammar."""
     if context.fill is not None:
         count = context.num_rows
         context.fill(drafts[:count], None if parents is None else parents[:count], out[:count])

@@ -1,4 +1,4 @@
-"""What one decode step gave its requests."""
+"""The result of one decode step."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,12 @@ from ...sampling.logprobs import ScoredToken
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one step gave each request, in the order of the batch.
+    """The results of one step per request, in batch order.
 
-    `tokens` committed this step (already appended to the request). `logprobs`, per token, is empty for a request that
-    asks for none. `accept_lens` counts what verify accepted, `drafted` how many drafts were offered (of a tree all nodes but
-    the root): both before an end inside the block cut it. `is_bad`: the model's logits were not finite; fail the request.
+    `tokens` are the committed tokens, already appended to the requests. `logprobs` has one entry per token;
+    it is empty for a request without logprobs. `accept_lens` counts accepted tokens, and `drafted` the
+    offered drafts (all nodes but the root of a tree); both ignore an end of the request inside the block.
+    `is_bad`: the logits were not finite, so the caller must fail the request.
     """
 
     tokens: list[list[int]]

@@ -1,8 +1,9 @@
-"""Launches whole decode steps, as graphs where there are some, and brings their reports to the host without waiting.
+"""Launches whole decode steps and copies their reports to the host without waiting.
 
-    launch   slots of the batch (told again only when they change), one graph, one copy of the report to pinned memory
-    rows     waits for the event behind that copy, and for nothing that was launched later
+    launch   updates the list of slots if it changed, replays one graph, copies the report to pinned memory
+    rows     waits for the event behind that copy, and for no later work
 
+A step runs as a graph when a captured graph covers it, otherwise eagerly.
 Legend: B requests, W columns of a report.
 """
 
@@ -27,13 +28,13 @@ from .fused_step import FillMasks, FusedStep, StepContext, StepKind
 
 logger = logging.getLogger(__name__)
 
-# Reports that may wait on the host: that of a step under way, of the one before it, and one to spare.
+# Host buffers of reports: one for the running step, one for the step before it, and one spare.
 UNREAD_STEPS = 3
-TOP_LOGPROBS = 20  # that graphs report; a request that asks for more is stepped eagerly
+TOP_LOGPROBS = 20  # maximum in graphs; steps with more run eagerly
 
 
 class Report:
-    """What one step said, on its way to the host or there. `path`: "graph" or "eager"."""
+    """The report of one step, possibly still in transfer to the host. `path`: "graph" or "eager"."""
 
     def __init__(self, values: npt.NDArray[np.int64], event: torch.cuda.Event | None, path: str) -> None:
         self._values = values
@@ -41,15 +42,19 @@ class Report:
         self.path = path
 
     def rows(self) -> npt.NDArray[np.int64]:
-        """`[B, W]`; waits for this step. To be asked for before UNREAD_STEPS more were launched."""
+        """Waits for the step and returns `[B, W]` int64. Valid until UNREAD_STEPS further steps are
+        launched.
+        """
         if self._event is not None:
             self._event.synchronize()
         return self._values
 
 
 class StepGraphs:
-    """Steps of `step`, launched one behind the other. `kinds` are those that `capture` makes graphs of; any other runs
-    eagerly. Batches may grow beyond `max_requests`, but not on graphs."""
+    """Launches steps of `step` in order.
+
+    `capture` makes graphs of `kinds`. Other kinds, and batches of more than `max_requests`, run eagerly.
+    """
 
     def __init__(self, step: FusedStep, kinds: Sequence[StepKind], max_requests: int) -> None:
         self.step = step
@@ -71,12 +76,12 @@ class StepGraphs:
         ]
         self._num_launched = 0
         self.families: dict[StepKind, GraphFamily[StepContext, torch.Tensor]] = {}
-        self._covered: dict[StepKind, StepKind] = {}  # by the kind asked for
-        # What graphs read besides the parameters, those with logit edits and those without.
+        self._covered: dict[StepKind, StepKind] = {}  # requested kind -> captured kind
+        # Tensors besides the parameters that graphs read, by whether the graphs have logit edits.
         self._frozen: dict[bool, tuple[torch.Tensor, ...]] = {}
 
     def capture(self, graphs: GraphPool, buckets: Sequence[int]) -> None:
-        """A graph of each kind and bucket."""
+        """Captures a graph of each kind and bucket."""
         state, drafter = self.step.state, self.step.drafter
         if any(kind.is_edited for kind in self.kinds):
             state.reserve_edits(EDIT_ENTRIES, has_counts=True)
@@ -108,8 +113,11 @@ class StepGraphs:
     def launch(
         self, slots: tuple[int, ...], kind: StepKind, fill: FillMasks | None = None
     ) -> tuple[Report, StepKind]:
-        """Step the requests in `slots`, behind everything launched before; returns at once where the device is one, unless
-        `fill` has masks of grammars to write. The report is of the kind returned, which covers the one asked for."""
+        """Launches a step of the requests in `slots` behind all earlier ones.
+
+        Returns without waiting for the device, unless `fill` has grammar masks to write. The returned kind
+        covers the requested kind and determines the layout of the report.
+        """
         self.tell(slots)
         count = len(slots)
         padded, family = self._padded(count), self._family_of(kind)
@@ -125,11 +133,11 @@ class StepGraphs:
         return self._on_its_way(values[:count], path), kind
 
     def tell(self, slots: tuple[int, ...]) -> None:
-        """The device's list of slots, filled up with the padding slot."""
+        """Updates the device's list of slots, padded with the padding slot."""
         if slots == self._told:
             return
         most = self._padded(len(slots))
-        if most > self.slots.shape[0]:  # graphs keep reading the old list, so that larger batches run eagerly
+        if most > self.slots.shape[0]:  # graphs read the old list, so larger batches run eagerly
             self.slots = torch.zeros(2 * most, dtype=torch.int64, device=self.device)
         listed = torch.tensor([*slots, *[0] * (self.slots.shape[0] - len(slots))], dtype=torch.int64)
         self.slots.copy_(to_device(listed, self.device))
@@ -149,7 +157,7 @@ class StepGraphs:
         return Report(self._arrays[index][:num_values].reshape(values.shape), event, path)
 
     def _covering(self, kind: StepKind) -> StepKind:
-        """The captured kind that costs least of those that cover `kind`; `kind` itself where there is none."""
+        """The cheapest captured kind that covers `kind`; `kind` itself without one."""
         if kind not in self._covered:
             found = [captured for captured in self.families if captured.covers(kind)]
             self._covered[kind] = min(found, key=lambda each: (each.is_edited, each.is_ranked), default=kind)
@@ -159,13 +167,15 @@ class StepGraphs:
         return self.families.get(self._covering(kind))
 
     def _padded(self, count: int) -> int:
-        """Requests that run, with idle ones: a multiple of what peers in lockstep want."""
+        """`count` rounded up to the runner's row multiple."""
         multiple = self.step.runner.row_multiple
         return -(-count // multiple) * multiple
 
     def _is_fresh(self, kind: StepKind, *, is_counted: bool = False) -> bool:
-        """Whether the states lie where graphs of `kind` read them: they move when more requests come than expected, or
-        requests with more biases."""
+        """Whether the states are still at the addresses that graphs of `kind` captured.
+
+        They move when more requests than reserved, or requests with more biases, join.
+        """
         frozen, anchors = self._frozen[kind.is_edited], self._anchors(kind.is_edited)
         is_fresh = len(anchors) == len(frozen) and all(map(_is_one, anchors, frozen))
         if is_counted and not is_fresh:
@@ -206,10 +216,11 @@ def step_graphs(
     max_context: int,
     make: type[StepGraphs] = StepGraphs,
 ) -> StepGraphs:
-    """Steps of any of `shapes`, and plain ones, for up to `max_requests` requests of up to `max_context` tokens.
+    """Steps of any of `shapes`, and plain ones, for up to `max_requests` requests of up to `max_context`
+    tokens.
 
-    `watched`: the shape whose first proposals are compared where nothing is drafted. Graphs can be captured of three kinds
-    of each shape: likeliest or free draws, ranked draws, and edited logits with logprobs.
+    A step without drafts compares the first proposals of shape `watched`. Each shape has three kinds with
+    graphs: greedy or free sampling, ranked sampling, and edited logits with logprobs.
     """
     every = list(dict.fromkeys([*shapes, PLAIN]))
     max_pages = planned_pages(every, max_context, runner.pool.page_size)

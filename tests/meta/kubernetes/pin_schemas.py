@@ -17,12 +17,17 @@ from pathlib import Path
 from typing import Any
 
 KINDS = {
-    "ConfigMap": "core.v1", "Deployment": "apps.v1", "HorizontalPodAutoscaler": "autoscaling.v2", "Job": "batch.v1",
-    "NetworkPolicy": "networking.v1", "PodDisruptionBudget": "policy.v1", "Role": "rbac.v1", "RoleBinding": "rbac.v1",
+    "ConfigMap": "core.v1", "Deployment": "apps.v1", "HorizontalPodAutoscaler": "autoscaling.v2",
+    "Job": "batch.v1",
+    "NetworkPolicy": "networking.v1", "PodDisruptionBudget": "policy.v1", "Role": "rbac.v1",
+    "RoleBinding": "rbac.v1",
     "Secret": "core.v1", "Service": "core.v1", "ServiceAccount": "core.v1", "StatefulSet": "apps.v1",
 }  # fmt: skip
 PREFIX, META = "io.k8s.api.", "io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"
-SOURCE = "Kubernetes v1.34.0 OpenAPI and the Prometheus operator's PodMonitor, strict, without descriptions; Apache-2.0"
+SOURCE = (
+    "Kubernetes v1.34.0 OpenAPI and the Prometheus operator's PodMonitor, strict, without descriptions; "
+    "Apache-2.0"
+)
 
 
 def main() -> None:

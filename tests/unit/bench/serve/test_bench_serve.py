@@ -295,8 +295,10 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path, line):
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--rate", "0"], ["--rate", "x"], ["--rate", "1", "--concurrency", "2"], ["--input", "9-3"], ["--input", "0"],
-        ["--output", "a"], ["--requests", "0"], ["--shared-prefix", "512"], ["--slo-ttft", "-1"], ["--temperature", "nan"],
+        ["--rate", "0"], ["--rate", "x"], ["--rate", "1", "--concurrency", "2"], ["--input", "9-3"],
+        ["--input", "0"],
+        ["--output", "a"], ["--requests", "0"], ["--shared-prefix", "512"], ["--slo-ttft", "-1"],
+        ["--temperature", "nan"],
     ],
 )  # fmt: skip
 def test_an_option_that_makes_no_sense_is_refused(argv, capsys):
@@ -327,9 +329,12 @@ def test_the_model_is_the_first_that_is_named():
 def test_what_the_endpoint_says_is_the_difference_of_two_readings():
     def metrics(factor):
         lines = {
-            "baton_handoff_seconds_sum": 0.5, "baton_handoff_seconds_count": 10, "baton_handoff_bytes_total": 2e7,
-            "baton_prefill_seconds_sum": 1, "baton_prefill_seconds_count": 10, "baton_prefill_queue_seconds_sum": 0.2,
-            "baton_prompt_tokens_total": 1000, "baton_cached_prompt_tokens_total": 250, "baton_retries_total": 1,
+            "baton_handoff_seconds_sum": 0.5, "baton_handoff_seconds_count": 10,
+            "baton_handoff_bytes_total": 2e7,
+            "baton_prefill_seconds_sum": 1, "baton_prefill_seconds_count": 10,
+            "baton_prefill_queue_seconds_sum": 0.2,
+            "baton_prompt_tokens_total": 1000, "baton_cached_prompt_tokens_total": 250,
+            "baton_retries_total": 1,
             'baton_worker_events_total{event="verify_steps",role="decode",worker="a"}': 40,
             'baton_worker_events_total{event="verify_steps",role="decode",worker="b"}': 60,
             'baton_worker_events_total{event="accepted_tokens",role="decode",worker="a"}': 150,
@@ -339,7 +344,8 @@ def test_what_the_endpoint_says_is_the_difference_of_two_readings():
 
     assert said(metrics(1), metrics(3)) == pytest.approx(
         {
-            "accept_length": 2.5, "accepted_share": 0.5, "handoff_ms": 50, "handoff_mb": 2, "handoff_mb_per_s": 40,
+            "accept_length": 2.5, "accepted_share": 0.5, "handoff_ms": 50, "handoff_mb": 2,
+            "handoff_mb_per_s": 40,
             "prefill_ms": 100, "prefill_wait_ms": 20, "cached_share": 0.25, "retries": 2,
         }
     )  # fmt: skip

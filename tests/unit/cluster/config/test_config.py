@@ -233,8 +233,8 @@ def test_help_shows_each_flag_once_with_its_default_and_exits_with_0(cls, capsys
 def test_cluster_modules_import_no_torch():
     code = (
         "import sys, baton.cluster.config.load, baton.cluster.process.log, baton.cluster.telemetry.metrics, "
-        "baton.cluster.process.process, baton.cluster.net.control_link, baton.deploy.up.launcher, baton.__main__; "
-        "sys.exit('torch' in sys.modules)"
+        "baton.cluster.process.process, baton.cluster.net.control_link, baton.deploy.up.launcher, "
+        "baton.__main__; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd="/", check=False).returncode == 0
 

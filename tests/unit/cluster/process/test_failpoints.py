@@ -45,7 +45,10 @@ def test_a_fault_that_cannot_be_is_refused_and_named(text, word):
 
 @pytest.mark.parametrize("action", ["kill", "abort", "raise"])
 def test_actions_end_the_process_as_they_say(action):
-    code = f"from baton.cluster.process.failpoints import Fault, perform; perform(Fault(site='s', nth=1, action={action!r}))"
+    code = (
+        f"from baton.cluster.process.failpoints import Fault, perform; perform(Fault(site='s', nth=1, "
+        f"action={action!r}))"
+    )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd="/", check=False)
     assert ended.returncode == {"kill": -signal.SIGKILL, "abort": -signal.SIGABRT, "raise": 1}[action]
     assert (b"FaultInjected" in ended.stderr) == (action == "raise")
@@ -61,7 +64,8 @@ def test_a_pause_ends(monkeypatch):
 @pytest.mark.parametrize("role", ["router", "prefill", "decode"])
 def test_no_role_starts_with_a_fault_that_nobody_permitted(role):
     ended = subprocess.run(
-        [sys.executable, "-m", f"baton.{role}", "--model=/nowhere"], cwd="/", check=False, capture_output=True, text=True,
+        [sys.executable, "-m", f"baton.{role}", "--model=/nowhere"], cwd="/", check=False,
+        capture_output=True, text=True,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path), "BATON_FAULT": "decode:step:1"},
     )  # fmt: skip
     lines = [line for line in ended.stderr.splitlines() if line.startswith(f"baton {role}: ")]

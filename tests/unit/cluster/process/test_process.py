@@ -22,7 +22,8 @@ from baton.cluster.process.process import (
 def run_child(code, *, env=None, **kwargs):
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/", env={**os.environ, **(env or {})}, **kwargs,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/", env={**os.environ, **(env or {})},
+        **kwargs,
     )  # fmt: skip
 
 

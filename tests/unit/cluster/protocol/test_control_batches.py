@@ -205,8 +205,10 @@ def test_any_fault_but_an_unknown_type_refuses_the_whole_frame(decoder):
     mine, other = (gone, cancel) if decoder is control_up_decoder else (cancel, gone)
     good, new = pack(mine(0)), msgpack.packb(MIGRATE)
     for bad in (
-        pack(other(1)), b"\xc0", b"\x90", b"\xc1", msgpack.packb({"room": "a" * 32}), msgpack.packb(MIGRATE | {"type": 7}),
-        msgpack.packb({"type": type(mine(0)).__name__}), msgpack.packb(MIGRATE | {"type": b"Migrate"}), new[:-1],
+        pack(other(1)), b"\xc0", b"\x90", b"\xc1", msgpack.packb({"room": "a" * 32}),
+        msgpack.packb(MIGRATE | {"type": 7}),
+        msgpack.packb({"type": type(mine(0)).__name__}), msgpack.packb(MIGRATE | {"type": b"Migrate"}),
+        new[:-1],
     ):  # fmt: skip
         for parts in ([good, new, bad], [bad, new, good], [new, bad]):
             with pytest.raises(RemoteProtocolError):

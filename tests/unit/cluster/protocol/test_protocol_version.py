@@ -54,7 +54,8 @@ REQUIRED = {
     }
 }
 PARTS = (
-    m.TokenItem, m.TokenLogprob, m.Layout, m.Sampling, m.WorkerStats, m.GraphCounts, m.PrefillTimeline, m.DecodeTimeline
+    m.TokenItem, m.TokenLogprob, m.Layout, m.Sampling, m.WorkerStats, m.GraphCounts, m.PrefillTimeline,
+    m.DecodeTimeline
 )  # fmt: skip
 
 

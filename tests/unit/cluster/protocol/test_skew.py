@@ -31,11 +31,13 @@ ASKING = {
 # Of protocol 1 from its first day on.
 OLD = {
     Sampling: (
-        "temperature", "top_k", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+        "temperature", "top_k", "top_p", "min_p", "frequency_penalty", "presence_penalty",
+        "repetition_penalty",
         "logit_bias", "seed", "max_new_tokens", "stop_token_ids", "ignore_eos", "logprobs",
     ),
     Reserve: (
-        "room", "epoch", "instance", "prompt_ids", "num_output", "sampling", "deadline_ms", "prefill_endpoint",
+        "room", "epoch", "instance", "prompt_ids", "num_output", "sampling", "deadline_ms",
+        "prefill_endpoint",
         "prefill_instance",
     ),
     Prefill: ("room", "epoch", "instance", "prompt_ids", "num_output", "sampling", "deadline_ms"),

@@ -80,7 +80,8 @@ def test_the_gap_of_a_message_is_shared_by_its_tokens():
 
 def test_heartbeats_become_labelled_gauges_and_counters():
     stats = WorkerStats(
-        state="draining", pages_total=100, pages_free=60, pages_cached=20, running=2, accept_length=2.5, spec_steps=3,
+        state="draining", pages_total=100, pages_free=60, pages_cached=20, running=2, accept_length=2.5,
+        spec_steps=3,
         graphs=GraphCounts(verify=3), counters={"forwards": 12.0},
     )  # fmt: skip
     workers = [
@@ -120,7 +121,8 @@ def test_two_routers_in_a_process_do_not_share_counters():
 
 GRAPHS = {
     "graph_replays_target_verify": 7.0, "graph_replays_draft": 6.0, "graph_replays_draft_extend": 5.0,
-    "graph_pad_rows_draft": 4.0, "graph_fallback_draft_extend_too_large": 3.0, "graph_fallback_draft_off": 2.0,
+    "graph_pad_rows_draft": 4.0, "graph_fallback_draft_extend_too_large": 3.0,
+    "graph_fallback_draft_off": 2.0,
 }  # fmt: skip
 
 

@@ -27,7 +27,8 @@ from baton.deploy.keys.keys import init
 from baton.tests.cluster.router_fakes import save_tokenizer
 
 PREFILL = {
-    "role": "prefill", "instance": "a1" * 16, "state": "serving", "host": "h", "pid": 1, "heartbeat_age_s": 0.1,
+    "role": "prefill", "instance": "a1" * 16, "state": "serving", "host": "h", "pid": 1,
+    "heartbeat_age_s": 0.1,
     "fingerprint": "f0" * 16,
 }  # fmt: skip
 DECODE = {**PREFILL, "role": "decode", "instance": "b2" * 16}

@@ -56,9 +56,12 @@ def test_panels_have_a_place_of_their_own():
 def test_what_an_operator_of_prefill_and_decode_needs_is_shown():
     asked = " ".join(exprs())
     for name in (
-        "baton_requests_total", "baton_time_to_first_token_seconds", "baton_inter_token_seconds", "baton_queued_requests",
-        "baton_queue_wait_seconds", "baton_handoff_bytes_total", "baton_handoff_seconds", "baton_worker_pages",
-        "baton_worker_accept_length", "baton_worker_spec_steps", "baton_worker_graph_fallbacks_total", "baton_worker_up",
+        "baton_requests_total", "baton_time_to_first_token_seconds", "baton_inter_token_seconds",
+        "baton_queued_requests",
+        "baton_queue_wait_seconds", "baton_handoff_bytes_total", "baton_handoff_seconds",
+        "baton_worker_pages",
+        "baton_worker_accept_length", "baton_worker_spec_steps", "baton_worker_graph_fallbacks_total",
+        "baton_worker_up",
         "baton_ejections_total", "baton_worker_deaths_total", "repulls",
     ):  # fmt: skip
         assert name in asked, name

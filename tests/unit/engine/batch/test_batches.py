@@ -23,13 +23,15 @@ from baton.kvtransfer.transports.sender_endpoint import SLOTS_PER_FRAME
 
 P, D, ROOM = "1" * 32, "2" * 32, "a" * 32
 LAYOUT = m.Layout(
-    fingerprint="f", dtype="bfloat16", page_size=4, num_layers=2, num_kv_heads=1, head_dim=160, block_bytes=5000
+    fingerprint="f", dtype="bfloat16", page_size=4, num_layers=2, num_kv_heads=1, head_dim=160,
+    block_bytes=5000
 )  # pages of 5120 bytes: most blocks have two segments  # fmt: skip
 NAME = {"room": ROOM, "epoch": 0, "instance": D}
 PULL = m.Pull(**NAME, block=1)
 FREE = SlotFree(**NAME, block=1, slab=P, slot=3)
 LARGEST = SlabBlock(
-    room=ROOM, epoch=2**48, instance=P, block=2**48, size=2**48, digest=2**32 - 1, slab=P, slot=2**31 - 1, lease_ms=2**48
+    room=ROOM, epoch=2**48, instance=P, block=2**48, size=2**48, digest=2**32 - 1, slab=P, slot=2**31 - 1,
+    lease_ms=2**48
 )  # fmt: skip
 
 

@@ -233,7 +233,8 @@ class Driver:
 def scripted(monkeypatch: pytest.MonkeyPatch, **faults: bool) -> tuple[Driver, cuda.CudaBackend]:
     driver = Driver(**faults)
     for name in (
-        "Stream", "CUDAGraph", "graph_pool_handle", "current_device", "current_stream", "stream", "device", "synchronize",
+        "Stream", "CUDAGraph", "graph_pool_handle", "current_device", "current_stream", "stream", "device",
+        "synchronize",
         "empty_cache", "memory_snapshot",
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, getattr(driver, name))

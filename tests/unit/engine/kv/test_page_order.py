@@ -46,7 +46,8 @@ def planes_with(order):
 
 def pull(pages):
     return PullRequest(
-        room="ab" * 16, epoch=0, num_tokens=TOKENS, have=0, pages=pages, features=None, endpoint="", peer_instance="",
+        room="ab" * 16, epoch=0, num_tokens=TOKENS, have=0, pages=pages, features=None, endpoint="",
+        peer_instance="",
     )  # fmt: skip
 
 

@@ -30,7 +30,8 @@ def test_sizes_follow_from_steps_topk_and_tokens(args, nodes, spare):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ((-1,), "spec_steps -1"), ((3, 0), "spec_topk 0"), ((3, 1, 3), "spec_tokens 3.*at least 4.*lower spec_steps"),
+        ((-1,), "spec_steps -1"), ((3, 0), "spec_topk 0"), ((3, 1, 3),
+        "spec_tokens 3.*at least 4.*lower spec_steps"),
         ((3, 1, 5), "spec_tokens 5.*no more than 4.*raise spec_topk"), ((2, 2, 8), "no more than 7"),
         ((5, 4, 5), "at least 6"),
     ],

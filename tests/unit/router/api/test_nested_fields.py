@@ -66,7 +66,8 @@ PLACES = {
         ResponseBody, lambda it: {"input": [it]}, {"type": "function_call", "call_id": "c", **CALLED},
     ),
     "an item of type function_call_output": (
-        ResponseBody, lambda it: {"input": [it]}, {"type": "function_call_output", "call_id": "c", "output": "hi"},
+        ResponseBody, lambda it: {"input": [it]}, {"type": "function_call_output", "call_id": "c",
+        "output": "hi"},
     ),
     "an item of type reasoning": (ResponseBody, lambda it: {"input": [ITEM, it]}, {"type": "reasoning"}),
     "a tool of /v1/responses": (ResponseBody, lambda it: {"tools": [it]}, {"type": "function", "name": "f"}),
@@ -74,18 +75,22 @@ PLACES = {
 }  # fmt: skip
 # Objects that have nothing but fields that work.
 PLAIN = {
-    "a part of a chat": (ChatBody, lambda it: {"messages": [ITEM | {"content": [it]}]}, {"type": "text", "text": "hi"}),
+    "a part of a chat": (ChatBody, lambda it: {"messages": [ITEM | {"content": [it]}]}, {"type": "text",
+    "text": "hi"}),
     "a tool": (ChatBody, lambda it: {"tools": [it]}, {"type": "function", "function": FUNCTION}),
     "its function": (ChatBody, lambda it: {"tools": [{"type": "function", "function": it}]}, FUNCTION),
     "tool_choice": (
         ChatBody, lambda it: {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": it},
         {"type": "function", "function": FUNCTION},
     ),
-    "response_format": (ChatBody, lambda it: {"response_format": it}, {"type": "json_schema", "json_schema": SCHEMA}),
-    "its json_schema": (ChatBody, lambda it: {"response_format": {"type": "json_schema", "json_schema": it}}, SCHEMA),
+    "response_format": (ChatBody, lambda it: {"response_format": it}, {"type": "json_schema",
+    "json_schema": SCHEMA}),
+    "its json_schema": (ChatBody, lambda it: {"response_format": {"type": "json_schema", "json_schema": it}},
+    SCHEMA),
     "text.format": (ResponseBody, lambda it: {"text": {"format": it}}, {"type": "json_schema", **SCHEMA}),
     "an output's part": (
-        ResponseBody, lambda it: {"input": [{"type": "function_call_output", "call_id": "c", "output": [it]}]},
+        ResponseBody, lambda it: {"input": [{"type": "function_call_output", "call_id": "c",
+        "output": [it]}]},
         {"type": "input_text", "text": "hi"},
     ),
     "tool_choice of /v1/responses": (

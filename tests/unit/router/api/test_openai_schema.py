@@ -171,7 +171,8 @@ def test_nothing_to_say_is_no_chunk():
 def test_a_chunk_holds_one_call_and_says_of_it_what_several_parts_say():
     """Clients read the first call of a chunk."""
     parts = [
-        CallPart(0, arguments=' "x"}'), CallPart(1, "call_b", "f"), CallPart(1, arguments="{"), CallPart(1, arguments="}"),
+        CallPart(0, arguments=' "x"}'), CallPart(1, "call_b", "f"), CallPart(1, arguments="{"), CallPart(1,
+        arguments="}"),
         CallPart(2, "call_c", "g"),
     ]  # fmt: skip
     builder = ChatBuilder(Frame(id="x", created=0, model="m", num_top=0))

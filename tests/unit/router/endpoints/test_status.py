@@ -22,7 +22,8 @@ def registry_of(*hellos):
 def dispatcher_of(registry):
     proofs = SimpleNamespace(status=lambda now: [], why_not=lambda now: "no pair was shown")
     return SimpleNamespace(
-        registry=registry, is_draining=False, is_ready=False, num_queued=0, num_running=0, num_open=0, event_totals={},
+        registry=registry, is_draining=False, is_ready=False, num_queued=0, num_running=0, num_open=0,
+        event_totals={},
         health_probes=SimpleNamespace(pair_health=proofs),
     )  # fmt: skip
 

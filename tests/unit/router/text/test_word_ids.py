@@ -9,7 +9,8 @@ from tokenizers import Tokenizer as Backend
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<think>"]
 TEXTS = [
-    "Hello, world! It's what they've said: 12345 dogs, 67 cats; naïve cafés. def f(x):\n\treturn x + 1\r\n\n日本語"
+    "Hello, world! It's what they've said: 12345 dogs, 67 cats; naïve cafés. def f(x):\n\treturn x + "
+    "1\r\n\n日本語"
 ]
 # Hard cases for cutting: white space, combining marks, signs, contractions, digits, control tokens.
 PARTS = [

@@ -110,9 +110,11 @@ def test_capturing_returns_what_eager_returns(name: str, backend: GraphBackend):
 
 
 UNARY = [
-    lambda t: t * 0.5 + 1, lambda t: t.t().contiguous().t(), lambda t: F.silu(t), lambda t: t.reshape(8, 4).view(4, 8),
+    lambda t: t * 0.5 + 1, lambda t: t.t().contiguous().t(), lambda t: F.silu(t), lambda t: t.reshape(8,
+    4).view(4, 8),
     lambda t: t.clone().add_(1), lambda t: t.chunk(2, dim=-1)[0].repeat(1, 2), lambda t: t.expand(2, 4, 8)[1],
-    lambda t: t.to(torch.float64).to(torch.float32), lambda t: torch.cat((t[2:], t[:2])), lambda t: t.softmax(-1),
+    lambda t: t.to(torch.float64).to(torch.float32), lambda t: torch.cat((t[2:], t[:2])),
+    lambda t: t.softmax(-1),
 ]  # fmt: skip
 
 
