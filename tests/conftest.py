@@ -17,8 +17,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Gives torch one thread per process, children included, where several test processes share the cores.
 
     Without the slow tests hypothesis tries few examples, the same in every run, so that equal code passes
-    again; with them it tries many and draws anew. No time is a failure of what is tested: a process may get no
-    core for a while.
+    again. With them it tries many and draws anew. No time is a failure of what is tested: a process may get
+    no core for a while.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"

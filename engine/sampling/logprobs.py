@@ -19,7 +19,8 @@ torch.library.define(
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredToken:
-    """Of the model's own distribution: the chosen token's log probability and the likeliest (id, log probability)."""
+    """Log probability of the chosen token in the model's own distribution, and the likeliest tokens as
+    (id, log probability)."""
 
     logprob: float
     top: list[tuple[int, float]]

@@ -1,7 +1,7 @@
 """The router's trace spans: one for each request, and below it one for each wait for a pair of workers.
 
-ClientRequest spans have the attributes of OpenTelemetry's conventions for generative AI; further attributes begin
-with `baton.`.
+Request spans have the attributes of OpenTelemetry's conventions for generative AI. Further
+attributes begin with `baton.`.
 """
 
 from ...cluster.protocol.messages import Sampling

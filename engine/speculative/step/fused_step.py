@@ -76,8 +76,8 @@ class StepContext(ReplayContext):
 
 
 class TargetChoice(NamedTuple):
-    """`tokens` int64 `[B, N]`: the target's choice behind each node; bool `[B*N]`: nodes whose logits are not finite, and
-    nodes whose support was not seen whole."""
+    """`tokens` int64 `[B, N]`: the target's choice behind each node. bool `[B*N]`: nodes whose logits are not
+    finite, and nodes whose support was not seen whole."""
 
     tokens: torch.Tensor
     is_bad: torch.Tensor

@@ -182,7 +182,7 @@ def test_repr_states_the_condition():
 
 
 def check_owners(cache, held):
-    """Every reference to a page is that of a holder of `held`, or the one of the cache; a page without any is free."""
+    """Each reference to a page belongs to a holder of `held` or to the cache; a page without one is free."""
     pages = range(1, cache.allocator.num_pages)
     owners = Counter(itertools.chain.from_iterable(held))
     cached = [cache.allocator.refs(page) - owners[page] for page in pages]

@@ -92,7 +92,10 @@ def test_all_pairs_of_neighbours_of_a_space_give_the_tokenizers_ids(name):
 def test_a_chat_as_templates_write_it_has_the_same_ids_new_and_known():
     tokenizer = backend(KNOWN["letters"])
     words = word_ids(tokenizer)
-    text = "<|im_start|>user\nHello, world! It's what they said.\nThe cats, too.<|im_end|>\n<|im_start|>assistant\n"
+    text = (
+        "<|im_start|>user\nHello, world! It's what they said.\n"
+        "The cats, too.<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert words.encode(text) == words.encode(text) == plain(tokenizer, text)
 
 
