@@ -21,7 +21,7 @@ class SharedFiles:
         return f"SharedFiles({self._root})"
 
     def folder(self, kind: str, key: str, write: Callable[[Path], object]) -> Path:
-        """The folder of `kind` and `key`, made by `write(empty folder)` when missing. Treat it as read-only."""
+        """The folder of `kind` and `key`, made by `write(empty folder)` when missing; read-only."""
         path = self._root / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
         if not path.exists():
             made = Path(tempfile.mkdtemp(dir=self._root))
