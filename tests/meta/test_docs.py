@@ -222,6 +222,13 @@ def test_every_path_that_is_named_exists(name):
         assert (ROOT / path).is_file(), path
 
 
+def test_every_file_of_the_look_ups_exists():
+    found = rows(section(ROOT / "docs" / "architecture.md", "## Where to find what"))
+    assert len(found) >= 30
+    for _, file, _ in found:
+        assert (ROOT / code(file)[0]).is_file(), file
+
+
 def test_every_test_that_the_router_s_page_names_exists():
     named = [name.split("::") for name in code(ROUTER.read_text()) if "::" in name]
     assert len(named) >= 14
