@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from baton.cluster.config.router_groups import DECODE_POLICIES, PREFILL_POLICIES
+from baton.cluster.net.control_link import REJECTED_BACKOFF_S
 from baton.tests.sim.cluster_check import Checker
 from baton.tests.sim.cluster_clients import Client, Violation, draw_client
 from baton.tests.sim.cluster_faults import NEAR_S, TRANSITIONS, Faults, draw
@@ -377,7 +378,9 @@ class World:
         for router in self.routers[:-1]:
             if router.is_alive:
                 self.kill(router)
-        self._run_until(lambda: self.checker.is_quiet(), self.timeline.now + QUIET_S)
+        # A rejected worker greets again after a pause by its own clock, which may stand still meanwhile.
+        latest = QUIET_S + REJECTED_BACKOFF_S + max(self._standstill.values(), default=0.0)
+        self._run_until(lambda: self.checker.is_quiet(), self.timeline.now + latest)
         self.checker.check_end()
 
     def _probe(self, limit):
