@@ -82,7 +82,7 @@ def test_with_keys_blocks_are_sealed_and_take_their_own_connection(new_pair, tmp
     pair = new_pair("tcp://127.0.0.1:0" if scheme == "tcp" else f"ipc://{tmp_path}/kv")
     assert isinstance(pair.hand_off(), Complete)
     assert has_landed(pair)
-    (known,) = (pair.receiver.session.pair_of(peer) for peer in pair.receiver._links)
+    (known,) = (pair.receiver.session.link_of(peer) for peer in pair.receiver._links)
     assert known.cipher == AES_128_GCM
     (link,) = links_of(pair)
     assert link.is_joined
@@ -162,7 +162,7 @@ def test_blocks_take_the_curve_link_when_the_bulk_port_does_not_answer(new_pair,
     pair.sender._bulk.port = 1  # nobody listens there
     assert isinstance(pair.hand_off(), Complete)
     assert has_landed(pair)
-    (known,) = (pair.receiver.session.pair_of(peer) for peer in pair.receiver._links)
+    (known,) = (pair.receiver.session.link_of(peer) for peer in pair.receiver._links)
     assert known.cipher == CURVE
     assert links_of(pair) == []
     assert isinstance(pair.hand_off(), Complete), "the next room comes that way at once"
@@ -250,7 +250,7 @@ def test_who_stole_a_ticket_is_sent_nothing_that_it_can_read(new_pair, monkeypat
 
 def test_when_nobody_answers_for_tickets_nobody_gets_in(new_pair):
     pair = new_pair()
-    pair.sender.authenticator._judge_ticket = None  # the thread dies of it
+    pair.sender.authenticator._rules._judge_ticket = None  # the thread dies of it
     with caller(bulk_of(pair), ticket=pair.sender._bulk._tickets.issue("x")) as peer:
         assert is_refused(peer, b"")
         pair.turn(lambda _: [True] if pair.sender.counters["authentication_failures"] else [])

@@ -144,6 +144,6 @@ def test_blocks_that_find_no_slot_are_sealed(tapped):
 
     workers.pair.sender._slabs.fill = fill_even
     assert workers.hand_off().num_shm_blocks == NUM_BLOCKS // 2
-    (known,) = (workers.pair.receiver.session.pair_of(peer) for peer in workers.pair.receiver._links)
+    (known,) = (workers.pair.receiver.session.link_of(peer) for peer in workers.pair.receiver._links)
     assert known.cipher == AES_128_GCM
     assert workers.num_readable() == 0
