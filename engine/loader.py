@@ -316,8 +316,19 @@ class EngineLoader:
                 )
             if config.graph_self_test:
                 graphs.self_test(engine.runner, engine.drafter, self._max_context, engine.steps)
+            self._measure_steps(graphs)
             graphs.log_report()
         self.lifecycle.advance(Phase.CAPTURED)
+
+    def _measure_steps(self, graphs: GraphSet) -> None:
+        """Gives the policy the measured costs of steps on a GPU. Those of a busy CPU would mislead it."""
+        engine = self._engine
+        assert engine is not None
+        if engine.step_policy is None or engine.steps is None or self._device.type != "cuda":
+            return
+        costs = graphs.measure_steps(engine.steps)
+        if costs is not None:
+            engine.step_policy.costs = costs
 
     def _step_policy(self, draft: DraftModel) -> StepPolicy | None:
         """The policy that adapts the draft length to load and acceptance, if enabled."""
@@ -328,7 +339,12 @@ class EngineLoader:
         is_vocabulary = re.compile("embed_tokens|lm_head")
         layers = sum(w.numel() for name, w in self._model.tensors() if not is_vocabulary.search(name))
         target = layers + self._model.lm_head.numel()
-        costs = StepCosts(draft=draft.num_weights / target, knee_rows=KNEE_ROWS[self._device.type])
+        layout = self._model.kv_layout(self.config.page_size)
+        costs = StepCosts(
+            draft=draft.num_weights / target,
+            knee_rows=KNEE_ROWS[self._device.type],
+            kv=layout.page_bytes / layout.page_size / (target * self._dtype.itemsize),
+        )
         return StepPolicy(self._shape.candidates(), costs)
 
     def _affordable_pages(self) -> int:

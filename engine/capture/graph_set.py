@@ -17,10 +17,12 @@ from ..graphs.tape.tape import TapeBackend
 from ..runner.lifecycle import Lifecycle, Phase
 from ..runner.model_runner import ModelRunner
 from ..runner.target_graphs import PrefillGraphs, TargetGraphs
+from ..speculative.adaptive import MeasuredCosts
 from ..speculative.drafters.protocol import Drafter
 from ..speculative.step.step_graphs import StepGraphs
 from .graph_self_test import SelfTest
 from .step_self_test import StepSelfTest
+from .step_timing import measure_steps
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,12 @@ class GraphSet:
         self.pool.forget_replays()
         compared = sum(test.num_compared for test in tests)
         logger.info("graph self-test: %d replays compared, %d graphs dropped", compared, dropped)
+
+    def measure_steps(self, steps: StepGraphs) -> MeasuredCosts | None:
+        """Measures the captured steps. None without graphs of all shapes. These replays are not counted."""
+        costs = measure_steps(steps)
+        self.pool.forget_replays()
+        return costs
 
     def log_report(self) -> None:
         """Logs one line per kind: number of graphs, buckets, memory and capture time."""

@@ -5,13 +5,19 @@ is accepted after all drafts before it were. For a tree, a is the probability pe
 target forward over all nodes, the draft forwards and the draft extend. Drafting uses idle arithmetic units to
 save reads of the weights. A large batch leaves no unit idle, and drafts of low acceptance waste the work.
 
+The costs of the steps are measured at start where the steps run as graphs (`MeasuredCosts`), and estimated
+from the sizes of the models elsewhere (`StepCosts`). The KV of the context is read once by a step of any
+shape, so a long context makes drafts cheaper in comparison.
+
 The policy is pure: `observe` takes acceptance counts and `choose` returns the next shape. The caller runs the
 step.
 """
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from .drafting.shape import DraftShape
 
@@ -24,28 +30,64 @@ MARGIN = 0.04  # minimum relative gain for a change of shape
 KNEE_ROWS = {"cuda": 160.0, "cpu": 6.0}
 
 
+class CostModel(Protocol):
+    """The cost of a step, in any unit that is the same for all shapes."""
+
+    def step(self, shape: DraftShape, batch_size: int, context: int) -> float:
+        """Cost of one step of `batch_size` requests that have `context` tokens together."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Costs in units of one read of the target's weights.
+    """Estimated costs, in units of one read of the target's weights.
 
-    `draft` is the cost of reading the draft's weights. `knee_rows` is explained at KNEE_ROWS.
+    `draft` is the cost of reading the draft's weights, `kv` that of reading the KV of one token. `knee_rows`
+    is explained at KNEE_ROWS.
     """
 
     draft: float
     knee_rows: float
+    kv: float = 0.0
 
     def forward(self, rows: float) -> float:
         """Cost of a target forward of `rows` rows. A draft forward costs `draft` times as much."""
         return 1.0 + rows / self.knee_rows
 
-    def step(self, shape: DraftShape, batch_size: int) -> float:
-        """Cost of one step: verify, draft levels 2 and up, and the draft extend. Level 1 is remembered from
-        the step before.
+    def step(self, shape: DraftShape, batch_size: int, context: int = 0) -> float:
+        """As `CostModel.step`: verify, draft levels 2 and up, and the draft extend. Level 1 is remembered
+        from the step before.
         """
         levels = max(shape.steps - 1, 0) * self.forward(batch_size * shape.topk)
-        return self.forward(batch_size * shape.num_nodes) + self.draft * (
-            levels + self.forward(batch_size * shape.num_path)
-        )
+        drafts = self.draft * (levels + self.forward(batch_size * shape.num_path))
+        return self.forward(batch_size * shape.num_nodes) + drafts + self.kv * context
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCosts:
+    """Costs in seconds: those of steps without context, measured, and those of reading the context's KV.
+
+    `seconds` holds, for each shape, the duration of a step by batch size; all shapes have the same sizes.
+    `kv_seconds` is the time to read the KV of one token.
+    """
+
+    seconds: Mapping[DraftShape, Mapping[int, float]]
+    kv_seconds: float
+
+    def step(self, shape: DraftShape, batch_size: int, context: int) -> float:
+        """As `CostModel.step`. Between two measured batch sizes the cost rises linearly; beyond the largest
+        one it grows in proportion."""
+        measured = self.seconds[shape]
+        sizes = sorted(measured)
+        above = bisect_left(sizes, batch_size)
+        if above == len(sizes):
+            base = measured[sizes[-1]] * batch_size / sizes[-1]
+        elif above == 0 or sizes[above] == batch_size:
+            base = measured[sizes[above]]
+        else:
+            low, high = sizes[above - 1], sizes[above]
+            share = (batch_size - low) / (high - low)
+            base = measured[low] + share * (measured[high] - measured[low])
+        return base + self.kv_seconds * context
 
 
 def expected_tokens(shape: DraftShape, share_kept: float) -> float:
@@ -62,7 +104,7 @@ class StepPolicy:
     By the estimated costs and averages, a token never costs more than with the configured shape.
     """
 
-    def __init__(self, shapes: Sequence[DraftShape], costs: StepCosts) -> None:
+    def __init__(self, shapes: Sequence[DraftShape], costs: CostModel) -> None:
         assert shapes, "at least the configured shape"
         self.shapes = tuple(shapes)
         self.costs = costs
@@ -77,13 +119,13 @@ class StepPolicy:
         """Recent share of accepted drafts among those that verify compared with the target's choice."""
         return self._kept / self._tried
 
-    def rate(self, shape: DraftShape, batch_size: int) -> float:
+    def rate(self, shape: DraftShape, batch_size: int, context: int = 0) -> float:
         """Expected tokens per request and unit of cost."""
-        return expected_tokens(shape, self.share_kept) / self.costs.step(shape, batch_size)
+        return expected_tokens(shape, self.share_kept) / self.costs.step(shape, batch_size, context)
 
-    def choose(self, batch_size: int) -> DraftShape:
-        """Returns the shape of the next step for `batch_size` requests."""
-        rates = {shape: self.rate(shape, batch_size) for shape in self.shapes}
+    def choose(self, batch_size: int, context: int = 0) -> DraftShape:
+        """Returns the shape of the next step for `batch_size` requests of `context` tokens together."""
+        rates = {shape: self.rate(shape, batch_size, context) for shape in self.shapes}
         best = max(self.shapes, key=lambda shape: rates[shape])
         held = rates[self.current]
         if rates[best] > held * (1 + MARGIN) or rates[self.shapes[-1]] > held:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from baton.engine.sampling.params import SamplingParams
 from baton.engine.speculative.adaptive import StepCosts, StepPolicy
 from baton.engine.speculative.drafting.shape import PLAIN, DraftShape
@@ -29,7 +30,7 @@ class Scripted(StepPolicy):
         super().__init__(shapes, StepCosts(draft=0.1, knee_rows=100.0))
         self.script, self.heard = script, []
 
-    def choose(self, batch_size: int) -> DraftShape:
+    def choose(self, batch_size: int, context: int = 0) -> DraftShape:
         self.current = self.shapes[self.script.pop(0)] if self.script else self.shapes[-1]
         return self.current
 
@@ -108,3 +109,31 @@ def test_proposals_that_were_not_asked_for_match_where_drafts_would_have(oracle:
     assert heard[0] == heard[1]
     ((kept, tried),) = heard[0]
     assert 0 < kept <= tried == 8
+
+
+@pytest.mark.parametrize("shapes", [CHAINS, TREES], ids=["chain", "tree"])
+def test_measured_steps_leave_no_trace_and_cost_time(
+    target: Path, head: Path, shapes: list[DraftShape]
+) -> None:
+    """Steps of the padding request are measured: the pages and states of requests stay as they are."""
+    full = shapes[-1]
+    policy = Scripted(shapes, [i % len(shapes) for i in range(20)])
+    engine = Engine(target, head, steps=full.steps, topk=full.topk, tokens=full.num_nodes, policy=policy)
+    graphs = with_graphs(engine, arena(), max_batch=engine.decoder.steps.max_requests)
+    requests = [engine.prefill(prompt, greedy()) for prompt in PROMPTS]
+    engine.decoder.step(requests)
+    kv = engine.runner.pool.kv[1:].clone()
+    costs = graphs.measure_steps(engine.decoder.steps)
+    assert costs is not None
+    assert set(costs.seconds) == set(shapes)
+    assert all(seconds > 0 for measured in costs.seconds.values() for seconds in measured.values())
+    assert torch.equal(engine.runner.pool.kv[1:], kv)
+    assert graphs.counters()["graph_replays_decode_step"] == 0
+    plain = Engine(target)
+    assert engine.run(requests) == plain.run([plain.prefill(prompt, greedy()) for prompt in PROMPTS])
+
+
+def test_nothing_is_measured_without_graphs_of_all_batch_sizes(target: Path, head: Path) -> None:
+    engine = Engine(target, head, steps=3, policy=Scripted(CHAINS, []))
+    graphs = with_graphs(engine, arena(), max_batch=1)
+    assert graphs.measure_steps(engine.decoder.steps) is None

@@ -50,7 +50,7 @@ class _Batch:
     """The requests of the newest step and the values derived from them.
 
     `version` is that of the device state at derivation. `kind` is that of a step without drafts. `reason`
-    tells why the batch cannot be launched ahead.
+    tells why the batch cannot be launched ahead. `context`: tokens of all requests at derivation.
     """
 
     requests: Sequence[Request]
@@ -59,6 +59,7 @@ class _Batch:
     kind: StepKind
     reason: str | None
     version: int
+    context: int = 0
 
 
 _NOBODY = _Batch(requests=(), slots=(), warm=(), kind=StepKind(shape=PLAIN), reason=None, version=-1)
@@ -283,6 +284,7 @@ class AsyncDecoder:
             kind=kind,
             reason=self._first_reason(requests),
             version=state.version,
+            context=sum(request.num_tokens for request in requests),
         )
 
     def _init_of(self, request: Request) -> RequestInit:
@@ -306,7 +308,9 @@ class AsyncDecoder:
         plain = replace(batch.kind, watched=watched)
         if not any(batch.warm):
             return plain
-        shape = self.shape if self.policy is None else self.policy.choose(len(batch.requests))
+        shape = self.shape
+        if self.policy is not None:
+            shape = self.policy.choose(len(batch.requests), batch.context)
         kind = replace(batch.kind, shape=shape) if shape.steps else plain
         if not shape.steps or self.steps.takes(kind, len(batch.requests)):
             return kind

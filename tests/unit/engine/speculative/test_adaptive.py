@@ -3,7 +3,13 @@
 import random
 
 import pytest
-from baton.engine.speculative.adaptive import MARGIN, StepCosts, StepPolicy, expected_tokens
+from baton.engine.speculative.adaptive import (
+    MARGIN,
+    MeasuredCosts,
+    StepCosts,
+    StepPolicy,
+    expected_tokens,
+)
 from baton.engine.speculative.drafting.shape import PLAIN, DraftShape
 
 COSTS = StepCosts(draft=0.1, knee_rows=160.0)
@@ -130,3 +136,34 @@ def test_nothing_seen_changes_nothing_and_nonsense_is_refused():
     assert chosen.share_kept == before
     with pytest.raises(AssertionError):
         chosen.observe(3, 2)
+
+
+MEASURED = MeasuredCosts(
+    seconds={
+        PLAIN: {1: 4.0, 64: 4.4, 128: 5.0},
+        DraftShape.of(3): {1: 5.0, 64: 8.0, 128: 13.0},
+    },
+    kv_seconds=0.0001,
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch_size", "seconds"),
+    [(PLAIN, 1, 4.0), (PLAIN, 96, 4.7), (DraftShape.of(3), 128, 13.0), (DraftShape.of(3), 256, 26.0)],
+)
+def test_measured_costs_are_linear_between_the_measured_sizes(shape, batch_size, seconds):
+    assert MEASURED.step(shape, batch_size, 0) == pytest.approx(seconds)
+    assert MEASURED.step(shape, batch_size, 1000) == pytest.approx(seconds + 0.1)
+
+
+@pytest.mark.parametrize("costs", [MEASURED, StepCosts(draft=0.1, knee_rows=160.0, kv=1e-5)])
+def test_a_long_context_makes_drafts_cheaper_in_comparison(costs):
+    chosen = StepPolicy((PLAIN, DraftShape.of(3)), costs)
+    chosen.observe(0, 0)
+    gains = [
+        chosen.rate(DraftShape.of(3), 128, context) / chosen.rate(PLAIN, 128, context)
+        for context in (0, 128 * 1024, 128 * 8192)
+    ]
+    assert gains[0] < gains[1] < gains[2]
+    assert chosen.choose(128, 0) == PLAIN
+    assert chosen.choose(128, 128 * 8192) == DraftShape.of(3)

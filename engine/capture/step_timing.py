@@ -1,0 +1,67 @@
+"""Measures how long captured decode steps take, for the policy that chooses the number of drafts.
+
+The measured steps have the padding request in every row: the same products as real steps, without context.
+"""
+
+import logging
+import time
+
+import torch
+
+from ..speculative.adaptive import MeasuredCosts
+from ..speculative.drafting.shape import PLAIN, DraftShape
+from ..speculative.step.step_graphs import StepGraphs
+
+logger = logging.getLogger(__name__)
+
+REPEATS = 3  # measured steps of each shape and batch size, behind one that is not measured
+
+
+def measure_steps(steps: StepGraphs) -> MeasuredCosts | None:
+    """Measures greedy steps of every captured shape at some batch sizes.
+
+    Returns None if a shape has no graph at one of these sizes, since eager steps would make a poor
+    comparison.
+    """
+    kinds = {kind.shape: kind for kind in steps.families if not kind.is_ranked and not kind.is_edited}
+    sizes = [size for size in _sizes(steps.max_requests) if all(steps.takes(k, size) for k in kinds.values())]
+    if PLAIN not in kinds or not sizes or sizes[-1] < steps.max_requests:
+        return None
+    seconds: dict[DraftShape, dict[int, float]] = {shape: {} for shape in kinds}
+    for shape, kind in kinds.items():
+        for size in sizes:
+            steps.launch((0,) * size, kind)
+            _wait(steps.device)
+            began = time.perf_counter()
+            for _ in range(REPEATS):
+                steps.launch((0,) * size, kind)
+            _wait(steps.device)
+            seconds[shape][size] = (time.perf_counter() - began) / REPEATS
+    costs = MeasuredCosts(seconds=seconds, kv_seconds=_kv_seconds(steps, seconds[PLAIN][sizes[0]]))
+    logger.info("measured steps, ms by batch size: %s", _table(costs))
+    return costs
+
+
+def _kv_seconds(steps: StepGraphs, plain_seconds: float) -> float:
+    """The time to read the KV of one token, at the rate at which the step of one request reads weights."""
+    pool, model = steps.step.runner.pool, steps.step.runner.model
+    token_bytes = pool.layout.page_bytes / pool.page_size
+    return plain_seconds * token_bytes / sum(weight.nbytes for _, weight in model.tensors())
+
+
+def _sizes(most: int) -> list[int]:
+    """Powers of two below `most`, and `most`."""
+    return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _table(costs: MeasuredCosts) -> str:
+    return "; ".join(
+        f"{shape.steps} drafts "
+        + " ".join(f"{size}: {seconds * 1e3:.2f}" for size, seconds in measured.items())
+        for shape, measured in sorted(costs.seconds.items(), key=lambda item: item[0].steps)
+    )
