@@ -32,6 +32,7 @@ from .timing import Timing, measure
 
 PROG = "baton bench engine"
 WARM_UPS = 3
+ADAPTIVE_WARM_UPS = 60  # steps until the policy knows the acceptance
 TOP_KERNELS = 12
 
 
@@ -56,7 +57,7 @@ class Cell:
 
     @property
     def ratio(self) -> float:
-        return self.timing.wall / self.floor_ms
+        return self.timing.wall / self.floor_ms if self.floor_ms else 0.0
 
 
 class EngineBench:
@@ -81,6 +82,9 @@ class EngineBench:
             for kind in ("decode", "eagle3"):
                 for batch in batches:
                     yield self._step(kind, prompts[:batch], has_graphs)
+            if options.adaptive and has_graphs:
+                for batch in batches:
+                    yield self._adaptive(prompts[:batch])
 
     def _prefill(self, length: int, has_graphs: bool) -> Cell:
         request = self.rig.long_prompt(length)
@@ -100,6 +104,17 @@ class EngineBench:
         cell = self._cell(kind, batch, has_graphs, stepper.step, works)
         accepted = stepper.finish()
         return dataclasses.replace(cell, accepted=accepted, path="+".join(sorted(stepper.paths)))
+
+    def _adaptive(self, prompts: Sequence[ComputedPrompt]) -> Cell:
+        """Steps of the policy's choice. They have no floor of their own: `path` names the chosen steps."""
+        policy = self.rig.policy()
+        stepper = self.rig.stepper(prompts, has_drafts=True, policy=policy)
+        for _ in range(ADAPTIVE_WARM_UPS):
+            stepper.step()
+        stepper.restart()
+        cell = self._cell("adaptive", len(prompts), True, stepper.step, lambda: [])
+        accepted = stepper.finish()
+        return dataclasses.replace(cell, accepted=accepted, path=f"graph, {policy.current.steps} drafts")
 
     def _cell(
         self,
@@ -150,8 +165,8 @@ def row_of(cell: Cell) -> str:
         f"{cell.kind}, {cell.size} {unit}",
         cell.path if cell.has_graphs else "off",
         f"{timing.wall:.3f}",
-        f"{cell.floor_ms:.3f}",
-        f"{cell.ratio:.2f}",
+        f"{cell.floor_ms:.3f}" if cell.floor_ms else "",
+        f"{cell.ratio:.2f}" if cell.floor_ms else "",
         "" if timing.device is None else f"{timing.device:.3f}",
         "" if timing.host is None else f"{timing.host:.3f}",
         f"{cell.num_bytes / 1e9:.2f}",
@@ -229,6 +244,12 @@ def parser() -> argparse.ArgumentParser:
         help="tokens that each EAGLE3 step yields, simulated (default 3)",
     )
     add("--graphs", choices=("both", "on", "off"), default="both", help="default both")
+    add(
+        "--adaptive",
+        action="store_true",
+        help="also steps whose number of drafts follows load and acceptance, as a server chooses it "
+        "(with graphs)",
+    )
     add("--repeats", type=at_least(3), default=24, help="steps of each measurement (default 24)")
     add("--profile", action="store_true", help="the kernels of each cell that take the longest (CUDA)")
     add("--json", metavar="OUT", help="also write everything to this file")
@@ -248,7 +269,8 @@ def settings_of(options: argparse.Namespace) -> RigSettings:
         )
     device = resolve_device(options.device)
     # measured steps, as many under the profiler, and the warm-ups; the first step may accept one token more
-    growth = (2 * options.repeats + WARM_UPS + 2) * (options.spec_steps + 1)
+    warm_ups = WARM_UPS + (ADAPTIVE_WARM_UPS if options.adaptive else 0)
+    growth = (2 * options.repeats + warm_ups + 2) * (options.spec_steps + 1)
     return RigSettings(
         shape=options.shape,
         model=options.model,
@@ -263,6 +285,7 @@ def settings_of(options: argparse.Namespace) -> RigSettings:
         max_prompt=max(options.prefill, default=2),
         chunk_size=options.chunk_size,
         has_graphs=options.graphs != "off",
+        is_adaptive=options.adaptive,
     )
 
 

@@ -25,6 +25,7 @@ from ...engine.runner.lifecycle import Lifecycle, Phase
 from ...engine.runner.model_runner import ModelRunner, configure_aux_capture
 from ...engine.sampling.params import SamplingParams
 from ...engine.sampling.sampler import Sampler
+from ...engine.speculative.adaptive import MeasuredCosts, StepPolicy
 from ...engine.speculative.drafters.eagle3 import Eagle3Drafter
 from ...engine.speculative.drafters.eagle3_head import Eagle3Head
 from ...engine.speculative.drafters.spec_config import Eagle3Config
@@ -62,6 +63,7 @@ class RigSettings:
     max_prompt: int
     chunk_size: int
     has_graphs: bool
+    is_adaptive: bool = False  # whether steps may draft fewer tokens than the chain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +86,7 @@ class Stepper:
         self.requests = requests
         self.paths: set[str] = set()
         self.num_steps = 0
+        self._before = sum(request.num_output for request in requests)
         self._flights: list[Flight] = []
 
     def step(self) -> None:
@@ -99,13 +102,22 @@ class Stepper:
         if len(self._flights) > 1:
             self._read()
 
+    def restart(self) -> None:
+        """Reads the steps under way, and counts steps and tokens from here."""
+        self._drain()
+        self._before, self.num_steps = sum(request.num_output for request in self.requests), 0
+
     def finish(self) -> float:
         """Read what is under way and forget the requests; the tokens that each got per step."""
-        while self._flights:
-            self._read()
+        self._drain()
         for request in self.requests:
             self.decoder.forget(request)
-        return sum(request.num_output - 1 for request in self.requests) / len(self.requests) / self.num_steps
+        gained = sum(request.num_output for request in self.requests) - self._before
+        return gained / len(self.requests) / self.num_steps
+
+    def _drain(self) -> None:
+        while self._flights:
+            self._read()
 
     def _read(self) -> None:
         flight = self._flights.pop(0)
@@ -152,6 +164,7 @@ class Rig:
         self.sampler = Sampler(config.vocab_size, device)
         self._lifecycle.advance(Phase.POOLS_ALLOCATED)
         self._steps = {has_drafts: self._step_graphs(has_drafts) for has_drafts in (False, True)}
+        self._costs: MeasuredCosts | None = None
         self.graphs = self._capture() if settings.has_graphs else None
         self._eager = {has_drafts: self._step_graphs(has_drafts) for has_drafts in (False, True)}
         self._captured = self.runner.graphs
@@ -162,11 +175,20 @@ class Rig:
     def use_graphs(self, wanted: bool) -> None:
         self.runner.graphs, self._has_graphs = (self._captured, True) if wanted else (None, False)
 
-    def decoder(self, *, has_drafts: bool) -> AsyncDecoder:
+    def decoder(self, *, has_drafts: bool, policy: StepPolicy | None = None) -> AsyncDecoder:
         """A fresh one; without drafts it decodes one row per request."""
         steps = (self._steps if self._has_graphs else self._eager)[has_drafts]
         shape = self.shape if has_drafts else PLAIN
-        return AsyncDecoder(steps, shape=shape, launches_ahead=self._has_graphs)
+        return AsyncDecoder(steps, shape=shape, policy=policy, launches_ahead=self._has_graphs)
+
+    def policy(self) -> StepPolicy:
+        """A fresh policy with the costs measured on the captured steps.
+
+        Raises ValueError for a rig without graphs, or one that is not adaptive.
+        """
+        if self._costs is None:
+            raise ValueError("adaptive steps are measured with graphs; use --graphs on")
+        return StepPolicy(self.shape.candidates(), self._costs)
 
     def prompts(self, count: int, length: int) -> list[ComputedPrompt]:
         """`count` random prompts of `length` tokens each, with their KV in the target's and the drafter's
@@ -178,9 +200,11 @@ class Rig:
             made.append(self._computed(self._random_ids(length, generator), pages))
         return made
 
-    def stepper(self, prompts: Sequence[ComputedPrompt], *, has_drafts: bool) -> Stepper:
+    def stepper(
+        self, prompts: Sequence[ComputedPrompt], *, has_drafts: bool, policy: StepPolicy | None = None
+    ) -> Stepper:
         """A stepper for requests that have their first output token and, with drafts, a warm drafter."""
-        requests, decoder = [], self.decoder(has_drafts=has_drafts)
+        requests, decoder = [], self.decoder(has_drafts=has_drafts, policy=policy)
         for number, prompt in enumerate(prompts):
             request = _request(f"{number}", prompt.ids, prompt.pages)
             request.num_computed = request.num_prompt
@@ -243,24 +267,30 @@ class Rig:
         )
 
     def _step_graphs(self, has_drafts: bool) -> StepGraphs:
-        """Steps of one kind: what is measured is greedy."""
+        """Greedy steps of one kind, or of all that an adaptive policy may choose."""
         settings, shape = self.settings, self.shape if has_drafts else PLAIN
+        shapes = shape.candidates()[::-1] if settings.is_adaptive and has_drafts else [shape]
         steps = step_graphs(
             self.runner,
             self.drafter if has_drafts else None,
-            shapes=[shape],
+            shapes=shapes,
+            watched=shape if len(shapes) > 1 else None,
             max_requests=settings.max_batch,
             max_context=settings.max_context + self.shape.spare_slots,
         )
-        measured = [kind for kind in steps.kinds if kind.shape == shape and not kind.is_ranked]
+        measured = [kind for kind in steps.kinds if kind.shape in shapes and not kind.is_ranked]
         return StepGraphs(steps.step, measured, settings.max_batch)
 
     def _capture(self) -> GraphSet:
         settings, began = self.settings, time.perf_counter()
         graphs = GraphSet(backend_for(settings.device), self._lifecycle)
         graphs.capture_prefill(self.runner, min(settings.chunk_size, settings.max_prompt))
-        for steps in self._steps.values():
-            graphs.capture_steps(steps)
+        graphs.capture_steps(self._steps[False])
+        # Adaptive steps include plain ones with a drafter, which one pool would take for the others.
+        drafting = GraphSet(graphs.pool.backend, self._lifecycle) if settings.is_adaptive else graphs
+        drafting.capture_steps(self._steps[True])
+        if settings.is_adaptive:
+            self._costs = drafting.measure_steps(self._steps[True])
         logger.info("captured all graphs in %.1f s", time.perf_counter() - began)
         return graphs
 
