@@ -1,7 +1,7 @@
 """Chooses the number of draft tokens per step from the batch size and the recent acceptance.
 
-A step with s drafts yields 1 + a + a^2 + ... + a^s tokens on average. Here a is the probability that a draft
-is accepted after all drafts before it were. For a tree, a is the probability per level. The step costs one
+A step with s drafts yields 1 + a1 + a1*a2 + ... tokens on average. Here ai is the probability that the draft
+of level i is accepted after all drafts before it were: later drafts are less often right. The step costs one
 target forward over all nodes, the draft forwards and the draft extend. Drafting uses idle arithmetic units to
 save reads of the weights. A large batch leaves no unit idle, and drafts of low acceptance waste the work.
 
@@ -23,7 +23,8 @@ from .drafting.shape import DraftShape
 
 PRIOR = 0.6  # initial estimate of the share of accepted drafts
 PRIOR_TRIED = 4.0  # weight of the initial estimate, in drafts
-DECAY = 0.05  # weight of the newest step in the moving averages
+DECAY = 0.05  # share of what was seen of a level that a step replaces
+FORGET = 0.005  # the same for a step that did not draft the level
 MARGIN = 0.04  # minimum relative gain for a change of shape
 # Rows of a forward whose arithmetic takes as long as reading the weights. An H200 multiplies about 160
 # bfloat16 rows in the time of one read of the matrix. A CPU core is busy after a few rows.
@@ -90,11 +91,48 @@ class MeasuredCosts:
         return base + self.kv_seconds * context
 
 
-def expected_tokens(shape: DraftShape, share_kept: float) -> float:
-    """Expected tokens of one step if each draft is accepted with probability `share_kept` after its
-    predecessors.
+def expected_tokens(shape: DraftShape, shares: Sequence[float]) -> float:
+    """Expected tokens of one step.
+
+    `shares[i]`: probability that the draft of level i + 1 is accepted after its predecessors were. The last
+    share stands for all further levels.
     """
-    return sum(share_kept**level for level in range(shape.num_path))
+    expected, kept = 1.0, 1.0
+    for level in range(shape.num_path - 1):
+        kept *= shares[min(level, len(shares) - 1)]
+        expected += kept
+    return expected
+
+
+class LevelShares:
+    """The recent share of accepted drafts of each level, among those whose predecessors were accepted.
+
+    A level that no step drafts is forgotten slowly: its share returns to that of the level before it, so
+    longer chains are tried again after `1 / FORGET` steps or so.
+    """
+
+    def __init__(self, num_levels: int) -> None:
+        # moving sums over the steps that drafted a level; level 1 begins with the prior
+        self._kept = [PRIOR * PRIOR_TRIED, *[0.0] * (num_levels - 1)]
+        self._tried = [PRIOR_TRIED, *[0.0] * (num_levels - 1)]
+
+    @property
+    def shares(self) -> list[float]:
+        """The estimate of each level, which leans on the level before it as if by PRIOR_TRIED drafts."""
+        found = [self._kept[0] / self._tried[0]]
+        for kept, tried in zip(self._kept[1:], self._tried[1:], strict=True):
+            found.append((kept + found[-1] * PRIOR_TRIED) / (tried + PRIOR_TRIED))
+        return found
+
+    def observe(self, kept: Sequence[int], tried: Sequence[int]) -> None:
+        """Records one step: drafts accepted, and drafts whose predecessors were accepted, by level."""
+        for level in range(len(self._kept)):
+            is_drafted = level < len(tried) and tried[level] > 0
+            if not is_drafted and level == 0:
+                return  # nothing was seen
+            lasting = 1 - (DECAY if is_drafted else FORGET)
+            self._kept[level] = self._kept[level] * lasting + (kept[level] if is_drafted else 0)
+            self._tried[level] = self._tried[level] * lasting + (tried[level] if is_drafted else 0)
 
 
 class StepPolicy:
@@ -111,17 +149,16 @@ class StepPolicy:
         self.current = self.shapes[-1]
         self.num_changes = 0
         self.chosen: Counter[int] = Counter()
-        self._kept = PRIOR * PRIOR_TRIED
-        self._tried = PRIOR_TRIED
+        self._levels = LevelShares(max(self.shapes[-1].steps, 1))
 
     @property
     def share_kept(self) -> float:
-        """Recent share of accepted drafts among those that verify compared with the target's choice."""
-        return self._kept / self._tried
+        """Recent share of accepted first drafts."""
+        return self._levels.shares[0]
 
     def rate(self, shape: DraftShape, batch_size: int, context: int = 0) -> float:
         """Expected tokens per request and unit of cost."""
-        return expected_tokens(shape, self.share_kept) / self.costs.step(shape, batch_size, context)
+        return expected_tokens(shape, self._levels.shares) / self.costs.step(shape, batch_size, context)
 
     def choose(self, batch_size: int, context: int = 0) -> DraftShape:
         """Returns the shape of the next step for `batch_size` requests of `context` tokens together."""
@@ -134,15 +171,15 @@ class StepPolicy:
         self.chosen[self.current.steps] += 1
         return self.current
 
-    def observe(self, kept: int, tried: int) -> None:
-        """Records the acceptance of one step, summed over its requests.
+    def observe(self, kept: Sequence[int], tried: Sequence[int]) -> None:
+        """Records the acceptance of one step, summed over its requests, by level of drafts.
 
-        `tried` drafts were compared with the target's choice and `kept` of them matched.
+        `tried[i]` drafts of level i + 1 followed accepted ones and were compared with the target's choice;
+        `kept[i]` of them matched.
         """
-        assert 0 <= kept <= tried, (kept, tried)
-        if tried:
-            self._kept += DECAY * (kept - self._kept)
-            self._tried += DECAY * (tried - self._tried)
+        assert len(kept) == len(tried), (kept, tried)
+        assert all(0 <= k <= t for k, t in zip(kept, tried, strict=True)), (kept, tried)
+        self._levels.observe(kept, tried)
 
     def __repr__(self) -> str:
         return f"<StepPolicy {self.current}, {self.share_kept:.0%} kept, {self.num_changes} changes>"

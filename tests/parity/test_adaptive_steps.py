@@ -1,5 +1,6 @@
 """Steps that change from verify to verify, to none and back: tokens stay, and the draft is ready at once."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,8 @@ class Scripted(StepPolicy):
         self.current = self.shapes[self.script.pop(0)] if self.script else self.shapes[-1]
         return self.current
 
-    def observe(self, kept: int, tried: int) -> None:
-        self.heard.append((kept, tried))
+    def observe(self, kept: Sequence[int], tried: Sequence[int]) -> None:
+        self.heard.append((sum(kept), sum(tried)))
 
 
 CHAINS = [DraftShape.of(steps) for steps in (0, 1, 3)]

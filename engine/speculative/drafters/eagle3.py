@@ -185,7 +185,10 @@ class Eagle3Drafter:
 
     def first_proposals(self, view: DraftView, topk: int) -> torch.Tensor:
         logits, target_ids = self.states.logits.index_select(0, view.states), self.head.target_ids
-        ids, _ = view.sampling.rank(logits, view.positions[:, 0] + 1, target_ids, topk)
+        positions = view.positions[:, 0] + 1
+        if topk == 1:  # as a chain proposes: one kernel, where a ranking scores the whole vocabulary
+            return target_ids[view.sampling.choose(logits, positions, target_ids)[:, None]]
+        ids, _ = view.sampling.rank(logits, positions, target_ids, topk)
         return target_ids[ids]
 
     def observe(

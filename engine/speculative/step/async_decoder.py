@@ -365,10 +365,13 @@ class AsyncDecoder:
         if policy is None or not rows:
             return
         if flight.kind.watched is not None:
-            policy.observe(sum(row[width + WOULD_MATCH] for row in rows), len(rows))
+            policy.observe([sum(row[width + WOULD_MATCH] for row in rows)], [len(rows)])
             return
-        most, kept = useful_rows - 1, [min(row[width + ACCEPTED], useful_rows) - 1 for row in rows]
-        policy.observe(sum(kept), sum(min(count + 1, most) for count in kept))
+        counts = Counter(min(row[width + ACCEPTED], useful_rows) - 1 for row in rows)
+        levels = range(useful_rows - 1)
+        reached = [sum(n for kept, n in counts.items() if kept >= level) for level in levels]
+        matched = [sum(n for kept, n in counts.items() if kept > level) for level in levels]
+        policy.observe(matched, reached)
 
     def __repr__(self) -> str:
         return (

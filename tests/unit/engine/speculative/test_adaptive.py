@@ -21,21 +21,26 @@ def policy(shape: DraftShape = FIXED, costs: StepCosts = COSTS) -> StepPolicy:
 
 
 def run(
-    chosen: StepPolicy, batch_size: int, share_kept: float, steps: int, seed: int = 0
+    chosen: StepPolicy,
+    batch_size: int,
+    share_kept: float,
+    steps: int,
+    seed: int = 0,
+    shares: list[float] | None = None,
 ) -> list[DraftShape]:
-    """Steps of a drafter whose drafts are right with probability `share_kept`; a step that drafts nothing
-    looks at the first proposal."""
+    """Steps of a drafter whose drafts are right with probability `share_kept`, or `shares` by level; a step
+    that drafts nothing looks at the first proposal."""
     rng, shapes = random.Random(seed), []
     for _ in range(steps):
         shape = chosen.choose(batch_size)
         shapes.append(shape)
-        kept = tried = 0
+        kept, tried = ([0] * max(shape.steps, 1) for _ in range(2))
         for _ in range(batch_size):
-            for _ in range(max(shape.steps, 1)):
-                tried += 1
-                if rng.random() >= share_kept:
+            for level in range(max(shape.steps, 1)):
+                tried[level] += 1
+                if rng.random() >= (share_kept if shares is None else shares[level]):
                     break
-                kept += 1
+                kept[level] += 1
         chosen.observe(kept, tried)
     return shapes
 
@@ -45,14 +50,15 @@ def cost_per_token(
 ) -> float:
     """What the steps are expected to cost, divided by what they are expected to yield."""
     cost = sum(costs.step(shape, batch_size) for shape in shapes)
-    return cost / sum(expected_tokens(shape, share_kept) for shape in shapes)
+    return cost / sum(expected_tokens(shape, [share_kept]) for shape in shapes)
 
 
 def test_the_expected_yield_is_the_geometric_sum():
     for share in (0.0, 0.3, 0.9):
         expected = (1 - share**6) / (1 - share)
-        assert expected_tokens(FIXED, share) == pytest.approx(expected)
-    assert expected_tokens(FIXED, 1.0) == 6
+        assert expected_tokens(FIXED, [share]) == pytest.approx(expected)
+    assert expected_tokens(FIXED, [1.0]) == 6
+    assert expected_tokens(DraftShape.of(2), [0.5, 0.2, 0.9]) == pytest.approx(1.6)
 
 
 def test_every_part_of_a_step_has_its_cost():
@@ -93,14 +99,14 @@ def test_more_load_never_drafts_more_and_more_acceptance_never_less():
         for batch_size in (1, 4, 16, 64, 256, 1024):
             chosen = policy()
             for _ in range(400):
-                chosen.observe(int(100 * share), 100)
+                chosen.observe([int(100 * share)] * 5, [100] * 5)
             steps.append(chosen.choose(batch_size).steps)
         assert steps == sorted(steps, reverse=True)
     by_share = []
     for share in range(0, 101, 10):
         chosen = policy()
         for _ in range(400):
-            chosen.observe(share, 100)
+            chosen.observe([share] * 5, [100] * 5)
         by_share.append(chosen.choose(16).steps)
     assert by_share == sorted(by_share)
     assert by_share[0] == 0
@@ -132,10 +138,10 @@ def test_a_shape_stays_within_the_margin_and_never_below_the_configured():
 def test_nothing_seen_changes_nothing_and_nonsense_is_refused():
     chosen = policy()
     before = chosen.share_kept
-    chosen.observe(0, 0)
+    chosen.observe([0], [0])
     assert chosen.share_kept == before
     with pytest.raises(AssertionError):
-        chosen.observe(3, 2)
+        chosen.observe([3], [2])
 
 
 MEASURED = MeasuredCosts(
@@ -159,7 +165,6 @@ def test_measured_costs_are_linear_between_the_measured_sizes(shape, batch_size,
 @pytest.mark.parametrize("costs", [MEASURED, StepCosts(draft=0.1, knee_rows=160.0, kv=1e-5)])
 def test_a_long_context_makes_drafts_cheaper_in_comparison(costs):
     chosen = StepPolicy((PLAIN, DraftShape.of(3)), costs)
-    chosen.observe(0, 0)
     gains = [
         chosen.rate(DraftShape.of(3), 128, context) / chosen.rate(PLAIN, 128, context)
         for context in (0, 128 * 1024, 128 * 8192)
@@ -167,3 +172,18 @@ def test_a_long_context_makes_drafts_cheaper_in_comparison(costs):
     assert gains[0] < gains[1] < gains[2]
     assert chosen.choose(128, 0) == PLAIN
     assert chosen.choose(128, 128 * 8192) == DraftShape.of(3)
+
+
+def test_drafts_that_are_never_right_behind_the_first_are_not_drafted():
+    """The first draft is always right and the second never: one draft yields as much as five."""
+    chosen = policy(costs=StepCosts(draft=0.1, knee_rows=160.0))
+    steps = run(chosen, 64, 0.0, 400, shares=[1.0, 0.0, 0.0, 0.0, 0.0])
+    assert [shape.steps for shape in steps[-50:]].count(1) >= 45
+
+
+def test_longer_chains_are_tried_again_when_later_drafts_become_right():
+    chosen = policy()
+    run(chosen, 16, 0.0, 400, shares=[0.9, 0.0, 0.0, 0.0, 0.0])
+    assert chosen.current.steps == 1
+    later = run(chosen, 16, 0.9, 600)
+    assert later[-1].steps == 5
