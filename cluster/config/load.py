@@ -158,7 +158,7 @@ def to_argv(config: RoleConfig) -> list[str]:
         value = getattr(config, name)
         if name == "config" or (value == described.default and name not in config.explicit):
             continue
-        argv.append(f"{flag_of(name)}={as_text(value)}")
+        argv.append(f"{flag_of(name)}={as_text(value, describe(described))}")
     return argv
 
 

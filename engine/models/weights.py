@@ -1,6 +1,7 @@
 """Safetensors checkpoints, in one file or several shards, with strict checks."""
 
 import logging
+import math
 from pathlib import Path
 
 import torch
@@ -124,9 +125,26 @@ def _loadable(path: Path, stored: StoredTensor, target: torch.Tensor) -> torch.d
     return dtype
 
 
+def weight_bytes(path: Path, dtype: torch.dtype, ignored: tuple[str, ...] = ()) -> int:
+    """Bytes of a checkpoint's tensors in `dtype`, by its headers, without those with a suffix in `ignored`.
+
+    Raises CheckpointError as `fill_tensors`.
+    """
+    tensors = (each for shard in find_shards(path) for each in SafetensorsFile.read(shard).tensors)
+    return sum(math.prod(each.shape) * dtype.itemsize for each in tensors if not each.name.endswith(ignored))
+
+
 def _some(names: list[str]) -> str:
     shown = ", ".join(sorted(names)[:3])
     return f"tensor {shown} is" if len(names) == 1 else f"{len(names)} tensors ({shown}, ...) are"
+
+
+def needless_tensors(config: ModelConfig) -> tuple[str, ...]:
+    """Names of tensors that a checkpoint may have and no model of `config` reads.
+
+    A tied model's own lm_head is a copy of the embedding.
+    """
+    return ("lm_head.weight",) if config.tie_word_embeddings else ()
 
 
 @torch.no_grad()
@@ -141,7 +159,5 @@ def load_model(
     config = load_model_config(path)
     find_shards(path)  # a missing file is reported before memory is taken
     model = build_model(config, dtype=dtype, device=device)
-    # A tied model's own lm_head, where a checkpoint still has one, is a copy of the embedding.
-    ignored = ("lm_head.weight",) if config.tie_word_embeddings else ()
-    logger.info("weights: %s", fill_tensors(dict(model.tensors()), path, ignored))
+    logger.info("weights: %s", fill_tensors(dict(model.tensors()), path, needless_tensors(config)))
     return model, config
