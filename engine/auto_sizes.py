@@ -380,8 +380,8 @@ def usable_memory(card: Card, share: float) -> int:
 
 
 def check_weights(card: Card, share: float, weight_bytes: int) -> None:
-    """Raises CheckpointError if the weights exceed the memory that `share` of the card leaves."""
-    if card.is_gpu and weight_bytes >= usable_memory(card, share):
+    """Raises CheckpointError if the weights exceed the memory that `share` of the GPU leaves."""
+    if weight_bytes >= usable_memory(card, share):
         raise CheckpointError(_too_heavy(card, share, weight_bytes, 0))
 
 

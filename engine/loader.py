@@ -190,7 +190,8 @@ class EngineLoader:
         self._path = resolve_checkpoint(config.model)
         self._weights = WeightsHash(self._path)
         self._card = card_of(self._device)
-        check_weights(self._card, config.gpu_memory_share, self._weight_bytes())
+        if self._card.is_gpu:
+            check_weights(self._card, config.gpu_memory_share, self._weight_bytes())
         self._model, self._model_config = load_model(self._path, dtype=self._dtype, device=self._device)
         self._fingerprint = model_fingerprint(self._path)
         limit = self._model_config.max_position_embeddings
@@ -203,11 +204,8 @@ class EngineLoader:
         self.lifecycle.advance(Phase.LOADED)
 
     def _weight_bytes(self) -> int:
-        """Bytes of the weights that this engine will hold, by the headers of the checkpoints."""
-        model = weight_bytes(self._path, self._dtype, needless_tensors(load_model_config(self._path)))
-        if not (self.has_drafter and self.config.has_draft):
-            return model
-        return model + weight_bytes(resolve_checkpoint(self.config.draft), self._dtype)
+        """Bytes of the target's weights, by the headers of its checkpoint."""
+        return weight_bytes(self._path, self._dtype, needless_tensors(load_model_config(self._path)))
 
     def _configure_aux(self) -> None:
         ids: tuple[int, ...] = ()
