@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 
 from .errors import CheckpointError
-from .graphs.buckets import batch_buckets
+from .graphs.buckets import batch_buckets, sparse
 from .kv.budget import PageBudget
 
 MIB = 1 << 20
@@ -43,7 +43,6 @@ SLAB_SHARE = 0.02  # of the card
 
 GRAPH_ROWS = 4  # outputs of the prefill graphs of all buckets together, in rows of the largest
 GRAPH_BYTES = 1 * MIB  # of one captured step in the driver
-KINDS_PER_SHAPE = 3  # graphs of a step: free, ranked and edited
 LOGIT_COPIES = 4  # of a step's logits at once, in float32
 MIN_LOCAL_ROWS = 512  # rows of a prompt that an idle decode worker computes at once
 GIVEN, CPU = "given", "on CPU"
@@ -212,7 +211,8 @@ def workspace_of(
     rows = max_running * role.num_nodes
     steps = rows * (row + LOGIT_COPIES * logits)
     edits = (max_running + 1) * logits  # token counts for penalties
-    graphs = GRAPH_BYTES * len(batch_buckets(max_running)) * role.num_shapes * KINDS_PER_SHAPE
+    buckets = batch_buckets(max_running)
+    graphs = GRAPH_BYTES * role.num_shapes * (len(buckets) + 2 * len(sparse(buckets)))
     return steps + edits + graphs + max(local, MIN_LOCAL_ROWS) * row
 
 

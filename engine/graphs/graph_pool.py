@@ -173,6 +173,8 @@ class GraphPool:
         self._replays: Counter[tuple[GraphKind, int]] = Counter()
         self._pad_rows: Counter[GraphKind] = Counter()
         self._fallbacks: Counter[tuple[GraphKind, FallbackReason]] = Counter()
+        # The backend's pool after the newest capture; None: unknown. Asking may take as long as a capture.
+        self._pool_bytes: int | None = None
 
     def capture(
         self,
@@ -195,10 +197,12 @@ class GraphPool:
             raise GraphError(f"{name} is already captured; drop it first")
         graph = BreakableGraph[ContextT, OutputT](self.backend, name=name, as_one_break=self.as_one_break)
         pooled = PooledGraph(graph, kind, bucket, self, rows)
-        before, start = self.backend.pool_bytes(), time.monotonic()
+        before = self.backend.pool_bytes() if self._pool_bytes is None else self._pool_bytes
+        start = time.monotonic()
         graph.capture(fn, context)
         pooled.capture_seconds = time.monotonic() - start
-        pooled.pool_growth_bytes = self.backend.pool_bytes() - before
+        self._pool_bytes = self.backend.pool_bytes()
+        pooled.pool_growth_bytes = self._pool_bytes - before
         pooled.bound = BoundTensors(parameters) if parameters is not None else None
         self._graphs[kind, bucket, rows] = pooled
         return pooled
@@ -212,6 +216,7 @@ class GraphPool:
         keys = [key for key in self._graphs if all(w in (None, k) for w, k in zip(wanted, key, strict=True))]
         for key in keys:
             self._graphs.pop(key).graph.release()
+        self._pool_bytes = None
         return len(keys)
 
     def stale(self) -> dict[str, list[str]]:
