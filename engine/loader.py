@@ -189,7 +189,7 @@ class EngineLoader:
         self._dtype = resolve_dtype(config.dtype, self._device)
         self._path = resolve_checkpoint(config.model)
         self._weights = WeightsHash(self._path)
-        self._card = card_of(self._device)
+        self._card = engine_card(self._device)
         if self._card.is_gpu:
             check_weights(self._card, config.gpu_memory_share, self._weight_bytes())
         self._model, self._model_config = load_model(self._path, dtype=self._dtype, device=self._device)
@@ -404,7 +404,7 @@ class EngineLoader:
         return PageBudget(kv_bytes=kv_bytes, feature_bytes=width * self._dtype.itemsize)
 
 
-def card_of(device: torch.device) -> Card:
+def engine_card(device: torch.device) -> Card:
     """The card that `device` is on, with its free memory; creates the CUDA context. A CPU is a card, too."""
     if device.type != "cuda":
         return Card()
