@@ -275,6 +275,7 @@ def test_cluster_modules_import_no_torch():
         ),
         (DecodeConfig, ["--kv-memory-mb", "64", "--pages", "8"], ["--kv-memory-mb", "--pages"]),
         (PrefillConfig, ["--kv-memory-mb", "64", "--pages", "8"], ["--kv-memory-mb", "--pages"]),
+        (PrefillConfig, ["--device", "cpu", "--gpu-memory-share", "0.5"], ["--gpu-memory-share", "no GPU"]),
         (
             RouterConfig,
             ["--queue-timeout-s", "60", "--request-timeout-s", "30"],
