@@ -17,17 +17,21 @@ import random
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ...cluster.config.fields import Setting, check_fields, read_command_line, setting
+from ...cluster.config.roles import DecodeConfig, PrefillConfig
 from ...cluster.errors import BatonError, ConfigError
+from ...engine.auto_sizes import MIB
 from .checkpoints import DTYPE_BYTES, KVShape, shape_of
 from .client import KEY_VARIABLE, ChatClient
 from .command import run_command
+from .findings import output_of
 from .pull_test import measure
 from .sizing import Measured, PlannedLoad, SizingPlan, handoff_of, plan_of
+from .worker_sizes import find_card, worker_sizes
 
 PROG = "baton plan"
 SUMMARY = "Size a deployment: hand-off time, memory, workers, and when not to disaggregate."
@@ -63,12 +67,34 @@ class PlanConfig:
     output: int = setting(256, Setting(help="tokens of an answer", minimum=1, maximum=2**24))
     rate: float = setting(1.0, Setting(help="requests per second", minimum=0.0001, maximum=1e6))
     chunk: int = setting(
-        256, Setting(help="--chunk-size of prefill", unit="tokens", minimum=0, maximum=2**20)
+        -1,
+        Setting(
+            help="--chunk-size of prefill; auto: what a worker of this host chooses",
+            unit="tokens",
+            minimum=0,
+            maximum=2**20,
+            auto=-1,
+        ),
     )
     kv_memory_mb: int = setting(
-        0, Setting(help="of a decode worker; 0: no bound", unit="MiB", minimum=0, maximum=2**24)
+        0,
+        Setting(
+            help="of a decode worker; auto: what one on this host's GPU chooses, no bound on a CPU",
+            unit="MiB",
+            minimum=0,
+            maximum=2**24,
+            auto=0,
+        ),
     )
-    max_running: int = setting(16, Setting(help="--max-running of decode", minimum=1, maximum=4096))
+    max_running: int = setting(
+        0,
+        Setting(
+            help="--max-running of decode; auto: what a worker of this host chooses",
+            minimum=1,
+            maximum=4096,
+            auto=0,
+        ),
+    )
     rounds: int = setting(
         5, Setting(help="of each prompt length on --url; medians count", minimum=1, maximum=1000)
     )
@@ -135,6 +161,7 @@ def fit(
 def _run(config: PlanConfig) -> int:
     if not config.model:
         raise ConfigError("no model given; write --model DIR")
+    config = on_this_host(config)
     shape = shape_of(Path(config.model), Path(config.draft) if config.draft else None, config.dtype)
     lines: list[str] = []
     off = 0.0
@@ -165,6 +192,25 @@ def _run(config: PlanConfig) -> int:
         )
         return EXIT_OFF
     return 0
+
+
+def on_this_host(config: PlanConfig) -> PlanConfig:
+    """`config` with the automatic sizes that workers of this host would choose."""
+    if config.chunk >= 0 and config.max_running and config.kv_memory_mb:
+        return config
+    card = find_card("auto", output_of)
+    model, draft = Path(config.model), Path(config.draft) if config.draft else None
+    prefill = PrefillConfig(model=config.model, chunk_size=config.chunk)
+    decode = DecodeConfig(
+        model=config.model, kv_memory_mb=config.kv_memory_mb, max_running=config.max_running
+    )
+    sizes = worker_sizes(card, model, draft, decode)
+    return replace(
+        config,
+        chunk=worker_sizes(card, model, draft, prefill).chunk_size,
+        max_running=sizes.max_running,
+        kv_memory_mb=sizes.kv_bytes // MIB if card.is_gpu else config.kv_memory_mb,
+    )
 
 
 def _report(shape: KVShape, measured: Measured, load: PlannedLoad, plan: SizingPlan) -> list[str]:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ...cluster.config.fields import Value, as_text, flag_of, settings_of
+from ...cluster.config.fields import Value, as_text, describe, flag_of, settings_of
 from ...cluster.config.groups import RoleConfig
 from ...cluster.config.load import (
     COMMAND_LINE,
@@ -170,7 +170,7 @@ def child_config(
             continue
         source = config.explicit.get(name, "" if value == described.default else COMMAND_LINE)
         if source == COMMAND_LINE:  # includes values that a program set on UpConfig itself
-            flags.append(f"{flag_of(name)}={as_text(value)}")
+            flags.append(f"{flag_of(name)}={as_text(value, describe(described))}")
         else:
             defaults[name] = value
     if "threads" in own and not config.threads:

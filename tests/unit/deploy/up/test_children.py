@@ -133,7 +133,7 @@ def test_paths_are_absolute_for_children_and_hub_ids_stay(tmp_path, monkeypatch)
 
 def test_a_wrong_value_for_a_child_shows_before_anything_runs(tmp_path):
     path = tmp_path / "c.toml"
-    path.write_text("[decode]\nmax_running = 0\n")
+    path.write_text("[decode]\nmax_running = -1\n")
     cluster = Cluster(UpConfig(model="m", config=str(path)), env={"XDG_RUNTIME_DIR": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"\[decode\], key 'max_running'"):
         cluster.start()

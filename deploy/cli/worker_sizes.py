@@ -1,0 +1,108 @@
+"""The sizes that a worker of this host would choose, from nvidia-smi and a checkpoint's files, without torch.
+
+A worker measures the memory of its loaded weights, so its KV pool may differ by some MiB.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ...cluster.config.roles import DecodeConfig, PrefillConfig
+from ...cluster.errors import ConfigError
+from ...engine.auto_sizes import (
+    CONTEXT_BYTES,
+    MIB,
+    Card,
+    EngineRole,
+    EngineSizes,
+    GivenSizes,
+    ModelSizes,
+    choose_sizes,
+)
+from ...engine.errors import CheckpointError
+from ...engine.kv.budget import PageBudget
+from .checkpoints import DTYPE_BYTES, KVShape, read_config, shape_of
+
+QUERY = "name,memory.total,memory.reserved,memory.free,compute_cap"
+GPU_DTYPE, CPU_DTYPE = "bfloat16", "float32"
+
+
+def find_card(device: str, ask: Callable[[Sequence[str]], str]) -> Card:
+    """The first GPU of this host by nvidia-smi, or the CPU. `ask` runs a command and returns its output."""
+    if device == "cpu":
+        return Card()
+    listed = ask(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]).splitlines()
+    cells = [cell.strip() for cell in listed[0].split(",")] if listed else []
+    try:
+        name, total, reserved, free, capability = cells
+        major, _, minor = capability.partition(".")
+        return Card(
+            name=name,
+            total=(int(total) - int(reserved)) * MIB,
+            free=int(free) * MIB - CONTEXT_BYTES,
+            capability=(int(major), int(minor)),
+        )
+    except ValueError:
+        return Card()
+
+
+def worker_sizes(
+    card: Card, model: Path, draft: Path | None, config: PrefillConfig | DecodeConfig
+) -> EngineSizes:
+    """The sizes of a worker with these settings on `card`. Raises ConfigError for what does not fit."""
+    dtype = config.dtype if config.dtype != "auto" else GPU_DTYPE if card.is_gpu else CPU_DTYPE
+    shape = shape_of(model, draft, dtype)
+    role, per_token = _role(shape, draft, dtype, config)
+    try:
+        return choose_sizes(card, _model_sizes(model, draft, dtype), role, per_token, GivenSizes.of(config))
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _role(
+    shape: KVShape, draft: Path | None, dtype: str, config: PrefillConfig | DecodeConfig
+) -> tuple[EngineRole, PageBudget]:
+    if isinstance(config, PrefillConfig):
+        role = EngineRole(is_decode=False, num_features=shape.num_features)
+        return role, PageBudget(kv_bytes=shape.kv_bytes, feature_bytes=shape.feature_bytes)
+    if draft is None or config.no_draft:
+        return EngineRole(is_decode=True), PageBudget(kv_bytes=shape.kv_bytes)
+    nodes = config.spec_tokens or 1 + config.spec_steps * config.spec_topk
+    role = EngineRole(
+        is_decode=True,
+        num_features=shape.num_features,
+        num_nodes=nodes,
+        num_shapes=1 + config.spec_steps,
+        spare_slots=nodes,
+    )
+    layer = shape_of(draft, None, dtype)
+    return role, PageBudget(
+        kv_bytes=shape.kv_bytes, draft_bytes=layer.kv_bytes // layer.num_layers, has_staging=True
+    )
+
+
+def _model_sizes(model: Path, draft: Path | None, dtype: str) -> ModelSizes:
+    config, shape = read_config(model), shape_of(model, None, dtype)
+    try:
+        vocabulary = int(config["vocab_size"]) * shape.hidden_size
+        elements = _elements(model)
+        return ModelSizes(
+            hidden_size=shape.hidden_size,
+            intermediate_size=int(config["intermediate_size"]),
+            num_heads=int(config["num_attention_heads"]),
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            vocab_size=int(config["vocab_size"]),
+            max_context=int(config.get("max_position_embeddings") or 2048),
+            dtype_bytes=shape.dtype_bytes,
+            num_weights=elements if config.get("tie_word_embeddings") else elements - vocabulary,
+            weight_bytes=(elements + (_elements(draft) if draft is not None else 0)) * shape.dtype_bytes,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{model}/config.json: {error!r} is missing or no number; copy it again") from None
+
+
+def _elements(checkpoint: Path) -> int:
+    """The weights of a checkpoint, by the size of its files."""
+    config = read_config(checkpoint)
+    stored = DTYPE_BYTES.get(str(config.get("torch_dtype") or config.get("dtype")), DTYPE_BYTES[GPU_DTYPE])
+    return sum(path.stat().st_size for path in checkpoint.glob("*.safetensors")) // stored
