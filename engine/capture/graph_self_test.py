@@ -183,11 +183,10 @@ def relative_error(eager: torch.Tensor | None, graphed: torch.Tensor | None) -> 
     if not eager.is_floating_point():
         return 0.0 if torch.equal(eager, graphed) else float("inf")
     rows, others = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (eager, graphed))
-    parts = []  # in float32 both sides together would take several times the memory of one
-    for mine, other in zip(
-        *(side.split(-(-COMPARED // side.shape[1])) for side in (rows, others)), strict=True
-    ):
-        parts.append(torch.stack((mine.float().norm(dim=1), (mine.float() - other.float()).norm(dim=1))))
+    parts, step = [], -(-COMPARED // rows.shape[1])
+    for start in range(0, len(rows), step):  # float32 copies of the whole would take several times its memory
+        mine, other = (side[start : start + step].float() for side in (rows, others))
+        parts.append(torch.stack((mine.norm(dim=1), (mine - other).norm(dim=1))))
     norms, errors = torch.cat(parts, dim=1)
     error = float((errors / norms.clamp(min=norms.mean() / 10 + 1e-6)).max())
     return error if error == error else float("inf")

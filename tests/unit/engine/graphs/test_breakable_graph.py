@@ -267,7 +267,7 @@ def test_cuda_segments_share_a_pool_and_a_stream_and_launch_once(
         launch,
         *around[1:],
     ]
-    assert seen == ["capture"] * 3
+    assert seen == ["capture"] * 2
     driver.calls.clear()
     graph.replay(ROWS)
     assert driver.calls == [("replay", "caller")] * 2
