@@ -271,7 +271,7 @@ def test_cuda_segments_share_a_pool_and_a_stream_and_launch_once(
     driver.calls.clear()
     graph.replay(ROWS)
     assert driver.calls == [("replay", "caller")] * 2
-    assert seen[3:] == ["caller"]
+    assert seen[2:] == ["caller"]
     assert (backend.pool_bytes(), gc.isenabled(), backend.is_capturing) == (11, True, False)
     assert repr(backend) == "<CudaBackend cuda:0, pool (0, 7), capturing False>"
 
