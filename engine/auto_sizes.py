@@ -5,7 +5,7 @@ On a CPU the sizes are constants. On a GPU:
 
     chunk_size            tokens of a forward that lasts PREFILL_FORWARD_S, a power of two
     max_batch             a request per CHUNK_PER_REQUEST tokens of the chunk
-    local_prefill_tokens  a quarter of the chunk, so that running streams wait for about one step more
+    local_prefill_tokens  the same, but from MIN_LOCAL tokens on: running streams wait for it
     KV memory             share of the card - context - weights - workspace - slabs
     max_running           the largest of RUNNING whose requests of REQUEST_TOKENS tokens fit the KV pool
     max_context           the model's, or what the KV pool holds
@@ -24,7 +24,7 @@ from .kv.budget import PageBudget
 MIB = 1 << 20
 PAGE_SIZE = 16  # one number for all cards: workers of different cards pair only if it is equal
 GPU_SHARE = 0.9
-CONTEXT_BYTES = 640 * MIB  # of a CUDA context with its kernels, which no allocator counts
+CONTEXT_BYTES = 960 * MIB  # of a CUDA context with all kernels, which no allocator counts
 WHOLE_PROMPT_ROWS = 8192  # rows of a forward over whole prompts that memory is kept for
 
 CPU_CHUNK, CPU_BATCH, CPU_RUNNING, CPU_LOCAL_TOKENS = 256, 8, 16, 128
@@ -34,7 +34,7 @@ PREFILL_FORWARD_S = 0.045
 MIN_CHUNK, MAX_CHUNK = 2048, 8192
 CHUNK_PER_REQUEST = 64
 MIN_BATCH, MAX_BATCH = 8, 128
-LOCAL_PART = 4  # of a chunk, what decode computes between two steps
+MIN_LOCAL = 256
 RUNNING = (256, 192, 128, 96, 64, 48, 32, 16)
 REQUEST_TOKENS = 1536  # prompt and output of a request that max_running counts on
 MIN_SLAB, MAX_SLAB, SLAB_STEP = 256 * MIB, 1024 * MIB, 64 * MIB
@@ -43,7 +43,7 @@ SLAB_SHARE = 0.02  # of the card
 
 GRAPH_ROWS = 4  # outputs of the prefill graphs of all buckets together, in rows of the largest
 GRAPH_BYTES = 1 * MIB  # of one captured step in the driver
-LOGIT_COPIES = 4  # of a step's logits at once, in float32
+LOGIT_COPIES = 7  # of a step's logits at once, in float32: those of graphs and those of an eager step
 MIN_LOCAL_ROWS = 512  # rows of a prompt that an idle decode worker computes at once
 GIVEN, CPU = "given", "on CPU"
 
@@ -240,7 +240,7 @@ class _Choice:
         page_size = take("page_size", (PAGE_SIZE, "equal on all cards"))
         chunk, max_batch, max_running, local, slab_mb = self._chunk()[0], 0, 0, 0, 0
         if self.role.is_decode:
-            local = take("local_prefill_tokens", self._local_tokens(chunk))
+            local = take("local_prefill_tokens", self._local_tokens())
             max_running = take("max_running", self._max_running(page_size, local))
         else:
             chunk = take("chunk_size", self._chunk())
@@ -271,9 +271,16 @@ class _Choice:
     def _chunk(self) -> tuple[int, str]:
         if not self.card.is_gpu:
             return CPU_CHUNK, CPU
+        chunk = min(MAX_CHUNK, max(MIN_CHUNK, self._timed_tokens()))
+        return chunk, self._forward_time(chunk)
+
+    def _timed_tokens(self) -> int:
+        """The tokens of a forward of PREFILL_FORWARD_S, as a power of two."""
         tokens = int(self.card.rate * PREFILL_FORWARD_S / (2 * max(1, self.model.num_weights)))
-        chunk = min(MAX_CHUNK, max(MIN_CHUNK, 1 << max(0, tokens.bit_length() - 1)))
-        return chunk, f"{1e3 * 2 * chunk * self.model.num_weights / self.card.rate:.0f} ms a forward"
+        return 1 << max(0, tokens.bit_length() - 1)
+
+    def _forward_time(self, tokens: int) -> str:
+        return f"{1e3 * 2 * tokens * self.model.num_weights / self.card.rate:.0f} ms a forward"
 
     def _max_batch(self, chunk: int) -> tuple[int, str]:
         if not self.card.is_gpu:
@@ -281,8 +288,11 @@ class _Choice:
         tokens = chunk or WHOLE_PROMPT_ROWS
         return min(MAX_BATCH, max(MIN_BATCH, tokens // CHUNK_PER_REQUEST)), "by the chunk"
 
-    def _local_tokens(self, chunk: int) -> tuple[int, str]:
-        return (chunk // LOCAL_PART, "a part of a chunk") if self.card.is_gpu else (CPU_LOCAL_TOKENS, CPU)
+    def _local_tokens(self) -> tuple[int, str]:
+        if not self.card.is_gpu:
+            return CPU_LOCAL_TOKENS, CPU
+        tokens = min(MAX_CHUNK, max(MIN_LOCAL, self._timed_tokens()))
+        return tokens, self._forward_time(tokens)
 
     def _slab_mb(self, chunk: int) -> tuple[int, str]:
         if not self.card.is_gpu:

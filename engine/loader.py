@@ -48,7 +48,7 @@ class Engine:
     """A ready engine: one target over one page pool, with the drafting parts of its role.
 
     `features` is the feature plane of prefill, `drafter` the draft head of decode; both are None without a
-    draft. `shape` is the configured draft shape; `step_policy` may vary it.
+    draft. `max_context` is in tokens. `shape` is the configured draft shape; `step_policy` may vary it.
     `graphs` None: every forward runs eagerly. `steps` belong to decode. `launches_ahead`: each step is
     launched before the previous one is read.
     """
@@ -64,6 +64,7 @@ class Engine:
     features: FeaturePlane | None
     drafter: Drafter | None
     cache: PrefixCache
+    max_context: int
     sizes: EngineSizes
     lifecycle: Lifecycle
     grammars: GrammarCompiler
@@ -96,11 +97,6 @@ class Engine:
     @property
     def page_size(self) -> int:
         return self.pool.page_size
-
-    @property
-    def max_context(self) -> int:
-        """Most tokens of prompt and output together."""
-        return self.sizes.max_context
 
     @property
     def num_pages(self) -> int:
@@ -286,6 +282,7 @@ class EngineLoader:
             features=features,
             drafter=drafter,
             cache=cache,
+            max_context=sizes.max_context,
             sizes=sizes,
             lifecycle=self.lifecycle,
             grammars=GrammarCompiler(self._path / "tokenizer.json", model.vocab_size, model.eos_token_ids),
@@ -331,6 +328,8 @@ class EngineLoader:
                 graphs.self_test(engine.runner, engine.drafter, engine.max_context, engine.steps)
             self._measure_steps(graphs)
             graphs.log_report()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()  # what the self-test took
         self.lifecycle.advance(Phase.CAPTURED)
 
     def _measure_steps(self, graphs: GraphSet) -> None:
