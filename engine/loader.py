@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 
 from .capture.graph_set import GraphSet, backend_for
-from .config import EngineConfig, resolve_checkpoint, resolve_device, resolve_dtype
+from .config import EngineConfig, resolve_device, resolve_dtype
 from .errors import CheckpointError, LifecycleError
 from .grammar.guided import GrammarCompiler
 from .graphs.backend import GraphBackend
+from .hub import resolve_checkpoint
 from .kv.budget import PageBudget
 from .kv.page_table import pages_for
 from .kv.pool import FeaturePlane, KVPool, PageAllocator

@@ -18,7 +18,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from ...cluster.errors import BatonError, ConfigError
 from ...cluster.security.keyring import read_key, read_peers
-from .checkpoints import faults_of, feature_layers, identity_of, read_config
+from ..capacity.checkpoints import faults_of, feature_layers, identity_of, read_config
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 MIN_FILES = 4096  # open files of a router with a thousand streams, and a margin

@@ -23,11 +23,11 @@ from typing import Any
 
 from ...cluster.config.fields import Setting, check_fields, read_command_line, setting
 from ...cluster.errors import BatonError, ConfigError
-from .checkpoints import DTYPE_BYTES, KVShape, shape_of
+from ..capacity.checkpoints import DTYPE_BYTES, KVShape, shape_of
+from ..capacity.sizing import Measured, PlannedLoad, SizingPlan, handoff_of, plan_of
 from .client import KEY_VARIABLE, ChatClient
 from .command import run_command
 from .pull_test import measure
-from .sizing import Measured, PlannedLoad, SizingPlan, handoff_of, plan_of
 
 PROG = "baton plan"
 SUMMARY = "Size a deployment: hand-off time, memory, workers, and when not to disaggregate."

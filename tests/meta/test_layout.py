@@ -20,7 +20,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "kernels": (),
     "engine": ("kernels",),
     "router": ("cluster",),
-    "deploy": ("cluster",),
+    "deploy": ("cluster", "engine.hub"),
     "kvtransfer": ("engine.kv", "kernels", "cluster"),
     "worker": ("kvtransfer", "engine", "cluster"),
     "prefill": ("worker", "kvtransfer", "engine", "cluster"),

@@ -8,11 +8,11 @@ import sys
 import psutil
 import pytest
 from baton.cluster.errors import ConfigError
+from baton.deploy.capacity.checkpoints import KVShape, shape_of
+from baton.deploy.capacity.sizing import Measured, PlannedLoad, handoff_of, plan_of, prefill_s
 from baton.deploy.cli import plan
-from baton.deploy.cli.checkpoints import KVShape, shape_of
 from baton.deploy.cli.drain import process_of, worker_of
 from baton.deploy.cli.plan import FASTEST, HandoffSample, fit
-from baton.deploy.cli.sizing import Measured, PlannedLoad, handoff_of, plan_of, prefill_s
 
 LLAMA_8B = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, hidden_size=4096, num_features=3)
 GPU = Measured(prefill_rate=24000, bandwidth=2.5e9, fixed_s=0.0005, tpot_s=0.01)
