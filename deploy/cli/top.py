@@ -211,7 +211,6 @@ def _workers(seen: Look, workers: Sequence[WorkerPart], rates: Rates) -> Table:
     table = _table(
         "role",
         "worker",
-        "card",
         "state",
         "run",
         "queue",
@@ -221,6 +220,7 @@ def _workers(seen: Look, workers: Sequence[WorkerPart], rates: Rates) -> Table:
         "hand-off",
         "accept",
         "beat",
+        "card",
     )
     for worker in sorted(workers, key=lambda w: (w.role == "decode", w.instance)):
         is_decode, counters, name = worker.role == "decode", worker.counters, worker.instance
@@ -234,7 +234,6 @@ def _workers(seen: Look, workers: Sequence[WorkerPart], rates: Rates) -> Table:
         table.add_row(
             worker.role,
             name[:8],
-            (worker.card or worker.device)[:CARD_WIDTH],
             Text(worker.state, TONES.get(worker.state, "red")),
             str(worker.running),
             str(worker.queued),
@@ -244,6 +243,7 @@ def _workers(seen: Look, workers: Sequence[WorkerPart], rates: Rates) -> Table:
             NONE if moved is None else f"{size(moved)}/s",
             NONE if worker.accept_length is None else f"{worker.accept_length:.2f}",
             f"{worker.heartbeat_age_s:.1f} s",
+            (worker.card or worker.device)[:CARD_WIDTH],
         )
     return table
 
