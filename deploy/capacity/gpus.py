@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ...cluster.config.fields import did_you_mean
+from ...cluster.errors import ConfigError
 from .checkpoints import ModelNeed
 from .sizing import Measured, PlannedLoad, places_of, split_of
 
@@ -64,6 +66,16 @@ def gpu_model(name: str, memory: int) -> GpuModel:
     best = max(known, key=lambda gpu: (len(gpu.name), -abs(gpu.memory - memory)), default=None)
     chosen = best or next(gpu for gpu in GPUS if gpu.name == STAND_IN)
     return replace(chosen, name=name, memory_mib=memory >> 20)
+
+
+def gpu_named(name: str) -> GpuModel:
+    """The listed GPU of that name, of two with one name the larger. Raises ConfigError."""
+    found = [gpu for gpu in GPUS if gpu.name == name]
+    if not found:
+        names = list(dict.fromkeys(gpu.name for gpu in GPUS))
+        hint = did_you_mean(name, names) or f"; known: {', '.join(names)}"
+        raise ConfigError(f"--gpu {name!r} is not listed{hint}")
+    return max(found, key=lambda gpu: gpu.memory)
 
 
 def kv_bytes_of(memory: int, need: ModelNeed, *, is_decode: bool, share: float = AUTO_SHARE) -> int:
