@@ -20,7 +20,7 @@ PREFILL_SHARE = 0.6  # of the arithmetic rate, in matrix products
 ATTENTION_SHARE = 0.28  # of the arithmetic rate, in prefill attention
 DECODE_SHARE = 0.75  # of the memory rate, in decode steps
 DRAFT_GAIN = 1.5  # decode with a head that gets 3 tokens accepted, at 128 requests
-LINK_BYTES_PER_S = 6.8e9  # shared memory of one host, with its digest
+LINK_RATE = 6.8e9  # bytes per second through shared memory of one host, with its digest
 CHUNK_TOKENS = 2048
 DECODE_PARTS = 2  # of the memory for KV on a shared GPU, to one of prefill
 MOST_RUNNING = 128  # requests of a decode worker beyond which a token takes too long for a chat
@@ -128,7 +128,7 @@ def estimate(gpu: GpuModel, need: ModelNeed, load: PlannedLoad = TYPICAL) -> Mea
     return Measured(
         prefill_rate=prefill_rate,
         slowing=per_pair,
-        bandwidth=LINK_BYTES_PER_S,
+        bandwidth=LINK_RATE,
         tpot_s=step_s / (DRAFT_GAIN if need.draft_weights else 1.0),
     )
 

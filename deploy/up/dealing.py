@@ -17,6 +17,8 @@ from .gpu_list import Gpu
 
 PREFILL, DECODE = "prefill", "decode"
 GIB = 2**30
+BEST_RATIO = "serves the most requests"
+ROLE_TEXT = {PREFILL: "prompts", DECODE: "tokens"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +92,18 @@ def deal(gpus: Sequence[Gpu], need: ModelNeed, wish: Wish) -> Deal:
     )
     notes = [
         f"GPU {gpu.index} is left out: it has {gpu.memory / GIB:.1f} GiB, the model needs "
-        f"{least_share(gpu.memory, need, is_decode=True) * gpu.memory / share / GIB:.1f}"
+        f"{least_share(gpu.memory, need, is_decode=True) * gpu.memory / share / GIB:.1f}."
         for gpu in gpus
         if gpu not in fitting
     ]
     idle = [gpu.index for gpu in fitting if gpu not in crowd]
     if idle:
-        notes.append(f"GPU {', '.join(idle)} stays idle: more workers (--prefill, --decode) would use it")
+        notes.append(f"GPU {', '.join(idle)} stays idle: more workers (--prefill, --decode) would use it.")
+    if why.endswith(BEST_RATIO):
+        notes.append(
+            f"The ratio is for prompts of {TYPICAL.prompt} and answers of {TYPICAL.output} tokens; "
+            "`baton plan` shows it for others."
+        )
     return Deal(prefill=prefill, decode=decode, places=places, notes=tuple(notes))
 
 
@@ -114,8 +121,7 @@ def _counts(gpus: Sequence[Gpu], need: ModelNeed, wish: Wish) -> tuple[int, int,
     if decode != AUTO_WORKERS:
         return max(1, count - decode), decode, "as --decode says; prefill has the other GPUs"
     prefill, decode = split_on([gpu_model(gpu.name, gpu.memory) for gpu in gpus], need)
-    load = f"prompts of {TYPICAL.prompt} and answers of {TYPICAL.output} tokens"
-    return prefill, decode, f"{prefill} : {decode} serves most {load} (baton plan)"
+    return prefill, decode, f"{prefill} : {decode} {BEST_RATIO}"
 
 
 def _largest(gpus: Sequence[Gpu], count: int) -> list[Gpu]:
@@ -166,6 +172,3 @@ def table_of(settled: Deal) -> list[str]:
     widths = [max(len(row[at]) for row in rows) for at in range(3)]
     lines = ["  ".join([*(row[at].ljust(widths[at]) for at in range(3)), row[3]]) for row in rows]
     return [*lines, *settled.notes]
-
-
-ROLE_TEXT = {PREFILL: "prompts", DECODE: "tokens"}

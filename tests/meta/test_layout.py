@@ -289,8 +289,9 @@ def test_root_module_holds_docstring_and_version_only():
     assert [type(node) for node in body] == [ast.Expr, ast.Assign]
 
 
-def test_router_and_cluster_load_no_torch():
-    modules = [source.module for source in package_files() if source.folder in ("router", "cluster")]
+def test_router_deploy_and_cluster_load_no_torch():
+    folders = ("router", "deploy", "cluster")
+    modules = [source.module for source in package_files() if source.folder in folders]
     assert "baton.router.app" in modules
     program = (
         "import importlib, sys\n"

@@ -136,6 +136,8 @@ def test_a_model_that_fits_no_gpu_is_refused_with_the_memory_that_would_do():
 def test_the_table_names_each_worker_its_gpu_its_role_and_the_reason():
     lines = table_of(deal(h200s(2), NEED, Wish()))
     assert lines[0].split() == ["worker", "GPU", "role", "why"]
-    assert [line.split()[:2] for line in lines[1:]] == [["prefill-0", "0:"], ["decode-0", "1:"]]
-    assert "prompts of 2048" in lines[1]
+    assert [line.split()[:2] for line in lines[1:3]] == [["prefill-0", "0:"], ["decode-0", "1:"]]
+    assert lines[1].endswith("1 : 1 serves the most requests")
+    assert lines[3].startswith("The ratio is for prompts of 2048 and answers of 256 tokens")
+    assert len(table_of(deal(h200s(2), NEED, Wish(prefill=1, decode=1)))) == 3
     assert "prompts and tokens" in table_of(deal(h200s(1), NEED, Wish()))[1]
