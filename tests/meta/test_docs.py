@@ -24,9 +24,8 @@ from baton.tests.sim.cluster_talk import as_json, of_one_request, talk
 ROOT = Path(__file__).resolve().parents[2]
 PROTOCOL, FAILURES, ROUTER = (ROOT / "docs" / name for name in ("protocol.md", "failures.md", "router.md"))
 PAGES = (
-    "api.md", "development.md", "failures.md", "gpu.md", "guarantees.md", "metrics.md", "operate.md", "protocol.md",
-    "router.md",
-    "running.md",
+    "api.md", "development.md", "failures.md", "gpu.md", "guarantees.md", "metrics.md", "operate.md",
+    "protocol.md", "router.md", "running.md",
 )  # fmt: skip
 SERVING = ("cluster", "decode", "deploy", "kvtransfer", "prefill", "router", "worker")
 # How often something is looked at, or what an answer says: nothing happens to a room at its end.
