@@ -116,6 +116,12 @@ def test_decode_gets_the_gpus_with_more_memory():
     assert owners(deal(mixed, NEED, Wish())) == {"prefill-0": "1", "decode-0": "0"}
 
 
+def test_fewer_workers_than_gpus_take_those_with_the_most_memory():
+    small = Gpu(index="9", name="NVIDIA L40S", memory=44 * GIB)
+    settled = deal([small, *h200s(2)], NEED, Wish(prefill=1, decode=1))
+    assert owners(settled) == {"prefill-0": "0", "decode-0": "1"}
+
+
 def test_a_gpu_that_is_too_small_is_left_out_and_named():
     display = Gpu(index="2", name="NVIDIA T400", memory=4 * GIB)
     settled = deal([*h200s(2), display], NEED, Wish())
