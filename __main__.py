@@ -14,6 +14,7 @@ COMMANDS = {
     "router": (".router.__main__", "run the router: one OpenAI-compatible endpoint in front of the workers"),
     "prefill": (".prefill.__main__", "run a prefill worker"),
     "decode": (".decode.__main__", "run a decode worker"),
+    "serve": (".deploy.up.serve", "run `up` without prefill workers: decode computes the prompts"),
     "chat": (".deploy.cli.chat", "chat with a running cluster in the terminal"),
     "top": (".deploy.cli.top", "watch a running cluster in the terminal"),
     "demo": (".deploy.cli.demo", "start a small cluster on this host and ask it one question"),

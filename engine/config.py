@@ -4,7 +4,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 
 from .errors import CheckpointError
 
@@ -109,26 +108,3 @@ def has_native_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
         return False
     flags = next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
     return not NATIVE_BFLOAT16.isdisjoint(flags)
-
-
-def resolve_checkpoint(model: str) -> Path:
-    """The directory of a checkpoint.
-
-    A name that is no directory is a hub id, downloaded or found in the hub's cache.
-
-    Raises CheckpointError if `model` is neither, or the download fails.
-    """
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise CheckpointError(f"model {model!r} is neither a directory nor a hub id (owner/name)")
-    try:
-        return Path(
-            snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"])
-        )
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0][:200]
-        raise CheckpointError(
-            f"model {model!r} could not be fetched from the hub ({reason}); name a directory"
-        ) from error

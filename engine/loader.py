@@ -15,10 +15,11 @@ import torch
 
 from .auto_sizes import Card, EngineRole, EngineSizes, GivenSizes, ModelSizes, check_weights, choose_sizes
 from .capture.graph_set import GraphSet, backend_for
-from .config import EngineConfig, resolve_checkpoint, resolve_device, resolve_dtype
+from .config import EngineConfig, resolve_device, resolve_dtype
 from .errors import CheckpointError, LifecycleError
 from .grammar.guided import GrammarCompiler
 from .graphs.backend import GraphBackend
+from .hub import resolve_checkpoint
 from .kv.budget import PageBudget
 from .kv.pool import FeaturePlane, KVPool, PageAllocator
 from .kv.prefix_cache import PrefixCache

@@ -5,6 +5,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+import torch
+
 from ..cluster.net.transport_names import ZMQ_BLOCKS
 from ..cluster.protocol.kv_messages import block_bytes_of
 from ..cluster.protocol.messages import PROTOCOL_MAJOR, YOUNG_FIELDS, Choice, DraftWidths, Hello, Layout
@@ -64,6 +66,16 @@ def planes_of(pool: KVPool, features: FeaturePlane | None) -> Planes:
     return Planes(kv=pool.byte_view(), features=feature_bytes, order=pool.order)
 
 
+def card_of(device: torch.device, env: Mapping[str, str]) -> str:
+    """The GPU of a device as its id in CUDA_VISIBLE_DEVICES, else its number, and its name; "" for a CPU."""
+    if device.type != "cuda":
+        return ""
+    at = device.index or 0
+    visible = [entry.strip() for entry in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]
+    name = torch.cuda.get_device_name(device)
+    return f"{visible[at] if at < len(visible) else at}: {name}"
+
+
 def hello_of(
     layout: Layout,
     pool: KVPool,
@@ -104,6 +116,7 @@ def hello_of(
         pid=os.getpid(),
         host=socket.gethostname(),
         device=str(pool.device),
+        card=card_of(pool.device, os.environ),
         transport=",".join(transports),
         chosen=dict(chosen),
     )

@@ -4,7 +4,7 @@ head."""
 import json
 from pathlib import Path
 
-from ...engine.config import resolve_checkpoint
+from ...engine.hub import resolve_checkpoint
 from ...engine.models.config import ModelConfig
 from ...engine.models.registry import load_model_config
 from ...engine.speculative.drafters.spec_config import Eagle3Config, load_draft_config

@@ -22,6 +22,17 @@ from .groups import (
 )
 from .router_groups import ClientSettings, HttpSettings, PairingSettings
 
+AUTO_WORKERS = -1  # 0 is taken: it asks for no worker of a role
+
+
+def gpus_fault(text: str) -> str:
+    """The fault of a list of GPUs, as the end of a sentence that begins with it; "" if valid."""
+    entries = text.split(",") if text else []
+    if not all(entry and entry == entry.strip() for entry in entries):
+        return "is no list of GPUs: write such as 0,1,4"
+    twice = next((entry for at, entry in enumerate(entries) if entry in entries[:at]), "")
+    return f"names GPU {twice} twice: name each once" if twice else ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig(
@@ -106,8 +117,31 @@ class UpConfig(
     routers: int = setting(
         1, Setting(help="number of router processes behind one port", minimum=1, maximum=64)
     )
-    prefill: int = setting(1, Setting(help="number of prefill workers", minimum=1, maximum=64))
-    decode: int = setting(1, Setting(help="number of decode workers", minimum=1, maximum=64))
+    prefill: int = setting(
+        AUTO_WORKERS,
+        Setting(
+            help="number of prefill workers; 0: decode computes prompts itself; -1: chosen for the GPUs, "
+            "1 without any",
+            minimum=AUTO_WORKERS,
+            maximum=64,
+        ),
+    )
+    decode: int = setting(
+        AUTO_WORKERS,
+        Setting(
+            help="number of decode workers; -1: chosen for the GPUs, 1 without any",
+            minimum=AUTO_WORKERS,
+            maximum=64,
+        ),
+    )
+    gpus: str = setting(
+        "",
+        Setting(
+            help="GPUs to use, as CUDA_VISIBLE_DEVICES names them, else as nvidia-smi counts; empty: all",
+            metavar="ID[,ID...]",
+            fault_of=gpus_fault,
+        ),
+    )
     transport: str = setting(
         "ipc", Setting(help="how the processes reach each other", choices=("ipc", "tcp"))
     )

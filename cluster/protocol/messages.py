@@ -183,6 +183,7 @@ class Hello(Message, frozen=True, kw_only=True):
     pid: Small = 0
     host: Text = ""
     device: Text = "cpu"
+    card: Text = ""  # the GPU of `device`: its id in CUDA_VISIBLE_DEVICES and its name; for display only
     transport: Text = ""
     takes: tuple[Text, ...] = ()  # the YOUNG_FIELDS that it obeys
     takes_batches: bool = False  # accepts frames of several messages

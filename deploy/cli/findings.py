@@ -20,7 +20,7 @@ from ...cluster.config.roles import DecodeConfig, PrefillConfig
 from ...cluster.errors import BatonError, ConfigError
 from ...cluster.security.keyring import read_key, read_peers
 from ...engine.auto_sizes import Card
-from .checkpoints import faults_of, feature_layers, identity_of, read_config
+from ..capacity.checkpoints import faults_of, feature_layers, identity_of, read_config
 from .worker_sizes import worker_sizes
 
 OK, WARN, FAIL = "ok", "warn", "fail"

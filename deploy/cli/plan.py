@@ -1,11 +1,15 @@
-"""`baton plan`: sizes a deployment from a model's config and measured rates of the hardware.
+"""`baton plan`: sizes a deployment from a model's config and rates of the hardware.
 
     baton plan --model DIR --bandwidth 2.5 --prefill-rate 24000 --prompt 4000 --output 300 --rate 2
     baton plan --model DIR --pull tcp://10.0.0.2:7999 --prefill-rate 24000
     baton plan --model DIR --url http://127.0.0.1:8000 --within 25
+    baton plan --model DIR --gpu H200 --num-gpus 8
+    baton plan --model DIR --memory
 
 The second form measures the bandwidth. The third measures everything on a running cluster and compares the
-prediction with it; the exit code is 1 when the prediction is more than 25 % off.
+prediction with it; the exit code is 1 when the prediction is more than 25 % off. The fourth estimates the
+rates from the GPU's data sheet and deals GPUs to workers, as `baton up` does for its default load. The last
+shows how many tokens of KV each known GPU holds.
 
 On a running cluster prompts of up to two chunks give the prefill rate, the link and the fixed cost of a
 hand-off; longer prompts, which were not used for these, are then predicted and measured. See `sizing` for the
@@ -16,7 +20,7 @@ import os
 import random
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +29,23 @@ from ...cluster.config.fields import Setting, check_fields, read_command_line, s
 from ...cluster.config.roles import DecodeConfig, PrefillConfig
 from ...cluster.errors import BatonError, ConfigError
 from ...engine.auto_sizes import MIB
-from .checkpoints import DTYPE_BYTES, KVShape, shape_of
+from ..capacity.checkpoints import DTYPE_BYTES, KVShape, ModelNeed, need_of
+from ..capacity.gpus import (
+    AUTO_SHARE,
+    GPUS,
+    TYPICAL,
+    GpuModel,
+    estimate,
+    gpu_named,
+    kv_tokens_of,
+    load_on,
+    shares_of,
+)
+from ..capacity.sizing import Measured, PlannedLoad, SizingPlan, handoff_of, plan_of, split_of
 from .client import KEY_VARIABLE, ChatClient
 from .command import run_command
 from .findings import output_of
 from .pull_test import measure
-from .sizing import Measured, PlannedLoad, SizingPlan, handoff_of, plan_of
 from .worker_sizes import find_card, worker_sizes
 
 PROG = "baton plan"
@@ -95,6 +110,18 @@ class PlanConfig:
             auto=0,
         ),
     )
+    gpu: str = setting(
+        "",
+        Setting(
+            help="estimate the rates and the KV memory that are not given from this GPU's data sheet, such "
+            "as H200",
+            metavar="NAME",
+        ),
+    )
+    num_gpus: int = setting(
+        0, Setting(help="GPUs to deal to workers, one each; 0: none", minimum=0, maximum=1024)
+    )
+    memory: bool = setting(False, Setting(help="show the tokens of KV that each known GPU holds, and end"))
     rounds: int = setting(
         5, Setting(help="of each prompt length on --url; medians count", minimum=1, maximum=1000)
     )
@@ -128,7 +155,68 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan(argv: Sequence[str]) -> int:
-    return _run(PlanConfig(**read_command_line(PlanConfig, argv, PROG, SUMMARY)))  # type: ignore[arg-type]
+    given = read_command_line(PlanConfig, argv, PROG, SUMMARY)
+    config = PlanConfig(**given)  # type: ignore[arg-type]
+    if not config.model:
+        raise ConfigError("no model given; write --model DIR")
+    if config.num_gpus == 1:
+        raise ConfigError("--num-gpus 1: one GPU is not split; write 2 or more")
+    need = need_of(Path(config.model), Path(config.draft) if config.draft else None, config.dtype)
+    if config.memory:
+        sys.stdout.write("\n".join(_memory_table(need)) + "\n")
+        return 0
+    if not config.gpu:
+        return _run(on_this_host(config), need.shape)
+    load, rates = _estimated(config, need, given)
+    changed: dict[str, Any] = {
+        "prefill_rate": rates.prefill_rate,
+        "tpot_ms": rates.tpot_s * 1e3,
+        "bandwidth": rates.bandwidth / 1e9,
+        "kv_memory_mb": int(load.kv_memory) >> 20,
+        "chunk": load.chunk,
+        "max_running": load.max_running,
+    }
+    kept = {name: value for name, value in changed.items() if name not in given}
+    return _run(replace(config, **kept), need.shape, rates.slowing)
+
+
+def _estimated(
+    config: PlanConfig, need: ModelNeed, given: Mapping[str, object]
+) -> tuple[PlannedLoad, Measured]:
+    """The load with a GPU's memory, and the GPU's rates for it; the command line's sizes count."""
+    gpu = gpu_named(config.gpu)
+    load = PlannedLoad(
+        prompt=config.prompt,
+        output=config.output,
+        rate=config.rate,
+        chunk=config.chunk if "chunk" in given else TYPICAL.chunk,
+        max_running=config.max_running if "max_running" in given else TYPICAL.max_running,
+    )
+    load = load_on(gpu, need, load)
+    return load, estimate(gpu, need, load)
+
+
+def _memory_table(need: ModelNeed) -> list[str]:
+    """Tokens of KV per GPU: for a worker of its own, and for one prefill and one decode worker together."""
+
+    def tokens(gpu: GpuModel, share: float, *, is_decode: bool) -> str:
+        count = kv_tokens_of(gpu.memory, need, is_decode=is_decode, share=share)
+        return f"{count:,}" if count >= TYPICAL.prompt + TYPICAL.output else "-"
+
+    weights = need.weight_bytes(is_decode=True) / 2**30
+    lines = [
+        f"weights {weights:.1f} GiB, KV of a token {need.token_bytes(is_decode=True) / 1024:.1f} KiB; "
+        "tokens of KV, -: does not fit",
+        f"{'GPU':<10}{'GiB':>7}{'decode':>12}{'prefill':>12}{'both on one GPU':>24}",
+    ]
+    for gpu in GPUS:
+        shares = shares_of(gpu.memory, need, [False, True]) or [0.0, 0.0]
+        both = " + ".join(tokens(gpu, share, is_decode=at == 1) for at, share in enumerate(shares))
+        lines.append(
+            f"{gpu.name:<10}{gpu.memory / 2**30:>7.1f}{tokens(gpu, AUTO_SHARE, is_decode=True):>12}"
+            f"{tokens(gpu, AUTO_SHARE, is_decode=False):>12}{'-' if both == '- + -' else both:>24}"
+        )
+    return lines
 
 
 def fit(
@@ -158,11 +246,7 @@ def fit(
     )
 
 
-def _run(config: PlanConfig) -> int:
-    if not config.model:
-        raise ConfigError("no model given; write --model DIR")
-    config = on_this_host(config)
-    shape = shape_of(Path(config.model), Path(config.draft) if config.draft else None, config.dtype)
+def _run(config: PlanConfig, shape: KVShape, slowing: float = 0.0) -> int:
     lines: list[str] = []
     off = 0.0
     if config.url:
@@ -171,6 +255,7 @@ def _run(config: PlanConfig) -> int:
         link = measure(config.pull).bytes_per_s if config.pull else config.bandwidth * 1e9
         measured = Measured(
             prefill_rate=config.prefill_rate,
+            slowing=slowing,
             bandwidth=link,
             fixed_s=config.fixed_ms / 1e3,
             tpot_s=config.tpot_ms / 1e3,
@@ -183,9 +268,13 @@ def _run(config: PlanConfig) -> int:
         kv_memory=config.kv_memory_mb * 2.0**20,
         max_running=config.max_running,
     )
-    sys.stdout.write(
-        "\n".join([*lines, *_report(shape, measured, load, plan_of(shape, measured, load))]) + "\n"
-    )
+    lines += _report(shape, measured, load, plan_of(shape, measured, load))
+    if config.num_gpus:
+        prefill, decode = split_of(config.num_gpus, shape, measured, load)
+        lines.append(
+            f"{config.num_gpus} GPUs, one worker each: {prefill} prefill and {decode} decode workers"
+        )
+    sys.stdout.write("\n".join(lines) + "\n")
     if config.within and abs(off) > config.within / 100:
         sys.stderr.write(
             f"{PROG}: the prediction is off by {off:+.0%}, more than {config.within:g} %; is it idle?\n"

@@ -32,6 +32,7 @@ SUMMARY = "Watch routers, their workers and recent requests. Ctrl-C quits."
 ANSWER_S = 3.0  # longest wait for a router's answer
 WINDOW_S = 5.0  # seconds over which a rate is averaged
 PIPE_WIDTH = 140  # columns of output that is not a terminal
+CARD_WIDTH = 24  # letters of a GPU's name
 NONE = "-"
 OWN = "this key shows its own requests; the cluster is shown to the key of an operator or an observer"
 TONES = {
@@ -88,6 +89,8 @@ class WorkerPart(Struct, frozen=True):
     accept_length: float | None
     heartbeat_age_s: float
     counters: dict[str, float]
+    device: str = NONE
+    card: str = ""  # "" on a CPU, and from a worker of an older release
 
 
 class RequestPart(Struct, frozen=True):
@@ -206,7 +209,18 @@ def _router(url: str, router: RouterPart) -> list[RenderableType]:
 
 def _workers(seen: Look, workers: Sequence[WorkerPart], rates: Rates) -> Table:
     table = _table(
-        "role", "worker", "state", "run", "queue", "xfer", "pages", "tok/s", "hand-off", "accept", "beat"
+        "role",
+        "worker",
+        "state",
+        "run",
+        "queue",
+        "xfer",
+        "pages",
+        "tok/s",
+        "hand-off",
+        "accept",
+        "beat",
+        "card",
     )
     for worker in sorted(workers, key=lambda w: (w.role == "decode", w.instance)):
         is_decode, counters, name = worker.role == "decode", worker.counters, worker.instance
@@ -229,6 +243,7 @@ def _workers(seen: Look, workers: Sequence[WorkerPart], rates: Rates) -> Table:
             NONE if moved is None else f"{size(moved)}/s",
             NONE if worker.accept_length is None else f"{worker.accept_length:.2f}",
             f"{worker.heartbeat_age_s:.1f} s",
+            (worker.card or worker.device)[:CARD_WIDTH],
         )
     return table
 
@@ -269,7 +284,7 @@ def _requests(listed: RequestsPart) -> Table:
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for column in columns:
-        is_number = column not in ("role", "worker", "state", "request", "workers")
+        is_number = column not in ("role", "worker", "card", "state", "request", "workers")
         table.add_column(column, justify="right" if is_number else "left", no_wrap=True)
     return table
 

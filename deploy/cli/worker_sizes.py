@@ -20,7 +20,7 @@ from ...engine.auto_sizes import (
 )
 from ...engine.errors import CheckpointError
 from ...engine.kv.budget import PageBudget
-from .checkpoints import DTYPE_BYTES, KVShape, read_config, shape_of
+from ..capacity.checkpoints import DTYPE_BYTES, KVShape, read_config, shape_of
 
 QUERY = "name,memory.total,memory.reserved,memory.free,compute_cap"
 GPU_DTYPE, CPU_DTYPE = "bfloat16", "float32"

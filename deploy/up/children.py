@@ -27,6 +27,8 @@ from ...cluster.errors import ConfigError, StartupError
 from ...cluster.process.log import PACKAGE
 from ...cluster.process.process import OPERATOR_VARIABLE, PARENT_VARIABLE
 from ...cluster.process.sd_notify import without_manager
+from .dealing import Deal, Place, Wish, deal_without_gpus
+from .gpu_list import VISIBLE, ordered
 from .supervise import ChildSpec
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ LOWEST_PORT, LAST_PORT = 20_000, 65535  # the range from which a child's port is
 PORTS_TRIED = 16
 GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # for IPv6 as well
 ROUTER = "router"  # the name of that child
+SHARE = "gpu_memory_share"  # the setting that divides a GPU between workers
 
 Command = Callable[[str, Sequence[str]], list[str]]
 
@@ -51,24 +54,33 @@ def role_command(role: str, flags: Sequence[str]) -> list[str]:
     return [sys.executable, *safe, "-m", f"{PACKAGE}.{role}", *flags]
 
 
-def child_configs(config: UpConfig, env: Mapping[str, str], directory: Path) -> list[tuple[str, RoleConfig]]:
+def child_configs(
+    config: UpConfig, env: Mapping[str, str], directory: Path, settled: Deal | None = None
+) -> list[tuple[str, RoleConfig]]:
     """The config of every child by name, the routers first, with endpoints in `directory` or on free ports.
 
-    Raises ConfigError for an invalid setting.
+    `settled` None: workers as on a host without GPUs. Raises ConfigError for an invalid setting.
     """
+    settled = settled or deal_without_gpus(wish_of(config))
     is_ipc = config.transport == "ipc"
     controls = _controls(config.routers, directory if is_ipc else None)
-    threads = _threads(config, env)
+    threads = _threads(config, env, settled)
     plan: list[tuple[str, type[RoleConfig], dict[str, Value]]] = []
     for i, endpoint in enumerate(controls):
         name = f"{ROUTER}-{i}" if i else ROUTER
         plan.append((name, RouterConfig, {"control_bind": endpoint, "share_port": config.routers > 1}))
     control = ",".join(controls)
-    for i in range(config.prefill):
+    for i in range(settled.prefill):
         kv = f"ipc://{directory}/kv-{i}" if is_ipc else "tcp://127.0.0.1:0"
         plan.append((f"prefill-{i}", PrefillConfig, {"router": control, "kv_bind": kv}))
-    plan += [(f"decode-{i}", DecodeConfig, {"router": control}) for i in range(config.decode)]
-    children = [(name, child_config(cls, config, env, wiring, threads)) for name, cls, wiring in plan]
+    computes_prompts: dict[str, Value] = {} if settled.prefill else {"aggregated": True}
+    plan += [
+        (f"decode-{i}", DecodeConfig, {"router": control, **computes_prompts}) for i in range(settled.decode)
+    ]
+    children = [
+        (name, child_config(cls, config, env, wiring, threads, settled.place_of(name)))
+        for name, cls, wiring in plan
+    ]
     children = _on_one_port(children)
     for port in ("kv_bulk_port", "metrics_port", "own_port"):
         children = _with_ports(children, port)
@@ -138,41 +150,61 @@ def child_specs(
     env: Mapping[str, str],
     directory: Path,
     command_of: Command,
+    settled: Deal | None = None,
 ) -> list[ChildSpec]:
-    """The specification of each child: its command line and environment."""
-    threads = _threads(config, env)
+    """The specification of each child: its command line, and its environment with its GPU in `settled`."""
+    settled = settled or deal_without_gpus(wish_of(config))
+    threads = _threads(config, env, settled)
     return [
         ChildSpec(
             name=name,
             role=child.role,
             argv=tuple(command_of(child.role, to_argv(child))),
-            env=child_environment(env, getattr(child, "threads", 1) or threads) | _token_of(child, env),
+            env=child_environment(env, getattr(child, "threads", 1) or threads, settled.place_of(name))
+            | _token_of(child, env),
             cwd=str(directory),
         )
         for name, child in children
     ]
 
 
+def wish_of(config: UpConfig) -> Wish:
+    """The part of the settings that decides about workers and GPUs. Raises ConfigError for no decode
+    worker."""
+    if config.decode == 0:
+        raise ConfigError("--decode 0: no worker would answer requests; write 1 or more, or leave it out")
+    share = getattr(config, SHARE, 0.0)
+    return Wish(prefill=config.prefill, decode=config.decode, memory_share=share)
+
+
 def child_config(
-    cls: type[RoleConfig], config: UpConfig, env: Mapping[str, str], wiring: Mapping[str, Value], threads: int
+    cls: type[RoleConfig],
+    config: UpConfig,
+    env: Mapping[str, str],
+    wiring: Mapping[str, Value],
+    threads: int,
+    place: Place | None = None,
 ) -> RoleConfig:
     """The config of one child (step 2 in `launcher`).
 
-    No other source may override the endpoints in `wiring`.
+    No other source may override the endpoints in `wiring`. The memory share of a shared GPU replaces `up`'s,
+    which was divided; the child's own sources may set another.
     """
+    dealt: dict[str, Value] = {} if place is None or not place.memory_share else {SHARE: place.memory_share}
     flags = [f"{flag_of(name)}={as_text(value)}" for name, value in wiring.items()]
     flags += [f"--config={config.config}"] if config.config else []
     defaults: dict[str, Value] = {}
     own = settings_of(cls)
     for name, described in settings_of(UpConfig).items():
         value = getattr(config, name)
-        if name not in own or name == "config":
+        if name not in own or name == "config" or name in dealt:
             continue
         source = config.explicit.get(name, "" if value == described.default else COMMAND_LINE)
         if source == COMMAND_LINE:  # includes values that a program set on UpConfig itself
             flags.append(f"{flag_of(name)}={as_text(value, describe(described))}")
         else:
             defaults[name] = value
+    defaults |= {name: value for name, value in dealt.items() if name in own}
     if "threads" in own and not config.threads:
         defaults["threads"] = threads
     known = set(known_variables())
@@ -185,9 +217,11 @@ def child_config(
     return dataclasses.replace(child, **fixed)  # type: ignore[arg-type]
 
 
-def child_environment(env: Mapping[str, str], threads: int) -> dict[str, str]:
-    """The environment of a child: without baton's settings, since flags hold them all, and with sleeping idle
-    threads."""
+def child_environment(env: Mapping[str, str], threads: int, place: Place | None = None) -> dict[str, str]:
+    """The environment of a child: without baton's settings, since flags hold them all, with sleeping idle
+    threads, and with the GPU of its place as the only visible one."""
+    if place is not None:
+        env = {**ordered(env), VISIBLE: place.gpu.index}
     child = {name: value for name, value in without_manager(env).items() if not name.startswith("BATON_")}
     child["OMP_NUM_THREADS"] = str(threads)
     # spinning idle threads of one worker would take the cores of another
@@ -203,7 +237,7 @@ def _token_of(child: RoleConfig, env: Mapping[str, str]) -> dict[str, str]:
     return {OPERATOR_VARIABLE: env[OPERATOR_VARIABLE]} if is_given else {}
 
 
-def _threads(config: UpConfig, env: Mapping[str, str]) -> int:
+def _threads(config: UpConfig, env: Mapping[str, str], settled: Deal) -> int:
     """The number of threads per worker.
 
     Prefill and decode seldom compute at the same moment, so each role may use all cores.
@@ -214,7 +248,7 @@ def _threads(config: UpConfig, env: Mapping[str, str]) -> int:
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // max(config.prefill, config.decode))
+    return max(1, cores // max(settled.prefill, settled.decode))
 
 
 def _absolute(path: str) -> str:

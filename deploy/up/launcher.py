@@ -1,11 +1,12 @@
 """`baton up`: starts, supervises and ends a router, prefill workers and decode workers on this host.
 
-1. Make a private directory for the sockets and choose endpoints in it (ipc), or free ports (tcp). 2. Merge
-the config of each child: first `up`'s command line, then the child's own variables and TOML table, then
-`up`'s other settings. A wrong value is reported here, before any child runs. 3. Start the children; restart
-those that crash; give up if one cannot start at all. 4. Wait until the router reports ready. 5. On SIGTERM
-drain: the router finishes its requests within drain_timeout_s, and the workers run until then. After that,
-and at once on Ctrl-C or a second signal: SIGTERM to all, SIGKILL to the rest, remove the directory.
+1. Make a private directory for the sockets and choose endpoints in it (ipc), or free ports (tcp). Download
+checkpoints of the hub, find the GPUs and deal them to workers. 2. Merge the config of each child: first
+`up`'s command line, then the child's own variables and TOML table, then `up`'s other settings. A wrong value
+is reported here, before any child runs. 3. Start the children; restart those that crash; give up if one
+cannot start at all. 4. Wait until the router reports ready. 5. On SIGTERM drain: the router finishes its
+requests within drain_timeout_s, and the workers run until then. After that, and at once on Ctrl-C or a second
+signal: SIGTERM to all, SIGKILL to the rest, remove the directory.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ import httpx
 
 from ...cluster.config.load import load_config
 from ...cluster.config.roles import RouterConfig, UpConfig
-from ...cluster.errors import StartupError
+from ...cluster.errors import ConfigError, StartupError
 from ...cluster.net.endpoints import bracketed
 from ...cluster.process.log import PACKAGE, configure
 from ...cluster.process.process import (
@@ -41,13 +42,18 @@ from ...cluster.process.process import (
 )
 from ...cluster.process.sd_notify import Notifier, notifier_of
 from ...cluster.security.ciphers import ciphers_of
-from .children import PROG, ROUTER, Command, child_configs, child_specs, role_command
+from ..capacity.checkpoints import need_of
+from .children import PROG, ROUTER, Command, child_configs, child_specs, role_command, wish_of
+from .dealing import Deal, deal, deal_without_gpus, table_of
+from .gpu_list import Gpu, find_gpus, restrict
+from .local_checkpoints import Fetch, fetch_once, head_of, with_directories
 from .supervise import ChildSpec, Process, SpawnedProcess, Supervisor
 
 logger = logging.getLogger(__name__)
 
 LONGEST_DIRECTORY = 80  # bytes; an ipc path has at most 107
 STEP_S = 0.05
+GPU_DTYPE = "bfloat16"  # what --dtype auto means on a GPU
 LAST_FRAMES_S = 3.0  # beyond its drain time, for the router's last errors to clients
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # bind address -> address to reach it at
 
@@ -66,7 +72,7 @@ class Cluster:
     """A cluster on this host. Call `start`, `wait_ready` and `stop`; a with-statement starts and stops it.
 
     Clients connect to `url`. `output` receives the children's lines (default stderr). `command_of` makes the
-    command line of a role from its flags.
+    command line of a role from its flags. `gpus_of` finds the GPUs that an environment shows.
     """
 
     def __init__(
@@ -76,9 +82,14 @@ class Cluster:
         env: Mapping[str, str] = os.environ,
         output: TextIO | None = None,
         command_of: Command | None = None,
+        gpus_of: Callable[[Mapping[str, str]], tuple[Gpu, ...]] = find_gpus,
     ) -> None:
-        self.config = config  # from `start` on with the router's host, port and drain time
+        # from `prepare` on with the router's host, port and drain time, and with the numbers of workers
+        self.config = config
+        self.settled: Deal | None = None  # workers and their GPUs, from `prepare` on
         self.failure = ""  # the reason why the cluster cannot continue
+        self._gpus_of = gpus_of
+        self._specs: list[ChildSpec] = []
         self._env, self._output, self._command_of = env, output or sys.stderr, command_of or role_command
         self.own_urls: list[str] = []  # URLs of the routers' own ports, from `start` on
         self._token = secrets.token_hex(32)
@@ -119,13 +130,22 @@ class Cluster:
             for child in self._supervisor.children
         ]
 
-    def start(self) -> None:
-        """Starts the children and their supervision. Raises ConfigError for invalid settings."""
-        assert self._supervisor is None, "a cluster starts once"
+    def prepare(self) -> None:
+        """Everything before the first child runs: downloads, the choice of GPUs, the children's settings.
+
+        Raises ConfigError for invalid settings and for a model that does not fit, CheckpointError for a
+        download that fails.
+        """
         remove_stale_directories(_runtime_parent(self._env))
         self._directory = _make_directory(self._env)
         try:
-            children = child_configs(self.config, self._env, self._directory)
+            fetch = fetch_once()
+            self.settled = settled = self._settle(fetch)
+            self.config = dataclasses.replace(self.config, prefill=settled.prefill, decode=settled.decode)
+            children = [
+                (name, with_directories(child, fetch))
+                for name, child in child_configs(self.config, self._env, self._directory, settled)
+            ]
             routers = [child for _, child in children if isinstance(child, RouterConfig)]
             router = routers[0]
             self.config = dataclasses.replace(
@@ -134,11 +154,18 @@ class Cluster:
             )  # fmt: skip
             self.own_urls = [self._url_at(router.own_port) for router in routers if router.own_port]
             env = {**self._env, OPERATOR_VARIABLE: self._token}
-            specs = child_specs(children, self.config, env, self._directory, self._command_of)
-        except Exception:
+            self._specs = child_specs(children, self.config, env, self._directory, self._command_of, settled)
+        except BaseException:
             self._remove_directory()
             raise
-        self._supervisor = Supervisor(specs, self._spawn)
+
+    def start(self) -> None:
+        """Starts the children and their supervision, after `prepare` if that did not run. Raises its
+        errors."""
+        assert self._supervisor is None, "a cluster starts once"
+        if not self._specs:
+            self.prepare()
+        self._supervisor = Supervisor(self._specs, self._spawn)
         self._thread = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
         self._thread.start()
 
@@ -176,6 +203,20 @@ class Cluster:
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(STEP_S)  # an unbounded wait would delay the handling of signals until its end
         self._remove_directory()
+
+    def _settle(self, fetch: Fetch) -> Deal:
+        """The workers, and their GPUs if the host has some that may be used."""
+        config, wish = self.config, wish_of(self.config)
+        if config.device == "cpu":
+            if config.gpus:
+                raise ConfigError(f"--gpus {config.gpus}: --device cpu uses no GPU; leave one of them out")
+            return deal_without_gpus(wish)
+        gpus = restrict(self._gpus_of(self._env), config.gpus)
+        if not gpus:
+            return deal_without_gpus(wish)
+        head = head_of(config)
+        dtype = GPU_DTYPE if config.dtype == "auto" else config.dtype
+        return deal(gpus, need_of(fetch(config.model), fetch(head) if head else None, dtype), wish)
 
     def _supervise(self) -> None:
         """The supervisor's thread.
@@ -280,24 +321,38 @@ def _is_running(pid: int) -> bool:
 
 def main(argv: Sequence[str]) -> int:
     """Runs `baton up` and returns its exit code."""
-    return run_role(PROG, lambda: _prepare(argv))
+    return run_cluster(PROG, argv)
 
 
-def _prepare(argv: Sequence[str]) -> Callable[[], int]:
-    config = load_config(UpConfig, argv, os.environ)
+def run_cluster(
+    prog: str, argv: Sequence[str], adjust: Callable[[UpConfig], UpConfig] = lambda config: config
+) -> int:
+    """Runs the cluster of the command line `argv` and returns the exit code. `adjust` changes its settings.
+
+    `prog` names the command in its help and its errors.
+    """
+    return run_role(prog, lambda: _prepare(prog, argv, adjust))
+
+
+def _prepare(prog: str, argv: Sequence[str], adjust: Callable[[UpConfig], UpConfig]) -> Callable[[], int]:
+    config = adjust(load_config(UpConfig, argv, os.environ, prog=prog))
     configure("up", level=config.log_level, log_format=config.log_format)
     # With --log-level debug, httpx would log a line per poll of /ready.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     ciphers_of(config.kv_cipher, has_keys=bool(config.keys), trusted_network=config.trusted_network)
     shutdown = Shutdown()
-    shutdown.install()
     notifier = notifier_of(os.environ)
     cluster = Cluster(config)
+    cluster.prepare()  # before the handlers of signals, so that a signal ends a download at once
+    shutdown.install()
+    if cluster.settled is not None and cluster.settled.places:
+        sys.stdout.write("\n".join(table_of(cluster.settled)) + "\n")
+        sys.stdout.flush()
     cluster.start()
-    return lambda: _serve(cluster, shutdown, notifier)
+    return lambda: _serve(prog, cluster, shutdown, notifier)
 
 
-def _serve(cluster: Cluster, shutdown: Shutdown, notifier: Notifier) -> int:
+def _serve(prog: str, cluster: Cluster, shutdown: Shutdown, notifier: Notifier) -> int:
     """Runs the cluster until a signal or a failure. All children have ended when it returns."""
     began = time.monotonic()
     try:
@@ -321,7 +376,7 @@ def _serve(cluster: Cluster, shutdown: Shutdown, notifier: Notifier) -> int:
         return EXIT_OK
     except StartupError as error:
         cluster.stop(shutdown.stop)
-        report_cannot_start(PROG, error)
+        report_cannot_start(prog, error)
         return EXIT_CANNOT_START
     finally:
         cluster.stop(shutdown.stop)

@@ -44,6 +44,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     state: str
     model: str
     device: str
+    card: str  # the GPU of `device`: its id in CUDA_VISIBLE_DEVICES and its name; "": none
     transport: str
     fingerprint: str
     weights_hash: str  # sha256 of every byte of the weights; "": not known yet
@@ -194,6 +195,7 @@ def _worker_status(worker: Worker, now: float) -> WorkerStatus:
         state=worker.state,
         model=hello.model,
         device=hello.device,
+        card=hello.card,
         transport=hello.transport,
         fingerprint=hello.fingerprint,
         weights_hash=stats.weights_hash,

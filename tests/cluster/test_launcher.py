@@ -13,12 +13,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from baton.cluster.config.load import load_config
 from baton.cluster.config.roles import UpConfig
-from baton.cluster.errors import StartupError
+from baton.cluster.errors import ConfigError, StartupError
 from baton.deploy.cli.top import clients_of
 from baton.deploy.up import supervise
 from baton.deploy.up.children import free_port
+from baton.deploy.up.gpu_list import Gpu
 from baton.deploy.up.launcher import Cluster, fetch, remove_stale_directories
+from baton.deploy.up.serve import without_prefill
 
 ROUTER = """
     import http.server, json, os, signal, sys
@@ -37,6 +40,12 @@ WORKER = """
     import signal, sys, time
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     print("working", flush=True)
+    while True: time.sleep(0.05)
+"""
+SEES_GPU = """
+    import os, signal, sys, time
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    print("GPU", os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
     while True: time.sleep(0.05)
 """
 STUBBORN = """
@@ -88,13 +97,15 @@ def runtime():
 def launch(runtime):
     clusters = []
 
-    def start(port=0, config="", env=None, routers=1, **scripts):
+    def start(port=0, config="", env=None, routers=1, gpus=(), model="m", **scripts):
         output = io.StringIO()
         env = {**os.environ, "XDG_RUNTIME_DIR": str(runtime), **(env or {})}
         settings = UpConfig(
-            model="m", config=config, routers=routers, **({} if port is None else {"port": port})
+            model=str(model), config=config, routers=routers, **({} if port is None else {"port": port})
         )
-        cluster = Cluster(settings, env=env, output=output, command_of=commands(**scripts))
+        cluster = Cluster(
+            settings, env=env, output=output, command_of=commands(**scripts), gpus_of=lambda env: tuple(gpus)
+        )
         clusters.append(cluster)
         cluster.start()
         return cluster, output
@@ -145,6 +156,51 @@ def test_a_killed_child_comes_back_with_another_pid(launch):
     poll_until(lambda: cluster.children[2].num_starts == 2 and cluster.children[2].pid)
     assert cluster.children[2].pid != victim.pid
     assert [child.num_starts for child in cluster.children] == [1, 1, 2]
+
+
+def test_a_restarted_worker_keeps_its_gpu(launch, toy_checkpoint):
+    gpus = [Gpu(index=index, name="NVIDIA H200", memory=140 << 30) for index in ("2", "5")]
+    cluster, output = launch(gpus=gpus, model=toy_checkpoint("llama"), prefill=SEES_GPU, decode=SEES_GPU)
+    assert cluster.wait_ready(60)
+    assert (cluster.config.prefill, cluster.config.decode) == (1, 1)
+    poll_until(lambda: output.getvalue().count("| GPU ") == 2)
+    os.kill(cluster.children[2].pid, signal.SIGKILL)
+    poll_until(lambda: output.getvalue().count("| GPU ") == 3)
+    lines = sorted(line for line in output.getvalue().splitlines() if "| GPU " in line)
+    assert lines == ["decode-0  | GPU 5", "decode-0  | GPU 5", "prefill-0 | GPU 2"]
+
+
+def test_a_model_without_a_readable_config_is_refused_before_dealing(launch, runtime, tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
+        launch(gpus=[Gpu(index="0", name="NVIDIA H200", memory=140 << 30)], model=tmp_path)
+    assert list(runtime.iterdir()) == []
+
+
+def test_gpus_on_a_cpu_are_one_clear_error(runtime):
+    cluster = Cluster(UpConfig(model="m", gpus="0", device="cpu"), env={"XDG_RUNTIME_DIR": str(runtime)})
+    with pytest.raises(ConfigError, match="--gpus 0: --device cpu uses no GPU"):
+        cluster.start()
+    assert list(runtime.iterdir()) == []
+
+
+def test_serve_starts_no_prefill_worker_and_refuses_to():
+    table = load_config(UpConfig, ["--model=m"], {"BATON_UP_PREFILL": "2"})
+    assert without_prefill(table).prefill == 0
+    assert without_prefill(load_config(UpConfig, ["--model=m", "--prefill=0"], {})).prefill == 0
+    with pytest.raises(ConfigError, match="--prefill 2: baton serve starts no prefill worker"):
+        without_prefill(load_config(UpConfig, ["--model=m", "--prefill=2"], {}))
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line_and_exit_code_1(tmp_path, runtime):
+    env = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "baton", "up", "--model=org/name", "--device=cpu", "--log-level=error"],
+        cwd="/", capture_output=True, text=True, check=False, timeout=120,
+        env=env | {"XDG_RUNTIME_DIR": str(runtime)},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("baton up: model 'org/name' could not be fetched from")
+    assert list(runtime.iterdir()) == []
 
 
 def test_children_that_ignore_sigterm_and_their_children_are_ended(launch, runtime, monkeypatch):

@@ -31,7 +31,7 @@ def browser(tmp_path_factory):
 @pytest.fixture
 def running(start):
     running, script = start()
-    prefill, decode = running.pair(script)
+    prefill, decode = running.pair(script, card="1: NVIDIA H200")
     counters = {"tokens": 5000.0, "handoff_bytes": 3e9}
     decode.stats = WorkerStats(
         pages_total=64,
@@ -78,6 +78,7 @@ def test_workers_rates_and_requests_are_shown_live(browser, running):
     assert text_of(page, "#state") == "serving"
     assert "24 of 64" in text_of(page, "#worker-table")
     assert "2.31 (3 steps)" in text_of(page, "#worker-table")
+    assert "1: NVIDIA H200" in text_of(page, "#worker-table")
     page.until(f"{ROWS} === 3", "three requests are shown")
     assert "4.00 KiB in" in text_of(page, "#request-table")
     assert post(running).status_code == 200

@@ -24,7 +24,7 @@ TENANT_S = {"url": "", "fault": "", "status": None, "requests": []}
 @pytest.fixture
 def running(start):
     running, script = start()
-    _, decode = running.pair(script)
+    _, decode = running.pair(script, card="1: NVIDIA H200")
     decode.stats = WorkerStats(pages_total=64, pages_free=40, accept_length=2.31, counters={"tokens": 7.0})
     assert post(running).status_code == 200
     until(lambda: looked(running).requests.requests[0].outcome == "ok", "the request ended")
@@ -62,6 +62,7 @@ def test_once_prints_workers_and_requests_of_every_router(running, capsys):
     assert decode.split()[1:4] == [running.workers[1].instance[:8], "serving", "0"]
     assert "24/64" in decode
     assert "2.31" in decode
+    assert decode.endswith("1: NVIDIA H200")
     request = next(line for line in text.splitlines() if " ok " in line)
     assert "4 KiB" in request
     assert f"{running.workers[0].instance[:8]} > {running.workers[1].instance[:8]}" in request

@@ -24,9 +24,8 @@ from baton.tests.sim.cluster_talk import as_json, of_one_request, talk
 ROOT = Path(__file__).resolve().parents[2]
 PROTOCOL, FAILURES, ROUTER = (ROOT / "docs" / name for name in ("protocol.md", "failures.md", "router.md"))
 PAGES = (
-    "api.md", "development.md", "failures.md", "guarantees.md", "metrics.md", "operate.md", "protocol.md",
-    "router.md",
-    "running.md",
+    "api.md", "development.md", "failures.md", "gpu.md", "guarantees.md", "metrics.md", "operate.md",
+    "protocol.md", "router.md", "running.md",
 )  # fmt: skip
 SERVING = ("cluster", "decode", "deploy", "kvtransfer", "prefill", "router", "worker")
 # How often something is looked at, or what an answer says: nothing happens to a room at its end.
@@ -44,7 +43,7 @@ PACES = {
     "deploy.cli.pull_test.SERVE_S", "deploy.cli.pull_test.MEASURE_S",
     "deploy.cli.doctor.ANSWER_S", "deploy.cli.client.SILENCE_S", "deploy.cli.top.ANSWER_S",
     "deploy.cli.top.WINDOW_S",
-    "SWITCH_INTERVAL_S", "deploy.packaging.units.SETTLE_S",
+    "SWITCH_INTERVAL_S", "deploy.packaging.units.SETTLE_S", "deploy.up.gpu_list.PROBE_S",
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "kernels": (),
     "engine": ("kernels",),
     "router": ("cluster",),
-    "deploy": ("cluster", "engine.auto_sizes", "engine.errors", "engine.kv.budget"),
+    "deploy": ("cluster", "engine.auto_sizes", "engine.errors", "engine.hub", "engine.kv.budget"),
     "kvtransfer": ("engine.kv", "kernels", "cluster"),
     "worker": ("kvtransfer", "engine", "cluster"),
     "prefill": ("worker", "kvtransfer", "engine", "cluster"),
@@ -289,8 +289,9 @@ def test_root_module_holds_docstring_and_version_only():
     assert [type(node) for node in body] == [ast.Expr, ast.Assign]
 
 
-def test_router_and_cluster_load_no_torch():
-    modules = [source.module for source in package_files() if source.folder in ("router", "cluster")]
+def test_router_deploy_and_cluster_load_no_torch():
+    folders = ("router", "deploy", "cluster")
+    modules = [source.module for source in package_files() if source.folder in folders]
     assert "baton.router.app" in modules
     program = (
         "import importlib, sys\n"

@@ -8,11 +8,11 @@ from baton.cluster.config.roles import DecodeConfig, PrefillConfig
 from baton.engine.config import (
     EngineConfig,
     has_native_bfloat16,
-    resolve_checkpoint,
     resolve_device,
     resolve_dtype,
 )
 from baton.engine.errors import CheckpointError, LifecycleError
+from baton.engine.hub import resolve_checkpoint
 from baton.engine.loader import EngineLoader
 from baton.engine.runner.lifecycle import Lifecycle, Phase
 

@@ -8,11 +8,12 @@ import sys
 import psutil
 import pytest
 from baton.cluster.errors import ConfigError
+from baton.deploy.capacity.checkpoints import KVShape, need_of, shape_of
+from baton.deploy.capacity.gpus import GPUS, gpu_named, kv_tokens_of, split_on
+from baton.deploy.capacity.sizing import Measured, PlannedLoad, handoff_of, plan_of, prefill_s
 from baton.deploy.cli import plan
-from baton.deploy.cli.checkpoints import KVShape, shape_of
 from baton.deploy.cli.drain import process_of, worker_of
 from baton.deploy.cli.plan import FASTEST, HandoffSample, fit
-from baton.deploy.cli.sizing import Measured, PlannedLoad, handoff_of, plan_of, prefill_s
 
 LLAMA_8B = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, hidden_size=4096, num_features=3)
 GPU = Measured(prefill_rate=24000, bandwidth=2.5e9, fixed_s=0.0005, tpot_s=0.01)
@@ -140,6 +141,53 @@ def test_the_command_says_sizes_without_a_cluster(toy_checkpoint, capsys):
     assert "2.50 GB/s" in capsys.readouterr().out
     assert plan.main(["--bandwidth=2.5"]) == 2
     assert "--model" in capsys.readouterr().err
+
+
+@pytest.fixture
+def llama_8b(tmp_path):
+    config = {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128256,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_the_command_deals_gpus_as_up_does(llama_8b, capsys):
+    flags = [f"--model={llama_8b}", "--gpu=H200", "--num-gpus=8"]
+    assert plan.main(flags) == 0
+    prefill, decode = split_on([gpu_named("H200")] * 8, need_of(llama_8b))
+    assert f"8 GPUs, one worker each: {prefill} prefill and {decode} decode" in capsys.readouterr().out
+    assert plan.main([*flags, "--prompt=100", "--output=4000"]) == 0
+    assert "8 GPUs, one worker each: 1 prefill and 7 decode" in capsys.readouterr().out
+
+
+def test_a_rate_of_the_command_line_wins_over_the_data_sheet(llama_8b, capsys):
+    flags = [f"--model={llama_8b}", "--gpu=H200"]
+    assert plan.main([*flags, "--prefill-rate=5000", "--max-running=7"]) == 0
+    out = capsys.readouterr().out
+    assert "5000 tok/s" in out
+    assert "7 at once" in out
+    assert plan.main(flags) == 0
+    assert "5000 tok/s" not in capsys.readouterr().out
+
+
+def test_the_memory_of_every_known_gpu_is_shown(llama_8b, capsys):
+    assert plan.main([f"--model={llama_8b}", "--memory"]) == 0
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    assert head.startswith("weights 15.0 GiB, KV of a token 128.0 KiB")
+    assert len(rows) == len(GPUS)
+    (h200,) = (row for row in rows if row.startswith("H200"))
+    assert f"{kv_tokens_of(gpu_named('H200').memory, need_of(llama_8b), is_decode=True):,}" in h200
+    (l4,) = (row for row in rows if row.startswith("L4 "))
+    assert l4.endswith(" -"), "two copies of the weights do not fit"
+
+
+def test_a_gpu_that_is_not_listed_and_a_split_of_one_are_refused(llama_8b, capsys):
+    assert plan.main([f"--model={llama_8b}", "--gpu=H20"]) == 2
+    assert "did you mean 'H200'" in capsys.readouterr().err
+    assert plan.main([f"--model={llama_8b}", "--num-gpus=1"]) == 2
+    assert "one GPU is not split" in capsys.readouterr().err
 
 
 # --- drain --------------------------------------------------------------------------------------------------

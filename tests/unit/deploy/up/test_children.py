@@ -6,12 +6,19 @@ import socket
 from pathlib import Path
 
 import pytest
+from baton.cluster.config.fields import settings_of
 from baton.cluster.config.load import COMMAND_LINE, FILE, ignored_settings, load_config
 from baton.cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig, UpConfig
 from baton.cluster.errors import ConfigError, StartupError
+from baton.deploy.capacity.checkpoints import KVShape, ModelNeed
 from baton.deploy.up import children
-from baton.deploy.up.children import child_configs, child_environment, child_specs, free_port
+from baton.deploy.up.children import child_configs, child_environment, child_specs, free_port, wish_of
+from baton.deploy.up.dealing import deal
+from baton.deploy.up.gpu_list import Gpu
 from baton.deploy.up.launcher import Cluster
+
+needs_aggregated = pytest.mark.skipif("aggregated" not in settings_of(UpConfig), reason="no such setting")
+needs_share = pytest.mark.skipif("gpu_memory_share" not in settings_of(UpConfig), reason="no such setting")
 
 
 def told(config, env=None):
@@ -103,6 +110,77 @@ def test_links_stay_links(tmp_path, monkeypatch):
     (tmp_path / "name").symlink_to("0123abcd")
     monkeypatch.chdir(tmp_path)
     assert told(UpConfig(model="name"))["router"].model == str(tmp_path / "name")
+
+
+GIB = 2**30
+NEED = ModelNeed(
+    shape=KVShape(num_layers=32, num_kv_heads=8, head_dim=128, hidden_size=4096),
+    num_weights=8_000_000_000,
+    attention_width=4096,
+)
+H200S = [Gpu(index=index, name="NVIDIA H200", memory=140 * GIB) for index in ("0", "4")]
+
+
+def dealt(config, gpus=H200S, env=None):
+    """The environment and the config of each child when its GPU was dealt to it."""
+    env, run = env or {}, Path("/run/x")
+    settled = deal(gpus, NEED, wish_of(config))
+    configs = child_configs(config, env, run, settled)
+    specs = child_specs(configs, config, env, run, lambda role, flags: [role, *flags], settled)
+    return {spec.name: spec.env for spec in specs}, dict(configs)
+
+
+def test_each_worker_sees_its_own_gpu_only_and_the_router_all():
+    environments, _ = dealt(UpConfig(model="m"), env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+    visible = {name: env.get("CUDA_VISIBLE_DEVICES") for name, env in environments.items()}
+    assert visible == {"router": None, "prefill-0": "0", "decode-0": "4"}
+
+
+def test_a_worker_counts_gpus_as_up_counted_them():
+    environments, _ = dealt(UpConfig(model="m"))
+    assert environments["decode-0"]["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    environments, _ = dealt(UpConfig(model="m"), env={"CUDA_VISIBLE_DEVICES": "0,4"})
+    assert environments["decode-0"]["CUDA_VISIBLE_DEVICES"] == "4"
+    assert "CUDA_DEVICE_ORDER" not in environments["decode-0"], "the user's numbers are in the user's order"
+
+
+def test_without_gpus_no_environment_names_one():
+    env, run, config = {"CUDA_VISIBLE_DEVICES": "2"}, Path("/run/x"), UpConfig(model="m")
+    specs = child_specs(child_configs(config, env, run), config, env, run, lambda role, flags: [role, *flags])
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs] == ["2"] * 3
+    assert not any("CUDA_DEVICE_ORDER" in spec.env for spec in specs)
+
+
+def test_a_cluster_without_a_decode_worker_is_refused():
+    with pytest.raises(ConfigError, match="--decode 0: no worker would answer"):
+        told(UpConfig(model="m", decode=0))
+
+
+@needs_aggregated
+def test_without_prefill_workers_decode_computes_prompts_itself():
+    configs = told(UpConfig(model="m", prefill=0, decode=2))
+    assert list(configs) == ["router", "decode-0", "decode-1"]
+    assert configs["decode-0"].aggregated
+    assert not told(UpConfig(model="m"))["decode-0"].aggregated
+    _, configs = dealt(UpConfig(model="m"), H200S[:1])
+    assert list(configs) == ["router", "decode-0"]
+    assert configs["decode-0"].aggregated
+
+
+@needs_share
+def test_workers_that_share_a_gpu_are_told_their_share(tmp_path):
+    _, configs = dealt(UpConfig(model="m", prefill=1, decode=1), H200S[:1])
+    shares = [configs[name].gpu_memory_share for name in ("prefill-0", "decode-0")]
+    assert all(shares)
+    assert 0.89 < sum(shares) <= 0.9
+    _, configs = dealt(UpConfig(model="m", prefill=1, decode=1, gpu_memory_share=0.6), H200S[:1])
+    assert 0.59 < sum(configs[name].gpu_memory_share for name in ("prefill-0", "decode-0")) <= 0.6
+    _, configs = dealt(UpConfig(model="m", gpu_memory_share=0.6))
+    assert [configs[name].gpu_memory_share for name in ("prefill-0", "decode-0")] == [0.6, 0.6]
+    path = tmp_path / "c.toml"
+    path.write_text("[decode]\ngpu_memory_share = 0.3\n")
+    _, configs = dealt(UpConfig(model="m", prefill=1, decode=1, config=str(path)), H200S[:1])
+    assert configs["decode-0"].gpu_memory_share == 0.3
 
 
 def test_a_setting_that_does_nothing_for_a_child_is_warned_of_once(tmp_path, caplog):

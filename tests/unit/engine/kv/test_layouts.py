@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from baton.cluster.protocol.messages import Layout
-from baton.deploy.cli.checkpoints import shape_of
+from baton.deploy.capacity.checkpoints import shape_of
 from baton.engine.kv.budget import STAGING_SHARE, PageBudget
 from baton.engine.kv.layouts import MHALayout
 from baton.engine.kv.pool import KVPool

@@ -15,7 +15,7 @@ lasts from the first announcement to the last block. Its exposed part follows th
 is sent already.
 
 Workers: prefill by its rate at `PREFILL_BUSY` of its time; decode by Little's law, at most `DECODE_FULL` of
-its places.
+its places. `split_of` deals a fixed number of GPUs by the same two rates.
 """
 
 import math
@@ -103,18 +103,51 @@ def plan_of(shape: KVShape, measured: Measured, load: PlannedLoad) -> SizingPlan
     """The sizes for a load on the measured hardware."""
     handoff = handoff_of(load.prompt, shape, measured, load.chunk)
     request_bytes = (load.prompt + load.output) * shape.kv_bytes
-    fitting = int(load.kv_memory // request_bytes) if load.kv_memory else load.max_running
-    places = min(load.max_running, fitting)
-    running = load.rate * (load.output * measured.tpot_s + handoff.exposed_s)
+    places = places_of(shape, load)
     return SizingPlan(
         handoff=handoff,
         request_bytes=request_bytes,
         hiding_bandwidth=shape.token_bytes * measured.prefill_rate,
         places=places,
-        num_prefill=max(1, math.ceil(load.rate * handoff.prefill_s / PREFILL_BUSY)),
-        num_decode=max(1, math.ceil(running / (places * DECODE_FULL))) if places else 0,
+        num_prefill=max(1, math.ceil(load.rate / prefill_capacity(handoff))),
+        num_decode=max(1, math.ceil(load.rate / decode_capacity(measured, load, handoff, places)))
+        if places
+        else 0,
         advice=tuple(_advice(shape, measured, load, handoff, places)),
     )
+
+
+def places_of(shape: KVShape, load: PlannedLoad) -> int:
+    """The requests of this load that one decode worker holds at once."""
+    fitting = int(load.kv_memory // ((load.prompt + load.output) * shape.kv_bytes))
+    return min(load.max_running, fitting) if load.kv_memory else load.max_running
+
+
+def prefill_capacity(handoff: HandoffTimes) -> float:
+    """Requests per second of one prefill worker."""
+    return PREFILL_BUSY / handoff.prefill_s
+
+
+def decode_capacity(measured: Measured, load: PlannedLoad, handoff: HandoffTimes, places: int) -> float:
+    """Requests per second of one decode worker."""
+    return places * DECODE_FULL / (load.output * measured.tpot_s + handoff.exposed_s)
+
+
+def split_of(num_gpus: int, shape: KVShape, measured: Measured, load: PlannedLoad) -> tuple[int, int]:
+    """The numbers of prefill and of decode workers, one per GPU, that serve the most requests per second.
+
+    `num_gpus` is at least 2. `load.rate` does not count.
+    """
+    assert num_gpus >= 2, num_gpus
+    handoff = handoff_of(load.prompt, shape, measured, load.chunk)
+    prefill = prefill_capacity(handoff)
+    decode = decode_capacity(measured, load, handoff, max(1, places_of(shape, load)))
+
+    def rate(num_prefill: int) -> float:
+        return min(num_prefill * prefill, (num_gpus - num_prefill) * decode)
+
+    best = max(range(1, num_gpus), key=rate)
+    return best, num_gpus - best
 
 
 def _advice(

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's metadata without loading weights: KV sizes, and missing or damaged files.
+"""Reads a checkpoint's metadata without loading weights: sizes of KV and weights, missing or damaged files.
 
 KV bytes per token = 2 (keys and values) * layers * KV heads * head dimension * bytes per element. EAGLE3's
 feature bytes per token = captured layers * hidden size * bytes per element.
@@ -6,6 +6,7 @@ feature bytes per token = captured layers * hidden size * bytes per element.
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,6 +51,32 @@ class KVShape:
         return self.kv_bytes + self.feature_bytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelNeed:
+    """The memory that a model and its draft head need, beside the KV shape.
+
+    `num_weights`: elements of the model. `attention_width`: elements of all query heads of a layer.
+    `draft_weights` and `draft_kv_bytes` (bytes per token) belong to the head, which only decode loads; 0
+    without a head.
+    """
+
+    shape: KVShape
+    num_weights: int
+    attention_width: int
+    draft_weights: int = 0
+    draft_kv_bytes: int = 0
+
+    def weight_bytes(self, *, is_decode: bool) -> int:
+        """Bytes of the weights that a worker loads."""
+        count = self.num_weights + (self.draft_weights if is_decode else 0)
+        return count * self.shape.dtype_bytes
+
+    def token_bytes(self, *, is_decode: bool) -> int:
+        """Bytes of a token in a worker's KV pool: decode keeps the head's KV, prefill its features."""
+        extra = self.draft_kv_bytes if is_decode else self.shape.feature_bytes
+        return self.shape.kv_bytes + extra
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """The config.json of a checkpoint. Raises ConfigError when it cannot be read."""
     path = directory / "config.json"
@@ -78,6 +105,54 @@ def shape_of(model: Path, draft: Path | None = None, dtype: str = "bfloat16") ->
         hidden_size=hidden,
         dtype_bytes=DTYPE_BYTES[dtype],
         num_features=len(feature_layers(read_config(draft))) if draft is not None else 0,
+    )
+
+
+def need_of(model: Path, draft: Path | None = None, dtype: str = "bfloat16") -> ModelNeed:
+    """The memory needs of a checkpoint and its head. Raises ConfigError for an unusable config."""
+    shape, config = shape_of(model, draft, dtype), read_config(model)
+    return ModelNeed(
+        shape=shape,
+        num_weights=count_weights(model),
+        attention_width=_count(config, "num_attention_heads", model) * shape.head_dim,
+        draft_weights=0 if draft is None else count_weights(draft),
+        draft_kv_bytes=0 if draft is None else shape_of(draft, dtype=dtype).kv_bytes,
+    )
+
+
+def count_weights(directory: Path) -> int:
+    """The elements of all tensors in the shards of a checkpoint; without shards, of a dense decoder with its
+    config.
+
+    Raises ConfigError for an unusable config.
+    """
+    entries = [
+        entry
+        for shard in _shards(directory)[0]
+        for name, entry in _tensors(_header(directory / shard)).items()
+        if name != "__metadata__"
+    ]
+    try:
+        counted = sum(math.prod(entry["shape"]) for entry in entries)
+    except (TypeError, KeyError):
+        counted = 0
+    return counted or _dense_weights(directory)
+
+
+def _dense_weights(directory: Path) -> int:
+    """The elements of a Llama-like decoder, without biases."""
+    config = read_config(directory)
+    hidden, heads = (_count(config, key, directory) for key in ("hidden_size", "num_attention_heads"))
+    head_dim = _count(config, "head_dim", directory, hidden // heads)
+    kv_heads = _count(config, "num_key_value_heads", directory, heads)
+    attention = 2 * hidden * head_dim * (heads + kv_heads)
+    mlp = 3 * hidden * _count(config, "intermediate_size", directory)
+    vocabulary = hidden * _count(config, "vocab_size", directory)
+    layers = _count(config, "num_hidden_layers", directory)
+    return (
+        layers * (attention + mlp + 2 * hidden)
+        + hidden
+        + vocabulary * (1 if config.get("tie_word_embeddings") else 2)
     )
 
 
@@ -139,6 +214,15 @@ def _header(path: Path) -> bytes:
             return file.read(length) if length <= HEADER_LIMIT else b""
     except (OSError, struct.error):
         return b""
+
+
+def _tensors(header: bytes) -> dict[str, Any]:
+    """The entries of a safetensors header; {} when it cannot be read."""
+    try:
+        document = json.loads(header)
+    except ValueError:
+        return {}
+    return document if isinstance(document, dict) else {}
 
 
 def _shard_fault(path: Path) -> str:

@@ -1,0 +1,46 @@
+"""Downloads checkpoints of the hub once, before any child starts, and gives the children the directories."""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...cluster.config.groups import EngineSettings, ModelSettings, RoleConfig
+from ...cluster.process.log import fields
+from ...engine.hub import is_hub_id, resolve_checkpoint
+
+logger = logging.getLogger(__name__)
+
+Fetch = Callable[[str], Path]
+
+
+def fetch_once() -> Fetch:
+    """A function that returns the directory of a checkpoint and asks the hub once per hub id.
+
+    It raises CheckpointError for a name that is neither a directory nor a hub id, and when a download fails.
+    """
+
+    def fetch(name: str) -> Path:
+        if is_hub_id(name):
+            logger.info("looking for a checkpoint on the hub", extra=fields(name=name))
+        return resolve_checkpoint(name).absolute()
+
+    return functools.cache(fetch)
+
+
+def head_of(config: EngineSettings) -> str:
+    """The head that the settings ask to draft with; "" for none."""
+    return "" if config.no_draft else config.draft
+
+
+def with_directories(config: RoleConfig, fetch: Fetch) -> RoleConfig:
+    """`config` with the directories of its hub ids. Clients still name the model by the id's last part."""
+    changed: dict[str, Any] = {}
+    if isinstance(config, ModelSettings) and is_hub_id(config.model):
+        changed["model"] = str(fetch(config.model))
+        changed["served_model"] = config.served_model or Path(config.model).name
+    if isinstance(config, EngineSettings) and head_of(config) and is_hub_id(config.draft):
+        changed["draft"] = str(fetch(config.draft))
+    return dataclasses.replace(config, **changed)

@@ -1,0 +1,69 @@
+"""docs/gpu.md shows the memory that the code computes, its settings exist, and its error lines are said."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from baton.cluster.config.fields import flag_of, settings_of
+from baton.cluster.config.roles import UpConfig
+from baton.deploy.capacity.checkpoints import need_of
+from baton.deploy.capacity.gpus import GPUS, TYPICAL, kv_tokens_of
+from baton.deploy.cli.plan import PlanConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "gpu.md").read_text()
+LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+QWEN = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "hidden_size": 5120}
+MODELS = {
+    "Llama-3.2-1B": LLAMA
+    | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True},
+    "Llama-3.1-8B": LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+    "Qwen3-14B": QWEN | {"intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40},
+    "Qwen3-32B": QWEN | {"intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
+}
+
+
+def table_under(heading):
+    """The cells of the first table of a section, its heading row first."""
+    text = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|") and not line.startswith("|--")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_memory_table_is_what_the_code_computes(model, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))
+    need = need_of(tmp_path)
+    head, *rows = table_under("Memory")
+    shown = {row[0]: row[head.index(model)] for row in rows}
+    computed = {}
+    for gpu in GPUS:
+        tokens = kv_tokens_of(gpu.memory, need, is_decode=True)
+        fits = tokens >= TYPICAL.prompt + TYPICAL.output
+        computed[f"{gpu.name}, {gpu.memory / 2**30:.0f} GiB"] = f"{tokens // 1000}k" if fits else "-"
+    assert shown == computed
+
+
+def test_every_flag_of_the_page_is_a_setting_of_its_command():
+    known = {flag_of(name) for cls in (UpConfig, PlanConfig) for name in settings_of(cls)}
+    named = set(re.findall(r"--[a-z][a-z-]+", PAGE.replace("|--", "|")))
+    assert {"--gpus", "--prefill", "--num-gpus", "--memory"} <= named
+    assert named - known <= PENDING
+
+
+def test_every_error_line_of_the_page_is_one_of_the_code():
+    files = [path for folder in ("deploy", "engine") for path in sorted((ROOT / folder).rglob("*.py"))]
+    code = "".join(path.read_text() for path in files)
+    lines = [line for line, _ in table_under("When it does not start")[1:]]
+    assert len(lines) == 5
+    for line, words in zip(lines, ERROR_WORDS, strict=True):
+        assert words in line
+        assert words in code
+
+
+ERROR_WORDS = (
+    "cannot hold ", "cannot hold ", "there is no GPU ", "the GPUs of this host are not known",
+    "could not be fetched from the hub",
+)  # fmt: skip
+PENDING = {flag_of("gpu_memory_share")} - {flag_of(name) for name in settings_of(UpConfig)}

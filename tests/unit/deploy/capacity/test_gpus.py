@@ -1,0 +1,123 @@
+"""Laws of what a GPU gives: rates by name, memory for KV, division of memory, and the ratio of roles."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from baton.deploy.capacity.checkpoints import KVShape, ModelNeed, count_weights, need_of
+from baton.deploy.capacity.gpus import (
+    AUTO_SHARE,
+    GPUS,
+    TYPICAL,
+    estimate,
+    gpu_model,
+    kv_tokens_of,
+    load_on,
+    shares_of,
+    split_on,
+)
+from baton.deploy.capacity.sizing import Measured, PlannedLoad, plan_of, split_of
+from baton.deploy.cli.plan import PlanConfig
+
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+SHAPE = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, hidden_size=4096)
+NEED = ModelNeed(shape=SHAPE, num_weights=8_030_261_248, attention_width=4096)
+H200 = gpu_model("NVIDIA H200", 150_000_000_000)
+
+
+def test_weights_are_counted_from_the_config_and_from_shards(tmp_path, toy_checkpoint):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    assert count_weights(tmp_path) == 8_030_261_248  # what its publisher's index says
+    assert need_of(tmp_path) == NEED
+    toy = toy_checkpoint("llama")
+    shards = count_weights(toy)
+    (tmp_path / "config.json").write_text((toy / "config.json").read_text())
+    assert shards == count_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_gib", "tflops", "gb_per_s"),
+    [
+        ("NVIDIA H200", 139, 989, 4800),
+        ("NVIDIA H100 80GB HBM3", 79, 989, 3350),
+        ("NVIDIA H100 PCIe", 79, 756, 2000),
+        ("NVIDIA A100-SXM4-40GB", 39, 312, 1555),
+        ("NVIDIA A100-SXM4-80GB", 79, 312, 2039),
+        ("NVIDIA L40S", 44, 362, 864),
+        ("NVIDIA L4", 22, 121, 300),
+        ("NVIDIA A10G", 22, 70, 600),
+        ("NVIDIA GeForce RTX 4090", 23, 165, 1008),
+        ("A card of next year", 300, 989, 3350),
+    ],
+)
+def test_rates_follow_the_name_and_memory_is_the_drivers(name, memory_gib, tflops, gb_per_s):
+    found = gpu_model(name, memory_gib << 30)
+    assert (found.tflops, found.gb_per_s, found.memory) == (tflops, gb_per_s, memory_gib << 30)
+
+
+def test_estimates_lie_near_the_published_measurements_of_an_h200():
+    load = replace(load_on(H200, NEED), prompt=1024)
+    found = estimate(H200, NEED, load)
+    seconds = 1024 / found.prefill_rate + found.slowing * 1024**2 / 2
+    assert seconds == pytest.approx(0.0245, rel=0.25)
+    assert found.tpot_s == pytest.approx(0.00955, rel=0.25)
+    assert estimate(H200, replace(NEED, draft_weights=1), load).tpot_s < found.tpot_s
+
+
+def test_kv_tokens_are_none_where_the_weights_do_not_fit():
+    assert kv_tokens_of(16 << 30, NEED, is_decode=True) == 0
+    tokens = kv_tokens_of(80 << 30, NEED, is_decode=True)
+    assert 300_000 < tokens < (80 << 30) // SHAPE.kv_bytes
+    assert kv_tokens_of(80 << 30, NEED, is_decode=True, share=0.45) < tokens / 2
+
+
+def test_shares_of_a_gpu_never_exceed_what_is_divided():
+    for roles in ([False, True], [True, True], [False, False, True, True]):
+        shares = shares_of(140 << 30, NEED, roles)
+        assert sum(shares) <= AUTO_SHARE
+        assert all(kv_tokens_of(140 << 30, NEED, is_decode=d, share=s) > 2304 - 200
+                   for d, s in zip(roles, shares, strict=True))  # fmt: skip
+    assert shares_of(24 << 30, NEED, [False, True]) == []
+
+
+def test_the_split_is_the_best_of_all_and_follows_the_load():
+    load = PlannedLoad(prompt=4000, output=300, rate=1, max_running=64)
+    rates = Measured(prefill_rate=24000, bandwidth=2.5e9, tpot_s=0.01)
+    prefill, decode = split_of(8, SHAPE, rates, load)
+    assert prefill + decode == 8
+
+    def highest_rate(num_prefill):
+        """The highest rate for which `baton plan` asks for no more workers than these."""
+        low, high = 0.0, 1000.0
+        for _ in range(40):
+            middle = (low + high) / 2
+            plan = plan_of(SHAPE, rates, replace(load, rate=middle))
+            is_served = plan.num_prefill <= num_prefill and plan.num_decode <= 8 - num_prefill
+            low, high = (middle, high) if is_served else (low, middle)
+        return low
+
+    assert prefill == max(range(1, 8), key=highest_rate)
+    longer = split_of(8, SHAPE, rates, replace(load, prompt=16000))
+    assert longer[0] > prefill
+    assert split_of(8, SHAPE, rates, replace(load, output=3000))[1] > decode
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_listed_gpu_is_split_between_both_roles(gpu):
+    small = replace(NEED, num_weights=1_200_000_000)
+    for count in (2, 3, 8):
+        prefill, decode = split_on([gpu] * count, small)
+        assert min(prefill, decode) >= 1
+        assert prefill + decode == count
+
+
+def test_the_typical_load_is_the_one_of_the_plan_command():
+    config = PlanConfig(model="m")
+    assert (TYPICAL.prompt, TYPICAL.output) == (config.prompt, config.output)

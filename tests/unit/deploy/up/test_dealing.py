@@ -1,0 +1,149 @@
+"""Laws of dealing: how many workers of each role, on which GPU, with which share of its memory."""
+
+from dataclasses import replace
+
+import pytest
+from baton.cluster.errors import ConfigError
+from baton.deploy.capacity.checkpoints import KVShape, ModelNeed
+from baton.deploy.capacity.gpus import AUTO_SHARE, least_share
+from baton.deploy.up.dealing import Wish, deal, deal_without_gpus, table_of
+from baton.deploy.up.gpu_list import Gpu
+
+GIB = 2**30
+SHAPE = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, hidden_size=4096)
+NEED = ModelNeed(shape=SHAPE, num_weights=8_030_000_000, attention_width=4096)
+WITH_HEAD = replace(
+    NEED, draft_weights=400_000_000, draft_kv_bytes=4096, shape=replace(SHAPE, num_features=3)
+)
+
+
+def h200s(count):
+    return [Gpu(index=str(at), name="NVIDIA H200", memory=140 * GIB) for at in range(count)]
+
+
+def counts(settled):
+    return settled.prefill, settled.decode
+
+
+def owners(settled):
+    return {place.worker: place.gpu.index for place in settled.places}
+
+
+def test_without_gpus_each_role_has_one_worker_unless_told():
+    assert counts(deal_without_gpus(Wish())) == (1, 1)
+    assert counts(deal_without_gpus(Wish(prefill=0, decode=3))) == (0, 3)
+    assert counts(deal_without_gpus(Wish(prefill=2))) == (2, 1)
+
+
+def test_one_gpu_gets_one_worker_that_computes_prompts_itself():
+    settled = deal(h200s(1), NEED, Wish())
+    assert counts(settled) == (0, 1)
+    assert owners(settled) == {"decode-0": "0"}
+    assert settled.places[0].memory_share == 0.0
+    assert "no hand-off" in settled.places[0].why
+
+
+@pytest.mark.parametrize("need", [NEED, WITH_HEAD])
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
+def test_each_of_several_gpus_gets_one_worker_and_each_role_has_one(need, count):
+    settled = deal(h200s(count), need, Wish())
+    assert settled.prefill >= 1
+    assert settled.decode >= 1
+    assert settled.prefill + settled.decode == count
+    assert sorted(owners(settled).values()) == [str(at) for at in range(count)]
+    assert {place.memory_share for place in settled.places} == {0.0}
+
+
+def test_two_gpus_are_prefill_on_the_first_and_decode_on_the_second():
+    assert owners(deal(h200s(2), WITH_HEAD, Wish())) == {"prefill-0": "0", "decode-0": "1"}
+
+
+def test_a_head_makes_decode_faster_so_prefill_gets_more_gpus():
+    plain, drafting = (deal(h200s(8), need, Wish()) for need in (NEED, WITH_HEAD))
+    assert drafting.prefill > plain.prefill
+
+
+@pytest.mark.parametrize(
+    ("wish", "expected"),
+    [
+        (Wish(prefill=3, decode=1), (3, 1)),
+        (Wish(prefill=3), (3, 1)),
+        (Wish(decode=3), (1, 3)),
+        (Wish(prefill=0), (0, 4)),
+        (Wish(prefill=0, decode=2), (0, 2)),
+        (Wish(prefill=9), (9, 1)),
+    ],
+)
+def test_the_numbers_of_the_settings_win_and_the_rest_is_filled(wish, expected):
+    assert counts(deal(h200s(4), NEED, wish)) == expected
+
+
+def test_one_gpu_with_a_number_for_prefill_only_has_a_decode_worker_too():
+    assert counts(deal(h200s(1), NEED, Wish(prefill=1))) == (1, 1)
+    assert counts(deal(h200s(1), NEED, Wish(decode=2))) == (0, 2)
+
+
+def test_workers_on_one_gpu_divide_its_memory_and_say_so():
+    settled = deal(h200s(1), WITH_HEAD, Wish(prefill=1, decode=1))
+    prefill, decode = settled.places
+    assert AUTO_SHARE - 0.005 < prefill.memory_share + decode.memory_share <= AUTO_SHARE
+    assert decode.memory_share > prefill.memory_share > least_share(140 * GIB, WITH_HEAD, is_decode=False)
+    assert "2 workers share it" in prefill.why
+    assert f"{decode.memory_share:.0%}" in decode.why
+
+
+def test_a_given_share_of_the_memory_is_what_is_divided():
+    settled = deal(h200s(1), NEED, Wish(prefill=1, decode=1, memory_share=0.5))
+    assert 0.49 < sum(place.memory_share for place in settled.places) <= 0.5
+
+
+def test_more_workers_than_gpus_spread_evenly_with_both_roles_on_each():
+    settled = deal(h200s(2), NEED, Wish(prefill=2, decode=2))
+    assert owners(settled) == {"prefill-0": "0", "prefill-1": "1", "decode-0": "0", "decode-1": "1"}
+    alone = deal(h200s(2), NEED, Wish(prefill=2, decode=1))
+    assert [place.memory_share > 0 for place in alone.places] == [True, False, True]
+
+
+def test_gpus_without_a_worker_are_named():
+    settled = deal(h200s(3), NEED, Wish(prefill=1, decode=1))
+    assert owners(settled) == {"prefill-0": "0", "decode-0": "1"}
+    assert any("GPU 2 stays idle" in note for note in settled.notes)
+
+
+def test_decode_gets_the_gpus_with_more_memory():
+    mixed = [Gpu(index="0", name="NVIDIA H200", memory=140 * GIB), *h200s(0)]
+    mixed.append(Gpu(index="1", name="NVIDIA L40S", memory=44 * GIB))
+    assert owners(deal(mixed, NEED, Wish())) == {"prefill-0": "1", "decode-0": "0"}
+
+
+def test_fewer_workers_than_gpus_take_those_with_the_most_memory():
+    small = Gpu(index="9", name="NVIDIA L40S", memory=44 * GIB)
+    settled = deal([small, *h200s(2)], NEED, Wish(prefill=1, decode=1))
+    assert owners(settled) == {"prefill-0": "0", "decode-0": "1"}
+
+
+def test_a_gpu_that_is_too_small_is_left_out_and_named():
+    display = Gpu(index="2", name="NVIDIA T400", memory=4 * GIB)
+    settled = deal([*h200s(2), display], NEED, Wish())
+    assert "2" not in owners(settled).values()
+    assert counts(settled) == (1, 1)
+    assert any(note.startswith("GPU 2 is left out: it has 4.0 GiB") for note in settled.notes)
+
+
+def test_a_model_that_fits_no_gpu_is_refused_with_the_memory_that_would_do():
+    small = [Gpu(index="0", name="NVIDIA L4", memory=22 * GIB)]
+    heavy = replace(NEED, num_weights=70_000_000_000)
+    with pytest.raises(ConfigError, match=r"GPU 0: NVIDIA L4, 22.0 GiB cannot hold 1 decode.*--device cpu"):
+        deal(small, heavy, Wish())
+    with pytest.raises(ConfigError, match=r"1 prefill and 1 decode.*--prefill 0"):
+        deal(small, NEED, Wish(prefill=1, decode=1))
+
+
+def test_the_table_names_each_worker_its_gpu_its_role_and_the_reason():
+    lines = table_of(deal(h200s(2), NEED, Wish()))
+    assert lines[0].split() == ["worker", "GPU", "role", "why"]
+    assert [line.split()[:2] for line in lines[1:3]] == [["prefill-0", "0:"], ["decode-0", "1:"]]
+    assert lines[1].endswith("1 : 1 serves the most requests")
+    assert lines[3].startswith("The ratio is for prompts of 2048 and answers of 256 tokens")
+    assert len(table_of(deal(h200s(2), NEED, Wish(prefill=1, decode=1)))) == 3
+    assert "prompts and tokens" in table_of(deal(h200s(1), NEED, Wish()))[1]
