@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from ...cluster.config.fields import did_you_mean
 from ...cluster.errors import ConfigError
+from ...engine.auto_sizes import GPU_SHARE
 from .checkpoints import ModelNeed
 from .sizing import Measured, PlannedLoad, places_of, split_of
 
-AUTO_SHARE = 0.9  # of a GPU's memory, for all its workers; what --gpu-memory-share 0 means
 WORK_BYTES = 2 << 30  # CUDA context, activations and graphs of one worker
 PREFILL_SHARE = 0.6  # of the arithmetic rate, in matrix products
 ATTENTION_SHARE = 0.28  # of the arithmetic rate, in prefill attention
@@ -78,13 +78,13 @@ def gpu_named(name: str) -> GpuModel:
     return max(found, key=lambda gpu: gpu.memory)
 
 
-def kv_bytes_of(memory: int, need: ModelNeed, *, is_decode: bool, share: float = AUTO_SHARE) -> int:
+def kv_bytes_of(memory: int, need: ModelNeed, *, is_decode: bool, share: float = GPU_SHARE) -> int:
     """Bytes for the KV pool of a worker with `share` of `memory` bytes; negative when the weights do not
     fit."""
     return int(memory * share) - need.weight_bytes(is_decode=is_decode) - WORK_BYTES
 
 
-def kv_tokens_of(memory: int, need: ModelNeed, *, is_decode: bool, share: float = AUTO_SHARE) -> int:
+def kv_tokens_of(memory: int, need: ModelNeed, *, is_decode: bool, share: float = GPU_SHARE) -> int:
     """Tokens in the KV pool of a worker with `share` of `memory` bytes; 0 when the weights do not fit."""
     room = kv_bytes_of(memory, need, is_decode=is_decode, share=share)
     return max(0, room // need.token_bytes(is_decode=is_decode))
@@ -97,7 +97,7 @@ def least_share(memory: int, need: ModelNeed, *, is_decode: bool) -> float:
     return (need.weight_bytes(is_decode=is_decode) + WORK_BYTES + kv_bytes) / memory
 
 
-def shares_of(memory: int, need: ModelNeed, roles: Sequence[bool], share: float = AUTO_SHARE) -> list[float]:
+def shares_of(memory: int, need: ModelNeed, roles: Sequence[bool], share: float = GPU_SHARE) -> list[float]:
     """The shares of `memory` bytes for the workers of one GPU; `roles` tells which of them decode.
 
     Each gets what it needs for one typical request. The rest of `share` is divided, decode gets

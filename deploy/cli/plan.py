@@ -28,10 +28,9 @@ from typing import Any
 from ...cluster.config.fields import Setting, check_fields, read_command_line, setting
 from ...cluster.config.roles import DecodeConfig, PrefillConfig
 from ...cluster.errors import BatonError, ConfigError
-from ...engine.auto_sizes import MIB
+from ...engine.auto_sizes import GPU_SHARE, MIB
 from ..capacity.checkpoints import DTYPE_BYTES, KVShape, ModelNeed, need_of
 from ..capacity.gpus import (
-    AUTO_SHARE,
     GPUS,
     TYPICAL,
     GpuModel,
@@ -213,8 +212,8 @@ def _memory_table(need: ModelNeed) -> list[str]:
         shares = shares_of(gpu.memory, need, [False, True]) or [0.0, 0.0]
         both = " + ".join(tokens(gpu, share, is_decode=at == 1) for at, share in enumerate(shares))
         lines.append(
-            f"{gpu.name:<10}{gpu.memory / 2**30:>7.1f}{tokens(gpu, AUTO_SHARE, is_decode=True):>12}"
-            f"{tokens(gpu, AUTO_SHARE, is_decode=False):>12}{'-' if both == '- + -' else both:>24}"
+            f"{gpu.name:<10}{gpu.memory / 2**30:>7.1f}{tokens(gpu, GPU_SHARE, is_decode=True):>12}"
+            f"{tokens(gpu, GPU_SHARE, is_decode=False):>12}{'-' if both == '- + -' else both:>24}"
         )
     return lines
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from ...cluster.config.roles import AUTO_WORKERS
 from ...cluster.errors import ConfigError
+from ...engine.auto_sizes import GPU_SHARE
 from ..capacity.checkpoints import ModelNeed
-from ..capacity.gpus import AUTO_SHARE, TYPICAL, gpu_model, least_share, shares_of, split_on
+from ..capacity.gpus import TYPICAL, gpu_model, least_share, shares_of, split_on
 from .gpu_list import Gpu
 
 PREFILL, DECODE = "prefill", "decode"
@@ -24,7 +25,7 @@ ROLE_TEXT = {PREFILL: "prompts", DECODE: "tokens"}
 @dataclass(frozen=True, kw_only=True)
 class Wish:
     """What the settings ask for: numbers of workers (AUTO_WORKERS: to be chosen) and the share of each GPU's
-    memory that all its workers use (0: AUTO_SHARE)."""
+    memory that all its workers use (0: GPU_SHARE)."""
 
     prefill: int = AUTO_WORKERS
     decode: int = AUTO_WORKERS
@@ -69,7 +70,7 @@ def deal(gpus: Sequence[Gpu], need: ModelNeed, wish: Wish) -> Deal:
 
     Raises ConfigError, naming the memory that would do, when the model does not fit.
     """
-    share = wish.memory_share or AUTO_SHARE
+    share = wish.memory_share or GPU_SHARE
     fitting = [gpu for gpu in gpus if least_share(gpu.memory, need, is_decode=True) <= share]
     if not fitting:
         raise _does_not_fit(max(gpus, key=lambda gpu: gpu.memory), need, [DECODE], share)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from baton.deploy.capacity.checkpoints import KVShape, ModelNeed, count_weights, need_of
 from baton.deploy.capacity.gpus import (
-    AUTO_SHARE,
+    GPU_SHARE,
     GPUS,
     TYPICAL,
     estimate,
@@ -81,7 +81,7 @@ def test_kv_tokens_are_none_where_the_weights_do_not_fit():
 def test_shares_of_a_gpu_never_exceed_what_is_divided():
     for roles in ([False, True], [True, True], [False, False, True, True]):
         shares = shares_of(140 << 30, NEED, roles)
-        assert sum(shares) <= AUTO_SHARE
+        assert sum(shares) <= GPU_SHARE
         assert all(kv_tokens_of(140 << 30, NEED, is_decode=d, share=s) > 2304 - 200
                    for d, s in zip(roles, shares, strict=True))  # fmt: skip
     assert shares_of(24 << 30, NEED, [False, True]) == []

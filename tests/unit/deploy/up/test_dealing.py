@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from baton.cluster.errors import ConfigError
 from baton.deploy.capacity.checkpoints import KVShape, ModelNeed
-from baton.deploy.capacity.gpus import AUTO_SHARE, least_share
+from baton.deploy.capacity.gpus import GPU_SHARE, least_share
 from baton.deploy.up.dealing import Wish, deal, deal_without_gpus, table_of
 from baton.deploy.up.gpu_list import Gpu
 
@@ -86,7 +86,7 @@ def test_one_gpu_with_a_number_for_prefill_only_has_a_decode_worker_too():
 def test_workers_on_one_gpu_divide_its_memory_and_say_so():
     settled = deal(h200s(1), WITH_HEAD, Wish(prefill=1, decode=1))
     prefill, decode = settled.places
-    assert AUTO_SHARE - 0.005 < prefill.memory_share + decode.memory_share <= AUTO_SHARE
+    assert GPU_SHARE - 0.005 < prefill.memory_share + decode.memory_share <= GPU_SHARE
     assert decode.memory_share > prefill.memory_share > least_share(140 * GIB, WITH_HEAD, is_decode=False)
     assert "2 workers share it" in prefill.why
     assert f"{decode.memory_share:.0%}" in decode.why
