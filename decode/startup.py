@@ -40,18 +40,21 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
         return self.hello(
             max_running=self.config.max_running,
             local_prefill=True,
+            aggregated=self.config.aggregated,
             spec_tokens=self.engine.shape.spare_slots,
             draft_widths=draft_widths_of(self.engine),
         )
 
     def make_worker(self) -> DecodeWorker:
         """The worker on the loaded engine and the open link."""
+        budget = self.engine.prompt_budget
+        assert budget is not None, "a decode engine has a budget of prompt tokens"
         return DecodeWorker(
             self.engine,
             self.link,
             instance=self.instance,
             max_running=self.config.max_running,
-            local_prefill_tokens=self.config.local_prefill_tokens,
+            local_prefill_tokens=budget.step_tokens,
         )
 
     @property

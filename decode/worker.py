@@ -26,6 +26,7 @@ from ..cluster.protocol.messages import (
 )
 from ..cluster.telemetry.trace_context import carried_by
 from ..engine.loader import Engine
+from ..engine.request import Request
 from ..engine.speculative.step.result import StepResult
 from ..kvtransfer.transport import Complete, Landed, Lost
 from ..worker.commands import DropDone, LinkEvent
@@ -235,15 +236,19 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         if not room.is_settled:
             room.state = DecodeState.SETTLING
             return
-        request, cache = room.request, self.engine.cache
+        request = room.request
         if room.state not in (DecodeState.PULLING, DecodeState.CLOSING) and not room.is_tainted:
-            covered = request.num_computed
-            if self.engine.drafter is not None:
-                covered = min(covered, self.decoder.num_covered(request))
-            cache.insert(request.all_ids[: covered + cache.lookahead], request.pages, request.salt)
+            self._keep(request)
         self.decoder.forget(request)
         room.features = None
         self._free(room)
+
+    def _keep(self, request: Request) -> None:
+        """Offers the pages with complete KV and draft KV to the prefix cache."""
+        covered, cache = request.num_computed, self.engine.cache
+        if self.engine.drafter is not None:
+            covered = min(covered, self.decoder.num_covered(request))
+        cache.insert(request.all_ids[: covered + cache.lookahead], request.pages, request.salt)
 
     def _timeline_of(self, room: DecodeRoom) -> DecodeTimeline:
         return room.timeline(self._clock())
@@ -274,15 +279,24 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         self._publish(batch, result)
 
     def _prefill_here(self) -> bool:
-        """One forward over prompts that no prefill worker computes. False: there are none."""
+        """Launches and reads forwards over prompts that no prefill worker computes. False: there are none."""
         rooms = [room for room in self.queues.of(DecodeState.PREFILLING) if room.request.is_ready]
-        if not rooms:
+        if not rooms and not self.local.has_unread:
             return False
-        computed = sum(room.request.num_computed for room in rooms)
-        ended, result = self.local.step(rooms, is_alone=not self.queues.count(DecodeState.RUNNING))
-        self._counters["local_prefill_tokens"] += sum(room.request.num_computed for room in rooms) - computed
-        self._counters["tokens"] += len(ended)
-        self._publish(ended, result)
+        before = [(room.request.num_computed, room.have) for room in rooms]
+        read = self.local.turn(rooms, has_streams=bool(self.queues.count(DecodeState.RUNNING)))
+        for room, (computed, have) in zip(rooms, before, strict=True):
+            found = room.have - have  # in the prefix cache, since the room was admitted
+            self._counters["have_tokens"] += found
+            self._counters["local_prefill_tokens"] += room.request.num_computed - computed - found
+        if read is not None:
+            self._counters["tokens"] += len(read.ended)
+            for room, is_bad in zip(read.ended, read.result.is_bad, strict=True):
+                if not is_bad:
+                    self._keep(room.request)  # for the prompts that wait for it
+            self._publish(read.ended, read.result)
+            for room in read.settled:
+                self._close(room)
         return True
 
     def _admit_warm(self) -> bool:

@@ -22,7 +22,9 @@ class EngineConfig:
     (`DraftShape.of`). `spec_adaptive`: whether they follow load and acceptance ("auto": on CUDA). `overlap`:
     whether a decode step is launched before the previous one was read ("auto": on CUDA). `graph_self_test`
     compares each graph with the eager path before use. `feature_layers` ("2,14,25"): layer outputs that
-    prefill captures beside those of the draft.
+    prefill captures beside those of the draft. `local_prefill_tokens`: prompt tokens between two steps of a
+    decode engine; 0: chosen by device and model. `aggregated`: a decode engine that computes all its prompts,
+    and captures graphs for them.
     """
 
     model: str
@@ -46,6 +48,8 @@ class EngineConfig:
     overlap: str = "auto"
     graph_self_test: bool = True
     feature_layers: str = ""
+    local_prefill_tokens: int = 0
+    aggregated: bool = False
 
     @classmethod
     def of(cls, settings: object) -> "EngineConfig":

@@ -25,6 +25,7 @@ from .kv.prefix_cache import PrefixCache
 from .models.config import ModelConfig
 from .models.interface import CausalLM
 from .models.weights import load_model
+from .prompt_budget import PromptBudget, prompt_budget, rate_of
 from .runner.lifecycle import Lifecycle, Phase
 from .runner.model_runner import ModelRunner, configure_aux_capture
 from .sampling.sampler import Sampler
@@ -74,6 +75,8 @@ class Engine:
     steps: StepGraphs | None = None
     launches_ahead: bool = False
     weights: WeightsHash | None = None
+    # Sizes of prompts' forwards; None on prefill, whose scheduler has settings of its own.
+    prompt_budget: PromptBudget | None = None
     # Layer outputs that prefill captures, or that decode's head reads, in the order of its input.
     feature_ids: tuple[int, ...] = ()
 
@@ -281,6 +284,7 @@ class EngineLoader:
         )
         if self.has_drafter:
             engine = self._engine
+            engine.prompt_budget = self._prompt_budget()
             engine.launches_ahead = self._is_overlapped
             engine.steps = step_graphs(
                 runner,
@@ -310,6 +314,10 @@ class EngineLoader:
                     graphs.capture_draft(engine.drafter, MAX_PREFILL_ROWS)
                 if engine.steps is not None:
                     graphs.capture_steps(engine.steps)
+                if config.aggregated and engine.prompt_budget is not None:
+                    graphs.capture_prefill(
+                        engine.runner, min(engine.prompt_budget.graph_tokens, self._max_context)
+                    )
             else:
                 graphs.capture_prefill(
                     engine.runner, config.chunk_size or min(WHOLE_PROMPT_TOKENS, self._max_context)
@@ -325,11 +333,25 @@ class EngineLoader:
             self.config.spec_adaptive == "auto" and self._device.type != "cuda"
         ):
             return None
-        is_vocabulary = re.compile("embed_tokens|lm_head")
-        layers = sum(w.numel() for name, w in self._model.tensors() if not is_vocabulary.search(name))
-        target = layers + self._model.lm_head.numel()
+        target = self._layer_weights() + self._model.lm_head.numel()
         costs = StepCosts(draft=draft.num_weights / target, knee_rows=KNEE_ROWS[self._device.type])
         return StepPolicy(self._shape.candidates(), costs)
+
+    def _layer_weights(self) -> int:
+        """Number of weights without embedding and lm_head."""
+        is_vocabulary = re.compile("embed_tokens|lm_head")
+        return sum(w.numel() for name, w in self._model.tensors() if not is_vocabulary.search(name))
+
+    def _prompt_budget(self) -> PromptBudget:
+        """The sizes of forwards over prompts that a decode engine computes itself."""
+        budget = prompt_budget(
+            self.config.local_prefill_tokens,
+            operations_per_token=2 * self._layer_weights(),
+            num_layers=self._model_config.num_layers,
+            rate=rate_of(self._device),
+        )
+        logger.info("prompts computed here: %d tokens between two decode steps", budget.step_tokens)
+        return budget
 
     def _affordable_pages(self) -> int:
         """The number of pages that fit in the KV memory, with the planes beside the KV. Raises

@@ -74,6 +74,7 @@ def hello_of(
     spec_tokens: int = 0,
     transports: Sequence[str] = (ZMQ_BLOCKS,),
     local_prefill: bool = False,
+    aggregated: bool = False,
     draft_widths: DraftWidths | None = None,
 ) -> Hello:
     """The worker's registration with a router. `max_context` in tokens."""
@@ -95,6 +96,7 @@ def hello_of(
         takes=YOUNG_FIELDS,
         takes_batches=True,
         local_prefill=local_prefill,
+        aggregated=aggregated,
         vocab_size=vocab_size,
         pid=os.getpid(),
         host=socket.gethostname(),

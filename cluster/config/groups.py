@@ -240,10 +240,21 @@ class DecodeSettings(RoleConfig):
             choices=("auto", "on", "off"),
         ),
     )
-    local_prefill_tokens: int = setting(
-        128,
+    aggregated: bool = setting(
+        False,
         Setting(
-            help="of prompts that decode computes itself, per step", unit="tokens", minimum=1, maximum=8192
+            help="a decode worker that computes prompts of any length itself, between its decode steps: it "
+            "needs no prefill worker"
+        ),
+    )
+    local_prefill_tokens: int = setting(
+        0,
+        Setting(
+            help="of prompts that decode computes itself, between two of its steps; 0: 128 on CPU, on a GPU "
+            "as many as it computes in about 50 ms",
+            unit="tokens",
+            minimum=0,
+            maximum=8192,
         ),
     )
     pull_window: int = setting(

@@ -23,7 +23,7 @@ def models(request, tmp_path_factory, toy_checkpoint):
 
 def pair_of(models, budget, **settings):
     pair = Pair(*models, **{"pages": 96, "max_running": 4, **settings})
-    pair.decode.local.budget = budget
+    pair.decode.local.budget = pair.decode.local.budget_alone = budget
     return pair
 
 
@@ -36,8 +36,7 @@ def tokens_of(pair, wanted, *, is_local, **sampling):
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_a_prompt_computed_on_decode_gives_the_same_tokens_as_via_prefill(models, sampling, monkeypatch):
-    monkeypatch.setattr("baton.decode.local_prefill.IDLE_TOKENS", 1)
+def test_a_prompt_computed_on_decode_gives_the_same_tokens_as_via_prefill(models, sampling):
     wanted = [[token % 60 for token in prompt] for prompt in prompts(random.Random(3), 4)]
     expected = tokens_of(pair_of(models, 128), wanted, is_local=False, **sampling)
     for budget in (3, 128):
