@@ -106,7 +106,14 @@ class UpConfig(
     routers: int = setting(
         1, Setting(help="number of router processes behind one port", minimum=1, maximum=64)
     )
-    prefill: int = setting(1, Setting(help="number of prefill workers", minimum=1, maximum=64))
+    prefill: int = setting(
+        1,
+        Setting(
+            help="number of prefill workers; 0: decode workers compute prompts, see --aggregated",
+            minimum=0,
+            maximum=64,
+        ),
+    )
     decode: int = setting(1, Setting(help="number of decode workers", minimum=1, maximum=64))
     transport: str = setting(
         "ipc", Setting(help="how the processes reach each other", choices=("ipc", "tcp"))
