@@ -1,4 +1,4 @@
-"""Real processes without a prefill worker: aggregated decode workers answer all requests, also over deaths."""
+"""Real processes without a prefill worker: aggregated decode workers answer everything, also over deaths."""
 
 import os
 import shutil
