@@ -1,7 +1,8 @@
 """Prompts that decode computes itself, without a prefill worker: the same engine, the same tokens.
 
     launch   one forward over the next rows of the waiting prompts, oldest first, and the choice of token 1
-    read     token 1 and log probabilities of that forward, and the draft rows of its features
+    read     token 1 and log probabilities of that forward
+    draft    the draft rows of its features, behind token 1 on its way to the client
 
 A forward's tokens are bounded by a budget, and so is the time for which running streams wait between two of
 their steps. The aux features go to the drafter as soon as token 1 is known, so none are kept. The noise of
@@ -16,10 +17,13 @@ with joined rows could be a graph.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from ..cluster.protocol.messages import PromptLogprobs
 from ..engine.batch.forward_batch import ForwardOutput
 from ..engine.kv.prefix_cache import PrefixCache
 from ..engine.loader import Engine
+from ..engine.request import Request
 from ..engine.sampling.sampler import LaunchedSample, SampleOutput
 from ..engine.speculative.step.result import StepResult
 from ..worker.prompt_chunks import Chunk, batch_of, score_prompts, scored_limit
@@ -47,10 +51,16 @@ class LaunchedPrompts:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadPrompts:
-    """`ended`: rooms whose prompt ended, with token 1 in `result`. `settled`: rooms that waited to close."""
+    """A forward that was read.
+
+    `ended`: rooms whose prompt ended, with token 1 in `result`. `drafts`: live requests with the features of
+    their rows `[rows, K*H]` and the first row; empty without a drafter. `settled`: rooms that waited to
+    close.
+    """
 
     ended: list[DecodeRoom]
     result: StepResult
+    drafts: list[tuple[Request, torch.Tensor, int]]
     settled: list[DecodeRoom]
 
 
@@ -139,7 +149,7 @@ class LocalPrefill:
             if (message.room, message.epoch) in live:
                 self._send(message)
         ended, result = self._take_firsts(chunks, firsts, output.path)
-        self._draft(chunks, output)
+        drafts = _draft_rows(chunks, output)
         now = self._clock()
         for chunk in chunks:
             room = chunk.room
@@ -152,7 +162,17 @@ class LocalPrefill:
             room.state, room.landed_at, room.started_at = DecodeState.RUNNING, now, now
         rooms = [chunk.room for chunk in chunks]
         settled = [room for room in rooms if room.state is DecodeState.SETTLING and room.is_settled]
-        return ReadPrompts(ended=ended, result=result, settled=settled)
+        return ReadPrompts(ended=ended, result=result, drafts=drafts, settled=settled)
+
+    def finish(self, read: ReadPrompts) -> None:
+        """Writes the draft rows of a forward, and offers the pages of its ended prompts to the prefix cache,
+        for the prompts that wait for them.
+        """
+        if self.engine.drafter is not None:
+            self.decoder.draft_prefill_batch(read.drafts)
+        for room, is_bad in zip(read.ended, read.result.is_bad, strict=True):
+            if not is_bad:
+                keep_pages(self.engine, self.decoder, room.request)
 
     def _take_firsts(
         self, chunks: Chunks, firsts: SampleOutput | None, path: str
@@ -183,24 +203,33 @@ class LocalPrefill:
         )
         return [rooms[i] for i in live], result
 
-    def _draft(self, chunks: Chunks, output: ForwardOutput) -> None:
-        """Writes the draft rows of all chunks of live rooms.
-
-        Row i needs token i+1, so the last chunk of a prompt without a valid token 1 is skipped.
-        """
-        if output.hidden is None:
-            return
-        items, row = [], 0
-        for chunk in chunks:
-            rows = output.hidden[row : row + chunk.num_tokens]
-            row += chunk.num_tokens
-            is_live = chunk.room.state is DecodeState.PREFILLING
-            if is_live and chunk.end < chunk.room.request.num_tokens:
-                items.append((chunk.room.request, rows, chunk.start))
-        self.decoder.draft_prefill_batch(items)
-
     def __repr__(self) -> str:
         return f"<LocalPrefill of {self.budget} tokens{', 1 forward unread' * self.has_unread}>"
+
+
+def keep_pages(engine: Engine, decoder: StepDecoder, request: Request) -> None:
+    """Offers the pages of `request` with complete KV and draft KV to the prefix cache."""
+    covered, cache = request.num_computed, engine.cache
+    if engine.drafter is not None:
+        covered = min(covered, decoder.num_covered(request))
+    cache.insert(request.all_ids[: covered + cache.lookahead], request.pages, request.salt)
+
+
+def _draft_rows(chunks: Chunks, output: ForwardOutput) -> list[tuple[Request, torch.Tensor, int]]:
+    """The draft rows of all chunks of live rooms, as `ReadPrompts.drafts`.
+
+    Row i needs token i+1, so the last chunk of a prompt without a valid token 1 is skipped.
+    """
+    if output.hidden is None:
+        return []
+    items, row = [], 0
+    for chunk in chunks:
+        rows = output.hidden[row : row + chunk.num_tokens]
+        row += chunk.num_tokens
+        is_live = chunk.room.state is DecodeState.PREFILLING
+        if is_live and chunk.end < chunk.room.request.num_tokens:
+            items.append((chunk.room.request, rows, chunk.start))
+    return items
 
 
 def _ends_prompts(launched: LaunchedPrompts | None) -> bool:

@@ -26,7 +26,6 @@ from ..cluster.protocol.messages import (
 )
 from ..cluster.telemetry.trace_context import carried_by
 from ..engine.loader import Engine
-from ..engine.request import Request
 from ..engine.speculative.step.result import StepResult
 from ..kvtransfer.transport import Complete, Landed, Lost
 from ..worker.commands import DropDone, LinkEvent
@@ -36,7 +35,7 @@ from ..worker.role_worker import RoleWorker, sampling_params_of
 from .admission import Admission
 from .draft_prefill import prefill_drafts
 from .in_flight import StepsInFlight
-from .local_prefill import LocalPrefill
+from .local_prefill import LocalPrefill, keep_pages
 from .queues import DecodeQueues, DecodeRoom, DecodeState
 from .step_decoder import StepDecoder
 from .step_metrics import StepMetrics
@@ -238,17 +237,10 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             return
         request = room.request
         if room.state not in (DecodeState.PULLING, DecodeState.CLOSING) and not room.is_tainted:
-            self._keep(request)
+            keep_pages(self.engine, self.decoder, request)
         self.decoder.forget(request)
         room.features = None
         self._free(room)
-
-    def _keep(self, request: Request) -> None:
-        """Offers the pages with complete KV and draft KV to the prefix cache."""
-        covered, cache = request.num_computed, self.engine.cache
-        if self.engine.drafter is not None:
-            covered = min(covered, self.decoder.num_covered(request))
-        cache.insert(request.all_ids[: covered + cache.lookahead], request.pages, request.salt)
 
     def _timeline_of(self, room: DecodeRoom) -> DecodeTimeline:
         return room.timeline(self._clock())
@@ -291,10 +283,9 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             self._counters["local_prefill_tokens"] += room.request.num_computed - computed - found
         if read is not None:
             self._counters["tokens"] += len(read.ended)
-            for room, is_bad in zip(read.ended, read.result.is_bad, strict=True):
-                if not is_bad:
-                    self._keep(room.request)  # for the prompts that wait for it
-            self._publish(read.ended, read.result)
+            self._send_tokens(read.ended, read.result)
+            self.local.finish(read)
+            self._end_rooms(read.ended, read.result)
             for room in read.settled:
                 self._close(room)
         return True
@@ -311,6 +302,10 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
 
     def _publish(self, batch: list[DecodeRoom], result: StepResult) -> None:
         """Send one frame with every room's tokens, then the ends that the tokens brought."""
+        self._send_tokens(batch, result)
+        self._end_rooms(batch, result)
+
+    def _send_tokens(self, batch: list[DecodeRoom], result: StepResult) -> None:
         items = []
         for room, tokens, logprobs in zip(batch, result.tokens, result.logprobs, strict=True):
             if tokens:
@@ -327,6 +322,8 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
                 room.sent += len(tokens)
         if items:
             self._send(Tokens(instance=self.instance, items=items))
+
+    def _end_rooms(self, batch: list[DecodeRoom], result: StepResult) -> None:
         for room, is_bad in zip(batch, result.is_bad, strict=True):
             if room.request.is_finished:
                 self._finish(room)
