@@ -275,6 +275,8 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         rooms = [room for room in self.queues.of(DecodeState.PREFILLING) if room.request.is_ready]
         if not rooms and not self.local.has_unread:
             return False
+        if rooms:
+            self.reach("decode:chunk")
         before = [(room.request.num_computed, room.have) for room in rooms]
         read = self.local.turn(rooms, has_streams=bool(self.queues.count(DecodeState.RUNNING)))
         for room, (computed, have) in zip(rooms, before, strict=True):

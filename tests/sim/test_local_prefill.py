@@ -57,7 +57,7 @@ def test_a_prompt_computed_on_decode_gives_the_same_tokens_as_via_prefill(models
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("budget", [3, 128])
-def test_prompts_launched_ahead_give_the_tokens_of_prompts_that_are_awaited(models, budget, sampling):
+def test_prompts_launched_ahead_give_the_tokens_of_awaited_ones(models, budget, sampling):
     wanted = [[token % 60 for token in prompt] for prompt in prompts(random.Random(5), 6)]
     expected = tokens_of(pair_of(models, 128, max_running=6), wanted, is_local=True, **sampling)
     pair = pair_of(models, budget, max_running=6, overlap="on")
@@ -116,7 +116,7 @@ def test_equal_prompts_that_come_together_are_computed_once(models, overlap):
     pair.assert_nothing_is_held()
 
 
-def test_a_prompt_that_waited_for_another_goes_on_when_that_one_is_cancelled(models):
+def test_a_prompt_that_waited_for_another_goes_on_when_that_one_ends(models):
     prompt = [7, 9, 11, 13] * 5
     expected = tokens_of(pair_of(models, 128), [prompt], is_local=True)
     pair = pair_of(models, 6)

@@ -88,7 +88,7 @@ def test_cached_tokens_are_not_computed_and_count_for_nothing():
     assert made.prefill.at(100) == pytest.approx(0.010, rel=0.02)
 
 
-def test_prompts_queued_on_decode_delay_the_new_one_but_no_running_stream_more():
+def test_prompts_queued_on_decode_delay_the_new_one_but_no_stream_more():
     made = costs(handoff_ms=5.0)
     assert cheaper(made, 16, queued_here=40)
     assert not cheaper(made, 16, queued_here=60), "6 ms behind them, 5 ms over prefill"

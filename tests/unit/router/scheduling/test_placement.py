@@ -60,7 +60,7 @@ def places(world, count):
     return "".join(found)
 
 
-def test_an_aggregated_worker_alone_gets_requests_at_once_also_if_the_router_forbids_others():
+def test_an_aggregated_worker_alone_gets_requests_at_once():
     for is_allowed in (True, False):
         world = World()
         world.dispatcher.registry._local_prefill = is_allowed
@@ -83,7 +83,7 @@ def test_a_mixed_cluster_asks_prefill_until_it_knows_the_costs():
     assert places(world, 2) == "pp"
 
 
-def test_prompt_tokens_leave_the_ledger_of_an_aggregated_worker_with_the_first_output():
+def test_prompt_tokens_leave_the_ledger_with_the_first_output():
     world = mixed()
     (entry,), _ = world.submit(16)
     one, worker = {"room": entry.room.room, "epoch": 0}, world.dispatcher.registry.get(D)
