@@ -1,4 +1,4 @@
-"""Prompts that decode computes on a device: the tokens of the CPU, launched without waiting for the device."""
+"""Prompts that decode computes on a device: the tokens of the CPU, launched without waiting."""
 
 import secrets
 from collections.abc import Callable
