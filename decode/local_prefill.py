@@ -23,6 +23,7 @@ from ..cluster.protocol.messages import PromptLogprobs
 from ..engine.batch.forward_batch import ForwardOutput
 from ..engine.kv.prefix_cache import PrefixCache
 from ..engine.loader import Engine
+from ..engine.prompt_budget import alone_tokens
 from ..engine.request import Request
 from ..engine.sampling.sampler import LaunchedSample, SampleOutput
 from ..engine.speculative.step.result import StepResult
@@ -31,8 +32,6 @@ from ..worker.prompt_pages import take_longer_prefix
 from .queues import DecodeRoom, DecodeState
 from .step_decoder import StepDecoder
 
-ALONE_FACTOR = 4  # budgets in the forward of one prompt that no running stream waits for
-ALONE_TOKENS = (512, 8192)  # bounds of that forward
 Chunks = Sequence[Chunk[DecodeRoom]]
 
 
@@ -83,8 +82,7 @@ class LocalPrefill:
         self.engine = engine
         self.decoder = decoder
         self.budget = budget
-        low, high = ALONE_TOKENS
-        self.budget_alone = max(low, budget, min(high, ALONE_FACTOR * budget))
+        self.budget_alone = alone_tokens(budget)
         self._clock = clock
         self._send = send
         self._instance = instance

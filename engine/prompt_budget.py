@@ -21,6 +21,10 @@ OTHER_OPERATIONS_PER_CLOCK = 1024
 OTHER_CLOCK_HZ = 1.7e9
 
 
+ALONE_FACTOR = 4  # parts in one forward of a prompt that no running stream waits for
+ALONE_RANGE = (512, 8192)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PromptBudget:
     """Tokens of prompts.
@@ -50,6 +54,12 @@ def prompt_budget(
         step_tokens=asked or min(most, max(low, _power_of_two(WAIT_S * reached))),
         graph_tokens=min(most, max(low, _power_of_two(LAUNCH_S * num_layers * reached))),
     )
+
+
+def alone_tokens(step_tokens: int) -> int:
+    """The most tokens of a forward over one prompt while no stream runs, for `step_tokens` while some do."""
+    low, high = ALONE_RANGE
+    return max(low, step_tokens, min(high, ALONE_FACTOR * step_tokens))
 
 
 def rate_of(device: torch.device) -> float | None:

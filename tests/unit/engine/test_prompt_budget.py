@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from baton.engine.prompt_budget import PromptBudget, prompt_budget, rate_of
+from baton.engine.prompt_budget import PromptBudget, alone_tokens, prompt_budget, rate_of
 
 H200 = 132 * 4096 * 1.98e9
 
@@ -35,3 +35,7 @@ def test_graphs_end_where_the_device_is_slower_than_the_host():
     assert budget(7_500_000_000).graph_tokens == 512
     assert budget(135_000_000, num_layers=30).graph_tokens == 8192
     assert budget(70_000_000_000, num_layers=80).graph_tokens == 256
+
+
+def test_a_prompt_alone_gets_four_parts_at_once_within_bounds():
+    assert [alone_tokens(n) for n in (1, 128, 256, 2048, 4096, 8192)] == [512, 512, 1024, 8192, 8192, 8192]
