@@ -26,7 +26,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from ..host_copy import HostCopies, to_device
+from ..host_copy import all_to_device, to_device
+from ..host_reads import HostCopies
 from .choose import choose_tokens
 from .edits import ALL_ALLOWED, LogitEdits, SamplingRow, edit_logits
 from .logprobs import ScoredToken, top_logprobs
@@ -93,18 +94,21 @@ class Sampler:
         """
         params = [row.params for row in rows]
         wanted = [p.logprobs for p in params]
-        positions = [row.position for row in rows]
         is_edited = any(p.needs_penalties or p.logit_bias for p in params) or any(r.first_end for r in rows)
+        host = [
+            torch.tensor(values, dtype=torch.int64) for values in ([row.position for row in rows], wanted)
+        ]
+        positions, wanted_tops = all_to_device(host, self.device)
         return SamplingBatch(
             num_rows=len(rows),
-            positions=to_device(torch.tensor(positions, dtype=torch.int64), self.device),
+            positions=positions,
             tensors=SamplingTensors.of(params, self.vocab_size, self.device),
             is_ranked=any(p.needs_ranking(self.vocab_size) for p in params),
             edits=LogitEdits.of(rows, self.vocab_size, self.device)
             if is_edited or any(row.mask is not None for row in rows)
             else None,
             masks=self._masks(rows),
-            wanted=to_device(torch.tensor(wanted, dtype=torch.int64), self.device),
+            wanted=wanted_tops,
             num_top=min(self.vocab_size, max(wanted, default=-1)),
         )
 
@@ -120,7 +124,8 @@ class Sampler:
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, *, is_exact: bool = True) -> SampleOutput:
         """Chooses one token per row of `logits` `[R, V]` float32, which stays unchanged.
 
-        With `is_exact` the host waits for the device. Without, it does not, and rows may stay unseen.
+        Ranked rows make the host wait for the device. Without `is_exact` it does not, and they may stay
+        unseen.
         """
         count = batch.num_rows
         assert logits.shape == (count, self.vocab_size), (logits.shape, count, self.vocab_size)
@@ -129,7 +134,11 @@ class Sampler:
             slots = torch.arange(count, device=logits.device)
             edited = edit_logits(logits, batch.positions, slots, batch.edits, masks=batch.masks)
         tokens, bad_rows, unseen_rows = choose_tokens(
-            edited, batch.positions, batch.tensors, is_ranked=batch.is_ranked, is_exact=is_exact
+            edited,
+            batch.positions,
+            batch.tensors,
+            is_ranked=batch.is_ranked,
+            is_exact=is_exact and batch.is_ranked,
         )
         if batch.num_top < 0:
             return SampleOutput(tokens=tokens, bad_rows=bad_rows, unseen_rows=unseen_rows)
