@@ -1,35 +1,73 @@
-"""Prompts that decode computes itself where no prefill worker does: the same engine, the same tokens.
+"""Prompts that decode computes itself, without a prefill worker: the same engine, the same tokens.
 
-A forward takes the next rows of the waiting prompts, oldest first, within a budget that bounds how long
-running streams wait between two of their steps. The aux features go to the drafter at once, so none are kept.
-The noise of token 1 depends on its position only: a prompt computed here, on prefill, or half here after a
-retry gives the same tokens.
+    launch   one forward over the next rows of the waiting prompts, oldest first, and the choice of token 1
+    read     token 1 and log probabilities of that forward
+    draft    the draft rows of its features, behind token 1 on its way to the client
+
+A forward's tokens are bounded by a budget, and so is the time for which running streams wait between two of
+their steps. The aux features go to the drafter as soon as token 1 is known, so none are kept. The noise of
+token 1 depends on its position only: a prompt computed here, on prefill, or half here after a retry gives the
+same tokens.
+
+Parts of prompts get forwards of their own and are not joined with the rows of a decode step. A part is bound
+by operations, so joined rows cost time there, too. They save at most one pass over the weights per part: 4 of
+50 ms for a model of 8B on an H200. No step with joined rows could be a graph.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
 
 from ..cluster.protocol.messages import PromptLogprobs
 from ..engine.batch.forward_batch import ForwardOutput
+from ..engine.kv.prefix_cache import PrefixCache
 from ..engine.loader import Engine
+from ..engine.prompt_budget import alone_tokens
+from ..engine.request import Request
+from ..engine.sampling.sampler import LaunchedSample, SampleOutput
 from ..engine.speculative.step.result import StepResult
-from ..worker.prompt_chunks import (
-    Chunk,
-    batch_of,
-    sample_first_tokens,
-    score_prompts,
-    scored_limit,
-)
+from ..worker.prompt_chunks import Chunk, batch_of, score_prompts, scored_limit
+from ..worker.prompt_pages import take_longer_prefix
 from .queues import DecodeRoom, DecodeState
 from .step_decoder import StepDecoder
 
-IDLE_TOKENS = 512  # rows of a forward that no running stream waits for
 Chunks = Sequence[Chunk[DecodeRoom]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchedPrompts:
+    """A forward over parts of prompts that was launched and not read.
+
+    `firsts` chooses token 1 of the prompts that end in it. `started`: monotonic seconds.
+    """
+
+    chunks: Chunks
+    output: ForwardOutput
+    firsts: LaunchedSample | None
+    started: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadPrompts:
+    """A forward that was read.
+
+    `ended`: rooms whose prompt ended, with token 1 in `result`. `drafts`: live requests with the features of
+    their rows `[rows, K*H]` and the first row; empty without a drafter. `settled`: rooms that waited to
+    close.
+    """
+
+    ended: list[DecodeRoom]
+    result: StepResult
+    drafts: list[tuple[Request, torch.Tensor, int]]
+    settled: list[DecodeRoom]
 
 
 class LocalPrefill:
     """Computes the rooms in state PREFILLING, at most `budget` prompt tokens per forward while streams run.
 
-    `clock` tells monotonic seconds; `send` takes prompt log probabilities for the router.
+    `clock` tells monotonic seconds; `send` takes prompt log probabilities for the router. If the engine
+    launches steps ahead, a forward is read one turn after its launch, so that the device always has work.
     """
 
     def __init__(
@@ -44,86 +82,173 @@ class LocalPrefill:
         self.engine = engine
         self.decoder = decoder
         self.budget = budget
+        self.budget_alone = alone_tokens(budget)
         self._clock = clock
         self._send = send
         self._instance = instance
+        self._unread: LaunchedPrompts | None = None
 
-    def step(self, rooms: Sequence[DecodeRoom], *, is_alone: bool) -> tuple[list[DecodeRoom], StepResult]:
-        """Runs one forward over some of `rooms` (at least one). Returns the rooms whose prompt ended, and
-        their token 1.
+    @property
+    def has_unread(self) -> bool:
+        """Whether a launched forward waits to be read."""
+        return self._unread is not None
 
-        `is_alone`: no stream is running.
+    def turn(self, rooms: Sequence[DecodeRoom], *, has_streams: bool) -> ReadPrompts | None:
+        """Launches a forward over some of `rooms`, if any has uncomputed tokens, and reads the previous one.
+
+        `rooms` are all rooms in state PREFILLING that can be computed, oldest first. `has_streams`: running
+        streams wait for the forward. Returns None if nothing was read.
         """
+        older = self._unread
+        self._unread = self._launch(rooms, has_streams=has_streams or _ends_prompts(older))
+        if older is None and not self.engine.launches_ahead:
+            older, self._unread = self._unread, None
+        return None if older is None else self._read(older)
+
+    def _launch(self, rooms: Sequence[DecodeRoom], *, has_streams: bool) -> LaunchedPrompts | None:
         started = self._clock()
-        budget = max(self.budget, IDLE_TOKENS) if is_alone else self.budget
-        chunks = _cut(rooms, budget, self.engine.model_config.vocab_size)
-        output = self._forward(chunks)
-        ended = [chunk.room for chunk in chunks if chunk.is_last]
+        chunks = self._cut(rooms, self.budget if has_streams else self.budget_alone)
+        if not chunks:
+            return None
+        engine = self.engine
+        output = engine.runner.forward(batch_of(engine, chunks, has_features=engine.drafter is not None))
+        rows = [chunk.room.request.masked_row for chunk in chunks if chunk.is_last]
+        firsts = engine.sampler.launch(output.logits[: len(rows)], rows) if rows else None
+        for chunk in chunks:
+            chunk.room.request.num_computed = chunk.end
+            chunk.room.num_unread += 1
+        return LaunchedPrompts(chunks=chunks, output=output, firsts=firsts, started=started)
+
+    def _cut(self, rooms: Sequence[DecodeRoom], most: int) -> list[Chunk[DecodeRoom]]:
+        """The next parts of `rooms`, in order: `most` tokens of the first, others within the budget."""
+        chunks: list[Chunk[DecodeRoom]] = []
+        left, cache = self.budget, self.engine.cache
+        for i, room in enumerate(rooms):
+            request = room.request
+            if request.num_computed == request.num_prompt or (chunks and left <= 0):
+                continue
+            if request.num_computed == room.have:
+                if _waits_for_prefix(room, rooms[:i], cache):
+                    continue
+                room.have = request.num_computed = take_longer_prefix(cache, request, room.have)
+            allowed = left if chunks else max(left, most)
+            limit = scored_limit(request, chunks, self.engine.model_config.vocab_size)
+            start = request.num_computed
+            end = min(request.num_prompt, start + (allowed if limit is None else min(allowed, limit)))
+            left -= end - start
+            chunks.append(Chunk(room=room, start=start, end=end))
+        return chunks
+
+    def _read(self, launched: LaunchedPrompts) -> ReadPrompts:
+        chunks, output = launched.chunks, launched.output
+        firsts = None if launched.firsts is None else launched.firsts.read()
+        live = {chunk.room.key for chunk in chunks if chunk.room.state is DecodeState.PREFILLING}
         for message in score_prompts(chunks, output.logits, self._instance):  # to the router before token 1
-            self._send(message)
-        result = self._first_tokens(chunks, ended, output)
-        self._draft(chunks, output)
+            if (message.room, message.epoch) in live:
+                self._send(message)
+        ended, result = self._take_firsts(chunks, firsts, output.path)
+        drafts = _draft_rows(chunks, output)
         now = self._clock()
         for chunk in chunks:
             room = chunk.room
-            room.prefill_started = room.prefill_started or started
+            room.num_unread -= 1
+            room.prefill_started = room.prefill_started or launched.started
             room.prefill_ended = now
             room.chunks += 1
             room.warmed = room.landed = chunk.end
         for room in ended:
             room.state, room.landed_at, room.started_at = DecodeState.RUNNING, now, now
-        return ended, result
+        rooms = [chunk.room for chunk in chunks]
+        settled = [room for room in rooms if room.state is DecodeState.SETTLING and room.is_settled]
+        return ReadPrompts(ended=ended, result=result, drafts=drafts, settled=settled)
 
-    def _forward(self, chunks: Chunks) -> ForwardOutput:
-        batch = batch_of(self.engine, chunks, has_features=self.engine.drafter is not None)
-        output = self.engine.runner.forward(batch)
-        for chunk in chunks:
-            chunk.room.request.num_computed = chunk.end
-        return output
-
-    def _first_tokens(self, chunks: Chunks, rooms: Sequence[DecodeRoom], output: ForwardOutput) -> StepResult:
-        """Token 1 of each of `rooms`, the rooms that end in `chunks`; appended to their requests."""
-        sampled = sample_first_tokens(self.engine, chunks, output)
-        tokens, is_bad = sampled.tokens.tolist(), sampled.bad_rows.tolist()
-        for room, token, bad in zip(rooms, tokens, is_bad, strict=True):
-            if not bad:
-                room.request.append([token], self.engine.model_config.eos_token_ids)
-        return StepResult(
-            tokens=[[] if bad else [token] for token, bad in zip(tokens, is_bad, strict=True)],
-            logprobs=[
-                sampled.token_logprobs(i, room.request.sampling.logprobs) for i, room in enumerate(rooms)
-            ],
-            accept_lens=[1] * len(rooms),
-            drafted=[0] * len(rooms),
-            is_bad=is_bad,
-            path=output.path,
-        )
-
-    def _draft(self, chunks: Chunks, output: ForwardOutput) -> None:
-        """Writes the draft rows of all chunks.
-
-        Row i needs token i+1, so the last chunk of a prompt without a valid token 1 is skipped.
+    def finish(self, read: ReadPrompts) -> None:
+        """Writes the draft rows of a forward, and offers the pages of its ended prompts to the prefix cache,
+        for the prompts that wait for them.
         """
-        if output.hidden is None:
-            return
-        items, row = [], 0
-        for chunk in chunks:
-            rows = output.hidden[row : row + chunk.num_tokens]
-            row += chunk.num_tokens
-            if chunk.end < chunk.room.request.num_tokens:
-                items.append((chunk.room.request, rows, chunk.start))
-        self.decoder.draft_prefill_batch(items)
+        if self.engine.drafter is not None:
+            self.decoder.draft_prefill_batch(read.drafts)
+        for room, is_bad in zip(read.ended, read.result.is_bad, strict=True):
+            if not is_bad:
+                keep_pages(self.engine, self.decoder, room.request)
+
+    def _take_firsts(
+        self, chunks: Chunks, firsts: SampleOutput | None, path: str
+    ) -> tuple[list[DecodeRoom], StepResult]:
+        """Appends token 1 to the live requests whose prompt ends in `chunks`; returns their rooms and
+        tokens.
+        """
+        rooms = [chunk.room for chunk in chunks if chunk.is_last]
+        live = [i for i, room in enumerate(rooms) if room.state is DecodeState.PREFILLING]
+        tokens: list[list[int]] = []
+        logprobs, is_bad = [], []
+        if firsts is not None:
+            chosen, bad = firsts.tokens.tolist(), firsts.bad_rows.tolist()
+            for i in live:
+                request = rooms[i].request
+                if not bad[i]:
+                    request.append([chosen[i]], self.engine.model_config.eos_token_ids)
+                tokens.append([] if bad[i] else [chosen[i]])
+                logprobs.append(firsts.token_logprobs(i, request.sampling.logprobs))
+                is_bad.append(bad[i])
+        result = StepResult(
+            tokens=tokens,
+            logprobs=logprobs,
+            accept_lens=[1] * len(live),
+            drafted=[0] * len(live),
+            is_bad=is_bad,
+            path=path,
+        )
+        return [rooms[i] for i in live], result
+
+    def __repr__(self) -> str:
+        return f"<LocalPrefill of {self.budget} tokens{', 1 forward unread' * self.has_unread}>"
 
 
-def _cut(rooms: Sequence[DecodeRoom], budget: int, vocab_size: int) -> list[Chunk[DecodeRoom]]:
-    """The next chunks of `rooms`, in order, within `budget` tokens."""
-    chunks: list[Chunk[DecodeRoom]] = []
-    for room in rooms:
-        start = room.request.num_computed
-        most = scored_limit(room.request, chunks, vocab_size)
-        end = min(room.request.num_prompt, start + (budget if most is None else min(budget, most)))
-        budget -= end - start
-        chunks.append(Chunk(room=room, start=start, end=end))
-        if budget <= 0:
-            break
-    return chunks
+def keep_pages(engine: Engine, decoder: StepDecoder, request: Request) -> None:
+    """Offers the pages of `request` with complete KV and draft KV to the prefix cache."""
+    covered, cache = request.num_computed, engine.cache
+    if engine.drafter is not None:
+        covered = min(covered, decoder.num_covered(request))
+    cache.insert(request.all_ids[: covered + cache.lookahead], request.pages, request.salt)
+
+
+def _draft_rows(chunks: Chunks, output: ForwardOutput) -> list[tuple[Request, torch.Tensor, int]]:
+    """The draft rows of all chunks of live rooms, as `ReadPrompts.drafts`.
+
+    Row i needs token i+1, so the last chunk of a prompt without a valid token 1 is skipped.
+    """
+    if output.hidden is None:
+        return []
+    items, row = [], 0
+    for chunk in chunks:
+        rows = output.hidden[row : row + chunk.num_tokens]
+        row += chunk.num_tokens
+        is_live = chunk.room.state is DecodeState.PREFILLING
+        if is_live and chunk.end < chunk.room.request.num_tokens:
+            items.append((chunk.room.request, rows, chunk.start))
+    return items
+
+
+def _ends_prompts(launched: LaunchedPrompts | None) -> bool:
+    """Whether streams begin once this forward is read."""
+    return launched is not None and any(chunk.is_last for chunk in launched.chunks)
+
+
+def _waits_for_prefix(room: DecodeRoom, older: Sequence[DecodeRoom], cache: PrefixCache) -> bool:
+    """Whether an older prompt under way has in common at least half of what `room` still lacks.
+
+    Its pages enter the prefix cache when it ends: waiting for them costs less than computing them twice, as
+    for the choices of one request.
+    """
+    request, size = room.request, cache.page_size
+    if not cache.enabled or request.sampling.prompt_logprobs >= 0:
+        return False
+    worth = max(size, (request.num_prompt - room.have) // 2)
+    end = (room.have + worth + size - 1) // size * size
+    if end >= request.num_prompt:
+        return False
+    head = request.prompt_ids[:end]
+    return any(
+        other.request.salt == request.salt and other.request.prompt_ids[:end] == head for other in older
+    )

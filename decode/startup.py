@@ -40,6 +40,7 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
         return self.hello(
             max_running=self.engine.sizes.max_running,
             local_prefill=True,
+            aggregated=self.config.aggregated,
             spec_tokens=self.engine.shape.spare_slots,
             draft_widths=draft_widths_of(self.engine),
         )

@@ -35,7 +35,7 @@ from ..worker.role_worker import RoleWorker, sampling_params_of
 from .admission import Admission
 from .draft_prefill import prefill_drafts
 from .in_flight import StepsInFlight
-from .local_prefill import LocalPrefill
+from .local_prefill import LocalPrefill, keep_pages
 from .queues import DecodeQueues, DecodeRoom, DecodeState
 from .step_decoder import StepDecoder
 from .step_metrics import StepMetrics
@@ -235,12 +235,9 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         if not room.is_settled:
             room.state = DecodeState.SETTLING
             return
-        request, cache = room.request, self.engine.cache
+        request = room.request
         if room.state not in (DecodeState.PULLING, DecodeState.CLOSING) and not room.is_tainted:
-            covered = request.num_computed
-            if self.engine.drafter is not None:
-                covered = min(covered, self.decoder.num_covered(request))
-            cache.insert(request.all_ids[: covered + cache.lookahead], request.pages, request.salt)
+            keep_pages(self.engine, self.decoder, request)
         self.decoder.forget(request)
         room.features = None
         self._free(room)
@@ -274,15 +271,25 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         self._publish(batch, result)
 
     def _prefill_here(self) -> bool:
-        """One forward over prompts that no prefill worker computes. False: there are none."""
+        """Launches and reads forwards over prompts that no prefill worker computes. False: there are none."""
         rooms = [room for room in self.queues.of(DecodeState.PREFILLING) if room.request.is_ready]
-        if not rooms:
+        if not rooms and not self.local.has_unread:
             return False
-        computed = sum(room.request.num_computed for room in rooms)
-        ended, result = self.local.step(rooms, is_alone=not self.queues.count(DecodeState.RUNNING))
-        self._counters["local_prefill_tokens"] += sum(room.request.num_computed for room in rooms) - computed
-        self._counters["tokens"] += len(ended)
-        self._publish(ended, result)
+        if rooms:
+            self.reach("decode:chunk")
+        before = [(room.request.num_computed, room.have) for room in rooms]
+        read = self.local.turn(rooms, has_streams=bool(self.queues.count(DecodeState.RUNNING)))
+        for room, (computed, have) in zip(rooms, before, strict=True):
+            found = room.have - have  # in the prefix cache, since the room was admitted
+            self._counters["have_tokens"] += found
+            self._counters["local_prefill_tokens"] += room.request.num_computed - computed - found
+        if read is not None:
+            self._counters["tokens"] += len(read.ended)
+            self._send_tokens(read.ended, read.result)
+            self.local.finish(read)
+            self._end_rooms(read.ended, read.result)
+            for room in read.settled:
+                self._close(room)
         return True
 
     def _admit_warm(self) -> bool:
@@ -297,6 +304,10 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
 
     def _publish(self, batch: list[DecodeRoom], result: StepResult) -> None:
         """Send one frame with every room's tokens, then the ends that the tokens brought."""
+        self._send_tokens(batch, result)
+        self._end_rooms(batch, result)
+
+    def _send_tokens(self, batch: list[DecodeRoom], result: StepResult) -> None:
         items = []
         for room, tokens, logprobs in zip(batch, result.tokens, result.logprobs, strict=True):
             if tokens:
@@ -313,6 +324,8 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
                 room.sent += len(tokens)
         if items:
             self._send(Tokens(instance=self.instance, items=items))
+
+    def _end_rooms(self, batch: list[DecodeRoom], result: StepResult) -> None:
         for room, is_bad in zip(batch, result.is_bad, strict=True):
             if room.request.is_finished:
                 self._finish(room)

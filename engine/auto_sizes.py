@@ -20,6 +20,7 @@ from types import MappingProxyType
 from .errors import CheckpointError
 from .graphs.buckets import batch_buckets, sparse
 from .kv.budget import PageBudget
+from .prompt_budget import alone_tokens, graph_tokens
 
 MIB = 1 << 20
 PAGE_SIZE = 16  # one number for all cards: workers of different cards pair only if it is equal
@@ -44,7 +45,6 @@ SLAB_SHARE = 0.02  # of the card
 GRAPH_ROWS = 4  # outputs of the prefill graphs of all buckets together, in rows of the largest
 GRAPH_BYTES = 1 * MIB  # of one captured step in the driver
 LOGIT_COPIES = 7  # of a step's logits at once, in float32: those of graphs and those of an eager step
-MIN_LOCAL_ROWS = 512  # rows of a prompt that an idle decode worker computes at once
 GIVEN, CPU = "given", "on CPU"
 
 # Dense bfloat16 products by compute capability, FLOP/s as measured, not as advertised.
@@ -100,6 +100,7 @@ class ModelSizes:
     vocab_size: int
     max_context: int
     dtype_bytes: int
+    num_layers: int
     num_weights: int
     weight_bytes: int
 
@@ -147,6 +148,7 @@ class GivenSizes:
 @dataclass(frozen=True, kw_only=True)
 class EngineSizes:
     """The chosen sizes. `num_pages` includes page 0. `reserved`: bytes beside weights and KV.
+    `prompt_graph_tokens`: rows of the largest prefill graph of a decode engine that computes its prompts.
 
     `reasons`: why, by the name of a setting, for the settings of the role.
     """
@@ -159,6 +161,7 @@ class EngineSizes:
     max_batch: int
     max_running: int
     local_prefill_tokens: int
+    prompt_graph_tokens: int
     slab_bytes: int
     reserved: int
     kv_bytes: int
@@ -213,7 +216,7 @@ def workspace_of(
     edits = (max_running + 1) * logits  # token counts for penalties
     buckets = batch_buckets(max_running)
     graphs = GRAPH_BYTES * role.num_shapes * (len(buckets) + 2 * len(sparse(buckets)))
-    return steps + edits + graphs + max(local, MIN_LOCAL_ROWS) * row
+    return steps + edits + graphs + alone_tokens(local) * row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,9 +241,10 @@ class _Choice:
 
         reasons["graphs"] = GIVEN if given.graphs != "auto" else "a GPU" if is_gpu else CPU
         page_size = take("page_size", (PAGE_SIZE, "equal on all cards"))
-        chunk, max_batch, max_running, local, slab_mb = self._chunk()[0], 0, 0, 0, 0
+        chunk, max_batch, max_running, local, graphed, slab_mb = self._chunk()[0], 0, 0, 0, 0, 0
         if self.role.is_decode:
             local = take("local_prefill_tokens", self._local_tokens())
+            graphed = self._graph_tokens(local)
             max_running = take("max_running", self._max_running(page_size, local))
         else:
             chunk = take("chunk_size", self._chunk())
@@ -260,6 +264,7 @@ class _Choice:
             max_batch=max_batch,
             max_running=max_running,
             local_prefill_tokens=local,
+            prompt_graph_tokens=graphed,
             slab_bytes=slab_mb * MIB,
             reserved=reserved,
             kv_bytes=kv_bytes,
@@ -287,6 +292,11 @@ class _Choice:
             return CPU_BATCH, CPU
         tokens = chunk or WHOLE_PROMPT_ROWS
         return min(MAX_BATCH, max(MIN_BATCH, tokens // CHUNK_PER_REQUEST)), "by the chunk"
+
+    def _graph_tokens(self, local: int) -> int:
+        if not self.card.is_gpu:
+            return local
+        return graph_tokens(self.model.num_weights, self.model.num_layers, self.card.rate)
 
     def _local_tokens(self) -> tuple[int, str]:
         if not self.card.is_gpu:

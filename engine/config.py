@@ -19,7 +19,8 @@ class EngineConfig:
     step (`DraftShape.of`). `spec_adaptive`: whether they follow load and acceptance ("auto": on CUDA).
     `overlap`: whether a decode step is launched before the previous one was read ("auto": on CUDA).
     `graph_self_test` compares each graph with the eager path before use. `feature_layers` ("2,14,25"): layer
-    outputs that prefill captures beside those of the draft.
+    outputs that prefill captures beside those of the draft. `aggregated`: a decode engine that computes all
+    its prompts, and captures graphs for them.
     """
 
     model: str
@@ -47,6 +48,7 @@ class EngineConfig:
     overlap: str = "auto"
     graph_self_test: bool = True
     feature_layers: str = ""
+    aggregated: bool = False
 
     def __post_init__(self) -> None:
         if self.graphs not in ("auto", "on", "off"):

@@ -75,6 +75,7 @@ class Engine:
     steps: StepGraphs | None = None
     launches_ahead: bool = False
     weights: WeightsHash | None = None
+    # Sizes of prompts' forwards; None on prefill, whose scheduler has settings of its own.
     # Layer outputs that prefill captures, or that decode's head reads, in the order of its input.
     feature_ids: tuple[int, ...] = ()
 
@@ -321,6 +322,10 @@ class EngineLoader:
                     graphs.capture_draft(engine.drafter, MAX_PREFILL_ROWS)
                 if engine.steps is not None:
                     graphs.capture_steps(engine.steps)
+                if config.aggregated:
+                    graphs.capture_prefill(
+                        engine.runner, min(engine.sizes.prompt_graph_tokens, engine.max_context)
+                    )
             else:
                 graphs.capture_prefill(
                     engine.runner, engine.sizes.chunk_size or min(WHOLE_PROMPT_TOKENS, engine.max_context)
@@ -383,6 +388,7 @@ class EngineLoader:
             vocab_size=config.vocab_size,
             max_context=config.max_position_embeddings,
             dtype_bytes=self._dtype.itemsize,
+            num_layers=config.num_layers,
             num_weights=self._forward_weights(),
             weight_bytes=held,
         )

@@ -90,6 +90,7 @@ def hello_of(
     spec_tokens: int = 0,
     transports: Sequence[str] = (ZMQ_BLOCKS,),
     local_prefill: bool = False,
+    aggregated: bool = False,
     draft_widths: DraftWidths | None = None,
     chosen: Mapping[str, Choice] = NOTHING_CHOSEN,
 ) -> Hello:
@@ -112,6 +113,7 @@ def hello_of(
         takes=YOUNG_FIELDS,
         takes_batches=True,
         local_prefill=local_prefill,
+        aggregated=aggregated,
         vocab_size=vocab_size,
         pid=os.getpid(),
         host=socket.gethostname(),

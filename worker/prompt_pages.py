@@ -19,3 +19,20 @@ def take_pages(cache: PrefixCache, request: Request, num_pages: int, *, is_compu
         cache.allocator.release(held)
         raise
     return len(held) * cache.page_size
+
+
+def take_longer_prefix(cache: PrefixCache, request: Request, have: int) -> int:
+    """Replace the first pages of `request` by cached ones, where more than `have` tokens are cached by now.
+
+    No later row of `request` may be computed yet. Returns the number of prompt tokens in cached pages.
+    """
+    if request.sampling.prompt_logprobs >= 0:  # every row must be computed
+        return have
+    held = cache.match(request.prompt_ids, request.num_prompt - 1, request.salt)
+    tokens = len(held) * cache.page_size
+    if tokens <= have:
+        cache.allocator.release(held)
+        return have
+    cache.allocator.release(request.pages[: len(held)])
+    request.pages[: len(held)] = held
+    return tokens

@@ -164,6 +164,7 @@ class WorkerStartup(ABC, Generic[C, R]):
         max_running: int,
         kv_endpoint: str = "",
         local_prefill: bool = False,
+        aggregated: bool = False,
         spec_tokens: int = 0,
         draft_widths: DraftWidths | None = None,
     ) -> Hello:
@@ -179,6 +180,7 @@ class WorkerStartup(ABC, Generic[C, R]):
             max_running=max_running,
             kv_endpoint=kv_endpoint,
             local_prefill=local_prefill,
+            aggregated=aggregated,
             spec_tokens=spec_tokens,
             draft_widths=draft_widths,
             transports=self.transports,

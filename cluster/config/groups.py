@@ -285,11 +285,18 @@ class DecodeSettings(RoleConfig):
             choices=SWITCH,
         ),
     )
+    aggregated: bool = setting(
+        False,
+        Setting(
+            help="a decode worker that computes prompts of any length itself, between its decode steps: it "
+            "needs no prefill worker"
+        ),
+    )
     local_prefill_tokens: int = setting(
         0,
         Setting(
-            help="of prompts that decode computes itself, per step; "
-            "auto: 128 on CPU, by card and model on a GPU",
+            help="of prompts that decode computes itself, between two of its steps; auto: 128 on CPU, on a "
+            "GPU as many as it computes in about 50 ms",
             unit="tokens",
             minimum=1,
             maximum=8192,

@@ -120,8 +120,8 @@ class UpConfig(
     prefill: int = setting(
         AUTO_WORKERS,
         Setting(
-            help="number of prefill workers; 0: decode computes prompts itself; -1: chosen for the GPUs, "
-            "1 without any",
+            help="number of prefill workers; 0: decode workers compute prompts, see --aggregated; "
+            "-1: chosen for the GPUs, 1 without any",
             minimum=AUTO_WORKERS,
             maximum=64,
         ),

@@ -13,6 +13,7 @@ that returns at once.
     receiver:block     a block was checked and is in its pages
     receiver:release   before a Release is sent: every block is in place
     decode:reserve     a Reserve arrived
+    decode:chunk       before a forward over prompts that decode computes itself
     decode:step        before a step of a batch that is not empty
 
     action     what happens
@@ -39,7 +40,7 @@ VARIABLE = "BATON_FAULT"
 PERMISSION = "BATON_ALLOW_FAULTS"
 SITES = (
     "prefill:chunk", "prefill:first", "sender:block", "sender:release", "receiver:block", "receiver:release",
-    "decode:reserve", "decode:step",
+    "decode:reserve", "decode:chunk", "decode:step",
 )  # fmt: skip
 ACTIONS = ("kill", "abort", "raise", "pause", "hang", "hang-gil")
 PAUSE_S = 4.0  # shorter than the lease of a hand-off, longer than any timeout of a worker

@@ -188,6 +188,7 @@ class Hello(Message, frozen=True, kw_only=True):
     takes: tuple[Text, ...] = ()  # the YOUNG_FIELDS that it obeys
     takes_batches: bool = False  # accepts frames of several messages
     local_prefill: bool = False  # a decode worker that accepts a Reserve without a prefill worker
+    aggregated: bool = False  # it also prefers such orders where they are cheaper, at any length
     chosen: dict[Text, Choice] = field(default_factory=dict)  # by setting; for display only
 
 

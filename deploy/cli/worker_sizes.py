@@ -94,6 +94,7 @@ def _model_sizes(model: Path, draft: Path | None, dtype: str) -> ModelSizes:
             vocab_size=int(config["vocab_size"]),
             max_context=int(config.get("max_position_embeddings") or 2048),
             dtype_bytes=shape.dtype_bytes,
+            num_layers=shape.num_layers,
             num_weights=elements if config.get("tie_word_embeddings") else elements - vocabulary,
             weight_bytes=(elements + (_elements(draft) if draft is not None else 0)) * shape.dtype_bytes,
         )

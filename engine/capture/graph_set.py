@@ -1,7 +1,7 @@
 """The graphs of one engine: their capture by role, and their counts for heartbeats.
 
 A prefill engine has target prefill graphs only. A decode engine has the graphs of a decode step and, with a
-drafter, those of the draft prefill. No setting gives one role the graphs of the other.
+drafter, those of the draft prefill. An aggregated decode engine has target prefill graphs too.
 """
 
 import logging

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..host_copy import to_device
 from .choose import row_chunks
 from .params import SamplingParams
 
@@ -91,7 +92,11 @@ class LogitEdits:
     def of(
         cls, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str = "cpu"
     ) -> "LogitEdits":
-        """One slot for each of `rows`, whose parameters passed `validate_params`."""
+        """One slot for each of `rows`, whose parameters passed `validate_params`.
+
+        The host does not wait for `device`.
+        """
+        device = torch.device(device)
         entries = [row.entries for row in rows]
         width = max((len(each) for each in entries), default=0)
         padded = [[*each, *[(0, 0.0, 0)] * (width - len(each))] for each in entries]
@@ -111,12 +116,12 @@ class LogitEdits:
         if any(row.params.needs_penalties for row in rows):
             nothing = np.zeros(vocab_size, dtype=np.int32)
             counted = [row.seen(vocab_size) if row.params.needs_penalties else nothing for row in rows]
-            seen = torch.from_numpy(np.stack(counted)).to(device)
+            seen = to_device(torch.from_numpy(np.stack(counted)), device)
         return cls(
-            ids=ids.to(device),
-            values=values.to(device),
-            until=until.to(device),
-            penalties=torch.tensor(penalties, dtype=torch.float32).view(len(rows), 3).to(device),
+            ids=to_device(ids, device),
+            values=to_device(values, device),
+            until=to_device(until, device),
+            penalties=to_device(torch.tensor(penalties, dtype=torch.float32).view(len(rows), 3), device),
             seen=seen,
         )
 

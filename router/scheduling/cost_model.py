@@ -75,17 +75,24 @@ class CostModel:
         self.handoff.add(num_tokens, timeline.handoff_ms / 1000)
 
     def is_local_cheaper(
-        self, *, new_on_prefill: int, new_on_decode: int, queued_tokens: int, running: int
+        self,
+        *,
+        new_on_prefill: int,
+        new_on_decode: int,
+        queued_on_prefill: int,
+        queued_on_decode: int,
+        running: int,
     ) -> bool:
         """Whether decode, with `running` requests, should compute a prompt that lacks `new_on_decode` tokens
         there.
 
-        `queued_tokens` wait on prefill, where `new_on_prefill` tokens are uncached. Until decode's own times
-        are known, prefill's stand in, since the model is the same. Without prefill's and the hand-off's times
-        the answer is no.
+        `new_on_prefill` tokens are uncached on prefill. The queued tokens of other prompts come first on
+        either side. Until decode's own times are known, prefill's stand in, since the model is the same.
+        Without prefill's and the hand-off's times the answer is no.
         """
         if not (self.prefill.is_known and self.handoff.is_known):
             return False
-        local = (self.local if self.local.is_known else self.prefill).at(new_on_decode) * (1 + running)
-        remote = self.prefill.at(queued_tokens + new_on_prefill) + self.handoff.at(new_on_decode)
+        here = self.local if self.local.is_known else self.prefill
+        local = here.at(queued_on_decode + new_on_decode) + here.at(new_on_decode) * running
+        remote = self.prefill.at(queued_on_prefill + new_on_prefill) + self.handoff.at(new_on_decode)
         return local < remote

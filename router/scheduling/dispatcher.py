@@ -470,6 +470,9 @@ class Dispatcher:
         return is_paid and entry.need.prompt <= MAX_PROMPT_TOKENS
 
     def _deliver(self, entry: Entry, effect: Deliver, now: float) -> None:
+        if entry.begun_epoch != entry.room.epoch:
+            entry.begun_epoch = entry.room.epoch
+            self._placer.begun(entry)
         if entry.last_arrival:
             self.metrics.tokens_arrived(now - entry.last_arrival, len(effect.ids))
             if entry.shown_epoch != entry.room.epoch:

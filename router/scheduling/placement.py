@@ -91,7 +91,8 @@ class Placer:
         assert decode is not None
         assert prefill is not None
         need, room, prompt = entry.need, entry.room, entry.prompt
-        load = Load(pages=decode.pages_for(need.total), tokens=need.total)
+        num_lacking = need.prompt - held_tokens(self._on_decode, decode, prompt) if pair.is_local else 0
+        load = Load(pages=decode.pages_for(need.total), tokens=num_lacking)
         self._registry.reserve(pair.decode, room.room, room.epoch, load)
         self._decode.placed(decode)
         entry.fingerprint, entry.weights_hash = decode.hello.fingerprint, decode.weights_hash
@@ -103,6 +104,12 @@ class Placer:
         self._prefill.placed(prefill)
         if self._has_choice("prefill"):
             self._on_prefill.add(pair.prefill, prompt.pages(prefill.hello.page_size))
+
+    def begun(self, entry: Entry) -> None:
+        """Called on the first tokens of an attempt: its prompt is computed."""
+        room = entry.room
+        if room.pair is not None and room.pair.is_local:
+            self._registry.prompt_computed(room.pair.decode, room.room, room.epoch)
 
     def heard(self, entry: Entry, worker: Worker, event: RoomEvent, now: float) -> None:
         """Learns from a message of a worker of the current attempt; called before the room handles it."""
@@ -161,13 +168,15 @@ class Placer:
         return able_pairs(alone, entry.need) or able
 
     def _is_better_on_decode(self, prefill: Worker, decode: Worker, prompt: SeenPrompt) -> bool:
-        if not self._local_prefill_max or not decode.takes_prompts:
+        if not decode.is_aggregated and (not self._local_prefill_max or not decode.takes_prompts):
             return False
         num_new = prompt.num_tokens - held_tokens(self._on_decode, decode, prompt)
-        return num_new <= self._local_prefill_max and self._cost_model_of(decode).is_local_cheaper(
+        is_short = decode.is_aggregated or num_new <= self._local_prefill_max
+        return is_short and self._cost_model_of(decode).is_local_cheaper(
             new_on_prefill=prompt.num_tokens - held_tokens(self._on_prefill, prefill, prompt),
             new_on_decode=num_new,
-            queued_tokens=prefill.num_tokens,
+            queued_on_prefill=prefill.num_tokens,
+            queued_on_decode=decode.num_tokens,
             running=decode.num_taken,
         )
 
@@ -175,8 +184,15 @@ class Placer:
         """Whether it matters which worker has a prefix cached, also for the choice of local prefill."""
         if self._local_prefill_max:
             return True
-        count: int = self._registry.memo(role, lambda: sum(worker.role == role for worker in self._registry))
-        return count > 1
+        has_choice: bool = self._registry.memo(f"choice of {role}", lambda: self._is_one_of_several(role))
+        return has_choice
+
+    def _is_one_of_several(self, role: str) -> bool:
+        workers = list(self._registry)
+        is_mixed = {worker.role for worker in workers} == {"prefill", "decode"} and any(
+            worker.is_aggregated for worker in workers
+        )
+        return is_mixed or sum(worker.role == role for worker in workers) > 1
 
     def _cost_model_of(self, worker: Worker) -> CostModel:
         fingerprint = worker.hello.fingerprint
@@ -188,8 +204,12 @@ class Placer:
 def choose(
     pairs: Sequence[tuple[Worker, Worker]], prefill: Balancer, decode: Balancer, prompt: SeenPrompt
 ) -> tuple[Worker, Worker]:
-    """One of the (prefill, decode) pairs: decode first, then one of its partners."""
+    """One of the (prefill, decode) pairs: decode first, then one of its partners.
+
+    Decode itself is the partner only where it has no other.
+    """
     if len(pairs) == 1:
         return pairs[0]
     chosen = decode.pick(list(dict.fromkeys(partner for _, partner in pairs)), prompt)
-    return prefill.pick([partner for partner, its in pairs if its is chosen], prompt), chosen
+    partners = [partner for partner, its in pairs if its is chosen]
+    return prefill.pick([each for each in partners if each is not chosen] or partners, prompt), chosen

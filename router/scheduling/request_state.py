@@ -173,6 +173,7 @@ class Entry:
     fingerprint: str = ""  # fingerprint of the last attempt's pair
     weights_hash: str = ""  # weights of the last attempt's pair
     last_arrival: float = 0.0
+    begun_epoch: int = -1  # epoch of the newest attempt that has given tokens
     shown_epoch: int = -1  # epoch of the attempt that has shown its pair to work
     quiet_until: float = 0.0  # the room's value at its last tick; 0 after events other than tokens
     trace: AttemptTrace = field(default_factory=AttemptTrace)

@@ -63,13 +63,13 @@ def why_not_pair(prefill: Worker, decode: Worker) -> str:
 
 
 def prefillers(decode: Worker, serving: Iterable[Worker], avoid: Collection[str]) -> list[Worker]:
-    """The workers that may compute a prompt for `decode`: prefill workers, or `decode` itself if `avoid` has
-    all of them.
+    """The workers that may compute a prompt for `decode`: prefill workers, and `decode` itself if it is
+    aggregated, or if `avoid` has all the others.
 
     Where both can, `placement` decides which is cheaper.
     """
     found = [w for w in serving if w.role == "prefill" and not why_not_pair(w, decode)]
-    if decode.takes_prompts and all(worker.instance in avoid for worker in found):
+    if decode.is_aggregated or (decode.takes_prompts and all(worker.instance in avoid for worker in found)):
         found.append(decode)
     return found
 

@@ -186,7 +186,7 @@ class HealthProbes:
         )
         probe = self._probes[room.room] = HealthProbe(room, (prefill.instance, decode.instance))
         effects = room.place(pair, now)
-        load = Load(pages=decode.pages_for(NEED.total), tokens=NEED.total)
+        load = Load(pages=decode.pages_for(NEED.total), tokens=0)
         self._registry.reserve(decode.instance, room.room, room.epoch, load)
         if not pair.is_local:
             self._registry.reserve(prefill.instance, room.room, room.epoch, Load(pages=0, tokens=NUM_PROMPT))

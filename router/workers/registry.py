@@ -75,6 +75,12 @@ class Ledger:
             self.pages -= load.pages
             self.tokens -= load.tokens
 
+    def prompt_computed(self, attempt: tuple[str, int]) -> None:
+        """Sets the tokens of an attempt to 0. Idempotent."""
+        load = self._loads.get(attempt)
+        if load is not None and load.tokens:
+            self[attempt] = Load(pages=load.pages, tokens=0)
+
     def clear(self) -> None:
         self._loads.clear()
         self.pages = self.tokens = 0
@@ -98,6 +104,7 @@ class Worker:
         False  # one of its messages was lost: it must drop its rooms, since any of them may be concerned
     )
     takes_prompts: bool = False  # a decode worker that may be given prompts without a prefill worker
+    is_aggregated: bool = False  # it may be given them also while prefill workers serve
     foreign_pages: int = 0  # pages in use beyond the ledger, as of the last heartbeat
     foreign_rooms: int = 0  # rooms of other routers, as of the last heartbeat
 
@@ -141,7 +148,7 @@ class Worker:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens of the placed attempts: the queue of a prefill worker."""
+        """Prompt tokens that the worker has to compute for the placed attempts, or is computing."""
         return self.ledger.tokens
 
     @property
@@ -235,8 +242,15 @@ class Registry:
         self._memo.clear()
         known = self._workers.get(message.instance)
         if known is None:
+            is_aggregated = message.role == "decode" and message.aggregated
             takes_prompts = message.role == "decode" and message.local_prefill and self._local_prefill
-            self._workers[message.instance] = Worker(message, identity, now, takes_prompts=takes_prompts)
+            self._workers[message.instance] = Worker(
+                message,
+                identity,
+                now,
+                takes_prompts=takes_prompts or is_aggregated,
+                is_aggregated=is_aggregated,
+            )
         else:  # a query whether it is still registered, or a new connection
             known.hello, known.identity, known.unreachable_since = message, identity, None
         return self.welcome(message.instance)
@@ -313,6 +327,12 @@ class Registry:
         worker = self._workers[instance]
         worker.ledger[room, epoch] = load
         worker.breaker.placed(room, epoch)
+
+    def prompt_computed(self, instance: str, room: str, epoch: int) -> None:
+        """Notes that the worker has computed the attempt's prompt; it keeps its pages and its place."""
+        worker = self._workers.get(instance)
+        if worker is not None:
+            worker.ledger.prompt_computed((room, epoch))
 
     def release(self, instance: str, room: str, epoch: int) -> None:
         """Removes an attempt from the ledger. Idempotent; the worker may be gone."""

@@ -272,6 +272,48 @@ def f10(scene: Scene) -> str:
     return f"8 of 8 streams, 4 of 4 new ones within {took:.2f} s, {back:.1f} s after the restart as before"
 
 
+AGGREGATED = {"prefill": 0, "flags": {"decode": {"aggregated": "on", "local-prefill-tokens": "32"}}}
+
+
+@row(
+    "F58",
+    "one of two aggregated decode workers is killed in the middle of a prompt; there is no prefill worker",
+    "all complete, tokens equal",
+    quick=True,
+    **AGGREGATED,
+)
+def f58(scene: Scene) -> str:
+    calls = play_fault(
+        scene, "decode-0", "decode:chunk:9", workload(158, 12, prompt=(300, 500), max_tokens=8)
+    )
+    assert any(call.attempts > 1 for call in calls), "somebody was there"
+    return f"{placed_again(calls)}, slowest first token {worst_ttft(calls):.2f} s"
+
+
+@row(
+    "F59",
+    "two aggregated decode workers are killed under streams, the second when the first is back; there is no "
+    "prefill worker",
+    "all complete, tokens equal",
+    **AGGREGATED,
+)
+def f59(scene: Scene) -> str:
+    asks = scene.known(workload(159, 12, prompt=(200, 700), max_tokens=200))
+    scene.promise = Promise(all_finish=True, spare_attempts=2 * len(asks))
+    calls = scene.traffic.start(*asks)
+    reached(calls, 5)
+    for name in ("decode-0", "decode-1"):
+        pid = scene.cluster.nodes[name].pid
+        scene.kill(name)
+        scene.detected(name, pid)
+        scene.cluster.start_node(name)
+        scene.cluster.wait_whole(10)
+        scene.rebase(name)
+    scene.traffic.wait(calls)
+    assert any(call.attempts > 1 for call in calls), "somebody was there"
+    return placed_again(calls)
+
+
 @row(
     "F11",
     "the router is killed under streams, then restarted",

@@ -146,7 +146,8 @@ class Checker:
         """Without losses nothing may fail; and one worker that dies costs nobody an answer."""
         world, faults = self.world, self.world.faults
         is_lossless = faults.are_only("burst", "stop", "leave", "order_flip")
-        has_spare = min(world.num_prefills, world.num_decodes) > 1
+        has_prefills = world.num_prefills > 1 or world.settings.aggregated == "alone"
+        has_spare = has_prefills and world.num_decodes > 1
         is_one_death = faults.are_only("kill", "kill_at", "stop", "leave") and world.num_deaths.total() == 1
         if world.options.poison:
             return

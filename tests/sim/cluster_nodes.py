@@ -12,6 +12,7 @@ from baton.cluster.errors import DamagedMessage, PeerLost, RemoteProtocolError
 from baton.cluster.net.control_link import LinkQueues
 from baton.cluster.process.process import EXIT_OK, Shutdown
 from baton.cluster.protocol.codec import control_up_decoder
+from baton.decode.local_prefill import LocalPrefill
 from baton.decode.worker import DecodeWorker
 from baton.kvtransfer.transports.endpoint import Delivered
 from baton.kvtransfer.transports.receiver_endpoint import ReceiverEndpoint
@@ -248,6 +249,15 @@ def said(event):
     return event.message if isinstance(event, FromRouter) else event
 
 
+class LateLocalPrefill(LocalPrefill):
+    """Its forwards run as late as a device could run them: when they are read. On a CPU they run at once."""
+
+    def _read(self, launched):
+        if self.engine.launches_ahead:
+            self.engine.runner.finish(launched.output)
+        return super()._read(launched)
+
+
 class WorkerProcess(Process):
     """One start of a prefill or decode worker."""
 
@@ -266,6 +276,7 @@ class WorkerProcess(Process):
             is_caching=settings.is_caching,
             lookahead=0 if is_prefill else settings.lookahead,
             weights=weights,
+            is_late=settings.is_overlapped and not is_prefill,
         )
         pool = self.engine.pool
         layout = layout_of(pool, model_fingerprint=f"toy {weights}", feature_ids=(), feature_width=0)
@@ -293,6 +304,7 @@ class WorkerProcess(Process):
             vocab_size=VOCAB,
             kv_endpoint=self.endpoint if is_prefill else "", spec_tokens=0 if is_prefill else 1,
             local_prefill=self.settings.has_local_prefill and not is_prefill,
+            aggregated=bool(self.settings.aggregated) and not is_prefill,
         )  # fmt: skip
         return replace(hello, pid=1, host="sim")
 
@@ -304,10 +316,16 @@ class WorkerProcess(Process):
                 max_queue=settings.prefill_queue, clock=self.clock,
             )  # fmt: skip
         decoder = ToyAheadDecoder if settings.is_overlapped else ToyDecoder
-        return DecodeWorker(
+        worker = DecodeWorker(
             self.engine, self.link, instance=self.instance, max_running=settings.max_running,
             decoder=decoder(self.engine.runner.memory), clock=self.clock,
         )  # fmt: skip
+        budget = (settings.chunk_size if settings.aggregated else 0) or MAX_CONTEXT
+        worker.local = LateLocalPrefill(
+            self.engine, worker.decoder, budget, self.clock, self.link.post, self.instance
+        )
+        worker.local.budget_alone = budget
+        return worker
 
     # --- the network ----------------------------------------------------------------------------------------
 

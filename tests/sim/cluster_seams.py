@@ -208,6 +208,24 @@ def free_before_read():
     return hasty_close(), options
 
 
+def free_prompt_before_read():
+    """Decode frees the pages of a prompt that it computes itself before the forward under way was read."""
+    settings = Settings(
+        is_overlapped=True, aggregated="alone", chunk_size=2, max_running=6, step_s=0.03, is_caching=False
+    )
+    options = Options(faults=Faults(leave=0.9, burst=True), settings=settings, num_clients=16)
+    close = DecodeWorker._close
+
+    def hasty(self, room):
+        is_prompt = room.state is DecodeState.PREFILLING
+        close(self, room)
+        if is_prompt and room.state is DecodeState.SETTLING:
+            self.engine.cache.allocator.release(room.request.pages)
+            room.request.pages, room.is_tainted = [], True
+
+    return patch.object(DecodeWorker, "_close", hasty), options
+
+
 def no_retry_budget():
     """However many attempts fail, there is another one for every room."""
     return patch.object(RetryBudget, "take", lambda *_: True), Options(
@@ -352,6 +370,7 @@ SEAMS = {
     "explicit cancel": no_explicit_cancel,
     "pages held until Release": free_on_send,
     "pages held until read": free_before_read,
+    "prompt pages held until read": free_prompt_before_read,
     "retry budget": no_retry_budget,
     "attempts of a room": no_attempt_limit,
     "third chance": no_third_chance,

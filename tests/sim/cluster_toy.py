@@ -126,8 +126,11 @@ def layout_of_toy(head_dim):
     )
 
 
-def toy_engine(num_pages, head_dim, *, is_caching, lookahead=0, weights=17):
-    """Production's engine around the toy, with `num_pages` pages of `64 * head_dim` bytes. Nobody drafts."""
+def toy_engine(num_pages, head_dim, *, is_caching, lookahead=0, weights=17, is_late=False):
+    """Production's engine around the toy, with `num_pages` pages of `64 * head_dim` bytes. Nobody drafts.
+
+    `is_late`: forwards of prompts wait for `ToyRunner.finish`, or for the next one's.
+    """
     pool = KVPool(num_pages + 1, layout_of_toy(head_dim))
     memory = Memory(pool, weights)
     allocator = WatchedAllocator(num_pages + 1, memory)
@@ -137,7 +140,7 @@ def toy_engine(num_pages, head_dim, *, is_caching, lookahead=0, weights=17):
         model_config=SimpleNamespace(vocab_size=VOCAB, eos_token_ids=tuple(EOS)),
         model=None,
         draft_config=None,
-        runner=ToyRunner(memory),
+        runner=ToyRunner(memory, is_late),
         sampler=ToySampler(),
         pool=pool,
         features=None,
@@ -147,30 +150,50 @@ def toy_engine(num_pages, head_dim, *, is_caching, lookahead=0, weights=17):
         sizes=None,
         lifecycle=Lifecycle(),
         grammars=GrammarCompiler(Path(), VOCAB, EOS),
+        launches_ahead=is_late,
     )
 
 
 class ToyRunner:
     """The forward of prompt chunks: `logits` `[R, 1]` int64 are hashes that the sampler maps to tokens."""
 
-    def __init__(self, memory):
+    def __init__(self, memory, is_late=False):
         self.memory = memory
+        self.is_late = is_late
+        self._waiting = deque()  # (output, the forward that fills its logits)
 
     def forward(self, batch):
-        ids, tables = batch.input_ids.tolist(), batch.page_table.tolist()
-        wanted = set(range(len(ids)) if batch.logit_rows is None else batch.logit_rows.tolist())
+        ids = batch.input_ids.tolist()
+        wanted = list(range(len(ids)) if batch.logit_rows is None else batch.logit_rows.tolist())
+        output = ForwardOutput(path="toy", logits=torch.zeros((len(wanted), 1), dtype=torch.int64))
+        self._waiting.append((output, lambda: self._run(batch, ids, wanted, output.logits)))
+        if not self.is_late:
+            self.finish(output)
+        return output
+
+    def finish(self, output):
+        """Runs all forwards up to this one, which is not done yet."""
+        done = None
+        while done is not output:
+            done, run = self._waiting.popleft()
+            run()
+
+    def _run(self, batch, ids, wanted, logits):
         digests, row = [], 0
-        for pages, count, end in zip(tables, batch.q_lens, batch.kv_lens, strict=True):
+        for pages, count, end in zip(batch.page_table.tolist(), batch.q_lens, batch.kv_lens, strict=True):
             self.memory.write(pages, end - count, ids[row : row + count])
             row += count
             if row - 1 in wanted:
                 digests.append(self.memory.digest(pages, end))
-        return ForwardOutput(path="toy", logits=torch.tensor(digests, dtype=torch.int64).reshape(-1, 1))
+        logits[:, 0] = torch.tensor(digests, dtype=torch.int64)
 
 
 class ToySampler:
     def build(self, rows):
         return rows
+
+    def launch(self, logits, rows):
+        return SimpleNamespace(read=lambda: self.sample(logits, rows))
 
     def sample(self, logits, rows):
         digests = logits[:, 0].tolist()
@@ -178,6 +201,7 @@ class ToySampler:
         return SampleOutput(
             tokens=torch.tensor(tokens, dtype=torch.int64),
             bad_rows=torch.zeros(len(tokens), dtype=torch.bool),
+            unseen_rows=torch.zeros(len(tokens), dtype=torch.bool),
         )
 
 

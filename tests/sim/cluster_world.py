@@ -57,6 +57,9 @@ class Settings:
     prefill_policy: str = "cache-aware"
     decode_policy: str = "session"
     local_prefill_max: int = 0
+    aggregated: str = (
+        ""  # "alone": decode workers are aggregated and there is no other; "mixed": beside prefill
+    )
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ def draw_settings(seed, rng, faults):
         prefill_policy=rng.choice(PREFILL_POLICIES),
         decode_policy=rng.choice(DECODE_POLICIES),
         local_prefill_max=rng.choice((0, 0, 12, 1000)),
+        aggregated={3: "alone", 8: "mixed"}.get(seed % 10, ""),
     )
     if faults.tight:
         settings = replace(settings, prefill_pages=15, decode_pages=18, prefill_queue=2)
@@ -122,6 +126,8 @@ class World:
         self.faults = options.faults or draw(self.rng)
         self.settings = options.settings or draw_settings(seed, self.rng, self.faults)
         self.num_prefills = options.num_prefills or self.rng.choice((2, 2, 2, 2, 1))
+        if self.settings.aggregated == "alone":
+            self.num_prefills = 0
         self.num_decodes = options.num_decodes or self.rng.choice((2, 2, 2, 2, 1))
         self.timeline = Timeline()
         self.timeline.story = [] if options.is_told else None

@@ -110,6 +110,21 @@ def test_two_workers_that_die_within_a_second_take_no_answer_with_them():
     assert num_deaths == 32
 
 
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_aggregated_workers_alone_serve_everything_also_over_a_death(is_overlapped):
+    num_deaths = 0
+    for seed in range(16):
+        settings = Settings(aggregated="alone", is_overlapped=is_overlapped, chunk_size=5)
+        faults = Faults(kill=1) if seed % 2 else Faults()
+        outcome = run(seed, Options(faults=faults, settings=settings, num_decodes=2, num_clients=8))
+        assert outcome.violation == "", seed
+        if outcome.reached["killed R"] == 0:
+            assert set(outcome.outcomes) == {"ok"}, seed
+        assert outcome.seen["P recv Prefill"] == 0
+        num_deaths += outcome.reached["killed D"]
+    assert num_deaths > 2
+
+
 @pytest.mark.parametrize("order", ["Prefill", "Reserve"])
 def test_a_request_that_kills_takes_three_workers_and_no_other_answer(order):
     for seed in range(12):

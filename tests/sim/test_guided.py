@@ -118,12 +118,15 @@ def test_drafts_that_the_grammar_allows_are_kept(models):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_and_where_the_prompt_is_computed_change_no_token(models, temperature):
     jobs = [(grammar_of(schema), 3) for schema in schemas(2, seed=5)]
-    ways = [(drafts, is_local) for drafts in (False, True) for is_local in (False, True)]
+    places = ((False, "off"), (True, "off"), (True, "on"))  # on decode or not, launched ahead or not
+    ways = [(drafts, *place) for drafts in (False, True) for place in places]
     answers = [
-        pair_of(models, drafts, pages=400).answer(jobs, is_local=is_local, temperature=temperature)
-        for drafts, is_local in ways
+        pair_of(models, drafts, pages=400, overlap=overlap).answer(
+            jobs, is_local=is_local, temperature=temperature
+        )
+        for drafts, is_local, overlap in ways
     ]
-    assert answers[1:] == answers[:1] * 3
+    assert answers[1:] == answers[:1] * (len(ways) - 1)
 
 
 def test_masks_are_filled_in_a_break_of_the_step_beside_other_requests(models):

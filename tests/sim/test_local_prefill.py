@@ -1,4 +1,7 @@
-"""Prompts that decode computes itself: the tokens of the road over prefill, while running streams go on."""
+"""Prompts that decode computes itself: the tokens of the road over prefill, while running streams go on.
+
+With `overlap` a part of a prompt is launched before the one before it is read.
+"""
 
 import random
 
@@ -23,7 +26,7 @@ def models(request, tmp_path_factory, toy_checkpoint):
 
 def pair_of(models, budget, **settings):
     pair = Pair(*models, **{"pages": 96, "max_running": 4, **settings})
-    pair.decode.local.budget = budget
+    pair.decode.local.budget = pair.decode.local.budget_alone = budget
     return pair
 
 
@@ -36,8 +39,7 @@ def tokens_of(pair, wanted, *, is_local, **sampling):
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_a_prompt_computed_on_decode_gives_the_same_tokens_as_via_prefill(models, sampling, monkeypatch):
-    monkeypatch.setattr("baton.decode.local_prefill.IDLE_TOKENS", 1)
+def test_a_prompt_computed_on_decode_gives_the_same_tokens_as_via_prefill(models, sampling):
     wanted = [[token % 60 for token in prompt] for prompt in prompts(random.Random(3), 4)]
     expected = tokens_of(pair_of(models, 128), wanted, is_local=False, **sampling)
     for budget in (3, 128):
@@ -51,6 +53,91 @@ def test_a_prompt_computed_on_decode_gives_the_same_tokens_as_via_prefill(models
         assert pair.decode.stats().counters["local_prefills"] == 2 * len(wanted)
         assert pair.prefill.stats().counters["requests"] == len(wanted)
         pair.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("budget", [3, 128])
+def test_prompts_launched_ahead_give_the_tokens_of_awaited_ones(models, budget, sampling):
+    wanted = [[token % 60 for token in prompt] for prompt in prompts(random.Random(5), 6)]
+    expected = tokens_of(pair_of(models, 128, max_running=6), wanted, is_local=True, **sampling)
+    pair = pair_of(models, budget, max_running=6, overlap="on")
+    assert tokens_of(pair, wanted, is_local=True, **sampling) == expected, "cold"
+    assert tokens_of(pair, wanted, is_local=True, **sampling) == expected, "cached"
+    assert pair.decode.stats().counters["overlapped_steps"]
+    pair.assert_nothing_is_held()
+
+
+def test_a_part_launched_ahead_is_read_behind_the_next_launch(models):
+    pair = pair_of(models, 5, overlap="on")
+    pair.send(name(1), list(range(3, 23)), max_new_tokens=5, is_local=True)
+    (room,) = pair.decode.queues.of(DecodeState.PREFILLING)
+    computed = []
+    while room.state is DecodeState.PREFILLING:
+        pair.turn()
+        computed.append((room.request.num_computed, room.chunks, room.num_unread))
+    assert computed[:4] == [(5, 0, 1), (10, 1, 1), (15, 2, 1), (20, 3, 1)]
+    assert computed[4][1] == 4
+    pair.run()
+    pair.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("end", ["cancel", "drop_rooms", "expire"])
+def test_pages_of_a_prompt_wait_for_its_forward_under_way(models, end):
+    pair = pair_of(models, 5, overlap="on")
+    pair.send(name(1), list(range(3, 23)), is_local=True)
+    pair.turn()
+    (room,) = pair.decode.queues
+    free = pair.decode.stats().pages_free
+    if end == "cancel":
+        pair.cancel(name(1))
+    elif end == "drop_rooms":
+        pair.decode.drop_rooms({name(1)}, "the router is gone")
+    else:
+        room.deadline = 0.0
+        pair.decode.expire(pair.clock.now)
+    assert (room.state, pair.decode.stats().pages_free) == (DecodeState.SETTLING, free)
+    pair.turn()
+    assert pair.decode.num_rooms == 0
+    assert room.chunks == 1, "no further part was launched"
+    assert name(1) not in pair.tokens
+    pair.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_equal_prompts_that_come_together_are_computed_once(models, overlap):
+    prompt = [7, 9, 11, 13] * 5
+    once = pair_of(models, 128)
+    expected = tokens_of(once, [prompt], is_local=True)
+    pair = pair_of(models, 6, overlap=overlap)
+    assert tokens_of(pair, [prompt] * 4, is_local=True) == expected * 4
+    counters, page = pair.decode.stats().counters, 4
+    assert counters["local_prefill_tokens"] == len(prompt) + 3 * page, "the last page of each is its own"
+    assert counters["have_tokens"] == 3 * (len(prompt) - page)
+    pair.assert_nothing_is_held()
+
+
+def test_a_prompt_that_waited_for_another_goes_on_when_that_one_ends(models):
+    prompt = [7, 9, 11, 13] * 5
+    expected = tokens_of(pair_of(models, 128), [prompt], is_local=True)
+    pair = pair_of(models, 6)
+    for i in (1, 2):
+        pair.send(name(i), prompt, is_local=True)
+    pair.turn()
+    pair.cancel(name(1))
+    pair.run()
+    assert [pair.tokens[name(2)]] == expected
+    assert name(1) not in pair.tokens
+    pair.assert_nothing_is_held()
+
+
+def test_prompts_with_little_in_common_do_not_wait_for_each_other(models):
+    pair = pair_of(models, 128)
+    for i in range(3):
+        pair.send(name(i), [5, 6, 7, 8, *range(20 + i, 44 + i)], is_local=True)
+    pair.turn()
+    assert not pair.decode.queues.count(DecodeState.PREFILLING), "all in one forward"
+    pair.run()
+    pair.assert_nothing_is_held()
 
 
 def test_running_streams_get_a_step_between_any_two_parts_of_a_long_prompt(models):
@@ -92,10 +179,12 @@ def test_one_token_and_an_answer_that_had_ended_already_end_here_too(models):
     pair.assert_nothing_is_held()
 
 
+@pytest.mark.parametrize("overlap", ["off", "on"])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_cancels_of_prompts_on_either_road_leave_nothing(models, seed):
+def test_random_cancels_of_prompts_on_either_road_leave_nothing(models, seed, overlap):
     rng = random.Random(seed)
-    pair = pair_of(models, rng.choice([3, 9]), pages=rng.choice([24, 40]), max_running=3)
+    pages = rng.choice([24, 40])
+    pair = pair_of(models, rng.choice([3, 9]), pages=pages, max_running=3, overlap=overlap)
     sent = []
     for i, prompt in enumerate(prompts(rng, 10)):
         sent.append(name(i))

@@ -50,11 +50,12 @@ def expected(model):
     return found
 
 
-@pytest.mark.parametrize("is_local", [False, True], ids=["prefill", "decode"])
+@pytest.mark.parametrize("place", ["prefill", "decode", "decode, launched ahead"])
 @pytest.mark.parametrize("rows", [1 << 20, 4], ids=["whole", "bounded logits"])
-def test_every_prompt_token_is_judged_as_transformers_does(model, expected, is_local, rows, monkeypatch):
+def test_every_prompt_token_is_judged_as_transformers_does(model, expected, place, rows, monkeypatch):
     monkeypatch.setattr("baton.engine.prompt_logprobs.MAX_SCORED_LOGITS", rows * 256)
-    pair = Scored(model, pages=96, chunk_size=7, max_running=8)
+    is_local, overlap = place != "prefill", "on" if "ahead" in place else "off"
+    pair = Scored(model, pages=96, chunk_size=7, max_running=8, overlap=overlap)
     for again in (0, 10):  # the second time the prompts are in the prefix cache
         for i, prompt in enumerate(PROMPTS):
             pair.send(name(again + i), prompt, is_local=is_local, prompt_logprobs=3, max_new_tokens=6)

@@ -34,7 +34,7 @@ def model(weights, layers, hidden, intermediate, heads, kv_heads, vocab, context
     sizes = ModelSizes(
         hidden_size=hidden, intermediate_size=intermediate, num_heads=heads, num_kv_heads=kv_heads,
         head_dim=hidden // heads, vocab_size=vocab, max_context=context, dtype_bytes=2,
-        num_weights=int(weights), weight_bytes=int(2 * weights),
+        num_layers=layers, num_weights=int(weights), weight_bytes=int(2 * weights),
     )  # fmt: skip
     return sizes, 2 * layers * kv_heads * sizes.head_dim * 2
 

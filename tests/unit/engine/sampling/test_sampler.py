@@ -416,3 +416,29 @@ def test_a_draft_vocabulary_takes_the_noise_of_its_target_tokens():
 
 def test_repr_states_the_condition():
     assert repr(Sampler(V)) == "<Sampler vocabulary 12, cpu>"
+
+
+def test_a_launched_choice_reads_as_the_exact_one():
+    rows = [
+        SamplingRow(params=SamplingParams(temperature=1.0, seed=i, top_p=0.7, logprobs=2), position=i)
+        for i in range(5)
+    ]
+    logits = torch.randn((5, V), generator=torch.Generator().manual_seed(3))
+    exact, launched = sample(logits, rows), Sampler(V).launch(logits, rows).read()
+    assert launched.tokens.tolist() == exact.tokens.tolist()
+    assert [launched.token_logprobs(i, 2) for i in range(5)] == [exact.token_logprobs(i, 2) for i in range(5)]
+
+
+def test_a_launched_choice_with_an_unseen_row_is_made_again_exactly():
+    class Narrow(Sampler):
+        """Its fixed form sees no row."""
+
+        def sample(self, logits, batch, *, is_exact=True):
+            output = super().sample(logits, batch)
+            unseen = torch.full_like(output.bad_rows, not is_exact)
+            tokens = output.tokens if is_exact else torch.full_like(output.tokens, -1)
+            return dataclasses.replace(output, tokens=tokens, unseen_rows=unseen)
+
+    rows = [SamplingRow(params=SamplingParams(temperature=0.0), position=3)]
+    logits = torch.arange(V, dtype=torch.float32)[None]
+    assert Narrow(V).launch(logits, rows).read().tokens.tolist() == [V - 1]

@@ -44,11 +44,12 @@ def costs(prefill_ms_per_token=0.1, handoff_ms=5.0, local_ms_per_token=0.0):
     return made
 
 
-def cheaper(made, new, *, on_prefill=None, queued=0, running=0):
+def cheaper(made, new, *, on_prefill=None, queued=0, queued_here=0, running=0):
     return made.is_local_cheaper(
         new_on_prefill=new if on_prefill is None else on_prefill,
         new_on_decode=new,
-        queued_tokens=queued,
+        queued_on_prefill=queued,
+        queued_on_decode=queued_here,
         running=running,
     )
 
@@ -85,3 +86,11 @@ def test_cached_tokens_are_not_computed_and_count_for_nothing():
     for _ in range(3):
         made.prefilled(PrefillTimeline(prefill_ms=10, prompt_tokens=1000, cached_tokens=900), is_local=False)
     assert made.prefill.at(100) == pytest.approx(0.010, rel=0.02)
+
+
+def test_prompts_queued_on_decode_delay_the_new_one_but_no_stream_more():
+    made = costs(handoff_ms=5.0)
+    assert cheaper(made, 16, queued_here=40)
+    assert not cheaper(made, 16, queued_here=60), "6 ms behind them, 5 ms over prefill"
+    assert cheaper(made, 16, queued_here=60, queued=60)
+    assert cheaper(made, 16, queued_here=10, running=2), "its own 1.6 ms count for each stream, theirs not"

@@ -1,6 +1,15 @@
 """The router's estimate of prefix caches decides where a prompt is computed, with one worker of each role."""
 
-from baton.cluster.protocol.messages import Reserved
+from baton.cluster.protocol.messages import (
+    DecodeTimeline,
+    Finished,
+    Prefill,
+    PrefillTimeline,
+    Reserve,
+    Reserved,
+    TokenItem,
+    Tokens,
+)
 from baton.router.scheduling.placement import PairingPolicy
 from baton.router.scheduling.prefixes import SeenPrompt
 from baton.tests.unit.router.scheduling.test_dispatcher import D, P, World
@@ -29,3 +38,67 @@ def test_without_a_choice_nothing_is_noted():
     (entry,), _ = world.submit(16)
     world.finish(entry.room.room)
     assert beliefs(world) == {P: 0, D: 0}
+
+
+def mixed(**settings):
+    """A prefill worker and an aggregated decode worker, and a router that knows what each of both costs."""
+    world = World(**settings).join(local_prefill=True, aggregated=True)
+    costs = world.dispatcher._placer._cost_model_of(world.dispatcher.registry.get(D))
+    for tokens in (16, 256, 1024):
+        costs.prefilled(PrefillTimeline(prefill_ms=tokens, prompt_tokens=tokens), is_local=False)
+        costs.handed_over(tokens, DecodeTimeline(handoff_ms=20.0))
+    return world
+
+
+def places(world, count):
+    """Submits `count` requests of 16 prompt tokens; the letters of the workers that compute them."""
+    found = []
+    for _ in range(count):
+        known = len(world.of(b"p", Prefill))
+        world.submit(16)
+        found.append("p" if len(world.of(b"p", Prefill)) > known else "d")
+    return "".join(found)
+
+
+def test_an_aggregated_worker_alone_gets_requests_at_once():
+    for is_allowed in (True, False):
+        world = World()
+        world.dispatcher.registry._local_prefill = is_allowed
+        world.join(roles=["decode"], aggregated=True)
+        assert world.dispatcher.is_ready
+        world.submit(16)
+        assert [order.prefill_instance for order in world.of(b"d", Reserve)] == [None]
+
+
+def test_a_mixed_cluster_computes_a_prompt_where_all_requests_wait_least():
+    world = mixed()
+    assert places(world, 1) == "d", "16 ms on decode, 36 ms over prefill"
+    assert places(world, 1) == "p", "behind 16 tokens, and a stream waits: 48 ms on decode"
+    assert world.dispatcher.registry.get(D).num_tokens == 16
+    assert world.dispatcher.registry.get(P).num_tokens == 16
+
+
+def test_a_mixed_cluster_asks_prefill_until_it_knows_the_costs():
+    world = World().join(local_prefill=True, aggregated=True)
+    assert places(world, 2) == "pp"
+
+
+def test_prompt_tokens_leave_the_ledger_with_the_first_output():
+    world = mixed()
+    (entry,), _ = world.submit(16)
+    one, worker = {"room": entry.room.room, "epoch": 0}, world.dispatcher.registry.get(D)
+    world.dispatcher.on_message(b"d", Reserved(instance=D, **one))
+    assert (worker.num_tokens, worker.num_rooms) == (16, 1)
+    world.dispatcher.on_message(b"d", Tokens(instance=D, items=[TokenItem(seq=0, ids=[8], **one)]))
+    assert (worker.num_tokens, worker.num_rooms, worker.placed_pages > 0) == (0, 1, True)
+    world.dispatcher.on_message(b"d", Finished(instance=D, reason="stop", output_tokens=1, **one))
+    assert (worker.num_rooms, worker.placed_pages) == (0, 0)
+
+
+def test_a_lost_prefill_worker_leaves_its_requests_to_the_aggregated_one():
+    world = World().join(local_prefill=True, aggregated=True)
+    (entry,), _ = world.submit(16)
+    world.dispatcher.lose([world.dispatcher.registry.get(P)])
+    orders = world.of(b"d", Reserve)
+    assert [(order.epoch, order.prefill_instance) for order in orders] == [(0, P), (1, None)]
+    assert entry.room.pair.is_local

@@ -114,6 +114,13 @@ def test_decode_computes_prompts_only_without_a_prefill_of_its_fingerprint():
     assert limits([d]).prefill_tokens == limits([d, worker("p", "prefill", fingerprint="x")]).prefill_tokens
 
 
+def test_an_aggregated_worker_pairs_with_itself_beside_prefill_workers():
+    p, d = worker("p", "prefill"), worker("d", "decode")
+    d.is_aggregated = d.takes_prompts = True
+    assert {(one.instance[0], other.instance[0]) for one, other in pairs([p, d])} == {("p", "d"), ("d", "d")}
+    assert chosen([p, d], avoid=[p.instance]) == ("d", "d")
+
+
 def test_decode_computes_a_prompt_that_failed_on_every_prefill_worker():
     p, q, d = worker("p", "prefill"), worker("q", "prefill"), local("d")
     ids = [w.instance for w in (p, q, d)]
