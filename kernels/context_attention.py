@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from .paged_tile import LOG2_E, fold_scores, fold_tile
-from .triton_jit import cdiv, jit_varying, tensor_descriptor, tl
+from .triton_jit import jit_varying, tensor_descriptor, tl
 
 REQUEST_BLOCK = 64
 
