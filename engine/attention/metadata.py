@@ -13,8 +13,8 @@ from ..batch.forward_batch import ForwardBatch
 from ..errors import LifecycleError
 from ..host_copy import to_device
 
-# Requests of equally many rows, up to this number (trees: any number), are attended as one padded batch.
-# Longer ones are attended one by one.
+# Requests of equally many rows, up to this number, are attended as one padded batch. Longer ones are attended
+# one by one.
 MAX_UNIFORM_ROWS = 16
 
 Contents: TypeAlias = tuple[tuple[int, ...], ...]  # rows and lengths of the requests, writes of the tensors
@@ -58,8 +58,8 @@ class AttentionMetadata:
 
 def contents_of(batch: ForwardBatch) -> Contents:
     """The host's lengths, and the write count of each tensor that attention reads."""
-    tensors = (batch.positions, batch.slots, batch.page_table, batch.tree_mask)
-    written = tuple(0 if tensor is None else tensor._version for tensor in tensors)
+    tensors = (batch.positions, batch.slots, batch.page_table)
+    written = tuple(tensor._version for tensor in tensors)
     return tuple(batch.q_lens), tuple(batch.kv_lens), written
 
 
@@ -85,9 +85,9 @@ def plan(batch: ForwardBatch, page_size: int, *, gathers: bool = True) -> Attent
     )
     lengths = to_device(torch.tensor(batch.kv_lens, dtype=torch.int64), device)
     first = batch.q_lens[0] if batch.q_lens else 0
-    is_short = first <= MAX_UNIFORM_ROWS or batch.tree_mask is not None
-    is_uniform = all(q == first for q in batch.q_lens) and is_short and real_rows == batch.num_tokens
-    assert is_uniform or batch.tree_mask is None, "trees have equally many rows per request and no padding"
+    is_uniform = (
+        first <= MAX_UNIFORM_ROWS and all(q == first for q in batch.q_lens) and real_rows == batch.num_tokens
+    )
     return AttentionMetadata(
         batch=batch,
         version=batch.version,

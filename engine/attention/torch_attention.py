@@ -39,7 +39,7 @@ class TorchAttention(PagedAttention):
     def _uniform_mask(self, metadata: AttentionMetadata) -> torch.Tensor:
         """A mask `[B, 1, Q, S]` to add to the scores: 0 where a row sees a context row, -inf elsewhere."""
         rows, length = metadata.uniform_rows, metadata.context_slots.shape[1]
-        visible = visible_columns(metadata.kv_lens, rows, length, metadata.batch.tree_mask)
+        visible = visible_columns(metadata.kv_lens, rows, length, None)
         mask = torch.zeros(visible.shape, dtype=self.pool.dtype, device=visible.device)
         return mask.masked_fill_(~visible, float("-inf")).unsqueeze(1)
 

@@ -37,7 +37,6 @@ class TritonAttention(PagedAttention):
         store_kv(kv, layer, store_rows, k, v)
         if metadata.uniform_rows:
             grouped = q.reshape(batch.num_requests, metadata.uniform_rows, *q.shape[1:])
-            lens, mask = metadata.kv_lens, batch.tree_mask
-            return paged_verify(grouped, kv, layer, pages, lens, self.scale, mask).view(q.shape)
+            return paged_verify(grouped, kv, layer, pages, metadata.kv_lens, self.scale).view(q.shape)
         longest = max(batch.q_lens, default=0)
         return paged_extend(q, kv, layer, pages, metadata.q_starts, metadata.kv_lens, longest, self.scale)

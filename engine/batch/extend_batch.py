@@ -8,7 +8,7 @@ from ..host_copy import to_device
 from ..kv.page_table import build_page_table, pages_for, slots_for
 from ..prompt_logprobs import num_scored
 from ..request import Request
-from .forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from .forward_batch import CaptureHidden, ForwardBatch
 
 
 def extend_batch(
@@ -30,7 +30,6 @@ def extend_batch(
     final = [i for i, (request, _, end) in enumerate(ranges) if end == request.num_prompt]
     ids = [token for request, start, end in ranges for token in request.prompt_ids[start:end]]
     return ForwardBatch(
-        mode=ForwardMode.EXTEND,
         input_ids=to_device(torch.tensor(ids, dtype=torch.int64), device),
         positions=to_device(torch.cat([torch.arange(start, end) for _, start, end in ranges]), device),
         slots=to_device(

@@ -16,7 +16,7 @@ from ..graphs.tape.arena import ArenaMemory
 from ..graphs.tape.tape import TapeBackend
 from ..runner.lifecycle import Lifecycle, Phase
 from ..runner.model_runner import ModelRunner
-from ..runner.target_graphs import PrefillGraphs, TargetGraphs
+from ..runner.target_graphs import PrefillGraphs
 from ..speculative.drafters.protocol import Drafter
 from ..speculative.step.step_graphs import StepGraphs
 from .graph_self_test import SelfTest
@@ -54,7 +54,7 @@ class GraphSet:
         buckets = token_buckets(min(max_tokens, runner.pool.num_slots - runner.pool.page_size))
         prefill = PrefillGraphs(self.pool, runner.model, runner.pool, buckets)
         prefill.tokens.capture()
-        runner.graphs = TargetGraphs(prefill=prefill)
+        runner.graphs = prefill
 
     def capture_draft(self, drafter: Drafter, max_tokens: int) -> None:
         """Captures the draft's prefill for up to `max_tokens` tokens."""

@@ -14,7 +14,7 @@ from ..graphs.bucketed_graphs import EAGER, PathDecision
 from ..kv.pool import KVPool
 from ..models.interface import AuxCapture, CausalLM, InputEmbeds
 from ..models.layers import Attend
-from .target_graphs import Hidden, TargetGraphs
+from .target_graphs import Hidden, PrefillGraphs
 
 
 class ModelRunner:
@@ -39,7 +39,7 @@ class ModelRunner:
         self.counters = StepCounters()
         self.on_layer = on_layer
         self.row_multiple = row_multiple
-        self.graphs: TargetGraphs | None = None
+        self.graphs: PrefillGraphs | None = None
 
     def set_aux_layer_ids(self, ids: Sequence[int]) -> None:
         """Configure the layer outputs that the model captures.
@@ -100,7 +100,7 @@ class ModelRunner:
         """The path that ran, and what it gave."""
         attend = self._bind(self.attention.plan(batch) if metadata is None else metadata)
         if decision.is_graph and self.graphs is not None:
-            return "breakable", self.graphs.prefill.run(batch, attend, decision)
+            return "breakable", self.graphs.run(batch, attend, decision)
         embeds = self.model.embed(batch.input_ids) if batch.input_embeds is None else batch.input_embeds
         return "eager", self.model.body(embeds, batch.positions, attend, aux_ids)
 

@@ -6,13 +6,12 @@ therefore depends on their number, and no padding row costs a pass over the voca
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
-from ..batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
-from ..graphs.bucketed_graphs import EAGER, BatchShape, PathDecision
+from ..batch.forward_batch import CaptureHidden, ForwardBatch
+from ..graphs.bucketed_graphs import BatchShape, PathDecision
 from ..graphs.graph_pool import GraphKind, GraphPool
 from ..graphs.token_graphs import AttentionBridge, TokenGraphs
 from ..kv.pool import KVPool
@@ -69,16 +68,3 @@ class PrefillGraphs:
     def _body(self, inputs: Sequence[torch.Tensor], attend: Attend) -> Hidden:
         ids, positions = inputs
         return self.model.body(self.model.embed(ids), positions, attend, aux_ids_of(self.model))
-
-
-@dataclass(frozen=True, kw_only=True)
-class TargetGraphs:
-    """The graphs of one runner. Decode and verify belong to step graphs."""
-
-    prefill: PrefillGraphs
-
-    def decide(self, batch: ForwardBatch) -> PathDecision:
-        """The decision for `batch`; EAGER for decode and verify."""
-        if batch.mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
-            return EAGER
-        return self.prefill.decide(batch)

@@ -96,13 +96,13 @@ def enable(engine: Engine, kinds: set[GraphKind] | None) -> None:
 
 
 def families(engine: Engine) -> list[GraphFamily]:
-    found = [engine.runner.graphs.prefill.tokens.family, *engine.decoder.steps.families.values()]
+    found = [engine.runner.graphs.tokens.family, *engine.decoder.steps.families.values()]
     return found if engine.drafter is None else [*found, engine.drafter.graphs.tokens.family]
 
 
 def statics(engine: Engine) -> Iterator[torch.Tensor]:
     """Every static input of every graph that is loaded before each replay."""
-    tokens = [engine.runner.graphs.prefill.tokens]
+    tokens = [engine.runner.graphs.tokens]
     if engine.drafter is not None:
         tokens.append(engine.drafter.graphs.tokens)
     for graphs in tokens:

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 from baton.engine.attention.metadata import plan
-from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch
 from baton.engine.batch.padding import pad_rows
 from baton.engine.errors import CheckpointError, LifecycleError, UnsupportedInput
 from baton.engine.graphs import token_graphs
@@ -49,12 +49,11 @@ def head(deep_head):
 
 IDS = (9, 1, 5)
 FIVE = (7, 0, 10, 4, 2)
-EXTEND, VERIFY = ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
 
 
-def full(toy: ToyEngine, *chunks: tuple[str, list[int]], mode: ForwardMode = EXTEND) -> ForwardBatch:
-    batch = toy.batch(*chunks, mode=mode)
+def full(toy: ToyEngine, *chunks: tuple[str, list[int]]) -> ForwardBatch:
+    batch = toy.batch(*chunks)
     batch.capture_hidden = CaptureHidden.FULL
     return batch
 
@@ -83,8 +82,8 @@ def test_m1_1_any_five_layers_are_captured_in_their_order_on_every_path(target):
         states = reference_model(target)(torch.tensor([ids]), output_hidden_states=True).hidden_states
     expected = torch.cat([states[layer + 1][0] for layer in FIVE], dim=-1)
     outputs = [plain.runner.forward(full(plain, ("a", ids))), toy.runner.forward(full(toy, ("a", ids[:8])))]
-    outputs.append(toy.runner.forward(full(toy, ("a", ids[8:]), mode=VERIFY)))
-    assert [output.path for output in outputs] == ["eager", "breakable", "eager"]
+    outputs.append(toy.runner.forward(full(toy, ("a", ids[8:]))))
+    assert [output.path for output in outputs] == ["eager", "breakable", "breakable"]
     for output, rows in zip(outputs, (slice(None), slice(8), slice(8, None)), strict=True):
         torch.testing.assert_close(output.hidden, expected[rows], atol=1e-4, rtol=1e-4)
     with pytest.raises(LifecycleError, match="already configured"):
@@ -105,13 +104,13 @@ def drop_one_layer(runner: ModelRunner) -> None:
     runner.model.body = lambda hidden, positions, attend, aux=(): body(hidden, positions, attend, aux[:-1])
 
 
-@pytest.mark.parametrize(("mode", "has_graphs"), [(EXTEND, False), (EXTEND, True), (VERIFY, False)])
-def test_m1_7_fewer_captured_layers_than_chosen_raise_on_every_path(target, mode, has_graphs):
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_m1_7_fewer_captured_layers_than_chosen_raise_on_every_path(target, has_graphs):
     toy = ToyEngine(target, aux=IDS)
     drop_one_layer(toy.runner)
     if has_graphs:
         capture(toy.runner)
-    batch = full(toy, ("a", [1, 2]), mode=mode)
+    batch = full(toy, ("a", [1, 2]))
     with pytest.raises(
         LifecycleError, match=r"\[9, 1, 5\] are \[2, 192\], but the forward captured \[2, 128\]"
     ):
@@ -285,7 +284,7 @@ def test_m3_4_idle_forwards_run_with_as_many_idle_rows_as_a_peer_forces(target, 
     engine.runner.row_multiple = engine.drafter.row_multiple = 8
     graphs = with_graphs(engine, arena())
     before = engine.runner.pool.kv.clone()
-    batch = idle_draft_batch(engine.drafter.head.config.dims, DraftPhase.FROM_TARGET_FEATURES, mode=EXTEND)
+    batch = idle_draft_batch(engine.drafter.head.config.dims, DraftPhase.FROM_TARGET_FEATURES)
     batch.capture_hidden, batch.features = CaptureHidden.FULL, None
     output = engine.runner.forward(batch)
     assert (output.logits.shape[0], tuple(output.hidden.shape)) == (0, (0, engine.drafter.feature_width))
@@ -300,8 +299,8 @@ def test_m3_4_idle_forwards_run_with_as_many_idle_rows_as_a_peer_forces(target, 
 def test_m5_1_metadata_planned_before_padding_is_refused(target):
     toy = ToyEngine(target, aux=IDS)
     toy.runner.row_multiple = 8
-    for mode, count in ((EXTEND, 6), (VERIFY, 2)):
-        batch = full(toy, ("a", random_ids(count)), mode=mode)
+    for count in (6, 2):
+        batch = full(toy, ("a", random_ids(count)))
         with pytest.raises(LifecycleError, match=f"planned for {count} rows and got 8"):
             toy.runner.forward(batch, plan(batch, PAGE_SIZE))
     batch = full(toy, ("b", random_ids(6)))
@@ -387,7 +386,7 @@ def share_own(head: Eagle3Head, dtype: torch.dtype) -> Eagle3Head:
 def one_row() -> ForwardBatch:
     row = torch.zeros(1, dtype=torch.int64)
     return ForwardBatch(
-        mode=EXTEND, input_ids=row, positions=row, slots=row + 16, page_table=torch.ones((1, 1),
+        input_ids=row, positions=row, slots=row + 16, page_table=torch.ones((1, 1),
         dtype=torch.int64),
         q_lens=[1], kv_lens=[1], capture_hidden=CaptureHidden.FULL,
     )  # fmt: skip
