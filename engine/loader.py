@@ -258,7 +258,7 @@ class EngineLoader:
             enabled=config.prefix_cache,
             lookahead=CACHE_LOOKAHEAD if drafter is not None else 0,
         )
-        runner = ModelRunner(self._model, pool)
+        runner = ModelRunner(self._model, pool, max_context=self._max_context)
         self._engine = Engine(
             path=self._path,
             fingerprint=self._fingerprint,

@@ -10,17 +10,19 @@ which are buffer rows from kv_starts[b] on (`gather_context`). Rows from q_start
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-from .paged_tile import LOG2_E, fold_scores, fold_tile
+from .paged_attention import QUERY_BLOCK, causal_band, extend_attention
+from .paged_tile import LOG2_E, fold_tile
 from .triton_jit import jit_varying, tensor_descriptor, tl
 
 REQUEST_BLOCK = 64
 
 
-@jit_varying("num_requests")
+@jit_varying("num_requests", "num_rows")
 def _context_kernel(
     p_q: tl.tensor,
     d_keys: tl.tensor,
@@ -40,7 +42,6 @@ def _context_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     REQUEST_BLOCK: tl.constexpr,
-    IS_OVERLAPPED: tl.constexpr,
 ) -> None:
     # The tiles of request b are those from q_starts[b] * G / BLOCK_ROWS + b on: at least as many as it needs.
     # The padding rows count as one more request. The last tiles see the most context, so they start first.
@@ -88,24 +89,10 @@ def _context_kernel(
     b_sum = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     b_out = tl.zeros((BLOCK_ROWS, HEAD_DIM), dtype=tl.float32)
     i_offset = tl.arange(0, BLOCK_COLUMNS)
-    if IS_OVERLAPPED:
-        # the scores of a tile are under way while the weights of the tile before are computed
-        if num_full > 0:
-            b_k = d_keys.load([o_context, o_head])
-            b_scores = tl.dot(b_q, b_k.T, input_precision="ieee")
-            for first in range(BLOCK_COLUMNS, num_full, BLOCK_COLUMNS):
-                b_k = d_keys.load([o_context + first, o_head])
-                b_next = tl.dot(b_q, b_k.T, input_precision="ieee")
-                b_v = d_values.load([o_context + first - BLOCK_COLUMNS, o_head])
-                b_max, b_sum, b_out = fold_scores(b_scores, b_v, b_max, b_sum, b_out, scale)
-                b_scores = b_next
-            b_v = d_values.load([o_context + num_full - BLOCK_COLUMNS, o_head])
-            b_max, b_sum, b_out = fold_scores(b_scores, b_v, b_max, b_sum, b_out, scale)
-    else:
-        for first in range(0, num_full, BLOCK_COLUMNS):
-            b_k = d_keys.load([o_context + first, o_head])
-            b_v = d_values.load([o_context + first, o_head])
-            b_max, b_sum, b_out = fold_tile(b_q, b_k.T, b_v, m_rows, b_max, b_sum, b_out, scale, True)
+    for first in range(0, num_full, BLOCK_COLUMNS):
+        b_k = d_keys.load([o_context + first, o_head])
+        b_v = d_values.load([o_context + first, o_head])
+        b_max, b_sum, b_out = fold_tile(b_q, b_k.T, b_v, m_rows, b_max, b_sum, b_out, scale, True)
     for first in range(num_full, num_seen, BLOCK_COLUMNS):
         b_k = d_keys.load([o_context + first, o_head])
         b_v = d_values.load([o_context + first, o_head])
@@ -118,14 +105,28 @@ def _context_kernel(
 class ContextTile(NamedTuple):
     """Launch configuration."""
 
-    rows: int = 128
-    columns: int = 128
-    num_warps: int = 8
-    num_stages: int = 2
-    is_overlapped: bool = False
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
 
 
-BEST_TILE = ContextTile()
+# Of thirteen shapes on an H200, with 32 heads of 128 values in bfloat16: 8192 new rows run at 512 TFLOP/s
+# with the wide tile and 444 with the narrow one, 1024 rows at 307 and 356, 8 prompts of 512 rows at 209 and
+# 265.
+WIDE_TILE = ContextTile(rows=128, columns=128, num_warps=8, num_stages=3)
+NARROW_TILE = ContextTile(rows=64, columns=64, num_warps=4, num_stages=3)
+# Up to this number of (row, head) pairs, or of context rows per request, narrow tiles are faster.
+FEW_PAIRS = 32 * 1024
+SHORT_CONTEXT = 1024
+
+
+def tile_of(num_rows: int, num_heads: int, longest: int, dtype: torch.dtype) -> ContextTile:
+    """The tile for `num_rows` new rows whose requests have at most `longest` context rows; 0: unknown."""
+    if dtype == torch.float32:  # has no matrix instruction of full precision; for tests
+        return ContextTile(rows=32, columns=32, num_warps=4, num_stages=2)
+    is_narrow = num_rows * num_heads <= FEW_PAIRS or 0 < longest <= SHORT_CONTEXT
+    return NARROW_TILE if is_narrow else WIDE_TILE
 
 
 def context_attention_triton(
@@ -137,10 +138,13 @@ def context_attention_triton(
     kv_lens: torch.Tensor,
     scale: float,
     *,
+    tile: ContextTile,
     out: torch.Tensor | None = None,
-    tile: ContextTile = BEST_TILE,
 ) -> torch.Tensor:
-    """Launch on `q` `[T, N, D]`, `keys`, `values` `[S, K, D]`; returns `[T, N, D]`, zeros in padding rows."""
+    """Launch on `q` `[T, N, D]`, `keys`, `values` `[S, K, D]`; returns `[T, N, D]`, zeros in padding rows.
+
+    Every start of a request in `keys` and `values` is a multiple of `tile.columns`.
+    """
     num_rows, num_heads, head_dim = q.shape
     kv_heads = keys.shape[1]
     group = num_heads // kv_heads
@@ -168,8 +172,67 @@ def context_attention_triton(
         BLOCK_ROWS=tile.rows,
         BLOCK_COLUMNS=tile.columns,
         REQUEST_BLOCK=REQUEST_BLOCK,
-        IS_OVERLAPPED=tile.is_overlapped,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
     return out
+
+
+def context_attention_reference(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    q_starts: torch.Tensor,
+    kv_starts: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The CPU path: one request after the other. It reads the lengths on the host."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    out.zero_()
+    lens, q_lens = kv_lens.tolist(), [end - start for start, end in pairwise(q_starts.tolist())]
+    band = causal_band(max(lens, default=0), min(max(q_lens, default=0), QUERY_BLOCK), q.dtype, q.device)
+    parts = zip(q_starts.tolist(), q_lens, kv_starts.tolist(), lens, strict=False)
+    for start, q_len, first, kv_len in parts:
+        if q_len:
+            mine = slice(first, first + kv_len)
+            rows = q[start : start + q_len]
+            out[start : start + q_len] = extend_attention(rows, keys[mine], values[mine], band, scale)
+    return out
+
+
+def context_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    q_starts: torch.Tensor,
+    kv_starts: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+    longest: int = 0,
+) -> torch.Tensor:
+    """Attend rows `q` `[T, N, D]` over rows of `keys`, `values` `[S, K, D]`, each row up to itself.
+
+    `q_starts`: int `[B+1]`. `kv_starts`: int `[B+1]`, from `context_rows`. `kv_lens`: int `[B]`, the new rows
+    included; `longest`: an upper bound of them, 0 if the host knows none. Returns `[T, N, D]`, in `out` if
+    given, zeros in padding rows. Raises ValueError for heads that do not fit, see `can_attend`.
+    """
+    kv_heads, head_dim = keys.shape[1:]
+    if q.dtype != keys.dtype or q.shape[2] != head_dim or q.shape[1] % kv_heads:
+        raise ValueError(
+            f"context_attention: q {tuple(q.shape)} {q.dtype} does not fit keys of {kv_heads} heads x "
+            f"{head_dim} {keys.dtype}"
+        )
+    if not q.is_cuda:
+        return context_attention_reference(q, keys, values, q_starts, kv_starts, kv_lens, scale, out)
+    if not can_attend(head_dim):
+        raise ValueError(f"context_attention: no kernel for heads of {head_dim} values")
+    tile = tile_of(q.shape[0], q.shape[1], longest, q.dtype)
+    return context_attention_triton(q, keys, values, q_starts, kv_starts, kv_lens, scale, tile=tile, out=out)
+
+
+def can_attend(head_dim: int) -> bool:
+    """Whether the kernel has tiles for heads of `head_dim` values; others are attended by pages."""
+    return head_dim in (16, 32, 64, 128)

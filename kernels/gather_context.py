@@ -60,7 +60,7 @@ def _gather_kernel(
             i_request += tl.sum((b_starts <= first).to(tl.int32), axis=0)
         i_row = first - tl.load(p_kv_starts + i_request).to(tl.int32) + tl.arange(0, BLOCK_ROWS)
         m_row = i_row < tl.load(p_kv_lens + i_request).to(tl.int32)
-        p_row_pages = p_pages + i_request.to(tl.int64) * table_stride
+        p_row_pages = p_pages + i_request * table_stride
         i_page = tl.load(p_row_pages + i_row // PAGE_SIZE, mask=m_row, other=0).to(tl.int64)
         o_kv = i_page * page_stride + (i_row % PAGE_SIZE) * width + o_layer
         m_kv = m_row[:, None] & m_column[None, :]
@@ -134,3 +134,27 @@ def gather_context_reference(
             mine = buffer[starts[request] : starts[request + 1]]
             mine[:length] = flat.index_select(0, rows + plane * page_size)
             mine[length:] = 0
+
+
+def gather_context(
+    kv: torch.Tensor,
+    layer: int,
+    page_table: torch.Tensor,
+    kv_starts: torch.Tensor,
+    kv_lens: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Copy the context of all requests from `layer` of the pool into rows of `keys`, `values` `[S, K, D]`.
+
+    `page_table`: int `[B, P]`. `kv_starts`: int `[B+1]`, from `context_rows`, the last at most S. `kv_lens`:
+    int `[B]`. Rows between a request's last and the next start become zeros. Raises ValueError if shapes or
+    dtypes do not fit the pool.
+    """
+    if keys.shape[1:] != kv.shape[4:] or keys.shape != values.shape or keys.dtype != kv.dtype:
+        raise ValueError(
+            f"gather_context: buffers {tuple(keys.shape)}, {tuple(values.shape)} {keys.dtype} do not fit a "
+            f"pool of {tuple(kv.shape[4:])} {kv.dtype}"
+        )
+    copy = gather_context_triton if kv.is_cuda else gather_context_reference
+    copy(kv, layer, page_table, kv_starts, kv_lens, keys, values)

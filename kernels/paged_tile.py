@@ -94,24 +94,6 @@ def fold_tile(
 
 
 @jit
-def fold_scores(
-    b_scores: tl.tensor,
-    b_v: tl.tensor,
-    b_max: tl.tensor,
-    b_sum: tl.tensor,
-    b_out: tl.tensor,
-    scale: tl.tensor,
-) -> tl.tensor:
-    """As `fold_tile` with `IS_FULL`, for given scores `[M, C]`."""
-    b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1) * scale)
-    b_weights = tl.exp2(b_scores * scale - b_new_max[:, None])
-    b_rescale = tl.exp2(b_max - b_new_max)
-    b_sum = b_sum * b_rescale + tl.sum(b_weights, axis=1)
-    b_out = tl.dot(b_weights.to(b_v.dtype), b_v, b_out * b_rescale[:, None], input_precision="ieee")
-    return b_new_max, b_sum, b_out
-
-
-@jit
 def attend_columns(
     b_q: tl.tensor,
     i_query: tl.tensor,

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import torch
 
+from ...kernels.gather_context import context_rows
 from ..batch.forward_batch import ForwardBatch
 from ..errors import LifecycleError
 from ..host_copy import to_device
@@ -28,7 +29,8 @@ class AttentionMetadata:
     int64 on the device: context lengths, and the first row of each request, for paged kernels.
     `context_slots` `[B, S]` int64: the slot of each context row, 0 (the sink, which reads as zeros) beyond a
     request's length; S is 0 unless the backend gathers the context. `uniform_rows`: Q if every request has Q
-    rows and no row is padding, else 0.
+    rows and no row is padding, else 0. `kv_starts` `[B+1]`, int64 on the device: the first row of each
+    request in the backend's context buffers; None if the context is read from its pages.
     """
 
     batch: ForwardBatch
@@ -39,6 +41,7 @@ class AttentionMetadata:
     kv_lens: torch.Tensor
     q_starts: torch.Tensor
     context_slots: torch.Tensor
+    kv_starts: torch.Tensor | None = None
 
     def check(self, num_rows: int) -> None:
         """Raises LifecycleError unless the batch is still the planned one and has `num_rows` rows."""
@@ -63,12 +66,14 @@ def contents_of(batch: ForwardBatch) -> Contents:
     return tuple(batch.q_lens), tuple(batch.kv_lens), written
 
 
-def plan(batch: ForwardBatch, page_size: int, *, gathers: bool = True) -> AttentionMetadata:
+def plan(
+    batch: ForwardBatch, page_size: int, *, gathers: bool = True, copies: bool = False
+) -> AttentionMetadata:
     """The plan of `batch` as it is now.
 
     Rows from sum(q_lens) on are padding, stored in the sink without attention.
 
-    `gathers`: whether to compute `context_slots`.
+    `gathers`: whether to compute `context_slots`. `copies`: whether to compute `kv_starts`.
     """
     real_rows, longest = sum(batch.q_lens), max(batch.kv_lens, default=0)
     pages, device = batch.page_table, batch.page_table.device
@@ -83,7 +88,7 @@ def plan(batch: ForwardBatch, page_size: int, *, gathers: bool = True) -> Attent
         batch.q_lens,
         batch.kv_lens,
     )
-    lengths = to_device(torch.tensor(batch.kv_lens, dtype=torch.int64), device)
+    lengths = _on_device(batch.kv_lens, device)
     first = batch.q_lens[0] if batch.q_lens else 0
     is_uniform = (
         first <= MAX_UNIFORM_ROWS and all(q == first for q in batch.q_lens) and real_rows == batch.num_tokens
@@ -95,9 +100,14 @@ def plan(batch: ForwardBatch, page_size: int, *, gathers: bool = True) -> Attent
         num_rows=batch.num_tokens,
         uniform_rows=first if is_uniform else 0,
         kv_lens=lengths,
-        q_starts=to_device(torch.tensor([0, *accumulate(batch.q_lens)], dtype=torch.int64), device),
+        q_starts=_on_device([0, *accumulate(batch.q_lens)], device),
+        kv_starts=_on_device(context_rows(batch.kv_lens), device) if copies else None,
         context_slots=_context_slots(pages, lengths, longest if gathers else 0, page_size),
     )
+
+
+def _on_device(values: list[int], device: torch.device) -> torch.Tensor:
+    return to_device(torch.tensor(values, dtype=torch.int64), device)
 
 
 def _context_slots(pages: torch.Tensor, lengths: torch.Tensor, longest: int, page_size: int) -> torch.Tensor:

@@ -76,12 +76,15 @@ class SelfTest:
     def _trials(self) -> Iterator[Trial]:
         graphs = self.runner.graphs
         if graphs is not None:
-            for bucket, size in edges(graphs.tokens.family):
-                yield self._prefill_trial(graphs.tokens.family, bucket, size)
-        family = None if self.drafter is None else self.drafter.prefill_family
-        if self.drafter is not None and family is not None:
-            for bucket, size in edges(family):
-                yield self._draft_prefill_trial(self.drafter, family, bucket, size)
+            families: list[GraphFamily[Any, Any]] = [graphs.tokens.family]
+            families += [] if graphs.whole is None else [graphs.whole.family]
+            for family in families:
+                for bucket, size in edges(family):
+                    yield self._prefill_trial(family, bucket, size)
+        draft = None if self.drafter is None else self.drafter.prefill_family
+        if self.drafter is not None and draft is not None:
+            for bucket, size in edges(draft):
+                yield self._draft_prefill_trial(self.drafter, draft, bucket, size)
 
     def _difference(self, trial: Trial) -> str:
         """The differing outputs or KV between both paths from the same KV; "" without a difference."""

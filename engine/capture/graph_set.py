@@ -28,6 +28,7 @@ MIB = 1 << 20
 # Replays of a graph between two checks of its parameters' addresses. No code replaces them while an engine
 # serves, so the check only guards against bugs. It is rare because it costs as much as launching a step.
 CHECK_EVERY = 1024
+PREFILL_KINDS = (GraphKind.TARGET_PREFILL, GraphKind.WHOLE_PREFILL)
 STEP_KINDS = (GraphKind.DECODE_STEP, GraphKind.RANKED_STEP, GraphKind.EDITED_STEP)
 
 
@@ -52,8 +53,8 @@ class GraphSet:
         """Captures target prefill for up to `max_tokens` tokens, within the capacity of the KV pool."""
         self._lifecycle.require(Phase.POOLS_ALLOCATED)
         buckets = token_buckets(min(max_tokens, runner.pool.num_slots - runner.pool.page_size))
-        prefill = PrefillGraphs(self.pool, runner.model, runner.pool, buckets)
-        prefill.tokens.capture()
+        prefill = PrefillGraphs(self.pool, runner.model, runner.pool, buckets, runner.attention)
+        prefill.capture()
         runner.graphs = prefill
 
     def capture_draft(self, drafter: Drafter, max_tokens: int) -> None:
@@ -107,7 +108,7 @@ class GraphSet:
         kinds = {kind.kind: kind.rows for kind in self.pool.kinds()}
         steps = [rows for kind in STEP_KINDS for rows in kinds.get(kind.value, ())]
         return {
-            "prefill": len(kinds.get(GraphKind.TARGET_PREFILL.value, ())),
+            "prefill": sum(len(kinds.get(kind.value, ())) for kind in PREFILL_KINDS),
             "draft_prefill": len(kinds.get(GraphKind.DRAFT_PREFILL.value, ())),
             "decode": sum(rows == 1 for rows in steps),
             "verify": sum(rows > 1 for rows in steps),

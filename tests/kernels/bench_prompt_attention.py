@@ -13,7 +13,12 @@ from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
-from baton.kernels.context_attention import ContextTile, context_attention_triton
+from baton.kernels.context_attention import (
+    NARROW_TILE,
+    WIDE_TILE,
+    ContextTile,
+    context_attention_triton,
+)
 from baton.kernels.extend_attention import paged_extend
 from baton.kernels.gather_context import context_rows, gather_context_triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,18 +26,11 @@ from torch.nn.attention.bias import causal_lower_right
 
 PAGE_SIZE, LAYERS = 16, 2
 TILES = (
-    ContextTile(128, 128, 8, 2),
-    ContextTile(128, 128, 8, 3),
+    WIDE_TILE,
+    NARROW_TILE,
     ContextTile(128, 64, 8, 3),
-    ContextTile(128, 64, 8, 4),
     ContextTile(128, 64, 4, 2),
     ContextTile(64, 128, 4, 2),
-    ContextTile(64, 64, 4, 2),
-    ContextTile(64, 64, 4, 3),
-    ContextTile(64, 32, 4, 3),
-    ContextTile(128, 64, 8, 2, True),
-    ContextTile(128, 128, 8, 2, True),
-    ContextTile(64, 64, 4, 2, True),
 )
 
 
@@ -169,7 +167,7 @@ def ways(case: Case) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "paged", case.paged
     yield "copy of pages", case.gather
     for tile in TILES:
-        yield f"context {tuple(map(int, tile))}", lambda tile=tile: case.context(tile)
+        yield f"context {tuple(tile)}", lambda tile=tile: case.context(tile)
     yield "flash, ragged", case.flash
     if len(case.q_lens) == 1:
         yield "cudnn", lambda: case.library(SDPBackend.CUDNN_ATTENTION)

@@ -3,11 +3,12 @@
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from itertools import product
 
 import pytest
 import torch
-from baton.engine.attention.metadata import plan
+from baton.engine.attention.metadata import AttentionMetadata, plan
 from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch
 from baton.engine.batch.padding import pad_rows
 from baton.engine.errors import CheckpointError, LifecycleError, UnsupportedInput
@@ -17,7 +18,7 @@ from baton.engine.graphs.bucketed_graphs import BatchShape, GraphFamily, GraphLi
 from baton.engine.graphs.graph_pool import GraphKind, GraphPool
 from baton.engine.graphs.static import load_rows
 from baton.engine.graphs.tape.tape import TapeBackend
-from baton.engine.graphs.token_graphs import attend_real_rows
+from baton.engine.graphs.token_graphs import read_real_rows
 from baton.engine.kv.pool import FeaturePlane, KVPool
 from baton.engine.models.llama import LlamaForCausalLM
 from baton.engine.row_attention import RowPlan
@@ -226,9 +227,9 @@ def test_m2_7_a_graph_serves_what_it_captured_and_less(captured, asked):
 def test_m2_8_nan_after_breaks_and_in_padded_features_reaches_no_real_row(target, head, monkeypatch):
     nan = float("nan")
 
-    def leave_nan(context, layer, q, k, v, out):
-        attend_real_rows(context, layer, q, k, v, out)
-        for tensor in (q, k, v, out):
+    def leave_nan(context, layer, q, out):
+        read_real_rows(context, layer, q, out)
+        for tensor in (q, out):
             tensor[context.num_rows :] = nan
 
     def pad_with_nan(static, values, end, *, name):
@@ -236,7 +237,7 @@ def test_m2_8_nan_after_breaks_and_in_padded_features_reaches_no_real_row(target
         if static.is_floating_point():
             static[values.shape[0] : end] = nan
 
-    monkeypatch.setattr(token_graphs, "attend_real_rows", leave_nan)
+    monkeypatch.setattr(token_graphs, "read_real_rows", leave_nan)
     monkeypatch.setattr(token_graphs, "load_rows", pad_with_nan)
     engine, plain = Engine(target, head), Engine(target, head)
     graphs = with_graphs(engine, arena())
@@ -267,8 +268,14 @@ def test_m5_5_forwards_padded_to_a_multiple_give_what_they_give_alone(
 
     monkeypatch.setattr(RowPlan, "__init__", noted)
     for runner in (engine.runner, engine.drafter):
-        bind = (attention := runner._attention if runner is engine.drafter else runner.attention).bind
-        attention.bind = lambda metadata, bind=bind: (seen.append(metadata.num_rows), bind(metadata))[1]
+        attention = runner._attention if runner is engine.drafter else runner.attention
+        for name, bind in (("bind", attention.bind), ("bind_reads", attention.bind_reads)):
+
+            def noting(metadata: AttentionMetadata, bind: Callable[..., object] = bind) -> object:
+                seen.append(metadata.num_rows)
+                return bind(metadata)
+
+            monkeypatch.setattr(attention, name, noting)
     prompts = [random_ids(n, seed=n) for n in (1, 6, 11)]
     tokens = engine.generate(prompts, GREEDY)
     monkeypatch.undo()

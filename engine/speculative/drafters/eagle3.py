@@ -117,8 +117,8 @@ class Eagle3Drafter:
             batch.decision = EAGER if graphs is None else graphs.decide(padded)
         if graphs is None or not batch.decision.is_graph:
             return self._forward(batch, DraftPhase.FROM_TARGET_FEATURES)
-        attend = self._attention.bind(self._attention.plan(padded))
-        return graphs.run(padded, attend, batch.decision)[: batch.num_tokens]
+        read = self._attention.bind_reads(self._attention.plan(padded))
+        return graphs.run(padded, read, batch.decision)[: batch.num_tokens]
 
     def _prefill_batch(self, items: Sequence[DraftPrefill]) -> ForwardBatch:
         for item in items:
