@@ -15,7 +15,7 @@ from baton.tests.parity.toy_engine import NUM_PAGES, PAGE_SIZE, ToyEngine, rando
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 IDS = (9, 1, 5)
-MAX_REQUESTS, MAX_CONTEXT = 3, 256
+MAX_REQUESTS, MAX_CONTEXT = 3, 384  # each request fills up its last 128 rows
 
 
 class Paths:
