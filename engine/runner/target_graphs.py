@@ -33,7 +33,7 @@ from ..models.layers import Attend, Read
 # The residual stream [T, H] and the captured layer outputs [T, K*H] (None: nothing is captured).
 Hidden: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
-MAX_WHOLE_TOKENS = 1024
+MAX_WHOLE_TOKENS = 2048
 MAX_WHOLE_REQUESTS = 16
 MAX_WHOLE_CONTEXT = 8192
 
