@@ -1,13 +1,49 @@
-"""Copies of small tensors from the host to a device."""
+"""Copies of small tensors from the host to a device, for which the host waits neither for the copy nor for
+earlier work.
+"""
+
+from collections.abc import Sequence
 
 import torch
 
+# Kernels are compiled for pointers at multiples of this, and once more for others.
+ALIGNMENT = 16
+
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of the host tensor `values` on `device`.
-
-    The source is pinned, so the host waits neither for the copy nor for earlier work.
-    """
+    """A copy of the host tensor `values` on `device`. The source is pinned."""
     if device.type != "cuda":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
+
+
+def all_to_device(values: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Copies of host tensors of any dtypes on `device`, by one transfer; parts of one allocation there."""
+    if device.type != "cuda":
+        return tuple(value.to(device) for value in values)
+    return unpacked(pack(values, pinned=True).to(device, non_blocking=True), values)
+
+
+def pack(values: Sequence[torch.Tensor], *, pinned: bool = False) -> torch.Tensor:
+    """The bytes of host tensors in one uint8 tensor, each at a multiple of ALIGNMENT."""
+    offsets = _offsets(values)
+    packed = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=pinned)
+    for value, offset in zip(values, offsets, strict=False):
+        packed[offset : offset + value.nbytes] = value.reshape(-1).view(torch.uint8)
+    return packed
+
+
+def unpacked(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Views of `packed`, from `pack`, with the dtypes and shapes of the tensors `like`."""
+    return tuple(
+        packed[offset : offset + value.nbytes].view(value.dtype).view(value.shape)
+        for value, offset in zip(like, _offsets(like), strict=False)
+    )
+
+
+def _offsets(values: Sequence[torch.Tensor]) -> list[int]:
+    """The first byte of each tensor, and behind them the number of bytes of all."""
+    offsets = [0]
+    for value in values:
+        offsets.append(offsets[-1] + -(-value.nbytes // ALIGNMENT) * ALIGNMENT)
+    return offsets

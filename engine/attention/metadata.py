@@ -12,7 +12,7 @@ import torch
 from ...kernels.gather_context import context_rows
 from ..batch.forward_batch import ForwardBatch
 from ..errors import LifecycleError
-from ..host_copy import to_device
+from ..host_copy import all_to_device
 
 # Requests of equally many rows, up to this number, are attended as one padded batch. Longer ones are attended
 # one by one.
@@ -88,11 +88,13 @@ def plan(
         batch.q_lens,
         batch.kv_lens,
     )
-    lengths = _on_device(batch.kv_lens, device)
     first = batch.q_lens[0] if batch.q_lens else 0
     is_uniform = (
         first <= MAX_UNIFORM_ROWS and all(q == first for q in batch.q_lens) and real_rows == batch.num_tokens
     )
+    numbers = [batch.kv_lens, [0, *accumulate(batch.q_lens)]] + [context_rows(batch.kv_lens)] * copies
+    host = [torch.tensor(values, dtype=torch.int64) for values in numbers]
+    lengths, q_starts, *kv_starts = all_to_device(host, device)
     return AttentionMetadata(
         batch=batch,
         version=batch.version,
@@ -100,14 +102,10 @@ def plan(
         num_rows=batch.num_tokens,
         uniform_rows=first if is_uniform else 0,
         kv_lens=lengths,
-        q_starts=_on_device([0, *accumulate(batch.q_lens)], device),
-        kv_starts=_on_device(context_rows(batch.kv_lens), device) if copies else None,
+        q_starts=q_starts,
+        kv_starts=kv_starts[0] if kv_starts else None,
         context_slots=_context_slots(pages, lengths, longest if gathers else 0, page_size),
     )
-
-
-def _on_device(values: list[int], device: torch.device) -> torch.Tensor:
-    return to_device(torch.tensor(values, dtype=torch.int64), device)
 
 
 def _context_slots(pages: torch.Tensor, lengths: torch.Tensor, longest: int, page_size: int) -> torch.Tensor:

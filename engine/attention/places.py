@@ -18,7 +18,7 @@ class RequestPlaces:
 
     `page_table` `[R, P]`. `q_starts` and `kv_starts` `[R+1]`: the first new row of each request, and its
     first row in the context buffers. `kv_lens` `[R]`: context lengths, 0 beyond the batch's requests. The
-    last three are parts of `integers`.
+    last three are the rows of `integers`, which begin at even columns, as kernels want them.
     """
 
     page_table: torch.Tensor
@@ -29,7 +29,7 @@ class RequestPlaces:
         table = torch.zeros((max_requests, max_pages), dtype=torch.int64, device=device)
         return cls(
             page_table=table,
-            integers=torch.zeros(3 * max_requests + 2, dtype=torch.int64, device=device),
+            integers=torch.zeros((3, -(-(max_requests + 1) // 2) * 2), dtype=torch.int64, device=device),
         )
 
     @property
@@ -44,23 +44,21 @@ class RequestPlaces:
 
     @property
     def q_starts(self) -> torch.Tensor:
-        return self.integers[: self.max_requests + 1]
+        return self.integers[0, : self.max_requests + 1]
 
     @property
     def kv_starts(self) -> torch.Tensor:
-        return self.integers[self.max_requests + 1 : 2 * self.max_requests + 2]
+        return self.integers[1, : self.max_requests + 1]
 
     @property
     def kv_lens(self) -> torch.Tensor:
-        return self.integers[2 * self.max_requests + 2 :]
+        return self.integers[2, : self.max_requests]
 
     def load(self, batch: ForwardBatch) -> None:
         """Take the places of `batch`, which has at most R requests with at most P pages each."""
-        missing = self.max_requests - batch.num_requests
-        q_starts, kv_starts = [0, *accumulate(batch.q_lens)], context_rows(batch.kv_lens)
-        q_starts += q_starts[-1:] * missing
-        kv_starts += kv_starts[-1:] * missing
-        values = torch.tensor([*q_starts, *kv_starts, *batch.kv_lens, *[0] * missing], dtype=torch.int64)
-        self.integers.copy_(to_device(values, self.integers.device))
+        rows = ([0, *accumulate(batch.q_lens)], context_rows(batch.kv_lens), [*batch.kv_lens, 0])
+        missing = self.integers.shape[1] - batch.num_requests - 1
+        values = torch.tensor([[*row, *row[-1:] * missing] for row in rows], dtype=torch.int64)
+        self.integers.copy_(to_device(values, self.integers.device), non_blocking=True)
         count, width = batch.page_table.shape
         self.page_table[:count, :width].copy_(batch.page_table)

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..host_copy import all_to_device
 from .choose import choose_tokens
 from .edits import ALL_ALLOWED, LogitEdits, SamplingRow, edit_logits
 from .logprobs import ScoredToken, top_logprobs
@@ -88,16 +89,20 @@ class Sampler:
         params = [row.params for row in rows]
         wanted = [p.logprobs for p in params]
         is_edited = any(p.needs_penalties or p.logit_bias for p in params) or any(r.first_end for r in rows)
+        host = [
+            torch.tensor(values, dtype=torch.int64) for values in ([row.position for row in rows], wanted)
+        ]
+        positions, wanted_tops = all_to_device(host, self.device)
         return SamplingBatch(
             num_rows=len(rows),
-            positions=torch.tensor([row.position for row in rows], dtype=torch.int64, device=self.device),
+            positions=positions,
             tensors=SamplingTensors.of(params, self.vocab_size, self.device),
             is_ranked=any(p.needs_ranking(self.vocab_size) for p in params),
             edits=LogitEdits.of(rows, self.vocab_size, self.device)
             if is_edited or any(row.mask is not None for row in rows)
             else None,
             masks=self._masks(rows),
-            wanted=torch.tensor(wanted, dtype=torch.int64, device=self.device),
+            wanted=wanted_tops,
             num_top=min(self.vocab_size, max(wanted, default=-1)),
         )
 
@@ -119,7 +124,7 @@ class Sampler:
             slots = torch.arange(count, device=logits.device)
             edited = edit_logits(logits, batch.positions, slots, batch.edits, masks=batch.masks)
         tokens, bad_rows, _ = choose_tokens(
-            edited, batch.positions, batch.tensors, is_ranked=batch.is_ranked, is_exact=True
+            edited, batch.positions, batch.tensors, is_ranked=batch.is_ranked, is_exact=batch.is_ranked
         )
         if batch.num_top < 0:
             return SampleOutput(tokens=tokens, bad_rows=bad_rows)

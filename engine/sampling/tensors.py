@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from ...kernels.noise import seed_tensor
+from ..host_copy import all_to_device
 from .draws import Draw
 from .params import SamplingParams
 
@@ -35,17 +36,21 @@ class SamplingTensors:
         """One slot for each of `params`."""
         drawn = [not p.is_argmax for p in params]
         reals = [[p.temperature if d else 1.0, p.top_p, p.min_p] for p, d in zip(params, drawn, strict=True)]
-        temperature, top_p, min_p = (
-            torch.tensor(reals, dtype=torch.float64).reshape(-1, 3).to(device).unbind(1)
-        )
         limits = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+        host = (
+            seed_tensor([p.seed for p in params]),
+            *torch.tensor(reals, dtype=torch.float64).reshape(-1, 3).unbind(1),
+            torch.tensor(limits, dtype=torch.int64),
+            torch.tensor(drawn, dtype=torch.bool),
+        )
+        seeds, temperature, top_p, min_p, top_k, is_drawn = all_to_device(host, torch.device(device))
         return cls(
-            seeds=seed_tensor([p.seed for p in params], device),
+            seeds=seeds,
             temperature=temperature,
-            top_k=torch.tensor(limits, dtype=torch.int64).to(device),
+            top_k=top_k,
             top_p=top_p,
             min_p=min_p,
-            is_drawn=torch.tensor(drawn, dtype=torch.bool).to(device),
+            is_drawn=is_drawn,
         )
 
     def repeated(self, num_rows: int) -> "SamplingTensors":
