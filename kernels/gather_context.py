@@ -151,7 +151,8 @@ def gather_context(
     int `[B]`. Rows between a request's last and the next start become zeros. Raises ValueError if shapes or
     dtypes do not fit the pool.
     """
-    if keys.shape[1:] != kv.shape[4:] or keys.shape != values.shape or keys.dtype != kv.dtype:
+    fits = keys.shape[1:] == kv.shape[4:] and keys.shape == values.shape
+    if not fits or not keys.dtype == values.dtype == kv.dtype:
         raise ValueError(
             f"gather_context: buffers {tuple(keys.shape)}, {tuple(values.shape)} {keys.dtype} do not fit a "
             f"pool of {tuple(kv.shape[4:])} {kv.dtype}"
