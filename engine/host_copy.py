@@ -34,10 +34,9 @@ def to_host(values: torch.Tensor) -> torch.Tensor:
 
 def pack(values: Sequence[torch.Tensor], *, pinned: bool = False) -> torch.Tensor:
     """The bytes of host tensors in one uint8 tensor, each at a multiple of ALIGNMENT."""
-    offsets = _offsets(values)
-    packed = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=pinned)
-    for value, offset in zip(values, offsets, strict=False):
-        packed[offset : offset + value.nbytes] = value.reshape(-1).view(torch.uint8)
+    packed = torch.empty(_offsets(values)[-1], dtype=torch.uint8, pin_memory=pinned)
+    for target, value in zip(unpacked(packed, values), values, strict=True):
+        target.copy_(value)
     return packed
 
 

@@ -129,10 +129,35 @@ def tile_of(num_rows: int, num_heads: int, longest: int, dtype: torch.dtype) -> 
     return NARROW_TILE if is_narrow else WIDE_TILE
 
 
+class ContextKV:
+    """Contiguous `keys` and `values` `[S, K, D]` of one layer, with what a launch needs to copy their tiles.
+
+    `prepare` makes that ahead, for launches that must not allocate and dry runs without memory.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys = keys
+        self.values = values
+        self._descriptors: dict[tuple[int, int], tuple[object, object]] = {}
+
+    def prepare(self) -> None:
+        """Make the descriptors of every tile that `tile_of` can choose."""
+        tiles = {tile_of(rows, 1, 0, self.keys.dtype) for rows in (1, FEW_PAIRS + 1)}
+        for tile in tiles:
+            self.descriptors(tile.columns)
+
+    def descriptors(self, columns: int) -> tuple[object, object]:
+        """Kernel arguments that copy `columns` rows of one head of the keys, and of the values."""
+        shape = columns, self.keys.shape[2]
+        if shape not in self._descriptors:
+            keys, values = (x.view(x.shape[0], -1) for x in (self.keys, self.values))
+            self._descriptors[shape] = tensor_descriptor(keys, shape), tensor_descriptor(values, shape)
+        return self._descriptors[shape]
+
+
 def context_attention_triton(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    context: ContextKV,
     q_starts: torch.Tensor,
     kv_starts: torch.Tensor,
     kv_lens: torch.Tensor,
@@ -141,18 +166,16 @@ def context_attention_triton(
     tile: ContextTile,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Launch on `q` `[T, N, D]`, `keys`, `values` `[S, K, D]`; returns `[T, N, D]`, zeros in padding rows.
+    """Launch on `q` `[T, N, D]` and a context of S rows; returns `[T, N, D]`, zeros in padding rows.
 
-    Every start of a request in `keys` and `values` is a multiple of `tile.columns`.
+    Every start of a request in the context is a multiple of `tile.columns`.
     """
     num_rows, num_heads, head_dim = q.shape
-    kv_heads = keys.shape[1]
+    kv_heads = context.keys.shape[1]
     group = num_heads // kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     num_requests = kv_lens.shape[0]
-    d_keys, d_values = (
-        tensor_descriptor(x.view(x.shape[0], -1), (tile.columns, head_dim)) for x in (keys, values)
-    )
+    d_keys, d_values = context.descriptors(tile.columns)
     _context_kernel[(kv_heads, num_rows * group // tile.rows + num_requests + 1)](
         q,
         d_keys,
@@ -180,8 +203,7 @@ def context_attention_triton(
 
 def context_attention_reference(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    context: ContextKV,
     q_starts: torch.Tensor,
     kv_starts: torch.Tensor,
     kv_lens: torch.Tensor,
@@ -198,14 +220,14 @@ def context_attention_reference(
         if q_len:
             mine = slice(first, first + kv_len)
             rows = q[start : start + q_len]
-            out[start : start + q_len] = extend_attention(rows, keys[mine], values[mine], band, scale)
+            keys, values = context.keys[mine], context.values[mine]
+            out[start : start + q_len] = extend_attention(rows, keys, values, band, scale)
     return out
 
 
 def context_attention(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    context: ContextKV,
     q_starts: torch.Tensor,
     kv_starts: torch.Tensor,
     kv_lens: torch.Tensor,
@@ -213,24 +235,24 @@ def context_attention(
     out: torch.Tensor | None = None,
     longest: int = 0,
 ) -> torch.Tensor:
-    """Attend rows `q` `[T, N, D]` over rows of `keys`, `values` `[S, K, D]`, each row up to itself.
+    """Attend rows `q` `[T, N, D]` over `context`, each row up to itself.
 
     `q_starts`: int `[B+1]`. `kv_starts`: int `[B+1]`, from `context_rows`. `kv_lens`: int `[B]`, the new rows
     included; `longest`: an upper bound of them, 0 if the host knows none. Returns `[T, N, D]`, in `out` if
     given, zeros in padding rows. Raises ValueError for heads that do not fit, see `can_attend`.
     """
-    kv_heads, head_dim = keys.shape[1:]
-    if q.dtype != keys.dtype or q.shape[2] != head_dim or q.shape[1] % kv_heads:
+    kv_heads, head_dim = context.keys.shape[1:]
+    if q.dtype != context.keys.dtype or q.shape[2] != head_dim or q.shape[1] % kv_heads:
         raise ValueError(
             f"context_attention: q {tuple(q.shape)} {q.dtype} does not fit keys of {kv_heads} heads x "
-            f"{head_dim} {keys.dtype}"
+            f"{head_dim} {context.keys.dtype}"
         )
     if not q.is_cuda:
-        return context_attention_reference(q, keys, values, q_starts, kv_starts, kv_lens, scale, out)
+        return context_attention_reference(q, context, q_starts, kv_starts, kv_lens, scale, out)
     if not can_attend(head_dim):
         raise ValueError(f"context_attention: no kernel for heads of {head_dim} values")
     tile = tile_of(q.shape[0], q.shape[1], longest, q.dtype)
-    return context_attention_triton(q, keys, values, q_starts, kv_starts, kv_lens, scale, tile=tile, out=out)
+    return context_attention_triton(q, context, q_starts, kv_starts, kv_lens, scale, tile=tile, out=out)
 
 
 def can_attend(head_dim: int) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from .context_attention import context_attention
+from .context_attention import ContextKV, context_attention
 from .gather_context import gather_context
 from .kv_store import store_kv
 from .verify_attention import paged_verify_reference, paged_verify_triton
@@ -91,7 +91,7 @@ def _context_attention(
     kv_lens: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    return context_attention(q, keys, values, q_starts, kv_starts, kv_lens, scale)
+    return context_attention(q, ContextKV(keys, values), q_starts, kv_starts, kv_lens, scale)
 
 
 def recorded_store_kv(

@@ -11,12 +11,11 @@ Which kernel attends:
 - otherwise: the paged kernel.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from ...kernels.context_attention import can_attend, context_attention
+from ...kernels.context_attention import ContextKV, can_attend, context_attention
 from ...kernels.extend_attention import paged_extend
 from ...kernels.gather_context import ROW_ALIGNMENT, context_rows, gather_context
 from ...kernels.kv_store import kv_rows
@@ -34,28 +33,6 @@ MIN_BUFFER_ROWS = 16384
 BULK_COPY_CAPABILITY = (9, 0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ContextBuffers:
-    """Contiguous keys and values of one layer, `[S, K, D]`. All layers use them in turn."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    @classmethod
-    def of(cls, pool: KVPool, max_context: int) -> "ContextBuffers":
-        """Buffers for a context of `max_context` tokens, or of all tokens of `pool`, if those are fewer."""
-        longest = min(max(max_context, MIN_BUFFER_ROWS), pool.num_slots + ROW_ALIGNMENT)
-        rows = context_rows([longest])[-1]
-        shape = (rows, *pool.layout.page_shape[3:])
-        keys, values = (torch.zeros(shape, dtype=pool.dtype, device=pool.device) for _ in range(2))
-        return cls(keys=keys, values=values)
-
-    @property
-    def num_rows(self) -> int:
-        """S."""
-        return int(self.keys.shape[0])
-
-
 class TritonAttention(PagedAttention):
     """The attention backend of GPUs."""
 
@@ -63,11 +40,11 @@ class TritonAttention(PagedAttention):
 
     def __init__(self, pool: KVPool, scale: float | None = None, *, max_context: int = 0) -> None:
         super().__init__(pool, scale, max_context=max_context)
-        self._buffers = ContextBuffers.of(pool, max_context) if max_context and _copies_pay(pool) else None
+        self._buffers = context_buffers(pool, max_context) if max_context and _copies_pay(pool) else None
 
     def copies(self, batch: ForwardBatch) -> bool:
         """As `PagedAttention.copies`, by the rule of this module."""
-        return self._buffers is not None and context_rows(batch.kv_lens)[-1] <= self._buffers.num_rows
+        return self._buffers is not None and context_rows(batch.kv_lens)[-1] <= self._buffers.keys.shape[0]
 
     @property
     def is_recordable(self) -> bool:
@@ -101,7 +78,7 @@ class TritonAttention(PagedAttention):
     def _read_copied(
         self,
         metadata: AttentionMetadata,
-        buffers: ContextBuffers,
+        buffers: ContextKV,
         kv_starts: torch.Tensor,
         layer: int,
         q: torch.Tensor,
@@ -110,7 +87,7 @@ class TritonAttention(PagedAttention):
         keys, values, lens = buffers.keys, buffers.values, metadata.kv_lens
         gather_context(self.pool.kv, layer, metadata.batch.page_table, kv_starts, lens, keys, values)
         longest = max(metadata.batch.kv_lens)
-        context_attention(q, keys, values, metadata.q_starts, kv_starts, lens, self.scale, out, longest)
+        context_attention(q, buffers, metadata.q_starts, kv_starts, lens, self.scale, out, longest)
 
     def _read_pages(
         self, metadata: AttentionMetadata, layer: int, q: torch.Tensor, out: torch.Tensor
@@ -131,7 +108,7 @@ class TritonAttention(PagedAttention):
 
     def _attend_recorded(
         self,
-        buffers: ContextBuffers,
+        buffers: ContextKV,
         places: RequestPlaces,
         store_rows: torch.Tensor,
         layer: int,
@@ -144,6 +121,19 @@ class TritonAttention(PagedAttention):
         recorded_store_kv(kv, layer, store_rows, k, v)
         recorded_gather_context(kv, layer, places.page_table, kv_starts, lens, keys, values)
         return recorded_context_attention(q, keys, values, places.q_starts, kv_starts, lens, self.scale)
+
+
+def context_buffers(pool: KVPool, max_context: int) -> ContextKV:
+    """Buffers for a context of `max_context` tokens, or of all tokens of `pool`, if those are fewer.
+
+    All layers use them in turn.
+    """
+    longest = min(max(max_context, MIN_BUFFER_ROWS), pool.num_slots + ROW_ALIGNMENT)
+    shape = (context_rows([longest])[-1], *pool.layout.page_shape[3:])
+    made = ContextKV(*(torch.zeros(shape, dtype=pool.dtype, device=pool.device) for _ in range(2)))
+    if pool.device.type == "cuda":
+        made.prepare()
+    return made
 
 
 def _copies_pay(pool: KVPool) -> bool:

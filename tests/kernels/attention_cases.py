@@ -12,7 +12,7 @@ from baton.kernels import (
     tree_verify,
     verify_attention,
 )
-from baton.kernels.context_attention import ContextTile
+from baton.kernels.context_attention import ContextKV, ContextTile
 from baton.kernels.paged_attention import paged_attention_reference
 from baton.tests.kernels.cases import BFLOAT16, FLOAT32, NAN, assert_close, randn
 
@@ -113,12 +113,13 @@ def check_context(
     tiles = {is_small, context_attention.tile_of(q.shape[0], num_heads, 0, dtype)}
     outs = [
         context_attention.context_attention_triton(
-            wide.to(device)[:, :-1], *copied, *places, scale, tile=tile
+            wide.to(device)[:, :-1], ContextKV(*copied), *places, scale, tile=tile
         ).cpu()
         for tile in tiles
     ]
     on_cpu = [x.cpu() for x in places]
-    outs.append(context_attention.context_attention_reference(q, keys, values, *on_cpu, scale))
+    on_cpu = ContextKV(keys, values), *on_cpu
+    outs.append(context_attention.context_attention_reference(q, *on_cpu, scale))
     for out in outs:
         assert torch.equal(out[-3:], torch.zeros_like(q[-3:]))
         for request, (q_len, kv_len) in enumerate(lens):

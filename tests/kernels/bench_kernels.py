@@ -13,7 +13,7 @@ import torch
 from baton.kernels.chain_verify import chain_verify
 from baton.kernels.choose_token import choose_token
 from baton.kernels.compact_kv import compact_kv
-from baton.kernels.context_attention import context_attention
+from baton.kernels.context_attention import ContextKV, context_attention
 from baton.kernels.extend_attention import paged_extend
 from baton.kernels.gather_context import context_rows, gather_context
 from baton.kernels.kv_store import kv_rows, store_kv
@@ -130,7 +130,7 @@ def attention_benches(batch: int, context: int, device: str) -> Iterator[Bench]:
     )
     yield Bench(
         f"context_attention 1x{context}",
-        lambda: context_attention(q, keys, values, starts, *places, scale, None, context),
+        lambda: context_attention(q, ContextKV(keys, values), starts, *places, scale, None, context),
         context_bytes // batch + 2 * size(q),
         4 * HEADS * HEAD_DIM * (context * (context + 1) // 2),
     )

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from baton.kernels.context_attention import (
     NARROW_TILE,
     WIDE_TILE,
+    ContextKV,
     ContextTile,
     context_attention_triton,
 )
@@ -104,7 +105,13 @@ class Case:
 
     def context(self, tile: ContextTile) -> torch.Tensor:
         return context_attention_triton(
-            self.q, self.keys, self.values, self.starts, self.kv_starts, self.lens, self.scale, tile=tile
+            self.q,
+            ContextKV(self.keys, self.values),
+            self.starts,
+            self.kv_starts,
+            self.lens,
+            self.scale,
+            tile=tile,
         )
 
     def flash(self) -> torch.Tensor:

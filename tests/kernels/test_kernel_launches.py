@@ -12,6 +12,7 @@ from baton.kernels.compact_kv import compact_kv, compact_kv_triton
 from baton.kernels.context_attention import (
     NARROW_TILE,
     WIDE_TILE,
+    ContextKV,
     context_attention,
     context_attention_triton,
 )
@@ -140,7 +141,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     keys = torch.zeros(256, 8, 128, dtype=torch.bfloat16)
     gather_context_triton(pool, 1, table, *places, keys, keys)
     for tile in (NARROW_TILE, WIDE_TILE):
-        context_attention_triton(q, keys, keys, torch.tensor([0, 1, 3]), *places, 0.1, tile=tile)
+        context_attention_triton(q, ContextKV(keys, keys), torch.tensor([0, 1, 3]), *places, 0.1, tile=tile)
     logits, doubles = randn(3, 4096), torch.ones(3, dtype=torch.float64)
     for min_p, ids in ((doubles, torch.arange(4096)), (None, None)):
         choose_token_triton(logits, rows, rows, doubles, min_p, rows.bool(), ids)
@@ -188,6 +189,7 @@ ONE = torch.ones(1, dtype=INT64)
 TABLE = torch.ones(1, 2, dtype=INT64)
 Q = torch.zeros(1, 1, 4, 8)
 KEYS = torch.zeros(128, 2, 8)
+CONTEXT = ContextKV(KEYS, KEYS)
 STARTS = torch.tensor([0, 128])
 
 
@@ -233,8 +235,8 @@ STARTS = torch.tensor([0, 128])
         ("gather_context", lambda: gather_context(POOL, 0, TABLE, STARTS, ONE, KEYS, KEYS.bfloat16())),
         ("gather_context", lambda: gather_context(POOL, 0, TABLE, STARTS, ONE, KEYS, KEYS[1:])),
         ("gather_context", lambda: gather_context(POOL, 0, TABLE, STARTS, ONE, *[KEYS[:, :1]] * 2)),
-        ("context_attention", lambda: context_attention(Q[0, :, :3], KEYS, KEYS, STARTS, STARTS, ONE, 1.0)),
-        ("context_attention", lambda: context_attention(Q[0].half(), KEYS, KEYS, STARTS, STARTS, ONE, 1.0)),
+        ("context_attention", lambda: context_attention(Q[0, :, :3], CONTEXT, STARTS, STARTS, ONE, 1.0)),
+        ("context_attention", lambda: context_attention(Q[0].half(), CONTEXT, STARTS, STARTS, ONE, 1.0)),
         ("paged_extend", lambda: paged_extend(Q, POOL, 0, TABLE, torch.tensor([0, 1]), ONE, 1, 1.0)),
     ],
 )  # fmt: skip

@@ -11,6 +11,9 @@ VALUES = (
     torch.tensor([[0.1, float("inf")], [2.5, -3.0]], dtype=torch.float64),
     torch.arange(6).reshape(2, 3).t(),
     torch.tensor([5], dtype=torch.int32),
+    torch.tensor([[0.5, 1.5, 2.5]], dtype=torch.float64).unbind(1)[
+        1
+    ],  # one element, with the stride of three
 )
 
 
