@@ -116,6 +116,8 @@ class ContextTile(NamedTuple):
 # 265.
 WIDE_TILE = ContextTile(rows=128, columns=128, num_warps=8, num_stages=3)
 NARROW_TILE = ContextTile(rows=64, columns=64, num_warps=4, num_stages=3)
+# Bytes of shared memory for the wide tile and heads of 128 values.
+SHARED_BYTES = 225 * 1024
 # Up to this number of (row, head) pairs, or of context rows per request, narrow tiles are faster.
 FEW_PAIRS = 32 * 1024
 SHORT_CONTEXT = 1024

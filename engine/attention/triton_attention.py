@@ -5,9 +5,10 @@ On the CPU their torch references run.
 Which kernel attends:
 - up to MAX_UNIFORM_ROWS rows of each request, equally many: the kernel of decode steps, which splits a long
   context among programs;
-- otherwise, on a device with bulk copies (sm_90), for heads that `can_attend` names: the context is copied
-  from its pages into contiguous rows, layer by layer, and attended there, if the buffers hold it. On an H200
-  this is faster from 64 new rows on 4096 (50 us instead of 102) to 2048 on 30720 (2.06 ms instead of 3.03);
+- otherwise, on a device with bulk copies and shared memory for the tiles (sm_90), for heads that `can_attend`
+  names: the context is copied from its pages into contiguous rows, layer by layer, and attended there, if the
+  buffers hold it. On an H200 this is faster from 64 new rows on 4096 (50 us instead of 102) to 2048 on 30720
+  (2.06 ms instead of 3.03);
 - otherwise: the paged kernel.
 """
 
@@ -15,11 +16,12 @@ from functools import partial
 
 import torch
 
-from ...kernels.context_attention import ContextKV, can_attend, context_attention
+from ...kernels.context_attention import SHARED_BYTES, ContextKV, can_attend, context_attention
 from ...kernels.extend_attention import paged_extend
 from ...kernels.gather_context import ROW_ALIGNMENT, context_rows, gather_context
 from ...kernels.kv_store import kv_rows
 from ...kernels.ops import recorded_context_attention, recorded_gather_context, recorded_store_kv
+from ...kernels.skinny_linear import shared_bytes
 from ...kernels.verify_attention import paged_verify
 from ..batch.forward_batch import ForwardBatch
 from ..kv.pool import KVPool
@@ -141,4 +143,5 @@ def _copies_pay(pool: KVPool) -> bool:
     if pool.device.type != "cuda":
         return True
     has_bulk_copies = torch.cuda.get_device_capability(pool.device) >= BULK_COPY_CAPABILITY
-    return has_bulk_copies and can_attend(pool.layout.page_shape[-1])
+    has_room = shared_bytes(pool.device) >= SHARED_BYTES
+    return has_bulk_copies and has_room and can_attend(pool.layout.page_shape[-1])

@@ -52,11 +52,12 @@ def aux_ids_of(model: CausalLM) -> tuple[int, ...]:
 
 
 def whole_buckets(buckets: Sequence[int]) -> tuple[int, ...]:
-    """The buckets of full graphs: 64, and those above it up to MAX_WHOLE_TOKENS.
+    """The buckets of full graphs, some of `buckets`: 64, 128, 256, and all above up to MAX_WHOLE_TOKENS.
 
-    Fewer tokens read all weights too, so a bucket of 64 costs them little.
+    Few tokens take as long as it takes to read all weights, so their padding costs little.
     """
-    return tuple(bucket for bucket in buckets if 64 <= bucket <= MAX_WHOLE_TOKENS) or (max(buckets),)
+    wanted = (b for b in buckets if b in (64, 128) or 256 <= b <= MAX_WHOLE_TOKENS)
+    return tuple(wanted) or (max(buckets),)
 
 
 class WholePrefillGraphs:
