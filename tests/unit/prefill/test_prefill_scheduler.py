@@ -119,7 +119,7 @@ def test_a_stream_of_short_prompts_delays_a_long_one_at_most_twofold(chunk_size)
     assert [remaining(room) for room in longs] == [0, 0]
 
 
-def test_a_prompt_that_ends_within_half_of_the_forward_overtakes_longer_ones():
+def test_a_prompt_that_ends_in_half_of_a_forward_overtakes_longer_ones():
     scheduler = make(num_pages=256, chunk_size=16)
     first, second = add(scheduler, 1, range(100)), add(scheduler, 2, range(1000, 1100))
     run(scheduler, scheduler.next_chunks()[0])
