@@ -50,8 +50,8 @@ class Engine:
 
     `features` is the feature plane of prefill, `drafter` the draft head of decode; both are None without a
     draft. `max_context` is in tokens. `shape` is the configured draft shape; `step_policy` may vary it.
-    `graphs` None: every forward runs eagerly. `steps` belong to decode. `launches_ahead`: each step is
-    launched before the previous one is read.
+    `graphs` None: every forward runs eagerly. `steps` belong to decode. `launches_ahead`: each step of
+    decode, and each forward of prefill, is launched before the previous one is read.
     """
 
     path: Path
@@ -269,7 +269,7 @@ class EngineLoader:
             enabled=config.prefix_cache,
             lookahead=CACHE_LOOKAHEAD if drafter is not None else 0,
         )
-        runner = ModelRunner(self._model, pool)
+        runner = ModelRunner(self._model, pool, max_context=self._max_context)
         self._engine = Engine(
             path=self._path,
             fingerprint=self._fingerprint,
@@ -291,9 +291,9 @@ class EngineLoader:
             shape=PLAIN if drafter is None else self._shape,
             step_policy=None if self._draft is None else self._step_policy(self._draft),
         )
+        self._engine.launches_ahead = self._is_overlapped
         if self.has_drafter:
             engine = self._engine
-            engine.launches_ahead = self._is_overlapped
             engine.steps = step_graphs(
                 runner,
                 drafter,

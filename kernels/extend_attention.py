@@ -118,15 +118,16 @@ def paged_extend_triton(
     kv_lens: torch.Tensor,
     max_q_len: int,
     scale: float,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Launch on `q` `[T, N, D]`; returns `[T, N, D]`, zeros in padding rows.
+    """Launch on `q` `[T, N, D]`; returns `[T, N, D]`, zeros in padding rows, or `out`, which keeps those.
 
     `kv`: `[num_pages, L, 2, page_size, K, D]`. `page_table`: int `[B, P]`. `q_starts`: int `[B+1]`.
     `kv_lens`: int `[B]`. `max_q_len`: an upper bound of the rows per request, known to the host. Values of
     lengths and pages are not checked. Raises ValueError if shapes or dtypes do not fit.
     """
     _check(q, kv, page_table, q_starts, kv_lens)
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     num_requests = kv_lens.shape[0]
     if q.numel() == 0 or num_requests == 0 or max_q_len == 0:
         return out
@@ -188,14 +189,17 @@ def paged_extend(
     kv_lens: torch.Tensor,
     max_q_len: int,
     scale: float,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend rows `q` `[T, N, D]` over their requests' pages, each row up to itself.
 
     `page_table` int `[B, P]`: pages of `layer` in `kv`. `q_starts`: int `[B+1]`. `kv_lens`: int `[B]`, the
     new rows included, which are stored already. `max_q_len`: an upper bound of the rows per request. Returns
-    `[T, N, D]`, zeros in padding rows. Raises ValueError if shapes or dtypes do not fit.
+    `[T, N, D]`, zeros in padding rows. With `out`, contiguous of that shape, it writes the other rows of it
+    and returns it. Raises ValueError if shapes or dtypes do not fit.
     """
     if q.is_cuda:
-        return paged_extend_triton(q, kv, layer, page_table, q_starts, kv_lens, max_q_len, scale)
+        return paged_extend_triton(q, kv, layer, page_table, q_starts, kv_lens, max_q_len, scale, out)
     _check(q, kv, page_table, q_starts, kv_lens)
-    return paged_extend_reference(q, kv, layer, page_table, q_starts, kv_lens, scale)
+    computed = paged_extend_reference(q, kv, layer, page_table, q_starts, kv_lens, scale)
+    return computed if out is None else out.copy_(computed)

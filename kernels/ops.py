@@ -5,13 +5,15 @@ it mutates. Lengths and pages are tensors that are read when the operation runs,
 their values. The torch reference on CPU reads only as many pages as the longest context has, which fixed
 shapes could not do. The Triton kernels on CUDA do that by themselves.
 
-Shapes and dtypes are those of `kv_store` and `verify_attention`.
+Shapes and dtypes are those of `kv_store`, `verify_attention`, `gather_context` and `context_attention`.
 """
 
 from __future__ import annotations
 
 import torch
 
+from .context_attention import ContextKV, context_attention
+from .gather_context import gather_context
 from .kv_store import store_kv
 from .verify_attention import paged_verify_reference, paged_verify_triton
 
@@ -20,6 +22,16 @@ torch.library.define(
     "baton::paged_verify",
     "(Tensor q, Tensor kv, int layer, Tensor page_table, Tensor kv_lens, float scale, Tensor? tree_mask) -> "
     "Tensor",
+)
+torch.library.define(
+    "baton::gather_context",
+    "(Tensor kv, int layer, Tensor page_table, Tensor kv_starts, Tensor kv_lens, Tensor(a!) keys, "
+    "Tensor(b!) values) -> ()",
+)
+torch.library.define(
+    "baton::context_attention",
+    "(Tensor q, Tensor keys, Tensor values, Tensor q_starts, Tensor kv_starts, Tensor kv_lens, float scale) "
+    "-> Tensor",
 )
 
 
@@ -56,6 +68,32 @@ def _paged_verify_cuda(
     return paged_verify_triton(q, kv, layer, page_table, kv_lens, scale, tree_mask)
 
 
+@torch.library.impl("baton::gather_context", ("cpu", "cuda"))
+def _gather_context(
+    kv: torch.Tensor,
+    layer: int,
+    page_table: torch.Tensor,
+    kv_starts: torch.Tensor,
+    kv_lens: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    gather_context(kv, layer, page_table, kv_starts, kv_lens, keys, values)
+
+
+@torch.library.impl("baton::context_attention", ("cpu", "cuda"))
+def _context_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    q_starts: torch.Tensor,
+    kv_starts: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    return context_attention(q, ContextKV(keys, values), q_starts, kv_starts, kv_lens, scale)
+
+
 def recorded_store_kv(
     kv: torch.Tensor, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> None:
@@ -79,5 +117,34 @@ def recorded_paged_verify(
     """
     out: torch.Tensor = torch.ops.baton.paged_verify.default(
         q, kv, layer, page_table, kv_lens, scale, tree_mask
+    )
+    return out
+
+
+def recorded_gather_context(
+    kv: torch.Tensor,
+    layer: int,
+    page_table: torch.Tensor,
+    kv_starts: torch.Tensor,
+    kv_lens: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """`gather_context.gather_context` as one operation, which mutates `keys` and `values`."""
+    torch.ops.baton.gather_context.default(kv, layer, page_table, kv_starts, kv_lens, keys, values)
+
+
+def recorded_context_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    q_starts: torch.Tensor,
+    kv_starts: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """`context_attention.context_attention` as one operation; returns `[T, N, D]`."""
+    out: torch.Tensor = torch.ops.baton.context_attention.default(
+        q, keys, values, q_starts, kv_starts, kv_lens, scale
     )
     return out

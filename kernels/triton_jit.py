@@ -13,10 +13,21 @@ import torch
 try:
     import triton  # type: ignore[import-untyped]
     import triton.language as tl  # type: ignore[import-untyped]
+    from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 except ImportError:  # no wheel for this platform; nothing on it can call a launcher with a CUDA tensor
-    triton = tl = None
+    triton = tl = TensorDescriptor = None
 
-__all__ = ["Kernel", "Rows", "cdiv", "jit", "jit_varying", "next_power_of_2", "rows_of", "tl"]
+__all__ = [
+    "Kernel",
+    "Rows",
+    "cdiv",
+    "jit",
+    "jit_varying",
+    "next_power_of_2",
+    "rows_of",
+    "tensor_descriptor",
+    "tl",
+]
 
 
 class Kernel(Protocol):
@@ -57,6 +68,11 @@ class _NoTriton:
 
     def __call__(self, *args: object, **kwargs: object) -> tl.tensor:
         return self[()]
+
+
+def tensor_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> object:
+    """A kernel argument that copies a `block` of the contiguous `x` in one operation."""
+    return TensorDescriptor.from_tensor(x, list(block))
 
 
 def cdiv(n: int, size: int) -> int:

@@ -1,9 +1,17 @@
-"""The choice of prompt tokens for a prefill forward: first come, first served, chunked, within a budget.
+"""The choice of prompt tokens for a prefill forward, within a budget of tokens.
 
-The scheduler is pure except for the page accounting: no clock, no socket. A running prompt gets its next
-chunk before a new prompt is admitted, so hand-offs complete in order of arrival. A prompt is admitted only
-when all its pages are free, so two half-computed prompts never wait for each other's pages.
+The scheduler is pure except for the page accounting: no clock, no socket. Its laws:
+
+1. A forward has at most the budget of tokens, taken from as many prompts as it needs. It has fewer only if no
+   prompt with pages has more, or if `max_batch` prompts are in it.
+2. Prompts go on in order of arrival. A prompt gets all its pages when its first tokens are chosen, so two
+   half-computed prompts never wait for each other's pages.
+3. A prompt that ends within the forward may overtake longer ones. The oldest of these keeps at least half of
+   the tokens, so it is delayed at most twofold.
+4. A queued prompt never takes the pages that the first overtaken one needs.
 """
+
+from collections.abc import Sequence
 
 from ..engine.kv.page_table import pages_for
 from ..engine.kv.pool import PoolExhausted
@@ -37,41 +45,87 @@ class PrefillScheduler:
 
     def next_chunks(self) -> tuple[list[Chunk[PrefillRoom]], list[PrefillRoom]]:
         """The chunks of the next forward (empty: nothing to do), and the rooms admitted for it."""
-        budget = self.chunk_size or WHOLE_BUDGET
+        left = self.chunk_size or WHOLE_BUDGET
         chunks: list[Chunk[PrefillRoom]] = []
         admitted: list[PrefillRoom] = []
-        for room in self.queues.of(PrefillState.RUNNING):
-            budget -= self._take(room, budget, chunks)
-        for room in self.queues.of(PrefillState.QUEUED):
-            if not room.request.is_ready:
-                continue  # its grammar is being compiled
-            if budget <= 0 or len(chunks) >= self.max_batch or not self._admit(room):
+        rooms = self._in_order()
+        for place, room in enumerate(rooms):
+            if left <= 0 or len(chunks) >= self.max_batch:
                 break
-            admitted.append(room)
-            budget -= self._take(room, budget, chunks)
+            places = self.max_batch - len(chunks)
+            if not self.chunk_size and chunks and self._wanted(room, chunks) > left:
+                others = self._ending(
+                    rooms[place:], left, places, admitted
+                )  # the room begins the next forward
+            elif not self._has_pages(room, admitted):
+                break
+            elif not self.chunk_size or self._wanted(room, chunks) <= left:
+                left -= _take(room, self._wanted(room, chunks), chunks)
+                continue
+            else:
+                others = self._ending(rooms[place + 1 :], left // 2, places - 1, admitted)
+                _take(room, left - sum(map(_remaining, others)), chunks)
+            for other in others:
+                _take(other, _remaining(other), chunks)
+            break
         return chunks, admitted
 
-    def _take(self, room: PrefillRoom, budget: int, chunks: list[Chunk[PrefillRoom]]) -> int:
-        """Add the room's next chunk if the budget allows; returns the tokens taken."""
-        start, end = room.request.num_computed, room.request.num_prompt
-        most = scored_limit(room.request, chunks, self.vocab_size)
-        is_whole = self.chunk_size == 0 and most is None
-        if start == end or len(chunks) >= self.max_batch or (budget <= 0 and chunks):
-            return 0
-        if is_whole and chunks and end - start > budget:
-            return 0
-        stop = end if is_whole else min(end, start + min(budget, most or budget))
-        chunks.append(Chunk(room=room, start=start, end=stop))
-        return stop - start
+    def _in_order(self) -> list[PrefillRoom]:
+        """The prompts with tokens to compute: those begun, then those queued whose grammar is compiled."""
+        begun = [room for room in self.queues.of(PrefillState.RUNNING) if _remaining(room)]
+        return begun + [room for room in self.queues.of(PrefillState.QUEUED) if room.request.is_ready]
 
-    def _admit(self, room: PrefillRoom) -> bool:
-        """Give the room its pages. False: the pool has too few of them for now."""
+    def _ending(
+        self, rooms: Sequence[PrefillRoom], share: int, most: int, admitted: list[PrefillRoom]
+    ) -> list[PrefillRoom]:
+        """Up to `most` of `rooms` that end within `share` tokens together; those queued are admitted."""
+        found: list[PrefillRoom] = []
+        kept_pages = 0  # for the first queued prompt that is overtaken
+        for room in rooms:
+            if len(found) >= most:
+                break
+            is_queued = room.state is PrefillState.QUEUED
+            num_pages = self._pages_of(room) if is_queued else 0
+            if _remaining(room) > share or room.request.sampling.prompt_logprobs >= 0:
+                kept_pages = kept_pages or num_pages
+                continue
+            if is_queued and kept_pages and self.cache.num_available < kept_pages + num_pages:
+                break
+            if not self._has_pages(room, admitted):
+                break
+            found.append(room)
+            share -= _remaining(room)
+        return found
+
+    def _wanted(self, room: PrefillRoom, chunks: Sequence[Chunk[PrefillRoom]]) -> int:
+        """The tokens that the room's next chunk has in a forward without budget, behind `chunks`."""
+        most = scored_limit(room.request, chunks, self.vocab_size)
+        return _remaining(room) if most is None else min(_remaining(room), most)
+
+    def _pages_of(self, room: PrefillRoom) -> int:
+        return pages_for(room.request.num_prompt, self.page_size)
+
+    def _has_pages(self, room: PrefillRoom, admitted: list[PrefillRoom]) -> bool:
+        """Whether the room has its pages; a queued one is given them. False: too few are free for now."""
+        if room.state is not PrefillState.QUEUED:
+            return True
         request = room.request
-        num_pages = pages_for(request.num_prompt, self.page_size)
         try:
-            request.num_computed = take_pages(self.cache, request, num_pages, is_computed=True)
+            request.num_computed = take_pages(self.cache, request, self._pages_of(room), is_computed=True)
         except PoolExhausted:
             return False
         room.cached_tokens = request.num_computed
         room.state = PrefillState.RUNNING
+        admitted.append(room)
         return True
+
+
+def _remaining(room: PrefillRoom) -> int:
+    return room.request.num_prompt - room.request.num_computed
+
+
+def _take(room: PrefillRoom, count: int, chunks: list[Chunk[PrefillRoom]]) -> int:
+    """Add the room's next `count` tokens to `chunks`; returns `count`."""
+    start = room.request.num_computed
+    chunks.append(Chunk(room=room, start=start, end=start + count))
+    return count

@@ -14,11 +14,20 @@
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..cluster.process.log import fields
-from ..cluster.protocol.messages import FirstToken, Prefill, PrefillTimeline, TokenLogprob, WorkerStats
+from ..cluster.protocol.messages import (
+    FirstToken,
+    Prefill,
+    PrefillTimeline,
+    PromptLogprobs,
+    TokenLogprob,
+    WorkerStats,
+)
 from ..cluster.telemetry.trace_context import carried_by
 from ..engine.batch.forward_batch import ForwardOutput
+from ..engine.kv.page_order import StreamEvent
 from ..engine.kv.page_table import pages_for
 from ..engine.loader import Engine
 from ..engine.sampling.params import SamplingParams
@@ -41,8 +50,26 @@ PREFILL_COUNTERS = (
 Chunks = list[Chunk[PrefillRoom]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """A forward that the device may still compute.
+
+    `firsts`: token 1 of each prompt that ends in it, on the host once the device has reached `mark`.
+    `scores`: the log probabilities of prompts that ask for them.
+    """
+
+    chunks: Chunks
+    firsts: SampleOutput
+    scores: list[PromptLogprobs]
+    mark: StreamEvent | None
+
+
 class PrefillWorker(RoleWorker[PrefillRoom]):
-    """The scheduler thread's side of a prefill server; `step` is one forward."""
+    """The scheduler thread's side of a prefill server; `step` is one forward.
+
+    An engine that launches ahead computes a forward while the one before is published, so its device does not
+    wait for the host between the chunks of a prompt.
+    """
 
     role = "prefill"
     awaited = "first"
@@ -70,22 +97,21 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             max_batch=max_batch,
             vocab_size=engine.model_config.vocab_size,
         )
+        self._launched: Launched | None = None
 
     def step(self) -> bool:
         """Choose chunks, run them, keep their features, sample, publish. False: no prompt has work."""
         chunks, admitted = self.scheduler.next_chunks()
-        if not chunks:
-            return False
-        self._open(admitted)
-        output = self._forward(chunks)
-        firsts = self._sample(chunks, output)
-        for message in score_prompts(
-            chunks, output.logits, self.instance
-        ):  # the router gets them before token 1
-            self._send(message)
-        self.engine.pool.order.finish(self._written(chunks))  # the link thread must not wait for a forward
-        self._publish(chunks, firsts)
-        return True
+        due, self._launched = self._launched, None
+        if chunks:
+            self._open(admitted)
+            self._launched = self._launch(chunks)
+        if due is not None:
+            self._land(due)
+        if self._launched is not None and not self.engine.launches_ahead:
+            launched, self._launched = self._launched, None
+            self._land(launched)
+        return bool(chunks) or due is not None
 
     def handle(self, event: LinkEvent, now: float) -> None:
         """Take in one message or transport event, at `now` in monotonic seconds."""
@@ -191,6 +217,24 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             if room.cached_tokens:
                 self._send(Advance(room=request.room, epoch=request.epoch, tokens_ready=room.cached_tokens))
 
+    def _launch(self, chunks: Chunks) -> Launched:
+        """Run the chunks and sample. Their tokens count as computed: whatever reads their KV runs later."""
+        output = self._forward(chunks)
+        firsts = self._sample(chunks, output).on_host()
+        for chunk in chunks:
+            chunk.room.request.num_computed = chunk.end
+        scores = list(score_prompts(chunks, output.logits, self.instance))
+        return Launched(chunks=chunks, firsts=firsts, scores=scores, mark=self.engine.pool.order.mark())
+
+    def _land(self, launched: Launched) -> None:
+        """Publish a forward once the device has computed it. Rooms that ended meanwhile get nothing."""
+        self.engine.pool.order.finish(launched.mark)  # the link thread must not wait for a forward
+        running = {room.key for room in self.queues.of(PrefillState.RUNNING)}
+        for message in launched.scores:  # the router gets them before token 1
+            if (message.room, message.epoch) in running:
+                self._send(message)
+        self._publish(launched.chunks, launched.firsts)
+
     def _forward(self, chunks: Chunks) -> ForwardOutput:
         plane = self.engine.features
         batch = batch_of(self.engine, chunks, has_features=plane is not None)
@@ -223,7 +267,9 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         row = 0
         for chunk in chunks:
             request = chunk.room.request
-            request.num_computed = chunk.end
+            if chunk.room.state is not PrefillState.RUNNING:  # it ended while the device computed it
+                row += chunk.is_last
+                continue
             chunk.room.chunks += 1
             if not chunk.is_last:
                 self._send(Advance(room=request.room, epoch=request.epoch, tokens_ready=chunk.end))

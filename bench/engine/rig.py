@@ -160,7 +160,7 @@ class Rig:
             num_pages, PAGE_SIZE, self.head_config.dims.target_feature_width, dtype, device
         )
         self.drafter = self._drafter(head, num_pages)
-        self.runner = ModelRunner(model, pool)
+        self.runner = ModelRunner(model, pool, max_context=settings.max_context)
         self.sampler = Sampler(config.vocab_size, device)
         self._lifecycle.advance(Phase.POOLS_ALLOCATED)
         self._steps = {has_drafts: self._step_graphs(has_drafts) for has_drafts in (False, True)}

@@ -6,11 +6,13 @@ from typing import Protocol
 
 import torch
 
-from ...kernels.kv_store import kv_rows
+from ...kernels.kv_store import kv_rows, store_kv
 from ..batch.forward_batch import ForwardBatch
+from ..graphs.errors import GraphError
 from ..kv.pool import KVPool
-from ..models.layers import Attend
+from ..models.layers import Attend, Read
 from .metadata import AttentionMetadata, plan
+from .places import RequestPlaces
 
 
 class AttentionBackend(Protocol):
@@ -25,33 +27,61 @@ class AttentionBackend(Protocol):
         Raises LifecycleError, here and at each call, if the batch was changed after its plan was made.
         """
 
+    def bind_reads(self, metadata: AttentionMetadata) -> Read:
+        """As `bind`, for layers whose k and v are stored already."""
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a full graph can hold this attention."""
+
+    def recorded(self, places: RequestPlaces, slots: torch.Tensor) -> Attend:
+        """The function that each layer of a captured graph calls.
+
+        Each replay reads the contents of `places`, and of `slots` int64 `[T]`, where k and v are stored.
+        Raises GraphError unless `is_recordable`.
+        """
+
 
 class PagedAttention(ABC):
     """The common base of the backends: the pool, the plans, and batches without rows.
 
-    `scale`: factor of the scores, by default the layout's. `gathers`: whether the backend reads the context
-    by slots; its plans then hold them.
+    `scale`: factor of the scores, by default the layout's. `max_context`: the longest context of a request,
+    in tokens, by which a backend sizes buffers; 0: it has none. `gathers`: whether the backend reads the
+    context by slots; its plans then hold them.
     """
 
     gathers: bool
 
-    def __init__(self, pool: KVPool, scale: float | None = None) -> None:
+    def __init__(self, pool: KVPool, scale: float | None = None, *, max_context: int = 0) -> None:
         self.pool = pool
         self.scale = pool.layout.scale if scale is None else scale
+        self.max_context = max_context
 
     def plan(self, batch: ForwardBatch) -> AttentionMetadata:
         """As `AttentionBackend.plan`."""
-        return plan(batch, self.pool.page_size, gathers=self.gathers)
+        return plan(batch, self.pool.page_size, gathers=self.gathers, copies=self.copies(batch))
 
     def bind(self, metadata: AttentionMetadata) -> Attend:
-        """As `AttentionBackend.bind`.
+        """As `AttentionBackend.bind`."""
+        read, rows = self._reads(metadata), kv_rows(metadata.batch.slots, self.pool.kv)
+        return partial(self._store_and_read, metadata, read, rows)
 
-        Row numbers and masks are the same for every layer and are computed here, once.
-        """
-        metadata.check(metadata.batch.num_tokens)
-        if metadata.num_rows == 0:
-            return partial(_attend_nothing, metadata)
-        return self._bind_rows(metadata, kv_rows(metadata.batch.slots, self.pool.kv))
+    def bind_reads(self, metadata: AttentionMetadata) -> Read:
+        """As `AttentionBackend.bind_reads`."""
+        return partial(_checked, metadata, self._reads(metadata))
+
+    @property
+    def is_recordable(self) -> bool:
+        """As `AttentionBackend.is_recordable`."""
+        return False
+
+    def recorded(self, places: RequestPlaces, slots: torch.Tensor) -> Attend:
+        """As `AttentionBackend.recorded`."""
+        raise GraphError(f"{type(self).__name__} cannot be recorded; break the graph at attention")
+
+    def copies(self, batch: ForwardBatch) -> bool:
+        """Whether the context of `batch` is copied into contiguous buffers before each layer attends."""
+        return False
 
     def attend(
         self, metadata: AttentionMetadata, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -60,15 +90,39 @@ class PagedAttention(ABC):
         return self.bind(metadata)(layer, q, k, v)
 
     @abstractmethod
-    def _bind_rows(self, metadata: AttentionMetadata, store_rows: torch.Tensor) -> Attend:
-        """As `bind`, for a checked plan with rows.
+    def _bind_rows(self, metadata: AttentionMetadata) -> Read:
+        """As `bind_reads`, for a checked plan with rows.
 
-        `store_rows`: the rows into which `store_kv` writes k and v.
+        Row numbers and masks are the same for every layer and are computed here, once. Rows of padding become
+        zeros.
         """
 
+    def _reads(self, metadata: AttentionMetadata) -> Read:
+        metadata.check(metadata.batch.num_tokens)
+        return self._bind_rows(metadata) if metadata.num_rows else _nothing
 
-def _attend_nothing(
-    metadata: AttentionMetadata, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> torch.Tensor:
+    def _store_and_read(
+        self,
+        metadata: AttentionMetadata,
+        read: Read,
+        store_rows: torch.Tensor,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        metadata.check(q.shape[0])
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if metadata.num_rows:
+            store_kv(self.pool.kv, layer, store_rows, k, v)
+        read(layer, q, out)
+        return out
+
+
+def _checked(metadata: AttentionMetadata, read: Read, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
     metadata.check(q.shape[0])
-    return torch.empty_like(q)
+    read(layer, q, out)
+
+
+def _nothing(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+    """What a batch without rows reads."""

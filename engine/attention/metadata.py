@@ -9,12 +9,13 @@ from typing import TypeAlias
 
 import torch
 
+from ...kernels.gather_context import context_rows
 from ..batch.forward_batch import ForwardBatch
 from ..errors import LifecycleError
-from ..host_copy import to_device
+from ..host_copy import all_to_device
 
-# Requests of equally many rows, up to this number (trees: any number), are attended as one padded batch.
-# Longer ones are attended one by one.
+# Requests of equally many rows, up to this number, are attended as one padded batch. Longer ones are attended
+# one by one.
 MAX_UNIFORM_ROWS = 16
 
 Contents: TypeAlias = tuple[tuple[int, ...], ...]  # rows and lengths of the requests, writes of the tensors
@@ -28,7 +29,8 @@ class AttentionMetadata:
     int64 on the device: context lengths, and the first row of each request, for paged kernels.
     `context_slots` `[B, S]` int64: the slot of each context row, 0 (the sink, which reads as zeros) beyond a
     request's length; S is 0 unless the backend gathers the context. `uniform_rows`: Q if every request has Q
-    rows and no row is padding, else 0.
+    rows and no row is padding, else 0. `kv_starts` `[B+1]`, int64 on the device: the first row of each
+    request in the backend's context buffers; None if the context is read from its pages.
     """
 
     batch: ForwardBatch
@@ -39,6 +41,7 @@ class AttentionMetadata:
     kv_lens: torch.Tensor
     q_starts: torch.Tensor
     context_slots: torch.Tensor
+    kv_starts: torch.Tensor | None = None
 
     def check(self, num_rows: int) -> None:
         """Raises LifecycleError unless the batch is still the planned one and has `num_rows` rows."""
@@ -58,17 +61,19 @@ class AttentionMetadata:
 
 def contents_of(batch: ForwardBatch) -> Contents:
     """The host's lengths, and the write count of each tensor that attention reads."""
-    tensors = (batch.positions, batch.slots, batch.page_table, batch.tree_mask)
-    written = tuple(0 if tensor is None else tensor._version for tensor in tensors)
+    tensors = (batch.positions, batch.slots, batch.page_table)
+    written = tuple(tensor._version for tensor in tensors)
     return tuple(batch.q_lens), tuple(batch.kv_lens), written
 
 
-def plan(batch: ForwardBatch, page_size: int, *, gathers: bool = True) -> AttentionMetadata:
+def plan(
+    batch: ForwardBatch, page_size: int, *, gathers: bool = True, copies: bool = False
+) -> AttentionMetadata:
     """The plan of `batch` as it is now.
 
     Rows from sum(q_lens) on are padding, stored in the sink without attention.
 
-    `gathers`: whether to compute `context_slots`.
+    `gathers`: whether to compute `context_slots`. `copies`: whether to compute `kv_starts`.
     """
     real_rows, longest = sum(batch.q_lens), max(batch.kv_lens, default=0)
     pages, device = batch.page_table, batch.page_table.device
@@ -83,11 +88,13 @@ def plan(batch: ForwardBatch, page_size: int, *, gathers: bool = True) -> Attent
         batch.q_lens,
         batch.kv_lens,
     )
-    lengths = to_device(torch.tensor(batch.kv_lens, dtype=torch.int64), device)
     first = batch.q_lens[0] if batch.q_lens else 0
-    is_short = first <= MAX_UNIFORM_ROWS or batch.tree_mask is not None
-    is_uniform = all(q == first for q in batch.q_lens) and is_short and real_rows == batch.num_tokens
-    assert is_uniform or batch.tree_mask is None, "trees have equally many rows per request and no padding"
+    is_uniform = (
+        first <= MAX_UNIFORM_ROWS and all(q == first for q in batch.q_lens) and real_rows == batch.num_tokens
+    )
+    numbers = [batch.kv_lens, [0, *accumulate(batch.q_lens)]] + [context_rows(batch.kv_lens)] * copies
+    host = [torch.tensor(values, dtype=torch.int64) for values in numbers]
+    lengths, q_starts, *kv_starts = all_to_device(host, device)
     return AttentionMetadata(
         batch=batch,
         version=batch.version,
@@ -95,7 +102,8 @@ def plan(batch: ForwardBatch, page_size: int, *, gathers: bool = True) -> Attent
         num_rows=batch.num_tokens,
         uniform_rows=first if is_uniform else 0,
         kv_lens=lengths,
-        q_starts=to_device(torch.tensor([0, *accumulate(batch.q_lens)], dtype=torch.int64), device),
+        q_starts=q_starts,
+        kv_starts=kv_starts[0] if kv_starts else None,
         context_slots=_context_slots(pages, lengths, longest if gathers else 0, page_size),
     )
 

@@ -10,14 +10,16 @@ from .triton_attention import TritonAttention
 BACKENDS = MappingProxyType[str, type[PagedAttention]]({"triton": TritonAttention, "torch": TorchAttention})
 
 
-def attention_for(pool: KVPool, name: str = "", *, scale: float | None = None) -> PagedAttention:
+def attention_for(
+    pool: KVPool, name: str = "", *, scale: float | None = None, max_context: int = 0
+) -> PagedAttention:
     """The backend `name` over `pool`, by default the one for the pool's device.
 
-    `scale` as in `PagedAttention`.
+    `scale` and `max_context` as in `PagedAttention`.
 
     Raises ValueError for an unknown name, listing the known ones.
     """
     name = name or ("triton" if pool.device.type == "cuda" else "torch")
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r}: use one of {', '.join(BACKENDS)}")
-    return BACKENDS[name](pool, scale)
+    return BACKENDS[name](pool, scale, max_context=max_context)

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from ...kernels.kv_store import kv_rows, store_kv
+from ...kernels.kv_store import kv_rows
 from ...kernels.paged_attention import (
     QUERY_BLOCK,
     batched_attention,
@@ -16,7 +16,7 @@ from ...kernels.paged_attention import (
     gather_kv,
 )
 from ...kernels.verify_attention import visible_columns
-from ..models.layers import Attend
+from ..models.layers import Read
 from .backend import PagedAttention
 from .metadata import AttentionMetadata
 
@@ -29,17 +29,17 @@ class TorchAttention(PagedAttention):
 
     gathers = True
 
-    def _bind_rows(self, metadata: AttentionMetadata, store_rows: torch.Tensor) -> Attend:
+    def _bind_rows(self, metadata: AttentionMetadata) -> Read:
         key_rows = kv_rows(metadata.context_slots, self.pool.kv)
         if metadata.uniform_rows:
             rows = torch.cat((key_rows.flatten(), key_rows.flatten() + self.pool.page_size))
-            return partial(self._attend_uniform, metadata, store_rows, rows, self._uniform_mask(metadata))
-        return partial(self._attend_ragged, metadata, store_rows, key_rows, self._band(metadata))
+            return partial(self._read_uniform, metadata, rows, self._uniform_mask(metadata))
+        return partial(self._read_ragged, metadata, key_rows, self._band(metadata))
 
     def _uniform_mask(self, metadata: AttentionMetadata) -> torch.Tensor:
         """A mask `[B, 1, Q, S]` to add to the scores: 0 where a row sees a context row, -inf elsewhere."""
         rows, length = metadata.uniform_rows, metadata.context_slots.shape[1]
-        visible = visible_columns(metadata.kv_lens, rows, length, metadata.batch.tree_mask)
+        visible = visible_columns(metadata.kv_lens, rows, length, None)
         mask = torch.zeros(visible.shape, dtype=self.pool.dtype, device=visible.device)
         return mask.masked_fill_(~visible, float("-inf")).unsqueeze(1)
 
@@ -50,44 +50,35 @@ class TorchAttention(PagedAttention):
             max(batch.kv_lens, default=0), block, self.pool.dtype, metadata.context_slots.device
         )
 
-    def _attend_uniform(
+    def _read_uniform(
         self,
         metadata: AttentionMetadata,
-        store_rows: torch.Tensor,
         rows: torch.Tensor,
         mask: torch.Tensor,
         layer: int,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-    ) -> torch.Tensor:
-        metadata.check(q.shape[0])
-        store_kv(self.pool.kv, layer, store_rows, k, v)
+        out: torch.Tensor,
+    ) -> None:
         keys, values = gather_kv(self.pool.kv, layer, rows)
         shape = (metadata.batch.num_requests, -1)
-        out = batched_attention(
+        found = batched_attention(
             q.reshape(*shape, *q.shape[1:]),
-            keys.view(*shape, *k.shape[1:]),
-            values.view(*shape, *v.shape[1:]),
+            keys.view(*shape, *keys.shape[1:]),
+            values.view(*shape, *values.shape[1:]),
             mask,
             self.scale,
         )
-        return out.reshape(q.shape)
+        out.copy_(found.reshape(q.shape))
 
-    def _attend_ragged(
+    def _read_ragged(
         self,
         metadata: AttentionMetadata,
-        store_rows: torch.Tensor,
         key_rows: torch.Tensor,
         band: torch.Tensor,
         layer: int,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-    ) -> torch.Tensor:
-        metadata.check(q.shape[0])
-        store_kv(self.pool.kv, layer, store_rows, k, v)
-        out = torch.zeros_like(q)
+        out: torch.Tensor,
+    ) -> None:
         start = 0
         for request, (q_len, kv_len) in enumerate(
             zip(metadata.batch.q_lens, metadata.batch.kv_lens, strict=True)
@@ -98,4 +89,4 @@ class TorchAttention(PagedAttention):
                 q[start : start + q_len], keys, values, band, self.scale
             )
             start += q_len
-        return out
+        out[start:].zero_()

@@ -1,18 +1,38 @@
-"""Attention by the paged kernels, which read page tables and lengths on the device.
+"""Attention by kernels that read lengths and pages on the device.
 
 On the CPU their torch references run.
+
+Which kernel attends:
+- up to MAX_UNIFORM_ROWS rows of each request, equally many: the kernel of decode steps, which splits a long
+  context among programs;
+- otherwise, on a device with bulk copies and shared memory for the tiles (sm_90), for heads that `can_attend`
+  names: the context is copied from its pages into contiguous rows, layer by layer, and attended there, if the
+  buffers hold it. On an H200 this is faster from 64 new rows on 4096 (50 us instead of 102) to 2048 on 30720
+  (2.06 ms instead of 3.03);
+- otherwise: the paged kernel.
 """
 
 from functools import partial
 
 import torch
 
+from ...kernels.context_attention import SHARED_BYTES, ContextKV, can_attend, context_attention
 from ...kernels.extend_attention import paged_extend
-from ...kernels.kv_store import store_kv
+from ...kernels.gather_context import ROW_ALIGNMENT, context_rows, gather_context
+from ...kernels.kv_store import kv_rows
+from ...kernels.ops import recorded_context_attention, recorded_gather_context, recorded_store_kv
+from ...kernels.skinny_linear import shared_bytes
 from ...kernels.verify_attention import paged_verify
-from ..models.layers import Attend
+from ..batch.forward_batch import ForwardBatch
+from ..kv.pool import KVPool
+from ..models.layers import Attend, Read
 from .backend import PagedAttention
 from .metadata import AttentionMetadata
+from .places import RequestPlaces
+
+# Buffer rows for several short prompts in one forward, however short the longest context is.
+MIN_BUFFER_ROWS = 16384
+BULK_COPY_CAPABILITY = (9, 0)
 
 
 class TritonAttention(PagedAttention):
@@ -20,24 +40,108 @@ class TritonAttention(PagedAttention):
 
     gathers = False
 
-    def _bind_rows(self, metadata: AttentionMetadata, store_rows: torch.Tensor) -> Attend:
-        return partial(self._attend, metadata, store_rows)
+    def __init__(self, pool: KVPool, scale: float | None = None, *, max_context: int = 0) -> None:
+        super().__init__(pool, scale, max_context=max_context)
+        self._buffers = context_buffers(pool, max_context) if max_context and _copies_pay(pool) else None
 
-    def _attend(
+    def copies(self, batch: ForwardBatch) -> bool:
+        """As `PagedAttention.copies`, by the rule of this module."""
+        return self._buffers is not None and context_rows(batch.kv_lens)[-1] <= self._buffers.keys.shape[0]
+
+    @property
+    def is_recordable(self) -> bool:
+        """As `AttentionBackend.is_recordable`: with context buffers."""
+        return self._buffers is not None
+
+    def recorded(self, places: RequestPlaces, slots: torch.Tensor) -> Attend:
+        """As `AttentionBackend.recorded`: over copied context, whatever its length.
+
+        The requests of `places` may have as many rows together as the buffers.
+        """
+        if self._buffers is None:
+            return super().recorded(places, slots)
+        return partial(self._attend_recorded, self._buffers, places, kv_rows(slots, self.pool.kv))
+
+    def _bind_rows(self, metadata: AttentionMetadata) -> Read:
+        if metadata.uniform_rows:
+            return partial(self._read_uniform, metadata)
+        if metadata.kv_starts is not None and self._buffers is not None:
+            return partial(self._read_copied, metadata, self._buffers, metadata.kv_starts)
+        return partial(self._read_pages, metadata)
+
+    def _read_uniform(
+        self, metadata: AttentionMetadata, layer: int, q: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        grouped = q.reshape(metadata.batch.num_requests, metadata.uniform_rows, *q.shape[1:])
+        pages = metadata.batch.page_table
+        found = paged_verify(grouped, self.pool.kv, layer, pages, metadata.kv_lens, self.scale)
+        out.copy_(found.view(q.shape))
+
+    def _read_copied(
         self,
         metadata: AttentionMetadata,
+        buffers: ContextKV,
+        kv_starts: torch.Tensor,
+        layer: int,
+        q: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        keys, values, lens = buffers.keys, buffers.values, metadata.kv_lens
+        gather_context(self.pool.kv, layer, metadata.batch.page_table, kv_starts, lens, keys, values)
+        longest = max(metadata.batch.kv_lens)
+        context_attention(q, buffers, metadata.q_starts, kv_starts, lens, self.scale, out, longest)
+
+    def _read_pages(
+        self, metadata: AttentionMetadata, layer: int, q: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        batch = metadata.batch
+        out[sum(batch.q_lens) :].zero_()
+        paged_extend(
+            q,
+            self.pool.kv,
+            layer,
+            batch.page_table,
+            metadata.q_starts,
+            metadata.kv_lens,
+            max(batch.q_lens, default=0),
+            self.scale,
+            out,
+        )
+
+    def _attend_recorded(
+        self,
+        buffers: ContextKV,
+        places: RequestPlaces,
         store_rows: torch.Tensor,
         layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> torch.Tensor:
-        metadata.check(q.shape[0])
-        kv, batch, pages = self.pool.kv, metadata.batch, metadata.batch.page_table
-        store_kv(kv, layer, store_rows, k, v)
-        if metadata.uniform_rows:
-            grouped = q.reshape(batch.num_requests, metadata.uniform_rows, *q.shape[1:])
-            lens, mask = metadata.kv_lens, batch.tree_mask
-            return paged_verify(grouped, kv, layer, pages, lens, self.scale, mask).view(q.shape)
-        longest = max(batch.q_lens, default=0)
-        return paged_extend(q, kv, layer, pages, metadata.q_starts, metadata.kv_lens, longest, self.scale)
+        kv, keys, values = self.pool.kv, buffers.keys, buffers.values
+        kv_starts, lens = places.kv_starts, places.kv_lens
+        recorded_store_kv(kv, layer, store_rows, k, v)
+        recorded_gather_context(kv, layer, places.page_table, kv_starts, lens, keys, values)
+        return recorded_context_attention(q, keys, values, places.q_starts, kv_starts, lens, self.scale)
+
+
+def context_buffers(pool: KVPool, max_context: int) -> ContextKV:
+    """Buffers for a context of `max_context` tokens, or of all tokens of `pool`, if those are fewer.
+
+    All layers use them in turn.
+    """
+    longest = min(max(max_context, MIN_BUFFER_ROWS), pool.num_slots + ROW_ALIGNMENT)
+    shape = (context_rows([longest])[-1], *pool.layout.page_shape[3:])
+    made = ContextKV(*(torch.zeros(shape, dtype=pool.dtype, device=pool.device) for _ in range(2)))
+    if pool.device.type == "cuda":
+        made.prepare()
+    return made
+
+
+def _copies_pay(pool: KVPool) -> bool:
+    """Whether a copied context can be attended faster than its pages. A CPU only stands for a device."""
+    if pool.device.type != "cuda":
+        return True
+    has_bulk_copies = torch.cuda.get_device_capability(pool.device) >= BULK_COPY_CAPABILITY
+    has_room = shared_bytes(pool.device) >= SHARED_BYTES
+    return has_bulk_copies and has_room and can_attend(pool.layout.page_shape[-1])

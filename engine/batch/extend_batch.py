@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ..host_copy import to_device
+from ..host_copy import all_to_device
 from ..kv.page_table import build_page_table, pages_for, slots_for
 from ..prompt_logprobs import num_scored
 from ..request import Request
-from .forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from .forward_batch import CaptureHidden, ForwardBatch
 
 
 def extend_batch(
@@ -29,16 +29,21 @@ def extend_batch(
     scored = [starts[i] + bool(i) + row for i, part in enumerate(ranges) for row in range(num_scored(*part))]
     final = [i for i, (request, _, end) in enumerate(ranges) if end == request.num_prompt]
     ids = [token for request, start, end in ranges for token in request.prompt_ids[start:end]]
+    host = (
+        torch.tensor(ids, dtype=torch.int64),
+        torch.cat([torch.arange(start, end) for _, start, end in ranges]),
+        torch.cat([slots_for(r.pages, start, end, page_size) for r, start, end in ranges]),
+        build_page_table([r.pages[: pages_for(end, page_size)] for r, _, end in ranges]),
+        torch.cat((ends[final], torch.tensor(scored, dtype=torch.int64))),
+    )
+    input_ids, positions, slots, page_table, logit_rows = all_to_device(host, device)
     return ForwardBatch(
-        mode=ForwardMode.EXTEND,
-        input_ids=to_device(torch.tensor(ids, dtype=torch.int64), device),
-        positions=to_device(torch.cat([torch.arange(start, end) for _, start, end in ranges]), device),
-        slots=to_device(
-            torch.cat([slots_for(r.pages, start, end, page_size) for r, start, end in ranges]), device
-        ),
-        page_table=build_page_table([r.pages[: pages_for(end, page_size)] for r, _, end in ranges], device),
+        input_ids=input_ids,
+        positions=positions,
+        slots=slots,
+        page_table=page_table,
         q_lens=rows,
         kv_lens=[end for _, _, end in ranges],
         capture_hidden=capture,
-        logit_rows=to_device(torch.cat((ends[final], torch.tensor(scored, dtype=torch.int64))), device),
+        logit_rows=logit_rows,
     )

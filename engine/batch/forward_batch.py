@@ -5,21 +5,11 @@ rows.
 """
 
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import IntEnum
 
 import torch
 
 from ..graphs.bucketed_graphs import PathDecision
-
-
-class ForwardMode(Enum):
-    """The kind of rows in a batch."""
-
-    EXTEND = "extend"  # prompt tokens behind a (possibly empty) prefix
-    DECODE = "decode"  # one row per request
-    TARGET_VERIFY = "target_verify"  # N rows per request: the bonus token and its drafts
-    DRAFT_EXTEND = "draft_extend"  # N rows per request through the draft model
-    IDLE = "idle"  # no rows
 
 
 class CaptureHidden(IntEnum):
@@ -38,15 +28,15 @@ class ForwardBatch:
     + offset; 0 is the padding sink). `page_table`: int64 `[B, P]` page ids, rows padded with page 0.
     `q_lens`, `kv_lens`: for each request, on the host, its rows and its context length after this forward
     (its own rows included). `logit_rows`: int64 `[R]`, the rows whose logits are wanted (None: all).
-    `features`: `[T, feature width]`, the draft model's input hidden rows; None for a target. `tree_mask`:
-    bool `[B, Q, W]`, the columns that each of Q new rows sees among the last W context rows; None: all up to
-    itself. `input_embeds`: `[T, H]`, replaces the embeddings of `input_ids`.
+    `features`: `[T, feature width]`, the draft model's input hidden rows; None for a target. `input_embeds`:
+    `[T, H]`, replaces the embeddings of `input_ids`.
+
+    A row sees all rows of its request up to itself.
 
     Any change increments `version`, which invalidates older metadata, and clears `decision`, the path chosen
     by the runner.
     """
 
-    mode: ForwardMode
     input_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
@@ -56,7 +46,6 @@ class ForwardBatch:
     capture_hidden: CaptureHidden = CaptureHidden.NULL
     logit_rows: torch.Tensor | None = None
     features: torch.Tensor | None = None
-    tree_mask: torch.Tensor | None = None
     input_embeds: torch.Tensor | None = None
     version: int = 0
     decision: PathDecision | None = None

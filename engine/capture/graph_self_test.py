@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from ..batch.forward_batch import CaptureHidden, ForwardBatch
 from ..graphs.bucketed_graphs import EAGER, GraphFamily, PathDecision
 from ..graphs.graph_pool import FallbackReason
 from ..kv.page_table import build_page_table, pages_for, slots_for
@@ -78,12 +78,15 @@ class SelfTest:
     def _trials(self) -> Iterator[Trial]:
         graphs = self.runner.graphs
         if graphs is not None:
-            for bucket, size in edges(graphs.prefill.tokens.family):
-                yield self._prefill_trial(graphs.prefill.tokens.family, bucket, size)
-        family = None if self.drafter is None else self.drafter.prefill_family
-        if self.drafter is not None and family is not None:
-            for bucket, size in edges(family):
-                yield self._draft_prefill_trial(self.drafter, family, bucket, size)
+            families: list[GraphFamily[Any, Any]] = [graphs.tokens.family]
+            families += [] if graphs.whole is None else [graphs.whole.family]
+            for family in families:
+                for bucket, size in edges(family):
+                    yield self._prefill_trial(family, bucket, size)
+        draft = None if self.drafter is None else self.drafter.prefill_family
+        if self.drafter is not None and draft is not None:
+            for bucket, size in edges(draft):
+                yield self._draft_prefill_trial(self.drafter, draft, bucket, size)
 
     def _difference(self, trial: Trial) -> str:
         """The differing outputs or KV between both paths from the same KV; "" without a difference."""
@@ -144,7 +147,6 @@ class SelfTest:
         ]
         slots = [slots_for(table, 0, n, pool.page_size) for table, n in zip(tables, lens, strict=True)]
         return ForwardBatch(
-            mode=ForwardMode.EXTEND,
             input_ids=ids,
             positions=torch.cat([torch.arange(n) for n in lens]).to(pool.device),
             slots=torch.cat(slots).to(pool.device),

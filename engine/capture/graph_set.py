@@ -16,7 +16,7 @@ from ..graphs.tape.arena import ArenaMemory
 from ..graphs.tape.tape import TapeBackend
 from ..runner.lifecycle import Lifecycle, Phase
 from ..runner.model_runner import ModelRunner
-from ..runner.target_graphs import PrefillGraphs, TargetGraphs
+from ..runner.target_graphs import PrefillGraphs
 from ..speculative.adaptive import MeasuredCosts
 from ..speculative.drafters.protocol import Drafter
 from ..speculative.step.step_graphs import StepGraphs
@@ -30,6 +30,7 @@ MIB = 1 << 20
 # Replays of a graph between two checks of its parameters' addresses. No code replaces them while an engine
 # serves, so the check only guards against bugs. It is rare because it costs as much as launching a step.
 CHECK_EVERY = 1024
+PREFILL_KINDS = (GraphKind.TARGET_PREFILL, GraphKind.WHOLE_PREFILL)
 STEP_KINDS = (GraphKind.DECODE_STEP, GraphKind.RANKED_STEP, GraphKind.EDITED_STEP)
 
 
@@ -54,9 +55,9 @@ class GraphSet:
         """Captures target prefill for up to `max_tokens` tokens, within the capacity of the KV pool."""
         self._lifecycle.require(Phase.POOLS_ALLOCATED)
         buckets = token_buckets(min(max_tokens, runner.pool.num_slots - runner.pool.page_size))
-        prefill = PrefillGraphs(self.pool, runner.model, runner.pool, buckets)
-        prefill.tokens.capture()
-        runner.graphs = TargetGraphs(prefill=prefill)
+        prefill = PrefillGraphs(self.pool, runner.model, runner.pool, buckets, runner.attention)
+        prefill.capture()
+        runner.graphs = prefill
 
     def capture_draft(self, drafter: Drafter, max_tokens: int) -> None:
         """Captures the draft's prefill for up to `max_tokens` tokens."""
@@ -115,7 +116,7 @@ class GraphSet:
         kinds = {kind.kind: kind.rows for kind in self.pool.kinds()}
         steps = [rows for kind in STEP_KINDS for rows in kinds.get(kind.value, ())]
         return {
-            "prefill": len(kinds.get(GraphKind.TARGET_PREFILL.value, ())),
+            "prefill": sum(len(kinds.get(kind.value, ())) for kind in PREFILL_KINDS),
             "draft_prefill": len(kinds.get(GraphKind.DRAFT_PREFILL.value, ())),
             "decode": sum(rows == 1 for rows in steps),
             "verify": sum(rows > 1 for rows in steps),

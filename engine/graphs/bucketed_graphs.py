@@ -39,14 +39,15 @@ class BatchShape:
     """The inputs of the decision.
 
     `size`: tokens, or requests for graphs by batch size. `rows`: rows per request. `pages`: columns of the
-    page table. Rows and pages are 0 if any number fits. `hidden`: the requested hidden rows, as
-    CaptureHidden. `has_embeds`: the caller passes embeddings, which graphs cannot use, because they look
-    embeddings up themselves.
+    page table. `requests`: their number, for graphs by tokens. Each of these three is 0 if any number fits.
+    `hidden`: the requested hidden rows, as CaptureHidden. `has_embeds`: the caller passes embeddings, which
+    graphs cannot use, because they look embeddings up themselves.
     """
 
     size: int
     rows: int = 0
     pages: int = 0
+    requests: int = 0
     hidden: int = 0
     has_embeds: bool = False
 
@@ -64,6 +65,7 @@ class GraphLimits:
     is_by_token: bool
     rows: int = 0
     pages: int = 0
+    requests: int = 0
     hidden: int = 0
 
 
@@ -157,6 +159,7 @@ class GraphFamily(Generic[ContextT, OutputT]):
             (shape.has_embeds, FallbackReason.CALLER_EMBEDS),
             (limits.rows not in (0, shape.rows), FallbackReason.VERIFY_MODE),
             (0 < limits.pages < shape.pages, FallbackReason.CONTEXT_OVER_PLANNED),
+            (0 < limits.requests < shape.requests, FallbackReason.BATCH_OVER_PLANNED),
             (not bucket and limits.is_by_token, FallbackReason.TOKENS_OVER_MAX),
             (not bucket, FallbackReason.BATCH_OVER_PLANNED),
             (bucket not in self._graphs, FallbackReason.CAPTURE_FAILED),

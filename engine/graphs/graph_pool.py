@@ -20,6 +20,7 @@ class GraphKind(Enum):
     """The kind of forward that a graph holds."""
 
     TARGET_PREFILL = "target_prefill"  # by token bucket, breakable
+    WHOLE_PREFILL = "whole_prefill"  # the same with attention inside, for few tokens on short contexts, full
     DRAFT_PREFILL = "draft_prefill"  # by token bucket, breakable
     DECODE_STEP = "decode_step"  # a whole step, from drafts to the next newest token, by batch size, full
     RANKED_STEP = "ranked_step"  # the same where top-k or top-p must be looked at
@@ -28,7 +29,7 @@ class GraphKind(Enum):
     @property
     def is_decode(self) -> bool:
         """Whether only decode servers own such graphs; a prefill server has none."""
-        return self not in (GraphKind.TARGET_PREFILL, GraphKind.DRAFT_PREFILL)
+        return self not in (GraphKind.TARGET_PREFILL, GraphKind.WHOLE_PREFILL, GraphKind.DRAFT_PREFILL)
 
 
 class FallbackReason(Enum):

@@ -1,7 +1,8 @@
 """Breakable graphs by token count, with breaks at attention, for the prefill of target and draft.
 
-q, k and v cross each break in one set of buffers of the largest bucket. All layers and buckets share it,
-because layers run in sequence. A set per layer would hold as much memory as the whole pass.
+k and v are stored inside the graph, at the slots of a static input. q and the result cross each break in one
+pair of buffers of the largest bucket. All layers and buckets share it, because layers run in sequence. A pair
+per layer would hold as much memory as the whole pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +11,9 @@ from typing import Generic, TypeAlias
 
 import torch
 
-from ..models.layers import Attend
+from ...kernels.kv_store import kv_rows
+from ...kernels.ops import recorded_store_kv
+from ..models.layers import Attend, Read
 from .breakable import Breaks, OutputT, ReplayContext
 from .bucketed_graphs import GraphFamily, GraphLimits, PathDecision
 from .graph_pool import GraphKind, GraphPool, NamedTensors
@@ -20,71 +23,64 @@ from .static import load_rows
 
 @dataclass(frozen=True, kw_only=True)
 class AttendContext(ReplayContext):
-    """`attend` is bound to the live batch and handles its `num_rows` rows."""
+    """`read` is bound to the live batch and attends its `num_rows` rows."""
 
-    attend: Attend
+    read: Read
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionBridge:
-    """The inputs and the output of attention on both sides of its break, each `[max_tokens, heads, D]`."""
+    """The queries and the output of attention on both sides of its break, each `[max_tokens, heads, D]`."""
 
     q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
     out: torch.Tensor
 
     @classmethod
     def empty(
-        cls,
-        max_tokens: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        cls, max_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> "AttentionBridge":
-        q, k, v, out = (
-            torch.zeros((max_tokens, heads, head_dim), dtype=dtype, device=device)
-            for heads in (num_heads, num_kv_heads, num_kv_heads, num_heads)
+        q, out = (
+            torch.zeros((max_tokens, num_heads, head_dim), dtype=dtype, device=device) for _ in range(2)
         )
-        return cls(q=q, k=k, v=v, out=out)
+        return cls(q=q, out=out)
 
-    def attend(self, breaks: Breaks[AttendContext]) -> Attend:
-        """The attention that layers call under capture."""
-        attend_rows = breaks.graph_break(attend_real_rows)
+    def attend(self, breaks: Breaks[AttendContext], kv: torch.Tensor, slots: torch.Tensor) -> Attend:
+        """The attention that layers call under capture.
+
+        `kv`: the pool's memory. `slots` int64 `[T]`: the static slots of the rows, 0 (the sink) for padding.
+        """
+        read, rows = breaks.graph_break(read_real_rows), kv_rows(slots, kv)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             n = q.shape[0]
-            inside_q, inside_k, inside_v = (
-                mine[:n].copy_(given) for mine, given in ((self.q, q), (self.k, k), (self.v, v))
-            )
-            out = self.out[:n]
-            attend_rows(layer, inside_q, inside_k, inside_v, out=out)
+            recorded_store_kv(kv, layer, rows, k, v)
+            inside, out = self.q[:n].copy_(q), self.out[:n]
+            read(layer, inside, out=out)
             return out
 
         return attend
 
 
-def attend_real_rows(
-    context: AttendContext, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
-) -> None:
-    """The graph break: stores k and v of the real rows and attends with the live batch's plan."""
+def read_real_rows(context: AttendContext, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+    """The graph break: attends the real rows with the live batch's plan."""
     n = context.num_rows
-    out[:n] = context.attend(layer, q[:n], k[:n], v[:n])
+    context.read(layer, q[:n], out[:n])
 
 
-def attend_nothing(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Replaces attention during capture, when no batch and no KV exist."""
-    return q
+def read_nothing(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+    """Replaces attention during capture, when no batch exists."""
+    out.copy_(q)
 
 
-# (static inputs cut to a bucket, attend) -> outputs, token-major
+# (static inputs but the slots, cut to a bucket, attend) -> outputs, token-major
 Body: TypeAlias = Callable[[Sequence[torch.Tensor], Attend], OutputT]
 
 
 class TokenGraphs(Generic[OutputT]):
-    """Graphs of `body` over `inputs`, static tensors `[max_tokens, ...]` by name."""
+    """Graphs of `body` over `inputs`, static tensors `[max_tokens, ...]` by name.
+
+    The last of them, "slots", says where in the pool memory `kv` each row is stored.
+    """
 
     def __init__(
         self,
@@ -94,6 +90,7 @@ class TokenGraphs(Generic[OutputT]):
         *,
         inputs: dict[str, torch.Tensor],
         bridge: AttentionBridge,
+        kv: torch.Tensor,
         body: Body[OutputT],
         parameters: NamedTensors,
         hidden: int = 0,
@@ -102,28 +99,28 @@ class TokenGraphs(Generic[OutputT]):
         self.family: GraphFamily[AttendContext, OutputT] = GraphFamily(pool, kind, buckets, limits)
         self.inputs = inputs
         self.bridge = bridge
+        self._kv = kv
         self._body = body
         self._parameters = parameters
 
     def capture(self) -> None:
         def forward(bucket: int, breaks: Breaks[AttendContext]) -> OutputT:
-            return self._body(
-                [static[:bucket] for static in self.inputs.values()], self.bridge.attend(breaks)
-            )
+            *inputs, slots = (static[:bucket] for static in self.inputs.values())
+            return self._body(inputs, self.bridge.attend(breaks, self._kv, slots))
 
         def context(bucket: int) -> AttendContext:
-            return AttendContext(num_rows=bucket, attend=attend_nothing)
+            return AttendContext(num_rows=bucket, read=read_nothing)
 
         self.family.capture(forward, context, self._parameters)
 
-    def run(self, decision: PathDecision, values: Sequence[torch.Tensor], attend: Attend) -> OutputT:
+    def run(self, decision: PathDecision, values: Sequence[torch.Tensor], read: Read) -> OutputT:
         """Returns the outputs of the real rows, owned by the caller. `values` are the inputs `[n, ...]` in
-        order.
+        order; `read` is bound to the live batch.
         """
         for (name, static), value in zip(self.inputs.items(), values, strict=True):
             load_rows(static, value, decision.bucket, name=f"{self.family.kind.value} {name}")
         n = values[0].shape[0]
-        return own(self.family.replay(decision, AttendContext(num_rows=n, attend=attend)), n)
+        return own(self.family.replay(decision, AttendContext(num_rows=n, read=read)), n)
 
     def __repr__(self) -> str:
         return f"<TokenGraphs {self.family!r}>"

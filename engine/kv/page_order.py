@@ -97,13 +97,17 @@ class PageOrder:
             else:
                 stream.wait_event(event)  # type: ignore[arg-type]
 
-    def finish(self, pages: Iterable[int]) -> None:
-        """Return when the stamped work of `pages` is done, so that no copy of them has to wait.
+    def mark(self) -> StreamEvent | None:
+        """A point behind all work launched on the compute stream so far; None on the CPU."""
+        return self._record()
 
-        This only affects speed. Debug runs skip it, to test that the copies themselves wait.
+    def finish(self, mark: StreamEvent | None) -> None:
+        """Return when the work before `mark` is done, so that no copy of its pages has to wait.
+
+        Copies wait in any case. Debug runs skip this, to test that.
         """
-        if not self.is_checked:
-            self.wait(pages)
+        if mark is not None and not self.is_checked:
+            mark.synchronize()
 
     def use(self, *, reads: Iterable[int], writes: Iterable[int]) -> None:
         """Debug runs: records launched work that reads and writes these pages."""

@@ -16,6 +16,8 @@ from ...kernels.skinny_linear import gated_linear, linear
 
 # (layer index, q [T, N, D], k [T, K, D], v [T, K, D]) -> [T, N, D]; stores k and v, then attends.
 Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# (layer index, q [T, N, D], out [T, N, D]): attends over stored keys and values, and writes `out`.
+Read: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor], None]
 NamedTensors: TypeAlias = Iterator[tuple[str, torch.Tensor]]
 
 

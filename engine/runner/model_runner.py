@@ -1,6 +1,7 @@
 """Runs a target model over batches of rows."""
 
 from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -11,10 +12,13 @@ from ..batch.forward_batch import CaptureHidden, ForwardBatch, ForwardOutput, St
 from ..batch.padding import pad_rows
 from ..errors import CheckpointError, LifecycleError, UnsupportedInput
 from ..graphs.bucketed_graphs import EAGER, PathDecision
+from ..graphs.graph_pool import GraphKind
 from ..kv.pool import KVPool
 from ..models.interface import AuxCapture, CausalLM, InputEmbeds
-from ..models.layers import Attend
-from .target_graphs import Hidden, TargetGraphs
+from .target_graphs import Hidden, PrefillGraphs
+
+LayerP = ParamSpec("LayerP")
+LayerT = TypeVar("LayerT")
 
 
 class ModelRunner:
@@ -22,7 +26,7 @@ class ModelRunner:
 
     `on_layer` is called before each attention that runs as Python, so that a long forward can report
     progress. Captured `graphs` run the batches that fit them. Every batch is padded with idle rows to a
-    multiple of `row_multiple`; results hold the batch's own rows only.
+    multiple of `row_multiple`; results hold the batch's own rows only. `max_context` as in `PagedAttention`.
     """
 
     def __init__(
@@ -32,14 +36,15 @@ class ModelRunner:
         on_layer: Callable[[], None] | None = None,
         *,
         row_multiple: int = 1,
+        max_context: int = 0,
     ) -> None:
         self.model = model
         self.pool = pool
-        self.attention: AttentionBackend = attention_for(pool)
+        self.attention: AttentionBackend = attention_for(pool, max_context=max_context)
         self.counters = StepCounters()
         self.on_layer = on_layer
         self.row_multiple = row_multiple
-        self.graphs: TargetGraphs | None = None
+        self.graphs: PrefillGraphs | None = None
 
     def set_aux_layer_ids(self, ids: Sequence[int]) -> None:
         """Configure the layer outputs that the model captures.
@@ -98,10 +103,15 @@ class ModelRunner:
         aux_ids: tuple[int, ...],
     ) -> tuple[str, Hidden]:
         """The path that ran, and what it gave."""
-        attend = self._bind(self.attention.plan(batch) if metadata is None else metadata)
-        if decision.is_graph and self.graphs is not None:
-            return "breakable", self.graphs.prefill.run(batch, attend, decision)
+        graphs = self.graphs if decision.is_graph else None
+        if graphs is not None and graphs.whole is not None and decision.kind is GraphKind.WHOLE_PREFILL:
+            return "graph", graphs.whole.run(batch, decision)
+        metadata = self.attention.plan(batch) if metadata is None else metadata
+        if graphs is not None:
+            read = self._telling(self.attention.bind_reads(metadata))
+            return "breakable", graphs.run(batch, read, decision)
         embeds = self.model.embed(batch.input_ids) if batch.input_embeds is None else batch.input_embeds
+        attend = self._telling(self.attention.bind(metadata))
         return "eager", self.model.body(embeds, batch.positions, attend, aux_ids)
 
     def _check_embeds(self, batch: ForwardBatch) -> None:
@@ -130,16 +140,17 @@ class ModelRunner:
                 f"features of layers {list(ids)} are {list(wanted)}, but the forward captured {got}"
             )
 
-    def _bind(self, metadata: AttentionMetadata) -> Attend:
-        attend, on_layer = self.attention.bind(metadata), self.on_layer
+    def _telling(self, attention: Callable[LayerP, LayerT]) -> Callable[LayerP, LayerT]:
+        """`attention` of a layer, behind a call of `on_layer`."""
+        on_layer = self.on_layer
         if on_layer is None:
-            return attend
+            return attention
 
-        def attend_and_tell(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def tell_and_attend(*args: LayerP.args, **kwargs: LayerP.kwargs) -> LayerT:
             on_layer()
-            return attend(layer, q, k, v)
+            return attention(*args, **kwargs)
 
-        return attend_and_tell
+        return tell_and_attend
 
     def _aux_ids(self, capture: CaptureHidden) -> tuple[int, ...]:
         if capture == CaptureHidden.NULL:

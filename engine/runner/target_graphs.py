@@ -1,26 +1,41 @@
-"""Graphs of the target's prefill by token bucket, with breaks at attention.
+"""Graphs of the target's prefill by token bucket.
 
 A graph holds the model's body only. The rows that need logits are selected afterwards, eagerly. No graph
 therefore depends on their number, and no padding row costs a pass over the vocabulary. Legend as in
 `forward_batch`.
+
+Breakable graphs stop at attention, where the fastest kernel for the live lengths is chosen. Few tokens take a
+device less time than a host needs for the breaks. For them there are full graphs, whose attention reads
+lengths and pages on the device: up to `MAX_WHOLE_TOKENS` tokens of up to `MAX_WHOLE_REQUESTS` requests with
+together up to `MAX_WHOLE_CONTEXT` rows of context. A backend whose attention cannot be recorded has none.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
-from ..batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
-from ..graphs.bucketed_graphs import EAGER, BatchShape, PathDecision
+from ...kernels.gather_context import context_rows
+from ..attention.backend import AttentionBackend
+from ..attention.places import RequestPlaces
+from ..batch.forward_batch import CaptureHidden, ForwardBatch
+from ..graphs.breakable import Breaks, ReplayContext
+from ..graphs.bucketed_graphs import BatchShape, GraphFamily, GraphLimits, PathDecision
 from ..graphs.graph_pool import GraphKind, GraphPool
+from ..graphs.pytree import own
+from ..graphs.static import load_rows
 from ..graphs.token_graphs import AttentionBridge, TokenGraphs
+from ..kv.page_table import pages_for
 from ..kv.pool import KVPool
 from ..models.interface import AuxCapture, CausalLM
-from ..models.layers import Attend
+from ..models.layers import Attend, Read
 
 # The residual stream [T, H] and the captured layer outputs [T, K*H] (None: nothing is captured).
 Hidden: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+
+MAX_WHOLE_TOKENS = 2048
+MAX_WHOLE_REQUESTS = 16
+MAX_WHOLE_CONTEXT = 8192
 
 
 def captured_mode(model: CausalLM) -> CaptureHidden:
@@ -36,49 +51,135 @@ def aux_ids_of(model: CausalLM) -> tuple[int, ...]:
     return (model.aux_layer_ids or ()) if isinstance(model, AuxCapture) else ()
 
 
-class PrefillGraphs:
-    """Graphs of prefill forwards, up to the number of tokens of the largest bucket."""
+def whole_buckets(buckets: Sequence[int]) -> tuple[int, ...]:
+    """The buckets of full graphs, some of `buckets`: 64, 128, 256, and all above up to MAX_WHOLE_TOKENS.
 
-    def __init__(self, graphs: GraphPool, model: CausalLM, pool: KVPool, buckets: Sequence[int]) -> None:
+    Few tokens take as long as it takes to read all weights, so their padding costs little.
+    """
+    wanted = (b for b in buckets if b in (64, 128) or 256 <= b <= MAX_WHOLE_TOKENS)
+    return tuple(wanted) or (max(buckets),)
+
+
+class WholePrefillGraphs:
+    """Full graphs of prefill forwards, over `places` and static tokens."""
+
+    def __init__(
+        self,
+        graphs: GraphPool,
+        model: CausalLM,
+        pool: KVPool,
+        buckets: Sequence[int],
+        attention: AttentionBackend,
+    ) -> None:
+        most, device = max(buckets), pool.device
+        self.model = model
+        self.inputs = {
+            name: torch.zeros(most, dtype=torch.int64, device=device)
+            for name in ("input_ids", "positions", "slots")
+        }
+        max_pages = pages_for(min(MAX_WHOLE_CONTEXT, pool.num_slots), pool.page_size)
+        self.places = RequestPlaces.empty(MAX_WHOLE_REQUESTS, max_pages, device)
+        self._page_size = pool.page_size
+        self._attention = attention
+        limits = GraphLimits(
+            is_by_token=False,
+            pages=max_pages,
+            requests=MAX_WHOLE_REQUESTS,
+            hidden=captured_mode(model),
+        )
+        self.family: GraphFamily[ReplayContext, Hidden] = GraphFamily(
+            graphs, GraphKind.WHOLE_PREFILL, buckets, limits
+        )
+
+    def capture(self) -> None:
+        def forward(bucket: int, breaks: Breaks[ReplayContext]) -> Hidden:
+            ids, positions, slots = (static[:bucket] for static in self.inputs.values())
+            attend = self._attention.recorded(self.places, slots)
+            return body_of(self.model, ids, positions, attend)
+
+        self.family.capture(forward, lambda bucket: ReplayContext(num_rows=bucket), self.model.tensors)
+
+    def peek(self, batch: ForwardBatch) -> PathDecision:
+        """The decision for `batch`, uncounted: a batch that does not fit may have another graph."""
+        shape = BatchShape(
+            size=batch.num_tokens,
+            pages=max(pages_for(context_rows(batch.kv_lens)[-1], self._page_size), batch.page_table.shape[1]),
+            requests=batch.num_requests,
+            hidden=batch.capture_hidden,
+            has_embeds=batch.input_embeds is not None,
+        )
+        return self.family.peek(shape)
+
+    def run(self, batch: ForwardBatch, decision: PathDecision) -> Hidden:
+        """Runs the graph of `decision`. The caller owns the result."""
+        values = (batch.input_ids, batch.positions, batch.slots)
+        for (name, static), value in zip(self.inputs.items(), values, strict=True):
+            load_rows(static, value, decision.bucket, name=f"{self.family.kind.value} {name}")
+        self.places.load(batch)
+        n = batch.num_tokens
+        return own(self.family.replay(decision, ReplayContext(num_rows=n)), n)
+
+    def __repr__(self) -> str:
+        return f"<WholePrefillGraphs {self.family!r}>"
+
+
+class PrefillGraphs:
+    """Graphs of prefill forwards, up to the number of tokens of the largest bucket.
+
+    `whole` is None if `attention` cannot be recorded.
+    """
+
+    def __init__(
+        self,
+        graphs: GraphPool,
+        model: CausalLM,
+        pool: KVPool,
+        buckets: Sequence[int],
+        attention: AttentionBackend,
+    ) -> None:
         config, most = model.config, max(buckets)
-        ids, positions = (torch.zeros(most, dtype=torch.int64, device=pool.device) for _ in range(2))
+        ids, positions, slots = (torch.zeros(most, dtype=torch.int64, device=pool.device) for _ in range(3))
         self.model = model
         self.tokens: TokenGraphs[Hidden] = TokenGraphs(
             graphs,
             GraphKind.TARGET_PREFILL,
             buckets,
-            inputs={"input_ids": ids, "positions": positions},
-            bridge=AttentionBridge.empty(
-                most, config.num_heads, config.num_kv_heads, config.head_dim, model.dtype, pool.device
-            ),
+            inputs={"input_ids": ids, "positions": positions, "slots": slots},
+            bridge=AttentionBridge.empty(most, config.num_heads, config.head_dim, model.dtype, pool.device),
+            kv=pool.kv,
             body=self._body,
             parameters=model.tensors,
             hidden=captured_mode(model),
         )
+        self.whole: WholePrefillGraphs | None = None
+        if attention.is_recordable:
+            self.whole = WholePrefillGraphs(graphs, model, pool, whole_buckets(buckets), attention)
+
+    def capture(self) -> None:
+        self.tokens.capture()
+        if self.whole is not None:
+            self.whole.capture()
 
     def decide(self, batch: ForwardBatch) -> PathDecision:
+        """The graph of `batch`: a full one if it fits, else a breakable one. Counts a batch without graph."""
+        if self.whole is not None and (decision := self.whole.peek(batch)).is_graph:
+            return decision
         shape = BatchShape(
             size=batch.num_tokens, hidden=batch.capture_hidden, has_embeds=batch.input_embeds is not None
         )
         return self.tokens.family.decide(shape)
 
-    def run(self, batch: ForwardBatch, attend: Attend, decision: PathDecision) -> Hidden:
-        """Runs the graph of `decision`. `attend` is bound to the live batch. The caller owns the result."""
-        return self.tokens.run(decision, (batch.input_ids, batch.positions), attend)
+    def run(self, batch: ForwardBatch, read: Read, decision: PathDecision) -> Hidden:
+        """Runs the breakable graph of `decision`. `read` is bound to the live batch. The caller owns the
+        result.
+        """
+        return self.tokens.run(decision, (batch.input_ids, batch.positions, batch.slots), read)
 
     def _body(self, inputs: Sequence[torch.Tensor], attend: Attend) -> Hidden:
         ids, positions = inputs
-        return self.model.body(self.model.embed(ids), positions, attend, aux_ids_of(self.model))
+        return body_of(self.model, ids, positions, attend)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TargetGraphs:
-    """The graphs of one runner. Decode and verify belong to step graphs."""
-
-    prefill: PrefillGraphs
-
-    def decide(self, batch: ForwardBatch) -> PathDecision:
-        """The decision for `batch`; EAGER for decode and verify."""
-        if batch.mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
-            return EAGER
-        return self.prefill.decide(batch)
+def body_of(model: CausalLM, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> Hidden:
+    """One pass of the model's body over token ids, with the captured layers."""
+    return model.body(model.embed(ids), positions, attend, aux_ids_of(model))

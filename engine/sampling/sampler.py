@@ -26,7 +26,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from ..host_copy import all_to_device, to_device
+from ..host_copy import all_to_device, to_device, to_host
 from ..host_reads import HostCopies
 from .choose import choose_tokens
 from .edits import ALL_ALLOWED, LogitEdits, SamplingRow, edit_logits
@@ -71,6 +71,19 @@ class SampleOutput:
     logprobs: torch.Tensor | None = None
     top_ids: torch.Tensor | None = None
     top_logprobs: torch.Tensor | None = None
+
+    def on_host(self) -> "SampleOutput":
+        """A copy on the host, complete when the device has done the work launched so far."""
+        optional = (self.logprobs, self.top_ids, self.top_logprobs)
+        logprobs, top_ids, top_logprobs = (None if part is None else to_host(part) for part in optional)
+        return SampleOutput(
+            tokens=to_host(self.tokens),
+            bad_rows=to_host(self.bad_rows),
+            unseen_rows=to_host(self.unseen_rows),
+            logprobs=logprobs,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+        )
 
     def token_logprobs(self, row: int, wanted: int) -> list[ScoredToken]:
         """Those of `row` with its `wanted` likeliest tokens; none where `wanted` is negative."""

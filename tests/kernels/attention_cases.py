@@ -4,7 +4,15 @@ from collections.abc import Callable, Iterator
 from itertools import cycle
 
 import torch
-from baton.kernels import compact_kv, extend_attention, tree_verify, verify_attention
+from baton.kernels import (
+    compact_kv,
+    context_attention,
+    extend_attention,
+    gather_context,
+    tree_verify,
+    verify_attention,
+)
+from baton.kernels.context_attention import ContextKV, ContextTile
 from baton.kernels.paged_attention import paged_attention_reference
 from baton.tests.kernels.cases import BFLOAT16, FLOAT32, NAN, assert_close, randn
 
@@ -70,6 +78,53 @@ def check_extend(
     for request, (q_len, kv_len) in enumerate(lens):
         mine = slice(int(starts[request]), int(starts[request]) + q_len)
         assert_close(out[mine], definition(q[mine], pool, 1, table[request], kv_len, scale))
+
+
+def check_context(
+    device: str,
+    lens: list[tuple[int, int]],
+    heads: tuple[int, int],
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    num_unused: int = 0,
+) -> None:
+    """As `check_extend`, over a copy of the pages. `num_unused` places behind the requests have none."""
+    num_heads, kv_heads = heads
+    q_lens, kv_lens = [q for q, _ in lens], [kv for _, kv in lens]
+    pool, table = poisoned_pool(kv_lens, page_size, kv_heads, head_dim, dtype, layer=1)
+    table = torch.nn.functional.pad(table, (0, 0, 0, num_unused))
+    starts, rows = torch.tensor([0, *q_lens]).cumsum(0).tolist(), gather_context.context_rows(kv_lens)
+    wide = randn(sum(q_lens) + 3, num_heads + 1, head_dim, dtype=dtype, seed=8)
+    wide[-3:] = wide[:, -1] = NAN
+    scale, q = head_dim**-0.5, wide[:, :-1]
+    keys, values = (torch.full((rows[-1] + 5, kv_heads, head_dim), NAN, dtype=dtype) for _ in range(2))
+    on_device = [
+        torch.tensor(x).to(device) for x in (rows + rows[-1:] * num_unused, kv_lens + [0] * num_unused)
+    ]
+    copied = [x.to(device, copy=True) for x in (keys, values)]
+    gather_context.gather_context_triton(pool.to(device), 1, table.to(device), *on_device, *copied)
+    gather_context.gather_context_reference(pool, 1, table, *(x.cpu() for x in on_device), keys, values)
+    for found, expected in zip(copied, (keys, values), strict=True):
+        assert torch.equal(found[: rows[-1]].cpu(), expected[: rows[-1]])
+        assert found[rows[-1] :].isnan().all(), "rows of nobody"
+    places = torch.tensor(starts + starts[-1:] * num_unused).to(device), *on_device
+    is_small = ContextTile(rows=16, columns=32, num_warps=4, num_stages=2)
+    tiles = {is_small, context_attention.tile_of(q.shape[0], num_heads, 0, dtype)}
+    outs = [
+        context_attention.context_attention_triton(
+            wide.to(device)[:, :-1], ContextKV(*copied), *places, scale, tile=tile
+        ).cpu()
+        for tile in tiles
+    ]
+    on_cpu = [x.cpu() for x in places]
+    on_cpu = ContextKV(keys, values), *on_cpu
+    outs.append(context_attention.context_attention_reference(q, *on_cpu, scale))
+    for out in outs:
+        assert torch.equal(out[-3:], torch.zeros_like(q[-3:]))
+        for request, (q_len, kv_len) in enumerate(lens):
+            mine = slice(starts[request], starts[request] + q_len)
+            assert_close(out[mine], definition(q[mine], pool, 1, table[request], kv_len, scale))
 
 
 def tree_definition(
@@ -230,6 +285,13 @@ def attention_cases(*, is_whole: bool = True) -> Iterator[tuple[Callable[..., No
             case = check_verify, (num_rows, lens, heads, head_dim, *next(turns), splits, is_tree)
             if is_whole or (row + column) % 2 == 0:
                 yield case
+    for heads, head_dim, lens, page_size, dtype in (
+        ((4, 4), 32, BORDERS, 16, BFLOAT16),
+        ((3, 1), 64, RAGGED, 1, FLOAT32),
+        ((8, 2), 128, [(70, 71), (1, 128), (40, 129)], 16, BFLOAT16),
+    ):
+        yield check_context, (lens, heads, head_dim, page_size, dtype, 2)
+    yield check_context, ([(1, 1)] * 70, (2, 1), 16, 16, FLOAT32)
     yield check_extend, ([], (2, 1), 64, 16, FLOAT32)
     yield check_extend, ([(300, 300)], (8, 1), 64, 16, BFLOAT16)
     yield check_verify, (1, [], (2, 1), 64, 16, FLOAT32)

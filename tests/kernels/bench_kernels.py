@@ -13,7 +13,9 @@ import torch
 from baton.kernels.chain_verify import chain_verify
 from baton.kernels.choose_token import choose_token
 from baton.kernels.compact_kv import compact_kv
+from baton.kernels.context_attention import ContextKV, context_attention
 from baton.kernels.extend_attention import paged_extend
+from baton.kernels.gather_context import context_rows, gather_context
 from baton.kernels.kv_store import kv_rows, store_kv
 from baton.kernels.rms_norm import add_rms_norm, rms_norm
 from baton.kernels.rope import apply_rope
@@ -113,6 +115,22 @@ def attention_benches(batch: int, context: int, device: str) -> Iterator[Bench]:
     yield Bench(
         f"paged_extend 1x{context}",
         lambda: paged_extend(q, pool, 1, one_table, starts, one_len, context, scale),
+        context_bytes // batch + 2 * size(q),
+        4 * HEADS * HEAD_DIM * (context * (context + 1) // 2),
+    )
+    rows = context_rows([context])
+    places = torch.tensor(rows, device=device), one_len
+    keys, values = (
+        torch.zeros(rows[-1], KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device) for _ in range(2)
+    )
+    yield Bench(
+        f"gather_context 1x{context}",
+        lambda: gather_context(pool, 1, one_table, *places, keys, values),
+        2 * context_bytes // batch,
+    )
+    yield Bench(
+        f"context_attention 1x{context}",
+        lambda: context_attention(q, ContextKV(keys, values), starts, *places, scale, None, context),
         context_bytes // batch + 2 * size(q),
         4 * HEADS * HEAD_DIM * (context * (context + 1) // 2),
     )

@@ -9,7 +9,15 @@ from baton.kernels import skinny_linear
 from baton.kernels.chain_verify import chain_verify, chain_verify_triton
 from baton.kernels.choose_token import choose_token, choose_token_triton
 from baton.kernels.compact_kv import compact_kv, compact_kv_triton
+from baton.kernels.context_attention import (
+    NARROW_TILE,
+    WIDE_TILE,
+    ContextKV,
+    context_attention,
+    context_attention_triton,
+)
 from baton.kernels.extend_attention import paged_extend, paged_extend_triton
+from baton.kernels.gather_context import gather_context, gather_context_triton
 from baton.kernels.kv_store import store_kv_triton
 from baton.kernels.rms_norm import add_rms_norm, rms_norm_triton
 from baton.kernels.rope import apply_rope_triton
@@ -40,6 +48,8 @@ OPERATIONS = {
     "store_kv": "kv_store",
     "paged_verify": "verify_attention",
     "paged_extend": "extend_attention",
+    "gather_context": "gather_context",
+    "context_attention": "context_attention",
     "tree_verify": "tree_verify",
     "compact_kv": "compact_kv",
     "select_last_rows": "select_rows",
@@ -127,6 +137,11 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     tree_verify_triton(table, table, table, lens)
     compact_kv_triton(pool, table, table)
     paged_extend_triton(q, pool, 1, table, torch.tensor([0, 1, 3]), lens, 64, 0.1)
+    places = torch.tensor([0, 128, 256]), lens
+    keys = torch.zeros(256, 8, 128, dtype=torch.bfloat16)
+    gather_context_triton(pool, 1, table, *places, keys, keys)
+    for tile in (NARROW_TILE, WIDE_TILE):
+        context_attention_triton(q, ContextKV(keys, keys), torch.tensor([0, 1, 3]), *places, 0.1, tile=tile)
     logits, doubles = randn(3, 4096), torch.ones(3, dtype=torch.float64)
     for min_p, ids in ((doubles, torch.arange(4096)), (None, None)):
         choose_token_triton(logits, rows, rows, doubles, min_p, rows.bool(), ids)
@@ -144,6 +159,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
         "_select_last_rows_kernel", "_tree_verify_kernel", "_extend_kernel", "_verify_kernel",
         "_merge_kernel", "_compact_kv_kernel", "_highest_kernel", "_scores_kernel", "_pick_kernel",
         "_skinny_kernel", "_places_kernel", "_outcome_kernel", "_chain_verify_kernel",
+        "_gather_kernel", "_context_kernel",
     }  # fmt: skip
     for name, kernel in compiled_for_h200:
         assert kernel.asm["cubin"], name
@@ -154,8 +170,10 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     for name in (
         "_extend_kernel",
         "_verify_kernel",
+        "_context_kernel",
     ):  # the last launched, with wide tiles: Hopper's matrix instructions
         assert "wgmma" in by_name[name].asm["ptx"], name
+    assert "cp.async.bulk.tensor" in by_name["_context_kernel"].asm["ptx"], "bulk copies of whole tiles"
 
 
 def test_splits_fill_the_device_without_cutting_a_context_finer_than_pays():
@@ -170,6 +188,9 @@ POOL = torch.zeros(3, 1, 2, 4, 2, 8)
 ONE = torch.ones(1, dtype=INT64)
 TABLE = torch.ones(1, 2, dtype=INT64)
 Q = torch.zeros(1, 1, 4, 8)
+KEYS = torch.zeros(128, 2, 8)
+CONTEXT = ContextKV(KEYS, KEYS)
+STARTS = torch.tensor([0, 128])
 
 
 @pytest.mark.parametrize(
@@ -211,6 +232,11 @@ Q = torch.zeros(1, 1, 4, 8)
         ("step_outcome", lambda: step_outcome(
             torch.ones(2, 20, dtype=INT64), ONE, TABLE, TABLE[:, :1], ONE, ONE.bool(), ONE.bool(), ONE)),
         ("paged_extend", lambda: paged_extend(Q[0], POOL, 0, TABLE, ONE, ONE, 1, 1.0)),
+        ("gather_context", lambda: gather_context(POOL, 0, TABLE, STARTS, ONE, KEYS, KEYS.bfloat16())),
+        ("gather_context", lambda: gather_context(POOL, 0, TABLE, STARTS, ONE, KEYS, KEYS[1:])),
+        ("gather_context", lambda: gather_context(POOL, 0, TABLE, STARTS, ONE, *[KEYS[:, :1]] * 2)),
+        ("context_attention", lambda: context_attention(Q[0, :, :3], CONTEXT, STARTS, STARTS, ONE, 1.0)),
+        ("context_attention", lambda: context_attention(Q[0].half(), CONTEXT, STARTS, STARTS, ONE, 1.0)),
         ("paged_extend", lambda: paged_extend(Q, POOL, 0, TABLE, torch.tensor([0, 1]), ONE, 1, 1.0)),
     ],
 )  # fmt: skip

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from baton.engine.attention.metadata import plan
 from baton.engine.attention.registry import attention_for
-from baton.engine.batch.forward_batch import ForwardBatch, ForwardMode
+from baton.engine.batch.forward_batch import ForwardBatch
 from baton.engine.graphs.breakable import BreakableGraph, Breaks, ReplayContext
 from baton.engine.graphs.tape.arena import ArenaMemory
 from baton.engine.graphs.tape.tape import KeptMemory, TapeBackend
@@ -57,7 +57,6 @@ def decode_batch(num_requests: int, context: int) -> ForwardBatch:
     """One row for each request, behind `context` tokens."""
     pages = torch.arange(1, 1 + num_requests * (context // PAGE + 1)).view(num_requests, -1)
     return ForwardBatch(
-        mode=ForwardMode.DECODE,
         input_ids=torch.arange(num_requests),
         positions=torch.full((num_requests,), context),
         slots=pages[:, -1] * PAGE + context % PAGE,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch
 from baton.engine.kv.page_table import build_page_table, pages_for, slots_for
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.weights import load_model
@@ -90,7 +90,6 @@ class Engine:
         self.next_page += wanted
         n = len(prompt)
         batch = ForwardBatch(
-            mode=ForwardMode.EXTEND,
             input_ids=torch.tensor(request.prompt_ids, device=self.device),
             positions=torch.arange(n, device=self.device),
             slots=slots_for(request.pages, 0, n, PAGE_SIZE).to(self.device),
@@ -148,7 +147,6 @@ def features_of(engine: Engine, ids: list[int]) -> torch.Tensor:
     count = pages_for(len(ids), PAGE_SIZE)
     pages = list(range(NUM_PAGES - count, NUM_PAGES))
     batch = ForwardBatch(
-        mode=ForwardMode.EXTEND,
         input_ids=torch.tensor(ids),
         positions=torch.arange(len(ids)),
         slots=slots_for(pages, 0, len(ids), PAGE_SIZE),

@@ -21,7 +21,8 @@ from baton.tests.parity.eagle3_engine import PAGE_SIZE, Engine
 
 MAX_BATCH, MAX_TOKENS = 4, 24
 BREAKABLE = {GraphKind.TARGET_PREFILL, GraphKind.DRAFT_PREFILL}
-FULL = set(GraphKind) - BREAKABLE
+WHOLE = {GraphKind.WHOLE_PREFILL}  # where attention can be recorded
+FULL = set(GraphKind) - BREAKABLE - WHOLE
 
 
 def arena() -> ArenaMemory:
@@ -96,18 +97,22 @@ def enable(engine: Engine, kinds: set[GraphKind] | None) -> None:
 
 
 def families(engine: Engine) -> list[GraphFamily]:
-    found = [engine.runner.graphs.prefill.tokens.family, *engine.decoder.steps.families.values()]
+    prefill = engine.runner.graphs
+    found = [prefill.tokens.family, *engine.decoder.steps.families.values()]
+    found += [] if prefill.whole is None else [prefill.whole.family]
     return found if engine.drafter is None else [*found, engine.drafter.graphs.tokens.family]
 
 
 def statics(engine: Engine) -> Iterator[torch.Tensor]:
     """Every static input of every graph that is loaded before each replay."""
-    tokens = [engine.runner.graphs.prefill.tokens]
+    tokens = [engine.runner.graphs.tokens]
     if engine.drafter is not None:
         tokens.append(engine.drafter.graphs.tokens)
     for graphs in tokens:
         yield from graphs.inputs.values()
-        yield from (graphs.bridge.q, graphs.bridge.k, graphs.bridge.v, graphs.bridge.out)
+        yield from (graphs.bridge.q, graphs.bridge.out)
+    if (whole := engine.runner.graphs.whole) is not None:
+        yield from (*whole.inputs.values(), whole.places.integers, whole.places.page_table)
 
 
 def poison(engine: Engine) -> None:

@@ -17,7 +17,7 @@ from baton.engine.graphs import token_graphs
 from baton.engine.graphs.breakable import Breaks
 from baton.engine.graphs.errors import GraphError
 from baton.engine.graphs.static import load_rows
-from baton.engine.graphs.token_graphs import AttendContext, AttentionBridge, attend_real_rows
+from baton.engine.graphs.token_graphs import AttendContext, AttentionBridge, read_real_rows
 from baton.engine.models.layers import Attend
 from baton.engine.runner import target_graphs
 from baton.engine.sampling.params import SamplingParams
@@ -25,6 +25,8 @@ from baton.engine.speculative.drafters import eagle3
 from baton.engine.speculative.drafters.eagle3 import Eagle3Drafter
 from baton.engine.speculative.step import fused_step
 from baton.engine.speculative.step.fused_step import FusedStep, StepKind
+from baton.kernels.kv_store import kv_rows
+from baton.kernels.ops import recorded_store_kv
 from baton.tests.parity.eagle3_engine import Engine, features_of
 from baton.tests.parity.eagle3_toys import ORACLE_IDS, head_config, head_tensors, successor, write_head
 from baton.tests.parity.graph_engine import arena, with_graphs
@@ -142,16 +144,20 @@ def counts_of_the_state_not_moved_on(engine: Engine, planting: pytest.MonkeyPatc
     planting.setattr(fused_step, "step_outcome", forgets)
 
 
-def without_bridge(self: AttentionBridge, breaks: Breaks[AttendContext]) -> Attend:
+def without_bridge(
+    self: AttentionBridge, breaks: Breaks[AttendContext], kv: torch.Tensor, slots: torch.Tensor
+) -> Attend:
     """Tensors that only the breaks hold cross them; one leaves a break and is read after all others."""
-    attend_rows, weights = breaks.graph_break(attend_real_rows), breaks.graph_break(weigh_rows)
+    read, weights = breaks.graph_break(read_real_rows), breaks.graph_break(weigh_rows)
+    rows = kv_rows(slots, kv)
     kept: list[torch.Tensor] = []
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if not kept:
             kept.append(weights(q))
         out = torch.empty_like(q)
-        attend_rows(layer, q * kept[0], k, v, out=out)
+        recorded_store_kv(kv, layer, rows, k, v)
+        read(layer, q * kept[0], out=out)
         return out
 
     return attend

@@ -3,12 +3,13 @@
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from itertools import product
 
 import pytest
 import torch
-from baton.engine.attention.metadata import plan
-from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from baton.engine.attention.metadata import AttentionMetadata, plan
+from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch
 from baton.engine.batch.padding import pad_rows
 from baton.engine.errors import CheckpointError, LifecycleError, UnsupportedInput
 from baton.engine.graphs import token_graphs
@@ -17,7 +18,7 @@ from baton.engine.graphs.bucketed_graphs import BatchShape, GraphFamily, GraphLi
 from baton.engine.graphs.graph_pool import GraphKind, GraphPool
 from baton.engine.graphs.static import load_rows
 from baton.engine.graphs.tape.tape import TapeBackend
-from baton.engine.graphs.token_graphs import attend_real_rows
+from baton.engine.graphs.token_graphs import read_real_rows
 from baton.engine.kv.pool import FeaturePlane, KVPool
 from baton.engine.models.llama import LlamaForCausalLM
 from baton.engine.row_attention import RowPlan
@@ -49,12 +50,11 @@ def head(deep_head):
 
 IDS = (9, 1, 5)
 FIVE = (7, 0, 10, 4, 2)
-EXTEND, VERIFY = ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
 
 
-def full(toy: ToyEngine, *chunks: tuple[str, list[int]], mode: ForwardMode = EXTEND) -> ForwardBatch:
-    batch = toy.batch(*chunks, mode=mode)
+def full(toy: ToyEngine, *chunks: tuple[str, list[int]]) -> ForwardBatch:
+    batch = toy.batch(*chunks)
     batch.capture_hidden = CaptureHidden.FULL
     return batch
 
@@ -83,8 +83,8 @@ def test_m1_1_any_five_layers_are_captured_in_their_order_on_every_path(target):
         states = reference_model(target)(torch.tensor([ids]), output_hidden_states=True).hidden_states
     expected = torch.cat([states[layer + 1][0] for layer in FIVE], dim=-1)
     outputs = [plain.runner.forward(full(plain, ("a", ids))), toy.runner.forward(full(toy, ("a", ids[:8])))]
-    outputs.append(toy.runner.forward(full(toy, ("a", ids[8:]), mode=VERIFY)))
-    assert [output.path for output in outputs] == ["eager", "breakable", "eager"]
+    outputs.append(toy.runner.forward(full(toy, ("a", ids[8:]))))
+    assert [output.path for output in outputs] == ["eager", "breakable", "breakable"]
     for output, rows in zip(outputs, (slice(None), slice(8), slice(8, None)), strict=True):
         torch.testing.assert_close(output.hidden, expected[rows], atol=1e-4, rtol=1e-4)
     with pytest.raises(LifecycleError, match="already configured"):
@@ -105,13 +105,13 @@ def drop_one_layer(runner: ModelRunner) -> None:
     runner.model.body = lambda hidden, positions, attend, aux=(): body(hidden, positions, attend, aux[:-1])
 
 
-@pytest.mark.parametrize(("mode", "has_graphs"), [(EXTEND, False), (EXTEND, True), (VERIFY, False)])
-def test_m1_7_fewer_captured_layers_than_chosen_raise_on_every_path(target, mode, has_graphs):
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_m1_7_fewer_captured_layers_than_chosen_raise_on_every_path(target, has_graphs):
     toy = ToyEngine(target, aux=IDS)
     drop_one_layer(toy.runner)
     if has_graphs:
         capture(toy.runner)
-    batch = full(toy, ("a", [1, 2]), mode=mode)
+    batch = full(toy, ("a", [1, 2]))
     with pytest.raises(
         LifecycleError, match=r"\[9, 1, 5\] are \[2, 192\], but the forward captured \[2, 128\]"
     ):
@@ -227,9 +227,9 @@ def test_m2_7_a_graph_serves_what_it_captured_and_less(captured, asked):
 def test_m2_8_nan_after_breaks_and_in_padded_features_reaches_no_real_row(target, head, monkeypatch):
     nan = float("nan")
 
-    def leave_nan(context, layer, q, k, v, out):
-        attend_real_rows(context, layer, q, k, v, out)
-        for tensor in (q, k, v, out):
+    def leave_nan(context, layer, q, out):
+        read_real_rows(context, layer, q, out)
+        for tensor in (q, out):
             tensor[context.num_rows :] = nan
 
     def pad_with_nan(static, values, end, *, name):
@@ -237,7 +237,7 @@ def test_m2_8_nan_after_breaks_and_in_padded_features_reaches_no_real_row(target
         if static.is_floating_point():
             static[values.shape[0] : end] = nan
 
-    monkeypatch.setattr(token_graphs, "attend_real_rows", leave_nan)
+    monkeypatch.setattr(token_graphs, "read_real_rows", leave_nan)
     monkeypatch.setattr(token_graphs, "load_rows", pad_with_nan)
     engine, plain = Engine(target, head), Engine(target, head)
     graphs = with_graphs(engine, arena())
@@ -268,8 +268,14 @@ def test_m5_5_forwards_padded_to_a_multiple_give_what_they_give_alone(
 
     monkeypatch.setattr(RowPlan, "__init__", noted)
     for runner in (engine.runner, engine.drafter):
-        bind = (attention := runner._attention if runner is engine.drafter else runner.attention).bind
-        attention.bind = lambda metadata, bind=bind: (seen.append(metadata.num_rows), bind(metadata))[1]
+        attention = runner._attention if runner is engine.drafter else runner.attention
+        for name, bind in (("bind", attention.bind), ("bind_reads", attention.bind_reads)):
+
+            def noting(metadata: AttentionMetadata, bind: Callable[..., object] = bind) -> object:
+                seen.append(metadata.num_rows)
+                return bind(metadata)
+
+            monkeypatch.setattr(attention, name, noting)
     prompts = [random_ids(n, seed=n) for n in (1, 6, 11)]
     tokens = engine.generate(prompts, GREEDY)
     monkeypatch.undo()
@@ -285,7 +291,7 @@ def test_m3_4_idle_forwards_run_with_as_many_idle_rows_as_a_peer_forces(target, 
     engine.runner.row_multiple = engine.drafter.row_multiple = 8
     graphs = with_graphs(engine, arena())
     before = engine.runner.pool.kv.clone()
-    batch = idle_draft_batch(engine.drafter.head.config.dims, DraftPhase.FROM_TARGET_FEATURES, mode=EXTEND)
+    batch = idle_draft_batch(engine.drafter.head.config.dims, DraftPhase.FROM_TARGET_FEATURES)
     batch.capture_hidden, batch.features = CaptureHidden.FULL, None
     output = engine.runner.forward(batch)
     assert (output.logits.shape[0], tuple(output.hidden.shape)) == (0, (0, engine.drafter.feature_width))
@@ -300,8 +306,8 @@ def test_m3_4_idle_forwards_run_with_as_many_idle_rows_as_a_peer_forces(target, 
 def test_m5_1_metadata_planned_before_padding_is_refused(target):
     toy = ToyEngine(target, aux=IDS)
     toy.runner.row_multiple = 8
-    for mode, count in ((EXTEND, 6), (VERIFY, 2)):
-        batch = full(toy, ("a", random_ids(count)), mode=mode)
+    for count in (6, 2):
+        batch = full(toy, ("a", random_ids(count)))
         with pytest.raises(LifecycleError, match=f"planned for {count} rows and got 8"):
             toy.runner.forward(batch, plan(batch, PAGE_SIZE))
     batch = full(toy, ("b", random_ids(6)))
@@ -387,7 +393,7 @@ def share_own(head: Eagle3Head, dtype: torch.dtype) -> Eagle3Head:
 def one_row() -> ForwardBatch:
     row = torch.zeros(1, dtype=torch.int64)
     return ForwardBatch(
-        mode=EXTEND, input_ids=row, positions=row, slots=row + 16, page_table=torch.ones((1, 1),
+        input_ids=row, positions=row, slots=row + 16, page_table=torch.ones((1, 1),
         dtype=torch.int64),
         q_lens=[1], kv_lens=[1], capture_hidden=CaptureHidden.FULL,
     )  # fmt: skip

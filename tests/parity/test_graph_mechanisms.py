@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from baton.engine.attention.metadata import plan
-from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch
 from baton.engine.capture.graph_set import CHECK_EVERY, GraphSet
 from baton.engine.config import EngineConfig
 from baton.engine.errors import LifecycleError
@@ -76,10 +76,8 @@ def toy(captured: Captured) -> Captured:
     return captured
 
 
-def batch_of(
-    toy: ToyEngine, *chunks: tuple[str, list[int]], mode: ForwardMode = ForwardMode.EXTEND
-) -> ForwardBatch:
-    batch = toy.batch(*chunks, mode=mode)
+def batch_of(toy: ToyEngine, *chunks: tuple[str, list[int]]) -> ForwardBatch:
+    batch = toy.batch(*chunks)
     batch.capture_hidden = CaptureHidden.FULL
     return batch
 
@@ -100,12 +98,12 @@ def test_m1_1_features_are_the_configured_layers_outputs_on_every_path(target, t
     eager = ToyEngine(target, aux=IDS).run(("a", ids), capture=CaptureHidden.FULL)
     breakable = toy.runner.forward(batch_of(toy, ("a", ids)))
     toy.runner.forward(batch_of(toy, ("b", ids[:8])))
-    full = toy.runner.forward(batch_of(toy, ("b", ids[8:]), mode=ForwardMode.TARGET_VERIFY))
-    assert (eager.path, breakable.path, full.path) == ("eager", "breakable", "eager")
-    for output, rows in ((eager, slice(None)), (breakable, slice(None)), (full, slice(8, None))):
+    behind = toy.runner.forward(batch_of(toy, ("b", ids[8:])))
+    assert (eager.path, breakable.path, behind.path) == ("eager", "breakable", "breakable")
+    for output, rows in ((eager, slice(None)), (breakable, slice(None)), (behind, slice(8, None))):
         torch.testing.assert_close(output.hidden, expected[rows], atol=1e-4, rtol=1e-4)
     default = torch.cat([states[layer + 1][0] for layer in (1, 5, 8)], dim=-1)
-    assert not torch.allclose(full.hidden, default[8:], atol=1e-2)
+    assert not torch.allclose(behind.hidden, default[8:], atol=1e-2)
 
 
 def test_m1_5_capturing_before_the_pools_exist_names_both_states(target, head):
@@ -227,7 +225,6 @@ def draft_rows(features: torch.Tensor) -> ForwardBatch:
     n = features.shape[0]
     pages, lens = ([[3, 5]], [n]) if n else ([], [])
     return ForwardBatch(
-        mode=ForwardMode.EXTEND,
         input_ids=torch.arange(n),
         positions=torch.arange(n),
         slots=slots_for([3, 5], 0, n, 4),
@@ -253,10 +250,9 @@ def test_m2_3_prefill_at_bucket_edges_equals_eager_and_larger_is_counted(target,
 
 
 def test_m2_8_padding_writes_to_the_sink_only(toy):
-    extend, verify = ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
-    for name, count, mode in (("a", 5, extend), ("b", 3, extend), ("a", 2, verify)):
+    for name, count in (("a", 5), ("b", 3), ("a", 2)):
         before = toy.pool.kv.clone()
-        batch = batch_of(toy, (name, random_ids(count)), mode=mode)
+        batch = batch_of(toy, (name, random_ids(count)))
         toy.runner.forward(batch)
         changed = (toy.pool.kv != before).flatten(4).any(-1).any(2).any(1).nonzero()
         slots = {int(page) * PAGE_SIZE + int(offset) for page, offset in changed}
@@ -275,11 +271,10 @@ def test_m3_4_a_batch_of_no_rows_passes_through_every_forward(target, head, has_
     toy = ToyEngine(target, aux=(1, 5, 8))
     if has_graphs:
         toy.graphs = capture(toy.runner)
-    for mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY, ForwardMode.IDLE):
-        output = toy.runner.forward(batch_of(toy, mode=mode))
-        assert output.path == "eager"
-        assert output.logits.shape == (0, toy.config.vocab_size)
-        assert output.hidden.shape == (0, 3 * toy.config.hidden_size)
+    output = toy.runner.forward(batch_of(toy))
+    assert output.path == "eager"
+    assert output.logits.shape == (0, toy.config.vocab_size)
+    assert output.hidden.shape == (0, 3 * toy.config.hidden_size)
     width, hidden = engine.drafter.feature_width, engine.drafter.head.config.hidden_size
     out = engine.drafter.prefill_rows(draft_rows(torch.empty(0, width)))
     assert out.shape == (0, hidden)
@@ -309,10 +304,10 @@ def test_m3_5_a_wrong_width_or_dtype_raises_instead_of_replaying_old_data(target
 
 
 def test_m4_7_results_do_not_change_with_the_next_replay(toy):
-    for mode, count in ((ForwardMode.EXTEND, 6), (ForwardMode.EXTEND, 2)):
-        first = toy.runner.forward(batch_of(toy, ("a", random_ids(count, seed=1)), mode=mode))
+    for count in (6, 2):
+        first = toy.runner.forward(batch_of(toy, ("a", random_ids(count, seed=1))))
         logits, hidden = first.logits.clone(), first.hidden.clone()
-        toy.runner.forward(batch_of(toy, ("b", random_ids(count, seed=2)), mode=mode))
+        toy.runner.forward(batch_of(toy, ("b", random_ids(count, seed=2))))
         assert torch.equal(first.logits, logits)
         assert torch.equal(first.hidden, hidden)
         assert first.path == "breakable"
@@ -342,13 +337,12 @@ def test_m4_3_poisoned_graph_memory_does_not_reach_an_eager_step(target, head):
 
 @pytest.mark.parametrize("requests", [1, 3])
 def test_m5_1_a_batch_padded_to_a_multiple_equals_the_batch_alone(target, toy, requests):
-    mode = ForwardMode.EXTEND
     chunks = [(str(i), random_ids(2, seed=i)) for i in range(requests)]
     alone = ToyEngine(target, aux=IDS)
-    expected = alone.runner.forward(batch_of(alone, *chunks, mode=mode))
+    expected = alone.runner.forward(batch_of(alone, *chunks))
     for runs_graph in (True, False):
         toy.lengths.clear()
-        batch = batch_of(toy, *chunks, mode=mode)
+        batch = batch_of(toy, *chunks)
         pad = 8 - batch.num_tokens
         for name in ("input_ids", "positions", "slots"):
             setattr(batch, name, torch.nn.functional.pad(getattr(batch, name), (0, pad)))
@@ -365,10 +359,10 @@ def test_m5_1_a_batch_padded_to_a_multiple_equals_the_batch_alone(target, toy, r
 
 @pytest.mark.parametrize("change", ["positions", "slots", "kv_lens", "page_table"])
 def test_m5_2_a_batch_changed_after_it_was_planned_is_refused(toy, change):
-    for mode, count in ((ForwardMode.EXTEND, 6), (ForwardMode.TARGET_VERIFY, 2)):
-        batch = batch_of(toy, ("a", random_ids(count)), mode=mode)
+    for count in (6, 30):
+        batch = batch_of(toy, ("a", random_ids(count)))
         metadata = plan(batch, PAGE_SIZE)
-        assert toy.runner.decide(batch).is_graph is (mode is ForwardMode.EXTEND)
+        assert toy.runner.decide(batch).is_graph is (count == 6)
         value = getattr(batch, change)
         setattr(batch, change, value.clone() if isinstance(value, torch.Tensor) else list(value))
         assert batch.decision is None, "the path is decided for the batch as it is"

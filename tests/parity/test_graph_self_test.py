@@ -43,7 +43,7 @@ def test_the_self_test_drops_graphs_with_exchanged_weights_and_tokens_hold(targe
     assert SelfTest(engine.runner, engine.drafter, 256).run() == 0
     engine.runner.model.layers[7].mlp.down.weight = engine.runner.model.layers[7].mlp.down.weight * 3
     plain.runner.model.layers[7].mlp.down.weight = plain.runner.model.layers[7].mlp.down.weight * 3
-    prefill = engine.runner.graphs.prefill.tokens.family
+    prefill = engine.runner.graphs.tokens.family
     (steps,) = engine.decoder.steps.families.values()
     assert (len(prefill.captured), len(steps.captured)) == (6, 3)
     assert SelfTest(engine.runner, engine.drafter, 256).run() == 6
@@ -103,7 +103,7 @@ def test_a_capture_that_fails_leaves_its_batches_to_the_eager_path(target, monke
     monkeypatch.setattr(toy.model, "body", refuses_eight)
     toy.graphs = capture(toy.runner)
     monkeypatch.undo()
-    assert toy.runner.graphs.prefill.tokens.family.captured == (1, 2, 4, 16, 24)
+    assert toy.runner.graphs.tokens.family.captured == (1, 2, 4, 16, 24)
     assert "target_prefill 8 cannot be captured" in caplog.text
     assert toy.run(("a", random_ids(7))).path == "eager"
     assert toy.run(("b", random_ids(9))).path == "breakable"

@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 import torch
-from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode, ForwardOutput
+from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardOutput
 from baton.engine.kv.page_table import build_page_table, pages_for, slots_for
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.weights import load_model
@@ -27,7 +27,7 @@ class ToyEngine:
         self.pages: dict[str, list[int]] = {}
         self.lengths: dict[str, int] = {}
 
-    def batch(self, *chunks: tuple[str, list[int]], mode: ForwardMode = ForwardMode.EXTEND) -> ForwardBatch:
+    def batch(self, *chunks: tuple[str, list[int]]) -> ForwardBatch:
         """The next rows of the named requests; their lengths advance."""
         positions, slots, ids = [], [], []
         for name, chunk in chunks:
@@ -41,7 +41,6 @@ class ToyEngine:
             positions.append(torch.arange(start, end))
             slots.append(slots_for(pages, start, end, PAGE_SIZE))
         return ForwardBatch(
-            mode=mode,
             input_ids=torch.tensor(ids, dtype=torch.int64),
             positions=torch.cat(positions) if positions else torch.empty(0, dtype=torch.int64),
             slots=torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64),

@@ -10,14 +10,14 @@ from functools import partial
 
 import pytest
 import torch
-from baton.cluster.protocol.messages import Finished
+from baton.cluster.protocol.messages import Finished, FirstToken
 from baton.decode.queues import DecodeState
 from baton.engine.speculative.step.step_graphs import step_graphs
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.overlap_engine import LateSteps
 from baton.tests.sim.cluster_seams import hasty_close
 from baton.tests.sim.test_workers import prompts
-from baton.tests.sim.worker_pair import Pair, name
+from baton.tests.sim.worker_pair import P, Pair, name
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -110,6 +110,42 @@ def test_penalties_biases_logprobs_and_least_lengths_do_not_wait(target, head, l
     assert 8 <= len(found[0][2]) < 14, "stopped, and not too early"
 
 
+def commands_of(pair, room):
+    return [type(item).__name__ for item in pair.links[P].commands if item.room == room]
+
+
+def test_prefill_publishes_a_forward_when_the_next_one_is_launched(target, head):
+    pair = pair_of(target, head, "chain", chunk_size=8)
+    pair.send(name(0), range(20), max_new_tokens=4)
+    computed, ready = [], []
+    for _ in range(4):
+        assert pair.prefill.step()
+        room = pair.prefill.queues.get(name(0), 0)
+        computed.append(room.request.num_computed)
+        ready.append(commands_of(pair, name(0)).count("Advance"))
+    assert (computed, ready) == ([8, 16, 20, 20], [0, 1, 2, 3])
+    assert not pair.prefill.step(), "nothing is left"
+    assert [type(message) for message in pair.links[P].to_router] == [FirstToken]
+
+
+@pytest.mark.parametrize("steps", [1, 3], ids=["first chunk", "last chunk"])
+def test_a_room_that_ends_while_its_forward_runs_gets_nothing_of_it(target, head, steps):
+    pair = pair_of(target, head, "chain", chunk_size=8)
+    pair.send(name(0), range(20), max_new_tokens=4)
+    pair.send(name(1), range(50, 53), max_new_tokens=4)
+    for _ in range(steps):
+        pair.prefill.step()
+    before = commands_of(pair, name(0))
+    pair.cancel(name(0))
+    pair.prefill.step()
+    assert commands_of(pair, name(0))[len(before) :] == ["Drop"]
+    assert not any(m.room == name(0) for m in pair.links[P].to_router if isinstance(m, FirstToken))
+    pair.run()
+    assert len(pair.tokens[name(1)]) == 4, "its neighbour in the forward gets what is its own"
+    assert name(0) not in pair.tokens
+    pair.assert_nothing_is_held()
+
+
 def cancelled_at_random(target, head, drafts, seed):
     """A pair after requests of which some were cancelled at any moment; the cancelled, and the expected."""
     rng = random.Random(seed)
@@ -154,7 +190,7 @@ def test_pages_given_back_before_the_last_step_was_read_are_found_written(target
     """Switches off the defence above: the pages of an ended room do not wait for its steps under way."""
 
     def all_seeds():
-        for seed in range(4):
+        for seed in range(16):
             cancelled_at_random(target, head, drafts, seed)
 
     with hasty_close(), pytest.raises(AssertionError, match="was written while it was free"):

@@ -12,7 +12,7 @@ import torch
 
 from ....kernels.select_rows import select_last_rows
 from ...attention.registry import attention_for
-from ...batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from ...batch.forward_batch import CaptureHidden, ForwardBatch
 from ...batch.padding import pad_rows
 from ...errors import CheckpointError, LifecycleError, UnsupportedInput
 from ...graphs.bucketed_graphs import EAGER, GraphFamily
@@ -117,8 +117,8 @@ class Eagle3Drafter:
             batch.decision = EAGER if graphs is None else graphs.decide(padded)
         if graphs is None or not batch.decision.is_graph:
             return self._forward(batch, DraftPhase.FROM_TARGET_FEATURES)
-        attend = self._attention.bind(self._attention.plan(padded))
-        return graphs.run(padded, attend, batch.decision)[: batch.num_tokens]
+        read = self._attention.bind_reads(self._attention.plan(padded))
+        return graphs.run(padded, read, batch.decision)[: batch.num_tokens]
 
     def _prefill_batch(self, items: Sequence[DraftPrefill]) -> ForwardBatch:
         for item in items:
@@ -126,7 +126,6 @@ class Eagle3Drafter:
         tables = [item.pages[: pages_for(item.end, self.page_size)] for item in items]
         ids = [token for item in items for token in item.next_ids]
         return ForwardBatch(
-            mode=ForwardMode.EXTEND,
             input_ids=to_device(torch.tensor(ids, dtype=torch.int64), self.device),
             positions=to_device(
                 torch.cat([torch.arange(item.start, item.end) for item in items]), self.device

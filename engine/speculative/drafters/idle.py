@@ -4,17 +4,13 @@ batches.
 
 import torch
 
-from ...batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from ...batch.forward_batch import CaptureHidden, ForwardBatch
 from .eagle3_head import DraftPhase
 from .spec_config import DraftDims
 
 
 def idle_draft_batch(
-    dims: DraftDims,
-    phase: DraftPhase,
-    *,
-    mode: ForwardMode = ForwardMode.IDLE,
-    device: torch.device | str = "cpu",
+    dims: DraftDims, phase: DraftPhase, *, device: torch.device | str = "cpu"
 ) -> ForwardBatch:
     """A batch without rows, whose `features` match `phase`: `[0, K*Ht]` of the target or `[0, H]` of the
     draft.
@@ -24,7 +20,6 @@ def idle_draft_batch(
     name = dims.target_feature_dtype if is_from_target else dims.self_dtype
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     return ForwardBatch(
-        mode=mode,
         input_ids=nothing,
         positions=nothing,
         slots=nothing,

@@ -14,7 +14,7 @@ from ...graphs.bucketed_graphs import BatchShape, PathDecision
 from ...graphs.graph_pool import GraphKind, GraphPool
 from ...graphs.token_graphs import AttentionBridge, TokenGraphs
 from ...kv.pool import KVPool
-from ...models.layers import Attend, NamedTensors
+from ...models.layers import Attend, NamedTensors, Read
 from .eagle3_head import DraftPhase, Eagle3Head
 
 
@@ -44,16 +44,15 @@ class DraftPrefillGraphs:
         require_shared(head)
         config, most, device = head.config, max(buckets), pool.device
         features = torch.zeros((most, config.dims.target_feature_width), dtype=head.dtype, device=device)
-        ids, positions = (torch.zeros(most, dtype=torch.int64, device=device) for _ in range(2))
+        ids, positions, slots = (torch.zeros(most, dtype=torch.int64, device=device) for _ in range(3))
         self.head = head
         self.tokens: TokenGraphs[torch.Tensor] = TokenGraphs(
             graphs,
             GraphKind.DRAFT_PREFILL,
             buckets,
-            inputs={"features": features, "input_ids": ids, "positions": positions},
-            bridge=AttentionBridge.empty(
-                most, config.num_heads, config.num_kv_heads, config.head_dim, head.dtype, device
-            ),
+            inputs={"features": features, "input_ids": ids, "positions": positions, "slots": slots},
+            bridge=AttentionBridge.empty(most, config.num_heads, config.head_dim, head.dtype, device),
+            kv=pool.kv,
             body=self._body,
             parameters=lambda: parameters_of(head),
             hidden=CaptureHidden.LAST,
@@ -62,10 +61,11 @@ class DraftPrefillGraphs:
     def decide(self, batch: ForwardBatch) -> PathDecision:
         return self.tokens.family.decide(BatchShape(size=batch.num_tokens, hidden=batch.capture_hidden))
 
-    def run(self, batch: ForwardBatch, attend: Attend, decision: PathDecision) -> torch.Tensor:
-        """Returns the layer's output `[T, H]`. `attend` is bound to the live batch."""
+    def run(self, batch: ForwardBatch, read: Read, decision: PathDecision) -> torch.Tensor:
+        """Returns the layer's output `[T, H]`. `read` is bound to the live batch."""
         assert batch.features is not None
-        return self.tokens.run(decision, (batch.features, batch.input_ids, batch.positions), attend)
+        values = batch.features, batch.input_ids, batch.positions, batch.slots
+        return self.tokens.run(decision, values, read)
 
     def _body(self, inputs: Sequence[torch.Tensor], attend: Attend) -> torch.Tensor:
         features, ids, positions = inputs

@@ -71,6 +71,85 @@ def test_each_token_after_the_cached_prefix_is_computed_once_in_order(prompts, c
     assert scheduler.cache.num_available == 64
 
 
+@given(
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=12),
+    budget=st.integers(1, 24),
+    later=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 30)), max_size=8),
+)
+def test_every_forward_is_full_while_prompts_wait_and_the_oldest_gets_half(sizes, budget, later):
+    scheduler = make(num_pages=512, chunk_size=budget, max_batch=64)
+    rooms = [add(scheduler, i, range(1000 * i, 1000 * i + n)) for i, n in enumerate(sizes)]
+    arrivals = sorted(later)
+    for step in range(1000):
+        while arrivals and arrivals[0][0] <= step:
+            n = len(rooms)
+            rooms.append(add(scheduler, n, range(1000 * n, 1000 * n + arrivals.pop(0)[1])))
+        left = {room.request.room: remaining(room) for room in scheduler.queues}
+        chunks, _ = scheduler.next_chunks()
+        if not chunks:
+            assert not left
+            break
+        taken = {chunk.room.request.room: chunk.num_tokens for chunk in chunks}
+        assert len(taken) == len(chunks), "a prompt is in a forward once"
+        assert sum(taken.values()) == min(budget, sum(left.values()))
+        oldest, wanted = next(iter(left.items()))
+        assert taken[oldest] >= min(wanted, -(-budget // 2))
+        begun = [room for room in scheduler.queues.of(PrefillState.RUNNING) if not done(room, chunks)]
+        assert len(begun) <= 1, "a prompt is begun when the one before it ends"
+        run(scheduler, chunks)
+
+
+def remaining(room):
+    return room.request.num_prompt - room.request.num_computed
+
+
+def done(room, chunks):
+    return any(chunk.room is room and chunk.is_last for chunk in chunks)
+
+
+@pytest.mark.parametrize("chunk_size", [0, 16])
+def test_a_stream_of_short_prompts_delays_a_long_one_at_most_twofold(chunk_size):
+    scheduler = make(num_pages=256, chunk_size=chunk_size, max_batch=64)
+    longs = [add(scheduler, i, range(1000 * i, 1000 * i + 96)) for i in range(2)]
+    for step in range(2 * 2 * 96 // 16 + 1):
+        for i in range(4):
+            number = 10 + 4 * step + i
+            add(scheduler, number, range(1000 * number, 1000 * number + 7))
+        run(scheduler, scheduler.next_chunks()[0])
+    assert [remaining(room) for room in longs] == [0, 0]
+
+
+def test_a_prompt_that_ends_in_half_of_a_forward_overtakes_longer_ones():
+    scheduler = make(num_pages=256, chunk_size=16)
+    first, second = add(scheduler, 1, range(100)), add(scheduler, 2, range(1000, 1100))
+    run(scheduler, scheduler.next_chunks()[0])
+    short, wide = add(scheduler, 3, range(2000, 2005)), add(scheduler, 4, range(3000, 3009))
+    chunks, admitted = scheduler.next_chunks()
+    assert [(chunk.room, chunk.num_tokens) for chunk in chunks] == [(first, 11), (short, 5)]
+    assert admitted == [short]
+    assert [second.state, wide.state] == [PrefillState.QUEUED] * 2, "their pages stay free"
+
+
+def test_a_short_prompt_never_takes_the_pages_of_one_it_overtakes():
+    scheduler = make(num_pages=60, chunk_size=8)
+    first = add(scheduler, 1, range(80))  # 20 pages
+    run(scheduler, scheduler.next_chunks()[0])
+    add(scheduler, 2, range(1000, 1156))  # 39 of the 40 pages that are left
+    shorts = [add(scheduler, i, range(1000 * i, 1000 * i + 2)) for i in (3, 4)]  # a page each
+    chunks, admitted = scheduler.next_chunks()
+    assert [chunk.room for chunk in chunks] == [first, shorts[0]]
+    assert admitted == shorts[:1]
+    assert scheduler.cache.num_available == 39
+
+
+def test_the_tokens_of_a_forward_bound_it_and_not_the_number_of_prompts():
+    scheduler = make(num_pages=256, chunk_size=64, max_batch=64)
+    rooms = [add(scheduler, i, range(1000 * i, 1000 * i + 3)) for i in range(30)]
+    chunks, _ = scheduler.next_chunks()
+    assert [chunk.room for chunk in chunks[:21]] == rooms[:21]
+    assert sum(chunk.num_tokens for chunk in chunks) == 64
+
+
 def test_a_prompt_without_pages_waits_and_the_ones_behind_it_wait_too():
     scheduler = make(num_pages=3, chunk_size=64)
     first, second, third = (

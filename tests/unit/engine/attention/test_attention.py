@@ -4,7 +4,7 @@ import pytest
 import torch
 from baton.engine.attention.metadata import MAX_UNIFORM_ROWS, AttentionMetadata, plan
 from baton.engine.attention.registry import BACKENDS, attention_for
-from baton.engine.batch.forward_batch import ForwardBatch, ForwardMode
+from baton.engine.batch.forward_batch import ForwardBatch
 from baton.engine.errors import LifecycleError
 from baton.engine.kv.layouts import MHALayout
 from baton.engine.kv.page_table import build_page_table, slots_for
@@ -32,7 +32,6 @@ def make_batch(lengths: list[tuple[int, int]], num_padding: int = 0) -> ForwardB
     padding = torch.zeros(num_padding, dtype=torch.int64)
     num_rows = sum(q for q, _ in lengths) + num_padding
     return ForwardBatch(
-        mode=ForwardMode.EXTEND,
         input_ids=torch.zeros(num_rows, dtype=torch.int64),
         positions=torch.zeros(num_rows, dtype=torch.int64),
         slots=torch.cat((*slots, padding)),

@@ -182,7 +182,9 @@ def test_waiting_for_pace_is_no_wait_in_a_debug_run():
     order = order_of()
     order.use(reads=[], writes=[1])
     order.stamp([1])
-    order.finish([1])
+    mark = order.mark()
+    order.finish(mark)
+    assert not mark.query()
     with pytest.raises(AssertionError):
         order.touch(1, is_write=False)
 

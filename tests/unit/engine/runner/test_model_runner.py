@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from baton.engine.attention.metadata import plan
-from baton.engine.batch.forward_batch import ForwardMode
 from baton.engine.errors import LifecycleError
 from baton.tests.parity.toy_engine import PAGE_SIZE, ToyEngine, random_ids
 from hypothesis import given
@@ -59,7 +58,7 @@ def test_padding_rows_and_padding_requests_change_nothing(checkpoint: Path):
     for engine in (plain, padded):
         engine.run(("a", PROMPT[:20]), ("b", PROMPT[20:25]))
     expected = plain.run(("a", [7]), ("b", [8])).logits
-    batch = padded.batch(("a", [7]), ("b", [8]), mode=ForwardMode.DECODE)
+    batch = padded.batch(("a", [7]), ("b", [8]))
     zeros = torch.zeros(2, dtype=torch.int64)
     batch.input_ids, batch.positions = (
         torch.cat((batch.input_ids, zeros)),
@@ -90,7 +89,7 @@ def test_only_the_logit_rows_asked_for_come_back_in_their_order(checkpoint: Path
 
 def test_an_idle_batch_runs_and_returns_no_rows(checkpoint: Path):
     engine = ToyEngine(checkpoint)
-    output = engine.runner.forward(engine.batch(mode=ForwardMode.IDLE))
+    output = engine.runner.forward(engine.batch())
     assert output.logits.shape == (0, 256)
     assert output.hidden is None
     assert engine.pool.kv.abs().sum() == 0
