@@ -21,7 +21,8 @@ class EngineConfig:
     sizes for which graphs are captured; a role sets those that it needs. `spec_*`: the drafts of a step
     (`DraftShape.of`). `spec_adaptive`: whether they follow load and acceptance ("auto": on CUDA). `overlap`:
     whether a decode step is launched before the previous one was read ("auto": on CUDA). `graph_self_test`
-    compares each graph with the eager path before use. `feature_layers` ("2,14,25"): layer outputs that
+    compares each graph with the eager path before use. `deterministic`: the bits of a target's row do not
+    depend on the rows computed beside it. `feature_layers` ("2,14,25"): layer outputs that
     prefill captures beside those of the draft.
     """
 
@@ -45,6 +46,7 @@ class EngineConfig:
     spec_adaptive: str = "auto"
     overlap: str = "auto"
     graph_self_test: bool = True
+    deterministic: bool = False
     feature_layers: str = ""
 
     @classmethod

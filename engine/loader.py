@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ..kernels.row_ops import FASTEST, INVARIANT
 from .capture.graph_set import GraphSet, backend_for
 from .config import EngineConfig, resolve_checkpoint, resolve_device, resolve_dtype
 from .errors import CheckpointError, LifecycleError
@@ -185,7 +186,10 @@ class EngineLoader:
         self._dtype = resolve_dtype(config.dtype, self._device)
         self._path = resolve_checkpoint(config.model)
         self._weights = WeightsHash(self._path)
-        self._model, self._model_config = load_model(self._path, dtype=self._dtype, device=self._device)
+        ops = INVARIANT if config.deterministic else FASTEST
+        self._model, self._model_config = load_model(
+            self._path, dtype=self._dtype, device=self._device, ops=ops
+        )
         self._fingerprint = model_fingerprint(self._path)
         limit = self._model_config.max_position_embeddings
         if config.max_context > limit:
@@ -258,7 +262,7 @@ class EngineLoader:
             enabled=config.prefix_cache,
             lookahead=CACHE_LOOKAHEAD if drafter is not None else 0,
         )
-        runner = ModelRunner(self._model, pool)
+        runner = ModelRunner(self._model, pool, is_invariant=config.deterministic)
         self._engine = Engine(
             path=self._path,
             fingerprint=self._fingerprint,

@@ -59,8 +59,8 @@ def _by_tiles(x: torch.Tensor, product: Callable[[torch.Tensor], torch.Tensor]) 
     """`product` of each ROWS rows of `x` `[T, H]`, in memory of their own."""
     num_rows = x.shape[0]
     padded = F.pad(x, (0, 0, 0, -num_rows % ROWS))
-    parts = [product(part.clone(memory_format=torch.contiguous_format)) for part in padded.split(ROWS)]
-    return torch.cat(parts)[:num_rows] if num_rows else product(x)
+    tiles = [padded[start : start + ROWS].clone() for start in range(0, padded.shape[0], ROWS)]
+    return torch.cat([product(tile) for tile in tiles])[:num_rows] if num_rows else product(x)
 
 
 def linear_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

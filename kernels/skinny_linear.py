@@ -113,21 +113,25 @@ def linear_triton(
     *,
     is_gated: bool = False,
     shape: SkinnyShape | None = None,
+    max_tile_rows: int = 64,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Launch on `x` `[T, H]`, `weight` `[N, H]`, `bias` None or `[N]`; returns `[T, N]`.
+    """Launch on `x` `[T, H]`, `weight` `[N, H]`, `bias` None or `[N]`; returns `[T, N]`, by default in the
+    dtype of `x`.
 
     With `is_gated` it returns silu(first half of the outputs) * second half, `[T, N/2]`. Sums are float32.
-    Raises ValueError if shapes or dtypes differ, or a gated N is odd.
+    `max_tile_rows`: the largest number of rows of a program. Raises ValueError if shapes or dtypes differ, or
+    a gated N is odd.
     """
     _check(x, weight, bias, is_gated)
     num_rows, in_size = x.shape
     out_size = weight.shape[0] // 2 if is_gated else weight.shape[0]
-    y = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
+    y = torch.empty(num_rows, out_size, dtype=out_dtype or x.dtype, device=x.device)
     if y.numel() == 0:
         return y
     x = x if x.stride(1) == 1 else x.contiguous()
     tile = skinny_shape(num_rows, out_size) if shape is None else shape
-    block_rows = min(max(next_power_of_2(num_rows), MIN_ROWS_TILE), 64)
+    block_rows = min(max(next_power_of_2(num_rows), MIN_ROWS_TILE), max_tile_rows)
     _skinny_kernel[(cdiv(out_size, tile.out), cdiv(num_rows, block_rows))](
         x,
         weight,

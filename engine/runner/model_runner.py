@@ -6,7 +6,7 @@ import torch
 
 from ..attention.backend import AttentionBackend
 from ..attention.metadata import AttentionMetadata
-from ..attention.registry import attention_for
+from ..attention.registry import INVARIANT, attention_for
 from ..batch.forward_batch import CaptureHidden, ForwardBatch, ForwardOutput, StepCounters
 from ..batch.padding import pad_rows
 from ..errors import CheckpointError, LifecycleError, UnsupportedInput
@@ -22,7 +22,8 @@ class ModelRunner:
 
     `on_layer` is called before each attention that runs as Python, so that a long forward can report
     progress. Captured `graphs` run the batches that fit them. Every batch is padded with idle rows to a
-    multiple of `row_multiple`; results hold the batch's own rows only.
+    multiple of `row_multiple`; results hold the batch's own rows only. `is_invariant`: attention is
+    batch-invariant, as the operations of `model` then should be.
     """
 
     def __init__(
@@ -32,10 +33,12 @@ class ModelRunner:
         on_layer: Callable[[], None] | None = None,
         *,
         row_multiple: int = 1,
+        is_invariant: bool = False,
     ) -> None:
         self.model = model
         self.pool = pool
-        self.attention: AttentionBackend = attention_for(pool)
+        self.is_invariant = is_invariant
+        self.attention: AttentionBackend = attention_for(pool, INVARIANT if is_invariant else "")
         self.counters = StepCounters()
         self.on_layer = on_layer
         self.row_multiple = row_multiple

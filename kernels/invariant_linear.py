@@ -1,0 +1,50 @@
+"""Batch-invariant projections: the bits of a row of x W^T + b do not depend on the number of rows.
+
+A library splits the inner dimension by the number of rows, so it rounds a row differently in a decode step, a
+verify step and a prefill. On a GPU, the kernel of `skinny_linear` runs here for any number of rows: each
+output is one chain of matrix instructions along the inner dimension, from the first column to the last.
+Source: He, "Defeating nondeterminism in LLM inference", 2025.
+
+Legend: T rows, N outputs, H inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .invariant_rows import linear_rows
+from .logits import widened_logits
+from .skinny_linear import SkinnyShape, linear_triton
+
+# Rows of a program. The instruction depends on the outputs of a tile, which are its long side, and not on
+# its rows; 64 outputs are the smallest tile of a Hopper matrix instruction.
+FEW_ROWS = 64
+FEW = SkinnyShape(out=64, inner=128, num_warps=4, num_stages=4)
+MANY = SkinnyShape(out=128, inner=64, num_warps=8, num_stages=3)
+# float32 has no matrix instruction of full precision; it is for tests.
+FLOAT32 = SkinnyShape(out=32, inner=32, num_warps=4, num_stages=2)
+
+
+def _on_gpu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    if x.dtype == torch.float32:
+        return linear_triton(x, weight, bias, shape=FLOAT32, max_tile_rows=16)
+    is_few = x.shape[0] <= FEW_ROWS
+    shape, rows = (FEW, FEW_ROWS) if is_few else (MANY, 2 * FEW_ROWS)
+    return linear_triton(x, weight, bias, shape=shape, max_tile_rows=rows, out_dtype=out_dtype)
+
+
+def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x W^T + b: `x` `[T, H]`, `weight` `[N, H]`, `bias` None or `[N]` -> `[T, N]`."""
+    return _on_gpu(x, weight, bias) if x.is_cuda else linear_rows(x, weight, bias)
+
+
+def invariant_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As `logits.float32_logits`: `hidden` `[R, H]`, `weight` `[V, H]` -> float32 `[R, V]`."""
+    if hidden.is_cuda:
+        return _on_gpu(hidden, weight, out_dtype=torch.float32)
+    return widened_logits(hidden.to(torch.float32), weight, product=linear_rows)
