@@ -21,7 +21,7 @@ import torch
 from .invariant_rows import attend_rows
 from .kv_store import kv_rows
 from .paged_attention import gather_kv
-from .paged_tile import LOG2_E, check_paged, fold_tile, load_kv_tile
+from .paged_tile import LOG2_E, MIN_DOT, TileShape, check_paged, load_kv_tile
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
 # Columns of each of the first LEVEL_SPLITS splits. Those of the next LEVEL_SPLITS are twice as long, and so
@@ -30,6 +30,7 @@ BASE_SPLIT = 256
 LEVEL_SPLITS = 16
 # With fewer programs than multiprocessors of an H200, splits run in parallel.
 MIN_PROGRAMS = 132
+MAX_TILE_ROWS = 128
 # Where the parts of parallel splits would take more memory, each program computes all of its splits.
 MAX_PARTIAL_BYTES = 512 << 20
 
@@ -59,13 +60,63 @@ def _join_factors(left_max: tl.tensor, right_max: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _fold_split(
+def _fold_tile(
+    b_q: tl.tensor,
+    b_k: tl.tensor,
+    b_v: tl.tensor,
+    m_visible: tl.tensor,
+    b_max: tl.tensor,
+    b_sum: tl.tensor,
+    b_out: tl.tensor,
+    scale: tl.tensor,
+    IS_FULL: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+) -> tl.tensor:
+    """One step of the running softmax: new (max `[M]`, sum `[M, 16]`, out `[M, D]`); see `fold_tile`.
+
+    The sum is a product with ones, so its order, too, is that of the matrix instruction, for any number of
+    rows and warps.
+    """
+    b_scores = tl.dot(b_q, b_k, input_precision="ieee")
+    if not IS_FULL:
+        b_scores = tl.where(m_visible, b_scores, float("-inf"))
+    b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1) * scale)
+    b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)  # -inf - -inf would be NaN
+    b_weights = tl.exp2(b_scores * scale - b_shift[:, None]).to(b_v.dtype)
+    b_rescale = tl.exp2(b_max - b_shift)[:, None]
+    b_ones = tl.full((BLOCK_COLUMNS, 16), 1.0, dtype=b_v.dtype)
+    b_sum = tl.dot(b_weights, b_ones, b_sum * b_rescale, input_precision="ieee")
+    b_out = tl.dot(b_weights, b_v, b_out * b_rescale, input_precision="ieee")
+    return b_new_max, b_sum, b_out
+
+
+@jit
+def _join(
+    total_max: tl.tensor,
+    total_sum: tl.tensor,
+    total_out: tl.tensor,
+    b_max: tl.tensor,
+    b_sum: tl.tensor,
+    b_out: tl.tensor,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> tl.tensor:
+    """The fold of the columns so far and that of the next split, joined."""
+    top, keep, add = _join_factors(total_max, b_max)
+    b_keep = tl.broadcast_to(keep[:, None], (BLOCK_ROWS, BLOCK_DIM))
+    total_sum = tl.fma(total_sum, tl.broadcast_to(keep[:, None], (BLOCK_ROWS, 16)), b_sum * add[:, None])
+    return top, total_sum, tl.fma(total_out, b_keep, b_out * add[:, None])
+
+
+@jit
+def _fold_columns(
     b_q: tl.tensor,
     b_end: tl.tensor,
     b_node_rank: tl.tensor,
     p_kv: tl.tensor,
     p_pages: tl.tensor,
     start: tl.tensor,
+    full_end: tl.tensor,
     end: tl.tensor,
     context: tl.tensor,
     page_stride: tl.tensor,
@@ -73,21 +124,46 @@ def _fold_split(
     o_value: tl.tensor,
     scale: tl.tensor,
     HAS_TREE: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BASE_SPLIT: tl.constexpr,
+    LEVEL_SPLITS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_WINDOW: tl.constexpr,
 ) -> tl.tensor:
-    """(max, sum, out) of rows `b_q` over columns [start, end); a row sees the columns before its `b_end`.
+    """(max, sum, out) of rows `b_q` over columns [start, end): of one split, or of all splits, joined.
 
+    All rows see the columns before `full_end`, a number of whole tiles, and each those before its `b_end`.
     With a tree, column context + j is the node of rank j in `b_node_rank`.
     """
     b_max = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
-    b_sum = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    b_sum = tl.zeros((BLOCK_ROWS, 16), dtype=tl.float32)
     b_out = tl.zeros((BLOCK_ROWS, BLOCK_DIM), dtype=tl.float32)
-    for first in range(start, end, BLOCK_COLUMNS):
+    total_max, total_sum, total_out = b_max, b_sum, b_out
+    i_split = start * 0
+    split_end = start * 0 + BASE_SPLIT
+    for first in range(start, full_end, BLOCK_COLUMNS):
+        i_column = first + tl.arange(0, BLOCK_COLUMNS)
+        b_k, b_v = load_kv_tile(
+            p_kv, p_pages, i_column, i_column < full_end, page_stride, slot_stride, o_value, True, PAGE_SIZE,
+            HEAD_DIM, BLOCK_DIM,
+        )  # fmt: skip
+        b_max, b_sum, b_out = _fold_tile(
+            b_q, b_k, b_v, b_end[:, None] > 0, b_max, b_sum, b_out, scale, True, BLOCK_COLUMNS
+        )
+        if not IS_SPLIT and first + BLOCK_COLUMNS == split_end:
+            total_max, total_sum, total_out = _join(
+                total_max, total_sum, total_out, b_max, b_sum, b_out, BLOCK_ROWS, BLOCK_DIM
+            )
+            b_max = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
+            b_sum = tl.zeros((BLOCK_ROWS, 16), dtype=tl.float32)
+            b_out = tl.zeros((BLOCK_ROWS, BLOCK_DIM), dtype=tl.float32)
+            i_split += 1
+            split_end = _split_start(i_split + 1, BASE_SPLIT, LEVEL_SPLITS)
+    for first in range(full_end, end, BLOCK_COLUMNS):
         i_column = first + tl.arange(0, BLOCK_COLUMNS)
         m_column = i_column < end
         i_place = i_column
@@ -101,8 +177,23 @@ def _fold_split(
             BLOCK_DIM,
         )  # fmt: skip
         m_visible = (i_column[None, :] < b_end[:, None]) & m_column[None, :]
-        b_max, b_sum, b_out = fold_tile(b_q, b_k, b_v, m_visible, b_max, b_sum, b_out, scale, False)
-    return b_max, b_sum, b_out
+        b_max, b_sum, b_out = _fold_tile(
+            b_q, b_k, b_v, m_visible, b_max, b_sum, b_out, scale, False, BLOCK_COLUMNS
+        )
+        if not IS_SPLIT and first + BLOCK_COLUMNS == split_end:
+            total_max, total_sum, total_out = _join(
+                total_max, total_sum, total_out, b_max, b_sum, b_out, BLOCK_ROWS, BLOCK_DIM
+            )
+            b_max = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
+            b_sum = tl.zeros((BLOCK_ROWS, 16), dtype=tl.float32)
+            b_out = tl.zeros((BLOCK_ROWS, BLOCK_DIM), dtype=tl.float32)
+            i_split += 1
+            split_end = _split_start(i_split + 1, BASE_SPLIT, LEVEL_SPLITS)
+    if not IS_SPLIT:
+        b_max, b_sum, b_out = _join(
+            total_max, total_sum, total_out, b_max, b_sum, b_out, BLOCK_ROWS, BLOCK_DIM
+        )
+    return b_max, tl.max(b_sum, axis=1), b_out  # all columns of the sum are equal
 
 
 @jit_varying("uniform_rows", "num_flat", "shared_tiles", "window", "table_stride")
@@ -161,11 +252,13 @@ def _fold_kernel(
     context = kv_len - num_rows
     b_end = context + i_query + 1
     last_query = tl.minimum((i_tile * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP, num_rows - 1)
-    first_column = 0
     end_column = context + last_query + 1
+    # the first row of the tile sees the fewest columns
+    full_column = tl.maximum(context + i_tile * BLOCK_ROWS // GROUP + 1, 0) // BLOCK_COLUMNS * BLOCK_COLUMNS
     b_node_rank = tl.full((BLOCK_WINDOW,), -1, dtype=tl.int32)
     if HAS_TREE:
         context = kv_len - window
+        full_column = tl.maximum(context, 0) // BLOCK_COLUMNS * BLOCK_COLUMNS
         i_node = tl.arange(0, BLOCK_WINDOW)
         if i_tile < shared_tiles:
             # all rows see the whole splits before the tree
@@ -202,9 +295,11 @@ def _fold_kernel(
         # whole splits before the tree belong to the shared tiles, the others to those of one node
         if HAS_TREE and (end <= context) != (i_tile < shared_tiles):
             return
-        b_max, b_sum, b_out = _fold_split(
-            b_q, b_end, b_node_rank, p_head, p_row_pages, start, tl.minimum(end, end_column), context,
-            page_stride, kv_heads * HEAD_DIM, o_value, scale, HAS_TREE, PAGE_SIZE, HEAD_DIM, BLOCK_ROWS,
+        end = tl.minimum(end, end_column)
+        b_max, b_sum, b_out = _fold_columns(
+            b_q, b_end, b_node_rank, p_head, p_row_pages, start,
+            tl.maximum(tl.minimum(full_column, end), start), end, context, page_stride, kv_heads * HEAD_DIM,
+            o_value, scale, HAS_TREE, True, PAGE_SIZE, HEAD_DIM, BASE_SPLIT, LEVEL_SPLITS, BLOCK_ROWS,
             BLOCK_COLUMNS, BLOCK_DIM, BLOCK_WINDOW,
         )  # fmt: skip
         o_split = i_split.to(tl.int64) * num_flat
@@ -212,26 +307,12 @@ def _fold_kernel(
         tl.store(p_sum + o_split + o_flat, b_sum, mask=m_row)
         tl.store(p_out + o_split * HEAD_DIM + o_out, b_out, mask=m_rows)
     else:
-        total_max = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
-        total_sum = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
-        total_out = tl.zeros((BLOCK_ROWS, BLOCK_DIM), dtype=tl.float32)
-        i_split = 0
-        start = first_column
-        while start < end_column:
-            end = _split_start(i_split + 1, BASE_SPLIT, LEVEL_SPLITS)
-            b_max, b_sum, b_out = _fold_split(
-                b_q, b_end, b_node_rank, p_head, p_row_pages, start, tl.minimum(end, end_column), context,
-                page_stride, kv_heads * HEAD_DIM, o_value, scale, HAS_TREE, PAGE_SIZE, HEAD_DIM, BLOCK_ROWS,
-                BLOCK_COLUMNS, BLOCK_DIM, BLOCK_WINDOW,
-            )  # fmt: skip
-            total_max, keep, add = _join_factors(total_max, b_max)
-            total_sum = tl.fma(total_sum, keep, b_sum * add)
-            total_out = tl.fma(
-                total_out, tl.broadcast_to(keep[:, None], (BLOCK_ROWS, BLOCK_DIM)), b_out * add[:, None]
-            )
-            start = end
-            i_split += 1
-        b_out = total_out / tl.where(total_sum == 0.0, 1.0, total_sum)[:, None]
+        b_max, b_sum, b_out = _fold_columns(
+            b_q, b_end, b_node_rank, p_head, p_row_pages, kv_len * 0, tl.minimum(full_column, end_column),
+            end_column, context, page_stride, kv_heads * HEAD_DIM, o_value, scale, HAS_TREE, False, PAGE_SIZE,
+            HEAD_DIM, BASE_SPLIT, LEVEL_SPLITS, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_WINDOW,
+        )  # fmt: skip
+        b_out = b_out / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
         tl.store(p_out + o_out, b_out.to(p_out.dtype.element_ty), mask=m_rows)
 
 
@@ -274,25 +355,19 @@ def _join_kernel(
     tl.store(p_out + i_flat * HEAD_DIM + i_dim, b_out.to(p_out.dtype.element_ty), mask=m_dim)
 
 
-class InvariantTile(NamedTuple):
-    """Launch configuration. It follows from dtype and head dimension alone."""
+def _tile(dtype: torch.dtype, head_dim: int, num_rows: int) -> TileShape:
+    """The tile for `num_rows` (row, head) pairs.
 
-    rows: int
-    columns: int
-    dim: int
-    num_warps: int
-    num_stages: int
-
-
-def invariant_tile(dtype: torch.dtype, head_dim: int) -> InvariantTile:
-    """The tile of every launch: 64 rows, so that a matrix instruction of Hopper computes it.
-
-    float32 has no matrix instruction of full precision; it is for tests.
+    The order of sums follows from its columns, which depend on dtype and head dimension alone. float32 has
+    no matrix instruction of full precision; it is for tests.
     """
-    dim = max(next_power_of_2(head_dim), 16)
+    dim = max(next_power_of_2(head_dim), MIN_DOT)
     if dtype == torch.float32:
-        return InvariantTile(rows=32, columns=32, dim=dim, num_warps=4, num_stages=2)
-    return InvariantTile(rows=64, columns=64 if dim <= 128 else 32, dim=dim, num_warps=4, num_stages=2)
+        return TileShape(rows=32, columns=32, dim=dim, num_warps=4, num_stages=2)
+    rows = min(max(next_power_of_2(num_rows), MIN_DOT), MAX_TILE_ROWS if dim <= 128 else MAX_TILE_ROWS // 2)
+    warps = 2 if rows == MIN_DOT else 4 if rows < 128 else 8
+    columns = 64 if dim <= 128 else 32
+    return TileShape(rows=rows, columns=columns, dim=dim, num_warps=warps, num_stages=2 if rows < 128 else 3)
 
 
 class Rows(NamedTuple):
@@ -328,10 +403,10 @@ def invariant_attention_triton(
     num_requests, num_flat = page_table.shape[0], q.shape[0] * q.shape[1]
     page_size, kv_heads, head_dim = kv.shape[3:]
     group = q.shape[1] // kv_heads
-    tile = invariant_tile(q.dtype, head_dim)
+    has_tree = rows.tree_mask is not None
+    tile = _tile(q.dtype, head_dim, longest * group)
     tiles = cdiv(longest * group, tile.rows)
     splits = num_splits(page_table.shape[1] * page_size)
-    has_tree = rows.tree_mask is not None
     fits = splits * num_flat * (head_dim + 2) * 4 <= MAX_PARTIAL_BYTES
     is_few = has_tree or tiles * kv_heads * num_requests < MIN_PROGRAMS
     if splits == 1 or rows.starts is not None or not fits or not is_few:
@@ -361,7 +436,7 @@ def invariant_attention_triton(
 
 def _launch(
     grid: tuple[int, int, int],
-    tile: InvariantTile,
+    tile: TileShape,
     q: torch.Tensor,
     kv: torch.Tensor,
     layer: int,
@@ -428,9 +503,11 @@ def _check(q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, rows: Ro
             f"invariant_attention: q {tuple(q.shape)} and {rows} do not fit {num_requests} requests; "
             "expected [T, N, D], kv_lens [B], and Q rows each or starts [B+1]"
         )
-    group, most = q.shape[1] // kv.shape[4], invariant_tile(q.dtype, kv.shape[5]).rows
-    if group > most:
-        raise ValueError(f"invariant_attention: {group} query heads share one key head; at most {most} may")
+    group = q.shape[1] // kv.shape[4]
+    if group > MIN_DOT:
+        raise ValueError(
+            f"invariant_attention: {group} query heads share one key head, at most {MIN_DOT} may"
+        )
     if mask is None:
         return
     shape = tuple(mask.shape)

@@ -23,6 +23,8 @@ from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 MAX_ROWS = 32
 MAX_ROWS_GATED = 64
 MIN_ROWS_TILE = 16
+# Tiles of rows that are computed side by side.
+ROW_TILES = 8
 # Bytes of shared memory for the widest tile. Devices with less per program use the library.
 SHARED_BYTES = 192 * 1024
 
@@ -50,10 +52,15 @@ def _skinny_kernel(
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
 ) -> None:
     # outputs are the rows of the product, because they are the long side
-    i_out = tl.program_id(0).to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    i_row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    # programs that run at the same time share rows of x and of W: ROW_TILES tiles of rows for each of W
+    i_group = tl.program_id(0) // (ROW_TILES * tl.cdiv(out_size, BLOCK_OUT))
+    i_in_group = tl.program_id(0) % (ROW_TILES * tl.cdiv(out_size, BLOCK_OUT))
+    num_tiles = tl.minimum(tl.cdiv(num_rows, BLOCK_ROWS) - i_group * ROW_TILES, ROW_TILES)
+    i_out = (i_in_group // num_tiles).to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    i_row = (i_group * ROW_TILES + i_in_group % num_tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     m_out = i_out < out_size
     m_row = i_row < num_rows
     i_offset = tl.arange(0, BLOCK_IN)
@@ -132,7 +139,7 @@ def linear_triton(
     x = x if x.stride(1) == 1 else x.contiguous()
     tile = skinny_shape(num_rows, out_size) if shape is None else shape
     block_rows = min(max(next_power_of_2(num_rows), MIN_ROWS_TILE), max_tile_rows)
-    _skinny_kernel[(cdiv(out_size, tile.out), cdiv(num_rows, block_rows))](
+    _skinny_kernel[(cdiv(out_size, tile.out) * cdiv(num_rows, block_rows),)](
         x,
         weight,
         weight if bias is None else bias,
@@ -146,6 +153,7 @@ def linear_triton(
         BLOCK_OUT=tile.out,
         BLOCK_IN=tile.inner,
         BLOCK_ROWS=block_rows,
+        ROW_TILES=ROW_TILES,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -23,7 +23,7 @@ from baton.engine.models.config import ModelConfig
 from baton.engine.models.interface import CausalLM
 from baton.engine.models.registry import build_model
 from baton.engine.request import Request
-from baton.engine.runner.lifecycle import Phase
+from baton.engine.runner.lifecycle import Lifecycle, Phase
 from baton.engine.runner.model_runner import ModelRunner, configure_aux_capture
 from baton.engine.sampling.params import SamplingParams
 from baton.engine.sampling.sampler import Sampler
@@ -34,7 +34,6 @@ from baton.engine.speculative.drafting.shape import PLAIN, DraftShape
 from baton.engine.speculative.step.async_decoder import AsyncDecoder, Flight
 from baton.engine.speculative.step.step_graphs import StepGraphs, step_graphs
 from baton.kernels.row_ops import FASTEST, INVARIANT
-from baton.tests.parity.graph_engine import at
 
 PAGE_SIZE = 16
 CHAIN = DraftShape.of(3)
@@ -99,6 +98,13 @@ def randomise(name: str, weight: torch.Tensor, generator: torch.Generator) -> No
         weight.mul_(0.1).add_(1)
     elif "embed" not in name:
         weight.mul_((2.0 if "lm_head" in name else 1.0) * weight.shape[-1] ** -0.5)
+
+
+def _with_pools() -> Lifecycle:
+    lifecycle = Lifecycle()
+    for phase in (Phase.LOADED, Phase.AUX_CONFIGURED, Phase.WEIGHTS_SHARED, Phase.POOLS_ALLOCATED):
+        lifecycle.advance(phase)
+    return lifecycle
 
 
 class AnsweringDrafter(Eagle3Drafter):
@@ -175,7 +181,7 @@ class AnswerEngine:
         kinds = [kind for kind in made.kinds if kind.shape == way.shape and not kind.is_ranked]
         self.steps = StepGraphs(made.step, kinds, way.batch)
         if way.has_graphs:
-            graphs = GraphSet(backend_for(pool.device), at(Phase.POOLS_ALLOCATED))
+            graphs = GraphSet(backend_for(pool.device), _with_pools())
             graphs.capture_prefill(self.runner, min(way.chunk, max_tokens))
             graphs.capture_steps(self.steps)
         self.decoder = AsyncDecoder(self.steps, shape=way.shape, launches_ahead=way.has_graphs)
