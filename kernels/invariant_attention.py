@@ -355,16 +355,17 @@ def _join_kernel(
     tl.store(p_out + i_flat * HEAD_DIM + i_dim, b_out.to(p_out.dtype.element_ty), mask=m_dim)
 
 
-def _tile(dtype: torch.dtype, head_dim: int, num_rows: int) -> TileShape:
-    """The tile for `num_rows` (row, head) pairs.
+def _tile(dtype: torch.dtype, head_dim: int, num_rows: int, group: int) -> TileShape:
+    """The tile for `num_rows` (row, head) pairs; it holds at least the `group` heads of one row.
 
     The order of sums follows from its columns, which depend on dtype and head dimension alone. float32 has
     no matrix instruction of full precision; it is for tests.
     """
     dim = max(next_power_of_2(head_dim), MIN_DOT)
     if dtype == torch.float32:
-        return TileShape(rows=32, columns=32, dim=dim, num_warps=4, num_stages=2)
-    rows = min(max(next_power_of_2(num_rows), MIN_DOT), MAX_TILE_ROWS if dim <= 128 else MAX_TILE_ROWS // 2)
+        return TileShape(rows=max(32, next_power_of_2(group)), columns=32, dim=dim, num_warps=4, num_stages=2)
+    most = MAX_TILE_ROWS if dim <= 128 else MAX_TILE_ROWS // 2
+    rows = max(min(next_power_of_2(num_rows), most), next_power_of_2(group), MIN_DOT)
     warps = 2 if rows == MIN_DOT else 4 if rows < 128 else 8
     columns = 64 if dim <= 128 else 32
     return TileShape(rows=rows, columns=columns, dim=dim, num_warps=warps, num_stages=2 if rows < 128 else 3)
@@ -404,7 +405,7 @@ def invariant_attention_triton(
     page_size, kv_heads, head_dim = kv.shape[3:]
     group = q.shape[1] // kv_heads
     has_tree = rows.tree_mask is not None
-    tile = _tile(q.dtype, head_dim, longest * group)
+    tile = _tile(q.dtype, head_dim, longest * group, group)
     tiles = cdiv(longest * group, tile.rows)
     splits = num_splits(page_table.shape[1] * page_size)
     fits = splits * num_flat * (head_dim + 2) * 4 <= MAX_PARTIAL_BYTES
@@ -502,11 +503,6 @@ def _check(q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, rows: Ro
         raise ValueError(
             f"invariant_attention: q {tuple(q.shape)} and {rows} do not fit {num_requests} requests; "
             "expected [T, N, D], kv_lens [B], and Q rows each or starts [B+1]"
-        )
-    group = q.shape[1] // kv.shape[4]
-    if group > MIN_DOT:
-        raise ValueError(
-            f"invariant_attention: {group} query heads share one key head, at most {MIN_DOT} may"
         )
     if mask is None:
         return

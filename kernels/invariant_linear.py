@@ -14,15 +14,24 @@ import torch
 
 from .invariant_rows import linear_rows
 from .logits import widened_logits
-from .skinny_linear import SkinnyShape, linear_triton
+from .skinny_linear import SkinnyShape, linear_triton, skinny_shape
 
-# Rows of a program. The instruction depends on the outputs of a tile, which are its long side, and not on
-# its rows; 64 outputs are the smallest tile of a Hopper matrix instruction.
-FEW_ROWS = 64
-FEW = SkinnyShape(out=64, inner=128, num_warps=4, num_stages=4)
-MANY = SkinnyShape(out=128, inner=64, num_warps=8, num_stages=3)
 # float32 has no matrix instruction of full precision; it is for tests.
 FLOAT32 = SkinnyShape(out=32, inner=32, num_warps=4, num_stages=2)
+WIDE = 16384  # outputs with which even large tiles fill an H200
+
+
+def _tile(num_rows: int, out_size: int) -> tuple[SkinnyShape, int]:
+    """The tile for `num_rows` x `out_size` outputs, and its most rows. It does not change the bits."""
+    if num_rows <= 32:
+        return skinny_shape(num_rows, out_size), 32
+    if num_rows <= 64 and out_size <= WIDE:
+        return SkinnyShape(out=64, inner=128, num_warps=4, num_stages=4), 64
+    if num_rows <= 64:
+        return SkinnyShape(out=128, inner=64, num_warps=8, num_stages=4), 64
+    if num_rows <= 256 and out_size <= WIDE:
+        return SkinnyShape(out=64, inner=64, num_warps=4, num_stages=4), 128
+    return SkinnyShape(out=128, inner=64, num_warps=8, num_stages=3), 256
 
 
 def _on_gpu(
@@ -33,9 +42,8 @@ def _on_gpu(
 ) -> torch.Tensor:
     if x.dtype == torch.float32:
         return linear_triton(x, weight, bias, shape=FLOAT32, max_tile_rows=16)
-    is_few = x.shape[0] <= FEW_ROWS
-    shape, rows = (FEW, FEW_ROWS) if is_few else (MANY, 2 * FEW_ROWS)
-    return linear_triton(x, weight, bias, shape=shape, max_tile_rows=rows, out_dtype=out_dtype)
+    shape, most = _tile(x.shape[0], weight.shape[0])
+    return linear_triton(x, weight, bias, shape=shape, max_tile_rows=most, out_dtype=out_dtype)
 
 
 def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
