@@ -35,9 +35,9 @@ MAX_TILE_ROWS = 128
 MAX_PARTIAL_BYTES = 512 << 20
 
 
-def num_splits(length: int) -> int:
-    """The number of splits of `length` columns."""
-    level_end, size, count = BASE_SPLIT * LEVEL_SPLITS, BASE_SPLIT, 0
+def num_splits(length: int, base_split: int = BASE_SPLIT) -> int:
+    """The number of splits of `length` columns, the first of which have `base_split`."""
+    level_end, size, count = base_split * LEVEL_SPLITS, base_split, 0
     while length > level_end:
         count, size = count + LEVEL_SPLITS, 2 * size
         level_end += LEVEL_SPLITS * size
@@ -84,7 +84,7 @@ def _fold_tile(
     b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)  # -inf - -inf would be NaN
     b_weights = tl.exp2(b_scores * scale - b_shift[:, None]).to(b_v.dtype)
     b_rescale = tl.exp2(b_max - b_shift)[:, None]
-    b_ones = tl.full((BLOCK_COLUMNS, 16), 1.0, dtype=b_v.dtype)
+    b_ones = tl.full((BLOCK_COLUMNS, 16), 1.0, dtype=tl.float32).to(b_v.dtype)
     b_sum = tl.dot(b_weights, b_ones, b_sum * b_rescale, input_precision="ieee")
     b_out = tl.dot(b_weights, b_v, b_out * b_rescale, input_precision="ieee")
     return b_new_max, b_sum, b_out
@@ -388,7 +388,15 @@ class Rows(NamedTuple):
 
 
 def invariant_attention_triton(
-    q: torch.Tensor, kv: torch.Tensor, layer: int, page_table: torch.Tensor, rows: Rows, scale: float
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    layer: int,
+    page_table: torch.Tensor,
+    rows: Rows,
+    scale: float,
+    *,
+    base_split: int = BASE_SPLIT,
+    max_partial_bytes: int = MAX_PARTIAL_BYTES,
 ) -> torch.Tensor:
     """Launch on `q` `[T, N, D]`; returns `[T, N, D]`, zeros in rows that see nothing.
 
@@ -407,17 +415,43 @@ def invariant_attention_triton(
     has_tree = rows.tree_mask is not None
     tile = _tile(q.dtype, head_dim, longest * group, group)
     tiles = cdiv(longest * group, tile.rows)
-    splits = num_splits(page_table.shape[1] * page_size)
-    fits = splits * num_flat * (head_dim + 2) * 4 <= MAX_PARTIAL_BYTES
+    splits = num_splits(page_table.shape[1] * page_size, base_split)
+    fits = splits * num_flat * (head_dim + 2) * 4 <= max_partial_bytes
     is_few = has_tree or tiles * kv_heads * num_requests < MIN_PROGRAMS
     if splits == 1 or rows.starts is not None or not fits or not is_few:
         grid = ((longest if has_tree else tiles) * kv_heads, 1, num_requests)
-        _launch(grid, tile, q, kv, layer, page_table, rows, scale, 0, (out, out, out), is_split=False)
+        _launch(
+            grid,
+            tile,
+            q,
+            kv,
+            layer,
+            page_table,
+            rows,
+            scale,
+            0,
+            (out, out, out),
+            is_split=False,
+            base_split=base_split,
+        )
         return out
     partial = torch.empty(splits, num_flat, head_dim, dtype=torch.float32, device=q.device)
     tops, sums = torch.empty(2, splits, num_flat, dtype=torch.float32, device=q.device)
     grid = ((tiles + longest if has_tree else tiles) * kv_heads, splits, num_requests)
-    _launch(grid, tile, q, kv, layer, page_table, rows, scale, tiles, (partial, tops, sums), is_split=True)
+    _launch(
+        grid,
+        tile,
+        q,
+        kv,
+        layer,
+        page_table,
+        rows,
+        scale,
+        tiles,
+        (partial, tops, sums),
+        is_split=True,
+        base_split=base_split,
+    )
     _join_kernel[(num_flat,)](
         partial,
         tops,
@@ -427,7 +461,7 @@ def invariant_attention_triton(
         num_flat,
         longest * q.shape[1],
         HEAD_DIM=head_dim,
-        BASE_SPLIT=BASE_SPLIT,
+        BASE_SPLIT=base_split,
         LEVEL_SPLITS=LEVEL_SPLITS,
         BLOCK_DIM=next_power_of_2(head_dim),
         num_warps=4,
@@ -448,6 +482,7 @@ def _launch(
     results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     *,
     is_split: bool,
+    base_split: int,
 ) -> None:
     """`results`: parts of the splits, their maxima and sums; without splits, the output thrice."""
     q = q if q.stride(-1) == 1 else q.contiguous()
@@ -482,7 +517,7 @@ def _launch(
         GROUP=q.shape[1] // kv_heads,
         PAGE_SIZE=page_size,
         HEAD_DIM=head_dim,
-        BASE_SPLIT=BASE_SPLIT,
+        BASE_SPLIT=base_split,
         LEVEL_SPLITS=LEVEL_SPLITS,
         BLOCK_ROWS=tile.rows,
         BLOCK_COLUMNS=tile.columns,

@@ -18,14 +18,15 @@ from .skinny_linear import SkinnyShape, linear_triton, skinny_shape
 
 # float32 has no matrix instruction of full precision; it is for tests.
 FLOAT32 = SkinnyShape(out=32, inner=32, num_warps=4, num_stages=2)
-WIDE = 16384  # outputs with which even large tiles fill an H200
+# Outputs from which on large tiles fill an H200, and up to which small ones are needed for that.
+WIDE, NARROW = 16384, 4096
 
 
 def _tile(num_rows: int, out_size: int) -> tuple[SkinnyShape, int]:
     """The tile for `num_rows` x `out_size` outputs, and its most rows. It does not change the bits."""
     if num_rows <= 32:
         return skinny_shape(num_rows, out_size), 32
-    if num_rows <= 64 and out_size <= WIDE:
+    if out_size <= (WIDE if num_rows <= 64 else NARROW) and num_rows <= 128:
         return SkinnyShape(out=64, inner=128, num_warps=4, num_stages=4), 64
     if num_rows <= 64:
         return SkinnyShape(out=128, inner=64, num_warps=8, num_stages=4), 64

@@ -32,6 +32,7 @@ from ...engine.speculative.drafting.shape import PLAIN, DraftShape
 from ...engine.speculative.step.async_decoder import AsyncDecoder, Flight
 from ...engine.speculative.step.result import StepResult
 from ...engine.speculative.step.step_graphs import StepGraphs, step_graphs
+from ...kernels.row_ops import FASTEST, INVARIANT
 from .model import TOKEN, random_head, random_target
 from .shapes import head_config, target_config
 
@@ -46,7 +47,8 @@ class RigSettings:
     """Sizes of the rig, in requests and tokens.
 
     The pools hold `max_batch` requests of up to `max_request` tokens each, and one prompt of up to
-    `max_prompt` tokens. Graphs cover up to `max_context` tokens of context.
+    `max_prompt` tokens. Graphs cover up to `max_context` tokens of context. `is_invariant`: the target's
+    operations are batch-invariant.
     """
 
     shape: str
@@ -62,6 +64,7 @@ class RigSettings:
     max_prompt: int
     chunk_size: int
     has_graphs: bool
+    is_invariant: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +136,8 @@ class Rig:
             self.head_config: Eagle3Config = head_config(
                 self.config, name, settings.draft_vocab_size, Path(folder)
             )
-        model = random_target(self.config, dtype, device)
+        ops = INVARIANT if settings.is_invariant else FASTEST
+        model = random_target(self.config, dtype, device, ops=ops)
         self._lifecycle.advance(Phase.LOADED)
         configure_aux_capture(model, self.head_config.aux.ids)
         self._lifecycle.advance(Phase.AUX_CONFIGURED)
@@ -148,7 +152,7 @@ class Rig:
             num_pages, PAGE_SIZE, self.head_config.dims.target_feature_width, dtype, device
         )
         self.drafter = self._drafter(head, num_pages)
-        self.runner = ModelRunner(model, pool)
+        self.runner = ModelRunner(model, pool, is_invariant=settings.is_invariant)
         self.sampler = Sampler(config.vocab_size, device)
         self._lifecycle.advance(Phase.POOLS_ALLOCATED)
         self._steps = {has_drafts: self._step_graphs(has_drafts) for has_drafts in (False, True)}
