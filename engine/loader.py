@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ..kernels.row_ops import FASTEST, INVARIANT
+from ..kernels.row_ops import INVARIANT
 from .capture.graph_set import GraphSet, backend_for
 from .config import EngineConfig, resolve_checkpoint, resolve_device, resolve_dtype
 from .errors import CheckpointError, LifecycleError
@@ -25,6 +25,7 @@ from .kv.pool import FeaturePlane, KVPool, PageAllocator
 from .kv.prefix_cache import PrefixCache
 from .models.config import ModelConfig
 from .models.interface import CausalLM
+from .models.invariance import check_invariance
 from .models.weights import load_model
 from .runner.lifecycle import Lifecycle, Phase
 from .runner.model_runner import ModelRunner, configure_aux_capture
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 CUDA_MEMORY_SHARE = 0.85  # of the free memory after the weights, if no KV memory is configured
 CPU_MEMORY_MB = 1024
 WHOLE_PROMPT_TOKENS = 2048  # largest prefill graph where prompts are not cut into chunks
+DETERMINISTIC = " deterministic"  # of the fingerprint of a deterministic engine
 CACHE_LOOKAHEAD = 1  # draft KV of a page's last row depends on the token behind the page
 
 
@@ -186,11 +188,13 @@ class EngineLoader:
         self._dtype = resolve_dtype(config.dtype, self._device)
         self._path = resolve_checkpoint(config.model)
         self._weights = WeightsHash(self._path)
-        ops = INVARIANT if config.deterministic else FASTEST
         self._model, self._model_config = load_model(
-            self._path, dtype=self._dtype, device=self._device, ops=ops
+            self._path, dtype=self._dtype, device=self._device, is_invariant=config.deterministic
         )
         self._fingerprint = model_fingerprint(self._path)
+        if config.deterministic:
+            check_invariance(self._model, INVARIANT)
+            self._fingerprint += DETERMINISTIC  # workers with and without the mode must not pair
         limit = self._model_config.max_position_embeddings
         if config.max_context > limit:
             raise CheckpointError(

@@ -17,7 +17,6 @@ from ...engine.models.interface import CausalLM
 from ...engine.models.registry import build_model
 from ...engine.speculative.drafters.eagle3_head import Eagle3Head
 from ...engine.speculative.drafters.spec_config import Eagle3Config
-from ...kernels.row_ops import FASTEST, RowOps
 
 LEVEL, COUNT = 0, 1  # columns of the residual stream
 TOKEN, WRONG = 1, 3  # the target's output, and the head's draft beyond the accept length
@@ -33,10 +32,13 @@ def random_target(
     dtype: torch.dtype,
     device: torch.device,
     seed: int = 0,
-    ops: RowOps = FASTEST,
+    *,
+    is_invariant: bool = False,
 ) -> CausalLM:
-    """A model of `config`, computed by `ops`, that generates TOKEN after any input."""
-    model = build_model(config, dtype=dtype, device=device, ops=ops)
+    """A model of `config` that generates TOKEN after any input; `is_invariant`: by batch-invariant
+    operations.
+    """
+    model = build_model(config, dtype=dtype, device=device, is_invariant=is_invariant)
     generator = torch.Generator(device).manual_seed(seed)
     for name, weight in model.tensors():
         _fill(name, weight, generator)

@@ -32,7 +32,6 @@ from ...engine.speculative.drafting.shape import PLAIN, DraftShape
 from ...engine.speculative.step.async_decoder import AsyncDecoder, Flight
 from ...engine.speculative.step.result import StepResult
 from ...engine.speculative.step.step_graphs import StepGraphs, step_graphs
-from ...kernels.row_ops import FASTEST, INVARIANT
 from .model import TOKEN, random_head, random_target
 from .shapes import head_config, target_config
 
@@ -136,8 +135,7 @@ class Rig:
             self.head_config: Eagle3Config = head_config(
                 self.config, name, settings.draft_vocab_size, Path(folder)
             )
-        ops = INVARIANT if settings.is_invariant else FASTEST
-        model = random_target(self.config, dtype, device, ops=ops)
+        model = random_target(self.config, dtype, device, is_invariant=settings.is_invariant)
         self._lifecycle.advance(Phase.LOADED)
         configure_aux_capture(model, self.head_config.aux.ids)
         self._lifecycle.advance(Phase.AUX_CONFIGURED)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from ...kernels.row_ops import FASTEST, RowOps
+from ...kernels.row_ops import FASTEST, INVARIANT, RowOps
 from ..errors import CheckpointError
 from .config import ConfigReader, ModelConfig, read_dense_config, read_json
 from .interface import CausalLM
@@ -83,15 +83,17 @@ def build_model(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    ops: RowOps = FASTEST,
+    is_invariant: bool = False,
     models: Sequence[ModelEntry] = MODELS,
 ) -> CausalLM:
-    """The model of `config.architecture`, with uninitialised weights.
+    """The model of `config.architecture`, with uninitialised weights. `is_invariant`: its operations are
+    batch-invariant.
 
     Raises CheckpointError if `models` lacks it.
     """
     for entry in models:
         if entry.architecture == config.architecture:
+            ops = INVARIANT if is_invariant else FASTEST
             return entry.build(config, dtype=dtype, device=device, ops=ops)
     raise CheckpointError(f"architecture {config.architecture!r}: {_supported(models)}")
 

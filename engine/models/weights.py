@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ...kernels.row_ops import FASTEST, RowOps
 from ..errors import CheckpointError
 from .config import ModelConfig, read_json
 from .interface import CausalLM
@@ -116,17 +115,18 @@ def _some(names: list[str]) -> str:
 
 @torch.no_grad()
 def load_model(
-    path: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", ops: RowOps = FASTEST
+    path: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", is_invariant: bool = False
 ) -> tuple[CausalLM, ModelConfig]:
-    """The model at `path` and its config, with weights converted to `dtype` on `device`, computed by
-    `ops`.
+    """The model at `path` and its config, with weights converted to `dtype` on `device`.
+
+    `is_invariant`: its operations are batch-invariant.
 
     Raises CheckpointError as `load_model_config` and `fill_tensors`.
     """
     path = Path(path)
     config = load_model_config(path)
     find_shards(path)  # a missing file is reported before memory is taken
-    model = build_model(config, dtype=dtype, device=device, ops=ops)
+    model = build_model(config, dtype=dtype, device=device, is_invariant=is_invariant)
     # A tied model's own lm_head, where a checkpoint still has one, is a copy of the embedding.
     fill_tensors(dict(model.tensors()), path, ("lm_head.weight",) if config.tie_word_embeddings else ())
     return model, config

@@ -33,7 +33,6 @@ from baton.engine.speculative.drafters.protocol import DraftPrefill, DraftView, 
 from baton.engine.speculative.drafting.shape import PLAIN, DraftShape
 from baton.engine.speculative.step.async_decoder import AsyncDecoder, Flight
 from baton.engine.speculative.step.step_graphs import StepGraphs, step_graphs
-from baton.kernels.row_ops import FASTEST, INVARIANT
 
 PAGE_SIZE = 16
 CHAIN = DraftShape.of(3)
@@ -73,8 +72,8 @@ class Models:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str, seed: int = 0) -> None:
         self.config, self.dtype, self.device = config, dtype, device
-        self.fastest = build_model(config, dtype=dtype, device=device, ops=FASTEST)
-        self.invariant = build_model(config, dtype=dtype, device=device, ops=INVARIANT)
+        self.fastest = build_model(config, dtype=dtype, device=device)
+        self.invariant = build_model(config, dtype=dtype, device=device, is_invariant=True)
         generator = torch.Generator(device).manual_seed(seed)
         for name, weight in self.fastest.tensors():
             randomise(name, weight, generator)

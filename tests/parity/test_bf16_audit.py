@@ -1,4 +1,4 @@
-"""On a CPU, bfloat16 answers of the default mode differ from float32 at near-ties only, and bugs elsewhere."""
+"""On a CPU, bfloat16 answers of the default mode differ from float32 at near-ties only."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
