@@ -19,13 +19,13 @@ from .config import EngineConfig, resolve_checkpoint, resolve_device, resolve_dt
 from .errors import CheckpointError, LifecycleError
 from .grammar.guided import GrammarCompiler
 from .graphs.backend import GraphBackend
+from .invariance import check_invariance
 from .kv.budget import PageBudget
 from .kv.page_table import pages_for
 from .kv.pool import FeaturePlane, KVPool, PageAllocator
 from .kv.prefix_cache import PrefixCache
 from .models.config import ModelConfig
 from .models.interface import CausalLM
-from .models.invariance import check_invariance
 from .models.weights import load_model
 from .runner.lifecycle import Lifecycle, Phase
 from .runner.model_runner import ModelRunner, configure_aux_capture
