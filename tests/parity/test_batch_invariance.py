@@ -9,8 +9,8 @@ from baton.tests.parity.eagle3_toys import toy_target
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCAB, MAX_TOKENS = 256, 120
-GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=1.0, seed=7, max_new_tokens=20, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=14, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, seed=7, max_new_tokens=14, ignore_eos=True)
 WAYS = [
     Way(batch=5, chunk=16),
     Way(shape=CHAIN),
@@ -38,7 +38,7 @@ def models(request: pytest.FixtureRequest) -> Models:
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
-    lengths = (5, 17, 40, 1, 63, 30, 90, 12)
+    lengths = (5, 17, 40, 1, 63, 30)
     return [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
 
@@ -81,8 +81,10 @@ def test_sampled_answers_are_those_of_plain_decoding_alone(
     assert [answer.kv_hash for answer in found] == [answer.kv_hash for answer in plain]
 
 
-def test_the_invariant_model_agrees_with_the_fastest_one(models: Models, prompts: list[list[int]]) -> None:
-    """The same weights give the same first tokens, so the mode computes the same model."""
-    first = [answer.tokens[0] for answer in answers_of(models, Way(), prompts, [])]
+def test_in_float32_the_mode_computes_the_tokens_of_the_default_mode(
+    models: Models, prompts: list[list[int]], alone: list[Answer]
+) -> None:
+    if models.dtype != torch.float32:
+        pytest.skip("bfloat16 rounds differently in both modes")
     fastest = answers_of(models, Way(), prompts, [], is_invariant=False)
-    assert first == [answer.tokens[0] for answer in fastest]
+    assert [answer.tokens for answer in fastest] == [answer.tokens for answer in alone]

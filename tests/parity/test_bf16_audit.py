@@ -42,8 +42,15 @@ def plain(models: Models, prompts: list[list[int]]) -> list[Answer]:
     return answers_of(models, WAYS[0], prompts, [])
 
 
-def answers_of(models: Models, way: Way, prompts: list[list[int]], texts: list[Answer]) -> list[Answer]:
-    engine = AnswerEngine(models, way, is_invariant=False, max_tokens=MAX_TOKENS)
+def answers_of(
+    models: Models,
+    way: Way,
+    prompts: list[list[int]],
+    texts: list[Answer],
+    *,
+    is_invariant: bool = False,
+) -> list[Answer]:
+    engine = AnswerEngine(models, way, is_invariant=is_invariant, max_tokens=MAX_TOKENS)
     return engine.answer(prompts, GREEDY, [answer.tokens for answer in texts])
 
 
@@ -55,6 +62,13 @@ def test_default_answers_differ_from_float32_at_near_ties_only(
     Audit(models.fastest).check(prompts, [answer.tokens for answer in found])
     accepted = [count for answer in found for count in answer.accept_lens]
     assert not way.shape.steps or sum(accepted) > 2 * len(accepted), "drafts are accepted"
+
+
+def test_deterministic_answers_differ_from_float32_at_near_ties_only(
+    models: Models, prompts: list[list[int]], plain: list[Answer]
+) -> None:
+    found = answers_of(models, Way(shape=TREE, batch=5, chunk=50), prompts, plain, is_invariant=True)
+    Audit(models.fastest).check(prompts, [answer.tokens for answer in found])
 
 
 @pytest.mark.parametrize("bug", FORWARD_BUGS)

@@ -43,26 +43,20 @@ def alone(models):
     return [served(pair, [room], is_local=True)[0] for room in range(len(PROMPTS))]
 
 
-@pytest.mark.parametrize("is_local", [False, True], ids=["handed over", "aggregated"])
+GRAPHS = {"graphs": True, "graph_self_test": False, "captured": {"chunk_size": 32, "max_running": 4}}
+
+
 @pytest.mark.parametrize(
-    ("chunk_size", "shape"),
+    ("is_local", "chunk_size", "shape"),
     [
-        (0, {"no_draft": True}),
-        (8, {"spec_steps": 3}),
-        (5, {"spec_steps": 3, "spec_topk": 2, "spec_tokens": 6}),
-        (
-            8,
-            {
-                "spec_steps": 3,
-                "graphs": True,
-                "graph_self_test": False,
-                "captured": {"chunk_size": 32, "max_running": 4},
-            },
-        ),
+        (False, 0, {"no_draft": True}),
+        (True, 5, {"spec_steps": 3}),
+        (False, 5, {"spec_steps": 3, "spec_topk": 2, "spec_tokens": 6}),
+        (False, 8, {"spec_steps": 3} | GRAPHS),
     ],
-    ids=["plain", "chain", "tree", "graphs"],
+    ids=["handed over", "aggregated chain", "handed over tree", "handed over graphs"],
 )
-def test_tokens_and_kv_have_the_bits_of_one_worker_alone(models, alone, chunk_size, shape, is_local):
+def test_tokens_and_kv_have_the_bits_of_one_worker_alone(models, alone, is_local, chunk_size, shape):
     pair = Pair(*models, chunk_size=chunk_size, **MODE, **shape)
     found = served(pair, range(len(PROMPTS)), is_local=is_local)
     for (tokens, kv), (expected, expected_kv) in zip(found, alone, strict=True):
