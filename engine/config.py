@@ -20,7 +20,8 @@ class EngineConfig:
     `overlap`: whether a decode step is launched before the previous one was read ("auto": on CUDA).
     `graph_self_test` compares each graph with the eager path before use. `feature_layers` ("2,14,25"): layer
     outputs that prefill captures beside those of the draft. `aggregated`: a decode engine that computes all
-    its prompts, and captures graphs for them.
+    its prompts, and captures graphs for them. `deterministic`: the bits of a
+    target's row do not depend on the rows computed beside it.
     """
 
     model: str
@@ -47,6 +48,7 @@ class EngineConfig:
     spec_adaptive: str = "auto"
     overlap: str = "auto"
     graph_self_test: bool = True
+    deterministic: bool = False
     feature_layers: str = ""
     aggregated: bool = False
 

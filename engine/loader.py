@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ..kernels.row_ops import INVARIANT
 from .auto_sizes import Card, EngineRole, EngineSizes, GivenSizes, ModelSizes, check_weights, choose_sizes
 from .capture.graph_set import GraphSet, backend_for
 from .config import EngineConfig, resolve_device, resolve_dtype
@@ -20,6 +21,7 @@ from .errors import CheckpointError, LifecycleError
 from .grammar.guided import GrammarCompiler
 from .graphs.backend import GraphBackend
 from .hub import resolve_checkpoint
+from .invariance import check_invariance
 from .kv.budget import PageBudget
 from .kv.pool import FeaturePlane, KVPool, PageAllocator
 from .kv.prefix_cache import PrefixCache
@@ -41,6 +43,7 @@ from .weights_hash import WeightsHash, model_fingerprint
 logger = logging.getLogger(__name__)
 
 WHOLE_PROMPT_TOKENS = 2048  # largest prefill graph where prompts are not cut into chunks
+DETERMINISTIC = " deterministic"  # of the fingerprint of a deterministic engine
 CACHE_LOOKAHEAD = 1  # draft KV of a page's last row depends on the token behind the page
 
 
@@ -190,8 +193,13 @@ class EngineLoader:
         self._card = engine_card(self._device)
         if self._card.is_gpu:
             check_weights(self._card, config.gpu_memory_share, self._weight_bytes())
-        self._model, self._model_config = load_model(self._path, dtype=self._dtype, device=self._device)
+        self._model, self._model_config = load_model(
+            self._path, dtype=self._dtype, device=self._device, is_invariant=config.deterministic
+        )
         self._fingerprint = model_fingerprint(self._path)
+        if config.deterministic:
+            check_invariance(self._model, INVARIANT)
+            self._fingerprint += DETERMINISTIC  # workers with and without the mode must not pair
         limit = self._model_config.max_position_embeddings
         if config.max_context > limit:
             raise CheckpointError(
@@ -269,7 +277,9 @@ class EngineLoader:
             enabled=config.prefix_cache,
             lookahead=CACHE_LOOKAHEAD if drafter is not None else 0,
         )
-        runner = ModelRunner(self._model, pool, max_context=self._max_context)
+        runner = ModelRunner(
+            self._model, pool, max_context=self._max_context, is_invariant=config.deterministic
+        )
         self._engine = Engine(
             path=self._path,
             fingerprint=self._fingerprint,

@@ -6,8 +6,9 @@ Legend: B requests, N rows each, P planned pages per request, W columns of a tre
 
 import torch
 
+from ..kernels.invariant_attention import Rows
 from ..kernels.kv_store import store_kv
-from ..kernels.ops import recorded_paged_verify, recorded_store_kv
+from ..kernels.ops import recorded_invariant_attention, recorded_paged_verify, recorded_store_kv
 from ..kernels.verify_attention import VerifyColumns, attend_verify_columns, verify_columns
 from .errors import LifecycleError
 from .kv.pool import KVPool
@@ -19,7 +20,7 @@ class RowPlan:
     `rows` int64 `[B*N]` are those of `kv_rows`. `page_table` is int64 `[B, P]`, `kv_lens` int64 `[B]`, and
     `tree_mask` None or bool `[B, N, W]`, all on the device. `is_recorded`: a graph records the forward, so
     each replay must read these tensors anew. Otherwise a CPU gathers row numbers and masks once for all
-    layers.
+    layers. `is_invariant`: attention is batch-invariant.
 
     The constructor and `attend` raise LifecycleError if the shapes are inconsistent, if a tensor was written
     after planning, or if a layer passes another number of rows.
@@ -34,12 +35,14 @@ class RowPlan:
         tree_mask: torch.Tensor | None = None,
         *,
         is_recorded: bool,
+        is_invariant: bool = False,
     ) -> None:
         self.pool = pool
         self.rows = rows
         self.page_table = page_table
         self.kv_lens = kv_lens
         self.tree_mask = tree_mask
+        self.is_invariant = is_invariant
         self._scale = pool.layout.scale
         count = page_table.shape[0]
         masks = count if tree_mask is None else tree_mask.shape[0]
@@ -49,7 +52,7 @@ class RowPlan:
                 "do not make equally many rows per request"
             )
         self._written = self._versions()
-        is_gathered = not is_recorded and not rows.is_cuda and rows.shape[0] > 0
+        is_gathered = not (is_recorded or is_invariant or rows.is_cuda) and rows.shape[0] > 0
         self._columns = self._gather(rows.shape[0] // count) if is_gathered else None
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -64,6 +67,9 @@ class RowPlan:
             store_kv(pool.kv, layer, self.rows, k, v)
             return attend_verify_columns(grouped, pool.kv, layer, self._columns, self._scale).reshape(q.shape)
         recorded_store_kv(pool.kv, layer, self.rows, k, v)
+        if self.is_invariant:
+            rows = Rows(self.kv_lens, uniform=grouped.shape[1], tree_mask=self.tree_mask)
+            return recorded_invariant_attention(q, pool.kv, layer, self.page_table, rows, self._scale)
         return recorded_paged_verify(
             grouped, pool.kv, layer, self.page_table, self.kv_lens, self._scale, self.tree_mask
         ).view(q.shape)

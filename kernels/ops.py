@@ -1,11 +1,13 @@
-"""Paged attention and KV store as torch library operations: a full graph records each as one.
+"""Operations of the torch library, each of which a full graph records as one: KV store, attention, and the
+products that run in blocks on a CPU.
 
 A recorder sees operations and not the Python code around them, so each operation declares the arguments that
 it mutates. Lengths and pages are tensors that are read when the operation runs, so a recorded graph follows
 their values. The torch reference on CPU reads only as many pages as the longest context has, which fixed
 shapes could not do. The Triton kernels on CUDA do that by themselves.
 
-Shapes and dtypes are those of `kv_store`, `verify_attention`, `gather_context` and `context_attention`.
+Shapes and dtypes are those of `kv_store`, `verify_attention`, `gather_context`, `context_attention`,
+`invariant_attention`, `logits` and `invariant_linear`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ import torch
 
 from .context_attention import ContextKV, context_attention
 from .gather_context import gather_context
+from .invariant_attention import Rows, invariant_attention
+from .invariant_linear import invariant_linear, invariant_logits
 from .kv_store import store_kv
+from .logits import float32_logits
 from .verify_attention import paged_verify_reference, paged_verify_triton
 
 torch.library.define("baton::store_kv", "(Tensor(a!) kv, int layer, Tensor rows, Tensor k, Tensor v) -> ()")
@@ -33,6 +38,17 @@ torch.library.define(
     "(Tensor q, Tensor keys, Tensor values, Tensor q_starts, Tensor kv_starts, Tensor kv_lens, float scale) "
     "-> Tensor",
 )
+torch.library.define(
+    "baton::invariant_attention",
+    "(Tensor q, Tensor kv, int layer, Tensor page_table, Tensor kv_lens, int num_rows, float scale, "
+    "Tensor? tree_mask) -> Tensor",
+)
+torch.library.define("baton::invariant_linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+torch.library.define("baton::invariant_logits", "(Tensor hidden, Tensor weight) -> Tensor")
+torch.library.define("baton::float32_logits", "(Tensor hidden, Tensor weight) -> Tensor")
+torch.library.impl("baton::invariant_linear", ("cpu", "cuda"))(invariant_linear)
+torch.library.impl("baton::invariant_logits", ("cpu", "cuda"))(invariant_logits)
+torch.library.impl("baton::float32_logits", ("cpu", "cuda"))(float32_logits)
 
 
 @torch.library.impl("baton::store_kv", ("cpu", "cuda"))
@@ -94,6 +110,21 @@ def _context_attention(
     return context_attention(q, ContextKV(keys, values), q_starts, kv_starts, kv_lens, scale)
 
 
+@torch.library.impl("baton::invariant_attention", ("cpu", "cuda"))
+def _invariant_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    layer: int,
+    page_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    num_rows: int,
+    scale: float,
+    tree_mask: torch.Tensor | None,
+) -> torch.Tensor:
+    rows = Rows(kv_lens, uniform=num_rows, tree_mask=tree_mask)
+    return invariant_attention(q, kv, layer, page_table, rows, scale)
+
+
 def recorded_store_kv(
     kv: torch.Tensor, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> None:
@@ -147,4 +178,35 @@ def recorded_context_attention(
     out: torch.Tensor = torch.ops.baton.context_attention.default(
         q, keys, values, q_starts, kv_starts, kv_lens, scale
     )
+    return out
+
+
+def recorded_invariant_attention(
+    q: torch.Tensor, kv: torch.Tensor, layer: int, page_table: torch.Tensor, rows: Rows, scale: float
+) -> torch.Tensor:
+    """`invariant_attention.invariant_attention` as one operation, for uniform `rows`."""
+    assert rows.starts is None, rows
+    out: torch.Tensor = torch.ops.baton.invariant_attention.default(
+        q, kv, layer, page_table, rows.kv_lens, rows.uniform, scale, rows.tree_mask
+    )
+    return out
+
+
+def recorded_invariant_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`invariant_linear.invariant_linear` as one operation."""
+    out: torch.Tensor = torch.ops.baton.invariant_linear.default(x, weight, bias)
+    return out
+
+
+def recorded_invariant_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`invariant_linear.invariant_logits` as one operation."""
+    out: torch.Tensor = torch.ops.baton.invariant_logits.default(hidden, weight)
+    return out
+
+
+def recorded_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`logits.float32_logits` as one operation."""
+    out: torch.Tensor = torch.ops.baton.float32_logits.default(hidden, weight)
     return out

@@ -23,6 +23,8 @@ from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 MAX_ROWS = 32
 MAX_ROWS_GATED = 64
 MIN_ROWS_TILE = 16
+# Tiles of rows that are computed side by side.
+ROW_TILES = 8
 # Bytes of shared memory for the widest tile. Devices with less per program use the library.
 SHARED_BYTES = 192 * 1024
 
@@ -50,10 +52,15 @@ def _skinny_kernel(
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
 ) -> None:
     # outputs are the rows of the product, because they are the long side
-    i_out = tl.program_id(0).to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    i_row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    # programs that run at the same time share rows of x and of W: ROW_TILES tiles of rows for each of W
+    i_group = tl.program_id(0) // (ROW_TILES * tl.cdiv(out_size, BLOCK_OUT))
+    i_in_group = tl.program_id(0) % (ROW_TILES * tl.cdiv(out_size, BLOCK_OUT))
+    num_tiles = tl.minimum(tl.cdiv(num_rows, BLOCK_ROWS) - i_group * ROW_TILES, ROW_TILES)
+    i_out = (i_in_group // num_tiles).to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    i_row = (i_group * ROW_TILES + i_in_group % num_tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     m_out = i_out < out_size
     m_row = i_row < num_rows
     i_offset = tl.arange(0, BLOCK_IN)
@@ -113,22 +120,26 @@ def linear_triton(
     *,
     is_gated: bool = False,
     shape: SkinnyShape | None = None,
+    max_tile_rows: int = 64,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Launch on `x` `[T, H]`, `weight` `[N, H]`, `bias` None or `[N]`; returns `[T, N]`.
+    """Launch on `x` `[T, H]`, `weight` `[N, H]`, `bias` None or `[N]`; returns `[T, N]`, by default in the
+    dtype of `x`.
 
     With `is_gated` it returns silu(first half of the outputs) * second half, `[T, N/2]`. Sums are float32.
-    Raises ValueError if shapes or dtypes differ, or a gated N is odd.
+    `max_tile_rows`: the largest number of rows of a program. Raises ValueError if shapes or dtypes differ, or
+    a gated N is odd.
     """
     _check(x, weight, bias, is_gated)
     num_rows, in_size = x.shape
     out_size = weight.shape[0] // 2 if is_gated else weight.shape[0]
-    y = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
+    y = torch.empty(num_rows, out_size, dtype=out_dtype or x.dtype, device=x.device)
     if y.numel() == 0:
         return y
     x = x if x.stride(1) == 1 else x.contiguous()
     tile = skinny_shape(num_rows, out_size) if shape is None else shape
-    block_rows = min(max(next_power_of_2(num_rows), MIN_ROWS_TILE), 64)
-    _skinny_kernel[(cdiv(out_size, tile.out), cdiv(num_rows, block_rows))](
+    block_rows = min(max(next_power_of_2(num_rows), MIN_ROWS_TILE), max_tile_rows)
+    _skinny_kernel[(cdiv(out_size, tile.out) * cdiv(num_rows, block_rows),)](
         x,
         weight,
         weight if bias is None else bias,
@@ -142,6 +153,7 @@ def linear_triton(
         BLOCK_OUT=tile.out,
         BLOCK_IN=tile.inner,
         BLOCK_ROWS=block_rows,
+        ROW_TILES=ROW_TILES,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

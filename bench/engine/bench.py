@@ -243,6 +243,7 @@ def parser() -> argparse.ArgumentParser:
         default=3,
         help="tokens that each EAGLE3 step yields, simulated (default 3)",
     )
+    add("--deterministic", action="store_true", help="with batch-invariant operations of the target")
     add("--graphs", choices=("both", "on", "off"), default="both", help="default both")
     add(
         "--adaptive",
@@ -286,6 +287,7 @@ def settings_of(options: argparse.Namespace) -> RigSettings:
         chunk_size=options.chunk_size,
         has_graphs=options.graphs != "off",
         is_adaptive=options.adaptive,
+        is_invariant=options.deterministic,
     )
 
 
@@ -329,7 +331,8 @@ def report(bench: EngineBench, cells: Sequence[Cell], options: argparse.Namespac
         f"{machine(rig.settings.device)}; copy {ceilings.copy_bytes_per_s / 1e9:.0f} GB/s (read + "
         "write), matmul "
         f"{ceilings.matmul_flop_per_s / 1e12:.1f} TFLOP/s",
-        f"{options.model or options.shape}, {rig.settings.dtype}, context {options.context}, {accepted}",
+        f"{options.model or options.shape}, {rig.settings.dtype}, context {options.context}, {accepted}"
+        + (", deterministic" if options.deterministic else ""),
         "",
         f"| {' | '.join(HEAD)} |",
         "|---" * len(HEAD) + "|",

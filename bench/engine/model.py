@@ -27,9 +27,18 @@ STEP = AMPLITUDE * GAIN / 16  # added to COUNT by each forward of the head
 
 
 @torch.no_grad()
-def random_target(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> CausalLM:
-    """A model of `config` that generates TOKEN after any input."""
-    model = build_model(config, dtype=dtype, device=device)
+def random_target(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    *,
+    is_invariant: bool = False,
+) -> CausalLM:
+    """A model of `config` that generates TOKEN after any input; `is_invariant`: by batch-invariant
+    operations.
+    """
+    model = build_model(config, dtype=dtype, device=device, is_invariant=is_invariant)
     generator = torch.Generator(device).manual_seed(seed)
     for name, weight in model.tensors():
         _fill(name, weight, generator)

@@ -47,7 +47,8 @@ class RigSettings:
     """Sizes of the rig, in requests and tokens.
 
     The pools hold `max_batch` requests of up to `max_request` tokens each, and one prompt of up to
-    `max_prompt` tokens. Graphs cover up to `max_context` tokens of context.
+    `max_prompt` tokens. Graphs cover up to `max_context` tokens of context. `is_invariant`: the target's
+    operations are batch-invariant.
     """
 
     shape: str
@@ -64,6 +65,7 @@ class RigSettings:
     chunk_size: int
     has_graphs: bool
     is_adaptive: bool = False  # whether steps may draft fewer tokens than the chain
+    is_invariant: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +147,7 @@ class Rig:
             self.head_config: Eagle3Config = head_config(
                 self.config, name, settings.draft_vocab_size, Path(folder)
             )
-        model = random_target(self.config, dtype, device)
+        model = random_target(self.config, dtype, device, is_invariant=settings.is_invariant)
         self._lifecycle.advance(Phase.LOADED)
         configure_aux_capture(model, self.head_config.aux.ids)
         self._lifecycle.advance(Phase.AUX_CONFIGURED)
@@ -160,7 +162,9 @@ class Rig:
             num_pages, PAGE_SIZE, self.head_config.dims.target_feature_width, dtype, device
         )
         self.drafter = self._drafter(head, num_pages)
-        self.runner = ModelRunner(model, pool, max_context=settings.max_context)
+        self.runner = ModelRunner(
+            model, pool, max_context=settings.max_context, is_invariant=settings.is_invariant
+        )
         self.sampler = Sampler(config.vocab_size, device)
         self._lifecycle.advance(Phase.POOLS_ALLOCATED)
         self._steps = {has_drafts: self._step_graphs(has_drafts) for has_drafts in (False, True)}

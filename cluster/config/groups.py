@@ -143,6 +143,13 @@ class EngineSettings(RoleConfig):
     graph_self_test: bool = setting(
         True, Setting(help="compare each graph with the eager path before serving")
     )
+    deterministic: bool = setting(
+        False,
+        Setting(
+            help="compute each token in a fixed order of sums, so that bfloat16 answers do not depend on "
+            "drafts, batches or chunks; slower"
+        ),
+    )
     page_size: int = setting(
         0,
         Setting(

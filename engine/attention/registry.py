@@ -4,10 +4,14 @@ from types import MappingProxyType
 
 from ..kv.pool import KVPool
 from .backend import PagedAttention
+from .invariant_attention import InvariantAttention
 from .torch_attention import TorchAttention
 from .triton_attention import TritonAttention
 
-BACKENDS = MappingProxyType[str, type[PagedAttention]]({"triton": TritonAttention, "torch": TorchAttention})
+INVARIANT = "invariant"
+BACKENDS = MappingProxyType[str, type[PagedAttention]](
+    {"triton": TritonAttention, "torch": TorchAttention, INVARIANT: InvariantAttention}
+)
 
 
 def attention_for(

@@ -10,9 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from ...kernels.rms_norm import add_rms_norm, rms_norm
-from ...kernels.rope import apply_rope
-from ...kernels.skinny_linear import gated_linear, linear
+from ...kernels.row_ops import FASTEST, RowOps
 
 # (layer index, q [T, N, D], k [T, K, D], v [T, K, D]) -> [T, N, D]; stores k and v, then attends.
 Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -22,7 +20,10 @@ NamedTensors: TypeAlias = Iterator[tuple[str, torch.Tensor]]
 
 
 class Linear:
-    """y = x W^T + b with `weight` `[out, in]`, its rows split into named `parts` of the checkpoint."""
+    """y = x W^T + b with `weight` `[out, in]`, its rows split into named `parts` of the checkpoint.
+
+    `ops`, here and in all layers, computes the rows.
+    """
 
     def __init__(
         self,
@@ -32,14 +33,16 @@ class Linear:
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | str,
+        ops: RowOps = FASTEST,
     ) -> None:
         self.parts = parts
+        self.ops = ops
         out_size = sum(parts.values())
         self.weight = torch.empty(out_size, in_size, dtype=dtype, device=device)
         self.bias = torch.empty(out_size, dtype=dtype, device=device) if bias else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
+        return self.ops.linear(x, self.weight, self.bias)
 
     def tensors(self, prefix: str) -> NamedTensors:
         """The checkpoint's tensor names under `prefix`, with views of the parameters."""
@@ -54,16 +57,25 @@ class Linear:
 class RMSNorm:
     """Root-mean-square normalisation with a learned `weight` `[size]`."""
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        ops: RowOps = FASTEST,
+    ) -> None:
         self.eps = eps
+        self.ops = ops
         self.weight = torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return self.ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(normalised sum, sum) of two tensors `[..., size]`, in one pass over memory."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
     def tensors(self, name: str) -> NamedTensors:
         """The checkpoint's tensor `name`, with the parameter."""
@@ -81,15 +93,17 @@ class GatedMLP:
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | str,
+        ops: RowOps = FASTEST,
     ) -> None:
         halves = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up = Linear(hidden_size, halves, bias=bias, dtype=dtype, device=device)
+        self.ops = ops
+        self.gate_up = Linear(hidden_size, halves, bias=bias, dtype=dtype, device=device, ops=ops)
         self.down = Linear(
-            intermediate_size, {"down_proj": hidden_size}, bias=bias, dtype=dtype, device=device
+            intermediate_size, {"down_proj": hidden_size}, bias=bias, dtype=dtype, device=device, ops=ops
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(gated_linear(x, self.gate_up.weight, self.gate_up.bias))
+        return self.down(self.ops.gated_linear(x, self.gate_up.weight, self.gate_up.bias))
 
     def tensors(self, prefix: str) -> NamedTensors:
         """The checkpoint's tensor names under `prefix`, with views of the parameters."""
@@ -116,22 +130,29 @@ class SelfAttention:
         qkv_bias: bool = False,
         output_bias: bool = False,
         qk_norm_eps: float | None = None,
+        ops: RowOps = FASTEST,
     ) -> None:
+        self.ops = ops
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         parts = {
             "q_proj": num_heads * head_dim,
             "k_proj": num_kv_heads * head_dim,
             "v_proj": num_kv_heads * head_dim,
         }
-        self.qkv = Linear(input_size, parts, bias=qkv_bias, dtype=dtype, device=device)
+        self.qkv = Linear(input_size, parts, bias=qkv_bias, dtype=dtype, device=device, ops=ops)
         self.output = Linear(
-            num_heads * head_dim, {"o_proj": hidden_size}, bias=output_bias, dtype=dtype, device=device
+            num_heads * head_dim,
+            {"o_proj": hidden_size},
+            bias=output_bias,
+            dtype=dtype,
+            device=device,
+            ops=ops,
         )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if qk_norm_eps is not None:
-            self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, device=device)
-            self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, device=device)
+            self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, device=device, ops=ops)
+            self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, device=device, ops=ops)
 
     def __call__(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
@@ -144,7 +165,7 @@ class SelfAttention:
             qk = torch.cat(
                 (self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), dim=1
             )
-        qk = apply_rope(qk, cos, sin)
+        qk = self.ops.rope(qk, cos, sin)
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
         return self.output(attend(layer, q, k, v).flatten(1))
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from ...kernels.row_ops import FASTEST, RowOps
 from ..errors import CheckpointError, LifecycleError
 from ..kv.layouts import MHALayout
 from .config import ModelConfig
@@ -22,9 +23,15 @@ class LlamaForCausalLM:
     takes_input_embeds = True
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        ops: RowOps = FASTEST,
     ) -> None:
         self.config = config
+        self.ops = ops
         self.dtype = dtype
         self.device = torch.device(device)
         self.aux_layer_ids: tuple[int, ...] | None = None
@@ -32,8 +39,8 @@ class LlamaForCausalLM:
         self.lm_head = (
             self.embed_tokens if config.tie_word_embeddings else torch.empty_like(self.embed_tokens)
         )
-        self.layers = [_decoder_layer(config, dtype, self.device) for _ in range(config.num_layers)]
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.layers = [_decoder_layer(config, dtype, self.device, ops) for _ in range(config.num_layers)]
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, ops=ops)
         self.rotary = RotaryEmbedding(
             config.rope, config.head_dim, config.max_position_embeddings, device, dtype
         )
@@ -73,7 +80,7 @@ class LlamaForCausalLM:
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """Residual stream `[R, H]` before the final norm -> logits, float32 `[R, V]`."""
-        return F.linear(self.norm(hidden_rows), self.lm_head).to(torch.float32)
+        return self.ops.logits(self.norm(hidden_rows), self.lm_head)
 
     def set_aux_layer_ids(self, ids: Sequence[int]) -> None:
         """Choose, once, the layer outputs that a capturing forward returns, in the given order.
@@ -110,7 +117,9 @@ class LlamaForCausalLM:
         )
 
 
-def _decoder_layer(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderLayer:
+def _decoder_layer(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: RowOps
+) -> DecoderLayer:
     attention = SelfAttention(
         config.hidden_size,
         config.hidden_size,
@@ -122,9 +131,18 @@ def _decoder_layer(config: ModelConfig, dtype: torch.dtype, device: torch.device
         qkv_bias=config.attention_bias,
         output_bias=config.attention_output_bias,
         qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+        ops=ops,
     )
     mlp = GatedMLP(
-        config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, device=device
+        config.hidden_size,
+        config.intermediate_size,
+        bias=config.mlp_bias,
+        dtype=dtype,
+        device=device,
+        ops=ops,
     )
-    norms = [RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device) for _ in range(2)]
+    norms = [
+        RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, ops=ops)
+        for _ in range(2)
+    ]
     return DecoderLayer(attention, mlp, *norms)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from ...kernels.row_ops import FASTEST, INVARIANT, RowOps
 from ..errors import CheckpointError
 from .config import ConfigReader, ModelConfig, read_dense_config, read_json
 from .interface import CausalLM
@@ -28,8 +29,10 @@ class ReadConfig(Protocol):
 class BuildModel(Protocol):
     """A model class."""
 
-    def __call__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
-        """The model of `config`, with uninitialised weights in `dtype` on `device`."""
+    def __call__(
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, ops: RowOps
+    ) -> CausalLM:
+        """The model of `config`, with uninitialised weights in `dtype` on `device`, computed by `ops`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,15 +83,18 @@ def build_model(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    is_invariant: bool = False,
     models: Sequence[ModelEntry] = MODELS,
 ) -> CausalLM:
-    """The model of `config.architecture`, with uninitialised weights.
+    """The model of `config.architecture`, with uninitialised weights. `is_invariant`: its operations are
+    batch-invariant.
 
     Raises CheckpointError if `models` lacks it.
     """
     for entry in models:
         if entry.architecture == config.architecture:
-            return entry.build(config, dtype=dtype, device=device)
+            ops = INVARIANT if is_invariant else FASTEST
+            return entry.build(config, dtype=dtype, device=device, ops=ops)
     raise CheckpointError(f"architecture {config.architecture!r}: {_supported(models)}")
 
 

@@ -149,15 +149,17 @@ def needless_tensors(config: ModelConfig) -> tuple[str, ...]:
 
 @torch.no_grad()
 def load_model(
-    path: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    path: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", is_invariant: bool = False
 ) -> tuple[CausalLM, ModelConfig]:
     """The model at `path` and its config, with weights converted to `dtype` on `device`.
+
+    `is_invariant`: its operations are batch-invariant.
 
     Raises CheckpointError as `load_model_config` and `fill_tensors`.
     """
     path = Path(path)
     config = load_model_config(path)
     find_shards(path)  # a missing file is reported before memory is taken
-    model = build_model(config, dtype=dtype, device=device)
+    model = build_model(config, dtype=dtype, device=device, is_invariant=is_invariant)
     logger.info("weights: %s", fill_tensors(dict(model.tensors()), path, needless_tensors(config)))
     return model, config

@@ -7,7 +7,7 @@ import torch
 
 from ..attention.backend import AttentionBackend
 from ..attention.metadata import AttentionMetadata
-from ..attention.registry import attention_for
+from ..attention.registry import INVARIANT, attention_for
 from ..batch.forward_batch import CaptureHidden, ForwardBatch, ForwardOutput, StepCounters
 from ..batch.padding import pad_rows
 from ..errors import CheckpointError, LifecycleError, UnsupportedInput
@@ -27,6 +27,7 @@ class ModelRunner:
     `on_layer` is called before each attention that runs as Python, so that a long forward can report
     progress. Captured `graphs` run the batches that fit them. Every batch is padded with idle rows to a
     multiple of `row_multiple`; results hold the batch's own rows only. `max_context` as in `PagedAttention`.
+    `is_invariant`: attention is batch-invariant, as the operations of `model` then should be.
     """
 
     def __init__(
@@ -37,10 +38,14 @@ class ModelRunner:
         *,
         row_multiple: int = 1,
         max_context: int = 0,
+        is_invariant: bool = False,
     ) -> None:
         self.model = model
         self.pool = pool
-        self.attention: AttentionBackend = attention_for(pool, max_context=max_context)
+        self.is_invariant = is_invariant
+        self.attention: AttentionBackend = attention_for(
+            pool, INVARIANT if is_invariant else "", max_context=max_context
+        )
         self.counters = StepCounters()
         self.on_layer = on_layer
         self.row_multiple = row_multiple

@@ -9,6 +9,7 @@ from baton.kernels import (
     context_attention,
     extend_attention,
     gather_context,
+    invariant_attention,
     tree_verify,
     verify_attention,
 )
@@ -205,6 +206,45 @@ def check_verify(
         assert_close(on_cpu[request], expected)
 
 
+def check_invariant(
+    device: str, num_rows: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, is_tree: bool
+) -> None:
+    """Splits of 64 columns and longer ones, computed in parallel or by one program; and ragged rows."""
+    kv_lens, (num_heads, kv_heads) = [40, 0, 300, num_rows, 65], heads
+    pool, table = poisoned_pool(kv_lens, 16, kv_heads, head_dim, dtype, layer=1)
+    q = randn(len(kv_lens) * num_rows, num_heads, head_dim, dtype=dtype, seed=8)
+    lengths, scale = torch.tensor(kv_lens), head_dim**-0.5
+    trees = random_trees(len(kv_lens), num_rows) if is_tree else None
+    causal = torch.ones(num_rows, num_rows, dtype=torch.bool).tril().expand(len(kv_lens), -1, -1)
+    seen = causal if trees is None else trees
+    rows = invariant_attention.Rows(
+        lengths.to(device), uniform=num_rows, tree_mask=None if trees is None else trees.to(device)
+    )
+    arguments = pool.to(device), 1, table.to(device)
+    outs = [
+        invariant_attention.invariant_attention_triton(
+            q.to(device), *arguments, rows, scale, base_split=64, max_partial_bytes=limit
+        )
+        for limit in (0, 1 << 30)
+    ]
+    if trees is None and num_rows == 4:  # the first two requests, 3 rows and none, and the third in two runs
+        starts = torch.tensor([0, 3, 3, 10])
+        ragged = invariant_attention.Rows(torch.tensor(kv_lens[:3]).to(device), 0, starts.to(device), 7)
+        out = invariant_attention.invariant_attention_triton(
+            q[:12].to(device), *arguments[:2], table[:3].to(device), ragged, scale, base_split=64
+        )
+        assert torch.equal(out[10:].cpu(), torch.zeros_like(q[10:12]))
+        assert_close(out[:3], definition(q[:3], pool, 1, table[0], 40, scale))
+        assert_close(out[3:10], definition(q[3:10], pool, 1, table[2], 300, scale))
+    on_cpu = invariant_attention.Rows(lengths, uniform=num_rows, tree_mask=trees)
+    outs.append(invariant_attention.invariant_attention_torch(q, pool, 1, table, on_cpu, scale))
+    for request, kv_len in enumerate(kv_lens):
+        mine = slice(request * num_rows, (request + 1) * num_rows)
+        expected = tree_definition(q[mine], pool, 1, table[request], kv_len, scale, seen[request])
+        for out in outs:
+            assert_close(out[mine], expected)
+
+
 # --- trees --------------------------------------------------------------------------------------------------
 
 
@@ -292,6 +332,14 @@ def attention_cases(*, is_whole: bool = True) -> Iterator[tuple[Callable[..., No
     ):
         yield check_context, (lens, heads, head_dim, page_size, dtype, 2)
     yield check_context, ([(1, 1)] * 70, (2, 1), 16, 16, FLOAT32)
+    for num_rows, heads, head_dim, dtype, is_tree in (
+        (1, (8, 2), 64, BFLOAT16, False),
+        (4, (3, 1), 80, FLOAT32, False),
+        (4, (4, 4), 128, BFLOAT16, False),
+        (8, (8, 2), 64, BFLOAT16, True),
+        (5, (3, 1), 64, FLOAT32, True),
+    ):
+        yield check_invariant, (num_rows, heads, head_dim, dtype, is_tree)
     yield check_extend, ([], (2, 1), 64, 16, FLOAT32)
     yield check_extend, ([(300, 300)], (8, 1), 64, 16, BFLOAT16)
     yield check_verify, (1, [], (2, 1), 64, 16, FLOAT32)

@@ -18,6 +18,7 @@ from baton.kernels.context_attention import (
 )
 from baton.kernels.extend_attention import paged_extend, paged_extend_triton
 from baton.kernels.gather_context import gather_context, gather_context_triton
+from baton.kernels.invariant_attention import Rows, invariant_attention_triton
 from baton.kernels.kv_store import store_kv_triton
 from baton.kernels.rms_norm import add_rms_norm, rms_norm_triton
 from baton.kernels.rope import apply_rope_triton
@@ -153,13 +154,21 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     for num_rows, mask in ((1, None), (16, trees)):
         queries = randn(2, num_rows, 32, 128, dtype=torch.bfloat16)
         paged_verify_triton(queries, pool, 1, table, lens, 0.1, mask, num_splits=8)
+    for num_rows, mask in ((1, None), (16, trees)):
+        queries = randn(2 * num_rows, 32, 128, dtype=torch.bfloat16)
+        uniform = Rows(lens, uniform=num_rows, tree_mask=mask)
+        long_table = torch.zeros(2, 300, dtype=torch.int64)
+        invariant_attention_triton(queries, pool, 1, long_table, uniform, 0.1)
+        invariant_attention_triton(queries, pool, 1, table, uniform, 0.1)
+    ragged = Rows(lens, starts=torch.tensor([0, 1, 3]), longest=64)
+    invariant_attention_triton(q, pool, 1, table, ragged, 0.1)
     names = [name for name, _ in compiled_for_h200]
     assert set(names) == {
         "_rms_norm_kernel", "_silu_mul_kernel", "_rope_kernel", "_store_kv_kernel",
         "_select_last_rows_kernel", "_tree_verify_kernel", "_extend_kernel", "_verify_kernel",
         "_merge_kernel", "_compact_kv_kernel", "_highest_kernel", "_scores_kernel", "_pick_kernel",
         "_skinny_kernel", "_places_kernel", "_outcome_kernel", "_chain_verify_kernel",
-        "_gather_kernel", "_context_kernel",
+        "_gather_kernel", "_context_kernel", "_fold_kernel", "_join_kernel",
     }  # fmt: skip
     for name, kernel in compiled_for_h200:
         assert kernel.asm["cubin"], name
@@ -171,6 +180,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
         "_extend_kernel",
         "_verify_kernel",
         "_context_kernel",
+        "_fold_kernel",
     ):  # the last launched, with wide tiles: Hopper's matrix instructions
         assert "wgmma" in by_name[name].asm["ptx"], name
     assert "cp.async.bulk.tensor" in by_name["_context_kernel"].asm["ptx"], "bulk copies of whole tiles"

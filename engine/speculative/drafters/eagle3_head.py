@@ -10,6 +10,7 @@ from enum import Enum
 import torch
 import torch.nn.functional as F
 
+from ....kernels.ops import recorded_logits
 from ...errors import CheckpointError, LifecycleError
 from ...models.layers import Attend, GatedMLP, Linear, NamedTensors, RMSNorm, SelfAttention
 from ...models.rope import RotaryEmbedding
@@ -168,7 +169,7 @@ class Eagle3Head:
     def compute_logits(self, out_rows: torch.Tensor) -> torch.Tensor:
         """Outputs `[R, H]` of `forward` -> logits over the draft vocabulary `[R, Vd]` float32."""
         assert self.lm_head is not None, "the head runs before share"
-        return F.linear(self.norm(out_rows), self.lm_head).to(torch.float32)
+        return recorded_logits(self.norm(out_rows), self.lm_head)
 
     def feedback(self, out_rows: torch.Tensor) -> torch.Tensor:
         """Outputs `[R, H]` of `forward` -> the hidden `[R, H]` of the next chain step."""

@@ -194,6 +194,7 @@ class FusedStep:
             places.verify_lens,
             None if tree is None else tree.mask,
             is_recorded=breaks.is_recorded,
+            is_invariant=self.runner.is_invariant,
         )
         ids = () if self.drafter is None else aux_ids_of(model)
         hidden, features = model.body(

@@ -1,0 +1,90 @@
+"""The two sets of row-wise operations of a model: the fastest ones, and batch-invariant ones.
+
+The fastest ones choose tiles and sums by the number of rows. The batch-invariant ones give the same bits for
+a row alone, in a batch, in a verify step and in a prefill chunk. Legend: T rows, N outputs, H inputs, V
+vocabulary, D head dimension.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from .invariant_rows import rms_norm_rows, rope_rows, silu_mul_rows
+from .ops import recorded_invariant_linear, recorded_invariant_logits, recorded_logits
+from .rms_norm import add_rms_norm, rms_norm
+from .rope import apply_rope
+from .silu_mul import silu_mul
+from .skinny_linear import gated_linear, linear
+
+# (x [T, H], weight [N, H], bias [N] or None) -> [T, N]; gated: [T, N/2]
+Project: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+# (hidden [T, H], weight [V, H]) -> float32 [T, V]
+Logits: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# (x [..., D], weight [D], eps) -> [..., D]
+Norm: TypeAlias = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+# (x [..., D], residual [..., D], weight [D], eps) -> (normed sum, sum)
+AddNorm: TypeAlias = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
+]
+# (x [T, heads, D], cos [T, D], sin [T, D] with a negated first half) -> [T, heads, D]
+Rotate: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOps:
+    """The operations of a model's rows, attention excepted."""
+
+    linear: Project
+    gated_linear: Project
+    logits: Logits
+    rms_norm: Norm
+    add_rms_norm: AddNorm
+    rope: Rotate
+
+
+def invariant_gated_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As `skinny_linear.gated_linear`: `x` `[T, H]`, `weight` `[2*I, H]` -> `[T, I]`."""
+    gate_up = recorded_invariant_linear(x, weight, bias)
+    return silu_mul(gate_up) if x.is_cuda else silu_mul_rows(gate_up)
+
+
+def invariant_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As `rms_norm.rms_norm`, whose kernel is batch-invariant on a GPU."""
+    return rms_norm(x, weight, eps) if x.is_cuda else rms_norm_rows(x, weight, eps)
+
+
+def invariant_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `rms_norm.add_rms_norm`, whose kernel is batch-invariant on a GPU."""
+    if x.is_cuda:
+        return add_rms_norm(x, residual, weight, eps)
+    total = x + residual
+    return rms_norm_rows(total, weight, eps), total
+
+
+def invariant_rope(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+    """As `rope.apply_rope`, whose kernel is batch-invariant on a GPU."""
+    return apply_rope(x, cos, signed_sin) if x.is_cuda else rope_rows(x, cos, signed_sin)
+
+
+FASTEST = RowOps(
+    linear=linear,
+    gated_linear=gated_linear,
+    logits=recorded_logits,
+    rms_norm=rms_norm,
+    add_rms_norm=add_rms_norm,
+    rope=apply_rope,
+)
+INVARIANT = RowOps(
+    linear=recorded_invariant_linear,
+    gated_linear=invariant_gated_linear,
+    logits=recorded_invariant_logits,
+    rms_norm=invariant_rms_norm,
+    add_rms_norm=invariant_add_rms_norm,
+    rope=invariant_rope,
+)
