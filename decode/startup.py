@@ -38,7 +38,7 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
     def make_hello(self) -> Hello:
         """The registration with a router."""
         return self.hello(
-            max_running=self.config.max_running,
+            max_running=self.engine.sizes.max_running,
             local_prefill=True,
             spec_tokens=self.engine.shape.spare_slots,
             draft_widths=draft_widths_of(self.engine),
@@ -50,8 +50,8 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
             self.engine,
             self.link,
             instance=self.instance,
-            max_running=self.config.max_running,
-            local_prefill_tokens=self.config.local_prefill_tokens,
+            max_running=self.engine.sizes.max_running,
+            local_prefill_tokens=self.engine.sizes.local_prefill_tokens,
         )
 
     @property

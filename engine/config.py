@@ -15,13 +15,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class EngineConfig:
     """Settings of one engine.
 
-    `pages`: pages of the KV pool; 0: as many as fit `kv_memory_mb` (MiB, 0: chosen by device). `max_context`:
-    tokens; 0: the model's own limit. `chunk_size` (tokens, 0: whole prompts) and `max_running` (requests) are
-    sizes for which graphs are captured; a role sets those that it needs. `spec_*`: the drafts of a step
-    (`DraftShape.of`). `spec_adaptive`: whether they follow load and acceptance ("auto": on CUDA). `overlap`:
-    whether a decode step is launched before the previous one was read ("auto": on CUDA). `graph_self_test`
-    compares each graph with the eager path before use. `feature_layers` ("2,14,25"): layer outputs that
-    prefill captures beside those of the draft.
+    The settings from `graphs` to `slab_mb` are those of `auto_sizes.GivenSizes`. `spec_*`: the drafts of a
+    step (`DraftShape.of`). `spec_adaptive`: whether they follow load and acceptance ("auto": on CUDA).
+    `overlap`: whether a decode step is launched before the previous one was read ("auto": on CUDA).
+    `graph_self_test` compares each graph with the eager path before use. `feature_layers` ("2,14,25"): layer
+    outputs that prefill captures beside those of the draft.
     """
 
     model: str
@@ -29,15 +27,19 @@ class EngineConfig:
     no_draft: bool = False
     device: str = "auto"
     dtype: str = "auto"
-    graphs: bool = False
-    page_size: int = 16
+    graphs: str = "auto"
+    page_size: int = 0
     pages: int = 0
     kv_memory_mb: int = 0
+    gpu_memory_share: float = 0.0
     max_context: int = 0
+    chunk_size: int = -1
+    max_batch: int = 0
+    max_running: int = 0
+    local_prefill_tokens: int = 0
+    slab_mb: int = 0
     threads: int = 0
     prefix_cache: bool = True
-    chunk_size: int = 256
-    max_running: int = 16
     spec_steps: int = 3
     spec_topk: int = 1
     spec_tokens: int = 0
@@ -45,6 +47,10 @@ class EngineConfig:
     overlap: str = "auto"
     graph_self_test: bool = True
     feature_layers: str = ""
+
+    def __post_init__(self) -> None:
+        if self.graphs not in ("auto", "on", "off"):
+            raise ValueError(f"graphs {self.graphs!r}: use auto, on or off")
 
     @classmethod
     def of(cls, settings: object) -> "EngineConfig":

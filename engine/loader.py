@@ -8,11 +8,12 @@ keeps draft KV.
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from .auto_sizes import Card, EngineRole, EngineSizes, GivenSizes, ModelSizes, check_weights, choose_sizes
 from .capture.graph_set import GraphSet, backend_for
 from .config import EngineConfig, resolve_device, resolve_dtype
 from .errors import CheckpointError, LifecycleError
@@ -20,12 +21,12 @@ from .grammar.guided import GrammarCompiler
 from .graphs.backend import GraphBackend
 from .hub import resolve_checkpoint
 from .kv.budget import PageBudget
-from .kv.page_table import pages_for
 from .kv.pool import FeaturePlane, KVPool, PageAllocator
 from .kv.prefix_cache import PrefixCache
 from .models.config import ModelConfig
 from .models.interface import CausalLM
-from .models.weights import load_model
+from .models.registry import load_model_config
+from .models.weights import load_model, needless_tensors, weight_bytes
 from .runner.lifecycle import Lifecycle, Phase
 from .runner.model_runner import ModelRunner, configure_aux_capture
 from .sampling.sampler import Sampler
@@ -39,8 +40,6 @@ from .weights_hash import WeightsHash, model_fingerprint
 
 logger = logging.getLogger(__name__)
 
-CUDA_MEMORY_SHARE = 0.85  # of the free memory after the weights, if no KV memory is configured
-CPU_MEMORY_MB = 1024
 WHOLE_PROMPT_TOKENS = 2048  # largest prefill graph where prompts are not cut into chunks
 CACHE_LOOKAHEAD = 1  # draft KV of a page's last row depends on the token behind the page
 
@@ -50,7 +49,7 @@ class Engine:
     """A ready engine: one target over one page pool, with the drafting parts of its role.
 
     `features` is the feature plane of prefill, `drafter` the draft head of decode; both are None without a
-    draft. `max_context` is in tokens. `shape` is the configured draft shape; `step_policy` may vary it.
+    draft. `shape` is the configured draft shape; `step_policy` may vary it.
     `graphs` None: every forward runs eagerly. `steps` belong to decode. `launches_ahead`: each step is
     launched before the previous one is read.
     """
@@ -66,7 +65,7 @@ class Engine:
     features: FeaturePlane | None
     drafter: Drafter | None
     cache: PrefixCache
-    max_context: int
+    sizes: EngineSizes
     lifecycle: Lifecycle
     grammars: GrammarCompiler
     shape: DraftShape = PLAIN
@@ -98,6 +97,11 @@ class Engine:
     @property
     def page_size(self) -> int:
         return self.pool.page_size
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of prompt and output together."""
+        return self.sizes.max_context
 
     @property
     def num_pages(self) -> int:
@@ -186,6 +190,9 @@ class EngineLoader:
         self._dtype = resolve_dtype(config.dtype, self._device)
         self._path = resolve_checkpoint(config.model)
         self._weights = WeightsHash(self._path)
+        self._card = engine_card(self._device)
+        if self._card.is_gpu:
+            check_weights(self._card, config.gpu_memory_share, self._weight_bytes())
         self._model, self._model_config = load_model(self._path, dtype=self._dtype, device=self._device)
         self._fingerprint = model_fingerprint(self._path)
         limit = self._model_config.max_position_embeddings
@@ -196,6 +203,10 @@ class EngineLoader:
             )
         self._max_context = config.max_context or limit
         self.lifecycle.advance(Phase.LOADED)
+
+    def _weight_bytes(self) -> int:
+        """Bytes of the target's weights, by the headers of its checkpoint."""
+        return weight_bytes(self._path, self._dtype, needless_tensors(load_model_config(self._path)))
 
     def _configure_aux(self) -> None:
         ids: tuple[int, ...] = ()
@@ -243,19 +254,21 @@ class EngineLoader:
 
     def _allocate(self) -> None:
         config, model = self.config, self._model_config
-        num_pages = config.pages + 1 if config.pages else self._affordable_pages()  # page 0 is the sink
-        pool = KVPool(num_pages, self._model.kv_layout(config.page_size), self._device)
+        sizes = self._sizes()
+        logger.info("chosen for %s: %s", self._card, sizes)
+        num_pages, page_size = sizes.num_pages, sizes.page_size
+        pool = KVPool(num_pages, self._model.kv_layout(page_size), self._device)
         features, drafter = None, None
         if self._feature_ids and not self.has_drafter:
             width = len(self._feature_ids) * model.hidden_size
-            features = FeaturePlane(num_pages, config.page_size, width, self._dtype, self._device)
+            features = FeaturePlane(num_pages, page_size, width, self._dtype, self._device)
         if self._draft is not None:
             drafter = self._draft.drafter(
-                num_pages=num_pages, page_size=config.page_size, capacity=config.max_running + 1
+                num_pages=num_pages, page_size=page_size, capacity=sizes.max_running + 1
             )
         cache = PrefixCache(
             PageAllocator(num_pages, pool.order),
-            config.page_size,
+            page_size,
             enabled=config.prefix_cache,
             lookahead=CACHE_LOOKAHEAD if drafter is not None else 0,
         )
@@ -274,7 +287,7 @@ class EngineLoader:
             features=features,
             drafter=drafter,
             cache=cache,
-            max_context=self._max_context,
+            sizes=sizes,
             lifecycle=self.lifecycle,
             grammars=GrammarCompiler(self._path / "tokenizer.json", model.vocab_size, model.eos_token_ids),
             shape=PLAIN if drafter is None else self._shape,
@@ -288,8 +301,8 @@ class EngineLoader:
                 drafter,
                 shapes=_shapes_of(engine),
                 watched=None if engine.step_policy is None else engine.shape,
-                max_requests=config.max_running,
-                max_context=self._max_context,
+                max_requests=sizes.max_running,
+                max_context=sizes.max_context,
             )
         self.lifecycle.advance(Phase.POOLS_ALLOCATED)
 
@@ -304,7 +317,7 @@ class EngineLoader:
     def _capture(self) -> None:
         engine, config = self._engine, self.config
         assert engine is not None
-        if config.graphs:
+        if engine.sizes.has_graphs:
             engine.graphs = graphs = GraphSet(self._backend or backend_for(self._device), self.lifecycle)
             if self.has_drafter:
                 if engine.drafter is not None:
@@ -313,10 +326,10 @@ class EngineLoader:
                     graphs.capture_steps(engine.steps)
             else:
                 graphs.capture_prefill(
-                    engine.runner, config.chunk_size or min(WHOLE_PROMPT_TOKENS, self._max_context)
+                    engine.runner, engine.sizes.chunk_size or min(WHOLE_PROMPT_TOKENS, engine.max_context)
                 )
             if config.graph_self_test:
-                graphs.self_test(engine.runner, engine.drafter, self._max_context, engine.steps)
+                graphs.self_test(engine.runner, engine.drafter, engine.max_context, engine.steps)
             graphs.log_report()
         self.lifecycle.advance(Phase.CAPTURED)
 
@@ -326,48 +339,80 @@ class EngineLoader:
             self.config.spec_adaptive == "auto" and self._device.type != "cuda"
         ):
             return None
-        is_vocabulary = re.compile("embed_tokens|lm_head")
-        layers = sum(w.numel() for name, w in self._model.tensors() if not is_vocabulary.search(name))
-        target = layers + self._model.lm_head.numel()
+        target = self._forward_weights()
         costs = StepCosts(draft=draft.num_weights / target, knee_rows=KNEE_ROWS[self._device.type])
         return StepPolicy(self._shape.candidates(), costs)
 
-    def _affordable_pages(self) -> int:
-        """The number of pages that fit in the KV memory, with the planes beside the KV. Raises
-        CheckpointError below 2.
+    def _forward_weights(self) -> int:
+        """The weights that every row of a forward is multiplied with: all but the embedding."""
+        is_vocabulary = re.compile("embed_tokens|lm_head")
+        layers = sum(w.numel() for name, w in self._model.tensors() if not is_vocabulary.search(name))
+        return layers + self._model.lm_head.numel()
+
+    def _sizes(self) -> EngineSizes:
+        """The sizes of this engine, with the memory that its weights take by now.
+
+        Raises CheckpointError, naming what would fit, if a setting or the model does not.
         """
-        budget = self._page_budget()
-        count = budget.num_pages(self._kv_memory())
-        if count < 2:
-            need = pages_for(self._max_context, self.config.page_size) * budget.page_bytes
-            raise CheckpointError(
-                f"kv_memory_mb {self.config.kv_memory_mb}: one page costs {budget.page_bytes} bytes; give at "
-                f"least {need >> 20} for one request of the full context"
-            )
-        return count
+        card, held = self._card, 0
+        if card.is_gpu:
+            torch.cuda.empty_cache()
+            held = torch.cuda.memory_reserved(self._device)
+            card = replace(card, free=min(card.free, held + torch.cuda.mem_get_info(self._device)[0]))
+        config = self._model_config
+        sizes = ModelSizes(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            vocab_size=config.vocab_size,
+            max_context=config.max_position_embeddings,
+            dtype_bytes=self._dtype.itemsize,
+            num_weights=self._forward_weights(),
+            weight_bytes=held,
+        )
+        given = GivenSizes.of(self.config)
+        return choose_sizes(card, sizes, self._role(), self._token_budget(), given)
 
-    def _kv_memory(self) -> int:
-        """Bytes for pages and features in flight: the configured amount, or a share of the device."""
-        if self.config.kv_memory_mb:
-            return self.config.kv_memory_mb << 20
-        if self._device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self._device)
-            return int(free * CUDA_MEMORY_SHARE)
-        return CPU_MEMORY_MB << 20
+    def _role(self) -> EngineRole:
+        if not self.has_drafter:
+            return EngineRole(is_decode=False, num_features=len(self._feature_ids))
+        if self._draft is None:
+            return EngineRole(is_decode=True, spare_slots=PLAIN.spare_slots)
+        policy = self._step_policy(self._draft)
+        shapes = {PLAIN, self._shape, *(() if policy is None else policy.shapes)}
+        return EngineRole(
+            is_decode=True,
+            num_features=len(self._feature_ids),
+            num_nodes=self._shape.num_nodes,
+            num_shapes=len(shapes),
+            spare_slots=self._shape.spare_slots,
+        )
 
-    def _page_budget(self) -> PageBudget:
-        """The bytes of a page in this role. Decode adds draft KV and staged features; prefill adds a feature
+    def _token_budget(self) -> PageBudget:
+        """The bytes of a token in this role. Decode adds draft KV and staged features; prefill adds a feature
         plane.
         """
-        page_size = self.config.page_size
-        kv_bytes = self._model.kv_layout(page_size).page_bytes
+        kv_bytes = self._model.kv_layout(1).page_bytes
         if self._draft is not None:
-            draft_bytes = self._draft.kv_layout(page_size).page_bytes
-            return PageBudget(kv_bytes=kv_bytes, draft_bytes=draft_bytes, has_staging=True)
+            return PageBudget(
+                kv_bytes=kv_bytes, draft_bytes=self._draft.kv_layout(1).page_bytes, has_staging=True
+            )
         if self.has_drafter:
             return PageBudget(kv_bytes=kv_bytes)
         width = len(self._feature_ids) * self._model_config.hidden_size
-        return PageBudget(kv_bytes=kv_bytes, feature_bytes=page_size * width * self._dtype.itemsize)
+        return PageBudget(kv_bytes=kv_bytes, feature_bytes=width * self._dtype.itemsize)
+
+
+def engine_card(device: torch.device) -> Card:
+    """The card that `device` is on, with its free memory; creates the CUDA context. A CPU is a card, too."""
+    if device.type != "cuda":
+        return Card()
+    free, total = torch.cuda.mem_get_info(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name(device)
+    return Card(name=name, total=total, free=free, capability=(major, minor))
 
 
 def _shapes_of(engine: Engine) -> Sequence[DraftShape]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import CheckpointError
+from .models.safetensors_file import SafetensorsFile
 from .models.weights import find_shards
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,8 @@ def model_fingerprint(path: Path) -> str:
     Raises CheckpointError for a shard whose header does not fit its data.
     """
     path = Path(path)
-    shards = [_Shard.read(file) for file in find_shards(path)]
-    num_tensors = sum(len(shard.spans) for shard in shards)
+    shards = [SafetensorsFile.read(file) for file in find_shards(path)]
+    num_tensors = sum(len(shard.tensors) for shard in shards)
     num_samples = MAX_SAMPLED_BYTES // (SAMPLE_BYTES * max(1, num_tensors))
     digest = hashlib.sha256()
     digest.update(_framed((path / "config.json").read_bytes()))
@@ -46,49 +46,22 @@ def model_fingerprint(path: Path) -> str:
         digest.update(_framed(shard.path.name.encode()))
         digest.update(_framed(shard.header))
         digest.update(_framed(shard.size.to_bytes(8, "little")))
-        for sample in shard.samples(min(MAX_SAMPLES, max(MIN_SAMPLES, num_samples))):
+        for sample in _samples(shard, min(MAX_SAMPLES, max(MIN_SAMPLES, num_samples))):
             digest.update(_framed(sample))
     return digest.hexdigest()
 
 
-@dataclass(frozen=True)
-class _Shard:
-    """A safetensors file. `spans`: the byte ranges [first, end) of its tensors in the file, in order."""
-
-    path: Path
-    size: int
-    header: bytes
-    spans: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def read(cls, path: Path) -> "_Shard":
-        """The shard at `path`. Raises CheckpointError if its header does not fit the file."""
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            header_size = int.from_bytes(file.read(8), "little")
-            if header_size + 8 > size:
-                raise CheckpointError(f"{path}: not a complete safetensors file; fetch it again")
-            header = file.read(header_size)
-        base = header_size + 8
-        try:
-            tensors = {name: of for name, of in json.loads(header).items() if name != "__metadata__"}
-            offsets = sorted((int(lo), int(hi)) for lo, hi in (of["data_offsets"] for of in tensors.values()))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise CheckpointError(f"{path}: its safetensors header is malformed; fetch it again") from None
-        if any(not 0 <= lo <= hi <= size - base for lo, hi in offsets):
-            raise CheckpointError(f"{path}: not a complete safetensors file; fetch it again")
-        return cls(path, size, header, tuple((base + lo, base + hi) for lo, hi in offsets))
-
-    def samples(self, count: int) -> Iterator[bytes]:
-        """`count` samples of each tensor, or the whole tensor if it is not larger."""
-        with self.path.open("rb") as file:
-            for first, end in self.spans:
-                if end - first <= count * SAMPLE_BYTES:
-                    yield _read_at(file.fileno(), first, end - first)
-                    continue
-                last = end - first - SAMPLE_BYTES
-                for i in range(count):
-                    yield _read_at(file.fileno(), first + i * last // (count - 1), SAMPLE_BYTES)
+def _samples(shard: SafetensorsFile, count: int) -> Iterator[bytes]:
+    """`count` samples of each tensor, or the whole tensor if it is not larger."""
+    with shard.path.open("rb") as file:
+        for stored in shard.tensors:
+            first, size = stored.first, stored.num_bytes
+            if size <= count * SAMPLE_BYTES:
+                yield _read_at(file.fileno(), first, size)
+                continue
+            last = size - SAMPLE_BYTES
+            for i in range(count):
+                yield _read_at(file.fileno(), first + i * last // (count - 1), SAMPLE_BYTES)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class PrefillStartup(WorkerStartup[PrefillConfig, PrefillRoom]):
             bulk_port=config.kv_bulk_port,
             trusted_network=config.trusted_network,
             lease_s=config.lease_s,
-            slab_bytes=config.slab_mb << 20,
+            slab_bytes=self.engine.sizes.slab_bytes,
             reach=self.reach,
         )
         transport = open_sender(self.transports, setup)
@@ -45,7 +45,7 @@ class PrefillStartup(WorkerStartup[PrefillConfig, PrefillRoom]):
     def make_hello(self) -> Hello:
         """The registration with a router."""
         return self.hello(
-            max_running=self.config.max_batch,
+            max_running=self.engine.sizes.max_batch,
             kv_endpoint=advertised_endpoint(self.kv_endpoint, self.config.kv_advertise),
         )
 
@@ -55,8 +55,8 @@ class PrefillStartup(WorkerStartup[PrefillConfig, PrefillRoom]):
             self.engine,
             self.link,
             instance=self.instance,
-            chunk_size=self.config.chunk_size,
-            max_batch=self.config.max_batch,
+            chunk_size=self.engine.sizes.chunk_size,
+            max_batch=self.engine.sizes.max_batch,
             max_queue=self.config.max_queue,
         )
 

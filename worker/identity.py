@@ -3,15 +3,19 @@
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
 from ..cluster.net.transport_names import ZMQ_BLOCKS
 from ..cluster.protocol.kv_messages import block_bytes_of
-from ..cluster.protocol.messages import PROTOCOL_MAJOR, YOUNG_FIELDS, DraftWidths, Hello, Layout
+from ..cluster.protocol.messages import PROTOCOL_MAJOR, YOUNG_FIELDS, Choice, DraftWidths, Hello, Layout
+from ..engine.auto_sizes import EngineSizes
 from ..engine.kv.pool import FeaturePlane, KVPool
 from ..kvtransfer.protocol.fingerprint import pair_fingerprint
 from ..kvtransfer.transport import Planes
+
+NOTHING_CHOSEN: Mapping[str, Choice] = MappingProxyType({})
 
 
 def layout_of(
@@ -87,6 +91,7 @@ def hello_of(
     transports: Sequence[str] = (ZMQ_BLOCKS,),
     local_prefill: bool = False,
     draft_widths: DraftWidths | None = None,
+    chosen: Mapping[str, Choice] = NOTHING_CHOSEN,
 ) -> Hello:
     """The worker's registration with a router. `max_context` in tokens."""
     return Hello(
@@ -113,4 +118,10 @@ def hello_of(
         device=str(pool.device),
         card=card_of(pool.device, os.environ),
         transport=",".join(transports),
+        chosen=dict(chosen),
     )
+
+
+def chosen_of(sizes: EngineSizes) -> dict[str, Choice]:
+    """The sizes of an engine by the names of their settings, as a router shows them."""
+    return {name: Choice(value=value, why=sizes.reasons[name]) for name, value in sizes.values().items()}

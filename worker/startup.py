@@ -25,7 +25,7 @@ from ..engine.config import EngineConfig
 from ..engine.loader import Engine, EngineLoader
 from ..kvtransfer.memory.malloc_tuning import keep_blocks
 from ..kvtransfer.transport import Planes, PollableTransport
-from .identity import hello_of, layout_of, planes_of
+from .identity import chosen_of, hello_of, layout_of, planes_of
 from .link import WorkerLink
 from .main_loop import WorkerLoop
 from .role_worker import RoleWorker
@@ -182,6 +182,7 @@ class WorkerStartup(ABC, Generic[C, R]):
             spec_tokens=spec_tokens,
             draft_widths=draft_widths,
             transports=self.transports,
+            chosen=chosen_of(self.engine.sizes),
         )
 
     def _open_planes(self, context: zmq.Context[Socket]) -> tuple[RouterLinks, PollableTransport]:

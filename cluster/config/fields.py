@@ -9,7 +9,9 @@ A setting is declared once, as a field made by `setting` (or, without a default,
     default of the field
 
 Types are str, int, float and bool. A boolean `x` reads `--x`, `--x on`, `--x off`; one that is on by default
-also reads `--no-x`. Every error is a ConfigError that names the value, the place it came from and the remedy.
+also reads `--no-x`. A choice of auto, on and off reads what a boolean reads, and `auto`. A number with an
+`auto` reads that word, too. Every error is a ConfigError that names the value, the place it came from and the
+remedy.
 """
 
 import argparse
@@ -37,6 +39,8 @@ Value = str | int | float | bool
 METADATA_KEY = "baton"
 TRUE_WORDS = ("on", "true", "yes", "1")
 FALSE_WORDS = ("off", "false", "no", "0")
+AUTO_WORD = "auto"
+SWITCH = (AUTO_WORD, "on", "off")  # the choices of a boolean that may also be left to the program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,8 +55,17 @@ class Setting:
     maximum: float | None = None
     is_endpoint: bool = False  # tcp://host:port or ipc:///path
     is_list: bool = False  # a comma-separated list of endpoints
+    auto: int | None = None  # the number that the word `auto` stands for; it is allowed outside of the bounds
     # returns the fault of a text as the end of a sentence; "" for a valid one
     fault_of: Callable[[str], str] | None = None
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the choices are auto, on and off."""
+        return self.choices == SWITCH
+
+
+NO_FORM = Setting(help="")  # of a value that has no further form than its type
 
 
 def setting(default: T, description: Setting) -> T:
@@ -89,9 +102,11 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def as_text(value: Value) -> str:
+def as_text(value: Value, description: Setting = NO_FORM) -> str:
     """A value in the form that `parse_text` reads."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return AUTO_WORD if description.auto is not None and value == description.auto else str(value)
 
 
 def did_you_mean(name: str, known: Iterable[str], spelling: str = "'{}'") -> str:
@@ -108,10 +123,12 @@ def nowhere(name: str) -> str:
 # --- values -------------------------------------------------------------------------------------------------
 
 
-def parse_text(text: str, kind: type, source: str) -> Value:
+def parse_text(text: str, kind: type, source: str, description: Setting = NO_FORM) -> Value:
     """`text` from the command line or the environment as a value of type `kind`. Raises ConfigError."""
     if kind is str:
-        return text
+        return _switch_word(text) if description.is_switch else text
+    if description.auto is not None and text.strip().lower() == AUTO_WORD:
+        return kind(description.auto)  # type: ignore[no-any-return]
     if kind is bool:
         word = text.strip().lower()
         if word in TRUE_WORDS or word in FALSE_WORDS:
@@ -124,11 +141,24 @@ def parse_text(text: str, kind: type, source: str) -> Value:
         raise ConfigError(f"{source}: {text!r} is not {wanted}") from None
 
 
-def check_type(value: object, kind: type, source: str) -> Value:
+def _switch_word(text: str) -> str:
+    """The choice that `text` means: words of booleans are read as on and off."""
+    word = text.strip().lower()
+    if word in TRUE_WORDS:
+        return "on"
+    return "off" if word in FALSE_WORDS else text
+
+
+def check_type(value: object, kind: type, source: str, description: Setting = NO_FORM) -> Value:
     """Checks a typed value, as from TOML.
 
-    Accepts an int for a float, "on" and "off" for a bool. Raises ConfigError.
+    Accepts an int for a float, "on" and "off" for a bool, a bool for a choice of auto, on and off, and the
+    word of a number with an `auto`. Raises ConfigError.
     """
+    if description.is_switch and isinstance(value, (bool, str)):
+        return _switch_word(as_text(value))
+    if description.auto is not None and value == AUTO_WORD:
+        return kind(description.auto)  # type: ignore[no-any-return]
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if kind is bool and isinstance(value, str):
@@ -144,7 +174,9 @@ def check_range(value: Value, description: Setting, source: str) -> None:
     if description.choices and value not in description.choices:
         hint = did_you_mean(str(value), description.choices)
         raise ConfigError(f"{source}: {value!r} is not one of {', '.join(description.choices)}{hint}")
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and (description.auto is None or value != description.auto):
+        assert isinstance(value, (int, float))
         low, high = description.minimum, description.maximum
         unit = f" {description.unit}" if description.unit else ""
         if not math.isfinite(value):
@@ -211,8 +243,9 @@ def _owners(cls: type) -> dict[str, type]:
 def _add_flag(group: argparse._ArgumentGroup, name: str, field: Field[Any], kind: type) -> None:
     description = describe(field)
     text = _help_line(field, description).replace("%", "%%")
-    if kind is bool:
-        group.add_argument(flag_of(name), dest=name, nargs="?", const="on", metavar="on|off", help=text)
+    if kind is bool or description.is_switch:
+        words = "|".join(description.choices) or "on|off"
+        group.add_argument(flag_of(name), dest=name, nargs="?", const="on", metavar=words, help=text)
         if field.default is True:
             negated = flag_of("no_" + name)
             group.add_argument(negated, dest=name, action="store_const", const="off", help=argparse.SUPPRESS)
@@ -232,8 +265,9 @@ def _help_line(field: Field[Any], description: Setting) -> str:
         return f"{description.help} (required)"
     if field.default == "":
         return description.help
-    unit = f" {description.unit}" if description.unit and field.default != 0 else ""
-    return f"{description.help} (default {as_text(field.default)}{unit})"
+    shown = as_text(field.default, description)
+    unit = f" {description.unit}" if description.unit and field.default != 0 and shown != AUTO_WORD else ""
+    return f"{description.help} (default {shown}{unit})"
 
 
 def read_command_line(
@@ -250,18 +284,22 @@ def read_command_line(
         name = flag.removeprefix("--").replace("-", "_")
         hint = elsewhere(name) or did_you_mean(flag, [flag_of(name) for name in settings_of(cls)])
         raise ConfigError(f"unknown argument {unknown[0]!r}{hint or f'; see {prog} --help'}")
-    types = types_of(cls)
-    return {name: parse_text(text, types[name], flag_of(name)) for name, text in vars(found).items()}
+    types, known = types_of(cls), settings_of(cls)
+    return {
+        name: parse_text(text, types[name], flag_of(name), describe(known[name]))
+        for name, text in vars(found).items()
+    }
 
 
 def read_environment(cls: type, prefix: str, env: Mapping[str, str]) -> dict[str, Value]:
     """The settings from environment variables `<prefix><NAME>`. Raises ConfigError."""
     types = types_of(cls)
     values = {}
-    for name in settings_of(cls):
+    for name, field in settings_of(cls).items():
         variable = prefix + name.upper()
         if variable in env:
-            values[name] = parse_text(env[variable], types[name], f"environment variable {variable}")
+            source = f"environment variable {variable}"
+            values[name] = parse_text(env[variable], types[name], source, describe(field))
     return values
 
 
@@ -269,9 +307,12 @@ def read_table(
     cls: type, table: Mapping[str, object], source: str, elsewhere: Callable[[str], str] = nowhere
 ) -> dict[str, Value]:
     """The settings of one TOML table. Raises ConfigError, also for an unknown key."""
-    types = types_of(cls)
+    types, known = types_of(cls), settings_of(cls)
     check_keys(cls, table, source, elsewhere)
-    return {name: check_type(value, types[name], f"{source}, key {name!r}") for name, value in table.items()}
+    return {
+        name: check_type(value, types[name], f"{source}, key {name!r}", describe(known[name]))
+        for name, value in table.items()
+    }
 
 
 def check_keys(

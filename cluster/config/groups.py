@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from ..net.transport_names import TRANSPORTS, transports_fault
 from ..security.ciphers import AUTO, CHOICES
-from .fields import Setting, about, check_fields, setting
+from .fields import SWITCH, Setting, about, check_fields, setting
 
 DEFAULT_CONTROL = "tcp://127.0.0.1:7100"
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -26,9 +26,13 @@ TRANSPORTS_SETTING = Setting(
     fault_of=transports_fault,
 )
 SLAB_SETTING = Setting(
-    help="shared memory for KV blocks to decode workers of this host", unit="MiB", minimum=1, maximum=2**20
+    help="shared memory for KV blocks to decode workers of this host; auto: 256 on CPU, some chunks on a GPU",
+    unit="MiB",
+    minimum=1,
+    maximum=2**20,
+    auto=0,
 )
-
+AUTO_CHUNK = -1  # 0 is taken: it asks for whole prompts
 
 MAX_FEATURE_LAYERS = 64  # the bound of a layout's list
 
@@ -133,13 +137,22 @@ class EngineSettings(RoleConfig):
             choices=("auto", "float32", "bfloat16"),
         ),
     )
-    graphs: bool = setting(
-        False, Setting(help="capture forwards at start and replay them, on CPU as on a GPU")
+    graphs: str = setting(
+        "auto", Setting(help="capture forwards at start and replay them; auto: on a GPU", choices=SWITCH)
     )
     graph_self_test: bool = setting(
         True, Setting(help="compare each graph with the eager path before serving")
     )
-    page_size: int = setting(16, Setting(help="tokens per KV page", unit="tokens", minimum=1, maximum=4096))
+    page_size: int = setting(
+        0,
+        Setting(
+            help="tokens per KV page, the same for workers that pair; auto: 16",
+            unit="tokens",
+            minimum=1,
+            maximum=4096,
+            auto=0,
+        ),
+    )
     pages: int = setting(
         0,
         Setting(
@@ -149,19 +162,30 @@ class EngineSettings(RoleConfig):
     kv_memory_mb: int = setting(
         0,
         Setting(
-            help="memory of the KV pool; 0: 1024 on CPU, most of a GPU's free",
+            help="memory of the KV pool; auto: 1024 on CPU, what --gpu-memory-share leaves on a GPU",
             unit="MiB",
             minimum=0,
             maximum=2**24,
+            auto=0,
+        ),
+    )
+    gpu_memory_share: float = setting(
+        0.0,
+        Setting(
+            help="share of the GPU's memory for this process: weights, KV, graphs and workspace; auto: 0.9",
+            minimum=0.01,
+            maximum=1,
+            auto=0,
         ),
     )
     max_context: int = setting(
         0,
         Setting(
-            help="longest prompt plus output; 0: as the model allows",
+            help="longest prompt plus output; auto: as the model and a GPU's KV pool allow",
             unit="tokens",
             minimum=0,
             maximum=2**31 - 1,
+            auto=0,
         ),
     )
     prefix_cache: bool = setting(
@@ -185,12 +209,25 @@ class PrefillSettings(RoleConfig):
     """Prompt processing."""
 
     chunk_size: int = setting(
-        256,
+        AUTO_CHUNK,
         Setting(
-            help="prompt tokens per forward; 0: the whole prompt", unit="tokens", minimum=0, maximum=2**20
+            help="prompt tokens per forward; auto: 256 on CPU, by card and model on a GPU; "
+            "0: the whole prompt",
+            unit="tokens",
+            minimum=0,
+            maximum=2**20,
+            auto=AUTO_CHUNK,
         ),
     )
-    max_batch: int = setting(8, Setting(help="most requests in one forward", minimum=1, maximum=4096))
+    max_batch: int = setting(
+        0,
+        Setting(
+            help="most requests in one forward; auto: 8 on CPU, by the chunk on a GPU",
+            minimum=1,
+            maximum=4096,
+            auto=0,
+        ),
+    )
     feature_layers: str = setting(
         "",
         Setting(
@@ -200,7 +237,7 @@ class PrefillSettings(RoleConfig):
             fault_of=layers_fault,
         ),
     )
-    slab_mb: int = setting(256, SLAB_SETTING)
+    slab_mb: int = setting(0, SLAB_SETTING)
     kv_bulk_port: int = setting(0, BULK_PORT_SETTING)
 
 
@@ -208,7 +245,15 @@ class PrefillSettings(RoleConfig):
 class DecodeSettings(RoleConfig):
     """Decoding and drafting."""
 
-    max_running: int = setting(16, Setting(help="most requests decoded at once", minimum=1, maximum=4096))
+    max_running: int = setting(
+        0,
+        Setting(
+            help="most requests decoded at once; auto: 16 on CPU, by the KV pool on a GPU",
+            minimum=1,
+            maximum=4096,
+            auto=0,
+        ),
+    )
     spec_steps: int = setting(3, Setting(help="levels of drafts before each verify", minimum=1, maximum=16))
     spec_topk: int = setting(
         1,
@@ -229,7 +274,7 @@ class DecodeSettings(RoleConfig):
         Setting(
             help="launch each decode step before the one before it was read, "
             "so that the device never waits; auto: on a GPU",
-            choices=("auto", "on", "off"),
+            choices=SWITCH,
         ),
     )
     spec_adaptive: str = setting(
@@ -237,13 +282,18 @@ class DecodeSettings(RoleConfig):
         Setting(
             help="draft fewer tokens, or none, while load or poor acceptance make drafting too "
             "expensive; auto: on a GPU",
-            choices=("auto", "on", "off"),
+            choices=SWITCH,
         ),
     )
     local_prefill_tokens: int = setting(
-        128,
+        0,
         Setting(
-            help="of prompts that decode computes itself, per step", unit="tokens", minimum=1, maximum=8192
+            help="of prompts that decode computes itself, per step; "
+            "auto: 128 on CPU, by card and model on a GPU",
+            unit="tokens",
+            minimum=1,
+            maximum=8192,
+            auto=0,
         ),
     )
     pull_window: int = setting(

@@ -121,6 +121,12 @@ def ignored_settings(config: RoleConfig) -> list[str]:
             ]
     if isinstance(config, EngineSettings) and config.pages and _is_given(config, "kv_memory_mb"):
         lines.append("--kv-memory-mb is ignored: --pages sets the size of the KV pool")
+    if (
+        isinstance(config, EngineSettings)
+        and config.device == "cpu"
+        and _is_given(config, "gpu_memory_share")
+    ):
+        lines.append("--gpu-memory-share is ignored: --device cpu uses no GPU")
     if isinstance(config, WorkerConfig) and _is_given(config, "metrics_host") and not config.metrics_port:
         lines.append("--metrics-host is ignored: --metrics-port 0 opens no port")
     if isinstance(config, TraceSettings) and _is_given(config, "trace_sample") and not config.otlp_endpoint:
@@ -158,7 +164,7 @@ def to_argv(config: RoleConfig) -> list[str]:
         value = getattr(config, name)
         if name == "config" or (value == described.default and name not in config.explicit):
             continue
-        argv.append(f"{flag_of(name)}={as_text(value)}")
+        argv.append(f"{flag_of(name)}={as_text(value, describe(described))}")
     return argv
 
 

@@ -13,7 +13,7 @@ once: a decoded message needs no second check of its ranges.
 
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from .kv_messages import (
     Abort,
@@ -125,6 +125,13 @@ class DraftWidths(Struct, frozen=True, kw_only=True):
     tokens: Small = 0
 
 
+class Choice(Struct, frozen=True, kw_only=True):
+    """The value of a setting that a worker was given or chose itself, and why."""
+
+    value: Count | Text
+    why: Text
+
+
 class WorkerStats(Struct, frozen=True, kw_only=True):
     """One worker's condition, made by its scheduler loop."""
 
@@ -181,6 +188,7 @@ class Hello(Message, frozen=True, kw_only=True):
     takes: tuple[Text, ...] = ()  # the YOUNG_FIELDS that it obeys
     takes_batches: bool = False  # accepts frames of several messages
     local_prefill: bool = False  # a decode worker that accepts a Reserve without a prefill worker
+    chosen: dict[Text, Choice] = field(default_factory=dict)  # by setting; for display only
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

@@ -22,9 +22,10 @@ from pathlib import Path
 
 from ...cluster.config.fields import Setting, check_fields, read_command_line, read_toml, setting
 from ...cluster.config.load import load_config
-from ...cluster.config.roles import PrefillConfig, RouterConfig
+from ...cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig
 from ...cluster.errors import BatonError, ConfigError
 from ...cluster.process.log import PACKAGE
+from ..capacity.worker_sizes import find_card
 from .client import KEY_VARIABLE, ChatClient
 from .command import run_command
 from .findings import (
@@ -40,7 +41,9 @@ from .findings import (
     check_pairing,
     check_ports,
     check_shm,
+    check_sizes,
     check_versions,
+    output_of,
 )
 from .pull_test import measure, serve
 
@@ -110,7 +113,9 @@ def examine(config: DoctorConfig) -> list[Finding]:
         found += check_ports(_endpoints(config, roles, tables))
     model, draft = (getattr(config, name) or _from(tables, roles, name) for name in ("model", "draft"))
     if model:
-        found += check_model(Path(model), Path(draft) if draft else None)
+        faults = check_model(Path(model), Path(draft) if draft else None)
+        whole = all(finding.level != FAIL for finding in faults)
+        found += faults + (_sizes(config, roles, tables, model, draft) if whole else [])
     if config.keys:
         found += check_keys(Path(config.keys), roles, time.time())
     if config.url:
@@ -160,6 +165,25 @@ def _endpoints(config: DoctorConfig, roles: Sequence[str], tables: Tables) -> di
             PrefillConfig, [f"--config={config.config}"], os.environ, warns=False
         ).kv_bind
     return {name: at for name, at in endpoints.items() if at.startswith("tcp://") and not at.endswith(":0")}
+
+
+def _sizes(
+    config: DoctorConfig, roles: Sequence[str], tables: Tables, model: str, draft: str
+) -> list[Finding]:
+    """The sizes that each worker of this host would choose."""
+    card, found = find_card(config.device, output_of), list[Finding]()
+    head = Path(draft) if draft else None
+
+    def argv(role: str) -> list[str]:
+        return [*([f"--config={config.config}"] if role in tables else []), f"--model={model}"]
+
+    if "prefill" in roles:
+        prefill = load_config(PrefillConfig, argv("prefill"), os.environ, warns=False)
+        found += check_sizes(card, Path(model), head, prefill)
+    if "decode" in roles:
+        decode = load_config(DecodeConfig, argv("decode"), os.environ, warns=False)
+        found += check_sizes(card, Path(model), head, decode)
+    return found
 
 
 def _from(tables: Tables, roles: Sequence[str], name: str) -> str:

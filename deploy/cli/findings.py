@@ -16,9 +16,12 @@ from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
+from ...cluster.config.roles import DecodeConfig, PrefillConfig
 from ...cluster.errors import BatonError, ConfigError
 from ...cluster.security.keyring import read_key, read_peers
+from ...engine.auto_sizes import Card
 from ..capacity.checkpoints import faults_of, feature_layers, identity_of, read_config
+from ..capacity.worker_sizes import worker_sizes
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 MIN_FILES = 4096  # open files of a router with a thousand streams, and a margin
@@ -182,6 +185,18 @@ def check_model(model: Path, draft: Path | None) -> list[Finding]:
     return found or well(
         "model", f"{model}: whole, identity {identity_of(model)} (equal on every host that serves it)"
     )
+
+
+def check_sizes(
+    card: Card, model: Path, draft: Path | None, settings: PrefillConfig | DecodeConfig
+) -> list[Finding]:
+    """The sizes that a worker with these settings chooses on `card`, or why it would not start there."""
+    try:
+        sizes = worker_sizes(card, model, draft, settings)
+    except ConfigError as error:
+        text, _, remedy = str(error).rpartition("; ")
+        return [Finding("sizes", FAIL, f"{settings.role} on {card}: {text}", remedy)]
+    return well("sizes", f"{settings.role} on {card}: {sizes}")
 
 
 def _head_findings(

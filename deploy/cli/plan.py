@@ -16,33 +16,26 @@ hand-off; longer prompts, which were not used for these, are then predicted and 
 calculation.
 """
 
-import dataclasses
 import os
 import random
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ...cluster.config.fields import Setting, check_fields, read_command_line, setting
+from ...cluster.config.roles import DecodeConfig, PrefillConfig
 from ...cluster.errors import BatonError, ConfigError
-from ..capacity.checkpoints import DTYPE_BYTES, KVShape, ModelNeed, need_of
-from ..capacity.gpus import (
-    AUTO_SHARE,
-    GPUS,
-    TYPICAL,
-    GpuModel,
-    estimate,
-    gpu_named,
-    kv_tokens_of,
-    load_on,
-    shares_of,
-)
+from ...engine.auto_sizes import MIB, Card
+from ..capacity.checkpoints import DTYPE_BYTES, KVShape, shape_of
+from ..capacity.gpus import GPUS, TYPICAL, GpuModel, estimate, gpu_named, kv_tokens_of, shares_of
 from ..capacity.sizing import Measured, PlannedLoad, SizingPlan, handoff_of, plan_of, split_of
+from ..capacity.worker_sizes import ModelNeed, find_card, need_of, worker_sizes
 from .client import KEY_VARIABLE, ChatClient
 from .command import run_command
+from .findings import output_of
 from .pull_test import measure
 
 PROG = "baton plan"
@@ -79,12 +72,34 @@ class PlanConfig:
     output: int = setting(256, Setting(help="tokens of an answer", minimum=1, maximum=2**24))
     rate: float = setting(1.0, Setting(help="requests per second", minimum=0.0001, maximum=1e6))
     chunk: int = setting(
-        256, Setting(help="--chunk-size of prefill", unit="tokens", minimum=0, maximum=2**20)
+        -1,
+        Setting(
+            help="--chunk-size of prefill; auto: what a worker of this host chooses",
+            unit="tokens",
+            minimum=0,
+            maximum=2**20,
+            auto=-1,
+        ),
     )
     kv_memory_mb: int = setting(
-        0, Setting(help="of a decode worker; 0: no bound", unit="MiB", minimum=0, maximum=2**24)
+        0,
+        Setting(
+            help="of a decode worker; auto: what one on this host's GPU chooses, no bound on a CPU",
+            unit="MiB",
+            minimum=0,
+            maximum=2**24,
+            auto=0,
+        ),
     )
-    max_running: int = setting(16, Setting(help="--max-running of decode", minimum=1, maximum=4096))
+    max_running: int = setting(
+        0,
+        Setting(
+            help="--max-running of decode; auto: what a worker of this host chooses",
+            minimum=1,
+            maximum=4096,
+            auto=0,
+        ),
+    )
     gpu: str = setting(
         "",
         Setting(
@@ -136,61 +151,54 @@ def _plan(argv: Sequence[str]) -> int:
         raise ConfigError("no model given; write --model DIR")
     if config.num_gpus == 1:
         raise ConfigError("--num-gpus 1: one GPU is not split; write 2 or more")
-    need = need_of(Path(config.model), Path(config.draft) if config.draft else None, config.dtype)
+    model, draft = Path(config.model), Path(config.draft) if config.draft else None
     if config.memory:
-        sys.stdout.write("\n".join(_memory_table(need)) + "\n")
+        sys.stdout.write("\n".join(_memory_table(need_of(model, draft, config.dtype))) + "\n")
         return 0
+    shape = shape_of(model, draft, config.dtype)
     if not config.gpu:
-        return _run(config, need.shape)
-    load, rates = _estimated(config, need, given)
-    changed: dict[str, Any] = {
+        return _run(on_this_host(config), shape)
+    gpu = gpu_named(config.gpu)
+    config = with_worker_sizes(config, gpu.card)
+    rates = estimate(gpu, need_of(model, draft, config.dtype), _load_of(config))
+    estimates: dict[str, Any] = {
         "prefill_rate": rates.prefill_rate,
         "tpot_ms": rates.tpot_s * 1e3,
         "bandwidth": rates.bandwidth / 1e9,
-        "kv_memory_mb": int(load.kv_memory) >> 20,
-        "chunk": load.chunk,
-        "max_running": load.max_running,
     }
-    kept = {name: value for name, value in changed.items() if name not in given}
-    return _run(dataclasses.replace(config, **kept), need.shape, rates.slowing)
+    changed = {name: value for name, value in estimates.items() if name not in given}
+    return _run(replace(config, **changed), shape, 0.0 if "prefill_rate" in given else rates.slowing)
 
 
-def _estimated(
-    config: PlanConfig, need: ModelNeed, given: Mapping[str, object]
-) -> tuple[PlannedLoad, Measured]:
-    """The load with a GPU's memory, and the GPU's rates for it; the command line's sizes count."""
-    gpu = gpu_named(config.gpu)
-    load = PlannedLoad(
+def _load_of(config: PlanConfig) -> PlannedLoad:
+    return PlannedLoad(
         prompt=config.prompt,
         output=config.output,
         rate=config.rate,
-        chunk=config.chunk if "chunk" in given else TYPICAL.chunk,
-        max_running=config.max_running if "max_running" in given else TYPICAL.max_running,
+        chunk=config.chunk,
+        kv_memory=config.kv_memory_mb * 2.0**20,
+        max_running=config.max_running,
     )
-    load = load_on(gpu, need, load)
-    return load, estimate(gpu, need, load)
 
 
 def _memory_table(need: ModelNeed) -> list[str]:
     """Tokens of KV per GPU: for a worker of its own, and for one prefill and one decode worker together."""
 
     def tokens(gpu: GpuModel, share: float, *, is_decode: bool) -> str:
-        count = kv_tokens_of(gpu.memory, need, is_decode=is_decode, share=share)
+        count = kv_tokens_of(gpu.card, need, is_decode=is_decode, share=share)
         return f"{count:,}" if count >= TYPICAL.prompt + TYPICAL.output else "-"
 
-    weights = need.weight_bytes(is_decode=True) / 2**30
+    weights, token = need.decode.model.weight_bytes, need.decode.per_token.page_bytes
     lines = [
-        f"weights {weights:.1f} GiB, KV of a token {need.token_bytes(is_decode=True) / 1024:.1f} KiB; "
+        f"weights {weights / 2**30:.1f} GiB, KV of a token {token / 1024:.1f} KiB; "
         "tokens of KV, -: does not fit",
         f"{'GPU':<10}{'GiB':>7}{'decode':>12}{'prefill':>12}{'both on one GPU':>24}",
     ]
     for gpu in GPUS:
-        shares = shares_of(gpu.memory, need, [False, True]) or [0.0, 0.0]
-        both = " + ".join(tokens(gpu, share, is_decode=at == 1) for at, share in enumerate(shares))
-        lines.append(
-            f"{gpu.name:<10}{gpu.memory / 2**30:>7.1f}{tokens(gpu, AUTO_SHARE, is_decode=True):>12}"
-            f"{tokens(gpu, AUTO_SHARE, is_decode=False):>12}{'-' if both == '- + -' else both:>24}"
-        )
+        shares = shares_of(gpu.card, need, [False, True])
+        both = " + ".join(tokens(gpu, own, is_decode=at == 1) for at, own in enumerate(shares)) or "-"
+        alone = "".join(f"{tokens(gpu, 0.0, is_decode=is_decode):>12}" for is_decode in (True, False))
+        lines.append(f"{gpu.name:<10}{gpu.memory / 2**30:>7.1f}{alone}{both:>24}")
     return lines
 
 
@@ -235,14 +243,7 @@ def _run(config: PlanConfig, shape: KVShape, slowing: float = 0.0) -> int:
             fixed_s=config.fixed_ms / 1e3,
             tpot_s=config.tpot_ms / 1e3,
         )
-    load = PlannedLoad(
-        prompt=config.prompt,
-        output=config.output,
-        rate=config.rate,
-        chunk=config.chunk,
-        kv_memory=config.kv_memory_mb * 2.0**20,
-        max_running=config.max_running,
-    )
+    load = _load_of(config)
     lines += _report(shape, measured, load, plan_of(shape, measured, load))
     if config.num_gpus:
         prefill, decode = split_of(config.num_gpus, shape, measured, load)
@@ -256,6 +257,29 @@ def _run(config: PlanConfig, shape: KVShape, slowing: float = 0.0) -> int:
         )
         return EXIT_OFF
     return 0
+
+
+def on_this_host(config: PlanConfig) -> PlanConfig:
+    """`config` with the automatic sizes that workers of this host would choose."""
+    if config.chunk >= 0 and config.max_running and config.kv_memory_mb:
+        return config
+    return with_worker_sizes(config, find_card("auto", output_of))
+
+
+def with_worker_sizes(config: PlanConfig, card: Card) -> PlanConfig:
+    """`config` with the automatic sizes that workers on `card` would choose."""
+    model, draft = Path(config.model), Path(config.draft) if config.draft else None
+    prefill = PrefillConfig(model=config.model, chunk_size=config.chunk)
+    decode = DecodeConfig(
+        model=config.model, kv_memory_mb=config.kv_memory_mb, max_running=config.max_running
+    )
+    sizes = worker_sizes(card, model, draft, decode)
+    return replace(
+        config,
+        chunk=worker_sizes(card, model, draft, prefill).chunk_size,
+        max_running=sizes.max_running,
+        kv_memory_mb=sizes.kv_bytes // MIB if card.is_gpu else config.kv_memory_mb,
+    )
 
 
 def _report(shape: KVShape, measured: Measured, load: PlannedLoad, plan: SizingPlan) -> list[str]:

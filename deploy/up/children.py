@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ...cluster.config.fields import Value, as_text, flag_of, settings_of
+from ...cluster.config.fields import Value, as_text, describe, flag_of, settings_of
 from ...cluster.config.groups import RoleConfig
 from ...cluster.config.load import (
     COMMAND_LINE,
@@ -169,12 +169,8 @@ def child_specs(
 
 
 def wish_of(config: UpConfig) -> Wish:
-    """The part of the settings that decides about workers and GPUs. Raises ConfigError for no decode
-    worker."""
-    if config.decode == 0:
-        raise ConfigError("--decode 0: no worker would answer requests; write 1 or more, or leave it out")
-    share = getattr(config, SHARE, 0.0)
-    return Wish(prefill=config.prefill, decode=config.decode, memory_share=share)
+    """The part of the settings that decides about workers and GPUs."""
+    return Wish(prefill=config.prefill, decode=config.decode, memory_share=config.gpu_memory_share)
 
 
 def child_config(
@@ -201,7 +197,7 @@ def child_config(
             continue
         source = config.explicit.get(name, "" if value == described.default else COMMAND_LINE)
         if source == COMMAND_LINE:  # includes values that a program set on UpConfig itself
-            flags.append(f"{flag_of(name)}={as_text(value)}")
+            flags.append(f"{flag_of(name)}={as_text(value, describe(described))}")
         else:
             defaults[name] = value
     defaults |= {name: value for name, value in dealt.items() if name in own}

@@ -34,6 +34,11 @@ def batch_buckets(max_batch: int) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
+def sparse(buckets: Sequence[int]) -> tuple[int, ...]:
+    """The powers of two of `buckets` and the largest, ascending: enough for graphs that few batches need."""
+    return tuple(size for size in buckets if size & (size - 1) == 0 or size == buckets[-1])
+
+
 def bucket_for(buckets: Sequence[int], size: int) -> int:
     """The smallest of `buckets` (ascending) that holds `size`; 0 if none does."""
     return next((bucket for bucket in buckets if bucket >= size), 0)

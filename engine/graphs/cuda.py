@@ -98,10 +98,13 @@ class CudaBackend(GraphBackend):
 
     @contextmanager
     def _session(self) -> Iterator[None]:
-        # A collection during capture could free device memory, which a capturing stream must not do.
-        gc.collect()
+        is_first = self._keeper is None
+        if is_first:
+            gc.collect()
         torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
+        if is_first:  # memory that the allocator keeps cannot be used in the graphs' pool
+            torch.cuda.empty_cache()
+        # A collection during capture could free device memory, which a capturing stream must not do.
         was_enabled = gc.isenabled()
         gc.disable()
         try:

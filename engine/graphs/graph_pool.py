@@ -65,7 +65,7 @@ class KindReport:
     own_bytes: int
     """Memory that these graphs hold beside the shared pool."""
     pool_growth_bytes: int
-    """How much the shared pool grew while they were captured."""
+    """How much the shared pool grew while such graphs were captured, as of the newest full report."""
     capture_seconds: float
     """Time that capturing them took."""
     replays: dict[int, int]
@@ -130,7 +130,6 @@ class PooledGraph(Generic[ContextT, OutputT]):
         self.bound: BoundTensors | None = None
         self.num_replays = 0
         self.capture_seconds = 0.0
-        self.pool_growth_bytes = 0
         self._pool = pool
 
     def replay(self, context: ContextT) -> OutputT:
@@ -173,6 +172,9 @@ class GraphPool:
         self._replays: Counter[tuple[GraphKind, int]] = Counter()
         self._pad_rows: Counter[GraphKind] = Counter()
         self._fallbacks: Counter[tuple[GraphKind, FallbackReason]] = Counter()
+        # Asking the backend for its pool's size may take as long as a capture, so it is asked between kinds.
+        self._growth: Counter[GraphKind] = Counter()
+        self._measured: tuple[GraphKind, int] | None = None  # the kind being captured, and the pool before it
 
     def capture(
         self,
@@ -195,10 +197,12 @@ class GraphPool:
             raise GraphError(f"{name} is already captured; drop it first")
         graph = BreakableGraph[ContextT, OutputT](self.backend, name=name, as_one_break=self.as_one_break)
         pooled = PooledGraph(graph, kind, bucket, self, rows)
-        before, start = self.backend.pool_bytes(), time.monotonic()
+        if self._measured is None or self._measured[0] is not kind:
+            self._settle_growth()
+            self._measured = kind, self.backend.pool_bytes()
+        start = time.monotonic()
         graph.capture(fn, context)
         pooled.capture_seconds = time.monotonic() - start
-        pooled.pool_growth_bytes = self.backend.pool_bytes() - before
         pooled.bound = BoundTensors(parameters) if parameters is not None else None
         self._graphs[kind, bucket, rows] = pooled
         return pooled
@@ -209,10 +213,18 @@ class GraphPool:
         Their counters stay. Returns the number of graphs.
         """
         wanted = (kind, bucket, rows)
+        self._settle_growth()
         keys = [key for key in self._graphs if all(w in (None, k) for w, k in zip(wanted, key, strict=True))]
         for key in keys:
             self._graphs.pop(key).graph.release()
         return len(keys)
+
+    def _settle_growth(self) -> None:
+        """Counts how much the pool grew for the kind that was captured last."""
+        if self._measured is not None:
+            kind, before = self._measured
+            self._growth[kind] += self.backend.pool_bytes() - before
+            self._measured = None
 
     def stale(self) -> dict[str, list[str]]:
         """Names of exchanged parameters, by the graph that still reads the old ones."""
@@ -235,6 +247,7 @@ class GraphPool:
 
     def report(self) -> PoolReport:
         """The graphs that exist now, and the counters since the start."""
+        self._settle_growth()
         graphs = list(self._graphs.values())
         return PoolReport(
             backend=self.backend.name,
@@ -262,7 +275,7 @@ class GraphPool:
             rows=tuple(graph.rows for graph in mine),
             num_breaks=max((graph.graph.num_breaks for graph in mine), default=0),
             own_bytes=sum(graph.graph.num_bytes for graph in mine),
-            pool_growth_bytes=sum(graph.pool_growth_bytes for graph in mine),
+            pool_growth_bytes=self._growth[kind],
             capture_seconds=sum(graph.capture_seconds for graph in mine),
             replays={
                 bucket: count

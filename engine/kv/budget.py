@@ -24,6 +24,15 @@ class PageBudget:
         """Bytes of one page over all pools and planes that share its id."""
         return self.kv_bytes + self.draft_bytes + self.feature_bytes
 
+    def times(self, page_size: int) -> "PageBudget":
+        """The budget of pages of `page_size` tokens, if this one is that of a token."""
+        return PageBudget(
+            kv_bytes=self.kv_bytes * page_size,
+            draft_bytes=self.draft_bytes * page_size,
+            feature_bytes=self.feature_bytes * page_size,
+            has_staging=self.has_staging,
+        )
+
     def num_pages(self, memory: int) -> int:
         """Pages, page 0 included, whose `total` fits into `memory` bytes."""
         pages = memory * STAGING_SHARE // (STAGING_SHARE + 1) if self.has_staging else memory

@@ -1,5 +1,7 @@
 """Safetensors checkpoints, in one file or several shards, with strict checks."""
 
+import logging
+import math
 from pathlib import Path
 
 import torch
@@ -10,6 +12,10 @@ from .config import ModelConfig, read_json
 from .interface import CausalLM
 from .layers import NamedTensors
 from .registry import build_model, load_model_config
+from .safetensors_file import SafetensorsFile, StoredTensor
+from .weight_reader import Piece, ReadReport, pieces_of, read_pieces
+
+logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -68,36 +74,29 @@ def iter_safetensors(path: Path) -> NamedTensors:
             ) from None
 
 
-def fill_tensors(wanted: dict[str, torch.Tensor], path: Path, ignored: tuple[str, ...] = ()) -> None:
-    """Copy every tensor of the checkpoint at `path` into its namesake in `wanted`, converting the dtype.
+def fill_tensors(wanted: dict[str, torch.Tensor], path: Path, ignored: tuple[str, ...] = ()) -> ReadReport:
+    """Fill `wanted`, checkpoint name -> contiguous memory, converting to each tensor's dtype.
 
-    Raises CheckpointError unless each wanted tensor comes exactly once, with its shape and a float dtype.
-    Other names are allowed only with a suffix in `ignored`.
+    The headers are checked before any data is read: each wanted tensor must be there once, with its shape and
+    a float dtype. Other names are allowed only with a suffix in `ignored`. Raises CheckpointError.
     """
     missing = dict.fromkeys(wanted)
     unexpected: list[str] = []
-    for name, tensor in iter_safetensors(path):
-        if name not in wanted:
-            if not name.endswith((*IGNORED_SUFFIXES, *ignored)):
-                unexpected.append(name)
-            continue
-        target = wanted[name]
-        if tensor.shape != target.shape:
-            raise CheckpointError(
-                f"{path}: tensor {name} has shape {list(tensor.shape)}, config.json asks for "
-                f"{list(target.shape)}; "
-                "the weights belong to another config"
-            )
-        if tensor.dtype not in LOADABLE:
-            raise CheckpointError(
-                f"{path}: tensor {name} is {tensor.dtype}; supported are float32, float16 and bfloat16"
-            )
-        if name not in missing:
-            raise CheckpointError(
-                f"{path}: tensor {name} is in more than one shard; fetch the checkpoint again"
-            )
-        target.copy_(tensor)
-        del missing[name]
+    pieces: list[Piece] = []
+    for shard in find_shards(path):
+        for stored in SafetensorsFile.read(shard).tensors:
+            name = stored.name
+            if name not in wanted:
+                if not name.endswith((*IGNORED_SUFFIXES, *ignored)):
+                    unexpected.append(name)
+                continue
+            dtype = _loadable(path, stored, wanted[name])
+            if name not in missing:
+                raise CheckpointError(
+                    f"{path}: tensor {name} is in more than one shard; fetch the checkpoint again"
+                )
+            pieces += pieces_of(shard, stored.first, dtype, wanted[name])
+            del missing[name]
     if missing:
         raise CheckpointError(
             f"{path}: {_some(list(missing))} missing from the weights; fetch the checkpoint again"
@@ -106,11 +105,46 @@ def fill_tensors(wanted: dict[str, torch.Tensor], path: Path, ignored: tuple[str
         raise CheckpointError(
             f"{path}: {_some(unexpected)} unknown to this architecture; the weights belong to another config"
         )
+    return read_pieces(pieces)
+
+
+def _loadable(path: Path, stored: StoredTensor, target: torch.Tensor) -> torch.dtype:
+    """The dtype of a stored tensor that fits `target`. Raises CheckpointError."""
+    if stored.shape != tuple(target.shape):
+        raise CheckpointError(
+            f"{path}: tensor {stored.name} has shape {list(stored.shape)}, config.json asks for "
+            f"{list(target.shape)}; "
+            "the weights belong to another config"
+        )
+    dtype = stored.dtype
+    if dtype not in LOADABLE:
+        raise CheckpointError(
+            f"{path}: tensor {stored.name} is {dtype or stored.code}; supported are float32, float16 and "
+            "bfloat16"
+        )
+    return dtype
+
+
+def weight_bytes(path: Path, dtype: torch.dtype, ignored: tuple[str, ...] = ()) -> int:
+    """Bytes of a checkpoint's tensors in `dtype`, by its headers, without those with a suffix in `ignored`.
+
+    Raises CheckpointError as `fill_tensors`.
+    """
+    tensors = (each for shard in find_shards(path) for each in SafetensorsFile.read(shard).tensors)
+    return sum(math.prod(each.shape) * dtype.itemsize for each in tensors if not each.name.endswith(ignored))
 
 
 def _some(names: list[str]) -> str:
     shown = ", ".join(sorted(names)[:3])
     return f"tensor {shown} is" if len(names) == 1 else f"{len(names)} tensors ({shown}, ...) are"
+
+
+def needless_tensors(config: ModelConfig) -> tuple[str, ...]:
+    """Names of tensors that a checkpoint may have and no model of `config` reads.
+
+    A tied model's own lm_head is a copy of the embedding.
+    """
+    return ("lm_head.weight",) if config.tie_word_embeddings else ()
 
 
 @torch.no_grad()
@@ -125,6 +159,5 @@ def load_model(
     config = load_model_config(path)
     find_shards(path)  # a missing file is reported before memory is taken
     model = build_model(config, dtype=dtype, device=device)
-    # A tied model's own lm_head, where a checkpoint still has one, is a copy of the embedding.
-    fill_tensors(dict(model.tensors()), path, ("lm_head.weight",) if config.tie_word_embeddings else ())
+    logger.info("weights: %s", fill_tensors(dict(model.tensors()), path, needless_tensors(config)))
     return model, config

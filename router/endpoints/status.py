@@ -7,7 +7,7 @@ from itertools import islice
 
 from msgspec import Struct
 
-from ...cluster.protocol.messages import DraftWidths, GraphCounts, WorkerStats
+from ...cluster.protocol.messages import Choice, DraftWidths, GraphCounts, WorkerStats
 from ...cluster.telemetry.metrics import RouterRecord, WorkerRecord
 from ..scheduling.dispatcher import Dispatcher
 from ..workers.eligibility import is_ready, why_not_pair
@@ -58,6 +58,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     page_size: int
     max_context: int
     max_running: int
+    chosen: dict[str, Choice]  # sizes of the worker by setting, each with its reason
     running: int
     queued: int
     transferring: int
@@ -208,6 +209,7 @@ def _worker_status(worker: Worker, now: float) -> WorkerStatus:
         page_size=hello.page_size,
         max_context=hello.max_context,
         max_running=hello.max_running,
+        chosen=hello.chosen,
         running=stats.running,
         queued=stats.queued,
         transferring=stats.transferring,

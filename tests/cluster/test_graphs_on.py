@@ -16,7 +16,7 @@ NUM_TOKENS = 32
 def test_with_graphs_the_cluster_serves_the_tokens_of_transformers(reference_greedy, smollm2_dir, eagle3_dir):
     whole = [r for r in reference_greedy.values() if len(r.prompt_ids) < 100][:3]
     references = [replace(r, output_ids=r.output_ids[:NUM_TOKENS]) for r in whole]
-    with serving(smollm2_dir, eagle3_dir, chunk_size=64, max_running=2, graphs=True) as cluster:
+    with serving(smollm2_dir, eagle3_dir, chunk_size=64, max_running=2, graphs="on") as cluster:
         workers = {worker["role"]: worker["graphs"] for worker in status(cluster)["workers"]}
         assert workers["prefill"]["prefill"] > 0
         assert all(count == 0 for kind, count in workers["prefill"].items() if kind != "prefill"), workers

@@ -42,7 +42,7 @@ def head(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module", params=["no draft", "draft", "draft, no graphs"])
 def cluster(request, model, head) -> Iterator[tuple[str, Cluster]]:
     draft = "" if request.param == "no draft" else head
-    settings = {"chunk_size": 64, "max_running": 4, "graphs": "no graphs" not in request.param}
+    settings = {"chunk_size": 64, "max_running": 4, "graphs": "off" if "no graphs" in request.param else "on"}
     with serving(model, draft, device="cuda", prefill=1, decode=1, is_watched=False, **settings) as running:
         yield request.param, running
 

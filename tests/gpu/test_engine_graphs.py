@@ -30,7 +30,7 @@ def full_precision() -> None:
 def load(model: Path, head: Path, *, graphs: bool, has_drafter: bool = True, **settings: object) -> Engine:
     config = EngineConfig(
         model=str(model), draft=str(head), device="cuda", dtype="float32", pages=200, max_context=256,
-        graphs=graphs,
+        graphs="on" if graphs else "off",
         max_running=4, spec_steps=STEPS, chunk_size=32, **({"spec_adaptive": "off"} | settings),
     )  # fmt: skip
     loader = EngineLoader(config, has_drafter=has_drafter)

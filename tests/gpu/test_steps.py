@@ -62,7 +62,8 @@ def load(target: Path, head: Path, drafts: str, *, overlap: str, graphs: bool = 
     config = EngineConfig(
         model=str(target), draft=str(head) if shape is not None else "", device="cuda", dtype="float32",
         pages=200,
-        max_context=256, graphs=graphs, max_running=4, overlap=overlap, graph_self_test=overlap == "auto",
+        max_context=256, graphs="on" if graphs else "off", max_running=4, overlap=overlap,
+        graph_self_test=overlap == "auto",
         **{"spec_adaptive": "off", **(shape or {})},
     )  # fmt: skip
     loader = EngineLoader(config, has_drafter=True)

@@ -20,7 +20,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "kernels": (),
     "engine": ("kernels",),
     "router": ("cluster",),
-    "deploy": ("cluster", "engine.hub"),
+    "deploy": ("cluster", "engine.auto_sizes", "engine.errors", "engine.hub", "engine.kv.budget"),
     "kvtransfer": ("engine.kv", "kernels", "cluster"),
     "worker": ("kvtransfer", "engine", "cluster"),
     "prefill": ("worker", "kvtransfer", "engine", "cluster"),

@@ -118,7 +118,7 @@ def test_graphs_and_hand_off_keep_accept_length_and_transformers_tokens(
         smollm2_dir, eagle3_dir, page_size=16, pages=sum(-(-tokens // 16) for tokens in needed),
         max_context=max(needed), chunk_size=32, max_running=count, captured={"chunk_size": 32,
         "max_running": count},
-        graphs=True, graph_self_test=False,
+        graphs="on", graph_self_test=False,
     )  # fmt: skip
     engine, found = pair.decode.engine, {}
 

@@ -146,7 +146,7 @@ def load(model: Path, draft: Path | str = "", *, has_drafter: bool, **settings: 
     config = EngineConfig(
         model=str(model), draft=str(draft), device="cpu", dtype="float32", page_size=4, pages=64,
         max_context=96,
-        graphs=True, chunk_size=16, max_running=4, **settings,
+        graphs="on", chunk_size=16, max_running=4, **settings,
     )  # fmt: skip
     loader = EngineLoader(config, has_drafter=has_drafter, backend=TapeBackend(arena()))
     for _, run in loader.phases():

@@ -117,7 +117,7 @@ def test_without_self_test_nothing_is_compared(target, monkeypatch):
         device="cpu",
         dtype="float32",
         pages=8,
-        graphs=True,
+        graphs="on",
         max_running=2,
         graph_self_test=False,
     )
@@ -130,8 +130,8 @@ def test_without_self_test_nothing_is_compared(target, monkeypatch):
 def test_a_pool_too_small_for_all_rows_is_tested_with_those_that_fit(target, head, caplog):
     config = EngineConfig(
         model=str(target), draft=str(head), device="cpu", dtype="float32", pages=1, page_size=2,
-        max_context=4,
-        graphs=True, max_running=2, overlap="on",
+        max_context=2,
+        graphs="on", max_running=2, overlap="on",
     )  # fmt: skip
     loader = EngineLoader(config, has_drafter=True)
     with caplog.at_level("INFO"):

@@ -143,7 +143,7 @@ def toy_engine(num_pages, head_dim, *, is_caching, lookahead=0, weights=17):
         features=None,
         drafter=None,
         cache=PrefixCache(allocator, PAGE_SIZE, is_caching, lookahead=lookahead),
-        max_context=MAX_CONTEXT,
+        sizes=SimpleNamespace(max_context=MAX_CONTEXT),
         lifecycle=Lifecycle(),
         grammars=GrammarCompiler(Path(), VOCAB, EOS),
     )

@@ -131,7 +131,7 @@ def test_masks_are_filled_in_a_break_of_the_step_beside_other_requests(models):
     ahead."""
     jobs = [(grammar_of(schema), 3) for schema in schemas(2, seed=5)]
     expected = pair_of(models, False, pages=400).answer(jobs)
-    settings = {"pages": 600, "max_running": 4, "overlap": "on", "graphs": True, "graph_self_test": False}
+    settings = {"pages": 600, "max_running": 4, "overlap": "on", "graphs": "on", "graph_self_test": False}
     pair = pair_of(models, True, captured={"max_running": 4}, **settings)
     plain = name(next(pair.numbers))
     pair.send(plain, [5, 6, 7], frequency_penalty=0.5, logprobs=2, max_new_tokens=400)

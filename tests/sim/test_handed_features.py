@@ -95,7 +95,7 @@ def test_m1_8_received_features_equal_decodes_own_for_the_same_chunks(random_pai
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_m1_8_features_of_any_chunking_equal_those_of_one_process(random_pair, has_graphs):
     local = Watched(random_pair, chunk_size=0).serve(PROMPT, is_local=True)
-    watched = Watched(random_pair, chunk_size=8, graphs=has_graphs, graph_self_test=False)
+    watched = Watched(random_pair, chunk_size=8, graphs="on" if has_graphs else "off", graph_self_test=False)
     cold = watched.serve(PROMPT)
     watched.engine.cache.clear()  # decode has to pull what prefill has cached
     cached = watched.serve(PROMPT)
@@ -117,7 +117,7 @@ def test_m1_8_features_of_any_chunking_equal_those_of_one_process(random_pair, h
 
 def test_m2_9_every_bucket_has_a_draft_prefill_graph_and_prompts_use_it(random_pair):
     eager = Watched(random_pair).serve(PROMPT)
-    watched = Watched(random_pair, graphs=True, graph_self_test=False)
+    watched = Watched(random_pair, graphs="on", graph_self_test=False)
     family = watched.engine.drafter.graphs.tokens.family
     assert family.captured == family.buckets
     assert family.buckets[-1] >= len(PROMPT)
@@ -196,7 +196,7 @@ def chosen_by_side(monkeypatch, prefill_ids, decode_ids):
 def accepted(oracle, monkeypatch, prefill_ids, decode_ids, *, has_graphs=False):
     with monkeypatch.context() as planting:
         chosen_by_side(planting, prefill_ids, decode_ids)
-        watched = Watched(oracle, chunk_size=8, graphs=has_graphs, graph_self_test=False)
+        watched = Watched(oracle, chunk_size=8, graphs="on" if has_graphs else "off", graph_self_test=False)
     return watched.serve([3, 40, 7, 9, 11, 13, 15, 17, 19, 21, 23])[2]
 
 

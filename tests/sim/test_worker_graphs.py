@@ -40,7 +40,8 @@ def test_with_graphs_the_pair_says_what_it_says_without(random_pair, drafts):
     target, head = random_pair
     wanted = prompts(random.Random(5), 6)
     pairs = [
-        serve(target, head if drafts else "", wanted, graphs=on, seed=on or None) for on in (False, True)
+        serve(target, head if drafts else "", wanted, graphs=graphs, seed=seed)
+        for graphs, seed in (("off", None), ("on", 1))
     ]
     assert pairs[0].tokens == pairs[1].tokens
     assert len(pairs[0].tokens) == 6
@@ -64,7 +65,7 @@ def test_with_graphs_the_pair_says_what_it_says_without(random_pair, drafts):
 
 def test_m2_9_accept_lengths_are_the_same_with_graphs(oracle):
     wanted = [[1, 2, 3], [9], list(range(30)), [40, 41]]
-    lengths = [serve(*oracle, wanted, graphs=on).decode.stats().accept_length for on in (False, True)]
+    lengths = [serve(*oracle, wanted, graphs=on).decode.stats().accept_length for on in ("off", "on")]
     assert lengths[0] == lengths[1] > 1.0
 
 
@@ -99,7 +100,7 @@ class Syncs(DispatchMode):
     ids=["greedy", "sampled", "tree"],
 )
 def test_a_step_asks_the_device_for_nothing_but_its_report(random_pair, temperature, settings):
-    pair = Pair(*random_pair, pages=96, max_running=6, graphs=True, **settings)
+    pair = Pair(*random_pair, pages=96, max_running=6, graphs="on", **settings)
     for i in range(3):
         pair.send(name(i), [5 + i, 7, 9], max_new_tokens=30, temperature=temperature, seed=i)
     pair.run(until=lambda: len(pair.tokens) == 3 and all(len(ids) > 2 for ids in pair.tokens.values()))
@@ -115,7 +116,12 @@ def test_the_steps_in_use_and_how_often_each_was_chosen_are_reported(random_pair
     """A head that is never right is soon not asked, one that always is drafts on; each has its graphs."""
     for model, is_right in ((random_pair, False), (oracle, True)):
         pair = Pair(
-            *model, pages=96, max_running=6, graphs=not is_right, spec_adaptive="on", graph_self_test=False
+            *model,
+            pages=96,
+            max_running=6,
+            graphs="off" if is_right else "on",
+            spec_adaptive="on",
+            graph_self_test=False,
         )
         for i in range(4):
             pair.send(name(i), [5 + i, 7, 9], max_new_tokens=40)

@@ -69,7 +69,9 @@ def said_without(target, head, drafts, wanted, **changes):
 )
 def test_the_pair_says_what_it_says_when_steps_wait(target, head, late, drafts, graphs):
     wanted = wanted_of(1)
-    pair = pair_of(target, head, drafts, pages=96, max_running=6, graphs=graphs, graph_self_test=False)
+    pair = pair_of(
+        target, head, drafts, pages=96, max_running=6, graphs="on" if graphs else "off", graph_self_test=False
+    )
     for i, (prompt, sampling) in enumerate(wanted):
         pair.send(name(i), prompt, **sampling)
     pair.run(random.Random(3), turns=2000)

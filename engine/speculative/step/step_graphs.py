@@ -17,6 +17,7 @@ import torch
 
 from ...graphs.breakable import Breaks
 from ...graphs.bucketed_graphs import BatchShape, GraphFamily, GraphLimits
+from ...graphs.buckets import sparse
 from ...graphs.graph_pool import FallbackReason, GraphKind, GraphPool
 from ...host_copy import to_device
 from ...runner.model_runner import ModelRunner
@@ -81,7 +82,7 @@ class StepGraphs:
         self._frozen: dict[bool, tuple[torch.Tensor, ...]] = {}
 
     def capture(self, graphs: GraphPool, buckets: Sequence[int]) -> None:
-        """Captures a graph of each kind and bucket."""
+        """Captures a graph of each kind and bucket; of ranked and edited kinds only for powers of two."""
         state, drafter = self.step.state, self.step.drafter
         if any(kind.is_edited for kind in self.kinds):
             state.reserve_edits(EDIT_ENTRIES, has_counts=True)
@@ -94,7 +95,7 @@ class StepGraphs:
                 is_by_token=False, rows=kind.shape.num_nodes, hidden=captured_mode(self.step.runner.model)
             )
             family: GraphFamily[StepContext, torch.Tensor] = GraphFamily(
-                graphs, graph_kind_of(kind), buckets, limits
+                graphs, graph_kind_of(kind), sparse(buckets) if kind.is_ranked else buckets, limits
             )
             self.families[kind] = family
 

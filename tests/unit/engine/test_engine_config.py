@@ -84,16 +84,16 @@ def test_kv_memory_too_small_for_a_page_names_the_cost(toy_checkpoint):
 def test_graphs_are_captured_when_asked_for_and_only_then(toy_checkpoint):
     settings = {"pages": 8, "max_running": 2, "chunk_size": 4}
     assert load(toy_checkpoint("llama"), **settings).graphs is None
-    engine = load(toy_checkpoint("llama"), graphs=True, **settings)
+    engine = load(toy_checkpoint("llama"), graphs="on", **settings)
     assert sum(engine.graph_counts.values()) > 0
     assert engine.lifecycle.phase is Phase.SERVING
 
 
 def test_of_takes_from_a_role_what_it_has():
-    prefill = EngineConfig.of(PrefillConfig(model="m", chunk_size=7, graphs=True, graph_self_test=False))
+    prefill = EngineConfig.of(PrefillConfig(model="m", chunk_size=7, graphs="on", graph_self_test=False))
     decode = EngineConfig.of(DecodeConfig(model="m", max_running=3, spec_steps=2))
-    assert (prefill.chunk_size, prefill.graphs, prefill.graph_self_test) == (7, True, False)
-    assert (decode.max_running, decode.spec_steps, decode.graphs) == (3, 2, False)
+    assert (prefill.chunk_size, prefill.graphs, prefill.graph_self_test) == (7, "on", False)
+    assert (decode.max_running, decode.spec_steps, decode.graphs) == (3, 2, "auto")
 
 
 def test_a_head_for_another_hidden_size_names_both_numbers(toy_checkpoint, tmp_path):

@@ -45,6 +45,22 @@ def test_sockets_open_only_once_the_engine_is_there(startup):
         startup.link.close()
 
 
+@pytest.mark.parametrize(("kind", "config"), ROLES, ids=["prefill", "decode"])
+def test_a_worker_runs_with_the_sizes_that_it_tells_the_router(kind, config, toy_checkpoint):
+    flags = ["--device=cpu", "--dtype=float32", "--max-context=100", "--threads=1"]
+    started = kind(load_config(config, [f"--model={toy_checkpoint('llama')}", *flags], {}), "1" * 32)
+    started.read_keys()
+    started.load_engine()
+    started.kv_endpoint = "tcp://127.0.0.1:1"
+    hello = started.make_hello()
+    told = {name: choice.value for name, choice in hello.chosen.items()}
+    assert told["max_context"] == hello.max_context == started.engine.max_context == 100
+    assert told["page_size"] == hello.page_size == 16
+    assert (told["graphs"], hello.chosen["max_context"].why) == ("off", "given")
+    assert hello.max_running == told["max_batch" if hello.role == "prefill" else "max_running"]
+    assert ("chunk_size" in told) == ("max_batch" in told) == (hello.role == "prefill")
+
+
 def test_an_advertised_address_keeps_the_key_of_the_bound_one():
     bound = "tcp://127.0.0.1:7200"
     assert advertised_endpoint(bound, "") == bound

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from baton.cluster.config.fields import describe, settings_of, types_of
+from baton.cluster.config.fields import as_text, describe, settings_of, types_of
 from baton.cluster.config.load import COMMAND_LINE, ENVIRONMENT, FILE, load_config, to_argv
 from baton.cluster.config.roles import ROLES, DecodeConfig, PrefillConfig, RouterConfig, UpConfig
 from baton.cluster.errors import ConfigError
@@ -48,7 +48,7 @@ def test_command_line_beats_environment_beats_file_beats_default(toml):
     path = toml("[prefill]\nchunk_size = 1\nmax_batch = 2\nmax_queue = 3\n")
     env = {"BATON_PREFILL_CHUNK_SIZE": "10", "BATON_PREFILL_MAX_BATCH": "20"}
     config = load(PrefillConfig, "--config", path, "--chunk-size", "100", env=env)
-    assert (config.chunk_size, config.max_batch, config.max_queue, config.page_size) == (100, 20, 3, 16)
+    assert (config.chunk_size, config.max_batch, config.max_queue, config.page_size) == (100, 20, 3, 0)
     wanted = {"chunk_size": COMMAND_LINE, "max_batch": ENVIRONMENT, "max_queue": FILE}
     assert {name: config.explicit.get(name) for name in wanted} == wanted
     assert "page_size" not in config.explicit
@@ -73,6 +73,28 @@ def test_a_boolean_that_is_off_by_default_reads_with_and_without_a_word(flags, w
 
 
 @pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [([], "auto"), (["--graphs"], "on"), (["--graphs", "off"], "off"), (["--graphs=true"], "on")],
+)
+def test_a_choice_of_auto_on_and_off_reads_what_a_boolean_reads(flags, wanted, toml):
+    assert load(DecodeConfig, *flags).graphs == wanted
+    for word, value in (("true", "on"), ("false", "off"), ("'auto'", "auto")):
+        assert load(DecodeConfig, "--config", toml(f"[decode]\ngraphs = {word}\n")).graphs == value
+
+
+def test_auto_is_a_word_of_every_size_that_can_be_chosen(toml):
+    path = toml("[prefill]\nchunk_size = 'auto'\nmax_batch = 'auto'\ngpu_memory_share = 'auto'\n")
+    default, given = load(PrefillConfig), load(PrefillConfig, "--config", path, "--max-context", "auto")
+    assert dataclasses.replace(given, config="") == default
+    assert "--chunk-size=auto" in to_argv(given)
+    assert load(PrefillConfig, *to_argv(given)) == default
+
+
+def test_zero_still_asks_for_whole_prompts_and_is_not_auto():
+    assert load(PrefillConfig, "--chunk-size", "0").chunk_size == 0 != load(PrefillConfig).chunk_size
+
+
+@pytest.mark.parametrize(
     ("flags", "wanted"), [(["--no-prefix-cache"], False), (["--prefix-cache=off"], False), ([], True)]
 )
 def test_a_boolean_that_is_on_by_default_also_reads_its_negation(flags, wanted):
@@ -84,11 +106,12 @@ def test_a_boolean_that_is_on_by_default_also_reads_its_negation(flags, wanted):
     [
         (["--chunk-sise", "3"], ["--chunk-sise", "did you mean '--chunk-size'"]),
         (["--chunk-size", "x"], ["--chunk-size", "'x'", "whole number"]),
-        (["--chunk-size", "-1"], ["--chunk-size", "-1", "0 tokens"]),
+        (["--chunk-size", "-4"], ["--chunk-size", "-4", "0 tokens"]),
         (["--lease-s", "nan"], ["--lease-s", "nan", "finite"]),
         (["--lease-s", "1e9"], ["--lease-s", "600"]),
         (["--device", "gpu"], ["--device", "'gpu'", "auto, cpu, cuda"]),
-        (["--graphs", "maybe"], ["--graphs", "'maybe'", "'on' or 'off'"]),
+        (["--graphs", "maybe"], ["--graphs", "'maybe'", "auto, on, off"]),
+        (["--trusted-network", "maybe"], ["--trusted-network", "'maybe'", "'on' or 'off'"]),
         (["--kv-bind", "127.0.0.1:1"], ["--kv-bind", "tcp://HOST:PORT"]),
         (["--kv-bind", "tcp://127.0.0.1"], ["--kv-bind", "tcp://HOST:PORT"]),
         (["--config", "/nowhere.toml"], ["/nowhere.toml", "cannot be read"]),
@@ -166,8 +189,8 @@ def test_a_model_from_the_file_is_enough(toml):
 
 
 def test_a_config_built_by_hand_is_checked_too():
-    with pytest.raises(ConfigError, match="page_size: 0 is below"):
-        PrefillConfig(model="m", page_size=0)
+    with pytest.raises(ConfigError, match="page_size: -1 is below"):
+        PrefillConfig(model="m", page_size=-1)
     with pytest.raises(ConfigError, match="chunk_size"):
         PrefillConfig(model="m", chunk_size=1.5)
 
@@ -227,7 +250,7 @@ def test_help_shows_each_flag_once_with_its_default_and_exits_with_0(cls, capsys
     assert sorted(flags) == sorted(f"--{name.replace('_', '-')}" for name in settings_of(cls))
     for field in settings_of(cls).values():
         if isinstance(field.default, int) and not isinstance(field.default, bool):
-            assert f"(default {field.default}" in text
+            assert f"(default {as_text(field.default, describe(field))}" in text
 
 
 def test_cluster_modules_import_no_torch():
@@ -252,6 +275,7 @@ def test_cluster_modules_import_no_torch():
         ),
         (DecodeConfig, ["--kv-memory-mb", "64", "--pages", "8"], ["--kv-memory-mb", "--pages"]),
         (PrefillConfig, ["--kv-memory-mb", "64", "--pages", "8"], ["--kv-memory-mb", "--pages"]),
+        (PrefillConfig, ["--device", "cpu", "--gpu-memory-share", "0.5"], ["--gpu-memory-share", "no GPU"]),
         (
             RouterConfig,
             ["--queue-timeout-s", "60", "--request-timeout-s", "30"],

@@ -1,8 +1,10 @@
 """/status names what pairs workers, and why two do not pair."""
 
+import json
 from types import SimpleNamespace
 
-from baton.cluster.protocol.messages import DraftWidths, WorkerStats
+import msgspec
+from baton.cluster.protocol.messages import Choice, DraftWidths, WorkerStats
 from baton.router.endpoints.status import status_of, unpaired_of, why_not_ready
 from baton.router.workers.registry import Registry
 from baton.tests.unit.router.workers.test_registry import beat, hello
@@ -41,6 +43,17 @@ def test_status_names_layers_widths_phase_and_weights_of_each_worker():
         ([1, 5], 128, None, "serving", "e" * 64),
         ([1, 5, 8], 192, WIDTHS, "serving", "e" * 64),
     ]
+
+
+def test_status_shows_the_sizes_that_a_worker_chose_and_why():
+    chosen = {"chunk_size": Choice(value=2048, why="by the card"), "graphs": Choice(value="on", why="a GPU")}
+    registry = registry_of(hello(P, "prefill", chosen=chosen), SPECULATIVE)
+    shown = json.loads(msgspec.json.encode(status_of(dispatcher_of(registry), "m", 0.0, 0.0)))
+    assert shown["workers"][0]["chosen"] == {
+        "chunk_size": {"value": 2048, "why": "by the card"},
+        "graphs": {"value": "on", "why": "a GPU"},
+    }
+    assert shown["workers"][1]["chosen"] == {}
 
 
 def test_status_says_why_two_workers_do_not_pair():

@@ -1,0 +1,213 @@
+"""Reads tensors of files into memory in several threads, with pinned staging on the way to a GPU.
+
+A tensor is cut into pieces, and each thread takes the next piece in the order of the files. On a GPU a thread
+reads one piece into pinned memory while its previous piece is still being copied. A piece of another dtype is
+converted on the device that it is for.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import torch
+
+from ..errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+MAX_THREADS = 8
+PIECE_BYTES = 16 << 20
+BYTES_PER_THREAD = 64 << 20  # a smaller load takes fewer threads
+NUM_SLOTS = 2  # pinned pieces per thread: one is read while the other is copied
+TELL_EVERY_S = 2.0
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Elements of `dtype` at offset `first` of `path`, for the flat and contiguous `target`."""
+
+    path: Path
+    first: int
+    dtype: torch.dtype
+    target: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.target.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadReport:
+    """Times in seconds. Means over the threads: `read_s` in reads, `copy_s` in waits for copies and in
+    conversions.
+    """
+
+    num_bytes: int
+    num_threads: int
+    total_s: float
+    read_s: float
+    copy_s: float
+
+    def __str__(self) -> str:
+        rate = self.num_bytes / max(self.total_s, 1e-9) / GIB
+        return (
+            f"{self.num_bytes / GIB:.2f} GiB in {self.total_s:.2f} s ({rate:.1f} GiB/s, {self.num_threads} "
+            f"threads): read {self.read_s:.2f} s, copy {self.copy_s:.2f} s"
+        )
+
+
+def pieces_of(path: Path, first: int, dtype: torch.dtype, target: torch.Tensor) -> Iterator[Piece]:
+    """The pieces of one tensor whose data of `dtype` begins at byte `first` of `path`."""
+    flat, count = target.view(-1), PIECE_BYTES // dtype.itemsize
+    for start in range(0, flat.numel(), count):
+        offset = first + start * dtype.itemsize
+        yield Piece(path=path, first=offset, dtype=dtype, target=flat[start : start + count])
+
+
+def read_pieces(pieces: Sequence[Piece]) -> ReadReport:
+    """Fills the targets of all `pieces`, which are on one device. Logs the progress of a long load.
+
+    Raises CheckpointError for a file that ends early or cannot be read.
+    """
+    started, num_bytes = time.monotonic(), sum(piece.num_bytes for piece in pieces)
+    waiting: SimpleQueue[Piece] = SimpleQueue()
+    for piece in pieces:
+        waiting.put(piece)
+    with ExitStack() as files:
+        opened = {path: files.enter_context(path.open("rb")).fileno() for path in {p.path for p in pieces}}
+        readers = [_Reader(waiting, opened) for _ in range(_num_threads(num_bytes))]
+        if len(readers) == 1:
+            readers[0].run()
+        else:
+            _run_all(readers, num_bytes)
+    for reader in readers:
+        if reader.fault is not None:
+            raise reader.fault
+    count = len(readers)
+    return ReadReport(
+        num_bytes=num_bytes,
+        num_threads=count,
+        total_s=time.monotonic() - started,
+        read_s=sum(reader.read_s for reader in readers) / count,
+        copy_s=sum(reader.copy_s for reader in readers) / count,
+    )
+
+
+def _num_threads(num_bytes: int) -> int:
+    return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)), num_bytes // BYTES_PER_THREAD))
+
+
+def _run_all(readers: Sequence["_Reader"], num_bytes: int) -> None:
+    threads = [threading.Thread(target=reader.run, name="weights", daemon=True) for reader in readers]
+    for thread in threads:
+        thread.start()
+    told = time.monotonic()
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(TELL_EVERY_S / 4)
+            if time.monotonic() - told >= TELL_EVERY_S:
+                told, done = time.monotonic(), sum(reader.done for reader in readers)
+                logger.info("weights: %d %% of %.1f GiB", 100 * done // num_bytes, num_bytes / GIB)
+
+
+class _Slot:
+    """A host buffer of one piece. On a GPU it is pinned, and `event` follows the newest copy out of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self.buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=is_cuda)
+        self.event = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+
+class _Reader:
+    """One thread's work. `done` counts bytes; `fault` ends it and the others."""
+
+    def __init__(self, waiting: "SimpleQueue[Piece]", opened: dict[Path, int]) -> None:
+        self._waiting = waiting
+        self._opened = opened
+        self._slots: list[_Slot] = []
+        self.done = 0
+        self.read_s = 0.0
+        self.copy_s = 0.0
+        self.fault: CheckpointError | None = None
+
+    def run(self) -> None:
+        """Reads pieces until none is left."""
+        try:
+            for turn, piece in enumerate(iter(self._next, None)):
+                assert piece is not None
+                if piece.target.device.type == "cuda":
+                    self._to_gpu(piece, turn)
+                else:
+                    self._to_host(piece)
+                self.done += piece.num_bytes
+            started = time.monotonic()
+            for slot in self._slots:
+                slot.wait()
+            self.copy_s += time.monotonic() - started
+        except CheckpointError as error:
+            self.fault = error
+            while self._next() is not None:
+                pass  # the other threads find nothing more to do
+
+    def _next(self) -> Piece | None:
+        try:
+            return self._waiting.get_nowait()
+        except Empty:
+            return None
+
+    def _to_host(self, piece: Piece) -> None:
+        if piece.target.dtype == piece.dtype:
+            self._read(piece, piece.target.view(torch.uint8))
+            return
+        if not self._slots:
+            self._slots.append(_Slot(piece.target.device))
+        buffer = self._slots[0].buffer[: piece.num_bytes]
+        self._read(piece, buffer)
+        started = time.monotonic()
+        piece.target.copy_(buffer.view(piece.dtype))
+        self.copy_s += time.monotonic() - started
+
+    def _to_gpu(self, piece: Piece, turn: int) -> None:
+        device = piece.target.device
+        if not self._slots:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._slots = [_Slot(device) for _ in range(NUM_SLOTS)]
+        slot = self._slots[turn % NUM_SLOTS]
+        started = time.monotonic()
+        slot.wait()
+        self.copy_s += time.monotonic() - started
+        buffer = slot.buffer[: piece.num_bytes]
+        self._read(piece, buffer)
+        assert slot.event is not None
+        with torch.cuda.device(device), torch.cuda.stream(self._stream):
+            if piece.target.dtype == piece.dtype:
+                piece.target.copy_(buffer.view(piece.dtype), non_blocking=True)
+            else:
+                piece.target.copy_(buffer.to(device, non_blocking=True).view(piece.dtype))
+            slot.event.record()
+
+    def _read(self, piece: Piece, buffer: torch.Tensor) -> None:
+        """Fills `buffer`, uint8 on the host, with the bytes of `piece`."""
+        started, at, into = time.monotonic(), piece.first, memoryview(buffer.numpy())  # type: ignore[arg-type]
+        while into:
+            try:
+                count = os.preadv(self._opened[piece.path], [into], at)
+            except OSError as error:
+                reason = error.strerror or error
+                raise CheckpointError(f"{piece.path}: cannot be read ({reason}); fetch it again") from None
+            if not count:
+                raise CheckpointError(f"{piece.path}: not a complete safetensors file; fetch it again")
+            at, into = at + count, into[count:]
+        self.read_s += time.monotonic() - started

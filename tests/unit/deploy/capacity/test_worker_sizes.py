@@ -1,0 +1,84 @@
+"""`baton doctor` and `baton plan` choose the sizes that a worker of this host chooses."""
+
+import json
+
+import pytest
+from baton.cluster.config.roles import DecodeConfig, PrefillConfig
+from baton.cluster.errors import ConfigError
+from baton.deploy.capacity.worker_sizes import find_card, worker_sizes
+from baton.deploy.cli import plan
+from baton.deploy.cli.findings import FAIL, OK, check_sizes
+from baton.engine.auto_sizes import CONTEXT_BYTES, MIB, Card
+from baton.engine.config import EngineConfig
+from baton.engine.loader import EngineLoader
+
+H200 = "NVIDIA H200, 143771, 616, 143000, 9.0\nNVIDIA H200, 143771, 616, 20000, 9.0\n"
+LLAMA_8B = {
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096,
+    "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture
+def llama(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(16_060_522_496)  # sparse
+    return tmp_path
+
+
+def test_the_first_gpu_is_read_as_a_worker_sees_it():
+    card = find_card("auto", lambda _: H200)
+    assert (card.name, card.capability) == ("NVIDIA H200", (9, 0))
+    assert card.total == 143155 * MIB
+    assert card.free == 143000 * MIB - CONTEXT_BYTES
+    assert find_card("cpu", lambda _: H200) == Card()
+    for silent in ("", "no devices were found", "NVIDIA H200, [N/A], 616, 1, 9.0"):
+        assert find_card("auto", lambda _, said=silent: said) == Card()
+
+
+@pytest.mark.parametrize("worker", [PrefillConfig, DecodeConfig])
+def test_doctor_chooses_what_the_loader_chooses(toy_checkpoint, worker):
+    path = toy_checkpoint("llama")
+    config = worker(model=str(path), device="cpu", dtype="float32", kv_memory_mb=3)
+    loader = EngineLoader(EngineConfig.of(config), has_drafter=worker is DecodeConfig)
+    for _, run in loader.phases():
+        run()
+    assert worker_sizes(Card(), path, None, config) == loader.engine().sizes
+
+
+def test_an_8b_on_a_gpu_is_sized_with_its_weights(llama):
+    card = find_card("auto", lambda _: H200)
+    prefill, decode = PrefillConfig(model="m"), DecodeConfig(model="m")
+    assert worker_sizes(card, llama, None, prefill).chunk_size == 2048
+    sizes = worker_sizes(card, llama, None, decode)
+    assert sizes.max_running == 256
+    assert 0.9 * card.total - 16_060_522_496 - sizes.kv_bytes - CONTEXT_BYTES == pytest.approx(
+        sizes.reserved, abs=2 * MIB
+    )
+
+
+def test_doctor_tells_the_sizes_and_refuses_what_the_worker_refuses(llama):
+    card = find_card("auto", lambda _: H200)
+    (well,) = check_sizes(card, llama, None, DecodeConfig(model="m"))
+    assert well.level == OK
+    assert "decode on NVIDIA H200, 143155 MiB" in well.text
+    assert "max_running 256" in well.text
+    (ill,) = check_sizes(card, llama, None, DecodeConfig(model="m", gpu_memory_share=0.1))
+    assert (ill.level, "--gpu-memory-share" in ill.remedy) == (FAIL, True)
+
+
+def test_plan_takes_the_chunk_and_places_of_a_worker_here(llama, monkeypatch):
+    def planned(**settings):
+        return plan.on_this_host(plan.PlanConfig(model=str(llama), **settings))
+
+    monkeypatch.setattr(plan, "output_of", lambda _: "")
+    assert (planned().chunk, planned().max_running, planned().kv_memory_mb) == (256, 16, 0)
+    monkeypatch.setattr(plan, "output_of", lambda _: H200)
+    assert (planned().chunk, planned().max_running) == (2048, 256)
+    assert planned().kv_memory_mb > 100_000
+    assert planned(chunk=0, max_running=3).max_running == 3
+    assert planned(chunk=0).chunk == 0
+    with pytest.raises(ConfigError, match="give at most"):
+        planned(kv_memory_mb=200_000)

@@ -1,0 +1,89 @@
+"""Weights are read whole and in their places, by any number of threads, or a fault names the file."""
+
+import logging
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from baton.engine.errors import CheckpointError
+from baton.engine.models import weight_reader
+from baton.engine.models.safetensors_file import SafetensorsFile
+from baton.engine.models.weight_reader import pieces_of, read_pieces
+from safetensors.torch import save_file
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many pieces and several threads for little data."""
+    monkeypatch.setattr(weight_reader, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(weight_reader, "BYTES_PER_THREAD", 4000)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    noise = torch.Generator().manual_seed(0)
+    tensors = {
+        "wide": torch.randn(7, 501, generator=noise),
+        "half": torch.randn(3000, generator=noise).to(torch.bfloat16),
+        "none": torch.zeros(0, 5),
+        "one": torch.randn(1, generator=noise),
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+def load(folder: Path, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], weight_reader.ReadReport]:
+    path, made, pieces = folder / "model.safetensors", {}, []
+    for each in SafetensorsFile.read(path).tensors:
+        made[each.name] = torch.full(each.shape, float("nan"), dtype=dtype)
+        assert each.dtype is not None
+        pieces += pieces_of(path, each.first, each.dtype, made[each.name])
+    return made, read_pieces(pieces)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_piece_lands_in_its_place_and_dtype(tmp_path, dtype):
+    wanted = stored(tmp_path)
+    made, report = load(tmp_path, dtype)
+    for name, tensor in wanted.items():
+        assert torch.equal(made[name], tensor.to(dtype)), name
+    assert report.num_threads == 4
+    assert report.num_bytes == sum(tensor.nbytes for tensor in wanted.values())
+
+
+def test_a_small_load_starts_no_thread(tmp_path):
+    stored(tmp_path)
+    assert load(tmp_path, torch.float32)[1].num_threads == 1
+
+
+@pytest.mark.usefixtures("small")
+def test_a_file_that_ends_early_is_named_and_ends_all_threads(tmp_path):
+    stored(tmp_path)
+    path = tmp_path / "model.safetensors"
+    whole = SafetensorsFile.read(path)
+    pieces = [
+        piece
+        for each in whole.tensors
+        for piece in pieces_of(path, each.first, each.dtype, torch.empty(each.shape, dtype=each.dtype))
+    ]
+    path.write_bytes(path.read_bytes()[:-3000])
+    with pytest.raises(CheckpointError, match=f"{path}: not a complete safetensors file"):
+        read_pieces(pieces)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_long_load_tells_its_progress(tmp_path, monkeypatch, caplog):
+    stored(tmp_path)
+    preadv = os.preadv
+    monkeypatch.setattr(weight_reader, "TELL_EVERY_S", 0.01)
+    monkeypatch.setattr(os, "preadv", lambda *args: time.sleep(0.01) or preadv(*args))
+    with caplog.at_level(logging.INFO):
+        report = load(tmp_path, torch.float32)[1]
+    shares = [int(line.split()[1]) for line in caplog.messages if "% of" in line]
+    assert shares == sorted(shares)
+    assert shares
+    assert report.read_s > 0
+    assert "read" in str(report)

@@ -1,0 +1,182 @@
+"""Laws of automatic sizes: a CPU keeps its own, a GPU is used within its share, misfits name what fits."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from baton.engine.auto_sizes import (
+    CONTEXT_BYTES,
+    Card,
+    EngineRole,
+    GivenSizes,
+    ModelSizes,
+    check_weights,
+    choose_sizes,
+)
+from baton.engine.errors import CheckpointError
+from baton.engine.kv.budget import PageBudget
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+def card(name, gib, capability):
+    total = int(gib * GIB)
+    return Card(name=name, total=total, free=total - CONTEXT_BYTES, capability=capability)
+
+
+CPU = Card()
+SMALL = card("24 GB", 23.6, (8, 9))
+H100 = card("H100", 79.2, (9, 0))
+H200 = card("H200", 139.8, (9, 0))
+
+
+def model(weights, layers, hidden, intermediate, heads, kv_heads, vocab, context):
+    sizes = ModelSizes(
+        hidden_size=hidden, intermediate_size=intermediate, num_heads=heads, num_kv_heads=kv_heads,
+        head_dim=hidden // heads, vocab_size=vocab, max_context=context, dtype_bytes=2,
+        num_weights=int(weights), weight_bytes=int(2 * weights),
+    )  # fmt: skip
+    return sizes, 2 * layers * kv_heads * sizes.head_dim * 2
+
+
+TINY = model(0.135e9, 30, 576, 1536, 9, 3, 49152, 8192)
+EIGHT = model(8.03e9, 32, 4096, 14336, 32, 8, 128256, 131072)
+SEVENTY = model(70.6e9, 80, 8192, 28672, 64, 8, 128256, 131072)
+MODELS = {"135M": TINY, "8B": EIGHT, "70B": SEVENTY}
+
+PREFILL = EngineRole(is_decode=False, num_features=3)
+DECODE = EngineRole(is_decode=True, num_features=3, num_nodes=4, num_shapes=4, spare_slots=4)
+PLAIN = EngineRole(is_decode=True)
+
+
+def budget(of, role):
+    sizes, kv_bytes = of
+    if role is PLAIN:
+        return PageBudget(kv_bytes=kv_bytes)
+    if role.is_decode:
+        return PageBudget(kv_bytes=kv_bytes, draft_bytes=kv_bytes // 32, has_staging=True)
+    return PageBudget(kv_bytes=kv_bytes, feature_bytes=3 * sizes.hidden_size * 2)
+
+
+def chosen(on, of, role, **given):
+    return choose_sizes(on, of[0], role, budget(of, role), GivenSizes(**given))
+
+
+def refusal(*args, **given):
+    with pytest.raises(CheckpointError) as caught:
+        chosen(*args, **given)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("of", MODELS.values(), ids=MODELS)
+def test_a_cpu_keeps_the_sizes_that_it_always_had(of):
+    prefill, decode = chosen(CPU, of, PREFILL), chosen(CPU, of, DECODE)
+    assert (prefill.chunk_size, prefill.max_batch, prefill.slab_bytes) == (256, 8, 256 * MIB)
+    assert (decode.max_running, decode.local_prefill_tokens) == (16, 128)
+    for sizes, role in ((prefill, PREFILL), (decode, DECODE)):
+        assert not sizes.has_graphs
+        assert (sizes.page_size, sizes.max_context) == (16, of[0].max_context)
+        assert sizes.num_pages == budget(of, role).times(16).num_pages(1024 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("on", "of", "chunk", "running"),
+    [
+        (SMALL, TINY, 8192, 256),
+        (H100, TINY, 8192, 256),
+        (H100, EIGHT, 2048, 192),
+        (H200, EIGHT, 2048, 256),
+        (H200, TINY, 8192, 256),
+    ],
+)
+def test_a_gpu_gets_chunks_and_batches_for_card_and_model(on, of, chunk, running):
+    prefill, decode = chosen(on, of, PREFILL), chosen(on, of, DECODE)
+    assert (prefill.chunk_size, decode.max_running) == (chunk, running)
+    assert prefill.has_graphs
+    assert decode.has_graphs
+    assert decode.local_prefill_tokens == chunk // 4
+    assert prefill.max_batch == max(8, chunk // 64)
+    assert 256 * MIB <= prefill.slab_bytes <= 1024 * MIB
+
+
+@pytest.mark.parametrize("role", [PREFILL, DECODE, PLAIN], ids=["prefill", "decode", "plain"])
+@pytest.mark.parametrize("share", [0.0, 0.45, 0.9, 1.0])
+@pytest.mark.parametrize(("on", "of"), [(SMALL, TINY), (H100, EIGHT), (H200, EIGHT), (H200, TINY)])
+def test_everything_together_stays_within_the_share_of_the_card(on, of, role, share):
+    sizes = chosen(on, of, role, gpu_memory_share=share)
+    pools = budget(of, role).times(sizes.page_size).total(sizes.num_pages)
+    used = CONTEXT_BYTES + of[0].weight_bytes + sizes.reserved + pools
+    assert used <= on.total * (share or 0.9)
+    assert used > 0.97 * on.total * min(share or 0.9, 1 - CONTEXT_BYTES / on.total), "nothing is left over"
+
+
+def test_memory_that_others_hold_is_not_counted_on():
+    busy = replace(H100, free=30 * GIB)
+    sizes = chosen(busy, EIGHT, DECODE)
+    assert EIGHT[0].weight_bytes + sizes.reserved + sizes.kv_bytes <= 30 * GIB
+    assert "free" in sizes.reasons["kv_memory_mb"]
+    assert sizes.max_running < chosen(H100, EIGHT, DECODE).max_running
+
+
+def test_a_long_context_is_cut_to_what_the_pool_holds_and_says_so():
+    sizes = chosen(SMALL, EIGHT, PLAIN)
+    assert sizes.max_context == (sizes.num_pages - 1) * 16 - 1 < 131072
+    assert sizes.reasons["max_context"] == "what the KV pool holds"
+    assert chosen(H200, EIGHT, PLAIN).max_context == 131072
+
+
+def test_a_context_beyond_the_pool_is_refused_with_the_one_that_fits():
+    message = refusal(SMALL, EIGHT, PLAIN, max_context=131072)
+    fits = int(re.search(r"lower it to at most (\d+)", message)[1])
+    need = int(re.search(r"give the pool (\d+) MiB", message)[1])
+    assert chosen(SMALL, EIGHT, PLAIN, max_context=fits).max_context == fits
+    assert "max_context" in refusal(SMALL, EIGHT, PLAIN, max_context=fits + 1)
+    assert chosen(H100, EIGHT, PLAIN, max_context=131072, kv_memory_mb=need).max_context == 131072
+    assert "131072" in refusal(H200, EIGHT, PLAIN, max_context=131073)
+
+
+@pytest.mark.parametrize(("name", "given"), [("kv_memory_mb", 200_000), ("pages", 500_000)])
+def test_a_pool_that_does_not_fit_is_refused_with_the_one_that_does(name, given):
+    def settings(size):
+        return {name: size, "max_running": 64}
+
+    message = refusal(H100, EIGHT, DECODE, **settings(given))
+    assert message.startswith(f"{name} {given}:")
+    most = int(re.search(r"give at most (\d+)", message)[1])
+    assert chosen(H100, EIGHT, DECODE, **settings(most)).num_pages > 2
+    assert name in refusal(H100, EIGHT, DECODE, **settings(int(1.02 * most)))
+
+
+def test_weights_beyond_the_share_name_both_numbers_and_a_remedy():
+    check_weights(H200, 0.0, EIGHT[0].weight_bytes)
+    with pytest.raises(CheckpointError, match=r"134658 MiB.*smaller model or a card with more memory"):
+        check_weights(H100, 0.0, SEVENTY[0].weight_bytes)
+    with pytest.raises(CheckpointError, match=r"--gpu-memory-share of more than 0\.2"):
+        check_weights(H100, 0.15, EIGHT[0].weight_bytes)
+    with pytest.raises(CheckpointError, match="end the other processes"):
+        check_weights(replace(H100, free=8 * GIB), 0.0, EIGHT[0].weight_bytes)
+
+
+def test_the_share_that_a_refusal_names_is_enough():
+    message = refusal(H100, EIGHT, DECODE, gpu_memory_share=0.2)
+    share = float(re.search(r"--gpu-memory-share of more than ([\d.]+)", message)[1])
+    assert chosen(H100, EIGHT, DECODE, gpu_memory_share=share + 0.01).num_pages > 2
+
+
+def test_given_sizes_are_kept_and_named_as_given():
+    wanted = {"graphs": "off", "page_size": 32, "max_running": 7, "local_prefill_tokens": 99}
+    wanted["kv_memory_mb"] = 4096
+    sizes = chosen(H200, EIGHT, DECODE, **wanted)
+    assert {name: sizes.values()[name] for name in wanted} == wanted
+    assert {sizes.reasons[name] for name in wanted} == {"given"}
+    assert chosen(H200, EIGHT, PREFILL, chunk_size=0).chunk_size == 0
+    assert chosen(CPU, EIGHT, PREFILL, graphs="on").has_graphs
+
+
+def test_the_line_of_a_role_names_its_sizes_only():
+    prefill, decode = str(chosen(H200, EIGHT, PREFILL)), str(chosen(H200, EIGHT, DECODE))
+    assert "chunk_size 2048" in prefill
+    assert "max_running" not in prefill
+    assert "max_running 256" in decode
+    assert "slab_mb" not in decode
