@@ -116,8 +116,20 @@ def need_of(model: Path, draft: Path | None = None, dtype: str = "bfloat16") -> 
         num_weights=count_weights(model),
         attention_width=_count(config, "num_attention_heads", model) * shape.head_dim,
         draft_weights=0 if draft is None else count_weights(draft),
-        draft_kv_bytes=0 if draft is None else shape_of(draft, dtype=dtype).kv_bytes,
+        draft_kv_bytes=0 if draft is None else head_kv_bytes(draft, shape),
     )
+
+
+def head_kv_bytes(draft: Path, target: KVShape) -> int:
+    """KV bytes of one token in the layers of a head. Sizes that its config lacks are the target's, and one
+    layer.
+
+    Raises ConfigError for an unusable config.
+    """
+    config = read_config(draft)
+    layers = _count(config, "num_hidden_layers", draft, 1)
+    heads = _count(config, "num_key_value_heads", draft, target.num_kv_heads)
+    return 2 * layers * heads * _count(config, "head_dim", draft, target.head_dim) * target.dtype_bytes
 
 
 def count_weights(directory: Path) -> int:
