@@ -82,6 +82,18 @@ def shape_of(model: Path, draft: Path | None = None, dtype: str = "bfloat16") ->
     )
 
 
+def head_kv_bytes(draft: Path, target: KVShape) -> int:
+    """KV bytes of one token in the layers of a head. Sizes that its config lacks are the target's, and one
+    layer.
+
+    Raises ConfigError for an unusable config.
+    """
+    config = read_config(draft)
+    layers = _count(config, "num_hidden_layers", draft, 1)
+    heads = _count(config, "num_key_value_heads", draft, target.num_kv_heads)
+    return 2 * layers * heads * _count(config, "head_dim", draft, target.head_dim) * target.dtype_bytes
+
+
 def count_weights(directory: Path) -> int:
     """The elements of all tensors in the shards of a checkpoint; without shards, of a dense decoder with its
     config.

@@ -21,7 +21,7 @@ from ...engine.auto_sizes import (
 )
 from ...engine.errors import CheckpointError
 from ...engine.kv.budget import PageBudget
-from .checkpoints import KVShape, count_weights, read_config, shape_of
+from .checkpoints import KVShape, count_weights, head_kv_bytes, read_config, shape_of
 
 QUERY = "name,memory.total,memory.reserved,memory.free,compute_cap"
 GPU_DTYPE, CPU_DTYPE = "bfloat16", "float32"
@@ -115,7 +115,6 @@ def worker_need(
             per_token=PageBudget(kv_bytes=shape.kv_bytes),
         )
     nodes = config.spec_tokens or 1 + config.spec_steps * config.spec_topk
-    layer = shape_of(draft, None, dtype)
     return WorkerNeed(
         model=_model_sizes(model, draft, dtype),
         role=EngineRole(
@@ -126,7 +125,7 @@ def worker_need(
             spare_slots=nodes,
         ),
         per_token=PageBudget(
-            kv_bytes=shape.kv_bytes, draft_bytes=layer.kv_bytes // layer.num_layers, has_staging=True
+            kv_bytes=shape.kv_bytes, draft_bytes=head_kv_bytes(draft, shape), has_staging=True
         ),
     )
 

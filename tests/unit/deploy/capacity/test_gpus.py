@@ -1,6 +1,7 @@
 """Laws of what a GPU gives: rates by name, memory for KV, division of memory, and the ratio of roles."""
 
 import json
+import struct
 from dataclasses import replace
 
 import pytest
@@ -52,6 +53,21 @@ def test_weights_are_counted_from_the_config_and_from_shards(tmp_path, toy_check
     shards = count_weights(toy)
     (tmp_path / "config.json").write_text((toy / "config.json").read_text())
     assert shards == count_weights(tmp_path)
+
+
+def test_a_head_adds_its_weights_and_the_kv_of_its_layer_to_decode(tmp_path):
+    model, draft = tmp_path / "model", tmp_path / "head"
+    for folder, config in ((model, LLAMA_8B), (draft, {"hidden_size": 4096, "num_attention_heads": 32})):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+    header = json.dumps({"fc.weight": {"shape": [4096, 12288], "dtype": "BF16", "data_offsets": [0, 0]}})
+    shard = struct.pack("<Q", len(header)) + header.encode()
+    (draft / "model.safetensors").write_bytes(shard)
+    need = need_of(model, draft)
+    assert need.has_head
+    assert need.decode.model.weight_bytes - need.prefill.model.weight_bytes == 2 * 4096 * 12288
+    assert need.decode.per_token.draft_bytes == 2 * 8 * 128 * 2  # as wide as a layer of the target
+    assert need.prefill.per_token.feature_bytes == 3 * 4096 * 2
 
 
 @pytest.mark.parametrize(
