@@ -1,4 +1,4 @@
-"""With default settings an engine on a GPU uses its share of the card and no more; weights arrive unchanged."""
+"""With default settings an engine on a GPU uses its share of the card; its weights arrive unchanged."""
 
 from collections.abc import Callable
 from pathlib import Path
