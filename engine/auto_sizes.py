@@ -5,7 +5,7 @@ On a CPU the sizes are constants. On a GPU:
 
     chunk_size            tokens of a forward that lasts PREFILL_FORWARD_S, a power of two
     max_batch             a request per CHUNK_PER_REQUEST tokens of the chunk
-    local_prefill_tokens  a quarter of the chunk, so that running streams wait for about one step more
+    local_prefill_tokens  the same, but from MIN_LOCAL tokens on: running streams wait for it
     KV memory             share of the card - context - weights - workspace - slabs
     max_running           the largest of RUNNING whose requests of REQUEST_TOKENS tokens fit the KV pool
     max_context           the model's, or what the KV pool holds
@@ -24,7 +24,7 @@ from .kv.budget import PageBudget
 MIB = 1 << 20
 PAGE_SIZE = 16  # one number for all cards: workers of different cards pair only if it is equal
 GPU_SHARE = 0.9
-CONTEXT_BYTES = 640 * MIB  # of a CUDA context with its kernels, which no allocator counts
+CONTEXT_BYTES = 960 * MIB  # of a CUDA context with all kernels, which no allocator counts
 WHOLE_PROMPT_ROWS = 8192  # rows of a forward over whole prompts that memory is kept for
 
 CPU_CHUNK, CPU_BATCH, CPU_RUNNING, CPU_LOCAL_TOKENS = 256, 8, 16, 128
@@ -34,16 +34,17 @@ PREFILL_FORWARD_S = 0.045
 MIN_CHUNK, MAX_CHUNK = 2048, 8192
 CHUNK_PER_REQUEST = 64
 MIN_BATCH, MAX_BATCH = 8, 128
-LOCAL_PART = 4  # of a chunk, what decode computes between two steps
+MIN_LOCAL = 256
 RUNNING = (256, 192, 128, 96, 64, 48, 32, 16)
 REQUEST_TOKENS = 1536  # prompt and output of a request that max_running counts on
 MIN_SLAB, MAX_SLAB, SLAB_STEP = 256 * MIB, 1024 * MIB, 64 * MIB
 SLAB_CHUNKS = 4
-SLAB_SHARE = 0.02  # of the card
+MIN_DEVICE_SLAB = 384 * MIB
+SLAB_SHARE = 0.02  # of the card, for slabs on it
 
 GRAPH_ROWS = 4  # outputs of the prefill graphs of all buckets together, in rows of the largest
 GRAPH_BYTES = 1 * MIB  # of one captured step in the driver
-LOGIT_COPIES = 4  # of a step's logits at once, in float32
+LOGIT_COPIES = 7  # of a step's logits at once, in float32: those of graphs and those of an eager step
 MIN_LOCAL_ROWS = 512  # rows of a prompt that an idle decode worker computes at once
 GIVEN, CPU = "given", "on CPU"
 
@@ -137,6 +138,7 @@ class GivenSizes:
     max_running: int = 0
     local_prefill_tokens: int = 0
     slab_mb: int = 0
+    device_slab_mb: int = 1024  # the most GPU memory for hand-offs to decode workers of this host
 
     @classmethod
     def of(cls, settings: object) -> "GivenSizes":
@@ -240,13 +242,13 @@ class _Choice:
         page_size = take("page_size", (PAGE_SIZE, "equal on all cards"))
         chunk, max_batch, max_running, local, slab_mb = self._chunk()[0], 0, 0, 0, 0
         if self.role.is_decode:
-            local = take("local_prefill_tokens", self._local_tokens(chunk))
+            local = take("local_prefill_tokens", self._local_tokens())
             max_running = take("max_running", self._max_running(page_size, local))
         else:
             chunk = take("chunk_size", self._chunk())
             max_batch = take("max_batch", self._max_batch(chunk))
             slab_mb = take("slab_mb", self._slab_mb(chunk))
-        reserved = self._reserved(chunk, max_batch, max_running, local, slab_mb)
+        reserved = self._reserved(chunk, max_batch, max_running, local)
         budget = self.per_token.times(page_size)
         kv_bytes, reasons["kv_memory_mb"] = self._kv_bytes(budget, reserved)
         num_pages = self._num_pages(budget, kv_bytes)
@@ -271,9 +273,16 @@ class _Choice:
     def _chunk(self) -> tuple[int, str]:
         if not self.card.is_gpu:
             return CPU_CHUNK, CPU
+        chunk = min(MAX_CHUNK, max(MIN_CHUNK, self._timed_tokens()))
+        return chunk, self._forward_time(chunk)
+
+    def _timed_tokens(self) -> int:
+        """The tokens of a forward of PREFILL_FORWARD_S, as a power of two."""
         tokens = int(self.card.rate * PREFILL_FORWARD_S / (2 * max(1, self.model.num_weights)))
-        chunk = min(MAX_CHUNK, max(MIN_CHUNK, 1 << max(0, tokens.bit_length() - 1)))
-        return chunk, f"{1e3 * 2 * chunk * self.model.num_weights / self.card.rate:.0f} ms a forward"
+        return 1 << max(0, tokens.bit_length() - 1)
+
+    def _forward_time(self, tokens: int) -> str:
+        return f"{1e3 * 2 * tokens * self.model.num_weights / self.card.rate:.0f} ms a forward"
 
     def _max_batch(self, chunk: int) -> tuple[int, str]:
         if not self.card.is_gpu:
@@ -281,16 +290,17 @@ class _Choice:
         tokens = chunk or WHOLE_PROMPT_ROWS
         return min(MAX_BATCH, max(MIN_BATCH, tokens // CHUNK_PER_REQUEST)), "by the chunk"
 
-    def _local_tokens(self, chunk: int) -> tuple[int, str]:
-        return (chunk // LOCAL_PART, "a part of a chunk") if self.card.is_gpu else (CPU_LOCAL_TOKENS, CPU)
+    def _local_tokens(self) -> tuple[int, str]:
+        if not self.card.is_gpu:
+            return CPU_LOCAL_TOKENS, CPU
+        tokens = min(MAX_CHUNK, max(MIN_LOCAL, self._timed_tokens()))
+        return tokens, self._forward_time(tokens)
 
     def _slab_mb(self, chunk: int) -> tuple[int, str]:
         if not self.card.is_gpu:
             return CPU_SLAB // MIB, CPU
         token = self.per_token.kv_bytes + self.per_token.feature_bytes
-        wanted = SLAB_CHUNKS * (chunk or WHOLE_PROMPT_ROWS) * token
-        most = min(MAX_SLAB, max(MIN_SLAB, int(SLAB_SHARE * self.card.total)))
-        slab = min(most, max(MIN_SLAB, wanted))
+        slab = min(MAX_SLAB, max(MIN_SLAB, SLAB_CHUNKS * (chunk or WHOLE_PROMPT_ROWS) * token))
         return slab // SLAB_STEP * SLAB_STEP // MIB, f"{slab / token:.0f} tokens"
 
     def _max_running(self, page_size: int, local: int) -> tuple[int, str]:
@@ -298,7 +308,7 @@ class _Choice:
             return CPU_RUNNING, CPU
         budget = self.per_token.times(page_size)
         for count in RUNNING:
-            kv_bytes = self._wanted_kv(budget) or self._left(self._reserved(0, 0, count, local, 0))
+            kv_bytes = self._wanted_kv(budget) or self._left(self._reserved(0, 0, count, local))
             tokens = budget.num_pages(max(0, kv_bytes)) * page_size
             if tokens >= count * REQUEST_TOKENS:
                 break
@@ -306,13 +316,16 @@ class _Choice:
 
     # --- memory -------------------------------------------------------------------------------------------
 
-    def _reserved(self, chunk: int, max_batch: int, max_running: int, local: int, slab_mb: int) -> int:
+    def _reserved(self, chunk: int, max_batch: int, max_running: int, local: int) -> int:
+        """Bytes of a GPU for all but context, weights and KV."""
         if not self.card.is_gpu:
             return 0
         workspace = workspace_of(
             self.model, self.role, chunk=chunk, max_batch=max_batch, max_running=max_running, local=local
         )
-        return workspace + slab_mb * MIB
+        most = max(MIN_DEVICE_SLAB, int(SLAB_SHARE * self.card.total))
+        slabs = 0 if self.role.is_decode else min(self.given.device_slab_mb * MIB, most)
+        return workspace + slabs
 
     def _left(self, reserved: int) -> int:
         """Bytes for the KV pool; negative if weights and workspace alone are too large."""

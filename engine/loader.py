@@ -13,7 +13,16 @@ from pathlib import Path
 
 import torch
 
-from .auto_sizes import Card, EngineRole, EngineSizes, GivenSizes, ModelSizes, check_weights, choose_sizes
+from .auto_sizes import (
+    PAGE_SIZE,
+    Card,
+    EngineRole,
+    EngineSizes,
+    GivenSizes,
+    ModelSizes,
+    check_weights,
+    choose_sizes,
+)
 from .capture.graph_set import GraphSet, backend_for
 from .config import EngineConfig, resolve_device, resolve_dtype
 from .errors import CheckpointError, LifecycleError
@@ -49,7 +58,7 @@ class Engine:
     """A ready engine: one target over one page pool, with the drafting parts of its role.
 
     `features` is the feature plane of prefill, `drafter` the draft head of decode; both are None without a
-    draft. `shape` is the configured draft shape; `step_policy` may vary it.
+    draft. `max_context` is in tokens. `shape` is the configured draft shape; `step_policy` may vary it.
     `graphs` None: every forward runs eagerly. `steps` belong to decode. `launches_ahead`: each step is
     launched before the previous one is read.
     """
@@ -65,6 +74,7 @@ class Engine:
     features: FeaturePlane | None
     drafter: Drafter | None
     cache: PrefixCache
+    max_context: int
     sizes: EngineSizes
     lifecycle: Lifecycle
     grammars: GrammarCompiler
@@ -97,11 +107,6 @@ class Engine:
     @property
     def page_size(self) -> int:
         return self.pool.page_size
-
-    @property
-    def max_context(self) -> int:
-        """Most tokens of prompt and output together."""
-        return self.sizes.max_context
 
     @property
     def num_pages(self) -> int:
@@ -149,13 +154,15 @@ class EngineLoader:
     """Builds an Engine phase by phase.
 
     `has_drafter`: the engine drafts (decode); otherwise it only captures features. If the config enables
-    graphs, they are captured on `backend`, by default that of the device.
+    graphs, they are captured on `backend`, by default that of the device. From "allocate pools" on, `config`
+    holds the chosen sizes.
     """
 
     def __init__(
         self, config: EngineConfig, *, has_drafter: bool, backend: GraphBackend | None = None
     ) -> None:
-        self.config = config
+        self.config = replace(config, page_size=config.page_size or PAGE_SIZE)
+        self._given = GivenSizes.of(config)
         self._shape = DraftShape.of(config.spec_steps, config.spec_topk, config.spec_tokens)
         self._backend = backend
         self.has_drafter = has_drafter
@@ -255,6 +262,8 @@ class EngineLoader:
     def _allocate(self) -> None:
         config, model = self.config, self._model_config
         sizes = self._sizes()
+        self.config = replace(config, **sizes.values())  # type: ignore[arg-type]
+        self._max_context = sizes.max_context
         logger.info("chosen for %s: %s", self._card, sizes)
         num_pages, page_size = sizes.num_pages, sizes.page_size
         pool = KVPool(num_pages, self._model.kv_layout(page_size), self._device)
@@ -287,6 +296,7 @@ class EngineLoader:
             features=features,
             drafter=drafter,
             cache=cache,
+            max_context=sizes.max_context,
             sizes=sizes,
             lifecycle=self.lifecycle,
             grammars=GrammarCompiler(self._path / "tokenizer.json", model.vocab_size, model.eos_token_ids),
@@ -331,6 +341,8 @@ class EngineLoader:
             if config.graph_self_test:
                 graphs.self_test(engine.runner, engine.drafter, engine.max_context, engine.steps)
             graphs.log_report()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()  # what the self-test took
         self.lifecycle.advance(Phase.CAPTURED)
 
     def _step_policy(self, draft: DraftModel) -> StepPolicy | None:
@@ -372,8 +384,7 @@ class EngineLoader:
             num_weights=self._forward_weights(),
             weight_bytes=held,
         )
-        given = GivenSizes.of(self.config)
-        return choose_sizes(card, sizes, self._role(), self._token_budget(), given)
+        return choose_sizes(card, sizes, self._role(), self._token_budget(), self._given)
 
     def _role(self) -> EngineRole:
         if not self.has_drafter:

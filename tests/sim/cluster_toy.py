@@ -143,7 +143,8 @@ def toy_engine(num_pages, head_dim, *, is_caching, lookahead=0, weights=17):
         features=None,
         drafter=None,
         cache=PrefixCache(allocator, PAGE_SIZE, is_caching, lookahead=lookahead),
-        sizes=SimpleNamespace(max_context=MAX_CONTEXT),
+        max_context=MAX_CONTEXT,
+        sizes=None,
         lifecycle=Lifecycle(),
         grammars=GrammarCompiler(Path(), VOCAB, EOS),
     )

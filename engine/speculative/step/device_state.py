@@ -130,13 +130,11 @@ class DeviceState:
         """
         rows = [each.row for each in joining]
         tensors = SamplingTensors.of([row.params for row in rows], self.vocab_size)
-        integers = torch.tensor(
-            [
-                [j.newest, j.length, j.remaining, j.capacity, j.draft_row, 0, 0, 0, *self._page_row(j)]
-                for j in joining
-            ],
-            dtype=torch.int64,
-        )
+        integers = torch.zeros((len(joining), PAGES + self.max_pages), dtype=torch.int64)
+        for row, j in zip(integers.numpy(), joining, strict=True):  # rows of a long context have many columns
+            row[: DRAFT_ROW + 1] = (j.newest, j.length, j.remaining, j.capacity, j.draft_row)
+            pages = j.pages[: self.max_pages]
+            row[PAGES : PAGES + len(pages)] = pages
         integers[:, SEED], integers[:, TOP_K], integers[:, IS_DRAWN] = (
             tensors.seeds,
             tensors.top_k,
@@ -249,11 +247,6 @@ class DeviceState:
         self._free.extend(range(2 * old - 1, old - 1, -1))
         if self._edits is not None:
             self.reserve_edits(self._edits.ids.shape[1], has_counts=False)
-
-    def _page_row(self, joining: RequestInit) -> list[int]:
-        """The request's pages up to the maximum context, padded with page 0."""
-        pages = joining.pages[: self.max_pages]
-        return [*pages, *[0] * (self.max_pages - len(pages))]
 
     def __repr__(self) -> str:
         return f"<DeviceState {self.num_open} of {self.num_slots - 1} slots, {self.max_pages} pages each>"

@@ -95,7 +95,7 @@ def test_a_gpu_gets_chunks_and_batches_for_card_and_model(on, of, chunk, running
     assert (prefill.chunk_size, decode.max_running) == (chunk, running)
     assert prefill.has_graphs
     assert decode.has_graphs
-    assert decode.local_prefill_tokens == chunk // 4
+    assert decode.local_prefill_tokens == chunk
     assert prefill.max_batch == max(8, chunk // 64)
     assert 256 * MIB <= prefill.slab_bytes <= 1024 * MIB
 
