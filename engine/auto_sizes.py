@@ -40,7 +40,8 @@ RUNNING = (256, 192, 128, 96, 64, 48, 32, 16)
 REQUEST_TOKENS = 1536  # prompt and output of a request that max_running counts on
 MIN_SLAB, MAX_SLAB, SLAB_STEP = 256 * MIB, 1024 * MIB, 64 * MIB
 SLAB_CHUNKS = 4
-SLAB_SHARE = 0.02  # of the card
+MIN_DEVICE_SLAB = 384 * MIB
+SLAB_SHARE = 0.02  # of the card, for slabs on it
 
 GRAPH_ROWS = 4  # outputs of the prefill graphs of all buckets together, in rows of the largest
 GRAPH_BYTES = 1 * MIB  # of one captured step in the driver
@@ -138,6 +139,7 @@ class GivenSizes:
     max_running: int = 0
     local_prefill_tokens: int = 0
     slab_mb: int = 0
+    device_slab_mb: int = 1024  # the most GPU memory for hand-offs to decode workers of this host
 
     @classmethod
     def of(cls, settings: object) -> "GivenSizes":
@@ -250,7 +252,7 @@ class _Choice:
             chunk = take("chunk_size", self._chunk())
             max_batch = take("max_batch", self._max_batch(chunk))
             slab_mb = take("slab_mb", self._slab_mb(chunk))
-        reserved = self._reserved(chunk, max_batch, max_running, local, slab_mb)
+        reserved = self._reserved(chunk, max_batch, max_running, local)
         budget = self.per_token.times(page_size)
         kv_bytes, reasons["kv_memory_mb"] = self._kv_bytes(budget, reserved)
         num_pages = self._num_pages(budget, kv_bytes)
@@ -308,9 +310,7 @@ class _Choice:
         if not self.card.is_gpu:
             return CPU_SLAB // MIB, CPU
         token = self.per_token.kv_bytes + self.per_token.feature_bytes
-        wanted = SLAB_CHUNKS * (chunk or WHOLE_PROMPT_ROWS) * token
-        most = min(MAX_SLAB, max(MIN_SLAB, int(SLAB_SHARE * self.card.total)))
-        slab = min(most, max(MIN_SLAB, wanted))
+        slab = min(MAX_SLAB, max(MIN_SLAB, SLAB_CHUNKS * (chunk or WHOLE_PROMPT_ROWS) * token))
         return slab // SLAB_STEP * SLAB_STEP // MIB, f"{slab / token:.0f} tokens"
 
     def _max_running(self, page_size: int, local: int) -> tuple[int, str]:
@@ -318,7 +318,7 @@ class _Choice:
             return CPU_RUNNING, CPU
         budget = self.per_token.times(page_size)
         for count in RUNNING:
-            kv_bytes = self._wanted_kv(budget) or self._left(self._reserved(0, 0, count, local, 0))
+            kv_bytes = self._wanted_kv(budget) or self._left(self._reserved(0, 0, count, local))
             tokens = budget.num_pages(max(0, kv_bytes)) * page_size
             if tokens >= count * REQUEST_TOKENS:
                 break
@@ -326,13 +326,16 @@ class _Choice:
 
     # --- memory -------------------------------------------------------------------------------------------
 
-    def _reserved(self, chunk: int, max_batch: int, max_running: int, local: int, slab_mb: int) -> int:
+    def _reserved(self, chunk: int, max_batch: int, max_running: int, local: int) -> int:
+        """Bytes of a GPU for all but context, weights and KV."""
         if not self.card.is_gpu:
             return 0
         workspace = workspace_of(
             self.model, self.role, chunk=chunk, max_batch=max_batch, max_running=max_running, local=local
         )
-        return workspace + slab_mb * MIB
+        most = max(MIN_DEVICE_SLAB, int(SLAB_SHARE * self.card.total))
+        slabs = 0 if self.role.is_decode else min(self.given.device_slab_mb * MIB, most)
+        return workspace + slabs
 
     def _left(self, reserved: int) -> int:
         """Bytes for the KV pool; negative if weights and workspace alone are too large."""

@@ -15,8 +15,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class EngineConfig:
     """Settings of one engine.
 
-    The settings from `graphs` to `slab_mb` are those of `auto_sizes.GivenSizes`. `spec_*`: the drafts of a
-    step (`DraftShape.of`). `spec_adaptive`: whether they follow load and acceptance ("auto": on CUDA).
+    The settings from `graphs` to `device_slab_mb` are those of `auto_sizes.GivenSizes`. `spec_*`: the drafts
+    of a step (`DraftShape.of`). `spec_adaptive`: whether they follow load and acceptance ("auto": on CUDA).
     `overlap`: whether a decode step is launched before the previous one was read ("auto": on CUDA).
     `graph_self_test` compares each graph with the eager path before use. `feature_layers` ("2,14,25"): layer
     outputs that prefill captures beside those of the draft. `aggregated`: a decode engine that computes all
@@ -40,6 +40,7 @@ class EngineConfig:
     max_running: int = 0
     local_prefill_tokens: int = 0
     slab_mb: int = 0
+    device_slab_mb: int = 1024
     threads: int = 0
     prefix_cache: bool = True
     spec_steps: int = 3

@@ -14,7 +14,16 @@ from pathlib import Path
 import torch
 
 from ..kernels.row_ops import INVARIANT
-from .auto_sizes import Card, EngineRole, EngineSizes, GivenSizes, ModelSizes, check_weights, choose_sizes
+from .auto_sizes import (
+    PAGE_SIZE,
+    Card,
+    EngineRole,
+    EngineSizes,
+    GivenSizes,
+    ModelSizes,
+    check_weights,
+    choose_sizes,
+)
 from .capture.graph_set import GraphSet, backend_for
 from .config import EngineConfig, resolve_device, resolve_dtype
 from .errors import CheckpointError, LifecycleError
@@ -149,13 +158,15 @@ class EngineLoader:
     """Builds an Engine phase by phase.
 
     `has_drafter`: the engine drafts (decode); otherwise it only captures features. If the config enables
-    graphs, they are captured on `backend`, by default that of the device.
+    graphs, they are captured on `backend`, by default that of the device. From "allocate pools" on, `config`
+    holds the chosen sizes.
     """
 
     def __init__(
         self, config: EngineConfig, *, has_drafter: bool, backend: GraphBackend | None = None
     ) -> None:
-        self.config = config
+        self.config = replace(config, page_size=config.page_size or PAGE_SIZE)
+        self._given = GivenSizes.of(config)
         self._shape = DraftShape.of(config.spec_steps, config.spec_topk, config.spec_tokens)
         self._backend = backend
         self.has_drafter = has_drafter
@@ -260,6 +271,8 @@ class EngineLoader:
     def _allocate(self) -> None:
         config, model = self.config, self._model_config
         sizes = self._sizes()
+        self.config = replace(config, **sizes.values())  # type: ignore[arg-type]
+        self._max_context = sizes.max_context
         logger.info("chosen for %s: %s", self._card, sizes)
         num_pages, page_size = sizes.num_pages, sizes.page_size
         pool = KVPool(num_pages, self._model.kv_layout(page_size), self._device)
@@ -402,8 +415,7 @@ class EngineLoader:
             num_weights=self._forward_weights(),
             weight_bytes=held,
         )
-        given = GivenSizes.of(self.config)
-        return choose_sizes(card, sizes, self._role(), self._token_budget(), given)
+        return choose_sizes(card, sizes, self._role(), self._token_budget(), self._given)
 
     def _role(self) -> EngineRole:
         if not self.has_drafter:

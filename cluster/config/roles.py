@@ -120,18 +120,20 @@ class UpConfig(
     prefill: int = setting(
         AUTO_WORKERS,
         Setting(
-            help="number of prefill workers; 0: decode workers compute prompts, see --aggregated; "
-            "-1: chosen for the GPUs, 1 without any",
-            minimum=AUTO_WORKERS,
+            help="number of prefill workers; 0: decode computes prompts itself; auto: chosen for the GPUs, 1 "
+            "without any",
+            minimum=0,
             maximum=64,
+            auto=AUTO_WORKERS,
         ),
     )
     decode: int = setting(
         AUTO_WORKERS,
         Setting(
-            help="number of decode workers; -1: chosen for the GPUs, 1 without any",
-            minimum=AUTO_WORKERS,
+            help="number of decode workers; auto: chosen for the GPUs, 1 without any",
+            minimum=1,
             maximum=64,
+            auto=AUTO_WORKERS,
         ),
     )
     gpus: str = setting(

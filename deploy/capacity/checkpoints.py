@@ -51,32 +51,6 @@ class KVShape:
         return self.kv_bytes + self.feature_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelNeed:
-    """The memory that a model and its draft head need, beside the KV shape.
-
-    `num_weights`: elements of the model. `attention_width`: elements of all query heads of a layer.
-    `draft_weights` and `draft_kv_bytes` (bytes per token) belong to the head, which only decode loads; 0
-    without a head.
-    """
-
-    shape: KVShape
-    num_weights: int
-    attention_width: int
-    draft_weights: int = 0
-    draft_kv_bytes: int = 0
-
-    def weight_bytes(self, *, is_decode: bool) -> int:
-        """Bytes of the weights that a worker loads."""
-        count = self.num_weights + (self.draft_weights if is_decode else 0)
-        return count * self.shape.dtype_bytes
-
-    def token_bytes(self, *, is_decode: bool) -> int:
-        """Bytes of a token in a worker's KV pool: decode keeps the head's KV, prefill its features."""
-        extra = self.draft_kv_bytes if is_decode else self.shape.feature_bytes
-        return self.shape.kv_bytes + extra
-
-
 def read_config(directory: Path) -> dict[str, Any]:
     """The config.json of a checkpoint. Raises ConfigError when it cannot be read."""
     path = directory / "config.json"
@@ -108,16 +82,16 @@ def shape_of(model: Path, draft: Path | None = None, dtype: str = "bfloat16") ->
     )
 
 
-def need_of(model: Path, draft: Path | None = None, dtype: str = "bfloat16") -> ModelNeed:
-    """The memory needs of a checkpoint and its head. Raises ConfigError for an unusable config."""
-    shape, config = shape_of(model, draft, dtype), read_config(model)
-    return ModelNeed(
-        shape=shape,
-        num_weights=count_weights(model),
-        attention_width=_count(config, "num_attention_heads", model) * shape.head_dim,
-        draft_weights=0 if draft is None else count_weights(draft),
-        draft_kv_bytes=0 if draft is None else shape_of(draft, dtype=dtype).kv_bytes,
-    )
+def head_kv_bytes(draft: Path, target: KVShape) -> int:
+    """KV bytes of one token in the layers of a head. Sizes that its config lacks are the target's, and one
+    layer.
+
+    Raises ConfigError for an unusable config.
+    """
+    config = read_config(draft)
+    layers = _count(config, "num_hidden_layers", draft, 1)
+    heads = _count(config, "num_key_value_heads", draft, target.num_kv_heads)
+    return 2 * layers * heads * _count(config, "head_dim", draft, target.head_dim) * target.dtype_bytes
 
 
 def count_weights(directory: Path) -> int:

@@ -11,20 +11,18 @@ from dataclasses import dataclass, replace
 
 from ...cluster.config.fields import did_you_mean
 from ...cluster.errors import ConfigError
-from ...engine.auto_sizes import GPU_SHARE
-from .checkpoints import ModelNeed
+from ...engine.auto_sizes import CONTEXT_BYTES, GPU_SHARE, Card, EngineSizes, GivenSizes
 from .sizing import Measured, PlannedLoad, places_of, split_of
+from .worker_sizes import ModelNeed
 
-WORK_BYTES = 2 << 30  # CUDA context, activations and graphs of one worker
 PREFILL_SHARE = 0.6  # of the arithmetic rate, in matrix products
 ATTENTION_SHARE = 0.28  # of the arithmetic rate, in prefill attention
 DECODE_SHARE = 0.75  # of the memory rate, in decode steps
 DRAFT_GAIN = 1.5  # decode with a head that gets 3 tokens accepted, at 128 requests
 LINK_RATE = 6.8e9  # bytes per second through shared memory of one host, with its digest
-CHUNK_TOKENS = 2048
 DECODE_PARTS = 2  # of the memory for KV on a shared GPU, to one of prefill
-MOST_RUNNING = 128  # requests of a decode worker beyond which a token takes too long for a chat
-TYPICAL = PlannedLoad(prompt=2048, output=256, rate=1.0, chunk=CHUNK_TOKENS, max_running=MOST_RUNNING)
+SHARES = 1000  # a share of memory is a multiple of 1 / SHARES
+TYPICAL = PlannedLoad(prompt=2048, output=256, rate=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,37 +33,44 @@ class GpuModel:
     memory_mib: int
     tflops: float  # dense bfloat16 products, 1e12 per second
     gb_per_s: float  # of its memory, 1e9 bytes per second
+    capability: tuple[int, int]
 
     @property
     def memory(self) -> int:
         """Bytes."""
         return self.memory_mib << 20
 
+    @property
+    def card(self) -> Card:
+        """The idle GPU as an engine sees it."""
+        free = self.memory - CONTEXT_BYTES
+        return Card(name=self.name, total=self.memory, free=free, capability=self.capability)
+
 
 GPUS = (
-    GpuModel(name="B200", memory_mib=183359, tflops=2250, gb_per_s=8000),
-    GpuModel(name="H200", memory_mib=143771, tflops=989, gb_per_s=4800),
-    GpuModel(name="H100", memory_mib=81559, tflops=989, gb_per_s=3350),
-    GpuModel(name="H100 PCIe", memory_mib=81559, tflops=756, gb_per_s=2000),
-    GpuModel(name="A100", memory_mib=81920, tflops=312, gb_per_s=2039),
-    GpuModel(name="A100", memory_mib=40960, tflops=312, gb_per_s=1555),
-    GpuModel(name="L40S", memory_mib=46068, tflops=362, gb_per_s=864),
-    GpuModel(name="RTX 5090", memory_mib=32607, tflops=209, gb_per_s=1792),
-    GpuModel(name="RTX 4090", memory_mib=24564, tflops=165, gb_per_s=1008),
-    GpuModel(name="L4", memory_mib=23034, tflops=121, gb_per_s=300),
-    GpuModel(name="A10G", memory_mib=23028, tflops=70, gb_per_s=600),
-    GpuModel(name="A10", memory_mib=23028, tflops=125, gb_per_s=600),
+    GpuModel(name="B200", memory_mib=183359, tflops=2250, gb_per_s=8000, capability=(10, 0)),
+    GpuModel(name="H200", memory_mib=143771, tflops=989, gb_per_s=4800, capability=(9, 0)),
+    GpuModel(name="H100", memory_mib=81559, tflops=989, gb_per_s=3350, capability=(9, 0)),
+    GpuModel(name="H100 PCIe", memory_mib=81559, tflops=756, gb_per_s=2000, capability=(9, 0)),
+    GpuModel(name="A100", memory_mib=81920, tflops=312, gb_per_s=2039, capability=(8, 0)),
+    GpuModel(name="A100", memory_mib=40960, tflops=312, gb_per_s=1555, capability=(8, 0)),
+    GpuModel(name="L40S", memory_mib=46068, tflops=362, gb_per_s=864, capability=(8, 9)),
+    GpuModel(name="RTX 5090", memory_mib=32607, tflops=209, gb_per_s=1792, capability=(12, 0)),
+    GpuModel(name="RTX 4090", memory_mib=24564, tflops=165, gb_per_s=1008, capability=(8, 9)),
+    GpuModel(name="L4", memory_mib=23034, tflops=121, gb_per_s=300, capability=(8, 9)),
+    GpuModel(name="A10G", memory_mib=23028, tflops=70, gb_per_s=600, capability=(8, 6)),
+    GpuModel(name="A10", memory_mib=23028, tflops=125, gb_per_s=600, capability=(8, 6)),
 )
 STAND_IN = "H100"  # its ratio of arithmetic to memory rate is assumed for a GPU that is not listed
 
 
-def gpu_model(name: str, memory: int) -> GpuModel:
-    """The listed GPU that the driver's `name` means, with `memory` bytes; for others, STAND_IN's rates."""
-    words = name.replace("-", " ").split()
+def gpu_model(card: Card) -> GpuModel:
+    """The listed GPU that the driver's name means, with the card's memory; for others, STAND_IN's rates."""
+    words = card.name.replace("-", " ").split()
     known = [gpu for gpu in GPUS if all(word in words for word in gpu.name.split())]
-    best = max(known, key=lambda gpu: (len(gpu.name), -abs(gpu.memory - memory)), default=None)
+    best = max(known, key=lambda gpu: (len(gpu.name), -abs(gpu.memory - card.total)), default=None)
     chosen = best or next(gpu for gpu in GPUS if gpu.name == STAND_IN)
-    return replace(chosen, name=name, memory_mib=memory >> 20)
+    return replace(chosen, name=card.name, memory_mib=card.total >> 20, capability=card.capability)
 
 
 def gpu_named(name: str) -> GpuModel:
@@ -78,63 +83,77 @@ def gpu_named(name: str) -> GpuModel:
     return max(found, key=lambda gpu: gpu.memory)
 
 
-def kv_bytes_of(memory: int, need: ModelNeed, *, is_decode: bool, share: float = GPU_SHARE) -> int:
-    """Bytes for the KV pool of a worker with `share` of `memory` bytes; negative when the weights do not
-    fit."""
-    return int(memory * share) - need.weight_bytes(is_decode=is_decode) - WORK_BYTES
+def sizes_of(card: Card, need: ModelNeed, *, is_decode: bool, share: float = 0.0) -> EngineSizes | None:
+    """The sizes of a worker with `share` of the GPU's memory (0: GPU_SHARE); None when it does not fit."""
+    try:
+        return need.of(is_decode=is_decode).sizes_on(card, GivenSizes(gpu_memory_share=share))
+    except ConfigError:
+        return None
 
 
-def kv_tokens_of(memory: int, need: ModelNeed, *, is_decode: bool, share: float = GPU_SHARE) -> int:
-    """Tokens in the KV pool of a worker with `share` of `memory` bytes; 0 when the weights do not fit."""
-    room = kv_bytes_of(memory, need, is_decode=is_decode, share=share)
-    return max(0, room // need.token_bytes(is_decode=is_decode))
+def kv_tokens_of(card: Card, need: ModelNeed, *, is_decode: bool, share: float = 0.0) -> int:
+    """Tokens in the KV pool of a worker with `share` of the memory; 0 when it does not fit."""
+    sizes = sizes_of(card, need, is_decode=is_decode, share=share)
+    return 0 if sizes is None else (sizes.num_pages - 1) * sizes.page_size
 
 
-def least_share(memory: int, need: ModelNeed, *, is_decode: bool) -> float:
-    """The share of `memory` bytes with which a worker holds one typical request; above 1 when it cannot."""
-    tokens = TYPICAL.prompt + TYPICAL.output
-    kv_bytes = tokens * need.token_bytes(is_decode=is_decode)
-    return (need.weight_bytes(is_decode=is_decode) + WORK_BYTES + kv_bytes) / memory
+def least_share(card: Card, need: ModelNeed, *, is_decode: bool) -> float:
+    """The least share of the memory with which a worker holds one typical request; above 1 when none does."""
+    low, high = 0, SHARES + 1  # in 1 / SHARES
+    while high - low > 1:
+        middle = (low + high) // 2
+        tokens = kv_tokens_of(card, need, is_decode=is_decode, share=middle / SHARES)
+        low, high = (low, middle) if tokens >= TYPICAL.prompt + TYPICAL.output else (middle, high)
+    worker = need.of(is_decode=is_decode)
+    weights = (worker.model.weight_bytes + CONTEXT_BYTES) / card.total
+    return high / SHARES if high <= SHARES else max(high / SHARES, weights)
 
 
-def shares_of(memory: int, need: ModelNeed, roles: Sequence[bool], share: float = GPU_SHARE) -> list[float]:
-    """The shares of `memory` bytes for the workers of one GPU; `roles` tells which of them decode.
+def shares_of(card: Card, need: ModelNeed, roles: Sequence[bool], share: float = GPU_SHARE) -> list[float]:
+    """The shares of the memory for the workers of one GPU; `roles` tells which of them decode.
 
     Each gets what it needs for one typical request. The rest of `share` is divided, decode gets
     `DECODE_PARTS` times as much of it as prefill. [] when the workers do not fit together.
     """
-    least = [least_share(memory, need, is_decode=is_decode) for is_decode in roles]
+    least = [least_share(card, need, is_decode=is_decode) for is_decode in roles]
     rest = share - sum(least)
     if rest < 0:
         return []
     parts = [DECODE_PARTS if is_decode else 1 for is_decode in roles]
     dealt = [low + rest * part / sum(parts) for low, part in zip(least, parts, strict=True)]
-    return [math.floor(own * 1000) / 1000 for own in dealt]
+    return [math.floor(own * SHARES + 1e-6) / SHARES for own in dealt]
 
 
-def load_on(gpu: GpuModel, need: ModelNeed, load: PlannedLoad = TYPICAL) -> PlannedLoad:
-    """`load` with the KV memory of a decode worker that has the whole GPU."""
-    return replace(load, kv_memory=float(max(1, kv_bytes_of(gpu.memory, need, is_decode=True))))
-
-
-def estimate(gpu: GpuModel, need: ModelNeed, load: PlannedLoad = TYPICAL) -> Measured:
-    """The rates of workers of this model on this GPU, from the data sheet, for `load`."""
-    shape, flops = need.shape, gpu.tflops * 1e12
-    prefill_rate = PREFILL_SHARE * flops / (2 * need.num_weights)
-    per_pair = 4 * shape.num_layers * need.attention_width / (ATTENTION_SHARE * flops)
-    held = max(1, places_of(shape, load)) * (load.prompt + load.output / 2)  # tokens that a step reads
-    moved = need.weight_bytes(is_decode=False) + held * shape.kv_bytes
-    step_s = moved / (DECODE_SHARE * gpu.gb_per_s * 1e9)
-    return Measured(
-        prefill_rate=prefill_rate,
-        slowing=per_pair,
-        bandwidth=LINK_RATE,
-        tpot_s=step_s / (DRAFT_GAIN if need.draft_weights else 1.0),
+def load_on(card: Card, need: ModelNeed, load: PlannedLoad = TYPICAL) -> PlannedLoad:
+    """`load` with the sizes that workers choose which have such a GPU each."""
+    prefill, decode = (sizes_of(card, need, is_decode=is_decode) for is_decode in (False, True))
+    if prefill is None or decode is None:
+        return load
+    return replace(
+        load,
+        chunk=prefill.chunk_size,
+        kv_memory=float(decode.kv_bytes),
+        max_running=decode.max_running,
     )
 
 
-def split_on(gpus: Sequence[GpuModel], need: ModelNeed, load: PlannedLoad = TYPICAL) -> tuple[int, int]:
-    """Numbers of prefill and decode workers for these GPUs, one each, by the smallest of them."""
-    least = min(gpus, key=lambda gpu: gpu.memory)
-    sized = load_on(least, need, load)
-    return split_of(len(gpus), need.shape, estimate(least, need, sized), sized)
+def estimate(gpu: GpuModel, need: ModelNeed, load: PlannedLoad) -> Measured:
+    """The rates of workers of this model on this GPU, from the data sheet, for `load`."""
+    shape, model, flops = need.shape, need.prefill.model, gpu.tflops * 1e12
+    attention = 4 * shape.num_layers * model.num_heads * model.head_dim  # per token and token before it
+    held = max(1, places_of(shape, load)) * (load.prompt + load.output / 2)  # tokens that a step reads
+    moved = model.num_weights * model.dtype_bytes + held * shape.kv_bytes
+    step_s = moved / (DECODE_SHARE * gpu.gb_per_s * 1e9)
+    return Measured(
+        prefill_rate=PREFILL_SHARE * flops / (2 * model.num_weights),
+        slowing=attention / (ATTENTION_SHARE * flops),
+        bandwidth=LINK_RATE,
+        tpot_s=step_s / (DRAFT_GAIN if need.has_head else 1.0),
+    )
+
+
+def split_on(cards: Sequence[Card], need: ModelNeed) -> tuple[int, int]:
+    """Numbers of prefill and decode workers for these GPUs, one each, by the one with the least memory."""
+    least = min(cards, key=lambda card: card.total)
+    load = load_on(least, need)
+    return split_of(len(cards), need.shape, estimate(gpu_model(least), need, load), load)

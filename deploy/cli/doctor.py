@@ -25,6 +25,7 @@ from ...cluster.config.load import load_config
 from ...cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig
 from ...cluster.errors import BatonError, ConfigError
 from ...cluster.process.log import PACKAGE
+from ..capacity.worker_sizes import find_card
 from .client import KEY_VARIABLE, ChatClient
 from .command import run_command
 from .findings import (
@@ -45,7 +46,6 @@ from .findings import (
     output_of,
 )
 from .pull_test import measure, serve
-from .worker_sizes import find_card
 
 PROG = "baton doctor"
 SUMMARY = "Find what would keep baton from serving on this host."

@@ -21,7 +21,7 @@ from ...cluster.errors import BatonError, ConfigError
 from ...cluster.security.keyring import read_key, read_peers
 from ...engine.auto_sizes import Card
 from ..capacity.checkpoints import faults_of, feature_layers, identity_of, read_config
-from .worker_sizes import worker_sizes
+from ..capacity.worker_sizes import worker_sizes
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 MIN_FILES = 4096  # open files of a router with a thousand streams, and a margin

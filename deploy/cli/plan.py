@@ -20,7 +20,7 @@ import os
 import random
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,24 +28,15 @@ from typing import Any
 from ...cluster.config.fields import Setting, check_fields, read_command_line, setting
 from ...cluster.config.roles import DecodeConfig, PrefillConfig
 from ...cluster.errors import BatonError, ConfigError
-from ...engine.auto_sizes import GPU_SHARE, MIB
-from ..capacity.checkpoints import DTYPE_BYTES, KVShape, ModelNeed, need_of
-from ..capacity.gpus import (
-    GPUS,
-    TYPICAL,
-    GpuModel,
-    estimate,
-    gpu_named,
-    kv_tokens_of,
-    load_on,
-    shares_of,
-)
+from ...engine.auto_sizes import MIB, Card
+from ..capacity.checkpoints import DTYPE_BYTES, KVShape, shape_of
+from ..capacity.gpus import GPUS, TYPICAL, GpuModel, estimate, gpu_named, kv_tokens_of, shares_of
 from ..capacity.sizing import Measured, PlannedLoad, SizingPlan, handoff_of, plan_of, split_of
+from ..capacity.worker_sizes import ModelNeed, find_card, need_of, worker_sizes
 from .client import KEY_VARIABLE, ChatClient
 from .command import run_command
 from .findings import output_of
 from .pull_test import measure
-from .worker_sizes import find_card, worker_sizes
 
 PROG = "baton plan"
 SUMMARY = "Size a deployment: hand-off time, memory, workers, and when not to disaggregate."
@@ -160,61 +151,54 @@ def _plan(argv: Sequence[str]) -> int:
         raise ConfigError("no model given; write --model DIR")
     if config.num_gpus == 1:
         raise ConfigError("--num-gpus 1: one GPU is not split; write 2 or more")
-    need = need_of(Path(config.model), Path(config.draft) if config.draft else None, config.dtype)
+    model, draft = Path(config.model), Path(config.draft) if config.draft else None
     if config.memory:
-        sys.stdout.write("\n".join(_memory_table(need)) + "\n")
+        sys.stdout.write("\n".join(_memory_table(need_of(model, draft, config.dtype))) + "\n")
         return 0
+    shape = shape_of(model, draft, config.dtype)
     if not config.gpu:
-        return _run(on_this_host(config), need.shape)
-    load, rates = _estimated(config, need, given)
-    changed: dict[str, Any] = {
+        return _run(on_this_host(config), shape)
+    gpu = gpu_named(config.gpu)
+    config = with_worker_sizes(config, gpu.card)
+    rates = estimate(gpu, need_of(model, draft, config.dtype), _load_of(config))
+    estimates: dict[str, Any] = {
         "prefill_rate": rates.prefill_rate,
         "tpot_ms": rates.tpot_s * 1e3,
         "bandwidth": rates.bandwidth / 1e9,
-        "kv_memory_mb": int(load.kv_memory) >> 20,
-        "chunk": load.chunk,
-        "max_running": load.max_running,
     }
-    kept = {name: value for name, value in changed.items() if name not in given}
-    return _run(replace(config, **kept), need.shape, rates.slowing)
+    changed = {name: value for name, value in estimates.items() if name not in given}
+    return _run(replace(config, **changed), shape, 0.0 if "prefill_rate" in given else rates.slowing)
 
 
-def _estimated(
-    config: PlanConfig, need: ModelNeed, given: Mapping[str, object]
-) -> tuple[PlannedLoad, Measured]:
-    """The load with a GPU's memory, and the GPU's rates for it; the command line's sizes count."""
-    gpu = gpu_named(config.gpu)
-    load = PlannedLoad(
+def _load_of(config: PlanConfig) -> PlannedLoad:
+    return PlannedLoad(
         prompt=config.prompt,
         output=config.output,
         rate=config.rate,
-        chunk=config.chunk if "chunk" in given else TYPICAL.chunk,
-        max_running=config.max_running if "max_running" in given else TYPICAL.max_running,
+        chunk=config.chunk,
+        kv_memory=config.kv_memory_mb * 2.0**20,
+        max_running=config.max_running,
     )
-    load = load_on(gpu, need, load)
-    return load, estimate(gpu, need, load)
 
 
 def _memory_table(need: ModelNeed) -> list[str]:
     """Tokens of KV per GPU: for a worker of its own, and for one prefill and one decode worker together."""
 
     def tokens(gpu: GpuModel, share: float, *, is_decode: bool) -> str:
-        count = kv_tokens_of(gpu.memory, need, is_decode=is_decode, share=share)
+        count = kv_tokens_of(gpu.card, need, is_decode=is_decode, share=share)
         return f"{count:,}" if count >= TYPICAL.prompt + TYPICAL.output else "-"
 
-    weights = need.weight_bytes(is_decode=True) / 2**30
+    weights, token = need.decode.model.weight_bytes, need.decode.per_token.page_bytes
     lines = [
-        f"weights {weights:.1f} GiB, KV of a token {need.token_bytes(is_decode=True) / 1024:.1f} KiB; "
+        f"weights {weights / 2**30:.1f} GiB, KV of a token {token / 1024:.1f} KiB; "
         "tokens of KV, -: does not fit",
         f"{'GPU':<10}{'GiB':>7}{'decode':>12}{'prefill':>12}{'both on one GPU':>24}",
     ]
     for gpu in GPUS:
-        shares = shares_of(gpu.memory, need, [False, True]) or [0.0, 0.0]
-        both = " + ".join(tokens(gpu, share, is_decode=at == 1) for at, share in enumerate(shares))
-        lines.append(
-            f"{gpu.name:<10}{gpu.memory / 2**30:>7.1f}{tokens(gpu, GPU_SHARE, is_decode=True):>12}"
-            f"{tokens(gpu, GPU_SHARE, is_decode=False):>12}{'-' if both == '- + -' else both:>24}"
-        )
+        shares = shares_of(gpu.card, need, [False, True])
+        both = " + ".join(tokens(gpu, own, is_decode=at == 1) for at, own in enumerate(shares)) or "-"
+        alone = "".join(f"{tokens(gpu, 0.0, is_decode=is_decode):>12}" for is_decode in (True, False))
+        lines.append(f"{gpu.name:<10}{gpu.memory / 2**30:>7.1f}{alone}{both:>24}")
     return lines
 
 
@@ -259,14 +243,7 @@ def _run(config: PlanConfig, shape: KVShape, slowing: float = 0.0) -> int:
             fixed_s=config.fixed_ms / 1e3,
             tpot_s=config.tpot_ms / 1e3,
         )
-    load = PlannedLoad(
-        prompt=config.prompt,
-        output=config.output,
-        rate=config.rate,
-        chunk=config.chunk,
-        kv_memory=config.kv_memory_mb * 2.0**20,
-        max_running=config.max_running,
-    )
+    load = _load_of(config)
     lines += _report(shape, measured, load, plan_of(shape, measured, load))
     if config.num_gpus:
         prefill, decode = split_of(config.num_gpus, shape, measured, load)
@@ -286,7 +263,11 @@ def on_this_host(config: PlanConfig) -> PlanConfig:
     """`config` with the automatic sizes that workers of this host would choose."""
     if config.chunk >= 0 and config.max_running and config.kv_memory_mb:
         return config
-    card = find_card("auto", output_of)
+    return with_worker_sizes(config, find_card("auto", output_of))
+
+
+def with_worker_sizes(config: PlanConfig, card: Card) -> PlanConfig:
+    """`config` with the automatic sizes that workers on `card` would choose."""
     model, draft = Path(config.model), Path(config.draft) if config.draft else None
     prefill = PrefillConfig(model=config.model, chunk_size=config.chunk)
     decode = DecodeConfig(

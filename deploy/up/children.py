@@ -169,12 +169,8 @@ def child_specs(
 
 
 def wish_of(config: UpConfig) -> Wish:
-    """The part of the settings that decides about workers and GPUs. Raises ConfigError for no decode
-    worker."""
-    if config.decode == 0:
-        raise ConfigError("--decode 0: no worker would answer requests; write 1 or more, or leave it out")
-    share = getattr(config, SHARE, 0.0)
-    return Wish(prefill=config.prefill, decode=config.decode, memory_share=share)
+    """The part of the settings that decides about workers and GPUs."""
+    return Wish(prefill=config.prefill, decode=config.decode, memory_share=config.gpu_memory_share)
 
 
 def child_config(

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from ...cluster.config.roles import AUTO_WORKERS
 from ...cluster.errors import ConfigError
 from ...engine.auto_sizes import GPU_SHARE
-from ..capacity.checkpoints import ModelNeed
-from ..capacity.gpus import TYPICAL, gpu_model, least_share, shares_of, split_on
+from ..capacity.gpus import TYPICAL, least_share, shares_of, split_on
+from ..capacity.worker_sizes import ModelNeed
 from .gpu_list import Gpu
 
 PREFILL, DECODE = "prefill", "decode"
@@ -71,7 +71,7 @@ def deal(gpus: Sequence[Gpu], need: ModelNeed, wish: Wish) -> Deal:
     Raises ConfigError, naming the memory that would do, when the model does not fit.
     """
     share = wish.memory_share or GPU_SHARE
-    fitting = [gpu for gpu in gpus if least_share(gpu.memory, need, is_decode=True) <= share]
+    fitting = [gpu for gpu in gpus if least_share(gpu.card, need, is_decode=True) <= share]
     if not fitting:
         raise _does_not_fit(max(gpus, key=lambda gpu: gpu.memory), need, [DECODE], share)
     prefill, decode, why = _counts(fitting, need, wish)
@@ -93,7 +93,7 @@ def deal(gpus: Sequence[Gpu], need: ModelNeed, wish: Wish) -> Deal:
     )
     notes = [
         f"GPU {gpu.index} is left out: it has {gpu.memory / GIB:.1f} GiB, the model needs "
-        f"{least_share(gpu.memory, need, is_decode=True) * gpu.memory / share / GIB:.1f}."
+        f"{least_share(gpu.card, need, is_decode=True) * gpu.memory / share / GIB:.1f}."
         for gpu in gpus
         if gpu not in fitting
     ]
@@ -121,7 +121,7 @@ def _counts(gpus: Sequence[Gpu], need: ModelNeed, wish: Wish) -> tuple[int, int,
         return 0, 1 if decode == AUTO_WORKERS else decode, "one GPU: computes prompts itself, no hand-off"
     if decode != AUTO_WORKERS:
         return max(1, count - decode), decode, "as --decode says; prefill has the other GPUs"
-    prefill, decode = split_on([gpu_model(gpu.name, gpu.memory) for gpu in gpus], need)
+    prefill, decode = split_on([gpu.card for gpu in gpus], need)
     return prefill, decode, f"{prefill} : {decode} {BEST_RATIO}"
 
 
@@ -140,7 +140,7 @@ def _shares(owner: Sequence[Gpu], roles: Sequence[str], need: ModelNeed, share: 
     for gpu in dict.fromkeys(owner):
         ours = [at for at, other in enumerate(owner) if other == gpu]
         if len(ours) > 1:
-            own = shares_of(gpu.memory, need, [roles[at] == DECODE for at in ours], share)
+            own = shares_of(gpu.card, need, [roles[at] == DECODE for at in ours], share)
             if not own:
                 raise _does_not_fit(gpu, need, [roles[at] for at in ours], share)
             for at, part in zip(ours, own, strict=True):
@@ -150,7 +150,7 @@ def _shares(owner: Sequence[Gpu], roles: Sequence[str], need: ModelNeed, share: 
 
 def _does_not_fit(gpu: Gpu, need: ModelNeed, roles: Sequence[str], share: float) -> ConfigError:
     """The error for workers that one GPU cannot hold, with the memory that would do."""
-    needed = sum(least_share(gpu.memory, need, is_decode=role == DECODE) for role in roles) * gpu.memory
+    needed = sum(least_share(gpu.card, need, is_decode=role == DECODE) for role in roles) * gpu.memory
     workers = " and ".join(f"{count} {role}" for role, count in Counter(roles).items())
     remedy = (
         "start fewer workers (--prefill 0: decode computes prompts itself)"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ...cluster.errors import ConfigError
 from ...cluster.process.log import PACKAGE
+from ...engine.auto_sizes import CONTEXT_BYTES, Card
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,13 @@ class Gpu:
     index: str
     name: str
     memory: int
+    capability: tuple[int, int] = (0, 0)
+
+    @property
+    def card(self) -> Card:
+        """The idle GPU as an engine sees it."""
+        free = self.memory - CONTEXT_BYTES
+        return Card(name=self.name, total=self.memory, free=free, capability=self.capability)
 
     def __str__(self) -> str:
         return f"{self.index}: {self.name}, {self.memory / 2**30:.1f} GiB"
@@ -54,8 +62,8 @@ def parse_gpus(listed: str, env: Mapping[str, str]) -> tuple[Gpu, ...]:
     visible = [entry.strip() for entry in env.get(VISIBLE, "").split(",") if entry.strip()]
     names = visible or [str(at) for at in range(len(rows))]
     return tuple(
-        Gpu(index=index, name=name, memory=int(memory))
-        for index, (name, memory) in zip(
+        Gpu(index=index, name=name, memory=int(memory), capability=(int(major), int(minor)))
+        for index, (name, memory, major, minor) in zip(
             names, rows, strict=False
         )  # the driver ends at the first wrong entry
     )

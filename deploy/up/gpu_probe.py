@@ -1,4 +1,5 @@
-"""Prints name and memory (bytes) of each visible GPU, a line each, as the CUDA driver lists them.
+"""Prints name, memory (bytes) and compute capability of each visible GPU, a line each, as the CUDA driver
+lists them.
 
 Prints nothing without a driver or a GPU. Exit code 1, with the reason on stderr, when the driver fails.
 """
@@ -9,6 +10,7 @@ import sys
 DRIVER = "libcuda.so.1"
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 NAME_BYTES = 256
+MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 
 
 class DriverError(Exception):
@@ -19,8 +21,9 @@ class DriverError(Exception):
         self.code = code
 
 
-def list_gpus(driver: ctypes.CDLL) -> list[tuple[str, int]]:
-    """(name, bytes of memory) of each visible GPU. Raises DriverError."""
+def list_gpus(driver: ctypes.CDLL) -> list[tuple[str, int, int, int]]:
+    """(name, bytes of memory, both parts of its compute capability) of each visible GPU. Raises
+    DriverError."""
 
     def call(function: str, *arguments: object) -> None:
         code = getattr(driver, function)(*arguments)
@@ -42,7 +45,10 @@ def list_gpus(driver: ctypes.CDLL) -> list[tuple[str, int]]:
         call("cuDeviceGet", ctypes.byref(device), ordinal)
         call("cuDeviceGetName", name, NAME_BYTES, device)
         call("cuDeviceTotalMem_v2", ctypes.byref(memory), device)
-        found.append((name.value.decode(errors="replace"), memory.value))
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        for part, attribute in ((major, MAJOR), (minor, MINOR)):
+            call("cuDeviceGetAttribute", ctypes.byref(part), attribute, device)
+        found.append((name.value.decode(errors="replace"), memory.value, major.value, minor.value))
     return found
 
 
@@ -57,8 +63,8 @@ def main() -> int:
     except DriverError as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    for name, memory in found:
-        sys.stdout.write(f"{name}\t{memory}\n")
+    for cells in found:
+        sys.stdout.write("\t".join(str(cell) for cell in cells) + "\n")
     return 0
 
 

@@ -42,7 +42,7 @@ from ...cluster.process.process import (
 )
 from ...cluster.process.sd_notify import Notifier, notifier_of
 from ...cluster.security.ciphers import ciphers_of
-from ..capacity.checkpoints import need_of
+from ..capacity.worker_sizes import GPU_DTYPE, need_of
 from .children import PROG, ROUTER, Command, child_configs, child_specs, role_command, wish_of
 from .dealing import Deal, deal, deal_without_gpus, table_of
 from .gpu_list import Gpu, find_gpus, restrict
@@ -53,7 +53,6 @@ logger = logging.getLogger(__name__)
 
 LONGEST_DIRECTORY = 80  # bytes; an ipc path has at most 107
 STEP_S = 0.05
-GPU_DTYPE = "bfloat16"  # what --dtype auto means on a GPU
 LAST_FRAMES_S = 3.0  # beyond its drain time, for the router's last errors to clients
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # bind address -> address to reach it at
 

@@ -40,7 +40,7 @@ class CudaBackend(GraphBackend):
     """
 
     name = "cuda"
-    num_warm_ups = 1
+    num_warm_ups = 2
 
     def __init__(
         self, device: torch.device | str = "cuda", *, generators: Sequence[torch.Generator] = ()

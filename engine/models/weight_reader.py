@@ -140,7 +140,7 @@ class _Reader:
         self.done = 0
         self.read_s = 0.0
         self.copy_s = 0.0
-        self.fault: CheckpointError | None = None
+        self.fault: Exception | None = None
 
     def run(self) -> None:
         """Reads pieces until none is left."""
@@ -156,7 +156,7 @@ class _Reader:
             for slot in self._slots:
                 slot.wait()
             self.copy_s += time.monotonic() - started
-        except CheckpointError as error:
+        except Exception as error:  # raised by the thread that waits
             self.fault = error
             while self._next() is not None:
                 pass  # the other threads find nothing more to do

@@ -7,14 +7,23 @@ from pathlib import Path
 import pytest
 from baton.cluster.config.fields import flag_of, settings_of
 from baton.cluster.config.roles import UpConfig
-from baton.deploy.capacity.checkpoints import need_of
 from baton.deploy.capacity.gpus import GPUS, TYPICAL, kv_tokens_of
+from baton.deploy.capacity.worker_sizes import need_of
 from baton.deploy.cli.plan import PlanConfig
 
 ROOT = Path(__file__).resolve().parents[2]
+ROUNDING = 12_000  # tokens: the workspace of a worker beside its KV may change
 PAGE = (ROOT / "docs" / "gpu.md").read_text()
-LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
-QWEN = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "hidden_size": 5120}
+LLAMA = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+QWEN = {
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "hidden_size": 5120,
+    "max_position_embeddings": 40960,
+}  # fmt: skip
 MODELS = {
     "Llama-3.2-1B": LLAMA
     | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True},
@@ -32,24 +41,24 @@ def table_under(heading):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_memory_table_is_what_the_code_computes(model, tmp_path):
+def test_the_memory_table_is_about_what_the_code_computes(model, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))
     need = need_of(tmp_path)
     head, *rows = table_under("Memory")
     shown = {row[0]: row[head.index(model)] for row in rows}
-    computed = {}
-    for gpu in GPUS:
-        tokens = kv_tokens_of(gpu.memory, need, is_decode=True)
-        fits = tokens >= TYPICAL.prompt + TYPICAL.output
-        computed[f"{gpu.name}, {gpu.memory / 2**30:.0f} GiB"] = f"{tokens // 1000}k" if fits else "-"
-    assert shown == computed
+    assert list(shown) == [f"{gpu.name}, {gpu.memory / 2**30:.0f} GiB" for gpu in GPUS]
+    for gpu, text in zip(GPUS, shown.values(), strict=True):
+        tokens = kv_tokens_of(gpu.card, need, is_decode=True)
+        least = TYPICAL.prompt + TYPICAL.output
+        told = 0 if text == "-" else int(text.removesuffix("k")) * 1000
+        assert abs(told - (tokens if tokens >= least else 0)) <= 0.05 * tokens + ROUNDING, (gpu, tokens)
 
 
 def test_every_flag_of_the_page_is_a_setting_of_its_command():
     known = {flag_of(name) for cls in (UpConfig, PlanConfig) for name in settings_of(cls)}
     named = set(re.findall(r"--[a-z][a-z-]+", PAGE.replace("|--", "|")))
     assert {"--gpus", "--prefill", "--num-gpus", "--memory"} <= named
-    assert named - known <= PENDING
+    assert named <= known
 
 
 def test_every_error_line_of_the_page_is_one_of_the_code():

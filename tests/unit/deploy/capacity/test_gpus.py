@@ -1,23 +1,27 @@
 """Laws of what a GPU gives: rates by name, memory for KV, division of memory, and the ratio of roles."""
 
 import json
+import struct
 from dataclasses import replace
 
 import pytest
-from baton.deploy.capacity.checkpoints import KVShape, ModelNeed, count_weights, need_of
+from baton.deploy.capacity.checkpoints import KVShape, count_weights
 from baton.deploy.capacity.gpus import (
-    GPU_SHARE,
     GPUS,
     TYPICAL,
     estimate,
     gpu_model,
+    gpu_named,
     kv_tokens_of,
+    least_share,
     load_on,
     shares_of,
     split_on,
 )
 from baton.deploy.capacity.sizing import Measured, PlannedLoad, plan_of, split_of
+from baton.deploy.capacity.worker_sizes import need_of
 from baton.deploy.cli.plan import PlanConfig
+from baton.engine.auto_sizes import GPU_SHARE, Card, EngineRole
 
 LLAMA_8B = {
     "hidden_size": 4096,
@@ -26,20 +30,44 @@ LLAMA_8B = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "vocab_size": 128256,
+    "max_position_embeddings": 131072,
 }
 SHAPE = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, hidden_size=4096)
-NEED = ModelNeed(shape=SHAPE, num_weights=8_030_261_248, attention_width=4096)
-H200 = gpu_model("NVIDIA H200", 150_000_000_000)
+H200 = gpu_named("H200")
+
+
+@pytest.fixture
+def need(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    return need_of(tmp_path)
+
+
+def with_head(need):
+    return replace(need, decode=replace(need.decode, role=EngineRole(is_decode=True, num_nodes=4)))
 
 
 def test_weights_are_counted_from_the_config_and_from_shards(tmp_path, toy_checkpoint):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     assert count_weights(tmp_path) == 8_030_261_248  # what its publisher's index says
-    assert need_of(tmp_path) == NEED
     toy = toy_checkpoint("llama")
     shards = count_weights(toy)
     (tmp_path / "config.json").write_text((toy / "config.json").read_text())
     assert shards == count_weights(tmp_path)
+
+
+def test_a_head_adds_its_weights_and_the_kv_of_its_layer_to_decode(tmp_path):
+    model, draft = tmp_path / "model", tmp_path / "head"
+    for folder, config in ((model, LLAMA_8B), (draft, {"hidden_size": 4096, "num_attention_heads": 32})):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+    header = json.dumps({"fc.weight": {"shape": [4096, 12288], "dtype": "BF16", "data_offsets": [0, 0]}})
+    shard = struct.pack("<Q", len(header)) + header.encode()
+    (draft / "model.safetensors").write_bytes(shard)
+    need = need_of(model, draft)
+    assert need.has_head
+    assert need.decode.model.weight_bytes - need.prefill.model.weight_bytes == 2 * 4096 * 12288
+    assert need.decode.per_token.draft_bytes == 2 * 8 * 128 * 2  # as wide as a layer of the target
+    assert need.prefill.per_token.feature_bytes == 3 * 4096 * 2
 
 
 @pytest.mark.parametrize(
@@ -58,33 +86,45 @@ def test_weights_are_counted_from_the_config_and_from_shards(tmp_path, toy_check
     ],
 )
 def test_rates_follow_the_name_and_memory_is_the_drivers(name, memory_gib, tflops, gb_per_s):
-    found = gpu_model(name, memory_gib << 30)
+    found = gpu_model(Card(name=name, total=memory_gib << 30, capability=(9, 0)))
     assert (found.tflops, found.gb_per_s, found.memory) == (tflops, gb_per_s, memory_gib << 30)
 
 
-def test_estimates_lie_near_the_published_measurements_of_an_h200():
-    load = replace(load_on(H200, NEED), prompt=1024)
-    found = estimate(H200, NEED, load)
+def test_estimates_lie_near_the_published_measurements_of_an_h200(need):
+    load = replace(load_on(H200.card, need), prompt=1024, max_running=128)
+    found = estimate(H200, need, load)
     seconds = 1024 / found.prefill_rate + found.slowing * 1024**2 / 2
     assert seconds == pytest.approx(0.0245, rel=0.25)
     assert found.tpot_s == pytest.approx(0.00955, rel=0.25)
-    assert estimate(H200, replace(NEED, draft_weights=1), load).tpot_s < found.tpot_s
+    assert estimate(H200, with_head(need), load).tpot_s < found.tpot_s
 
 
-def test_kv_tokens_are_none_where_the_weights_do_not_fit():
-    assert kv_tokens_of(16 << 30, NEED, is_decode=True) == 0
-    tokens = kv_tokens_of(80 << 30, NEED, is_decode=True)
-    assert 300_000 < tokens < (80 << 30) // SHAPE.kv_bytes
-    assert kv_tokens_of(80 << 30, NEED, is_decode=True, share=0.45) < tokens / 2
+def test_kv_tokens_are_none_where_the_weights_do_not_fit(need):
+    card = replace(H200.card, total=16 << 30, free=16 << 30)
+    assert kv_tokens_of(card, need, is_decode=True) == 0
+    card = gpu_named("H100").card
+    tokens = kv_tokens_of(card, need, is_decode=True)
+    assert 300_000 < tokens < card.total // need.shape.kv_bytes
+    assert kv_tokens_of(card, need, is_decode=True, share=0.45) < tokens / 2
 
 
-def test_shares_of_a_gpu_never_exceed_what_is_divided():
+@pytest.mark.parametrize("is_decode", [False, True])
+def test_the_least_share_is_the_first_that_holds_a_typical_request(need, is_decode):
+    card = gpu_named("L40S").card
+    least = least_share(card, need, is_decode=is_decode)
+    tokens = [kv_tokens_of(card, need, is_decode=is_decode, share=least - part) for part in (0.0, 0.001)]
+    assert tokens[0] >= TYPICAL.prompt + TYPICAL.output > tokens[1]
+
+
+def test_workers_get_shares_that_they_fit_into_and_no_more_than_all(need):
     for roles in ([False, True], [True, True], [False, False, True, True]):
-        shares = shares_of(140 << 30, NEED, roles)
-        assert sum(shares) <= GPU_SHARE
-        assert all(kv_tokens_of(140 << 30, NEED, is_decode=d, share=s) > 2304 - 200
-                   for d, s in zip(roles, shares, strict=True))  # fmt: skip
-    assert shares_of(24 << 30, NEED, [False, True]) == []
+        shares = shares_of(H200.card, need, roles)
+        assert sum(shares) < GPU_SHARE + 1e-9
+        assert all(
+            kv_tokens_of(H200.card, need, is_decode=is_decode, share=share) >= 2304
+            for is_decode, share in zip(roles, shares, strict=True)
+        )
+    assert shares_of(gpu_named("RTX 4090").card, need, [False, True]) == []
 
 
 def test_the_split_is_the_best_of_all_and_follows_the_load():
@@ -109,11 +149,10 @@ def test_the_split_is_the_best_of_all_and_follows_the_load():
     assert split_of(8, SHAPE, rates, replace(load, output=3000))[1] > decode
 
 
-@pytest.mark.parametrize("gpu", GPUS)
-def test_every_listed_gpu_is_split_between_both_roles(gpu):
-    small = replace(NEED, num_weights=1_200_000_000)
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"{gpu.name}, {gpu.memory_mib}")
+def test_every_listed_gpu_is_split_between_both_roles(gpu, need):
     for count in (2, 3, 8):
-        prefill, decode = split_on([gpu] * count, small)
+        prefill, decode = split_on([gpu.card] * count, need)
         assert min(prefill, decode) >= 1
         assert prefill + decode == count
 

@@ -8,9 +8,10 @@ import sys
 import psutil
 import pytest
 from baton.cluster.errors import ConfigError
-from baton.deploy.capacity.checkpoints import KVShape, need_of, shape_of
+from baton.deploy.capacity.checkpoints import KVShape, shape_of
 from baton.deploy.capacity.gpus import GPUS, gpu_named, kv_tokens_of, split_on
 from baton.deploy.capacity.sizing import Measured, PlannedLoad, handoff_of, plan_of, prefill_s
+from baton.deploy.capacity.worker_sizes import need_of
 from baton.deploy.cli import plan
 from baton.deploy.cli.drain import process_of, worker_of
 from baton.deploy.cli.plan import FASTEST, HandoffSample, fit
@@ -147,7 +148,7 @@ def test_the_command_says_sizes_without_a_cluster(toy_checkpoint, capsys):
 def llama_8b(tmp_path):
     config = {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128256,
+        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
@@ -156,7 +157,7 @@ def llama_8b(tmp_path):
 def test_the_command_deals_gpus_as_up_does(llama_8b, capsys):
     flags = [f"--model={llama_8b}", "--gpu=H200", "--num-gpus=8"]
     assert plan.main(flags) == 0
-    prefill, decode = split_on([gpu_named("H200")] * 8, need_of(llama_8b))
+    prefill, decode = split_on([gpu_named("H200").card] * 8, need_of(llama_8b))
     assert f"8 GPUs, one worker each: {prefill} prefill and {decode} decode" in capsys.readouterr().out
     assert plan.main([*flags, "--prompt=100", "--output=4000"]) == 0
     assert "8 GPUs, one worker each: 1 prefill and 7 decode" in capsys.readouterr().out
@@ -178,7 +179,7 @@ def test_the_memory_of_every_known_gpu_is_shown(llama_8b, capsys):
     assert head.startswith("weights 15.0 GiB, KV of a token 128.0 KiB")
     assert len(rows) == len(GPUS)
     (h200,) = (row for row in rows if row.startswith("H200"))
-    assert f"{kv_tokens_of(gpu_named('H200').memory, need_of(llama_8b), is_decode=True):,}" in h200
+    assert f"{kv_tokens_of(gpu_named('H200').card, need_of(llama_8b), is_decode=True):,}" in h200
     (l4,) = (row for row in rows if row.startswith("L4 "))
     assert l4.endswith(" -"), "two copies of the weights do not fit"
 

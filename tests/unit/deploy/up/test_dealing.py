@@ -4,21 +4,32 @@ from dataclasses import replace
 
 import pytest
 from baton.cluster.errors import ConfigError
-from baton.deploy.capacity.checkpoints import KVShape, ModelNeed
-from baton.deploy.capacity.gpus import GPU_SHARE, least_share
+from baton.deploy.capacity.checkpoints import KVShape
+from baton.deploy.capacity.gpus import least_share
+from baton.deploy.capacity.worker_sizes import ModelNeed, WorkerNeed
 from baton.deploy.up.dealing import Wish, deal, deal_without_gpus, table_of
 from baton.deploy.up.gpu_list import Gpu
+from baton.engine.auto_sizes import GPU_SHARE, EngineRole, ModelSizes
+from baton.engine.kv.budget import PageBudget
 
 GIB = 2**30
 SHAPE = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, hidden_size=4096)
-NEED = ModelNeed(shape=SHAPE, num_weights=8_030_000_000, attention_width=4096)
-WITH_HEAD = replace(
-    NEED, draft_weights=400_000_000, draft_kv_bytes=4096, shape=replace(SHAPE, num_features=3)
+MODEL = ModelSizes(
+    hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128, vocab_size=128256,
+    max_context=131072, dtype_bytes=2, num_weights=7_500_000_000, weight_bytes=16_060_000_000,
+)  # fmt: skip
+PREFILL = WorkerNeed(
+    model=MODEL, role=EngineRole(is_decode=False), per_token=PageBudget(kv_bytes=SHAPE.kv_bytes)
 )
+NEED = ModelNeed(shape=SHAPE, prefill=PREFILL, decode=replace(PREFILL, role=EngineRole(is_decode=True)))
+DRAFTING = EngineRole(is_decode=True, num_features=3, num_nodes=4, num_shapes=4, spare_slots=4)
+WITH_HEAD = replace(NEED, decode=replace(NEED.decode, role=DRAFTING))
 
 
 def h200s(count):
-    return [Gpu(index=str(at), name="NVIDIA H200", memory=140 * GIB) for at in range(count)]
+    return [
+        Gpu(index=str(at), name="NVIDIA H200", memory=140 * GIB, capability=(9, 0)) for at in range(count)
+    ]
 
 
 def counts(settled):
@@ -59,8 +70,11 @@ def test_two_gpus_are_prefill_on_the_first_and_decode_on_the_second():
 
 
 def test_a_head_makes_decode_faster_so_prefill_gets_more_gpus():
-    plain, drafting = (deal(h200s(8), need, Wish()) for need in (NEED, WITH_HEAD))
-    assert drafting.prefill > plain.prefill
+    deals = [
+        [deal(h200s(count), need, Wish()).prefill for need in (NEED, WITH_HEAD)] for count in range(2, 17)
+    ]
+    assert all(plain <= drafting for plain, drafting in deals)
+    assert any(plain < drafting for plain, drafting in deals)
 
 
 @pytest.mark.parametrize(
@@ -86,15 +100,17 @@ def test_one_gpu_with_a_number_for_prefill_only_has_a_decode_worker_too():
 def test_workers_on_one_gpu_divide_its_memory_and_say_so():
     settled = deal(h200s(1), WITH_HEAD, Wish(prefill=1, decode=1))
     prefill, decode = settled.places
-    assert GPU_SHARE - 0.005 < prefill.memory_share + decode.memory_share <= GPU_SHARE
-    assert decode.memory_share > prefill.memory_share > least_share(140 * GIB, WITH_HEAD, is_decode=False)
+    assert GPU_SHARE - 0.005 < prefill.memory_share + decode.memory_share < GPU_SHARE + 0.001
+    assert (
+        decode.memory_share > prefill.memory_share > least_share(h200s(1)[0].card, WITH_HEAD, is_decode=False)
+    )
     assert "2 workers share it" in prefill.why
     assert f"{decode.memory_share:.0%}" in decode.why
 
 
 def test_a_given_share_of_the_memory_is_what_is_divided():
     settled = deal(h200s(1), NEED, Wish(prefill=1, decode=1, memory_share=0.5))
-    assert 0.49 < sum(place.memory_share for place in settled.places) <= 0.5
+    assert 0.49 < sum(place.memory_share for place in settled.places) < 0.501
 
 
 def test_more_workers_than_gpus_spread_evenly_with_both_roles_on_each():
@@ -111,19 +127,19 @@ def test_gpus_without_a_worker_are_named():
 
 
 def test_decode_gets_the_gpus_with_more_memory():
-    mixed = [Gpu(index="0", name="NVIDIA H200", memory=140 * GIB), *h200s(0)]
-    mixed.append(Gpu(index="1", name="NVIDIA L40S", memory=44 * GIB))
+    mixed = [*h200s(1)]
+    mixed.append(Gpu(index="1", name="NVIDIA L40S", memory=44 * GIB, capability=(8, 9)))
     assert owners(deal(mixed, NEED, Wish())) == {"prefill-0": "1", "decode-0": "0"}
 
 
 def test_fewer_workers_than_gpus_take_those_with_the_most_memory():
-    small = Gpu(index="9", name="NVIDIA L40S", memory=44 * GIB)
+    small = Gpu(index="9", name="NVIDIA L40S", memory=44 * GIB, capability=(8, 9))
     settled = deal([small, *h200s(2)], NEED, Wish(prefill=1, decode=1))
     assert owners(settled) == {"prefill-0": "0", "decode-0": "1"}
 
 
 def test_a_gpu_that_is_too_small_is_left_out_and_named():
-    display = Gpu(index="2", name="NVIDIA T400", memory=4 * GIB)
+    display = Gpu(index="2", name="NVIDIA T400", memory=4 * GIB, capability=(8, 9))
     settled = deal([*h200s(2), display], NEED, Wish())
     assert "2" not in owners(settled).values()
     assert counts(settled) == (1, 1)
@@ -131,8 +147,9 @@ def test_a_gpu_that_is_too_small_is_left_out_and_named():
 
 
 def test_a_model_that_fits_no_gpu_is_refused_with_the_memory_that_would_do():
-    small = [Gpu(index="0", name="NVIDIA L4", memory=22 * GIB)]
-    heavy = replace(NEED, num_weights=70_000_000_000)
+    small = [Gpu(index="0", name="NVIDIA L4", memory=22 * GIB, capability=(8, 9))]
+    large = replace(NEED.decode, model=replace(MODEL, weight_bytes=140_000_000_000))
+    heavy = replace(NEED, decode=large)
     with pytest.raises(ConfigError, match=r"GPU 0: NVIDIA L4, 22.0 GiB cannot hold 1 decode.*--device cpu"):
         deal(small, heavy, Wish())
     with pytest.raises(ConfigError, match=r"1 prefill and 1 decode.*--prefill 0"):

@@ -9,9 +9,9 @@ from baton.cluster.config.roles import UpConfig
 from baton.cluster.errors import ConfigError
 from baton.deploy.up import gpu_list
 from baton.deploy.up.gpu_list import Gpu, find_gpus, ordered, parse_gpus, restrict
-from baton.deploy.up.gpu_probe import NO_DEVICE, DriverError, list_gpus
+from baton.deploy.up.gpu_probe import MAJOR, MINOR, NO_DEVICE, DriverError, list_gpus
 
-LISTED = "NVIDIA H200\t150000000000\nNVIDIA L4\t24000000000\n"
+LISTED = "NVIDIA H200\t150000000000\t9\t0\nNVIDIA L4\t24000000000\t8\t9\n"
 
 
 def indices(gpus):
@@ -20,8 +20,8 @@ def indices(gpus):
 
 def test_gpus_are_numbered_unless_the_environment_names_them():
     assert parse_gpus(LISTED, {}) == (
-        Gpu(index="0", name="NVIDIA H200", memory=150000000000),
-        Gpu(index="1", name="NVIDIA L4", memory=24000000000),
+        Gpu(index="0", name="NVIDIA H200", memory=150000000000, capability=(9, 0)),
+        Gpu(index="1", name="NVIDIA L4", memory=24000000000, capability=(8, 9)),
     )
     assert indices(parse_gpus(LISTED, {"CUDA_VISIBLE_DEVICES": "3, 5"})) == ["3", "5"]
     assert indices(parse_gpus(LISTED, {"CUDA_VISIBLE_DEVICES": "GPU-ab,GPU-cd,9"})) == ["GPU-ab", "GPU-cd"]
@@ -75,11 +75,13 @@ class Driver:
             arguments[0].value = b"NVIDIA H200" if arguments[2].value else b"NVIDIA L4"
         elif name == "cuDeviceTotalMem_v2":
             arguments[0]._obj.value = 7 << 40
+        elif name == "cuDeviceGetAttribute":
+            arguments[0]._obj.value = {MAJOR: 9, MINOR: 1}[arguments[1]]
         return 0
 
 
-def test_the_driver_is_asked_for_name_and_memory_of_each_gpu():
-    assert list_gpus(Driver()) == [("NVIDIA L4", 7 << 40), ("NVIDIA H200", 7 << 40)]
+def test_the_driver_is_asked_for_name_memory_and_capability():
+    assert list_gpus(Driver()) == [("NVIDIA L4", 7 << 40, 9, 1), ("NVIDIA H200", 7 << 40, 9, 1)]
     assert ctypes.sizeof(ctypes.c_size_t) == 8
 
 

@@ -87,3 +87,15 @@ def test_a_long_load_tells_its_progress(tmp_path, monkeypatch, caplog):
     assert shares
     assert report.read_s > 0
     assert "read" in str(report)
+
+
+@pytest.mark.usefixtures("small")
+def test_an_error_of_one_thread_is_raised_to_the_caller(tmp_path, monkeypatch):
+    stored(tmp_path)
+
+    def refuse(*_):
+        raise MemoryError("no pinned memory")
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    with pytest.raises(MemoryError, match="no pinned memory"):
+        load(tmp_path, torch.float32)

@@ -5,9 +5,9 @@ import json
 import pytest
 from baton.cluster.config.roles import DecodeConfig, PrefillConfig
 from baton.cluster.errors import ConfigError
+from baton.deploy.capacity.worker_sizes import find_card, worker_sizes
 from baton.deploy.cli import plan
 from baton.deploy.cli.findings import FAIL, OK, check_sizes
-from baton.deploy.cli.worker_sizes import find_card, worker_sizes
 from baton.engine.auto_sizes import CONTEXT_BYTES, MIB, Card
 from baton.engine.config import EngineConfig
 from baton.engine.loader import EngineLoader

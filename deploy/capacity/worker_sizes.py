@@ -1,0 +1,152 @@
+"""The sizes that a worker of this host would choose, from nvidia-smi and a checkpoint's files, without torch.
+
+A worker measures the memory of its loaded weights, so its KV pool may differ by some MiB.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...cluster.config.roles import DecodeConfig, PrefillConfig
+from ...cluster.errors import ConfigError
+from ...engine.auto_sizes import (
+    CONTEXT_BYTES,
+    MIB,
+    Card,
+    EngineRole,
+    EngineSizes,
+    GivenSizes,
+    ModelSizes,
+    choose_sizes,
+)
+from ...engine.errors import CheckpointError
+from ...engine.kv.budget import PageBudget
+from .checkpoints import KVShape, count_weights, head_kv_bytes, read_config, shape_of
+
+QUERY = "name,memory.total,memory.reserved,memory.free,compute_cap"
+GPU_DTYPE, CPU_DTYPE = "bfloat16", "float32"
+
+
+def find_card(device: str, ask: Callable[[Sequence[str]], str]) -> Card:
+    """The first GPU of this host by nvidia-smi, or the CPU. `ask` runs a command and returns its output."""
+    if device == "cpu":
+        return Card()
+    listed = ask(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]).splitlines()
+    cells = [cell.strip() for cell in listed[0].split(",")] if listed else []
+    try:
+        name, total, reserved, free, capability = cells
+        major, _, minor = capability.partition(".")
+        return Card(
+            name=name,
+            total=(int(total) - int(reserved)) * MIB,
+            free=int(free) * MIB - CONTEXT_BYTES,
+            capability=(int(major), int(minor)),
+        )
+    except ValueError:
+        return Card()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerNeed:
+    """What a worker's sizes depend on, beside its GPU and its settings. `per_token`: memory of a token."""
+
+    model: ModelSizes
+    role: EngineRole
+    per_token: PageBudget
+
+    def sizes_on(self, card: Card, given: GivenSizes) -> EngineSizes:
+        """The sizes of the worker on `card`. Raises ConfigError for what does not fit."""
+        try:
+            return choose_sizes(card, self.model, self.role, self.per_token, given)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelNeed:
+    """The needs of both roles for one model and head, and the sizes of a token."""
+
+    shape: KVShape
+    prefill: WorkerNeed
+    decode: WorkerNeed
+
+    def of(self, *, is_decode: bool) -> WorkerNeed:
+        """The needs of one role."""
+        return self.decode if is_decode else self.prefill
+
+    @property
+    def has_head(self) -> bool:
+        """Whether decode drafts."""
+        return self.decode.role.num_nodes > 1
+
+
+def worker_sizes(
+    card: Card, model: Path, draft: Path | None, config: PrefillConfig | DecodeConfig
+) -> EngineSizes:
+    """The sizes of a worker with these settings on `card`. Raises ConfigError for what does not fit."""
+    dtype = config.dtype if config.dtype != "auto" else GPU_DTYPE if card.is_gpu else CPU_DTYPE
+    return worker_need(model, draft, config, dtype).sizes_on(card, GivenSizes.of(config))
+
+
+def need_of(model: Path, draft: Path | None = None, dtype: str = GPU_DTYPE) -> ModelNeed:
+    """The needs of workers with default settings. Raises ConfigError for an unusable config."""
+    return ModelNeed(
+        shape=shape_of(model, draft, dtype),
+        prefill=worker_need(model, draft, PrefillConfig(model=str(model)), dtype),
+        decode=worker_need(model, draft, DecodeConfig(model=str(model)), dtype),
+    )
+
+
+def worker_need(
+    model: Path, draft: Path | None, config: PrefillConfig | DecodeConfig, dtype: str
+) -> WorkerNeed:
+    """The needs of one worker. Only decode loads the head. Raises ConfigError for an unusable config."""
+    shape = shape_of(model, draft, dtype)
+    if isinstance(config, PrefillConfig):
+        return WorkerNeed(
+            model=_model_sizes(model, None, dtype),
+            role=EngineRole(is_decode=False, num_features=shape.num_features),
+            per_token=PageBudget(kv_bytes=shape.kv_bytes, feature_bytes=shape.feature_bytes),
+        )
+    if draft is None or config.no_draft:
+        return WorkerNeed(
+            model=_model_sizes(model, None, dtype),
+            role=EngineRole(is_decode=True),
+            per_token=PageBudget(kv_bytes=shape.kv_bytes),
+        )
+    nodes = config.spec_tokens or 1 + config.spec_steps * config.spec_topk
+    return WorkerNeed(
+        model=_model_sizes(model, draft, dtype),
+        role=EngineRole(
+            is_decode=True,
+            num_features=shape.num_features,
+            num_nodes=nodes,
+            num_shapes=1 + config.spec_steps,
+            spare_slots=nodes,
+        ),
+        per_token=PageBudget(
+            kv_bytes=shape.kv_bytes, draft_bytes=head_kv_bytes(draft, shape), has_staging=True
+        ),
+    )
+
+
+def _model_sizes(model: Path, draft: Path | None, dtype: str) -> ModelSizes:
+    config, shape = read_config(model), shape_of(model, None, dtype)
+    try:
+        vocabulary = int(config["vocab_size"]) * shape.hidden_size
+        elements = count_weights(model)
+        return ModelSizes(
+            hidden_size=shape.hidden_size,
+            intermediate_size=int(config["intermediate_size"]),
+            num_heads=int(config["num_attention_heads"]),
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            vocab_size=int(config["vocab_size"]),
+            max_context=int(config.get("max_position_embeddings") or 2048),
+            dtype_bytes=shape.dtype_bytes,
+            num_layers=shape.num_layers,
+            num_weights=elements if config.get("tie_word_embeddings") else elements - vocabulary,
+            weight_bytes=(elements + (count_weights(draft) if draft is not None else 0)) * shape.dtype_bytes,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{model}/config.json: {error!r} is missing or no number; copy it again") from None
