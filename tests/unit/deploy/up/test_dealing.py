@@ -16,7 +16,7 @@ GIB = 2**30
 SHAPE = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, hidden_size=4096)
 MODEL = ModelSizes(
     hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128, vocab_size=128256,
-    max_context=131072, dtype_bytes=2, num_weights=7_500_000_000, weight_bytes=16_060_000_000,
+    max_context=131072, dtype_bytes=2, num_layers=32, num_weights=7_500_000_000, weight_bytes=16_060_000_000,
 )  # fmt: skip
 PREFILL = WorkerNeed(
     model=MODEL, role=EngineRole(is_decode=False), per_token=PageBudget(kv_bytes=SHAPE.kv_bytes)
