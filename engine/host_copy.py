@@ -5,21 +5,22 @@ earlier work.
 from collections.abc import Sequence
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 # Kernels are compiled for pointers at multiples of this, and once more for others.
 ALIGNMENT = 16
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of the host tensor `values` on `device`. The source is pinned."""
-    if device.type != "cuda":
+    """A copy of the host tensor `values` on `device`. The source is pinned, unless it is a fake tensor."""
+    if device.type != "cuda" or is_fake(values):
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def all_to_device(values: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
     """Copies of host tensors of any dtypes on `device`, by one transfer; parts of one allocation there."""
-    if device.type != "cuda":
+    if device.type != "cuda" or any(map(is_fake, values)):
         return tuple(value.to(device) for value in values)
     return unpacked(pack(values, pinned=True).to(device, non_blocking=True), values)
 
