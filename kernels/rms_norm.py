@@ -80,7 +80,8 @@ def rms_norm_triton(
     if x.numel() == 0:
         return normed, total
     block_width = next_power_of_2(width)
-    block_rows = max(1, min(TILE // block_width, next_power_of_2(rows.num_rows), 32))
+    # The same tile for every number of rows: one compiled variant per width.
+    block_rows = max(1, min(TILE // block_width, 32))
     _rms_norm_kernel[(cdiv(rows.num_rows, block_rows),)](
         rows.x,
         x if residual is None else residual.contiguous(),
