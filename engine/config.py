@@ -17,12 +17,13 @@ class EngineConfig:
     """Settings of one engine.
 
     `pages`: pages of the KV pool; 0: as many as fit `kv_memory_mb` (MiB, 0: chosen by device). `max_context`:
-    tokens; 0: the model's own limit. `chunk_size` (tokens, 0: whole prompts) and `max_running` (requests) are
-    sizes for which graphs are captured; a role sets those that it needs. `spec_*`: the drafts of a step
-    (`DraftShape.of`). `spec_adaptive`: whether they follow load and acceptance ("auto": on CUDA). `overlap`:
-    whether a decode step is launched before the previous one was read ("auto": on CUDA). `graph_self_test`
-    compares each graph with the eager path before use. `feature_layers` ("2,14,25"): layer outputs that
-    prefill captures beside those of the draft.
+    tokens; 0: the model's own limit. `chunk_size` (tokens, 0: whole prompts), `max_batch` (prompts of a
+    forward), `local_prefill_tokens` (prompt tokens of a forward between decode steps) and `max_running`
+    (requests) are sizes for which graphs are captured and kernels compiled; a role sets those that it needs.
+    `spec_*`: the drafts of a step (`DraftShape.of`). `spec_adaptive`: whether they follow load and acceptance
+    ("auto": on CUDA). `overlap`: whether a decode step is launched before the previous one was read ("auto":
+    on CUDA). `graph_self_test` compares each graph with the eager path before use. `feature_layers`
+    ("2,14,25"): layer outputs that prefill captures beside those of the draft.
     """
 
     model: str
@@ -38,6 +39,8 @@ class EngineConfig:
     threads: int = 0
     prefix_cache: bool = True
     chunk_size: int = 256
+    max_batch: int = 8
+    local_prefill_tokens: int = 128
     max_running: int = 16
     spec_steps: int = 3
     spec_topk: int = 1

@@ -3,7 +3,8 @@
 A recorder sees operations and not the Python code around them, so each operation declares the arguments that
 it mutates. Lengths and pages are tensors that are read when the operation runs, so a recorded graph follows
 their values. The torch reference on CPU reads only as many pages as the longest context has, which fixed
-shapes could not do. The Triton kernels on CUDA do that by themselves.
+shapes could not do. The Triton kernels on CUDA do that by themselves. On fake tensors the CUDA form runs, so
+that a dry run sees its launches.
 
 Shapes and dtypes are those of `kv_store` and `verify_attention`.
 """
@@ -23,9 +24,12 @@ torch.library.define(
 )
 
 
-@torch.library.impl("baton::store_kv", ("cpu", "cuda"))
 def _store_kv(kv: torch.Tensor, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     store_kv(kv, layer, rows, k, v)
+
+
+torch.library.impl("baton::store_kv", ("cpu", "cuda"), _store_kv)
+torch.library.register_fake("baton::store_kv", _store_kv)
 
 
 @torch.library.impl("baton::paged_verify", "cpu")
@@ -43,7 +47,6 @@ def _paged_verify_cpu(
     return paged_verify_reference(q, kv, layer, page_table[:, :num_pages], kv_lens, scale, tree_mask)
 
 
-@torch.library.impl("baton::paged_verify", "cuda")
 def _paged_verify_cuda(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -54,6 +57,10 @@ def _paged_verify_cuda(
     tree_mask: torch.Tensor | None,
 ) -> torch.Tensor:
     return paged_verify_triton(q, kv, layer, page_table, kv_lens, scale, tree_mask)
+
+
+torch.library.impl("baton::paged_verify", "cuda", _paged_verify_cuda)
+torch.library.register_fake("baton::paged_verify", _paged_verify_cuda)
 
 
 def recorded_store_kv(

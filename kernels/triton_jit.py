@@ -171,7 +171,7 @@ class _Planned(JITFunction):  # type: ignore[misc]
 
 def _argument(value: object) -> object:
     if isinstance(value, torch.Tensor):
-        return _Pointer(value.dtype, value.storage_offset() * value.element_size() % ALIGNMENT)
+        return _Pointer(value.dtype, int(value.storage_offset()) * value.element_size() % ALIGNMENT)
     return value
 
 
@@ -207,7 +207,7 @@ def watch_compilations(tell: Callable[[Compiled], None]) -> Callable[[], None]:
     Any thread may call it. Returns the function that ends the watch. Does nothing without Triton, or where
     Triton has no such hook.
     """
-    runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
+    runtime: Any = getattr(getattr(triton, "knobs", None), "runtime", None)
     if not hasattr(runtime, "jit_post_compile_hook"):
         return lambda: None
     before = runtime.jit_post_compile_hook

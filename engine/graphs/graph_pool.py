@@ -169,6 +169,7 @@ class GraphPool:
         self.backend = backend
         self.check_every = check_every
         self.as_one_break = as_one_break
+        self.num_captured = 0  # captures so far, of dropped graphs, too
         self._graphs: dict[tuple[GraphKind, int, int], PooledGraph[Any, Any]] = {}
         self._replays: Counter[tuple[GraphKind, int]] = Counter()
         self._pad_rows: Counter[GraphKind] = Counter()
@@ -196,6 +197,7 @@ class GraphPool:
         graph = BreakableGraph[ContextT, OutputT](self.backend, name=name, as_one_break=self.as_one_break)
         pooled = PooledGraph(graph, kind, bucket, self, rows)
         before, start = self.backend.pool_bytes(), time.monotonic()
+        self.num_captured += 1
         graph.capture(fn, context)
         pooled.capture_seconds = time.monotonic() - start
         pooled.pool_growth_bytes = self.backend.pool_bytes() - before

@@ -1,0 +1,226 @@
+"""Finds every kernel variant that serving can launch, by a dry run of forwards on fake tensors.
+
+A variant depends on dtypes, strides and tile sizes, never on values. So the dry run takes one forward for
+each size at which a tile changes: powers of two and their successors. Nothing is computed or allocated.
+
+Legend: Q new rows of a request, B requests.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...kernels.triton_jit import Launch, planned_launches
+from ..attention.metadata import MAX_UNIFORM_ROWS
+from ..batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from ..graphs.breakable import Breaks
+from ..kv.page_table import pages_for
+from ..models.interface import CausalLM
+from ..models.layers import Attend
+from ..runner.model_runner import ModelRunner
+from ..runner.target_graphs import aux_ids_of
+from ..speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter
+from ..speculative.drafting.shape import DraftShape
+from ..speculative.step.fused_step import FusedStep, StepContext, StepKind
+from ..speculative.step.step_graphs import StepGraphs
+
+ALL_SIZES = 128  # up to here each power of two has a successor of its own; larger tiles do not change
+SHORT_PREFIX = 100  # tokens: enough for a few splits of a context
+NUM_LAYERS = 2  # the first layer has no residual to add; all further ones launch the same kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """The largest sizes that an engine's role can reach.
+
+    `prompt_rows`: rows of one forward over prompts. `max_prompts`: prompts in it. `max_requests`: requests of
+    a decode step. `max_context` and `page_size` in tokens. `eager_shapes`: draft shapes that run without a
+    graph beside those of the steps' kinds.
+    """
+
+    prompt_rows: int
+    max_prompts: int
+    max_requests: int
+    max_context: int
+    page_size: int
+    eager_shapes: tuple[DraftShape, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtendShape:
+    """New rows of each request, behind `prefix` tokens that are computed already."""
+
+    q_lens: tuple[int, ...]
+    prefix: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.q_lens)
+
+
+def sizes(most: int) -> list[int]:
+    """The sizes from 1 to `most` at which a tile may change, ascending: powers of two, their successors up to
+    ALL_SIZES, and `most`.
+    """
+    powers = [1 << bit for bit in range(max(most, 1).bit_length())]
+    found = {*powers, *(power + 1 for power in powers if power < ALL_SIZES), most}
+    return sorted(size for size in found if 1 <= size <= most)
+
+
+def extend_shapes(rows: int, prompts: int, max_context: int) -> Iterator[ExtendShape]:
+    """Batches of up to `rows` new rows of up to `prompts` requests, one for each variant of attention.
+
+    A single prompt, equally short prompts and prompts of different lengths take different kernels, and so do
+    short and long contexts.
+    """
+    for count in sizes(min(rows, max_context)):
+        for prefix in _prefixes(max_context - count):
+            yield ExtendShape(q_lens=(count,), prefix=prefix)
+            if 1 < count < rows and prompts > 1:
+                yield ExtendShape(q_lens=(count, 1), prefix=prefix)
+    for count, requests in product(sizes(min(MAX_UNIFORM_ROWS, max_context)), sizes(prompts)):
+        if requests > 1 and count * requests <= rows:
+            for prefix in _prefixes(max_context - count):
+                yield ExtendShape(q_lens=(count,) * requests, prefix=prefix)
+
+
+def _prefixes(most: int) -> list[int]:
+    return sorted({0, min(SHORT_PREFIX, most), most})
+
+
+class VariantPlanner:
+    """Dry runs of one engine's forwards. `runner`, `drafter` and `steps` are the engine's own."""
+
+    def __init__(
+        self, runner: ModelRunner, drafter: Drafter | None, steps: StepGraphs | None, reach: Reach
+    ) -> None:
+        self.runner = copy.copy(runner)
+        self.runner.model = first_layers(runner.model)
+        self.runner.graphs = None
+        self.drafter = drafter
+        self.steps = steps
+        self.reach = reach
+
+    @torch.no_grad()
+    def launches(self) -> list[Launch]:
+        """One launch of each variant that serving can reach, in the order of their first use."""
+        with FakeTensorMode(allow_non_fake_inputs=True), planned_launches() as found:
+            reach = self.reach
+            self.prompts(extend_shapes(reach.prompt_rows, reach.max_prompts, reach.max_context))
+            if self.drafter is not None:
+                context = min(reach.max_context, self.drafter.max_context)
+                self.draft_prompts(extend_shapes(MAX_PREFILL_ROWS, reach.max_requests, context))
+            if self.steps is not None:
+                for kind, count in product(self._kinds(self.steps), sizes(reach.max_requests)):
+                    self.step(kind, count)
+        return list({launch.variant: launch for launch in found}.values())
+
+    def prompts(self, shapes: Iterator[ExtendShape] | Sequence[ExtendShape]) -> None:
+        """Forwards of the target over prompts: each number of rows once, attention for each shape."""
+        seen: dict[int, _Inputs] = {}
+        for shape in shapes:
+            count = shape.num_rows
+            if count not in seen:
+                seen[count] = self._body(count)
+            batch = self.batch(shape)
+            attend = self.runner.attention.bind(self.runner.attention.plan(batch))
+            for layer in range(min(NUM_LAYERS, self.runner.pool.num_layers)):
+                for q, k, v in seen[count].forms():
+                    attend(layer, q, k, v)
+
+    def draft_prompts(self, shapes: Iterator[ExtendShape] | Sequence[ExtendShape]) -> None:
+        """Forwards of the drafter over prompts, and the states of the requests that end in them."""
+        assert self.drafter is not None
+        for shape in shapes:
+            batch = self.batch(shape)
+            batch.capture_hidden = CaptureHidden.LAST
+            batch.features = torch.zeros(
+                (shape.num_rows, self.drafter.feature_width),
+                dtype=self.runner.model.dtype,
+                device=self.runner.pool.device,
+            )
+            self.drafter.prefill_rows(batch)
+
+    def step(self, kind: StepKind, count: int) -> None:
+        """One decode step of `count` requests."""
+        assert self.steps is not None
+        whole = self.steps.step
+        step = FusedStep(self.runner, whole.drafter, whole.state, whole.max_context)
+        slots = torch.zeros(count, dtype=torch.int64, device=whole.state.device)
+        step.run(slots, kind, Breaks(StepContext(num_rows=count)))
+
+    def batch(self, shape: ExtendShape) -> ForwardBatch:
+        """A batch of `shape` whose values do not matter."""
+        device, count = self.runner.pool.device, shape.num_rows
+        kv_lens = [shape.prefix + q_len for q_len in shape.q_lens]
+        pages = pages_for(max(kv_lens), self.reach.page_size)
+        ids, positions, slots = (torch.zeros(count, dtype=torch.int64, device=device) for _ in range(3))
+        return ForwardBatch(
+            mode=ForwardMode.EXTEND,
+            input_ids=ids,
+            positions=positions,
+            slots=slots,
+            page_table=torch.zeros((len(kv_lens), pages), dtype=torch.int64, device=device),
+            q_lens=list(shape.q_lens),
+            kv_lens=kv_lens,
+        )
+
+    def _body(self, count: int) -> "_Inputs":
+        """A forward of `count` rows with the logits of its last row; returns the inputs of its attention."""
+        model, device = self.runner.model, self.runner.pool.device
+        seen: list[_Inputs] = []
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            seen.append(_Inputs(q, k, v))
+            return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+        ids, positions = (torch.zeros(count, dtype=torch.int64, device=device) for _ in range(2))
+        takes: Attend = attend
+        hidden, _ = model.body(model.embed(ids), positions, takes, aux_ids_of(model))
+        for rows in sizes(min(count, self.reach.max_prompts)):
+            model.compute_logits(hidden[:rows].clone())
+        return seen[-1]
+
+    def _kinds(self, steps: StepGraphs) -> list[StepKind]:
+        """One kind of step per shape, with all that a step of it may launch."""
+        widest = {kind.shape: kind for kind in steps.kinds}  # the last kind of a shape edits and ranks
+        common = next(iter(widest.values()))
+        eager = [
+            StepKind(shape=shape, is_ranked=True, num_top=common.num_top)
+            for shape in self.reach.eager_shapes
+            if shape not in widest
+        ]
+        plain = [StepKind(shape=shape, watched=kind.watched) for shape, kind in widest.items()]
+        return [*plain, *eager]
+
+
+def first_layers(model: CausalLM) -> CausalLM:
+    """`model` with NUM_LAYERS of its layers, if all its layers are alike; it shares the weights.
+
+    A model with other layers stays whole.
+    """
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, list) or len({type(layer) for layer in layers}) != 1:
+        return model
+    short = copy.copy(model)
+    vars(short)["layers"] = layers[:NUM_LAYERS]
+    return short
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The inputs of one attention: q `[T, N, D]`, k and v `[T, K, D]`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def forms(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """As the model makes them, and as they cross the break of a graph: contiguous."""
+        yield self.q, self.k, self.v
+        q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (self.q, self.k, self.v))
+        yield q, k, v
