@@ -78,18 +78,15 @@ def extend_shapes(rows: int, prompts: int, max_context: int) -> Iterator[ExtendS
     short and long contexts.
     """
     for count in sizes(min(rows, max_context)):
-        for prefix in _prefixes(max_context - count):
+        is_short, most = count <= MAX_UNIFORM_ROWS, max_context - count
+        for prefix in sorted({0, min(SHORT_PREFIX, most), most} if is_short else {0, most}):
             yield ExtendShape(q_lens=(count,), prefix=prefix)
+        for prefix in sorted({0, most}):
             if 1 < count < rows and prompts > 1:
                 yield ExtendShape(q_lens=(count, 1), prefix=prefix)
-    for count, requests in product(sizes(min(MAX_UNIFORM_ROWS, max_context)), sizes(prompts)):
-        if requests > 1 and count * requests <= rows:
-            for prefix in _prefixes(max_context - count):
-                yield ExtendShape(q_lens=(count,) * requests, prefix=prefix)
-
-
-def _prefixes(most: int) -> list[int]:
-    return sorted({0, min(SHORT_PREFIX, most), most})
+            for requests in sorted({2, prompts} if is_short else {}):
+                if 1 < requests <= prompts and count * requests <= rows:
+                    yield ExtendShape(q_lens=(count,) * requests, prefix=prefix)
 
 
 class VariantPlanner:
