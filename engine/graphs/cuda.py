@@ -93,15 +93,17 @@ class CudaBackend(GraphBackend):
     def pool_bytes(self) -> int:
         """Bytes that the allocator holds for the pool, used or not."""
         wanted = tuple(self.pool)
-        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        segments = torch.cuda.memory_snapshot(wanted)  # type: ignore[no-untyped-call]
         return sum(part["total_size"] for part in segments if tuple(part["segment_pool_id"]) == wanted)
 
     @contextmanager
     def _session(self) -> Iterator[None]:
-        # A collection during capture could free device memory, which a capturing stream must not do.
-        gc.collect()
+        # A collection during capture could free device memory, which a capturing stream must not do. One before
+        # the first capture suffices: a collection takes longer than a capture.
         torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
+        if self._keeper is None:
+            gc.collect()
+            torch.cuda.empty_cache()
         was_enabled = gc.isenabled()
         gc.disable()
         try:
