@@ -98,8 +98,8 @@ class CudaBackend(GraphBackend):
 
     @contextmanager
     def _session(self) -> Iterator[None]:
-        # A collection during capture could free device memory, which a capturing stream must not do. One before
-        # the first capture suffices: a collection takes longer than a capture.
+        # A collection during capture could free device memory, which a capturing stream must not do. One
+        # before the first capture suffices: a collection takes longer than a capture.
         torch.cuda.synchronize(self.device)
         if self._keeper is None:
             gc.collect()

@@ -224,7 +224,7 @@ class Driver:
     def empty_cache(self) -> None:
         self.calls.append("empty_cache")
 
-    def memory_snapshot(self) -> list[dict[str, object]]:
+    def memory_snapshot(self, pool_id: tuple[int, int]) -> list[dict[str, object]]:
         return [
             {"segment_pool_id": (0, pool), "total_size": size} for pool, size in ((7, 10), (0, 100), (7, 1))
         ]
