@@ -29,9 +29,12 @@ def compile_launches(
     failed = 0
     started = told = clock()
     workers = max(1, min(MAX_THREADS, os.cpu_count() or 1, len(launches)))
-    with ThreadPoolExecutor(
-        workers, thread_name_prefix="compile", initializer=torch.cuda.set_device, initargs=(device,)
-    ) as pool:
+
+    def enter() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # the current device belongs to a thread
+
+    with ThreadPoolExecutor(workers, thread_name_prefix="compile", initializer=enter) as pool:
         waiting = {pool.submit(launch.compile): launch for launch in launches}
         for done, future in enumerate(as_completed(waiting), start=1):
             error = future.exception()
