@@ -193,6 +193,19 @@ class _JitInfo(Protocol):
     name: str
 
 
+class _CompileHook:
+    """The hook that Triton calls after each compilation. `before` was set by others and is called, too."""
+
+    def __init__(self, before: Callable[..., object] | None) -> None:
+        self.before = before
+        self.listeners: list[Callable[[Compiled], None]] = []
+
+    def __call__(self, *, fn: _JitInfo, repr: str, **details: object) -> object:
+        for tell in list(self.listeners):
+            tell(Compiled(kernel=fn.name.rpartition(".")[2], variant=repr))
+        return None if self.before is None else self.before(fn=fn, repr=repr, **details)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
     """A variant that Triton compiled, or read from its cache on disk: `kernel` and `variant` name it."""
@@ -210,17 +223,15 @@ def watch_compilations(tell: Callable[[Compiled], None]) -> Callable[[], None]:
     runtime: Any = getattr(getattr(triton, "knobs", None), "runtime", None)
     if not hasattr(runtime, "jit_post_compile_hook"):
         return lambda: None
-    before = runtime.jit_post_compile_hook
-
-    def hook(*, fn: _JitInfo, repr: str, **details: object) -> object:
-        tell(Compiled(kernel=fn.name.rpartition(".")[2], variant=repr))
-        return None if before is None else before(fn=fn, repr=repr, **details)
+    hook = runtime.jit_post_compile_hook
+    if not isinstance(hook, _CompileHook):
+        hook = runtime.jit_post_compile_hook = _CompileHook(hook)
+    hook.listeners.append(tell)
 
     def end() -> None:
-        if runtime.jit_post_compile_hook is hook:
-            runtime.jit_post_compile_hook = before
+        if tell in hook.listeners:
+            hook.listeners.remove(tell)
 
-    runtime.jit_post_compile_hook = hook
     return end
 
 

@@ -57,6 +57,11 @@ WAYS = (
 )
 
 
+def pieces(count: int, most: int) -> list[int]:
+    """`count` rows as rows of several requests, of at most `most` rows each."""
+    return [min(most, count - start) for start in range(0, count, most)]
+
+
 class RehearsedEngine(Protocol):
     """The parts of an engine that a rehearsal uses."""
 
@@ -111,8 +116,8 @@ class Rehearsal:
 
     def _prompts(self) -> None:
         most, rows = self.sizes.max_prompts, self._fitting(self.sizes.prompt_rows)
-        for count in token_buckets(rows):
-            self._prompt_batch([count])
+        for count in token_buckets(self.sizes.prompt_rows):
+            self._prompt_batch(pieces(count, rows))
         for count in sorted({1, min(17, rows), rows}):
             self._prompt_batch([count], prefix=self._fitting(rows + self.engine.pool.page_size) - count)
         prompts = min(most, rows)
@@ -191,15 +196,17 @@ class Rehearsal:
 
     def _draft_prompts(self, decoder: AsyncDecoder, drafter: Drafter) -> None:
         limit = min(self._fitting(MAX_PREFILL_ROWS), drafter.max_context)
-        for count in token_buckets(limit):
-            self._draft(decoder, [count])
+        for count in token_buckets(MAX_PREFILL_ROWS):
+            self._draft(decoder, pieces(count, limit))
         # No more requests than planned: the drafter's states would move, and no graph could run again.
         most = min(limit, self.sizes.max_requests)
         for lens in ([min(2, limit), 1], [1] * most, [limit // 2 or 1, limit - limit // 2]):
-            if sum(lens) <= limit and len(lens) <= most:
+            if sum(lens) <= limit:
                 self._draft(decoder, lens)
 
     def _draft(self, decoder: AsyncDecoder, lens: Sequence[int]) -> None:
+        if len(lens) > self.sizes.max_requests or not self._has_room(lens):
+            return
         requests = [self._request(count, WAYS[0]) for count in lens]
         try:
             self._begin(decoder, requests)

@@ -5,7 +5,7 @@ Each of the three delays the requests of that moment by milliseconds to seconds.
 """
 
 import logging
-from collections.abc import Callable
+import weakref
 
 import torch
 
@@ -36,7 +36,18 @@ class ReadyWatch:
         self._captures_before = self._num_captures()
         self._allocations_before = num_device_allocations(device)
         self._logged_allocations = 0
-        self.close: Callable[[], None] = watch_compilations(self._on_compiled)
+        mine = weakref.ref(self)  # Triton's hook must not keep an engine's graphs alive
+
+        def tell(compiled: Compiled) -> None:
+            watch = mine()
+            if watch is not None:
+                watch._on_compiled(compiled)
+
+        self._end = weakref.finalize(self, watch_compilations(tell))
+
+    def close(self) -> None:
+        """Ends the watch. Idempotent; the end of the object ends it, too."""
+        self._end()
 
     @property
     def counters(self) -> dict[str, float]:
