@@ -29,10 +29,13 @@ def compile_launches(
     failed = 0
     started = told = clock()
     workers = max(1, min(MAX_THREADS, os.cpu_count() or 1, len(launches)))
+    index = device.index
+    if device.type == "cuda" and index is None:
+        index = torch.cuda.current_device()
 
     def enter() -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # the current device belongs to a thread
+        if index is not None:
+            torch.cuda.set_device(index)  # the current device belongs to a thread
 
     with ThreadPoolExecutor(workers, thread_name_prefix="compile", initializer=enter) as pool:
         waiting = {pool.submit(launch.compile): launch for launch in launches}
