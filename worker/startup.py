@@ -36,7 +36,7 @@ from .spans import RoomSpans, SpansOf
 logger = logging.getLogger(__name__)
 
 LOAD_ENGINE = "load the engine"
-SHOWN_S = 0.05  # shorter phases are left out of the line about the start
+SHORTEST_SHOWN = 0.05  # seconds; shorter phases are left out of the line about the start
 
 C = TypeVar("C", bound=WorkerConfig)
 R = TypeVar("R", bound=WorkerRoom)
@@ -77,7 +77,7 @@ class WorkerStartup(ABC, Generic[C, R]):
         """
         times = run_phases(self.phases())
         parts = [part for part in times if part[0] != LOAD_ENGINE] + self._engine_times
-        shown = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts if seconds >= SHOWN_S)
+        shown = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts if seconds >= SHORTEST_SHOWN)
         logger.info("started in %.1f s: %s", sum(seconds for _, seconds in times), shown)
         return closing(self.tracing, self.loop.run)
 
