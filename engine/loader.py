@@ -325,7 +325,12 @@ class EngineLoader:
             return
         use_kernel_cache()
         planner = VariantPlanner(engine.runner, engine.drafter, engine.steps, self.reach())
-        compile_launches(planner.launches(), self._device)
+        try:
+            launches = planner.launches()
+        except Exception as error:  # of an operation that has no form for fake tensors
+            logger.warning("kernels are compiled one by one at their first use: %s", error, exc_info=error)
+        else:
+            compile_launches(launches, self._device)
 
     def _rehearse(self) -> None:
         """Runs every kind of forward once on a GPU, and takes the memory of later ones from the driver."""

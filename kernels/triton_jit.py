@@ -26,6 +26,7 @@ except ImportError:  # no wheel for this platform; nothing on it can call a laun
     JITFunction = object
 
 __all__ = [
+    "ALIGNMENT",
     "Compiled",
     "Kernel",
     "Launch",
@@ -102,15 +103,25 @@ class Launch:
     options: dict[str, object]
     variant: tuple[str, ...]
 
-    def compile(self, *, is_loaded: bool = True) -> None:
+    def compile(self) -> Callable[[], None]:
         """Compiles the variant for the current device, or takes it from Triton's cache on disk.
 
-        `is_loaded`: loads it onto the device, too. Raises Triton's errors. Threads may compile different
-        variants at once.
+        Threads may compile different variants at once. Returns the function that loads the variant onto the
+        device. One thread must load all variants, after all are compiled. Raises Triton's errors.
         """
         compiled = self.kernel.warmup(*self.arguments, grid=self.grid, **self.options)
-        if is_loaded and compiled is not None:
-            _ = compiled.run  # the property loads the binary and builds its host stub
+        # Triton 3.6 builds a host stub per signature with a C compiler, and imports all stubs under one module
+        # name. In several threads, a kernel could get the stub of another. The stub that is made here is only
+        # to fill the cache on disk; the kernel's own is made by `load`.
+        make_stub = getattr(triton.runtime.driver.active, "launcher_cls", None)
+        if make_stub is not None and compiled is not None:
+            make_stub(compiled.src, compiled.metadata)
+
+        def load() -> None:
+            if compiled is not None:
+                _ = compiled.run  # the property loads the binary and the stub
+
+        return load
 
     def __str__(self) -> str:
         return f"{self.variant[0]}({', '.join(self.variant[1:])})"
@@ -180,7 +191,8 @@ def _word(value: object, *, is_varying: bool) -> str:
         is_aligned = not is_varying and value.offset == 0
         return f"*{str(value.dtype).removeprefix('torch.')}{'/16' if is_aligned else ''}"
     if isinstance(value, bool) or not isinstance(value, int):
-        return type(value).__name__
+        block = getattr(value, "block_shape", "")  # of a tensor descriptor
+        return f"{type(value).__name__}{getattr(getattr(value, 'base', None), 'dtype', '')}{block}"
     if value == 1 and not is_varying:
         return "1"
     width = "i32" if -INT32_MAX <= value <= INT32_MAX else "i64"

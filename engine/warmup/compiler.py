@@ -37,16 +37,21 @@ def compile_launches(
         if index is not None:
             torch.cuda.set_device(index)  # the current device belongs to a thread
 
+    loads: list[Callable[[], None]] = []
     with ThreadPoolExecutor(workers, thread_name_prefix="compile", initializer=enter) as pool:
         waiting = {pool.submit(launch.compile): launch for launch in launches}
         for done, future in enumerate(as_completed(waiting), start=1):
             error = future.exception()
-            if error is not None:
+            if error is None:
+                loads.append(future.result())
+            else:
                 failed += 1
                 logger.error("kernel variant %s cannot be compiled: %s", waiting[future], error)
             if clock() - told >= PROGRESS_S:
                 told = clock()
                 logger.info("%d of %d kernel variants compiled", done, len(launches))
+    for load in loads:
+        load()
     logger.info(
         "%d kernel variants compiled in %.1f s by %d threads",
         len(launches) - failed,

@@ -1,7 +1,7 @@
 """Finds every kernel variant that serving can launch, by a dry run of forwards on fake tensors.
 
-A variant depends on dtypes, strides and tile sizes, never on values. So the dry run takes one forward for
-each size at which a tile changes: powers of two and their successors. Nothing is computed or allocated.
+A variant depends on dtypes, strides and tile sizes, never on values. Tiles grow by powers of two. So the dry
+run takes one forward for each power of two. Nothing is computed or allocated.
 
 Legend: Q new rows of a request, B requests.
 """
@@ -14,7 +14,7 @@ from itertools import product
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ...kernels.triton_jit import Launch, planned_launches
+from ...kernels.triton_jit import ALIGNMENT, Launch, planned_launches
 from ..attention.metadata import MAX_UNIFORM_ROWS
 from ..batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
 from ..graphs.breakable import Breaks
@@ -28,7 +28,6 @@ from ..speculative.drafting.shape import DraftShape
 from ..speculative.step.fused_step import FusedStep, StepContext, StepKind
 from ..speculative.step.step_graphs import StepGraphs
 
-ALL_SIZES = 128  # up to here each power of two has a successor of its own; larger tiles do not change
 SHORT_PREFIX = 100  # tokens: enough for a few splits of a context
 NUM_LAYERS = 2  # the first layer has no residual to add; all further ones launch the same kernels
 
@@ -63,11 +62,8 @@ class ExtendShape:
 
 
 def sizes(most: int) -> list[int]:
-    """The sizes from 1 to `most` at which a tile may change, ascending: powers of two, their successors up to
-    ALL_SIZES, and `most`.
-    """
-    powers = [1 << bit for bit in range(max(most, 1).bit_length())]
-    found = {*powers, *(power + 1 for power in powers if power < ALL_SIZES), most}
+    """One size from 1 to `most` for each tile that fits it: the powers of two, and `most`."""
+    found = {*(1 << bit for bit in range(max(most, 1).bit_length())), most}
     return sorted(size for size in found if 1 <= size <= most)
 
 
@@ -118,15 +114,15 @@ class VariantPlanner:
 
     def prompts(self, shapes: Iterator[ExtendShape] | Sequence[ExtendShape]) -> None:
         """Forwards of the target over prompts: each number of rows once, attention for each shape."""
-        seen: dict[int, _Inputs] = {}
-        for shape in shapes:
-            count = shape.num_rows
-            if count not in seen:
-                seen[count] = self._body(count)
-            batch = self.batch(shape)
-            attend = self.runner.attention.bind(self.runner.attention.plan(batch))
-            for layer in range(min(NUM_LAYERS, self.runner.pool.num_layers)):
-                for q, k, v in seen[count].forms():
+        shapes = list(shapes)
+        most = max(shape.num_rows for shape in shapes)
+        inputs = [self._body(count) for count in sizes(most)][-1]
+        for number, shape in enumerate(shapes):
+            attention = self.runner.attention
+            attend = attention.bind(attention.plan(self.batch(shape)))
+            layers = range(min(NUM_LAYERS, self.runner.pool.num_layers)) if number == 0 else [0]
+            for layer in layers:
+                for q, k, v in inputs.forms(shape.num_rows):
                     attend(layer, q, k, v)
 
     def draft_prompts(self, shapes: Iterator[ExtendShape] | Sequence[ExtendShape]) -> None:
@@ -216,8 +212,13 @@ class _Inputs:
     k: torch.Tensor
     v: torch.Tensor
 
-    def forms(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """As the model makes them, and as they cross the break of a graph: contiguous."""
-        yield self.q, self.k, self.v
-        q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (self.q, self.k, self.v))
+    def forms(self, rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """The first `rows` rows: as the model makes them, and contiguous, as they cross the break of a graph.
+
+        The second form is left out where its strides lead to the same kernels.
+        """
+        q, k, v = (x[:rows] for x in (self.q, self.k, self.v))
         yield q, k, v
+        if self.q.shape[2] % ALIGNMENT:
+            q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+            yield q, k, v

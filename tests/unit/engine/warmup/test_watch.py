@@ -3,6 +3,7 @@
 import logging
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -79,13 +80,17 @@ class FakeLaunch:
     """A planned launch whose compilation notes its thread, or fails."""
 
     def __init__(self, name: str, meet: threading.Barrier, *, fails: bool = False) -> None:
-        self.name, self.meet, self.fails, self.is_compiled = name, meet, fails, False
+        self.name, self.meet, self.fails = name, meet, fails
+        self.loaded_by: threading.Thread | None = None
 
-    def compile(self) -> None:
+    def compile(self) -> Callable[[], None]:
         self.meet.wait(30)  # all of them at once, or never
         if self.fails:
             raise RuntimeError("out of registers")
-        self.is_compiled = True
+        return self.load
+
+    def load(self) -> None:
+        self.loaded_by = threading.current_thread()
 
     def __str__(self) -> str:
         return self.name
@@ -99,7 +104,8 @@ def test_variants_compile_side_by_side_and_a_failure_is_named(
     launches = [FakeLaunch(name, meet, fails=name == "b") for name in "abc"]
     with caplog.at_level(logging.INFO):
         assert compile_launches(launches, CPU) == 1
-    assert [launch.is_compiled for launch in launches] == [True, False, True]
+    here = threading.current_thread()
+    assert [launch.loaded_by for launch in launches] == [here, None, here], "one thread loads them all"
     assert "kernel variant b cannot be compiled: out of registers" in caplog.text
     assert "2 kernel variants compiled in" in caplog.text
     assert compile_launches([], CPU) == 0
