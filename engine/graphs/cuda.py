@@ -40,7 +40,7 @@ class CudaBackend(GraphBackend):
     """
 
     name = "cuda"
-    num_warm_ups = 1  # kernels are compiled before; libraries need one call on the capture stream
+    num_warm_ups = 2
 
     def __init__(
         self, device: torch.device | str = "cuda", *, generators: Sequence[torch.Generator] = ()
