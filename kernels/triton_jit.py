@@ -110,9 +110,9 @@ class Launch:
         device. One thread must load all variants, after all are compiled. Raises Triton's errors.
         """
         compiled = self.kernel.warmup(*self.arguments, grid=self.grid, **self.options)
-        # Triton 3.6 builds a host stub per signature with a C compiler, and imports all stubs under one name.
-        # In several threads, a kernel could get the stub of another. The stub that is made here only fills the
-        # cache on disk; the kernel's own is made by `load`.
+        # Triton 3.6 builds a host stub per signature with a C compiler, and imports all stubs under one
+        # name. In several threads, a kernel could get the stub of another. The stub that is made here only
+        # fills the cache on disk; the kernel's own is made by `load`.
         make_stub = getattr(triton.runtime.driver.active, "launcher_cls", None)
         if make_stub is not None and compiled is not None:
             make_stub(compiled.src, compiled.metadata)
