@@ -16,14 +16,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...kernels.triton_jit import ALIGNMENT, Launch, planned_launches
 from ..attention.metadata import MAX_UNIFORM_ROWS
-from ..batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from ..batch.extend_batch import extend_batch
+from ..batch.forward_batch import ForwardBatch
 from ..graphs.breakable import Breaks
 from ..kv.page_table import pages_for
 from ..models.interface import CausalLM
 from ..models.layers import Attend
+from ..request import Request
 from ..runner.model_runner import ModelRunner
 from ..runner.target_graphs import aux_ids_of
-from ..speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter
+from ..sampling.params import SamplingParams
+from ..speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter, DraftPrefill
+from ..speculative.drafters.states import PAD_ROW
 from ..speculative.drafting.shape import DraftShape
 from ..speculative.step.fused_step import FusedStep, StepContext, StepKind
 from ..speculative.step.step_graphs import StepGraphs
@@ -101,9 +105,11 @@ class VariantPlanner:
     @torch.no_grad()
     def launches(self) -> list[Launch]:
         """One launch of each variant that serving can reach, in the order of their first use."""
+        reach = self.reach
+        shapes = extend_shapes(reach.prompt_rows, reach.max_prompts, reach.max_context)
+        batches = [self.batch(shape) for shape in shapes]  # reads host tensors, which fake ones do not allow
         with FakeTensorMode(allow_non_fake_inputs=True), planned_launches() as found:
-            reach = self.reach
-            self.prompts(extend_shapes(reach.prompt_rows, reach.max_prompts, reach.max_context))
+            self.prompts(batches)
             if self.drafter is not None:
                 context = min(reach.max_context, self.drafter.max_context)
                 self.draft_prompts(extend_shapes(MAX_PREFILL_ROWS, reach.max_requests, context))
@@ -112,31 +118,36 @@ class VariantPlanner:
                     self.step(kind, count)
         return list({launch.variant: launch for launch in found}.values())
 
-    def prompts(self, shapes: Iterator[ExtendShape] | Sequence[ExtendShape]) -> None:
-        """Forwards of the target over prompts: each number of rows once, attention for each shape."""
-        shapes = list(shapes)
-        most = max(shape.num_rows for shape in shapes)
+    def prompts(self, batches: Sequence[ForwardBatch]) -> None:
+        """Forwards of the target over prompts: each number of rows once, attention for each batch."""
+        most = max(batch.num_tokens for batch in batches)
         inputs = [self._body(count) for count in sizes(most)][-1]
-        for number, shape in enumerate(shapes):
+        for number, batch in enumerate(batches):
             attention = self.runner.attention
-            attend = attention.bind(attention.plan(self.batch(shape)))
+            attend = attention.bind(attention.plan(batch))
             layers = range(min(NUM_LAYERS, self.runner.pool.num_layers)) if number == 0 else [0]
             for layer in layers:
-                for q, k, v in inputs.forms(shape.num_rows):
+                for q, k, v in inputs.forms(batch.num_tokens):
                     attend(layer, q, k, v)
 
-    def draft_prompts(self, shapes: Iterator[ExtendShape] | Sequence[ExtendShape]) -> None:
+    def draft_prompts(self, shapes: Iterator[ExtendShape]) -> None:
         """Forwards of the drafter over prompts, and the states of the requests that end in them."""
         assert self.drafter is not None
+        width, device = self.drafter.feature_width, self.runner.pool.device
         for shape in shapes:
-            batch = self.batch(shape)
-            batch.capture_hidden = CaptureHidden.LAST
-            batch.features = torch.zeros(
-                (shape.num_rows, self.drafter.feature_width),
-                dtype=self.runner.model.dtype,
-                device=self.runner.pool.device,
+            self.drafter.prefill(
+                [
+                    DraftPrefill(
+                        pages=[0] * pages_for(shape.prefix + count, self.reach.page_size),
+                        start=shape.prefix,
+                        next_ids=[0] * count,
+                        features=torch.zeros((count, width), dtype=self.runner.model.dtype, device=device),
+                        state_row=PAD_ROW,
+                        is_final=True,
+                    )
+                    for count in shape.q_lens
+                ]
             )
-            self.drafter.prefill_rows(batch)
 
     def step(self, kind: StepKind, count: int) -> None:
         """One decode step of `count` requests."""
@@ -148,19 +159,13 @@ class VariantPlanner:
 
     def batch(self, shape: ExtendShape) -> ForwardBatch:
         """A batch of `shape` whose values do not matter."""
-        device, count = self.runner.pool.device, shape.num_rows
-        kv_lens = [shape.prefix + q_len for q_len in shape.q_lens]
-        pages = pages_for(max(kv_lens), self.reach.page_size)
-        ids, positions, slots = (torch.zeros(count, dtype=torch.int64, device=device) for _ in range(3))
-        return ForwardBatch(
-            mode=ForwardMode.EXTEND,
-            input_ids=ids,
-            positions=positions,
-            slots=slots,
-            page_table=torch.zeros((len(kv_lens), pages), dtype=torch.int64, device=device),
-            q_lens=list(shape.q_lens),
-            kv_lens=kv_lens,
-        )
+        size, ranges = self.reach.page_size, []
+        for count in shape.q_lens:
+            end = shape.prefix + count
+            request = Request(room="", epoch=0, prompt_ids=[0] * end, sampling=SamplingParams())
+            request.pages = [0] * pages_for(end, size)
+            ranges.append((request, shape.prefix, end))
+        return extend_batch(ranges, page_size=size, device=self.runner.pool.device)
 
     def _body(self, count: int) -> "_Inputs":
         """A forward of `count` rows with the logits of its last row; returns the inputs of its attention."""

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from baton.engine.attention.registry import attention_for
-from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from baton.engine.batch.extend_batch import extend_batch
 from baton.engine.config import EngineConfig
 from baton.engine.graphs.breakable import Breaks
 from baton.engine.kv.page_table import pages_for
 from baton.engine.loader import Engine, EngineLoader
-from baton.engine.speculative.drafters.protocol import MAX_PREFILL_ROWS
+from baton.engine.request import Request
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.speculative.drafters.protocol import MAX_PREFILL_ROWS, DraftPrefill
 from baton.engine.speculative.step.fused_step import StepContext
 from baton.engine.warmup.variants import ExtendShape, Reach, VariantPlanner, extend_shapes, sizes
 from baton.kernels import skinny_linear
@@ -61,16 +63,10 @@ def planned(engine: Engine, reach: Reach) -> set[tuple[str, ...]]:
     return {launch.variant for launch in launches}
 
 
-def batch_of(q_lens: list[int], prefixes: list[int], page_size: int, width: int = 0) -> ForwardBatch:
-    """A batch of rows whose values do not matter, with features if `width` is given."""
-    kv_lens = [q_len + prefix for q_len, prefix in zip(q_lens, prefixes, strict=True)]
-    rows = [torch.zeros(sum(q_lens), dtype=torch.int64) for _ in range(3)]
-    pages = torch.zeros((len(q_lens), pages_for(max(kv_lens), page_size)), dtype=torch.int64)
-    return ForwardBatch(
-        mode=ForwardMode.EXTEND, input_ids=rows[0], positions=rows[1], slots=rows[2], page_table=pages,
-        q_lens=q_lens, kv_lens=kv_lens, capture_hidden=CaptureHidden.LAST if width else CaptureHidden.NULL,
-        features=torch.zeros((sum(q_lens), width), dtype=torch.bfloat16) if width else None,
-    )  # fmt: skip
+def request_of(num_tokens: int, page_size: int) -> Request:
+    request = Request(room="", epoch=0, prompt_ids=[1] * num_tokens, sampling=SamplingParams())
+    request.pages = [1] * pages_for(num_tokens, page_size)
+    return request
 
 
 def random_lens(rng: random.Random, rows: int, prompts: int, context: int) -> tuple[list[int], list[int]]:
@@ -87,14 +83,26 @@ def random_lens(rng: random.Random, rows: int, prompts: int, context: int) -> tu
 def workload(engine: Engine, reach: Reach, seed: int, num_forwards: int) -> list[Launch]:
     """The launches of random forwards within `reach`, by the engine's own ways into them."""
     rng, size = random.Random(seed), engine.page_size
+    batches = []
+    for _ in range(num_forwards):
+        lens = random_lens(rng, reach.prompt_rows, reach.max_prompts, reach.max_context)
+        ranges = [(request_of(p + q, size), p, p + q) for q, p in zip(*lens, strict=True)]
+        batches.append(extend_batch(ranges, page_size=size, device=engine.pool.device))
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), planned_launches() as found:
-        for _ in range(num_forwards):
-            lens = random_lens(rng, reach.prompt_rows, reach.max_prompts, reach.max_context)
-            engine.runner.forward(batch_of(*lens, size))
+        for batch in batches:
+            engine.runner.forward(batch)
             if engine.drafter is not None:
                 context = min(reach.max_context, engine.drafter.max_context)
                 lens = random_lens(rng, MAX_PREFILL_ROWS, reach.max_requests, context)
-                engine.drafter.prefill_rows(batch_of(*lens, size, engine.drafter.feature_width))
+                items = [
+                    DraftPrefill(
+                        pages=request_of(p + q, size).pages, start=p, next_ids=[1] * q, state_row=1,
+                        features=torch.zeros((q, engine.drafter.feature_width), dtype=torch.bfloat16),
+                        is_final=rng.random() < 0.5,
+                    )
+                    for q, p in zip(*lens, strict=True)
+                ]  # fmt: skip
+                engine.drafter.prefill(items)
             if engine.steps is not None:
                 count = rng.randint(1, reach.max_requests)
                 slots = torch.zeros(count, dtype=torch.int64)
