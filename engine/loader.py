@@ -38,6 +38,7 @@ from .models.config import ModelConfig
 from .models.interface import CausalLM
 from .models.registry import load_model_config
 from .models.weights import load_model, needless_tensors, weight_bytes
+from .prompt_budget import alone_tokens
 from .runner.lifecycle import Lifecycle, Phase
 from .runner.model_runner import ModelRunner, configure_aux_capture
 from .sampling.sampler import Sampler
@@ -47,12 +48,19 @@ from .speculative.drafters.registry import DraftConfig, DraftModel, DraftSource,
 from .speculative.drafting.shape import PLAIN, DraftShape
 from .speculative.step.async_decoder import AsyncDecoder
 from .speculative.step.step_graphs import StepGraphs, step_graphs
+from .warmup.compiler import compile_launches
+from .warmup.kernel_cache import use_kernel_cache
+from .warmup.memory import reserve_memory
+from .warmup.rehearsal import Rehearsal, RehearsalSizes
+from .warmup.variants import Reach, VariantPlanner
+from .warmup.watch import ReadyWatch
 from .weights_hash import WeightsHash, model_fingerprint
 
 logger = logging.getLogger(__name__)
 
 WHOLE_PROMPT_TOKENS = 2048  # largest prefill graph where prompts are not cut into chunks
 DETERMINISTIC = " deterministic"  # of the fingerprint of a deterministic engine
+REHEARSED_TOKENS = 8192  # largest rehearsed prompt where prompts are not cut into chunks
 CACHE_LOOKAHEAD = 1  # draft KV of a page's last row depends on the token behind the page
 
 
@@ -87,9 +95,9 @@ class Engine:
     steps: StepGraphs | None = None
     launches_ahead: bool = False
     weights: WeightsHash | None = None
-    # Sizes of prompts' forwards; None on prefill, whose scheduler has settings of its own.
     # Layer outputs that prefill captures, or that decode's head reads, in the order of its input.
     feature_ids: tuple[int, ...] = ()
+    watch: ReadyWatch | None = None  # from the start of serving
 
     def decoder(self) -> AsyncDecoder:
         """Returns the decoder of this engine; only one may exist at a time. Raises LifecycleError on a
@@ -138,6 +146,11 @@ class Engine:
         return {} if self.graphs is None else self.graphs.counters()
 
     @property
+    def watch_counters(self) -> dict[str, float]:
+        """Compilations, captures and device allocations since the engine is ready; empty before."""
+        return {} if self.watch is None else self.watch.counters
+
+    @property
     def spec_steps(self) -> int | None:
         """Draft steps of the newest verify; None without a drafter."""
         if self.drafter is None:
@@ -184,14 +197,18 @@ class EngineLoader:
             ("load and share draft weights" if self.has_drafter else "skip draft weights", self._share),
             ("allocate pools", self._allocate),
             ("load the tokenizer of grammars", self._load_grammars),
+            ("compile kernels", self._compile),
             ("capture graphs", self._capture),
+            ("rehearse", self._rehearse),
         ]
 
     def engine(self) -> Engine:
         """Returns the engine after all phases and advances it to SERVING."""
-        assert self._engine is not None
+        engine = self._engine
+        assert engine is not None
         self.lifecycle.advance(Phase.SERVING)
-        return self._engine
+        engine.watch = ReadyWatch(self._device, None if engine.graphs is None else engine.graphs.pool)
+        return engine
 
     def _load(self) -> None:
         config = self.config
@@ -334,6 +351,59 @@ class EngineLoader:
     @property
     def _is_overlapped(self) -> bool:
         return self.config.overlap == "on" or (self.config.overlap == "auto" and self._device.type == "cuda")
+
+    def _compile(self) -> None:
+        """Compiles every kernel variant that serving can reach; there are none on a CPU."""
+        engine = self._engine
+        assert engine is not None
+        if self._device.type != "cuda":
+            return
+        use_kernel_cache()
+        planner = VariantPlanner(engine.runner, engine.drafter, engine.steps, self.reach())
+        try:
+            launches = planner.launches()
+        except Exception as error:  # of an operation that has no form for fake tensors
+            logger.warning("kernels are compiled one by one at their first use: %s", error, exc_info=error)
+        else:
+            compile_launches(launches, self._device)
+
+    def _rehearse(self) -> None:
+        """Runs every kind of forward once on a GPU, and takes the memory of later ones from the driver."""
+        engine = self._engine
+        assert engine is not None
+        self.lifecycle.require(Phase.CAPTURED)
+        if self._device.type != "cuda":
+            return
+        reach = self.reach()
+        sizes = RehearsalSizes(
+            prompt_rows=min(reach.prompt_rows, REHEARSED_TOKENS),
+            max_prompts=reach.max_prompts,
+            max_requests=reach.max_requests,
+        )
+        Rehearsal(engine, sizes).run()
+        if engine.graphs is not None:
+            engine.graphs.pool.forget_replays()
+        reserve_memory(
+            self._device, self._token_budget().times(engine.page_size).staging(engine.pool.num_pages)
+        )
+
+    def reach(self) -> Reach:
+        """The largest sizes that serving in this role can ask for."""
+        config, engine = self.config, self._engine
+        assert engine is not None
+        prompt_rows = config.chunk_size or self._max_context
+        if self.has_drafter:
+            prompt_rows = max(alone_tokens(config.local_prefill_tokens), MAX_PREFILL_ROWS)
+        # an eager chain is cut to the useful drafts
+        is_cut = not engine.sizes.has_graphs and not engine.shape.is_tree
+        return Reach(
+            prompt_rows=min(prompt_rows, self._max_context),
+            max_prompts=config.max_running if self.has_drafter else config.max_batch,
+            max_requests=config.max_running,
+            max_context=self._max_context,
+            page_size=config.page_size,
+            eager_shapes=tuple(DraftShape.of(n) for n in range(1, engine.shape.steps)) if is_cut else (),
+        )
 
     def _capture(self) -> None:
         engine, config = self._engine, self.config

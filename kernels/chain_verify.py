@@ -13,7 +13,7 @@ def chain_verify_reference(tokens: torch.Tensor, targets: torch.Tensor, limits: 
     return torch.minimum(1 + matches.long().cumprod(dim=1).sum(dim=1), limits)
 
 
-@jit_varying("num_nodes")
+@jit_varying("num_nodes", "p_limits")
 def _chain_verify_kernel(
     p_tokens: tl.tensor,
     p_targets: tl.tensor,

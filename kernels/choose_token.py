@@ -79,7 +79,10 @@ def _highest_kernel(
     )
 
 
-@jit_varying("vocab_size", "num_splits", "row_stride", "rows_each")
+@jit_varying(
+    "vocab_size", "num_splits", "row_stride", "rows_each",
+    "p_seeds", "p_positions", "p_temperature", "p_min_p", "p_is_drawn",
+)  # fmt: skip
 def _scores_kernel(
     p_logits: tl.tensor,
     p_highest: tl.tensor,
@@ -135,7 +138,7 @@ def _scores_kernel(
     tl.store(p_likeliest + o_out, tl.min(tl.where((b_score == best) & m_token, i_token, vocab_size), axis=0))
 
 
-@jit_varying("num_splits", "rows_each")
+@jit_varying("num_splits", "rows_each", "p_is_drawn")
 def _pick_kernel(
     p_highest: tl.tensor,
     p_likeliest: tl.tensor,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from .kv_store import kv_rows
-from .triton_jit import cdiv, jit, next_power_of_2, tl
+from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
 # Values of one program's tile.
 TILE = 4096
@@ -27,7 +27,7 @@ def compact_kv_reference(kv: torch.Tensor, sources: torch.Tensor, targets: torch
     flat.index_copy_(0, written, flat[read])
 
 
-@jit
+@jit_varying("num_moves")
 def _compact_kv_kernel(
     p_kv: tl.tensor,
     p_read: tl.tensor,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from .triton_jit import cdiv, jit, next_power_of_2, tl
+from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
 # Values of one program's tile.
 TILE = 2048
@@ -22,7 +22,7 @@ def kv_rows(slots: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
     return pages * (num_layers * 2 * page_size) + slots % page_size
 
 
-@jit
+@jit_varying("p_rows")
 def _store_kv_kernel(
     p_k: tl.tensor,
     p_v: tl.tensor,

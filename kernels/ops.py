@@ -4,7 +4,8 @@ products that run in blocks on a CPU.
 A recorder sees operations and not the Python code around them, so each operation declares the arguments that
 it mutates. Lengths and pages are tensors that are read when the operation runs, so a recorded graph follows
 their values. The torch reference on CPU reads only as many pages as the longest context has, which fixed
-shapes could not do. The Triton kernels on CUDA do that by themselves.
+shapes could not do. The Triton kernels on CUDA do that by themselves. On fake tensors the CUDA form runs, so
+that a dry run sees its launches.
 
 Shapes and dtypes are those of `kv_store`, `verify_attention`, `gather_context`, `context_attention`,
 `invariant_attention`, `logits` and `invariant_linear`.
@@ -46,14 +47,14 @@ torch.library.define(
 torch.library.define("baton::invariant_linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 torch.library.define("baton::invariant_logits", "(Tensor hidden, Tensor weight) -> Tensor")
 torch.library.define("baton::float32_logits", "(Tensor hidden, Tensor weight) -> Tensor")
-torch.library.impl("baton::invariant_linear", ("cpu", "cuda"))(invariant_linear)
-torch.library.impl("baton::invariant_logits", ("cpu", "cuda"))(invariant_logits)
-torch.library.impl("baton::float32_logits", ("cpu", "cuda"))(float32_logits)
 
 
-@torch.library.impl("baton::store_kv", ("cpu", "cuda"))
 def _store_kv(kv: torch.Tensor, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     store_kv(kv, layer, rows, k, v)
+
+
+torch.library.impl("baton::store_kv", ("cpu", "cuda"), _store_kv)
+torch.library.register_fake("baton::store_kv", _store_kv)
 
 
 @torch.library.impl("baton::paged_verify", "cpu")
@@ -71,7 +72,6 @@ def _paged_verify_cpu(
     return paged_verify_reference(q, kv, layer, page_table[:, :num_pages], kv_lens, scale, tree_mask)
 
 
-@torch.library.impl("baton::paged_verify", "cuda")
 def _paged_verify_cuda(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -84,7 +84,10 @@ def _paged_verify_cuda(
     return paged_verify_triton(q, kv, layer, page_table, kv_lens, scale, tree_mask)
 
 
-@torch.library.impl("baton::gather_context", ("cpu", "cuda"))
+torch.library.impl("baton::paged_verify", "cuda", _paged_verify_cuda)
+torch.library.register_fake("baton::paged_verify", _paged_verify_cuda)
+
+
 def _gather_context(
     kv: torch.Tensor,
     layer: int,
@@ -97,7 +100,6 @@ def _gather_context(
     gather_context(kv, layer, page_table, kv_starts, kv_lens, keys, values)
 
 
-@torch.library.impl("baton::context_attention", ("cpu", "cuda"))
 def _context_attention(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -110,7 +112,6 @@ def _context_attention(
     return context_attention(q, ContextKV(keys, values), q_starts, kv_starts, kv_lens, scale)
 
 
-@torch.library.impl("baton::invariant_attention", ("cpu", "cuda"))
 def _invariant_attention(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -123,6 +124,18 @@ def _invariant_attention(
 ) -> torch.Tensor:
     rows = Rows(kv_lens, uniform=num_rows, tree_mask=tree_mask)
     return invariant_attention(q, kv, layer, page_table, rows, scale)
+
+
+for _name, _form in (
+    ("baton::gather_context", _gather_context),
+    ("baton::context_attention", _context_attention),
+    ("baton::invariant_attention", _invariant_attention),
+    ("baton::invariant_linear", invariant_linear),
+    ("baton::invariant_logits", invariant_logits),
+    ("baton::float32_logits", float32_logits),
+):
+    torch.library.impl(_name, ("cpu", "cuda"), _form)
+    torch.library.register_fake(_name, _form)
 
 
 def recorded_store_kv(

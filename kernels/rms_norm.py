@@ -80,7 +80,7 @@ def rms_norm_triton(
     if x.numel() == 0:
         return normed, total
     block_width = next_power_of_2(width)
-    # not chosen by the number of rows: the order of a sum follows from the shape of its tile
+    # The same tile for every number of rows: one compiled variant per width, and one order of a sum.
     block_rows = max(1, min(TILE // block_width, 32))
     _rms_norm_kernel[(cdiv(rows.num_rows, block_rows),)](
         rows.x,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .triton_jit import cdiv, jit, next_power_of_2, tl
+from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
 MAX_BLOCK = 2048
 
@@ -17,7 +17,7 @@ def select_last_rows_reference(hidden: torch.Tensor, accept_len: torch.Tensor) -
     return hidden.index_select(0, rows).view(num_requests, width).masked_fill(accept_len[:, None] == 0, 0)
 
 
-@jit
+@jit_varying("rows_each", "p_accept_len")
 def _select_last_rows_kernel(
     p_hidden: tl.tensor,
     p_accept_len: tl.tensor,

@@ -202,7 +202,10 @@ def step_outcome_reference(
     return StepOutcome(report, emitted)
 
 
-@jit_varying("table_stride")
+@jit_varying(
+    "table_stride", "tokens_stride", "path_stride", "num_nodes",
+    "p_slots", "p_tokens", "p_path", "p_accept_len", "p_would_match",
+)  # fmt: skip
 def _outcome_kernel(
     p_table: tl.tensor,
     p_slots: tl.tensor,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from .triton_jit import jit, next_power_of_2, tl
+from .triton_jit import jit_varying, next_power_of_2, tl
 
 MAX_NODES = 1024
 
@@ -56,7 +56,7 @@ def tree_verify_reference(
     return TreeVerdict(accept_len[:, 0], walked, targets.gather(1, walked))
 
 
-@jit
+@jit_varying("num_nodes", "p_limits")
 def _tree_verify_kernel(
     p_tokens: tl.tensor,
     p_parents: tl.tensor,

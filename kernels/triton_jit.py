@@ -1,33 +1,50 @@
 """The only import of Triton. Every kernel file takes `jit` and `tl` from here, with types.
 
 Triton exists for Linux alone. Elsewhere the torch references still run; launching a kernel there raises.
+
+Triton compiles a variant of a kernel for each combination of dtypes, constants and properties of its
+arguments. `planned_launches` collects the launches of a dry run without running them, and `Launch.compile`
+compiles one, so that a server has every variant before its first request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 try:
     import triton  # type: ignore[import-untyped]
     import triton.language as tl  # type: ignore[import-untyped]
+    from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
     from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 except ImportError:  # no wheel for this platform; nothing on it can call a launcher with a CUDA tensor
     triton = tl = TensorDescriptor = None
+    JITFunction = object
 
 __all__ = [
+    "ALIGNMENT",
+    "Compiled",
     "Kernel",
+    "Launch",
     "Rows",
     "cdiv",
     "jit",
     "jit_varying",
     "next_power_of_2",
+    "planned_launches",
     "rows_of",
     "tensor_descriptor",
     "tl",
+    "watch_compilations",
 ]
+
+ALIGNMENT = 16  # bytes of an address, and the factor of an integer, that Triton compiles variants for
+INT32_MAX = 2**31 - 1
 
 
 class Kernel(Protocol):
@@ -39,25 +56,197 @@ class Kernel(Protocol):
 
 def jit(function: Callable[..., object]) -> Kernel:
     """Decorator: compiles `function` as a Triton kernel or as a helper of kernels."""
-    kernel: Kernel = _NoTriton() if triton is None else triton.jit(function)
+    kernel: Kernel = _NoTriton() if triton is None else _Planned(function)
     return kernel
 
 
 def jit_varying(*names: str) -> Callable[[Callable[..., object]], Kernel]:
     """Decorator like `jit`.
 
-    Values of the named integers change with the load, so no variant is compiled for them.
+    The named integers and the addresses of the named pointers change with the load, so no variant is compiled
+    for their values.
 
-    By default Triton compiles new variants for 1 and for multiples of 16, in the middle of serving.
+    By default Triton compiles new variants for integers that are 1 or multiples of 16, and for addresses that
+    are multiples of 16, in the middle of serving. Name every integer that depends on the batch, and every
+    pointer into a tensor whose offset depends on it.
     """
 
     def decorate(function: Callable[..., object]) -> Kernel:
-        kernel: Kernel = (
-            _NoTriton() if triton is None else triton.jit(function, do_not_specialize=list(names))
-        )
+        kernel: Kernel = _NoTriton() if triton is None else _Planned(function, do_not_specialize=list(names))
         return kernel
 
     return decorate
+
+
+# --- launches that are planned and compiled before they run -------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Pointer:
+    """A tensor argument as Triton sees it: its dtype, and its address modulo ALIGNMENT."""
+
+    dtype: torch.dtype
+    offset: int
+
+    def data_ptr(self) -> int:
+        return self.offset
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One planned launch. Launches with equal `variant` share one compiled kernel.
+
+    `variant` is the kernel's name followed by one word per argument and option.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[object, ...]
+    options: dict[str, object]
+    variant: tuple[str, ...]
+
+    def compile(self) -> Callable[[], None]:
+        """Compiles the variant for the current device, or takes it from Triton's cache on disk.
+
+        Threads may compile different variants at once. Returns the function that loads the variant onto the
+        device. One thread must load all variants, after all are compiled. Raises Triton's errors.
+        """
+        compiled = self.kernel.warmup(*self.arguments, grid=self.grid, **self.options)
+        # Triton 3.6 builds a host stub per signature with a C compiler, and imports all stubs under one
+        # name. In several threads, a kernel could get the stub of another. The stub that is made here only
+        # fills the cache on disk; the kernel's own is made by `load`.
+        make_stub = getattr(triton.runtime.driver.active, "launcher_cls", None)
+        if make_stub is not None and compiled is not None:
+            make_stub(compiled.src, compiled.metadata)
+
+        def load() -> None:
+            if compiled is not None:
+                _ = compiled.run  # the property loads the binary and the stub
+
+        return load
+
+    def __str__(self) -> str:
+        return f"{self.variant[0]}({', '.join(self.variant[1:])})"
+
+
+_plan: ContextVar[list[Launch] | None] = ContextVar("planned launches", default=None)
+
+
+@contextmanager
+def planned_launches() -> Iterator[list[Launch]]:
+    """Collects the kernels launched in this context (and thread) instead of running them.
+
+    Their outputs stay unwritten, so only runs on fake tensors make sense. Tensors begin at aligned addresses.
+    """
+    found: list[Launch] = []
+    token = _plan.set(found)
+    try:
+        yield found
+    finally:
+        _plan.reset(token)
+
+
+class _Planned(JITFunction):  # type: ignore[misc]
+    """A Triton kernel whose launches `planned_launches` can collect."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        plan = _plan.get()
+        if plan is None:
+            launch: Callable[..., object] = super().__getitem__(grid)
+            return launch
+
+        def note(*args: object, **options: object) -> None:
+            arguments = tuple(map(_argument, args))
+            given = {name: _argument(value) for name, value in options.items()}
+            plan.append(
+                Launch(
+                    kernel=self,
+                    grid=grid,
+                    arguments=arguments,
+                    options=given,
+                    variant=(self.__name__, *self._words(arguments, given)),
+                )
+            )
+
+        return note
+
+    def _words(self, arguments: tuple[object, ...], options: dict[str, object]) -> Iterator[str]:
+        """One word per parameter, with what Triton compiles a variant for, then the options."""
+        rest = dict(options)
+        for i, param in enumerate(self.params):
+            value = arguments[i] if i < len(arguments) else rest.pop(param.name)
+            if param.is_constexpr:
+                yield f"{param.name}={value}"
+            else:
+                yield f"{param.name}:{_word(value, is_varying=bool(param.do_not_specialize))}"
+        yield from (f"{name}={value}" for name, value in sorted(rest.items()))
+
+
+def _argument(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return _Pointer(value.dtype, int(value.storage_offset()) * value.element_size() % ALIGNMENT)
+    return value
+
+
+def _word(value: object, *, is_varying: bool) -> str:
+    if isinstance(value, _Pointer):
+        is_aligned = not is_varying and value.offset == 0
+        return f"*{str(value.dtype).removeprefix('torch.')}{'/16' if is_aligned else ''}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        block = getattr(value, "block_shape", "")  # of a tensor descriptor
+        return f"{type(value).__name__}{getattr(getattr(value, 'base', None), 'dtype', '')}{block}"
+    if value == 1 and not is_varying:
+        return "1"
+    width = "i32" if -INT32_MAX <= value <= INT32_MAX else "i64"
+    return f"{width}{'/16' if not is_varying and value % ALIGNMENT == 0 else ''}"
+
+
+class _JitInfo(Protocol):
+    """What Triton tells its hooks about a kernel."""
+
+    name: str
+
+
+class _CompileHook:
+    """The hook that Triton calls after each compilation. `before` was set by others and is called, too."""
+
+    def __init__(self, before: Callable[..., object] | None) -> None:
+        self.before = before
+        self.listeners: list[Callable[[Compiled], None]] = []
+
+    def __call__(self, *, fn: _JitInfo, repr: str, **details: object) -> object:
+        for tell in list(self.listeners):
+            tell(Compiled(kernel=fn.name.rpartition(".")[2], variant=repr))
+        return None if self.before is None else self.before(fn=fn, repr=repr, **details)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """A variant that Triton compiled, or read from its cache on disk: `kernel` and `variant` name it."""
+
+    kernel: str
+    variant: str
+
+
+def watch_compilations(tell: Callable[[Compiled], None]) -> Callable[[], None]:
+    """Calls `tell` after every kernel variant that this process has to compile or to read from disk.
+
+    Any thread may call it. Returns the function that ends the watch. Does nothing without Triton, or where
+    Triton has no such hook.
+    """
+    runtime: Any = getattr(getattr(triton, "knobs", None), "runtime", None)
+    if not hasattr(runtime, "jit_post_compile_hook"):
+        return lambda: None
+    hook = runtime.jit_post_compile_hook
+    if not isinstance(hook, _CompileHook):
+        hook = runtime.jit_post_compile_hook = _CompileHook(hook)
+    hook.listeners.append(tell)
+
+    def end() -> None:
+        if tell in hook.listeners:
+            hook.listeners.remove(tell)
+
+    return end
 
 
 class _NoTriton:

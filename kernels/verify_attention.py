@@ -24,6 +24,7 @@ MAX_TILE_ROWS = 64
 TARGET_PROGRAMS = 264
 MIN_SPLIT = 64
 MAX_SPLITS = 64
+FEW_SPLITS = 16  # the merge has two tiles: one of few splits, and one of MAX_SPLITS
 
 
 def visible_columns(
@@ -128,7 +129,7 @@ def _split_bounds(
     return start, tl.maximum(tl.minimum(full_end, end), start), end
 
 
-@jit_varying("num_requests", "num_splits", "table_stride")
+@jit_varying("num_requests", "num_rows", "window", "num_splits", "table_stride", "p_kv_lens", "p_tree_mask")
 def _verify_kernel(
     p_q: tl.tensor,
     p_kv: tl.tensor,
@@ -281,7 +282,7 @@ def paged_verify_triton(
         splits,
         num_flat,
         HEAD_DIM=head_dim,
-        BLOCK_SPLITS=next_power_of_2(splits),
+        BLOCK_SPLITS=FEW_SPLITS if splits <= FEW_SPLITS else MAX_SPLITS,
         BLOCK_DIM=next_power_of_2(head_dim),
         num_warps=2,
     )

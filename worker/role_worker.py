@@ -155,6 +155,7 @@ class RoleWorker(ABC, Generic[R]):
             counters=self._counters
             | engine.step_counters
             | engine.graph_counters
+            | engine.watch_counters
             | dict(counters or {})
             | self.link.transport_counters,
         )

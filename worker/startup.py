@@ -1,5 +1,6 @@
 """The start of a worker process, the same for both roles: from the settings to the main loop, in phases."""
 
+import logging
 import os
 import time
 from abc import ABC, abstractmethod
@@ -32,6 +33,11 @@ from .role_worker import RoleWorker
 from .room import WorkerRoom
 from .spans import RoomSpans, SpansOf
 
+logger = logging.getLogger(__name__)
+
+LOAD_ENGINE = "load the engine"
+SHORTEST_SHOWN = 0.05  # seconds; shorter phases are left out of the line about the start
+
 C = TypeVar("C", bound=WorkerConfig)
 R = TypeVar("R", bound=WorkerRoom)
 
@@ -51,6 +57,7 @@ class WorkerStartup(ABC, Generic[C, R]):
     def __init__(self, config: C, instance: str) -> None:
         self.config = config
         self.instance = instance
+        self._engine_times: list[tuple[str, float]] = []  # phases and seconds
 
     def phases(self) -> list[Phase]:
         """(name, action) in the order in which they must run."""
@@ -58,7 +65,7 @@ class WorkerStartup(ABC, Generic[C, R]):
             ("prepare the process", self.prepare_process),
             ("read keys", self.read_keys),
             ("open metrics and traces", self.open_telemetry),
-            ("load the engine", self.load_engine),
+            (LOAD_ENGINE, self.load_engine),
             ("open sockets", self.open_sockets),
             ("build the main loop", self.build_loop),
         ]
@@ -68,7 +75,10 @@ class WorkerStartup(ABC, Generic[C, R]):
 
         Returns the function that serves until the worker has drained and returns the exit code.
         """
-        run_phases(self.phases())
+        times = run_phases(self.phases())
+        parts = [part for part in times if part[0] != LOAD_ENGINE] + self._engine_times
+        shown = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts if seconds >= SHORTEST_SHOWN)
+        logger.info("started in %.1f s: %s", sum(seconds for _, seconds in times), shown)
         return closing(self.tracing, self.loop.run)
 
     def prepare_process(self) -> None:
@@ -96,7 +106,7 @@ class WorkerStartup(ABC, Generic[C, R]):
     def load_engine(self) -> None:
         """Weights, pools and graphs."""
         loader = EngineLoader(EngineConfig.of(self.config), has_drafter=self.has_drafter)
-        run_phases(loader.phases())
+        self._engine_times = run_phases(loader.phases())
         self.engine = engine = loader.engine()
         self.layout = layout_of(
             engine.pool,

@@ -45,8 +45,14 @@ Phase = tuple[str, Callable[[], None]]
 Serve = Callable[[], int]
 
 
-def run_phases(phases: Sequence[Phase], clock: Callable[[], float] = time.monotonic) -> None:
-    """Runs the phases in order and logs the time of each. An exception ends the sequence and is passed on."""
+def run_phases(
+    phases: Sequence[Phase], clock: Callable[[], float] = time.monotonic
+) -> list[tuple[str, float]]:
+    """Runs the phases in order and logs the time of each. Returns their names and seconds.
+
+    An exception ends the sequence and is passed on.
+    """
+    times: list[tuple[str, float]] = []
     for name, run in phases:
         started = clock()
         logger.debug("%s", name)
@@ -55,7 +61,9 @@ def run_phases(phases: Sequence[Phase], clock: Callable[[], float] = time.monoto
         except Exception:
             logger.debug("%s failed", name, extra=fields(seconds=clock() - started))
             raise
-        logger.info("%s done", name, extra=fields(seconds=round(clock() - started, 3)))
+        times.append((name, round(clock() - started, 3)))
+        logger.info("%s done", name, extra=fields(seconds=times[-1][1]))
+    return times
 
 
 class Shutdown:

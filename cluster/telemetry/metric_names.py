@@ -86,6 +86,13 @@ WORKER_GRAPH_PADDING = _counter(
 WORKER_GRAPH_FALLBACKS = _counter(
     "worker_graph_fallbacks", "Forwards that ran eagerly.", *WORKER, "kind", "reason"
 )
+WORKER_COMPILATIONS = _counter(
+    "worker_compilations_after_ready", "Kernel variants compiled while serving.", *WORKER
+)
+WORKER_CAPTURES = _counter("worker_captures_after_ready", "Graphs captured while serving.", *WORKER)
+WORKER_ALLOCATIONS = _counter(
+    "worker_allocations_after_ready", "Blocks of memory taken from the GPU's driver while serving.", *WORKER
+)
 WORKER_EVENTS = _counter("worker_events", "A worker's own counters.", *WORKER, "event")
 
 # metrics of the router's events
@@ -107,5 +114,6 @@ ROUTER_NAMES = (
 )
 WORKER_NAMES = (
     WORKER_UP, WORKER_PAGES, WORKER_REQUESTS, WORKER_GRAPHS, WORKER_ACCEPT_LENGTH, WORKER_SPEC_STEPS,
-    WORKER_GRAPH_REPLAYS, WORKER_GRAPH_PADDING, WORKER_GRAPH_FALLBACKS, WORKER_EVENTS,
+    WORKER_GRAPH_REPLAYS, WORKER_GRAPH_PADDING, WORKER_GRAPH_FALLBACKS, WORKER_COMPILATIONS,
+    WORKER_CAPTURES, WORKER_ALLOCATIONS, WORKER_EVENTS,
 )  # fmt: skip

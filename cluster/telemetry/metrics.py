@@ -27,6 +27,12 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OUTCOMES = ("ok", "rejected", "cancelled", "failed", "timeout")
 # prefixes of counters in heartbeats
 REPLAYS, PADDING, FALLBACKS = ("graph_replays_", "graph_pad_rows_", "graph_fallback_")
+# counters in heartbeats that have a metric of their own
+AFTER_READY = {
+    "compilations_after_ready": names.WORKER_COMPILATIONS,
+    "captures_after_ready": names.WORKER_CAPTURES,
+    "allocations_after_ready": names.WORKER_ALLOCATIONS,
+}
 Families = dict[str, CounterMetricFamily | GaugeMetricFamily]
 
 
@@ -262,6 +268,8 @@ def _add_worker(families: Families, who: tuple[str, str], stats: WorkerStats) ->
 
 def _metric_of(counter: str, graph_kinds: set[str]) -> tuple[MetricName, tuple[str, ...]]:
     """The metric of a worker's counter, with its last labels. A fallback's name has a kind and a reason."""
+    if counter in AFTER_READY:
+        return AFTER_READY[counter], ()
     if counter.startswith(REPLAYS):
         return names.WORKER_GRAPH_REPLAYS, (counter.removeprefix(REPLAYS),)
     if counter.startswith(PADDING):

@@ -169,6 +169,7 @@ class GraphPool:
         self.backend = backend
         self.check_every = check_every
         self.as_one_break = as_one_break
+        self.num_captured = 0  # captures so far, of dropped graphs, too
         self._graphs: dict[tuple[GraphKind, int, int], PooledGraph[Any, Any]] = {}
         self._replays: Counter[tuple[GraphKind, int]] = Counter()
         self._pad_rows: Counter[GraphKind] = Counter()
@@ -202,6 +203,7 @@ class GraphPool:
             self._settle_growth()
             self._measured = kind, self.backend.pool_bytes()
         start = time.monotonic()
+        self.num_captured += 1
         graph.capture(fn, context)
         pooled.capture_seconds = time.monotonic() - start
         pooled.bound = BoundTensors(parameters) if parameters is not None else None

@@ -40,5 +40,8 @@ class PageBudget:
 
     def total(self, num_pages: int) -> int:
         """Bytes of `num_pages` pages and of the largest amount of features in flight beside them."""
-        staging = num_pages * self.kv_bytes // STAGING_SHARE if self.has_staging else 0
-        return num_pages * self.page_bytes + staging
+        return num_pages * self.page_bytes + self.staging(num_pages)
+
+    def staging(self, num_pages: int) -> int:
+        """Bytes of the largest amount of features in flight beside `num_pages` pages."""
+        return num_pages * self.kv_bytes // STAGING_SHARE if self.has_staging else 0

@@ -52,7 +52,6 @@ def choose_tokens(
     return tokens, bad, short
 
 
-@torch.library.impl("baton::choose_tokens", ("cpu", "cuda"))
 def _choose(
     logits: torch.Tensor,
     positions: torch.Tensor,
@@ -71,6 +70,10 @@ def _choose(
     if is_exact or not logits.is_cuda:
         return choose_exact(logits, positions, tensors, is_ranked=is_ranked)
     return choose_fixed(logits, positions, tensors, is_ranked=is_ranked)
+
+
+torch.library.impl("baton::choose_tokens", ("cpu", "cuda"), _choose)
+torch.library.register_fake("baton::choose_tokens", _choose)
 
 
 def choose_exact(

@@ -158,7 +158,6 @@ def edit_logits(
     return edited
 
 
-@torch.library.impl("baton::edit_logits", ("cpu", "cuda"))
 def _edit(
     logits: torch.Tensor,
     positions: torch.Tensor,
@@ -175,6 +174,10 @@ def _edit(
     edits = LogitEdits(ids=ids, values=values, until=until, penalties=penalties, seen=seen)
     edit = edit_fixed if logits.is_cuda else edit_exact
     return edit(logits, positions, slots, edits, drafts, ancestors, masks)
+
+
+torch.library.impl("baton::edit_logits", ("cpu", "cuda"), _edit)
+torch.library.register_fake("baton::edit_logits", _edit)
 
 
 def edit_fixed(

@@ -38,12 +38,15 @@ def top_logprobs(
     return values, ids
 
 
-@torch.library.impl("baton::top_logprobs", ("cpu", "cuda"))
 def _top(
     logits: torch.Tensor, chosen: torch.Tensor, wanted: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     top = top_fixed if logits.is_cuda else top_exact
     return top(logits, chosen, wanted, num_top)
+
+
+torch.library.impl("baton::top_logprobs", ("cpu", "cuda"), _top)
+torch.library.register_fake("baton::top_logprobs", _top)
 
 
 def top_exact(

@@ -112,7 +112,6 @@ def _choose_on_cpu(
     return tokens
 
 
-@torch.library.impl("baton::choose_drafts", "cuda")
 def _choose_on_cuda(
     logits: torch.Tensor,
     seeds: torch.Tensor,
@@ -124,6 +123,10 @@ def _choose_on_cuda(
     """Has fixed shapes and no host synchronisation. A row without finite logits, such as padding, gives 0."""
     tokens, _ = choose_token(logits, seeds, positions, temperature, None, is_drawn, target_ids)
     return tokens
+
+
+torch.library.impl("baton::choose_drafts", "cuda", _choose_on_cuda)
+torch.library.register_fake("baton::choose_drafts", _choose_on_cuda)
 
 
 @torch.library.impl("baton::rank_drafts", "cpu")
@@ -144,7 +147,6 @@ def _rank_on_cpu(
     return _likeliest(logits, count)
 
 
-@torch.library.impl("baton::rank_drafts", "cuda")
 def _rank_on_cuda(
     logits: torch.Tensor,
     seeds: torch.Tensor,
@@ -156,6 +158,10 @@ def _rank_on_cuda(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     drawn = perturbed(logits, seeds, temperature, positions, target_ids).float()
     return _likeliest(torch.where(is_drawn[:, None], drawn, logits), count)
+
+
+torch.library.impl("baton::rank_drafts", "cuda", _rank_on_cuda)
+torch.library.register_fake("baton::rank_drafts", _rank_on_cuda)
 
 
 def _likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -126,6 +126,20 @@ GRAPHS = {
 }  # fmt: skip
 
 
+AFTER_READY = {
+    "compilations_after_ready": 1.0, "captures_after_ready": 2.0, "allocations_after_ready": 3.0,
+}  # fmt: skip
+
+
+def test_work_that_belongs_before_ready_has_metrics_of_its_own():
+    worker = WorkerRecord(role="prefill", instance=INSTANCE, stats=WorkerStats(counters=AFTER_READY))
+    found = samples(render_worker(worker))
+    who = {"role": "prefill", "worker": INSTANCE}
+    for name, total in AFTER_READY.items():
+        assert value(found, f"baton_worker_{name}_total", **who) == total
+    assert not any(name == "baton_worker_events_total" for name, _ in found)
+
+
 def test_counters_of_graphs_become_metrics_by_kind_and_reason():
     worker = WorkerRecord(role="decode", instance=INSTANCE, stats=WorkerStats(counters=GRAPHS))
     found = samples(render_worker(worker))
@@ -168,7 +182,7 @@ def told():
 def everything():
     metrics = RouterMetrics()
     metrics.request_ended(RequestRecord(outcome="ok", e2e_s=1.0))
-    stats = WorkerStats(accept_length=1.0, spec_steps=2, counters={"forwards": 1.0} | GRAPHS)
+    stats = WorkerStats(accept_length=1.0, spec_steps=2, counters={"forwards": 1.0} | GRAPHS | AFTER_READY)
     worker = WorkerRecord(role="decode", instance=INSTANCE, stats=stats)
     failing = ((INSTANCE, INSTANCE, "TransferTimeout", 2),)
     router = RouterRecord(

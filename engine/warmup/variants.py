@@ -1,0 +1,229 @@
+"""Finds every kernel variant that serving can launch, by a dry run of forwards on fake tensors.
+
+A variant depends on dtypes, strides and tile sizes, never on values. Tiles grow by powers of two. So the dry
+run takes one forward for each power of two. Nothing is computed or allocated.
+
+Legend: Q new rows of a request, B requests.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...kernels.triton_jit import ALIGNMENT, Launch, planned_launches
+from ..attention.metadata import MAX_UNIFORM_ROWS
+from ..batch.extend_batch import extend_batch
+from ..batch.forward_batch import ForwardBatch
+from ..graphs.breakable import Breaks
+from ..kv.page_table import pages_for
+from ..models.interface import CausalLM
+from ..models.layers import Attend
+from ..request import Request
+from ..runner.model_runner import ModelRunner
+from ..runner.target_graphs import aux_ids_of
+from ..sampling.params import SamplingParams
+from ..speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter, DraftPrefill
+from ..speculative.drafters.states import PAD_ROW
+from ..speculative.drafting.shape import DraftShape
+from ..speculative.step.fused_step import FusedStep, StepContext, StepKind
+from ..speculative.step.step_graphs import StepGraphs
+
+SHORT_PREFIX = 100  # tokens: enough for a few splits of a context
+NUM_LAYERS = 2  # the first layer has no residual to add; all further ones launch the same kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """The largest sizes that an engine's role can reach.
+
+    `prompt_rows`: rows of one forward over prompts. `max_prompts`: prompts in it. `max_requests`: requests of
+    a decode step. `max_context` and `page_size` in tokens. `eager_shapes`: draft shapes that run without a
+    graph beside those of the steps' kinds.
+    """
+
+    prompt_rows: int
+    max_prompts: int
+    max_requests: int
+    max_context: int
+    page_size: int
+    eager_shapes: tuple[DraftShape, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtendShape:
+    """New rows of each request, behind `prefix` tokens that are computed already."""
+
+    q_lens: tuple[int, ...]
+    prefix: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.q_lens)
+
+
+def sizes(most: int) -> list[int]:
+    """One size from 1 to `most` for each tile that fits it: the powers of two, and `most`."""
+    found = {*(1 << bit for bit in range(max(most, 1).bit_length())), most}
+    return sorted(size for size in found if 1 <= size <= most)
+
+
+def extend_shapes(rows: int, prompts: int, max_context: int) -> Iterator[ExtendShape]:
+    """Batches of up to `rows` new rows of up to `prompts` requests, one for each variant of attention.
+
+    A single prompt, equally short prompts and prompts of different lengths take different kernels, and so do
+    short and long contexts.
+    """
+    for count in sizes(min(rows, max_context)):
+        is_short, most = count <= MAX_UNIFORM_ROWS, max_context - count
+        for prefix in sorted({0, min(SHORT_PREFIX, most), most} if is_short else {0, most}):
+            yield ExtendShape(q_lens=(count,), prefix=prefix)
+        for prefix in sorted({0, most}):
+            if 1 < count < rows and prompts > 1:
+                yield ExtendShape(q_lens=(count, 1), prefix=prefix)
+            for requests in sorted({2, prompts} if is_short else {}):
+                if 1 < requests <= prompts and count * requests <= rows:
+                    yield ExtendShape(q_lens=(count,) * requests, prefix=prefix)
+
+
+class VariantPlanner:
+    """Dry runs of one engine's forwards. `runner`, `drafter` and `steps` are the engine's own."""
+
+    def __init__(
+        self, runner: ModelRunner, drafter: Drafter | None, steps: StepGraphs | None, reach: Reach
+    ) -> None:
+        self.runner = copy.copy(runner)
+        self.runner.model = first_layers(runner.model)
+        self.runner.graphs = None
+        self.drafter = drafter
+        self.steps = steps
+        self.reach = reach
+
+    @torch.no_grad()
+    def launches(self) -> list[Launch]:
+        """One launch of each variant that serving can reach, in the order of their first use."""
+        reach = self.reach
+        shapes = extend_shapes(reach.prompt_rows, reach.max_prompts, reach.max_context)
+        batches = [self.batch(shape) for shape in shapes]  # reads host tensors, which fake ones do not allow
+        with FakeTensorMode(allow_non_fake_inputs=True), planned_launches() as found:
+            self.prompts(batches)
+            if self.drafter is not None:
+                context = min(reach.max_context, self.drafter.max_context)
+                self.draft_prompts(extend_shapes(MAX_PREFILL_ROWS, reach.max_requests, context))
+            if self.steps is not None:
+                for kind, count in product(self._kinds(self.steps), sizes(reach.max_requests)):
+                    self.step(kind, count)
+        return list({launch.variant: launch for launch in found}.values())
+
+    def prompts(self, batches: Sequence[ForwardBatch]) -> None:
+        """Forwards of the target over prompts: each number of rows once, attention for each batch."""
+        most = max(batch.num_tokens for batch in batches)
+        inputs = [self._body(count) for count in sizes(most)][-1]
+        for number, batch in enumerate(batches):
+            attention = self.runner.attention
+            attend = attention.bind(attention.plan(batch))
+            layers = range(min(NUM_LAYERS, self.runner.pool.num_layers)) if number == 0 else [0]
+            for layer in layers:
+                for q, k, v in inputs.forms(batch.num_tokens):
+                    attend(layer, q, k, v)
+
+    def draft_prompts(self, shapes: Iterator[ExtendShape]) -> None:
+        """Forwards of the drafter over prompts, and the states of the requests that end in them."""
+        assert self.drafter is not None
+        width, device = self.drafter.feature_width, self.runner.pool.device
+        for shape in shapes:
+            self.drafter.prefill(
+                [
+                    DraftPrefill(
+                        pages=[0] * pages_for(shape.prefix + count, self.reach.page_size),
+                        start=shape.prefix,
+                        next_ids=[0] * count,
+                        features=torch.zeros((count, width), dtype=self.runner.model.dtype, device=device),
+                        state_row=PAD_ROW,
+                        is_final=True,
+                    )
+                    for count in shape.q_lens
+                ]
+            )
+
+    def step(self, kind: StepKind, count: int) -> None:
+        """One decode step of `count` requests."""
+        assert self.steps is not None
+        whole = self.steps.step
+        step = FusedStep(self.runner, whole.drafter, whole.state, whole.max_context)
+        slots = torch.zeros(count, dtype=torch.int64, device=whole.state.device)
+        step.run(slots, kind, Breaks(StepContext(num_rows=count)))
+
+    def batch(self, shape: ExtendShape) -> ForwardBatch:
+        """A batch of `shape` whose values do not matter."""
+        size, ranges = self.reach.page_size, []
+        for count in shape.q_lens:
+            end = shape.prefix + count
+            request = Request(room="", epoch=0, prompt_ids=[0] * end, sampling=SamplingParams())
+            request.pages = [0] * pages_for(end, size)
+            ranges.append((request, shape.prefix, end))
+        return extend_batch(ranges, page_size=size, device=self.runner.pool.device)
+
+    def _body(self, count: int) -> "_Inputs":
+        """A forward of `count` rows with the logits of its last row; returns the inputs of its attention."""
+        model, device = self.runner.model, self.runner.pool.device
+        seen: list[_Inputs] = []
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            seen.append(_Inputs(q, k, v))
+            return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+        ids, positions = (torch.zeros(count, dtype=torch.int64, device=device) for _ in range(2))
+        takes: Attend = attend
+        hidden, _ = model.body(model.embed(ids), positions, takes, aux_ids_of(model))
+        for rows in sizes(min(count, self.reach.max_prompts)):
+            model.compute_logits(hidden[:rows].clone())
+        return seen[-1]
+
+    def _kinds(self, steps: StepGraphs) -> list[StepKind]:
+        """One kind of step per shape, with all that a step of it may launch."""
+        widest = {kind.shape: kind for kind in steps.kinds}  # the last kind of a shape edits and ranks
+        common = next(iter(widest.values()))
+        eager = [
+            StepKind(shape=shape, is_ranked=True, num_top=common.num_top)
+            for shape in self.reach.eager_shapes
+            if shape not in widest
+        ]
+        plain = [StepKind(shape=shape, watched=kind.watched) for shape, kind in widest.items()]
+        return [*plain, *eager]
+
+
+def first_layers(model: CausalLM) -> CausalLM:
+    """`model` with NUM_LAYERS of its layers, if all its layers are alike; it shares the weights.
+
+    A model with other layers stays whole.
+    """
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, list) or len({type(layer) for layer in layers}) != 1:
+        return model
+    short = copy.copy(model)
+    vars(short)["layers"] = layers[:NUM_LAYERS]
+    return short
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The inputs of one attention: q `[T, N, D]`, k and v `[T, K, D]`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def forms(self, rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """The first `rows` rows: as the model makes them, and contiguous, as they cross the break of a graph.
+
+        The second form is left out where its strides lead to the same kernels.
+        """
+        q, k, v = (x[:rows] for x in (self.q, self.k, self.v))
+        yield q, k, v
+        if self.q.shape[2] % ALIGNMENT:
+            q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+            yield q, k, v

@@ -1,0 +1,101 @@
+"""A rehearsal runs every graph and leaves the engine as it was."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from baton.engine.config import EngineConfig
+from baton.engine.loader import Engine, EngineLoader
+from baton.engine.warmup.rehearsal import Rehearsal, RehearsalSizes
+from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
+
+CHUNK, MAX_RUNNING = 48, 3
+
+
+@pytest.fixture
+def load(toy_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., Engine]:
+    head = write_head(tmp_path / "head", head_config(2, (0, 1, 2)), head_tensors())
+
+    def load(role: str, **settings: object) -> Engine:
+        config = EngineConfig(
+            model=str(toy_checkpoint("llama", num_hidden_layers=4)), draft=str(head), device="cpu",
+            dtype="float32", chunk_size=CHUNK, max_running=MAX_RUNNING, graph_self_test=False,
+            **({"pages": 60, "max_context": 200, "graphs": True, "spec_adaptive": "on"} | settings),
+        )  # fmt: skip
+        loader = EngineLoader(config, has_drafter=role == "decode")
+        for _, run in loader.phases():
+            run()
+        return loader.engine()
+
+    return load
+
+
+def rehearse(engine: Engine) -> int:
+    rehearsal = Rehearsal(engine, RehearsalSizes(prompt_rows=CHUNK, max_prompts=4, max_requests=MAX_RUNNING))
+    rehearsal.run()
+    return rehearsal.num_forwards
+
+
+def free_pages(engine: Engine) -> list[int]:
+    """All free pages, in the order in which requests would get them."""
+    pages = engine.cache.alloc(engine.cache.num_available)
+    engine.cache.allocator.release(reversed(pages))
+    return pages
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_every_graph_is_replayed_and_none_is_lost(load: Callable[..., Engine], role: str):
+    engine = load(role)
+    assert rehearse(engine) > 30
+    assert engine.graphs is not None
+    kinds = engine.graphs.pool.kinds()
+    assert {kind.kind for kind in kinds if set(kind.replays) != set(kind.buckets)} == set()
+    assert not {reason for kind in kinds for reason in kind.fallbacks} - {"disabled"}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("settings", [{}, {"graphs": False}], ids=["graphs", "eager"])
+def test_pages_states_and_averages_are_those_before(
+    load: Callable[..., Engine], role: str, settings: dict[str, object]
+):
+    engine, untouched = load(role, **settings), load(role, **settings)
+    rehearse(engine)
+    assert free_pages(engine) == free_pages(untouched)
+    engine.cache.allocator.check_integrity()
+    assert not engine.pool.kv.any()
+    if engine.features is not None:
+        assert not engine.features.features.any()
+    if role == "decode":
+        assert engine.steps is not None
+        assert engine.drafter is not None
+        assert engine.step_policy is not None
+        assert untouched.steps is not None
+        assert untouched.step_policy is not None
+        assert engine.steps.step.state.num_open == engine.drafter.states.num_open == 0
+        assert engine.steps.step.state.num_slots == untouched.steps.step.state.num_slots
+        assert not engine.drafter.pool.kv.any()
+        assert engine.step_policy.share_kept == untouched.step_policy.share_kept
+        assert not engine.step_policy.chosen
+
+
+def test_a_pool_of_few_pages_is_rehearsed_with_what_fits(load: Callable[..., Engine]):
+    for role in ("prefill", "decode"):
+        engine = load(role, pages=4, max_context=40)
+        assert rehearse(engine) > 0
+        engine.cache.allocator.check_integrity()
+        assert engine.cache.num_available == 4
+
+
+def test_an_interrupted_rehearsal_gives_its_pages_back(
+    load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+):
+    engine = load("prefill")
+
+    def fail(*_: object) -> torch.Tensor:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(engine.sampler, "sample", fail)
+    with pytest.raises(RuntimeError, match="device lost"):
+        rehearse(engine)
+    assert engine.cache.num_available == 60
