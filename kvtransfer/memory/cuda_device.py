@@ -195,7 +195,7 @@ class CudaDevice:
             with torch.cuda.device(self._device):
                 self._runtime.close(known.address)
 
-    def move(self, runs: Sequence[Spans], pages: Iterable[int]) -> CudaMove:
+    def move(self, runs: Sequence[Spans], pages: Iterable[int], *, is_write: bool) -> CudaMove:
         """As `Device.move`."""
         num_rows = sum(len(run) for run in runs)
         table = self._take(num_rows)
@@ -244,4 +244,4 @@ class CudaDevice:
             pair = torch.zeros(2, HANDLE_BYTES // 4, dtype=torch.int32, device=self._device)
             torch.cuda.current_stream().synchronize()
             row = [[pair[0].data_ptr(), pair[1].data_ptr(), pair.shape[1], 0]]
-            self.move([np.array(row, dtype=np.int64)], []).wait()
+            self.move([np.array(row, dtype=np.int64)], [], is_write=True).wait()

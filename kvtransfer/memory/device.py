@@ -56,5 +56,8 @@ class Device(Protocol):
     def close(self, handle: bytes) -> None:
         """Ends one `open`. Waits for moves; the last `close` unmaps the memory."""
 
-    def move(self, runs: Sequence[Spans], pages: Iterable[int]) -> Move:
-        """Starts to copy and digest the spans of each run, after the launched work that uses `pages`."""
+    def move(self, runs: Sequence[Spans], pages: Iterable[int], *, is_write: bool) -> Move:
+        """Starts to copy and digest the spans of each run, after the launched work that uses `pages`.
+
+        `is_write`: the spans lead into the pages, and not out of them.
+        """

@@ -52,8 +52,10 @@ def test_pages_cross_a_slab_byte_for_byte_and_both_digests_are_right():
     ids, places = [7, 3, 39, 12], [1, 30, 2, 8]
     torch.cuda.synchronize()
     expected = digest(source, ids)
-    assert device.move([spans(source, slab, ids, is_gather=True)], ids).wait() == [expected]
-    assert device.move([spans(target, slab, places, is_gather=False)], places).wait() == [expected]
+    assert device.move([spans(source, slab, ids, is_gather=True)], ids, is_write=False).wait() == [expected]
+    assert device.move([spans(target, slab, places, is_gather=False)], places, is_write=True).wait() == [
+        expected
+    ]
     assert torch.equal(target[places].cpu(), source[ids].cpu())
     others = [page for page in range(NUM_PAGES) if page not in places]
     assert torch.equal(target[others].cpu(), pages(2, "cpu")[others])
@@ -66,10 +68,10 @@ def test_every_run_of_a_move_has_its_own_digest():
     slab = device.allocate(SLAB_BYTES)
     cuts = [[5], [1, 2, 3], list(range(10, 30))]
     torch.cuda.synchronize()
-    moved = device.move([spans(source, slab, ids, is_gather=True) for ids in cuts[:1]], [])
+    moved = device.move([spans(source, slab, ids, is_gather=True) for ids in cuts[:1]], [], is_write=False)
     assert moved.wait() == [digest(source, cuts[0])]
     runs = [spans(source, slab + (n << 21), ids, is_gather=True) for n, ids in enumerate(cuts)]
-    assert device.move(runs, []).wait() == [digest(source, ids) for ids in cuts]
+    assert device.move(runs, [], is_write=False).wait() == [digest(source, ids) for ids in cuts]
     device.free(slab)
 
 
@@ -79,14 +81,16 @@ def test_a_byte_flipped_in_the_slab_changes_the_digest_of_what_landed():
     slab = device.allocate(SLAB_BYTES)
     ids = list(range(8))
     torch.cuda.synchronize()
-    (right,) = device.move([spans(source, slab, ids, is_gather=True)], []).wait()
+    (right,) = device.move([spans(source, slab, ids, is_gather=True)], [], is_write=False).wait()
     for at in (0, 1, PAGE_BYTES, 8 * PAGE_BYTES - 1, 123_457):
         wrong = source[ids].clone()
         wrong.view(-1)[at] ^= 16
         torch.cuda.synchronize()
         flipped = spans(wrong, slab, ids, is_gather=True)
-        device.move([flipped], []).wait()
-        assert device.move([spans(target, slab, ids, is_gather=False)], []).wait() != [right], at
+        device.move([flipped], [], is_write=False).wait()
+        assert device.move([spans(target, slab, ids, is_gather=False)], [], is_write=True).wait() != [
+            right
+        ], at
     device.free(slab)
 
 
@@ -99,8 +103,8 @@ def test_a_move_waits_for_the_stamped_work_and_for_no_other():
     torch.cuda._sleep(LONG)
     source.fill_(9)
     order.stamp([1, 2])
-    free = other.move([spans(source, slab, [5], is_gather=True)], [5])
-    stamped = device.move([spans(source, slab + (1 << 20), [1, 2], is_gather=True)], [1, 2])
+    free = other.move([spans(source, slab, [5], is_gather=True)], [5], is_write=False)
+    stamped = device.move([spans(source, slab + (1 << 20), [1, 2], is_gather=True)], [1, 2], is_write=False)
     free.wait()
     forward = launched(torch.device("cuda"))
     assert forward is not None
@@ -137,7 +141,7 @@ def exporter(pipe: Connection, card: str) -> None:
     slab = device.allocate(SLAB_BYTES)
     torch.cuda.synchronize()
     ids = list(range(20))
-    (found,) = device.move([spans(pool, slab, ids, is_gather=True)], ids).wait()
+    (found,) = device.move([spans(pool, slab, ids, is_gather=True)], ids, is_write=False).wait()
     pipe.send((device.export(slab), found))
     while pipe.recv() is not None:
         pipe.send("still here")
@@ -155,9 +159,9 @@ def importer(pipe: Connection, card: str) -> None:
         slab = device.open(handle, SLAB_BYTES)
         assert device.open(handle, SLAB_BYTES) == slab, "one mapping, counted"
         ids = list(range(39, 19, -1))
-        (found,) = device.move([spans(pool, slab, ids, is_gather=False)], ids).wait()
+        (found,) = device.move([spans(pool, slab, ids, is_gather=False)], ids, is_write=True).wait()
         device.close(handle)
-        assert device.move([spans(pool, slab, ids, is_gather=False)], ids).wait() == [found]
+        assert device.move([spans(pool, slab, ids, is_gather=False)], ids, is_write=True).wait() == [found]
         device.close(handle)
         pipe.send((found, torch.equal(pool.cpu()[ids], pages(11, "cpu")[:20])))
         pipe.recv()
