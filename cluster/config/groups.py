@@ -28,6 +28,12 @@ TRANSPORTS_SETTING = Setting(
 SLAB_SETTING = Setting(
     help="shared memory for KV blocks to decode workers of this host", unit="MiB", minimum=1, maximum=2**20
 )
+DEVICE_SLAB_SETTING = Setting(
+    help="GPU memory for KV blocks to decode workers of this host, 192 MiB for each",
+    unit="MiB",
+    minimum=1,
+    maximum=2**20,
+)
 
 
 MAX_FEATURE_LAYERS = 64  # the bound of a layout's list
@@ -201,6 +207,7 @@ class PrefillSettings(RoleConfig):
         ),
     )
     slab_mb: int = setting(256, SLAB_SETTING)
+    device_slab_mb: int = setting(1024, DEVICE_SLAB_SETTING)
     kv_bulk_port: int = setting(0, BULK_PORT_SETTING)
 
 
