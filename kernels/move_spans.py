@@ -1,4 +1,4 @@
-"""Copy spans of memory and digest them in the same pass: pages into a slot of a slab, and a slot into pages.
+"""Copy spans of memory and digest them in the same pass: pages into a slot, or a slot into pages.
 
 A span is (source address, target address, number of words, number of its first word). Words are 32 bits. The
 addresses are plain numbers, so a span may lie in memory of another process that is mapped here. All addresses
@@ -47,6 +47,7 @@ def _move_spans_kernel(
     i_span = tl.program_id(0)
     begin = tl.program_id(1) * CHUNK
     p_span = p_spans + i_span * 4
+    p_sum = p_sums + i_span * tl.num_programs(1) + tl.program_id(1)
     num_words = tl.multiple_of(tl.load(p_span + 2).to(tl.int32), 4)
     if begin < num_words:
         p_source = tl.multiple_of(tl.load(p_span).to(tl.pointer_type(tl.uint32)), 16)
@@ -59,26 +60,36 @@ def _move_spans_kernel(
             b_word = tl.load(p_source + i_word, mask=m_word, other=0)
             tl.store(p_target + i_word, b_word, mask=m_word)
             b_sum += tl.where(m_word, _mixed(b_word, (first + i_word).to(tl.uint32)), 0)
-        tl.atomic_add(p_sums + i_span, tl.sum(b_sum, axis=0).to(tl.int64), sem="relaxed")
+        tl.store(p_sum, tl.sum(b_sum, axis=0).to(tl.int64))
+    else:
+        tl.store(p_sum, tl.zeros((), tl.int64))
 
 
-def move_spans_triton(spans: torch.Tensor, sums: torch.Tensor, most_words: int) -> None:
-    """Launch on `spans` int64 `[n, 4]`; adds the digest of span i to `sums` int64 `[n]`.
+def move_spans_triton(spans: torch.Tensor, sums: torch.Tensor) -> None:
+    """Copy each of `spans` int64 `[n, 4]`; the digest of span i is the sum of row i of `sums` int64 `[n, c]`.
 
-    `most_words`: words of the longest span. Raises ValueError for other shapes or dtypes.
+    c: at least `num_chunks` of the longest span. Spans must not overlap. The tables may lie in pinned
+    memory of the host: a program reads and writes a few words of them. Raises ValueError for other shapes or
+    dtypes.
     """
     check_spans(spans, sums)
-    _move_spans_kernel[(spans.shape[0], cdiv(most_words, CHUNK))](
+    _move_spans_kernel[(spans.shape[0], sums.shape[1])](
         spans, sums, CHUNK=CHUNK, TILE=TILE, num_warps=NUM_WARPS
     )
 
 
+def num_chunks(num_words: int) -> int:
+    """The number of programs for a span of `num_words` words."""
+    return cdiv(num_words, CHUNK)
+
+
 def check_spans(spans: torch.Tensor, sums: torch.Tensor) -> None:
-    """Raises ValueError unless `spans` is int64 `[n, 4]` and `sums` int64 `[n]`, both contiguous."""
-    fits = spans.dim() == 2 and spans.shape[1] == SPAN_FIELDS and tuple(sums.shape) == (spans.shape[0],)
-    if not fits or {spans.dtype, sums.dtype} != {torch.int64} or not spans.is_contiguous():
+    """Raises ValueError unless `spans` is int64 `[n, 4]` and `sums` int64 `[n, c]`, both contiguous."""
+    fits = spans.dim() == sums.dim() == 2 and spans.shape == (sums.shape[0], SPAN_FIELDS)
+    is_right = {spans.dtype, sums.dtype} == {torch.int64} and spans.is_contiguous() and sums.is_contiguous()
+    if not (fits and is_right):
         given = f"{spans.dtype} {list(spans.shape)} and {sums.dtype} {list(sums.shape)}"
-        raise ValueError(f"move_spans: spans and sums are int64 [n, {SPAN_FIELDS}] and [n], not {given}")
+        raise ValueError(f"move_spans: spans and sums are int64 [n, {SPAN_FIELDS}] and [n, c], not {given}")
 
 
 def mixed(words: torch.Tensor, first: int) -> int:
@@ -94,20 +105,13 @@ def mixed(words: torch.Tensor, first: int) -> int:
     return int(mix.to(torch.int64).sum()) % MODULUS
 
 
-def move_spans(spans: torch.Tensor, sums: torch.Tensor, most_words: int) -> None:
-    """Copy each of `spans` and add its digest to its element of `sums`; see the module.
-
-    `spans` int64 `[n, 4]`, on a GPU or, for addresses of host memory, on the CPU. Spans must not overlap.
-    Raises ValueError for other shapes or dtypes.
-    """
-    if spans.is_cuda:
-        move_spans_triton(spans, sums, most_words)
-        return
+def move_spans_reference(spans: torch.Tensor, sums: torch.Tensor) -> None:
+    """As `move_spans_triton`, for addresses of the host's memory."""
     check_spans(spans, sums)
+    sums.zero_()
     for number, (source, target, num_words, first) in enumerate(spans.tolist()):
-        words = _words_at(source, num_words)
-        _words_at(target, num_words).copy_(words)
-        sums[number] += mixed(_words_at(target, num_words), first)
+        _words_at(target, num_words).copy_(_words_at(source, num_words))
+        sums[number, 0] = mixed(_words_at(target, num_words), first)
 
 
 def _words_at(address: int, num_words: int) -> torch.Tensor:

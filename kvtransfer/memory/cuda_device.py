@@ -18,14 +18,13 @@ import numpy as np
 import torch
 
 from ...engine.kv.page_order import PageOrder
-from ...kernels.move_spans import MODULUS, SPAN_FIELDS, move_spans
+from ...kernels.move_spans import MODULUS, SPAN_FIELDS, move_spans_triton, num_chunks
 from .device import HANDLE_BYTES, Spans
 from .slab import SlabError
 
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
-MIN_ROWS = 256  # spans of the smallest table
-MAX_SPARE_TABLES = 8
-OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+MIN_NUMBERS = 1 << 14  # of the smallest table: 128 MiB in pages of 2 MiB and their features
+NUM_TABLES, MAX_SPARE_TABLES = 4, 8
 
 
 class _Handle(ctypes.Structure):
@@ -93,13 +92,13 @@ class CudaRuntime:
 
 
 class _Table:
-    """Spans and sums of one move, in pinned memory and on the device."""
+    """Pinned memory for the spans and sums of one move, which the kernel reads and writes."""
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.num_rows = num_rows
-        size = num_rows * (SPAN_FIELDS + 1)
-        self.host = torch.empty(size, dtype=torch.int64, pin_memory=True)
-        self.device = torch.empty(size, dtype=torch.int64, device=device)
+    def __init__(self, num_numbers: int) -> None:
+        self.num_numbers = num_numbers
+        self.memory = torch.empty(num_numbers, dtype=torch.int64, pin_memory=True)
+        self.numbers = self.memory.numpy()
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -108,20 +107,20 @@ class CudaMove:
 
     owner: "CudaDevice"
     table: _Table
-    event: torch.cuda.Event
     counts: Sequence[int]  # spans of each run
+    num_chunks: int
     digests: list[int] | None = None
 
     def poll(self) -> list[int] | None:
-        if self.digests is None and self.event.query():  # type: ignore[no-untyped-call]
+        if self.digests is None and self.table.event.query():  # type: ignore[no-untyped-call]
             self.digests = self.owner.finished(self)
         return self.digests
 
     def wait(self) -> list[int]:
-        self.event.synchronize()
-        digests = self.poll()
-        assert digests is not None, "the event is done"
-        return digests
+        if self.digests is None:
+            self.table.event.synchronize()
+            self.digests = self.owner.finished(self)
+        return self.digests
 
 
 @dataclass
@@ -140,7 +139,9 @@ class CudaDevice:
         self._runtime = CudaRuntime()
         self._device, self._order = device, order
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._tables: list[_Table] = []
+        self._tables = [
+            _Table(MIN_NUMBERS) for _ in range(NUM_TABLES)
+        ]  # pinning memory later would stop kernels
         self._opened: dict[bytes, _Opened] = {}
         self._compile()
 
@@ -198,45 +199,36 @@ class CudaDevice:
     def move(self, runs: Sequence[Spans], pages: Iterable[int], *, is_write: bool) -> CudaMove:
         """As `Device.move`."""
         num_rows = sum(len(run) for run in runs)
-        table = self._take(num_rows)
-        num_fields = num_rows * SPAN_FIELDS
-        host, on_device = table.host[: num_fields + num_rows], table.device[: num_fields + num_rows]
-        numbers = host.numpy()
-        numbers[:num_fields].reshape(num_rows, SPAN_FIELDS)[:] = np.concatenate(runs)
-        numbers[num_fields:] = 0
-        most_words = max(int(run[:, 2].max()) for run in runs)
+        num_sums = num_chunks(max(int(run[:, 2].max()) for run in runs))
+        begin, end = num_rows * SPAN_FIELDS, num_rows * (SPAN_FIELDS + num_sums)
+        table = self._take(end)
+        np.concatenate(runs, out=table.numbers[:begin].reshape(num_rows, SPAN_FIELDS))
         self._order.wait(pages, self._stream)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            on_device.copy_(host, non_blocking=True)
-            sums = on_device[num_fields:]
-            move_spans(on_device[:num_fields].view(num_rows, SPAN_FIELDS), sums, most_words)
-            host[num_fields:].copy_(sums, non_blocking=True)
-            event.record(self._stream)
-        return CudaMove(self, table, event, [len(run) for run in runs])
+        with torch.cuda.stream(self._stream):
+            spans, sums = table.memory[:begin], table.memory[begin:end]
+            move_spans_triton(spans.view(num_rows, SPAN_FIELDS), sums.view(num_rows, num_sums))
+            table.event.record(self._stream)
+        return CudaMove(self, table, [len(run) for run in runs], num_sums)
 
     def finished(self, move: CudaMove) -> list[int]:
         """The digests of a finished move, whose table is free again."""
         num_rows = sum(move.counts)
-        sums = move.table.host.numpy()[num_rows * SPAN_FIELDS : num_rows * (SPAN_FIELDS + 1)]
-        ends = np.cumsum(move.counts)
-        digests = [
-            int(sums[end - count : end].sum()) % MODULUS
-            for end, count in zip(ends.tolist(), move.counts, strict=True)
-        ]
+        begin, end = num_rows * SPAN_FIELDS, num_rows * (SPAN_FIELDS + move.num_chunks)
+        rows = move.table.numbers[begin:end].reshape(num_rows, move.num_chunks).sum(axis=1)
+        starts = np.cumsum([0, *move.counts[:-1]])
+        digests = (np.add.reduceat(rows, starts) % MODULUS).tolist()
         if len(self._tables) < MAX_SPARE_TABLES:
             self._tables.append(move.table)
-        return digests
+        return digests  # type: ignore[no-any-return]
 
-    def _take(self, num_rows: int) -> _Table:
+    def _take(self, num_numbers: int) -> _Table:
         for number, table in enumerate(self._tables):
-            if table.num_rows >= num_rows:
+            if table.num_numbers >= num_numbers:
                 return self._tables.pop(number)
-        size = MIN_ROWS
-        while size < num_rows:
+        size = MIN_NUMBERS
+        while size < num_numbers:
             size *= 2
-        with torch.cuda.stream(self._stream):  # so that torch reuses the memory on this stream only
-            return _Table(size, self._device)
+        return _Table(size)
 
     def _compile(self) -> None:
         """Moves one span, so that no hand-off waits for the compiler."""

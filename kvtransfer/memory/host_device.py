@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ...engine.kv.page_order import PageOrder
-from ...kernels.move_spans import MODULUS, move_spans
+from ...kernels.move_spans import MODULUS, move_spans_reference
 from .device import HANDLE_BYTES, Spans
 from .slab import SlabError
 
@@ -161,8 +161,8 @@ class HostDevice:
         for page in move.pages:
             self._order.touch(page, is_write=move.is_write)
         for run in move.runs:
-            sums = torch.zeros(len(run), dtype=torch.int64)
-            move_spans(torch.from_numpy(run), sums, int(run[:, 2].max()))
+            sums = torch.empty(len(run), 1, dtype=torch.int64)
+            move_spans_reference(torch.from_numpy(run), sums)
             move.digests.append(int(sums.sum()) % MODULUS)
         move.is_done = True
 

@@ -99,6 +99,9 @@ def test_a_move_waits_for_the_stamped_work_and_for_no_other():
     order = PageOrder(NUM_PAGES, "cuda")
     device, other = CudaDevice(source.device, order), device_of(source)
     slab = device.allocate(SLAB_BYTES)
+    for one in (device, other):
+        one.move([spans(source, slab, [5], is_gather=True)], [5], is_write=False).wait()
+    source.fill_(8)  # the first launch of a kernel loads it, which waits for the device
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG)
     source.fill_(9)

@@ -11,7 +11,7 @@ from baton.kernels.choose_token import choose_token, choose_token_triton
 from baton.kernels.compact_kv import compact_kv, compact_kv_triton
 from baton.kernels.extend_attention import paged_extend, paged_extend_triton
 from baton.kernels.kv_store import store_kv_triton
-from baton.kernels.move_spans import CHUNK, SPAN_FIELDS, move_spans_triton
+from baton.kernels.move_spans import SPAN_FIELDS, move_spans_triton
 from baton.kernels.rms_norm import add_rms_norm, rms_norm_triton
 from baton.kernels.rope import apply_rope_triton
 from baton.kernels.select_rows import select_last_rows, select_last_rows_triton
@@ -139,7 +139,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     for num_rows, mask in ((1, None), (16, trees)):
         queries = randn(2, num_rows, 32, 128, dtype=torch.bfloat16)
         paged_verify_triton(queries, pool, 1, table, lens, 0.1, mask, num_splits=8)
-    move_spans_triton(torch.zeros(1, SPAN_FIELDS, dtype=torch.int64), rows[:1], CHUNK)
+    move_spans_triton(torch.zeros(1, SPAN_FIELDS, dtype=torch.int64), rows[None])
     names = [name for name, _ in compiled_for_h200]
     assert set(names) == {
         "_rms_norm_kernel", "_silu_mul_kernel", "_rope_kernel", "_store_kv_kernel",

@@ -5,7 +5,15 @@ import random
 
 import pytest
 import torch
-from baton.kernels.move_spans import CHUNK, GOLDEN, MODULUS, mixed, move_spans, move_spans_triton
+from baton.kernels.move_spans import (
+    CHUNK,
+    GOLDEN,
+    MODULUS,
+    mixed,
+    move_spans_reference,
+    move_spans_triton,
+    num_chunks,
+)
 
 WORDS = 4096
 
@@ -29,11 +37,11 @@ def table(source: torch.Tensor, target: torch.Tensor, cuts: list[tuple[int, int,
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def moved(cuts: list[tuple[int, int, int]], source: torch.Tensor, launch=move_spans):
+def moved(cuts: list[tuple[int, int, int]], source: torch.Tensor, launch=move_spans_reference):
     target = torch.zeros(WORDS, dtype=torch.int32)
-    sums = torch.zeros(len(cuts), dtype=torch.int64)
-    launch(table(source, target, cuts), sums, max(n for *_, n in cuts))
-    return target, sums.tolist()
+    sums = torch.full((len(cuts), num_chunks(max(n for *_, n in cuts))), 7)
+    launch(table(source, target, cuts), sums)
+    return target, sums.sum(dim=1).tolist()
 
 
 def test_the_digest_is_the_sum_of_the_mixed_words():
@@ -73,11 +81,11 @@ def test_one_changed_byte_and_two_exchanged_words_change_the_digest():
 def test_the_kernel_copies_and_digests_as_its_reference(interpreter, size: int):
     source = words(2 * size + 8, size)
     made = []
-    for launch in (move_spans, move_spans_triton):
-        target, sums = torch.zeros(3 * size + 8, dtype=torch.int32), torch.tensor([0, 0, 7])
+    for launch in (move_spans_reference, move_spans_triton):
+        target, sums = torch.zeros(3 * size + 8, dtype=torch.int32), torch.full((3, num_chunks(size)), 7)
         rows = [(size + 4, 0, size), (0, 2 * size + 4, 4), (4, size, size)]
-        launch(table(source, target, rows), sums, size)
-        made.append((target, [total % MODULUS for total in sums.tolist()]))
+        launch(table(source, target, rows), sums)
+        made.append((target, (sums.sum(dim=1) % MODULUS).tolist()))
     assert torch.equal(made[0][0], made[1][0])
     assert made[0][1] == made[1][1]
 
@@ -85,11 +93,12 @@ def test_the_kernel_copies_and_digests_as_its_reference(interpreter, size: int):
 @pytest.mark.parametrize(
     ("spans", "sums"),
     [
-        (torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)),
-        (torch.zeros(2, 4, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)),
-        (torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)),
+        (torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 1, dtype=torch.int64)),
+        (torch.zeros(2, 4, dtype=torch.int64), torch.zeros(3, 1, dtype=torch.int64)),
+        (torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)),
+        (torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int64)),
     ],
 )
 def test_spans_of_another_shape_or_dtype_are_refused(spans: torch.Tensor, sums: torch.Tensor):
     with pytest.raises(ValueError, match="move_spans"):
-        move_spans(spans, sums, 4)
+        move_spans_reference(spans, sums)
