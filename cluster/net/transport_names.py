@@ -5,7 +5,7 @@ works between any two hosts, so every worker lists it, and the other transports 
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..errors import ConfigError, HandshakeRefused
 from ..security.ciphers import AUTO
@@ -15,6 +15,8 @@ SHM = "shm"
 CUDA_SLAB = "cuda_slab"
 TRANSPORTS = (CUDA_SLAB, SHM, ZMQ_BLOCKS)  # best first
 LOCAL = (CUDA_SLAB, SHM)  # only between processes of one host
+# prefixes of a decode worker's counters: complete hand-offs by the path that their blocks took
+PATH_BYTES, PATH_SECONDS = "path_bytes_", "path_s_"
 
 
 def transports_fault(text: str) -> str:
@@ -71,3 +73,20 @@ def common_transports(ours: Sequence[str], theirs: Sequence[str], *, is_near: bo
             f"no common transport: ours {list(ours)}, theirs {[name[:32] for name in theirs]}"
         )
     return tuple(common)
+
+
+def path_taken(num_blocks: int, num_shm: int, num_device: int) -> str | None:
+    """The transports of a room's blocks, joined by "+", best first; None if nothing was pulled."""
+    counts = {CUDA_SLAB: num_device, SHM: num_shm, ZMQ_BLOCKS: num_blocks - num_shm - num_device}
+    return "+".join(name for name in TRANSPORTS if counts[name] > 0) or None
+
+
+def path_rates(counters: Mapping[str, float]) -> dict[str, float]:
+    """The rate in GB/s of each path in a decode worker's counters."""
+    rates = {}
+    for name, total in counters.items():
+        if name.startswith(PATH_BYTES):
+            path = name.removeprefix(PATH_BYTES)
+            seconds = counters.get(PATH_SECONDS + path, 0.0)
+            rates[path] = round(total / seconds / 1e9, 3) if seconds > 0 else 0.0
+    return rates

@@ -23,9 +23,10 @@ from ..protocol.layout import Crc, KVLayout, Segment, block_digest, device_diges
 from ..protocol.receiver import ReceiverSession
 from ..protocol.seal import TAG_BYTES, BlockName
 from ..protocol.session import LEASE_S, WINDOW, CloseLink, Effect, Notify, Peer, ReceiverRoom, SendMessage
-from ..transport import Lost, Offer, Planes, PullRequest
+from ..transport import Complete, Lost, Offer, Planes, PullRequest
 from .cuda_slab import SLOT_BYTES, device_of, host_id, next_poll
 from .endpoint import Clock, Endpoint
+from .path_rates import PathRates
 from .shm import ReceiverSlabs
 from .slab_lanes import SlabCounters
 
@@ -84,6 +85,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         self._device = device
         self._pages = None if device is None else ReceiverPages(planes)
         self._landings: list[Landing] = []
+        self._paths = PathRates()
         self._slabs = ReceiverSlabs(
             instance,
             SlabCounters(),
@@ -115,7 +117,11 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
     @property
     def counters(self) -> dict[str, float]:
         """Totals by name, for heartbeats."""
-        return {**self.session.counters.snapshot(), **self._slabs.counters.snapshot()}
+        return {
+            **self.session.counters.snapshot(),
+            **self._slabs.counters.snapshot(),
+            **self._paths.counters(),
+        }
 
     def next_deadline(self, now: float) -> float | None:
         """Latest monotonic time of the next `poll`; None: only a message makes it due."""
@@ -367,6 +373,8 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             if isinstance(effect, SendMessage):
                 self._post(effect)
             elif isinstance(effect, Notify):
+                if isinstance(effect.event, Complete):
+                    self._paths.add(effect.event)
                 if isinstance(effect.event, Lost):
                     self._finish_landings(effect.event.room, effect.event.epoch)
                 self._events.append(effect.event)

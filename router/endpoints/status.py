@@ -7,6 +7,7 @@ from itertools import islice
 
 from msgspec import Struct
 
+from ...cluster.net.transport_names import path_rates
 from ...cluster.protocol.messages import DraftWidths, GraphCounts, WorkerStats
 from ...cluster.telemetry.metrics import RouterRecord, WorkerRecord
 from ..scheduling.dispatcher import Dispatcher
@@ -44,7 +45,8 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     state: str
     model: str
     device: str
-    transport: str
+    transport: str  # the transports that it may use
+    paths: dict[str, float]  # GB/s of complete hand-offs to a decode worker, by the transport they took
     fingerprint: str
     weights_hash: str  # sha256 of every byte of the weights; "": not known yet
     phase: str  # phase of the engine's lifecycle
@@ -194,6 +196,7 @@ def _worker_status(worker: Worker, now: float) -> WorkerStatus:
         model=hello.model,
         device=hello.device,
         transport=hello.transport,
+        paths=path_rates(stats.counters),
         fingerprint=hello.fingerprint,
         weights_hash=stats.weights_hash,
         phase=stats.phase,

@@ -3,7 +3,12 @@
 import pytest
 from baton.cluster.errors import ConfigError, HandshakeRefused
 from baton.cluster.net import transport_names as transports
-from baton.cluster.net.transport_names import common_transports, transports_fault, transports_of
+from baton.cluster.net.transport_names import (
+    common_transports,
+    path_rates,
+    transports_fault,
+    transports_of,
+)
 from baton.cluster.protocol import messages as m
 from baton.kvtransfer.protocol.sender import SenderSession
 from baton.kvtransfer.protocol.session import SendMessage
@@ -78,11 +83,25 @@ def test_prefill_answers_a_hello_with_its_choice_and_remembers_it():
 
 
 @pytest.mark.parametrize(
-    ("blocks", "shared", "name"),
-    [(0, 0, None), (3, 0, "zmq_blocks"), (3, 3, "shm"), (3, 2, "shm+zmq_blocks")],
+    ("blocks", "shared", "on_device", "name"),
+    [
+        (0, 0, 0, None),
+        (3, 0, 0, "zmq_blocks"),
+        (3, 3, 0, "shm"),
+        (3, 2, 0, "shm+zmq_blocks"),
+        (3, 0, 3, "cuda_slab"),
+        (3, 1, 1, "cuda_slab+shm+zmq_blocks"),
+    ],
 )
-def test_the_timeline_says_how_the_blocks_came(blocks, shared, name):
-    decode = m.DecodeTimeline(handoff_blocks=blocks, handoff_shm_blocks=shared)
+def test_the_timeline_says_how_the_blocks_came(blocks, shared, on_device, name):
+    decode = m.DecodeTimeline(
+        handoff_blocks=blocks, handoff_shm_blocks=shared, handoff_device_blocks=on_device
+    )
     room = Room(room="a" * 32, prompt_ids=[1], sampling=m.Sampling(), created=0.0, decode_timeline=decode)
     account = account_of(room, arrived=0.0, tokenize_s=0.0, queued_s=0.0, now=1.0, trace=AttemptTrace())
     assert account.timeline().handoff_transport == name
+
+
+def test_the_rates_of_paths_are_bytes_by_seconds_and_no_other_counter():
+    counters = {"path_bytes_shm": 6e9, "path_s_shm": 2.0, "path_bytes_cuda_slab+shm": 1e9, "bytes": 5.0}
+    assert path_rates(counters) == {"shm": 3.0, "cuda_slab+shm": 0.0}

@@ -200,6 +200,24 @@ def test_a_layout_that_is_not_aligned_is_not_cut_into_spans():
         assert not cuda_slab.is_aligned(KVLayout(msgspec.structs.replace(LAYOUT, **change)))
 
 
+def test_the_path_that_was_taken_is_counted_with_its_rate_and_said_once(start, caplog):
+    pair = start()
+    with caplog.at_level("INFO"):
+        for number in range(3):
+            pair.open(f"{number}" * 32)
+            for _ in range(12):
+                pair.now += 0.001
+                pair.receiver.poll(0)
+                pair.sender.poll(0)
+    counters = pair.receiver.counters
+    assert counters["path_bytes_cuda_slab"] == 3 * 61440
+    assert 0 < counters["path_s_cuda_slab"] < 0.1
+    said = [record for record in caplog.records if "first hand-off" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].fields["transport"] == "cuda_slab"
+    assert said[0].fields["gb_per_s"] > 0
+
+
 # --- fallbacks ----------------------------------------------------------------------------------------------
 
 
