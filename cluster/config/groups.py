@@ -29,7 +29,7 @@ SLAB_SETTING = Setting(
     help="shared memory for KV blocks to decode workers of this host", unit="MiB", minimum=1, maximum=2**20
 )
 DEVICE_SLAB_SETTING = Setting(
-    help="GPU memory for KV blocks to decode workers of this host, 192 MiB for each",
+    help="GPU memory for KV blocks to decode workers of this host, 256 MiB for each",
     unit="MiB",
     minimum=1,
     maximum=2**20,

@@ -109,6 +109,7 @@ class CudaMove:
     table: _Table
     counts: Sequence[int]  # spans of each run
     num_chunks: int
+    is_held: bool
     digests: list[int] | None = None
 
     def poll(self) -> list[int] | None:
@@ -138,7 +139,8 @@ class CudaDevice:
         """Compiles the kernel. Raises SlabError if the runtime library cannot be loaded."""
         self._runtime = CudaRuntime()
         self._device, self._order = device, order
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # a move is short, and a forward's kernels would delay it by as much as they take
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._tables = [
             _Table(MIN_NUMBERS) for _ in range(NUM_TABLES)
         ]  # pinning memory later would stop kernels
@@ -203,12 +205,12 @@ class CudaDevice:
         begin, end = num_rows * SPAN_FIELDS, num_rows * (SPAN_FIELDS + num_sums)
         table = self._take(end)
         np.concatenate(runs, out=table.numbers[:begin].reshape(num_rows, SPAN_FIELDS))
-        self._order.wait(pages, self._stream)
+        is_held = self._order.wait(pages, self._stream)
         with torch.cuda.stream(self._stream):
             spans, sums = table.memory[:begin], table.memory[begin:end]
             move_spans_triton(spans.view(num_rows, SPAN_FIELDS), sums.view(num_rows, num_sums))
             table.event.record(self._stream)
-        return CudaMove(self, table, [len(run) for run in runs], num_sums)
+        return CudaMove(self, table, [len(run) for run in runs], num_sums, is_held)
 
     def finished(self, move: CudaMove) -> list[int]:
         """The digests of a finished move, whose table is free again."""

@@ -21,6 +21,10 @@ HANDLE_BYTES = 64
 class Move(Protocol):
     """A move under way."""
 
+    @property
+    def is_held(self) -> bool:
+        """Whether it began behind unfinished forwards, so that it may take as long as they do."""
+
     def poll(self) -> list[int] | None:
         """The digest of each run, in order, once all runs are in place; None before. Does not wait."""
 

@@ -37,6 +37,10 @@ class HostMove:
     digests: list[int] = field(default_factory=list)
     is_done: bool = False
 
+    @property
+    def is_held(self) -> bool:
+        return self.polls > 1
+
     def poll(self) -> list[int] | None:
         self.polls -= 1
         if self.polls <= 0:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...kernels.move_spans import ALIGNMENT, WORD_BYTES
+from ...kernels.move_spans import ALIGNMENT, SPAN_FIELDS, WORD_BYTES
 from ..protocol.layout import KVLayout, RoomStream
 from ..protocol.session import SendBlock
 from ..transport import Planes, PullRequest
@@ -39,8 +39,10 @@ class RunPlaces:
         return self._spans(slot + self.offsets, self.addresses)
 
     def _spans(self, sources: Numbers, targets: Numbers) -> Spans:
-        words = (sources, targets, self.sizes // WORD_BYTES, self.offsets // WORD_BYTES)
-        return np.stack(words, axis=1)
+        spans = np.empty((len(self.sizes), SPAN_FIELDS), dtype=np.int64)
+        spans[:, 0], spans[:, 1] = sources, targets
+        spans[:, 2], spans[:, 3] = self.sizes // WORD_BYTES, self.offsets // WORD_BYTES
+        return spans
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,8 @@ class PeerLink:
         On a slow link, turns would make all rooms late together; in order of age the last room ends no later.
         """
         pulls: list[SendMessage] = []
+        if not any(room.num_to_pull for room in self.rooms.values()):
+            return pulls
         for _ in range(self._window - self.num_pulls):
             room = next((r for r in self.rooms.values() if r.num_to_pull), None)
             if room is None:

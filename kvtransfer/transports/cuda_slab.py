@@ -5,8 +5,10 @@ the pages of a run into a slot and sends its SlabBlock after the move is done. D
 its own pages, digests what it stored, and frees the slot after the move is done. No device waits for the
 other process: a dead peer leaves nothing behind on a stream.
 
-Both ends start moves and poll them. A move reads or writes the pages of rooms, so the end of a room waits for
-the room's moves; they wait for work of their own process only.
+Both ends start moves on a stream of their own. A move that is not held by a forward ends within a fraction
+of a millisecond, and the link thread waits for it without the interpreter's lock; others are polled. A move
+reads or writes the pages of rooms, so the end of a room waits for the room's moves; they wait for work of
+their own process only.
 """
 
 import logging
@@ -30,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 DEVICE_SLAB_BYTES = 1 << 30  # limit of all device slabs of a prefill worker together
 SLOT_BYTES = 32 << 20  # largest slot: 16 pages of a model with 128 KiB per token
-DEVICE_WINDOW = 4  # slots that are filled or read at a time, so that neither end waits for the other
+DEVICE_WINDOW = 6  # slots that are filled or read at a time, so that neither end waits for the other
+RUNS_PER_MOVE = 2  # of prefill: decode reads these runs while the next ones are gathered
 SPIN_S = 0.001  # a move takes less; one that waits for a forward is polled at this pace
 
 
@@ -146,13 +149,17 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         self._fillings.append(_Filling(fresh[0][0].peer, slab, fresh, move, now))
 
     def settle(self) -> list[tuple[SendBlock, SlabBlock]]:
-        """The runs whose slots are filled now, with their headers."""
+        """The runs whose slots are filled now, with their headers.
+
+        Waits for moves that are not held: they take less than another turn of the link thread.
+        """
         filled: list[tuple[SendBlock, SlabBlock]] = []
-        for filling in list(self._fillings):
-            digests = filling.move.poll()
+        while self._fillings:
+            filling = self._fillings[0]
+            digests = filling.move.poll() if filling.move.is_held else filling.move.wait()
             if digests is None:
                 break  # moves run in order
-            self._fillings.remove(filling)
+            del self._fillings[0]
             filled += self._headers(filling, digests)
         return filled
 

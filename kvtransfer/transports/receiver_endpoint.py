@@ -280,10 +280,14 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         return effects
 
     def _settle_landings(self) -> None:
-        """Handles the runs that are in their pages by now."""
+        """Handles the runs that are in their pages by now, and waits for the first if it is not held."""
+        is_first = True
         while self._landings:
             landing = self._landings[0]
             totals = landing.move.poll()
+            if totals is None and is_first and not landing.move.is_held:
+                totals = landing.move.wait()
+            is_first = False
             if totals is None:
                 return  # moves run in order
             del self._landings[0]

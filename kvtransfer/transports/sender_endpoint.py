@@ -23,7 +23,7 @@ from ..protocol.layout import Crc, KVLayout
 from ..protocol.sender import SenderSession
 from ..protocol.session import LEASE_S, Effect, Notify, Peer, SendBlock, SendMessage
 from ..transport import Dropped, Offer, Planes, PullRequest, Released
-from .cuda_slab import DEVICE_SLAB_BYTES, DEVICE_WINDOW, DeviceLanes, device_of, host_id
+from .cuda_slab import DEVICE_SLAB_BYTES, RUNS_PER_MOVE, DeviceLanes, device_of, host_id
 from .endpoint import RETRY_S, Clock, Endpoint
 from .pending_reads import PendingReads
 from .prepared_blocks import Key, PreparedBlocks, key_of
@@ -221,15 +221,22 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
 
     def _send_filled(self, device_slabs: DeviceLanes) -> None:
         """Sends the headers of the runs that are in their slots by now."""
-        filled = device_slabs.settle()
-        for item, header in filled:
+        filled = self._filled(device_slabs)
+        for message in filled:
+            self._post(message)
+        if filled:
+            self._flush(self._clock())
+
+    def _filled(self, device_slabs: DeviceLanes) -> list[SendMessage]:
+        """The headers of the runs of open rooms that are in their slots by now."""
+        messages: list[SendMessage] = []
+        for item, header in device_slabs.settle():
             if self.session.is_open(item.room, item.epoch):
                 self.reach("sender:block")
                 self.session.counters.blocks += item.count
                 self.session.counters.bytes += item.size
-                self._post(SendMessage(item.peer, header))
-        if filled:
-            self._flush(self._clock())
+                messages.append(SendMessage(item.peer, header))
+        return messages
 
     def _send_some(self, waiting: "deque[SendMessage | SendBlock]") -> int:
         item = waiting[0]
@@ -281,9 +288,9 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         return len(headers) if is_sent else 0
 
     def _begin_runs(self, device_slabs: DeviceLanes, waiting: "deque[SendMessage | SendBlock]") -> int:
-        """Starts to fill slots with the leading runs. Returns the number of runs that need nothing more."""
+        """Starts to fill slots with the leading runs. Returns the number of runs that leave the queue."""
         items: list[SendBlock] = []
-        for item in islice(waiting, DEVICE_WINDOW):
+        for item in islice(waiting, RUNS_PER_MOVE):
             if isinstance(item, SendMessage) or not self.session.is_open(item.room, item.epoch):
                 break
             items.append(item)
@@ -291,7 +298,16 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         for item in items[:num_begun]:
             self._forget(item)
             self.reach("sender:gather")
-        waiting.extend(SendMessage(items[0].peer, header) for header in headers)
+        messages = [SendMessage(items[0].peer, header) for header in headers]
+        if num_begun:
+            messages += self._filled(device_slabs)
+        own = [message for message in messages if message.peer == items[0].peer]
+        headers = [message.message for message in own if isinstance(message.message, SlabBlock)]
+        if headers and self._transmit(items[0].peer, encode_batch(headers), None) is None:
+            waiting.extend(own)
+        for message in messages:
+            if message not in own:
+                self._post(message)
         return num_begun
 
     def _fill_slots(self, waiting: "Sequence[SendMessage | SendBlock]") -> list[tuple[SendBlock, SlabBlock]]:
