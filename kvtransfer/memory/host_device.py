@@ -150,6 +150,16 @@ class HostDevice:
         self._queue.append(move)
         return move
 
+    def die(self) -> None:
+        """Ends as a killed process does: nothing is mapped any more, and no move runs."""
+        self._queue.clear()
+        for memory in (*self._owned.values(), *self._opened.values()):
+            _unmapped(memory)
+            if memory.fd >= 0:
+                os.close(memory.fd)
+        self._owned.clear()
+        self._opened.clear()
+
     def finish(self) -> None:
         """Runs every move that was started."""
         if self._queue:

@@ -203,19 +203,26 @@ class SlabDoor:
         For tokens that come alone, as for a slab in device memory, NO_FD stands for the descriptor. Closes
         descriptors of other users and of tokens that are not expected.
         """
-        with suppress(BlockingIOError):
-            while True:
-                self._admit(self._listener.accept()[0], is_expected, comes_alone)
+        self._accept(is_expected, comes_alone)
         return self._arrived.pop(token, None)
+
+    def sweep(self, is_expected: Callable[[str], bool], comes_alone: Callable[[str], bool]) -> None:
+        """Closes what arrived and is not expected any more: prefill keeps the slab until then."""
+        self._accept(is_expected, comes_alone)
+        for token in [token for token in self._arrived if not is_expected(token)]:
+            _let_go(*self._arrived.pop(token))
 
     def close(self) -> None:
         """Closes the listener and all descriptors that were not taken. Idempotent."""
         self._listener.close()
         for fd, connection in self._arrived.values():
-            if fd != NO_FD:
-                os.close(fd)
-            connection.close()
+            _let_go(fd, connection)
         self._arrived.clear()
+
+    def _accept(self, is_expected: Callable[[str], bool], comes_alone: Callable[[str], bool]) -> None:
+        with suppress(BlockingIOError):
+            while True:
+                self._admit(self._listener.accept()[0], is_expected, comes_alone)
 
     def _admit(
         self,
@@ -274,6 +281,12 @@ def is_alive(connection: socket.socket) -> bool:
     except OSError:
         return False
     return False
+
+
+def _let_go(fd: int, connection: socket.socket) -> None:
+    if fd != NO_FD:
+        os.close(fd)
+    connection.close()
 
 
 def _abstract(address: str) -> str:

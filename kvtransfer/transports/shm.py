@@ -20,7 +20,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...cluster.net.transport_names import CUDA_SLAB, SHM
@@ -317,12 +317,14 @@ class ReceiverSlabs:
                 asked.slab.close()
                 asked.slab, asked.retry_at = None, now
                 lost.append(peer)
+        if self._door is not None:
+            self._door.sweep(*self._awaited())  # the grant of a slab may be lost
         self._count()
         return lost
 
     def next_deadline(self) -> float | None:
-        """Monotonic time of the next `sweep` with work; None without slabs."""
-        return self._sweep_at if self.counters.slabs or self.counters.device_slabs else None
+        """Monotonic time of the next `sweep` with work; None before the first request."""
+        return self._sweep_at if self._door is not None else None
 
     def close(self) -> None:
         """Closes all slabs and the listener. Idempotent."""
@@ -387,10 +389,7 @@ class ReceiverSlabs:
 
     def _map(self, asked: _Asked, grant: SlabGrant) -> MappedSlab | MappedDeviceSlab:
         assert self._door is not None, "there is a request"
-        awaited = [asked for asked in self._asked.values() if asked.slab is None]
-        alone = {asked.token for asked in awaited if asked.transport == CUDA_SLAB}
-        expected = {asked.token for asked in awaited}
-        arrived = self._door.take(grant.token, expected.__contains__, alone.__contains__)
+        arrived = self._door.take(grant.token, *self._awaited())
         if arrived is None:
             raise SlabError("the slab's descriptor did not arrive")
         fd, connection = arrived
@@ -407,6 +406,12 @@ class ReceiverSlabs:
         slab = MappedSlab(grant.slab, grant.num_slots, grant.slot_bytes, fd, connection)
         slab.pin(self._pin)
         return slab
+
+    def _awaited(self) -> tuple[Callable[[str], bool], Callable[[str], bool]]:
+        """Whether a token is expected at the door, and whether it comes without a descriptor."""
+        awaited = [asked for asked in self._asked.values() if asked.slab is None]
+        alone = {asked.token for asked in awaited if asked.transport == CUDA_SLAB}
+        return {asked.token for asked in awaited}.__contains__, alone.__contains__
 
     def _note_fallback(self, peer: Peer, transport: str, reason: str) -> None:
         self.counters.shm_fallbacks += 1
