@@ -46,6 +46,7 @@ def _handoff(room: DecodeRoom) -> dict[str, Attribute]:
         "baton.handoff_bytes": room.handoff_bytes,
         "baton.handoff_blocks": room.handoff_blocks,
         "baton.handoff_shm_blocks": room.handoff_shm_blocks,
+        "baton.handoff_device_blocks": room.handoff_device_blocks,
         "baton.have_tokens": room.have,
     }
 

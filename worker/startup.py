@@ -90,10 +90,9 @@ class WorkerStartup(ABC, Generic[C, R]):
         keep_blocks()
 
     def read_keys(self) -> None:
-        """Keys, ciphers and transports of the KV plane."""
+        """Keys and ciphers of the KV plane."""
         config = self.config
         self.keyring = load_keyring(config.keys, config.role)
-        self.transports = transports_of(config.transports)
         self.ciphers = ciphers_of(
             config.kv_cipher, has_keys=bool(config.keys), trusted_network=config.trusted_network
         )
@@ -104,7 +103,7 @@ class WorkerStartup(ABC, Generic[C, R]):
         self.tracing = open_tracing(self.config, self.instance)
 
     def load_engine(self) -> None:
-        """Weights, pools and graphs."""
+        """Weights, pools and graphs, and the transports that their device allows."""
         loader = EngineLoader(EngineConfig.of(self.config), has_drafter=self.has_drafter)
         self._engine_times = run_phases(loader.phases())
         self.engine = engine = loader.engine()
@@ -115,6 +114,7 @@ class WorkerStartup(ABC, Generic[C, R]):
             feature_width=engine.feature_width,
             weights_hash=engine.weights_hash,
         )
+        self.transports = transports_of(self.config.transports, has_gpu=engine.pool.device.type == "cuda")
 
     def open_sockets(self) -> None:
         """Start the link thread, which opens the KV plane and dials the routers, and the hash of the

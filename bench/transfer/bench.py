@@ -1,9 +1,10 @@
 """`baton bench transfer`: the rate of KV blocks from one process into another one's pages.
 
 Each transport is measured once per round, so that all see the same machine. A second process holds the
-source. Pages are 1 MiB of touched memory, on the host or on a GPU. "of memcpy" and "of socket" are medians of
-the ratios within a round. The first compares with a copy in this process. The second compares with a plain
-socket of the same kind (tcp, or unix for ipc) that sends the same bytes. Both work in host memory.
+source. Pages are 1 MiB of touched memory, on the host or on a GPU. "of memcpy", "of socket" and "of peer
+copy" are medians of the ratios within a round. The first compares with a copy in this process. The second
+compares with a plain socket of the same kind (tcp, or unix for ipc) that sends the same bytes. Both work in
+host memory. The third compares with one copy of all bytes between the two GPUs.
 """
 
 import argparse
@@ -30,6 +31,7 @@ import torch
 import zmq
 
 from ...cluster.errors import TransferError
+from ...cluster.net.transport_names import CUDA_SLAB, SHM, TRANSPORTS
 from ...cluster.security.keyring import Peer, load_keyring, make_key, write_key, write_peers
 from ...kvtransfer.memory.malloc_tuning import keep_blocks
 from ...kvtransfer.transport import Complete, Lost, PullRequest
@@ -39,6 +41,7 @@ from .parts import (
     MEMCPY,
     PAGE_BYTES,
     PAGE_TOKENS,
+    PEER_COPY,
     TCP,
     UNIX,
     Done,
@@ -66,6 +69,7 @@ class TransferBench:
         self._num_pages, self._block_bytes, self._devices = num_pages, block_bytes, (source, target)
         self._planes, self._spare = memory(num_pages, None, target), memory(num_pages, seed=2)
         self._host = self._planes if target == "cpu" else memory(num_pages, None)
+        self._on_source: torch.Tensor | None = None
         self._stack = ExitStack()
         self._receivers: dict[Way, ZmqBlocksReceiver] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -85,7 +89,9 @@ class TransferBench:
         self._stack.callback(self._child.kill)
         source, target = self._devices
         keys = str(self._folder / "prefill")
-        self._order(SourceSetup(self._num_pages, self._block_bytes, source, target, str(self._folder), keys))
+        setup = SourceSetup(self._num_pages, self._block_bytes, source, target, str(self._folder), keys)
+        self.is_on_gpus = setup.is_on_gpus
+        self._order(setup)
         self._where = self._receive(Where)
         tcp = self._stack.enter_context(socket.create_connection(("127.0.0.1", self._where.tcp_port)))
         unix = self._stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -112,6 +118,18 @@ class TransferBench:
         began = time.perf_counter()
         for page in range(self._num_pages):
             np.copyto(target[page], source[page])
+        return time.perf_counter() - began
+
+    def peer_copy(self) -> float:
+        """Copies all bytes from the one GPU to the other by one order to the driver. Returns seconds."""
+        source, target = self._devices
+        if self._on_source is None:
+            self._on_source = torch.zeros(self.num_bytes, dtype=torch.uint8, device=source)
+        for device in self._devices:
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        self._planes.kv.view(-1).copy_(self._on_source)
+        torch.cuda.synchronize(target)
         return time.perf_counter() - began
 
     def socket(self, kind: str) -> float:
@@ -151,10 +169,10 @@ class TransferBench:
         seconds = time.perf_counter() - began
         if isinstance(ended, Lost):
             raise TransferError(f"{way.name}: {ended.reason}")
-        if way.transport == "shm" and ended.num_shm_blocks < ended.num_blocks:
-            raise TransferError(
-                f"{way.name}: {ended.num_blocks - ended.num_shm_blocks} blocks came as messages"
-            )
+        num_as_wanted = {SHM: ended.num_shm_blocks, CUDA_SLAB: ended.num_device_blocks}
+        num_others = ended.num_blocks - num_as_wanted.get(way.transport, ended.num_blocks)
+        if num_others:
+            raise TransferError(f"{way.name}: {num_others} blocks came another way; the log says why")
         self.child_cpu_s += self._receive(Done).cpu_s
         return seconds
 
@@ -167,7 +185,7 @@ class TransferBench:
             keyring=load_keyring(str(self._folder / "decode"), "decode") if way.is_keyed else None,
             ciphers=way.ciphers,
             window=way.window,
-            transports=tuple(dict.fromkeys((way.transport, "zmq_blocks"))),
+            transports=way.transports,
         )
         if way.guard == "plain":
             receiver.use_crc(no_digest)
@@ -195,8 +213,10 @@ class Found:
     cpu: list[float] = field(default_factory=list)  # seconds of both processes per GB
 
 
-def measure(bench: TransferBench, num_rounds: int, windows: list[int]) -> dict[str, Found]:
-    """Measures every transport in each round, after an uncounted round that opens the links."""
+def measure(
+    bench: TransferBench, num_rounds: int, windows: list[int], transports: Sequence[str] = TRANSPORTS
+) -> dict[str, Found]:
+    """Measures every one of `transports` in each round, after an uncounted round that opens the links."""
     found: dict[str, Found] = {}
     gigabytes = bench.num_bytes / 1e9
     tries: list[tuple[str, Callable[[], float]]] = [
@@ -204,7 +224,10 @@ def measure(bench: TransferBench, num_rounds: int, windows: list[int]) -> dict[s
         (TCP, partial(bench.socket, "tcp")),
         (UNIX, partial(bench.socket, "unix")),
     ]
-    tries += [(way.name, partial(bench.pull, way)) for way in ways(windows)]
+    if bench.is_on_gpus:
+        tries.append((PEER_COPY, bench.peer_copy))
+    made = [way for way in ways(windows, is_on_gpus=bench.is_on_gpus) if way.transport in transports]
+    tries += [(way.name, partial(bench.pull, way)) for way in made]
     for number in range(num_rounds + 1):
         for name, attempt in tries:
             cpu_s = -time.process_time() - bench.child_cpu_s
@@ -229,6 +252,7 @@ def summary(found: dict[str, Found]) -> list[dict[str, object]]:
                 "median": statistics.median(way.rates),
                 "of_memcpy": _ratio(way, found[MEMCPY]),
                 "of_socket": _ratio(way, reference) if name.startswith("zmq") else None,
+                "of_peer_copy": _ratio(way, found[PEER_COPY]) if PEER_COPY in found else None,
                 "cpu_s_per_gb": statistics.median(way.cpu),
                 "rates": way.rates,
             }
@@ -239,13 +263,16 @@ def summary(found: dict[str, Found]) -> list[dict[str, object]]:
 def as_table(rows: Sequence[dict[str, object]], machine: str) -> str:
     """The report for the terminal, as markdown."""
     head = ["way", "GB/s best", "median", "of memcpy", "of socket", "CPU s/GB, both"]
-    lines = [machine, "", f"| {' | '.join(head)} |", "|---|---|---|---|---|---|"]
+    is_on_gpus = any(row["of_peer_copy"] is not None for row in rows)
+    head += ["of peer copy"] if is_on_gpus else []
+    lines = [machine, "", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in rows:
         of_socket = f"{row['of_socket']:.2f}" if row["of_socket"] is not None else ""
         cells = (
             f"{row['best']:.2f} | {row['median']:.2f} | {row['of_memcpy']:.2f} | {of_socket} | "
             f"{row['cpu_s_per_gb']:.2f}"
         )
+        cells += f" | {row['of_peer_copy']:.2f}" if is_on_gpus else ""
         lines.append(f"| {row['way']} | {cells} |")
     return "\n".join(lines) + "\n"
 
@@ -299,6 +326,9 @@ def main(argv: Sequence[str]) -> int:
         "--from", dest="source", type=device, default="cpu", metavar="DEVICE", help=where_from
     )
     parser.add_argument("--to", dest="target", type=device, default="cpu", metavar="DEVICE", help=where_to)
+    parser.add_argument(
+        "--only", nargs="+", choices=TRANSPORTS, default=TRANSPORTS, help="transports (default: all)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     options = parser.parse_args(list(argv))
     torch.set_num_threads(1)
@@ -306,7 +336,7 @@ def main(argv: Sequence[str]) -> int:
     where = machine()
     try:
         with TransferBench(options.mib, options.block_kib << 10, options.source, options.target) as bench:
-            found = measure(bench, options.rounds, list(dict.fromkeys(options.windows)))
+            found = measure(bench, options.rounds, list(dict.fromkeys(options.windows)), options.only)
     except TransferError as error:
         sys.stderr.write(f"{PROG}: {error}\n")
         return 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from msgspec import Struct
 
+from ...cluster.net.transport_names import CUDA_SLAB, SHM, ZMQ_BLOCKS
 from ...cluster.protocol.messages import Layout
 from ...cluster.security.ciphers import AES_128_GCM, CRC32C, CURVE
 from ...engine.kv.page_order import PageOrder
@@ -14,7 +15,8 @@ from ...kvtransfer.transport import Planes
 PAGE_BYTES = 1 << 20
 PAGE_TOKENS = 16
 GUARDS = ("plain", CRC32C, AES_128_GCM, CURVE)  # plain: no digest either
-MEMCPY, TCP, UNIX = "memcpy", "tcp socket", "unix socket"
+MEMCPY, TCP, UNIX, PEER_COPY = "memcpy", "tcp socket", "unix socket", "peer copy"
+DEVICE_GUARD = "mix32"  # the digest of device memory
 
 
 class Where(Struct, frozen=True):
@@ -33,9 +35,9 @@ class Done(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Way:
-    """A measured combination: transport, `link` (tcp or ipc) and `guard` (one of GUARDS)."""
+    """A measured combination: transport, `link` (tcp or ipc) and `guard` (one of GUARDS, or DEVICE_GUARD)."""
 
-    transport: str  # zmq_blocks or shm
+    transport: str  # zmq_blocks, shm or cuda_slab
     link: str
     guard: str
     window: int
@@ -43,7 +45,7 @@ class Way:
     @property
     def name(self) -> str:
         """The name in the report."""
-        transport = "shm" if self.transport == "shm" else f"zmq {self.link}"
+        transport = f"zmq {self.link}" if self.transport == ZMQ_BLOCKS else self.transport
         return f"{transport}, {self.guard}, window {self.window}"
 
     @property
@@ -54,6 +56,11 @@ class Way:
     def ciphers(self) -> tuple[str, ...]:
         """The cipher list that both transports are given."""
         return (self.guard if self.is_keyed else CRC32C,)
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """The transport list that both ends are given."""
+        return tuple(dict.fromkeys((self.transport, ZMQ_BLOCKS)))
 
     @property
     def source(self) -> str:
@@ -74,16 +81,22 @@ class SourceSetup(Struct, frozen=True):
     folder: str  # for sockets
     keys: str  # prefill's
 
+    @property
+    def is_on_gpus(self) -> bool:
+        """Whether both processes have their pages on a GPU."""
+        return self.source.startswith("cuda") and self.target.startswith("cuda")
 
-def ways(windows: list[int]) -> list[Way]:
-    """All measured combinations, without the plain sockets and memcpy."""
+
+def ways(windows: list[int], *, is_on_gpus: bool) -> list[Way]:
+    """All measured combinations, without the plain copies and sockets."""
     made = [
-        Way("zmq_blocks", link, guard, window)
+        Way(ZMQ_BLOCKS, link, guard, window)
         for link in ("tcp", "ipc")
         for guard in GUARDS
         for window in windows
     ]
-    return made + [Way("shm", "ipc", guard, window) for guard in ("plain", CRC32C) for window in windows]
+    made += [Way(SHM, "ipc", guard, window) for guard in ("plain", CRC32C) for window in windows]
+    return made + [Way(CUDA_SLAB, "ipc", DEVICE_GUARD, window) for window in windows if is_on_gpus]
 
 
 def layout(block_bytes: int) -> Layout:

@@ -33,7 +33,7 @@ class Source:
         self._instance = secrets.token_hex(16)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._senders: dict[str, ZmqBlocksSender] = {}
-        for way in ways([1]):
+        for way in ways([1], is_on_gpus=setup.is_on_gpus):
             endpoint = "tcp://127.0.0.1:0" if way.link == "tcp" else f"ipc://{folder}/{len(self._senders)}"
             # a context has one authenticator, so keyed senders have their own
             sender = ZmqBlocksSender(
@@ -44,7 +44,7 @@ class Source:
                 context=zmq.Context() if way.is_keyed else context,
                 keyring=load_keyring(keys, "prefill") if way.is_keyed else None,
                 ciphers=way.ciphers,
-                transports=tuple(dict.fromkeys((way.transport, "zmq_blocks"))),
+                transports=way.transports,
             )
             if way.guard == "plain":
                 sender.use_crc(no_digest)

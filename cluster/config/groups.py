@@ -33,6 +33,13 @@ SLAB_SETTING = Setting(
     auto=0,
 )
 AUTO_CHUNK = -1  # 0 is taken: it asks for whole prompts
+DEVICE_SLAB_SETTING = Setting(
+    help="GPU memory for KV blocks to decode workers of this host, 256 MiB for each",
+    unit="MiB",
+    minimum=1,
+    maximum=2**20,
+)
+
 
 MAX_FEATURE_LAYERS = 64  # the bound of a layout's list
 
@@ -245,6 +252,7 @@ class PrefillSettings(RoleConfig):
         ),
     )
     slab_mb: int = setting(0, SLAB_SETTING)
+    device_slab_mb: int = setting(1024, DEVICE_SLAB_SETTING)
     kv_bulk_port: int = setting(0, BULK_PORT_SETTING)
 
 

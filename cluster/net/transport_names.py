@@ -5,14 +5,18 @@ works between any two hosts, so every worker lists it, and the other transports 
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from ..errors import HandshakeRefused
+from ..errors import ConfigError, HandshakeRefused
 from ..security.ciphers import AUTO
 
 ZMQ_BLOCKS = "zmq_blocks"
 SHM = "shm"
-TRANSPORTS = (SHM, ZMQ_BLOCKS)  # best first
+CUDA_SLAB = "cuda_slab"
+TRANSPORTS = (CUDA_SLAB, SHM, ZMQ_BLOCKS)  # best first
+LOCAL = (CUDA_SLAB, SHM)  # only between processes of one host
+# prefixes of a decode worker's counters: complete hand-offs by the path that their blocks took
+PATH_BYTES, PATH_SECONDS = "path_bytes_", "path_s_"
 
 
 def transports_fault(text: str) -> str:
@@ -25,15 +29,29 @@ def transports_fault(text: str) -> str:
         return f"is no list of transports: write {AUTO}, or some of {','.join(TRANSPORTS)}"
     if ZMQ_BLOCKS not in names:
         return f"lacks the transport that the others fall back to: write {text},{ZMQ_BLOCKS}"
-    if SHM in names and not has_shm():
-        return f"names {SHM}, which needs Linux: write {ZMQ_BLOCKS}"
+    local = [name for name in LOCAL if name in names]
+    if local and not has_shm():
+        return f"names {local[0]}, which needs Linux: write {ZMQ_BLOCKS}"
     return ""
 
 
-def transports_of(text: str) -> tuple[str, ...]:
-    """The names in the valid setting `text`, best first. "auto" gives all transports of this platform."""
-    names = TRANSPORTS if text == AUTO else text.split(",")
-    return tuple(name for name in TRANSPORTS if name in names and (name != SHM or has_shm()))
+def transports_of(text: str, *, has_gpu: bool) -> tuple[str, ...]:
+    """The names in the valid setting `text`, best first.
+
+    "auto" gives all transports of this platform and device. Raises ConfigError if the setting names cuda_slab
+    where the pages lie on no GPU.
+    """
+    if text == AUTO:
+        return tuple(name for name in TRANSPORTS if _is_here(name, has_gpu))
+    names = text.split(",")
+    if CUDA_SLAB in names and not has_gpu:
+        others = ",".join(name for name in names if name != CUDA_SLAB)
+        raise ConfigError(f"--transports names {CUDA_SLAB}, which needs a GPU: write {others}")
+    return tuple(name for name in TRANSPORTS if name in names)
+
+
+def _is_here(name: str, has_gpu: bool) -> bool:
+    return (name not in LOCAL or has_shm()) and (name != CUDA_SLAB or has_gpu)
 
 
 def has_shm() -> bool:
@@ -41,14 +59,34 @@ def has_shm() -> bool:
     return hasattr(os, "memfd_create")
 
 
-def best_common(ours: Sequence[str], theirs: Sequence[str]) -> str:
-    """The transport of a pair. An empty list comes from an older release, which has only zmq_blocks.
+def common_transports(ours: Sequence[str], theirs: Sequence[str], *, is_near: bool) -> tuple[str, ...]:
+    """The transports that both ends of a pair have, the best first.
 
-    Raises HandshakeRefused, which shows both lists.
+    An empty list comes from an older release, which has only zmq_blocks. `is_near`: both are known to run on
+    one host; device memory crosses no other way. Raises HandshakeRefused, which shows both lists.
     """
     common = [name for name in TRANSPORTS if name in ours and name in (theirs or (ZMQ_BLOCKS,))]
+    if CUDA_SLAB in common and not is_near:
+        common.remove(CUDA_SLAB)
     if not common:
         raise HandshakeRefused(
             f"no common transport: ours {list(ours)}, theirs {[name[:32] for name in theirs]}"
         )
-    return common[0]
+    return tuple(common)
+
+
+def path_taken(num_blocks: int, num_shm: int, num_device: int) -> str | None:
+    """The transports of a room's blocks, joined by "+", best first; None if nothing was pulled."""
+    counts = {CUDA_SLAB: num_device, SHM: num_shm, ZMQ_BLOCKS: num_blocks - num_shm - num_device}
+    return "+".join(name for name in TRANSPORTS if counts[name] > 0) or None
+
+
+def path_rates(counters: Mapping[str, float]) -> dict[str, float]:
+    """The rate in GB/s of each path in a decode worker's counters."""
+    rates = {}
+    for name, total in counters.items():
+        if name.startswith(PATH_BYTES):
+            path = name.removeprefix(PATH_BYTES)
+            seconds = counters.get(PATH_SECONDS + path, 0.0)
+            rates[path] = round(total / seconds / 1e9, 3) if seconds > 0 else 0.0
+    return rates

@@ -9,7 +9,9 @@ that returns at once.
     prefill:chunk      before a forward, once for each prompt in it
     prefill:first      token 1 was sampled and given to the router's link
     sender:block       before a block is put on the wire
+    sender:gather      a run of blocks is on its way into a slot of device memory
     sender:release     a Release arrived and is not processed yet; decode has everything
+    receiver:scatter   a run of blocks is on its way from device memory into its pages
     receiver:block     a block was checked and is in its pages
     receiver:release   before a Release is sent: every block is in place
     decode:reserve     a Reserve arrived
@@ -39,8 +41,8 @@ from ..errors import ConfigError
 VARIABLE = "BATON_FAULT"
 PERMISSION = "BATON_ALLOW_FAULTS"
 SITES = (
-    "prefill:chunk", "prefill:first", "sender:block", "sender:release", "receiver:block", "receiver:release",
-    "decode:reserve", "decode:chunk", "decode:step",
+    "prefill:chunk", "prefill:first", "sender:block", "sender:gather", "sender:release", "receiver:scatter",
+    "receiver:block", "receiver:release", "decode:reserve", "decode:chunk", "decode:step",
 )  # fmt: skip
 ACTIONS = ("kill", "abort", "raise", "pause", "hang", "hang-gil")
 PAUSE_S = 4.0  # shorter than the lease of a hand-off, longer than any timeout of a worker

@@ -4,8 +4,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from .message_parts import Count, Id, KeyBytes, Message, Port, Small, Text, Ticket, TokenId
-from .slab_messages import SlabBlock, SlabDown, SlabUp
+from .message_parts import Count, Id, KeyBytes, Message, Port, ShortText, Small, Text, Ticket, TokenId
+from .slab_messages import RunLength, SlabBlock, SlabDown, SlabUp
 
 BLOCK_BYTES = 1 << 20  # default block size, the unit of a pull
 BLOCK_TOKENS, MAX_BLOCK_BYTES = 32, 4 << 20
@@ -49,7 +49,8 @@ class KVHello(Message, frozen=True, kw_only=True):
     """Decode opens the link of a pair. Resent until answered.
 
     `ciphers` are the accepted protections of blocks, `transports` the accepted transports, see
-    `cluster.net.transport_names`.
+    `cluster.net.transport_names`. `host` is the boot id of decode's host, and `gpu` the UUID of its device,
+    where it has one.
     """
 
     instance: Id
@@ -57,6 +58,8 @@ class KVHello(Message, frozen=True, kw_only=True):
     layout: Layout
     ciphers: Annotated[tuple[Text, ...], Meta(max_length=16)] = ()  # none: "crc32c"
     transports: Annotated[tuple[Text, ...], Meta(max_length=16)] = ()  # none: "zmq_blocks"
+    host: ShortText = ""
+    gpu: ShortText = ""
 
 
 class KVWelcome(Message, frozen=True, kw_only=True):
@@ -122,12 +125,16 @@ class Announce(Message, frozen=True, kw_only=True):
 
 
 class Pull(Message, frozen=True, kw_only=True):
-    """Decode asks for block `block` of the room's byte stream, counted from `have`."""
+    """Decode asks for the blocks [block, block + count) of the room's byte stream, counted from `have`.
+
+    Only a pair with a slab in device memory asks for more than one.
+    """
 
     room: Id
     epoch: Count
     instance: Id
     block: Count
+    count: RunLength = 1
 
 
 class Block(Message, frozen=True, kw_only=True):

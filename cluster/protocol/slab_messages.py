@@ -1,13 +1,21 @@
-"""Messages about shared memory, on the KV plane: only between peers that agreed on the transport "shm"."""
+"""Messages about slabs, on the KV plane: only between peers that agreed on "shm" or "cuda_slab".
+
+With "shm" the slab is shared memory of the host, whose descriptor crosses a unix socket. With "cuda_slab" it
+is memory of prefill's device, whose handle is in the SlabGrant; the same unix socket then crosses only the
+token. Its two ends are open as long as the slab is used.
+"""
 
 from typing import Annotated
 
 from msgspec import Meta
 
-from .message_parts import Count, Id, Message, Small, Text
+from .message_parts import Count, Id, KeyBytes, Message, ShortText, Small, Text
 
 NumSlots = Annotated[int, Meta(ge=1, le=4096)]
 SlotBytes = Annotated[int, Meta(ge=4096, le=64 << 20)]
+
+
+RunLength = Annotated[int, Meta(ge=1, le=1 << 14)]  # blocks that share a pull and a slot
 
 
 class SlabRequest(Message, frozen=True, kw_only=True):
@@ -18,17 +26,27 @@ class SlabRequest(Message, frozen=True, kw_only=True):
     address: Id
     token: Id  # sent with the slab's descriptor to identify this hand-over
     num_slots: NumSlots  # number of slots that decode asks for: its pulls in flight, and some more
-    slot_bytes: SlotBytes  # the block size of the common layout
+    slot_bytes: SlotBytes  # "shm": the block size of the common layout; "cuda_slab": a multiple of it
+    transport: ShortText = "shm"
 
 
 class SlabGrant(Message, frozen=True, kw_only=True):
-    """Prefill has handed over the descriptor of slab `slab`, of `num_slots` slots of `slot_bytes` bytes."""
+    """Prefill has handed over slab `slab`, of `num_slots` slots of `slot_bytes` bytes.
+
+    `handle` opens device memory: whoever has it may read and write the whole slab.
+    """
 
     instance: Id
     token: Id  # token of the request
     slab: Id
     num_slots: NumSlots
     slot_bytes: SlotBytes
+    handle: KeyBytes = b""
+
+    def __repr__(self) -> str:
+        """Omits the handle, which must not be logged."""
+        size = f"{self.num_slots} x {self.slot_bytes}"
+        return f"SlabGrant({self.slab} from {self.instance}, {size})"
 
 
 class SlabDenied(Message, frozen=True, kw_only=True):
@@ -40,7 +58,10 @@ class SlabDenied(Message, frozen=True, kw_only=True):
 
 
 class SlabBlock(Message, frozen=True, kw_only=True):
-    """A block in slot `slot` of the pair's slab, in place of Block and its bytes."""
+    """The blocks [block, block + count) in slot `slot` of the pair's slab, in place of their bytes.
+
+    `digest` is crc32c in shared memory, and that of `kernels.move_spans` in device memory.
+    """
 
     room: Id
     epoch: Count
@@ -51,10 +72,11 @@ class SlabBlock(Message, frozen=True, kw_only=True):
     slab: Id
     slot: Small
     lease_ms: Count  # the slot is not reused for this long, unless the room ends earlier
+    count: RunLength = 1
 
 
 class SlotFree(Message, frozen=True, kw_only=True):
-    """Decode is done with the block in slot `slot`, whether the block was valid or not."""
+    """Decode is done with slot `slot`, whose first block is `block`, whether the blocks were valid or not."""
 
     room: Id
     epoch: Count

@@ -39,6 +39,7 @@ from .findings import (
     check_link,
     check_model,
     check_pairing,
+    check_paths,
     check_ports,
     check_shm,
     check_sizes,
@@ -195,7 +196,9 @@ def _cluster(url: str) -> list[Finding]:
     client = ChatClient(url, api_key=os.environ.get(KEY_VARIABLE, ""), silence_s=ANSWER_S)
     try:
         status = client.get("/status")
-        found = check_clock(status["router"]["clock"], time.time()) + check_pairing(status)
+        found = (
+            check_clock(status["router"]["clock"], time.time()) + check_pairing(status) + check_paths(status)
+        )
         end = client.certificate_end()
         return found if end is None else check_certificate(end, time.time()) + found
     except BatonError as error:

@@ -18,6 +18,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from ...cluster.config.roles import DecodeConfig, PrefillConfig
 from ...cluster.errors import BatonError, ConfigError
+from ...cluster.net.transport_names import CUDA_SLAB
 from ...cluster.security.keyring import read_key, read_peers
 from ...engine.auto_sizes import Card
 from ..capacity.checkpoints import faults_of, feature_layers, identity_of, read_config
@@ -239,6 +240,29 @@ def check_certificate(end: float, now: float) -> list[Finding]:
         )
         return [Finding("tls", WARN, text, remedy)]
     return well("tls", text)
+
+
+def check_paths(status: Mapping[str, Any]) -> list[Finding]:
+    """Names the ways that hand-offs took, with their rates, from a router's /status.
+
+    Warns where two GPUs of one host did not use device memory.
+    """
+    workers = [worker for worker in status.get("workers", []) if worker.get("state") == "serving"]
+    on_gpus = [worker for worker in workers if worker.get("device", "").startswith("cuda")]
+    near = {worker["host"] for worker in on_gpus if worker["role"] == "prefill"}
+    found = []
+    for worker in workers:
+        paths: Mapping[str, float] = worker.get("paths") or {}
+        if not paths:
+            continue
+        rates = ", ".join(f"{path} at {rate:.2f} GB/s" for path, rate in paths.items())
+        text = f"decode {worker['instance'][:8]} on {worker['host']}: {rates}"
+        if worker in on_gpus and worker["host"] in near and CUDA_SLAB not in paths:
+            remedy = "its log says why not device memory: look for 'blocks take another way'"
+            found.append(Finding("hand-off", WARN, text, remedy))
+        else:
+            found.append(Finding("hand-off", OK, text))
+    return found
 
 
 def check_pairing(status: Mapping[str, Any]) -> list[Finding]:

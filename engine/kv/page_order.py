@@ -86,16 +86,22 @@ class PageOrder:
             for page in pages:
                 self._after[page] = event
 
-    def wait(self, pages: Iterable[int], stream: torch.cuda.Stream | None = None) -> None:
-        """Make `stream` wait for the stamps of `pages`. Without a stream, the calling thread waits."""
+    def wait(self, pages: Iterable[int], stream: torch.cuda.Stream | None = None) -> bool:
+        """Make `stream` wait for the stamps of `pages`. Without a stream, the calling thread waits.
+
+        Returns whether some of the stamped work was unfinished.
+        """
         events = [self._after[page] for page in pages]
+        is_unfinished = False
         for event in {id(event): event for event in events if event is not None}.values():
             if event.query():
                 continue
+            is_unfinished = True
             if stream is None:
                 event.synchronize()
             else:
                 stream.wait_event(event)  # type: ignore[arg-type]
+        return is_unfinished
 
     def mark(self) -> StreamEvent | None:
         """A point behind all work launched on the compute stream so far; None on the CPU."""

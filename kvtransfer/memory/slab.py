@@ -20,7 +20,7 @@ import secrets
 import socket
 import stat
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -39,6 +39,7 @@ F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE = (
 SEALS = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE
 BACKLOG = 64
 TOKEN_BYTES = 32  # hex
+NO_FD = -1
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -48,6 +49,8 @@ class SlabError(BatonError):
 
 class Slab:
     """Prefill's end of a slab: `num_slots` writable slots of `slot_bytes` bytes."""
+
+    handle = b""  # its descriptor crosses a unix socket
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         """Allocates all memory, so that no later write faults. Raises SlabError if there is not enough."""
@@ -94,22 +97,7 @@ class Slab:
 
         Returns the connection. Raises SlabError if decode is out of reach.
         """
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            connection.setblocking(False)
-            connection.connect(_abstract(address))
-            _check_peer(connection)
-            socket.send_fds(connection, [token.encode()], [self._fd])
-        except OSError as error:
-            connection.close()
-            is_elsewhere = error.errno == errno.ECONNREFUSED
-            reason = (
-                "it is on another host, or its network is" if is_elsewhere else error.strerror or str(error)
-            )
-            raise SlabError(f"decode cannot be reached for shared memory: {reason}") from None
-        except SlabError:
-            connection.close()
-            raise
+        connection = hand_over(address, token, [self._fd])
         os.close(self._fd)  # the mapping stays
         self._fd = -1
         return connection
@@ -192,7 +180,7 @@ class SlabDoor:
     def __init__(self) -> None:
         """Raises SlabError if this process may not listen on a unix socket."""
         self.address = secrets.token_hex(16)
-        self._arrived: dict[str, tuple[int, socket.socket]] = {}  # token -> descriptor
+        self._arrived: dict[str, tuple[int, socket.socket]] = {}  # token -> descriptor, NO_FD without one
         try:
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._listener.setblocking(False)
@@ -204,33 +192,53 @@ class SlabDoor:
     def __repr__(self) -> str:
         return f"SlabDoor({self.address[:8]}, arrived={len(self._arrived)})"
 
-    def take(self, token: str, is_expected: Callable[[str], bool]) -> tuple[int, socket.socket] | None:
+    def take(
+        self,
+        token: str,
+        is_expected: Callable[[str], bool],
+        comes_alone: Callable[[str], bool] = lambda token: False,
+    ) -> tuple[int, socket.socket] | None:
         """The descriptor that arrived with `token`, and its connection; None if it has not arrived.
 
-        Closes descriptors of other users and of tokens that are not expected.
+        For tokens that come alone, as for a slab in device memory, NO_FD stands for the descriptor. Closes
+        descriptors of other users and of tokens that are not expected.
         """
-        with suppress(BlockingIOError):
-            while True:
-                self._admit(self._listener.accept()[0], is_expected)
+        self._accept(is_expected, comes_alone)
         return self._arrived.pop(token, None)
+
+    def sweep(self, is_expected: Callable[[str], bool], comes_alone: Callable[[str], bool]) -> None:
+        """Closes what arrived and is not expected any more: prefill keeps the slab until then."""
+        self._accept(is_expected, comes_alone)
+        for token in [token for token in self._arrived if not is_expected(token)]:
+            _let_go(*self._arrived.pop(token))
 
     def close(self) -> None:
         """Closes the listener and all descriptors that were not taken. Idempotent."""
         self._listener.close()
         for fd, connection in self._arrived.values():
-            os.close(fd)
-            connection.close()
+            _let_go(fd, connection)
         self._arrived.clear()
 
-    def _admit(self, connection: socket.socket, is_expected: Callable[[str], bool]) -> None:
+    def _accept(self, is_expected: Callable[[str], bool], comes_alone: Callable[[str], bool]) -> None:
+        with suppress(BlockingIOError):
+            while True:
+                self._admit(self._listener.accept()[0], is_expected, comes_alone)
+
+    def _admit(
+        self,
+        connection: socket.socket,
+        is_expected: Callable[[str], bool],
+        comes_alone: Callable[[str], bool],
+    ) -> None:
         fds: list[int] = []
         try:
             connection.setblocking(False)
             _check_peer(connection)
             text, fds, _, _ = socket.recv_fds(connection, TOKEN_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
             token = text.decode("ascii", "replace")
-            if len(fds) == 1 and is_expected(token) and token not in self._arrived:
-                self._arrived[token] = (fds[0], connection)
+            is_whole = len(fds) == (0 if comes_alone(token) else 1)
+            if is_whole and is_expected(token) and token not in self._arrived:
+                self._arrived[token] = (fds[0] if fds else NO_FD, connection)
                 return
         except (
             OSError,
@@ -242,6 +250,28 @@ class SlabDoor:
         connection.close()
 
 
+def hand_over(address: str, token: str, fds: Sequence[int]) -> socket.socket:
+    """Passes `token` and `fds` to decode at `address`.
+
+    Returns the connection. Raises SlabError if decode is out of reach.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.setblocking(False)
+        connection.connect(_abstract(address))
+        _check_peer(connection)
+        socket.send_fds(connection, [token.encode()], list(fds))
+    except OSError as error:
+        connection.close()
+        is_elsewhere = error.errno == errno.ECONNREFUSED
+        reason = "it is on another host, or its network is" if is_elsewhere else error.strerror or str(error)
+        raise SlabError(f"decode cannot be reached for shared memory: {reason}") from None
+    except SlabError:
+        connection.close()
+        raise
+    return connection
+
+
 def is_alive(connection: socket.socket) -> bool:
     """Whether the other end of a hand-over's connection still exists. No data follows the hand-over."""
     try:
@@ -251,6 +281,12 @@ def is_alive(connection: socket.socket) -> bool:
     except OSError:
         return False
     return False
+
+
+def _let_go(fd: int, connection: socket.socket) -> None:
+    if fd != NO_FD:
+        os.close(fd)
+    connection.close()
 
 
 def _abstract(address: str) -> str:

@@ -15,6 +15,7 @@ class Slot:
     index: int
     ends_at: float
     header: SlabBlock | None = None  # None while it is being filled
+    is_filling: bool = False  # a move is under way
 
 
 class SlotTable:

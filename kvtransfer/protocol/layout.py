@@ -121,10 +121,10 @@ class RoomStream:
         """Blocks of the stream."""
         return -(-self.total_bytes // self.block_bytes)
 
-    def block_size(self, block: int) -> int:
-        """Bytes of block `block`."""
-        assert 0 <= block < self.num_blocks, f"block {block} of {self.num_blocks}"
-        return min((block + 1) * self.block_bytes, self.total_bytes) - block * self.block_bytes
+    def block_size(self, block: int, count: int = 1) -> int:
+        """Bytes of the blocks [block, block + count)."""
+        assert 0 <= block < block + count <= self.num_blocks, f"{block} + {count} of {self.num_blocks}"
+        return min((block + count) * self.block_bytes, self.total_bytes) - block * self.block_bytes
 
     def ready_blocks(self, tokens_ready: int) -> int:
         """Number of leading blocks that lie wholly in pages completed by the first `tokens_ready` tokens."""
@@ -217,6 +217,11 @@ def block_digest(room: str, epoch: int, block: int, payload: memoryview, crc: Cr
 def digest_seed(room: str, epoch: int, block: int, size: int) -> int:
     """The digest of the block's name alone; the digest of its bytes continues it."""
     return crc32c(f"{room}/{epoch}/{block}/{size}".encode())
+
+
+def device_digest(room: str, epoch: int, block: int, size: int, total: int) -> int:
+    """The digest of a run in device memory: that of its name, and `total`, that of `kernels.move_spans`."""
+    return (digest_seed(room, epoch, block, size) + total) % (1 << 32)
 
 
 def _show(layout: Layout) -> str:

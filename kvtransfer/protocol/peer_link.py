@@ -32,7 +32,8 @@ class PeerLink:
         self.rooms: dict[str, ReceiverRoom] = {}  # in the order of their turns
         self.idle_since = now
         self._hello = hello
-        self._window = window
+        self._default_window = self._window = window
+        self._run_blocks = 1
         self._silence_s = silence_s
         self._greeted_at = now
         self._heard_at = now
@@ -48,6 +49,11 @@ class PeerLink:
         return sum(len(room.in_flight) for room in self.rooms.values())
 
     @property
+    def num_pulls(self) -> int:
+        """Pulls with blocks in flight, over all rooms."""
+        return sum(room.num_pulls for room in self.rooms.values())
+
+    @property
     def is_sealing(self) -> bool:
         """Whether the peer seals its blocks."""
         return self.cipher == AES_128_GCM
@@ -55,6 +61,14 @@ class PeerLink:
     def is_greeted(self, instance: str) -> bool:
         """Whether the handshake with process `instance` is done."""
         return self.layout is not None and self.instance == instance
+
+    def pull_runs(self, run_blocks: int, window: int | None) -> None:
+        """From now on, one pull asks for up to `run_blocks` blocks of a room.
+
+        `window`: pulls in flight; None: as many as the settings allow.
+        """
+        self._run_blocks = run_blocks
+        self._window = self._default_window if window is None else min(window, self._default_window)
 
     def hello(self, now: float) -> SendMessage:
         """The handshake's first message."""
@@ -144,24 +158,27 @@ class PeerLink:
         On a slow link, turns would make all rooms late together; in order of age the last room ends no later.
         """
         pulls: list[SendMessage] = []
-        for _ in range(self._window - self.num_in_flight):
-            room = next((r for r in self.rooms.values() if r.has_block_to_pull), None)
+        if not any(room.num_to_pull for room in self.rooms.values()):
+            return pulls
+        for _ in range(self._window - self.num_pulls):
+            room = next((r for r in self.rooms.values() if r.num_to_pull), None)
             if room is None:
                 break
             if not room.in_flight:
                 room.heard_at = now
                 room.lease.renew(now)
-            room.in_flight[room.next_block] = InFlight(now)
-            pulls.append(self._pull(room, room.next_block))
-            room.next_block += 1
+            first, count = room.next_block, min(self._run_blocks, room.num_to_pull)
+            room.in_flight.update(dict.fromkeys(range(first, first + count), InFlight(now)))
+            pulls.append(self._pull(room, first, count))
+            room.next_block += count
         return pulls
 
-    def repull(self, room: ReceiverRoom, block: int, now: float) -> SendMessage:
-        """Asks for a block once more."""
-        in_flight = room.in_flight[block]
-        in_flight.num_repulls += 1
-        in_flight.sent_at = now
-        return self._pull(room, block)
+    def repull(self, room: ReceiverRoom, block: int, now: float, count: int = 1) -> SendMessage:
+        """Asks for the blocks [block, block + count), all in flight, once more."""
+        num_repulls = room.in_flight[block].num_repulls + 1
+        again = InFlight(now, num_repulls)
+        room.in_flight.update(dict.fromkeys(range(block, block + count), again))
+        return self._pull(room, block, count)
 
     def ask_at(self, room: ReceiverRoom) -> float:
         """Monotonic time at which the room has been silent for long enough to repeat requests."""
@@ -174,9 +191,10 @@ class PeerLink:
         if room.state is ReceiverState.GREETING:
             return []
         questions = [self.attach(room, now)]
-        for block, in_flight in room.in_flight.items():
+        for block, count in runs_in_flight(room):
+            in_flight = room.in_flight[block]
             if in_flight.num_repulls < MAX_REPULLS and now >= in_flight.sent_at + self._silence_s:
-                questions.append(self.repull(room, block, now))
+                questions.append(self.repull(room, block, now, count))
         return questions
 
     def ask_anew(self, room: ReceiverRoom, now: float) -> list[SendMessage]:
@@ -187,9 +205,23 @@ class PeerLink:
         """
         for in_flight in room.in_flight.values():
             in_flight.sent_at = now
-        return [self.attach(room, now), *(self._pull(room, block) for block in room.in_flight)]
+        return [self.attach(room, now), *(self._pull(room, *run) for run in runs_in_flight(room))]
 
-    def _pull(self, room: ReceiverRoom, block: int) -> SendMessage:
+    def _pull(self, room: ReceiverRoom, block: int, count: int) -> SendMessage:
         request = room.request
-        pull = Pull(room=request.room, epoch=request.epoch, instance=self._hello.instance, block=block)
+        pull = Pull(
+            room=request.room, epoch=request.epoch, instance=self._hello.instance, block=block, count=count
+        )
         return SendMessage(self.endpoint, pull)
+
+
+def runs_in_flight(room: ReceiverRoom) -> list[tuple[int, int]]:
+    """(first block, count) of each run of neighbours that one pull asked for."""
+    runs: list[tuple[int, int]] = []
+    for block in sorted(room.in_flight):
+        first, count = runs[-1] if runs else (-1, 0)
+        if block == first + count and room.in_flight[block] is room.in_flight[first]:
+            runs[-1] = first, count + 1
+        else:
+            runs.append((block, 1))
+    return runs

@@ -29,7 +29,7 @@ from ...cluster.protocol.messages import (
 from ...cluster.protocol.slab_messages import SlabBlock
 from ...cluster.security.ciphers import CRC32C
 from ..transport import Complete, Landed, Lost, PullRequest
-from .layout import KVLayout, Segment
+from .layout import KVLayout, RoomStream, Segment
 from .peer_link import PeerLink
 from .session import (
     LEASE_S,
@@ -55,6 +55,11 @@ MAX_REASON = 1024
 AnyBlock = Block | SlabBlock
 
 
+def count_of(block: AnyBlock) -> int:
+    """The number of blocks that a header stands for."""
+    return block.count if isinstance(block, SlabBlock) else 1
+
+
 class ReceiverSession:
     """All rooms and peers of one decode worker."""
 
@@ -69,7 +74,10 @@ class ReceiverSession:
         silence_s: float = SILENCE_S,
         idle_link_s: float = IDLE_LINK_S,
         transports: Sequence[str] = (ZMQ_BLOCKS,),
+        host: str = "",
+        gpu: str = "",
     ) -> None:
+        """`host` and `gpu`: the identities of this host and of its device, "" if unknown."""
         self.instance = instance
         self.layout = KVLayout(layout)
         self.counters = TransferCounters()
@@ -86,6 +94,8 @@ class ReceiverSession:
             layout=layout,
             ciphers=tuple(ciphers),
             transports=tuple(transports),
+            host=host,
+            gpu=gpu,
         )
 
     def __repr__(self) -> str:
@@ -182,6 +192,12 @@ class ReceiverSession:
 
     def expect(self, peer: Peer, block: AnyBlock, size: int) -> tuple[Segment, ...] | None:
         """The segments for a block of `size` payload bytes; None if the block must be dropped."""
+        stream = self.expect_run(peer, block, size)
+        return None if stream is None or count_of(block) != 1 else stream.segments(block.block)
+
+    def expect_run(self, peer: Peer, block: AnyBlock, size: int) -> RoomStream | None:
+        """The stream of a run of blocks with `size` payload bytes; None if the run must be dropped."""
+        count = count_of(block)
         link = self._links.get(peer)
         room = link.rooms.get(block.room) if link is not None else None
         if room is None or room.stream is None:
@@ -192,28 +208,33 @@ class ReceiverSession:
             self.counters.stale_instance += 1
         elif room.is_landed(block.block):
             self.counters.duplicate_blocks += 1
-        elif block.block not in room.in_flight or not size == block.size == room.stream.block_size(
-            block.block
+        elif room.are_in_flight(block.block, count) and (
+            size == block.size == room.stream.block_size(block.block, count)
         ):
-            self.counters.unexpected += 1
+            return room.stream
         else:
-            return room.stream.segments(block.block)
+            self.counters.unexpected += 1
         return None
 
-    def landed(self, peer: Peer, block: AnyBlock, now: float) -> list[Effect]:
-        """Records that a block accepted by `expect` was checked and is in its pages."""
+    def landed(self, peer: Peer, block: AnyBlock, now: float, *, is_device: bool = False) -> list[Effect]:
+        """Records that blocks accepted by `expect` or `expect_run` were checked and are in their pages."""
         link = self._links[peer]
         room = link.rooms[block.room]
         stream = room.stream
         assert stream is not None
         link.heard(now)
         before = stream.landed_tokens(room.num_leading)
-        room.land(block.block, is_shm=isinstance(block, SlabBlock))
+        count = count_of(block)
+        for number in range(block.block, block.block + count):
+            room.land(number)
+        if isinstance(block, SlabBlock) and not is_device:
+            room.num_shm_blocks += count
+        room.num_device_blocks += count if is_device else 0
         room.heard_at = now
         for other in link.rooms.values():
             if other is room or not other.in_flight:
                 other.lease.renew(now)  # the rooms that wait for their turn are not stuck
-        self.counters.blocks += 1
+        self.counters.blocks += count
         self.counters.bytes += block.size
         effects: list[Effect] = []
         tokens = stream.landed_tokens(room.num_leading)
@@ -222,16 +243,16 @@ class ReceiverSession:
         return [*effects, *self._finish_if_complete(room, now), *link.fill(now)]
 
     def corrupt(self, peer: Peer, block: AnyBlock, now: float) -> list[Effect]:
-        """Records that a block accepted by `expect` does not match its digest.
+        """Records that blocks accepted by `expect` or `expect_run` do not match their digest.
 
-        It is pulled again, or the room ends.
+        They are pulled again, or the room ends.
         """
         self.counters.digest_mismatches += 1
         link = self._links[peer]
         room = link.rooms[block.room]
         if room.in_flight[block.block].num_repulls < MAX_REPULLS:
             self.counters.repulls += 1
-            return [link.repull(room, block.block, now)]
+            return [link.repull(room, block.block, now, count_of(block))]
         times = MAX_REPULLS + 1
         reason = f"block {block.block} was pulled {times} times and its last digest is wrong"
         return self._lose(room, "DigestMismatch", reason, now)
@@ -355,6 +376,7 @@ class ReceiverSession:
             num_bytes=stream.total_bytes,
             num_blocks=stream.num_blocks,
             num_shm_blocks=room.num_shm_blocks,
+            num_device_blocks=room.num_device_blocks,
             seconds=now - room.announced_at,
         )
         release = Release(room=request.room, epoch=request.epoch, instance=self.instance)

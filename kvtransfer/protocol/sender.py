@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...cluster.errors import HandshakeRefused, LocalProtocolError
-from ...cluster.net.transport_names import ZMQ_BLOCKS, best_common
+from ...cluster.net.transport_names import ZMQ_BLOCKS, common_transports
 from ...cluster.protocol.kv_messages import PairUp
 from ...cluster.protocol.messages import (
     PROTOCOL_MAJOR,
@@ -57,7 +57,7 @@ class _Greeted:
 
     instance: str
     layout: KVLayout
-    transport: str
+    transports: tuple[str, ...]  # the common ones, best first
     cipher: str
     columns: tuple[int, ...] | None  # as in SendBlock
 
@@ -86,6 +86,7 @@ class SenderSession:
         max_early: int = MAX_EARLY,
         max_peers: int = MAX_PEERS,
         transports: Sequence[str] = (ZMQ_BLOCKS,),
+        host: str = "",
     ) -> None:
         self.instance = instance
         self.layout = KVLayout(layout)
@@ -97,6 +98,7 @@ class SenderSession:
         self._max_early = max_early
         self._max_peers = max_peers
         self._transports = transports
+        self._host = host
         self._rooms: dict[str, SenderRoom] = {}
         self._peers: OrderedDict[Peer, _Greeted] = OrderedDict()
         self._early: OrderedDict[str, _Early] = OrderedDict()
@@ -218,9 +220,9 @@ class SenderSession:
         return [Notify(Dropped(room=message.room, epoch=message.epoch, reason=reason))]
 
     def speaks(self, peer: Peer, instance: str, transport: str) -> bool:
-        """Whether process `instance` has greeted over this connection and agreed on `transport`."""
+        """Whether process `instance` has greeted over this connection and may use `transport` with us."""
         greeted = self._peers.get(peer)
-        return greeted is not None and (greeted.instance, greeted.transport) == (instance, transport)
+        return greeted is not None and greeted.instance == instance and transport in greeted.transports
 
     def peer_gone(self, peer: Peer) -> None:
         """Forgets a closed connection. Its rooms wait for the same process until their lease ends."""
@@ -257,21 +259,25 @@ class SenderSession:
             if hello.protocol != PROTOCOL_MAJOR:
                 raise HandshakeRefused(f"KV protocols differ: ours {PROTOCOL_MAJOR}, theirs {hello.protocol}")
             common = agree(self.layout.wire, hello.layout)
-            transport = best_common(self._transports, hello.transports)
+            transports = common_transports(self._transports, hello.transports, is_near=self._is_near(hello))
             cipher = agree_cipher(self._ciphers, hello.ciphers)
         except HandshakeRefused as refusal:
             self.counters.refused_peers += 1
             return [SendMessage(peer, KVRefused(instance=self.instance, reason=str(refusal)))]
         columns = feature_columns(self.layout.wire, common)
-        self._peers[peer] = _Greeted(hello.instance, KVLayout(common), transport, cipher, columns)
+        self._peers[peer] = _Greeted(hello.instance, KVLayout(common), transports, cipher, columns)
         self._peers.move_to_end(peer)
         while len(self._peers) > self._max_peers:
             self._peers.popitem(last=False)
         for known in self._rooms.values():
             if known.peer_instance == hello.instance:
                 known.peer = peer  # reminders of finished rooms go to the new connection
-        welcome = KVWelcome(instance=self.instance, layout=common, transport=transport, cipher=cipher)
+        welcome = KVWelcome(instance=self.instance, layout=common, transport=transports[0], cipher=cipher)
         return [SendMessage(peer, welcome)]
+
+    def _is_near(self, hello: KVHello) -> bool:
+        """Whether the peer runs on this host, as far as both hosts have an identity."""
+        return hello.host == self._host != ""
 
     def _attach(self, peer: Peer, greeted: _Greeted, attach: Attach, now: float) -> list[Effect]:
         known = self._rooms.get(attach.room)
@@ -344,22 +350,23 @@ class SenderSession:
     def _pull(self, known: SenderRoom, pull: Pull, now: float) -> list[Effect]:
         stream = known.stream
         assert stream is not None, "an attached room has a stream"
-        if pull.block >= stream.ready_blocks(known.tokens_ready):
+        if pull.block + pull.count > stream.ready_blocks(known.tokens_ready):
             self.counters.unexpected += 1
             return []
         for other in self._rooms.values():
             if other.peer_instance == known.peer_instance:
                 other.lease.renew(now)  # decode pulls its oldest room first; the other rooms wait
         known.quiet_since = now
-        known.num_pulled = max(known.num_pulled, pull.block + 1)
+        known.num_pulled = max(known.num_pulled, pull.block + pull.count)
         skipped = stream.have // self.layout.wire.page_size
         block = SendBlock(
             peer=known.peer,
             room=pull.room,
             epoch=pull.epoch,
             block=pull.block,
-            size=stream.block_size(pull.block),
-            segments=stream.segments(pull.block),
+            count=pull.count,
+            size=stream.block_size(pull.block, pull.count),
+            stream=stream,
             pages=known.offer.pages,
             first_page=skipped,
             sealer=known.sealer,

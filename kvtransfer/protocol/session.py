@@ -9,7 +9,7 @@ right answer.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 
 from ...cluster.errors import LocalProtocolError
@@ -42,18 +42,32 @@ class SendMessage:
 
 @dataclass(frozen=True)
 class SendBlock:
-    """Effect: send block `block` of `size` bytes, if the room is still open when its turn comes."""
+    """Effect: send the blocks [block, block + count), `size` bytes, if the room is still open when their turn
+    comes.
+    """
 
     peer: Peer
     room: str
     epoch: int
     block: int
     size: int
-    segments: tuple[Segment, ...]
+    stream: RoomStream
     pages: tuple[int, ...]  # the room's page ids, shared by all its blocks
     first_page: int  # the page that Segment.page_index 0 names
     sealer: Sealer | None = None  # None: the block goes with a digest
     columns: tuple[int, ...] | None = None  # positions of the feature layers that travel; None: whole rows
+    count: int = 1
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments of a single block."""
+        assert self.count == 1, f"{self.count} blocks"
+        return self.stream.segments(self.block)
+
+    def split(self) -> "list[SendBlock]":
+        """The same blocks one by one."""
+        numbers = range(self.block, self.block + self.count)
+        return [replace(self, block=n, size=self.stream.block_size(n), count=1) for n in numbers]
 
 
 @dataclass(frozen=True)
@@ -177,7 +191,7 @@ class SenderRoom:
 
 @dataclass
 class InFlight:
-    """A pull without an answer so far."""
+    """A pull without an answer so far. The blocks of one pull share it."""
 
     sent_at: float
     num_repulls: int = 0
@@ -197,6 +211,7 @@ class ReceiverRoom:
     heard_at: float = 0.0  # time of the peer's last message about this room, or of our last question
     next_block: int = 0
     num_shm_blocks: int = 0  # blocks in place that were read from shared memory
+    num_device_blocks: int = 0  # blocks in place that were read from the memory of prefill's device
     num_leading: int = 0  # blocks [0, num_leading) are in place
     in_flight: dict[int, InFlight] = field(default_factory=dict)
     landed_ahead: set[int] = field(default_factory=set)  # in place, but behind a gap
@@ -213,17 +228,27 @@ class ReceiverRoom:
         return self.stream is not None and self.num_leading == self.stream.num_blocks
 
     @property
-    def has_block_to_pull(self) -> bool:
-        """Whether an announced block was not pulled yet."""
-        return self.stream is not None and self.next_block < self.stream.ready_blocks(self.tokens_ready)
+    def num_to_pull(self) -> int:
+        """Announced blocks that were not pulled yet."""
+        if self.stream is None:
+            return 0
+        return max(0, self.stream.ready_blocks(self.tokens_ready) - self.next_block)
+
+    @property
+    def num_pulls(self) -> int:
+        """Pulls with blocks in flight."""
+        return len({id(pull) for pull in self.in_flight.values()})
+
+    def are_in_flight(self, block: int, count: int) -> bool:
+        """Whether all of the blocks [block, block + count) are in flight."""
+        return all(number in self.in_flight for number in range(block, block + count))
 
     def is_landed(self, block: int) -> bool:
         """Whether block `block` is in place."""
         return block < self.num_leading or block in self.landed_ahead
 
-    def land(self, block: int, *, is_shm: bool = False) -> None:
+    def land(self, block: int) -> None:
         """Marks a block as in place."""
-        self.num_shm_blocks += is_shm
         del self.in_flight[block]
         self.landed_ahead.add(block)
         while self.num_leading in self.landed_ahead:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from ...cluster.errors import PeerLost
@@ -54,7 +54,7 @@ class Endpoint(ABC, Generic[Queued]):
         """Sends a message now; None if the peer's queue is full. Raises PeerLost if there is no such peer."""
 
     @abstractmethod
-    def _send_some(self, waiting: Sequence[Queued]) -> int:
+    def _send_some(self, waiting: deque[Queued]) -> int:
         """Sends the first waiting message, or the first few in one frame.
 
         Returns how many messages leave the queue; 0 if the peer's queue is full.

@@ -13,8 +13,10 @@ from ...cluster.net.transport_names import ZMQ_BLOCKS
 from ...cluster.protocol.messages import Layout
 from ...cluster.security.ciphers import CRC32C
 from ..memory.blocks import Payload
+from ..memory.device import Device
 from ..protocol.session import LEASE_S, WINDOW, Peer
 from ..transport import Planes, TransportEvent
+from .cuda_slab import DEVICE_SLAB_BYTES, SLOT_BYTES
 from .endpoint import Clock, Delivered, Delivery
 from .receiver_endpoint import ReceiverEndpoint
 from .sender_endpoint import SenderEndpoint
@@ -126,6 +128,8 @@ class FakeSender(SenderEndpoint):
         ciphers: Sequence[str] = (CRC32C,),
         transports: Sequence[str] = (ZMQ_BLOCKS,),
         slab_bytes: int = SLAB_BYTES,
+        device_slab_bytes: int = DEVICE_SLAB_BYTES,
+        device: Device | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(
@@ -136,6 +140,8 @@ class FakeSender(SenderEndpoint):
             ciphers=ciphers,
             transports=transports,
             slab_bytes=slab_bytes,
+            device_slab_bytes=device_slab_bytes,
+            device=device,
             clock=clock,
         )
         self.endpoint = endpoint
@@ -159,7 +165,7 @@ class FakeSender(SenderEndpoint):
     def close(self) -> None:
         """As `KVTransport.close`."""
         self._perform(self.session.close(self._clock()))
-        self._slabs.close()
+        self._close_slabs()
 
     def _transmit(self, peer: Peer, header: bytes, payload: Payload | None) -> Delivery | None:
         if not self._network.has_link(peer):
@@ -183,6 +189,8 @@ class FakeReceiver(ReceiverEndpoint):
         lease_s: float = LEASE_S,
         ciphers: Sequence[str] = (CRC32C,),
         transports: Sequence[str] = (ZMQ_BLOCKS,),
+        device: Device | None = None,
+        slot_bytes: int = SLOT_BYTES,
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(
@@ -193,6 +201,8 @@ class FakeReceiver(ReceiverEndpoint):
             lease_s=lease_s,
             ciphers=ciphers,
             transports=transports,
+            device=device,
+            slot_bytes=slot_bytes,
             clock=clock,
         )
         self._network = network
@@ -214,7 +224,7 @@ class FakeReceiver(ReceiverEndpoint):
     def close(self) -> None:
         """As `KVTransport.close`."""
         self._perform(self.session.close(self._clock()))
-        self._slabs.close()
+        self._close_slabs()
 
     def _transmit(self, peer: Peer, header: bytes, payload: Payload | None) -> Delivery | None:
         link = self._network.connect(peer, self)

@@ -4,24 +4,45 @@ The rules of `sender_endpoint` apply here too.
 """
 
 import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice, takewhile
 
 from ...cluster.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
-from ...cluster.net.transport_names import SHM, ZMQ_BLOCKS
+from ...cluster.net.transport_names import CUDA_SLAB, LOCAL, ZMQ_BLOCKS
 from ...cluster.protocol.codec import BATCHED, encode, encode_batch, kv_down_frames, unknown_messages
 from ...cluster.protocol.kv_messages import PairDown
 from ...cluster.protocol.messages import Block, KVWelcome, Layout, Release
 from ...cluster.protocol.slab_messages import SlabBlock, SlabDown, SlabUp
 from ...cluster.security.ciphers import CRC32C
 from ..memory.blocks import Arrival, BlockWriter
-from ..protocol.layout import Crc, KVLayout, Segment, block_digest, digest_seed
+from ..memory.device import Device, Move
+from ..memory.span_cutter import ReceiverPages, pages_of_run
+from ..protocol.layout import Crc, KVLayout, Segment, block_digest, device_digest, digest_seed
 from ..protocol.receiver import ReceiverSession
 from ..protocol.seal import TAG_BYTES, BlockName
 from ..protocol.session import LEASE_S, WINDOW, CloseLink, Effect, Notify, Peer, ReceiverRoom, SendMessage
-from ..transport import Offer, Planes, PullRequest
+from ..transport import Complete, Lost, Offer, Planes, PullRequest
+from .cuda_slab import SLOT_BYTES, device_of, host_id, next_poll
 from .endpoint import Clock, Endpoint
+from .path_rates import PathRates
 from .shm import ReceiverSlabs
+from .slab_lanes import SlabCounters
+
+
+@dataclass(frozen=True)
+class Landing:
+    """Runs of blocks of one peer that a move writes into their pages, since `began` (monotonic seconds).
+
+    `requests` keep the feature rows of rooms that end meanwhile.
+    """
+
+    peer: Peer
+    blocks: Sequence[SlabBlock]
+    requests: Sequence[PullRequest]
+    move: Move
+    began: float
 
 
 class ReceiverEndpoint(Endpoint[SendMessage]):
@@ -37,16 +58,42 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         lease_s: float = LEASE_S,
         ciphers: Sequence[str] = (CRC32C,),
         transports: Sequence[str] = (ZMQ_BLOCKS,),
+        device: Device | None = None,
+        slot_bytes: int = SLOT_BYTES,
         clock: Clock = time.monotonic,
     ) -> None:
+        """`device`: another device than that of the planes, for tests without a GPU. `slot_bytes`: the
+        largest slot in a device's memory.
+        """
         super().__init__(clock)
+        if CUDA_SLAB in transports and device is None:
+            device = device_of(planes, KVLayout(layout))
+        self._transports = tuple(name for name in transports if name != CUDA_SLAB or device is not None)
         self.session = ReceiverSession(
-            instance, layout, ciphers=ciphers, window=window, lease_s=lease_s, transports=transports
+            instance,
+            layout,
+            ciphers=ciphers,
+            window=window,
+            lease_s=lease_s,
+            transports=self._transports,
+            host=host_id(),
+            gpu="" if device is None else device.name,
         )
         self._writer = BlockWriter(KVLayout(layout), planes)
         self._decoder = kv_down_frames()
         self._is_gathering = False  # outgoing messages wait, to share a frame
-        self._slabs = ReceiverSlabs(instance, window=window, pin=self._writer.pin)
+        self._device = device
+        self._pages = None if device is None else ReceiverPages(planes)
+        self._landings: list[Landing] = []
+        self._paths = PathRates()
+        self._slabs = ReceiverSlabs(
+            instance,
+            SlabCounters(),
+            window=window,
+            pin=self._writer.pin,
+            device=device,
+            slot_bytes=slot_bytes,
+        )
 
     def offer(self, offer: Offer) -> None:
         """Raises LocalProtocolError: decode does not offer."""
@@ -64,12 +111,17 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
     def release(self, room: str, epoch: int, reason: str) -> None:
         """As `KVTransport.release`."""
         self._perform(self.session.release(room, epoch, reason, self._clock()))
+        self._finish_landings(room, epoch)
         self._forget_events(room, epoch)
 
     @property
     def counters(self) -> dict[str, float]:
         """Totals by name, for heartbeats."""
-        return {**self.session.counters.snapshot(), **self._slabs.counters.snapshot()}
+        return {
+            **self.session.counters.snapshot(),
+            **self._slabs.counters.snapshot(),
+            **self._paths.counters(),
+        }
 
     def next_deadline(self, now: float) -> float | None:
         """Latest monotonic time of the next `poll`; None: only a message makes it due."""
@@ -77,6 +129,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             self.session.next_deadline(),
             self._slabs.next_deadline(),
             self._retry_at if self._outbox else None,
+            next_poll(self._landings[0].began, now) if self._landings else None,
         ]
         return min((t for t in times if t is not None), default=None)
 
@@ -87,6 +140,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         """
         self._outbox.pop(peer, None)
         self._slabs.drop(peer)
+        self._set_runs(peer)
 
     def _receive_frames(self, peer: Peer, frames: Sequence[memoryview]) -> None:
         """Handles one message of `peer`: a frame, and for a block its bytes."""
@@ -119,10 +173,15 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         if isinstance(message, Block):
             return self._receive_block(peer, message, frames[1], now)
         if isinstance(message, SlabDown):
-            self._tell(peer, self._slabs.handle(peer, message))
+            answers = self._slabs.handle(peer, message)
+            self._set_runs(peer)
+            self._tell(peer, *answers)
             return []
-        if isinstance(message, KVWelcome) and message.transport == SHM:
-            self._tell(peer, self._slabs.greet(peer, message.instance, message.layout.block_bytes, now))
+        if isinstance(message, KVWelcome) and message.transport in LOCAL:
+            kinds = LOCAL[LOCAL.index(message.transport) :]
+            mine = [name for name in kinds if name in self._transports]
+            block_bytes = message.layout.block_bytes
+            self._tell(peer, self._slabs.greet(peer, message.instance, block_bytes, now, mine))
         effects = self.session.receive(peer, message, now)
         link = self.session.link_of(peer)
         if isinstance(message, KVWelcome) and link is not None and link.is_greeted(message.instance):
@@ -138,9 +197,19 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         """Replaces crc32c, for benchmarks. The other end must use the same function."""
         self._writer.crc = crc
 
-    def _tell(self, peer: Peer, message: SlabUp | None) -> None:
-        if message is not None:
-            self._perform([SendMessage(peer, message)])
+    def _tell(self, peer: Peer, *messages: SlabUp | None) -> None:
+        self._perform([SendMessage(peer, message) for message in messages if message is not None])
+
+    def _set_runs(self, peer: Peer) -> None:
+        """Pulls over the link ask for as many blocks as a slot of the pair's slab holds."""
+        link = self.session.link_of(peer)
+        if link is not None:
+            link.pull_runs(*self._slabs.run_of(peer))
+
+    def _close_slabs(self) -> None:
+        for landing in self._landings:
+            landing.move.wait()
+        self._slabs.close()
 
     def _receive_slab_blocks(self, peer: Peer, blocks: Sequence[SlabBlock], now: float) -> list[Effect]:
         """Handles all blocks of a frame together.
@@ -148,6 +217,10 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         Checks the copies, because prefill could still change the slots.
         """
         effects: list[Effect] = []
+        on_device = [block for block in blocks if self._slabs.is_on_device(peer, block)]
+        if on_device:
+            effects += self._begin_landing(peer, on_device, now)
+            blocks = [block for block in blocks if block not in on_device]
         expected: list[tuple[SlabBlock, Arrival]] = []
         for block in blocks:
             data = self._slabs.read(peer, block)
@@ -170,6 +243,79 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                 *self._settle_slab_block(peer, block, is_right, now),
             ]
         return effects
+
+    def _begin_landing(self, peer: Peer, blocks: Sequence[SlabBlock], now: float) -> list[Effect]:
+        """Starts to write runs from device memory into their pages; `_settle_landings` goes on."""
+        assert self._device is not None, "the slab was mapped"
+        assert self._pages is not None
+        effects: list[Effect] = []
+        begun, requests, runs, pages = [], [], [], list[int]()
+        under_way = {name for one in self._landings for block in one.blocks for name in names_of(block)}
+        for block in blocks:
+            slot = self._slabs.slot(peer, block)
+            if slot is None:
+                self.session.counters.unexpected += 1
+                effects.append(SendMessage(peer, self._slabs.unusable(peer, block)))
+                self._set_runs(peer)
+                continue
+            if not under_way.isdisjoint(names_of(block)):
+                # a second move could end after the room did, and read a slot that holds another run by then
+                self.session.counters.duplicate_blocks += 1
+                continue
+            stream, link = self.session.expect_run(peer, block, block.size), self.session.link_of(peer)
+            if stream is None or link is None:
+                effects.append(SendMessage(peer, self._slabs.freed(block)))
+                continue
+            request = link.rooms[block.room].request
+            under_way |= names_of(block)
+            begun.append(block)
+            requests.append(request)
+            runs.append(self._pages.places(stream, block.block, block.count, request).scatter(slot))
+            pages += pages_of_run(stream, block.block, block.count, request.pages)
+        if begun:
+            move = self._device.move(runs, pages, is_write=True)
+            self._landings.append(Landing(peer, begun, requests, move, now))
+            for _ in begun:
+                self.reach("receiver:scatter")
+        return effects
+
+    def _settle_landings(self) -> None:
+        """Handles the runs that are in their pages by now, and waits for the first if it is not held."""
+        is_first = True
+        while self._landings:
+            landing = self._landings[0]
+            totals = landing.move.poll()
+            if totals is None and is_first and not landing.move.is_held:
+                totals = landing.move.wait()
+            is_first = False
+            if totals is None:
+                return  # moves run in order
+            del self._landings[0]
+            effects: list[Effect] = []
+            for block, total in zip(landing.blocks, totals, strict=True):
+                found = device_digest(block.room, block.epoch, block.block, block.size, total)
+                effects += [
+                    SendMessage(landing.peer, self._slabs.freed(block)),
+                    *self._settle_run(landing, block, found == block.digest),
+                ]
+            self._perform(effects)
+
+    def _settle_run(self, landing: Landing, block: SlabBlock, is_right: bool) -> list[Effect]:
+        peer, now = landing.peer, self._clock()
+        if self.session.expect_run(peer, block, block.size) is None:
+            return []  # the room ended meanwhile
+        if not is_right or (now - landing.began) * 1000 >= block.lease_ms:
+            return self.session.corrupt(peer, block, now)
+        self._slabs.counters.device_blocks += block.count
+        self._slabs.counters.device_bytes += block.size
+        self.reach("receiver:block")
+        return self.session.landed(peer, block, now, is_device=True)
+
+    def _finish_landings(self, room: str, epoch: int) -> None:
+        """Returns when no move writes into the pages of this room and its earlier attempts any more."""
+        for landing in self._landings:
+            if any(block.room == room and block.epoch <= epoch for block in landing.blocks):
+                landing.move.wait()
 
     def _settle_slab_block(self, peer: Peer, block: SlabBlock, is_right: bool, now: float) -> list[Effect]:
         if self.session.expect(peer, block, block.size) is None:
@@ -220,7 +366,9 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
 
     def _work(self) -> None:
         now = self._clock()
-        self._slabs.sweep(now)
+        for peer in self._slabs.sweep(now):
+            self._set_runs(peer)
+        self._settle_landings()
         self._perform(self.session.tick(now))
         self._flush(now)
 
@@ -229,13 +377,17 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             if isinstance(effect, SendMessage):
                 self._post(effect)
             elif isinstance(effect, Notify):
+                if isinstance(effect.event, Complete):
+                    self._paths.add(effect.event)
+                if isinstance(effect.event, Lost):
+                    self._finish_landings(effect.event.room, effect.event.epoch)
                 self._events.append(effect.event)
             elif isinstance(effect, CloseLink):
                 self._close_link(effect.peer)
         if not self._is_gathering:
             self._flush(self._clock())
 
-    def _send_some(self, waiting: Sequence[SendMessage]) -> int:
+    def _send_some(self, waiting: deque[SendMessage]) -> int:
         first = waiting[0]
         if isinstance(first.message, Release):
             self.reach("receiver:release")
@@ -247,3 +399,8 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
 
     def _peer_lost(self, peer: Peer) -> None:
         """No-op: a DEALER has one peer and keeps connecting to it."""
+
+
+def names_of(header: SlabBlock) -> set[tuple[str, int, int]]:
+    """The room, epoch and number of each block of a run."""
+    return {(header.room, header.epoch, header.block + number) for number in range(header.count)}

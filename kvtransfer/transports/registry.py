@@ -12,12 +12,13 @@ import zmq
 
 from ...cluster.errors import ConfigError
 from ...cluster.net.sockets import Socket
-from ...cluster.net.transport_names import SHM, ZMQ_BLOCKS
+from ...cluster.net.transport_names import CUDA_SLAB, SHM, ZMQ_BLOCKS
 from ...cluster.process.failpoints import Reach, unarmed
 from ...cluster.protocol.messages import Layout
 from ...cluster.security.keyring import Keyring
 from ..protocol.session import LEASE_S, WINDOW
 from ..transport import ListeningTransport, Planes, PollableTransport
+from .cuda_slab import DEVICE_SLAB_BYTES
 from .shm import SLAB_BYTES
 from .zmq_blocks import ZmqBlocksReceiver, ZmqBlocksSender
 
@@ -44,14 +45,16 @@ class EndSetup:
 class SenderSetup(EndSetup):
     """The settings of prefill's end.
 
-    `bind`: address for decode workers. `bulk_port`: port of sealed blocks, 0: any. `slab_bytes`: limit of all
-    memory shared with decode workers of this host.
+    `bind`: address for decode workers. `bulk_port`: port of sealed blocks, 0: any. `slab_bytes` and
+    `device_slab_bytes`: limits of all memory of the host and of the device that is shared with decode workers
+    of this host.
     """
 
     bind: str
     bulk_port: int = 0
     trusted_network: bool = False
     slab_bytes: int = SLAB_BYTES
+    device_slab_bytes: int = DEVICE_SLAB_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +104,9 @@ def open_receiver(
 def registered() -> tuple[Transport, ...]:
     """All transports, the best first, with the names of `cluster.net.transport_names.TRANSPORTS`."""
     return (
-        Transport(
-            SHM, (SHM, ZMQ_BLOCKS), _zmq_sender, _zmq_receiver
-        ),  # slabs beside the messages of zmq_blocks
+        # slabs beside the messages of zmq_blocks
+        Transport(CUDA_SLAB, (CUDA_SLAB, SHM, ZMQ_BLOCKS), _zmq_sender, _zmq_receiver),
+        Transport(SHM, (SHM, ZMQ_BLOCKS), _zmq_sender, _zmq_receiver),
         Transport(ZMQ_BLOCKS, (ZMQ_BLOCKS,), _zmq_sender, _zmq_receiver),
     )
 
@@ -136,6 +139,7 @@ def _zmq_sender(setup: SenderSetup, names: Sequence[str]) -> ZmqBlocksSender:
         lease_s=setup.lease_s,
         transports=names,
         slab_bytes=setup.slab_bytes,
+        device_slab_bytes=setup.device_slab_bytes,
     )
 
 

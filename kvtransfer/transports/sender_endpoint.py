@@ -5,25 +5,30 @@ every possible event. An endpoint belongs to one thread.
 """
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 
 from ...cluster.errors import LocalProtocolError, RemoteProtocolError
-from ...cluster.net.transport_names import SHM, ZMQ_BLOCKS
+from ...cluster.net.transport_names import CUDA_SLAB, SHM, ZMQ_BLOCKS
 from ...cluster.protocol.codec import encode, encode_batch, kv_up_frames, unknown_messages
 from ...cluster.protocol.kv_messages import BLOCK_BYTES
 from ...cluster.protocol.messages import KVUp, KVWelcome, Layout, Release
-from ...cluster.protocol.slab_messages import SlabBlock, SlabUp
+from ...cluster.protocol.slab_messages import SlabBlock, SlabDenied, SlabRequest, SlabUp
 from ...cluster.security.ciphers import CRC32C
 from ..memory.blocks import BlockReader
-from ..protocol.layout import Crc
+from ..memory.device import Device
+from ..memory.span_cutter import SenderPages
+from ..protocol.layout import Crc, KVLayout
 from ..protocol.sender import SenderSession
 from ..protocol.session import LEASE_S, Effect, Notify, Peer, SendBlock, SendMessage
 from ..transport import Dropped, Offer, Planes, PullRequest, Released
+from .cuda_slab import DEVICE_SLAB_BYTES, RUNS_PER_MOVE, DeviceLanes, device_of, host_id
 from .endpoint import RETRY_S, Clock, Endpoint
 from .pending_reads import PendingReads
 from .prepared_blocks import Key, PreparedBlocks, key_of
 from .shm import SLAB_BYTES, SenderSlabs
+from .slab_lanes import SlabCounters
 
 SLOTS_PER_FRAME = 2  # with more, decode would wait for blocks that are ready
 GPU_SLOTS_PER_FRAME = 4  # half a window: fewer thread switches, and each thread digests a block
@@ -45,11 +50,20 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         ciphers: Sequence[str] = (CRC32C,),
         transports: Sequence[str] = (ZMQ_BLOCKS,),
         slab_bytes: int = SLAB_BYTES,
+        device_slab_bytes: int = DEVICE_SLAB_BYTES,
+        device: Device | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
+        """`slab_bytes`, `device_slab_bytes`: limits of all slabs in memory of the host and of the device.
+
+        `device`: another device than that of the planes, for tests without a GPU.
+        """
         super().__init__(clock)
+        if CUDA_SLAB in transports and device is None:
+            device = device_of(planes, KVLayout(layout))
+        names = [name for name in transports if name != CUDA_SLAB or device is not None]
         self.session = SenderSession(
-            instance, layout, lease_s=lease_s, ciphers=ciphers, transports=transports
+            instance, layout, lease_s=lease_s, ciphers=ciphers, transports=names, host=host_id()
         )
         if self.session.layout.has_features != (planes.features is not None):
             raise LocalProtocolError("a layout has features exactly when the planes have them")
@@ -60,10 +74,25 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         self._prepared = PreparedBlocks(
             instance, layout.fingerprint, self._reader
         )  # blocks that a full connection did not take
-        pin = self._reader.pin
+        pin, self._slab_counters = self._reader.pin, SlabCounters()
         self._slabs = SenderSlabs(
-            instance, layout.block_bytes, lease_s=lease_s, max_bytes=slab_bytes, pin=pin
+            instance,
+            layout.block_bytes,
+            self._slab_counters,
+            lease_s=lease_s,
+            max_bytes=slab_bytes,
+            pin=pin,
         )
+        self._device_slabs: DeviceLanes | None = None
+        if device is not None:
+            self._device_slabs = DeviceLanes(
+                instance,
+                self._slab_counters,
+                device,
+                SenderPages(self.session.layout, planes),
+                lease_s=lease_s,
+                max_bytes=device_slab_bytes,
+            )
         self._waiting: set[Key] = set()  # the blocks in the outbox
         self._slots_per_frame = _slots_per_frame(layout, planes)
 
@@ -78,7 +107,7 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
     def release(self, room: str, epoch: int, reason: str) -> None:
         """As `KVTransport.release`."""
         self._perform(self.session.release(room, epoch, reason, self._clock()))
-        self._slabs.forget(room, epoch)
+        self._forget_slots(room, epoch)
         self._reads.forget(room, epoch)
         self._forget_events(room, epoch)
 
@@ -89,7 +118,7 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
     @property
     def counters(self) -> dict[str, float]:
         """Totals by name, for heartbeats."""
-        return {**self.session.counters.snapshot(), **self._slabs.counters.snapshot()}
+        return {**self.session.counters.snapshot(), **self._slab_counters.snapshot()}
 
     def next_deadline(self, now: float) -> float | None:
         """Latest monotonic time of the next `poll`; None: only a message makes it due."""
@@ -100,6 +129,8 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         ]
         if self._reads.is_waiting:
             times.append(now + RETRY_S)
+        if self._device_slabs is not None:
+            times += [self._device_slabs.next_deadline(), self._device_slabs.poll_at(now)]
         return min((t for t in times if t is not None), default=None)
 
     def _receive_frames(self, peer: Peer, frames: Sequence[memoryview]) -> None:
@@ -135,19 +166,43 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         self._reader.crc = crc
 
     def _receive_slab(self, peer: Peer, message: SlabUp) -> list[Effect]:
-        """Handles a message about shared memory.
+        """Handles a message about slabs.
 
         Messages of peers without that agreement are dropped and counted.
         """
-        if not self.session.speaks(peer, message.instance, SHM):
+        speaks = [name for name in (CUDA_SLAB, SHM) if self.session.speaks(peer, message.instance, name)]
+        if not speaks:
             self.session.counters.unexpected += 1
             return []
-        answer = self._slabs.handle(peer, message)
-        return [] if answer is None else [SendMessage(peer, answer)]
+        if isinstance(message, SlabRequest) and message.transport not in speaks:
+            reason = f"transport {message.transport!r} was not agreed on"
+            denial = SlabDenied(instance=self.session.instance, token=message.token, reason=reason)
+            return [SendMessage(peer, denial)]
+        answers = [
+            slabs.handle(peer, message)
+            for name, slabs in ((CUDA_SLAB, self._device_slabs), (SHM, self._slabs))
+            if slabs is not None and (not isinstance(message, SlabRequest) or message.transport == name)
+        ]
+        return [SendMessage(peer, answer) for answer in answers if answer is not None]
+
+    def _forget_slots(self, room: str, epoch: int) -> None:
+        """Frees the slots of an ended room. Returns when no move reads its pages."""
+        self._slabs.forget(room, epoch)
+        if self._device_slabs is not None:
+            self._device_slabs.finish(room, epoch)
+            self._device_slabs.forget(room, epoch)
+
+    def _close_slabs(self) -> None:
+        self._slabs.close()
+        if self._device_slabs is not None:
+            self._device_slabs.close()
 
     def _work(self) -> None:
         now = self._clock()
         self._slabs.sweep(now)
+        if self._device_slabs is not None:
+            self._device_slabs.sweep(now)
+            self._send_filled(self._device_slabs)
         self._perform(self.session.tick(now))
         self._flush(now)
         self._settle(now)
@@ -158,23 +213,56 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
                 self._post(effect)
             elif isinstance(effect, Notify):
                 assert isinstance(effect.event, Released | Dropped)
-                self._slabs.forget(effect.event.room, effect.event.epoch)
+                self._forget_slots(effect.event.room, effect.event.epoch)
                 # a hung peer must not hold pages forever; if it reads on, its digests will not match
                 self._reads.hold(effect.event, self._clock() + self._lease_s)
         self._flush(self._clock())
         self._settle(self._clock())
 
-    def _send_some(self, waiting: "Sequence[SendMessage | SendBlock]") -> int:
+    def _send_filled(self, device_slabs: DeviceLanes) -> None:
+        """Sends the headers of the runs that are in their slots by now."""
+        filled = self._filled(device_slabs)
+        for message in filled:
+            self._post(message)
+        if filled:
+            self._flush(self._clock())
+
+    def _filled(self, device_slabs: DeviceLanes) -> list[SendMessage]:
+        """The headers of the runs of open rooms that are in their slots by now."""
+        messages: list[SendMessage] = []
+        for item, header in device_slabs.settle():
+            if self.session.is_open(item.room, item.epoch):
+                self.reach("sender:block")
+                self.session.counters.blocks += item.count
+                self.session.counters.bytes += item.size
+                messages.append(SendMessage(item.peer, header))
+        return messages
+
+    def _send_some(self, waiting: "deque[SendMessage | SendBlock]") -> int:
         item = waiting[0]
         if isinstance(item, SendMessage):
             message = item.message
+            if isinstance(message, SlabBlock):
+                return self._send_headers(waiting)
             if isinstance(message, KVWelcome):
                 message = self._admit(item.peer, message)
             return int(self._transmit(item.peer, encode(message), None) is not None)
         if not self.session.is_open(item.room, item.epoch):  # its pages may belong to another room by now
             self._forget(item)
             return 1
+        if self._device_slabs is not None and self._device_slabs.has(item.peer):
+            num_begun = self._begin_runs(self._device_slabs, waiting)
+            if num_begun:
+                return num_begun
+        if item.count > 1:  # the pair has no slab for runs any more, or no free slot
+            self._forget(item)
+            waiting.popleft()
+            blocks = item.split()
+            waiting.extendleft(reversed(blocks))
+            self._waiting.update(map(key_of, blocks))
         filled = self._fill_slots(waiting)
+        item = waiting[0]
+        assert isinstance(item, SendBlock)
         if filled:
             is_sent = (
                 self._transmit(item.peer, encode_batch([header for _, header in filled]), None) is not None
@@ -188,6 +276,39 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
             self.session.counters.blocks += 1
             self.session.counters.bytes += block.size
         return max(1, len(filled))
+
+    def _send_headers(self, waiting: "deque[SendMessage | SendBlock]") -> int:
+        """Sends the leading headers of filled slots in one frame."""
+        headers: list[SlabBlock] = []
+        for item in islice(waiting, self.max_batch):
+            if not (isinstance(item, SendMessage) and isinstance(item.message, SlabBlock)):
+                break
+            headers.append(item.message)
+        is_sent = self._transmit(waiting[0].peer, encode_batch(headers), None) is not None
+        return len(headers) if is_sent else 0
+
+    def _begin_runs(self, device_slabs: DeviceLanes, waiting: "deque[SendMessage | SendBlock]") -> int:
+        """Starts to fill slots with the leading runs. Returns the number of runs that leave the queue."""
+        items: list[SendBlock] = []
+        for item in islice(waiting, RUNS_PER_MOVE):
+            if isinstance(item, SendMessage) or not self.session.is_open(item.room, item.epoch):
+                break
+            items.append(item)
+        num_begun, headers = device_slabs.begin(items, self._clock())
+        for item in items[:num_begun]:
+            self._forget(item)
+            self.reach("sender:gather")
+        messages = [SendMessage(items[0].peer, header) for header in headers]
+        if num_begun:
+            messages += self._filled(device_slabs)
+        own = [message for message in messages if message.peer == items[0].peer]
+        headers = [message.message for message in own if isinstance(message.message, SlabBlock)]
+        if headers and self._transmit(items[0].peer, encode_batch(headers), None) is None:
+            waiting.extend(own)
+        for message in messages:
+            if message not in own:
+                self._post(message)
+        return num_begun
 
     def _fill_slots(self, waiting: "Sequence[SendMessage | SendBlock]") -> list[tuple[SendBlock, SlabBlock]]:
         """The first waiting blocks, copied into slots of the slab; empty if the first must be sent as a
@@ -238,6 +359,8 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         return is_queued
 
     def _peer_lost(self, peer: Peer) -> None:
+        if self._device_slabs is not None:
+            self._device_slabs.drop(peer)
         self._waiting = {key for key in self._waiting if key[0] != peer}
         self._prepared.drop_peer(peer)
         self._slabs.drop(peer)

@@ -12,16 +12,18 @@ copy and frees the slot.
     SlotFree                      ->    the slot can be filled again
 
 A slot is reused after decode freed it, its room ended, or its lease ended; a late reader then finds another
-digest. After any failure the pair continues with messages: prefill may answer every pull with a Block, and
-decode sends SlabUnusable.
+digest. Prefill may answer every pull with Blocks. After a failure decode sends SlabUnusable and asks for a
+slab of the next kind: first device memory (`cuda_slab`), then shared memory, then it takes messages.
 """
 
 import logging
+import os
 import secrets
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from ...cluster.net.transport_names import CUDA_SLAB, SHM
 from ...cluster.process.log import fields as log_fields
 from ...cluster.protocol.slab_messages import (
     SlabBlock,
@@ -34,38 +36,26 @@ from ...cluster.protocol.slab_messages import (
     SlotFree,
 )
 from ..memory.blocks import BlockReader, Filling
+from ..memory.device import Device
+from ..memory.device_slab import MappedDeviceSlab
 from ..memory.pinning import Bytes, Pin, no_pin
-from ..memory.slab import MappedSlab, Slab, SlabDoor, SlabError, is_alive
+from ..memory.slab import NO_FD, MappedSlab, Slab, SlabDoor, SlabError, is_alive
 from ..memory.slot_table import Slot, SlotTable
 from ..protocol.layout import digest_seed
 from ..protocol.session import Peer, SendBlock
+from .cuda_slab import DEVICE_WINDOW, SLOT_BYTES, slot_bytes_of
+from .slab_lanes import SWEEP_S, SlabCounters, SlabLanes, slots_that_fit
 
 logger = logging.getLogger(__name__)
 
 SLAB_BYTES = 256 << 20  # limit of all slabs of a prefill worker together
 SPARE_SLOTS = 2  # slots beyond the window, for blocks that are pulled again
-MIN_SLOTS = 2
-SWEEP_S = 0.5
 ASK_AGAIN_S = 30.0
+_ARRIVING = {SHM: "blocks come through shared memory", CUDA_SLAB: "blocks come through device memory"}
 
 
 @dataclass
-class SlabCounters:
-    """Monotonic totals of one endpoint, except for the gauge `slabs`."""
-
-    slabs: int = 0  # slabs in use now
-    shm_blocks: int = 0
-    shm_bytes: int = 0
-    shm_full: int = 0  # blocks sent as messages because every slot was in use
-    shm_fallbacks: int = 0  # pairs that were denied a slab or lost it
-
-    def snapshot(self) -> dict[str, float]:
-        """Totals by name, for heartbeats."""
-        return {f.name: float(getattr(self, f.name)) for f in fields(self)}
-
-
-@dataclass
-class _Lane:
+class ShmLane:
     """Prefill's records of one pair."""
 
     request: SlabRequest
@@ -73,47 +63,28 @@ class _Lane:
     slots: SlotTable
     connection: socket.socket
 
-    def close(self) -> None:
-        self.slab.close()
-        self.connection.close()
+    @property
+    def is_used(self) -> bool:
+        """Whether decode has the slab mapped."""
+        return is_alive(self.connection)
 
 
-class SenderSlabs:
-    """Prefill's slabs, at most one per connection, together at most `max_bytes` bytes."""
+class SenderSlabs(SlabLanes[ShmLane]):
+    """Prefill's slabs of shared memory, together at most `max_bytes` bytes."""
 
     def __init__(
         self,
         instance: str,
         block_bytes: int,
+        counters: SlabCounters,
         *,
         lease_s: float,
         max_bytes: int = SLAB_BYTES,
         pin: Pin = no_pin,
     ) -> None:
-        """`block_bytes`: the largest slot that a peer may request.
-
-        `lease_s`: seconds until an unfreed slot is reused. `pin` lets a GPU write slabs.
-        """
-        self.counters = SlabCounters()
-        self._instance, self._block_bytes = instance, block_bytes
-        self._lease_s, self._max_bytes, self._pin = lease_s, max_bytes, pin
-        self._lanes: dict[Peer, _Lane] = {}
-        self._sweep_at = 0.0
-
-    def __repr__(self) -> str:
-        return f"SenderSlabs({', '.join(repr(lane.slots) for lane in self._lanes.values())})"
-
-    def handle(self, peer: Peer, message: SlabUp) -> SlabDown | None:
-        """Handles one message of a greeted peer; returns the answer, None if there is none."""
-        if isinstance(message, SlabRequest):
-            return self._grant(peer, message)
-        lane = self._lanes.get(peer)
-        if lane is not None and lane.slab.id == message.slab:
-            if isinstance(message, SlotFree):
-                lane.slots.free((message.room, message.epoch, message.block), message.slot)
-            else:
-                self._fall_back(peer, f"decode cannot read the slab: {message.reason[:200]}")
-        return None
+        """`block_bytes`: the largest slot that a peer may request. `pin` lets a GPU write slabs."""
+        super().__init__(instance, counters, lease_s=lease_s)
+        self._block_bytes, self._max_bytes, self._pin = block_bytes, max_bytes, pin
 
     def fill(self, items: Sequence[SendBlock], reader: BlockReader, now: float) -> list[SlabBlock]:
         """Copies the first blocks of `items`, all for one peer, into free slots.
@@ -151,67 +122,9 @@ class SenderSlabs:
             lease_ms=int(self._lease_s * 1000),
         )
 
-    def forget(self, room: str, epoch: int) -> None:
-        """Frees the slots of a room that ended."""
-        for lane in self._lanes.values():
-            lane.slots.free_where(lambda holder, _: holder[0] == room and holder[1] <= epoch)
-
-    def sweep(self, now: float) -> None:
-        """Drops slabs of processes that have gone and frees slots whose lease ended. Call it periodically."""
-        if now < self._sweep_at:
-            return
-        self._sweep_at = now + SWEEP_S
-        for peer, lane in list(self._lanes.items()):
-            lane.slots.free_where(lambda _, ends_at: now >= ends_at)
-            if not is_alive(lane.connection):
-                self.drop(peer)
-
-    def next_deadline(self) -> float | None:
-        """Monotonic time of the next `sweep` with work; None without slabs."""
-        return self._sweep_at if self._lanes else None
-
-    def drop(self, peer: Peer) -> None:
-        """Drops the slab of a closed connection."""
-        lane = self._lanes.pop(peer, None)
-        if lane is not None:
-            lane.close()
-        self.counters.slabs = len(self._lanes)
-
-    def close(self) -> None:
-        """Closes all slabs. Idempotent."""
-        for peer in list(self._lanes):
-            self.drop(peer)
-
-    def _grant(self, peer: Peer, request: SlabRequest) -> SlabDown:
-        lane = self._lanes.get(peer)
-        if lane is not None and lane.request.token != request.token:
-            self.drop(peer)  # decode lost the old slab
-            lane = None
-        try:
-            lane = lane or self._open(request)
-        except SlabError as error:
-            self.counters.shm_fallbacks += 1
-            logger.warning(
-                "no shared memory for decode", extra=log_fields(decode=request.instance, reason=str(error))
-            )
-            return SlabDenied(instance=self._instance, token=request.token, reason=str(error))
-        self._lanes[peer] = lane
-        self.counters.slabs = len(self._lanes)
-        return SlabGrant(
-            instance=self._instance,
-            token=request.token,
-            slab=lane.slab.id,
-            num_slots=lane.slab.num_slots,
-            slot_bytes=lane.slab.slot_bytes,
-        )
-
-    def _open(self, request: SlabRequest) -> _Lane:
-        if request.slot_bytes > self._block_bytes:
-            raise SlabError(f"slots of {request.slot_bytes} bytes, at most {self._block_bytes} are allowed")
+    def _open(self, request: SlabRequest) -> ShmLane:
         left = self._max_bytes - sum(lane.slab.size for lane in self._lanes.values())
-        num_slots = min(request.num_slots, left // request.slot_bytes)
-        if num_slots < MIN_SLOTS:
-            raise SlabError(f"all {self._max_bytes >> 20} MiB for slabs are in use; raise --slab-mb")
+        num_slots = slots_that_fit(request, self._block_bytes, left, self._max_bytes, "--slab-mb")
         slab = Slab(num_slots, request.slot_bytes)
         try:
             connection = slab.hand_over(request.address, request.token)
@@ -219,15 +132,14 @@ class SenderSlabs:
             slab.close()
             raise
         slab.pin(self._pin)
-        return _Lane(request, slab, SlotTable(num_slots), connection)
+        return ShmLane(request, slab, SlotTable(num_slots), connection)
 
-    def _fall_back(self, peer: Peer, reason: str) -> None:
-        self.counters.shm_fallbacks += 1
-        logger.warning(
-            "blocks go as messages",
-            extra=log_fields(decode=self._lanes[peer].request.instance, reason=reason),
-        )
-        self.drop(peer)
+    def _end(self, lane: ShmLane) -> None:
+        lane.slab.close()
+        lane.connection.close()
+
+    def _count(self) -> None:
+        self.counters.slabs = len(self._lanes)
 
 
 def _filling(item: SendBlock, slot: Bytes) -> Filling:
@@ -241,19 +153,34 @@ class _Asked:
 
     prefill: str  # instance
     token: str
+    num_slots: int
     slot_bytes: int
+    transport: str
+    block_bytes: int
+    transports: tuple[str, ...]  # kinds of slabs that the pair may use, best first
     retry_at: float  # monotonic time of the next request
-    slab: MappedSlab | None = None  # None until it is granted
+    slab: MappedSlab | MappedDeviceSlab | None = None  # None until it is granted
 
 
 class ReceiverSlabs:
     """Decode's slabs, at most one per prefill endpoint."""
 
-    def __init__(self, instance: str, *, window: int, pin: Pin = no_pin) -> None:
+    def __init__(
+        self,
+        instance: str,
+        counters: SlabCounters,
+        *,
+        window: int,
+        pin: Pin = no_pin,
+        device: Device | None = None,
+        slot_bytes: int = SLOT_BYTES,
+    ) -> None:
+        """`device`: the device of the pages, if its memory may be shared. `slot_bytes`: of its slots."""
         self._pin = pin  # lets a GPU read slabs
-        self.counters = SlabCounters()
+        self.counters = counters
         self._instance = instance
-        self._num_slots = window + SPARE_SLOTS
+        self._window = window
+        self._device, self._slot_bytes = device, slot_bytes
         self._door: SlabDoor | None = None  # opened by the first request
         self._asked: dict[Peer, _Asked] = {}
         self._sweep_at = 0.0
@@ -261,10 +188,13 @@ class ReceiverSlabs:
     def __repr__(self) -> str:
         return f"ReceiverSlabs({self.counters.slabs} of {len(self._asked)} peers)"
 
-    def greet(self, peer: Peer, prefill: str, slot_bytes: int, now: float) -> SlabRequest | None:
-        """The slab request after a handshake with process `prefill` that agreed on shared memory.
+    def greet(
+        self, peer: Peer, prefill: str, block_bytes: int, now: float, transports: Sequence[str] = (SHM,)
+    ) -> SlabRequest | None:
+        """The slab request after a handshake with process `prefill` that agreed on one of `transports`.
 
-        Returns None if it was already sent.
+        `transports`: the kinds of slabs that the pair may use, best first. Returns None if the request was
+        already sent.
         """
         asked = self._asked.get(peer)
         if (
@@ -274,19 +204,7 @@ class ReceiverSlabs:
         ):
             return None
         self.drop(peer)
-        try:
-            self._door = self._door or SlabDoor()
-        except SlabError as error:
-            self._note_fallback(peer, str(error))
-            return None
-        asked = self._asked[peer] = _Asked(prefill, secrets.token_hex(16), slot_bytes, now + ASK_AGAIN_S)
-        return SlabRequest(
-            instance=self._instance,
-            address=self._door.address,
-            token=asked.token,
-            num_slots=self._num_slots,
-            slot_bytes=slot_bytes,
-        )
+        return self._ask(peer, prefill, block_bytes, now + ASK_AGAIN_S, tuple(transports), tuple(transports))
 
     def ask_again(self, peer: Peer, now: float) -> SlabRequest | None:
         """The repeated request to a peer that denied the last one or never answered.
@@ -294,12 +212,15 @@ class ReceiverSlabs:
         Returns None until it is due.
         """
         asked = self._asked.get(peer)
-        return None if asked is None else self.greet(peer, asked.prefill, asked.slot_bytes, now)
+        if asked is None:
+            return None
+        return self.greet(peer, asked.prefill, asked.block_bytes, now, asked.transports)
 
-    def handle(self, peer: Peer, message: SlabDown) -> SlabUnusable | None:
+    def handle(self, peer: Peer, message: SlabDown) -> list[SlabUp]:
         """Handles the answer to a request.
 
-        Returns the message for prefill if the slab cannot be used, else None.
+        Returns the messages for prefill: where the slab cannot be used, the reason and the request for a slab
+        of the next kind.
         """
         asked = self._asked.get(peer)
         if (
@@ -307,32 +228,52 @@ class ReceiverSlabs:
             or (asked.prefill, asked.token) != (message.instance, message.token)
             or asked.slab is not None
         ):
-            return None
-        if isinstance(message, SlabDenied):
-            self._note_fallback(peer, message.reason[:200])
-            return None
+            return []
+        answers: list[SlabUp] = []
         try:
+            if isinstance(message, SlabDenied):
+                raise SlabError(message.reason[:200])
             asked.slab = self._map(asked, message)
         except SlabError as error:
-            self._note_fallback(peer, str(error))
-            return SlabUnusable(instance=self._instance, slab=message.slab, reason=str(error))
+            if isinstance(message, SlabGrant):
+                answers.append(
+                    SlabUnusable(instance=self._instance, slab=message.slab, reason=str(error)[:1024])
+                )
+            answers += self._next(peer, asked, str(error))
+            return answers
         self._count()
-        logger.info(
-            "blocks come through shared memory", extra=log_fields(endpoint=peer, slots=message.num_slots)
-        )
-        return None
+        logger.info(_ARRIVING[asked.transport], extra=log_fields(endpoint=peer, slots=message.num_slots))
+        return answers
 
     def is_pinned(self, peer: Peer) -> bool:
         """Whether a GPU may read the memory returned by `read`."""
         asked = self._asked.get(peer)
         return asked is not None and asked.slab is not None and asked.slab.is_pinned
 
-    def read(self, peer: Peer, block: SlabBlock) -> Bytes | None:
-        """The bytes of a block, which prefill may still change; None if no slot matches."""
+    def run_of(self, peer: Peer) -> tuple[int, int | None]:
+        """The largest number of blocks in a slot, and the number of slots to have in flight.
+
+        (1, None) unless the slab is in device memory.
+        """
         asked = self._asked.get(peer)
-        if asked is None or asked.slab is None or asked.slab.id != block.slab:
-            return None
-        return asked.slab.block(block.slot, block.size)
+        if asked is None or not isinstance(asked.slab, MappedDeviceSlab):
+            return 1, None
+        slab = asked.slab
+        return slab.slot_bytes // asked.block_bytes, max(1, slab.num_slots - SPARE_SLOTS)
+
+    def read(self, peer: Peer, block: SlabBlock) -> Bytes | None:
+        """The bytes of a block, which prefill may still change; None if no slot of shared memory matches."""
+        slab = self._slab_of(peer, block)
+        return slab.block(block.slot, block.size) if isinstance(slab, MappedSlab) else None
+
+    def slot(self, peer: Peer, block: SlabBlock) -> int | None:
+        """The address of a run of blocks; None if no slot of device memory matches."""
+        slab = self._slab_of(peer, block)
+        return slab.slot(block.slot, block.size) if isinstance(slab, MappedDeviceSlab) else None
+
+    def is_on_device(self, peer: Peer, block: SlabBlock) -> bool:
+        """Whether the block is in a slab of device memory."""
+        return isinstance(self._slab_of(peer, block), MappedDeviceSlab)
 
     def freed(self, block: SlabBlock) -> SlotFree:
         """The message that frees the slot after the block was copied."""
@@ -346,10 +287,10 @@ class ReceiverSlabs:
         )
 
     def unusable(self, peer: Peer, block: SlabBlock) -> SlabUnusable:
-        """The message after `read` refused a descriptor. The slab is no longer used."""
+        """The message after `read` or `slot` refused a descriptor. The slab is no longer used."""
         asked = self._asked.get(peer)
         if asked is not None and asked.slab is not None and asked.slab.id == block.slab:
-            self._note_fallback(peer, f"no slot {block.slot} with {block.size} bytes")
+            self._note_fallback(peer, asked.transport, f"no slot {block.slot} with {block.size} bytes")
             asked.slab.close()
             asked.slab = None
             self._count()
@@ -362,20 +303,28 @@ class ReceiverSlabs:
             asked.slab.close()
         self._count()
 
-    def sweep(self, now: float) -> None:
-        """Drops slabs that prefill no longer holds, mostly because it has gone. Call it periodically."""
+    def sweep(self, now: float) -> list[Peer]:
+        """Drops slabs that prefill no longer holds, mostly because it has gone. Call it periodically.
+
+        Returns the peers whose slab was dropped.
+        """
         if now < self._sweep_at:
-            return
+            return []
         self._sweep_at = now + SWEEP_S
-        for asked in self._asked.values():
+        lost: list[Peer] = []
+        for peer, asked in self._asked.items():
             if asked.slab is not None and not is_alive(asked.slab.connection):
                 asked.slab.close()
                 asked.slab, asked.retry_at = None, now
+                lost.append(peer)
+        if self._door is not None:
+            self._door.sweep(*self._awaited())  # the grant of a slab may be lost
         self._count()
+        return lost
 
     def next_deadline(self) -> float | None:
-        """Monotonic time of the next `sweep` with work; None without slabs."""
-        return self._sweep_at if self.counters.slabs else None
+        """Monotonic time of the next `sweep` with work; None before the first request."""
+        return self._sweep_at if self._door is not None else None
 
     def close(self) -> None:
         """Closes all slabs and the listener. Idempotent."""
@@ -384,21 +333,93 @@ class ReceiverSlabs:
         if self._door is not None:
             self._door.close()
 
-    def _map(self, asked: _Asked, grant: SlabGrant) -> MappedSlab:
-        if grant.num_slots > self._num_slots or grant.slot_bytes != asked.slot_bytes:
-            raise SlabError(f"{grant.num_slots} slots of {grant.slot_bytes} bytes were not asked for")
+    def _ask(
+        self,
+        peer: Peer,
+        prefill: str,
+        block_bytes: int,
+        retry_at: float,
+        transports: tuple[str, ...],
+        left: tuple[str, ...],
+    ) -> SlabRequest | None:
+        """The request for a slab of the first kind of `left`."""
+        transport = left[0]
+        try:
+            self._door = self._door or SlabDoor()
+        except SlabError as error:
+            self._note_fallback(peer, transport, str(error))
+            return None
+        num_slots, slot_bytes = self._window + SPARE_SLOTS, block_bytes
+        if transport == CUDA_SLAB:
+            num_slots = min(self._window, DEVICE_WINDOW) + SPARE_SLOTS
+            slot_bytes = slot_bytes_of(block_bytes, self._slot_bytes)
+        asked = self._asked[peer] = _Asked(
+            prefill,
+            secrets.token_hex(16),
+            num_slots,
+            slot_bytes,
+            transport,
+            block_bytes,
+            transports,
+            retry_at,
+        )
+        return SlabRequest(
+            instance=self._instance,
+            address=self._door.address,
+            token=asked.token,
+            num_slots=num_slots,
+            slot_bytes=slot_bytes,
+            transport=transport,
+        )
+
+    def _next(self, peer: Peer, asked: _Asked, reason: str) -> list[SlabUp]:
+        """The request for the next kind of slab, if there is one."""
+        self._note_fallback(peer, asked.transport, reason)
+        left = asked.transports[asked.transports.index(asked.transport) + 1 :]
+        if not left:
+            return []
+        request = self._ask(peer, asked.prefill, asked.block_bytes, asked.retry_at, asked.transports, left)
+        return [] if request is None else [request]
+
+    def _slab_of(self, peer: Peer, block: SlabBlock) -> MappedSlab | MappedDeviceSlab | None:
+        asked = self._asked.get(peer)
+        if asked is None or asked.slab is None or asked.slab.id != block.slab:
+            return None
+        return asked.slab
+
+    def _map(self, asked: _Asked, grant: SlabGrant) -> MappedSlab | MappedDeviceSlab:
         assert self._door is not None, "there is a request"
-        expected = {asked.token for asked in self._asked.values() if asked.slab is None}
-        arrived = self._door.take(grant.token, expected.__contains__)
+        arrived = self._door.take(grant.token, *self._awaited())
         if arrived is None:
             raise SlabError("the slab's descriptor did not arrive")
-        slab = MappedSlab(grant.slab, grant.num_slots, grant.slot_bytes, *arrived)
+        fd, connection = arrived
+        if grant.num_slots > asked.num_slots or grant.slot_bytes != asked.slot_bytes:
+            connection.close()
+            if fd != NO_FD:
+                os.close(fd)
+            raise SlabError(f"{grant.num_slots} slots of {grant.slot_bytes} bytes were not asked for")
+        if asked.transport == CUDA_SLAB:
+            assert self._device is not None, "device memory was asked for"
+            return MappedDeviceSlab(
+                self._device, grant.slab, grant.num_slots, grant.slot_bytes, grant.handle, connection
+            )
+        slab = MappedSlab(grant.slab, grant.num_slots, grant.slot_bytes, fd, connection)
         slab.pin(self._pin)
         return slab
 
-    def _note_fallback(self, peer: Peer, reason: str) -> None:
+    def _awaited(self) -> tuple[Callable[[str], bool], Callable[[str], bool]]:
+        """Whether a token is expected at the door, and whether it comes without a descriptor."""
+        awaited = [asked for asked in self._asked.values() if asked.slab is None]
+        alone = {asked.token for asked in awaited if asked.transport == CUDA_SLAB}
+        return {asked.token for asked in awaited}.__contains__, alone.__contains__
+
+    def _note_fallback(self, peer: Peer, transport: str, reason: str) -> None:
         self.counters.shm_fallbacks += 1
-        logger.warning("blocks come as messages", extra=log_fields(endpoint=peer, reason=reason))
+        logger.warning(
+            "blocks take another way", extra=log_fields(endpoint=peer, transport=transport, reason=reason)
+        )
 
     def _count(self) -> None:
-        self.counters.slabs = sum(asked.slab is not None for asked in self._asked.values())
+        slabs = [asked.slab for asked in self._asked.values() if asked.slab is not None]
+        self.counters.device_slabs = sum(isinstance(slab, MappedDeviceSlab) for slab in slabs)
+        self.counters.slabs = len(slabs) - self.counters.device_slabs

@@ -44,10 +44,12 @@ from ...cluster.security.ciphers import CURVE, accepted
 from ...cluster.security.keyring import Curve, Keyring, split_key, with_key
 from ...cluster.security.tickets import Tickets
 from ..memory.blocks import Payload
+from ..memory.device import Device
 from ..protocol.seal import TAG_BYTES
 from ..protocol.session import LEASE_S, WINDOW, Peer, SendBlock, SendMessage
 from ..transport import Lost, Planes, PullRequest
 from .bulk import BulkLink, BulkLinks, BulkPort, bulk_lane
+from .cuda_slab import DEVICE_SLAB_BYTES, SLOT_BYTES
 from .endpoint import RETRY_S, Clock, Delivered, Delivery
 from .polling import Polling, a_few
 from .receiver_endpoint import ReceiverEndpoint
@@ -80,6 +82,8 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
         lease_s: float = LEASE_S,
         transports: Sequence[str] = (ZMQ_BLOCKS,),
         slab_bytes: int = SLAB_BYTES,
+        device_slab_bytes: int = DEVICE_SLAB_BYTES,
+        device: Device | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """`ciphers`: names from `ciphers_of`, by default the best with or without a `keyring`.
@@ -97,6 +101,8 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
             ciphers=ciphers,
             transports=transports,
             slab_bytes=slab_bytes,
+            device_slab_bytes=device_slab_bytes,
+            device=device,
             clock=clock,
         )
         check_bind_address(bind_endpoint, trusted_network, has_keys=keyring is not None)
@@ -154,7 +160,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
         """As `KVTransport.close`."""
         if self._is_open:
             self._perform(self.session.close(self._clock()))
-            self._slabs.close()
+            self._close_slabs()
             self._is_open = False
             self._handshakes.close()
             self._socket.close()
@@ -233,6 +239,8 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
         window: int = WINDOW,
         lease_s: float = LEASE_S,
         transports: Sequence[str] = (ZMQ_BLOCKS,),
+        device: Device | None = None,
+        slot_bytes: int = SLOT_BYTES,
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(
@@ -243,6 +251,8 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
             window=window,
             lease_s=lease_s,
             transports=transports,
+            device=device,
+            slot_bytes=slot_bytes,
             clock=clock,
         )
         self._context = context
@@ -290,7 +300,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
         """As `KVTransport.close`."""
         if self._is_open:
             self._perform(self.session.close(self._clock()))
-            self._slabs.close()
+            self._close_slabs()
             self._is_open = False
             for peer in list(self._links):
                 self._close_link(peer)

@@ -7,6 +7,7 @@ from itertools import islice
 
 from msgspec import Struct
 
+from ...cluster.net.transport_names import path_rates
 from ...cluster.protocol.messages import Choice, DraftWidths, GraphCounts, WorkerStats
 from ...cluster.telemetry.metrics import RouterRecord, WorkerRecord
 from ..scheduling.dispatcher import Dispatcher
@@ -45,7 +46,8 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     model: str
     device: str
     card: str  # the GPU of `device`: its id in CUDA_VISIBLE_DEVICES and its name; "": none
-    transport: str
+    transport: str  # the transports that it may use
+    paths: dict[str, float]  # GB/s of complete hand-offs to a decode worker, by the transport they took
     fingerprint: str
     weights_hash: str  # sha256 of every byte of the weights; "": not known yet
     phase: str  # phase of the engine's lifecycle
@@ -197,6 +199,7 @@ def _worker_status(worker: Worker, now: float) -> WorkerStatus:
         device=hello.device,
         card=hello.card,
         transport=hello.transport,
+        paths=path_rates(stats.counters),
         fingerprint=hello.fingerprint,
         weights_hash=stats.weights_hash,
         phase=stats.phase,

@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from ...cluster.net.transport_names import SHM, ZMQ_BLOCKS
+from ...cluster.net.transport_names import path_taken
 from ...cluster.protocol.messages import DecodeTimeline, PrefillTimeline
 from .attempt_log import AttemptLog, AttemptTrace
 from .effects import Pair
@@ -77,7 +77,7 @@ class Account(Struct, frozen=True, kw_only=True):
             handoff_ms=round(decode.handoff_ms, 3) if decode else None,
             handoff_bytes=decode.handoff_bytes if decode else None,
             handoff_blocks=decode.handoff_blocks if decode else None,
-            handoff_transport=_transport(decode) if decode else None,
+            handoff_transport=_path(decode) if decode else None,
             have_tokens=decode.have_tokens if decode else None,
             draft_prefill_ms=round(decode.draft_prefill_ms, 3) if decode else None,
             decode_queue_ms=round(decode.queue_ms, 3) if decode else None,
@@ -130,14 +130,8 @@ def _tpot_ms(stamps: Stamps, num_output: int) -> float | None:
     return _ms((last - first) / (num_output - 1))
 
 
-def _transport(decode: DecodeTimeline) -> str | None:
-    """The transport of the blocks; "shm+zmq_blocks" if shared memory failed midway, None if nothing was
-    pulled."""
-    if not decode.handoff_blocks:
-        return None
-    if not decode.handoff_shm_blocks:
-        return ZMQ_BLOCKS
-    return SHM if decode.handoff_shm_blocks == decode.handoff_blocks else f"{SHM}+{ZMQ_BLOCKS}"
+def _path(decode: DecodeTimeline) -> str | None:
+    return path_taken(decode.handoff_blocks, decode.handoff_shm_blocks, decode.handoff_device_blocks)
 
 
 def _accept_length(decode: DecodeTimeline) -> float | None:

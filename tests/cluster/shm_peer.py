@@ -1,7 +1,8 @@
 """A prefill and a decode worker's link in a process of its own, forked from one that has imported torch.
 
-Both know every byte beforehand, so that decode can tell whether what landed is right. `fault` is "site:nth":
-there the process kills itself with SIGKILL, as between any two instructions.
+Both know every byte beforehand, so that decode can tell whether what landed is right. `kind` is the kind of
+slab: for "cuda_slab", shared memory of the host stands for that of a device. `fault` is "site:nth": there the
+process kills itself with SIGKILL, as between any two instructions.
 """
 
 import ctypes
@@ -15,7 +16,10 @@ from multiprocessing.connection import Connection
 
 import torch
 import zmq
+from baton.cluster.net.transport_names import CUDA_SLAB, SHM, TRANSPORTS
 from baton.cluster.protocol.messages import Layout
+from baton.engine.kv.page_order import PageOrder
+from baton.kvtransfer.memory.host_device import HostDevice
 from baton.kvtransfer.transport import Complete, Lost, Offer, Planes, PullRequest
 from baton.kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver, ZmqBlocksSender
 
@@ -29,6 +33,7 @@ LAYOUT = Layout(
     block_bytes=64 << 10,
 )  # pages of 96 KiB, a room of 16 pages has 24 blocks
 NUM_PAGES, PAGE_BYTES, NUM_ROOMS = 16, 96 << 10, 40
+SLOT_BYTES = 256 << 10  # runs of four blocks, so a room has six
 CLONE_NEWNET = 0x40000000
 
 
@@ -65,7 +70,17 @@ def _elsewhere() -> None:
         raise OSError(ctypes.get_errno(), "unshare")
 
 
-def prefill(pipe: Connection, endpoint: str, fault: str = "", max_file: int = 0) -> None:
+def _transports(kind: str) -> tuple[str, ...]:
+    return TRANSPORTS[TRANSPORTS.index(kind) :]
+
+
+def _device(kind: str) -> HostDevice | None:
+    return HostDevice(PageOrder(NUM_PAGES), polls=2) if kind == CUDA_SLAB else None
+
+
+def prefill(
+    pipe: Connection, endpoint: str, kind: str, fault: str = "", max_file: int = 0, lease_s: float = 60.0
+) -> None:
     """Offers its rooms, all ready, until the pipe closes."""
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
@@ -79,8 +94,9 @@ def prefill(pipe: Connection, endpoint: str, fault: str = "", max_file: int = 0)
         LAYOUT,
         planes,
         context=zmq.Context(),
-        transports=("shm", "zmq_blocks"),
-        lease_s=60.0,
+        transports=_transports(kind),
+        device=_device(kind),
+        lease_s=lease_s,
     )
     sender.reach = _dying(fault)
     for index in range(NUM_ROOMS):
@@ -94,7 +110,7 @@ def prefill(pipe: Connection, endpoint: str, fault: str = "", max_file: int = 0)
     sender.close()
 
 
-def decode(pipe: Connection, endpoint: str, fault: str = "", is_elsewhere: bool = False) -> None:
+def decode(pipe: Connection, endpoint: str, kind: str, fault: str = "", is_elsewhere: bool = False) -> None:
     """Pulls the rooms that the pipe names as (prefill instance, first, last); reports how each ended."""
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
@@ -103,7 +119,7 @@ def decode(pipe: Connection, endpoint: str, fault: str = "", is_elsewhere: bool 
     kv, right = torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8), content()
     receiver = ZmqBlocksReceiver(
         f"{os.getpid():032x}", LAYOUT, Planes(kv=kv, features=None), context=zmq.Context(),
-        transports=("shm", "zmq_blocks"), window=4,
+        transports=_transports(kind), device=_device(kind), slot_bytes=SLOT_BYTES, window=4,
     )  # fmt: skip
     receiver.reach = _dying(fault)
     pipe.send("ready")
@@ -127,7 +143,8 @@ def decode(pipe: Connection, endpoint: str, fault: str = "", is_elsewhere: bool 
             while ended is None and time.monotonic() < end:
                 ended = next((e for e in receiver.poll(0.05) if isinstance(e, Complete | Lost)), None)
             if isinstance(ended, Complete):
-                pipe.send(("complete", bool(torch.equal(kv, right)), ended.num_shm_blocks))
+                num_blocks = {CUDA_SLAB: ended.num_device_blocks, SHM: ended.num_shm_blocks}[kind]
+                pipe.send(("complete", bool(torch.equal(kv, right)), num_blocks))
             else:
                 pipe.send(("lost", getattr(ended, "kind", "silence"), 0))
     receiver.close()

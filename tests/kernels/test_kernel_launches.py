@@ -20,6 +20,7 @@ from baton.kernels.extend_attention import paged_extend, paged_extend_triton
 from baton.kernels.gather_context import gather_context, gather_context_triton
 from baton.kernels.invariant_attention import Rows, invariant_attention_triton
 from baton.kernels.kv_store import store_kv_triton
+from baton.kernels.move_spans import SPAN_FIELDS, move_spans_triton
 from baton.kernels.rms_norm import add_rms_norm, rms_norm_triton
 from baton.kernels.rope import apply_rope_triton
 from baton.kernels.select_rows import select_last_rows, select_last_rows_triton
@@ -162,13 +163,14 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
         invariant_attention_triton(queries, pool, 1, table, uniform, 0.1)
     ragged = Rows(lens, starts=torch.tensor([0, 1, 3]), longest=64)
     invariant_attention_triton(q, pool, 1, table, ragged, 0.1)
+    move_spans_triton(torch.zeros(1, SPAN_FIELDS, dtype=torch.int64), rows[None])
     names = [name for name, _ in compiled_for_h200]
     assert set(names) == {
         "_rms_norm_kernel", "_silu_mul_kernel", "_rope_kernel", "_store_kv_kernel",
         "_select_last_rows_kernel", "_tree_verify_kernel", "_extend_kernel", "_verify_kernel",
         "_merge_kernel", "_compact_kv_kernel", "_highest_kernel", "_scores_kernel", "_pick_kernel",
         "_skinny_kernel", "_places_kernel", "_outcome_kernel", "_chain_verify_kernel",
-        "_gather_kernel", "_context_kernel", "_fold_kernel", "_join_kernel",
+        "_gather_kernel", "_context_kernel", "_fold_kernel", "_join_kernel", "_move_spans_kernel",
     }  # fmt: skip
     for name, kernel in compiled_for_h200:
         assert kernel.asm["cubin"], name
@@ -184,6 +186,8 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     ):  # the last launched, with wide tiles: Hopper's matrix instructions
         assert "wgmma" in by_name[name].asm["ptx"], name
     assert "cp.async.bulk.tensor" in by_name["_context_kernel"].asm["ptx"], "bulk copies of whole tiles"
+    for instruction in ("ld.global.v4.b32", "st.global.v4.b32"):  # 16 bytes per thread
+        assert instruction in by_name["_move_spans_kernel"].asm["ptx"]
 
 
 def test_splits_fill_the_device_without_cutting_a_context_finer_than_pays():

@@ -1,6 +1,7 @@
 """Hand-offs in virtual time under seeded loss, duplicates, reordering, bit flips, cuts, cancels, restarts."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from baton.tests.sim.transfer_world import KINDS, Faults, run
@@ -69,3 +70,22 @@ def test_one_seed_run_twice_is_the_same_run() -> None:
         first, second = (run(seed, draw_faults(seed)) for _ in range(2))
         assert first.trace.hexdigest() == second.trace.hexdigest()
         assert first.outcomes == second.outcomes
+
+
+def test_without_faults_every_room_takes_device_memory_and_none_is_left() -> None:
+    for seed in range(10):
+        outcomes = run(seed, Faults(), has_devices=True).outcomes
+        assert outcomes.get("decode Complete", 0) == outcomes["prefill Released"] > 0
+        assert outcomes["by device memory"] > 0.5 * outcomes["decode Complete"], outcomes
+
+
+@pytest.mark.parametrize("num_seeds", [40, pytest.param(500, marks=pytest.mark.slow)])
+def test_under_any_mix_of_faults_device_memory_is_right_and_given_back(num_seeds: int) -> None:
+    """Late moves, stray writes and killed processes leave no wrong byte, no touched page and no memory."""
+    totals: dict[str, int] = {}
+    for seed in range(num_seeds):
+        faults = replace(draw_faults(seed), plant=0.4 * (seed % 2))
+        for outcome, count in run(seed, faults, has_devices=True).outcomes.items():
+            totals[outcome] = totals.get(outcome, 0) + count
+    assert totals["by device memory"] > num_seeds, totals
+    assert totals["decode Complete"] > 1.5 * num_seeds, totals

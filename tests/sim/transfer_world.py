@@ -8,7 +8,10 @@ import random
 from dataclasses import dataclass, field
 
 import torch
+from baton.cluster.net.transport_names import TRANSPORTS, ZMQ_BLOCKS
 from baton.cluster.protocol.messages import Layout
+from baton.engine.kv.page_order import PageOrder
+from baton.kvtransfer.memory.host_device import HostDevice
 from baton.kvtransfer.protocol.layout import KVLayout
 from baton.kvtransfer.protocol.sender import EARLY_S
 from baton.kvtransfer.transport import Complete, Dropped, Landed, Lost, Offer, Planes, PullRequest, Released
@@ -32,6 +35,7 @@ class Faults:
     cut: float = 0.0  # per step
     restart: float = 0.0  # per step
     cancel: float = 0.0  # per step
+    plant: float = 0.0  # per step: a byte of a slab changes
 
 
 @dataclass
@@ -40,6 +44,7 @@ class Prefill:
     instance: str
     sender: FakeSender
     planes: Planes
+    device: HostDevice | None = None
     free: list[int] = field(default_factory=lambda: list(range(1, NUM_PAGES)))
     rooms: dict[tuple[str, int], "Room"] = field(default_factory=dict)
 
@@ -48,6 +53,7 @@ class Prefill:
 class Decode:
     receiver: FakeReceiver
     planes: Planes
+    device: HostDevice | None = None
     free: list[int] = field(default_factory=lambda: list(range(1, NUM_PAGES)))
     rooms: dict[tuple[str, int], "Room"] = field(default_factory=dict)
     untouched: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -70,9 +76,13 @@ class Room:
 
 
 class World:
-    """Two prefill and two decode workers, with the owner's bookkeeping that a transport must keep right."""
+    """Two prefill and two decode workers, with the owner's bookkeeping that a transport must keep right.
 
-    def __init__(self, seed: int, faults: Faults) -> None:
+    With `has_devices`, blocks take slabs of device memory, for which shared memory of the host stands.
+    """
+
+    def __init__(self, seed: int, faults: Faults, *, has_devices: bool = False) -> None:
+        self.has_devices = has_devices
         self.rng = random.Random(seed)
         self.noise = torch.Generator().manual_seed(seed)
         self.faults = faults
@@ -90,8 +100,8 @@ class World:
             num_kv_heads=1,
             head_dim=self.rng.choice([8, 64, 160]),
             feature_ids=ids,
-            feature_width=len(ids) * 60,
-            block_bytes=self.rng.choice([4096, 5000]),
+            feature_width=len(ids) * (64 if has_devices else 60),
+            block_bytes=self.rng.choice([4096, 4112 if has_devices else 5000]),
         )
         self.prefills = [self.new_prefill(f"p{i}") for i in range(2)]
         self.decodes = [self.new_decode() for _ in range(2)]
@@ -109,13 +119,31 @@ class World:
 
     def new_prefill(self, endpoint: str) -> Prefill:
         instance, planes = hex_id(self.rng), self.random_planes()
-        sender = FakeSender(self.network, endpoint, instance, self.layout, planes, clock=self.clock)
-        return Prefill(endpoint, instance, sender, planes)
+        device = self.new_device()
+        sender = FakeSender(
+            self.network, endpoint, instance, self.layout, planes, clock=self.clock, device=device,
+            transports=self.transports,
+        )  # fmt: skip
+        return Prefill(endpoint, instance, sender, planes, device)
 
     def new_decode(self) -> Decode:
         planes = Planes(kv=self.random_planes().kv, features=None)
-        receiver = FakeReceiver(self.network, hex_id(self.rng), self.layout, planes, clock=self.clock)
-        return Decode(receiver, planes, untouched=planes.kv.clone())
+        device, slot_bytes = self.new_device(), 3 * self.layout.block_bytes
+        receiver = FakeReceiver(
+            self.network, hex_id(self.rng), self.layout, planes, clock=self.clock, device=device,
+            transports=self.transports, slot_bytes=slot_bytes,
+        )  # fmt: skip
+        return Decode(receiver, planes, device, untouched=planes.kv.clone())
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        return TRANSPORTS if self.has_devices else (ZMQ_BLOCKS,)
+
+    def new_device(self) -> HostDevice | None:
+        """A device whose moves are late by as many polls as the seed says."""
+        if not self.has_devices:
+            return None
+        return HostDevice(PageOrder(NUM_PAGES), polls=self.rng.randint(1, 4))
 
     # --- the network ----------------------------------------------------------------------------------------
 
@@ -242,11 +270,38 @@ class World:
         if self.rng.random() < 0.5:
             i = self.rng.randrange(2)
             self.network.unlisten(self.prefills[i].endpoint)
+            self.bury(self.prefills[i].device, self.prefills[i].sender)
             self.prefills[i] = self.new_prefill(self.prefills[i].endpoint)
         else:
             i = self.rng.randrange(2)
             self.network.drop_receiver(self.decodes[i].receiver)
+            self.bury(self.decodes[i].device, self.decodes[i].receiver)
             self.decodes[i] = self.new_decode()
+
+    def bury(self, device: HostDevice | None, end: FakeSender | FakeReceiver) -> None:
+        """What the kernel does for a killed process: its connections and its memory end, its moves do not."""
+        if device is None:
+            return
+        device._queue.clear()
+        if isinstance(end, FakeSender):
+            assert end._device_slabs is not None
+            slabs = [lane.slab for lane in end._device_slabs._lanes.values()] + end._device_slabs._ended
+            end._slabs.close()  # shared memory
+        else:
+            slabs = [asked.slab for asked in end._slabs._asked.values() if asked.slab is not None]
+            if end._slabs._door is not None:
+                end._slabs._door.close()
+        for slab in slabs:
+            slab.connection.close()
+        device.die()
+
+    def plant(self) -> None:
+        """Changes a byte of device memory that prefill shares."""
+        device = self.rng.choice(self.prefills).device
+        assert device is not None
+        if device._owned:
+            memory = self.rng.choice(list(device._owned.values()))
+            memory.map[self.rng.randrange(len(memory.map))] ^= 1 << self.rng.randrange(8)
 
     # --- what the owner sees --------------------------------------------------------------------------------
 
@@ -276,6 +331,8 @@ class World:
         if isinstance(event, Complete):
             assert event.first_token == room.first_token
             self.check_landed(room, room.num_tokens)
+            if event.num_device_blocks:
+                self.note("by device memory")
         else:
             assert event.kind in KINDS, event
         self.note("decode " + (event.kind if isinstance(event, Lost) else "Complete"))
@@ -321,6 +378,8 @@ class World:
             self.network.cut(self.rng.choice(self.prefills).endpoint)
         if self.rng.random() < self.faults.restart:
             self.restart()
+        if self.rng.random() < self.faults.plant:
+            self.plant()
         self.turn()
 
     def settle(self) -> None:
@@ -341,6 +400,8 @@ class World:
             self.now += 5.0
 
     def check_nothing_is_left(self) -> None:
+        for side in (*self.prefills, *self.decodes):
+            assert side.device is None or side.device.num_bytes == 0, f"{side.device} holds memory"
         for prefill in self.prefills:
             assert not prefill.rooms
             assert prefill.sender.session.num_rooms == 0
@@ -353,10 +414,14 @@ class World:
             assert sorted(decode.free) == list(range(1, NUM_PAGES))
 
 
-def run(seed: int, faults: Faults) -> World:
-    world = World(seed, faults)
+def run(seed: int, faults: Faults, *, has_devices: bool = False) -> World:
+    world = World(seed, faults, has_devices=has_devices)
     for _ in range(STEPS):
         world.step()
     world.settle()
     world.check_nothing_is_left()
+    for decode in world.decodes:
+        decode.receiver.close()
+    for prefill in world.prefills:
+        prefill.sender.close()
     return world

@@ -19,6 +19,7 @@ from baton.deploy.cli.findings import (
     check_gpu,
     check_limits,
     check_link,
+    check_paths,
     check_shm,
     check_versions,
 )
@@ -234,3 +235,18 @@ def test_a_wrong_role_is_a_wrong_setting(capsys):
 def test_the_serving_end_needs_a_word_for_other_addresses(capsys):
     assert doctor.main(["--serve-pull=tcp://0.0.0.0:0"]) == 2
     assert "trusted" in capsys.readouterr().err
+
+
+def test_the_ways_of_hand_offs_are_named_with_their_rates():
+    def worker(role: str, host: str = "h", device: str = "cuda:0", **paths: float) -> dict[str, object]:
+        state = {"state": "serving", "instance": role * 8, "host": host, "device": device}
+        return {"role": role, "paths": paths, **state}
+
+    fast = check_paths({"workers": [worker("prefill"), worker("decode", cuda_slab=210.5)]})
+    assert [(f.level, f.text) for f in fast] == [("ok", "decode decodede on h: cuda_slab at 210.50 GB/s")]
+    (slow,) = check_paths({"workers": [worker("prefill"), worker("decode", shm=6.1)]})
+    assert (slow.level, "shm at 6.10 GB/s" in slow.text) == ("warn", True)
+    assert "blocks take another way" in slow.remedy
+    (other,) = check_paths({"workers": [worker("prefill", host="g"), worker("decode", zmq_blocks=1.0)]})
+    assert other.level == "ok"
+    assert check_paths({"workers": [worker("prefill"), worker("decode")]}) == []

@@ -1,0 +1,128 @@
+"""Copy spans of memory and digest them in the same pass: pages into a slot, or a slot into pages.
+
+A span is (source address, target address, number of words, number of its first word). Words are 32 bits. The
+addresses are plain numbers, so a span may lie in memory of another process that is mapped here. All addresses
+and sizes are multiples of `ALIGNMENT` bytes.
+
+The digest of a run of spans is the sum, modulo 2**32, of one mixed value per word. The value depends on the
+word and on its number in the run, so the order of the sum does not matter: both ends may cut the run into
+different spans, and still agree. The mix is a bijection of the word, so one changed word always changes the
+digest.
+
+Reference: Austin Appleby, MurmurHash3, `fmix32`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from .triton_jit import cdiv, jit, tl
+
+WORD_BYTES = 4
+ALIGNMENT = 16  # bytes: one load of a thread
+SPAN_FIELDS = 4
+MODULUS = 1 << 32
+# Words of one program, and of one step of its loop. A step is one load of 16 bytes per thread, four times.
+CHUNK, TILE, NUM_WARPS = 16384, 4096, 8
+GOLDEN, FIRST, SECOND = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
+
+
+@jit
+def _mixed(b_word: tl.tensor, i_word: tl.tensor) -> tl.tensor:
+    b_mix = b_word ^ ((i_word + 1) * 0x9E3779B9)
+    b_mix ^= b_mix >> 16
+    b_mix *= 0x85EBCA6B
+    b_mix ^= b_mix >> 13
+    b_mix *= 0xC2B2AE35
+    b_mix ^= b_mix >> 16
+    return b_mix
+
+
+@jit
+def _move_spans_kernel(
+    p_spans: tl.tensor, p_sums: tl.tensor, CHUNK: tl.constexpr, TILE: tl.constexpr
+) -> None:
+    i_span = tl.program_id(0)
+    begin = tl.program_id(1) * CHUNK
+    p_span = p_spans + i_span * 4
+    p_sum = p_sums + i_span * tl.num_programs(1) + tl.program_id(1)
+    num_words = tl.multiple_of(tl.load(p_span + 2).to(tl.int32), 4)
+    if begin < num_words:
+        p_source = tl.multiple_of(tl.load(p_span).to(tl.pointer_type(tl.uint32)), 16)
+        p_target = tl.multiple_of(tl.load(p_span + 1).to(tl.pointer_type(tl.uint32)), 16)
+        first = tl.load(p_span + 3).to(tl.int32)
+        b_sum = tl.zeros((TILE,), tl.uint32)
+        for start in range(0, CHUNK, TILE):
+            i_word = begin + start + tl.arange(0, TILE)
+            m_word = i_word < num_words
+            b_word = tl.load(p_source + i_word, mask=m_word, other=0)
+            tl.store(p_target + i_word, b_word, mask=m_word)
+            b_sum += tl.where(m_word, _mixed(b_word, (first + i_word).to(tl.uint32)), 0)
+        tl.store(p_sum, tl.sum(b_sum, axis=0).to(tl.int64))
+    else:
+        tl.store(p_sum, tl.zeros((), tl.int64))
+
+
+def move_spans_triton(spans: torch.Tensor, sums: torch.Tensor) -> None:
+    """Copy each of `spans` int64 `[n, 4]`; the digest of span i is the sum of row i of `sums` int64 `[n, c]`.
+
+    c: at least `num_chunks` of the longest span. Spans must not overlap. The tables may lie in pinned
+    memory of the host: a program reads and writes a few words of them. Raises ValueError for other shapes or
+    dtypes.
+    """
+    check_spans(spans, sums)
+    _move_spans_kernel[(spans.shape[0], sums.shape[1])](
+        spans, sums, CHUNK=CHUNK, TILE=TILE, num_warps=NUM_WARPS
+    )
+
+
+def num_chunks(num_words: int) -> int:
+    """The number of programs for a span of `num_words` words."""
+    return cdiv(num_words, CHUNK)
+
+
+def check_spans(spans: torch.Tensor, sums: torch.Tensor) -> None:
+    """Raises ValueError unless `spans` is int64 `[n, 4]` and `sums` int64 `[n, c]`, both contiguous."""
+    fits = spans.dim() == sums.dim() == 2 and spans.shape == (sums.shape[0], SPAN_FIELDS)
+    is_right = {spans.dtype, sums.dtype} == {torch.int64} and spans.is_contiguous() and sums.is_contiguous()
+    if not (fits and is_right):
+        given = f"{spans.dtype} {list(spans.shape)} and {sums.dtype} {list(sums.shape)}"
+        raise ValueError(f"move_spans: spans and sums are int64 [n, {SPAN_FIELDS}] and [n, c], not {given}")
+
+
+def mixed(words: torch.Tensor, first: int) -> int:
+    """The sum, modulo 2**32, of the mixed values of `words` int32 `[n]`, numbered from `first`."""
+    # torch has no unsigned arithmetic: int32 multiplies modulo 2**32, a mask makes its shift a logical one
+    number = torch.arange(first + 1, first + 1 + words.numel(), dtype=torch.int64)
+    mix = words ^ _as_int32(number * GOLDEN)
+    mix = mix ^ (mix >> 16 & 0xFFFF)
+    mix = mix * _signed(FIRST)
+    mix = mix ^ (mix >> 13 & 0x7FFFF)
+    mix = mix * _signed(SECOND)
+    mix = mix ^ (mix >> 16 & 0xFFFF)
+    return int(mix.to(torch.int64).sum()) % MODULUS
+
+
+def move_spans_reference(spans: torch.Tensor, sums: torch.Tensor) -> None:
+    """As `move_spans_triton`, for addresses of the host's memory."""
+    check_spans(spans, sums)
+    sums.zero_()
+    for number, (source, target, num_words, first) in enumerate(spans.tolist()):
+        _words_at(target, num_words).copy_(_words_at(source, num_words))
+        sums[number, 0] = mixed(_words_at(target, num_words), first)
+
+
+def _words_at(address: int, num_words: int) -> torch.Tensor:
+    memory = (ctypes.c_int32 * num_words).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.int32)
+
+
+def _as_int32(numbers: torch.Tensor) -> torch.Tensor:
+    low = numbers & (MODULUS - 1)
+    return torch.where(low >= MODULUS // 2, low - MODULUS, low).to(torch.int32)
+
+
+def _signed(number: int) -> int:
+    return number - MODULUS if number >= MODULUS // 2 else number

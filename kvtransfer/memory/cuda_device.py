@@ -1,0 +1,241 @@
+"""The memory of a GPU, shared with other processes by CUDA IPC.
+
+Slabs come from `cudaMalloc` and not from torch's allocator: a handle always exports a whole allocation, and
+memory of expandable segments has none. Torch's own runtime library is called through ctypes.
+
+The driver maps an allocation once per process, so `open` counts. Memory that another process exported stays
+allocated while it is mapped here, even after that process has gone; therefore the owner closes it when its
+peer is lost.
+
+References: CUDA Runtime API, "cudaIpcGetMemHandle", "cudaIpcOpenMemHandle".
+"""
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ...engine.kv.page_order import PageOrder
+from ...kernels.move_spans import MODULUS, SPAN_FIELDS, move_spans_triton, num_chunks
+from .device import HANDLE_BYTES, Spans
+from .slab import SlabError
+
+LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+MIN_NUMBERS = 1 << 14  # of the smallest table: 128 MiB in pages of 2 MiB and their features
+NUM_TABLES, MAX_SPARE_TABLES = 4, 8
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
+
+
+class CudaRuntime:
+    """The calls of the CUDA runtime that torch has no Python names for."""
+
+    def __init__(self) -> None:
+        """Raises SlabError if the library cannot be loaded."""
+        name = f"libcudart.so.{(torch.version.cuda or '0').partition('.')[0]}"
+        try:
+            self._library = ctypes.CDLL(name)  # the one that torch has loaded
+        except OSError as error:
+            raise SlabError(f"{name} cannot be loaded: {error}") from None
+        self._library.cudaGetErrorString.restype = ctypes.c_char_p
+        self._library.cudaIpcOpenMemHandle.argtypes = [
+            ctypes.POINTER(ctypes.c_void_p),
+            _Handle,
+            ctypes.c_uint,
+        ]
+
+    def __repr__(self) -> str:
+        return f"CudaRuntime({torch.version.cuda})"
+
+    def malloc(self, size: int) -> int:
+        """The address of `size` bytes on the current device. Raises SlabError."""
+        pointer = ctypes.c_void_p()
+        self._call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(size))
+        return pointer.value or 0
+
+    def clear(self, address: int, size: int) -> None:
+        """Fills the memory with zeros, and returns when that is done. Raises SlabError."""
+        self._call("cudaMemset", ctypes.c_void_p(address), ctypes.c_int(0), ctypes.c_size_t(size))
+        self._call("cudaDeviceSynchronize")
+
+    def free(self, address: int) -> None:
+        """Frees memory of `malloc`. Raises SlabError."""
+        self._call("cudaFree", ctypes.c_void_p(address))
+
+    def export(self, address: int) -> bytes:
+        """The handle of an allocation. Raises SlabError."""
+        handle = _Handle()
+        self._call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(address))
+        return bytes(handle.reserved)
+
+    def open(self, handle: bytes) -> int:
+        """The address at which the allocation is mapped. Raises SlabError."""
+        pointer = ctypes.c_void_p()
+        given = _Handle.from_buffer_copy(handle)
+        self._call("cudaIpcOpenMemHandle", ctypes.byref(pointer), given, ctypes.c_uint(LAZY_PEER_ACCESS))
+        return pointer.value or 0
+
+    def close(self, address: int) -> None:
+        """Unmaps what `open` mapped. Raises SlabError."""
+        self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(address))
+
+    def _call(self, name: str, *arguments: object) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            self._library.cudaGetLastError()  # else torch would report this error at its next launch
+            reason = self._library.cudaGetErrorString(code).decode()
+            raise SlabError(f"{name}: {reason} (CUDA error {code})")
+
+
+class _Table:
+    """Pinned memory for the spans and sums of one move, which the kernel reads and writes."""
+
+    def __init__(self, num_numbers: int) -> None:
+        self.num_numbers = num_numbers
+        self.memory = torch.empty(num_numbers, dtype=torch.int64, pin_memory=True)
+        self.numbers = self.memory.numpy()
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+@dataclass
+class CudaMove:
+    """A move under way on a GPU; see `Move`."""
+
+    owner: "CudaDevice"
+    table: _Table
+    counts: Sequence[int]  # spans of each run
+    num_chunks: int
+    is_held: bool
+    digests: list[int] | None = None
+
+    def poll(self) -> list[int] | None:
+        if self.digests is None and self.table.event.query():  # type: ignore[no-untyped-call]
+            self.digests = self.owner.finished(self)
+        return self.digests
+
+    def wait(self) -> list[int]:
+        if self.digests is None:
+            self.table.event.synchronize()
+            self.digests = self.owner.finished(self)
+        return self.digests
+
+
+@dataclass
+class _Opened:
+    """Memory of another process."""
+
+    address: int
+    num_opens: int
+
+
+class CudaDevice:
+    """The GPU `device`; see `Device`. `order` belongs to the pages that moves read or write."""
+
+    def __init__(self, device: torch.device, order: PageOrder) -> None:
+        """Compiles the kernel. Raises SlabError if the runtime library cannot be loaded."""
+        self._runtime = CudaRuntime()
+        self._device, self._order = device, order
+        # a move is short, and a forward's kernels would delay it by as much as they take
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._tables = [
+            _Table(MIN_NUMBERS) for _ in range(NUM_TABLES)
+        ]  # pinning memory later would stop kernels
+        self._opened: dict[bytes, _Opened] = {}
+        self._compile()
+
+    def __repr__(self) -> str:
+        return f"CudaDevice({self._device}, opened={len(self._opened)})"
+
+    @property
+    def name(self) -> str:
+        """The GPU's UUID."""
+        return f"GPU-{torch.cuda.get_device_properties(self._device).uuid}"
+
+    def allocate(self, size: int) -> int:
+        """As `Device.allocate`."""
+        with torch.cuda.device(self._device):
+            address = self._runtime.malloc(size)
+            try:
+                self._runtime.clear(address, size)
+            except SlabError:
+                self._runtime.free(address)
+                raise
+        return address
+
+    def export(self, address: int) -> bytes:
+        """As `Device.export`."""
+        with torch.cuda.device(self._device):
+            return self._runtime.export(address)
+
+    def free(self, address: int) -> None:
+        """As `Device.free`."""
+        self._stream.synchronize()
+        with torch.cuda.device(self._device):
+            self._runtime.free(address)
+
+    def open(self, handle: bytes, size: int) -> int:
+        """As `Device.open`. The driver maps the whole allocation; its size is prefill's word."""
+        known = self._opened.get(handle)
+        if known is None:
+            if len(handle) != HANDLE_BYTES:
+                raise SlabError(f"a handle of {len(handle)} bytes, not {HANDLE_BYTES}")
+            with torch.cuda.device(self._device):
+                known = self._opened[handle] = _Opened(self._runtime.open(handle), 0)
+        known.num_opens += 1
+        return known.address
+
+    def close(self, handle: bytes) -> None:
+        """As `Device.close`."""
+        known = self._opened[handle]
+        known.num_opens -= 1
+        if known.num_opens == 0:
+            del self._opened[handle]
+            self._stream.synchronize()
+            with torch.cuda.device(self._device):
+                self._runtime.close(known.address)
+
+    def move(self, runs: Sequence[Spans], pages: Iterable[int], *, is_write: bool) -> CudaMove:
+        """As `Device.move`."""
+        num_rows = sum(len(run) for run in runs)
+        num_sums = num_chunks(max(int(run[:, 2].max()) for run in runs))
+        begin, end = num_rows * SPAN_FIELDS, num_rows * (SPAN_FIELDS + num_sums)
+        table = self._take(end)
+        np.concatenate(runs, out=table.numbers[:begin].reshape(num_rows, SPAN_FIELDS))
+        is_held = self._order.wait(pages, self._stream)
+        with torch.cuda.stream(self._stream):
+            spans, sums = table.memory[:begin], table.memory[begin:end]
+            move_spans_triton(spans.view(num_rows, SPAN_FIELDS), sums.view(num_rows, num_sums))
+            table.event.record(self._stream)
+        return CudaMove(self, table, [len(run) for run in runs], num_sums, is_held)
+
+    def finished(self, move: CudaMove) -> list[int]:
+        """The digests of a finished move, whose table is free again."""
+        num_rows = sum(move.counts)
+        begin, end = num_rows * SPAN_FIELDS, num_rows * (SPAN_FIELDS + move.num_chunks)
+        rows = move.table.numbers[begin:end].reshape(num_rows, move.num_chunks).sum(axis=1)
+        starts = np.cumsum([0, *move.counts[:-1]])
+        digests = (np.add.reduceat(rows, starts) % MODULUS).tolist()
+        if len(self._tables) < MAX_SPARE_TABLES:
+            self._tables.append(move.table)
+        return digests  # type: ignore[no-any-return]
+
+    def _take(self, num_numbers: int) -> _Table:
+        for number, table in enumerate(self._tables):
+            if table.num_numbers >= num_numbers:
+                return self._tables.pop(number)
+        size = MIN_NUMBERS
+        while size < num_numbers:
+            size *= 2
+        return _Table(size)
+
+    def _compile(self) -> None:
+        """Moves one span, so that no hand-off waits for the compiler."""
+        with torch.cuda.device(self._device):
+            pair = torch.zeros(2, HANDLE_BYTES // 4, dtype=torch.int32, device=self._device)
+            torch.cuda.current_stream().synchronize()
+            row = [[pair[0].data_ptr(), pair[1].data_ptr(), pair.shape[1], 0]]
+            self.move([np.array(row, dtype=np.int64)], [], is_write=True).wait()

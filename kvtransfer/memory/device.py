@@ -1,0 +1,67 @@
+"""The memory of a device, as `cuda_slab` uses it: slabs, and spans that move in and out of them.
+
+Prefill allocates a slab and exports a handle to it. Decode opens the handle. Both move spans: prefill from
+its pages into a slot, decode from a mapped slot into its pages. A move runs on a stream of its own. It waits
+for the work of the same process that uses the pages, and never for another process.
+
+`CudaDevice` is the device of a GPU. `HostDevice` does the same with shared memory of the host, for tests.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Spans = npt.NDArray[np.int64]  # [n, 4], as `kernels.move_spans`
+
+HANDLE_BYTES = 64
+
+
+class Move(Protocol):
+    """A move under way."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it began behind unfinished forwards, so that it may take as long as they do."""
+
+    def poll(self) -> list[int] | None:
+        """The digest of each run, in order, once all runs are in place; None before. Does not wait."""
+
+    def wait(self) -> list[int]:
+        """As `poll`, but returns when all runs are in place."""
+
+
+class Device(Protocol):
+    """One device and the stream of its moves. All methods belong to one thread."""
+
+    @property
+    def name(self) -> str:
+        """The device's identity, for log lines."""
+
+    def allocate(self, size: int) -> int:
+        """The address of `size` zeroed bytes. Raises SlabError if there is not enough memory."""
+
+    def export(self, address: int) -> bytes:
+        """A handle of `HANDLE_BYTES` bytes to allocated memory.
+
+        Whoever has it may read and write the memory. Raises SlabError if the device refuses.
+        """
+
+    def free(self, address: int) -> None:
+        """Frees allocated memory, which no process may have open. Waits for its moves."""
+
+    def open(self, handle: bytes, size: int) -> int:
+        """The address of the `size` bytes that another process exported.
+
+        Each `open` needs one `close`. Raises SlabError if the memory cannot be reached.
+        """
+
+    def close(self, handle: bytes) -> None:
+        """Ends one `open`. Waits for moves; the last `close` unmaps the memory."""
+
+    def move(self, runs: Sequence[Spans], pages: Iterable[int], *, is_write: bool) -> Move:
+        """Starts to copy and digest the spans of each run, after the launched work that uses `pages`.
+
+        `is_write`: the spans lead into the pages, and not out of them.
+        """

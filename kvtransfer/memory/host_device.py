@@ -1,0 +1,195 @@
+"""Shared memory of this host in the place of a device's memory, so that tests of `cuda_slab` need no GPU.
+
+A handle names a memfd of another process of this user; the kernel opens it through /proc. As on a GPU, memory
+stays allocated while a process maps it, moves run in order and later than they are started, and a process
+that exports memory and dies leaves it to those that have it open.
+"""
+
+import mmap
+import os
+import struct
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ...engine.kv.page_order import PageOrder
+from ...kernels.move_spans import MODULUS, move_spans_reference
+from .device import HANDLE_BYTES, Spans
+from .slab import SlabError
+
+MAGIC = b"baton host device\0"
+HANDLE = struct.Struct(f"={len(MAGIC)}sqqQ")  # mark, process, descriptor, inode
+
+
+@dataclass
+class HostMove:
+    """A move of a `HostDevice`, done at the `polls`-th poll; see `Move`."""
+
+    owner: "HostDevice"
+    runs: Sequence[Spans]
+    pages: list[int]
+    is_write: bool
+    polls: int
+    digests: list[int] = field(default_factory=list)
+    is_done: bool = False
+
+    @property
+    def is_held(self) -> bool:
+        return self.polls > 1
+
+    def poll(self) -> list[int] | None:
+        self.polls -= 1
+        if self.polls <= 0:
+            self.owner.run_until(self)
+        return self.digests if self.is_done else None
+
+    def wait(self) -> list[int]:
+        self.owner.run_until(self)
+        return self.digests
+
+
+@dataclass
+class _Memory:
+    """A mapping of shared memory."""
+
+    fd: int  # -1 if another process exported it
+    map: mmap.mmap
+    address: int
+    num_opens: int = 1
+
+
+class HostDevice:
+    """A device of shared memory; see `Device`. A move is done at its `polls`-th poll, counted from 1."""
+
+    def __init__(self, order: PageOrder, *, polls: int = 1, max_bytes: int = 1 << 40) -> None:
+        self.polls = polls
+        self._order, self._max_bytes = order, max_bytes
+        self._owned: dict[int, _Memory] = {}
+        self._opened: dict[bytes, _Memory] = {}
+        self._queue: deque[HostMove] = deque()
+
+    def __repr__(self) -> str:
+        return f"HostDevice(owned={len(self._owned)}, opened={len(self._opened)}, moves={len(self._queue)})"
+
+    @property
+    def name(self) -> str:
+        """A constant in the place of a UUID."""
+        return "HOST"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are allocated or opened here now."""
+        return sum(len(memory.map) for memory in (*self._owned.values(), *self._opened.values()))
+
+    def allocate(self, size: int) -> int:
+        """As `Device.allocate`."""
+        if size > self._max_bytes:
+            raise SlabError(f"no {size} bytes of device memory")
+        fd = os.memfd_create("baton-slab-device", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, size)
+            memory = _mapped(fd, size)
+        except OSError as error:
+            os.close(fd)
+            raise SlabError(f"no {size} bytes of device memory: {error.strerror}") from None
+        memory.fd = fd
+        self._owned[memory.address] = memory
+        return memory.address
+
+    def export(self, address: int) -> bytes:
+        """As `Device.export`."""
+        fd = self._owned[address].fd
+        return HANDLE.pack(MAGIC, os.getpid(), fd, os.fstat(fd).st_ino).ljust(HANDLE_BYTES, b"\0")
+
+    def free(self, address: int) -> None:
+        """As `Device.free`."""
+        self.finish()
+        memory = self._owned.pop(address)
+        _unmapped(memory)
+        os.close(memory.fd)
+
+    def open(self, handle: bytes, size: int) -> int:
+        """As `Device.open`."""
+        known = self._opened.get(handle)
+        if known is not None:
+            known.num_opens += 1
+            return known.address
+        if len(handle) != HANDLE_BYTES or not handle.startswith(MAGIC):
+            raise SlabError("invalid argument")
+        _, process, descriptor, inode = HANDLE.unpack(handle[: HANDLE.size])
+        try:
+            fd = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise SlabError(f"the memory cannot be opened: {error.strerror}") from None
+        try:
+            if os.fstat(fd).st_ino != inode:
+                raise SlabError("the memory has gone")
+            self._opened[handle] = memory = _mapped(fd, size)
+        except OSError as error:
+            raise SlabError(f"the memory cannot be mapped: {error.strerror}") from None
+        finally:
+            os.close(fd)
+        return memory.address
+
+    def close(self, handle: bytes) -> None:
+        """As `Device.close`."""
+        memory = self._opened[handle]
+        memory.num_opens -= 1
+        if memory.num_opens == 0:
+            self.finish()
+            del self._opened[handle]
+            _unmapped(memory)
+
+    def move(self, runs: Sequence[Spans], pages: Iterable[int], *, is_write: bool) -> HostMove:
+        """As `Device.move`."""
+        move = HostMove(self, runs, list(pages), is_write, self.polls)
+        self._queue.append(move)
+        return move
+
+    def die(self) -> None:
+        """Ends as a killed process does: nothing is mapped any more, and no move runs."""
+        self._queue.clear()
+        for memory in (*self._owned.values(), *self._opened.values()):
+            _unmapped(memory)
+            if memory.fd >= 0:
+                os.close(memory.fd)
+        self._owned.clear()
+        self._opened.clear()
+
+    def finish(self) -> None:
+        """Runs every move that was started."""
+        if self._queue:
+            self.run_until(self._queue[-1])
+
+    def run_until(self, last: HostMove) -> None:
+        """Runs the moves up to `last`, in order."""
+        while not last.is_done:
+            self._run(self._queue.popleft())
+
+    def _run(self, move: HostMove) -> None:
+        self._order.wait(move.pages)
+        for page in move.pages:
+            self._order.touch(page, is_write=move.is_write)
+        for run in move.runs:
+            sums = torch.empty(len(run), 1, dtype=torch.int64)
+            move_spans_reference(torch.from_numpy(run), sums)
+            move.digests.append(int(sums.sum()) % MODULUS)
+        move.is_done = True
+
+
+def _mapped(fd: int, size: int) -> _Memory:
+    """Raises OSError, and never maps memory beyond the end of the file, which would fault."""
+    if os.fstat(fd).st_size < size:
+        raise OSError(0, "it is shorter than announced")
+    mapping = mmap.mmap(fd, size, mmap.MAP_SHARED)
+    view = np.frombuffer(mapping, dtype=np.uint8)
+    return _Memory(-1, mapping, int(view.__array_interface__["data"][0]))
+
+
+def _unmapped(memory: _Memory) -> None:
+    with suppress(BufferError):  # a span's view still exists; the mapping ends with it
+        memory.map.close()

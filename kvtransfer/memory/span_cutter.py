@@ -1,0 +1,192 @@
+"""Cuts a run of a room's byte stream into spans of memory for a `Device`.
+
+One page of the stream is cut alike in every room: the KV page, then the feature page, or its pieces where
+only some feature layers travel. numpy clips these pieces for all pages of a run at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...kernels.move_spans import ALIGNMENT, SPAN_FIELDS, WORD_BYTES
+from ..protocol.layout import KVLayout, RoomStream
+from ..protocol.session import SendBlock
+from ..transport import Planes, PullRequest
+from .device import Spans
+from .slab import SlabError
+
+Columns = tuple[int, ...] | None  # as in `blocks.BlockReader.read`
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RunPlaces:
+    """The memory of a run, in pieces: its address, its offset in the run and its size, all in bytes."""
+
+    addresses: Numbers
+    offsets: Numbers
+    sizes: Numbers
+
+    def gather(self, slot: int) -> Spans:
+        """The spans from the pieces into the slot at address `slot`."""
+        return self._spans(self.addresses, slot + self.offsets)
+
+    def scatter(self, slot: int) -> Spans:
+        """The spans from the slot at address `slot` into the pieces."""
+        return self._spans(slot + self.offsets, self.addresses)
+
+    def _spans(self, sources: Numbers, targets: Numbers) -> Spans:
+        spans = np.empty((len(self.sizes), SPAN_FIELDS), dtype=np.int64)
+        spans[:, 0], spans[:, 1] = sources, targets
+        spans[:, 2], spans[:, 3] = self.sizes // WORD_BYTES, self.offsets // WORD_BYTES
+        return spans
+
+
+@dataclass(frozen=True)
+class PlaneBase:
+    """A plane as an address: page i begins at `address` + i * `page_bytes`."""
+
+    address: int
+    page_bytes: int
+
+    @classmethod
+    def of(cls, plane: torch.Tensor) -> "PlaneBase":
+        """Of uint8 `[num_pages, page_bytes]`, contiguous. Raises SlabError if it is not aligned."""
+        address, page_bytes = plane.data_ptr(), plane.shape[1]
+        if address % ALIGNMENT or page_bytes % ALIGNMENT:
+            raise SlabError(
+                f"pages of {page_bytes} bytes at {address:#x} are not aligned to {ALIGNMENT} bytes"
+            )
+        return cls(address, page_bytes)
+
+
+class SpanCutter:
+    """The pieces of one page of the stream, under the common layout of a pair."""
+
+    def __init__(self, layout: KVLayout, *, num_features: int = 0, columns: Columns = None) -> None:
+        """`columns`: positions of the layers that travel, of the `num_features` layers in prefill's rows.
+
+        None: whole rows. Raises SlabError if a piece or a block is not aligned.
+        """
+        pieces = [(0, 0, 0, layout.kv_page_bytes)]  # plane, offset in the stream's page, in the plane's, size
+        if layout.has_features and columns is None:
+            pieces.append((1, layout.kv_page_bytes, 0, layout.feature_page_bytes))
+        elif layout.has_features and columns is not None:
+            pieces += _column_pieces(layout, num_features, columns)
+        table = np.array(pieces, dtype=np.int64)
+        if (table[:, 1:] % ALIGNMENT).any() or layout.wire.block_bytes % ALIGNMENT:
+            size = f"pages of {layout.kv_page_bytes} and {layout.feature_page_bytes} bytes in blocks of"
+            raise SlabError(f"{size} {layout.wire.block_bytes} are not aligned to {ALIGNMENT} bytes")
+        self._is_feature = table[:, 0] == 1
+        self._in_unit, self._in_page, self._sizes = table[:, 1], table[:, 2], table[:, 3]
+
+    def __repr__(self) -> str:
+        return f"SpanCutter(pieces={len(self._sizes)})"
+
+    def places(
+        self,
+        stream: RoomStream,
+        block: int,
+        count: int,
+        kv: tuple[PlaneBase, Sequence[int]],
+        features: tuple[PlaneBase, Sequence[int]] | None,
+    ) -> RunPlaces:
+        """The memory of the blocks [block, block + count).
+
+        Each plane comes with the page in it of every page of the stream.
+        """
+        start = block * stream.block_bytes
+        end = start + stream.block_size(block, count)
+        first, last = start // stream.unit_bytes, -(-end // stream.unit_bytes)
+        pages = _page_addresses(*kv, first, last)[:, None] + self._in_page
+        if features is not None:
+            feature_pages = _page_addresses(*features, first, last)[:, None] + self._in_page
+            pages = np.where(self._is_feature, feature_pages, pages)
+        begins = np.arange(first, last, dtype=np.int64)[:, None] * stream.unit_bytes + self._in_unit
+        low, high = np.maximum(begins, start), np.minimum(begins + self._sizes, end)
+        is_inside = low < high
+        addresses = (pages + low - begins)[is_inside]
+        return RunPlaces(addresses, low[is_inside] - start, (high - low)[is_inside])
+
+
+class SenderPages:
+    """Prefill's planes as memory of runs."""
+
+    def __init__(self, layout: KVLayout, planes: Planes) -> None:
+        """Raises SlabError if the planes are not aligned."""
+        self._kv = PlaneBase.of(planes.kv)
+        self._features = None if planes.features is None else PlaneBase.of(planes.features)
+        self._num_features = len(layout.wire.feature_ids)
+        self._cutters: dict[Columns, tuple[KVLayout, SpanCutter]] = {}  # of the last common layout
+
+    def places(self, item: SendBlock) -> RunPlaces:
+        """The memory of the run `item`."""
+        layout, pages = item.stream.layout, item.pages[item.first_page :]
+        known = self._cutters.get(item.columns)
+        if known is None or known[0] is not layout:
+            cutter = SpanCutter(layout, num_features=self._num_features, columns=item.columns)
+            known = self._cutters[item.columns] = (layout, cutter)
+        features = (self._features, pages) if self._features is not None and layout.has_features else None
+        return known[1].places(item.stream, item.block, item.count, (self._kv, pages), features)
+
+
+class ReceiverPages:
+    """Decode's pages, and the feature rows of its requests, as memory of runs."""
+
+    def __init__(self, planes: Planes) -> None:
+        """Raises SlabError if the pages are not aligned."""
+        self._kv = PlaneBase.of(planes.kv)
+        self._cutter: tuple[KVLayout, SpanCutter] | None = None  # of the last common layout
+
+    def places(self, stream: RoomStream, block: int, count: int, request: PullRequest) -> RunPlaces:
+        """The memory of the blocks [block, block + count) of a room."""
+        if self._cutter is None or self._cutter[0] is not stream.layout:
+            self._cutter = (stream.layout, SpanCutter(stream.layout))
+        features = None
+        if request.features is not None and stream.layout.has_features:
+            features = (PlaneBase.of(request.features), range(len(request.pages)))
+        return self._cutter[1].places(stream, block, count, (self._kv, request.pages), features)
+
+
+def is_aligned(layout: KVLayout) -> bool:
+    """Whether every run under `layout`, with any of its features, can be cut into spans."""
+    layer_bytes = layout.feature_page_bytes // (layout.wire.page_size * max(1, len(layout.wire.feature_ids)))
+    return not any(n % ALIGNMENT for n in (layout.kv_page_bytes, layer_bytes, layout.wire.block_bytes))
+
+
+def pages_of_run(stream: RoomStream, block: int, count: int, pages: Sequence[int]) -> Sequence[int]:
+    """The pages of the blocks [block, block + count), of all `pages` of the stream."""
+    start = block * stream.block_bytes
+    end = start + stream.block_size(block, count)
+    return pages[start // stream.unit_bytes : -(-end // stream.unit_bytes)]
+
+
+def _page_addresses(base: PlaneBase, pages: Sequence[int], first: int, last: int) -> Numbers:
+    return base.address + np.array(pages[first:last], dtype=np.int64) * base.page_bytes
+
+
+def _column_pieces(
+    layout: KVLayout, num_features: int, columns: tuple[int, ...]
+) -> list[tuple[int, int, int, int]]:
+    """The pieces of a feature page of which only `columns` travel; neighbours in a row are one piece."""
+    num_tokens, num_taken = layout.wire.page_size, len(columns)
+    width = layout.feature_page_bytes // (num_tokens * num_taken)  # bytes of one layer of one token
+    groups: list[tuple[int, int, int]] = []  # first column there, first column here, number
+    for place, column in enumerate(columns):
+        if groups and groups[-1][1] + groups[-1][2] == column:
+            groups[-1] = (*groups[-1][:2], groups[-1][2] + 1)
+        else:
+            groups.append((place, column, 1))
+    return [
+        (
+            1,
+            layout.kv_page_bytes + (token * num_taken + there) * width,
+            (token * num_features + here) * width,
+            number * width,
+        )
+        for token in range(num_tokens)
+        for there, here, number in groups
+    ]

@@ -1,0 +1,238 @@
+"""Blocks in device memory, between workers of one host: prefill's lanes, and decode's landings.
+
+The messages are those of `shm`. A slot holds a run of blocks, so a prompt needs few messages. Prefill gathers
+the pages of a run into a slot and sends its SlabBlock after the move is done. Decode scatters the slot into
+its own pages, digests what it stored, and frees the slot after the move is done. No device waits for the
+other process: a dead peer leaves nothing behind on a stream.
+
+Both ends start moves on a stream of their own. A move that is not held by a forward ends within a fraction
+of a millisecond, and the link thread waits for it without the interpreter's lock; others are polled. A move
+reads or writes the pages of rooms, so the end of a room waits for the room's moves; they wait for work of
+their own process only.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...cluster.process.log import fields as log_fields
+from ...cluster.protocol.slab_messages import SlabBlock, SlabRequest
+from ..memory.cuda_device import CudaDevice
+from ..memory.device import Device, Move
+from ..memory.device_slab import DeviceSlab, reached
+from ..memory.slab import SlabError
+from ..memory.slot_table import Slot, SlotTable
+from ..memory.span_cutter import SenderPages, is_aligned, pages_of_run
+from ..protocol.layout import KVLayout, device_digest
+from ..protocol.session import Peer, SendBlock
+from ..transport import Planes
+from .slab_lanes import SlabCounters, SlabLanes, slots_that_fit
+
+logger = logging.getLogger(__name__)
+
+DEVICE_SLAB_BYTES = 1 << 30  # limit of all device slabs of a prefill worker together
+SLOT_BYTES = 32 << 20  # largest slot: 16 pages of a model with 128 KiB per token
+DEVICE_WINDOW = 6  # slots that are filled or read at a time, so that neither end waits for the other
+RUNS_PER_MOVE = 2  # of prefill: decode reads these runs while the next ones are gathered
+SPIN_S = 0.001  # a move takes less; one that waits for a forward is polled at this pace
+
+
+def device_of(planes: Planes, layout: KVLayout) -> Device | None:
+    """The device of the pages, if slabs in its memory can be used, else None."""
+    if not planes.kv.is_cuda or planes.order is None:
+        return None
+    try:
+        if not is_aligned(layout):
+            raise SlabError(f"pages of {layout.kv_page_bytes} bytes are not aligned")
+        return CudaDevice(planes.kv.device, planes.order)
+    except SlabError as error:
+        logger.warning("no slabs in device memory", extra=log_fields(reason=str(error)))
+        return None
+
+
+def host_id() -> str:
+    """The boot id of this host, which all its containers share; "" if it is not known."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def slot_bytes_of(block_bytes: int, most: int = SLOT_BYTES) -> int:
+    """The size of a slot for a run of whole blocks, at most `most` bytes, at least one block."""
+    return max(1, most // block_bytes) * block_bytes
+
+
+def next_poll(began: float, now: float) -> float:
+    """Monotonic time at which to poll the oldest unfinished move, begun at `began`."""
+    return now if now < began + SPIN_S else now + SPIN_S
+
+
+@dataclass
+class DeviceLane:
+    """Prefill's records of one pair."""
+
+    request: SlabRequest
+    slab: DeviceSlab
+    slots: SlotTable
+
+    @property
+    def is_used(self) -> bool:
+        """Whether decode may have the slab mapped."""
+        return self.slab.is_mapped
+
+
+@dataclass(frozen=True)
+class _Filling:
+    """Slots of one pair that a move fills."""
+
+    peer: Peer
+    slab: DeviceSlab
+    items: Sequence[tuple[SendBlock, Slot]]
+    move: Move
+    began: float
+
+
+class DeviceLanes(SlabLanes[DeviceLane]):
+    """Prefill's slabs in the memory of `device`, together at most `max_bytes` bytes."""
+
+    def __init__(
+        self,
+        instance: str,
+        counters: SlabCounters,
+        device: Device,
+        pages: SenderPages,
+        *,
+        lease_s: float,
+        max_bytes: int = DEVICE_SLAB_BYTES,
+    ) -> None:
+        super().__init__(instance, counters, lease_s=lease_s)
+        self._device, self._pages, self._max_bytes = device, pages, max_bytes
+        self._fillings: list[_Filling] = []
+        self._ended: list[DeviceSlab] = []  # decode may still have them mapped
+
+    def has(self, peer: Peer) -> bool:
+        """Whether the pair has a slab."""
+        return peer in self._lanes
+
+    def begin(self, items: Sequence[SendBlock], now: float) -> tuple[int, list[SlabBlock]]:
+        """Starts to fill slots with the first runs of `items`, all for one peer.
+
+        Returns the number of runs that need no other transport, and the headers of those that are already in
+        their slots.
+        """
+        lane = self._lanes.get(items[0].peer)
+        if lane is None:
+            return 0, []
+        held: list[tuple[SendBlock, Slot]] = []
+        for item in items:
+            if item.size > lane.slab.slot_bytes:
+                break
+            slot = lane.slots.take((item.room, item.epoch, item.block), now + self._lease_s)
+            if slot is None:
+                break
+            held.append((item, slot))
+        self.counters.shm_full += not held
+        fresh = [(item, slot) for item, slot in held if slot.header is None and not slot.is_filling]
+        if fresh:
+            self._fill(lane.slab, fresh, now)
+        return len(held), [slot.header for _, slot in held if slot.header is not None]
+
+    def _fill(self, slab: DeviceSlab, fresh: Sequence[tuple[SendBlock, Slot]], now: float) -> None:
+        runs, pages = [], list[int]()
+        for item, slot in fresh:
+            slot.is_filling = True
+            runs.append(self._pages.places(item).gather(slab.slot(slot.index)))
+            pages += pages_of_run(item.stream, item.block, item.count, item.pages[item.first_page :])
+        move = self._device.move(runs, pages, is_write=False)
+        self._fillings.append(_Filling(fresh[0][0].peer, slab, fresh, move, now))
+
+    def settle(self) -> list[tuple[SendBlock, SlabBlock]]:
+        """The runs whose slots are filled now, with their headers.
+
+        Waits for moves that are not held: they take less than another turn of the link thread.
+        """
+        filled: list[tuple[SendBlock, SlabBlock]] = []
+        while self._fillings:
+            filling = self._fillings[0]
+            digests = filling.move.poll() if filling.move.is_held else filling.move.wait()
+            if digests is None:
+                break  # moves run in order
+            del self._fillings[0]
+            filled += self._headers(filling, digests)
+        return filled
+
+    def finish(self, room: str, epoch: int) -> None:
+        """Returns when no move reads the pages of this room and its earlier attempts any more."""
+        for filling in self._fillings:
+            if any(item.room == room and item.epoch <= epoch for item, _ in filling.items):
+                filling.move.wait()
+
+    def poll_at(self, now: float) -> float | None:
+        """Monotonic time of the next `settle` with work; None without moves."""
+        return next_poll(self._fillings[0].began, now) if self._fillings else None
+
+    def sweep(self, now: float) -> None:
+        """As `SlabLanes.sweep`. Also frees ended slabs that decode has closed."""
+        is_due = now >= self._sweep_at
+        super().sweep(now)
+        if is_due:
+            self._free_ended()
+
+    def next_deadline(self) -> float | None:
+        """As `SlabLanes.next_deadline`."""
+        return self._sweep_at if self._lanes or self._ended else None
+
+    def close(self) -> None:
+        """As `SlabLanes.close`. Slabs that decode has not closed stay until this process ends."""
+        super().close()
+        self._free_ended()
+
+    def _headers(self, filling: _Filling, digests: Sequence[int]) -> list[tuple[SendBlock, SlabBlock]]:
+        filled = []
+        for (item, slot), total in zip(filling.items, digests, strict=True):
+            slot.is_filling = False
+            slot.header = SlabBlock(
+                room=item.room,
+                epoch=item.epoch,
+                instance=self._instance,
+                block=item.block,
+                size=item.size,
+                digest=device_digest(item.room, item.epoch, item.block, item.size, total),
+                slab=filling.slab.id,
+                slot=slot.index,
+                lease_ms=int(self._lease_s * 1000),
+                count=item.count,
+            )
+            self.counters.device_blocks += item.count
+            self.counters.device_bytes += item.size
+            filled.append((item, slot.header))
+        return filled
+
+    def _open(self, request: SlabRequest) -> DeviceLane:
+        self._free_ended()
+        slabs = [*(lane.slab for lane in self._lanes.values()), *self._ended]
+        left = self._max_bytes - sum(slab.size for slab in slabs)
+        num_slots = slots_that_fit(request, SLOT_BYTES, left, self._max_bytes, "--device-slab-mb")
+        connection = reached(request.address, request.token)
+        slab = DeviceSlab(self._device, num_slots, request.slot_bytes, connection)
+        return DeviceLane(request, slab, SlotTable(num_slots))
+
+    def _end(self, lane: DeviceLane) -> None:
+        lane.slab.give_up()
+        self._ended.append(lane.slab)
+        self._free_ended()
+
+    def _free_ended(self) -> None:
+        mapped = []
+        for slab in self._ended:
+            if slab.is_mapped:
+                mapped.append(slab)
+            else:
+                slab.free()
+        self._ended = mapped
+        self._count()
+
+    def _count(self) -> None:
+        self.counters.device_slabs = len(self._lanes) + len(self._ended)

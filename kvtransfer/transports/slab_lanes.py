@@ -1,0 +1,192 @@
+"""Prefill's slabs, one lane per pair, of whatever memory: requests, slots, and the end of a pair."""
+
+import logging
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import Generic, Protocol, TypeVar
+
+from ...cluster.process.log import fields as log_fields
+from ...cluster.protocol.slab_messages import (
+    SlabDenied,
+    SlabDown,
+    SlabGrant,
+    SlabRequest,
+    SlabUp,
+    SlotFree,
+)
+from ..memory.slab import SlabError
+from ..memory.slot_table import SlotTable
+from ..protocol.session import Peer
+
+logger = logging.getLogger(__name__)
+
+MIN_SLOTS = 2
+SWEEP_S = 0.5
+
+
+@dataclass
+class SlabCounters:
+    """Monotonic totals of one endpoint, except for the gauges `slabs` and `device_slabs`."""
+
+    slabs: int = 0  # slabs of shared memory in use now
+    shm_blocks: int = 0
+    shm_bytes: int = 0
+    shm_full: int = 0  # blocks sent as messages because every slot was in use
+    shm_fallbacks: int = 0  # pairs that were denied a slab or lost it
+    device_slabs: int = 0  # slabs of device memory that are allocated or mapped now
+    device_blocks: int = 0
+    device_bytes: int = 0
+
+    def snapshot(self) -> dict[str, float]:
+        """Totals by name, for heartbeats."""
+        return {f.name: float(getattr(self, f.name)) for f in fields(self)}
+
+
+class OwnedSlab(Protocol):
+    """Prefill's end of a slab."""
+
+    id: str
+    num_slots: int
+    slot_bytes: int
+
+    @property
+    def handle(self) -> bytes:
+        """What a SlabGrant carries to open the slab; empty if the slab's descriptor went another way."""
+
+
+class SlabLane(Protocol):
+    """Prefill's records of one pair."""
+
+    @property
+    def request(self) -> SlabRequest:
+        """The request that the slab answers."""
+
+    @property
+    def slab(self) -> OwnedSlab:
+        """The pair's slab."""
+
+    @property
+    def slots(self) -> SlotTable:
+        """The blocks in its slots."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether decode's end of the slab still exists."""
+
+
+L = TypeVar("L", bound=SlabLane)
+
+
+class SlabLanes(ABC, Generic[L]):
+    """Prefill's slabs of one kind of memory, at most one per connection."""
+
+    def __init__(self, instance: str, counters: SlabCounters, *, lease_s: float) -> None:
+        """`lease_s`: seconds until an unfreed slot is reused."""
+        self.counters = counters
+        self._instance, self._lease_s = instance, lease_s
+        self._lanes: dict[Peer, L] = {}
+        self._sweep_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(repr(lane.slots) for lane in self._lanes.values())})"
+
+    @abstractmethod
+    def _open(self, request: SlabRequest) -> L:
+        """Makes a slab and hands it over. Raises SlabError."""
+
+    @abstractmethod
+    def _end(self, lane: L) -> None:
+        """Ends a lane that is no longer in the records."""
+
+    @abstractmethod
+    def _count(self) -> None:
+        """Sets the gauge of the counters."""
+
+    def handle(self, peer: Peer, message: SlabUp) -> SlabDown | None:
+        """Handles one message of a greeted peer; returns the answer, None if there is none."""
+        if isinstance(message, SlabRequest):
+            return self._grant(peer, message)
+        lane = self._lanes.get(peer)
+        if lane is not None and lane.slab.id == message.slab:
+            if isinstance(message, SlotFree):
+                lane.slots.free((message.room, message.epoch, message.block), message.slot)
+            else:
+                self._fall_back(peer, f"decode cannot read the slab: {message.reason[:200]}")
+        return None
+
+    def forget(self, room: str, epoch: int) -> None:
+        """Frees the slots of a room that ended."""
+        for lane in self._lanes.values():
+            lane.slots.free_where(lambda holder, _: holder[0] == room and holder[1] <= epoch)
+
+    def sweep(self, now: float) -> None:
+        """Drops slabs of processes that have gone and frees slots whose lease ended. Call it periodically."""
+        if now < self._sweep_at:
+            return
+        self._sweep_at = now + SWEEP_S
+        for peer, lane in list(self._lanes.items()):
+            lane.slots.free_where(lambda _, ends_at: now >= ends_at)
+            if not lane.is_used:
+                self.drop(peer)
+
+    def next_deadline(self) -> float | None:
+        """Monotonic time of the next `sweep` with work; None without slabs."""
+        return self._sweep_at if self._lanes else None
+
+    def drop(self, peer: Peer) -> None:
+        """Drops the slab of a closed connection."""
+        lane = self._lanes.pop(peer, None)
+        if lane is not None:
+            self._end(lane)
+        self._count()
+
+    def close(self) -> None:
+        """Closes all slabs. Idempotent."""
+        for peer in list(self._lanes):
+            self.drop(peer)
+
+    def _grant(self, peer: Peer, request: SlabRequest) -> SlabDown:
+        lane = self._lanes.get(peer)
+        if lane is not None and lane.request.token != request.token:
+            self.drop(peer)  # decode lost the old slab
+            lane = None
+        try:
+            lane = lane or self._open(request)
+        except SlabError as error:
+            self.counters.shm_fallbacks += 1
+            logger.warning(
+                "no slab for decode",
+                extra=log_fields(decode=request.instance, transport=request.transport, reason=str(error)),
+            )
+            return SlabDenied(instance=self._instance, token=request.token, reason=str(error)[:1024])
+        self._lanes[peer] = lane
+        self._count()
+        return SlabGrant(
+            instance=self._instance,
+            token=request.token,
+            slab=lane.slab.id,
+            num_slots=lane.slab.num_slots,
+            slot_bytes=lane.slab.slot_bytes,
+            handle=lane.slab.handle,
+        )
+
+    def _fall_back(self, peer: Peer, reason: str) -> None:
+        self.counters.shm_fallbacks += 1
+        logger.warning(
+            "decode left its slab",
+            extra=log_fields(decode=self._lanes[peer].request.instance, reason=reason),
+        )
+        self.drop(peer)
+
+
+def slots_that_fit(request: SlabRequest, max_slot_bytes: int, left: int, max_bytes: int, flag: str) -> int:
+    """The number of slots for a request, of `left` of `max_bytes` bytes.
+
+    Raises SlabError if the slots are larger than `max_slot_bytes`, or fewer than `MIN_SLOTS` fit.
+    """
+    if request.slot_bytes > max_slot_bytes:
+        raise SlabError(f"slots of {request.slot_bytes} bytes, at most {max_slot_bytes} are allowed")
+    num_slots = min(request.num_slots, left // request.slot_bytes)
+    if num_slots < MIN_SLOTS:
+        raise SlabError(f"all {max_bytes >> 20} MiB for slabs are in use; raise {flag}")
+    return num_slots

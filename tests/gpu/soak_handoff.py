@@ -1,0 +1,294 @@
+"""Many hand-offs over `cuda_slab` with cancels and kills: no wrong byte, no page and no device byte is left.
+
+    python -m baton.tests.gpu.soak_handoff --rooms 10000 --kills 50 --from cuda:0 --to cuda:1
+    python -m baton.tests.gpu.soak_handoff --rooms 400 --kills 6 --from cpu --to cpu
+
+A prefill and a decode process run under this one, which kills either of them at random moments and starts its
+successor. Decode knows prefill's pages and compares what landed. On the CPU, shared memory of the host stands
+for that of a device. The exit code is 0 if every law held.
+"""
+
+import argparse
+import logging
+import multiprocessing
+import os
+import random
+import secrets
+import sys
+import tempfile
+import threading
+import time
+from multiprocessing.connection import Connection
+
+import torch
+import zmq
+from baton.cluster.net.transport_names import TRANSPORTS
+from baton.cluster.protocol.messages import Layout
+from baton.engine.kv.page_order import PageOrder
+from baton.kvtransfer.memory.host_device import HostDevice
+from baton.kvtransfer.transport import Complete, Dropped, Lost, Offer, Planes, PullRequest, Released
+from baton.kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver, ZmqBlocksSender
+
+LAYOUT = Layout(
+    fingerprint="f", dtype="bfloat16", page_size=16, num_layers=24, num_kv_heads=1, head_dim=64,
+    block_bytes=64 << 10,
+)  # pages of 96 KiB, so that blocks cut them  # fmt: skip
+PAGE_BYTES, NUM_PAGES, SLOT_BYTES = 96 << 10, 512, 512 << 10
+MAX_PAGES, BATCH, LEASE_S = 40, 16, 2.0
+CANCEL_SHARE = 0.15
+SLACK_BYTES = 16 << 20  # of a driver's own
+
+Order = tuple[str, int, tuple[int, ...], float]  # room, tokens, prefill's pages, seconds to its cancel or 0
+
+
+def content(device: str) -> torch.Tensor:
+    noise = torch.Generator().manual_seed(11)
+    pages = torch.randint(0, 256, (NUM_PAGES, PAGE_BYTES), dtype=torch.uint8, generator=noise)
+    return pages.to(device)
+
+
+def stand_in(device: str) -> HostDevice | None:
+    return HostDevice(PageOrder(NUM_PAGES), polls=2) if device == "cpu" else None
+
+
+def quiet() -> None:
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+
+
+def prefill(pipe: Connection, device: str, endpoint: str) -> None:
+    """Offers the rooms of each order; the order "report" is answered by (open rooms, slabs)."""
+    quiet()
+    planes = Planes(kv=content(device), features=None, order=PageOrder(NUM_PAGES, device))
+    instance = secrets.token_hex(16)
+    sender = ZmqBlocksSender(
+        endpoint, instance, LAYOUT, planes, context=zmq.Context(), transports=TRANSPORTS,
+        lease_s=LEASE_S, device=stand_in(device),
+    )  # fmt: skip
+    pipe.send(instance)
+    cancels: list[tuple[float, str]] = []
+    opened: set[str] = set()
+    while True:
+        if pipe.poll():
+            order = pipe.recv()
+            if order is None:
+                break
+            if order == "report":
+                pipe.send((len(opened), sender.counters["device_slabs"]))
+                continue
+            for room, num_tokens, pages, cancel_s in order:
+                sender.offer(Offer(room=room, epoch=0, num_tokens=num_tokens, pages=pages))
+                sender.advance(room, 0, num_tokens // 2)
+                sender.advance(room, 0, num_tokens, 7)
+                opened.add(room)
+                if cancel_s:
+                    cancels.append((time.monotonic() + cancel_s, room))
+        for at, room in [due for due in cancels if time.monotonic() >= due[0]]:
+            cancels.remove((at, room))
+            sender.release(room, 0, "cancel")
+            opened.discard(room)
+        for event in sender.poll(0.001):
+            assert isinstance(event, Released | Dropped)
+            opened.discard(event.room)
+    sender.close()
+
+
+def decode(pipe: Connection, device: str, endpoint: str) -> None:
+    """Pulls the rooms of each order (prefill's instance, rooms); answers with the count of each outcome."""
+    quiet()
+    right, kv = content(device), torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8, device=device)
+    planes = Planes(kv=kv, features=None, order=PageOrder(NUM_PAGES, device))
+    receiver = ZmqBlocksReceiver(
+        secrets.token_hex(16), LAYOUT, planes, context=zmq.Context(), transports=TRANSPORTS,
+        lease_s=LEASE_S, device=stand_in(device), slot_bytes=SLOT_BYTES,
+    )  # fmt: skip
+    free = list(range(NUM_PAGES))
+    if device != "cpu":
+        torch.cuda.synchronize()
+    pipe.send("ready")
+    while True:
+        while not pipe.poll():
+            receiver.poll(0.001)
+        order = pipe.recv()
+        if order is None:
+            break
+        if order == "report":
+            counters = receiver.counters
+            report = (receiver.session.num_rooms, NUM_PAGES - len(free), counters["digest_mismatches"])
+            pipe.send((*report, counters["device_bytes"]))
+            continue
+        instance, rooms = order
+        outcomes = dict.fromkeys(("complete", "on device", "cancelled", "lost", "wrong"), 0)
+        targets: dict[str, tuple[list[int], tuple[int, ...]]] = {}
+        cancels: list[tuple[float, str]] = []
+        waiting = list(rooms)
+        while waiting or targets:
+            while waiting and len(waiting[0][2]) <= len(free) and len(targets) < 8:
+                room, num_tokens, pages, cancel_s = waiting.pop(0)
+                taken = [free.pop() for _ in pages]
+                kv[taken] = 0
+                if device != "cpu":
+                    torch.cuda.synchronize()
+                targets[room] = taken, pages
+                if cancel_s:
+                    cancels.append((time.monotonic() + cancel_s, room))
+                receiver.pull(
+                    PullRequest(
+                        room=room, epoch=0, num_tokens=num_tokens, have=0, pages=tuple(taken),
+                        features=None, endpoint=endpoint, peer_instance=instance,
+                    )
+                )  # fmt: skip
+            for at, room in [due for due in cancels if time.monotonic() >= due[0]]:
+                cancels.remove((at, room))
+                if room in targets:
+                    receiver.release(room, 0, "cancel")
+                    free += targets.pop(room)[0]
+                    outcomes["cancelled"] += 1
+            for event in receiver.poll(0.001):
+                if not isinstance(event, Complete | Lost):
+                    continue
+                taken, pages = targets.pop(event.room)
+                if isinstance(event, Complete):
+                    outcomes["complete"] += 1
+                    outcomes["on device"] += event.num_device_blocks == event.num_blocks
+                    outcomes["wrong"] += not torch.equal(kv[taken], right[list(pages)])
+                else:
+                    outcomes["lost"] += 1
+                free += taken
+        pipe.send(outcomes)
+    receiver.close()
+
+
+class Worker:
+    """One of the two processes, and its successors."""
+
+    def __init__(self, role: object, device: str, endpoint: str) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._arguments = (role, device, endpoint)
+        self.start()
+
+    def start(self) -> None:
+        role, device, endpoint = self._arguments
+        self.pipe, theirs = self._context.Pipe()
+        self.process = self._context.Process(target=role, args=(theirs, device, endpoint), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.hello = self.hear()
+
+    def hear(self) -> object:
+        """The next answer. Raises EOFError if the process was killed."""
+        if not self.pipe.poll(120):
+            raise SystemExit("a worker is silent for two minutes")
+        return self.pipe.recv()
+
+    def kill_after(self, seconds: float) -> threading.Timer:
+        timer = threading.Timer(seconds, self.process.kill)
+        timer.start()
+        return timer
+
+    def restart(self) -> None:
+        self.process.join()
+        self.pipe.close()
+        self.start()
+
+    def stop(self) -> None:
+        self.pipe.send(None)
+        self.process.join(30)
+
+
+def memory_in_use(devices: list[str]) -> int:
+    """Device bytes of all processes."""
+    used = 0
+    for device in {device for device in devices if device != "cpu"}:
+        free, total = torch.cuda.mem_get_info(device)
+        used += total - free
+    return used
+
+
+def rooms_of(rng: random.Random) -> list[Order]:
+    rooms = []
+    for _ in range(BATCH):
+        pages = tuple(rng.randrange(NUM_PAGES) for _ in range(rng.randint(1, MAX_PAGES)))
+        tokens = 16 * len(pages) - rng.randrange(16)
+        rooms.append((secrets.token_hex(16), tokens, pages, rng.random() * 0.02))
+    return rooms
+
+
+def soak(num_rooms: int, num_kills: int, source: str, target: str, seed: int) -> list[str]:
+    """The faults that were found."""
+    rng = random.Random(seed)
+    endpoint = f"ipc://{tempfile.mkdtemp()}/kv"
+    if source != "cpu":
+        torch.zeros(1, device=source), torch.zeros(1, device=target)
+    before = memory_in_use([source, target])
+    workers = [Worker(prefill, source, endpoint), Worker(decode, target, endpoint)]
+    num_batches = -(-num_rooms // BATCH)
+    kills = set(rng.sample(range(num_batches), min(num_kills, num_batches)))
+    totals: dict[str, int] = {}
+    killed = 0
+    for number in range(num_batches):
+        rooms = rooms_of(rng)
+        fates = [rng.choice(("prefill", "decode")) if rng.random() < CANCEL_SHARE else "" for _ in rooms]
+        mine = [
+            (*room[:3], room[3] if fate == "prefill" else 0.0)
+            for room, fate in zip(rooms, fates, strict=True)
+        ]
+        theirs = [
+            (*room[:3], room[3] if fate == "decode" else 0.0) for room, fate in zip(rooms, fates, strict=True)
+        ]
+        timer = victim = None
+        if number in kills:
+            victim = rng.choice(workers)
+            timer = victim.kill_after(rng.random() * 0.03)
+        try:
+            workers[0].pipe.send(mine)
+            workers[1].pipe.send((workers[0].hello, theirs))
+            for outcome, count in workers[1].hear().items():  # type: ignore[attr-defined]
+                totals[outcome] = totals.get(outcome, 0) + count
+        except (EOFError, OSError):
+            totals["decode killed"] = totals.get("decode killed", 0) + 1
+        if timer is not None and victim is not None:
+            timer.join()
+            victim.restart()
+            killed += 1
+    time.sleep(2 * LEASE_S + 1.0)
+    workers[0].pipe.send("report")
+    open_rooms, num_slabs = workers[0].hear()  # type: ignore[misc]
+    workers[1].pipe.send("report")
+    pulling, pages, mismatches, device_bytes = workers[1].hear()  # type: ignore[misc]
+    for worker in workers:
+        worker.stop()
+    time.sleep(1.0)
+    left = memory_in_use([source, target]) - before
+    print(f"{num_batches * BATCH} hand-offs {source} to {target}, {killed} kills: {totals}")
+    print(f"the last decode worker refused {mismatches:.0f} digests and took {device_bytes:.0f} device bytes")
+    print(f"{left} device bytes are left")
+    laws = {
+        f"{totals.get('wrong', 0)} hand-offs landed wrong bytes": totals.get("wrong", 0) == 0,
+        f"{open_rooms} rooms are open on prefill": open_rooms == 0,
+        f"{pulling} rooms are open on decode": pulling == 0,
+        f"{pages} pages are held on decode": pages == 0,
+        f"{num_slabs} slabs on prefill, one is used": num_slabs <= 1,
+        f"{left} bytes of device memory are left": left < SLACK_BYTES,
+        "few hand-offs took device memory": totals.get("on device", 0) > 0.8 * totals.get("complete", 1),
+    }
+    return [text for text, is_kept in laws.items() if not is_kept]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rooms", type=int, default=10_000)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--from", dest="source", default="cuda:0")
+    parser.add_argument("--to", dest="target", default="cuda:1")
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "big"))
+    options = parser.parse_args()
+    print(f"seed {options.seed}", flush=True)
+    faults = soak(options.rooms, options.kills, options.source, options.target, options.seed)
+    for fault in faults:
+        print(f"BROKEN: {fault}")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
