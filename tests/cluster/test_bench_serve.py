@@ -73,7 +73,7 @@ def test_metrics_of_routers_behind_one_port_are_read_at_their_own(start, capsys)
         assert shown.count("\n") == 1
 
 
-def test_nobody_there_is_one_line_and_exit_code_1(capsys):
+def test_a_missing_server_is_one_line_and_exit_code_1(capsys):
     with socket.socket() as taken:  # and nobody listens
         taken.bind(("127.0.0.1", 0))
         assert main(["--url", f"http://127.0.0.1:{taken.getsockname()[1]}"]) == 1

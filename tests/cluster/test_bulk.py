@@ -100,7 +100,9 @@ def test_with_keys_blocks_are_sealed_and_take_their_own_connection(new_pair, tmp
     ],
     ids=["sealed", "trusted", "decode wants curve", "prefill wants curve"],
 )
-def test_what_a_wire_tap_reads(new_pair, ciphers, decode_ciphers, has_bulk, is_readable):
+def test_a_wire_tap_reads_blocks_exactly_when_unencrypted(
+    new_pair, ciphers, decode_ciphers, has_bulk, is_readable
+):
     pair = new_pair(ciphers=ciphers, decode_ciphers=decode_ciphers)
     tap = relayed(pair) if pair.sender._bulk is not None else contextlib.nullcontext()
     with tap as relay:
@@ -197,7 +199,7 @@ def test_a_port_for_blocks_that_answers_stays_in_use(new_pair, monkeypatch):
 
 
 @pytest.mark.parametrize("who", ["no ticket", "a wrong ticket", "a used ticket"])
-def test_without_a_ticket_that_is_good_nobody_is_heard_or_answered(new_pair, who):
+def test_a_peer_without_a_valid_ticket_is_ignored(new_pair, who):
     pair = new_pair()
     used = pair.sender._bulk._tickets.issue("somebody")
     assert pair.sender._bulk._tickets.redeem(used) == "somebody"
@@ -211,7 +213,7 @@ def test_without_a_ticket_that_is_good_nobody_is_heard_or_answered(new_pair, who
     assert pair.sender.counters["malformed"] == 0, "nothing that it said was read"
 
 
-def test_who_stole_a_ticket_is_sent_nothing_that_it_can_read(new_pair, monkeypatch):
+def test_a_stolen_ticket_reveals_nothing_readable(new_pair, monkeypatch):
     """It takes the place of the peer, who comes back with another ticket."""
     pair = new_pair()
     issue, stolen = pair.sender._bulk.ticket_for, []
@@ -248,7 +250,7 @@ def test_who_stole_a_ticket_is_sent_nothing_that_it_can_read(new_pair, monkeypat
         assert not any(piece in frame for frame in loot for piece in pieces)
 
 
-def test_when_nobody_answers_for_tickets_nobody_gets_in(new_pair):
+def test_a_failed_ticket_check_admits_no_peer(new_pair):
     pair = new_pair()
     pair.sender.authenticator._rules._judge_ticket = None  # the thread dies of it
     with caller(bulk_of(pair), ticket=pair.sender._bulk._tickets.issue("x")) as peer:
@@ -257,7 +259,7 @@ def test_when_nobody_answers_for_tickets_nobody_gets_in(new_pair):
     assert pair.sender.counters["authentication_failures"] == 1
 
 
-def test_hostile_frames_of_an_admitted_peer_are_counted_and_harm_nobody(new_pair):
+def test_hostile_frames_of_an_admitted_peer_are_counted_and_harmless(new_pair):
     pair = new_pair()
     frames = [corpus.data(case) for case in corpus.load("msgpack_frames")]
     small = [data for data in frames if 0 < len(data) <= 1024]

@@ -198,7 +198,7 @@ def test_200_requests_cancelled_at_random_free_every_page_within_1_s(clusters, k
     assert complete(cluster, prompts[0], max_tokens=4)[0], "and the cluster serves on"
 
 
-def test_bad_input_is_one_error_object_and_everybody_lives(clusters):
+def test_bad_input_is_one_error_object_and_every_process_lives(clusters):
     cluster = clusters[DRAFT]
     model = httpx.get(f"{cluster.url}/v1/models").json()["data"][0]["id"]
     before = {worker["pid"] for worker in status(cluster)["workers"]}
@@ -250,7 +250,7 @@ def test_more_requests_than_places_queue_and_all_are_answered(small, prompts):
     assert len(first) <= 4, "equal prompts, equal answers"
 
 
-def test_status_and_metrics_say_what_the_workers_are(clusters):
+def test_status_and_metrics_describe_the_workers(clusters):
     cluster = clusters[DRAFT]
     document = status(cluster)
     roles = {worker["role"]: worker for worker in document["workers"]}
@@ -269,7 +269,7 @@ def test_status_and_metrics_say_what_the_workers_are(clusters):
     )
 
 
-def test_a_stream_shows_its_first_token_while_the_others_are_still_to_come(clusters, prompts):
+def test_a_stream_sends_its_first_token_before_the_others_exist(clusters, prompts):
     cluster = clusters[DRAFT]
     model = httpx.get(f"{cluster.url}/v1/models").json()["data"][0]["id"]
     body = {

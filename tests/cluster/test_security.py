@@ -98,7 +98,7 @@ def lines(caplog, words):
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
-def test_a_listed_worker_gets_through_in_both_directions(new_front, hosts, tmp_path, scheme):
+def test_a_listed_worker_sends_and_receives(new_front, hosts, tmp_path, scheme):
     front = new_front(
         "tcp://127.0.0.1:0" if scheme == "tcp" else f"ipc://{tmp_path}/control", keys=hosts.router
     )
@@ -114,7 +114,7 @@ def test_a_listed_worker_gets_through_in_both_directions(new_front, hosts, tmp_p
 
 
 @pytest.mark.parametrize("who", ["unlisted key", "no key", "another router's key", "listed as a router"])
-def test_s31_nobody_else_gets_through_and_a_line_says_so(front, hosts, caplog, who):
+def test_s31_an_unlisted_key_is_refused_with_a_log_line(front, hosts, caplog, who):
     if who == "another router's key":
         keys = curve(hosts.decode, "decode", hosts.new("router", "other"))
     elif who == "listed as a router":
@@ -162,7 +162,7 @@ def test_a_revoked_key_gets_no_new_connection_and_its_old_one_lives(front, hosts
         wait_until(lambda: len(front.heard) == 2, PATIENCE_S, "the old connection is heard")
 
 
-def test_s33_with_a_list_that_cannot_be_read_nobody_gets_in(front, hosts):
+def test_s33_an_unreadable_list_admits_no_peer(front, hosts):
     (hosts.router / "peers.json").write_text("{")
     with dealer(front.endpoint, curve(hosts.decode, "decode", hosts.router)) as worker:
         assert is_refused(worker, hello("decode"))
@@ -170,7 +170,7 @@ def test_s33_with_a_list_that_cannot_be_read_nobody_gets_in(front, hosts):
 
 
 @pytest.mark.parametrize("enforced", [True, False])
-def test_s33_after_the_zap_thread_died_nobody_new_gets_in(front, hosts, monkeypatch, caplog, enforced):
+def test_s33_a_dead_zap_thread_admits_no_new_peer(front, hosts, monkeypatch, caplog, enforced):
     keys = curve(hosts.decode, "decode", hosts.router)
     if not enforced:  # libzmq's default, to show that the law can fail
         front.close()
@@ -231,7 +231,7 @@ def test_s31_a_listed_key_that_claims_another_routing_id_gets_nothing(front, hos
             assert len(front.heard) == 1
 
 
-def test_s31_a_listed_key_that_claims_another_worker_is_not_heard(front, hosts, caplog):
+def test_s31_a_listed_key_that_claims_another_worker_is_ignored(front, hosts, caplog):
     other = hosts.new("decode", "d1")
     admit(hosts.router, other, "decode")
     victim = hello("decode")
@@ -249,7 +249,7 @@ def test_s31_a_listed_key_that_claims_another_worker_is_not_heard(front, hosts, 
         assert len(lines(caplog, "message denied")) == 3, "a line each of Hello, Heartbeat and Gone"
 
 
-def test_without_the_map_of_roles_a_decode_key_speaks_for_prefill(front, hosts, monkeypatch):
+def test_without_role_checks_a_decode_key_could_act_as_prefill(front, hosts, monkeypatch):
     """What the next law forbids can be seen to happen."""
     monkeypatch.setattr(Speakers, "fault", lambda *_: "")
     with dealer(front.endpoint, curve(hosts.decode, "decode", hosts.router)) as worker:
@@ -290,7 +290,7 @@ def test_a_link_joins_a_keyed_router_and_hears_it(front, hosts, new_link):
 @pytest.mark.parametrize(
     "who", ["unlisted worker", "router without keys", "worker with another router's key"]
 )
-def test_a_worker_that_cannot_join_says_why_and_joins_when_it_may(new_front, hosts, new_link, caplog, who):
+def test_a_worker_that_cannot_join_logs_why_and_joins_when_admitted(new_front, hosts, new_link, caplog, who):
     front = new_front(keys=None if who == "router without keys" else hosts.router)
     keys, reason = hosts.new("decode", "d1"), "refused our key"
     if who == "router without keys":
@@ -319,7 +319,7 @@ def test_a_worker_that_cannot_join_says_why_and_joins_when_it_may(new_front, hos
         assert registers(front, link), "without a restart"
 
 
-def test_a_worker_without_keys_says_that_the_router_may_want_them(front, new_link, caplog):
+def test_a_worker_without_keys_logs_that_the_router_may_require_them(front, new_link, caplog):
     link = new_link(front, None)
     with caplog.at_level(logging.WARNING):
         assert not registers(front, link, 3 * FIRST_PAUSE_S)
@@ -397,6 +397,6 @@ def test_nothing_is_left_when_the_control_socket_cannot_be_bound(front, hosts):
         )
 
 
-def test_an_unknown_peer_is_told_apart_from_a_full_one(front):
+def test_an_unknown_peer_and_a_full_peer_are_distinct_errors(front):
     with pytest.raises(PeerLost):
         front.call(front.control.transmit, b"nobody", b"x")

@@ -145,7 +145,7 @@ def step_plan(engine: Engine, num_requests: int = 2, *, num_rows: int = 3) -> Ro
 
 
 @pytest.mark.parametrize("part", ["rows", "page_table", "kv_lens"])
-def test_m5_2_whatever_is_changed_behind_the_plan_of_a_step_is_refused(plain, part):
+def test_m5_2_a_step_changed_after_its_plan_is_refused(plain, part):
     plan_of_step = step_plan(plain)
     parts = [torch.zeros(6, heads, 16) for heads in (4, 2, 2)]
     plan_of_step.attend(0, *parts)
@@ -154,7 +154,7 @@ def test_m5_2_whatever_is_changed_behind_the_plan_of_a_step_is_refused(plain, pa
         plan_of_step.attend(0, *parts)
 
 
-def test_m5_1_the_plan_of_a_step_has_the_rows_that_the_forward_brings(plain):
+def test_m5_1_a_steps_plan_and_its_forward_have_the_same_rows(plain):
     with pytest.raises(LifecycleError, match="planned for 6 rows and got 8"):
         step_plan(plain).attend(0, *(torch.zeros(8, heads, 16) for heads in (4, 2, 2)))
     for table, lens in ((torch.ones(3, 2), torch.ones(2)), (torch.ones(4, 2), torch.ones(4))):

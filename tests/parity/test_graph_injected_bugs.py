@@ -234,14 +234,14 @@ SEEN_AT_START = [
 ]  # fmt: skip
 
 
-def test_without_a_plant_all_is_well(oracle):
+def test_without_a_planted_bug_every_law_holds(oracle):
     check(oracle)
     check(oracle, self_tests=True)
     assert set(HISTORICAL.values()) < {*PLANTS, weak_references_across_a_break}
 
 
 @pytest.mark.parametrize("plant", [strong_references_without_a_bridge, weak_references_across_a_break])
-def test_a_reference_missing_across_a_break_is_noticed(toy_checkpoint, tmp_path, monkeypatch, plant):
+def test_a_missing_reference_across_a_break_is_detected(toy_checkpoint, tmp_path, monkeypatch, plant):
     """By the features of a target whose attention matters: that of the oracle's target does nothing."""
     target = toy_checkpoint("llama", num_hidden_layers=12)
     head = write_head(tmp_path / "head", head_config(2), head_tensors())
@@ -258,13 +258,13 @@ def test_a_reference_missing_across_a_break_is_noticed(toy_checkpoint, tmp_path,
 
 
 @pytest.mark.parametrize(("plant", "noticed"), PLANTS.items(), ids=[plant.__name__ for plant in PLANTS])
-def test_each_planted_mistake_is_noticed_for_its_own_reason(oracle, plant, noticed):
+def test_each_planted_bug_breaks_the_law_that_guards_it(oracle, plant, noticed):
     with pytest.raises(noticed[0], match=noticed[1]):
         check(oracle, plant)
 
 
 @pytest.mark.parametrize("plant", SEEN_AT_START, ids=lambda plant: plant.__name__)
-def test_the_self_test_notices_before_anything_is_served(oracle, plant):
+def test_the_self_test_detects_a_bug_before_the_first_request(oracle, plant):
     engine, planting = Engine(*oracle, is_greedy=True), pytest.MonkeyPatch()
     try:
         try:

@@ -193,7 +193,7 @@ def test_m2_2_exchanged_weights_are_found_at_replay(target, head, name):
         engine.decoder.step([request])
 
 
-def test_m2_2_in_production_every_nth_replay_looks_at_the_parameters(target):
+def test_m2_2_in_production_every_nth_replay_checks_the_parameters(target):
     engine = Engine(target, is_greedy=True)
     graphs = with_graphs(engine)
     assert graphs.pool.check_every == CHECK_EVERY, "as GraphSet makes it, for any engine"

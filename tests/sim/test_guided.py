@@ -147,7 +147,7 @@ def test_masks_are_filled_in_a_break_of_the_step_beside_other_requests(models):
     assert pair.tokens[plain] == alone.tokens[plain]
 
 
-def test_a_request_that_goes_on_elsewhere_goes_on_in_its_grammar(models):
+def test_a_resumed_request_continues_in_its_grammar(models):
     jobs = [(grammar_of(schema), 11) for schema in schemas(2, seed=9)]
     pair = pair_of(models, False, pages=400)
     whole = pair.answer(jobs)

@@ -52,7 +52,7 @@ def expected(model):
 
 @pytest.mark.parametrize("is_local", [False, True], ids=["prefill", "decode"])
 @pytest.mark.parametrize("rows", [1 << 20, 4], ids=["whole", "bounded logits"])
-def test_every_prompt_token_is_judged_as_transformers_does(model, expected, is_local, rows, monkeypatch):
+def test_prompt_logprobs_equal_those_of_transformers(model, expected, is_local, rows, monkeypatch):
     monkeypatch.setattr("baton.engine.prompt_logprobs.MAX_SCORED_LOGITS", rows * 256)
     pair = Scored(model, pages=96, chunk_size=7, max_running=8)
     for again in (0, 10):  # the second time the prompts are in the prefix cache

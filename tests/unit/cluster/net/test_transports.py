@@ -32,7 +32,7 @@ def test_a_list_of_transports_is_read_best_first(text, names):
 @pytest.mark.parametrize(
     "text", ["", "shm", "rdma,zmq_blocks", "shm, zmq_blocks", "zmq_blocks,zmq_blocks", "auto,shm"]
 )
-def test_a_wrong_list_is_refused_with_what_to_write(text):
+def test_a_wrong_list_is_refused_with_a_valid_example(text):
     assert "write" in transports_fault(text)
 
 
@@ -67,7 +67,7 @@ def test_prefill_answers_a_hello_with_its_choice_and_remembers_it():
     ("blocks", "shared", "name"),
     [(0, 0, None), (3, 0, "zmq_blocks"), (3, 3, "shm"), (3, 2, "shm+zmq_blocks")],
 )
-def test_the_timeline_says_how_the_blocks_came(blocks, shared, name):
+def test_the_timeline_names_the_transport_of_the_blocks(blocks, shared, name):
     decode = m.DecodeTimeline(handoff_blocks=blocks, handoff_shm_blocks=shared)
     room = Room(room="a" * 32, prompt_ids=[1], sampling=m.Sampling(), created=0.0, decode_timeline=decode)
     account = account_of(room, arrived=0.0, tokenize_s=0.0, queued_s=0.0, now=1.0, trace=AttemptTrace())

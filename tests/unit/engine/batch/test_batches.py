@@ -217,7 +217,7 @@ def test_a_frame_that_gets_lost_costs_time_only(kind):
     assert len(lost[0]) > 1
 
 
-def test_a_message_of_a_type_that_nobody_knows_costs_no_block_of_its_frame():
+def test_a_message_of_unknown_type_costs_no_block_of_its_frame():
     pair = Pair("shm", "zmq_blocks")
     passed = pair.wire.pass_on
     num = {True: 0, False: 0}
@@ -240,7 +240,7 @@ def test_a_message_of_a_type_that_nobody_knows_costs_no_block_of_its_frame():
     assert pair.receiver.session.counters.malformed == num[False]
 
 
-def test_what_a_full_peer_did_not_take_goes_later_and_is_counted_once():
+def test_messages_for_a_full_peer_are_sent_later_and_counted_once():
     pair = Pair("shm", "zmq_blocks")
     for _ in range(8):  # up to the first pulls, which wait at prefill
         pair.sender.is_full = any(isinstance(frame[0], m.Announce) for frame in pair.wire.frames)

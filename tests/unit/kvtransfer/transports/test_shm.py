@@ -143,7 +143,7 @@ def test_every_byte_comes_through_the_slab_and_every_slot_comes_back(start):
 
 
 @pytest.mark.parametrize("old", ["sender", "receiver"])
-def test_a_pair_of_which_one_does_not_share_memory_uses_messages(start, old):
+def test_a_pair_with_one_side_without_shared_memory_uses_messages(start, old):
     pair = start(**{old: ("zmq_blocks",)})
     features = pair.open()
     (done,) = [event for event in pair.run() if isinstance(event, Complete)]
@@ -165,7 +165,7 @@ def test_prefill_without_memory_falls_back_and_says_so(start, monkeypatch, caplo
     assert sum("No space left" in str(record.__dict__) for record in caplog.records) == 2
 
 
-def test_a_limit_on_shared_memory_denies_the_pair_that_is_too_many(start, caplog):
+def test_a_limit_on_shared_memory_denies_the_pair_beyond_it(start, caplog):
     pair = start(slab_bytes=8000)
     features = pair.open()
     assert outcome(pair.run()) == ["Complete", "Released"]
@@ -247,7 +247,7 @@ def test_slots_of_a_room_that_ended_are_free_at_once(start, end):
     assert pair.slots() == "SenderSlabs(SlotTable(0/6 held))"
 
 
-def test_bytes_that_change_under_decode_are_never_taken_for_a_block(start, monkeypatch):
+def test_bytes_that_change_during_a_read_are_never_accepted(start, monkeypatch):
     """What the copy read is checked: a slot that is right before and after the copy does not help."""
     pair = start()
     seen = []
@@ -269,7 +269,7 @@ def test_bytes_that_change_under_decode_are_never_taken_for_a_block(start, monke
     assert pair.receiver.counters["digest_mismatches"] == pair.receiver.counters["repulls"] == 2
 
 
-def test_a_reader_behind_the_lease_asks_again(start):
+def test_a_reader_that_is_late_for_the_lease_pulls_again(start):
     pair = start()
     pair.wire.on_message = lambda message: [
         msgspec.structs.replace(message, lease_ms=0)
@@ -314,7 +314,7 @@ def test_a_descriptor_that_fits_no_pull_is_dropped_and_frees_its_slot(start, cha
     assert pair.receiver.counters["shm_blocks"] == 13
 
 
-def test_slot_messages_of_strangers_free_nothing(start):
+def test_slot_messages_of_unknown_peers_free_nothing(start):
     pair = start()
     pair.wire.on_message = lambda message: [] if isinstance(message, SlabBlock | SlotFree) else [message]
     pair.open()
@@ -337,7 +337,7 @@ def test_slot_messages_of_strangers_free_nothing(start):
     assert pair.slots() == "SenderSlabs(SlotTable(3/6 held))"
 
 
-def test_a_stranger_gets_no_slab(start):
+def test_an_unknown_peer_gets_no_slab(start):
     pair = start()
     request = SlabRequest(instance=D, address="a" * 32, token="b" * 32, num_slots=4, slot_bytes=5000)
     pair.sender.arrive("00000001", [memoryview(encode(request))])
@@ -356,7 +356,7 @@ def test_a_request_for_larger_slots_than_blocks_is_denied(start):
 
 
 @pytest.mark.parametrize("change", [{"num_slots": 7}, {"slot_bytes": 8192}])
-def test_a_grant_of_what_was_not_asked_for_is_refused(start, change):
+def test_an_unrequested_grant_is_refused(start, change):
     pair = start()
     pair.wire.on_message = lambda message: [
         msgspec.structs.replace(message, **change) if isinstance(message, SlabGrant) else message
@@ -418,7 +418,7 @@ def test_a_slab_repeats_its_descriptor_when_a_block_is_pulled_again(start):
     assert pair.sender.counters["shm_blocks"] == 13, "it was copied once"
 
 
-def test_slabs_are_small_and_known_by_their_repr():
+def test_slabs_have_a_bounded_size_and_a_repr():
     slab = Slab(2, 4096)
     assert repr(slab) == f"Slab({slab.id[:8]}, 2 x 4096)"
     slab.close()
