@@ -103,6 +103,12 @@ class SenderSlabs:
     def __repr__(self) -> str:
         return f"SenderSlabs({', '.join(repr(lane.slots) for lane in self._lanes.values())})"
 
+    @property
+    def slots(self) -> tuple[int, int]:
+        """The slots in use and all slots, over the slabs of all peers."""
+        tables = [lane.slots for lane in self._lanes.values()]
+        return sum(table.num_held for table in tables), sum(table.num_slots for table in tables)
+
     def handle(self, peer: Peer, message: SlabUp) -> SlabDown | None:
         """Handles one message of a greeted peer; returns the answer, None if there is none."""
         if isinstance(message, SlabRequest):

@@ -8,11 +8,12 @@ import zmq
 from baton.cluster.errors import ConfigError, PeerLost
 from baton.cluster.net.authenticator import Authenticator
 from baton.cluster.net.control_link import ControlLink
-from baton.cluster.net.reconnect import FIRST_PAUSE_S
+from baton.cluster.net.reconnect import FIRST_PAUSE_S, ReconnectingSocket
 from baton.cluster.net.sockets import make_socket, recv_parts
 from baton.cluster.protocol.codec import control_down_decoder, encode
 from baton.cluster.protocol.messages import FirstToken, Gone, Heartbeat, Rejected, Welcome, WorkerStats
 from baton.cluster.security.keyring import load_keyring, read_key, write_key
+from baton.cluster.security.zap import ZapRules
 from baton.deploy.keys.keys import remove, rotate
 from baton.router.workers.control import ControlSocket, Speakers
 from baton.tests.cluster.keyed_peers import (
@@ -57,6 +58,28 @@ def front(new_front, hosts):
     return new_front(keys=hosts.router)
 
 
+class NotedLink(ControlLink):
+    """A worker's control link. `instance`: that of its Hello."""
+
+    def __init__(self, context, endpoint, hello, now, *, keyring):
+        self.instance = hello.instance
+        super().__init__(context, endpoint, hello, now, keyring=keyring)
+
+
+@pytest.fixture
+def connections(monkeypatch):
+    """The connections of the links that the test makes, in their order."""
+    made = []
+
+    class Noted(ReconnectingSocket):
+        def __init__(self, *arguments):
+            made.append(self)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr("baton.cluster.net.control_link.ReconnectingSocket", Noted)
+    return made
+
+
 @pytest.fixture
 def new_link():
     """A worker's control link in a context of its own."""
@@ -66,7 +89,7 @@ def new_link():
         context = zmq.Context()
         keyring = load_keyring(str(keys), role) if keys is not None else None
         try:
-            link = ControlLink(context, front.endpoint, hello(role), time.monotonic(), keyring=keyring)
+            link = NotedLink(context, front.endpoint, hello(role), time.monotonic(), keyring=keyring)
         except ConfigError:
             context.term()  # hangs if a socket was left open
             raise
@@ -81,7 +104,7 @@ def new_link():
 
 def registers(front, link, seconds=PATIENCE_S, is_enough=lambda: False):
     """Runs the link until its Hello reached the router; False if not in `seconds` or before `is_enough`."""
-    instance, end = link._machine.hello.instance, time.monotonic() + seconds
+    instance, end = link.instance, time.monotonic() + seconds
     while time.monotonic() < end and not is_enough():
         link.tick(time.monotonic())
         if instance in front.instances():
@@ -174,7 +197,7 @@ def test_s33_a_dead_zap_thread_admits_no_new_peer(front, hosts, monkeypatch, cap
     keys = curve(hosts.decode, "decode", hosts.router)
     if not enforced:  # libzmq's default, to show that the law can fail
         front.close()
-        monkeypatch.setattr("baton.cluster.net.sockets._set_keys", without_enforcement)
+        monkeypatch.setattr(zmq.Socket, "setsockopt", without_enforcement)
         front = Front(keys=hosts.router)
     try:
         with dealer(front.endpoint, keys) as worker:
@@ -185,7 +208,7 @@ def test_s33_a_dead_zap_thread_admits_no_new_peer(front, hosts, monkeypatch, cap
             def die(*_):
                 raise RuntimeError("planted")
 
-            monkeypatch.setattr(Authenticator, "_answer", die)
+            monkeypatch.setattr(ZapRules, "answer", die)
             with caplog.at_level(logging.ERROR):
                 with dealer(front.endpoint, stranger(hosts.router)) as first:
                     say(first, hello("decode"), seconds=REFUSAL_S)
@@ -203,14 +226,12 @@ def test_s33_a_dead_zap_thread_admits_no_new_peer(front, hosts, monkeypatch, cap
             front.close()
 
 
-def without_enforcement(socket, keys):
-    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-    if keys.server is None:
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.ZAP_DOMAIN, b"baton")
-    else:
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+PLAIN_SETSOCKOPT = zmq.Socket.setsockopt
+
+
+def without_enforcement(socket, option, value):
+    if option != zmq.ZAP_ENFORCE_DOMAIN:
+        PLAIN_SETSOCKOPT(socket, option, value)
 
 
 # --- who one is ---------------------------------------------------------------------------------------------
@@ -290,7 +311,9 @@ def test_a_link_joins_a_keyed_router_and_hears_it(front, hosts, new_link):
 @pytest.mark.parametrize(
     "who", ["unlisted worker", "router without keys", "worker with another router's key"]
 )
-def test_a_worker_that_cannot_join_logs_why_and_joins_when_admitted(new_front, hosts, new_link, caplog, who):
+def test_a_worker_that_cannot_join_logs_why_and_joins_when_admitted(
+    new_front, hosts, connections, new_link, caplog, who
+):
     front = new_front(keys=None if who == "router without keys" else hosts.router)
     keys, reason = hosts.new("decode", "d1"), "refused our key"
     if who == "router without keys":
@@ -304,9 +327,10 @@ def test_a_worker_that_cannot_join_logs_why_and_joins_when_admitted(new_front, h
     link = new_link(front, keys)
     with caplog.at_level(logging.WARNING):
         assert not registers(front, link, 1.8)
-        assert link._connection.num_failures <= 4, "it backs off"
-        assert not registers(front, link, is_enough=lambda: link._connection.num_failures >= 2)
-        assert link._connection.num_failures >= 2, "it tries again"
+        (connection,) = connections
+        assert connection.num_failures <= 4, "it backs off"
+        assert not registers(front, link, is_enough=lambda: connection.num_failures >= 2)
+        assert connection.num_failures >= 2, "it tries again"
     said = [record.fields for record in lines(caplog, "no connection to the router")]
     assert reason in " ".join(line["reason"] for line in said)
     assert 1 <= len(said) == len({line["reason"] for line in said}), "a line per reason"
@@ -336,7 +360,7 @@ def test_a_worker_that_lists_no_router_does_not_start(front, hosts, new_link):
 
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_s32_while_the_router_key_is_replaced_workers_reach_old_and_new(
-    new_front, hosts, new_link, is_restarted
+    new_front, hosts, connections, new_link, is_restarted
 ):
     before = read_key(hosts.router, "router")
     rotate(hosts.router, ["router"], 3600, time.time())
@@ -346,7 +370,7 @@ def test_s32_while_the_router_key_is_replaced_workers_reach_old_and_new(
     front = new_front(keys=hosts.router)
     link = new_link(front, hosts.decode)
     assert registers(front, link)
-    assert link._connection.num_failures == (0 if is_restarted else 1)
+    assert connections[0].num_failures == (0 if is_restarted else 1)
 
 
 def test_s32_while_a_worker_key_is_replaced_old_and_new_get_through(front, hosts):
