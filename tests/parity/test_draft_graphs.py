@@ -16,7 +16,7 @@ from baton.engine.speculative.drafters import eagle3, loops
 from baton.engine.speculative.step import fused_step
 from baton.engine.speculative.step.fused_step import StepContext
 from baton.tests.parity.eagle3_engine import PAGE_SIZE, Engine
-from baton.tests.parity.graph_engine import MAX_BATCH, MAX_TOKENS, arena, kv_of, poison, with_graphs
+from baton.tests.parity.graph_engine import MAX_TOKENS, arena, poison, with_graphs
 from baton.tests.parity.toy_engine import random_ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -74,23 +74,6 @@ def test_m2_3_draft_prefills_at_bucket_edges_equal_eager(plain, graphed, count):
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
     torch.testing.assert_close(graphed.drafter.pool.kv[1:], plain.drafter.pool.kv[1:], atol=1e-4, rtol=1e-4)
     assert graphed.graphs.counters().get(reason, 0) - before == (count > MAX_TOKENS)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, MAX_BATCH, MAX_BATCH + 1])
-def test_m2_3_steps_at_bucket_edges_equal_eager(target, head, count):
-    reason = "graph_fallback_decode_step_batch_over_planned"
-    engine, other = Engine(target, head, is_greedy=True), Engine(target, head)
-    graphs = with_graphs(engine, arena())
-    prompts = [random_ids(5 + 3 * i, seed=i) for i in range(count)]
-    params = SamplingParams(temperature=0.0, max_new_tokens=9, ignore_eos=True)
-    kv = []
-    for each in (engine, other):
-        requests = [each.prefill(prompt, params) for prompt in prompts]
-        each.run(requests)
-        kv.append([rows for request in requests for rows in (request.output_ids, *kv_of(each, request))])
-    torch.testing.assert_close(*kv, atol=1e-4, rtol=1e-4)
-    assert {result.path for result in engine.results} == {"graph" if count <= MAX_BATCH else "eager"}
-    assert bool(graphs.counters().get(reason, 0)) is (count > MAX_BATCH)
 
 
 # --- plans --------------------------------------------------------------------------------------------------

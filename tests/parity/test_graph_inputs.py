@@ -74,21 +74,24 @@ def assert_same(engine: Engine, plain: Engine, prompts: list[list[int]]) -> None
 # --- captured layers ----------------------------------------------------------------------------------------
 
 
-def test_m1_1_any_five_layers_are_captured_in_their_order_on_every_path(target):
+@pytest.mark.parametrize("aux", [IDS, FIVE], ids=str)
+def test_m1_1_any_layers_are_captured_in_their_order_on_every_path(target, aux):
     toy, plain, ids = ToyEngine(target), ToyEngine(target), random_ids(10, seed=1)
     for each in (toy, plain):
-        each.runner.set_aux_layer_ids(FIVE)
+        each.runner.set_aux_layer_ids(aux)
     capture(toy.runner, memory=arena())
     with torch.no_grad():
         states = reference_model(target)(torch.tensor([ids]), output_hidden_states=True).hidden_states
-    expected = torch.cat([states[layer + 1][0] for layer in FIVE], dim=-1)
+    expected = torch.cat([states[layer + 1][0] for layer in aux], dim=-1)
     outputs = [plain.runner.forward(full(plain, ("a", ids))), toy.runner.forward(full(toy, ("a", ids[:8])))]
     outputs.append(toy.runner.forward(full(toy, ("a", ids[8:]), mode=VERIFY)))
     assert [output.path for output in outputs] == ["eager", "breakable", "eager"]
     for output, rows in zip(outputs, (slice(None), slice(8), slice(8, None)), strict=True):
         torch.testing.assert_close(output.hidden, expected[rows], atol=1e-4, rtol=1e-4)
+    other = torch.cat([states[layer + 1][0] for layer in sorted(aux)], dim=-1)
+    assert not torch.allclose(outputs[-1].hidden, other[8:], atol=1e-2)
     with pytest.raises(LifecycleError, match="already configured"):
-        toy.runner.set_aux_layer_ids(FIVE[::-1])
+        toy.runner.set_aux_layer_ids(aux[::-1])
 
 
 def test_m1_4_a_model_without_the_hook_of_its_drafter_is_named_with_it(target):
