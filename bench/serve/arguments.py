@@ -7,6 +7,7 @@ from ..arguments import at_least
 
 PROG = "baton bench serve"
 MOST_LENGTH = 1 << 24
+ROUNDS = 3
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -18,6 +19,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     _add_questions(parser)
     _add_output(parser)
     options = parser.parse_args(argv)
+    if options.compare and options.metrics:
+        parser.error("--metrics names the routers of one --url; leave it out with --compare")
+    if options.compare and options.plot:
+        parser.error("--plot shows the distributions of one server; with --compare draw --curve FILE")
+    if options.workload and options.prompts:
+        parser.error("--prompts and --workload both name the requests; a --workload file may hold prompts")
+    if options.rounds != ROUNDS and not options.compare:
+        parser.error("--rounds belongs to --compare")
+    if options.context and not options.workload:
+        parser.error("--context cuts the requests of --workload; use --input and --output instead")
     if options.shared_prefix >= options.input[0] and options.shared_prefix:
         parser.error(
             f"--shared-prefix {options.shared_prefix} leaves nothing of --input {options.input[0]} to differ"
@@ -26,7 +37,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the endpoint (http://127.0.0.1:8000)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--url", default="http://127.0.0.1:8000", help="the endpoint (http://127.0.0.1:8000)")
+    where.add_argument(
+        "--compare",
+        nargs=2,
+        default=[],
+        metavar=("URL_A", "URL_B"),
+        help="two endpoints, measured in turn with the same requests",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=at_least(1),
+        default=ROUNDS,
+        metavar="N",
+        help=f"times that --compare measures each load on both, each with --requests ({ROUNDS})",
+    )
     parser.add_argument(
         "--metrics",
         default="",
@@ -84,6 +110,19 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts", default="", metavar="FILE", help='JSONL: {"prompt": ...} or {"messages": [...]}'
     )
+    parser.add_argument(
+        "--workload",
+        default="",
+        metavar="NAME|FILE",
+        help="chat, turns or documents, or a JSONL file of lengths, conversations and prompts",
+    )
+    parser.add_argument(
+        "--context",
+        type=at_least(2),
+        default=0,
+        metavar="N",
+        help="cut the requests of --workload so that prompt and answer have at most N tokens together",
+    )
     parser.add_argument("--temperature", type=_positive_or_zero, default=0.0, help="of sampling (0)")
     parser.add_argument(
         "--plain", action="store_true", help="send OpenAI's fields alone: no ignore_eos, no token ids"
@@ -98,6 +137,12 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "--slo-itl", type=_positive, default=0.0, metavar="MS", help="goodput: MS per later token (mean)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
+    parser.add_argument(
+        "--curve",
+        default="",
+        metavar="FILE",
+        help="throughput against TTFT and TPOT over all loads, PNG; needs baton[plot]",
+    )
     parser.add_argument(
         "--plot", default="", metavar="FILE", help="a picture of all loads, PNG; needs baton[plot]"
     )

@@ -5,6 +5,9 @@ closed loop   `width` clients; each sends its next request when its answer is co
 open loop     requests start at the times of a Poisson process, independent of earlier requests. Latency
               counts from these times and not from the actual send, so a stall of either side is included (no
               coordinated omission, G. Tene)
+
+A client of a closed loop goes through a conversation turn by turn. In an open loop the Poisson process starts
+conversations; a later turn is due when the answer before it is complete. A failed turn ends its conversation.
 """
 
 import asyncio
@@ -61,9 +64,23 @@ class Run:
     def num_errors(self) -> int:
         return sum(bool(call.error) for call in self.calls)
 
-    async def ask(self, ask: Ask, question: Question, due: float) -> None:
-        self.num_begun += 1
-        self.calls.append(await ask(question, due))
+    async def ask(self, ask: Ask, question: Question, due: float, bound: Bound) -> None:
+        """Sends a request and the later turns of its conversation, which begin within `bound` only."""
+        clock = asyncio.get_running_loop().time
+        for turn in (question, *question.then):
+            if turn is not question and self.is_over(bound):
+                return
+            self.num_begun += 1
+            call = await ask(turn, due)
+            self.calls.append(call)
+            if call.error:
+                return
+            due = clock()
+
+    def is_over(self, bound: Bound) -> bool:
+        """Whether no further request may begin."""
+        elapsed = asyncio.get_running_loop().time() - self.began
+        return self.num_begun >= bound.num_requests or elapsed >= bound.seconds
 
 
 async def drive(run: Run, questions: Iterator[Question], ask: Ask, bound: Bound, rng: random.Random) -> Run:
@@ -83,8 +100,8 @@ async def _closed(
     clock = asyncio.get_running_loop().time
 
     async def client() -> None:
-        while run.num_begun < bound.num_requests and clock() - run.began < bound.seconds:
-            await run.ask(ask, next(questions), clock())
+        while not run.is_over(bound):
+            await run.ask(ask, next(questions), clock(), bound)
 
     await asyncio.gather(*(client() for _ in range(run.level.width)))
 
@@ -93,13 +110,17 @@ async def _open(run: Run, questions: Iterator[Question], ask: Ask, bound: Bound,
     clock = asyncio.get_running_loop().time
     due = run.began
     begun: list[asyncio.Future[None]] = []
-    while len(begun) < bound.num_requests:
+    num_first = 0  # conversations that have started
+    while max(run.num_begun, num_first) < bound.num_requests:
         due += rng.expovariate(run.level.rate)
         if due - run.began >= bound.seconds:
             run.until = run.began + bound.seconds
             break
         await asyncio.sleep(max(0.0, due - clock()))
-        begun.append(asyncio.ensure_future(run.ask(ask, next(questions), due)))
+        if run.num_begun >= bound.num_requests:
+            break
+        num_first += 1
+        begun.append(asyncio.ensure_future(run.ask(ask, next(questions), due, bound)))
     await asyncio.gather(*begun)
 
 
