@@ -8,6 +8,7 @@ from ..arguments import at_least
 PROG = "baton bench serve"
 MOST_LENGTH = 1 << 24
 ROUNDS = 3
+INPUT, OUTPUT = (512, 512), (128, 128)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -29,6 +30,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--rounds belongs to --compare")
     if options.context and not options.workload:
         parser.error("--context cuts the requests of --workload; use --input and --output instead")
+    if options.workload and (options.input or options.output or options.shared_prefix):
+        parser.error("--workload has lengths and prefixes of its own: no --input, --output, --shared-prefix")
+    options.input, options.output = options.input or INPUT, options.output or OUTPUT
     if options.shared_prefix >= options.input[0] and options.shared_prefix:
         parser.error(
             f"--shared-prefix {options.shared_prefix} leaves nothing of --input {options.input[0]} to differ"
@@ -80,7 +84,11 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         help="open loop: R requests per second, Poisson",
     )
     parser.add_argument(
-        "--requests", type=at_least(1), default=0, metavar="N", help="requests per load (100)"
+        "--requests",
+        type=at_least(1),
+        default=0,
+        metavar="N",
+        help="requests per load (100); with --compare per round",
     )
     parser.add_argument(
         "--duration", type=_positive, default=0.0, metavar="S", help="begin requests for so long instead"
@@ -96,10 +104,10 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 def _add_questions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--input", type=lengths, default=(512, 512), metavar="N[-M]", help="tokens of a prompt (512)"
+        "--input", type=lengths, default=None, metavar="N[-M]", help="tokens of a prompt (512)"
     )
     parser.add_argument(
-        "--output", type=lengths, default=(128, 128), metavar="N[-M]", help="tokens of an answer (128)"
+        "--output", type=lengths, default=None, metavar="N[-M]", help="tokens of an answer (128)"
     )
     parser.add_argument(
         "--shared-prefix", type=at_least(0), default=0, metavar="N", help="tokens that all prompts share"
