@@ -126,8 +126,8 @@ def test_a_chart_has_a_dot_for_each_load_with_answers(tmp_path):
         ["--compare", "http://a", "http://b", "--metrics", "http://c"],
         ["--compare", "http://a", "http://b", "--plot", "x.png"], ["--rounds", "2"],
         ["--compare", "http://a", "http://b", "--rounds", "0"],
-        ["--workload", "chat", "--prompts", "x"], ["--context", "100"], ["--workload", "chat", "--input", "9"],
-        ["--workload", "chat", "--shared-prefix", "9"],
+        ["--workload", "chat", "--prompts", "x"], ["--context", "100"],
+        ["--workload", "chat", "--input", "9"], ["--workload", "chat", "--shared-prefix", "9"],
     ],
 )  # fmt: skip
 def test_options_that_contradict_each_other_are_refused(argv, capsys):
