@@ -20,7 +20,7 @@ BENCHES = {
         ".bench.router.bench",
         "requests and streams through the router, with workers that answer at once, beside proxies",
     ),
-    "serve": (".bench.serve.bench", "load on an OpenAI endpoint, closed or open loop: TTFT, ITL, goodput"),
+    "serve": (".bench.serve.bench", "load on an OpenAI endpoint, or on two in turn: TTFT, ITL, goodput"),
     "transfer": (
         ".bench.transfer.bench",
         "throughput of the KV hand-off, per transport, beside raw sockets and memcpy",

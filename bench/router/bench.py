@@ -15,8 +15,7 @@ one run.
                the router
 
 CPU times are those of the routers or the proxy with threads and children; the table shows the least of all
-rounds. Load generator and workers run on the same cores. "2 cores, computed" is 2 s divided by the CPU time
-per request: the requests per second of two such processes behind one port with one core each.
+rounds. Load generator and workers run on the same cores.
 """
 
 import argparse
@@ -77,12 +76,11 @@ def requests(bench: RouterBench, options: argparse.Namespace) -> list[str]:
         "alone p50 ms",
         "added p50 ms",
         "CPU us/request",
-        "2 cores, computed",
         "errors",
     )
     for name, runs in samples.items():
         base = min(behind["workers" if name.startswith("baton") else "backend"])
-        lines.append(row(name, runs, min(alone[name]), base, *computed(runs)))
+        lines.append(row(name, runs, min(alone[name]), base))
     return [*lines, f"the two workers of baton, asked directly: {min(behind['workers']):.2f} ms"]
 
 
@@ -124,7 +122,7 @@ def header(*names: str) -> list[str]:
     return ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
 
 
-def row(name: str, runs: Sequence[WrkSample], alone_ms: float, base_ms: float, *more: str) -> str:
+def row(name: str, runs: Sequence[WrkSample], alone_ms: float, base_ms: float) -> str:
     """The table row of one target: the best of its runs."""
     best = max(runs, key=lambda run: run.per_second)
     median = statistics.median(run.per_second for run in runs)
@@ -136,13 +134,8 @@ def row(name: str, runs: Sequence[WrkSample], alone_ms: float, base_ms: float, *
         f"{best.p99_ms:.2f}",
         f"{alone_ms:.2f}",
     ]
-    cells += [f"{alone_ms - base_ms:.2f}", f"{min(run.cpu_us for run in runs):.0f}", *more]
+    cells += [f"{alone_ms - base_ms:.2f}", f"{min(run.cpu_us for run in runs):.0f}"]
     return "| " + " | ".join([*cells, str(sum(run.num_bad for run in runs))]) + " |"
-
-
-def computed(runs: Sequence[WrkSample]) -> tuple[str]:
-    """Requests per second of two processes with a core each, computed from the CPU time per request."""
-    return (f"{2e6 / max(min(run.cpu_us for run in runs), 1.0):.0f}",)
 
 
 def streams(bench: RouterBench, options: argparse.Namespace) -> list[str]:

@@ -7,6 +7,8 @@ from ..arguments import at_least
 
 PROG = "baton bench serve"
 MOST_LENGTH = 1 << 24
+ROUNDS = 3
+INPUT, OUTPUT = (512, 512), (128, 128)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -18,6 +20,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     _add_questions(parser)
     _add_output(parser)
     options = parser.parse_args(argv)
+    if options.compare and options.metrics:
+        parser.error("--metrics names the routers of one --url; leave it out with --compare")
+    if options.compare and options.plot:
+        parser.error("--plot shows the distributions of one server; with --compare draw --curve FILE")
+    if options.workload and options.prompts:
+        parser.error("--prompts and --workload both name the requests; a --workload file may hold prompts")
+    if options.rounds != ROUNDS and not options.compare:
+        parser.error("--rounds belongs to --compare")
+    if options.context and not options.workload:
+        parser.error("--context cuts the requests of --workload; use --input and --output instead")
+    if options.workload and (options.input or options.output or options.shared_prefix):
+        parser.error("--workload has lengths and prefixes of its own: no --input, --output, --shared-prefix")
+    options.input, options.output = options.input or INPUT, options.output or OUTPUT
     if options.shared_prefix >= options.input[0] and options.shared_prefix:
         parser.error(
             f"--shared-prefix {options.shared_prefix} leaves nothing of --input {options.input[0]} to differ"
@@ -26,7 +41,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the endpoint (http://127.0.0.1:8000)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--url", default="http://127.0.0.1:8000", help="the endpoint (http://127.0.0.1:8000)")
+    where.add_argument(
+        "--compare",
+        nargs=2,
+        default=[],
+        metavar=("URL_A", "URL_B"),
+        help="two endpoints, measured in turn with the same requests",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=at_least(1),
+        default=ROUNDS,
+        metavar="N",
+        help=f"times that --compare measures each load on both, each with --requests ({ROUNDS})",
+    )
     parser.add_argument(
         "--metrics",
         default="",
@@ -54,7 +84,11 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         help="open loop: R requests per second, Poisson",
     )
     parser.add_argument(
-        "--requests", type=at_least(1), default=0, metavar="N", help="requests per load (100)"
+        "--requests",
+        type=at_least(1),
+        default=0,
+        metavar="N",
+        help="requests per load (100); with --compare per round",
     )
     parser.add_argument(
         "--duration", type=_positive, default=0.0, metavar="S", help="begin requests for so long instead"
@@ -70,10 +104,10 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 def _add_questions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--input", type=lengths, default=(512, 512), metavar="N[-M]", help="tokens of a prompt (512)"
+        "--input", type=lengths, default=None, metavar="N[-M]", help="tokens of a prompt (512)"
     )
     parser.add_argument(
-        "--output", type=lengths, default=(128, 128), metavar="N[-M]", help="tokens of an answer (128)"
+        "--output", type=lengths, default=None, metavar="N[-M]", help="tokens of an answer (128)"
     )
     parser.add_argument(
         "--shared-prefix", type=at_least(0), default=0, metavar="N", help="tokens that all prompts share"
@@ -83,6 +117,19 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--prompts", default="", metavar="FILE", help='JSONL: {"prompt": ...} or {"messages": [...]}'
+    )
+    parser.add_argument(
+        "--workload",
+        default="",
+        metavar="NAME|FILE",
+        help="chat, turns or documents, or a JSONL file of lengths, conversations and prompts",
+    )
+    parser.add_argument(
+        "--context",
+        type=at_least(2),
+        default=0,
+        metavar="N",
+        help="cut the requests of --workload so that prompt and answer have at most N tokens together",
     )
     parser.add_argument("--temperature", type=_positive_or_zero, default=0.0, help="of sampling (0)")
     parser.add_argument(
@@ -98,6 +145,12 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "--slo-itl", type=_positive, default=0.0, metavar="MS", help="goodput: MS per later token (mean)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
+    parser.add_argument(
+        "--curve",
+        default="",
+        metavar="FILE",
+        help="throughput against TTFT and TPOT over all loads, PNG; needs baton[plot]",
+    )
     parser.add_argument(
         "--plot", default="", metavar="FILE", help="a picture of all loads, PNG; needs baton[plot]"
     )

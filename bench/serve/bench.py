@@ -3,8 +3,10 @@ clients see them.
 
     baton bench serve --url http://127.0.0.1:8000 --concurrency 1 8 32 --requests 200 --input 512 --output 128
     baton bench serve --rate 2 4 8 --duration 60 --slo-ttft 500 --slo-itl 50 --plot load.png
+    baton bench serve --compare http://a:8000 http://b:8000 --workload chat --concurrency 1 8 --curve ab.png
 
-`figures` defines the figures, and `load` schedules the requests. The API key is read from BATON_API_KEY.
+`figures` defines the figures, `load` schedules the requests, `workloads` has requests of mixed lengths, and
+`compare` measures two servers in turn. The API key is read from BATON_API_KEY.
 """
 
 import argparse
@@ -15,8 +17,8 @@ import json
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,17 @@ from ...cluster.errors import BatonError, ConfigError
 from ...cluster.security.tls_faults import tls_fault
 from .arguments import PROG, parse
 from .client import LoadClient, TimedCall, Unexpected, endpoint_of
-from .figures import Figures, Goals, figures_of
+from .compare import Comparison, as_comparison_table, compare
+from .figures import CurvePoint, Figures, Goals, figures_of
 from .load import Bound, Level, Run, begin, drive, tell
 from .prompts import Question, file_prompts, random_prompts
 from .server import read_metrics, said
 from .table import as_table
+from .workloads import workload_of
 
 KEY_VARIABLE = "BATON_API_KEY"
 TERMINAL_S, FILE_S = 1.0, 10.0  # seconds between two lines of progress
+Questions = Callable[[random.Random], Iterator[Question]]
 EXTENSIONS = {"ignore_eos": True, "return_token_ids": True}  # extensions of baton, vLLM and SGLang
 
 
@@ -95,10 +100,17 @@ def main(argv: Sequence[str]) -> int:
     """
     options = parse(argv)
     try:
-        if options.plot and importlib.util.find_spec("PIL") is None:
-            raise ConfigError("--plot needs Pillow: pip install 'baton[plot]'")
-        found = asyncio.run(_run(options))
-        _show(options, found)
+        for flag, path in (("--plot", options.plot), ("--curve", options.curve)):
+            if path and importlib.util.find_spec("PIL") is None:
+                raise ConfigError(f"{flag} needs Pillow: pip install 'baton[plot]'")
+        if options.compare:
+            compared = asyncio.run(_compare(options))
+            _show_comparison(options, compared)
+            runs = [figures for each in compared for pair in each.rounds for figures in pair]
+        else:
+            found = asyncio.run(_run(options))
+            _show(options, found)
+            runs = [figures for _, figures in found]
     except ConfigError as error:
         sys.stderr.write(f"{PROG}: {error}\n")
         return 2
@@ -108,17 +120,14 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write(f"{PROG}: interrupted\n")
         return 130
-    return 0 if all(figures.num_ok for _, figures in found) else 1
+    return 0 if all(figures.num_ok for figures in runs) else 1
 
 
 async def _run(options: argparse.Namespace) -> list[tuple[Run, Figures]]:
-    clock = asyncio.get_running_loop().time
-    key = os.environ.get(KEY_VARIABLE, "")
-    if not key.isascii() or not key.isprintable():
-        raise ConfigError(f"{KEY_VARIABLE} is no API key")
-    client = LoadClient(endpoint_of(options.url), clock, api_key=key, timeout_s=options.timeout)
-    endpoints = [endpoint_of(url.strip(), "--metrics") for url in options.metrics.split(",") if url.strip()]
-    routers = [LoadClient(endpoint, clock, api_key=key, timeout_s=options.timeout) for endpoint in endpoints]
+    client = client_of(options, options.url, "--url")
+    routers = [
+        client_of(options, url.strip(), "--metrics") for url in options.metrics.split(",") if url.strip()
+    ]
     try:
         bench = ServeBench(client, await plan_of(options, client), routers)
         if routers and not await read_metrics(routers):
@@ -130,6 +139,38 @@ async def _run(options: argparse.Namespace) -> list[tuple[Run, Figures]]:
     finally:
         for one in (client, *routers):
             one.close()
+
+
+async def _compare(options: argparse.Namespace) -> list[Comparison]:
+    clients = [client_of(options, url, "--compare") for url in options.compare]
+    questions = questions_of(options)
+    try:
+        plans = [await plan_of(options, client) for client in clients]
+        for client, plan in zip(clients, plans, strict=True):
+            await ServeBench(client, plan).warm_up()
+
+        async def measure(side: int, level: Level, number: int) -> Figures:
+            name = f"{options.seed} {level} {number}"  # both sides get the same requests at the same times
+            plan = replace(
+                plans[side],
+                questions=questions(random.Random(name)),
+                rng=random.Random(f"arrivals {name}"),
+            )
+            return (await ServeBench(clients[side], plan).measure(level))[1]
+
+        return await compare(measure, levels_of(options), options.rounds)
+    finally:
+        for client in clients:
+            client.close()
+
+
+def client_of(options: argparse.Namespace, url: str, flag: str) -> LoadClient:
+    """A client of `url`. Raises ConfigError naming `flag` for an invalid URL, and for an invalid API key."""
+    key = os.environ.get(KEY_VARIABLE, "")
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError(f"{KEY_VARIABLE} is no API key")
+    clock = asyncio.get_running_loop().time
+    return LoadClient(endpoint_of(url, flag), clock, api_key=key, timeout_s=options.timeout)
 
 
 def levels_of(options: argparse.Namespace) -> list[Level]:
@@ -144,12 +185,7 @@ async def plan_of(options: argparse.Namespace, client: LoadClient) -> LoadPlan:
 
     Raises ConfigError for a wrong option, BatonError when the endpoint names no model.
     """
-    rng = random.Random(options.seed)
-    questions = random_prompts(
-        rng, inputs=options.input, outputs=options.output, vocab=options.vocab, prefix=options.shared_prefix
-    )
-    if options.prompts:
-        questions = file_prompts(Path(options.prompts), rng, options.output)
+    questions = questions_of(options)(random.Random(options.seed))
     common = {"temperature": options.temperature} | ({} if options.plain else EXTENSIONS)
     if options.prompts and not options.plain:
         common = common | {"ignore_eos": False}
@@ -161,6 +197,26 @@ async def plan_of(options: argparse.Namespace, client: LoadClient) -> LoadPlan:
         goals=Goals(ttft_ms=options.slo_ttft, itl_ms=options.slo_itl),
         warmup=options.warmup,
         rng=random.Random(f"arrivals {options.seed}"),
+    )
+
+
+def questions_of(options: argparse.Namespace) -> Questions:
+    """Makes the endless requests of the options from a random generator.
+
+    Raises ConfigError for a file or workload that cannot be used.
+    """
+    if options.workload:
+        return workload_of(
+            options.workload,
+            vocab=options.vocab,
+            seed=options.seed,
+            context=options.context,
+            is_plain=options.plain,
+        ).questions
+    if options.prompts:
+        return lambda rng: file_prompts(Path(options.prompts), rng, options.output)
+    return lambda rng: random_prompts(
+        rng, inputs=options.input, outputs=options.output, vocab=options.vocab, prefix=options.shared_prefix
     )
 
 
@@ -214,16 +270,40 @@ def _show(options: argparse.Namespace, found: Sequence[tuple[Run, Figures]]) -> 
     else:
         sys.stdout.write(as_table([figures for _, figures in found]))
     if options.plot:
-        title = (
-            f"{options.url}: "
-            f"{options.prompts or f'{_range(options.input)} tokens in, {_range(options.output)} out'}"
-        )
-        try:
-            importlib.import_module(".plot", __package__).draw(
-                [run for run, _ in found], Path(options.plot), title
-            )
-        except OSError as error:
-            raise BatonError(f"--plot {options.plot}: {error}") from None
+        _draw("--plot", options.plot, "draw", [run for run, _ in found], f"{options.url}: {_load(options)}")
+    if options.curve:
+        points = [CurvePoint.median([figures]) for _, figures in found]
+        _draw("--curve", options.curve, "draw_curves", {options.url: points}, _load(options))
+
+
+def _show_comparison(options: argparse.Namespace, found: Sequence[Comparison]) -> None:
+    if options.json:
+        document = {"compare": options.compare, "levels": [each.as_dict() for each in found]}
+        sys.stdout.write(json.dumps(document) + "\n")
+    else:
+        sys.stdout.write(as_comparison_table(found, options.compare))
+    if options.curve:
+        curves = {
+            f"{side}: {url}": [each.point(number) for each in found]
+            for number, (side, url) in enumerate(zip("AB", options.compare, strict=True))
+        }
+        _draw("--curve", options.curve, "draw_curves", curves, _load(options))
+
+
+def _draw(flag: str, path: str, function: str, shown: object, title: str) -> None:
+    """Draws with a function of `plot`, which imports Pillow. Raises BatonError for a file that cannot be
+    written.
+    """
+    try:
+        getattr(importlib.import_module(".plot", __package__), function)(shown, Path(path), title)
+    except OSError as error:
+        raise BatonError(f"{flag} {path}: {error}") from None
+
+
+def _load(options: argparse.Namespace) -> str:
+    """The requests in words."""
+    named = options.workload or options.prompts
+    return named or f"{_range(options.input)} tokens in, {_range(options.output)} out"
 
 
 def _range(lengths: tuple[int, int]) -> str:

@@ -10,6 +10,7 @@ e2e    due to the end of the stream
 """
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -83,6 +84,35 @@ class Figures:
                 share: None if math.isnan(value) else value for share, value in found[name].items()
             }
         return found | {"late_ms": None if math.isnan(self.late_ms) else self.late_ms}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvePoint:
+    """One load in a chart of throughput against latency. Times are milliseconds."""
+
+    load: str
+    output_tokens_per_s: float
+    ttft_p50: float
+    ttft_p90: float
+    tpot_p50: float
+    tpot_p90: float
+
+    @classmethod
+    def median(cls, runs: Sequence[Figures]) -> "CurvePoint":
+        """The medians over several runs of one load, without runs that lack the figure."""
+
+        def median(values: Sequence[float]) -> float:
+            known = [value for value in values if not math.isnan(value)]
+            return statistics.median(known) if known else math.nan
+
+        return cls(
+            load=runs[0].load,
+            output_tokens_per_s=median([run.output_tokens_per_s for run in runs]),
+            ttft_p50=median([run.ttft.p50 for run in runs]),
+            ttft_p90=median([run.ttft.p90 for run in runs]),
+            tpot_p50=median([run.tpot.p50 for run in runs]),
+            tpot_p90=median([run.tpot.p90 for run in runs]),
+        )
 
 
 def ttft_ms(call: TimedCall) -> float | None:

@@ -5,6 +5,9 @@ closed loop   `width` clients; each sends its next request when its answer is co
 open loop     requests start at the times of a Poisson process, independent of earlier requests. Latency
               counts from these times and not from the actual send, so a stall of either side is included (no
               coordinated omission, G. Tene)
+
+A client of a closed loop goes through a conversation turn by turn. In an open loop the Poisson process starts
+conversations; a later turn is due when the answer before it is complete. A failed turn ends its conversation.
 """
 
 import asyncio
@@ -51,6 +54,7 @@ class Run:
     began: float
     calls: list[TimedCall] = field(default_factory=list)  # finished calls in the order of their ends
     num_begun: int = 0
+    num_planned: int = 0  # begun, and later turns of conversations that have begun
     until: float = 0.0  # seconds that an open loop lasts at least, also if its last request ended earlier
 
     @property
@@ -61,9 +65,34 @@ class Run:
     def num_errors(self) -> int:
         return sum(bool(call.error) for call in self.calls)
 
-    async def ask(self, ask: Ask, question: Question, due: float) -> None:
-        self.num_begun += 1
-        self.calls.append(await ask(question, due))
+    def is_over(self, bound: Bound) -> bool:
+        """Whether no further conversation may begin."""
+        return self.num_planned >= bound.num_requests or self.seconds >= bound.seconds
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the begin."""
+        return asyncio.get_running_loop().time() - self.began
+
+    async def converse(self, ask: Ask, question: Question, due: float, bound: Bound) -> None:
+        """Sends a request and the later turns of its conversation, as many as `bound` has left.
+
+        The turns are planned at once. A turn that may not begin any more, or follows a failed one, is not.
+        """
+        left = bound.num_requests - self.num_planned
+        turns = [
+            turn for number, turn in enumerate((question, *question.then)) if number == 0 or number < left
+        ]
+        self.num_planned += len(turns)
+        has_failed = False
+        for number, turn in enumerate(turns):
+            if number and (has_failed or self.seconds >= bound.seconds):
+                self.num_planned -= len(turns) - number
+                return
+            self.num_begun += 1
+            call = await ask(turn, due)
+            self.calls.append(call)
+            has_failed, due = bool(call.error), self.began + self.seconds
 
 
 async def drive(run: Run, questions: Iterator[Question], ask: Ask, bound: Bound, rng: random.Random) -> Run:
@@ -83,8 +112,8 @@ async def _closed(
     clock = asyncio.get_running_loop().time
 
     async def client() -> None:
-        while run.num_begun < bound.num_requests and clock() - run.began < bound.seconds:
-            await run.ask(ask, next(questions), clock())
+        while not run.is_over(bound):
+            await run.converse(ask, next(questions), clock(), bound)
 
     await asyncio.gather(*(client() for _ in range(run.level.width)))
 
@@ -93,13 +122,15 @@ async def _open(run: Run, questions: Iterator[Question], ask: Ask, bound: Bound,
     clock = asyncio.get_running_loop().time
     due = run.began
     begun: list[asyncio.Future[None]] = []
-    while len(begun) < bound.num_requests:
+    while run.num_planned < bound.num_requests:
         due += rng.expovariate(run.level.rate)
         if due - run.began >= bound.seconds:
             run.until = run.began + bound.seconds
             break
         await asyncio.sleep(max(0.0, due - clock()))
-        begun.append(asyncio.ensure_future(run.ask(ask, next(questions), due)))
+        if run.num_planned < bound.num_requests:
+            begun.append(asyncio.ensure_future(run.converse(ask, next(questions), due, bound)))
+            await asyncio.sleep(0)  # it plans its turns
     await asyncio.gather(*begun)
 
 

@@ -1,19 +1,24 @@
-"""Plots one or several runs: distributions of TTFT, ITL and e2e, and tokens per second. Needs Pillow.
+"""Plots of loads. Needs Pillow.
 
-Four panels of lines need no matplotlib, which would bring nine more packages; Pillow brings none. Only this
+`draw`: distributions of TTFT, ITL and e2e, and tokens per second, a line per run. `draw_curves`: throughput
+against TTFT and TPOT, a line per server and a dot per load.
+
+Panels of lines need no matplotlib, which would bring nine more packages; Pillow brings none. Only this
 module imports Pillow, so only `--plot` needs it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from .figures import e2e_ms, gaps_ms, ttft_ms
+from .figures import CurvePoint, e2e_ms, gaps_ms, ttft_ms
 from .load import Run
 
 SIZE = WIDTH, HEIGHT = 1280, 860
+CURVES_HEIGHT = 520
+DOT = 4  # radius in pixels
 MARGIN, LEGEND, GAP = 70, 50, 90  # pixels around panels, above them, between them
 NUM_TICKS, NUM_BINS, MAX_POINTS = 5, 48, 400
 COLORS = ("#2563eb", "#dc2626", "#16a34a", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4b5563")
@@ -39,10 +44,52 @@ def draw(runs: Sequence[Run], path: Path, title: str) -> None:
         ],
         "output tokens/s over the run, s": [pace(run) for run in runs],
     }
-    _legend(pen, runs, title)
+    _legend(pen, [str(run.level) for run in runs], title)
     for box, (name, lines) in zip(_boxes(), panels.items(), strict=True):
         _panel(pen, box, name, lines)
     image.save(path, format="PNG")
+
+
+def draw_curves(curves: Mapping[str, Sequence[CurvePoint]], path: Path, title: str) -> None:
+    """Writes the PNG of one or several servers, by name. Raises OSError."""
+    image = Image.new("RGB", (WIDTH, CURVES_HEIGHT), PAPER)
+    pen = ImageDraw.Draw(image)
+    _legend(pen, list(curves), title)
+    wide = (WIDTH - 2 * MARGIN - GAP) // 2
+    for number, name in enumerate(("ttft", "tpot")):
+        left = MARGIN + number * (wide + GAP)
+        box = left, MARGIN + LEGEND, left + wide, CURVES_HEIGHT - MARGIN
+        _curves_panel(pen, box, name, list(curves.values()))
+    image.save(path, format="PNG")
+
+
+def _curves_panel(
+    pen: ImageDraw.ImageDraw, box: Box, name: str, curves: Sequence[Sequence[CurvePoint]]
+) -> None:
+    """Medians with a dot and the name of each load, and 90th percentiles as thin lines."""
+    medians, highs = (
+        [[(point.output_tokens_per_s, getattr(point, f"{name}_{share}")) for point in curve if known(point)]
+         for curve in curves]
+        for share in ("p50", "p90")
+    )  # fmt: skip
+    at = _axes(
+        pen, box, f"{name.upper()}, ms (dots: p50, thin: p90) over output tokens/s", [*medians, *highs]
+    )
+    font = ImageFont.load_default(12)
+    for i, curve in enumerate(curves):
+        color = COLORS[i % len(COLORS)]
+        for points, width in ((medians[i], 3), (highs[i], 1)):
+            if len(points) > 1:
+                pen.line([at(point) for point in points], fill=color, width=width)
+        for told, median in zip(filter(known, curve), medians[i], strict=True):
+            x, y = at(median)
+            pen.ellipse((x - DOT, y - DOT, x + DOT, y + DOT), fill=color)
+            pen.text((x, y - DOT - 2), told.load, fill=color, font=font, anchor="mb")
+
+
+def known(point: CurvePoint) -> bool:
+    """Whether the load had an answer of several tokens, so that every figure exists."""
+    return not math.isnan(point.ttft_p50 + point.tpot_p50)
 
 
 def cdf(values: Sequence[float]) -> Points:
@@ -87,17 +134,27 @@ def _boxes() -> list[Box]:
     return [(left, top, left + wide, top + high) for top in tops for left in lefts]
 
 
-def _legend(pen: ImageDraw.ImageDraw, runs: Sequence[Run], title: str) -> None:
+def _legend(pen: ImageDraw.ImageDraw, names: Sequence[str], title: str) -> None:
     pen.text((MARGIN, 20), title, fill=INK, font=ImageFont.load_default(20))
     x = MARGIN
-    for i, run in enumerate(runs):
+    for i, name in enumerate(names):
         color = COLORS[i % len(COLORS)]
         pen.line((x, 70, x + 24, 70), fill=color, width=4)
-        pen.text((x + 32, 61), str(run.level), fill=INK, font=ImageFont.load_default(15))
-        x += 48 + int(pen.textlength(str(run.level), font=ImageFont.load_default(15)))
+        pen.text((x + 32, 61), name, fill=INK, font=ImageFont.load_default(15))
+        x += 48 + int(pen.textlength(name, font=ImageFont.load_default(15)))
 
 
 def _panel(pen: ImageDraw.ImageDraw, box: Box, name: str, lines: Sequence[Points]) -> None:
+    at = _axes(pen, box, name, lines)
+    for i, line in enumerate(lines):
+        if len(line) > 1:
+            pen.line([at(point) for point in line], fill=COLORS[i % len(COLORS)], width=2)
+
+
+def _axes(
+    pen: ImageDraw.ImageDraw, box: Box, name: str, lines: Sequence[Points]
+) -> Callable[[tuple[float, float]], tuple[float, float]]:
+    """Draws frame, grid and labels for all `lines`; returns the pixel of a point."""
     left, top, right, bottom = box
     xs, ys = (ticks(max((point[axis] for line in lines for point in line), default=0.0)) for axis in (0, 1))
 
@@ -115,6 +172,4 @@ def _panel(pen: ImageDraw.ImageDraw, box: Box, name: str, lines: Sequence[Points
         pen.line((left, y, right, y), fill=GRID)
         pen.text((left - 8, y), f"{value:g}", fill=INK, font=font, anchor="rm")
     pen.rectangle(box, outline=INK)
-    for i, line in enumerate(lines):
-        if len(line) > 1:
-            pen.line([at(point) for point in line], fill=COLORS[i % len(COLORS)], width=2)
+    return at

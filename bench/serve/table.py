@@ -47,10 +47,11 @@ def _row(figures: Figures) -> str:
 
 
 def _spread(found: Spread) -> str:
-    return " / ".join(_ms(value) for value in (found.mean, found.p50, found.p90, found.p99))
+    return " / ".join(short_ms(value) for value in (found.mean, found.p50, found.p90, found.p99))
 
 
-def _ms(value: float) -> str:
+def short_ms(value: float) -> str:
+    """Three digits or all before the point; "-" for NaN."""
     if math.isnan(value):
         return "-"
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

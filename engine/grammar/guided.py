@@ -17,7 +17,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from ..sampling.edits import Mask
-from .grammar_compile_pool import Compilation, Compilations, GuideError
+from .grammar_compile_pool import MAX_CPU_S, Compilation, Compilations, GuideError
 from .grammar_tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -119,16 +119,21 @@ class Guide:
 
 
 class GrammarCompiler:
-    """Compiles grammars over a model's tokenizer and keeps the most recent ones."""
+    """Compiles grammars over a model's tokenizer and keeps the most recent ones.
 
-    def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
+    `max_cpu_s`: seconds of processor time after which a grammar fails.
+    """
+
+    def __init__(
+        self, tokenizer: Path, vocab_size: int, eos_ids: Sequence[int], max_cpu_s: float = MAX_CPU_S
+    ) -> None:
         self._path = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = tuple(eos_ids)
         self._limits = LLParserLimits(verbose_errors=False, max_grammar_size=MAX_SYMBOLS)
         self._tokenizer: LLTokenizer | None = None
         self._fault = ""  # of the tokenizer
-        self._compilations = Compilations(self._compile)
+        self._compilations = Compilations(self._compile, max_cpu_s)
 
     def __repr__(self) -> str:
         return f"<GrammarCompiler {self._compilations!r}>"

@@ -29,6 +29,11 @@ class SlotTable:
     def __repr__(self) -> str:
         return f"SlotTable({len(self._held)}/{self.num_slots} held)"
 
+    @property
+    def num_held(self) -> int:
+        """Slots with a block."""
+        return len(self._held)
+
     def take(self, holder: Holder, ends_at: float) -> Slot | None:
         """A slot for a block: the block's own if it has one, else a free one; None when all are in use."""
         slot = self._held.get(holder)

@@ -114,7 +114,9 @@ class FakeNetwork:
 
 
 class FakeSender(SenderEndpoint):
-    """Prefill's end on a FakeNetwork."""
+    """Prefill's end on a FakeNetwork. `is_full`: peers take no message, as with a full queue."""
+
+    is_full = False
 
     def __init__(
         self,
@@ -170,6 +172,8 @@ class FakeSender(SenderEndpoint):
     def _transmit(self, peer: Peer, header: bytes, payload: Payload | None) -> Delivery | None:
         if not self._network.has_link(peer):
             raise PeerLost("the peer is not connected")
+        if self.is_full:
+            return None
         frames = (header,) if payload is None else (header, bytes(payload.data))
         self._network.packets.append(Packet(peer, False, frames))
         return Delivered()
@@ -210,6 +214,11 @@ class FakeReceiver(ReceiverEndpoint):
     def arrive(self, endpoint: str, frames: Sequence[memoryview]) -> None:
         """Handles a message of the network."""
         self._receive_frames(endpoint, frames)
+
+    def lose(self, endpoint: str) -> None:
+        """Learns that the connection to `endpoint` has ended."""
+        self._close_link(endpoint)
+        self._perform(self.session.link_lost(endpoint, self._clock()))
 
     def poll(self, timeout: float) -> list[TransportEvent]:
         """Delivers packets under way and does the work that is due, without waiting; returns the events."""

@@ -116,6 +116,11 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         raise LocalProtocolError(f"prefill does not pull (room {request.room})")
 
     @property
+    def slots(self) -> tuple[int, int]:
+        """The slots of shared memory in use, and all of them."""
+        return self._slabs.slots
+
+    @property
     def counters(self) -> dict[str, float]:
         """Totals by name, for heartbeats."""
         return {**self.session.counters.snapshot(), **self._slab_counters.snapshot()}

@@ -90,6 +90,12 @@ class SlabLanes(ABC, Generic[L]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(repr(lane.slots) for lane in self._lanes.values())})"
 
+    @property
+    def slots(self) -> tuple[int, int]:
+        """The slots in use and all slots, over the slabs of all peers."""
+        tables = [lane.slots for lane in self._lanes.values()]
+        return sum(table.num_held for table in tables), sum(table.num_slots for table in tables)
+
     @abstractmethod
     def _open(self, request: SlabRequest) -> L:
         """Makes a slab and hands it over. Raises SlabError."""

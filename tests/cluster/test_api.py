@@ -170,7 +170,7 @@ def test_a_response_has_its_calls_as_items(client):
     assert "response.function_call_arguments.done" in kinds
 
 
-def test_a_grammar_goes_with_other_wishes(client):
+def test_a_grammar_works_with_other_request_options(client):
     wanted = {"type": "json_schema", "json_schema": {"name": "kinds", "schema": KINDS}}
     reply = chat(
         client, response_format=wanted, n=3, logprobs=True, top_logprobs=2, frequency_penalty=0.5, seed=4

@@ -75,7 +75,7 @@ def test_s26_every_spelling_of_a_path_needs_a_key_but_the_public_ones(keyed):
     assert reply.json()["error"]["code"] == "invalid_api_key"
 
 
-def test_the_document_says_what_needs_a_key_and_so_it_is(keyed):
+def test_the_document_marks_exactly_the_paths_that_need_a_key(keyed):
     running, _, secret = keyed
     assert httpx.get(running.url + "/docs").text.count("Needs an API key.") > 5
     document = httpx.get(running.url + "/openapi.json").json()
@@ -138,7 +138,7 @@ def test_keys_come_and_go_without_a_restart(keyed):
     assert ask(running, secret).status_code == 200
 
 
-def test_limits_of_a_key_are_429_with_retry_after_and_bind_nobody_else(keyed):
+def test_limits_of_a_key_give_429_and_bind_no_other_key(keyed):
     running, path, secret = keyed
     few, _ = add(path, {"name": "bob", "requests_per_minute": 2})
     until(lambda: ask(running, few).status_code == 200, "the new key works")
@@ -150,7 +150,7 @@ def test_limits_of_a_key_are_429_with_retry_after_and_bind_nobody_else(keyed):
     assert_nothing_left(running)
 
 
-def test_a_key_has_so_many_requests_at_once_and_each_end_makes_room(tmp_path, start):
+def test_a_keys_concurrent_requests_are_bounded_and_each_end_frees_one(tmp_path, start):
     path = tmp_path / "api.json"
     secret, _ = add(path, {"name": "alice", "max_requests": 1})
     running, script = start(api_keys=str(path))

@@ -36,6 +36,44 @@ def test_a_closed_and_an_open_loop_end_with_figures_and_a_picture(running, tmp_p
         assert struct.unpack(">II", head[16:24]) == (1280, 860)
 
 
+def test_two_servers_are_compared_with_a_table_json_and_a_chart(start, tmp_path, capsys):
+    servers = []
+    for _ in range(2):
+        router, script = start()
+        router.pair(script)
+        servers.append(router)
+    urls = [router.url for router in servers]
+    workload = tmp_path / "workload.jsonl"
+    workload.write_text(
+        '{"prompt_tokens": 20, "output_tokens": 4, "prefix": "a", "prefix_tokens": 16}\n'
+        '{"turns": [{"prompt_tokens": 8, "output_tokens": 4}, {"prompt_tokens": 6, "output_tokens": 4}]}\n'
+        '{"prompt": "hello", "max_tokens": 4}\n'
+    )
+    common = ["--compare", *urls, "--workload", str(workload), "--concurrency", "1", "3", "--requests", "8"]
+    picture = tmp_path / "curve.png"
+    assert main([*common, "--rounds", "2", "--json", "--curve", str(picture)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["compare"] == urls
+    for level in document["levels"]:
+        assert len(level["rounds"]) == 2
+        for pair in level["rounds"]:
+            assert [(side["num_ok"], side["errors"]) for side in pair.values()] == [(8, {}), (8, {})]
+            assert pair["A"]["mean_prompt_tokens"] == pair["B"]["mean_prompt_tokens"] > 5
+        ratio = level["ratios"]["TTFT p50"]
+        assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
+    head = picture.read_bytes()[:24]
+    assert struct.unpack(">II", head[16:24]) == (1280, 520)
+    assert main([*common, "--rounds", "1", "--warmup", "0"]) == 0
+    table = capsys.readouterr().out
+    assert table.startswith(f"A: {urls[0]}\nB: {urls[1]}\n")
+    assert table.count("| out tok/s |") == 2
+    workload.write_text("{}\n")
+    assert main(common) == 2
+    assert f"--workload {workload}, line 1: " in capsys.readouterr().err
+    assert main(["--compare", urls[0], "http://127.0.0.1:1"]) == 1
+    assert "nothing listens at http://127.0.0.1:1" in capsys.readouterr().err
+
+
 def test_metrics_of_routers_behind_one_port_are_read_at_their_own(start, capsys):
     one, script = start(share_port=True, own_port=free_port("127.0.0.1"))
     one.pair(script)
@@ -73,7 +111,7 @@ def test_metrics_of_routers_behind_one_port_are_read_at_their_own(start, capsys)
         assert shown.count("\n") == 1
 
 
-def test_nobody_there_is_one_line_and_exit_code_1(capsys):
+def test_a_missing_server_is_one_line_and_exit_code_1(capsys):
     with socket.socket() as taken:  # and nobody listens
         taken.bind(("127.0.0.1", 0))
         assert main(["--url", f"http://127.0.0.1:{taken.getsockname()[1]}"]) == 1

@@ -39,7 +39,7 @@ async def outcome(made, schema):
     return found, time.monotonic() - began
 
 
-def test_s18_an_endless_schema_is_cut_while_other_schemas_are_compiled():
+def test_s18_an_endless_schema_is_cut_while_others_compile():
     async def main():
         async with grammars() as made:
             costly = asyncio.create_task(outcome(made, ENDLESS))
@@ -65,7 +65,7 @@ def median(found):
 
 
 @pytest.mark.parametrize("kind", ["grammar", "template"])
-def test_the_log_says_which_kind_of_worker_cannot_be_made(kind, caplog):
+def test_the_log_names_the_kind_of_worker_that_cannot_start(kind, caplog):
     class Barren(ForkServer):
         def fork(self):
             raise OSError("too many processes")
@@ -89,7 +89,7 @@ def test_the_log_says_which_kind_of_worker_cannot_be_made(kind, caplog):
     assert all("too many processes" in str(vars(record)) for record in said)
 
 
-def test_a_schema_whose_worker_does_not_come_up_is_not_called_costly(monkeypatch):
+def test_a_schema_whose_worker_fails_to_start_is_not_called_costly(monkeypatch):
     async def main():
         async with grammars() as made:
             monkeypatch.setattr(made._pool, "_setup", framed(b"no setup"))  # of which a worker dies

@@ -48,7 +48,7 @@ def port(request, cluster_ports):
     return cluster_ports[request.param]
 
 
-def test_s28_nothing_listens_but_what_must_and_only_on_loopback(plain_cluster, keyed_cluster):
+def test_s28_only_required_ports_listen_and_only_on_loopback(plain_cluster, keyed_cluster):
     for cluster in (plain_cluster, keyed_cluster):
         found = {child.name: listeners(child.pid) for child in cluster.children}
         assert found == {

@@ -71,7 +71,7 @@ def test_s15_an_impossible_number_of_choices_is_refused_before_any_work(served, 
     assert num_asked(served) == before
 
 
-def test_s16_lists_and_ids_beyond_what_there_is_are_refused(served):
+def test_s16_lists_and_ids_out_of_range_are_refused(served):
     before = num_asked(served)
     for more, param in (
         ({"logprobs": 21}, "logprobs"),
@@ -94,7 +94,7 @@ def test_s16_lists_and_ids_beyond_what_there_is_are_refused(served):
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_s17_what_is_no_number_or_none_that_can_be_reaches_no_worker(served, name):
+def test_s17_invalid_numbers_reach_no_worker(served, name):
     before = num_asked(served)
     for text in ("NaN", "Infinity", "-Infinity", "1e400", "-1e400", '"1"', "true", "[1]", "{}"):
         raw = json.dumps(COMPLETION).encode()[:-1] + f', "{name}": {text}}}'.encode()
@@ -105,7 +105,7 @@ def test_s17_what_is_no_number_or_none_that_can_be_reaches_no_worker(served, nam
     assert reply.status_code == 200 or is_refused(reply, name), "minus zero is zero, which some may be"
 
 
-def test_s20_there_is_nothing_that_takes_tensors_or_files(served):
+def test_s20_no_endpoint_takes_tensors_or_files(served):
     for path in (
         "/v1/embeddings",
         "/v1/files",
@@ -119,7 +119,7 @@ def test_s20_there_is_nothing_that_takes_tensors_or_files(served):
         assert is_refused(ask(served, COMPLETE, COMPLETION | {field: "gASVAA=="}), field), field
 
 
-def test_s21_media_are_refused_and_nobody_is_called_for_them(served):
+def test_s21_media_are_refused_and_no_address_is_fetched(served):
     calls = []
     with socket.create_server(("127.0.0.1", 0)) as bait:
         bait.settimeout(0.05)
@@ -160,7 +160,7 @@ def test_s23_long_and_odd_prompts_are_measured_before_they_are_tokenised(served)
         assert is_refused(ask(served, path, body))
 
 
-def test_s25_what_is_no_json_is_refused_and_deep_json_costs_nothing(served):
+def test_s25_invalid_json_is_refused_and_deep_json_costs_nothing(served):
     deep = b"[" * 100_000
     for raw in (
         b"", b"nul", b"{", b'{"a":1,}', b"[1,]", b"{'a':1}", b'{"a":01}', b'{"a":1}{', b"\xef\xbb\xbf{}",
@@ -195,7 +195,7 @@ def test_s27_names_in_a_request_reach_no_path(served, tmp_path):
     assert answers == [404, 404]
 
 
-def test_what_was_refused_disturbed_nobody(served):
+def test_refused_requests_change_no_other_request(served):
     replies = []
     steady = threading.Thread(
         target=lambda: replies.extend(ask(served, COMPLETE, COMPLETION) for _ in range(20))

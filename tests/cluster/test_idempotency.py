@@ -25,7 +25,7 @@ def events(running):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_second_request_gets_the_same_bytes_and_no_worker_hears_of_it(start, is_stream):
+def test_a_repeated_request_gets_the_same_bytes_without_a_worker(start, is_stream):
     running, script = start()
     prefill, _ = running.pair(script)
     first, second = ask(running, stream=is_stream), ask(running, stream=is_stream)
@@ -68,13 +68,13 @@ def test_another_body_under_a_known_key_is_an_error_that_names_the_key(start):
 
 
 @pytest.mark.parametrize("key", ["", "x" * 256, "caf\xe9"])
-def test_a_key_that_cannot_be_is_refused(start, key):
+def test_an_invalid_idempotency_key_is_refused(start, key):
     running, _ = start()
     answer = ask(running, {"idempotency-key": key.encode("latin-1")})
     assert (answer.status_code, "Idempotency-Key" in answer.json()["error"]["message"]) == (400, True)
 
 
-def test_a_failure_is_not_kept(start):
+def test_a_failed_answer_is_not_stored(start):
     running, script = start()
     assert ask(running).status_code == 503
     running.pair(script)
@@ -107,7 +107,7 @@ def test_a_generation_without_readers_is_cancelled_and_forgotten(start, monkeypa
     assert len(prefill.of(Prefill)) == 2
 
 
-def test_answers_are_forgotten_when_they_are_old_or_too_many(start, monkeypatch):
+def test_stored_answers_are_bounded_in_age_and_number(start, monkeypatch):
     running, script = start()
     prefill, _ = running.pair(script)
     monkeypatch.setattr(idempotency, "MAX_KEPT", 2)

@@ -22,7 +22,7 @@ def test_a_cluster_with_keys_answers_with_the_model_s_tokens(keyed_cluster, serv
     assert num_refused(keyed_cluster) == before
 
 
-def test_both_workers_tell_the_hash_of_all_weights(keyed_cluster, served_dir):
+def test_both_workers_report_the_hash_of_all_weights(keyed_cluster, served_dir):
     def hashes():
         return [worker["weights_hash"] for worker in status(keyed_cluster)["workers"]]
 
@@ -40,7 +40,7 @@ def num_refused(cluster):
 
 
 @pytest.mark.parametrize("who", ["unlisted", "no keys", "a decode key as prefill"])
-def test_s31_a_worker_with_other_keys_does_not_register_and_says_why(
+def test_s31_a_worker_with_other_keys_is_refused_with_a_reason(
     keyed_cluster, served_dir, shared_keys, tmp_path, who
 ):
     role = "prefill" if who == "a decode key as prefill" else "decode"

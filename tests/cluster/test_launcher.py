@@ -137,7 +137,7 @@ def test_a_cluster_gets_ready_and_stops_leaving_no_process_and_no_file(launch, r
 
 
 @pytest.mark.parametrize("source", ["table", "variable"])
-def test_host_and_port_are_those_that_the_router_is_told(launch, tmp_path, source):
+def test_the_launcher_reports_the_host_and_port_of_the_router(launch, tmp_path, source):
     port = free_port("127.0.0.1")
     path = tmp_path / "c.toml"
     path.write_text(f"[router]\nport = {port}\n" if source == "table" else "")
@@ -231,7 +231,7 @@ def test_a_child_that_cannot_start_stops_the_rest_with_its_own_error(launch):
     assert "head was trained" not in output.getvalue()  # said once, by whoever reports the failure
 
 
-def test_whoever_else_answers_at_the_port_does_not_make_the_cluster_ready(launch):
+def test_another_server_at_the_port_does_not_make_the_cluster_ready(launch):
     stranger, _ = launch()
     assert stranger.wait_ready(60)
     cluster, _ = launch(router=PORT_TAKEN, port=stranger.config.port)
@@ -289,7 +289,7 @@ SHARING = ROUTER.replace(
 )
 
 
-def test_several_routers_are_ready_when_each_says_so_at_its_own_port(launch, runtime):
+def test_several_routers_are_ready_when_each_own_port_says_so(launch, runtime):
     cluster, _ = launch(routers=2, router=SHARING, env={"HELD": "1"})
     assert len(cluster.own_urls) == 2
     poll_until(
@@ -300,7 +300,7 @@ def test_several_routers_are_ready_when_each_says_so_at_its_own_port(launch, run
     assert cluster.wait_ready(60)
 
 
-def test_up_says_how_each_of_several_routers_is_watched(runtime):
+def test_up_prints_the_own_port_of_each_router(runtime):
     with start_main(runtime, "--routers", "2", router=SHARING) as process:
         assert process.stdout.readline().startswith("ready  http://127.0.0.1:")
         command, urls = process.stdout.readline().split(" --url ")
@@ -431,7 +431,7 @@ def test_up_without_a_model_is_one_line_and_exit_code_1():
         (["xyzzy"], 2, "commands: up, router"),
     ],
 )
-def test_the_baton_command_answers_for_itself(argv, code, words):
+def test_baton_without_a_role_prints_help_version_or_a_hint(argv, code, words):
     done = subprocess.run(
         [sys.executable, "-m", "baton", *argv], cwd="/", capture_output=True, text=True, check=False
     )

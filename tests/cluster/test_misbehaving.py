@@ -60,7 +60,7 @@ def statuses(answer):
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_s24_raw_requests_are_refused_or_parsed_as_what_they_are(keyed, case):
+def test_s24_raw_requests_are_refused_or_parsed_correctly(keyed, case):
     running, _ = keyed
     answer = told(running, data(case))
     found = statuses(answer)
@@ -92,7 +92,7 @@ def test_pipelined_requests_are_answered_one_after_another_in_their_order(keyed)
     assert_nothing_left(running)
 
 
-def test_who_asks_and_does_not_read_has_only_a_few_answers_held(keyed, monkeypatch):
+def test_a_client_that_does_not_read_has_few_answers_buffered(keyed, monkeypatch):
     monkeypatch.setattr(http_protocol, "WRITE_STALL_S", 0.5)
     running, _ = keyed
     seen = []
@@ -112,7 +112,7 @@ def test_who_asks_and_does_not_read_has_only_a_few_answers_held(keyed, monkeypat
     assert max(seen) < http_protocol.WRITE_HIGH + (256 << 10)
 
 
-def test_who_reads_late_gets_every_answer(start):
+def test_a_client_that_reads_late_gets_every_answer(start):
     running, _ = start()
     num_asked = 0
 
@@ -153,7 +153,7 @@ def test_trailers_without_end_are_refused(keyed):
     assert statuses(told(running, chunked + b"a" * (1 << 20))) == [431]
 
 
-def test_nothing_is_answered_behind_an_answer_that_closes(keyed):
+def test_nothing_is_answered_after_a_closing_answer(keyed):
     running, _ = keyed
     last = b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
     assert statuses(told(running, last * 2)) == [200]
@@ -262,7 +262,7 @@ def uncollected():
         yield uncollected
 
 
-def test_who_leaves_takes_along_all_that_was_held_for_it(start, uncollected):
+def test_a_closed_connection_frees_its_buffers(start, uncollected):
     running, script = start()
     running.pair(script)
     assert post(running).status_code == 200
@@ -301,7 +301,7 @@ def test_f16_a_client_that_never_reads_is_cut_by_time_or_by_tokens(start, monkey
     assert post(running).status_code == 200
 
 
-def test_s22_an_error_inside_is_one_sentence_from_the_catalogue(start, caplog):
+def test_s22_an_internal_error_is_one_sentence_of_the_catalogue(start, caplog):
     running, script = start()
     running.pair(script)
 
@@ -370,7 +370,7 @@ def test_a_protocol_upgrade_offer_is_ignored_and_the_connection_kept(keyed, is_c
     assert answer.count(b'"text_completion"') == answer.count(b'{"status":"ok"}') == 2
 
 
-def test_a_body_behind_such_an_offer_has_the_bounds_of_any_other(keyed):
+def test_a_body_after_an_upgrade_offer_has_the_usual_bounds(keyed):
     running, secret = keyed
     offer = b"connection: upgrade\r\nupgrade: websocket\r\n"
     head = REQUEST + offer + b"authorization: Bearer %b\r\n" % secret.encode()
@@ -386,7 +386,7 @@ def test_a_body_behind_such_an_offer_has_the_bounds_of_any_other(keyed):
 
 
 @pytest.mark.parametrize("offer", [b"", b"connection: upgrade\r\nupgrade: h2c\r\n"])
-def test_blanks_behind_a_length_are_no_part_of_it(keyed, offer):
+def test_blanks_after_a_content_length_are_ignored(keyed, offer):
     running, secret = keyed
     read = b"GET /health HTTP/1.1\r\nhost: a\r\ncontent-length: 0 \t\r\n" + offer + b"\r\n"
     last = b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"

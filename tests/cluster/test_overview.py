@@ -36,7 +36,7 @@ def ended(running, count=1, key=""):
     return until(rows, f"{count} requests ended")
 
 
-def test_an_answer_s_id_finds_its_story_and_the_list_its_row(running):
+def test_an_answers_id_finds_its_history_and_its_row(running):
     reply = post(running).json()
     [row] = ended(running)
     story = httpx.get(f"{running.url}/requests/{reply['id']}").json()
@@ -56,14 +56,14 @@ def test_an_answer_s_id_finds_its_story_and_the_list_its_row(running):
         assert "wörld" not in text
 
 
-def test_a_reply_with_a_timeline_tells_its_attempts(running):
+def test_a_reply_with_a_timeline_lists_its_attempts(running):
     headers = {"x-baton-timeline": "1"}
     reply = httpx.post(running.url + "/v1/chat/completions", json=BODY, headers=headers).json()
     [attempt] = reply["timeline"]["attempt_log"]
     assert (attempt["outcome"], attempt["tokens"]) == ("ok", reply["usage"]["completion_tokens"])
 
 
-def test_what_is_not_remembered_and_a_limit_that_is_none_are_told(running):
+def test_unknown_ids_and_invalid_limits_are_errors(running):
     missing = httpx.get(running.url + "/requests/00000000")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "request_not_found")
     for limit in ("0", "-1", "x", str(KEPT + 1), "9" * 5000):

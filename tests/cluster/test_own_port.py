@@ -184,7 +184,7 @@ def test_descriptors_of_the_own_port_are_kept_free(monkeypatch):
     assert connections_allowed(100, has_own_port=True) == 100
 
 
-def test_an_own_port_is_bound_like_the_clients_and_shared_with_nobody():
+def test_an_own_port_is_exclusive_and_loopback_unless_trusted():
     port = free_port("127.0.0.1")
     config = RouterConfig(model="m", port=0, own_port=port, share_port=True)
     listeners = open_listeners(config, trusted_network=False)
@@ -213,7 +213,7 @@ def test_an_own_port_is_bound_like_the_clients_and_shared_with_nobody():
     ],
     ids=["the port of the clients", "no port", "no number", "taken"],
 )
-def test_an_own_port_that_cannot_be_is_one_line(flags, words, model_dir, tmp_path):
+def test_an_invalid_own_port_is_one_line(flags, words, model_dir, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         command = [sys.executable, "-P", "-m", "baton.router", f"--model={model_dir}", "--port=0"]

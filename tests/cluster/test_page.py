@@ -97,7 +97,7 @@ def test_workers_rates_and_requests_are_shown_live(browser, running):
         page.screenshot(target)
 
 
-def test_dark_and_light_follow_the_system_until_somebody_chooses(browser, running):
+def test_dark_and_light_follow_the_system_until_the_user_chooses(browser, running):
     page = shown(browser.page(), running.url)
     back = "getComputedStyle(document.body).backgroundColor"
     page.prefer("dark")
@@ -176,7 +176,7 @@ def test_a_requests_timeline_opens_and_closes_by_keyboard_in_place(browser, runn
     assert page.complaints == []
 
 
-def test_a_screen_reader_is_told_what_everything_is(browser, running):
+def test_every_element_has_a_label_for_screen_readers(browser, running):
     assert post(running).status_code == 200
     page = shown(browser.page(), running.url)
     page.until(f"{ROWS} === 1", "the request is shown")
@@ -204,7 +204,7 @@ def test_a_screen_reader_is_told_what_everything_is(browser, running):
     assert page.run("document.documentElement.lang") == "en"
 
 
-def test_a_pause_stops_the_questions(browser, running):
+def test_a_pause_stops_the_polling(browser, running):
     page = shown(browser.page(), running.url)
     page.run("document.getElementById('pause').click()")
     assert page.run("document.getElementById('pause').ariaPressed") == "true"
@@ -217,7 +217,7 @@ def test_a_pause_stops_the_questions(browser, running):
     page.until(f"{asked} > {count} + 2", "it asks again")
 
 
-def test_a_router_that_went_away_is_told_and_found_again(browser, running):
+def test_a_lost_router_is_shown_and_reconnected(browser, running):
     page = shown(browser.page(), running.url)
     page.call("Network.enable")
     offline = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}

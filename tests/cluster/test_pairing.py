@@ -19,18 +19,19 @@ from baton.tests.cluster.serving import (
 
 PAGE = 16
 SHORT = 8  # tokens that decode may compute itself
+CONTEXT = 1 << 15  # a stream of so many tokens outlasts the turns of a chat on any host
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory, toy_checkpoint):
-    """Of a toy with room for a stream that outlasts all turns of a chat."""
+    """Of a toy with room for a stream of the whole context and a chat beside it."""
     directory = tmp_path_factory.mktemp("long")
     shutil.copytree(
-        toy_checkpoint("llama", vocab_size=330, max_position_embeddings=1 << 13),
+        toy_checkpoint("llama", vocab_size=330, max_position_embeddings=CONTEXT),
         directory,
         dirs_exist_ok=True,
     )
-    settings = {"decode_policy": "session", "local_prefill_max": SHORT, "kv_memory_mb": 32, "threads": 1}
+    settings = {"decode_policy": "session", "local_prefill_max": SHORT, "kv_memory_mb": 128, "threads": 1}
     with serving(save_tokenizer(directory), prefill=1, decode=2, **settings) as running:
         yield running
 
@@ -55,7 +56,7 @@ def busy(cluster):
     body = {
         "model": served_model(cluster),
         "prompt": random_ids(20, 330),
-        "max_tokens": 8_000,
+        "max_tokens": CONTEXT - 100,
         "ignore_eos": True,
     }
     body["stream"] = True
@@ -144,7 +145,7 @@ def test_later_turns_of_a_chat_hand_over_only_pages_of_new_tokens(cluster):
 
 
 def test_short_prompts_move_to_decode_once_measurements_favour_it(cluster):
-    told = [turn(cluster, random_ids(SHORT, 330, seed=100 + i))[1] for i in range(8)]
-    assert any(timeline["local_prefill"] for timeline in told)
+    told = (turn(cluster, random_ids(SHORT, 330, seed=100 + i))[1] for i in range(50))
+    assert any(timeline["local_prefill"] for timeline in told), "the search ends at the first one"
     long = [turn(cluster, random_ids(SHORT + 1, 330, seed=200 + i))[1] for i in range(3)]
     assert not any(timeline["local_prefill"] for timeline in long)

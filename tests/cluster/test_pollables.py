@@ -61,7 +61,7 @@ def readable(fds, seconds):
     return bool(poller.poll(seconds * 1000))
 
 
-def test_pollables_are_descriptors_that_tell_of_a_message(context, ends):
+def test_pollable_descriptors_become_readable_with_a_message(context, ends):
     sender, _ = ends
     assert all(isinstance(fd, int) for fd in sender.pollables())
     sender.poll(0.0)
@@ -75,7 +75,7 @@ def test_pollables_are_descriptors_that_tell_of_a_message(context, ends):
     dealer.close(0)
 
 
-def test_a_message_whose_edge_was_seen_is_due_at_once(context, ends):
+def test_a_message_whose_edge_was_consumed_is_due_at_once(context, ends):
     sender, _ = ends
     dealer = context.socket(zmq.DEALER)
     dealer.connect(sender.endpoint)

@@ -49,7 +49,7 @@ def keyed(tmp_path, start):
     return running, script, path
 
 
-def test_a_key_that_may_not_ask_now_costs_no_reading(keyed):
+def test_a_request_over_its_rate_is_refused_before_tokenising(keyed):
     running, _, path = keyed
     few, _ = add(path, {"name": "bob", "requests_per_minute": 1})
     until(lambda: complete(running, "a", few).status_code == 200, "the new key works")
@@ -58,7 +58,7 @@ def test_a_key_that_may_not_ask_now_costs_no_reading(keyed):
     assert encoding.num_long == 0
 
 
-def test_what_is_read_counts_as_a_request_of_its_key(keyed):
+def test_a_request_being_tokenised_counts_for_its_key(keyed):
     running, _, path = keyed
     one, _ = add(path, {"name": "bob", "max_requests": 1})
     until(lambda: complete(running, "a", one).status_code == 200, "the new key works")
@@ -79,7 +79,7 @@ def test_what_is_read_counts_as_a_request_of_its_key(keyed):
 
 
 @pytest.mark.parametrize(("path", "more"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})])
-def test_rates_hold_where_no_worker_is_asked_too(keyed, path, more):
+def test_rates_hold_also_for_requests_without_a_worker(keyed, path, more):
     running, _, keys = keyed
     few, _ = add(keys, {"name": "bob", "requests_per_minute": 3})
 
@@ -111,7 +111,7 @@ def test_full_queue_is_429_and_a_freed_slot_serves_the_waiting(start):
     assert_nothing_left(running)
 
 
-def test_a_full_queue_refuses_before_it_reads_but_not_who_is_more_urgent(start):
+def test_a_full_queue_refuses_untokenised_all_but_more_urgent_requests(start):
     running, script = start(max_queue=1)
     script.holds.set()
     _, decode = running.pair(script, max_running=1, max_context=100_000, pages_total=10_000)
@@ -134,7 +134,7 @@ def test_a_full_queue_refuses_before_it_reads_but_not_who_is_more_urgent(start):
     assert_nothing_left(running)
 
 
-def test_so_much_is_read_at_once_and_no_more(start, monkeypatch):
+def test_concurrent_tokenising_is_bounded(start, monkeypatch):
     monkeypatch.setattr(parse_limiter, "MAX_READING", 2)
     running, script = start()
     running.pair(script, max_context=100_000, pages_total=10_000)
@@ -153,7 +153,7 @@ def test_so_much_is_read_at_once_and_no_more(start, monkeypatch):
     assert_nothing_left(running)
 
 
-def test_who_leaves_before_its_turn_is_not_read_unless_it_may_come_back(start):
+def test_a_client_that_leaves_before_its_turn_is_not_tokenised(start):
     running, script = start()
     running.pair(script, max_context=100_000, pages_total=10_000)
     encoding = Encoding(running.tokenizer)
@@ -179,7 +179,7 @@ def test_who_leaves_before_its_turn_is_not_read_unless_it_may_come_back(start):
         assert results[0].status_code == 200
 
 
-def test_tokenize_measures_before_it_reads(start):
+def test_tokenize_checks_the_length_before_tokenising(start):
     running, script = start()
     running.pair(script)
     encoding = Encoding(running.tokenizer)

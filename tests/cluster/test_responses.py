@@ -66,14 +66,14 @@ def test_every_answer_has_its_id_in_a_header_by_which_it_is_found(served, client
         assert httpx.get(f"{served.url}/requests/{name}").json()["id"] == name
 
 
-def test_an_answer_that_was_cut_says_so(client):
+def test_an_incomplete_answer_is_marked(client):
     made = client.responses.create(model=MODEL, input="hi", max_output_tokens=3)
     assert (made.status, made.incomplete_details.reason, made.output[0].status) == (
         "incomplete", "max_output_tokens", "incomplete",
     )  # fmt: skip
 
 
-def test_the_events_of_a_stream_grow_into_the_whole(client):
+def test_the_events_of_a_stream_build_the_whole_response(client):
     events = list(
         client.responses.create(
             model=MODEL, input="hi", stream=True, include=["message.output_text.logprobs"]
@@ -130,12 +130,12 @@ def test_the_stream_helper_of_the_client_takes_the_events(client):
     ],
     ids=str,
 )
-def test_what_is_not_served_is_named_in_the_words_of_responses(served, wrong, param):
+def test_unsupported_fields_are_named_as_in_the_responses_api(served, wrong, param):
     reply = post(served, "v1/responses", **({"model": MODEL, "input": "hi"} | wrong))
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
 
 
-def test_an_answer_under_an_idempotency_key_is_given_again(served):
+def test_an_idempotency_key_repeats_its_answer(served):
     def ask():
         body = {"model": MODEL, "input": "hi", "stream": True}
         return httpx.post(
@@ -145,7 +145,7 @@ def test_an_answer_under_an_idempotency_key_is_given_again(served):
     assert ask() == ask()
 
 
-def test_text_and_ids_go_both_ways(served):
+def test_tokenize_and_detokenize_are_inverse(served):
     made = post(served, "tokenize", prompt="hello wörld<|im_end|>", return_token_strs=True).json()
     assert made["tokens"] == served.tokenizer.encode("hello wörld<|im_end|>")
     assert (made["count"], made["max_model_len"]) == (len(made["tokens"]), 512)
@@ -197,7 +197,7 @@ def test_a_chat_with_tools_has_as_many_tokens_as_tokenize_says(served):
 
 
 @pytest.mark.parametrize("damaged", ["\xff", "\\ud800", "\n"])
-def test_a_schema_that_is_no_text_is_the_clients_fault_wherever_it_stands(served, damaged):
+def test_an_invalid_schema_is_a_client_error_in_every_field(served, damaged):
     parameters = {"type": "object", "title": "DAMAGED"}
     tools = [
         {"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("look", "see")
@@ -248,7 +248,7 @@ TOLD = [
 
 @pytest.mark.parametrize(("path", "body"), TOLD, ids=lambda value: value if isinstance(value, str) else "")
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_answers_and_errors_are_what_the_document_says(served, path, body, is_stream):
+def test_answers_and_errors_match_the_document(served, path, body, is_stream):
     document = httpx.get(served.url + "/openapi.json").json()
     answers = document["paths"][f"/{path}"]["post"]["responses"]
 
@@ -284,7 +284,7 @@ def test_answers_and_errors_are_what_the_document_says(served, path, body, is_st
     )
 
 
-def test_a_field_that_an_older_worker_would_not_obey_is_not_sent_to_it(start):
+def test_a_field_unknown_to_an_older_worker_is_not_sent_to_it(start):
     running, script = start()
     running.pair(script, takes=())
     body = {"model": MODEL, "prompt": "hi"}

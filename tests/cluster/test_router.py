@@ -416,7 +416,7 @@ def test_chunked_body_over_the_cap_is_refused(served):
     assert reply.status_code == 413
 
 
-def test_what_no_context_could_hold_is_refused_before_it_is_tokenised(served):
+def test_a_prompt_too_long_for_any_context_is_refused_untokenised(served):
     long = "x" * 900_000
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
     tool = {"type": "function", "function": {"name": "f", "description": long}}

@@ -147,7 +147,7 @@ def _output(running):
     return max((entry.room.num_output for entry in entries), default=0)
 
 
-def test_prefill_that_vanishes_mid_stream_is_missed_by_nobody(running):
+def test_a_prefill_that_vanishes_mid_stream_changes_no_stream(running):
     output = answer_of(running)
     script = Relay(output)
     script.holds.set()
@@ -177,7 +177,7 @@ def test_a_stream_without_any_pair_ends_with_an_error_in_bounded_time(running):
     assert_nothing_left(running)
 
 
-def test_a_request_that_three_workers_died_with_is_an_error_500(running):
+def test_a_request_that_ended_three_workers_is_an_error_500(running):
     output = answer_of(running)
     _, first = running.pair(Breaking(output, 1))
     results = begin(running, LONG)
@@ -222,7 +222,7 @@ def test_prefill_that_finds_the_answer_complete_ends_it(running):
     assert_nothing_left(running)
 
 
-def test_what_both_attempts_cost_is_in_the_timeline(running):
+def test_the_timeline_has_the_times_of_both_attempts(running):
     output = answer_of(running)
     _, decode = running.pair(Breaking(output, 3))
     headers = {"x-baton-timeline": "1"}
@@ -241,7 +241,7 @@ def test_what_both_attempts_cost_is_in_the_timeline(running):
     assert document["usage"]["completion_tokens"] == len(output)
 
 
-def test_a_process_death_is_seen_by_its_connection_not_by_its_silence(tmp_path, model_dir):
+def test_a_process_death_is_detected_by_its_closed_connection(tmp_path, model_dir):
     running = RunningRouter(tmp_path, Timeouts(), model_dir=model_dir)
     try:
         output = answer_of(running)

@@ -80,7 +80,7 @@ def test_client_that_leaves_is_cancelled_on_both_workers(start, is_stream):
     assert_nothing_left(running)
 
 
-def test_client_that_leaves_the_queue_is_forgotten(start):
+def test_a_client_that_leaves_the_queue_is_removed(start):
     running, script = start()
     script.holds.set()
     _, decode = running.pair(script, max_running=1)
@@ -193,7 +193,7 @@ def test_failure_before_the_first_token_is_tried_once_more_on_another_pair(start
 
 
 @pytest.mark.parametrize("retryable", [True, False])
-def test_failure_that_lasts_is_an_error_object_without_the_workers_words(start, retryable):
+def test_a_lasting_failure_is_an_error_without_the_workers_text(start, retryable):
     running, script = start()
     _, decode = running.pair(script)
 
@@ -227,7 +227,7 @@ def test_a_failure_after_the_first_token_sends_an_error_frame(start):
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_worker_that_vanishes_before_any_token_hangs_nobody(start, role):
+def test_a_worker_that_vanishes_before_any_token_hangs_no_request(start, role):
     running, script = start()
     mute = running.pair(script)[role == "decode"]
     mute._script = lambda worker, message: None
@@ -270,7 +270,7 @@ def stop_ticking(running, monkeypatch):
     assert ticked.wait(60)
 
 
-def test_whoever_comes_and_goes_has_workers_looked_for_once_a_tick_at_most(start, monkeypatch):
+def test_queue_changes_trigger_one_worker_search_per_tick_at_most(start, monkeypatch):
     running, _ = start()
     probes = []
     monkeypatch.setattr(running.router.dispatcher, "probe", lambda: probes.append(1))
@@ -283,7 +283,7 @@ def test_whoever_comes_and_goes_has_workers_looked_for_once_a_tick_at_most(start
     assert probes == [1]
 
 
-def test_worker_that_dropped_its_rooms_and_says_so_is_not_waited_for(start):
+def test_a_worker_that_reports_dropped_rooms_is_not_waited_for(start):
     running, script = start()
     script.holds.set()
     _, decode = running.pair(script)
@@ -317,7 +317,7 @@ def test_worker_whose_loop_hangs_is_lost_though_its_connection_lives(start):
     assert post(running).status_code == 200
 
 
-def test_silent_worker_that_beats_is_given_up_per_room(start):
+def test_a_silent_worker_with_heartbeats_is_given_up_per_room(start):
     running, script = start(LITTLE_PATIENCE)
     _, decode = running.pair(script)
     decode._script = lambda worker, message: None
@@ -342,7 +342,7 @@ def test_tokens_of_a_room_that_is_over_are_answered_with_cancel(start):
     assert len(decode.of(Cancel)) == 1
 
 
-def test_draining_worker_gets_nothing_new(start):
+def test_a_draining_worker_gets_no_new_request(start):
     running, script = start()
     _, decode = running.pair(script)
     decode.send(Goodbye(instance=decode.instance))

@@ -40,7 +40,7 @@ def _num_output(running):
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_clients_own_timeout_is_kept_even_when_workers_are_frozen(start, role):
+def test_a_clients_timeout_holds_even_when_workers_are_frozen(start, role):
     running, script = start()
     frozen = dict(zip(("prefill", "decode"), running.pair(script), strict=True))[role]
     frozen._script = lambda worker, message: None  # beats, and does nothing
@@ -52,7 +52,7 @@ def test_a_clients_own_timeout_is_kept_even_when_workers_are_frozen(start, role)
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "soon", "86400001", "9" * 30])
-def test_a_patience_that_is_no_number_of_milliseconds_is_refused(start, value):
+def test_a_timeout_that_is_no_number_of_milliseconds_is_refused(start, value):
     running, _ = start()
     reply = httpx.post(
         running.url + "/v1/chat/completions", json=BODY, headers={"x-baton-timeout-ms": value}, timeout=60
@@ -60,7 +60,7 @@ def test_a_patience_that_is_no_number_of_milliseconds_is_refused(start, value):
     assert (reply.status_code, "x-baton-timeout-ms" in reply.json()["error"]["message"]) == (400, True)
 
 
-def test_a_worker_that_finds_the_deadline_passed_is_believed(start):
+def test_a_deadline_reported_by_a_worker_ends_the_request(start):
     running, script = start()
     _, decode = running.pair(script)
 
@@ -77,7 +77,7 @@ def test_a_worker_that_finds_the_deadline_passed_is_believed(start):
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("answers", [True, False])
-def test_what_a_stop_string_cut_off_is_accounted_for_by_decodes_last_word(start, is_stream, answers):
+def test_tokens_cut_by_a_stop_string_count_by_decodes_last_report(start, is_stream, answers):
     running, script = start(PATIENCE if answers else replace(PATIENCE, accounts_s=0.3))
     _, decode = running.pair(script)
 
@@ -175,7 +175,7 @@ HEAD = b"GET /health HTTP/1.1\r\nhost: x\r\n"
 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n", b"GET /hea", HEAD, HEAD + b"\r\n" + HEAD])
-def test_a_head_that_is_not_sent_whole_in_time_is_cut(start, sent):
+def test_a_request_head_that_is_not_complete_in_time_is_cut(start, sent):
     running, _ = start()
     with standing_time(running) as let_pass, connect(running) as connection:
         connection.sendall(sent)
@@ -188,7 +188,7 @@ def test_a_head_that_is_not_sent_whole_in_time_is_cut(start, sent):
     assert httpx.get(running.url + "/health").status_code == 200
 
 
-def test_a_request_that_takes_its_time_after_the_head_is_not_cut(start):
+def test_a_slow_body_after_the_head_is_not_cut(start):
     running, script = start(queue_timeout_s=30)
     script.holds.set()
     _, decode = running.pair(script)

@@ -85,7 +85,7 @@ def settle(tapped):
     )
 
 
-def test_keyed_workers_of_one_host_share_memory_and_say_nothing_readable(tapped):
+def test_keyed_workers_of_one_host_share_memory_and_send_no_plaintext(tapped):
     workers = tapped()
     settle(workers)
     sealed_before = len(workers.relays[1].heard)

@@ -8,11 +8,12 @@ import zmq
 from baton.cluster.errors import ConfigError, PeerLost
 from baton.cluster.net.authenticator import Authenticator
 from baton.cluster.net.control_link import ControlLink
-from baton.cluster.net.reconnect import FIRST_PAUSE_S
+from baton.cluster.net.reconnect import FIRST_PAUSE_S, ReconnectingSocket
 from baton.cluster.net.sockets import make_socket, recv_parts
 from baton.cluster.protocol.codec import control_down_decoder, encode
 from baton.cluster.protocol.messages import FirstToken, Gone, Heartbeat, Rejected, Welcome, WorkerStats
 from baton.cluster.security.keyring import load_keyring, read_key, write_key
+from baton.cluster.security.zap import ZapRules
 from baton.deploy.keys.keys import remove, rotate
 from baton.router.workers.control import ControlSocket, Speakers
 from baton.tests.cluster.keyed_peers import (
@@ -57,6 +58,28 @@ def front(new_front, hosts):
     return new_front(keys=hosts.router)
 
 
+class NotedLink(ControlLink):
+    """A worker's control link. `instance`: that of its Hello."""
+
+    def __init__(self, context, endpoint, hello, now, *, keyring):
+        self.instance = hello.instance
+        super().__init__(context, endpoint, hello, now, keyring=keyring)
+
+
+@pytest.fixture
+def connections(monkeypatch):
+    """The connections of the links that the test makes, in their order."""
+    made = []
+
+    class Noted(ReconnectingSocket):
+        def __init__(self, *arguments):
+            made.append(self)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr("baton.cluster.net.control_link.ReconnectingSocket", Noted)
+    return made
+
+
 @pytest.fixture
 def new_link():
     """A worker's control link in a context of its own."""
@@ -66,7 +89,7 @@ def new_link():
         context = zmq.Context()
         keyring = load_keyring(str(keys), role) if keys is not None else None
         try:
-            link = ControlLink(context, front.endpoint, hello(role), time.monotonic(), keyring=keyring)
+            link = NotedLink(context, front.endpoint, hello(role), time.monotonic(), keyring=keyring)
         except ConfigError:
             context.term()  # hangs if a socket was left open
             raise
@@ -81,7 +104,7 @@ def new_link():
 
 def registers(front, link, seconds=PATIENCE_S, is_enough=lambda: False):
     """Runs the link until its Hello reached the router; False if not in `seconds` or before `is_enough`."""
-    instance, end = link._machine.hello.instance, time.monotonic() + seconds
+    instance, end = link.instance, time.monotonic() + seconds
     while time.monotonic() < end and not is_enough():
         link.tick(time.monotonic())
         if instance in front.instances():
@@ -98,7 +121,7 @@ def lines(caplog, words):
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
-def test_a_listed_worker_gets_through_in_both_directions(new_front, hosts, tmp_path, scheme):
+def test_a_listed_worker_sends_and_receives(new_front, hosts, tmp_path, scheme):
     front = new_front(
         "tcp://127.0.0.1:0" if scheme == "tcp" else f"ipc://{tmp_path}/control", keys=hosts.router
     )
@@ -114,7 +137,7 @@ def test_a_listed_worker_gets_through_in_both_directions(new_front, hosts, tmp_p
 
 
 @pytest.mark.parametrize("who", ["unlisted key", "no key", "another router's key", "listed as a router"])
-def test_s31_nobody_else_gets_through_and_a_line_says_so(front, hosts, caplog, who):
+def test_s31_an_unlisted_key_is_refused_with_a_log_line(front, hosts, caplog, who):
     if who == "another router's key":
         keys = curve(hosts.decode, "decode", hosts.new("router", "other"))
     elif who == "listed as a router":
@@ -162,7 +185,7 @@ def test_a_revoked_key_gets_no_new_connection_and_its_old_one_lives(front, hosts
         wait_until(lambda: len(front.heard) == 2, PATIENCE_S, "the old connection is heard")
 
 
-def test_s33_with_a_list_that_cannot_be_read_nobody_gets_in(front, hosts):
+def test_s33_an_unreadable_list_admits_no_peer(front, hosts):
     (hosts.router / "peers.json").write_text("{")
     with dealer(front.endpoint, curve(hosts.decode, "decode", hosts.router)) as worker:
         assert is_refused(worker, hello("decode"))
@@ -170,11 +193,11 @@ def test_s33_with_a_list_that_cannot_be_read_nobody_gets_in(front, hosts):
 
 
 @pytest.mark.parametrize("enforced", [True, False])
-def test_s33_after_the_zap_thread_died_nobody_new_gets_in(front, hosts, monkeypatch, caplog, enforced):
+def test_s33_a_dead_zap_thread_admits_no_new_peer(front, hosts, monkeypatch, caplog, enforced):
     keys = curve(hosts.decode, "decode", hosts.router)
     if not enforced:  # libzmq's default, to show that the law can fail
         front.close()
-        monkeypatch.setattr("baton.cluster.net.sockets._set_keys", without_enforcement)
+        monkeypatch.setattr(zmq.Socket, "setsockopt", without_enforcement)
         front = Front(keys=hosts.router)
     try:
         with dealer(front.endpoint, keys) as worker:
@@ -185,7 +208,7 @@ def test_s33_after_the_zap_thread_died_nobody_new_gets_in(front, hosts, monkeypa
             def die(*_):
                 raise RuntimeError("planted")
 
-            monkeypatch.setattr(Authenticator, "_answer", die)
+            monkeypatch.setattr(ZapRules, "answer", die)
             with caplog.at_level(logging.ERROR):
                 with dealer(front.endpoint, stranger(hosts.router)) as first:
                     say(first, hello("decode"), seconds=REFUSAL_S)
@@ -203,14 +226,12 @@ def test_s33_after_the_zap_thread_died_nobody_new_gets_in(front, hosts, monkeypa
             front.close()
 
 
-def without_enforcement(socket, keys):
-    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-    if keys.server is None:
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.ZAP_DOMAIN, b"baton")
-    else:
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+PLAIN_SETSOCKOPT = zmq.Socket.setsockopt
+
+
+def without_enforcement(socket, option, value):
+    if option != zmq.ZAP_ENFORCE_DOMAIN:
+        PLAIN_SETSOCKOPT(socket, option, value)
 
 
 # --- who one is ---------------------------------------------------------------------------------------------
@@ -231,7 +252,7 @@ def test_s31_a_listed_key_that_claims_another_routing_id_gets_nothing(front, hos
             assert len(front.heard) == 1
 
 
-def test_s31_a_listed_key_that_claims_another_worker_is_not_heard(front, hosts, caplog):
+def test_s31_a_listed_key_that_claims_another_worker_is_ignored(front, hosts, caplog):
     other = hosts.new("decode", "d1")
     admit(hosts.router, other, "decode")
     victim = hello("decode")
@@ -249,7 +270,7 @@ def test_s31_a_listed_key_that_claims_another_worker_is_not_heard(front, hosts, 
         assert len(lines(caplog, "message denied")) == 3, "a line each of Hello, Heartbeat and Gone"
 
 
-def test_without_the_map_of_roles_a_decode_key_speaks_for_prefill(front, hosts, monkeypatch):
+def test_without_role_checks_a_decode_key_could_act_as_prefill(front, hosts, monkeypatch):
     """What the next law forbids can be seen to happen."""
     monkeypatch.setattr(Speakers, "fault", lambda *_: "")
     with dealer(front.endpoint, curve(hosts.decode, "decode", hosts.router)) as worker:
@@ -290,7 +311,9 @@ def test_a_link_joins_a_keyed_router_and_hears_it(front, hosts, new_link):
 @pytest.mark.parametrize(
     "who", ["unlisted worker", "router without keys", "worker with another router's key"]
 )
-def test_a_worker_that_cannot_join_says_why_and_joins_when_it_may(new_front, hosts, new_link, caplog, who):
+def test_a_worker_that_cannot_join_logs_why_and_joins_when_admitted(
+    new_front, hosts, connections, new_link, caplog, who
+):
     front = new_front(keys=None if who == "router without keys" else hosts.router)
     keys, reason = hosts.new("decode", "d1"), "refused our key"
     if who == "router without keys":
@@ -304,9 +327,10 @@ def test_a_worker_that_cannot_join_says_why_and_joins_when_it_may(new_front, hos
     link = new_link(front, keys)
     with caplog.at_level(logging.WARNING):
         assert not registers(front, link, 1.8)
-        assert link._connection.num_failures <= 4, "it backs off"
-        assert not registers(front, link, is_enough=lambda: link._connection.num_failures >= 2)
-        assert link._connection.num_failures >= 2, "it tries again"
+        (connection,) = connections
+        assert connection.num_failures <= 4, "it backs off"
+        assert not registers(front, link, is_enough=lambda: connection.num_failures >= 2)
+        assert connection.num_failures >= 2, "it tries again"
     said = [record.fields for record in lines(caplog, "no connection to the router")]
     assert reason in " ".join(line["reason"] for line in said)
     assert 1 <= len(said) == len({line["reason"] for line in said}), "a line per reason"
@@ -319,7 +343,7 @@ def test_a_worker_that_cannot_join_says_why_and_joins_when_it_may(new_front, hos
         assert registers(front, link), "without a restart"
 
 
-def test_a_worker_without_keys_says_that_the_router_may_want_them(front, new_link, caplog):
+def test_a_worker_without_keys_logs_that_the_router_may_require_them(front, new_link, caplog):
     link = new_link(front, None)
     with caplog.at_level(logging.WARNING):
         assert not registers(front, link, 3 * FIRST_PAUSE_S)
@@ -336,7 +360,7 @@ def test_a_worker_that_lists_no_router_does_not_start(front, hosts, new_link):
 
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_s32_while_the_router_key_is_replaced_workers_reach_old_and_new(
-    new_front, hosts, new_link, is_restarted
+    new_front, hosts, connections, new_link, is_restarted
 ):
     before = read_key(hosts.router, "router")
     rotate(hosts.router, ["router"], 3600, time.time())
@@ -346,7 +370,7 @@ def test_s32_while_the_router_key_is_replaced_workers_reach_old_and_new(
     front = new_front(keys=hosts.router)
     link = new_link(front, hosts.decode)
     assert registers(front, link)
-    assert link._connection.num_failures == (0 if is_restarted else 1)
+    assert connections[0].num_failures == (0 if is_restarted else 1)
 
 
 def test_s32_while_a_worker_key_is_replaced_old_and_new_get_through(front, hosts):
@@ -397,6 +421,6 @@ def test_nothing_is_left_when_the_control_socket_cannot_be_bound(front, hosts):
         )
 
 
-def test_an_unknown_peer_is_told_apart_from_a_full_one(front):
+def test_an_unknown_peer_and_a_full_peer_are_distinct_errors(front):
     with pytest.raises(PeerLost):
         front.call(front.control.transmit, b"nobody", b"x")

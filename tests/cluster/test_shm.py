@@ -218,7 +218,7 @@ def test_a_kill_of_both_frees_the_memory(start, endpoint, kind):
     assert not ours & named_sockets()
 
 
-def test_f39_prefill_that_may_not_make_the_memory_falls_back(start, endpoint, kind):
+def test_f39_prefill_without_permission_for_shared_memory_falls_back(start, endpoint, kind):
     prefill = start(
         shm_peer.prefill, endpoint, kind, "", 64 << 10
     )  # EFBIG stands for ENOSPC: a memfd has no tmpfs of its own

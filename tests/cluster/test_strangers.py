@@ -189,7 +189,7 @@ def test_s8_many_choices_of_many_prompts_leave_nothing(plain_cluster, client, bo
     wait_until(is_at_rest, 60, "every page is free")
 
 
-def test_s10_a_thousand_requests_with_one_id_get_each_their_own_answer(plain_cluster):
+def test_s10_a_thousand_requests_with_one_id_get_separate_answers(plain_cluster):
     prompts = [[7, 80, 33, 150, i] for i in range(8)]
     expected = [complete(plain_cluster, prompt, max_tokens=4)[0] for prompt in prompts]
     assert len({tuple(ids) for ids in expected}) > 4, "the answers differ, so that a mix-up shows"
@@ -243,7 +243,7 @@ def test_s3_only_paired_workers_connect_to_a_workers_address(plain_cluster, bait
     assert bait.num_connects == 0
 
 
-def test_s3_indices_of_blocks_that_nobody_offered_reach_no_memory(plain_cluster):
+def test_s3_indices_of_unoffered_blocks_reach_no_memory(plain_cluster):
     kv = next(port for port in ports(plain_cluster) if port.plane == "kv")
     since = kv.counter("unknown_room") + kv.counter("unexpected") + kv.counter("refused_peers")
     one = {"room": "c" * 32, "epoch": 0, "instance": "b" * 32}

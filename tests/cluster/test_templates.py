@@ -158,7 +158,7 @@ def test_the_worker_renders_what_transformers_renders(tmp_path):
 
 
 @pytest.mark.slow
-def test_s19_a_router_whose_template_runs_wild_serves_on(tmp_path, start):
+def test_s19_an_endless_template_does_not_stop_the_router(tmp_path, start):
     directory = save_tokenizer(tmp_path / "model", template=False)
     config = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": WILD}))

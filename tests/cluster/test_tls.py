@@ -70,7 +70,7 @@ def is_cut(client):
         return True
 
 
-def test_with_a_certificate_http_is_tls_and_who_comes_without_hears_so(secured, trusting, capsys):
+def test_with_a_certificate_plain_http_is_told_to_use_tls(secured, trusting, capsys):
     running, script = secured()
     running.pair(script)
     assert running.url.startswith("https://")
@@ -92,9 +92,7 @@ def test_with_a_certificate_http_is_tls_and_who_comes_without_hears_so(secured, 
     assert capsys.readouterr().out.count(": 200 ") == 2
 
 
-def test_new_connections_get_a_new_certificate_and_those_that_stand_go_on(
-    secured, files, authority, trusting
-):
+def test_new_connections_get_a_new_certificate_and_old_ones_stay(secured, files, authority, trusting):
     running, script = secured()
     running.pair(script)
     with (
@@ -129,9 +127,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_that_is_not_let_in_says_the_one_thing_to_do(
-    name, secured, authority, tmp_path, capsys, monkeypatch
-):
+def test_a_command_that_is_refused_names_the_remedy(name, secured, authority, tmp_path, capsys, monkeypatch):
     add(tmp_path / "api.json", {"name": "alice"})
     (tmp_path / "ca.pem").write_bytes(pem(authority.certificate))
     running, _ = secured(api_keys=str(tmp_path / "api.json"))
@@ -168,7 +164,7 @@ def test_the_doctor_tells_when_a_router_s_certificate_ends(
     assert f"{ends_in.days - 1}.9 days" in told["text"] or f"{ends_in.days}.0 days" in told["text"]
 
 
-def test_who_never_ends_a_handshake_counts_as_a_connection_and_is_cut(secured, trusting, monkeypatch):
+def test_an_unfinished_handshake_counts_as_a_connection_and_is_cut(secured, trusting, monkeypatch):
     monkeypatch.setattr("baton.router.http.server.HEAD_TIMEOUT_S", 600.0)
     monkeypatch.setattr("baton.router.http.server.SPARE_IN_HANDSHAKE", 4)
     running, _ = secured(max_connections=16)
@@ -200,7 +196,7 @@ def test_who_never_ends_a_handshake_counts_as_a_connection_and_is_cut(secured, t
 
 
 @pytest.mark.slow
-def test_who_waits_at_a_shared_port_gets_in_while_the_router_leaves_it(secured, trusting, monkeypatch):
+def test_a_connection_waiting_at_a_shared_port_survives_a_leaving_router(secured, trusting, monkeypatch):
     monkeypatch.setattr("baton.router.app.HAND_OVER_S", 0.4)
     running, script = secured(share_port=True)
     running.pair(script)

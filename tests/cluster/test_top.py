@@ -91,7 +91,7 @@ def test_without_a_router_it_ends_with_one_line(flags, free_url, capsys):
 @pytest.mark.parametrize(
     "body", [b"[]", b"{}", b'{"router": 1, "workers": 2}', b"no", b'{"router": {}, "workers": [{}]}']
 )
-def test_who_is_no_router_is_told_in_one_line(body, capsys):
+def test_a_server_that_is_not_a_router_is_one_line(body, capsys):
     class Other(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
@@ -111,7 +111,7 @@ def test_who_is_no_router_is_told_in_one_line(body, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_router_with_keys_is_asked_with_the_one_of_the_environment(start, tmp_path, capsys, monkeypatch):
+def test_the_key_of_the_environment_is_sent_to_the_router(start, tmp_path, capsys, monkeypatch):
     path = tmp_path / "api.json"
     key = add(path, {"name": "eve", "operator": True})[0]
     running, script = start(api_keys=str(path))
@@ -139,7 +139,7 @@ def test_a_watched_router_that_leaves_is_reported_and_others_stay(running):
     assert "tiny at " in text
 
 
-def test_it_looks_again_until_it_is_interrupted(running, capsys, monkeypatch):
+def test_the_display_refreshes_until_interrupted(running, capsys, monkeypatch):
     pauses = []
 
     def pause(seconds):

@@ -51,7 +51,7 @@ def collector():
     ],
     ids=["good", "bad state", "two parents", "bad parent", "no parent"],
 )  # fmt: skip
-def test_the_headers_of_a_client_reach_both_workers_as_the_standard_says(start, parents, states, carried):
+def test_the_trace_headers_of_a_client_reach_both_workers(start, parents, states, carried):
     running, script = start()
     prefill, decode = running.pair(script)
     headers = [("traceparent", parent) for parent in parents] + [("tracestate", state) for state in states]

@@ -329,7 +329,7 @@ def test_cancel_on_either_side_ends_the_room_on_the_other(
     wait_for(lambda: prefill.sender.session.num_rooms == 0)
 
 
-def test_garbage_on_the_kv_port_is_counted_and_others_go_on(
+def test_garbage_on_the_kv_port_is_counted_and_other_rooms_go_on(
     context: zmq.Context, start: Callable[..., Prefill], receiver: ZmqBlocksReceiver, endpoint: str
 ) -> None:
     prefill, room = start(endpoint), secrets.token_hex(16)
@@ -363,7 +363,7 @@ def test_poll_returns_when_a_registered_descriptor_is_readable(
     wake.close(0)
 
 
-def test_an_endpoint_that_nobody_can_connect_to_loses_the_room_at_once(receiver: ZmqBlocksReceiver) -> None:
+def test_an_endpoint_that_cannot_be_dialled_ends_the_room_at_once(receiver: ZmqBlocksReceiver) -> None:
     receiver.pull(request_to("nonsense"))
     (lost,) = receiver.poll(0.0)
     assert (lost.kind, "nonsense" in lost.reason) == ("PeerLost", True)
@@ -384,7 +384,9 @@ def test_a_room_ends_when_no_peer_answers_at_its_endpoint(
     receiver.close()
 
 
-def test_each_side_refuses_the_others_part_and_bad_addresses(context: zmq.Context, tmp_path: Path) -> None:
+def test_each_side_refuses_calls_of_the_other_role_and_bad_addresses(
+    context: zmq.Context, tmp_path: Path
+) -> None:
     planes = planes_of(LAYOUT, 1)
     with pytest.raises(ConfigError, match="trusted_network"):
         ZmqBlocksSender("tcp://0.0.0.0:0", "a" * 32, LAYOUT, planes, context=context)

@@ -58,7 +58,7 @@ def test_a_broken_promise_is_named(word, fields):
     assert any(word in line for line in found), found
 
 
-def test_tokens_that_no_run_without_faults_has_shown_are_a_violation():
+def test_tokens_that_differ_from_a_run_without_faults_are_a_violation():
     assert "no reference" in violations([call()], {}, Promise())[0]
 
 

@@ -17,7 +17,7 @@ def stream(began=0.0, seconds=10.0, stalls=(), step_s=STEP_S):
     return Call(Ask(prompt=(1,)), began, arrivals=arrivals)
 
 
-def test_a_stall_in_some_of_the_time_changes_no_pace_and_slower_steps_do():
+def test_a_brief_stall_leaves_the_measured_rate_and_slow_steps_lower_it():
     steady = pace([stream()] * 4, 1.0, 9.0)
     assert steady == pytest.approx(4 / STEP_S, rel=0.03)
     assert pace([stream(stalls=((2.1, 3.4), (6.5, 6.9)))] * 4, 1.0, 9.0) == pytest.approx(steady, rel=0.03)
@@ -26,6 +26,6 @@ def test_a_stall_in_some_of_the_time_changes_no_pace_and_slower_steps_do():
         pace([stream()], 1.0, 5.0)
 
 
-def test_neither_the_first_moments_nor_the_end_of_a_crowd_count():
+def test_the_rate_excludes_the_start_and_the_end_of_a_load():
     crowd = [stream(began=number / 2, seconds=1.0) for number in range(20)]
     assert busy_pace(crowd) == pytest.approx(2 / STEP_S, rel=0.05)

@@ -18,7 +18,7 @@ def bed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_fault_costs_nothing_but_what_its_row_allows(bed, row):
+def test_a_fault_stays_within_the_losses_that_its_row_allows(bed, row):
     for _ in range(TRIES):
         outcome = attempt(bed, row)
         if outcome.skipped:

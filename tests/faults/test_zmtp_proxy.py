@@ -146,7 +146,7 @@ def test_messages_are_doubled_swapped_and_overtaken(ends):
     assert [ends.got_up()[0] for _ in range(7)] == [b"0", b"1", b"1", b"3", b"2", b"5", b"4"]
 
 
-def test_bits_lengths_and_contents_change_where_told_and_nowhere_else(ends):
+def test_bits_lengths_and_contents_change_only_where_the_rule_names(ends):
     ends.proxy.down.rule(nth(0, anything), flip(1, 9))
     ends.proxy.down.rule(nth(0, anything), flip(0, -1))
     ends.proxy.down.rule(nth(0, anything), truncate(1, 300))
@@ -162,7 +162,7 @@ def test_bits_lengths_and_contents_change_where_told_and_nowhere_else(ends):
     assert ends.got_down() == [head, BIG]
 
 
-def test_held_and_injected_messages_come_when_told(ends):
+def test_held_and_injected_messages_arrive_on_command(ends):
     rule = ends.proxy.up.rule(anything, hold, times=2)
     for one in (b"a", b"b", b"c"):
         ends.up(one)
@@ -212,7 +212,7 @@ def test_a_cut_inside_a_message_loses_it_and_the_client_reconnects(ends):
     ends.greet()
 
 
-def test_garbage_ends_the_connection_of_who_gets_it(ends):
+def test_garbage_closes_the_connection_that_receives_it(ends):
     ends.proxy.up.inject(b"\xff" * 64)
     end = time.monotonic() + DEADLINE_MS / 1000
     while ends.proxy.num_connections < 2:

@@ -178,7 +178,7 @@ def test_blocks_move_while_a_forward_runs(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_no_block_is_written_before_what_still_uses_its_pages(way: str) -> None:
+def test_no_block_is_written_before_the_last_use_of_its_pages(way: str) -> None:
     source, target, expected = planes(1, "cuda"), planes(2, "cuda"), planes(2, "cpu")
     move(planes(1, "cpu"), expected, "message")
     allocator = PageAllocator(PAGES, target.order)

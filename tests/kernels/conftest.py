@@ -4,8 +4,11 @@ The documented switch, TRITON_INTERPRET=1, must be set before Triton is imported
 process into an interpreted one, and would thus depend on the order of test files and rob the GPU tests of
 compiled kernels. What the switch does is done here for the duration of a test instead: each compiled
 function, Triton's own library included, is replaced by its interpreted twin, and restored afterwards.
+The interpreter also replaces the built-in operations of Triton's language. It leaves them replaced after a
+kernel has called a helper, and a later compilation fails on them, so the fixture restores them too.
 """
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -34,6 +37,33 @@ def replace_kernels(monkeypatch: pytest.MonkeyPatch, twin_of: Callable, prefixes
                 monkeypatch.setattr(module, name, twins[value.fn])
 
 
+def parts_of_language(tl) -> list:
+    """The modules of Triton's language and their classes, whose attributes the interpreter replaces."""
+    modules = [tl, tl.core, tl.math]
+    classes = {
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__.startswith("triton.")
+    }
+    return [*modules, *classes]
+
+
+@contextlib.contextmanager
+def restored_language(tl) -> Iterator[None]:
+    """Give every attribute of Triton's language its earlier value at the end."""
+    before = [(part, dict(vars(part))) for part in parts_of_language(tl)]
+    try:
+        yield
+    finally:
+        for part, attributes in before:
+            for name, value in list(vars(part).items()):
+                if name not in attributes:
+                    delattr(part, name)
+                elif attributes[name] is not value:
+                    setattr(part, name, attributes[name])
+
+
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every launcher called in this test runs its kernel in Triton's interpreter, on CPU tensors."""
@@ -45,15 +75,14 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     # Triton loads this at the first launch, and its import wants compiled functions.
     importlib.import_module("triton.experimental.gluon")
-    replace_kernels(
-        monkeypatch,
-        lambda kernel: interpreting.InterpretedFunction(kernel.fn),
-        ("triton.language", "baton.kernels."),
-    )
-    correct_bfloat16(monkeypatch, interpreting, tl)
-    with np.errstate(
-        over="ignore"
-    ):  # as on hardware; an invalid operation, such as inf - inf, still fails the test
+    # As on hardware, an overflow is silent; an invalid operation, such as inf - inf, still fails the test.
+    with restored_language(tl), np.errstate(over="ignore"):
+        replace_kernels(
+            monkeypatch,
+            lambda kernel: interpreting.InterpretedFunction(kernel.fn),
+            ("triton.language", "baton.kernels."),
+        )
+        correct_bfloat16(monkeypatch, interpreting, tl)
         yield
 
 

@@ -94,7 +94,7 @@ def test_cuda_tensors_always_reach_a_launcher(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("num_bytes", [0, 99 * 1024, 163 * 1024])
-def test_a_device_without_room_for_the_tiles_multiplies_by_the_library(
+def test_a_device_too_small_for_the_tiles_uses_the_librarys_matmul(
     num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ):
     trap_launchers(monkeypatch)
@@ -254,6 +254,6 @@ STARTS = torch.tensor([0, 128])
         ("paged_extend", lambda: paged_extend(Q, POOL, 0, TABLE, torch.tensor([0, 1]), ONE, 1, 1.0)),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_by_name(word: str, call: Callable[[], object]):
+def test_an_operand_that_does_not_fit_is_refused_by_name(word: str, call: Callable[[], object]):
     with pytest.raises(ValueError, match=word):
         call()

@@ -44,7 +44,7 @@ def test_views_of_a_wider_projection_are_stored_too():
         (torch.zeros(2, HEADS, DIM, dtype=torch.bfloat16), torch.zeros(2, HEADS, DIM)),
     ],
 )
-def test_what_does_not_fit_the_pool_is_refused(k: torch.Tensor, v: torch.Tensor):
+def test_rows_that_do_not_fit_the_pool_are_refused(k: torch.Tensor, v: torch.Tensor):
     kv = torch.zeros(PAGES, LAYERS, 2, PAGE_SIZE, HEADS, DIM)
     with pytest.raises(ValueError, match="store_kv"):
         store_kv(kv, 0, kv_rows(torch.tensor([4, 5]), kv), k, v)

@@ -103,12 +103,12 @@ def scanned(top):
                 yield relative, what
 
 
-def test_s1_every_dependency_was_looked_at():
+def test_s1_every_dependency_is_classified():
     assert runtime_closure() - set(REACHED) - set(NOT_REACHED) == set()
     assert not set(REACHED) & set(NOT_REACHED)
 
 
-def test_s1_what_a_peer_s_bytes_reach_turns_nothing_into_code():
+def test_s1_no_package_that_parses_peer_bytes_turns_data_into_code():
     found = {item for name, top in REACHED.items() if is_installed(name) for item in scanned(top)}
     assert found - set(ALLOWED) == set()
     assert set(ALLOWED) - found == set(), "nothing is allowed that is not there"
@@ -124,7 +124,7 @@ def is_installed(name):
 # --- S30: what is installed is pinned by its hashes ---------------------------------------------------------
 
 
-def test_s30_every_pin_is_locked_with_hashes_and_nothing_else_is():
+def test_s30_exactly_the_pinned_packages_are_locked_with_hashes():
     pinned, locked = pins_of(PINS), pins_of(LOCK)
     assert {(r.name, r.version, r.marker) for r in locked} == {(r.name, r.version, r.marker) for r in pinned}
     for requirement in locked:
@@ -138,7 +138,7 @@ def test_s30_everything_that_serving_needs_is_pinned():
 
 
 @pytest.mark.parametrize("line", ["torch>=2.11", "torch", "x @ git+https://example.org/x", "torch==2.*"])
-def test_s30_what_is_no_pin_is_refused(line, tmp_path):
+def test_s30_a_requirement_without_a_pin_is_refused(line, tmp_path):
     (tmp_path / "pins.txt").write_text(f"# pins\n{line}\n")
     with pytest.raises(ValueError, match=r"line 2.*=="):
         pins_of(tmp_path / "pins.txt")

@@ -103,7 +103,7 @@ def test_the_tables_of_each_direction_list_exactly_its_messages(heading, union):
     assert sorted(named) == sorted(message.__name__ for message in get_args(union))
 
 
-def test_every_socket_setting_is_what_a_new_socket_has():
+def test_every_documented_socket_setting_is_that_of_a_new_socket():
     context = zmq.Context()
     with context, make_socket(context, zmq.ROUTER) as bound, make_socket(context, zmq.DEALER) as dialing:
         for option, value, _ in rows(section(PROTOCOL, "## Planes"))[5:]:
@@ -116,12 +116,12 @@ def times():
     return {code(row[0])[0]: row[1] for row in rows(section(PROTOCOL, "## Times"))}
 
 
-def test_every_time_is_the_default_of_the_code():
+def test_every_documented_timeout_is_the_default_of_the_code():
     for path, shown in times().items():
         assert shown == f"{value_of(path):g} s", path
 
 
-def test_every_time_of_the_code_is_told():
+def test_every_timeout_of_the_code_is_documented():
     told = {path.rpartition(".")[2] for path in times()}
     constants = {
         f"{path.relative_to(ROOT).with_suffix('').as_posix().replace('/', '.')}.{name}"
@@ -165,7 +165,7 @@ def test_every_field_of_a_timeline_is_explained():
     assert shown <= set(code(attempt))
 
 
-def test_messages_that_are_shown_are_messages():
+def test_documented_messages_decode():
     shown = re.findall(r"^[\d.]+ \w+ -> \w+ (\{.*\})", section(PROTOCOL, "## At 3 am"), re.MULTILINE)
     assert len(shown) > 10
     unions = {
@@ -179,12 +179,12 @@ def test_messages_that_are_shown_are_messages():
         assert set(names) - {"type"} <= {f.encode_name for f in msgspec.structs.fields(message)}, line
 
 
-def test_the_frame_that_is_shown_decodes_to_what_is_shown():
+def test_the_documented_frame_decodes_to_its_message():
     frame, decoded = re.search(r"--frame ([0-9a-f]+)\n(\{.*\})", PROTOCOL.read_text()).groups()
     assert as_json(bytes.fromhex(frame)) == [decoded]
 
 
-def test_a_simulated_request_is_told_from_its_orders_to_its_finish():
+def test_the_documented_request_matches_a_simulated_one():
     types = [json.loads(message)["type"] for _, _, _, message, _ in of_one_request(talk(3))]
     assert types[0] in ("Reserve", "Prefill")
     assert {

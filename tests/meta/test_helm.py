@@ -163,7 +163,7 @@ def nested(path, value):
 @pytest.mark.slow
 @helm
 @pytest.mark.parametrize("path", OTHER)
-def test_every_value_acts(path, tmp_path):
+def test_every_value_of_the_chart_changes_an_object(path, tmp_path):
     beside = next((values for start, values in BESIDE.items() if path.startswith(start)), {})
     beside = {} if path.endswith(".enabled") else beside
     before = with_values(tmp_path, beside)
@@ -174,7 +174,7 @@ def test_every_value_acts(path, tmp_path):
         validate(document)
 
 
-def test_every_value_was_looked_at():
+def test_every_value_of_the_chart_is_tested():
     assert set(leaves(VALUES)) == set(OTHER)
 
 
@@ -191,7 +191,7 @@ def test_every_value_was_looked_at():
         ("router", SECURED["router"], "name a Secret with one under podMonitor.authorization"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_by_name(path, value, said, tmp_path):
+def test_an_invalid_value_is_refused_by_name(path, value, said, tmp_path):
     monitored = with_values(tmp_path, {"podMonitor": {"enabled": True}})
     done = helm_template(*monitored, *with_values(tmp_path, nested(path, value)))
     assert done.returncode != 0
@@ -220,8 +220,8 @@ def test_a_value_that_cannot_be_is_refused_by_name(path, value, said, tmp_path):
         ("networkPolicy.monitoring", {"baton.monitoring": None}, "networkPolicy.monitoring"),
     ],
 )
-def test_so_is_each_other(path, value, said, tmp_path):
-    test_a_value_that_cannot_be_is_refused_by_name(path, value, said, tmp_path)
+def test_every_other_invalid_value_is_refused(path, value, said, tmp_path):
+    test_an_invalid_value_is_refused_by_name(path, value, said, tmp_path)
 
 
 @helm

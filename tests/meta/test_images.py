@@ -82,7 +82,7 @@ def test_an_image_has_what_serving_needs_and_no_test_tool():
     assert {name for name, *_ in seen} == set(locked("cpu"))
 
 
-def test_the_tool_that_writes_the_bill_of_materials_is_locked_too():
+def test_the_tool_that_writes_the_sbom_is_locked():
     tools = locked("tools")
     assert all(pin.hashes for pin in tools.values())
     made = re.search(r"^CYCLONEDX := cyclonedx-bom==(\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -106,7 +106,7 @@ def test_hadolint_finds_no_fault():
     assert done.returncode == 0, done.stdout
 
 
-def test_what_is_shipped_runs_without_rights_and_brings_no_compiler():
+def test_an_image_runs_unprivileged_and_has_no_compiler():
     stage = final_stage()
     assert ["USER", "10001:10001"] in stage
     assert ["ENTRYPOINT", '["baton"]'] in stage
@@ -129,7 +129,7 @@ def test_wheels_are_installed_by_hash_alone():
         assert "--require-hashes" in line or "--no-index" in line
 
 
-def test_the_stand_in_compiler_copies_only_what_was_built():
+def test_the_stand_in_compiler_copies_only_prebuilt_files():
     script = (IMAGES / "cc").read_text()
     assert script.startswith("#!/bin/sh\n")
     assert (IMAGES / "cc").stat().st_mode & 0o111
@@ -140,7 +140,7 @@ def test_the_stand_in_compiler_copies_only_what_was_built():
     )
 
 
-def test_triton_builds_one_file_the_one_that_the_image_brings():
+def test_triton_builds_only_the_file_that_the_image_contains():
     driver = pytest.importorskip("triton.backends.nvidia.driver")
     source = re.sub(r"\s+", " ", Path(driver.__file__).read_text(encoding="utf-8"))
     assert source.count("compile_module_from_src(") == 1
@@ -187,13 +187,13 @@ NOBODY = "http://127.0.0.1:1/health"
         (["ftp:/x"], 1, "ftp:/x"),
     ],
 )
-def test_the_first_that_takes_a_connection_decides(paths, code, said, role, capsys):
+def test_the_first_address_that_accepts_a_connection_decides(paths, code, said, role, capsys):
     urls = [f"{role}{path}" if path.startswith("/") else path for path in paths]
     assert alive.main(urls) == code
     assert said in capsys.readouterr().out
 
 
-def test_the_health_check_imports_nothing_of_ours_and_nothing_heavy():
+def test_the_health_check_imports_the_standard_library_only():
     source = (DEPLOY / "alive.py").read_text()
     assert set(re.findall(r"^(?:import|from) (\S+)", source, re.MULTILINE)) == {
         "collections.abc", "http.client", "ssl", "sys", "urllib.parse",
@@ -204,7 +204,7 @@ def test_the_health_check_imports_nothing_of_ours_and_nothing_heavy():
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_role_understands_what_compose_tells_it(role):
+def test_a_role_accepts_the_settings_of_compose(role):
     service = COMPOSE["services"][role]
     name, flag, path, *more = service["command"]
     assert (name, flag) == (role, "--config")

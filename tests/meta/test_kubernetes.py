@@ -64,7 +64,7 @@ def test_an_overlay_is_valid_and_keeps_every_object_of_the_base(overlay):
     ],
     ids=["a wrong type", "a misspelt field", "a missing field", "no selector"],
 )
-def test_a_manifest_that_is_wrong_is_seen(damage):
+def test_a_wrong_manifest_is_detected(damage):
     document = copy.deepcopy(workload(BASE, "router"))
     damage(document)
     with pytest.raises(jsonschema.ValidationError):
@@ -74,7 +74,7 @@ def test_a_manifest_that_is_wrong_is_seen(damage):
 @kubectl
 @pytest.mark.parametrize("overlay", OVERLAYS)
 @pytest.mark.parametrize("role", ROLES)
-def test_a_role_understands_what_its_pod_tells_it(overlay, role, tmp_path):
+def test_a_role_accepts_the_settings_of_its_pod(overlay, role, tmp_path):
     config = next(d for d in kustomized(overlay) if d["kind"] == "ConfigMap")
     (tmp_path / "baton.toml").write_text(config["data"]["baton.toml"])
     name, flag, path, *more = container_of(kustomized(overlay), role)["args"]
@@ -253,12 +253,12 @@ FORBIDDEN = [
 
 
 @pytest.mark.parametrize(("source", "target", "port"), ALLOWED)
-def test_s34_what_serving_needs_is_allowed(source, target, port):
+def test_s34_the_connections_of_serving_are_allowed(source, target, port):
     assert is_allowed(BASE, source, target, port)
 
 
 @pytest.mark.parametrize(("source", "target", "port"), FORBIDDEN)
-def test_s34_nothing_else_is(source, target, port):
+def test_s34_no_other_connection_is_allowed(source, target, port):
     assert not is_allowed(BASE, source, target, port)
 
 

@@ -238,7 +238,7 @@ def test_arrows_point_to_lower_floors_only():
     assert [violation for source in sources for violation in floor_violations(source, known)] == []
 
 
-def test_low_floors_know_few_packages():
+def test_low_floors_import_only_listed_packages():
     assert [violation for source in package_files() for violation in foreign_violations(source)] == []
 
 
@@ -264,7 +264,7 @@ def test_there_are_no_circles_between_sub_folders():
     assert {circle[0].partition(".")[0] for circle in found} == set(CIRCULAR_ROOMS), "list no others"
 
 
-def test_islands_know_nothing_of_their_top_folder_but_what_is_listed():
+def test_islands_import_only_listed_modules_of_their_top_folder():
     sources = package_files()
     known = {source.module for source in sources}
     assert [violation for source in sources for violation in island_violations(source, known)] == []
@@ -416,7 +416,7 @@ def test_circles_between_sub_folders_are_seen():
     assert find_room_circles(closed) == [["router.rooms", "router.workers"]]
 
 
-def test_what_an_island_may_not_know_is_seen():
+def test_a_forbidden_import_of_an_island_is_seen():
     known = {
         "baton.router.errors",
         "baton.router.rooms.room.b",

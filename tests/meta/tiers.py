@@ -35,7 +35,7 @@ SLOWEST = (
     "cluster/test_graphs_on.py",
     "sim/test_cluster_sim.py",
     "parity/test_overlap.py",
-    "parity/test_path_matrix.py",
+    "parity/test_graph_paths.py",
     "parity/test_graph_mechanisms.py",
     "parity/test_tree.py",
     "kernels/test_triton_kernels.py",

@@ -108,7 +108,7 @@ def handed_over(pair, prompts, num_tokens, count):
     ],
     ids=["the beginnings of two chats", "all chats"],
 )
-def test_graphs_and_hand_off_keep_accept_length_and_transformers_tokens(
+def test_graphs_and_hand_off_keep_accept_length_and_reference_tokens(
     smollm2_dir, eagle3_dir, smollm2_tokenizer, reference_greedy, record_property, chats, num_tokens
 ):
     prompts = [prompt.token_ids(smollm2_tokenizer) for prompt in CHATS[chats]]

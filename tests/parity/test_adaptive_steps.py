@@ -45,7 +45,7 @@ TREES = [PLAIN, DraftShape.of(2, 2, 7)]
 
 @pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("shapes", [CHAINS, TREES], ids=["chain", "tree"])
-def test_the_oracle_is_accepted_in_full_when_drafting_returns(
+def test_the_oracle_is_accepted_in_full_when_drafting_resumes(
     oracle: tuple[Path, Path], shapes: list[DraftShape], has_graphs: bool
 ) -> None:
     """Plain decode keeps the draft KV warm: nothing is caught up."""
@@ -96,7 +96,7 @@ def test_the_policy_sees_warm_requests_only_and_at_most_what_was_drafted(
     assert policy.heard == [(0, 1), (0, 1), (0, 1)]
 
 
-def test_proposals_that_were_not_asked_for_match_where_drafts_would_have(oracle: tuple[Path, Path]) -> None:
+def test_unrequested_proposals_match_where_drafts_would_have(oracle: tuple[Path, Path]) -> None:
     """At temperature 1 a proposal depends on the noise of its position, which must be that of the target's
     choice."""
     heard = []

@@ -159,7 +159,7 @@ def test_the_oracle_is_rejected_with_features_of_other_layers_or_order(
     assert all(RESERVED not in output for output in wrong)
 
 
-def test_requests_of_a_mixed_batch_get_what_they_get_alone(target: Path, random_head: Path) -> None:
+def test_requests_of_a_mixed_batch_get_the_tokens_they_get_alone(target: Path, random_head: Path) -> None:
     all_params = [
         greedy(9),
         sampled(seed=3),
@@ -223,7 +223,7 @@ def test_nothing_is_written_beyond_the_requests_pages(oracle: tuple[Path, Path])
 
 
 @pytest.mark.parametrize(("pages", "max_context"), [(4, 256), (9, 18)])
-def test_no_token_is_accepted_whose_kv_found_no_place(
+def test_no_token_is_accepted_without_a_slot_for_its_kv(
     oracle: tuple[Path, Path], pages: int, max_context: int
 ) -> None:
     engine = Engine(*oracle, max_context=max_context)
@@ -335,7 +335,7 @@ def test_logprobs_are_the_models_own_with_drafts_as_without(oracle: tuple[Path, 
         assert len(with_drafts.top) == 2
 
 
-def test_a_request_whose_logits_are_not_finite_is_flagged_alone(target: Path, random_head: Path) -> None:
+def test_non_finite_logits_flag_only_their_own_request(target: Path, random_head: Path) -> None:
     engine = Engine(target, random_head)
     sick, well = (engine.prefill(prompt, greedy()) for prompt in PROMPTS[:2])
     engine.runner.pool.kv[sick.pages] = float("nan")

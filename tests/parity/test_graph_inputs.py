@@ -74,21 +74,24 @@ def assert_same(engine: Engine, plain: Engine, prompts: list[list[int]]) -> None
 # --- captured layers ----------------------------------------------------------------------------------------
 
 
-def test_m1_1_any_five_layers_are_captured_in_their_order_on_every_path(target):
+@pytest.mark.parametrize("aux", [IDS, FIVE], ids=str)
+def test_m1_1_any_layers_are_captured_in_their_order_on_every_path(target, aux):
     toy, plain, ids = ToyEngine(target), ToyEngine(target), random_ids(10, seed=1)
     for each in (toy, plain):
-        each.runner.set_aux_layer_ids(FIVE)
+        each.runner.set_aux_layer_ids(aux)
     capture(toy.runner, memory=arena())
     with torch.no_grad():
         states = reference_model(target)(torch.tensor([ids]), output_hidden_states=True).hidden_states
-    expected = torch.cat([states[layer + 1][0] for layer in FIVE], dim=-1)
+    expected = torch.cat([states[layer + 1][0] for layer in aux], dim=-1)
     outputs = [plain.runner.forward(full(plain, ("a", ids))), toy.runner.forward(full(toy, ("a", ids[:8])))]
     outputs.append(toy.runner.forward(full(toy, ("a", ids[8:]))))
     assert [output.path for output in outputs] == ["eager", "breakable", "breakable"]
     for output, rows in zip(outputs, (slice(None), slice(8), slice(8, None)), strict=True):
         torch.testing.assert_close(output.hidden, expected[rows], atol=1e-4, rtol=1e-4)
+    other = torch.cat([states[layer + 1][0] for layer in sorted(aux)], dim=-1)
+    assert not torch.allclose(outputs[-1].hidden, other[8:], atol=1e-2)
     with pytest.raises(LifecycleError, match="already configured"):
-        toy.runner.set_aux_layer_ids(FIVE[::-1])
+        toy.runner.set_aux_layer_ids(aux[::-1])
 
 
 def test_m1_4_a_model_without_the_hook_of_its_drafter_is_named_with_it(target):
@@ -196,7 +199,7 @@ def test_m2_5_without_asserts_the_refusal_is_the_same(target):
 # --- hidden modes -------------------------------------------------------------------------------------------
 
 
-def test_m2_7_what_graphs_capture_is_what_their_forwards_ask_for(target, head):
+def test_m2_7_graphs_capture_the_hidden_states_that_their_forwards_need(target, head):
     plain, drafting = Engine(target), Engine(target, head)
     modes = []
     for engine in (plain, drafting):
@@ -211,7 +214,7 @@ def test_m2_7_what_graphs_capture_is_what_their_forwards_ask_for(target, head):
 
 @pytest.mark.parametrize("captured", list(CaptureHidden))
 @pytest.mark.parametrize("asked", list(CaptureHidden))
-def test_m2_7_a_graph_serves_what_it_captured_and_less(captured, asked):
+def test_m2_7_a_graph_serves_its_captured_hidden_states_or_fewer(captured, asked):
     limits = GraphLimits(is_by_token=True, hidden=captured)
     family = GraphFamily(GraphPool(TapeBackend()), GraphKind.TARGET_PREFILL, (4,), limits)
     family.capture(lambda bucket, _: torch.zeros(bucket), lambda bucket: ReplayContext(num_rows=bucket), list)
@@ -250,7 +253,7 @@ def test_m2_8_nan_after_breaks_and_in_padded_features_reaches_no_real_row(target
 
 @pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("shape", [{}, {"steps": 2, "topk": 2, "tokens": 6}], ids=["chain", "tree"])
-def test_m5_5_forwards_padded_to_a_multiple_give_what_they_give_alone(
+def test_m5_5_forwards_padded_to_a_multiple_equal_unpadded_forwards(
     target, head, monkeypatch, shape, has_graphs
 ):
     """Draft prefill, draft decode, verify and draft extend, as beside a peer whose kernels want eight
@@ -286,7 +289,7 @@ def test_m5_5_forwards_padded_to_a_multiple_give_what_they_give_alone(
     assert all(rows % 8 == 0 for rows in seen), seen
 
 
-def test_m3_4_idle_forwards_run_with_as_many_idle_rows_as_a_peer_forces(target, head):
+def test_m3_4_idle_forwards_run_with_the_number_of_rows_of_their_peer(target, head):
     engine = Engine(target, head)
     engine.runner.row_multiple = engine.drafter.row_multiple = 8
     graphs = with_graphs(engine, arena())
@@ -322,7 +325,7 @@ def test_m5_1_metadata_planned_before_padding_is_refused(target):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("target_hidden", [None, 96])
-def test_m3_1_everyone_has_the_widths_and_dtype_of_one_record(tmp_path, target_hidden, dtype):
+def test_m3_1_target_draft_and_wire_share_one_record_of_widths_and_dtype(tmp_path, target_hidden, dtype):
     config = toy_target(hidden_size=target_hidden or 64, dtype="float32")
     model = LlamaForCausalLM(config, dtype=dtype)
     for tensor in dict(model.tensors()).values():

@@ -53,14 +53,14 @@ def test_one_strong_reference_of_either_side_is_enough(monkeypatch: pytest.Monke
         big_small_churn_and_back(TapeBackend(memory), "cpu")
 
 
-def test_an_input_of_a_break_that_nobody_holds_gives_wrong_numbers(monkeypatch: pytest.MonkeyPatch):
+def test_a_break_input_without_a_reference_gives_wrong_numbers(monkeypatch: pytest.MonkeyPatch):
     memory = ArenaMemory(1 << 14, poison=True)
     forget(monkeypatch, memory, arguments=True, results=True)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         big_small_churn_and_back(TapeBackend(memory), "cpu")
 
 
-def test_without_an_arena_the_missing_reference_would_go_unnoticed(monkeypatch: pytest.MonkeyPatch):
+def test_without_an_arena_a_missing_reference_goes_unnoticed(monkeypatch: pytest.MonkeyPatch):
     forget(monkeypatch, ArenaMemory(1 << 14, poison=True), arguments=True, results=True)
     big_small_churn_and_back(TapeBackend(KeptMemory()), "cpu")
 
@@ -77,7 +77,7 @@ def test_a_released_graph_gives_its_memory_back():
     assert (memory.pool.num_used, memory.ordinary.num_used) == (0, 0)
 
 
-def test_small_buckets_fit_into_what_large_ones_left():
+def test_small_buckets_reuse_the_memory_of_large_ones():
     memory = ArenaMemory(1 << 10)
     backend, model = TapeBackend(memory), ToyDecoder()
     toys = [ToyBucket(backend, model, 64)]

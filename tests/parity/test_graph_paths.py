@@ -1,5 +1,8 @@
-"""Cases that the path matrix holds fixed: sampling, numbers of steps, changing paths, ends at other times.
+"""Every path of a batch through the graphs gives the same answers.
 
+The matrix of paths on tapes: `make test` runs cells of eight engines that have every two values of any two
+fields, and every combination of models, shape and path; `make test-full` runs all. The other cases are those
+that the matrix holds fixed: sampling, numbers of steps, changing paths, requests that end at different times.
 Batches have one request, as many as a bucket and one more or less, and more than the largest; prompts
 likewise. Static inputs are poisoned before every step, and what graphs have given back to their arena too.
 """
@@ -9,9 +12,36 @@ import torch
 from baton.engine.sampling.params import SamplingParams
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.graph_engine import MAX_TOKENS, arena, families, kv_of, uses_kernels, with_graphs
+from baton.tests.parity.path_matrix import AHEAD, ALL, QUICK, Cell, Matrix, combined_in, quick_ahead
 from baton.tests.parity.toy_engine import random_ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(tmp_path_factory.mktemp("matrix"))
+
+
+def test_the_quick_cells_combine_every_two_values_of_any_two_fields():
+    assert set().union(*map(combined_in, QUICK)) == set().union(*map(combined_in, ALL))
+
+
+CHOSEN = {*QUICK, *quick_ahead()}
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, id=str(cell), marks=() if cell in CHOSEN else pytest.mark.slow)
+        for cell in ALL + AHEAD
+    ],
+)
+def test_every_path_gives_the_same_tokens_hidden_states_and_kv(matrix: Matrix, cell: Cell):
+    matrix.check(cell)
+
+
+# --- cases that the matrix holds fixed ------------------------------------------------------------------
 
 LENGTHS = (1, 7, 8, 9, MAX_TOKENS - 1, MAX_TOKENS, MAX_TOKENS + 1, 40)
 BATCHES = (1, 2, 3, 4, 5)

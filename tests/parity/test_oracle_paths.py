@@ -65,13 +65,13 @@ def expected(prompt_ids: Ids, decode_ids: Ids) -> set[tuple]:
     return {(first, later, later)}
 
 
-def test_the_right_layers_are_believed_in_full_on_every_path(oracle):
+def test_features_of_the_right_layers_are_accepted_in_full_on_every_path(oracle):
     kinds = [*PATHS.values(), None]
     assert accepted(oracle, ORACLE_IDS, ORACLE_IDS, kinds) == expected(ORACLE_IDS, ORACLE_IDS)
 
 
 @pytest.mark.parametrize("ids", WRONG, ids=str)
-def test_no_wrong_layers_are_ever_believed(oracle, ids):
+def test_features_of_wrong_layers_are_never_accepted(oracle, ids):
     assert (len(REPLACED), len(REORDERED)) == (15, 5)
     for pair in ((ids, ids), (ids, ORACLE_IDS), (ORACLE_IDS, ids)):
         assert accepted(oracle, *pair, [set()]) == expected(*pair)
@@ -80,6 +80,6 @@ def test_no_wrong_layers_are_ever_believed(oracle, ids):
 @pytest.mark.parametrize(
     "ids", [pytest.param(ids, id=str(ids), marks=() if ids in QUICK else pytest.mark.slow) for ids in WRONG]
 )
-def test_no_wrong_layers_are_ever_believed_by_graphs(oracle, ids):
+def test_graphs_never_accept_features_of_wrong_layers(oracle, ids):
     for pair in ((ids, ORACLE_IDS), (ORACLE_IDS, ids)):
         assert accepted(oracle, *pair, list(PATHS.values())) == expected(*pair)

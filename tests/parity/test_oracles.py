@@ -48,7 +48,7 @@ def continued(prompt: list[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("chunk", [5, 1000])
-def test_what_the_draft_must_remember_it_remembers(memory, has_graphs, chunk):
+def test_the_draft_keeps_the_state_that_its_next_tokens_need(memory, has_graphs, chunk):
     engine = Engine(*memory)
     if has_graphs:
         with_graphs(engine, arena())
@@ -80,7 +80,7 @@ def guesses_never_overwritten(engine: Engine, request: Request) -> None:
 
 
 @pytest.mark.parametrize("plant", [hole_in_the_prompt, rows_in_each_others_slots, guesses_never_overwritten])
-def test_a_draft_with_wrong_memory_is_noticed_and_changes_no_token(memory, plant):
+def test_a_draft_with_wrong_state_is_detected_and_changes_no_token(memory, plant):
     engine, prompt = Engine(*memory), prompt_of(3)
     request = engine.prefill(prompt, greedy(40))
     plant(engine, request)
@@ -88,7 +88,7 @@ def test_a_draft_with_wrong_memory_is_noticed_and_changes_no_token(memory, plant
     assert min(engine.accept_lens) < 1 + engine.steps
 
 
-def test_tuned_drafts_are_accepted_up_to_the_first_that_was_spoilt(memory):
+def test_tuned_drafts_are_accepted_up_to_the_first_corrupted_one(memory):
     alpha, count, seeds = 0.7, 180, range(6)
     engine = Engine(*memory)
     tune(engine, alpha, seed=5)

@@ -112,7 +112,7 @@ def test_a_token_that_ends_a_request_inside_a_block_ends_it_there(
 @pytest.mark.parametrize(
     "shapes", [[PLAIN, DraftShape.of(1), DraftShape.of(3)], [PLAIN, DraftShape.of(2, 2, 7)]]
 )
-def test_steps_that_change_hear_of_their_acceptance_one_step_late(
+def test_a_step_policy_sees_the_acceptance_one_step_late(
     oracle: tuple[Path, Path], shapes: list[DraftShape], graphs: bool
 ) -> None:
     full, script = shapes[-1], [0, 0, len(shapes) - 1, 0, 1, 0]
@@ -165,7 +165,7 @@ def logprobs_of(results: list[StepResult], num_tops: list[int]) -> list[tuple[fl
 
 
 @pytest.mark.parametrize("drafts", ["off", "chain"])
-def test_a_nucleus_wider_than_the_device_looks_at_waits_for_the_host(
+def test_a_nucleus_wider_than_the_devices_candidates_uses_the_host(
     target: Path, head: Path, drafts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its steps under way give it nothing and change nothing, its draft state included."""
@@ -198,7 +198,7 @@ def test_a_nucleus_wider_than_the_device_looks_at_waits_for_the_host(
 
 
 @pytest.mark.parametrize("drafts", DRAFTS)
-def test_requests_that_join_and_leave_at_any_step_disturb_nobody(
+def test_requests_joining_and_leaving_change_no_other_requests_tokens(
     target: Path, head: Path, drafts: str
 ) -> None:
     waiting = engine_of(target, head, drafts)
@@ -230,9 +230,7 @@ def test_requests_that_join_and_leave_at_any_step_disturb_nobody(
 
 
 @pytest.mark.parametrize("drafts", DRAFTS)
-def test_a_steady_step_asks_the_device_for_nothing_and_keeps_nothing(
-    target: Path, head: Path, drafts: str
-) -> None:
+def test_a_steady_step_neither_synchronises_nor_allocates(target: Path, head: Path, drafts: str) -> None:
     engine = engine_of(target, head, drafts)
     decoder = overlapped(engine, graphs=True)
     requests = requests_of(engine, max_new_tokens=40)
@@ -271,7 +269,7 @@ def test_steps_that_wait_and_steps_ahead_in_turn_give_the_same_tokens(
     assert [request.output_ids for request in requests] == expected
 
 
-def test_a_padded_place_of_a_batch_steps_nobody(target: Path, head: Path) -> None:
+def test_a_padding_row_advances_no_request(target: Path, head: Path) -> None:
     """Not the request that had the place before, which was cancelled and whose pages belong to another
     now."""
     engine, alone = (engine_of(target, head, "chain") for _ in range(2))
@@ -289,7 +287,7 @@ def test_a_padded_place_of_a_batch_steps_nobody(target: Path, head: Path) -> Non
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-def test_bad_logits_behind_drafts_that_were_refused_harm_nobody(
+def test_bad_logits_behind_rejected_drafts_fail_no_request(
     target: Path, head: Path, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, plain = (engine_of(target, head, "chain") for _ in range(2))

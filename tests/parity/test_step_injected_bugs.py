@@ -87,15 +87,15 @@ def law_of_exchanged_ids(target: Path, head: Path) -> None:
 
 PLANTS: dict[Callable[[pytest.MonkeyPatch], None], tuple[Law, dict[str, object]]] = {
     noise_of_another_position: (
-        test_adaptive_steps.test_proposals_that_were_not_asked_for_match_where_drafts_would_have,
+        test_adaptive_steps.test_unrequested_proposals_match_where_drafts_would_have,
         {"oracle": ...},
     ),
     draft_state_written_without_a_token: (
-        test_overlap.test_a_nucleus_wider_than_the_device_looks_at_waits_for_the_host,
+        test_overlap.test_a_nucleus_wider_than_the_devices_candidates_uses_the_host,
         {"target": ..., "head": ..., "drafts": "chain", "monkeypatch": ...},
     ),
     padded_places_keep_what_they_had: (
-        test_overlap.test_a_padded_place_of_a_batch_steps_nobody,
+        test_overlap.test_a_padding_row_advances_no_request,
         {"target": ..., "head": ...},
     ),
     batch_of_an_older_state: (
@@ -108,14 +108,14 @@ PLANTS: dict[Callable[[pytest.MonkeyPatch], None], tuple[Law, dict[str, object]]
     ),
     draft_vocabulary_not_bound: (law_of_exchanged_ids, {"target": ..., "head": ...}),
     mass_before_top_k: (
-        test_sampler.test_top_p_counts_what_top_k_left_whatever_the_neighbours_want,
+        test_sampler.test_top_p_after_top_k_does_not_depend_on_other_rows,
         {"form": test_sampler.choose.choose_exact},
     ),
 }
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
-def test_each_planted_mistake_breaks_its_law(request: pytest.FixtureRequest, plant) -> None:
+def test_each_planted_bug_breaks_its_law(request: pytest.FixtureRequest, plant) -> None:
     law, wanted = PLANTS[plant]
     fixtures = {
         name: request.getfixturevalue(name) if value is ... else value for name, value in wanted.items()

@@ -89,7 +89,7 @@ def test_tokens_are_those_without_drafts(
         torch.testing.assert_close(kv_of(engine, request)[0], wanted, atol=2e-4, rtol=1e-4)
 
 
-def test_requests_of_a_mixed_batch_get_what_they_get_alone(target: Path, head: Path) -> None:
+def test_requests_of_a_mixed_batch_get_the_tokens_they_get_alone(target: Path, head: Path) -> None:
     all_params = [
         greedy(9),
         sampled(seed=3),
@@ -102,7 +102,7 @@ def test_requests_of_a_mixed_batch_get_what_they_get_alone(target: Path, head: P
     assert engine.run(together) == alone
 
 
-def test_a_cold_request_beside_a_drafted_one_keeps_its_draft_kv(target: Path, head: Path) -> None:
+def test_a_request_without_drafts_keeps_its_draft_kv_beside_a_drafted_one(target: Path, head: Path) -> None:
     plain = Engine(target).generate(PROMPTS[:2], greedy())
     engine = tree(target, head)
     cold, warm = (engine.prefill(prompt, greedy()) for prompt in PROMPTS[:2])
@@ -241,7 +241,7 @@ def test_draft_kv_and_state_behind_a_tree_are_those_of_a_prefill(oracle: tuple[P
 
 @pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize(("pages", "max_context"), [(4, 256), (9, 18)])
-def test_no_token_is_accepted_whose_kv_found_no_place(
+def test_no_token_is_accepted_without_a_slot_for_its_kv(
     oracle: tuple[Path, Path], pages: int, max_context: int, has_graphs: bool
 ) -> None:
     engine = disguised(tree(*oracle, (2, 2, 7), max_context=max_context))
@@ -273,7 +273,7 @@ def test_a_request_ends_at_max_new_tokens_inside_an_accepted_branch(
     )
 
 
-def test_a_request_whose_logits_are_not_finite_is_flagged_alone(target: Path, head: Path) -> None:
+def test_non_finite_logits_flag_only_their_own_request(target: Path, head: Path) -> None:
     engine = tree(target, head)
     sick, well = (engine.prefill(prompt, greedy()) for prompt in PROMPTS[:2])
     engine.runner.pool.kv[sick.pages] = float("nan")

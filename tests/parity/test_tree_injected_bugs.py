@@ -185,11 +185,11 @@ PLANTS = [
 ]  # fmt: skip
 
 
-def test_without_a_plant_all_is_well(models, plain):
+def test_without_a_planted_bug_every_law_holds(models, plain):
     check(models, plain)
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
-def test_each_planted_mistake_is_noticed(models, plain, plant):
+def test_each_planted_bug_is_detected(models, plain, plant):
     with pytest.raises((AssertionError, RuntimeError, IndexError)):
         check(models, plain, plant)

@@ -58,7 +58,7 @@ def test_every_invariant_holds_under_every_kind_of_fault(tmp_path):
 
 
 @pytest.mark.slow
-def test_invariants_hold_in_seeds_that_reach_every_end_and_transition(tmp_path):
+def test_the_invariants_hold_in_seeds_that_reach_every_end(tmp_path):
     summary = check_seeds(MANY_SEEDS, tmp_path)
     assert set(ENDS) <= set(summary["outcomes"]), summary["outcomes"]
     assert len(summary["gaps"]) <= len(TRANSITIONS) // 5, summary["gaps"]
@@ -85,7 +85,7 @@ def test_without_faults_every_request_gets_its_whole_text():
 @pytest.mark.parametrize(
     "transition", ["P recv Prefill", "P send Block", "D send Attach", "D event Complete", "D send Tokens"]
 )
-def test_a_worker_that_dies_takes_no_answer_with_it(transition):
+def test_a_workers_death_costs_no_answer(transition):
     num_deaths = 0
     for seed in range(12):
         options = Options(
@@ -99,7 +99,7 @@ def test_a_worker_that_dies_takes_no_answer_with_it(transition):
     assert num_deaths > 4
 
 
-def test_two_workers_that_die_within_a_second_take_no_answer_with_them():
+def test_two_deaths_within_a_second_cost_no_answer():
     num_deaths = 0
     for seed in range(16):
         options = Options(faults=Faults(kill_two=1), num_prefills=3, num_decodes=3)
@@ -126,7 +126,7 @@ def test_aggregated_workers_alone_serve_everything_also_over_a_death(is_overlapp
 
 
 @pytest.mark.parametrize("order", ["Prefill", "Reserve"])
-def test_a_request_that_kills_takes_three_workers_and_no_other_answer(order):
+def test_a_killing_request_ends_three_workers_and_no_other_answer(order):
     for seed in range(12):
         settings = Settings(step_s=0.05, max_running=8)
         options = Options(
@@ -139,7 +139,7 @@ def test_a_request_that_kills_takes_three_workers_and_no_other_answer(order):
         assert set(outcome.outcomes) == {"ok"}, (seed, outcome.outcomes)
 
 
-def test_an_order_that_arrives_damaged_is_said_again_and_costs_no_attempt():
+def test_a_damaged_order_is_resent_and_costs_no_attempt():
     num_damaged = 0
     for seed in range(10):
         outcome = run(seed, Options(faults=Faults(order_flip=0.2), may_repeat=False))
@@ -178,12 +178,12 @@ def test_a_leaving_worker_costs_no_answer_with_an_empty_retry_budget(fault, seed
     assert num_ok > 40
 
 
-def test_a_death_that_had_to_be_paid_would_cost_answers():
+def test_a_death_charged_to_the_retry_budget_would_cost_answers():
     fault = Faults(kill_at="D send Tokens", kill_nth=4)
     assert without_budget(Dispatcher, "_may_retry", fault, 0).outcomes["PeerLost"] > 0
 
 
-def test_a_failing_seed_is_told_with_the_command_that_replays_it(capsys):
+def test_a_failing_seed_prints_the_command_that_replays_it(capsys):
     switched_off, _ = SEAMS["digest"]()
     with switched_off:
         total = cluster_main.run_range(range(60))

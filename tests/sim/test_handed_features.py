@@ -201,7 +201,7 @@ def accepted(oracle, monkeypatch, prefill_ids, decode_ids, *, has_graphs=False):
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
-def test_received_features_of_the_right_layers_are_believed_in_full(oracle, monkeypatch, has_graphs):
+def test_received_features_of_the_right_layers_are_accepted_in_full(oracle, monkeypatch, has_graphs):
     assert accepted(oracle, monkeypatch, ORACLE_IDS, ORACLE_IDS, has_graphs=has_graphs) == [FULL_STEP] * 3
 
 

@@ -165,7 +165,7 @@ def test_features_of_a_prompt_computed_here_reach_the_drafter(tmp_path):
         assert (timeline.verify_steps, timeline.accepted_tokens) == (3, 9), f"round {i}"
 
 
-def test_one_token_and_an_answer_that_had_ended_already_end_here_too(models):
+def test_local_prefill_ends_one_token_and_already_complete_answers(models):
     pair = pair_of(models, 128)
     pair.send(name(1), [5, 6, 7], max_new_tokens=1, is_local=True)
     pair.send(name(2), [5, 6, 7], is_local=True, num_output=1, stop_token_ids=[7])
@@ -181,7 +181,7 @@ def test_one_token_and_an_answer_that_had_ended_already_end_here_too(models):
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_cancels_of_prompts_on_either_road_leave_nothing(models, seed, overlap):
+def test_random_cancels_on_either_prefill_path_leave_nothing(models, seed, overlap):
     rng = random.Random(seed)
     pages = rng.choice([24, 40])
     pair = pair_of(models, rng.choice([3, 9]), pages=pages, max_running=3, overlap=overlap)

@@ -73,14 +73,14 @@ def test_every_defence_has_its_seeds():
 
 
 @pytest.mark.parametrize("name", SEEDS)
-def test_a_missing_defence_is_noticed_by_a_seed_that_holds_with_it(name):
+def test_a_disabled_defence_fails_one_of_its_seeds(name):
     noticed = any(kills(name, seed) for seed in SEEDS[name])
     assert noticed, f"no seed notices that the defence is off: {name}; see the top of this file"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SEAMS)
-def test_a_missing_defence_is_noticed_by_seeds_that_nobody_chose(name):
+def test_a_disabled_defence_fails_unselected_seeds(name):
     assert search(name, FRESH, 1), f"none of {FRESH} notices that the defence is off: {name}"
 
 

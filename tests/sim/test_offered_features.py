@@ -90,7 +90,7 @@ def test_one_prefill_serves_plain_and_speculative_decode_and_two_heads(target, h
     pair.assert_nothing_is_held()
 
 
-def test_an_oracle_head_believes_a_subset_in_full(tmp_path, monkeypatch):
+def test_an_oracle_head_accepts_a_subset_of_features_in_full(tmp_path, monkeypatch):
     target, head = write_oracle(tmp_path)
     layers = ",".join(str(layer) for layer in sorted({*ORACLE_IDS, 0, 3}))
     pair = Pair(target, head, pages=96, ours={"draft": "", "feature_layers": layers})
@@ -127,7 +127,7 @@ def test_a_layer_that_the_model_lacks_is_refused_at_start(target):
 
 
 @pytest.mark.parametrize("text", ["a", "1,,2", "-1", "1 2", ",".join("1" * 65)])
-def test_a_wrong_list_of_layers_is_refused_with_what_to_write(text):
+def test_a_wrong_list_of_layers_is_refused_with_a_valid_example(text):
     with pytest.raises(ConfigError, match="--feature-layers"):
         load_config(PrefillConfig, ["--model", "m", "--feature-layers", text], {})
     with pytest.raises(ConfigError):

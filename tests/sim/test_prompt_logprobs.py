@@ -52,7 +52,7 @@ def expected(model):
 
 @pytest.mark.parametrize("place", ["prefill", "decode", "decode, launched ahead"])
 @pytest.mark.parametrize("rows", [1 << 20, 4], ids=["whole", "bounded logits"])
-def test_every_prompt_token_is_judged_as_transformers_does(model, expected, place, rows, monkeypatch):
+def test_prompt_logprobs_equal_those_of_transformers(model, expected, place, rows, monkeypatch):
     monkeypatch.setattr("baton.engine.prompt_logprobs.MAX_SCORED_LOGITS", rows * 256)
     is_local, overlap = place != "prefill", "on" if "ahead" in place else "off"
     pair = Scored(model, pages=96, chunk_size=7, max_running=8, overlap=overlap)

@@ -39,7 +39,7 @@ def answer(pair, room, prompt_ids, num_output=0, **sampling):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_answer_taken_up_at_any_token_is_the_answer(pair, way):
+def test_an_answer_resumed_at_any_token_is_the_same_answer(pair, way):
     start = 100 * list(WAYS).index(way)
     whole = answer(pair, name(start), PROMPT, **WAYS[way])
     assert len(whole) == NUM_TOKENS

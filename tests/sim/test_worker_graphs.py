@@ -36,7 +36,7 @@ def serve(model, draft, wanted, *, seed=None, **settings):
 
 
 @pytest.mark.parametrize("drafts", [True, False])
-def test_with_graphs_the_pair_says_what_it_says_without(random_pair, drafts):
+def test_a_pair_gives_the_same_tokens_with_and_without_graphs(random_pair, drafts):
     target, head = random_pair
     wanted = prompts(random.Random(5), 6)
     pairs = [
@@ -99,7 +99,7 @@ class Syncs(DispatchMode):
     [(0.0, {}), (1.0, {}), (1.0, {"spec_topk": 3, "spec_tokens": 8})],
     ids=["greedy", "sampled", "tree"],
 )
-def test_a_step_asks_the_device_for_nothing_but_its_report(random_pair, temperature, settings):
+def test_a_step_reads_only_its_report_from_the_device(random_pair, temperature, settings):
     pair = Pair(*random_pair, pages=96, max_running=6, graphs="on", **settings)
     for i in range(3):
         pair.send(name(i), [5 + i, 7, 9], max_new_tokens=30, temperature=temperature, seed=i)
@@ -143,7 +143,7 @@ def test_the_steps_in_use_and_how_often_each_was_chosen_are_reported(random_pair
     assert Pair(oracle[0], pages=96).decode.stats().spec_steps is None
 
 
-def test_a_head_that_is_never_right_is_warned_of_once(random_pair, oracle, caplog):
+def test_a_head_with_no_accepted_draft_is_warned_of_once(random_pair, oracle, caplog):
     for model, count in ((random_pair, 1), (oracle, 0)):
         caplog.clear()
         pair = Pair(*model, pages=96, max_running=6)

@@ -67,7 +67,7 @@ def said_without(target, head, drafts, wanted, **changes):
         pytest.param(drafts, True, marks=[pytest.mark.slow] if drafts != "chain" else []) for drafts in DRAFTS
     ],
 )
-def test_the_pair_says_what_it_says_when_steps_wait(target, head, late, drafts, graphs):
+def test_overlapped_steps_give_the_tokens_of_waiting_steps(target, head, late, drafts, graphs):
     wanted = wanted_of(1)
     pair = pair_of(
         target, head, drafts, pages=96, max_running=6, graphs="on" if graphs else "off", graph_self_test=False
@@ -171,7 +171,7 @@ def cancelled_at_random(target, head, drafts, seed):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("drafts", DRAFTS)
-def test_cancels_at_any_moment_leave_nothing_and_disturb_nobody(target, head, late, drafts, seed):
+def test_cancels_at_any_moment_leave_nothing_and_change_no_other_output(target, head, late, drafts, seed):
     pair, cancelled, wanted = cancelled_at_random(target, head, drafts, seed)
     for i, expected in enumerate(said_without(target, head, drafts, wanted, ignore_eos=False)):
         got = pair.tokens.get(name(i), [])
@@ -197,7 +197,7 @@ def test_pages_given_back_before_the_last_step_was_read_are_found_written(target
         all_seeds()
 
 
-def test_gone_is_said_when_the_step_under_way_was_read(target, head, late):
+def test_gone_is_sent_after_the_running_step_was_read(target, head, late):
     pair = pair_of(target, head, "chain", pages=96)
     pair.send(name(0), [5, 7, 9], max_new_tokens=40)
     pair.run(until=lambda: len(pair.tokens.get(name(0), [])) > 4)
@@ -215,7 +215,7 @@ def test_gone_is_said_when_the_step_under_way_was_read(target, head, late):
 
 
 @pytest.mark.parametrize("end", ["drop_rooms", "hand_back", "expire"])
-def test_every_other_end_waits_for_the_step_under_way_too(target, head, late, end):
+def test_every_other_end_also_waits_for_the_running_step(target, head, late, end):
     pair = pair_of(target, head, "chain", pages=96)
     for i in range(3):
         pair.send(name(i), [5 + i, 7, 9], max_new_tokens=40)

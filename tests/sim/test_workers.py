@@ -58,7 +58,7 @@ def prompts(rng, count):
 
 
 @pytest.mark.parametrize("chunk_size", [4, 0])
-def test_the_pair_says_what_one_process_says(model, reference, chunk_size):
+def test_a_pair_gives_the_tokens_of_one_process(model, reference, chunk_size):
     pair = Pair(model, chunk_size=chunk_size, pages=96, max_running=8)
     wanted = prompts(random.Random(1), 8)
     for i, prompt in enumerate(wanted):
@@ -99,7 +99,7 @@ def test_a_repeated_prompt_is_neither_computed_nor_pulled_again(model, reference
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_cancels_in_any_order_leave_nothing_and_disturb_nobody(model, reference, seed):
+def test_random_cancels_leave_nothing_and_change_no_other_output(model, reference, seed):
     rng = random.Random(seed)
     pair = Pair(model, chunk_size=rng.choice([4, 8, 0]), pages=rng.choice([24, 40]), max_running=3)
     waiting = list(enumerate(prompts(rng, 12)))
@@ -132,7 +132,7 @@ def test_random_cancels_in_any_order_leave_nothing_and_disturb_nobody(model, ref
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-def test_an_order_that_was_refused_is_not_taken_when_it_is_said_again(model, is_local):
+def test_a_refused_order_stays_refused_when_repeated(model, is_local):
     """The router has gone on without these two, and would never hear of what they hold."""
     pair = Pair(model, pages=24)
     cache = pair.decode.engine.cache
@@ -164,7 +164,7 @@ def test_losing_the_router_drops_every_room(model):
 
 @pytest.mark.parametrize("turns", range(8))
 @pytest.mark.parametrize("is_cancelled", [True, False])
-def test_a_newer_attempt_replaces_the_older_one_wherever_that_stands(model, reference, turns, is_cancelled):
+def test_a_newer_attempt_replaces_the_older_one_in_every_state(model, reference, turns, is_cancelled):
     pair = Pair(model, pages=96, chunk_size=8)
     prompt = list(range(10, 40))
     pair.send(name(1), prompt)
@@ -365,7 +365,7 @@ def test_features_of_a_single_room_may_exceed_the_share(oracle):
     assert isinstance(pair.ends[name(0)], Finished)
 
 
-def test_decode_hears_at_once_that_prefill_gave_a_queued_prompt_up(model):
+def test_decode_is_told_at_once_of_a_queued_prompt_given_up(model):
     pair = Pair(model)
     cache = pair.prefill.engine.cache
     held = cache.alloc(cache.num_available)
@@ -384,7 +384,7 @@ def test_decode_hears_at_once_that_prefill_gave_a_queued_prompt_up(model):
     pair.assert_nothing_is_held()
 
 
-def test_a_first_token_that_is_no_token_fails_its_room_alone(model):
+def test_an_invalid_first_token_fails_only_its_room(model):
     pair = Pair(model, pages=96)
     pair.send(name(0), [1, 2, 3])
     done = {"num_bytes": 0, "num_blocks": 0, "seconds": 0.0}

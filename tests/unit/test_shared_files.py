@@ -14,7 +14,7 @@ def write_many(path: Path) -> None:
         (path / str(number)).write_text("x")
 
 
-def test_every_reader_sees_a_whole_folder_whoever_wrote_it(tmp_path):
+def test_every_reader_sees_a_complete_folder(tmp_path):
     def count(_: int) -> int:
         return len(list(SharedFiles(tmp_path).folder("many", "key", write_many).iterdir()))
 

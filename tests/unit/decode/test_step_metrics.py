@@ -49,7 +49,7 @@ def test_a_row_with_bad_logits_is_no_verify() -> None:
 
 
 @pytest.mark.parametrize(("drafted", "num_warnings"), [(0, 0), (3, 1)])
-def test_only_drafts_that_are_not_accepted_are_warned_of(
+def test_a_warning_follows_only_drafts_that_are_not_accepted(
     drafted: int, num_warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     metrics, known = StepMetrics(), room()

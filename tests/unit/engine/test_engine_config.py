@@ -89,7 +89,7 @@ def test_graphs_are_captured_when_asked_for_and_only_then(toy_checkpoint):
     assert engine.lifecycle.phase is Phase.SERVING
 
 
-def test_of_takes_from_a_role_what_it_has():
+def test_engine_settings_take_the_fields_of_a_role():
     prefill = EngineConfig.of(PrefillConfig(model="m", chunk_size=7, graphs="on", graph_self_test=False))
     decode = EngineConfig.of(DecodeConfig(model="m", max_running=3, spec_steps=2))
     assert (prefill.chunk_size, prefill.graphs, prefill.graph_self_test) == (7, "on", False)

@@ -100,7 +100,7 @@ def test_a_hash_is_known_at_once_after_it_was_computed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["size", "mtime", "inode", "cache"])
-def test_a_cached_hash_is_not_believed_of_another_file(tmp_path: Path, change: str) -> None:
+def test_a_cached_hash_is_not_used_for_another_file(tmp_path: Path, change: str) -> None:
     path = checkpoint(tmp_path / "m", big_tensors())
     hashed(path)
     file = path / "model.safetensors"

@@ -42,7 +42,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("lose", LOSSES.values(), ids=LOSSES)
-def test_after_a_loss_no_order_is_taken_before_the_router_knows_of_it(
+def test_after_a_loss_orders_are_refused_until_the_router_knows_of_it(
     lose,
 ):
     machine = joined()
@@ -61,7 +61,7 @@ def test_after_a_loss_no_order_is_taken_before_the_router_knows_of_it(
     assert advance(machine, 0.2)[1] == ""
 
 
-def test_a_router_that_names_no_generation_is_taken_at_its_word():
+def test_a_welcome_without_a_generation_reopens_the_link():
     machine = joined()
     machine.broke()
     advance(machine, 0.1)
@@ -99,7 +99,7 @@ class CrawlingLink(LinkQueues):
         return self.inbox.pop(0) if self.inbox else None
 
 
-def test_no_backlog_holds_a_heartbeat_back():
+def test_a_backlog_delays_no_heartbeat():
     link, now = CrawlingLink(), 0.0
     for _ in range(100):
         link.send(Gone(room=ROOM, epoch=0, instance=ME))

@@ -76,7 +76,7 @@ def test_an_idle_leaving_worker_stays_to_refuse_orders_under_way():
     assert loop.link.is_closed
 
 
-def test_rooms_that_are_left_when_the_drain_time_is_over_are_handed_back():
+def test_rooms_left_at_the_end_of_the_drain_time_are_handed_back():
     loop, shutdown, clock, _ = loop_of(2)
     shutdown.drain.set()
     loop.run()
@@ -92,7 +92,7 @@ def test_a_second_signal_hands_everything_back_at_once():
     assert (loop.worker.calls, clock[0]) == (["hand back"], 100.0)
 
 
-def test_a_worker_says_that_it_leaves_in_the_middle_of_a_long_step():
+def test_a_worker_announces_its_drain_during_a_long_step():
     loop, shutdown, _, _ = loop_of(1)
     posted = []
 

@@ -47,19 +47,19 @@ def item(room, seq=1):
 
 
 @pytest.mark.parametrize("kind", [Reserve, Prefill])
-def test_what_is_said_of_a_room_goes_to_the_router_that_opened_it(kind):
+def test_messages_about_a_room_go_to_the_router_that_opened_it(kind):
     owners = RoomOwners()
     owners.take(FromRouter(router=1, message=reserve(A, kind)))
     assert to(owners, finished(A)) == [(1, finished(A))]
 
 
-def test_what_is_said_of_the_worker_goes_to_every_router():
+def test_messages_about_the_worker_go_to_every_router():
     owners = owners_of(0)
     for message in (Heartbeat(instance=ME, stats=WorkerStats()), Goodbye(instance=ME)):
         assert to(owners, message) == [(EVERY, message)]
 
 
-def test_the_tokens_of_a_step_are_parted_by_router_and_stay_in_order():
+def test_the_tokens_of_a_step_are_split_by_router_in_order():
     owners = owners_of(0, 1, 0)
     tokens = Tokens(instance=ME, items=[item(A), item(B), item(C), item(A, 2)])
     assert to(owners, tokens) == [
@@ -76,7 +76,7 @@ def test_a_router_cannot_end_or_open_another_s_room():
     assert to(owners, finished(A)) == [(0, finished(A))], "it is still the first router's"
 
 
-def test_a_cancel_of_an_unknown_room_is_answered_to_who_asked():
+def test_a_cancel_of_an_unknown_room_is_answered_to_its_sender():
     owners = owners_of(0)
     assert owners.take(FromRouter(router=1, message=Cancel(room=C, epoch=0, instance=ME))) is not None
     gone = Gone(room=C, epoch=0, instance=ME)
@@ -125,5 +125,5 @@ def test_a_list_of_routers_is_separated_by_commas():
         ("", "is not an endpoint"),
     ],
 )
-def test_a_wrong_list_of_routers_is_refused_with_the_one_that_is_wrong(text, says):
+def test_a_wrong_list_of_routers_is_refused_with_the_wrong_address(text, says):
     assert says in endpoints_fault(text)

@@ -21,7 +21,7 @@ def table() -> RoomTable[Try]:
     return table
 
 
-def test_an_attempt_is_known_while_it_or_a_newer_one_is_here_or_was(table: RoomTable[Try]) -> None:
+def test_ended_and_superseded_attempts_stay_known(table: RoomTable[Try]) -> None:
     assert [table.is_known("a", epoch) for epoch in (0, 1, 2, 3)] == [True, True, True, False]
     for room in table:
         table.remove(room)
@@ -34,7 +34,7 @@ def test_a_cancel_reaches_the_attempts_up_to_its_epoch(table: RoomTable[Try]) ->
     assert [room.key for room in table.cancel("a", 5)] == [("a", 1), ("a", 2)]
 
 
-def test_an_order_that_comes_behind_its_cancel_begins_nothing(table: RoomTable[Try]) -> None:
+def test_an_order_that_arrives_after_its_cancel_starts_nothing(table: RoomTable[Try]) -> None:
     assert table.cancel("c", 1) == []
     assert table.is_known("c", 1)
     assert not table.is_known("c", 2)

@@ -36,7 +36,7 @@ def test_a_main_loop_needs_an_engine(startup):
         startup.build_loop()
 
 
-def test_sockets_open_only_once_the_engine_is_there(startup):
+def test_sockets_open_only_after_the_engine_is_loaded(startup):
     startup.read_keys()
     try:
         with pytest.raises(StartupError, match="layout"):

@@ -60,15 +60,13 @@ def test_every_token_writes_something_and_text_is_read_byte_for_byte(folder: Pat
     assert all(backend.decode([n]) for n in range(512))
 
 
-def test_nothing_is_written_over_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_checkpoint_is_not_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(folder), *WRITE]) == 1
     assert f"{folder / 'target'} exists; name another directory" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there_is_said_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_device_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "new"), "--shape", "toy", "--device", "cuda"]) == 1
     assert "no usable CUDA device" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

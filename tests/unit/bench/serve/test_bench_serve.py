@@ -8,7 +8,7 @@ import random
 
 import pytest
 from baton.bench.serve.arguments import parse
-from baton.bench.serve.bench import LoadPlan, ServeBench, model_of
+from baton.bench.serve.bench import model_of
 from baton.bench.serve.client import LoadClient, TimedCall, endpoint_of
 from baton.bench.serve.figures import Goals, figures_of, percentile, spread, ttft_ms
 from baton.bench.serve.load import Bound, Level, Run
@@ -16,119 +16,11 @@ from baton.bench.serve.prompts import file_prompts, random_prompts
 from baton.bench.serve.server import read_metrics, said, totals
 from baton.bench.serve.table import as_table
 from baton.cluster.errors import BatonError, ConfigError
+from baton.tests.unit.bench.serve.scripted import GAP_S, NUM_TOKENS, TTFT_S, Scripted, measured
 from baton.tests.unit.virtual_time import run
 
-TTFT_S, GAP_S, NUM_TOKENS = 0.2, 0.05, 5
-SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
-
-class Wire:
-    """What a client writes to; the other end is a coroutine of the script."""
-
-    def __init__(self, endpoint, reader):
-        self.endpoint, self.reader = endpoint, reader
-        self.sent = b""
-        self.is_closed = False
-
-    def write(self, data):
-        self.sent += data
-        head, _, body = self.sent.partition(b"\r\n\r\n")
-        size = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0] or 0)
-        if len(body) == size:
-            self.sent = b""
-            answer = self.endpoint.serve(head.decode(), json.loads(body or b"{}"), self)
-            self.endpoint.tasks.append(asyncio.ensure_future(answer))
-
-    async def drain(self):
-        pass
-
-    def close(self):
-        self.is_closed = True
-
-
-class Scripted:
-    """Answers as `script(request number)` says: "ok", "429", "frame", "cut", "early", "hang", "slow"."""
-
-    def __init__(self, script=lambda number: "ok", per_event=1):
-        self.script, self.per_event = script, per_event
-        self.bodies, self.wires, self.tasks = [], [], []
-
-    async def connect(self, host, port, **_):
-        if self.script(-1) == "refused":
-            raise ConnectionRefusedError
-        wire = Wire(self, asyncio.StreamReader())
-        self.wires.append(wire)
-        return wire.reader, wire
-
-    async def serve(self, head, body, wire):
-        if head.startswith("GET /v1/models ") and self.script(-1).isdigit():
-            return wire.reader.feed_data(whole(int(self.script(-1)), b'{"error": {"message": "No."}}'))
-        if head.startswith("GET /v1/models "):
-            return wire.reader.feed_data(whole(200, b'{"data": [{"id": "toy"}]}'))
-        if head.startswith("GET"):
-            return wire.reader.feed_data(whole(404, b"{}"))
-        self.bodies.append(body)
-        what = self.script(len(self.bodies) - 1)
-        if what == "429":
-            return wire.reader.feed_data(whole(429, b'{"error": {"code": "overloaded"}}'))
-        if what == "hang":
-            return None
-        await asyncio.sleep(TTFT_S * (3 if what == "slow" else 1))
-        wire.reader.feed_data(SSE)
-        for i in range(NUM_TOKENS):
-            if i:
-                await asyncio.sleep(GAP_S)
-            if what == "cut" and i == 2:
-                return wire.reader.feed_eof()
-            wire.reader.feed_data(event({"choices": [{"text": "x", "token_ids": [7] * self.per_event}]}))
-        if what == "frame":
-            wire.reader.feed_data(event({"error": {"code": "server_error"}}))
-        elif what != "early":
-            num_output = NUM_TOKENS * self.per_event
-            wire.reader.feed_data(
-                event({"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": num_output}})
-            )
-            wire.reader.feed_data(b"e\r\ndata: [DONE]\n\n\r\n")
-        return wire.reader.feed_data(b"0\r\n\r\n")
-
-
-def whole(status, body):
-    return b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body)
-
-
-def event(value):
-    data = f"data: {json.dumps(value)}\n\n".encode()
-    return b"%x\r\n%b\r\n" % (len(data), data)
-
-
-def measured(endpoint, level, bound, *, goals=None, questions=None, timeout_s=60.0, busy=None):
-    """The run of one level and its figures."""
-
-    async def main():
-        loop = asyncio.get_running_loop()
-        client = LoadClient(
-            endpoint_of("http://x:1"), loop.time, timeout_s=timeout_s, connect=endpoint.connect
-        )
-        asked = questions or random_prompts(
-            random.Random(1), inputs=(11, 11), outputs=(5, 5), vocab=256, prefix=0
-        )
-        plan = LoadPlan(
-            model="toy",
-            common={},
-            questions=asked,
-            bound=bound,
-            goals=goals or Goals(),
-            warmup=0,
-            rng=random.Random(4),
-        )
-        if busy is not None:
-            loop.call_at(busy[0], lambda: setattr(loop, "now", loop.now + busy[1]))
-        return await ServeBench(client, plan).measure(level)
-
-    return run(main())
-
-
-def test_known_delays_come_out_as_they_are():
+def test_known_delays_are_measured_exactly():
     _, found = measured(Scripted(), Level(width=2), Bound(num_requests=10))
     e2e = 1000 * (TTFT_S + (NUM_TOKENS - 1) * GAP_S)
     for shown, expected in ((found.ttft, 200), (found.itl, 50), (found.tpot, 50), (found.e2e, e2e)):
@@ -159,7 +51,7 @@ def test_a_duration_ends_the_run_and_what_began_is_waited_for():
     assert found.seconds == pytest.approx(1.2)
 
 
-def test_an_open_loop_keeps_its_rate_whatever_becomes_of_the_answers():
+def test_an_open_loop_keeps_its_rate_independent_of_the_answers():
     running, found = measured(Scripted(lambda i: "slow"), Level(rate=20.0), Bound(num_requests=900))
     dues = sorted(call.due for call in running.calls)
     assert 900 / dues[-1] == pytest.approx(20.0, rel=0.1)
@@ -178,7 +70,7 @@ def test_an_open_loop_lasts_its_full_time_without_late_arrivals():
     assert found.requests_per_s == pytest.approx(len(running.calls) / found.seconds)
 
 
-def test_the_same_seed_asks_the_same_at_the_same_times():
+def test_the_same_seed_sends_the_same_requests_at_the_same_times():
     def asked():
         endpoint = Scripted()
         running, _ = measured(endpoint, Level(rate=5.0), Bound(num_requests=20))
@@ -201,7 +93,7 @@ def test_a_stall_of_the_client_itself_is_in_the_times_of_an_open_loop():
     assert "late (p99)" in as_table([found])
 
 
-def test_failures_are_counted_by_kind_and_are_in_no_time():
+def test_failures_are_counted_by_kind_and_excluded_from_times():
     kinds = ["ok", "429", "cut", "frame", "early", "hang", "ok", "429"]
     _, found = measured(Scripted(lambda i: kinds[i]), Level(width=1), Bound(num_requests=8), timeout_s=5.0)
     assert found.errors == {
@@ -213,7 +105,7 @@ def test_failures_are_counted_by_kind_and_are_in_no_time():
     assert "2 x HTTP 429 overloaded" in as_table([found])
 
 
-def test_an_endpoint_that_is_not_there_is_an_error_of_every_request():
+def test_a_missing_endpoint_is_an_error_of_every_request():
     _, found = measured(Scripted(lambda i: "refused"), Level(width=1), Bound(num_requests=2))
     assert (found.num_ok, found.errors) == (0, {"connection refused": 2})
     assert json.loads(json.dumps(found.as_dict()))["ttft"]["p99"] is None
@@ -259,7 +151,7 @@ def test_one_token_has_no_time_per_token():
     assert found.goodput_per_s == 1.0
 
 
-def test_prompts_have_the_lengths_asked_for_and_share_what_they_shall():
+def test_prompts_have_the_requested_lengths_and_shared_prefixes():
     asked = random_prompts(random.Random(2), inputs=(8, 12), outputs=(3, 4), vocab=300, prefix=6)
     bodies = [question.body for question in itertools.islice(asked, 200)]
     assert {len(body["prompt"]) for body in bodies} == {8, 9, 10, 11, 12}
@@ -269,7 +161,7 @@ def test_prompts_have_the_lengths_asked_for_and_share_what_they_shall():
     assert all(3 <= token < 300 for body in bodies for token in body["prompt"])
 
 
-def test_a_file_of_prompts_is_asked_over_and_over(tmp_path):
+def test_a_file_of_prompts_is_repeated(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text(
         '{"prompt": "a", "max_tokens": 9}\n\n{"messages": [{"role": "user", "content": "b"}], "id": 4}\n'
@@ -301,19 +193,19 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path, line):
         ["--temperature", "nan"],
     ],
 )  # fmt: skip
-def test_an_option_that_makes_no_sense_is_refused(argv, capsys):
+def test_an_invalid_option_is_refused(argv, capsys):
     with pytest.raises(SystemExit, match="2"):
         parse(argv)
     assert "error" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("url", ["x", "ftp://a", "http://", "http://a:b", "http://[1"])
-def test_what_is_no_url_is_named(url):
+def test_an_invalid_url_is_named(url):
     with pytest.raises(ConfigError, match="--url"):
         endpoint_of(url)
 
 
-def test_the_model_is_the_first_that_is_named():
+def test_the_default_model_is_the_first_that_the_server_lists():
     async def main(endpoint):
         clock = asyncio.get_running_loop().time
         return await model_of(LoadClient(endpoint_of("http://x:1/v1/"), clock, connect=endpoint.connect))
@@ -326,7 +218,7 @@ def test_the_model_is_the_first_that_is_named():
             run(main(Scripted(lambda i, status=status: status)))
 
 
-def test_what_the_endpoint_says_is_the_difference_of_two_readings():
+def test_server_figures_are_the_difference_of_two_readings():
     def metrics(factor):
         lines = {
             "baton_handoff_seconds_sum": 0.5, "baton_handoff_seconds_count": 10,

@@ -157,7 +157,7 @@ def test_m2_1_a_prefill_worker_asked_for_decode_graphs_says_it_has_none(toml, na
     assert "; it is a setting of `baton prefill`" in failure(DecodeConfig, "--chunk-size", "4")
 
 
-def test_up_says_where_a_setting_of_its_children_belongs():
+def test_up_names_the_place_of_a_setting_of_its_children():
     words = "which `up` starts with what --config FILE has under [router] and [prefill]"
     assert words in failure(UpConfig, "--max-queue", "4")
 
@@ -177,7 +177,7 @@ def test_an_unknown_variable_is_warned_of_once_and_others_are_not(caplog):
     ]
 
 
-def test_a_missing_model_says_the_three_places_to_write_it():
+def test_a_missing_model_names_the_three_places_to_set_it():
     with pytest.raises(
         ConfigError, match=r"--model DIR, set BATON_ROUTER_MODEL, or put model = .* under \[router\]"
     ):

@@ -97,7 +97,7 @@ def test_a_message_for_another_instance_is_dropped_and_counted():
     assert not machine.connected
 
 
-def test_a_quiet_router_is_asked_and_an_answer_keeps_it():
+def test_a_quiet_router_is_probed_and_kept_after_an_answer():
     machine = joined()
     assert advance(machine, QUIET_S - 0.01) == (False, "")
     assert advance(machine, QUIET_S) == (True, "")
@@ -114,7 +114,7 @@ def test_a_router_that_answers_nothing_is_lost_once():
     assert not machine.connected
 
 
-def test_a_pause_of_our_own_is_not_the_routers_silence():
+def test_a_pause_of_this_process_is_not_counted_as_the_routers_silence():
     machine = joined()
     assert advance(machine, 1000.0) == (True, "")  # nothing was asked in between, so nothing went unanswered
     machine.hear(welcome())
@@ -160,7 +160,7 @@ def test_a_rejection_of_a_joined_worker_is_a_loss():
     assert not machine.connected
 
 
-def test_a_hello_that_finds_nobody_is_tried_again_soon():
+def test_a_hello_without_a_listener_is_repeated_soon():
     machine = LinkMachine(HELLO, 0.0)
     for now in (0.0, 0.11, 0.22, 0.33):
         assert machine.advance(now)[0]
@@ -169,7 +169,7 @@ def test_a_hello_that_finds_nobody_is_tried_again_soon():
     assert machine.num_hellos == 0
 
 
-def test_a_failed_send_asks_who_is_there_before_anything_else_is_sent():
+def test_after_a_failed_send_nothing_is_sent_before_a_new_welcome():
     machine = joined()
     machine.doubt()
     assert not machine.can_send
@@ -181,7 +181,7 @@ def test_a_failed_send_asks_who_is_there_before_anything_else_is_sent():
 
 
 @pytest.mark.parametrize("cause", ["silence", "replaced", "rejected"])
-def test_a_loss_starts_a_generation_that_is_said_before_anything_else(cause):
+def test_a_loss_starts_a_generation_that_is_announced_first(cause):
     machine = joined()
     now = 0.1
     if cause == "silence":
@@ -378,7 +378,7 @@ def test_a_replaced_routers_loss_precedes_its_successors_messages(link, router):
     assert events[1:] == [welcome(R2), Cancel(room=ROOM, epoch=0, instance=ME)]
 
 
-def test_what_was_meant_for_a_lost_router_is_not_sent_to_the_next(new_router, link, router):
+def test_messages_for_a_lost_router_are_not_sent_to_its_successor(new_router, link, router):
     join(link, router)
     endpoint = router.endpoint
     router.socket.close()

@@ -74,7 +74,7 @@ def refreshed(names, links):
         (f"{NAME},{NAME}", "twice"),
     ],
 )
-def test_a_name_to_be_asked_is_an_endpoint_of_a_list(text, fault):
+def test_a_router_list_takes_dns_names_and_refuses_wrong_ones(text, fault):
     assert fault in endpoints_fault(text)
     assert bool(endpoints_fault(text)) == bool(fault)
 
@@ -87,7 +87,7 @@ def test_every_address_of_the_name_is_a_router():
     assert resolve.asked == [("routers", 7100)]
 
 
-def test_fixed_routers_are_there_at_once_and_stay():
+def test_fixed_routers_are_known_at_once_and_never_removed():
     names, links = routers(Name("10.0.0.1"), "tcp://a:1", NAME)
     assert [link.endpoint for link in links.links.values()] == ["tcp://a:1"]
     assert refreshed(names, links) == {0: "tcp://a:1", 1: "tcp://10.0.0.1:7100"}
@@ -120,7 +120,7 @@ def test_a_resolver_that_fails_takes_no_router_away(caplog):
     assert len([record for record in caplog.records if "no addresses" in record.message]) == 1
 
 
-def test_closing_ends_every_link_and_the_questions():
+def test_closing_ends_every_link_and_the_dns_queries():
     names = RouterDiscovery([NAME], resolve=Name("10.0.0.1"), ask_s=0.001)
     links = RouterLinks(names, FakeLink)
     wait_for(lambda: links.refresh() or links.links)

@@ -92,7 +92,7 @@ def test_a_reader_stalled_behind_a_full_queue_survives_its_peers_exit(side: str)
     assert "alive" in ended.stdout
 
 
-def test_nothing_is_queued_for_a_peer_that_is_not_there(context: zmq.Context) -> None:
+def test_nothing_is_queued_for_an_absent_peer(context: zmq.Context) -> None:
     dealer, router = make_socket(context, zmq.DEALER), make_socket(context, zmq.ROUTER)
     connect(dealer, "tcp://127.0.0.1:1")
     assert not try_send(dealer, [b"x"])
@@ -208,7 +208,7 @@ def test_an_endpoint_that_cannot_be_bound_is_one_line_that_names_it(
     assert "\n" not in str(error.value)
 
 
-def test_an_endpoint_that_nobody_can_connect_to_is_a_setting_to_correct(context: zmq.Context) -> None:
+def test_an_endpoint_that_cannot_be_dialled_is_refused_as_a_setting(context: zmq.Context) -> None:
     for endpoint in ("nonsense", "tcp://127.0.0.1:99999", "tcp://127.0.0.1", "tcp://127.0.0.1:x"):
         with pytest.raises(ConfigError, match=endpoint):
             connect(make_socket(context, zmq.DEALER), endpoint)
@@ -242,7 +242,7 @@ def test_only_this_hosts_own_addresses_are_loopback(endpoint: str, expected: boo
 @pytest.mark.parametrize(
     "endpoint", ["", "127.0.0.1:5", "tcp://", "tcp://127.0.0.1", "udp://127.0.0.1:5", "ipc://"]
 )
-def test_what_is_no_endpoint_is_refused_even_in_a_trusted_network(endpoint: str) -> None:
+def test_an_invalid_endpoint_is_refused_even_in_a_trusted_network(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="not an endpoint"):
         check_bind_address(endpoint, trusted_network=True)
 

@@ -44,7 +44,7 @@ def test_device_memory_without_a_gpu_is_refused_with_what_to_write():
 @pytest.mark.parametrize(
     "text", ["", "shm", "rdma,zmq_blocks", "shm, zmq_blocks", "zmq_blocks,zmq_blocks", "auto,shm"]
 )
-def test_a_wrong_list_is_refused_with_what_to_write(text):
+def test_a_wrong_list_is_refused_with_a_valid_example(text):
     assert "write" in transports_fault(text)
 
 
@@ -93,7 +93,7 @@ def test_prefill_answers_a_hello_with_its_choice_and_remembers_it():
         (3, 1, 1, "cuda_slab+shm+zmq_blocks"),
     ],
 )
-def test_the_timeline_says_how_the_blocks_came(blocks, shared, on_device, name):
+def test_the_timeline_names_the_transport_of_the_blocks(blocks, shared, on_device, name):
     decode = m.DecodeTimeline(
         handoff_blocks=blocks, handoff_shm_blocks=shared, handoff_device_blocks=on_device
     )

@@ -38,13 +38,13 @@ def test_without_the_variable_a_site_is_a_function_that_does_nothing():
         ("decode:step:1,", "site:nth"),
     ],
 )
-def test_a_fault_that_cannot_be_is_refused_and_named(text, word):
+def test_an_unknown_fault_is_refused_and_named(text, word):
     with pytest.raises(ConfigError, match=word):
         read_faults({"BATON_FAULT": text, **ALLOWED})
 
 
 @pytest.mark.parametrize("action", ["kill", "abort", "raise"])
-def test_actions_end_the_process_as_they_say(action):
+def test_each_action_ends_the_process_in_its_way(action):
     code = (
         f"from baton.cluster.process.failpoints import Fault, perform; perform(Fault(site='s', nth=1, "
         f"action={action!r}))"
@@ -62,7 +62,7 @@ def test_a_pause_ends(monkeypatch):
 
 
 @pytest.mark.parametrize("role", ["router", "prefill", "decode"])
-def test_no_role_starts_with_a_fault_that_nobody_permitted(role):
+def test_no_role_starts_with_a_fault_without_permission(role):
     ended = subprocess.run(
         [sys.executable, "-m", f"baton.{role}", "--model=/nowhere"], cwd="/", check=False,
         capture_output=True, text=True,

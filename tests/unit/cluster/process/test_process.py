@@ -73,7 +73,7 @@ def test_a_crash_while_serving_is_logged_with_its_traceback(caplog):
     assert caplog.records[-1].exc_info is not None
 
 
-def test_what_serving_returns_is_the_exit_code():
+def test_the_return_value_of_serving_is_the_exit_code():
     assert run_role("baton decode", lambda: lambda: EXIT_OK, {}) == EXIT_OK
     assert run_role("baton decode", lambda: lambda: 3, {}) == 3
 
@@ -132,7 +132,7 @@ def test_a_child_is_told_when_its_launcher_is_killed():
         assert launcher.stdout.read() == ""  # the child held the pipe, so it is gone too
 
 
-def test_a_child_whose_launcher_died_before_it_asked_is_told_at_once():
+def test_a_child_of_an_already_dead_launcher_is_told_at_once():
     child = run_child(
         """
         from baton.cluster.process.process import Shutdown, watch_parent

@@ -44,7 +44,7 @@ def test_without_a_manager_nothing_is_sent_and_nothing_fails():
     assert notifier.limit_s == 0
 
 
-def test_the_first_word_of_each_kind_is_sent_and_the_next_is_not(manager):
+def test_each_notification_is_sent_once_per_kind(manager):
     notifier = notifier_of({"NOTIFY_SOCKET": manager.getsockname()})
     for _ in range(2):
         notifier.ready("serving")
@@ -68,14 +68,14 @@ def test_an_abstract_address_is_reached():
         assert listening.recv(4096).startswith(b"READY=1")
 
 
-def test_a_manager_that_is_gone_stops_nobody(manager, tmp_path, caplog):
+def test_a_missing_manager_does_not_stop_the_process(manager, tmp_path, caplog):
     notifier = notifier_of({"NOTIFY_SOCKET": str(tmp_path / "nobody"), "WATCHDOG_USEC": "8000000"})
     for now in (0.0, 10.0, 20.0):
         notifier.ping(now)
     assert len(caplog.records) == 1  # of a row of failures
 
 
-def test_a_manager_that_is_behind_still_hears_what_is_said_once(manager, monkeypatch):
+def test_a_slow_manager_still_gets_one_time_messages(manager, monkeypatch):
     monkeypatch.setattr(
         "baton.cluster.process.sd_notify.PATIENCE_S", 60.0
     )  # this thread, which reads, may get no core for a while
@@ -112,7 +112,7 @@ def test_a_wrong_variable_is_named(env):
         notifier_of(env)
 
 
-def test_children_are_told_of_no_manager():
+def test_children_inherit_no_manager_variables():
     told = without_manager({"NOTIFY_SOCKET": "/n", "WATCHDOG_USEC": "1", "WATCHDOG_PID": "2", "PATH": "/bin"})
     assert told == {"PATH": "/bin"}
 
@@ -163,7 +163,7 @@ def worker_loop(events):
     return loop, heard, shutdown
 
 
-def test_a_worker_asks_for_time_until_a_router_welcomed_it():
+def test_a_worker_extends_its_start_time_until_a_router_welcomes_it():
     events = []
     loop, heard, shutdown = worker_loop(events)
     for _ in range(int(2 * WAIT_PACE_S / 0.1)):

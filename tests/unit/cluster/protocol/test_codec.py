@@ -152,7 +152,7 @@ def test_a_frame_above_the_limit_is_refused_unread() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_random_bytes_raise_nothing_else(frame: bytes) -> None:
+def test_random_bytes_raise_only_the_codec_error(frame: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         control_up_decoder().decode(frame)
 
@@ -167,7 +167,7 @@ def test_a_changed_message_decodes_or_is_refused(data: st.DataObject) -> None:
         decode.decode(bytes(frame))
 
 
-def test_numbers_that_are_not_numbers_are_refused() -> None:
+def test_numbers_of_a_wrong_type_or_range_are_refused() -> None:
     prefill = msgspec.to_builtins(SAMPLES[4][1])
     for value in (float("nan"), float("inf"), -1.0, "1", True):
         broken = {**prefill, "sampling": {**prefill["sampling"], "temperature": value}}

@@ -124,7 +124,7 @@ def test_a_peer_that_does_not_announce_batches_gets_one_message_per_frame():
     assert post.frames == [[cancel(0)], [cancel(1)]]
 
 
-def test_a_link_goes_by_what_the_last_welcome_said():
+def test_a_link_obeys_the_last_welcome():
     wire = Wire(takes_batches=True)
     wire.hear(Welcome(instance=ME, router=R1))
     wire.send(gone(0))
@@ -133,7 +133,7 @@ def test_a_link_goes_by_what_the_last_welcome_said():
     assert wire.frames == [[gone(0)], [gone(1)]]
 
 
-def test_what_a_peer_does_not_take_now_is_said_later_once_and_in_order():
+def test_messages_for_a_full_peer_are_sent_later_once_and_in_order():
     wire, post = Wire(takes_batches=True), Post(takes_batches=True)
     wire.takes = 0
     for number in range(3):
@@ -255,7 +255,7 @@ def control_socket(take):
         control.close()
 
 
-def test_what_timers_have_to_say_after_the_socket_is_closed_goes_nowhere():
+def test_timer_messages_after_the_socket_closed_are_dropped():
     async def main():
         with control_socket(None) as control:
             control.open(lambda *_: None)

@@ -62,7 +62,7 @@ def cancel():
     return Cancel(room="e" * 32, epoch=0, instance=D)
 
 
-def test_a_damaged_message_of_the_router_is_told_at_once_and_ends_no_room():
+def test_a_damaged_router_message_is_reported_at_once_and_ends_no_room():
     wire = joined()
     wire.sent.clear()
     assert wire.hear(0.25, flipped(cancel()), encode(cancel())) == ([cancel()], "")
@@ -72,7 +72,7 @@ def test_a_damaged_message_of_the_router_is_told_at_once_and_ends_no_room():
     assert wire.counters.malformed == 1
 
 
-def test_a_router_with_only_damaged_messages_is_asked_slowly_then_lost():
+def test_a_router_sending_only_damage_is_probed_slowly_and_then_lost():
     wire = joined()
     wire.sent.clear()
     lost = [told for i in range(300) if (told := wire.hear(0.2 + i / 100, flipped(cancel()))[1])]
@@ -139,7 +139,7 @@ def test_rooms_of_a_worker_with_a_damaged_message_are_placed_again():
     assert wire.hear(0.3, encode(WELCOME)) == ([WELCOME], "")
 
 
-def test_damaged_messages_of_no_worker_change_nothing():
+def test_damaged_messages_of_unknown_senders_change_nothing():
     world = World().join()
     (entry,), _ = world.submit(16)
     world.dispatcher.on_damaged(b"stranger")

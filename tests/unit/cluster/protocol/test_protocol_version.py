@@ -59,7 +59,7 @@ PARTS = (
 )  # fmt: skip
 
 
-def test_a_number_stands_for_the_fields_that_must_be_there():
+def test_a_protocol_number_fixes_the_required_fields():
     unions = (m.ControlUp, m.ControlDown, m.KVUp, m.KVDown)
     kinds = {kind for union in unions for kind in get_args(union)} | set(PARTS)
     found = {kind.__name__: " ".join(f.name for f in structs.fields(kind) if f.required) for kind in kinds}
@@ -67,7 +67,7 @@ def test_a_number_stands_for_the_fields_that_must_be_there():
 
 
 @pytest.mark.parametrize("step", [-1, 1])
-def test_a_worker_of_another_number_is_told_both_and_what_to_do(step):
+def test_a_worker_of_another_version_is_told_both_and_the_remedy(step):
     registry = Registry("a" * 32, 1.8)
     other = m.PROTOCOL_MAJOR + step
     rejected = registry.hello(b"w", hello(protocol=other), 0.0)

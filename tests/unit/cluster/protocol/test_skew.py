@@ -114,7 +114,7 @@ def test_a_new_field_goes_to_workers_that_know_it_however_full(field):
 
 
 @pytest.mark.parametrize("old", ["p1", "d1"])
-def test_a_pair_of_which_one_is_older_is_no_pair_for_it(old):
+def test_a_pair_with_an_older_worker_is_no_pair_for_a_new_field(old):
     fleet = (
         Fleet()
         .add("p1", takes=() if old == "p1" else YOUNG_FIELDS)

@@ -51,7 +51,7 @@ def test_a_key_is_found_until_it_is_revoked_and_no_other_text_is(path):
     assert keys.find(secret) is None
 
 
-def test_the_file_holds_no_secret_and_nobody_else_reads_it(path):
+def test_the_file_holds_no_secret_and_only_its_owner_reads_it(path):
     secret, key = add(path, {"name": "alice"})
     text = path.read_text()
     assert key.id in text
@@ -129,7 +129,7 @@ def steps_of(work):
     return seen[:-1]  # setprofile itself
 
 
-def test_s13_a_wrong_key_takes_the_same_steps_however_near_it_is(path):
+def test_s13_every_wrong_key_takes_the_same_steps(path):
     """No clock is asked: times of wrong keys can differ by their content only where their steps do."""
     secrets = [add(path, {"name": name})[0] for name in ("alice", "bob")]
     keys = table(path)
@@ -157,7 +157,7 @@ def test_keys_of_one_tenant_share_a_salt_and_others_do_not(path):
     ["", "[]", '{"keys":[{"id":"x"}]}', '{"keys":[],"more":1}', f'{{"keys":[{ENTRY},{ENTRY}]}}'],
     ids=["empty", "list", "bad id", "unknown field", "same id twice"],
 )
-def test_a_file_that_is_not_one_of_ours_is_refused_in_one_line(path, content):
+def test_a_file_of_another_format_is_refused_in_one_line(path, content):
     path.write_text(content)
     path.chmod(0o600)
     with pytest.raises(ConfigError) as caught:

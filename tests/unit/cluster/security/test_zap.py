@@ -103,7 +103,7 @@ def test_a_list_that_is_not_exactly_of_the_format_is_one_line_of_error(directory
     assert "\n" not in str(refused.value)
 
 
-def test_a_key_stands_once(directory):
+def test_a_key_appears_once_in_the_list(directory):
     peers = read_peers(directory)
     write_peers(directory, [*peers, msgspec.structs.replace(peers[0], role="prefill")])
     with pytest.raises(ConfigError, match="twice"):
@@ -316,7 +316,7 @@ def test_s31_a_key_speaks_the_verbs_of_its_role_only():
 
 
 @pytest.mark.parametrize("user", ["", "router/r", "nobody", "/"])
-def test_whoever_is_no_worker_says_nothing(user):
+def test_a_peer_that_is_not_a_worker_may_send_nothing(user):
     speakers = Speakers()
     assert speakers.fault(user, hello("decode", D))
     assert speakers.fault(user, Gone(room=ROOM, epoch=0, instance=D))
@@ -342,7 +342,7 @@ def test_a_key_that_makes_up_instances_pushes_out_its_own_only():
     assert speakers.fault("decode/liar", Gone(room=ROOM, epoch=0, instance="0" * 32))
 
 
-def test_a_log_line_is_said_again_after_a_while_and_memory_is_bounded():
+def test_a_log_line_repeats_after_a_pause_and_memory_is_bounded():
     now = [0.0]
     sparingly = LogThrottle(60.0, lambda: now[0])
     assert [sparingly.is_due("a"), sparingly.is_due("a"), sparingly.is_due("b")] == [True, False, True]

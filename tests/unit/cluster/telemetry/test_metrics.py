@@ -196,7 +196,7 @@ def everything():
     return shown(metrics.render(router, [worker])), shown(render_worker(worker))
 
 
-def test_the_page_tells_exactly_what_is_served_with_types_and_labels():
+def test_the_page_lists_exactly_the_served_metrics_types_and_labels():
     router, worker = everything()
     assert router == told()
     assert {name: router.get(name) for name in worker} == worker
@@ -210,13 +210,13 @@ def test_every_name_of_the_catalogue_is_served():
     assert series == {name for name in router if name.startswith("baton_")}
 
 
-def test_the_page_tells_every_counter_of_a_worker():
+def test_the_page_lists_every_counter_of_a_worker():
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").partition("## Events")[2]
     events = {row[0] for row in re.findall(r"^\| `(\w+)` \| (both|prefill|decode) \|", text, re.MULTILINE)}
     assert {*DECODE_COUNTERS, *PREFILL_COUNTERS} <= events
 
 
-def test_the_questions_of_an_operator_ask_for_metrics_that_exist():
+def test_the_questions_of_an_operator_use_existing_metrics():
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").partition("## Questions")[2]
     asked = set(re.findall(r"baton_\w+", text))
     assert len(asked) > 8

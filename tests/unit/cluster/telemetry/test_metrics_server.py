@@ -44,7 +44,7 @@ def get(server, path="/metrics", method="GET"):
     return reply.status, body
 
 
-def test_a_scrape_shows_what_the_loop_told_last(server):
+def test_a_scrape_shows_the_latest_figures_of_the_loop(server):
     server.tell(WorkerStats(state="draining", pages_free=7, counters={"tokens": 3.0}))
     status, body = get(server)
     assert status == 200
@@ -55,7 +55,7 @@ def test_a_scrape_shows_what_the_loop_told_last(server):
     assert any(name == "process_resident_memory_bytes" for name, _ in found)
 
 
-def test_probes_mean_different_things():
+def test_liveness_and_readiness_answer_differently():
     clock = [100.0]
     options = {"role": "decode", "instance": INSTANCE, "trusted_network": False, "clock": lambda: clock[0]}
     server = MetricsServer("127.0.0.1", 0, **options)

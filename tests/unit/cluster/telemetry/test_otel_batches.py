@@ -30,7 +30,7 @@ def made(collector, close_s=30.0):
     return batches, provider.get_tracer("test")
 
 
-def test_spans_get_there_and_none_is_counted():
+def test_delivered_spans_are_not_counted_as_lost():
     collector = Collector()
     collector.may_answer.set()
     batches, tracer = made(collector)
@@ -40,7 +40,7 @@ def test_spans_get_there_and_none_is_counted():
     assert (collector.taken, batches.num_dropped) == (100, 0)
 
 
-def test_more_spans_than_wait_are_dropped_and_counted():
+def test_spans_beyond_the_queue_are_dropped_and_counted():
     collector = Collector()
     batches, tracer = made(collector)
     for _ in range(600):  # more than a batch
@@ -66,7 +66,7 @@ def test_spans_that_the_collector_refuses_are_counted(result, caplog):
     assert batches.num_dropped == 1
 
 
-def test_the_end_waits_for_no_collector_longer_than_it_may():
+def test_the_end_waits_for_the_collector_in_bounded_time():
     collector = Collector()
     batches, tracer = made(collector, close_s=0.05)
     tracer.start_span("x").end()

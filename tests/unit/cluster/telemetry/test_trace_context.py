@@ -47,11 +47,11 @@ def test_a_parent_is_read_as_the_standard_says(header, parent):
         ([",".join(f"k{i}=1" for i in range(33))], ""),
     ],
 )  # fmt: skip
-def test_a_state_that_is_none_is_dropped_whole(headers, state):
+def test_an_invalid_state_is_dropped_whole(headers, state):
     assert state_of(headers) == state
 
 
-def test_of_too_long_a_state_the_long_members_go_first_and_then_the_last():
+def test_a_long_state_drops_long_members_first_and_then_the_last():
     members = [f"k{i}=" + "x" * 50 for i in range(8)]
     long = "long=" + "y" * 200
     assert state_of([",".join([members[0], long, *members[1:]])]) == ",".join(members)
@@ -77,7 +77,7 @@ member = st.from_regex(r"[a-z0-9_@*/ =,A-Z\t-]{0,12}=?[ -~]{0,6}", fullmatch=Tru
 @given(st.lists(member, max_size=5).map(",".join))
 @example(STATE)
 @example("a=1, ,b=2")
-def test_what_the_sdk_reads_is_passed_on_as_it_reads_it(header):
+def test_a_trace_state_is_passed_on_as_the_sdk_reads_it(header):
     theirs = TraceState.from_header([header]).to_header()
     ours = state_of([header])
     if theirs:

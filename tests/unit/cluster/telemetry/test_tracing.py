@@ -136,7 +136,7 @@ def test_the_span_of_a_request_has_the_attributes_of_the_conventions(world):
     assert not any("5, 5" in str(value) for value in told.values()), "no prompt"
 
 
-def test_a_request_that_failed_or_left_says_so(world):
+def test_the_span_of_a_failed_or_cancelled_request_says_so(world):
     kept = Kept("router", lambda: world.now)
     entry = submit(world, kept)
     world.dispatcher.fail_all("Shutdown", "over")
@@ -229,7 +229,7 @@ def test_a_share_without_a_collector_is_warned_of():
     ]
 
 
-def test_what_is_kept_is_sent_when_a_process_ends(monkeypatch):
+def test_buffered_spans_are_sent_when_a_process_ends(monkeypatch):
     asked, exporter = [], InMemorySpanExporter()
     monkeypatch.setattr(otel, "OTLPSpanExporter", lambda endpoint: asked.append(endpoint) or exporter)
     tracing = open_tracing(PrefillConfig(model="m", otlp_endpoint="http://127.0.0.1:4318/"), "7" * 32)

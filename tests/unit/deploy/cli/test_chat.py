@@ -157,7 +157,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_failed_turn_is_one_line_and_leaves_the_history(serve, name):
+def test_a_failed_turn_prints_one_line_and_does_not_enter_the_history(serve, name):
     script, message = BROKEN[name]
     talk = conversation(serve(script))
     with pytest.raises(RequestFailed, match=message) as failure:
@@ -166,7 +166,7 @@ def test_a_failed_turn_is_one_line_and_leaves_the_history(serve, name):
     assert talk.messages == []
 
 
-def test_nothing_listening_says_how_to_start(serve):
+def test_without_a_server_the_error_says_how_to_start_one(serve):
     server = serve()
     url = server.url
     server.shutdown()
@@ -240,7 +240,7 @@ def test_urls_without_scheme_host_or_port_are_refused(url):
         ChatClient(url)
 
 
-def test_silence_is_bounded(serve):
+def test_a_silent_server_is_given_up_in_bounded_time(serve):
     assert f"sent nothing for {SILENCE_S:g} s" in str(ChatClient("http://h")._lost(httpx.ReadTimeout("")))
 
 
@@ -254,7 +254,7 @@ def test_speed_counts_the_tokens_after_the_first():
 # --- what the demo shows ------------------------------------------------------------------------------------
 
 
-def test_the_timeline_shows_the_road_in_order():
+def test_the_timeline_shows_the_phases_in_order():
     rows = timeline_rows(StreamedAnswer(usage=USAGE, timeline=TIMELINE, finish_reason="stop"))
     figures = {row[0]: row[1:] for row in rows}
     assert figures["hand-off"] == ("12.0 ms", "3.00 MiB in 3 blocks")
@@ -369,7 +369,7 @@ def test_signals_while_the_demo_stops_hurry_it_and_interrupt_nothing(serve, run_
     assert cluster.was_hurried
 
 
-def test_the_demo_runs_on_the_cpu_whatever_the_machine_has(serve, run_demo):
+def test_the_demo_runs_on_the_cpu_even_beside_a_gpu(serve, run_demo):
     cluster = FakeCluster(serve(WHOLE).url)
     run_demo(cluster, "--once")
     assert cluster.config.device == "cpu"
@@ -398,7 +398,7 @@ def test_a_malformed_url_is_one_line(capsys, url):
     assert err.count("\n") == 1
 
 
-def test_a_closed_output_is_one_line_and_not_the_servers_fault(serve):
+def test_a_closed_output_prints_one_line_and_does_not_blame_the_server(serve):
     command = [sys.executable, "-m", "baton", "chat", "--url", serve(WHOLE).url, "--once", "hi"]
     read, write = os.pipe()
     os.close(read)

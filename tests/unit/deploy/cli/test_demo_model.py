@@ -227,7 +227,7 @@ def test_the_model_is_made_once(index, tmp_path, monkeypatch, weights):
     assert [path.name for path in target.parent.iterdir() if path.is_dir()] == [target.name]
 
 
-def test_a_torn_directory_is_made_anew(index, tmp_path):
+def test_an_incomplete_directory_is_made_again(index, tmp_path):
     target = ensure_demo_model(progress=False)
     whole = (target / "model.safetensors").read_bytes()
     (target / "model.safetensors").write_bytes(whole[:-1])

@@ -86,7 +86,7 @@ def one(capsys, check, words, *flags):
     assert any(words in fault["text"] for fault in faults), faults
 
 
-def test_a_host_that_is_well_has_no_fault(capsys, model, keys, tmp_path):
+def test_a_healthy_host_has_no_finding(capsys, model, keys, tmp_path):
     (tmp_path / "c.toml").write_text(
         f'[router]\nmodel = "{model}"\nport = 0\ncontrol_bind = "tcp://127.0.0.1:0"\n'
     )
@@ -95,37 +95,37 @@ def test_a_host_that_is_well_has_no_fault(capsys, model, keys, tmp_path):
         assert examined(capsys, *flags) == (0, [])
 
 
-def test_fault_1_a_shard_that_is_missing(capsys, model):
+def test_fault_1_a_missing_shard_is_found(capsys, model):
     victim = sorted(model.glob("*.safetensors"))[1]
     victim.unlink()
     one(capsys, "model", victim.name, f"--model={model}")
 
 
-def test_fault_2_a_shard_that_was_copied_in_part(capsys, model):
+def test_fault_2_a_truncated_shard_is_found(capsys, model):
     victim = sorted(model.glob("*.safetensors"))[0]
     victim.write_bytes(victim.read_bytes()[:-100])
     one(capsys, "model", "its header says", f"--model={model}")
 
 
-def test_fault_3_a_head_of_another_model(capsys, model, tmp_path):
+def test_fault_3_a_head_of_another_model_is_found(capsys, model, tmp_path):
     (tmp_path / "head").mkdir()
     (tmp_path / "head" / "config.json").write_text('{"hidden_size": 4096}')
     one(capsys, "model", "hidden_size 4096", f"--model={model}", f"--draft={tmp_path}/head")
 
 
-def test_fault_4_a_secret_key_that_others_can_read(capsys, keys):
+def test_fault_4_a_secret_key_readable_by_others_is_found(capsys, keys):
     (keys / "decode.key").chmod(0o644)
     one(capsys, "keys", "readable by others", f"--keys={keys}")
 
 
-def test_fault_5_a_role_that_nobody_admits(capsys, keys, tmp_path):
+def test_fault_5_a_role_without_an_admitted_key_is_found(capsys, keys, tmp_path):
     shutil.rmtree(keys)
     init(keys, ["router", "decode"], "here")
     one(capsys, "keys", "admits no prefill", f"--keys={keys}", "--roles=router,decode")
 
 
 @pytest.mark.parametrize("setting", ["port", "own_port"])
-def test_fault_6_a_port_that_somebody_has(capsys, model, tmp_path, setting):
+def test_fault_6_a_port_in_use_is_found(capsys, model, tmp_path, setting):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         (tmp_path / "c.toml").write_text(
@@ -134,23 +134,23 @@ def test_fault_6_a_port_that_somebody_has(capsys, model, tmp_path, setting):
         one(capsys, "ports", str(port), f"--config={tmp_path}/c.toml", "--roles=router")
 
 
-def test_fault_7_workers_that_cannot_pair(capsys):
+def test_fault_7_workers_that_cannot_pair_are_found(capsys):
     with router([PREFILL, {**DECODE, "fingerprint": "e0" * 16}]) as url:
         one(capsys, "pairing", "e0e0e0e0", f"--url={url}")
 
 
-def test_fault_8_a_worker_that_is_silent_and_a_role_that_is_absent(capsys):
+def test_fault_8_a_silent_worker_and_a_missing_role_are_found(capsys):
     with router([{**PREFILL, "heartbeat_age_s": 9.0}]) as url:
         one(capsys, "pairing", "silent for 9.0 s", f"--url={url}")
         one(capsys, "pairing", "no decode worker", f"--url={url}")
 
 
-def test_fault_9_clocks_that_differ(capsys):
+def test_fault_9_clocks_that_differ_are_found(capsys):
     with router([PREFILL, DECODE], ahead_s=3600) as url:
         one(capsys, "clock", "behind", f"--url={url}")
 
 
-def test_fault_10_a_link_that_is_slow_or_dead(capsys, monkeypatch):
+def test_fault_10_a_slow_or_dead_link_is_found(capsys, monkeypatch):
     monkeypatch.setattr("baton.deploy.cli.pull_test.SILENCE_S", 30.0)  # its other end is a thread here
     endpoints, over = [], threading.Event()
     tell = {"on_ready": endpoints.append, "is_over": over.is_set}
@@ -207,7 +207,7 @@ def test_a_dependency_that_is_missing_or_too_old_is_named():
         ("cuda", {"--query-gpu": "0, A, 1, 1\n1, A, 1, 1\n", "nvlink": "Link 0: 26.5 GB/s\n"}, [OK]),
     ],
 )
-def test_gpus_and_their_bridges(device, said, levels):
+def test_the_report_lists_gpus_and_their_links(device, said, levels):
     def run(command):
         return next((text for word, text in said.items() if any(word in part for part in command)), "")
 
@@ -219,20 +219,20 @@ def test_few_files_and_cores_are_found():
     assert [finding.level for finding in check_limits(limits.__getitem__)] == [FAIL, WARN]
 
 
-def test_shared_memory_that_is_not_there_is_found(tmp_path):
+def test_missing_shared_memory_is_found(tmp_path):
     assert check_shm(tmp_path / "none")[0].level == WARN
 
 
-def test_a_fast_link_is_well():
+def test_a_fast_link_has_no_finding():
     assert check_link("x", lambda endpoint: Link(bytes_per_s=2e9, round_trip_s=1e-4), 1e9)[0].level == OK
 
 
-def test_a_wrong_role_is_a_wrong_setting(capsys):
+def test_an_unknown_role_is_refused_as_a_setting(capsys):
     assert doctor.main(["--roles=router,prefil"]) == 2
     assert "'prefil'" in capsys.readouterr().err
 
 
-def test_the_serving_end_needs_a_word_for_other_addresses(capsys):
+def test_the_probe_server_binds_a_public_address_only_when_permitted(capsys):
     assert doctor.main(["--serve-pull=tcp://0.0.0.0:0"]) == 2
     assert "trusted" in capsys.readouterr().err
 

@@ -36,7 +36,7 @@ def test_sizes_of_a_token_are_those_of_the_published_table(tmp_path):
 @pytest.mark.parametrize(
     "text", ["[]", "{", "{}", '{"num_attention_heads": 0}', '{"num_attention_heads": "8"}']
 )
-def test_a_config_that_says_nothing_is_named(tmp_path, text):
+def test_a_config_without_sizes_is_named(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match="config"):
         shape_of(tmp_path)
@@ -86,13 +86,13 @@ def test_workers_follow_the_load():
     )
 
 
-def test_a_request_that_fits_no_worker_is_said():
+def test_a_request_that_fits_no_worker_is_reported():
     made = plan_of(LLAMA_8B, GPU, PlannedLoad(prompt=4000, output=300, rate=1, kv_memory=2**28))
     assert (made.places, made.num_decode) == (0, 0)
     assert "does not fit" in made.advice[0]
 
 
-def test_a_small_model_on_a_slow_link_is_told_not_to_disaggregate():
+def test_a_small_model_on_a_slow_link_is_advised_not_to_disaggregate():
     small = KVShape(num_layers=28, num_kv_heads=8, head_dim=128, hidden_size=1024)  # of 0.6B
     made = plan_of(
         small, Measured(prefill_rate=300000, bandwidth=2.5e9), PlannedLoad(prompt=2048, output=200, rate=1)
@@ -114,7 +114,7 @@ def test_link_and_fixed_cost_are_found_from_two_lengths():
     assert told.prefill_rate == pytest.approx(4000)
 
 
-def test_a_link_too_fast_to_be_seen_is_no_negative_one():
+def test_a_link_too_fast_to_measure_gives_no_negative_rate():
     told = fit([sample(100, 0.003)], [sample(400, 0.002)], [sample(800, 0.1, 0.2)], 0.02)
     assert told.bandwidth == FASTEST
     assert told.fixed_s == pytest.approx(0.003, rel=1e-3)
@@ -129,7 +129,7 @@ def test_prefill_that_slows_with_the_context_is_learned_from_two_chunks():
 
 
 @pytest.mark.parametrize(("off", "code"), [(0.2, 0), (-0.3, plan.EXIT_OFF), (0.3, plan.EXIT_OFF)])
-def test_a_prediction_that_is_further_off_than_allowed_fails(toy_checkpoint, capsys, monkeypatch, off, code):
+def test_a_prediction_beyond_the_allowed_error_fails(toy_checkpoint, capsys, monkeypatch, off, code):
     monkeypatch.setattr(plan, "_on_cluster", lambda config, shape: (GPU, off, ["said"]))
     flags = [f"--model={toy_checkpoint('llama')}", "--url=http://x"]
     assert plan.main(flags) == 0
@@ -137,7 +137,7 @@ def test_a_prediction_that_is_further_off_than_allowed_fails(toy_checkpoint, cap
     assert ("off by" in capsys.readouterr().err) == bool(code)
 
 
-def test_the_command_says_sizes_without_a_cluster(toy_checkpoint, capsys):
+def test_the_command_prints_sizes_without_a_cluster(toy_checkpoint, capsys):
     assert plan.main([f"--model={toy_checkpoint('llama')}", "--bandwidth=2.5", "--rate=2"]) == 0
     assert "2.50 GB/s" in capsys.readouterr().out
     assert plan.main(["--bandwidth=2.5"]) == 2
@@ -201,7 +201,7 @@ STATUS = {
 }
 
 
-def test_a_worker_is_named_by_instance_or_pid_and_by_one_alone():
+def test_a_worker_is_selected_by_exactly_one_of_instance_and_pid():
     assert worker_of(STATUS, "aa2")["role"] == "decode"
     assert worker_of(STATUS, "4001")["role"] == "prefill"
     for node in ("aa", "", "400", "zz"):
@@ -209,7 +209,7 @@ def test_a_worker_is_named_by_instance_or_pid_and_by_one_alone():
             worker_of(STATUS, node)
 
 
-def test_nobody_but_that_worker_of_this_host_is_ended():
+def test_only_the_selected_worker_of_this_host_is_ended():
     worker = {"role": "decode", "instance": "a" * 32, "pid": os.getpid(), "host": "here"}
     with pytest.raises(ConfigError, match="is no baton decode"):
         process_of(worker, "here")

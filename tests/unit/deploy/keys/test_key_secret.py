@@ -146,7 +146,7 @@ def test_keys_that_exist_are_left_alone_however_often_it_runs(account, server, c
         ((500, ["no status"]), "500: no reason given"),
     ],
 )
-def test_any_other_answer_is_a_failure_with_its_reason(refusal, said, account, server, capsys):
+def test_an_unexpected_answer_is_a_failure_with_its_reason(refusal, said, account, server, capsys):
     server.refusal = refusal
     code, seen = secret(account, capsys)
     assert code == 1
@@ -164,7 +164,7 @@ def test_a_server_of_another_authority_is_not_told_the_keys(account, server, cap
     assert server.secrets == {}
 
 
-def test_outside_a_cluster_it_says_what_to_do_instead(tmp_path, monkeypatch, capsys):
+def test_outside_a_cluster_the_error_names_the_remedy(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     code, said = secret(tmp_path, capsys)
     assert code == 2

@@ -36,7 +36,7 @@ def test_a_query_names_series_and_labels_that_are_documented(expr):
 
 
 @pytest.mark.parametrize("expr", exprs())
-def test_what_a_query_groups_by_are_labels_of_its_metrics(expr):
+def test_a_query_groups_only_by_labels_of_its_metrics(expr):
     metrics = told()
     known = {"le"} | {label for name, (_, labels) in metrics.items() if name in expr for label in labels}
     known |= {"le"} | OF_SCRAPE
@@ -53,7 +53,7 @@ def test_panels_have_a_place_of_their_own():
     assert max(x for x, _ in cells) < 24
 
 
-def test_what_an_operator_of_prefill_and_decode_needs_is_shown():
+def test_the_dashboard_shows_every_listed_question_of_an_operator():
     asked = " ".join(exprs())
     for name in (
         "baton_requests_total", "baton_time_to_first_token_seconds", "baton_inter_token_seconds",

@@ -65,7 +65,7 @@ def test_systemd_finds_no_fault_in_the_units(written):
 
 @systemd_analyze
 @pytest.mark.parametrize("unit", MOST_EXPOSED)
-def test_s35_a_unit_is_no_more_exposed_than_its_bound(written, unit):
+def test_s35_the_exposure_score_of_a_unit_stays_below_its_bound(written, unit):
     command = [
         "systemd-analyze",
         "security",
@@ -78,14 +78,14 @@ def test_s35_a_unit_is_no_more_exposed_than_its_bound(written, unit):
 
 
 @systemd_analyze
-def test_the_bound_can_fail(written):
+def test_a_weakened_unit_exceeds_the_exposure_bound(written):
     unit = written / "baton-router.service"
     unit.write_text(re.sub(r"(?m)^(Capab|Restrict|Protect|SystemCall|IPAddress).*\n", "", unit.read_text()))
     command = ["systemd-analyze", "security", "--offline=true", "--threshold=15", f"./{unit.name}"]
     assert subprocess.run(command, cwd=written, capture_output=True, timeout=60, check=False).returncode != 0
 
 
-def test_roles_read_the_settings_that_were_given(tmp_path):
+def test_roles_read_the_settings_of_their_unit(tmp_path):
     (tmp_path / "mine.toml").write_text(
         "[router]\nport = 9000\n[prefill]\nchunk_size = 512\n[decode]\nmax_running = 4\n"
     )
@@ -163,7 +163,7 @@ def test_the_target_names_the_workers_of_this_host():
     assert f"{UNITS}/baton-router.service" not in render(host)
 
 
-def test_prefill_workers_of_a_host_that_others_reach_have_a_port_each():
+def test_prefill_workers_of_a_public_host_have_a_port_each():
     files = files_of("--kv-bind=tcp://10.0.0.2:7200", "--prefill=0,2", "--decode=3")
     assert files["/etc/baton/prefill-0.env"] == "BATON_PREFILL_KV_BIND=tcp://10.0.0.2:7200\n"
     assert files["/etc/baton/prefill-2.env"] == "BATON_PREFILL_KV_BIND=tcp://10.0.0.2:7201\n"
@@ -189,14 +189,14 @@ def test_a_setting_that_no_unit_can_hold_is_named(flags, words):
         files_of(*flags)
 
 
-def test_what_the_units_decide_is_refused_in_the_users_file(tmp_path):
+def test_settings_owned_by_the_units_are_refused_in_the_users_file(tmp_path):
     (tmp_path / "mine.toml").write_text('[prefill]\nkv_bind = "tcp://10.0.0.2:7200"\n')
     with pytest.raises(ConfigError, match="--kv-bind"):
         files_of(f"--config={tmp_path}/mine.toml")
 
 
 @pytest.mark.parametrize("unit", ROLES)
-def test_the_sandbox_leaves_libzmq_what_it_aborts_without(unit):
+def test_the_units_leave_libzmq_the_system_calls_that_it_requires(unit):
     lines = lines_of(files_of(), unit)
     families = next(line for line in lines if line.startswith("RestrictAddressFamilies="))
     assert "AF_NETLINK" in families.split()  # getifaddrs, at each bind to tcp

@@ -102,7 +102,7 @@ def test_a_chosen_port_lies_outside_of_the_systems_ephemeral_range(tmp_path, mon
         free_port("192.0.2.1")
 
 
-def test_links_stay_links(tmp_path, monkeypatch):
+def test_symbolic_links_in_paths_are_not_resolved(tmp_path, monkeypatch):
     (tmp_path / "0123abcd").mkdir()
     (tmp_path / "name").symlink_to("0123abcd")
     monkeypatch.chdir(tmp_path)
@@ -205,7 +205,7 @@ def test_paths_are_absolute_for_children_and_hub_ids_stay(tmp_path, monkeypatch)
     assert told(UpConfig(model="org/name"))["router"].model == "org/name"
 
 
-def test_a_wrong_value_for_a_child_shows_before_anything_runs(tmp_path):
+def test_a_wrong_value_for_a_child_is_refused_before_any_start(tmp_path):
     path = tmp_path / "c.toml"
     path.write_text("[decode]\nmax_running = -1\n")
     cluster = Cluster(UpConfig(model="m", config=str(path)), env={"XDG_RUNTIME_DIR": str(tmp_path)})
@@ -230,7 +230,7 @@ def test_prefill_workers_of_one_host_never_share_a_bulk_port(tmp_path, caplog):
         bulk_ports_of(tmp_path, *keyed, "--kv-bulk-port=65534")
 
 
-def test_a_bulk_port_that_nobody_opens_is_warned_of(tmp_path, caplog):
+def test_an_unused_bulk_port_is_warned_of(tmp_path, caplog):
     bulk_ports_of(tmp_path, f"--keys={tmp_path}", "--kv-bulk-port=7300")
     bulk_ports_of(tmp_path, "--transport=tcp", "--kv-bulk-port=7300")
     assert caplog.text.count("--kv-bulk-port is ignored") == 2
@@ -261,7 +261,7 @@ def test_each_of_several_routers_has_its_own_port_and_one_only_if_asked(tmp_path
     assert len({*chosen, 0, 8000}) == 6
 
 
-def test_a_port_that_is_chosen_is_not_promised_twice(tmp_path, monkeypatch):
+def test_a_chosen_port_is_assigned_only_once(tmp_path, monkeypatch):
     def routers(chosen, *flags):
         free = iter(chosen)
         monkeypatch.setattr(children, "free_port", lambda host: next(free))
@@ -274,14 +274,14 @@ def test_a_port_that_is_chosen_is_not_promised_twice(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("first", [8000, 7999])
-def test_an_own_port_that_is_the_clients_shows_before_anything_runs(tmp_path, first):
+def test_an_own_port_equal_to_the_client_port_is_refused_before_any_start(tmp_path, first):
     with pytest.raises(ConfigError, match="--own-port 8000 is the --port of the clients"):
         own_ports_of(tmp_path, f"--own-port={first}", "--routers=2")
     with pytest.raises(ConfigError, match="--own-port 65535 leaves no port for router-1"):
         own_ports_of(tmp_path, "--own-port=65535", "--routers=2")
 
 
-def test_an_address_of_metrics_without_a_port_is_warned_of():
+def test_a_metrics_address_without_a_port_is_warned_of():
     assert ignored_settings(DecodeConfig(model="x", metrics_host="127.0.0.2")) == [
         "--metrics-host is ignored: --metrics-port 0 opens no port"
     ]

@@ -81,7 +81,7 @@ def test_a_drain_ends_the_first_child_alone_and_waits_for_it():
     assert prefill.received == ["term"]
 
 
-def test_a_drain_that_takes_too_long_or_is_hurried_is_left():
+def test_the_wait_for_a_drain_ends_at_its_limit_or_when_hurried():
     for hurried in (False, True):
         world = World(("router",), patience=99)
         world.run(0.1)
@@ -145,7 +145,7 @@ def test_a_long_life_forgives_earlier_failures():
     assert world.spawned[-1][0] - died <= 0.7
 
 
-def test_a_child_that_fails_its_first_start_ends_the_whole_with_its_error():
+def test_a_child_that_fails_its_first_start_ends_up_with_its_error():
     world = World(("router", "prefill-0"))
     world.run(0.1)
     world.last.code, world.last.line = 1, "missing shard model-2.safetensors"
@@ -165,7 +165,7 @@ def test_a_child_that_cannot_start_again_is_tried_again():
     assert len(world.spawned) == 3
 
 
-def test_a_command_that_does_not_exist_fails_the_whole():
+def test_a_missing_command_ends_the_launcher_with_an_error():
     def spawn(spec):
         raise FileNotFoundError(2, "No such file or directory")
 
@@ -192,7 +192,7 @@ def test_stop_escalates_and_ends_within_5_s(patience, received, seconds):
     assert "0 of 2 up" in repr(world.supervisor)
 
 
-def test_stop_in_a_hurry_kills_at_once():
+def test_a_second_stop_kills_the_children_at_once():
     world = World(patience=99)
     world.run(0.1)
     hurry = threading.Event()

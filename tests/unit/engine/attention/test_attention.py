@@ -99,7 +99,7 @@ def test_padding_rows_reach_nothing_even_when_they_are_nan(lengths: list[tuple[i
 
 
 @pytest.mark.parametrize("lengths", [[(1, 29), (1, 2)], [(20, 29), (1, 2)]], ids=["batched", "one-by-one"])
-def test_what_lies_behind_a_requests_length_is_never_read(lengths: list[tuple[int, int]]):
+def test_nothing_beyond_a_requests_length_is_read(lengths: list[tuple[int, int]]):
     pool = make_pool()
     pool.kv[5, :, :, 1:] = float("nan")  # behind row 28 of request 0
     pool.kv[4, :, :, 2:] = float("nan")  # behind row 1 of request 1
@@ -161,7 +161,7 @@ def test_rows_that_were_not_planned_are_refused(lengths: list[tuple[int, int]]):
 @pytest.mark.parametrize(
     "lengths", [[(1, 40)], [(5, 4)], [(0, 4)]], ids=["beyond-table", "rows>context", "no-rows"]
 )
-def test_lengths_that_cannot_be_are_a_programmers_error(lengths: list[tuple[int, int]]):
+def test_impossible_lengths_raise(lengths: list[tuple[int, int]]):
     batch = make_batch([(1, 4)])
     batch.q_lens, batch.kv_lens = [lengths[0][0]], [lengths[0][1]]
     batch.slots = batch.input_ids = torch.zeros(max(lengths[0][0], 1), dtype=torch.int64)

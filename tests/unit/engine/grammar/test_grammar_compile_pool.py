@@ -113,14 +113,14 @@ def test_a_grammar_is_compiled_once_and_the_most_recent_ones_are_kept(compiler):
     assert compiler.begun.count("held") == 2
 
 
-def test_what_is_wrong_with_a_grammar_is_its_own(compiler):
+def test_a_compile_error_belongs_to_its_own_grammar(compiler):
     bad, good = compiler.ask("bad"), compiler.ask("good")
     compiler.until(lambda: bad.fault and good.is_ready)
     assert (bad.fault, bad.is_ours, bad.is_ready) == ("it is bad", False, False)
     assert compiler.ask("bad") is bad
 
 
-def test_only_the_grammar_that_takes_too_long_is_given_up_and_for_good(compiler):
+def test_only_the_grammar_that_takes_too_long_is_rejected_for_good(compiler):
     endless = [compiler.ask(f"endless {i}") for i in range(NUM_THREADS)]
     good = compiler.ask("good")
     for one in endless:
@@ -149,7 +149,7 @@ def test_a_compiler_panic_frees_its_thread_and_fails_its_request(compiler):
     compiler.until(lambda: good.is_ready)
 
 
-def test_time_that_a_busy_machine_takes_speaks_against_no_grammar(compiler):
+def test_time_lost_to_a_busy_machine_counts_against_no_grammar(compiler):
     held = compiler.ask("held")
     compiler.until(lambda: compiler.begun)
     time.sleep(0.05)  # more than it may compute
@@ -174,7 +174,7 @@ def test_too_many_endless_compilations_refuse_other_grammars_at_once(compiler):
     compiler.until(lambda: again.is_ready)
 
 
-def test_what_is_kept_and_what_is_in_use_is_bounded_by_what_it_cost():
+def test_kept_and_used_grammars_are_bounded_by_their_cost():
     compiler = Compiler(held_s=6.5 * COST_S)
 
     def ask(grammar):
@@ -202,7 +202,7 @@ def test_what_is_kept_and_what_is_in_use_is_bounded_by_what_it_cost():
     assert ask("costly used 8").is_ready, "it is asked for again, and there is room"
 
 
-def test_what_nobody_waits_for_any_more_is_not_begun(compiler):
+def test_a_compilation_without_waiters_does_not_start(compiler):
     held = [compiler.ask(f"held {i}") for i in range(NUM_THREADS)]
     left, waiting = compiler.ask("left"), compiler.ask("waiting")
     del left
@@ -223,7 +223,7 @@ def test_compiling_yields_to_steps_and_given_up_threads_yield_to_all(compiler):
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
 
 
-def test_where_no_thread_can_be_started_the_request_alone_is_told(compiler, monkeypatch):
+def test_without_a_new_thread_only_the_request_fails(compiler, monkeypatch):
     def refuse(self):
         raise RuntimeError("can't start new thread")
 
@@ -238,7 +238,7 @@ def test_an_exiting_process_waits_for_native_code_in_its_threads():
     assert (left.returncode, left.stdout, left.stderr) == (0, "compiled\n", "")
 
 
-def test_a_compiler_without_threads_is_left_to_nobody(compiler):
+def test_an_unused_compiler_is_garbage_collected(compiler):
     made = Compilations(str)
     gone = weakref.ref(made)
     asked = made.ask("g")

@@ -43,7 +43,7 @@ def test_batch_buckets(most, expected):
     assert batch_buckets(most) == expected
 
 
-def test_no_bucket_holds_what_is_larger_than_the_largest():
+def test_rows_beyond_the_largest_bucket_have_no_bucket():
     assert [bucket_for((2, 8), size) for size in (0, 1, 2, 3, 8, 9)] == [2, 2, 2, 8, 8, 0]
 
 
@@ -54,7 +54,7 @@ def test_no_bucket_holds_what_is_larger_than_the_largest():
     (BatchShape(size=1, rows=4, pages=11), FallbackReason.CONTEXT_OVER_PLANNED),
     (BatchShape(size=33, rows=4), FallbackReason.BATCH_OVER_PLANNED),
 ])  # fmt: skip
-def test_each_objection_by_its_name(shape, reason):
+def test_each_reason_against_a_graph_has_its_name(shape, reason):
     made = family(is_by_token=False, rows=4, pages=10, hidden=1)
     assert made.decide(BatchShape(size=3, rows=4, pages=10, hidden=1)) == PathDecision(
         kind=made.kind, bucket=8

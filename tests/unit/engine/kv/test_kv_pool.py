@@ -103,7 +103,7 @@ def test_a_page_is_free_after_its_last_owner_only():
 
 @pytest.mark.parametrize("misuse", ["release", "retain"])
 @pytest.mark.parametrize("page", [0, 2])
-def test_touching_a_page_that_nobody_owns_is_a_programmers_error(misuse, page):
+def test_using_a_page_without_an_owner_raises(misuse, page):
     allocator = PageAllocator(4)
     with pytest.raises(AssertionError):
         getattr(allocator, misuse)([page])
@@ -122,7 +122,7 @@ def test_integrity_check_notices_a_page_that_is_owned_and_free():
         allocator.check_integrity()
 
 
-def test_the_observer_hears_every_change_of_owners():
+def test_the_observer_sees_every_change_of_owners():
     heard = []
     allocator = PageAllocator(4)
     allocator.watch(lambda *event: heard.append(event))

@@ -113,7 +113,7 @@ def test_a_page_that_is_handed_out_waits_for_its_owner_before():
     WRITES["write"](writer, tuple(new))
 
 
-def test_rows_beside_pages_wait_for_what_used_their_memory():
+def test_rows_beside_pages_wait_for_earlier_uses_of_their_memory():
     pool = KVPool(4, ONE_HEAD)
     pool.order.check_uses()
     pool.order.stamp([1, 2])
@@ -161,7 +161,7 @@ def test_copies_of_a_device_wait_on_their_own_stream(monkeypatch):
     assert torch.equal(target, source)
 
 
-def test_a_pool_gives_its_order_to_those_who_copy_its_pages():
+def test_a_pool_gives_its_page_order_to_block_copies():
     pool = KVPool(4, ONE_HEAD)
     assert planes_of(pool, None).order is pool.order
 

@@ -25,7 +25,7 @@ def test_slots_are_page_times_page_size_plus_offset(data):
     assert slots.tolist() == [pages[t // page_size] * page_size + t % page_size for t in range(start, end)]
 
 
-def test_slots_beyond_the_pages_are_a_programmers_error():
+def test_slots_beyond_the_pages_raise():
     with pytest.raises(AssertionError):
         slots_for([3], 0, 17, 16)
 

@@ -99,7 +99,7 @@ def test_insert_of_a_known_prefix_counts_as_a_use():
     assert cache.match([1, 2, 3, 4], 4) == old
 
 
-def test_eviction_never_takes_what_somebody_holds_nor_a_prefix_of_it():
+def test_eviction_never_takes_a_held_page_or_a_prefix_of_it():
     allocator, cache = make_cache(num_pages=5)
     run_prompt(cache, [1, 2])
     mine = cache.alloc(2)

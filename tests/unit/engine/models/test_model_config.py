@@ -85,7 +85,7 @@ def test_absent_keys_take_the_defaults_of_the_format(tmp_path: Path):
     assert config.dtype == "float32"
 
 
-def test_eos_ids_outside_the_vocabulary_are_left_out_and_said(
+def test_eos_ids_outside_the_vocabulary_are_dropped_with_a_log_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     assert load_model_config(

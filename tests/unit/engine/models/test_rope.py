@@ -121,7 +121,7 @@ def test_without_any_setting_it_is_plain_rope_at_base_10000():
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["layer type"]),
     ],
 )
-def test_what_is_not_understood_is_one_clear_line(raw: dict, words: list[str]):
+def test_an_unknown_rope_setting_is_one_clear_line(raw: dict, words: list[str]):
     with pytest.raises(CheckpointError) as caught:
         read_rope_config(raw, SOURCE)
     message = str(caught.value)

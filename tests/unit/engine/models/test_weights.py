@@ -50,7 +50,7 @@ def test_a_tied_model_has_one_matrix_and_an_untied_two(toy_checkpoint: Copy):
     assert not torch.equal(untied.lm_head, untied.embed_tokens)
 
 
-def test_derived_and_tied_tensors_of_old_checkpoints_are_passed_over(toy_copy: Copy):
+def test_derived_and_tied_tensors_of_old_checkpoints_are_skipped(toy_copy: Copy):
     path = toy_copy("llama", tie_word_embeddings=True)
     extra = {
         "lm_head.weight": torch.zeros(256, 64),

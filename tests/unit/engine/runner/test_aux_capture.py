@@ -113,7 +113,7 @@ def test_duplicates_and_layers_that_do_not_exist_are_refused(
     assert engine.model.aux_layer_ids is None
 
 
-def test_a_second_choice_must_be_the_same(checkpoint: Path):
+def test_a_second_choice_of_layers_must_equal_the_first(checkpoint: Path):
     engine = ToyEngine(checkpoint, (1, 5, 9))
     engine.runner.set_aux_layer_ids((1, 5, 9))
     with pytest.raises(LifecycleError, match=r"\[9, 5, 1\].*already configured as \[1, 5, 9\]"):

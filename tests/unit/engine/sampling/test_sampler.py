@@ -189,7 +189,7 @@ def test_top_p_keeps_the_fewest_tokens_and_of_equals_the_lowest_ids():
     assert draw_support([0.0, 0.0, 0.0, 0.0], top_p=0.51) == {0, 1, 2}
 
 
-def test_top_p_counts_what_top_k_left():
+def test_top_p_counts_the_tokens_that_top_k_kept():
     logits = [math.log(x) for x in (0.4, 0.3, 0.2, 0.1)]
     assert draw_support(logits, top_p=0.6) == {0, 1}
     assert draw_support(logits, top_p=0.55, top_k=2) == {0}  # 0.4 of 0.7
@@ -303,7 +303,7 @@ def test_both_forms_of_an_edit_give_the_same_logits(rows, each, seed):
 
 
 @pytest.mark.parametrize("form", [choose.choose_exact, choose.choose_fixed])
-def test_top_p_counts_what_top_k_left_whatever_the_neighbours_want(form):
+def test_top_p_after_top_k_does_not_depend_on_other_rows(form):
     """400 draws alone and beside a row with a wide top-k, whose candidates are ranked for all of them."""
     logits = torch.tensor([math.log(x) for x in (0.4, 0.3, 0.2, 0.1)]).repeat(401, 1)
     params = [SamplingParams(top_p=0.6, top_k=2, seed=i) for i in range(400)]
@@ -324,7 +324,7 @@ def test_the_first_output_token_of_n_prompt_tokens_has_position_n():
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("filters", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}])
-def test_a_poisoned_row_is_reported_and_hurts_no_other(poison, filters):
+def test_a_poisoned_row_is_reported_and_changes_no_other_row(poison, filters):
     params = SamplingParams(**filters, repetition_penalty=1.2, logprobs=2)
     rows = [SamplingRow(params=params, position=4, output_ids=[2, 5]) for _ in range(3)]
     logits = torch.randn(3, V, generator=torch.Generator().manual_seed(4))

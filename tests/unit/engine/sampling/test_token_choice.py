@@ -70,7 +70,7 @@ def test_rows_with_too_wide_a_support_are_reported_and_others_are_exact(rows, wi
     )
 
 
-def test_a_flat_distribution_is_told_to_need_more_candidates():
+def test_a_flat_distribution_reports_that_it_needs_more_candidates():
     params = [SamplingParams(temperature=1.0, top_p=0.99, seed=5)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choosing, "NUCLEUS_WIDTH", 8)

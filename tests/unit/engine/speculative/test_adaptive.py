@@ -72,7 +72,7 @@ def test_every_part_of_a_step_has_its_cost():
 @pytest.mark.parametrize("share_kept", [0.0, 0.2, 0.5, 0.8, 0.95, 1.0])
 @pytest.mark.parametrize("batch_size", [1, 8, 64, 256])
 @pytest.mark.parametrize("shape", [FIXED, DraftShape.of(3, 4, 13)], ids=["chain", "tree"])
-def test_it_is_never_dearer_than_the_fixed_shape_and_near_the_best(shape, batch_size, share_kept, costs):
+def test_the_choice_is_near_the_best_and_no_dearer_than_the_fixed_shape(shape, batch_size, share_kept, costs):
     """On a drafter of known quality, once measured; the estimate from few drafts may be off by little."""
     chosen = policy(shape, costs)
     run(chosen, batch_size, share_kept, 100)
@@ -112,7 +112,7 @@ def test_more_load_never_drafts_more_and_more_acceptance_never_less():
     assert by_share[0] == 0
 
 
-def test_at_a_border_it_stays_with_what_it_has():
+def test_at_a_threshold_the_current_shape_is_kept():
     """Where two shapes are worth the same, noise in what is observed does not send it to and fro."""
     chosen = policy()
     border = next(
@@ -135,7 +135,7 @@ def test_a_shape_stays_within_the_margin_and_never_below_the_configured():
             assert rates[after] > rates[before] * (1 + MARGIN)
 
 
-def test_nothing_seen_changes_nothing_and_nonsense_is_refused():
+def test_no_samples_change_nothing_and_invalid_samples_are_refused():
     chosen = policy()
     before = chosen.share_kept
     chosen.observe([0], [0])

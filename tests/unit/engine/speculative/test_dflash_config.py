@@ -47,13 +47,13 @@ def test_named_ids_are_outputs_in_the_order_written(tmp_path):
     ({"hidden_size": 96}, ["hidden_size is 96", "target has 64"]),
     ({"num_hidden_layers": 10}, ["12 layers", "10 defaults"]),
 ])  # fmt: skip
-def test_what_cannot_be_captured_is_refused_naming_file_key_and_value(tmp_path, changes, words):
+def test_layers_that_cannot_be_captured_are_refused_with_file_and_key(tmp_path, changes, words):
     with pytest.raises(CheckpointError) as caught:
         load_dflash_config(write(tmp_path, **changes), toy_target())
     assert all(word in str(caught.value) for word in [str(tmp_path / "config.json"), *words]), caught.value
 
 
-def test_prefill_ships_its_features_and_decode_names_what_it_drafts_with(toy_checkpoint, tmp_path):
+def test_prefill_ships_features_and_decode_refuses_the_drafter_by_name(toy_checkpoint, tmp_path):
     target = toy_checkpoint("llama", num_hidden_layers=12)
     draft = write(tmp_path, dflash={"target_layer_ids": [9, 1, 5, 7, 2]})
     config = EngineConfig(

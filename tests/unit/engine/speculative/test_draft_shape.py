@@ -36,7 +36,7 @@ def test_sizes_follow_from_steps_topk_and_tokens(args, nodes, spare):
         ((5, 4, 5), "at least 6"),
     ],
 )  # fmt: skip
-def test_sizes_that_do_not_go_together_are_refused_with_the_remedy(args, words):
+def test_inconsistent_sizes_are_refused_with_the_remedy(args, words):
     with pytest.raises(ValueError, match=words):
         DraftShape.of(*args)
 

@@ -155,7 +155,7 @@ def changed(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
         (head_config(2), changed(**{"layers.0.hidden_norm.weight": torch.ones(HIDDEN)}), ["hidden_norm"]),
     ],
 )
-def test_a_checkpoint_that_is_not_what_its_config_says_is_refused(
+def test_a_checkpoint_that_contradicts_its_config_is_refused(
     tmp_path: Path, config: dict[str, object], tensors: dict[str, torch.Tensor], parts: list[str]
 ) -> None:
     path = write_head(tmp_path, config, tensors)
@@ -186,7 +186,7 @@ def test_pickled_weights_are_refused_with_the_remedy(tmp_path: Path) -> None:
         load(path)
 
 
-def test_no_weights_at_all_name_what_is_missing(tmp_path: Path) -> None:
+def test_an_empty_checkpoint_is_refused_with_the_missing_names(tmp_path: Path) -> None:
     path = write_head(tmp_path, head_config(2), head_tensors())
     (path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):

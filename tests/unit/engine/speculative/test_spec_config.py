@@ -132,7 +132,7 @@ def test_speculators_defaults_differ_from_native_ones(tmp_path: Path) -> None:
         (head_config(2, num_attention_heads="four"), ["num_attention_heads", "four"]),
     ],
 )
-def test_what_would_be_served_wrongly_is_refused_naming_file_key_and_value(
+def test_an_unsupported_head_config_is_refused_naming_file_key_and_value(
     tmp_path: Path, raw: dict[str, object], parts: list[str]
 ) -> None:
     with pytest.raises(CheckpointError) as caught:

@@ -131,7 +131,7 @@ def test_each_expanded_node_sees_its_own_branch_of_the_draft_rows():
 
 
 @pytest.mark.parametrize("logits", [0.0, math.nan, math.inf, -math.inf])
-def test_ties_and_what_is_not_finite_still_make_a_tree(logits):
+def test_ties_and_non_finite_scores_still_make_a_tree(logits):
     shape = DraftShape.of(3, 3, 9)
     head = ToyHead(1)
     head.compute_logits = lambda out: torch.full((out.shape[0], VOCAB), logits)
@@ -142,7 +142,7 @@ def test_ties_and_what_is_not_finite_still_make_a_tree(logits):
     assert set(trees.drafts.flatten().tolist()) <= set(TARGET_IDS.tolist())
 
 
-def test_no_request_has_no_tree():
+def test_an_empty_batch_gives_no_tree():
     trees, _ = grow(DraftShape.of(2, 2), ToyHead(1), torch.ones(0, HIDDEN), [])
     assert [tuple(part.shape) for part in trees] == [(0, 4), (0, 5), (0, 5), (0, 5, 5)]
 

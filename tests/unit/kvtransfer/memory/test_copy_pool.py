@@ -72,14 +72,14 @@ def test_a_copy_of_parts_is_whole_and_touches_nothing_behind_it(pool):
     assert not target[source.size :].any()
 
 
-def test_whoever_works_its_error_is_the_callers_and_the_threads_go_on(pool):
+def test_an_error_in_any_thread_is_raised_to_the_caller(pool):
     for bad in range(3):
         with pytest.raises(ZeroDivisionError):
             pool.each(lambda part, bad=bad: 1 // (part - bad), [0, 1, 2])
     assert pool.each(lambda part: -part, list(range(20))) == [-part for part in range(20)]
 
 
-def test_nothing_is_held_of_what_was_digested(pool):
+def test_a_digest_keeps_no_reference_to_its_buffer(pool):
     split, data = SplitCrc(pool, part_bytes=4096), bytearray(5 * 4096)
     with memoryview(data) as view:
         digest = split(view, 9)

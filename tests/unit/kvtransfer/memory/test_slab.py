@@ -82,7 +82,7 @@ def test_decode_reads_what_prefill_writes_and_cannot_write_it(door):
     connection.close()
 
 
-def test_what_a_gpu_may_touch_is_withdrawn_once_and_before_it_is_unmapped(door):
+def test_pinned_memory_is_unregistered_once_before_it_is_unmapped(door):
     slab, connection, mapped = share(door)
     for end in (slab, mapped):
         pinned: list[np.ndarray] = []
@@ -188,14 +188,14 @@ def test_a_slab_of_another_size_or_user_is_not_mapped(door, monkeypatch):
         slab.close()
 
 
-def test_a_descriptor_with_a_token_that_nobody_expects_is_closed(door):
+def test_a_descriptor_with_an_unknown_token_is_closed(door):
     fd = os.memfd_create("baton-slab")
     assert handed(fd, door, token="8" * 32) is None
     assert handed(fd, door, token="x") is None
     os.close(fd)
 
 
-def test_s2_s3_hostile_frames_and_descriptors_at_the_door_are_closed(door):
+def test_s2_s3_hostile_frames_and_descriptors_close_the_connection(door):
     with open("/dev/null", "rb") as null:  # more descriptors than one, or none, and any bytes beside them
         for number, frame in enumerate(hostile_frames()):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
@@ -222,7 +222,7 @@ def test_another_users_peer_is_refused_on_both_sides(door, monkeypatch):
         closing.close()
 
 
-def test_a_peer_that_is_not_on_this_host_is_told_apart(door):
+def test_a_peer_of_another_host_is_recognised(door):
     slab = Slab(1, 4096)
     with pytest.raises(SlabError, match="another host"):
         slab.hand_over(secrets.token_hex(16), TOKEN)
@@ -230,7 +230,7 @@ def test_a_peer_that_is_not_on_this_host_is_told_apart(door):
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.ENOMEM, errno.EFBIG])
-def test_memory_that_is_not_there_is_an_error_before_anything_is_written(monkeypatch, error):
+def test_missing_memory_is_an_error_before_any_write(monkeypatch, error):
     def full(*_):
         raise OSError(error, os.strerror(error))
 

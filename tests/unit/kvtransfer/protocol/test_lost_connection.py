@@ -41,7 +41,7 @@ def pulling() -> ReceiverSession:
     return session
 
 
-def test_what_was_in_flight_is_pulled_again_behind_greeting_and_attachment(pulling: ReceiverSession) -> None:
+def test_blocks_in_flight_are_pulled_again_after_hello_and_attach(pulling: ReceiverSession) -> None:
     land(pulling, 1)
     effects = pulling.link_lost("p", 0.2)
     assert effects[0] == HELLO
@@ -75,7 +75,7 @@ def test_connections_that_break_for_ever_do_not_keep_a_room_open(pulling: Receiv
     assert [event.kind for event in lost] == ["TransferTimeout"]
 
 
-def test_a_room_that_is_not_attached_yet_asks_for_nothing_but_the_greeting() -> None:
+def test_a_room_that_is_not_attached_sends_only_a_hello() -> None:
     session = new_session()
     session.pull(request(), 0.0)
     assert session.link_lost("p", 0.1) == [HELLO]
@@ -109,7 +109,7 @@ def test_a_peer_silent_after_the_last_release_is_called_for_one_lease(
     assert pulling.tick(end) == [CloseLink("p")]
 
 
-def test_a_restarted_prefill_is_not_given_up_for_its_predecessors_hello(
+def test_a_restarted_prefill_outlives_its_predecessors_hello(
     pulling: ReceiverSession,
 ) -> None:
     for block in range(3):
@@ -137,7 +137,7 @@ def test_a_lost_release_is_asked_for_over_the_next_connection() -> None:
     assert session.tick(3 * REMIND_S) == []
 
 
-def test_every_room_of_the_peer_asks_anew(pulling: ReceiverSession) -> None:
+def test_every_room_of_the_peer_attaches_again(pulling: ReceiverSession) -> None:
     pulling.pull(request(OTHER), 0.0)
     pulling.receive("p", announce(12, 5, room=OTHER), 0.0)
     effects = pulling.link_lost("p", 0.1)

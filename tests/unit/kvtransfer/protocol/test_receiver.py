@@ -208,20 +208,20 @@ def test_a_peer_silent_for_a_second_is_given_up_with_all_its_rooms(
     assert session.num_rooms == 0
 
 
-def test_a_pause_of_our_own_is_not_the_peers_silence(session: ReceiverSession) -> None:
+def test_a_pause_of_this_process_is_not_counted_as_the_peers_silence(session: ReceiverSession) -> None:
     assert events(session.tick(4.0)) == []
     welcome(session, now=4.1)
     assert events(session.tick(4.1 + ANSWER_S)) == []
 
 
-def test_a_peer_that_was_not_needed_for_a_while_gets_its_time_to_answer(session: ReceiverSession) -> None:
+def test_an_idle_peer_gets_its_full_time_to_answer(session: ReceiverSession) -> None:
     session.release(ROOM, 0, "enough", 0.0)
     session.pull(request(OTHER), 20.0)
     assert session.tick(20.0) == []
     assert session.tick(20.0 + PROBE_S) == [HELLO]
 
 
-def test_a_peer_that_knows_the_room_may_compute_as_long_as_it_likes(session: ReceiverSession) -> None:
+def test_a_peer_that_knows_the_room_has_unlimited_time_to_compute(session: ReceiverSession) -> None:
     for now in range(1, 60):
         assert events(session.tick(float(now))) == []
         session.receive("p", announce(0), now + 0.1)
@@ -249,7 +249,7 @@ def test_every_block_renews_the_lease(session: ReceiverSession) -> None:
     assert [event.kind for event in events(session.tick(9.0))] == ["TransferTimeout"]
 
 
-def test_an_endpoint_that_never_answers_is_greeted_again_and_then_given_up() -> None:
+def test_an_endpoint_without_answers_gets_more_hellos_and_is_given_up() -> None:
     session = new_session()
     session.pull(request(), 0.0)
     hellos = []
@@ -290,18 +290,18 @@ def test_a_restarted_peer_loses_its_rooms_at_once(session: ReceiverSession) -> N
     assert sent(session.pull(request(epoch=1, peer=P2), 0.0), m.Attach)
 
 
-def test_another_process_speaking_for_a_room_loses_it(session: ReceiverSession) -> None:
+def test_a_message_from_another_process_ends_the_room(session: ReceiverSession) -> None:
     assert [event.kind for event in events(session.receive("p", announce(4, peer=P2), 0.0))] == ["PeerLost"]
 
 
-def test_a_room_for_the_peers_successor_waits_for_the_new_handshake(session: ReceiverSession) -> None:
+def test_a_room_for_a_restarted_peer_waits_for_the_new_handshake(session: ReceiverSession) -> None:
     assert session.pull(request("b" * 32, peer=P2), 1.0) == [HELLO]
     effects = welcome(session, P2, 1.1)
     assert [(event.room, event.kind) for event in events(effects)] == [(ROOM, "PeerLost")]
     assert [message.room for message in sent(effects, m.Attach)] == ["b" * 32]
 
 
-def test_a_broken_connection_is_greeted_and_attached_again(session: ReceiverSession) -> None:
+def test_a_broken_connection_repeats_hello_and_attach(session: ReceiverSession) -> None:
     effects = session.link_lost("p", 0.5)
     assert effects == [HELLO, SendMessage("p", m.Attach(room=ROOM, epoch=0, instance=D, have=0))]
     assert session.link_lost("unknown", 0.5) == []
@@ -328,7 +328,7 @@ def test_a_refusal_loses_the_rooms_of_that_peer_only(session: ReceiverSession) -
     assert session.num_rooms == 1
 
 
-def test_a_common_layout_that_is_not_common_is_refused() -> None:
+def test_an_agreed_layout_that_neither_side_offered_is_refused() -> None:
     for change in ({"head_dim": 4}, {"block_bytes": 128}):
         session = new_session()
         session.pull(request(), 0.0)
@@ -382,7 +382,7 @@ def test_cancel_leaves_nothing_in_every_state_and_may_be_repeated() -> None:
         assert session.expect("p", block(0), 64) is None
 
 
-def test_a_cancelled_room_makes_place_in_the_window() -> None:
+def test_a_cancelled_room_frees_its_share_of_the_window() -> None:
     session = new_session(window=2)
     session.pull(request(), 0.0)
     session.pull(request("b" * 32), 0.0)
@@ -419,7 +419,7 @@ def test_an_idle_link_is_closed_and_opened_again_by_the_next_pull(session: Recei
     assert session.pull(request(epoch=1), 40.0) == [HELLO]
 
 
-def test_what_breaks_the_rules_locally_is_our_fault() -> None:
+def test_a_local_call_that_breaks_the_protocol_raises() -> None:
     session = new_session()
     with pytest.raises(LocalProtocolError, match="3 pages"):
         session.pull(PullRequest(**{**request().__dict__, "pages": (1,)}), 0.0)

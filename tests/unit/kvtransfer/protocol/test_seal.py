@@ -37,7 +37,7 @@ def opened(key, name, attempt, data):
     return bytes(out)
 
 
-def test_what_was_sealed_opens():
+def test_a_sealed_block_opens():
     attempt, data = sealed(Sealer(KEY))
     assert attempt == 0
     assert PLAIN not in data
@@ -96,7 +96,7 @@ class Recorder:
 
 
 @given(st.lists(st.one_of(st.integers(0, 3), st.integers(0, 2**48)), max_size=60))
-def test_no_nonce_is_used_twice_whatever_is_asked_for(blocks):
+def test_no_nonce_is_used_twice_in_any_order_of_requests(blocks):
     recorder = Recorder()
     with patch.object(seal, "AESGCM", lambda key: recorder):
         sealer = Sealer(KEY)
@@ -140,7 +140,7 @@ def test_a_key_has_sixteen_bytes(size):
         Opener(bytes(size))
 
 
-def test_keys_and_tickets_are_in_no_text_that_a_log_could_hold():
+def test_keys_and_tickets_appear_in_no_repr_or_message():
     key = secrets.token_bytes(KEY_BYTES)
     layout = Layout(fingerprint="f", dtype="float32", page_size=4, num_layers=1, num_kv_heads=1, head_dim=2)
     texts = [
@@ -180,7 +180,7 @@ def test_with_keys_blocks_are_sealed_unless_the_network_is_trusted(choice, has_k
         ("des", True, "des"),
     ],
 )
-def test_a_protection_that_the_other_settings_do_not_bear_is_refused(choice, has_keys, words):
+def test_a_protection_that_contradicts_other_settings_is_refused(choice, has_keys, words):
     with pytest.raises(ConfigError, match=words) as refusal:
         ciphers_of(choice, has_keys=has_keys, trusted_network=False)
     assert choice in str(refusal.value)

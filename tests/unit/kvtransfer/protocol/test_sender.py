@@ -94,7 +94,7 @@ def test_a_room_goes_from_offer_to_release(session: SenderSession) -> None:
     assert session.num_rooms == 0
 
 
-def test_tokens_that_decode_has_are_not_sent(session: SenderSession) -> None:
+def test_tokens_that_decode_already_holds_are_not_sent(session: SenderSession) -> None:
     session.offer(offer(), 0.0)
     session.receive("d", attach(have=4), 0.0)
     session.advance(ROOM, 0, 10, 42, 0.0)
@@ -147,7 +147,7 @@ def test_peers_are_bounded_in_number() -> None:
     assert session.receive("b", attach(), 0.0) != []
 
 
-def test_a_peer_that_did_not_greet_gets_no_answer_and_is_counted() -> None:
+def test_a_peer_without_a_hello_gets_no_answer_and_is_counted() -> None:
     session = SenderSession(P, LAYOUT)
     session.offer(offer(), 0.0)
     assert session.receive("x", attach(), 0.0) == []
@@ -219,7 +219,7 @@ def test_a_newer_attempt_drops_the_older_one(session: SenderSession) -> None:
     assert session.advance(ROOM, 0, 4, None, 1.0) == []
 
 
-def test_a_release_before_the_prompt_is_complete_is_not_believed(session: SenderSession) -> None:
+def test_a_release_before_the_prompt_is_complete_is_ignored(session: SenderSession) -> None:
     attached(session)
     assert session.receive("d", release(), 0.0) == []
     assert session.counters.unexpected == 1
@@ -333,7 +333,7 @@ def test_closing_tells_every_peer(session: SenderSession) -> None:
     assert session.close(0.0) == []
 
 
-def test_what_breaks_the_rules_locally_is_our_fault(session: SenderSession) -> None:
+def test_a_local_call_that_breaks_the_protocol_raises(session: SenderSession) -> None:
     with pytest.raises(LocalProtocolError, match="3 pages"):
         session.offer(Offer(room=ROOM, epoch=0, num_tokens=10, pages=(1, 2)), 0.0)
     session.offer(offer(), 0.0)
@@ -345,7 +345,7 @@ def test_what_breaks_the_rules_locally_is_our_fault(session: SenderSession) -> N
             session.advance(ROOM, 0, tokens_ready, first_token, 0.0)
 
 
-def test_have_that_does_not_fit_the_prompt_is_aborted(session: SenderSession) -> None:
+def test_an_attach_with_more_tokens_than_the_prompt_is_aborted(session: SenderSession) -> None:
     session.offer(offer(), 0.0)
     for have in (3, 12):
         assert aborts(session.receive("d", attach(have=have), 0.0)) == [("d", 0)]

@@ -52,7 +52,7 @@ def test_every_open_state_can_be_given_up() -> None:
         assert not following or ReceiverState.LOST in following, state
 
 
-def test_an_illegal_move_is_a_programmers_error() -> None:
+def test_an_illegal_transition_raises() -> None:
     with pytest.raises(AssertionError):
         SenderRoom(OFFER, Lease(1, 0)).move(SenderState.RELEASED)
     with pytest.raises(AssertionError):
@@ -67,7 +67,7 @@ def test_a_lease_ends_after_its_time_without_progress() -> None:
     assert lease.is_over(19.0)
 
 
-def test_prefills_lease_runs_only_while_decode_has_something_to_do() -> None:
+def test_prefills_lease_runs_only_while_decode_must_act() -> None:
     room = SenderRoom(OFFER, Lease(5, 0))
     assert not room.waits_for_decode  # prefill computes
     room.tokens_ready = 2

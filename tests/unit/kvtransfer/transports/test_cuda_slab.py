@@ -362,7 +362,7 @@ def test_a_run_with_the_bytes_of_another_one_is_never_taken_for_it(start):
     assert pair.receiver.counters["digest_mismatches"] == 1
 
 
-def test_a_reader_behind_the_lease_asks_again(start):
+def test_a_reader_that_is_late_for_the_lease_pulls_again(start):
     pair = start()
     pair.open()
     pair.run()
@@ -432,7 +432,7 @@ def test_a_repeated_descriptor_is_moved_once(start):
     assert pair.receiver.counters["duplicate_blocks"] == 2 * NUM_RUNS
 
 
-def test_slot_messages_of_strangers_free_nothing(start):
+def test_slot_messages_of_unknown_peers_free_nothing(start):
     pair = start()
     pair.open()
     pair.run()

@@ -99,14 +99,14 @@ def assert_each_begins_behind_what_those_before_it_spell(tokenizer, text, *, num
 @given(
     parts=st.lists(st.sampled_from(PARTS + DECOMPOSED), min_size=1, max_size=9), skip_special=st.booleans()
 )
-def test_each_token_of_a_prompt_begins_behind_what_those_before_it_spell(tokenizer, parts, skip_special):
+def test_each_token_of_a_prompt_begins_after_the_text_of_earlier_tokens(tokenizer, parts, skip_special):
     assert_each_begins_behind_what_those_before_it_spell(tokenizer, "".join(parts), skip_special=skip_special)
 
 
 @given(
     parts=st.lists(st.sampled_from(PARTS + DECOMPOSED), min_size=1, max_size=9), skip_special=st.booleans()
 )
-def test_also_where_tokens_are_added_around_it_and_characters_are_composed(framed, parts, skip_special):
+def test_offsets_hold_with_added_tokens_and_composed_characters(framed, parts, skip_special):
     text = "".join(parts)
     assert_each_begins_behind_what_those_before_it_spell(
         framed, text, num_around=1, skip_special=skip_special
@@ -124,7 +124,7 @@ def test_control_tokens_of_the_demo_model_are_characters_of_the_prompt(smollm2_d
 
 
 @pytest.mark.parametrize("skip_special", [True, False])
-def test_an_added_token_stands_where_the_next_one_does_and_moves_none(framed, skip_special):
+def test_an_added_token_has_the_offset_of_the_next_token(framed, skip_special):
     ids = framed.encode("a b")
     assert (ids[0], ids[-1], len(ids)) == (1, 2, 5)
     assert echoed(framed, "a b", skip_special=skip_special, output=ids[1:2]) == ("a ba", [0, 0, 1, 2, 3, 3])
@@ -156,7 +156,7 @@ def test_a_mark_before_the_text_is_no_character_of_it(marked, skip_special):
         assert echoed(marked, text, skip_special=skip_special, output=[1]) == (f"{text} ", starts)
 
 
-def test_the_text_of_token_ids_is_what_they_spell(tokenizer, framed):
+def test_token_ids_have_the_text_of_the_tokenizer(tokenizer, framed):
     ids = [1, *tokenizer.encode("a😀"), 2, *tokenizer.encode("b")]
     assert echoed(tokenizer, ids, output=ids[-1:]) == ("a😀bb", [0, 0, 1, 1, 1, 1, 2, 2, 3])
     spelled = f"{START}a😀{END}b"

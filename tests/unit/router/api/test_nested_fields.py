@@ -198,12 +198,12 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("kind", list(BASE))
-def test_no_field_of_the_published_schema_is_unknown_inside_of_a_body(kind):
+def test_every_nested_field_of_the_published_schema_is_known(kind):
     unknown, _ = COMPARED[kind]
     assert unknown == []
 
 
-def test_the_comparison_reaches_what_is_deep_inside():
+def test_the_comparison_reaches_deeply_nested_fields():
     places = {place for place, _ in UNREAD}
     assert places == set(HOLDERS)
 
@@ -220,7 +220,7 @@ def test_a_published_object_that_is_not_served_is_refused_by_its_type(place, wor
 
 
 @pytest.mark.parametrize("place", [*PLACES, *PLAIN])
-def test_a_field_that_nobody_knows_is_refused_by_its_name(place):
+def test_an_unknown_field_is_refused_by_its_name(place):
     kind, holder, served = (PLACES | PLAIN)[place]
     assert ask(kind, holder(served)).model == "m"
     error = refusal_of(kind, holder(served | {"no_such_field": None}))
@@ -229,7 +229,7 @@ def test_a_field_that_nobody_knows_is_refused_by_its_name(place):
 
 
 @pytest.mark.parametrize(("place", "name"), fields_in("ignored"))
-def test_an_ignored_field_may_say_anything(place, name):
+def test_an_ignored_field_may_have_any_value(place, name):
     kind, holder, served = PLACES[place]
     texts = [message.text for message in ask(kind, holder(served)).messages]
     for value in ANYTHING:
@@ -237,7 +237,7 @@ def test_an_ignored_field_may_say_anything(place, name):
 
 
 @pytest.mark.parametrize(("place", "name"), fields_in("refused"))
-def test_a_refused_field_is_named_unless_it_asks_for_nothing(place, name):
+def test_a_refused_field_is_named_unless_its_value_is_a_default(place, name):
     kind, holder, served = PLACES[place]
     error = refusal_of(kind, holder(served | {name: {"some": "thing"}}))
     assert f".{name} is not supported" in error.message
@@ -247,14 +247,14 @@ def test_a_refused_field_is_named_unless_it_asks_for_nothing(place, name):
 
 
 @pytest.mark.parametrize("missing", ["call_id", "name", "arguments"])
-def test_a_call_without_what_makes_it_one_is_refused(missing):
+def test_a_tool_call_without_its_required_fields_is_refused(missing):
     kind, holder, served = PLACES["an item of type function_call"]
     error = refusal_of(kind, holder({name: value for name, value in served.items() if name != missing}))
     assert missing in error.message
     assert error.param == "input"
 
 
-def test_what_a_client_dumps_of_an_answer_is_taken_back():
+def test_an_answer_dumped_by_the_client_is_valid_input():
     text = ParsedResponseOutputText.model_validate(
         {"type": "output_text", "text": "hello", "annotations": []}
     )

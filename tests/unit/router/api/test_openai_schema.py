@@ -70,7 +70,7 @@ def test_null_is_the_same_as_absent(field):
         ("user", "me"),
     ],
 )
-def test_values_that_ask_for_nothing_are_let_through(field, value):
+def test_default_values_of_refused_fields_are_accepted(field, value):
     assert chat(**{field: value}).model == "m"
 
 
@@ -116,7 +116,7 @@ def test_length_and_logprob_fields_of_both_apis():
     assert [logprobs_of(body) for body in (text(), text(logprobs=0), text(logprobs=5))] == [-1, 0, 5]
 
 
-def test_token_ids_are_checked_wherever_they_stand():
+def test_token_ids_are_checked_in_every_field():
     check_token_ids(chat(logit_bias={"9": 1}, stop_token_ids=[9]), [9], 10)
     for body, ids, param in [
         (chat(), [10], "prompt"),
@@ -132,7 +132,7 @@ def test_token_ids_are_checked_wherever_they_stand():
 @pytest.mark.parametrize(
     "raw", [b"", b"{", b"nul", b'{"a": NaN}', b"\xff", b'{"model": "\\ud800"}', b"[" * 10**5]
 )
-def test_what_is_not_json_is_one_clear_error(raw):
+def test_a_body_that_is_not_json_is_one_clear_error(raw):
     with pytest.raises(ApiError) as caught:
         parse_body(raw, ChatBody)
     assert caught.value.status == 400
@@ -162,13 +162,13 @@ def test_infinite_logprobs_become_the_apis_number():
     assert [token["top_logprobs"][0]["logprob"] for token in content] == [-9999.0, -9999.0, -2.0]
 
 
-def test_nothing_to_say_is_no_chunk():
+def test_an_event_without_content_makes_no_chunk():
     builder = ChatBuilder(Frame(id="x", created=0, model="m"))
     assert builder.chunk(0, Piece("")) == b""
     assert builder.closing(None, None) == b""
 
 
-def test_a_chunk_holds_one_call_and_says_of_it_what_several_parts_say():
+def test_a_call_in_one_chunk_equals_the_call_in_several():
     """Clients read the first call of a chunk."""
     parts = [
         CallPart(0, arguments=' "x"}'), CallPart(1, "call_b", "f"), CallPart(1, arguments="{"), CallPart(1,
@@ -196,7 +196,7 @@ def tokenizer(tmp_path_factory):
     return load_tokenizer(str(save_tokenizer(tmp_path_factory.mktemp("tok"))))
 
 
-def test_end_gives_back_what_was_withheld_in_order(tokenizer):
+def test_the_end_releases_withheld_text_in_order(tokenizer):
     choice = Choice(tokenizer, ChoiceOptions(stops=("yz",)))
     piece = choice.add(Deliver([*tokenizer.encode("xy"), tokenizer.encode("😀")[0]], []))
     assert (piece.text, choice.end("length")) == ("x", Piece("y�", finish="length"))
@@ -225,7 +225,7 @@ def test_history_from_an_answers_own_message_is_taken():
     ] * 2
 
 
-def test_what_clients_add_to_an_answers_message_is_taken_and_says_nothing():
+def test_extra_fields_of_an_answers_message_are_accepted_and_ignored():
     """`parse` of OpenAI's clients, litellm, and the AI SDK."""
     function = {"name": "f", "arguments": "{}"}
     call = {"id": "c", "type": "function", "function": function}
@@ -242,7 +242,7 @@ def test_what_clients_add_to_an_answers_message_is_taken_and_says_nothing():
     assert chat(top_logprobs=0).logprobs is None
 
 
-def test_of_allowed_tools_alone_the_model_hears_and_calls_one():
+def test_the_model_sees_only_allowed_tools_and_calls_one():
     functions = [{"name": name, "parameters": {"type": "object"}} for name in "abc"]
     named = [{"type": "function", "name": name} for name in "ca"]
     spelled = {
@@ -279,7 +279,7 @@ def test_an_image_part_is_refused_with_the_parts_that_are_served():
 
 
 @pytest.mark.parametrize("name", ["function_call", "audio", "refusal", "annotations"])
-def test_what_a_message_says_and_is_not_served_is_named_with_its_place(name):
+def test_an_unsupported_message_part_is_named_with_its_place(name):
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x", name: [{"id": "1"}]}]
     with pytest.raises(ApiError) as caught:
         parse_body(json.dumps(CHAT | {"messages": messages}).encode(), ChatBody)

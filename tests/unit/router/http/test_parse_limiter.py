@@ -22,7 +22,7 @@ def counts(room):
 
 
 @pytest.mark.parametrize(("requests", "num_bytes"), [(3, 100), (100, 30)])
-def test_so_many_and_so_much_are_read_at_once_and_each_end_makes_room(monkeypatch, requests, num_bytes):
+def test_concurrent_parsing_is_bounded_in_requests_and_bytes(monkeypatch, requests, num_bytes):
     monkeypatch.setattr(parse_limiter, "MAX_READING", requests)
     monkeypatch.setattr(parse_limiter, "MAX_READING_BYTES", num_bytes)
     room = ParseLimiter(Gate())
@@ -37,7 +37,7 @@ def test_so_many_and_so_much_are_read_at_once_and_each_end_makes_room(monkeypatc
     assert counts(room) == (0, 0)
 
 
-def test_a_request_that_fails_while_it_is_read_is_forgotten():
+def test_a_request_that_fails_during_parsing_is_released():
     gate = Gate()
     room, caller = ParseLimiter(gate), Caller(id="a", max_requests=1)
     for _ in range(3):
@@ -74,7 +74,7 @@ def test_an_exhausted_rate_refuses_before_parsing_and_parsing_is_free():
     assert "requests per minute" in str(refusal(room, caller, now=4.0))
 
 
-def test_who_is_read_is_not_forgotten_for_newcomers():
+def test_a_caller_with_a_request_being_parsed_is_not_evicted():
     gate = Gate()
     room, first = ParseLimiter(gate), Caller(id="first", max_requests=1)
     with room.reading(first, 1, 0.0):

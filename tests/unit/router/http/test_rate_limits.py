@@ -42,7 +42,7 @@ def test_after_retry_after_the_request_is_taken():
     gate.enter(caller, 1, wait + 0.01)
 
 
-def test_tokens_are_a_debt_that_later_requests_wait_for():
+def test_used_tokens_delay_later_requests():
     gate, caller = Gate(), Caller(id="a", tokens_per_minute=600)
     gate.enter(caller, 900, 0.0)  # larger than a minute's worth: passes while the bucket is full
     assert refused(gate, caller, now=1.0) == 30
@@ -58,7 +58,7 @@ def test_a_request_that_is_refused_costs_nothing():
     gate.enter(caller, 10, 2.0)
 
 
-def test_at_once_counts_those_that_have_not_ended_and_each_key_for_itself():
+def test_the_concurrency_limit_counts_running_requests_per_key():
     gate, one, other = Gate(), Caller(id="a", max_requests=2), Caller(id="b", max_requests=2)
     gate.enter(one, 1, 0.0)
     gate.enter(one, 1, 0.0)
@@ -69,7 +69,7 @@ def test_at_once_counts_those_that_have_not_ended_and_each_key_for_itself():
     assert (gate.num_running(one), gate.num_running(other)) == (2, 1)
 
 
-def test_without_limits_nobody_is_refused_and_only_idle_use_is_forgotten():
+def test_without_limits_nothing_is_refused_and_only_idle_entries_expire():
     gate = Gate()
     for i in range(5000):
         gate.enter(Caller(id=str(i)), 10**9, 0.0)
@@ -80,7 +80,7 @@ def test_without_limits_nobody_is_refused_and_only_idle_use_is_forgotten():
     gate.enter(ANYONE, 10**9, 0.0)
 
 
-def test_who_comes_while_all_that_are_remembered_run_is_counted_too(monkeypatch):
+def test_a_new_caller_is_counted_when_every_known_caller_is_active(monkeypatch):
     monkeypatch.setattr("baton.router.http.rate_limits.MAX_CALLERS", 1)
     gate, running, newcomer = Gate(), Caller(id="a"), Caller(id="b")
     gate.enter(running, 1, 0.0)

@@ -87,7 +87,7 @@ def test_a_mistake_is_one_line_that_names_the_file(files, name):
     assert "_ssl.c" not in str(caught.value)
 
 
-def test_replaced_files_are_taken_over_once_they_belong_together(loaded, caplog):
+def test_replaced_files_are_loaded_once_key_and_certificate_match(loaded, caplog):
     first = loaded.certificate.context
     certificate, key = ISSUER.issue("second")
     loaded.write(loaded.files[0], pem(certificate))
@@ -103,7 +103,7 @@ def test_replaced_files_are_taken_over_once_they_belong_together(loaded, caplog)
     assert caplog.text.count("stays as it was") == 2
 
 
-def test_a_mounted_secret_that_is_renewed_is_taken_over_at_once(tmp_path, caplog):
+def test_a_renewed_mounted_secret_is_loaded_at_once(tmp_path, caplog):
     volume = SecretVolume(tmp_path / "tls")
 
     def renew(name):
@@ -122,7 +122,7 @@ def test_a_mounted_secret_that_is_renewed_is_taken_over_at_once(tmp_path, caplog
 
 
 @pytest.mark.parametrize(("ends_in", "said"), [(-DAY, "has ended"), (2 * DAY, "ends soon"), (20 * DAY, "")])
-def test_the_end_of_a_certificate_is_told_and_keeps_nobody_from_starting(files, caplog, ends_in, said):
+def test_an_expired_certificate_is_reported_and_the_start_goes_on(files, caplog, ends_in, said):
     ISSUER.write(*files, ends_in=ends_in)
     Certificate(*map(str, files))
     assert said in caplog.text
@@ -135,7 +135,7 @@ def refusal(code, message):
     return error
 
 
-def test_what_a_client_says_of_tls_has_a_remedy(tmp_path):
+def test_a_tls_error_of_a_client_names_the_remedy(tmp_path):
     unknown = refusal(20, "unable to get local issuer certificate")
     assert "SSL_CERT_FILE" in tls_fault("https://x", unknown, {})
     assert "which cannot be read" in tls_fault(

@@ -65,7 +65,7 @@ def test_decodes_report_after_prefills_ends_the_attempt_at_no_cost(world):
     )
 
 
-def test_what_prefill_says_itself_counts_whoever_is_heard_first(world):
+def test_prefills_own_report_counts_in_either_order(world):
     (entry, *_) = submitted(world, 0)
     given_up(world, entry)
     given_up(world, entry, P, "BadLogits")
@@ -101,7 +101,7 @@ def test_a_client_leaving_while_prefills_report_is_awaited_leaks_nothing(world):
     assert world.of(b"d", Rejected) == []
 
 
-def test_prefill_s_word_is_awaited_of_hand_offs_only(world):
+def test_prefills_report_is_awaited_only_for_hand_offs(world):
     (entry, *_) = submitted(world, 0)
     world.dispatcher.on_message(b"d", Reserved(instance=D, room=entry.room.room, epoch=0))
     given_up(world, entry, kind="TransferTimeout")

@@ -70,7 +70,7 @@ def test_three_failures_within_the_window_open_the_breaker():
     assert BREAKER_FAILURES == 3
 
 
-def test_after_a_while_one_attempt_may_show_that_the_worker_is_well():
+def test_after_a_pause_one_probe_attempt_may_close_the_breaker():
     breaker, _ = failing([0.0, 0.0, 0.0])
     now = BREAKER_OPEN_S + 1
     assert (breaker.state(now), breaker.is_avoided(now)) == ("half open", False)

@@ -211,7 +211,7 @@ def test_failure_that_is_not_retryable_is_final():
         ("GrammarsOverdue", D, set()),
     ],
 )
-def test_a_failure_speaks_against_whom_it_names(kind, sender, at_fault):
+def test_a_failure_counts_against_the_worker_that_it_names(kind, sender, at_fault):
     message = Failed(room=ROOM, epoch=0, instance=sender, kind=kind, message="x", retryable=True)
     room = placed()
     effects = room.on(message, sender, 0.5)
@@ -223,7 +223,7 @@ def test_a_failure_speaks_against_whom_it_names(kind, sender, at_fault):
     )  # which another worker may do
 
 
-def test_a_refusal_speaks_against_nobody():
+def test_a_refusal_counts_against_no_worker():
     assert not any(isinstance(effect, Outcome) for effect in placed().on(refused(250), D, 1.0))
 
 
@@ -318,7 +318,7 @@ def test_a_deadline_ends_a_room_in_every_state():
         assert Failure("DeadlineExceeded", "the deadline passed") in room.tick(1.6)
 
 
-def test_a_workers_word_that_the_deadline_passed_is_not_tried_again():
+def test_a_deadline_reported_by_a_worker_is_not_retried():
     room, _ = with_deadline(9.0)
     message = Failed(room=ROOM, epoch=0, instance=D, kind="DeadlineExceeded", message="late", retryable=True)
     assert Failure("DeadlineExceeded", "late") in room.on(message, D, 1.1)

@@ -65,7 +65,7 @@ def resumed(room=None, pair=PAIR2):
     return room, [send.message for send in room.place(pair, 1.1)]
 
 
-def test_what_was_asked_of_the_beginning_is_not_asked_again():
+def test_prompt_outputs_already_sent_are_not_requested_again():
     asked = Sampling(max_new_tokens=9, min_new_tokens=5, prompt_logprobs=2, grammar="g")
     room = Room(ROOM, [5, 6, 7], asked, 0.0, TIMEOUTS)
     room.place(PAIR, 0.0)
@@ -112,7 +112,7 @@ def test_the_stream_goes_on_where_it_was():
     assert room.phase is RoomPhase.CLOSED
 
 
-def test_what_the_lost_decode_still_says_is_dropped_and_counted():
+def test_late_messages_of_a_lost_decode_are_dropped_and_counted():
     room, _ = resumed()
     for message in (tokens(3, [103]), finished(4), tokens(1, [9], epoch=1)):
         assert room.on(message, D, 1.2) == []
@@ -133,7 +133,7 @@ def test_attempts_after_the_first_token_are_bounded_like_those_before():
     assert TRANSFER in room.on(failed(D, 2), D, 1.6)
 
 
-def test_a_stream_that_lacks_only_its_end_ends():
+def test_a_stream_with_all_tokens_ends_without_another_attempt():
     room = Room(ROOM, [5], Sampling(max_new_tokens=2, stop_token_ids=[7]), 0.0, TIMEOUTS)
     room.place(PAIR, 0.0)
     for message, sender in ((reserved(), D), (first(), P), (tokens(1, [101]), D)):
@@ -265,7 +265,7 @@ def test_the_last_failure_is_quarantine_if_the_silent_worker_is_dead():
     assert QUARANTINED in found_silent_thrice().worker_lost(P3, 3.1)
 
 
-def test_the_last_failure_is_the_peers_word_if_the_silent_worker_lives():
+def test_the_last_failure_is_the_peers_report_if_the_silent_worker_lives():
     answered, unknown = found_silent_thrice(), found_silent_thrice()
     answered.on(gone(P3, 2), P3, 3.0)
     assert Failure("PeerLost", "silent") in answered.tick(3.1)
@@ -316,7 +316,7 @@ def heard(room, attempt, fault):
         st.tuples(st.integers(0, 9), st.sampled_from(["prefill", "decode", "failed", "dropped"])), max_size=7
     )
 )
-def test_whatever_fails_and_when_the_client_gets_the_one_answer_whole(faults):
+def test_under_any_failures_the_client_gets_one_complete_answer(faults):
     room = Room(ROOM, [5, 6, 7], Sampling(max_new_tokens=len(ANSWER)), 0.0, TIMEOUTS, max_attempts=99)
     effects = []
     for attempt, (steps, fault) in enumerate([*faults, (99, "")]):

@@ -104,7 +104,7 @@ def test_a_worker_that_ends_with_its_answer_is_blamed_on_no_job():
     assert second.num_deaths == 0
 
 
-def test_an_answer_to_nothing_ends_its_worker_alone():
+def test_an_unrequested_answer_ends_only_its_worker():
     first, second = jobs(2)
     scheduler = started(first)
     scheduler.answered(1, 0.1)

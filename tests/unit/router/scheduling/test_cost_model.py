@@ -26,7 +26,7 @@ def test_equal_sizes_give_their_mean_and_noise_no_negative_time():
     assert steep.at(1) >= 0
 
 
-def test_what_is_measured_now_outweighs_what_was():
+def test_recent_measurements_outweigh_old_ones():
     made = line(*[(100, 1.0)] * 50, *[(100, 0.1)] * 200)
     assert made.at(100) == pytest.approx(0.1, rel=0.2)
 

@@ -141,7 +141,7 @@ def test_request_with_several_choices_is_taken_whole_or_not_at_all():
     assert world.dispatcher.num_open == 0
 
 
-def test_frames_wait_in_order_for_a_worker_that_takes_none():
+def test_frames_for_a_blocked_worker_wait_in_order():
     world = World().join()
     world.refusing = {b"d"}
     rooms = [world.submit(16)[0][0].room.room for _ in range(3)]
@@ -152,7 +152,7 @@ def test_frames_wait_in_order_for_a_worker_that_takes_none():
     assert [r.room for r in world.of(b"d", Reserve)] == rooms
 
 
-def test_a_worker_that_reconnects_in_time_gets_what_waited_else_it_is_lost():
+def test_a_reconnected_worker_gets_waiting_frames_or_is_lost():
     world = World().join()
     world.lost = {b"d"}
     _, inbox = world.submit(16)
@@ -169,7 +169,7 @@ def test_a_worker_that_reconnects_in_time_gets_what_waited_else_it_is_lost():
     assert [type(event) for event in events(inbox)] == [Failure]
 
 
-def test_reader_that_leaves_its_tokens_lying_is_cut_and_cancelled():
+def test_a_reader_that_stops_reading_is_cut_and_cancelled():
     world = World().join()
     (entry,), inbox = world.submit(100)
     world.dispatcher.on_message(b"d", Reserved(room=entry.room.room, epoch=0, instance=D))
@@ -187,7 +187,7 @@ def test_reader_that_leaves_its_tokens_lying_is_cut_and_cancelled():
     assert 'outcome="cancelled"} 1.0' in _metrics(world)
 
 
-def test_wait_is_bounded_also_behind_refusals():
+def test_the_wait_is_bounded_also_after_refusals():
     world = World(queue_timeout_s=5.0).join(max_running=1)
     world.submit(16)
     _, inbox = world.submit(16)
@@ -216,12 +216,12 @@ def test_displaced_and_refused_requests_both_get_a_retry_after():
     assert caught.value.retry_after_s == broken.retry_after_s == error_of(broken).retry_after_s == 30
 
 
-def test_without_a_pace_it_is_a_second():
+def test_without_a_measured_rate_retry_after_is_one_second():
     for kind in (OVERLOADED, "QueueTimeout", "GrammarsOverdue"):
         assert error_of(Failure(kind, "x")).headers == {"retry-after": "1"}
 
 
-def test_without_a_pair_nothing_is_taken():
+def test_without_a_pair_no_request_leaves_the_queue():
     world = World()
     with pytest.raises(ApiError) as caught:
         world.submit(16)
@@ -262,7 +262,7 @@ def test_a_worker_that_dropped_its_rooms_loses_them_and_frees_its_pages():
     assert world.dispatcher.events["worker_dropped_rooms"] == 1
 
 
-def test_the_same_generation_asks_and_an_older_one_is_a_straggler():
+def test_a_hello_of_an_older_generation_is_ignored():
     world = World().join()
     world.dispatcher.on_message(b"d", hello(instance=D, role="decode", generation=2))
     (entry,), _ = world.submit(16)
@@ -284,7 +284,7 @@ def test_frames_waiting_for_a_worker_that_dropped_its_rooms_are_not_sent():
 
 
 @pytest.mark.parametrize("generation", [0, 1])
-def test_a_worker_that_comes_back_is_told_which_rooms_are_over(generation):
+def test_a_returning_worker_gets_cancels_for_finished_rooms(generation):
     world = World().join()
     (entry,), _ = world.submit(16)
     world.lost = {b"d"}
@@ -302,7 +302,7 @@ def test_a_worker_that_comes_back_is_told_which_rooms_are_over(generation):
 # --- requests of several choices ----------------------------------------------------------------------------
 
 
-def test_choices_that_wait_behind_their_own_siblings_are_not_a_queue():
+def test_choices_waiting_for_their_siblings_count_as_no_queue():
     world = World(queue_timeout_s=5.0).join(max_running=1)
     entries, inbox = world.submit(16, 16, 16)
     for entry in entries:
@@ -359,7 +359,7 @@ def test_a_full_queue_counts_one_rejected_request():
     assert 'outcome="cancelled"} 0.0' in _metrics(world)
 
 
-def test_a_stopped_choice_counts_with_what_decode_says_it_cost():
+def test_a_stopped_choice_counts_the_tokens_that_decode_reports():
     world = World().join()
     (entry,), inbox = world.submit(16)
     begin(world, entry)
@@ -388,7 +388,7 @@ def test_a_request_that_times_out_ends_with_that_error_at_its_workers_too():
     assert 'outcome="timeout"} 1.0' in _metrics(world)
 
 
-def test_what_the_control_socket_drops_is_in_the_metrics():
+def test_messages_dropped_by_the_control_socket_are_in_the_metrics():
     world = World(drops=lambda: {"control_malformed": 3, "control_oversized": 0})
     assert 'baton_router_events_total{event="control_malformed"} 3.0' in _metrics(world)
     assert 'event="control_oversized"} 0.0' in _metrics(world)

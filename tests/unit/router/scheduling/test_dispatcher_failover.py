@@ -81,7 +81,7 @@ def test_a_stream_resumes_on_another_decode_as_one_answer_for_the_client():
     assert (world.dispatcher.events["resumed"], entry.timeline(world.now).attempts) == (1, 2)
 
 
-def test_suspects_of_a_death_meet_the_next_worker_one_at_a_time():
+def test_suspects_of_a_death_are_placed_one_at_a_time():
     world, others = two_pairs()
     entries = [world.submit(16)[0][0] for _ in range(3)]
     world.add(*others)
@@ -478,7 +478,7 @@ def test_a_stream_whose_hand_off_fails_goes_on_with_the_prompt_on_decode():
     assert entry.room.phase.value == "queued"
 
 
-def test_a_stream_without_a_pair_keeps_nobody_else_waiting():
+def test_a_stream_without_a_pair_delays_no_other_request():
     world, _ = two_pairs()
     (entry,), _ = world.submit(16)
     begin(world, entry)

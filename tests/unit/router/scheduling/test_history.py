@@ -68,7 +68,7 @@ def attempts_of(world, name, caller=ANYONE):
     return choice.timeline.attempt_log
 
 
-def test_a_request_is_told_while_it_runs_and_after_its_end():
+def test_a_request_is_in_the_history_during_and_after_its_run():
     world = world_of()
     [entry] = submit(world, reply_id="chatcmpl-1")
     assert (only_row(world).state, only_row(world).outcome) == ("prefilling", None)
@@ -96,7 +96,7 @@ def test_a_request_is_told_while_it_runs_and_after_its_end():
     assert moments == [0.0, 100.0, 200.0, 200.0, 400.0]
 
 
-def test_an_attempt_that_was_refused_or_failed_is_told_with_its_reason():
+def test_a_refused_or_failed_attempt_is_listed_with_its_reason():
     world = world_of()
     [entry] = submit(world)
     room = entry.room.room
@@ -143,7 +143,7 @@ def test_a_stopped_requests_cost_is_known_after_its_last_workers_answer():
     assert attempts_of(world, "chatcmpl-2")[0].outcome == "ok"
 
 
-def test_a_request_that_waits_in_vain_is_rejected_without_an_attempt():
+def test_a_request_that_times_out_in_the_queue_has_no_attempt():
     world = world_of(max_running=1, queue_timeout_s=5.0)
     submit(world, reply_id="chatcmpl-before")
     submit(world, reply_id="chatcmpl-behind")
@@ -158,7 +158,7 @@ def test_a_request_that_waits_in_vain_is_rejected_without_an_attempt():
     assert attempts_of(world, "chatcmpl-behind") == []
 
 
-def test_choices_are_one_request_with_a_story_each():
+def test_choices_are_one_request_with_a_history_each():
     world = world_of()
     entries = submit(world, reply_id="chatcmpl-3", num_choices=2)
     for entry in entries:
@@ -199,7 +199,7 @@ def test_a_name_finds_by_whole_ids_or_8_digits_and_nothing_by_less():
     ] * 5
 
 
-def test_a_router_remembers_so_many_requests_and_no_prompt():
+def test_the_history_is_bounded_and_holds_no_prompt():
     world = world_of()
     for number in range(KEPT + 3):
         serve(world, submit(world, reply_id=f"cmpl-{number:03}")[0])

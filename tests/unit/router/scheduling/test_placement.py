@@ -33,7 +33,7 @@ def test_with_local_prefill_decodes_report_corrects_both_known_caches():
     assert beliefs(world) == {P: 1, D: 0}, "decode has evicted it"
 
 
-def test_without_a_choice_nothing_is_noted():
+def test_without_a_choice_nothing_is_recorded():
     world = World().join()
     (entry,), _ = world.submit(16)
     world.finish(entry.room.room)

@@ -18,7 +18,7 @@ def test_only_whole_pages_have_names_and_their_number_is_bounded():
     assert len(page_names([1] * 100_000, 1, "")) == MAX_HASHED
 
 
-def test_what_a_worker_holds_ends_at_the_first_page_that_it_lacks():
+def test_a_workers_known_prefix_ends_at_the_first_missing_page():
     index, names = PrefixIndex(), SeenPrompt(range(40)).pages(4)
     index.add("p", names[:6])
     index.add("q", names[:2])

@@ -30,7 +30,7 @@ def test_urgent_requests_overtake_recent_ones_but_not_long_waiting_ones():
     assert arrivals(waiting) == [PRIORITY_S - 1, 0.0, PRIORITY_S + 1, 3.0, 2.0]
 
 
-def test_who_comes_back_has_the_old_place_also_among_equals():
+def test_a_returning_request_gets_its_old_place():
     waiting, (old, young) = WaitingList(), (entry(0.0), entry(0.0))
     waiting.join(old)
     waiting.join(young)
@@ -41,7 +41,7 @@ def test_who_comes_back_has_the_old_place_also_among_equals():
 
 
 @given(ARRIVALS)
-def test_the_list_is_always_sorted_and_holds_whom_it_should(steps):
+def test_the_list_is_sorted_and_holds_every_waiting_request(steps):
     waiting, inside = WaitingList(), []
     for arrived, priority, leaves in steps:
         made = entry(arrived, priority)
@@ -55,7 +55,7 @@ def test_the_list_is_always_sorted_and_holds_whom_it_should(steps):
         assert {id(one) for one in waiting} == {id(one) for one in inside}
 
 
-def test_the_last_is_one_whose_client_has_heard_nothing_yet():
+def test_the_last_entry_is_the_last_request_without_output():
     waiting = WaitingList()
     assert waiting.last() is None
     first, begun = entry(0.0), entry(1.0, output=[5])

@@ -65,7 +65,7 @@ def test_unfinished_character_is_withheld_and_replaced_only_at_the_end(tokenizer
     assert detokenizer.flush() == "�"
 
 
-def test_ids_beyond_the_tokenizer_are_silent(tokenizer):
+def test_ids_beyond_the_tokenizer_add_no_text(tokenizer):
     assert tokenizer.detokenizer().feed([10**6]) == ""
 
 

@@ -222,7 +222,7 @@ def test_workers_with_too_many_grammars_to_compile_are_asked_again_later():
 
 
 @pytest.mark.parametrize("step", [1, 2, 7, 1000])
-def test_calls_are_read_however_their_text_comes(step):
+def test_calls_are_parsed_for_every_split_of_their_text(step):
     tricky = '{"q": "a } \\" </tool_call> {", "n": [1, {"m": 2}]}'
     text = f"Let me <b>see</b>.\n{call('look', tricky)}\n{call('go', '{}')}"
     reader, said, parts = CallReader(), "", []
@@ -245,7 +245,7 @@ def test_text_without_calls_stays_as_it_is(text):
 
 
 @pytest.mark.parametrize("step", [1, 2, 7, 1000])
-def test_json_that_spells_a_call_is_said_and_a_call_in_its_place_is_read(step):
+def test_json_that_contains_a_call_is_text_and_a_real_call_is_parsed(step):
     for text, num_calls in (('{"q": "<tool_call>\\n{}"}', 0), (f"{call('go', '{}')}\n{call('go', '{}')}", 2)):
         reader, said = CallReader(only_first=True), ""
         for at in range(0, len(text), step):

@@ -107,7 +107,7 @@ def test_long_texts_and_those_without_a_lone_space_go_to_the_tokenizer(text):
 @pytest.mark.parametrize(
     "text", ["a  b c", "a \tb c", "a\n b c", "a b \n", " a b ", "if a:\n    return b\n\n  c d"]
 )
-def test_other_white_space_stays_within_what_lone_spaces_part(text):
+def test_other_white_space_is_encoded_as_by_the_tokenizer(text):
     tokenizer = backend(KNOWN["letters"])
     assert word_ids(tokenizer).encode(text) == plain(tokenizer, text)
 
@@ -148,7 +148,7 @@ def test_other_ways_of_cutting_are_left_to_the_tokenizer(name):
 
 
 @pytest.mark.parametrize("content", ["hello", "!", "'s"])
-def test_special_tokens_that_spell_words_and_signs_are_found(content):
+def test_special_tokens_that_spell_words_are_found(content):
     tokenizer = backend(spaces())
     tokenizer.add_tokens([AddedToken(content)])
     text = "Well hello, world! hello! it's what they said, xhello x"
@@ -156,7 +156,7 @@ def test_special_tokens_that_spell_words_and_signs_are_found(content):
 
 
 @pytest.mark.parametrize("name", TOKENS)
-def test_so_are_tokenizers_with_a_control_token_that(name):
+def test_tokenizers_with_unusual_special_tokens_get_no_word_cache(name):
     tokenizer = backend(spaces())
     assert word_ids(tokenizer) is not None
     tokenizer.add_tokens([TOKENS[name]])

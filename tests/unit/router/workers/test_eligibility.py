@@ -63,7 +63,7 @@ def test_decode_without_a_limit_on_running_rooms_takes_many():
     assert chosen([worker("a", "prefill"), worker("b", "decode", [(0, 1)] * 50, max_running=0)]) == ("a", "b")
 
 
-def test_failed_workers_are_the_last_choice_but_a_choice():
+def test_failed_workers_are_the_last_choice():
     p, used, fresh = worker("a", "prefill"), worker("b", "decode"), worker("c", "decode", [(1, 1)])
     assert chosen([p, used, fresh]) == ("a", "b")
     assert chosen([p, used, fresh], avoid={"b" * 32}) == ("a", "c")
@@ -142,7 +142,7 @@ def test_a_decode_worker_that_must_not_take_prompts_is_no_pair_alone():
     assert chosen([worker("d", "decode")]) is None
 
 
-def test_what_has_begun_goes_on_with_workers_of_its_fingerprint_only():
+def test_a_started_request_resumes_only_on_workers_of_its_fingerprint():
     old = [worker("a", "prefill", fingerprint="x"), worker("b", "decode", [(9, 1)] * 3, fingerprint="x")]
     new = [worker("c", "prefill", fingerprint="y"), worker("d", "decode", fingerprint="y")]
     assert chosen(old + new) == ("c", "d"), "two versions side by side"
@@ -172,7 +172,7 @@ def test_workers_of_other_weights_pair_until_both_hashes_are_known():
         assert bool(why_not_pair(p, d)) is not is_pair
 
 
-def test_what_has_begun_does_not_go_on_with_other_weights():
+def test_a_started_request_does_not_resume_on_other_weights():
     p, d = worker("a", "prefill"), worker("b", "decode")
     for made in (p, d):
         made.take_heartbeat(WorkerStats(pages_total=100, pages_free=100, weights_hash="x"), 0.0)

@@ -105,7 +105,7 @@ def test_a_pair_is_ready_once_a_canary_has_passed_it_and_not_before():
     assert world.metric('baton_canaries_total{outcome="passed"} 1.0')
 
 
-def test_an_idle_pair_is_asked_once_in_half_a_window_and_stays_ready():
+def test_an_idle_pair_gets_a_canary_per_half_window_and_stays_ready():
     world = proven()
     for at in range(1, 6):
         world.wait(HALF_S)
@@ -115,7 +115,7 @@ def test_an_idle_pair_is_asked_once_in_half_a_window_and_stays_ready():
     assert world.pair().state == "proven"
 
 
-def test_without_an_answer_it_is_not_ready_a_window_after_the_last_proof():
+def test_without_answers_a_pair_is_not_ready_after_one_window():
     world = proven()
     world.wait(WINDOW_S + 0.1)
     assert not world.is_ready, "the canary of half a window was not answered within half a window"
@@ -143,7 +143,7 @@ def test_a_failed_canary_names_pair_and_reason_and_a_passing_one_heals_it():
     assert set(world.placed().values()) == {0}
 
 
-def test_requests_of_clients_that_pass_are_canaries_enough():
+def test_successful_client_requests_replace_canaries():
     world = proven()
     for _ in range(20):
         world.wait(1.0)
@@ -184,7 +184,7 @@ def test_a_clients_failed_hand_off_makes_a_canary_due_and_decides_nothing():
     assert len(world.asked()) == 2
 
 
-def test_nobody_waits_for_a_canary():
+def test_a_canary_delays_no_request():
     world = Yard().join(max_running=2)
     world.wait(0.1)
     world.answer(world.asked()[0])

@@ -103,7 +103,7 @@ def test_unreachable_worker_is_overdue_sooner_and_a_heartbeat_clears_it():
     assert registry.overdue(1.0 + UNREACHABLE_S + 0.1) == []
 
 
-def test_heartbeat_of_an_unknown_worker_is_told_apart():
+def test_a_heartbeat_of_an_unknown_worker_is_recognised():
     assert not Registry(ROUTER, 3.0).heartbeat(b"id", "2" * 32, WorkerStats(), 0.0)
 
 

@@ -44,7 +44,7 @@ def test_shape_strides_dtype_and_values_survive(dtype: torch.dtype):
         assert arena.unowned(original) is original
 
 
-def test_what_nobody_owns_is_poisoned_and_given_to_the_next():
+def test_a_free_block_is_poisoned_and_reused():
     arena = Arena(1024, poison=True)
     owned = arena.place(torch.ones(4))
     weak, weak_ids = arena.unowned(owned), arena.unowned(arena.place(torch.ones(4, dtype=torch.int64)))
@@ -57,7 +57,7 @@ def test_what_nobody_owns_is_poisoned_and_given_to_the_next():
     assert arena.place(torch.zeros(4)).data_ptr() == address
 
 
-def test_it_grows_by_chunks_and_takes_what_is_larger_than_one():
+def test_the_arena_grows_by_chunks_and_holds_larger_blocks():
     arena = Arena(256)
     held = [arena.place(torch.ones(32)) for _ in range(5)]  # 128 B each
     assert arena.num_bytes == 3 * 256

@@ -247,7 +247,9 @@ def test_a_custom_operation_with_undeclared_effects_is_refused(library: str):
         (lambda x: x.masked_scatter(x > 0, x).masked_select(x > 0), "masked_select"),
     ],
 )
-def test_what_a_tape_cannot_hold_is_refused_by_name(doing: Callable[[torch.Tensor], object], named: str):
+def test_an_operation_that_a_tape_cannot_record_is_refused_by_name(
+    doing: Callable[[torch.Tensor], object], named: str
+):
     x = x_of()
     with pytest.raises(CaptureRefused, match=named):
         captured(TapeBackend(), lambda: doing(x))
