@@ -105,6 +105,15 @@ class Launch:
     options: dict[str, object]
     variant: tuple[str, ...]
 
+    def prepare(self) -> None:
+        """Makes the kernel's table of variants for the current device, before threads share it.
+
+        Threads that made it at once would lose each other's variants.
+        """
+        tables = getattr(self.kernel, "device_caches", None)
+        if tables is not None:
+            _ = tables[triton.runtime.driver.active.get_current_device()]
+
     def compile(self) -> Callable[[], None]:
         """Compiles the variant for the current device, or takes it from Triton's cache on disk.
 

@@ -37,6 +37,8 @@ def compile_launches(
         if index is not None:
             torch.cuda.set_device(index)  # the current device belongs to a thread
 
+    for launch in launches:
+        launch.prepare()
     loads: list[Callable[[], None]] = []
     with ThreadPoolExecutor(workers, thread_name_prefix="compile", initializer=enter) as pool:
         waiting = {pool.submit(launch.compile): launch for launch in launches}

@@ -83,7 +83,11 @@ class FakeLaunch:
         self.name, self.meet, self.fails = name, meet, fails
         self.loaded_by: threading.Thread | None = None
 
+    def prepare(self) -> None:
+        self.prepared_by = threading.current_thread()
+
     def compile(self) -> Callable[[], None]:
+        assert self.prepared_by is not threading.current_thread()
         self.meet.wait(30)  # all of them at once, or never
         if self.fails:
             raise RuntimeError("out of registers")

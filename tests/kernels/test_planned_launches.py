@@ -1,0 +1,80 @@
+"""Launches that are planned on tensors without values compile what the real launches then find compiled."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from baton.kernels.rope import apply_rope_triton
+from baton.kernels.select_rows import select_last_rows_triton
+from baton.kernels.silu_mul import _silu_mul_kernel, silu_mul_triton
+from baton.kernels.triton_jit import Compiled, planned_launches, watch_compilations
+from baton.tests.kernels.cases import randn
+
+
+class DriverWithoutGpu:
+    """Triton's driver of a GPU that is not there. `launcher_cls` notes the host stubs that are asked for."""
+
+    def __init__(self) -> None:
+        self.stubs: list[object] = []
+
+    def launcher_cls(self, source: object, metadata: object) -> None:
+        self.stubs.append(source)
+
+    def get_current_device(self) -> int:
+        return -2  # a kernel cache of its own beside that of any other device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> object:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> DriverWithoutGpu:
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    from triton.runtime import driver
+
+    absent = DriverWithoutGpu()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(driver, "_active", absent)
+    return absent
+
+
+def test_a_planned_launch_compiles_the_variant_of_the_real_one(driver: DriverWithoutGpu):
+    seen: list[Compiled] = []
+    end = watch_compilations(seen.append)
+    gate_up = randn(3, 512, dtype=torch.bfloat16)
+    with planned_launches() as planned:
+        silu_mul_triton(gate_up)
+        silu_mul_triton(gate_up[:2])
+    one, other = planned
+    assert one.variant == other.variant, "the number of rows makes no variant"
+    one.prepare()
+    one.compile()
+    assert [compiled.kernel for compiled in seen] == ["_silu_mul_kernel"]
+    assert len(driver.stubs) == 1
+    # The real launch finds it: this compiles, but does not run.
+    real = (gate_up[1:], torch.empty(2, 256, dtype=torch.bfloat16), 256, 1, 512, 0)
+    _silu_mul_kernel.warmup(*real, grid=(2, 1), BLOCK=1024, num_warps=4)
+    assert len(seen) == 1
+    # The plant: another dtype is another variant.
+    _silu_mul_kernel.warmup(*(x.float() if isinstance(x, torch.Tensor) else x for x in real), grid=(2, 1),
+                            BLOCK=1024, num_warps=4)  # fmt: skip
+    assert len(seen) == 2
+    end()
+
+
+def test_a_plan_collects_and_launches_nothing():
+    x, tables = randn(3, 4, 32), (randn(3, 32), randn(3, 32))
+    with planned_launches() as planned:
+        apply_rope_triton(x, *tables)
+        apply_rope_triton(x[:, 1:], *tables)
+        select_last_rows_triton(randn(6, 64), torch.ones(3, dtype=torch.int64))
+    assert [launch.variant[0] for launch in planned] == ["_rope_kernel"] * 2 + ["_select_last_rows_kernel"]
+    assert "p_x:*float32/16" in planned[0].variant
+    assert "HEAD_DIM=32" in planned[0].variant
+    assert "p_accept_len:*int64" in planned[2].variant, "its address changes with the batch"
+    assert str(planned[2]).startswith("_select_last_rows_kernel(p_hidden:*float32/16, ")
