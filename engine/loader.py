@@ -99,6 +99,10 @@ class Engine:
     feature_ids: tuple[int, ...] = ()
     watch: ReadyWatch | None = None  # from the start of serving
 
+    def begin_watch(self) -> None:
+        """Counts, from now on, what should have happened before the worker was ready."""
+        self.watch = ReadyWatch(self.pool.device, None if self.graphs is None else self.graphs.pool)
+
     def decoder(self) -> AsyncDecoder:
         """Returns the decoder of this engine; only one may exist at a time. Raises LifecycleError on a
         prefill engine.
@@ -207,7 +211,6 @@ class EngineLoader:
         engine = self._engine
         assert engine is not None
         self.lifecycle.advance(Phase.SERVING)
-        engine.watch = ReadyWatch(self._device, None if engine.graphs is None else engine.graphs.pool)
         return engine
 
     def _load(self) -> None:

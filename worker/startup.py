@@ -142,6 +142,7 @@ class WorkerStartup(ABC, Generic[C, R]):
             lost_spans=lambda: tracing.num_dropped,
         )
         self.engine.runner.on_layer = self.loop.beat
+        self.engine.begin_watch()
 
     # --- methods of a role ----------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """With default settings an engine on a GPU uses its share of the card; its weights arrive unchanged."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +44,7 @@ def test_weights_on_the_device_are_those_of_the_file(
 def test_a_default_engine_stays_within_its_share(
     toy_checkpoint: Callable[..., Path], has_drafter: bool
 ) -> None:
+    gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     engine = load(toy_checkpoint("llama"), has_drafter=has_drafter)

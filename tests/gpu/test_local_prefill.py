@@ -1,6 +1,7 @@
 """Prompts that decode computes on a device: the tokens of the CPU, launched without waiting."""
 
 import secrets
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,7 +52,9 @@ class Unwaiting(LocalPrefill):
     num_launched = 0
 
     def _launch(self, *args, **settings) -> LaunchedPrompts | None:
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode")  # torch calls it a prototype
+            torch.cuda.set_sync_debug_mode("error")
         try:
             launched = super()._launch(*args, **settings)
         finally:

@@ -35,7 +35,7 @@ def full_precision() -> None:
 def load(model: Path, head: Path, dtype: str) -> Engine:
     config = EngineConfig(
         model=str(model), draft=str(head), device="cuda", dtype=dtype, pages=200, max_context=256,
-        graphs=True, chunk_size=128,
+        graphs="on", chunk_size=128,
     )  # fmt: skip
     loader = EngineLoader(config, has_drafter=False)
     for _, run in loader.phases():

@@ -41,7 +41,7 @@ DRAFTS = {
     "chain": {"spec_adaptive": "off"},
     "tree": {"spec_topk": 4, "spec_tokens": 8},
     "adaptive": {"spec_adaptive": "on"},
-    "chain without graphs": {"spec_adaptive": "off", "graphs": False},
+    "chain without graphs": {"spec_adaptive": "off", "graphs": "off"},
 }
 
 
@@ -56,12 +56,14 @@ def load(toy_checkpoint: Callable[..., Path], head: Path) -> Callable[..., Engin
         config = EngineConfig(
             model=str(toy_checkpoint("llama", num_hidden_layers=12)), draft=str(head), device="cuda",
             pages=400, max_context=256, chunk_size=CHUNK, max_batch=MAX_BATCH, max_running=MAX_RUNNING,
-            **({"graphs": True, "dtype": "bfloat16"} | settings),
+            **({"graphs": "on", "dtype": "bfloat16"} | settings),
         )  # fmt: skip
         loader = EngineLoader(config, has_drafter=role == "decode")
         for _, run in loader.phases():
             run()
-        return loader.engine()
+        engine = loader.engine()
+        engine.begin_watch()
+        return engine
 
     return load
 
@@ -166,8 +168,8 @@ def nothing_late(engine: Engine) -> dict[str, float]:
     return {name: count for name, count in engine.watch_counters.items() if count}
 
 
-@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
-def test_prefill_compiles_and_allocates_nothing_after_ready(load: Callable[..., Engine], graphs: bool):
+@pytest.mark.parametrize("graphs", ["on", "off"], ids=["graphs", "eager"])
+def test_prefill_compiles_and_allocates_nothing_after_ready(load: Callable[..., Engine], graphs: str):
     engine = load("prefill", graphs=graphs)
     Workload(engine).every_prompt(CHUNK)
     assert not nothing_late(engine)
@@ -184,7 +186,7 @@ def test_decode_compiles_and_allocates_nothing_after_ready(load: Callable[..., E
 
 def test_a_kernel_for_a_new_shape_is_counted(load: Callable[..., Engine]):
     """The plant: an engine that serves more than it said compiles, and says so."""
-    engine = load("prefill", graphs=False)
+    engine = load("prefill", graphs="off")
     q = torch.zeros((3, 5, 48), dtype=torch.float16, device="cuda")
     table = torch.zeros((3, 48), dtype=torch.float16, device="cuda")
     apply_rope(q, table, table)
@@ -192,7 +194,7 @@ def test_a_kernel_for_a_new_shape_is_counted(load: Callable[..., Engine]):
 
 
 def test_growth_of_device_memory_is_counted(load: Callable[..., Engine]):
-    engine = load("prefill", graphs=False)
+    engine = load("prefill", graphs="off")
     free, _ = torch.cuda.mem_get_info()
     held = torch.empty(free // 2 + (1 << 30), dtype=torch.uint8, device="cuda")
     assert nothing_late(engine) == {"allocations_after_ready": 1}

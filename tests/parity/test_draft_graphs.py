@@ -188,9 +188,9 @@ def test_m5_4_graph_and_eager_steps_get_the_same_slots_lengths_and_pages(
     planned: list[tuple[torch.Tensor, ...]] = []
 
     class Spied(RowPlan):
-        def __init__(self, pool: object, *parts: torch.Tensor, is_recorded: bool) -> None:
+        def __init__(self, pool: object, *parts: torch.Tensor, **settings: bool) -> None:
             planned.append(parts)
-            super().__init__(pool, *parts, is_recorded=is_recorded)
+            super().__init__(pool, *parts, **settings)
 
     for module in (fused_step, loops, eagle3):
         monkeypatch.setattr(module, "RowPlan", Spied)

@@ -124,9 +124,9 @@ def one_layer_not_moved(planting: pytest.MonkeyPatch) -> None:
 
 
 def masked(planting: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    def plan(*parts: object, is_recorded: bool) -> RowPlan:
+    def plan(*parts: object, **settings: bool) -> RowPlan:
         *others, mask = parts
-        return RowPlan(*others, None if mask is None else change(mask), is_recorded=is_recorded)
+        return RowPlan(*others, None if mask is None else change(mask), **settings)
 
     planting.setattr(fused_step, "RowPlan", plan)
 

@@ -155,7 +155,8 @@ def test_a_failed_capture_is_not_in_the_inventory():
 
 
 def test_decode_kinds_are_those_of_the_decode_role():
-    assert {kind.value for kind in GraphKind if not kind.is_decode} == {"target_prefill", "draft_prefill"}
+    others = {kind.value for kind in GraphKind if not kind.is_decode}
+    assert others == {"target_prefill", "whole_prefill", "draft_prefill"}
 
 
 # --- the order in which CUDA is called ----------------------------------------------------------------------

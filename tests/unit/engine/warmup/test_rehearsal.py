@@ -21,7 +21,7 @@ def load(toy_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., E
         config = EngineConfig(
             model=str(toy_checkpoint("llama", num_hidden_layers=4)), draft=str(head), device="cpu",
             dtype="float32", chunk_size=CHUNK, max_running=MAX_RUNNING, graph_self_test=False,
-            **({"pages": 60, "max_context": 200, "graphs": True, "spec_adaptive": "on"} | settings),
+            **({"pages": 60, "max_context": 200, "graphs": "on", "spec_adaptive": "on"} | settings),
         )  # fmt: skip
         loader = EngineLoader(config, has_drafter=role == "decode")
         for _, run in loader.phases():
@@ -55,7 +55,7 @@ def test_every_graph_is_replayed_and_none_is_lost(load: Callable[..., Engine], r
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("settings", [{}, {"graphs": False}], ids=["graphs", "eager"])
+@pytest.mark.parametrize("settings", [{}, {"graphs": "off"}], ids=["graphs", "eager"])
 def test_pages_states_and_averages_are_those_before(
     load: Callable[..., Engine], role: str, settings: dict[str, object]
 ):
