@@ -69,7 +69,7 @@ def test_an_address_in_use_is_named(toy_checkpoint):
         (["--model=x", "--kv-bind=tcp://0.0.0.0:7200"], "trusted_network"),
         (["--model=x", "--kv-bind=tcp://0.0.0.0:7200", "--trusted-network"], "--kv-advertise"),
         (["--model=x", "--kv-cipher=aes-128-gcm"], "--keys"),
-        (["--model=x", "--page-size=0"], "page-size"),
+        (["--model=x", "--page-size=-1"], "page-size"),
         (["--model=x", "--spec-stepz=3"], "spec-stepz"),
         ([], "--model"),
     ],
