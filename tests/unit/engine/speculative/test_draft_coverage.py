@@ -3,9 +3,9 @@
 from types import SimpleNamespace
 
 import torch
-from baton.engine.speculative.step.draft_coverage import DraftCoverage
 from baton.engine.request import Request
 from baton.engine.sampling.params import SamplingParams
+from baton.engine.speculative.step.draft_coverage import DraftCoverage
 
 LIMIT = 8
 
