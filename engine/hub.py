@@ -6,6 +6,7 @@ Imports no torch, since `baton up` downloads before its workers start.
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from .errors import CheckpointError
 
@@ -34,7 +35,19 @@ def resolve_checkpoint(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=list(FILES)))
     except Exception as error:
-        reason = str(error).strip().splitlines()[0][:200]
         raise CheckpointError(
-            f"model {model!r} could not be fetched from the hub ({reason}); name a directory"
+            f"model {model!r} could not be fetched from the hub ({_reason_of(error)}); {_remedy_of(error)}"
         ) from error
+
+
+def _reason_of(error: Exception) -> str:
+    """The first line of the error's text, else the name of its class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def _remedy_of(error: Exception) -> str:
+    if isinstance(error, GatedRepoError):
+        return "ask for access on the model's page and set HF_TOKEN, or name a directory"
+    if isinstance(error, RepositoryNotFoundError):
+        return "correct the id, set HF_TOKEN for a private model, or name a directory"
+    return "name a directory"

@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Sequence
 
 from ..arguments import at_least
+from .prompts import MOST_LENGTH
 
 PROG = "baton bench serve"
-MOST_LENGTH = 1 << 24
 ROUNDS = 3
 INPUT, OUTPUT = (512, 512), (128, 128)
 

@@ -18,6 +18,7 @@ from ...cluster.errors import BatonError, ConfigError
 from ...cluster.net.endpoints import bracketed
 
 LIMIT = 1 << 20  # bytes of one line of an answer
+GET_S = 60.0  # longest wait for a list of models or for metrics
 Connect = Callable[..., Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
@@ -151,9 +152,20 @@ class LoadClient:
         return call
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """GETs `path`. Returns (status, body). Raises OSError, EOFError or Unexpected."""
+        """GETs `path`. Returns (status, body). Raises OSError, EOFError or Unexpected, also after GET_S."""
+        limit = min(GET_S, self._timeout_s)
+        try:
+            return await asyncio.wait_for(self._get(path), limit)
+        except asyncio.TimeoutError:
+            raise Unexpected(f"no answer to GET {path} within {limit:g} s") from None
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
         line, head = await self._exchange("GET", path, b"")
-        body = b"".join([part async for part in _body(head, line.reader)])
+        try:
+            body = b"".join([part async for part in _body(head, line.reader)])
+        except BaseException:
+            line.close()
+            raise
         self._done_with(line, head)
         return head.status, body
 

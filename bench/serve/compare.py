@@ -60,9 +60,12 @@ class Comparison:
         return [b / a for a, b in pairs if a > 0 and not math.isnan(b)]
 
     def better(self, metric: Metric) -> str:
-        """The side that is better in every round; "" when rounds disagree or there are fewer than two."""
+        """The side that is better in every round.
+
+        "" when rounds disagree, when there are fewer than two, and when a round lacks the ratio.
+        """
         ratios = self.ratios(metric)
-        if len(ratios) < 2 or not (min(ratios) > 1 or max(ratios) < 1):
+        if len(ratios) < max(2, len(self.rounds)) or not (min(ratios) > 1 or max(ratios) < 1):
             return ""
         return SIDES[(min(ratios) > 1) == metric.is_rate]
 

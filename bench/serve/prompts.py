@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from ...cluster.errors import ConfigError
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+MOST_LENGTH = 1 << 24  # tokens of a prompt or an answer
 MOST_FAULTS = 10  # bad lines of a file that one message names
 Lengths = tuple[int, int]  # smallest and largest, in tokens
 Item = TypeVar("Item")
@@ -65,7 +66,7 @@ def read_lines(path: Path, flag: str, parse: Callable[[dict[str, Any]], Item]) -
     Raises ConfigError for an unreadable or empty file, and for bad lines, with one line of text for each.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # other line separators may stand in a JSON text
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{flag} {path} cannot be read: {error}") from None
     found: list[Item] = []
@@ -89,7 +90,7 @@ def read_lines(path: Path, flag: str, parse: Callable[[dict[str, Any]], Item]) -
 def _object(line: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"this is no JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"write a JSON object instead of {line.strip()[:40]}")
@@ -120,8 +121,10 @@ def literal_question(value: dict[str, Any]) -> Question:
 
 
 def positive(value: dict[str, Any], name: str) -> int:
-    """The field `name`, a whole number from 1 up. Raises ValueError for any other value or none."""
+    """The field `name`, from 1 to MOST_LENGTH. Raises ValueError for any other value or none."""
     found = value.get(name)
     if type(found) is not int or found < 1:
         raise ValueError(f'"{name}" is a whole number from 1 up, not {json.dumps(found)[:40]}')
+    if found > MOST_LENGTH:
+        raise ValueError(f'"{name}" is at most {MOST_LENGTH}, not {json.dumps(found)[:40]}')
     return found

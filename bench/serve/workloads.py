@@ -1,6 +1,6 @@
 """Workloads of `baton bench serve --workload`: mixed lengths, conversations, shared prefixes.
 
-A workload is a named mix (`mixes.json` has their parameters and sources) or a JSONL file. Prompts are random
+A workload is a named mix (parameters and motivation: `mixes.json`) or a JSONL file. Prompts are random
 token ids, so only lengths and shared beginnings matter. The answers in the history of a conversation are
 random ids too, of the length that was asked for: two servers thus get the same prompts, whatever they answer.
 

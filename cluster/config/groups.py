@@ -311,7 +311,7 @@ class DecodeSettings(RoleConfig):
         0,
         Setting(
             help="of prompts that decode computes itself, between two of its steps; auto: 128 on CPU, on a "
-            "GPU as many as it computes in about 50 ms",
+            "GPU as many as it computes in about 45 ms",
             unit="tokens",
             minimum=1,
             maximum=8192,

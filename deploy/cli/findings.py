@@ -266,10 +266,14 @@ def check_paths(status: Mapping[str, Any]) -> list[Finding]:
 
 
 def check_pairing(status: Mapping[str, Any]) -> list[Finding]:
-    """Checks in a router's /status that workers of both roles serve, send heartbeats and can pair."""
+    """Checks in a router's /status that workers of both roles serve, send heartbeats and can pair.
+
+    Aggregated decode workers need no prefill worker.
+    """
     workers = [worker for worker in status.get("workers", []) if worker.get("state") == "serving"]
     found = []
-    for role in ("prefill", "decode"):
+    is_aggregated = any(worker.get("aggregated") for worker in workers)
+    for role in ("decode",) if is_aggregated else ("prefill", "decode"):
         if not any(worker["role"] == role for worker in workers):
             remedy = (
                 f"start one: baton {role} --router ENDPOINT; is it there already, "

@@ -62,6 +62,7 @@ def child_configs(
     `settled` None: workers as on a host without GPUs. Raises ConfigError for an invalid setting.
     """
     settled = settled or deal_without_gpus(wish_of(config))
+    _check_prompts_are_computed(config, settled)
     is_ipc = config.transport == "ipc"
     controls = _controls(config.routers, directory if is_ipc else None)
     threads = _threads(config, env, settled)
@@ -88,6 +89,15 @@ def child_configs(
     for warning in dict.fromkeys(text for _, child in children for text in ignored_settings(child)):
         logger.warning("%s", warning)
     return children
+
+
+def _check_prompts_are_computed(config: UpConfig, settled: Deal) -> None:
+    """Raises ConfigError when the settings forbid decode to compute prompts, and no prefill worker starts."""
+    if not settled.prefill and "aggregated" in config.explicit and not config.aggregated:
+        raise ConfigError(
+            "--aggregated off: no prefill worker starts, so decode computes the prompts; leave it out, or "
+            "write --prefill 1"
+        )
 
 
 def _controls(count: int, directory: Path | None) -> list[str]:

@@ -60,6 +60,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     page_size: int
     max_context: int
     max_running: int
+    aggregated: bool  # a decode worker that computes prompts of any length itself
     chosen: dict[str, Choice]  # sizes of the worker by setting, each with its reason
     running: int
     queued: int
@@ -212,6 +213,7 @@ def _worker_status(worker: Worker, now: float) -> WorkerStatus:
         page_size=hello.page_size,
         max_context=hello.max_context,
         max_running=hello.max_running,
+        aggregated=worker.is_aggregated,
         chosen=hello.chosen,
         running=stats.running,
         queued=stats.queued,

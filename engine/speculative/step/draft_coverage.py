@@ -58,7 +58,8 @@ class DraftCoverage:
         mine = self.known.get(request)
         if mine is None:
             return 0
-        return max(mine.covered, request.num_computed) if mine.row is None else mine.covered
+        is_whole = mine.row is None or mine.covered >= self.limit
+        return max(mine.covered, request.num_computed) if is_whole else mine.covered
 
     def begin(self, drafter: Drafter, request: Request, features: torch.Tensor, start: int) -> DraftPrefill:
         """The prefill of the rows of `request` from `start` on, from `features` `[rows, K*Ht]`.

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 from baton.bench.serve.arguments import parse
@@ -110,6 +111,21 @@ def test_a_missing_endpoint_is_an_error_of_every_request():
     assert (found.num_ok, found.errors) == (0, {"connection refused": 2})
     assert json.loads(json.dumps(found.as_dict()))["ttft"]["p99"] is None
     assert "| - / - / - / - |" in as_table([found])
+
+
+def test_a_server_that_accepts_and_never_answers_is_one_error():
+    async def connect(host, port, **_):
+        return asyncio.StreamReader(), SimpleNamespace(write=len, drain=noop, close=lambda: None)
+
+    async def noop():
+        pass
+
+    async def main():
+        clock = asyncio.get_running_loop().time
+        return await model_of(LoadClient(endpoint_of("http://x:1"), clock, connect=connect))
+
+    with pytest.raises(BatonError, match="no answer to GET /v1/models within 60 s"):
+        run(main())
 
 
 def test_a_kept_connection_that_was_closed_is_replaced_silently():

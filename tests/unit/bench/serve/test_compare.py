@@ -85,6 +85,13 @@ def test_rounds_that_disagree_and_single_rounds_show_no_better_side():
     assert found.better(NAMED["TTFT p50"]) == ""
 
 
+def test_a_round_without_a_figure_shows_no_better_side():
+    dead_later = Scripted(lambda number: "ok" if number < 12 else "429")
+    (found,), _ = compared(dead_later, Scripted(slowness=lambda _: 2.0), num_rounds=3)
+    assert len(found.ratios(NAMED["TTFT p50"])) == 2
+    assert [found.better(NAMED[name]) for name in ("TTFT p50", "req/s")] == ["", ""]
+
+
 def test_table_and_json_have_values_ratios_spread_and_errors():
     failing = Scripted(lambda number: "429" if number == 1 else "ok", slowness=lambda _: 2.0)
     found, _ = compared(Scripted(), failing, num_rounds=2, levels=(Level(width=1), Level(width=2)))

@@ -31,7 +31,7 @@ def asked(name, count, seed=1, **settings):
     return list(itertools.islice(questions, count))
 
 
-def test_mixes_have_the_lengths_of_their_sources():
+def test_mixes_have_the_lengths_of_the_benchmarks_page():
     chat = [conversation.turns for conversation in drawn("chat")]
     assert {len(turns) for turns in chat} == {1}
     assert statistics.median(turns[0].prompt_tokens for turns in chat) == pytest.approx(1020, rel=0.05)
@@ -53,10 +53,10 @@ def test_conversations_have_several_turns_behind_few_prefixes():
     assert {conversation.prefix_tokens for conversation in conversations} == {512}
 
 
-def test_every_mix_names_its_source():
+def test_every_mix_names_its_motivation_and_claims_no_figure_of_it():
     for values in json.loads(FILE.read_text()).values():
         assert "arXiv" in values["source"]
-        assert "ours" in values["source"], "it says which parameters no source has"
+        assert values["source"].startswith("every parameter is ours; after ")
 
 
 def test_each_turn_sends_the_history_and_the_next_prompt(tmp_path):
@@ -105,6 +105,12 @@ def test_literal_prompts_keep_their_text_and_may_end_by_themselves(tmp_path):
     assert "ignore_eos" not in asked(path, 1, is_plain=True)[0].body
 
 
+def test_line_separators_inside_a_text_end_no_line(tmp_path):
+    text = "a\u2028b\u2029c\u0085d"
+    path = file_of(tmp_path, json.dumps({"prompt": text}, ensure_ascii=False), {"prompt": "e"})
+    assert [question.body["prompt"] for question in asked(path, 2)] == [text, "e"]
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -128,6 +134,8 @@ def test_literal_prompts_keep_their_text_and_may_end_by_themselves(tmp_path):
         ({"prompt": "a", "messages": [{}]}, '{"prompt": TEXT or [IDS]}'),
         ({"prompt": "a", "max_tokens": 0}, '"max_tokens" is a whole number'),
         ({"prompt": "a", "prefix": "b"}, 'unknown field "prefix"'),
+        ("[" * 100_000, "is no JSON"),
+        ({"prompt_tokens": 10**12, "output_tokens": 1}, '"prompt_tokens" is at most 16777216'),
     ],
 )
 def test_each_bad_line_is_one_error_with_its_number(tmp_path, line, words):

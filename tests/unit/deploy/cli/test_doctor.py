@@ -145,6 +145,13 @@ def test_fault_8_a_silent_worker_and_a_missing_role_are_found(capsys):
         one(capsys, "pairing", "no decode worker", f"--url={url}")
 
 
+def test_aggregated_workers_need_no_prefill_worker(capsys):
+    with router([{**DECODE, "aggregated": True}]) as url:
+        assert examined(capsys, f"--url={url}") == (0, [])
+    with router([DECODE]) as url:
+        one(capsys, "pairing", "no prefill worker", f"--url={url}")
+
+
 def test_fault_9_clocks_that_differ_are_found(capsys):
     with router([PREFILL, DECODE], ahead_s=3600) as url:
         one(capsys, "clock", "behind", f"--url={url}")

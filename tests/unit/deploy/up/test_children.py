@@ -6,7 +6,6 @@ import socket
 from pathlib import Path
 
 import pytest
-from baton.cluster.config.fields import settings_of
 from baton.cluster.config.load import COMMAND_LINE, FILE, ignored_settings, load_config
 from baton.cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig, UpConfig
 from baton.cluster.errors import ConfigError, StartupError
@@ -153,7 +152,6 @@ def test_a_cluster_without_a_decode_worker_is_refused():
         UpConfig(model="m", decode=0)
 
 
-@pytest.mark.skipif("aggregated" not in settings_of(UpConfig), reason="no such setting")
 def test_without_prefill_workers_decode_computes_prompts_itself(dealt):
     configs = told(UpConfig(model="m", prefill=0, decode=2))
     assert list(configs) == ["router", "decode-0", "decode-1"]
@@ -162,6 +160,16 @@ def test_without_prefill_workers_decode_computes_prompts_itself(dealt):
     _, configs = dealt(UpConfig(model="m"), H200S[:1])
     assert list(configs) == ["router", "decode-0"]
     assert configs["decode-0"].aggregated
+
+
+def test_decode_cannot_be_kept_from_prompts_that_nobody_else_computes(dealt):
+    config = load_config(UpConfig, ["--model=m", "--prefill=0", "--aggregated=off"], {})
+    with pytest.raises(ConfigError, match="--aggregated off: no prefill worker starts"):
+        told(config)
+    config = load_config(UpConfig, ["--model=m", "--aggregated=off"], {})
+    with pytest.raises(ConfigError, match="write --prefill 1"):
+        dealt(config, H200S[:1])
+    assert not told(config)["decode-0"].aggregated
 
 
 def test_workers_that_share_a_gpu_are_told_their_share(dealt, tmp_path):

@@ -8,6 +8,7 @@ from baton.deploy.up.local_checkpoints import fetch_once, with_directories
 from baton.engine import hub
 from baton.engine.errors import CheckpointError
 from baton.engine.hub import is_hub_id
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 
 @pytest.fixture
@@ -63,6 +64,23 @@ def test_a_download_that_fails_is_one_error_with_the_id_and_a_remedy(monkeypatch
     monkeypatch.setattr(hub, "snapshot_download", unreachable)
     with pytest.raises(CheckpointError, match=r"'org/model' could not be fetched.*unreachable.*directory"):
         with_directories(RouterConfig(model="org/model"), fetch_once())
+
+
+def test_each_refusal_of_the_hub_names_its_remedy(monkeypatch):
+    def refused(kind, text):
+        def snapshot_download(name, allow_patterns):
+            error = kind.__new__(kind)
+            error.args = (text,)
+            raise error
+
+        monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+        with pytest.raises(CheckpointError) as caught:
+            hub.resolve_checkpoint("org/model")
+        return str(caught.value)
+
+    assert refused(GatedRepoError, "403").endswith("and set HF_TOKEN, or name a directory")
+    assert "correct the id" in refused(RepositoryNotFoundError, "404")
+    assert "(LocalEntryNotFoundError); name a directory" in refused(LocalEntryNotFoundError, "")
 
 
 def test_a_relative_directory_is_absolute_for_children(tmp_path, monkeypatch):

@@ -56,6 +56,12 @@ def test_status_shows_the_sizes_that_a_worker_chose_and_why():
     assert shown["workers"][1]["chosen"] == {}
 
 
+def test_status_names_aggregated_workers():
+    registry = registry_of(PREFILL, hello(D, aggregated=True), hello(PLAIN))
+    shown = status_of(dispatcher_of(registry), "m", 0.0, 0.0).workers
+    assert [worker.aggregated for worker in shown] == [False, True, False]
+
+
 def test_status_says_why_two_workers_do_not_pair():
     registry = registry_of(PREFILL, SPECULATIVE, hello(PLAIN))
     (one,) = unpaired_of(registry)
