@@ -432,6 +432,35 @@ def test_a_repeated_descriptor_is_moved_once(start):
     assert pair.receiver.counters["duplicate_blocks"] == 2 * NUM_RUNS
 
 
+def test_a_block_that_a_move_writes_is_taken_from_no_message(start):
+    """The message would end the room, and the move could then write another room's bytes into its pages."""
+    pair = start(polls=1000)
+    pair.open()
+    while not pair.receiver._landings:
+        pair.receiver.poll(0)
+        for filling in pair.sender._device_slabs._fillings:
+            filling.move.wait()
+        pair.sender.poll(0)
+    pull = Pull(room=ROOM, epoch=0, instance=D, block=0)
+    (block,) = pair.sender.session.receive("00000001", pull, pair.now)
+    header, payload = pair.sender._prepared.get(block)
+    before = pair.receiver.counters["blocks"]
+    pair.receiver.arrive("p", [memoryview(encode(header)), payload.data])
+    assert pair.receiver.counters["blocks"] == before
+    assert pair.receiver.counters["duplicate_blocks"] == 1
+
+
+@pytest.mark.parametrize("transport", ["shm", "cuda_slab"])
+def test_a_welcome_to_slabs_that_decode_has_not_asks_for_none(start, transport):
+    pair = start(receiver=("zmq_blocks",))
+    pair.wire.on_message = lambda message: [
+        msgspec.structs.replace(message, transport=transport) if isinstance(message, m.KVWelcome) else message
+    ]
+    pair.open()
+    assert outcome(pair.run()) == ["Complete", "Released"]
+    assert pair.wire.count(SlabRequest) == 0
+
+
 def test_slot_messages_of_unknown_peers_free_nothing(start):
     pair = start()
     pair.open()
