@@ -257,7 +257,8 @@ def check_paths(status: Mapping[str, Any]) -> list[Finding]:
             continue
         rates = ", ".join(f"{path} at {rate:.2f} GB/s" for path, rate in paths.items())
         text = f"decode {worker['instance'][:8]} on {worker['host']}: {rates}"
-        if worker in on_gpus and worker["host"] in near and CUDA_SLAB not in paths:
+        has_slab = any(CUDA_SLAB in path.split("+") for path in paths)  # a path may mix transports
+        if worker in on_gpus and worker["host"] in near and not has_slab:
             remedy = "its log says why not device memory: look for 'blocks take another way'"
             found.append(Finding("hand-off", WARN, text, remedy))
         else:

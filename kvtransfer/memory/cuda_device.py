@@ -57,10 +57,11 @@ class CudaRuntime:
         self._call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(size))
         return pointer.value or 0
 
-    def clear(self, address: int, size: int) -> None:
-        """Fills the memory with zeros, and returns when that is done. Raises SlabError."""
-        self._call("cudaMemset", ctypes.c_void_p(address), ctypes.c_int(0), ctypes.c_size_t(size))
-        self._call("cudaDeviceSynchronize")
+    def clear(self, address: int, size: int, stream: torch.cuda.Stream) -> None:
+        """Fills the memory with zeros on `stream`, and returns when that is done. Raises SlabError."""
+        target, queue = ctypes.c_void_p(address), ctypes.c_void_p(stream.cuda_stream)
+        self._call("cudaMemsetAsync", target, ctypes.c_int(0), ctypes.c_size_t(size), queue)
+        self._call("cudaStreamSynchronize", queue)
 
     def free(self, address: int) -> None:
         """Frees memory of `malloc`. Raises SlabError."""
@@ -160,7 +161,8 @@ class CudaDevice:
         with torch.cuda.device(self._device):
             address = self._runtime.malloc(size)
             try:
-                self._runtime.clear(address, size)
+                # not on the default stream, where it would wait for the forward under way
+                self._runtime.clear(address, size, self._stream)
             except SlabError:
                 self._runtime.free(address)
                 raise

@@ -181,6 +181,7 @@ class SlabDoor:
         """Raises SlabError if this process may not listen on a unix socket."""
         self.address = secrets.token_hex(16)
         self._arrived: dict[str, tuple[int, socket.socket]] = {}  # token -> descriptor, NO_FD without one
+        self._silent: list[socket.socket] = []  # accepted before their token was sent
         try:
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._listener.setblocking(False)
@@ -218,11 +219,20 @@ class SlabDoor:
         for fd, connection in self._arrived.values():
             _let_go(fd, connection)
         self._arrived.clear()
+        for connection in self._silent:
+            connection.close()
+        self._silent.clear()
 
     def _accept(self, is_expected: Callable[[str], bool], comes_alone: Callable[[str], bool]) -> None:
+        silent, self._silent = self._silent, []
         with suppress(BlockingIOError):
             while True:
-                self._admit(self._listener.accept()[0], is_expected, comes_alone)
+                silent.append(self._listener.accept()[0])
+        for connection in silent:
+            self._admit(connection, is_expected, comes_alone)
+        for connection in self._silent[:-BACKLOG]:
+            connection.close()
+        del self._silent[:-BACKLOG]
 
     def _admit(
         self,
@@ -240,6 +250,9 @@ class SlabDoor:
             if is_whole and is_expected(token) and token not in self._arrived:
                 self._arrived[token] = (fds[0] if fds else NO_FD, connection)
                 return
+        except BlockingIOError:  # prefill has connected and sends the token next
+            self._silent.append(connection)
+            return
         except (
             OSError,
             SlabError,

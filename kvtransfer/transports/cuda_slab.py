@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from ...cluster.process.log import fields as log_fields
 from ...cluster.protocol.slab_messages import SlabBlock, SlabRequest
+from ...kernels.move_spans import ALIGNMENT
 from ..memory.cuda_device import CudaDevice
 from ..memory.device import Device, Move
 from ..memory.device_slab import DeviceSlab, reached
@@ -211,6 +212,8 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         return filled
 
     def _open(self, request: SlabRequest) -> DeviceLane:
+        if request.slot_bytes % ALIGNMENT:
+            raise SlabError(f"slots of {request.slot_bytes} bytes are not aligned to {ALIGNMENT} bytes")
         self._free_ended()
         slabs = [*(lane.slab for lane in self._lanes.values()), *self._ended]
         left = self._max_bytes - sum(slab.size for slab in slabs)

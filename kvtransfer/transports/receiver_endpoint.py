@@ -180,8 +180,10 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         if isinstance(message, KVWelcome) and message.transport in LOCAL:
             kinds = LOCAL[LOCAL.index(message.transport) :]
             mine = [name for name in kinds if name in self._transports]
-            block_bytes = message.layout.block_bytes
-            self._tell(peer, self._slabs.greet(peer, message.instance, block_bytes, now, mine))
+            if mine:
+                block_bytes = message.layout.block_bytes
+                self._tell(peer, self._slabs.greet(peer, message.instance, block_bytes, now, mine))
+                self._set_runs(peer)  # the slab of an earlier process is dropped
         effects = self.session.receive(peer, message, now)
         link = self.session.link_of(peer)
         if isinstance(message, KVWelcome) and link is not None and link.is_greeted(message.instance):
@@ -228,7 +230,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                 self.session.counters.unexpected += 1
                 effects.append(SendMessage(peer, self._slabs.unusable(peer, block)))
                 continue
-            segments, link = self.session.expect(peer, block, block.size), self.session.link_of(peer)
+            segments, link = self._expect(peer, block, block.size), self.session.link_of(peer)
             if segments is None or link is None:
                 effects.append(SendMessage(peer, self._slabs.freed(block)))
                 continue
@@ -250,7 +252,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         assert self._pages is not None
         effects: list[Effect] = []
         begun, requests, runs, pages = [], [], [], list[int]()
-        under_way = {name for one in self._landings for block in one.blocks for name in names_of(block)}
+        under_way = self._under_way()
         for block in blocks:
             slot = self._slabs.slot(peer, block)
             if slot is None:
@@ -278,6 +280,20 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             for _ in begun:
                 self.reach("receiver:scatter")
         return effects
+
+    def _under_way(self) -> set[tuple[str, int, int]]:
+        """The names of the blocks that moves write into their pages now."""
+        return {name for one in self._landings for block in one.blocks for name in names_of(block)}
+
+    def _expect(self, peer: Peer, block: Block | SlabBlock, size: int) -> tuple[Segment, ...] | None:
+        """As `ReceiverSession.expect`, but also None for a block that a move writes into its pages.
+
+        Its room would end here, and the move could then write what another room has put into the slot.
+        """
+        if self._landings and (block.room, block.epoch, block.block) in self._under_way():
+            self.session.counters.duplicate_blocks += 1
+            return None
+        return self.session.expect(peer, block, size)
 
     def _settle_landings(self) -> None:
         """Handles the runs that are in their pages by now, and waits for the first if it is not held."""
@@ -330,7 +346,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
     def _receive_block(self, peer: Peer, block: Block, payload: memoryview, now: float) -> list[Effect]:
         link = self.session.link_of(peer)
         is_sealed = link is not None and link.is_sealing
-        segments = self.session.expect(peer, block, payload.nbytes - (TAG_BYTES if is_sealed else 0))
+        segments = self._expect(peer, block, payload.nbytes - (TAG_BYTES if is_sealed else 0))
         if segments is None or link is None:
             return []
         room = link.rooms[block.room]

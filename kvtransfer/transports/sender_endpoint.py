@@ -308,11 +308,11 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
             messages += self._filled(device_slabs)
         own = [message for message in messages if message.peer == items[0].peer]
         headers = [message.message for message in own if isinstance(message.message, SlabBlock)]
-        if headers and self._transmit(items[0].peer, encode_batch(headers), None) is None:
-            waiting.extend(own)
-        for message in messages:
+        for message in messages:  # first those of other peers: this one may be lost
             if message not in own:
                 self._post(message)
+        if headers and self._transmit(items[0].peer, encode_batch(headers), None) is None:
+            waiting.extend(own)
         return num_begun
 
     def _fill_slots(self, waiting: "Sequence[SendMessage | SendBlock]") -> list[tuple[SendBlock, SlabBlock]]:

@@ -130,10 +130,9 @@ class SlabLanes(ABC, Generic[L]):
         if now < self._sweep_at:
             return
         self._sweep_at = now + SWEEP_S
-        for peer, lane in list(self._lanes.items()):
+        for lane in self._lanes.values():
             lane.slots.free_where(lambda _, ends_at: now >= ends_at)
-            if not lane.is_used:
-                self.drop(peer)
+        self._drop_unused()
 
     def next_deadline(self) -> float | None:
         """Monotonic time of the next `sweep` with work; None without slabs."""
@@ -156,6 +155,8 @@ class SlabLanes(ABC, Generic[L]):
         if lane is not None and lane.request.token != request.token:
             self.drop(peer)  # decode lost the old slab
             lane = None
+        if lane is None:
+            self._drop_unused()  # a decode worker that connects again needs the memory of its last slab
         try:
             lane = lane or self._open(request)
         except SlabError as error:
@@ -175,6 +176,11 @@ class SlabLanes(ABC, Generic[L]):
             slot_bytes=lane.slab.slot_bytes,
             handle=lane.slab.handle,
         )
+
+    def _drop_unused(self) -> None:
+        for peer, lane in list(self._lanes.items()):
+            if not lane.is_used:
+                self.drop(peer)
 
     def _fall_back(self, peer: Peer, reason: str) -> None:
         self.counters.shm_fallbacks += 1

@@ -117,6 +117,21 @@ def test_a_move_waits_for_the_stamped_work_and_for_no_other():
     device.free(slab)
 
 
+def test_a_slab_is_made_and_cleared_while_a_forward_runs():
+    pool = pages(8)
+    device = device_of(pool)
+    device.free(device.allocate(SLAB_BYTES))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    slab = device.allocate(SLAB_BYTES)
+    forward = launched(torch.device("cuda"))
+    assert forward is not None
+    assert not forward.query(), "the slab waited for the forward"
+    (found,) = device.move([spans(pool, slab, [3], is_gather=False)], [3], is_write=True).wait()
+    assert found == mixed(torch.zeros(PAGE_BYTES // 4, dtype=torch.int32), 0)
+    device.free(slab)
+
+
 def test_refused_calls_raise_and_leave_torch_in_order():
     pool = pages(7)
     device = device_of(pool)

@@ -251,6 +251,8 @@ def test_the_ways_of_hand_offs_are_named_with_their_rates():
 
     fast = check_paths({"workers": [worker("prefill"), worker("decode", cuda_slab=210.5)]})
     assert [(f.level, f.text) for f in fast] == [("ok", "decode decodede on h: cuda_slab at 210.50 GB/s")]
+    (mixed,) = check_paths({"workers": [worker("prefill"), worker("decode", **{"cuda_slab+shm": 90.0})]})
+    assert mixed.level == "ok"
     (slow,) = check_paths({"workers": [worker("prefill"), worker("decode", shm=6.1)]})
     assert (slow.level, "shm at 6.10 GB/s" in slow.text) == ("warn", True)
     assert "blocks take another way" in slow.remedy

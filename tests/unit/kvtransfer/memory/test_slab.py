@@ -43,6 +43,12 @@ def anywhere(_: str) -> bool:
     return True
 
 
+def is_quiet(connection: socket.socket) -> bool:
+    """Whether the connection is open, without data."""
+    connection.setblocking(False)
+    return is_alive(connection)
+
+
 @pytest.fixture
 def door():
     door = SlabDoor()
@@ -66,6 +72,30 @@ def share(
     arrived = door.take(TOKEN, anywhere)
     assert arrived is not None
     return slab, connection, MappedSlab(slab.id, num_slots, slot_bytes, *arrived)
+
+
+def test_a_token_that_comes_behind_its_connection_is_awaited(door):
+    slab = Slab(3, 4096)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as prefill:
+        prefill.connect(f"\0baton-{door.address}")
+        door.sweep(anywhere, lambda _: False)
+        socket.send_fds(prefill, [TOKEN.encode()], [slab._fd])
+        arrived = door.take(TOKEN, anywhere)
+        assert arrived is not None
+        MappedSlab(slab.id, 3, 4096, *arrived).close()
+    slab.close()
+
+
+def test_connections_without_a_token_are_limited(door):
+    silent = []
+    for _ in range(3):
+        for _ in range(slab_module.BACKLOG - 1):
+            silent.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            silent[-1].connect(f"\0baton-{door.address}")
+        door.sweep(anywhere, lambda _: False)
+    assert sum(map(is_quiet, silent)) == slab_module.BACKLOG
+    for connection in silent:
+        connection.close()
 
 
 def test_decode_reads_what_prefill_writes_and_cannot_write_it(door):

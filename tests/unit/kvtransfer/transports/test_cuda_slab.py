@@ -264,6 +264,19 @@ def test_a_limit_on_device_memory_denies_the_pair_that_is_too_many(start, caplog
     assert pair.receiver.counters["slabs"] == 1
 
 
+def test_slots_that_are_not_aligned_are_denied(start):
+    pair = start()
+    pair.wire.on_message = lambda message: [
+        msgspec.structs.replace(message, slot_bytes=SLOT_BYTES - 8)
+        if isinstance(message, SlabRequest) and message.transport == "cuda_slab"
+        else message
+    ]
+    pair.open()
+    assert outcome(pair.run()) == ["Complete", "Released"]
+    (denial,) = [message for message in pair.wire.said if isinstance(message, SlabDenied)]
+    assert "not aligned" in denial.reason
+
+
 def test_a_denied_pair_asks_for_device_memory_again_with_a_later_room(start, monkeypatch):
     pair = start(receiver=("cuda_slab", "zmq_blocks"))
     with monkeypatch.context() as patch:
@@ -430,6 +443,35 @@ def test_a_repeated_descriptor_is_moved_once(start):
     pair.check_landed(features)
     assert sum(moved) == NUM_RUNS
     assert pair.receiver.counters["duplicate_blocks"] == 2 * NUM_RUNS
+
+
+def test_a_block_that_a_move_writes_is_taken_from_no_message(start):
+    """The message would end the room, and the move could then write another room's bytes into its pages."""
+    pair = start(polls=1000)
+    pair.open()
+    while not pair.receiver._landings:
+        pair.receiver.poll(0)
+        for filling in pair.sender._device_slabs._fillings:
+            filling.move.wait()
+        pair.sender.poll(0)
+    pull = Pull(room=ROOM, epoch=0, instance=D, block=0)
+    (block,) = pair.sender.session.receive("00000001", pull, pair.now)
+    header, payload = pair.sender._prepared.get(block)
+    before = pair.receiver.counters["blocks"]
+    pair.receiver.arrive("p", [memoryview(encode(header)), payload.data])
+    assert pair.receiver.counters["blocks"] == before
+    assert pair.receiver.counters["duplicate_blocks"] == 1
+
+
+@pytest.mark.parametrize("transport", ["shm", "cuda_slab"])
+def test_a_welcome_to_slabs_that_decode_has_not_asks_for_none(start, transport):
+    pair = start(receiver=("zmq_blocks",))
+    pair.wire.on_message = lambda message: [
+        msgspec.structs.replace(message, transport=transport) if isinstance(message, m.KVWelcome) else message
+    ]
+    pair.open()
+    assert outcome(pair.run()) == ["Complete", "Released"]
+    assert pair.wire.count(SlabRequest) == 0
 
 
 def test_slot_messages_of_unknown_peers_free_nothing(start):
@@ -660,6 +702,18 @@ def test_a_new_connection_of_the_same_process_replaces_the_slab(start):
     pair.check_landed(features)
     assert [end.counters["device_slabs"] for end in (pair.sender, pair.receiver)] == [1, 1]
     assert pair.devices[0].num_bytes == 6 * SLOT_BYTES
+
+
+def test_a_new_connection_gets_the_memory_of_the_slab_that_it_lost(start):
+    pair = start(device_slab_bytes=6 * SLOT_BYTES)
+    pair.open()
+    pair.run()
+    pair.wire.cut("p")
+    pair.receiver.lose("p")
+    pair.open("b" * 32)
+    (done,) = [event for event in pair.run() if isinstance(event, Complete)]
+    assert done.num_device_blocks == done.num_blocks
+    assert pair.sender.counters["shm_fallbacks"] == 0
 
 
 def test_a_dropped_room_frees_its_pages_after_its_gather(start):
