@@ -42,7 +42,7 @@ SLAB_CHUNKS = 4
 MIN_DEVICE_SLAB = 384 * MIB
 SLAB_SHARE = 0.02  # of the card, for slabs on it
 
-GRAPH_ROWS = 4  # outputs of the prefill graphs of all buckets together, in rows of the largest
+GRAPH_ROWS = 7  # outputs of the breakable and full prefill graphs of all buckets, in rows of the largest
 UNREAD_PARTS = 2  # forwards over prompts on decode whose features are kept until the first is read
 BUFFER_ALIGNMENT = 128  # at least that of the rows of context buffers
 GRAPH_BYTES = 1 * MIB  # of one captured step in the driver
@@ -222,7 +222,7 @@ def workspace_of(
     )
     logits = 4 * model.vocab_size
     outputs = GRAPH_ROWS * (1 + role.num_features) * model.hidden_size
-    bridge = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    bridge = 2 * model.num_heads * model.head_dim
     graph_row = row + model.dtype_bytes * (outputs + bridge)
     if not role.is_decode:
         return (chunk or WHOLE_PROMPT_ROWS) * (row + graph_row) + LOGIT_COPIES * max_batch * logits

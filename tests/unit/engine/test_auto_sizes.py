@@ -16,8 +16,10 @@ from baton.engine.auto_sizes import (
     choose_sizes,
 )
 from baton.engine.errors import CheckpointError
+from baton.engine.graphs.buckets import token_buckets
 from baton.engine.kv.budget import PageBudget
 from baton.engine.prompt_budget import MIN_BUFFER_ROWS
+from baton.engine.runner.target_graphs import whole_buckets
 from baton.kernels.gather_context import ROW_ALIGNMENT
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -113,6 +115,12 @@ def test_everything_together_stays_within_the_share_of_the_card(on, of, role, sh
     used = CONTEXT_BYTES + of[0].weight_bytes + sizes.reserved + pools
     assert used <= on.total * (share or 0.9)
     assert used > 0.97 * on.total * min(share or 0.9, 1 - CONTEXT_BYTES / on.total), "nothing is left over"
+
+
+@pytest.mark.parametrize("rows", [256, 512, 2048, 8192])
+def test_outputs_of_all_prefill_graphs_have_reserved_rows(rows):
+    buckets = token_buckets(rows)
+    assert sum(buckets) + sum(whole_buckets(buckets)) <= GRAPH_ROWS * rows
 
 
 def test_features_of_two_unread_prompt_parts_are_reserved():
