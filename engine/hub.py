@@ -34,7 +34,7 @@ def resolve_checkpoint(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=list(FILES)))
     except Exception as error:
-        reason = str(error).strip().splitlines()[0][:200]
+        reason = (str(error).strip() or repr(error)).splitlines()[0][:200]
         raise CheckpointError(
             f"model {model!r} could not be fetched from the hub ({reason}); name a directory"
         ) from error

@@ -100,7 +100,8 @@ class Rehearsal:
         self._allocator = engine.cache.allocator
         self._last_page = 0
         self._num_requests = 0
-        self._unread: ForwardOutput | None = None
+        # What serving keeps of a forward until the next one is launched.
+        self._unread: ForwardOutput | torch.Tensor | None = None
 
     @torch.no_grad()
     def run(self) -> None:
@@ -179,7 +180,7 @@ class Rehearsal:
         output = engine.runner.forward(batch)
         if engine.features is not None and output.hidden is not None:
             engine.features.store(batch.slots, output.hidden)
-        self._unread = output
+        self._unread = output if engine.drafter is not None else output.logits
         self.num_forwards += 1
         return output
 
