@@ -6,7 +6,7 @@ On a CPU the sizes are constants. On a GPU:
     chunk_size            tokens of a forward that lasts PREFILL_FORWARD_S, a power of two
     max_batch             a request per CHUNK_PER_REQUEST tokens of the chunk
     local_prefill_tokens  the same, but from MIN_LOCAL tokens on: running streams wait for it
-    KV memory             share of the card - context - weights - workspace - slabs
+    KV memory             share of the card - context - weights - workspace - context buffers - slabs
     max_running           the largest of RUNNING whose requests of REQUEST_TOKENS tokens fit the KV pool
     max_context           the model's, or what the KV pool holds
 
@@ -20,13 +20,12 @@ from types import MappingProxyType
 from .errors import CheckpointError
 from .graphs.buckets import batch_buckets, sparse
 from .kv.budget import PageBudget
-from .prompt_budget import alone_tokens, graph_tokens
+from .prompt_budget import BUFFER_CAPABILITY, WHOLE_PROMPT_ROWS, alone_tokens, buffer_rows, graph_tokens
 
 MIB = 1 << 20
 PAGE_SIZE = 16  # one number for all cards: workers of different cards pair only if it is equal
 GPU_SHARE = 0.9
 CONTEXT_BYTES = 960 * MIB  # of a CUDA context with all kernels, which no allocator counts
-WHOLE_PROMPT_ROWS = 8192  # rows of a forward over whole prompts that memory is kept for
 
 CPU_CHUNK, CPU_BATCH, CPU_RUNNING, CPU_LOCAL_TOKENS = 256, 8, 16, 128
 CPU_KV_BYTES, CPU_SLAB = 1024 * MIB, 256 * MIB
@@ -43,7 +42,9 @@ SLAB_CHUNKS = 4
 MIN_DEVICE_SLAB = 384 * MIB
 SLAB_SHARE = 0.02  # of the card, for slabs on it
 
-GRAPH_ROWS = 4  # outputs of the prefill graphs of all buckets together, in rows of the largest
+GRAPH_ROWS = 7  # outputs of the breakable and full prefill graphs of all buckets, in rows of the largest
+UNREAD_PARTS = 2  # forwards over prompts on decode whose features are kept until the first is read
+BUFFER_ALIGNMENT = 128  # at least that of the rows of context buffers
 GRAPH_BYTES = 1 * MIB  # of one captured step in the driver
 LOGIT_COPIES = 7  # of a step's logits at once, in float32: those of graphs and those of an eager step
 GIVEN, CPU = "given", "on CPU"
@@ -112,10 +113,12 @@ class EngineRole:
 
     `num_nodes`: verified tokens per request and step. `num_shapes`: draft shapes that a step may have.
     `spare_slots`: slots behind a request's tokens. `num_features`: target layers whose outputs are kept per
-    token (prefill) or read by the head (decode).
+    token (prefill) or read by the head (decode). `is_aggregated`: a decode engine that computes all its
+    prompts, with graphs.
     """
 
     is_decode: bool
+    is_aggregated: bool = False
     num_features: int = 0
     num_nodes: int = 1
     num_shapes: int = 1
@@ -199,26 +202,38 @@ def choose_sizes(
 
 
 def workspace_of(
-    model: ModelSizes, role: EngineRole, *, chunk: int, max_batch: int, max_running: int, local: int
+    model: ModelSizes,
+    role: EngineRole,
+    *,
+    chunk: int,
+    max_batch: int,
+    max_running: int,
+    local: int,
+    graphed: int,
 ) -> int:
-    """Bytes of activations, graphs and state beside weights, KV and slabs; an upper bound."""
+    """Bytes of activations, graphs and state beside weights, KV, context buffers and slabs; an upper bound.
+
+    `graphed`: rows of the largest prefill graph of a decode engine that computes all its prompts.
+    """
     row = model.dtype_bytes * (
         3 * model.intermediate_size
         + 8 * model.hidden_size
         + 2 * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     )
     logits = 4 * model.vocab_size
+    outputs = GRAPH_ROWS * (1 + role.num_features) * model.hidden_size
+    bridge = 2 * model.num_heads * model.head_dim
+    graph_row = row + model.dtype_bytes * (outputs + bridge)
     if not role.is_decode:
-        outputs = GRAPH_ROWS * (1 + role.num_features) * model.hidden_size
-        bridge = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-        tokens = chunk or WHOLE_PROMPT_ROWS
-        return tokens * (2 * row + model.dtype_bytes * (outputs + bridge)) + LOGIT_COPIES * max_batch * logits
+        return (chunk or WHOLE_PROMPT_ROWS) * (row + graph_row) + LOGIT_COPIES * max_batch * logits
     rows = max_running * role.num_nodes
     steps = rows * (row + LOGIT_COPIES * logits)
     edits = (max_running + 1) * logits  # token counts for penalties
     buckets = batch_buckets(max_running)
     graphs = GRAPH_BYTES * role.num_shapes * (len(buckets) + 2 * len(sparse(buckets)))
-    return steps + edits + graphs + alone_tokens(local) * row
+    prompt_graphs = graphed * graph_row if role.is_aggregated else 0
+    features = UNREAD_PARTS * role.num_features * model.hidden_size * model.dtype_bytes
+    return steps + edits + graphs + prompt_graphs + alone_tokens(local) * (row + features)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,11 +346,28 @@ class _Choice:
         if not self.card.is_gpu:
             return 0
         workspace = workspace_of(
-            self.model, self.role, chunk=chunk, max_batch=max_batch, max_running=max_running, local=local
+            self.model,
+            self.role,
+            chunk=chunk,
+            max_batch=max_batch,
+            max_running=max_running,
+            local=local,
+            graphed=self._graph_tokens(local),
         )
         most = max(MIN_DEVICE_SLAB, int(SLAB_SHARE * self.card.total))
         slabs = 0 if self.role.is_decode else min(self.given.device_slab_mb * MIB, most)
-        return workspace + slabs
+        return workspace + slabs + self._context_buffers(workspace + slabs)
+
+    def _context_buffers(self, reserved: int) -> int:
+        """Bytes of the buffers for one layer of the longest context beside `reserved` bytes; an upper
+        bound.
+        """
+        if self.card.capability < BUFFER_CAPABILITY:
+            return 0
+        model = self.model
+        num_slots = self.per_token.num_pages(max(0, self._left(reserved)))
+        rows = buffer_rows(self.given.max_context or model.max_context, num_slots, BUFFER_ALIGNMENT)
+        return 2 * rows * model.num_kv_heads * model.head_dim * model.dtype_bytes
 
     def _left(self, reserved: int) -> int:
         """Bytes for the KV pool; negative if weights and workspace alone are too large."""

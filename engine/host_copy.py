@@ -25,14 +25,6 @@ def all_to_device(values: Sequence[torch.Tensor], device: torch.device) -> tuple
     return unpacked(pack(values, pinned=True).to(device, non_blocking=True), values)
 
 
-def to_host(values: torch.Tensor) -> torch.Tensor:
-    """A copy of `values` on the host, complete when the device has done the work launched so far."""
-    if not values.is_cuda:
-        return values
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return host.copy_(values, non_blocking=True)
-
-
 def pack(values: Sequence[torch.Tensor], *, pinned: bool = False) -> torch.Tensor:
     """The bytes of host tensors in one uint8 tensor, each at a multiple of ALIGNMENT."""
     packed = torch.empty(_offsets(values)[-1], dtype=torch.uint8, pin_memory=pinned)

@@ -38,7 +38,7 @@ from .models.config import ModelConfig
 from .models.interface import CausalLM
 from .models.registry import load_model_config
 from .models.weights import load_model, needless_tensors, weight_bytes
-from .prompt_budget import alone_tokens
+from .prompt_budget import WHOLE_PROMPT_ROWS, alone_tokens
 from .runner.lifecycle import Lifecycle, Phase
 from .runner.model_runner import ModelRunner, configure_aux_capture
 from .sampling.sampler import Sampler
@@ -60,7 +60,6 @@ logger = logging.getLogger(__name__)
 
 WHOLE_PROMPT_TOKENS = 2048  # largest prefill graph where prompts are not cut into chunks
 DETERMINISTIC = " deterministic"  # of the fingerprint of a deterministic engine
-REHEARSED_TOKENS = 8192  # largest rehearsed prompt where prompts are not cut into chunks
 CACHE_LOOKAHEAD = 1  # draft KV of a page's last row depends on the token behind the page
 
 
@@ -379,7 +378,7 @@ class EngineLoader:
             return
         reach = self.reach()
         sizes = RehearsalSizes(
-            prompt_rows=min(reach.prompt_rows, REHEARSED_TOKENS),
+            prompt_rows=min(reach.prompt_rows, WHOLE_PROMPT_ROWS),
             max_prompts=reach.max_prompts,
             max_requests=reach.max_requests,
         )
@@ -494,11 +493,14 @@ class EngineLoader:
         if not self.has_drafter:
             return EngineRole(is_decode=False, num_features=len(self._feature_ids))
         if self._draft is None:
-            return EngineRole(is_decode=True, spare_slots=PLAIN.spare_slots)
+            return EngineRole(
+                is_decode=True, is_aggregated=self.config.aggregated, spare_slots=PLAIN.spare_slots
+            )
         policy = self._step_policy(self._draft)
         shapes = {PLAIN, self._shape, *(() if policy is None else policy.shapes)}
         return EngineRole(
             is_decode=True,
+            is_aggregated=self.config.aggregated,
             num_features=len(self._feature_ids),
             num_nodes=self._shape.num_nodes,
             num_shapes=len(shapes),

@@ -7,6 +7,10 @@ LAUNCH_S = 400e-6  # in which a host launches one layer without graphs
 GRAPH_RANGE = (256, 8192)
 ALONE_FACTOR = 4  # parts in one forward of a prompt that no running stream waits for
 ALONE_RANGE = (512, 8192)
+WHOLE_PROMPT_ROWS = 8192  # rows of a forward over several prompts where prompts are not cut into chunks
+# Rows of context buffers for several short prompts in one forward, however short the longest context is.
+MIN_BUFFER_ROWS = 16384
+BUFFER_CAPABILITY = (9, 0)  # from which a GPU has the bulk copies that context buffers are for
 
 
 def graph_tokens(num_weights: int, num_layers: int, rate: float) -> int:
@@ -24,3 +28,11 @@ def alone_tokens(step_tokens: int) -> int:
     """The most tokens of a forward over one prompt while no stream runs, for `step_tokens` while some do."""
     low, high = ALONE_RANGE
     return max(low, step_tokens, min(high, ALONE_FACTOR * step_tokens))
+
+
+def buffer_rows(max_context: int, num_slots: int, alignment: int) -> int:
+    """Rows of the buffers for a context of `max_context` tokens, or of all `num_slots` tokens of the KV pool,
+    if those are fewer. A request's rows begin at a multiple of `alignment`.
+    """
+    rows = min(max(max_context, MIN_BUFFER_ROWS), num_slots + alignment)
+    return -(-rows // alignment) * alignment

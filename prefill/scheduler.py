@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from ..engine.kv.page_table import pages_for
 from ..engine.kv.pool import PoolExhausted
 from ..engine.kv.prefix_cache import PrefixCache
+from ..engine.prompt_budget import WHOLE_PROMPT_ROWS
 from ..worker.prompt_chunks import Chunk, scored_limit
 from ..worker.prompt_pages import take_pages
 from .queues import PrefillQueues, PrefillRoom, PrefillState
-
-WHOLE_BUDGET = 8192  # tokens a forward may gather from several whole prompts when chunking is off
 
 
 class PrefillScheduler:
@@ -45,7 +44,7 @@ class PrefillScheduler:
 
     def next_chunks(self) -> tuple[list[Chunk[PrefillRoom]], list[PrefillRoom]]:
         """The chunks of the next forward (empty: nothing to do), and the rooms admitted for it."""
-        left = self.chunk_size or WHOLE_BUDGET
+        left = self.chunk_size or WHOLE_PROMPT_ROWS
         chunks: list[Chunk[PrefillRoom]] = []
         admitted: list[PrefillRoom] = []
         rooms = self._in_order()

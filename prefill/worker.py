@@ -27,15 +27,14 @@ from ..cluster.protocol.messages import (
 )
 from ..cluster.telemetry.trace_context import carried_by
 from ..engine.batch.forward_batch import ForwardOutput
-from ..engine.kv.page_order import StreamEvent
 from ..engine.kv.page_table import pages_for
 from ..engine.loader import Engine
 from ..engine.sampling.params import SamplingParams
-from ..engine.sampling.sampler import SampleOutput
+from ..engine.sampling.sampler import LaunchedSample, SampleOutput
 from ..kvtransfer.transport import Dropped, Offer, Released
 from ..worker.commands import Advance, DropDone, LinkEvent
 from ..worker.link import WorkerLink
-from ..worker.prompt_chunks import Chunk, batch_of, sample_first_tokens, score_prompts
+from ..worker.prompt_chunks import Chunk, batch_of, launch_first_tokens, score_prompts
 from ..worker.refusal import Refusal, refuse_for_now, refuse_forever
 from ..worker.role_worker import RoleWorker, sampling_params_of
 from .queues import PrefillQueues, PrefillRoom, PrefillState
@@ -54,14 +53,13 @@ Chunks = list[Chunk[PrefillRoom]]
 class Launched:
     """A forward that the device may still compute.
 
-    `firsts`: token 1 of each prompt that ends in it, on the host once the device has reached `mark`.
-    `scores`: the log probabilities of prompts that ask for them.
+    `firsts` chooses token 1 of each prompt that ends in it; reading it waits for the forward. `scores`: the
+    log probabilities of prompts that ask for them.
     """
 
     chunks: Chunks
-    firsts: SampleOutput
+    firsts: LaunchedSample
     scores: list[PromptLogprobs]
-    mark: StreamEvent | None
 
 
 class PrefillWorker(RoleWorker[PrefillRoom]):
@@ -220,20 +218,20 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
     def _launch(self, chunks: Chunks) -> Launched:
         """Run the chunks and sample. Their tokens count as computed: whatever reads their KV runs later."""
         output = self._forward(chunks)
-        firsts = self._sample(chunks, output).on_host()
+        firsts = launch_first_tokens(self.engine, chunks, output)
         for chunk in chunks:
             chunk.room.request.num_computed = chunk.end
         scores = list(score_prompts(chunks, output.logits, self.instance))
-        return Launched(chunks=chunks, firsts=firsts, scores=scores, mark=self.engine.pool.order.mark())
+        return Launched(chunks=chunks, firsts=firsts, scores=scores)
 
     def _land(self, launched: Launched) -> None:
         """Publish a forward once the device has computed it. Rooms that ended meanwhile get nothing."""
-        self.engine.pool.order.finish(launched.mark)  # the link thread must not wait for a forward
+        firsts = launched.firsts.read()  # before any message: the link thread must not wait for a forward
         running = {room.key for room in self.queues.of(PrefillState.RUNNING)}
         for message in launched.scores:  # the router gets them before token 1
             if (message.room, message.epoch) in running:
                 self._send(message)
-        self._publish(launched.chunks, launched.firsts)
+        self._publish(launched.chunks, firsts)
 
     def _forward(self, chunks: Chunks) -> ForwardOutput:
         plane = self.engine.features
@@ -257,10 +255,6 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             for chunk in chunks
             for page in chunk.room.request.pages[chunk.start // size : pages_for(chunk.end, size)]
         ]
-
-    def _sample(self, chunks: Chunks, output: ForwardOutput) -> SampleOutput:
-        """Token 1 of every prompt that ends in this forward, in the order of the chunks."""
-        return sample_first_tokens(self.engine, chunks, output)
 
     def _publish(self, chunks: Chunks, firsts: SampleOutput) -> None:
         tokens, bad = firsts.tokens.tolist(), firsts.bad_rows.tolist()

@@ -13,7 +13,7 @@ from ..engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardOut
 from ..engine.loader import Engine
 from ..engine.prompt_logprobs import most_scored, scores_of
 from ..engine.request import Request
-from ..engine.sampling.sampler import SampleOutput
+from ..engine.sampling.sampler import LaunchedSample
 from .room import WorkerRoom
 
 R = TypeVar("R", bound=WorkerRoom)
@@ -64,13 +64,13 @@ def batch_of(engine: Engine, chunks: Sequence[Chunk[R]], *, has_features: bool) 
     )
 
 
-def sample_first_tokens(engine: Engine, chunks: Sequence[Chunk[R]], output: ForwardOutput) -> SampleOutput:
-    """Samples token 1 of every prompt that ends in `chunks`, in order.
+def launch_first_tokens(engine: Engine, chunks: Sequence[Chunk[R]], output: ForwardOutput) -> LaunchedSample:
+    """Launches the choice of token 1 of every prompt that ends in `chunks`, in order.
 
     The first rows of `output.logits` belong to these prompts.
     """
     rows = [chunk.room.request.masked_row for chunk in chunks if chunk.is_last]
-    return engine.sampler.sample(output.logits[: len(rows)], engine.sampler.build(rows))
+    return engine.sampler.launch(output.logits[: len(rows)], rows)
 
 
 def score_prompts(

@@ -111,7 +111,7 @@ def worker_need(
     if draft is None or config.no_draft:
         return WorkerNeed(
             model=_model_sizes(model, None, dtype),
-            role=EngineRole(is_decode=True),
+            role=EngineRole(is_decode=True, is_aggregated=config.aggregated),
             per_token=PageBudget(kv_bytes=shape.kv_bytes),
         )
     nodes = config.spec_tokens or 1 + config.spec_steps * config.spec_topk
@@ -119,6 +119,7 @@ def worker_need(
         model=_model_sizes(model, draft, dtype),
         role=EngineRole(
             is_decode=True,
+            is_aggregated=config.aggregated,
             num_features=shape.num_features,
             num_nodes=nodes,
             num_shapes=1 + config.spec_steps,

@@ -26,13 +26,10 @@ from ...kernels.verify_attention import paged_verify
 from ..batch.forward_batch import ForwardBatch
 from ..kv.pool import KVPool
 from ..models.layers import Attend, Read
+from ..prompt_budget import BUFFER_CAPABILITY, buffer_rows
 from .backend import PagedAttention
 from .metadata import AttentionMetadata
 from .places import RequestPlaces
-
-# Buffer rows for several short prompts in one forward, however short the longest context is.
-MIN_BUFFER_ROWS = 16384
-BULK_COPY_CAPABILITY = (9, 0)
 
 
 class TritonAttention(PagedAttention):
@@ -130,8 +127,7 @@ def context_buffers(pool: KVPool, max_context: int) -> ContextKV:
 
     All layers use them in turn.
     """
-    longest = min(max(max_context, MIN_BUFFER_ROWS), pool.num_slots + ROW_ALIGNMENT)
-    shape = (context_rows([longest])[-1], *pool.layout.page_shape[3:])
+    shape = (buffer_rows(max_context, pool.num_slots, ROW_ALIGNMENT), *pool.layout.page_shape[3:])
     made = ContextKV(*(torch.zeros(shape, dtype=pool.dtype, device=pool.device) for _ in range(2)))
     if pool.device.type == "cuda":
         made.prepare()
@@ -142,6 +138,6 @@ def _copies_pay(pool: KVPool) -> bool:
     """Whether a copied context can be attended faster than its pages. A CPU only stands for a device."""
     if pool.device.type != "cuda":
         return True
-    has_bulk_copies = torch.cuda.get_device_capability(pool.device) >= BULK_COPY_CAPABILITY
+    has_bulk_copies = torch.cuda.get_device_capability(pool.device) >= BUFFER_CAPABILITY
     has_room = shared_bytes(pool.device) >= SHARED_BYTES
     return has_bulk_copies and has_room and can_attend(pool.layout.page_shape[-1])

@@ -103,18 +103,6 @@ class PageOrder:
                 stream.wait_event(event)  # type: ignore[arg-type]
         return is_unfinished
 
-    def mark(self) -> StreamEvent | None:
-        """A point behind all work launched on the compute stream so far; None on the CPU."""
-        return self._record()
-
-    def finish(self, mark: StreamEvent | None) -> None:
-        """Return when the work before `mark` is done, so that no copy of its pages has to wait.
-
-        Copies wait in any case. Debug runs skip this, to test that.
-        """
-        if mark is not None and not self.is_checked:
-            mark.synchronize()
-
     def use(self, *, reads: Iterable[int], writes: Iterable[int]) -> None:
         """Debug runs: records launched work that reads and writes these pages."""
         assert self._late is not None, "only in a debug run"

@@ -26,7 +26,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from ..host_copy import all_to_device, to_device, to_host
+from ..host_copy import all_to_device, to_device
 from ..host_reads import HostCopies
 from .choose import choose_tokens
 from .edits import ALL_ALLOWED, LogitEdits, SamplingRow, edit_logits
@@ -71,19 +71,6 @@ class SampleOutput:
     logprobs: torch.Tensor | None = None
     top_ids: torch.Tensor | None = None
     top_logprobs: torch.Tensor | None = None
-
-    def on_host(self) -> "SampleOutput":
-        """A copy on the host, complete when the device has done the work launched so far."""
-        optional = (self.logprobs, self.top_ids, self.top_logprobs)
-        logprobs, top_ids, top_logprobs = (None if part is None else to_host(part) for part in optional)
-        return SampleOutput(
-            tokens=to_host(self.tokens),
-            bad_rows=to_host(self.bad_rows),
-            unseen_rows=to_host(self.unseen_rows),
-            logprobs=logprobs,
-            top_ids=top_ids,
-            top_logprobs=top_logprobs,
-        )
 
     def token_logprobs(self, row: int, wanted: int) -> list[ScoredToken]:
         """Those of `row` with its `wanted` likeliest tokens; none where `wanted` is negative."""
@@ -185,7 +172,10 @@ class LaunchedSample:
         self._copies = HostCopies([getattr(output, name) for name in self._names])
 
     def read(self) -> SampleOutput:
-        """Waits for the choice and returns it on the host. Chooses again, exactly, if a row is unseen."""
+        """Waits for the choice, and for no later work, and returns it on the host.
+
+        If a row is unseen, chooses again, exactly; that result is on the logits' device.
+        """
         output = SampleOutput(**dict(zip(self._names, self._copies.wait(), strict=True)))
         if bool(output.unseen_rows.any()):
             return self._sampler.sample(self._logits, self._batch)

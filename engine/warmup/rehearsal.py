@@ -100,6 +100,8 @@ class Rehearsal:
         self._allocator = engine.cache.allocator
         self._last_page = 0
         self._num_requests = 0
+        # What serving keeps of a forward until the next one is launched.
+        self._unread: ForwardOutput | torch.Tensor | None = None
 
     @torch.no_grad()
     def run(self) -> None:
@@ -156,9 +158,12 @@ class Rehearsal:
                 mask = np.full(-(-vocab_size // 32), ALL_ALLOWED, dtype=np.int32)
                 mask[0] = ~1
                 rows = [replace(row, mask=mask) for row in rows]
-            sampled = self.engine.sampler.sample(output.logits[: len(rows)], self.engine.sampler.build(rows))
-            sampled.tokens.tolist()
-            sampled.token_logprobs(0, params.logprobs)
+            sampler, logits = self.engine.sampler, output.logits[: len(rows)]
+            launched = sampler.launch(logits, rows)
+            exact = sampler.sample(logits, sampler.build(rows))  # the choice for rows that stay unseen
+            for sampled in (launched.read(), exact):
+                sampled.tokens.tolist()
+                sampled.token_logprobs(0, params.logprobs)
             scores_of(parts, output.logits[len(rows) :])
         finally:
             self._release(requests)
@@ -175,6 +180,7 @@ class Rehearsal:
         output = engine.runner.forward(batch)
         if engine.features is not None and output.hidden is not None:
             engine.features.store(batch.slots, output.hidden)
+        self._unread = output if engine.drafter is not None else output.logits
         self.num_forwards += 1
         return output
 
@@ -303,6 +309,7 @@ class Rehearsal:
             request.pages = []
 
     def _clear(self) -> None:
+        self._unread = None
         engine, end = self.engine, self._last_page + 1
         engine.pool.kv[1:end].zero_()
         if engine.features is not None:

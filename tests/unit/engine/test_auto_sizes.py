@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 from baton.engine.auto_sizes import (
+    BUFFER_ALIGNMENT,
     CONTEXT_BYTES,
+    GRAPH_ROWS,
     Card,
     EngineRole,
     GivenSizes,
@@ -14,7 +16,11 @@ from baton.engine.auto_sizes import (
     choose_sizes,
 )
 from baton.engine.errors import CheckpointError
+from baton.engine.graphs.buckets import token_buckets
 from baton.engine.kv.budget import PageBudget
+from baton.engine.prompt_budget import MIN_BUFFER_ROWS
+from baton.engine.runner.target_graphs import whole_buckets
+from baton.kernels.gather_context import ROW_ALIGNMENT
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -109,6 +115,39 @@ def test_everything_together_stays_within_the_share_of_the_card(on, of, role, sh
     used = CONTEXT_BYTES + of[0].weight_bytes + sizes.reserved + pools
     assert used <= on.total * (share or 0.9)
     assert used > 0.97 * on.total * min(share or 0.9, 1 - CONTEXT_BYTES / on.total), "nothing is left over"
+
+
+@pytest.mark.parametrize("rows", [256, 512, 2048, 8192])
+def test_outputs_of_all_prefill_graphs_have_reserved_rows(rows):
+    buckets = token_buckets(rows)
+    assert sum(buckets) + sum(whole_buckets(buckets)) <= GRAPH_ROWS * rows
+
+
+def test_features_of_two_unread_prompt_parts_are_reserved():
+    blind = replace(DECODE, num_features=0)
+    with_features, without = (
+        chosen(H200, EIGHT, role, local_prefill_tokens=2048) for role in (DECODE, blind)
+    )
+    assert with_features.reserved - without.reserved == 2 * 8192 * 3 * 4096 * 2
+
+
+def test_an_aggregated_engine_reserves_its_prefill_graphs():
+    aggregated = replace(PLAIN, is_aggregated=True)
+    graphed = chosen(H200, EIGHT, aggregated)
+    outputs = GRAPH_ROWS * graphed.prompt_graph_tokens * 4096 * 2
+    assert graphed.reserved >= chosen(H200, EIGHT, PLAIN).reserved + outputs
+
+
+@pytest.mark.parametrize("role", [PREFILL, PLAIN], ids=["prefill", "decode"])
+def test_context_buffers_are_reserved_for_the_longest_context(role):
+    def reserved(on, max_context):
+        return chosen(on, EIGHT, role, max_context=max_context, max_running=64).reserved
+
+    row = 2 * 8 * 128 * 2
+    assert reserved(H200, 131072) - reserved(H200, 4096) == row * (131072 - MIN_BUFFER_ROWS)
+    older = replace(H200, capability=(8, 9))
+    assert reserved(older, 131072) == reserved(older, 4096)
+    assert BUFFER_ALIGNMENT >= ROW_ALIGNMENT
 
 
 def test_memory_that_others_hold_is_not_counted_on():

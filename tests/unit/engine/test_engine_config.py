@@ -55,6 +55,16 @@ def test_a_model_that_is_no_directory_and_no_hub_id_names_the_value(model):
         resolve_checkpoint(model)
 
 
+@pytest.mark.parametrize(("error", "told"), [(TimeoutError(), "TimeoutError"), (OSError("no\nroute"), "no")])
+def test_a_failed_download_is_one_line_even_without_a_reason(monkeypatch, error, told):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("baton.engine.hub.snapshot_download", fail)
+    with pytest.raises(CheckpointError, match=rf"owner/name.*\({told}.*\); name a directory"):
+        resolve_checkpoint("owner/name")
+
+
 def load(path, **settings):
     settings = {"has_drafter": False, **settings}
     has_drafter = settings.pop("has_drafter")

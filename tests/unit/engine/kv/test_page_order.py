@@ -178,17 +178,6 @@ def test_a_late_event_is_done_when_a_later_one_was_waited_for():
     assert events[1].query(), "a wait for an older event takes nothing back"
 
 
-def test_waiting_for_pace_is_no_wait_in_a_debug_run():
-    order = order_of()
-    order.use(reads=[], writes=[1])
-    order.stamp([1])
-    mark = order.mark()
-    order.finish(mark)
-    assert not mark.query()
-    with pytest.raises(AssertionError):
-        order.touch(1, is_write=False)
-
-
 def test_on_the_cpu_nothing_is_waited_for():
     order = PageOrder(PAGES)
     order.stamp([1, 2])

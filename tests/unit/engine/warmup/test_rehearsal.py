@@ -87,12 +87,27 @@ def test_a_pool_of_few_pages_is_rehearsed_with_what_fits(load: Callable[..., Eng
         assert engine.cache.num_available == 4
 
 
+def test_first_tokens_are_chosen_as_serving_does_and_exactly(
+    load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+):
+    engine = load("decode")
+    sample, ways = engine.sampler.sample, set()
+
+    def noting(*args: object, is_exact: bool = True) -> object:
+        ways.add(is_exact)
+        return sample(*args, is_exact=is_exact)
+
+    monkeypatch.setattr(engine.sampler, "sample", noting)
+    rehearse(engine)
+    assert ways == {True, False}
+
+
 def test_an_interrupted_rehearsal_gives_its_pages_back(
     load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ):
     engine = load("prefill")
 
-    def fail(*_: object) -> torch.Tensor:
+    def fail(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("device lost")
 
     monkeypatch.setattr(engine.sampler, "sample", fail)
