@@ -27,7 +27,7 @@ from ..engine.prompt_budget import alone_tokens
 from ..engine.request import Request
 from ..engine.sampling.sampler import LaunchedSample, SampleOutput
 from ..engine.speculative.step.result import StepResult
-from ..worker.prompt_chunks import Chunk, batch_of, score_prompts, scored_limit
+from ..worker.prompt_chunks import Chunk, batch_of, launch_first_tokens, score_prompts, scored_limit
 from ..worker.prompt_pages import take_longer_prefix
 from .queues import DecodeRoom, DecodeState
 from .step_decoder import StepDecoder
@@ -112,8 +112,8 @@ class LocalPrefill:
             return None
         engine = self.engine
         output = engine.runner.forward(batch_of(engine, chunks, has_features=engine.drafter is not None))
-        rows = [chunk.room.request.masked_row for chunk in chunks if chunk.is_last]
-        firsts = engine.sampler.launch(output.logits[: len(rows)], rows) if rows else None
+        has_firsts = any(chunk.is_last for chunk in chunks)
+        firsts = launch_first_tokens(engine, chunks, output) if has_firsts else None
         for chunk in chunks:
             chunk.room.request.num_computed = chunk.end
             chunk.room.num_unread += 1

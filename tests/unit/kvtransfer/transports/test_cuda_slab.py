@@ -562,22 +562,30 @@ def test_the_end_of_a_room_waits_for_the_moves_of_its_pages(start, side):
     assert bool((owner == 7).all())
 
 
-def test_a_room_that_is_lost_waits_for_the_moves_of_its_pages(start):
-    pair = start(polls=1)
+def hold_a_move(pair, end):
+    """A second room of `pair`, with a move under way that does not end on the device of `end`, which is
+    returned (0: prefill, 1: decode)."""
+    device = pair.devices[end]
     pair.open()
     pair.run()
-    pair.devices[1].polls = 1000
+    device.polls = 1000
     pair.open("b" * 32)
     for _ in range(50):
-        if pair.devices[1]._queue:
+        if device._queue:
             break
         pair.receiver.poll(0)
         pair.sender.poll(0)
-    assert pair.devices[1]._queue
+    assert device._queue
+    return device
+
+
+def test_a_room_that_is_lost_waits_for_the_moves_of_its_pages(start):
+    pair = start(polls=1)
+    held = hold_a_move(pair, 1)
     pair.now += 6.0
     events = pair.receiver.turn()
     assert any(isinstance(event, Lost) for event in events)
-    assert not pair.devices[1]._queue
+    assert not held._queue
 
 
 def test_moves_wait_for_the_forwards_that_use_their_pages(start):
@@ -718,17 +726,8 @@ def test_a_new_connection_gets_the_memory_of_the_slab_that_it_lost(start):
 
 def test_a_dropped_room_frees_its_pages_after_its_gather(start):
     pair = start(polls=1)
-    pair.open()
-    pair.run()
-    pair.devices[0].polls = 1000
-    pair.open("b" * 32)
-    for _ in range(50):
-        if pair.devices[0]._queue:
-            break
-        pair.receiver.poll(0)
-        pair.sender.poll(0)
-    assert pair.devices[0]._queue
+    held = hold_a_move(pair, 0)
     pair.now += 6.0
     events = pair.sender.turn()
     assert any(isinstance(event, Dropped) for event in events)
-    assert not pair.devices[0]._queue
+    assert not held._queue
