@@ -16,6 +16,7 @@ A setting that is given is kept, or refused with the number that would fit. Size
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
+from typing import TypeVar
 
 from .errors import CheckpointError
 from .graphs.buckets import batch_buckets, sparse
@@ -125,6 +126,9 @@ class EngineRole:
     spare_slots: int = 1
 
 
+G = TypeVar("G", bound="GivenSizes")
+
+
 @dataclass(frozen=True, kw_only=True)
 class GivenSizes:
     """The settings of a role. 0, "auto" and a negative `chunk_size` leave the choice; 0 there asks for whole
@@ -145,7 +149,7 @@ class GivenSizes:
     device_slab_mb: int = 1024  # the most GPU memory for hand-offs to decode workers of this host
 
     @classmethod
-    def of(cls, settings: object) -> "GivenSizes":
+    def of(cls: type[G], settings: object) -> G:
         """The equally named attributes of `settings`; those that it lacks keep their defaults."""
         return cls(**{f.name: getattr(settings, f.name) for f in fields(cls) if hasattr(settings, f.name)})
 

@@ -1,10 +1,11 @@
 """The settings of an engine. `EngineConfig.of(role_config)` copies the equally named settings of a role."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from .auto_sizes import GivenSizes
 from .errors import CheckpointError
 
 NATIVE_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
@@ -12,16 +13,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(GivenSizes):
     """Settings of one engine.
 
-    The settings from `graphs` to `device_slab_mb` are those of `auto_sizes.GivenSizes`. `spec_*`: the drafts
-    of a step (`DraftShape.of`). `spec_adaptive`: whether they follow load and acceptance ("auto": on CUDA).
-    `overlap`: whether a decode step is launched before the previous one was read ("auto": on CUDA).
-    `graph_self_test` compares each graph with the eager path before use. `feature_layers` ("2,14,25"): layer
-    outputs that prefill captures beside those of the draft. `aggregated`: a decode engine that computes all
-    its prompts, and captures graphs for them. `deterministic`: the bits of a
-    target's row do not depend on the rows computed beside it.
+    The sizes are those of `auto_sizes.GivenSizes`. `spec_*`: the drafts of a step (`DraftShape.of`).
+    `spec_adaptive`: whether they follow load and acceptance ("auto": on CUDA). `overlap`: whether a decode step
+    is launched before the previous one was read ("auto": on CUDA). `graph_self_test` compares each graph with
+    the eager path before use. `feature_layers` ("2,14,25"): layer outputs that prefill captures beside those
+    of the draft. `aggregated`: a decode engine that computes all its prompts, and captures graphs for them.
+    `deterministic`: the bits of a target's row do not depend on the rows computed beside it.
     """
 
     model: str
@@ -29,18 +29,6 @@ class EngineConfig:
     no_draft: bool = False
     device: str = "auto"
     dtype: str = "auto"
-    graphs: str = "auto"
-    page_size: int = 0
-    pages: int = 0
-    kv_memory_mb: int = 0
-    gpu_memory_share: float = 0.0
-    max_context: int = 0
-    chunk_size: int = -1
-    max_batch: int = 0
-    max_running: int = 0
-    local_prefill_tokens: int = 0
-    slab_mb: int = 0
-    device_slab_mb: int = 1024
     threads: int = 0
     prefix_cache: bool = True
     spec_steps: int = 3
@@ -56,14 +44,6 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.graphs not in ("auto", "on", "off"):
             raise ValueError(f"graphs {self.graphs!r}: use auto, on or off")
-
-    @classmethod
-    def of(cls, settings: object) -> "EngineConfig":
-        """The engine's part of a role's config, by field name.
-
-        Settings that the role lacks keep their defaults.
-        """
-        return cls(**{f.name: getattr(settings, f.name) for f in fields(cls) if hasattr(settings, f.name)})
 
     @property
     def extra_feature_ids(self) -> tuple[int, ...]:
