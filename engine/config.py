@@ -17,11 +17,11 @@ class EngineConfig(GivenSizes):
     """Settings of one engine.
 
     The sizes are those of `auto_sizes.GivenSizes`. `spec_*`: the drafts of a step (`DraftShape.of`).
-    `spec_adaptive`: whether they follow load and acceptance ("auto": on CUDA). `overlap`: whether a decode step
-    is launched before the previous one was read ("auto": on CUDA). `graph_self_test` compares each graph with
-    the eager path before use. `feature_layers` ("2,14,25"): layer outputs that prefill captures beside those
-    of the draft. `aggregated`: a decode engine that computes all its prompts, and captures graphs for them.
-    `deterministic`: the bits of a target's row do not depend on the rows computed beside it.
+    `spec_adaptive`: whether they follow load and acceptance ("auto": on CUDA). `overlap`: whether a decode
+    step is launched before the previous one was read ("auto": on CUDA). `graph_self_test` compares each graph
+    with the eager path before use. `feature_layers` ("2,14,25"): layer outputs that prefill captures beside
+    those of the draft. `aggregated`: a decode engine that computes all its prompts, and captures graphs for
+    them. `deterministic`: the bits of a target's row do not depend on the rows computed beside it.
     """
 
     model: str
