@@ -12,6 +12,7 @@ from baton.kernels import (
     kv_store,
     rms_norm,
     rope,
+    rotate_store,
     select_rows,
     silu_mul,
     skinny_linear,
@@ -176,6 +177,28 @@ def check_store_kv(
     assert torch.equal(after.cpu(), stored(pool, 2, slots, k, v))
 
 
+def check_rotate_store(
+    device: str, num_heads: int, kv_heads: int, head_dim: int, num_real: int, dtype: torch.dtype
+) -> None:
+    """Both planes and the queries, from heads that lie side by side in wider rows."""
+    pool, _, slots = store_inputs((1, kv_heads), head_dim, 4, num_real, dtype, 2)
+    count = num_heads + 2 * kv_heads
+    heads = randn(slots.shape[0], count + 1, head_dim, dtype=dtype, seed=3)[:, :count]
+    angles = randn(slots.shape[0], head_dim // 2, seed=4)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    rows, after = kv_store.kv_rows(slots, pool), pool.to(device)
+    tables = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    given = (rows.to(device), heads.to(device), *(table.to(device) for table in tables))
+    q = rotate_store.rotate_store_triton(after, 2, *given)
+    wide = rope.rope_reference(heads[:, : num_heads + kv_heads].float(), cos.float(), sin.float()).to(dtype)
+    assert_rounds_alike(q, wide[:, :num_heads])
+    expected = stored(pool, 2, slots, wide[:, num_heads:], heads[:, num_heads + kv_heads :])
+    assert_rounds_alike(after.nan_to_num(7.0), expected.nan_to_num(7.0))
+    on_cpu = pool.clone()
+    assert_close(rotate_store.rotate_store(on_cpu, 2, rows, heads, *tables), wide[:, :num_heads])
+    assert_close(on_cpu.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
 def check_select_rows(
     device: str, accept_lens: list[int], rows_each: int, width: int, dtype: torch.dtype
 ) -> None:
@@ -216,5 +239,7 @@ def pool_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
         for num_real in (0, 3):
             yield check_store_kv, (2, 64, 4, num_real, dtype, 0)
         yield check_store_kv, (40, 64, 4, 3, dtype)
+        for num_heads, kv_heads, head_dim, num_real in ((4, 2, 8, 5), (32, 8, 80, 3), (9, 3, 64, 0)):
+            yield check_rotate_store, (num_heads, kv_heads, head_dim, num_real, dtype)
         for lens, rows_each, width in (([], 3, 8), ([1], 1, 1), ([3, 0, 1, 4], 4, 123), ([5, 2], 5, 2049)):
             yield check_select_rows, (lens, rows_each, width, dtype)

@@ -21,8 +21,10 @@ from baton.kernels.gather_context import gather_context, gather_context_triton
 from baton.kernels.invariant_attention import Rows, invariant_attention_triton
 from baton.kernels.kv_store import store_kv_triton
 from baton.kernels.move_spans import SPAN_FIELDS, move_spans_triton
+from baton.kernels.read_ahead import Ahead
 from baton.kernels.rms_norm import add_rms_norm, rms_norm_triton
 from baton.kernels.rope import apply_rope_triton
+from baton.kernels.rotate_store import rotate_store_triton
 from baton.kernels.select_rows import select_last_rows, select_last_rows_triton
 from baton.kernels.silu_mul import silu_mul_reference, silu_mul_triton
 from baton.kernels.skinny_linear import gated_linear, linear, linear_triton
@@ -127,14 +129,17 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     q, k, v = projected.split([32, 8, 8], dim=1)
     pool, table, lens = bench_kernels.paged(2, 40, "cpu")
     tables, rows = (projected[:, 0], projected[:, 1]), torch.zeros(3, dtype=torch.int64)
+    ahead = Ahead(x, 8192)
     rms_norm_triton(x, x[0], 1e-5, x)
+    rms_norm_triton(x, x[0], 1e-5, x, ahead)
     silu_mul_triton(x)
-    linear_triton(x, x, is_gated=False)
+    linear_triton(x, x, is_gated=False, ahead=ahead)
     for many in (x, randn(33, 4096, dtype=torch.bfloat16)):
         for weight in (torch.cat((x, x, x, x)), x[:1].expand(10240, -1).contiguous()):
             linear_triton(many, weight, is_gated=True)
     apply_rope_triton(projected, *tables)
     store_kv_triton(pool, 1, rows, k, v)
+    rotate_store_triton(pool, 1, rows, projected, *tables, ahead)
     select_last_rows_triton(x, lens[:1])
     tree_verify_triton(table, table, table, lens)
     compact_kv_triton(pool, table, table)
@@ -154,7 +159,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     trees = torch.ones(2, 16, 16, dtype=torch.bool)
     for num_rows, mask in ((1, None), (16, trees)):
         queries = randn(2, num_rows, 32, 128, dtype=torch.bfloat16)
-        paged_verify_triton(queries, pool, 1, table, lens, 0.1, mask, num_splits=8)
+        paged_verify_triton(queries, pool, 1, table, lens, 0.1, mask, num_splits=8, ahead=ahead)
     for num_rows, mask in ((1, None), (16, trees)):
         queries = randn(2 * num_rows, 32, 128, dtype=torch.bfloat16)
         uniform = Rows(lens, uniform=num_rows, tree_mask=mask)
@@ -166,7 +171,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     move_spans_triton(torch.zeros(1, SPAN_FIELDS, dtype=torch.int64), rows[None])
     names = [name for name, _ in compiled_for_h200]
     assert set(names) == {
-        "_rms_norm_kernel", "_silu_mul_kernel", "_rope_kernel", "_store_kv_kernel",
+        "_rms_norm_kernel", "_silu_mul_kernel", "_rope_kernel", "_store_kv_kernel", "_rotate_store_kernel",
         "_select_last_rows_kernel", "_tree_verify_kernel", "_extend_kernel", "_verify_kernel",
         "_merge_kernel", "_compact_kv_kernel", "_highest_kernel", "_scores_kernel", "_pick_kernel",
         "_skinny_kernel", "_places_kernel", "_outcome_kernel", "_chain_verify_kernel",
