@@ -1,9 +1,9 @@
 """Reads the first bytes of a later kernel's weights into the L2 cache, beside the work of another kernel.
 
-With few rows, a step's time is the time to read its weights. Between two products run kernels that read almost
-nothing: norms, rotation, attention of a short context. Each product, too, needs some microseconds until all of
-its reads are under way. Programs behind those of a kernel close these gaps: they ask for lines of the weights
-that come next, and end without waiting for them.
+With few rows, a step's time is the time to read its weights. Between two products run kernels that read
+almost nothing: norms, rotation, attention of a short context. Each product, too, needs some microseconds
+until all of its reads are under way. Programs behind those of a kernel close these gaps: they ask for lines
+of the weights that come next, and end without waiting for them.
 """
 
 from __future__ import annotations

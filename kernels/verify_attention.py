@@ -177,7 +177,7 @@ def _verify_kernel(
     NUM_CHUNKS: tl.constexpr,
 ) -> None:
     # program (tile of rows and kv head, split, request)
-    if HAS_AHEAD:
+    if HAS_AHEAD:  # noqa: SIM102
         if tl.program_id(2) >= num_requests:
             i_layer = (tl.program_id(2) - num_requests) * tl.num_programs(1) + tl.program_id(1)
             i_ahead = i_layer * tl.num_programs(0) + tl.program_id(0)

@@ -12,6 +12,7 @@ import torch
 
 from ....kernels.select_rows import select_last_rows
 from ...attention.registry import attention_for
+from ...auto_sizes import LATE_ROWS
 from ...batch.forward_batch import CaptureHidden, ForwardBatch
 from ...batch.padding import pad_rows
 from ...errors import CheckpointError, LifecycleError, UnsupportedInput
@@ -147,6 +148,10 @@ class Eagle3Drafter:
     @property
     def page_rows(self) -> int:
         return 2 * self.pool.page_size
+
+    @property
+    def late_rows(self) -> int:
+        return LATE_ROWS
 
     @property
     def anchors(self) -> tuple[torch.Tensor, ...]:
