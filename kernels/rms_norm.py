@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .read_ahead import CHUNK, NUM_CHUNKS, Ahead, read_ahead
 from .triton_jit import cdiv, jit_varying, next_power_of_2, rows_of, tl
 
 # Elements per program: several narrow rows (heads) together, or one wide row.
@@ -30,33 +29,23 @@ def add_rms_norm_reference(
     return rms_norm_reference(total, weight, eps), total
 
 
-@jit_varying("num_rows", "ahead_bytes")
+@jit_varying("num_rows")
 def _rms_norm_kernel(
     p_x: tl.tensor,
     p_residual: tl.tensor,
     p_weight: tl.tensor,
     p_sum: tl.tensor,
     p_y: tl.tensor,
-    p_ahead: tl.tensor,
     num_rows: tl.tensor,
-    ahead_bytes: tl.tensor,
     width: tl.tensor,
     inner: tl.tensor,
     outer_stride: tl.tensor,
     inner_stride: tl.tensor,
     eps: tl.tensor,
     HAS_RESIDUAL: tl.constexpr,
-    HAS_AHEAD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
 ) -> None:
-    if HAS_AHEAD:
-        i_ahead = tl.program_id(0) - tl.cdiv(num_rows, BLOCK_ROWS)
-        if i_ahead >= 0:
-            read_ahead(p_ahead, i_ahead, ahead_bytes, CHUNK, NUM_CHUNKS)
-            return
     i_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     i_column = tl.arange(0, BLOCK_WIDTH)
     m_column = i_column < width
@@ -76,11 +65,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    residual: torch.Tensor | None = None,
-    ahead: Ahead | None = None,
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch on `x` `[..., D]`, `weight` `[D]`, `residual` None or `[..., D]`; returns (normed, sum), each
     `[..., D]`.
@@ -97,26 +82,21 @@ def rms_norm_triton(
     block_width = next_power_of_2(width)
     # The same tile for every number of rows: one compiled variant per width, and one order of a sum.
     block_rows = max(1, min(TILE // block_width, 32))
-    _rms_norm_kernel[(cdiv(rows.num_rows, block_rows) + (0 if ahead is None else ahead.num_programs),)](
+    _rms_norm_kernel[(cdiv(rows.num_rows, block_rows),)](
         rows.x,
         x if residual is None else residual.contiguous(),
         weight.contiguous(),
         total,
         normed,
-        weight if ahead is None else ahead.weight,
         rows.num_rows,
-        0 if ahead is None else ahead.num_bytes,
         width,
         rows.inner,
         rows.outer_stride,
         rows.inner_stride,
         eps,
         HAS_RESIDUAL=residual is not None,
-        HAS_AHEAD=ahead is not None,
         BLOCK_ROWS=block_rows,
         BLOCK_WIDTH=block_width,
-        CHUNK=CHUNK,
-        NUM_CHUNKS=NUM_CHUNKS,
         num_warps=8 if block_width >= 4096 else 4,
     )
     return normed, total

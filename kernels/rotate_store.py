@@ -11,14 +11,13 @@ from __future__ import annotations
 import torch
 
 from .kv_store import check_kv, store_kv
-from .read_ahead import CHUNK, NUM_CHUNKS, Ahead, read_ahead
 from .rope import apply_rope, check_tables
 from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
 BLOCK_HEADS = 16  # heads of one program's tile
 
 
-@jit_varying("p_rows", "num_tokens", "ahead_bytes")
+@jit_varying("p_rows")
 def _rotate_store_kernel(
     p_heads: tl.tensor,
     p_cos: tl.tensor,
@@ -26,27 +25,15 @@ def _rotate_store_kernel(
     p_rows: tl.tensor,
     p_q: tl.tensor,
     p_kv: tl.tensor,
-    p_ahead: tl.tensor,
-    num_tokens: tl.tensor,
-    ahead_bytes: tl.tensor,
     num_heads: tl.tensor,
     kv_heads: tl.tensor,
     token_stride: tl.tensor,
     o_layer: tl.tensor,
     o_value: tl.tensor,
-    HAS_AHEAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
 ) -> None:
-    if HAS_AHEAD:
-        i_beyond = tl.program_id(0) - num_tokens - 1
-        if i_beyond >= 0:
-            i_ahead = i_beyond * tl.num_programs(1) + tl.program_id(1)
-            read_ahead(p_ahead, i_ahead, ahead_bytes, CHUNK, NUM_CHUNKS)
-            return
     # program 0 has no token: it reads row 0 and zeros, and so clears the sink
     i_token = tl.program_id(0).to(tl.int64) - 1
     m_token = i_token >= 0
@@ -81,7 +68,6 @@ def rotate_store_triton(
     heads: torch.Tensor,
     cos: torch.Tensor,
     signed_sin: torch.Tensor,
-    ahead: Ahead | None = None,
 ) -> torch.Tensor:
     """Launch with the arguments of `rotate_store`. Raises ValueError if shapes or dtypes do not fit."""
     num_heads = _check(kv, rows, heads, cos, signed_sin)
@@ -89,30 +75,22 @@ def rotate_store_triton(
     page_size, kv_heads = kv.shape[3:5]
     heads = heads if heads.stride()[1:] == (head_dim, 1) else heads.contiguous()
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=heads.dtype, device=heads.device)
-    num_blocks = cdiv(width, BLOCK_HEADS)
-    num_beyond = 0 if ahead is None else cdiv(ahead.num_programs, num_blocks)
     plane = page_size * kv_heads * head_dim
-    _rotate_store_kernel[(num_tokens + 1 + num_beyond, num_blocks)](
+    _rotate_store_kernel[(num_tokens + 1, cdiv(width, BLOCK_HEADS))](
         heads,
         cos.contiguous(),
         signed_sin.contiguous(),
         rows.contiguous(),
         q,
         kv,
-        kv if ahead is None else ahead.weight,
-        num_tokens,
-        0 if ahead is None else ahead.num_bytes,
         num_heads,
         kv_heads,
         heads.stride(0),
         layer * 2 * plane,
         plane,
-        HAS_AHEAD=ahead is not None,
         HEAD_DIM=head_dim,
         BLOCK_HEADS=BLOCK_HEADS,
         BLOCK_DIM=next_power_of_2(head_dim),
-        CHUNK=CHUNK,
-        NUM_CHUNKS=NUM_CHUNKS,
         num_warps=4,
     )
     return q

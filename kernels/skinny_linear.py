@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .read_ahead import CHUNK, NUM_CHUNKS, Ahead, read_ahead
 from .silu_mul import silu_mul
 from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
@@ -38,33 +37,23 @@ def gated_linear_reference(
     return F.silu(gate) * up
 
 
-@jit_varying("num_rows", "ahead_bytes")
+@jit_varying("num_rows")
 def _skinny_kernel(
     p_x: tl.tensor,
     p_weight: tl.tensor,
     p_bias: tl.tensor,
     p_y: tl.tensor,
-    p_ahead: tl.tensor,
     num_rows: tl.tensor,
-    ahead_bytes: tl.tensor,
     out_size: tl.tensor,
     in_size: tl.tensor,
     x_stride: tl.tensor,
     HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr,
-    HAS_AHEAD: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     ROW_TILES: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
 ) -> None:
-    if HAS_AHEAD:
-        i_ahead = tl.program_id(0) - tl.cdiv(out_size, BLOCK_OUT) * tl.cdiv(num_rows, BLOCK_ROWS)
-        if i_ahead >= 0:
-            read_ahead(p_ahead, i_ahead, ahead_bytes, CHUNK, NUM_CHUNKS)
-            return
     # outputs are the rows of the product, because they are the long side
     # programs that run at the same time share rows of x and of W: ROW_TILES tiles of rows for each of W
     i_group = tl.program_id(0) // (ROW_TILES * tl.cdiv(out_size, BLOCK_OUT))
@@ -133,7 +122,6 @@ def linear_triton(
     shape: SkinnyShape | None = None,
     max_tile_rows: int = 64,
     out_dtype: torch.dtype | None = None,
-    ahead: Ahead | None = None,
 ) -> torch.Tensor:
     """Launch on `x` `[T, H]`, `weight` `[N, H]`, `bias` None or `[N]`; returns `[T, N]`, by default in the
     dtype of `x`.
@@ -151,27 +139,21 @@ def linear_triton(
     x = x if x.stride(1) == 1 else x.contiguous()
     tile = skinny_shape(num_rows, out_size) if shape is None else shape
     block_rows = min(max(next_power_of_2(num_rows), MIN_ROWS_TILE), max_tile_rows)
-    num_programs = cdiv(out_size, tile.out) * cdiv(num_rows, block_rows)
-    _skinny_kernel[(num_programs + (0 if ahead is None else ahead.num_programs),)](
+    _skinny_kernel[(cdiv(out_size, tile.out) * cdiv(num_rows, block_rows),)](
         x,
         weight,
         weight if bias is None else bias,
         y,
-        weight if ahead is None else ahead.weight,
         num_rows,
-        0 if ahead is None else ahead.num_bytes,
         out_size,
         in_size,
         x.stride(0),
         HAS_BIAS=bias is not None,
         IS_GATED=is_gated,
-        HAS_AHEAD=ahead is not None,
         BLOCK_OUT=tile.out,
         BLOCK_IN=tile.inner,
         BLOCK_ROWS=block_rows,
         ROW_TILES=ROW_TILES,
-        CHUNK=CHUNK,
-        NUM_CHUNKS=NUM_CHUNKS,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -17,7 +17,6 @@ import torch
 from .kv_store import kv_rows
 from .paged_attention import batched_attention, gather_kv
 from .paged_tile import LOG2_E, MIN_DOT, TileShape, attend_columns, check_paged, tile_shape
-from .read_ahead import CHUNK, NUM_CHUNKS, Ahead, read_ahead
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
 MAX_TILE_ROWS = 64
@@ -130,16 +129,7 @@ def _split_bounds(
     return start, tl.maximum(tl.minimum(full_end, end), start), end
 
 
-@jit_varying(
-    "num_requests",
-    "num_rows",
-    "window",
-    "num_splits",
-    "table_stride",
-    "p_kv_lens",
-    "p_tree_mask",
-    "ahead_bytes",
-)
+@jit_varying("num_requests", "num_rows", "window", "num_splits", "table_stride", "p_kv_lens", "p_tree_mask")
 def _verify_kernel(
     p_q: tl.tensor,
     p_kv: tl.tensor,
@@ -148,9 +138,7 @@ def _verify_kernel(
     p_tree_mask: tl.tensor,
     p_partial: tl.tensor,
     p_lse: tl.tensor,
-    p_ahead: tl.tensor,
     num_requests: tl.tensor,
-    ahead_bytes: tl.tensor,
     num_rows: tl.tensor,
     window: tl.tensor,
     kv_heads: tl.tensor,
@@ -164,7 +152,6 @@ def _verify_kernel(
     o_value: tl.tensor,
     scale: tl.tensor,
     HAS_TREE: tl.constexpr,
-    HAS_AHEAD: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     GROUP: tl.constexpr,
@@ -173,16 +160,8 @@ def _verify_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
 ) -> None:
     # program (tile of rows and kv head, split, request)
-    if HAS_AHEAD:  # noqa: SIM102
-        if tl.program_id(2) >= num_requests:
-            i_layer = (tl.program_id(2) - num_requests) * tl.num_programs(1) + tl.program_id(1)
-            i_ahead = i_layer * tl.num_programs(0) + tl.program_id(0)
-            read_ahead(p_ahead, i_ahead, ahead_bytes, CHUNK, NUM_CHUNKS)
-            return
     i_tile, i_kv_head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
     i_split = tl.program_id(1)
     i_request = tl.program_id(2).to(tl.int64)
@@ -272,7 +251,6 @@ def paged_verify_triton(
     *,
     num_splits: int = 0,
     min_split: int = MIN_SPLIT,
-    ahead: Ahead | None = None,
 ) -> torch.Tensor:
     """Launch on `q` `[B, Q, N, D]`; returns `[B, Q, N, D]`.
 
@@ -291,16 +269,12 @@ def paged_verify_triton(
     splits = num_splits or choose_splits(num_tiles * num_requests, page_table.shape[1] * page_size)
     grid = (num_tiles, splits, num_requests)
     if splits == 1:
-        _launch_splits(
-            grid, tile, q, kv, layer, page_table, kv_lens, scale, tree_mask, out, out, min_split, ahead
-        )
+        _launch_splits(grid, tile, q, kv, layer, page_table, kv_lens, scale, tree_mask, out, out, min_split)
         return out
     num_flat = num_requests * num_rows * num_heads
     partial = torch.empty(splits, num_flat, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(splits, num_flat, dtype=torch.float32, device=q.device)
-    _launch_splits(
-        grid, tile, q, kv, layer, page_table, kv_lens, scale, tree_mask, partial, lse, min_split, ahead
-    )
+    _launch_splits(grid, tile, q, kv, layer, page_table, kv_lens, scale, tree_mask, partial, lse, min_split)
     _merge_kernel[(num_flat,)](
         partial,
         lse,
@@ -328,15 +302,13 @@ def _launch_splits(
     partial: torch.Tensor,
     lse: torch.Tensor,
     min_split: int,
-    ahead: Ahead | None,
 ) -> None:
     """The first pass. With one split, `partial` is the output itself and `lse` is not written."""
     q = q if q.stride(-1) == 1 else q.contiguous()
     page_table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
     page_size, kv_heads, head_dim = kv.shape[3:]
     plane = page_size * kv_heads * head_dim
-    extra = 0 if ahead is None else cdiv(ahead.num_programs, grid[0] * grid[1])
-    _verify_kernel[(grid[0], grid[1], grid[2] + extra)](
+    _verify_kernel[grid](
         q,
         kv,
         page_table,
@@ -344,9 +316,7 @@ def _launch_splits(
         kv_lens if tree_mask is None else tree_mask.contiguous().view(torch.uint8),
         partial,
         lse,
-        kv if ahead is None else ahead.weight,
         q.shape[0],
-        0 if ahead is None else ahead.num_bytes,
         q.shape[1],
         q.shape[1] if tree_mask is None else tree_mask.shape[2],
         kv_heads,
@@ -360,7 +330,6 @@ def _launch_splits(
         plane,
         scale * LOG2_E,
         HAS_TREE=tree_mask is not None,
-        HAS_AHEAD=ahead is not None,
         IS_SPLIT=grid[1] > 1,
         MIN_SPLIT=min_split,
         GROUP=q.shape[2] // kv_heads,
@@ -369,8 +338,6 @@ def _launch_splits(
         BLOCK_ROWS=tile.rows,
         BLOCK_COLUMNS=tile.columns,
         BLOCK_DIM=tile.dim,
-        CHUNK=CHUNK,
-        NUM_CHUNKS=NUM_CHUNKS,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

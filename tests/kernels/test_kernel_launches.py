@@ -21,7 +21,6 @@ from baton.kernels.gather_context import gather_context, gather_context_triton
 from baton.kernels.invariant_attention import Rows, invariant_attention_triton
 from baton.kernels.kv_store import store_kv_triton
 from baton.kernels.move_spans import SPAN_FIELDS, move_spans_triton
-from baton.kernels.read_ahead import Ahead
 from baton.kernels.rms_norm import add_rms_norm, rms_norm_triton
 from baton.kernels.rope import apply_rope_triton
 from baton.kernels.rotate_store import rotate_store_triton
@@ -129,17 +128,15 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     q, k, v = projected.split([32, 8, 8], dim=1)
     pool, table, lens = bench_kernels.paged(2, 40, "cpu")
     tables, rows = (projected[:, 0], projected[:, 1]), torch.zeros(3, dtype=torch.int64)
-    ahead = Ahead(x, 8192)
     rms_norm_triton(x, x[0], 1e-5, x)
-    rms_norm_triton(x, x[0], 1e-5, x, ahead)
     silu_mul_triton(x)
-    linear_triton(x, x, is_gated=False, ahead=ahead)
+    linear_triton(x, x, is_gated=False)
     for many in (x, randn(33, 4096, dtype=torch.bfloat16)):
         for weight in (torch.cat((x, x, x, x)), x[:1].expand(10240, -1).contiguous()):
             linear_triton(many, weight, is_gated=True)
     apply_rope_triton(projected, *tables)
     store_kv_triton(pool, 1, rows, k, v)
-    rotate_store_triton(pool, 1, rows, projected, *tables, ahead)
+    rotate_store_triton(pool, 1, rows, projected, *tables)
     select_last_rows_triton(x, lens[:1])
     tree_verify_triton(table, table, table, lens)
     compact_kv_triton(pool, table, table)
@@ -159,7 +156,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     trees = torch.ones(2, 16, 16, dtype=torch.bool)
     for num_rows, mask in ((1, None), (16, trees)):
         queries = randn(2, num_rows, 32, 128, dtype=torch.bfloat16)
-        paged_verify_triton(queries, pool, 1, table, lens, 0.1, mask, num_splits=8, ahead=ahead)
+        paged_verify_triton(queries, pool, 1, table, lens, 0.1, mask, num_splits=8)
     for num_rows, mask in ((1, None), (16, trees)):
         queries = randn(2 * num_rows, 32, 128, dtype=torch.bfloat16)
         uniform = Rows(lens, uniform=num_rows, tree_mask=mask)

@@ -213,7 +213,7 @@ class Eagle3Drafter:
         plan = RowPlan(self.pool, rows, view.page_table, view.extend_lens, is_recorded=view.is_recorded)
         positions = view.positions[:, :count].reshape(-1)
         phase = DraftPhase.FROM_TARGET_FEATURES
-        out = self.head.forward(features, accepted.tokens.reshape(-1), positions, plan.attend, phase)
+        out = self.head.forward(features, accepted.tokens.reshape(-1), positions, plan, phase)
         last = select_last_rows(out, emitted)
         # A request without a new token keeps its state, because its output rows are undefined.
         kept = torch.where(emitted > 0, view.states, PAD_ROW)

@@ -229,9 +229,7 @@ class FusedStep:
             is_invariant=self.runner.is_invariant,
         )
         ids = () if self.drafter is None else aux_ids_of(model)
-        hidden, features = model.body(
-            model.embed(tokens.reshape(-1)), positions.reshape(-1), plan.attend, ids
-        )
+        hidden, features = model.body(model.embed(tokens.reshape(-1)), positions.reshape(-1), plan, ids)
         return model.compute_logits(hidden), features
 
     def _choose(
