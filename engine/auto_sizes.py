@@ -37,6 +37,9 @@ CHUNK_PER_REQUEST = 64
 MIN_BATCH, MAX_BATCH = 8, 128
 MIN_LOCAL = 256
 RUNNING = (256, 192, 128, 96, 64, 48, 32, 16)
+# Steps without drafts whose rows a drafter observes in one forward: for many requests, its weights are then
+# read once for so many steps.
+LATE_ROWS = 8
 REQUEST_TOKENS = 1536  # prompt and output of a request that max_running counts on
 MIN_SLAB, MAX_SLAB, SLAB_STEP = 256 * MIB, 1024 * MIB, 64 * MIB
 SLAB_CHUNKS = 4
@@ -236,8 +239,10 @@ def workspace_of(
     buckets = batch_buckets(max_running)
     graphs = GRAPH_BYTES * role.num_shapes * (len(buckets) + 2 * len(sparse(buckets)))
     prompt_graphs = graphed * graph_row if role.is_aggregated else 0
-    features = UNREAD_PARTS * role.num_features * model.hidden_size * model.dtype_bytes
-    return steps + edits + graphs + prompt_graphs + alone_tokens(local) * (row + features)
+    feature_row = role.num_features * model.hidden_size * model.dtype_bytes
+    late = 2 * (max_running + 1) * LATE_ROWS * feature_row  # kept, and gathered for the drafter
+    prompts = alone_tokens(local) * (row + UNREAD_PARTS * feature_row)
+    return steps + edits + graphs + prompt_graphs + late + prompts
 
 
 @dataclass(frozen=True, kw_only=True)

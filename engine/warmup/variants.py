@@ -153,9 +153,11 @@ class VariantPlanner:
         """One decode step of `count` requests."""
         assert self.steps is not None
         whole = self.steps.step
-        step = FusedStep(self.runner, whole.drafter, whole.state, whole.max_context)
+        step = FusedStep(self.runner, whole.drafter, whole.state, whole.max_context, whole.late)
         slots = torch.zeros(count, dtype=torch.int64, device=whole.state.device)
         step.run(slots, kind, Breaks(StepContext(num_rows=count)))
+        if step.is_late(kind):
+            step.catch_up(slots, Breaks(StepContext(num_rows=count)))
 
     def batch(self, shape: ExtendShape) -> ForwardBatch:
         """A batch of `shape` whose values do not matter."""

@@ -151,3 +151,11 @@ class Drafter(Protocol):
         `features` `[B*N, K*Ht]` are the target's. `emitted` int64 `[B]` counts the new tokens of each
         request.
         """
+
+
+def late_rows_of(drafter: Drafter) -> int:
+    """Accepted rows of a request that `observe` may get at once, after the steps that they come from.
+
+    It is the attribute `late_rows` of a drafter; 0, for one without it: every step must observe.
+    """
+    return int(getattr(drafter, "late_rows", 0))
