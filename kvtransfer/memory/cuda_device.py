@@ -100,6 +100,7 @@ class _Table:
         self.memory = torch.empty(num_numbers, dtype=torch.int64, pin_memory=True)
         self.numbers = self.memory.numpy()
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.gate = torch.cuda.Event()  # type: ignore[no-untyped-call]  # behind the forwards that hold the move
 
 
 @dataclass
@@ -110,8 +111,12 @@ class CudaMove:
     table: _Table
     counts: Sequence[int]  # spans of each run
     num_chunks: int
-    is_held: bool
+    has_gate: bool
     digests: list[int] | None = None
+
+    @property
+    def is_held(self) -> bool:
+        return self.has_gate and not self.table.gate.query()  # type: ignore[no-untyped-call]
 
     def poll(self) -> list[int] | None:
         if self.digests is None and self.table.event.query():  # type: ignore[no-untyped-call]
@@ -141,7 +146,10 @@ class CudaDevice:
         self._runtime = CudaRuntime()
         self._device, self._order = device, order
         # a move is short, and a forward's kernels would delay it by as much as they take
-        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._stream, self._held_stream = (
+            torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
         self._tables = [
             _Table(MIN_NUMBERS) for _ in range(NUM_TABLES)
         ]  # pinning memory later would stop kernels
@@ -175,7 +183,7 @@ class CudaDevice:
 
     def free(self, address: int) -> None:
         """As `Device.free`."""
-        self._stream.synchronize()
+        self._finish()
         with torch.cuda.device(self._device):
             self._runtime.free(address)
 
@@ -196,7 +204,7 @@ class CudaDevice:
         known.num_opens -= 1
         if known.num_opens == 0:
             del self._opened[handle]
-            self._stream.synchronize()
+            self._finish()
             with torch.cuda.device(self._device):
                 self._runtime.close(known.address)
 
@@ -207,11 +215,14 @@ class CudaDevice:
         begin, end = num_rows * SPAN_FIELDS, num_rows * (SPAN_FIELDS + num_sums)
         table = self._take(end)
         np.concatenate(runs, out=table.numbers[:begin].reshape(num_rows, SPAN_FIELDS))
-        is_held = self._order.wait(pages, self._stream)
-        with torch.cuda.stream(self._stream):
+        is_held = self._order.wait(pages, self._held_stream)
+        stream = self._held_stream if is_held else self._stream
+        with torch.cuda.stream(stream):
+            if is_held:
+                table.gate.record(stream)
             spans, sums = table.memory[:begin], table.memory[begin:end]
             move_spans_triton(spans.view(num_rows, SPAN_FIELDS), sums.view(num_rows, num_sums))
-            table.event.record(self._stream)
+            table.event.record(stream)
         return CudaMove(self, table, [len(run) for run in runs], num_sums, is_held)
 
     def finished(self, move: CudaMove) -> list[int]:
@@ -224,6 +235,11 @@ class CudaDevice:
         if len(self._tables) < MAX_SPARE_TABLES:
             self._tables.append(move.table)
         return digests  # type: ignore[no-any-return]
+
+    def _finish(self) -> None:
+        """Returns when all moves have ended."""
+        for stream in (self._stream, self._held_stream):
+            stream.synchronize()
 
     def _take(self, num_numbers: int) -> _Table:
         for number, table in enumerate(self._tables):

@@ -23,7 +23,7 @@ class Move(Protocol):
 
     @property
     def is_held(self) -> bool:
-        """Whether it began behind unfinished forwards, so that it may take as long as they do."""
+        """Whether it still waits for forwards, so that it may take as long as they do."""
 
     def poll(self) -> list[int] | None:
         """The digest of each run, in order, once all runs are in place; None before. Does not wait."""
@@ -33,7 +33,10 @@ class Move(Protocol):
 
 
 class Device(Protocol):
-    """One device and the stream of its moves. All methods belong to one thread."""
+    """One device and the streams of its moves. All methods belong to one thread.
+
+    A move that is held by forwards does not delay those that are not.
+    """
 
     @property
     def name(self) -> str:

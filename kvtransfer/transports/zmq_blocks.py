@@ -185,7 +185,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
             # A message from decode means that it took blocks, so its queue has room. libzmq reports free
             # places in halves of a queue: with a window as long as the queue, waiting for the next retry
             # would cost a sleep per window.
-            self._blocked.difference_update((peer, bulk_lane(peer)))
+            self._heard(peer)
             self._receive_frames(peer, [part.buffer for part in parts[1:]])
         self._work()
 
@@ -201,7 +201,11 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
         else.
         """
         has_bulk = self._bulk is not None and self._bulk.serves(item.peer)
-        return bulk_lane(item.peer) if has_bulk and isinstance(item, SendBlock) else item.peer
+        return bulk_lane(item.peer) if has_bulk and isinstance(item, SendBlock) else super()._lane(item)
+
+    def _heard(self, peer: Peer) -> None:
+        super()._heard(peer)
+        self._blocked.discard(bulk_lane(peer))
 
     def _peer_lost(self, peer: Peer) -> None:
         super()._peer_lost(peer)
@@ -295,6 +299,9 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
             now + RETRY_S if self._bulk.must_join else None,
         ]
         return min((at for at in times if at is not None), default=None)
+
+    def _has_news(self) -> bool:
+        return self.has_unread()
 
     def close(self) -> None:
         """As `KVTransport.close`."""
