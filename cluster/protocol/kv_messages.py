@@ -49,8 +49,7 @@ class KVHello(Message, frozen=True, kw_only=True):
     """Decode opens the link of a pair. Resent until answered.
 
     `ciphers` are the accepted protections of blocks, `transports` the accepted transports, see
-    `cluster.net.transport_names`. `host` is the boot id of decode's host, and `gpu` the UUID of its device,
-    where it has one.
+    `cluster.net.transport_names`. `host` is the boot id of decode's host.
     """
 
     instance: Id
@@ -59,7 +58,6 @@ class KVHello(Message, frozen=True, kw_only=True):
     ciphers: Annotated[tuple[Text, ...], Meta(max_length=16)] = ()  # none: "crc32c"
     transports: Annotated[tuple[Text, ...], Meta(max_length=16)] = ()  # none: "zmq_blocks"
     host: ShortText = ""
-    gpu: ShortText = ""
 
 
 class KVWelcome(Message, frozen=True, kw_only=True):

@@ -159,11 +159,6 @@ class CudaDevice:
     def __repr__(self) -> str:
         return f"CudaDevice({self._device}, opened={len(self._opened)})"
 
-    @property
-    def name(self) -> str:
-        """The GPU's UUID."""
-        return f"GPU-{torch.cuda.get_device_properties(self._device).uuid}"
-
     def allocate(self, size: int) -> int:
         """As `Device.allocate`."""
         with torch.cuda.device(self._device):

@@ -38,10 +38,6 @@ class Device(Protocol):
     A move that is held by forwards does not delay those that are not.
     """
 
-    @property
-    def name(self) -> str:
-        """The device's identity, for log lines."""
-
     def allocate(self, size: int) -> int:
         """The address of `size` zeroed bytes. Raises SlabError if there is not enough memory."""
 

@@ -76,11 +76,6 @@ class HostDevice:
         return f"HostDevice(owned={len(self._owned)}, opened={len(self._opened)}, moves={len(self._queue)})"
 
     @property
-    def name(self) -> str:
-        """A constant in the place of a UUID."""
-        return "HOST"
-
-    @property
     def num_bytes(self) -> int:
         """Bytes that are allocated or opened here now."""
         return sum(len(memory.map) for memory in (*self._owned.values(), *self._opened.values()))

@@ -75,9 +75,8 @@ class ReceiverSession:
         idle_link_s: float = IDLE_LINK_S,
         transports: Sequence[str] = (ZMQ_BLOCKS,),
         host: str = "",
-        gpu: str = "",
     ) -> None:
-        """`host` and `gpu`: the identities of this host and of its device, "" if unknown."""
+        """`host`: the identity of this host, "" if unknown."""
         self.instance = instance
         self.layout = KVLayout(layout)
         self.counters = TransferCounters()
@@ -95,7 +94,6 @@ class ReceiverSession:
             ciphers=tuple(ciphers),
             transports=tuple(transports),
             host=host,
-            gpu=gpu,
         )
 
     def __repr__(self) -> str:

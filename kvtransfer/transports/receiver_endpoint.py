@@ -77,7 +77,6 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             lease_s=lease_s,
             transports=self._transports,
             host=host_id(),
-            gpu="" if device is None else device.name,
         )
         self._writer = BlockWriter(KVLayout(layout), planes)
         self._decoder = kv_down_frames()
