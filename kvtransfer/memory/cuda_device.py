@@ -11,16 +11,22 @@ References: CUDA Runtime API, "cudaIpcGetMemHandle", "cudaIpcOpenMemHandle".
 """
 
 import ctypes
-from collections.abc import Iterable, Sequence
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from ...cluster.process.log import fields as log_fields
 from ...engine.kv.page_order import PageOrder
 from ...kernels.move_spans import MODULUS, SPAN_FIELDS, move_spans_triton, num_chunks
 from .device import HANDLE_BYTES, Spans
 from .slab import SlabError
+
+logger = logging.getLogger(__name__)
 
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 MIN_NUMBERS = 1 << 14  # of the smallest table: 128 MiB in pages of 2 MiB and their features
@@ -154,6 +160,8 @@ class CudaDevice:
             _Table(MIN_NUMBERS) for _ in range(NUM_TABLES)
         ]  # pinning memory later would stop kernels
         self._opened: dict[bytes, _Opened] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="slabs")
+        self._calls: deque[Future[None]] = deque()
         self._compile()
 
     def __repr__(self) -> str:
@@ -161,6 +169,8 @@ class CudaDevice:
 
     def allocate(self, size: int) -> int:
         """As `Device.allocate`."""
+        while self._calls:
+            self._calls.popleft().result()  # the memory of an earlier slab may be needed
         with torch.cuda.device(self._device):
             address = self._runtime.malloc(size)
             try:
@@ -177,10 +187,8 @@ class CudaDevice:
             return self._runtime.export(address)
 
     def free(self, address: int) -> None:
-        """As `Device.free`."""
-        self._finish()
-        with torch.cuda.device(self._device):
-            self._runtime.free(address)
+        """As `Device.free`. The driver waits for every kernel of the device, and the caller does not."""
+        self._later(lambda: self._runtime.free(address))
 
     def open(self, handle: bytes, size: int) -> int:
         """As `Device.open`. The driver maps the whole allocation; its size is prefill's word."""
@@ -193,15 +201,21 @@ class CudaDevice:
         known.num_opens += 1
         return known.address
 
-    def close(self, handle: bytes) -> None:
+    def close(self, handle: bytes, closed: Callable[[], None]) -> None:
         """As `Device.close`."""
         known = self._opened[handle]
         known.num_opens -= 1
-        if known.num_opens == 0:
-            del self._opened[handle]
-            self._finish()
-            with torch.cuda.device(self._device):
+        if known.num_opens:
+            return closed()
+        del self._opened[handle]
+
+        def unmap() -> None:
+            try:
                 self._runtime.close(known.address)
+            finally:
+                closed()
+
+        self._later(unmap)
 
     def move(self, runs: Sequence[Spans], pages: Iterable[int], *, is_write: bool) -> CudaMove:
         """As `Device.move`."""
@@ -231,10 +245,18 @@ class CudaDevice:
             self._tables.append(move.table)
         return digests  # type: ignore[no-any-return]
 
-    def _finish(self) -> None:
-        """Returns when all moves have ended."""
-        for stream in (self._stream, self._held_stream):
-            stream.synchronize()
+    def _later(self, call: Callable[[], None]) -> None:
+        """Calls the driver in a thread of its own, after all moves that were started."""
+        self._calls.append(self._thread.submit(self._call_after_moves, call))
+
+    def _call_after_moves(self, call: Callable[[], None]) -> None:
+        with torch.cuda.device(self._device):
+            try:
+                for stream in (self._stream, self._held_stream):
+                    stream.synchronize()
+                call()
+            except (SlabError, RuntimeError) as error:
+                logger.warning("a slab was not given back", extra=log_fields(reason=str(error)))
 
     def _take(self, num_numbers: int) -> _Table:
         for number, table in enumerate(self._tables):

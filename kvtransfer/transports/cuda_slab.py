@@ -12,6 +12,7 @@ their own process only.
 """
 
 import logging
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 DEVICE_SLAB_BYTES = 1 << 30  # limit of all device slabs of a prefill worker together
 SLOT_BYTES = 32 << 20  # largest slot: 16 pages of a model with 128 KiB per token
-DEVICE_WINDOW = 6  # slots that are filled or read at a time, so that neither end waits for the other
+DEVICE_WINDOW = 8  # slots that are filled or read at a time, so that neither end waits for the other
 FIRST_RUNS, RUNS_PER_MOVE = 2, 8  # of prefill's moves: decode reads the first runs while others are gathered
 SLOT_WAIT_S = 0.25  # a run waits for a free slot; then its blocks go as messages
 NEWS_S = 2e-5  # between two looks for messages while a move is under way
@@ -80,6 +81,7 @@ class DeviceLane:
     request: SlabRequest
     slab: DeviceSlab
     slots: SlotTable
+    is_heard: bool = False  # decode has sent a frame over the slab's connection
     full_since: float | None = None  # monotonic time of the first run that found no free slot
 
     @property
@@ -119,6 +121,21 @@ class DeviceLanes(SlabLanes[DeviceLane]):
     def has(self, peer: Peer) -> bool:
         """Whether the pair has a slab."""
         return peer in self._lanes
+
+    def connections(self) -> list[tuple[Peer, socket.socket]]:
+        """The connections of all slabs from which frames are read."""
+        return [(peer, lane.slab.connection) for peer, lane in self._lanes.items() if lane.request.has_wire]
+
+    def heard(self, peer: Peer) -> None:
+        """Records a frame over the slab's connection: decode has mapped the slab, and reads frames too."""
+        lane = self._lanes.get(peer)
+        if lane is not None:
+            lane.is_heard = True
+
+    def wire(self, peer: Peer) -> socket.socket | None:
+        """The connection over which frames reach decode; None if there is none."""
+        lane = self._lanes.get(peer)
+        return lane.slab.connection if lane is not None and lane.is_heard else None
 
     def begin(self, items: Sequence[SendBlock], now: float) -> tuple[int, list[SlabBlock]]:
         """Starts to fill slots with the first runs of `items`, all for one peer.

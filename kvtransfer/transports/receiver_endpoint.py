@@ -300,21 +300,23 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
 
     def _settle_landings(self) -> None:
         """Handles the runs that are in their pages by now, and waits for those that are not held."""
+        effects: list[Effect] = []
         for landing in list(self._landings):
             totals = landing.move.poll()
             if totals is None and not landing.move.is_held:
+                self._perform(effects)  # prefill fills the slots meanwhile
+                effects = []
                 totals = self._end_of(landing)
             if totals is None:
                 continue
             self._landings.remove(landing)
-            effects: list[Effect] = []
             for block, total in zip(landing.blocks, totals, strict=True):
                 found = device_digest(block.room, block.epoch, block.block, block.size, total)
                 effects += [
                     SendMessage(landing.peer, self._slabs.freed(block)),
                     *self._settle_run(landing, block, found == block.digest),
                 ]
-            self._perform(effects)
+        self._perform(effects)
 
     def _end_of(self, landing: Landing) -> list[int] | None:
         """The digests of a move that ends soon; None if a message came before.

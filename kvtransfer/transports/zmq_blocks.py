@@ -13,6 +13,7 @@ prefill worker, and prefill accepts only keys of decode workers.
 """
 
 import logging
+import socket
 import time
 from collections.abc import Sequence
 
@@ -55,6 +56,7 @@ from .polling import Polling, a_few
 from .receiver_endpoint import ReceiverEndpoint
 from .sender_endpoint import SenderEndpoint
 from .shm import SLAB_BYTES
+from .wire import has_frame, sent
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +189,20 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
             # would cost a sleep per window.
             self._heard(peer)
             self._receive_frames(peer, [part.buffer for part in parts[1:]])
+        self._read_wires()
         self._work()
+
+    def _wires(self) -> list[tuple[Peer, socket.socket]]:
+        return [] if self._device_slabs is None else self._device_slabs.connections()
+
+    def _take_frame(self, peer: Peer, frame: memoryview) -> None:
+        assert self._device_slabs is not None, "there is a slab"
+        if not frame:
+            self._device_slabs.sweep_soon()
+            return
+        self._device_slabs.heard(peer)
+        self._heard(peer)
+        self._receive_frames(peer, [frame])
 
     def _admit(self, peer: Peer, welcome: KVWelcome) -> KVWelcome:
         if self._bulk is None or welcome.cipher == CURVE:
@@ -215,6 +230,9 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
             self._bulk.forget(peer)
 
     def _transmit(self, peer: Peer, header: bytes, payload: Payload | None) -> Delivery | None:
+        wire = None if payload or self._device_slabs is None else self._device_slabs.wire(peer)
+        if wire is not None and sent(wire, header):
+            return Delivered()
         routing_id = bytes.fromhex(peer)
         if payload is None:
             return Delivered() if try_send(self._socket, [routing_id, header]) else None
@@ -301,7 +319,17 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
         return min((at for at in times if at is not None), default=None)
 
     def _has_news(self) -> bool:
-        return self.has_unread()
+        return any(has_frame(wire) for _, wire in self._wires()) or self.has_unread()
+
+    def _wires(self) -> list[tuple[Peer, socket.socket]]:
+        return self._slabs.connections()
+
+    def _take_frame(self, peer: Peer, frame: memoryview) -> None:
+        if not frame:
+            self._slabs.sweep_soon()
+            return
+        self._receive_frames(peer, [frame])
+        self._flush(self._clock())
 
     def close(self) -> None:
         """As `KVTransport.close`."""
@@ -316,6 +344,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
         self._is_gathering = True
         for peer, link in list(self._links.items()):
             self._turn_link(peer, link)
+        self._read_wires()
         self._is_gathering = False
         for peer, watch in list(self._watches.items()):
             self._take_in(peer, watch.read())
@@ -398,6 +427,9 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
 
     def _transmit(self, peer: Peer, header: bytes, payload: Payload | None) -> Delivery | None:
         assert payload is None, "decode sends no payloads"
+        wire = self._slabs.wire(peer)
+        if wire is not None and sent(wire, header):
+            return Delivered()
         try:
             link = self._link(peer)
         except (

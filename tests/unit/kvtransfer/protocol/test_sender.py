@@ -117,7 +117,13 @@ def test_a_block_that_is_not_ready_is_not_sent(session: SenderSession) -> None:
 
 def test_a_room_keeps_a_bounded_number_of_early_pulls(session: SenderSession) -> None:
     layout = m.Layout(
-        fingerprint="f", dtype="float32", page_size=4, num_layers=1, num_kv_heads=1, head_dim=2, block_bytes=4096
+        fingerprint="f",
+        dtype="float32",
+        page_size=4,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=2,
+        block_bytes=4096,
     )
     session = SenderSession(P, layout)
     greet(session, layout=layout)
