@@ -122,6 +122,12 @@ class KVTransport(Protocol):
     def offer(self, offer: Offer) -> None:
         """Prefill: open a room without ready tokens. The pages stay pinned until Released or Dropped."""
 
+    def launched(self, room: str, epoch: int, tokens: int) -> None:
+        """Prefill: a forward that writes tokens [0, tokens) was launched, and their pages are stamped.
+
+        Early pulls may then be answered as soon as the forward ends, before `advance`. Optional.
+        """
+
     def advance(self, room: str, epoch: int, tokens_ready: int, first_token: int | None = None) -> None:
         """Prefill: tokens [0, tokens_ready) are final in their pages. `first_token` closes the offer."""
 

@@ -32,7 +32,7 @@ from ..engine.loader import Engine
 from ..engine.sampling.params import SamplingParams
 from ..engine.sampling.sampler import LaunchedSample, SampleOutput
 from ..kvtransfer.transport import Dropped, Offer, Released
-from ..worker.commands import Advance, DropDone, LinkEvent
+from ..worker.commands import Advance, DropDone, LinkEvent, Underway
 from ..worker.link import WorkerLink
 from ..worker.prompt_chunks import Chunk, batch_of, launch_first_tokens, score_prompts
 from ..worker.refusal import Refusal, refuse_for_now, refuse_forever
@@ -220,7 +220,10 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         output = self._forward(chunks)
         firsts = launch_first_tokens(self.engine, chunks, output)
         for chunk in chunks:
-            chunk.room.request.num_computed = chunk.end
+            request = chunk.room.request
+            request.num_computed = chunk.end
+            if self.engine.launches_ahead:
+                self._send(Underway(room=request.room, epoch=request.epoch, tokens=chunk.end))
         scores = list(score_prompts(chunks, output.logits, self.instance))
         return Launched(chunks=chunks, firsts=firsts, scores=scores)
 
@@ -286,7 +289,6 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         request, now = room.request, self._clock()
         room.finished = now
         request.append([token], self.engine.model_config.eos_token_ids)
-        self.engine.cache.insert(request.prompt_ids, request.pages, request.salt)
         self._send(
             FirstToken(
                 room=request.room,
@@ -304,16 +306,17 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 ),
             )
         )
-        logger.info(
-            "prefill completed",
-            extra=fields(
-                room=request.room, tokens=request.num_prompt, cached=room.cached_tokens, chunks=room.chunks
-            ),
-        )
         self.reach("prefill:first")
         room.state = PrefillState.HANDED
         self._send(
             Advance(
                 room=request.room, epoch=request.epoch, tokens_ready=request.num_prompt, first_token=token
             )
+        )
+        self.engine.cache.insert(request.prompt_ids, request.pages, request.salt)
+        logger.info(
+            "prefill completed",
+            extra=fields(
+                room=request.room, tokens=request.num_prompt, cached=room.cached_tokens, chunks=room.chunks
+            ),
         )

@@ -24,7 +24,7 @@ from ..protocol.receiver import ReceiverSession
 from ..protocol.seal import TAG_BYTES, BlockName
 from ..protocol.session import LEASE_S, WINDOW, CloseLink, Effect, Notify, Peer, ReceiverRoom, SendMessage
 from ..transport import Complete, Lost, Offer, Planes, PullRequest
-from .cuda_slab import SLOT_BYTES, device_of, host_id, next_poll
+from .cuda_slab import NEWS_S, SLOT_BYTES, SPIN_S, device_of, host_id, next_poll
 from .endpoint import Clock, Endpoint
 from .path_rates import PathRates
 from .shm import ReceiverSlabs
@@ -77,7 +77,6 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             lease_s=lease_s,
             transports=self._transports,
             host=host_id(),
-            gpu="" if device is None else device.name,
         )
         self._writer = BlockWriter(KVLayout(layout), planes)
         self._decoder = kv_down_frames()
@@ -98,6 +97,10 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
     def offer(self, offer: Offer) -> None:
         """Raises LocalProtocolError: decode does not offer."""
         raise LocalProtocolError(f"decode does not offer (room {offer.room})")
+
+    def launched(self, room: str, epoch: int, tokens: int) -> None:
+        """Raises LocalProtocolError: decode launches no forward for an offer."""
+        raise LocalProtocolError(f"decode does not offer (room {room})")
 
     def advance(self, room: str, epoch: int, tokens_ready: int, first_token: int | None = None) -> None:
         """Raises LocalProtocolError: decode does not advance."""
@@ -129,7 +132,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             self.session.next_deadline(),
             self._slabs.next_deadline(),
             self._retry_at if self._outbox else None,
-            next_poll(self._landings[0].began, now) if self._landings else None,
+            next_poll((landing.move for landing in self._landings), now),
         ]
         return min((t for t in times if t is not None), default=None)
 
@@ -296,25 +299,44 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         return self.session.expect(peer, block, size)
 
     def _settle_landings(self) -> None:
-        """Handles the runs that are in their pages by now, and waits for the first if it is not held."""
-        is_first = True
-        while self._landings:
-            landing = self._landings[0]
+        """Handles the runs that are in their pages by now, and waits for those that are not held."""
+        effects: list[Effect] = []
+        for landing in list(self._landings):
             totals = landing.move.poll()
-            if totals is None and is_first and not landing.move.is_held:
-                totals = landing.move.wait()
-            is_first = False
+            if totals is None and not landing.move.is_held:
+                self._perform(effects)  # prefill fills the slots meanwhile
+                effects = []
+                totals = self._end_of(landing)
             if totals is None:
-                return  # moves run in order
-            del self._landings[0]
-            effects: list[Effect] = []
+                continue
+            self._landings.remove(landing)
             for block, total in zip(landing.blocks, totals, strict=True):
                 found = device_digest(block.room, block.epoch, block.block, block.size, total)
                 effects += [
                     SendMessage(landing.peer, self._slabs.freed(block)),
                     *self._settle_run(landing, block, found == block.digest),
                 ]
-            self._perform(effects)
+        self._perform(effects)
+
+    def _end_of(self, landing: Landing) -> list[int] | None:
+        """The digests of a move that ends soon; None if a message came before.
+
+        The next runs must be started while this move is under way, or the device is idle between them.
+        """
+        link = self.session.link_of(landing.peer)
+        num_landing = sum(block.count for one in self._landings for block in one.blocks)
+        if link is None or link.num_in_flight <= num_landing:
+            return landing.move.wait()
+        until = time.monotonic() + SPIN_S
+        while (totals := landing.move.poll()) is None:
+            if self._has_news() or time.monotonic() >= until:
+                return None
+            time.sleep(NEWS_S)
+        return totals
+
+    def _has_news(self) -> bool:
+        """Whether a message waits to be read."""
+        return False
 
     def _settle_run(self, landing: Landing, block: SlabBlock, is_right: bool) -> list[Effect]:
         peer, now = landing.peer, self._clock()
