@@ -26,7 +26,7 @@ from ..cluster.protocol.messages import (
     WorkerStats,
 )
 from ..cluster.telemetry.trace_context import carried_by
-from ..engine.batch.forward_batch import ForwardOutput
+from ..engine.batch.forward_batch import ForwardBatch, ForwardOutput
 from ..engine.kv.page_table import pages_for
 from ..engine.loader import Engine
 from ..engine.sampling.params import SamplingParams
@@ -217,8 +217,15 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
 
     def _launch(self, chunks: Chunks) -> Launched:
         """Run the chunks and sample. Their tokens count as computed: whatever reads their KV runs later."""
-        output = self._forward(chunks)
-        firsts = launch_first_tokens(self.engine, chunks, output)
+        batch = batch_of(self.engine, chunks, has_features=self.engine.features is not None)
+        for _ in chunks:
+            self.reach("prefill:chunk")
+        output = self.engine.runner.forward(batch)
+        firsts = launch_first_tokens(self.engine, chunks, output)  # before the features: clients wait for it
+        self._keep_features(batch, output)
+        self.engine.pool.order.stamp(self._written(chunks))
+        self._counters["steps"] += 1
+        self._counters["prompt_tokens"] += batch.num_tokens
         for chunk in chunks:
             chunk.room.request.num_computed = chunk.end
         scores = list(score_prompts(chunks, output.logits, self.instance))
@@ -233,19 +240,10 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 self._send(message)
         self._publish(launched.chunks, firsts)
 
-    def _forward(self, chunks: Chunks) -> ForwardOutput:
-        plane = self.engine.features
-        batch = batch_of(self.engine, chunks, has_features=plane is not None)
-        for _ in chunks:
-            self.reach("prefill:chunk")
-        output = self.engine.runner.forward(batch)
-        if plane is not None:
+    def _keep_features(self, batch: ForwardBatch, output: ForwardOutput) -> None:
+        if self.engine.features is not None:
             assert output.hidden is not None
-            plane.store(batch.slots, output.hidden)
-        self.engine.pool.order.stamp(self._written(chunks))
-        self._counters["steps"] += 1
-        self._counters["prompt_tokens"] += batch.num_tokens
-        return output
+            self.engine.features.store(batch.slots, output.hidden)
 
     def _written(self, chunks: Chunks) -> list[int]:
         """The pages that a forward of `chunks` writes."""
@@ -275,6 +273,10 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 logprob = TokenLogprob(logprob=scored[0].logprob, top=scored[0].top) if scored else None
                 self._finish(chunk.room, tokens[row], logprob)
             row += chunk.is_last
+        for chunk in chunks:  # behind all messages: a long prompt has many pages
+            request = chunk.room.request
+            if chunk.is_last and chunk.room.state is PrefillState.HANDED:
+                self.engine.cache.insert(request.prompt_ids, request.pages, request.salt)
 
     def _finish(self, room: PrefillRoom, token: int, logprob: TokenLogprob | None) -> None:
         """Send token 1 and hand the room over.
@@ -286,7 +288,6 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         request, now = room.request, self._clock()
         room.finished = now
         request.append([token], self.engine.model_config.eos_token_ids)
-        self.engine.cache.insert(request.prompt_ids, request.pages, request.salt)
         self._send(
             FirstToken(
                 room=request.room,
