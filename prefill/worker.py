@@ -102,8 +102,10 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         chunks, admitted = self.scheduler.next_chunks()
         due, self._launched = self._launched, None
         if chunks:
-            self._open(admitted)
+            for room in admitted:
+                room.started = self._clock()
             self._launched = self._launch(chunks)
+            self._open(admitted)  # behind the launch: the link thread would take the interpreter's lock from it
         if due is not None:
             self._land(due)
         if self._launched is not None and not self.engine.launches_ahead:
@@ -199,10 +201,8 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
 
     def _open(self, admitted: list[PrefillRoom]) -> None:
         """Offer the admitted rooms. Tokens from the prefix cache are ready at once."""
-        now = self._clock()
         for room in admitted:
             request = room.request
-            room.started = now
             self._counters["cached_tokens"] += room.cached_tokens
             self._send(
                 Offer(

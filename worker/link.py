@@ -55,6 +55,8 @@ class LinkWork:
             case PullRequest():
                 self._open(command, self.transport.pull)
             case Advance(room=room, epoch=epoch, tokens_ready=tokens_ready, first_token=first_token):
+                for control in self.controls.values():  # token 1 does not wait for the hand-off
+                    control.flush()
                 self.transport.advance(room, epoch, tokens_ready, first_token)
             case Drop(room=room, epoch=epoch, reason=reason):
                 self.transport.release(room, epoch, reason)
