@@ -57,6 +57,8 @@ class LinkWork:
             case Underway(room=room, epoch=epoch, tokens=tokens):
                 self.transport.launched(room, epoch, tokens)
             case Advance(room=room, epoch=epoch, tokens_ready=tokens_ready, first_token=first_token):
+                for control in self.controls.values():  # token 1 does not wait for the hand-off
+                    control.flush()
                 self.transport.advance(room, epoch, tokens_ready, first_token)
             case Drop(room=room, epoch=epoch, reason=reason):
                 self.transport.release(room, epoch, reason)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..host_copy import all_to_device
+from ..host_copy import all_to_device, int64_tensor
 from ..kv.page_table import build_page_table, pages_for, slots_for
 from ..prompt_logprobs import num_scored
 from ..request import Request
@@ -30,7 +30,7 @@ def extend_batch(
     final = [i for i, (request, _, end) in enumerate(ranges) if end == request.num_prompt]
     ids = [token for request, start, end in ranges for token in request.prompt_ids[start:end]]
     host = (
-        torch.tensor(ids, dtype=torch.int64),
+        int64_tensor(ids),
         torch.cat([torch.arange(start, end) for _, start, end in ranges]),
         torch.cat([slots_for(r.pages, start, end, page_size) for r, start, end in ranges]),
         build_page_table([r.pages[: pages_for(end, page_size)] for r, _, end in ranges]),

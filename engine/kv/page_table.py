@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from ..host_copy import to_device
+from ..host_copy import int64_tensor, to_device
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
@@ -23,7 +24,7 @@ def slots_for(pages: Sequence[int], start: int, end: int, page_size: int) -> tor
         return torch.tensor([pages[t // page_size] * page_size + t % page_size for t in range(start, end)])
     first = start // page_size
     last = (end - 1) // page_size + 1
-    bases = torch.tensor(pages[first:last], dtype=torch.int64) * page_size
+    bases = int64_tensor(pages[first:last]) * page_size
     slots = (bases[:, None] + torch.arange(page_size)).flatten()
     return slots[start - first * page_size : end - first * page_size]
 
@@ -32,4 +33,5 @@ def build_page_table(pages: Sequence[Sequence[int]], device: torch.device | str 
     """The page table int64 `[B, P]`; P is the longest list, at least 1. Rows are padded with page 0."""
     width = max((len(row) for row in pages), default=0) or 1
     rows = [[*row, *([0] * (width - len(row)))] for row in pages]
-    return to_device(torch.tensor(rows, dtype=torch.int64).reshape(len(pages), width), torch.device(device))
+    table = np.array(rows, dtype=np.int64).reshape(len(pages), width)
+    return to_device(torch.from_numpy(table), torch.device(device))
