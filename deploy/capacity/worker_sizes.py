@@ -97,6 +97,21 @@ def need_of(model: Path, draft: Path | None = None, dtype: str = GPU_DTYPE) -> M
     )
 
 
+def need_of_roles(prefill: PrefillConfig, decode: DecodeConfig) -> ModelNeed:
+    """The needs of workers with these settings on a GPU, whose models and heads are directories.
+
+    Raises ConfigError for an unusable config.
+    """
+
+    def need(config: PrefillConfig | DecodeConfig) -> tuple[KVShape, WorkerNeed]:
+        model, head = Path(config.model), "" if config.no_draft else config.draft
+        draft, dtype = Path(head) if head else None, GPU_DTYPE if config.dtype == "auto" else config.dtype
+        return shape_of(model, draft, dtype), worker_need(model, draft, config, dtype)
+
+    (_, of_prefill), (shape, of_decode) = need(prefill), need(decode)
+    return ModelNeed(shape=shape, prefill=of_prefill, decode=of_decode)
+
+
 def worker_need(
     model: Path, draft: Path | None, config: PrefillConfig | DecodeConfig, dtype: str
 ) -> WorkerNeed:

@@ -170,6 +170,21 @@ def test_a_restarted_worker_keeps_its_gpu(launch, toy_checkpoint):
     assert lines == ["decode-0  | GPU 5", "decode-0  | GPU 5", "prefill-0 | GPU 2"]
 
 
+def test_dealing_sees_the_model_and_the_device_of_a_roles_own_table(toy_checkpoint, tmp_path, runtime):
+    gpus = [Gpu(index=index, name="NVIDIA H200", memory=140 << 30) for index in ("2", "5")]
+    path, toy = tmp_path / "c.toml", toy_checkpoint("llama")
+    path.write_text(f'[decode]\nmodel = "{toy}"\n[prefill]\nmodel = "{toy}"\ndevice = "cpu"\n')
+    config = load_config(UpConfig, [f"--config={path}"], {"BATON_UP_MODEL": str(tmp_path / "none")})
+    cluster = Cluster(config, env={"XDG_RUNTIME_DIR": str(runtime)}, gpus_of=lambda env: tuple(gpus))
+    cluster.prepare()
+    assert [(place.worker, place.gpu.index) for place in cluster.settled.places] == [
+        ("decode-0", "2"),
+        ("decode-1", "5"),
+    ]
+    assert cluster.config.prefill == 1
+    cluster.stop()
+
+
 def test_a_model_without_a_readable_config_is_refused_before_dealing(launch, runtime, tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
         launch(gpus=[Gpu(index="0", name="NVIDIA H200", memory=140 << 30)], model=tmp_path)
