@@ -40,7 +40,7 @@ from ...cluster.process.process import (
     report_cannot_start,
     run_role,
 )
-from ...cluster.process.sd_notify import Notifier, notifier_of
+from ...cluster.process.sd_notify import Notifier, notifier_of, waiting
 from ...cluster.security.ciphers import ciphers_of
 from ..capacity.worker_sizes import need_of_roles
 from .children import PROG, ROUTER, Command, child_configs, child_specs, role_command, role_configs, wish_of
@@ -345,7 +345,9 @@ def _prepare(prog: str, argv: Sequence[str], adjust: Callable[[UpConfig], UpConf
     shutdown = Shutdown()
     notifier = notifier_of(os.environ)
     cluster = Cluster(config)
-    cluster.prepare()  # before the handlers of signals, so that a signal ends a download at once
+    # before the handlers of signals, so that a signal ends a download at once
+    with waiting(notifier, "fetching checkpoints"):
+        cluster.prepare()
     shutdown.install()
     if cluster.settled is not None and cluster.settled.places:
         sys.stdout.write("\n".join(table_of(cluster.settled)) + "\n")
@@ -358,7 +360,9 @@ def _serve(prog: str, cluster: Cluster, shutdown: Shutdown, notifier: Notifier) 
     """Runs the cluster until a signal or a failure. All children have ended when it returns."""
     began = time.monotonic()
     try:
-        if cluster.wait_ready(float("inf"), all_workers=False, give_up=shutdown.drain):
+        with waiting(notifier, "waiting for workers"):
+            is_ready = cluster.wait_ready(float("inf"), all_workers=False, give_up=shutdown.drain)
+        if is_ready:
             sys.stdout.write(f"ready  {cluster.url}  ({time.monotonic() - began:.1f} s)\n")
             if cluster.own_urls:
                 sys.stdout.write(f"watch  baton top --url {','.join(cluster.own_urls)}\n")

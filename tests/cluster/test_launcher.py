@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -208,11 +209,16 @@ def test_serve_starts_no_prefill_worker_and_refuses_to():
 
 def test_a_hub_that_cannot_be_reached_is_one_line_and_exit_code_1(tmp_path, runtime):
     env = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "baton", "up", "--model=org/name", "--device=cpu", "--log-level=error"],
-        cwd="/", capture_output=True, text=True, check=False, timeout=120,
-        env=env | {"XDG_RUNTIME_DIR": str(runtime)},
-    )  # fmt: skip
+    env |= {"XDG_RUNTIME_DIR": str(runtime), "NOTIFY_SOCKET": str(tmp_path / "notify")}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(env["NOTIFY_SOCKET"])
+        done = subprocess.run(
+            [sys.executable, "-m", "baton", "up", "--model=org/name", "--device=cpu", "--log-level=error"],
+            cwd="/", capture_output=True, text=True, check=False, timeout=120, env=env,
+        )  # fmt: skip
+        manager.settimeout(1)
+        told = manager.recv(4096)
+    assert told == b"EXTEND_TIMEOUT_USEC=30000000\nSTATUS=fetching checkpoints"
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("baton up: model 'org/name' could not be fetched from")
     assert list(runtime.iterdir()) == []
