@@ -491,16 +491,24 @@ class EngineLoader:
 
     def _role(self) -> EngineRole:
         if not self.has_drafter:
-            return EngineRole(is_decode=False, num_features=len(self._feature_ids))
+            return EngineRole(
+                is_decode=False,
+                is_deterministic=self.config.deterministic,
+                num_features=len(self._feature_ids),
+            )
         if self._draft is None:
             return EngineRole(
-                is_decode=True, is_aggregated=self.config.aggregated, spare_slots=PLAIN.spare_slots
+                is_decode=True,
+                is_aggregated=self.config.aggregated,
+                is_deterministic=self.config.deterministic,
+                spare_slots=PLAIN.spare_slots,
             )
         policy = self._step_policy(self._draft)
         shapes = {PLAIN, self._shape, *(() if policy is None else policy.shapes)}
         return EngineRole(
             is_decode=True,
             is_aggregated=self.config.aggregated,
+            is_deterministic=self.config.deterministic,
             num_features=len(self._feature_ids),
             num_nodes=self._shape.num_nodes,
             num_shapes=len(shapes),

@@ -120,13 +120,19 @@ def worker_need(
     if isinstance(config, PrefillConfig):
         return WorkerNeed(
             model=_model_sizes(model, None, dtype),
-            role=EngineRole(is_decode=False, num_features=shape.num_features),
+            role=EngineRole(
+                is_decode=False, is_deterministic=config.deterministic, num_features=shape.num_features
+            ),
             per_token=PageBudget(kv_bytes=shape.kv_bytes, feature_bytes=shape.feature_bytes),
         )
     if draft is None or config.no_draft:
         return WorkerNeed(
             model=_model_sizes(model, None, dtype),
-            role=EngineRole(is_decode=True, is_aggregated=config.aggregated),
+            role=EngineRole(
+                is_decode=True,
+                is_aggregated=config.aggregated,
+                is_deterministic=config.deterministic,
+            ),
             per_token=PageBudget(kv_bytes=shape.kv_bytes),
         )
     nodes = config.spec_tokens or 1 + config.spec_steps * config.spec_topk
@@ -135,6 +141,7 @@ def worker_need(
         role=EngineRole(
             is_decode=True,
             is_aggregated=config.aggregated,
+            is_deterministic=config.deterministic,
             num_features=shape.num_features,
             num_nodes=nodes,
             num_shapes=1 + config.spec_steps,

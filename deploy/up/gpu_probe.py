@@ -74,7 +74,7 @@ def free_bytes(nvml: ctypes.CDLL, bus_id: bytes, memory: int) -> int:
         return memory
     if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(told)) or memory < PART_OF_GPU * told.total:
         return memory
-    return min(memory, told.free)
+    return min(memory, int(told.free))
 
 
 def _library(name: str) -> ctypes.CDLL | None:
