@@ -13,7 +13,7 @@ from baton.engine.kv.page_table import pages_for
 from baton.engine.kv.pool import KVPool
 from baton.engine.request import Request
 from baton.engine.runner.model_runner import ModelRunner
-from baton.engine.sampling.params import SamplingParams
+from baton.tests.gpu.bf16_answers import GREEDY, MAX_TOKENS, NEW_TOKENS, PLAIN_WAY, answers_of
 from baton.tests.parity.answer_engine import CHAIN, PAGE_SIZE, TREE, Answer, AnswerEngine, Models, Way
 from baton.tests.parity.forward_bugs import FORWARD_BUGS
 from baton.tests.parity.near_ties import Audit
@@ -23,10 +23,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-MAX_PROMPT, NEW_TOKENS = 200, 128
-MAX_TOKENS = MAX_PROMPT + NEW_TOKENS
-GREEDY = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
-PLAIN_WAY = Way(batch=32, chunk=512, has_graphs=True)
 EAGER, BREAKABLE, FULL = set[str](), {"target_prefill", "edited_step"}, {"whole_prefill", "decode_step"}
 WAYS = [
     (PLAIN_WAY, FULL),
@@ -39,20 +35,9 @@ WAYS = [
 ]
 
 
-def answers_of(
-    models: Models,
-    way: Way,
-    prompts: list[list[int]],
-    texts: list[Answer] | None = None,
-    params: SamplingParams = GREEDY,
-) -> list[Answer]:
-    engine = AnswerEngine(models, way, is_invariant=False, max_tokens=MAX_TOKENS)
-    return engine.answer(prompts, params, [answer.tokens for answer in texts or ()])
-
-
 @pytest.fixture(scope="module")
 def plain(models: Models, prompts: list[list[int]]) -> list[Answer]:
-    return answers_of(models, PLAIN_WAY, prompts)
+    return answers_of(models, PLAIN_WAY, prompts, is_invariant=False)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +79,7 @@ def test_the_audit_finds_planted_bugs(
     bug: Callable[[object], AbstractContextManager[None]],
 ) -> None:
     with bug(models.fastest):
-        found = answers_of(models, Way(shape=CHAIN, batch=32), prompts[:32], plain)
+        found = answers_of(models, Way(shape=CHAIN, batch=32), prompts[:32], plain, is_invariant=False)
     with pytest.raises(AssertionError, match="no near-ties"):
         Audit(models.fastest).check(prompts[:32], [answer.tokens for answer in found])
 
