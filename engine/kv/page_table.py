@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from ..host_copy import to_device
@@ -31,5 +32,7 @@ def slots_for(pages: Sequence[int], start: int, end: int, page_size: int) -> tor
 def build_page_table(pages: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> torch.Tensor:
     """The page table int64 `[B, P]`; P is the longest list, at least 1. Rows are padded with page 0."""
     width = max((len(row) for row in pages), default=0) or 1
-    rows = [[*row, *([0] * (width - len(row)))] for row in pages]
-    return to_device(torch.tensor(rows, dtype=torch.int64).reshape(len(pages), width), torch.device(device))
+    table = np.zeros((len(pages), width), dtype=np.int64)
+    for row, listed in zip(table, pages, strict=True):
+        row[: len(listed)] = listed
+    return to_device(torch.tensor(table), torch.device(device))
