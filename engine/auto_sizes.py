@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import TypeVar
 
+from ..kernels.invariant_splits import MAX_PARTIAL_BYTES, num_splits, partial_bytes
 from .errors import CheckpointError
 from .graphs.buckets import batch_buckets, sparse
 from .kv.budget import PageBudget
@@ -51,6 +52,7 @@ UNREAD_PARTS = 2  # forwards over prompts on decode whose features are kept unti
 BUFFER_ALIGNMENT = 128  # at least that of the rows of context buffers
 GRAPH_BYTES = 1 * MIB  # of one captured step in the driver
 LOGIT_COPIES = 7  # of a step's logits at once, in float32: those of graphs and those of an eager step
+PART_COPIES = 2  # of the parts of a step's invariant attention: those of graphs and those of an eager step
 GIVEN, CPU = "given", "on CPU"
 
 # Dense bfloat16 products by compute capability, FLOP/s as measured, not as advertised.
@@ -118,11 +120,12 @@ class EngineRole:
     `num_nodes`: verified tokens per request and step. `num_shapes`: draft shapes that a step may have.
     `spare_slots`: slots behind a request's tokens. `num_features`: target layers whose outputs are kept per
     token (prefill) or read by the head (decode). `is_aggregated`: a decode engine that computes all its
-    prompts, with graphs.
+    prompts, with graphs. `is_deterministic`: its attention is batch-invariant.
     """
 
     is_decode: bool
     is_aggregated: bool = False
+    is_deterministic: bool = False
     num_features: int = 0
     num_nodes: int = 1
     num_shapes: int = 1
@@ -234,7 +237,8 @@ def workspace_of(
     bridge = 2 * model.num_heads * model.head_dim
     graph_row = row + model.dtype_bytes * (outputs + bridge)
     if not role.is_decode:
-        return (chunk or WHOLE_PROMPT_ROWS) * (row + graph_row) + LOGIT_COPIES * max_batch * logits
+        rows = chunk or WHOLE_PROMPT_ROWS
+        return rows * (row + graph_row) + LOGIT_COPIES * max_batch * logits + parts_of(model, role, rows)
     rows = max_running * role.num_nodes
     steps = rows * (row + LOGIT_COPIES * logits)
     edits = (max_running + 1) * logits  # token counts for penalties
@@ -244,7 +248,18 @@ def workspace_of(
     feature_row = role.num_features * model.hidden_size * model.dtype_bytes
     late = 2 * (max_running + 1) * LATE_ROWS * feature_row  # kept, and gathered for the drafter
     prompts = alone_tokens(local) * (row + UNREAD_PARTS * feature_row)
-    return steps + edits + graphs + prompt_graphs + late + prompts
+    parts = PART_COPIES * parts_of(model, role, max(rows, alone_tokens(local)))
+    return steps + edits + graphs + prompt_graphs + late + prompts + parts
+
+
+def parts_of(model: ModelSizes, role: EngineRole, rows: int) -> int:
+    """The most bytes of the parts of invariant attention in a forward of `rows` rows; 0 in the default
+    mode.
+    """
+    if not role.is_deterministic:
+        return 0
+    splits = num_splits(model.max_context)
+    return min(MAX_PARTIAL_BYTES, partial_bytes(splits, rows * model.num_heads, model.head_dim))
 
 
 @dataclass(frozen=True, kw_only=True)

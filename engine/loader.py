@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from ..kernels.row_ops import INVARIANT
+from ..kernels.triton_jit import triton_version
 from .auto_sizes import (
     PAGE_SIZE,
     Card,
@@ -51,6 +52,7 @@ from .speculative.step.step_graphs import StepGraphs, step_graphs
 from .warmup.compiler import compile_launches
 from .warmup.kernel_cache import use_kernel_cache
 from .warmup.memory import reserve_memory
+from .warmup.plan_file import kept_launches, plan_key
 from .warmup.rehearsal import Rehearsal, RehearsalSizes
 from .warmup.variants import Reach, VariantPlanner
 from .warmup.watch import ReadyWatch
@@ -360,14 +362,29 @@ class EngineLoader:
         assert engine is not None
         if self._device.type != "cuda":
             return
-        use_kernel_cache()
         planner = VariantPlanner(engine.runner, engine.drafter, engine.steps, self.reach())
         try:
-            launches = planner.launches()
+            launches = kept_launches(use_kernel_cache(), self._plan_key(engine), planner.launches)
         except Exception as error:  # of an operation that has no form for fake tensors
             logger.warning("kernels are compiled one by one at their first use: %s", error, exc_info=error)
         else:
             compile_launches(launches, self._device)
+
+    def _plan_key(self, engine: Engine) -> str:
+        """The name of the plan of kernel variants: all that decides which kernels an engine launches."""
+        draft, card = Path(self.config.draft).expanduser(), torch.cuda.get_device_properties(self._device)
+        configs = (engine.path / "config.json", draft / "config.json")
+        return plan_key(
+            [
+                replace(self.config, model="", kv_memory_mb=0, pages=0, gpu_memory_share=0.0),
+                self.has_drafter,
+                self.reach(),
+                engine.pool.num_pages.bit_length(),  # wider numbers of rows have variants of their own
+                *(path.read_text() for path in configs if path.is_file()),
+                (card.name, card.major, card.minor, card.multi_processor_count),
+                (torch.__version__, triton_version()),
+            ]
+        )
 
     def _rehearse(self) -> None:
         """Runs every kind of forward once on a GPU, and takes the memory of later ones from the driver."""
@@ -491,16 +508,24 @@ class EngineLoader:
 
     def _role(self) -> EngineRole:
         if not self.has_drafter:
-            return EngineRole(is_decode=False, num_features=len(self._feature_ids))
+            return EngineRole(
+                is_decode=False,
+                is_deterministic=self.config.deterministic,
+                num_features=len(self._feature_ids),
+            )
         if self._draft is None:
             return EngineRole(
-                is_decode=True, is_aggregated=self.config.aggregated, spare_slots=PLAIN.spare_slots
+                is_decode=True,
+                is_aggregated=self.config.aggregated,
+                is_deterministic=self.config.deterministic,
+                spare_slots=PLAIN.spare_slots,
             )
         policy = self._step_policy(self._draft)
         shapes = {PLAIN, self._shape, *(() if policy is None else policy.shapes)}
         return EngineRole(
             is_decode=True,
             is_aggregated=self.config.aggregated,
+            is_deterministic=self.config.deterministic,
             num_features=len(self._feature_ids),
             num_nodes=self._shape.num_nodes,
             num_shapes=len(shapes),
