@@ -114,7 +114,7 @@ class DflashDrafter:
             torch.cat([item.features.to(self.device) for item in items]),
             to_device(positions, self.device),
             to_device(slots, self.device),
-            None,
+            self._decide(positions.shape[0]),
         )
 
     @torch.no_grad()
@@ -129,6 +129,8 @@ class DflashDrafter:
             )
         assert batch.features is not None
         self._check_features(batch.features, batch.num_tokens)
+        if batch.decision is None:
+            batch.decision = self._decide(batch.num_tokens)
         return self._write(batch.features, batch.positions, batch.slots, batch.decision)
 
     def propose(self, view: DraftView, shape: DraftShape) -> Proposal:
@@ -163,15 +165,12 @@ class DflashDrafter:
         positions, rows = (x[:, :count].reshape(-1) for x in (view.positions, view.kv_rows))
         store_context(self.head, self.pool, features, positions, rows)
 
+    def _decide(self, num_rows: int) -> PathDecision:
+        return EAGER if self.graphs is None else self.graphs.decide(num_rows)
+
     def _write(
-        self,
-        features: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        decision: PathDecision | None,
+        self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, decision: PathDecision
     ) -> torch.Tensor:
-        if decision is None:
-            decision = EAGER if self.graphs is None else self.graphs.decide(features.shape[0])
         if self.graphs is not None and decision.is_graph:
             return self.graphs.run((features, positions, slots), decision)
         return store_context(self.head, self.pool, features, positions, kv_rows(slots, self.pool.kv))
