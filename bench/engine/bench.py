@@ -2,9 +2,10 @@
 them with the device's limits.
 
 Weights are random and made on the device from a config. Acceptance is simulated: a target accepts
-`--accept-length` tokens of each chain of drafts. A step's work does not depend on it. "floor" is a lower bound: the time to read the bytes of a step (weights of each pass,
-KV of the batch), or the time of its matrix products, whichever is longer. The rates are those of a copy and
-of a matrix product, measured in the same run.
+`--accept-length` tokens of each chain of drafts. A step's work does not depend on it. "floor" is a lower
+bound: the time to read the bytes of a step (weights of each pass, KV of the batch), or the time of its matrix
+products, whichever is longer. The rates are those of a copy and of a matrix product, measured in the same
+run.
 """
 
 import argparse

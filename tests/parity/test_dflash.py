@@ -9,6 +9,7 @@ import torch
 from baton.engine.errors import CheckpointError, LifecycleError
 from baton.engine.graphs.graph_pool import GraphKind
 from baton.engine.request import Request
+from baton.engine.row_attention import RowPlan
 from baton.engine.sampling.params import SamplingParams
 from baton.engine.speculative.drafters.dflash import DflashDrafter
 from baton.engine.speculative.drafters.dflash_head import DflashHead
@@ -177,6 +178,38 @@ def test_m3_4_no_rows_pass_through_every_forward(deep_target: Path, head: Path) 
         engine.decoder.draft_prefill_batch([])
         assert engine.decoder.step([]).tokens == []
         assert engine.drafter.prefill_rows(batch_of(engine, 0)).shape == (0, 64)
+
+
+@pytest.mark.parametrize("layout", ["full", "sliding"])
+def test_m5_5_steps_padded_to_a_multiple_equal_unpadded_ones(
+    deep_target: Path, tmp_path: Path, layout: str
+) -> None:
+    """Idle requests of the padding have blocks, too: in the sink, seen by nobody."""
+    head = write_dflash(tmp_path, dflash_config(**LAYOUTS[layout][0]), dflash_tensors(seed=4))
+    plain, padded = DflashEngine(deep_target, head, steps=STEPS), DflashEngine(deep_target, head, steps=STEPS)
+    padded.runner.row_multiple = 4
+    expected = plain.generate(PROMPTS[:3], greedy())
+    assert padded.generate(PROMPTS[:3], greedy()) == expected
+    assert [r.accept_lens for r in padded.results] == [r.accept_lens for r in plain.results]
+    assert not bool(padded.drafter.pool.kv[0, :, :, 0].any()), "the sink stays zero"
+
+
+def test_m5_2_a_block_changed_after_its_plan_is_refused(deep_target: Path, head: Path) -> None:
+    engine = DflashEngine(deep_target, head, steps=STEPS)
+    attend, seen = RowPlan.attend, []
+
+    def late(plan: RowPlan, layer: int, *qkv: torch.Tensor) -> torch.Tensor:
+        if plan.pool is engine.drafter.pool:
+            seen.append(plan)
+            plan.kv_lens += 1
+        return attend(plan, layer, *qkv)
+
+    request = engine.prefill(PROMPTS[0], greedy())
+    with pytest.MonkeyPatch.context() as planting:
+        planting.setattr(RowPlan, "attend", late)
+        with pytest.raises(LifecycleError, match="plan after the last change"):
+            engine.decoder.step([request])
+    assert seen
 
 
 def test_m3_5_features_of_another_width_or_dtype_are_refused(deep_target: Path, head: Path) -> None:
