@@ -134,7 +134,7 @@ def test_layouts_of_attention_differ_in_their_drafts(deep_target: Path) -> None:
             assert float((one - other).abs().max()) > 0.05
 
 
-def test_a_drafter_with_the_targets_logits_proposes_what_the_target_chooses(
+def test_a_block_with_the_targets_logits_proposes_what_the_target_chooses(
     deep_target: Path, head: Path
 ) -> None:
     """At a temperature, each place of a block draws with the noise of the target at that place."""

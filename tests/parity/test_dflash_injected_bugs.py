@@ -116,7 +116,7 @@ def the_oracle_is_accepted(target: Path, path: Path) -> None:
 
 def noise_is_shared(target: Path, path: Path) -> None:
     head = write_dflash(path / "head", dflash_config(), dflash_tensors())
-    test_dflash.test_a_drafter_with_the_targets_logits_proposes_what_the_target_chooses(target, head)
+    test_dflash.test_a_block_with_the_targets_logits_proposes_what_the_target_chooses(target, head)
 
 
 PLANTS = [
