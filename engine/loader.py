@@ -309,7 +309,7 @@ class EngineLoader:
             PageAllocator(num_pages, pool.order),
             page_size,
             enabled=config.prefix_cache,
-            lookahead=CACHE_LOOKAHEAD if drafter is not None else 0,
+            lookahead=CACHE_LOOKAHEAD if drafter is not None and not self._drafts_blocks else 0,
         )
         runner = ModelRunner(
             self._model, pool, max_context=self._max_context, is_invariant=config.deterministic
@@ -342,7 +342,7 @@ class EngineLoader:
                 runner,
                 drafter,
                 shapes=_shapes_of(engine),
-                watched=None if engine.step_policy is None else engine.shape,
+                watched=engine.shape if engine.step_policy and engine.step_policy.is_watched else None,
                 max_requests=sizes.max_running,
                 max_context=sizes.max_context,
             )
@@ -471,8 +471,13 @@ class EngineLoader:
             draft=draft.num_weights / target,
             knee_rows=KNEE_ROWS[self._device.type],
             kv=self._model.kv_layout(1).page_bytes / (target * self._dtype.itemsize),
+            is_block=self._drafts_blocks,
         )
-        return StepPolicy(self._shape.candidates(), costs)
+        return StepPolicy(self._shape.candidates(), costs, is_watched=not self._drafts_blocks)
+
+    @property
+    def _drafts_blocks(self) -> bool:
+        return self._source is not None and self._source.is_dflash
 
     def _forward_weights(self) -> int:
         """The weights that every row of a forward is multiplied with: all but the embedding."""

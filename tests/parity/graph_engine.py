@@ -100,17 +100,19 @@ def families(engine: Engine) -> list[GraphFamily]:
     prefill = engine.runner.graphs
     found = [prefill.tokens.family, *engine.decoder.steps.families.values()]
     found += [] if prefill.whole is None else [prefill.whole.family]
-    return found if engine.drafter is None else [*found, engine.drafter.graphs.tokens.family]
+    return found if engine.drafter is None else [*found, engine.drafter.prefill_family]
 
 
 def statics(engine: Engine) -> Iterator[torch.Tensor]:
     """Every static input of every graph that is loaded before each replay."""
     tokens = [engine.runner.graphs.tokens]
     if engine.drafter is not None:
-        tokens.append(engine.drafter.graphs.tokens)
+        drafts = engine.drafter.graphs
+        tokens.append(getattr(drafts, "tokens", drafts))
     for graphs in tokens:
         yield from graphs.inputs.values()
-        yield from (graphs.bridge.q, graphs.bridge.out)
+        bridge = getattr(graphs, "bridge", None)
+        yield from () if bridge is None else (bridge.q, bridge.out)
     if (whole := engine.runner.graphs.whole) is not None:
         yield from (*whole.inputs.values(), whole.places.integers, whole.places.page_table)
 

@@ -23,7 +23,7 @@ def load_eagle3(
 
     Raises CheckpointError naming file, tensor and both shapes when the checkpoint does not match the config.
     """
-    _refuse_pickle(config.path)
+    refuse_pickle(config.path)
     tensors = _read(config.path)
     head = Eagle3Head(config, dtype=dtype, device=device)
     head.target_ids = _target_ids(config, tensors).to(device)
@@ -37,7 +37,8 @@ def load_eagle3(
     return head
 
 
-def _refuse_pickle(path: Path) -> None:
+def refuse_pickle(path: Path) -> None:
+    """Raises CheckpointError if the only weights in `path` are pickled."""
     pickled = sorted([*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")])
     if pickled and not any(path.glob("*.safetensors")):
         raise CheckpointError(

@@ -12,14 +12,13 @@ Ht target hidden.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ...batch.forward_batch import ForwardBatch
 from ...graphs.bucketed_graphs import GraphFamily
 from ...graphs.graph_pool import GraphPool
-from ...graphs.token_graphs import AttendContext
 from ...kv.pool import KVPool
 from ...models.layers import NamedTensors
 from ..drafting.choice import DraftSampling
@@ -54,12 +53,14 @@ class DraftPrefill:
 class DraftView:
     """The requests of one step as a drafter sees them. All tensors are int64 on the device.
 
+    `newest` `[B]` are the newest tokens, which have no KV yet; their positions are the first of `positions`.
     `positions` `[B, S]` are those behind the committed rows. `kv_rows` `[B, S]` are row numbers in the
     draft's pool; 0 is the sink. `page_table` is `[B, P]`. `lens` `[B]` counts committed rows, and
     `extend_lens` `[B]` is lens + R. `states` `[B]` are the rows from `open`, 0 for requests without drafts.
     `is_recorded`: a graph records the step.
     """
 
+    newest: torch.Tensor
     positions: torch.Tensor
     kv_rows: torch.Tensor
     page_table: torch.Tensor
@@ -104,7 +105,7 @@ class Drafter(Protocol):
         """
 
     @property
-    def prefill_family(self) -> GraphFamily[AttendContext, torch.Tensor] | None:
+    def prefill_family(self) -> GraphFamily[Any, torch.Tensor] | None:
         """The graphs of `prefill_rows`; None before `capture`."""
 
     def capture(self, graphs: GraphPool, max_tokens: int) -> None:

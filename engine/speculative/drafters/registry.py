@@ -16,7 +16,9 @@ from ...errors import CheckpointError
 from ...kv.layouts import PageLayout
 from ...models.config import ModelConfig, read_json
 from ..drafting.shape import DraftShape
+from .dflash import DflashModel
 from .dflash_config import ARCHITECTURE, DflashConfig, load_dflash_config
+from .dflash_weights import load_dflash
 from .eagle3 import Eagle3Model
 from .eagle3_weights import load_eagle3
 from .protocol import Drafter
@@ -73,7 +75,9 @@ class TargetWeights:
 
 
 class DraftSource(Protocol):
-    """A drafter's checkpoint. `is_dflash` selects the target's hook that captures the features."""
+    """A drafter's checkpoint. `is_dflash`: one forward drafts a whole block, and draft KV depends on no later
+    token.
+    """
 
     is_dflash: ClassVar[bool]
 
@@ -109,23 +113,18 @@ class Eagle3Source:
 
 @dataclass(frozen=True)
 class DflashSource:
-    """A DFLASH drafter. A prefill engine can capture features for it."""
+    """A DFLASH drafter as `DFlashDraftModel` checkpoints hold it."""
 
     config: DflashConfig
     is_dflash: ClassVar[bool] = True
 
     def check_role(self, *, has_drafter: bool) -> None:
-        if has_drafter:
-            raise self._refusal()
+        """Accepts both roles."""
 
-    def load(self, target: TargetWeights) -> DraftModel:
-        raise self._refusal()
-
-    def _refusal(self) -> CheckpointError:
-        return CheckpointError(
-            f"draft {self.config.path}: a DFLASH drafter can be prefilled for, but decode runs EAGLE3 heads "
-            "only; give it one, or none"
-        )
+    def load(self, target: TargetWeights) -> DflashModel:
+        head = load_dflash(self.config, dtype=target.dtype, device=target.device)
+        head.share(target.embed_tokens, target.lm_head, target.max_context)
+        return DflashModel(head)
 
 
 # (path, target, directory of the target for errors, dtype that the target runs in) -> the drafter
@@ -143,6 +142,7 @@ def _read_dflash(path: Path, target: ModelConfig, target_path: Path | None, dtyp
 # EAGLE3 heads are published under several architecture names, even under their target's, so EAGLE3 is the
 # default; see `config_formats`.
 READERS: Mapping[str, Reader] = MappingProxyType({ARCHITECTURE: _read_dflash})
+OTHER_BLOCK_DRAFTERS = frozenset({"DFlash2DraftModel", "DSparkDraftModel", "DominoDraftModel"})
 
 
 def read_drafter(
@@ -154,4 +154,9 @@ def read_drafter(
     """
     named = read_json(Path(path) / "config.json").get("architectures")
     first = named[0] if isinstance(named, list) and named else ""
+    if first in OTHER_BLOCK_DRAFTERS:
+        raise CheckpointError(
+            f"{Path(path) / 'config.json'}: architectures {named!r} is a block drafter with extensions that "
+            f"baton does not run; use a {ARCHITECTURE}"
+        )
     return READERS.get(str(first), _read_eagle3)(path, target, target_path, dtype)

@@ -326,7 +326,8 @@ class AsyncDecoder:
         A graph always runs all rows of its shape. An eager chain is cut to the rows that some request can
         use.
         """
-        watched = self.shape if self.policy is not None and self.drafter is not None else None
+        is_watched = self.policy is not None and self.policy.is_watched
+        watched = self.shape if is_watched and self.drafter is not None else None
         plain = replace(batch.kind, watched=watched)
         if not any(batch.warm):
             return plain

@@ -184,6 +184,7 @@ class FusedStep:
     def _view(self, rows: StepRows, places: Places, breaks: Breaks[StepContext]) -> DraftView:
         tensors = rows.tensors
         return DraftView(
+            newest=rows.newest,
             positions=places.positions,
             kv_rows=places.draft_rows,
             page_table=rows.pages,
