@@ -22,6 +22,7 @@ from ...graphs.graph_pool import GraphPool
 from ...graphs.token_graphs import AttendContext
 from ...kv.pool import KVPool
 from ...models.layers import NamedTensors
+from ...sampling.params import SamplingParams
 from ..drafting.choice import DraftSampling
 from ..drafting.shape import DraftShape
 from ..drafting.tree import DraftTree
@@ -36,6 +37,8 @@ class DraftPrefill:
 
     `next_ids[k]` is the token at start+k+1. `features` is `[len(next_ids), K*Ht]`. `is_final` means that the
     last row is the newest one and so predicts the first draft token; prefill then writes `state_row`.
+    `known_ids`: all tokens of the request so far, for drafters that look further ahead; empty: `next_ids`
+    only. `params` is for drafters that choose tokens in a prefill; None: the likeliest.
     """
 
     pages: Sequence[int]
@@ -44,6 +47,8 @@ class DraftPrefill:
     features: torch.Tensor
     state_row: int
     is_final: bool
+    known_ids: Sequence[int] = ()
+    params: SamplingParams | None = None
 
     @property
     def end(self) -> int:
@@ -151,3 +156,12 @@ class Drafter(Protocol):
         `features` `[B*N, K*Ht]` are the target's. `emitted` int64 `[B]` counts the new tokens of each
         request.
         """
+
+
+def cache_lookahead(drafter: Drafter | None) -> int:
+    """Tokens behind a page on which the draft KV of the page depends; 0 without a drafter.
+
+    It is the drafter's `lookahead`, and 1 for a drafter without that attribute: its row depends on the token
+    that follows.
+    """
+    return 0 if drafter is None else int(getattr(drafter, "lookahead", 1))
