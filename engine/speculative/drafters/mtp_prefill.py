@@ -147,10 +147,7 @@ class MtpDrafter(ABC):
         `batch.input_ids` has a column for each module; with one token per row, module k takes the token k
         rows further. A graph runs if `batch.decision` or, without a decision, the captured buckets allow it.
         """
-        if batch.input_ids.dim() == 1:
-            columns = [batch.input_ids.roll(-k) for k in range(self.head.num_modules)]
-            batch = replace(batch, input_ids=torch.stack(columns, dim=1), decision=batch.decision)
-        graphs, padded = self.graphs, pad_rows(batch, self.row_multiple)
+        graphs, padded = self.graphs, pad_rows(self._with_columns(batch), self.row_multiple)
         if batch.decision is None:
             batch.decision = EAGER if graphs is None else graphs.decide(padded)
         decision = batch.decision
@@ -164,6 +161,13 @@ class MtpDrafter(ABC):
         attends = [module_attention(attend, k) for k in range(self.head.num_modules)]
         out = self.head.run(padded.features, padded.input_ids, padded.positions, attends)
         return out[: batch.num_tokens]
+
+    def _with_columns(self, batch: ForwardBatch) -> ForwardBatch:
+        """`batch` with a column of tokens for each module."""
+        if batch.input_ids.dim() == 2:
+            return batch
+        columns = [batch.input_ids.roll(-k) for k in range(self.head.num_modules)]
+        return replace(batch, input_ids=torch.stack(columns, dim=1))
 
     @abstractmethod
     def _with_dirty_rows(self, item: DraftPrefill) -> tuple[int, torch.Tensor]:
