@@ -100,14 +100,14 @@ class DeepMtpDrafter(MtpDrafter):
         states.drafts.index_copy_(0, kept, drafts)
 
     def _with_dirty_rows(self, item: DraftPrefill) -> tuple[int, torch.Tensor]:
+        features = item.features.to(self.device)
         final, end = self._written.get(item.state_row, (item.start, item.start))
         first = min(item.start, final)
+        if not first < item.start <= end:
+            return item.start, features
         offset = end - self.states.num_front  # of the first row that the state holds
-        features = item.features.to(self.device)
-        if first < item.start:
-            again = self.states.hidden[item.state_row, first - offset : item.start - offset]
-            features = torch.cat((again, features))
-        return first, features
+        again = self.states.hidden[item.state_row, first - offset : item.start - offset]
+        return first, torch.cat((again, features))
 
     def _remember(
         self,
