@@ -44,7 +44,7 @@ from .runner.lifecycle import Lifecycle, Phase
 from .runner.model_runner import ModelRunner, configure_aux_capture
 from .sampling.sampler import Sampler
 from .speculative.adaptive import KNEE_ROWS, StepCosts, StepPolicy
-from .speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter
+from .speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter, cache_lookahead
 from .speculative.drafters.registry import DraftConfig, DraftModel, DraftSource, TargetWeights, read_drafter
 from .speculative.drafting.shape import PLAIN, DraftShape
 from .speculative.step.async_decoder import AsyncDecoder
@@ -62,7 +62,6 @@ logger = logging.getLogger(__name__)
 
 WHOLE_PROMPT_TOKENS = 2048  # largest prefill graph where prompts are not cut into chunks
 DETERMINISTIC = " deterministic"  # of the fingerprint of a deterministic engine
-CACHE_LOOKAHEAD = 1  # draft KV of a page's last row depends on the token behind the page
 
 
 @dataclass(kw_only=True)
@@ -281,6 +280,8 @@ class EngineLoader:
             lent = TargetWeights(
                 embed_tokens=self._model.embed_tokens,
                 lm_head=self._model.lm_head,
+                final_norm=self._model.norm,
+                steps=self._shape.steps,
                 max_context=self._max_context,
                 dtype=self._dtype,
                 device=self._device,
@@ -309,7 +310,7 @@ class EngineLoader:
             PageAllocator(num_pages, pool.order),
             page_size,
             enabled=config.prefix_cache,
-            lookahead=CACHE_LOOKAHEAD if drafter is not None and not self._drafts_blocks else 0,
+            lookahead=cache_lookahead(drafter),
         )
         runner = ModelRunner(
             self._model, pool, max_context=self._max_context, is_invariant=config.deterministic

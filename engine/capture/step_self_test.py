@@ -185,7 +185,11 @@ class StepSelfTest:
             kv.normal_(generator=generator.manual_seed(SEED))
         if self._step.drafter is not None:
             for values in self._step.drafter.anchors:
-                values.normal_(generator=generator.manual_seed(SEED))
+                generator.manual_seed(SEED)
+                if values.is_floating_point():
+                    values.normal_(generator=generator)
+                else:  # tokens, or numbers of rows
+                    values.random_(0, self._step.state.vocab_size, generator=generator)
 
     def _close(self, trial: _Requests) -> None:
         for slot, each in zip(trial.slots, trial.joining, strict=True):

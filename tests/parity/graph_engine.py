@@ -126,7 +126,7 @@ def poison(engine: Engine) -> None:
     state.integers[state._free, 1:3] = 0
     if engine.drafter is not None:
         for values in engine.drafter.anchors:
-            values[engine.drafter.states._free] = float("nan")
+            values[engine.drafter.states._free] = float("nan") if values.is_floating_point() else 1 << 40
 
 
 def kv_of(engine: Engine, request: Request) -> list[torch.Tensor]:

@@ -21,6 +21,7 @@ from ...graphs.bucketed_graphs import GraphFamily
 from ...graphs.graph_pool import GraphPool
 from ...kv.pool import KVPool
 from ...models.layers import NamedTensors
+from ...sampling.params import SamplingParams
 from ..drafting.choice import DraftSampling
 from ..drafting.shape import DraftShape
 from ..drafting.tree import DraftTree
@@ -35,6 +36,8 @@ class DraftPrefill:
 
     `next_ids[k]` is the token at start+k+1. `features` is `[len(next_ids), K*Ht]`. `is_final` means that the
     last row is the newest one and so predicts the first draft token; prefill then writes `state_row`.
+    `known_ids`: all tokens of the request so far, for drafters that look further ahead; empty: `next_ids`
+    only. `params` is for drafters that choose tokens in a prefill; None: the likeliest.
     """
 
     pages: Sequence[int]
@@ -43,6 +46,8 @@ class DraftPrefill:
     features: torch.Tensor
     state_row: int
     is_final: bool
+    known_ids: Sequence[int] = ()
+    params: SamplingParams | None = None
 
     @property
     def end(self) -> int:
@@ -160,3 +165,12 @@ def late_rows_of(drafter: Drafter) -> int:
     It is the attribute `late_rows` of a drafter; 0, for one without it: every step must observe.
     """
     return int(getattr(drafter, "late_rows", 0))
+
+
+def cache_lookahead(drafter: Drafter | None) -> int:
+    """Tokens behind a page on which the draft KV of the page depends; 0 without a drafter.
+
+    It is the drafter's `lookahead`, and 1 for a drafter without that attribute: its row depends on the token
+    that follows.
+    """
+    return 0 if drafter is None else int(getattr(drafter, "lookahead", 1))

@@ -15,12 +15,16 @@ import torch
 from ...errors import CheckpointError
 from ...kv.layouts import PageLayout
 from ...models.config import ModelConfig, read_json
+from ...models.layers import RMSNorm
 from ..drafting.shape import DraftShape
 from .dflash import DflashModel
 from .dflash_config import ARCHITECTURE, DflashConfig, load_dflash_config
 from .dflash_weights import load_dflash
 from .eagle3 import Eagle3Model
 from .eagle3_weights import load_eagle3
+from .mtp import MtpModel
+from .mtp_config import MtpConfig, is_mtp, load_mtp_config
+from .mtp_weights import load_mtp
 from .protocol import Drafter
 from .spec_config import AuxSpec, DraftDims, Eagle3Config, load_draft_config
 
@@ -64,11 +68,14 @@ class DraftModel(Protocol):
 class TargetWeights:
     """The weights that a target shares with its drafter: `embed_tokens` and `lm_head`, each `[V, Ht]`.
 
-    `max_context` is the number of positions to serve, in `dtype` on `device`.
+    `final_norm` stands before `lm_head`. `max_context` is the number of positions to serve, in `dtype` on
+    `device`. `steps`: the most draft steps of a decode step.
     """
 
     embed_tokens: torch.Tensor
     lm_head: torch.Tensor
+    final_norm: RMSNorm
+    steps: int
     max_context: int
     dtype: torch.dtype
     device: torch.device
@@ -127,6 +134,24 @@ class DflashSource:
         return DflashModel(head)
 
 
+@dataclass(frozen=True)
+class MtpSource:
+    """Modules of multi-token prediction, in a checkpoint of their own or in the target's."""
+
+    config: MtpConfig
+    is_dflash: ClassVar[bool] = False
+
+    def check_role(self, *, has_drafter: bool) -> None:
+        """Accepts both roles."""
+
+    def load(self, target: TargetWeights) -> MtpModel:
+        """Loads the modules that `target.steps` steps use: each of several modules drafts one token."""
+        count = max(1, min(self.config.num_modules, target.steps))
+        head = load_mtp(self.config, count, dtype=target.dtype, device=target.device)
+        head.share(target.embed_tokens, target.lm_head, target.final_norm, target.max_context)
+        return MtpModel(head)
+
+
 # (path, target, directory of the target for errors, dtype that the target runs in) -> the drafter
 Reader = Callable[[Path, ModelConfig, Path | None, str | None], DraftSource]
 
@@ -152,7 +177,10 @@ def read_drafter(
 
     Raises CheckpointError naming file, key, value and remedy.
     """
-    named = read_json(Path(path) / "config.json").get("architectures")
+    raw = read_json(Path(path) / "config.json")
+    if is_mtp(raw):
+        return MtpSource(load_mtp_config(path, target, dtype=dtype))
+    named = raw.get("architectures")
     first = named[0] if isinstance(named, list) and named else ""
     if first in OTHER_BLOCK_DRAFTERS:
         raise CheckpointError(

@@ -83,13 +83,16 @@ class DraftCoverage:
         )
         last = max(start, min(end, self.limit))
         mine.covered = max(mine.covered, last)
+        known_ids = request.all_ids
         return DraftPrefill(
             pages=request.pages,
             start=start,
-            next_ids=request.all_ids[start + 1 : last + 1],
+            next_ids=known_ids[start + 1 : last + 1],
             features=features[: last - start],
             state_row=mine.row,
             is_final=last == request.num_tokens - 1,
+            known_ids=known_ids,
+            params=request.sampling,
         )
 
     def advance(self, request: Request, count: int) -> None:
