@@ -16,7 +16,8 @@ from baton.engine.sampling.sampler import Sampler
 from baton.engine.speculative.adaptive import StepPolicy
 from baton.engine.speculative.drafters.eagle3 import Eagle3Drafter
 from baton.engine.speculative.drafters.eagle3_weights import load_eagle3
-from baton.engine.speculative.drafters.protocol import Proposal
+from baton.engine.speculative.drafters.ngram import NgramConfig, NgramDrafter
+from baton.engine.speculative.drafters.protocol import Proposal, reads_features
 from baton.engine.speculative.drafters.spec_config import load_draft_config
 from baton.engine.speculative.drafting.shape import PLAIN, DraftShape
 from baton.engine.speculative.step.async_decoder import AsyncDecoder
@@ -42,6 +43,7 @@ class Engine:
     max_context: int = 256
     device: str = "cpu"
     is_greedy: bool = False
+    ngram: NgramConfig | None = None  # drafts by lookup instead of a head
     next_page: int = 1
     results: list[StepResult] = field(default_factory=list)
 
@@ -49,7 +51,9 @@ class Engine:
         model, config = load_model(self.target, dtype=torch.float32, device=self.device)
         self.vocab_size = config.vocab_size
         self.runner = ModelRunner(model, KVPool(NUM_PAGES, model.kv_layout(PAGE_SIZE), self.device))
-        self.drafter = None
+        self.drafter: Eagle3Drafter | NgramDrafter | None = None
+        if self.ngram is not None:
+            self.drafter = NgramDrafter(self.ngram, capacity=2, device=self.device)
         if self.head is not None:
             draft = load_draft_config(self.head, config, dtype="float32")
             self.runner.set_aux_layer_ids(self.aux_ids or draft.aux.ids)
@@ -96,7 +100,7 @@ class Engine:
             page_table=build_page_table([request.pages], self.device),
             q_lens=[n],
             kv_lens=[n],
-            capture_hidden=CaptureHidden.NULL if self.drafter is None else CaptureHidden.FULL,
+            capture_hidden=CaptureHidden.FULL if reads_features(self.drafter) else CaptureHidden.NULL,
         )
         output = self.runner.forward(batch)
         chosen = self.sampler.sample(output.logits[-1:], self.sampler.build([request.masked_row]))

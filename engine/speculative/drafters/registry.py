@@ -19,6 +19,7 @@ from ..drafting.shape import DraftShape
 from .dflash_config import ARCHITECTURE, DflashConfig, load_dflash_config
 from .eagle3 import Eagle3Model
 from .eagle3_weights import load_eagle3
+from .ngram import NgramConfig, NgramModel
 from .protocol import Drafter
 from .spec_config import AuxSpec, DraftDims, Eagle3Config, load_draft_config
 
@@ -48,8 +49,8 @@ class DraftModel(Protocol):
     def num_weights(self) -> int:
         """Number of weights that a draft forward reads, without embedding tables."""
 
-    def kv_layout(self, page_size: int) -> PageLayout:
-        """The layout of the draft's KV in pages of `page_size` tokens."""
+    def kv_layout(self, page_size: int) -> PageLayout | None:
+        """The layout of the draft's KV in pages of `page_size` tokens; None for a drafter without KV."""
 
     def check(self, shape: DraftShape) -> None:
         """Raises CheckpointError unless the model can draft steps of `shape`."""
@@ -126,6 +127,20 @@ class DflashSource:
             f"draft {self.config.path}: a DFLASH drafter can be prefilled for, but decode runs EAGLE3 heads "
             "only; give it one, or none"
         )
+
+
+@dataclass(frozen=True)
+class NgramSource:
+    """Drafting by lookup in the request's own tokens (`--draft ngram`); there is no checkpoint."""
+
+    config: NgramConfig
+    is_dflash: ClassVar[bool] = False
+
+    def check_role(self, *, has_drafter: bool) -> None:
+        """Accepts both roles; prefill captures nothing for it."""
+
+    def load(self, target: TargetWeights) -> NgramModel:
+        return NgramModel(self.config, target.max_context, target.device)
 
 
 # (path, target, directory of the target for errors, dtype that the target runs in) -> the drafter
