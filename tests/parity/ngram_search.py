@@ -6,7 +6,7 @@ from baton.engine.speculative.drafters.ngram import NgramConfig
 
 
 def lookup(text: Sequence[int], config: NgramConfig, count: int) -> list[int]:
-    """`count` drafts behind `text`, or none: what followed the longest agreement, the newest of equal ones."""
+    """`count` drafts behind `text`, or none: what followed the longest agreement, the newest of these."""
     known = list(text[-config.window :])
     for length in range(config.longest, config.shortest - 1, -1):
         ends = range(len(known) - 1, length - 1, -1)

@@ -169,7 +169,7 @@ class NgramModel:
     def check(self, shape: DraftShape) -> None:
         if shape.is_tree:
             raise CheckpointError(
-                f"spec_topk {shape.topk}: drafting by lookup (--draft ngram) makes chains; write --spec-topk 1"
+                f"spec_topk {shape.topk}: drafting by lookup (--draft ngram) makes chains; set it to 1"
             )
 
     def drafter(self, *, num_pages: int, page_size: int, capacity: int) -> NgramDrafter:
