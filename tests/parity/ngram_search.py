@@ -1,8 +1,28 @@
-"""What drafting by lookup finds, by a plain search over lists."""
+"""A parity engine that drafts by lookup, and what lookup finds, by a plain search over lists."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from baton.engine.speculative.drafters.ngram import NgramConfig
+from baton.engine.hub import NGRAM
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.interface import CausalLM
+from baton.engine.speculative.drafters.ngram import NgramConfig, NgramDrafter
+from baton.tests.parity.eagle3_engine import Engine
+
+SETTINGS = NgramConfig(shortest=2, longest=4, window=64, dtype="float32")
+
+
+@dataclass
+class NgramEngine(Engine):
+    """One target with drafts by lookup."""
+
+    head: Path | None = Path(NGRAM)
+    steps: int = 4
+    config: NgramConfig = SETTINGS
+
+    def make_drafter(self, model: CausalLM, config: ModelConfig) -> NgramDrafter:
+        return NgramDrafter(self.config, capacity=2, device=self.device)
 
 
 def lookup(text: Sequence[int], config: NgramConfig, count: int) -> list[int]:

@@ -11,7 +11,7 @@ from baton.engine.speculative.drafting.shape import DraftShape
 from baton.tests.parity.eagle3_engine import Engine, record_drafts
 from baton.tests.parity.eagle3_toys import ORACLE_VOCAB, successor
 from baton.tests.parity.graph_engine import BREAKABLE, FULL, arena, with_graphs
-from baton.tests.parity.ngram_search import lookup
+from baton.tests.parity.ngram_search import SETTINGS, NgramEngine, lookup
 from baton.tests.parity.overlap_engine import overlapped, run_ahead
 from baton.tests.parity.test_adaptive_steps import Scripted
 from baton.tests.parity.toy_engine import random_ids
@@ -20,7 +20,6 @@ from baton.tests.parity.toy_models import reference_greedy, reference_model
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS, COUNT = 4, 24
-SETTINGS = NgramConfig(shortest=2, longest=4, window=64, dtype="float32")
 # Some repeat themselves, one is a token alone, one is longer than the window.
 PROMPTS = (
     [5, 9, 200, 31, 7, 7, 90, 18, 3, 200, 31],
@@ -36,7 +35,7 @@ def greedy(count: int = COUNT, **changes: object) -> SamplingParams:
 
 
 def engine_of(target: Path, config: NgramConfig = SETTINGS, **changes: object) -> Engine:
-    return Engine(target, ngram=config, **({"steps": STEPS} | changes))
+    return NgramEngine(target, config=config, **changes)
 
 
 @pytest.fixture(scope="module")

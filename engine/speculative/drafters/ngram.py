@@ -78,6 +78,7 @@ class NgramDrafter:
     pool = None
     feature_width = 0
     page_rows = 1
+    lookahead = 0  # no KV depends on later tokens
     max_context = ANY_CONTEXT
     prefill_family: GraphFamily[AttendContext, torch.Tensor] | None = None
 

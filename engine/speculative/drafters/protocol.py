@@ -174,3 +174,12 @@ def reads_features(drafter: Drafter | None) -> bool:
 def draft_pools(drafter: Drafter | None) -> list[KVPool]:
     """The pool of the draft's KV, if there is one."""
     return [] if drafter is None or drafter.pool is None else [drafter.pool]
+
+
+def cache_lookahead(drafter: Drafter | None) -> int:
+    """Tokens behind a page on which the draft KV of the page depends; 0 without a drafter.
+
+    It is the drafter's `lookahead`, and 1 for a drafter without that attribute: its row depends on the token
+    that follows.
+    """
+    return 0 if drafter is None else int(getattr(drafter, "lookahead", 1))
