@@ -298,6 +298,7 @@ class EngineLoader:
             lent = TargetWeights(
                 embed_tokens=self._model.embed_tokens,
                 lm_head=self._model.lm_head,
+                final_norm=self._model.norm,
                 max_context=self._max_context,
                 dtype=self._dtype,
                 device=self._device,

@@ -15,10 +15,13 @@ import torch
 from ...errors import CheckpointError
 from ...kv.layouts import PageLayout
 from ...models.config import ModelConfig, read_json
+from ...models.layers import RMSNorm
 from ..drafting.shape import DraftShape
 from .dflash_config import ARCHITECTURE, DflashConfig, load_dflash_config
 from .eagle3 import Eagle3Model
 from .eagle3_weights import load_eagle3
+from .eagle_config import EagleConfig, is_eagle, load_eagle_config
+from .eagle_weights import load_eagle
 from .ngram import NgramConfig, NgramModel
 from .protocol import Drafter
 from .spec_config import AuxSpec, DraftDims, Eagle3Config, load_draft_config
@@ -63,11 +66,13 @@ class DraftModel(Protocol):
 class TargetWeights:
     """The weights that a target shares with its drafter: `embed_tokens` and `lm_head`, each `[V, Ht]`.
 
-    `max_context` is the number of positions to serve, in `dtype` on `device`.
+    `final_norm` stands before `lm_head`. `max_context` is the number of positions to serve, in `dtype` on
+    `device`.
     """
 
     embed_tokens: torch.Tensor
     lm_head: torch.Tensor
+    final_norm: RMSNorm
     max_context: int
     dtype: torch.dtype
     device: torch.device
@@ -104,7 +109,23 @@ class Eagle3Source:
 
     def load(self, target: TargetWeights) -> Eagle3Model:
         head = load_eagle3(self.config, dtype=target.dtype, device=target.device)
-        head.share(target.embed_tokens, target.lm_head, target.max_context)
+        head.share(target.embed_tokens, target.lm_head, target.max_context, target.final_norm)
+        return Eagle3Model(head)
+
+
+@dataclass(frozen=True)
+class EagleSource:
+    """An EAGLE head of the first or second version."""
+
+    config: EagleConfig
+    is_dflash: ClassVar[bool] = False
+
+    def check_role(self, *, has_drafter: bool) -> None:
+        """Accepts both roles."""
+
+    def load(self, target: TargetWeights) -> Eagle3Model:
+        head = load_eagle(self.config, dtype=target.dtype, device=target.device)
+        head.share(target.embed_tokens, target.lm_head, target.max_context, target.final_norm)
         return Eagle3Model(head)
 
 
@@ -167,6 +188,9 @@ def read_drafter(
 
     Raises CheckpointError naming file, key, value and remedy.
     """
-    named = read_json(Path(path) / "config.json").get("architectures")
+    raw = read_json(Path(path) / "config.json")
+    if is_eagle(raw):
+        return EagleSource(load_eagle_config(path, target, target_path=target_path, dtype=dtype))
+    named = raw.get("architectures")
     first = named[0] if isinstance(named, list) and named else ""
     return READERS.get(str(first), _read_eagle3)(path, target, target_path, dtype)
