@@ -30,7 +30,7 @@ from .config import EngineConfig, resolve_device, resolve_dtype
 from .errors import CheckpointError, LifecycleError
 from .grammar.guided import GrammarCompiler
 from .graphs.backend import GraphBackend
-from .hub import resolve_checkpoint
+from .hub import NGRAM, resolve_checkpoint
 from .invariance import check_invariance
 from .kv.budget import PageBudget
 from .kv.pool import FeaturePlane, KVPool, PageAllocator
@@ -44,8 +44,16 @@ from .runner.lifecycle import Lifecycle, Phase
 from .runner.model_runner import ModelRunner, configure_aux_capture
 from .sampling.sampler import Sampler
 from .speculative.adaptive import KNEE_ROWS, StepCosts, StepPolicy
+from .speculative.drafters.ngram import NgramConfig
 from .speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter, cache_lookahead
-from .speculative.drafters.registry import DraftConfig, DraftModel, DraftSource, TargetWeights, read_drafter
+from .speculative.drafters.registry import (
+    DraftConfig,
+    DraftModel,
+    DraftSource,
+    NgramSource,
+    TargetWeights,
+    read_drafter,
+)
 from .speculative.drafting.shape import PLAIN, DraftShape
 from .speculative.step.async_decoder import AsyncDecoder
 from .speculative.step.step_graphs import StepGraphs, step_graphs
@@ -247,9 +255,7 @@ class EngineLoader:
     def _configure_aux(self) -> None:
         ids: tuple[int, ...] = ()
         if self.config.has_draft:
-            draft_path = resolve_checkpoint(self.config.draft)
-            running = str(self._dtype).removeprefix("torch.")
-            source = read_drafter(draft_path, self._model_config, target_path=self._path, dtype=running)
+            source = self._read_drafter()
             source.check_role(has_drafter=self.has_drafter)
             self._source, ids = source, source.config.aux.ids
             logger.info("draft config: %r", source.config)
@@ -259,6 +265,20 @@ class EngineLoader:
             configure_aux_capture(self._model, ids)
         self._feature_ids = ids
         self.lifecycle.advance(Phase.AUX_CONFIGURED)
+
+    def _read_drafter(self) -> DraftSource:
+        config, running = self.config, str(self._dtype).removeprefix("torch.")
+        if config.draft == NGRAM:
+            return NgramSource(
+                NgramConfig(
+                    shortest=config.ngram_min,
+                    longest=config.ngram_max,
+                    window=config.ngram_window,
+                    dtype=running,
+                )
+            )
+        draft_path = resolve_checkpoint(config.draft)
+        return read_drafter(draft_path, self._model_config, target_path=self._path, dtype=running)
 
     def _offered(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """The layers that prefill captures: those of its head, then the others of `feature_layers`, without
@@ -462,10 +482,12 @@ class EngineLoader:
             engine.step_policy.costs = costs
 
     def _step_policy(self, draft: DraftModel) -> StepPolicy | None:
-        """The policy that adapts the draft length to load and acceptance, if enabled."""
-        if self.config.spec_adaptive == "off" or (
-            self.config.spec_adaptive == "auto" and self._device.type != "cuda"
-        ):
+        """The policy that adapts the draft length to load and acceptance, if enabled.
+
+        By default it is on a GPU, and for lookup, which finds nothing to draft in many a text.
+        """
+        config, is_wanted = self.config, self._device.type == "cuda" or self.config.draft == NGRAM
+        if config.spec_adaptive == "off" or (config.spec_adaptive == "auto" and not is_wanted):
             return None
         target = self._forward_weights()
         costs = StepCosts(
@@ -544,8 +566,11 @@ class EngineLoader:
         """
         kv_bytes = self._model.kv_layout(1).page_bytes
         if self._draft is not None:
+            layout = self._draft.kv_layout(1)
             return PageBudget(
-                kv_bytes=kv_bytes, draft_bytes=self._draft.kv_layout(1).page_bytes, has_staging=True
+                kv_bytes=kv_bytes,
+                draft_bytes=0 if layout is None else layout.page_bytes,
+                has_staging=bool(self._feature_ids),
             )
         if self.has_drafter:
             return PageBudget(kv_bytes=kv_bytes)

@@ -22,6 +22,8 @@ from ...engine.speculative.drafters.dflash import DflashDrafter
 from ...engine.speculative.drafters.dflash_config import DflashConfig
 from ...engine.speculative.drafters.dflash_head import DflashHead
 from ...engine.speculative.drafters.eagle3_head import Eagle3Head
+from ...engine.speculative.drafters.eagle_config import EagleConfig
+from ...engine.speculative.drafters.eagle_head import EagleHead
 from ...engine.speculative.drafters.protocol import DraftView, Proposal
 from ...engine.speculative.drafters.spec_config import Eagle3Config
 from ...engine.speculative.drafting.shape import DraftShape
@@ -110,6 +112,15 @@ class SimulatedBlocks(DflashDrafter):
         drafts = super().propose(view, shape).drafts
         drafts[:, self.accept_length - 1 :] = WRONG
         return Proposal(drafts, None)
+
+
+def random_eagle(config: EagleConfig, dtype: torch.dtype, device: torch.device, seed: int = 1) -> EagleHead:
+    """An EAGLE head of `config` with random weights, which drafts any token."""
+    head = EagleHead(config, dtype=dtype, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, weight in head.tensors():
+        _fill(name, weight, generator)
+    return head
 
 
 def _count(head: Eagle3Head) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...cluster.errors import ConfigError
+from ...engine.hub import NGRAM
 
 INDEX = "model.safetensors.index.json"
 HEADER_LIMIT = 100 << 20  # bytes; the limit of the safetensors format
@@ -49,6 +50,11 @@ class KVShape:
     def token_bytes(self) -> int:
         """Bytes that the hand-off of one token moves: KV and features."""
         return self.kv_bytes + self.feature_bytes
+
+
+def head_dir(draft: str) -> Path | None:
+    """The directory of the head that `draft` names; None without one, as for lookup."""
+    return Path(draft) if draft and draft != NGRAM else None
 
 
 def read_config(directory: Path) -> dict[str, Any]:

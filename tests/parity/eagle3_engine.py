@@ -18,7 +18,7 @@ from baton.engine.sampling.sampler import Sampler
 from baton.engine.speculative.adaptive import StepPolicy
 from baton.engine.speculative.drafters.eagle3 import Eagle3Drafter
 from baton.engine.speculative.drafters.eagle3_weights import load_eagle3
-from baton.engine.speculative.drafters.protocol import Drafter, Proposal
+from baton.engine.speculative.drafters.protocol import Drafter, Proposal, reads_features
 from baton.engine.speculative.drafters.spec_config import load_draft_config
 from baton.engine.speculative.drafting.shape import PLAIN, DraftShape
 from baton.engine.speculative.step.async_decoder import AsyncDecoder
@@ -102,7 +102,7 @@ class Engine:
             page_table=build_page_table([request.pages], self.device),
             q_lens=[n],
             kv_lens=[n],
-            capture_hidden=CaptureHidden.NULL if self.drafter is None else CaptureHidden.FULL,
+            capture_hidden=CaptureHidden.FULL if reads_features(self.drafter) else CaptureHidden.NULL,
         )
         output = self.runner.forward(batch)
         chosen = self.sampler.sample(output.logits[-1:], self.sampler.build([request.masked_row]))

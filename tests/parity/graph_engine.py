@@ -16,6 +16,7 @@ from baton.engine.request import Request
 from baton.engine.runner.lifecycle import Lifecycle, Phase
 from baton.engine.runner.model_runner import ModelRunner
 from baton.engine.speculative.drafters.eagle3 import Eagle3Drafter
+from baton.engine.speculative.drafters.protocol import Drafter, draft_pools
 from baton.engine.speculative.step.step_graphs import StepGraphs
 from baton.tests.parity.eagle3_engine import PAGE_SIZE, Engine
 
@@ -38,7 +39,7 @@ def at(phase: Phase) -> Lifecycle:
 
 def capture(
     runner: ModelRunner,
-    drafter: Eagle3Drafter | None = None,
+    drafter: Drafter | None = None,
     steps: StepGraphs | None = None,
     *,
     memory: TapeMemory | None = None,
@@ -100,14 +101,15 @@ def families(engine: Engine) -> list[GraphFamily]:
     prefill = engine.runner.graphs
     found = [prefill.tokens.family, *engine.decoder.steps.families.values()]
     found += [] if prefill.whole is None else [prefill.whole.family]
-    return found if engine.drafter is None else [*found, engine.drafter.prefill_family]
+    draft = None if engine.drafter is None else engine.drafter.prefill_family
+    return found if draft is None else [*found, draft]
 
 
 def statics(engine: Engine) -> Iterator[torch.Tensor]:
     """Every static input of every graph that is loaded before each replay."""
     tokens = [engine.runner.graphs.tokens]
-    if engine.drafter is not None:
-        drafts = engine.drafter.graphs
+    drafts = None if engine.drafter is None else getattr(engine.drafter, "graphs", None)
+    if drafts is not None:
         tokens.append(getattr(drafts, "tokens", drafts))
     for graphs in tokens:
         yield from graphs.inputs.values()
@@ -126,13 +128,13 @@ def poison(engine: Engine) -> None:
     state.integers[state._free, 1:3] = 0
     if engine.drafter is not None:
         for values in engine.drafter.anchors:
-            values[engine.drafter.states._free] = float("nan") if values.is_floating_point() else 1 << 40
+            values[engine.drafter.states._free] = float("nan") if values.is_floating_point() else 1 << 30
 
 
 def kv_of(engine: Engine, request: Request) -> list[torch.Tensor]:
     """What the target's and the draft's KV hold of the committed tokens."""
     slots = slots_for(request.pages, 0, request.num_tokens - 1, PAGE_SIZE)
-    pools = [engine.runner.pool] + ([] if engine.drafter is None else [engine.drafter.pool])
+    pools = [engine.runner.pool, *draft_pools(engine.drafter)]
     return [pool.kv[slots // PAGE_SIZE, :, :, slots % PAGE_SIZE] for pool in pools]
 
 
@@ -148,5 +150,5 @@ def uses_kernels(engine: Engine) -> None:
     run = step.run
     step.run = lambda slots, kind, breaks: run(slots, kind, Recorded(breaks.context))
     engine.runner.attention = attention_for(engine.runner.pool, "triton")
-    if engine.drafter is not None:
+    if isinstance(engine.drafter, Eagle3Drafter):
         engine.drafter._attention = attention_for(engine.drafter.pool, "triton")

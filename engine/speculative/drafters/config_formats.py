@@ -141,7 +141,9 @@ _MODELOPT_ANY = frozenset({"next_layer_regular", "has_lm_head", "num_eagle_featu
 _EAGLE_CONFIG_KEYS = frozenset(
     {"use_aux_hidden_state", "eagle_aux_hidden_state_layer_ids", "norm_before_fc", "norm_before_residual"}
 )
-_NATIVE_ARCHITECTURES = frozenset({"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"})
+_NATIVE_ARCHITECTURES = frozenset(
+    {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3Deep"}
+)
 _PLAIN_TARGETS = frozenset({"llama", "qwen2", "qwen3", "mistral"})
 
 

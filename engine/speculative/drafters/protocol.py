@@ -12,7 +12,7 @@ Ht target hidden.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -77,10 +77,15 @@ class DraftView:
 
 
 class Proposal(NamedTuple):
-    """`drafts` int64 `[B, N-1]`, target ids. `tree` describes the nodes; None for a chain."""
+    """`drafts` int64 `[B, N-1]`, target ids. `tree` describes the nodes; None for a chain.
+
+    `found` int64 `[B]`: the number of nodes that the drafter really proposes; the rest only fills the shape.
+    None: all of them.
+    """
 
     drafts: torch.Tensor
     tree: DraftTree | None
+    found: torch.Tensor | None = None
 
 
 class Drafter(Protocol):
@@ -91,12 +96,12 @@ class Drafter(Protocol):
         """Positions for which the draft model was trained. No drafts are made beyond them."""
 
     @property
-    def pool(self) -> KVPool:
-        """The draft's KV, under the target's page ids."""
+    def pool(self) -> KVPool | None:
+        """The draft's KV, under the target's page ids; None for a drafter without KV."""
 
     @property
     def feature_width(self) -> int:
-        """K*Ht, the width of every feature row."""
+        """K*Ht, the width of every feature row; 0 for a drafter that reads no features."""
 
     @property
     def page_rows(self) -> int:
@@ -165,6 +170,24 @@ def late_rows_of(drafter: Drafter) -> int:
     It is the attribute `late_rows` of a drafter; 0, for one without it: every step must observe.
     """
     return int(getattr(drafter, "late_rows", 0))
+
+
+@runtime_checkable
+class HistoryDrafter(Protocol):
+    """A drafter whose state is the text of a request: it needs no features, and no rows over the prompt."""
+
+    def begin(self, requests: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Writes the states of requests that join: each state row, and all tokens so far."""
+
+
+def reads_features(drafter: Drafter | None) -> bool:
+    """Whether the target's features of every row go to `drafter`."""
+    return drafter is not None and drafter.feature_width > 0
+
+
+def draft_pools(drafter: Drafter | None) -> list[KVPool]:
+    """The pool of the draft's KV, if there is one."""
+    return [] if drafter is None or drafter.pool is None else [drafter.pool]
 
 
 def cache_lookahead(drafter: Drafter | None) -> int:

@@ -22,9 +22,12 @@ from .dflash_config import ARCHITECTURE, DflashConfig, load_dflash_config
 from .dflash_weights import load_dflash
 from .eagle3 import Eagle3Model
 from .eagle3_weights import load_eagle3
+from .eagle_config import EagleConfig, is_eagle, load_eagle_config
+from .eagle_weights import load_eagle
 from .mtp import MtpModel
 from .mtp_config import MtpConfig, is_mtp, load_mtp_config
 from .mtp_weights import load_mtp
+from .ngram import NgramConfig, NgramModel
 from .protocol import Drafter
 from .spec_config import AuxSpec, DraftDims, Eagle3Config, load_draft_config
 
@@ -54,8 +57,8 @@ class DraftModel(Protocol):
     def num_weights(self) -> int:
         """Number of weights that a draft forward reads, without embedding tables."""
 
-    def kv_layout(self, page_size: int) -> PageLayout:
-        """The layout of the draft's KV in pages of `page_size` tokens."""
+    def kv_layout(self, page_size: int) -> PageLayout | None:
+        """The layout of the draft's KV in pages of `page_size` tokens; None for a drafter without KV."""
 
     def check(self, shape: DraftShape) -> None:
         """Raises CheckpointError unless the model can draft steps of `shape`."""
@@ -114,7 +117,23 @@ class Eagle3Source:
 
     def load(self, target: TargetWeights) -> Eagle3Model:
         head = load_eagle3(self.config, dtype=target.dtype, device=target.device)
-        head.share(target.embed_tokens, target.lm_head, target.max_context)
+        head.share(target.embed_tokens, target.lm_head, target.max_context, target.final_norm)
+        return Eagle3Model(head)
+
+
+@dataclass(frozen=True)
+class EagleSource:
+    """An EAGLE head of the first or second version."""
+
+    config: EagleConfig
+    is_dflash: ClassVar[bool] = False
+
+    def check_role(self, *, has_drafter: bool) -> None:
+        """Accepts both roles."""
+
+    def load(self, target: TargetWeights) -> Eagle3Model:
+        head = load_eagle(self.config, dtype=target.dtype, device=target.device)
+        head.share(target.embed_tokens, target.lm_head, target.max_context, target.final_norm)
         return Eagle3Model(head)
 
 
@@ -152,6 +171,20 @@ class MtpSource:
         return MtpModel(head)
 
 
+@dataclass(frozen=True)
+class NgramSource:
+    """Drafting by lookup in the request's own tokens (`--draft ngram`); there is no checkpoint."""
+
+    config: NgramConfig
+    is_dflash: ClassVar[bool] = False
+
+    def check_role(self, *, has_drafter: bool) -> None:
+        """Accepts both roles; prefill captures nothing for it."""
+
+    def load(self, target: TargetWeights) -> NgramModel:
+        return NgramModel(self.config, target.max_context, target.device)
+
+
 # (path, target, directory of the target for errors, dtype that the target runs in) -> the drafter
 Reader = Callable[[Path, ModelConfig, Path | None, str | None], DraftSource]
 
@@ -180,6 +213,8 @@ def read_drafter(
     raw = read_json(Path(path) / "config.json")
     if is_mtp(raw):
         return MtpSource(load_mtp_config(path, target, dtype=dtype))
+    if is_eagle(raw):
+        return EagleSource(load_eagle_config(path, target, target_path=target_path, dtype=dtype))
     named = raw.get("architectures")
     first = named[0] if isinstance(named, list) and named else ""
     if first in OTHER_BLOCK_DRAFTERS:
