@@ -15,8 +15,17 @@ from typing import NamedTuple
 import torch
 
 from .kv_store import kv_rows
+from .overlap import after_previous, overlaps
 from .paged_attention import batched_attention, gather_kv
-from .paged_tile import LOG2_E, MIN_DOT, TileShape, attend_columns, check_paged, tile_shape
+from .paged_tile import (
+    LOG2_E,
+    MIN_DOT,
+    TileShape,
+    attend_columns,
+    check_paged,
+    check_tree_mask,
+    tile_shape,
+)
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
 MAX_TILE_ROWS = 64
@@ -160,7 +169,10 @@ def _verify_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    if OVERLAPS:
+        after_previous()
     # program (tile of rows and kv head, split, request)
     i_tile, i_kv_head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
     i_split = tl.program_id(1)
@@ -204,7 +216,10 @@ def _merge_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    if OVERLAPS:
+        after_previous()
     # one (request, row, head) per program: its splits, weighted by their share of the softmax's denominator
     i_flat = tl.program_id(0).to(tl.int64)
     i_split = tl.arange(0, BLOCK_SPLITS)
@@ -284,6 +299,8 @@ def paged_verify_triton(
         HEAD_DIM=head_dim,
         BLOCK_SPLITS=FEW_SPLITS if splits <= FEW_SPLITS else MAX_SPLITS,
         BLOCK_DIM=next_power_of_2(head_dim),
+        OVERLAPS=overlaps(q.device),
+        launch_pdl=overlaps(q.device),
         num_warps=2,
     )
     return out
@@ -338,6 +355,8 @@ def _launch_splits(
         BLOCK_ROWS=tile.rows,
         BLOCK_COLUMNS=tile.columns,
         BLOCK_DIM=tile.dim,
+        OVERLAPS=overlaps(q.device),
+        launch_pdl=overlaps(q.device),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -357,14 +376,8 @@ def _check(
             f"paged_verify: q {tuple(q.shape)} and kv_lens {tuple(kv_lens.shape)} do not fit {num_requests} "
             "requests; expected [B, Q, N, D] and [B]"
         )
-    if tree_mask is None:
-        return
-    shape = tuple(tree_mask.shape)
-    if len(shape) != 3 or shape[:2] != q.shape[:2] or shape[2] < shape[1] or tree_mask.dtype != torch.bool:
-        raise ValueError(
-            f"paged_verify: tree mask {shape} {tree_mask.dtype}, expected bool {(*q.shape[:2], 'W')}, W >= "
-            f"{q.shape[1]}"
-        )
+    if tree_mask is not None:
+        check_tree_mask("paged_verify", tree_mask, num_requests, q.shape[1])
 
 
 def paged_verify(

@@ -273,7 +273,7 @@ class Rig:
 
     @property
     def _is_watched(self) -> bool:
-        """Whether a plain step tells if a first draft would match; a block drafter proposes in blocks only."""
+        """Whether a plain step tells if a first draft would match; blocks have no first draft alone."""
         return self.settings.drafts != "dflash"
 
     def _step_graphs(self, has_drafts: bool) -> StepGraphs:

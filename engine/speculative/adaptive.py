@@ -25,7 +25,7 @@ PRIOR = 0.6  # initial estimate of the share of accepted drafts
 PRIOR_TRIED = 4.0  # weight of the initial estimate, in drafts
 DECAY = 0.05  # share of what was seen of a level that a step replaces
 FORGET = 0.005  # the same for a step that did not draft the level
-MARGIN = 0.04  # minimum relative gain for a change of shape
+MARGIN = 0.03  # minimum relative gain for a change of shape
 PROBE_STEPS = 25  # steps without drafts before a short draft shows whether drafts would be accepted again
 # Rows of a forward whose arithmetic takes as long as reading the weights. An H200 multiplies about 160
 # bfloat16 rows in the time of one read of the matrix. A CPU core is busy after a few rows.
