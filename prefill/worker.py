@@ -105,8 +105,9 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             for room in admitted:
                 room.started = self._clock()
             self._launched = self._launch(chunks)
-            # Behind the launch, from which the link thread would take the interpreter's lock.
-            self._open(admitted)
+            self._open(
+                admitted
+            )  # behind the launch: the link thread would take the interpreter's lock from it
         if due is not None:
             self._land(due)
         if self._launched is not None and not self.engine.launches_ahead:
