@@ -436,7 +436,9 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
 
     def _prepare(self, effects: Sequence[Effect]) -> None:
         """Cuts the runs that were pulled, while prefill computes and sends them."""
-        for effect in effects if self._pages is not None else ():
+        if self._pages is None:
+            return
+        for effect in effects:
             if isinstance(effect, SendMessage) and isinstance(effect.message, Attach | Pull):
                 message, link = effect.message, self.session.link_of(effect.peer)
                 room = None if link is None else link.rooms.get(message.room)
