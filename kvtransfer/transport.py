@@ -87,7 +87,8 @@ class Landed:
 class Complete:
     """Terminal event on decode: all prompt tokens are in place and prefill was released.
 
-    `first_token` is prefill's. `seconds`: from the first announcement to the last block.
+    `first_token` is prefill's. `seconds`: from the first announcement to the last block. `tail_seconds`: from
+    the last announcement, which comes behind the prompt's last forward.
     """
 
     room: str
@@ -97,7 +98,8 @@ class Complete:
     num_blocks: int
     num_shm_blocks: int = 0  # blocks of these that were read from shared memory
     num_device_blocks: int = 0  # blocks of these that were read from the memory of prefill's device
-    seconds: float  # first announcement to last block
+    seconds: float
+    tail_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

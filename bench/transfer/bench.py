@@ -3,10 +3,10 @@
 Each transport is measured once per round, so that all see the same machine. A second process holds the
 source. A transport's time is that of a hand-off behind a forward: decode has attached before the blocks are
 ready, and the clock runs from then to the last byte. Pages are 1 MiB of touched memory, on the host or on a
-GPU. "of memcpy", "of socket" and "of peer copy" are medians of the ratios within a round. The first compares
-with a copy in this process. The second compares with a plain socket of the same kind (tcp, or unix for ipc)
-that sends the same bytes. Both work in host memory. The third compares with one copy of all bytes between
-the two GPUs.
+GPU. "of memcpy", "of socket" and "of peer copy" are medians of the ratios within a round. The first
+compares with a copy in this process. The second compares with a plain socket of the same kind (tcp, or unix
+for ipc) that sends the same bytes. Both work in host memory. The third compares with one copy of all bytes
+between the two GPUs.
 """
 
 import argparse

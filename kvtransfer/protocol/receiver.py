@@ -335,6 +335,7 @@ class ReceiverSession:
         room.note_ready(now)
         if announce.final:
             room.first_token = announce.first_token
+            room.final_at = now if room.final_at is None else room.final_at
         if is_news or not room.is_waiting:
             room.lease.renew(now)  # with nothing to pull, an answering peer counts as progress
             room.heard_at = now  # a reminder must not postpone repeats of overdue blocks
@@ -363,7 +364,7 @@ class ReceiverSession:
         ]
 
     def _finish_if_complete(self, room: ReceiverRoom, now: float) -> list[Effect]:
-        if not room.has_all or room.first_token is None or room.announced_at is None:
+        if not room.has_all or room.first_token is None or room.announced_at is None or room.final_at is None:
             return []
         request, stream = room.request, room.stream
         assert stream is not None
@@ -377,6 +378,7 @@ class ReceiverSession:
             num_shm_blocks=room.num_shm_blocks,
             num_device_blocks=room.num_device_blocks,
             seconds=now - room.announced_at,
+            tail_seconds=now - room.final_at,
         )
         release = Release(room=request.room, epoch=request.epoch, instance=self.instance)
         return [SendMessage(request.endpoint, release), Notify(done)]

@@ -210,6 +210,7 @@ class ReceiverRoom:
     tokens_ready: int = 0
     first_token: int | None = None
     announced_at: float | None = None
+    final_at: float | None = None  # of the last announcement
     heard_at: float = 0.0  # time of the peer's last message about this room, or of our last question
     next_block: int = 0
     num_shm_blocks: int = 0  # blocks in place that were read from shared memory

@@ -13,12 +13,12 @@ from ...cluster.errors import DigestMismatch, LocalProtocolError, RemoteProtocol
 from ...cluster.net.transport_names import CUDA_SLAB, LOCAL, ZMQ_BLOCKS
 from ...cluster.protocol.codec import BATCHED, encode, encode_batch, kv_down_frames, unknown_messages
 from ...cluster.protocol.kv_messages import PairDown
-from ...cluster.protocol.messages import Block, KVWelcome, Layout, Release
+from ...cluster.protocol.messages import Attach, Block, KVWelcome, Layout, Pull, Release
 from ...cluster.protocol.slab_messages import SlabBlock, SlabDown, SlabUp
 from ...cluster.security.ciphers import CRC32C
 from ..memory.blocks import Arrival, BlockWriter
 from ..memory.device import Device, Move
-from ..memory.span_cutter import ReceiverPages, pages_of_run
+from ..memory.span_cutter import ReceiverPages, RunPlaces, pages_of_run
 from ..protocol.layout import Crc, KVLayout, Segment, block_digest, device_digest, digest_seed
 from ..protocol.receiver import ReceiverSession
 from ..protocol.seal import TAG_BYTES, BlockName
@@ -84,6 +84,9 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         self._device = device
         self._pages = None if device is None else ReceiverPages(planes)
         self._landings: list[Landing] = []
+        self._places: dict[
+            tuple[str, int, int, int], RunPlaces
+        ] = {}  # of pulled runs: room, epoch, block, count
         self._paths = PathRates()
         self._slabs = ReceiverSlabs(
             instance,
@@ -115,6 +118,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         """As `KVTransport.release`."""
         self._perform(self.session.release(room, epoch, reason, self._clock()))
         self._finish_landings(room, epoch)
+        self._forget_places(room)
         self._forget_events(room, epoch)
 
     @property
@@ -275,7 +279,9 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             under_way |= names_of(block)
             begun.append(block)
             requests.append(request)
-            runs.append(self._pages.places(stream, block.block, block.count, request).scatter(slot))
+            places = self._places.pop((block.room, block.epoch, block.block, block.count), None)
+            places = places or self._pages.places(stream, block.block, block.count, request)
+            runs.append(places.scatter(slot))
             pages += pages_of_run(stream, block.block, block.count, request.pages)
         if begun:
             move = self._device.move(runs, pages, is_write=True)
@@ -419,11 +425,32 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                     self._paths.add(effect.event)
                 if isinstance(effect.event, Lost):
                     self._finish_landings(effect.event.room, effect.event.epoch)
+                if isinstance(effect.event, Complete | Lost):
+                    self._forget_places(effect.event.room)
                 self._events.append(effect.event)
             elif isinstance(effect, CloseLink):
                 self._close_link(effect.peer)
         if not self._is_gathering:
             self._flush(self._clock())
+            self._prepare(effects)
+
+    def _prepare(self, effects: Sequence[Effect]) -> None:
+        """Cuts the runs that were pulled, while prefill computes and sends them."""
+        if self._pages is None:
+            return
+        for effect in effects:
+            if isinstance(effect, SendMessage) and isinstance(effect.message, Attach | Pull):
+                message, link = effect.message, self.session.link_of(effect.peer)
+                room = None if link is None else link.rooms.get(message.room)
+                if room is None or room.stream is None or room.request.epoch != message.epoch:
+                    continue
+                for block, count in _runs_of(message, room.stream.num_blocks):
+                    key = (message.room, message.epoch, block, count)
+                    self._places[key] = self._pages.places(room.stream, block, count, room.request)
+
+    def _forget_places(self, room: str) -> None:
+        for key in [key for key in self._places if key[0] == room]:
+            del self._places[key]
 
     def _send_some(self, waiting: deque[SendMessage]) -> int:
         first = waiting[0]
@@ -437,6 +464,15 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
 
     def _peer_lost(self, peer: Peer) -> None:
         """No-op: a DEALER has one peer and keeps connecting to it."""
+
+
+def _runs_of(message: Attach | Pull, num_blocks: int) -> list[tuple[int, int]]:
+    """(first block, count) of each run of several blocks that a message pulls."""
+    if isinstance(message, Pull):
+        return [(message.block, message.count)] if message.count > 1 else []
+    size = message.run_blocks
+    firsts = range(0, min(num_blocks, message.num_runs * size), size) if size else ()
+    return [(first, min(size, num_blocks - first)) for first in firsts]
 
 
 def names_of(header: SlabBlock) -> set[tuple[str, int, int]]:
