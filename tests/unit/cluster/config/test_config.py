@@ -225,7 +225,7 @@ def _values(cls):
         else:
             strategies[name] = st.text(min_size=1).map(lambda text: "m" + text)
     strategies.pop("config")
-    for name in ("spec_tokens", "ngram_min"):  # most values do not go with others
+    for name in ("spec_tokens", "ngram_min", "ngram_max"):  # most values do not go with others
         strategies.pop(name, None)
     values = st.fixed_dictionaries({"model": strategies.pop("model")}, optional=strategies)
     return values.filter(lambda v: not v.get("own_port") or v["own_port"] != v.get("port", 8000))
