@@ -122,22 +122,20 @@ def ignored_settings(config: RoleConfig) -> list[str]:
     """One line per given setting that other settings make ineffective. `up` calls this for its children."""
     lines = []
     if isinstance(config, DecodeSettings) and isinstance(config, EngineSettings):
-        given = [
-            flag_of(name)
-            for name in settings_of(DecodeSettings)
-            if name[:5] == "spec_" and _is_given(config, name)
-        ]
+        given = [name for name in settings_of(DecodeSettings) if _is_given(config, name)]
+        drafting = [flag_of(name) for name in given if name.startswith("spec_")]
+        lookup = [flag_of(name) for name in given if name.startswith("ngram_")]
         if config.no_draft:
-            lines += [f"{flag} is ignored: --no-draft serves without speculation" for flag in given]
-        elif not config.draft:
             lines += [
-                f"{flag} is ignored: nothing drafts without a head, name one with --draft" for flag in given
+                f"{flag} is ignored: --no-draft serves without speculation" for flag in drafting + lookup
             ]
-        lines += [
-            f"{flag_of(name)} is ignored: only --draft {LOOKUP} looks drafts up"
-            for name in settings_of(DecodeSettings)
-            if name[:6] == "ngram_" and _is_given(config, name) and not _looks_up(config)
-        ]
+        elif config.draft != LOOKUP:
+            lines += [f"{flag} is ignored: only --draft {LOOKUP} looks drafts up" for flag in lookup]
+        if not config.draft and not config.no_draft:
+            lines += [
+                f"{flag} is ignored: nothing drafts without a head, name one with --draft"
+                for flag in drafting
+            ]
     if isinstance(config, EngineSettings) and config.pages and _is_given(config, "kv_memory_mb"):
         lines.append("--kv-memory-mb is ignored: --pages sets the size of the KV pool")
     if (

@@ -19,6 +19,8 @@ from ...engine.hub import NGRAM
 INDEX = "model.safetensors.index.json"
 HEADER_LIMIT = 100 << 20  # bytes; the limit of the safetensors format
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+EAGLE_NAMES = (["LlamaForCausalLMEagle"], ["EagleLlamaForCausalLM"], ["Qwen2ForCausalLMEagle"])
+EAGLE_FAMILIES = (["LlamaForCausalLM"], ["Qwen2ForCausalLM"])  # EAGLE, unless the config is an EAGLE3 head's
 CAPTURED_LAYERS = 3  # the number for a head whose config names none
 
 
@@ -146,8 +148,18 @@ def feature_layers(head: Mapping[str, Any]) -> list[int]:
     if isinstance(blocks, Mapping):
         ids = blocks.get("target_layer_ids") or head.get("target_layer_ids")
         return list(ids) if ids else [0] * int(head.get("num_hidden_layers") or 1)
-    named = (head.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    settings = head.get("eagle_config") or {}
+    named = settings.get("eagle_aux_hidden_state_layer_ids")
+    if _is_eagle(head) or settings.get("use_aux_hidden_state") is False:
+        return [0]
     return list(named) if named else [0] * CAPTURED_LAYERS
+
+
+def _is_eagle(head: Mapping[str, Any]) -> bool:
+    """Whether a config is that of an EAGLE head, which reads the target's last hidden alone."""
+    is_eagle3 = head.get("draft_vocab_size") or "speculators_model_type" in head
+    names = head.get("architectures")
+    return names in EAGLE_NAMES or (names in EAGLE_FAMILIES and not is_eagle3)
 
 
 def faults_of(model: Path) -> list[str]:

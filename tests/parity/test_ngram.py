@@ -153,7 +153,7 @@ def test_a_text_without_repetition_is_not_drafted(oracle: tuple[Path, Path], has
     assert {n for result in engine.results for n in result.accept_lens} == {1}
 
 
-def test_a_request_that_joins_late_or_takes_a_used_row_drafts_from_its_own_text(target: Path) -> None:
+def test_a_late_request_on_a_used_row_drafts_from_its_own_text(target: Path) -> None:
     engine = engine_of(target)
     first = engine.prefill(PROMPTS[2], greedy(40))
     for _ in range(3):
@@ -165,7 +165,7 @@ def test_a_request_that_joins_late_or_takes_a_used_row_drafts_from_its_own_text(
     assert engine.drafter.states.num_open == 2
 
 
-def test_unused_proposals_are_watched_and_none_matches_where_nothing_is_found(
+def test_unused_proposals_are_watched_and_match_only_where_one_was_found(
     oracle: tuple[Path, Path],
 ) -> None:
     chains = [DraftShape.of(steps) for steps in (0, STEPS)]

@@ -116,7 +116,7 @@ def test_built_in_shapes_are_models_of_the_sizes_in_their_names(tmp_path):
         assert math.isclose(total, sizes[name], rel_tol=0.001), name
 
 
-def test_lookup_costs_no_pass_but_the_verify_and_eagle_reads_fc_in_every_pass(tmp_path):
+def test_lookup_costs_the_verify_alone_and_eagle_reads_fc_in_every_pass(tmp_path):
     target = target_config("llama-3.1-8b", "", tmp_path)
     counts = PassCounts.of_target(target, 2)
     wish = DraftWish(
