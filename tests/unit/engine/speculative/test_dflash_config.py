@@ -16,7 +16,6 @@ from baton.engine.speculative.drafting.shape import DraftShape
 from baton.tests.parity.dflash_toys import BLOCK, MASK, dflash_config, dflash_tensors, write_dflash
 from baton.tests.parity.eagle3_toys import head_config, toy_target
 
-
 MIXED = {
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": 9,
