@@ -43,7 +43,7 @@ from .runner.lifecycle import Lifecycle, Phase
 from .runner.model_runner import ModelRunner, configure_aux_capture
 from .sampling.sampler import Sampler
 from .speculative.adaptive import KNEE_ROWS, StepCosts, StepPolicy
-from .speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter
+from .speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter, cache_lookahead
 from .speculative.drafters.registry import DraftConfig, DraftModel, DraftSource, TargetWeights, read_drafter
 from .speculative.drafting.shape import PLAIN, DraftShape
 from .speculative.step.async_decoder import AsyncDecoder
@@ -60,7 +60,6 @@ logger = logging.getLogger(__name__)
 
 WHOLE_PROMPT_TOKENS = 2048  # largest prefill graph where prompts are not cut into chunks
 DETERMINISTIC = " deterministic"  # of the fingerprint of a deterministic engine
-CACHE_LOOKAHEAD = 1  # draft KV of a page's last row depends on the token behind the page
 
 
 @dataclass(kw_only=True)
@@ -307,7 +306,7 @@ class EngineLoader:
             PageAllocator(num_pages, pool.order),
             page_size,
             enabled=config.prefix_cache,
-            lookahead=CACHE_LOOKAHEAD if drafter is not None and not self._drafts_blocks else 0,
+            lookahead=cache_lookahead(drafter),
         )
         runner = ModelRunner(
             self._model, pool, max_context=self._max_context, is_invariant=config.deterministic

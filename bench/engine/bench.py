@@ -26,7 +26,8 @@ from ...engine.config import DTYPES, resolve_device, resolve_dtype
 from ...engine.errors import CheckpointError
 from ...engine.speculative.drafters.dflash_config import DflashConfig
 from ..arguments import at_least
-from .floors import Ceilings, PassCounts, Work, dflash_step, eagle3_step, measure_ceilings
+from .blocks import block_step
+from .floors import Ceilings, PassCounts, Work, eagle3_step, measure_ceilings
 from .rig import DRAFTERS, ComputedPrompt, Rig, RigSettings
 from .shapes import DRAFT_VOCABULARY, SHAPES
 from .timing import Timing, measure
@@ -68,14 +69,7 @@ class EngineBench:
         self.rig = rig
         self.ceilings = ceilings
         self._options = options
-        itemsize = rig.settings.dtype.itemsize
-        self.target = PassCounts.of_target(rig.config, itemsize)
-        config = rig.head_config
-        self.head = (
-            PassCounts.of_blocks(config, itemsize)
-            if isinstance(config, DflashConfig)
-            else PassCounts.of_head(config, itemsize)
-        )
+        self.target = PassCounts.of_target(rig.config, rig.settings.dtype.itemsize)
 
     def cells(self) -> Iterator[Cell]:
         options = self._options
@@ -105,10 +99,11 @@ class EngineBench:
             context = self._options.context + stepper.requests[0].num_output // 2  # the mean over the run
             if kind == "decode":
                 return [self.target.step(batch, 1, context, logit_rows=1)]
-            if kind == "dflash":
-                hidden = self.rig.config.hidden_size
-                return dflash_step(self.target, self.head, hidden, batch, self.rig.shape.steps, context)
-            return eagle3_step(self.target, self.head, batch, self.rig.shape.steps, context)
+            config, steps = self.rig.head_config, self.rig.shape.steps
+            if isinstance(config, DflashConfig):
+                return block_step(self.target, config, batch, steps, context)
+            head = PassCounts.of_head(config, self.target.itemsize)
+            return eagle3_step(self.target, head, batch, steps, context)
 
         cell = self._cell(kind, batch, has_graphs, stepper.step, works)
         accepted = stepper.finish()

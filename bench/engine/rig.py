@@ -35,8 +35,9 @@ from ...engine.speculative.drafting.shape import PLAIN, DraftShape
 from ...engine.speculative.step.async_decoder import AsyncDecoder, Flight
 from ...engine.speculative.step.result import StepResult
 from ...engine.speculative.step.step_graphs import StepGraphs, step_graphs
-from .model import TOKEN, SimulatedBlocks, random_blocks, random_head, random_target
-from .shapes import block_config, head_config, target_config
+from .blocks import SimulatedBlocks, block_config, random_blocks
+from .model import TOKEN, random_head, random_target
+from .shapes import head_config, target_config
 
 logger = logging.getLogger(__name__)
 

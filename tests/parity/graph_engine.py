@@ -15,6 +15,7 @@ from baton.engine.kv.page_table import slots_for
 from baton.engine.request import Request
 from baton.engine.runner.lifecycle import Lifecycle, Phase
 from baton.engine.runner.model_runner import ModelRunner
+from baton.engine.speculative.drafters.dflash import DflashDrafter
 from baton.engine.speculative.drafters.eagle3 import Eagle3Drafter
 from baton.engine.speculative.step.step_graphs import StepGraphs
 from baton.tests.parity.eagle3_engine import PAGE_SIZE, Engine
@@ -100,21 +101,22 @@ def families(engine: Engine) -> list[GraphFamily]:
     prefill = engine.runner.graphs
     found = [prefill.tokens.family, *engine.decoder.steps.families.values()]
     found += [] if prefill.whole is None else [prefill.whole.family]
-    return found if engine.drafter is None else [*found, engine.drafter.prefill_family]
+    draft = None if engine.drafter is None else engine.drafter.prefill_family
+    return found if draft is None else [*found, draft]
 
 
 def statics(engine: Engine) -> Iterator[torch.Tensor]:
     """Every static input of every graph that is loaded before each replay."""
     tokens = [engine.runner.graphs.tokens]
-    if engine.drafter is not None:
-        drafts = engine.drafter.graphs
-        tokens.append(getattr(drafts, "tokens", drafts))
+    if isinstance(engine.drafter, Eagle3Drafter):
+        tokens.append(engine.drafter.graphs.tokens)
     for graphs in tokens:
         yield from graphs.inputs.values()
-        bridge = getattr(graphs, "bridge", None)
-        yield from () if bridge is None else (bridge.q, bridge.out)
+        yield from (graphs.bridge.q, graphs.bridge.out)
     if (whole := engine.runner.graphs.whole) is not None:
         yield from (*whole.inputs.values(), whole.places.integers, whole.places.page_table)
+    if isinstance(engine.drafter, DflashDrafter):
+        yield from engine.drafter.graphs.inputs.values()
 
 
 def poison(engine: Engine) -> None:

@@ -152,3 +152,12 @@ class Drafter(Protocol):
         `features` `[B*N, K*Ht]` are the target's. `emitted` int64 `[B]` counts the new tokens of each
         request.
         """
+
+
+def cache_lookahead(drafter: Drafter | None) -> int:
+    """Tokens behind a page on which the draft KV of the page depends; 0 without a drafter.
+
+    It is the drafter's `lookahead`, and 1 for a drafter without that attribute: its row depends on the token
+    that follows.
+    """
+    return 0 if drafter is None else int(getattr(drafter, "lookahead", 1))
