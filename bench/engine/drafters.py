@@ -18,9 +18,10 @@ from ...engine.speculative.drafters.eagle3 import Eagle3Drafter
 from ...engine.speculative.drafters.ngram import NgramConfig, NgramDrafter
 from ...engine.speculative.drafters.protocol import Drafter, DraftView, Proposal
 from ...engine.speculative.drafting.shape import DraftShape
-from .floors import PassCounts, Work, chain_step, dflash_step
-from .model import TOKEN, WRONG, SimulatedBlocks, random_blocks, random_eagle, random_head
-from .shapes import block_config, eagle_head_config, head_config
+from .blocks import SimulatedBlocks, block_config, block_step, random_blocks
+from .floors import PassCounts, Work, chain_step
+from .model import TOKEN, WRONG, random_eagle, random_head
+from .shapes import eagle_head_config, head_config
 
 ALL = "all"
 NGRAMS = {"shortest": 2, "longest": 5, "window": 8192}  # the defaults of a server
@@ -133,8 +134,7 @@ class BenchDflash:
         )
 
     def step(self, target: PassCounts, batch: int, steps: int, context: int) -> list[Work]:
-        blocks = PassCounts.of_blocks(self.config, self.wish.dtype.itemsize)
-        return dflash_step(target, blocks, self.wish.config.hidden_size, batch, steps, context)
+        return block_step(target, self.config, batch, steps, context)
 
 
 class BenchNgram:

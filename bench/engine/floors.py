@@ -14,7 +14,6 @@ import torch
 
 from ...engine.kv.layouts import MHALayout
 from ...engine.models.config import ModelConfig
-from ...engine.speculative.drafters.dflash_config import DflashConfig
 from ...engine.speculative.drafters.eagle3 import draft_layout
 from ...engine.speculative.drafters.eagle_config import EagleConfig
 from ...engine.speculative.drafters.spec_config import Eagle3Config, HeadConfig
@@ -85,18 +84,6 @@ class PassCounts:
         )
 
     @classmethod
-    def of_blocks(cls, config: DflashConfig, itemsize: int) -> "PassCounts":
-        kv = MHALayout.of(config, num_layers=config.num_layers, page_size=1, dtype=torch.bfloat16)
-        return cls(
-            body=config.num_layers * _layer(config.hidden_size, config),
-            vocab=config.vocab_size * config.hidden_size,
-            fc=config.dims.target_feature_width * config.hidden_size,
-            kv=kv.elements_per_token,
-            attention=config.num_layers * 4 * config.num_heads * config.head_dim,
-            itemsize=itemsize,
-        )
-
-    @classmethod
     def of_eagle(cls, config: EagleConfig, itemsize: int) -> "PassCounts":
         """Every forward of an EAGLE head reads `fc`, so `fc` is part of the body."""
         kv = draft_layout(config, 1, torch.bfloat16)
@@ -139,27 +126,7 @@ def chain_step(target: PassCounts, head: PassCounts, batch: int, steps: int, con
     return [verify, *[draft] * (steps - 1), head.step(batch, steps + 1, context, logit_rows=1, has_fc=True)]
 
 
-def dflash_step(
-    target: PassCounts, drafter: PassCounts, hidden_size: int, batch: int, steps: int, context: int
-) -> list[Work]:
-    """The passes of one step with blocks: the verify, the block, and the projection of the verified rows.
-
-    A projection reads `fc` and the weights of keys and values, `hidden_size` for each value of KV.
-    """
-    rows = steps + 1
-    projection = drafter.fc + drafter.kv * hidden_size
-    written = Work(
-        num_bytes=drafter.itemsize * (projection + batch * rows * drafter.kv),
-        num_flops=2 * batch * rows * projection,
-    )
-    return [
-        target.step(batch, rows, context, logit_rows=rows),
-        drafter.step(batch, rows, context, logit_rows=steps),
-        written,
-    ]
-
-
-def _layer(input_size: int, config: ModelConfig | HeadConfig | DflashConfig) -> int:
+def _layer(input_size: int, config: ModelConfig | HeadConfig) -> int:
     heads, inner = config.num_heads * config.head_dim, config.intermediate_size
     qkv = input_size * (heads + 2 * config.num_kv_heads * config.head_dim)
     return qkv + heads * config.hidden_size + 3 * config.hidden_size * inner

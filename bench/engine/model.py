@@ -6,9 +6,6 @@ it makes TOKEN the likeliest token for any values of the other columns. The head
 features. Its MLP adds STEP to column COUNT in every forward, so the n-th draft of a step sees a count of n.
 The output projection's weights of both columns make that draft TOKEN while n is below the accept length, and
 WRONG from there on. All other weights are random.
-
-A DFLASH drafter drafts all places of a block at once, and no place can count. It drafts TOKEN everywhere, and
-`SimulatedBlocks` replaces the drafts from the accept length on.
 """
 
 import re
@@ -18,15 +15,10 @@ import torch
 from ...engine.models.config import ModelConfig
 from ...engine.models.interface import CausalLM
 from ...engine.models.registry import build_model
-from ...engine.speculative.drafters.dflash import DflashDrafter
-from ...engine.speculative.drafters.dflash_config import DflashConfig
-from ...engine.speculative.drafters.dflash_head import DflashHead
 from ...engine.speculative.drafters.eagle3_head import Eagle3Head
 from ...engine.speculative.drafters.eagle_config import EagleConfig
 from ...engine.speculative.drafters.eagle_head import EagleHead
-from ...engine.speculative.drafters.protocol import DraftView, Proposal
 from ...engine.speculative.drafters.spec_config import Eagle3Config
-from ...engine.speculative.drafting.shape import DraftShape
 
 LEVEL, COUNT = 0, 1  # columns of the residual stream
 TOKEN, WRONG = 1, 3  # the target's output, and the head's draft beyond the accept length
@@ -85,35 +77,6 @@ def random_head(
 
 
 @torch.no_grad()
-def random_blocks(
-    config: DflashConfig, dtype: torch.dtype, device: torch.device, seed: int = 1
-) -> DflashHead:
-    """A DFLASH drafter of `config` whose drafts a target of `random_target` accepts."""
-    head = DflashHead(config, dtype=dtype, device=device)
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, weight in head.tensors():
-        _fill(name, weight, generator)
-    for layer in head.layers:  # LEVEL stays what the embedding has
-        layer.attention.output.weight[LEVEL] = 0
-        layer.mlp.down.weight[LEVEL] = 0
-    return head
-
-
-class SimulatedBlocks(DflashDrafter):
-    """A drafter of `random_blocks`. A target accepts `accept_length` - 1 of its drafts per step."""
-
-    def __init__(
-        self, head: DflashHead, accept_length: int, *, num_pages: int, page_size: int, capacity: int
-    ) -> None:
-        super().__init__(head, num_pages=num_pages, page_size=page_size, capacity=capacity)
-        self.accept_length = accept_length
-
-    def propose(self, view: DraftView, shape: DraftShape) -> Proposal:
-        drafts = super().propose(view, shape).drafts
-        drafts[:, self.accept_length - 1 :] = WRONG
-        return Proposal(drafts, None)
-
-
 def random_eagle(config: EagleConfig, dtype: torch.dtype, device: torch.device, seed: int = 1) -> EagleHead:
     """An EAGLE head of `config` with random weights, which drafts any token."""
     head = EagleHead(config, dtype=dtype, device=device)

@@ -7,7 +7,6 @@ from pathlib import Path
 from ...engine.hub import resolve_checkpoint
 from ...engine.models.config import ModelConfig
 from ...engine.models.registry import load_model_config
-from ...engine.speculative.drafters.dflash_config import DflashConfig, load_dflash_config
 from ...engine.speculative.drafters.eagle_config import EagleConfig, load_eagle_config
 from ...engine.speculative.drafters.spec_config import Eagle3Config, load_draft_config
 
@@ -60,7 +59,6 @@ SHAPES: dict[str, dict[str, object]] = {
     },
 }
 DRAFT_VOCABULARY = 32000  # draft vocabulary of published EAGLE3 heads for models of this size
-DFLASH_LAYERS = 5  # layers, and captured layers, of published DFLASH drafters
 
 
 def target_config(shape: str, model: str, folder: Path) -> ModelConfig:
@@ -93,26 +91,6 @@ def head_config(target: ModelConfig, dtype: str, draft_vocab_size: int, folder: 
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [i for i in ids if i >= 0]},
     }
     return load_draft_config(_write(folder / "head", config), target, dtype=dtype, convention="output")
-
-
-def block_config(target: ModelConfig, dtype: str, block_size: int, folder: Path) -> DflashConfig:
-    """The config of a DFLASH drafter of the target's width, for blocks of `block_size` tokens."""
-    num_layers = min(DFLASH_LAYERS, max(target.num_layers - 3, 1))
-    config = {
-        "architectures": ["DFlashDraftModel"],
-        "block_size": block_size,
-        "dflash_config": {"mask_token_id": target.vocab_size - 1},
-        "hidden_size": target.hidden_size,
-        "intermediate_size": target.intermediate_size,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": target.num_heads,
-        "num_key_value_heads": target.num_kv_heads,
-        "head_dim": target.head_dim,
-        "rms_norm_eps": target.rms_norm_eps,
-        "max_position_embeddings": target.max_position_embeddings,
-        "vocab_size": target.vocab_size,
-    }
-    return load_dflash_config(_write(folder / "dflash", config), target, dtype=dtype)
 
 
 def eagle_head_config(target: ModelConfig, dtype: str, folder: Path) -> EagleConfig:

@@ -20,7 +20,7 @@ THETA = 1000000.0
 class DflashEngine(Engine):
     """As `Engine`, with the DFLASH drafter `head`."""
 
-    def load_drafter(self, model: CausalLM, config: ModelConfig) -> DflashDrafter:
+    def make_drafter(self, model: CausalLM, config: ModelConfig) -> DflashDrafter:
         draft = load_dflash_config(self.head, config, dtype="float32")
         self.runner.set_aux_layer_ids(self.aux_ids or draft.aux.ids)
         head = load_dflash(draft, dtype=torch.float32, device=self.device)

@@ -53,15 +53,15 @@ class Engine:
         self.runner = ModelRunner(model, KVPool(NUM_PAGES, model.kv_layout(PAGE_SIZE), self.device))
         self.drafter = None
         if self.head is not None:
-            self.drafter = self.load_drafter(model, config)
+            self.drafter = self.make_drafter(model, config)
         self.sampler = Sampler(self.vocab_size, self.device)
         self.shape = DraftShape.of(self.steps, self.topk, self.tokens)
         self.decoder = AsyncDecoder(
             self.step_graphs(), shape=self.shape, policy=self.policy, launches_ahead=False
         )
 
-    def load_drafter(self, model: CausalLM, config: ModelConfig) -> Drafter:
-        """The drafter of `head`, whose layers `model` captures from then on."""
+    def make_drafter(self, model: CausalLM, config: ModelConfig) -> Drafter:
+        """The drafter of `head` for `model`, whose layers it configures."""
         draft = load_draft_config(self.head, config, dtype="float32")
         self.runner.set_aux_layer_ids(self.aux_ids or draft.aux.ids)
         eagle3 = load_eagle3(draft, dtype=torch.float32, device=self.device)

@@ -127,9 +127,13 @@ def test_every_family_is_served_without_prefill_workers(
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
-@pytest.mark.parametrize("settings", [{}, {"spec_adaptive": "on"}], ids=["fixed", "adaptive"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"spec_adaptive": "on"}, {"deterministic": True}],
+    ids=["fixed", "adaptive", "deterministic"],
+)
 def test_tokens_with_a_block_drafter_equal_those_of_transformers(
-    target: Path, tmp_path: Path, answers: Answers, overlap: str, settings: dict[str, str]
+    target: Path, tmp_path: Path, answers: Answers, overlap: str, settings: dict[str, object]
 ) -> None:
     drafter = write_dflash(tmp_path, dflash_config(), dflash_tensors())
     check(worker_of(target, drafter, 5, overlap=overlap, spec_steps=7, **settings), answers)

@@ -58,6 +58,7 @@ class DflashDrafter:
         # Rows without values: their numbers tell requests with drafts from others.
         self.states = DraftStates(capacity, 0, 0, head.dtype, head.device)
         self.graphs: ContextGraphs | None = None
+        self.lookahead = 0  # a draft row depends on no later token
         self._token_ids = torch.arange(config.vocab_size, device=head.device)
 
     @property

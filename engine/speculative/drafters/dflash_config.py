@@ -152,6 +152,11 @@ def load_dflash_config(path: Path, target: ModelConfig, *, dtype: str | None = N
 
 def _fields(file: Path, raw: dict[str, object]) -> Fields:
     """All keys flat, without those that are null."""
+    if raw.get("speculators_model_type") is not None:
+        raise CheckpointError(
+            f"{file}: speculators_model_type {raw['speculators_model_type']!r}: DFLASH drafters of the "
+            f"speculators format are not read; use a {ARCHITECTURE} of z-lab or SpecForge"
+        )
     inner = raw.get("dflash_config") or {}
     if not isinstance(inner, dict):
         raise CheckpointError(f"{file}: dflash_config is {inner!r}, expected an object")
@@ -222,9 +227,9 @@ def _mask_token(fields: Fields, target: ModelConfig) -> int:
 
 
 def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    has_windows = fields.flag("use_sliding_window", default=False)
-    size = fields.optional_integer("sliding_window") if has_windows else None
     kinds = fields.values.get("layer_types")
+    has_windows = fields.flag("use_sliding_window", default=isinstance(kinds, list) and SLIDING in kinds)
+    size = fields.optional_integer("sliding_window") if has_windows else None
     if kinds is None:  # the rule of model_type qwen3
         first = fields.optional_integer("max_window_layers") or 28
         kinds = [SLIDING if size is not None and layer >= first else FULL for layer in range(num_layers)]
@@ -235,7 +240,7 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     if SLIDING in kinds and size is None:
         raise fields.error(
             "layer_types",
-            f"has {SLIDING}, but use_sliding_window is not true or sliding_window has no size; set both",
+            f"has {SLIDING}, but use_sliding_window is false or sliding_window has no size; set both",
         )
     return tuple(size if kind == SLIDING else None for kind in kinds)
 

@@ -16,6 +16,35 @@ from baton.engine.speculative.drafting.shape import DraftShape
 from baton.tests.parity.dflash_toys import BLOCK, MASK, dflash_config, dflash_tensors, write_dflash
 from baton.tests.parity.eagle3_toys import head_config, toy_target
 
+MIXED = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 9,
+    "use_sliding_window": None,
+}
+# config.json as published: of Qwen3-8B, and with block size and rotary settings nested, of Qwen3.5-122B-A10B
+QWEN3_8B = {
+    "architectures": ["DFlashDraftModel"], "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "block_size": 16, "bos_token_id": 151643,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}, "dtype": "bfloat16",
+    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+    "initializer_range": 0.02, "intermediate_size": 12288, "layer_types": ["full_attention"] * 5,
+    "max_position_embeddings": 40960, "max_window_layers": 5, "model_type": "qwen3",
+    "num_attention_heads": 32, "num_hidden_layers": 5, "num_key_value_heads": 8, "num_target_layers": 36,
+    "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+    "tie_word_embeddings": False, "transformers_version": "4.57.3", "use_cache": True,
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+NESTED = {
+    "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dtype": "bfloat16", "hidden_size": 3072,
+    "num_hidden_layers": 6, "vocab_size": 248320, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "intermediate_size": 9216, "rms_norm_eps": 1e-6, "max_position_embeddings": 262144,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000}, "use_sliding_window": True,
+    "sliding_window": 4096, "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    "tie_word_embeddings": False, "num_target_layers": 48, "max_window_layers": 6,
+    "dflash_config": {"block_size": 16, "mask_token_id": 248077,
+                      "target_layer_ids": [1, 7, 14, 20, 26, 32, 39, 45]},
+}  # fmt: skip
+
 
 def write(path: Path, *, dflash: object = None, **changes: object) -> Path:
     inner = {"mask_token_id": 9} if dflash is None else dflash
@@ -67,7 +96,8 @@ def test_named_ids_are_outputs_in_the_order_written(tmp_path):
     ({"num_key_value_heads": 3}, ["num_key_value_heads is 3", "4 heads"]),
     ({"layer_types": ["full_attention"]}, ["layer_types", "each of 5 layers"]),
     ({"layer_types": ["sliding_attention"] * 5, "sliding_window": 9}, ["layer_types", "use_sliding_window"]),
-    ({"layer_types": ["sliding_attention"] * 5, "use_sliding_window": True}, ["layer_types", "no size"]),
+    ({"layer_types": ["sliding_attention"] * 5, "use_sliding_window": None}, ["layer_types", "no size"]),
+    ({"speculators_model_type": "dflash"}, ["speculators_model_type 'dflash'", "z-lab or SpecForge"]),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ["rope_scaling.rope_type", "dynamic"]),
 ])  # fmt: skip
 def test_a_config_that_cannot_run_is_refused_with_file_and_key(tmp_path, changes, words):
@@ -76,13 +106,29 @@ def test_a_config_that_cannot_run_is_refused_with_file_and_key(tmp_path, changes
     assert all(word in str(caught.value) for word in [str(tmp_path / "config.json"), *words]), caught.value
 
 
+@pytest.mark.parametrize(("published", "windows", "theta"), [
+    (QWEN3_8B, (None,) * 5, 1e6), (NESTED, (4096,) * 5 + (None,), 1e7),
+])  # fmt: skip
+def test_configs_are_read_as_published(tmp_path, published, windows, theta):
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    sizes = {key: published[key] for key in ("hidden_size", "vocab_size")}
+    config = load_dflash_config(tmp_path, toy_target(num_layers=published["num_target_layers"], **sizes))
+    inner = published["dflash_config"]
+    assert (config.block_size, config.mask_token_id) == (16, inner["mask_token_id"])
+    assert (list(config.aux.ids), config.rope.theta) == (inner["target_layer_ids"], theta)
+    assert config.windows == windows
+    assert config.are_causal == tuple(window is not None for window in windows)
+
+
 @pytest.mark.parametrize(("changes", "windows", "are_causal"), [
     ({}, (None, None), (False, False)),
     ({"use_sliding_window": True, "sliding_window": 9}, (None, None), (False, False)),
     ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, (None, 9), (False, True)),
     ({"is_causal": True}, (None, None), (True, True)),
+    (MIXED, (9, None), (True, False)),
+    (MIXED | {"is_causal": False}, (9, None), (False, False)),
 ])  # fmt: skip
-def test_layers_without_types_have_those_of_qwen3(tmp_path, changes, windows, are_causal):
+def test_layers_have_their_types_or_those_of_qwen3(tmp_path, changes, windows, are_causal):
     config = dflash_config(layer_types=None) | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
     read = load_dflash_config(tmp_path, toy_target())
