@@ -1,5 +1,5 @@
-"""`baton bench engine`: measures a decode step, an EAGLE3 step and a prefill of one engine, and compares them
-with the device's limits.
+"""`baton bench engine`: measures a decode step, a step with drafts and a prefill of one engine, and compares
+them with the device's limits.
 
 Weights are random and made on the device from a config. Acceptance is simulated: the weights are built so
 that a target accepts `--accept-length` tokens of each chain. The engine does not know this, and a step's work
@@ -24,9 +24,10 @@ import torch
 from ...cluster.errors import ConfigError
 from ...engine.config import DTYPES, resolve_device, resolve_dtype
 from ...engine.errors import CheckpointError
+from ...engine.speculative.drafters.mtp_config import MtpConfig
 from ..arguments import at_least
-from .floors import Ceilings, PassCounts, Work, eagle3_step, measure_ceilings
-from .rig import ComputedPrompt, Rig, RigSettings
+from .floors import Ceilings, PassCounts, Work, eagle3_step, measure_ceilings, mtp_step
+from .rig import DRAFTERS, ComputedPrompt, Rig, RigSettings
 from .shapes import DRAFT_VOCABULARY, SHAPES
 from .timing import Timing, measure
 
@@ -40,9 +41,9 @@ TOP_KERNELS = 12
 class Cell:
     """One measurement.
 
-    `kind` is decode, eagle3 or prefill. `size` counts requests, for a prefill tokens. `floor_ms` is the lower
-    bound for all passes (`num_bytes`, `num_flops`). `accepted` is the measured number of tokens per step and
-    request.
+    `kind` is decode, prefill, adaptive, or the kind of drafter. `size` counts requests, for a prefill tokens.
+    `floor_ms` is the lower bound for all passes (`num_bytes`, `num_flops`). `accepted` is the measured number
+    of tokens per step and request.
     """
 
     kind: str
@@ -69,7 +70,12 @@ class EngineBench:
         self._options = options
         itemsize = rig.settings.dtype.itemsize
         self.target = PassCounts.of_target(rig.config, itemsize)
-        self.head = PassCounts.of_head(rig.head_config, itemsize)
+        config = rig.head_config
+        self.head = (
+            PassCounts.of_module(config, itemsize)
+            if isinstance(config, MtpConfig)
+            else PassCounts.of_head(config, itemsize)
+        )
 
     def cells(self) -> Iterator[Cell]:
         options = self._options
@@ -79,7 +85,7 @@ class EngineBench:
             self.rig.use_graphs(has_graphs)
             for length in lengths:
                 yield self._prefill(length, has_graphs)
-            for kind in ("decode", "eagle3"):
+            for kind in ("decode", options.drafts):
                 for batch in batches:
                     yield self._step(kind, prompts[:batch], has_graphs)
             if options.adaptive and has_graphs:
@@ -92,14 +98,17 @@ class EngineBench:
         return self._cell("prefill", length, has_graphs, run, lambda: [self.target.prefill(length)])
 
     def _step(self, kind: str, prompts: Sequence[ComputedPrompt], has_graphs: bool) -> Cell:
-        stepper = self.rig.stepper(prompts, has_drafts=kind == "eagle3")
+        stepper = self.rig.stepper(prompts, has_drafts=kind != "decode")
         batch = len(prompts)
 
         def works() -> list[Work]:
             context = self._options.context + stepper.requests[0].num_output // 2  # the mean over the run
             if kind == "decode":
                 return [self.target.step(batch, 1, context, logit_rows=1)]
-            return eagle3_step(self.target, self.head, batch, self.rig.shape.steps, context)
+            steps, num_modules = self.rig.shape.steps, self.rig.settings.num_modules
+            if num_modules:
+                return mtp_step(self.target, self.head, num_modules, batch, steps, context)
+            return eagle3_step(self.target, self.head, batch, steps, context)
 
         cell = self._cell(kind, batch, has_graphs, stepper.step, works)
         accepted = stepper.finish()
@@ -236,12 +245,18 @@ def parser() -> argparse.ArgumentParser:
         help="tokens of a prompt (default 1024 8192)",
     )
     add("--chunk-size", type=at_least(1), default=2048, help="tokens of one prefill forward (default 2048)")
-    add("--spec-steps", type=at_least(1), default=3, help="drafts of an EAGLE3 chain (default 3)")
+    add(
+        "--drafts",
+        choices=DRAFTERS,
+        default="eagle3",
+        help="an EAGLE3 head, one MTP module, or as many modules as --spec-steps (default eagle3)",
+    )
+    add("--spec-steps", type=at_least(1), default=3, help="drafts of a step (default 3)")
     add(
         "--accept-length",
         type=at_least(1),
         default=3,
-        help="tokens that each EAGLE3 step yields, simulated (default 3)",
+        help="tokens that each step with drafts yields, simulated (default 3)",
     )
     add("--deterministic", action="store_true", help="with batch-invariant operations of the target")
     add("--graphs", choices=("both", "on", "off"), default="both", help="default both")
@@ -288,6 +303,7 @@ def settings_of(options: argparse.Namespace) -> RigSettings:
         has_graphs=options.graphs != "off",
         is_adaptive=options.adaptive,
         is_invariant=options.deterministic,
+        drafts=options.drafts,
     )
 
 

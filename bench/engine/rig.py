@@ -1,6 +1,6 @@
 """A whole engine in one process, with requests in a decode server's state: prompts computed, drafter warm.
 
-The rig runs the engine's own `ModelRunner`, `Eagle3Drafter`, `Sampler`, `AsyncDecoder` and graphs. With
+The rig runs the engine's own `ModelRunner`, drafter, `Sampler`, `AsyncDecoder` and graphs. With
 graphs, each step is launched before the previous one is read, as on a serving device. Without graphs, each
 step is read at once.
 """
@@ -8,7 +8,7 @@ step is read at once.
 import logging
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from ...engine.capture.graph_set import GraphSet, backend_for
 from ...engine.kv.page_table import pages_for
 from ...engine.kv.pool import FeaturePlane, KVPool
 from ...engine.models.config import ModelConfig
+from ...engine.models.interface import CausalLM
 from ...engine.request import Request
 from ...engine.runner.lifecycle import Lifecycle, Phase
 from ...engine.runner.model_runner import ModelRunner, configure_aux_capture
@@ -27,18 +28,22 @@ from ...engine.sampling.params import SamplingParams
 from ...engine.sampling.sampler import Sampler
 from ...engine.speculative.adaptive import MeasuredCosts, StepPolicy
 from ...engine.speculative.drafters.eagle3 import Eagle3Drafter
-from ...engine.speculative.drafters.eagle3_head import Eagle3Head
+from ...engine.speculative.drafters.mtp import MtpModel
+from ...engine.speculative.drafters.mtp_config import MtpConfig
+from ...engine.speculative.drafters.protocol import Drafter, cache_lookahead
 from ...engine.speculative.drafters.spec_config import Eagle3Config
 from ...engine.speculative.drafting.shape import PLAIN, DraftShape
 from ...engine.speculative.step.async_decoder import AsyncDecoder, Flight
 from ...engine.speculative.step.result import StepResult
 from ...engine.speculative.step.step_graphs import StepGraphs, step_graphs
 from .model import TOKEN, random_head, random_target
+from .mtp_model import modules_config, random_modules
 from .shapes import head_config, target_config
 
 logger = logging.getLogger(__name__)
 
 PAGE_SIZE = 16
+DRAFTERS = ("eagle3", "mtp", "mtp-deep")
 NO_END = 1 << 30  # output tokens that a request may have
 
 
@@ -48,7 +53,7 @@ class RigSettings:
 
     The pools hold `max_batch` requests of up to `max_request` tokens each, and one prompt of up to
     `max_prompt` tokens. Graphs cover up to `max_context` tokens of context. `is_invariant`: the target's
-    operations are batch-invariant.
+    operations are batch-invariant. `drafts`: the kind of drafter, one of DRAFTERS.
     """
 
     shape: str
@@ -66,15 +71,21 @@ class RigSettings:
     has_graphs: bool
     is_adaptive: bool = False  # whether steps may draft fewer tokens than the chain
     is_invariant: bool = False
+    drafts: str = "eagle3"
+
+    @property
+    def num_modules(self) -> int:
+        """MTP modules of the drafter; 0 for another kind."""
+        return {"mtp": 1, "mtp-deep": self.spec_steps}.get(self.drafts, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputedPrompt:
-    """A computed prompt: its tokens, its pages, and the features `[1, K*H]` of its last row."""
+    """A computed prompt: its tokens, its pages, and the features `[rows, K*H]` of its last rows."""
 
     ids: list[int]
     pages: list[int]
-    feature: torch.Tensor
+    features: torch.Tensor
 
 
 class Stepper:
@@ -144,15 +155,16 @@ class Rig:
             self.config: ModelConfig = target_config(settings.shape, settings.model, Path(folder))
             _check_positions(settings, self.shape, self.config.max_position_embeddings)
             name = str(dtype).removeprefix("torch.")
-            self.head_config: Eagle3Config = head_config(
-                self.config, name, settings.draft_vocab_size, Path(folder)
+            self.head_config: Eagle3Config | MtpConfig = (
+                modules_config(self.config, name, settings.num_modules)
+                if settings.num_modules
+                else head_config(self.config, name, settings.draft_vocab_size, Path(folder))
             )
         model = random_target(self.config, dtype, device, is_invariant=settings.is_invariant)
         self._lifecycle.advance(Phase.LOADED)
         configure_aux_capture(model, self.head_config.aux.ids)
         self._lifecycle.advance(Phase.AUX_CONFIGURED)
-        head = random_head(self.head_config, settings.accept_length, dtype, device)
-        head.share(model.embed_tokens, model.lm_head, self.config.max_position_embeddings)
+        make_drafter = self._shared_drafter(model)
         self._lifecycle.advance(Phase.WEIGHTS_SHARED)
         self._each = pages_for(settings.max_request + self.shape.spare_slots, PAGE_SIZE)
         num_pages = 1 + settings.max_batch * self._each + pages_for(settings.max_prompt, PAGE_SIZE)
@@ -161,7 +173,7 @@ class Rig:
         self.plane = FeaturePlane(
             num_pages, PAGE_SIZE, self.head_config.dims.target_feature_width, dtype, device
         )
-        self.drafter = self._drafter(head, num_pages)
+        self.drafter: Drafter = make_drafter(num_pages)
         self.runner = ModelRunner(
             model, pool, max_context=settings.max_context, is_invariant=settings.is_invariant
         )
@@ -213,7 +225,7 @@ class Rig:
             request = _request(f"{number}", prompt.ids, prompt.pages)
             request.num_computed = request.num_prompt
             request.output_ids.append(TOKEN)
-            decoder.draft_prefill(request, prompt.feature, request.num_prompt - 1)
+            decoder.draft_prefill(request, prompt.features, request.num_prompt - prompt.features.shape[0])
             requests.append(request)
         return Stepper(decoder, requests)
 
@@ -248,26 +260,35 @@ class Rig:
 
     def _computed(self, ids: list[int], pages: list[int]) -> ComputedPrompt:
         request = _request("prompt", ids, pages)
-        last = self.prefill(request)[-1:].clone()
+        last = self.prefill(request)[-cache_lookahead(self.drafter) :].clone()
         features = self.plane.features[pages].flatten(0, 1)[: len(ids)]
         request.output_ids.append(TOKEN)
         decoder = self.decoder(has_drafts=True)
         decoder.draft_prefill(request, features, 0)
         decoder.forget(request)
-        return ComputedPrompt(ids=ids, pages=pages, feature=last)
+        return ComputedPrompt(ids=ids, pages=pages, features=last)
 
     def _random_ids(self, length: int, generator: torch.Generator) -> list[int]:
         ids: list[int] = torch.randint(0, self.config.vocab_size, (length - 1,), generator=generator).tolist()
         return [*ids, TOKEN]  # the drafts depend on the last two tokens only
 
-    def _drafter(self, head: Eagle3Head, num_pages: int) -> Eagle3Drafter:
-        return Eagle3Drafter(
-            head,
-            num_pages=num_pages,
-            page_size=PAGE_SIZE,
-            dtype=self.settings.dtype,
-            device=self.settings.device,
-            capacity=self.settings.max_batch + 2,
+    def _shared_drafter(self, model: CausalLM) -> Callable[[int], Drafter]:
+        """Makes the draft model and shares the weights of `model`; the result makes a drafter with as many
+        pages.
+        """
+        settings, config = self.settings, self.head_config
+        device, dtype, capacity = settings.device, settings.dtype, settings.max_batch + 2
+        most = self.config.max_position_embeddings
+        if isinstance(config, MtpConfig):
+            modules = random_modules(config, settings.accept_length, dtype, device)
+            modules.share(model.embed_tokens, model.lm_head, model.norm, most)
+            return lambda num_pages: MtpModel(modules).drafter(
+                num_pages=num_pages, page_size=PAGE_SIZE, capacity=capacity
+            )
+        head = random_head(config, settings.accept_length, dtype, device)
+        head.share(model.embed_tokens, model.lm_head, most)
+        return lambda num_pages: Eagle3Drafter(
+            head, num_pages=num_pages, page_size=PAGE_SIZE, dtype=dtype, device=device, capacity=capacity
         )
 
     def _step_graphs(self, has_drafts: bool) -> StepGraphs:

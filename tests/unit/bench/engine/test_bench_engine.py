@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 from baton.bench.engine.bench import main
-from baton.bench.engine.floors import Ceilings, PassCounts, Work, eagle3_step
+from baton.bench.engine.floors import Ceilings, PassCounts, Work, eagle3_step, mtp_step
+from baton.bench.engine.mtp_model import modules_config
 from baton.bench.engine.shapes import SHAPES, head_config, target_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,6 +44,32 @@ def test_steps_yield_the_requested_accept_length_with_graphs_or_not(accept_lengt
         cell["ratio"] == pytest.approx(cell["timing"]["wall"] / cell["floor_ms"]) for cell in cells.values()
     )
     assert "simulated" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("drafts", ["mtp", "mtp-deep"])
+@pytest.mark.parametrize(("accept_length", "graphs"), [(1, "off"), (3, "on"), (4, "off")])
+def test_steps_with_modules_yield_the_requested_accept_length(drafts, accept_length, graphs, tmp_path):
+    out = tmp_path / "out.json"
+    flags = ["--batch", "1", "2", "--prefill", "--graphs", graphs, "--drafts", drafts, "--json", str(out)]
+    assert main([*SMALL, *flags, "--accept-length", str(accept_length)]) == 0
+    cells = {(cell["kind"], cell["size"]): cell for cell in json.loads(out.read_text())["cells"]}
+    assert [cells[drafts, size]["accepted"] for size in (1, 2)] == [accept_length] * 2
+    assert cells[drafts, 1]["path"] == ("graph" if graphs == "on" else "eager")
+    assert cells[drafts, 1]["floor_ms"] > cells["decode", 1]["floor_ms"]
+
+
+def test_a_step_of_modules_is_a_verify_and_one_pass_of_each(tmp_path):
+    target = target_config("llama-3.1-8b", "", tmp_path)
+    module = PassCounts.of_module(modules_config(target, "bfloat16", 3), 2)
+    counts = PassCounts.of_target(target, 2)
+    assert module.body == counts.body // 32
+    works = mtp_step(counts, module, 3, batch=2, steps=3, context=100)
+    assert len(works) == 4, "verify, and three modules over the front and the verified rows"
+    weights = module.body + module.fc + module.vocab
+    assert works[1].num_bytes == 2 * (weights + 2 * (100 + 2 + 4) * 2048)
+    shared = mtp_step(counts, module, 1, batch=2, steps=3, context=100)
+    assert len(shared) == 4, "verify, two drafts (the first is remembered), extend"
+    assert shared[1].num_bytes == 2 * (weights + 2 * 101 * 2048)
 
 
 def test_the_floor_of_an_8b_decode_step_is_its_weights_and_the_batch_s_kv(tmp_path):
