@@ -109,7 +109,7 @@ def test_a_config_may_say_whether_modules_are_chained(target, config, tmp_path, 
     assert load(path, config, 2).is_chained is expected
 
 
-def test_copies_of_the_targets_embedding_and_head_are_shared_and_others_kept(target, config, tmp_path):
+def test_copies_of_the_targets_weights_are_shared_and_others_are_kept(target, config, tmp_path):
     theirs = load_file(target / "model.safetensors")
     embed, lm_head = theirs["model.embed_tokens.weight"], theirs["lm_head.weight"]
     extra = {
