@@ -93,12 +93,12 @@ class Source:
         return ready_at
 
     def _forward(self) -> Callable[[], bool]:
-        """Keeps the device busy in the place of a forward that writes all pages. Returns whether it has ended."""
+        """Keeps the device busy, in the place of a forward over all pages. Returns whether that has ended."""
         order = self._planes.order
         if not self._planes.kv.is_cuda or order is None:
             return lambda: True
         with torch.cuda.device(self._planes.kv.device):
-            torch.cuda._sleep(FORWARD_CYCLES)
+            torch.cuda._sleep(FORWARD_CYCLES)  # type: ignore[no-untyped-call]
             order.stamp(range(self._num_pages))
             ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ended.record()
