@@ -24,8 +24,6 @@ from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 MAX_ROWS = 32
 MAX_ROWS_GATED = 64
 MIN_ROWS_TILE = 16
-# Up to so many rows a program begins before the previous kernel ends; with more, its memory would not do.
-EARLY_ROWS = 16
 # Tiles of rows that are computed side by side.
 ROW_TILES = 8
 # Bytes of shared memory for the widest tile. Devices with less per program use the library.
@@ -57,9 +55,8 @@ def _skinny_kernel(
     BLOCK_ROWS: tl.constexpr,
     ROW_TILES: tl.constexpr,
     OVERLAPS: tl.constexpr,
-    STARTS_EARLY: tl.constexpr,
 ) -> None:
-    if OVERLAPS and not STARTS_EARLY:
+    if OVERLAPS:
         after_previous()
     # outputs are the rows of the product, because they are the long side
     # programs that run at the same time share rows of x and of W: ROW_TILES tiles of rows for each of W
@@ -76,22 +73,7 @@ def _skinny_kernel(
     p_ups = p_outs + out_size.to(tl.int64) * in_size
     b_y = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
     b_up = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
-    begin = 0
-    if STARTS_EARLY:
-        # no kernel writes weights, so the first tiles are under way while the kernel before ends
-        m_in = i_offset < in_size
-        m_weight = m_out[:, None] & m_in[None, :]
-        b_weight = tl.load(p_outs + i_offset[None, :], mask=m_weight, other=0.0)
-        b_second = b_weight
-        if IS_GATED:
-            b_second = tl.load(p_ups + i_offset[None, :], mask=m_weight, other=0.0)
-        after_previous()
-        b_x = tl.load(p_rows + i_offset[:, None], mask=m_in[:, None] & m_row[None, :], other=0.0)
-        b_y = tl.dot(b_weight, b_x, b_y, input_precision="ieee")
-        if IS_GATED:
-            b_up = tl.dot(b_second, b_x, b_up, input_precision="ieee")
-        begin = BLOCK_IN
-    for first in range(begin, in_size, BLOCK_IN):
+    for first in range(0, in_size, BLOCK_IN):
         i_in = first + i_offset
         m_in = i_in < in_size
         b_x = tl.load(p_rows + i_in[:, None], mask=m_in[:, None] & m_row[None, :], other=0.0)
@@ -172,7 +154,6 @@ def linear_triton(
         x.stride(0),
         HAS_BIAS=bias is not None,
         OVERLAPS=overlaps(x.device),
-        STARTS_EARLY=overlaps(x.device) and block_rows <= EARLY_ROWS,
         launch_pdl=overlaps(x.device),
         IS_GATED=is_gated,
         BLOCK_OUT=tile.out,
