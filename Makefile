@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-FOLDERS := bench cluster decode deploy engine kernels kvtransfer prefill router worker
+FOLDERS := bench cluster decode deploy engine kernels kvtransfer prefill router training worker
 ARGS ?=
 TESTS ?= tests
 SEEDS ?= 20000

@@ -19,29 +19,15 @@ from typing import NamedTuple
 import torch
 
 from .invariant_rows import attend_rows
+from .invariant_splits import BASE_SPLIT, LEVEL_SPLITS, MAX_PARTIAL_BYTES, num_splits, partial_bytes
 from .kv_store import kv_rows
 from .paged_attention import gather_kv
 from .paged_tile import LOG2_E, MIN_DOT, TileShape, check_paged, check_tree_mask, fold_tile, load_kv_tile
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
-# Columns of each of the first LEVEL_SPLITS splits. Those of the next LEVEL_SPLITS are twice as long, and so
-# on: a context of 128 Ki tokens has 81 splits.
-BASE_SPLIT = 256
-LEVEL_SPLITS = 16
 # With fewer programs than multiprocessors of an H200, splits run in parallel.
 MIN_PROGRAMS = 132
 MAX_TILE_ROWS = 128
-# Where the parts of parallel splits would take more memory, each program computes all of its splits.
-MAX_PARTIAL_BYTES = 512 << 20
-
-
-def num_splits(length: int, base_split: int = BASE_SPLIT) -> int:
-    """The number of splits of `length` columns, the first of which have `base_split`."""
-    level_end, size, count = base_split * LEVEL_SPLITS, base_split, 0
-    while length > level_end:
-        count, size = count + LEVEL_SPLITS, 2 * size
-        level_end += LEVEL_SPLITS * size
-    return count + cdiv(length - (level_end - LEVEL_SPLITS * size), size)
 
 
 @jit
@@ -385,7 +371,7 @@ def invariant_attention_triton(
     tile = _tile(q.dtype, head_dim, longest * group, group)
     tiles = cdiv(longest * group, tile.rows)
     splits = num_splits(page_table.shape[1] * page_size, base_split)
-    fits = splits * num_flat * (head_dim + 2) * 4 <= max_partial_bytes
+    fits = partial_bytes(splits, num_flat, head_dim) <= max_partial_bytes
     is_few = has_tree or tiles * kv_heads * num_requests < MIN_PROGRAMS
     if splits == 1 or rows.starts is not None or not fits or not is_few:
         grid = ((longest if has_tree else tiles) * kv_heads, 1, num_requests)

@@ -2,7 +2,8 @@
 
 With "shm" the slab is shared memory of the host, whose descriptor crosses a unix socket. With "cuda_slab" it
 is memory of prefill's device, whose handle is in the SlabGrant; the same unix socket then crosses only the
-token. Its two ends are open as long as the slab is used.
+token, and later frames of the KV plane if both ends read them (`has_wire`). Its two ends are open as long as
+the slab is used.
 """
 
 from typing import Annotated
@@ -28,6 +29,7 @@ class SlabRequest(Message, frozen=True, kw_only=True):
     num_slots: NumSlots  # number of slots that decode asks for: its pulls in flight, and some more
     slot_bytes: SlotBytes  # "shm": the block size of the common layout; "cuda_slab": a multiple of it
     transport: ShortText = "shm"
+    has_wire: bool = False  # decode reads frames from the connection of the hand-over
 
 
 class SlabGrant(Message, frozen=True, kw_only=True):
@@ -42,6 +44,7 @@ class SlabGrant(Message, frozen=True, kw_only=True):
     num_slots: NumSlots
     slot_bytes: SlotBytes
     handle: KeyBytes = b""
+    has_wire: bool = False  # so does prefill
 
     def __repr__(self) -> str:
         """Omits the handle, which must not be logged."""

@@ -1,7 +1,7 @@
 """The dense Llama family, by switches of the config.
 
-It covers Llama, SmolLM2, Qwen2 (biased q, k, v) and Qwen3 (normed q, k). Legend: T tokens, R selected rows, V
-vocabulary, H hidden size, K captured layers.
+It covers Llama, SmolLM2, Qwen2 and MiMo (biased q, k, v) and Qwen3 (normed q, k). Legend: T tokens, R
+selected rows, V vocabulary, H hidden size, K captured layers.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class LlamaForCausalLM:
         self.lm_head = (
             self.embed_tokens if config.tie_word_embeddings else torch.empty_like(self.embed_tokens)
         )
-        self.layers = [_decoder_layer(config, dtype, self.device, ops) for _ in range(config.num_layers)]
+        self.layers = [decoder_layer(config, dtype, self.device, ops) for _ in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, ops=ops)
         self.rotary = RotaryEmbedding(
             config.rope, config.head_dim, config.max_position_embeddings, device, dtype
@@ -117,9 +117,10 @@ class LlamaForCausalLM:
         )
 
 
-def _decoder_layer(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: RowOps
+def decoder_layer(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: RowOps = FASTEST
 ) -> DecoderLayer:
+    """One layer of `config`, with uninitialised weights in `dtype` on `device`, computed by `ops`."""
     attention = SelfAttention(
         config.hidden_size,
         config.hidden_size,

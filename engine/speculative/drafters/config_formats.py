@@ -45,7 +45,7 @@ _NETWORK_KEYS = frozenset(
 # Keys of the trainers and of transformers that do not affect the head's result. num_hidden_layers is among
 # them because one public head carries its target's value. The loader counts the layers in the tensors
 # instead.
-_IGNORED_KEYS = frozenset(
+IGNORED_KEYS = frozenset(
     {
         "_name_or_path",
         "architectures",
@@ -141,7 +141,9 @@ _MODELOPT_ANY = frozenset({"next_layer_regular", "has_lm_head", "num_eagle_featu
 _EAGLE_CONFIG_KEYS = frozenset(
     {"use_aux_hidden_state", "eagle_aux_hidden_state_layer_ids", "norm_before_fc", "norm_before_residual"}
 )
-_NATIVE_ARCHITECTURES = frozenset({"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"})
+_NATIVE_ARCHITECTURES = frozenset(
+    {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3Deep"}
+)
 _PLAIN_TARGETS = frozenset({"llama", "qwen2", "qwen3", "mistral"})
 
 
@@ -204,7 +206,7 @@ def flatten(file: Path, raw: dict[str, object]) -> Fields:
     values = _flatten_speculators(file, raw) if dialect == 4 else _flatten_native(file, raw, dialect)
     fields = Fields(file=file, dialect=dialect, values=values)
     _check_activation(fields, values.pop("hidden_act", "silu"))
-    for key in sorted(values.keys() - _NETWORK_KEYS - _IGNORED_KEYS):
+    for key in sorted(values.keys() - _NETWORK_KEYS - IGNORED_KEYS):
         raise fields.error(
             key, f"= {values[key]!r} is not known to baton and may change what the head computes"
         )

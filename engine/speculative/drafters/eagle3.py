@@ -1,4 +1,4 @@
-"""The EAGLE3 drafter of a decode engine, with its own KV pool under the target's page ids and a state per
+"""The drafter of EAGLE and EAGLE3 heads, with its own KV pool under the target's page ids and a state per
 request.
 
 The head computes draft row i from the target's features of position i and the token at i+1. Rows of drafts
@@ -28,22 +28,22 @@ from ...models.layers import NamedTensors
 from ...row_attention import RowPlan
 from ..drafting.shape import DraftShape
 from ..drafting.verify import AcceptResult
-from .eagle3_head import DraftPhase, Eagle3Head
+from .eagle3_head import DraftPhase, FeatureHead
 from .idle import idle_draft_batch
 from .loops import draft_chain, draft_tree
 from .prefill_graphs import DraftPrefillGraphs, parameters_of
 from .protocol import DraftPrefill, DraftView, Proposal
-from .spec_config import Eagle3Config
+from .spec_config import HeadConfig
 from .states import PAD_ROW, DraftStates
 
 
-def draft_layout(config: Eagle3Config, page_size: int, dtype: torch.dtype) -> MHALayout:
-    """The layout of the draft's KV, under the page ids of the target. A head has one layer."""
-    return MHALayout.of(config, num_layers=1, page_size=page_size, dtype=dtype)
+def draft_layout(config: HeadConfig, page_size: int, dtype: torch.dtype) -> MHALayout:
+    """The layout of the draft's KV, under the page ids of the target."""
+    return MHALayout.of(config, num_layers=config.num_layers, page_size=page_size, dtype=dtype)
 
 
 class Eagle3Drafter:
-    """Runs an EAGLE3 head after `share`; owns the draft KV and the draft state of each request.
+    """Runs an EAGLE or EAGLE3 head after `share`; owns the draft KV and the draft state of each request.
 
     Draft row i depends on the token at i+1. Requests may therefore share a page only if the token behind the
     page is equal, too. Idle rows pad every forward to a multiple of `row_multiple`. An empty prefill runs a
@@ -55,7 +55,7 @@ class Eagle3Drafter:
 
     def __init__(
         self,
-        head: Eagle3Head,
+        head: FeatureHead,
         *,
         num_pages: int,
         page_size: int,
@@ -147,7 +147,7 @@ class Eagle3Drafter:
 
     @property
     def page_rows(self) -> int:
-        return 2 * self.pool.page_size
+        return self.pool.num_layers * 2 * self.pool.page_size
 
     @property
     def late_rows(self) -> int:
@@ -245,14 +245,14 @@ class Eagle3Drafter:
 
 
 class Eagle3Model:
-    """The weights of an EAGLE3 head that shares the target's embedding and lm_head."""
+    """The weights of an EAGLE or EAGLE3 head that shares the target's embedding and lm_head."""
 
-    def __init__(self, head: Eagle3Head) -> None:
+    def __init__(self, head: FeatureHead) -> None:
         self.head = head
 
     @property
     def num_weights(self) -> int:
-        """Number of weights in the layer, `fc` and `lm_head`."""
+        """Number of weights in the layers, `fc` and `lm_head`."""
         head = self.head
         own = sum(
             weight.numel()

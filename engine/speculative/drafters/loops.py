@@ -3,18 +3,35 @@
 Shape legend: B requests, S spare slots of each, N nodes, H draft hidden, Vd draft vocabulary.
 """
 
+from typing import Protocol
+
 import torch
 
 from ...kv.pool import KVPool
+from ...models.layers import Attend
 from ...row_attention import RowPlan
 from ..drafting.shape import DraftShape
-from ..drafting.tree import DraftTree, grow_tree
-from .eagle3_head import DraftPhase, Eagle3Head
+from ..drafting.tree import DraftHead, DraftTree, grow_tree
+from .eagle3_head import DraftPhase
 from .protocol import DraftView
 
 
+class ChainHead(DraftHead, Protocol):
+    """A draft model that feeds its own hidden back, one layer of KV deep."""
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        phase: DraftPhase,
+    ) -> torch.Tensor:
+        """Hidden rows `[T, H]` and tokens `[T]` at `positions` `[T]` -> the output `[T, H]`."""
+
+
 def draft_chain(
-    head: Eagle3Head,
+    head: ChainHead,
     pool: KVPool,
     view: DraftView,
     state: tuple[torch.Tensor, torch.Tensor],
@@ -38,7 +55,7 @@ def draft_chain(
 
 
 def draft_tree(
-    head: Eagle3Head,
+    head: ChainHead,
     pool: KVPool,
     view: DraftView,
     state: tuple[torch.Tensor, torch.Tensor],

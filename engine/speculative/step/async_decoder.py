@@ -22,12 +22,12 @@ from ...host_copy import to_device
 from ...request import Request
 from ...sampling.logprobs import ScoredToken, packed_width, unpack_logprobs
 from ..adaptive import StepPolicy
-from ..drafters.protocol import Drafter
+from ..drafters.protocol import Drafter, reads_features
 from ..drafting.shape import PLAIN, DraftShape
 from ..drafting.tree import branches
 from .device_state import RequestInit
 from .draft_coverage import DraftCoverage
-from .fused_step import ACCEPTED, GOOD, SEEN, WOULD_MATCH, FillMasks, StepKind
+from .fused_step import ACCEPTED, GOOD, PROPOSED, SEEN, FillMasks, StepKind
 from .result import StepResult
 from .step_graphs import Report, StepGraphs
 
@@ -140,10 +140,10 @@ class AsyncDecoder:
 
         The first call for a request may start behind a cached prefix. Later calls continue without a gap. Row
         i needs the token at i+1, so the last row of a prompt waits for the first output token. Rows beyond
-        the draft's context are skipped. No-op without a drafter. Raises AssertionError for a request that
-        already takes steps.
+        the draft's context are skipped. No-op without a drafter that reads features. Raises AssertionError
+        for a request that already takes steps.
         """
-        if self.drafter is None:
+        if self.drafter is None or not reads_features(self.drafter):
             return
         for request, *_ in items:
             assert request not in self._slots, f"{request!r}: its steps have begun"
@@ -238,7 +238,6 @@ class AsyncDecoder:
             )
             if live
         ]
-        warm = [is_warm for _, _, is_warm, _ in found]
         most_left = max((request.num_remaining for request, _, is_warm, _ in found if is_warm), default=1)
         useful_rows = min(shape.num_path, most_left)
         tokens, accept_lens, is_bad, logprobs = [], [], [], []
@@ -260,7 +259,7 @@ class AsyncDecoder:
             tokens=tokens,
             logprobs=logprobs,
             accept_lens=accept_lens,
-            drafted=[offered if is_warm else 0 for is_warm in warm],
+            drafted=[min(offered, row[width + PROPOSED]) if is_warm else 0 for _, row, is_warm, _ in found],
             is_bad=is_bad,
             path=flight.report.path,
         )
@@ -285,6 +284,7 @@ class AsyncDecoder:
         state = self.steps.step.state
         joining = [request for request in requests if request not in self._slots]
         if joining:
+            self.coverage.join(joining)
             self._retire(joining)
             slots = [state.open() for _ in joining]
             state.write(slots, [self._init_of(request) for request in joining])
@@ -326,7 +326,8 @@ class AsyncDecoder:
         A graph always runs all rows of its shape. An eager chain is cut to the rows that some request can
         use.
         """
-        watched = self.shape if self.policy is not None and self.drafter is not None else None
+        is_watched = self.policy is not None and self.policy.is_watched
+        watched = self.shape if is_watched and self.drafter is not None else None
         plain = replace(batch.kind, watched=watched)
         if not any(batch.warm):
             return plain
@@ -391,7 +392,7 @@ class AsyncDecoder:
         if flight.kind.watched is not None:
             if not flight.is_watched:
                 return
-            policy.observe([sum(row[width + WOULD_MATCH] for row in rows)], [len(rows)])
+            policy.observe([sum(row[width + PROPOSED] for row in rows)], [len(rows)])
             return
         counts = Counter(min(row[width + ACCEPTED], useful_rows) - 1 for row in rows)
         levels = range(useful_rows - 1)

@@ -23,7 +23,7 @@ from ...runner.target_graphs import aux_ids_of
 from ...sampling.choose import choose_tokens
 from ...sampling.edits import ALL_ALLOWED, edit_logits
 from ...sampling.logprobs import pack_logprobs, packed_width, top_logprobs
-from ..drafters.protocol import Drafter, DraftView
+from ..drafters.protocol import Drafter, DraftView, reads_features
 from ..drafting.choice import DraftSampling
 from ..drafting.shape import DraftShape
 from ..drafting.tree import DraftTree
@@ -32,9 +32,9 @@ from .device_state import DeviceState, StepRows
 from .late_rows import LateRows
 
 # Columns of a report behind the R tokens: accepted rows; rows before the first with logits that are not
-# finite; rows before the first whose support exceeds the ranked candidates; whether an unused first proposal
-# matches.
-ACCEPTED, GOOD, SEEN, WOULD_MATCH = range(NUM_COUNTS)
+# finite; rows before the first whose support exceeds the ranked candidates; in a step with drafts, the number
+# of drafts found, and in one without, whether an unused first proposal matches.
+ACCEPTED, GOOD, SEEN, PROPOSED = range(NUM_COUNTS)
 
 # (drafts [B, N-1], parents [B, N] of a tree, masks int32 [B, N, W] to be written)
 FillMasks = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None]
@@ -119,11 +119,11 @@ class FusedStep:
         if not breaks.is_recorded:
             self._note_pages(rows, places)
         view = self._view(rows, places, breaks)
-        tokens, tree = self._draft(rows, view, kind.shape)
+        tokens, tree, found = self._draft(rows, view, kind.shape)
         logits, features = self._verify(rows, places, tokens, tree, breaks)
         choice = self._choose(slots, rows, places, logits, tokens, tree, kind, breaks)
         accepted = verify_drafts(kind.shape, tokens, tree, choice.tokens, places.limits)
-        would_match = self._would_match(view, accepted, kind)
+        proposed = self._would_match(view, accepted, kind) if found is None else found
         outcome = step_outcome(
             self.state.integers,
             slots,
@@ -132,12 +132,14 @@ class FusedStep:
             accepted.accept_len,
             choice.is_bad,
             choice.is_unseen,
-            would_match,
+            proposed,
         )
         if tree is not None:
             compact(self.runner.pool, places.slots, accepted)
         if self.drafter is not None:
-            assert features is not None, "the target captured no features for the draft"
+            if features is None:
+                assert not reads_features(self.drafter), "the target captured no features for the draft"
+                features = logits[:, :0]
             if self.late is not None and self.is_late(kind):
                 self.late.keep(slots, rows, features, accepted.tokens[:, 0], outcome.emitted)
             else:
@@ -184,6 +186,7 @@ class FusedStep:
     def _view(self, rows: StepRows, places: Places, breaks: Breaks[StepContext]) -> DraftView:
         tensors = rows.tensors
         return DraftView(
+            newest=rows.newest,
             positions=places.positions,
             kv_rows=places.draft_rows,
             page_table=rows.pages,
@@ -198,13 +201,17 @@ class FusedStep:
 
     def _draft(
         self, rows: StepRows, view: DraftView, shape: DraftShape
-    ) -> tuple[torch.Tensor, DraftTree | None]:
-        """Tokens `[B, N]`, the newest one first, and the tree, if the shape is one."""
+    ) -> tuple[torch.Tensor, DraftTree | None, torch.Tensor | None]:
+        """Tokens `[B, N]`, the newest one first, the tree, if the shape is one, and the number of drafts
+        found, `[B]` (None in a step without drafts).
+        """
         newest = rows.newest[:, None]
         if self.drafter is None or shape.steps == 0:
-            return newest, None
-        proposal = self.drafter.propose(view, shape)
-        return torch.cat((newest, proposal.drafts), dim=1), proposal.tree
+            return newest, None, None
+        drafts, tree, found = self.drafter.propose(view, shape)
+        if found is None:
+            found = torch.full_like(view.lens, shape.num_nodes - 1)
+        return torch.cat((newest, drafts), dim=1), tree, found
 
     def _verify(
         self,
@@ -277,7 +284,7 @@ class FusedStep:
 
     def _would_match(self, view: DraftView, accepted: AcceptResult, kind: StepKind) -> torch.Tensor:
         """Whether one of the unused first proposals equals the target's sample: `[B]` int64, 0 or 1."""
-        if self.drafter is None or kind.watched is None or kind.shape.steps:
+        if self.drafter is None or kind.watched is None:
             return torch.zeros_like(view.lens)
         proposals = self.drafter.first_proposals(view, kind.watched.topk)
         return (proposals == accepted.tokens[:, :1]).any(dim=1).long()

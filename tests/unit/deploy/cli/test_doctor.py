@@ -113,6 +113,13 @@ def test_fault_3_a_head_of_another_model_is_found(capsys, model, tmp_path):
     one(capsys, "model", "hidden_size 4096", f"--model={model}", f"--draft={tmp_path}/head")
 
 
+def test_lookup_asks_for_no_head(model):
+    config = doctor.DoctorConfig(model=str(model), draft="ngram", device="cpu")
+    found = [finding for finding in doctor.examine(config) if finding.check in ("model", "sizes")]
+    assert {finding.level for finding in found} == {OK}
+    assert len(found) == 3, "the model, and the sizes of both roles"
+
+
 def test_fault_4_a_secret_key_readable_by_others_is_found(capsys, keys):
     (keys / "decode.key").chmod(0o644)
     one(capsys, "keys", "readable by others", f"--keys={keys}")
