@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .overlap import after_previous, overlaps
 from .triton_jit import cdiv, jit_varying, next_power_of_2, rows_of, tl
 
 # Elements per program: several narrow rows (heads) together, or one wide row.
@@ -46,10 +45,7 @@ def _rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ) -> None:
-    if OVERLAPS:
-        after_previous()
     i_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     i_column = tl.arange(0, BLOCK_WIDTH)
     m_column = i_column < width
@@ -99,8 +95,6 @@ def rms_norm_triton(
         rows.inner_stride,
         eps,
         HAS_RESIDUAL=residual is not None,
-        OVERLAPS=overlaps(x.device),
-        launch_pdl=overlaps(x.device),
         BLOCK_ROWS=block_rows,
         BLOCK_WIDTH=block_width,
         num_warps=8 if block_width >= 4096 else 4,

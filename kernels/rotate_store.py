@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 
 from .kv_store import check_kv, store_kv
-from .overlap import after_previous, overlaps
 from .rope import apply_rope, check_tables
 from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
@@ -34,10 +33,7 @@ def _rotate_store_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ) -> None:
-    if OVERLAPS:
-        after_previous()
     # program 0 has no token: it reads row 0 and zeros, and so clears the sink
     i_token = tl.program_id(0).to(tl.int64) - 1
     m_token = i_token >= 0
@@ -93,8 +89,6 @@ def rotate_store_triton(
         layer * 2 * plane,
         plane,
         HEAD_DIM=head_dim,
-        OVERLAPS=overlaps(heads.device),
-        launch_pdl=overlaps(heads.device),
         BLOCK_HEADS=BLOCK_HEADS,
         BLOCK_DIM=next_power_of_2(head_dim),
         num_warps=4,

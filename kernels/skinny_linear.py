@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .overlap import after_previous, overlaps
 from .silu_mul import silu_mul
 from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
@@ -54,10 +53,7 @@ def _skinny_kernel(
     BLOCK_IN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     ROW_TILES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ) -> None:
-    if OVERLAPS:
-        after_previous()
     # outputs are the rows of the product, because they are the long side
     # programs that run at the same time share rows of x and of W: ROW_TILES tiles of rows for each of W
     i_group = tl.program_id(0) // (ROW_TILES * tl.cdiv(out_size, BLOCK_OUT))
@@ -153,8 +149,6 @@ def linear_triton(
         in_size,
         x.stride(0),
         HAS_BIAS=bias is not None,
-        OVERLAPS=overlaps(x.device),
-        launch_pdl=overlaps(x.device),
         IS_GATED=is_gated,
         BLOCK_OUT=tile.out,
         BLOCK_IN=tile.inner,

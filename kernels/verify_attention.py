@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 
 from .kv_store import kv_rows
-from .overlap import after_previous, overlaps
 from .paged_attention import batched_attention, gather_kv
 from .paged_tile import (
     LOG2_E,
@@ -169,10 +168,7 @@ def _verify_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ) -> None:
-    if OVERLAPS:
-        after_previous()
     # program (tile of rows and kv head, split, request)
     i_tile, i_kv_head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
     i_split = tl.program_id(1)
@@ -216,10 +212,7 @@ def _merge_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ) -> None:
-    if OVERLAPS:
-        after_previous()
     # one (request, row, head) per program: its splits, weighted by their share of the softmax's denominator
     i_flat = tl.program_id(0).to(tl.int64)
     i_split = tl.arange(0, BLOCK_SPLITS)
@@ -299,8 +292,6 @@ def paged_verify_triton(
         HEAD_DIM=head_dim,
         BLOCK_SPLITS=FEW_SPLITS if splits <= FEW_SPLITS else MAX_SPLITS,
         BLOCK_DIM=next_power_of_2(head_dim),
-        OVERLAPS=overlaps(q.device),
-        launch_pdl=overlaps(q.device),
         num_warps=2,
     )
     return out
@@ -355,8 +346,6 @@ def _launch_splits(
         BLOCK_ROWS=tile.rows,
         BLOCK_COLUMNS=tile.columns,
         BLOCK_DIM=tile.dim,
-        OVERLAPS=overlaps(q.device),
-        launch_pdl=overlaps(q.device),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
