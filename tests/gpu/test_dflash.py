@@ -1,5 +1,6 @@
 """DFLASH on a device: blocks, windows and projections as CUDA graphs give the eager tokens and drafts."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -131,7 +132,9 @@ def test_a_steady_step_of_blocks_does_not_wait_for_the_device(ahead: Engine):
     decoder.policy = None
     requests = begun(ahead, decoder, 4)
     flight = decoder.launch(requests)
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode")  # torch calls it a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(2):
             newer = decoder.launch(requests)
