@@ -156,6 +156,7 @@ def test_modules_do_not_count_as_weights_of_the_target(target, tmp_path):
         ({"num_experts": 8}, ("num_experts = 8", "routed experts")),
         ({"linear_num_value_heads": 32}, ("linear attention",)),
         ({"speculators_model_type": "mtp"}, ("speculators_model_type", "speculators library")),
+        ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "only full rotary")),
         ({"mtp_use_dedicated_embeddings": True}, ("mtp_use_dedicated_embeddings",)),
         ({"hidden_size": 32}, ("hidden_size = 32", "the target has 64")),
         ({"vocab_size": 300}, ("vocab_size = 300", "the target has 256")),
