@@ -161,7 +161,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         room.landed_at = now
         room.handoff_s, room.handoff_bytes = event.seconds, event.num_bytes
         room.handoff_blocks, room.handoff_shm_blocks = event.num_blocks, event.num_shm_blocks
-        room.handoff_device_blocks = event.num_device_blocks
+        room.handoff_device_blocks, room.handoff_nixl_blocks = event.num_device_blocks, event.num_nixl_blocks
         self._counters["handoff_bytes"] += event.num_bytes
         self._counters["handoff_blocks"] += event.num_blocks
         if event.first_token >= self.engine.model_config.vocab_size:

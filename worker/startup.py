@@ -114,7 +114,9 @@ class WorkerStartup(ABC, Generic[C, R]):
             feature_width=engine.feature_width,
             weights_hash=engine.weights_hash,
         )
-        self.transports = transports_of(self.config.transports, has_gpu=engine.pool.device.type == "cuda")
+        self.transports = transports_of(
+            self.config.transports, has_gpu=engine.pool.device.type == "cuda", ciphers=self.ciphers
+        )
 
     def open_sockets(self) -> None:
         """Start the link thread, which opens the KV plane and dials the routers, and the hash of the

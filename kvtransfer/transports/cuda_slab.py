@@ -113,10 +113,6 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         self._fillings: list[_Filling] = []
         self._ended: list[DeviceSlab] = []  # decode may still have them mapped
 
-    def has(self, peer: Peer) -> bool:
-        """Whether the pair has a slab."""
-        return peer in self._lanes
-
     def begin(self, items: Sequence[SendBlock], now: float) -> tuple[int, list[SlabBlock]]:
         """Starts to fill slots with the first runs of `items`, all for one peer.
 

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 
 import torch
 import zmq
-from baton.cluster.net.transport_names import CUDA_SLAB, SHM, TRANSPORTS
+from baton.cluster.net.transport_names import CUDA_SLAB, NIXL, SHM, TRANSPORTS, ZMQ_BLOCKS
 from baton.cluster.protocol.messages import Layout
 from baton.engine.kv.page_order import PageOrder
 from baton.kvtransfer.memory.host_device import HostDevice
@@ -71,7 +71,8 @@ def _elsewhere() -> None:
 
 
 def _transports(kind: str) -> tuple[str, ...]:
-    return TRANSPORTS[TRANSPORTS.index(kind) :]
+    """Without a local one beside nixl, a pair of one host uses it too."""
+    return (NIXL, ZMQ_BLOCKS) if kind == NIXL else TRANSPORTS[TRANSPORTS.index(kind) :]
 
 
 def _device(kind: str) -> HostDevice | None:
@@ -143,7 +144,11 @@ def decode(pipe: Connection, endpoint: str, kind: str, fault: str = "", is_elsew
             while ended is None and time.monotonic() < end:
                 ended = next((e for e in receiver.poll(0.05) if isinstance(e, Complete | Lost)), None)
             if isinstance(ended, Complete):
-                num_blocks = {CUDA_SLAB: ended.num_device_blocks, SHM: ended.num_shm_blocks}[kind]
+                num_blocks = {
+                    CUDA_SLAB: ended.num_device_blocks,
+                    SHM: ended.num_shm_blocks,
+                    NIXL: ended.num_nixl_blocks,
+                }[kind]
                 pipe.send(("complete", bool(torch.equal(kv, right)), num_blocks))
             else:
                 pipe.send(("lost", getattr(ended, "kind", "silence"), 0))
