@@ -12,7 +12,7 @@ from ..cluster.config.roles import WorkerConfig
 from ..cluster.net.endpoints import endpoints_of
 from ..cluster.net.router_links import RouterLinks, dial_routers
 from ..cluster.net.sockets import Socket
-from ..cluster.net.transport_names import transports_of
+from ..cluster.net.transport_names import may_be_open, transports_of
 from ..cluster.process.failpoints import reach_of
 from ..cluster.process.process import Phase, Serve, Shutdown, run_phases
 from ..cluster.process.sd_notify import notifier_of
@@ -115,7 +115,9 @@ class WorkerStartup(ABC, Generic[C, R]):
             weights_hash=engine.weights_hash,
         )
         self.transports = transports_of(
-            self.config.transports, has_gpu=engine.pool.device.type == "cuda", ciphers=self.ciphers
+            self.config.transports,
+            has_gpu=engine.pool.device.type == "cuda",
+            may_be_open=may_be_open(self.ciphers, trusted_network=self.config.trusted_network),
         )
 
     def open_sockets(self) -> None:

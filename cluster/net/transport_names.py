@@ -4,9 +4,11 @@ Each side lists the transports that it supports and allows; prefill picks the be
 works between any two hosts, so every worker lists it, and the other transports fall back to it.
 """
 
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from ..errors import ConfigError, HandshakeRefused
 from ..security.ciphers import AUTO, CRC32C
@@ -41,17 +43,16 @@ def transports_fault(text: str) -> str:
     return ""
 
 
-def transports_of(text: str, *, has_gpu: bool, ciphers: Sequence[str] = (CRC32C,)) -> tuple[str, ...]:
+def transports_of(text: str, *, has_gpu: bool, may_be_open: bool = False) -> tuple[str, ...]:
     """The names in the valid setting `text`, best first.
 
-    `ciphers`: the worker's. "auto" gives all transports of this platform and device, and nixl where there is
-    a fabric with RDMA: over tcp it is slower than messages. Raises ConfigError if the setting names cuda_slab
-    where the pages lie on no GPU, or nixl where blocks must be encrypted between hosts.
+    `may_be_open`: as in `check_nixl`. "auto" gives all transports of this platform and device, and nixl where
+    there is a fabric with RDMA: over tcp it is slower than messages. Raises ConfigError if the setting names
+    cuda_slab where the pages lie on no GPU, or as `check_nixl`.
     """
-    is_clear = CRC32C in ciphers
     if text == AUTO:
-        return tuple(name for name in TRANSPORTS if _is_here(name, has_gpu, is_clear))
-    check_clear(text, ciphers)
+        return tuple(name for name in TRANSPORTS if _is_here(name, has_gpu, may_be_open))
+    check_nixl(text, may_be_open=may_be_open)
     names = text.split(",")
     if CUDA_SLAB in names and not has_gpu:
         others = ",".join(name for name in names if name != CUDA_SLAB)
@@ -59,19 +60,24 @@ def transports_of(text: str, *, has_gpu: bool, ciphers: Sequence[str] = (CRC32C,
     return tuple(name for name in TRANSPORTS if name in names)
 
 
-def check_clear(text: str, ciphers: Sequence[str]) -> None:
-    """Raises ConfigError if the setting `text` names nixl and `ciphers` allow no blocks in the clear."""
-    if NIXL in text.split(",") and CRC32C not in ciphers:
+def may_be_open(ciphers: Sequence[str], *, trusted_network: bool) -> bool:
+    """Whether the settings let blocks travel in the clear, and ports be open to every host of the network."""
+    return trusted_network and CRC32C in ciphers
+
+
+def check_nixl(text: str, *, may_be_open: bool) -> None:
+    """Raises ConfigError if the setting `text` names nixl, unless a worker's ports and blocks may be open."""
+    if NIXL in text.split(",") and not may_be_open:
         raise ConfigError(
-            f"--transports names {NIXL}, which encrypts nothing, and KV blocks must be encrypted: add "
-            f"--kv-cipher {CRC32C} and --trusted-network if only trusted hosts can reach that network, "
+            f"--transports names {NIXL}, which encrypts nothing and listens on every network: add "
+            f"--trusted-network (and --kv-cipher {CRC32C} beside --keys) if only trusted hosts can reach it, "
             f"or leave {NIXL} out"
         )
 
 
-def _is_here(name: str, has_gpu: bool, is_clear: bool) -> bool:
+def _is_here(name: str, has_gpu: bool, may_be_open: bool) -> bool:
     if name == NIXL:
-        return is_clear and has_nixl() and has_rdma()
+        return may_be_open and has_nixl() and bool(rdma_devices())
     return (name not in LOCAL or has_shm()) and (name != CUDA_SLAB or has_gpu)
 
 
@@ -89,12 +95,20 @@ def has_nixl() -> bool:
     return hasattr(os, "eventfd") and any(importlib.util.find_spec(name) for name in nixl_modules(""))
 
 
-def has_rdma() -> bool:
-    """Whether this host has a device for RDMA."""
+def nixl_version() -> str:
+    """The version of the installed wheel of NIXL; "" without one."""
+    for name in nixl_modules(""):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return ""
+
+
+def rdma_devices() -> list[str]:
+    """The names of this host's devices for RDMA."""
     try:
-        return bool(os.listdir(RDMA_DEVICES))
+        return os.listdir(RDMA_DEVICES)
     except OSError:
-        return False
+        return []
 
 
 def has_shm() -> bool:

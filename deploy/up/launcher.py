@@ -31,7 +31,7 @@ from ...cluster.config.load import load_config
 from ...cluster.config.roles import RouterConfig, UpConfig
 from ...cluster.errors import ConfigError, StartupError
 from ...cluster.net.endpoints import bracketed
-from ...cluster.net.transport_names import check_clear
+from ...cluster.net.transport_names import check_nixl, may_be_open
 from ...cluster.process.log import PACKAGE, configure
 from ...cluster.process.process import (
     EXIT_CANNOT_START,
@@ -341,7 +341,8 @@ def _prepare(prog: str, argv: Sequence[str], adjust: Callable[[UpConfig], UpConf
     logging.getLogger("httpx").setLevel(logging.WARNING)
     has_keys = bool(config.keys)
     ciphers = ciphers_of(config.kv_cipher, has_keys=has_keys, trusted_network=config.trusted_network)
-    check_clear(config.transports, ciphers)
+    is_open = may_be_open(ciphers, trusted_network=config.trusted_network)
+    check_nixl(config.transports, may_be_open=is_open)
     shutdown = Shutdown()
     notifier = notifier_of(os.environ)
     cluster = Cluster(config)

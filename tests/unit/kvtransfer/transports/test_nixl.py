@@ -519,14 +519,21 @@ def test_blocks_that_must_be_encrypted_never_take_nixl():
 
 def test_auto_takes_nixl_where_it_is_installed_with_rdma_and_clear_blocks(monkeypatch):
     monkeypatch.setattr(transport_names, "has_nixl", lambda: True)
-    monkeypatch.setattr(transport_names, "has_rdma", lambda: True)
-    assert "nixl" in transports_of("auto", has_gpu=False)
-    assert "nixl" not in transports_of("auto", has_gpu=False, ciphers=("aes-128-gcm", "curve"))
-    with pytest.raises(ConfigError, match=r"encrypts nothing.*--kv-cipher crc32c and --trusted-network"):
-        transports_of("nixl,zmq_blocks", has_gpu=False, ciphers=("curve",))
-    monkeypatch.setattr(transport_names, "has_rdma", lambda: False)
-    assert "nixl" not in transports_of("auto", has_gpu=False), "over tcp it is slower than messages"
-    assert transports_of("nixl,zmq_blocks", has_gpu=False) == NIXL
+    monkeypatch.setattr(transport_names, "rdma_devices", lambda: ["mlx5_0"])
+    assert "nixl" in transports_of("auto", has_gpu=False, may_be_open=True)
+    assert "nixl" not in transports_of("auto", has_gpu=False)
+    with pytest.raises(ConfigError, match=r"encrypts nothing.*--trusted-network \(and --kv-cipher crc32c"):
+        transports_of("nixl,zmq_blocks", has_gpu=False)
+    monkeypatch.setattr(transport_names, "rdma_devices", lambda: [])
+    assert "nixl" not in transports_of("auto", has_gpu=False, may_be_open=True), "over tcp it is slower"
+    assert transports_of("nixl,zmq_blocks", has_gpu=False, may_be_open=True) == NIXL
+
+
+def test_ports_are_open_only_where_the_operator_trusts_network_and_blocks():
+    sealed, clear = ("aes-128-gcm", "curve"), ("crc32c",)
+    assert transport_names.may_be_open(clear, trusted_network=True)
+    assert not transport_names.may_be_open(clear, trusted_network=False)
+    assert not transport_names.may_be_open(sealed, trusted_network=True)
 
 
 def test_naming_nixl_without_its_wheel_is_refused_with_the_remedy(monkeypatch):
