@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 from baton.cluster.net.transport_names import has_nixl
+from baton.deploy.cli.findings import check_paths
 from baton.tests.cluster import shm_peer
+from baton.tests.cluster.serving import complete, random_ids, serving, status, wait_until
 from baton.tests.cluster.slab_peers import Peer, hand_over, started_peers, wait_for
+from baton.tests.parity.toy_models import reference_greedy, reference_model
 
 pytestmark = pytest.mark.skipif(not has_nixl(), reason="needs the wheel of NIXL: pip install 'baton[nixl]'")
 
@@ -181,3 +184,26 @@ def listeners() -> set[str]:
     """The inodes of all tcp sockets of this host that listen on 127.0.0.1, as "lo" has it."""
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return {line[9] for line in lines if line[3] == "0A" and line[1].startswith("0100007F")}
+
+
+def test_a_cluster_over_nixl_answers_with_the_model_s_tokens_and_names_it(served_dir):
+    model, prompts = reference_model(served_dir), [random_ids(20, 256, seed) for seed in range(40)]
+    options = {"transport": "tcp", "trusted_network": True, "transports": "nixl,zmq_blocks", "threads": 1}
+    with serving(served_dir, env=shm_peer.UCX, kv_memory_mb=8, **options) as cluster:
+        ways = []
+        for ids in prompts:
+            tokens, document = complete(cluster, ids, max_tokens=8)
+            assert tokens == reference_greedy(model, ids, 8)
+            ways.append(document["timeline"]["handoff_transport"])
+            if ways[-3:] == ["nixl"] * 3:
+                break
+            time.sleep(0.3)
+        assert ways[-3:] == ["nixl"] * 3, ways
+
+        def rates():
+            workers = status(cluster)["workers"]
+            return next(worker["paths"] for worker in workers if worker["role"] == "decode").get("nixl")
+
+        wait_until(rates, 30, "decode's heartbeat names the way with its rate")
+        (finding,) = check_paths(status(cluster))
+        assert "nixl at " in finding.text
