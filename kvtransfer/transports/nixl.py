@@ -23,6 +23,7 @@ STUCK_S is given up, so that a fabric that swallows packets costs no room.
 """
 
 import logging
+import mmap
 import secrets
 from collections import deque
 from dataclasses import dataclass, field
@@ -239,7 +240,7 @@ class NixlLanes(HostLanes[NixlLane]):
             return NixlSlab(request.num_slots, request.slot_bytes, memory, self._pin)
         left = self._max_bytes - self.num_bytes
         num_slots = slots_that_fit(request, self._block_bytes, left, self._max_bytes, "--slab-mb")
-        memory = np.zeros(num_slots * request.slot_bytes, dtype=np.uint8)
+        memory = _memory_of(num_slots * request.slot_bytes)
         return NixlSlab(num_slots, request.slot_bytes, memory, self._pin)
 
     def _open(self, request: SlabRequest) -> NixlLane:
@@ -353,7 +354,7 @@ class PairReads:
             self._note_fallback(peer, reason)
             return [SlabUnusable(instance=self._instance, slab=message.slab, reason=reason)]
         remote = Slots(message.base, message.num_slots, message.slot_bytes)
-        memory = np.zeros(message.num_slots * message.slot_bytes, dtype=np.uint8)
+        memory = _memory_of(message.num_slots * message.slot_bytes)
         pair.lane = _Landings(
             message.slab,
             message.num_slots,
@@ -533,6 +534,11 @@ class PairReads:
 
     def _count(self) -> None:
         self.counters.nixl_slabs = sum(pair.lane is not None for pair in self._pairs.values())
+
+
+def _memory_of(num_bytes: int) -> Bytes:
+    """Zeroed memory in pages of its own, uint8 `[num_bytes]`; they go back to the system with the array."""
+    return np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
 
 
 def _name(block: SlabBlock) -> tuple[str, int, int]:

@@ -135,7 +135,7 @@ def test_a_killed_decode_leaves_no_slab_and_its_successor_shares_again(start, en
 def test_a_kill_of_both_at_any_block_leaves_nothing_with_a_name(start, endpoint, kind, nth):
     prefill = start(shm_peer.prefill, endpoint, kind, f"sender:block:{nth}")
     decode = start(shm_peer.decode, endpoint, kind)
-    decode.pipe.send((prefill.hello, 0, 3))
+    decode.pipe.send((prefill.hello, 0, 12))  # a room has six runs
     prefill.wait_dead()
     decode.kill()
     assert all(not Path(f"/proc/{peer.pid}/maps").exists() for peer in (prefill, decode))

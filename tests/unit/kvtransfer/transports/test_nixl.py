@@ -10,6 +10,7 @@ from baton.cluster.errors import ConfigError
 from baton.cluster.net import transport_names
 from baton.cluster.net.transport_names import common_transports, transports_fault, transports_of
 from baton.cluster.protocol.slab_messages import SlabBlock, SlabDenied, SlabGrant, SlabRequest, SlabUnusable
+from baton.engine.kv.page_order import PageOrder
 from baton.kvtransfer.memory.slab import SlabError
 from baton.kvtransfer.protocol.layout import KVLayout
 from baton.kvtransfer.transport import Complete, Landed, Lost, Offer, Planes, PullRequest
@@ -121,18 +122,23 @@ class FakeAgent:
 class Pair:
     """Both workers, with a clock that the test moves."""
 
-    def __init__(self, *, sender=NIXL, receiver=NIXL, layout=LAYOUT, fabric=None, **options) -> None:
+    def __init__(
+        self, *, sender=NIXL, receiver=NIXL, layout=LAYOUT, fabric=None, device="cpu", **options
+    ) -> None:
         self.now, self.wire, self.fabric = 0.0, Wire(), fabric or Fabric()
         self.layout, sizes = layout, KVLayout(layout)
+        self.device, order = device, PageOrder(NUM_PAGES, device)
         self.source = Planes(
-            kv=noise(NUM_PAGES, sizes.kv_page_bytes, 1),
-            features=noise(NUM_PAGES, sizes.feature_page_bytes, 2),
+            kv=noise(NUM_PAGES, sizes.kv_page_bytes, 1).to(device),
+            features=noise(NUM_PAGES, sizes.feature_page_bytes, 2).to(device),
+            order=order,
         )
         self.sender = FakeSender(
             self.wire, "p", P, layout, self.source, transports=sender, clock=self.clock,
             open_agent=self.fabric.open, **options,
         )  # fmt: skip
-        self.target = Planes(kv=noise(NUM_PAGES, sizes.kv_page_bytes, 3), features=None)
+        target = noise(NUM_PAGES, sizes.kv_page_bytes, 3).to(device)
+        self.target = Planes(kv=target, features=None, order=PageOrder(NUM_PAGES, device))
         self.receiver = self.decode(D, receiver, self.target)
         self.num_rooms = 0
 
@@ -150,7 +156,7 @@ class Pair:
         self.num_rooms += 1
         room = f"{self.num_rooms:032x}"
         sizes = KVLayout(self.layout)
-        self.features = torch.zeros(10, sizes.feature_page_bytes, dtype=torch.uint8)
+        self.features = torch.zeros(10, sizes.feature_page_bytes, dtype=torch.uint8, device=self.device)
         self.sender.offer(Offer(room=room, epoch=0, num_tokens=NUM_TOKENS, pages=tuple(range(10))))
         self.sender.advance(room, 0, NUM_TOKENS, 42)
         (receiver or self.receiver).pull(
