@@ -9,10 +9,12 @@ import torch
 from baton.cluster.errors import ConfigError
 from baton.cluster.net import transport_names
 from baton.cluster.net.transport_names import common_transports, transports_fault, transports_of
+from baton.cluster.protocol.messages import PROTOCOL_MAJOR, KVHello
 from baton.cluster.protocol.slab_messages import SlabBlock, SlabDenied, SlabGrant, SlabRequest, SlabUnusable
 from baton.engine.kv.page_order import PageOrder
 from baton.kvtransfer.memory.slab import SlabError
 from baton.kvtransfer.protocol.layout import KVLayout
+from baton.kvtransfer.protocol.sender import SenderSession
 from baton.kvtransfer.transport import Complete, Landed, Lost, Offer, Planes, PullRequest
 from baton.kvtransfer.transports.fake import FakeReceiver, FakeSender
 from baton.kvtransfer.transports.nixl import STUCK_S
@@ -521,6 +523,25 @@ def test_blocks_that_must_be_encrypted_never_take_nixl():
     for is_near in (False, True):
         assert "nixl" not in common_transports(ALL, ALL, is_near=is_near, is_clear=False)
     assert common_transports(NIXL, NIXL, is_near=False, is_clear=False) == ("zmq_blocks",)
+
+
+@pytest.mark.parametrize(
+    ("ciphers", "host", "chosen"),
+    [
+        (("crc32c",), "there", "nixl"),
+        (("crc32c",), "here", "nixl"),  # neither names a local transport
+        (("aes-128-gcm", "curve"), "there", "zmq_blocks"),
+        (("curve",), "there", "zmq_blocks"),
+    ],
+)
+def test_prefill_chooses_nixl_for_blocks_in_the_clear_only(ciphers, host, chosen):
+    session = SenderSession(P, LAYOUT, ciphers=ciphers, transports=NIXL, host="here")
+    hello = KVHello(
+        instance=D, protocol=PROTOCOL_MAJOR, layout=LAYOUT, ciphers=ciphers, transports=NIXL, host=host
+    )
+    (welcome,) = session.receive("d", hello, 0.0)
+    assert welcome.message.transport == chosen
+    assert session.speaks("d", D, "nixl") == (chosen == "nixl")
 
 
 def test_auto_takes_nixl_where_it_is_installed_with_rdma_and_clear_blocks(monkeypatch):
