@@ -12,7 +12,7 @@ from ..cluster.config.roles import WorkerConfig
 from ..cluster.net.endpoints import endpoints_of
 from ..cluster.net.router_links import RouterLinks, dial_routers
 from ..cluster.net.sockets import Socket
-from ..cluster.net.transport_names import transports_of
+from ..cluster.net.transport_names import may_be_open, transports_of
 from ..cluster.process.failpoints import reach_of
 from ..cluster.process.process import Phase, Serve, Shutdown, run_phases
 from ..cluster.process.sd_notify import notifier_of
@@ -114,7 +114,11 @@ class WorkerStartup(ABC, Generic[C, R]):
             feature_width=engine.feature_width,
             weights_hash=engine.weights_hash,
         )
-        self.transports = transports_of(self.config.transports, has_gpu=engine.pool.device.type == "cuda")
+        self.transports = transports_of(
+            self.config.transports,
+            has_gpu=engine.pool.device.type == "cuda",
+            may_be_open=may_be_open(self.ciphers, trusted_network=self.config.trusted_network),
+        )
 
     def open_sockets(self) -> None:
         """Start the link thread, which opens the KV plane and dials the routers, and the hash of the

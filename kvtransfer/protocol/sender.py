@@ -281,8 +281,10 @@ class SenderSession:
             if hello.protocol != PROTOCOL_MAJOR:
                 raise HandshakeRefused(f"KV protocols differ: ours {PROTOCOL_MAJOR}, theirs {hello.protocol}")
             common = agree(self.layout.wire, hello.layout)
-            transports = common_transports(self._transports, hello.transports, is_near=self._is_near(hello))
             cipher = agree_cipher(self._ciphers, hello.ciphers)
+            transports = common_transports(
+                self._transports, hello.transports, is_near=self._is_near(hello), is_clear=cipher == CRC32C
+            )
         except HandshakeRefused as refusal:
             self.counters.refused_peers += 1
             return [SendMessage(peer, KVRefused(instance=self.instance, reason=str(refusal)))]

@@ -118,10 +118,6 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         self._fillings: list[_Filling] = []
         self._ended: list[DeviceSlab] = []  # decode may still have them mapped
 
-    def has(self, peer: Peer) -> bool:
-        """Whether the pair has a slab."""
-        return peer in self._lanes
-
     def connections(self) -> list[tuple[Peer, socket.socket]]:
         """The connections of all slabs from which frames are read."""
         return [(peer, lane.slab.connection) for peer, lane in self._lanes.items() if lane.request.has_wire]
