@@ -307,16 +307,16 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 ),
             )
         )
-        logger.info(
-            "prefill completed",
-            extra=fields(
-                room=request.room, tokens=request.num_prompt, cached=room.cached_tokens, chunks=room.chunks
-            ),
-        )
         self.reach("prefill:first")
         room.state = PrefillState.HANDED
         self._send(
             Advance(
                 room=request.room, epoch=request.epoch, tokens_ready=request.num_prompt, first_token=token
             )
+        )
+        logger.info(
+            "prefill completed",
+            extra=fields(
+                room=request.room, tokens=request.num_prompt, cached=room.cached_tokens, chunks=room.chunks
+            ),
         )
