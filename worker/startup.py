@@ -1,5 +1,6 @@
 """The start of a worker process, the same for both roles: from the settings to the main loop, in phases."""
 
+import gc
 import logging
 import os
 import time
@@ -76,6 +77,8 @@ class WorkerStartup(ABC, Generic[C, R]):
         Returns the function that serves until the worker has drained and returns the exit code.
         """
         times = run_phases(self.phases())
+        gc.collect()
+        gc.freeze()  # objects of the start-up live on; a collection that scans them stops a worker for long
         parts = [part for part in times if part[0] != LOAD_ENGINE] + self._engine_times
         shown = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts if seconds >= SHORTEST_SHOWN)
         logger.info("started in %.1f s: %s", sum(seconds for _, seconds in times), shown)
