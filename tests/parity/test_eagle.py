@@ -405,7 +405,7 @@ def test_a_parallel_head_without_its_mask_is_refused_and_so_are_trees(
     with pytest.raises(CheckpointError, match=r"mask_hidden .* is missing"):
         load(tmp_path, deep_target, config, tensors)
     head = SourcedEngine(deep_target, heads["parallel eagle3"]).drafter.head
-    with pytest.raises(CheckpointError, match="spec_topk 2.*chains"):
+    with pytest.raises(CheckpointError, match=r"spec_topk 2.*chains"):
         Eagle3Model(head).check(DraftShape.of(3, 2))
 
 
