@@ -110,10 +110,16 @@ test: model
 	  $(PYTEST) -m 'not cluster and not slow and not gpu' --durations=15 $(TESTS) || failed=$$?; \
 	  wait $$lint || failed=$$?; cat .lint/report; exit $$failed
 
-test-cluster: model
+# the wheel of NIXL (68 MB, 240 installed) only where tests use it: the second tier runs transfers over UCX on tcp
+$(VENV)/.nixl: pyproject.toml constraints.txt | install
+	@echo 'installing NIXL, for its tests'
+	@$(PIP) install -qq -e '.[nixl]' -c constraints.txt
+	@touch $@
+
+test-cluster: model $(VENV)/.nixl
 	$(PYTEST) -m 'cluster and not slow and not gpu' --durations=15 $(TESTS)
 
-test-full: lint model
+test-full: lint model $(VENV)/.nixl
 	$(PYTEST) --durations=30 $(TESTS)
 
 faults: install

@@ -48,6 +48,7 @@ def _handoff(room: DecodeRoom) -> dict[str, Attribute]:
         "baton.handoff_blocks": room.handoff_blocks,
         "baton.handoff_shm_blocks": room.handoff_shm_blocks,
         "baton.handoff_device_blocks": room.handoff_device_blocks,
+        "baton.handoff_nixl_blocks": room.handoff_nixl_blocks,
         "baton.have_tokens": room.have,
     }
 

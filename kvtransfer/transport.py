@@ -98,6 +98,7 @@ class Complete:
     num_blocks: int
     num_shm_blocks: int = 0  # blocks of these that were read from shared memory
     num_device_blocks: int = 0  # blocks of these that were read from the memory of prefill's device
+    num_nixl_blocks: int = 0  # blocks of these that were read through NIXL
     seconds: float
     tail_seconds: float = 0.0
 

@@ -317,7 +317,6 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 room=request.room, epoch=request.epoch, tokens_ready=request.num_prompt, first_token=token
             )
         )
-        self.engine.cache.insert(request.prompt_ids, request.pages, request.salt)
         logger.info(
             "prefill completed",
             extra=fields(

@@ -15,12 +15,14 @@ import torch
 from ...engine.models.config import ModelConfig
 from ...engine.models.interface import CausalLM
 from ...engine.speculative.drafters.eagle3 import Eagle3Drafter
+from ...engine.speculative.drafters.mtp import MtpModel
 from ...engine.speculative.drafters.ngram import NgramConfig, NgramDrafter
 from ...engine.speculative.drafters.protocol import Drafter, DraftView, Proposal
 from ...engine.speculative.drafting.shape import DraftShape
 from .blocks import SimulatedBlocks, block_config, block_step, random_blocks
-from .floors import PassCounts, Work, chain_step
+from .floors import PassCounts, Work, chain_step, mtp_step
 from .model import TOKEN, WRONG, random_eagle, random_head
+from .mtp_model import modules_config, random_modules
 from .shapes import eagle_head_config, head_config
 
 ALL = "all"
@@ -137,6 +139,39 @@ class BenchDflash:
         return block_step(target, self.config, batch, steps, context)
 
 
+class BenchMtp:
+    """One MTP module that is recycled over the steps."""
+
+    def __init__(self, wish: DraftWish) -> None:
+        self.wish = wish
+        self.config = modules_config(wish.config, wish.dtype_name, self.num_modules)
+        self.feature_ids = self.config.aux.ids
+
+    @property
+    def num_modules(self) -> int:
+        return 1
+
+    def share(self, model: CausalLM) -> Callable[[int], Drafter]:
+        wish = self.wish
+        head = random_modules(self.config, wish.accept_length, wish.dtype, wish.device)
+        head.share(model.embed_tokens, model.lm_head, model.norm, wish.config.max_position_embeddings)
+        return lambda num_pages: MtpModel(head).drafter(
+            num_pages=num_pages, page_size=wish.page_size, capacity=wish.capacity
+        )
+
+    def step(self, target: PassCounts, batch: int, steps: int, context: int) -> list[Work]:
+        module = PassCounts.of_module(self.config, self.wish.dtype.itemsize)
+        return mtp_step(target, module, self.num_modules, batch, steps, context)
+
+
+class BenchDeepMtp(BenchMtp):
+    """As many MTP modules as steps."""
+
+    @property
+    def num_modules(self) -> int:
+        return self.wish.steps
+
+
 class BenchNgram:
     """Lookup in the request's own tokens, whose text repeats one token."""
 
@@ -158,7 +193,14 @@ class BenchNgram:
 
 
 DRAFTERS: Mapping[str, Callable[[DraftWish], BenchDrafter]] = MappingProxyType(
-    {"eagle3": BenchEagle3, "eagle": BenchEagle, "dflash": BenchDflash, "ngram": BenchNgram}
+    {
+        "eagle3": BenchEagle3,
+        "eagle": BenchEagle,
+        "dflash": BenchDflash,
+        "mtp": BenchMtp,
+        "mtp-deep": BenchDeepMtp,
+        "ngram": BenchNgram,
+    }
 )
 
 

@@ -93,6 +93,7 @@ class DecodeTimeline(Struct, frozen=True, kw_only=True):
     handoff_blocks: Count = 0
     handoff_shm_blocks: Count = 0  # blocks of these that were read from shared memory
     handoff_device_blocks: Count = 0  # blocks of these that were read from the memory of prefill's device
+    handoff_nixl_blocks: Count = 0  # blocks of these that were read through NIXL
     have_tokens: Count = 0  # tokens of the prefix that decode already held and did not pull
     draft_prefill_ms: float = 0.0
     queue_ms: float = 0.0  # landed to first decode step

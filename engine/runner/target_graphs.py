@@ -76,7 +76,8 @@ class WholePrefillGraphs:
             name: torch.zeros(most, dtype=torch.int64, device=device)
             for name in ("input_ids", "positions", "slots")
         }
-        max_pages = pages_for(min(attention.recordable_context, pool.num_slots), pool.page_size)
+        # whole pages only: a batch counts its context in pages, and must not exceed the buffers
+        max_pages = min(attention.recordable_context, pool.num_slots) // pool.page_size
         self.places = RequestPlaces.empty(MAX_WHOLE_REQUESTS, max_pages, device)
         self._page_size = pool.page_size
         self._attention = attention

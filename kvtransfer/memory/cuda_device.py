@@ -29,8 +29,8 @@ from .slab import SlabError
 logger = logging.getLogger(__name__)
 
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
-MIN_NUMBERS = 1 << 14  # of the smallest table: 128 MiB in pages of 2 MiB and their features
-NUM_TABLES, MAX_SPARE_TABLES = 4, 8
+MIN_NUMBERS = 1 << 15  # of the smallest table: 512 MiB in pages of 2 MiB and their features
+NUM_TABLES, MAX_SPARE_TABLES = 8, 16
 
 
 class _Handle(ctypes.Structure):

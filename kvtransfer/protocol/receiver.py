@@ -214,7 +214,9 @@ class ReceiverSession:
             self.counters.unexpected += 1
         return None
 
-    def landed(self, peer: Peer, block: AnyBlock, now: float, *, is_device: bool = False) -> list[Effect]:
+    def landed(
+        self, peer: Peer, block: AnyBlock, now: float, *, is_device: bool = False, is_nixl: bool = False
+    ) -> list[Effect]:
         """Records that blocks accepted by `expect` or `expect_run` were checked and are in their pages."""
         link = self._links[peer]
         room = link.rooms[block.room]
@@ -225,9 +227,10 @@ class ReceiverSession:
         count = count_of(block)
         for number in range(block.block, block.block + count):
             room.land(number)
-        if isinstance(block, SlabBlock) and not is_device:
+        if isinstance(block, SlabBlock) and not is_device and not is_nixl:
             room.num_shm_blocks += count
         room.num_device_blocks += count if is_device else 0
+        room.num_nixl_blocks += count if is_nixl else 0
         room.heard_at = now
         for other in link.rooms.values():
             if other is room or not other.is_waiting:
@@ -377,6 +380,7 @@ class ReceiverSession:
             num_blocks=stream.num_blocks,
             num_shm_blocks=room.num_shm_blocks,
             num_device_blocks=room.num_device_blocks,
+            num_nixl_blocks=room.num_nixl_blocks,
             seconds=now - room.announced_at,
             tail_seconds=now - room.final_at,
         )

@@ -10,7 +10,7 @@
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...cluster.errors import HandshakeRefused, LocalProtocolError
 from ...cluster.net.transport_names import ZMQ_BLOCKS, common_transports
@@ -65,11 +65,12 @@ class _Greeted:
 
 @dataclass(frozen=True)
 class _Early:
-    """An Attach that came before its offer."""
+    """An Attach that came before its offer, and the pulls behind it: first block -> count."""
 
     peer: Peer
     attach: Attach
     expires_at: float
+    pulls: dict[int, int] = field(default_factory=dict)
 
 
 class SenderSession:
@@ -143,6 +144,9 @@ class SenderSession:
             del self._early[offer.room]
             if early.peer in self._peers:
                 effects += self._attach(early.peer, self._peers[early.peer], early.attach, now)
+            if room.state is SenderState.ATTACHED and early.attach.epoch == offer.epoch:
+                for block, count in early.pulls.items():
+                    self._keep_pull(room, block, count)
         return effects
 
     def launched(self, room: str, epoch: int, tokens: int) -> list[Effect]:
@@ -277,8 +281,10 @@ class SenderSession:
             if hello.protocol != PROTOCOL_MAJOR:
                 raise HandshakeRefused(f"KV protocols differ: ours {PROTOCOL_MAJOR}, theirs {hello.protocol}")
             common = agree(self.layout.wire, hello.layout)
-            transports = common_transports(self._transports, hello.transports, is_near=self._is_near(hello))
             cipher = agree_cipher(self._ciphers, hello.ciphers)
+            transports = common_transports(
+                self._transports, hello.transports, is_near=self._is_near(hello), is_clear=cipher == CRC32C
+            )
         except HandshakeRefused as refusal:
             self.counters.refused_peers += 1
             return [SendMessage(peer, KVRefused(instance=self.instance, reason=str(refusal)))]
@@ -340,7 +346,15 @@ class SenderSession:
         expires_at = old.expires_at if old is not None and is_same else now + self._early_s
         if not is_same:
             self._early.pop(attach.room, None)
-        self._early[attach.room] = _Early(peer, attach, expires_at)
+        pulls: dict[int, int] = {}
+        if old is not None and (old.attach.epoch, old.attach.instance, old.attach.have) == (
+            attach.epoch,
+            attach.instance,
+            attach.have,
+        ):
+            pulls = old.pulls
+            attach = attach if attach.run_blocks else old.attach  # decode repeats it without its pulls
+        self._early[attach.room] = _Early(peer, attach, expires_at, pulls)
         alive = Announce(room=attach.room, epoch=attach.epoch, instance=self.instance, tokens_ready=0)
         effects: list[Effect] = [SendMessage(peer, alive)]
         if len(self._early) > self._max_early:
@@ -356,6 +370,14 @@ class SenderSession:
     ) -> list[Effect]:
         """Answers a message about a room that this peer has not attached."""
         early = self._early.get(message.room)
+        if (
+            isinstance(message, Pull)
+            and early is not None
+            and (early.attach.epoch, early.attach.instance) == (message.epoch, message.instance)
+        ):
+            if len(early.pulls) < MAX_EARLY_PULLS:
+                early.pulls[message.block] = message.count
+            return []
         if isinstance(message, Abort) and early is not None and early.attach.epoch <= message.epoch:
             del self._early[message.room]
             return []
@@ -390,7 +412,8 @@ class SenderSession:
     def _keep_pull(self, known: SenderRoom, block: int, count: int) -> bool:
         """Keeps a pull until its blocks are ready. False: the room has too many."""
         assert known.stream is not None
-        if len(known.early_pulls) >= MAX_EARLY_PULLS and block not in known.early_pulls:
+        is_full = len(known.early_pulls) >= MAX_EARLY_PULLS and block not in known.early_pulls
+        if is_full or block >= known.stream.num_blocks:
             return False
         known.early_pulls[block] = min(count, known.stream.num_blocks - block)
         return True

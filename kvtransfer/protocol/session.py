@@ -215,6 +215,7 @@ class ReceiverRoom:
     next_block: int = 0
     num_shm_blocks: int = 0  # blocks in place that were read from shared memory
     num_device_blocks: int = 0  # blocks in place that were read from the memory of prefill's device
+    num_nixl_blocks: int = 0  # blocks in place that were read through NIXL
     num_leading: int = 0  # blocks [0, num_leading) are in place
     in_flight: dict[int, InFlight] = field(default_factory=dict)
     landed_ahead: set[int] = field(default_factory=set)  # in place, but behind a gap

@@ -13,7 +13,7 @@ their own process only.
 
 import logging
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ...cluster.process.log import fields as log_fields
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 DEVICE_SLAB_BYTES = 1 << 30  # limit of all device slabs of a prefill worker together
 SLOT_BYTES = 32 << 20  # largest slot: 16 pages of a model with 128 KiB per token
 DEVICE_WINDOW = 8  # slots that are filled or read at a time, so that neither end waits for the other
-FIRST_RUNS, RUNS_PER_MOVE = 2, 8  # of prefill's moves: decode reads the first runs while others are gathered
+RUNS_PER_MOVE = 4  # of prefill's moves: decode starts to read these runs while it hears of the next ones
 SLOT_WAIT_S = 0.25  # a run waits for a free slot; then its blocks go as messages
 NEWS_S = 2e-5  # between two looks for messages while a move is under way
 SPIN_S = 0.001  # a move takes less
@@ -118,10 +118,6 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         self._fillings: list[_Filling] = []
         self._ended: list[DeviceSlab] = []  # decode may still have them mapped
 
-    def has(self, peer: Peer) -> bool:
-        """Whether the pair has a slab."""
-        return peer in self._lanes
-
     def connections(self) -> list[tuple[Peer, socket.socket]]:
         """The connections of all slabs from which frames are read."""
         return [(peer, lane.slab.connection) for peer, lane in self._lanes.items() if lane.request.has_wire]
@@ -157,8 +153,8 @@ class DeviceLanes(SlabLanes[DeviceLane]):
             lane.full_since = None
             held.append((item, slot))
         fresh = [(item, slot) for item, slot in held if slot.header is None and not slot.is_filling]
-        for first, last in _groups(len(fresh)):
-            self._fill(lane.slab, fresh[first:last])
+        for first in range(0, len(fresh), RUNS_PER_MOVE):
+            self._fill(lane.slab, fresh[first : first + RUNS_PER_MOVE])
         return len(held), [slot.header for _, slot in held if slot.header is not None]
 
     def is_waiting(self, peer: Peer, now: float) -> bool:
@@ -267,11 +263,3 @@ class DeviceLanes(SlabLanes[DeviceLane]):
 
     def _count(self) -> None:
         self.counters.device_slabs = len(self._lanes) + len(self._ended)
-
-
-def _groups(num_runs: int) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of the runs of each move."""
-    last = 0
-    while last < num_runs:
-        first, last = last, min(num_runs, last + (RUNS_PER_MOVE if last else FIRST_RUNS))
-        yield first, last

@@ -36,6 +36,11 @@ class Polling(Endpoint[Queued]):
     def _sockets(self) -> list[Socket]:
         """The open sockets; `_turn` reads all of them."""
 
+    @property
+    @abstractmethod
+    def wake_fds(self) -> list[int]:
+        """Descriptors of other threads that have something for `poll`."""
+
     @abstractmethod
     def next_deadline(self, now: float) -> float | None:
         """Latest monotonic time of the next `poll`; None: only a message makes it due.
@@ -64,13 +69,14 @@ class Polling(Endpoint[Queued]):
         self._foreign.append(pollable)
 
     def pollables(self) -> list[int]:
-        """The sockets' file descriptors, for a wait directly after `next_deadline`.
+        """The file descriptors of sockets and of other threads, for a wait directly after `next_deadline`.
 
         They change with the connections.
         """
         return [
             *(int(socket.get(zmq.FD)) for socket in self._sockets()),
             *(wire.fileno() for _, wire in self._wires()),
+            *self.wake_fds,
         ]
 
     def has_unread(self) -> bool:

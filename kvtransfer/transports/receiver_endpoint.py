@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 
 from ...cluster.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
-from ...cluster.net.transport_names import CUDA_SLAB, LOCAL, ZMQ_BLOCKS
+from ...cluster.net.transport_names import CUDA_SLAB, LOCAL, NIXL, ZMQ_BLOCKS
 from ...cluster.protocol.codec import BATCHED, encode, encode_batch, kv_down_frames, unknown_messages
 from ...cluster.protocol.kv_messages import PairDown
 from ...cluster.protocol.messages import Attach, Block, KVWelcome, Layout, Pull, Release
@@ -26,6 +26,8 @@ from ..protocol.session import LEASE_S, WINDOW, CloseLink, Effect, Notify, Peer,
 from ..transport import Complete, Lost, Offer, Planes, PullRequest
 from .cuda_slab import NEWS_S, SLOT_BYTES, SPIN_S, device_of, host_id, next_poll
 from .endpoint import Clock, Endpoint
+from .nixl import Arrived, PairReads
+from .nixl_agent import OpenAgent, open_nixl
 from .path_rates import PathRates
 from .shm import ReceiverSlabs
 from .slab_lanes import SlabCounters
@@ -60,10 +62,11 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         transports: Sequence[str] = (ZMQ_BLOCKS,),
         device: Device | None = None,
         slot_bytes: int = SLOT_BYTES,
+        open_agent: OpenAgent = open_nixl,
         clock: Clock = time.monotonic,
     ) -> None:
         """`device`: another device than that of the planes, for tests without a GPU. `slot_bytes`: the
-        largest slot in a device's memory.
+        largest slot in a device's memory. `open_agent`: NIXL.
         """
         super().__init__(clock)
         if CUDA_SLAB in transports and device is None:
@@ -96,6 +99,11 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             device=device,
             slot_bytes=slot_bytes,
         )
+        self._nixl: PairReads | None = None
+        if NIXL in self._transports:
+            self._nixl = PairReads(
+                instance, self._slabs.counters, open_agent, window=window, pin=self._writer.pin
+            )
 
     def offer(self, offer: Offer) -> None:
         """Raises LocalProtocolError: decode does not offer."""
@@ -113,6 +121,8 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         """As `KVTransport.pull`. Raises LocalProtocolError as `ReceiverSession.pull`."""
         self._perform(self.session.pull(request, self._clock()))
         self._tell(request.endpoint, self._slabs.ask_again(request.endpoint, self._clock()))
+        if self._nixl is not None:
+            self._nixl.ask_again(request.endpoint, self._clock())
 
     def release(self, room: str, epoch: int, reason: str) -> None:
         """As `KVTransport.release`."""
@@ -137,8 +147,14 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             self._slabs.next_deadline(),
             self._retry_at if self._outbox else None,
             next_poll((landing.move for landing in self._landings), now),
+            self._nixl.next_deadline() if self._nixl is not None else None,
         ]
         return min((t for t in times if t is not None), default=None)
+
+    @property
+    def wake_fds(self) -> list[int]:
+        """Descriptors of other threads that have something for `poll`."""
+        return [] if self._nixl is None else self._nixl.thread.wake_fds
 
     def _close_link(self, peer: Peer) -> None:
         """Closes the connection to a peer without rooms, or a broken connection.
@@ -147,6 +163,8 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         """
         self._outbox.pop(peer, None)
         self._slabs.drop(peer)
+        if self._nixl is not None:
+            self._nixl.drop(peer)
         self._set_runs(peer)
 
     def _receive_frames(self, peer: Peer, frames: Sequence[memoryview]) -> None:
@@ -181,6 +199,8 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             return self._receive_block(peer, message, frames[1], now)
         if isinstance(message, SlabDown):
             answers = self._slabs.handle(peer, message)
+            if self._nixl is not None:
+                answers += self._nixl.handle(peer, message, now)
             self._set_runs(peer)
             self._tell(peer, *answers)
             return []
@@ -191,6 +211,8 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                 block_bytes = message.layout.block_bytes
                 self._tell(peer, self._slabs.greet(peer, message.instance, block_bytes, now, mine))
                 self._set_runs(peer)  # the slab of an earlier process is dropped
+        if isinstance(message, KVWelcome) and self._nixl is not None and message.transport == NIXL:
+            self._nixl.greet(peer, message.instance, message.layout.block_bytes, now)
         effects = self.session.receive(peer, message, now)
         link = self.session.link_of(peer)
         if isinstance(message, KVWelcome) and link is not None and link.is_greeted(message.instance):
@@ -219,6 +241,8 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         for landing in self._landings:
             landing.move.wait()
         self._slabs.close()
+        if self._nixl is not None:
+            self._nixl.close()
 
     def _receive_slab_blocks(self, peer: Peer, blocks: Sequence[SlabBlock], now: float) -> list[Effect]:
         """Handles all blocks of a frame together.
@@ -230,6 +254,10 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         if on_device:
             effects += self._begin_landing(peer, on_device, now)
             blocks = [block for block in blocks if block not in on_device]
+        if self._nixl is not None:
+            remote = [block for block in blocks if self._nixl.has(peer, block)]
+            effects += self._begin_reads(self._nixl, peer, remote, now)
+            blocks = [block for block in blocks if block not in remote]
         expected: list[tuple[SlabBlock, Arrival]] = []
         for block in blocks:
             data = self._slabs.read(peer, block)
@@ -252,6 +280,54 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                 *self._settle_slab_block(peer, block, is_right, now),
             ]
         return effects
+
+    def _begin_reads(
+        self, nixl: PairReads, peer: Peer, blocks: Sequence[SlabBlock], now: float
+    ) -> list[Effect]:
+        """Starts to read blocks through NIXL; `_settle_reads` goes on."""
+        effects: list[Effect] = []
+        for block in blocks:
+            if nixl.is_reading(peer, block):
+                self.session.counters.duplicate_blocks += 1
+            elif self.session.expect(peer, block, block.size) is None:
+                effects.append(SendMessage(peer, nixl.freed(block)))
+            elif nixl.has(peer, block) and nixl.begin(peer, block, now):
+                self.reach("receiver:read")
+            else:
+                self.session.counters.unexpected += 1
+                effects += [SendMessage(*one) for one in nixl.unusable(peer, block, now)]
+        return effects
+
+    def _settle_reads(self, nixl: PairReads) -> None:
+        """Lands the blocks whose reads have ended."""
+        arrived, messages = nixl.settle(self._clock())
+        effects: list[Effect] = [SendMessage(*one) for one in messages]
+        for one in arrived:
+            is_right = self._land(one)
+            effects.append(SendMessage(one.peer, nixl.landed(one)))
+            if is_right is not None:
+                effects += self._settle_read(one, is_right)
+        if effects:
+            self._perform(effects)
+
+    def _land(self, one: Arrived) -> bool | None:
+        """Whether the block has its digest and is in its pages; None if nobody wants it any more."""
+        block = one.block
+        segments, link = self._expect(one.peer, block, block.size), self.session.link_of(one.peer)
+        if segments is None or link is None:
+            return None
+        seed = digest_seed(block.room, block.epoch, block.block, block.size)
+        arrival = Arrival(one.data, segments, link.rooms[block.room].request, seed, block.digest)
+        return self._writer.land([arrival], is_pinned=one.is_pinned)[0]
+
+    def _settle_read(self, one: Arrived, is_right: bool) -> list[Effect]:
+        block, now = one.block, self._clock()
+        if not is_right or (now - one.began) * 1000 >= block.lease_ms:
+            return self.session.corrupt(one.peer, block, now)
+        self._slabs.counters.nixl_blocks += 1
+        self._slabs.counters.nixl_bytes += block.size
+        self.reach("receiver:block")
+        return self.session.landed(one.peer, block, now, is_nixl=True)
 
     def _begin_landing(self, peer: Peer, blocks: Sequence[SlabBlock], now: float) -> list[Effect]:
         """Starts to write runs from device memory into their pages; `_settle_landings` goes on."""
@@ -413,6 +489,8 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         for peer in self._slabs.sweep(now):
             self._set_runs(peer)
         self._settle_landings()
+        if self._nixl is not None:
+            self._settle_reads(self._nixl)
         self._perform(self.session.tick(now))
         self._flush(now)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from ...cluster.errors import LocalProtocolError, RemoteProtocolError
-from ...cluster.net.transport_names import CUDA_SLAB, SHM, ZMQ_BLOCKS
+from ...cluster.net.transport_names import CUDA_SLAB, NIXL, SHM, ZMQ_BLOCKS
 from ...cluster.protocol.codec import encode, encode_batch, kv_up_frames, unknown_messages
 from ...cluster.protocol.kv_messages import BLOCK_BYTES
 from ...cluster.protocol.messages import KVUp, KVWelcome, Layout, Release
@@ -25,6 +25,8 @@ from ..protocol.session import LEASE_S, Effect, Notify, Peer, SendBlock, SendMes
 from ..transport import Dropped, Offer, Planes, PullRequest, Released
 from .cuda_slab import DEVICE_SLAB_BYTES, DeviceLanes, device_of, host_id
 from .endpoint import RETRY_S, Clock, Endpoint
+from .nixl import NixlLanes
+from .nixl_agent import OpenAgent, open_nixl
 from .pending_reads import PendingReads
 from .prepared_blocks import Key, PreparedBlocks, key_of
 from .shm import SLAB_BYTES, SenderSlabs
@@ -52,11 +54,13 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         slab_bytes: int = SLAB_BYTES,
         device_slab_bytes: int = DEVICE_SLAB_BYTES,
         device: Device | None = None,
+        open_agent: OpenAgent = open_nixl,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`slab_bytes`, `device_slab_bytes`: limits of all slabs in memory of the host and of the device.
+        """`slab_bytes`, `device_slab_bytes`: limits of all slabs in memory of the host and of the device, and
+        the first also of the slabs for NIXL.
 
-        `device`: another device than that of the planes, for tests without a GPU.
+        `device`: another device than that of the planes, for tests without a GPU. `open_agent`: NIXL.
         """
         super().__init__(clock)
         if CUDA_SLAB in transports and device is None:
@@ -93,6 +97,17 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
                 lease_s=lease_s,
                 max_bytes=device_slab_bytes,
             )
+        self._nixl: NixlLanes | None = None
+        if NIXL in names:
+            self._nixl = NixlLanes(
+                instance,
+                layout.block_bytes,
+                self._slab_counters,
+                open_agent,
+                lease_s=lease_s,
+                max_bytes=slab_bytes,
+                pin=pin,
+            )
         self._waiting: set[Key] = set()  # the blocks in the outbox
         self._slots_per_frame = _slots_per_frame(layout, planes)
 
@@ -123,8 +138,15 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
 
     @property
     def slots(self) -> tuple[int, int]:
-        """The slots of shared memory in use, and all of them."""
-        return self._slabs.slots
+        """The slots of shared memory and of slabs for NIXL in use, and all of them."""
+        used, total = self._slabs.slots
+        others = (0, 0) if self._nixl is None else self._nixl.slots
+        return used + others[0], total + others[1]
+
+    @property
+    def wake_fds(self) -> list[int]:
+        """Descriptors of other threads that have something for `poll`."""
+        return [] if self._nixl is None else self._nixl.thread.wake_fds
 
     @property
     def counters(self) -> dict[str, float]:
@@ -142,6 +164,8 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
             times.append(now + RETRY_S)
         if self._device_slabs is not None:
             times += [self._device_slabs.next_deadline(), self._device_slabs.poll_at(now)]
+        if self._nixl is not None:
+            times.append(self._nixl.next_deadline())
         return min((t for t in times if t is not None), default=None)
 
     def _receive_frames(self, peer: Peer, frames: Sequence[memoryview]) -> None:
@@ -181,7 +205,8 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
 
         Messages of peers without that agreement are dropped and counted.
         """
-        speaks = [name for name in (CUDA_SLAB, SHM) if self.session.speaks(peer, message.instance, name)]
+        kinds = ((CUDA_SLAB, self._device_slabs), (SHM, self._slabs), (NIXL, self._nixl))
+        speaks = [name for name, _ in kinds if self.session.speaks(peer, message.instance, name)]
         if not speaks:
             self.session.counters.unexpected += 1
             return []
@@ -191,7 +216,7 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
             return [SendMessage(peer, denial)]
         answers = [
             slabs.handle(peer, message)
-            for name, slabs in ((CUDA_SLAB, self._device_slabs), (SHM, self._slabs))
+            for name, slabs in kinds
             if slabs is not None and (not isinstance(message, SlabRequest) or message.transport == name)
         ]
         return [SendMessage(peer, answer) for answer in answers if answer is not None]
@@ -199,12 +224,16 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
     def _forget_slots(self, room: str, epoch: int) -> None:
         """Frees the slots of an ended room. Returns when no move reads its pages."""
         self._slabs.forget(room, epoch)
+        if self._nixl is not None:
+            self._nixl.forget(room, epoch)
         if self._device_slabs is not None:
             self._device_slabs.finish(room, epoch)
             self._device_slabs.forget(room, epoch)
 
     def _close_slabs(self) -> None:
         self._slabs.close()
+        if self._nixl is not None:
+            self._nixl.close()
         if self._device_slabs is not None:
             self._device_slabs.close()
 
@@ -213,6 +242,10 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         self._slabs.sweep(now)
         if self._device_slabs is not None:
             self._device_slabs.sweep(now)
+        if self._nixl is not None:
+            self._nixl.sweep(now)
+            for peer, answer in self._nixl.answers(now):
+                self._post(SendMessage(peer, answer))
         self._perform(self.session.tick(now))
 
     def _perform(self, effects: Sequence[Effect]) -> None:
@@ -317,7 +350,10 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
             ):
                 break
             items.append(item)
-        headers = self._slabs.fill(items, self._reader, self._clock()) if items else []
+        lanes: NixlLanes | SenderSlabs = self._slabs
+        if self._nixl is not None and items and self._nixl.has(items[0].peer):
+            lanes = self._nixl
+        headers = lanes.fill(items, self._reader, self._clock()) if items else []
         for _ in headers:
             self.reach("sender:block")
         return list(zip(items, headers, strict=False))
@@ -369,6 +405,8 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         self._waiting = {key for key in self._waiting if key[0] != peer}
         self._prepared.drop_peer(peer)
         self._slabs.drop(peer)
+        if self._nixl is not None:
+            self._nixl.drop(peer)
         self.session.peer_gone(peer)
 
     def _settle(self, now: float) -> None:

@@ -20,8 +20,10 @@ import logging
 import os
 import secrets
 import socket
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from ...cluster.net.transport_names import CUDA_SLAB, SHM
 from ...cluster.process.log import fields as log_fields
@@ -44,7 +46,7 @@ from ..memory.slot_table import Slot, SlotTable
 from ..protocol.layout import digest_seed
 from ..protocol.session import Peer, SendBlock
 from .cuda_slab import DEVICE_WINDOW, SLOT_BYTES, slot_bytes_of
-from .slab_lanes import SWEEP_S, SlabCounters, SlabLanes, slots_that_fit
+from .slab_lanes import SWEEP_S, OwnedSlab, SlabCounters, SlabLane, SlabLanes, slots_that_fit
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +71,30 @@ class ShmLane:
         return is_alive(self.connection)
 
 
-class SenderSlabs(SlabLanes[ShmLane]):
-    """Prefill's slabs of shared memory, together at most `max_bytes` bytes."""
+class HostSlab(OwnedSlab, Protocol):
+    """Prefill's end of a slab in memory of the host."""
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a GPU may write the slots."""
+
+    def slot(self, index: int) -> Bytes:
+        """The bytes of a slot, uint8 `[slot_bytes]`."""
+
+
+class HostLane(SlabLane, Protocol):
+    """Prefill's records of one pair with a `HostSlab`."""
+
+    @property
+    def slab(self) -> HostSlab:
+        """The pair's slab."""
+
+
+H = TypeVar("H", bound=HostLane)
+
+
+class HostLanes(SlabLanes[H]):
+    """Prefill's slabs in memory of the host, together at most `max_bytes` bytes."""
 
     def __init__(
         self,
@@ -105,11 +129,14 @@ class SenderSlabs(SlabLanes[ShmLane]):
         fillings = [_filling(item, slab.slot(slot.index)) for item, slot in fresh]
         for (item, slot), digest in zip(fresh, reader.fill(fillings, is_pinned=slab.is_pinned), strict=True):
             slot.header = self._header(item, slab, slot, digest)
-            self.counters.shm_blocks += 1
-            self.counters.shm_bytes += item.size
+            self._count_block(item)
         return [slot.header for _, slot in held if slot.header is not None]
 
-    def _header(self, item: SendBlock, slab: Slab, slot: Slot, digest: int) -> SlabBlock:
+    @abstractmethod
+    def _count_block(self, item: SendBlock) -> None:
+        """Counts a filled block."""
+
+    def _header(self, item: SendBlock, slab: HostSlab, slot: Slot, digest: int) -> SlabBlock:
         return SlabBlock(
             room=item.room,
             epoch=item.epoch,
@@ -121,6 +148,14 @@ class SenderSlabs(SlabLanes[ShmLane]):
             slot=slot.index,
             lease_ms=int(self._lease_s * 1000),
         )
+
+
+class SenderSlabs(HostLanes[ShmLane]):
+    """Prefill's slabs of shared memory."""
+
+    def _count_block(self, item: SendBlock) -> None:
+        self.counters.shm_blocks += 1
+        self.counters.shm_bytes += item.size
 
     def _open(self, request: SlabRequest) -> ShmLane:
         left = self._max_bytes - sum(lane.slab.size for lane in self._lanes.values())

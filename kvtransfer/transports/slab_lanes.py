@@ -26,7 +26,7 @@ SWEEP_S = 0.5
 
 @dataclass
 class SlabCounters:
-    """Monotonic totals of one endpoint, except for the gauges `slabs` and `device_slabs`."""
+    """Monotonic totals of one endpoint, except for the gauges `slabs`, `device_slabs` and `nixl_slabs`."""
 
     slabs: int = 0  # slabs of shared memory in use now
     shm_blocks: int = 0
@@ -36,6 +36,9 @@ class SlabCounters:
     device_slabs: int = 0  # slabs of device memory that are allocated or mapped now
     device_blocks: int = 0
     device_bytes: int = 0
+    nixl_slabs: int = 0  # slabs that peers may read through NIXL now, or whose reads go into memory here
+    nixl_blocks: int = 0
+    nixl_bytes: int = 0
 
     def snapshot(self) -> dict[str, float]:
         """Totals by name, for heartbeats."""
@@ -98,6 +101,10 @@ class SlabLanes(ABC, Generic[L]):
         """The slots in use and all slots, over the slabs of all peers."""
         tables = [lane.slots for lane in self._lanes.values()]
         return sum(table.num_held for table in tables), sum(table.num_slots for table in tables)
+
+    def has(self, peer: Peer) -> bool:
+        """Whether the pair has a slab."""
+        return peer in self._lanes
 
     @abstractmethod
     def _open(self, request: SlabRequest) -> L:

@@ -52,6 +52,7 @@ from ..transport import Lost, Planes, PullRequest
 from .bulk import BulkLink, BulkLinks, BulkPort, bulk_lane
 from .cuda_slab import DEVICE_SLAB_BYTES, SLOT_BYTES
 from .endpoint import RETRY_S, Clock, Delivered, Delivery
+from .nixl_agent import OpenAgent, open_nixl
 from .polling import Polling, a_few
 from .receiver_endpoint import ReceiverEndpoint
 from .sender_endpoint import SenderEndpoint
@@ -86,6 +87,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
         slab_bytes: int = SLAB_BYTES,
         device_slab_bytes: int = DEVICE_SLAB_BYTES,
         device: Device | None = None,
+        open_agent: OpenAgent = open_nixl,
         clock: Clock = time.monotonic,
     ) -> None:
         """`ciphers`: names from `ciphers_of`, by default the best with or without a `keyring`.
@@ -105,6 +107,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
             slab_bytes=slab_bytes,
             device_slab_bytes=device_slab_bytes,
             device=device,
+            open_agent=open_agent,
             clock=clock,
         )
         check_bind_address(bind_endpoint, trusted_network, has_keys=keyring is not None)
@@ -263,6 +266,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
         transports: Sequence[str] = (ZMQ_BLOCKS,),
         device: Device | None = None,
         slot_bytes: int = SLOT_BYTES,
+        open_agent: OpenAgent = open_nixl,
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(
@@ -275,6 +279,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
             transports=transports,
             device=device,
             slot_bytes=slot_bytes,
+            open_agent=open_agent,
             clock=clock,
         )
         self._context = context

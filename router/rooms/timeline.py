@@ -133,7 +133,12 @@ def _tpot_ms(stamps: Stamps, num_output: int) -> float | None:
 
 
 def _path(decode: DecodeTimeline) -> str | None:
-    return path_taken(decode.handoff_blocks, decode.handoff_shm_blocks, decode.handoff_device_blocks)
+    return path_taken(
+        decode.handoff_blocks,
+        decode.handoff_shm_blocks,
+        decode.handoff_device_blocks,
+        decode.handoff_nixl_blocks,
+    )
 
 
 def _accept_length(decode: DecodeTimeline) -> float | None:

@@ -83,7 +83,7 @@ def test_m4_2_a_memory_checker_finds_nothing_in_m4_1() -> None:
 
 @pytest.mark.parametrize("path", [None, *PATHS])
 @pytest.mark.parametrize("kind", DEEP)
-def test_m4_4_kv_of_each_module_behind_every_accept_length_is_that_of_scratch(
+def test_m4_4_after_any_accept_length_each_modules_kv_is_that_of_scratch(
     target: Path, heads: dict[str, Path], kind: str, path: str | None
 ) -> None:
     check_accept_lens(target, heads[kind], "cuda", None if path is None else PATHS[path])

@@ -159,11 +159,12 @@ class AnswerEngine:
         self.each = pages_for(max_tokens + way.shape.spare_slots, PAGE_SIZE)
         num_pages = 1 + way.batch * self.each
         pool = KVPool(num_pages, model.kv_layout(PAGE_SIZE), models.device)
-        self.runner = ModelRunner(model, pool, is_invariant=is_invariant)
+        max_context = max_tokens + way.shape.spare_slots
+        self.runner = ModelRunner(model, pool, max_context=max_context, is_invariant=is_invariant)
         self.prompts = self.runner  # the runner of prompts
         if way.is_disaggregated:
             other = KVPool(num_pages, model.kv_layout(PAGE_SIZE), models.device)
-            self.prompts = ModelRunner(model, other, is_invariant=is_invariant)
+            self.prompts = ModelRunner(model, other, max_context=max_context, is_invariant=is_invariant)
         self.drafter: AnsweringDrafter | None = None
         if way.shape.steps:
             self.drafter = AnsweringDrafter(
@@ -184,7 +185,7 @@ class AnswerEngine:
             self.drafter,
             shapes=[way.shape],
             max_requests=way.batch,
-            max_context=max_tokens + way.shape.spare_slots,
+            max_context=max_context,
         )
         # Steps with edited logits have a break, where the host may fill in grammar masks.
         kinds = [

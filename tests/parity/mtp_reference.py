@@ -92,6 +92,8 @@ class Modules:
             .transpose(0, 1)
             for n in "qkv"
         )
+        if "self_attn.q_norm.weight" in w:
+            q, k = self.rms(q, w["self_attn.q_norm.weight"]), self.rms(k, w["self_attn.k_norm.weight"])
         q, k = rotate(q), rotate(k)
         each = self.heads // self.kv_heads
         scores = q @ k.repeat_interleave(each, 0).transpose(1, 2) / self.head_dim**0.5

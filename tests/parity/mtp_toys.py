@@ -28,7 +28,9 @@ NAMES = {
 }  # fmt: skip
 
 
-def module_tensors(config: dict[str, int], seed: int, *, bias: bool = False) -> Tensors:
+def module_tensors(
+    config: dict[str, int], seed: int, *, bias: bool = False, qk_norm: bool = False
+) -> Tensors:
     """Random weights of one module, by our names."""
     generator = torch.Generator().manual_seed(1000 + seed)
     hidden, inner = config["hidden_size"], config["intermediate_size"]
@@ -52,6 +54,8 @@ def module_tensors(config: dict[str, int], seed: int, *, bias: bool = False) -> 
     if bias:
         widths = {"q": heads, "k": kv_heads, "v": kv_heads}
         shapes |= {f"layer.self_attn.{name}_proj.bias": (width,) for name, width in widths.items()}
+    if qk_norm:
+        shapes |= {f"layer.self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
     tensors = {}
     for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator)
@@ -100,9 +104,10 @@ def write_mtp(
     return path
 
 
-def random_modules(target: Path, count: int, *, seed: int = 0, bias: bool = False) -> list[Tensors]:
+def random_modules(target: Path, count: int, *, seed: int = 0, **parts: bool) -> list[Tensors]:
+    """`count` modules with the sizes of the target's layers; `parts` as in `module_tensors`."""
     config = json.loads((target / "config.json").read_text())
-    return [module_tensors(config, seed + k, bias=bias) for k in range(count)]
+    return [module_tensors(config, seed + k, **parts) for k in range(count)]
 
 
 @dataclass

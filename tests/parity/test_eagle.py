@@ -1,14 +1,18 @@
-"""EAGLE heads, deep EAGLE3 heads and EAGLE3 heads of one feature on the real engine, against formulas."""
+"""EAGLE heads and EAGLE3 heads of several layers, of one feature or of parallel drafts, against formulas."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from baton.engine.errors import CheckpointError
 from baton.engine.sampling.params import SamplingParams
+from baton.engine.speculative.drafters.eagle3 import Eagle3Model
 from baton.engine.speculative.drafters.eagle3_head import FeatureHead
 from baton.engine.speculative.drafters.eagle_head import EagleHead
+from baton.engine.speculative.drafters.protocol import DraftView, Proposal
+from baton.engine.speculative.drafting.shape import DraftShape
 from baton.tests.parity.eagle3_engine import STEPS, Engine, head_layer, record_drafts, rms, rotate
 from baton.tests.parity.eagle3_toys import (
     DEFAULT_IDS,
@@ -66,12 +70,30 @@ def deep_eagle() -> tuple[dict[str, object], Weights]:
     return eagle_config(), eagle_tensors(seed=4, num_layers=2)
 
 
+def parallel() -> tuple[dict[str, object], Weights]:
+    """A P-EAGLE head of two layers, whose mask is a feature."""
+    mask = 0.5 * torch.randn(1, 1, 3 * HIDDEN, generator=torch.Generator().manual_seed(9))
+    tensors = head_tensors(seed=10) | random_layers(("layers.1.",), 11) | {"mask_hidden": mask}
+    return head_config(2, num_hidden_layers=2, ptd_token_id=MASK), tensors
+
+
+def parallel_speculators() -> tuple[dict[str, object], Weights]:
+    """The same in the other format, with a mask of the head's own width."""
+    mask = 0.5 * torch.randn(HIDDEN, generator=torch.Generator().manual_seed(12))
+    config = head_config(4, speculators_model_type="peagle", mask_token_id=MASK)
+    return config, head_tensors(seed=13) | {"mask_hidden": mask}
+
+
+MASK = 201  # a token that no prompt has
 HEADS: dict[str, Callable[[], tuple[dict[str, object], Weights]]] = {
     "eagle": eagle,
     "eagle of two layers": deep_eagle,
     "eagle3 of three layers": deep,
     "eagle3 of one feature": one_feature,
+    "parallel eagle3": parallel,
+    "parallel eagle3 of speculators": parallel_speculators,
 }
+BOTH = [(head, shape) for head in HEADS for shape in SHAPES if shape == "chain" or "parallel" not in head]
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +147,8 @@ def formula_drafts(name: str, target: Path, w: Weights, ids: Sequence[int]) -> l
     with torch.no_grad():
         states = model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
     is_eagle3 = "eagle3" in name
+    if "parallel" in name:
+        return formula_parallel(embed, states, w, ids)
     if name == "eagle3 of three layers":
         rows = torch.cat([states[i + 1][0] for i in DEFAULT_IDS], -1) @ w["fc.weight"].T
     else:
@@ -143,6 +167,20 @@ def formula_drafts(name: str, target: Path, w: Weights, ids: Sequence[int]) -> l
     return drafts
 
 
+def formula_parallel(
+    embed: torch.Tensor, states: Sequence[torch.Tensor], w: Weights, ids: Sequence[int]
+) -> list[int]:
+    """All drafts from one pass over the true rows and those of the mask."""
+    mask = w["mask_hidden"].view(1, -1)
+    mask = mask @ w["fc.weight"].T if mask.shape[1] > HIDDEN else mask
+    rows = torch.cat([states[i + 1][0] for i in DEFAULT_IDS], -1) @ w["fc.weight"].T
+    rows = torch.cat((rows, mask.expand(STEPS - 1, -1)))
+    out = head_layer(w, rows, embed[[*ids[1:], *[MASK] * (STEPS - 1)]], {})
+    logits = rms(further(w, out, 1)[-STEPS:], w["norm.weight"]) @ w["lm_head.weight"].T
+    best = logits.argmax(-1)
+    return (best + w["d2t"][best]).tolist()
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_drafts_are_those_of_the_formulas_over_all_rows(
     deep_target: Path, heads: dict[str, Path], name: str
@@ -159,8 +197,7 @@ def test_drafts_are_those_of_the_formulas_over_all_rows(
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(("name", "shape"), BOTH)
 def test_greedy_tokens_are_those_of_transformers_on_every_path(
     deep_target: Path, heads: dict[str, Path], answers: list[list[int]], name: str, shape: str, path: str
 ) -> None:
@@ -341,3 +378,73 @@ def test_a_family_with_biases_of_q_k_and_v_has_them(deep_target: Path, tmp_path:
     engine = SourcedEngine(deep_target, write_head(tmp_path, config, eagle_tensors() | tensors))
     prompt = random_ids(12)
     assert engine.generate([prompt], greedy()) == Engine(deep_target).generate([prompt], greedy())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ptd_token_id": 256}, ["ptd_token_id", "256"]),
+        ({"ptd_token_id": "many"}, ["ptd_token_id", "many"]),
+        ({"ptd_token_id": None}, ["mask_hidden", "no part"]),
+    ],
+)
+def test_a_mask_token_that_does_not_fit_is_refused(
+    deep_target: Path, tmp_path: Path, changes: dict[str, object], words: list[str]
+) -> None:
+    config, tensors = parallel()
+    with pytest.raises(CheckpointError) as refused:
+        load(tmp_path, deep_target, config | changes, tensors)
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+def test_a_parallel_head_without_its_mask_is_refused_and_so_are_trees(
+    deep_target: Path, tmp_path: Path, heads: dict[str, Path]
+) -> None:
+    config, tensors = parallel()
+    del tensors["mask_hidden"]
+    with pytest.raises(CheckpointError, match=r"mask_hidden .* is missing"):
+        load(tmp_path, deep_target, config, tensors)
+    head = SourcedEngine(deep_target, heads["parallel eagle3"]).drafter.head
+    with pytest.raises(CheckpointError, match=r"spec_topk 2.*chains"):
+        Eagle3Model(head).check(DraftShape.of(3, 2))
+
+
+def masks_see_each_other_not(engine: SourcedEngine) -> None:
+    """Every mask row stands at the same place."""
+    propose = engine.drafter.propose
+
+    def proposing(view: DraftView, shape: DraftShape) -> Proposal:
+        positions = view.positions[:, :1].expand(view.positions.shape)
+        return propose(replace(view, positions=positions), shape)
+
+    engine.drafter.propose = proposing
+
+
+def another_mask_token(engine: SourcedEngine) -> None:
+    head = engine.drafter.head
+    head._config = replace(head.config, mask_token=MASK + 1)
+
+
+def hidden_of_the_last_row(engine: SourcedEngine) -> None:
+    engine.drafter.head.mask_input = torch.zeros(HIDDEN)
+
+
+@pytest.mark.parametrize("plant", [masks_see_each_other_not, another_mask_token, hidden_of_the_last_row])
+def test_a_wrong_mask_changes_drafts_but_no_token(
+    deep_target: Path,
+    heads: dict[str, Path],
+    answers: list[list[int]],
+    plant: Callable[[SourcedEngine], None],
+) -> None:
+    engine, weights = SourcedEngine(deep_target, heads["parallel eagle3"]), parallel()[1]
+    plant(engine)
+    request = engine.prefill(PROMPTS[0], greedy())
+    wrong = 0
+    for _ in range(4):
+        before = list(request.all_ids)
+        wanted = formula_drafts("parallel eagle3", deep_target, weights, before)
+        found = record_drafts(engine, request)
+        assert found[0] == wanted[0], "the first draft needs no mask"
+        wrong += found != wanted
+    assert wrong
+    assert engine.run([request]) == answers[:1]

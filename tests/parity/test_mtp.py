@@ -1,6 +1,7 @@
 """MTP modules on the real engine: drafts change how many tokens a step yields, never which."""
 
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from baton.engine.kv.page_table import slots_for
 from baton.engine.request import Request
 from baton.engine.sampling.params import SamplingParams
+from baton.engine.speculative.drafting.shape import DraftShape
 from baton.tests.parity.eagle3_engine import NUM_PAGES, PAGE_SIZE, Engine, features_of, record_drafts
 from baton.tests.parity.mtp_oracles import (
     SOURCES,
@@ -20,6 +22,7 @@ from baton.tests.parity.mtp_reference import reference_drafts
 from baton.tests.parity.mtp_toys import MtpEngine, random_modules, write_mtp
 from baton.tests.parity.toy_engine import random_ids
 from baton.tests.parity.toy_models import reference_greedy, reference_model, write_toy_checkpoint
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -262,22 +265,69 @@ def test_features_of_another_width_and_gaps_are_refused(target: Path, heads: dic
         engine.decoder.draft_prefill(request, torch.zeros(2, 64), 4)
 
 
-def test_a_real_family_of_biased_layers_runs_from_one_checkpoint(tmp_path: Path) -> None:
-    """MiMo: Qwen2's network and modules of its own, read from the target's own directory."""
-    from_transformers = tmp_path / "qwen2"
-    write_toy_checkpoint(from_transformers, "qwen2", num_hidden_layers=3)
-    modules = random_modules(from_transformers, 1, bias=True)
-    both = write_mtp(
-        tmp_path / "mimo", from_transformers, "mimo", modules, is_beside=True,
-        architectures=["MiMoForCausalLM"], model_type="mimo",
-    )  # fmt: skip
-    expected = [reference_greedy(reference_model(from_transformers), prompt, 16) for prompt in PROMPTS[:3]]
+FAMILIES: dict[str, tuple[str, str, dict[str, bool], dict[str, object]]] = {
+    # family of the layers, dialect, their parts, config keys
+    "MiMo": ("qwen2", "mimo", {"bias": True}, {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}),
+    "GLM": ("qwen2", "deepseek", {"bias": True}, {}),
+    "Qwen": ("qwen3", "qwen", {"qk_norm": True}, {}),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_of_every_family_run_from_the_targets_own_checkpoint(tmp_path: Path, family: str) -> None:
+    """Biased and normed projections, and modules whose embedding and head are copies of the target's."""
+    layers, dialect, parts, keys = FAMILIES[family]
+    target = tmp_path / "target"
+    write_toy_checkpoint(target, layers, num_hidden_layers=3)
+    modules, extra = random_modules(target, 1, **parts), {}
+    if dialect == "deepseek":
+        weights = load_file(target / "model.safetensors")
+        extra["model.layers.3.embed_tokens.weight"] = weights["model.embed_tokens.weight"]
+        extra["model.layers.3.shared_head.head.weight"] = weights["lm_head.weight"]
+    both = write_mtp(tmp_path / "both", target, dialect, modules, is_beside=True, extra=extra, **keys)
+    expected = [reference_greedy(reference_model(target), prompt, 16) for prompt in PROMPTS[:3]]
     engine = MtpEngine(both, both, steps=2)
     assert engine.generate(PROMPTS[:3], greedy(16)) == expected
     request = engine.prefill(PROMPTS[0], greedy(30))
     before = list(request.all_ids)
-    drafts = record_drafts(engine, request)
-    assert drafts == reference_drafts(from_transformers, both, before, 2).tokens
+    assert record_drafts(engine, request) == reference_drafts(target, both, before, 2).tokens
+
+
+class Cycle:
+    """A policy that drafts 0, 3, 1 and 2 tokens in turns, as load and acceptance may ask."""
+
+    is_watched = True
+
+    def __init__(self, steps: int) -> None:
+        self.shapes = [DraftShape.of(count) for count in range(steps + 1)]
+        self.turns = cycle([0, steps, 1, 0, 0, min(2, steps)])
+
+    def choose(self, batch_size: int, context: int) -> DraftShape:
+        return self.shapes[next(self.turns)]
+
+    def observe(self, matched: object, reached: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_of_any_length_in_turns_keep_the_kv_of_all_modules(
+    target: Path, heads: dict[str, Path], kind: str
+) -> None:
+    """A step without drafts writes the rows of every module, too, and proposes for the next one."""
+    expected = [reference_greedy(reference_model(target), prompt, 24) for prompt in PROMPTS]
+    adaptive, fresh = (MtpEngine(target, heads[kind], policy=policy) for policy in (Cycle(3), None))
+    assert adaptive.generate(PROMPTS, greedy()) == expected
+    assert len({tuple(result.drafted) for result in adaptive.results}) > 3
+    request = adaptive.prefill(PROMPTS[0], greedy(30))
+    while request.num_output < 20:
+        adaptive.decoder.step([request])
+    again = fresh.prefill(request.all_ids[:-1], greedy(30))
+    assert torch.allclose(kv_of(adaptive, request), kv_of(fresh, again), atol=1e-4)
+    view = [
+        engine.drafter.anchors[-1][engine.decoder.coverage.known[each].row]
+        for engine, each in ((adaptive, request), (fresh, again))
+    ]
+    assert torch.allclose(*view, atol=1e-3), "the remembered drafts, or the logits of the first"
 
 
 def kv_of(engine: MtpEngine, request: Request) -> torch.Tensor:

@@ -99,7 +99,7 @@ def test_m4_3_poisoned_buffers_of_the_other_path_are_never_read(target, heads, k
 
 @pytest.mark.parametrize("path", [None, *PATHS])
 @pytest.mark.parametrize("kind", DEEP)
-def test_m4_4_kv_of_each_module_behind_every_accept_length_is_that_of_scratch(target, heads, kind, path):
+def test_m4_4_after_any_accept_length_each_modules_kv_is_that_of_scratch(target, heads, kind, path):
     check_accept_lens(target, heads[kind], kinds=None if path is None else PATHS[path])
 
 

@@ -66,11 +66,6 @@ class DflashDrafter:
         return self.head.config.max_position_embeddings
 
     @property
-    def lookahead(self) -> int:
-        """Tokens behind a page that its draft KV depends on: none, a row is a projection of its features."""
-        return 0
-
-    @property
     def feature_width(self) -> int:
         """K*H, the width of every feature row."""
         return self.head.config.dims.target_feature_width

@@ -31,6 +31,7 @@ from ..drafting.verify import AcceptResult
 from .eagle3_head import DraftPhase, FeatureHead
 from .idle import idle_draft_batch
 from .loops import draft_chain, draft_tree
+from .parallel_loop import draft_parallel
 from .prefill_graphs import DraftPrefillGraphs, parameters_of
 from .protocol import DraftPrefill, DraftView, Proposal
 from .spec_config import HeadConfig
@@ -179,12 +180,17 @@ class Eagle3Drafter:
         self.states.close(row)
 
     def propose(self, view: DraftView, shape: DraftShape) -> Proposal:
-        """Implements `Drafter.propose` in `steps` - 1 forwards, because the first proposal is remembered."""
+        """Implements `Drafter.propose`: the first proposal is remembered, and each further level takes a
+        forward, or all of them one forward of a parallel head.
+        """
         states = self.states
         state = states.hidden.index_select(0, view.states), states.logits.index_select(0, view.states)
         if shape.is_tree:
             tree = draft_tree(self.head, self.pool, view, state, shape)
             return Proposal(tree.drafts, tree)
+        if self.head.mask_input is not None:
+            drafts = draft_parallel(self.head, self.pool, view, state[1], shape.steps)
+            return Proposal(drafts, None)
         return Proposal(draft_chain(self.head, self.pool, view, state, shape.steps), None)
 
     def first_proposals(self, view: DraftView, topk: int) -> torch.Tensor:
@@ -271,6 +277,10 @@ class Eagle3Model:
             raise CheckpointError(
                 f"spec_topk {shape.topk}: the head at {config.path} knows {config.draft_vocab_size} tokens; "
                 "lower --spec-topk"
+            )
+        if shape.is_tree and self.head.mask_input is not None:
+            raise CheckpointError(
+                f"spec_topk {shape.topk}: the parallel head at {config.path} drafts chains; set it to 1"
             )
 
     def drafter(self, *, num_pages: int, page_size: int, capacity: int) -> Eagle3Drafter:

@@ -42,6 +42,8 @@ class FeatureHead:
     It is allocated but not filled; `tensors()` names the tensors to fill. `embed_tokens` `[V, H]` and
     `lm_head` `[Vd, H]` are None until the checkpoint or the target provides them. `target_ids` `[Vd]` int64
     maps draft tokens to target tokens. `final_norm` is the target's, for heads that read behind it.
+    `mask_input` `[H]`, after `share`, is the hidden input of the places that a parallel head fills; None for
+    other heads.
     """
 
     def __init__(self, config: HeadConfig, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
@@ -52,12 +54,18 @@ class FeatureHead:
         self.embed_tokens: torch.Tensor | None = None
         self.lm_head: torch.Tensor | None = None
         self.final_norm: RMSNorm | None = None
+        self.mask_input: torch.Tensor | None = None
         self._rotary: RotaryEmbedding | None = None
 
     @property
     def config(self) -> HeadConfig:
         """The config that the head was made of."""
         raise NotImplementedError
+
+    @property
+    def mask_token(self) -> int:
+        """The token of the places that a parallel head fills; -1 for other heads."""
+        return -1
 
     @property
     def is_shared(self) -> bool:
@@ -247,10 +255,31 @@ class Eagle3Head(FeatureHead):
             for _ in range(1, config.num_layers)
         ]
         self.norm = RMSNorm(width, eps, dtype=dtype, device=device)
+        # [K*Ht] as a feature, or [H] as `fc` would give it
+        self.mask_hidden: torch.Tensor | None = None
+        if config.mask_token is not None:
+            self.mask_hidden = torch.empty(dims.target_feature_width, dtype=dtype, device=device)
 
     @property
     def config(self) -> Eagle3Config:
         return self._config
+
+    @property
+    def mask_token(self) -> int:
+        return -1 if self.config.mask_token is None else self.config.mask_token
+
+    @torch.no_grad()
+    def share(
+        self,
+        embed_tokens: torch.Tensor,
+        lm_head: torch.Tensor,
+        max_position: int,
+        final_norm: RMSNorm | None = None,
+    ) -> None:
+        super().share(embed_tokens, lm_head, max_position, final_norm)
+        if self.mask_hidden is not None:
+            is_feature = len(self.mask_hidden) == self.dims.target_feature_width
+            self.mask_input = self.project(self.mask_hidden[None])[0] if is_feature else self.mask_hidden
 
     def project(self, features: torch.Tensor) -> torch.Tensor:
         for norm in self.input_norms:
@@ -284,6 +313,8 @@ class Eagle3Head(FeatureHead):
         for index, layer in enumerate(self.further, start=1):
             yield from layer.tensors(f"layers.{index}.")
         yield from self.norm.tensors("norm")
+        if self.mask_hidden is not None:
+            yield "mask_hidden", self.mask_hidden
 
 
 def run_layers(

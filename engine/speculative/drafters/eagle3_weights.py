@@ -36,8 +36,19 @@ def load_eagle3(
         config, tensors, "embed_tokens.weight", config.vocab_size, dtype, device
     )
     head.lm_head = optional_tensor(config, tensors, "lm_head.weight", config.draft_vocab_size, dtype, device)
+    _take_mask_shape(head, tensors)
     fill(head, tensors)
     return head
+
+
+def _take_mask_shape(head: Eagle3Head, tensors: dict[str, torch.Tensor]) -> None:
+    """Makes room for the mask of a parallel head, which is a feature or a hidden of the head, by its size."""
+    mask, config = tensors.get("mask_hidden"), head.config
+    if mask is None or head.mask_hidden is None:
+        return
+    tensors["mask_hidden"] = mask = mask.reshape(-1)
+    if len(mask) == config.hidden_size:
+        head.mask_hidden = torch.empty(config.hidden_size, dtype=head.dtype, device=head.device)
 
 
 def fill(head: FeatureHead, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from ....kernels.ops import recorded_logits
 from ...errors import CheckpointError, LifecycleError
+from ...models.dense_layer import decoder_layer
 from ...models.layers import Attend, Linear, NamedTensors, RMSNorm
-from ...models.llama import decoder_layer
 from ...models.rope import RotaryEmbedding
 from .eagle3_head import DraftPhase
 from .mtp_config import MtpConfig, MtpDialect

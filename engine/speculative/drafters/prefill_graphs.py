@@ -27,6 +27,8 @@ def parameters_of(head: FeatureHead) -> NamedTensors:
         yield "lm_head", head.lm_head
     if head.final_norm is not None:
         yield from head.final_norm.tensors("final_norm")
+    if head.mask_input is not None:
+        yield "mask_input", head.mask_input
 
 
 def require_shared(head: FeatureHead) -> None:

@@ -13,7 +13,7 @@ from typing import Literal, cast
 from ...errors import CheckpointError
 from ...models.config import ModelConfig, read_json
 from ...models.rope import RopeConfig, read_rope_config
-from .config_formats import Fields, IdConvention, flatten
+from .config_formats import MASK_TOKEN_KEYS, Fields, IdConvention, flatten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +82,7 @@ class Eagle3Config(HeadConfig):
 
     `input_norm`: one norm over the concatenated features. `fc_norm`: one norm per feature. `norm_output`: the
     fed-back hidden is normed. `norm_before_residual`: the residual is taken after the hidden norm.
+    `mask_token`: the head is a parallel one (P-EAGLE), which drafts behind this token in one forward.
     """
 
     dialect: int
@@ -90,6 +91,7 @@ class Eagle3Config(HeadConfig):
     fc_norm: bool
     norm_output: bool
     norm_before_residual: bool
+    mask_token: int | None = None
 
     def __repr__(self) -> str:
         return (
@@ -125,7 +127,21 @@ def load_draft_config(
         fc_norm=fields.flag("fc_norm", default=False),
         norm_output=fields.flag("norm_output", default=False),
         norm_before_residual=fields.flag("norm_before_residual", default=False),
+        mask_token=_mask_token(fields, head.vocab_size),
     )
+
+
+def _mask_token(fields: Fields, vocab_size: int) -> int | None:
+    """The token in the places that a parallel head fills; None for other heads."""
+    for key in MASK_TOKEN_KEYS:
+        value = fields.values.get(key)
+        if value is None:
+            continue
+        token = int(value) if isinstance(value, str) and value.isdecimal() else value
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise fields.error(key, f"is {value!r}, expected a token below the vocabulary of {vocab_size}")
+        return token
+    return None
 
 
 def read_head(

@@ -144,6 +144,19 @@ def test_an_attach_pulls_the_first_runs_also_before_the_offer(session: SenderSes
     assert [(e.block, e.count) for e in effects if isinstance(e, SendBlock)] == [(0, 2), (2, 1)]
 
 
+@pytest.mark.parametrize("is_offered", [False, True], ids=["early", "offered"])
+def test_a_repeated_attach_keeps_the_pulls_before_it(session: SenderSession, is_offered: bool) -> None:
+    if is_offered:
+        session.offer(offer(), 0.0)
+    session.receive("d", m.Attach(room=ROOM, epoch=0, instance=D, have=0, run_blocks=1, num_runs=2), 0.0)
+    assert session.receive("d", pull(2), 0.5) == []
+    assert session.receive("d", attach(), 1.0) == [SendMessage("d", announce(0))]
+    if not is_offered:
+        session.offer(offer(), 1.5)
+    effects = session.advance(ROOM, 0, 10, 42, 2.0)
+    assert sorted(e.block for e in effects if isinstance(e, SendBlock)) == [0, 1, 2]
+
+
 def test_a_launched_forward_answers_early_pulls_once(session: SenderSession) -> None:
     session.offer(offer(), 0.0)
     session.receive("d", m.Attach(room=ROOM, epoch=0, instance=D, have=0, run_blocks=1, num_runs=3), 0.0)
