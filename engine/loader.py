@@ -30,7 +30,7 @@ from .config import EngineConfig, resolve_device, resolve_dtype
 from .errors import CheckpointError, LifecycleError
 from .grammar.guided import GrammarCompiler
 from .graphs.backend import GraphBackend
-from .hub import resolve_checkpoint
+from .hub import NGRAM, resolve_checkpoint
 from .invariance import check_invariance
 from .kv.budget import PageBudget
 from .kv.pool import FeaturePlane, KVPool, PageAllocator
@@ -44,8 +44,16 @@ from .runner.lifecycle import Lifecycle, Phase
 from .runner.model_runner import ModelRunner, configure_aux_capture
 from .sampling.sampler import Sampler
 from .speculative.adaptive import KNEE_ROWS, StepCosts, StepPolicy
-from .speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter
-from .speculative.drafters.registry import DraftConfig, DraftModel, DraftSource, TargetWeights, read_drafter
+from .speculative.drafters.ngram import NgramConfig
+from .speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter, cache_lookahead
+from .speculative.drafters.registry import (
+    DraftConfig,
+    DraftModel,
+    DraftSource,
+    NgramSource,
+    TargetWeights,
+    read_drafter,
+)
 from .speculative.drafting.shape import PLAIN, DraftShape
 from .speculative.step.async_decoder import AsyncDecoder
 from .speculative.step.step_graphs import StepGraphs, step_graphs
@@ -62,7 +70,6 @@ logger = logging.getLogger(__name__)
 
 WHOLE_PROMPT_TOKENS = 2048  # largest prefill graph where prompts are not cut into chunks
 DETERMINISTIC = " deterministic"  # of the fingerprint of a deterministic engine
-CACHE_LOOKAHEAD = 1  # draft KV of a page's last row depends on the token behind the page
 
 
 @dataclass(kw_only=True)
@@ -248,9 +255,7 @@ class EngineLoader:
     def _configure_aux(self) -> None:
         ids: tuple[int, ...] = ()
         if self.config.has_draft:
-            draft_path = resolve_checkpoint(self.config.draft)
-            running = str(self._dtype).removeprefix("torch.")
-            source = read_drafter(draft_path, self._model_config, target_path=self._path, dtype=running)
+            source = self._read_drafter()
             source.check_role(has_drafter=self.has_drafter)
             self._source, ids = source, source.config.aux.ids
             logger.info("draft config: %r", source.config)
@@ -260,6 +265,20 @@ class EngineLoader:
             configure_aux_capture(self._model, ids)
         self._feature_ids = ids
         self.lifecycle.advance(Phase.AUX_CONFIGURED)
+
+    def _read_drafter(self) -> DraftSource:
+        config, running = self.config, str(self._dtype).removeprefix("torch.")
+        if config.draft == NGRAM:
+            return NgramSource(
+                NgramConfig(
+                    shortest=config.ngram_min,
+                    longest=config.ngram_max,
+                    window=config.ngram_window,
+                    dtype=running,
+                )
+            )
+        draft_path = resolve_checkpoint(config.draft)
+        return read_drafter(draft_path, self._model_config, target_path=self._path, dtype=running)
 
     def _offered(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """The layers that prefill captures: those of its head, then the others of `feature_layers`, without
@@ -281,6 +300,8 @@ class EngineLoader:
             lent = TargetWeights(
                 embed_tokens=self._model.embed_tokens,
                 lm_head=self._model.lm_head,
+                final_norm=self._model.norm,
+                steps=self._shape.steps,
                 max_context=self._max_context,
                 dtype=self._dtype,
                 device=self._device,
@@ -309,7 +330,7 @@ class EngineLoader:
             PageAllocator(num_pages, pool.order),
             page_size,
             enabled=config.prefix_cache,
-            lookahead=CACHE_LOOKAHEAD if drafter is not None else 0,
+            lookahead=cache_lookahead(drafter),
         )
         runner = ModelRunner(
             self._model, pool, max_context=self._max_context, is_invariant=config.deterministic
@@ -342,7 +363,7 @@ class EngineLoader:
                 runner,
                 drafter,
                 shapes=_shapes_of(engine),
-                watched=None if engine.step_policy is None else engine.shape,
+                watched=engine.shape if engine.step_policy and engine.step_policy.is_watched else None,
                 max_requests=sizes.max_running,
                 max_context=sizes.max_context,
             )
@@ -461,18 +482,25 @@ class EngineLoader:
             engine.step_policy.costs = costs
 
     def _step_policy(self, draft: DraftModel) -> StepPolicy | None:
-        """The policy that adapts the draft length to load and acceptance, if enabled."""
-        if self.config.spec_adaptive == "off" or (
-            self.config.spec_adaptive == "auto" and self._device.type != "cuda"
-        ):
+        """The policy that adapts the draft length to load and acceptance, if enabled.
+
+        By default it is on a GPU, and for lookup, which finds nothing to draft in many a text.
+        """
+        config, is_wanted = self.config, self._device.type == "cuda" or self.config.draft == NGRAM
+        if config.spec_adaptive == "off" or (config.spec_adaptive == "auto" and not is_wanted):
             return None
         target = self._forward_weights()
         costs = StepCosts(
             draft=draft.num_weights / target,
             knee_rows=KNEE_ROWS[self._device.type],
             kv=self._model.kv_layout(1).page_bytes / (target * self._dtype.itemsize),
+            is_block=self._drafts_blocks,
         )
-        return StepPolicy(self._shape.candidates(), costs)
+        return StepPolicy(self._shape.candidates(), costs, is_watched=not self._drafts_blocks)
+
+    @property
+    def _drafts_blocks(self) -> bool:
+        return self._source is not None and self._source.is_dflash
 
     def _forward_weights(self) -> int:
         """The weights that every row of a forward is multiplied with: all but the embedding."""
@@ -538,8 +566,11 @@ class EngineLoader:
         """
         kv_bytes = self._model.kv_layout(1).page_bytes
         if self._draft is not None:
+            layout = self._draft.kv_layout(1)
             return PageBudget(
-                kv_bytes=kv_bytes, draft_bytes=self._draft.kv_layout(1).page_bytes, has_staging=True
+                kv_bytes=kv_bytes,
+                draft_bytes=0 if layout is None else layout.page_bytes,
+                has_staging=bool(self._feature_ids),
             )
         if self.has_drafter:
             return PageBudget(kv_bytes=kv_bytes)

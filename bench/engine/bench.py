@@ -1,15 +1,16 @@
-"""`baton bench engine`: measures a decode step, an EAGLE3 step and a prefill of one engine, and compares them
-with the device's limits.
+"""`baton bench engine`: measures a decode step, steps with drafts and a prefill of one engine, and compares
+them with the device's limits.
 
-Weights are random and made on the device from a config. Acceptance is simulated: the weights are built so
-that a target accepts `--accept-length` tokens of each chain. The engine does not know this, and a step's work
-does not depend on it. "floor" is a lower bound: the time to read the bytes of a step (weights of each pass,
-KV of the batch), or the time of its matrix products, whichever is longer. The rates are those of a copy and
-of a matrix product, measured in the same run.
+Weights are random and made on the device from a config. Acceptance is simulated: a target accepts
+`--accept-length` tokens of each chain. The engine does not know this, and a step's work does not depend on
+it. `--drafts` names the drafters, each of which gets an engine of its own. "floor" is a lower bound: the time
+to read the bytes of a step (weights of each pass, KV of the batch), or the time of its matrix products,
+whichever is longer. The rates are those of a copy and of a matrix product, measured in the same run.
 """
 
 import argparse
 import dataclasses
+import gc
 import json
 import logging
 import platform
@@ -25,7 +26,8 @@ from ...cluster.errors import ConfigError
 from ...engine.config import DTYPES, resolve_device, resolve_dtype
 from ...engine.errors import CheckpointError
 from ..arguments import at_least
-from .floors import Ceilings, PassCounts, Work, eagle3_step, measure_ceilings
+from .drafters import ALL, DRAFTERS, named_drafters
+from .floors import Ceilings, PassCounts, Work, measure_ceilings
 from .rig import ComputedPrompt, Rig, RigSettings
 from .shapes import DRAFT_VOCABULARY, SHAPES
 from .timing import Timing, measure
@@ -40,9 +42,9 @@ TOP_KERNELS = 12
 class Cell:
     """One measurement.
 
-    `kind` is decode, eagle3 or prefill. `size` counts requests, for a prefill tokens. `floor_ms` is the lower
-    bound for all passes (`num_bytes`, `num_flops`). `accepted` is the measured number of tokens per step and
-    request.
+    `kind` is decode, prefill, the name of a drafter, or that name behind "adaptive". `size` counts requests,
+    for a prefill tokens. `floor_ms` is the lower bound for all passes (`num_bytes`, `num_flops`). `accepted`
+    is the measured number of tokens per step and request.
     """
 
     kind: str
@@ -61,15 +63,16 @@ class Cell:
 
 
 class EngineBench:
-    """Measures the cells on one rig, in the order of the report."""
+    """Measures the cells on one rig, in the order of the report. `has_plain`: prefill and plain steps too."""
 
-    def __init__(self, rig: Rig, ceilings: Ceilings, options: argparse.Namespace) -> None:
+    def __init__(
+        self, rig: Rig, ceilings: Ceilings, options: argparse.Namespace, *, has_plain: bool = True
+    ) -> None:
         self.rig = rig
+        self.has_plain = has_plain
         self.ceilings = ceilings
         self._options = options
-        itemsize = rig.settings.dtype.itemsize
-        self.target = PassCounts.of_target(rig.config, itemsize)
-        self.head = PassCounts.of_head(rig.head_config, itemsize)
+        self.target = PassCounts.of_target(rig.config, rig.settings.dtype.itemsize)
 
     def cells(self) -> Iterator[Cell]:
         options = self._options
@@ -77,9 +80,11 @@ class EngineBench:
         prompts = self.rig.prompts(batches[-1], options.context) if batches and batches[-1] else []
         for has_graphs in {"both": (True, False), "on": (True,), "off": (False,)}[options.graphs]:
             self.rig.use_graphs(has_graphs)
-            for length in lengths:
+            for length in lengths if self.has_plain else ():
                 yield self._prefill(length, has_graphs)
-            for kind in ("decode", "eagle3"):
+            for kind in (
+                ("decode", self.rig.settings.drafts) if self.has_plain else (self.rig.settings.drafts,)
+            ):
                 for batch in batches:
                     yield self._step(kind, prompts[:batch], has_graphs)
             if options.adaptive and has_graphs:
@@ -92,14 +97,14 @@ class EngineBench:
         return self._cell("prefill", length, has_graphs, run, lambda: [self.target.prefill(length)])
 
     def _step(self, kind: str, prompts: Sequence[ComputedPrompt], has_graphs: bool) -> Cell:
-        stepper = self.rig.stepper(prompts, has_drafts=kind == "eagle3")
+        stepper = self.rig.stepper(prompts, has_drafts=kind != "decode")
         batch = len(prompts)
 
         def works() -> list[Work]:
             context = self._options.context + stepper.requests[0].num_output // 2  # the mean over the run
             if kind == "decode":
                 return [self.target.step(batch, 1, context, logit_rows=1)]
-            return eagle3_step(self.target, self.head, batch, self.rig.shape.steps, context)
+            return self.rig.kind.step(self.target, batch, self.rig.shape.steps, context)
 
         cell = self._cell(kind, batch, has_graphs, stepper.step, works)
         accepted = stepper.finish()
@@ -112,7 +117,8 @@ class EngineBench:
         for _ in range(ADAPTIVE_WARM_UPS):
             stepper.step()
         stepper.restart()
-        cell = self._cell("adaptive", len(prompts), True, stepper.step, lambda: [])
+        kind = f"adaptive {self.rig.settings.drafts}"
+        cell = self._cell(kind, len(prompts), True, stepper.step, lambda: [])
         accepted = stepper.finish()
         return dataclasses.replace(cell, accepted=accepted, path=f"graph, {policy.current.steps} drafts")
 
@@ -236,12 +242,19 @@ def parser() -> argparse.ArgumentParser:
         help="tokens of a prompt (default 1024 8192)",
     )
     add("--chunk-size", type=at_least(1), default=2048, help="tokens of one prefill forward (default 2048)")
-    add("--spec-steps", type=at_least(1), default=3, help="drafts of an EAGLE3 chain (default 3)")
+    add(
+        "--drafts",
+        type=_drafters,
+        default=["eagle3"],
+        metavar=f"{ALL}|NAME[,NAME...]",
+        help=f"drafters to measure: {', '.join(DRAFTERS)} (default eagle3)",
+    )
+    add("--spec-steps", type=at_least(1), default=3, help="drafts of a chain (default 3)")
     add(
         "--accept-length",
         type=at_least(1),
         default=3,
-        help="tokens that each EAGLE3 step yields, simulated (default 3)",
+        help="tokens that each step with drafts yields, simulated (default 3)",
     )
     add("--deterministic", action="store_true", help="with batch-invariant operations of the target")
     add("--graphs", choices=("both", "on", "off"), default="both", help="default both")
@@ -257,8 +270,15 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def _drafters(text: str) -> list[str]:
+    try:
+        return named_drafters(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def settings_of(options: argparse.Namespace) -> RigSettings:
-    """The settings from the options.
+    """The settings from the options, of the first drafter.
 
     Raises ConfigError or CheckpointError naming option, value and remedy.
     """
@@ -288,6 +308,7 @@ def settings_of(options: argparse.Namespace) -> RigSettings:
         has_graphs=options.graphs != "off",
         is_adaptive=options.adaptive,
         is_invariant=options.deterministic,
+        drafts=options.drafts[0],
     )
 
 
@@ -309,29 +330,40 @@ def main(argv: Sequence[str]) -> int:
         _progress(f"measuring the ceilings of {machine(settings.device)}")
         ceilings = measure_ceilings(settings.dtype, settings.device)
         _progress("making weights, prompts and graphs")
-        bench = EngineBench(Rig(settings), ceilings, options)
-        cells = []
-        for cell in bench.cells():
-            cells.append(cell)
-            _progress(row_of(cell))
+        cells: list[Cell] = []
+        for drafts in options.drafts:
+            wanted = dataclasses.replace(settings, drafts=drafts)
+            for cell in EngineBench(Rig(wanted), ceilings, options, has_plain=not cells).cells():
+                cells.append(cell)
+                _progress(row_of(cell))
+            _free_memory(settings.device)
     except (ConfigError, CheckpointError, ValueError) as error:
         sys.stderr.write(f"{PROG}: {error}\n")
         return 2
-    sys.stdout.write(report(bench, cells, options))
+    sys.stdout.write(report(settings, ceilings, cells, options))
     if options.json:
-        Path(options.json).write_text(json.dumps(document(bench, cells, options)) + "\n", encoding="utf-8")
+        whole = document(settings, ceilings, cells, options)
+        Path(options.json).write_text(json.dumps(whole) + "\n", encoding="utf-8")
     return 0
 
 
-def report(bench: EngineBench, cells: Sequence[Cell], options: argparse.Namespace) -> str:
+def _free_memory(device: torch.device) -> None:
+    """Returns the memory of an engine that nothing refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def report(
+    settings: RigSettings, ceilings: Ceilings, cells: Sequence[Cell], options: argparse.Namespace
+) -> str:
     """The whole report for the terminal, as markdown."""
-    rig, ceilings = bench.rig, bench.ceilings
     accepted = f"accept length {options.accept_length} of {options.spec_steps} drafts, simulated"
     lines = [
-        f"{machine(rig.settings.device)}; copy {ceilings.copy_bytes_per_s / 1e9:.0f} GB/s (read + "
+        f"{machine(settings.device)}; copy {ceilings.copy_bytes_per_s / 1e9:.0f} GB/s (read + "
         "write), matmul "
         f"{ceilings.matmul_flop_per_s / 1e12:.1f} TFLOP/s",
-        f"{options.model or options.shape}, {rig.settings.dtype}, context {options.context}, {accepted}"
+        f"{options.model or options.shape}, {settings.dtype}, context {options.context}, {accepted}"
         + (", deterministic" if options.deterministic else ""),
         "",
         f"| {' | '.join(HEAD)} |",
@@ -344,12 +376,14 @@ def report(bench: EngineBench, cells: Sequence[Cell], options: argparse.Namespac
     return "\n".join(lines) + "\n"
 
 
-def document(bench: EngineBench, cells: Sequence[Cell], options: argparse.Namespace) -> dict[str, object]:
+def document(
+    settings: RigSettings, ceilings: Ceilings, cells: Sequence[Cell], options: argparse.Namespace
+) -> dict[str, object]:
     """The whole report as a JSON document."""
     return {
-        "machine": machine(bench.rig.settings.device),
+        "machine": machine(settings.device),
         "options": vars(options),
-        "ceilings": dataclasses.asdict(bench.ceilings),
+        "ceilings": dataclasses.asdict(ceilings),
         "accept_length": "simulated",
         "cells": [dataclasses.asdict(cell) | {"ratio": cell.ratio} for cell in cells],
     }

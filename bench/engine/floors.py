@@ -15,7 +15,9 @@ import torch
 from ...engine.kv.layouts import MHALayout
 from ...engine.models.config import ModelConfig
 from ...engine.speculative.drafters.eagle3 import draft_layout
-from ...engine.speculative.drafters.spec_config import Eagle3Config
+from ...engine.speculative.drafters.eagle_config import EagleConfig
+from ...engine.speculative.drafters.mtp_config import MtpConfig
+from ...engine.speculative.drafters.spec_config import Eagle3Config, HeadConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,33 @@ class PassCounts:
             itemsize=itemsize,
         )
 
+    @classmethod
+    def of_eagle(cls, config: EagleConfig, itemsize: int) -> "PassCounts":
+        """Every forward of an EAGLE head reads `fc`, so `fc` is part of the body."""
+        kv = draft_layout(config, 1, torch.bfloat16)
+        return cls(
+            body=_layer(config.hidden_size, config) + 2 * config.hidden_size**2,
+            vocab=config.vocab_size * config.hidden_size,
+            fc=0,
+            kv=kv.elements_per_token,
+            attention=4 * config.num_heads * config.head_dim,
+            itemsize=itemsize,
+        )
+
+    @classmethod
+    def of_module(cls, config: MtpConfig, itemsize: int) -> "PassCounts":
+        """Of one of the modules."""
+        layer = config.layer
+        kv = MHALayout.of(layer, num_layers=1, page_size=1, dtype=torch.bfloat16)
+        return cls(
+            body=_layer(layer.hidden_size, layer),
+            vocab=layer.vocab_size * layer.hidden_size,
+            fc=2 * layer.hidden_size * layer.hidden_size,
+            kv=kv.elements_per_token,
+            attention=4 * layer.num_heads * layer.head_dim,
+            itemsize=itemsize,
+        )
+
     def step(self, batch: int, rows: int, context: int, *, logit_rows: int, has_fc: bool = False) -> Work:
         """One pass: each of `batch` requests has `context` tokens, `rows` new rows and logits of `logit_rows`
         rows."""
@@ -101,7 +130,7 @@ class PassCounts:
         )
 
 
-def eagle3_step(target: PassCounts, head: PassCounts, batch: int, steps: int, context: int) -> list[Work]:
+def chain_step(target: PassCounts, head: PassCounts, batch: int, steps: int, context: int) -> list[Work]:
     """The passes of one chain step: the verify, the head's extend, and one of the head per draft after the
     first.
 
@@ -112,7 +141,24 @@ def eagle3_step(target: PassCounts, head: PassCounts, batch: int, steps: int, co
     return [verify, *[draft] * (steps - 1), head.step(batch, steps + 1, context, logit_rows=1, has_fc=True)]
 
 
-def _layer(input_size: int, config: ModelConfig | Eagle3Config) -> int:
+def mtp_step(
+    target: PassCounts, module: PassCounts, num_modules: int, batch: int, steps: int, context: int
+) -> list[Work]:
+    """The passes of one step with `num_modules` MTP modules.
+
+    Several modules run once each, over the verified rows and the front rows. A single one runs as an EAGLE3
+    head does, with its input projection in every pass.
+    """
+    rows = steps + 1
+    verify = target.step(batch, rows, context, logit_rows=rows)
+    if num_modules > 1:
+        window = num_modules - 1 + rows
+        return [verify, *[module.step(batch, window, context, logit_rows=1, has_fc=True)] * num_modules]
+    draft = module.step(batch, 1, context, logit_rows=1, has_fc=True)
+    return [verify, *[draft] * (steps - 1), module.step(batch, rows, context, logit_rows=1, has_fc=True)]
+
+
+def _layer(input_size: int, config: ModelConfig | HeadConfig) -> int:
     heads, inner = config.num_heads * config.head_dim, config.intermediate_size
     qkv = input_size * (heads + 2 * config.num_kv_heads * config.head_dim)
     return qkv + heads * config.hidden_size + 3 * config.hidden_size * inner

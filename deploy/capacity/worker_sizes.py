@@ -4,7 +4,7 @@ A worker measures the memory of its loaded weights, so its KV pool may differ by
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...cluster.config.roles import DecodeConfig, PrefillConfig
@@ -20,6 +20,7 @@ from ...engine.auto_sizes import (
     choose_sizes,
 )
 from ...engine.errors import CheckpointError
+from ...engine.hub import NGRAM
 from ...engine.kv.budget import PageBudget
 from .checkpoints import KVShape, count_weights, head_kv_bytes, read_config, shape_of
 
@@ -125,7 +126,7 @@ def worker_need(
             ),
             per_token=PageBudget(kv_bytes=shape.kv_bytes, feature_bytes=shape.feature_bytes),
         )
-    if draft is None or config.no_draft:
+    if config.no_draft or (draft is None and config.draft != NGRAM):
         return WorkerNeed(
             model=_model_sizes(model, None, dtype),
             role=EngineRole(
@@ -136,6 +137,9 @@ def worker_need(
             per_token=PageBudget(kv_bytes=shape.kv_bytes),
         )
     nodes = config.spec_tokens or 1 + config.spec_steps * config.spec_topk
+    per_token = PageBudget(kv_bytes=shape.kv_bytes)
+    if draft is not None:
+        per_token = replace(per_token, draft_bytes=head_kv_bytes(draft, shape), has_staging=True)
     return WorkerNeed(
         model=_model_sizes(model, draft, dtype),
         role=EngineRole(
@@ -147,9 +151,7 @@ def worker_need(
             num_shapes=1 + config.spec_steps,
             spare_slots=nodes,
         ),
-        per_token=PageBudget(
-            kv_bytes=shape.kv_bytes, draft_bytes=head_kv_bytes(draft, shape), has_staging=True
-        ),
+        per_token=per_token,
     )
 
 

@@ -31,6 +31,7 @@ from ...cluster.config.load import load_config
 from ...cluster.config.roles import RouterConfig, UpConfig
 from ...cluster.errors import ConfigError, StartupError
 from ...cluster.net.endpoints import bracketed
+from ...cluster.net.transport_names import check_nixl, may_be_open
 from ...cluster.process.log import PACKAGE, configure
 from ...cluster.process.process import (
     EXIT_CANNOT_START,
@@ -341,7 +342,10 @@ def _prepare(prog: str, argv: Sequence[str], adjust: Callable[[UpConfig], UpConf
     configure("up", level=config.log_level, log_format=config.log_format)
     # With --log-level debug, httpx would log a line per poll of /ready.
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    ciphers_of(config.kv_cipher, has_keys=bool(config.keys), trusted_network=config.trusted_network)
+    has_keys = bool(config.keys)
+    ciphers = ciphers_of(config.kv_cipher, has_keys=has_keys, trusted_network=config.trusted_network)
+    is_open = may_be_open(ciphers, trusted_network=config.trusted_network)
+    check_nixl(config.transports, may_be_open=is_open)
     shutdown = Shutdown()
     notifier = notifier_of(os.environ)
     cluster = Cluster(config)

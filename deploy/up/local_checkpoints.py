@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from ...cluster.config.groups import EngineSettings, ModelSettings, RoleConfig
 from ...cluster.process.log import fields
-from ...engine.hub import is_hub_id, resolve_checkpoint
+from ...engine.hub import NGRAM, is_hub_id, resolve_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +32,8 @@ def fetch_once() -> Fetch:
 
 
 def head_of(config: EngineSettings) -> str:
-    """The head that the settings ask to draft with; "" for none."""
-    return "" if config.no_draft else config.draft
+    """The checkpoint that the settings ask to draft with; "" for none, as for lookup, which has none."""
+    return "" if config.no_draft or config.draft == NGRAM else config.draft
 
 
 def with_directories(config: C, fetch: Fetch) -> C:

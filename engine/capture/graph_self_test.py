@@ -17,7 +17,7 @@ from ..graphs.graph_pool import FallbackReason
 from ..kv.page_table import build_page_table, pages_for, slots_for
 from ..kv.pool import KVPool
 from ..runner.model_runner import ModelRunner
-from ..speculative.drafters.protocol import Drafter
+from ..speculative.drafters.protocol import Drafter, draft_pools
 
 logger = logging.getLogger(__name__)
 
@@ -122,16 +122,17 @@ class SelfTest:
     def _draft_prefill_trial(
         self, drafter: Drafter, family: GraphFamily[Any, Any], bucket: int, size: int
     ) -> Trial:
+        (pool,) = draft_pools(drafter)
         features = self._normal(size, drafter.feature_width)
 
         def run(decision: PathDecision) -> Outputs:
-            batch = self._extend_batch(drafter.pool, size, CaptureHidden.LAST)
+            batch = self._extend_batch(pool, size, CaptureHidden.LAST)
             batch.features = features
             batch.decision = decision
             return (drafter.prefill_rows(batch),)
 
-        num_pages = pages_for(size, drafter.pool.page_size)
-        return Trial(family=family, bucket=bucket, size=size, pool=drafter.pool, num_pages=num_pages, run=run)
+        num_pages = pages_for(size, pool.page_size)
+        return Trial(family=family, bucket=bucket, size=size, pool=pool, num_pages=num_pages, run=run)
 
     def _extend_batch(self, pool: KVPool, size: int, capture: CaptureHidden) -> ForwardBatch:
         """A batch of `size` new tokens without cached prefixes, in the fewest requests that the context

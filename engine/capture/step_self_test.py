@@ -20,6 +20,7 @@ from ..kv.page_table import pages_for
 from ..sampling.edits import SamplingRow
 from ..sampling.logprobs import packed_width
 from ..sampling.params import SamplingParams
+from ..speculative.drafters.protocol import draft_pools
 from ..speculative.drafters.states import PAD_ROW
 from ..speculative.step.device_state import RequestInit
 from ..speculative.step.fused_step import StepContext, StepKind
@@ -28,6 +29,7 @@ from .graph_self_test import SEED, TOLERANCES, edges, relative_error
 
 logger = logging.getLogger(__name__)
 
+NUM_TOKENS = 8  # of random histories; a vocabulary has at least as many
 # By kind: the first two are free draws, the next two are ranked, the rest need edited logits.
 PARAMS = (
     SamplingParams(temperature=0.0),
@@ -185,7 +187,11 @@ class StepSelfTest:
             kv.normal_(generator=generator.manual_seed(SEED))
         if self._step.drafter is not None:
             for values in self._step.drafter.anchors:
-                values.normal_(generator=generator.manual_seed(SEED))
+                generator.manual_seed(SEED)
+                if values.is_floating_point():
+                    values.normal_(generator=generator)
+                else:  # tokens, few of them so that some repeat, or numbers of rows
+                    values.random_(0, NUM_TOKENS, generator=generator)
 
     def _close(self, trial: _Requests) -> None:
         for slot, each in zip(trial.slots, trial.joining, strict=True):
@@ -200,6 +206,6 @@ class StepSelfTest:
 
     def _pages(self, joining: Sequence[RequestInit]) -> list[torch.Tensor]:
         """The KV of all pages of `joining` in each pool."""
-        drafter, end = self._step.drafter, max(each.pages[-1] for each in joining) + 1
-        pools = [self._step.runner.pool, *([] if drafter is None else [drafter.pool])]
+        end = max(each.pages[-1] for each in joining) + 1
+        pools = [self._step.runner.pool, *draft_pools(self._step.drafter)]
         return [pool.kv[1:end] for pool in pools]

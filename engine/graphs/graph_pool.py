@@ -25,6 +25,7 @@ class GraphKind(Enum):
     DECODE_STEP = "decode_step"  # a whole step, from drafts to the next newest token, by batch size, full
     RANKED_STEP = "ranked_step"  # the same where top-k or top-p must be looked at
     EDITED_STEP = "edited_step"  # the same with edited logits, grammar masks (a break) and logprobs
+    DRAFT_CATCH_UP = "draft_catch_up"  # the drafter observes rows of earlier steps, by batch size, full
 
     @property
     def is_decode(self) -> bool:

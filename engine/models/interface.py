@@ -7,14 +7,15 @@ import torch
 
 from ..kv.layouts import PageLayout
 from .config import ModelConfig
-from .layers import Attend, NamedTensors
+from .layers import Attend, NamedTensors, RMSNorm
 
 
 class CausalLM(Protocol):
     """A decoder in three parts: embed, body, logits.
 
     Legend: T tokens, R selected rows, V vocabulary, H hidden size, K features. `embed_tokens` and `lm_head`
-    are the weights `[V, H]` that a draft head may share; they are the same tensor when tied.
+    are the weights `[V, H]` that a draft head may share; they are the same tensor when tied. `norm` is the
+    final norm.
     """
 
     config: ModelConfig
@@ -22,6 +23,7 @@ class CausalLM(Protocol):
     device: torch.device
     embed_tokens: torch.Tensor
     lm_head: torch.Tensor
+    norm: RMSNorm
 
     def kv_layout(self, page_size: int) -> PageLayout:
         """The layout of this model's KV in pages of `page_size` tokens, in the model's dtype."""

@@ -23,7 +23,7 @@ from ..models.interface import CausalLM
 from ..models.layers import Attend
 from ..runner.model_runner import ModelRunner
 from ..runner.target_graphs import aux_ids_of
-from ..speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter, DraftPrefill
+from ..speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter, DraftPrefill, reads_features
 from ..speculative.drafters.states import PAD_ROW
 from ..speculative.drafting.shape import DraftShape
 from ..speculative.step.fused_step import FusedStep, StepContext, StepKind
@@ -107,7 +107,7 @@ class VariantPlanner:
         batches = [self.batch(shape) for shape in shapes]  # reads host tensors, which fake ones do not allow
         with FakeTensorMode(allow_non_fake_inputs=True), planned_launches() as found:
             self.prompts(batches)
-            if self.drafter is not None:
+            if self.drafter is not None and reads_features(self.drafter):
                 context = min(reach.max_context, self.drafter.max_context)
                 self.draft_prompts(extend_shapes(MAX_PREFILL_ROWS, reach.max_requests, context))
             if self.steps is not None:
@@ -150,9 +150,11 @@ class VariantPlanner:
         """One decode step of `count` requests."""
         assert self.steps is not None
         whole = self.steps.step
-        step = FusedStep(self.runner, whole.drafter, whole.state, whole.max_context)
+        step = FusedStep(self.runner, whole.drafter, whole.state, whole.max_context, whole.late)
         slots = torch.zeros(count, dtype=torch.int64, device=whole.state.device)
         step.run(slots, kind, Breaks(StepContext(num_rows=count)))
+        if step.is_late(kind):
+            step.catch_up(slots, Breaks(StepContext(num_rows=count)))
 
     def batch(self, shape: ExtendShape) -> ForwardBatch:
         """A batch of `shape` as `extend_batch` builds it, with zeros for all values on the device."""

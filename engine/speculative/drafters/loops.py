@@ -3,18 +3,35 @@
 Shape legend: B requests, S spare slots of each, N nodes, H draft hidden, Vd draft vocabulary.
 """
 
+from typing import Protocol
+
 import torch
 
 from ...kv.pool import KVPool
+from ...models.layers import Attend
 from ...row_attention import RowPlan
 from ..drafting.shape import DraftShape
-from ..drafting.tree import DraftTree, grow_tree
-from .eagle3_head import DraftPhase, Eagle3Head
+from ..drafting.tree import DraftHead, DraftTree, grow_tree
+from .eagle3_head import DraftPhase
 from .protocol import DraftView
 
 
+class ChainHead(DraftHead, Protocol):
+    """A draft model that feeds its own hidden back, one layer of KV deep."""
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        phase: DraftPhase,
+    ) -> torch.Tensor:
+        """Hidden rows `[T, H]` and tokens `[T]` at `positions` `[T]` -> the output `[T, H]`."""
+
+
 def draft_chain(
-    head: Eagle3Head,
+    head: ChainHead,
     pool: KVPool,
     view: DraftView,
     state: tuple[torch.Tensor, torch.Tensor],
@@ -30,7 +47,7 @@ def draft_chain(
     for step in range(1, num_drafts):
         rows = view.kv_rows[:, step - 1]
         plan = RowPlan(pool, rows, view.page_table, view.lens + step, is_recorded=view.is_recorded)
-        out = head.forward(hidden, drafts[-1], positions[:, step - 1], plan.attend, DraftPhase.SELF_CHAIN)
+        out = head.forward(hidden, drafts[-1], positions[:, step - 1], plan, DraftPhase.SELF_CHAIN)
         hidden = head.feedback(out)
         chosen = sampling.choose(head.compute_logits(out), positions[:, step] + 1, head.target_ids)
         drafts.append(head.target_ids[chosen])
@@ -38,7 +55,7 @@ def draft_chain(
 
 
 def draft_tree(
-    head: Eagle3Head,
+    head: ChainHead,
     pool: KVPool,
     view: DraftView,
     state: tuple[torch.Tensor, torch.Tensor],
@@ -56,6 +73,6 @@ def draft_tree(
         lens = view.lens + level * k
         plan = RowPlan(pool, rows, view.page_table, lens, mask, is_recorded=view.is_recorded)
         at = view.positions[:, level - 1 : level].expand(count, k).reshape(-1)
-        return head.forward(hidden, tokens, at, plan.attend, DraftPhase.SELF_CHAIN)
+        return head.forward(hidden, tokens, at, plan, DraftPhase.SELF_CHAIN)
 
     return grow_tree(shape, head, view.sampling, state, view.positions[:, 0] + 1, forward)

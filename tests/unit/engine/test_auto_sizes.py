@@ -8,6 +8,7 @@ from baton.engine.auto_sizes import (
     BUFFER_ALIGNMENT,
     CONTEXT_BYTES,
     GRAPH_ROWS,
+    LATE_ROWS,
     Card,
     EngineRole,
     GivenSizes,
@@ -124,12 +125,13 @@ def test_outputs_of_all_prefill_graphs_have_reserved_rows(rows):
     assert sum(buckets) + sum(whole_buckets(buckets)) <= GRAPH_ROWS * rows
 
 
-def test_features_of_two_unread_prompt_parts_are_reserved():
+def test_features_of_unread_prompt_parts_and_late_rows_are_reserved():
     blind = replace(DECODE, num_features=0)
     with_features, without = (
         chosen(H200, EIGHT, role, local_prefill_tokens=2048) for role in (DECODE, blind)
     )
-    assert with_features.reserved - without.reserved == 2 * 8192 * 3 * 4096 * 2
+    late = 2 * (with_features.max_running + 1) * LATE_ROWS
+    assert with_features.reserved - without.reserved == (2 * 8192 + late) * 3 * 4096 * 2
 
 
 @pytest.mark.parametrize(("role", "copies"), [(PREFILL, 1), (DECODE, 2)], ids=["prefill", "decode"])

@@ -53,6 +53,17 @@ def test_settings_of_up_reach_the_children_that_know_them():
     assert (configs["prefill-0"].lease_s, configs["prefill-0"].prefix_cache) == (2.5, False)
 
 
+def test_lookup_stays_a_word_for_children_in_another_directory(tmp_path, monkeypatch):
+    """Directories are made absolute; a directory of that name would be written ./ngram."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("m", "ngram"):
+        (tmp_path / name).mkdir()
+    configs = told(UpConfig(model="m", draft="ngram", ngram_max=4))
+    assert {configs[name].draft for name in ("prefill-0", "decode-0")} == {"ngram"}
+    assert configs["decode-0"].ngram_max == 4
+    assert told(UpConfig(model="m", draft="./ngram"))["decode-0"].draft == str(tmp_path / "ngram")
+
+
 def test_a_roles_own_table_beats_ups_table_and_ups_command_line_beats_both(tmp_path):
     path = tmp_path / "c.toml"
     path.write_text(
