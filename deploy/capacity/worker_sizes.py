@@ -22,7 +22,7 @@ from ...engine.auto_sizes import (
 from ...engine.errors import CheckpointError
 from ...engine.hub import NGRAM
 from ...engine.kv.budget import PageBudget
-from .checkpoints import KVShape, count_weights, head_kv_bytes, read_config, shape_of
+from .checkpoints import KVShape, count_weights, head_dir, head_kv_bytes, read_config, shape_of
 
 QUERY = "name,memory.total,memory.reserved,memory.free,compute_cap"
 GPU_DTYPE, CPU_DTYPE = "bfloat16", "float32"
@@ -105,8 +105,8 @@ def need_of_roles(prefill: PrefillConfig, decode: DecodeConfig) -> ModelNeed:
     """
 
     def need(config: PrefillConfig | DecodeConfig) -> tuple[KVShape, WorkerNeed]:
-        model, head = Path(config.model), "" if config.no_draft else config.draft
-        draft, dtype = Path(head) if head else None, GPU_DTYPE if config.dtype == "auto" else config.dtype
+        model, draft = Path(config.model), None if config.no_draft else head_dir(config.draft)
+        dtype = GPU_DTYPE if config.dtype == "auto" else config.dtype
         return shape_of(model, draft, dtype), worker_need(model, draft, config, dtype)
 
     (_, of_prefill), (shape, of_decode) = need(prefill), need(decode)

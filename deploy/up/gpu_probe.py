@@ -70,9 +70,12 @@ def free_bytes(nvml: ctypes.CDLL, bus_id: bytes, memory: int) -> int:
     tell.
     """
     handle, told = ctypes.c_void_p(), _Memory()
-    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByPciBusId_v2(bus_id, ctypes.byref(handle)):
-        return memory
-    if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(told)) or memory < PART_OF_GPU * told.total:
+    try:
+        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByPciBusId_v2(bus_id, ctypes.byref(handle)):
+            return memory
+        if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(told)) or memory < PART_OF_GPU * told.total:
+            return memory
+    except AttributeError:  # a library without one of these functions
         return memory
     return min(memory, int(told.free))
 

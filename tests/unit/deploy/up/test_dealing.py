@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from baton.cluster.config.roles import DecodeConfig, PrefillConfig
 from baton.cluster.errors import ConfigError
 from baton.deploy.capacity.checkpoints import KVShape
 from baton.deploy.capacity.gpus import least_share
-from baton.deploy.capacity.worker_sizes import ModelNeed, WorkerNeed
+from baton.deploy.capacity.worker_sizes import ModelNeed, WorkerNeed, need_of_roles
 from baton.deploy.up.dealing import Wish, deal, deal_without_gpus, table_of
 from baton.deploy.up.gpu_list import Gpu
 from baton.engine.auto_sizes import GPU_SHARE, EngineRole, ModelSizes
@@ -186,6 +187,17 @@ def test_a_role_on_the_cpu_gets_no_gpu_and_is_named(on_gpu, wish, expected, plac
     assert (counts(settled), owners(settled)) == (expected, placed)
     on_cpu = [note for note in settled.notes if note.endswith("runs on the CPU, as its device says.")]
     assert len(on_cpu) == sum(expected) - len(placed)
+
+
+def test_needs_follow_the_drafts_of_each_role(toy_checkpoint):
+    model = str(toy_checkpoint("llama"))
+    prefill = PrefillConfig(model=model)
+    plain, looked_up, off = (
+        need_of_roles(prefill, DecodeConfig(model=model, **more))
+        for more in ({}, {"draft": "ngram", "spec_steps": 2}, {"draft": "ngram", "no_draft": True})
+    )
+    assert (plain.has_head, looked_up.has_head, off.has_head) == (False, True, False)
+    assert looked_up.decode.role.num_nodes == 3
 
 
 def test_a_model_that_fits_no_gpu_is_refused_with_the_memory_that_would_do():

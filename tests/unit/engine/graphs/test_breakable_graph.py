@@ -84,6 +84,26 @@ def test_own_copies_nests_and_cuts_rows():
 # --- the inventory ------------------------------------------------------------------------------------------
 
 
+def test_the_first_capture_of_each_kind_and_number_of_rows_is_guarded():
+    pool, seen = GraphPool(TapeBackend()), []
+
+    def capture(kind, bucket, rows):
+        def forward(_):
+            seen.append(pool.backend.is_guarded)
+            return torch.ones(bucket)
+
+        pool.capture(kind, bucket, forward, ReplayContext(num_rows=bucket), rows=rows)
+
+    for bucket in (8, 4):
+        for kind, rows in (
+            (GraphKind.DECODE_STEP, 1),
+            (GraphKind.DECODE_STEP, 4),
+            (GraphKind.EDITED_STEP, 4),
+        ):
+            capture(kind, bucket, rows)
+    assert seen == [True] * 3 + [False] * 3
+
+
 def test_the_pool_counts_graphs_replays_padding_and_fallbacks():
     pool = GraphPool(TapeBackend())
     x = torch.ones(8, 2)
