@@ -342,6 +342,7 @@ def test_layers_with_a_gap_are_refused(deep_target: Path, tmp_path: Path) -> Non
     ("changes", "words"),
     [
         ({"hidden_size": 32}, ["another hidden size", "32", "64"]),
+        ({"hidden_size": 32, "target_hidden_size": 64}, ["hidden_size", "32", "as wide as", "64"]),
         ({"vocab_size": 300}, ["vocab_size", "300", "256"]),
         ({"sliding_window": 128}, ["sliding_window", "128"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
