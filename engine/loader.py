@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from ..kernels.row_ops import INVARIANT
+from ..kernels.triton_jit import triton_version
 from .auto_sizes import (
     PAGE_SIZE,
     Card,
@@ -59,6 +60,7 @@ from .speculative.step.step_graphs import StepGraphs, step_graphs
 from .warmup.compiler import compile_launches
 from .warmup.kernel_cache import use_kernel_cache
 from .warmup.memory import reserve_memory
+from .warmup.plan_file import kept_launches, plan_key
 from .warmup.rehearsal import Rehearsal, RehearsalSizes
 from .warmup.variants import Reach, VariantPlanner
 from .warmup.watch import ReadyWatch
@@ -299,6 +301,7 @@ class EngineLoader:
                 embed_tokens=self._model.embed_tokens,
                 lm_head=self._model.lm_head,
                 final_norm=self._model.norm,
+                steps=self._shape.steps,
                 max_context=self._max_context,
                 dtype=self._dtype,
                 device=self._device,
@@ -360,7 +363,7 @@ class EngineLoader:
                 runner,
                 drafter,
                 shapes=_shapes_of(engine),
-                watched=None if engine.step_policy is None else engine.shape,
+                watched=engine.shape if engine.step_policy and engine.step_policy.is_watched else None,
                 max_requests=sizes.max_running,
                 max_context=sizes.max_context,
             )
@@ -380,14 +383,29 @@ class EngineLoader:
         assert engine is not None
         if self._device.type != "cuda":
             return
-        use_kernel_cache()
         planner = VariantPlanner(engine.runner, engine.drafter, engine.steps, self.reach())
         try:
-            launches = planner.launches()
+            launches = kept_launches(use_kernel_cache(), self._plan_key(engine), planner.launches)
         except Exception as error:  # of an operation that has no form for fake tensors
             logger.warning("kernels are compiled one by one at their first use: %s", error, exc_info=error)
         else:
             compile_launches(launches, self._device)
+
+    def _plan_key(self, engine: Engine) -> str:
+        """The name of the plan of kernel variants: all that decides which kernels an engine launches."""
+        draft, card = Path(self.config.draft).expanduser(), torch.cuda.get_device_properties(self._device)
+        configs = (engine.path / "config.json", draft / "config.json")
+        return plan_key(
+            [
+                replace(self.config, model="", kv_memory_mb=0, pages=0, gpu_memory_share=0.0),
+                self.has_drafter,
+                self.reach(),
+                engine.pool.num_pages.bit_length(),  # wider numbers of rows have variants of their own
+                *(path.read_text() for path in configs if path.is_file()),
+                (card.name, card.major, card.minor, card.multi_processor_count),
+                (torch.__version__, triton_version()),
+            ]
+        )
 
     def _rehearse(self) -> None:
         """Runs every kind of forward once on a GPU, and takes the memory of later ones from the driver."""
@@ -476,8 +494,13 @@ class EngineLoader:
             draft=draft.num_weights / target,
             knee_rows=KNEE_ROWS[self._device.type],
             kv=self._model.kv_layout(1).page_bytes / (target * self._dtype.itemsize),
+            is_block=self._drafts_blocks,
         )
-        return StepPolicy(self._shape.candidates(), costs)
+        return StepPolicy(self._shape.candidates(), costs, is_watched=not self._drafts_blocks)
+
+    @property
+    def _drafts_blocks(self) -> bool:
+        return self._source is not None and self._source.is_dflash
 
     def _forward_weights(self) -> int:
         """The weights that every row of a forward is multiplied with: all but the embedding."""
@@ -513,16 +536,24 @@ class EngineLoader:
 
     def _role(self) -> EngineRole:
         if not self.has_drafter:
-            return EngineRole(is_decode=False, num_features=len(self._feature_ids))
+            return EngineRole(
+                is_decode=False,
+                is_deterministic=self.config.deterministic,
+                num_features=len(self._feature_ids),
+            )
         if self._draft is None:
             return EngineRole(
-                is_decode=True, is_aggregated=self.config.aggregated, spare_slots=PLAIN.spare_slots
+                is_decode=True,
+                is_aggregated=self.config.aggregated,
+                is_deterministic=self.config.deterministic,
+                spare_slots=PLAIN.spare_slots,
             )
         policy = self._step_policy(self._draft)
         shapes = {PLAIN, self._shape, *(() if policy is None else policy.shapes)}
         return EngineRole(
             is_decode=True,
             is_aggregated=self.config.aggregated,
+            is_deterministic=self.config.deterministic,
             num_features=len(self._feature_ids),
             num_nodes=self._shape.num_nodes,
             num_shapes=len(shapes),

@@ -15,11 +15,14 @@ import torch
 from ...engine.models.config import ModelConfig
 from ...engine.models.interface import CausalLM
 from ...engine.speculative.drafters.eagle3 import Eagle3Drafter
+from ...engine.speculative.drafters.mtp import MtpModel
 from ...engine.speculative.drafters.ngram import NgramConfig, NgramDrafter
 from ...engine.speculative.drafters.protocol import Drafter, DraftView, Proposal
 from ...engine.speculative.drafting.shape import DraftShape
-from .floors import PassCounts, Work, chain_step
+from .blocks import SimulatedBlocks, block_config, block_step, random_blocks
+from .floors import PassCounts, Work, chain_step, mtp_step
 from .model import TOKEN, WRONG, random_eagle, random_head
+from .mtp_model import modules_config, random_modules
 from .shapes import eagle_head_config, head_config
 
 ALL = "all"
@@ -112,6 +115,63 @@ class BenchEagle:
         return chain_step(target, head, batch, steps, context)
 
 
+class BenchDflash:
+    """A DFLASH drafter whose block has one token more than the drafts of a step."""
+
+    def __init__(self, wish: DraftWish) -> None:
+        self.wish = wish
+        self.config = block_config(wish.config, wish.dtype_name, 1 + wish.steps, wish.folder)
+        self.feature_ids = self.config.aux.ids
+
+    def share(self, model: CausalLM) -> Callable[[int], Drafter]:
+        wish = self.wish
+        head = random_blocks(self.config, wish.dtype, wish.device)
+        head.share(model.embed_tokens, model.lm_head, wish.config.max_position_embeddings)
+        return lambda num_pages: SimulatedBlocks(
+            head,
+            wish.accept_length,
+            num_pages=num_pages,
+            page_size=wish.page_size,
+            capacity=wish.capacity,
+        )
+
+    def step(self, target: PassCounts, batch: int, steps: int, context: int) -> list[Work]:
+        return block_step(target, self.config, batch, steps, context)
+
+
+class BenchMtp:
+    """One MTP module that is recycled over the steps."""
+
+    def __init__(self, wish: DraftWish) -> None:
+        self.wish = wish
+        self.config = modules_config(wish.config, wish.dtype_name, self.num_modules)
+        self.feature_ids = self.config.aux.ids
+
+    @property
+    def num_modules(self) -> int:
+        return 1
+
+    def share(self, model: CausalLM) -> Callable[[int], Drafter]:
+        wish = self.wish
+        head = random_modules(self.config, wish.accept_length, wish.dtype, wish.device)
+        head.share(model.embed_tokens, model.lm_head, model.norm, wish.config.max_position_embeddings)
+        return lambda num_pages: MtpModel(head).drafter(
+            num_pages=num_pages, page_size=wish.page_size, capacity=wish.capacity
+        )
+
+    def step(self, target: PassCounts, batch: int, steps: int, context: int) -> list[Work]:
+        module = PassCounts.of_module(self.config, self.wish.dtype.itemsize)
+        return mtp_step(target, module, self.num_modules, batch, steps, context)
+
+
+class BenchDeepMtp(BenchMtp):
+    """As many MTP modules as steps."""
+
+    @property
+    def num_modules(self) -> int:
+        return self.wish.steps
+
+
 class BenchNgram:
     """Lookup in the request's own tokens, whose text repeats one token."""
 
@@ -133,7 +193,14 @@ class BenchNgram:
 
 
 DRAFTERS: Mapping[str, Callable[[DraftWish], BenchDrafter]] = MappingProxyType(
-    {"eagle3": BenchEagle3, "eagle": BenchEagle, "ngram": BenchNgram}
+    {
+        "eagle3": BenchEagle3,
+        "eagle": BenchEagle,
+        "dflash": BenchDflash,
+        "mtp": BenchMtp,
+        "mtp-deep": BenchDeepMtp,
+        "ngram": BenchNgram,
+    }
 )
 
 

@@ -16,6 +16,7 @@ from ...engine.kv.layouts import MHALayout
 from ...engine.models.config import ModelConfig
 from ...engine.speculative.drafters.eagle3 import draft_layout
 from ...engine.speculative.drafters.eagle_config import EagleConfig
+from ...engine.speculative.drafters.mtp_config import MtpConfig
 from ...engine.speculative.drafters.spec_config import Eagle3Config, HeadConfig
 
 
@@ -96,6 +97,20 @@ class PassCounts:
             itemsize=itemsize,
         )
 
+    @classmethod
+    def of_module(cls, config: MtpConfig, itemsize: int) -> "PassCounts":
+        """Of one of the modules."""
+        layer = config.layer
+        kv = MHALayout.of(layer, num_layers=1, page_size=1, dtype=torch.bfloat16)
+        return cls(
+            body=_layer(layer.hidden_size, layer),
+            vocab=layer.vocab_size * layer.hidden_size,
+            fc=2 * layer.hidden_size * layer.hidden_size,
+            kv=kv.elements_per_token,
+            attention=4 * layer.num_heads * layer.head_dim,
+            itemsize=itemsize,
+        )
+
     def step(self, batch: int, rows: int, context: int, *, logit_rows: int, has_fc: bool = False) -> Work:
         """One pass: each of `batch` requests has `context` tokens, `rows` new rows and logits of `logit_rows`
         rows."""
@@ -124,6 +139,23 @@ def chain_step(target: PassCounts, head: PassCounts, batch: int, steps: int, con
     verify = target.step(batch, steps + 1, context, logit_rows=steps + 1)
     draft = head.step(batch, 1, context, logit_rows=1)
     return [verify, *[draft] * (steps - 1), head.step(batch, steps + 1, context, logit_rows=1, has_fc=True)]
+
+
+def mtp_step(
+    target: PassCounts, module: PassCounts, num_modules: int, batch: int, steps: int, context: int
+) -> list[Work]:
+    """The passes of one step with `num_modules` MTP modules.
+
+    Several modules run once each, over the verified rows and the front rows. A single one runs as an EAGLE3
+    head does, with its input projection in every pass.
+    """
+    rows = steps + 1
+    verify = target.step(batch, rows, context, logit_rows=rows)
+    if num_modules > 1:
+        window = num_modules - 1 + rows
+        return [verify, *[module.step(batch, window, context, logit_rows=1, has_fc=True)] * num_modules]
+    draft = module.step(batch, 1, context, logit_rows=1, has_fc=True)
+    return [verify, *[draft] * (steps - 1), module.step(batch, rows, context, logit_rows=1, has_fc=True)]
 
 
 def _layer(input_size: int, config: ModelConfig | HeadConfig) -> int:

@@ -43,7 +43,7 @@ def random_target(
     model = build_model(config, dtype=dtype, device=device, is_invariant=is_invariant)
     generator = torch.Generator(device).manual_seed(seed)
     for name, weight in model.tensors():
-        _fill(name, weight, generator)
+        fill_random(name, weight, generator)
         if re.search(r"\.(o_proj|down_proj)\.", name):  # these write to the residual stream
             weight[LEVEL] = 0
     model.embed_tokens[:, LEVEL] = AMPLITUDE / 2
@@ -62,9 +62,9 @@ def random_head(
     head = Eagle3Head(config, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, weight in head.tensors():
-        _fill(name, weight, generator)
+        fill_random(name, weight, generator)
     head.lm_head = torch.empty(config.draft_vocab_size, config.hidden_size, dtype=dtype, device=device)
-    _fill("lm_head", head.lm_head, generator)
+    fill_random("lm_head", head.lm_head, generator)
     columns = [LEVEL, COUNT]
     head.fc.weight[columns] = 0
     head.fc.weight[LEVEL, LEVEL] = GAIN
@@ -82,7 +82,7 @@ def random_eagle(config: EagleConfig, dtype: torch.dtype, device: torch.device, 
     head = EagleHead(config, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, weight in head.tensors():
-        _fill(name, weight, generator)
+        fill_random(name, weight, generator)
     return head
 
 
@@ -100,7 +100,8 @@ def _count(head: Eagle3Head) -> None:
     head.layer.mlp.down.weight[COUNT, 0] = STEP / fired
 
 
-def _fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
+def fill_random(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
+    """Ones for the weight `name` of a norm, small random values for any other."""
     if "norm" in name:
         weight.fill_(1)
     else:

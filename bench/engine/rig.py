@@ -26,6 +26,7 @@ from ...engine.runner.model_runner import ModelRunner, configure_aux_capture
 from ...engine.sampling.params import SamplingParams
 from ...engine.sampling.sampler import Sampler
 from ...engine.speculative.adaptive import MeasuredCosts, StepPolicy
+from ...engine.speculative.drafters.protocol import cache_lookahead
 from ...engine.speculative.drafting.shape import PLAIN, DraftShape
 from ...engine.speculative.step.async_decoder import AsyncDecoder, Flight
 from ...engine.speculative.step.result import StepResult
@@ -69,12 +70,12 @@ class RigSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ComputedPrompt:
-    """A computed prompt: its tokens, its pages, and the features `[1, K*H]` of its last row, if any are
+    """A computed prompt: its tokens, its pages, and the features `[rows, K*H]` of its last rows, if any are
     read."""
 
     ids: list[int]
     pages: list[int]
-    feature: torch.Tensor | None
+    features: torch.Tensor | None
 
 
 class Stepper:
@@ -200,7 +201,7 @@ class Rig:
         """
         if self._costs is None:
             raise ValueError("adaptive steps are measured with graphs; use --graphs on")
-        return StepPolicy(self.shape.candidates(), self._costs)
+        return StepPolicy(self.shape.candidates(), self._costs, is_watched=self._is_watched)
 
     def prompts(self, count: int, length: int) -> list[ComputedPrompt]:
         """`count` random prompts of `length` tokens each, with their KV in the target's and the drafter's
@@ -221,8 +222,8 @@ class Rig:
             request = _request(f"{number}", prompt.ids, prompt.pages)
             request.num_computed = request.num_prompt
             request.output_ids.append(TOKEN)
-            if prompt.feature is not None:
-                decoder.draft_prefill(request, prompt.feature, request.num_prompt - 1)
+            if (features := prompt.features) is not None:
+                decoder.draft_prefill(request, features, request.num_prompt - features.shape[0])
             requests.append(request)
         return Stepper(decoder, requests)
 
@@ -258,18 +259,23 @@ class Rig:
         request = _request("prompt", ids, pages)
         last = self.prefill(request)
         if self.plane is None or last is None:
-            return ComputedPrompt(ids=ids, pages=pages, feature=None)
-        last = last[-1:].clone()
+            return ComputedPrompt(ids=ids, pages=pages, features=None)
+        last = last[-max(1, cache_lookahead(self.drafter)) :].clone()
         features = self.plane.features[pages].flatten(0, 1)[: len(ids)]
         request.output_ids.append(TOKEN)
         decoder = self.decoder(has_drafts=True)
         decoder.draft_prefill(request, features, 0)
         decoder.forget(request)
-        return ComputedPrompt(ids=ids, pages=pages, feature=last)
+        return ComputedPrompt(ids=ids, pages=pages, features=last)
 
     def _random_ids(self, length: int, generator: torch.Generator) -> list[int]:
         ids: list[int] = torch.randint(0, self.config.vocab_size, (length - 1,), generator=generator).tolist()
         return [*ids, TOKEN]  # the drafts depend on the last two tokens only
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether a plain step tells if a first draft would match; blocks have no first draft alone."""
+        return self.settings.drafts != "dflash"
 
     def _step_graphs(self, has_drafts: bool) -> StepGraphs:
         """Greedy steps of one kind, or of all that an adaptive policy may choose."""
@@ -279,7 +285,7 @@ class Rig:
             self.runner,
             self.drafter if has_drafts else None,
             shapes=shapes,
-            watched=shape if len(shapes) > 1 else None,
+            watched=shape if len(shapes) > 1 and self._is_watched else None,
             max_requests=settings.max_batch,
             max_context=settings.max_context + self.shape.spare_slots,
         )

@@ -36,10 +36,11 @@ SLAB_SETTING = Setting(
 )
 AUTO_CHUNK = -1  # 0 is taken: it asks for whole prompts
 DEVICE_SLAB_SETTING = Setting(
-    help="GPU memory for KV blocks to decode workers of this host, 256 MiB for each",
+    help="GPU memory for KV blocks to decode workers of this host, 320 MiB for each; auto: by the card",
     unit="MiB",
     minimum=1,
     maximum=2**20,
+    auto=0,
 )
 
 
@@ -259,7 +260,7 @@ class PrefillSettings(RoleConfig):
         ),
     )
     slab_mb: int = setting(0, SLAB_SETTING)
-    device_slab_mb: int = setting(1024, DEVICE_SLAB_SETTING)
+    device_slab_mb: int = setting(0, DEVICE_SLAB_SETTING)
     kv_bulk_port: int = setting(0, BULK_PORT_SETTING)
 
 

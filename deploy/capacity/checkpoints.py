@@ -139,7 +139,15 @@ def _dense_weights(directory: Path) -> int:
 
 
 def feature_layers(head: Mapping[str, Any]) -> list[int]:
-    """The target layers that a head reads; without any in its config, as many zeros as it reads features."""
+    """The target layers that a drafter reads.
+
+    Without any in its config, as many zeros as it reads by default: one for each layer of a DFLASH drafter,
+    CAPTURED_LAYERS for a head.
+    """
+    blocks = head.get("dflash_config")
+    if isinstance(blocks, Mapping):
+        ids = blocks.get("target_layer_ids") or head.get("target_layer_ids")
+        return list(ids) if ids else [0] * int(head.get("num_hidden_layers") or 1)
     settings = head.get("eagle_config") or {}
     named = settings.get("eagle_aux_hidden_state_layer_ids")
     if _is_eagle(head) or settings.get("use_aux_hidden_state") is False:

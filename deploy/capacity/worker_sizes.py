@@ -98,6 +98,21 @@ def need_of(model: Path, draft: Path | None = None, dtype: str = GPU_DTYPE) -> M
     )
 
 
+def need_of_roles(prefill: PrefillConfig, decode: DecodeConfig) -> ModelNeed:
+    """The needs of workers with these settings on a GPU, whose models and heads are directories.
+
+    Raises ConfigError for an unusable config.
+    """
+
+    def need(config: PrefillConfig | DecodeConfig) -> tuple[KVShape, WorkerNeed]:
+        model, head = Path(config.model), "" if config.no_draft else config.draft
+        draft, dtype = Path(head) if head else None, GPU_DTYPE if config.dtype == "auto" else config.dtype
+        return shape_of(model, draft, dtype), worker_need(model, draft, config, dtype)
+
+    (_, of_prefill), (shape, of_decode) = need(prefill), need(decode)
+    return ModelNeed(shape=shape, prefill=of_prefill, decode=of_decode)
+
+
 def worker_need(
     model: Path, draft: Path | None, config: PrefillConfig | DecodeConfig, dtype: str
 ) -> WorkerNeed:
@@ -106,13 +121,19 @@ def worker_need(
     if isinstance(config, PrefillConfig):
         return WorkerNeed(
             model=_model_sizes(model, None, dtype),
-            role=EngineRole(is_decode=False, num_features=shape.num_features),
+            role=EngineRole(
+                is_decode=False, is_deterministic=config.deterministic, num_features=shape.num_features
+            ),
             per_token=PageBudget(kv_bytes=shape.kv_bytes, feature_bytes=shape.feature_bytes),
         )
     if config.no_draft or (draft is None and config.draft != NGRAM):
         return WorkerNeed(
             model=_model_sizes(model, None, dtype),
-            role=EngineRole(is_decode=True, is_aggregated=config.aggregated),
+            role=EngineRole(
+                is_decode=True,
+                is_aggregated=config.aggregated,
+                is_deterministic=config.deterministic,
+            ),
             per_token=PageBudget(kv_bytes=shape.kv_bytes),
         )
     nodes = config.spec_tokens or 1 + config.spec_steps * config.spec_topk
@@ -124,6 +145,7 @@ def worker_need(
         role=EngineRole(
             is_decode=True,
             is_aggregated=config.aggregated,
+            is_deterministic=config.deterministic,
             num_features=shape.num_features,
             num_nodes=nodes,
             num_shapes=1 + config.spec_steps,

@@ -24,6 +24,7 @@ from ...cluster.config.fields import Setting, check_fields, read_command_line, r
 from ...cluster.config.load import load_config
 from ...cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig
 from ...cluster.errors import BatonError, ConfigError
+from ...cluster.net.transport_names import nixl_version, rdma_devices
 from ...cluster.process.log import PACKAGE
 from ...engine.hub import NGRAM
 from ..capacity.checkpoints import head_dir
@@ -35,6 +36,7 @@ from .findings import (
     Finding,
     check_certificate,
     check_clock,
+    check_fabric,
     check_gpu,
     check_keys,
     check_limits,
@@ -115,6 +117,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
     tables = read_toml(config.config) if config.config else {}
     found = check_versions(importlib.metadata.requires(PACKAGE) or [])
     found += check_gpu(config.device) + check_limits() + check_shm()
+    found += check_fabric(rdma_devices(), nixl_version())
     if config.config:
         found += check_ports(_endpoints(config, roles, tables))
     model, draft = (getattr(config, name) or _from(tables, roles, name) for name in ("model", "draft"))

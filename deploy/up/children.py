@@ -155,6 +155,17 @@ def _with_own_ports(children: Sequence[tuple[str, RoleConfig]]) -> list[tuple[st
     return result
 
 
+def role_configs(config: UpConfig, env: Mapping[str, str]) -> tuple[PrefillConfig, DecodeConfig]:
+    """The settings of a worker of each role, without endpoints: each may have its own model and device.
+
+    Raises ConfigError for an invalid setting.
+    """
+    prefill, decode = (child_config(cls, config, env, {}, 1) for cls in (PrefillConfig, DecodeConfig))
+    assert isinstance(prefill, PrefillConfig)
+    assert isinstance(decode, DecodeConfig)
+    return prefill, decode
+
+
 def child_specs(
     children: Sequence[tuple[str, RoleConfig]],
     config: UpConfig,

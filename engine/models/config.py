@@ -11,7 +11,15 @@ from .rope import RopeConfig, read_rope_config
 
 logger = logging.getLogger(__name__)
 
-FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+MTP_KEY = "num_nextn_predict_layers"
+
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "MiMoForCausalLM": "mimo",
+}
+BIASED = ("qwen2", "mimo")  # families with a bias of q, k and v, and none of the output projection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +27,7 @@ class ModelConfig:
     """Shapes and switches of a dense Llama-family decoder. `dtype` is the checkpoint's own ("bfloat16", ...).
 
     `attention_bias`: the bias of q, k and v. `attention_output_bias`: the bias of the output projection.
+    `num_mtp_modules`: layers behind the last one that only a drafter reads.
     """
 
     architecture: str
@@ -39,6 +48,7 @@ class ModelConfig:
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
     dtype: str
+    num_mtp_modules: int = 0
 
 
 class ConfigReader:
@@ -122,12 +132,13 @@ def read_dense_config(reader: ConfigReader, *, architecture: str) -> ModelConfig
         rope=read_rope_config(reader.raw, reader.source),
         max_position_embeddings=reader.count("max_position_embeddings", 2048 if family == "llama" else 32768),
         tie_word_embeddings=reader.flag("tie_word_embeddings", False),
-        attention_bias=True if family == "qwen2" else bias,
-        attention_output_bias=False if family == "qwen2" else bias,
+        attention_bias=True if family in BIASED else bias,
+        attention_output_bias=False if family in BIASED else bias,
         mlp_bias=reader.flag("mlp_bias", False) if family == "llama" else False,
         qk_norm=family == "qwen3",
         eos_token_ids=_eos_token_ids(reader, reader.source.parent / "generation_config.json"),
         dtype=_dtype(reader),
+        num_mtp_modules=reader.count(MTP_KEY) if reader.raw.get(MTP_KEY) else 0,
     )
 
 

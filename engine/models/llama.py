@@ -1,7 +1,7 @@
 """The dense Llama family, by switches of the config.
 
-It covers Llama, SmolLM2, Qwen2 (biased q, k, v) and Qwen3 (normed q, k). Legend: T tokens, R selected rows, V
-vocabulary, H hidden size, K captured layers.
+It covers Llama, SmolLM2, Qwen2 and MiMo (biased q, k, v) and Qwen3 (normed q, k). Legend: T tokens, R
+selected rows, V vocabulary, H hidden size, K captured layers.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ from ...kernels.row_ops import FASTEST, RowOps
 from ..errors import CheckpointError, LifecycleError
 from ..kv.layouts import MHALayout
 from .config import ModelConfig
-from .layers import Attend, DecoderLayer, GatedMLP, NamedTensors, RMSNorm, SelfAttention
+from .dense_layer import decoder_layer
+from .layers import Attend, NamedTensors, RMSNorm
 from .rope import RotaryEmbedding
 
 
@@ -39,7 +40,7 @@ class LlamaForCausalLM:
         self.lm_head = (
             self.embed_tokens if config.tie_word_embeddings else torch.empty_like(self.embed_tokens)
         )
-        self.layers = [_decoder_layer(config, dtype, self.device, ops) for _ in range(config.num_layers)]
+        self.layers = [decoder_layer(config, dtype, self.device, ops) for _ in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, ops=ops)
         self.rotary = RotaryEmbedding(
             config.rope, config.head_dim, config.max_position_embeddings, device, dtype
@@ -115,34 +116,3 @@ class LlamaForCausalLM:
         return (
             f"<{config.architecture} {config.num_layers} x {config.hidden_size}, {self.dtype}, {self.device}>"
         )
-
-
-def _decoder_layer(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: RowOps
-) -> DecoderLayer:
-    attention = SelfAttention(
-        config.hidden_size,
-        config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-        device=device,
-        qkv_bias=config.attention_bias,
-        output_bias=config.attention_output_bias,
-        qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
-        ops=ops,
-    )
-    mlp = GatedMLP(
-        config.hidden_size,
-        config.intermediate_size,
-        bias=config.mlp_bias,
-        dtype=dtype,
-        device=device,
-        ops=ops,
-    )
-    norms = [
-        RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, ops=ops)
-        for _ in range(2)
-    ]
-    return DecoderLayer(attention, mlp, *norms)

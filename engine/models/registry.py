@@ -64,6 +64,12 @@ MODELS = (
         read_config=partial(read_dense_config, architecture="Qwen3ForCausalLM"),
         build=LlamaForCausalLM,
     ),
+    ModelEntry(
+        architecture="MiMoForCausalLM",
+        model_type="mimo",
+        read_config=partial(read_dense_config, architecture="MiMoForCausalLM"),
+        build=LlamaForCausalLM,
+    ),
 )
 
 

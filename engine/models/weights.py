@@ -22,6 +22,7 @@ INDEX_FILE = "model.safetensors.index.json"
 LOADABLE = (torch.float32, torch.float16, torch.bfloat16)
 # Computed from the config at load time; old checkpoints still contain them.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+MTP_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_layers.")  # modules of multi-token prediction
 
 
 def find_shards(path: Path) -> list[Path]:
@@ -78,7 +79,8 @@ def fill_tensors(wanted: dict[str, torch.Tensor], path: Path, ignored: tuple[str
     """Fill `wanted`, checkpoint name -> contiguous memory, converting to each tensor's dtype.
 
     The headers are checked before any data is read: each wanted tensor must be there once, with its shape and
-    a float dtype. Other names are allowed only with a suffix in `ignored`. Raises CheckpointError.
+    a float dtype. Other names are allowed only with a suffix in `ignored`, or with a prefix in it: a prefix
+    ends with a dot. Raises CheckpointError.
     """
     missing = dict.fromkeys(wanted)
     unexpected: list[str] = []
@@ -87,7 +89,7 @@ def fill_tensors(wanted: dict[str, torch.Tensor], path: Path, ignored: tuple[str
         for stored in SafetensorsFile.read(shard).tensors:
             name = stored.name
             if name not in wanted:
-                if not name.endswith((*IGNORED_SUFFIXES, *ignored)):
+                if not _is_ignored(name, (*IGNORED_SUFFIXES, *ignored)):
                     unexpected.append(name)
                 continue
             dtype = _loadable(path, stored, wanted[name])
@@ -126,12 +128,21 @@ def _loadable(path: Path, stored: StoredTensor, target: torch.Tensor) -> torch.d
 
 
 def weight_bytes(path: Path, dtype: torch.dtype, ignored: tuple[str, ...] = ()) -> int:
-    """Bytes of a checkpoint's tensors in `dtype`, by its headers, without those with a suffix in `ignored`.
+    """Bytes of a checkpoint's tensors in `dtype`, by its headers, without those `ignored` as in
+    `fill_tensors`.
 
     Raises CheckpointError as `fill_tensors`.
     """
     tensors = (each for shard in find_shards(path) for each in SafetensorsFile.read(shard).tensors)
-    return sum(math.prod(each.shape) * dtype.itemsize for each in tensors if not each.name.endswith(ignored))
+    return sum(
+        math.prod(each.shape) * dtype.itemsize for each in tensors if not _is_ignored(each.name, ignored)
+    )
+
+
+def _is_ignored(name: str, ignored: tuple[str, ...]) -> bool:
+    """Whether `name` ends with one of `ignored`, or begins with one of those that end with a dot."""
+    prefixes = tuple(each for each in ignored if each.endswith("."))
+    return name.startswith(prefixes) or name.endswith(ignored)
 
 
 def _some(names: list[str]) -> str:
@@ -140,11 +151,14 @@ def _some(names: list[str]) -> str:
 
 
 def needless_tensors(config: ModelConfig) -> tuple[str, ...]:
-    """Names of tensors that a checkpoint may have and no model of `config` reads.
+    """Names of tensors that a checkpoint may have and no model of `config` reads, and prefixes of such.
 
-    A tied model's own lm_head is a copy of the embedding.
+    A tied model's own lm_head is a copy of the embedding. Modules of multi-token prediction belong to a
+    drafter.
     """
-    return ("lm_head.weight",) if config.tie_word_embeddings else ()
+    behind = range(config.num_layers, config.num_layers + config.num_mtp_modules)
+    modules = (*MTP_PREFIXES, *(f"model.layers.{layer}." for layer in behind))
+    return (*modules, "lm_head.weight") if config.tie_word_embeddings else modules
 
 
 @torch.no_grad()

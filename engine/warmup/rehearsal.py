@@ -18,7 +18,7 @@ import torch
 
 from ..batch.extend_batch import extend_batch
 from ..batch.forward_batch import CaptureHidden, ForwardOutput
-from ..graphs.buckets import token_buckets
+from ..graphs.buckets import batch_buckets, token_buckets
 from ..host_copy import to_device
 from ..kv.page_table import pages_for
 from ..kv.pool import FeaturePlane, KVPool
@@ -199,6 +199,9 @@ class Rehearsal:
                 for count in sorted({1, min(2, most), most}):
                     self._steps(decoder, count, params)
             self._guided_step(decoder)
+        for count in batch_buckets(most) if decoder.steps.late_rows else ():
+            decoder.steps.catch_up((PAD_SLOT,) * count)
+            self.num_forwards += 1
 
     def _draft_prompts(self, decoder: AsyncDecoder, drafter: Drafter) -> None:
         limit = min(self._fitting(MAX_PREFILL_ROWS), drafter.max_context)

@@ -24,6 +24,7 @@ from baton.kernels.match_ngrams import NgramSizes, match_ngrams, match_ngrams_tr
 from baton.kernels.move_spans import SPAN_FIELDS, move_spans_triton
 from baton.kernels.rms_norm import add_rms_norm, rms_norm_triton
 from baton.kernels.rope import apply_rope_triton
+from baton.kernels.rotate_store import rotate_store_triton
 from baton.kernels.select_rows import select_last_rows, select_last_rows_triton
 from baton.kernels.silu_mul import silu_mul_reference, silu_mul_triton
 from baton.kernels.skinny_linear import gated_linear, linear, linear_triton
@@ -137,6 +138,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
             linear_triton(many, weight, is_gated=True)
     apply_rope_triton(projected, *tables)
     store_kv_triton(pool, 1, rows, k, v)
+    rotate_store_triton(pool, 1, rows, projected, *tables)
     select_last_rows_triton(x, lens[:1])
     tree_verify_triton(table, table, table, lens)
     compact_kv_triton(pool, table, table)
@@ -169,7 +171,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     move_spans_triton(torch.zeros(1, SPAN_FIELDS, dtype=torch.int64), rows[None])
     names = [name for name, _ in compiled_for_h200]
     assert set(names) == {
-        "_rms_norm_kernel", "_silu_mul_kernel", "_rope_kernel", "_store_kv_kernel",
+        "_rms_norm_kernel", "_silu_mul_kernel", "_rope_kernel", "_store_kv_kernel", "_rotate_store_kernel",
         "_select_last_rows_kernel", "_tree_verify_kernel", "_extend_kernel", "_verify_kernel",
         "_merge_kernel", "_compact_kv_kernel", "_highest_kernel", "_scores_kernel", "_pick_kernel",
         "_skinny_kernel", "_places_kernel", "_outcome_kernel", "_chain_verify_kernel",

@@ -15,6 +15,7 @@ from baton.engine.kv.page_table import slots_for
 from baton.engine.request import Request
 from baton.engine.runner.lifecycle import Lifecycle, Phase
 from baton.engine.runner.model_runner import ModelRunner
+from baton.engine.speculative.drafters.dflash import DflashDrafter
 from baton.engine.speculative.drafters.eagle3 import Eagle3Drafter
 from baton.engine.speculative.drafters.protocol import Drafter, draft_pools
 from baton.engine.speculative.step.step_graphs import StepGraphs
@@ -115,6 +116,8 @@ def statics(engine: Engine) -> Iterator[torch.Tensor]:
         yield from (graphs.bridge.q, graphs.bridge.out)
     if (whole := engine.runner.graphs.whole) is not None:
         yield from (*whole.inputs.values(), whole.places.integers, whole.places.page_table)
+    if isinstance(engine.drafter, DflashDrafter):
+        yield from engine.drafter.graphs.inputs.values()
 
 
 def poison(engine: Engine) -> None:

@@ -46,7 +46,7 @@ class Pools(RuleBasedStateMachine):
         self.content = {}  # page -> the tokens up to its end, once it is written
         self.lookahead = 0
 
-    @rule(lookahead=st.integers(0, 1), is_enabled=st.booleans())
+    @rule(lookahead=st.integers(0, 3), is_enabled=st.booleans())
     @precondition(lambda self: self.cache is None)
     def start(self, lookahead, is_enabled):
         self.lookahead = lookahead

@@ -12,6 +12,7 @@ import torch
 
 from ....kernels.select_rows import select_last_rows
 from ...attention.registry import attention_for
+from ...auto_sizes import LATE_ROWS
 from ...batch.forward_batch import CaptureHidden, ForwardBatch
 from ...batch.padding import pad_rows
 from ...errors import CheckpointError, LifecycleError, UnsupportedInput
@@ -150,6 +151,10 @@ class Eagle3Drafter:
         return self.pool.num_layers * 2 * self.pool.page_size
 
     @property
+    def late_rows(self) -> int:
+        return LATE_ROWS
+
+    @property
     def anchors(self) -> tuple[torch.Tensor, ...]:
         return self.states.hidden, self.states.logits
 
@@ -214,7 +219,7 @@ class Eagle3Drafter:
         plan = RowPlan(self.pool, rows, view.page_table, view.extend_lens, is_recorded=view.is_recorded)
         positions = view.positions[:, :count].reshape(-1)
         phase = DraftPhase.FROM_TARGET_FEATURES
-        out = self.head.forward(features, accepted.tokens.reshape(-1), positions, plan.attend, phase)
+        out = self.head.forward(features, accepted.tokens.reshape(-1), positions, plan, phase)
         last = select_last_rows(out, emitted)
         # A request without a new token keeps its state, because its output rows are undefined.
         kept = torch.where(emitted > 0, view.states, PAD_ROW)

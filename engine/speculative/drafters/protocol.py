@@ -12,16 +12,16 @@ Ht target hidden.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from ...batch.forward_batch import ForwardBatch
 from ...graphs.bucketed_graphs import GraphFamily
 from ...graphs.graph_pool import GraphPool
-from ...graphs.token_graphs import AttendContext
 from ...kv.pool import KVPool
 from ...models.layers import NamedTensors
+from ...sampling.params import SamplingParams
 from ..drafting.choice import DraftSampling
 from ..drafting.shape import DraftShape
 from ..drafting.tree import DraftTree
@@ -36,6 +36,8 @@ class DraftPrefill:
 
     `next_ids[k]` is the token at start+k+1. `features` is `[len(next_ids), K*Ht]`. `is_final` means that the
     last row is the newest one and so predicts the first draft token; prefill then writes `state_row`.
+    `known_ids`: all tokens of the request so far, for drafters that look further ahead; empty: `next_ids`
+    only. `params` is for drafters that choose tokens in a prefill; None: the likeliest.
     """
 
     pages: Sequence[int]
@@ -44,6 +46,8 @@ class DraftPrefill:
     features: torch.Tensor
     state_row: int
     is_final: bool
+    known_ids: Sequence[int] = ()
+    params: SamplingParams | None = None
 
     @property
     def end(self) -> int:
@@ -54,12 +58,14 @@ class DraftPrefill:
 class DraftView:
     """The requests of one step as a drafter sees them. All tensors are int64 on the device.
 
+    `newest` `[B]` are the newest tokens, which have no KV yet; their positions are the first of `positions`.
     `positions` `[B, S]` are those behind the committed rows. `kv_rows` `[B, S]` are row numbers in the
     draft's pool; 0 is the sink. `page_table` is `[B, P]`. `lens` `[B]` counts committed rows, and
     `extend_lens` `[B]` is lens + R. `states` `[B]` are the rows from `open`, 0 for requests without drafts.
     `is_recorded`: a graph records the step.
     """
 
+    newest: torch.Tensor
     positions: torch.Tensor
     kv_rows: torch.Tensor
     page_table: torch.Tensor
@@ -109,7 +115,7 @@ class Drafter(Protocol):
         """
 
     @property
-    def prefill_family(self) -> GraphFamily[AttendContext, torch.Tensor] | None:
+    def prefill_family(self) -> GraphFamily[Any, torch.Tensor] | None:
         """The graphs of `prefill_rows`; None before `capture`."""
 
     def capture(self, graphs: GraphPool, max_tokens: int) -> None:
@@ -156,6 +162,14 @@ class Drafter(Protocol):
         `features` `[B*N, K*Ht]` are the target's. `emitted` int64 `[B]` counts the new tokens of each
         request.
         """
+
+
+def late_rows_of(drafter: Drafter) -> int:
+    """Accepted rows of a request that `observe` may get at once, after the steps that they come from.
+
+    It is the attribute `late_rows` of a drafter; 0, for one without it: every step must observe.
+    """
+    return int(getattr(drafter, "late_rows", 0))
 
 
 @runtime_checkable

@@ -17,11 +17,16 @@ from ...kv.layouts import PageLayout
 from ...models.config import ModelConfig, read_json
 from ...models.layers import RMSNorm
 from ..drafting.shape import DraftShape
+from .dflash import DflashModel
 from .dflash_config import ARCHITECTURE, DflashConfig, load_dflash_config
+from .dflash_weights import load_dflash
 from .eagle3 import Eagle3Model
 from .eagle3_weights import load_eagle3
 from .eagle_config import EagleConfig, is_eagle, load_eagle_config
 from .eagle_weights import load_eagle
+from .mtp import MtpModel
+from .mtp_config import MtpConfig, is_mtp, load_mtp_config
+from .mtp_weights import load_mtp
 from .ngram import NgramConfig, NgramModel
 from .protocol import Drafter
 from .spec_config import AuxSpec, DraftDims, Eagle3Config, load_draft_config
@@ -67,19 +72,22 @@ class TargetWeights:
     """The weights that a target shares with its drafter: `embed_tokens` and `lm_head`, each `[V, Ht]`.
 
     `final_norm` stands before `lm_head`. `max_context` is the number of positions to serve, in `dtype` on
-    `device`.
+    `device`. `steps`: the most draft steps of a decode step.
     """
 
     embed_tokens: torch.Tensor
     lm_head: torch.Tensor
     final_norm: RMSNorm
+    steps: int
     max_context: int
     dtype: torch.dtype
     device: torch.device
 
 
 class DraftSource(Protocol):
-    """A drafter's checkpoint. `is_dflash` selects the target's hook that captures the features."""
+    """A drafter's checkpoint. `is_dflash`: one forward drafts a whole block, and draft KV depends on no later
+    token.
+    """
 
     is_dflash: ClassVar[bool]
 
@@ -131,23 +139,36 @@ class EagleSource:
 
 @dataclass(frozen=True)
 class DflashSource:
-    """A DFLASH drafter. A prefill engine can capture features for it."""
+    """A DFLASH drafter as `DFlashDraftModel` checkpoints hold it."""
 
     config: DflashConfig
     is_dflash: ClassVar[bool] = True
 
     def check_role(self, *, has_drafter: bool) -> None:
-        if has_drafter:
-            raise self._refusal()
+        """Accepts both roles."""
 
-    def load(self, target: TargetWeights) -> DraftModel:
-        raise self._refusal()
+    def load(self, target: TargetWeights) -> DflashModel:
+        head = load_dflash(self.config, dtype=target.dtype, device=target.device)
+        head.share(target.embed_tokens, target.lm_head, target.max_context)
+        return DflashModel(head)
 
-    def _refusal(self) -> CheckpointError:
-        return CheckpointError(
-            f"draft {self.config.path}: a DFLASH drafter can be prefilled for, but decode runs EAGLE3 heads "
-            "only; give it one, or none"
-        )
+
+@dataclass(frozen=True)
+class MtpSource:
+    """Modules of multi-token prediction, in a checkpoint of their own or in the target's."""
+
+    config: MtpConfig
+    is_dflash: ClassVar[bool] = False
+
+    def check_role(self, *, has_drafter: bool) -> None:
+        """Accepts both roles."""
+
+    def load(self, target: TargetWeights) -> MtpModel:
+        """Loads the modules that `target.steps` steps use: each of several modules drafts one token."""
+        count = max(1, min(self.config.num_modules, target.steps))
+        head = load_mtp(self.config, count, dtype=target.dtype, device=target.device)
+        head.share(target.embed_tokens, target.lm_head, target.final_norm, target.max_context)
+        return MtpModel(head)
 
 
 @dataclass(frozen=True)
@@ -179,6 +200,7 @@ def _read_dflash(path: Path, target: ModelConfig, target_path: Path | None, dtyp
 # EAGLE3 heads are published under several architecture names, even under their target's, so EAGLE3 is the
 # default; see `config_formats`.
 READERS: Mapping[str, Reader] = MappingProxyType({ARCHITECTURE: _read_dflash})
+OTHER_BLOCK_DRAFTERS = frozenset({"DFlash2DraftModel", "DSparkDraftModel", "DominoDraftModel"})
 
 
 def read_drafter(
@@ -189,8 +211,15 @@ def read_drafter(
     Raises CheckpointError naming file, key, value and remedy.
     """
     raw = read_json(Path(path) / "config.json")
+    if is_mtp(raw):
+        return MtpSource(load_mtp_config(path, target, dtype=dtype))
     if is_eagle(raw):
         return EagleSource(load_eagle_config(path, target, target_path=target_path, dtype=dtype))
     named = raw.get("architectures")
     first = named[0] if isinstance(named, list) and named else ""
+    if first in OTHER_BLOCK_DRAFTERS:
+        raise CheckpointError(
+            f"{Path(path) / 'config.json'}: architectures {named!r} is a block drafter with extensions that "
+            f"baton does not run; use a {ARCHITECTURE}"
+        )
     return READERS.get(str(first), _read_eagle3)(path, target, target_path, dtype)

@@ -20,11 +20,13 @@ NEVER = 1 << 30  # steps
 class Coverage:
     """The draft coverage of one request.
 
-    `row` is its state row in the drafter, None after drafting ended. `covered` counts its written draft rows.
+    `row` is its state row in the drafter, None after drafting ended. `covered` counts its draft rows, of
+    which the drafter may still have to see the newest `late`.
     """
 
     row: int | None
     covered: int
+    late: int = 0
 
 
 class DraftCoverage:
@@ -60,8 +62,9 @@ class DraftCoverage:
         mine = self.known.get(request)
         if mine is None:
             return 0
-        is_whole = mine.row is None or mine.covered >= self.limit
-        return max(mine.covered, request.num_computed) if is_whole else mine.covered
+        written = mine.covered - mine.late
+        is_whole = mine.row is None or written >= self.limit
+        return max(written, request.num_computed) if is_whole else written
 
     def join(self, requests: Sequence[Request]) -> None:
         """Begins drafting for `requests`, whose first step follows, if the drafter needs their text alone."""
@@ -92,13 +95,16 @@ class DraftCoverage:
         )
         last = max(start, min(end, self.limit))
         mine.covered = max(mine.covered, last)
+        known_ids = request.all_ids
         return DraftPrefill(
             pages=request.pages,
             start=start,
-            next_ids=request.all_ids[start + 1 : last + 1],
+            next_ids=known_ids[start + 1 : last + 1],
             features=features[: last - start],
             state_row=mine.row,
             is_final=last == request.num_tokens - 1,
+            known_ids=known_ids,
+            params=request.sampling,
         )
 
     def advance(self, request: Request, count: int) -> None:
@@ -107,6 +113,17 @@ class DraftCoverage:
         if mine is not None:
             mine.covered += count
             assert mine.covered == request.num_computed, f"{request!r}: draft KV covers {mine.covered} rows"
+
+    def most_late(self, requests: Iterable[Request]) -> int:
+        """The largest number of rows of one of `requests` that the drafter may still have to see."""
+        return max((self.known[each].late for each in requests if each in self.known), default=0)
+
+    def note_late(self, requests: Iterable[Request], num_rows: int | None) -> None:
+        """Records `num_rows` more such rows of each of `requests`; None: the drafter has seen all."""
+        for request in requests:
+            mine = self.known.get(request)
+            if mine is not None and mine.row is not None:
+                mine.late = 0 if num_rows is None else mine.late + num_rows
 
     def retire(self, requests: Iterable[Request]) -> list[Request]:
         """Ends drafting for the requests whose drafts would lie beyond the draft's context, and returns

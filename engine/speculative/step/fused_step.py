@@ -29,6 +29,7 @@ from ..drafting.shape import DraftShape
 from ..drafting.tree import DraftTree
 from ..drafting.verify import AcceptResult, compact, verify_drafts
 from .device_state import DeviceState, StepRows
+from .late_rows import LateRows
 
 # Columns of a report behind the R tokens: accepted rows; rows before the first with logits that are not
 # finite; rows before the first whose support exceeds the ranked candidates; in a step with drafts, the number
@@ -85,15 +86,28 @@ class TargetChoice(NamedTuple):
 
 
 class FusedStep:
-    """Steps of `runner` and `drafter` over `state`; `max_context` in tokens."""
+    """Steps of `runner` and `drafter` over `state`; `max_context` in tokens.
+
+    With `late`, a step without drafts that is watched leaves its row to a later `catch_up`.
+    """
 
     def __init__(
-        self, runner: ModelRunner, drafter: Drafter | None, state: DeviceState, max_context: int
+        self,
+        runner: ModelRunner,
+        drafter: Drafter | None,
+        state: DeviceState,
+        max_context: int,
+        late: LateRows | None = None,
     ) -> None:
         self.runner = runner
         self.drafter = drafter
         self.state = state
         self.max_context = max_context
+        self.late = late
+
+    def is_late(self, kind: StepKind) -> bool:
+        """Whether a step of `kind` leaves its rows to a later `catch_up`."""
+        return self.late is not None and kind.watched is not None and not kind.shape.steps
 
     @torch.no_grad()
     def run(self, slots: torch.Tensor, kind: StepKind, breaks: Breaks[StepContext]) -> torch.Tensor:
@@ -126,11 +140,29 @@ class FusedStep:
             if features is None:
                 assert not reads_features(self.drafter), "the target captured no features for the draft"
                 features = logits[:, :0]
-            self.drafter.observe(view, features, accepted, outcome.emitted, kind.shape)
+            if self.late is not None and self.is_late(kind):
+                self.late.keep(slots, rows, features, accepted.tokens[:, 0], outcome.emitted)
+            else:
+                self.drafter.observe(view, features, accepted, outcome.emitted, kind.shape)
         if not kind.is_edited:
             return outcome.report
         self.state.count_tokens(slots, accepted.tokens, outcome.emitted)
         return self._with_logprobs(slots, outcome.report, logits, accepted, kind)
+
+    @torch.no_grad()
+    def catch_up(self, slots: torch.Tensor, breaks: Breaks[StepContext]) -> torch.Tensor:
+        """The drafter observes the late rows of the requests in `slots` `[B]`; returns their numbers, int64
+        `[B]`.
+        """
+        assert self.late is not None, "no step leaves rows to the drafter"
+        assert self.drafter is not None
+        batch = self.late.take(slots)
+        places = step_places(batch.rows.integers, self._sizes(self.late.shape))
+        if not breaks.is_recorded:
+            self._note_pages(batch.rows, places)
+        view = self._view(batch.rows, places, breaks)
+        self.drafter.observe(view, batch.features, batch.accepted, batch.counts, self.late.shape)
+        return batch.counts
 
     def _note_pages(self, rows: StepRows, places: Places) -> None:
         """In debug runs, records the pages that this step reads and writes, to order page copies."""
@@ -154,6 +186,7 @@ class FusedStep:
     def _view(self, rows: StepRows, places: Places, breaks: Breaks[StepContext]) -> DraftView:
         tensors = rows.tensors
         return DraftView(
+            newest=rows.newest,
             positions=places.positions,
             kv_rows=places.draft_rows,
             page_table=rows.pages,
@@ -203,9 +236,7 @@ class FusedStep:
             is_invariant=self.runner.is_invariant,
         )
         ids = () if self.drafter is None else aux_ids_of(model)
-        hidden, features = model.body(
-            model.embed(tokens.reshape(-1)), positions.reshape(-1), plan.attend, ids
-        )
+        hidden, features = model.body(model.embed(tokens.reshape(-1)), positions.reshape(-1), plan, ids)
         return model.compute_logits(hidden), features
 
     def _choose(

@@ -7,7 +7,8 @@ import pytest
 import torch
 from baton.bench.engine.bench import main
 from baton.bench.engine.drafters import DRAFTERS, DraftWish
-from baton.bench.engine.floors import Ceilings, PassCounts, Work, chain_step
+from baton.bench.engine.floors import Ceilings, PassCounts, Work, chain_step, mtp_step
+from baton.bench.engine.mtp_model import modules_config
 from baton.bench.engine.shapes import SHAPES, head_config, target_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,6 +47,20 @@ def test_steps_yield_the_requested_accept_length_with_graphs_or_not(accept_lengt
         cell["ratio"] == pytest.approx(cell["timing"]["wall"] / cell["floor_ms"]) for cell in cells.values()
     )
     assert "simulated" in capsys.readouterr().out
+
+
+def test_a_step_of_modules_is_a_verify_and_one_pass_of_each(tmp_path):
+    target = target_config("llama-3.1-8b", "", tmp_path)
+    module = PassCounts.of_module(modules_config(target, "bfloat16", 3), 2)
+    counts = PassCounts.of_target(target, 2)
+    assert module.body == counts.body // 32
+    works = mtp_step(counts, module, 3, batch=2, steps=3, context=100)
+    assert len(works) == 4, "verify, and three modules over the front and the verified rows"
+    weights = module.body + module.fc + module.vocab
+    assert works[1].num_bytes == 2 * (weights + 2 * (100 + 2 + 4) * 2048)
+    shared = mtp_step(counts, module, 1, batch=2, steps=3, context=100)
+    assert len(shared) == 4, "verify, two drafts (the first is remembered), extend"
+    assert shared[1].num_bytes == 2 * (weights + 2 * 101 * 2048)
 
 
 def test_the_floor_of_an_8b_decode_step_is_its_weights_and_the_batch_s_kv(tmp_path):
@@ -108,7 +123,7 @@ def test_lookup_costs_the_verify_alone_and_eagle_reads_fc_in_every_pass(tmp_path
 def test_bad_options_are_one_line_that_names_the_value_and_the_remedy(capsys, tmp_path):
     with pytest.raises(SystemExit):
         main([*SMALL, "--drafts", "eagle3,medusa"])
-    assert "'medusa': write all, or some of eagle3,eagle,ngram" in capsys.readouterr().err
+    assert "'medusa': write all, or some of eagle3,eagle,dflash,mtp,mtp-deep,ngram" in capsys.readouterr().err
     assert main([*SMALL, "--spec-steps", "2", "--accept-length", "4"]) == 2
     assert "--accept-length 4" in capsys.readouterr().err
     assert main([*SMALL, "--context", "500"]) == 2

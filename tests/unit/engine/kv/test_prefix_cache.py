@@ -133,6 +133,20 @@ def test_with_lookahead_a_page_is_shared_only_if_the_next_token_is_equal():
     assert cache.match([1, 2], 2) == []
 
 
+def test_a_lookahead_longer_than_a_page_reaches_over_the_next_one():
+    """Draft KV of several modules depends on as many tokens behind a page."""
+    allocator, cache = make_cache(lookahead=3)
+    pages = cache.alloc(4)
+    assert cache.insert([1, 2, 3, 4, 5, 6, 7], pages) == 2
+    allocator.release(pages)
+    cache.check_integrity()
+    assert cache.match([1, 2, 3, 4, 5, 6, 7], 7) == pages[:2]
+    assert cache.match([1, 2, 3, 4, 5, 6, 9], 7) == pages[:1]
+    assert cache.match([1, 2, 3, 4, 5, 6], 6) == pages[:1], "the tokens behind the second page are not known"
+    assert cache.match([1, 2, 3, 4, 9, 6, 7], 7) == []
+    cache.check_integrity()
+
+
 def test_a_disabled_cache_keeps_nothing():
     allocator, cache = make_cache(enabled=False)
     run_prompt(cache, [1, 2, 3, 4])

@@ -23,6 +23,7 @@ from baton.engine.speculative.drafters.protocol import (
     reads_features,
 )
 from baton.engine.speculative.step.fused_step import StepContext
+from baton.engine.warmup.plan_file import kept_launches
 from baton.engine.warmup.variants import ExtendShape, Reach, VariantPlanner, extend_shapes, sizes
 from baton.kernels import skinny_linear
 from baton.kernels.triton_jit import Launch, planned_launches
@@ -184,3 +185,21 @@ def test_every_operation_has_a_form_for_the_dry_run():
     assert len(names) >= 7
     found = {name: torch._library.simple_registry.singleton.find(name).fake_impl.kernel for name in names}
     assert [name for name, kernel in found.items() if kernel is None] == []
+
+
+@pytest.mark.parametrize("loaded", ["chain", "prefill"], indirect=True)
+def test_a_plan_on_disk_has_the_same_launches_and_needs_no_dry_run(
+    as_on_a_gpu: None, loaded: tuple[Engine, Reach], tmp_path: Path
+) -> None:
+    engine, reach = loaded
+    planner = VariantPlanner(engine.runner, engine.drafter, engine.steps, reach)
+    planned = kept_launches(tmp_path / "kernels", "key", planner.launches)
+
+    def never() -> list[Launch]:
+        raise AssertionError("planned again")
+
+    kept = kept_launches(tmp_path / "kernels", "key", never)
+    assert kept == planned
+    assert all(one.kernel is other.kernel for one, other in zip(kept, planned, strict=True))
+    with pytest.raises(AssertionError, match="planned again"):
+        kept_launches(tmp_path / "kernels", "another key", never)

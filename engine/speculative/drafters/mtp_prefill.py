@@ -1,0 +1,214 @@
+"""The prefill of MTP modules: KV of their own under the target's page ids, common to both drafters.
+
+The feature of a row is the target's residual stream behind its last layer. Shape legend: T rows, H hidden, K
+modules.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ...attention.registry import attention_for
+from ...batch.forward_batch import CaptureHidden, ForwardBatch
+from ...batch.padding import pad_rows
+from ...errors import CheckpointError, LifecycleError, UnsupportedInput
+from ...graphs.bucketed_graphs import EAGER, GraphFamily
+from ...graphs.buckets import token_buckets
+from ...graphs.graph_pool import GraphPool
+from ...graphs.token_graphs import AttendContext
+from ...host_copy import to_device
+from ...kv.layouts import MHALayout
+from ...kv.page_table import build_page_table, pages_for, slots_for
+from ...kv.pool import KVPool
+from ...models.layers import NamedTensors
+from .eagle3_head import DraftPhase
+from .idle import idle_draft_batch
+from .mtp_graphs import MtpPrefillGraphs
+from .mtp_head import MtpHead
+from .mtp_states import FrontStates
+from .mtp_window import module_attention
+from .protocol import DraftPrefill
+from .states import DraftStates
+
+
+def modules_layout(head: MtpHead, page_size: int) -> MHALayout:
+    """The layout of the modules' KV, under the page ids of the target: one layer for each module."""
+    return MHALayout.of(head.config.layer, num_layers=head.num_modules, page_size=page_size, dtype=head.dtype)
+
+
+def look_ahead(item: DraftPrefill, first: int, depth: int) -> torch.Tensor:
+    """The tokens behind rows [first, item.end), int64 `[rows, depth]` on the host.
+
+    Column k is the token k+1 positions behind its row, 0 where it is not known yet.
+    """
+    known = item.known_ids or [*[0] * (item.start + 1), *item.next_ids]
+    tokens = list(known[first + 1 : item.end + depth])
+    tokens += [0] * (item.end - first - 1 + depth - len(tokens))
+    return torch.tensor(tokens, dtype=torch.int64).unfold(0, depth, 1)
+
+
+class MtpDrafter(ABC):
+    """The prefill of K modules and their KV, common to both kinds.
+
+    Row i of module k depends on the tokens up to i+k+1. Requests may therefore share a page only if the
+    `lookahead` tokens behind the page are equal, too. Idle rows pad every forward of a prefill to a multiple
+    of `row_multiple`.
+
+    Raises LifecycleError for modules without shared weights, and CheckpointError for a dtype other than that
+    of the config.
+    """
+
+    states: DraftStates | FrontStates
+
+    def __init__(self, head: MtpHead, *, num_pages: int, page_size: int, row_multiple: int = 1) -> None:
+        if not head.is_shared:
+            raise LifecycleError(
+                "a drafter needs the target's embedding and lm_head, which are shared before"
+            )
+        if str(head.dtype) != f"torch.{head.config.dims.self_dtype}":
+            raise CheckpointError(
+                f"MTP modules in {head.dtype}, but {head.config.path} was resolved for "
+                f"{head.config.dims.self_dtype}"
+            )
+        self.head = head
+        self.row_multiple = row_multiple
+        self.page_size = page_size
+        self.device = head.device
+        self.pool = KVPool(num_pages, modules_layout(head, page_size), head.device)
+        self.graphs: MtpPrefillGraphs | None = None
+        self._attention = attention_for(self.pool)
+
+    # --- sizes -----------------------------------------------------------------------------------------
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens behind a row that its KV depends on: one for each module."""
+        return self.head.num_modules
+
+    @property
+    def feature_width(self) -> int:
+        """H, the width of every feature row."""
+        return self.head.config.dims.target_feature_width
+
+    @property
+    def max_context(self) -> int:
+        return self.head.config.layer.max_position_embeddings
+
+    @property
+    def page_rows(self) -> int:
+        return self.pool.num_layers * 2 * self.pool.page_size
+
+    @property
+    def prefill_family(self) -> GraphFamily[AttendContext, torch.Tensor] | None:
+        return None if self.graphs is None else self.graphs.tokens.family
+
+    # --- states ----------------------------------------------------------------------------------------
+
+    def capture(self, graphs: GraphPool, max_tokens: int) -> None:
+        buckets = token_buckets(min(max_tokens, self.pool.num_slots - self.pool.page_size))
+        self.graphs = MtpPrefillGraphs(graphs, self.head, self.pool, buckets)
+        self.graphs.tokens.capture()
+
+    def parameters(self) -> NamedTensors:
+        return self.head.tensors()
+
+    def reserve(self, count: int) -> None:
+        self.states.reserve(count)
+
+    def open(self) -> int:
+        return self.states.open()
+
+    def close(self, row: int) -> None:
+        self.states.close(row)
+
+    # --- prefill ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prefill(self, items: Sequence[DraftPrefill]) -> None:
+        """Writes the KV of all modules for the rows of `items`, and the states. Items may have no rows."""
+        items = [item for item in items if item.next_ids]
+        if not items:
+            if self.row_multiple > 1:
+                dims = self.head.config.dims
+                self.prefill_rows(idle_draft_batch(dims, DraftPhase.FROM_TARGET_FEATURES, device=self.device))
+            return
+        for item in items:
+            self._check_features(item.features, len(item.next_ids))
+        widened = [self._with_dirty_rows(item) for item in items]
+        out = self.prefill_rows(self._prefill_batch(items, widened))
+        self._remember(items, widened, out)
+
+    @torch.no_grad()
+    def prefill_rows(self, batch: ForwardBatch) -> torch.Tensor:
+        """Returns the outputs of all modules `[T, K*H]` for rows of target features.
+
+        `batch.input_ids` has a column for each module; with one token per row, module k takes the token k
+        rows further. A graph runs if `batch.decision` or, without a decision, the captured buckets allow it.
+        """
+        graphs, padded = self.graphs, pad_rows(self._with_columns(batch), self.row_multiple)
+        if batch.decision is None:
+            batch.decision = EAGER if graphs is None else graphs.decide(padded)
+        decision = batch.decision
+        if padded.input_embeds is not None:
+            raise UnsupportedInput("MTP modules take no input_embeds: their hidden is the target's")
+        assert padded.features is not None
+        plan = self._attention.plan(padded)
+        if graphs is not None and decision.is_graph:
+            return graphs.run(padded, self._attention.bind_reads(plan), decision)[: batch.num_tokens]
+        attend = self._attention.bind(plan)
+        attends = [module_attention(attend, k) for k in range(self.head.num_modules)]
+        out = self.head.run(padded.features, padded.input_ids, padded.positions, attends)
+        return out[: batch.num_tokens]
+
+    def _with_columns(self, batch: ForwardBatch) -> ForwardBatch:
+        """`batch` with a column of tokens for each module."""
+        if batch.input_ids.dim() == 2:
+            return batch
+        columns = [batch.input_ids.roll(-k) for k in range(self.head.num_modules)]
+        return replace(batch, input_ids=torch.stack(columns, dim=1))
+
+    @abstractmethod
+    def _with_dirty_rows(self, item: DraftPrefill) -> tuple[int, torch.Tensor]:
+        """(first row, features) of the rows to compute for `item`: its own, behind earlier ones that were
+        written before their tokens were known.
+        """
+
+    @abstractmethod
+    def _remember(
+        self,
+        items: Sequence[DraftPrefill],
+        widened: Sequence[tuple[int, torch.Tensor]],
+        out: torch.Tensor,
+    ) -> None:
+        """Writes the states of `items` after their rows gave `out` `[T, K*H]`."""
+
+    def _prefill_batch(
+        self, items: Sequence[DraftPrefill], widened: Sequence[tuple[int, torch.Tensor]]
+    ) -> ForwardBatch:
+        tables = [item.pages[: pages_for(item.end, self.page_size)] for item in items]
+        pairs = [(item, first) for item, (first, _) in zip(items, widened, strict=True)]
+        positions = [torch.arange(first, item.end) for item, first in pairs]
+        slots = [slots_for(item.pages, first, item.end, self.page_size) for item, first in pairs]
+        ids = [look_ahead(item, first, self.head.num_modules) for item, first in pairs]
+        return ForwardBatch(
+            input_ids=to_device(torch.cat(ids), self.device),
+            positions=to_device(torch.cat(positions), self.device),
+            slots=to_device(torch.cat(slots), self.device),
+            page_table=build_page_table(tables, self.device),
+            q_lens=[item.end - first for item, first in pairs],
+            kv_lens=[item.end for item in items],
+            capture_hidden=CaptureHidden.LAST,
+            features=torch.cat([features.to(self.device) for _, features in widened]),
+        )
+
+    def _check_features(self, features: torch.Tensor, rows: int) -> None:
+        if tuple(features.shape) != (rows, self.feature_width) or features.dtype != self.head.dtype:
+            raise ValueError(
+                f"features of shape {list(features.shape)} {features.dtype} for {rows} rows: the modules at "
+                f"{self.head.config.path} take [{rows}, {self.feature_width}] {self.head.dtype}"
+            )
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.states.num_open} requests, {self.pool!r}>"

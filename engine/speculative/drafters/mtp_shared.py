@@ -1,0 +1,96 @@
+"""The drafter of one MTP module, which is applied again to its own hidden in every further draft step.
+
+Rows of drafts are provisional; each step rewrites the rows that it verified from the target's features. Shape
+legend: B requests, N nodes each, R rows of the longest branch, H hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from ....kernels.select_rows import select_last_rows
+from ...host_copy import to_device
+from ...row_attention import RowPlan
+from ..drafting.shape import DraftShape
+from ..drafting.verify import AcceptResult
+from .eagle3_head import DraftPhase
+from .loops import draft_chain, draft_tree
+from .mtp_head import MtpHead
+from .mtp_prefill import MtpDrafter
+from .protocol import DraftPrefill, DraftView, Proposal
+from .states import PAD_ROW, DraftStates
+
+
+class SharedMtpDrafter(MtpDrafter):
+    """One module that is applied to its own hidden in every draft step behind the first one."""
+
+    states: DraftStates
+
+    def __init__(
+        self, head: MtpHead, *, num_pages: int, page_size: int, capacity: int = 64, row_multiple: int = 1
+    ) -> None:
+        assert head.num_modules == 1, head
+        super().__init__(head, num_pages=num_pages, page_size=page_size, row_multiple=row_multiple)
+        layer = head.config.layer
+        self.states = DraftStates(capacity, layer.hidden_size, layer.vocab_size, head.dtype, self.device)
+
+    @property
+    def anchors(self) -> tuple[torch.Tensor, ...]:
+        return self.states.hidden, self.states.logits
+
+    def propose(self, view: DraftView, shape: DraftShape) -> Proposal:
+        """Implements `Drafter.propose` in `steps` - 1 forwards, because the first proposal is remembered."""
+        states = self.states
+        state = states.hidden.index_select(0, view.states), states.logits.index_select(0, view.states)
+        if shape.is_tree:
+            tree = draft_tree(self.head, self.pool, view, state, shape)
+            return Proposal(tree.drafts, tree)
+        return Proposal(draft_chain(self.head, self.pool, view, state, shape.steps), None)
+
+    def first_proposals(self, view: DraftView, topk: int) -> torch.Tensor:
+        logits, target_ids = self.states.logits.index_select(0, view.states), self.head.target_ids
+        positions = view.positions[:, 0] + 1
+        if topk == 1:
+            return target_ids[view.sampling.choose(logits, positions, target_ids)[:, None]]
+        ids, _ = view.sampling.rank(logits, positions, target_ids, topk)
+        return target_ids[ids]
+
+    def observe(
+        self,
+        view: DraftView,
+        features: torch.Tensor,
+        accepted: AcceptResult,
+        emitted: torch.Tensor,
+        shape: DraftShape,
+    ) -> None:
+        """Implements `Drafter.observe` in one forward of R rows per request."""
+        count, num_requests = shape.num_path, view.lens.shape[0]
+        self._check_features(features, num_requests * shape.num_nodes)
+        if shape.is_tree:
+            firsts = torch.arange(num_requests, device=features.device)[:, None] * shape.num_nodes
+            features = features.index_select(0, (firsts + accepted.path).reshape(-1))
+        rows = view.kv_rows[:, :count].reshape(-1)
+        plan = RowPlan(self.pool, rows, view.page_table, view.extend_lens, is_recorded=view.is_recorded)
+        positions = view.positions[:, :count].reshape(-1)
+        phase = DraftPhase.FROM_TARGET_FEATURES
+        out = self.head.forward(features, accepted.tokens.reshape(-1), positions, plan.attend, phase)
+        last = select_last_rows(out, emitted)
+        # A request without a new token keeps its state, because its output rows are undefined.
+        kept = torch.where(emitted > 0, view.states, PAD_ROW)
+        self.states.write(kept, self.head.feedback(last), self.head.compute_logits(last))
+
+    def _with_dirty_rows(self, item: DraftPrefill) -> tuple[int, torch.Tensor]:
+        return item.start, item.features
+
+    def _remember(
+        self,
+        items: Sequence[DraftPrefill],
+        widened: Sequence[tuple[int, torch.Tensor]],
+        out: torch.Tensor,
+    ) -> None:
+        ends = torch.tensor([len(item.next_ids) for item in items]).cumsum(0) - 1
+        final = [i for i, item in enumerate(items) if item.is_final]
+        if final:
+            rows = to_device(torch.tensor([items[i].state_row for i in final]), self.device)
+            last = out[to_device(ends[final], self.device)]
+            self.states.write(rows, self.head.feedback(last), self.head.compute_logits(last))
