@@ -134,6 +134,7 @@ class NixlLanes(HostLanes[NixlLane]):
         super().__init__(instance, block_bytes, counters, lease_s=lease_s, max_bytes=max_bytes, pin=pin)
         self.thread = NixlThread(open_agent, instance)
         self._asked: dict[str, tuple[Peer, SlabRequest, NixlSlab]] = {}  # slab -> who waits for it
+        self._waiting: dict[Peer, SlabRequest] = {}  # for the memory of a slab whose pair has just ended
         self._used: dict[str, NixlSlab] = {}  # every slab whose memory is registered, or is about to be
         self._spare: list[Bytes] = []
 
@@ -149,17 +150,11 @@ class NixlLanes(HostLanes[NixlLane]):
         lane = self._lanes.get(peer)
         if lane is not None and lane.request.token == message.token:
             return lane.grant
-        if any(request.token == message.token for _, request, _ in self._asked.values()):
+        asked = [*(request for _, request, _ in self._asked.values()), *self._waiting.values()]
+        if any(request.token == message.token for request in asked):
             return None
         self.drop(peer)  # decode lost the old slab
-        try:
-            slab = self._allocate(message)
-        except SlabError as error:
-            return self._denied(message, str(error))
-        self._asked[slab.id] = peer, message, slab
-        self._used[slab.id] = slab
-        self.thread.order(Share(slab.id, slab.memory))
-        return None
+        return self._ask(peer, message)
 
     def answers(self, now: float) -> list[tuple[Peer, SlabDown]]:
         """Answers to requests, and repeated grants to peers that have been quiet; they are lost on none."""
@@ -168,6 +163,9 @@ class NixlLanes(HostLanes[NixlLane]):
             if isinstance(outcome, Left):
                 self._used.pop(outcome.lane).unpin()
                 self._spare.append(outcome.memory)
+                waiting, self._waiting = self._waiting, {}
+                later = [(peer, self._ask(peer, request)) for peer, request in waiting.items()]
+                found += [(peer, answer) for peer, answer in later if answer is not None]
                 continue
             asked = self._asked.pop(outcome.lane, None)  # None: it was dropped meanwhile
             if isinstance(outcome, Failed):
@@ -190,6 +188,7 @@ class NixlLanes(HostLanes[NixlLane]):
 
     def drop(self, peer: Peer) -> None:
         """As `SlabLanes.drop`; also of a request that is not answered yet."""
+        self._waiting.pop(peer, None)
         for name, (asker, _, slab) in list(self._asked.items()):
             if asker == peer:
                 del self._asked[name]
@@ -200,6 +199,21 @@ class NixlLanes(HostLanes[NixlLane]):
         """As `SlabLanes.close`."""
         super().close()
         self.thread.close()
+
+    def _ask(self, peer: Peer, request: SlabRequest) -> SlabDown | None:
+        """Has a slab registered. Returns the answer if that is not possible."""
+        try:
+            slab = self._allocate(request)
+        except SlabError as error:
+            known = {lane.slab.id for lane in self._lanes.values()} | set(self._asked)
+            if set(self._used) <= known:
+                return self._denied(request, str(error))
+            self._waiting[peer] = request
+            return None
+        self._asked[slab.id] = peer, request, slab
+        self._used[slab.id] = slab
+        self.thread.order(Share(slab.id, slab.memory))
+        return None
 
     def _answer(
         self, peer: Peer, request: SlabRequest, slab: NixlSlab, outcome: Shared | Failed, now: float
