@@ -142,7 +142,7 @@ def feature_layers(head: Mapping[str, Any]) -> list[int]:
     """The target layers that a drafter reads.
 
     Without any in its config, as many zeros as it reads by default: one for each layer of a DFLASH drafter,
-    CAPTURED_LAYERS for a head.
+    one for MTP modules and heads that read the last hidden alone, CAPTURED_LAYERS for other heads.
     """
     blocks = head.get("dflash_config")
     if isinstance(blocks, Mapping):
@@ -150,7 +150,8 @@ def feature_layers(head: Mapping[str, Any]) -> list[int]:
         return list(ids) if ids else [0] * int(head.get("num_hidden_layers") or 1)
     settings = head.get("eagle_config") or {}
     named = settings.get("eagle_aux_hidden_state_layer_ids")
-    if _is_eagle(head) or settings.get("use_aux_hidden_state") is False:
+    has_modules = head.get("num_nextn_predict_layers") or head.get("mtp_num_hidden_layers")
+    if has_modules or _is_eagle(head) or settings.get("use_aux_hidden_state") is False:
         return [0]
     return list(named) if named else [0] * CAPTURED_LAYERS
 
