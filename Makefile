@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-FOLDERS := bench cluster decode deploy engine kernels kvtransfer prefill router worker
+FOLDERS := bench cluster decode deploy engine kernels kvtransfer prefill router training worker
 ARGS ?=
 TESTS ?= tests
 SEEDS ?= 20000
@@ -110,10 +110,16 @@ test: model
 	  $(PYTEST) -m 'not cluster and not slow and not gpu' --durations=15 $(TESTS) || failed=$$?; \
 	  wait $$lint || failed=$$?; cat .lint/report; exit $$failed
 
-test-cluster: model
+# the wheel of NIXL (68 MB, 240 installed) only where tests use it: the second tier runs transfers over UCX on tcp
+$(VENV)/.nixl: pyproject.toml constraints.txt | install
+	@echo 'installing NIXL, for its tests'
+	@$(PIP) install -qq -e '.[nixl]' -c constraints.txt
+	@touch $@
+
+test-cluster: model $(VENV)/.nixl
 	$(PYTEST) -m 'cluster and not slow and not gpu' --durations=15 $(TESTS)
 
-test-full: lint model
+test-full: lint model $(VENV)/.nixl
 	$(PYTEST) --durations=30 $(TESTS)
 
 faults: install

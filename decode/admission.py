@@ -12,6 +12,7 @@ from ..engine.kv.page_table import pages_for
 from ..engine.kv.pool import PoolExhausted
 from ..engine.loader import Engine
 from ..engine.request import Request
+from ..engine.speculative.drafters.protocol import reads_features
 from ..kvtransfer.transport import PullRequest
 from ..worker.prompt_pages import take_pages
 from ..worker.refusal import Refusal, refuse_for_now, refuse_forever
@@ -125,10 +126,10 @@ class Admission:
     def _staging(self, request: Request, have: int) -> torch.Tensor | None:
         """The staging area for features of the pulled pages, `[pages, page_size, K*H]`.
 
-        None without a drafter.
+        None without a drafter that reads them.
         """
         engine = self.engine
-        if engine.drafter is None:
+        if not reads_features(engine.drafter):
             return None
         return engine.pool.landing_rows(self.pulled_pages(request, have), engine.feature_width)
 

@@ -26,6 +26,7 @@ from ..engine.loader import Engine
 from ..engine.prompt_budget import alone_tokens
 from ..engine.request import Request
 from ..engine.sampling.sampler import LaunchedSample, SampleOutput
+from ..engine.speculative.drafters.protocol import reads_features
 from ..engine.speculative.step.result import StepResult
 from ..worker.prompt_chunks import Chunk, batch_of, launch_first_tokens, score_prompts, scored_limit
 from ..worker.prompt_pages import take_longer_prefix
@@ -111,7 +112,7 @@ class LocalPrefill:
         if not chunks:
             return None
         engine = self.engine
-        output = engine.runner.forward(batch_of(engine, chunks, has_features=engine.drafter is not None))
+        output = engine.runner.forward(batch_of(engine, chunks, has_features=reads_features(engine.drafter)))
         has_firsts = any(chunk.is_last for chunk in chunks)
         firsts = launch_first_tokens(engine, chunks, output) if has_firsts else None
         for chunk in chunks:

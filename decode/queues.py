@@ -39,10 +39,12 @@ class DecodeRoom(WorkerRoom):
     landed_at: float = 0.0
     started_at: float = 0.0
     handoff_s: float = 0.0
+    handoff_tail_s: float = 0.0
     handoff_bytes: int = 0
     handoff_blocks: int = 0
     handoff_shm_blocks: int = 0
     handoff_device_blocks: int = 0
+    handoff_nixl_blocks: int = 0
     draft_prefill_s: float = 0.0
     prefill_started: float = 0.0  # of a prompt that is computed here, like the next two
     prefill_ended: float = 0.0
@@ -81,10 +83,12 @@ class DecodeRoom(WorkerRoom):
         """Times and counts of decode for the room until `now`."""
         return DecodeTimeline(
             handoff_ms=self.handoff_s * 1000,
+            handoff_tail_ms=self.handoff_tail_s * 1000,
             handoff_bytes=self.handoff_bytes,
             handoff_blocks=self.handoff_blocks,
             handoff_shm_blocks=self.handoff_shm_blocks,
             handoff_device_blocks=self.handoff_device_blocks,
+            handoff_nixl_blocks=self.handoff_nixl_blocks,
             have_tokens=self.have,
             draft_prefill_ms=self.draft_prefill_s * 1000,
             queue_ms=max(0.0, self.started_at - self.landed_at) * 1000,

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import TypeVar
 
+from ..kernels.invariant_splits import MAX_PARTIAL_BYTES, num_splits, partial_bytes
 from .errors import CheckpointError
 from .graphs.buckets import batch_buckets, sparse
 from .kv.budget import PageBudget
@@ -29,7 +30,7 @@ GPU_SHARE = 0.9
 CONTEXT_BYTES = 960 * MIB  # of a CUDA context with all kernels, which no allocator counts
 
 CPU_CHUNK, CPU_BATCH, CPU_RUNNING, CPU_LOCAL_TOKENS = 256, 8, 16, 128
-CPU_KV_BYTES, CPU_SLAB = 1024 * MIB, 256 * MIB
+CPU_KV_BYTES, CPU_SLAB, CPU_DEVICE_SLAB = 1024 * MIB, 256 * MIB, 1024 * MIB
 
 PREFILL_FORWARD_S = 0.045
 MIN_CHUNK, MAX_CHUNK = 2048, 8192
@@ -37,10 +38,13 @@ CHUNK_PER_REQUEST = 64
 MIN_BATCH, MAX_BATCH = 8, 128
 MIN_LOCAL = 256
 RUNNING = (256, 192, 128, 96, 64, 48, 32, 16)
+# Steps without drafts whose rows a drafter observes in one forward: for many requests, its weights are then
+# read once for so many steps.
+LATE_ROWS = 8
 REQUEST_TOKENS = 1536  # prompt and output of a request that max_running counts on
 MIN_SLAB, MAX_SLAB, SLAB_STEP = 256 * MIB, 1024 * MIB, 64 * MIB
 SLAB_CHUNKS = 4
-MIN_DEVICE_SLAB = 384 * MIB
+MIN_DEVICE_SLAB, MAX_DEVICE_SLAB = 384 * MIB, 2048 * MIB
 SLAB_SHARE = 0.02  # of the card, for slabs on it
 
 GRAPH_ROWS = 7  # outputs of the breakable and full prefill graphs of all buckets, in rows of the largest
@@ -48,6 +52,7 @@ UNREAD_PARTS = 2  # forwards over prompts on decode whose features are kept unti
 BUFFER_ALIGNMENT = 128  # at least that of the rows of context buffers
 GRAPH_BYTES = 1 * MIB  # of one captured step in the driver
 LOGIT_COPIES = 7  # of a step's logits at once, in float32: those of graphs and those of an eager step
+PART_COPIES = 2  # of the parts of a step's invariant attention: those of graphs and those of an eager step
 GIVEN, CPU = "given", "on CPU"
 
 # Dense bfloat16 products by compute capability, FLOP/s as measured, not as advertised.
@@ -115,11 +120,12 @@ class EngineRole:
     `num_nodes`: verified tokens per request and step. `num_shapes`: draft shapes that a step may have.
     `spare_slots`: slots behind a request's tokens. `num_features`: target layers whose outputs are kept per
     token (prefill) or read by the head (decode). `is_aggregated`: a decode engine that computes all its
-    prompts, with graphs.
+    prompts, with graphs. `is_deterministic`: its attention is batch-invariant.
     """
 
     is_decode: bool
     is_aggregated: bool = False
+    is_deterministic: bool = False
     num_features: int = 0
     num_nodes: int = 1
     num_shapes: int = 1
@@ -146,7 +152,7 @@ class GivenSizes:
     max_running: int = 0
     local_prefill_tokens: int = 0
     slab_mb: int = 0
-    device_slab_mb: int = 1024  # the most GPU memory for hand-offs to decode workers of this host
+    device_slab_mb: int = 0
 
     @classmethod
     def of(cls: type[G], settings: object) -> G:
@@ -172,6 +178,7 @@ class EngineSizes:
     local_prefill_tokens: int
     prompt_graph_tokens: int
     slab_bytes: int
+    device_slab_bytes: int
     reserved: int
     kv_bytes: int
     reasons: Mapping[str, str]
@@ -186,6 +193,7 @@ class EngineSizes:
             "max_running": self.max_running,
             "local_prefill_tokens": self.local_prefill_tokens,
             "slab_mb": self.slab_bytes // MIB,
+            "device_slab_mb": self.device_slab_bytes // MIB,
             "kv_memory_mb": self.kv_bytes // MIB,
             "max_context": self.max_context,
         }
@@ -229,15 +237,29 @@ def workspace_of(
     bridge = 2 * model.num_heads * model.head_dim
     graph_row = row + model.dtype_bytes * (outputs + bridge)
     if not role.is_decode:
-        return (chunk or WHOLE_PROMPT_ROWS) * (row + graph_row) + LOGIT_COPIES * max_batch * logits
+        rows = chunk or WHOLE_PROMPT_ROWS
+        return rows * (row + graph_row) + LOGIT_COPIES * max_batch * logits + parts_of(model, role, rows)
     rows = max_running * role.num_nodes
     steps = rows * (row + LOGIT_COPIES * logits)
     edits = (max_running + 1) * logits  # token counts for penalties
     buckets = batch_buckets(max_running)
     graphs = GRAPH_BYTES * role.num_shapes * (len(buckets) + 2 * len(sparse(buckets)))
     prompt_graphs = graphed * graph_row if role.is_aggregated else 0
-    features = UNREAD_PARTS * role.num_features * model.hidden_size * model.dtype_bytes
-    return steps + edits + graphs + prompt_graphs + alone_tokens(local) * (row + features)
+    feature_row = role.num_features * model.hidden_size * model.dtype_bytes
+    late = 2 * (max_running + 1) * LATE_ROWS * feature_row  # kept, and gathered for the drafter
+    prompts = alone_tokens(local) * (row + UNREAD_PARTS * feature_row)
+    parts = PART_COPIES * parts_of(model, role, max(rows, alone_tokens(local)))
+    return steps + edits + graphs + prompt_graphs + late + prompts + parts
+
+
+def parts_of(model: ModelSizes, role: EngineRole, rows: int) -> int:
+    """The most bytes of the parts of invariant attention in a forward of `rows` rows; 0 in the default
+    mode.
+    """
+    if not role.is_deterministic:
+        return 0
+    splits = num_splits(model.max_context)
+    return min(MAX_PARTIAL_BYTES, partial_bytes(splits, rows * model.num_heads, model.head_dim))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +284,8 @@ class _Choice:
 
         reasons["graphs"] = GIVEN if given.graphs != "auto" else "a GPU" if is_gpu else CPU
         page_size = take("page_size", (PAGE_SIZE, "equal on all cards"))
-        chunk, max_batch, max_running, local, graphed, slab_mb = self._chunk()[0], 0, 0, 0, 0, 0
+        chunk, max_batch, max_running, local, graphed = self._chunk()[0], 0, 0, 0, 0
+        slab_mb = device_slab_mb = 0
         if self.role.is_decode:
             local = take("local_prefill_tokens", self._local_tokens())
             graphed = self._graph_tokens(local)
@@ -271,7 +294,8 @@ class _Choice:
             chunk = take("chunk_size", self._chunk())
             max_batch = take("max_batch", self._max_batch(chunk))
             slab_mb = take("slab_mb", self._slab_mb(chunk))
-        reserved = self._reserved(chunk, max_batch, max_running, local)
+            device_slab_mb = take("device_slab_mb", self._device_slab_mb())
+        reserved = self._reserved(chunk, max_batch, max_running, local, device_slab_mb * MIB)
         budget = self.per_token.times(page_size)
         kv_bytes, reasons["kv_memory_mb"] = self._kv_bytes(budget, reserved)
         num_pages = self._num_pages(budget, kv_bytes)
@@ -287,6 +311,7 @@ class _Choice:
             local_prefill_tokens=local,
             prompt_graph_tokens=graphed,
             slab_bytes=slab_mb * MIB,
+            device_slab_bytes=device_slab_mb * MIB,
             reserved=reserved,
             kv_bytes=kv_bytes,
             reasons=MappingProxyType(reasons),
@@ -332,6 +357,12 @@ class _Choice:
         slab = min(MAX_SLAB, max(MIN_SLAB, SLAB_CHUNKS * (chunk or WHOLE_PROMPT_ROWS) * token))
         return slab // SLAB_STEP * SLAB_STEP // MIB, f"{slab / token:.0f} tokens"
 
+    def _device_slab_mb(self) -> tuple[int, str]:
+        if not self.card.is_gpu:
+            return CPU_DEVICE_SLAB // MIB, CPU
+        slab = min(MAX_DEVICE_SLAB, max(MIN_DEVICE_SLAB, int(SLAB_SHARE * self.card.total)))
+        return slab // MIB, "by the card"
+
     def _max_running(self, page_size: int, local: int) -> tuple[int, str]:
         if not self.card.is_gpu:
             return CPU_RUNNING, CPU
@@ -345,7 +376,7 @@ class _Choice:
 
     # --- memory -------------------------------------------------------------------------------------------
 
-    def _reserved(self, chunk: int, max_batch: int, max_running: int, local: int) -> int:
+    def _reserved(self, chunk: int, max_batch: int, max_running: int, local: int, slabs: int = 0) -> int:
         """Bytes of a GPU for all but context, weights and KV."""
         if not self.card.is_gpu:
             return 0
@@ -358,8 +389,6 @@ class _Choice:
             local=local,
             graphed=self._graph_tokens(local),
         )
-        most = max(MIN_DEVICE_SLAB, int(SLAB_SHARE * self.card.total))
-        slabs = 0 if self.role.is_decode else min(self.given.device_slab_mb * MIB, most)
         return workspace + slabs + self._context_buffers(workspace + slabs)
 
     def _context_buffers(self, reserved: int) -> int:

@@ -17,7 +17,8 @@ class EngineConfig(GivenSizes):
     """Settings of one engine.
 
     The sizes are those of `auto_sizes.GivenSizes`. `spec_*`: the drafts of a step (`DraftShape.of`).
-    `spec_adaptive`: whether they follow load and acceptance ("auto": on CUDA). `overlap`: whether a decode
+    `spec_adaptive`: whether they follow load and acceptance ("auto": on CUDA, and with lookup). `ngram_*`:
+    the agreements that lookup (`draft` "ngram") takes, in tokens. `overlap`: whether a decode
     step is launched before the previous one was read ("auto": on CUDA). `graph_self_test` compares each graph
     with the eager path before use. `feature_layers` ("2,14,25"): layer outputs that prefill captures beside
     those of the draft. `aggregated`: a decode engine that computes all its prompts, and captures graphs for
@@ -35,6 +36,9 @@ class EngineConfig(GivenSizes):
     spec_topk: int = 1
     spec_tokens: int = 0
     spec_adaptive: str = "auto"
+    ngram_min: int = 2
+    ngram_max: int = 5
+    ngram_window: int = 8192
     overlap: str = "auto"
     graph_self_test: bool = True
     deterministic: bool = False

@@ -3,12 +3,36 @@ earlier work.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
+IntArray: TypeAlias = npt.NDArray[np.int64]
+
 # Kernels are compiled for pointers at multiples of this, and once more for others.
 ALIGNMENT = 16
+
+
+def arrays_to_device(arrays: Sequence[IntArray], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Copies of int64 arrays of any shapes on `device`, by one transfer; parts of one allocation there.
+
+    An array of a list of a thousand numbers takes 12 us, `torch.tensor` takes 100.
+    """
+    each = ALIGNMENT // np.dtype(np.int64).itemsize
+    offsets = [0, *accumulate(-(-array.size // each) * each for array in arrays)]
+    packed = torch.empty(offsets[-1], dtype=torch.int64, pin_memory=device.type == "cuda")
+    host = packed.numpy()
+    for array, offset in zip(arrays, offsets, strict=False):
+        host[offset : offset + array.size] = array.reshape(-1)
+    there = packed.to(device, non_blocking=True)
+    return tuple(
+        there[offset : offset + array.size].view(array.shape)
+        for array, offset in zip(arrays, offsets, strict=False)
+    )
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -10,6 +10,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from .errors import CheckpointError
 
+NGRAM = "ngram"  # as a draft: lookup in the request's own tokens, without a checkpoint
 FILES = ("*.json", "*.safetensors", "*.model", "*.jinja")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from ..kernels.row_ops import INVARIANT
+from ..kernels.triton_jit import triton_version
 from .auto_sizes import (
     PAGE_SIZE,
     Card,
@@ -29,7 +30,7 @@ from .config import EngineConfig, resolve_device, resolve_dtype
 from .errors import CheckpointError, LifecycleError
 from .grammar.guided import GrammarCompiler
 from .graphs.backend import GraphBackend
-from .hub import resolve_checkpoint
+from .hub import NGRAM, resolve_checkpoint
 from .invariance import check_invariance
 from .kv.budget import PageBudget
 from .kv.pool import FeaturePlane, KVPool, PageAllocator
@@ -43,14 +44,23 @@ from .runner.lifecycle import Lifecycle, Phase
 from .runner.model_runner import ModelRunner, configure_aux_capture
 from .sampling.sampler import Sampler
 from .speculative.adaptive import KNEE_ROWS, StepCosts, StepPolicy
+from .speculative.drafters.ngram import NgramConfig
 from .speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter, cache_lookahead
-from .speculative.drafters.registry import DraftConfig, DraftModel, DraftSource, TargetWeights, read_drafter
+from .speculative.drafters.registry import (
+    DraftConfig,
+    DraftModel,
+    DraftSource,
+    NgramSource,
+    TargetWeights,
+    read_drafter,
+)
 from .speculative.drafting.shape import PLAIN, DraftShape
 from .speculative.step.async_decoder import AsyncDecoder
 from .speculative.step.step_graphs import StepGraphs, step_graphs
 from .warmup.compiler import compile_launches
 from .warmup.kernel_cache import use_kernel_cache
 from .warmup.memory import reserve_memory
+from .warmup.plan_file import kept_launches, plan_key
 from .warmup.rehearsal import Rehearsal, RehearsalSizes
 from .warmup.variants import Reach, VariantPlanner
 from .warmup.watch import ReadyWatch
@@ -245,9 +255,7 @@ class EngineLoader:
     def _configure_aux(self) -> None:
         ids: tuple[int, ...] = ()
         if self.config.has_draft:
-            draft_path = resolve_checkpoint(self.config.draft)
-            running = str(self._dtype).removeprefix("torch.")
-            source = read_drafter(draft_path, self._model_config, target_path=self._path, dtype=running)
+            source = self._read_drafter()
             source.check_role(has_drafter=self.has_drafter)
             self._source, ids = source, source.config.aux.ids
             logger.info("draft config: %r", source.config)
@@ -257,6 +265,20 @@ class EngineLoader:
             configure_aux_capture(self._model, ids)
         self._feature_ids = ids
         self.lifecycle.advance(Phase.AUX_CONFIGURED)
+
+    def _read_drafter(self) -> DraftSource:
+        config, running = self.config, str(self._dtype).removeprefix("torch.")
+        if config.draft == NGRAM:
+            return NgramSource(
+                NgramConfig(
+                    shortest=config.ngram_min,
+                    longest=config.ngram_max,
+                    window=config.ngram_window,
+                    dtype=running,
+                )
+            )
+        draft_path = resolve_checkpoint(config.draft)
+        return read_drafter(draft_path, self._model_config, target_path=self._path, dtype=running)
 
     def _offered(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """The layers that prefill captures: those of its head, then the others of `feature_layers`, without
@@ -341,7 +363,7 @@ class EngineLoader:
                 runner,
                 drafter,
                 shapes=_shapes_of(engine),
-                watched=None if engine.step_policy is None else engine.shape,
+                watched=engine.shape if engine.step_policy and engine.step_policy.is_watched else None,
                 max_requests=sizes.max_running,
                 max_context=sizes.max_context,
             )
@@ -361,14 +383,29 @@ class EngineLoader:
         assert engine is not None
         if self._device.type != "cuda":
             return
-        use_kernel_cache()
         planner = VariantPlanner(engine.runner, engine.drafter, engine.steps, self.reach())
         try:
-            launches = planner.launches()
+            launches = kept_launches(use_kernel_cache(), self._plan_key(engine), planner.launches)
         except Exception as error:  # of an operation that has no form for fake tensors
             logger.warning("kernels are compiled one by one at their first use: %s", error, exc_info=error)
         else:
             compile_launches(launches, self._device)
+
+    def _plan_key(self, engine: Engine) -> str:
+        """The name of the plan of kernel variants: all that decides which kernels an engine launches."""
+        draft, card = Path(self.config.draft).expanduser(), torch.cuda.get_device_properties(self._device)
+        configs = (engine.path / "config.json", draft / "config.json")
+        return plan_key(
+            [
+                replace(self.config, model="", kv_memory_mb=0, pages=0, gpu_memory_share=0.0),
+                self.has_drafter,
+                self.reach(),
+                engine.pool.num_pages.bit_length(),  # wider numbers of rows have variants of their own
+                *(path.read_text() for path in configs if path.is_file()),
+                (card.name, card.major, card.minor, card.multi_processor_count),
+                (torch.__version__, triton_version()),
+            ]
+        )
 
     def _rehearse(self) -> None:
         """Runs every kind of forward once on a GPU, and takes the memory of later ones from the driver."""
@@ -445,18 +482,25 @@ class EngineLoader:
             engine.step_policy.costs = costs
 
     def _step_policy(self, draft: DraftModel) -> StepPolicy | None:
-        """The policy that adapts the draft length to load and acceptance, if enabled."""
-        if self.config.spec_adaptive == "off" or (
-            self.config.spec_adaptive == "auto" and self._device.type != "cuda"
-        ):
+        """The policy that adapts the draft length to load and acceptance, if enabled.
+
+        By default it is on a GPU, and for lookup, which finds nothing to draft in many a text.
+        """
+        config, is_wanted = self.config, self._device.type == "cuda" or self.config.draft == NGRAM
+        if config.spec_adaptive == "off" or (config.spec_adaptive == "auto" and not is_wanted):
             return None
         target = self._forward_weights()
         costs = StepCosts(
             draft=draft.num_weights / target,
             knee_rows=KNEE_ROWS[self._device.type],
             kv=self._model.kv_layout(1).page_bytes / (target * self._dtype.itemsize),
+            is_block=self._drafts_blocks,
         )
-        return StepPolicy(self._shape.candidates(), costs)
+        return StepPolicy(self._shape.candidates(), costs, is_watched=not self._drafts_blocks)
+
+    @property
+    def _drafts_blocks(self) -> bool:
+        return self._source is not None and self._source.is_dflash
 
     def _forward_weights(self) -> int:
         """The weights that every row of a forward is multiplied with: all but the embedding."""
@@ -492,16 +536,24 @@ class EngineLoader:
 
     def _role(self) -> EngineRole:
         if not self.has_drafter:
-            return EngineRole(is_decode=False, num_features=len(self._feature_ids))
+            return EngineRole(
+                is_decode=False,
+                is_deterministic=self.config.deterministic,
+                num_features=len(self._feature_ids),
+            )
         if self._draft is None:
             return EngineRole(
-                is_decode=True, is_aggregated=self.config.aggregated, spare_slots=PLAIN.spare_slots
+                is_decode=True,
+                is_aggregated=self.config.aggregated,
+                is_deterministic=self.config.deterministic,
+                spare_slots=PLAIN.spare_slots,
             )
         policy = self._step_policy(self._draft)
         shapes = {PLAIN, self._shape, *(() if policy is None else policy.shapes)}
         return EngineRole(
             is_decode=True,
             is_aggregated=self.config.aggregated,
+            is_deterministic=self.config.deterministic,
             num_features=len(self._feature_ids),
             num_nodes=self._shape.num_nodes,
             num_shapes=len(shapes),
@@ -514,8 +566,11 @@ class EngineLoader:
         """
         kv_bytes = self._model.kv_layout(1).page_bytes
         if self._draft is not None:
+            layout = self._draft.kv_layout(1)
             return PageBudget(
-                kv_bytes=kv_bytes, draft_bytes=self._draft.kv_layout(1).page_bytes, has_staging=True
+                kv_bytes=kv_bytes,
+                draft_bytes=0 if layout is None else layout.page_bytes,
+                has_staging=bool(self._feature_ids),
             )
         if self.has_drafter:
             return PageBudget(kv_bytes=kv_bytes)

@@ -9,6 +9,7 @@ import torch
 from ..kernels.invariant_attention import Rows
 from ..kernels.kv_store import store_kv
 from ..kernels.ops import recorded_invariant_attention, recorded_paged_verify, recorded_store_kv
+from ..kernels.rotate_store import rotate_store
 from ..kernels.verify_attention import VerifyColumns, attend_verify_columns, verify_columns
 from .errors import LifecycleError
 from .kv.pool import KVPool
@@ -67,11 +68,28 @@ class RowPlan:
             store_kv(pool.kv, layer, self.rows, k, v)
             return attend_verify_columns(grouped, pool.kv, layer, self._columns, self._scale).reshape(q.shape)
         recorded_store_kv(pool.kv, layer, self.rows, k, v)
+        return self._read(layer, q)
+
+    def rotate_attend(
+        self, layer: int, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        """As `attend`, with the heads of q, k and v side by side in `heads` `[B*N, heads + 2 * kv heads, D]`,
+        before their rotation by the tables `cos` and `sin` `[B*N, D]`. For CUDA.
+        """
+        self.check(heads.shape[0])
+        return self._read(layer, rotate_store(self.pool.kv, layer, self.rows, heads, cos, sin))
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self.attend(layer, q, k, v)
+
+    def _read(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Attends with `q` `[B*N, heads, D]` over the stored keys and values."""
+        kv, grouped = self.pool.kv, q.reshape(self.page_table.shape[0], -1, *q.shape[1:])
         if self.is_invariant:
             rows = Rows(self.kv_lens, uniform=grouped.shape[1], tree_mask=self.tree_mask)
-            return recorded_invariant_attention(q, pool.kv, layer, self.page_table, rows, self._scale)
+            return recorded_invariant_attention(q, kv, layer, self.page_table, rows, self._scale)
         return recorded_paged_verify(
-            grouped, pool.kv, layer, self.page_table, self.kv_lens, self._scale, self.tree_mask
+            grouped, kv, layer, self.page_table, self.kv_lens, self._scale, self.tree_mask
         ).view(q.shape)
 
     def check(self, num_rows: int) -> None:

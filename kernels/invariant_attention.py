@@ -19,29 +19,15 @@ from typing import NamedTuple
 import torch
 
 from .invariant_rows import attend_rows
+from .invariant_splits import BASE_SPLIT, LEVEL_SPLITS, MAX_PARTIAL_BYTES, num_splits, partial_bytes
 from .kv_store import kv_rows
 from .paged_attention import gather_kv
-from .paged_tile import LOG2_E, MIN_DOT, TileShape, check_paged, load_kv_tile
+from .paged_tile import LOG2_E, MIN_DOT, TileShape, check_paged, check_tree_mask, fold_tile, load_kv_tile
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
-# Columns of each of the first LEVEL_SPLITS splits. Those of the next LEVEL_SPLITS are twice as long, and so
-# on: a context of 128 Ki tokens has 81 splits.
-BASE_SPLIT = 256
-LEVEL_SPLITS = 16
 # With fewer programs than multiprocessors of an H200, splits run in parallel.
 MIN_PROGRAMS = 132
 MAX_TILE_ROWS = 128
-# Where the parts of parallel splits would take more memory, each program computes all of its splits.
-MAX_PARTIAL_BYTES = 512 << 20
-
-
-def num_splits(length: int, base_split: int = BASE_SPLIT) -> int:
-    """The number of splits of `length` columns, the first of which have `base_split`."""
-    level_end, size, count = base_split * LEVEL_SPLITS, base_split, 0
-    while length > level_end:
-        count, size = count + LEVEL_SPLITS, 2 * size
-        level_end += LEVEL_SPLITS * size
-    return count + cdiv(length - (level_end - LEVEL_SPLITS * size), size)
 
 
 @jit
@@ -60,34 +46,11 @@ def _join_factors(left_max: tl.tensor, right_max: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _fold_tile(
-    b_q: tl.tensor,
-    b_k: tl.tensor,
-    b_v: tl.tensor,
-    m_visible: tl.tensor,
-    b_max: tl.tensor,
-    b_sum: tl.tensor,
-    b_out: tl.tensor,
-    scale: tl.tensor,
-    IS_FULL: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-) -> tl.tensor:
-    """One step of the running softmax: new (max `[M]`, sum `[M, 16]`, out `[M, D]`); see `fold_tile`.
-
-    The sum is a product with ones, so its order, too, is that of the matrix instruction, for any number of
-    rows and warps.
-    """
-    b_scores = tl.dot(b_q, b_k, input_precision="ieee")
-    if not IS_FULL:
-        b_scores = tl.where(m_visible, b_scores, float("-inf"))
-    b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1) * scale)
-    b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)  # -inf - -inf would be NaN
-    b_weights = tl.exp2(b_scores * scale - b_shift[:, None]).to(b_v.dtype)
-    b_rescale = tl.exp2(b_max - b_shift)[:, None]
-    b_ones = tl.full((BLOCK_COLUMNS, 16), 1.0, dtype=tl.float32).to(b_v.dtype)
-    b_sum = tl.dot(b_weights, b_ones, b_sum * b_rescale, input_precision="ieee")
-    b_out = tl.dot(b_weights, b_v, b_out * b_rescale, input_precision="ieee")
-    return b_new_max, b_sum, b_out
+def _empty_fold(BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr) -> tl.tensor:
+    """(max, sum, out) of no column."""
+    b_max = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
+    b_sum = tl.zeros((BLOCK_ROWS, 16), dtype=tl.float32)
+    return b_max, b_sum, tl.zeros((BLOCK_ROWS, BLOCK_DIM), dtype=tl.float32)
 
 
 @jit
@@ -139,9 +102,7 @@ def _fold_columns(
     All rows see the columns before `full_end`, a number of whole tiles, and each those before its `b_end`.
     With a tree, column context + j is the node of rank j in `b_node_rank`.
     """
-    b_max = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
-    b_sum = tl.zeros((BLOCK_ROWS, 16), dtype=tl.float32)
-    b_out = tl.zeros((BLOCK_ROWS, BLOCK_DIM), dtype=tl.float32)
+    b_max, b_sum, b_out = _empty_fold(BLOCK_ROWS, BLOCK_DIM)
     total_max, total_sum, total_out = b_max, b_sum, b_out
     i_split = start * 0
     split_end = start * 0 + BASE_SPLIT
@@ -151,16 +112,14 @@ def _fold_columns(
             p_kv, p_pages, i_column, i_column < full_end, page_stride, slot_stride, o_value, True, PAGE_SIZE,
             HEAD_DIM, BLOCK_DIM,
         )  # fmt: skip
-        b_max, b_sum, b_out = _fold_tile(
-            b_q, b_k, b_v, b_end[:, None] > 0, b_max, b_sum, b_out, scale, True, BLOCK_COLUMNS
+        b_max, b_sum, b_out = fold_tile(
+            b_q, b_k, b_v, b_end[:, None] > 0, b_max, b_sum, b_out, scale, True, True
         )
         if not IS_SPLIT and first + BLOCK_COLUMNS == split_end:
             total_max, total_sum, total_out = _join(
                 total_max, total_sum, total_out, b_max, b_sum, b_out, BLOCK_ROWS, BLOCK_DIM
             )
-            b_max = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
-            b_sum = tl.zeros((BLOCK_ROWS, 16), dtype=tl.float32)
-            b_out = tl.zeros((BLOCK_ROWS, BLOCK_DIM), dtype=tl.float32)
+            b_max, b_sum, b_out = _empty_fold(BLOCK_ROWS, BLOCK_DIM)
             i_split += 1
             split_end = _split_start(i_split + 1, BASE_SPLIT, LEVEL_SPLITS)
     for first in range(full_end, end, BLOCK_COLUMNS):
@@ -177,16 +136,12 @@ def _fold_columns(
             BLOCK_DIM,
         )  # fmt: skip
         m_visible = (i_column[None, :] < b_end[:, None]) & m_column[None, :]
-        b_max, b_sum, b_out = _fold_tile(
-            b_q, b_k, b_v, m_visible, b_max, b_sum, b_out, scale, False, BLOCK_COLUMNS
-        )
+        b_max, b_sum, b_out = fold_tile(b_q, b_k, b_v, m_visible, b_max, b_sum, b_out, scale, False, True)
         if not IS_SPLIT and first + BLOCK_COLUMNS == split_end:
             total_max, total_sum, total_out = _join(
                 total_max, total_sum, total_out, b_max, b_sum, b_out, BLOCK_ROWS, BLOCK_DIM
             )
-            b_max = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
-            b_sum = tl.zeros((BLOCK_ROWS, 16), dtype=tl.float32)
-            b_out = tl.zeros((BLOCK_ROWS, BLOCK_DIM), dtype=tl.float32)
+            b_max, b_sum, b_out = _empty_fold(BLOCK_ROWS, BLOCK_DIM)
             i_split += 1
             split_end = _split_start(i_split + 1, BASE_SPLIT, LEVEL_SPLITS)
     if not IS_SPLIT:
@@ -416,7 +371,7 @@ def invariant_attention_triton(
     tile = _tile(q.dtype, head_dim, longest * group, group)
     tiles = cdiv(longest * group, tile.rows)
     splits = num_splits(page_table.shape[1] * page_size, base_split)
-    fits = splits * num_flat * (head_dim + 2) * 4 <= max_partial_bytes
+    fits = partial_bytes(splits, num_flat, head_dim) <= max_partial_bytes
     is_few = has_tree or tiles * kv_heads * num_requests < MIN_PROGRAMS
     if splits == 1 or rows.starts is not None or not fits or not is_few:
         grid = ((longest if has_tree else tiles) * kv_heads, 1, num_requests)
@@ -531,7 +486,7 @@ def _launch(
 def _check(q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, rows: Rows) -> None:
     lens = (rows.kv_lens,) if rows.starts is None else (rows.kv_lens, rows.starts)
     check_paged("invariant_attention", q, kv, page_table, lens)
-    num_requests, mask = page_table.shape[0], rows.tree_mask
+    num_requests = page_table.shape[0]
     owned = q.shape[0] if rows.starts is not None else num_requests * rows.uniform
     starts_fit = rows.starts is None or rows.starts.shape == (num_requests + 1,)
     if q.dim() != 3 or rows.kv_lens.shape != (num_requests,) or not starts_fit or owned != q.shape[0]:
@@ -539,15 +494,8 @@ def _check(q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, rows: Ro
             f"invariant_attention: q {tuple(q.shape)} and {rows} do not fit {num_requests} requests; "
             "expected [T, N, D], kv_lens [B], and Q rows each or starts [B+1]"
         )
-    if mask is None:
-        return
-    shape = tuple(mask.shape)
-    fits = len(shape) == 3 and shape[:2] == (num_requests, rows.uniform) and shape[2] >= shape[1]
-    if not fits or mask.dtype != torch.bool or rows.starts is not None:
-        raise ValueError(
-            f"invariant_attention: tree mask {shape} {mask.dtype}, expected bool "
-            f"{(num_requests, rows.uniform, 'W')}, W >= {rows.uniform}"
-        )
+    if rows.tree_mask is not None:
+        check_tree_mask("invariant_attention", rows.tree_mask, num_requests, rows.uniform)
 
 
 def invariant_attention_torch(

@@ -70,12 +70,15 @@ def fold_tile(
     b_out: tl.tensor,
     scale: tl.tensor,
     IS_FULL: tl.constexpr,
+    IS_INVARIANT: tl.constexpr = False,
 ) -> tl.tensor:
     """One step of the running softmax: `b_q` `[M, D]`, `m_visible` `[M, C]` -> new (max `[M]`, sum `[M]`, out
     `[M, D]`).
 
     A row that has seen no column keeps max = -inf, sum = 0, out = 0. With `IS_FULL`, every row sees every
-    column. `scale` is positive, so it can be applied after the maximum, where it costs nothing.
+    column. `scale` is positive, so it can be applied after the maximum, where it costs nothing. With
+    `IS_INVARIANT`, the sum `[M, 16]`, in equal columns, is a product with ones: its order, too, is then that
+    of the matrix instruction, for any number of rows and warps.
     """
     # ieee matters for float32 only, which would be truncated to tf32
     b_scores = tl.dot(b_q, b_k, input_precision="ieee")
@@ -88,8 +91,13 @@ def fold_tile(
         b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)  # -inf - -inf would be NaN
     b_weights = tl.exp2(b_scores * scale - b_shift[:, None])
     b_rescale = tl.exp2(b_max - b_shift)
-    b_sum = b_sum * b_rescale + tl.sum(b_weights, axis=1)
-    b_out = tl.dot(b_weights.to(b_v.dtype), b_v, b_out * b_rescale[:, None], input_precision="ieee")
+    b_rounded = b_weights.to(b_v.dtype)
+    if IS_INVARIANT:
+        b_ones = tl.full((b_v.shape[0], 16), 1.0, dtype=tl.float32).to(b_v.dtype)
+        b_sum = tl.dot(b_rounded, b_ones, b_sum * b_rescale[:, None], input_precision="ieee")
+    else:
+        b_sum = b_sum * b_rescale + tl.sum(b_weights, axis=1)
+    b_out = tl.dot(b_rounded, b_v, b_out * b_rescale[:, None], input_precision="ieee")
     return b_new_max, b_sum, b_out
 
 
@@ -222,4 +230,15 @@ def check_paged(
         raise ValueError(
             f"{op}: page table {tuple(page_table.shape)} {page_table.dtype} and lengths "
             f"{[(tuple(x.shape), x.dtype) for x in lens]} must be int32 or int64, the pool contiguous"
+        )
+
+
+def check_tree_mask(op: str, mask: torch.Tensor, num_requests: int, num_rows: int) -> None:
+    """Raises ValueError unless `mask` is bool `[num_requests, num_rows, W]` with W >= num_rows."""
+    shape = tuple(mask.shape)
+    fits = len(shape) == 3 and shape[:2] == (num_requests, num_rows) and shape[2] >= num_rows
+    if not fits or mask.dtype != torch.bool:
+        raise ValueError(
+            f"{op}: tree mask {shape} {mask.dtype}, expected bool {(num_requests, num_rows, 'W')}, W >= "
+            f"{num_rows}"
         )

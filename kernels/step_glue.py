@@ -12,8 +12,8 @@ import torch
 
 from .triton_jit import jit_varying, next_power_of_2, tl
 
-# Columns of a request's state; the pages are the last.
-NEWEST, LENGTH, REMAINING, CAPACITY, DRAFT_ROW, SEED, TOP_K, IS_DRAWN, PAGES = range(9)
+# Columns of a request's state; the pages are the last. LATE counts rows that wait for the drafter.
+NEWEST, LENGTH, REMAINING, CAPACITY, DRAFT_ROW, SEED, TOP_K, IS_DRAWN, LATE, PAGES = range(10)
 NUM_COUNTS = 4  # columns of a report after the tokens
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 
@@ -31,15 +31,20 @@ __all__ = [
     "Compiled",
     "Kernel",
     "Launch",
+    "PointerArgument",
     "Rows",
     "cdiv",
+    "descriptor_of",
+    "is_descriptor",
     "jit",
     "jit_varying",
     "next_power_of_2",
+    "planned_launch",
     "planned_launches",
     "rows_of",
     "tensor_descriptor",
     "tl",
+    "triton_version",
     "watch_compilations",
 ]
 
@@ -82,7 +87,7 @@ def jit_varying(*names: str) -> Callable[[Callable[..., object]], Kernel]:
 
 
 @dataclass(frozen=True)
-class _Pointer:
+class PointerArgument:
     """A tensor argument as Triton sees it: its dtype, and its address modulo ALIGNMENT."""
 
     dtype: torch.dtype
@@ -167,19 +172,11 @@ class _Planned(JITFunction):  # type: ignore[misc]
         def note(*args: object, **options: object) -> None:
             arguments = tuple(map(_argument, args))
             given = {name: _argument(value) for name, value in options.items()}
-            plan.append(
-                Launch(
-                    kernel=self,
-                    grid=grid,
-                    arguments=arguments,
-                    options=given,
-                    variant=(self.__name__, *self._words(arguments, given)),
-                )
-            )
+            plan.append(planned_launch(self, grid, arguments, given))
 
         return note
 
-    def _words(self, arguments: tuple[object, ...], options: dict[str, object]) -> Iterator[str]:
+    def words(self, arguments: tuple[object, ...], options: dict[str, object]) -> Iterator[str]:
         """One word per parameter, with what Triton compiles a variant for, then the options."""
         rest = dict(options)
         for i, param in enumerate(self.params):
@@ -191,14 +188,22 @@ class _Planned(JITFunction):  # type: ignore[misc]
         yield from (f"{name}={value}" for name, value in sorted(rest.items()))
 
 
+def planned_launch(
+    kernel: _Planned, grid: tuple[int, ...], arguments: tuple[object, ...], options: dict[str, object]
+) -> Launch:
+    """A launch of `kernel`, whose tensors are PointerArguments, with the name of its variant."""
+    variant = (kernel.__name__, *kernel.words(arguments, options))
+    return Launch(kernel=kernel, grid=grid, arguments=arguments, options=options, variant=variant)
+
+
 def _argument(value: object) -> object:
     if isinstance(value, torch.Tensor):
-        return _Pointer(value.dtype, int(value.storage_offset()) * value.element_size() % ALIGNMENT)
+        return PointerArgument(value.dtype, int(value.storage_offset()) * value.element_size() % ALIGNMENT)
     return value
 
 
 def _word(value: object, *, is_varying: bool) -> str:
-    if isinstance(value, _Pointer):
+    if isinstance(value, PointerArgument):
         is_aligned = not is_varying and value.offset == 0
         return f"*{str(value.dtype).removeprefix('torch.')}{'/16' if is_aligned else ''}"
     if isinstance(value, bool) or not isinstance(value, int):
@@ -268,9 +273,24 @@ class _NoTriton:
         return self[()]
 
 
+def triton_version() -> str:
+    """The version of Triton; "" without it."""
+    return "" if triton is None else str(triton.__version__)
+
+
 def tensor_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> object:
     """A kernel argument that copies a `block` of the contiguous `x` in one operation."""
     return TensorDescriptor.from_tensor(x, list(block))
+
+
+def is_descriptor(value: object) -> TypeGuard[Any]:
+    """Whether `value` is a kernel argument of `tensor_descriptor`."""
+    return TensorDescriptor is not None and isinstance(value, TensorDescriptor)
+
+
+def descriptor_of(base: PointerArgument, shape: list[int], strides: list[int], block: list[int]) -> object:
+    """The descriptor of a tensor that need not exist, for planned launches."""
+    return TensorDescriptor(base, shape, strides, block)
 
 
 def cdiv(n: int, size: int) -> int:

@@ -16,7 +16,15 @@ import torch
 
 from .kv_store import kv_rows
 from .paged_attention import batched_attention, gather_kv
-from .paged_tile import LOG2_E, MIN_DOT, TileShape, attend_columns, check_paged, tile_shape
+from .paged_tile import (
+    LOG2_E,
+    MIN_DOT,
+    TileShape,
+    attend_columns,
+    check_paged,
+    check_tree_mask,
+    tile_shape,
+)
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
 MAX_TILE_ROWS = 64
@@ -357,14 +365,8 @@ def _check(
             f"paged_verify: q {tuple(q.shape)} and kv_lens {tuple(kv_lens.shape)} do not fit {num_requests} "
             "requests; expected [B, Q, N, D] and [B]"
         )
-    if tree_mask is None:
-        return
-    shape = tuple(tree_mask.shape)
-    if len(shape) != 3 or shape[:2] != q.shape[:2] or shape[2] < shape[1] or tree_mask.dtype != torch.bool:
-        raise ValueError(
-            f"paged_verify: tree mask {shape} {tree_mask.dtype}, expected bool {(*q.shape[:2], 'W')}, W >= "
-            f"{q.shape[1]}"
-        )
+    if tree_mask is not None:
+        check_tree_mask("paged_verify", tree_mask, num_requests, q.shape[1])
 
 
 def paged_verify(

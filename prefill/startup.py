@@ -36,7 +36,7 @@ class PrefillStartup(WorkerStartup[PrefillConfig, PrefillRoom]):
             trusted_network=config.trusted_network,
             lease_s=config.lease_s,
             slab_bytes=self.engine.sizes.slab_bytes,
-            device_slab_bytes=config.device_slab_mb << 20,
+            device_slab_bytes=self.engine.sizes.device_slab_bytes,
             reach=self.reach,
         )
         transport = open_sender(self.transports, setup)

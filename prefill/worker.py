@@ -26,13 +26,13 @@ from ..cluster.protocol.messages import (
     WorkerStats,
 )
 from ..cluster.telemetry.trace_context import carried_by
-from ..engine.batch.forward_batch import ForwardOutput
+from ..engine.batch.forward_batch import ForwardBatch, ForwardOutput
 from ..engine.kv.page_table import pages_for
 from ..engine.loader import Engine
 from ..engine.sampling.params import SamplingParams
 from ..engine.sampling.sampler import LaunchedSample, SampleOutput
 from ..kvtransfer.transport import Dropped, Offer, Released
-from ..worker.commands import Advance, DropDone, LinkEvent
+from ..worker.commands import Advance, DropDone, LinkEvent, Underway
 from ..worker.link import WorkerLink
 from ..worker.prompt_chunks import Chunk, batch_of, launch_first_tokens, score_prompts
 from ..worker.refusal import Refusal, refuse_for_now, refuse_forever
@@ -102,8 +102,12 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         chunks, admitted = self.scheduler.next_chunks()
         due, self._launched = self._launched, None
         if chunks:
-            self._open(admitted)
+            for room in admitted:
+                room.started = self._clock()
             self._launched = self._launch(chunks)
+            self._open(
+                admitted
+            )  # behind the launch: the link thread would take the interpreter's lock from it
         if due is not None:
             self._land(due)
         if self._launched is not None and not self.engine.launches_ahead:
@@ -199,10 +203,8 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
 
     def _open(self, admitted: list[PrefillRoom]) -> None:
         """Offer the admitted rooms. Tokens from the prefix cache are ready at once."""
-        now = self._clock()
         for room in admitted:
             request = room.request
-            room.started = now
             self._counters["cached_tokens"] += room.cached_tokens
             self._send(
                 Offer(
@@ -217,10 +219,20 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
 
     def _launch(self, chunks: Chunks) -> Launched:
         """Run the chunks and sample. Their tokens count as computed: whatever reads their KV runs later."""
-        output = self._forward(chunks)
-        firsts = launch_first_tokens(self.engine, chunks, output)
+        batch = batch_of(self.engine, chunks, has_features=self.engine.features is not None)
+        for _ in chunks:
+            self.reach("prefill:chunk")
+        output = self.engine.runner.forward(batch)
+        firsts = launch_first_tokens(self.engine, chunks, output)  # before the features: clients wait for it
+        self._keep_features(batch, output)
+        self.engine.pool.order.stamp(self._written(chunks))
+        self._counters["steps"] += 1
+        self._counters["prompt_tokens"] += batch.num_tokens
         for chunk in chunks:
-            chunk.room.request.num_computed = chunk.end
+            request = chunk.room.request
+            request.num_computed = chunk.end
+            if self.engine.launches_ahead:
+                self._send(Underway(room=request.room, epoch=request.epoch, tokens=chunk.end))
         scores = list(score_prompts(chunks, output.logits, self.instance))
         return Launched(chunks=chunks, firsts=firsts, scores=scores)
 
@@ -233,19 +245,10 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 self._send(message)
         self._publish(launched.chunks, firsts)
 
-    def _forward(self, chunks: Chunks) -> ForwardOutput:
-        plane = self.engine.features
-        batch = batch_of(self.engine, chunks, has_features=plane is not None)
-        for _ in chunks:
-            self.reach("prefill:chunk")
-        output = self.engine.runner.forward(batch)
-        if plane is not None:
+    def _keep_features(self, batch: ForwardBatch, output: ForwardOutput) -> None:
+        if self.engine.features is not None:
             assert output.hidden is not None
-            plane.store(batch.slots, output.hidden)
-        self.engine.pool.order.stamp(self._written(chunks))
-        self._counters["steps"] += 1
-        self._counters["prompt_tokens"] += batch.num_tokens
-        return output
+            self.engine.features.store(batch.slots, output.hidden)
 
     def _written(self, chunks: Chunks) -> list[int]:
         """The pages that a forward of `chunks` writes."""
@@ -275,6 +278,10 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 logprob = TokenLogprob(logprob=scored[0].logprob, top=scored[0].top) if scored else None
                 self._finish(chunk.room, tokens[row], logprob)
             row += chunk.is_last
+        for chunk in chunks:  # behind all messages: a long prompt has many pages
+            request = chunk.room.request
+            if chunk.is_last and chunk.room.state is PrefillState.HANDED:
+                self.engine.cache.insert(request.prompt_ids, request.pages, request.salt)
 
     def _finish(self, room: PrefillRoom, token: int, logprob: TokenLogprob | None) -> None:
         """Send token 1 and hand the room over.
@@ -286,7 +293,6 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         request, now = room.request, self._clock()
         room.finished = now
         request.append([token], self.engine.model_config.eos_token_ids)
-        self.engine.cache.insert(request.prompt_ids, request.pages, request.salt)
         self._send(
             FirstToken(
                 room=request.room,
@@ -304,16 +310,16 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 ),
             )
         )
-        logger.info(
-            "prefill completed",
-            extra=fields(
-                room=request.room, tokens=request.num_prompt, cached=room.cached_tokens, chunks=room.chunks
-            ),
-        )
         self.reach("prefill:first")
         room.state = PrefillState.HANDED
         self._send(
             Advance(
                 room=request.room, epoch=request.epoch, tokens_ready=request.num_prompt, first_token=token
             )
+        )
+        logger.info(
+            "prefill completed",
+            extra=fields(
+                room=request.room, tokens=request.num_prompt, cached=room.cached_tokens, chunks=room.chunks
+            ),
         )

@@ -1,5 +1,6 @@
 """The start of a worker process, the same for both roles: from the settings to the main loop, in phases."""
 
+import gc
 import logging
 import os
 import time
@@ -12,7 +13,7 @@ from ..cluster.config.roles import WorkerConfig
 from ..cluster.net.endpoints import endpoints_of
 from ..cluster.net.router_links import RouterLinks, dial_routers
 from ..cluster.net.sockets import Socket
-from ..cluster.net.transport_names import transports_of
+from ..cluster.net.transport_names import may_be_open, transports_of
 from ..cluster.process.failpoints import reach_of
 from ..cluster.process.process import Phase, Serve, Shutdown, run_phases
 from ..cluster.process.sd_notify import notifier_of
@@ -76,6 +77,8 @@ class WorkerStartup(ABC, Generic[C, R]):
         Returns the function that serves until the worker has drained and returns the exit code.
         """
         times = run_phases(self.phases())
+        gc.collect()
+        gc.freeze()  # objects of the start-up live on; a collection that scans them stops a worker for long
         parts = [part for part in times if part[0] != LOAD_ENGINE] + self._engine_times
         shown = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts if seconds >= SHORTEST_SHOWN)
         logger.info("started in %.1f s: %s", sum(seconds for _, seconds in times), shown)
@@ -114,7 +117,11 @@ class WorkerStartup(ABC, Generic[C, R]):
             feature_width=engine.feature_width,
             weights_hash=engine.weights_hash,
         )
-        self.transports = transports_of(self.config.transports, has_gpu=engine.pool.device.type == "cuda")
+        self.transports = transports_of(
+            self.config.transports,
+            has_gpu=engine.pool.device.type == "cuda",
+            may_be_open=may_be_open(self.ciphers, trusted_network=self.config.trusted_network),
+        )
 
     def open_sockets(self) -> None:
         """Start the link thread, which opens the KV plane and dials the routers, and the hash of the

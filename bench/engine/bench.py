@@ -1,15 +1,16 @@
-"""`baton bench engine`: measures a decode step, a step with drafts and a prefill of one engine, and compares
+"""`baton bench engine`: measures a decode step, steps with drafts and a prefill of one engine, and compares
 them with the device's limits.
 
-Weights are random and made on the device from a config. Acceptance is simulated: the weights are built so
-that a target accepts `--accept-length` tokens of each chain. The engine does not know this, and a step's work
-does not depend on it. "floor" is a lower bound: the time to read the bytes of a step (weights of each pass,
-KV of the batch), or the time of its matrix products, whichever is longer. The rates are those of a copy and
-of a matrix product, measured in the same run.
+Weights are random and made on the device from a config. Acceptance is simulated: a target accepts
+`--accept-length` tokens of each chain. The engine does not know this, and a step's work does not depend on
+it. `--drafts` names the drafters, each of which gets an engine of its own. "floor" is a lower bound: the time
+to read the bytes of a step (weights of each pass, KV of the batch), or the time of its matrix products,
+whichever is longer. The rates are those of a copy and of a matrix product, measured in the same run.
 """
 
 import argparse
 import dataclasses
+import gc
 import json
 import logging
 import platform
@@ -24,10 +25,10 @@ import torch
 from ...cluster.errors import ConfigError
 from ...engine.config import DTYPES, resolve_device, resolve_dtype
 from ...engine.errors import CheckpointError
-from ...engine.speculative.drafters.mtp_config import MtpConfig
 from ..arguments import at_least
-from .floors import Ceilings, PassCounts, Work, eagle3_step, measure_ceilings, mtp_step
-from .rig import DRAFTERS, ComputedPrompt, Rig, RigSettings
+from .drafters import ALL, DRAFTERS, named_drafters
+from .floors import Ceilings, PassCounts, Work, measure_ceilings
+from .rig import ComputedPrompt, Rig, RigSettings
 from .shapes import DRAFT_VOCABULARY, SHAPES
 from .timing import Timing, measure
 
@@ -41,9 +42,9 @@ TOP_KERNELS = 12
 class Cell:
     """One measurement.
 
-    `kind` is decode, prefill, adaptive, or the kind of drafter. `size` counts requests, for a prefill tokens.
-    `floor_ms` is the lower bound for all passes (`num_bytes`, `num_flops`). `accepted` is the measured number
-    of tokens per step and request.
+    `kind` is decode, prefill, the name of a drafter, or that name behind "adaptive". `size` counts requests,
+    for a prefill tokens. `floor_ms` is the lower bound for all passes (`num_bytes`, `num_flops`). `accepted`
+    is the measured number of tokens per step and request.
     """
 
     kind: str
@@ -62,20 +63,16 @@ class Cell:
 
 
 class EngineBench:
-    """Measures the cells on one rig, in the order of the report."""
+    """Measures the cells on one rig, in the order of the report. `has_plain`: prefill and plain steps too."""
 
-    def __init__(self, rig: Rig, ceilings: Ceilings, options: argparse.Namespace) -> None:
+    def __init__(
+        self, rig: Rig, ceilings: Ceilings, options: argparse.Namespace, *, has_plain: bool = True
+    ) -> None:
         self.rig = rig
+        self.has_plain = has_plain
         self.ceilings = ceilings
         self._options = options
-        itemsize = rig.settings.dtype.itemsize
-        self.target = PassCounts.of_target(rig.config, itemsize)
-        config = rig.head_config
-        self.head = (
-            PassCounts.of_module(config, itemsize)
-            if isinstance(config, MtpConfig)
-            else PassCounts.of_head(config, itemsize)
-        )
+        self.target = PassCounts.of_target(rig.config, rig.settings.dtype.itemsize)
 
     def cells(self) -> Iterator[Cell]:
         options = self._options
@@ -83,9 +80,11 @@ class EngineBench:
         prompts = self.rig.prompts(batches[-1], options.context) if batches and batches[-1] else []
         for has_graphs in {"both": (True, False), "on": (True,), "off": (False,)}[options.graphs]:
             self.rig.use_graphs(has_graphs)
-            for length in lengths:
+            for length in lengths if self.has_plain else ():
                 yield self._prefill(length, has_graphs)
-            for kind in ("decode", options.drafts):
+            for kind in (
+                ("decode", self.rig.settings.drafts) if self.has_plain else (self.rig.settings.drafts,)
+            ):
                 for batch in batches:
                     yield self._step(kind, prompts[:batch], has_graphs)
             if options.adaptive and has_graphs:
@@ -105,10 +104,7 @@ class EngineBench:
             context = self._options.context + stepper.requests[0].num_output // 2  # the mean over the run
             if kind == "decode":
                 return [self.target.step(batch, 1, context, logit_rows=1)]
-            steps, num_modules = self.rig.shape.steps, self.rig.settings.num_modules
-            if num_modules:
-                return mtp_step(self.target, self.head, num_modules, batch, steps, context)
-            return eagle3_step(self.target, self.head, batch, steps, context)
+            return self.rig.kind.step(self.target, batch, self.rig.shape.steps, context)
 
         cell = self._cell(kind, batch, has_graphs, stepper.step, works)
         accepted = stepper.finish()
@@ -121,7 +117,8 @@ class EngineBench:
         for _ in range(ADAPTIVE_WARM_UPS):
             stepper.step()
         stepper.restart()
-        cell = self._cell("adaptive", len(prompts), True, stepper.step, lambda: [])
+        kind = f"adaptive {self.rig.settings.drafts}"
+        cell = self._cell(kind, len(prompts), True, stepper.step, lambda: [])
         accepted = stepper.finish()
         return dataclasses.replace(cell, accepted=accepted, path=f"graph, {policy.current.steps} drafts")
 
@@ -247,11 +244,12 @@ def parser() -> argparse.ArgumentParser:
     add("--chunk-size", type=at_least(1), default=2048, help="tokens of one prefill forward (default 2048)")
     add(
         "--drafts",
-        choices=DRAFTERS,
-        default="eagle3",
-        help="an EAGLE3 head, one MTP module, or as many modules as --spec-steps (default eagle3)",
+        type=_drafters,
+        default=["eagle3"],
+        metavar=f"{ALL}|NAME[,NAME...]",
+        help=f"drafters to measure: {', '.join(DRAFTERS)} (default eagle3)",
     )
-    add("--spec-steps", type=at_least(1), default=3, help="drafts of a step (default 3)")
+    add("--spec-steps", type=at_least(1), default=3, help="drafts of a chain (default 3)")
     add(
         "--accept-length",
         type=at_least(1),
@@ -272,8 +270,15 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def _drafters(text: str) -> list[str]:
+    try:
+        return named_drafters(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def settings_of(options: argparse.Namespace) -> RigSettings:
-    """The settings from the options.
+    """The settings from the options, of the first drafter.
 
     Raises ConfigError or CheckpointError naming option, value and remedy.
     """
@@ -303,7 +308,7 @@ def settings_of(options: argparse.Namespace) -> RigSettings:
         has_graphs=options.graphs != "off",
         is_adaptive=options.adaptive,
         is_invariant=options.deterministic,
-        drafts=options.drafts,
+        drafts=options.drafts[0],
     )
 
 
@@ -325,29 +330,40 @@ def main(argv: Sequence[str]) -> int:
         _progress(f"measuring the ceilings of {machine(settings.device)}")
         ceilings = measure_ceilings(settings.dtype, settings.device)
         _progress("making weights, prompts and graphs")
-        bench = EngineBench(Rig(settings), ceilings, options)
-        cells = []
-        for cell in bench.cells():
-            cells.append(cell)
-            _progress(row_of(cell))
+        cells: list[Cell] = []
+        for drafts in options.drafts:
+            wanted = dataclasses.replace(settings, drafts=drafts)
+            for cell in EngineBench(Rig(wanted), ceilings, options, has_plain=not cells).cells():
+                cells.append(cell)
+                _progress(row_of(cell))
+            _free_memory(settings.device)
     except (ConfigError, CheckpointError, ValueError) as error:
         sys.stderr.write(f"{PROG}: {error}\n")
         return 2
-    sys.stdout.write(report(bench, cells, options))
+    sys.stdout.write(report(settings, ceilings, cells, options))
     if options.json:
-        Path(options.json).write_text(json.dumps(document(bench, cells, options)) + "\n", encoding="utf-8")
+        whole = document(settings, ceilings, cells, options)
+        Path(options.json).write_text(json.dumps(whole) + "\n", encoding="utf-8")
     return 0
 
 
-def report(bench: EngineBench, cells: Sequence[Cell], options: argparse.Namespace) -> str:
+def _free_memory(device: torch.device) -> None:
+    """Returns the memory of an engine that nothing refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def report(
+    settings: RigSettings, ceilings: Ceilings, cells: Sequence[Cell], options: argparse.Namespace
+) -> str:
     """The whole report for the terminal, as markdown."""
-    rig, ceilings = bench.rig, bench.ceilings
     accepted = f"accept length {options.accept_length} of {options.spec_steps} drafts, simulated"
     lines = [
-        f"{machine(rig.settings.device)}; copy {ceilings.copy_bytes_per_s / 1e9:.0f} GB/s (read + "
+        f"{machine(settings.device)}; copy {ceilings.copy_bytes_per_s / 1e9:.0f} GB/s (read + "
         "write), matmul "
         f"{ceilings.matmul_flop_per_s / 1e12:.1f} TFLOP/s",
-        f"{options.model or options.shape}, {rig.settings.dtype}, context {options.context}, {accepted}"
+        f"{options.model or options.shape}, {settings.dtype}, context {options.context}, {accepted}"
         + (", deterministic" if options.deterministic else ""),
         "",
         f"| {' | '.join(HEAD)} |",
@@ -360,12 +376,14 @@ def report(bench: EngineBench, cells: Sequence[Cell], options: argparse.Namespac
     return "\n".join(lines) + "\n"
 
 
-def document(bench: EngineBench, cells: Sequence[Cell], options: argparse.Namespace) -> dict[str, object]:
+def document(
+    settings: RigSettings, ceilings: Ceilings, cells: Sequence[Cell], options: argparse.Namespace
+) -> dict[str, object]:
     """The whole report as a JSON document."""
     return {
-        "machine": machine(bench.rig.settings.device),
+        "machine": machine(settings.device),
         "options": vars(options),
-        "ceilings": dataclasses.asdict(bench.ceilings),
+        "ceilings": dataclasses.asdict(ceilings),
         "accept_length": "simulated",
         "cells": [dataclasses.asdict(cell) | {"ratio": cell.ratio} for cell in cells],
     }

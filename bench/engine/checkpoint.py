@@ -32,6 +32,7 @@ from .shapes import DRAFT_VOCABULARY, SHAPES, head_config, target_config
 
 PROG = "baton bench checkpoint"
 SHARD_BYTES = 2 << 30
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 FIRST_BYTE = 4  # the ids below it are special; target and head generate two of them
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,11 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     made.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = ByteLevelDecoder()
     made.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 

@@ -15,8 +15,9 @@ import torch
 from ...engine.kv.layouts import MHALayout
 from ...engine.models.config import ModelConfig
 from ...engine.speculative.drafters.eagle3 import draft_layout
+from ...engine.speculative.drafters.eagle_config import EagleConfig
 from ...engine.speculative.drafters.mtp_config import MtpConfig
-from ...engine.speculative.drafters.spec_config import Eagle3Config
+from ...engine.speculative.drafters.spec_config import Eagle3Config, HeadConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,19 @@ class PassCounts:
         )
 
     @classmethod
+    def of_eagle(cls, config: EagleConfig, itemsize: int) -> "PassCounts":
+        """Every forward of an EAGLE head reads `fc`, so `fc` is part of the body."""
+        kv = draft_layout(config, 1, torch.bfloat16)
+        return cls(
+            body=_layer(config.hidden_size, config) + 2 * config.hidden_size**2,
+            vocab=config.vocab_size * config.hidden_size,
+            fc=0,
+            kv=kv.elements_per_token,
+            attention=4 * config.num_heads * config.head_dim,
+            itemsize=itemsize,
+        )
+
+    @classmethod
     def of_module(cls, config: MtpConfig, itemsize: int) -> "PassCounts":
         """Of one of the modules."""
         layer = config.layer
@@ -116,7 +130,7 @@ class PassCounts:
         )
 
 
-def eagle3_step(target: PassCounts, head: PassCounts, batch: int, steps: int, context: int) -> list[Work]:
+def chain_step(target: PassCounts, head: PassCounts, batch: int, steps: int, context: int) -> list[Work]:
     """The passes of one chain step: the verify, the head's extend, and one of the head per draft after the
     first.
 
@@ -144,7 +158,7 @@ def mtp_step(
     return [verify, *[draft] * (steps - 1), module.step(batch, rows, context, logit_rows=1, has_fc=True)]
 
 
-def _layer(input_size: int, config: ModelConfig | Eagle3Config) -> int:
+def _layer(input_size: int, config: ModelConfig | HeadConfig) -> int:
     heads, inner = config.num_heads * config.head_dim, config.intermediate_size
     qkv = input_size * (heads + 2 * config.num_kv_heads * config.head_dim)
     return qkv + heads * config.hidden_size + 3 * config.hidden_size * inner

@@ -16,6 +16,8 @@ from ...engine.models.config import ModelConfig
 from ...engine.models.interface import CausalLM
 from ...engine.models.registry import build_model
 from ...engine.speculative.drafters.eagle3_head import Eagle3Head
+from ...engine.speculative.drafters.eagle_config import EagleConfig
+from ...engine.speculative.drafters.eagle_head import EagleHead
 from ...engine.speculative.drafters.spec_config import Eagle3Config
 
 LEVEL, COUNT = 0, 1  # columns of the residual stream
@@ -71,6 +73,16 @@ def random_head(
     head.lm_head[:, columns] = 0
     head.lm_head[TOKEN, LEVEL] = 1.0
     head.lm_head[WRONG, COUNT] = AMPLITUDE * GAIN / STEP / (accept_length - 0.5)
+    return head
+
+
+@torch.no_grad()
+def random_eagle(config: EagleConfig, dtype: torch.dtype, device: torch.device, seed: int = 1) -> EagleHead:
+    """An EAGLE head of `config` with random weights, which drafts any token."""
+    head = EagleHead(config, dtype=dtype, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, weight in head.tensors():
+        fill_random(name, weight, generator)
     return head
 
 

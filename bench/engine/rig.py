@@ -1,14 +1,14 @@
 """A whole engine in one process, with requests in a decode server's state: prompts computed, drafter warm.
 
-The rig runs the engine's own `ModelRunner`, drafter, `Sampler`, `AsyncDecoder` and graphs. With
-graphs, each step is launched before the previous one is read, as on a serving device. Without graphs, each
-step is read at once.
+The rig runs the engine's own `ModelRunner`, drafter, `Sampler`, `AsyncDecoder` and graphs. With graphs, each
+step is launched before the previous one is read, as on a serving device. Without graphs, each step is read at
+once.
 """
 
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,30 +20,24 @@ from ...engine.capture.graph_set import GraphSet, backend_for
 from ...engine.kv.page_table import pages_for
 from ...engine.kv.pool import FeaturePlane, KVPool
 from ...engine.models.config import ModelConfig
-from ...engine.models.interface import CausalLM
 from ...engine.request import Request
 from ...engine.runner.lifecycle import Lifecycle, Phase
 from ...engine.runner.model_runner import ModelRunner, configure_aux_capture
 from ...engine.sampling.params import SamplingParams
 from ...engine.sampling.sampler import Sampler
 from ...engine.speculative.adaptive import MeasuredCosts, StepPolicy
-from ...engine.speculative.drafters.eagle3 import Eagle3Drafter
-from ...engine.speculative.drafters.mtp import MtpModel
-from ...engine.speculative.drafters.mtp_config import MtpConfig
-from ...engine.speculative.drafters.protocol import Drafter, cache_lookahead
-from ...engine.speculative.drafters.spec_config import Eagle3Config
+from ...engine.speculative.drafters.protocol import cache_lookahead
 from ...engine.speculative.drafting.shape import PLAIN, DraftShape
 from ...engine.speculative.step.async_decoder import AsyncDecoder, Flight
 from ...engine.speculative.step.result import StepResult
 from ...engine.speculative.step.step_graphs import StepGraphs, step_graphs
-from .model import TOKEN, random_head, random_target
-from .mtp_model import modules_config, random_modules
-from .shapes import head_config, target_config
+from .drafters import DRAFTERS, BenchDrafter, DraftWish
+from .model import TOKEN, random_target
+from .shapes import target_config
 
 logger = logging.getLogger(__name__)
 
 PAGE_SIZE = 16
-DRAFTERS = ("eagle3", "mtp", "mtp-deep")
 NO_END = 1 << 30  # output tokens that a request may have
 
 
@@ -53,7 +47,7 @@ class RigSettings:
 
     The pools hold `max_batch` requests of up to `max_request` tokens each, and one prompt of up to
     `max_prompt` tokens. Graphs cover up to `max_context` tokens of context. `is_invariant`: the target's
-    operations are batch-invariant. `drafts`: the kind of drafter, one of DRAFTERS.
+    operations are batch-invariant. `drafts`: the drafter, a name in `drafters.DRAFTERS`.
     """
 
     shape: str
@@ -73,19 +67,15 @@ class RigSettings:
     is_invariant: bool = False
     drafts: str = "eagle3"
 
-    @property
-    def num_modules(self) -> int:
-        """MTP modules of the drafter; 0 for another kind."""
-        return {"mtp": 1, "mtp-deep": self.spec_steps}.get(self.drafts, 0)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ComputedPrompt:
-    """A computed prompt: its tokens, its pages, and the features `[rows, K*H]` of its last rows."""
+    """A computed prompt: its tokens, its pages, and the features `[rows, K*H]` of its last rows, if any are
+    read."""
 
     ids: list[int]
     pages: list[int]
-    features: torch.Tensor
+    features: torch.Tensor | None
 
 
 class Stepper:
@@ -154,26 +144,33 @@ class Rig:
         with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
             self.config: ModelConfig = target_config(settings.shape, settings.model, Path(folder))
             _check_positions(settings, self.shape, self.config.max_position_embeddings)
-            name = str(dtype).removeprefix("torch.")
-            self.head_config: Eagle3Config | MtpConfig = (
-                modules_config(self.config, name, settings.num_modules)
-                if settings.num_modules
-                else head_config(self.config, name, settings.draft_vocab_size, Path(folder))
+            wish = DraftWish(
+                config=self.config,
+                dtype=dtype,
+                device=device,
+                draft_vocab_size=settings.draft_vocab_size,
+                steps=settings.spec_steps,
+                accept_length=settings.accept_length,
+                page_size=PAGE_SIZE,
+                capacity=settings.max_batch + 2,
+                folder=Path(folder),
             )
+            self.kind: BenchDrafter = DRAFTERS[settings.drafts](wish)
         model = random_target(self.config, dtype, device, is_invariant=settings.is_invariant)
         self._lifecycle.advance(Phase.LOADED)
-        configure_aux_capture(model, self.head_config.aux.ids)
+        ids = self.kind.feature_ids
+        if ids:
+            configure_aux_capture(model, ids)
         self._lifecycle.advance(Phase.AUX_CONFIGURED)
-        make_drafter = self._shared_drafter(model)
+        make_drafter = self.kind.share(model)
         self._lifecycle.advance(Phase.WEIGHTS_SHARED)
         self._each = pages_for(settings.max_request + self.shape.spare_slots, PAGE_SIZE)
         num_pages = 1 + settings.max_batch * self._each + pages_for(settings.max_prompt, PAGE_SIZE)
         config = self.config
         pool = KVPool(num_pages, model.kv_layout(PAGE_SIZE), device)
-        self.plane = FeaturePlane(
-            num_pages, PAGE_SIZE, self.head_config.dims.target_feature_width, dtype, device
-        )
-        self.drafter: Drafter = make_drafter(num_pages)
+        width = len(ids) * config.hidden_size
+        self.plane = FeaturePlane(num_pages, PAGE_SIZE, width, dtype, device) if ids else None
+        self.drafter = make_drafter(num_pages)
         self.runner = ModelRunner(
             model, pool, max_context=settings.max_context, is_invariant=settings.is_invariant
         )
@@ -204,7 +201,7 @@ class Rig:
         """
         if self._costs is None:
             raise ValueError("adaptive steps are measured with graphs; use --graphs on")
-        return StepPolicy(self.shape.candidates(), self._costs)
+        return StepPolicy(self.shape.candidates(), self._costs, is_watched=self._is_watched)
 
     def prompts(self, count: int, length: int) -> list[ComputedPrompt]:
         """`count` random prompts of `length` tokens each, with their KV in the target's and the drafter's
@@ -225,7 +222,8 @@ class Rig:
             request = _request(f"{number}", prompt.ids, prompt.pages)
             request.num_computed = request.num_prompt
             request.output_ids.append(TOKEN)
-            decoder.draft_prefill(request, prompt.features, request.num_prompt - prompt.features.shape[0])
+            if (features := prompt.features) is not None:
+                decoder.draft_prefill(request, features, request.num_prompt - features.shape[0])
             requests.append(request)
         return Stepper(decoder, requests)
 
@@ -235,11 +233,11 @@ class Rig:
         pages = list(range(first, first + pages_for(length, PAGE_SIZE)))
         return _request("prompt", self._random_ids(length, torch.Generator().manual_seed(3)), pages)
 
-    def prefill(self, request: Request) -> torch.Tensor:
+    def prefill(self, request: Request) -> torch.Tensor | None:
         """Computes the whole prompt in chunks, as a prefill worker does: keeps features beside the KV,
         samples token 1.
 
-        Returns the features of the prompt's last chunk after the device has finished.
+        Returns the features of the prompt's last chunk, if any are read, after the device has finished.
         """
         features = None
         for start in range(0, request.num_prompt, self.settings.chunk_size):
@@ -248,19 +246,21 @@ class Rig:
                 [(request, start, end)],
                 page_size=PAGE_SIZE,
                 device=self.settings.device,
-                capture=CaptureHidden.FULL,
+                capture=CaptureHidden.NULL if self.plane is None else CaptureHidden.FULL,
             )
             output = self.runner.forward(batch)
-            assert output.hidden is not None
             features = output.hidden
-            self.plane.store(batch.slots, features)
-        assert features is not None
+            if self.plane is not None and features is not None:
+                self.plane.store(batch.slots, features)
         self.sampler.sample(output.logits, self.sampler.build([request.sampling_row])).tokens.tolist()
         return features
 
     def _computed(self, ids: list[int], pages: list[int]) -> ComputedPrompt:
         request = _request("prompt", ids, pages)
-        last = self.prefill(request)[-cache_lookahead(self.drafter) :].clone()
+        last = self.prefill(request)
+        if self.plane is None or last is None:
+            return ComputedPrompt(ids=ids, pages=pages, features=None)
+        last = last[-max(1, cache_lookahead(self.drafter)) :].clone()
         features = self.plane.features[pages].flatten(0, 1)[: len(ids)]
         request.output_ids.append(TOKEN)
         decoder = self.decoder(has_drafts=True)
@@ -272,24 +272,10 @@ class Rig:
         ids: list[int] = torch.randint(0, self.config.vocab_size, (length - 1,), generator=generator).tolist()
         return [*ids, TOKEN]  # the drafts depend on the last two tokens only
 
-    def _shared_drafter(self, model: CausalLM) -> Callable[[int], Drafter]:
-        """Makes the draft model and shares the weights of `model`; the result makes a drafter with as many
-        pages.
-        """
-        settings, config = self.settings, self.head_config
-        device, dtype, capacity = settings.device, settings.dtype, settings.max_batch + 2
-        most = self.config.max_position_embeddings
-        if isinstance(config, MtpConfig):
-            modules = random_modules(config, settings.accept_length, dtype, device)
-            modules.share(model.embed_tokens, model.lm_head, model.norm, most)
-            return lambda num_pages: MtpModel(modules).drafter(
-                num_pages=num_pages, page_size=PAGE_SIZE, capacity=capacity
-            )
-        head = random_head(config, settings.accept_length, dtype, device)
-        head.share(model.embed_tokens, model.lm_head, most)
-        return lambda num_pages: Eagle3Drafter(
-            head, num_pages=num_pages, page_size=PAGE_SIZE, dtype=dtype, device=device, capacity=capacity
-        )
+    @property
+    def _is_watched(self) -> bool:
+        """Whether a plain step tells if a first draft would match; blocks have no first draft alone."""
+        return self.settings.drafts != "dflash"
 
     def _step_graphs(self, has_drafts: bool) -> StepGraphs:
         """Greedy steps of one kind, or of all that an adaptive policy may choose."""
@@ -299,7 +285,7 @@ class Rig:
             self.runner,
             self.drafter if has_drafts else None,
             shapes=shapes,
-            watched=shape if len(shapes) > 1 else None,
+            watched=shape if len(shapes) > 1 and self._is_watched else None,
             max_requests=settings.max_batch,
             max_context=settings.max_context + self.shape.spare_slots,
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from ...engine.hub import resolve_checkpoint
 from ...engine.models.config import ModelConfig
 from ...engine.models.registry import load_model_config
+from ...engine.speculative.drafters.eagle_config import EagleConfig, load_eagle_config
 from ...engine.speculative.drafters.spec_config import Eagle3Config, load_draft_config
 
 # The config.json of each shape; "toy" is for a first try and for tests.
@@ -90,6 +91,23 @@ def head_config(target: ModelConfig, dtype: str, draft_vocab_size: int, folder: 
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [i for i in ids if i >= 0]},
     }
     return load_draft_config(_write(folder / "head", config), target, dtype=dtype, convention="output")
+
+
+def eagle_head_config(target: ModelConfig, dtype: str, folder: Path) -> EagleConfig:
+    """The config of a one-layer EAGLE head of the target's width, with a bias in `fc`."""
+    config = {
+        "architectures": ["LlamaForCausalLMEagle"],
+        "hidden_size": target.hidden_size,
+        "intermediate_size": target.intermediate_size,
+        "num_attention_heads": target.num_heads,
+        "num_key_value_heads": target.num_kv_heads,
+        "head_dim": target.head_dim,
+        "rms_norm_eps": target.rms_norm_eps,
+        "max_position_embeddings": target.max_position_embeddings,
+        "vocab_size": target.vocab_size,
+        "bias": True,
+    }
+    return load_eagle_config(_write(folder / "eagle", config), target, dtype=dtype)
 
 
 def _write(folder: Path, config: dict[str, object]) -> Path:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from msgspec import Struct
 
-from ...cluster.net.transport_names import CUDA_SLAB, SHM, ZMQ_BLOCKS
+from ...cluster.net.transport_names import CUDA_SLAB, NIXL, SHM, ZMQ_BLOCKS, has_nixl
 from ...cluster.protocol.messages import Layout
 from ...cluster.security.ciphers import AES_128_GCM, CRC32C, CURVE
 from ...engine.kv.page_order import PageOrder
@@ -28,16 +28,20 @@ class Where(Struct, frozen=True):
 
 
 class Done(Struct, frozen=True):
-    """The answer to an order, with the sending process's CPU time in seconds."""
+    """The answer to an order, with the sending process's CPU time in seconds.
+
+    `ready_at`: monotonic time at which an offered room had all its tokens; 0.0 for other orders.
+    """
 
     cpu_s: float
+    ready_at: float = 0.0
 
 
 @dataclass(frozen=True)
 class Way:
     """A measured combination: transport, `link` (tcp or ipc) and `guard` (one of GUARDS, or DEVICE_GUARD)."""
 
-    transport: str  # zmq_blocks, shm or cuda_slab
+    transport: str  # zmq_blocks, nixl, shm or cuda_slab
     link: str
     guard: str
     window: int
@@ -95,6 +99,8 @@ def ways(windows: list[int], *, is_on_gpus: bool) -> list[Way]:
         for guard in GUARDS
         for window in windows
     ]
+    if has_nixl():
+        made += [Way(NIXL, "tcp", CRC32C, window) for window in windows]
     made += [Way(SHM, "ipc", guard, window) for guard in ("plain", CRC32C) for window in windows]
     return made + [Way(CUDA_SLAB, "ipc", DEVICE_GUARD, window) for window in windows if is_on_gpus]
 

@@ -12,6 +12,8 @@ from ..security.ciphers import AUTO, CHOICES
 from .fields import SWITCH, Setting, about, check_fields, setting
 
 DEFAULT_CONTROL = "tcp://127.0.0.1:7100"
+MAX_NGRAM = 16
+LOOKUP = "ngram"  # the --draft that needs no head
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 CIPHER_SETTING = Setting(help="how KV blocks are protected; auto: sealed with --keys", choices=CHOICES)
@@ -34,10 +36,11 @@ SLAB_SETTING = Setting(
 )
 AUTO_CHUNK = -1  # 0 is taken: it asks for whole prompts
 DEVICE_SLAB_SETTING = Setting(
-    help="GPU memory for KV blocks to decode workers of this host, 256 MiB for each",
+    help="GPU memory for KV blocks to decode workers of this host, 320 MiB for each; auto: by the card",
     unit="MiB",
     minimum=1,
     maximum=2**20,
+    auto=0,
 )
 
 
@@ -133,7 +136,12 @@ class EngineSettings(RoleConfig):
     """Engine."""
 
     draft: str = setting(
-        "", Setting(help="directory of an EAGLE3 head; prefill reads its config only", metavar="DIR")
+        "",
+        Setting(
+            help=f"directory or hub id of a draft head, of which prefill reads the config only; {LOOKUP}: no "
+            "head, drafts are looked up in the request's own tokens",
+            metavar=f"DIR|{LOOKUP}",
+        ),
     )
     no_draft: bool = setting(False, Setting(help="serve without speculation, even when --draft names a head"))
     device: str = setting("auto", Setting(help="where the model runs", choices=("auto", "cpu", "cuda")))
@@ -252,7 +260,7 @@ class PrefillSettings(RoleConfig):
         ),
     )
     slab_mb: int = setting(0, SLAB_SETTING)
-    device_slab_mb: int = setting(1024, DEVICE_SLAB_SETTING)
+    device_slab_mb: int = setting(0, DEVICE_SLAB_SETTING)
     kv_bulk_port: int = setting(0, BULK_PORT_SETTING)
 
 
@@ -296,8 +304,35 @@ class DecodeSettings(RoleConfig):
         "auto",
         Setting(
             help="draft fewer tokens, or none, while load or poor acceptance make drafting too "
-            "expensive; auto: on a GPU",
+            f"expensive; auto: on a GPU, and with --draft {LOOKUP}",
             choices=SWITCH,
+        ),
+    )
+    ngram_min: int = setting(
+        2,
+        Setting(
+            help=f"of --draft {LOOKUP}: fewest last tokens that must have come before",
+            unit="tokens",
+            minimum=1,
+            maximum=MAX_NGRAM,
+        ),
+    )
+    ngram_max: int = setting(
+        5,
+        Setting(
+            help=f"of --draft {LOOKUP}: most last tokens that are compared; the longest agreement is taken",
+            unit="tokens",
+            minimum=1,
+            maximum=MAX_NGRAM,
+        ),
+    )
+    ngram_window: int = setting(
+        8192,
+        Setting(
+            help=f"of --draft {LOOKUP}: newest tokens of a request that are searched",
+            unit="tokens",
+            minimum=2 * MAX_NGRAM,
+            maximum=2**20,
         ),
     )
     aggregated: bool = setting(

@@ -25,7 +25,7 @@ from .fields import (
     read_toml,
     settings_of,
 )
-from .groups import DecodeSettings, EngineSettings, RoleConfig, TraceSettings
+from .groups import LOOKUP, DecodeSettings, EngineSettings, RoleConfig, TraceSettings
 from .roles import ROLES, PrefillConfig, RouterConfig, UpConfig, WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -82,10 +82,20 @@ def load_config(
 
 
 def check_drafting(config: DecodeSettings) -> None:
-    """Raises ConfigError when steps, topk and tokens of a draft contradict each other.
+    """Raises ConfigError when steps, topk and tokens of a draft, or the sizes of lookup, contradict each
+    other.
 
     The engine would refuse them too, but later in the start.
     """
+    if config.ngram_min > config.ngram_max:
+        raise ConfigError(
+            f"--ngram-min {config.ngram_min}: more than --ngram-max {config.ngram_max}; lower it, or raise "
+            "--ngram-max"
+        )
+    if isinstance(config, EngineSettings) and _looks_up(config) and config.spec_topk > 1:
+        raise ConfigError(
+            f"--spec-topk {config.spec_topk}: --draft {LOOKUP} makes chains, no trees; write --spec-topk 1"
+        )
     steps, topk, tokens = config.spec_steps, config.spec_topk, config.spec_tokens
     most = 1 + topk + (steps - 1) * topk * topk
     if tokens and not 1 + steps <= tokens <= most:
@@ -94,6 +104,10 @@ def check_drafting(config: DecodeSettings) -> None:
             "and makes at most "
             f"{most} tokens, the newest one included; write such a number, or 0"
         )
+
+
+def _looks_up(config: EngineSettings) -> bool:
+    return config.draft == LOOKUP and not config.no_draft
 
 
 def check_own_port(config: RouterConfig) -> None:
@@ -108,16 +122,19 @@ def ignored_settings(config: RoleConfig) -> list[str]:
     """One line per given setting that other settings make ineffective. `up` calls this for its children."""
     lines = []
     if isinstance(config, DecodeSettings) and isinstance(config, EngineSettings):
-        given = [
-            flag_of(name)
-            for name in settings_of(DecodeSettings)
-            if name[:5] == "spec_" and _is_given(config, name)
-        ]
+        given = [name for name in settings_of(DecodeSettings) if _is_given(config, name)]
+        drafting = [flag_of(name) for name in given if name.startswith("spec_")]
+        lookup = [flag_of(name) for name in given if name.startswith("ngram_")]
         if config.no_draft:
-            lines += [f"{flag} is ignored: --no-draft serves without speculation" for flag in given]
-        elif not config.draft:
             lines += [
-                f"{flag} is ignored: nothing drafts without a head, name one with --draft" for flag in given
+                f"{flag} is ignored: --no-draft serves without speculation" for flag in drafting + lookup
+            ]
+        elif config.draft != LOOKUP:
+            lines += [f"{flag} is ignored: only --draft {LOOKUP} looks drafts up" for flag in lookup]
+        if not config.draft and not config.no_draft:
+            lines += [
+                f"{flag} is ignored: nothing drafts without a head, name one with --draft"
+                for flag in drafting
             ]
     if isinstance(config, EngineSettings) and config.pages and _is_given(config, "kv_memory_mb"):
         lines.append("--kv-memory-mb is ignored: --pages sets the size of the KV pool")

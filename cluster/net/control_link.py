@@ -298,7 +298,7 @@ class LinkQueues(ABC):
             self._num_overflowed += 1
             self._machine.give_up(f"it takes no messages: {OUTBOX_LIMIT} wait")
         if len(self._outbox) >= MAX_BATCH:
-            self._flush()
+            self.flush()
 
     def receive(self) -> list[ControlDown]:
         """The received messages, without waiting.
@@ -329,12 +329,14 @@ class LinkQueues(ABC):
             logger.warning("router lost", extra=fields(reason=lost))
         if is_hello_due:
             self._machine.asked(now, was_sent=self._transmit(encode(self._machine.hello)))
-        self._flush()
+        self.flush()
         return lost
 
-    def _flush(self) -> None:
-        """Sends the heartbeat first, so that a backlog on a slow connection does not make the worker look
-        dead."""
+    def flush(self) -> None:
+        """Sends what waits, as far as the connection takes it.
+
+        The heartbeat goes first, so that a backlog on a slow connection does not make the worker look dead.
+        """
         if self._machine.can_send and self._heartbeat is not None:
             if self._transmit(encode(self._heartbeat)):
                 self._heartbeat = None
@@ -396,7 +398,7 @@ class ControlLink(LinkQueues):
     def close(self) -> None:
         """Closes the socket after a short linger for sent messages. Idempotent."""
         if not self.socket.closed:
-            self._flush()
+            self.flush()
             self._connection.close()
 
     def _transmit(self, frame: bytes) -> bool:

@@ -12,6 +12,7 @@ that returns at once.
     sender:gather      a run of blocks is on its way into a slot of device memory
     sender:release     a Release arrived and is not processed yet; decode has everything
     receiver:scatter   a run of blocks is on its way from device memory into its pages
+    receiver:read      a block is about to be read through NIXL
     receiver:block     a block was checked and is in its pages
     receiver:release   before a Release is sent: every block is in place
     decode:reserve     a Reserve arrived
@@ -42,7 +43,7 @@ VARIABLE = "BATON_FAULT"
 PERMISSION = "BATON_ALLOW_FAULTS"
 SITES = (
     "prefill:chunk", "prefill:first", "sender:block", "sender:gather", "sender:release", "receiver:scatter",
-    "receiver:block", "receiver:release", "decode:reserve", "decode:chunk", "decode:step",
+    "receiver:read", "receiver:block", "receiver:release", "decode:reserve", "decode:chunk", "decode:step",
 )  # fmt: skip
 ACTIONS = ("kill", "abort", "raise", "pause", "hang", "hang-gil")
 PAUSE_S = 4.0  # shorter than the lease of a hand-off, longer than any timeout of a worker

@@ -5,7 +5,7 @@
                                manager's limit
     STOPPING=1                 the role drains or leaves
     STATUS=...                 one line for the manager's status display
-    EXTEND_TIMEOUT_USEC=...    the role is not ready yet, but its loop runs: wait longer
+    EXTEND_TIMEOUT_USEC=...    the role is not ready yet, but its loop runs, or a download does: wait longer
 
 Each notification is one datagram to the socket named by $NOTIFY_SOCKET; without the variable nothing is sent.
 Failed datagrams are dropped: an unresponsive manager must not stop a server.
@@ -16,7 +16,10 @@ Protocol: sd_notify(3) and sd_watchdog_enabled(3) of systemd.
 import logging
 import os
 import socket
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol
 
 from ..errors import ConfigError
@@ -112,6 +115,28 @@ class Notifier:
 
     def _send(self, *lines: str) -> None:
         self._channel.send("\n".join(lines).encode(), PATIENCE_S)
+
+
+@contextmanager
+def waiting(notifier: Notifier, status: str) -> Iterator[None]:
+    """Reports in the body, every WAIT_PACE_S seconds from a thread, that the role is not ready yet.
+
+    For a body that blocks and bounds its own time, such as a download.
+    """
+    is_over = threading.Event()
+
+    def report() -> None:
+        while not is_over.is_set():
+            notifier.wait(time.monotonic(), status)
+            is_over.wait(WAIT_PACE_S)
+
+    thread = threading.Thread(target=report, name="service manager", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def notifier_of(env: Mapping[str, str], pid: int | None = None) -> Notifier:

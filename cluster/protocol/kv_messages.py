@@ -49,8 +49,7 @@ class KVHello(Message, frozen=True, kw_only=True):
     """Decode opens the link of a pair. Resent until answered.
 
     `ciphers` are the accepted protections of blocks, `transports` the accepted transports, see
-    `cluster.net.transport_names`. `host` is the boot id of decode's host, and `gpu` the UUID of its device,
-    where it has one.
+    `cluster.net.transport_names`. `host` is the boot id of decode's host.
     """
 
     instance: Id
@@ -59,12 +58,12 @@ class KVHello(Message, frozen=True, kw_only=True):
     ciphers: Annotated[tuple[Text, ...], Meta(max_length=16)] = ()  # none: "crc32c"
     transports: Annotated[tuple[Text, ...], Meta(max_length=16)] = ()  # none: "zmq_blocks"
     host: ShortText = ""
-    gpu: ShortText = ""
 
 
 class KVWelcome(Message, frozen=True, kw_only=True):
     """Prefill agrees. `layout` is the common one, `transport` the best common one, and `cipher` protects
-    every block.
+    every block. With `keeps_pulls` prefill keeps pulls of blocks that are not ready, and sends the blocks as
+    soon as they are.
 
     With a `bulk_ticket` blocks use a second connection to `bulk_port` of the same host (0: a path beside the
     ipc path). The ticket opens that connection once.
@@ -76,6 +75,7 @@ class KVWelcome(Message, frozen=True, kw_only=True):
     transport: Text = "zmq_blocks"
     bulk_port: Port = 0
     bulk_ticket: Ticket = ""
+    keeps_pulls: bool = False
 
     def __repr__(self) -> str:
         """Omits the ticket, which must not be logged."""
@@ -94,13 +94,16 @@ class KVRefused(Message, frozen=True, kw_only=True):
 class Attach(Message, frozen=True, kw_only=True):
     """Decode asks for a room's announcements.
 
-    Its first `have` prompt tokens need not be offered. Idempotent.
+    Its first `have` prompt tokens need not be offered. Idempotent. With `run_blocks` it is also a pull of the
+    first `num_runs` runs of that many blocks; the last run may be shorter. Only after `keeps_pulls`.
     """
 
     room: Id
     epoch: Count
     instance: Id
     have: Count
+    run_blocks: Small = 0
+    num_runs: Small = 0
 
 
 class Announce(Message, frozen=True, kw_only=True):

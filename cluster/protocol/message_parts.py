@@ -17,6 +17,9 @@ Ticket = Annotated[str, Meta(max_length=64, pattern="^[0-9a-f]*$")]
 TraceParent = Annotated[str, Meta(max_length=55, pattern="^(00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?$")]
 TraceState = Annotated[str, Meta(max_length=512, pattern="^[ -~]*$")]
 KeyBytes = Annotated[bytes, Meta(max_length=64)]
+AGENT_BYTES = 6 << 10  # less than the bound of any KV message
+AgentBytes = Annotated[bytes, Meta(max_length=AGENT_BYTES)]
+Address = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class Message(Struct, frozen=True, kw_only=True, tag=True):

@@ -88,10 +88,12 @@ class DecodeTimeline(Struct, frozen=True, kw_only=True):
     """Decode's figures for a room: times in milliseconds, bytes on the wire, and draft counts."""
 
     handoff_ms: float = 0.0  # first announcement to last block landed
+    handoff_tail_ms: float = 0.0  # the same from the last announcement on, behind the prompt's last forward
     handoff_bytes: Count = 0
     handoff_blocks: Count = 0
     handoff_shm_blocks: Count = 0  # blocks of these that were read from shared memory
     handoff_device_blocks: Count = 0  # blocks of these that were read from the memory of prefill's device
+    handoff_nixl_blocks: Count = 0  # blocks of these that were read through NIXL
     have_tokens: Count = 0  # tokens of the prefix that decode already held and did not pull
     draft_prefill_ms: float = 0.0
     queue_ms: float = 0.0  # landed to first decode step

@@ -1,15 +1,17 @@
-"""Messages about slabs, on the KV plane: only between peers that agreed on "shm" or "cuda_slab".
+"""Messages about slabs, on the KV plane: only between peers that agreed on "shm", "cuda_slab" or "nixl".
 
 With "shm" the slab is shared memory of the host, whose descriptor crosses a unix socket. With "cuda_slab" it
 is memory of prefill's device, whose handle is in the SlabGrant; the same unix socket then crosses only the
-token. Its two ends are open as long as the slab is used.
+token, and later frames of the KV plane if both ends read them (`has_wire`). Its two ends are open as long as
+the slab is used. With "nixl" the slab is memory of prefill's host, which decode reads through an agent of
+NIXL: no socket is used, and the SlabGrant carries what that agent must know.
 """
 
 from typing import Annotated
 
 from msgspec import Meta
 
-from .message_parts import Count, Id, KeyBytes, Message, ShortText, Small, Text
+from .message_parts import Address, AgentBytes, Count, Id, KeyBytes, Message, ShortText, Small, Text
 
 NumSlots = Annotated[int, Meta(ge=1, le=4096)]
 SlotBytes = Annotated[int, Meta(ge=4096, le=64 << 20)]
@@ -19,8 +21,10 @@ RunLength = Annotated[int, Meta(ge=1, le=1 << 14)]  # blocks that share a pull a
 
 
 class SlabRequest(Message, frozen=True, kw_only=True):
-    """Decode listens at the abstract unix address `address` of this host, where prefill may hand over a
-    slab."""
+    """Decode listens at the abstract unix address `address` of this host, where prefill may hand over a slab.
+
+    With "nixl" nobody listens there.
+    """
 
     instance: Id
     address: Id
@@ -28,12 +32,15 @@ class SlabRequest(Message, frozen=True, kw_only=True):
     num_slots: NumSlots  # number of slots that decode asks for: its pulls in flight, and some more
     slot_bytes: SlotBytes  # "shm": the block size of the common layout; "cuda_slab": a multiple of it
     transport: ShortText = "shm"
+    has_wire: bool = False  # decode reads frames from the connection of the hand-over
 
 
 class SlabGrant(Message, frozen=True, kw_only=True):
     """Prefill has handed over slab `slab`, of `num_slots` slots of `slot_bytes` bytes.
 
-    `handle` opens device memory: whoever has it may read and write the whole slab.
+    `handle` opens device memory: whoever has it may read and write the whole slab. With "nixl", `agent` is
+    the name of prefill's agent, `metadata` opens this slab to decode's, and `base` is the address of slot 0
+    on prefill; slot i lies `slot_bytes` * i bytes behind it.
     """
 
     instance: Id
@@ -42,9 +49,13 @@ class SlabGrant(Message, frozen=True, kw_only=True):
     num_slots: NumSlots
     slot_bytes: SlotBytes
     handle: KeyBytes = b""
+    has_wire: bool = False  # so does prefill
+    agent: ShortText = ""
+    metadata: AgentBytes = b""
+    base: Address = 0
 
     def __repr__(self) -> str:
-        """Omits the handle, which must not be logged."""
+        """Omits the handle and the metadata, which must not be logged."""
         size = f"{self.num_slots} x {self.slot_bytes}"
         return f"SlabGrant({self.slab} from {self.instance}, {size})"
 
@@ -60,7 +71,7 @@ class SlabDenied(Message, frozen=True, kw_only=True):
 class SlabBlock(Message, frozen=True, kw_only=True):
     """The blocks [block, block + count) in slot `slot` of the pair's slab, in place of their bytes.
 
-    `digest` is crc32c in shared memory, and that of `kernels.move_spans` in device memory.
+    `digest` is that of `kernels.move_spans` in device memory, else crc32c.
     """
 
     room: Id

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from ...cluster.errors import ConfigError
+from ...engine.hub import NGRAM
 
 INDEX = "model.safetensors.index.json"
 HEADER_LIMIT = 100 << 20  # bytes; the limit of the safetensors format
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+EAGLE_NAMES = (["LlamaForCausalLMEagle"], ["EagleLlamaForCausalLM"], ["Qwen2ForCausalLMEagle"])
+EAGLE_FAMILIES = (["LlamaForCausalLM"], ["Qwen2ForCausalLM"])  # EAGLE, unless the config is an EAGLE3 head's
 CAPTURED_LAYERS = 3  # the number for a head whose config names none
 
 
@@ -49,6 +52,11 @@ class KVShape:
     def token_bytes(self) -> int:
         """Bytes that the hand-off of one token moves: KV and features."""
         return self.kv_bytes + self.feature_bytes
+
+
+def head_dir(draft: str) -> Path | None:
+    """The directory of the head that `draft` names; None without one, as for lookup."""
+    return Path(draft) if draft and draft != NGRAM else None
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -131,9 +139,27 @@ def _dense_weights(directory: Path) -> int:
 
 
 def feature_layers(head: Mapping[str, Any]) -> list[int]:
-    """The target layers that a head reads; without any in its config, CAPTURED_LAYERS zeros."""
-    named = (head.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    """The target layers that a drafter reads.
+
+    Without any in its config, as many zeros as it reads by default: one for each layer of a DFLASH drafter,
+    CAPTURED_LAYERS for a head.
+    """
+    blocks = head.get("dflash_config")
+    if isinstance(blocks, Mapping):
+        ids = blocks.get("target_layer_ids") or head.get("target_layer_ids")
+        return list(ids) if ids else [0] * int(head.get("num_hidden_layers") or 1)
+    settings = head.get("eagle_config") or {}
+    named = settings.get("eagle_aux_hidden_state_layer_ids")
+    if _is_eagle(head) or settings.get("use_aux_hidden_state") is False:
+        return [0]
     return list(named) if named else [0] * CAPTURED_LAYERS
+
+
+def _is_eagle(head: Mapping[str, Any]) -> bool:
+    """Whether a config is that of an EAGLE head, which reads the target's last hidden alone."""
+    is_eagle3 = head.get("draft_vocab_size") or "speculators_model_type" in head
+    names = head.get("architectures")
+    return names in EAGLE_NAMES or (names in EAGLE_FAMILIES and not is_eagle3)
 
 
 def faults_of(model: Path) -> list[str]:

@@ -153,7 +153,9 @@ def estimate(gpu: GpuModel, need: ModelNeed, load: PlannedLoad) -> Measured:
 
 
 def split_on(cards: Sequence[Card], need: ModelNeed) -> tuple[int, int]:
-    """Numbers of prefill and decode workers for these GPUs, one each, by the one with the least memory."""
-    least = min(cards, key=lambda card: card.total)
+    """Numbers of prefill and decode workers for these GPUs, one each, by the one with the least free
+    memory.
+    """
+    least = min(cards, key=lambda card: card.free)
     load = load_on(least, need)
     return split_of(len(cards), need.shape, estimate(gpu_model(least), need, load), load)

@@ -4,7 +4,7 @@ A worker measures the memory of its loaded weights, so its KV pool may differ by
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...cluster.config.roles import DecodeConfig, PrefillConfig
@@ -20,8 +20,9 @@ from ...engine.auto_sizes import (
     choose_sizes,
 )
 from ...engine.errors import CheckpointError
+from ...engine.hub import NGRAM
 from ...engine.kv.budget import PageBudget
-from .checkpoints import KVShape, count_weights, head_kv_bytes, read_config, shape_of
+from .checkpoints import KVShape, count_weights, head_dir, head_kv_bytes, read_config, shape_of
 
 QUERY = "name,memory.total,memory.reserved,memory.free,compute_cap"
 GPU_DTYPE, CPU_DTYPE = "bfloat16", "float32"
@@ -97,6 +98,21 @@ def need_of(model: Path, draft: Path | None = None, dtype: str = GPU_DTYPE) -> M
     )
 
 
+def need_of_roles(prefill: PrefillConfig, decode: DecodeConfig) -> ModelNeed:
+    """The needs of workers with these settings on a GPU, whose models and heads are directories.
+
+    Raises ConfigError for an unusable config.
+    """
+
+    def need(config: PrefillConfig | DecodeConfig) -> tuple[KVShape, WorkerNeed]:
+        model, draft = Path(config.model), None if config.no_draft else head_dir(config.draft)
+        dtype = GPU_DTYPE if config.dtype == "auto" else config.dtype
+        return shape_of(model, draft, dtype), worker_need(model, draft, config, dtype)
+
+    (_, of_prefill), (shape, of_decode) = need(prefill), need(decode)
+    return ModelNeed(shape=shape, prefill=of_prefill, decode=of_decode)
+
+
 def worker_need(
     model: Path, draft: Path | None, config: PrefillConfig | DecodeConfig, dtype: str
 ) -> WorkerNeed:
@@ -105,29 +121,37 @@ def worker_need(
     if isinstance(config, PrefillConfig):
         return WorkerNeed(
             model=_model_sizes(model, None, dtype),
-            role=EngineRole(is_decode=False, num_features=shape.num_features),
+            role=EngineRole(
+                is_decode=False, is_deterministic=config.deterministic, num_features=shape.num_features
+            ),
             per_token=PageBudget(kv_bytes=shape.kv_bytes, feature_bytes=shape.feature_bytes),
         )
-    if draft is None or config.no_draft:
+    if config.no_draft or (draft is None and config.draft != NGRAM):
         return WorkerNeed(
             model=_model_sizes(model, None, dtype),
-            role=EngineRole(is_decode=True, is_aggregated=config.aggregated),
+            role=EngineRole(
+                is_decode=True,
+                is_aggregated=config.aggregated,
+                is_deterministic=config.deterministic,
+            ),
             per_token=PageBudget(kv_bytes=shape.kv_bytes),
         )
     nodes = config.spec_tokens or 1 + config.spec_steps * config.spec_topk
+    per_token = PageBudget(kv_bytes=shape.kv_bytes)
+    if draft is not None:
+        per_token = replace(per_token, draft_bytes=head_kv_bytes(draft, shape), has_staging=True)
     return WorkerNeed(
         model=_model_sizes(model, draft, dtype),
         role=EngineRole(
             is_decode=True,
             is_aggregated=config.aggregated,
+            is_deterministic=config.deterministic,
             num_features=shape.num_features,
             num_nodes=nodes,
             num_shapes=1 + config.spec_steps,
             spare_slots=nodes,
         ),
-        per_token=PageBudget(
-            kv_bytes=shape.kv_bytes, draft_bytes=head_kv_bytes(draft, shape), has_staging=True
-        ),
+        per_token=per_token,
     )
 
 

@@ -24,7 +24,10 @@ from ...cluster.config.fields import Setting, check_fields, read_command_line, r
 from ...cluster.config.load import load_config
 from ...cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig
 from ...cluster.errors import BatonError, ConfigError
+from ...cluster.net.transport_names import nixl_version, rdma_devices
 from ...cluster.process.log import PACKAGE
+from ...engine.hub import NGRAM
+from ..capacity.checkpoints import head_dir
 from ..capacity.worker_sizes import find_card
 from .client import KEY_VARIABLE, ChatClient
 from .command import run_command
@@ -33,6 +36,7 @@ from .findings import (
     Finding,
     check_certificate,
     check_clock,
+    check_fabric,
     check_gpu,
     check_keys,
     check_limits,
@@ -64,7 +68,10 @@ class DoctorConfig:
     )
     model: str = setting("", Setting(help="checkpoint directory; empty: that of --config", metavar="DIR"))
     draft: str = setting(
-        "", Setting(help="directory of an EAGLE3 head; empty: that of --config", metavar="DIR")
+        "",
+        Setting(
+            help=f"directory of a draft head, or {NGRAM}; empty: that of --config", metavar=f"DIR|{NGRAM}"
+        ),
     )
     device: str = setting("auto", Setting(help="where the model shall run", choices=("auto", "cpu", "cuda")))
     keys: str = setting("", Setting(help="directory of keys; empty: links without keys", metavar="DIR"))
@@ -110,11 +117,12 @@ def examine(config: DoctorConfig) -> list[Finding]:
     tables = read_toml(config.config) if config.config else {}
     found = check_versions(importlib.metadata.requires(PACKAGE) or [])
     found += check_gpu(config.device) + check_limits() + check_shm()
+    found += check_fabric(rdma_devices(), nixl_version())
     if config.config:
         found += check_ports(_endpoints(config, roles, tables))
     model, draft = (getattr(config, name) or _from(tables, roles, name) for name in ("model", "draft"))
     if model:
-        faults = check_model(Path(model), Path(draft) if draft else None)
+        faults = check_model(Path(model), head_dir(draft))
         whole = all(finding.level != FAIL for finding in faults)
         found += faults + (_sizes(config, roles, tables, model, draft) if whole else [])
     if config.keys:
@@ -173,10 +181,11 @@ def _sizes(
 ) -> list[Finding]:
     """The sizes that each worker of this host would choose."""
     card, found = find_card(config.device, output_of), list[Finding]()
-    head = Path(draft) if draft else None
+    head = head_dir(draft)
 
     def argv(role: str) -> list[str]:
-        return [*([f"--config={config.config}"] if role in tables else []), f"--model={model}"]
+        given = [f"--model={model}", *([f"--draft={draft}"] if draft else [])]
+        return [*([f"--config={config.config}"] if role in tables else []), *given]
 
     if "prefill" in roles:
         prefill = load_config(PrefillConfig, argv("prefill"), os.environ, warns=False)

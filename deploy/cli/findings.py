@@ -141,6 +141,21 @@ def check_shm(path: Path = Path("/dev/shm")) -> list[Finding]:
     return well("shm", f"{path} has {size >> 20} MiB")
 
 
+def check_fabric(rdma: Sequence[str], nixl: str) -> list[Finding]:
+    """Names what this host has for KV blocks between hosts.
+
+    `rdma`: its devices for RDMA. `nixl`: the version of the installed wheel, "" without one.
+    """
+    if not rdma:
+        installed = f"NIXL {nixl} is installed, but " if nixl else ""
+        return well("fabric", f"{installed}no device for RDMA: KV blocks between hosts are messages over tcp")
+    devices = ", ".join(sorted(rdma)[:8])
+    if not nixl:
+        text = f"RDMA by {devices} is not used: KV blocks between hosts are messages over tcp"
+        return [Finding("fabric", WARN, text, "pip install 'baton[nixl]'; workers need --trusted-network")]
+    return well("fabric", f"NIXL {nixl} with RDMA by {devices}; workers with --trusted-network use it")
+
+
 def check_keys(directory: Path, roles: Sequence[str], now: float) -> list[Finding]:
     """Checks that this host's keys are private and that its roles admit each other.
 

@@ -29,7 +29,8 @@ from ...cluster.config.fields import Setting, check_fields, read_command_line, s
 from ...cluster.config.roles import DecodeConfig, PrefillConfig
 from ...cluster.errors import BatonError, ConfigError
 from ...engine.auto_sizes import MIB, Card
-from ..capacity.checkpoints import DTYPE_BYTES, KVShape, shape_of
+from ...engine.hub import NGRAM
+from ..capacity.checkpoints import DTYPE_BYTES, KVShape, head_dir, shape_of
 from ..capacity.gpus import GPUS, TYPICAL, GpuModel, estimate, gpu_named, kv_tokens_of, shares_of
 from ..capacity.sizing import Measured, PlannedLoad, SizingPlan, handoff_of, plan_of, split_of
 from ..capacity.worker_sizes import ModelNeed, find_card, need_of, worker_sizes
@@ -51,7 +52,12 @@ class PlanConfig:
 
     model: str = setting("", Setting(help="checkpoint directory (required)", metavar="DIR"))
     draft: str = setting(
-        "", Setting(help="directory of an EAGLE3 head, whose features travel too", metavar="DIR")
+        "",
+        Setting(
+            help=f"directory of a draft head, whose features travel too; {NGRAM}: lookup, for which nothing "
+            "travels",
+            metavar=f"DIR|{NGRAM}",
+        ),
     )
     dtype: str = setting("bfloat16", Setting(help="type of the KV cache", choices=tuple(DTYPE_BYTES)))
     url: str = setting("", Setting(help="a running cluster to measure", metavar="URL"))
@@ -151,7 +157,7 @@ def _plan(argv: Sequence[str]) -> int:
         raise ConfigError("no model given; write --model DIR")
     if config.num_gpus == 1:
         raise ConfigError("--num-gpus 1: one GPU is not split; write 2 or more")
-    model, draft = Path(config.model), Path(config.draft) if config.draft else None
+    model, draft = Path(config.model), head_dir(config.draft)
     if config.memory:
         sys.stdout.write("\n".join(_memory_table(need_of(model, draft, config.dtype))) + "\n")
         return 0
@@ -268,10 +274,13 @@ def on_this_host(config: PlanConfig) -> PlanConfig:
 
 def with_worker_sizes(config: PlanConfig, card: Card) -> PlanConfig:
     """`config` with the automatic sizes that workers on `card` would choose."""
-    model, draft = Path(config.model), Path(config.draft) if config.draft else None
+    model, draft = Path(config.model), head_dir(config.draft)
     prefill = PrefillConfig(model=config.model, chunk_size=config.chunk)
     decode = DecodeConfig(
-        model=config.model, kv_memory_mb=config.kv_memory_mb, max_running=config.max_running
+        model=config.model,
+        draft=config.draft,
+        kv_memory_mb=config.kv_memory_mb,
+        max_running=config.max_running,
     )
     sizes = worker_sizes(card, model, draft, decode)
     return replace(

@@ -32,6 +32,7 @@ from ...cluster.config.load import load_config
 from ...cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig
 from ...cluster.errors import ConfigError
 from ...cluster.net.endpoints import endpoint_fault
+from ...engine.hub import NGRAM
 from ..cli.command import run_command
 
 PROG = "baton deploy systemd"
@@ -352,7 +353,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--prefix", metavar="DIR", required=True, help="the files go below it; / installs them")
     add("--model", metavar="DIR", default="", help="checkpoint directory, readable by everybody")
-    add("--draft", metavar="DIR", default="", help="directory of an EAGLE3 head")
+    add("--draft", metavar=f"DIR|{NGRAM}", default="", help=f"directory of a draft head, or {NGRAM}")
     add("--config", metavar="FILE", default="", help="TOML file with further settings, a table per role")
     add("--device", default="", metavar="auto|cpu|cuda", help="where the model runs")
     add(

@@ -27,6 +27,7 @@ from ...cluster.errors import ConfigError, StartupError
 from ...cluster.process.log import PACKAGE
 from ...cluster.process.process import OPERATOR_VARIABLE, PARENT_VARIABLE
 from ...cluster.process.sd_notify import without_manager
+from ...engine.hub import NGRAM
 from .dealing import Deal, Place, Wish, deal_without_gpus
 from .gpu_list import VISIBLE, ordered
 from .supervise import ChildSpec
@@ -154,6 +155,17 @@ def _with_own_ports(children: Sequence[tuple[str, RoleConfig]]) -> list[tuple[st
     return result
 
 
+def role_configs(config: UpConfig, env: Mapping[str, str]) -> tuple[PrefillConfig, DecodeConfig]:
+    """The settings of a worker of each role, without endpoints: each may have its own model and device.
+
+    Raises ConfigError for an invalid setting.
+    """
+    prefill, decode = (child_config(cls, config, env, {}, 1) for cls in (PrefillConfig, DecodeConfig))
+    assert isinstance(prefill, PrefillConfig)
+    assert isinstance(decode, DecodeConfig)
+    return prefill, decode
+
+
 def child_specs(
     children: Sequence[tuple[str, RoleConfig]],
     config: UpConfig,
@@ -216,7 +228,11 @@ def child_config(
     known = set(known_variables())
     settings = {k: v for k, v in env.items() if k in known}
     child = load_config(cls, flags, settings, prog=PROG, defaults=defaults, warns=False)
-    fixed: dict[str, Value] = {name: _absolute(getattr(child, name)) for name in PATHS if name in own}
+    fixed: dict[str, Value] = {
+        name: _absolute(getattr(child, name))
+        for name in PATHS
+        if name in own and (name, getattr(child, name)) != ("draft", NGRAM)
+    }
     if isinstance(child, RouterConfig):
         own_ports = range(child.own_port, child.own_port + config.routers)
         fixed["port"] = child.port or _free_port_beside(own_ports, child.host)

@@ -2,7 +2,8 @@
 
 Without GPUs: one prefill and one decode worker, as many as the settings say. One GPU: one decode worker that
 computes prompts itself. Several: one worker per GPU, in the ratio of `deploy.capacity`. With more workers
-than GPUs several workers share a GPU, and its memory is divided among them.
+than GPUs several workers share a GPU, and its memory is divided among them. A GPU counts by its free memory,
+which other processes may reduce. A role whose settings put it on the CPU gets no GPU.
 """
 
 from collections import Counter
@@ -24,12 +25,13 @@ ROLE_TEXT = {PREFILL: "prompts", DECODE: "tokens"}
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What the settings ask for: numbers of workers (AUTO_WORKERS: to be chosen) and the share of each GPU's
-    memory that all its workers use (0: GPU_SHARE)."""
+    """What the settings ask for: numbers of workers (AUTO_WORKERS: to be chosen), the share of each GPU's
+    memory that all its workers use (0: GPU_SHARE), and the roles that run on GPUs."""
 
     prefill: int = AUTO_WORKERS
     decode: int = AUTO_WORKERS
     memory_share: float = 0.0
+    on_gpu: frozenset[str] = frozenset((PREFILL, DECODE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +73,19 @@ def deal(gpus: Sequence[Gpu], need: ModelNeed, wish: Wish) -> Deal:
     Raises ConfigError, naming the memory that would do, when the model does not fit.
     """
     share = wish.memory_share or GPU_SHARE
-    fitting = [gpu for gpu in gpus if least_share(gpu.card, need, is_decode=True) <= share]
+    is_decode = DECODE in wish.on_gpu
+    fitting = [gpu for gpu in gpus if least_share(gpu.card, need, is_decode=is_decode) <= share]
     if not fitting:
-        raise _does_not_fit(max(gpus, key=lambda gpu: gpu.memory), need, [DECODE], share)
+        role = DECODE if is_decode else PREFILL
+        raise _does_not_fit(max(gpus, key=lambda gpu: gpu.free), need, [role], share)
     prefill, decode, why = _counts(fitting, need, wish)
     roles = [PREFILL] * prefill + [DECODE] * decode
-    chosen = _largest(fitting, len(roles))
-    owner = [chosen[at % len(chosen)] for at in range(len(roles))]
-    shares = _shares(owner, roles, need, share)
-    crowd = Counter(owner)
     names = [f"{role}-{at if role == PREFILL else at - prefill}" for at, role in enumerate(roles)]
+    named = [(name, role) for name, role in zip(names, roles, strict=True) if role in wish.on_gpu]
+    chosen = _largest(fitting, len(named))
+    owner = [chosen[at % len(chosen)] for at in range(len(named))]
+    shares = _shares(owner, [role for _, role in named], need, share)
+    crowd = Counter(owner)
     places = tuple(
         Place(
             worker=name,
@@ -89,13 +94,15 @@ def deal(gpus: Sequence[Gpu], need: ModelNeed, wish: Wish) -> Deal:
             memory_share=own if crowd[gpu] > 1 else 0.0,
             why=f"{own:.0%} of the GPU's memory, {crowd[gpu]} workers share it" if crowd[gpu] > 1 else why,
         )
-        for name, role, gpu, own in zip(names, roles, owner, shares, strict=True)
+        for (name, role), gpu, own in zip(named, owner, shares, strict=True)
     )
-    notes = [
-        f"GPU {gpu.index} is left out: it has {gpu.memory / GIB:.1f} GiB, the model needs "
-        f"{least_share(gpu.card, need, is_decode=True) * gpu.memory / share / GIB:.1f}."
-        for gpu in gpus
-        if gpu not in fitting
+    notes = [_left_out(gpu, need, share, is_decode=is_decode) for gpu in gpus if gpu not in fitting]
+    notes += [f"{name} runs on the CPU, as its device says." for name in names if name not in dict(named)]
+    notes += [
+        f"Other processes hold {gpu.held / GIB:.1f} of {gpu.memory / GIB:.1f} GiB of GPU {gpu.index}; "
+        f"{'its worker uses' if crowd[gpu] == 1 else 'its workers divide'} the rest."
+        for gpu in chosen
+        if gpu.held
     ]
     idle = [gpu.index for gpu in fitting if gpu not in crowd]
     if idle:
@@ -115,6 +122,18 @@ def _counts(gpus: Sequence[Gpu], need: ModelNeed, wish: Wish) -> tuple[int, int,
         return prefill, decode, "as --prefill and --decode say"
     if prefill == 0:
         return 0, count, "--prefill 0: computes prompts itself, one worker per GPU"
+    if PREFILL not in wish.on_gpu:
+        return (
+            1 if prefill == AUTO_WORKERS else prefill,
+            count if decode == AUTO_WORKERS else decode,
+            "prefill runs on the CPU",
+        )
+    if DECODE not in wish.on_gpu:
+        return (
+            count if prefill == AUTO_WORKERS else prefill,
+            1 if decode == AUTO_WORKERS else decode,
+            "decode runs on the CPU",
+        )
     if prefill != AUTO_WORKERS:
         return prefill, max(1, count - prefill), "as --prefill says; decode has the other GPUs"
     if count == 1:
@@ -126,12 +145,12 @@ def _counts(gpus: Sequence[Gpu], need: ModelNeed, wish: Wish) -> tuple[int, int,
 
 
 def _largest(gpus: Sequence[Gpu], count: int) -> list[Gpu]:
-    """The `count` GPUs with the most memory, those with less of it first, else in the given order.
+    """The `count` GPUs with the most free memory, those with less of it first, else in the given order.
 
     Prefill workers come first, so decode gets the larger GPUs: its KV stays longer.
     """
-    largest = sorted(range(len(gpus)), key=lambda at: (-gpus[at].memory, at))[:count]
-    return [gpus[at] for at in sorted(largest, key=lambda at: (gpus[at].memory, at))]
+    largest = sorted(range(len(gpus)), key=lambda at: (-gpus[at].free, at))[:count]
+    return [gpus[at] for at in sorted(largest, key=lambda at: (gpus[at].free, at))]
 
 
 def _shares(owner: Sequence[Gpu], roles: Sequence[str], need: ModelNeed, share: float) -> list[float]:
@@ -140,7 +159,8 @@ def _shares(owner: Sequence[Gpu], roles: Sequence[str], need: ModelNeed, share: 
     for gpu in dict.fromkeys(owner):
         ours = [at for at, other in enumerate(owner) if other == gpu]
         if len(ours) > 1:
-            own = shares_of(gpu.card, need, [roles[at] == DECODE for at in ours], share)
+            free = min(share, gpu.free / gpu.memory)
+            own = shares_of(gpu.card, need, [roles[at] == DECODE for at in ours], free)
             if not own:
                 raise _does_not_fit(gpu, need, [roles[at] for at in ours], share)
             for at, part in zip(ours, own, strict=True):
@@ -148,19 +168,32 @@ def _shares(owner: Sequence[Gpu], roles: Sequence[str], need: ModelNeed, share: 
     return shares
 
 
+def _left_out(gpu: Gpu, need: ModelNeed, share: float, *, is_decode: bool) -> str:
+    """The note on a GPU that cannot hold the model."""
+    memory = gpu.memory / GIB
+    needed = least_share(gpu.idle.card, need, is_decode=is_decode) * memory
+    if gpu.held:
+        has = f"other processes hold {gpu.held / GIB:.1f} of its {memory:.1f} GiB"
+        return f"GPU {gpu.index} is left out: {has}, the model needs {needed:.1f}."
+    return f"GPU {gpu.index} is left out: it has {memory:.1f} GiB, the model needs {needed / share:.1f}."
+
+
 def _does_not_fit(gpu: Gpu, need: ModelNeed, roles: Sequence[str], share: float) -> ConfigError:
     """The error for workers that one GPU cannot hold, with the memory that would do."""
-    needed = sum(least_share(gpu.card, need, is_decode=role == DECODE) for role in roles) * gpu.memory
+    needed = sum(least_share(gpu.idle.card, need, is_decode=role == DECODE) for role in roles) * gpu.memory
     workers = " and ".join(f"{count} {role}" for role, count in Counter(roles).items())
+    there = f"{share:g} of its memory is {gpu.memory * share / GIB:.1f}"
     remedy = (
         "start fewer workers (--prefill 0: decode computes prompts itself)"
         if len(roles) > 1
         else "serve a smaller model, raise --gpu-memory-share, or serve on the CPU with --device cpu"
     )
+    if gpu.free < gpu.memory * share:
+        there = f"{gpu.free / GIB:.1f} are free, since other processes hold {gpu.held / GIB:.1f}"
+        remedy = f"end those processes (nvidia-smi lists them), choose other GPUs with --gpus, or {remedy}"
     return ConfigError(
         f"GPU {gpu} cannot hold {workers} worker: weights, workspace and one request of "
-        f"{TYPICAL.prompt + TYPICAL.output} tokens need {needed / GIB:.1f} GiB, and {share:g} of its memory "
-        f"is {gpu.memory * share / GIB:.1f}; {remedy}"
+        f"{TYPICAL.prompt + TYPICAL.output} tokens need {needed / GIB:.1f} GiB, and {there}; {remedy}"
     )
 
 

@@ -9,7 +9,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...cluster.errors import ConfigError
@@ -21,23 +21,37 @@ logger = logging.getLogger(__name__)
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
 LIKE_NVIDIA_SMI = "PCI_BUS_ID"  # the order in which nvidia-smi numbers GPUs
+LEAST_HELD = 2**30  # bytes; less is a display's, or the driver's own
 PROBE_S = 60.0  # longest time for the driver's answer; without persistence mode it starts the GPUs first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU. `index` selects it in CUDA_VISIBLE_DEVICES; `memory` is in bytes."""
+    """One GPU. `index` selects it in CUDA_VISIBLE_DEVICES; `memory`, and `held` by other processes, are in
+    bytes.
+    """
 
     index: str
     name: str
     memory: int
+    held: int = 0
     capability: tuple[int, int] = (0, 0)
 
     @property
+    def free(self) -> int:
+        """Bytes that workers may take."""
+        return self.memory - self.held
+
+    @property
     def card(self) -> Card:
-        """The idle GPU as an engine sees it."""
-        free = self.memory - CONTEXT_BYTES
+        """The GPU as an engine on it would see it."""
+        free = self.free - CONTEXT_BYTES
         return Card(name=self.name, total=self.memory, free=free, capability=self.capability)
+
+    @property
+    def idle(self) -> "Gpu":
+        """The same GPU without other processes."""
+        return replace(self, held=0)
 
     def __str__(self) -> str:
         return f"{self.index}: {self.name}, {self.memory / 2**30:.1f} GiB"
@@ -62,8 +76,14 @@ def parse_gpus(listed: str, env: Mapping[str, str]) -> tuple[Gpu, ...]:
     visible = [entry.strip() for entry in env.get(VISIBLE, "").split(",") if entry.strip()]
     names = visible or [str(at) for at in range(len(rows))]
     return tuple(
-        Gpu(index=index, name=name, memory=int(memory), capability=(int(major), int(minor)))
-        for index, (name, memory, major, minor) in zip(
+        Gpu(
+            index=index,
+            name=name,
+            memory=int(memory),
+            held=held if (held := int(memory) - int(free)) >= LEAST_HELD else 0,
+            capability=(int(major), int(minor)),
+        )
+        for index, (name, memory, free, major, minor) in zip(
             names, rows, strict=False
         )  # the driver ends at the first wrong entry
     )

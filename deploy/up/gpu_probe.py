@@ -1,15 +1,17 @@
-"""Prints name, memory (bytes) and compute capability of each visible GPU, a line each, as the CUDA driver
-lists them.
+"""Prints each visible GPU of the CUDA driver, a line each: name, memory, free memory, compute capability.
 
-Prints nothing without a driver or a GPU. Exit code 1, with the reason on stderr, when the driver fails.
+Memory is in bytes. Free memory comes from NVML, which needs no context on the GPU. Without NVML, and for a
+part of a GPU (MIG), whose free memory NVML does not tell, all memory counts as free. Prints nothing without a
+driver or a GPU. Exit code 1, with the reason on stderr, when the driver fails.
 """
 
 import ctypes
 import sys
 
-DRIVER = "libcuda.so.1"
+DRIVER, NVML = "libcuda.so.1", "libnvidia-ml.so.1"
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
-NAME_BYTES = 256
+NAME_BYTES, BUS_ID_BYTES = 256, 32
+PART_OF_GPU = 0.9  # a CUDA device with less than this share of the memory that NVML shows is a part of a GPU
 MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 
 
@@ -21,9 +23,17 @@ class DriverError(Exception):
         self.code = code
 
 
-def list_gpus(driver: ctypes.CDLL) -> list[tuple[str, int, int, int]]:
-    """(name, bytes of memory, both parts of its compute capability) of each visible GPU. Raises
-    DriverError."""
+class _Memory(ctypes.Structure):
+    """nvmlMemory_t, in bytes."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def list_gpus(driver: ctypes.CDLL, nvml: ctypes.CDLL | None = None) -> list[tuple[str, int, int, int, int]]:
+    """(name, bytes of memory, bytes that are free, both parts of its compute capability) of each visible GPU.
+
+    Raises DriverError.
+    """
 
     def call(function: str, *arguments: object) -> None:
         code = getattr(driver, function)(*arguments)
@@ -48,18 +58,42 @@ def list_gpus(driver: ctypes.CDLL) -> list[tuple[str, int, int, int]]:
         major, minor = ctypes.c_int(), ctypes.c_int()
         for part, attribute in ((major, MAJOR), (minor, MINOR)):
             call("cuDeviceGetAttribute", ctypes.byref(part), attribute, device)
-        found.append((name.value.decode(errors="replace"), memory.value, major.value, minor.value))
+        bus = ctypes.create_string_buffer(BUS_ID_BYTES)
+        call("cuDeviceGetPCIBusId", bus, BUS_ID_BYTES, device)
+        free = memory.value if nvml is None else free_bytes(nvml, bus.value, memory.value)
+        found.append((name.value.decode(errors="replace"), memory.value, free, major.value, minor.value))
     return found
+
+
+def free_bytes(nvml: ctypes.CDLL, bus_id: bytes, memory: int) -> int:
+    """Free bytes of the GPU at `bus_id`, whose CUDA device has `memory` bytes; `memory` if NVML does not
+    tell.
+    """
+    handle, told = ctypes.c_void_p(), _Memory()
+    try:
+        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByPciBusId_v2(bus_id, ctypes.byref(handle)):
+            return memory
+        if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(told)) or memory < PART_OF_GPU * told.total:
+            return memory
+    except AttributeError:  # a library without one of these functions
+        return memory
+    return min(memory, int(told.free))
+
+
+def _library(name: str) -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(name)
+    except OSError:
+        return None
 
 
 def main() -> int:
     """Prints the list; returns the exit code."""
-    try:
-        driver = ctypes.CDLL(DRIVER)
-    except OSError:
+    driver = _library(DRIVER)
+    if driver is None:
         return 0
     try:
-        found = list_gpus(driver)
+        found = list_gpus(driver, _library(NVML))
     except DriverError as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -31,6 +31,7 @@ from ...cluster.config.load import load_config
 from ...cluster.config.roles import RouterConfig, UpConfig
 from ...cluster.errors import ConfigError, StartupError
 from ...cluster.net.endpoints import bracketed
+from ...cluster.net.transport_names import check_nixl, may_be_open
 from ...cluster.process.log import PACKAGE, configure
 from ...cluster.process.process import (
     EXIT_CANNOT_START,
@@ -40,10 +41,10 @@ from ...cluster.process.process import (
     report_cannot_start,
     run_role,
 )
-from ...cluster.process.sd_notify import Notifier, notifier_of
+from ...cluster.process.sd_notify import Notifier, notifier_of, waiting
 from ...cluster.security.ciphers import ciphers_of
-from ..capacity.worker_sizes import GPU_DTYPE, need_of
-from .children import PROG, ROUTER, Command, child_configs, child_specs, role_command, wish_of
+from ..capacity.worker_sizes import need_of_roles
+from .children import PROG, ROUTER, Command, child_configs, child_specs, role_command, role_configs, wish_of
 from .dealing import Deal, deal, deal_without_gpus, table_of
 from .gpu_list import Gpu, find_gpus, restrict
 from .local_checkpoints import Fetch, fetch_once, head_of, with_directories
@@ -206,16 +207,19 @@ class Cluster:
     def _settle(self, fetch: Fetch) -> Deal:
         """The workers, and their GPUs if the host has some that may be used."""
         config, wish = self.config, wish_of(self.config)
-        if config.device == "cpu":
+        prefill, decode = role_configs(config, self._env)
+        on_gpu = frozenset(child.role for child in (prefill, decode) if child.device != "cpu")
+        if not on_gpu:
             if config.gpus:
                 raise ConfigError(f"--gpus {config.gpus}: --device cpu uses no GPU; leave one of them out")
             return deal_without_gpus(wish)
         gpus = restrict(self._gpus_of(self._env), config.gpus)
         if not gpus:
             return deal_without_gpus(wish)
-        head = head_of(config)
-        dtype = GPU_DTYPE if config.dtype == "auto" else config.dtype
-        return deal(gpus, need_of(fetch(config.model), fetch(head) if head else None, dtype), wish)
+        for child in (prefill, decode):  # refuses what is no checkpoint
+            _ = [fetch(name) for name in (child.model, head_of(child)) if name]
+        need = need_of_roles(with_directories(prefill, fetch), with_directories(decode, fetch))
+        return deal(gpus, need, dataclasses.replace(wish, on_gpu=on_gpu))
 
     def _supervise(self) -> None:
         """The supervisor's thread.
@@ -338,11 +342,16 @@ def _prepare(prog: str, argv: Sequence[str], adjust: Callable[[UpConfig], UpConf
     configure("up", level=config.log_level, log_format=config.log_format)
     # With --log-level debug, httpx would log a line per poll of /ready.
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    ciphers_of(config.kv_cipher, has_keys=bool(config.keys), trusted_network=config.trusted_network)
+    has_keys = bool(config.keys)
+    ciphers = ciphers_of(config.kv_cipher, has_keys=has_keys, trusted_network=config.trusted_network)
+    is_open = may_be_open(ciphers, trusted_network=config.trusted_network)
+    check_nixl(config.transports, may_be_open=is_open)
     shutdown = Shutdown()
     notifier = notifier_of(os.environ)
     cluster = Cluster(config)
-    cluster.prepare()  # before the handlers of signals, so that a signal ends a download at once
+    # before the handlers of signals, so that a signal ends a download at once
+    with waiting(notifier, "fetching checkpoints"):
+        cluster.prepare()
     shutdown.install()
     if cluster.settled is not None and cluster.settled.places:
         sys.stdout.write("\n".join(table_of(cluster.settled)) + "\n")
@@ -355,7 +364,9 @@ def _serve(prog: str, cluster: Cluster, shutdown: Shutdown, notifier: Notifier) 
     """Runs the cluster until a signal or a failure. All children have ended when it returns."""
     began = time.monotonic()
     try:
-        if cluster.wait_ready(float("inf"), all_workers=False, give_up=shutdown.drain):
+        with waiting(notifier, "waiting for workers"):
+            is_ready = cluster.wait_ready(float("inf"), all_workers=False, give_up=shutdown.drain)
+        if is_ready:
             sys.stdout.write(f"ready  {cluster.url}  ({time.monotonic() - began:.1f} s)\n")
             if cluster.own_urls:
                 sys.stdout.write(f"watch  baton top --url {','.join(cluster.own_urls)}\n")

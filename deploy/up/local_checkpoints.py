@@ -5,15 +5,16 @@ import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ...cluster.config.groups import EngineSettings, ModelSettings, RoleConfig
 from ...cluster.process.log import fields
-from ...engine.hub import is_hub_id, resolve_checkpoint
+from ...engine.hub import NGRAM, is_hub_id, resolve_checkpoint
 
 logger = logging.getLogger(__name__)
 
 Fetch = Callable[[str], Path]
+C = TypeVar("C", bound=RoleConfig)
 
 
 def fetch_once() -> Fetch:
@@ -31,11 +32,11 @@ def fetch_once() -> Fetch:
 
 
 def head_of(config: EngineSettings) -> str:
-    """The head that the settings ask to draft with; "" for none."""
-    return "" if config.no_draft else config.draft
+    """The checkpoint that the settings ask to draft with; "" for none, as for lookup, which has none."""
+    return "" if config.no_draft or config.draft == NGRAM else config.draft
 
 
-def with_directories(config: RoleConfig, fetch: Fetch) -> RoleConfig:
+def with_directories(config: C, fetch: Fetch) -> C:
     """`config` with the directories of its hub ids. Clients still name the model by the id's last part."""
     changed: dict[str, Any] = {}
     if isinstance(config, ModelSettings) and is_hub_id(config.model):

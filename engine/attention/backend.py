@@ -31,14 +31,14 @@ class AttentionBackend(Protocol):
         """As `bind`, for layers whose k and v are stored already."""
 
     @property
-    def is_recordable(self) -> bool:
-        """Whether a full graph can hold this attention."""
+    def recordable_context(self) -> int:
+        """Rows of context that a full graph can attend to; 0: it cannot hold this attention."""
 
     def recorded(self, places: RequestPlaces, slots: torch.Tensor) -> Attend:
         """The function that each layer of a captured graph calls.
 
         Each replay reads the contents of `places`, and of `slots` int64 `[T]`, where k and v are stored.
-        Raises GraphError unless `is_recordable`.
+        Raises GraphError without `recordable_context`.
         """
 
 
@@ -71,9 +71,9 @@ class PagedAttention(ABC):
         return partial(_checked, metadata, self._reads(metadata))
 
     @property
-    def is_recordable(self) -> bool:
-        """As `AttentionBackend.is_recordable`."""
-        return False
+    def recordable_context(self) -> int:
+        """As `AttentionBackend.recordable_context`."""
+        return 0
 
     def recorded(self, places: RequestPlaces, slots: torch.Tensor) -> Attend:
         """As `AttentionBackend.recorded`."""

@@ -5,11 +5,12 @@ replay.
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from ...kernels.gather_context import context_rows
 from ..batch.forward_batch import ForwardBatch
-from ..host_copy import to_device
+from ..host_copy import arrays_to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ class RequestPlaces:
         """Take the places of `batch`, which has at most R requests with at most P pages each."""
         rows = ([0, *accumulate(batch.q_lens)], context_rows(batch.kv_lens), [*batch.kv_lens, 0])
         missing = self.integers.shape[1] - batch.num_requests - 1
-        values = torch.tensor([[*row, *row[-1:] * missing] for row in rows], dtype=torch.int64)
-        self.integers.copy_(to_device(values, self.integers.device), non_blocking=True)
+        values = np.array([[*row, *row[-1:] * missing] for row in rows], dtype=np.int64)
+        self.integers.copy_(arrays_to_device([values], self.integers.device)[0], non_blocking=True)
         count, width = batch.page_table.shape
         self.page_table[:count, :width].copy_(batch.page_table)

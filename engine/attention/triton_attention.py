@@ -46,9 +46,9 @@ class TritonAttention(PagedAttention):
         return self._buffers is not None and context_rows(batch.kv_lens)[-1] <= self._buffers.keys.shape[0]
 
     @property
-    def is_recordable(self) -> bool:
-        """As `AttentionBackend.is_recordable`: with context buffers."""
-        return self._buffers is not None
+    def recordable_context(self) -> int:
+        """As `AttentionBackend.recordable_context`: the rows of the context buffers."""
+        return 0 if self._buffers is None else self._buffers.keys.shape[0]
 
     def recorded(self, places: RequestPlaces, slots: torch.Tensor) -> Attend:
         """As `AttentionBackend.recorded`: over copied context, whatever its length.

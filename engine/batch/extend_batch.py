@@ -1,11 +1,13 @@
 """Builds the batch of a prefill forward: a range of tokens of each prompt, behind its computed tokens."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
+import numpy as np
 import torch
 
-from ..host_copy import all_to_device
-from ..kv.page_table import build_page_table, pages_for, slots_for
+from ..host_copy import arrays_to_device
+from ..kv.page_table import page_array, pages_for, slot_array
 from ..prompt_logprobs import num_scored
 from ..request import Request
 from .forward_batch import CaptureHidden, ForwardBatch
@@ -24,19 +26,18 @@ def extend_batch(
     `prompt_logprobs`).
     """
     rows = [end - start for _, start, end in ranges]
-    ends = torch.tensor(rows, dtype=torch.int64).cumsum(0) - 1
-    starts = [0, *ends.tolist()]
-    scored = [starts[i] + bool(i) + row for i, part in enumerate(ranges) for row in range(num_scored(*part))]
-    final = [i for i, (request, _, end) in enumerate(ranges) if end == request.num_prompt]
+    starts = [0, *accumulate(rows)]
+    final = [starts[i + 1] - 1 for i, (request, _, end) in enumerate(ranges) if end == request.num_prompt]
+    scored = [starts[i] + row for i, part in enumerate(ranges) for row in range(num_scored(*part))]
     ids = [token for request, start, end in ranges for token in request.prompt_ids[start:end]]
     host = (
-        torch.tensor(ids, dtype=torch.int64),
-        torch.cat([torch.arange(start, end) for _, start, end in ranges]),
-        torch.cat([slots_for(r.pages, start, end, page_size) for r, start, end in ranges]),
-        build_page_table([r.pages[: pages_for(end, page_size)] for r, _, end in ranges]),
-        torch.cat((ends[final], torch.tensor(scored, dtype=torch.int64))),
+        np.array(ids, dtype=np.int64),
+        np.concatenate([np.arange(start, end, dtype=np.int64) for _, start, end in ranges]),
+        np.concatenate([slot_array(r.pages, start, end, page_size) for r, start, end in ranges]),
+        page_array([r.pages[: pages_for(end, page_size)] for r, _, end in ranges]),
+        np.array([*final, *scored], dtype=np.int64),
     )
-    input_ids, positions, slots, page_table, logit_rows = all_to_device(host, device)
+    input_ids, positions, slots, page_table, logit_rows = arrays_to_device(host, device)
     return ForwardBatch(
         input_ids=input_ids,
         positions=positions,

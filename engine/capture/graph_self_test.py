@@ -17,7 +17,7 @@ from ..graphs.graph_pool import FallbackReason
 from ..kv.page_table import build_page_table, pages_for, slots_for
 from ..kv.pool import KVPool
 from ..runner.model_runner import ModelRunner
-from ..speculative.drafters.protocol import Drafter
+from ..speculative.drafters.protocol import Drafter, draft_pools
 
 logger = logging.getLogger(__name__)
 
@@ -122,16 +122,17 @@ class SelfTest:
     def _draft_prefill_trial(
         self, drafter: Drafter, family: GraphFamily[Any, Any], bucket: int, size: int
     ) -> Trial:
+        (pool,) = draft_pools(drafter)
         features = self._normal(size, drafter.feature_width)
 
         def run(decision: PathDecision) -> Outputs:
-            batch = self._extend_batch(drafter.pool, size, CaptureHidden.LAST)
+            batch = self._extend_batch(pool, size, CaptureHidden.LAST)
             batch.features = features
             batch.decision = decision
             return (drafter.prefill_rows(batch),)
 
-        num_pages = pages_for(size, drafter.pool.page_size)
-        return Trial(family=family, bucket=bucket, size=size, pool=drafter.pool, num_pages=num_pages, run=run)
+        num_pages = pages_for(size, pool.page_size)
+        return Trial(family=family, bucket=bucket, size=size, pool=pool, num_pages=num_pages, run=run)
 
     def _extend_batch(self, pool: KVPool, size: int, capture: CaptureHidden) -> ForwardBatch:
         """A batch of `size` new tokens without cached prefixes, in the fewest requests that the context
@@ -182,8 +183,10 @@ def relative_error(eager: torch.Tensor | None, graphed: torch.Tensor | None) -> 
         return float("inf")
     if eager.numel() == 0:
         return 0.0
+    if torch.equal(eager, graphed):  # a single pass; NaN differs from itself
+        return 0.0
     if not eager.is_floating_point():
-        return 0.0 if torch.equal(eager, graphed) else float("inf")
+        return float("inf")
     rows, others = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (eager, graphed))
     parts, step = [], -(-COMPARED // rows.shape[1])
     for start in range(0, len(rows), step):  # float32 copies of the whole would take several times its memory

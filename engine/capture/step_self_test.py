@@ -8,6 +8,7 @@ KV pools and zeroes them afterwards.
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,7 @@ from ..kv.page_table import pages_for
 from ..sampling.edits import SamplingRow
 from ..sampling.logprobs import packed_width
 from ..sampling.params import SamplingParams
+from ..speculative.drafters.protocol import draft_pools
 from ..speculative.drafters.states import PAD_ROW
 from ..speculative.step.device_state import RequestInit
 from ..speculative.step.fused_step import StepContext, StepKind
@@ -27,6 +29,7 @@ from .graph_self_test import SEED, TOLERANCES, edges, relative_error
 
 logger = logging.getLogger(__name__)
 
+NUM_TOKENS = 8  # of random histories; a vocabulary has at least as many
 # By kind: the first two are free draws, the next two are ranked, the rest need edited logits.
 PARAMS = (
     SamplingParams(temperature=0.0),
@@ -58,6 +61,16 @@ def logprobs_in(packed: torch.Tensor, kind: StepKind) -> torch.Tensor:
     return values.view(torch.float32).nan_to_num(0.0)
 
 
+class _Requests(NamedTuple):
+    """Requests of one kind of step. `initial` are copies of `states`, the tensors of their state."""
+
+    kind: StepKind
+    slots: tuple[int, ...]
+    joining: Sequence[RequestInit]
+    states: tuple[torch.Tensor, ...]
+    initial: tuple[torch.Tensor, ...]
+
+
 class StepSelfTest:
     """Compares all graphs of `steps` with the eager step."""
 
@@ -69,47 +82,43 @@ class StepSelfTest:
     @torch.no_grad()
     def run(self) -> int:
         """Compares all graphs, drops those that differ, and returns their number."""
-        dropped = 0
-        for kind, family in self.steps.families.items():
-            for bucket, size in edges(family):
-                if kind.is_ranked and size < bucket < family.buckets[-1]:
-                    continue  # padding is the same in all kinds; the largest graph of each kind shows it
-                difference = self._difference(kind, family, bucket, size) if bucket in family.captured else ""
-                if difference:
-                    name = f"{family.kind.value} {bucket}"
-                    logger.error(
-                        "graph %s differs from the eager path at %d: %s; dropped", name, size, difference
-                    )
-                    family.drop(bucket)
-                    family.pool.count_fallback(family.kind, FallbackReason.CAPTURE_FAILED)
-                    dropped += 1
+        return sum(self._run_kind(kind, family) for kind, family in self.steps.families.items())
+
+    def _run_kind(self, kind: StepKind, family: GraphFamily[StepContext, torch.Tensor]) -> int:
+        """Compares the graphs of one kind, drops those that differ, and returns their number."""
+        dropped, trials = 0, edges(family)
+        if not trials:
+            return 0
+        trial = self._open(kind, max(size for _, size in trials))
+        for bucket, size in trials:
+            if size < bucket < family.buckets[-1]:
+                continue  # padding is the same in all graphs; the largest of each kind shows it
+            difference = self._difference(trial, family, bucket, size) if bucket in family.captured else ""
+            if difference:
+                name = f"{family.kind.value} {bucket}"
+                logger.error(
+                    "graph %s differs from the eager path at %d: %s; dropped", name, size, difference
+                )
+                family.drop(bucket)
+                family.pool.count_fallback(family.kind, FallbackReason.CAPTURE_FAILED)
+                dropped += 1
+        self._close(trial)
         return dropped
 
     def _difference(
-        self, kind: StepKind, family: GraphFamily[StepContext, torch.Tensor], bucket: int, size: int
+        self, trial: _Requests, family: GraphFamily[StepContext, torch.Tensor], bucket: int, size: int
     ) -> str:
-        """The difference between both paths from the same state and KV; "" without one."""
-        joining, state = self._joining(size, kind), self._step.state
-        slots = tuple(state.open() for _ in joining)
+        """The difference between both paths for the first `size` requests; "" without one."""
+        kind, slots, joining = trial.kind, trial.slots[:size], trial.joining[:size]
         self.steps.tell(slots)
-        eager, eager_kv = self._run_eagerly(kind, bucket, slots, joining)
-        self._prepare(slots, joining)
         context = StepContext(num_rows=len(slots), fill=forbid_token_7 if kind.is_edited else None)
+        self._restore(trial, joining)
+        eager = self._step.run(self.steps.slots[:bucket], kind, Breaks(context))[: len(slots)].clone()
+        eager_kv = [kv.clone() for kv in self._pages(joining)]
+        self._restore(trial, joining)
         graphed = family.replay(PathDecision(kind=family.kind, bucket=bucket), context)[: len(slots)]
-        difference = self._compare(kind, (eager, graphed), eager_kv, self._pages(joining))
-        self._leave(slots, joining)
         self.num_compared += 1
-        return difference
-
-    def _run_eagerly(
-        self, kind: StepKind, bucket: int, slots: Sequence[int], joining: Sequence[RequestInit]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The report of an eager step of `bucket` rows, and copies of the KV that it leaves."""
-        self._prepare(slots, joining)
-        fill = forbid_token_7 if kind.is_edited else None
-        breaks = Breaks(StepContext(num_rows=len(slots), fill=fill))
-        report = self._step.run(self.steps.slots[:bucket], kind, breaks)
-        return report[: len(slots)].clone(), [kv.clone() for kv in self._pages(joining)]
+        return self._compare(kind, (eager, graphed), eager_kv, self._pages(joining))
 
     def _compare(
         self,
@@ -161,9 +170,18 @@ class StepSelfTest:
             next_page += count
         return found
 
-    def _prepare(self, slots: Sequence[int], joining: Sequence[RequestInit]) -> None:
-        """Writes the initial state and KV of both paths."""
-        self._step.state.write(slots, joining)
+    def _open(self, kind: StepKind, size: int) -> _Requests:
+        """Up to `size` requests that have joined. Their state is written once for all graphs of `kind`."""
+        joining, state = self._joining(size, kind), self._step.state
+        slots = tuple(state.open() for _ in joining)
+        state.write(slots, joining)
+        states = (*state.anchors, *state.edit_anchors)
+        return _Requests(kind, slots, joining, states, tuple(values.clone() for values in states))
+
+    def _restore(self, trial: _Requests, joining: Sequence[RequestInit]) -> None:
+        """Writes the initial state, and the KV of the requests `joining`."""
+        for values, initial in zip(trial.states, trial.initial, strict=True):
+            values.copy_(initial)
         generator = torch.Generator(self._step.state.device)
         for kv in self._pages(joining):
             kv.normal_(generator=generator.manual_seed(SEED))
@@ -172,15 +190,15 @@ class StepSelfTest:
                 generator.manual_seed(SEED)
                 if values.is_floating_point():
                     values.normal_(generator=generator)
-                else:  # tokens, or numbers of rows
-                    values.random_(0, self._step.state.vocab_size, generator=generator)
+                else:  # tokens, few of them so that some repeat, or numbers of rows
+                    values.random_(0, NUM_TOKENS, generator=generator)
 
-    def _leave(self, slots: Sequence[int], joining: Sequence[RequestInit]) -> None:
-        for slot, each in zip(slots, joining, strict=True):
+    def _close(self, trial: _Requests) -> None:
+        for slot, each in zip(trial.slots, trial.joining, strict=True):
             self._step.state.close(slot)
             if self._step.drafter is not None:
                 self._step.drafter.close(each.draft_row)
-        for kv in self._pages(joining):
+        for kv in self._pages(trial.joining):
             kv.zero_()
         if self._step.drafter is not None:
             for values in self._step.drafter.anchors:
@@ -188,6 +206,6 @@ class StepSelfTest:
 
     def _pages(self, joining: Sequence[RequestInit]) -> list[torch.Tensor]:
         """The KV of all pages of `joining` in each pool."""
-        drafter, end = self._step.drafter, max(each.pages[-1] for each in joining) + 1
-        pools = [self._step.runner.pool, *([] if drafter is None else [drafter.pool])]
+        end = max(each.pages[-1] for each in joining) + 1
+        pools = [self._step.runner.pool, *draft_pools(self._step.drafter)]
         return [pool.kv[1:end] for pool in pools]

@@ -37,9 +37,22 @@ def measure_steps(steps: StepGraphs) -> MeasuredCosts | None:
                 steps.launch((0,) * size, kind)
             _wait(steps.device)
             seconds[shape][size] = (time.perf_counter() - began) / REPEATS
+            if steps.step.is_late(kind):
+                seconds[shape][size] += _catch_up_seconds(steps, size) / steps.late_rows
     costs = MeasuredCosts(seconds=seconds, kv_seconds=_kv_seconds(steps, seconds[PLAIN][sizes[0]]))
     logger.info("measured steps, ms by batch size: %s", _table(costs))
     return costs
+
+
+def _catch_up_seconds(steps: StepGraphs, size: int) -> float:
+    """The time in which the drafter catches up with `size` requests."""
+    steps.catch_up((0,) * size)
+    _wait(steps.device)
+    began = time.perf_counter()
+    for _ in range(REPEATS):
+        steps.catch_up((0,) * size)
+    _wait(steps.device)
+    return (time.perf_counter() - began) / REPEATS
 
 
 def _kv_seconds(steps: StepGraphs, plain_seconds: float) -> float:

@@ -37,6 +37,9 @@ class GraphBackend(ABC):
 
     def __init__(self) -> None:
         self.is_capturing = False
+        # Whether a capture refuses host reads by name. A backend whose driver refuses them anyway, without a
+        # name, may save the check where the same code was captured before.
+        self.is_guarded = True
 
     @contextmanager
     def capturing(self) -> Iterator[None]:

@@ -40,7 +40,7 @@ class CudaBackend(GraphBackend):
     """
 
     name = "cuda"
-    num_warm_ups = 2
+    num_warm_ups = 1
 
     def __init__(
         self, device: torch.device | str = "cuda", *, generators: Sequence[torch.Generator] = ()
@@ -71,9 +71,10 @@ class CudaBackend(GraphBackend):
         # Other threads (transfers) may allocate and synchronise; only this thread's errors abort the capture.
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         modes = ExitStack()
-        guard = HostReadGuard(HOST_READS)
-        modes.enter_context(guard)
-        modes.enter_context(HostSyncGuard(guard))
+        if self.is_guarded:
+            guard = HostReadGuard(HOST_READS)
+            modes.enter_context(guard)
+            modes.enter_context(HostSyncGuard(guard))
         self._open = (graph, modes)
 
     def close_segment(self) -> CudaSegment:

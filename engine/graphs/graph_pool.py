@@ -25,6 +25,7 @@ class GraphKind(Enum):
     DECODE_STEP = "decode_step"  # a whole step, from drafts to the next newest token, by batch size, full
     RANKED_STEP = "ranked_step"  # the same where top-k or top-p must be looked at
     EDITED_STEP = "edited_step"  # the same with edited logits, grammar masks (a break) and logprobs
+    DRAFT_CATCH_UP = "draft_catch_up"  # the drafter observes rows of earlier steps, by batch size, full
 
     @property
     def is_decode(self) -> bool:
@@ -176,6 +177,7 @@ class GraphPool:
         self._fallbacks: Counter[tuple[GraphKind, FallbackReason]] = Counter()
         # Asking the backend for its pool's size may take as long as a capture, so it is asked between kinds.
         self._growth: Counter[GraphKind] = Counter()
+        self._checked: set[tuple[GraphKind, int]] = set()  # the code that was captured under guards
         self._measured: tuple[GraphKind, int] | None = None  # the kind being captured, and the pool before it
 
     def capture(
@@ -204,7 +206,9 @@ class GraphPool:
             self._measured = kind, self.backend.pool_bytes()
         start = time.monotonic()
         self.num_captured += 1
+        self.backend.is_guarded = (kind, rows) not in self._checked
         graph.capture(fn, context)
+        self._checked.add((kind, rows))
         pooled.capture_seconds = time.monotonic() - start
         pooled.bound = BoundTensors(parameters) if parameters is not None else None
         self._graphs[kind, bucket, rows] = pooled

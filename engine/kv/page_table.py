@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from ..host_copy import to_device
+from ..host_copy import IntArray, to_device
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
@@ -16,20 +17,31 @@ def slots_for(pages: Sequence[int], start: int, end: int, page_size: int) -> tor
     """Slots, int64 `[end - start]` on the CPU, of tokens [start, end); token t lies in pages[t //
     page_size].
     """
+    return torch.from_numpy(slot_array(pages, start, end, page_size))
+
+
+def slot_array(pages: Sequence[int], start: int, end: int, page_size: int) -> IntArray:
+    """As `slots_for`, as an array."""
     assert 0 <= start <= end <= len(pages) * page_size, (start, end, len(pages), page_size)
-    if start == end:
-        return torch.empty(0, dtype=torch.int64)
-    if end - start <= 8:  # decode and verify: a list beats four tensor operations
-        return torch.tensor([pages[t // page_size] * page_size + t % page_size for t in range(start, end)])
+    if end - start <= 8:  # decode and verify: a list beats four operations
+        few = [pages[t // page_size] * page_size + t % page_size for t in range(start, end)]
+        return np.array(few, dtype=np.int64)
     first = start // page_size
     last = (end - 1) // page_size + 1
-    bases = torch.tensor(pages[first:last], dtype=torch.int64) * page_size
-    slots = (bases[:, None] + torch.arange(page_size)).flatten()
+    bases = np.array(pages[first:last], dtype=np.int64) * page_size
+    slots: IntArray = (bases[:, None] + np.arange(page_size, dtype=np.int64)).reshape(-1)
     return slots[start - first * page_size : end - first * page_size]
 
 
 def build_page_table(pages: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> torch.Tensor:
     """The page table int64 `[B, P]`; P is the longest list, at least 1. Rows are padded with page 0."""
+    return to_device(torch.from_numpy(page_array(pages)), torch.device(device))
+
+
+def page_array(pages: Sequence[Sequence[int]]) -> IntArray:
+    """As `build_page_table`, as an array."""
     width = max((len(row) for row in pages), default=0) or 1
-    rows = [[*row, *([0] * (width - len(row)))] for row in pages]
-    return to_device(torch.tensor(rows, dtype=torch.int64).reshape(len(pages), width), torch.device(device))
+    table = np.zeros((len(pages), width), dtype=np.int64)
+    for number, row in enumerate(pages):
+        table[number, : len(row)] = row
+    return table

@@ -13,6 +13,8 @@ import torch
 from ...kernels.row_ops import FASTEST, RowOps
 
 # (layer index, q [T, N, D], k [T, K, D], v [T, K, D]) -> [T, N, D]; stores k and v, then attends.
+# It may have a method `rotate_attend(layer, heads [T, N+2K, D], cos [T, D], sin [T, D])` for CUDA, which also
+# rotates.
 Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 # (layer index, q [T, N, D], out [T, N, D]): attends over stored keys and values, and writes `out`.
 Read: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -160,6 +162,9 @@ class SelfAttention:
         """`x` `[T, input_size]`, rotary tables `[T, D]` -> `[T, H]`."""
         split = self.num_heads + self.num_kv_heads
         heads = self.qkv(x).view(x.shape[0], split + self.num_kv_heads, self.head_dim)
+        rotate_attend = getattr(attend, "rotate_attend", None)
+        if rotate_attend is not None and heads.is_cuda and self.q_norm is None:
+            return self.output(rotate_attend(layer, heads, cos, sin).flatten(1))
         qk, v = heads[:, :split], heads[:, split:]
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat(

@@ -6,8 +6,8 @@ therefore depends on their number, and no padding row costs a pass over the voca
 
 Breakable graphs stop at attention, where the fastest kernel for the live lengths is chosen. Few tokens take a
 device less time than a host needs for the breaks. For them there are full graphs, whose attention reads
-lengths and pages on the device: up to `MAX_WHOLE_TOKENS` tokens of up to `MAX_WHOLE_REQUESTS` requests with
-together up to `MAX_WHOLE_CONTEXT` rows of context. A backend whose attention cannot be recorded has none.
+lengths and pages on the device: up to `MAX_WHOLE_TOKENS` tokens of up to `MAX_WHOLE_REQUESTS` requests, whose
+context fits the backend's buffers. A backend whose attention cannot be recorded has none.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,6 @@ Hidden: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 MAX_WHOLE_TOKENS = 2048
 MAX_WHOLE_REQUESTS = 16
-MAX_WHOLE_CONTEXT = 8192
 
 
 def captured_mode(model: CausalLM) -> CaptureHidden:
@@ -77,7 +76,8 @@ class WholePrefillGraphs:
             name: torch.zeros(most, dtype=torch.int64, device=device)
             for name in ("input_ids", "positions", "slots")
         }
-        max_pages = pages_for(min(MAX_WHOLE_CONTEXT, pool.num_slots), pool.page_size)
+        # whole pages only: a batch counts its context in pages, and must not exceed the buffers
+        max_pages = min(attention.recordable_context, pool.num_slots) // pool.page_size
         self.places = RequestPlaces.empty(MAX_WHOLE_REQUESTS, max_pages, device)
         self._page_size = pool.page_size
         self._attention = attention
@@ -152,7 +152,7 @@ class PrefillGraphs:
             hidden=captured_mode(model),
         )
         self.whole: WholePrefillGraphs | None = None
-        if attention.is_recordable:
+        if attention.recordable_context:
             self.whole = WholePrefillGraphs(graphs, model, pool, whole_buckets(buckets), attention)
 
     def capture(self) -> None:

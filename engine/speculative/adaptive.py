@@ -25,7 +25,8 @@ PRIOR = 0.6  # initial estimate of the share of accepted drafts
 PRIOR_TRIED = 4.0  # weight of the initial estimate, in drafts
 DECAY = 0.05  # share of what was seen of a level that a step replaces
 FORGET = 0.005  # the same for a step that did not draft the level
-MARGIN = 0.04  # minimum relative gain for a change of shape
+MARGIN = 0.03  # minimum relative gain for a change of shape
+PROBE_STEPS = 25  # steps without drafts before a short draft shows whether drafts would be accepted again
 # Rows of a forward whose arithmetic takes as long as reading the weights. An H200 multiplies about 160
 # bfloat16 rows in the time of one read of the matrix. A CPU core is busy after a few rows.
 KNEE_ROWS = {"cuda": 160.0, "cpu": 6.0}
@@ -43,12 +44,13 @@ class StepCosts:
     """Estimated costs, in units of one read of the target's weights.
 
     `draft` is the cost of reading the draft's weights, `kv` that of reading the KV of one token. `knee_rows`
-    is explained at KNEE_ROWS.
+    is explained at KNEE_ROWS. `is_block`: one draft forward drafts the whole chain.
     """
 
     draft: float
     knee_rows: float
     kv: float = 0.0
+    is_block: bool = False
 
     def forward(self, rows: float) -> float:
         """Cost of a target forward of `rows` rows. A draft forward costs `draft` times as much."""
@@ -56,8 +58,11 @@ class StepCosts:
 
     def step(self, shape: DraftShape, batch_size: int, context: int = 0) -> float:
         """As `CostModel.step`: verify, draft levels 2 and up, and the draft extend. Level 1 is remembered
-        from the step before.
+        from the step before. A block costs one draft forward instead, and none without drafts.
         """
+        if self.is_block:
+            blocks = self.draft * self.forward(batch_size * shape.num_nodes) if shape.steps else 0.0
+            return self.forward(batch_size * shape.num_nodes) + blocks + self.kv * context
         levels = max(shape.steps - 1, 0) * self.forward(batch_size * shape.topk)
         drafts = self.draft * (levels + self.forward(batch_size * shape.num_path))
         return self.forward(batch_size * shape.num_nodes) + drafts + self.kv * context
@@ -140,12 +145,17 @@ class StepPolicy:
 
     The policy leaves a shape only for one that is better by MARGIN, or when the configured shape is better.
     By the estimated costs and averages, a token never costs more than with the configured shape.
+
+    `is_watched`: steps without drafts report whether the first drafts would have matched. Otherwise one of
+    PROBE_STEPS such steps drafts the shortest shape instead.
     """
 
-    def __init__(self, shapes: Sequence[DraftShape], costs: CostModel) -> None:
+    def __init__(self, shapes: Sequence[DraftShape], costs: CostModel, *, is_watched: bool = True) -> None:
         assert shapes, "at least the configured shape"
         self.shapes = tuple(shapes)
         self.costs = costs
+        self.is_watched = is_watched
+        self._num_plain = 0  # steps without drafts since the last probe
         self.current = self.shapes[-1]
         self.num_changes = 0
         self.chosen: Counter[int] = Counter()
@@ -168,8 +178,19 @@ class StepPolicy:
         if rates[best] > held * (1 + MARGIN) or rates[self.shapes[-1]] > held:
             self.num_changes += best != self.current
             self.current = best
-        self.chosen[self.current.steps] += 1
-        return self.current
+        chosen = self._probe() or self.current
+        self.chosen[chosen.steps] += 1
+        return chosen
+
+    def _probe(self) -> DraftShape | None:
+        """The shortest shape with drafts, in one of PROBE_STEPS plain steps of a policy that sees nothing of
+        them.
+        """
+        self._num_plain = 0 if self.is_watched or self.current.steps else self._num_plain + 1
+        if self._num_plain < PROBE_STEPS:
+            return None
+        self._num_plain = 0
+        return next((shape for shape in self.shapes if shape.steps), None)
 
     def observe(self, kept: Sequence[int], tried: Sequence[int]) -> None:
         """Records the acceptance of one step, summed over its requests, by level of drafts.

@@ -18,7 +18,7 @@ import torch
 
 from ..batch.extend_batch import extend_batch
 from ..batch.forward_batch import CaptureHidden, ForwardOutput
-from ..graphs.buckets import token_buckets
+from ..graphs.buckets import batch_buckets, token_buckets
 from ..host_copy import to_device
 from ..kv.page_table import pages_for
 from ..kv.pool import FeaturePlane, KVPool
@@ -30,7 +30,7 @@ from ..runner.model_runner import ModelRunner
 from ..sampling.edits import ALL_ALLOWED
 from ..sampling.params import SamplingParams
 from ..sampling.sampler import Sampler
-from ..speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter
+from ..speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter, draft_pools, reads_features
 from ..speculative.drafting.shape import DraftShape
 from ..speculative.step.async_decoder import AsyncDecoder
 from ..speculative.step.device_state import PAD_SLOT
@@ -170,7 +170,7 @@ class Rehearsal:
 
     def _forward(self, parts: Sequence[Prompt]) -> ForwardOutput:
         engine = self.engine
-        has_features = engine.features is not None or engine.drafter is not None
+        has_features = engine.features is not None or reads_features(engine.drafter)
         batch = extend_batch(
             parts,
             page_size=engine.pool.page_size,
@@ -180,7 +180,7 @@ class Rehearsal:
         output = engine.runner.forward(batch)
         if engine.features is not None and output.hidden is not None:
             engine.features.store(batch.slots, output.hidden)
-        self._unread = output if engine.drafter is not None else output.logits
+        self._unread = output if reads_features(engine.drafter) else output.logits
         self.num_forwards += 1
         return output
 
@@ -189,7 +189,7 @@ class Rehearsal:
     def _decode(self) -> None:
         engine = self.engine
         decoder, most = engine.decoder(), self.sizes.max_requests
-        if engine.drafter is not None:
+        if engine.drafter is not None and reads_features(engine.drafter):
             self._draft_prompts(decoder, engine.drafter)
         decoder.policy = None  # this chooses the shapes itself, and leaves the policy's averages alone
         for shape in dict.fromkeys((decoder.shape, *(kind.shape for kind in decoder.steps.kinds))):
@@ -199,6 +199,9 @@ class Rehearsal:
                 for count in sorted({1, min(2, most), most}):
                     self._steps(decoder, count, params)
             self._guided_step(decoder)
+        for count in batch_buckets(most) if decoder.steps.late_rows else ():
+            decoder.steps.catch_up((PAD_SLOT,) * count)
+            self.num_forwards += 1
 
     def _draft_prompts(self, decoder: AsyncDecoder, drafter: Drafter) -> None:
         limit = min(self._fitting(MAX_PREFILL_ROWS), drafter.max_context)
@@ -225,7 +228,7 @@ class Rehearsal:
         for request in requests:
             request.num_computed = request.num_prompt
             request.append([1], ())
-        if drafter is None:
+        if drafter is None or not reads_features(drafter):
             return
         width = drafter.feature_width
         items = [
@@ -314,7 +317,8 @@ class Rehearsal:
         engine.pool.kv[1:end].zero_()
         if engine.features is not None:
             engine.features.features[1:end].zero_()
+        for draft_pool in draft_pools(engine.drafter):
+            draft_pool.kv[1:end].zero_()
         if engine.drafter is not None:
-            engine.drafter.pool.kv[1:end].zero_()
             for values in engine.drafter.anchors:
                 values.zero_()

@@ -16,17 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...kernels.triton_jit import ALIGNMENT, Launch, planned_launches
 from ..attention.metadata import MAX_UNIFORM_ROWS
-from ..batch.extend_batch import extend_batch
 from ..batch.forward_batch import ForwardBatch
 from ..graphs.breakable import Breaks
 from ..kv.page_table import pages_for
 from ..models.interface import CausalLM
 from ..models.layers import Attend
-from ..request import Request
 from ..runner.model_runner import ModelRunner
 from ..runner.target_graphs import aux_ids_of
-from ..sampling.params import SamplingParams
-from ..speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter, DraftPrefill
+from ..speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter, DraftPrefill, reads_features
 from ..speculative.drafters.states import PAD_ROW
 from ..speculative.drafting.shape import DraftShape
 from ..speculative.step.fused_step import FusedStep, StepContext, StepKind
@@ -110,7 +107,7 @@ class VariantPlanner:
         batches = [self.batch(shape) for shape in shapes]  # reads host tensors, which fake ones do not allow
         with FakeTensorMode(allow_non_fake_inputs=True), planned_launches() as found:
             self.prompts(batches)
-            if self.drafter is not None:
+            if self.drafter is not None and reads_features(self.drafter):
                 context = min(reach.max_context, self.drafter.max_context)
                 self.draft_prompts(extend_shapes(MAX_PREFILL_ROWS, reach.max_requests, context))
             if self.steps is not None:
@@ -153,19 +150,29 @@ class VariantPlanner:
         """One decode step of `count` requests."""
         assert self.steps is not None
         whole = self.steps.step
-        step = FusedStep(self.runner, whole.drafter, whole.state, whole.max_context)
+        step = FusedStep(self.runner, whole.drafter, whole.state, whole.max_context, whole.late)
         slots = torch.zeros(count, dtype=torch.int64, device=whole.state.device)
         step.run(slots, kind, Breaks(StepContext(num_rows=count)))
+        if step.is_late(kind):
+            step.catch_up(slots, Breaks(StepContext(num_rows=count)))
 
     def batch(self, shape: ExtendShape) -> ForwardBatch:
-        """A batch of `shape` whose values do not matter."""
-        size, ranges = self.reach.page_size, []
-        for count in shape.q_lens:
-            end = shape.prefix + count
-            request = Request(room="", epoch=0, prompt_ids=[0] * end, sampling=SamplingParams())
-            request.pages = [0] * pages_for(end, size)
-            ranges.append((request, shape.prefix, end))
-        return extend_batch(ranges, page_size=size, device=self.runner.pool.device)
+        """A batch of `shape` as `extend_batch` builds it, with zeros for all values on the device."""
+        ends = [shape.prefix + count for count in shape.q_lens]
+        width = pages_for(max(ends), self.reach.page_size)
+        device = self.runner.pool.device
+        ids, positions, slots = (
+            torch.zeros(shape.num_rows, dtype=torch.int64, device=device) for _ in range(3)
+        )
+        return ForwardBatch(
+            input_ids=ids,
+            positions=positions,
+            slots=slots,
+            page_table=torch.zeros((len(ends), width), dtype=torch.int64, device=device),
+            q_lens=list(shape.q_lens),
+            kv_lens=ends,
+            logit_rows=torch.zeros(len(ends), dtype=torch.int64, device=device),
+        )
 
     def _body(self, count: int) -> "_Inputs":
         """A forward of `count` rows with the logits of its last row; returns the inputs of its attention."""

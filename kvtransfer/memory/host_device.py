@@ -9,7 +9,7 @@ import mmap
 import os
 import struct
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -76,11 +76,6 @@ class HostDevice:
         return f"HostDevice(owned={len(self._owned)}, opened={len(self._opened)}, moves={len(self._queue)})"
 
     @property
-    def name(self) -> str:
-        """A constant in the place of a UUID."""
-        return "HOST"
-
-    @property
     def num_bytes(self) -> int:
         """Bytes that are allocated or opened here now."""
         return sum(len(memory.map) for memory in (*self._owned.values(), *self._opened.values()))
@@ -106,7 +101,7 @@ class HostDevice:
         return HANDLE.pack(MAGIC, os.getpid(), fd, os.fstat(fd).st_ino).ljust(HANDLE_BYTES, b"\0")
 
     def free(self, address: int) -> None:
-        """As `Device.free`."""
+        """As `Device.free`, at once."""
         self.finish()
         memory = self._owned.pop(address)
         _unmapped(memory)
@@ -135,14 +130,15 @@ class HostDevice:
             os.close(fd)
         return memory.address
 
-    def close(self, handle: bytes) -> None:
-        """As `Device.close`."""
+    def close(self, handle: bytes, closed: Callable[[], None]) -> None:
+        """As `Device.close`, at once."""
         memory = self._opened[handle]
         memory.num_opens -= 1
         if memory.num_opens == 0:
             self.finish()
             del self._opened[handle]
             _unmapped(memory)
+        closed()
 
     def move(self, runs: Sequence[Spans], pages: Iterable[int], *, is_write: bool) -> HostMove:
         """As `Device.move`."""

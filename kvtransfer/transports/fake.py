@@ -18,6 +18,7 @@ from ..protocol.session import LEASE_S, WINDOW, Peer
 from ..transport import Planes, TransportEvent
 from .cuda_slab import DEVICE_SLAB_BYTES, SLOT_BYTES
 from .endpoint import Clock, Delivered, Delivery
+from .nixl_agent import OpenAgent, open_nixl
 from .receiver_endpoint import ReceiverEndpoint
 from .sender_endpoint import SenderEndpoint
 from .shm import SLAB_BYTES
@@ -132,6 +133,7 @@ class FakeSender(SenderEndpoint):
         slab_bytes: int = SLAB_BYTES,
         device_slab_bytes: int = DEVICE_SLAB_BYTES,
         device: Device | None = None,
+        open_agent: OpenAgent = open_nixl,
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(
@@ -144,6 +146,7 @@ class FakeSender(SenderEndpoint):
             slab_bytes=slab_bytes,
             device_slab_bytes=device_slab_bytes,
             device=device,
+            open_agent=open_agent,
             clock=clock,
         )
         self.endpoint = endpoint
@@ -152,6 +155,7 @@ class FakeSender(SenderEndpoint):
 
     def arrive(self, link: str, frames: Sequence[memoryview]) -> None:
         """Handles a message of the network."""
+        self._heard(link)
         self._receive_frames(link, frames)
 
     def poll(self, timeout: float) -> list[TransportEvent]:
@@ -195,6 +199,7 @@ class FakeReceiver(ReceiverEndpoint):
         transports: Sequence[str] = (ZMQ_BLOCKS,),
         device: Device | None = None,
         slot_bytes: int = SLOT_BYTES,
+        open_agent: OpenAgent = open_nixl,
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(
@@ -207,6 +212,7 @@ class FakeReceiver(ReceiverEndpoint):
             transports=transports,
             device=device,
             slot_bytes=slot_bytes,
+            open_agent=open_agent,
             clock=clock,
         )
         self._network = network

@@ -24,7 +24,7 @@ class PathRates:
 
     def add(self, done: Complete) -> None:
         """Counts one hand-off. A room without blocks took no path."""
-        path = path_taken(done.num_blocks, done.num_shm_blocks, done.num_device_blocks)
+        path = path_taken(done.num_blocks, done.num_shm_blocks, done.num_device_blocks, done.num_nixl_blocks)
         if path is None:
             return
         if path not in self._bytes and done.seconds > 0:

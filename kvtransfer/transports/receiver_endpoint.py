@@ -10,22 +10,24 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 
 from ...cluster.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
-from ...cluster.net.transport_names import CUDA_SLAB, LOCAL, ZMQ_BLOCKS
+from ...cluster.net.transport_names import CUDA_SLAB, LOCAL, NIXL, ZMQ_BLOCKS
 from ...cluster.protocol.codec import BATCHED, encode, encode_batch, kv_down_frames, unknown_messages
 from ...cluster.protocol.kv_messages import PairDown
-from ...cluster.protocol.messages import Block, KVWelcome, Layout, Release
+from ...cluster.protocol.messages import Attach, Block, KVWelcome, Layout, Pull, Release
 from ...cluster.protocol.slab_messages import SlabBlock, SlabDown, SlabUp
 from ...cluster.security.ciphers import CRC32C
 from ..memory.blocks import Arrival, BlockWriter
 from ..memory.device import Device, Move
-from ..memory.span_cutter import ReceiverPages, pages_of_run
+from ..memory.span_cutter import ReceiverPages, RunPlaces, pages_of_run
 from ..protocol.layout import Crc, KVLayout, Segment, block_digest, device_digest, digest_seed
 from ..protocol.receiver import ReceiverSession
 from ..protocol.seal import TAG_BYTES, BlockName
 from ..protocol.session import LEASE_S, WINDOW, CloseLink, Effect, Notify, Peer, ReceiverRoom, SendMessage
 from ..transport import Complete, Lost, Offer, Planes, PullRequest
-from .cuda_slab import SLOT_BYTES, device_of, host_id, next_poll
+from .cuda_slab import NEWS_S, SLOT_BYTES, SPIN_S, device_of, host_id, next_poll
 from .endpoint import Clock, Endpoint
+from .nixl import Arrived, PairReads
+from .nixl_agent import OpenAgent, open_nixl
 from .path_rates import PathRates
 from .shm import ReceiverSlabs
 from .slab_lanes import SlabCounters
@@ -60,10 +62,11 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         transports: Sequence[str] = (ZMQ_BLOCKS,),
         device: Device | None = None,
         slot_bytes: int = SLOT_BYTES,
+        open_agent: OpenAgent = open_nixl,
         clock: Clock = time.monotonic,
     ) -> None:
         """`device`: another device than that of the planes, for tests without a GPU. `slot_bytes`: the
-        largest slot in a device's memory.
+        largest slot in a device's memory. `open_agent`: NIXL.
         """
         super().__init__(clock)
         if CUDA_SLAB in transports and device is None:
@@ -77,7 +80,6 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             lease_s=lease_s,
             transports=self._transports,
             host=host_id(),
-            gpu="" if device is None else device.name,
         )
         self._writer = BlockWriter(KVLayout(layout), planes)
         self._decoder = kv_down_frames()
@@ -85,6 +87,9 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         self._device = device
         self._pages = None if device is None else ReceiverPages(planes)
         self._landings: list[Landing] = []
+        self._places: dict[
+            tuple[str, int, int, int], RunPlaces
+        ] = {}  # of pulled runs: room, epoch, block, count
         self._paths = PathRates()
         self._slabs = ReceiverSlabs(
             instance,
@@ -94,10 +99,19 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             device=device,
             slot_bytes=slot_bytes,
         )
+        self._nixl: PairReads | None = None
+        if NIXL in self._transports:
+            self._nixl = PairReads(
+                instance, self._slabs.counters, open_agent, window=window, pin=self._writer.pin
+            )
 
     def offer(self, offer: Offer) -> None:
         """Raises LocalProtocolError: decode does not offer."""
         raise LocalProtocolError(f"decode does not offer (room {offer.room})")
+
+    def launched(self, room: str, epoch: int, tokens: int) -> None:
+        """Raises LocalProtocolError: decode launches no forward for an offer."""
+        raise LocalProtocolError(f"decode does not offer (room {room})")
 
     def advance(self, room: str, epoch: int, tokens_ready: int, first_token: int | None = None) -> None:
         """Raises LocalProtocolError: decode does not advance."""
@@ -107,11 +121,14 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         """As `KVTransport.pull`. Raises LocalProtocolError as `ReceiverSession.pull`."""
         self._perform(self.session.pull(request, self._clock()))
         self._tell(request.endpoint, self._slabs.ask_again(request.endpoint, self._clock()))
+        if self._nixl is not None:
+            self._nixl.ask_again(request.endpoint, self._clock())
 
     def release(self, room: str, epoch: int, reason: str) -> None:
         """As `KVTransport.release`."""
         self._perform(self.session.release(room, epoch, reason, self._clock()))
         self._finish_landings(room, epoch)
+        self._forget_places(room)
         self._forget_events(room, epoch)
 
     @property
@@ -129,9 +146,15 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             self.session.next_deadline(),
             self._slabs.next_deadline(),
             self._retry_at if self._outbox else None,
-            next_poll(self._landings[0].began, now) if self._landings else None,
+            next_poll((landing.move for landing in self._landings), now),
+            self._nixl.next_deadline() if self._nixl is not None else None,
         ]
         return min((t for t in times if t is not None), default=None)
+
+    @property
+    def wake_fds(self) -> list[int]:
+        """Descriptors of other threads that have something for `poll`."""
+        return [] if self._nixl is None else self._nixl.thread.wake_fds
 
     def _close_link(self, peer: Peer) -> None:
         """Closes the connection to a peer without rooms, or a broken connection.
@@ -140,6 +163,8 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         """
         self._outbox.pop(peer, None)
         self._slabs.drop(peer)
+        if self._nixl is not None:
+            self._nixl.drop(peer)
         self._set_runs(peer)
 
     def _receive_frames(self, peer: Peer, frames: Sequence[memoryview]) -> None:
@@ -174,6 +199,8 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             return self._receive_block(peer, message, frames[1], now)
         if isinstance(message, SlabDown):
             answers = self._slabs.handle(peer, message)
+            if self._nixl is not None:
+                answers += self._nixl.handle(peer, message, now)
             self._set_runs(peer)
             self._tell(peer, *answers)
             return []
@@ -184,6 +211,8 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                 block_bytes = message.layout.block_bytes
                 self._tell(peer, self._slabs.greet(peer, message.instance, block_bytes, now, mine))
                 self._set_runs(peer)  # the slab of an earlier process is dropped
+        if isinstance(message, KVWelcome) and self._nixl is not None and message.transport == NIXL:
+            self._nixl.greet(peer, message.instance, message.layout.block_bytes, now)
         effects = self.session.receive(peer, message, now)
         link = self.session.link_of(peer)
         if isinstance(message, KVWelcome) and link is not None and link.is_greeted(message.instance):
@@ -212,6 +241,8 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         for landing in self._landings:
             landing.move.wait()
         self._slabs.close()
+        if self._nixl is not None:
+            self._nixl.close()
 
     def _receive_slab_blocks(self, peer: Peer, blocks: Sequence[SlabBlock], now: float) -> list[Effect]:
         """Handles all blocks of a frame together.
@@ -223,6 +254,10 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         if on_device:
             effects += self._begin_landing(peer, on_device, now)
             blocks = [block for block in blocks if block not in on_device]
+        if self._nixl is not None:
+            remote = [block for block in blocks if self._nixl.has(peer, block)]
+            effects += self._begin_reads(self._nixl, peer, remote, now)
+            blocks = [block for block in blocks if block not in remote]
         expected: list[tuple[SlabBlock, Arrival]] = []
         for block in blocks:
             data = self._slabs.read(peer, block)
@@ -245,6 +280,54 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                 *self._settle_slab_block(peer, block, is_right, now),
             ]
         return effects
+
+    def _begin_reads(
+        self, nixl: PairReads, peer: Peer, blocks: Sequence[SlabBlock], now: float
+    ) -> list[Effect]:
+        """Starts to read blocks through NIXL; `_settle_reads` goes on."""
+        effects: list[Effect] = []
+        for block in blocks:
+            if nixl.is_reading(peer, block):
+                self.session.counters.duplicate_blocks += 1
+            elif self.session.expect(peer, block, block.size) is None:
+                effects.append(SendMessage(peer, nixl.freed(block)))
+            elif nixl.has(peer, block) and nixl.begin(peer, block, now):
+                self.reach("receiver:read")
+            else:
+                self.session.counters.unexpected += 1
+                effects += [SendMessage(*one) for one in nixl.unusable(peer, block, now)]
+        return effects
+
+    def _settle_reads(self, nixl: PairReads) -> None:
+        """Lands the blocks whose reads have ended."""
+        arrived, messages = nixl.settle(self._clock())
+        effects: list[Effect] = [SendMessage(*one) for one in messages]
+        for one in arrived:
+            is_right = self._land(one)
+            effects.append(SendMessage(one.peer, nixl.landed(one)))
+            if is_right is not None:
+                effects += self._settle_read(one, is_right)
+        if effects:
+            self._perform(effects)
+
+    def _land(self, one: Arrived) -> bool | None:
+        """Whether the block has its digest and is in its pages; None if nobody wants it any more."""
+        block = one.block
+        segments, link = self._expect(one.peer, block, block.size), self.session.link_of(one.peer)
+        if segments is None or link is None:
+            return None
+        seed = digest_seed(block.room, block.epoch, block.block, block.size)
+        arrival = Arrival(one.data, segments, link.rooms[block.room].request, seed, block.digest)
+        return self._writer.land([arrival], is_pinned=one.is_pinned)[0]
+
+    def _settle_read(self, one: Arrived, is_right: bool) -> list[Effect]:
+        block, now = one.block, self._clock()
+        if not is_right or (now - one.began) * 1000 >= block.lease_ms:
+            return self.session.corrupt(one.peer, block, now)
+        self._slabs.counters.nixl_blocks += 1
+        self._slabs.counters.nixl_bytes += block.size
+        self.reach("receiver:block")
+        return self.session.landed(one.peer, block, now, is_nixl=True)
 
     def _begin_landing(self, peer: Peer, blocks: Sequence[SlabBlock], now: float) -> list[Effect]:
         """Starts to write runs from device memory into their pages; `_settle_landings` goes on."""
@@ -272,7 +355,9 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             under_way |= names_of(block)
             begun.append(block)
             requests.append(request)
-            runs.append(self._pages.places(stream, block.block, block.count, request).scatter(slot))
+            places = self._places.pop((block.room, block.epoch, block.block, block.count), None)
+            places = places or self._pages.places(stream, block.block, block.count, request)
+            runs.append(places.scatter(slot))
             pages += pages_of_run(stream, block.block, block.count, request.pages)
         if begun:
             move = self._device.move(runs, pages, is_write=True)
@@ -296,25 +381,44 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         return self.session.expect(peer, block, size)
 
     def _settle_landings(self) -> None:
-        """Handles the runs that are in their pages by now, and waits for the first if it is not held."""
-        is_first = True
-        while self._landings:
-            landing = self._landings[0]
+        """Handles the runs that are in their pages by now, and waits for those that are not held."""
+        effects: list[Effect] = []
+        for landing in list(self._landings):
             totals = landing.move.poll()
-            if totals is None and is_first and not landing.move.is_held:
-                totals = landing.move.wait()
-            is_first = False
+            if totals is None and not landing.move.is_held:
+                self._perform(effects)  # prefill fills the slots meanwhile
+                effects = []
+                totals = self._end_of(landing)
             if totals is None:
-                return  # moves run in order
-            del self._landings[0]
-            effects: list[Effect] = []
+                continue
+            self._landings.remove(landing)
             for block, total in zip(landing.blocks, totals, strict=True):
                 found = device_digest(block.room, block.epoch, block.block, block.size, total)
                 effects += [
                     SendMessage(landing.peer, self._slabs.freed(block)),
                     *self._settle_run(landing, block, found == block.digest),
                 ]
-            self._perform(effects)
+        self._perform(effects)
+
+    def _end_of(self, landing: Landing) -> list[int] | None:
+        """The digests of a move that ends soon; None if a message came before.
+
+        The next runs must be started while this move is under way, or the device is idle between them.
+        """
+        link = self.session.link_of(landing.peer)
+        num_landing = sum(block.count for one in self._landings for block in one.blocks)
+        if link is None or link.num_in_flight <= num_landing:
+            return landing.move.wait()
+        until = time.monotonic() + SPIN_S
+        while (totals := landing.move.poll()) is None:
+            if self._has_news() or time.monotonic() >= until:
+                return None
+            time.sleep(NEWS_S)
+        return totals
+
+    def _has_news(self) -> bool:
+        """Whether a message waits to be read."""
+        return False
 
     def _settle_run(self, landing: Landing, block: SlabBlock, is_right: bool) -> list[Effect]:
         peer, now = landing.peer, self._clock()
@@ -385,6 +489,8 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         for peer in self._slabs.sweep(now):
             self._set_runs(peer)
         self._settle_landings()
+        if self._nixl is not None:
+            self._settle_reads(self._nixl)
         self._perform(self.session.tick(now))
         self._flush(now)
 
@@ -397,11 +503,32 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                     self._paths.add(effect.event)
                 if isinstance(effect.event, Lost):
                     self._finish_landings(effect.event.room, effect.event.epoch)
+                if isinstance(effect.event, Complete | Lost):
+                    self._forget_places(effect.event.room)
                 self._events.append(effect.event)
             elif isinstance(effect, CloseLink):
                 self._close_link(effect.peer)
         if not self._is_gathering:
             self._flush(self._clock())
+            self._prepare(effects)
+
+    def _prepare(self, effects: Sequence[Effect]) -> None:
+        """Cuts the runs that were pulled, while prefill computes and sends them."""
+        if self._pages is None:
+            return
+        for effect in effects:
+            if isinstance(effect, SendMessage) and isinstance(effect.message, Attach | Pull):
+                message, link = effect.message, self.session.link_of(effect.peer)
+                room = None if link is None else link.rooms.get(message.room)
+                if room is None or room.stream is None or room.request.epoch != message.epoch:
+                    continue
+                for block, count in _runs_of(message, room.stream.num_blocks):
+                    key = (message.room, message.epoch, block, count)
+                    self._places[key] = self._pages.places(room.stream, block, count, room.request)
+
+    def _forget_places(self, room: str) -> None:
+        for key in [key for key in self._places if key[0] == room]:
+            del self._places[key]
 
     def _send_some(self, waiting: deque[SendMessage]) -> int:
         first = waiting[0]
@@ -415,6 +542,15 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
 
     def _peer_lost(self, peer: Peer) -> None:
         """No-op: a DEALER has one peer and keeps connecting to it."""
+
+
+def _runs_of(message: Attach | Pull, num_blocks: int) -> list[tuple[int, int]]:
+    """(first block, count) of each run of several blocks that a message pulls."""
+    if isinstance(message, Pull):
+        return [(message.block, message.count)] if message.count > 1 else []
+    size = message.run_blocks
+    firsts = range(0, min(num_blocks, message.num_runs * size), size) if size else ()
+    return [(first, min(size, num_blocks - first)) for first in firsts]
 
 
 def names_of(header: SlabBlock) -> set[tuple[str, int, int]]:

@@ -12,7 +12,7 @@ import zmq
 
 from ...cluster.errors import ConfigError
 from ...cluster.net.sockets import Socket
-from ...cluster.net.transport_names import CUDA_SLAB, SHM, ZMQ_BLOCKS
+from ...cluster.net.transport_names import CUDA_SLAB, NIXL, SHM, ZMQ_BLOCKS
 from ...cluster.process.failpoints import Reach, unarmed
 from ...cluster.protocol.messages import Layout
 from ...cluster.security.keyring import Keyring
@@ -105,8 +105,9 @@ def registered() -> tuple[Transport, ...]:
     """All transports, the best first, with the names of `cluster.net.transport_names.TRANSPORTS`."""
     return (
         # slabs beside the messages of zmq_blocks
-        Transport(CUDA_SLAB, (CUDA_SLAB, SHM, ZMQ_BLOCKS), _zmq_sender, _zmq_receiver),
-        Transport(SHM, (SHM, ZMQ_BLOCKS), _zmq_sender, _zmq_receiver),
+        Transport(CUDA_SLAB, (CUDA_SLAB, SHM, NIXL, ZMQ_BLOCKS), _zmq_sender, _zmq_receiver),
+        Transport(SHM, (SHM, NIXL, ZMQ_BLOCKS), _zmq_sender, _zmq_receiver),
+        Transport(NIXL, (NIXL, ZMQ_BLOCKS), _zmq_sender, _zmq_receiver),
         Transport(ZMQ_BLOCKS, (ZMQ_BLOCKS,), _zmq_sender, _zmq_receiver),
     )
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from ...cluster.errors import LocalProtocolError, RemoteProtocolError
-from ...cluster.net.transport_names import CUDA_SLAB, SHM, ZMQ_BLOCKS
+from ...cluster.net.transport_names import CUDA_SLAB, NIXL, SHM, ZMQ_BLOCKS
 from ...cluster.protocol.codec import encode, encode_batch, kv_up_frames, unknown_messages
 from ...cluster.protocol.kv_messages import BLOCK_BYTES
 from ...cluster.protocol.messages import KVUp, KVWelcome, Layout, Release
@@ -23,8 +23,10 @@ from ..protocol.layout import Crc, KVLayout
 from ..protocol.sender import SenderSession
 from ..protocol.session import LEASE_S, Effect, Notify, Peer, SendBlock, SendMessage
 from ..transport import Dropped, Offer, Planes, PullRequest, Released
-from .cuda_slab import DEVICE_SLAB_BYTES, RUNS_PER_MOVE, DeviceLanes, device_of, host_id
+from .cuda_slab import DEVICE_SLAB_BYTES, DeviceLanes, device_of, host_id
 from .endpoint import RETRY_S, Clock, Endpoint
+from .nixl import NixlLanes
+from .nixl_agent import OpenAgent, open_nixl
 from .pending_reads import PendingReads
 from .prepared_blocks import Key, PreparedBlocks, key_of
 from .shm import SLAB_BYTES, SenderSlabs
@@ -52,11 +54,13 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         slab_bytes: int = SLAB_BYTES,
         device_slab_bytes: int = DEVICE_SLAB_BYTES,
         device: Device | None = None,
+        open_agent: OpenAgent = open_nixl,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`slab_bytes`, `device_slab_bytes`: limits of all slabs in memory of the host and of the device.
+        """`slab_bytes`, `device_slab_bytes`: limits of all slabs in memory of the host and of the device, and
+        the first also of the slabs for NIXL.
 
-        `device`: another device than that of the planes, for tests without a GPU.
+        `device`: another device than that of the planes, for tests without a GPU. `open_agent`: NIXL.
         """
         super().__init__(clock)
         if CUDA_SLAB in transports and device is None:
@@ -93,12 +97,29 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
                 lease_s=lease_s,
                 max_bytes=device_slab_bytes,
             )
+        self._nixl: NixlLanes | None = None
+        if NIXL in names:
+            self._nixl = NixlLanes(
+                instance,
+                layout.block_bytes,
+                self._slab_counters,
+                open_agent,
+                lease_s=lease_s,
+                max_bytes=slab_bytes,
+                pin=pin,
+            )
         self._waiting: set[Key] = set()  # the blocks in the outbox
         self._slots_per_frame = _slots_per_frame(layout, planes)
 
     def offer(self, offer: Offer) -> None:
         """As `KVTransport.offer`. Raises LocalProtocolError as `SenderSession.offer`."""
         self._perform(self.session.offer(offer, self._clock()))
+
+    def launched(self, room: str, epoch: int, tokens: int) -> None:
+        """As `KVTransport.launched`: starts to fill slots behind the forward."""
+        peer = self.session.peer_of(room, epoch)
+        if self._device_slabs is not None and self._device_slabs.has(peer):
+            self._perform(self.session.launched(room, epoch, tokens))
 
     def advance(self, room: str, epoch: int, tokens_ready: int, first_token: int | None = None) -> None:
         """As `KVTransport.advance`. Raises LocalProtocolError as `SenderSession.advance`."""
@@ -117,8 +138,15 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
 
     @property
     def slots(self) -> tuple[int, int]:
-        """The slots of shared memory in use, and all of them."""
-        return self._slabs.slots
+        """The slots of shared memory and of slabs for NIXL in use, and all of them."""
+        used, total = self._slabs.slots
+        others = (0, 0) if self._nixl is None else self._nixl.slots
+        return used + others[0], total + others[1]
+
+    @property
+    def wake_fds(self) -> list[int]:
+        """Descriptors of other threads that have something for `poll`."""
+        return [] if self._nixl is None else self._nixl.thread.wake_fds
 
     @property
     def counters(self) -> dict[str, float]:
@@ -136,6 +164,8 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
             times.append(now + RETRY_S)
         if self._device_slabs is not None:
             times += [self._device_slabs.next_deadline(), self._device_slabs.poll_at(now)]
+        if self._nixl is not None:
+            times.append(self._nixl.next_deadline())
         return min((t for t in times if t is not None), default=None)
 
     def _receive_frames(self, peer: Peer, frames: Sequence[memoryview]) -> None:
@@ -175,7 +205,8 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
 
         Messages of peers without that agreement are dropped and counted.
         """
-        speaks = [name for name in (CUDA_SLAB, SHM) if self.session.speaks(peer, message.instance, name)]
+        kinds = ((CUDA_SLAB, self._device_slabs), (SHM, self._slabs), (NIXL, self._nixl))
+        speaks = [name for name, _ in kinds if self.session.speaks(peer, message.instance, name)]
         if not speaks:
             self.session.counters.unexpected += 1
             return []
@@ -185,7 +216,7 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
             return [SendMessage(peer, denial)]
         answers = [
             slabs.handle(peer, message)
-            for name, slabs in ((CUDA_SLAB, self._device_slabs), (SHM, self._slabs))
+            for name, slabs in kinds
             if slabs is not None and (not isinstance(message, SlabRequest) or message.transport == name)
         ]
         return [SendMessage(peer, answer) for answer in answers if answer is not None]
@@ -193,12 +224,16 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
     def _forget_slots(self, room: str, epoch: int) -> None:
         """Frees the slots of an ended room. Returns when no move reads its pages."""
         self._slabs.forget(room, epoch)
+        if self._nixl is not None:
+            self._nixl.forget(room, epoch)
         if self._device_slabs is not None:
             self._device_slabs.finish(room, epoch)
             self._device_slabs.forget(room, epoch)
 
     def _close_slabs(self) -> None:
         self._slabs.close()
+        if self._nixl is not None:
+            self._nixl.close()
         if self._device_slabs is not None:
             self._device_slabs.close()
 
@@ -207,10 +242,11 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         self._slabs.sweep(now)
         if self._device_slabs is not None:
             self._device_slabs.sweep(now)
-            self._send_filled(self._device_slabs)
+        if self._nixl is not None:
+            self._nixl.sweep(now)
+            for peer, answer in self._nixl.answers(now):
+                self._post(SendMessage(peer, answer))
         self._perform(self.session.tick(now))
-        self._flush(now)
-        self._settle(now)
 
     def _perform(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
@@ -222,26 +258,20 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
                 # a hung peer must not hold pages forever; if it reads on, its digests will not match
                 self._reads.hold(effect.event, self._clock() + self._lease_s)
         self._flush(self._clock())
+        if self._device_slabs is not None:
+            self._send_filled(self._device_slabs)
         self._settle(self._clock())
 
     def _send_filled(self, device_slabs: DeviceLanes) -> None:
-        """Sends the headers of the runs that are in their slots by now."""
-        filled = self._filled(device_slabs)
-        for message in filled:
-            self._post(message)
-        if filled:
+        """Sends the headers of the runs of open rooms that are in their slots by now."""
+        while filled := device_slabs.settle():
+            for item, header in filled:
+                if self.session.is_open(item.room, item.epoch):
+                    self.reach("sender:block")
+                    self.session.counters.blocks += item.count
+                    self.session.counters.bytes += item.size
+                    self._post(SendMessage(item.peer, header))
             self._flush(self._clock())
-
-    def _filled(self, device_slabs: DeviceLanes) -> list[SendMessage]:
-        """The headers of the runs of open rooms that are in their slots by now."""
-        messages: list[SendMessage] = []
-        for item, header in device_slabs.settle():
-            if self.session.is_open(item.room, item.epoch):
-                self.reach("sender:block")
-                self.session.counters.blocks += item.count
-                self.session.counters.bytes += item.size
-                messages.append(SendMessage(item.peer, header))
-        return messages
 
     def _send_some(self, waiting: "deque[SendMessage | SendBlock]") -> int:
         item = waiting[0]
@@ -257,7 +287,7 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
             return 1
         if self._device_slabs is not None and self._device_slabs.has(item.peer):
             num_begun = self._begin_runs(self._device_slabs, waiting)
-            if num_begun:
+            if num_begun or self._device_slabs.is_waiting(item.peer, self._clock()):
                 return num_begun
         if item.count > 1:  # the pair has no slab for runs any more, or no free slot
             self._forget(item)
@@ -295,7 +325,7 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
     def _begin_runs(self, device_slabs: DeviceLanes, waiting: "deque[SendMessage | SendBlock]") -> int:
         """Starts to fill slots with the leading runs. Returns the number of runs that leave the queue."""
         items: list[SendBlock] = []
-        for item in islice(waiting, RUNS_PER_MOVE):
+        for item in islice(waiting, self.max_batch):
             if isinstance(item, SendMessage) or not self.session.is_open(item.room, item.epoch):
                 break
             items.append(item)
@@ -303,16 +333,8 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         for item in items[:num_begun]:
             self._forget(item)
             self.reach("sender:gather")
-        messages = [SendMessage(items[0].peer, header) for header in headers]
-        if num_begun:
-            messages += self._filled(device_slabs)
-        own = [message for message in messages if message.peer == items[0].peer]
-        headers = [message.message for message in own if isinstance(message.message, SlabBlock)]
-        for message in messages:  # first those of other peers: this one may be lost
-            if message not in own:
-                self._post(message)
-        if headers and self._transmit(items[0].peer, encode_batch(headers), None) is None:
-            waiting.extend(own)
+        for header in headers:
+            self._post(SendMessage(items[0].peer, header))
         return num_begun
 
     def _fill_slots(self, waiting: "Sequence[SendMessage | SendBlock]") -> list[tuple[SendBlock, SlabBlock]]:
@@ -328,7 +350,10 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
             ):
                 break
             items.append(item)
-        headers = self._slabs.fill(items, self._reader, self._clock()) if items else []
+        lanes: NixlLanes | SenderSlabs = self._slabs
+        if self._nixl is not None and items and self._nixl.has(items[0].peer):
+            lanes = self._nixl
+        headers = lanes.fill(items, self._reader, self._clock()) if items else []
         for _ in headers:
             self.reach("sender:block")
         return list(zip(items, headers, strict=False))
@@ -352,6 +377,15 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         """The outgoing Welcome, to which a transport may add its own fields."""
         return welcome
 
+    def _lane(self, item: "SendMessage | SendBlock") -> str:
+        """The peer's lane. Runs for slots have another one: a run without a slot must delay nothing else."""
+        has_slab = self._device_slabs is not None and self._device_slabs.has(item.peer)
+        return run_lane(item.peer) if has_slab and isinstance(item, SendBlock) else item.peer
+
+    def _heard(self, peer: Peer) -> None:
+        """A message of a peer frees places of its queues, and slots."""
+        self._blocked.difference_update((peer, run_lane(peer)))
+
     def _post(self, item: "SendMessage | SendBlock") -> bool:
         """As `Endpoint._post`, but a block is queued once: the queued block also answers a repeated pull."""
         if not isinstance(item, SendBlock):
@@ -366,13 +400,22 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
     def _peer_lost(self, peer: Peer) -> None:
         if self._device_slabs is not None:
             self._device_slabs.drop(peer)
+        self._outbox.pop(run_lane(peer), None)
+        self._blocked.discard(run_lane(peer))
         self._waiting = {key for key in self._waiting if key[0] != peer}
         self._prepared.drop_peer(peer)
         self._slabs.drop(peer)
+        if self._nixl is not None:
+            self._nixl.drop(peer)
         self.session.peer_gone(peer)
 
     def _settle(self, now: float) -> None:
         self._events += self._reads.settle(now)
+
+
+def run_lane(peer: Peer) -> str:
+    """The queue of a peer's runs for slots in device memory."""
+    return f"{peer} runs"
 
 
 def _slots_per_frame(layout: Layout, planes: Planes) -> int:

@@ -20,8 +20,10 @@ import logging
 import os
 import secrets
 import socket
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from ...cluster.net.transport_names import CUDA_SLAB, SHM
 from ...cluster.process.log import fields as log_fields
@@ -44,7 +46,7 @@ from ..memory.slot_table import Slot, SlotTable
 from ..protocol.layout import digest_seed
 from ..protocol.session import Peer, SendBlock
 from .cuda_slab import DEVICE_WINDOW, SLOT_BYTES, slot_bytes_of
-from .slab_lanes import SWEEP_S, SlabCounters, SlabLanes, slots_that_fit
+from .slab_lanes import SWEEP_S, OwnedSlab, SlabCounters, SlabLane, SlabLanes, slots_that_fit
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +71,30 @@ class ShmLane:
         return is_alive(self.connection)
 
 
-class SenderSlabs(SlabLanes[ShmLane]):
-    """Prefill's slabs of shared memory, together at most `max_bytes` bytes."""
+class HostSlab(OwnedSlab, Protocol):
+    """Prefill's end of a slab in memory of the host."""
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a GPU may write the slots."""
+
+    def slot(self, index: int) -> Bytes:
+        """The bytes of a slot, uint8 `[slot_bytes]`."""
+
+
+class HostLane(SlabLane, Protocol):
+    """Prefill's records of one pair with a `HostSlab`."""
+
+    @property
+    def slab(self) -> HostSlab:
+        """The pair's slab."""
+
+
+H = TypeVar("H", bound=HostLane)
+
+
+class HostLanes(SlabLanes[H]):
+    """Prefill's slabs in memory of the host, together at most `max_bytes` bytes."""
 
     def __init__(
         self,
@@ -105,11 +129,14 @@ class SenderSlabs(SlabLanes[ShmLane]):
         fillings = [_filling(item, slab.slot(slot.index)) for item, slot in fresh]
         for (item, slot), digest in zip(fresh, reader.fill(fillings, is_pinned=slab.is_pinned), strict=True):
             slot.header = self._header(item, slab, slot, digest)
-            self.counters.shm_blocks += 1
-            self.counters.shm_bytes += item.size
+            self._count_block(item)
         return [slot.header for _, slot in held if slot.header is not None]
 
-    def _header(self, item: SendBlock, slab: Slab, slot: Slot, digest: int) -> SlabBlock:
+    @abstractmethod
+    def _count_block(self, item: SendBlock) -> None:
+        """Counts a filled block."""
+
+    def _header(self, item: SendBlock, slab: HostSlab, slot: Slot, digest: int) -> SlabBlock:
         return SlabBlock(
             room=item.room,
             epoch=item.epoch,
@@ -121,6 +148,14 @@ class SenderSlabs(SlabLanes[ShmLane]):
             slot=slot.index,
             lease_ms=int(self._lease_s * 1000),
         )
+
+
+class SenderSlabs(HostLanes[ShmLane]):
+    """Prefill's slabs of shared memory."""
+
+    def _count_block(self, item: SendBlock) -> None:
+        self.counters.shm_blocks += 1
+        self.counters.shm_bytes += item.size
 
     def _open(self, request: SlabRequest) -> ShmLane:
         left = self._max_bytes - sum(lane.slab.size for lane in self._lanes.values())
@@ -160,6 +195,7 @@ class _Asked:
     transports: tuple[str, ...]  # kinds of slabs that the pair may use, best first
     retry_at: float  # monotonic time of the next request
     slab: MappedSlab | MappedDeviceSlab | None = None  # None until it is granted
+    has_wire: bool = False
 
 
 class ReceiverSlabs:
@@ -234,6 +270,7 @@ class ReceiverSlabs:
             if isinstance(message, SlabDenied):
                 raise SlabError(message.reason[:200])
             asked.slab = self._map(asked, message)
+            asked.has_wire = message.has_wire and asked.transport == CUDA_SLAB
         except SlabError as error:
             if isinstance(message, SlabGrant):
                 answers.append(
@@ -244,6 +281,22 @@ class ReceiverSlabs:
         self._count()
         logger.info(_ARRIVING[asked.transport], extra=log_fields(endpoint=peer, slots=message.num_slots))
         return answers
+
+    def connections(self) -> list[tuple[Peer, socket.socket]]:
+        """The connections of slabs that carry frames."""
+        wires = [(peer, self.wire(peer)) for peer in self._asked]
+        return [(peer, wire) for peer, wire in wires if wire is not None]
+
+    def wire(self, peer: Peer) -> socket.socket | None:
+        """The connection over which frames reach prefill; None if there is none."""
+        asked = self._asked.get(peer)
+        if asked is None or asked.slab is None or not asked.has_wire:
+            return None
+        return asked.slab.connection
+
+    def sweep_soon(self) -> None:
+        """Makes the next `sweep` due, because a connection has ended."""
+        self._sweep_at = 0.0
 
     def is_pinned(self, peer: Peer) -> bool:
         """Whether a GPU may read the memory returned by `read`."""
@@ -370,6 +423,7 @@ class ReceiverSlabs:
             num_slots=num_slots,
             slot_bytes=slot_bytes,
             transport=transport,
+            has_wire=transport == CUDA_SLAB,
         )
 
     def _next(self, peer: Peer, asked: _Asked, reason: str) -> list[SlabUp]:

@@ -26,7 +26,7 @@ SWEEP_S = 0.5
 
 @dataclass
 class SlabCounters:
-    """Monotonic totals of one endpoint, except for the gauges `slabs` and `device_slabs`."""
+    """Monotonic totals of one endpoint, except for the gauges `slabs`, `device_slabs` and `nixl_slabs`."""
 
     slabs: int = 0  # slabs of shared memory in use now
     shm_blocks: int = 0
@@ -36,6 +36,9 @@ class SlabCounters:
     device_slabs: int = 0  # slabs of device memory that are allocated or mapped now
     device_blocks: int = 0
     device_bytes: int = 0
+    nixl_slabs: int = 0  # slabs that peers may read through NIXL now, or whose reads go into memory here
+    nixl_blocks: int = 0
+    nixl_bytes: int = 0
 
     def snapshot(self) -> dict[str, float]:
         """Totals by name, for heartbeats."""
@@ -52,6 +55,9 @@ class OwnedSlab(Protocol):
     @property
     def handle(self) -> bytes:
         """What a SlabGrant carries to open the slab; empty if the slab's descriptor went another way."""
+
+    has_wire: bool
+    """Whether its connection carries frames, too."""
 
 
 class SlabLane(Protocol):
@@ -96,6 +102,10 @@ class SlabLanes(ABC, Generic[L]):
         tables = [lane.slots for lane in self._lanes.values()]
         return sum(table.num_held for table in tables), sum(table.num_slots for table in tables)
 
+    def has(self, peer: Peer) -> bool:
+        """Whether the pair has a slab."""
+        return peer in self._lanes
+
     @abstractmethod
     def _open(self, request: SlabRequest) -> L:
         """Makes a slab and hands it over. Raises SlabError."""
@@ -133,6 +143,10 @@ class SlabLanes(ABC, Generic[L]):
         for lane in self._lanes.values():
             lane.slots.free_where(lambda _, ends_at: now >= ends_at)
         self._drop_unused()
+
+    def sweep_soon(self) -> None:
+        """Makes the next `sweep` due, because a connection has ended."""
+        self._sweep_at = 0.0
 
     def next_deadline(self) -> float | None:
         """Monotonic time of the next `sweep` with work; None without slabs."""
@@ -175,6 +189,7 @@ class SlabLanes(ABC, Generic[L]):
             num_slots=lane.slab.num_slots,
             slot_bytes=lane.slab.slot_bytes,
             handle=lane.slab.handle,
+            has_wire=lane.slab.has_wire,
         )
 
     def _drop_unused(self) -> None:

@@ -139,7 +139,9 @@ class Service:
             if plan := plan_of(body):
                 call = replace(call, grammar=await self.grammars.of(plan))
             started = self.clock()
-            read = await self._in_thread(call, call.size, lambda: [read_one(prompt) for prompt in prompts])
+            has_text = any(isinstance(prompt, str) for prompt in prompts)  # ids need no work
+            size = call.size if has_text else 0
+            read = await self._in_thread(call, size, lambda: [read_one(prompt) for prompt in prompts])
         frame = self._frame(body, "cmpl-")
         return self._answer(body, read, call, self.clock() - started, frame, CompletionBuilder(frame))
 

@@ -24,6 +24,7 @@ class Timeline(Struct, frozen=True, kw_only=True):
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     handoff_ms: float | None = None
+    handoff_tail_ms: float | None = None
     handoff_bytes: int | None = None
     handoff_blocks: int | None = None
     handoff_transport: str | None = None
@@ -75,6 +76,7 @@ class Account(Struct, frozen=True, kw_only=True):
             ttft_ms=_ms(stamps.first_token - self.arrived) if stamps.first_token is not None else None,
             tpot_ms=_tpot_ms(stamps, self.num_output),
             handoff_ms=round(decode.handoff_ms, 3) if decode else None,
+            handoff_tail_ms=round(decode.handoff_tail_ms, 3) if decode else None,
             handoff_bytes=decode.handoff_bytes if decode else None,
             handoff_blocks=decode.handoff_blocks if decode else None,
             handoff_transport=_path(decode) if decode else None,
@@ -131,7 +133,12 @@ def _tpot_ms(stamps: Stamps, num_output: int) -> float | None:
 
 
 def _path(decode: DecodeTimeline) -> str | None:
-    return path_taken(decode.handoff_blocks, decode.handoff_shm_blocks, decode.handoff_device_blocks)
+    return path_taken(
+        decode.handoff_blocks,
+        decode.handoff_shm_blocks,
+        decode.handoff_device_blocks,
+        decode.handoff_nixl_blocks,
+    )
 
 
 def _accept_length(decode: DecodeTimeline) -> float | None:

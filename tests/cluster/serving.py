@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -117,3 +118,45 @@ def sse_events(response) -> Iterator[dict]:
     for line in response.iter_lines():
         if line.startswith("data: ") and line != "data: [DONE]":
             yield json.loads(line[6:])
+
+
+class GreedyStream:
+    """A greedy stream in a thread of its own."""
+
+    def __init__(self, cluster, prompt_ids, max_tokens):
+        self.ids, self.error = [], None
+        self._url = f"{cluster.url}/v1/completions"
+        self._body = {
+            "model": served_model(cluster), "prompt": prompt_ids, "max_tokens": max_tokens, "temperature": 0,
+            "ignore_eos": True, "stream": True, "return_token_ids": True,
+        }  # fmt: skip
+        self.is_left = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self):
+        with httpx.stream("POST", self._url, json=self._body, timeout=120) as response:
+            for event in sse_events(response):
+                self.error = event.get("error") or self.error
+                for choice in event.get("choices", []):
+                    self.ids += choice.get("token_ids") or []
+                if self.is_left:
+                    return
+
+    def leave(self):
+        self.is_left = True
+        self.join()
+
+    def join(self):
+        self._thread.join(120)
+        assert not self._thread.is_alive()
+
+
+def wait_free(cluster, timeout=60):
+    """Wait until no worker holds a page and the router no room."""
+    wait_until(lambda: not any((*pages_held(cluster)[0].values(), pages_held(cluster)[1])), timeout, "free")
+
+
+def instances(cluster):
+    """Of the workers that serve."""
+    return {worker["instance"] for worker in status(cluster)["workers"] if worker["state"] == "serving"}

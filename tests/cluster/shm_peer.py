@@ -11,12 +11,12 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 
 import torch
 import zmq
-from baton.cluster.net.transport_names import CUDA_SLAB, SHM, TRANSPORTS
+from baton.cluster.net.transport_names import CUDA_SLAB, NIXL, SHM, TRANSPORTS, ZMQ_BLOCKS
 from baton.cluster.protocol.messages import Layout
 from baton.engine.kv.page_order import PageOrder
 from baton.kvtransfer.memory.host_device import HostDevice
@@ -35,6 +35,10 @@ LAYOUT = Layout(
 NUM_PAGES, PAGE_BYTES, NUM_ROOMS = 16, 96 << 10, 40
 SLOT_BYTES = 256 << 10  # runs of four blocks, so a room has six
 CLONE_NEWNET = 0x40000000
+UCX = {
+    "UCX_TLS": "tcp,self",
+    "UCX_NET_DEVICES": "lo",
+}  # as between hosts without RDMA, and on no other network
 
 
 def content() -> torch.Tensor:
@@ -60,6 +64,23 @@ def _dying(fault: str) -> Callable[[str], None]:
     return reach
 
 
+def _flipping(sender: ZmqBlocksSender, fault: str) -> Callable[[str], None]:
+    """For faults "flip:nth:times": changes a byte of slabs for NIXL when the nth block and those after it are
+    in their slots.
+    """
+    _, nth, times = fault.split(":")
+    counts = [0]
+
+    def reach(site: str) -> None:
+        counts[0] += site == "sender:block"
+        if site == "sender:block" and int(nth) <= counts[0] < int(nth) + int(times):
+            for lane in sender._nixl._lanes.values():
+                for slot in lane.slots._held.values():
+                    lane.slab.slot(slot.index)[11] ^= 1
+
+    return reach
+
+
 def _limited(max_file: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (max_file, max_file))
 
@@ -71,7 +92,8 @@ def _elsewhere() -> None:
 
 
 def _transports(kind: str) -> tuple[str, ...]:
-    return TRANSPORTS[TRANSPORTS.index(kind) :]
+    """Without a local one beside nixl, a pair of one host uses it too."""
+    return (NIXL, ZMQ_BLOCKS) if kind == NIXL else TRANSPORTS[TRANSPORTS.index(kind) :]
 
 
 def _device(kind: str) -> HostDevice | None:
@@ -79,9 +101,17 @@ def _device(kind: str) -> HostDevice | None:
 
 
 def prefill(
-    pipe: Connection, endpoint: str, kind: str, fault: str = "", max_file: int = 0, lease_s: float = 60.0
+    pipe: Connection,
+    endpoint: str,
+    kind: str,
+    fault: str = "",
+    max_file: int = 0,
+    lease_s: float = 60.0,
+    slab_bytes: int = 64 << 20,
+    settings: Mapping[str, str] = UCX,
 ) -> None:
-    """Offers its rooms, all ready, until the pipe closes."""
+    """Offers its rooms, all ready, until the pipe closes. `settings`: of the environment."""
+    os.environ.update(settings)
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     if max_file:
@@ -97,21 +127,34 @@ def prefill(
         transports=_transports(kind),
         device=_device(kind),
         lease_s=lease_s,
+        slab_bytes=slab_bytes,
     )
-    sender.reach = _dying(fault)
+    sender.reach = _flipping(sender, fault) if fault.startswith("flip") else _dying(fault)
     for index in range(NUM_ROOMS):
         sender.offer(
             Offer(room=room_name(index), epoch=0, num_tokens=NUM_PAGES * 16, pages=tuple(range(NUM_PAGES)))
         )
         sender.advance(room_name(index), 0, NUM_PAGES * 16, 7)
     pipe.send(instance)
-    while not pipe.poll():
-        sender.poll(0.05)
+    while True:
+        while not pipe.poll():
+            sender.poll(0.05)
+        if pipe.recv() is None:
+            break
+        pipe.send(sender.counters)
     sender.close()
 
 
-def decode(pipe: Connection, endpoint: str, kind: str, fault: str = "", is_elsewhere: bool = False) -> None:
+def decode(
+    pipe: Connection,
+    endpoint: str,
+    kind: str,
+    fault: str = "",
+    is_elsewhere: bool = False,
+    settings: Mapping[str, str] = UCX,
+) -> None:
     """Pulls the rooms that the pipe names as (prefill instance, first, last); reports how each ended."""
+    os.environ.update(settings)
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     if is_elsewhere:
@@ -143,7 +186,11 @@ def decode(pipe: Connection, endpoint: str, kind: str, fault: str = "", is_elsew
             while ended is None and time.monotonic() < end:
                 ended = next((e for e in receiver.poll(0.05) if isinstance(e, Complete | Lost)), None)
             if isinstance(ended, Complete):
-                num_blocks = {CUDA_SLAB: ended.num_device_blocks, SHM: ended.num_shm_blocks}[kind]
+                num_blocks = {
+                    CUDA_SLAB: ended.num_device_blocks,
+                    SHM: ended.num_shm_blocks,
+                    NIXL: ended.num_nixl_blocks,
+                }.get(kind, 0)
                 pipe.send(("complete", bool(torch.equal(kv, right)), num_blocks))
             else:
                 pipe.send(("lost", getattr(ended, "kind", "silence"), 0))

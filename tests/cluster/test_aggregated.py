@@ -3,20 +3,20 @@
 import os
 import shutil
 import signal
-import threading
 
 import httpx
 import pytest
 from baton.tests.cluster.router_fakes import save_tokenizer
 from baton.tests.cluster.serving import (
+    GreedyStream,
     at_once,
     complete,
-    pages_held,
+    instances,
     random_ids,
     served_model,
     serving,
-    sse_events,
     status,
+    wait_free,
     wait_until,
 )
 
@@ -42,46 +42,6 @@ def cluster(model):
         yield running
 
 
-class Stream:
-    """A greedy stream in a thread of its own."""
-
-    def __init__(self, cluster, prompt_ids, max_tokens):
-        self.ids, self.error = [], None
-        self._url = f"{cluster.url}/v1/completions"
-        self._body = {
-            "model": served_model(cluster), "prompt": prompt_ids, "max_tokens": max_tokens, "temperature": 0,
-            "ignore_eos": True, "stream": True, "return_token_ids": True,
-        }  # fmt: skip
-        self.is_left = False
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self):
-        with httpx.stream("POST", self._url, json=self._body, timeout=120) as response:
-            for event in sse_events(response):
-                self.error = event.get("error") or self.error
-                for choice in event.get("choices", []):
-                    self.ids += choice.get("token_ids") or []
-                if self.is_left:
-                    return
-
-    def leave(self):
-        self.is_left = True
-        self.join()
-
-    def join(self):
-        self._thread.join(120)
-        assert not self._thread.is_alive()
-
-
-def wait_free(cluster):
-    wait_until(lambda: pages_held(cluster)[1] == 0 and not any(pages_held(cluster)[0].values()), 60, "free")
-
-
-def instances(cluster):
-    return {worker["instance"] for worker in status(cluster)["workers"] if worker["state"] == "serving"}
-
-
 def test_it_is_ready_and_answers_chats_streams_and_long_prompts(cluster):
     assert httpx.get(f"{cluster.url}/ready").status_code == 200
     assert {worker["role"] for worker in status(cluster)["workers"]} == {"decode"}
@@ -95,7 +55,7 @@ def test_it_is_ready_and_answers_chats_streams_and_long_prompts(cluster):
     prompt = random_ids(3000, VOCAB, seed=1)  # of many parts
     tokens, document = complete(cluster, prompt, max_tokens=9)
     assert document["timeline"]["local_prefill"]
-    stream = Stream(cluster, prompt, 9)
+    stream = GreedyStream(cluster, prompt, 9)
     stream.join()
     assert (stream.ids, stream.error) == (tokens, None)
 
@@ -109,7 +69,7 @@ def test_a_second_prompt_finds_the_first_in_the_prefix_cache(cluster):
 
 
 def test_a_stream_that_is_left_gives_its_pages_back(cluster):
-    stream = Stream(cluster, random_ids(20, VOCAB, seed=3), 8000)
+    stream = GreedyStream(cluster, random_ids(20, VOCAB, seed=3), 8000)
     wait_until(lambda: len(stream.ids) > 3, 60, "the stream runs")
     stream.leave()
     wait_free(cluster)
@@ -119,7 +79,7 @@ def test_streams_of_a_killed_worker_go_on_at_the_other_with_equal_tokens(cluster
     prompts = [random_ids(300, VOCAB, seed=seed) for seed in range(10, 14)]
     expected = at_once([lambda ids=ids: complete(cluster, ids, max_tokens=LONG)[0] for ids in prompts], 4)
     before = wait_until(lambda: len(instances(cluster)) == 2 and instances(cluster), 60, "two workers")
-    streams = [Stream(cluster, ids, LONG) for ids in prompts]
+    streams = [GreedyStream(cluster, ids, LONG) for ids in prompts]
     wait_until(lambda: all(len(stream.ids) > 2 for stream in streams), 60, "all streams run")
     os.kill(next(child.pid for child in cluster.children if child.role == "decode"), signal.SIGKILL)
     for stream in streams:

@@ -7,6 +7,7 @@ import sys
 
 from baton.bench.command import main
 from baton.bench.transfer.bench import Found, as_table, summary
+from baton.cluster.net.transport_names import has_nixl
 from baton.tests.cluster.serving import wait_until
 
 
@@ -24,6 +25,7 @@ def test_every_way_is_measured_and_nothing_is_left():
     assert names[:3] == ["memcpy", "tcp socket", "unix socket"]
     guards = ("plain", "crc32c", "aes-128-gcm", "curve")
     wanted = {f"zmq {link}, {guard}, window 4" for link in ("tcp", "ipc") for guard in guards}
+    wanted |= {"nixl, crc32c, window 4"} if has_nixl() else set()
     assert set(names[3:]) == wanted | {f"shm, {guard}, window 4" for guard in ("plain", "crc32c")}
     assert all(row["median"] > 0 and len(row["rates"]) == 1 for row in document["ways"])
     wait_until(

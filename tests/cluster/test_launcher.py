@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -170,6 +171,21 @@ def test_a_restarted_worker_keeps_its_gpu(launch, toy_checkpoint):
     assert lines == ["decode-0  | GPU 5", "decode-0  | GPU 5", "prefill-0 | GPU 2"]
 
 
+def test_dealing_sees_the_model_and_the_device_of_a_roles_own_table(toy_checkpoint, tmp_path, runtime):
+    gpus = [Gpu(index=index, name="NVIDIA H200", memory=140 << 30) for index in ("2", "5")]
+    path, toy = tmp_path / "c.toml", toy_checkpoint("llama")
+    path.write_text(f'[decode]\nmodel = "{toy}"\n[prefill]\nmodel = "{toy}"\ndevice = "cpu"\n')
+    config = load_config(UpConfig, [f"--config={path}"], {"BATON_UP_MODEL": str(tmp_path / "none")})
+    cluster = Cluster(config, env={"XDG_RUNTIME_DIR": str(runtime)}, gpus_of=lambda env: tuple(gpus))
+    cluster.prepare()
+    assert [(place.worker, place.gpu.index) for place in cluster.settled.places] == [
+        ("decode-0", "2"),
+        ("decode-1", "5"),
+    ]
+    assert cluster.config.prefill == 1
+    cluster.stop()
+
+
 def test_a_model_without_a_readable_config_is_refused_before_dealing(launch, runtime, tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
         launch(gpus=[Gpu(index="0", name="NVIDIA H200", memory=140 << 30)], model=tmp_path)
@@ -193,11 +209,16 @@ def test_serve_starts_no_prefill_worker_and_refuses_to():
 
 def test_a_hub_that_cannot_be_reached_is_one_line_and_exit_code_1(tmp_path, runtime):
     env = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "baton", "up", "--model=org/name", "--device=cpu", "--log-level=error"],
-        cwd="/", capture_output=True, text=True, check=False, timeout=120,
-        env=env | {"XDG_RUNTIME_DIR": str(runtime)},
-    )  # fmt: skip
+    env |= {"XDG_RUNTIME_DIR": str(runtime), "NOTIFY_SOCKET": str(tmp_path / "notify")}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(env["NOTIFY_SOCKET"])
+        done = subprocess.run(
+            [sys.executable, "-m", "baton", "up", "--model=org/name", "--device=cpu", "--log-level=error"],
+            cwd="/", capture_output=True, text=True, check=False, timeout=120, env=env,
+        )  # fmt: skip
+        manager.settimeout(1)
+        told = manager.recv(4096)
+    assert told == b"EXTEND_TIMEOUT_USEC=30000000\nSTATUS=fetching checkpoints"
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("baton up: model 'org/name' could not be fetched from")
     assert list(runtime.iterdir()) == []

@@ -4,28 +4,18 @@ For `cuda_slab`, shared memory of the host stands for that of a device.
 """
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 from baton.tests.cluster import shm_peer
+from baton.tests.cluster.slab_peers import Peer, hand_over, started_peers, wait_for
 
-DEADLINE_S = 60.0
 GONE_S = 60.0
 BLOCKS = 24
-
-
-def wait_for(condition: Callable[[], object], seconds: float = DEADLINE_S) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s"
-        time.sleep(0.01)
 
 
 def holds(pid: int) -> int:
@@ -54,63 +44,12 @@ def named_sockets() -> set[str]:
     return {line.split()[6] for line in lines if "@baton-" in line}
 
 
-class Peer:
-    """One process of shm_peer."""
-
-    def __init__(self, context: multiprocessing.context.BaseContext, role: Callable, *args: object) -> None:
-        self.pipe: Connection
-        self.pipe, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=role, args=(theirs, *args))
-        self.process.start()
-        theirs.close()
-        self.hello = self.hear()
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def hear(self) -> object:
-        assert self.pipe.poll(DEADLINE_S), "the peer says nothing"
-        return self.pipe.recv()
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        self.wait_dead()
-
-    def wait_dead(self) -> None:
-        self.process.join(DEADLINE_S)
-        assert self.process.exitcode == -signal.SIGKILL
-
-    def stop(self) -> None:
-        if self.process.is_alive():
-            self.pipe.send(None)
-            self.process.join(DEADLINE_S)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-        self.pipe.close()
-
-
-@pytest.fixture(scope="module")
-def processes() -> multiprocessing.context.BaseContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["baton.tests.cluster.shm_peer"])
-    return context
-
-
 @pytest.fixture
-def start(processes: multiprocessing.context.BaseContext) -> Iterator[Callable[..., Peer]]:
+def start() -> Iterator[Callable[..., Peer]]:
     """Starts processes of shm_peer; behind the test nothing with a name is left of any of them."""
     before = set(os.listdir("/dev/shm"))
-    peers: list[Peer] = []
-
-    def start(role: Callable, *args: object) -> Peer:
-        peers.append(Peer(processes, role, *args))
-        return peers[-1]
-
-    yield start
-    for peer in peers:
-        peer.stop()
+    with started_peers() as start:
+        yield start
     wait_for(lambda: set(os.listdir("/dev/shm")) <= before)  # others have names there for a moment
 
 
@@ -126,11 +65,6 @@ def endpoint(tmp_path: Path) -> str:
 
 def slow(kind: str, fault: str) -> object:
     return pytest.param(kind, fault, marks=pytest.mark.slow)
-
-
-def hand_over(prefill: Peer, decode: Peer, first: int, last: int) -> list[object]:
-    decode.pipe.send((prefill.hello, first, last))
-    return [decode.hear() for _ in range(first, last)]
 
 
 def test_all_blocks_use_shared_memory_and_an_orderly_end_leaves_none(start, endpoint, kind):
@@ -201,7 +135,7 @@ def test_a_killed_decode_leaves_no_slab_and_its_successor_shares_again(start, en
 def test_a_kill_of_both_at_any_block_leaves_nothing_with_a_name(start, endpoint, kind, nth):
     prefill = start(shm_peer.prefill, endpoint, kind, f"sender:block:{nth}")
     decode = start(shm_peer.decode, endpoint, kind)
-    decode.pipe.send((prefill.hello, 0, 3))
+    decode.pipe.send((prefill.hello, 0, 12))  # a room has six runs
     prefill.wait_dead()
     decode.kill()
     assert all(not Path(f"/proc/{peer.pid}/maps").exists() for peer in (prefill, decode))

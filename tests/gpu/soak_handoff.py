@@ -1,11 +1,12 @@
 """Many hand-offs over `cuda_slab` with cancels and kills: no wrong byte, no page and no device byte is left.
 
-    python -m baton.tests.gpu.soak_handoff --rooms 10000 --kills 50 --from cuda:0 --to cuda:1
+    python -m baton.tests.gpu.soak_handoff --rooms 10000 --kills 50 --pairs 5 --from cuda:0 --to cuda:1
     python -m baton.tests.gpu.soak_handoff --rooms 400 --kills 6 --from cpu --to cpu
 
 A prefill and a decode process run under this one, which kills either of them at random moments and starts its
-successor. Decode knows prefill's pages and compares what landed. On the CPU, shared memory of the host stands
-for that of a device. The exit code is 0 if every law held.
+successor. `--pairs` of them work side by side, because a process with CUDA starts slowly. Decode knows
+prefill's pages and compares what landed. On the CPU, shared memory of the host stands for that of a device.
+The exit code is 0 if every law held.
 """
 
 import argparse
@@ -18,6 +19,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 import torch
@@ -214,28 +218,28 @@ def rooms_of(rng: random.Random) -> list[Order]:
     return rooms
 
 
-def soak(num_rooms: int, num_kills: int, source: str, target: str, seed: int) -> list[str]:
-    """The faults that were found."""
-    rng = random.Random(seed)
+@dataclass
+class Found:
+    """The outcomes of one pair, and the laws that it broke."""
+
+    totals: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+
+
+def soak_pair(num_rooms: int, num_kills: int, source: str, target: str, seed: int) -> Found:
+    """Hand-offs between one pair of processes."""
+    rng, found = random.Random(seed), Found()
     endpoint = f"ipc://{tempfile.mkdtemp()}/kv"
-    if source != "cpu":
-        torch.zeros(1, device=source), torch.zeros(1, device=target)
-    before = memory_in_use([source, target])
     workers = [Worker(prefill, source, endpoint), Worker(decode, target, endpoint)]
     num_batches = -(-num_rooms // BATCH)
     kills = set(rng.sample(range(num_batches), min(num_kills, num_batches)))
-    totals: dict[str, int] = {}
-    killed = 0
     for number in range(num_batches):
         rooms = rooms_of(rng)
         fates = [rng.choice(("prefill", "decode")) if rng.random() < CANCEL_SHARE else "" for _ in rooms]
-        mine = [
-            (*room[:3], room[3] if fate == "prefill" else 0.0)
-            for room, fate in zip(rooms, fates, strict=True)
-        ]
-        theirs = [
-            (*room[:3], room[3] if fate == "decode" else 0.0) for room, fate in zip(rooms, fates, strict=True)
-        ]
+        mine, theirs = (
+            [(*room[:3], room[3] if fate == who else 0.0) for room, fate in zip(rooms, fates, strict=True)]
+            for who in ("prefill", "decode")
+        )
         timer = victim = None
         if number in kills:
             victim = rng.choice(workers)
@@ -243,14 +247,13 @@ def soak(num_rooms: int, num_kills: int, source: str, target: str, seed: int) ->
         try:
             workers[0].pipe.send(mine)
             workers[1].pipe.send((workers[0].hello, theirs))
-            for outcome, count in workers[1].hear().items():  # type: ignore[attr-defined]
-                totals[outcome] = totals.get(outcome, 0) + count
+            found.totals.update(workers[1].hear())  # type: ignore[arg-type]
         except (EOFError, OSError):
-            totals["decode killed"] = totals.get("decode killed", 0) + 1
+            found.totals["decode killed"] += 1
         if timer is not None and victim is not None:
             timer.join()
             victim.restart()
-            killed += 1
+            found.totals["kills"] += 1
     time.sleep(2 * LEASE_S + 1.0)
     workers[0].pipe.send("report")
     open_rooms, num_slabs = workers[0].hear()  # type: ignore[misc]
@@ -258,21 +261,45 @@ def soak(num_rooms: int, num_kills: int, source: str, target: str, seed: int) ->
     pulling, pages, mismatches, device_bytes = workers[1].hear()  # type: ignore[misc]
     for worker in workers:
         worker.stop()
-    time.sleep(1.0)
-    left = memory_in_use([source, target]) - before
-    print(f"{num_batches * BATCH} hand-offs {source} to {target}, {killed} kills: {totals}")
-    print(f"the last decode worker refused {mismatches:.0f} digests and took {device_bytes:.0f} device bytes")
-    print(f"{left} device bytes are left")
+    found.totals.update({"refused digests": int(mismatches), "device bytes of the last": int(device_bytes)})
     laws = {
-        f"{totals.get('wrong', 0)} hand-offs landed wrong bytes": totals.get("wrong", 0) == 0,
+        f"{found.totals['wrong']} hand-offs landed wrong bytes": found.totals["wrong"] == 0,
         f"{open_rooms} rooms are open on prefill": open_rooms == 0,
         f"{pulling} rooms are open on decode": pulling == 0,
         f"{pages} pages are held on decode": pages == 0,
         f"{num_slabs} slabs on prefill, one is used": num_slabs <= 1,
-        f"{left} bytes of device memory are left": left < SLACK_BYTES,
-        "few hand-offs took device memory": totals.get("on device", 0) > 0.8 * totals.get("complete", 1),
+        "few hand-offs took device memory": found.totals["on device"] > 0.8 * found.totals["complete"],
     }
-    return [text for text, is_kept in laws.items() if not is_kept]
+    found.faults += [text for text, is_kept in laws.items() if not is_kept]
+    return found
+
+
+def soak(num_rooms: int, num_kills: int, num_pairs: int, source: str, target: str, seed: int) -> list[str]:
+    """The faults that were found. Each pair does its share of the rooms and kills."""
+    if source != "cpu":
+        torch.zeros(1, device=source), torch.zeros(1, device=target)
+    before, began = memory_in_use([source, target]), time.monotonic()
+    shares = [
+        (-(-num_rooms // num_pairs), num_kills // num_pairs + (pair < num_kills % num_pairs))
+        for pair in range(num_pairs)
+    ]
+    with ThreadPoolExecutor(num_pairs) as pool:
+        running = [
+            pool.submit(soak_pair, rooms, kills, source, target, seed + pair)
+            for pair, (rooms, kills) in enumerate(shares)
+        ]
+        found = [one.result() for one in running]
+    time.sleep(1.0)
+    left = memory_in_use([source, target]) - before
+    totals: Counter[str] = Counter()
+    for one in found:
+        totals.update(one.totals)
+    print(
+        f"hand-offs {source} to {target}, {num_pairs} pairs, {time.monotonic() - began:.0f} s: {dict(totals)}"
+    )
+    print(f"{left} device bytes are left")
+    faults = [f"pair {pair}: {fault}" for pair, one in enumerate(found) for fault in one.faults]
+    return faults + [f"{left} bytes of device memory are left"] * (left >= SLACK_BYTES)
 
 
 def main() -> int:
@@ -281,10 +308,12 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--from", dest="source", default="cuda:0")
     parser.add_argument("--to", dest="target", default="cuda:1")
+    parser.add_argument("--pairs", type=int, default=1, help="pairs of processes, side by side")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "big"))
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
-    faults = soak(options.rooms, options.kills, options.source, options.target, options.seed)
+    shares = options.rooms, options.kills, options.pairs
+    faults = soak(*shares, options.source, options.target, options.seed)
     for fault in faults:
         print(f"BROKEN: {fault}")
     return 1 if faults else 0

@@ -16,6 +16,9 @@ from baton.engine.prompt_logprobs import most_scored, scores_of
 from baton.engine.request import Request
 from baton.engine.sampling.params import SamplingParams
 from baton.engine.speculative.step.async_decoder import AsyncDecoder
+from baton.engine.warmup.compiler import compile_launches
+from baton.engine.warmup.variants import VariantPlanner
+from baton.kernels.launch_plan import decode_launches
 from baton.kernels.rope import apply_rope
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 
@@ -182,6 +185,20 @@ def test_decode_compiles_and_allocates_nothing_after_ready(load: Callable[..., E
     workload.every_step()
     workload.every_prompt(CHUNK)
     assert not nothing_late(engine)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_kernels_of_a_plan_on_disk_can_be_compiled(
+    load: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
+):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    load(role)
+    (plan,) = tmp_path.glob("plan-*.json")
+    launches = decode_launches(plan.read_text())
+    assert len(launches) > 10
+    assert compile_launches(launches, torch.device("cuda")) == 0
+    monkeypatch.setattr(VariantPlanner, "launches", None)  # a second start needs no dry run
+    load(role)
 
 
 def test_a_kernel_for_a_new_shape_is_counted(load: Callable[..., Engine]):

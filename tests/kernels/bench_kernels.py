@@ -17,6 +17,7 @@ from baton.kernels.context_attention import ContextKV, context_attention
 from baton.kernels.extend_attention import paged_extend
 from baton.kernels.gather_context import context_rows, gather_context
 from baton.kernels.kv_store import kv_rows, store_kv
+from baton.kernels.match_ngrams import NgramSizes, match_ngrams
 from baton.kernels.rms_norm import add_rms_norm, rms_norm
 from baton.kernels.rope import apply_rope
 from baton.kernels.select_rows import select_last_rows
@@ -27,6 +28,7 @@ from baton.kernels.tree_verify import tree_verify
 from baton.kernels.verify_attention import paged_verify
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LAYERS = 4096, 14336, 32, 8, 128, 16, 2
+NGRAM_WINDOW = 8192
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,11 @@ def glue_benches(batch: int, device: str) -> Iterator[Bench]:
     )
     outcome = (slots, tokens, tokens, slots, flags, flags, slots)
     yield Bench(f"step_outcome {batch}", lambda: step_outcome(state, *outcome), 4 * size(tokens))
+    rings = torch.zeros((batch + 1, NGRAM_WINDOW), dtype=torch.int32, device=device)
+    lasts, ngrams = torch.full_like(slots, NGRAM_WINDOW - 1), NgramSizes(2, 5, 3)
+    yield Bench(
+        f"match_ngrams {batch}", lambda: match_ngrams(rings, slots, lasts, ngrams), 4 * batch * NGRAM_WINDOW
+    )
 
 
 def choice_benches(rows: int, vocab_size: int, device: str) -> Iterator[Bench]:

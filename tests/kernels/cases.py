@@ -12,6 +12,7 @@ from baton.kernels import (
     kv_store,
     rms_norm,
     rope,
+    rotate_store,
     select_rows,
     silu_mul,
     skinny_linear,
@@ -176,6 +177,28 @@ def check_store_kv(
     assert torch.equal(after.cpu(), stored(pool, 2, slots, k, v))
 
 
+def check_rotate_store(
+    device: str, num_heads: int, kv_heads: int, head_dim: int, num_real: int, dtype: torch.dtype
+) -> None:
+    """The bits of a rotation and a store, one after the other, from heads in wider rows."""
+    pool, heads, slots = store_inputs((num_heads, kv_heads), head_dim, 4, num_real, dtype, 2)
+    angles = randn(slots.shape[0], head_dim // 2, seed=4)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    tables = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    rows, split = kv_store.kv_rows(slots, pool), num_heads + kv_heads
+    wide = torch.cat((heads, torch.full_like(heads[:, :1], NAN)), dim=1).to(device)[:, :-1]
+    given = (rows.to(device), wide, *(table.to(device) for table in tables))
+    after, apart, on_cpu = (pool.to(place, copy=True) for place in (device, device, "cpu"))
+    q = rotate_store.rotate_store_triton(after, 2, *given)
+    rotated = rope.apply_rope_triton(wide[:, :split], *given[2:])
+    kv_store.store_kv_triton(apart, 2, given[0], rotated[:, num_heads:], wide[:, split:])
+    torch.testing.assert_close(q, rotated[:, :num_heads], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(after, apart)
+    q_on_cpu = rotate_store.rotate_store(on_cpu, 2, rows, heads, *tables)
+    torch.testing.assert_close(q.cpu(), q_on_cpu, rtol=1.6e-2, atol=1.6e-2, equal_nan=True)
+    assert_close(after, on_cpu)
+
+
 def check_select_rows(
     device: str, accept_lens: list[int], rows_each: int, width: int, dtype: torch.dtype
 ) -> None:
@@ -216,5 +239,7 @@ def pool_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
         for num_real in (0, 3):
             yield check_store_kv, (2, 64, 4, num_real, dtype, 0)
         yield check_store_kv, (40, 64, 4, 3, dtype)
+        for num_heads, kv_heads, head_dim, num_real in ((4, 2, 8, 5), (32, 8, 80, 3), (9, 3, 64, 0)):
+            yield check_rotate_store, (num_heads, kv_heads, head_dim, num_real, dtype)
         for lens, rows_each, width in (([], 3, 8), ([1], 1, 1), ([3, 0, 1, 4], 4, 123), ([5, 2], 5, 2049)):
             yield check_select_rows, (lens, rows_each, width, dtype)

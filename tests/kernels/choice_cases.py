@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from baton.kernels.chain_verify import chain_verify, chain_verify_triton
 from baton.kernels.choose_token import choose_token, choose_token_reference, choose_token_triton
+from baton.kernels.match_ngrams import NgramSizes, match_ngrams, match_ngrams_triton
 from baton.kernels.step_glue import (
     CAPACITY,
     DRAFT_ROW,
@@ -113,6 +114,43 @@ def check_chain_verify(device: str, count: int, num_nodes: int) -> None:
     assert chain_verify(tokens, targets, limits).tolist() == expected
 
 
+def check_match_ngrams(device: str, count: int, window: int, length: int) -> None:
+    """Texts of few tokens, so that some repeat, against a plain search."""
+    draws = random.Random(count * window + length)
+    sizes = NgramSizes(shortest=2, longest=4, num_drafts=5)
+    rings, texts = torch.full((count + 1, window), -1, dtype=torch.int32), []
+    for row in range(1, count + 1):
+        texts.append([draws.randrange(2 + row % 3) for _ in range(max(1, length - row))])
+        for position in range(max(0, len(texts[-1]) - window), len(texts[-1])):
+            rings[row, position % window] = texts[-1][position]
+    rows = torch.tensor([*range(1, count + 1), 0])
+    lasts = torch.tensor([*(len(text) - 1 for text in texts), 3])
+    expected = [_followed(text[-window:], sizes) for text in texts]
+    tokens = [found or text[-1:] * 5 for found, text in zip(expected, texts, strict=True)]
+    for drafts in (
+        match_ngrams_triton(rings.to(device), rows.to(device), lasts.to(device), sizes),
+        match_ngrams(rings, rows, lasts, sizes),
+    ):
+        assert drafts.found.tolist() == [*map(len, expected), 0]
+        assert drafts.tokens[:-1].tolist() == tokens
+
+
+def _followed(text: list[int], sizes: NgramSizes) -> list[int]:
+    """The drafts behind `text`, found token by token; empty without an agreement."""
+    best = (0, 0)
+    for end in range(1, len(text)):
+        length = 0
+        while length < min(sizes.longest, end) and text[end - 1 - length] == text[-1 - length]:
+            length += 1
+        best = max(best, (length, end))
+    if best[0] < sizes.shortest:
+        return []
+    copy = list(text)
+    for ahead in range(sizes.num_drafts):
+        copy.append(copy[best[1] + ahead])
+    return copy[len(text) :]
+
+
 def choice_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
     for num_rows, vocab_size in ((0, 8), (1, 1), (5, 7), (7, 2048), (6, 5003)):
         yield check_choose_token, (num_rows, vocab_size, vocab_size % 2 == 1)
@@ -123,3 +161,5 @@ def choice_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
         yield check_step_outcome, (count, num_nodes, num_path)
     for count, num_nodes in ((0, 2), (1, 1), (9, 4), (20, 7)):
         yield check_chain_verify, (count, num_nodes)
+    for count, window, length in ((1, 8, 1), (3, 16, 14), (5, 64, 90), (2, 2500, 2400)):
+        yield check_match_ngrams, (count, window, length)

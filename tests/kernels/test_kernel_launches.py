@@ -20,9 +20,11 @@ from baton.kernels.extend_attention import paged_extend, paged_extend_triton
 from baton.kernels.gather_context import gather_context, gather_context_triton
 from baton.kernels.invariant_attention import Rows, invariant_attention_triton
 from baton.kernels.kv_store import store_kv_triton
+from baton.kernels.match_ngrams import NgramSizes, match_ngrams, match_ngrams_triton
 from baton.kernels.move_spans import SPAN_FIELDS, move_spans_triton
 from baton.kernels.rms_norm import add_rms_norm, rms_norm_triton
 from baton.kernels.rope import apply_rope_triton
+from baton.kernels.rotate_store import rotate_store_triton
 from baton.kernels.select_rows import select_last_rows, select_last_rows_triton
 from baton.kernels.silu_mul import silu_mul_reference, silu_mul_triton
 from baton.kernels.skinny_linear import gated_linear, linear, linear_triton
@@ -59,6 +61,7 @@ OPERATIONS = {
     "step_places": "step_glue",
     "step_outcome": "step_glue",
     "chain_verify": "chain_verify",
+    "match_ngrams": "match_ngrams",
 }
 
 
@@ -135,6 +138,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
             linear_triton(many, weight, is_gated=True)
     apply_rope_triton(projected, *tables)
     store_kv_triton(pool, 1, rows, k, v)
+    rotate_store_triton(pool, 1, rows, projected, *tables)
     select_last_rows_triton(x, lens[:1])
     tree_verify_triton(table, table, table, lens)
     compact_kv_triton(pool, table, table)
@@ -151,6 +155,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     step_places_triton(state, PlaceSizes(4, 4, 4, 16, 1024, 64, 32))
     step_outcome_triton(state, rows, state[:, :4], state[:, :4], rows, flags, flags, rows)
     chain_verify_triton(state, state, rows)
+    match_ngrams_triton(state.int(), rows, rows, NgramSizes(2, 5, 3))
     trees = torch.ones(2, 16, 16, dtype=torch.bool)
     for num_rows, mask in ((1, None), (16, trees)):
         queries = randn(2, num_rows, 32, 128, dtype=torch.bfloat16)
@@ -166,10 +171,11 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     move_spans_triton(torch.zeros(1, SPAN_FIELDS, dtype=torch.int64), rows[None])
     names = [name for name, _ in compiled_for_h200]
     assert set(names) == {
-        "_rms_norm_kernel", "_silu_mul_kernel", "_rope_kernel", "_store_kv_kernel",
+        "_rms_norm_kernel", "_silu_mul_kernel", "_rope_kernel", "_store_kv_kernel", "_rotate_store_kernel",
         "_select_last_rows_kernel", "_tree_verify_kernel", "_extend_kernel", "_verify_kernel",
         "_merge_kernel", "_compact_kv_kernel", "_highest_kernel", "_scores_kernel", "_pick_kernel",
         "_skinny_kernel", "_places_kernel", "_outcome_kernel", "_chain_verify_kernel",
+        "_match_ngrams_kernel",
         "_gather_kernel", "_context_kernel", "_fold_kernel", "_join_kernel", "_move_spans_kernel",
     }  # fmt: skip
     for name, kernel in compiled_for_h200:
@@ -242,6 +248,8 @@ STARTS = torch.tensor([0, 128])
         ("choose_token", lambda: choose_token(randn(1, 2), ONE, ONE, ONE.double(), ONE, ONE.bool(),
         TABLE[0])),
         ("chain_verify", lambda: chain_verify(TABLE, TABLE[:, :1], ONE)),
+        ("match_ngrams", lambda: match_ngrams(TABLE, ONE, ONE, NgramSizes(1, 1, 1))),
+        ("match_ngrams", lambda: match_ngrams(torch.ones(2, 4).int(), ONE, ONE, NgramSizes(2, 4, 1))),
         ("step_places", lambda: step_places(TABLE, PlaceSizes(4, 4, 4, 16, 1024, 64, 32))),
         ("step_outcome", lambda: step_outcome(
             torch.ones(2, 20, dtype=INT64), ONE, TABLE, TABLE[:, :1], ONE, ONE.bool(), ONE.bool(), ONE)),

@@ -44,18 +44,23 @@ class Way:
     """One way to compute answers.
 
     `batch`: requests that are decoded at once. `chunk`: most prompt tokens of a forward, of one prompt or of
-    several. `has_graphs`: prompts in breakable graphs, steps in full ones, launched ahead.
+    several. `has_graphs`: prompts and steps in graphs, steps launched ahead. `has_breaks`: all of these
+    graphs have breaks, else the steps' and, where a backend records attention, the prompts' are full.
+    `is_disaggregated`: another engine computes prompts, and its KV and features are copied.
     """
 
     shape: DraftShape = PLAIN
     batch: int = 1
     chunk: int = 1 << 20
     has_graphs: bool = False
+    has_breaks: bool = False
+    is_disaggregated: bool = False
 
     def __str__(self) -> str:
         drafts = "tree" if self.shape.is_tree else "chain" if self.shape.steps else "plain"
-        path = "graphs" if self.has_graphs else "eager"
-        return f"{drafts}, batch {self.batch}, chunk {min(self.chunk, 9999)}, {path}"
+        path = "breakable" if self.has_breaks else "graphs" if self.has_graphs else "eager"
+        roles = ", handed over" if self.is_disaggregated else ""
+        return f"{drafts}, batch {self.batch}, chunk {min(self.chunk, 9999)}, {path}{roles}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +159,12 @@ class AnswerEngine:
         self.each = pages_for(max_tokens + way.shape.spare_slots, PAGE_SIZE)
         num_pages = 1 + way.batch * self.each
         pool = KVPool(num_pages, model.kv_layout(PAGE_SIZE), models.device)
-        self.runner = ModelRunner(model, pool, is_invariant=is_invariant)
+        max_context = max_tokens + way.shape.spare_slots
+        self.runner = ModelRunner(model, pool, max_context=max_context, is_invariant=is_invariant)
+        self.prompts = self.runner  # the runner of prompts
+        if way.is_disaggregated:
+            other = KVPool(num_pages, model.kv_layout(PAGE_SIZE), models.device)
+            self.prompts = ModelRunner(model, other, max_context=max_context, is_invariant=is_invariant)
         self.drafter: AnsweringDrafter | None = None
         if way.shape.steps:
             self.drafter = AnsweringDrafter(
@@ -175,14 +185,19 @@ class AnswerEngine:
             self.drafter,
             shapes=[way.shape],
             max_requests=way.batch,
-            max_context=max_tokens + way.shape.spare_slots,
+            max_context=max_context,
         )
-        kinds = [kind for kind in made.kinds if kind.shape == way.shape and not kind.is_ranked]
+        # Steps with edited logits have a break, where the host may fill in grammar masks.
+        kinds = [
+            k for k in made.kinds if k.shape == way.shape and k.is_ranked == k.is_edited == way.has_breaks
+        ]
         self.steps = StepGraphs(made.step, kinds, way.batch)
+        self.graphs = GraphSet(backend_for(pool.device), _with_pools())
         if way.has_graphs:
-            graphs = GraphSet(backend_for(pool.device), _with_pools())
-            graphs.capture_prefill(self.runner, min(way.chunk, max_tokens))
-            graphs.capture_steps(self.steps)
+            self.graphs.capture_prefill(self.prompts, min(way.chunk, max_tokens))
+            if way.has_breaks and self.prompts.graphs is not None:
+                self.prompts.graphs.whole = None
+            self.graphs.capture_steps(self.steps)
         self.decoder = AsyncDecoder(self.steps, shape=way.shape, launches_ahead=way.has_graphs)
 
     def answer(
@@ -260,8 +275,10 @@ class AnswerEngine:
                     break
                 taken.append(parts.pop(0))
             batch = extend_batch(taken, page_size=PAGE_SIZE, device=self.runner.pool.device, capture=capture)
-            output = self.runner.forward(batch)
+            output = self.prompts.forward(batch)
             final = [request for request, _, end in taken if end == request.num_prompt]
+            if self.way.is_disaggregated:
+                self._hand_over(final)
             if final:
                 sampled = self.sampler.sample(
                     output.logits, self.sampler.build([r.sampling_row for r in final])
@@ -274,6 +291,20 @@ class AnswerEngine:
                 for request, start, end in taken:
                     self._features(request, output.hidden[at_row : at_row + end - start], start)
                     at_row += end - start
+
+    def _hand_over(self, requests: Sequence[Request]) -> None:
+        """Copies the KV of whole prompts into the pool of the steps."""
+        for request in requests:
+            slots = slots_for(request.pages, 0, request.num_prompt, PAGE_SIZE)
+            where = slots // PAGE_SIZE, slice(None), slice(None), slots % PAGE_SIZE
+            self.runner.pool.kv[where] = self.prompts.pool.kv[where]
+
+    @property
+    def num_replays(self) -> dict[str, int]:
+        """Replays by kind of graph; only kinds that were replayed."""
+        return {
+            kind.kind: count for kind in self.graphs.pool.kinds() if (count := sum(kind.replays.values()))
+        }
 
     def _features(self, request: Request, features: torch.Tensor, start: int) -> None:
         """Draft rows of a chunk. The token behind the last row of the prompt is known by now."""

@@ -18,7 +18,7 @@ from baton.engine.sampling.sampler import Sampler
 from baton.engine.speculative.adaptive import StepPolicy
 from baton.engine.speculative.drafters.eagle3 import Eagle3Drafter
 from baton.engine.speculative.drafters.eagle3_weights import load_eagle3
-from baton.engine.speculative.drafters.protocol import Drafter, Proposal
+from baton.engine.speculative.drafters.protocol import Drafter, Proposal, reads_features
 from baton.engine.speculative.drafters.spec_config import load_draft_config
 from baton.engine.speculative.drafting.shape import PLAIN, DraftShape
 from baton.engine.speculative.step.async_decoder import AsyncDecoder
@@ -77,7 +77,7 @@ class Engine:
             self.runner,
             self.drafter,
             shapes=[shape] if self.policy is None else self.policy.shapes[::-1],
-            watched=None if self.policy is None else shape,
+            watched=shape if self.policy is not None and self.policy.is_watched else None,
             max_requests=MAX_REQUESTS,
             max_context=self.max_context,
             make=make,
@@ -102,7 +102,7 @@ class Engine:
             page_table=build_page_table([request.pages], self.device),
             q_lens=[n],
             kv_lens=[n],
-            capture_hidden=CaptureHidden.NULL if self.drafter is None else CaptureHidden.FULL,
+            capture_hidden=CaptureHidden.FULL if reads_features(self.drafter) else CaptureHidden.NULL,
         )
         output = self.runner.forward(batch)
         chosen = self.sampler.sample(output.logits[-1:], self.sampler.build([request.masked_row]))
@@ -114,14 +114,17 @@ class Engine:
         return request
 
     def run(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Steps all of `requests` to their end; after each step draft rows must cover the committed rows."""
+        """Steps all of `requests` to their end; after each step draft rows must cover the committed rows,
+        but for those that wait for the drafter."""
         live = [request for request in requests if not request.is_finished]
         while live:
             self.results.append(self.decoder.step(live))
             for request in live:
                 assert request.num_computed == request.num_tokens - 1
                 if self.drafter is not None:
-                    assert self.decoder.num_covered(request) == request.num_tokens - 1
+                    late = self.decoder.coverage.most_late([request])
+                    assert late <= self.decoder.steps.late_rows
+                    assert self.decoder.num_covered(request) == request.num_tokens - 1 - late
             live = [request for request in live if not request.is_finished]
         for request in requests:
             self.decoder.forget(request)

@@ -15,7 +15,9 @@ from baton.engine.kv.page_table import slots_for
 from baton.engine.request import Request
 from baton.engine.runner.lifecycle import Lifecycle, Phase
 from baton.engine.runner.model_runner import ModelRunner
+from baton.engine.speculative.drafters.dflash import DflashDrafter
 from baton.engine.speculative.drafters.eagle3 import Eagle3Drafter
+from baton.engine.speculative.drafters.protocol import Drafter, draft_pools
 from baton.engine.speculative.step.step_graphs import StepGraphs
 from baton.tests.parity.eagle3_engine import PAGE_SIZE, Engine
 
@@ -38,7 +40,7 @@ def at(phase: Phase) -> Lifecycle:
 
 def capture(
     runner: ModelRunner,
-    drafter: Eagle3Drafter | None = None,
+    drafter: Drafter | None = None,
     steps: StepGraphs | None = None,
     *,
     memory: TapeMemory | None = None,
@@ -100,19 +102,22 @@ def families(engine: Engine) -> list[GraphFamily]:
     prefill = engine.runner.graphs
     found = [prefill.tokens.family, *engine.decoder.steps.families.values()]
     found += [] if prefill.whole is None else [prefill.whole.family]
-    return found if engine.drafter is None else [*found, engine.drafter.graphs.tokens.family]
+    draft = None if engine.drafter is None else engine.drafter.prefill_family
+    return found if draft is None else [*found, draft]
 
 
 def statics(engine: Engine) -> Iterator[torch.Tensor]:
     """Every static input of every graph that is loaded before each replay."""
     tokens = [engine.runner.graphs.tokens]
-    if engine.drafter is not None:
+    if isinstance(engine.drafter, Eagle3Drafter):
         tokens.append(engine.drafter.graphs.tokens)
     for graphs in tokens:
         yield from graphs.inputs.values()
         yield from (graphs.bridge.q, graphs.bridge.out)
     if (whole := engine.runner.graphs.whole) is not None:
         yield from (*whole.inputs.values(), whole.places.integers, whole.places.page_table)
+    if isinstance(engine.drafter, DflashDrafter):
+        yield from engine.drafter.graphs.inputs.values()
 
 
 def poison(engine: Engine) -> None:
@@ -124,13 +129,13 @@ def poison(engine: Engine) -> None:
     state.integers[state._free, 1:3] = 0
     if engine.drafter is not None:
         for values in engine.drafter.anchors:
-            values[engine.drafter.states._free] = float("nan") if values.is_floating_point() else 1 << 40
+            values[engine.drafter.states._free] = float("nan") if values.is_floating_point() else 1 << 30
 
 
 def kv_of(engine: Engine, request: Request) -> list[torch.Tensor]:
     """What the target's and the draft's KV hold of the committed tokens."""
     slots = slots_for(request.pages, 0, request.num_tokens - 1, PAGE_SIZE)
-    pools = [engine.runner.pool] + ([] if engine.drafter is None else [engine.drafter.pool])
+    pools = [engine.runner.pool, *draft_pools(engine.drafter)]
     return [pool.kv[slots // PAGE_SIZE, :, :, slots % PAGE_SIZE] for pool in pools]
 
 
@@ -146,5 +151,5 @@ def uses_kernels(engine: Engine) -> None:
     run = step.run
     step.run = lambda slots, kind, breaks: run(slots, kind, Recorded(breaks.context))
     engine.runner.attention = attention_for(engine.runner.pool, "triton")
-    if engine.drafter is not None:
+    if isinstance(engine.drafter, Eagle3Drafter):
         engine.drafter._attention = attention_for(engine.drafter.pool, "triton")

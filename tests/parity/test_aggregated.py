@@ -9,6 +9,7 @@ from baton.cluster.protocol.messages import Finished, Reserve, Sampling, Tokens
 from baton.decode.worker import DecodeWorker
 from baton.engine.config import EngineConfig
 from baton.engine.loader import EngineLoader
+from baton.tests.parity.dflash_toys import dflash_config, dflash_tensors, write_dflash
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.test_sampled_law import D, Ears
 from baton.tests.parity.toy_engine import random_ids
@@ -123,3 +124,16 @@ def test_every_family_is_served_without_prefill_workers(
 ) -> None:
     target = toy_checkpoint(family)
     check(worker_of(target, None, 5, overlap="on"), answers_of(target))
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"spec_adaptive": "on"}, {"deterministic": True}],
+    ids=["fixed", "adaptive", "deterministic"],
+)
+def test_tokens_with_a_block_drafter_equal_those_of_transformers(
+    target: Path, tmp_path: Path, answers: Answers, overlap: str, settings: dict[str, object]
+) -> None:
+    drafter = write_dflash(tmp_path, dflash_config(), dflash_tensors())
+    check(worker_of(target, drafter, 5, overlap=overlap, spec_steps=7, **settings), answers)

@@ -19,6 +19,9 @@ WAYS = [
     Way(batch=4, chunk=32, has_graphs=True),
     Way(shape=CHAIN, batch=4, chunk=32, has_graphs=True),
     Way(shape=TREE, batch=3, chunk=13, has_graphs=True),
+    Way(shape=TREE, batch=3, chunk=32, has_graphs=True, has_breaks=True),
+    Way(batch=5, chunk=16, is_disaggregated=True),
+    Way(shape=CHAIN, batch=4, chunk=13, has_graphs=True, is_disaggregated=True),
 ]
 
 

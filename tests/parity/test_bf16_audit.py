@@ -21,6 +21,7 @@ WAYS = [
     Way(shape=TREE, batch=5, chunk=50),
     Way(shape=CHAIN, batch=4, chunk=50, has_graphs=True),
     Way(shape=TREE, batch=4, chunk=16, has_graphs=True),
+    Way(shape=TREE, batch=4, chunk=50, has_graphs=True, has_breaks=True),
 ]
 
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 from baton.engine.request import Request
 from baton.engine.sampling.params import SamplingParams
+from baton.engine.speculative.adaptive import StepCosts, StepPolicy
+from baton.engine.speculative.drafting.shape import DraftShape
 from baton.tests.parity.eagle3_engine import PAGE_SIZE, Engine
 from baton.tests.parity.graph_engine import arena, kv_of, with_graphs
 from baton.tests.parity.oracles import (
@@ -56,6 +58,31 @@ def test_the_draft_keeps_the_state_that_its_next_tokens_need(memory, has_graphs,
     tokens = engine.run([engine.prefill(prompt, greedy(33), chunk=chunk) for prompt in prompts])
     assert tokens == [continued(prompt, 33) for prompt in prompts]
     assert set(engine.accept_lens) == {1 + engine.steps}
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_rows_that_the_drafter_observes_late_are_those_of_every_step(memory, has_graphs):
+    """Plain steps of changing batches, more of them than may wait; then drafts look their rows up."""
+    plain, full = DraftShape.of(0), DraftShape.of(3)
+    policy = StepPolicy([plain, full], StepCosts(draft=0.1, knee_rows=100.0))
+    engine = Engine(*memory, policy=policy)
+    if has_graphs:
+        with_graphs(engine, arena())
+    prompts = [prompt_of(seed, 12 + 5 * seed) for seed in range(3)]
+    requests = [engine.prefill(prompt, greedy(60)) for prompt in prompts]
+    policy.choose = lambda batch_size, context=0: plain
+    for step in range(21):
+        engine.decoder.step(requests[: 1 + step % 3])
+        late = [engine.decoder.coverage.most_late([request]) for request in requests]
+        assert max(late) <= engine.decoder.steps.late_rows == 8
+        covered = [engine.decoder.num_covered(request) for request in requests]
+        counted = zip(requests, late, strict=True)
+        assert covered == [request.num_tokens - 1 - waiting for request, waiting in counted]
+    policy.choose = lambda batch_size, context=0: full
+    tokens = engine.run(requests)
+    assert tokens == [continued(prompt, 60) for prompt in prompts]
+    drafted = [length for result in engine.results for length in result.accept_lens]
+    assert set(drafted[:-3]) == {1 + engine.steps}
 
 
 def hole_in_the_prompt(engine: Engine, request: Request) -> None:

@@ -25,6 +25,7 @@ import torch
 from baton.cluster.protocol.messages import Reserve, Sampling, Tokens
 from baton.decode.worker import DecodeWorker
 from baton.engine.config import EngineConfig
+from baton.engine.hub import NGRAM
 from baton.engine.loader import EngineLoader
 from baton.engine.speculative.drafting.verify import verify_drafts
 from baton.engine.speculative.step import fused_step
@@ -106,7 +107,7 @@ class Ears:
         self.heard.append(message)
 
 
-def worker_of(models: tuple[Path, Path], **shape: int) -> DecodeWorker:
+def worker_of(models: tuple[Path, Path | str], **shape: object) -> DecodeWorker:
     """One that computes the prompts itself; nothing is kept from one request to the next."""
     target, head = map(str, models)
     config = EngineConfig(
@@ -119,7 +120,7 @@ def worker_of(models: tuple[Path, Path], **shape: int) -> DecodeWorker:
     return DecodeWorker(loader.engine(), Ears(), instance=D, max_running=BATCH, local_prefill_tokens=BATCH)
 
 
-def sample(models: tuple[Path, Path], count: int, **shape: int) -> torch.Tensor:
+def sample(models: tuple[Path, Path | str], count: int, **shape: object) -> torch.Tensor:
     """How often each of VOCAB ** TOKENS sequences came behind token 0, `[cells]` int64."""
     worker, cells = worker_of(models, **shape), torch.zeros(VOCAB**TOKENS, dtype=torch.int64)
     places = VOCAB ** torch.arange(TOKENS - 1, -1, -1)
@@ -203,6 +204,23 @@ def test_a_wrong_rule_is_refuted(models, monkeypatch, rule):
     torch.manual_seed(1)
     monkeypatch.setattr(fused_step, "verify_drafts", rule)
     assert is_refuted(sample(models, QUICK // 2))
+
+
+@pytest.fixture
+def lookup(models: tuple[Path, Path]) -> tuple[Path, str]:
+    """The same target, whose drafts are looked up: with three tokens the newest one has often come before."""
+    return models[0], NGRAM
+
+
+def test_sequences_with_drafts_by_lookup_have_the_targets_law(lookup):
+    assert not is_refuted(sample(lookup, QUICK, ngram_min=1, ngram_max=2, spec_adaptive="off"))
+
+
+@pytest.mark.parametrize("rule", [bonus_from_the_draft, residual_not_normalised])
+def test_a_wrong_rule_for_drafts_by_lookup_is_refuted(lookup, monkeypatch, rule):
+    torch.manual_seed(1)
+    monkeypatch.setattr(fused_step, "verify_drafts", rule)
+    assert is_refuted(sample(lookup, QUICK // 2, ngram_min=1, ngram_max=2, spec_adaptive="off"))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from baton.engine.attention import triton_attention
 from baton.engine.attention.registry import attention_for
 from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardOutput
 from baton.engine.capture.graph_self_test import SelfTest
@@ -61,7 +62,7 @@ class Paths:
 @pytest.fixture
 def paths(deep_target: Path, monkeypatch: pytest.MonkeyPatch) -> Paths:
     monkeypatch.setattr(target_graphs, "MAX_WHOLE_REQUESTS", MAX_REQUESTS)
-    monkeypatch.setattr(target_graphs, "MAX_WHOLE_CONTEXT", MAX_CONTEXT)
+    monkeypatch.setattr(triton_attention, "buffer_rows", lambda *sizes: MAX_CONTEXT)
     return Paths(deep_target)
 
 
@@ -122,7 +123,7 @@ def test_attention_without_buffers_cannot_be_recorded(deep_target):
     toy = ToyEngine(deep_target)
     for name in ("torch", "triton"):
         attention = attention_for(toy.pool, name)
-        assert not attention.is_recordable
+        assert attention.recordable_context == 0
         with pytest.raises(GraphError, match="cannot be recorded; break the graph at attention"):
             attention.recorded(None, None)
     toy.runner.attention = attention_for(toy.pool, "torch", max_context=64)

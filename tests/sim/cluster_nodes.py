@@ -417,7 +417,7 @@ class WorkerProcess(Process):
             while self.link.commands:
                 self.work.perform(self.link.commands.popleft())
             self.transport.close()
-            self.control._flush()
+            self.control.flush()
         except Died:
             return
         self.world.kill(self, is_orderly=True)

@@ -9,7 +9,7 @@ import time
 import jsonschema
 import pytest
 from baton.cluster.protocol.messages import Failed
-from baton.engine.grammar import guided
+from baton.engine.grammar import grammar_compile_pool, guided
 from baton.engine.grammar.guided import GrammarCompiler
 from baton.router.text.tokenizer import load_tokenizer
 from baton.tests.parity.eagle3_toys import write_oracle
@@ -204,16 +204,21 @@ def test_a_grammar_that_takes_long_to_compile_takes_no_step_from_others(models, 
 
 
 def test_a_grammar_that_compiles_too_long_fails_only_its_request(models, monkeypatch):
-    """Its compiler computes until the request has failed, however fast the host is."""
-    bad, good, ended = name(1), name(2), threading.Event()
+    """The processor time of compilations is the test's, and an endless one uses none of the host's."""
+    bad, good, ended, used_s = name(1), name(2), threading.Event(), [0.0]
     compiled = guided.LLMatcher
 
     def endless(tokenizer, grammar, **options):
-        while "endless" in grammar and not ended.is_set():
-            pass
+        if "endless" in grammar:
+            ended.wait()
         return compiled(tokenizer, grammar, **options)
 
+    def clock():
+        began = iter([0.0])
+        return lambda: next(began, used_s[0])
+
     monkeypatch.setattr(guided, "LLMatcher", endless)
+    monkeypatch.setattr(grammar_compile_pool, "_clock_of_this_thread", clock)
     pair = pair_of(models, False)
     for worker in (pair.prefill, pair.decode):
         grammars = GrammarCompiler(models[False][0] / "tokenizer.json", 64, [EOS], max_cpu_s=0.2)
@@ -222,6 +227,12 @@ def test_a_grammar_that_compiles_too_long_fails_only_its_request(models, monkeyp
     try:
         for room, text in ((bad, "endless"), (good, "fine")):
             pair.send(room, [5, 6, 7, 8], grammar=grammar_of({"const": text}), seed=1, **SAMPLED)
+        until(lambda: pair.turn(None) or good in pair.ends)
+        used_s[0] = 0.2
+        for _ in range(100):
+            pair.turn(None)
+        assert bad not in pair.ends, "its time is not over"
+        used_s[0] = 0.21
         until(lambda: pair.turn(None) or pair.is_idle)
     finally:
         ended.set()

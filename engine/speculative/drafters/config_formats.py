@@ -12,6 +12,8 @@ from ...errors import CheckpointError
 
 IdConvention = Literal["auto", "output", "input"]
 
+# The token of the places that a parallel head (P-EAGLE) fills, by trainer; the first that is there counts.
+MASK_TOKEN_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")
 _NETWORK_KEYS = frozenset(
     {
         "hidden_size",
@@ -40,12 +42,13 @@ _NETWORK_KEYS = frozenset(
         "use_aux_hidden_state",
         "eagle_aux_hidden_state_layer_ids",
         "qk_norm",
+        *MASK_TOKEN_KEYS,
     }
 )
 # Keys of the trainers and of transformers that do not affect the head's result. num_hidden_layers is among
 # them because one public head carries its target's value. The loader counts the layers in the tensors
 # instead.
-_IGNORED_KEYS = frozenset(
+IGNORED_KEYS = frozenset(
     {
         "_name_or_path",
         "architectures",
@@ -141,7 +144,14 @@ _MODELOPT_ANY = frozenset({"next_layer_regular", "has_lm_head", "num_eagle_featu
 _EAGLE_CONFIG_KEYS = frozenset(
     {"use_aux_hidden_state", "eagle_aux_hidden_state_layer_ids", "norm_before_fc", "norm_before_residual"}
 )
-_NATIVE_ARCHITECTURES = frozenset({"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"})
+_NATIVE_ARCHITECTURES = frozenset(
+    {
+        "LlamaForCausalLMEagle3",
+        "Eagle3LlamaForCausalLM",
+        "LlamaForCausalLMEagle3Deep",
+        "PEagleDraftModel",
+    }
+)
 _PLAIN_TARGETS = frozenset({"llama", "qwen2", "qwen3", "mistral"})
 
 
@@ -204,7 +214,7 @@ def flatten(file: Path, raw: dict[str, object]) -> Fields:
     values = _flatten_speculators(file, raw) if dialect == 4 else _flatten_native(file, raw, dialect)
     fields = Fields(file=file, dialect=dialect, values=values)
     _check_activation(fields, values.pop("hidden_act", "silu"))
-    for key in sorted(values.keys() - _NETWORK_KEYS - _IGNORED_KEYS):
+    for key in sorted(values.keys() - _NETWORK_KEYS - IGNORED_KEYS):
         raise fields.error(
             key, f"= {values[key]!r} is not known to baton and may change what the head computes"
         )
@@ -214,9 +224,9 @@ def flatten(file: Path, raw: dict[str, object]) -> Fields:
 def _dialect_of(file: Path, raw: dict[str, object]) -> int:
     kind = raw.get("speculators_model_type")
     if kind is not None:
-        if kind != "eagle3":
+        if kind not in ("eagle3", "peagle"):
             raise CheckpointError(
-                f"{file}: speculators_model_type {kind!r} is not supported; use an eagle3 head"
+                f"{file}: speculators_model_type {kind!r} is not supported; use an eagle3 or peagle head"
             )
         return 4
     names = raw.get("architectures")

@@ -1,4 +1,4 @@
-"""The EAGLE3 drafter of a decode engine, with its own KV pool under the target's page ids and a state per
+"""The drafter of EAGLE and EAGLE3 heads, with its own KV pool under the target's page ids and a state per
 request.
 
 The head computes draft row i from the target's features of position i and the token at i+1. Rows of drafts
@@ -12,6 +12,7 @@ import torch
 
 from ....kernels.select_rows import select_last_rows
 from ...attention.registry import attention_for
+from ...auto_sizes import LATE_ROWS
 from ...batch.forward_batch import CaptureHidden, ForwardBatch
 from ...batch.padding import pad_rows
 from ...errors import CheckpointError, LifecycleError, UnsupportedInput
@@ -27,22 +28,23 @@ from ...models.layers import NamedTensors
 from ...row_attention import RowPlan
 from ..drafting.shape import DraftShape
 from ..drafting.verify import AcceptResult
-from .eagle3_head import DraftPhase, Eagle3Head
+from .eagle3_head import DraftPhase, FeatureHead
 from .idle import idle_draft_batch
 from .loops import draft_chain, draft_tree
+from .parallel_loop import draft_parallel
 from .prefill_graphs import DraftPrefillGraphs, parameters_of
 from .protocol import DraftPrefill, DraftView, Proposal
-from .spec_config import Eagle3Config
+from .spec_config import HeadConfig
 from .states import PAD_ROW, DraftStates
 
 
-def draft_layout(config: Eagle3Config, page_size: int, dtype: torch.dtype) -> MHALayout:
-    """The layout of the draft's KV, under the page ids of the target. A head has one layer."""
-    return MHALayout.of(config, num_layers=1, page_size=page_size, dtype=dtype)
+def draft_layout(config: HeadConfig, page_size: int, dtype: torch.dtype) -> MHALayout:
+    """The layout of the draft's KV, under the page ids of the target."""
+    return MHALayout.of(config, num_layers=config.num_layers, page_size=page_size, dtype=dtype)
 
 
 class Eagle3Drafter:
-    """Runs an EAGLE3 head after `share`; owns the draft KV and the draft state of each request.
+    """Runs an EAGLE or EAGLE3 head after `share`; owns the draft KV and the draft state of each request.
 
     Draft row i depends on the token at i+1. Requests may therefore share a page only if the token behind the
     page is equal, too. Idle rows pad every forward to a multiple of `row_multiple`. An empty prefill runs a
@@ -54,7 +56,7 @@ class Eagle3Drafter:
 
     def __init__(
         self,
-        head: Eagle3Head,
+        head: FeatureHead,
         *,
         num_pages: int,
         page_size: int,
@@ -146,7 +148,11 @@ class Eagle3Drafter:
 
     @property
     def page_rows(self) -> int:
-        return 2 * self.pool.page_size
+        return self.pool.num_layers * 2 * self.pool.page_size
+
+    @property
+    def late_rows(self) -> int:
+        return LATE_ROWS
 
     @property
     def anchors(self) -> tuple[torch.Tensor, ...]:
@@ -174,12 +180,17 @@ class Eagle3Drafter:
         self.states.close(row)
 
     def propose(self, view: DraftView, shape: DraftShape) -> Proposal:
-        """Implements `Drafter.propose` in `steps` - 1 forwards, because the first proposal is remembered."""
+        """Implements `Drafter.propose`: the first proposal is remembered, and each further level takes a
+        forward, or all of them one forward of a parallel head.
+        """
         states = self.states
         state = states.hidden.index_select(0, view.states), states.logits.index_select(0, view.states)
         if shape.is_tree:
             tree = draft_tree(self.head, self.pool, view, state, shape)
             return Proposal(tree.drafts, tree)
+        if self.head.mask_input is not None:
+            drafts = draft_parallel(self.head, self.pool, view, state[1], shape.steps)
+            return Proposal(drafts, None)
         return Proposal(draft_chain(self.head, self.pool, view, state, shape.steps), None)
 
     def first_proposals(self, view: DraftView, topk: int) -> torch.Tensor:
@@ -208,7 +219,7 @@ class Eagle3Drafter:
         plan = RowPlan(self.pool, rows, view.page_table, view.extend_lens, is_recorded=view.is_recorded)
         positions = view.positions[:, :count].reshape(-1)
         phase = DraftPhase.FROM_TARGET_FEATURES
-        out = self.head.forward(features, accepted.tokens.reshape(-1), positions, plan.attend, phase)
+        out = self.head.forward(features, accepted.tokens.reshape(-1), positions, plan, phase)
         last = select_last_rows(out, emitted)
         # A request without a new token keeps its state, because its output rows are undefined.
         kept = torch.where(emitted > 0, view.states, PAD_ROW)
@@ -240,14 +251,14 @@ class Eagle3Drafter:
 
 
 class Eagle3Model:
-    """The weights of an EAGLE3 head that shares the target's embedding and lm_head."""
+    """The weights of an EAGLE or EAGLE3 head that shares the target's embedding and lm_head."""
 
-    def __init__(self, head: Eagle3Head) -> None:
+    def __init__(self, head: FeatureHead) -> None:
         self.head = head
 
     @property
     def num_weights(self) -> int:
-        """Number of weights in the layer, `fc` and `lm_head`."""
+        """Number of weights in the layers, `fc` and `lm_head`."""
         head = self.head
         own = sum(
             weight.numel()
@@ -266,6 +277,10 @@ class Eagle3Model:
             raise CheckpointError(
                 f"spec_topk {shape.topk}: the head at {config.path} knows {config.draft_vocab_size} tokens; "
                 "lower --spec-topk"
+            )
+        if shape.is_tree and self.head.mask_input is not None:
+            raise CheckpointError(
+                f"spec_topk {shape.topk}: the parallel head at {config.path} drafts chains; set it to 1"
             )
 
     def drafter(self, *, num_pages: int, page_size: int, capacity: int) -> Eagle3Drafter:

@@ -2,16 +2,20 @@
 one.
 """
 
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ...errors import CheckpointError
 from ...models.weights import LOADABLE, iter_safetensors
-from .eagle3_head import Eagle3Head
-from .spec_config import Eagle3Config
+from .eagle3_head import Eagle3Head, FeatureHead
+from .spec_config import Eagle3Config, HeadConfig
 
 _LAYER_PREFIXES = ("model.layers.0.", "layers.0.", "midlayer.")
+_FURTHER_LAYER = re.compile(r"layers\.(\d+)\.")
 _LEGACY_FC_NORMS = {"aux_norm_low.weight": 0, "aux_norm_mid.weight": 1, "aux_norm_high.weight": 2}
 
 
@@ -23,21 +27,55 @@ def load_eagle3(
 
     Raises CheckpointError naming file, tensor and both shapes when the checkpoint does not match the config.
     """
-    _refuse_pickle(config.path)
-    tensors = _read(config.path)
+    refuse_pickle(config.path)
+    tensors = read_tensors(config.path, canonical)
+    config = replace(config, num_layers=num_layers_in(config, tensors))
     head = Eagle3Head(config, dtype=dtype, device=device)
     head.target_ids = _target_ids(config, tensors).to(device)
-    head.embed_tokens = _optional(config, tensors, "embed_tokens.weight", config.vocab_size, dtype, device)
-    head.lm_head = _optional(config, tensors, "lm_head.weight", config.draft_vocab_size, dtype, device)
-    wanted = dict(head.tensors())
+    head.embed_tokens = optional_tensor(
+        config, tensors, "embed_tokens.weight", config.vocab_size, dtype, device
+    )
+    head.lm_head = optional_tensor(config, tensors, "lm_head.weight", config.draft_vocab_size, dtype, device)
+    _take_mask_shape(head, tensors)
+    fill(head, tensors)
+    return head
+
+
+def _take_mask_shape(head: Eagle3Head, tensors: dict[str, torch.Tensor]) -> None:
+    """Makes room for the mask of a parallel head, which is a feature or a hidden of the head, by its size."""
+    mask, config = tensors.get("mask_hidden"), head.config
+    if mask is None or head.mask_hidden is None:
+        return
+    tensors["mask_hidden"] = mask = mask.reshape(-1)
+    if len(mask) == config.hidden_size:
+        head.mask_hidden = torch.empty(config.hidden_size, dtype=head.dtype, device=head.device)
+
+
+def fill(head: FeatureHead, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copies `tensors` to the memory of `head`. Raises CheckpointError unless they match one to one."""
+    wanted, config = dict(head.tensors()), head.config
     _check_names(config, set(wanted), set(tensors))
     for name, memory in wanted.items():
         _check_tensor(config, name, tensors[name], tuple(memory.shape))
         memory.copy_(tensors[name])
-    return head
 
 
-def _refuse_pickle(path: Path) -> None:
+def num_layers_in(config: HeadConfig, tensors: Iterable[str]) -> int:
+    """The number of layers that `tensors` name; one if they name none.
+
+    Raises CheckpointError if some are missing in between.
+    """
+    numbers = {int(found[1]) for name in tensors if (found := _FURTHER_LAYER.match(name))}
+    if numbers - set(range(len(numbers) + 1)):
+        raise CheckpointError(
+            f"{config.path}: has tensors of layers {sorted(numbers)}, but not of all layers before; fetch "
+            "the checkpoint again"
+        )
+    return max(numbers, default=0) + 1
+
+
+def refuse_pickle(path: Path) -> None:
+    """Raises CheckpointError if the only weights in `path` are pickled."""
     pickled = sorted([*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")])
     if pickled and not any(path.glob("*.safetensors")):
         raise CheckpointError(
@@ -47,11 +85,11 @@ def _refuse_pickle(path: Path) -> None:
         )
 
 
-def _read(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors by their canonical names, without the trainers' prefixes."""
+def read_tensors(path: Path, canonical: Callable[[str], str]) -> dict[str, torch.Tensor]:
+    """All tensors by their `canonical` names, without the trainers' prefixes."""
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in iter_safetensors(path):
-        ours = _canonical(name)
+        ours = canonical(name)
         if ours in tensors:
             raise CheckpointError(
                 f"{path}: tensor {name} and another one are both {ours}; fetch the checkpoint again"
@@ -60,7 +98,8 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _canonical(name: str) -> str:
+def canonical(name: str) -> str:
+    """Our name of a tensor of an EAGLE3 checkpoint."""
     for prefix in _LAYER_PREFIXES:
         if name.startswith(prefix):
             return "midlayer." + name.removeprefix(prefix)
@@ -96,14 +135,15 @@ def _target_ids(config: Eagle3Config, tensors: dict[str, torch.Tensor]) -> torch
     return ids
 
 
-def _optional(
-    config: Eagle3Config,
+def optional_tensor(
+    config: HeadConfig,
     tensors: dict[str, torch.Tensor],
     name: str,
     rows: int,
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> torch.Tensor | None:
+    """Takes tensor `name` `[rows, H]` out of `tensors`, in `dtype` on `device`; None if it is absent."""
     tensor = tensors.pop(name, None)
     if tensor is None:
         return None
@@ -111,7 +151,7 @@ def _optional(
     return tensor.to(device, dtype)
 
 
-def _check_names(config: Eagle3Config, needed: set[str], found: set[str]) -> None:
+def _check_names(config: HeadConfig, needed: set[str], found: set[str]) -> None:
     if found - needed:
         raise CheckpointError(
             f"{config.path}: tensor {min(found - needed)} ({len(found - needed)} such) belongs to no part of "
@@ -124,7 +164,7 @@ def _check_names(config: Eagle3Config, needed: set[str], found: set[str]) -> Non
         )
 
 
-def _check_tensor(config: Eagle3Config, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+def _check_tensor(config: HeadConfig, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
     _check_shape(config, name, tensor, shape)
     if tensor.dtype not in LOADABLE:
         raise CheckpointError(
@@ -132,7 +172,7 @@ def _check_tensor(config: Eagle3Config, name: str, tensor: torch.Tensor, shape: 
         )
 
 
-def _check_shape(config: Eagle3Config, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+def _check_shape(config: HeadConfig, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) == shape:
         return
     if name == "fc.weight" and tensor.dim() == 2 and tensor.shape[1] != shape[1]:

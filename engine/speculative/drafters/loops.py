@@ -47,7 +47,7 @@ def draft_chain(
     for step in range(1, num_drafts):
         rows = view.kv_rows[:, step - 1]
         plan = RowPlan(pool, rows, view.page_table, view.lens + step, is_recorded=view.is_recorded)
-        out = head.forward(hidden, drafts[-1], positions[:, step - 1], plan.attend, DraftPhase.SELF_CHAIN)
+        out = head.forward(hidden, drafts[-1], positions[:, step - 1], plan, DraftPhase.SELF_CHAIN)
         hidden = head.feedback(out)
         chosen = sampling.choose(head.compute_logits(out), positions[:, step] + 1, head.target_ids)
         drafts.append(head.target_ids[chosen])
@@ -73,6 +73,6 @@ def draft_tree(
         lens = view.lens + level * k
         plan = RowPlan(pool, rows, view.page_table, lens, mask, is_recorded=view.is_recorded)
         at = view.positions[:, level - 1 : level].expand(count, k).reshape(-1)
-        return head.forward(hidden, tokens, at, plan.attend, DraftPhase.SELF_CHAIN)
+        return head.forward(hidden, tokens, at, plan, DraftPhase.SELF_CHAIN)
 
     return grow_tree(shape, head, view.sampling, state, view.positions[:, 0] + 1, forward)

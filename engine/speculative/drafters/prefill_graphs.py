@@ -15,19 +15,23 @@ from ...graphs.graph_pool import GraphKind, GraphPool
 from ...graphs.token_graphs import AttentionBridge, TokenGraphs
 from ...kv.pool import KVPool
 from ...models.layers import Attend, NamedTensors, Read
-from .eagle3_head import DraftPhase, Eagle3Head
+from .eagle3_head import DraftPhase, FeatureHead
 
 
-def parameters_of(head: Eagle3Head) -> NamedTensors:
+def parameters_of(head: FeatureHead) -> NamedTensors:
     """Every tensor that a graph of `head` reads, including those shared by the target."""
     yield from head.tensors()
     yield "target_ids", head.target_ids
     if head.embed_tokens is not None and head.lm_head is not None:
         yield "embed_tokens", head.embed_tokens
         yield "lm_head", head.lm_head
+    if head.final_norm is not None:
+        yield from head.final_norm.tensors("final_norm")
+    if head.mask_input is not None:
+        yield "mask_input", head.mask_input
 
 
-def require_shared(head: Eagle3Head) -> None:
+def require_shared(head: FeatureHead) -> None:
     """Raises LifecycleError before `share`: a graph would keep reading the replaced tensors."""
     if not head.is_shared:
         raise LifecycleError(
@@ -40,7 +44,7 @@ class DraftPrefillGraphs:
     bucket.
     """
 
-    def __init__(self, graphs: GraphPool, head: Eagle3Head, pool: KVPool, buckets: Sequence[int]) -> None:
+    def __init__(self, graphs: GraphPool, head: FeatureHead, pool: KVPool, buckets: Sequence[int]) -> None:
         require_shared(head)
         config, most, device = head.config, max(buckets), pool.device
         features = torch.zeros((most, config.dims.target_feature_width), dtype=head.dtype, device=device)

@@ -12,14 +12,13 @@ Ht target hidden.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from ...batch.forward_batch import ForwardBatch
 from ...graphs.bucketed_graphs import GraphFamily
 from ...graphs.graph_pool import GraphPool
-from ...graphs.token_graphs import AttendContext
 from ...kv.pool import KVPool
 from ...models.layers import NamedTensors
 from ...sampling.params import SamplingParams
@@ -28,7 +27,7 @@ from ..drafting.shape import DraftShape
 from ..drafting.tree import DraftTree
 from ..drafting.verify import AcceptResult
 
-MAX_PREFILL_ROWS = 512  # rows of one draft prefill that a graph is captured for
+MAX_PREFILL_ROWS = 1024  # rows of one draft prefill that a graph is captured for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +58,14 @@ class DraftPrefill:
 class DraftView:
     """The requests of one step as a drafter sees them. All tensors are int64 on the device.
 
+    `newest` `[B]` are the newest tokens, which have no KV yet; their positions are the first of `positions`.
     `positions` `[B, S]` are those behind the committed rows. `kv_rows` `[B, S]` are row numbers in the
     draft's pool; 0 is the sink. `page_table` is `[B, P]`. `lens` `[B]` counts committed rows, and
     `extend_lens` `[B]` is lens + R. `states` `[B]` are the rows from `open`, 0 for requests without drafts.
     `is_recorded`: a graph records the step.
     """
 
+    newest: torch.Tensor
     positions: torch.Tensor
     kv_rows: torch.Tensor
     page_table: torch.Tensor
@@ -76,10 +77,15 @@ class DraftView:
 
 
 class Proposal(NamedTuple):
-    """`drafts` int64 `[B, N-1]`, target ids. `tree` describes the nodes; None for a chain."""
+    """`drafts` int64 `[B, N-1]`, target ids. `tree` describes the nodes; None for a chain.
+
+    `found` int64 `[B]`: the number of nodes that the drafter really proposes; the rest only fills the shape.
+    None: all of them.
+    """
 
     drafts: torch.Tensor
     tree: DraftTree | None
+    found: torch.Tensor | None = None
 
 
 class Drafter(Protocol):
@@ -90,12 +96,12 @@ class Drafter(Protocol):
         """Positions for which the draft model was trained. No drafts are made beyond them."""
 
     @property
-    def pool(self) -> KVPool:
-        """The draft's KV, under the target's page ids."""
+    def pool(self) -> KVPool | None:
+        """The draft's KV, under the target's page ids; None for a drafter without KV."""
 
     @property
     def feature_width(self) -> int:
-        """K*Ht, the width of every feature row."""
+        """K*Ht, the width of every feature row; 0 for a drafter that reads no features."""
 
     @property
     def page_rows(self) -> int:
@@ -109,7 +115,7 @@ class Drafter(Protocol):
         """
 
     @property
-    def prefill_family(self) -> GraphFamily[AttendContext, torch.Tensor] | None:
+    def prefill_family(self) -> GraphFamily[Any, torch.Tensor] | None:
         """The graphs of `prefill_rows`; None before `capture`."""
 
     def capture(self, graphs: GraphPool, max_tokens: int) -> None:
@@ -156,6 +162,32 @@ class Drafter(Protocol):
         `features` `[B*N, K*Ht]` are the target's. `emitted` int64 `[B]` counts the new tokens of each
         request.
         """
+
+
+def late_rows_of(drafter: Drafter) -> int:
+    """Accepted rows of a request that `observe` may get at once, after the steps that they come from.
+
+    It is the attribute `late_rows` of a drafter; 0, for one without it: every step must observe.
+    """
+    return int(getattr(drafter, "late_rows", 0))
+
+
+@runtime_checkable
+class HistoryDrafter(Protocol):
+    """A drafter whose state is the text of a request: it needs no features, and no rows over the prompt."""
+
+    def begin(self, requests: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Writes the states of requests that join: each state row, and all tokens so far."""
+
+
+def reads_features(drafter: Drafter | None) -> bool:
+    """Whether the target's features of every row go to `drafter`."""
+    return drafter is not None and drafter.feature_width > 0
+
+
+def draft_pools(drafter: Drafter | None) -> list[KVPool]:
+    """The pool of the draft's KV, if there is one."""
+    return [] if drafter is None or drafter.pool is None else [drafter.pool]
 
 
 def cache_lookahead(drafter: Drafter | None) -> int:

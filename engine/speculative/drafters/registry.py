@@ -17,12 +17,17 @@ from ...kv.layouts import PageLayout
 from ...models.config import ModelConfig, read_json
 from ...models.layers import RMSNorm
 from ..drafting.shape import DraftShape
+from .dflash import DflashModel
 from .dflash_config import ARCHITECTURE, DflashConfig, load_dflash_config
+from .dflash_weights import load_dflash
 from .eagle3 import Eagle3Model
 from .eagle3_weights import load_eagle3
+from .eagle_config import EagleConfig, is_eagle, load_eagle_config
+from .eagle_weights import load_eagle
 from .mtp import MtpModel
 from .mtp_config import MtpConfig, is_mtp, load_mtp_config
 from .mtp_weights import load_mtp
+from .ngram import NgramConfig, NgramModel
 from .protocol import Drafter
 from .spec_config import AuxSpec, DraftDims, Eagle3Config, load_draft_config
 
@@ -52,8 +57,8 @@ class DraftModel(Protocol):
     def num_weights(self) -> int:
         """Number of weights that a draft forward reads, without embedding tables."""
 
-    def kv_layout(self, page_size: int) -> PageLayout:
-        """The layout of the draft's KV in pages of `page_size` tokens."""
+    def kv_layout(self, page_size: int) -> PageLayout | None:
+        """The layout of the draft's KV in pages of `page_size` tokens; None for a drafter without KV."""
 
     def check(self, shape: DraftShape) -> None:
         """Raises CheckpointError unless the model can draft steps of `shape`."""
@@ -80,7 +85,9 @@ class TargetWeights:
 
 
 class DraftSource(Protocol):
-    """A drafter's checkpoint. `is_dflash` selects the target's hook that captures the features."""
+    """A drafter's checkpoint. `is_dflash`: one forward drafts a whole block, and draft KV depends on no later
+    token.
+    """
 
     is_dflash: ClassVar[bool]
 
@@ -110,29 +117,40 @@ class Eagle3Source:
 
     def load(self, target: TargetWeights) -> Eagle3Model:
         head = load_eagle3(self.config, dtype=target.dtype, device=target.device)
-        head.share(target.embed_tokens, target.lm_head, target.max_context)
+        head.share(target.embed_tokens, target.lm_head, target.max_context, target.final_norm)
+        return Eagle3Model(head)
+
+
+@dataclass(frozen=True)
+class EagleSource:
+    """An EAGLE head of the first or second version."""
+
+    config: EagleConfig
+    is_dflash: ClassVar[bool] = False
+
+    def check_role(self, *, has_drafter: bool) -> None:
+        """Accepts both roles."""
+
+    def load(self, target: TargetWeights) -> Eagle3Model:
+        head = load_eagle(self.config, dtype=target.dtype, device=target.device)
+        head.share(target.embed_tokens, target.lm_head, target.max_context, target.final_norm)
         return Eagle3Model(head)
 
 
 @dataclass(frozen=True)
 class DflashSource:
-    """A DFLASH drafter. A prefill engine can capture features for it."""
+    """A DFLASH drafter as `DFlashDraftModel` checkpoints hold it."""
 
     config: DflashConfig
     is_dflash: ClassVar[bool] = True
 
     def check_role(self, *, has_drafter: bool) -> None:
-        if has_drafter:
-            raise self._refusal()
+        """Accepts both roles."""
 
-    def load(self, target: TargetWeights) -> DraftModel:
-        raise self._refusal()
-
-    def _refusal(self) -> CheckpointError:
-        return CheckpointError(
-            f"draft {self.config.path}: a DFLASH drafter can be prefilled for, but decode runs EAGLE3 heads "
-            "only; give it one, or none"
-        )
+    def load(self, target: TargetWeights) -> DflashModel:
+        head = load_dflash(self.config, dtype=target.dtype, device=target.device)
+        head.share(target.embed_tokens, target.lm_head, target.max_context)
+        return DflashModel(head)
 
 
 @dataclass(frozen=True)
@@ -153,6 +171,20 @@ class MtpSource:
         return MtpModel(head)
 
 
+@dataclass(frozen=True)
+class NgramSource:
+    """Drafting by lookup in the request's own tokens (`--draft ngram`); there is no checkpoint."""
+
+    config: NgramConfig
+    is_dflash: ClassVar[bool] = False
+
+    def check_role(self, *, has_drafter: bool) -> None:
+        """Accepts both roles; prefill captures nothing for it."""
+
+    def load(self, target: TargetWeights) -> NgramModel:
+        return NgramModel(self.config, target.max_context, target.device)
+
+
 # (path, target, directory of the target for errors, dtype that the target runs in) -> the drafter
 Reader = Callable[[Path, ModelConfig, Path | None, str | None], DraftSource]
 
@@ -168,6 +200,7 @@ def _read_dflash(path: Path, target: ModelConfig, target_path: Path | None, dtyp
 # EAGLE3 heads are published under several architecture names, even under their target's, so EAGLE3 is the
 # default; see `config_formats`.
 READERS: Mapping[str, Reader] = MappingProxyType({ARCHITECTURE: _read_dflash})
+OTHER_BLOCK_DRAFTERS = frozenset({"DFlash2DraftModel", "DSparkDraftModel", "DominoDraftModel"})
 
 
 def read_drafter(
@@ -180,6 +213,13 @@ def read_drafter(
     raw = read_json(Path(path) / "config.json")
     if is_mtp(raw):
         return MtpSource(load_mtp_config(path, target, dtype=dtype))
+    if is_eagle(raw):
+        return EagleSource(load_eagle_config(path, target, target_path=target_path, dtype=dtype))
     named = raw.get("architectures")
     first = named[0] if isinstance(named, list) and named else ""
+    if first in OTHER_BLOCK_DRAFTERS:
+        raise CheckpointError(
+            f"{Path(path) / 'config.json'}: architectures {named!r} is a block drafter with extensions that "
+            f"baton does not run; use a {ARCHITECTURE}"
+        )
     return READERS.get(str(first), _read_eagle3)(path, target, target_path, dtype)

@@ -6,14 +6,14 @@ width, never the weights. Layer ids name layer *outputs* (residual stream after 
 training order of `fc`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
 from ...errors import CheckpointError
 from ...models.config import ModelConfig, read_json
 from ...models.rope import RopeConfig, read_rope_config
-from .config_formats import Fields, IdConvention, flatten
+from .config_formats import MASK_TOKEN_KEYS, Fields, IdConvention, flatten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +46,15 @@ class DraftDims:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config:
-    """The config of an EAGLE3 head in any dialect. `draft_vocab_size` equals `vocab_size` for a full head.
+class HeadConfig:
+    """The config of a head that drafts token by token from its own hidden, as all EAGLE heads do.
 
-    `input_norm`: one norm over the concatenated features. `fc_norm`: one norm per feature. `norm_output`: the
-    fed-back hidden is normed. `norm_before_residual`: the residual is taken after the hidden norm.
+    `draft_vocab_size` equals `vocab_size` for a full head. `num_layers` is 1 until the weights are read,
+    since configs do not tell. `reads_normed`: the feature is the target's hidden behind its final norm, so
+    the captured row passes that norm first.
     """
 
     path: Path
-    dialect: int
     hidden_size: int
     target_hidden_size: int
     intermediate_size: int
@@ -70,13 +70,28 @@ class Eagle3Config:
     attention_bias: bool
     mlp_bias: bool
     fc_bias: bool
+    aux: AuxSpec
+    dims: DraftDims
+    num_layers: int = 1
+    reads_normed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(HeadConfig):
+    """The config of an EAGLE3 head in any dialect.
+
+    `input_norm`: one norm over the concatenated features. `fc_norm`: one norm per feature. `norm_output`: the
+    fed-back hidden is normed. `norm_before_residual`: the residual is taken after the hidden norm.
+    `mask_token`: the head is a parallel one (P-EAGLE), which drafts behind this token in one forward.
+    """
+
+    dialect: int
     qk_norm: bool
     input_norm: bool
     fc_norm: bool
     norm_output: bool
     norm_before_residual: bool
-    aux: AuxSpec
-    dims: DraftDims
+    mask_token: int | None = None
 
     def __repr__(self) -> str:
         return (
@@ -101,16 +116,44 @@ def load_draft_config(
     """
     file = Path(path) / "config.json"
     fields = flatten(file, read_json(file))
-    hidden = fields.integer("hidden_size")
-    num_heads = fields.integer("num_attention_heads")
     running = target.dtype if dtype is None else dtype
     aux = _resolve_aux(fields, target, running, convention)
+    head = read_head(fields, target, aux, target_path, fc_bias=fields.flag("bias", default=False))
+    return Eagle3Config(
+        **vars(replace(head, reads_normed=not _has_aux(fields))),
+        dialect=fields.dialect,
+        qk_norm=fields.flag("qk_norm", default=False),
+        input_norm=fields.flag("norm_before_fc", default=False),
+        fc_norm=fields.flag("fc_norm", default=False),
+        norm_output=fields.flag("norm_output", default=False),
+        norm_before_residual=fields.flag("norm_before_residual", default=False),
+        mask_token=_mask_token(fields, head.vocab_size),
+    )
+
+
+def _mask_token(fields: Fields, vocab_size: int) -> int | None:
+    """The token in the places that a parallel head fills; None for other heads."""
+    for key in MASK_TOKEN_KEYS:
+        value = fields.values.get(key)
+        if value is None:
+            continue
+        token = int(value) if isinstance(value, str) and value.isdecimal() else value
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise fields.error(key, f"is {value!r}, expected a token below the vocabulary of {vocab_size}")
+        return token
+    return None
+
+
+def read_head(
+    fields: Fields, target: ModelConfig, aux: AuxSpec, target_path: Path | None, *, fc_bias: bool
+) -> HeadConfig:
+    """The part of a config that all heads have. Raises CheckpointError for a value that does not fit."""
+    hidden, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     target_hidden = _target_hidden(fields, hidden, target, target_path)
     vocab, draft_vocab = _vocabulary(fields, target)
     max_position = fields.integer("max_position_embeddings", default=2048)
-    return Eagle3Config(
-        path=Path(path),
-        dialect=fields.dialect,
+    return HeadConfig(
+        path=fields.file.parent,
         hidden_size=hidden,
         target_hidden_size=target_hidden,
         intermediate_size=fields.integer("intermediate_size"),
@@ -125,18 +168,13 @@ def load_draft_config(
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
         attention_bias=fields.flag("attention_bias", default=False),
         mlp_bias=fields.flag("mlp_bias", default=False),
-        fc_bias=fields.flag("bias", default=False),
-        qk_norm=fields.flag("qk_norm", default=False),
-        input_norm=fields.flag("norm_before_fc", default=False),
-        fc_norm=fields.flag("fc_norm", default=False),
-        norm_output=fields.flag("norm_output", default=False),
-        norm_before_residual=fields.flag("norm_before_residual", default=False),
+        fc_bias=fc_bias,
         aux=aux,
         dims=DraftDims(
             target_feature_width=aux.num_features * target_hidden,
-            target_feature_dtype=running,
+            target_feature_dtype=aux.dtype,
             self_width=hidden,
-            self_dtype=running,
+            self_dtype=aux.dtype,
             num_features=aux.num_features,
         ),
     )
@@ -151,9 +189,8 @@ def _resolve_rope(fields: Fields, max_position: int) -> RopeConfig:
 
 def _resolve_aux(fields: Fields, target: ModelConfig, dtype: str, convention: IdConvention) -> AuxSpec:
     num_layers = target.num_layers
-    if not fields.flag("use_aux_hidden_state", default=True):
-        problem = "is false (one post-norm feature), which is not supported; use a head with aux features"
-        raise fields.error("use_aux_hidden_state", problem)
+    if not _has_aux(fields):
+        return AuxSpec(ids=(num_layers - 1,), convention="default", dtype=dtype)
     count = fields.optional_integer("num_aux_hidden_states")
     raw = fields.integers("eagle_aux_hidden_state_layer_ids")
     if raw is None:
@@ -166,6 +203,11 @@ def _resolve_aux(fields: Fields, target: ModelConfig, dtype: str, convention: Id
         raise fields.error("num_aux_hidden_states", problem)
     check_ids(fields, raw or ids, ids, target, used)
     return AuxSpec(ids=ids, convention=cast(Literal["output", "input", "default"], used), dtype=dtype)
+
+
+def _has_aux(fields: Fields) -> bool:
+    """Whether the head reads layer outputs; otherwise it reads the target's hidden behind its final norm."""
+    return fields.flag("use_aux_hidden_state", default=True)
 
 
 def _default_ids(fields: Fields, num_layers: int) -> tuple[int, ...]:

@@ -5,23 +5,16 @@ import torch
 PAD_ROW = 0
 
 
-class DraftStates:
-    """`hidden` `[C, H]` is the fed-back hidden, and `logits` `[C, Vd]` are those of the first proposal.
+class StateRows:
+    """Rows of tensors of C rows each. A request holds a row from `open` to `close`.
 
-    A request holds a row from `open` to `close`. C doubles when all rows are held.
+    C doubles when all rows are held; `_double` appends C rows to every tensor.
     """
 
-    def __init__(
-        self, capacity: int, width: int, draft_vocab_size: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, capacity: int) -> None:
         assert capacity >= 2, "row 0 pads, so at least one more row is needed"
-        self.hidden = torch.zeros((capacity, width), dtype=dtype, device=device)
-        self.logits = torch.zeros((capacity, draft_vocab_size), dtype=torch.float32, device=device)
+        self.capacity = capacity
         self._free = list(range(capacity - 1, PAD_ROW, -1))
-
-    @property
-    def capacity(self) -> int:
-        return int(self.hidden.shape[0])
 
     @property
     def num_open(self) -> int:
@@ -43,16 +36,65 @@ class DraftStates:
         assert row not in (PAD_ROW, *self._free), f"draft state row {row} is not open"
         self._free.append(row)
 
+    def _grow(self) -> None:
+        old = self.capacity
+        self._double()
+        self.capacity = 2 * old
+        self._free.extend(range(2 * old - 1, old - 1, -1))
+
+    def _double(self) -> None:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.num_open} open of {self.capacity - 1}>"
+
+
+class DraftStates(StateRows):
+    """`hidden` `[C, H]` is the fed-back hidden, and `logits` `[C, Vd]` are those of the first proposal."""
+
+    def __init__(
+        self, capacity: int, width: int, draft_vocab_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__(capacity)
+        self.hidden = torch.zeros((capacity, width), dtype=dtype, device=device)
+        self.logits = torch.zeros((capacity, draft_vocab_size), dtype=torch.float32, device=device)
+
     def write(self, rows: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor) -> None:
         """Copies `hidden` `[R, H]` and `logits` `[R, Vd]` to the states `rows` `[R]` int64."""
         self.hidden.index_copy_(0, rows, hidden.to(self.hidden.dtype))
         self.logits.index_copy_(0, rows, logits)
 
-    def _grow(self) -> None:
-        old = self.capacity
+    def _double(self) -> None:
         self.hidden = torch.cat((self.hidden, torch.zeros_like(self.hidden)))
         self.logits = torch.cat((self.logits, torch.zeros_like(self.logits)))
-        self._free.extend(range(2 * old - 1, old - 1, -1))
 
-    def __repr__(self) -> str:
-        return f"<DraftStates {self.num_open} open of {self.capacity - 1}>"
+
+class TokenRings(StateRows):
+    """`tokens` int32 `[C, W]`: the last W tokens of each request; the token at position p is in column p
+    modulo W.
+    """
+
+    def __init__(self, capacity: int, window: int, device: torch.device | str) -> None:
+        super().__init__(capacity)
+        self.tokens = torch.zeros((capacity, window), dtype=torch.int32, device=device)
+
+    @property
+    def window(self) -> int:
+        """W, in tokens."""
+        return int(self.tokens.shape[1])
+
+    def append(
+        self, rows: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor, counts: torch.Tensor
+    ) -> None:
+        """Writes the first `counts` `[B]` of `tokens` int64 `[B, R]` at positions from `starts` `[B]` on.
+
+        `rows` `[B]`: the requests' rows. Tokens behind the count, and those of row 0, go to row 0.
+        """
+        width = self.window
+        ahead = torch.arange(tokens.shape[1], device=tokens.device)
+        columns = torch.remainder(starts[:, None] + ahead, width)
+        places = torch.where(ahead < counts[:, None], rows[:, None], PAD_ROW) * width + columns
+        self.tokens.view(-1).index_copy_(0, places.reshape(-1), tokens.reshape(-1).to(self.tokens.dtype))
+
+    def _double(self) -> None:
+        self.tokens = torch.cat((self.tokens, torch.zeros_like(self.tokens)))

@@ -61,12 +61,18 @@ class DraftSampling:
         number of rows in `logits` `[R, Vd]`. For drawn requests the logits include the target's noise, so the
         score estimates which token the target will sample.
         """
-        num_requests = self.seeds.shape[0]
-        each = logits.shape[0] // max(num_requests, 1)
-        parts = (self.seeds, self.temperature, self.is_drawn)
-        spread = [x[:, None].expand(num_requests, each).reshape(-1) for x in parts]
-        ids, scores = torch.ops.baton.rank_drafts.default(logits, *spread, positions, target_ids, count)
+        rows = self.by_rows(logits.shape[0] // max(self.seeds.shape[0], 1))
+        ids, scores = torch.ops.baton.rank_drafts.default(
+            logits, rows.seeds, rows.temperature, rows.is_drawn, positions, target_ids, count
+        )
         return ids, scores
+
+    def by_rows(self, each: int) -> "DraftSampling":
+        """The parameters of `each` rows per request, request by request: tensors `[B * each]`."""
+        seeds, temperature, is_drawn = (
+            x[:, None].expand(-1, each).reshape(-1) for x in (self.seeds, self.temperature, self.is_drawn)
+        )
+        return DraftSampling(seeds=seeds, temperature=temperature, is_drawn=is_drawn)
 
 
 def draw(

@@ -22,12 +22,12 @@ from ...host_copy import to_device
 from ...request import Request
 from ...sampling.logprobs import ScoredToken, packed_width, unpack_logprobs
 from ..adaptive import StepPolicy
-from ..drafters.protocol import Drafter
+from ..drafters.protocol import Drafter, reads_features
 from ..drafting.shape import PLAIN, DraftShape
 from ..drafting.tree import branches
 from .device_state import RequestInit
 from .draft_coverage import DraftCoverage
-from .fused_step import ACCEPTED, GOOD, SEEN, WOULD_MATCH, FillMasks, StepKind
+from .fused_step import ACCEPTED, GOOD, PROPOSED, SEEN, FillMasks, StepKind
 from .result import StepResult
 from .step_graphs import Report, StepGraphs
 
@@ -36,13 +36,15 @@ from .step_graphs import Report, StepGraphs
 class Flight:
     """A launched step that was not read yet.
 
-    `warm` marks the requests with drafts. `kind` determines the layout of the report.
+    `warm` marks the requests with drafts. `kind` determines the layout of the report. `is_watched`: the step
+    compared first proposals that the drafter made with all earlier rows.
     """
 
     requests: tuple[Request, ...]
     warm: tuple[bool, ...]
     kind: StepKind
     report: Report
+    is_watched: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,10 +140,10 @@ class AsyncDecoder:
 
         The first call for a request may start behind a cached prefix. Later calls continue without a gap. Row
         i needs the token at i+1, so the last row of a prompt waits for the first output token. Rows beyond
-        the draft's context are skipped. No-op without a drafter. Raises AssertionError for a request that
-        already takes steps.
+        the draft's context are skipped. No-op without a drafter that reads features. Raises AssertionError
+        for a request that already takes steps.
         """
-        if self.drafter is None:
+        if self.drafter is None or not reads_features(self.drafter):
             return
         for request, *_ in items:
             assert request not in self._slots, f"{request!r}: its steps have begun"
@@ -195,9 +197,29 @@ class AsyncDecoder:
         guided = [i for i, request in enumerate(requests) if request.guide is not None]
         assert not (guided and self._num_unread), "the grammar of a request waits for the step before"
         fill = self._filler(batch.requests, guided) if guided else None
-        report, kind = self.steps.launch(batch.slots, self._kind_of(batch), fill)
+        wanted = self._kind_of(batch)
+        is_watched = self._keep_up(batch, wanted)
+        report, kind = self.steps.launch(batch.slots, wanted, fill)
         self._num_unread += 1
-        return Flight(requests=tuple(requests), warm=batch.warm, kind=kind, report=report)
+        return Flight(
+            requests=tuple(requests), warm=batch.warm, kind=kind, report=report, is_watched=is_watched
+        )
+
+    def _keep_up(self, batch: _Batch, kind: StepKind) -> bool:
+        """Lets the drafter catch up where a step of `kind` needs it, and counts the rows that the step leaves
+        to it. Returns whether the step can compare first proposals.
+        """
+        is_late, late = self.steps.step.is_late(kind), self.coverage.most_late(batch.requests)
+        if late and (not is_late or late >= self.steps.late_rows):
+            self._catch_up(batch.requests)
+            late = 0
+        if is_late:
+            self.coverage.note_late(batch.requests, 1)
+        return kind.watched is not None and late == 0
+
+    def _catch_up(self, requests: Sequence[Request]) -> None:
+        self.steps.catch_up(tuple(self._slots[each] for each in requests if each in self._slots))
+        self.coverage.note_late(requests, None)
 
     def read(self, flight: Flight, is_live: Sequence[bool]) -> StepResult:
         """Waits for `flight`, the oldest unread one, and commits its tokens to its live requests.
@@ -216,7 +238,6 @@ class AsyncDecoder:
             )
             if live
         ]
-        warm = [is_warm for _, _, is_warm, _ in found]
         most_left = max((request.num_remaining for request, _, is_warm, _ in found if is_warm), default=1)
         useful_rows = min(shape.num_path, most_left)
         tokens, accept_lens, is_bad, logprobs = [], [], [], []
@@ -238,7 +259,7 @@ class AsyncDecoder:
             tokens=tokens,
             logprobs=logprobs,
             accept_lens=accept_lens,
-            drafted=[offered if is_warm else 0 for is_warm in warm],
+            drafted=[min(offered, row[width + PROPOSED]) if is_warm else 0 for _, row, is_warm, _ in found],
             is_bad=is_bad,
             path=flight.report.path,
         )
@@ -263,6 +284,7 @@ class AsyncDecoder:
         state = self.steps.step.state
         joining = [request for request in requests if request not in self._slots]
         if joining:
+            self.coverage.join(joining)
             self._retire(joining)
             slots = [state.open() for _ in joining]
             state.write(slots, [self._init_of(request) for request in joining])
@@ -304,7 +326,8 @@ class AsyncDecoder:
         A graph always runs all rows of its shape. An eager chain is cut to the rows that some request can
         use.
         """
-        watched = self.shape if self.policy is not None and self.drafter is not None else None
+        is_watched = self.policy is not None and self.policy.is_watched
+        watched = self.shape if is_watched and self.drafter is not None else None
         plain = replace(batch.kind, watched=watched)
         if not any(batch.warm):
             return plain
@@ -340,6 +363,8 @@ class AsyncDecoder:
 
     def _retire(self, requests: Sequence[Request]) -> None:
         """Ends drafting for the requests that have outgrown the draft's context."""
+        if self.coverage.most_late(requests):
+            self._catch_up(requests)
         for request in self.coverage.retire(requests):
             if request in self._slots:
                 self.steps.step.state.stop_drafting(self._slots[request])
@@ -365,7 +390,9 @@ class AsyncDecoder:
         if policy is None or not rows:
             return
         if flight.kind.watched is not None:
-            policy.observe([sum(row[width + WOULD_MATCH] for row in rows)], [len(rows)])
+            if not flight.is_watched:
+                return
+            policy.observe([sum(row[width + PROPOSED] for row in rows)], [len(rows)])
             return
         counts = Counter(min(row[width + ACCEPTED], useful_rows) - 1 for row in rows)
         levels = range(useful_rows - 1)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ...request import Request
-from ..drafters.protocol import Drafter, DraftPrefill
+from ..drafters.protocol import Drafter, DraftPrefill, HistoryDrafter
 from ..drafting.shape import DraftShape
 
 NEVER = 1 << 30  # steps
@@ -20,11 +20,13 @@ NEVER = 1 << 30  # steps
 class Coverage:
     """The draft coverage of one request.
 
-    `row` is its state row in the drafter, None after drafting ended. `covered` counts its written draft rows.
+    `row` is its state row in the drafter, None after drafting ended. `covered` counts its draft rows, of
+    which the drafter may still have to see the newest `late`.
     """
 
     row: int | None
     covered: int
+    late: int = 0
 
 
 class DraftCoverage:
@@ -52,14 +54,27 @@ class DraftCoverage:
         return mine.row or 0 if mine is not None and self.is_warm(request) else 0
 
     def num_covered(self, request: Request) -> int:
-        """Rows of `request` whose draft KV is written, or unneeded because they lie beyond the draft's
-        context.
+        """Rows of `request` whose draft KV is written, or unneeded: because they lie beyond the draft's
+        context, or because the drafter keeps none.
         """
+        if isinstance(self.drafter, HistoryDrafter):
+            return request.num_computed
         mine = self.known.get(request)
         if mine is None:
             return 0
-        is_whole = mine.row is None or mine.covered >= self.limit
-        return max(mine.covered, request.num_computed) if is_whole else mine.covered
+        written = mine.covered - mine.late
+        is_whole = mine.row is None or written >= self.limit
+        return max(written, request.num_computed) if is_whole else written
+
+    def join(self, requests: Sequence[Request]) -> None:
+        """Begins drafting for `requests`, whose first step follows, if the drafter needs their text alone."""
+        drafter = self.drafter
+        new = [request for request in requests if request not in self.known]
+        if not new or drafter is None or not isinstance(drafter, HistoryDrafter):
+            return
+        for request in new:
+            self.known[request] = Coverage(row=drafter.open(), covered=request.num_tokens - 1)
+        drafter.begin([(self.row_of(request), request.all_ids) for request in new])
 
     def begin(self, drafter: Drafter, request: Request, features: torch.Tensor, start: int) -> DraftPrefill:
         """The prefill of the rows of `request` from `start` on, from `features` `[rows, K*Ht]`.
@@ -98,6 +113,17 @@ class DraftCoverage:
         if mine is not None:
             mine.covered += count
             assert mine.covered == request.num_computed, f"{request!r}: draft KV covers {mine.covered} rows"
+
+    def most_late(self, requests: Iterable[Request]) -> int:
+        """The largest number of rows of one of `requests` that the drafter may still have to see."""
+        return max((self.known[each].late for each in requests if each in self.known), default=0)
+
+    def note_late(self, requests: Iterable[Request], num_rows: int | None) -> None:
+        """Records `num_rows` more such rows of each of `requests`; None: the drafter has seen all."""
+        for request in requests:
+            mine = self.known.get(request)
+            if mine is not None and mine.row is not None:
+                mine.late = 0 if num_rows is None else mine.late + num_rows
 
     def retire(self, requests: Iterable[Request]) -> list[Request]:
         """Ends drafting for the requests whose drafts would lie beyond the draft's context, and returns

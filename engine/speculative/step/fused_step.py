@@ -23,17 +23,18 @@ from ...runner.target_graphs import aux_ids_of
 from ...sampling.choose import choose_tokens
 from ...sampling.edits import ALL_ALLOWED, edit_logits
 from ...sampling.logprobs import pack_logprobs, packed_width, top_logprobs
-from ..drafters.protocol import Drafter, DraftView
+from ..drafters.protocol import Drafter, DraftView, reads_features
 from ..drafting.choice import DraftSampling
 from ..drafting.shape import DraftShape
 from ..drafting.tree import DraftTree
 from ..drafting.verify import AcceptResult, compact, verify_drafts
 from .device_state import DeviceState, StepRows
+from .late_rows import LateRows
 
 # Columns of a report behind the R tokens: accepted rows; rows before the first with logits that are not
-# finite; rows before the first whose support exceeds the ranked candidates; whether an unused first proposal
-# matches.
-ACCEPTED, GOOD, SEEN, WOULD_MATCH = range(NUM_COUNTS)
+# finite; rows before the first whose support exceeds the ranked candidates; in a step with drafts, the number
+# of drafts found, and in one without, whether an unused first proposal matches.
+ACCEPTED, GOOD, SEEN, PROPOSED = range(NUM_COUNTS)
 
 # (drafts [B, N-1], parents [B, N] of a tree, masks int32 [B, N, W] to be written)
 FillMasks = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None]
@@ -85,15 +86,28 @@ class TargetChoice(NamedTuple):
 
 
 class FusedStep:
-    """Steps of `runner` and `drafter` over `state`; `max_context` in tokens."""
+    """Steps of `runner` and `drafter` over `state`; `max_context` in tokens.
+
+    With `late`, a step without drafts that is watched leaves its row to a later `catch_up`.
+    """
 
     def __init__(
-        self, runner: ModelRunner, drafter: Drafter | None, state: DeviceState, max_context: int
+        self,
+        runner: ModelRunner,
+        drafter: Drafter | None,
+        state: DeviceState,
+        max_context: int,
+        late: LateRows | None = None,
     ) -> None:
         self.runner = runner
         self.drafter = drafter
         self.state = state
         self.max_context = max_context
+        self.late = late
+
+    def is_late(self, kind: StepKind) -> bool:
+        """Whether a step of `kind` leaves its rows to a later `catch_up`."""
+        return self.late is not None and kind.watched is not None and not kind.shape.steps
 
     @torch.no_grad()
     def run(self, slots: torch.Tensor, kind: StepKind, breaks: Breaks[StepContext]) -> torch.Tensor:
@@ -105,11 +119,11 @@ class FusedStep:
         if not breaks.is_recorded:
             self._note_pages(rows, places)
         view = self._view(rows, places, breaks)
-        tokens, tree = self._draft(rows, view, kind.shape)
+        tokens, tree, found = self._draft(rows, view, kind.shape)
         logits, features = self._verify(rows, places, tokens, tree, breaks)
         choice = self._choose(slots, rows, places, logits, tokens, tree, kind, breaks)
         accepted = verify_drafts(kind.shape, tokens, tree, choice.tokens, places.limits)
-        would_match = self._would_match(view, accepted, kind)
+        proposed = self._would_match(view, accepted, kind) if found is None else found
         outcome = step_outcome(
             self.state.integers,
             slots,
@@ -118,17 +132,37 @@ class FusedStep:
             accepted.accept_len,
             choice.is_bad,
             choice.is_unseen,
-            would_match,
+            proposed,
         )
         if tree is not None:
             compact(self.runner.pool, places.slots, accepted)
         if self.drafter is not None:
-            assert features is not None, "the target captured no features for the draft"
-            self.drafter.observe(view, features, accepted, outcome.emitted, kind.shape)
+            if features is None:
+                assert not reads_features(self.drafter), "the target captured no features for the draft"
+                features = logits[:, :0]
+            if self.late is not None and self.is_late(kind):
+                self.late.keep(slots, rows, features, accepted.tokens[:, 0], outcome.emitted)
+            else:
+                self.drafter.observe(view, features, accepted, outcome.emitted, kind.shape)
         if not kind.is_edited:
             return outcome.report
         self.state.count_tokens(slots, accepted.tokens, outcome.emitted)
         return self._with_logprobs(slots, outcome.report, logits, accepted, kind)
+
+    @torch.no_grad()
+    def catch_up(self, slots: torch.Tensor, breaks: Breaks[StepContext]) -> torch.Tensor:
+        """The drafter observes the late rows of the requests in `slots` `[B]`; returns their numbers, int64
+        `[B]`.
+        """
+        assert self.late is not None, "no step leaves rows to the drafter"
+        assert self.drafter is not None
+        batch = self.late.take(slots)
+        places = step_places(batch.rows.integers, self._sizes(self.late.shape))
+        if not breaks.is_recorded:
+            self._note_pages(batch.rows, places)
+        view = self._view(batch.rows, places, breaks)
+        self.drafter.observe(view, batch.features, batch.accepted, batch.counts, self.late.shape)
+        return batch.counts
 
     def _note_pages(self, rows: StepRows, places: Places) -> None:
         """In debug runs, records the pages that this step reads and writes, to order page copies."""
@@ -152,6 +186,7 @@ class FusedStep:
     def _view(self, rows: StepRows, places: Places, breaks: Breaks[StepContext]) -> DraftView:
         tensors = rows.tensors
         return DraftView(
+            newest=rows.newest,
             positions=places.positions,
             kv_rows=places.draft_rows,
             page_table=rows.pages,
@@ -166,13 +201,17 @@ class FusedStep:
 
     def _draft(
         self, rows: StepRows, view: DraftView, shape: DraftShape
-    ) -> tuple[torch.Tensor, DraftTree | None]:
-        """Tokens `[B, N]`, the newest one first, and the tree, if the shape is one."""
+    ) -> tuple[torch.Tensor, DraftTree | None, torch.Tensor | None]:
+        """Tokens `[B, N]`, the newest one first, the tree, if the shape is one, and the number of drafts
+        found, `[B]` (None in a step without drafts).
+        """
         newest = rows.newest[:, None]
         if self.drafter is None or shape.steps == 0:
-            return newest, None
-        proposal = self.drafter.propose(view, shape)
-        return torch.cat((newest, proposal.drafts), dim=1), proposal.tree
+            return newest, None, None
+        drafts, tree, found = self.drafter.propose(view, shape)
+        if found is None:
+            found = torch.full_like(view.lens, shape.num_nodes - 1)
+        return torch.cat((newest, drafts), dim=1), tree, found
 
     def _verify(
         self,
@@ -197,9 +236,7 @@ class FusedStep:
             is_invariant=self.runner.is_invariant,
         )
         ids = () if self.drafter is None else aux_ids_of(model)
-        hidden, features = model.body(
-            model.embed(tokens.reshape(-1)), positions.reshape(-1), plan.attend, ids
-        )
+        hidden, features = model.body(model.embed(tokens.reshape(-1)), positions.reshape(-1), plan, ids)
         return model.compute_logits(hidden), features
 
     def _choose(
@@ -247,7 +284,7 @@ class FusedStep:
 
     def _would_match(self, view: DraftView, accepted: AcceptResult, kind: StepKind) -> torch.Tensor:
         """Whether one of the unused first proposals equals the target's sample: `[B]` int64, 0 or 1."""
-        if self.drafter is None or kind.watched is None or kind.shape.steps:
+        if self.drafter is None or kind.watched is None:
             return torch.zeros_like(view.lens)
         proposals = self.drafter.first_proposals(view, kind.watched.topk)
         return (proposals == accepted.tokens[:, :1]).any(dim=1).long()

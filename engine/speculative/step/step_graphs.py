@@ -22,10 +22,11 @@ from ...graphs.graph_pool import FallbackReason, GraphKind, GraphPool
 from ...host_copy import to_device
 from ...runner.model_runner import ModelRunner
 from ...runner.target_graphs import captured_mode
-from ..drafters.protocol import Drafter
+from ..drafters.protocol import Drafter, late_rows_of
 from ..drafting.shape import PLAIN, DraftShape, planned_pages
 from .device_state import EDIT_ENTRIES, DeviceState
 from .fused_step import FillMasks, FusedStep, StepContext, StepKind
+from .late_rows import LateRows
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class StepGraphs:
         ]
         self._num_launched = 0
         self.families: dict[StepKind, GraphFamily[StepContext, torch.Tensor]] = {}
+        self._catch_up: GraphFamily[StepContext, torch.Tensor] | None = None
         self._covered: dict[StepKind, StepKind] = {}  # requested kind -> captured kind
         # Tensors besides the parameters that graphs read, by whether the graphs have logit edits.
         self._frozen: dict[bool, tuple[torch.Tensor, ...]] = {}
@@ -104,6 +106,32 @@ class StepGraphs:
 
             family.capture(forward, lambda bucket: StepContext(num_rows=bucket), self._parameters)
         self._covered.clear()
+        if self.step.late is not None:
+            self._catch_up = GraphFamily(
+                graphs, GraphKind.DRAFT_CATCH_UP, buckets, GraphLimits(is_by_token=False)
+            )
+            self._catch_up.capture(
+                lambda bucket, breaks: self.step.catch_up(self.slots[:bucket], breaks),
+                lambda bucket: StepContext(num_rows=bucket),
+                self._parameters,
+            )
+
+    @property
+    def late_rows(self) -> int:
+        """Steps without drafts after which `catch_up` is due; 0 if each step observes."""
+        return 0 if self.step.late is None else self.step.late.num_rows
+
+    def catch_up(self, slots: tuple[int, ...]) -> None:
+        """Lets the drafter observe the late rows of the requests in `slots`, behind all earlier steps."""
+        self.tell(slots)
+        padded, family = self._padded(len(slots)), self._catch_up
+        context = StepContext(num_rows=len(slots))
+        if family is not None and self._is_unmoved(False):
+            decision = family.decide(BatchShape(size=padded))
+            if decision.is_graph:
+                family.replay(decision, context)
+                return
+        self.step.catch_up(self.slots[:padded], Breaks(context))
 
     def takes(self, kind: StepKind, count: int) -> bool:
         """Whether a step of `count` requests would run as a graph."""
@@ -177,17 +205,21 @@ class StepGraphs:
 
         They move when more requests than reserved, or requests with more biases, join.
         """
-        frozen, anchors = self._frozen[kind.is_edited], self._anchors(kind.is_edited)
-        is_fresh = len(anchors) == len(frozen) and all(map(_is_one, anchors, frozen))
+        is_fresh = self._is_unmoved(kind.is_edited)
         if is_counted and not is_fresh:
             family = self.families[kind]
             family.pool.count_fallback(family.kind, FallbackReason.BATCH_OVER_PLANNED)
         return is_fresh
 
+    def _is_unmoved(self, is_edited: bool) -> bool:
+        frozen, anchors = self._frozen[is_edited], self._anchors(is_edited)
+        return len(anchors) == len(frozen) and all(map(_is_one, anchors, frozen))
+
     def _anchors(self, is_edited: bool) -> tuple[torch.Tensor, ...]:
         state, drafter = self.step.state, self.step.drafter
+        late = () if self.step.late is None else self.step.late.anchors
         edits = state.edit_anchors if is_edited else ()
-        return (self.slots, *state.anchors, *edits, *(() if drafter is None else drafter.anchors))
+        return (self.slots, *state.anchors, *edits, *late, *(() if drafter is None else drafter.anchors))
 
     def _parameters(self) -> list[tuple[str, torch.Tensor]]:
         drafter, own = self.step.drafter, [*self.step.runner.model.tensors()]
@@ -220,15 +252,21 @@ def step_graphs(
     """Steps of any of `shapes`, and plain ones, for up to `max_requests` requests of up to `max_context`
     tokens.
 
-    A step without drafts compares the first proposals of shape `watched`. Each shape has three kinds with
+    A step without drafts compares the first proposals of shape `watched`, and leaves its row to a later
+    `catch_up` if the drafter allows it. Each shape has three kinds with
     graphs: greedy or free sampling, ranked sampling, and edited logits with logprobs.
     """
     every = list(dict.fromkeys([*shapes, PLAIN]))
-    max_pages = planned_pages(every, max_context, runner.pool.page_size)
+    late_rows = 0 if drafter is None or watched is None else late_rows_of(drafter)
+    late_shapes = [DraftShape.of(late_rows - 1)] if late_rows else []
+    max_pages = planned_pages([*every, *late_shapes], max_context, runner.pool.page_size)
     vocab_size = runner.model.config.vocab_size
     state = DeviceState(max_requests + 1, max_pages, vocab_size, runner.pool.device)
+    late = None
     if drafter is not None:
         drafter.reserve(max_requests)
+        if late_rows:
+            late = LateRows(state, late_rows, drafter.feature_width, runner.model.dtype)
     num_top = min(TOP_LOGPROBS, vocab_size)
     kinds = [
         kind
@@ -240,4 +278,4 @@ def step_graphs(
             replace(common, is_ranked=True, is_edited=True, num_top=num_top),
         )
     ]
-    return make(FusedStep(runner, drafter, state, max_context), kinds, max_requests)
+    return make(FusedStep(runner, drafter, state, max_context, late), kinds, max_requests)

@@ -8,6 +8,7 @@ from baton.engine.auto_sizes import (
     BUFFER_ALIGNMENT,
     CONTEXT_BYTES,
     GRAPH_ROWS,
+    LATE_ROWS,
     Card,
     EngineRole,
     GivenSizes,
@@ -18,9 +19,10 @@ from baton.engine.auto_sizes import (
 from baton.engine.errors import CheckpointError
 from baton.engine.graphs.buckets import token_buckets
 from baton.engine.kv.budget import PageBudget
-from baton.engine.prompt_budget import MIN_BUFFER_ROWS
+from baton.engine.prompt_budget import MIN_BUFFER_ROWS, alone_tokens
 from baton.engine.runner.target_graphs import whole_buckets
 from baton.kernels.gather_context import ROW_ALIGNMENT
+from baton.kernels.invariant_splits import MAX_PARTIAL_BYTES, partial_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -123,12 +125,27 @@ def test_outputs_of_all_prefill_graphs_have_reserved_rows(rows):
     assert sum(buckets) + sum(whole_buckets(buckets)) <= GRAPH_ROWS * rows
 
 
-def test_features_of_two_unread_prompt_parts_are_reserved():
+def test_features_of_unread_prompt_parts_and_late_rows_are_reserved():
     blind = replace(DECODE, num_features=0)
     with_features, without = (
         chosen(H200, EIGHT, role, local_prefill_tokens=2048) for role in (DECODE, blind)
     )
-    assert with_features.reserved - without.reserved == 2 * 8192 * 3 * 4096 * 2
+    late = 2 * (with_features.max_running + 1) * LATE_ROWS
+    assert with_features.reserved - without.reserved == (2 * 8192 + late) * 3 * 4096 * 2
+
+
+@pytest.mark.parametrize(("role", "copies"), [(PREFILL, 1), (DECODE, 2)], ids=["prefill", "decode"])
+def test_the_deterministic_mode_reserves_the_parts_of_its_attention(role, copies):
+    def parts(of, **given):
+        modes = (replace(role, is_deterministic=mode) for mode in (True, False))
+        invariant, fastest = (chosen(H200, of, mode, **given).reserved for mode in modes)
+        return invariant - fastest
+
+    assert parts(EIGHT, max_running=64, max_context=4096) == copies * MAX_PARTIAL_BYTES
+    short = replace(EIGHT[0], max_context=512), EIGHT[1]
+    few = {"max_running": 1, "local_prefill_tokens": 256, "chunk_size": 256}
+    rows = 256 if role is PREFILL else alone_tokens(256)
+    assert parts(short, **few) == copies * partial_bytes(2, rows * 32, 128)
 
 
 def test_an_aggregated_engine_reserves_its_prefill_graphs():

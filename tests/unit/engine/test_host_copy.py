@@ -1,8 +1,9 @@
 """Host tensors that cross to a device together arrive as they were."""
 
+import numpy as np
 import pytest
 import torch
-from baton.engine.host_copy import ALIGNMENT, all_to_device, pack, unpacked
+from baton.engine.host_copy import ALIGNMENT, all_to_device, arrays_to_device, pack, unpacked
 
 VALUES = (
     torch.tensor([1, -(1 << 60), 7]),
@@ -27,3 +28,13 @@ def test_tensors_of_any_dtype_and_shape_survive_packing(count: int):
         assert (found.data_ptr() - packed.data_ptr()) % ALIGNMENT == 0 or not found.numel()
     for found, expected in zip(all_to_device(values, torch.device("cpu")), values, strict=True):
         assert torch.equal(found, expected)
+
+
+def test_arrays_of_any_shape_arrive_aligned_in_one_allocation():
+    arrays = [
+        np.arange(n, dtype=np.int64).reshape(shape) for n, shape in ((3, 3), (0, 0), (4, (2, 2)), (1, 1))
+    ]
+    found = arrays_to_device(arrays, torch.device("cpu"))
+    for tensor, array in zip(found, arrays, strict=True):
+        assert np.array_equal(tensor.numpy(), array)
+        assert (tensor.data_ptr() - found[0].data_ptr()) % ALIGNMENT == 0

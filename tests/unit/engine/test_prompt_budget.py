@@ -6,7 +6,7 @@ H200 = 750e12
 
 
 def test_graphs_end_where_the_device_is_slower_than_the_host():
-    assert graph_tokens(7_500_000_000, 32, H200) == 512
+    assert graph_tokens(7_500_000_000, 32, H200) == 1024
     assert graph_tokens(135_000_000, 30, H200) == 8192
     assert graph_tokens(70_000_000_000, 80, H200) == 256
     assert graph_tokens(7_500_000_000, 32, H200 / 100) == 256

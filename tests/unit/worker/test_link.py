@@ -15,6 +15,9 @@ from baton.cluster.protocol.messages import (
     WorkerStats,
 )
 from baton.tests.unit.cluster.net.test_control_link import HELLO, ME, R1, R2, ROOM, advance, joined, welcome
+from baton.worker.commands import Advance
+from baton.worker.link import LinkWork
+from baton.worker.room_owners import EVERY, ToRouter
 
 
 def order(epoch=0):
@@ -113,3 +116,25 @@ def test_a_backlog_delays_no_heartbeat():
     assert beats, "the backlog was not sent in that time"
     assert len(link.sent) < 100
     assert beats[-1] >= 6
+
+
+class NotingTransport:
+    """A hand-off that notes what the router has been sent when it begins."""
+
+    def __init__(self, link):
+        self.link, self.sent_before = link, []
+
+    def advance(self, room, epoch, tokens_ready, first_token):
+        self.sent_before = list(self.link.sent)
+
+
+def test_a_message_leaves_before_the_hand_off_that_was_ordered_behind_it():
+    link = CrawlingLink()
+    link.tick(0.0)
+    link.receive()
+    transport = NotingTransport(link)
+    work = LinkWork({0: link}, transport, lambda event: None)
+    work.perform(ToRouter(router=EVERY, message=Gone(room=ROOM, epoch=0, instance=ME)))
+    assert not link.sent, "messages wait for others"
+    work.perform(Advance(room=ROOM, epoch=0, tokens_ready=1, first_token=5))
+    assert transport.sent_before == [Gone(room=ROOM, epoch=0, instance=ME)]

@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 from baton.bench.engine.bench import main
-from baton.bench.engine.floors import Ceilings, PassCounts, Work, eagle3_step, mtp_step
+from baton.bench.engine.drafters import DRAFTERS, DraftWish
+from baton.bench.engine.floors import Ceilings, PassCounts, Work, chain_step, mtp_step
 from baton.bench.engine.mtp_model import modules_config
 from baton.bench.engine.shapes import SHAPES, head_config, target_config
 
@@ -17,6 +18,7 @@ SMALL = ["--shape", "toy", "--device", "cpu", "--dtype", "float32", "--context",
 
 @pytest.mark.parametrize(("accept_length", "graphs"), [(1, "off"), (2, "off"), (3, "on"), (4, "off")])
 def test_steps_yield_the_requested_accept_length_with_graphs_or_not(accept_length, graphs, tmp_path, capsys):
+    kinds = sorted(DRAFTERS)
     out = tmp_path / "out.json"
     flags = [
         "--batch",
@@ -31,31 +33,20 @@ def test_steps_yield_the_requested_accept_length_with_graphs_or_not(accept_lengt
         "--json",
         str(out),
     ]
-    assert main([*SMALL, *flags, "--accept-length", str(accept_length)]) == 0
+    assert main([*SMALL, *flags, "--drafts", "all", "--accept-length", str(accept_length)]) == 0
     document = json.loads(out.read_text())
     cells = {(cell["kind"], cell["size"]): cell for cell in document["cells"]}
-    assert set(cells) == {("prefill", 9), ("decode", 1), ("decode", 2), ("eagle3", 1), ("eagle3", 2)}
-    assert [cells["eagle3", size]["accepted"] for size in (1, 2)] == [accept_length] * 2
+    assert set(cells) == {("prefill", 9), *((kind, size) for kind in ("decode", *kinds) for size in (1, 2))}
+    for kind in kinds:
+        assert [cells[kind, size]["accepted"] for size in (1, 2)] == [accept_length] * 2
     assert [cells["decode", size]["accepted"] for size in (1, 2)] == [1.0] * 2
     paths = {kind: cell["path"] for (kind, _), cell in cells.items()}
-    wanted = {"prefill": "breakable", "decode": "graph", "eagle3": "graph"}
+    wanted = {"prefill": "breakable", **dict.fromkeys(("decode", *kinds), "graph")}
     assert paths == (wanted if graphs == "on" else dict.fromkeys(wanted, "eager"))
     assert all(
         cell["ratio"] == pytest.approx(cell["timing"]["wall"] / cell["floor_ms"]) for cell in cells.values()
     )
     assert "simulated" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("drafts", ["mtp", "mtp-deep"])
-@pytest.mark.parametrize(("accept_length", "graphs"), [(1, "off"), (3, "on"), (4, "off")])
-def test_steps_with_modules_yield_the_requested_accept_length(drafts, accept_length, graphs, tmp_path):
-    out = tmp_path / "out.json"
-    flags = ["--batch", "1", "2", "--prefill", "--graphs", graphs, "--drafts", drafts, "--json", str(out)]
-    assert main([*SMALL, *flags, "--accept-length", str(accept_length)]) == 0
-    cells = {(cell["kind"], cell["size"]): cell for cell in json.loads(out.read_text())["cells"]}
-    assert [cells[drafts, size]["accepted"] for size in (1, 2)] == [accept_length] * 2
-    assert cells[drafts, 1]["path"] == ("graph" if graphs == "on" else "eager")
-    assert cells[drafts, 1]["floor_ms"] > cells["decode", 1]["floor_ms"]
 
 
 def test_a_step_of_modules_is_a_verify_and_one_pass_of_each(tmp_path):
@@ -86,10 +77,10 @@ def test_the_floor_of_an_8b_decode_step_is_its_weights_and_the_batch_s_kv(tmp_pa
     assert prefill.num_flops == 2 * 1024 * counts.body + 2 * counts.vocab + 1024 * 1025 // 2 * 32 * 4 * 4096
 
 
-def test_an_eagle3_step_is_a_verify_and_one_pass_of_the_head_per_draft(tmp_path):
+def test_an_chain_step_is_a_verify_and_one_pass_of_the_head_per_draft(tmp_path):
     target = target_config("llama-3.1-8b", "", tmp_path)
     head = PassCounts.of_head(head_config(target, "bfloat16", 32000, tmp_path), 2)
-    works = eagle3_step(PassCounts.of_target(target, 2), head, batch=2, steps=3, context=100)
+    works = chain_step(PassCounts.of_target(target, 2), head, batch=2, steps=3, context=100)
     assert len(works) == 4, "verify, two drafts (the first is remembered), extend"
     layer = 8192 * 6144 + 4096 * 4096 + 3 * 4096 * 14336
     assert [head.body, head.vocab, head.fc] == [layer, 32000 * 4096, 3 * 4096 * 4096]
@@ -115,7 +106,24 @@ def test_built_in_shapes_are_models_of_the_sizes_in_their_names(tmp_path):
         assert math.isclose(total, sizes[name], rel_tol=0.001), name
 
 
+def test_lookup_costs_the_verify_alone_and_eagle_reads_fc_in_every_pass(tmp_path):
+    target = target_config("llama-3.1-8b", "", tmp_path)
+    counts = PassCounts.of_target(target, 2)
+    wish = DraftWish(
+        config=target, dtype=torch.bfloat16, device=torch.device("cpu"), draft_vocab_size=32000, steps=3,
+        accept_length=2, page_size=16, capacity=4, folder=tmp_path,
+    )  # fmt: skip
+    assert DRAFTERS["ngram"](wish).step(counts, 2, 3, 100) == [counts.step(2, 4, 100, logit_rows=4)]
+    works = DRAFTERS["eagle"](wish).step(counts, 2, 3, 100)
+    layer = 4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336
+    assert len(works) == 4
+    assert works[1].num_bytes == 2 * (layer + 2 * 4096**2 + 128256 * 4096 + 2 * 101 * 2048)
+
+
 def test_bad_options_are_one_line_that_names_the_value_and_the_remedy(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        main([*SMALL, "--drafts", "eagle3,medusa"])
+    assert "'medusa': write all, or some of eagle3,eagle,dflash,mtp,mtp-deep,ngram" in capsys.readouterr().err
     assert main([*SMALL, "--spec-steps", "2", "--accept-length", "4"]) == 2
     assert "--accept-length 4" in capsys.readouterr().err
     assert main([*SMALL, "--context", "500"]) == 2

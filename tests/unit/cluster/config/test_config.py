@@ -6,11 +6,15 @@ import subprocess
 import sys
 
 import pytest
+from baton.bench.engine.drafters import NGRAMS
 from baton.cluster.config.fields import as_text, describe, settings_of, types_of
+from baton.cluster.config.groups import LOOKUP
 from baton.cluster.config.load import COMMAND_LINE, ENVIRONMENT, FILE, load_config, to_argv
 from baton.cluster.config.roles import ROLES, DecodeConfig, PrefillConfig, RouterConfig, UpConfig
 from baton.cluster.errors import ConfigError
 from baton.deploy.up.children import child_configs
+from baton.engine.config import EngineConfig
+from baton.engine.hub import NGRAM
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -221,7 +225,8 @@ def _values(cls):
         else:
             strategies[name] = st.text(min_size=1).map(lambda text: "m" + text)
     strategies.pop("config")
-    strategies.pop("spec_tokens", None)  # most values do not go with steps and topk
+    for name in ("spec_tokens", "ngram_min", "ngram_max"):  # most values do not go with others
+        strategies.pop(name, None)
     values = st.fixed_dictionaries({"model": strategies.pop("model")}, optional=strategies)
     return values.filter(lambda v: not v.get("own_port") or v["own_port"] != v.get("port", 8000))
 
@@ -268,6 +273,13 @@ def test_cluster_modules_import_no_torch():
         (DecodeConfig, ["--spec-steps", "3"], ["--spec-steps", "--draft"]),
         (DecodeConfig, ["--spec-steps", "5", "--draft", "d", "--no-draft"], ["--spec-steps", "--no-draft"]),
         (DecodeConfig, ["--spec-topk", "2"], ["--spec-topk", "--draft"]),
+        (DecodeConfig, ["--ngram-max", "4"], ["--ngram-max", "--draft ngram"]),
+        (
+            DecodeConfig,
+            ["--ngram-max", "4", "--draft", "ngram", "--no-draft"],
+            ["--ngram-max", "--no-draft"],
+        ),
+        (DecodeConfig, ["--ngram-min", "3", "--draft", "d"], ["--ngram-min", "--draft ngram"]),
         (
             DecodeConfig,
             ["--spec-adaptive", "on", "--draft", "d", "--no-draft"],
@@ -295,6 +307,7 @@ def test_a_setting_that_has_no_effect_beside_others_is_warned_of(cls, flags, wor
     ("cls", "flags"),
     [
         (DecodeConfig, ["--draft", "d", "--spec-steps", "5"]),
+        (DecodeConfig, ["--draft", "ngram", "--ngram-max", "4", "--spec-steps", "8"]),
         (DecodeConfig, ["--no-draft", "--draft", "d"]),
         (PrefillConfig, ["--pages", "8"]),
         (RouterConfig, ["--queue-timeout-s", "60", "--request-timeout-s", "0"]),
@@ -318,3 +331,33 @@ def test_transports_are_checked_and_reach_both_kinds_of_worker_through_up(tmp_pa
     children = dict(child_configs(config, {}, tmp_path))
     assert [children[name].transports for name in ("prefill-0", "decode-0")] == ["zmq_blocks"] * 2
     assert children["prefill-0"].slab_mb == 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--draft", "ngram", "--spec-topk", "2"], ["--spec-topk 2", "--draft ngram", "--spec-topk 1"]),
+        (["--draft", "ngram", "--ngram-min", "6"], ["--ngram-min 6", "--ngram-max 5", "raise"]),
+        (["--draft", "ngram", "--ngram-max", "17"], ["--ngram-max", "17", "16"]),
+        (["--draft", "ngram", "--ngram-min", "0"], ["--ngram-min", "0", "1"]),
+        (["--draft", "ngram", "--ngram-window", "8"], ["--ngram-window", "8", "32"]),
+    ],
+)
+def test_sizes_of_lookup_that_cannot_be_are_refused_with_the_remedy(flags, words):
+    with pytest.raises(ConfigError) as refused:
+        load_config(DecodeConfig, ["--model", "m", *flags], {})
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+def test_a_tree_is_allowed_where_lookup_is_switched_off():
+    flags = ["--model", "m", "--draft", "ngram", "--no-draft", "--spec-topk", "2"]
+    assert load_config(DecodeConfig, flags, {}).spec_topk == 2
+
+
+def test_both_names_of_lookup_are_the_same_word():
+    assert LOOKUP == NGRAM
+    defaults, config = DecodeConfig(model="m"), EngineConfig(model="m")
+    for name in ("ngram_min", "ngram_max", "ngram_window"):
+        assert getattr(defaults, name) == getattr(config, name)
+    sizes = {"shortest": config.ngram_min, "longest": config.ngram_max, "window": config.ngram_window}
+    assert sizes == NGRAMS

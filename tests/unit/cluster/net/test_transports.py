@@ -83,19 +83,24 @@ def test_prefill_answers_a_hello_with_its_choice_and_remembers_it():
 
 
 @pytest.mark.parametrize(
-    ("blocks", "shared", "on_device", "name"),
+    ("blocks", "shared", "on_device", "by_nixl", "name"),
     [
-        (0, 0, 0, None),
-        (3, 0, 0, "zmq_blocks"),
-        (3, 3, 0, "shm"),
-        (3, 2, 0, "shm+zmq_blocks"),
-        (3, 0, 3, "cuda_slab"),
-        (3, 1, 1, "cuda_slab+shm+zmq_blocks"),
+        (0, 0, 0, 0, None),
+        (3, 0, 0, 0, "zmq_blocks"),
+        (3, 3, 0, 0, "shm"),
+        (3, 2, 0, 0, "shm+zmq_blocks"),
+        (3, 0, 3, 0, "cuda_slab"),
+        (3, 1, 1, 0, "cuda_slab+shm+zmq_blocks"),
+        (3, 0, 0, 3, "nixl"),
+        (3, 0, 0, 2, "nixl+zmq_blocks"),
     ],
 )
-def test_the_timeline_names_the_transport_of_the_blocks(blocks, shared, on_device, name):
+def test_the_timeline_names_the_transport_of_the_blocks(blocks, shared, on_device, by_nixl, name):
     decode = m.DecodeTimeline(
-        handoff_blocks=blocks, handoff_shm_blocks=shared, handoff_device_blocks=on_device
+        handoff_blocks=blocks,
+        handoff_shm_blocks=shared,
+        handoff_device_blocks=on_device,
+        handoff_nixl_blocks=by_nixl,
     )
     room = Room(room="a" * 32, prompt_ids=[1], sampling=m.Sampling(), created=0.0, decode_timeline=decode)
     account = account_of(room, arrived=0.0, tokenize_s=0.0, queued_s=0.0, now=1.0, trace=AttemptTrace())

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 
 import pytest
 from baton.cluster.errors import ConfigError
@@ -11,6 +12,7 @@ from baton.cluster.process.sd_notify import (
     WAIT_PACE_S,
     Notifier,
     notifier_of,
+    waiting,
     without_manager,
 )
 from baton.cluster.process.watchdog import Watchdog
@@ -177,3 +179,21 @@ def test_a_worker_extends_its_start_time_until_a_router_welcomes_it():
     shutdown.drain.set()
     loop.run()
     assert heard.data[1:] == ["STOPPING=1\nSTATUS=draining"]
+
+
+def test_a_body_that_blocks_extends_its_start_time_until_it_ends(monkeypatch):
+    monkeypatch.setattr("baton.cluster.process.sd_notify.WAIT_PACE_S", 0.01)
+    heard, enough = Heard(), threading.Event()
+
+    class Ears:
+        def send(self, data, patience_s):
+            heard.send(data, patience_s)
+            if len(heard.data) > 2:
+                enough.set()
+
+    with waiting(Notifier(Ears()), "fetching checkpoints"):
+        assert enough.wait(60)
+    count = len(heard.data)
+    assert set(heard.data) == {"EXTEND_TIMEOUT_USEC=30000000\nSTATUS=fetching checkpoints"}
+    time.sleep(0.05)
+    assert len(heard.data) == count

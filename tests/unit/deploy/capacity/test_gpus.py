@@ -5,7 +5,8 @@ import struct
 from dataclasses import replace
 
 import pytest
-from baton.deploy.capacity.checkpoints import KVShape, count_weights
+from baton.cluster.config.roles import DecodeConfig
+from baton.deploy.capacity.checkpoints import KVShape, count_weights, feature_layers, head_dir
 from baton.deploy.capacity.gpus import (
     GPUS,
     TYPICAL,
@@ -19,7 +20,7 @@ from baton.deploy.capacity.gpus import (
     split_on,
 )
 from baton.deploy.capacity.sizing import Measured, PlannedLoad, plan_of, split_of
-from baton.deploy.capacity.worker_sizes import need_of
+from baton.deploy.capacity.worker_sizes import need_of, worker_need
 from baton.deploy.cli.plan import PlanConfig
 from baton.engine.auto_sizes import GPU_SHARE, Card, EngineRole
 
@@ -160,3 +161,30 @@ def test_every_listed_gpu_is_split_between_both_roles(gpu, need):
 def test_the_typical_load_is_the_one_of_the_plan_command():
     config = PlanConfig(model="m")
     assert (TYPICAL.prompt, TYPICAL.output) == (config.prompt, config.output)
+
+
+def test_lookup_verifies_several_tokens_without_weights_kv_or_features(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    plain, looked_up = (
+        worker_need(tmp_path, head_dir(draft), DecodeConfig(model="m", draft=draft, spec_steps=4), "bfloat16")
+        for draft in ("", "ngram")
+    )
+    assert (looked_up.role.num_nodes, looked_up.role.spare_slots, looked_up.role.num_features) == (5, 5, 0)
+    assert plain.role.num_nodes == 1
+    assert looked_up.model == plain.model
+    assert looked_up.per_token == plain.per_token
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, 1),
+        ({"architectures": ["LlamaForCausalLMEagle"], "draft_vocab_size": 100}, 1),
+        ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000}, 3),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, 3),
+        ({"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {"use_aux_hidden_state": False}}, 1),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5]}}, 2),
+    ],
+)
+def test_features_of_a_head_are_counted_by_its_kind(config, count):
+    assert len(feature_layers(config)) == count

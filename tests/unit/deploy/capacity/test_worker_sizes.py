@@ -5,12 +5,14 @@ import json
 import pytest
 from baton.cluster.config.roles import DecodeConfig, PrefillConfig
 from baton.cluster.errors import ConfigError
+from baton.deploy.capacity.checkpoints import head_kv_bytes, shape_of
 from baton.deploy.capacity.worker_sizes import find_card, worker_sizes
 from baton.deploy.cli import plan
 from baton.deploy.cli.findings import FAIL, OK, check_sizes
 from baton.engine.auto_sizes import CONTEXT_BYTES, MIB, Card
 from baton.engine.config import EngineConfig
 from baton.engine.loader import EngineLoader
+from baton.tests.parity.dflash_toys import dflash_config, dflash_tensors, write_dflash
 
 H200 = "NVIDIA H200, 143771, 616, 143000, 9.0\nNVIDIA H200, 143771, 616, 20000, 9.0\n"
 LLAMA_8B = {
@@ -82,3 +84,20 @@ def test_plan_takes_the_chunk_and_places_of_a_worker_here(llama, monkeypatch):
     assert planned(chunk=0).chunk == 0
     with pytest.raises(ConfigError, match="give at most"):
         planned(kv_memory_mb=200_000)
+
+
+@pytest.mark.parametrize("ids", [(9, 1, 5, 7, 2), None])
+def test_doctor_counts_the_features_and_the_kv_of_a_block_drafter(toy_checkpoint, tmp_path, ids):
+    path = toy_checkpoint("llama", num_hidden_layers=12)
+    tensors = dflash_tensors(num_features=2 if ids is None else len(ids))
+    draft = write_dflash(tmp_path, dflash_config(ids), tensors)
+    shape = shape_of(path, draft, "float32")
+    sizes = {"device": "cpu", "dtype": "float32", "kv_memory_mb": 3}
+    config = DecodeConfig(model=str(path), draft=str(draft), **sizes)
+    loader = EngineLoader(EngineConfig.of(config), has_drafter=True)
+    for _, run in loader.phases():
+        run()
+    engine = loader.engine()
+    assert shape.num_features == len(engine.feature_ids) == (2 if ids is None else 5)
+    assert head_kv_bytes(draft, shape) == engine.drafter.pool.layout.bytes_per_token
+    assert worker_sizes(Card(), path, draft, config) == engine.sizes

@@ -16,6 +16,7 @@ from baton.deploy.cli.findings import (
     FAIL,
     OK,
     WARN,
+    check_fabric,
     check_gpu,
     check_limits,
     check_link,
@@ -111,6 +112,13 @@ def test_fault_3_a_head_of_another_model_is_found(capsys, model, tmp_path):
     (tmp_path / "head").mkdir()
     (tmp_path / "head" / "config.json").write_text('{"hidden_size": 4096}')
     one(capsys, "model", "hidden_size 4096", f"--model={model}", f"--draft={tmp_path}/head")
+
+
+def test_lookup_asks_for_no_head(model):
+    config = doctor.DoctorConfig(model=str(model), draft="ngram", device="cpu")
+    found = [finding for finding in doctor.examine(config) if finding.check in ("model", "sizes")]
+    assert {finding.level for finding in found} == {OK}
+    assert len(found) == 3, "the model, and the sizes of both roles"
 
 
 def test_fault_4_a_secret_key_readable_by_others_is_found(capsys, keys):
@@ -228,6 +236,16 @@ def test_few_files_and_cores_are_found():
 
 def test_missing_shared_memory_is_found(tmp_path):
     assert check_shm(tmp_path / "none")[0].level == WARN
+
+
+def test_the_fabric_between_hosts_is_named_and_an_unused_one_is_a_finding():
+    assert "no device for RDMA" in check_fabric([], "")[0].text
+    assert "NIXL 1.5.1 is installed" in check_fabric([], "1.5.1")[0].text
+    assert check_fabric(["mlx5_1", "mlx5_0"], "1.5.1")[0].text.startswith(
+        "NIXL 1.5.1 with RDMA by mlx5_0, mlx5_1"
+    )
+    (finding,) = check_fabric(["mlx5_0"], "")
+    assert (finding.level, "baton[nixl]" in finding.remedy) == (WARN, True)
 
 
 def test_a_fast_link_has_no_finding():

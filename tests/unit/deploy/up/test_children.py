@@ -11,7 +11,14 @@ from baton.cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig
 from baton.cluster.errors import ConfigError, StartupError
 from baton.deploy.capacity.worker_sizes import need_of
 from baton.deploy.up import children
-from baton.deploy.up.children import child_configs, child_environment, child_specs, free_port, wish_of
+from baton.deploy.up.children import (
+    child_configs,
+    child_environment,
+    child_specs,
+    free_port,
+    role_configs,
+    wish_of,
+)
 from baton.deploy.up.dealing import deal
 from baton.deploy.up.gpu_list import Gpu
 from baton.deploy.up.launcher import Cluster
@@ -44,6 +51,17 @@ def test_settings_of_up_reach_the_children_that_know_them():
     assert configs["decode-0"].spec_steps == 2
     assert configs["decode-0"].no_draft
     assert (configs["prefill-0"].lease_s, configs["prefill-0"].prefix_cache) == (2.5, False)
+
+
+def test_lookup_stays_a_word_for_children_in_another_directory(tmp_path, monkeypatch):
+    """Directories are made absolute; a directory of that name would be written ./ngram."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("m", "ngram"):
+        (tmp_path / name).mkdir()
+    configs = told(UpConfig(model="m", draft="ngram", ngram_max=4))
+    assert {configs[name].draft for name in ("prefill-0", "decode-0")} == {"ngram"}
+    assert configs["decode-0"].ngram_max == 4
+    assert told(UpConfig(model="m", draft="./ngram"))["decode-0"].draft == str(tmp_path / "ngram")
 
 
 def test_a_roles_own_table_beats_ups_table_and_ups_command_line_beats_both(tmp_path):
@@ -124,6 +142,15 @@ def dealt(toy_checkpoint):
         return {spec.name: spec.env for spec in specs}, dict(configs)
 
     return dealt
+
+
+def test_each_role_has_the_model_and_device_of_its_own_table(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text('[prefill]\ndevice = "cpu"\n[decode]\nmodel = "other"\nspec_steps = 1\n')
+    config = load_config(UpConfig, [f"--config={path}"], {"BATON_UP_MODEL": "m"})
+    prefill, decode = role_configs(config, {})
+    assert (prefill.device, prefill.model) == ("cpu", "m")
+    assert (decode.device, decode.model, decode.spec_steps) == ("auto", "other", 1)
 
 
 def test_each_worker_sees_its_own_gpu_only_and_the_router_all(dealt):

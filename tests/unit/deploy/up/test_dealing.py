@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from baton.cluster.config.roles import DecodeConfig, PrefillConfig
 from baton.cluster.errors import ConfigError
 from baton.deploy.capacity.checkpoints import KVShape
 from baton.deploy.capacity.gpus import least_share
-from baton.deploy.capacity.worker_sizes import ModelNeed, WorkerNeed
+from baton.deploy.capacity.worker_sizes import ModelNeed, WorkerNeed, need_of_roles
 from baton.deploy.up.dealing import Wish, deal, deal_without_gpus, table_of
 from baton.deploy.up.gpu_list import Gpu
 from baton.engine.auto_sizes import GPU_SHARE, EngineRole, ModelSizes
@@ -144,6 +145,59 @@ def test_a_gpu_that_is_too_small_is_left_out_and_named():
     assert "2" not in owners(settled).values()
     assert counts(settled) == (1, 1)
     assert any(note.startswith("GPU 2 is left out: it has 4.0 GiB") for note in settled.notes)
+
+
+def test_a_gpu_counts_by_what_other_processes_leave_free():
+    first, second = h200s(2)
+    full = replace(first, held=130 * GIB)
+    settled = deal([full, second], NEED, Wish())
+    assert (counts(settled), owners(settled)) == ((0, 1), {"decode-0": "1"})
+    (note,) = (note for note in settled.notes if "left out" in note)
+    assert note.startswith("GPU 0 is left out: other processes hold 130.0 of its 140.0 GiB, the model needs")
+    busy = replace(second, held=40 * GIB)
+    settled = deal([first, busy], NEED, Wish())
+    assert owners(settled) == {"prefill-0": "1", "decode-0": "0"}, "decode gets the GPU with more free memory"
+    assert "Other processes hold 40.0 of 140.0 GiB of GPU 1; its worker uses the rest." in settled.notes
+
+
+def test_workers_on_a_shared_gpu_divide_what_is_free_of_it():
+    (gpu,) = h200s(1)
+    settled = deal([replace(gpu, held=70 * GIB)], NEED, Wish(prefill=1, decode=1))
+    assert 0.49 < sum(place.memory_share for place in settled.places) <= 0.5
+    assert any("its workers divide the rest" in note for note in settled.notes)
+
+
+def test_a_model_that_only_an_idle_gpu_holds_is_refused_with_the_remedy():
+    (gpu,) = h200s(1)
+    with pytest.raises(ConfigError, match=r"10.0 are free, since other processes hold 130.0; end"):
+        deal([replace(gpu, held=130 * GIB)], NEED, Wish())
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "wish", "expected", "placed"),
+    [
+        ("decode", {}, (1, 2), {"decode-0": "0", "decode-1": "1"}),
+        ("decode", {"prefill": 3, "decode": 1}, (3, 1), {"decode-0": "0"}),
+        ("decode", {"prefill": 0}, (0, 2), {"decode-0": "0", "decode-1": "1"}),
+        ("prefill", {}, (2, 1), {"prefill-0": "0", "prefill-1": "1"}),
+    ],
+)
+def test_a_role_on_the_cpu_gets_no_gpu_and_is_named(on_gpu, wish, expected, placed):
+    settled = deal(h200s(2), NEED, Wish(on_gpu=frozenset((on_gpu,)), **wish))
+    assert (counts(settled), owners(settled)) == (expected, placed)
+    on_cpu = [note for note in settled.notes if note.endswith("runs on the CPU, as its device says.")]
+    assert len(on_cpu) == sum(expected) - len(placed)
+
+
+def test_needs_follow_the_drafts_of_each_role(toy_checkpoint):
+    model = str(toy_checkpoint("llama"))
+    prefill = PrefillConfig(model=model)
+    plain, looked_up, off = (
+        need_of_roles(prefill, DecodeConfig(model=model, **more))
+        for more in ({}, {"draft": "ngram", "spec_steps": 2}, {"draft": "ngram", "no_draft": True})
+    )
+    assert (plain.has_head, looked_up.has_head, off.has_head) == (False, True, False)
+    assert looked_up.decode.role.num_nodes == 3
 
 
 def test_a_model_that_fits_no_gpu_is_refused_with_the_memory_that_would_do():

@@ -11,7 +11,7 @@ from baton.deploy.up import gpu_list
 from baton.deploy.up.gpu_list import Gpu, find_gpus, ordered, parse_gpus, restrict
 from baton.deploy.up.gpu_probe import MAJOR, MINOR, NO_DEVICE, DriverError, list_gpus
 
-LISTED = "NVIDIA H200\t150000000000\t9\t0\nNVIDIA L4\t24000000000\t8\t9\n"
+LISTED = "NVIDIA H200\t150000000000\t149900000000\t9\t0\nNVIDIA L4\t24000000000\t4000000000\t8\t9\n"
 
 
 def indices(gpus):
@@ -21,7 +21,7 @@ def indices(gpus):
 def test_gpus_are_numbered_unless_the_environment_names_them():
     assert parse_gpus(LISTED, {}) == (
         Gpu(index="0", name="NVIDIA H200", memory=150000000000, capability=(9, 0)),
-        Gpu(index="1", name="NVIDIA L4", memory=24000000000, capability=(8, 9)),
+        Gpu(index="1", name="NVIDIA L4", memory=24000000000, held=20000000000, capability=(8, 9)),
     )
     assert indices(parse_gpus(LISTED, {"CUDA_VISIBLE_DEVICES": "3, 5"})) == ["3", "5"]
     assert indices(parse_gpus(LISTED, {"CUDA_VISIBLE_DEVICES": "GPU-ab,GPU-cd,9"})) == ["GPU-ab", "GPU-cd"]
@@ -73,6 +73,8 @@ class Driver:
             arguments[0]._obj.value = arguments[1]
         elif name == "cuDeviceGetName":
             arguments[0].value = b"NVIDIA H200" if arguments[2].value else b"NVIDIA L4"
+        elif name == "cuDeviceGetPCIBusId":
+            arguments[0].value = b"0000:%02x:00.0" % arguments[2].value
         elif name == "cuDeviceTotalMem_v2":
             arguments[0]._obj.value = 7 << 40
         elif name == "cuDeviceGetAttribute":
@@ -80,9 +82,40 @@ class Driver:
         return 0
 
 
+class Nvml:
+    """NVML with GPUs of `total` bytes, of which `free` are free; `failing` names a call that fails."""
+
+    def __init__(self, total=7 << 40, free=5 << 40, failing=""):
+        self.total, self.free, self.failing = total, free, failing
+
+    def __getattr__(self, name):
+        return lambda *arguments: 999 if name == self.failing else self.answer(name, arguments)
+
+    def answer(self, name, arguments):
+        if name == "nvmlDeviceGetHandleByPciBusId_v2":
+            assert arguments[0] in (b"0000:00:00.0", b"0000:01:00.0")
+        elif name == "nvmlDeviceGetMemoryInfo":
+            arguments[1]._obj.total, arguments[1]._obj.free = self.total, self.free
+        return 0
+
+
 def test_the_driver_is_asked_for_name_memory_and_capability():
-    assert list_gpus(Driver()) == [("NVIDIA L4", 7 << 40, 9, 1), ("NVIDIA H200", 7 << 40, 9, 1)]
+    whole = 7 << 40
+    assert list_gpus(Driver()) == [("NVIDIA L4", whole, whole, 9, 1), ("NVIDIA H200", whole, whole, 9, 1)]
     assert ctypes.sizeof(ctypes.c_size_t) == 8
+
+
+def test_free_memory_is_what_nvml_says_of_a_whole_gpu():
+    assert {free for _, _, free, *_ in list_gpus(Driver(), Nvml())} == {5 << 40}
+    assert {free for _, _, free, *_ in list_gpus(Driver(), Nvml(free=9 << 40))} == {7 << 40}
+    assert {free for _, _, free, *_ in list_gpus(Driver(), Nvml(total=70 << 40))} == {7 << 40}, "a MIG slice"
+
+
+@pytest.mark.parametrize(
+    "failing", ["nvmlInit_v2", "nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetMemoryInfo"]
+)
+def test_without_nvml_all_memory_counts_as_free(failing):
+    assert {free for _, _, free, *_ in list_gpus(Driver(), Nvml(failing=failing))} == {7 << 40}
 
 
 def test_a_driver_without_gpus_lists_none_and_a_broken_one_says_why():

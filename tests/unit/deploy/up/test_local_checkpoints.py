@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from baton.cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig
-from baton.deploy.up.local_checkpoints import fetch_once, with_directories
+from baton.deploy.up.local_checkpoints import fetch_once, head_of, with_directories
 from baton.engine import hub
 from baton.engine.errors import CheckpointError
 from baton.engine.hub import is_hub_id
@@ -48,6 +48,13 @@ def test_children_get_directories_and_the_hub_is_asked_once_per_id(asked, tmp_pa
 
 def test_a_head_that_does_not_draft_is_not_downloaded(asked):
     with_directories(DecodeConfig(model="/m", draft="org/head", no_draft=True), fetch_once())
+    assert asked == []
+
+
+def test_lookup_has_no_checkpoint_to_download(asked):
+    config = DecodeConfig(model="/m", draft="ngram")
+    assert head_of(config) == ""
+    assert with_directories(config, fetch_once()) == config
     assert asked == []
 
 

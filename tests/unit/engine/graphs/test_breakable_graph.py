@@ -84,6 +84,26 @@ def test_own_copies_nests_and_cuts_rows():
 # --- the inventory ------------------------------------------------------------------------------------------
 
 
+def test_the_first_capture_of_each_kind_and_number_of_rows_is_guarded():
+    pool, seen = GraphPool(TapeBackend()), []
+
+    def capture(kind, bucket, rows):
+        def forward(_):
+            seen.append(pool.backend.is_guarded)
+            return torch.ones(bucket)
+
+        pool.capture(kind, bucket, forward, ReplayContext(num_rows=bucket), rows=rows)
+
+    for bucket in (8, 4):
+        for kind, rows in (
+            (GraphKind.DECODE_STEP, 1),
+            (GraphKind.DECODE_STEP, 4),
+            (GraphKind.EDITED_STEP, 4),
+        ):
+            capture(kind, bucket, rows)
+    assert seen == [True] * 3 + [False] * 3
+
+
 def test_the_pool_counts_graphs_replays_padding_and_fallbacks():
     pool = GraphPool(TapeBackend())
     x = torch.ones(8, 2)
@@ -258,7 +278,6 @@ def test_cuda_segments_share_a_pool_and_a_stream_and_launch_once(
     warm_up, session, keeper = around, ["synchronize", "empty_cache", around[0]], [begin, end]
     assert driver.calls == [
         *warm_up,
-        *warm_up,
         *session,
         *keeper,
         begin,
@@ -269,11 +288,11 @@ def test_cuda_segments_share_a_pool_and_a_stream_and_launch_once(
         launch,
         *around[1:],
     ]
-    assert seen == ["capture"] * 3
+    assert seen == ["capture"] * 2
     driver.calls.clear()
     graph.replay(ROWS)
     assert driver.calls == [("replay", "caller")] * 2
-    assert seen[3:] == ["caller"]
+    assert seen[2:] == ["caller"]
     assert (backend.pool_bytes(), gc.isenabled(), backend.is_capturing) == (11, True, False)
     assert repr(backend) == "<CudaBackend cuda:0, pool (0, 7), capturing False>"
 

@@ -5,6 +5,7 @@ import random
 import pytest
 from baton.engine.speculative.adaptive import (
     MARGIN,
+    PROBE_STEPS,
     MeasuredCosts,
     StepCosts,
     StepPolicy,
@@ -187,3 +188,51 @@ def test_longer_chains_are_tried_again_when_later_drafts_become_right():
     assert chosen.current.steps == 1
     later = run(chosen, 16, 0.9, 600)
     assert later[-1].steps == 5
+
+
+def blind(shape: DraftShape, costs: StepCosts) -> StepPolicy:
+    """The policy of a drafter of blocks, which shows nothing of the drafts that it does not make."""
+    return StepPolicy(shape.candidates(), costs, is_watched=False)
+
+
+def run_blindly(
+    chosen: StepPolicy, batch_size: int, share_kept: float, steps: int, seed: int = 0
+) -> list[int]:
+    rng, lengths = random.Random(seed), []
+    for _ in range(steps):
+        shape = chosen.choose(batch_size)
+        lengths.append(shape.steps)
+        kept, tried = ([0] * shape.steps for _ in range(2))
+        for _ in range(batch_size):
+            for level in range(shape.steps):
+                tried[level] += 1
+                if rng.random() >= share_kept:
+                    break
+                kept[level] += 1
+        chosen.observe(kept, tried)
+    return lengths
+
+
+def test_a_block_costs_one_draft_forward_whatever_its_length():
+    blocks, chains = (StepCosts(draft=0.2, knee_rows=160.0, is_block=is_block) for is_block in (True, False))
+    longer, shorter = (blocks.step(DraftShape.of(steps), 1) for steps in (15, 3))
+    assert longer - shorter == pytest.approx(12 * 1.2 / 160)
+    assert blocks.step(PLAIN, 8) == chains.forward(8), "a plain step runs no draft forward"
+    assert chains.step(DraftShape.of(15), 1) > 3 * longer
+
+
+@pytest.mark.parametrize(("batch_size", "share_kept", "length"), [(1, 0.9, 15), (1, 0.3, 3), (300, 0.5, 0)])
+def test_blocks_are_as_long_as_load_and_acceptance_allow(batch_size, share_kept, length):
+    costs = StepCosts(draft=0.15, knee_rows=160.0, is_block=True)
+    lengths = run_blindly(blind(DraftShape.of(15), costs), batch_size, share_kept, 4000)[2000:]
+    assert abs(max(set(lengths), key=lengths.count) - length) <= length // 3, lengths
+
+
+def test_a_policy_that_sees_nothing_of_plain_steps_probes_now_and_then():
+    costs = StepCosts(draft=0.15, knee_rows=6.0, is_block=True)
+    chosen = blind(DraftShape.of(7), costs)
+    late = run_blindly(chosen, 4, 0.0, 9 * PROBE_STEPS)[PROBE_STEPS:]
+    assert chosen.current.steps == 0
+    assert [late.count(length) for length in (0, 1)] == [8 * (PROBE_STEPS - 1), 8], "a probe is short"
+    resumed = run_blindly(chosen, 1, 1.0, 40 * PROBE_STEPS)
+    assert resumed[-1] > 1, "and shows when drafts are accepted again"

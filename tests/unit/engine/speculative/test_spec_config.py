@@ -114,7 +114,6 @@ def test_speculators_defaults_differ_from_native_ones(tmp_path: Path) -> None:
         (head_config(2, (-1, 7, 9)), ["-1", "12 layers"]),
         (head_config(4, (-1, 7, 9)), ["0", "1 to 12"]),
         (head_config(2, num_aux_hidden_states=4), ["num_aux_hidden_states", "4"]),
-        (head_config(2) | eagle(use_aux_hidden_state=False), ["use_aux_hidden_state", "not supported"]),
         (head_config(2) | eagle(eagle_aux_hidden_state_layer_ids=[]), ["[]"]),
         (head_config(2) | eagle(parallel_draft_step=4), ["parallel_draft_step", "4"]),
         (head_config(2) | eagle(mask_token=7), ["mask_token", "7"]),

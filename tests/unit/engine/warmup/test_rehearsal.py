@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from baton.engine.config import EngineConfig
+from baton.engine.hub import NGRAM
 from baton.engine.loader import Engine, EngineLoader
+from baton.engine.speculative.drafters.protocol import draft_pools
 from baton.engine.warmup.rehearsal import Rehearsal, RehearsalSizes
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 
-CHUNK, MAX_RUNNING = 48, 3
+CHUNK, MAX_RUNNING = 48, 5
 
 
 @pytest.fixture
@@ -19,9 +21,10 @@ def load(toy_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., E
 
     def load(role: str, **settings: object) -> Engine:
         config = EngineConfig(
-            model=str(toy_checkpoint("llama", num_hidden_layers=4)), draft=str(head), device="cpu",
+            model=str(toy_checkpoint("llama", num_hidden_layers=4)), device="cpu",
             dtype="float32", chunk_size=CHUNK, max_running=MAX_RUNNING, graph_self_test=False,
-            **({"pages": 60, "max_context": 200, "graphs": "on", "spec_adaptive": "on"} | settings),
+            **({"draft": str(head), "pages": 120, "max_context": 400, "graphs": "on", "spec_adaptive": "on"}
+               | settings),
         )  # fmt: skip
         loader = EngineLoader(config, has_drafter=role == "decode")
         for _, run in loader.phases():
@@ -44,9 +47,15 @@ def free_pages(engine: Engine) -> list[int]:
     return pages
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_every_graph_is_replayed_and_none_is_lost(load: Callable[..., Engine], role: str):
-    engine = load(role)
+@pytest.mark.parametrize(
+    ("role", "settings"),
+    [("prefill", {}), ("decode", {}), ("decode", {"draft": NGRAM}), ("prefill", {"draft": NGRAM})],
+    ids=str,
+)
+def test_every_graph_is_replayed_and_none_is_lost(
+    load: Callable[..., Engine], role: str, settings: dict[str, object]
+):
+    engine = load(role, **settings)
     assert rehearse(engine) > 30
     assert engine.graphs is not None
     kinds = engine.graphs.pool.kinds()
@@ -55,7 +64,9 @@ def test_every_graph_is_replayed_and_none_is_lost(load: Callable[..., Engine], r
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("settings", [{}, {"graphs": "off"}], ids=["graphs", "eager"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"graphs": "off"}, {"draft": NGRAM}], ids=["graphs", "eager", "lookup"]
+)
 def test_pages_states_and_averages_are_those_before(
     load: Callable[..., Engine], role: str, settings: dict[str, object]
 ):
@@ -74,7 +85,8 @@ def test_pages_states_and_averages_are_those_before(
         assert untouched.step_policy is not None
         assert engine.steps.step.state.num_open == engine.drafter.states.num_open == 0
         assert engine.steps.step.state.num_slots == untouched.steps.step.state.num_slots
-        assert not engine.drafter.pool.kv.any()
+        assert not any(pool.kv.any() for pool in draft_pools(engine.drafter))
+        assert not any(values.any() for values in engine.drafter.anchors)
         assert engine.step_policy.share_kept == untouched.step_policy.share_kept
         assert not engine.step_policy.chosen
 
@@ -113,4 +125,4 @@ def test_an_interrupted_rehearsal_gives_its_pages_back(
     monkeypatch.setattr(engine.sampler, "sample", fail)
     with pytest.raises(RuntimeError, match="device lost"):
         rehearse(engine)
-    assert engine.cache.num_available == 60
+    assert engine.cache.num_available == 120

@@ -11,12 +11,19 @@ from baton.engine.attention.registry import attention_for
 from baton.engine.batch.extend_batch import extend_batch
 from baton.engine.config import EngineConfig
 from baton.engine.graphs.breakable import Breaks
+from baton.engine.hub import NGRAM
 from baton.engine.kv.page_table import pages_for
 from baton.engine.loader import Engine, EngineLoader
 from baton.engine.request import Request
 from baton.engine.sampling.params import SamplingParams
-from baton.engine.speculative.drafters.protocol import MAX_PREFILL_ROWS, DraftPrefill
+from baton.engine.speculative.drafters.protocol import (
+    MAX_PREFILL_ROWS,
+    DraftPrefill,
+    draft_pools,
+    reads_features,
+)
 from baton.engine.speculative.step.fused_step import StepContext
+from baton.engine.warmup.plan_file import kept_launches
 from baton.engine.warmup.variants import ExtendShape, Reach, VariantPlanner, extend_shapes, sizes
 from baton.kernels import skinny_linear
 from baton.kernels.triton_jit import Launch, planned_launches
@@ -27,7 +34,13 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 CHUNK, MAX_BATCH, MAX_RUNNING = 96, 5, 9
 TREE = {"spec_topk": 3, "spec_tokens": 7}
-DRAFTS = {"chain": {"spec_adaptive": "on"}, "tree": TREE, "eager chain": {"spec_steps": 4}, "prefill": {}}
+DRAFTS = {
+    "chain": {"spec_adaptive": "on"},
+    "tree": TREE,
+    "eager chain": {"spec_steps": 4},
+    "lookup": {"draft": NGRAM, "spec_adaptive": "on"},
+    "prefill": {},
+}
 
 
 @pytest.fixture
@@ -44,17 +57,17 @@ def loaded(
     """An engine with the attention of GPUs, and what it can reach."""
     head = write_head(tmp_path / "head", head_config(2, (0, 1, 2)), head_tensors())
     config = EngineConfig(
-        model=str(toy_checkpoint("llama", num_hidden_layers=4)), draft=str(head), device="cpu",
+        model=str(toy_checkpoint("llama", num_hidden_layers=4)), device="cpu",
         dtype="bfloat16", pages=64, max_context=200, chunk_size=CHUNK, max_batch=MAX_BATCH,
-        max_running=MAX_RUNNING, **({"spec_adaptive": "off"} | DRAFTS[request.param]),
+        max_running=MAX_RUNNING, **({"draft": str(head), "spec_adaptive": "off"} | DRAFTS[request.param]),
     )  # fmt: skip
     loader = EngineLoader(config, has_drafter=request.param != "prefill")
     for _, run in loader.phases():
         run()
     engine = loader.engine()
     engine.runner.attention = attention_for(engine.pool, "triton")
-    if engine.drafter is not None:
-        engine.drafter._attention = attention_for(engine.drafter.pool, "triton")
+    for pool in draft_pools(engine.drafter):
+        engine.drafter._attention = attention_for(pool, "triton")
     return engine, replace(loader.reach(), prompt_rows=min(loader.reach().prompt_rows, CHUNK))
 
 
@@ -91,7 +104,7 @@ def workload(engine: Engine, reach: Reach, seed: int, num_forwards: int) -> list
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), planned_launches() as found:
         for batch in batches:
             engine.runner.forward(batch)
-            if engine.drafter is not None:
+            if reads_features(engine.drafter):
                 context = min(reach.max_context, engine.drafter.max_context)
                 lens = random_lens(rng, MAX_PREFILL_ROWS, reach.max_requests, context)
                 items = [
@@ -172,3 +185,21 @@ def test_every_operation_has_a_form_for_the_dry_run():
     assert len(names) >= 7
     found = {name: torch._library.simple_registry.singleton.find(name).fake_impl.kernel for name in names}
     assert [name for name, kernel in found.items() if kernel is None] == []
+
+
+@pytest.mark.parametrize("loaded", ["chain", "prefill"], indirect=True)
+def test_a_plan_on_disk_has_the_same_launches_and_needs_no_dry_run(
+    as_on_a_gpu: None, loaded: tuple[Engine, Reach], tmp_path: Path
+) -> None:
+    engine, reach = loaded
+    planner = VariantPlanner(engine.runner, engine.drafter, engine.steps, reach)
+    planned = kept_launches(tmp_path / "kernels", "key", planner.launches)
+
+    def never() -> list[Launch]:
+        raise AssertionError("planned again")
+
+    kept = kept_launches(tmp_path / "kernels", "key", never)
+    assert kept == planned
+    assert all(one.kernel is other.kernel for one, other in zip(kept, planned, strict=True))
+    with pytest.raises(AssertionError, match="planned again"):
+        kept_launches(tmp_path / "kernels", "another key", never)

@@ -1,0 +1,60 @@
+"""Keeps the planned kernel variants of an engine beside the compiled kernels.
+
+A dry run takes seconds, and its result depends only on the configuration, the model's config, the device and
+this source. A second start reads it instead.
+"""
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ...kernels.launch_plan import decode_launches, encode_launches
+from ...kernels.triton_jit import Launch
+
+logger = logging.getLogger(__name__)
+
+SOURCES = ("engine", "kernels")  # the packages whose code decides which kernels are launched
+
+
+def plan_key(parts: Sequence[object], root: Path | None = None) -> str:
+    """The name of a plan: a hash of the texts of `parts` and of the source below `root`, by default this
+    package's.
+    """
+    found = hashlib.sha256()
+    base = root or Path(__file__).parents[2]
+    for path in sorted(path for name in SOURCES for path in (base / name).rglob("*.py")):
+        found.update(str(path.relative_to(base)).encode() + b"\0" + path.read_bytes() + b"\0")
+    for part in parts:
+        found.update(str(part).encode() + b"\0")
+    return found.hexdigest()[:32]
+
+
+def kept_launches(folder: Path | None, key: str, plan: Callable[[], list[Launch]]) -> list[Launch]:
+    """The launches that `folder` keeps under `key`, else those of `plan`, which it keeps from then on.
+
+    Without a folder nothing is kept. A file that cannot be read is replaced, and one that cannot be written
+    is left out. Raises the errors of `plan`.
+    """
+    path = None if folder is None else folder / f"plan-{key}.json"
+    if path is not None and path.exists():
+        try:
+            return decode_launches(path.read_text())
+        except (OSError, ValueError) as error:
+            logger.warning("planned kernels are planned again: %s: %s", path, error)
+    launches = plan()
+    if path is not None:
+        try:
+            _write(path, encode_launches(launches))
+        except (OSError, TypeError) as error:
+            logger.warning("planned kernels are not kept: %s: %s", path, error)
+    return launches
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file whole, or not at all: workers of one host may write the same one."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(text)
+    part.replace(path)

@@ -1,0 +1,81 @@
+"""Plans of kernel variants on disk: unreadable ones are replaced, and a changed source has another key."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from baton.engine.warmup.plan_file import kept_launches, plan_key
+from baton.kernels.launch_plan import decode_launches, encode_launches
+from baton.kernels.rms_norm import _rms_norm_kernel
+from baton.kernels.triton_jit import Launch, PointerArgument, is_descriptor, planned_launch, tensor_descriptor
+
+pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+
+
+def launch(width: object = 64) -> Launch:
+    x = PointerArgument(torch.bfloat16, 0)
+    rest = [64 if param.is_constexpr else width for param in _rms_norm_kernel.params[1:]]
+    return planned_launch(_rms_norm_kernel, (3,), (x, *rest), {"num_warps": 4})
+
+
+def test_a_descriptor_of_a_tensor_comes_back(tmp_path: Path) -> None:
+    descriptor = tensor_descriptor(torch.zeros(64, 128, dtype=torch.bfloat16), (16, 128))
+    planned = launch(descriptor)
+    (kept,) = decode_launches(encode_launches([planned]))
+    assert kept.variant == planned.variant
+    found = next(value for value in kept.arguments if is_descriptor(value))
+    assert (found.shape, found.strides, found.block_shape) == ([64, 128], [128, 1], [16, 128])
+
+
+def edited(**changes: object) -> str:
+    document = json.loads(encode_launches([launch()]))
+    document["launches"][0] |= changes
+    return json.dumps(document)
+
+
+BROKEN = [
+    "",
+    "[]",
+    '{"format": 0, "launches": []}',
+    edited(kernel=["rms_norm", "gone_kernel"]),
+    edited(kernel=["gone", "_rms_norm_kernel"]),
+    edited(kernel=["os.path", "join"]),
+    edited(variant=["_rms_norm_kernel", "another"]),
+    edited(arguments=[["int", 0]]),
+]
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_plan_that_cannot_be_read_is_planned_again_and_replaced(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "plan-k.json").write_text(text)
+    with caplog.at_level(logging.WARNING):
+        assert kept_launches(tmp_path, "k", lambda: [launch()]) == [launch()]
+    assert "planned again" in caplog.text
+    assert decode_launches((tmp_path / "plan-k.json").read_text()) == [launch()]
+
+
+def test_arguments_without_a_text_leave_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    odd = [launch(object())]
+    with caplog.at_level(logging.WARNING):
+        assert kept_launches(tmp_path, "k", lambda: odd) == odd
+    assert "not kept" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_missing_is_no_error(tmp_path: Path) -> None:
+    assert kept_launches(None, "k", lambda: [launch()]) == [launch()]
+
+
+def test_a_key_follows_each_part_and_the_source(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    source = tmp_path / "kernels" / "a.py"
+    source.write_text("a = 1")
+    key = plan_key(["x", 1], tmp_path)
+    assert key == plan_key(["x", 1], tmp_path)
+    assert len({key, plan_key(["x", 2], tmp_path), plan_key(["x"], tmp_path)}) == 3
+    source.write_text("a = 2")
+    assert plan_key(["x", 1], tmp_path) != key

@@ -1,0 +1,121 @@
+"""Samples from an endpoint: its own user turns or a file's prompts, answers as the endpoint gave them."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+from baton.engine.errors import CheckpointError
+from baton.training import collect as collecting
+from baton.training.collect import CollectSettings, collect
+from baton.training.samples import SampleWriter, read_samples
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+WORDS = ["<pad>", "<u>", "</s>", "<a>", *(f"w{i}" for i in range(60))]
+TURNS = "{% for m in messages %}<u> {{ m['content'] }} </s> {% endfor %}"
+TEMPLATE = TURNS + "{% if add_generation_prompt %}<a>{% endif %}"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=TEMPLATE)
+    made.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+class Server:
+    """An endpoint whose answer to a prompt is its last token, plus one and two, then the end token."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bodies: list[dict[str, object]] = []
+        self.status = 200
+        transport = httpx.MockTransport(self._answer)
+        real = httpx.AsyncClient
+        monkeypatch.setattr(
+            collecting.httpx, "AsyncClient", lambda **given: real(transport=transport, **_plain(given))
+        )
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        body = json.loads(request.content)
+        self.bodies.append(body)
+        if self.status != 200:
+            return httpx.Response(self.status, text="no such field")
+        last = body["prompt"][-1]
+        ids = [10 + body["seed"] % 7, 30, 2] if last == 1 else [last + 1, last + 2, 2]
+        return httpx.Response(200, json={"choices": [{"token_ids": ids, "finish_reason": "stop"}]})
+
+
+def _plain(given: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in given.items() if name != "limits"}
+
+
+def settings(**changes: object) -> CollectSettings:
+    values: dict[str, object] = {
+        "url": "http://here:1", "num_samples": 12, "max_answer": 8, "concurrency": 3,
+    }  # fmt: skip
+    return CollectSettings(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_own_user_turns_become_chats_with_masked_answers(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(monkeypatch)
+    count = asyncio.run(collect(settings(), model, SampleWriter(tmp_path / "out"), None))
+    samples = read_samples([tmp_path / "out"], len(WORDS))
+    assert count == len(samples) == 12
+    turns = {body["prompt"][0] for body in server.bodies}
+    assert turns == {1}
+    for i in range(12):
+        sample = samples.sample(i)
+        # <u> turn </s> <a>, then the answer to <a>
+        assert (sample.tokens[0], sample.tokens[-5:-3]) == (1, [2, 3])
+        assert sample.tokens[-3:] == [4, 5, 2]
+        assert sample.mask == [0] * (len(sample.tokens) - 3) + [1] * 3
+    answers = [body for body in server.bodies if body["prompt"][-1] == 3]
+    assert {body["temperature"] for body in answers} == {0.0, 1.0}
+    assert all(body["return_token_ids"] and body["max_tokens"] == 8 for body in answers)
+
+
+def test_prompts_of_a_file_are_answered_in_all_three_forms(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Server(monkeypatch)
+    lines = [
+        {"tokens": [5, 6]},
+        {"prompt": "w10 w11"},
+        {"messages": [{"role": "user", "content": "w20"}]},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    asyncio.run(collect(settings(), model, SampleWriter(tmp_path / "out"), path))
+    samples = read_samples([tmp_path / "out"], len(WORDS))
+    found = sorted(tuple(samples.sample(i).tokens) for i in range(len(samples)))
+    assert found == [(1, 24, 2, 3, 4, 5, 2), (5, 6, 7, 8, 2), (14, 15, 16, 17, 2)]
+
+
+@pytest.mark.parametrize("line", ["{", '{"text": "x"}', '{"tokens": "ab"}', "[1]", '{"messages": 3}'])
+def test_a_bad_line_of_the_prompts_is_named(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    Server(monkeypatch)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"tokens": [5]}\n' + line)
+    with pytest.raises(CheckpointError, match=r"prompts\.jsonl:2: not a prompt"):
+        asyncio.run(collect(settings(), model, SampleWriter(tmp_path / "out"), path))
+
+
+def test_an_endpoint_that_refuses_is_quoted(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(monkeypatch)
+    server.status = 400
+    with pytest.raises(CheckpointError, match="answered 400: no such field"):
+        asyncio.run(collect(settings(), model, SampleWriter(tmp_path / "out"), None))

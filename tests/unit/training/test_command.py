@@ -1,0 +1,114 @@
+"""`baton draft` from the command line, on a toy target."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from baton.engine.models.registry import load_model_config
+from baton.engine.speculative.drafters.spec_config import load_draft_config
+from baton.tests.unit.training.toy_run import VOCAB, ToyRun, toy_run
+from baton.training.command import main
+from baton.training.run_state import CURVE
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> ToyRun:
+    return toy_run(tmp_path_factory.mktemp("toy"))
+
+
+def arguments(run: ToyRun, out: Path, *more: str) -> list[str]:
+    return [
+        "train", "--model", str(run.model), "--samples", str(run.model.parent / "samples"), "--out", str(out),
+        "--layers", "1,2,4", "--steps", "3", "--max-tokens", "256", "--lr", "0.003", "--held-out", "4",
+        "--device", "cpu", "--dtype", "float32", *more,
+    ]  # fmt: skip
+
+
+def test_train_writes_a_head_that_loads_and_says_its_accept_length(
+    run: ToyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments(run, tmp_path, "--epochs", "2", "--draft-vocab", "40")) == 0
+    said = capsys.readouterr().out
+    assert "layers [1, 2, 4], 40 of 64 tokens" in said
+    assert "accept length 1." in said
+    config = load_draft_config(tmp_path / "head", load_model_config(run.model))
+    assert (config.aux.ids, config.draft_vocab_size, config.vocab_size) == ((1, 2, 4), 40, VOCAB)
+    assert main([
+        "evaluate", "--model", str(run.model), "--draft", str(tmp_path / "head"), "--samples",
+        str(run.model.parent / "samples"), "--prompts", "4", "--steps", "2", "--tokens", "8",
+        "--device", "cpu", "--dtype", "float32",
+    ]) == 0  # fmt: skip
+    assert "chains of 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        (("--layers", "1,x"), "--layers '1,x'"),
+        (("--layers", "1,1"), "names a layer"),
+        (("--layers", "9"), "out of range"),
+        (("--draft-vocab", "65"), "--draft-vocab 65"),
+        (("--held-out", "48"), "48 of 48 samples"),
+        (("--samples", "nowhere"), "nowhere"),
+        (("--model", "nowhere"), "nowhere"),
+    ],
+)
+def test_bad_values_end_in_one_line(
+    run: ToyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], error: str
+) -> None:
+    assert main(arguments(run, tmp_path, *more)) == 1
+    said = capsys.readouterr().err
+    assert error in said
+    assert said.count("\n") == 1
+
+
+def curve(folder: Path) -> list[tuple[int, float]]:
+    lines = map(json.loads, (folder / "run" / CURVE).read_text().splitlines())
+    return [(line["step"], line["loss"]) for line in lines]
+
+
+@pytest.mark.slow
+def test_a_run_killed_three_times_has_the_curve_of_an_unbroken_one(run: ToyRun, tmp_path: Path) -> None:
+    more = ("--epochs", "40", "--save-every", "5", "--held-out", "0")
+    command = [sys.executable, "-m", "baton", *("draft", *arguments(run, tmp_path / "broken", *more))]
+    assert main(arguments(run, tmp_path / "whole", *more)) == 0
+    path = tmp_path / "broken" / "run" / CURVE
+    for steps in (7, 60, 121):
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and child.poll() is None:
+            if path.exists() and path.read_text().count("\n") >= steps:
+                break
+            time.sleep(0.01)
+        child.send_signal(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+    assert subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode == 0
+    assert curve(tmp_path / "broken") == curve(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_two_ranks_end_with_equal_weights_near_those_of_one(run: ToyRun, tmp_path: Path) -> None:
+    more = ("--epochs", "10", "--held-out", "0")
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+        "--nproc-per-node", "2", "-m", "baton", "draft", *arguments(run, tmp_path / "two", *more),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "2 x cpu" in done.stdout
+    assert main(arguments(run, tmp_path / "one", *more)) == 0
+    one, two = curve(tmp_path / "one"), curve(tmp_path / "two")
+    assert len(one) // 2 - len(two) in range(11)
+    assert abs(two[-1][1] - one[len(two) - 1][1]) < 1.0

@@ -1,0 +1,232 @@
+"""Collects training samples from a model that an OpenAI endpoint of baton serves.
+
+Prompts come from a file, or from the model itself: it continues the opening of a user turn of its own chat
+template, and what it writes becomes the user's text. Answers are the model's, some greedy and some sampled.
+"""
+
+import asyncio
+import itertools
+import json
+import random
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ..engine.errors import CheckpointError
+from .samples import Sample, SampleWriter
+
+TURN_TOKENS = 256  # of a user turn that the model writes
+REQUEST_S = 600.0
+PROBE = "\x00turn\x00"  # stands for a user's text where the template is split
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectSettings:
+    """`greedy_share` of the answers are greedy, the others are sampled at `temperature`."""
+
+    url: str
+    num_samples: int
+    max_answer: int
+    concurrency: int
+    greedy_share: float = 0.5
+    temperature: float = 1.0
+    seed: int = 0
+    api_key: str = ""
+
+
+class Endpoint:
+    """Token completions of one endpoint."""
+
+    def __init__(self, client: httpx.AsyncClient, url: str, model: str) -> None:
+        self._client, self._url, self._model = client, url.rstrip("/").removesuffix("/v1"), model
+
+    @classmethod
+    async def open(cls, client: httpx.AsyncClient, url: str) -> "Endpoint":
+        """Raises CheckpointError if the endpoint does not answer or names no model."""
+        base = url.rstrip("/").removesuffix("/v1")
+        try:
+            reply = await client.get(f"{base}/v1/models")
+            reply.raise_for_status()
+            model = reply.json()["data"][0]["id"]
+        except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
+            raise CheckpointError(
+                f"--url {url}: no model is served there ({type(error).__name__}: {error}); "
+                "start `baton serve`"
+            ) from None
+        return cls(client, base, model)
+
+    async def complete(
+        self, prompt: Sequence[int], count: int, temperature: float, seed: int
+    ) -> tuple[list[int], str]:
+        """(token ids, reason of the end) of up to `count` tokens.
+
+        Raises CheckpointError with the endpoint's answer to a request that it refuses.
+        """
+        body: dict[str, Any] = {
+            "model": self._model, "prompt": list(prompt), "max_tokens": count, "temperature": temperature,
+            "seed": seed, "return_token_ids": True,
+        }  # fmt: skip
+        reply = await self._client.post(f"{self._url}/v1/completions", json=body)
+        if reply.status_code != 200:
+            raise CheckpointError(f"{self._url}: answered {reply.status_code}: {reply.text[:200]}")
+        choice = reply.json()["choices"][0]
+        return choice["token_ids"], choice["finish_reason"]
+
+
+class ChatPrompts:
+    """Prompts as token ids, in the model's chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if not tokenizer.chat_template:
+            raise CheckpointError("the model has no chat template; give --prompts with texts to continue")
+        self._tokenizer = tokenizer
+        whole = tokenizer.apply_chat_template([{"role": "user", "content": PROBE}], tokenize=False)
+        assert isinstance(whole, str)
+        self._opening, self._closing = whole.split(PROBE, 1)
+
+    def opening(self) -> list[int]:
+        """The template up to the text of the first user turn."""
+        return self._encode(self._opening)
+
+    def of_text(self, text: str) -> list[int]:
+        """The prompt of a chat whose only user turn is `text`."""
+        return self.of_messages([{"role": "user", "content": text}])
+
+    def of_messages(self, messages: list[dict[str, str]]) -> list[int]:
+        rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert isinstance(rendered, str)
+        return self._encode(rendered)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of generated tokens up to the end of the turn."""
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text.strip()
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def read_prompts(
+    path: Path, chat: Callable[[], ChatPrompts], encode: Callable[[str], list[int]]
+) -> Iterator[list[int]]:
+    """The prompts of a file of JSON lines: {"messages": [...]}, {"prompt": "text"} or {"tokens": [...]}.
+
+    Raises CheckpointError naming the line of anything else.
+    """
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line)
+                if "tokens" in entry:
+                    yield [int(token) for token in entry["tokens"]]
+                elif "messages" in entry:
+                    yield chat().of_messages(entry["messages"])
+                else:
+                    yield encode(entry["prompt"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise CheckpointError(
+                    f"{path}:{number}: not a prompt ({type(error).__name__}: {error}); a line is an object "
+                    'with "messages", "prompt" or "tokens"'
+                ) from None
+
+
+async def collect(
+    settings: CollectSettings,
+    model: Path,
+    writer: SampleWriter,
+    prompts: Path | None,
+    progress: Callable[[int, int], None] = lambda samples, tokens: None,
+) -> int:
+    """Writes up to `num_samples` samples and returns their number.
+
+    Raises CheckpointError for an endpoint that refuses, a bad prompt, or a file without prompts.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+    limits = httpx.Limits(max_connections=settings.concurrency)
+    async with httpx.AsyncClient(timeout=REQUEST_S, limits=limits, headers=headers) as client:
+        endpoint = await Endpoint.open(client, settings.url)
+        asked = _from_file(prompts, tokenizer, settings) if prompts else _own(endpoint, tokenizer, settings)
+        done = tokens = 0
+        running: set[asyncio.Task[Sample | None]] = set()
+        number, is_open = 0, True
+        while is_open or running:
+            while is_open and len(running) < settings.concurrency:
+                try:
+                    prompt = await anext(asked)
+                except StopAsyncIteration:
+                    is_open = False
+                    break
+                running.add(asyncio.create_task(_answered(endpoint, prompt, number, settings)))
+                number += 1
+            if not running:
+                break
+            finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in finished:
+                sample = task.result()
+                if sample is not None and done < settings.num_samples:
+                    writer.add(sample)
+                    done, tokens = done + 1, tokens + len(sample.tokens)
+            progress(done, tokens)
+    writer.flush()
+    if not done:
+        raise CheckpointError(f"{prompts or settings.url}: no sample was collected")
+    return done
+
+
+async def _answered(
+    endpoint: Endpoint, prompt: "Asked", number: int, settings: CollectSettings
+) -> Sample | None:
+    ids = await prompt()
+    if not ids:
+        return None
+    is_greedy = random.Random(settings.seed * 7919 + number).random() < settings.greedy_share
+    temperature = 0.0 if is_greedy else settings.temperature
+    answer, _ = await endpoint.complete(ids, settings.max_answer, temperature, settings.seed + number)
+    return Sample([*ids, *answer], [0] * len(ids) + [1] * len(answer))
+
+
+Asked = Callable[[], Any]  # a coroutine function that gives a prompt's token ids, or None
+
+
+async def _from_file(
+    path: Path, tokenizer: PreTrainedTokenizerBase, settings: CollectSettings
+) -> AsyncIterator[Asked]:
+    chats: list[ChatPrompts] = []
+
+    def chat() -> ChatPrompts:
+        if not chats:
+            chats.append(ChatPrompts(tokenizer))
+        return chats[0]
+
+    read = read_prompts(path, chat, lambda text: list(tokenizer.encode(text)))
+    for ids in itertools.islice(read, settings.num_samples):
+
+        async def prompt(ids: list[int] = ids) -> list[int]:
+            return ids
+
+        yield prompt
+
+
+async def _own(
+    endpoint: Endpoint, tokenizer: PreTrainedTokenizerBase, settings: CollectSettings
+) -> AsyncIterator[Asked]:
+    """User turns that the model writes at temperature 1, each with a seed of its own."""
+    chat = ChatPrompts(tokenizer)
+    opening = chat.opening()
+    for number in range(settings.num_samples):
+
+        async def prompt(number: int = number) -> list[int] | None:
+            seed = settings.seed * 1_000_003 + number
+            ids, _ = await endpoint.complete(opening, TURN_TOKENS, 1.0, seed)
+            text = chat.text(ids)
+            return chat.of_text(text) if text else None
+
+        yield prompt

@@ -1,0 +1,278 @@
+"""`baton draft`: collect samples from a model, train a drafter on them, and measure it."""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ..engine.config import resolve_device, resolve_dtype
+from ..engine.errors import CheckpointError
+from ..engine.hub import resolve_checkpoint
+from ..engine.models.registry import load_model_config
+from ..engine.speculative.drafters.spec_config import load_draft_config
+from .collect import CollectSettings, collect
+from .eagle3 import Eagle3Trainee
+from .evaluate import held_out_prompts, measure
+from .frozen_target import FrozenTarget
+from .head_files import default_layers, draft_vocabulary, write_eagle3_config, write_weights
+from .samples import SampleSet, SampleWriter, read_samples
+from .trainer import Trainer, TrainSettings, joined_ranks
+
+PROG = "baton draft"
+HEAD = "head"  # folder of the trained head below --out
+RUN = "run"  # folder of the run's states below --out
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `baton draft collect|train|evaluate` and returns its exit code."""
+    options = _parser().parse_args(list(argv))
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
+    run: Callable[[argparse.Namespace], int] = options.run
+    try:
+        return run(options)
+    except (CheckpointError, OSError) as error:
+        sys.stderr.write(f"{PROG} {options.command}: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{PROG} {options.command}: interrupted\n")
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROG, description="Trains drafters for speculative decoding from a model's own answers."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_collect(commands.add_parser("collect", help="write samples: prompts with the model's answers"))
+    _add_train(commands.add_parser("train", help="train an EAGLE3 head on samples"))
+    _add_evaluate(commands.add_parser("evaluate", help="measure accept length through the decode engine"))
+    return parser
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+        return int(text)
+
+    return integer
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share from 0 to 1")
+    return value
+
+
+def _add_collect(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", required=True, help="checkpoint directory or hub id of the served model")
+    add("--url", default="http://127.0.0.1:8000", help="endpoint that serves it (default %(default)s)")
+    add("--out", type=Path, required=True, metavar="DIR", help="where shards of samples are written")
+    add(
+        "--prompts", type=Path, metavar="FILE",
+        help='JSON lines with "messages", "prompt" or "tokens" (default: user turns that the model writes)',
+    )  # fmt: skip
+    add("--samples", type=_at_least(1), default=10_000, help="how many (default %(default)s)")
+    add("--max-answer", type=_at_least(1), default=512, help="tokens of an answer (default %(default)s)")
+    add("--concurrency", type=_at_least(1), default=64, help="requests at once (default %(default)s)")
+    add("--greedy-share", type=_share, default=0.5, help="of the answers (default %(default)s)")
+    add("--seed", type=_at_least(0), default=0)
+    parser.set_defaults(run=run_collect)
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", required=True, help="checkpoint directory or hub id of the target")
+    add("--samples", type=Path, nargs="+", required=True, metavar="DIR", help="of `baton draft collect`")
+    add(
+        "--out", type=Path, required=True, metavar="DIR",
+        help=f"DIR/{HEAD} is the head, DIR/{RUN} the state of the run; a killed run continues there",
+    )  # fmt: skip
+    add("--layers", default="", help="layer outputs to read, such as 4,15,26 (default: three)")
+    add(
+        "--draft-vocab", type=_at_least(0), default=0,
+        help="most frequent tokens that the head can draft; 0: all of the target's (default 0)",
+    )  # fmt: skip
+    add("--steps", type=_at_least(1), default=7, help="chain steps that are trained (default %(default)s)")
+    add("--epochs", type=_at_least(1), default=2, help="default %(default)s")
+    add("--max-tokens", type=_at_least(2), default=16_384, help="of a batch per GPU (default %(default)s)")
+    add("--max-length", type=_at_least(2), default=1024, help="tokens of a sample (default %(default)s)")
+    add("--lr", type=_positive, default=3e-4, help="default %(default)s")
+    add("--held-out", type=_at_least(0), default=64, help="samples to measure with (default %(default)s)")
+    add("--save-every", type=_at_least(1), default=200, help="steps between states (default %(default)s)")
+    add("--seed", type=_at_least(0), default=0)
+    _add_device(parser)
+    parser.set_defaults(run=run_train)
+
+
+def _add_evaluate(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", required=True, help="checkpoint directory or hub id of the target")
+    add("--draft", nargs="+", required=True, metavar="HEAD", help="heads to measure on the same prompts")
+    add("--samples", type=Path, nargs="+", required=True, metavar="DIR", help="the last ones are asked")
+    add("--prompts", type=_at_least(1), default=64, metavar="N", help="how many (default %(default)s)")
+    add("--steps", type=_at_least(1), default=5, help="drafts of a chain (default %(default)s)")
+    add("--tokens", type=_at_least(2), default=128, help="of each answer, greedy (default %(default)s)")
+    _add_device(parser)
+    parser.set_defaults(run=run_evaluate)
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+
+
+def run_collect(options: argparse.Namespace) -> int:
+    """Collects samples from a running endpoint."""
+    settings = CollectSettings(
+        url=options.url,
+        num_samples=options.samples,
+        max_answer=options.max_answer,
+        concurrency=options.concurrency,
+        greedy_share=options.greedy_share,
+        seed=options.seed,
+        api_key=os.environ.get("BATON_API_KEY", ""),
+    )
+    writer = SampleWriter(options.out)
+    with _bar("collecting", options.samples) as show:
+        count = asyncio.run(
+            collect(
+                settings,
+                resolve_checkpoint(options.model),
+                writer,
+                options.prompts,
+                lambda samples, tokens: show(samples, f"collecting  {tokens} tokens"),
+            )
+        )
+    _say(f"{count} samples in {options.out}")
+    return 0
+
+
+def run_train(options: argparse.Namespace) -> int:
+    """Trains a head, writes its checkpoint, and measures it on the samples held out."""
+    model = resolve_checkpoint(options.model)
+    config = load_model_config(model)
+    layers = _layers(options.layers, config.num_layers)
+    samples = read_samples(options.samples, config.vocab_size)
+    trained, held_out = samples.split(options.held_out)
+    size = options.draft_vocab or config.vocab_size
+    if size > config.vocab_size:
+        raise CheckpointError(f"--draft-vocab {size}: the target has {config.vocab_size} tokens; give fewer")
+    device = resolve_device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    dtype = resolve_dtype(options.dtype, device)
+    head: Path = options.out / HEAD
+    with joined_ranks(device) as ranks:
+        if ranks.is_first:
+            write_eagle3_config(head, model, config, layers, size)
+        ranks.wait()
+        draft = load_draft_config(head, config, dtype=str(dtype).removeprefix("torch."), convention="output")
+        target = FrozenTarget.load(model, layers, dtype=dtype, device=device)
+        ids = draft_vocabulary(trained.counts(config.vocab_size), size)
+        trainee = Eagle3Trainee(draft, target, ids, steps=options.steps, seed=options.seed).to(device)
+        settings = TrainSettings(
+            epochs=options.epochs,
+            max_tokens=options.max_tokens,
+            max_length=min(options.max_length, draft.max_position_embeddings),
+            lr=options.lr,
+            seed=options.seed,
+            save_every=options.save_every,
+        )
+        trainer = Trainer(trainee, target, trained, settings, options.out / RUN, ranks=ranks)
+        if ranks.is_first:
+            _say(
+                f"{len(trained)} samples of {trained.num_tokens} tokens, {trainer.total_steps} steps on "
+                f"{ranks.count} x {device.type}, layers {list(layers)}, {size} of {config.vocab_size} tokens"
+            )
+        done = trainer.run()
+        if ranks.is_first:
+            write_weights(head, trainee.checkpoint_tensors(), torch.bfloat16)
+            _say(f"{head}: {done.step} steps, {done.num_samples} samples, {done.seconds:.0f} s")
+    if not ranks.is_first or not len(held_out):
+        return 0
+    del trainer, trainee, target
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return _evaluate(options, model, [head], held_out, len(held_out), steps=5, num_tokens=128)
+
+
+def run_evaluate(options: argparse.Namespace) -> int:
+    """Measures heads on the last samples of a set."""
+    model = resolve_checkpoint(options.model)
+    samples = read_samples(options.samples, load_model_config(model).vocab_size)
+    heads = [resolve_checkpoint(draft) for draft in options.draft]
+    return _evaluate(options, model, heads, samples, options.prompts, options.steps, options.tokens)
+
+
+def _evaluate(
+    options: argparse.Namespace,
+    model: Path,
+    heads: Sequence[Path],
+    samples: SampleSet,
+    count: int,
+    steps: int,
+    num_tokens: int,
+) -> int:
+    last = samples if count >= len(samples) else samples.split(count)[1]
+    room = load_model_config(model).max_position_embeddings - num_tokens - 2 * (steps + 1)
+    prompts = held_out_prompts(last, count, room)
+    if not prompts:
+        raise CheckpointError("no sample has a prompt before its answer that fits the model's context")
+    for head in heads:
+        with _bar(f"measuring {head.name}", len(prompts)) as show:
+            found = measure(
+                model, head, prompts, steps=steps, num_tokens=num_tokens, device=options.device,
+                dtype=options.dtype, progress=lambda done: show(done, ""),
+            )  # fmt: skip
+        _say(f"{head}: {found} ({len(prompts)} prompts, {num_tokens} greedy tokens, chains of {steps})")
+    return 0
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _layers(text: str, num_layers: int) -> tuple[int, ...]:
+    if not text:
+        return default_layers(num_layers)
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise CheckpointError(f"--layers {text!r}: write layer numbers with commas, such as 4,15,26")
+    return tuple(int(part) for part in parts)
+
+
+@contextlib.contextmanager
+def _bar(text: str, total: int) -> Iterator[Callable[[int, str], None]]:
+    """A progress bar on stderr; yields the call that moves it."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns) as bar:
+        task = bar.add_task(text, total=total)
+        yield lambda done, now: bar.update(task, completed=done, description=now or text)

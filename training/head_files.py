@@ -1,0 +1,70 @@
+"""The checkpoint directory of a trained EAGLE3 head, in the dialect that SGLang and SpecForge read."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from ..engine.models.config import ModelConfig, read_json
+
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+MAX_POSITIONS = 8192  # of a trained head, unless the target has fewer
+
+
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """The layer outputs to read: near the start, the middle and the end, all different."""
+    chosen = (min(1, num_layers - 1), num_layers // 2 - 1, num_layers - 4)
+    return tuple(sorted({max(0, layer) for layer in chosen}))
+
+
+def write_eagle3_config(
+    directory: Path, model: Path, target: ModelConfig, layers: Sequence[int], draft_vocab_size: int
+) -> None:
+    """Writes `directory`/config.json for a head of one layer of the target's width."""
+    given = read_json(model / "config.json")
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": target.hidden_size,
+        "target_hidden_size": target.hidden_size,
+        "intermediate_size": target.intermediate_size,
+        "num_attention_heads": target.num_heads,
+        "num_key_value_heads": target.num_kv_heads,
+        "head_dim": target.head_dim,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": target.rms_norm_eps,
+        "max_position_embeddings": min(MAX_POSITIONS, target.max_position_embeddings),
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": draft_vocab_size,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": list(layers),
+        },
+    }
+    config |= {key: given[key] for key in ROPE_KEYS if key in given}
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+def write_weights(directory: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Writes `directory`/model.safetensors with floating-point tensors in `dtype`."""
+    stored = {
+        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu().contiguous()
+        for name, tensor in tensors.items()
+    }
+    partial = directory / "model.safetensors.partial"
+    save_file(stored, partial, metadata={"format": "pt"})
+    os.replace(partial, directory / "model.safetensors")
+
+
+def draft_vocabulary(counts: torch.Tensor, size: int) -> torch.Tensor:
+    """The `size` most frequent tokens of `counts` int64 `[V]`, ascending, int64 `[size]`."""
+    # a stable order makes two runs over the same samples agree
+    order = torch.argsort(counts, descending=True, stable=True)
+    return order[:size].sort().values

@@ -1,0 +1,106 @@
+"""The state of a training run on disk, whole or absent: a run that was killed continues from the last one.
+
+`DIR/step-NNNNNN/` holds `state.safetensors` (weights, first and second moments) and `progress.json`. It is
+written under another name and renamed, and the oldest states are deleted. `DIR/curve.jsonl` has a line per
+step; a resumed run cuts off the lines behind its state.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from ..engine.errors import CheckpointError
+
+KEPT = 2
+CURVE = "curve.jsonl"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a run is. `settings` are those that its batches and its loss depend on."""
+
+    step: int
+    epoch: int
+    epoch_step: int
+    num_samples: int
+    seconds: float
+    settings: dict[str, object]
+
+
+def save_state(
+    directory: Path, progress: Progress, module: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Writes the state and deletes all but the newest `KEPT`."""
+    partial = directory / ".partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    tensors = {f"weight.{name}": p.detach().contiguous() for name, p in module.named_parameters()}
+    for name, parameter in module.named_parameters():
+        state = optimizer.state.get(parameter, {})
+        tensors |= {f"{moment}.{name}": state[moment].contiguous() for moment in MOMENTS if moment in state}
+    save_file(tensors, partial / "state.safetensors")
+    (partial / "progress.json").write_text(json.dumps(asdict(progress)))
+    final = directory / f"step-{progress.step:06d}"
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(partial, final)
+    for old in _states(directory)[:-KEPT]:
+        shutil.rmtree(old)
+
+
+def load_state(
+    directory: Path,
+    settings: Mapping[str, object],
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> Progress | None:
+    """Fills `module` and `optimizer` from the newest state; None if there is none.
+
+    Raises CheckpointError if that run had other settings.
+    """
+    states = _states(directory)
+    if not states:
+        return None
+    newest = states[-1]
+    progress = Progress(**json.loads((newest / "progress.json").read_text()))
+    for name, value in settings.items():
+        if progress.settings.get(name) != value:
+            raise CheckpointError(
+                f"{newest}: this run was begun with {name} {progress.settings.get(name)!r}, now it is "
+                f"{value!r}; use the same settings or another --out"
+            )
+    tensors = load_file(newest / "state.safetensors")
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(tensors[f"weight.{name}"])
+            if f"exp_avg.{name}" in tensors:
+                optimizer.state[parameter] = {
+                    "step": torch.tensor(float(progress.step)),
+                    **{moment: tensors[f"{moment}.{name}"].to(parameter.device) for moment in MOMENTS},
+                }
+    return progress
+
+
+def cut_curve(directory: Path, step: int) -> None:
+    """Keeps the lines of the curve up to `step`."""
+    path = directory / CURVE
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError):
+            break  # torn by the kill
+    path.write_text("".join(line + "\n" for line in kept))
+
+
+def _states(directory: Path) -> list[Path]:
+    return sorted(directory.glob("step-[0-9]*"))
