@@ -103,10 +103,10 @@ def test_m4_6_graph_and_eager_steps_in_turns_equal_eager_ones(
     check_alternation(target, heads[kind], "cuda")
 
 
-def engine_of(target: Path, draft: Path | None, *, has_graphs: bool) -> Engine:
+def engine_of(target: Path, draft: Path | None, *, has_graphs: bool, dtype: str = "float32") -> Engine:
     """An engine of a decode worker, self-tested and rehearsed as at its start."""
     config = EngineConfig(
-        model=str(target), draft=str(draft or ""), device="cuda", dtype="float32", pages=200, max_context=256,
+        model=str(target), draft=str(draft or ""), device="cuda", dtype=dtype, pages=200, max_context=256,
         graphs="on" if has_graphs else "off", max_running=8, graph_self_test=has_graphs,
         overlap="auto" if has_graphs else "off",
     )  # fmt: skip
@@ -156,3 +156,12 @@ def test_an_engine_with_modules_gives_the_tokens_of_one_without(
     assert counters["graph_replays_decode_step"] + counters.get("graph_replays_edited_step", 0) > 5
     assert not any("capture_failed" in name for name in counters), counters
     assert engine.watch_counters[COMPILATIONS] == engine.watch_counters[CAPTURES] == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphs_of_bfloat16_modules_pass_their_self_tests(
+    target: Path, heads: dict[str, Path], kind: str
+) -> None:
+    engine = engine_of(target, heads[kind], has_graphs=True, dtype="bfloat16")
+    assert not any("capture_failed" in name for name in engine.graph_counters), engine.graph_counters
+    assert all(len(tokens) == 24 for tokens in generate(engine, 4))

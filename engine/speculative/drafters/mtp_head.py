@@ -158,7 +158,7 @@ class MtpHead:
         for k, module in enumerate(self.modules):
             out = module(hidden, token_ids[:, k], cos, sin, attends[k])
             outs.append(out)
-            if self.is_chained:
+            if self.is_chained and k + 1 < self.num_modules:
                 hidden = self.feedback(out, k)
         return torch.cat(outs, dim=1)
 

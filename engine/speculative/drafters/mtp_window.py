@@ -134,6 +134,8 @@ def draft_window(
         out = module(hidden, tokens.reshape(-1), cos, sin, attends[k])
         logits = head.compute_logits(out.index_select(0, picked), k)
         drafts.append(head.target_ids[sampling.choose(logits, last + k + 2, head.target_ids)])
+        if k + 1 == head.num_modules:
+            break
         tokens = rotate(tokens, window.select, drafts[-1])
         if head.is_chained:
             hidden = head.feedback(out, k)
