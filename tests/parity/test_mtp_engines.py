@@ -37,7 +37,7 @@ def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 def load(
     target: Path, draft: Path, *, has_drafter: bool = True, **settings: object
 ) -> tuple[Engine, EngineLoader]:
-    given = {"dtype": "float32", "pages": 60, "max_context": 200, "max_running": 3, "chunk_size": 48}
+    given = {"dtype": "float32", "pages": 120, "max_context": 400, "max_running": 5, "chunk_size": 48}
     config = EngineConfig(model=str(target), draft=str(draft), device="cpu", **(given | settings))
     loader = EngineLoader(config, has_drafter=has_drafter)
     for _, run in loader.phases():
@@ -53,7 +53,7 @@ def test_graphs_pass_the_self_tests_and_a_rehearsal_replays_them(target, heads, 
     engine, _ = load(target, heads[kind], graphs="on", graph_self_test=True)
     kinds = engine.graphs.pool.kinds()
     assert not any("capture_failed" in each.fallbacks for each in kinds)
-    Rehearsal(engine, RehearsalSizes(prompt_rows=48, max_prompts=4, max_requests=3)).run()
+    Rehearsal(engine, RehearsalSizes(prompt_rows=48, max_prompts=4, max_requests=5)).run()
     kinds = engine.graphs.pool.kinds()
     assert {each.kind for each in kinds if set(each.replays) != set(each.buckets)} == set()
     assert engine.drafter.states.num_open == 0
