@@ -1,4 +1,8 @@
-"""The draft prefill over aux features as they land: a few rows between two steps of the batch."""
+"""The draft prefill over aux features as they land: a few rows between two steps of the batch.
+
+A forward of few rows costs the host as much as one of many. Rows that land therefore wait for more. The last
+rows of a prompt, as many as one forward takes, wait for the end of the hand-off.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -7,7 +11,7 @@ from .queues import DecodeRoom, DecodeState
 from .step_decoder import StepDecoder
 
 WARM_ROWS_PER_STEP = MAX_PREFILL_ROWS
-WORTH_ROWS = 128  # fewer rows wait for more to land: a forward of few rows costs as much as one of many
+WORTH_ROWS = 128  # fewer rows wait for more to land
 
 
 def prefill_drafts(decoder: StepDecoder, rooms: Sequence[DecodeRoom], clock: Callable[[], float]) -> bool:
@@ -20,7 +24,10 @@ def prefill_drafts(decoder: StepDecoder, rooms: Sequence[DecodeRoom], clock: Cal
         # The last row needs the first output token, which comes with the end of the hand-off.
         ready = min(room.landed, room.request.num_tokens - 1)
         count = min(ready - room.warmed, budget)
-        is_worth = room.state is DecodeState.WARMING or count >= min(WORTH_ROWS, budget)
+        is_last_forward = room.request.num_prompt - room.warmed <= WARM_ROWS_PER_STEP
+        is_worth = room.state is DecodeState.WARMING or (
+            not is_last_forward and count >= min(WORTH_ROWS, budget)
+        )
         if room.features is not None and count > 0 and is_worth:
             first = room.warmed - room.have
             rows = room.features.flatten(0, 1)[first : first + count]

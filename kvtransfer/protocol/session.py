@@ -177,6 +177,8 @@ class SenderRoom:
             return True
         if self.stream is None:
             return self.tokens_ready > 0
+        if self.early_pulls:  # decode has asked for what comes next
+            return False
         return self.stream.ready_blocks(self.tokens_ready) > self.num_pulled
 
     @property

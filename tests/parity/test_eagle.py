@@ -43,6 +43,12 @@ PROMPTS = ([5, 9, 200, 31, 7, 7, 90, 18, 3], [17], list(range(40, 64)), [250, 3,
 PATHS: dict[str, set | None] = {"eager": None, "breakable": BREAKABLE, "full": FULL}
 SHAPES = {"chain": {}, "tree": {"steps": 3, "topk": 2, "tokens": 7}}
 Weights = dict[str, torch.Tensor]
+QUICK = {
+    ("eagle", "chain", "breakable"),
+    ("eagle", "tree", "full"),
+    ("eagle3 of three layers", "chain", "full"),
+    ("parallel eagle3", "chain", "full"),
+}
 
 
 def greedy(count: int = COUNT) -> SamplingParams:
@@ -196,8 +202,14 @@ def test_drafts_are_those_of_the_formulas_over_all_rows(
 # --- tokens -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("name", "shape"), BOTH)
+@pytest.mark.parametrize(
+    ("name", "shape", "path"),
+    [
+        pytest.param(*cell, path, marks=() if path == "eager" or (*cell, path) in QUICK else pytest.mark.slow)
+        for cell in BOTH
+        for path in PATHS
+    ],
+)
 def test_greedy_tokens_are_those_of_transformers_on_every_path(
     deep_target: Path, heads: dict[str, Path], answers: list[list[int]], name: str, shape: str, path: str
 ) -> None:
@@ -342,6 +354,7 @@ def test_layers_with_a_gap_are_refused(deep_target: Path, tmp_path: Path) -> Non
     ("changes", "words"),
     [
         ({"hidden_size": 32}, ["another hidden size", "32", "64"]),
+        ({"hidden_size": 32, "target_hidden_size": 64}, ["hidden_size", "32", "as wide as", "64"]),
         ({"vocab_size": 300}, ["vocab_size", "300", "256"]),
         ({"sliding_window": 128}, ["sliding_window", "128"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),

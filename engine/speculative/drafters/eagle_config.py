@@ -100,6 +100,12 @@ def load_eagle_config(
             "draft_vocab_size",
             f"is {head.draft_vocab_size}: an EAGLE head proposes from the whole vocabulary",
         )
+    if head.hidden_size != head.target_hidden_size:
+        raise fields.error(
+            "hidden_size",
+            f"is {head.hidden_size}: an EAGLE head is as wide as its target, which has "
+            f"{head.target_hidden_size}; use the head trained for this target",
+        )
     biased = str(raw.get("architectures")).find(BIASED_FAMILY) >= 0
     common = vars(head) | {"reads_normed": True}
     return EagleConfig(

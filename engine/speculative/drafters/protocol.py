@@ -27,7 +27,7 @@ from ..drafting.shape import DraftShape
 from ..drafting.tree import DraftTree
 from ..drafting.verify import AcceptResult
 
-MAX_PREFILL_ROWS = 512  # rows of one draft prefill that a graph is captured for
+MAX_PREFILL_ROWS = 1024  # rows of one draft prefill that a graph is captured for
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from baton.engine.speculative.drafters.protocol import draft_pools
 from baton.engine.warmup.rehearsal import Rehearsal, RehearsalSizes
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 
-CHUNK, MAX_RUNNING = 48, 3
+CHUNK, MAX_RUNNING = 48, 5
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def load(toy_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., E
         config = EngineConfig(
             model=str(toy_checkpoint("llama", num_hidden_layers=4)), device="cpu",
             dtype="float32", chunk_size=CHUNK, max_running=MAX_RUNNING, graph_self_test=False,
-            **({"draft": str(head), "pages": 60, "max_context": 200, "graphs": "on", "spec_adaptive": "on"}
+            **({"draft": str(head), "pages": 120, "max_context": 400, "graphs": "on", "spec_adaptive": "on"}
                | settings),
         )  # fmt: skip
         loader = EngineLoader(config, has_drafter=role == "decode")
@@ -125,4 +125,4 @@ def test_an_interrupted_rehearsal_gives_its_pages_back(
     monkeypatch.setattr(engine.sampler, "sample", fail)
     with pytest.raises(RuntimeError, match="device lost"):
         rehearse(engine)
-    assert engine.cache.num_available == 60
+    assert engine.cache.num_available == 120

@@ -144,6 +144,16 @@ def test_an_attach_pulls_the_first_runs_also_before_the_offer(session: SenderSes
     assert [(e.block, e.count) for e in effects if isinstance(e, SendBlock)] == [(0, 2), (2, 1)]
 
 
+def test_the_lease_does_not_run_while_a_run_waits_for_its_last_block(session: SenderSession) -> None:
+    session.offer(offer(), 0.0)
+    session.receive("d", m.Attach(room=ROOM, epoch=0, instance=D, have=0, run_blocks=3, num_runs=1), 0.0)
+    session.advance(ROOM, 0, 8, None, 0.0)
+    assert events(session.tick(100.0)) == [], "the next chunk takes its time"
+    session.advance(ROOM, 0, 10, 42, 100.0)
+    (ended,) = events(session.tick(200.0))
+    assert isinstance(ended, Dropped)
+
+
 @pytest.mark.parametrize("is_offered", [False, True], ids=["early", "offered"])
 def test_a_repeated_attach_keeps_the_pulls_before_it(session: SenderSession, is_offered: bool) -> None:
     if is_offered:
