@@ -42,13 +42,14 @@ RAW, DOUBT = 0, 2.0  # columns of the token's digits before attention; weight of
 class SourcedEngine(Engine):
     """One target whose drafter the registry reads, whatever its kind."""
 
-    def load_drafter(self, model: CausalLM, config: ModelConfig) -> Drafter:
+    def make_drafter(self, model: CausalLM, config: ModelConfig) -> Drafter:
         source = read_drafter(self.head, config, dtype="float32")
         self.runner.set_aux_layer_ids(self.aux_ids or source.config.aux.ids)
         lent = TargetWeights(
             embed_tokens=model.embed_tokens,
             lm_head=model.lm_head,
             final_norm=model.norm,
+            steps=self.steps,
             max_context=config.max_position_embeddings,
             dtype=torch.float32,
             device=torch.device(self.device),

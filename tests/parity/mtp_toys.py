@@ -114,7 +114,7 @@ def random_modules(target: Path, count: int, *, seed: int = 0, **parts: bool) ->
 class MtpEngine(Engine):
     """An engine whose head is a checkpoint of MTP modules."""
 
-    def load_drafter(self, model: CausalLM, config: ModelConfig) -> DeepMtpDrafter | SharedMtpDrafter:
+    def make_drafter(self, model: CausalLM, config: ModelConfig) -> DeepMtpDrafter | SharedMtpDrafter:
         source = read_drafter(self.head, config, dtype="float32")
         self.runner.set_aux_layer_ids(self.aux_ids or source.config.aux.ids)
         weights = TargetWeights(

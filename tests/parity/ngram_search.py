@@ -21,7 +21,7 @@ class NgramEngine(Engine):
     steps: int = 4
     config: NgramConfig = SETTINGS
 
-    def load_drafter(self, model: CausalLM, config: ModelConfig) -> NgramDrafter:
+    def make_drafter(self, model: CausalLM, config: ModelConfig) -> NgramDrafter:
         return NgramDrafter(self.config, capacity=2, device=self.device)
 
 
