@@ -204,11 +204,12 @@ def test_few_rooms_pull_early_at_a_time() -> None:
     names = [digit * 32 for digit in "cdef"]
     attached = [sent(session.pull(request(name), 0.0), m.Attach)[0].num_runs for name in names]
     assert attached == [2] * EARLY_ROOMS + [0] * (len(names) - EARLY_ROOMS)
-    begun = m.Announce(room="e" * 32, epoch=0, instance=P, tokens_ready=0)
-    assert sent(session.receive("p", begun, 0.0), m.Pull) == []
     session.release("c" * 32, 0, "cancel", 0.0)
     (attach,) = sent(session.pull(request("9" * 32), 0.0), m.Attach)
     assert attach.num_runs == 2, "a room has ended"
+    begun = m.Announce(room="e" * 32, epoch=0, instance=P, tokens_ready=0)
+    assert sent(session.receive("p", begun, 0.0), m.Pull) == [], "EARLY_ROOMS others do"
+    assert len(sent(session.release("9" * 32, 0, "cancel", 0.0), m.Pull)) == 2, "its turn has come"
 
 
 # --- order and repetition -----------------------------------------------------------------------------------
