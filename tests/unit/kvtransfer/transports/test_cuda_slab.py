@@ -298,7 +298,7 @@ def test_the_first_hand_off_of_a_pair_finds_its_slab_mapped(start):
     features = pair.open()
     (done,) = [event for event in pair.run() if isinstance(event, Complete)]
     pair.check_landed(features)
-    assert done.num_device_blocks == NUM_BLOCKS, "so a probe before `ready` maps the slab for the first client"
+    assert done.num_device_blocks == NUM_BLOCKS, "a probe before `ready` maps the slab"
 
 
 @pytest.mark.parametrize("num_taken", [5, 6])
