@@ -28,7 +28,8 @@ TRANSPORTS_SETTING = Setting(
     fault_of=transports_fault,
 )
 SLAB_SETTING = Setting(
-    help="shared memory for KV blocks to decode workers of this host; auto: 256 on CPU, some chunks on a GPU",
+    help="shared memory for KV blocks to decode workers of this host, and as much for NIXL where it is used; "
+    "auto: 256 on CPU, some chunks on a GPU",
     unit="MiB",
     minimum=1,
     maximum=2**20,

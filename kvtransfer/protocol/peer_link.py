@@ -19,6 +19,7 @@ from .session import MAX_REPULLS, InFlight, Peer, ReceiverRoom, ReceiverState, S
 PROBE_S = 0.3  # silence of a peer with open rooms before decode greets it again
 ANSWER_S = 0.7  # PROBE_S + ANSWER_S: a pull waits at most one second for a dead or stopped peer
 GREETING_S = 2.0  # limit of the first answer; connecting may delay it
+EARLY_ROOMS = 2  # rooms that pull early at a time: their runs hold slots of the slab from the launch on
 
 
 class PeerLink:
@@ -160,7 +161,7 @@ class PeerLink:
         room.heard_at = now
         request = room.request
         run_blocks = num_runs = 0
-        if self.pulls_early and room.state is ReceiverState.ATTACHING and room.stream is not None:
+        if room.state is ReceiverState.ATTACHING and room.stream is not None and self._may_pull_early(room):
             run_blocks, num_blocks = self._run_blocks, room.stream.num_blocks
             num_runs = min(self._window, -(-num_blocks // run_blocks))
             room.next_block = min(num_blocks, num_runs * run_blocks)
@@ -197,12 +198,25 @@ class PeerLink:
                 pulls += self._fill_early(room, now)
         return pulls
 
+    def _may_pull_early(self, room: ReceiverRoom) -> bool:
+        """Whether `room` is one of the `EARLY_ROOMS` rooms that pull early at a time.
+
+        Under load prefill never waits for decode: the blocks of one forward leave while the next one runs.
+        Early runs of many rooms would then only hold the slots that ready rooms need.
+        """
+        if not self.pulls_early:
+            return False
+        others = sum(one.has_early_pulls for one in self.rooms.values() if one is not room)
+        return others < EARLY_ROOMS
+
     def _fill_early(self, room: ReceiverRoom, now: float) -> list[SendMessage]:
         """Pulls blocks of a room that are not ready, up to a window of the room's own."""
         pulls: list[SendMessage] = []
         if room.stream is None or room.state is not ReceiverState.PULLING or room.num_to_pull:
             return pulls
         num_left = room.stream.num_blocks - room.next_block
+        if not num_left or not self._may_pull_early(room):
+            return pulls
         for _ in range(self._window - room.num_pulls if num_left else 0):
             if room.next_block == room.stream.num_blocks:
                 break
@@ -250,7 +264,7 @@ class PeerLink:
         """
         for in_flight in room.in_flight.values():
             in_flight.sent_at = now
-        has_attached = room.state is ReceiverState.ATTACHING and self.pulls_early
+        has_attached = room.state is ReceiverState.ATTACHING and self._may_pull_early(room)
         runs = [] if has_attached else runs_in_flight(room)  # the Attach pulls them
         return [self.attach(room, now), *(self._pull(room, *run) for run in runs)]
 

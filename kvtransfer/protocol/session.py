@@ -251,6 +251,11 @@ class ReceiverRoom:
         return len({id(pull) for pull in self.in_flight.values() if not pull.is_early})
 
     @property
+    def has_early_pulls(self) -> bool:
+        """Whether a pull in flight is one that prefill keeps until its blocks are ready."""
+        return any(pull.is_early for pull in self.in_flight.values())
+
+    @property
     def is_waiting(self) -> bool:
         """Whether blocks are in flight that prefill can send now."""
         return any(not pull.is_early for pull in self.in_flight.values())

@@ -127,7 +127,7 @@ class AnsweringDrafter(Eagle3Drafter):
             self.coming[item.state_row, : len(text)] = text
 
     def propose(self, view: DraftView, shape: DraftShape) -> Proposal:
-        drafts, tree = super().propose(view, shape)
+        drafts, tree, _ = super().propose(view, shape)
         count, device = drafts.shape[0], drafts.device
         first = view.positions[:, :1]
         numbers = torch.arange(shape.num_nodes, device=device)

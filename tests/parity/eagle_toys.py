@@ -49,6 +49,7 @@ class SourcedEngine(Engine):
             embed_tokens=model.embed_tokens,
             lm_head=model.lm_head,
             final_norm=model.norm,
+            steps=self.steps,
             max_context=config.max_position_embeddings,
             dtype=torch.float32,
             device=torch.device(self.device),

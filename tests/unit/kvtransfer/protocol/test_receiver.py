@@ -5,7 +5,7 @@ import pytest
 import torch
 from baton.cluster.errors import LocalProtocolError
 from baton.cluster.protocol import messages as m
-from baton.kvtransfer.protocol.peer_link import ANSWER_S, GREETING_S, PROBE_S
+from baton.kvtransfer.protocol.peer_link import ANSWER_S, EARLY_ROOMS, GREETING_S, PROBE_S
 from baton.kvtransfer.protocol.receiver import ReceiverSession
 from baton.kvtransfer.protocol.session import CloseLink, Effect, Notify, SendMessage
 from baton.kvtransfer.transport import Complete, Landed, Lost, PullRequest
@@ -197,6 +197,19 @@ def test_early_pulls_of_one_room_do_not_use_up_the_window_of_another() -> None:
     other = m.Announce(room="c" * 32, epoch=0, instance=P, tokens_ready=12, final=True, first_token=1)
     session.receive("p", other, 0.0)
     assert pulled(land(session, 0, room="c" * 32)) == [2]
+
+
+def test_few_rooms_pull_early_at_a_time() -> None:
+    session = slabbed_session()
+    names = [digit * 32 for digit in "cdef"]
+    attached = [sent(session.pull(request(name), 0.0), m.Attach)[0].num_runs for name in names]
+    assert attached == [2] * EARLY_ROOMS + [0] * (len(names) - EARLY_ROOMS)
+    session.release("c" * 32, 0, "cancel", 0.0)
+    (attach,) = sent(session.pull(request("9" * 32), 0.0), m.Attach)
+    assert attach.num_runs == 2, "a room has ended"
+    begun = m.Announce(room="e" * 32, epoch=0, instance=P, tokens_ready=0)
+    assert sent(session.receive("p", begun, 0.0), m.Pull) == [], "EARLY_ROOMS others do"
+    assert len(sent(session.release("9" * 32, 0, "cancel", 0.0), m.Pull)) == 2, "its turn has come"
 
 
 # --- order and repetition -----------------------------------------------------------------------------------
