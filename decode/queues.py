@@ -39,7 +39,6 @@ class DecodeRoom(WorkerRoom):
     landed_at: float = 0.0
     started_at: float = 0.0
     handoff_s: float = 0.0
-    handoff_tail_s: float = 0.0
     handoff_bytes: int = 0
     handoff_blocks: int = 0
     handoff_shm_blocks: int = 0
@@ -83,7 +82,6 @@ class DecodeRoom(WorkerRoom):
         """Times and counts of decode for the room until `now`."""
         return DecodeTimeline(
             handoff_ms=self.handoff_s * 1000,
-            handoff_tail_ms=self.handoff_tail_s * 1000,
             handoff_bytes=self.handoff_bytes,
             handoff_blocks=self.handoff_blocks,
             handoff_shm_blocks=self.handoff_shm_blocks,

@@ -43,7 +43,6 @@ def decode_spans(room: DecodeRoom, now: float) -> list[Span]:
 def _handoff(room: DecodeRoom) -> dict[str, Attribute]:
     return {
         "baton.handoff_ms": room.handoff_s * 1000,
-        "baton.handoff_tail_ms": room.handoff_tail_s * 1000,
         "baton.handoff_bytes": room.handoff_bytes,
         "baton.handoff_blocks": room.handoff_blocks,
         "baton.handoff_shm_blocks": room.handoff_shm_blocks,

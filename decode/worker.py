@@ -159,8 +159,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         request = room.request
         room.landed = request.num_computed = request.num_prompt
         room.landed_at = now
-        room.handoff_s, room.handoff_tail_s = event.seconds, event.tail_seconds
-        room.handoff_bytes = event.num_bytes
+        room.handoff_s, room.handoff_bytes = event.seconds, event.num_bytes
         room.handoff_blocks, room.handoff_shm_blocks = event.num_blocks, event.num_shm_blocks
         room.handoff_device_blocks, room.handoff_nixl_blocks = event.num_device_blocks, event.num_nixl_blocks
         self._counters["handoff_bytes"] += event.num_bytes

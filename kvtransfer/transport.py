@@ -87,8 +87,7 @@ class Landed:
 class Complete:
     """Terminal event on decode: all prompt tokens are in place and prefill was released.
 
-    `first_token` is prefill's. `seconds`: from the first announcement to the last block. `tail_seconds`: from
-    the last announcement, which comes behind the prompt's last forward.
+    `first_token` is prefill's. `seconds`: from the first announcement to the last block.
     """
 
     room: str
@@ -99,8 +98,7 @@ class Complete:
     num_shm_blocks: int = 0  # blocks of these that were read from shared memory
     num_device_blocks: int = 0  # blocks of these that were read from the memory of prefill's device
     num_nixl_blocks: int = 0  # blocks of these that were read through NIXL
-    seconds: float
-    tail_seconds: float = 0.0
+    seconds: float  # first announcement to last block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +122,6 @@ class KVTransport(Protocol):
 
     def offer(self, offer: Offer) -> None:
         """Prefill: open a room without ready tokens. The pages stay pinned until Released or Dropped."""
-
-    def launched(self, room: str, epoch: int, tokens: int) -> None:
-        """Prefill: a forward that writes tokens [0, tokens) was launched, and their pages are stamped.
-
-        Early pulls may then be answered as soon as the forward ends, before `advance`. Optional.
-        """
 
     def advance(self, room: str, epoch: int, tokens_ready: int, first_token: int | None = None) -> None:
         """Prefill: tokens [0, tokens_ready) are final in their pages. `first_token` closes the offer."""

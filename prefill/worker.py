@@ -32,7 +32,7 @@ from ..engine.loader import Engine
 from ..engine.sampling.params import SamplingParams
 from ..engine.sampling.sampler import LaunchedSample, SampleOutput
 from ..kvtransfer.transport import Dropped, Offer, Released
-from ..worker.commands import Advance, DropDone, LinkEvent, Underway
+from ..worker.commands import Advance, DropDone, LinkEvent
 from ..worker.link import WorkerLink
 from ..worker.prompt_chunks import Chunk, batch_of, launch_first_tokens, score_prompts
 from ..worker.refusal import Refusal, refuse_for_now, refuse_forever
@@ -105,9 +105,8 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             for room in admitted:
                 room.started = self._clock()
             self._launched = self._launch(chunks)
-            self._open(
-                admitted
-            )  # behind the launch: the link thread would take the interpreter's lock from it
+            # Behind the launch, from which the link thread would take the interpreter's lock.
+            self._open(admitted)
         if due is not None:
             self._land(due)
         if self._launched is not None and not self.engine.launches_ahead:
@@ -229,10 +228,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         self._counters["steps"] += 1
         self._counters["prompt_tokens"] += batch.num_tokens
         for chunk in chunks:
-            request = chunk.room.request
-            request.num_computed = chunk.end
-            if self.engine.launches_ahead:
-                self._send(Underway(room=request.room, epoch=request.epoch, tokens=chunk.end))
+            chunk.room.request.num_computed = chunk.end
         scores = list(score_prompts(chunks, output.logits, self.instance))
         return Launched(chunks=chunks, firsts=firsts, scores=scores)
 
@@ -293,6 +289,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         request, now = room.request, self._clock()
         room.finished = now
         request.append([token], self.engine.model_config.eos_token_ids)
+        self.engine.cache.insert(request.prompt_ids, request.pages, request.salt)
         self._send(
             FirstToken(
                 room=request.room,

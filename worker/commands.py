@@ -21,15 +21,6 @@ class Advance:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Underway:
-    """Command: a forward that writes tokens [0, `tokens`) of an offer was launched."""
-
-    room: str
-    epoch: int
-    tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Drop:
     """Command: give a room up. `DropDone` answers it."""
 
@@ -56,6 +47,6 @@ class LinkFailed:
     error: Exception
 
 
-Command = Offer | PullRequest | Underway | Advance | Drop
+Command = Offer | PullRequest | Advance | Drop
 LinkEvent = ControlDown | TransportEvent | DropDone | RouterLost | LinkFailed
 Sourced = FromRouter | TransportEvent | DropDone | RouterLost | LinkFailed  # before the room's owner is noted

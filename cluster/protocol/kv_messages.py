@@ -62,8 +62,7 @@ class KVHello(Message, frozen=True, kw_only=True):
 
 class KVWelcome(Message, frozen=True, kw_only=True):
     """Prefill agrees. `layout` is the common one, `transport` the best common one, and `cipher` protects
-    every block. With `keeps_pulls` prefill keeps pulls of blocks that are not ready, and sends the blocks as
-    soon as they are.
+    every block.
 
     With a `bulk_ticket` blocks use a second connection to `bulk_port` of the same host (0: a path beside the
     ipc path). The ticket opens that connection once.
@@ -75,7 +74,6 @@ class KVWelcome(Message, frozen=True, kw_only=True):
     transport: Text = "zmq_blocks"
     bulk_port: Port = 0
     bulk_ticket: Ticket = ""
-    keeps_pulls: bool = False
 
     def __repr__(self) -> str:
         """Omits the ticket, which must not be logged."""
@@ -94,16 +92,13 @@ class KVRefused(Message, frozen=True, kw_only=True):
 class Attach(Message, frozen=True, kw_only=True):
     """Decode asks for a room's announcements.
 
-    Its first `have` prompt tokens need not be offered. Idempotent. With `run_blocks` it is also a pull of the
-    first `num_runs` runs of that many blocks; the last run may be shorter. Only after `keeps_pulls`.
+    Its first `have` prompt tokens need not be offered. Idempotent.
     """
 
     room: Id
     epoch: Count
     instance: Id
     have: Count
-    run_blocks: Small = 0
-    num_runs: Small = 0
 
 
 class Announce(Message, frozen=True, kw_only=True):

@@ -11,26 +11,20 @@ References: CUDA Runtime API, "cudaIpcGetMemHandle", "cudaIpcOpenMemHandle".
 """
 
 import ctypes
-import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from ...cluster.process.log import fields as log_fields
 from ...engine.kv.page_order import PageOrder
 from ...kernels.move_spans import MODULUS, SPAN_FIELDS, move_spans_triton, num_chunks
 from .device import HANDLE_BYTES, Spans
 from .slab import SlabError
 
-logger = logging.getLogger(__name__)
-
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
-MIN_NUMBERS = 1 << 15  # of the smallest table: 512 MiB in pages of 2 MiB and their features
-NUM_TABLES, MAX_SPARE_TABLES = 8, 16
+MIN_NUMBERS = 1 << 14  # of the smallest table: 128 MiB in pages of 2 MiB and their features
+NUM_TABLES, MAX_SPARE_TABLES = 4, 8
 
 
 class _Handle(ctypes.Structure):
@@ -106,7 +100,6 @@ class _Table:
         self.memory = torch.empty(num_numbers, dtype=torch.int64, pin_memory=True)
         self.numbers = self.memory.numpy()
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.gate = torch.cuda.Event()  # type: ignore[no-untyped-call]  # behind the forwards that hold the move
 
 
 @dataclass
@@ -117,12 +110,8 @@ class CudaMove:
     table: _Table
     counts: Sequence[int]  # spans of each run
     num_chunks: int
-    has_gate: bool
+    is_held: bool
     digests: list[int] | None = None
-
-    @property
-    def is_held(self) -> bool:
-        return self.has_gate and not self.table.gate.query()  # type: ignore[no-untyped-call]
 
     def poll(self) -> list[int] | None:
         if self.digests is None and self.table.event.query():  # type: ignore[no-untyped-call]
@@ -152,16 +141,11 @@ class CudaDevice:
         self._runtime = CudaRuntime()
         self._device, self._order = device, order
         # a move is short, and a forward's kernels would delay it by as much as they take
-        self._stream, self._held_stream = (
-            torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._tables = [
             _Table(MIN_NUMBERS) for _ in range(NUM_TABLES)
         ]  # pinning memory later would stop kernels
         self._opened: dict[bytes, _Opened] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="slabs")
-        self._calls: deque[Future[None]] = deque()
         self._compile()
 
     def __repr__(self) -> str:
@@ -169,8 +153,6 @@ class CudaDevice:
 
     def allocate(self, size: int) -> int:
         """As `Device.allocate`."""
-        while self._calls:
-            self._calls.popleft().result()  # the memory of an earlier slab may be needed
         with torch.cuda.device(self._device):
             address = self._runtime.malloc(size)
             try:
@@ -187,8 +169,10 @@ class CudaDevice:
             return self._runtime.export(address)
 
     def free(self, address: int) -> None:
-        """As `Device.free`. The driver waits for every kernel of the device, and the caller does not."""
-        self._later(lambda: self._runtime.free(address))
+        """As `Device.free`."""
+        self._stream.synchronize()
+        with torch.cuda.device(self._device):
+            self._runtime.free(address)
 
     def open(self, handle: bytes, size: int) -> int:
         """As `Device.open`. The driver maps the whole allocation; its size is prefill's word."""
@@ -201,21 +185,15 @@ class CudaDevice:
         known.num_opens += 1
         return known.address
 
-    def close(self, handle: bytes, closed: Callable[[], None]) -> None:
+    def close(self, handle: bytes) -> None:
         """As `Device.close`."""
         known = self._opened[handle]
         known.num_opens -= 1
-        if known.num_opens:
-            return closed()
-        del self._opened[handle]
-
-        def unmap() -> None:
-            try:
+        if known.num_opens == 0:
+            del self._opened[handle]
+            self._stream.synchronize()
+            with torch.cuda.device(self._device):
                 self._runtime.close(known.address)
-            finally:
-                closed()
-
-        self._later(unmap)
 
     def move(self, runs: Sequence[Spans], pages: Iterable[int], *, is_write: bool) -> CudaMove:
         """As `Device.move`."""
@@ -224,14 +202,11 @@ class CudaDevice:
         begin, end = num_rows * SPAN_FIELDS, num_rows * (SPAN_FIELDS + num_sums)
         table = self._take(end)
         np.concatenate(runs, out=table.numbers[:begin].reshape(num_rows, SPAN_FIELDS))
-        is_held = self._order.wait(pages, self._held_stream)
-        stream = self._held_stream if is_held else self._stream
-        with torch.cuda.stream(stream):
-            if is_held:
-                table.gate.record(stream)
+        is_held = self._order.wait(pages, self._stream)
+        with torch.cuda.stream(self._stream):
             spans, sums = table.memory[:begin], table.memory[begin:end]
             move_spans_triton(spans.view(num_rows, SPAN_FIELDS), sums.view(num_rows, num_sums))
-            table.event.record(stream)
+            table.event.record(self._stream)
         return CudaMove(self, table, [len(run) for run in runs], num_sums, is_held)
 
     def finished(self, move: CudaMove) -> list[int]:
@@ -244,19 +219,6 @@ class CudaDevice:
         if len(self._tables) < MAX_SPARE_TABLES:
             self._tables.append(move.table)
         return digests  # type: ignore[no-any-return]
-
-    def _later(self, call: Callable[[], None]) -> None:
-        """Calls the driver in a thread of its own, after all moves that were started."""
-        self._calls.append(self._thread.submit(self._call_after_moves, call))
-
-    def _call_after_moves(self, call: Callable[[], None]) -> None:
-        with torch.cuda.device(self._device):
-            try:
-                for stream in (self._stream, self._held_stream):
-                    stream.synchronize()
-                call()
-            except (SlabError, RuntimeError) as error:
-                logger.warning("a slab was not given back", extra=log_fields(reason=str(error)))
 
     def _take(self, num_numbers: int) -> _Table:
         for number, table in enumerate(self._tables):

@@ -7,7 +7,7 @@ for the work of the same process that uses the pages, and never for another proc
 `CudaDevice` is the device of a GPU. `HostDevice` does the same with shared memory of the host, for tests.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -23,7 +23,7 @@ class Move(Protocol):
 
     @property
     def is_held(self) -> bool:
-        """Whether it still waits for forwards, so that it may take as long as they do."""
+        """Whether it began behind unfinished forwards, so that it may take as long as they do."""
 
     def poll(self) -> list[int] | None:
         """The digest of each run, in order, once all runs are in place; None before. Does not wait."""
@@ -33,10 +33,7 @@ class Move(Protocol):
 
 
 class Device(Protocol):
-    """One device and the streams of its moves. All methods belong to one thread.
-
-    A move that is held by forwards does not delay those that are not.
-    """
+    """One device and the stream of its moves. All methods belong to one thread."""
 
     def allocate(self, size: int) -> int:
         """The address of `size` zeroed bytes. Raises SlabError if there is not enough memory."""
@@ -48,7 +45,7 @@ class Device(Protocol):
         """
 
     def free(self, address: int) -> None:
-        """Frees allocated memory, which no process may have open, after its moves; it may happen later."""
+        """Frees allocated memory, which no process may have open. Waits for its moves."""
 
     def open(self, handle: bytes, size: int) -> int:
         """The address of the `size` bytes that another process exported.
@@ -56,11 +53,8 @@ class Device(Protocol):
         Each `open` needs one `close`. Raises SlabError if the memory cannot be reached.
         """
 
-    def close(self, handle: bytes, closed: Callable[[], None]) -> None:
-        """Ends one `open`; the last one unmaps the memory after its moves. Then calls `closed`.
-
-        That may happen later and in another thread.
-        """
+    def close(self, handle: bytes) -> None:
+        """Ends one `open`. Waits for moves; the last `close` unmaps the memory."""
 
     def move(self, runs: Sequence[Spans], pages: Iterable[int], *, is_write: bool) -> Move:
         """Starts to copy and digest the spans of each run, after the launched work that uses `pages`.

@@ -9,7 +9,7 @@ import mmap
 import os
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -101,7 +101,7 @@ class HostDevice:
         return HANDLE.pack(MAGIC, os.getpid(), fd, os.fstat(fd).st_ino).ljust(HANDLE_BYTES, b"\0")
 
     def free(self, address: int) -> None:
-        """As `Device.free`, at once."""
+        """As `Device.free`."""
         self.finish()
         memory = self._owned.pop(address)
         _unmapped(memory)
@@ -130,15 +130,14 @@ class HostDevice:
             os.close(fd)
         return memory.address
 
-    def close(self, handle: bytes, closed: Callable[[], None]) -> None:
-        """As `Device.close`, at once."""
+    def close(self, handle: bytes) -> None:
+        """As `Device.close`."""
         memory = self._opened[handle]
         memory.num_opens -= 1
         if memory.num_opens == 0:
             self.finish()
             del self._opened[handle]
             _unmapped(memory)
-        closed()
 
     def move(self, runs: Sequence[Spans], pages: Iterable[int], *, is_write: bool) -> HostMove:
         """As `Device.move`."""

@@ -19,7 +19,6 @@ from .session import MAX_REPULLS, InFlight, Peer, ReceiverRoom, ReceiverState, S
 PROBE_S = 0.3  # silence of a peer with open rooms before decode greets it again
 ANSWER_S = 0.7  # PROBE_S + ANSWER_S: a pull waits at most one second for a dead or stopped peer
 GREETING_S = 2.0  # limit of the first answer; connecting may delay it
-EARLY_ROOMS = 2  # rooms that pull early at a time: their runs hold slots of the slab from the launch on
 
 
 class PeerLink:
@@ -35,7 +34,6 @@ class PeerLink:
         self._hello = hello
         self._default_window = self._window = window
         self._run_blocks = 1
-        self._keeps_pulls = self._has_slab = False
         self._silence_s = silence_s
         self._greeted_at = now
         self._heard_at = now
@@ -47,14 +45,13 @@ class PeerLink:
 
     @property
     def num_in_flight(self) -> int:
-        """Pulled blocks without an answer that prefill can send, over all rooms."""
-        pulls = [pull for room in self.rooms.values() for pull in room.in_flight.values()]
-        return sum(not pull.is_early for pull in pulls)
+        """Pulled blocks without an answer, over all rooms."""
+        return sum(len(room.in_flight) for room in self.rooms.values())
 
     @property
-    def _num_due(self) -> int:
+    def num_pulls(self) -> int:
         """Pulls with blocks in flight, over all rooms."""
-        return sum(room.num_due for room in self.rooms.values())
+        return sum(room.num_pulls for room in self.rooms.values())
 
     @property
     def is_sealing(self) -> bool:
@@ -70,7 +67,7 @@ class PeerLink:
 
         `window`: pulls in flight; None: as many as the settings allow.
         """
-        self._run_blocks, self._has_slab = run_blocks, window is not None
+        self._run_blocks = run_blocks
         self._window = self._default_window if window is None else min(window, self._default_window)
 
     def hello(self, now: float) -> SendMessage:
@@ -118,7 +115,6 @@ class PeerLink:
         if self.is_greeted(welcome.instance) and welcome.cipher != self.cipher:
             raise HandshakeRefused(f"prefill changed the cipher from {self.cipher} to {welcome.cipher}")
         self.instance, self.layout, self.cipher = welcome.instance, KVLayout(common), welcome.cipher
-        self._keeps_pulls = welcome.keeps_pulls
 
     def fall_back(self) -> KVRefused | None:
         """Gives up sealed blocks because their port does not answer.
@@ -147,34 +143,12 @@ class PeerLink:
         if room.opener is None or room.opener.key != announce.key:
             room.opener = Opener(announce.key)
 
-    @property
-    def pulls_early(self) -> bool:
-        """Whether decode pulls blocks before they are ready.
-
-        It saves a message each way behind the forward. Without a slab in device memory, prefill would have to
-        hold early pulls back, because its connection takes few blocks at a time.
-        """
-        return self._keeps_pulls and self._has_slab
-
     def attach(self, room: ReceiverRoom, now: float) -> SendMessage:
-        """Asks for a room's announcements, and before the first of them also for the room's first runs."""
+        """Asks for a room's announcements."""
         room.heard_at = now
         request = room.request
-        run_blocks = num_runs = 0
-        if room.state is ReceiverState.ATTACHING and room.stream is not None and self._may_pull_early(room):
-            run_blocks, num_blocks = self._run_blocks, room.stream.num_blocks
-            num_runs = min(self._window, -(-num_blocks // run_blocks))
-            room.next_block = min(num_blocks, num_runs * run_blocks)
-            for first in range(0, room.next_block, run_blocks):
-                run = range(first, min(first + run_blocks, num_blocks))
-                room.in_flight.update(dict.fromkeys(run, InFlight(now, is_early=True)))
         attach = Attach(
-            room=request.room,
-            epoch=request.epoch,
-            instance=self._hello.instance,
-            have=request.have,
-            run_blocks=run_blocks,
-            num_runs=num_runs,
+            room=request.room, epoch=request.epoch, instance=self._hello.instance, have=request.have
         )
         return SendMessage(self.endpoint, attach)
 
@@ -184,52 +158,20 @@ class PeerLink:
         On a slow link, turns would make all rooms late together; in order of age the last room ends no later.
         """
         pulls: list[SendMessage] = []
-        if any(room.num_to_pull for room in self.rooms.values()):
-            for _ in range(self._window - self._num_due):
-                room = next((r for r in self.rooms.values() if r.num_to_pull), None)
-                if room is None:
-                    break
-                if not room.is_waiting:
-                    room.heard_at = now
-                    room.lease.renew(now)
-                pulls.append(self._pull_next(room, room.num_to_pull, InFlight(now)))
-        if self.pulls_early:
-            for room in self.rooms.values():
-                pulls += self._fill_early(room, now)
-        return pulls
-
-    def _may_pull_early(self, room: ReceiverRoom) -> bool:
-        """Whether `room` is one of the `EARLY_ROOMS` rooms that pull early at a time.
-
-        Under load prefill never waits for decode: the blocks of one forward leave while the next one runs.
-        Early runs of many rooms would then only hold the slots that ready rooms need.
-        """
-        if not self.pulls_early:
-            return False
-        others = sum(one.has_early_pulls for one in self.rooms.values() if one is not room)
-        return others < EARLY_ROOMS
-
-    def _fill_early(self, room: ReceiverRoom, now: float) -> list[SendMessage]:
-        """Pulls blocks of a room that are not ready, up to a window of the room's own."""
-        pulls: list[SendMessage] = []
-        if room.stream is None or room.state is not ReceiverState.PULLING or room.num_to_pull:
+        if not any(room.num_to_pull for room in self.rooms.values()):
             return pulls
-        num_left = room.stream.num_blocks - room.next_block
-        if not num_left or not self._may_pull_early(room):
-            return pulls
-        for _ in range(self._window - room.num_pulls if num_left else 0):
-            if room.next_block == room.stream.num_blocks:
+        for _ in range(self._window - self.num_pulls):
+            room = next((r for r in self.rooms.values() if r.num_to_pull), None)
+            if room is None:
                 break
-            num_left = room.stream.num_blocks - room.next_block
-            pulls.append(self._pull_next(room, num_left, InFlight(now, is_early=True)))
+            if not room.in_flight:
+                room.heard_at = now
+                room.lease.renew(now)
+            first, count = room.next_block, min(self._run_blocks, room.num_to_pull)
+            room.in_flight.update(dict.fromkeys(range(first, first + count), InFlight(now)))
+            pulls.append(self._pull(room, first, count))
+            room.next_block += count
         return pulls
-
-    def _pull_next(self, room: ReceiverRoom, most: int, in_flight: InFlight) -> SendMessage:
-        """Pulls the room's next run of up to `most` blocks."""
-        first, count = room.next_block, min(self._run_blocks, most)
-        room.in_flight.update(dict.fromkeys(range(first, first + count), in_flight))
-        room.next_block += count
-        return self._pull(room, first, count)
 
     def repull(self, room: ReceiverRoom, block: int, now: float, count: int = 1) -> SendMessage:
         """Asks for the blocks [block, block + count), all in flight, once more."""
@@ -251,8 +193,7 @@ class PeerLink:
         questions = [self.attach(room, now)]
         for block, count in runs_in_flight(room):
             in_flight = room.in_flight[block]
-            is_due = not in_flight.is_early and in_flight.num_repulls < MAX_REPULLS
-            if is_due and now >= in_flight.sent_at + self._silence_s:
+            if in_flight.num_repulls < MAX_REPULLS and now >= in_flight.sent_at + self._silence_s:
                 questions.append(self.repull(room, block, now, count))
         return questions
 
@@ -264,9 +205,7 @@ class PeerLink:
         """
         for in_flight in room.in_flight.values():
             in_flight.sent_at = now
-        has_attached = room.state is ReceiverState.ATTACHING and self._may_pull_early(room)
-        runs = [] if has_attached else runs_in_flight(room)  # the Attach pulls them
-        return [self.attach(room, now), *(self._pull(room, *run) for run in runs)]
+        return [self.attach(room, now), *(self._pull(room, *run) for run in runs_in_flight(room))]
 
     def _pull(self, room: ReceiverRoom, block: int, count: int) -> SendMessage:
         request = room.request

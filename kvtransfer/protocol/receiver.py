@@ -2,7 +2,7 @@
 
 1. `pull` opens a room. The first pull from an endpoint greets the peer and settles the layout.
 2. Attach asks for announcements.
-3. Announced blocks are pulled, and over a slab in device memory also blocks to come; see `peer_link`.
+3. Announced blocks are pulled; see `peer_link`.
 4. The shell checks each block: `expect` gives its place, then `landed` or `corrupt` reports the result.
 5. When every block is in place and the first token is known, Release ends the room.
 
@@ -233,7 +233,7 @@ class ReceiverSession:
         room.num_nixl_blocks += count if is_nixl else 0
         room.heard_at = now
         for other in link.rooms.values():
-            if other is room or not other.is_waiting:
+            if other is room or not other.in_flight:
                 other.lease.renew(now)  # the rooms that wait for their turn are not stuck
         self.counters.blocks += count
         self.counters.bytes += block.size
@@ -335,11 +335,9 @@ class ReceiverSession:
         if is_news and room.announced_at is None:
             room.announced_at = now
         room.tokens_ready = max(room.tokens_ready, announce.tokens_ready)
-        room.note_ready(now)
         if announce.final:
             room.first_token = announce.first_token
-            room.final_at = now if room.final_at is None else room.final_at
-        if is_news or not room.is_waiting:
+        if is_news or not room.in_flight:
             room.lease.renew(now)  # with nothing to pull, an answering peer counts as progress
             room.heard_at = now  # a reminder must not postpone repeats of overdue blocks
         return [*self._finish_if_complete(room, now), *link.fill(now)]
@@ -367,7 +365,7 @@ class ReceiverSession:
         ]
 
     def _finish_if_complete(self, room: ReceiverRoom, now: float) -> list[Effect]:
-        if not room.has_all or room.first_token is None or room.announced_at is None or room.final_at is None:
+        if not room.has_all or room.first_token is None or room.announced_at is None:
             return []
         request, stream = room.request, room.stream
         assert stream is not None
@@ -382,7 +380,6 @@ class ReceiverSession:
             num_device_blocks=room.num_device_blocks,
             num_nixl_blocks=room.num_nixl_blocks,
             seconds=now - room.announced_at,
-            tail_seconds=now - room.final_at,
         )
         release = Release(room=request.room, epoch=request.epoch, instance=self.instance)
         return [SendMessage(request.endpoint, release), Notify(done)]

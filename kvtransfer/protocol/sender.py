@@ -3,14 +3,14 @@
 1. `offer` opens a room over pages whose KV is not computed yet.
 2. Decode's Attach names the leading tokens that decode has. An Attach before the offer is kept for a while.
 3. `advance` announces finished tokens.
-4. Each Pull is answered by its block, an early one as soon as the block is ready.
+4. Each Pull is answered by its block.
 5. Release, Abort, `release` or the end of the lease closes the room and frees its pages.
 """
 
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ...cluster.errors import HandshakeRefused, LocalProtocolError
 from ...cluster.net.transport_names import ZMQ_BLOCKS, common_transports
@@ -29,7 +29,7 @@ from ...cluster.protocol.messages import (
 )
 from ...cluster.security.ciphers import AES_128_GCM, CRC32C, agree_cipher
 from ..transport import Dropped, Offer, Released
-from .layout import KVLayout, RoomStream, agree, feature_columns
+from .layout import KVLayout, agree, feature_columns
 from .seal import KEY_BYTES, Sealer
 from .session import (
     LEASE_S,
@@ -49,7 +49,6 @@ EARLY_S = 330.0  # longer than a router waits for a first token, so no queued pr
 MAX_EARLY = 4096
 MAX_PEERS = 1024
 MAX_REASON = 1024
-MAX_EARLY_PULLS = 64  # per room
 
 
 @dataclass(frozen=True)
@@ -65,12 +64,11 @@ class _Greeted:
 
 @dataclass(frozen=True)
 class _Early:
-    """An Attach that came before its offer, and the pulls behind it: first block -> count."""
+    """An Attach that came before its offer."""
 
     peer: Peer
     attach: Attach
     expires_at: float
-    pulls: dict[int, int] = field(default_factory=dict)
 
 
 class SenderSession:
@@ -144,20 +142,7 @@ class SenderSession:
             del self._early[offer.room]
             if early.peer in self._peers:
                 effects += self._attach(early.peer, self._peers[early.peer], early.attach, now)
-            if room.state is SenderState.ATTACHED and early.attach.epoch == offer.epoch:
-                for block, count in early.pulls.items():
-                    self._keep_pull(room, block, count)
         return effects
-
-    def launched(self, room: str, epoch: int, tokens: int) -> list[Effect]:
-        """Answers early pulls of blocks whose forward was launched. No-op for a room that nobody attached.
-
-        The blocks must be read in the order of the device.
-        """
-        known = self._rooms.get(room)
-        if known is None or known.offer.epoch != epoch or known.state is not SenderState.ATTACHED:
-            return []
-        return self._due_pulls(known, tokens)
 
     def advance(
         self, room: str, epoch: int, tokens_ready: int, first_token: int | None, now: float
@@ -177,9 +162,7 @@ class SenderSession:
         known.tokens_ready = tokens_ready
         known.first_token = first_token
         known.lease.renew(now)
-        if known.state is not SenderState.ATTACHED:
-            return []
-        return [self._announce(known, now), *self._due_pulls(known, tokens_ready)]
+        return [self._announce(known, now)] if known.state is SenderState.ATTACHED else []
 
     def release(self, room: str, epoch: int, reason: str, now: float) -> list[Effect]:
         """Ends an attempt without an event, whether or not it was offered."""
@@ -241,11 +224,6 @@ class SenderSession:
         greeted = self._peers.get(peer)
         return greeted is not None and greeted.instance == instance and transport in greeted.transports
 
-    def peer_of(self, room: str, epoch: int) -> Peer:
-        """The connection to which the blocks of an attempt go; "" before its Attach."""
-        known = self._rooms.get(room)
-        return known.peer if known is not None and known.offer.epoch == epoch else ""
-
     def peer_gone(self, peer: Peer) -> None:
         """Forgets a closed connection. Its rooms wait for the same process until their lease ends."""
         self._peers.pop(peer, None)
@@ -296,9 +274,7 @@ class SenderSession:
         for known in self._rooms.values():
             if known.peer_instance == hello.instance:
                 known.peer = peer  # reminders of finished rooms go to the new connection
-        welcome = KVWelcome(
-            instance=self.instance, layout=common, transport=transports[0], cipher=cipher, keeps_pulls=True
-        )
+        welcome = KVWelcome(instance=self.instance, layout=common, transport=transports[0], cipher=cipher)
         return [SendMessage(peer, welcome)]
 
     def _is_near(self, hello: KVHello) -> bool:
@@ -323,16 +299,12 @@ class SenderSession:
         is_sealed = greeted.cipher == AES_128_GCM
         if known.stream != stream or (known.sealer is not None) != is_sealed:
             known.num_pulled = 0
-            known.early_pulls.clear()
             known.lease.renew(now)
             known.sealer = Sealer(self._random_bytes(KEY_BYTES)) if is_sealed else None
         known.peer, known.peer_instance, known.stream = peer, attach.instance, stream
         known.columns = greeted.columns
         known.move(SenderState.ATTACHED)
-        for first in range(0, attach.num_runs * attach.run_blocks, max(1, attach.run_blocks)):
-            if first >= stream.num_blocks or not self._keep_pull(known, first, attach.run_blocks):
-                break
-        return [self._announce(known, now), *self._due_pulls(known, known.tokens_ready)]
+        return [self._announce(known, now)]
 
     def _keep_early(self, peer: Peer, attach: Attach, now: float) -> list[Effect]:
         stone = self._tombstones.find(attach.room, attach.epoch)
@@ -346,15 +318,7 @@ class SenderSession:
         expires_at = old.expires_at if old is not None and is_same else now + self._early_s
         if not is_same:
             self._early.pop(attach.room, None)
-        pulls: dict[int, int] = {}
-        if old is not None and (old.attach.epoch, old.attach.instance, old.attach.have) == (
-            attach.epoch,
-            attach.instance,
-            attach.have,
-        ):
-            pulls = old.pulls
-            attach = attach if attach.run_blocks else old.attach  # decode repeats it without its pulls
-        self._early[attach.room] = _Early(peer, attach, expires_at, pulls)
+        self._early[attach.room] = _Early(peer, attach, expires_at)
         alive = Announce(room=attach.room, epoch=attach.epoch, instance=self.instance, tokens_ready=0)
         effects: list[Effect] = [SendMessage(peer, alive)]
         if len(self._early) > self._max_early:
@@ -370,14 +334,6 @@ class SenderSession:
     ) -> list[Effect]:
         """Answers a message about a room that this peer has not attached."""
         early = self._early.get(message.room)
-        if (
-            isinstance(message, Pull)
-            and early is not None
-            and (early.attach.epoch, early.attach.instance) == (message.epoch, message.instance)
-        ):
-            if len(early.pulls) < MAX_EARLY_PULLS:
-                early.pulls[message.block] = message.count
-            return []
         if isinstance(message, Abort) and early is not None and early.attach.epoch <= message.epoch:
             del self._early[message.room]
             return []
@@ -396,53 +352,29 @@ class SenderSession:
     def _pull(self, known: SenderRoom, pull: Pull, now: float) -> list[Effect]:
         stream = known.stream
         assert stream is not None, "an attached room has a stream"
-        if pull.block + pull.count > stream.num_blocks:
-            self.counters.unexpected += 1
-            return []
         if pull.block + pull.count > stream.ready_blocks(known.tokens_ready):
-            if not self._keep_pull(known, pull.block, pull.count):
-                self.counters.unexpected += 1
+            self.counters.unexpected += 1
             return []
         for other in self._rooms.values():
             if other.peer_instance == known.peer_instance:
                 other.lease.renew(now)  # decode pulls its oldest room first; the other rooms wait
         known.quiet_since = now
-        return [self._block(known, stream, pull.block, pull.count)]
-
-    def _keep_pull(self, known: SenderRoom, block: int, count: int) -> bool:
-        """Keeps a pull until its blocks are ready. False: the room has too many."""
-        assert known.stream is not None
-        is_full = len(known.early_pulls) >= MAX_EARLY_PULLS and block not in known.early_pulls
-        if is_full or block >= known.stream.num_blocks:
-            return False
-        known.early_pulls[block] = min(count, known.stream.num_blocks - block)
-        return True
-
-    def _due_pulls(self, known: SenderRoom, tokens: int) -> list[Effect]:
-        """The answers to the early pulls of blocks of the prompt's first `tokens` tokens."""
-        stream = known.stream
-        assert stream is not None, "an attached room has a stream"
-        num_ready = stream.ready_blocks(tokens)
-        due = [(block, count) for block, count in known.early_pulls.items() if block + count <= num_ready]
-        for block, _ in due:
-            del known.early_pulls[block]
-        return [self._block(known, stream, block, count) for block, count in due]
-
-    def _block(self, known: SenderRoom, stream: RoomStream, block: int, count: int) -> SendBlock:
-        known.num_pulled = max(known.num_pulled, block + count)
-        return SendBlock(
+        known.num_pulled = max(known.num_pulled, pull.block + pull.count)
+        skipped = stream.have // self.layout.wire.page_size
+        block = SendBlock(
             peer=known.peer,
-            room=known.offer.room,
-            epoch=known.offer.epoch,
-            block=block,
-            count=count,
-            size=stream.block_size(block, count),
+            room=pull.room,
+            epoch=pull.epoch,
+            block=pull.block,
+            count=pull.count,
+            size=stream.block_size(pull.block, pull.count),
             stream=stream,
             pages=known.offer.pages,
-            first_page=stream.have // self.layout.wire.page_size,
+            first_page=skipped,
             sealer=known.sealer,
             columns=known.columns,
         )
+        return [block]
 
     def _announce(self, known: SenderRoom, now: float) -> SendMessage:
         known.quiet_since = now

@@ -156,8 +156,7 @@ class SenderRoom:
     columns: tuple[int, ...] | None = None  # as in SendBlock
     tokens_ready: int = 0
     first_token: int | None = None
-    num_pulled: int = 0  # 1 + the highest block that was pulled and ready
-    early_pulls: dict[int, int] = field(default_factory=dict)  # of blocks that are not ready: first -> count
+    num_pulled: int = 0  # 1 + the highest block that was pulled
     quiet_since: float = 0.0  # time of the last message from or to decode about this room
     sealer: Sealer | None = None  # a new one whenever the Attach changes the stream
 
@@ -177,8 +176,6 @@ class SenderRoom:
             return True
         if self.stream is None:
             return self.tokens_ready > 0
-        if self.early_pulls:  # decode has asked for what comes next
-            return False
         return self.stream.ready_blocks(self.tokens_ready) > self.num_pulled
 
     @property
@@ -198,7 +195,6 @@ class InFlight:
 
     sent_at: float
     num_repulls: int = 0
-    is_early: bool = False  # prefill keeps it until its blocks are ready
 
 
 @dataclass
@@ -212,7 +208,6 @@ class ReceiverRoom:
     tokens_ready: int = 0
     first_token: int | None = None
     announced_at: float | None = None
-    final_at: float | None = None  # of the last announcement
     heard_at: float = 0.0  # time of the peer's last message about this room, or of our last question
     next_block: int = 0
     num_shm_blocks: int = 0  # blocks in place that were read from shared memory
@@ -244,31 +239,6 @@ class ReceiverRoom:
     def num_pulls(self) -> int:
         """Pulls with blocks in flight."""
         return len({id(pull) for pull in self.in_flight.values()})
-
-    @property
-    def num_due(self) -> int:
-        """Those of blocks that are ready."""
-        return len({id(pull) for pull in self.in_flight.values() if not pull.is_early})
-
-    @property
-    def has_early_pulls(self) -> bool:
-        """Whether a pull in flight is one that prefill keeps until its blocks are ready."""
-        return any(pull.is_early for pull in self.in_flight.values())
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether blocks are in flight that prefill can send now."""
-        return any(not pull.is_early for pull in self.in_flight.values())
-
-    def note_ready(self, now: float) -> None:
-        """Early pulls of blocks that are announced by now count from `now` on."""
-        if self.stream is None:
-            return
-        num_ready = self.stream.ready_blocks(self.tokens_ready)
-        last = {id(pull): block for block, pull in sorted(self.in_flight.items())}
-        for pull in self.in_flight.values():
-            if pull.is_early and last[id(pull)] < num_ready:
-                pull.is_early, pull.sent_at = False, now
 
     def are_in_flight(self, block: int, count: int) -> bool:
         """Whether all of the blocks [block, block + count) are in flight."""

@@ -12,8 +12,7 @@ their own process only.
 """
 
 import logging
-import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...cluster.process.log import fields as log_fields
@@ -34,12 +33,9 @@ logger = logging.getLogger(__name__)
 
 DEVICE_SLAB_BYTES = 1 << 30  # limit of all device slabs of a prefill worker together
 SLOT_BYTES = 32 << 20  # largest slot: 16 pages of a model with 128 KiB per token
-DEVICE_WINDOW = 8  # slots that are filled or read at a time, so that neither end waits for the other
-RUNS_PER_MOVE = 4  # of prefill's moves: decode starts to read these runs while it hears of the next ones
-SLOT_WAIT_S = 0.25  # a run waits for a free slot; then its blocks go as messages
-NEWS_S = 2e-5  # between two looks for messages while a move is under way
-SPIN_S = 0.001  # a move takes less
-HELD_S = 0.004  # between two looks at moves that forwards hold; prefill's `advance` comes behind the forward
+DEVICE_WINDOW = 6  # slots that are filled or read at a time, so that neither end waits for the other
+RUNS_PER_MOVE = 2  # of prefill: decode reads these runs while the next ones are gathered
+SPIN_S = 0.001  # a move takes less; one that waits for a forward is polled at this pace
 
 
 def device_of(planes: Planes, layout: KVLayout) -> Device | None:
@@ -69,9 +65,9 @@ def slot_bytes_of(block_bytes: int, most: int = SLOT_BYTES) -> int:
     return max(1, most // block_bytes) * block_bytes
 
 
-def next_poll(moves: Iterable[Move], now: float) -> float | None:
-    """Monotonic time at which to look at unfinished moves; None without any."""
-    return min((now + HELD_S if move.is_held else now for move in moves), default=None)
+def next_poll(began: float, now: float) -> float:
+    """Monotonic time at which to poll the oldest unfinished move, begun at `began`."""
+    return now if now < began + SPIN_S else now + SPIN_S
 
 
 @dataclass
@@ -81,8 +77,6 @@ class DeviceLane:
     request: SlabRequest
     slab: DeviceSlab
     slots: SlotTable
-    is_heard: bool = False  # decode has sent a frame over the slab's connection
-    full_since: float | None = None  # monotonic time of the first run that found no free slot
 
     @property
     def is_used(self) -> bool:
@@ -98,6 +92,7 @@ class _Filling:
     slab: DeviceSlab
     items: Sequence[tuple[SendBlock, Slot]]
     move: Move
+    began: float
 
 
 class DeviceLanes(SlabLanes[DeviceLane]):
@@ -118,21 +113,6 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         self._fillings: list[_Filling] = []
         self._ended: list[DeviceSlab] = []  # decode may still have them mapped
 
-    def connections(self) -> list[tuple[Peer, socket.socket]]:
-        """The connections of all slabs from which frames are read."""
-        return [(peer, lane.slab.connection) for peer, lane in self._lanes.items() if lane.request.has_wire]
-
-    def heard(self, peer: Peer) -> None:
-        """Records a frame over the slab's connection: decode has mapped the slab, and reads frames too."""
-        lane = self._lanes.get(peer)
-        if lane is not None:
-            lane.is_heard = True
-
-    def wire(self, peer: Peer) -> socket.socket | None:
-        """The connection over which frames reach decode; None if there is none."""
-        lane = self._lanes.get(peer)
-        return lane.slab.connection if lane is not None and lane.is_heard else None
-
     def begin(self, items: Sequence[SendBlock], now: float) -> tuple[int, list[SlabBlock]]:
         """Starts to fill slots with the first runs of `items`, all for one peer.
 
@@ -148,45 +128,37 @@ class DeviceLanes(SlabLanes[DeviceLane]):
                 break
             slot = lane.slots.take((item.room, item.epoch, item.block), now + self._lease_s)
             if slot is None:
-                lane.full_since = now if lane.full_since is None else lane.full_since
                 break
-            lane.full_since = None
             held.append((item, slot))
+        self.counters.shm_full += not held
         fresh = [(item, slot) for item, slot in held if slot.header is None and not slot.is_filling]
-        for first in range(0, len(fresh), RUNS_PER_MOVE):
-            self._fill(lane.slab, fresh[first : first + RUNS_PER_MOVE])
+        if fresh:
+            self._fill(lane.slab, fresh, now)
         return len(held), [slot.header for _, slot in held if slot.header is not None]
 
-    def is_waiting(self, peer: Peer, now: float) -> bool:
-        """Whether the pair's next run should wait for a slot, because others were freed a moment ago."""
-        lane = self._lanes.get(peer)
-        if lane is None or lane.full_since is None:
-            return False
-        if now < lane.full_since + SLOT_WAIT_S:
-            return True
-        self.counters.shm_full += 1
-        return False
-
-    def _fill(self, slab: DeviceSlab, fresh: Sequence[tuple[SendBlock, Slot]]) -> None:
+    def _fill(self, slab: DeviceSlab, fresh: Sequence[tuple[SendBlock, Slot]], now: float) -> None:
         runs, pages = [], list[int]()
         for item, slot in fresh:
             slot.is_filling = True
             runs.append(self._pages.places(item).gather(slab.slot(slot.index)))
             pages += pages_of_run(item.stream, item.block, item.count, item.pages[item.first_page :])
         move = self._device.move(runs, pages, is_write=False)
-        self._fillings.append(_Filling(fresh[0][0].peer, slab, fresh, move))
+        self._fillings.append(_Filling(fresh[0][0].peer, slab, fresh, move, now))
 
     def settle(self) -> list[tuple[SendBlock, SlabBlock]]:
-        """The runs of the next move that is done, with their headers; empty if there is none.
+        """The runs whose slots are filled now, with their headers.
 
-        Waits for a move that is not held: it takes less than another turn of the link thread.
+        Waits for moves that are not held: they take less than another turn of the link thread.
         """
-        for number, filling in enumerate(self._fillings):
+        filled: list[tuple[SendBlock, SlabBlock]] = []
+        while self._fillings:
+            filling = self._fillings[0]
             digests = filling.move.poll() if filling.move.is_held else filling.move.wait()
-            if digests is not None:
-                del self._fillings[number]
-                return self._headers(filling, digests)
-        return []
+            if digests is None:
+                break  # moves run in order
+            del self._fillings[0]
+            filled += self._headers(filling, digests)
+        return filled
 
     def finish(self, room: str, epoch: int) -> None:
         """Returns when no move reads the pages of this room and its earlier attempts any more."""
@@ -196,7 +168,7 @@ class DeviceLanes(SlabLanes[DeviceLane]):
 
     def poll_at(self, now: float) -> float | None:
         """Monotonic time of the next `settle` with work; None without moves."""
-        return next_poll((filling.move for filling in self._fillings), now)
+        return next_poll(self._fillings[0].began, now) if self._fillings else None
 
     def sweep(self, now: float) -> None:
         """As `SlabLanes.sweep`. Also frees ended slabs that decode has closed."""

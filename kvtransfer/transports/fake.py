@@ -155,7 +155,6 @@ class FakeSender(SenderEndpoint):
 
     def arrive(self, link: str, frames: Sequence[memoryview]) -> None:
         """Handles a message of the network."""
-        self._heard(link)
         self._receive_frames(link, frames)
 
     def poll(self, timeout: float) -> list[TransportEvent]:

@@ -13,18 +13,18 @@ from ...cluster.errors import DigestMismatch, LocalProtocolError, RemoteProtocol
 from ...cluster.net.transport_names import CUDA_SLAB, LOCAL, NIXL, ZMQ_BLOCKS
 from ...cluster.protocol.codec import BATCHED, encode, encode_batch, kv_down_frames, unknown_messages
 from ...cluster.protocol.kv_messages import PairDown
-from ...cluster.protocol.messages import Attach, Block, KVWelcome, Layout, Pull, Release
+from ...cluster.protocol.messages import Block, KVWelcome, Layout, Release
 from ...cluster.protocol.slab_messages import SlabBlock, SlabDown, SlabUp
 from ...cluster.security.ciphers import CRC32C
 from ..memory.blocks import Arrival, BlockWriter
 from ..memory.device import Device, Move
-from ..memory.span_cutter import ReceiverPages, RunPlaces, pages_of_run
+from ..memory.span_cutter import ReceiverPages, pages_of_run
 from ..protocol.layout import Crc, KVLayout, Segment, block_digest, device_digest, digest_seed
 from ..protocol.receiver import ReceiverSession
 from ..protocol.seal import TAG_BYTES, BlockName
 from ..protocol.session import LEASE_S, WINDOW, CloseLink, Effect, Notify, Peer, ReceiverRoom, SendMessage
 from ..transport import Complete, Lost, Offer, Planes, PullRequest
-from .cuda_slab import NEWS_S, SLOT_BYTES, SPIN_S, device_of, host_id, next_poll
+from .cuda_slab import SLOT_BYTES, device_of, host_id, next_poll
 from .endpoint import Clock, Endpoint
 from .nixl import Arrived, PairReads
 from .nixl_agent import OpenAgent, open_nixl
@@ -87,9 +87,6 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         self._device = device
         self._pages = None if device is None else ReceiverPages(planes)
         self._landings: list[Landing] = []
-        self._places: dict[
-            tuple[str, int, int, int], RunPlaces
-        ] = {}  # of pulled runs: room, epoch, block, count
         self._paths = PathRates()
         self._slabs = ReceiverSlabs(
             instance,
@@ -109,10 +106,6 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         """Raises LocalProtocolError: decode does not offer."""
         raise LocalProtocolError(f"decode does not offer (room {offer.room})")
 
-    def launched(self, room: str, epoch: int, tokens: int) -> None:
-        """Raises LocalProtocolError: decode launches no forward for an offer."""
-        raise LocalProtocolError(f"decode does not offer (room {room})")
-
     def advance(self, room: str, epoch: int, tokens_ready: int, first_token: int | None = None) -> None:
         """Raises LocalProtocolError: decode does not advance."""
         raise LocalProtocolError(f"decode does not advance (room {room})")
@@ -128,7 +121,6 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         """As `KVTransport.release`."""
         self._perform(self.session.release(room, epoch, reason, self._clock()))
         self._finish_landings(room, epoch)
-        self._forget_places(room)
         self._forget_events(room, epoch)
 
     @property
@@ -146,7 +138,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             self.session.next_deadline(),
             self._slabs.next_deadline(),
             self._retry_at if self._outbox else None,
-            next_poll((landing.move for landing in self._landings), now),
+            next_poll(self._landings[0].began, now) if self._landings else None,
             self._nixl.next_deadline() if self._nixl is not None else None,
         ]
         return min((t for t in times if t is not None), default=None)
@@ -355,9 +347,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             under_way |= names_of(block)
             begun.append(block)
             requests.append(request)
-            places = self._places.pop((block.room, block.epoch, block.block, block.count), None)
-            places = places or self._pages.places(stream, block.block, block.count, request)
-            runs.append(places.scatter(slot))
+            runs.append(self._pages.places(stream, block.block, block.count, request).scatter(slot))
             pages += pages_of_run(stream, block.block, block.count, request.pages)
         if begun:
             move = self._device.move(runs, pages, is_write=True)
@@ -381,44 +371,25 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         return self.session.expect(peer, block, size)
 
     def _settle_landings(self) -> None:
-        """Handles the runs that are in their pages by now, and waits for those that are not held."""
-        effects: list[Effect] = []
-        for landing in list(self._landings):
+        """Handles the runs that are in their pages by now, and waits for the first if it is not held."""
+        is_first = True
+        while self._landings:
+            landing = self._landings[0]
             totals = landing.move.poll()
-            if totals is None and not landing.move.is_held:
-                self._perform(effects)  # prefill fills the slots meanwhile
-                effects = []
-                totals = self._end_of(landing)
+            if totals is None and is_first and not landing.move.is_held:
+                totals = landing.move.wait()
+            is_first = False
             if totals is None:
-                continue
-            self._landings.remove(landing)
+                return  # moves run in order
+            del self._landings[0]
+            effects: list[Effect] = []
             for block, total in zip(landing.blocks, totals, strict=True):
                 found = device_digest(block.room, block.epoch, block.block, block.size, total)
                 effects += [
                     SendMessage(landing.peer, self._slabs.freed(block)),
                     *self._settle_run(landing, block, found == block.digest),
                 ]
-        self._perform(effects)
-
-    def _end_of(self, landing: Landing) -> list[int] | None:
-        """The digests of a move that ends soon; None if a message came before.
-
-        The next runs must be started while this move is under way, or the device is idle between them.
-        """
-        link = self.session.link_of(landing.peer)
-        num_landing = sum(block.count for one in self._landings for block in one.blocks)
-        if link is None or link.num_in_flight <= num_landing:
-            return landing.move.wait()
-        until = time.monotonic() + SPIN_S
-        while (totals := landing.move.poll()) is None:
-            if self._has_news() or time.monotonic() >= until:
-                return None
-            time.sleep(NEWS_S)
-        return totals
-
-    def _has_news(self) -> bool:
-        """Whether a message waits to be read."""
-        return False
+            self._perform(effects)
 
     def _settle_run(self, landing: Landing, block: SlabBlock, is_right: bool) -> list[Effect]:
         peer, now = landing.peer, self._clock()
@@ -503,32 +474,11 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                     self._paths.add(effect.event)
                 if isinstance(effect.event, Lost):
                     self._finish_landings(effect.event.room, effect.event.epoch)
-                if isinstance(effect.event, Complete | Lost):
-                    self._forget_places(effect.event.room)
                 self._events.append(effect.event)
             elif isinstance(effect, CloseLink):
                 self._close_link(effect.peer)
         if not self._is_gathering:
             self._flush(self._clock())
-            self._prepare(effects)
-
-    def _prepare(self, effects: Sequence[Effect]) -> None:
-        """Cuts the runs that were pulled, while prefill computes and sends them."""
-        if self._pages is None:
-            return
-        for effect in effects:
-            if isinstance(effect, SendMessage) and isinstance(effect.message, Attach | Pull):
-                message, link = effect.message, self.session.link_of(effect.peer)
-                room = None if link is None else link.rooms.get(message.room)
-                if room is None or room.stream is None or room.request.epoch != message.epoch:
-                    continue
-                for block, count in _runs_of(message, room.stream.num_blocks):
-                    key = (message.room, message.epoch, block, count)
-                    self._places[key] = self._pages.places(room.stream, block, count, room.request)
-
-    def _forget_places(self, room: str) -> None:
-        for key in [key for key in self._places if key[0] == room]:
-            del self._places[key]
 
     def _send_some(self, waiting: deque[SendMessage]) -> int:
         first = waiting[0]
@@ -542,15 +492,6 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
 
     def _peer_lost(self, peer: Peer) -> None:
         """No-op: a DEALER has one peer and keeps connecting to it."""
-
-
-def _runs_of(message: Attach | Pull, num_blocks: int) -> list[tuple[int, int]]:
-    """(first block, count) of each run of several blocks that a message pulls."""
-    if isinstance(message, Pull):
-        return [(message.block, message.count)] if message.count > 1 else []
-    size = message.run_blocks
-    firsts = range(0, min(num_blocks, message.num_runs * size), size) if size else ()
-    return [(first, min(size, num_blocks - first)) for first in firsts]
 
 
 def names_of(header: SlabBlock) -> set[tuple[str, int, int]]:

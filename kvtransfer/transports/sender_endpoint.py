@@ -23,7 +23,7 @@ from ..protocol.layout import Crc, KVLayout
 from ..protocol.sender import SenderSession
 from ..protocol.session import LEASE_S, Effect, Notify, Peer, SendBlock, SendMessage
 from ..transport import Dropped, Offer, Planes, PullRequest, Released
-from .cuda_slab import DEVICE_SLAB_BYTES, DeviceLanes, device_of, host_id
+from .cuda_slab import DEVICE_SLAB_BYTES, RUNS_PER_MOVE, DeviceLanes, device_of, host_id
 from .endpoint import RETRY_S, Clock, Endpoint
 from .nixl import NixlLanes
 from .nixl_agent import OpenAgent, open_nixl
@@ -114,12 +114,6 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
     def offer(self, offer: Offer) -> None:
         """As `KVTransport.offer`. Raises LocalProtocolError as `SenderSession.offer`."""
         self._perform(self.session.offer(offer, self._clock()))
-
-    def launched(self, room: str, epoch: int, tokens: int) -> None:
-        """As `KVTransport.launched`: starts to fill slots behind the forward."""
-        peer = self.session.peer_of(room, epoch)
-        if self._device_slabs is not None and self._device_slabs.has(peer):
-            self._perform(self.session.launched(room, epoch, tokens))
 
     def advance(self, room: str, epoch: int, tokens_ready: int, first_token: int | None = None) -> None:
         """As `KVTransport.advance`. Raises LocalProtocolError as `SenderSession.advance`."""
@@ -242,11 +236,14 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         self._slabs.sweep(now)
         if self._device_slabs is not None:
             self._device_slabs.sweep(now)
+            self._send_filled(self._device_slabs)
         if self._nixl is not None:
             self._nixl.sweep(now)
             for peer, answer in self._nixl.answers(now):
                 self._post(SendMessage(peer, answer))
         self._perform(self.session.tick(now))
+        self._flush(now)
+        self._settle(now)
 
     def _perform(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
@@ -258,20 +255,26 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
                 # a hung peer must not hold pages forever; if it reads on, its digests will not match
                 self._reads.hold(effect.event, self._clock() + self._lease_s)
         self._flush(self._clock())
-        if self._device_slabs is not None:
-            self._send_filled(self._device_slabs)
         self._settle(self._clock())
 
     def _send_filled(self, device_slabs: DeviceLanes) -> None:
-        """Sends the headers of the runs of open rooms that are in their slots by now."""
-        while filled := device_slabs.settle():
-            for item, header in filled:
-                if self.session.is_open(item.room, item.epoch):
-                    self.reach("sender:block")
-                    self.session.counters.blocks += item.count
-                    self.session.counters.bytes += item.size
-                    self._post(SendMessage(item.peer, header))
+        """Sends the headers of the runs that are in their slots by now."""
+        filled = self._filled(device_slabs)
+        for message in filled:
+            self._post(message)
+        if filled:
             self._flush(self._clock())
+
+    def _filled(self, device_slabs: DeviceLanes) -> list[SendMessage]:
+        """The headers of the runs of open rooms that are in their slots by now."""
+        messages: list[SendMessage] = []
+        for item, header in device_slabs.settle():
+            if self.session.is_open(item.room, item.epoch):
+                self.reach("sender:block")
+                self.session.counters.blocks += item.count
+                self.session.counters.bytes += item.size
+                messages.append(SendMessage(item.peer, header))
+        return messages
 
     def _send_some(self, waiting: "deque[SendMessage | SendBlock]") -> int:
         item = waiting[0]
@@ -287,7 +290,7 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
             return 1
         if self._device_slabs is not None and self._device_slabs.has(item.peer):
             num_begun = self._begin_runs(self._device_slabs, waiting)
-            if num_begun or self._device_slabs.is_waiting(item.peer, self._clock()):
+            if num_begun:
                 return num_begun
         if item.count > 1:  # the pair has no slab for runs any more, or no free slot
             self._forget(item)
@@ -325,7 +328,7 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
     def _begin_runs(self, device_slabs: DeviceLanes, waiting: "deque[SendMessage | SendBlock]") -> int:
         """Starts to fill slots with the leading runs. Returns the number of runs that leave the queue."""
         items: list[SendBlock] = []
-        for item in islice(waiting, self.max_batch):
+        for item in islice(waiting, RUNS_PER_MOVE):
             if isinstance(item, SendMessage) or not self.session.is_open(item.room, item.epoch):
                 break
             items.append(item)
@@ -333,8 +336,16 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         for item in items[:num_begun]:
             self._forget(item)
             self.reach("sender:gather")
-        for header in headers:
-            self._post(SendMessage(items[0].peer, header))
+        messages = [SendMessage(items[0].peer, header) for header in headers]
+        if num_begun:
+            messages += self._filled(device_slabs)
+        own = [message for message in messages if message.peer == items[0].peer]
+        headers = [message.message for message in own if isinstance(message.message, SlabBlock)]
+        for message in messages:  # first those of other peers: this one may be lost
+            if message not in own:
+                self._post(message)
+        if headers and self._transmit(items[0].peer, encode_batch(headers), None) is None:
+            waiting.extend(own)
         return num_begun
 
     def _fill_slots(self, waiting: "Sequence[SendMessage | SendBlock]") -> list[tuple[SendBlock, SlabBlock]]:
@@ -377,15 +388,6 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         """The outgoing Welcome, to which a transport may add its own fields."""
         return welcome
 
-    def _lane(self, item: "SendMessage | SendBlock") -> str:
-        """The peer's lane. Runs for slots have another one: a run without a slot must delay nothing else."""
-        has_slab = self._device_slabs is not None and self._device_slabs.has(item.peer)
-        return run_lane(item.peer) if has_slab and isinstance(item, SendBlock) else item.peer
-
-    def _heard(self, peer: Peer) -> None:
-        """A message of a peer frees places of its queues, and slots."""
-        self._blocked.difference_update((peer, run_lane(peer)))
-
     def _post(self, item: "SendMessage | SendBlock") -> bool:
         """As `Endpoint._post`, but a block is queued once: the queued block also answers a repeated pull."""
         if not isinstance(item, SendBlock):
@@ -400,8 +402,6 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
     def _peer_lost(self, peer: Peer) -> None:
         if self._device_slabs is not None:
             self._device_slabs.drop(peer)
-        self._outbox.pop(run_lane(peer), None)
-        self._blocked.discard(run_lane(peer))
         self._waiting = {key for key in self._waiting if key[0] != peer}
         self._prepared.drop_peer(peer)
         self._slabs.drop(peer)
@@ -411,11 +411,6 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
 
     def _settle(self, now: float) -> None:
         self._events += self._reads.settle(now)
-
-
-def run_lane(peer: Peer) -> str:
-    """The queue of a peer's runs for slots in device memory."""
-    return f"{peer} runs"
 
 
 def _slots_per_frame(layout: Layout, planes: Planes) -> int:

@@ -195,7 +195,6 @@ class _Asked:
     transports: tuple[str, ...]  # kinds of slabs that the pair may use, best first
     retry_at: float  # monotonic time of the next request
     slab: MappedSlab | MappedDeviceSlab | None = None  # None until it is granted
-    has_wire: bool = False
 
 
 class ReceiverSlabs:
@@ -270,7 +269,6 @@ class ReceiverSlabs:
             if isinstance(message, SlabDenied):
                 raise SlabError(message.reason[:200])
             asked.slab = self._map(asked, message)
-            asked.has_wire = message.has_wire and asked.transport == CUDA_SLAB
         except SlabError as error:
             if isinstance(message, SlabGrant):
                 answers.append(
@@ -281,22 +279,6 @@ class ReceiverSlabs:
         self._count()
         logger.info(_ARRIVING[asked.transport], extra=log_fields(endpoint=peer, slots=message.num_slots))
         return answers
-
-    def connections(self) -> list[tuple[Peer, socket.socket]]:
-        """The connections of slabs that carry frames."""
-        wires = [(peer, self.wire(peer)) for peer in self._asked]
-        return [(peer, wire) for peer, wire in wires if wire is not None]
-
-    def wire(self, peer: Peer) -> socket.socket | None:
-        """The connection over which frames reach prefill; None if there is none."""
-        asked = self._asked.get(peer)
-        if asked is None or asked.slab is None or not asked.has_wire:
-            return None
-        return asked.slab.connection
-
-    def sweep_soon(self) -> None:
-        """Makes the next `sweep` due, because a connection has ended."""
-        self._sweep_at = 0.0
 
     def is_pinned(self, peer: Peer) -> bool:
         """Whether a GPU may read the memory returned by `read`."""
@@ -423,7 +405,6 @@ class ReceiverSlabs:
             num_slots=num_slots,
             slot_bytes=slot_bytes,
             transport=transport,
-            has_wire=transport == CUDA_SLAB,
         )
 
     def _next(self, peer: Peer, asked: _Asked, reason: str) -> list[SlabUp]:

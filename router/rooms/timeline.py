@@ -24,7 +24,6 @@ class Timeline(Struct, frozen=True, kw_only=True):
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     handoff_ms: float | None = None
-    handoff_tail_ms: float | None = None
     handoff_bytes: int | None = None
     handoff_blocks: int | None = None
     handoff_transport: str | None = None
@@ -76,7 +75,6 @@ class Account(Struct, frozen=True, kw_only=True):
             ttft_ms=_ms(stamps.first_token - self.arrived) if stamps.first_token is not None else None,
             tpot_ms=_tpot_ms(stamps, self.num_output),
             handoff_ms=round(decode.handoff_ms, 3) if decode else None,
-            handoff_tail_ms=round(decode.handoff_tail_ms, 3) if decode else None,
             handoff_bytes=decode.handoff_bytes if decode else None,
             handoff_blocks=decode.handoff_blocks if decode else None,
             handoff_transport=_path(decode) if decode else None,

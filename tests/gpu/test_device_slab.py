@@ -178,9 +178,9 @@ def importer(pipe: Connection, card: str) -> None:
         assert device.open(handle, SLAB_BYTES) == slab, "one mapping, counted"
         ids = list(range(39, 19, -1))
         (found,) = device.move([spans(pool, slab, ids, is_gather=False)], ids, is_write=True).wait()
-        device.close(handle, lambda: None)
+        device.close(handle)
         assert device.move([spans(pool, slab, ids, is_gather=False)], ids, is_write=True).wait() == [found]
-        device.close(handle, lambda: None)
+        device.close(handle)
         pipe.send((found, torch.equal(pool.cpu()[ids], pages(11, "cpu")[:20])))
         pipe.recv()
         pipe.send(torch.cuda.mem_get_info()[0] - before)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from baton.cluster.errors import LocalProtocolError
 from baton.cluster.protocol import messages as m
-from baton.kvtransfer.protocol.peer_link import ANSWER_S, EARLY_ROOMS, GREETING_S, PROBE_S
+from baton.kvtransfer.protocol.peer_link import ANSWER_S, GREETING_S, PROBE_S
 from baton.kvtransfer.protocol.receiver import ReceiverSession
 from baton.kvtransfer.protocol.session import CloseLink, Effect, Notify, SendMessage
 from baton.kvtransfer.transport import Complete, Landed, Lost, PullRequest
@@ -99,9 +99,7 @@ def test_a_room_goes_from_pull_to_complete() -> None:
     assert pulled(session.receive("p", announce(12, 42), 2.5)) == [2]
     assert events(land(session, 1, 2.6)) == [Landed(room=ROOM, epoch=0, tokens=8)]
     effects = land(session, 2, 3.0)
-    complete = Complete(
-        room=ROOM, epoch=0, first_token=42, num_bytes=192, num_blocks=3, seconds=1.0, tail_seconds=0.5
-    )
+    complete = Complete(room=ROOM, epoch=0, first_token=42, num_bytes=192, num_blocks=3, seconds=1.0)
     assert events(effects) == [Landed(room=ROOM, epoch=0, tokens=12), complete]
     assert sent(effects, m.Release) == [m.Release(room=ROOM, epoch=0, instance=D)]
     assert session.num_rooms == 0
@@ -119,100 +117,6 @@ def test_a_prompt_that_decode_has_wholly_waits_for_the_first_token_only() -> Non
     effects = session.receive("p", announce(12, 7), 0.0)
     assert pulled(effects) == []
     assert [event.first_token for event in events(effects)] == [7]
-
-
-# --- early pulls --------------------------------------------------------------------------------------------
-
-
-def slabbed_session(**options: object) -> ReceiverSession:
-    """Greeted by a prefill worker that keeps pulls, over a slab of three slots of one block."""
-    session = new_session(**options)
-    session.pull(request("b" * 32), 0.0)
-    session.receive("p", m.KVWelcome(instance=P, layout=LAYOUT, keeps_pulls=True), 0.0)
-    session.link_of("p").pull_runs(1, 2)
-    session.release("b" * 32, 0, "cancel", 0.0)
-    return session
-
-
-def test_the_attach_pulls_a_window_and_each_run_brings_another() -> None:
-    session = slabbed_session()
-    (attach,) = sent(session.pull(request(), 0.0), m.Attach)
-    assert (attach.run_blocks, attach.num_runs) == (1, 2)
-    assert pulled(session.receive("p", announce(0), 0.0)) == [], "the window is used up"
-    assert pulled(land(session, 0)) == [2], "before any block is announced"
-    land(session, 1)
-    land(session, 2)
-    assert [e.first_token for e in events(session.receive("p", announce(12, 42), 0.0))] == [42]
-
-
-def test_without_a_promise_to_keep_pulls_nothing_is_pulled_early(session: ReceiverSession) -> None:
-    session.link_of("p").pull_runs(1, 2)
-    (attach,) = sent(session.pull(request("b" * 32), 0.0), m.Attach)
-    assert (attach.run_blocks, attach.num_runs) == (0, 0)
-    assert pulled(session.receive("p", announce(4), 0.0)) == [0]
-
-
-def test_early_pulls_are_repeated_only_once_their_blocks_are_ready() -> None:
-    session = slabbed_session(silence_s=1.0, lease_s=30.0)
-    session.pull(request(), 0.0)
-    session.receive("p", announce(0), 0.0)
-    for now in (2.0, 4.0):
-        effects = session.tick(now)
-        assert pulled(effects) == []
-        assert len(sent(effects, m.Attach)) == 1, "prefill computes, or the Announce was lost"
-        session.receive("p", announce(0), now)
-    session.receive("p", announce(4), 5.0)
-    assert pulled(session.tick(5.5)) == []
-    session.link_of("p").heard(6.4)
-    assert pulled(session.tick(6.5)) == [0], "and not block 1"
-    assert session.counters.repulls == 1
-
-
-def test_a_room_with_early_pulls_lives_while_prefill_answers() -> None:
-    session = slabbed_session(silence_s=1.0, lease_s=5.0)
-    session.pull(request(), 0.0)
-    for now in range(1, 30):
-        session.receive("p", announce(0), float(now))
-        assert events(session.tick(float(now))) == []
-    assert [event.kind for event in events(session.tick(36.0))] != []
-
-
-def test_a_repeated_attach_pulls_again_only_before_the_first_announcement() -> None:
-    session = slabbed_session()
-    session.pull(request(), 0.0)
-    again = session.link_lost("p", 0.1)
-    assert [a.num_runs for a in sent(again, m.Attach)] == [2]
-    assert pulled(again) == []
-    session.receive("p", announce(0), 0.2)
-    again = session.link_lost("p", 0.3)
-    assert [a.num_runs for a in sent(again, m.Attach)] == [0]
-    assert pulled(again) == [0, 1], "they may have been lost on their way"
-
-
-def test_early_pulls_of_one_room_do_not_use_up_the_window_of_another() -> None:
-    session = slabbed_session()
-    session.pull(request(), 0.0)
-    session.pull(request("c" * 32), 0.0)
-    session.receive("p", announce(0), 0.0)
-    other = m.Announce(room="c" * 32, epoch=0, instance=P, tokens_ready=12, final=True, first_token=1)
-    session.receive("p", other, 0.0)
-    assert pulled(land(session, 0, room="c" * 32)) == [2]
-
-
-def test_few_rooms_pull_early_at_a_time() -> None:
-    session = slabbed_session()
-    names = [digit * 32 for digit in "cdef"]
-    attached = [sent(session.pull(request(name), 0.0), m.Attach)[0].num_runs for name in names]
-    assert attached == [2] * EARLY_ROOMS + [0] * (len(names) - EARLY_ROOMS)
-    session.release("c" * 32, 0, "cancel", 0.0)
-    (attach,) = sent(session.pull(request("9" * 32), 0.0), m.Attach)
-    assert attach.num_runs == 2, "a room has ended"
-    begun = m.Announce(room="e" * 32, epoch=0, instance=P, tokens_ready=0)
-    assert sent(session.receive("p", begun, 0.0), m.Pull) == [], "EARLY_ROOMS others do"
-    assert len(sent(session.release("9" * 32, 0, "cancel", 0.0), m.Pull)) == 2, "its turn has come"
-
-
-# --- order and repetition -----------------------------------------------------------------------------------
 
 
 def test_blocks_may_land_in_any_order(session: ReceiverSession) -> None:

@@ -5,7 +5,7 @@ import pytest
 from baton.cluster.errors import LocalProtocolError
 from baton.cluster.protocol import messages as m
 from baton.cluster.security.ciphers import AES_128_GCM
-from baton.kvtransfer.protocol.sender import MAX_EARLY_PULLS, SenderSession
+from baton.kvtransfer.protocol.sender import SenderSession
 from baton.kvtransfer.protocol.session import REMIND_S, Effect, Notify, SendBlock, SendMessage
 from baton.kvtransfer.transport import Dropped, Offer, Released
 
@@ -107,73 +107,8 @@ def test_a_block_that_is_not_ready_is_not_sent(session: SenderSession) -> None:
     attached(session)
     session.advance(ROOM, 0, 7, None, 0.0)
     assert session.receive("d", pull(1), 0.0) == []
+    assert session.counters.unexpected == 1
     assert len(session.receive("d", pull(0), 0.0)) == 1
-    announced, block = session.advance(ROOM, 0, 8, None, 0.0)
-    assert isinstance(announced, SendMessage), "the early pull is answered behind the announcement"
-    assert isinstance(block, SendBlock)
-    assert (block.block, block.count) == (1, 1)
-    assert session.advance(ROOM, 0, 9, None, 0.0) == [SendMessage("d", announce(9))], "once"
-
-
-def test_a_room_keeps_a_bounded_number_of_early_pulls(session: SenderSession) -> None:
-    layout = m.Layout(
-        fingerprint="f",
-        dtype="float32",
-        page_size=4,
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=2,
-        block_bytes=4096,
-    )
-    session = SenderSession(P, layout)
-    greet(session, layout=layout)
-    session.offer(Offer(room=ROOM, epoch=0, num_tokens=1 << 16, pages=tuple(range(1 << 14))), 0.0)
-    session.receive("d", attach(), 0.0)
-    for block in range(100):
-        assert session.receive("d", pull(block), 0.0) == []
-    assert session.counters.unexpected == 100 - MAX_EARLY_PULLS
-    assert session.receive("d", pull(1 << 20), 0.0) == []
-    assert session.counters.unexpected == 101 - MAX_EARLY_PULLS, "there is no such block"
-
-
-def test_an_attach_pulls_the_first_runs_also_before_the_offer(session: SenderSession) -> None:
-    early = m.Attach(room=ROOM, epoch=0, instance=D, have=0, run_blocks=2, num_runs=4)
-    session.receive("d", early, 0.0)
-    session.offer(offer(), 0.0)
-    effects = session.advance(ROOM, 0, 10, 42, 0.0)
-    assert [(e.block, e.count) for e in effects if isinstance(e, SendBlock)] == [(0, 2), (2, 1)]
-
-
-def test_the_lease_does_not_run_while_a_run_waits_for_its_last_block(session: SenderSession) -> None:
-    session.offer(offer(), 0.0)
-    session.receive("d", m.Attach(room=ROOM, epoch=0, instance=D, have=0, run_blocks=3, num_runs=1), 0.0)
-    session.advance(ROOM, 0, 8, None, 0.0)
-    assert events(session.tick(100.0)) == [], "the next chunk takes its time"
-    session.advance(ROOM, 0, 10, 42, 100.0)
-    (ended,) = events(session.tick(200.0))
-    assert isinstance(ended, Dropped)
-
-
-@pytest.mark.parametrize("is_offered", [False, True], ids=["early", "offered"])
-def test_a_repeated_attach_keeps_the_pulls_before_it(session: SenderSession, is_offered: bool) -> None:
-    if is_offered:
-        session.offer(offer(), 0.0)
-    session.receive("d", m.Attach(room=ROOM, epoch=0, instance=D, have=0, run_blocks=1, num_runs=2), 0.0)
-    assert session.receive("d", pull(2), 0.5) == []
-    assert session.receive("d", attach(), 1.0) == [SendMessage("d", announce(0))]
-    if not is_offered:
-        session.offer(offer(), 1.5)
-    effects = session.advance(ROOM, 0, 10, 42, 2.0)
-    assert sorted(e.block for e in effects if isinstance(e, SendBlock)) == [0, 1, 2]
-
-
-def test_a_launched_forward_answers_early_pulls_once(session: SenderSession) -> None:
-    session.offer(offer(), 0.0)
-    session.receive("d", m.Attach(room=ROOM, epoch=0, instance=D, have=0, run_blocks=1, num_runs=3), 0.0)
-    assert [e.block for e in session.launched(ROOM, 0, 8) if isinstance(e, SendBlock)] == [0, 1]
-    assert session.launched(ROOM, 1, 10) == [], "another attempt"
-    assert session.advance(ROOM, 0, 8, None, 0.0) == [SendMessage("d", announce(8))]
-    assert [e.block for e in session.advance(ROOM, 0, 10, 42, 0.0) if isinstance(e, SendBlock)] == [2]
 
 
 def test_an_attach_before_the_offer_is_kept_and_answered(session: SenderSession) -> None:

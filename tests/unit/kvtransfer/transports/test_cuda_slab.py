@@ -293,14 +293,6 @@ def test_a_denied_pair_asks_for_device_memory_again_with_a_later_room(start, mon
     assert pair.receiver.counters["device_slabs"] == 1
 
 
-def test_the_first_hand_off_of_a_pair_finds_its_slab_mapped(start):
-    pair = start()
-    features = pair.open()
-    (done,) = [event for event in pair.run() if isinstance(event, Complete)]
-    pair.check_landed(features)
-    assert done.num_device_blocks == NUM_BLOCKS, "a probe before `ready` maps the slab"
-
-
 @pytest.mark.parametrize("num_taken", [5, 6])
 def test_runs_wait_for_a_slot_and_then_go_as_messages(start, num_taken):
     pair = start()
