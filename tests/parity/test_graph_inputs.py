@@ -206,10 +206,11 @@ def test_m2_7_graphs_capture_the_hidden_states_that_their_forwards_need(target, 
         with_graphs(engine)
         modes.append({family.kind: family.limits.hidden for family in families(engine)})
     null, last, every = CaptureHidden
-    assert modes[0] == {GraphKind.TARGET_PREFILL: null} | dict.fromkeys(FULL, null)
+    steps = [kind for kind in FULL if kind is not GraphKind.DRAFT_CATCH_UP]  # that one has an adaptive engine
+    assert modes[0] == {GraphKind.TARGET_PREFILL: null} | dict.fromkeys(steps, null)
     assert modes[1] == {
         GraphKind.TARGET_PREFILL: every, GraphKind.DRAFT_PREFILL: last,
-    } | dict.fromkeys(FULL, every)  # fmt: skip
+    } | dict.fromkeys(steps, every)  # fmt: skip
 
 
 @pytest.mark.parametrize("captured", list(CaptureHidden))
@@ -358,11 +359,12 @@ def test_m3_1_target_draft_and_wire_share_one_record_of_widths_and_dtype(tmp_pat
         assert {t.dtype for t in (*fed, *own, head.fc.weight)} == {dtype}
 
 
-def test_m3_1_a_head_without_aux_features_is_refused(tmp_path):
+def test_m3_1_a_head_without_aux_features_reads_the_last_layer(tmp_path):
     raw = head_config(2)
-    raw["eagle_config"]["use_aux_hidden_state"] = False
-    with pytest.raises(CheckpointError, match="use_aux_hidden_state is false"):
-        load_draft_config(write_head(tmp_path, raw, {}), toy_target())
+    raw["eagle_config"] = {"use_aux_hidden_state": False}
+    config = load_draft_config(write_head(tmp_path, raw, {}), toy_target())
+    assert config.aux.ids == (toy_target().num_layers - 1,)
+    assert config.dims.target_feature_width == toy_target().hidden_size
 
 
 def test_m3_3_a_head_or_draft_kv_in_another_dtype_than_resolved_is_refused(tmp_path):
