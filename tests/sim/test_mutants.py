@@ -28,7 +28,7 @@ SEEDS = {
     "prompt pages held until read": (0, 1, 2, 3, 4, 7),
     "retry budget": (0, 2, 7, 8, 12, 13),
     "attempts of a room": (0, 1, 2, 3, 5, 6),
-    "third chance": (8, 9, 10, 12, 13, 14),
+    "third chance": (29, 42, 98, 148, 189),
     "deadline": (1, 2, 8, 10, 11, 14),
     "heartbeat": (0, 1, 5, 7, 8, 9),
     "generation": (0, 1, 6, 10, 11, 14),
