@@ -115,9 +115,10 @@ class Trainer:
         parameters = list(self._module.parameters())
         self._device = parameters[0].device
         self._optimizer = torch.optim.AdamW(parameters, lr=settings.lr, betas=BETAS, weight_decay=0.0)
+        content = zlib.crc32(samples.tokens.numpy().tobytes())
         self._saved = {
-            **asdict(settings), "samples": len(samples), "sample_crc": zlib.crc32(samples.tokens.numpy().tobytes()),
-            "ranks": ranks.count, **(about or {}),
+            **asdict(settings), "samples": len(samples), "sample_crc": content, "ranks": ranks.count,
+            **(about or {}),
         }  # fmt: skip
         self._saved.pop("save_every")
         self._model: Any = self._module
