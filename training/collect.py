@@ -22,6 +22,8 @@ from .samples import Sample, SampleWriter
 
 TURN_TOKENS = 256  # of a user turn that the model writes
 REQUEST_S = 600.0
+BUSY = (429, 502, 503, 504)  # answers that a later request may not get
+PAUSES_S = (1.0, 5.0, 20.0)  # before such a request is repeated
 NO_ANSWER = (ValueError, KeyError, IndexError, TypeError)  # of a reply that is no answer
 PROBE = "\x00turn\x00"  # stands for a user's text where the template is split
 
@@ -66,16 +68,25 @@ class Endpoint:
     ) -> tuple[list[int], str]:
         """(token ids, reason of the end) of up to `count` tokens.
 
-        Raises CheckpointError with the endpoint's answer to a request that it refuses, or if there is none.
+        A busy endpoint, or one that restarts, is asked again. Raises CheckpointError with the answer to a
+        request that is refused, or if there is none.
         """
         body: dict[str, Any] = {
             "model": self._model, "prompt": list(prompt), "max_tokens": count, "temperature": temperature,
             "seed": seed, "return_token_ids": True,
         }  # fmt: skip
-        try:
-            reply = await self._client.post(f"{self._url}/v1/completions", json=body)
-        except httpx.HTTPError as error:
-            raise CheckpointError(f"{self._url}: no answer ({type(error).__name__}: {error})") from None
+        for pause_s in (*PAUSES_S, None):
+            try:
+                reply = await self._client.post(f"{self._url}/v1/completions", json=body)
+            except httpx.HTTPError as error:
+                if pause_s is None or isinstance(error, httpx.TimeoutException):
+                    raise CheckpointError(
+                        f"{self._url}: no answer ({type(error).__name__}: {error})"
+                    ) from None
+            else:
+                if pause_s is None or reply.status_code not in BUSY:
+                    break
+            await asyncio.sleep(pause_s)
         if reply.status_code != 200:
             raise CheckpointError(f"{self._url}: answered {reply.status_code}: {reply.text[:200]}")
         try:

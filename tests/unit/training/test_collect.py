@@ -37,12 +37,18 @@ class Server:
         self.bodies: list[dict[str, object]] = []
         self.status = 200
         self.refuses_from = 1 << 30  # the request from which all are refused
+        self.num_busy = 0  # first requests without an answer, but the last of them, which gets 503
         transport = httpx.MockTransport(self._answer)
         monkeypatch.setattr(collecting.httpx, "AsyncClient", _client_of(transport))
 
     def _answer(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "m"}]})
+        self.num_busy -= 1
+        if self.num_busy > 0:
+            raise httpx.ConnectError("refused")
+        if self.num_busy == 0:
+            return httpx.Response(503, text="busy")
         body = json.loads(request.content)
         self.bodies.append(body)
         if self.status != 200 or len(self.bodies) > self.refuses_from:
@@ -149,3 +155,17 @@ def test_an_endpoint_without_token_ids_is_refused(
     monkeypatch.setattr(collecting.httpx, "AsyncClient", _client_of(transport))
     with pytest.raises(CheckpointError, match="answer without token_ids"):
         asyncio.run(collect(settings(), model, SampleWriter(tmp_path / "out"), None))
+
+
+@pytest.mark.parametrize(("num_busy", "is_enough"), [(3, True), (50, False)])
+def test_an_endpoint_that_restarts_is_asked_again_for_a_while(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_busy: int, is_enough: bool
+) -> None:
+    monkeypatch.setattr(collecting, "PAUSES_S", (0.0, 0.0, 0.0))
+    Server(monkeypatch).num_busy = num_busy
+    made = collect(settings(concurrency=1, num_samples=3), model, SampleWriter(tmp_path / "out"), None)
+    if is_enough:
+        assert asyncio.run(made) == 3
+    else:
+        with pytest.raises(CheckpointError, match=r"no answer \(ConnectError"):
+            asyncio.run(made)
