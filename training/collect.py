@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..engine.errors import CheckpointError
@@ -21,6 +22,9 @@ from .samples import Sample, SampleWriter
 
 TURN_TOKENS = 256  # of a user turn that the model writes
 REQUEST_S = 600.0
+BUSY = (429, 502, 503, 504)  # answers that a later request may not get
+PAUSES_S = (1.0, 5.0, 20.0)  # before such a request is repeated
+NO_ANSWER = (ValueError, KeyError, IndexError, TypeError)  # of a reply that is no answer
 PROBE = "\x00turn\x00"  # stands for a user's text where the template is split
 
 
@@ -52,7 +56,7 @@ class Endpoint:
             reply = await client.get(f"{base}/v1/models")
             reply.raise_for_status()
             model = reply.json()["data"][0]["id"]
-        except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, *NO_ANSWER) as error:
             raise CheckpointError(
                 f"--url {url}: no model is served there ({type(error).__name__}: {error}); "
                 "start `baton serve`"
@@ -64,17 +68,34 @@ class Endpoint:
     ) -> tuple[list[int], str]:
         """(token ids, reason of the end) of up to `count` tokens.
 
-        Raises CheckpointError with the endpoint's answer to a request that it refuses.
+        A busy endpoint, or one that restarts, is asked again. Raises CheckpointError with the answer to a
+        request that is refused, or if there is none.
         """
         body: dict[str, Any] = {
             "model": self._model, "prompt": list(prompt), "max_tokens": count, "temperature": temperature,
             "seed": seed, "return_token_ids": True,
         }  # fmt: skip
-        reply = await self._client.post(f"{self._url}/v1/completions", json=body)
+        for pause_s in (*PAUSES_S, None):
+            try:
+                reply = await self._client.post(f"{self._url}/v1/completions", json=body)
+            except httpx.HTTPError as error:
+                if pause_s is None or isinstance(error, httpx.TimeoutException):
+                    raise CheckpointError(
+                        f"{self._url}: no answer ({type(error).__name__}: {error})"
+                    ) from None
+            else:
+                if pause_s is None or reply.status_code not in BUSY:
+                    break
+            await asyncio.sleep(pause_s)
         if reply.status_code != 200:
             raise CheckpointError(f"{self._url}: answered {reply.status_code}: {reply.text[:200]}")
-        choice = reply.json()["choices"][0]
-        return choice["token_ids"], choice["finish_reason"]
+        try:
+            choice = reply.json()["choices"][0]
+            return list(choice["token_ids"]), choice["finish_reason"]
+        except NO_ANSWER:
+            raise CheckpointError(
+                f"{self._url}: an answer without token_ids: {reply.text[:200]}; collect from `baton serve`"
+            ) from None
 
 
 class ChatPrompts:
@@ -86,7 +107,7 @@ class ChatPrompts:
         self._tokenizer = tokenizer
         whole = tokenizer.apply_chat_template([{"role": "user", "content": PROBE}], tokenize=False)
         assert isinstance(whole, str)
-        self._opening, self._closing = whole.split(PROBE, 1)
+        self._opening = whole.partition(PROBE)[0]
 
     def opening(self) -> list[int]:
         """The template up to the text of the first user turn."""
@@ -130,7 +151,7 @@ def read_prompts(
                     yield chat().of_messages(entry["messages"])
                 else:
                     yield encode(entry["prompt"])
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, TemplateError) as error:
                 raise CheckpointError(
                     f"{path}:{number}: not a prompt ({type(error).__name__}: {error}); a line is an object "
                     'with "messages", "prompt" or "tokens"'
@@ -146,7 +167,8 @@ async def collect(
 ) -> int:
     """Writes up to `num_samples` samples and returns their number.
 
-    Raises CheckpointError for an endpoint that refuses, a bad prompt, or a file without prompts.
+    Raises CheckpointError for an endpoint that refuses, a bad prompt, or a file without prompts. The samples
+    until then are written, also when the task is cancelled.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
     headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
@@ -157,25 +179,31 @@ async def collect(
         done = tokens = 0
         running: set[asyncio.Task[Sample | None]] = set()
         number, is_open = 0, True
-        while is_open or running:
-            while is_open and len(running) < settings.concurrency:
-                try:
-                    prompt = await anext(asked)
-                except StopAsyncIteration:
-                    is_open = False
+        try:
+            while is_open or running:
+                while is_open and len(running) < settings.concurrency:
+                    try:
+                        prompt = await anext(asked)
+                    except StopAsyncIteration:
+                        is_open = False
+                        break
+                    running.add(asyncio.create_task(_answered(endpoint, prompt, number, settings)))
+                    number += 1
+                if not running:
                     break
-                running.add(asyncio.create_task(_answered(endpoint, prompt, number, settings)))
-                number += 1
-            if not running:
-                break
-            finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in finished:
-                sample = task.result()
-                if sample is not None and done < settings.num_samples:
-                    writer.add(sample)
-                    done, tokens = done + 1, tokens + len(sample.tokens)
-            progress(done, tokens)
-    writer.flush()
+                finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                # those that failed last: the answers beside them are kept
+                for task in sorted(finished, key=lambda one: one.exception() is not None):
+                    sample = task.result()
+                    if sample is not None and done < settings.num_samples:
+                        writer.add(sample)
+                        done, tokens = done + 1, tokens + len(sample.tokens)
+                progress(done, tokens)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            writer.flush()
     if not done:
         raise CheckpointError(f"{prompts or settings.url}: no sample was collected")
     return done

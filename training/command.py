@@ -187,22 +187,37 @@ def run_train(options: argparse.Namespace) -> int:
     dtype = resolve_dtype(options.dtype, device)
     head: Path = options.out / HEAD
     with joined_ranks(device) as ranks:
+        # beside the states: a run that is refused below must not change the head of the run before
         if ranks.is_first:
-            write_eagle3_config(head, model, config, layers, size)
+            write_eagle3_config(options.out / RUN, model, config, layers, size)
         ranks.wait()
-        draft = load_draft_config(head, config, dtype=str(dtype).removeprefix("torch."), convention="output")
+        draft = load_draft_config(options.out / RUN, config, dtype=str(dtype).removeprefix("torch."))
+        if draft.aux.ids != layers:
+            raise CheckpointError(
+                f"--layers {options.layers}: servers would take this list for inputs of layers and read the "
+                f"outputs {list(draft.aux.ids)}; write those, or others from 0 to {config.num_layers - 1}"
+            )
         target = FrozenTarget.load(model, layers, dtype=dtype, device=device)
         ids = draft_vocabulary(trained.counts(config.vocab_size), size)
         trainee = Eagle3Trainee(draft, target, ids, steps=options.steps, seed=options.seed).to(device)
         settings = TrainSettings(
             epochs=options.epochs,
             max_tokens=options.max_tokens,
-            max_length=min(options.max_length, draft.max_position_embeddings),
+            max_length=min(options.max_length, options.max_tokens, draft.max_position_embeddings),
             lr=options.lr,
             seed=options.seed,
             save_every=options.save_every,
         )
-        trainer = Trainer(trainee, target, trained, settings, options.out / RUN, ranks=ranks)
+        about = {
+            "layers": list(layers), "draft_vocab": size, "steps": options.steps,
+            "dtype": str(dtype).removeprefix("torch."),
+        }  # fmt: skip
+        trainer = Trainer(trainee, target, trained, settings, options.out / RUN, ranks=ranks, about=about)
+        if not trainer.total_steps:
+            raise CheckpointError(
+                f"{len(trained)} samples make fewer batches than there are processes, {ranks.count}; collect "
+                "more samples or lower --max-tokens"
+            )
         if ranks.is_first:
             _say(
                 f"{len(trained)} samples of {trained.num_tokens} tokens, {trainer.total_steps} steps on "
@@ -210,6 +225,7 @@ def run_train(options: argparse.Namespace) -> int:
             )
         done = trainer.run()
         if ranks.is_first:
+            write_eagle3_config(head, model, config, layers, size)
             write_weights(head, trainee.checkpoint_tensors(), torch.bfloat16)
             _say(f"{head}: {done.step} steps, {done.num_samples} samples, {done.seconds:.0f} s")
     if not ranks.is_first or not len(held_out):

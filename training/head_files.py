@@ -1,14 +1,13 @@
 """The checkpoint directory of a trained EAGLE3 head, in the dialect that SGLang and SpecForge read."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from ..engine.models.config import ModelConfig, read_json
+from .tensor_files import write_tensors
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 MAX_POSITIONS = 8192  # of a trained head, unless the target has fewer
@@ -39,7 +38,8 @@ def write_eagle3_config(
         "rms_norm_eps": target.rms_norm_eps,
         "max_position_embeddings": min(MAX_POSITIONS, target.max_position_embeddings),
         "vocab_size": target.vocab_size,
-        "draft_vocab_size": draft_vocab_size,
+        # null: SGLang takes the target's lm_head only then
+        "draft_vocab_size": None if draft_vocab_size == target.vocab_size else draft_vocab_size,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "eagle_config": {
@@ -58,9 +58,7 @@ def write_weights(directory: Path, tensors: Mapping[str, torch.Tensor], dtype: t
         name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu().contiguous()
         for name, tensor in tensors.items()
     }
-    partial = directory / "model.safetensors.partial"
-    save_file(stored, partial, metadata={"format": "pt"})
-    os.replace(partial, directory / "model.safetensors")
+    write_tensors(directory / "model.safetensors", stored)
 
 
 def draft_vocabulary(counts: torch.Tensor, size: int) -> torch.Tensor:

@@ -13,9 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from ..engine.errors import CheckpointError
+from .tensor_files import write_tensors
 
 KEPT = 2
 CURVE = "curve.jsonl"
@@ -24,7 +26,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a run is. `settings` are those that its batches and its loss depend on."""
+    """Where a run is. `settings` are those that its batches, its head and its loss depend on."""
 
     step: int
     epoch: int
@@ -45,7 +47,7 @@ def save_state(
     for name, parameter in module.named_parameters():
         state = optimizer.state.get(parameter, {})
         tensors |= {f"{moment}.{name}": state[moment].contiguous() for moment in MOMENTS if moment in state}
-    save_file(tensors, partial / "state.safetensors")
+    write_tensors(partial / "state.safetensors", tensors)
     (partial / "progress.json").write_text(json.dumps(asdict(progress)))
     final = directory / f"step-{progress.step:06d}"
     shutil.rmtree(final, ignore_errors=True)
@@ -68,14 +70,19 @@ def load_state(
     if not states:
         return None
     newest = states[-1]
-    progress = Progress(**json.loads((newest / "progress.json").read_text()))
+    try:
+        progress = Progress(**json.loads((newest / "progress.json").read_text()))
+        tensors = load_file(newest / "state.safetensors")
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{newest}: not a readable state ({error}); delete this folder to continue from the state before"
+        ) from None
     for name, value in settings.items():
         if progress.settings.get(name) != value:
             raise CheckpointError(
                 f"{newest}: this run was begun with {name} {progress.settings.get(name)!r}, now it is "
                 f"{value!r}; use the same settings or another --out"
             )
-    tensors = load_file(newest / "state.safetensors")
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(tensors[f"weight.{name}"])
@@ -103,4 +110,5 @@ def cut_curve(directory: Path, step: int) -> None:
 
 
 def _states(directory: Path) -> list[Path]:
-    return sorted(directory.glob("step-[0-9]*"))
+    # by number: a name may have more than six digits
+    return sorted(directory.glob("step-[0-9]*"), key=lambda path: int(path.name.removeprefix("step-")))

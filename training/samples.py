@@ -5,18 +5,18 @@ generated, so a drafter has to predict it) and `offsets` int64 `[N+1]`, the boun
 is written under another name and renamed when it is whole.
 """
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from ..engine.errors import CheckpointError
+from .tensor_files import write_tensors
 
-SHARD_TOKENS = 1 << 22
+SHARD_TOKENS = 1 << 20  # so many at most are lost with a collector that is killed
 PATTERN = "samples-*.safetensors"
 SORT_WINDOW = 1024  # samples of a window that are sorted by length, so that batches have little padding
 
@@ -50,7 +50,6 @@ class SampleWriter:
     def __init__(self, directory: Path, shard_tokens: int = SHARD_TOKENS) -> None:
         self._directory, self._shard_tokens = directory, shard_tokens
         directory.mkdir(parents=True, exist_ok=True)
-        self._next = len(list(directory.glob(PATTERN)))
         self._waiting: list[Sample] = []
         self._num_tokens = 0
 
@@ -66,7 +65,7 @@ class SampleWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Writes the samples that wait, if any."""
+        """Writes the samples that wait, if any. Raises CheckpointError if the disk takes no more."""
         if not self._waiting:
             return
         lengths = torch.tensor([0] + [len(s.tokens) for s in self._waiting])
@@ -75,12 +74,14 @@ class SampleWriter:
             "mask": torch.tensor([m for s in self._waiting for m in s.mask], dtype=torch.uint8),
             "offsets": lengths.cumsum(0),
         }
-        path = self._directory / f"samples-{self._next:05d}.safetensors"
-        partial = path.with_suffix(".partial")
-        save_file(tensors, partial)
-        os.replace(partial, path)
-        self._next += 1
+        # counted now and from the last name: a shard that was deleted must not free the name of another one
+        path = self._directory / f"samples-{self._next_number():05d}.safetensors"
+        write_tensors(path, tensors)
         self._waiting, self._num_tokens = [], 0
+
+    def _next_number(self) -> int:
+        names = (path.stem.rpartition("-")[2] for path in self._directory.glob(PATTERN))
+        return max((int(name) + 1 for name in names if name.isdecimal()), default=0)
 
 
 @dataclass(frozen=True)

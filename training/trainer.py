@@ -5,7 +5,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -85,7 +86,8 @@ def learning_rate(step: int, total: int, settings: TrainSettings) -> float:
 class Trainer:
     """Trains `trainee` on `samples`; `run` returns when all epochs are done.
 
-    A run of the same settings in the same `directory` continues from its newest state.
+    A run of the same settings in the same `directory` continues from its newest state. `about`: what else
+    must be the same, as JSON values.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Trainer:
         directory: Path,
         *,
         ranks: Ranks,
+        about: Mapping[str, object] | None = None,
     ) -> None:
         self._module = cast(torch.nn.Module, trainee)
         self._weights = trainee.position_weights
@@ -112,7 +115,11 @@ class Trainer:
         parameters = list(self._module.parameters())
         self._device = parameters[0].device
         self._optimizer = torch.optim.AdamW(parameters, lr=settings.lr, betas=BETAS, weight_decay=0.0)
-        self._saved = {**asdict(settings), "samples": len(samples), "ranks": ranks.count}
+        content = zlib.crc32(samples.tokens.numpy().tobytes())
+        self._saved = {
+            **asdict(settings), "samples": len(samples), "sample_crc": content, "ranks": ranks.count,
+            **(about or {}),
+        }  # fmt: skip
         self._saved.pop("save_every")
         self._model: Any = self._module
         if ranks.count > 1:
@@ -123,7 +130,10 @@ class Trainer:
         return sum(self._plan.steps(epoch) for epoch in range(self._settings.epochs))
 
     def run(self) -> run_state.Progress:
-        """Trains to the end and returns the final progress; the last state is saved."""
+        """Trains to the end and returns the final progress; the last state is saved.
+
+        Raises CheckpointError for a state of other settings, or a disk that takes no state.
+        """
         settings = self._settings
         found = run_state.load_state(self._directory, self._saved, self._module, self._optimizer)
         now = found or run_state.Progress(
@@ -144,6 +154,8 @@ class Trainer:
                     show(step, rate, loss, norm, losses, time.monotonic() - started)
                     if step % settings.save_every == 0 and step < total:
                         self._save(step, epoch, offset, num_samples, started)
+        if found is not None and found.step == step:
+            return found  # it had ended; another rank may be reading its state
         return self._save(step, settings.epochs, 0, num_samples, started)
 
     def _step(self, batch: Batch, rate: float) -> tuple[StepLosses, float, float]:

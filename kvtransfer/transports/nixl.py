@@ -26,6 +26,7 @@ import logging
 import mmap
 import secrets
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,6 +44,7 @@ from ...cluster.protocol.slab_messages import (
     SlabUp,
     SlotFree,
 )
+from ..memory.blocks import BlockReader
 from ..memory.pinning import Bytes, Pin, Unpin, no_pin
 from ..memory.slab import SlabError
 from ..memory.slot_table import SlotTable
@@ -65,11 +67,12 @@ from .nixl_thread import (
     address_of,
 )
 from .shm import ASK_AGAIN_S, SPARE_SLOTS, HostLanes
-from .slab_lanes import SlabCounters, slots_that_fit
+from .slab_lanes import MIN_SLOTS, SlabCounters, slots_that_fit
 
 logger = logging.getLogger(__name__)
 
 PROBE_S = 2.0  # quiet lanes of prefill are offered again at this pace, which fails where decode has gone
+MAX_ENDED = 2  # lanes of a peer whose reads have not ended; with as many, decode asks for no other one
 STUCK_S = 1.5  # of reads without progress, or of a connection that is not made; less than two repeated pulls
 
 
@@ -158,27 +161,33 @@ class NixlLanes(HostLanes[NixlLane]):
     def answers(self, now: float) -> list[tuple[Peer, SlabDown]]:
         """Answers to requests, and repeated grants to peers that have been quiet; they are lost on none."""
         found: list[tuple[Peer, SlabDown]] = []
+        is_freed = False
         for outcome in self.thread.outcomes():
-            if isinstance(outcome, Left):
-                self._used.pop(outcome.lane).unpin()
-                self._spare.append(outcome.memory)
-                waiting, self._waiting = self._waiting, {}
-                later = [(peer, self._ask(peer, request)) for peer, request in waiting.items()]
-                found += [(peer, answer) for peer, answer in later if answer is not None]
-                continue
             asked = self._asked.pop(outcome.lane, None)  # None: it was dropped meanwhile
-            if isinstance(outcome, Failed):
+            if isinstance(outcome, Left | Failed):
                 slab = self._used.pop(outcome.lane)
                 slab.unpin()
                 self._spare.append(slab.memory)
+                is_freed = True
             if asked is not None and isinstance(outcome, Shared | Failed):
                 found.append((asked[0], self._answer(*asked, outcome, now)))
+        if is_freed:
+            waiting, self._waiting = self._waiting, {}
+            later = [(peer, self._ask(peer, request)) for peer, request in waiting.items()]
+            found += [(peer, answer) for peer, answer in later if answer is not None]
         for peer, lane in self._lanes.items():
             if now >= lane.probe_at:
                 lane.probe_at = now + PROBE_S
                 found.append((peer, lane.grant))
         self.thread.serve(is_serving=any(lane.slots.num_held for lane in self._lanes.values()))
         return found
+
+    def fill(self, items: Sequence[SendBlock], reader: BlockReader, now: float) -> list[SlabBlock]:
+        """As `HostLanes.fill`; from now on the thread serves the reads that the headers bring."""
+        headers = super().fill(items, reader, now)
+        if headers:
+            self.thread.serve(is_serving=True)
+        return headers
 
     def next_deadline(self) -> float | None:
         """As `SlabLanes.next_deadline`."""
@@ -245,14 +254,15 @@ class NixlLanes(HostLanes[NixlLane]):
         return SlabDenied(instance=self._instance, token=request.token, reason=reason[:1024])
 
     def _allocate(self, request: SlabRequest) -> NixlSlab:
-        """A slab of spare memory, or of new memory if none of it is long enough."""
-        wanted = request.num_slots * request.slot_bytes
-        fitting = [memory for memory in self._spare if memory.size >= wanted]
-        if fitting and request.slot_bytes <= self._block_bytes:
-            memory = min(fitting, key=lambda one: one.size)
-            self._spare = [one for one in self._spare if one is not memory]
-            return NixlSlab(request.num_slots, request.slot_bytes, memory, self._pin)
-        left = self._max_bytes - self.num_bytes
+        """A slab of spare memory, or of new memory if none of it is long enough and more slots fit there."""
+        wanted, left = request.num_slots * request.slot_bytes, self._max_bytes - self.num_bytes
+        if self._spare and request.slot_bytes <= self._block_bytes:
+            fitting = [memory for memory in self._spare if memory.size >= wanted]
+            memory = min(fitting or [max(self._spare, key=_size_of)], key=_size_of)
+            num_slots = min(request.num_slots, memory.size // request.slot_bytes)
+            if fitting or num_slots >= max(MIN_SLOTS, left // request.slot_bytes):
+                self._spare = [one for one in self._spare if one is not memory]
+                return NixlSlab(num_slots, request.slot_bytes, memory, self._pin)
         num_slots = slots_that_fit(request, self._block_bytes, left, self._max_bytes, "--slab-mb")
         memory = _memory_of(num_slots * request.slot_bytes)
         return NixlSlab(num_slots, request.slot_bytes, memory, self._pin)
@@ -300,6 +310,7 @@ class _Pair:
 class _Landings:
     """A lane of decode: the landing slab, and the blocks on their way into it."""
 
+    peer: Peer
     slab: str
     num_slots: int
     slot_bytes: int
@@ -335,11 +346,6 @@ class PairReads:
     def __repr__(self) -> str:
         return f"PairReads({self.counters.nixl_slabs} of {len(self._pairs)} peers, ended={len(self._ended)})"
 
-    @property
-    def num_ended(self) -> int:
-        """Lanes that have ended and whose memory waits for their last read."""
-        return len(self._ended)
-
     def greet(self, peer: Peer, prefill: str, block_bytes: int, now: float) -> None:
         """Asks process `prefill`, which agreed on this transport, for a slab once the agent is open."""
         pair = self._pairs.get(peer)
@@ -347,7 +353,9 @@ class PairReads:
             return
         self.drop(peer)
         self._pairs[peer] = pair = _Pair(prefill, secrets.token_hex(16), block_bytes, now + ASK_AGAIN_S)
-        self.thread.order(Open(pair.token))
+        # where reads never end, each new lane would keep more memory
+        if sum(lane.peer == peer for lane in self._ended.values()) < MAX_ENDED:
+            self.thread.order(Open(pair.token))
 
     def ask_again(self, peer: Peer, now: float) -> None:
         """Repeats the request to a peer that denied it or never answered, when it is due."""
@@ -368,8 +376,13 @@ class PairReads:
             self._note_fallback(peer, reason)
             return [SlabUnusable(instance=self._instance, slab=message.slab, reason=reason)]
         remote = Slots(message.base, message.num_slots, message.slot_bytes)
-        memory = _memory_of(message.num_slots * message.slot_bytes)
+        try:
+            memory = _memory_of(message.num_slots * message.slot_bytes)
+        except SlabError as error:
+            self._note_fallback(peer, str(error))
+            return [SlabUnusable(instance=self._instance, slab=message.slab, reason=str(error))]
         pair.lane = _Landings(
+            peer,
             message.slab,
             message.num_slots,
             message.slot_bytes,
@@ -418,15 +431,13 @@ class PairReads:
         by_token = {pair.token: peer for peer, pair in self._pairs.items()}
         for outcome in self.thread.outcomes():
             if isinstance(outcome, Left):
-                ended = self._ended.pop(outcome.lane, None)
-                if ended is not None and ended.unpin is not None:
-                    ended.unpin()
+                self._free(outcome.lane)
                 continue
             peer = by_slab.get(outcome.lane) or by_token.get(outcome.lane)
             pair = self._pairs.get(peer) if peer is not None else None
             if peer is None or pair is None:
                 if isinstance(outcome, Failed):
-                    self._ended.pop(outcome.lane, None)  # it was never connected
+                    self._free(outcome.lane)  # it was never connected
                 continue
             if isinstance(outcome, Opened):
                 messages.append((peer, self._request(pair)))
@@ -440,7 +451,7 @@ class PairReads:
                 self._ended_read(peer, pair.lane, outcome, arrived, messages, now)
             elif isinstance(outcome, Failed):
                 messages += self._give_up(peer, outcome.reason, now)
-                self._ended.pop(outcome.lane, None)
+                self._free(outcome.lane)
         for peer, pair in self._pairs.items():
             if pair.lane is not None and pair.lane.is_waiting and now >= pair.lane.moved_at + STUCK_S:
                 messages += self._give_up(peer, f"nothing arrived for {STUCK_S:g} s", now)
@@ -540,6 +551,12 @@ class PairReads:
         self._ended[lane.slab] = lane
         self.thread.order(Leave(lane.slab))
 
+    def _free(self, slab: str) -> None:
+        """Gives back the memory of an ended lane that nothing writes any more."""
+        lane = self._ended.pop(slab, None)
+        if lane is not None and lane.unpin is not None:
+            lane.unpin()
+
     def _note_fallback(self, peer: Peer, reason: str) -> None:
         self.counters.shm_fallbacks += 1
         logger.warning(
@@ -551,8 +568,18 @@ class PairReads:
 
 
 def _memory_of(num_bytes: int) -> Bytes:
-    """Zeroed memory in pages of its own, uint8 `[num_bytes]`; they go back to the system with the array."""
-    return np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
+    """Zeroed memory in pages of its own, uint8 `[num_bytes]`; they go back to the system with the array.
+
+    Raises SlabError if there is none.
+    """
+    try:
+        return np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
+    except OSError as error:
+        raise SlabError(f"no memory for {num_bytes >> 20} MiB of slots ({error.strerror})") from None
+
+
+def _size_of(memory: Bytes) -> int:
+    return memory.size
 
 
 def _name(block: SlabBlock) -> tuple[str, int, int]:

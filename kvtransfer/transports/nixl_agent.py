@@ -10,6 +10,7 @@ reaches its ports, so a worker uses NIXL only where blocks may travel in the cle
 import importlib
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol, TypeVar, cast
 
 import torch
@@ -170,7 +171,12 @@ class _WheelAgent:
         read = self._try(
             self._agent.make_prepped_xfer, "READ", local, list(into), remote, list(of), b"", [BACKEND]
         )
-        self._checked(self._try(self._agent.transfer, read))
+        try:
+            self._checked(self._try(self._agent.transfer, read))
+        except SlabError:
+            with suppress(SlabError):
+                self.release(read)
+            raise
         return read
 
     def is_done(self, read: object) -> bool:

@@ -283,8 +283,14 @@ class NixlThread:
 
     def _share(self, agent: NixlAgent, order: Share) -> None:
         registered = agent.register((address_of(order.memory), order.memory.size))
+        try:
+            metadata = agent.metadata(registered)
+        except SlabError:
+            with suppress(SlabError):
+                agent.deregister(registered)
+            raise
         self._lanes[order.lane] = _Lane(order.memory, registered)
-        self._tell(Shared(order.lane, agent.name, agent.metadata(registered)))
+        self._tell(Shared(order.lane, agent.name, metadata))
 
     def _connect(self, agent: NixlAgent, order: Connect) -> None:
         name = agent.add_remote(order.metadata)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -35,22 +36,33 @@ class Server:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bodies: list[dict[str, object]] = []
         self.status = 200
+        self.refuses_from = 1 << 30  # the request from which all are refused
+        self.num_busy = 0  # first requests without an answer, but the last of them, which gets 503
         transport = httpx.MockTransport(self._answer)
-        real = httpx.AsyncClient
-        monkeypatch.setattr(
-            collecting.httpx, "AsyncClient", lambda **given: real(transport=transport, **_plain(given))
-        )
+        monkeypatch.setattr(collecting.httpx, "AsyncClient", _client_of(transport))
 
     def _answer(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "m"}]})
+        self.num_busy -= 1
+        if self.num_busy > 0:
+            raise httpx.ConnectError("refused")
+        if self.num_busy == 0:
+            return httpx.Response(503, text="busy")
         body = json.loads(request.content)
         self.bodies.append(body)
-        if self.status != 200:
-            return httpx.Response(self.status, text="no such field")
+        if self.status != 200 or len(self.bodies) > self.refuses_from:
+            return httpx.Response(max(400, self.status), text="no such field")
         last = body["prompt"][-1]
         ids = [10 + body["seed"] % 7, 30, 2] if last == 1 else [last + 1, last + 2, 2]
         return httpx.Response(200, json={"choices": [{"token_ids": ids, "finish_reason": "stop"}]})
+
+
+REAL_CLIENT = httpx.AsyncClient
+
+
+def _client_of(transport: httpx.MockTransport) -> Callable[..., httpx.AsyncClient]:
+    return lambda **given: REAL_CLIENT(transport=transport, **_plain(given))
 
 
 def _plain(given: dict[str, object]) -> dict[str, object]:
@@ -119,3 +131,41 @@ def test_an_endpoint_that_refuses_is_quoted(
     server.status = 400
     with pytest.raises(CheckpointError, match="answered 400: no such field"):
         asyncio.run(collect(settings(), model, SampleWriter(tmp_path / "out"), None))
+
+
+def test_answers_until_a_refusal_are_kept(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Server(monkeypatch).refuses_from = 4
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"tokens": [5, i]}) + "\n" for i in range(5, 15)))
+    with pytest.raises(CheckpointError, match="answered 400"):
+        asyncio.run(collect(settings(concurrency=1), model, SampleWriter(tmp_path / "out"), path))
+    assert len(read_samples([tmp_path / "out"], len(WORDS))) == 4
+
+
+@pytest.mark.parametrize("answer", [{"choices": []}, {"choices": [{"text": "x"}]}, [1]])
+def test_an_endpoint_without_token_ids_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: object
+) -> None:
+    models = httpx.Response(200, json={"data": [{"id": "m"}]})
+    transport = httpx.MockTransport(
+        lambda request: models if request.method == "GET" else httpx.Response(200, json=answer)
+    )
+    monkeypatch.setattr(collecting.httpx, "AsyncClient", _client_of(transport))
+    with pytest.raises(CheckpointError, match="answer without token_ids"):
+        asyncio.run(collect(settings(), model, SampleWriter(tmp_path / "out"), None))
+
+
+@pytest.mark.parametrize(("num_busy", "is_enough"), [(3, True), (50, False)])
+def test_an_endpoint_that_restarts_is_asked_again_for_a_while(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_busy: int, is_enough: bool
+) -> None:
+    monkeypatch.setattr(collecting, "PAUSES_S", (0.0, 0.0, 0.0))
+    Server(monkeypatch).num_busy = num_busy
+    made = collect(settings(concurrency=1, num_samples=3), model, SampleWriter(tmp_path / "out"), None)
+    if is_enough:
+        assert asyncio.run(made) == 3
+    else:
+        with pytest.raises(CheckpointError, match=r"no answer \(ConnectError"):
+            asyncio.run(made)

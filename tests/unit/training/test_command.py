@@ -52,6 +52,7 @@ def test_train_writes_a_head_that_loads_and_says_its_accept_length(
         (("--layers", "1,x"), "--layers '1,x'"),
         (("--layers", "1,1"), "names a layer"),
         (("--layers", "9"), "out of range"),
+        (("--layers", "1,6"), "inputs of layers"),
         (("--draft-vocab", "65"), "--draft-vocab 65"),
         (("--held-out", "48"), "48 of 48 samples"),
         (("--samples", "nowhere"), "nowhere"),
@@ -65,6 +66,14 @@ def test_bad_values_end_in_one_line(
     said = capsys.readouterr().err
     assert error in said
     assert said.count("\n") == 1
+
+
+def test_a_refused_run_leaves_the_head_of_the_run_before(run: ToyRun, tmp_path: Path) -> None:
+    assert main(arguments(run, tmp_path, "--epochs", "1", "--held-out", "0")) == 0
+    head = {path.name: path.read_bytes() for path in (tmp_path / "head").iterdir()}
+    assert json.loads(head["config.json"])["draft_vocab_size"] is None
+    assert main(arguments(run, tmp_path, "--epochs", "1", "--held-out", "0", "--layers", "1,3,4")) == 1
+    assert {path.name: path.read_bytes() for path in (tmp_path / "head").iterdir()} == head
 
 
 def curve(folder: Path) -> list[tuple[int, float]]:

@@ -7,10 +7,12 @@ import pytest
 import torch
 from baton.engine.errors import CheckpointError
 from baton.tests.unit.training.toy_run import VOCAB, ToyRun, settings, toy_run
+from baton.training import tensor_files
 from baton.training import trainer as training_loop
-from baton.training.run_state import CURVE
-from baton.training.samples import BatchPlan, Sample, SampleWriter, read_samples
+from baton.training.run_state import CURVE, Progress, load_state, save_state
+from baton.training.samples import BatchPlan, Sample, SampleSet, SampleWriter, read_samples
 from baton.training.trainer import Ranks, Trainer
+from safetensors import SafetensorError
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +68,80 @@ def test_a_run_with_other_settings_is_refused(run: ToyRun, tmp_path: Path) -> No
     )
     with pytest.raises(CheckpointError, match=r"lr 0\.003, now it is 0\.0001"):
         other.run()
+
+
+@pytest.mark.parametrize("changed", ["layers", "samples"])
+def test_a_run_of_other_layers_or_samples_is_refused(run: ToyRun, tmp_path: Path, changed: str) -> None:
+    def trainer(samples: SampleSet, layers: list[int]) -> Trainer:
+        return Trainer(
+            run.trainee(), run.target, samples, settings(epochs=1), tmp_path, ranks=Ranks(),
+            about={"layers": layers},
+        )  # fmt: skip
+
+    trainer(run.samples, [1, 2, 4]).run()
+    assert trainer(run.samples, [1, 2, 4]).run().step > 0
+    samples = run.samples
+    if changed == "samples":
+        samples = SampleSet(samples.tokens.flip(0), samples.mask, samples.offsets)
+    with pytest.raises(CheckpointError, match="use the same settings"):
+        trainer(samples, [1, 2, 3] if changed == "layers" else [1, 2, 4]).run()
+
+
+def test_states_are_ordered_by_number(run: ToyRun, tmp_path: Path) -> None:
+    module, optimizer = run.trainee(), torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    for step in (999_998, 999_999, 1_000_000):
+        progress = Progress(step=step, epoch=0, epoch_step=0, num_samples=0, seconds=0.0, settings={})
+        save_state(tmp_path, progress, module, optimizer)
+    found = load_state(tmp_path, {}, module, optimizer)
+    assert found is not None
+    assert found.step == 1_000_000
+
+
+def test_a_state_that_is_torn_is_refused_by_name(run: ToyRun, tmp_path: Path) -> None:
+    Trainer(run.trainee(), run.target, run.samples, settings(epochs=1), tmp_path, ranks=Ranks()).run()
+    newest = max(tmp_path.glob("step-*"))
+    (newest / "state.safetensors").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match=f"{newest.name}: not a readable state"):
+        Trainer(run.trainee(), run.target, run.samples, settings(epochs=1), tmp_path, ranks=Ranks()).run()
+
+
+def test_a_full_disk_leaves_the_shards_and_states_that_are_there(
+    run: ToyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, sample = SampleWriter(tmp_path / "samples"), Sample([1, 2], [0, 1])
+    writer.add(sample)
+    writer.flush()
+    done = Trainer(run.trainee(), run.target, run.samples, settings(epochs=1), tmp_path, ranks=Ranks()).run()
+
+    def full(tensors: object, path: Path, metadata: object) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tensor_files, "save_file", full)
+        writer.add(sample)
+        with pytest.raises(CheckpointError, match="is the disk full"):
+            writer.flush()
+        with pytest.raises(CheckpointError, match="is the disk full"):
+            save_state(tmp_path, done, run.trainee(), torch.optim.AdamW(run.trainee().parameters()))
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["samples-00000.safetensors"]
+    writer.flush()
+    assert len(read_samples([tmp_path / "samples"], VOCAB)) == 2
+    again = Trainer(run.trainee(), run.target, run.samples, settings(epochs=1), tmp_path, ranks=Ranks())
+    assert again.run().step == done.step
+
+
+def test_a_shard_that_was_deleted_frees_no_name_of_another(tmp_path: Path) -> None:
+    for number in range(3):
+        writer = SampleWriter(tmp_path)
+        writer.add(Sample([number, 2], [0, 1]))
+        writer.flush()
+    (tmp_path / "samples-00000.safetensors").unlink()
+    one, other = SampleWriter(tmp_path), SampleWriter(tmp_path)
+    for writer in (one, other):
+        writer.add(Sample([5, 2], [0, 1]))
+        writer.flush()
+    assert read_samples([tmp_path], VOCAB).tokens.tolist() == [1, 2, 2, 2, 5, 2, 5, 2]
 
 
 def test_ranks_divide_the_batches_of_one_process_among_them(run: ToyRun) -> None:

@@ -20,6 +20,7 @@ from baton.kvtransfer.transports.fake import FakeReceiver, FakeSender
 from baton.kvtransfer.transports.nixl import STUCK_S
 from baton.kvtransfer.transports.nixl_agent import open_nixl
 from baton.kvtransfer.transports.nixl_thread import PIECE_BYTES, Slots
+from baton.kvtransfer.transports.shm import ASK_AGAIN_S
 from baton.tests.unit.kvtransfer.transports.test_shm import LAYOUT, NUM_PAGES, NUM_TOKENS, Wire, noise
 
 P, D, D2 = "1" * 32, "2" * 32, "3" * 32
@@ -464,6 +465,68 @@ def test_memory_of_a_pair_that_ended_is_zeroed_and_serves_the_next_pair(start):
     assert set(pair.fabric.agents[P].registered.values()) == regions, "no late reader meets freed memory"
     assert pair.fabric.agents[P].contents == [bytes(6 * LAYOUT.block_bytes)] * 2
     second.close()
+
+
+def test_a_short_slab_that_ended_serves_again_beside_a_long_one(start):
+    pair = start(slab_bytes=9 * LAYOUT.block_bytes)  # 6 slots, then 3
+    for instances in ((D, D2), ("4" * 32, "5" * 32)):
+        both = [pair.decode(instance, NIXL, pair.target) for instance in instances]
+        for receiver in both:
+            pair.connect(receiver)
+        assert pair.sender.counters["nixl_slabs"] == 2
+        for receiver in both:
+            receiver.close()
+            pair.wire.drop_receiver(receiver)
+        pair.now += 10.0
+        pair.until(lambda _: not pair.fabric.agents[P].registered)
+    assert pair.wire.count(SlabDenied) == 0
+
+
+def test_memory_without_metadata_is_not_left_registered(start, monkeypatch):
+    def fail(agent, registered):
+        raise SlabError("NIXL: nixlBackendError")
+
+    monkeypatch.setattr(FakeAgent, "metadata", fail)
+    pair = start()
+    pair.hand_over()
+    pair.until(lambda _: pair.wire.count(SlabDenied) == 1)
+    assert pair.fabric.agents[P].registered == {}
+
+
+def test_memory_of_a_lane_that_never_connected_is_unpinned(start, monkeypatch):
+    def fail(agent, metadata):
+        raise SlabError("NIXL: nixlMismatchError")
+
+    monkeypatch.setattr(FakeAgent, "add_remote", fail)
+    pair, pinned = start(), []
+
+    def pin(memory):
+        pinned.append(memory)
+        return pinned.clear
+
+    pair.receiver._nixl._pin = pin
+    pair.hand_over()
+    pair.until(lambda _: pair.wire.count(SlabUnusable) == 1)
+    assert pinned == []
+
+
+def test_reads_that_never_end_bind_the_memory_of_two_lanes_at_most(start):
+    pair = start()
+    pair.connect()
+    pair.fabric.is_held = True
+    pairs = pair.receiver._nixl._pairs
+    for number in range(4):
+        pair.open()  # asks for a lane
+        if number < 2:
+            pair.until(lambda _: any(one.lane and one.lane.is_connected for one in pairs.values()))
+        pair.open()  # is stuck in it
+        for _ in range(40):
+            pair.now += STUCK_S / 10
+            pair.run()
+            time.sleep(0.002)
+        pair.now += ASK_AGAIN_S
+    assert pair.wire.count(SlabRequest) == 2
+    assert len(pair.agent().registered) == 2
 
 
 def test_no_slot_free_sends_the_block_as_a_message(start):
