@@ -289,7 +289,6 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         request, now = room.request, self._clock()
         room.finished = now
         request.append([token], self.engine.model_config.eos_token_ids)
-        self.engine.cache.insert(request.prompt_ids, request.pages, request.salt)
         self._send(
             FirstToken(
                 room=request.room,

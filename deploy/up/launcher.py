@@ -208,7 +208,8 @@ class Cluster:
         """The workers, and their GPUs if the host has some that may be used."""
         config, wish = self.config, wish_of(self.config)
         prefill, decode = role_configs(config, self._env)
-        on_gpu = frozenset(child.role for child in (prefill, decode) if child.device != "cpu")
+        wanted = [child for child, count in ((prefill, wish.prefill), (decode, wish.decode)) if count]
+        on_gpu = frozenset(child.role for child in wanted if child.device != "cpu")
         if not on_gpu:
             if config.gpus:
                 raise ConfigError(f"--gpus {config.gpus}: --device cpu uses no GPU; leave one of them out")

@@ -186,6 +186,19 @@ def test_dealing_sees_the_model_and_the_device_of_a_roles_own_table(toy_checkpoi
     cluster.stop()
 
 
+def test_decode_alone_on_the_cpu_is_one_worker_without_a_gpu(toy_checkpoint, tmp_path, runtime):
+    gpus = [Gpu(index=index, name="NVIDIA H200", memory=140 << 30) for index in ("2", "5")]
+    path = tmp_path / "c.toml"
+    path.write_text('[decode]\ndevice = "cpu"\n')
+    config = load_config(
+        UpConfig, [f"--config={path}", f"--model={toy_checkpoint('llama')}", "--prefill=0"], {}
+    )
+    cluster = Cluster(config, env={"XDG_RUNTIME_DIR": str(runtime)}, gpus_of=lambda env: tuple(gpus))
+    cluster.prepare()
+    assert (cluster.config.prefill, cluster.config.decode, cluster.settled.places) == (0, 1, ())
+    cluster.stop()
+
+
 def test_a_model_without_a_readable_config_is_refused_before_dealing(launch, runtime, tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
         launch(gpus=[Gpu(index="0", name="NVIDIA H200", memory=140 << 30)], model=tmp_path)

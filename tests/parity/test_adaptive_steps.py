@@ -7,6 +7,7 @@ import pytest
 import torch
 from baton.engine.sampling.params import SamplingParams
 from baton.engine.speculative.adaptive import StepCosts, StepPolicy
+from baton.engine.speculative.drafters.eagle3 import Eagle3Drafter
 from baton.engine.speculative.drafting.shape import PLAIN, DraftShape
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.graph_engine import arena, with_graphs
@@ -82,6 +83,34 @@ def test_tokens_do_not_depend_on_the_steps_of_each_verify(
     with_graphs(engine, arena())
     assert engine.run([engine.prefill(p, q) for p, q in zip(PROMPTS, params, strict=False)]) == expected
     assert all(0 <= kept <= tried for kept, tried in policy.heard)
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+@pytest.mark.parametrize("shapes", [CHAINS, TREES], ids=["chain", "tree"])
+def test_rows_observed_late_give_the_draft_kv_of_rows_observed_at_once(
+    target: Path, head: Path, shapes: list[DraftShape], has_graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, found = shapes[-1], []
+    for late in (8, 0):
+        monkeypatch.setattr(Eagle3Drafter, "late_rows", late)
+        policy = Scripted(shapes, [0] * 19 + [1, 0, 0, 1] + [0] * 9)
+        engine = Engine(target, head, steps=full.steps, topk=full.topk, tokens=full.num_nodes, policy=policy)
+        if has_graphs:
+            with_graphs(engine, arena())
+        params = (greedy(50), greedy(30), sampled())
+        requests = [engine.prefill(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
+        tokens = engine.run(requests)
+        assert engine.decoder.steps.late_rows == late
+        kv, size = engine.drafter.pool.kv, engine.drafter.page_size
+        rows = [  # but the newest, which the drafter may still have to see
+            kv[request.pages[i // size], :, :, i % size]
+            for request in requests
+            for i in range(request.num_tokens - 10)
+        ]
+        found.append((tokens, [result.accept_lens for result in engine.results], torch.stack(rows).clone()))
+    (tokens, lengths, kv), (same_tokens, same_lengths, same_kv) = found
+    assert (tokens, lengths) == (same_tokens, same_lengths)
+    assert torch.allclose(kv, same_kv, atol=1e-4)
 
 
 def test_the_policy_sees_warm_requests_only_and_at_most_what_was_drafted(

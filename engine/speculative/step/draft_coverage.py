@@ -62,7 +62,8 @@ class DraftCoverage:
         mine = self.known.get(request)
         if mine is None:
             return 0
-        written = mine.covered - mine.late
+        # Steps that were launched and not read, or that gave no token, count as late but not as covered.
+        written = max(0, mine.covered - mine.late)
         is_whole = mine.row is None or written >= self.limit
         return max(written, request.num_computed) if is_whole else written
 

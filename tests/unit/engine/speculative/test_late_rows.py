@@ -1,7 +1,13 @@
 """Rows that wait for the drafter come back in order, and no other request's."""
 
+from types import SimpleNamespace
+
 import torch
+from baton.engine.request import Request
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.speculative.drafting.shape import PLAIN
 from baton.engine.speculative.step.device_state import DeviceState
+from baton.engine.speculative.step.draft_coverage import Coverage, DraftCoverage
 from baton.engine.speculative.step.late_rows import LateRows
 from baton.kernels.step_glue import LATE, LENGTH
 
@@ -69,3 +75,14 @@ def test_rows_stay_when_the_state_grows():
     assert late.anchors[0] is not before[0]
     batch = late.take(torch.tensor([1, max(opened)]))
     assert batch.accepted.tokens[:, 0].tolist() == [10, 10 * max(opened)]
+
+
+def test_rows_that_may_be_late_are_never_more_than_none_covered():
+    request = Request(room="r", epoch=0, prompt_ids=[1, 2], sampling=SamplingParams())
+    coverage = DraftCoverage(SimpleNamespace(max_context=64), PLAIN)
+    coverage.known[request] = Coverage(row=1, covered=2)
+    found = []
+    for _ in range(4):
+        found.append(coverage.num_covered(request))
+        coverage.note_late([request], 1)
+    assert found == [2, 1, 0, 0]
