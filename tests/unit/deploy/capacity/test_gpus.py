@@ -185,7 +185,6 @@ def test_lookup_verifies_several_tokens_without_weights_kv_or_features(tmp_path)
         ({"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {"use_aux_hidden_state": False}}, 1),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5]}}, 2),
         ({"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}, 1),
-        ({"architectures": ["LlamaForCausalLMEagle3"], "num_nextn_predict_layers": 1}, 3),
     ],
 )
 def test_features_of_a_head_are_counted_by_its_kind(config, count):
