@@ -151,7 +151,9 @@ def worker_need(
         draft_bytes = head_kv_bytes(draft, shape, config.spec_steps)
         per_token = replace(per_token, draft_bytes=draft_bytes, has_staging=True)
     return WorkerNeed(
-        model=_model_sizes(model, dtype, draft_weights),
+        model=_model_sizes(
+            model, dtype, 0 if draft is None else count_draft_weights(draft, config.spec_steps)
+        ),
         role=EngineRole(
             is_decode=True,
             is_aggregated=config.aggregated,
