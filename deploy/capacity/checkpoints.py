@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,6 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 EAGLE_NAMES = (["LlamaForCausalLMEagle"], ["EagleLlamaForCausalLM"], ["Qwen2ForCausalLMEagle"])
 EAGLE_FAMILIES = (["LlamaForCausalLM"], ["Qwen2ForCausalLM"])  # EAGLE, unless the config is an EAGLE3 head's
 CAPTURED_LAYERS = 3  # the number for a head whose config names none
-MODULE_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-# Tensors of MTP modules; others lie behind the layers of the target, see `engine.models.weights`.
-MODULE_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_layers.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,95 +90,52 @@ def shape_of(model: Path, draft: Path | None = None, dtype: str = "bfloat16") ->
     )
 
 
-def head_kv_bytes(draft: Path, target: KVShape, spec_steps: int = 1) -> int:
-    """KV bytes of one token in the layers of a head that drafts `spec_steps` steps. Sizes that its config
-    lacks are the target's, and one layer. MTP modules are a layer each.
+def head_kv_bytes(draft: Path, target: KVShape) -> int:
+    """KV bytes of one token in the layers of a head. Sizes that its config lacks are the target's, and one
+    layer.
 
     Raises ConfigError for an unusable config.
     """
     config = read_config(draft)
-    layers = used_modules(config, spec_steps) or _count(config, "num_hidden_layers", draft, 1)
+    layers = _count(config, "num_hidden_layers", draft, 1)
     heads = _count(config, "num_key_value_heads", draft, target.num_kv_heads)
     return 2 * layers * heads * _count(config, "head_dim", draft, target.head_dim) * target.dtype_bytes
 
 
 def count_weights(directory: Path) -> int:
-    """The elements of all tensors in the shards of a checkpoint but those of MTP modules, which belong to a
-    drafter; without shards, of a dense decoder with its config.
+    """The elements of all tensors in the shards of a checkpoint; without shards, of a dense decoder with its
+    config.
 
     Raises ConfigError for an unusable config.
     """
-    config = read_config(directory)
-    return _elements(directory, lambda name: not _is_of_module(name, config)) or _dense_weights(directory)
-
-
-def count_draft_weights(draft: Path, spec_steps: int) -> int:
-    """As `count_weights`, for a drafter of `spec_steps` steps: of a checkpoint with MTP modules, which may be
-    that of the target, only the modules that are loaded.
-    """
-    config = read_config(draft)
-    count = num_modules(config)
-    if not count:
-        return _elements(draft, lambda name: True) or _dense_weights(draft)
-    fusion = 2 * _count(config, "hidden_size", draft) ** 2
-    found = _elements(draft, lambda name: _is_of_module(name, config))
-    return (found or count * (_layer_weights(draft) + fusion)) * used_modules(config, spec_steps) // count
-
-
-def _elements(directory: Path, is_counted: Callable[[str], bool]) -> int:
-    """The elements of the tensors with such names in the shards; 0 if their headers cannot be read."""
     entries = [
         entry
         for shard in _shards(directory)[0]
         for name, entry in _tensors(_header(directory / shard)).items()
-        if name != "__metadata__" and is_counted(name)
+        if name != "__metadata__"
     ]
     try:
-        return sum(math.prod(entry["shape"]) for entry in entries)
+        counted = sum(math.prod(entry["shape"]) for entry in entries)
     except (TypeError, KeyError):
-        return 0
-
-
-def _is_of_module(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether a tensor of that name belongs to an MTP module beside, or behind, the layers of a target."""
-    layers = config.get("num_hidden_layers")
-    behind = range(layers, layers + num_modules(config)) if isinstance(layers, int) else range(0)
-    return name.startswith((*MODULE_PREFIXES, *(f"model.layers.{layer}." for layer in behind)))
-
-
-def _layer_weights(directory: Path) -> int:
-    """The elements of one layer of a Llama-like decoder, without biases."""
-    config = read_config(directory)
-    hidden, heads = (_count(config, key, directory) for key in ("hidden_size", "num_attention_heads"))
-    head_dim = _count(config, "head_dim", directory, hidden // heads)
-    kv_heads = _count(config, "num_key_value_heads", directory, heads)
-    mlp = 3 * hidden * _count(config, "intermediate_size", directory)
-    return 2 * hidden * head_dim * (heads + kv_heads) + mlp + 2 * hidden
+        counted = 0
+    return counted or _dense_weights(directory)
 
 
 def _dense_weights(directory: Path) -> int:
     """The elements of a Llama-like decoder, without biases."""
     config = read_config(directory)
-    hidden = _count(config, "hidden_size", directory)
+    hidden, heads = (_count(config, key, directory) for key in ("hidden_size", "num_attention_heads"))
+    head_dim = _count(config, "head_dim", directory, hidden // heads)
+    kv_heads = _count(config, "num_key_value_heads", directory, heads)
+    attention = 2 * hidden * head_dim * (heads + kv_heads)
+    mlp = 3 * hidden * _count(config, "intermediate_size", directory)
     vocabulary = hidden * _count(config, "vocab_size", directory)
-    layers = _count(config, "num_hidden_layers", directory) * _layer_weights(directory)
-    return layers + hidden + vocabulary * (1 if config.get("tie_word_embeddings") else 2)
-
-
-def num_modules(config: Mapping[str, Any]) -> int:
-    """The MTP modules in a checkpoint with this config; 0 for a head, whose config may be its target's."""
-    names = config.get("architectures")
-    first = str(names[0]) if isinstance(names, list) and names else ""
-    if "eagle" in first.lower() or config.get("draft_vocab_size") is not None:
-        return 0
-    counts = (config.get(key) for key in MODULE_KEYS)
-    return next((count for count in counts if isinstance(count, int) and count > 0), 0)
-
-
-def used_modules(config: Mapping[str, Any], spec_steps: int) -> int:
-    """The modules of these that a drafter of `spec_steps` steps loads: each of several drafts one token."""
-    count = num_modules(config)
-    return min(count, max(1, spec_steps))
+    layers = _count(config, "num_hidden_layers", directory)
+    return (
+        layers * (attention + mlp + 2 * hidden)
+        + hidden
+        + vocabulary * (1 if config.get("tie_word_embeddings") else 2)
+    )
 
 
 def feature_layers(head: Mapping[str, Any]) -> list[int]:
@@ -196,7 +150,8 @@ def feature_layers(head: Mapping[str, Any]) -> list[int]:
         return list(ids) if ids else [0] * int(head.get("num_hidden_layers") or 1)
     settings = head.get("eagle_config") or {}
     named = settings.get("eagle_aux_hidden_state_layer_ids")
-    if num_modules(head) or _is_eagle(head) or settings.get("use_aux_hidden_state") is False:
+    has_modules = head.get("num_nextn_predict_layers") or head.get("mtp_num_hidden_layers")
+    if has_modules or _is_eagle(head) or settings.get("use_aux_hidden_state") is False:
         return [0]
     return list(named) if named else [0] * CAPTURED_LAYERS
 

@@ -22,15 +22,7 @@ from ...engine.auto_sizes import (
 from ...engine.errors import CheckpointError
 from ...engine.hub import NGRAM
 from ...engine.kv.budget import PageBudget
-from .checkpoints import (
-    KVShape,
-    count_draft_weights,
-    count_weights,
-    head_dir,
-    head_kv_bytes,
-    read_config,
-    shape_of,
-)
+from .checkpoints import KVShape, count_weights, head_dir, head_kv_bytes, read_config, shape_of
 
 QUERY = "name,memory.total,memory.reserved,memory.free,compute_cap"
 GPU_DTYPE, CPU_DTYPE = "bfloat16", "float32"
@@ -128,7 +120,7 @@ def worker_need(
     shape = shape_of(model, draft, dtype)
     if isinstance(config, PrefillConfig):
         return WorkerNeed(
-            model=_model_sizes(model, dtype),
+            model=_model_sizes(model, None, dtype),
             role=EngineRole(
                 is_decode=False, is_deterministic=config.deterministic, num_features=shape.num_features
             ),
@@ -136,7 +128,7 @@ def worker_need(
         )
     if config.no_draft or (draft is None and config.draft != NGRAM):
         return WorkerNeed(
-            model=_model_sizes(model, dtype),
+            model=_model_sizes(model, None, dtype),
             role=EngineRole(
                 is_decode=True,
                 is_aggregated=config.aggregated,
@@ -145,15 +137,11 @@ def worker_need(
             per_token=PageBudget(kv_bytes=shape.kv_bytes),
         )
     nodes = config.spec_tokens or 1 + config.spec_steps * config.spec_topk
-    per_token, draft_weights = PageBudget(kv_bytes=shape.kv_bytes), 0
+    per_token = PageBudget(kv_bytes=shape.kv_bytes)
     if draft is not None:
-        draft_weights = count_draft_weights(draft, config.spec_steps)
-        draft_bytes = head_kv_bytes(draft, shape, config.spec_steps)
-        per_token = replace(per_token, draft_bytes=draft_bytes, has_staging=True)
+        per_token = replace(per_token, draft_bytes=head_kv_bytes(draft, shape), has_staging=True)
     return WorkerNeed(
-        model=_model_sizes(
-            model, dtype, 0 if draft is None else count_draft_weights(draft, config.spec_steps)
-        ),
+        model=_model_sizes(model, draft, dtype),
         role=EngineRole(
             is_decode=True,
             is_aggregated=config.aggregated,
@@ -167,7 +155,7 @@ def worker_need(
     )
 
 
-def _model_sizes(model: Path, dtype: str, draft_weights: int = 0) -> ModelSizes:
+def _model_sizes(model: Path, draft: Path | None, dtype: str) -> ModelSizes:
     config, shape = read_config(model), shape_of(model, None, dtype)
     try:
         vocabulary = int(config["vocab_size"]) * shape.hidden_size
@@ -183,7 +171,7 @@ def _model_sizes(model: Path, dtype: str, draft_weights: int = 0) -> ModelSizes:
             dtype_bytes=shape.dtype_bytes,
             num_layers=shape.num_layers,
             num_weights=elements if config.get("tie_word_embeddings") else elements - vocabulary,
-            weight_bytes=(elements + draft_weights) * shape.dtype_bytes,
+            weight_bytes=(elements + (count_weights(draft) if draft is not None else 0)) * shape.dtype_bytes,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{model}/config.json: {error!r} is missing or no number; copy it again") from None

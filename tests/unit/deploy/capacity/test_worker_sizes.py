@@ -5,16 +5,14 @@ import json
 import pytest
 from baton.cluster.config.roles import DecodeConfig, PrefillConfig
 from baton.cluster.errors import ConfigError
-from baton.deploy.capacity.checkpoints import MODULE_PREFIXES, head_kv_bytes, shape_of
-from baton.deploy.capacity.worker_sizes import find_card, worker_need, worker_sizes
+from baton.deploy.capacity.checkpoints import head_kv_bytes, shape_of
+from baton.deploy.capacity.worker_sizes import find_card, worker_sizes
 from baton.deploy.cli import plan
 from baton.deploy.cli.findings import FAIL, OK, check_sizes
 from baton.engine.auto_sizes import CONTEXT_BYTES, MIB, Card
 from baton.engine.config import EngineConfig
 from baton.engine.loader import EngineLoader
-from baton.engine.models.weights import MTP_PREFIXES
 from baton.tests.parity.dflash_toys import dflash_config, dflash_tensors, write_dflash
-from baton.tests.parity.mtp_toys import DIALECTS, random_modules, write_mtp
 
 H200 = "NVIDIA H200, 143771, 616, 143000, 9.0\nNVIDIA H200, 143771, 616, 20000, 9.0\n"
 LLAMA_8B = {
@@ -103,27 +101,3 @@ def test_doctor_counts_the_features_and_the_kv_of_a_block_drafter(toy_checkpoint
     assert shape.num_features == len(engine.feature_ids) == (2 if ids is None else 5)
     assert head_kv_bytes(draft, shape) == engine.drafter.pool.layout.bytes_per_token
     assert worker_sizes(Card(), path, draft, config) == engine.sizes
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("is_beside", [True, False])
-def test_doctor_counts_mtp_modules_once_and_the_target_once(toy_checkpoint, tmp_path, dialect, is_beside):
-    target = toy_checkpoint("llama")
-    count = 1 if dialect == "qwen" else 3
-    draft = write_mtp(tmp_path, target, dialect, random_modules(target, count), is_beside=is_beside)
-    model = draft if is_beside else target
-    sizes = {"device": "cpu", "dtype": "float32", "kv_memory_mb": 3, "spec_steps": 2}
-    config = DecodeConfig(model=str(model), draft=str(draft), **sizes)
-    loader = EngineLoader(EngineConfig.of(config), has_drafter=True)
-    for _, run in loader.phases():
-        run()
-    engine, need = loader.engine(), worker_need(model, draft, config, "float32")
-    every = [x for _, x in (*engine.runner.model.tensors(), *engine.drafter.parameters())]
-    held = sum({x.data_ptr(): x.numel() for x in every}.values())
-    assert need.per_token.draft_bytes == engine.drafter.pool.layout.bytes_per_token
-    assert need.model.weight_bytes == pytest.approx(4 * held, rel=0.01)  # beside them: rotary tables
-    assert worker_sizes(Card(), model, draft, config) == engine.sizes
-
-
-def test_prefixes_of_mtp_modules_are_those_that_the_engine_leaves_out():
-    assert MODULE_PREFIXES == MTP_PREFIXES
