@@ -16,7 +16,7 @@ from baton.prefill.queues import PrefillState
 from baton.tests.parity.eagle3_toys import successor, write_oracle
 from baton.tests.parity.toy_engine import ToyEngine
 from baton.tests.sim.worker_pair import D, P, Pair, name
-from baton.worker.commands import Drop
+from baton.worker.commands import Advance, Drop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -235,6 +235,22 @@ def test_the_first_token_is_out_before_the_hand_off_ends(model):
     assert len(pair.tokens[name(1)]) == 1
     pair.run()
     pair.assert_nothing_is_held()
+
+
+def test_pages_are_cached_once_and_behind_token_1_and_the_offers_end(model, monkeypatch):
+    pair = Pair(model, pages=96, chunk_size=0)
+    insert, link, seen = pair.prefill.engine.cache.insert, pair.links[P], []
+
+    def noted(*given):
+        ends = [item for item in link.commands if isinstance(item, Advance) and item.first_token is not None]
+        seen.append((len(ends), sum(isinstance(item, FirstToken) for item in link.to_router)))
+        return insert(*given)
+
+    monkeypatch.setattr(pair.prefill.engine.cache, "insert", noted)
+    pair.send(name(1), list(range(10, 70)))
+    pair.prefill.step()
+    assert seen == [(1, 1)]
+    pair.run()
 
 
 @pytest.fixture(scope="module")
