@@ -225,7 +225,8 @@ def _head_findings(
             found.append(
                 Finding("model", FAIL, text, "name the head of this model with --draft, or write --no-draft")
             )
-    beyond = [layer for layer in feature_layers(head) if layer >= int(config.get("num_hidden_layers", 0))]
+    # Some heads name the inputs of layers, which are numbered one higher than the outputs.
+    beyond = [layer for layer in feature_layers(head) if layer > int(config.get("num_hidden_layers", 0))]
     if beyond:
         text = f"{draft} reads layer {beyond[0]}, {model} has {config.get('num_hidden_layers')}"
         found.append(
