@@ -256,7 +256,6 @@ class EngineLoader:
         ids: tuple[int, ...] = ()
         if self.config.has_draft:
             source = self._read_drafter()
-            source.check_role(has_drafter=self.has_drafter)
             self._source, ids = source, source.config.aux.ids
             logger.info("draft config: %r", source.config)
         if not self.has_drafter:
