@@ -26,6 +26,7 @@ from .checkpoints import (
     KVShape,
     count_head_weights,
     count_weights,
+    feature_layers,
     head_dir,
     head_kv_bytes,
     read_config,
@@ -125,8 +126,12 @@ def worker_need(
     model: Path, draft: Path | None, config: PrefillConfig | DecodeConfig, dtype: str
 ) -> WorkerNeed:
     """The needs of one worker. Only decode loads the head. Raises ConfigError for an unusable config."""
+    draft = None if config.no_draft else draft
     shape = shape_of(model, draft, dtype)
     if isinstance(config, PrefillConfig):
+        named = set() if draft is None else set(feature_layers(read_config(draft)))
+        others = {int(layer) for layer in config.feature_layers.split(",") if layer} - named
+        shape = replace(shape, num_features=shape.num_features + len(others))
         return WorkerNeed(
             model=_model_sizes(model, None, dtype),
             role=EngineRole(

@@ -53,6 +53,21 @@ def test_doctor_chooses_what_the_loader_chooses(toy_checkpoint, worker):
     assert worker_sizes(Card(), path, None, config) == loader.engine().sizes
 
 
+@pytest.mark.parametrize("layers", ["", "0,1", "1"])
+@pytest.mark.parametrize("no_draft", [False, True])
+def test_doctor_counts_the_layers_that_prefill_offers(toy_checkpoint, tmp_path, layers, no_draft):
+    path = toy_checkpoint("llama", num_hidden_layers=12)
+    draft = write_dflash(tmp_path, dflash_config((9, 1)), dflash_tensors(num_features=2))
+    sizes = {"device": "cpu", "dtype": "float32", "kv_memory_mb": 3}
+    config = PrefillConfig(
+        model=str(path), draft=str(draft), no_draft=no_draft, feature_layers=layers, **sizes
+    )
+    loader = EngineLoader(EngineConfig.of(config), has_drafter=False)
+    for _, run in loader.phases():
+        run()
+    assert worker_sizes(Card(), path, draft, config) == loader.engine().sizes
+
+
 def test_an_8b_on_a_gpu_is_sized_with_its_weights(llama):
     card = find_card("auto", lambda _: H200)
     prefill, decode = PrefillConfig(model="m"), DecodeConfig(model="m")
