@@ -104,6 +104,7 @@ def head_kv_bytes(draft: Path, target: KVShape, steps: int) -> int:
     unusable config.
     """
     config, names = read_config(draft), _elements(draft)
+    config = {**(config.get("transformer_layer_config") or {}), **config}  # speculators heads nest the sizes
     if num_modules(config):
         layers = max(1, min(num_modules(config), steps))
     elif names:

@@ -146,6 +146,10 @@ def test_the_layers_of_a_head_are_those_of_its_tensors(toy_checkpoint, tmp_path)
     shape = shape_of(target, None, "float32")
     each = shape.kv_bytes // shape.num_layers
     assert head_kv_bytes(tmp_path, shape, 3) == 28 * each
+    nested = {"speculators_model_type": "eagle3", "transformer_layer_config": {"head_dim": 2}}
+    (tmp_path / "config.json").write_text(json.dumps(config | nested))
+    assert head_kv_bytes(tmp_path, shape, 3) == 28 * each * 2 // shape.head_dim
+    (tmp_path / "config.json").write_text(json.dumps(config))
     names = ("midlayer.self_attn.q_proj.weight", "fc.weight")
     save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
     assert head_kv_bytes(tmp_path, shape, 3) == each
