@@ -1,4 +1,4 @@
-"""A decode server: KV caches in, tokens out, drafted with EAGLE3.
+"""A decode server: KV caches in, tokens out, with drafts of any drafter.
 
 1. Reserve           holds pages for prompt + output and a place in the batch, or refuses the room at once
 2. pull              blocks land in the room's own pages; a prefix that is cached here is not pulled

@@ -256,7 +256,6 @@ class EngineLoader:
         ids: tuple[int, ...] = ()
         if self.config.has_draft:
             source = self._read_drafter()
-            source.check_role(has_drafter=self.has_drafter)
             self._source, ids = source, source.config.aux.ids
             logger.info("draft config: %r", source.config)
         if not self.has_drafter:
@@ -393,8 +392,9 @@ class EngineLoader:
 
     def _plan_key(self, engine: Engine) -> str:
         """The name of the plan of kernel variants: all that decides which kernels an engine launches."""
-        draft, card = Path(self.config.draft).expanduser(), torch.cuda.get_device_properties(self._device)
-        configs = (engine.path / "config.json", draft / "config.json")
+        card = torch.cuda.get_device_properties(self._device)
+        paths = [engine.path, *([] if engine.draft_config is None else [engine.draft_config.path])]
+        configs = [path / "config.json" for path in paths]
         return plan_key(
             [
                 replace(self.config, model="", kv_memory_mb=0, pages=0, gpu_memory_share=0.0),

@@ -76,7 +76,7 @@ class DecodeConfig(DecodeSettings, WorkerConfig):
     """Decode worker."""
 
     role: ClassVar[str] = "decode"
-    summary: ClassVar[str] = "Run a decode worker: KV caches in, tokens out, drafting with EAGLE3."
+    summary: ClassVar[str] = "Run a decode worker: KV caches in, tokens out, with drafts."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,9 @@ feature bytes per token = captured layers * hidden size * bytes per element.
 import hashlib
 import json
 import math
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,11 @@ HEADER_LIMIT = 100 << 20  # bytes; the limit of the safetensors format
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 EAGLE_NAMES = (["LlamaForCausalLMEagle"], ["EagleLlamaForCausalLM"], ["Qwen2ForCausalLMEagle"])
 EAGLE_FAMILIES = (["LlamaForCausalLM"], ["Qwen2ForCausalLM"])  # EAGLE, unless the config is an EAGLE3 head's
+BLOCK_DRAFTERS = (["DFlashDraftModel"],)
 CAPTURED_LAYERS = 3  # the number for a head whose config names none
+MODULE_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+MODULE_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_layers.")  # beside the layers behind the target's last
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,35 +95,81 @@ def shape_of(model: Path, draft: Path | None = None, dtype: str = "bfloat16") ->
     )
 
 
-def head_kv_bytes(draft: Path, target: KVShape) -> int:
-    """KV bytes of one token in the layers of a head. Sizes that its config lacks are the target's, and one
-    layer.
+def head_kv_bytes(draft: Path, target: KVShape, steps: int) -> int:
+    """KV bytes of one token in the layers of a head that drafts `steps` steps. Sizes that its config lacks
+    are the target's.
 
-    Raises ConfigError for an unusable config.
+    Each of several MTP modules drafts one step, and others are not loaded. Configs of heads may have the
+    target's number of layers, so the tensors tell it; without shards, the config. Raises ConfigError for an
+    unusable config.
     """
-    config = read_config(draft)
-    layers = _count(config, "num_hidden_layers", draft, 1)
+    config, names = read_config(draft), _elements(draft)
+    config = {**(config.get("transformer_layer_config") or {}), **config}  # speculators heads nest the sizes
+    if num_modules(config):
+        layers = max(1, min(num_modules(config), steps))
+    elif names:
+        layers = 1 + max((int(found[1]) for name in names if (found := LAYER.search(name))), default=0)
+    else:
+        layers = _count(config, "num_hidden_layers", draft, 1)
     heads = _count(config, "num_key_value_heads", draft, target.num_kv_heads)
     return 2 * layers * heads * _count(config, "head_dim", draft, target.head_dim) * target.dtype_bytes
 
 
+def num_modules(head: Mapping[str, Any]) -> int:
+    """The number of MTP modules beside the layers of a checkpoint; 0 for other heads."""
+    if head.get("draft_vocab_size") or "eagle" in str(head.get("architectures")).lower():
+        return 0
+    return int(next((head[key] for key in MODULE_COUNTS if head.get(key)), 0))
+
+
 def count_weights(directory: Path) -> int:
-    """The elements of all tensors in the shards of a checkpoint; without shards, of a dense decoder with its
-    config.
+    """The elements of a model's tensors in the shards of its checkpoint, without those of MTP modules;
+    without shards, of a dense decoder with its config.
 
     Raises ConfigError for an unusable config.
     """
-    entries = [
-        entry
+    is_module = _is_module_of(directory)
+    counted = sum(count for name, count in _elements(directory).items() if not is_module(name))
+    return counted or _dense_weights(directory)
+
+
+def count_head_weights(draft: Path) -> int:
+    """The elements of a head's tensors: those of its MTP modules, if it has some, otherwise all. Without
+    shards, those of a dense decoder with its config.
+
+    Raises ConfigError for an unusable config.
+    """
+    is_module = _is_module_of(draft) if num_modules(read_config(draft)) else None
+    names = _elements(draft).items()
+    return sum(n for name, n in names if is_module is None or is_module(name)) or _dense_weights(draft)
+
+
+def _is_module_of(directory: Path) -> Callable[[str], bool]:
+    """Whether a tensor of a checkpoint, by its name, belongs to an MTP module."""
+    config = read_config(directory)
+    first = _count(config, "num_hidden_layers", directory) if num_modules(config) else None
+
+    def is_module(name: str) -> bool:
+        if name.startswith(MODULE_PREFIXES):
+            return True
+        found = LAYER.search(name)
+        return first is not None and found is not None and int(found[1]) >= first
+
+    return is_module
+
+
+def _elements(directory: Path) -> dict[str, int]:
+    """The number of elements of each tensor in the shards of a checkpoint; empty if one cannot be read."""
+    entries = {
+        name: entry
         for shard in _shards(directory)[0]
         for name, entry in _tensors(_header(directory / shard)).items()
         if name != "__metadata__"
-    ]
+    }
     try:
-        counted = sum(math.prod(entry["shape"]) for entry in entries)
+        return {name: math.prod(entry["shape"]) for name, entry in entries.items()}
     except (TypeError, KeyError):
-        counted = 0
-    return counted or _dense_weights(directory)
+        return {}
 
 
 def _dense_weights(directory: Path) -> int:
@@ -144,14 +195,15 @@ def feature_layers(head: Mapping[str, Any]) -> list[int]:
     Without any in its config, as many zeros as it reads by default: one for each layer of a DFLASH drafter,
     one for MTP modules and heads that read the last hidden alone, CAPTURED_LAYERS for other heads.
     """
-    blocks = head.get("dflash_config")
-    if isinstance(blocks, Mapping):
+    blocks = head.get("dflash_config") or {}
+    if blocks or head.get("architectures") in BLOCK_DRAFTERS:
         ids = blocks.get("target_layer_ids") or head.get("target_layer_ids")
         return list(ids) if ids else [0] * int(head.get("num_hidden_layers") or 1)
     settings = head.get("eagle_config") or {}
-    named = settings.get("eagle_aux_hidden_state_layer_ids")
-    has_modules = head.get("num_nextn_predict_layers") or head.get("mtp_num_hidden_layers")
-    if has_modules or _is_eagle(head) or settings.get("use_aux_hidden_state") is False:
+    key = "eagle_aux_hidden_state_layer_ids"
+    named = settings.get(key) or head.get(key)
+    reads_last = False in (settings.get("use_aux_hidden_state"), head.get("use_aux_hidden_state"))
+    if num_modules(head) or _is_eagle(head) or reads_last:
         return [0]
     return list(named) if named else [0] * CAPTURED_LAYERS
 

@@ -22,7 +22,16 @@ from ...engine.auto_sizes import (
 from ...engine.errors import CheckpointError
 from ...engine.hub import NGRAM
 from ...engine.kv.budget import PageBudget
-from .checkpoints import KVShape, count_weights, head_dir, head_kv_bytes, read_config, shape_of
+from .checkpoints import (
+    KVShape,
+    count_head_weights,
+    count_weights,
+    feature_layers,
+    head_dir,
+    head_kv_bytes,
+    read_config,
+    shape_of,
+)
 
 QUERY = "name,memory.total,memory.reserved,memory.free,compute_cap"
 GPU_DTYPE, CPU_DTYPE = "bfloat16", "float32"
@@ -117,8 +126,12 @@ def worker_need(
     model: Path, draft: Path | None, config: PrefillConfig | DecodeConfig, dtype: str
 ) -> WorkerNeed:
     """The needs of one worker. Only decode loads the head. Raises ConfigError for an unusable config."""
+    draft = None if config.no_draft else draft
     shape = shape_of(model, draft, dtype)
     if isinstance(config, PrefillConfig):
+        named = set() if draft is None else set(feature_layers(read_config(draft)))
+        others = {int(layer) for layer in config.feature_layers.split(",") if layer} - named
+        shape = replace(shape, num_features=shape.num_features + len(others))
         return WorkerNeed(
             model=_model_sizes(model, None, dtype),
             role=EngineRole(
@@ -139,7 +152,8 @@ def worker_need(
     nodes = config.spec_tokens or 1 + config.spec_steps * config.spec_topk
     per_token = PageBudget(kv_bytes=shape.kv_bytes)
     if draft is not None:
-        per_token = replace(per_token, draft_bytes=head_kv_bytes(draft, shape), has_staging=True)
+        draft_bytes = head_kv_bytes(draft, shape, config.spec_steps)
+        per_token = replace(per_token, draft_bytes=draft_bytes, has_staging=True)
     return WorkerNeed(
         model=_model_sizes(model, draft, dtype),
         role=EngineRole(
@@ -159,7 +173,7 @@ def _model_sizes(model: Path, draft: Path | None, dtype: str) -> ModelSizes:
     config, shape = read_config(model), shape_of(model, None, dtype)
     try:
         vocabulary = int(config["vocab_size"]) * shape.hidden_size
-        elements = count_weights(model)
+        elements, of_head = count_weights(model), 0 if draft is None else count_head_weights(draft)
         return ModelSizes(
             hidden_size=shape.hidden_size,
             intermediate_size=int(config["intermediate_size"]),
@@ -171,7 +185,7 @@ def _model_sizes(model: Path, draft: Path | None, dtype: str) -> ModelSizes:
             dtype_bytes=shape.dtype_bytes,
             num_layers=shape.num_layers,
             num_weights=elements if config.get("tie_word_embeddings") else elements - vocabulary,
-            weight_bytes=(elements + (count_weights(draft) if draft is not None else 0)) * shape.dtype_bytes,
+            weight_bytes=(elements + of_head) * shape.dtype_bytes,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{model}/config.json: {error!r} is missing or no number; copy it again") from None

@@ -220,12 +220,14 @@ def _head_findings(
 ) -> list[Finding]:
     found = []
     for key in ("hidden_size", "vocab_size"):
-        if key in head and head[key] != config.get(key):
-            text = f"{draft} was trained for {key} {head[key]}, {model} has {config.get(key)}"
+        wanted = head.get(f"target_{key}") or head.get(key)  # a head may be narrower than its target
+        if wanted is not None and wanted != config.get(key):
+            text = f"{draft} was trained for {key} {wanted}, {model} has {config.get(key)}"
             found.append(
                 Finding("model", FAIL, text, "name the head of this model with --draft, or write --no-draft")
             )
-    beyond = [layer for layer in feature_layers(head) if layer >= int(config.get("num_hidden_layers", 0))]
+    # Some heads name the inputs of layers, which are numbered one higher than the outputs.
+    beyond = [layer for layer in feature_layers(head) if layer > int(config.get("num_hidden_layers", 0))]
     if beyond:
         text = f"{draft} reads layer {beyond[0]}, {model} has {config.get('num_hidden_layers')}"
         found.append(

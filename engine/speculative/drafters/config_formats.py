@@ -168,6 +168,14 @@ class Fields:
     def error(self, key: str, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.file}: {key} {problem}")
 
+    def refuse_unknown(self, known: frozenset[str]) -> None:
+        """Raises CheckpointError for a key that is neither `known` nor ignored. A null key is no key."""
+        for key in sorted(self.values.keys() - known - IGNORED_KEYS):
+            if self.values[key] is not None:
+                raise self.error(
+                    key, f"= {self.values[key]!r} is not known to baton and may change what the head computes"
+                )
+
     def optional_integer(self, key: str) -> int | None:
         value = self.values.get(key)
         if value is None:
@@ -214,10 +222,9 @@ def flatten(file: Path, raw: dict[str, object]) -> Fields:
     values = _flatten_speculators(file, raw) if dialect == 4 else _flatten_native(file, raw, dialect)
     fields = Fields(file=file, dialect=dialect, values=values)
     _check_activation(fields, values.pop("hidden_act", "silu"))
-    for key in sorted(values.keys() - _NETWORK_KEYS - IGNORED_KEYS):
-        raise fields.error(
-            key, f"= {values[key]!r} is not known to baton and may change what the head computes"
-        )
+    if values.get("use_sliding_window") is False:
+        values.pop("sliding_window", None)
+    fields.refuse_unknown(_NETWORK_KEYS)
     return fields
 
 

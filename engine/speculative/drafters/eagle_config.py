@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...models.config import ModelConfig, read_json
-from .config_formats import IGNORED_KEYS, Fields
+from .config_formats import Fields
 from .spec_config import AuxSpec, HeadConfig, read_head
 
 # SGLang's and vLLM's names; the authors' own checkpoints carry the name of the target's family.
@@ -114,10 +114,7 @@ def load_eagle_config(
 
 
 def _check_keys(fields: Fields) -> None:
-    for key in sorted(fields.values.keys() - KNOWN_KEYS - IGNORED_KEYS):
-        raise fields.error(
-            key, f"= {fields.values[key]!r} is not known to baton and may change what the head computes"
-        )
+    fields.refuse_unknown(KNOWN_KEYS)
     if fields.values.get("hidden_act", "silu") != "silu":
         raise fields.error("hidden_act", f"is {fields.values['hidden_act']!r}, only 'silu' is supported")
     window = fields.values.get("sliding_window")

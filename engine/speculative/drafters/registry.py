@@ -1,7 +1,7 @@
 """The registry of drafters, keyed by the architecture in config.json.
 
 A prefill engine reads only the drafter's config, for the layer outputs to capture. A decode engine loads the
-weights and runs the drafter, if it supports that kind. A new kind of drafter adds a `DraftSource` here.
+weights and runs the drafter. A new kind of drafter adds a `DraftSource` here.
 """
 
 from collections.abc import Callable, Mapping
@@ -95,12 +95,6 @@ class DraftSource(Protocol):
     def config(self) -> DraftConfig:
         """The config, read and checked."""
 
-    def check_role(self, *, has_drafter: bool) -> None:
-        """Raises CheckpointError unless an engine of this role supports the drafter.
-
-        `has_drafter`: the engine drafts; otherwise it only captures features.
-        """
-
     def load(self, target: TargetWeights) -> DraftModel:
         """Loads the weights and shares those of `target`. Raises CheckpointError if they do not fit."""
 
@@ -111,9 +105,6 @@ class Eagle3Source:
 
     config: Eagle3Config
     is_dflash: ClassVar[bool] = False
-
-    def check_role(self, *, has_drafter: bool) -> None:
-        """Accepts both roles."""
 
     def load(self, target: TargetWeights) -> Eagle3Model:
         head = load_eagle3(self.config, dtype=target.dtype, device=target.device)
@@ -128,9 +119,6 @@ class EagleSource:
     config: EagleConfig
     is_dflash: ClassVar[bool] = False
 
-    def check_role(self, *, has_drafter: bool) -> None:
-        """Accepts both roles."""
-
     def load(self, target: TargetWeights) -> Eagle3Model:
         head = load_eagle(self.config, dtype=target.dtype, device=target.device)
         head.share(target.embed_tokens, target.lm_head, target.max_context, target.final_norm)
@@ -144,9 +132,6 @@ class DflashSource:
     config: DflashConfig
     is_dflash: ClassVar[bool] = True
 
-    def check_role(self, *, has_drafter: bool) -> None:
-        """Accepts both roles."""
-
     def load(self, target: TargetWeights) -> DflashModel:
         head = load_dflash(self.config, dtype=target.dtype, device=target.device)
         head.share(target.embed_tokens, target.lm_head, target.max_context)
@@ -159,9 +144,6 @@ class MtpSource:
 
     config: MtpConfig
     is_dflash: ClassVar[bool] = False
-
-    def check_role(self, *, has_drafter: bool) -> None:
-        """Accepts both roles."""
 
     def load(self, target: TargetWeights) -> MtpModel:
         """Loads the modules that `target.steps` steps use: each of several modules drafts one token."""
@@ -177,9 +159,6 @@ class NgramSource:
 
     config: NgramConfig
     is_dflash: ClassVar[bool] = False
-
-    def check_role(self, *, has_drafter: bool) -> None:
-        """Accepts both roles; prefill captures nothing for it."""
 
     def load(self, target: TargetWeights) -> NgramModel:
         return NgramModel(self.config, target.max_context, target.device)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ...request import Request
-from ..drafters.protocol import Drafter, DraftPrefill, HistoryDrafter
+from ..drafters.protocol import Drafter, DraftPrefill, HistoryDrafter, cache_lookahead
 from ..drafting.shape import DraftShape
 
 NEVER = 1 << 30  # steps
@@ -21,12 +21,14 @@ class Coverage:
     """The draft coverage of one request.
 
     `row` is its state row in the drafter, None after drafting ended. `covered` counts its draft rows, of
-    which the drafter may still have to see the newest `late`.
+    which the drafter may still have to see the newest `late`. `known`: tokens of the request at its last
+    prefill of draft rows; None once its steps write them.
     """
 
     row: int | None
     covered: int
     late: int = 0
+    known: int | None = None
 
 
 class DraftCoverage:
@@ -54,7 +56,7 @@ class DraftCoverage:
         return mine.row or 0 if mine is not None and self.is_warm(request) else 0
 
     def num_covered(self, request: Request) -> int:
-        """Rows of `request` whose draft KV is written, or unneeded: because they lie beyond the draft's
+        """Rows of `request` whose draft KV is final, or unneeded: because they lie beyond the draft's
         context, or because the drafter keeps none.
         """
         if isinstance(self.drafter, HistoryDrafter):
@@ -64,6 +66,8 @@ class DraftCoverage:
             return 0
         # Steps that were launched and not read, or that gave no token, count as late but not as covered.
         written = max(0, mine.covered - mine.late)
+        if mine.known is not None:  # later rows look ahead to tokens that were not there
+            written = min(written, max(0, mine.known - cache_lookahead(self.drafter)))
         is_whole = mine.row is None or written >= self.limit
         return max(written, request.num_computed) if is_whole else written
 
@@ -96,6 +100,7 @@ class DraftCoverage:
         )
         last = max(start, min(end, self.limit))
         mine.covered = max(mine.covered, last)
+        mine.known = request.num_tokens
         known_ids = request.all_ids
         return DraftPrefill(
             pages=request.pages,
@@ -113,6 +118,7 @@ class DraftCoverage:
         mine = self.known.get(request)
         if mine is not None:
             mine.covered += count
+            mine.known = None
             assert mine.covered == request.num_computed, f"{request!r}: draft KV covers {mine.covered} rows"
 
     def most_late(self, requests: Iterable[Request]) -> int:

@@ -3,9 +3,10 @@
 import json
 
 import pytest
+import torch
 from baton.cluster.config.roles import DecodeConfig, PrefillConfig
 from baton.cluster.errors import ConfigError
-from baton.deploy.capacity.checkpoints import head_kv_bytes, shape_of
+from baton.deploy.capacity.checkpoints import count_head_weights, count_weights, head_kv_bytes, shape_of
 from baton.deploy.capacity.worker_sizes import find_card, worker_sizes
 from baton.deploy.cli import plan
 from baton.deploy.cli.findings import FAIL, OK, check_sizes
@@ -13,6 +14,8 @@ from baton.engine.auto_sizes import CONTEXT_BYTES, MIB, Card
 from baton.engine.config import EngineConfig
 from baton.engine.loader import EngineLoader
 from baton.tests.parity.dflash_toys import dflash_config, dflash_tensors, write_dflash
+from baton.tests.parity.mtp_toys import random_modules, write_mtp
+from safetensors.torch import save_file
 
 H200 = "NVIDIA H200, 143771, 616, 143000, 9.0\nNVIDIA H200, 143771, 616, 20000, 9.0\n"
 LLAMA_8B = {
@@ -48,6 +51,21 @@ def test_doctor_chooses_what_the_loader_chooses(toy_checkpoint, worker):
     for _, run in loader.phases():
         run()
     assert worker_sizes(Card(), path, None, config) == loader.engine().sizes
+
+
+@pytest.mark.parametrize("layers", ["", "0,1", "1"])
+@pytest.mark.parametrize("no_draft", [False, True])
+def test_doctor_counts_the_layers_that_prefill_offers(toy_checkpoint, tmp_path, layers, no_draft):
+    path = toy_checkpoint("llama", num_hidden_layers=12)
+    draft = write_dflash(tmp_path, dflash_config((9, 1)), dflash_tensors(num_features=2))
+    sizes = {"device": "cpu", "dtype": "float32", "kv_memory_mb": 3}
+    config = PrefillConfig(
+        model=str(path), draft=str(draft), no_draft=no_draft, feature_layers=layers, **sizes
+    )
+    loader = EngineLoader(EngineConfig.of(config), has_drafter=False)
+    for _, run in loader.phases():
+        run()
+    assert worker_sizes(Card(), path, draft, config) == loader.engine().sizes
 
 
 def test_an_8b_on_a_gpu_is_sized_with_its_weights(llama):
@@ -99,5 +117,39 @@ def test_doctor_counts_the_features_and_the_kv_of_a_block_drafter(toy_checkpoint
         run()
     engine = loader.engine()
     assert shape.num_features == len(engine.feature_ids) == (2 if ids is None else 5)
-    assert head_kv_bytes(draft, shape) == engine.drafter.pool.layout.bytes_per_token
+    assert head_kv_bytes(draft, shape, 3) == engine.drafter.pool.layout.bytes_per_token
     assert worker_sizes(Card(), path, draft, config) == engine.sizes
+
+
+@pytest.mark.parametrize(("count", "steps"), [(1, 3), (3, 2)])
+@pytest.mark.parametrize("dialect", ["deepseek", "mimo"])
+def test_doctor_counts_mtp_modules_beside_their_target_once(toy_checkpoint, tmp_path, dialect, count, steps):
+    target = toy_checkpoint("llama", num_hidden_layers=4)
+    path = write_mtp(tmp_path, target, dialect, random_modules(target, count), is_beside=True)
+    shape, sizes = shape_of(path, path, "float32"), {"device": "cpu", "dtype": "float32", "kv_memory_mb": 3}
+    config = DecodeConfig(model=str(path), draft=str(path), spec_steps=steps, **sizes)
+    loader = EngineLoader(EngineConfig.of(config), has_drafter=True)
+    for _, run in loader.phases():
+        run()
+    engine = loader.engine()
+    assert head_kv_bytes(path, shape, steps) == engine.drafter.pool.layout.bytes_per_token
+    assert worker_sizes(Card(), path, path, config) == engine.sizes
+    modules = sum(each.numel() for module in random_modules(target, count) for each in module.values())
+    assert (count_weights(path), count_head_weights(path)) == (count_weights(target), modules)
+
+
+def test_the_layers_of_a_head_are_those_of_its_tensors(toy_checkpoint, tmp_path):
+    """A published EAGLE3 head has the layers of its target in its config."""
+    target = toy_checkpoint("llama", num_hidden_layers=4)
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 28}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = shape_of(target, None, "float32")
+    each = shape.kv_bytes // shape.num_layers
+    assert head_kv_bytes(tmp_path, shape, 3) == 28 * each
+    nested = {"speculators_model_type": "eagle3", "transformer_layer_config": {"head_dim": 2}}
+    (tmp_path / "config.json").write_text(json.dumps(config | nested))
+    assert head_kv_bytes(tmp_path, shape, 3) == 28 * each * 2 // shape.head_dim
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    names = ("midlayer.self_attn.q_proj.weight", "fc.weight")
+    save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
+    assert head_kv_bytes(tmp_path, shape, 3) == each

@@ -20,6 +20,7 @@ from baton.deploy.cli.findings import (
     check_gpu,
     check_limits,
     check_link,
+    check_model,
     check_paths,
     check_shm,
     check_versions,
@@ -112,6 +113,17 @@ def test_fault_3_a_head_of_another_model_is_found(capsys, model, tmp_path):
     (tmp_path / "head").mkdir()
     (tmp_path / "head" / "config.json").write_text('{"hidden_size": 4096}')
     one(capsys, "model", "hidden_size 4096", f"--model={model}", f"--draft={tmp_path}/head")
+
+
+def test_a_head_may_be_narrower_and_name_the_inputs_of_layers(model, tmp_path):
+    target = json.loads((model / "config.json").read_text())
+    key, last = "eagle_aux_hidden_state_layer_ids", target["num_hidden_layers"]
+    head = {"hidden_size": 8, "target_hidden_size": target["hidden_size"], key: [1, last]}
+    (tmp_path / "config.json").write_text(json.dumps(head))
+    assert [finding.level for finding in check_model(model, tmp_path)] == [OK]
+    (tmp_path / "config.json").write_text(json.dumps(head | {key: [1, last + 1]}))
+    (found,) = check_model(model, tmp_path)
+    assert (found.level, f"reads layer {last + 1}" in found.text) == (FAIL, True)
 
 
 def test_lookup_asks_for_no_head(model):

@@ -21,3 +21,19 @@ def test_rows_beyond_the_drafts_context_are_covered_once_computed():
     assert coverage.num_covered(request) == 6
     coverage.begin(drafter, request, torch.zeros(6, 4), 6)
     assert coverage.num_covered(request) == 12, "rows 0..7 are written, 8..11 are beyond the context"
+
+
+def test_rows_that_looked_ahead_to_unknown_tokens_are_not_covered():
+    drafter = SimpleNamespace(max_context=100, open=lambda: 1, lookahead=3)
+    coverage = DraftCoverage(drafter, SimpleNamespace(steps=3))
+    request = Request(room="a" * 32, epoch=0, prompt_ids=list(range(10)), sampling=SamplingParams())
+    request.num_computed = 10
+    coverage.begin(drafter, request, torch.zeros(9, 4), 0)
+    request.append([7], ())  # the first token ends the request before its last rows are drafted
+    assert coverage.num_covered(request) == 7
+    coverage.begin(drafter, request, torch.zeros(1, 4), 9)
+    assert coverage.num_covered(request) == 8
+    request.append([8, 9], ())
+    request.num_computed = 12
+    coverage.advance(request, 2)
+    assert coverage.num_covered(request) == 12

@@ -97,6 +97,19 @@ def test_norm_output_without_feature_norms_leaves_the_feedback_alone(tmp_path: P
     assert not load(tmp_path, head_config(2, norm_output=True)).norm_output
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 36},
+        {"sliding_window": 4096, "use_sliding_window": False},
+        {"quantization_config": None},
+    ],
+)
+@pytest.mark.parametrize("dialect", [1, 2, 3])
+def test_keys_that_are_null_or_switched_off_change_nothing(tmp_path: Path, dialect, changes) -> None:
+    assert load(tmp_path, head_config(dialect, **changes)) == load(tmp_path, head_config(dialect))
+
+
 def test_speculators_defaults_differ_from_native_ones(tmp_path: Path) -> None:
     raw = head_config(4)
     del raw["norm_before_residual"]
