@@ -311,7 +311,7 @@ def f49(scene: Scene) -> str:
 
 def fear_poison() -> None:
     """In a worker: a prompt that begins with POISON kills it, be it computed by prefill or by decode."""
-    on_prefill, on_decode = PrefillWorker._forward, LocalPrefill._launch
+    on_prefill, on_decode = PrefillWorker._launch, LocalPrefill._launch
 
     def look_at(rooms):
         if any(tuple(room.request.prompt_ids[: len(POISON)]) == POISON for room in rooms):
@@ -325,7 +325,7 @@ def fear_poison() -> None:
         look_at(rooms)
         return on_decode(self, rooms, has_streams=has_streams)
 
-    PrefillWorker._forward, LocalPrefill._launch = die_on_prefill, die_on_decode
+    PrefillWorker._launch, LocalPrefill._launch = die_on_prefill, die_on_decode
 
 
 @row(
