@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..engine.config import resolve_device, resolve_dtype
 from ..engine.errors import CheckpointError
@@ -22,6 +21,7 @@ from .eagle3 import Eagle3Trainee
 from .evaluate import held_out_prompts, measure
 from .frozen_target import FrozenTarget
 from .head_files import default_layers, draft_vocabulary, write_eagle3_config, write_weights
+from .progress import progress_bar
 from .samples import SampleSet, SampleWriter, read_samples
 from .trainer import Trainer, TrainSettings, joined_ranks
 
@@ -285,10 +285,6 @@ def _layers(text: str, num_layers: int) -> tuple[int, ...]:
 @contextlib.contextmanager
 def _bar(text: str, total: int) -> Iterator[Callable[[int, str], None]]:
     """A progress bar on stderr; yields the call that moves it."""
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns) as bar:
+    with progress_bar() as bar:
         task = bar.add_task(text, total=total)
         yield lambda done, now: bar.update(task, completed=done, description=now or text)

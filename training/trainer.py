@@ -13,11 +13,11 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import run_state
 from .frozen_target import FrozenTarget
+from .progress import progress_bar
 from .samples import Batch, BatchPlan, SampleSet
 from .trainee import StepLosses, Trainee, accept_length
 
@@ -191,11 +191,7 @@ class Trainer:
             yield lambda *_: None
             return
         averages: dict[str, torch.Tensor] = {}
-        columns = (
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
-            TimeElapsedColumn(), TimeRemainingColumn(),
-        )  # fmt: skip
-        with Progress(*columns) as bar, (self._directory / run_state.CURVE).open("a") as curve:
+        with progress_bar() as bar, (self._directory / run_state.CURVE).open("a") as curve:
             task = bar.add_task("training", total=total, completed=step)
 
             def show(

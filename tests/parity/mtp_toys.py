@@ -7,12 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from baton.engine.models.config import ModelConfig
-from baton.engine.models.interface import CausalLM
-from baton.engine.speculative.drafters.mtp_deep import DeepMtpDrafter
-from baton.engine.speculative.drafters.mtp_shared import SharedMtpDrafter
-from baton.engine.speculative.drafters.registry import TargetWeights, read_drafter
-from baton.tests.parity.eagle3_engine import NUM_PAGES, PAGE_SIZE, Engine
+from baton.tests.parity.eagle_toys import SourcedEngine
 from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
@@ -111,19 +106,5 @@ def random_modules(target: Path, count: int, *, seed: int = 0, **parts: bool) ->
 
 
 @dataclass
-class MtpEngine(Engine):
+class MtpEngine(SourcedEngine):
     """An engine whose head is a checkpoint of MTP modules."""
-
-    def make_drafter(self, model: CausalLM, config: ModelConfig) -> DeepMtpDrafter | SharedMtpDrafter:
-        source = read_drafter(self.head, config, dtype="float32")
-        self.runner.set_aux_layer_ids(self.aux_ids or source.config.aux.ids)
-        weights = TargetWeights(
-            embed_tokens=model.embed_tokens,
-            lm_head=model.lm_head,
-            final_norm=model.norm,
-            steps=self.steps,
-            max_context=config.max_position_embeddings,
-            dtype=torch.float32,
-            device=torch.device(self.device),
-        )
-        return source.load(weights).drafter(num_pages=NUM_PAGES, page_size=PAGE_SIZE, capacity=2)

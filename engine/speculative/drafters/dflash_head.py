@@ -20,7 +20,8 @@ from ....kernels.rms_norm import rms_norm
 from ....kernels.rope import apply_rope
 from ....kernels.skinny_linear import linear
 from ...errors import CheckpointError, LifecycleError
-from ...models.layers import Attend, DecoderLayer, GatedMLP, Linear, NamedTensors, RMSNorm, SelfAttention
+from ...models.dense_layer import sized_layer
+from ...models.layers import Attend, DecoderLayer, Linear, NamedTensors, RMSNorm
 from ...models.rope import RotaryEmbedding
 from .dflash_config import DflashConfig
 
@@ -187,19 +188,5 @@ class DflashHead:
 
 
 def _decoder_layer(config: DflashConfig, dtype: torch.dtype, device: torch.device) -> DecoderLayer:
-    width, eps = config.hidden_size, config.rms_norm_eps
-    attention = SelfAttention(
-        width,
-        width,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-        device=device,
-        qkv_bias=config.attention_bias,
-        output_bias=config.attention_bias,
-        qk_norm_eps=eps,
-    )
-    mlp = GatedMLP(width, config.intermediate_size, bias=False, dtype=dtype, device=device)
-    norms = [RMSNorm(width, eps, dtype=dtype, device=device) for _ in range(2)]
-    return DecoderLayer(attention, mlp, *norms)
+    bias = config.attention_bias
+    return sized_layer(config, dtype, device, qkv_bias=bias, output_bias=bias, mlp_bias=False, qk_norm=True)

@@ -30,7 +30,7 @@ from ..drafting.shape import DraftShape
 from ..drafting.verify import AcceptResult
 from .eagle3_head import DraftPhase, FeatureHead
 from .idle import idle_draft_batch
-from .loops import draft_chain, draft_tree
+from .loops import accepted_features, draft_chain, draft_tree, first_choices
 from .parallel_loop import draft_parallel
 from .prefill_graphs import DraftPrefillGraphs, parameters_of
 from .protocol import DraftPrefill, DraftView, Proposal
@@ -194,12 +194,7 @@ class Eagle3Drafter:
         return Proposal(draft_chain(self.head, self.pool, view, state, shape.steps), None)
 
     def first_proposals(self, view: DraftView, topk: int) -> torch.Tensor:
-        logits, target_ids = self.states.logits.index_select(0, view.states), self.head.target_ids
-        positions = view.positions[:, 0] + 1
-        if topk == 1:  # as a chain proposes: one kernel, where a ranking scores the whole vocabulary
-            return target_ids[view.sampling.choose(logits, positions, target_ids)[:, None]]
-        ids, _ = view.sampling.rank(logits, positions, target_ids, topk)
-        return target_ids[ids]
+        return first_choices(self.head, self.states.logits.index_select(0, view.states), view, topk)
 
     def observe(
         self,
@@ -212,9 +207,7 @@ class Eagle3Drafter:
         """Implements `Drafter.observe` in one forward of R rows per request."""
         count, num_requests = shape.num_path, view.lens.shape[0]
         self._check_features(features, num_requests * shape.num_nodes)
-        if shape.is_tree:
-            firsts = torch.arange(num_requests, device=features.device)[:, None] * shape.num_nodes
-            features = features.index_select(0, (firsts + accepted.path).reshape(-1))
+        features = accepted_features(features, accepted, shape)
         rows = view.kv_rows[:, :count].reshape(-1)
         plan = RowPlan(self.pool, rows, view.page_table, view.extend_lens, is_recorded=view.is_recorded)
         positions = view.positions[:, :count].reshape(-1)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from ....kernels.ops import recorded_logits
 from ...errors import CheckpointError, LifecycleError
+from ...models.dense_layer import sized_layer
 from ...models.layers import (
     Attend,
     DecoderLayer,
@@ -171,22 +172,15 @@ def plain_layer(
     qk_norm: bool,
 ) -> DecoderLayer:
     """A decoder layer of the usual kind, with input and output of the draft's width."""
-    width, eps = config.hidden_size, config.rms_norm_eps
-    attention = SelfAttention(
-        width,
-        width,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-        device=device,
+    return sized_layer(
+        config,
+        dtype,
+        device,
         qkv_bias=qkv_bias,
         output_bias=config.attention_bias,
-        qk_norm_eps=eps if qk_norm else None,
+        mlp_bias=config.mlp_bias,
+        qk_norm=qk_norm,
     )
-    mlp = GatedMLP(width, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, device=device)
-    norms = [RMSNorm(width, eps, dtype=dtype, device=device) for _ in range(2)]
-    return DecoderLayer(attention, mlp, *norms)
 
 
 class DraftLayer:

@@ -12,6 +12,7 @@ from ...models.layers import Attend
 from ...row_attention import RowPlan
 from ..drafting.shape import DraftShape
 from ..drafting.tree import DraftHead, DraftTree, grow_tree
+from ..drafting.verify import AcceptResult
 from .eagle3_head import DraftPhase
 from .protocol import DraftView
 
@@ -52,6 +53,24 @@ def draft_chain(
         chosen = sampling.choose(head.compute_logits(out), positions[:, step] + 1, head.target_ids)
         drafts.append(head.target_ids[chosen])
     return torch.stack(drafts, dim=1)
+
+
+def first_choices(head: DraftHead, logits: torch.Tensor, view: DraftView, topk: int) -> torch.Tensor:
+    """The target ids of the `topk` first drafts, int64 `[B, topk]`, from remembered logits `[B, Vd]`."""
+    positions = view.positions[:, 0] + 1
+    if topk == 1:  # as a chain proposes: one kernel, where a ranking scores the whole vocabulary
+        return head.target_ids[view.sampling.choose(logits, positions, head.target_ids)[:, None]]
+    ids, _ = view.sampling.rank(logits, positions, head.target_ids, topk)
+    return head.target_ids[ids]
+
+
+def accepted_features(features: torch.Tensor, accepted: AcceptResult, shape: DraftShape) -> torch.Tensor:
+    """The rows `[B*R, K*Ht]` of the accepted branches among those of all nodes, `[B*N, K*Ht]`."""
+    if not shape.is_tree:
+        return features
+    count = features.shape[0] // shape.num_nodes
+    firsts = torch.arange(count, device=features.device)[:, None] * shape.num_nodes
+    return features.index_select(0, (firsts + accepted.path).reshape(-1))
 
 
 def draft_tree(
