@@ -500,7 +500,7 @@ class EngineLoader:
 
     @property
     def _drafts_blocks(self) -> bool:
-        return self._source is not None and self._source.is_dflash
+        return self._source is not None and self._source.drafts_blocks
 
     def _forward_weights(self) -> int:
         """The weights that every row of a forward is multiplied with: all but the embedding."""
@@ -558,6 +558,7 @@ class EngineLoader:
             num_nodes=self._shape.num_nodes,
             num_shapes=len(shapes),
             spare_slots=self._shape.spare_slots,
+            late_rows=self._draft.late_rows if policy is not None and policy.is_watched else 0,
         )
 
     def _token_budget(self) -> PageBudget:

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ...kernels.launch_plan import decode_launches, encode_launches
@@ -16,6 +17,7 @@ from ...kernels.triton_jit import Launch
 logger = logging.getLogger(__name__)
 
 SOURCES = ("engine", "kernels")  # the packages whose code decides which kernels are launched
+KEPT_PLANS = 32  # files in a folder; those that were used last stay
 
 
 def plan_key(parts: Sequence[object], root: Path | None = None) -> str:
@@ -35,18 +37,21 @@ def kept_launches(folder: Path | None, key: str, plan: Callable[[], list[Launch]
     """The launches that `folder` keeps under `key`, else those of `plan`, which it keeps from then on.
 
     Without a folder nothing is kept. A file that cannot be read is replaced, and one that cannot be written
-    is left out. Raises the errors of `plan`.
+    is left out. A new file removes all but the KEPT_PLANS that were used last. Raises the errors of `plan`.
     """
     path = None if folder is None else folder / f"plan-{key}.json"
     if path is not None and path.exists():
         try:
-            return decode_launches(path.read_text())
+            launches = decode_launches(path.read_text())
+            _note_use(path)
+            return launches
         except (OSError, ValueError) as error:
             logger.warning("planned kernels are planned again: %s: %s", path, error)
     launches = plan()
     if path is not None:
         try:
             _write(path, encode_launches(launches))
+            _remove_unused(path.parent)
         except (OSError, TypeError) as error:
             logger.warning("planned kernels are not kept: %s: %s", path, error)
     return launches
@@ -58,3 +63,18 @@ def _write(path: Path, text: str) -> None:
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text(text)
     part.replace(path)
+
+
+def _note_use(path: Path) -> None:
+    with suppress(OSError):  # a folder that only its owner may write to
+        os.utime(path)
+
+
+def _remove_unused(folder: Path) -> None:
+    """Removes the plans, and the parts of interrupted writes, that were used least recently."""
+    used: list[tuple[int, Path]] = []
+    for path in folder.glob("plan-*"):
+        with suppress(FileNotFoundError):  # another worker removes the same ones
+            used.append((path.stat().st_mtime_ns, path))
+    for _, path in sorted(used, reverse=True)[KEPT_PLANS:]:
+        path.unlink(missing_ok=True)

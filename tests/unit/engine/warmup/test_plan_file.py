@@ -2,11 +2,12 @@
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
 import torch
-from baton.engine.warmup.plan_file import kept_launches, plan_key
+from baton.engine.warmup.plan_file import KEPT_PLANS, kept_launches, plan_key
 from baton.kernels.launch_plan import decode_launches, encode_launches
 from baton.kernels.rms_norm import _rms_norm_kernel
 from baton.kernels.triton_jit import Launch, PointerArgument, is_descriptor, planned_launch, tensor_descriptor
@@ -68,6 +69,20 @@ def test_arguments_without_a_text_leave_no_file(tmp_path: Path, caplog: pytest.L
 
 def test_a_folder_that_is_missing_is_no_error(tmp_path: Path) -> None:
     assert kept_launches(None, "k", lambda: [launch()]) == [launch()]
+
+
+def test_only_the_plans_that_were_used_last_are_kept(tmp_path: Path) -> None:
+    keys = [f"k{i}" for i in range(KEPT_PLANS)]
+    for age, key in enumerate(reversed(keys)):
+        kept_launches(tmp_path, key, lambda: [launch()])
+        os.utime(tmp_path / f"plan-{key}.json", (1e9 + age, 1e9 + age))
+    (tmp_path / "plan-k.4711").touch()
+    os.utime(tmp_path / "plan-k.4711", (1e9, 1e9))  # of a process that was killed
+    (tmp_path / "kernel.json").touch()
+    kept_launches(tmp_path, keys[-1], list)  # the oldest one is used
+    kept_launches(tmp_path, "new", lambda: [launch()])
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"kernel.json", "plan-new.json", *(f"plan-{key}.json" for key in [*keys[:-2], keys[-1]])}
 
 
 def test_a_key_follows_each_part_and_the_source(tmp_path: Path) -> None:
