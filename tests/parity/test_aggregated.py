@@ -48,10 +48,10 @@ def answers_of(target: Path) -> Answers:
 
 
 def worker_of(target: Path, draft: Path | None, budget: int, **settings: object) -> DecodeWorker:
+    sizes = {"pages": 160, "max_running": len(LENGTHS)} | settings
     config = EngineConfig(
-        model=str(target), draft=str(draft or ""), device="cpu", dtype="float32", page_size=4, pages=160,
-        max_context=96, max_running=len(LENGTHS), aggregated=True, local_prefill_tokens=budget,
-        **settings,
+        model=str(target), draft=str(draft or ""), device="cpu", dtype="float32", page_size=4, max_context=96,
+        aggregated=True, local_prefill_tokens=budget, **sizes,
     )  # fmt: skip
     loader = EngineLoader(config, has_drafter=True)
     for _, run in loader.phases():
@@ -61,16 +61,18 @@ def worker_of(target: Path, draft: Path | None, budget: int, **settings: object)
         engine,
         Ears(),
         instance=D,
-        max_running=len(LENGTHS),
+        max_running=config.max_running,
         local_prefill_tokens=engine.sizes.local_prefill_tokens,
     )
     worker.local.budget_alone = worker.local.budget  # the same parts whether or not a stream runs
     return worker
 
 
-def ask(worker: DecodeWorker, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+def ask(
+    worker: DecodeWorker, prompts: list[tuple[int, ...]], num_tokens: int = NUM_TOKENS
+) -> list[list[int]]:
     """The tokens of prompts that come together."""
-    sampling = Sampling(temperature=0.0, max_new_tokens=NUM_TOKENS, ignore_eos=True)
+    sampling = Sampling(temperature=0.0, max_new_tokens=num_tokens, ignore_eos=True)
     rooms = [secrets.token_hex(16) for _ in prompts]
     for room, ids in zip(rooms, prompts, strict=True):
         worker.handle(
@@ -79,6 +81,8 @@ def ask(worker: DecodeWorker, prompts: list[tuple[int, ...]]) -> list[list[int]]
         )
     for _ in range(500):
         worker.step()
+        if not worker.num_rooms:
+            break
     assert worker.num_rooms == 0
     said: dict[str, list[int]] = {}
     for message in worker.link.heard:
