@@ -5,6 +5,7 @@ drafter, those of the draft prefill. An aggregated decode engine has target pref
 """
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -64,11 +65,17 @@ class GraphSet:
         self._lifecycle.require(Phase.POOLS_ALLOCATED)
         drafter.capture(self.pool, max_tokens)
 
-    def capture_steps(self, steps: StepGraphs, max_batch: int | None = None) -> None:
-        """Captures whole decode steps for up to `max_batch` requests, by default `steps.max_requests`."""
+    def capture_steps(
+        self, steps: StepGraphs, max_batch: int | None = None, *, sizes: Sequence[int] | None = None
+    ) -> None:
+        """Captures whole decode steps for up to `max_batch` requests, by default `steps.max_requests`.
+
+        `sizes`: the batch sizes that get graphs, ascending; by default those of `batch_buckets`.
+        """
         self._lifecycle.require(Phase.POOLS_ALLOCATED)
         pool = steps.step.runner.pool
-        steps.capture(self.pool, batch_buckets(min(max_batch or steps.max_requests, pool.num_pages - 1)))
+        most = min(max_batch or steps.max_requests, pool.num_pages - 1)
+        steps.capture(self.pool, sizes or batch_buckets(most))
 
     def self_test(
         self,

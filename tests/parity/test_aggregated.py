@@ -48,10 +48,10 @@ def answers_of(target: Path) -> Answers:
 
 
 def worker_of(target: Path, draft: Path | None, budget: int, **settings: object) -> DecodeWorker:
-    sizes = {"pages": 160, "max_running": len(LENGTHS)} | settings
+    sizes = {"page_size": 4, "pages": 160, "max_context": 96, "max_running": len(LENGTHS)} | settings
     config = EngineConfig(
-        model=str(target), draft=str(draft or ""), device="cpu", dtype="float32", page_size=4, max_context=96,
-        aggregated=True, local_prefill_tokens=budget, **sizes,
+        model=str(target), draft=str(draft or ""), device="cpu", dtype="float32", aggregated=True,
+        local_prefill_tokens=budget, **sizes,
     )  # fmt: skip
     loader = EngineLoader(config, has_drafter=True)
     for _, run in loader.phases():
@@ -79,7 +79,7 @@ def ask(
             Reserve(room=room, epoch=0, instance=D, prompt_ids=list(ids), sampling=sampling, deadline_ms=0),
             now=0.0,
         )
-    for _ in range(500):
+    for _ in range(5000):
         worker.step()
         if not worker.num_rooms:
             break

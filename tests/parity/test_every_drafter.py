@@ -77,15 +77,15 @@ def served(worker: DecodeWorker) -> dict[str, float]:
     return worker.stats().counters
 
 
-def check_pair(pair: Pair, answers: Answers, batch: int, **how: object) -> None:
+def check_pair(pair: Pair, answers: Answers, batch: int) -> None:
     """`batch` prompts at a time over both workers, cold and then cached on both."""
     prompts, number = list(answers), 0
     tell(pair.decode.engine.drafter, answers, VOCAB)
-    for _ in range(2):
-        for i in range(0, len(prompts), batch):
-            some = prompts[i : i + batch]
+    for i in range(0, len(prompts), batch):
+        some = prompts[i : i + batch]
+        for _ in range(2):
             for j, prompt in enumerate(some):
-                pair.send(name(number + j), prompt, max_new_tokens=len(answers[prompt]), **how)
+                pair.send(name(number + j), prompt, max_new_tokens=len(answers[prompt]))
             pair.run(turns=2000)
             assert [pair.tokens[name(number + j)] for j in range(len(some))] == [
                 answers[prompt] for prompt in some
@@ -122,10 +122,10 @@ def check_aggregated(worker: DecodeWorker, answers: Answers, batch: int) -> None
     """`batch` prompts at a time in parts on one worker, cold and then cached."""
     prompts = list(answers)
     tell(worker.engine.drafter, answers, VOCAB)
-    for _ in range(2):
-        for i in range(0, len(prompts), batch):
-            some = prompts[i : i + batch]
-            count = len(answers[some[0]])
+    for i in range(0, len(prompts), batch):
+        some = prompts[i : i + batch]
+        count = len(answers[some[0]])
+        for _ in range(2):
             assert ask(worker, some, count) == [answers[prompt] for prompt in some]
     counters = served(worker)
     assert counters["accepted_tokens"] > counters["verify_steps"]
