@@ -141,6 +141,13 @@ def chain_step(target: PassCounts, head: PassCounts, batch: int, steps: int, con
     return [verify, *[draft] * (steps - 1), head.step(batch, steps + 1, context, logit_rows=1, has_fc=True)]
 
 
+def parallel_step(target: PassCounts, head: PassCounts, batch: int, steps: int, context: int) -> list[Work]:
+    """As `chain_step`, with one pass of the head for all drafts after the first."""
+    verify, *_, extend = chain_step(target, head, batch, steps, context)
+    count = steps - 1
+    return [verify, *([head.step(batch, count, context, logit_rows=count)] if count else []), extend]
+
+
 def mtp_step(
     target: PassCounts, module: PassCounts, num_modules: int, batch: int, steps: int, context: int
 ) -> list[Work]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from baton.bench.engine.bench import main
 from baton.bench.engine.drafters import DRAFTERS, DraftWish
-from baton.bench.engine.floors import Ceilings, PassCounts, Work, chain_step, mtp_step
+from baton.bench.engine.floors import Ceilings, PassCounts, Work, chain_step, mtp_step, parallel_step
 from baton.bench.engine.mtp_model import modules_config
 from baton.bench.engine.shapes import SHAPES, head_config, target_config
 
@@ -61,6 +61,19 @@ def test_a_step_of_modules_is_a_verify_and_one_pass_of_each(tmp_path):
     shared = mtp_step(counts, module, 1, batch=2, steps=3, context=100)
     assert len(shared) == 4, "verify, two drafts (the first is remembered), extend"
     assert shared[1].num_bytes == 2 * (weights + 2 * 101 * 2048)
+
+
+def test_a_parallel_step_drafts_all_but_the_first_in_one_pass(tmp_path):
+    target = target_config("llama-3.1-8b", "", tmp_path)
+    counts = PassCounts.of_target(target, 2)
+    head = PassCounts.of_head(head_config(target, "bfloat16", 32000, tmp_path), 2)
+    chain, parallel = (
+        step(counts, head, batch=2, steps=4, context=100) for step in (chain_step, parallel_step)
+    )
+    assert (len(chain), len(parallel)) == (5, 3)
+    assert (parallel[0], parallel[-1]) == (chain[0], chain[-1])
+    assert parallel[1].num_bytes == chain[1].num_bytes + 2 * 2 * 2 * head.kv, "two more rows of KV each"
+    assert parallel_step(counts, head, 2, 1, 100) == chain_step(counts, head, 2, 1, 100)
 
 
 def test_the_floor_of_an_8b_decode_step_is_its_weights_and_the_batch_s_kv(tmp_path):
