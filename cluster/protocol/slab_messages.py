@@ -30,6 +30,7 @@ class SlabRequest(Message, frozen=True, kw_only=True):
     address: Id
     token: Id  # sent with the slab's descriptor to identify this hand-over
     num_slots: NumSlots  # number of slots that decode asks for: its pulls in flight, and some more
+    early_slots: Small = 0  # those of them for runs that prefill sends before decode has pulled them
     slot_bytes: SlotBytes  # "shm": the block size of the common layout; "cuda_slab": a multiple of it
     transport: ShortText = "shm"
 

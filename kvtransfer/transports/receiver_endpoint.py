@@ -106,7 +106,18 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         """Raises LocalProtocolError: decode does not offer."""
         raise LocalProtocolError(f"decode does not offer (room {offer.room})")
 
-    def advance(self, room: str, epoch: int, tokens_ready: int, first_token: int | None = None) -> None:
+    def launched(self, room: str, epoch: int, start: int, tokens: int) -> None:
+        """Raises LocalProtocolError: decode launches no forward for an offer."""
+        raise LocalProtocolError(f"decode does not offer (room {room})")
+
+    def advance(
+        self,
+        room: str,
+        epoch: int,
+        tokens_ready: int,
+        first_token: int | None = None,
+        ready_at: float | None = None,
+    ) -> None:
         """Raises LocalProtocolError: decode does not advance."""
         raise LocalProtocolError(f"decode does not advance (room {room})")
 
@@ -339,6 +350,8 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                 # a second move could end after the room did, and read a slot that holds another run by then
                 self.session.counters.duplicate_blocks += 1
                 continue
+            if self._slabs.is_early(peer, block):
+                self.session.came_unasked(peer, block, now)
             stream, link = self.session.expect_run(peer, block, block.size), self.session.link_of(peer)
             if stream is None or link is None:
                 effects.append(SendMessage(peer, self._slabs.freed(block)))

@@ -122,10 +122,14 @@ class SlabLanes(ABC, Generic[L]):
         lane = self._lanes.get(peer)
         if lane is not None and lane.slab.id == message.slab:
             if isinstance(message, SlotFree):
-                lane.slots.free((message.room, message.epoch, message.block), message.slot)
+                self._free(lane, message)
             else:
                 self._fall_back(peer, f"decode cannot read the slab: {message.reason[:200]}")
         return None
+
+    def _free(self, lane: L, message: SlotFree) -> None:
+        """Frees the slot of a run that decode has read."""
+        lane.slots.free((message.room, message.epoch, message.block), message.slot)
 
     def forget(self, room: str, epoch: int) -> None:
         """Frees the slots of a room that ended."""
