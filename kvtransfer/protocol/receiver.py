@@ -468,5 +468,5 @@ def _ready_at(room: ReceiverRoom, announce: Announce, now: float) -> float:
     It is prefill's own if it shares this host's clock, else the time at which decode heard of them.
     """
     heard_at, room.unasked_at = now if room.unasked_at is None else room.unasked_at, None
-    is_shared = heard_at - MAX_ANNOUNCING_S < announce.ready_at <= heard_at
+    is_shared = max(0.0, heard_at - MAX_ANNOUNCING_S) < announce.ready_at <= heard_at
     return announce.ready_at if is_shared else heard_at

@@ -17,6 +17,7 @@ their own process only.
 
 import logging
 import math
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -85,6 +86,7 @@ class DeviceLane:
     slab: DeviceSlab
     slots: SlotTable
     early: SlotTable  # those behind them, for runs that go unasked
+    is_heard: bool = False  # decode has sent a frame over the slab's connection
 
     @property
     def is_used(self) -> bool:
@@ -122,6 +124,21 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         self._fillings: list[_Filling] = []
         self._early: list[_Filling] = []  # behind forwards, in the order of their launches
         self._ended: list[DeviceSlab] = []  # decode may still have them mapped
+
+    def connections(self) -> list[tuple[Peer, socket.socket]]:
+        """The connections of all slabs from which frames are read."""
+        return [(peer, lane.slab.connection) for peer, lane in self._lanes.items() if lane.request.has_wire]
+
+    def heard(self, peer: Peer) -> None:
+        """Records a frame over the slab's connection: decode has mapped the slab, and reads frames too."""
+        lane = self._lanes.get(peer)
+        if lane is not None:
+            lane.is_heard = True
+
+    def wire(self, peer: Peer) -> socket.socket | None:
+        """The connection over which frames reach decode; None if there is none."""
+        lane = self._lanes.get(peer)
+        return lane.slab.connection if lane is not None and lane.is_heard else None
 
     def begin(self, items: Sequence[SendBlock], now: float) -> tuple[int, list[SlabBlock]]:
         """Starts to fill slots with the first runs of `items`, all for one peer.

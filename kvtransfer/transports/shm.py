@@ -196,6 +196,7 @@ class _Asked:
     retry_at: float  # monotonic time of the next request
     early_slots: int = 0
     slab: MappedSlab | MappedDeviceSlab | None = None  # None until it is granted
+    has_wire: bool = False
 
     @property
     def num_pulled(self) -> int:
@@ -276,6 +277,7 @@ class ReceiverSlabs:
             if isinstance(message, SlabDenied):
                 raise SlabError(message.reason[:200])
             asked.slab = self._map(asked, message)
+            asked.has_wire = message.has_wire and asked.transport == CUDA_SLAB
         except SlabError as error:
             if isinstance(message, SlabGrant):
                 answers.append(
@@ -286,6 +288,22 @@ class ReceiverSlabs:
         self._count()
         logger.info(_ARRIVING[asked.transport], extra=log_fields(endpoint=peer, slots=message.num_slots))
         return answers
+
+    def connections(self) -> list[tuple[Peer, socket.socket]]:
+        """The connections of slabs that carry frames."""
+        wires = [(peer, self.wire(peer)) for peer in self._asked]
+        return [(peer, wire) for peer, wire in wires if wire is not None]
+
+    def wire(self, peer: Peer) -> socket.socket | None:
+        """The connection over which frames reach prefill; None if there is none."""
+        asked = self._asked.get(peer)
+        if asked is None or asked.slab is None or not asked.has_wire:
+            return None
+        return asked.slab.connection
+
+    def sweep_soon(self) -> None:
+        """Makes the next `sweep` due, because a connection has ended."""
+        self._sweep_at = 0.0
 
     def is_pinned(self, peer: Peer) -> bool:
         """Whether a GPU may read the memory returned by `read`."""
@@ -420,6 +438,7 @@ class ReceiverSlabs:
             slot_bytes=slot_bytes,
             transport=transport,
             early_slots=early_slots,
+            has_wire=transport == CUDA_SLAB,
         )
 
     def _next(self, peer: Peer, asked: _Asked, reason: str) -> list[SlabUp]:

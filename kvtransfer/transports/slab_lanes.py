@@ -56,6 +56,9 @@ class OwnedSlab(Protocol):
     def handle(self) -> bytes:
         """What a SlabGrant carries to open the slab; empty if the slab's descriptor went another way."""
 
+    has_wire: bool
+    """Whether its connection carries frames, too."""
+
 
 class SlabLane(Protocol):
     """Prefill's records of one pair."""
@@ -145,6 +148,10 @@ class SlabLanes(ABC, Generic[L]):
             lane.slots.free_where(lambda _, ends_at: now >= ends_at)
         self._drop_unused()
 
+    def sweep_soon(self) -> None:
+        """Makes the next `sweep` due, because a connection has ended."""
+        self._sweep_at = 0.0
+
     def next_deadline(self) -> float | None:
         """Monotonic time of the next `sweep` with work; None without slabs."""
         return self._sweep_at if self._lanes else None
@@ -186,6 +193,7 @@ class SlabLanes(ABC, Generic[L]):
             num_slots=lane.slab.num_slots,
             slot_bytes=lane.slab.slot_bytes,
             handle=lane.slab.handle,
+            has_wire=lane.slab.has_wire,
         )
 
     def _drop_unused(self) -> None:
