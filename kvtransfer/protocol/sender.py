@@ -242,6 +242,11 @@ class SenderSession:
         self._close(known, SenderState.DROPPED, reason, now)
         return [Notify(Dropped(room=message.room, epoch=message.epoch, reason=reason))]
 
+    def is_attached(self, room: str, epoch: int) -> bool:
+        """Whether decode waits for the room's announcements."""
+        known = self._rooms.get(room)
+        return known is not None and known.offer.epoch == epoch and known.state is SenderState.ATTACHED
+
     def is_underway(self, room: str, epoch: int, tokens: int) -> bool:
         """Whether the forward that ends with the first `tokens` tokens was launched and not announced."""
         known = self._rooms.get(room)

@@ -90,7 +90,7 @@ class Ends:
                 endpoint=self.sender.endpoint, peer_instance=P,
             )
         )  # fmt: skip
-        while not self.sender.session._rooms[room].peer:
+        while not self.sender.session.is_attached(room, 0):
             self.sender.poll(0.01), self.receiver.poll(0.01)
         self.sender.launched(room, 0, 0, NUM_TOKENS)
         self.sender.advance(room, 0, NUM_TOKENS, 7)
