@@ -315,12 +315,13 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         slabs = [*(lane.slab for lane in self._lanes.values()), *self._ended]
         left = self._max_bytes - sum(slab.size for slab in slabs)
         num_slots = slots_that_fit(request, SLOT_BYTES, left, self._max_bytes, "--device-slab-mb")
-        connection = reached(request.address, request.token)
-        slab = DeviceSlab(self._device, num_slots, request.slot_bytes, connection)
         num_pulled = min(num_slots, max(MIN_SLOTS, request.num_slots - request.early_slots))
-        return DeviceLane(
-            request, slab, SlotTable(num_pulled), SlotTable(num_slots - num_pulled, first=num_pulled)
-        )
+        # early runs only save time: they leave memory for the pulls of one more pair
+        num_spare = max(0, left // request.slot_bytes - 2 * num_pulled)
+        num_early = min(num_slots - num_pulled, num_spare)
+        connection = reached(request.address, request.token)
+        slab = DeviceSlab(self._device, num_pulled + num_early, request.slot_bytes, connection)
+        return DeviceLane(request, slab, SlotTable(num_pulled), SlotTable(num_early, first=num_pulled))
 
     def _end(self, lane: DeviceLane) -> None:
         lane.slab.give_up()

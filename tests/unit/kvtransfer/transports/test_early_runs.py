@@ -11,12 +11,12 @@ from baton.cluster.protocol import messages as m
 from baton.cluster.protocol.kv_messages import Pull
 from baton.cluster.protocol.slab_messages import SlabBlock, SlabRequest, SlotFree
 from baton.kvtransfer.transport import Complete, Offer, PullRequest
-from baton.kvtransfer.transports import cuda_slab
 from baton.tests.unit.kvtransfer.transports.test_cuda_slab import (
     NUM_BLOCKS,
     NUM_RUNS,
     NUM_TOKENS,
     ROOM,
+    SLOT_BYTES,
     P,
     Pair,
     start,
@@ -306,8 +306,8 @@ def test_a_pair_of_which_one_knows_no_early_runs_pulls_all(start, monkeypatch, s
     assert pair.wire.count(Pull) == NUM_RUNS
 
 
-def test_a_small_slab_gives_early_runs_what_pulls_leave(start, monkeypatch):
-    pair = warm(start, device_slab_bytes=8 * 16384)
+def test_early_runs_leave_memory_for_the_pulls_of_one_more_pair(start):
+    pair = warm(start, device_slab_bytes=14 * SLOT_BYTES)
     assert early_slots(pair) == "SlotTable(0/2 held)"
     assert pair.slots() == "DeviceLanes(SlotTable(0/6 held))"
     features = offer(pair, FIRST)
@@ -316,7 +316,6 @@ def test_a_small_slab_gives_early_runs_what_pulls_leave(start, monkeypatch):
     assert outcome(pair.run()) == ["Complete", "Released"]
     pair.check_landed(features)
     assert pair.wire.count(Pull) == NUM_RUNS - 2
-    assert cuda_slab.EARLY_SLOTS == 8
 
 
 def test_a_room_of_which_nothing_was_attached_is_only_announced(start):
