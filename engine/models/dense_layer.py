@@ -82,8 +82,8 @@ def sized_layer(
         qk_norm_eps=eps if qk_norm else None,
         ops=ops,
     )
-    norms = [RMSNorm(width, eps, dtype=dtype, device=device, ops=ops) for _ in range(2)]
+    input_norm, post_norm = (RMSNorm(width, eps, dtype=dtype, device=device, ops=ops) for _ in range(2))
     if experts is not None:
-        return DecoderLayer(attention, experts, *norms, mlp_name=experts.config.names.block)
+        return DecoderLayer(attention, experts, input_norm, post_norm, experts.config.names.block)
     mlp = GatedMLP(width, sizes.intermediate_size, bias=mlp_bias, dtype=dtype, device=device, ops=ops)
-    return DecoderLayer(attention, mlp, *norms)
+    return DecoderLayer(attention, mlp, input_norm, post_norm)
