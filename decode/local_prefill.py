@@ -170,6 +170,7 @@ class LocalPrefill:
         if self.engine.drafter is not None:
             self.decoder.draft_prefill_batch(read.drafts)
         for room, is_bad in zip(read.ended, read.result.is_bad, strict=True):
+            room.request.embeds = None  # every row is computed
             if not is_bad:
                 keep_pages(self.engine, self.decoder, room.request)
 
