@@ -6,7 +6,9 @@ from baton.cluster.protocol.messages import Cancel, Failed, Refused, Reserve, Sa
 from baton.engine.request import Request
 from baton.engine.sampling.params import SamplingParams
 from baton.tests.embeds import embeddings_of
+from baton.tests.parity.dflash_toys import dflash_config, dflash_tensors, write_dflash
 from baton.tests.parity.eagle3_toys import write_oracle
+from baton.tests.parity.mtp_laws import write_kinds
 from baton.tests.sim.worker_pair import D, P, Pair, name
 from baton.worker.prompt_embeds import OFF
 from msgspec.structs import replace
@@ -77,6 +79,39 @@ def test_tokens_are_those_of_another_forward_over_the_embeddings(toy_checkpoint)
         pair.send(name(number), [0] * 17, embeds=embeddings_of(rows), is_local=is_local)
     pair.run()
     assert pair.tokens == {name(0): wanted, name(1): wanted}
+
+
+@pytest.mark.slow
+def test_graphs_of_both_prefills_leave_embeddings_to_the_eager_path(oracle):
+    pair = Pair(*oracle, pages=96, chunk_size=8, graphs="on", captured={"chunk_size": 8, "max_running": 4})
+    wanted = said(pair, PROMPT, as_embeds=False)
+    assert said(pair, PROMPT, as_embeds=True) == wanted
+    fallbacks = "graph_fallback_target_prefill_caller_embeds", "graph_fallback_draft_prefill_caller_embeds"
+    assert pair.prefill.stats().counters[fallbacks[0]] == 3
+    assert pair.decode.stats().counters[fallbacks[1]] > 0
+
+
+def lookup(target, directory):
+    return "ngram"
+
+
+def dflash(target, directory):
+    return write_dflash(directory, dflash_config(), dflash_tensors())
+
+
+def mtp(target, directory):
+    return write_kinds(directory, target)["chained"]
+
+
+@pytest.mark.parametrize("draft", [lookup, dflash, mtp])
+def test_other_drafters_change_no_token_behind_embeddings(toy_checkpoint, tmp_path, draft):
+    target = toy_checkpoint("llama", num_hidden_layers=12)
+    plain, pair = Pair(target, pages=96), Pair(target, draft(target, tmp_path / "draft"), pages=96)
+    for ids in (PROMPT, [4]):
+        wanted = said(plain, ids, as_embeds=False)[0]
+        assert said(pair, ids, as_embeds=True, is_local=False)[0] == wanted
+        assert said(pair, ids, as_embeds=True, is_local=True)[0] == wanted
+    pair.assert_nothing_is_held()
 
 
 def test_prompts_of_ids_and_of_embeddings_share_a_forward_and_no_page(pair):
