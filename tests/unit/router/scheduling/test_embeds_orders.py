@@ -16,6 +16,7 @@ from baton.cluster.protocol.messages import (
     Sampling,
     WorkerStats,
 )
+from baton.router.answers.answer import error_of
 from baton.router.errors import ApiError
 from baton.router.http.rate_limits import Caller
 from baton.router.scheduling import admission_queue
@@ -24,7 +25,7 @@ from baton.router.scheduling.request_limits import embeds_width
 from baton.router.scheduling.request_state import Job
 from baton.router.workers.eligibility import live_pairs
 from baton.tests.embeds import embeddings_of
-from baton.tests.unit.router.scheduling.test_dispatcher import D, P, World
+from baton.tests.unit.router.scheduling.test_dispatcher import D, P, World, events
 from baton.tests.unit.router.workers.test_registry import hello
 
 WIDE = embeddings_of(torch.ones(16, 40_000))  # 2.5 MB: three messages
@@ -132,6 +133,20 @@ def test_a_single_request_is_held_however_large():
         world.ask(3)
         with pytest.raises(ApiError):
             world.ask()
+
+
+def test_embeddings_that_break_the_model_are_a_400_and_no_workers_fault():
+    world = Embedding().join()
+    inbox = Inbox(lambda: world.now)
+    job = Job(prompt_ids=[0] * 16, sampling=Sampling(), arrived=0.0, tokenize_s=0.0, embeds=WIDE)
+    (entry,) = world.dispatcher.submit([job], inbox)
+    room = {"room": entry.room.room, "epoch": 0}
+    failed = Failed(instance=P, kind="BadEmbeds", message="on host-7", retryable=False, **room)
+    world.dispatcher.on_message(b"p", failed)
+    (failure,) = events(inbox)
+    error = error_of(failure)
+    assert (error.status, error.body.param) == (400, "prompt_embeds")
+    assert "host-7" not in error.body.message
 
 
 OFF = {"takes": YOUNG_FIELDS[:-1], "embeds_fault": "the workers run without --prompt-embeds"}
