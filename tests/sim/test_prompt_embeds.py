@@ -3,11 +3,13 @@
 import pytest
 import torch
 from baton.cluster.protocol.messages import Cancel, Failed, Refused, Reserve, Sampling
+from baton.decode.queues import DecodeState
 from baton.engine.request import Request
 from baton.engine.sampling.params import SamplingParams
+from baton.prefill.queues import PrefillState
 from baton.tests.embeds import embeddings_of
 from baton.tests.parity.dflash_toys import dflash_config, dflash_tensors, write_dflash
-from baton.tests.parity.eagle3_toys import write_oracle
+from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head, write_oracle
 from baton.tests.parity.mtp_laws import write_kinds
 from baton.tests.sim.worker_pair import D, P, Pair, name
 from baton.worker.prompt_embeds import OFF
@@ -26,9 +28,9 @@ def oracle(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["handed over", "local"])
 def pair(request, oracle):
-    """One for all tests of this file, which name other rooms each; chunks of 4 tokens."""
-    pair = Pair(*oracle, pages=96, overlap="on", chunk_size=4)
-    pair.decode.local.budget = pair.decode.local.budget_alone = 4
+    """One for all tests of this file, which name other rooms each; chunks of 16 tokens."""
+    pair = Pair(*oracle, pages=96, overlap="on", chunk_size=16)
+    pair.decode.local.budget = pair.decode.local.budget_alone = 16
     pair.is_local = request.param == "local"
     return pair
 
@@ -89,6 +91,26 @@ def test_graphs_of_both_prefills_leave_embeddings_to_the_eager_path(oracle):
     fallbacks = "graph_fallback_target_prefill_caller_embeds", "graph_fallback_draft_prefill_caller_embeds"
     assert pair.prefill.stats().counters[fallbacks[0]] == 3
     assert pair.decode.stats().counters[fallbacks[1]] > 0
+
+
+@pytest.mark.parametrize("is_local", [False, True], ids=["handed over", "local"])
+def test_draft_rows_of_embeddings_are_those_of_the_ids(toy_checkpoint, tmp_path, is_local):
+    """Of a head that sees all of them, unlike the oracle's."""
+    target = toy_checkpoint("llama", num_hidden_layers=4)
+    head = write_head(tmp_path / "head", head_config(2, (0, 1, 3)), head_tensors())
+    pair = Pair(target, head, pages=96, chunk_size=16)
+    pair.decode.local.budget = pair.decode.local.budget_alone = 16
+    rooms = [begin(pair, PROMPT, as_embeds=as_embeds, is_local=is_local) for as_embeds in (False, True)]
+    pair.run(until=lambda: pair.decode.queues.count(DecodeState.RUNNING) == 2)
+    pages = [room.request.pages for room in pair.decode.queues]
+    size, kv = pair.decode.engine.page_size, pair.decode.engine.drafter.pool.kv
+    whole = len(PROMPT) // size
+    wanted, found = (kv[held[:whole]] for held in pages)
+    assert wanted.isfinite().all()
+    assert wanted.abs().sum() > 0
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    pair.run()
+    assert pair.tokens[rooms[0]] == pair.tokens[rooms[1]]
 
 
 def lookup(target, directory):
@@ -214,13 +236,15 @@ def test_embeddings_that_do_not_fit_are_refused_for_good(pair, kind):
 
 
 def test_rows_are_dropped_as_soon_as_nothing_reads_them(pair):
-    room = begin(pair, PROMPT, as_embeds=True, max_new_tokens=40)
-    pair.run(until=lambda: len(pair.tokens.get(room, ())) > 4)
-    requests = [room.request for worker in (pair.prefill, pair.decode) for room in worker.queues]
-    assert requests
-    assert all(each.embeds is None and each.num_embeds == len(PROMPT) for each in requests)
-    assert pair.prefill.embeds.num_bytes == pair.decode.embeds.num_bytes == 0
+    begin(pair, PROMPT, as_embeds=True, max_new_tokens=40)
+    begin(pair, OTHER, as_embeds=True, max_new_tokens=40)
+    for worker, state in ((pair.prefill, PrefillState.HANDED), (pair.decode, DecodeState.RUNNING)):
+        if worker is pair.decode or not pair.is_local:
+            pair.run(until=lambda worker=worker, state=state: worker.queues.of(state))
+            requests = [room.request for room in worker.queues.of(state)]
+            assert all(each.embeds is None and each.num_embeds == len(PROMPT) for each in requests)
     pair.run()
+    assert pair.prefill.embeds.num_bytes == pair.decode.embeds.num_bytes == 0
 
 
 def test_rows_of_a_cancelled_or_ownerless_prompt_are_dropped(pair):

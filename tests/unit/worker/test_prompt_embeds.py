@@ -1,9 +1,12 @@
-"""Rows of prompt embeddings between their messages and their order: bounded, and dropped if they do not fit."""
+"""Rows of prompt embeddings between their messages and their order: bounded, dropped if they do not fit."""
 
 import pytest
 import torch
-from baton.cluster.protocol.messages import PromptEmbeds, PromptRows, Reserve, Sampling
+from baton.cluster.protocol.messages import YOUNG_FIELDS, PromptEmbeds, PromptRows, Reserve, Sampling
+from baton.engine.kv.layouts import MHALayout
+from baton.engine.kv.pool import KVPool
 from baton.tests.embeds import embeddings_of
+from baton.worker.identity import hello_of, layout_of
 from baton.worker.prompt_embeds import EmbedsInbox
 from baton.worker.refusal import Refusal
 from baton.worker.room_owners import FromRouter, RoomOwners
@@ -18,15 +21,9 @@ def inbox_of(**more):
     return EmbedsInbox(**{"width": WIDTH, "dtype": torch.float32} | more)
 
 
-def order(room, epoch=0, count=6):
-    common = {
-        "room": f"{room:032x}",
-        "epoch": epoch,
-        "instance": ME,
-        "sampling": Sampling(),
-        "deadline_ms": 0,
-    }
-    return Reserve(prompt_ids=[0] * 6, embeds=PromptRows(count=count, digest=bytes(32)), **common)
+def order(room):
+    common = {"room": f"{room:032x}", "epoch": 0, "instance": ME, "sampling": Sampling(), "deadline_ms": 0}
+    return Reserve(prompt_ids=[0] * 6, embeds=PromptRows(count=6, digest=bytes(32)), **common)
 
 
 def part(room, start, end, epoch=0, **more):
@@ -48,9 +45,7 @@ def taken(parts, *, held=0, **more):
     inbox = inbox_of(**more)
     for each in parts:
         inbox.keep(each)
-    found = inbox.take(order(1), held)
-    assert inbox.num_bytes == 0 or len(parts) > 6
-    return found
+    return inbox.take(order(1), held)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -130,3 +125,19 @@ def test_rows_are_taken_from_the_router_of_the_room_only():
         assert owners.take(FromRouter(router=0, message=message)) == message
         assert owners.take(FromRouter(router=1, message=message)) is None
     assert owners.num_foreign == 3
+
+
+@pytest.mark.parametrize(
+    ("embeds", "width"), [(None, 0), (inbox_of(fault="no hook"), 0), (inbox_of(), WIDTH)]
+)
+def test_a_hello_offers_embeddings_only_where_they_are_taken(embeds, width):
+    pool = KVPool(3, MHALayout(num_layers=1, num_kv_heads=1, head_dim=4, page_size=4, dtype=torch.float32))
+    layout = layout_of(pool, model_fingerprint="f", feature_ids=(), feature_width=0)
+    sizes = {"model": "m", "max_context": 8, "max_running": 1, "vocab_size": 9}
+    hello = hello_of(layout, pool, role="decode", instance=ME, embeds=embeds, **sizes)
+    assert (hello.embeds_width, "embeds" in hello.takes, not hello.embeds_fault) == (
+        width,
+        width > 0,
+        width > 0,
+    )
+    assert set(YOUNG_FIELDS) - set(hello.takes) <= {"embeds"}
