@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER_MS = 500
 PREFILL_COUNTERS = (
     "prompt_tokens", "cached_tokens", "requests", "handed_off", "dropped", "cancelled", "refused", "steps",
+    "embedded_tokens",
 )  # fmt: skip
 Chunks = list[Chunk[PrefillRoom]]
 

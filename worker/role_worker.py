@@ -198,6 +198,7 @@ class RoleWorker(ABC, Generic[R]):
             if isinstance(taken, Refusal):
                 return taken
             embeds = taken
+            self._counters["embedded_tokens"] += len(taken)
         return Request(
             room=order.room,
             epoch=order.epoch,

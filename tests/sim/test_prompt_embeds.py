@@ -60,10 +60,14 @@ def said(pair, ids, **more):
 
 
 def test_embeddings_of_ids_give_the_tokens_and_the_drafts_of_the_ids(pair):
-    for ids in (PROMPT, [4], [*PROMPT, *OTHER]):
+    worker = pair.decode if pair.is_local else pair.prefill
+    before = worker.stats().counters["embedded_tokens"]
+    asked = PROMPT, [4], [*PROMPT, *OTHER]
+    for ids in asked:
         wanted = said(pair, ids, as_embeds=False)
         assert said(pair, ids, as_embeds=True) == wanted
         assert wanted[1][2] > 6, "drafts are accepted"
+    assert worker.stats().counters["embedded_tokens"] - before == sum(map(len, asked))
     pair.assert_nothing_is_held()
 
 
