@@ -168,6 +168,8 @@ class LocalPrefill:
         """Writes the draft rows of a forward. The pages of its ended prompts wait for `cache_computed`."""
         if self.engine.drafter is not None:
             self.decoder.draft_prefill_batch(read.drafts)
+        for room in read.ended:
+            room.request.embeds = None  # every row is computed
         bad = read.result.is_bad
         self._uncached += [room.request for room, is_bad in zip(read.ended, bad, strict=True) if not is_bad]
 

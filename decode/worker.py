@@ -26,10 +26,12 @@ from ..cluster.protocol.messages import (
 )
 from ..cluster.telemetry.trace_context import carried_by
 from ..engine.loader import Engine
+from ..engine.speculative.drafters.protocol import reads_features
 from ..engine.speculative.step.result import StepResult
 from ..kvtransfer.transport import Complete, Landed, Lost
 from ..worker.commands import DropDone, LinkEvent
 from ..worker.link import WorkerLink
+from ..worker.prompt_embeds import EmbedsInbox
 from ..worker.refusal import Refusal
 from ..worker.role_worker import RoleWorker, sampling_params_of
 from .admission import Admission
@@ -60,10 +62,17 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         local_prefill_tokens: int = 128,
         decoder: StepDecoder | None = None,
         clock: Callable[[], float] = time.monotonic,
+        embeds: EmbedsInbox | None = None,
     ) -> None:
         queues, self._metrics = DecodeQueues(max_running), StepMetrics()
         super().__init__(
-            engine, link, queues, instance=instance, counters=self._metrics.counters, clock=clock
+            engine,
+            link,
+            queues,
+            instance=instance,
+            counters=self._metrics.counters,
+            clock=clock,
+            embeds=embeds,
         )
         self.admission = Admission(engine, queues, spare_tokens=engine.shape.spare_slots)
         self.decoder: StepDecoder = decoder or engine.decoder()
@@ -129,8 +138,14 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         self.reach("decode:reserve")
         if not self._begins(order):
             return
-        request = self._request_of(order, sampling_params_of(order))
         is_local = order.prefill_instance is None
+        request = self._request_of(
+            order,
+            sampling_params_of(order),
+            needs_embeds=is_local or reads_features(self.engine.drafter),
+        )
+        if isinstance(request, Refusal):
+            return self._refuse(order, request)
         if is_local and self._is_finished_already(request):
             return
         room = self.admission.admit(
@@ -301,6 +316,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         for room in warming:
             if room.request.is_ready and (room.features is None or room.warmed == room.request.num_prompt):
                 room.features = None
+                room.request.embeds = None  # every draft row is written
                 room.state = DecodeState.RUNNING
                 room.started_at = self._clock()
                 admitted = True
@@ -335,4 +351,4 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
                 self._finish(room)
             elif is_bad:
                 room.is_tainted = True
-                self._fail(room, "BadLogits", "the model's logits are not finite", retryable=False)
+                self._fail(room, *room.request.logits_fault, retryable=False)

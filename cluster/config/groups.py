@@ -99,6 +99,13 @@ class ModelSettings(RoleConfig):
         )
     )
     served_model: str = setting("", Setting(help="name that clients use; empty: the last part of --model"))
+    prompt_embeds: bool = setting(
+        False,
+        Setting(
+            help="take prompts as embeddings (`prompt_embeds` of /v1/completions); "
+            "the router and all workers need it"
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
