@@ -18,6 +18,7 @@ FAMILIES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "MiMoForCausalLM": "mimo",
+    "SparseBlockForCausalLM": "sparse_block",
 }
 BIASED = ("qwen2", "mimo")  # families with a bias of q, k and v, and none of the output projection
 
@@ -49,6 +50,11 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str
     num_mtp_modules: int = 0
+
+    @property
+    def query_heads(self) -> int:
+        """Heads of q that a layer hands to attention."""
+        return self.num_heads
 
 
 class ConfigReader:

@@ -1,0 +1,158 @@
+"""A small model with sparse attention, its checkpoint, and its definition in plain torch over a whole text.
+
+The definition shares no code with the paged attention: it computes every row of a text at once, from
+contiguous keys and values, with no pages, plans, slots or caches.
+
+Legend: T tokens of a text, H hidden size, N query heads, I heads of the indexer, K KV heads, D head dimension.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from baton.engine.models.interface import CausalLM
+from baton.engine.models.rope import RopeConfig
+from baton.engine.models.sparse_block import SparseConfig
+from safetensors.torch import save_file
+
+ARCHITECTURE = "SparseBlockForCausalLM"
+# Windows and groups so short that a text of a hundred tokens has blocks to choose from and groups to read.
+WINDOW, TOP_K, INDEX_BLOCK, GROUP = 8, 3, 4, 32
+
+
+def sparse_config(**changes: object) -> SparseConfig:
+    """The config of the toy; `changes` override it."""
+    values: dict[str, object] = {
+        "architecture": ARCHITECTURE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 256,
+        "rms_norm_eps": 1e-5,
+        "rope": RopeConfig(),
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "qk_norm": False,
+        "eos_token_ids": (),
+        "dtype": "float32",
+        "index_heads": 2,
+        "index_topk": TOP_K,
+        "index_block": INDEX_BLOCK,
+        "compressed_block": GROUP,
+        "window": WINDOW,
+    }
+    return SparseConfig(**(values | changes))  # type: ignore[arg-type]
+
+
+def write_sparse_checkpoint(path: Path, model: CausalLM) -> Path:
+    """The checkpoint of a toy: its weights, and its config as a file has it."""
+    config = model.config
+    assert isinstance(config, SparseConfig)
+    path.mkdir(parents=True, exist_ok=True)
+    raw = {
+        "architectures": [ARCHITECTURE],
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "index_n_heads": config.index_heads,
+        "index_topk": config.index_topk,
+        "index_block_size": config.index_block,
+        "compressed_block_size": config.compressed_block,
+        "local_window": config.window,
+    }
+    (path / "config.json").write_text(json.dumps(raw))
+    tensors = {name: tensor.cpu().float().contiguous() for name, tensor in model.tensors()}
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+class Reference:
+    """The definition of a toy's forward, with the weights of `model`, in float32 on its device."""
+
+    def __init__(self, model: CausalLM) -> None:
+        assert isinstance(model.config, SparseConfig)
+        self.config = model.config
+        self.w = {name: tensor.float() for name, tensor in model.tensors()}
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """The logits `[T, V]` of a text."""
+        hidden = self.w["model.embed_tokens.weight"][torch.tensor(ids, device=self._device)]
+        for layer in range(self.config.num_layers):
+            prefix = f"model.layers.{layer}."
+            normed = self._norm(hidden, prefix + "input_layernorm")
+            hidden = hidden + self._attention(normed, prefix + "self_attn.")
+            normed = self._norm(hidden, prefix + "post_attention_layernorm")
+            gate, up = (normed @ self.w[f"{prefix}mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+            hidden = hidden + (torch.nn.functional.silu(gate) * up) @ self.w[prefix + "mlp.down_proj.weight"].T
+        return self._norm(hidden, "model.norm") @ self.w["lm_head.weight"].T
+
+    def greedy(self, ids: list[int], count: int) -> list[int]:
+        """The `count` likeliest tokens, each from a forward over the whole text."""
+        text = list(ids)
+        for _ in range(count):
+            text.append(int(self.logits(text)[-1].argmax()))
+        return text[len(ids) :]
+
+    @property
+    def _device(self) -> torch.device:
+        return self.w["lm_head.weight"].device
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
+        return x * scale * self.w[name + ".weight"]
+
+    def _attention(self, x: torch.Tensor, prefix: str) -> torch.Tensor:
+        c, length = self.config, x.shape[0]
+
+        def project(name: str) -> torch.Tensor:
+            return (x @ self.w[f"{prefix}{name}_proj.weight"].T).view(length, -1, c.head_dim)
+
+        q, k, v, queries = rotate(project("q")), rotate(project("k")), project("v"), rotate(project("index_q"))
+        gate = torch.sigmoid(x @ self.w[prefix + "index_gate_proj.weight"].T)
+        queries = queries * gate[:, :, None]
+        index = torch.stack([k[i : i + c.index_block].mean((0, 1)) for i in self._starts(length, c.index_block)])
+        groups = self._starts(length, c.compressed_block)
+        far_k, far_v = (torch.stack([part[i : i + c.compressed_block].mean(0) for i in groups] or [part[:0].sum(0)])
+                        for part in (k, v))  # fmt: skip
+        rows = []
+        for t in range(length):
+            start = max(t - c.window + 1, 0) // c.index_block * c.index_block
+            scores = [float((queries[t] @ index[b]).relu().sum()) for b in range(start // c.index_block)]
+            chosen = sorted(range(len(scores)), key=lambda b: (scores[b], b), reverse=True)[: c.index_topk]
+            tokens = [i for b in chosen for i in range(b * c.index_block, (b + 1) * c.index_block)]
+            tokens += range(start, t + 1)
+            seen = start // c.compressed_block
+            keys, values = torch.cat((k[tokens], far_k[:seen])), torch.cat((v[tokens], far_v[:seen]))
+            grouped = q[t].view(c.num_kv_heads, -1, c.head_dim)
+            weights = (torch.einsum("kgd,ckd->kgc", grouped, keys) * c.head_dim**-0.5).softmax(-1)
+            rows.append(torch.einsum("kgc,ckd->kgd", weights, values).flatten())
+        return torch.stack(rows) @ self.w[prefix + "o_proj.weight"].T
+
+    def _starts(self, length: int, size: int) -> range:
+        """First tokens of the whole blocks of `size` tokens; at least one block, which is never seen."""
+        return range(0, max(length // size, 1) * size, size) if size == self.config.index_block else range(
+            0, length // size * size, size
+        )
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """Neox-style rotation of `[T, heads, D]`, base 10000."""
+    half = x.shape[-1] // 2
+    device = x.device
+    angles = torch.arange(x.shape[0], device=device)[:, None] * 10000.0 ** (-torch.arange(half, device=device) / half)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
