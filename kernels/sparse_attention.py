@@ -174,7 +174,7 @@ def _dense_entries(
 
 
 @jit_varying("first_row", "num_requests", "row_stride", "table_stride", "max_blocks", "p_scores")
-def _score_kernel(
+def _score_blocks_kernel(
     p_q: tl.tensor,
     p_kv: tl.tensor,
     p_rows: tl.tensor,
@@ -225,7 +225,7 @@ def _score_kernel(
 
 
 @jit_varying("first_row", "row_stride", "max_blocks", "p_scores")
-def _pick_kernel(
+def _pick_blocks_kernel(
     p_scores: tl.tensor,
     p_rows: tl.tensor,
     p_picked: tl.tensor,
@@ -471,7 +471,7 @@ def _pick_triton(
     o_cache = sizes.num_layers * sizes.layer_elements + layer * sizes.side_elements
     for first in range(0, planned, most):
         count = min(most, planned - first)
-        _score_kernel[(count, cdiv(max_blocks, BLOCK_SCORES))](
+        _score_blocks_kernel[(count, cdiv(max_blocks, BLOCK_SCORES))](
             q,
             kv,
             plan.rows,
@@ -496,7 +496,7 @@ def _pick_triton(
             BLOCK_DIM=next_power_of_2(sizes.head_dim),
             num_warps=4,
         )
-        _pick_kernel[(count,)](
+        _pick_blocks_kernel[(count,)](
             scores,
             plan.rows,
             picked,

@@ -266,7 +266,7 @@ def _compress_kernel(
     table_stride: tl.tensor,
     first_layer: tl.tensor,
     page_stride: tl.tensor,
-    o_side: tl.tensor,
+    o_cache: tl.tensor,
     KIND: tl.constexpr,
     GROUP_TOKENS: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -312,7 +312,7 @@ def _compress_kernel(
             ) * HEAD_DIM
             b_sum += tl.sum(tl.load(p_row + o_plane, mask=m_tile, other=0.0).to(tl.float32), axis=0)
     num_terms = GROUP_TOKENS * KV_HEADS if IS_INDEX else GROUP_TOKENS
-    o_entry = (target // ENTRIES) * page_stride + o_side + i_layer * SIDE_ELEMENTS
+    o_entry = (target // ENTRIES) * page_stride + o_cache + i_layer * SIDE_ELEMENTS
     if IS_INDEX:
         o_entry += (target % ENTRIES) * HEAD_DIM
     else:
@@ -342,10 +342,10 @@ def compress_triton(
     if not planned:
         return
     o_side = sizes.num_layers * sizes.layer_elements
-    heads = 2 * sizes.kv_heads
-    for kind, block, entries, planes in (
-        (INDEX_TARGET, sizes.index_block, sizes.index_entries, 1),
-        (DENSE_TARGET, sizes.dense_block, sizes.dense_entries, heads),
+    o_dense, heads = o_side + sizes.index_entries * sizes.head_dim, 2 * sizes.kv_heads
+    for kind, block, entries, planes, o_cache in (
+        (INDEX_TARGET, sizes.index_block, sizes.index_entries, 1, o_side),
+        (DENSE_TARGET, sizes.dense_block, sizes.dense_entries, heads, o_dense),
     ):
         _compress_kernel[(planned, num_layers, planes)](
             kv,
@@ -360,7 +360,7 @@ def compress_triton(
             page_table.stride(0),
             layer,
             kv.stride(0),
-            o_side,
+            o_cache,
             KIND=kind,
             GROUP_TOKENS=block,
             ENTRIES=entries,
@@ -389,7 +389,8 @@ def check_sparse(
     if tuple(kv.shape[1:]) != shape or not kv.is_contiguous():
         raise ValueError(f"{op}: a pool of pages {tuple(kv.shape[1:])}, expected contiguous ones of {shape}")
     integers = (plan.rows, plan.stamp, page_table, kv_lens)
-    is_dense = plan.rows.is_contiguous() and page_table.stride(-1) == 1 and kv_lens.is_contiguous()
+    is_dense = plan.rows.is_contiguous() and kv_lens.is_contiguous()
+    is_dense = is_dense and (page_table.stride(-1) == 1 or page_table.numel() == 0)
     if not is_dense or any(part.dtype != torch.int64 for part in integers):
         raise ValueError(
             f"{op}: plan {tuple(plan.rows.shape)}, pages {tuple(page_table.shape)} and lengths "

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from ...kernels.gather_context import ROW_ALIGNMENT
 from ...kernels.kv_store import kv_rows
 from ...kernels.ops import recorded_store_kv
 from ...kernels.sparse_attention import sparse_attention
@@ -19,6 +20,7 @@ from ..errors import LifecycleError
 from ..kv.pool import KVPool
 from ..kv.sparse_layout import SparseLayout
 from ..models.layers import Attend, Read
+from ..prompt_budget import buffer_rows
 from .backend import PagedAttention
 from .metadata import AttentionMetadata, plan
 from .places import RequestPlaces
@@ -52,8 +54,8 @@ class SparseAttention(PagedAttention):
 
     @property
     def recordable_context(self) -> int:
-        """As `AttentionBackend.recordable_context`: the whole context, because nothing is copied."""
-        return self.max_context
+        """As `AttentionBackend.recordable_context`: `max_context`, by the rule that counts rows of requests."""
+        return buffer_rows(self.max_context, self.pool.num_slots, ROW_ALIGNMENT) if self.max_context else 0
 
     def recorded(self, places: RequestPlaces, slots: torch.Tensor) -> Attend:
         """As `AttentionBackend.recorded`. The plan is part of the graph, so that each replay makes it anew."""

@@ -293,11 +293,10 @@ class AnswerEngine:
                     at_row += end - start
 
     def _hand_over(self, requests: Sequence[Request]) -> None:
-        """Copies the KV of whole prompts into the pool of the steps."""
+        """Copies the pages of whole prompts into the pool of the steps."""
         for request in requests:
-            slots = slots_for(request.pages, 0, request.num_prompt, PAGE_SIZE)
-            where = slots // PAGE_SIZE, slice(None), slice(None), slots % PAGE_SIZE
-            self.runner.pool.kv[where] = self.prompts.pool.kv[where]
+            pages = request.pages[: pages_for(request.num_prompt, PAGE_SIZE)]
+            self.runner.pool.kv[pages] = self.prompts.pool.kv[pages]
 
     @property
     def num_replays(self) -> dict[str, int]:

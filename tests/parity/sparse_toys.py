@@ -106,6 +106,10 @@ class Reference:
             text.append(int(self.logits(text)[-1].argmax()))
         return text[len(ids) :]
 
+    def would_say(self, ids: list[int], answer: list[int]) -> bool:
+        """Whether `answer` is what `greedy` gives, by one forward."""
+        return self.logits(ids + answer[:-1]).argmax(-1).tolist()[len(ids) - 1 :] == answer
+
     @property
     def _device(self) -> torch.device:
         return self.w["lm_head.weight"].device
@@ -123,14 +127,12 @@ class Reference:
         q, k, v, queries = rotate(project("q")), rotate(project("k")), project("v"), rotate(project("index_q"))
         gate = torch.sigmoid(x @ self.w[prefix + "index_gate_proj.weight"].T)
         queries = queries * gate[:, :, None]
-        index = torch.stack([k[i : i + c.index_block].mean((0, 1)) for i in self._starts(length, c.index_block)])
-        groups = self._starts(length, c.compressed_block)
-        far_k, far_v = (torch.stack([part[i : i + c.compressed_block].mean(0) for i in groups] or [part[:0].sum(0)])
-                        for part in (k, v))  # fmt: skip
+        index = means(k, c.index_block).mean(1)
+        far_k, far_v = means(k, c.compressed_block), means(v, c.compressed_block)
         rows = []
         for t in range(length):
             start = max(t - c.window + 1, 0) // c.index_block * c.index_block
-            scores = [float((queries[t] @ index[b]).relu().sum()) for b in range(start // c.index_block)]
+            scores = (queries[t] @ index[: start // c.index_block].T).relu().sum(0).tolist()
             chosen = sorted(range(len(scores)), key=lambda b: (scores[b], b), reverse=True)[: c.index_topk]
             tokens = [i for b in chosen for i in range(b * c.index_block, (b + 1) * c.index_block)]
             tokens += range(start, t + 1)
@@ -141,11 +143,11 @@ class Reference:
             rows.append(torch.einsum("kgc,ckd->kgd", weights, values).flatten())
         return torch.stack(rows) @ self.w[prefix + "o_proj.weight"].T
 
-    def _starts(self, length: int, size: int) -> range:
-        """First tokens of the whole blocks of `size` tokens; at least one block, which is never seen."""
-        return range(0, max(length // size, 1) * size, size) if size == self.config.index_block else range(
-            0, length // size * size, size
-        )
+
+def means(rows: torch.Tensor, size: int) -> torch.Tensor:
+    """The means of the whole groups of `size` rows: `[T, ...]` -> `[T // size, ...]`."""
+    count = rows.shape[0] // size
+    return rows[: count * size].view(count, size, *rows.shape[1:]).mean(1)
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
