@@ -95,8 +95,8 @@ def _check(kv: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> No
 def compact_kv(kv: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, num_layers: int = 0) -> None:
     """Copy K and V from slots `sources` int64 `[B, M]` to slots `targets` int64 `[B, M]`.
 
-    `kv`: `[num_pages, L, 2, page_size, N, D]`. `num_layers`: the first layers, 0 for all. Slots of different requests are disjoint, except for slot 0.
-    Raises ValueError if shapes or dtypes do not fit.
+    `kv`: `[num_pages, L, 2, page_size, N, D]`. `num_layers`: the first layers, 0 for all. Slots of
+    different requests are disjoint, except for slot 0. Raises ValueError if shapes or dtypes do not fit.
     """
     if kv.is_cuda:
         compact_kv_triton(kv, sources, targets, num_layers)

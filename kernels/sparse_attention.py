@@ -65,7 +65,7 @@ def sparse_attention_reference(
     compress_reference(kv, layer, 1, plan, page_table, kv_lens, sizes)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     real = torch.nonzero(plan.rows[POSITION] >= 0).flatten()
-    for rows in real.split(ROWS_AT_ONCE) if real.numel() else ():
+    for rows in torch.split(real, ROWS_AT_ONCE) if real.numel() else ():
         out[rows] = _attend_rows(q, kv, layer, rows, plan, page_table, kv_lens, sizes, scale, tree_mask)
     return out
 
@@ -86,14 +86,16 @@ def _attend_rows(
     request, position = plan.rows[REQUEST, rows], plan.rows[POSITION, rows]
     start = window_start(position, sizes)
     queries = q[rows, : q.shape[1] - sizes.index_heads].float()
-    picked = _pick_blocks(q[rows, q.shape[1] - sizes.index_heads :], kv, layer, request, start, page_table, sizes)
+    picked = _pick_blocks(
+        q[rows, q.shape[1] - sizes.index_heads :], kv, layer, request, start, page_table, sizes
+    )
     columns, is_seen = _token_columns(rows, request, position, start, picked, kv_lens, sizes, tree_mask)
     pages = page_table[request[:, None], (columns // sizes.page_size).clamp(max=page_table.shape[1] - 1)]
     # unseen columns read the sink, which is zeros: 0 * NaN would be NaN
     found = kv[pages.where(is_seen, 0), layer, :, (columns % sizes.page_size).where(is_seen, 0)].float()
     groups, is_group = _dense_entries(kv, layer, request, start, page_table, sizes)
     found, is_seen = torch.cat((found, groups), dim=1), torch.cat((is_seen, is_group), dim=1)
-    grouped = queries.unflatten(1, (sizes.kv_heads, -1))
+    grouped = queries.view(len(rows), sizes.kv_heads, -1, sizes.head_dim)
     scores = torch.einsum("rkgd,rckd->rkgc", grouped, found[:, :, 0]) * scale
     weights = scores.masked_fill(~is_seen[:, None, None], float("-inf")).softmax(dim=-1)
     mixed = torch.einsum("rkgc,rckd->rkgd", weights, found[:, :, 1]).flatten(1, 2)
@@ -117,7 +119,7 @@ def _pick_blocks(
     is_before = tokens < start[:, None]
     entries = index_entries_of(kv, layer, sizes)
     keys = entries[pages.where(is_before, 0), tokens % sizes.page_size // sizes.index_block].float()
-    # one product and one sum per block, in the same order in any batch, so that equal inputs are ties anywhere
+    # products and sums of a block in the same order in any batch, so that equal inputs are ties anywhere
     scores = (queries.float()[:, :, None] * keys[:, None]).sum(dim=3).relu().sum(dim=1)
     scores = scores.masked_fill(~is_before, -1.0)
     order = torch.sort(scores, dim=1, descending=True, stable=True)
@@ -265,8 +267,10 @@ def _pick_blocks_kernel(
         last_number = best_number
 
 
-@jit_varying("num_rows", "num_requests", "row_stride", "table_stride", "each_rows", "tree_width", "p_tree_mask",
-             "p_kv_lens")  # fmt: skip
+@jit_varying(
+    "num_rows", "num_requests", "row_stride", "table_stride", "each_rows", "tree_width", "p_tree_mask",
+    "p_kv_lens",
+)  # fmt: skip
 def _sparse_kernel(
     p_q: tl.tensor,
     p_kv: tl.tensor,
@@ -563,6 +567,4 @@ def sparse_attention(
             q, kv, layer, plan, page_table, kv_lens, sizes, scale, faults, tree_mask
         )
     _check(q, kv, plan, page_table, kv_lens, sizes, tree_mask)
-    return sparse_attention_reference(
-        q, kv, layer, plan, page_table, kv_lens, sizes, scale, tree_mask
-    )
+    return sparse_attention_reference(q, kv, layer, plan, page_table, kv_lens, sizes, scale, tree_mask)

@@ -41,9 +41,9 @@ class RowCountMismatch(RuntimeError):
 class SparseSizes(NamedTuple):
     """The sizes of sparse attention and of its pages.
 
-    `num_layers`: layers of the model; the pool's layers behind them hold the side caches. `index_heads`: query
-    heads of the indexer. `index_block` and `dense_block`: tokens per entry. `window`: the fewest tokens, a row
-    itself included, that it attends to one by one. `page_size` is in tokens.
+    `num_layers`: layers of the model; the pool's layers behind them hold the side caches. `index_heads`:
+    query heads of the indexer. `index_block` and `dense_block`: tokens per entry. `window`: the fewest
+    tokens, a row itself included, that it attends to one by one. `page_size` is in tokens.
     """
 
     num_layers: int
@@ -85,8 +85,8 @@ class SparseSizes(NamedTuple):
 class SparsePlan(NamedTuple):
     """The rows of one forward.
 
-    `rows` int64 `[4, T]`: request, position (-1: the row is padding), and the entry of either side cache to be
-    written (page * entries per page + number; -1: none). `stamp` int64 `[2+B]`: T, B, and the context
+    `rows` int64 `[4, T]`: request, position (-1: the row is padding), and the entry of either side cache to
+    be written (page * entries per page + number; -1: none). `stamp` int64 `[2+B]`: T, B, and the context
     lengths.
     """
 
@@ -99,15 +99,15 @@ def index_entries_of(kv: torch.Tensor, layer: int, sizes: SparseSizes) -> torch.
     first = sizes.num_layers * sizes.layer_elements + layer * sizes.side_elements
     size = sizes.index_entries * sizes.head_dim
     flat = kv.view(kv.shape[0], -1)[:, first : first + size]
-    return flat.unflatten(1, (sizes.index_entries, sizes.head_dim))
+    return flat.view(-1, sizes.index_entries, sizes.head_dim)
 
 
 def dense_entries_of(kv: torch.Tensor, layer: int, sizes: SparseSizes) -> torch.Tensor:
     """The dense cache of `layer`: a strided view `[num_pages, dense_entries, 2, K, D]` of the pool."""
     end = sizes.num_layers * sizes.layer_elements + (layer + 1) * sizes.side_elements
-    shape = (sizes.dense_entries, 2, sizes.kv_heads, sizes.head_dim)
-    flat = kv.view(kv.shape[0], -1)[:, end - sizes.dense_entries * 2 * sizes.kv_heads * sizes.head_dim : end]
-    return flat.unflatten(1, shape)
+    size = sizes.dense_entries * 2 * sizes.kv_heads * sizes.head_dim
+    flat = kv.view(kv.shape[0], -1)[:, end - size : end]
+    return flat.view(-1, sizes.dense_entries, 2, sizes.kv_heads, sizes.head_dim)
 
 
 # --- plans --------------------------------------------------------------------------------------------------
@@ -124,10 +124,10 @@ def plan_rows(
     """The plan of the last rows of each request's context, `num_rows` in all, padding included.
 
     `page_table` int64 `[B, P]`, `kv_lens` int64 `[B]` (0: idle). `q_starts` int64 `[B+1]`: the first row of
-    each request, rows from `q_starts[B]` on are padding; None: equally many rows per request. `tree_mask` bool
-    `[B, N, W]`: a row lies as deep as it sees rows of the last W. Rows of a tree write no entries, because
-    their slots are not their positions; `plan_commits` follows when a branch was accepted. Never waits for the
-    device, so a graph can record it.
+    each request, rows from `q_starts[B]` on are padding; None: equally many rows per request. `tree_mask`
+    bool `[B, N, W]`: a row lies as deep as it sees rows of the last W. Rows of a tree write no entries,
+    because their slots are not their positions; `plan_commits` follows when a branch was accepted. Never
+    waits for the device, so a graph can record it.
     """
     device, count = page_table.device, page_table.shape[0]
     number = torch.arange(num_rows, device=device)
@@ -160,7 +160,7 @@ def plan_commits(
 ) -> SparsePlan:
     """The plan of the entries that the accepted branches of trees complete, after their rows were moved.
 
-    Request b has stored `counts[b]` of at most `num_path` rows from position `starts[b]` on; both int64 `[B]`.
+    Request b has stored `counts[b]` of at most `num_path` rows from position `starts[b]` on, int64 `[B]`.
     """
     count, device = page_table.shape[0], page_table.device
     offset = torch.arange(num_path, device=device)
@@ -171,7 +171,12 @@ def plan_commits(
 
 
 def _with_targets(
-    sizes: SparseSizes, page_table: torch.Tensor, request: torch.Tensor, position: torch.Tensor, *, writes: bool
+    sizes: SparseSizes,
+    page_table: torch.Tensor,
+    request: torch.Tensor,
+    position: torch.Tensor,
+    *,
+    writes: bool,
 ) -> torch.Tensor:
     none = torch.full_like(position, -1)
     if not (writes and page_table.numel() and position.numel()):
@@ -181,9 +186,7 @@ def _with_targets(
     # positions past the pages of a request lie in the sink, page 0, which stays zero
     is_stored = (position >= 0) & (column < page_table.shape[1]) & (page > 0)
     targets = [
-        torch.where(
-            is_stored & ((position + 1) % block == 0), page * entries + offset // block, none
-        )
+        torch.where(is_stored & ((position + 1) % block == 0), page * entries + offset // block, none)
         for block, entries in (
             (sizes.index_block, sizes.index_entries),
             (sizes.dense_block, sizes.dense_entries),
@@ -242,7 +245,11 @@ def compress_reference(
 
 @jit
 def is_planned(
-    p_stamp: tl.tensor, p_kv_lens: tl.tensor, i_request: tl.tensor, num_rows: tl.tensor, num_requests: tl.tensor
+    p_stamp: tl.tensor,
+    p_kv_lens: tl.tensor,
+    i_request: tl.tensor,
+    num_rows: tl.tensor,
+    num_requests: tl.tensor,
 ) -> tl.tensor:
     """Whether the stamp of a plan fits the launch, and the context length of one request."""
     fits = (tl.load(p_stamp) == num_rows) & (tl.load(p_stamp + 1) == num_requests)
@@ -317,7 +324,9 @@ def _compress_kernel(
         o_entry += (target % ENTRIES) * HEAD_DIM
     else:
         o_entry += (target % ENTRIES) * (2 * KV_HEADS * HEAD_DIM) + i_plane * HEAD_DIM
-    tl.store(p_kv + o_entry + i_dim, (b_sum / num_terms).to(p_kv.dtype.element_ty), mask=m_dim & (target >= 0))
+    tl.store(
+        p_kv + o_entry + i_dim, (b_sum / num_terms).to(p_kv.dtype.element_ty), mask=m_dim & (target >= 0)
+    )
 
 
 def compress_triton(
@@ -333,8 +342,8 @@ def compress_triton(
 ) -> None:
     """Launch with the arguments of `compress`.
 
-    `num_rows`: rows of the forward, by default those of the plan. Raises ValueError if shapes or dtypes do not
-    fit.
+    `num_rows`: rows of the forward, by default those of the plan. Raises ValueError if shapes or dtypes do
+    not fit.
     """
     check_sparse("compress", kv, plan, page_table, kv_lens, sizes)
     num_rows = plan.rows.shape[1] if num_rows < 0 else num_rows

@@ -1,4 +1,4 @@
-"""Sparse attention as operations of the torch library, each of which a full graph records as one; see `ops`."""
+"""Sparse attention as operations of the torch library, which a full graph records as one each; see `ops`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ torch.library.define(
 )
 torch.library.define(
     "baton::sparse_compress",
-    "(Tensor(a!) kv, int layer, int num_layers, Tensor rows, Tensor stamp, Tensor page_table, Tensor kv_lens, "
-    "int[] sizes, Tensor(b!) faults) -> ()",
+    "(Tensor(a!) kv, int layer, int num_layers, Tensor rows, Tensor stamp, Tensor page_table, "
+    "Tensor kv_lens, int[] sizes, Tensor(b!) faults) -> ()",
 )
 
 

@@ -54,11 +54,11 @@ class SparseAttention(PagedAttention):
 
     @property
     def recordable_context(self) -> int:
-        """As `AttentionBackend.recordable_context`: `max_context`, by the rule that counts rows of requests."""
+        """As `AttentionBackend.recordable_context`: `max_context`, rounded as rows of requests are."""
         return buffer_rows(self.max_context, self.pool.num_slots, ROW_ALIGNMENT) if self.max_context else 0
 
     def recorded(self, places: RequestPlaces, slots: torch.Tensor) -> Attend:
-        """As `AttentionBackend.recorded`. The plan is part of the graph, so that each replay makes it anew."""
+        """As `AttentionBackend.recorded`. The plan is part of the graph; each replay makes it anew."""
         rows = plan_rows(
             self.sizes, places.page_table, places.kv_lens, slots.shape[0], q_starts=places.q_starts
         )

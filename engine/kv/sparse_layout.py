@@ -1,8 +1,8 @@
 """The layout of pages that hold the side caches of sparse attention behind their keys and values.
 
-The caches lie in further layers of the page, `[side layers, 2, page_size, K, D]` of plain memory. So a page is
-still one byte range with one owner, and allocation, prefix cache, hand-off, digests and fingerprints treat it
-as they treat any page.
+The caches lie in further layers of the page, `[side layers, 2, page_size, K, D]` of plain memory. So a page
+is still one byte range with one owner, and allocation, prefix cache, hand-off, digests and fingerprints treat
+it as they treat any page.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """A small decoder with sparse attention, for tests and as a reference of backends that bake shapes.
 
-It is a Llama whose attention reads a local window, the blocks that an indexer picks, and compressed groups; see
-`kernels.sparse_attention`. No published checkpoint has this architecture. It has the parts that make attention
-of large sparse models (DeepSeek-V4) depend on the shape of a batch: an indexer per query, and side caches that
-a forward writes every few tokens.
+It is a Llama whose attention reads a local window, the blocks that an indexer picks, and compressed groups;
+see `kernels.sparse_attention`. No published checkpoint has this architecture. It has the parts that make the
+attention of large sparse models (DeepSeek-V4) depend on the shape of a batch: an indexer per query, and side
+caches that a forward writes every few tokens.
 
 config.json has the keys of a Llama, and of sparse attention
     index_n_heads           query heads of the indexer (2)
@@ -100,7 +100,7 @@ class SparseSelfAttention(SelfAttention):
         split = self.index_heads * self.head_dim
         queries = index[:, :split].view(rows, self.index_heads, self.head_dim)
         turned = self.ops.rope(torch.cat((qk, queries), dim=1), cos, sin)
-        q, k, queries = turned.split((heads, self.num_kv_heads, self.index_heads), dim=1)
+        q, k, queries = torch.split(turned, [heads, self.num_kv_heads, self.index_heads], dim=1)
         gated = queries * torch.sigmoid(index[:, split:])[:, :, None]
         out = attend(layer, torch.cat((q, gated), dim=1), k, v)
         return self.output(out[:, :heads].flatten(1))
@@ -112,13 +112,11 @@ class SparseSelfAttention(SelfAttention):
 
 
 class SparseBlockForCausalLM(LlamaForCausalLM):
-    """A `CausalLM` with allocated, uninitialised weights. Raises CheckpointError for sizes that do not fit."""
-
-    config: SparseConfig
+    """A `CausalLM` with allocated, uninitialised weights, for a SparseConfig."""
 
     def decoder_layer(self) -> DecoderLayer:
         """One layer, with uninitialised weights."""
-        config, dtype, device, ops = self.config, self.dtype, self.device, self.ops
+        config, dtype, device, ops = self._sparse, self.dtype, self.device, self.ops
         width, eps = config.hidden_size, config.rms_norm_eps
         mlp = GatedMLP(
             width, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, device=device, ops=ops
@@ -131,7 +129,7 @@ class SparseBlockForCausalLM(LlamaForCausalLM):
 
         Raises CheckpointError for a page size that blocks and groups do not fit.
         """
-        config = self.config
+        config = self._sparse
         sizes = SparseSizes(
             num_layers=config.num_layers,
             page_size=page_size,
@@ -147,3 +145,8 @@ class SparseBlockForCausalLM(LlamaForCausalLM):
             return SparseLayout.with_caches(super().kv_layout(page_size), sizes)
         except ValueError as error:
             raise CheckpointError(f"{config.architecture}: {error}") from None
+
+    @property
+    def _sparse(self) -> SparseConfig:
+        assert isinstance(self.config, SparseConfig), self.config
+        return self.config

@@ -67,7 +67,9 @@ def check_sparse(
     q[sum(q_lens) :] = q[:, -1] = NAN
     expected_kv, made, faults = kv.clone(), kv.clone().to(device), torch.zeros(1, dtype=torch.int32)
     scale = sizes.head_dim**-0.5
-    expected = sparse_attention_reference(q[:, :-1], expected_kv, LAYER, plan, table, lens, sizes, scale, tree)
+    expected = sparse_attention_reference(
+        q[:, :-1], expected_kv, LAYER, plan, table, lens, sizes, scale, tree
+    )
     on_device = [x.to(device) for x in (*plan, table, lens, faults)]
     out = sparse_attention_triton(
         q.to(device)[:, :-1], made, LAYER, SparsePlan(*on_device[:2]), *on_device[2:4], sizes, scale,

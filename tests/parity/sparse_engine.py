@@ -62,8 +62,13 @@ def check_entries(engine: AnswerEngine, request: Request) -> int:
                     found = index_entries_of(pool.kv, layer, sizes)[page, offset // block]
                     wanted = rows[:, 0].mean((0, 1))
                 else:
-                    found, wanted = dense_entries_of(pool.kv, layer, sizes)[page, offset // block], rows.mean(0)
-                torch.testing.assert_close(found, wanted.to(found.dtype), msg=f"tokens to {end} of layer {layer}")
+                    found, wanted = (
+                        dense_entries_of(pool.kv, layer, sizes)[page, offset // block],
+                        rows.mean(0),
+                    )
+                torch.testing.assert_close(
+                    found, wanted.to(found.dtype), msg=f"tokens to {end} of layer {layer}"
+                )
                 count += 1
     return count
 
@@ -84,7 +89,9 @@ class Expected:
         return cls([answer.tokens for answer in answers])
 
 
-def check_way(models: Models, way: Way, expected: Sequence[Sequence[int]], *, row_multiple: int = 1) -> SparseEngine:
+def check_way(
+    models: Models, way: Way, expected: Sequence[Sequence[int]], *, row_multiple: int = 1
+) -> SparseEngine:
     """AssertionError unless `way` gives the tokens of `expected` and right side caches, with its graphs."""
     engine = SparseEngine(models, way, row_multiple=row_multiple)
     answers = engine.answer(PROMPTS, GREEDY, expected if way.shape.steps else ())

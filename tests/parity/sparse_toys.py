@@ -3,7 +3,7 @@
 The definition shares no code with the paged attention: it computes every row of a text at once, from
 contiguous keys and values, with no pages, plans, slots or caches.
 
-Legend: T tokens of a text, H hidden size, N query heads, I heads of the indexer, K KV heads, D head dimension.
+Legend: T tokens of a text, V vocabulary, D head dimension.
 """
 
 import json
@@ -96,7 +96,9 @@ class Reference:
             hidden = hidden + self._attention(normed, prefix + "self_attn.")
             normed = self._norm(hidden, prefix + "post_attention_layernorm")
             gate, up = (normed @ self.w[f"{prefix}mlp.{n}_proj.weight"].T for n in ("gate", "up"))
-            hidden = hidden + (torch.nn.functional.silu(gate) * up) @ self.w[prefix + "mlp.down_proj.weight"].T
+            hidden = (
+                hidden + (torch.nn.functional.silu(gate) * up) @ self.w[prefix + "mlp.down_proj.weight"].T
+            )
         return self._norm(hidden, "model.norm") @ self.w["lm_head.weight"].T
 
     def greedy(self, ids: list[int], count: int) -> list[int]:
@@ -124,7 +126,12 @@ class Reference:
         def project(name: str) -> torch.Tensor:
             return (x @ self.w[f"{prefix}{name}_proj.weight"].T).view(length, -1, c.head_dim)
 
-        q, k, v, queries = rotate(project("q")), rotate(project("k")), project("v"), rotate(project("index_q"))
+        q, k, v, queries = (
+            rotate(project("q")),
+            rotate(project("k")),
+            project("v"),
+            rotate(project("index_q")),
+        )
         gate = torch.sigmoid(x @ self.w[prefix + "index_gate_proj.weight"].T)
         queries = queries * gate[:, :, None]
         index = means(k, c.index_block).mean(1)
@@ -154,7 +161,9 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     """Neox-style rotation of `[T, heads, D]`, base 10000."""
     half = x.shape[-1] // 2
     device = x.device
-    angles = torch.arange(x.shape[0], device=device)[:, None] * 10000.0 ** (-torch.arange(half, device=device) / half)
+    angles = torch.arange(x.shape[0], device=device)[:, None] * 10000.0 ** (
+        -torch.arange(half, device=device) / half
+    )
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     first, second = x[..., :half], x[..., half:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

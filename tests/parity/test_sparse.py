@@ -112,9 +112,7 @@ def test_every_way_gives_the_tokens_of_the_definition(models: Models, expected: 
     engine = check_way(models, way, expected.tokens)
     replays = engine.num_replays
     if way.has_graphs:
-        steps, prompts = (
-            ("edited_step", "prefill") if way.has_breaks else ("decode_step", "whole_prefill")
-        )
+        steps, prompts = ("edited_step", "prefill") if way.has_breaks else ("decode_step", "whole_prefill")
         assert replays.get(steps, 0) > 0, replays
         assert any(kind.endswith(prompts) for kind in replays), replays
 
@@ -162,7 +160,11 @@ def test_sampled_answers_are_the_same_with_and_without_drafts(models: Models, ex
 # --- workers ------------------------------------------------------------------------------------------------
 
 Settings = dict[str, object]
-SHAPES: dict[str, Settings | None] = {"no drafts": None, "chain": {}, "tree": {"spec_topk": 3, "spec_tokens": 8}}
+SHAPES: dict[str, Settings | None] = {
+    "no drafts": None,
+    "chain": {},
+    "tree": {"spec_topk": 3, "spec_tokens": 8},
+}
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +226,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_remedy(models: Models):
     with pytest.raises(ValueError, match="'torch' writes no side caches"):
         attention_for(pool, "torch")
     engine = SparseEngine(models, Way(shape=CHAIN))
-    with pytest.raises(CheckpointError, match="spec_steps 8: trees .* at most 7 steps deep"):
+    with pytest.raises(CheckpointError, match=r"spec_steps 8: trees .* at most 7 steps deep"):
         step_graphs(
             engine.runner, engine.drafter, shapes=[DraftShape.of(8, 2, 20)], max_requests=1, max_context=64
         )
@@ -249,5 +251,3 @@ def test_a_fault_of_a_device_is_reported_by_the_check(target: Path):
     pool.faults.fill_(1)
     with pytest.raises(LifecycleError, match="a plan of other rows, requests or lengths"):
         check_faults(pool)
-
-
