@@ -37,6 +37,7 @@ from baton.engine.speculative.step.step_graphs import StepGraphs, step_graphs
 PAGE_SIZE = 16
 CHAIN = DraftShape.of(3)
 TREE = DraftShape.of(3, 2, 8)
+NOT_FINITE = "the logits of a step are not finite"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,10 +254,12 @@ class AnswerEngine:
             flights = [self.decoder.launch(running) for _ in range(2) if self.decoder.can_launch(running)]
         if not flights:
             result = self.decoder.step(running)
+            assert not any(result.is_bad), NOT_FINITE
             return list(zip(running, result.accept_lens, strict=True))
         found: list[tuple[Request, int]] = []
         for flight in flights:
             result = self.decoder.read(flight, [True] * len(running))
+            assert not any(result.is_bad), NOT_FINITE
             found += zip(running, result.accept_lens, strict=True)
         return found
 

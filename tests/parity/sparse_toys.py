@@ -11,8 +11,10 @@ from pathlib import Path
 
 import torch
 from baton.engine.models.interface import CausalLM
+from baton.engine.models.registry import build_model
 from baton.engine.models.rope import RopeConfig
 from baton.engine.models.sparse_block import SparseConfig
+from baton.tests.parity.answer_engine import randomise
 from safetensors.torch import save_file
 
 ARCHITECTURE = "SparseBlockForCausalLM"
@@ -49,6 +51,15 @@ def sparse_config(**changes: object) -> SparseConfig:
     return SparseConfig(**(values | changes))  # type: ignore[arg-type]
 
 
+def built(config: SparseConfig, dtype: torch.dtype) -> CausalLM:
+    """A random model, of the same weights for the same shapes."""
+    model = build_model(config, dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in model.tensors():
+        randomise(name, weight, generator)
+    return model
+
+
 def write_sparse_checkpoint(path: Path, model: CausalLM) -> Path:
     """The checkpoint of a toy: its weights, and its config as a file has it."""
     config = model.config
@@ -80,16 +91,16 @@ def write_sparse_checkpoint(path: Path, model: CausalLM) -> Path:
 
 
 class Reference:
-    """The definition of a toy's forward, with the weights of `model`, in float32 on its device."""
+    """The definition of a toy's forward, with the weights of `model`, in float32 on the CPU."""
 
     def __init__(self, model: CausalLM) -> None:
         assert isinstance(model.config, SparseConfig)
         self.config = model.config
-        self.w = {name: tensor.float() for name, tensor in model.tensors()}
+        self.w = {name: tensor.float().cpu() for name, tensor in model.tensors()}
 
     def logits(self, ids: list[int]) -> torch.Tensor:
         """The logits `[T, V]` of a text."""
-        hidden = self.w["model.embed_tokens.weight"][torch.tensor(ids, device=self._device)]
+        hidden = self.w["model.embed_tokens.weight"][torch.tensor(ids)]
         for layer in range(self.config.num_layers):
             prefix = f"model.layers.{layer}."
             normed = self._norm(hidden, prefix + "input_layernorm")
@@ -111,10 +122,6 @@ class Reference:
     def would_say(self, ids: list[int], answer: list[int]) -> bool:
         """Whether `answer` is what `greedy` gives, by one forward."""
         return self.logits(ids + answer[:-1]).argmax(-1).tolist()[len(ids) - 1 :] == answer
-
-    @property
-    def _device(self) -> torch.device:
-        return self.w["lm_head.weight"].device
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
@@ -160,10 +167,7 @@ def means(rows: torch.Tensor, size: int) -> torch.Tensor:
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """Neox-style rotation of `[T, heads, D]`, base 10000."""
     half = x.shape[-1] // 2
-    device = x.device
-    angles = torch.arange(x.shape[0], device=device)[:, None] * 10000.0 ** (
-        -torch.arange(half, device=device) / half
-    )
+    angles = torch.arange(x.shape[0])[:, None] * 10000.0 ** (-torch.arange(half) / half)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     first, second = x[..., :half], x[..., half:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

@@ -14,15 +14,14 @@ from baton.engine.invariance import check_invariance
 from baton.engine.kv.pool import KVPool
 from baton.engine.kv.sparse_layout import SparseLayout
 from baton.engine.models.interface import CausalLM
-from baton.engine.models.registry import build_model
 from baton.engine.speculative.drafting.shape import DraftShape
 from baton.engine.speculative.step.step_graphs import step_graphs
 from baton.kernels.row_ops import INVARIANT
 from baton.kvtransfer.protocol.layout import KVLayout, agree
-from baton.tests.parity.answer_engine import CHAIN, TREE, Models, Way, randomise
+from baton.tests.parity.answer_engine import CHAIN, TREE, Models, Way
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.sparse_engine import GREEDY, PROMPTS, WAYS, Expected, SparseEngine, check_way
-from baton.tests.parity.sparse_toys import Reference, sparse_config, write_sparse_checkpoint
+from baton.tests.parity.sparse_toys import Reference, built, sparse_config, write_sparse_checkpoint
 from baton.tests.parity.test_aggregated import NUM_TOKENS, check, worker_of
 from baton.tests.parity.toy_engine import ToyEngine, random_ids
 from baton.tests.sim.worker_pair import Pair, name
@@ -87,12 +86,8 @@ def test_groups_of_128_tokens_are_read_behind_a_window_of_64(tmp_path: Path):
 
 
 def build(**changes: object) -> CausalLM:
-    """A model of the toy's config with `changes`, of the same weights where shapes are equal."""
-    model = build_model(sparse_config(**changes), dtype=torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    for each, weight in model.tensors():
-        randomise(each, weight, generator)
-    return model
+    """A model of the toy's config with `changes`."""
+    return built(sparse_config(**changes), torch.float32)
 
 
 def test_shared_pages_of_a_prefix_hold_its_side_caches(target: Path, reference: Reference):
