@@ -13,7 +13,7 @@ from ...kernels.gather_context import ROW_ALIGNMENT
 from ...kernels.kv_store import kv_rows
 from ...kernels.ops import recorded_store_kv
 from ...kernels.sparse_attention import sparse_attention
-from ...kernels.sparse_caches import SparsePlan, plan_rows
+from ...kernels.sparse_caches import SparsePlan, compress, plan_rows
 from ...kernels.sparse_ops import recorded_sparse_attention
 from ..batch.forward_batch import ForwardBatch
 from ..errors import LifecycleError
@@ -65,9 +65,15 @@ class SparseAttention(PagedAttention):
         return partial(self._attend_recorded, places, rows, kv_rows(slots, self.pool.kv))
 
     def _bind_rows(self, metadata: AttentionMetadata) -> Read:
-        if not isinstance(metadata, SparseMetadata):
-            raise LifecycleError(f"{metadata.num_rows} rows of sparse attention have a plan without targets")
-        return partial(self._read, metadata)
+        return partial(self._read, _with_targets(metadata))
+
+    def _bind_unread(self, metadata: AttentionMetadata) -> Read:
+        """A layer that nothing reads now still completes entries, which later rows read."""
+        return partial(self._compress, _with_targets(metadata))
+
+    def _compress(self, metadata: SparseMetadata, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        pool, pages = self.pool, metadata.batch.page_table
+        compress(pool.kv, layer, 1, metadata.rows, pages, metadata.kv_lens, self.sizes, pool.faults)
 
     def _read(self, metadata: SparseMetadata, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
         pool, pages = self.pool, metadata.batch.page_table
@@ -91,6 +97,12 @@ class SparseAttention(PagedAttention):
         return recorded_sparse_attention(
             q, pool.kv, layer, rows, places.page_table, places.kv_lens, self.sizes, self.scale, pool.faults
         )
+
+
+def _with_targets(metadata: AttentionMetadata) -> SparseMetadata:
+    if not isinstance(metadata, SparseMetadata):
+        raise LifecycleError(f"{metadata.num_rows} rows of sparse attention have a plan without targets")
+    return metadata
 
 
 def check_faults(pool: KVPool) -> None:

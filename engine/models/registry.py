@@ -72,6 +72,18 @@ MODELS = (
         build=LlamaForCausalLM,
     ),
     ModelEntry(
+        architecture="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        read_config=partial(read_dense_config, architecture="Qwen3MoeForCausalLM"),
+        build=LlamaForCausalLM,
+    ),
+    ModelEntry(
+        architecture="MixtralForCausalLM",
+        model_type="mixtral",
+        read_config=partial(read_dense_config, architecture="MixtralForCausalLM"),
+        build=LlamaForCausalLM,
+    ),
+    ModelEntry(
         architecture="SparseBlockForCausalLM",
         model_type="sparse_block",
         read_config=partial(read_sparse_config, architecture="SparseBlockForCausalLM"),
@@ -122,4 +134,4 @@ def _entry_named(reader: ConfigReader, models: Sequence[ModelEntry]) -> ModelEnt
 
 
 def _supported(models: Sequence[ModelEntry]) -> str:
-    return f"supported are {', '.join(entry.architecture for entry in models)} (dense models)"
+    return f"supported are {', '.join(entry.architecture for entry in models)}"

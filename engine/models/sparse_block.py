@@ -89,10 +89,10 @@ class SparseSelfAttention(SelfAttention):
         parts = {"index_q_proj": config.index_heads * config.head_dim, "index_gate_proj": config.index_heads}
         self.index = Linear(config.hidden_size, parts, bias=False, dtype=dtype, device=device, ops=ops)
 
-    def __call__(
+    def attended(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
     ) -> torch.Tensor:
-        """`x` `[T, H]`, rotary tables `[T, D]` -> `[T, H]`."""
+        """`x` `[T, H]`, rotary tables `[T, D]` -> `[T, N*D]`."""
         rows, heads = x.shape[0], self.num_heads
         found = self.qkv(x).view(rows, heads + 2 * self.num_kv_heads, self.head_dim)
         qk, v = found[:, : heads + self.num_kv_heads], found[:, heads + self.num_kv_heads :]
@@ -102,8 +102,7 @@ class SparseSelfAttention(SelfAttention):
         turned = self.ops.rope(torch.cat((qk, queries), dim=1), cos, sin)
         q, k, queries = torch.split(turned, [heads, self.num_kv_heads, self.index_heads], dim=1)
         gated = queries * torch.sigmoid(index[:, split:])[:, :, None]
-        out = attend(layer, torch.cat((q, gated), dim=1), k, v)
-        return self.output(out[:, :heads].flatten(1))
+        return attend(layer, torch.cat((q, gated), dim=1), k, v)[:, :heads].flatten(1)
 
     def tensors(self, prefix: str) -> NamedTensors:
         """The checkpoint's tensor names under `prefix`, with views of the parameters."""
@@ -114,15 +113,15 @@ class SparseSelfAttention(SelfAttention):
 class SparseBlockForCausalLM(LlamaForCausalLM):
     """A `CausalLM` with allocated, uninitialised weights, for a SparseConfig."""
 
-    def decoder_layer(self) -> DecoderLayer:
-        """One layer, with uninitialised weights."""
+    def decoder_layer(self, layer: int) -> DecoderLayer:
+        """Layer `layer`, with uninitialised weights; all layers are alike."""
         config, dtype, device, ops = self._sparse, self.dtype, self.device, self.ops
         width, eps = config.hidden_size, config.rms_norm_eps
         mlp = GatedMLP(
             width, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, device=device, ops=ops
         )
-        norms = [RMSNorm(width, eps, dtype=dtype, device=device, ops=ops) for _ in range(2)]
-        return DecoderLayer(SparseSelfAttention(config, dtype, device, ops), mlp, *norms)
+        norm, post_norm = (RMSNorm(width, eps, dtype=dtype, device=device, ops=ops) for _ in range(2))
+        return DecoderLayer(SparseSelfAttention(config, dtype, device, ops), mlp, norm, post_norm)
 
     def kv_layout(self, page_size: int) -> SparseLayout:
         """The layout of this model's KV and side caches in pages of `page_size` tokens.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from baton.engine import sparse_rows
 from baton.engine.attention import sparse_attention as backend
+from baton.engine.attention.backend import PagedAttention
 from baton.engine.attention.metadata import AttentionMetadata
 from baton.engine.batch.padding import pad_rows
 from baton.engine.kv.sparse_layout import SparseLayout
@@ -225,12 +226,18 @@ def oldest_blocks_first(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def unread_layers_complete_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A chunk of a prompt whose last layer is not read writes no entries of that layer."""
+    patch.setattr(backend.SparseAttention, "_bind_unread", PagedAttention._bind_unread)
+
+
 BUGS: dict[str, tuple[Bug, Way]] = {
     "index target off by one": (moved(INDEX_TARGET, 1), CHAINS),
     "dense target off by one": (moved(DENSE_TARGET, 1), CHAINS),
     "one token early": (one_token_late, CHAINS),
     "never rewritten": (never_rewritten, CHAINS),
     "drafts not written": (drafts_not_written, CHAINS),
+    "unread layers complete nothing": (unread_layers_complete_nothing, CHAINS),
     "branches not compressed": (branches_not_compressed, TREES),
     "nodes write at their slots": (nodes_write_at_their_slots, TREES),
     "branches move side caches": (branches_move_side_caches, TREES),
