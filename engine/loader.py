@@ -493,7 +493,7 @@ class EngineLoader:
         costs = StepCosts(
             draft=draft.num_weights / target,
             knee_rows=KNEE_ROWS[self._device.type],
-            kv=self._model.kv_layout(1).page_bytes / (target * self._dtype.itemsize),
+            kv=self._model.kv_layout(self.config.page_size).bytes_per_token / (target * self._dtype.itemsize),
             is_block=self._drafts_blocks,
         )
         return StepPolicy(self._shape.candidates(), costs, is_watched=not self._drafts_blocks)
@@ -572,7 +572,7 @@ class EngineLoader:
         """The bytes of a token in this role. Decode adds draft KV and staged features; prefill adds a feature
         plane.
         """
-        kv_bytes = self._model.kv_layout(1).page_bytes
+        kv_bytes = self._model.kv_layout(self.config.page_size).bytes_per_token
         if self._draft is not None:
             layout = self._draft.kv_layout(1)
             return PageBudget(
