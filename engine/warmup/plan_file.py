@@ -1,7 +1,8 @@
-"""Keeps the planned kernel variants of an engine beside the compiled kernels.
+"""Keeps what a start has found out beside the compiled kernels: the planned kernel variants of an engine, and
+that its graphs have passed their self-test.
 
-A dry run takes seconds, and its result depends only on the configuration, the model's config, the device and
-this source. A second start reads it instead.
+Either takes seconds, and depends only on the configuration, the model's config, the device and this source. A
+second start reads it instead.
 """
 
 import hashlib
@@ -50,6 +51,28 @@ def kept_launches(folder: Path | None, key: str, plan: Callable[[], list[Launch]
         except (OSError, TypeError) as error:
             logger.warning("planned kernels are not kept: %s: %s", path, error)
     return launches
+
+
+def were_tested(folder: Path | None, key: str) -> bool:
+    """Whether all graphs of an engine of this key have passed their self-test before."""
+    return folder is not None and _verdict(folder, key).exists()
+
+
+def keep_verdict(folder: Path | None, key: str, *, has_passed: bool) -> None:
+    """Keeps the result of a self-test for `were_tested`. A folder that cannot be written is left as it is."""
+    if folder is None:
+        return
+    try:
+        if has_passed:
+            _write(_verdict(folder, key), "")
+        else:
+            _verdict(folder, key).unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("the self-test of graphs is not kept: %s: %s", folder, error)
+
+
+def _verdict(folder: Path, key: str) -> Path:
+    return folder / f"graphs-tested-{key}"
 
 
 def _write(path: Path, text: str) -> None:

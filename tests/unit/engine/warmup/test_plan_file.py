@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton.engine.warmup.plan_file import kept_launches, plan_key
+from baton.engine.warmup.plan_file import keep_verdict, kept_launches, plan_key, were_tested
 from baton.kernels.launch_plan import decode_launches, encode_launches
 from baton.kernels.rms_norm import _rms_norm_kernel
 from baton.kernels.triton_jit import Launch, PointerArgument, is_descriptor, planned_launch, tensor_descriptor
@@ -68,6 +68,22 @@ def test_arguments_without_a_text_leave_no_file(tmp_path: Path, caplog: pytest.L
 
 def test_a_folder_that_is_missing_is_no_error(tmp_path: Path) -> None:
     assert kept_launches(None, "k", lambda: [launch()]) == [launch()]
+
+
+def test_a_self_test_is_known_by_its_key_until_one_fails(tmp_path: Path) -> None:
+    keep_verdict(tmp_path / "new", "k", has_passed=True)
+    assert [were_tested(tmp_path / "new", key) for key in ("k", "other")] == [True, False]
+    keep_verdict(tmp_path / "new", "k", has_passed=False)
+    keep_verdict(tmp_path / "new", "k", has_passed=False)
+    assert not were_tested(tmp_path / "new", "k")
+
+
+def test_a_self_test_without_a_folder_is_repeated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (None, tmp_path / "file" / "below"):
+        keep_verdict(folder, "k", has_passed=True)
+        assert not were_tested(folder, "k")
+    assert "is not kept" in caplog.text
 
 
 def test_a_key_follows_each_part_and_the_source(tmp_path: Path) -> None:
