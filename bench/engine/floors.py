@@ -48,8 +48,9 @@ class PassCounts:
     """Sizes of a target or of its head, and the work of each pass over it.
 
     `body`, `vocab` and `fc` count the values of the layers' matrices, of the output projection, and of the
-    head's input projection (0 in a target). `kv` counts the values of K and V per token. `attention` counts
-    operations per pair of a new row and a context row.
+    head's input projection (0 in a target). `end` counts those values of `body` that are behind the last
+    attention: a prompt needs them for its last row only. `kv` counts the values of K and V per token.
+    `attention` counts operations per pair of a new row and a context row.
     """
 
     body: int
@@ -58,6 +59,7 @@ class PassCounts:
     kv: int
     attention: int
     itemsize: int
+    end: int = 0
 
     @classmethod
     def of_target(cls, config: ModelConfig, itemsize: int) -> "PassCounts":
@@ -70,6 +72,7 @@ class PassCounts:
             kv=kv.elements_per_token,
             attention=config.num_layers * 4 * config.num_heads * config.head_dim,
             itemsize=itemsize,
+            end=_end_of_layer(config),
         )
 
     @classmethod
@@ -126,7 +129,9 @@ class PassCounts:
         pairs = tokens * (tokens + 1) // 2
         return Work(
             num_bytes=self.itemsize * (self.body + self.vocab + tokens * self.kv),
-            num_flops=2 * tokens * self.body + 2 * self.vocab + pairs * self.attention,
+            num_flops=2 * tokens * (self.body - self.end)
+            + 2 * (self.end + self.vocab)
+            + pairs * self.attention,
         )
 
 
@@ -159,9 +164,13 @@ def mtp_step(
 
 
 def _layer(input_size: int, config: ModelConfig | HeadConfig) -> int:
-    heads, inner = config.num_heads * config.head_dim, config.intermediate_size
-    qkv = input_size * (heads + 2 * config.num_kv_heads * config.head_dim)
-    return qkv + heads * config.hidden_size + 3 * config.hidden_size * inner
+    qkv = input_size * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    return qkv + _end_of_layer(config)
+
+
+def _end_of_layer(config: ModelConfig | HeadConfig) -> int:
+    """The matrices behind the attention of a layer."""
+    return config.hidden_size * (config.num_heads * config.head_dim + 3 * config.intermediate_size)
 
 
 def measure_ceilings(dtype: torch.dtype, device: torch.device) -> Ceilings:
