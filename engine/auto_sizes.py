@@ -30,7 +30,7 @@ GPU_SHARE = 0.9
 CONTEXT_BYTES = 960 * MIB  # of a CUDA context with all kernels, which no allocator counts
 
 CPU_CHUNK, CPU_BATCH, CPU_RUNNING, CPU_LOCAL_TOKENS = 256, 8, 16, 128
-CPU_KV_BYTES, CPU_SLAB = 1024 * MIB, 256 * MIB
+CPU_KV_BYTES, CPU_SLAB, CPU_DEVICE_SLAB = 1024 * MIB, 256 * MIB, 1024 * MIB
 
 PREFILL_FORWARD_S = 0.045
 MIN_CHUNK, MAX_CHUNK = 2048, 8192
@@ -44,7 +44,7 @@ LATE_ROWS = 8
 REQUEST_TOKENS = 1536  # prompt and output of a request that max_running counts on
 MIN_SLAB, MAX_SLAB, SLAB_STEP = 256 * MIB, 1024 * MIB, 64 * MIB
 SLAB_CHUNKS = 4
-MIN_DEVICE_SLAB, MAX_DEVICE_SLAB = 384 * MIB, 1024 * MIB
+MIN_DEVICE_SLAB, MAX_DEVICE_SLAB = 384 * MIB, 2048 * MIB
 SLAB_SHARE = 0.02  # of the card, for slabs on it
 
 GRAPH_ROWS = 7  # outputs of the breakable and full prefill graphs of all buckets, in rows of the largest
@@ -98,7 +98,9 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """The target's shape. `weight_bytes` include a draft head's; `num_weights` are those of a forward."""
+    """The target's shape. `weight_bytes` include a draft head's; `num_weights` are those that a row of a
+    forward is multiplied with. `intermediate_size`: of an MLP with as large activations, if it has experts.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -359,7 +361,7 @@ class _Choice:
 
     def _device_slab_mb(self) -> tuple[int, str]:
         if not self.card.is_gpu:
-            return MAX_DEVICE_SLAB // MIB, CPU
+            return CPU_DEVICE_SLAB // MIB, CPU
         slab = min(MAX_DEVICE_SLAB, max(MIN_DEVICE_SLAB, int(SLAB_SHARE * self.card.total)))
         return slab // MIB, "by the card"
 

@@ -32,7 +32,7 @@ from ..engine.loader import Engine
 from ..engine.sampling.params import SamplingParams
 from ..engine.sampling.sampler import LaunchedSample, SampleOutput
 from ..kvtransfer.transport import Dropped, Offer, Released
-from ..worker.commands import Advance, DropDone, LinkEvent
+from ..worker.commands import Advance, DropDone, LinkEvent, Underway
 from ..worker.link import WorkerLink
 from ..worker.prompt_chunks import Chunk, batch_of, launch_first_tokens, score_prompts
 from ..worker.refusal import Refusal, refuse_for_now, refuse_forever
@@ -110,6 +110,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             self._launched = self._launch(chunks)
             # Behind the launch, from which the link thread would take the interpreter's lock.
             self._open(admitted)
+            self._tell_underway(chunks)
         if chunks or due is None:
             self._cache_computed()  # while the device computes, or when nothing is left to do
         if due is not None:
@@ -221,6 +222,15 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             if room.cached_tokens:
                 self._send(Advance(room=request.room, epoch=request.epoch, tokens_ready=room.cached_tokens))
 
+    def _tell_underway(self, chunks: Chunks) -> None:
+        """Tell of the prompts that end in the launched forward: their blocks are read right behind it."""
+        for chunk in chunks if self.engine.launches_ahead else ():
+            if chunk.is_last:
+                request = chunk.room.request
+                self._send(
+                    Underway(room=request.room, epoch=request.epoch, start=chunk.start, tokens=chunk.end)
+                )
+
     def _launch(self, chunks: Chunks) -> Launched:
         """Run the chunks and sample. Their tokens count as computed: whatever reads their KV runs later."""
         batch = batch_of(self.engine, chunks, has_features=self.engine.features is not None)
@@ -324,7 +334,11 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         self._uncached.append(room)
         self._send(
             Advance(
-                room=request.room, epoch=request.epoch, tokens_ready=request.num_prompt, first_token=token
+                room=request.room,
+                epoch=request.epoch,
+                tokens_ready=request.num_prompt,
+                first_token=token,
+                ready_at=now,
             )
         )
         logger.info(

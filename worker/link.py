@@ -22,7 +22,7 @@ from ..cluster.net.router_links import RouterLinks
 from ..cluster.process.watchdog import Watchdog
 from ..cluster.protocol.messages import ControlUp
 from ..kvtransfer.transport import Dropped, KVTransport, Lost, Offer, PollableTransport, PullRequest
-from .commands import Advance, Command, Drop, DropDone, LinkEvent, LinkFailed, Sourced
+from .commands import Advance, Command, Drop, DropDone, LinkEvent, LinkFailed, Sourced, Underway
 from .room_owners import EVERY, FromRouter, RoomOwners, RouterLost, ToRouter
 
 IDLE_WAIT_S = 0.2
@@ -54,10 +54,14 @@ class LinkWork:
                 self._open(command, self.transport.offer)
             case PullRequest():
                 self._open(command, self.transport.pull)
-            case Advance(room=room, epoch=epoch, tokens_ready=tokens_ready, first_token=first_token):
+            case Underway(room=room, epoch=epoch, start=start, tokens=tokens):
+                self.transport.launched(room, epoch, start, tokens)
+            case Advance():
                 for control in self.controls.values():  # token 1 does not wait for the hand-off
                     control.flush()
-                self.transport.advance(room, epoch, tokens_ready, first_token)
+                self.transport.advance(
+                    command.room, command.epoch, command.tokens_ready, command.first_token, command.ready_at
+                )
             case Drop(room=room, epoch=epoch, reason=reason):
                 self.transport.release(room, epoch, reason)
                 self._deliver(DropDone(room=room, epoch=epoch))
@@ -276,4 +280,4 @@ def incoming(owners: RoomOwners, event: Sourced) -> list[LinkEvent]:
 
 def outgoing(owners: RoomOwners, item: Command | ControlUp) -> Sequence[Command | ToRouter]:
     """The work of the link thread for an item that the scheduler posted: a command, or addressed messages."""
-    return [item] if isinstance(item, (Offer, PullRequest, Advance, Drop)) else owners.address(item)
+    return [item] if isinstance(item, Command) else owners.address(item)

@@ -1,10 +1,12 @@
 """`baton bench transfer`: the rate of KV blocks from one process into another one's pages.
 
 Each transport is measured once per round, so that all see the same machine. A second process holds the
-source. Pages are 1 MiB of touched memory, on the host or on a GPU. "of memcpy", "of socket" and "of peer
-copy" are medians of the ratios within a round. The first compares with a copy in this process. The second
-compares with a plain socket of the same kind (tcp, or unix for ipc) that sends the same bytes. Both work in
-host memory. The third compares with one copy of all bytes between the two GPUs.
+source. A transport's time is that of a hand-off behind a forward: decode has attached before the blocks are
+ready, and the clock runs from then to the last byte. Pages are 1 MiB of touched memory, on the host or on a
+GPU. "of memcpy", "of socket" and "of peer copy" are medians of the ratios within a round. The first
+compares with a copy in this process. The second compares with a plain socket of the same kind (tcp, or unix
+for ipc) that sends the same bytes. Both work in host memory. The third compares with one copy of all bytes
+between the two GPUs.
 """
 
 import argparse
@@ -147,7 +149,7 @@ class TransferBench:
         return seconds
 
     def pull(self, way: Way) -> float:
-        """Pulls a room with all blocks. Returns seconds.
+        """Pulls a room with all blocks. Returns seconds from the end of its forward to its last byte.
 
         The first pull of a way that takes time to connect is repeated until its blocks take that way.
         """
@@ -165,7 +167,6 @@ class TransferBench:
         receiver = self._receivers.get(way) or self._open(way)
         room = secrets.token_hex(16)
         self._order({"offer": way.source, "room": room})
-        began = time.perf_counter()
         receiver.pull(
             PullRequest(
                 room=room,
@@ -181,7 +182,7 @@ class TransferBench:
         ended: Complete | Lost | None = None
         while ended is None:
             ended = next((event for event in receiver.poll(1.0) if isinstance(event, Complete | Lost)), None)
-        seconds = time.perf_counter() - began
+        ended_at = time.monotonic()
         if isinstance(ended, Lost):
             raise TransferError(f"{way.name}: {ended.reason}")
         num_as_wanted = {
@@ -189,8 +190,10 @@ class TransferBench:
             NIXL: ended.num_nixl_blocks,
             CUDA_SLAB: ended.num_device_blocks,
         }
-        self.child_cpu_s += self._receive(Done).cpu_s
-        return seconds, ended.num_blocks - num_as_wanted.get(way.transport, ended.num_blocks)
+        done = self._receive(Done)
+        self.child_cpu_s += done.cpu_s
+        num_others = ended.num_blocks - num_as_wanted.get(way.transport, ended.num_blocks)
+        return ended_at - done.ready_at, num_others
 
     def _open(self, way: Way) -> ZmqBlocksReceiver:
         receiver = ZmqBlocksReceiver(

@@ -28,9 +28,13 @@ class Where(Struct, frozen=True):
 
 
 class Done(Struct, frozen=True):
-    """The answer to an order, with the sending process's CPU time in seconds."""
+    """The answer to an order, with the sending process's CPU time in seconds.
+
+    `ready_at`: monotonic time at which an offered room had all its tokens; 0.0 for other orders.
+    """
 
     cpu_s: float
+    ready_at: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class PrefillTimeline(Struct, frozen=True, kw_only=True):
 class DecodeTimeline(Struct, frozen=True, kw_only=True):
     """Decode's figures for a room: times in milliseconds, bytes on the wire, and draft counts."""
 
-    handoff_ms: float = 0.0  # first announcement to last block landed
+    handoff_ms: float = 0.0  # last blocks ready on prefill to last block landed
     handoff_bytes: Count = 0
     handoff_blocks: Count = 0
     handoff_shm_blocks: Count = 0  # blocks of these that were read from shared memory

@@ -6,7 +6,7 @@ key/value heads, D head dimension, I intermediate size.
 """
 
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -190,14 +190,30 @@ class SelfAttention:
                 yield from norm.tensors(prefix + name)
 
 
+class MLP(Protocol):
+    """The part of a layer that works on each token alone."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, H]` -> `[T, H]`."""
+
+    def tensors(self, prefix: str) -> NamedTensors:
+        """The checkpoint's tensor names under `prefix`, with views of the parameters."""
+
+
 class DecoderLayer:
-    """Pre-norm attention and MLP on a residual stream."""
+    """Pre-norm attention and MLP on a residual stream. `mlp_name`: the MLP in the checkpoint's names."""
 
     def __init__(
-        self, attention: SelfAttention, mlp: GatedMLP, input_norm: RMSNorm, post_norm: RMSNorm
+        self,
+        attention: SelfAttention,
+        mlp: MLP,
+        input_norm: RMSNorm,
+        post_norm: RMSNorm,
+        mlp_name: str = "mlp",
     ) -> None:
         self.attention = attention
         self.mlp = mlp
+        self.mlp_name = mlp_name
         self.input_norm = input_norm
         self.post_norm = post_norm
 
@@ -233,6 +249,6 @@ class DecoderLayer:
     def tensors(self, prefix: str) -> NamedTensors:
         """The checkpoint's tensor names under `prefix`, with views of the parameters."""
         yield from self.attention.tensors(f"{prefix}self_attn.")
-        yield from self.mlp.tensors(f"{prefix}mlp.")
+        yield from self.mlp.tensors(f"{prefix}{self.mlp_name}.")
         yield from self.input_norm.tensors(f"{prefix}input_layernorm")
         yield from self.post_norm.tensors(f"{prefix}post_attention_layernorm")

@@ -1,6 +1,7 @@
-"""The dense Llama family, by switches of the config.
+"""The Llama family, by switches of the config.
 
-It covers Llama, SmolLM2, Qwen2 and MiMo (biased q, k, v) and Qwen3 (normed q, k). Legend: T tokens, R
+It covers Llama, SmolLM2, Qwen2 and MiMo (biased q, k, v), Qwen3 (normed q, k), and Qwen3-MoE and Mixtral
+(experts instead of the MLP). Legend: T tokens, R
 selected rows, V vocabulary, H hidden size, K captured layers.
 """
 
@@ -40,7 +41,9 @@ class LlamaForCausalLM:
         self.lm_head = (
             self.embed_tokens if config.tie_word_embeddings else torch.empty_like(self.embed_tokens)
         )
-        self.layers = [decoder_layer(config, dtype, self.device, ops) for _ in range(config.num_layers)]
+        self.layers = [
+            decoder_layer(config, dtype, self.device, ops, layer) for layer in range(config.num_layers)
+        ]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, ops=ops)
         self.rotary = RotaryEmbedding(
             config.rope, config.head_dim, config.max_position_embeddings, device, dtype

@@ -141,7 +141,10 @@ class CudaDevice:
         self._runtime = CudaRuntime()
         self._device, self._order = device, order
         # a move is short, and a forward's kernels would delay it by as much as they take
-        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._stream, self._early_stream = (
+            torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
         self._tables = [
             _Table(MIN_NUMBERS) for _ in range(NUM_TABLES)
         ]  # pinning memory later would stop kernels
@@ -170,7 +173,7 @@ class CudaDevice:
 
     def free(self, address: int) -> None:
         """As `Device.free`."""
-        self._stream.synchronize()
+        self._synchronize()
         with torch.cuda.device(self._device):
             self._runtime.free(address)
 
@@ -191,22 +194,25 @@ class CudaDevice:
         known.num_opens -= 1
         if known.num_opens == 0:
             del self._opened[handle]
-            self._stream.synchronize()
+            self._synchronize()
             with torch.cuda.device(self._device):
                 self._runtime.close(known.address)
 
-    def move(self, runs: Sequence[Spans], pages: Iterable[int], *, is_write: bool) -> CudaMove:
+    def move(
+        self, runs: Sequence[Spans], pages: Iterable[int], *, is_write: bool, is_early: bool = False
+    ) -> CudaMove:
         """As `Device.move`."""
         num_rows = sum(len(run) for run in runs)
         num_sums = num_chunks(max(int(run[:, 2].max()) for run in runs))
         begin, end = num_rows * SPAN_FIELDS, num_rows * (SPAN_FIELDS + num_sums)
         table = self._take(end)
         np.concatenate(runs, out=table.numbers[:begin].reshape(num_rows, SPAN_FIELDS))
-        is_held = self._order.wait(pages, self._stream)
-        with torch.cuda.stream(self._stream):
+        stream = self._early_stream if is_early else self._stream
+        is_held = self._order.wait(pages, stream)
+        with torch.cuda.stream(stream):
             spans, sums = table.memory[:begin], table.memory[begin:end]
             move_spans_triton(spans.view(num_rows, SPAN_FIELDS), sums.view(num_rows, num_sums))
-            table.event.record(self._stream)
+            table.event.record(stream)
         return CudaMove(self, table, [len(run) for run in runs], num_sums, is_held)
 
     def finished(self, move: CudaMove) -> list[int]:
@@ -219,6 +225,10 @@ class CudaDevice:
         if len(self._tables) < MAX_SPARE_TABLES:
             self._tables.append(move.table)
         return digests  # type: ignore[no-any-return]
+
+    def _synchronize(self) -> None:
+        for stream in (self._stream, self._early_stream):
+            stream.synchronize()
 
     def _take(self, num_numbers: int) -> _Table:
         for number, table in enumerate(self._tables):

@@ -5,6 +5,10 @@ the pages of a run into a slot and sends its SlabBlock after the move is done. D
 its own pages, digests what it stored, and frees the slot after the move is done. No device waits for the
 other process: a dead peer leaves nothing behind on a stream.
 
+Behind the last forward of a prompt, prefill also fills slots unasked, and sends their SlabBlocks before the
+announcement. These slots are the last ones of the slab, which pulls never use: a run that finds none free is
+left to decode's pull, and no pull waits for a run whose forward still runs.
+
 Both ends start moves on a stream of their own. A move that is not held by a forward ends within a fraction
 of a millisecond, and the link thread waits for it without the interpreter's lock; others are polled. A move
 reads or writes the pages of rooms, so the end of a room waits for the room's moves; they wait for work of
@@ -12,11 +16,13 @@ their own process only.
 """
 
 import logging
-from collections.abc import Sequence
+import math
+import socket
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...cluster.process.log import fields as log_fields
-from ...cluster.protocol.slab_messages import SlabBlock, SlabRequest
+from ...cluster.protocol.slab_messages import SlabBlock, SlabRequest, SlotFree
 from ...kernels.move_spans import ALIGNMENT
 from ..memory.cuda_device import CudaDevice
 from ..memory.device import Device, Move
@@ -27,13 +33,15 @@ from ..memory.span_cutter import SenderPages, is_aligned, pages_of_run
 from ..protocol.layout import KVLayout, device_digest
 from ..protocol.session import Peer, SendBlock
 from ..transport import Planes
-from .slab_lanes import SlabCounters, SlabLanes, slots_that_fit
+from .slab_lanes import MIN_SLOTS, SlabCounters, SlabLanes, slots_that_fit
 
 logger = logging.getLogger(__name__)
 
 DEVICE_SLAB_BYTES = 1 << 30  # limit of all device slabs of a prefill worker together
 SLOT_BYTES = 32 << 20  # largest slot: 16 pages of a model with 128 KiB per token
 DEVICE_WINDOW = 6  # slots that are filled or read at a time, so that neither end waits for the other
+EARLY_SLOTS = 8  # for runs that go unasked: 256 MiB, of a prompt's last forward
+FIRST_RUNS = 2  # of them, whose move is ended first: decode reads these runs while the others are gathered
 RUNS_PER_MOVE = 2  # of prefill: decode reads these runs while the next ones are gathered
 SPIN_S = 0.001  # a move takes less; one that waits for a forward is polled at this pace
 
@@ -77,6 +85,8 @@ class DeviceLane:
     request: SlabRequest
     slab: DeviceSlab
     slots: SlotTable
+    early: SlotTable  # those behind them, for runs that go unasked
+    is_heard: bool = False  # decode has sent a frame over the slab's connection
 
     @property
     def is_used(self) -> bool:
@@ -84,7 +94,7 @@ class DeviceLane:
         return self.slab.is_mapped
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Filling:
     """Slots of one pair that a move fills."""
 
@@ -93,6 +103,7 @@ class _Filling:
     items: Sequence[tuple[SendBlock, Slot]]
     move: Move
     began: float
+    is_wanted: bool = True  # False: the room has ended, and the slots are free once the move is done
 
 
 class DeviceLanes(SlabLanes[DeviceLane]):
@@ -111,7 +122,23 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         super().__init__(instance, counters, lease_s=lease_s)
         self._device, self._pages, self._max_bytes = device, pages, max_bytes
         self._fillings: list[_Filling] = []
+        self._early: list[_Filling] = []  # behind forwards, in the order of their launches
         self._ended: list[DeviceSlab] = []  # decode may still have them mapped
+
+    def connections(self) -> list[tuple[Peer, socket.socket]]:
+        """The connections of all slabs from which frames are read."""
+        return [(peer, lane.slab.connection) for peer, lane in self._lanes.items() if lane.request.has_wire]
+
+    def heard(self, peer: Peer) -> None:
+        """Records a frame over the slab's connection: decode has mapped the slab, and reads frames too."""
+        lane = self._lanes.get(peer)
+        if lane is not None:
+            lane.is_heard = True
+
+    def wire(self, peer: Peer) -> socket.socket | None:
+        """The connection over which frames reach decode; None if there is none."""
+        lane = self._lanes.get(peer)
+        return lane.slab.connection if lane is not None and lane.is_heard else None
 
     def begin(self, items: Sequence[SendBlock], now: float) -> tuple[int, list[SlabBlock]]:
         """Starts to fill slots with the first runs of `items`, all for one peer.
@@ -126,7 +153,10 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         for item in items:
             if item.size > lane.slab.slot_bytes:
                 break
-            slot = lane.slots.take((item.room, item.epoch, item.block), now + self._lease_s)
+            holder = (item.room, item.epoch, item.block)
+            slot = lane.early.find(holder)  # decode may not have got its descriptor
+            if slot is None or slot.header is None or slot.header.count != item.count:
+                slot = lane.slots.take(holder, now + self._lease_s)
             if slot is None:
                 break
             held.append((item, slot))
@@ -136,14 +166,81 @@ class DeviceLanes(SlabLanes[DeviceLane]):
             self._fill(lane.slab, fresh, now)
         return len(held), [slot.header for _, slot in held if slot.header is not None]
 
+    def begin_early(self, run: SendBlock, now: float, *, is_late: bool) -> None:
+        """Starts to fill free slots for early runs with the leading blocks of `run`, behind its forward.
+
+        `is_late`: later forwards may have been launched meanwhile. Moves run in order, so an unfinished one
+        could then belong to such a forward, and the run is left to decode's pulls.
+        """
+        lane = self._lanes.get(run.peer)
+        self._drop_done()
+        if lane is None or (is_late and self._early):
+            return
+        fresh: list[tuple[SendBlock, Slot]] = []
+        for item in run.split(lane.slab.slot_bytes // run.stream.block_bytes):
+            slot = lane.early.take((item.room, item.epoch, item.block), math.inf)
+            if slot is None:
+                break
+            if slot.header is None and not slot.is_filling:
+                fresh.append((item, slot))
+        for first, end in ((0, FIRST_RUNS), (FIRST_RUNS, len(fresh))):
+            if fresh[first:end]:
+                self._early.append(self._filling(lane.slab, fresh[first:end], now, is_early=True))
+
+    def end_early(self, room: str, epoch: int, now: float) -> Iterator[list[tuple[SendBlock, SlabBlock]]]:
+        """The early runs of a room whose forward has ended, move by move, with their headers.
+
+        Waits for the moves, which begin with the end of the forward and take a fraction of a millisecond.
+        """
+        for filling in [one for one in self._early if one.is_wanted and _is_of(one, room, epoch)]:
+            digests = filling.move.wait()
+            self._early.remove(filling)
+            for _, slot in filling.items:
+                slot.ends_at = now + self._lease_s
+            lane = self._lanes.get(filling.peer)
+            if lane is not None and lane.slab is filling.slab:
+                yield self._headers(filling, digests)
+
+    def forget(self, room: str, epoch: int) -> None:
+        """As `SlabLanes.forget`. A slot that a move still fills is free behind the move."""
+        super().forget(room, epoch)
+        for filling in self._early:
+            filling.is_wanted = filling.is_wanted and not _is_of(filling, room, epoch)
+        for lane in self._lanes.values():
+            lane.early.free_where(
+                lambda holder, ends_at: holder[0] == room and holder[1] <= epoch and ends_at < math.inf
+            )
+        self._drop_done()
+
+    def _drop_done(self) -> None:
+        """Frees the slots of early runs that nobody wants any more, and whose moves are done."""
+        for filling in [one for one in self._early if not one.is_wanted]:
+            if filling.move.poll() is None:
+                continue
+            self._early.remove(filling)
+            lane = self._lanes.get(filling.peer)
+            for item, slot in filling.items:
+                if lane is not None and lane.slab is filling.slab:
+                    lane.early.free((item.room, item.epoch, item.block), slot.index)
+
+    def _free(self, lane: DeviceLane, message: SlotFree) -> None:
+        holder = (message.room, message.epoch, message.block)
+        if not lane.early.free(holder, message.slot):
+            lane.slots.free(holder, message.slot)
+
     def _fill(self, slab: DeviceSlab, fresh: Sequence[tuple[SendBlock, Slot]], now: float) -> None:
+        self._fillings.append(self._filling(slab, fresh, now))
+
+    def _filling(
+        self, slab: DeviceSlab, fresh: Sequence[tuple[SendBlock, Slot]], now: float, *, is_early: bool = False
+    ) -> _Filling:
         runs, pages = [], list[int]()
         for item, slot in fresh:
             slot.is_filling = True
             runs.append(self._pages.places(item).gather(slab.slot(slot.index)))
             pages += pages_of_run(item.stream, item.block, item.count, item.pages[item.first_page :])
-        move = self._device.move(runs, pages, is_write=False)
-        self._fillings.append(_Filling(fresh[0][0].peer, slab, fresh, move, now))
+        move = self._device.move(runs, pages, is_write=False, is_early=is_early)
+        return _Filling(fresh[0][0].peer, slab, fresh, move, now)
 
     def settle(self) -> list[tuple[SendBlock, SlabBlock]]:
         """The runs whose slots are filled now, with their headers.
@@ -163,7 +260,7 @@ class DeviceLanes(SlabLanes[DeviceLane]):
     def finish(self, room: str, epoch: int) -> None:
         """Returns when no move reads the pages of this room and its earlier attempts any more."""
         for filling in self._fillings:
-            if any(item.room == room and item.epoch <= epoch for item, _ in filling.items):
+            if _is_of(filling, room, epoch):
                 filling.move.wait()
 
     def poll_at(self, now: float) -> float | None:
@@ -173,6 +270,10 @@ class DeviceLanes(SlabLanes[DeviceLane]):
     def sweep(self, now: float) -> None:
         """As `SlabLanes.sweep`. Also frees ended slabs that decode has closed."""
         is_due = now >= self._sweep_at
+        if is_due:
+            self._drop_done()
+            for lane in self._lanes.values():
+                lane.early.free_where(lambda _, ends_at: now >= ends_at)
         super().sweep(now)
         if is_due:
             self._free_ended()
@@ -214,9 +315,13 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         slabs = [*(lane.slab for lane in self._lanes.values()), *self._ended]
         left = self._max_bytes - sum(slab.size for slab in slabs)
         num_slots = slots_that_fit(request, SLOT_BYTES, left, self._max_bytes, "--device-slab-mb")
+        num_pulled = min(num_slots, max(MIN_SLOTS, request.num_slots - request.early_slots))
+        # early runs only save time: they leave memory for the pulls of one more pair
+        num_spare = max(0, left // request.slot_bytes - 2 * num_pulled)
+        num_early = min(num_slots - num_pulled, num_spare)
         connection = reached(request.address, request.token)
-        slab = DeviceSlab(self._device, num_slots, request.slot_bytes, connection)
-        return DeviceLane(request, slab, SlotTable(num_slots))
+        slab = DeviceSlab(self._device, num_pulled + num_early, request.slot_bytes, connection)
+        return DeviceLane(request, slab, SlotTable(num_pulled), SlotTable(num_early, first=num_pulled))
 
     def _end(self, lane: DeviceLane) -> None:
         lane.slab.give_up()
@@ -235,3 +340,8 @@ class DeviceLanes(SlabLanes[DeviceLane]):
 
     def _count(self) -> None:
         self.counters.device_slabs = len(self._lanes) + len(self._ended)
+
+
+def _is_of(filling: _Filling, room: str, epoch: int) -> bool:
+    """Whether the move reads pages of this room, or of its earlier attempts."""
+    return any(item.room == room and item.epoch <= epoch for item, _ in filling.items)

@@ -18,8 +18,8 @@ from ...cluster.protocol.slab_messages import SlabBlock, SlabDown, SlabUp
 from ...cluster.security.ciphers import CRC32C
 from ..memory.blocks import Arrival, BlockWriter
 from ..memory.device import Device, Move
-from ..memory.span_cutter import ReceiverPages, pages_of_run
-from ..protocol.layout import Crc, KVLayout, Segment, block_digest, device_digest, digest_seed
+from ..memory.span_cutter import ReceiverPages, RunPlaces, pages_of_run
+from ..protocol.layout import Crc, KVLayout, RoomStream, Segment, block_digest, device_digest, digest_seed
 from ..protocol.receiver import ReceiverSession
 from ..protocol.seal import TAG_BYTES, BlockName
 from ..protocol.session import LEASE_S, WINDOW, CloseLink, Effect, Notify, Peer, ReceiverRoom, SendMessage
@@ -87,6 +87,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         self._device = device
         self._pages = None if device is None else ReceiverPages(planes)
         self._landings: list[Landing] = []
+        self._places: dict[str, tuple[RoomStream, RunPlaces]] = {}  # the memory of open rooms
         self._paths = PathRates()
         self._slabs = ReceiverSlabs(
             instance,
@@ -106,13 +107,28 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         """Raises LocalProtocolError: decode does not offer."""
         raise LocalProtocolError(f"decode does not offer (room {offer.room})")
 
-    def advance(self, room: str, epoch: int, tokens_ready: int, first_token: int | None = None) -> None:
+    def launched(self, room: str, epoch: int, start: int, tokens: int) -> None:
+        """Raises LocalProtocolError: decode launches no forward for an offer."""
+        raise LocalProtocolError(f"decode does not offer (room {room})")
+
+    def advance(
+        self,
+        room: str,
+        epoch: int,
+        tokens_ready: int,
+        first_token: int | None = None,
+        ready_at: float | None = None,
+    ) -> None:
         """Raises LocalProtocolError: decode does not advance."""
         raise LocalProtocolError(f"decode does not advance (room {room})")
 
     def pull(self, request: PullRequest) -> None:
         """As `KVTransport.pull`. Raises LocalProtocolError as `ReceiverSession.pull`."""
         self._perform(self.session.pull(request, self._clock()))
+        link = self.session.link_of(request.endpoint)
+        room = None if link is None else link.rooms.get(request.room)
+        if room is not None and room.request is request and room.stream and room.stream.num_blocks:
+            self._places_of(room, room.stream)  # now, while prefill computes
         self._tell(request.endpoint, self._slabs.ask_again(request.endpoint, self._clock()))
         if self._nixl is not None:
             self._nixl.ask_again(request.endpoint, self._clock())
@@ -121,6 +137,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         """As `KVTransport.release`."""
         self._perform(self.session.release(room, epoch, reason, self._clock()))
         self._finish_landings(room, epoch)
+        self._places.pop(room, None)
         self._forget_events(room, epoch)
 
     @property
@@ -324,7 +341,6 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
     def _begin_landing(self, peer: Peer, blocks: Sequence[SlabBlock], now: float) -> list[Effect]:
         """Starts to write runs from device memory into their pages; `_settle_landings` goes on."""
         assert self._device is not None, "the slab was mapped"
-        assert self._pages is not None
         effects: list[Effect] = []
         begun, requests, runs, pages = [], [], [], list[int]()
         under_way = self._under_way()
@@ -339,15 +355,21 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                 # a second move could end after the room did, and read a slot that holds another run by then
                 self.session.counters.duplicate_blocks += 1
                 continue
+            if self._slabs.is_early(peer, block):
+                self.session.came_unasked(peer, block, now)
             stream, link = self.session.expect_run(peer, block, block.size), self.session.link_of(peer)
             if stream is None or link is None:
                 effects.append(SendMessage(peer, self._slabs.freed(block)))
                 continue
-            request = link.rooms[block.room].request
+            room = link.rooms[block.room]
+            request = room.request
             under_way |= names_of(block)
             begun.append(block)
             requests.append(request)
-            runs.append(self._pages.places(stream, block.block, block.count, request).scatter(slot))
+            begin = block.block * stream.block_bytes
+            places = self._places_of(room, stream)
+            assert places is not None, "the slab was mapped"
+            runs.append(places.part(begin, begin + block.size).scatter(slot))
             pages += pages_of_run(stream, block.block, block.count, request.pages)
         if begun:
             move = self._device.move(runs, pages, is_write=True)
@@ -355,6 +377,15 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             for _ in begun:
                 self.reach("receiver:scatter")
         return effects
+
+    def _places_of(self, room: ReceiverRoom, stream: RoomStream) -> RunPlaces | None:
+        """The memory of all blocks of a room; None without a device."""
+        if self._pages is None:
+            return None
+        known = self._places.get(room.request.room)
+        if known is None or known[0] is not stream:
+            known = self._places[room.request.room] = (stream, self._pages.places(stream, room.request))
+        return known[1]
 
     def _under_way(self) -> set[tuple[str, int, int]]:
         """The names of the blocks that moves write into their pages now."""
@@ -474,6 +505,8 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                     self._paths.add(effect.event)
                 if isinstance(effect.event, Lost):
                     self._finish_landings(effect.event.room, effect.event.epoch)
+                if isinstance(effect.event, Lost | Complete):
+                    self._places.pop(effect.event.room, None)
                 self._events.append(effect.event)
             elif isinstance(effect, CloseLink):
                 self._close_link(effect.peer)

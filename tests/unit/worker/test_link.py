@@ -126,7 +126,7 @@ class NotingTransport:
     def __init__(self, link):
         self.link, self.sent_before = link, []
 
-    def advance(self, room, epoch, tokens_ready, first_token):
+    def advance(self, room, epoch, tokens_ready, first_token, ready_at):
         self.sent_before = list(self.link.sent)
 
 
