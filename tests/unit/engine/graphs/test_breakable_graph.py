@@ -2,6 +2,8 @@
 
 import contextlib
 import gc
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 
@@ -375,3 +377,17 @@ def test_a_capture_that_fails_cold_is_warmed_up_and_tried_again():
     backend.num_refused = 1
     with pytest.raises(GraphError, match="not ready"):
         pool.capture(GraphKind.DECODE_STEP, 2, lambda _: x[:2], ReplayContext(num_rows=2))
+
+
+def test_a_capture_does_not_import_torch_s_compiler():
+    code = (
+        "import sys, torch\n"
+        "from baton.engine.graphs.breakable import BreakableGraph, ReplayContext\n"
+        "from baton.engine.graphs.guard import HOST_READS, HostReadGuard, HostSyncGuard\n"
+        "from baton.engine.graphs.tape.tape import TapeBackend\n"
+        "guard, x = HostReadGuard(HOST_READS), torch.ones(2)\n"
+        "with guard, HostSyncGuard(guard): x + 1\n"
+        "BreakableGraph(TapeBackend()).capture(lambda _: x + 1, ReplayContext(num_rows=2))\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, "it takes seconds"
