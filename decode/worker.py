@@ -297,7 +297,8 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         if rooms:
             self.reach("decode:chunk")
         before = [(room.request.num_computed, room.have) for room in rooms]
-        read = self.local.turn(rooms, has_streams=bool(self.queues.count(DecodeState.RUNNING)))
+        has_streams = bool(self.queues.count(DecodeState.RUNNING))
+        read = self.local.turn(rooms, has_streams=has_streams)
         for room, (computed, have) in zip(rooms, before, strict=True):
             found = room.have - have  # in the prefix cache, since the room was admitted
             self._counters["have_tokens"] += found
@@ -305,6 +306,8 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         if read is not None:
             self._counters["tokens"] += len(read.ended)
             self._send_tokens(read.ended, read.result)
+            if read.ended and not has_streams:  # nobody waits but the client of token 1
+                self.link.hand_over()
             self.local.finish(read)
             self._end_rooms(read.ended, read.result)
             for room in read.settled:

@@ -60,7 +60,7 @@ from .speculative.step.step_graphs import StepGraphs, step_graphs
 from .warmup.compiler import compile_launches
 from .warmup.kernel_cache import use_kernel_cache
 from .warmup.memory import reserve_memory
-from .warmup.plan_file import kept_launches, plan_key
+from .warmup.plan_file import keep_verdict, kept_launches, plan_key, were_tested
 from .warmup.rehearsal import Rehearsal, RehearsalSizes
 from .warmup.variants import Reach, VariantPlanner
 from .warmup.watch import ReadyWatch
@@ -200,6 +200,8 @@ class EngineLoader:
         self._source: DraftSource | None = None
         self._draft: DraftModel | None = None
         self._feature_ids: tuple[int, ...] = ()
+        # the folder and the name of what earlier starts have found out
+        self._kept: tuple[Path | None, str] = None, ""
 
     def phases(self) -> list[tuple[str, Callable[[], None]]]:
         """Pairs (name, action) in the required order."""
@@ -384,14 +386,15 @@ class EngineLoader:
             return
         planner = VariantPlanner(engine.runner, engine.drafter, engine.steps, self.reach())
         try:
-            launches = kept_launches(use_kernel_cache(), self._plan_key(engine), planner.launches)
+            self._kept = use_kernel_cache(), self._plan_key(engine)
+            launches = kept_launches(*self._kept, planner.launches)
         except Exception as error:  # of an operation that has no form for fake tensors
             logger.warning("kernels are compiled one by one at their first use: %s", error, exc_info=error)
         else:
             compile_launches(launches, self._device)
 
     def _plan_key(self, engine: Engine) -> str:
-        """The name of the plan of kernel variants: all that decides which kernels an engine launches."""
+        """The name of what a start keeps: all that decides which kernels an engine launches."""
         card = torch.cuda.get_device_properties(self._device)
         paths = [engine.path, *([] if engine.draft_config is None else [engine.draft_config.path])]
         configs = [path / "config.json" for path in paths]
@@ -403,7 +406,7 @@ class EngineLoader:
                 engine.pool.num_pages.bit_length(),  # wider numbers of rows have variants of their own
                 *(path.read_text() for path in configs if path.is_file()),
                 (card.name, card.major, card.minor, card.multi_processor_count),
-                (torch.__version__, triton_version()),
+                (torch.__version__, torch.version.cuda, triton_version()),
             ]
         )
 
@@ -464,12 +467,24 @@ class EngineLoader:
                     engine.runner, engine.sizes.chunk_size or min(WHOLE_PROMPT_TOKENS, engine.max_context)
                 )
             if config.graph_self_test:
-                graphs.self_test(engine.runner, engine.drafter, engine.max_context, engine.steps)
+                self._self_test(engine, graphs)
             self._measure_steps(graphs)
             graphs.log_report()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()  # what the self-test took
         self.lifecycle.advance(Phase.CAPTURED)
+
+    def _self_test(self, engine: Engine, graphs: GraphSet) -> None:
+        """Compares graphs with eager forwards: all of them at a GPU's first start, later one of each kind.
+
+        If one differs then, the next start compares all again.
+        """
+        folder, key = self._kept
+        is_brief = were_tested(folder, key)
+        dropped = graphs.self_test(
+            engine.runner, engine.drafter, engine.max_context, engine.steps, is_brief=is_brief
+        )
+        keep_verdict(folder, key, has_passed=not dropped)
 
     def _measure_steps(self, graphs: GraphSet) -> None:
         """Gives the policy the measured costs of steps on a GPU. Those of a busy CPU would mislead it."""

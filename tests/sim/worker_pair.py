@@ -39,6 +39,9 @@ class DirectLink:
         self.events = []
         self.commands = []
 
+    def hand_over(self) -> None:
+        pass
+
     def post(self, item):
         if isinstance(item, Offer | PullRequest | Advance | Drop):
             self.commands.append(item)
