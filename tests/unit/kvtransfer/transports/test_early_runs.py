@@ -203,7 +203,7 @@ def test_pulls_wait_for_no_run_behind_a_forward(start):
     assert len(pair.sender._device_slabs._early) == 2, "its two moves still wait for the forward"
 
 
-def test_a_cancelled_room_waits_for_no_forward_and_keeps_its_slots_until_the_move(start):
+def test_a_cancel_waits_for_no_forward_and_its_slots_for_the_move(start):
     pair = warm(start)
     offer(pair, FIRST)
     pair.devices[0].polls = HELD
