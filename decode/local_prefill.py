@@ -88,6 +88,7 @@ class LocalPrefill:
         self._send = send
         self._instance = instance
         self._unread: LaunchedPrompts | None = None
+        self._uncached: list[Request] = []  # computed, and not in the prefix cache yet
 
     @property
     def has_unread(self) -> bool:
@@ -164,14 +165,21 @@ class LocalPrefill:
         return ReadPrompts(ended=ended, result=result, drafts=drafts, settled=settled)
 
     def finish(self, read: ReadPrompts) -> None:
-        """Writes the draft rows of a forward, and offers the pages of its ended prompts to the prefix cache,
-        for the prompts that wait for them.
-        """
+        """Writes the draft rows of a forward. The pages of its ended prompts wait for `cache_computed`."""
         if self.engine.drafter is not None:
             self.decoder.draft_prefill_batch(read.drafts)
-        for room, is_bad in zip(read.ended, read.result.is_bad, strict=True):
-            if not is_bad:
-                keep_pages(self.engine, self.decoder, room.request)
+        bad = read.result.is_bad
+        self._uncached += [room.request for room, is_bad in zip(read.ended, bad, strict=True) if not is_bad]
+
+    def cache_computed(self) -> None:
+        """Offers the pages of computed prompts to the prefix cache, for the prompts that wait for them.
+
+        That takes milliseconds for a long prompt. It belongs behind the launch of the step that follows.
+        """
+        computed, self._uncached = self._uncached, []
+        for request in computed:
+            if request.pages:  # else it has ended, and offered them then
+                keep_pages(self.engine, self.decoder, request)
 
     def _take_firsts(
         self, chunks: Chunks, firsts: SampleOutput | None, path: str

@@ -88,6 +88,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         if batch:
             self.reach("decode:step")
         is_ahead = bool(batch) and self.in_flight.launch(batch)
+        self.local.cache_computed()  # while the device computes
         if num_unread:
             self._read_step()
         elif batch and not is_ahead:
@@ -250,9 +251,11 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
 
     def _warm_landed(self) -> bool:
         """Draft prefill of landed features; warm rooms join the batch. False: no room was ready."""
-        rooms = self.queues.of(DecodeState.WARMING) + self.queues.of(DecodeState.PULLING)
-        did_warm = prefill_drafts(self.decoder, rooms, self._clock)
-        return self._admit_warm() or did_warm
+        warming, did_warm = self.queues.of(DecodeState.WARMING), False
+        if self.engine.drafter is not None:
+            rooms = warming + self.queues.of(DecodeState.PULLING)
+            did_warm = prefill_drafts(self.decoder, rooms, self._clock)
+        return self._admit_warm(warming) or did_warm
 
     def _next_batch(self) -> list[DecodeRoom]:
         """The rooms that still need a step: each unread step gives at least one token."""
@@ -293,9 +296,9 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
                 self._close(room)
         return True
 
-    def _admit_warm(self) -> bool:
+    def _admit_warm(self, warming: list[DecodeRoom]) -> bool:
         admitted = False
-        for room in self.queues.of(DecodeState.WARMING):
+        for room in warming:
             if room.request.is_ready and (room.features is None or room.warmed == room.request.num_prompt):
                 room.features = None
                 room.state = DecodeState.RUNNING

@@ -98,7 +98,9 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """The target's shape. `weight_bytes` include a draft head's; `num_weights` are those of a forward."""
+    """The target's shape. `weight_bytes` include a draft head's; `num_weights` are those that a row of a
+    forward is multiplied with. `intermediate_size`: of an MLP with as large activations, if it has experts.
+    """
 
     hidden_size: int
     intermediate_size: int

@@ -503,10 +503,17 @@ class EngineLoader:
         return self._source is not None and self._source.is_dflash
 
     def _forward_weights(self) -> int:
-        """The weights that every row of a forward is multiplied with: all but the embedding."""
+        """The weights that a row of a forward is multiplied with: without embedding and unused experts."""
         is_vocabulary = re.compile("embed_tokens|lm_head")
-        layers = sum(w.numel() for name, w in self._model.tensors() if not is_vocabulary.search(name))
-        return layers + self._model.lm_head.numel()
+        moe = self._model_config.moe
+        layers = experts = 0
+        for name, weight in self._model.tensors():
+            if ".experts." in name:
+                experts += weight.numel()
+            elif not is_vocabulary.search(name):
+                layers += weight.numel()
+        used = 0 if moe is None else round(experts * moe.used_share)
+        return layers + used + self._model.lm_head.numel()
 
     def _sizes(self) -> EngineSizes:
         """The sizes of this engine, with the memory that its weights take by now.
@@ -521,7 +528,7 @@ class EngineLoader:
         config = self._model_config
         sizes = ModelSizes(
             hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
+            intermediate_size=config.row_width,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,

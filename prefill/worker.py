@@ -96,9 +96,12 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             vocab_size=engine.model_config.vocab_size,
         )
         self._launched: Launched | None = None
+        self._uncached: list[PrefillRoom] = []  # computed, and not in the prefix cache yet
 
     def step(self) -> bool:
         """Choose chunks, run them, keep their features, sample, publish. False: no prompt has work."""
+        if self.queues.count(PrefillState.QUEUED):
+            self._cache_computed()  # before their prefixes are looked for
         chunks, admitted = self.scheduler.next_chunks()
         due, self._launched = self._launched, None
         if chunks:
@@ -108,12 +111,14 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             # Behind the launch, from which the link thread would take the interpreter's lock.
             self._open(admitted)
             self._tell_underway(chunks)
+        if chunks or due is None:
+            self._cache_computed()  # while the device computes, or when nothing is left to do
         if due is not None:
             self._land(due)
         if self._launched is not None and not self.engine.launches_ahead:
             launched, self._launched = self._launched, None
             self._land(launched)
-        return bool(chunks) or due is not None
+        return bool(chunks) or self._launched is not None
 
     def handle(self, event: LinkEvent, now: float) -> None:
         """Take in one message or transport event, at `now` in monotonic seconds."""
@@ -284,9 +289,17 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 logprob = TokenLogprob(logprob=scored[0].logprob, top=scored[0].top) if scored else None
                 self._finish(chunk.room, tokens[row], logprob)
             row += chunk.is_last
-        for chunk in chunks:  # behind all messages: a long prompt has many pages
-            request = chunk.room.request
-            if chunk.is_last and chunk.room.state is PrefillState.HANDED:
+
+    def _cache_computed(self) -> None:
+        """Offer the pages of computed prompts to the prefix cache.
+
+        That takes milliseconds for a long prompt, which token 1 would wait for: the link thread, which sends
+        it, needs the interpreter's lock.
+        """
+        computed, self._uncached = self._uncached, []
+        for room in computed:
+            request = room.request
+            if request.pages:  # else it has ended, and offered them then
                 self.engine.cache.insert(request.prompt_ids, request.pages, request.salt)
 
     def _finish(self, room: PrefillRoom, token: int, logprob: TokenLogprob | None) -> None:
@@ -318,6 +331,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         )
         self.reach("prefill:first")
         room.state = PrefillState.HANDED
+        self._uncached.append(room)
         self._send(
             Advance(
                 room=request.room,

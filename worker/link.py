@@ -113,6 +113,7 @@ class WorkerLink:
         self._wake_r, self._wake_w = socket.socketpair()
         self._wake_r.setblocking(False)
         self._wake_w.setblocking(False)
+        self._is_woken = False  # a byte waits in the pipe; the thread takes it and then looks at the commands
         self._started: queue.SimpleQueue[BatonError | None] = queue.SimpleQueue()  # the failure, or None
         self._stopping = threading.Event()
         self._polled: list[zmq.Socket[bytes] | int] = []
@@ -181,6 +182,13 @@ class WorkerLink:
         self._wake_w.close()
 
     def _wake(self) -> None:
+        """Ends the thread's wait, once for all commands that it has not looked at.
+
+        Each byte is a system call, at which the scheduler may lose the interpreter's lock.
+        """
+        if self._is_woken:
+            return
+        self._is_woken = True
         try:
             self._wake_w.send(b"\0")
         except (BlockingIOError, OSError):
@@ -229,8 +237,10 @@ class WorkerLink:
             self._inbox.qsize() >= INBOX_LIMIT
         )  # then the routers' messages wait in their own bounded queues
         heard = [] if is_behind else [control.socket for control in controls]
-        self._poller_for([*transport.pollables(), *heard]).poll(int(wait * 1000) + (wait > 0))
-        self._drain_wake()
+        poller = self._poller_for([*transport.pollables(), *heard])
+        ready = poller.poll(int(wait * 1000) + (wait > 0))
+        if (self._wake_r.fileno(), zmq.POLLIN) in ready:
+            self._drain_wake()
         self._perform_all(work)
         work.turn(time.monotonic(), is_behind=is_behind)
         self.connected = any(control.connected for control in controls)
@@ -248,11 +258,9 @@ class WorkerLink:
         return self._poller
 
     def _drain_wake(self) -> None:
-        try:
-            while self._wake_r.recv(4096):
-                pass
-        except BlockingIOError:
-            return
+        """Takes the byte of `_wake`. A command that comes later sends another one."""
+        self._wake_r.recv(4096)
+        self._is_woken = False
 
     def _perform_all(self, work: LinkWork) -> None:
         try:

@@ -106,7 +106,7 @@ class RoleWorker(ABC, Generic[R]):
         """Fail the rooms whose request is faulty or whose deadline has passed at `now`."""
         for room in self.queues:
             request = room.request
-            if not room.can_expire:
+            if (room.deadline is None and request.guide is None) or not room.can_expire:
                 continue
             if request.fault:
                 self._fail(room, request.fault_kind, request.fault, retryable=request.is_fault_ours)

@@ -26,6 +26,7 @@ BLOCK_DRAFTERS = (["DFlashDraftModel"],)
 CAPTURED_LAYERS = 3  # the number for a head whose config names none
 MODULE_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 MODULE_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_layers.")  # beside the layers behind the target's last
+EXPERT_COUNTS = ("num_experts", "num_local_experts")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -124,13 +125,48 @@ def num_modules(head: Mapping[str, Any]) -> int:
 
 def count_weights(directory: Path) -> int:
     """The elements of a model's tensors in the shards of its checkpoint, without those of MTP modules;
-    without shards, of a dense decoder with its config.
+    without shards, of a decoder with its config.
 
     Raises ConfigError for an unusable config.
     """
     is_module = _is_module_of(directory)
     counted = sum(count for name, count in _elements(directory).items() if not is_module(name))
     return counted or _dense_weights(directory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSizes:
+    """The experts of a model: their number, the number that a token uses, and an expert's MLP size."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+
+
+def experts_of(config: Mapping[str, Any], directory: Path) -> ExpertSizes | None:
+    """The experts that a config names; None for a dense model. Raises ConfigError for an unusable config."""
+    key = next((key for key in EXPERT_COUNTS if config.get(key)), None)
+    if key is None:
+        return None
+    size = "moe_intermediate_size" if config.get("moe_intermediate_size") else "intermediate_size"
+    return ExpertSizes(
+        num_experts=_count(config, key, directory),
+        top_k=_count(config, "num_experts_per_tok", directory),
+        intermediate_size=_count(config, size, directory),
+    )
+
+
+def count_used_weights(directory: Path) -> int:
+    """As `count_weights`, but of the experts only as many as one token uses."""
+    config = read_config(directory)
+    experts, elements = experts_of(config, directory), _elements(directory)
+    if experts is None:
+        return count_weights(directory)
+    if not elements:
+        return _dense_weights(directory, experts.top_k)
+    is_module = _is_module_of(directory)
+    of_experts = sum(n for name, n in elements.items() if ".experts." in name and not is_module(name))
+    return count_weights(directory) - of_experts + of_experts * experts.top_k // experts.num_experts
 
 
 def count_head_weights(draft: Path) -> int:
@@ -172,14 +208,19 @@ def _elements(directory: Path) -> dict[str, int]:
         return {}
 
 
-def _dense_weights(directory: Path) -> int:
-    """The elements of a Llama-like decoder, without biases."""
+def _dense_weights(directory: Path, num_experts: int | None = None) -> int:
+    """The elements of a Llama-like decoder, without biases; `num_experts` of its experts, by default all."""
     config = read_config(directory)
     hidden, heads = (_count(config, key, directory) for key in ("hidden_size", "num_attention_heads"))
     head_dim = _count(config, "head_dim", directory, hidden // heads)
     kv_heads = _count(config, "num_key_value_heads", directory, heads)
     attention = 2 * hidden * head_dim * (heads + kv_heads)
-    mlp = 3 * hidden * _count(config, "intermediate_size", directory)
+    experts = experts_of(config, directory)
+    if experts is None:
+        mlp = 3 * hidden * _count(config, "intermediate_size", directory)
+    else:
+        counted = experts.num_experts if num_experts is None else num_experts
+        mlp = hidden * (3 * counted * experts.intermediate_size + experts.num_experts)
     vocabulary = hidden * _count(config, "vocab_size", directory)
     layers = _count(config, "num_hidden_layers", directory)
     return (

@@ -99,7 +99,8 @@ class PagedAttention(ABC):
 
     def _reads(self, metadata: AttentionMetadata) -> Read:
         metadata.check(metadata.batch.num_tokens)
-        return self._bind_rows(metadata) if metadata.num_rows else _nothing
+        read = self._bind_rows(metadata) if metadata.num_rows else _nothing
+        return read if metadata.unread < 0 else partial(_but_unread, metadata.unread, read)
 
     def _store_and_read(
         self,
@@ -122,6 +123,11 @@ class PagedAttention(ABC):
 def _checked(metadata: AttentionMetadata, read: Read, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
     metadata.check(q.shape[0])
     read(layer, q, out)
+
+
+def _but_unread(unread: int, read: Read, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+    if layer != unread:
+        read(layer, q, out)
 
 
 def _nothing(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ drafter, those of the draft prefill. An aggregated decode engine has target pref
 """
 
 import logging
+import time
 
 import torch
 
@@ -78,13 +79,17 @@ class GraphSet:
         steps: StepGraphs | None = None,
     ) -> None:
         """Drops every graph that differs from the eager path. Zeroes the KV that it used."""
+        began = time.monotonic()
         tests: list[SelfTest | StepSelfTest] = [SelfTest(runner, drafter, max_context)]
         if steps is not None:
             tests.append(StepSelfTest(steps))
         dropped = sum(test.run() for test in tests)
         self.pool.forget_replays()
         compared = sum(test.num_compared for test in tests)
-        logger.info("graph self-test: %d replays compared, %d graphs dropped", compared, dropped)
+        seconds = time.monotonic() - began
+        logger.info(
+            "graph self-test: %d replays compared, %d graphs dropped, in %.2f s", compared, dropped, seconds
+        )
 
     def measure_steps(self, steps: StepGraphs) -> MeasuredCosts | None:
         """Measures the captured steps. None without graphs of all shapes. These replays are not counted."""

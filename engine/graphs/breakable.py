@@ -16,7 +16,7 @@ Rules of a break body:
    tensors that were returned at capture.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Concatenate, Generic, ParamSpec, TypeVar, cast
@@ -153,6 +153,10 @@ class BreakableGraph(Generic[ContextT, OutputT]):
         self.backend = backend
         self.as_one_break = as_one_break
         self._parts: list[GraphSegment | _Break[ContextT]] = []
+        self.segments: Sequence[GraphSegment] = ()
+        """The recorded segments, in order."""
+        self.num_bytes = 0
+        """Bytes that only this graph holds, without its share of the backend's pool."""
         self._held: tuple[object, OutputT] | None = None
 
     @property
@@ -161,19 +165,9 @@ class BreakableGraph(Generic[ContextT, OutputT]):
         return self._held is not None
 
     @property
-    def segments(self) -> list[GraphSegment]:
-        """The recorded segments, in order."""
-        return [part for part in self._parts if not isinstance(part, _Break)]
-
-    @property
     def num_breaks(self) -> int:
         """Breaks between the segments."""
         return len(self._parts) - len(self.segments)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that only this graph holds, without its share of the backend's pool."""
-        return sum(segment.num_bytes for segment in self.segments)
 
     @property
     def output(self) -> OutputT:
@@ -206,7 +200,8 @@ class BreakableGraph(Generic[ContextT, OutputT]):
             self.backend.warm_up(partial(fn, Breaks(context)))
         recorder = GraphCapture(self.backend, context)
         output = recorder.record(partial(_run_as_one_break, fn) if self.as_one_break else fn)
-        self._parts, self._held = recorder.parts, (fn, output)
+        self._keep(recorder.parts)
+        self._held = fn, output
         return output
 
     @torch.no_grad()
@@ -228,7 +223,13 @@ class BreakableGraph(Generic[ContextT, OutputT]):
 
     def release(self) -> None:
         """Release segments, breaks and outputs. The graph is then uncaptured."""
-        self._parts, self._held = [], None
+        self._keep([])
+        self._held = None
+
+    def _keep(self, parts: list[GraphSegment | _Break[ContextT]]) -> None:
+        self._parts = parts
+        self.segments = [part for part in parts if not isinstance(part, _Break)]
+        self.num_bytes = sum(segment.num_bytes for segment in self.segments)
 
     def __repr__(self) -> str:
         if not self.is_captured:

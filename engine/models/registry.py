@@ -70,6 +70,18 @@ MODELS = (
         read_config=partial(read_dense_config, architecture="MiMoForCausalLM"),
         build=LlamaForCausalLM,
     ),
+    ModelEntry(
+        architecture="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        read_config=partial(read_dense_config, architecture="Qwen3MoeForCausalLM"),
+        build=LlamaForCausalLM,
+    ),
+    ModelEntry(
+        architecture="MixtralForCausalLM",
+        model_type="mixtral",
+        read_config=partial(read_dense_config, architecture="MixtralForCausalLM"),
+        build=LlamaForCausalLM,
+    ),
 )
 
 
@@ -115,4 +127,4 @@ def _entry_named(reader: ConfigReader, models: Sequence[ModelEntry]) -> ModelEnt
 
 
 def _supported(models: Sequence[ModelEntry]) -> str:
-    return f"supported are {', '.join(entry.architecture for entry in models)} (dense models)"
+    return f"supported are {', '.join(entry.architecture for entry in models)}"

@@ -101,11 +101,11 @@ def prompts_of(body: CompletionBody) -> list[str | list[int]]:
     prompt = body.prompt
     if isinstance(prompt, str):
         prompts: list[str | list[int]] = [prompt]
-    elif (kinds := set(map(type, prompt))) == {int}:
+    elif _are_ids(prompt):
         prompts = [cast(list[int], prompt)]
     else:
         prompts = [item for item in prompt if not isinstance(item, int)]
-        if len(kinds) > 1:
+        if len(set(map(type, prompt))) > 1:
             raise bad_request("prompt mixes strings and token ids: give one kind", param="prompt")
     if not prompts or any(len(item) == 0 for item in prompts):
         raise bad_request("prompt is empty: give at least one character or token", param="prompt")
@@ -114,6 +114,15 @@ def prompts_of(body: CompletionBody) -> list[str | list[int]]:
         text = f"{len(prompts)} prompts with {param}={body.num_tries} exceed {MAX_CHOICES} choices"
         raise bad_request(text, param=param)
     return prompts
+
+
+def _are_ids(prompt: Sequence[str | int | list[int]]) -> bool:
+    """Whether all items, at least one, are token ids."""
+    try:
+        sum(cast(Sequence[int], prompt))  # nothing else can be added; faster than a look at each type
+    except TypeError:
+        return False
+    return len(prompt) > 0
 
 
 def max_new_of(body: CommonBody) -> int | None:

@@ -104,8 +104,8 @@ def test_m1_4_a_model_without_the_hook_of_its_drafter_is_named_with_it(target):
 
 def drop_one_layer(runner: ModelRunner) -> None:
     """Plant: the last of the chosen layers is not captured."""
-    body = runner.model.body
-    runner.model.body = lambda hidden, positions, attend, aux=(): body(hidden, positions, attend, aux[:-1])
+    trunk = runner.model.trunk
+    runner.model.trunk = lambda hidden, positions, attend, aux=(): trunk(hidden, positions, attend, aux[:-1])
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])

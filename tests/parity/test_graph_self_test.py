@@ -95,12 +95,12 @@ def test_the_self_test_sees_every_part_of_an_edited_step(target, head, monkeypat
 
 def test_a_capture_that_fails_leaves_its_batches_to_the_eager_path(target, monkeypatch, caplog):
     toy = ToyEngine(target, aux=IDS)
-    body = toy.model.body
+    trunk = toy.model.trunk
 
     def refuses_eight(hidden, *rest):
-        return body(hidden, *rest) if hidden.shape[0] != 8 else hidden.sum().item()
+        return trunk(hidden, *rest) if hidden.shape[0] != 8 else hidden.sum().item()
 
-    monkeypatch.setattr(toy.model, "body", refuses_eight)
+    monkeypatch.setattr(toy.model, "trunk", refuses_eight)
     toy.graphs = capture(toy.runner)
     monkeypatch.undo()
     assert toy.runner.graphs.tokens.family.captured == (1, 2, 4, 16, 24)

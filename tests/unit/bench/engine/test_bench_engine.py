@@ -95,14 +95,38 @@ def test_a_floor_is_the_longer_of_moving_and_computing():
     assert ceilings.seconds(Work(num_bytes=500, num_flops=80)) == 8.0
 
 
+def test_the_floor_of_experts_is_those_that_random_rows_use(tmp_path):
+    counts = PassCounts.of_target(target_config("qwen3-30b-a3b", "", tmp_path), 2)
+    expert = 3 * 2048 * 768
+    assert counts.experts == 48 * 128 * expert
+    one = counts.step(1, 1, 1023, logit_rows=1)
+    weights = counts.body + 48 * 8 * expert + counts.vocab
+    assert one.num_bytes == 2 * (weights + 1024 * counts.kv), "8 of 128 experts a layer"
+    assert one.num_flops == 2 * weights + 1023 * counts.attention
+    two = counts.step(2, 1, 1023, logit_rows=1)
+    assert two.num_bytes == pytest.approx(one.num_bytes + 2 * (48 * 7.5 * expert + 1024 * counts.kv))
+    many = counts.prefill(8192)
+    assert many.num_bytes == pytest.approx(
+        2 * (counts.body + counts.experts + counts.vocab + 8192 * counts.kv)
+    )
+    assert many.num_flops == pytest.approx(
+        2 * 8192 * (counts.body + 48 * 8 * expert) + 2 * counts.vocab + 8192 * 8193 // 2 * counts.attention
+    )
+
+
 def test_built_in_shapes_are_models_of_the_sizes_in_their_names(tmp_path):
-    sizes = {"llama-3.1-8b": 8.03e9, "llama-3.2-1b": 1.236e9, "smollm2-135m": 134.5e6}
-    for name in SHAPES.keys() - {"toy"}:
+    sizes = {
+        "llama-3.1-8b": 8.03e9,
+        "llama-3.2-1b": 1.236e9,
+        "smollm2-135m": 134.5e6,
+        "qwen3-30b-a3b": 30.53e9,
+    }
+    for name in SHAPES.keys() - {"toy", "toy-moe"}:
         folder = tmp_path / name
         folder.mkdir()
         config = target_config(name, "", folder)
         counts = PassCounts.of_target(config, 2)
-        total = counts.body + counts.vocab * (1 if config.tie_word_embeddings else 2)
+        total = counts.body + counts.experts + counts.vocab * (1 if config.tie_word_embeddings else 2)
         assert math.isclose(total, sizes[name], rel_tol=0.001), name
 
 
