@@ -183,6 +183,7 @@ class TransferBench:
         while ended is None:
             ended = next((event for event in receiver.poll(1.0) if isinstance(event, Complete | Lost)), None)
         ended_at = time.monotonic()
+        receiver.poll(0.0)  # what decode says about the last blocks
         if isinstance(ended, Lost):
             raise TransferError(f"{way.name}: {ended.reason}")
         num_as_wanted = {

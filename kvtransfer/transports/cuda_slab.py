@@ -43,6 +43,7 @@ SLOT_BYTES = 32 << 20  # largest slot: 16 pages of a model with 128 KiB per toke
 DEVICE_WINDOW = 6  # slots that are filled or read at a time, so that neither end waits for the other
 EARLY_SLOTS = 8  # for what goes unasked: 256 MiB, of a prompt's last forward
 RUNS_PER_MOVE = 2  # of prefill: decode reads these runs while the next ones are gathered
+NEWS_S = 2e-5  # between two looks for messages while a move is under way
 SPIN_S = 0.001  # a move takes less; one that waits for a forward is polled at this pace
 
 
