@@ -21,7 +21,7 @@ from baton.kvtransfer.transport import Dropped, Lost, Offer, PullRequest
 from baton.kvtransfer.transports.fake import FakeNetwork, FakeReceiver, FakeSender
 from baton.prefill.worker import PrefillWorker
 from baton.tests.unit.virtual_time import Clock
-from baton.worker.commands import Advance, Drop, DropDone
+from baton.worker.commands import Advance, Command, Drop, DropDone, Underway
 from baton.worker.identity import layout_of, planes_of
 from baton.worker.prompt_embeds import embeds_inbox
 
@@ -43,7 +43,7 @@ class DirectLink:
         pass
 
     def post(self, item):
-        if isinstance(item, Offer | PullRequest | Advance | Drop):
+        if isinstance(item, Command):
             self.commands.append(item)
         elif not isinstance(item, Heartbeat):
             msgspec.msgpack.decode(msgspec.msgpack.encode(item), type=type(item))  # it fits the wire
@@ -62,6 +62,8 @@ class DirectLink:
                 self.open(item, self.transport.offer, Dropped)
             case PullRequest():
                 self.open(item, self.transport.pull, Lost)
+            case Underway():
+                self.transport.launched(item.room, item.epoch, item.start, item.tokens)
             case Advance():
                 self.transport.advance(item.room, item.epoch, item.tokens_ready, item.first_token)
             case Drop():
