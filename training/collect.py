@@ -158,6 +158,19 @@ def read_prompts(
                 ) from None
 
 
+def file_prompts(path: Path, model: Path) -> Iterator[list[int]]:
+    """The prompts of a file of JSON lines, as `read_prompts`, for the model at `model`."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    chats: list[ChatPrompts] = []
+
+    def chat() -> ChatPrompts:
+        if not chats:
+            chats.append(ChatPrompts(tokenizer))
+        return chats[0]
+
+    return read_prompts(path, chat, lambda text: list(tokenizer.encode(text)))
+
+
 async def collect(
     settings: CollectSettings,
     model: Path,
@@ -175,7 +188,7 @@ async def collect(
     limits = httpx.Limits(max_connections=settings.concurrency)
     async with httpx.AsyncClient(timeout=REQUEST_S, limits=limits, headers=headers) as client:
         endpoint = await Endpoint.open(client, settings.url)
-        asked = _from_file(prompts, tokenizer, settings) if prompts else _own(endpoint, tokenizer, settings)
+        asked = _from_file(prompts, model, settings) if prompts else _own(endpoint, tokenizer, settings)
         done = tokens = 0
         running: set[asyncio.Task[Sample | None]] = set()
         number, is_open = 0, True
@@ -224,18 +237,8 @@ async def _answered(
 Asked = Callable[[], Any]  # a coroutine function that gives a prompt's token ids, or None
 
 
-async def _from_file(
-    path: Path, tokenizer: PreTrainedTokenizerBase, settings: CollectSettings
-) -> AsyncIterator[Asked]:
-    chats: list[ChatPrompts] = []
-
-    def chat() -> ChatPrompts:
-        if not chats:
-            chats.append(ChatPrompts(tokenizer))
-        return chats[0]
-
-    read = read_prompts(path, chat, lambda text: list(tokenizer.encode(text)))
-    for ids in itertools.islice(read, settings.num_samples):
+async def _from_file(path: Path, model: Path, settings: CollectSettings) -> AsyncIterator[Asked]:
+    for ids in itertools.islice(file_prompts(path, model), settings.num_samples):
 
         async def prompt(ids: list[int] = ids) -> list[int]:
             return ids

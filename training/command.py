@@ -3,11 +3,13 @@
 import argparse
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -15,12 +17,11 @@ from ..engine.config import resolve_device, resolve_dtype
 from ..engine.errors import CheckpointError
 from ..engine.hub import resolve_checkpoint
 from ..engine.models.registry import load_model_config
-from ..engine.speculative.drafters.spec_config import load_draft_config
-from .collect import CollectSettings, collect
-from .eagle3 import Eagle3Trainee
+from .collect import CollectSettings, collect, file_prompts
 from .evaluate import held_out_prompts, measure
 from .frozen_target import FrozenTarget
-from .head_files import default_layers, draft_vocabulary, write_eagle3_config, write_weights
+from .head_files import MAX_POSITIONS, write_weights
+from .kinds import DFLASH, EAGLE3, KINDS, HeadSettings
 from .progress import progress_bar
 from .samples import SampleSet, SampleWriter, read_samples
 from .trainer import Trainer, TrainSettings, joined_ranks
@@ -28,6 +29,7 @@ from .trainer import Trainer, TrainSettings, joined_ranks
 PROG = "baton draft"
 HEAD = "head"  # folder of the trained head below --out
 RUN = "run"  # folder of the run's states below --out
+MOST_EPOCHS = 1 << 20  # of a run that ends by time
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_collect(commands.add_parser("collect", help="write samples: prompts with the model's answers"))
-    _add_train(commands.add_parser("train", help="train an EAGLE3 head on samples"))
+    _add_train(commands.add_parser("train", help="train a drafter on samples"))
     _add_evaluate(commands.add_parser("evaluate", help="measure accept length through the decode engine"))
     return parser
 
@@ -108,15 +110,22 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add("--samples", type=Path, nargs="+", required=True, metavar="DIR", help="of `baton draft collect`")
     add(
         "--out", type=Path, required=True, metavar="DIR",
-        help=f"DIR/{HEAD} is the head, DIR/{RUN} the state of the run; a killed run continues there",
+        help=f"DIR/{HEAD} is the drafter, DIR/{RUN} the state of the run; a killed run continues there",
     )  # fmt: skip
-    add("--layers", default="", help="layer outputs to read, such as 4,15,26 (default: three)")
+    add("--kind", choices=KINDS, default=EAGLE3, help="default %(default)s")
+    add("--init", default="", metavar="HEAD", help="start from the weights of this drafter of the same kind")
+    add("--layers", default="", help="layer outputs to read, such as 4,15,26 (default: 3; DFLASH 5; MTP none)")
     add(
         "--draft-vocab", type=_at_least(0), default=0,
-        help="most frequent tokens that the head can draft; 0: all of the target's (default 0)",
+        help="most frequent tokens that an EAGLE3 head can draft; 0: all of the target's (default 0)",
     )  # fmt: skip
-    add("--steps", type=_at_least(1), default=7, help="chain steps that are trained (default %(default)s)")
-    add("--epochs", type=_at_least(1), default=2, help="default %(default)s")
+    add("--steps", type=_at_least(1), default=7, help="chain steps of EAGLE3 and MTP (default %(default)s)")
+    add("--block", type=_at_least(2), default=8, help="tokens of a DFLASH block (default %(default)s)")
+    add("--draft-layers", type=_at_least(1), default=3, help="of a DFLASH drafter (default %(default)s)")
+    add("--anchors", type=_at_least(1), default=64, help="DFLASH blocks of a sample (default %(default)s)")
+    add("--mask-token", type=_at_least(0), help="id that stands for a draft in DFLASH (default: an unused one)")
+    add("--epochs", type=_at_least(1), help="default 2, or as many as fit --minutes")
+    add("--minutes", type=_positive, help="train for this time (default: for --epochs)")
     add("--max-tokens", type=_at_least(2), default=16_384, help="of a batch per GPU (default %(default)s)")
     add("--max-length", type=_at_least(2), default=1024, help="tokens of a sample (default %(default)s)")
     add("--lr", type=_positive, default=3e-4, help="default %(default)s")
@@ -131,10 +140,12 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", required=True, help="checkpoint directory or hub id of the target")
     add("--draft", nargs="+", required=True, metavar="HEAD", help="heads to measure on the same prompts")
-    add("--samples", type=Path, nargs="+", required=True, metavar="DIR", help="the last ones are asked")
+    add("--samples", type=Path, nargs="+", metavar="DIR", help="the prompts of the last ones are asked")
+    add("--prompt-file", type=Path, metavar="FILE", help="or prompts in JSON lines, as `collect` takes them")
     add("--prompts", type=_at_least(1), default=64, metavar="N", help="how many (default %(default)s)")
     add("--steps", type=_at_least(1), default=5, help="drafts of a chain (default %(default)s)")
     add("--tokens", type=_at_least(2), default=128, help="of each answer, greedy (default %(default)s)")
+    add("--ignore-eos", action="store_true", help="answers go on behind their end, to --tokens")
     _add_device(parser)
     parser.set_defaults(run=run_evaluate)
 
@@ -171,15 +182,25 @@ def run_collect(options: argparse.Namespace) -> int:
 
 
 def run_train(options: argparse.Namespace) -> int:
-    """Trains a head, writes its checkpoint, and measures it on the samples held out."""
+    """Trains a drafter, writes its checkpoint, and measures it on the samples held out."""
     model = resolve_checkpoint(options.model)
     config = load_model_config(model)
-    layers = _layers(options.layers, config.num_layers)
+    layers = _layers(options.layers)
     samples = read_samples(options.samples, config.vocab_size)
     trained, held_out = samples.split(options.held_out)
-    size = options.draft_vocab or config.vocab_size
-    if size > config.vocab_size:
-        raise CheckpointError(f"--draft-vocab {size}: the target has {config.vocab_size} tokens; give fewer")
+    counts = trained.counts(config.vocab_size)
+    kind = HeadSettings(
+        kind=options.kind,
+        layers=layers,
+        draft_vocab=options.draft_vocab,
+        steps=options.steps,
+        block_size=options.block,
+        num_layers=options.draft_layers,
+        num_anchors=options.anchors,
+        mask_token=options.mask_token,
+        seed=options.seed,
+        init=resolve_checkpoint(options.init) if options.init else None,
+    ).resolved(config, counts)
     device = resolve_device(options.device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -189,43 +210,37 @@ def run_train(options: argparse.Namespace) -> int:
     with joined_ranks(device) as ranks:
         # beside the states: a run that is refused below must not change the head of the run before
         if ranks.is_first:
-            write_eagle3_config(options.out / RUN, model, config, layers, size)
+            kind.write_config(options.out / RUN, model, config)
         ranks.wait()
-        draft = load_draft_config(options.out / RUN, config, dtype=str(dtype).removeprefix("torch."))
-        if draft.aux.ids != layers:
-            raise CheckpointError(
-                f"--layers {options.layers}: servers would take this list for inputs of layers and read the "
-                f"outputs {list(draft.aux.ids)}; write those, or others from 0 to {config.num_layers - 1}"
-            )
-        target = FrozenTarget.load(model, layers, dtype=dtype, device=device)
-        ids = draft_vocabulary(trained.counts(config.vocab_size), size)
-        trainee = Eagle3Trainee(draft, target, ids, steps=options.steps, seed=options.seed).to(device)
+        target = FrozenTarget.load(model, kind.layers, dtype=dtype, device=device)
+        trainee = kind.trainee(options.out / RUN, config, target, counts)
+        cast(torch.nn.Module, trainee).to(device)
         settings = TrainSettings(
-            epochs=options.epochs,
+            epochs=options.epochs or (MOST_EPOCHS if options.minutes else 2),
+            minutes=options.minutes or 0.0,
             max_tokens=options.max_tokens,
-            max_length=min(options.max_length, options.max_tokens, draft.max_position_embeddings),
+            max_length=min(
+                options.max_length, options.max_tokens, MAX_POSITIONS, config.max_position_embeddings
+            ),
             lr=options.lr,
             seed=options.seed,
             save_every=options.save_every,
         )
-        about = {
-            "layers": list(layers), "draft_vocab": size, "steps": options.steps,
-            "dtype": str(dtype).removeprefix("torch."),
-        }  # fmt: skip
+        about = kind.about() | {"dtype": str(dtype).removeprefix("torch.")}
         trainer = Trainer(trainee, target, trained, settings, options.out / RUN, ranks=ranks, about=about)
-        if not trainer.total_steps:
+        if not trainer.epoch_steps:
             raise CheckpointError(
                 f"{len(trained)} samples make fewer batches than there are processes, {ranks.count}; collect "
                 "more samples or lower --max-tokens"
             )
         if ranks.is_first:
             _say(
-                f"{len(trained)} samples of {trained.num_tokens} tokens, {trainer.total_steps} steps on "
-                f"{ranks.count} x {device.type}, layers {list(layers)}, {size} of {config.vocab_size} tokens"
+                f"{options.kind}: {len(trained)} samples of {trained.num_tokens} tokens, "
+                f"{trainer.epoch_steps} steps an epoch on {ranks.count} x {device.type}, {kind.about()}"
             )
         done = trainer.run()
         if ranks.is_first:
-            write_eagle3_config(head, model, config, layers, size)
+            kind.write_config(head, model, config)
             write_weights(head, trainee.checkpoint_tensors(), torch.bfloat16)
             _say(f"{head}: {done.step} steps, {done.num_samples} samples, {done.seconds:.0f} s")
     if not ranks.is_first or not len(held_out):
@@ -233,36 +248,47 @@ def run_train(options: argparse.Namespace) -> int:
     del trainer, trainee, target
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return _evaluate(options, model, [head], held_out, len(held_out), steps=5, num_tokens=128)
+    steps = options.block - 1 if options.kind == DFLASH else 5
+    return _evaluate(options, model, [head], _held_out(held_out), steps=steps, num_tokens=128)
 
 
 def run_evaluate(options: argparse.Namespace) -> int:
-    """Measures heads on the last samples of a set."""
+    """Measures heads on the prompts of a file, or of the last samples of a set."""
     model = resolve_checkpoint(options.model)
-    samples = read_samples(options.samples, load_model_config(model).vocab_size)
     heads = [resolve_checkpoint(draft) for draft in options.draft]
-    return _evaluate(options, model, heads, samples, options.prompts, options.steps, options.tokens)
+    if (options.samples is None) == (options.prompt_file is None):
+        raise CheckpointError("give either --samples or --prompt-file: prompts to measure with")
+    if options.prompt_file is not None:
+        prompts = list(itertools.islice(file_prompts(options.prompt_file, model), options.prompts))
+    else:
+        samples = read_samples(options.samples, load_model_config(model).vocab_size)
+        few = options.prompts >= len(samples)
+        prompts = _held_out(samples if few else samples.split(options.prompts)[1])
+    return _evaluate(options, model, heads, prompts, options.steps, options.tokens)
+
+
+def _held_out(samples: SampleSet) -> list[list[int]]:
+    return held_out_prompts(samples, len(samples))
 
 
 def _evaluate(
     options: argparse.Namespace,
     model: Path,
     heads: Sequence[Path],
-    samples: SampleSet,
-    count: int,
+    prompts: Sequence[Sequence[int]],
     steps: int,
     num_tokens: int,
 ) -> int:
-    last = samples if count >= len(samples) else samples.split(count)[1]
     room = load_model_config(model).max_position_embeddings - num_tokens - 2 * (steps + 1)
-    prompts = held_out_prompts(last, count, room)
+    prompts = [prompt for prompt in prompts if len(prompt) <= room]
     if not prompts:
         raise CheckpointError("no sample has a prompt before its answer that fits the model's context")
     for head in heads:
         with _bar(f"measuring {head.name}", len(prompts)) as show:
             found = measure(
                 model, head, prompts, steps=steps, num_tokens=num_tokens, device=options.device,
-                dtype=options.dtype, progress=lambda done: show(done, ""),
+                dtype=options.dtype, ignore_eos=getattr(options, "ignore_eos", False),
+                progress=lambda done: show(done, ""),
             )  # fmt: skip
         _say(f"{head}: {found} ({len(prompts)} prompts, {num_tokens} greedy tokens, chains of {steps})")
     return 0
@@ -273,10 +299,8 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-def _layers(text: str, num_layers: int) -> tuple[int, ...]:
-    if not text:
-        return default_layers(num_layers)
-    parts = text.split(",")
+def _layers(text: str) -> tuple[int, ...]:
+    parts = text.split(",") if text else []
     if not all(part.isascii() and part.isdigit() for part in parts):
         raise CheckpointError(f"--layers {text!r}: write layer numbers with commas, such as 4,15,26")
     return tuple(int(part) for part in parts)

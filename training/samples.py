@@ -6,7 +6,7 @@ is written under another name and renamed when it is whole.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..engine.errors import CheckpointError
+from ..engine.host_copy import to_device
 from .tensor_files import write_tensors
 
 SHARD_TOKENS = 1 << 20  # so many at most are lost with a collector that is killed
@@ -33,15 +34,17 @@ class Sample:
 class Batch:
     """`tokens` int64 `[B, L]` and `mask` bool `[B, L]`, padded with token 0 and False on the right.
 
-    `num_samples` counts the rows of all ranks.
+    `tokens` may be on any device, `mask` is on the host. `num_samples` counts the rows of all ranks. `seed`
+    is for what a drafter draws at random for this batch.
     """
 
     tokens: torch.Tensor
     mask: torch.Tensor
     num_samples: int
+    seed: int = 0
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(self.tokens.to(device), self.mask.to(device), self.num_samples)
+        return replace(self, tokens=to_device(self.tokens, device))
 
 
 class SampleWriter:
@@ -215,9 +218,10 @@ class BatchPlan:
         groups = self.groups(epoch)
         for step in range(first, len(groups) // self.num_ranks):
             both = groups[step * self.num_ranks : (step + 1) * self.num_ranks]
-            yield self._batch(both[self.rank], sum(map(len, both)))
+            seed = ((self.seed * 1_000_003 + epoch) * 1_000_003 + step) * self.num_ranks + self.rank
+            yield self._batch(both[self.rank], sum(map(len, both)), seed % (1 << 63))
 
-    def _batch(self, group: Sequence[int], num_samples: int) -> Batch:
+    def _batch(self, group: Sequence[int], num_samples: int, seed: int) -> Batch:
         offsets = self.samples.offsets
         bounds = [offsets[index : index + 2].tolist() for index in group]
         spans = [(start, min(end, start + self.max_length)) for start, end in bounds]
@@ -227,4 +231,4 @@ class BatchPlan:
         for row, (start, end) in enumerate(spans):
             tokens[row, : end - start] = self.samples.tokens[start:end]
             mask[row, : end - start] = self.samples.mask[start:end].bool()
-        return Batch(tokens, mask, num_samples)
+        return Batch(tokens, mask, num_samples, seed)
