@@ -17,7 +17,7 @@ from ..engine.config import resolve_device, resolve_dtype
 from ..engine.errors import CheckpointError
 from ..engine.hub import resolve_checkpoint
 from ..engine.models.registry import load_model_config
-from .collect import CollectSettings, collect, file_prompts
+from .collect import CollectSettings, collect, collect_here, file_prompts
 from .evaluate import held_out_prompts, measure
 from .frozen_target import FrozenTarget
 from .head_files import MAX_POSITIONS, write_weights
@@ -90,7 +90,7 @@ def _share(text: str) -> float:
 def _add_collect(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", required=True, help="checkpoint directory or hub id of the served model")
-    add("--url", default="http://127.0.0.1:8000", help="endpoint that serves it (default %(default)s)")
+    add("--url", default="", help="endpoint that serves it (default: the model runs in this process)")
     add("--out", type=Path, required=True, metavar="DIR", help="where shards of samples are written")
     add(
         "--prompts", type=Path, metavar="FILE",
@@ -98,9 +98,11 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--samples", type=_at_least(1), default=10_000, help="how many (default %(default)s)")
     add("--max-answer", type=_at_least(1), default=512, help="tokens of an answer (default %(default)s)")
-    add("--concurrency", type=_at_least(1), default=64, help="requests at once (default %(default)s)")
+    add("--concurrency", type=_at_least(1), help="texts at once (default 256, with --url 64)")
+    add("--minutes", type=_positive, help="begin no text after this time (default: until --samples)")
     add("--greedy-share", type=_share, default=0.5, help="of the answers (default %(default)s)")
     add("--seed", type=_at_least(0), default=0)
+    _add_device(parser)
     parser.set_defaults(run=run_collect)
 
 
@@ -156,27 +158,29 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def run_collect(options: argparse.Namespace) -> int:
-    """Collects samples from a running endpoint."""
+    """Collects samples from a running endpoint, or with the engine in this process."""
     settings = CollectSettings(
         url=options.url,
         num_samples=options.samples,
         max_answer=options.max_answer,
-        concurrency=options.concurrency,
+        concurrency=options.concurrency or (64 if options.url else 256),
         greedy_share=options.greedy_share,
         seed=options.seed,
         api_key=os.environ.get("BATON_API_KEY", ""),
+        seconds=60 * (options.minutes or 0.0),
     )
-    writer = SampleWriter(options.out)
-    with _bar("collecting", options.samples) as show:
-        count = asyncio.run(
-            collect(
-                settings,
-                resolve_checkpoint(options.model),
-                writer,
-                options.prompts,
-                lambda samples, tokens: show(samples, f"collecting  {tokens} tokens"),
+    writer, model = SampleWriter(options.out), resolve_checkpoint(options.model)
+    with _bar("collecting", options.samples) as bar:
+
+        def show(samples: int, tokens: int) -> None:
+            bar(samples, f"collecting  {tokens} tokens")
+
+        if options.url:
+            count = asyncio.run(collect(settings, model, writer, options.prompts, show))
+        else:
+            count = collect_here(
+                settings, model, writer, options.prompts, show, device=options.device, dtype=options.dtype
             )
-        )
     _say(f"{count} samples in {options.out}")
     return 0
 
