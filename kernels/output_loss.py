@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from .triton_jit import jit, next_power_of_2, tl
+from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
 MAX_BLOCK = 4096
 
@@ -78,7 +78,7 @@ def _gradient_reference(
     logits.copy_((shares - _dense(logits, target)) * weights[:, None])
 
 
-@jit
+@jit_varying("num_targets")
 def _loss_rows_kernel(
     p_logits: tl.tensor,
     p_target: tl.tensor,
@@ -103,7 +103,7 @@ def _loss_rows_kernel(
         x = tl.load(p_row + i_column, mask=m_column, other=-float("inf")).to(tl.float32)
         if IS_DENSE:
             share = tl.load(p_wanted + i_column, mask=m_column, other=0.0).to(tl.float32)
-            wanted += tl.sum(tl.where(m_column, share * x, 0.0), 0)
+            wanted += tl.sum(share * tl.where(m_column, x, 0.0), 0)
         block_top = tl.max(x, 0)
         best = tl.where(block_top > top, start + tl.argmax(x, 0), best)
         higher = tl.maximum(top, block_top)
@@ -117,7 +117,7 @@ def _loss_rows_kernel(
     tl.store(p_best + i_row, best.to(tl.int64))
 
 
-@jit
+@jit_varying("num_targets")
 def _loss_gradient_kernel(
     p_logits: tl.tensor,
     p_target: tl.tensor,
@@ -161,7 +161,7 @@ def _gradient_triton(
     rows, width = logits.shape
     if rows:
         block = min(next_power_of_2(width), MAX_BLOCK)
-        _loss_gradient_kernel[(rows, -(-width // block))](
+        _loss_gradient_kernel[(rows, cdiv(width, block))](
             logits, target, norm, weights.contiguous(), target.shape[0], width,
             IS_DENSE=target.dim() == 2, BLOCK=block, num_warps=8,
         )  # fmt: skip
