@@ -240,7 +240,7 @@ def run_train(options: argparse.Namespace) -> int:
         if ranks.is_first:
             _say(
                 f"{options.kind}: {len(trained)} samples of {trained.num_tokens} tokens, "
-                f"{trainer.epoch_steps} steps an epoch on {ranks.count} x {device.type}, {kind.about()}"
+                f"{trainer.epoch_steps} steps an epoch on {ranks.count} x {device.type}, {kind}"
             )
         done = trainer.run()
         if ranks.is_first:

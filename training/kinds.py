@@ -68,12 +68,6 @@ class HeadSettings:
                 f"--draft-vocab {size}: the target has {model.vocab_size} tokens; give fewer"
             )
         layers = found.layers or self._default_layers(model.num_layers)
-        beyond = [layer for layer in layers if layer >= model.num_layers]
-        if beyond:
-            raise CheckpointError(
-                f"--layers {','.join(map(str, layers))}: the target has layers 0 to {model.num_layers - 1}, "
-                f"not {beyond[0]}"
-            )
         if self.kind == MTP and self.layers:
             raise CheckpointError("--layers: an MTP module reads the target's last hidden; leave it out")
         mask = unused_token(counts) if self.mask_token is None else self.mask_token
@@ -91,6 +85,10 @@ class HeadSettings:
         else:
             names = ("draft_vocab", "steps") if self.kind == EAGLE3 else ("steps",)
         return common | {name: getattr(self, name) for name in names} | {"init": str(self.init or "")}
+
+    def __str__(self) -> str:
+        about = self.about().items()
+        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in about if value not in ("", []))
 
     def write_config(self, directory: Path, path: Path, model: ModelConfig) -> None:
         """Writes `directory`/config.json of the drafter for the target at `path`."""
