@@ -114,7 +114,7 @@ def _loss_rows_kernel(
         wanted = tl.load(p_row + tl.load(p_target + i_row)).to(tl.float32)
     tl.store(p_loss + i_row, norm - wanted)
     tl.store(p_norm + i_row, norm)
-    tl.store(p_best + i_row, best.to(tl.int64))
+    tl.store(p_best + i_row, best)
 
 
 @jit_varying("num_targets")

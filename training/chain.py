@@ -31,16 +31,19 @@ class ChainTrainee(nn.Module):
     """A drafter with one output projection that is trained over `steps` steps of its chain.
 
     `target_ids` int64 `[Vd]` maps draft tokens to target tokens. A drafter of the whole vocabulary has no
-    `lm_head`: it shares the target's. Weights are float32; the dtype of products is the target's.
+    `lm_head`: it shares the target's. `sharpness` multiplies the target's logits: above 1 the loss weighs the
+    target's best token more. Weights are float32; the dtype of products is the target's.
     """
 
     target_ids: torch.Tensor
     norm: Norm
     lm_head: nn.Linear | None
 
-    def __init__(self, target: FrozenTarget, target_ids: torch.Tensor, *, steps: int) -> None:
+    def __init__(
+        self, target: FrozenTarget, target_ids: torch.Tensor, *, steps: int, sharpness: float
+    ) -> None:
         super().__init__()
-        self.steps = steps
+        self.steps, self.sharpness = steps, sharpness
         self.lm_head = None
         self._target = target
         self.register_buffer("target_ids", target_ids.clone(), persistent=False)
@@ -145,11 +148,14 @@ class ChainTrainee(nn.Module):
         logits = self._target.logits(hidden)
         best = logits.argmax(-1)
         if self.lm_head is None:
-            return best, logits.softmax(-1).to(dtype), torch.ones_like(best, dtype=torch.float32)
+            return best, self._shares(logits, dtype), torch.ones_like(best, dtype=torch.float32)
         logits = logits.index_select(1, self.target_ids)
         # a token that the draft vocabulary lacks cannot be predicted: its row teaches nothing
         is_known = (self.target_ids[logits.argmax(-1)] == best).float()
-        return best, logits.softmax(-1).to(dtype), is_known
+        return best, self._shares(logits, dtype), is_known
+
+    def _shares(self, logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return logits.mul_(self.sharpness).softmax(-1).to(dtype)
 
 
 def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ Shape legend: B samples, L rows, N query heads, G key/value heads, D head dimens
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -81,7 +81,9 @@ class _ChainAttention(torch.autograd.Function):
             by_score = (share * (by_share - delta) * ctx.scale).unsqueeze(-1).unflatten(1, (-1, ctx.each))
             total += (by_score * k.unsqueeze(2)).flatten(1, 2)
             found.append((by_score * grouped).sum(2).to(k.dtype))
-            found.append((share.unsqueeze(-1).unflatten(1, (-1, ctx.each)) * grouped_given).sum(2).to(v.dtype))
+            found.append(
+                (share.unsqueeze(-1).unflatten(1, (-1, ctx.each)) * grouped_given).sum(2).to(v.dtype)
+            )
         return total.to(q.dtype), *found
 
 

@@ -21,7 +21,7 @@ from .collect import CollectSettings, collect, collect_here, file_prompts
 from .evaluate import held_out_prompts, measure
 from .frozen_target import FrozenTarget
 from .head_files import MAX_POSITIONS, write_weights
-from .kinds import DFLASH, EAGLE3, KINDS, HeadSettings
+from .kinds import DFLASH, EAGLE3, KINDS, OPTIONS, HeadSettings
 from .progress import progress_bar
 from .samples import SampleSet, SampleWriter, read_samples
 from .trainer import Trainer, TrainSettings, joined_ranks
@@ -116,16 +116,21 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--kind", choices=KINDS, default=EAGLE3, help="default %(default)s")
     add("--init", default="", metavar="HEAD", help="start from the weights of this drafter of the same kind")
-    add("--layers", default="", help="layer outputs to read, such as 4,15,26 (default: 3; DFLASH 5; MTP none)")
+    add("--layers", help="layer outputs to read, such as 4,15,26 (default: 3; DFLASH 5; MTP reads the last)")
     add(
-        "--draft-vocab", type=_at_least(0), default=0,
-        help="most frequent tokens that an EAGLE3 head can draft; 0: all of the target's (default 0)",
+        "--draft-vocab", type=_at_least(1),
+        help="most frequent tokens that an EAGLE3 head can draft (default: all of the target's, or of --init)",
     )  # fmt: skip
-    add("--steps", type=_at_least(1), default=7, help="chain steps of EAGLE3 and MTP (default %(default)s)")
-    add("--block", type=_at_least(2), default=8, help="tokens of a DFLASH block (default %(default)s)")
-    add("--draft-layers", type=_at_least(1), default=3, help="of a DFLASH drafter (default %(default)s)")
-    add("--anchors", type=_at_least(1), default=64, help="DFLASH blocks of a sample (default %(default)s)")
-    add("--mask-token", type=_at_least(0), help="id that stands for a draft in DFLASH (default: an unused one)")
+    add("--steps", type=_at_least(1), help="chain steps of EAGLE3 and MTP that are trained (default 7)")
+    add("--sharpness", type=_positive, help="of the target's logits in EAGLE3's and MTP's loss (default 1)")
+    add("--block", type=_at_least(2), help="tokens of a DFLASH block, the newest included (default 8)")
+    add("--draft-layers", type=_at_least(1), help="of a DFLASH drafter (default 3)")
+    add("--anchors", type=_at_least(1), help="DFLASH blocks of a sample in a batch (default 64)")
+    add(
+        "--mask-token",
+        type=_at_least(0),
+        help="id that stands for a draft in DFLASH (default: an unused one)",
+    )
     add("--epochs", type=_at_least(1), help="default 2, or as many as fit --minutes")
     add("--minutes", type=_positive, help="train for this time (default: for --epochs)")
     add("--max-tokens", type=_at_least(2), default=16_384, help="of a batch per GPU (default %(default)s)")
@@ -147,7 +152,7 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     add("--prompts", type=_at_least(1), default=64, metavar="N", help="how many (default %(default)s)")
     add("--steps", type=_at_least(1), default=5, help="drafts of a chain (default %(default)s)")
     add("--tokens", type=_at_least(2), default=128, help="of each answer, greedy (default %(default)s)")
-    add("--ignore-eos", action="store_true", help="answers go on behind their end, to --tokens")
+    add("--until-end", action="store_true", help="answers end where the model ends them (default: --tokens)")
     _add_device(parser)
     parser.set_defaults(run=run_evaluate)
 
@@ -189,22 +194,10 @@ def run_train(options: argparse.Namespace) -> int:
     """Trains a drafter, writes its checkpoint, and measures it on the samples held out."""
     model = resolve_checkpoint(options.model)
     config = load_model_config(model)
-    layers = _layers(options.layers)
     samples = read_samples(options.samples, config.vocab_size)
     trained, held_out = samples.split(options.held_out)
     counts = trained.counts(config.vocab_size)
-    kind = HeadSettings(
-        kind=options.kind,
-        layers=layers,
-        draft_vocab=options.draft_vocab,
-        steps=options.steps,
-        block_size=options.block,
-        num_layers=options.draft_layers,
-        num_anchors=options.anchors,
-        mask_token=options.mask_token,
-        seed=options.seed,
-        init=resolve_checkpoint(options.init) if options.init else None,
-    ).resolved(config, counts)
+    kind = _head_settings(options).resolved(config, counts)
     device = resolve_device(options.device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -252,7 +245,7 @@ def run_train(options: argparse.Namespace) -> int:
     del trainer, trainee, target
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    steps = options.block - 1 if options.kind == DFLASH else 5
+    steps = kind.block_size - 1 if options.kind == DFLASH else 5
     return _evaluate(options, model, [head], _held_out(held_out), steps=steps, num_tokens=128)
 
 
@@ -291,7 +284,7 @@ def _evaluate(
         with _bar(f"measuring {head.name}", len(prompts)) as show:
             found = measure(
                 model, head, prompts, steps=steps, num_tokens=num_tokens, device=options.device,
-                dtype=options.dtype, ignore_eos=getattr(options, "ignore_eos", False),
+                dtype=options.dtype, ignore_eos=not getattr(options, "until_end", False),
                 progress=lambda done: show(done, ""),
             )  # fmt: skip
         _say(f"{head}: {found} ({len(prompts)} prompts, {num_tokens} greedy tokens, chains of {steps})")
@@ -301,6 +294,27 @@ def _evaluate(
 def _say(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
+
+
+def _head_settings(options: argparse.Namespace) -> HeadSettings:
+    """Raises CheckpointError for an option that the kind does not have."""
+    given = {name: getattr(options, name) for names in OPTIONS.values() for name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in given.keys() - set(OPTIONS[options.kind]):
+        kinds = " or ".join(kind for kind, names in OPTIONS.items() if name in names)
+        raise CheckpointError(
+            f"--{name.replace('_', '-')}: --kind {options.kind} has no such option; leave it out, or use "
+            f"--kind {kinds}"
+        )
+    if "layers" in given:
+        given["layers"] = _layers(given["layers"])
+    renamed = {"block": "block_size", "draft_layers": "num_layers", "anchors": "num_anchors"}
+    return HeadSettings(
+        kind=options.kind,
+        seed=options.seed,
+        init=resolve_checkpoint(options.init) if options.init else None,
+        **{renamed.get(name, name): value for name, value in given.items()},
+    )
 
 
 def _layers(text: str) -> tuple[int, ...]:

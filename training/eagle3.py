@@ -28,9 +28,7 @@ class MidLayer(nn.Module):
         self.input_layernorm = Norm(width, eps)
         self.hidden_norm = Norm(width, eps)
         self.post_attention_layernorm = Norm(width, eps)
-        self.self_attn = Projections(
-            config, 2 * width, bias=bias, output_bias=bias, qk_norm=config.qk_norm
-        )
+        self.self_attn = Projections(config, 2 * width, bias=bias, output_bias=bias, qk_norm=config.qk_norm)
         self.mlp = GatedMLP(config, bias=config.mlp_bias)
 
     def forward(
@@ -68,9 +66,16 @@ class Eagle3Trainee(ChainTrainee):
     """
 
     def __init__(
-        self, config: Eagle3Config, target: FrozenTarget, target_ids: torch.Tensor, *, steps: int, seed: int
+        self,
+        config: Eagle3Config,
+        target: FrozenTarget,
+        target_ids: torch.Tensor,
+        *,
+        steps: int,
+        seed: int,
+        sharpness: float = 1.0,
     ) -> None:
-        super().__init__(target, target_ids, steps=steps)
+        super().__init__(target, target_ids, steps=steps, sharpness=sharpness)
         self.config = config
         width, eps = config.hidden_size, config.rms_norm_eps
         with seeded(seed):

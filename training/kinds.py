@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -31,6 +32,14 @@ from .trainee import Trainee
 EAGLE3, DFLASH, MTP = "eagle3", "dflash", "mtp"
 KINDS = (EAGLE3, DFLASH, MTP)
 DFLASH_FEATURES = 5  # layers that a DFLASH drafter reads
+# The options of `baton draft train` that only some kinds have.
+OPTIONS = MappingProxyType(
+    {
+        EAGLE3: ("layers", "draft_vocab", "steps", "sharpness"),
+        DFLASH: ("layers", "block", "draft_layers", "anchors", "mask_token"),
+        MTP: ("steps", "sharpness"),
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +47,8 @@ class HeadSettings:
     """What a drafter is and how its loss is taken.
 
     `layers`: layer outputs of the target that it reads; empty: the default of the kind. `draft_vocab` is that
-    of an EAGLE3 head, 0: the target's. `steps`: drafts of a chain (EAGLE3, MTP). `block_size`, `num_layers`,
+    of an EAGLE3 head, 0: the target's, or that of `init`. `steps`: drafts of a chain (EAGLE3, MTP).
+    `sharpness` multiplies the target's logits in the loss of a chain. `block_size`, `num_layers`,
     `num_anchors` of each sample and `mask_token` (None: one that no sample has) are a DFLASH drafter's.
     `init`: a checkpoint of the same kind to start from.
     """
@@ -46,7 +56,8 @@ class HeadSettings:
     kind: str
     layers: tuple[int, ...] = ()
     draft_vocab: int = 0
-    steps: int = 5
+    steps: int = 7
+    sharpness: float = 1.0
     block_size: int = 8
     num_layers: int = 3
     num_anchors: int = 64
@@ -68,8 +79,6 @@ class HeadSettings:
                 f"--draft-vocab {size}: the target has {model.vocab_size} tokens; give fewer"
             )
         layers = found.layers or self._default_layers(model.num_layers)
-        if self.kind == MTP and self.layers:
-            raise CheckpointError("--layers: an MTP module reads the target's last hidden; leave it out")
         mask = unused_token(counts) if self.mask_token is None else self.mask_token
         if mask >= model.vocab_size:
             raise CheckpointError(
@@ -83,12 +92,14 @@ class HeadSettings:
         if self.kind == DFLASH:
             names = ("block_size", "num_layers", "num_anchors", "mask_token")
         else:
-            names = ("draft_vocab", "steps") if self.kind == EAGLE3 else ("steps",)
+            names = (*(("draft_vocab",) if self.kind == EAGLE3 else ()), "steps", "sharpness")
         return common | {name: getattr(self, name) for name in names} | {"init": str(self.init or "")}
 
     def __str__(self) -> str:
         about = self.about().items()
-        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in about if value not in ("", []))
+        return ", ".join(
+            f"{name.replace('_', ' ')} {value}" for name, value in about if value not in ("", [])
+        )
 
     def write_config(self, directory: Path, path: Path, model: ModelConfig) -> None:
         """Writes `directory`/config.json of the drafter for the target at `path`."""
@@ -118,12 +129,17 @@ class HeadSettings:
             made = DflashTrainee(config, target, num_anchors=self.num_anchors, seed=self.seed)
         elif self.kind == MTP:
             made = MtpTrainee(
-                load_mtp_config(directory, model, dtype=dtype), target, steps=self.steps, seed=self.seed
-            )
+                load_mtp_config(directory, model, dtype=dtype), target, steps=self.steps,
+                sharpness=self.sharpness, seed=self.seed,
+            )  # fmt: skip
         else:
             draft = self._eagle3_config(directory, model, dtype)
-            ids = draft_vocabulary(counts, self.draft_vocab) if self.init is None else _ids_of(self.init)
-            made = Eagle3Trainee(draft, target, ids, steps=self.steps, seed=self.seed)
+            ids = draft_vocabulary(counts, self.draft_vocab)
+            if self.init is not None and len(old := _ids_of(self.init)) == len(ids):
+                ids = old
+            made = Eagle3Trainee(
+                draft, target, ids, steps=self.steps, sharpness=self.sharpness, seed=self.seed
+            )
         if self.init is not None:
             load_weights(made, self.init)
         return made
@@ -146,15 +162,14 @@ class HeadSettings:
         return ()
 
     def _as_in(self, init: Path, model: ModelConfig) -> "HeadSettings":
-        """With the layers and the vocabulary of the head at `init`."""
+        """With the layers of the head at `init`, and its vocabulary unless another is given."""
         draft = load_draft_config(init, model)
-        for name, given, there in (
-            ("--layers", self.layers, draft.aux.ids),
-            ("--draft-vocab", self.draft_vocab, draft.draft_vocab_size),
-        ):
-            if given and given != there:
-                raise CheckpointError(f"{name}: the head at {init} has {there}; leave the option out")
-        return replace(self, layers=draft.aux.ids, draft_vocab=draft.draft_vocab_size)
+        if self.layers and self.layers != draft.aux.ids:
+            raise CheckpointError(
+                f"--layers {','.join(map(str, self.layers))}: the head at {init} reads {list(draft.aux.ids)}; "
+                "leave the option out"
+            )
+        return replace(self, layers=draft.aux.ids, draft_vocab=self.draft_vocab or draft.draft_vocab_size)
 
 
 def _ids_of(init: Path) -> torch.Tensor:
@@ -169,7 +184,8 @@ def _ids_of(init: Path) -> torch.Tensor:
 
 @torch.no_grad()
 def load_weights(trainee: Trainee, init: Path) -> None:
-    """Fills `trainee` from the checkpoint at `init`.
+    """Fills `trainee` from the checkpoint at `init`. Of an EAGLE3 head with another vocabulary, it takes the
+    output rows of the tokens that both have.
 
     Raises CheckpointError naming a tensor that is missing or of another shape.
     """
@@ -177,6 +193,8 @@ def load_weights(trainee: Trainee, init: Path) -> None:
     own = cast(torch.nn.Module, trainee).state_dict()
     for tensor, name in zip(own.values(), trainee.checkpoint_tensors(), strict=False):
         found = stored.get(name)
+        if found is not None and name == "lm_head.weight" and isinstance(trainee, Eagle3Trainee):
+            found = _rows_of(found, _ids_of(init), trainee.target_ids.cpu(), tensor)
         if found is None or found.shape != tensor.shape:
             has = "none" if found is None else str(list(found.shape))
             raise CheckpointError(
@@ -184,3 +202,16 @@ def load_weights(trainee: Trainee, init: Path) -> None:
                 "from a drafter of the same kind and sizes"
             )
         tensor.copy_(found)
+
+
+def _rows_of(
+    found: torch.Tensor, there: torch.Tensor, wanted: torch.Tensor, other: torch.Tensor
+) -> torch.Tensor:
+    """The rows of `found`, which are those of tokens `there`, in the order of `wanted`; those of `other` for
+    tokens that are not there.
+    """
+    places = torch.full((int(torch.cat((there, wanted)).max()) + 1,), -1)
+    places[there] = torch.arange(len(there))
+    chosen = places[wanted]
+    has = (chosen >= 0)[:, None]
+    return torch.where(has, found.float()[chosen.clamp(min=0)], other.cpu())

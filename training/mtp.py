@@ -52,8 +52,10 @@ class ModuleLayer(nn.Module):
 class MtpTrainee(ChainTrainee):
     """The module of `config`. It starts from the target's last layer and final norm."""
 
-    def __init__(self, config: MtpConfig, target: FrozenTarget, *, steps: int, seed: int) -> None:
-        super().__init__(target, torch.arange(config.layer.vocab_size), steps=steps)
+    def __init__(
+        self, config: MtpConfig, target: FrozenTarget, *, steps: int, seed: int, sharpness: float = 1.0
+    ) -> None:
+        super().__init__(target, torch.arange(config.layer.vocab_size), steps=steps, sharpness=sharpness)
         self.config = config
         sizes = config.layer
         width, eps = sizes.hidden_size, sizes.rms_norm_eps
@@ -97,6 +99,8 @@ class MtpTrainee(ChainTrainee):
         """The tensors of a checkpoint of the module, in the dialect `qwen`."""
         dialect = next(each for each in DIALECTS if each.name == "qwen")
         return {
-            dialect.checkpoint_name(name.replace("block.", "layer."), 0, self.config.target_layers): tensor.detach()
+            dialect.checkpoint_name(
+                name.replace("block.", "layer."), 0, self.config.target_layers
+            ): tensor.detach()
             for name, tensor in self.state_dict().items()
         }

@@ -13,4 +13,3 @@ def layer_tensors(model: CausalLM, layer: int) -> dict[str, torch.Tensor]:
         for name, tensor in model.tensors()
         if name.startswith(prefix)
     }
-

@@ -14,7 +14,9 @@ def targets(rows: int, count: int, width: int) -> list[Target]:
     return [randn(count, width, seed=1).softmax(-1), torch.arange(rows) * 7 % width]
 
 
-def by_autograd(logits: torch.Tensor, target: Target, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def by_autograd(
+    logits: torch.Tensor, target: Target, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(losses, gradient of their weighted sum)."""
     given = logits.clone().requires_grad_()
     shares = given.log_softmax(-1)
@@ -27,7 +29,9 @@ def by_autograd(logits: torch.Tensor, target: Target, weights: torch.Tensor) -> 
     return losses.detach(), given.grad
 
 
-def check(found: LossRows, logits: torch.Tensor, gradient: torch.Tensor, target: Target, weights: torch.Tensor):
+def check(
+    found: LossRows, logits: torch.Tensor, gradient: torch.Tensor, target: Target, weights: torch.Tensor
+):
     losses, wanted = by_autograd(logits, target, weights)
     torch.testing.assert_close(found.loss, losses, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)

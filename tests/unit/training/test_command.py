@@ -34,7 +34,7 @@ def test_train_writes_a_head_that_loads_and_says_its_accept_length(
 ) -> None:
     assert main(arguments(run, tmp_path, "--epochs", "2", "--draft-vocab", "40")) == 0
     said = capsys.readouterr().out
-    assert "layers [1, 2, 4], draft vocab 40" in said
+    assert "layers [1, 2, 4], draft vocab 40, steps 3" in said
     assert "accept length 1." in said
     config = load_draft_config(tmp_path / "head", load_model_config(run.model))
     assert (config.aux.ids, config.draft_vocab_size, config.vocab_size) == ((1, 2, 4), 40, VOCAB)
