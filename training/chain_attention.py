@@ -1,5 +1,5 @@
-"""Attention of a training-time test: a row of step k sees the keys of step 0 at its own and earlier positions,
-and its own keys of steps 1 to k. These are the keys that step k of a served chain from this row sees.
+"""Attention of a training-time test: a row of step k sees the keys of step 0 at its own and earlier
+positions, and its own keys of steps 1 to k. Step k of a served chain from this row sees the same keys.
 
 The keys of step 0 are one causal attention, by a flash kernel. The row's own keys join it by the logarithm of
 the normaliser; backward runs the kernel's own gradient with the joint normaliser.
@@ -9,10 +9,12 @@ Shape legend: B samples, L rows, N query heads, G key/value heads, D head dimens
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from .gradients import GradientContext
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]  # each [B, G, L, D]
 
@@ -48,43 +50,49 @@ def plain_chain_attention(q: torch.Tensor, steps: Sequence[KeysValues]) -> torch
 
 class _ChainAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k0: torch.Tensor, v0: torch.Tensor, *own: torch.Tensor) -> Any:
+    def forward(
+        ctx: GradientContext, q: torch.Tensor, k0: torch.Tensor, v0: torch.Tensor, *own: torch.Tensor
+    ) -> torch.Tensor:
         scale = 1 / math.sqrt(q.shape[-1])
         each = q.shape[1] // k0.shape[1]
         wide_k, wide_v = (x.repeat_interleave(each, 1) for x in (k0, v0))
         q = q.contiguous()
         prefix, norm, extra = _flash(q, wide_k, wide_v, scale)
-        grouped = q.unflatten(1, (-1, each))
+        grouped = _grouped(q, each)
         scores = [_dot(grouped, k.unsqueeze(2)).flatten(1, 2) * scale for k in own[::2]]
         joint = torch.stack([norm, *scores]).logsumexp(0)
         out = prefix * (norm - joint).exp().unsqueeze(-1).to(q.dtype)
         for score, v in zip(scores, own[1::2], strict=True):
             share = (score - joint).exp().to(q.dtype).unsqueeze(-1)
-            out += (share.unflatten(1, (-1, each)) * v.unsqueeze(2)).flatten(1, 2)
+            out += (_grouped(share, each) * v.unsqueeze(2)).flatten(1, 2)
         ctx.save_for_backward(q, wide_k, wide_v, out, joint, *scores, *own)
-        ctx.extra, ctx.scale, ctx.each, ctx.count = extra, scale, each, len(scores)
+        ctx.rest = extra, scale, each, len(scores)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: GradientContext, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
         q, wide_k, wide_v, out, joint, *rest = ctx.saved_tensors
-        scores, own = rest[: ctx.count], rest[ctx.count :]
+        extra, scale, each, count = ctx.rest
+        scores, own = rest[:count], rest[count:]
         given = gradients[0].contiguous()
-        by_q, by_k, by_v = _flash_gradient(given, q, wide_k, wide_v, out, joint, ctx.extra, ctx.scale)
-        found = [x.unflatten(1, (-1, ctx.each)).sum(2) for x in (by_k, by_v)]
+        by_q, by_k, by_v = _flash_gradient(given, q, wide_k, wide_v, out, joint, extra, scale)
+        found = [_grouped(x, each).sum(2) for x in (by_k, by_v)]
         delta = _dot(given, out)
-        grouped, grouped_given = (x.unflatten(1, (-1, ctx.each)) for x in (q, given))
+        grouped, grouped_given = (_grouped(x, each) for x in (q, given))
         total = by_q.float()
         for score, k, v in zip(scores, own[::2], own[1::2], strict=True):
             share = (score - joint).exp()
             by_share = _dot(grouped_given, v.unsqueeze(2)).flatten(1, 2)
-            by_score = (share * (by_share - delta) * ctx.scale).unsqueeze(-1).unflatten(1, (-1, ctx.each))
+            by_score = _grouped((share * (by_share - delta) * scale).unsqueeze(-1), each)
             total += (by_score * k.unsqueeze(2)).flatten(1, 2)
             found.append((by_score * grouped).sum(2).to(k.dtype))
-            found.append(
-                (share.unsqueeze(-1).unflatten(1, (-1, ctx.each)) * grouped_given).sum(2).to(v.dtype)
-            )
+            found.append((_grouped(share.unsqueeze(-1), each) * grouped_given).sum(2).to(v.dtype))
         return total.to(q.dtype), *found
+
+
+def _grouped(x: torch.Tensor, each: int) -> torch.Tensor:
+    """`[B, N, L, D]` -> `[B, G, each, L, D]`: the query heads of each key head."""
+    return x.reshape(x.shape[0], -1, each, *x.shape[2:])
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -92,7 +100,9 @@ def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a * b).sum(-1, dtype=torch.float32)
 
 
-def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Any:
+def _flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, list[Any]]:
     """(output, logarithm of the normaliser `[B, N, L]`, what the gradient needs) of causal attention."""
     if q.is_cuda:
         out, norm, *extra = torch.ops.aten._scaled_dot_product_flash_attention(

@@ -37,8 +37,8 @@ PROBE = "\x00turn\x00"  # stands for a user's text where the template is split
 
 @dataclass(frozen=True, kw_only=True)
 class CollectSettings:
-    """`greedy_share` of the answers are greedy, the others are sampled at `temperature`. `seconds` above 0 end
-    the collection early.
+    """`greedy_share` of the answers are greedy, the others are sampled at `temperature`. `seconds` above 0
+    end the collection early.
     """
 
     url: str

@@ -119,7 +119,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add("--layers", help="layer outputs to read, such as 4,15,26 (default: 3; DFLASH 5; MTP reads the last)")
     add(
         "--draft-vocab", type=_at_least(1),
-        help="most frequent tokens that an EAGLE3 head can draft (default: all of the target's, or of --init)",
+        help="most frequent tokens that an EAGLE3 head can draft (default: the target's, or those of --init)",
     )  # fmt: skip
     add("--steps", type=_at_least(1), help="chain steps of EAGLE3 and MTP that are trained (default 7)")
     add("--sharpness", type=_positive, help="of the target's logits in EAGLE3's and MTP's loss (default 1)")

@@ -5,8 +5,8 @@ at the positions from the anchor on. Row j of a block predicts the token j posit
 sees the context vectors of the positions before the anchor, not that of the anchor itself, whose features no
 server has yet when it drafts, and all rows of its own block.
 
-The loss is D-PACE: the cross entropy of row j is weighted by the part that its probability has in the expected
-number of accepted drafts. Shape legend: B samples, L tokens, A anchors of each, S rows of a block, H hidden,
+The loss is D-PACE: the cross entropy of row j is weighted by the part that its probability has in the
+expected number of accepted drafts. Shape legend: B samples, L tokens, A anchors of each, S rows of a block, H hidden,
 K features, V vocabulary, N query heads, G key/value heads, D head dimension.
 """
 
@@ -110,10 +110,11 @@ def block_attention(
     own_k, own_v = (x.reshape(batch, groups, 1, anchors, size, dim) for x in (keys[1], values[1]))
     own = (blocks @ own_k.transpose(-1, -2)).view(batch, heads, anchors, size, size)
     weights = (torch.cat((before, own), -1) * scale).softmax(-1, dtype=torch.float32).to(q.dtype)
-    of_context, of_block = weights.split((before.shape[-1], size), -1)
+    of_context, of_block = weights[..., : before.shape[-1]], weights[..., before.shape[-1] :]
     out = of_context.reshape(batch, groups, each * rows, -1) @ values[0]
     inner = of_block.reshape(batch, groups, each, anchors, size, size) @ own_v
-    return (out.view(inner.shape) + inner).reshape(batch, heads, rows, dim)
+    joined: torch.Tensor = out.view(inner.shape) + inner
+    return joined.reshape(batch, heads, rows, dim)
 
 
 class DflashTrainee(nn.Module):

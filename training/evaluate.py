@@ -71,8 +71,8 @@ def measure(
     ignore_eos: bool = True,
     progress: Callable[[int], None] = lambda done: None,
 ) -> AcceptCounts:
-    """Decodes `num_tokens` tokens of each prompt with chains of `steps` drafts of `draft`, or up to the end of
-    the answer unless `ignore_eos`.
+    """Decodes `num_tokens` tokens of each prompt with chains of `steps` drafts of `draft`, or up to the end
+    of the answer unless `ignore_eos`.
 
     Raises CheckpointError for a model or a draft that cannot be loaded.
     """

@@ -166,8 +166,8 @@ class HeadSettings:
         draft = load_draft_config(init, model)
         if self.layers and self.layers != draft.aux.ids:
             raise CheckpointError(
-                f"--layers {','.join(map(str, self.layers))}: the head at {init} reads {list(draft.aux.ids)}; "
-                "leave the option out"
+                f"--layers {','.join(map(str, self.layers))}: the head at {init} reads "
+                f"{list(draft.aux.ids)}; leave the option out"
             )
         return replace(self, layers=draft.aux.ids, draft_vocab=self.draft_vocab or draft.draft_vocab_size)
 
@@ -198,8 +198,8 @@ def load_weights(trainee: Trainee, init: Path) -> None:
         if found is None or found.shape != tensor.shape:
             has = "none" if found is None else str(list(found.shape))
             raise CheckpointError(
-                f"--init {init}: tensor {name} of shape {list(tensor.shape)} is needed, there is {has}; start "
-                "from a drafter of the same kind and sizes"
+                f"--init {init}: tensor {name} of shape {list(tensor.shape)} is needed, there is {has}; "
+                "start from a drafter of the same kind and sizes"
             )
         tensor.copy_(found)
 

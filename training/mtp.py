@@ -93,7 +93,8 @@ class MtpTrainee(ChainTrainee):
         return out
 
     def feedback(self, out: torch.Tensor) -> torch.Tensor:
-        return self.norm(out)
+        normed: torch.Tensor = self.norm(out)
+        return normed
 
     def checkpoint_tensors(self) -> Mapping[str, torch.Tensor]:
         """The tensors of a checkpoint of the module, in the dialect `qwen`."""

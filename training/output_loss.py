@@ -6,9 +6,10 @@ vocabulary, H hidden size.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
+
+from .gradients import GradientContext
 
 PART_ELEMENTS = 1 << 28
 
@@ -19,7 +20,9 @@ Grade = Callable[[slice, torch.Tensor], torch.Tensor]
 
 class _OutputLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, size: int, grade: Grade) -> torch.Tensor:
+    def forward(
+        ctx: GradientContext, rows: torch.Tensor, weight: torch.Tensor, size: int, grade: Grade
+    ) -> torch.Tensor:
         places, count, width = rows.shape
         product = weight.to(rows.dtype)
         needs_weight = weight.requires_grad
@@ -38,7 +41,7 @@ class _OutputLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: GradientContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         by_rows, *by_weight = ctx.saved_tensors
         (given,) = gradients
         of_weight = by_weight[0] * given.to(by_weight[0].dtype) if by_weight else None

@@ -208,7 +208,7 @@ class Trainer:
         batch = batch.to(self._device)
         losses: StepLosses = self._model(batch, self._target.rows(batch.tokens))
         self._optimizer.zero_grad(set_to_none=True)
-        losses.objective.backward()
+        losses.objective.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._settings.clip)
         self._optimizer.step()
         parts = (losses.objective.detach(), norm.detach(), losses.correct, losses.count)
