@@ -6,8 +6,10 @@ sees the context vectors of the positions before the anchor, not that of the anc
 server has yet when it drafts, and all rows of its own block.
 
 The loss is D-PACE: the cross entropy of row j is weighted by the part that its probability has in the
-expected number of accepted drafts. Shape legend: B samples, L tokens, A anchors of each, S rows of a block, H hidden,
-K features, V vocabulary, N query heads, G key/value heads, D head dimension.
+expected number of accepted drafts.
+
+Shape legend: B samples, L tokens, A anchors of each, S rows of a block, H hidden, K features, V vocabulary, N
+query heads, G key/value heads, D head dimension.
 """
 
 import math
@@ -51,6 +53,11 @@ def draw_anchors(mask: torch.Tensor, count: int, seed: int) -> Anchors:
     drawn = noise.masked_fill(~usable, 2.0).topk(count, dim=1, largest=False)
     places, order = drawn.indices.sort(1)
     return Anchors(places, (drawn.values < 2.0).gather(1, order))
+
+
+def unseen(places: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+    """Which of `places` int64 `[L]` no row of the block at each anchor `[B, A]` sees, bool `[B, A, L]`."""
+    return places >= anchors[..., None]
 
 
 def pace_weights(likelihood: torch.Tensor, is_valid: torch.Tensor) -> torch.Tensor:
@@ -207,7 +214,7 @@ class DflashTrainee(nn.Module):
         positions = positions.clamp(max=self._rotary.max_position - 1)
         block_table = _table(self._rotary, positions.view(batch, -1))
         context_table = self._rotary.lookup(places, torch.float32)
-        hidden_context = places >= anchors[..., None]
+        hidden_context = unseen(places, anchors)
         for layer in self.layers:
             x = layer(x, context, block_table, context_table, hidden_context)
         out: torch.Tensor = self.norm(x).view(batch, count, size, -1)
