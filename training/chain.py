@@ -133,7 +133,7 @@ class ChainTrainee(nn.Module):
         for step in range(self.steps):
             embeds = F.embedding(_shifted(tokens, 1 + step), self._target.model.embed_tokens)
             positions = torch.arange(length, device=tokens.device) + step
-            cos, sin = self.rotary.lookup(positions.clamp(max=last), torch.float32)
+            cos, sin = self.rotary.lookup(positions.clamp(max=last), self._target.model.dtype)
             out = self.layer(embeds, hidden, cos, sin, earlier)
             yield out
             hidden = self.feedback(out)

@@ -48,26 +48,33 @@ def plain_chain_attention(q: torch.Tensor, steps: Sequence[KeysValues]) -> torch
     return out.reshape(batch, heads, length, dim)
 
 
+def _chain_forward(
+    ctx: GradientContext, q: torch.Tensor, k0: torch.Tensor, v0: torch.Tensor, own: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    scale = 1 / math.sqrt(q.shape[-1])
+    each = q.shape[1] // k0.shape[1]
+    wide_k, wide_v = (x.repeat_interleave(each, 1) for x in (k0, v0))
+    q = q.contiguous()
+    prefix, norm, extra = _flash(q, wide_k, wide_v, scale)
+    grouped = _grouped(q, each)
+    scores = [_dot(grouped, k.unsqueeze(2)).flatten(1, 2) * scale for k in own[::2]]
+    joint = torch.stack([norm, *scores]).logsumexp(0)
+    out = prefix * (norm - joint).exp().unsqueeze(-1).to(q.dtype)
+    for score, v in zip(scores, own[1::2], strict=True):
+        share = (score - joint).exp().to(q.dtype).unsqueeze(-1)
+        out += (_grouped(share, each) * v.unsqueeze(2)).flatten(1, 2)
+    ctx.save_for_backward(q, wide_k, wide_v, out, joint, *scores, *own)
+    ctx.rest = extra, scale, each, len(scores)
+    return out
+
+
 class _ChainAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: GradientContext, q: torch.Tensor, k0: torch.Tensor, v0: torch.Tensor, *own: torch.Tensor
     ) -> torch.Tensor:
-        scale = 1 / math.sqrt(q.shape[-1])
-        each = q.shape[1] // k0.shape[1]
-        wide_k, wide_v = (x.repeat_interleave(each, 1) for x in (k0, v0))
-        q = q.contiguous()
-        prefix, norm, extra = _flash(q, wide_k, wide_v, scale)
-        grouped = _grouped(q, each)
-        scores = [_dot(grouped, k.unsqueeze(2)).flatten(1, 2) * scale for k in own[::2]]
-        joint = torch.stack([norm, *scores]).logsumexp(0)
-        out = prefix * (norm - joint).exp().unsqueeze(-1).to(q.dtype)
-        for score, v in zip(scores, own[1::2], strict=True):
-            share = (score - joint).exp().to(q.dtype).unsqueeze(-1)
-            out += (_grouped(share, each) * v.unsqueeze(2)).flatten(1, 2)
-        ctx.save_for_backward(q, wide_k, wide_v, out, joint, *scores, *own)
-        ctx.rest = extra, scale, each, len(scores)
-        return out
+        with torch.autocast(q.device.type, enabled=False):
+            return _chain_forward(ctx, q, k0, v0, own)
 
     @staticmethod
     def backward(ctx: GradientContext, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:

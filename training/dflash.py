@@ -144,7 +144,11 @@ class DflashTrainee(nn.Module):
             self.norm = Norm(width, eps)
         self._start_from_target()
         self._rotary = RotaryEmbedding(
-            config.rope, config.head_dim, config.max_position_embeddings, target.model.device, torch.float32
+            config.rope,
+            config.head_dim,
+            config.max_position_embeddings,
+            target.model.device,
+            target.model.dtype,
         )
 
     @torch.no_grad()
@@ -212,8 +216,9 @@ class DflashTrainee(nn.Module):
         places = torch.arange(length, device=tokens.device)
         positions = anchors[..., None] + torch.arange(size, device=tokens.device)
         positions = positions.clamp(max=self._rotary.max_position - 1)
-        block_table = _table(self._rotary, positions.view(batch, -1))
-        context_table = self._rotary.lookup(places, torch.float32)
+        dtype = self._target.model.dtype
+        block_table = _table(self._rotary, positions.view(batch, -1), dtype)
+        context_table = self._rotary.lookup(places, dtype)
         hidden_context = unseen(places, anchors)
         for layer in self.layers:
             x = layer(x, context, block_table, context_table, hidden_context)
@@ -229,7 +234,9 @@ def _fits(tensors: Mapping[str, torch.Tensor], name: str, own: Mapping[str, torc
     return name in tensors and tensors[name].shape == own[name].shape
 
 
-def _table(rotary: RotaryEmbedding, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _table(
+    rotary: RotaryEmbedding, positions: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin `[B, 1, T, D]` of `positions` int64 `[B, T]`."""
-    cos, sin = rotary.lookup(positions.flatten(), torch.float32)
+    cos, sin = rotary.lookup(positions.flatten(), dtype)
     return cos.view(*positions.shape, -1).unsqueeze(1), sin.view(*positions.shape, -1).unsqueeze(1)

@@ -34,7 +34,7 @@ class DraftSizes(Protocol):
 
 
 class Norm(nn.Module):
-    """Root-mean-square norm, computed in float32."""
+    """Root-mean-square norm, computed in float32, in the dtype of its input."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -42,7 +42,9 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        # autocast would compute it with copies in float32
+        with torch.autocast(x.device.type, enabled=False):
+            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class Projections(nn.Module):

@@ -88,7 +88,11 @@ class Eagle3Trainee(ChainTrainee):
             rows = target.model.lm_head[target_ids.to(target.model.device)]
             self.lm_head.weight.data.copy_(rows.float())
         self._rotary = RotaryEmbedding(
-            config.rope, config.head_dim, config.max_position_embeddings, target.model.device, torch.float32
+            config.rope,
+            config.head_dim,
+            config.max_position_embeddings,
+            target.model.device,
+            target.model.dtype,
         )
 
     @property

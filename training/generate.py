@@ -19,7 +19,7 @@ from ..engine.sampling.params import SamplingParams
 from ..engine.speculative.step.async_decoder import Flight
 
 PAGE_SIZE = 16
-JOINING_SHARE = 16  # the batch is filled up when this part of it is free
+JOINING_SHARE = 4  # the batch is filled up when this part of it is free: a forward over prompts is dear
 PROMPT_ROWS = 8192  # of one forward over prompts
 SPARE = 2  # slots behind a request's tokens that steps launched ahead may write
 

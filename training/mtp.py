@@ -70,7 +70,7 @@ class MtpTrainee(ChainTrainee):
             self.norm.weight.copy_(target.model.norm.weight.float())
         self.block.load_state_dict(layer_tensors(target.model, config.target_layers - 1), strict=True)
         self._rotary = RotaryEmbedding(
-            sizes.rope, sizes.head_dim, sizes.max_position_embeddings, target.model.device, torch.float32
+            sizes.rope, sizes.head_dim, sizes.max_position_embeddings, target.model.device, target.model.dtype
         )
 
     @property

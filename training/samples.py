@@ -19,7 +19,13 @@ from .tensor_files import write_tensors
 
 SHARD_TOKENS = 1 << 20  # so many at most are lost with a collector that is killed
 PATTERN = "samples-*.safetensors"
+WIDTH_STEP = 8
 SORT_WINDOW = 1024  # samples of a window that are sorted by length, so that batches have little padding
+
+
+def padded(length: int) -> int:
+    """The width of a batch of samples of `length` tokens: rows of matrices begin at aligned addresses."""
+    return -(-length // WIDTH_STEP) * WIDTH_STEP
 
 
 @dataclass(frozen=True)
@@ -195,7 +201,7 @@ class BatchPlan:
         """The sample indices of each batch of all ranks."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         order = torch.randperm(len(self.samples), generator=generator).tolist()
-        lengths = [min(length, self.max_length) for length in self.samples.lengths()]
+        lengths = [padded(min(length, self.max_length)) for length in self.samples.lengths()]
         groups: list[list[int]] = []
         for start in range(0, len(order), SORT_WINDOW):
             window = sorted(order[start : start + SORT_WINDOW], key=lambda index: (lengths[index], index))
@@ -225,7 +231,7 @@ class BatchPlan:
         offsets = self.samples.offsets
         bounds = [offsets[index : index + 2].tolist() for index in group]
         spans = [(start, min(end, start + self.max_length)) for start, end in bounds]
-        width = max(end - start for start, end in spans)
+        width = padded(max(end - start for start, end in spans))
         tokens = torch.zeros(len(spans), width, dtype=torch.int64)
         mask = torch.zeros(len(spans), width, dtype=torch.bool)
         for row, (start, end) in enumerate(spans):

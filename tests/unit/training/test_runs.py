@@ -147,7 +147,7 @@ def test_a_shard_that_was_deleted_frees_no_name_of_another(tmp_path: Path) -> No
 def test_ranks_divide_the_batches_of_one_process_among_them(run: ToyRun) -> None:
     def plan(rank: int, num_ranks: int) -> BatchPlan:
         return BatchPlan(
-            samples=run.samples, max_tokens=100, max_length=20, seed=1, rank=rank, num_ranks=num_ranks
+            samples=run.samples, max_tokens=100, max_length=16, seed=1, rank=rank, num_ranks=num_ranks
         )
 
     alone = [batch.tokens for batch in plan(0, 1).batches(3)]
@@ -156,7 +156,7 @@ def test_ranks_divide_the_batches_of_one_process_among_them(run: ToyRun) -> None
     assert len(alone) - len(merged) in (0, 1)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(alone, merged, strict=False))
     assert max(batch.numel() for batch in alone) <= 100
-    assert all(batch.shape[1] <= 20 for batch in alone)
+    assert all(batch.shape[1] <= 16 for batch in alone)
     later = [batch.tokens for batch in plan(0, 1).batches(3, first=2)]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(alone[2:], later, strict=True))
     other = [batch.tokens for batch in plan(0, 1).batches(4)]
