@@ -137,6 +137,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add("--max-length", type=_at_least(2), default=1024, help="tokens of a sample (default %(default)s)")
     add("--lr", type=_positive, default=3e-4, help="default %(default)s")
     add("--held-out", type=_at_least(0), default=64, help="samples to measure with (default %(default)s)")
+    add("--exclude", type=Path, metavar="FILE", help="prompts in JSON lines that are never trained on")
     add("--save-every", type=_at_least(1), default=200, help="steps between states (default %(default)s)")
     add("--seed", type=_at_least(0), default=0)
     _add_device(parser)
@@ -196,6 +197,13 @@ def run_train(options: argparse.Namespace) -> int:
     config = load_model_config(model)
     samples = read_samples(options.samples, config.vocab_size)
     trained, held_out = samples.split(options.held_out)
+    # the model may have written one prompt more than once
+    asked = {held_out.prompt(index) for index in range(len(held_out))}
+    if options.exclude is not None:
+        asked |= {tuple(prompt) for prompt in file_prompts(options.exclude, model)}
+    trained = trained.without(asked)
+    if not len(trained):
+        raise CheckpointError("every sample has a prompt that is held out; collect others")
     counts = trained.counts(config.vocab_size)
     kind = _head_settings(options).resolved(config, counts)
     device = resolve_device(options.device)

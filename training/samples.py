@@ -5,7 +5,7 @@ generated, so a drafter has to predict it) and `offsets` int64 `[N+1]`, the boun
 is written under another name and renamed when it is whole.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -114,6 +114,25 @@ class SampleSet:
     def sample(self, index: int) -> Sample:
         start, end = self.offsets[index : index + 2].tolist()
         return Sample(self.tokens[start:end].tolist(), self.mask[start:end].tolist())
+
+    def prompt(self, index: int) -> tuple[int, ...]:
+        """The tokens of a sample before the first generated one."""
+        start, end = self.offsets[index : index + 2].tolist()
+        generated = self.mask[start:end].nonzero()
+        count = int(generated[0]) if len(generated) else end - start
+        return tuple(self.tokens[start : start + count].tolist())
+
+    def without(self, prompts: Container[tuple[int, ...]]) -> "SampleSet":
+        """The samples whose prompt is not among `prompts`."""
+        kept = [index for index in range(len(self)) if self.prompt(index) not in prompts]
+        if len(kept) == len(self):
+            return self
+        spans = [slice(*self.offsets[index : index + 2].tolist()) for index in kept]
+        lengths = torch.tensor([0, *(span.stop - span.start for span in spans)])
+        empty = [self.tokens[:0]], [self.mask[:0]]
+        tokens = torch.cat([*empty[0], *(self.tokens[span] for span in spans)])
+        mask = torch.cat([*empty[1], *(self.mask[span] for span in spans)])
+        return SampleSet(tokens, mask, lengths.cumsum(0))
 
     def split(self, num_held_out: int) -> tuple["SampleSet", "SampleSet"]:
         """(all but the last `num_held_out` samples, those)."""

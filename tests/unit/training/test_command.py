@@ -9,11 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from baton.engine.models.registry import load_model_config
 from baton.engine.speculative.drafters.spec_config import load_draft_config
 from baton.tests.unit.training.toy_run import VOCAB, ToyRun, toy_run
 from baton.training.command import main
 from baton.training.run_state import CURVE
+from safetensors.torch import load_file
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +84,24 @@ def test_a_run_by_time_ends_in_time_and_starts_from_another_drafter(run: ToyRun,
     assert time.monotonic() - begun < 30
     first, last = curve(tmp_path / "long")[0][1], curve(tmp_path / "long")[-1][1]
     assert abs(curve(tmp_path / "short")[0][1] - last) < 0.5 * (first - last)
+
+
+def test_a_head_of_another_vocabulary_takes_the_rows_that_both_have(run: ToyRun, tmp_path: Path) -> None:
+    first = (*("--epochs", "2", "--held-out", "0"), "--draft-vocab", "40")
+    assert main(arguments(run, tmp_path / "one", *first)) == 0
+    start = ("--epochs", "1", "--held-out", "0", "--lr", "1e-12", "--init", str(tmp_path / "one" / "head"))
+    for out, more, size in (("same", (), 40), ("wider", ("--draft-vocab", "50"), 50)):
+        assert main(arguments(run, tmp_path / out, *start, *more)) == 0
+        one, other = (load_file(tmp_path / name / "head" / "model.safetensors") for name in ("one", out))
+        rows = []
+        for found in (one, other):
+            ids = (found["d2t"] + torch.arange(len(found["d2t"]))).tolist()
+            rows.append(dict(zip(ids, found["lm_head.weight"], strict=True)))
+        assert len(rows[1]) == size
+        common = rows[0].keys() & rows[1].keys()
+        assert len(common) > 30
+        assert all(torch.equal(rows[0][token], rows[1][token]) for token in common)
+        assert torch.equal(one["fc.weight"], other["fc.weight"])
 
 
 @pytest.mark.parametrize(

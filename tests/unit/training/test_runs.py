@@ -181,6 +181,16 @@ def test_samples_come_back_from_their_shards_as_written(tmp_path: Path) -> None:
     assert len(read_samples([tmp_path], VOCAB)) == 5
 
 
+def test_samples_of_prompts_held_out_are_left_out(run: ToyRun) -> None:
+    some = {run.samples.prompt(1), run.samples.prompt(4)}
+    kept = run.samples.without(some)
+    wanted = [i for i in range(len(run.samples)) if run.samples.prompt(i) not in some]
+    assert 0 < len(kept) < len(run.samples)
+    assert [kept.sample(i) for i in range(len(kept))] == [run.samples.sample(i) for i in wanted]
+    assert run.samples.prompt(1) == tuple(run.samples.sample(1).tokens[:2])
+    assert len(run.samples.without({run.samples.prompt(i) for i in wanted} | some)) == 0
+
+
 def test_bad_shards_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="baton draft collect"):
         read_samples([tmp_path], VOCAB)
