@@ -163,14 +163,14 @@ class LocalPrefill:
         settled = [room for room in rooms if room.state is DecodeState.SETTLING and room.is_settled]
         return ReadPrompts(ended=ended, result=result, drafts=drafts, settled=settled)
 
-    def finish(self, read: ReadPrompts) -> None:
+    def finish(self, read: ReadPrompts, head_number: int = 0) -> None:
         """Writes the draft rows of a forward, and offers the pages of its ended prompts to the prefix cache,
-        for the prompts that wait for them.
+        for the prompts that wait for them. Pages with draft rows of weights before `head_number` stay out.
         """
         if self.engine.drafter is not None:
             self.decoder.draft_prefill_batch(read.drafts)
         for room, is_bad in zip(read.ended, read.result.is_bad, strict=True):
-            if not is_bad:
+            if not is_bad and room.head_number == head_number:
                 keep_pages(self.engine, self.decoder, room.request)
 
     def _take_firsts(

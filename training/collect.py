@@ -18,7 +18,8 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..engine.errors import CheckpointError
-from .samples import Sample, SampleWriter
+from ..engine.sample_shards import Sample
+from .samples import SampleWriter
 
 TURN_TOKENS = 256  # of a user turn that the model writes
 REQUEST_S = 600.0

@@ -46,6 +46,7 @@ class Job(Struct, frozen=True, kw_only=True, dict=True):  # dict: for cached pro
     timeout_s: float = 0.0  # the client's limit; 0: none
     priority: int = 0  # lower goes first
     caller: Caller = ANYONE
+    may_record: bool = False  # the caller does not object to a record of its tokens for training
 
     @cached_property
     def need(self) -> Need:
@@ -73,6 +74,7 @@ class ClientRequest:
     waited_s: float = 0.0  # seconds of earlier waits during which no choice was at the workers
     priority: int = 0  # lower goes first
     caller: Caller = ANYONE
+    may_record: bool = False  # as in `Job`
     num_placed: int = 0  # number of choices at the workers
     entries: list["Entry"] = field(default_factory=list)
     outcomes: dict[int, str] = field(default_factory=dict)  # outcomes by choice
@@ -227,7 +229,12 @@ def new_request(jobs: Sequence[Job], now: float, tag: Tag | None = None) -> Clie
     for job in jobs:
         arrived = min(arrived, job.arrived)
     return ClientRequest(
-        arrived=arrived, waiting_since=now, priority=jobs[0].priority, caller=jobs[0].caller, tag=tag or Tag()
+        arrived=arrived,
+        waiting_since=now,
+        priority=jobs[0].priority,
+        caller=jobs[0].caller,
+        may_record=jobs[0].may_record,
+        tag=tag or Tag(),
     )
 
 
@@ -246,8 +253,10 @@ def reserved_workers(on_probation: Iterable[Entry], room: Room) -> set[str]:
 
 
 def addressed(message: Reserve | Prefill | Cancel, request: ClientRequest) -> Reserve | Prefill | Cancel:
-    """An order with the tenant's salt and the trace context of its request."""
+    """An order with the tenant's salt, the trace context of its request, and the consent to record it."""
     salt, trace = request.caller.salt, request.tag.span.context
+    if request.may_record and isinstance(message, Reserve):
+        return replace(message, salt=salt, traceparent=trace.parent, tracestate=trace.state, may_record=True)
     if isinstance(message, Cancel) or not (salt or trace):
         return message
     return replace(message, salt=salt, traceparent=trace.parent, tracestate=trace.state)
