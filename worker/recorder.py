@@ -66,6 +66,7 @@ class SampleRecorder:
         self._shard_limit, self._total_limit = shard_limit, total_limit
         self._waiting: deque[tuple[Sequence[int], Sequence[int]]] = deque()
         self._num_waiting = 0  # tokens
+        self._num_taken = 0  # sequences that were not dropped at once
         self._changed = threading.Condition()
         self._is_closing = False
         self._last_stamp = 0
@@ -122,6 +123,7 @@ class SampleRecorder:
             if self.fault or is_full or shard_bytes(size, 1) > self._shard_limit:
                 self.counters["record_dropped"] += 1
                 return
+            self._num_taken += 1
             self._waiting.append((asked, chosen))
             self._num_waiting += size
             self._changed.notify()
@@ -144,12 +146,12 @@ class SampleRecorder:
         except Exception as error:
             with self._changed:
                 self.fault = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-                self.counters["record_dropped"] += len(self._waiting)
+                self.counters["record_dropped"] += self._num_taken - self.counters["recorded_samples"]
                 self._waiting.clear()
             logger.error("recording ends: %s: %s", self.directory, self.fault)
 
     def _gather(self) -> None:
-        """Writes shards until the end. Raises OSError; the samples of that shard count as dropped."""
+        """Writes shards until the end. Raises OSError."""
         shard, due = ShardBuffer(), 0.0
         while True:
             samples, is_last = self._take(due - time.monotonic() if len(shard) else None)
@@ -180,16 +182,12 @@ class SampleRecorder:
             return samples, self._is_closing
 
     def _write(self, shard: ShardBuffer) -> None:
-        try:
-            content = save(shard.tensors())
-            self._make_room(len(content))
-            # by time, so that names of all workers are in the order of their ages
-            self._last_stamp = max(self._last_stamp + 1, int(self._clock() * 1000))
-            path = self.directory / f"samples-{self._last_stamp:013d}-r{self._name}.safetensors"
-            write_private(path, content)
-        except OSError:
-            self.counters["record_dropped"] += len(shard)
-            raise
+        content = save(shard.tensors())
+        self._make_room(len(content))
+        # by time, so that names of all workers are in the order of their ages
+        self._last_stamp = max(self._last_stamp + 1, int(self._clock() * 1000))
+        path = self.directory / f"samples-{self._last_stamp:013d}-r{self._name}.safetensors"
+        write_private(path, content)
         self.counters["recorded_samples"] += len(shard)
         self.counters["recorded_tokens"] += shard.num_tokens
         self.counters["recorded_bytes"] += len(content)

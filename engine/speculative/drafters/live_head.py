@@ -134,7 +134,8 @@ class LiveHead:
         path, running = config.path, self._config
         if type(config) is not type(running):
             raise CheckpointError(
-                f"{path}: a {_kind(config)} cannot take the place of a {_kind(running)}; {_restart(path)}"
+                f"{path}: its kind is {_kind(config)}, that of the head in use {_kind(running)}; "
+                f"{_restart(path)}"
             )
         if config.aux.ids != running.aux.ids:
             layers = ",".join(map(str, config.aux.ids))

@@ -32,6 +32,7 @@ REQUIRED = {
         "Reserve": "room epoch instance prompt_ids sampling deadline_ms",
         "Prefill": "room epoch instance prompt_ids sampling deadline_ms",
         "Cancel": "room epoch instance",
+        "SwapDraft": "instance order action",
         "KVHello": "instance protocol layout",
         "Attach": "room epoch instance have",
         "Pull": "room epoch instance block",
