@@ -192,7 +192,9 @@ def test_a_worker_that_joins_meanwhile_gets_the_head_too():
 
     def join(instance, action):
         if (instance, action) == ("d1", "swap"):
-            decodes.workers["d9"] = dataclasses.replace(FakeDecodes(1).workers["d0"], instance="d9", name="d9")
+            decodes.workers["d9"] = dataclasses.replace(
+                FakeDecodes(1).workers["d0"], instance="d9", name="d9"
+            )
 
     decodes.on_order = join
     rollout(decodes).run()

@@ -85,7 +85,12 @@ def test_consent_to_recording_goes_to_decode_at_every_attempt(may_record, salt):
     )  # fmt: skip
     [entry] = world.dispatcher.submit([job], Inbox(lambda: world.now))
     lost = Failed(
-        room=entry.room.room, epoch=0, instance=instance_of("d"), kind="OutOfPages", message="full", retryable=True
+        room=entry.room.room,
+        epoch=0,
+        instance=instance_of("d"),
+        kind="OutOfPages",
+        message="full",
+        retryable=True,
     )
     world.dispatcher.on_message(b"d", lost)
     world.now += 5.0
