@@ -21,8 +21,8 @@ class FakeDecodes:
         self.workers = {
             f"d{i}": Drafting(
                 instance=f"d{i}", name=f"decode d{i}", fingerprint=OLD, verifies=before,
-                tokens=int(before * self.lengths[OLD]), recent=self.lengths[OLD] if before else None, order="",
-                state="", fault="", found="", previous="",
+                tokens=int(before * self.lengths[OLD]), recent=self.lengths[OLD] if before else None,
+                order="", state="", fault="", found="", previous="",
             )
             for i in range(count)
         }  # fmt: skip
@@ -244,8 +244,8 @@ def test_a_router_that_restarts_is_asked_again(monkeypatch):
 
 def test_a_worker_that_drafts_by_lookup_cannot_be_swapped():
     worker = {
-        "role": "decode", "state": "serving", "draft_widths": {}, "draft": None, "instance": "d" * 32, "pid": 7,
-        "host": "h",
+        "role": "decode", "state": "serving", "draft_widths": {}, "draft": None, "instance": "d" * 32,
+        "pid": 7, "host": "h",
     }  # fmt: skip
     decodes = served(lambda request: httpx.Response(200, json={"workers": [worker]}))
     with pytest.raises(CheckpointError, match=r"decode dddddddd \(pid 7 on h\) drafts by lookup"):
