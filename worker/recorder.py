@@ -26,7 +26,7 @@ from ..engine.sample_shards import RECORDED, Sample, ShardBuffer, shard_bytes
 
 logger = logging.getLogger(__name__)
 
-SHARD_AGE_S = 60.0  # longest wait of a sample for others of its shard
+SHARD_AGE_S = 300.0  # longest wait of a sample for others of its shard
 MAX_WAITING_TOKENS = 1 << 20  # of sequences that the thread has not taken; more are dropped
 LEAST_OUTPUT = 2  # tokens of an answer; a drafter has nothing to predict in a shorter one
 ABANDONED_S = 600.0  # a partial file of that age is of a worker that was killed

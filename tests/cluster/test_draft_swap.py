@@ -9,9 +9,7 @@ import threading
 
 import httpx
 import pytest
-import torch
-from baton.engine.models.registry import load_model_config
-from baton.engine.speculative.drafters.spec_config import load_draft_config
+from baton.tests.cluster.random_heads import random_head
 from baton.tests.cluster.router_fakes import save_tokenizer
 from baton.tests.cluster.serving import (
     at_once,
@@ -24,9 +22,6 @@ from baton.tests.cluster.serving import (
 )
 from baton.tests.parity.toy_models import write_toy_checkpoint
 from baton.training.command import main
-from baton.training.eagle3 import Eagle3Trainee
-from baton.training.frozen_target import FrozenTarget
-from baton.training.head_files import write_eagle3_config, write_weights
 from baton.training.samples import read_samples
 
 VOCAB, LAYERS, LENGTH = 330, (1, 2, 4), 24
@@ -100,17 +95,6 @@ def model(tmp_path_factory):
     return save_tokenizer(directory)
 
 
-def random_head(model, path, seed):
-    """A head of random weights, as `baton draft train` begins with."""
-    config = load_model_config(model)
-    write_eagle3_config(path, model, config, LAYERS, VOCAB)
-    draft = load_draft_config(path, config, dtype="float32")
-    target = FrozenTarget.load(model, LAYERS, dtype=torch.float32, device=torch.device("cpu"))
-    trainee = Eagle3Trainee(draft, target, torch.arange(VOCAB), steps=3, seed=seed)
-    write_weights(path, trainee.checkpoint_tensors(), torch.bfloat16)
-    return path
-
-
 def asked(options, capsys):
     code = main(["swap", *map(str, options)])
     said = capsys.readouterr()
@@ -129,7 +113,7 @@ def accept_lengths(capsys, model, samples, *found):
 @pytest.fixture(scope="module")
 def cluster(model, tmp_path_factory):
     base = tmp_path_factory.mktemp("recording")
-    first = random_head(model, base / "first", 1)
+    first = random_head(model, base / "first", 1, LAYERS)
     settings = {
         "prefill": 1, "decode": 2, "kv_memory_mb": 32, "threads": 1, "feature_layers": "1,2,4",
         "record_drafts": str(base / "samples"), "decode_policy": "round-robin",
@@ -184,7 +168,7 @@ def test_recorded_traffic_trains_a_head_that_is_swapped_in_under_load(cluster, m
     assert said.count("accept length") == 2
     assert asked([out / "head", *url], capsys)[1].startswith("every decode worker has")
 
-    bad = random_head(model, cluster.heads / "bad", 2)
+    bad = random_head(model, cluster.heads / "bad", 2, LAYERS)
     with Load(cluster, answers) as load:
         code, said = asked([bad, *url, "--verifies", "150"], capsys)
     assert (code, load.wrong) == (1, []), said

@@ -21,6 +21,7 @@ from .mtp import MtpModel
 from .protocol import Drafter
 from .registry import DraftConfig, DraftModel, DraftSource, TargetWeights
 
+SPARE_BYTES = 256 << 20  # of a GPU, free beside a staged head
 Pair = tuple[torch.Tensor, torch.Tensor]  # a tensor in use, and the values to write there
 
 
@@ -62,6 +63,10 @@ class LiveHead:
         shared = (lent.embed_tokens, lent.lm_head, *(one for _, one in lent.final_norm.tensors("")))
         self._lent = {tensor.data_ptr() for tensor in shared}
         self._previous: StagedHead | None = None
+        self._stream: torch.cuda.Stream | None = None  # one for good, whose memory every staging uses again
+        self._num_staged = 0  # bytes that the allocator keeps for that stream
+        if lent.device.type == "cuda":
+            self._stream = torch.cuda.Stream(lent.device)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:
         return f"<LiveHead {self.version.path}, {self.version.fingerprint[:8]}>"
@@ -87,6 +92,7 @@ class LiveHead:
             raise CheckpointError(f"{path}: no directory of this host; name an absolute path of a head")
         source = self._read(path)
         self._must_agree(source.config)
+        self._must_fit()
         with self._own_stream():
             model = source.load(self._target)
             if _dialect_of(model) != self._dialect:
@@ -103,8 +109,7 @@ class LiveHead:
     def keep(self) -> StagedHead:
         """Copies of the weights in use, in host memory; no `apply` may run meanwhile."""
         with self._own_stream():
-            own = [one for _, one in self._drafter.parameters() if one.data_ptr() not in self._lent]
-            pairs = [(tensor, tensor.to("cpu", copy=True)) for tensor in own]
+            pairs = [(tensor, tensor.to("cpu", copy=True)) for tensor in self._own()]
         return StagedHead(version=self.version, pairs=pairs)
 
     @torch.no_grad()
@@ -124,6 +129,7 @@ class LiveHead:
         kept = self._previous
         if kept is None:
             raise CheckpointError(f"no weights from before {self.version.path} are kept")
+        self._must_fit()
         with self._own_stream():
             pairs = [(tensor, values.to(tensor.device)) for tensor, values in kept.pairs]
             self._wait()
@@ -179,11 +185,28 @@ class LiveHead:
         return pairs
 
     def _own_stream(self) -> AbstractContextManager[object]:
-        """On a GPU a stream besides that of the steps."""
-        device = self._target.device
-        if device.type != "cuda":
-            return nullcontext()
-        return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        """On a GPU the stream of staging, besides that of the steps."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _must_fit(self) -> None:
+        """Raises CheckpointError if a second head does not fit beside the engine.
+
+        An allocation that fails would first give the engine's cached memory back to the driver.
+        """
+        if self._stream is None:
+            return
+        need = sum(one.nbytes for one in self._own())
+        free = torch.cuda.mem_get_info(self._target.device)[0]
+        if need + SPARE_BYTES > free + self._num_staged:
+            raise CheckpointError(
+                f"the new head takes {need >> 20} MiB beside the one in use, {free >> 20} MiB of the GPU are "
+                "free; restart the worker with a lower --gpu-memory-share"
+            )
+        self._num_staged = max(need, self._num_staged)
+
+    def _own(self) -> list[torch.Tensor]:
+        """The tensors in use that belong to the head alone."""
+        return [one for _, one in self._drafter.parameters() if one.data_ptr() not in self._lent]
 
     def _wait(self) -> None:
         if self._target.device.type == "cuda":
