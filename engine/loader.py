@@ -44,6 +44,7 @@ from .runner.lifecycle import Lifecycle, Phase
 from .runner.model_runner import ModelRunner, configure_aux_capture
 from .sampling.sampler import Sampler
 from .speculative.adaptive import KNEE_ROWS, StepCosts, StepPolicy
+from .speculative.drafters.live_head import LiveHead
 from .speculative.drafters.ngram import NgramConfig
 from .speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter, cache_lookahead
 from .speculative.drafters.registry import (
@@ -105,6 +106,7 @@ class Engine:
     weights: WeightsHash | None = None
     # Layer outputs that prefill captures, or that decode's head reads, in the order of its input.
     feature_ids: tuple[int, ...] = ()
+    head: LiveHead | None = None  # weights of the drafter that others may replace; None without any
     watch: ReadyWatch | None = None  # from the start of serving
 
     def begin_watch(self) -> None:
@@ -278,8 +280,11 @@ class EngineLoader:
                     dtype=running,
                 )
             )
-        draft_path = resolve_checkpoint(config.draft)
-        return read_drafter(draft_path, self._model_config, target_path=self._path, dtype=running)
+        return self._read_checkpoint(resolve_checkpoint(config.draft))
+
+    def _read_checkpoint(self, path: Path) -> DraftSource:
+        running = str(self._dtype).removeprefix("torch.")
+        return read_drafter(path, self._model_config, target_path=self._path, dtype=running)
 
     def _offered(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """The layers that prefill captures: those of its head, then the others of `feature_layers`, without
@@ -298,7 +303,7 @@ class EngineLoader:
 
     def _share(self) -> None:
         if self.has_drafter and self._source is not None:
-            lent = TargetWeights(
+            self._lent = TargetWeights(
                 embed_tokens=self._model.embed_tokens,
                 lm_head=self._model.lm_head,
                 final_norm=self._model.norm,
@@ -307,7 +312,7 @@ class EngineLoader:
                 dtype=self._dtype,
                 device=self._device,
             )
-            self._draft = self._source.load(lent)
+            self._draft = self._source.load(self._lent)
             self._draft.check(self._shape)
         self.lifecycle.advance(Phase.WEIGHTS_SHARED)
 
@@ -319,7 +324,7 @@ class EngineLoader:
         logger.info("chosen for %s: %s", self._card, sizes)
         num_pages, page_size = sizes.num_pages, sizes.page_size
         pool = KVPool(num_pages, self._model.kv_layout(page_size), self._device)
-        features, drafter = None, None
+        features, drafter, head = None, None, None
         if self._feature_ids and not self.has_drafter:
             width = len(self._feature_ids) * model.hidden_size
             features = FeaturePlane(num_pages, page_size, width, self._dtype, self._device)
@@ -327,6 +332,10 @@ class EngineLoader:
             drafter = self._draft.drafter(
                 num_pages=num_pages, page_size=page_size, capacity=sizes.max_running + 1
             )
+            if self._source is not None and not isinstance(self._source, NgramSource):
+                head = LiveHead(
+                    drafter, self._draft, self._source.config, read=self._read_checkpoint, lent=self._lent
+                )
         cache = PrefixCache(
             PageAllocator(num_pages, pool.order),
             page_size,
@@ -349,6 +358,7 @@ class EngineLoader:
             pool=pool,
             features=features,
             drafter=drafter,
+            head=head,
             cache=cache,
             max_context=sizes.max_context,
             sizes=sizes,

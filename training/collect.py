@@ -21,9 +21,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..engine.errors import CheckpointError
 from ..engine.models.registry import load_model_config
+from ..engine.sample_shards import Sample
 from ..engine.sampling.params import SamplingParams
 from .generate import PAGE_SIZE, Ask, Generator
-from .samples import Sample, SampleWriter
+from .samples import SampleWriter
 
 TURN_TOKENS = 256  # of a user turn that the model writes
 MAX_PROMPT = 512  # tokens of a prompt that is answered in this process; longer ones are left out

@@ -1,4 +1,4 @@
-"""`baton draft`: collect samples from a model, train a drafter on them, and measure it."""
+"""`baton draft`: collect samples from a model, train a drafter on them, measure it, and roll it out."""
 
 import argparse
 import asyncio
@@ -24,6 +24,7 @@ from .head_files import MAX_POSITIONS, write_weights
 from .kinds import DFLASH, EAGLE3, KINDS, OPTIONS, HeadSettings
 from .progress import progress_bar
 from .samples import SampleSet, SampleWriter, read_samples
+from .swap import RolledBack, SwapSettings, point_link, swap_heads
 from .trainer import Trainer, TrainSettings, joined_ranks
 
 PROG = "baton draft"
@@ -33,13 +34,13 @@ MOST_EPOCHS = 1 << 20  # of a run that ends by time
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `baton draft collect|train|evaluate` and returns its exit code."""
+    """Runs `baton draft collect|train|evaluate|swap` and returns its exit code."""
     options = _parser().parse_args(list(argv))
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         return run(options)
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, OSError, RolledBack) as error:
         sys.stderr.write(f"{PROG} {options.command}: {error}\n")
         return 1
     except KeyboardInterrupt:
@@ -55,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_collect(commands.add_parser("collect", help="write samples: prompts with the model's answers"))
     _add_train(commands.add_parser("train", help="train a drafter on samples"))
     _add_evaluate(commands.add_parser("evaluate", help="measure accept length through the decode engine"))
+    _add_swap(commands.add_parser("swap", help="roll a head out on running decode workers"))
     return parser
 
 
@@ -156,6 +158,29 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     add("--until-end", action="store_true", help="answers end where the model ends them (default: --tokens)")
     _add_device(parser)
     parser.set_defaults(run=run_evaluate)
+
+
+def _add_swap(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("head", type=Path, metavar="HEAD", help="directory of the head, on every host of a decode worker")
+    add("--url", default="http://127.0.0.1:8000", help="router of the cluster (default %(default)s)")
+    add(
+        "--verifies", type=_at_least(0), default=500, metavar="N",
+        help="that judge a head, of requests that began with it; 0: no judgement (default %(default)s)",
+    )  # fmt: skip
+    add(
+        "--tolerance", type=_share, default=0.1,
+        help="share by which the accept length may be lower (default %(default)s)",
+    )  # fmt: skip
+    add(
+        "--timeout-s", type=_positive, default=600.0, metavar="S",
+        help="longest wait for a worker's verdict (default %(default)s)",
+    )  # fmt: skip
+    add(
+        "--link", type=Path, metavar="LINK",
+        help="symbolic link that the workers' --draft names; in the end it names HEAD",
+    )  # fmt: skip
+    parser.set_defaults(run=run_swap)
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
@@ -274,6 +299,24 @@ def run_evaluate(options: argparse.Namespace) -> int:
 
 def _held_out(samples: SampleSet) -> list[list[int]]:
     return held_out_prompts(samples, len(samples))
+
+
+def run_swap(options: argparse.Namespace) -> int:
+    """Swaps the head of every decode worker in turn."""
+    path = Path(os.path.abspath(options.head.expanduser()))
+    settings = SwapSettings(
+        path=path,
+        verifies=options.verifies,
+        tolerance=options.tolerance,
+        verdict_s=options.timeout_s,
+    )
+    swap_heads(settings, options.url, os.environ.get("BATON_API_KEY", ""), _say)
+    if options.link is not None:
+        point_link(options.link, path)
+        _say(f"{options.link} names {path}")
+    else:
+        _say(f"done; set --draft {path} for workers that restart")
+    return 0
 
 
 def _evaluate(

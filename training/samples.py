@@ -1,10 +1,10 @@
 """Training samples on disk: token ids and loss masks in bounded safetensors shards, and their batches.
 
-A shard `samples-NNNNN.safetensors` holds `tokens` int32 `[T]`, `mask` uint8 `[T]` (1: a token that the target
-generated, so a drafter has to predict it) and `offsets` int64 `[N+1]`, the bounds of its N samples. A shard
-is written under another name and renamed when it is whole.
+`engine/sample_shards.py` describes a shard. A collector's shards are `samples-NNNNN.safetensors`. A shard is
+written under another name and renamed when it is whole.
 """
 
+import logging
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,10 +15,12 @@ from safetensors.torch import load_file
 
 from ..engine.errors import CheckpointError
 from ..engine.host_copy import to_device
+from ..engine.sample_shards import PATTERN, RECORDED, Sample, shard_tensors
 from .tensor_files import write_tensors
 
+logger = logging.getLogger(__name__)
+
 SHARD_TOKENS = 1 << 20  # so many at most are lost with a collector that is killed
-PATTERN = "samples-*.safetensors"
 WIDTH_STEP = 8
 SORT_WINDOW = 1024  # samples of a window that are sorted by length, so that batches have little padding
 
@@ -26,14 +28,6 @@ SORT_WINDOW = 1024  # samples of a window that are sorted by length, so that bat
 def padded(length: int) -> int:
     """The width of a batch of samples of `length` tokens: rows of matrices begin at aligned addresses."""
     return -(-length // WIDTH_STEP) * WIDTH_STEP
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One sequence. `mask[i]` is 1 if the target generated token i."""
-
-    tokens: Sequence[int]
-    mask: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -77,15 +71,9 @@ class SampleWriter:
         """Writes the samples that wait, if any. Raises CheckpointError if the disk takes no more."""
         if not self._waiting:
             return
-        lengths = torch.tensor([0] + [len(s.tokens) for s in self._waiting])
-        tensors = {
-            "tokens": torch.tensor([t for s in self._waiting for t in s.tokens], dtype=torch.int32),
-            "mask": torch.tensor([m for s in self._waiting for m in s.mask], dtype=torch.uint8),
-            "offsets": lengths.cumsum(0),
-        }
         # counted now and from the last name: a shard that was deleted must not free the name of another one
         path = self._directory / f"samples-{self._next_number():05d}.safetensors"
-        write_tensors(path, tensors)
+        write_tensors(path, shard_tensors(self._waiting))
         self._waiting, self._num_tokens = [], 0
 
     def _next_number(self) -> int:
@@ -154,14 +142,17 @@ class SampleSet:
 def read_samples(directories: Iterable[Path], vocab_size: int) -> SampleSet:
     """The samples of all shards of `directories`.
 
-    Raises CheckpointError naming the file for a shard that is torn, malformed or of another vocabulary.
+    Raises CheckpointError naming the file for a shard that is torn, malformed or of another vocabulary. A
+    torn shard that a decode worker recorded, and one that it deleted meanwhile, is passed over.
     """
+    directories = list(directories)
     paths = [path for directory in directories for path in sorted(Path(directory).glob(PATTERN))]
-    if not paths:
+    found = [_recorded_shard(path, vocab_size) for path in paths]
+    shards = [shard for shard in found if shard is not None]
+    if not shards:
         raise CheckpointError(
             f"{', '.join(map(str, directories)) or 'no directory'}: no {PATTERN}; run `baton draft collect`"
         )
-    shards = [_read_shard(path, vocab_size) for path in paths]
     starts = [0]
     for shard in shards:
         starts.append(starts[-1] + len(shard["tokens"]))
@@ -173,12 +164,27 @@ def read_samples(directories: Iterable[Path], vocab_size: int) -> SampleSet:
     )
 
 
+def _recorded_shard(path: Path, vocab_size: int) -> dict[str, torch.Tensor] | None:
+    """The tensors of a shard; None for a recorded one that is gone or torn, which is logged."""
+    try:
+        return _read_shard(path, vocab_size)
+    except UnreadableShard as error:
+        if not path.match(RECORDED):
+            raise
+        logger.warning("%s: passed over", error)
+        return None
+
+
+class UnreadableShard(CheckpointError):
+    """A shard that is torn, or that was deleted meanwhile."""
+
+
 def _read_shard(path: Path, vocab_size: int) -> dict[str, torch.Tensor]:
     remedy = "delete the file or collect again"
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: not a readable shard ({error}); {remedy}") from None
+        raise UnreadableShard(f"{path}: not a readable shard ({error}); {remedy}") from None
     wanted = {"tokens": torch.int32, "mask": torch.uint8, "offsets": torch.int64}
     for name, dtype in wanted.items():
         tensor = tensors.get(name)
