@@ -128,11 +128,15 @@ class Arena:
     def _take(self, size: int) -> ArenaBlock:
         """The first bytes of the smallest free block that is large enough."""
         self.sweep()
-        fitting = [(block.size, number) for number, block in enumerate(self._free) if block.size >= size]
-        if not fitting:
+        number, smallest = -1, 0
+        for place, (_, _, available) in enumerate(self._free):
+            if available >= size and (number < 0 or available < smallest):
+                number, smallest = place, available
+                if available == size:
+                    break
+        if number < 0:
             self._add_chunk(max(size, self._chunk_bytes))
-            fitting = [(self._free[-1].size, len(self._free) - 1)]
-        _, number = min(fitting)
+            number = len(self._free) - 1
         found = self._free.pop(number)
         if found.size > size:
             self._free.insert(number, ArenaBlock(found.chunk, found.start + size, found.size - size))
