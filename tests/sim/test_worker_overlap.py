@@ -193,7 +193,7 @@ def test_pages_given_back_before_the_last_step_was_read_are_found_written(target
         for seed in range(16):
             cancelled_at_random(target, head, drafts, seed)
 
-    with hasty_close(), pytest.raises(AssertionError, match="was written while it was free"):
+    with hasty_close(), pytest.raises(AssertionError, match="were written while they were free"):
         all_seeds()
 
 
