@@ -188,8 +188,8 @@ class Pair:
         still, fresh = sorted(free & known), sorted(free - known)
         for plane in [engine.pool.kv] + ([] if engine.features is None else [engine.features.features]):
             if still:
-                intact = plane[still].isnan().flatten(1).all(1)
-                written = [page for page, is_intact in zip(still, intact.tolist(), strict=True) if not is_intact]
+                intact = plane[still].isnan().flatten(1).all(1).tolist()
+                written = [page for page, is_intact in zip(still, intact, strict=True) if not is_intact]
                 assert not written, f"pages {written} were written while they were free"
             if fresh:
                 plane[fresh] = float("nan")
