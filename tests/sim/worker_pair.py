@@ -207,14 +207,15 @@ class Pair:
         """Free pages hold NaN: who reads one gets it, and who writes one is seen by the next turn."""
         allocator = engine.cache.allocator
         free = {page for page in range(1, allocator.num_pages) if allocator.refs(page) == 0}
-        planes = [engine.pool.kv] + ([] if engine.features is None else [engine.features.features])
         known = self._free.setdefault(id(engine), set())
-        for page in free:
-            for plane in planes:
-                assert page not in known or bool(plane[page].isnan().all()), (
-                    f"page {page} was written while it was free"
-                )
-                plane[page] = float("nan")
+        still, fresh = sorted(free & known), sorted(free - known)
+        for plane in [engine.pool.kv] + ([] if engine.features is None else [engine.features.features]):
+            if still:
+                intact = plane[still].isnan().flatten(1).all(1).tolist()
+                written = [page for page, is_intact in zip(still, intact, strict=True) if not is_intact]
+                assert not written, f"pages {written} were written while they were free"
+            if fresh:
+                plane[fresh] = float("nan")
         self._free[id(engine)] = free
 
     def _read(self):

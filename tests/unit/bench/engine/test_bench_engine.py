@@ -16,7 +16,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = ["--shape", "toy", "--device", "cpu", "--dtype", "float32", "--context", "12", "--repeats", "3"]
 
 
-@pytest.mark.parametrize(("accept_length", "graphs"), [(1, "off"), (2, "off"), (3, "on"), (4, "off")])
+@pytest.mark.parametrize(
+    ("accept_length", "graphs"),
+    [
+        (1, "off"),
+        pytest.param(2, "off", marks=pytest.mark.slow),
+        (3, "on"),
+        pytest.param(4, "off", marks=pytest.mark.slow),
+    ],
+)
 def test_steps_yield_the_requested_accept_length_with_graphs_or_not(accept_length, graphs, tmp_path, capsys):
     kinds = sorted(DRAFTERS)
     out = tmp_path / "out.json"
