@@ -33,7 +33,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "prefill": ("worker", "kvtransfer", "engine", "cluster"),
     "decode": ("worker", "kvtransfer", "engine", "cluster"),
     "bench": ("kvtransfer", "engine", "cluster"),
-    "training": ("engine",),
+    "training": ("engine", "kernels"),
 }
 # Foreign imports of the lowest floors; other folders may import any dependency but the forbidden ones.
 ALLOWED_FOREIGN = {

@@ -116,15 +116,17 @@ def check_accept_lens(
     """
     prompt = random_ids(7, seed=1)
     truth = reference_greedy(reference_model(target), prompt, 40)
+    engine = MtpEngine(target, head, device=device) if kinds is None else graphed(target, head, device)
+    if kinds is not None:
+        enable(engine, kinds)
     for first, second in accept_pairs(MtpEngine.steps):
-        engine = MtpEngine(target, head, device=device) if kinds is None else graphed(target, head, device)
-        if kinds is not None:
-            enable(engine, kinds)
+        engine.next_page = 1
         request = engine.prefill(prompt, greedy(40))
         for wanted in (first, second):
             begin_with(engine, request, truth, wanted - 1)
             assert engine.decoder.step([request]).accept_lens == [wanted]
             check_against_scratch(engine, request, target, head, TOLERANCE[device])
+        engine.decoder.forget(request)
 
 
 def accept_pairs(steps: int) -> Iterator[tuple[int, int]]:

@@ -58,6 +58,21 @@ def test_the_self_test_drops_graphs_with_exchanged_weights_and_tokens_hold(targe
     assert graphs.counters()["graph_fallback_decode_step_capture_failed"] > 3
 
 
+def test_a_brief_self_test_compares_one_graph_of_each_kind(target, head):
+    engine = Engine(target, head, is_greedy=True)
+    graphs = with_graphs(engine)
+    steps = engine.decoder.steps
+    parts = (engine.runner, engine.drafter, 256, steps)
+    prefill = engine.runner.graphs
+    num_kinds = 2 + (prefill.whole is not None) + len(steps.families)
+    brief, brief_steps = SelfTest(*parts[:3], is_brief=True), StepSelfTest(steps, is_brief=True)
+    assert (brief.run(), brief_steps.run()) == (0, 0)
+    assert brief.num_compared + brief_steps.num_compared == num_kinds
+    assert graphs.self_test(*parts, is_brief=True) == 0
+    engine.runner.model.layers[7].mlp.down.weight = engine.runner.model.layers[7].mlp.down.weight * 3
+    assert graphs.self_test(*parts, is_brief=True) == num_kinds - 1  # all but the draft's
+
+
 @pytest.mark.parametrize("kind", ["steps", "prefill"])
 def test_the_self_test_sees_a_broken_draft_graph(target, head, kind):
     engine = Engine(target, head, is_greedy=True)

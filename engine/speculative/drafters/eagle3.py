@@ -9,10 +9,12 @@ legend: B requests, N nodes each, T rows, H draft hidden, Ht target hidden, K fe
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from ...attention.registry import attention_for
 from ...auto_sizes import LATE_ROWS
 from ...batch.forward_batch import CaptureHidden, ForwardBatch
+from ...batch.input_embeds import place_rows
 from ...batch.padding import pad_rows
 from ...errors import CheckpointError, UnsupportedInput
 from ...graphs.bucketed_graphs import EAGER
@@ -119,7 +121,7 @@ class Eagle3Drafter(PagedDrafter[FeatureHead, DraftPrefillGraphs]):
             self._check_features(item.features, len(item.next_ids))
         tables = [item.pages[: pages_for(item.end, self.page_size)] for item in items]
         ids = [token for item in items for token in item.next_ids]
-        return ForwardBatch(
+        batch = ForwardBatch(
             input_ids=to_device(torch.tensor(ids, dtype=torch.int64), self.device),
             positions=to_device(
                 torch.cat([torch.arange(item.start, item.end) for item in items]), self.device
@@ -133,6 +135,23 @@ class Eagle3Drafter(PagedDrafter[FeatureHead, DraftPrefillGraphs]):
             capture_hidden=CaptureHidden.LAST,
             features=torch.cat([item.features.to(self.device) for item in items]),
         )
+        self._set_embeds(batch, items)
+        return batch
+
+    def _set_embeds(self, batch: ForwardBatch, items: Sequence[DraftPrefill]) -> None:
+        """Sets the embeddings of `batch` if tokens of `items` have no ids.
+
+        A head of another width than the target's cannot read them: it sees token 0 in their place.
+        """
+        given, row = [], 0
+        for item in items:
+            embeds = item.next_embeds
+            if embeds is not None and embeds.shape[1] == self.head.config.hidden_size:
+                given.append((row, embeds))
+            row += len(item.next_ids)
+        if given:
+            assert self.head.embed_tokens is not None
+            batch.input_embeds = place_rows(F.embedding(batch.input_ids, self.head.embed_tokens), given)
 
     @property
     def max_context(self) -> int:
@@ -178,13 +197,16 @@ class Eagle3Drafter(PagedDrafter[FeatureHead, DraftPrefillGraphs]):
 
     def _forward(self, batch: ForwardBatch, phase: DraftPhase) -> torch.Tensor:
         padded = pad_rows(batch, self.row_multiple)
-        if padded.input_embeds is not None:
+        embeds, width = padded.input_embeds, self.head.config.hidden_size
+        if embeds is not None and tuple(embeds.shape) != (padded.num_tokens, width):
             raise UnsupportedInput(
-                "a draft head takes no input_embeds: its hidden input are the target's features"
+                f"input_embeds {list(embeds.shape)}: the draft head takes [{padded.num_tokens}, {width}] here"
             )
         assert padded.features is not None
         attend = self._attention.bind(self._attention.plan(padded))
-        out = self.head.forward(padded.features, padded.input_ids, padded.positions, attend, phase)
+        out = self.head.forward(
+            padded.features, padded.input_ids, padded.positions, attend, phase, embeds=embeds
+        )
         return out[: batch.num_tokens]
 
 

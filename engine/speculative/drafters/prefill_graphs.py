@@ -70,7 +70,13 @@ class DraftPrefillGraphs:
         self.tokens.capture()
 
     def decide(self, batch: ForwardBatch) -> PathDecision:
-        return self.tokens.family.decide(BatchShape(size=batch.num_tokens, hidden=batch.capture_hidden))
+        return self.tokens.family.decide(
+            BatchShape(
+                size=batch.num_tokens,
+                hidden=batch.capture_hidden,
+                has_embeds=batch.input_embeds is not None,
+            )
+        )
 
     def run(self, batch: ForwardBatch, read: Read, decision: PathDecision) -> torch.Tensor:
         """Returns the layer's output `[T, H]`. `read` is bound to the live batch."""

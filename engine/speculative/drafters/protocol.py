@@ -37,7 +37,9 @@ class DraftPrefill:
     `next_ids[k]` is the token at start+k+1. `features` is `[len(next_ids), K*Ht]`. `is_final` means that the
     last row is the newest one and so predicts the first draft token; prefill then writes `state_row`.
     `known_ids`: all tokens of the request so far, for drafters that look further ahead; empty: `next_ids`
-    only. `params` is for drafters that choose tokens in a prefill; None: the likeliest.
+    only. `params` is for drafters that choose tokens in a prefill; None: the likeliest. `next_embeds`
+    `[n, Ht]` on the host are the target's inputs of the first n of `next_ids`, which have no ids; None: all
+    have.
     """
 
     pages: Sequence[int]
@@ -48,6 +50,7 @@ class DraftPrefill:
     is_final: bool
     known_ids: Sequence[int] = ()
     params: SamplingParams | None = None
+    next_embeds: torch.Tensor | None = None
 
     @property
     def end(self) -> int:

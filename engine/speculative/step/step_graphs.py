@@ -22,6 +22,7 @@ from ...graphs.graph_pool import FallbackReason, GraphKind, GraphPool
 from ...host_copy import to_device
 from ...runner.model_runner import ModelRunner
 from ...runner.target_graphs import captured_mode
+from ...sparse_rows import check_branches
 from ..drafters.protocol import Drafter
 from ..drafting.shape import PLAIN, DraftShape, planned_pages
 from .device_state import EDIT_ENTRIES, DeviceState
@@ -254,9 +255,11 @@ def step_graphs(
 
     A step without drafts compares the first proposals of shape `watched`, and leaves its row to a later
     `catch_up` if the drafter allows it. Each shape has three kinds with
-    graphs: greedy or free sampling, ranked sampling, and edited logits with logprobs.
+    graphs: greedy or free sampling, ranked sampling, and edited logits with logprobs. Raises CheckpointError
+    for trees that are too deep for the target's attention.
     """
     every = list(dict.fromkeys([*shapes, PLAIN]))
+    check_branches(runner.pool, max((shape.num_path for shape in every if shape.is_tree), default=0))
     late_rows = 0 if drafter is None or watched is None else drafter.late_rows
     late_shapes = [DraftShape.of(late_rows - 1)] if late_rows else []
     max_pages = planned_pages([*every, *late_shapes], max_context, runner.pool.page_size)
