@@ -361,6 +361,26 @@ class DecodeSettings(RoleConfig):
             auto=0,
         ),
     )
+    record_drafts: str = setting(
+        "",
+        Setting(
+            help="directory for samples of this worker's own traffic, to train a head with `baton draft "
+            "train`: prompts and answers as token ids; empty: nothing is recorded",
+            metavar="DIR",
+        ),
+    )
+    record_shard_mb: int = setting(
+        4, Setting(help="largest file of samples", unit="MiB", minimum=1, maximum=1024)
+    )
+    record_total_mb: int = setting(
+        1024,
+        Setting(
+            help="all samples in the directory; the oldest files are deleted beyond it",
+            unit="MiB",
+            minimum=2,
+            maximum=2**20,
+        ),
+    )
     pull_window: int = setting(
         8, Setting(help="blocks of a hand-off asked for and not yet received", minimum=1, maximum=64)
     )

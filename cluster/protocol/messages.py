@@ -146,6 +146,33 @@ class Choice(Struct, frozen=True, kw_only=True):
     why: Text
 
 
+class DraftHead(Struct, frozen=True, kw_only=True):
+    """The weights that a decode worker drafts with, and its newest order to change them.
+
+    `verifies` and `tokens` count the verifies of streams that began with these weights, and the tokens
+    that those committed: tokens / verifies is their accept length.
+    """
+
+    path: Text
+    fingerprint: Text
+    feature_ids: Annotated[tuple[Small, ...], Meta(max_length=64)] = ()  # layers that they read
+    verifies: Count = 0
+    tokens: Count = 0
+    order: Text = ""  # id of the newest SwapDraft; "": none yet
+    state: Text = ""  # of that order: busy, checked, done or refused
+    fault: Text = ""  # the reason of a refusal, in one line
+    found: Text = ""  # fingerprint of the checkpoint that the order names, once it was read
+    previous: Text = ""  # fingerprint of the weights that an order may put back; "": none are kept
+
+
+class Recording(Struct, frozen=True, kw_only=True):
+    """The samples of its own traffic that a worker writes."""
+
+    path: Text  # the directory
+    is_on: bool = True
+    fault: Text = ""  # the reason why recording ended
+
+
 class WorkerStats(Struct, frozen=True, kw_only=True):
     """One worker's condition, made by its scheduler loop."""
 
@@ -163,6 +190,8 @@ class WorkerStats(Struct, frozen=True, kw_only=True):
     spec_steps: Small | None = None  # draft steps of the newest verify; None without a drafter
     phase: Text = ""  # phase of the engine's lifecycle; "": not reported
     weights_hash: Text = ""  # sha256 of every byte of the weights; "": not known yet
+    draft: DraftHead | None = None  # None: no drafter with weights, or a worker that does not report it
+    recording: Recording | None = None  # None: it records nothing
     counters: dict[Text, float] = {}  # monotonic; name -> total
 
 
@@ -381,6 +410,7 @@ class Reserve(Message, frozen=True, kw_only=True):
     tracestate: TraceState = ""  # W3C trace state, as the client sent it
     prefill_endpoint: Text = ""
     prefill_instance: Id | None = None
+    may_record: bool = False  # the caller does not object to a record of its tokens for training
 
 
 class Prefill(Message, frozen=True, kw_only=True):
@@ -426,4 +456,17 @@ class Cancel(Message, frozen=True, kw_only=True):
     instance: Id
 
 
-ControlDown = Welcome | Rejected | Reserve | Prefill | PromptEmbeds | Cancel
+class SwapDraft(Message, frozen=True, kw_only=True):
+    """To decode: check the draft weights at `path`, take them, or take back the previous ones.
+
+    `path` is an absolute directory on the worker's host, empty for "back". Only workers with a
+    `DraftHead` in their heartbeats get it, and the newest one there tells the result.
+    """
+
+    instance: Id
+    order: Id  # a repeated order is ignored
+    action: Annotated[str, Meta(pattern="^(check|swap|back)$")]
+    path: Text = ""
+
+
+ControlDown = Welcome | Rejected | Reserve | Prefill | PromptEmbeds | Cancel | SwapDraft

@@ -54,6 +54,7 @@ class Call(Struct, frozen=True, kw_only=True, gc=False):
     arrived: float  # monotonic seconds
     size: int  # bytes of the body
     wants_timeline: bool = False
+    may_record: bool = True  # the request does not object to a record of its tokens for training
     timeout_s: float = 0.0  # the client's limit; 0: none
     grammar: str = ""  # grammar of the answer, known once the body is read
     caller: Caller = ANYONE
@@ -351,6 +352,7 @@ class Service:
                 timeout_s=call.timeout_s,
                 priority=call.caller.priority_of(body.priority),
                 caller=call.caller,
+                may_record=call.may_record and call.caller.may_record,
             )
             for choice in range(body.num_tries)
         ]

@@ -11,7 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from ...cluster.process.log import fields
-from ...cluster.protocol.messages import ControlUp, Goodbye, Heartbeat, Hello, TokenItem, Tokens
+from ...cluster.protocol.messages import (
+    ControlUp,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    SwapDraft,
+    TokenItem,
+    Tokens,
+)
 from ...cluster.telemetry.metrics import RouterMetrics
 from ..errors import unavailable
 from ..rooms.attempt import PEER_LOST, RoomEvent
@@ -203,6 +211,17 @@ class Dispatcher:
         self._entries[room.room] = entry
         self._waiting.join(entry)
         return entry
+
+    def swap_draft(self, order: SwapDraft) -> bool:
+        """Sends an order about a worker's draft weights. False: no such worker reports draft weights."""
+        worker = self.registry.get(order.instance)
+        if worker is None or worker.stats is None or worker.stats.draft is None:
+            return False
+        logger.info(
+            "draft order", extra=fields(instance=order.instance, action=order.action, path=order.path)
+        )
+        self._outbox.post(worker, order, self._clock())
+        return True
 
     # --- the workers' side ----------------------------------------------------------------------------------
 

@@ -50,6 +50,7 @@ class Job(Struct, frozen=True, kw_only=True, dict=True):  # dict: for cached pro
     priority: int = 0  # lower goes first
     caller: Caller = ANYONE
     embeds: Embeddings | None = None  # of the first tokens of the prompt, whose ids are 0
+    may_record: bool = False  # the caller does not object to a record of its tokens for training
 
     @cached_property
     def salt(self) -> str:
@@ -87,6 +88,7 @@ class ClientRequest:
     waited_s: float = 0.0  # seconds of earlier waits during which no choice was at the workers
     priority: int = 0  # lower goes first
     caller: Caller = ANYONE
+    may_record: bool = False  # as in `Job`
     num_placed: int = 0  # number of choices at the workers
     entries: list["Entry"] = field(default_factory=list)
     outcomes: dict[int, str] = field(default_factory=dict)  # outcomes by choice
@@ -241,7 +243,12 @@ def new_request(jobs: Sequence[Job], now: float, tag: Tag | None = None) -> Clie
     for job in jobs:
         arrived = min(arrived, job.arrived)
     return ClientRequest(
-        arrived=arrived, waiting_since=now, priority=jobs[0].priority, caller=jobs[0].caller, tag=tag or Tag()
+        arrived=arrived,
+        waiting_since=now,
+        priority=jobs[0].priority,
+        caller=jobs[0].caller,
+        may_record=jobs[0].may_record,
+        tag=tag or Tag(),
     )
 
 
@@ -260,12 +267,15 @@ def reserved_workers(on_probation: Iterable[Entry], room: Room) -> set[str]:
 
 
 def addressed(message: Reserve | Prefill | Cancel, entry: Entry) -> Reserve | Prefill | Cancel:
-    """An order with the tenant's salt, the embeddings and the trace context of its request."""
+    """An order with the tenant's salt, the embeddings, the trace context of its request, and the consent to
+    record it. Embeddings have no ids that could be recorded."""
     salt, embeds, trace = entry.job.caller.salt, entry.job.embeds, entry.request.tag.span.context
-    if isinstance(message, Cancel) or not (salt or embeds or trace):
+    may_record = entry.request.may_record and embeds is None and isinstance(message, Reserve)
+    if isinstance(message, Cancel) or not (salt or embeds or trace or may_record):
         return message
     rows = embeds.rows if embeds is not None else None
-    return replace(message, salt=salt, embeds=rows, traceparent=trace.parent, tracestate=trace.state)
+    named = replace(message, salt=salt, embeds=rows, traceparent=trace.parent, tracestate=trace.state)
+    return replace(named, may_record=True) if may_record else named
 
 
 def embeds_before(

@@ -21,7 +21,7 @@ from baton.kvtransfer.transport import Dropped, Lost, Offer, PullRequest
 from baton.kvtransfer.transports.fake import FakeNetwork, FakeReceiver, FakeSender
 from baton.prefill.worker import PrefillWorker
 from baton.tests.unit.virtual_time import Clock
-from baton.worker.commands import Advance, Drop, DropDone
+from baton.worker.commands import Advance, Command, Drop, DropDone, Underway
 from baton.worker.identity import layout_of, planes_of
 from baton.worker.prompt_embeds import embeds_inbox
 
@@ -39,8 +39,11 @@ class DirectLink:
         self.events = []
         self.commands = []
 
+    def hand_over(self) -> None:
+        pass
+
     def post(self, item):
-        if isinstance(item, Offer | PullRequest | Advance | Drop):
+        if isinstance(item, Command):
             self.commands.append(item)
         elif not isinstance(item, Heartbeat):
             msgspec.msgpack.decode(msgspec.msgpack.encode(item), type=type(item))  # it fits the wire
@@ -59,6 +62,8 @@ class DirectLink:
                 self.open(item, self.transport.offer, Dropped)
             case PullRequest():
                 self.open(item, self.transport.pull, Lost)
+            case Underway():
+                self.transport.launched(item.room, item.epoch, item.start, item.tokens)
             case Advance():
                 self.transport.advance(item.room, item.epoch, item.tokens_ready, item.first_token)
             case Drop():
@@ -202,14 +207,15 @@ class Pair:
         """Free pages hold NaN: who reads one gets it, and who writes one is seen by the next turn."""
         allocator = engine.cache.allocator
         free = {page for page in range(1, allocator.num_pages) if allocator.refs(page) == 0}
-        planes = [engine.pool.kv] + ([] if engine.features is None else [engine.features.features])
         known = self._free.setdefault(id(engine), set())
-        for page in free:
-            for plane in planes:
-                assert page not in known or bool(plane[page].isnan().all()), (
-                    f"page {page} was written while it was free"
-                )
-                plane[page] = float("nan")
+        still, fresh = sorted(free & known), sorted(free - known)
+        for plane in [engine.pool.kv] + ([] if engine.features is None else [engine.features.features]):
+            if still:
+                intact = plane[still].isnan().flatten(1).all(1).tolist()
+                written = [page for page, is_intact in zip(still, intact, strict=True) if not is_intact]
+                assert not written, f"pages {written} were written while they were free"
+            if fresh:
+                plane[fresh] = float("nan")
         self._free[id(engine)] = free
 
     def _read(self):

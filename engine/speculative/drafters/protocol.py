@@ -111,6 +111,16 @@ class Drafter(Protocol):
         """Rows of a page in the draft's KV pool, in the unit of `kv_rows`."""
 
     @property
+    def lookahead(self) -> int:
+        """Tokens behind a row on which the row's draft KV depends; 0 for a drafter without KV."""
+
+    @property
+    def late_rows(self) -> int:
+        """Accepted rows of a request that `observe` may get at once, after the steps that they come from.
+        0: every step must observe.
+        """
+
+    @property
     def anchors(self) -> tuple[torch.Tensor, ...]:
         """Tensors besides the parameters that graphs of a step read and write.
 
@@ -167,14 +177,6 @@ class Drafter(Protocol):
         """
 
 
-def late_rows_of(drafter: Drafter) -> int:
-    """Accepted rows of a request that `observe` may get at once, after the steps that they come from.
-
-    It is the attribute `late_rows` of a drafter; 0, for one without it: every step must observe.
-    """
-    return int(getattr(drafter, "late_rows", 0))
-
-
 @runtime_checkable
 class HistoryDrafter(Protocol):
     """A drafter whose state is the text of a request: it needs no features, and no rows over the prompt."""
@@ -194,9 +196,5 @@ def draft_pools(drafter: Drafter | None) -> list[KVPool]:
 
 
 def cache_lookahead(drafter: Drafter | None) -> int:
-    """Tokens behind a page on which the draft KV of the page depends; 0 without a drafter.
-
-    It is the drafter's `lookahead`, and 1 for a drafter without that attribute: its row depends on the token
-    that follows.
-    """
-    return 0 if drafter is None else int(getattr(drafter, "lookahead", 1))
+    """Tokens behind a page on which the draft KV of the page depends; 0 without a drafter."""
+    return 0 if drafter is None else drafter.lookahead

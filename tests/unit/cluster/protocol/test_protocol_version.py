@@ -33,6 +33,7 @@ REQUIRED = {
         "Prefill": "room epoch instance prompt_ids sampling deadline_ms",
         "PromptEmbeds": "room epoch instance start width dtype data",
         "Cancel": "room epoch instance",
+        "SwapDraft": "instance order action",
         "KVHello": "instance protocol layout",
         "Attach": "room epoch instance have",
         "Pull": "room epoch instance block",

@@ -44,7 +44,7 @@ OLD = {
     ),
     Prefill: ("room", "epoch", "instance", "prompt_ids", "num_output", "sampling", "deadline_ms"),
 }  # fmt: skip
-HARMLESS = ("traceparent", "tracestate")  # without which the answer is the same
+HARMLESS = ("traceparent", "tracestate", "may_record")  # without which the answer is the same
 
 
 class Fleet(World):
