@@ -96,8 +96,8 @@ class MappedDeviceSlab:
         return f"MappedDeviceSlab({self.id[:8]}, {self.num_slots} x {self.slot_bytes})"
 
     def slot(self, index: int, size: int) -> int | None:
-        """The address of `size` bytes in a slot; None if the slot does not exist or is shorter."""
-        if not (0 <= index < self.num_slots and 0 <= size <= self.slot_bytes):
+        """The address of `size` bytes in a slot and its neighbours; None if the slab has no such slots."""
+        if not (0 <= index < self.num_slots and 0 <= size <= (self.num_slots - index) * self.slot_bytes):
             return None
         return self._address + index * self.slot_bytes
 

@@ -19,11 +19,11 @@ class Slot:
 
 
 class SlotTable:
-    """The block in each of `num_slots` slots, which are numbered from `first` on."""
+    """The block in each of `num_slots` slots."""
 
-    def __init__(self, num_slots: int, first: int = 0) -> None:
-        self.num_slots, self._first = num_slots, first
-        self._free = list(range(first, first + num_slots))
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(num_slots))
         self._held: dict[Holder, Slot] = {}
 
     def __repr__(self) -> str:
@@ -33,15 +33,6 @@ class SlotTable:
     def num_held(self) -> int:
         """Slots with a block."""
         return len(self._held)
-
-    @property
-    def num_free(self) -> int:
-        """Slots without a block."""
-        return len(self._free)
-
-    def find(self, holder: Holder) -> Slot | None:
-        """The slot of a block; None if it has none."""
-        return self._held.get(holder)
 
     def take(self, holder: Holder, ends_at: float) -> Slot | None:
         """A slot for a block: the block's own if it has one, else a free one; None when all are in use."""
@@ -66,7 +57,7 @@ class SlotTable:
     def check_integrity(self) -> None:
         """Asserts that every slot is either free or held, exactly once."""
         indices = self._free + [slot.index for slot in self._held.values()]
-        assert sorted(indices) == list(range(self._first, self._first + self.num_slots)), indices
+        assert sorted(indices) == list(range(self.num_slots)), indices
 
     def _give_back(self, holder: Holder) -> None:
         self._free.append(self._held.pop(holder).index)

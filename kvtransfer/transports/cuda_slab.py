@@ -18,7 +18,7 @@ their own process only.
 import logging
 import math
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...cluster.process.log import fields as log_fields
@@ -28,6 +28,7 @@ from ..memory.cuda_device import CudaDevice
 from ..memory.device import Device, Move
 from ..memory.device_slab import DeviceSlab, reached
 from ..memory.slab import SlabError
+from ..memory.slot_ranges import SlotRanges
 from ..memory.slot_table import Slot, SlotTable
 from ..memory.span_cutter import SenderPages, is_aligned, pages_of_run
 from ..protocol.layout import KVLayout, device_digest
@@ -40,9 +41,9 @@ logger = logging.getLogger(__name__)
 DEVICE_SLAB_BYTES = 1 << 30  # limit of all device slabs of a prefill worker together
 SLOT_BYTES = 32 << 20  # largest slot: 16 pages of a model with 128 KiB per token
 DEVICE_WINDOW = 6  # slots that are filled or read at a time, so that neither end waits for the other
-EARLY_SLOTS = 8  # for runs that go unasked: 256 MiB, of a prompt's last forward
-FIRST_RUNS = 2  # of them, whose move is ended first: decode reads these runs while the others are gathered
+EARLY_SLOTS = 8  # for what goes unasked: 256 MiB, of a prompt's last forward
 RUNS_PER_MOVE = 2  # of prefill: decode reads these runs while the next ones are gathered
+NEWS_S = 2e-5  # between two looks for messages while a move is under way
 SPIN_S = 0.001  # a move takes less; one that waits for a forward is polled at this pace
 
 
@@ -85,7 +86,7 @@ class DeviceLane:
     request: SlabRequest
     slab: DeviceSlab
     slots: SlotTable
-    early: SlotTable  # those behind them, for runs that go unasked
+    early: SlotRanges  # the slots behind them, for runs that go unasked
     is_heard: bool = False  # decode has sent a frame over the slab's connection
 
     @property
@@ -149,22 +150,24 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         lane = self._lanes.get(items[0].peer)
         if lane is None:
             return 0, []
-        held: list[tuple[SendBlock, Slot]] = []
+        num_held, fresh, headers = 0, list[tuple[SendBlock, Slot]](), list[SlabBlock]()
         for item in items:
-            if item.size > lane.slab.slot_bytes:
+            header = self._early_header(lane, item)
+            if header is None and item.size > lane.slab.slot_bytes:
                 break
-            holder = (item.room, item.epoch, item.block)
-            slot = lane.early.find(holder)  # decode may not have got its descriptor
-            if slot is None or slot.header is None or slot.header.count != item.count:
-                slot = lane.slots.take(holder, now + self._lease_s)
-            if slot is None:
-                break
-            held.append((item, slot))
-        self.counters.shm_full += not held
-        fresh = [(item, slot) for item, slot in held if slot.header is None and not slot.is_filling]
+            if header is None:
+                slot = lane.slots.take((item.room, item.epoch, item.block), now + self._lease_s)
+                if slot is None:
+                    break
+                header = slot.header
+                if header is None and not slot.is_filling:
+                    fresh.append((item, slot))
+            num_held += 1
+            headers += [] if header is None else [header]
+        self.counters.shm_full += not num_held
         if fresh:
             self._fill(lane.slab, fresh, now)
-        return len(held), [slot.header for _, slot in held if slot.header is not None]
+        return num_held, headers
 
     def begin_early(self, run: SendBlock, now: float, *, is_late: bool) -> None:
         """Starts to fill free slots for early runs with the leading blocks of `run`, behind its forward.
@@ -176,22 +179,20 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         self._drop_done()
         if lane is None or (is_late and self._early):
             return
-        fresh: list[tuple[SendBlock, Slot]] = []
-        for item in run.split(lane.slab.slot_bytes // run.stream.block_bytes):
-            slot = lane.early.take((item.room, item.epoch, item.block), math.inf)
-            if slot is None:
-                break
-            if slot.header is None and not slot.is_filling:
-                fresh.append((item, slot))
-        for first, end in ((0, FIRST_RUNS), (FIRST_RUNS, len(fresh))):
-            if fresh[first:end]:
-                self._early.append(self._filling(lane.slab, fresh[first:end], now, is_early=True))
+        run_blocks = lane.slab.slot_bytes // run.stream.block_bytes
+        num_slots = -(-run.count // run_blocks)
+        slots = lane.early.take((run.room, run.epoch, run.block), num_slots, math.inf)
+        if slots is None or slots.header is not None or slots.is_filling:
+            return
+        (item, *_) = run.split(slots.count * run_blocks)
+        self._early.append(self._filling(lane.slab, [(item, slots)], now, is_early=True))
 
-    def end_early(self, room: str, epoch: int, now: float) -> Iterator[list[tuple[SendBlock, SlabBlock]]]:
-        """The early runs of a room whose forward has ended, move by move, with their headers.
+    def end_early(self, room: str, epoch: int, now: float) -> list[tuple[SendBlock, SlabBlock]]:
+        """The early run of a room whose forward has ended, with its header; empty if it has none.
 
-        Waits for the moves, which begin with the end of the forward and take a fraction of a millisecond.
+        Waits for the move, which begins with the end of the forward and takes a fraction of a millisecond.
         """
+        ended: list[tuple[SendBlock, SlabBlock]] = []
         for filling in [one for one in self._early if one.is_wanted and _is_of(one, room, epoch)]:
             digests = filling.move.wait()
             self._early.remove(filling)
@@ -199,7 +200,21 @@ class DeviceLanes(SlabLanes[DeviceLane]):
                 slot.ends_at = now + self._lease_s
             lane = self._lanes.get(filling.peer)
             if lane is not None and lane.slab is filling.slab:
-                yield self._headers(filling, digests)
+                ended += self._headers(filling, digests)
+        return ended
+
+    def cut(self, item: SendBlock) -> list[SendBlock]:
+        """The run that decode pulls, in runs that fit a slot; as it is if early slots still hold it."""
+        lane = self._lanes.get(item.peer)
+        if lane is None or item.size <= lane.slab.slot_bytes or self._early_header(lane, item) is not None:
+            return [item]
+        return item.split(lane.slab.slot_bytes // item.stream.block_bytes)
+
+    def _early_header(self, lane: DeviceLane, item: SendBlock) -> SlabBlock | None:
+        """The header of a run that went unasked: decode may not have got it."""
+        slots = lane.early.find((item.room, item.epoch, item.block))
+        header = None if slots is None else slots.header
+        return header if header is not None and header.count == item.count else None
 
     def forget(self, room: str, epoch: int) -> None:
         """As `SlabLanes.forget`. A slot that a move still fills is free behind the move."""
@@ -321,7 +336,7 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         num_early = min(num_slots - num_pulled, num_spare)
         connection = reached(request.address, request.token)
         slab = DeviceSlab(self._device, num_pulled + num_early, request.slot_bytes, connection)
-        return DeviceLane(request, slab, SlotTable(num_pulled), SlotTable(num_early, first=num_pulled))
+        return DeviceLane(request, slab, SlotTable(num_pulled), SlotRanges(num_early, first=num_pulled))
 
     def _end(self, lane: DeviceLane) -> None:
         lane.slab.give_up()

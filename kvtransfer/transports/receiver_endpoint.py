@@ -24,7 +24,7 @@ from ..protocol.receiver import ReceiverSession
 from ..protocol.seal import TAG_BYTES, BlockName
 from ..protocol.session import LEASE_S, WINDOW, CloseLink, Effect, Notify, Peer, ReceiverRoom, SendMessage
 from ..transport import Complete, Lost, Offer, Planes, PullRequest
-from .cuda_slab import SLOT_BYTES, device_of, host_id, next_poll
+from .cuda_slab import NEWS_S, SLOT_BYTES, SPIN_S, device_of, host_id, next_poll
 from .endpoint import Clock, Endpoint
 from .nixl import Arrived, PairReads
 from .nixl_agent import OpenAgent, open_nixl
@@ -84,6 +84,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         self._writer = BlockWriter(KVLayout(layout), planes)
         self._decoder = kv_down_frames()
         self._is_gathering = False  # outgoing messages wait, to share a frame
+        self._owes_turn = False  # events of landings went to the owner before the rest of a turn
         self._device = device
         self._pages = None if device is None else ReceiverPages(planes)
         self._landings: list[Landing] = []
@@ -157,6 +158,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             self._retry_at if self._outbox else None,
             next_poll(self._landings[0].began, now) if self._landings else None,
             self._nixl.next_deadline() if self._nixl is not None else None,
+            now if self._owes_turn else None,
         ]
         return min((t for t in times if t is not None), default=None)
 
@@ -408,7 +410,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             landing = self._landings[0]
             totals = landing.move.poll()
             if totals is None and is_first and not landing.move.is_held:
-                totals = landing.move.wait()
+                totals = self._end_of(landing)
             is_first = False
             if totals is None:
                 return  # moves run in order
@@ -421,6 +423,26 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                     *self._settle_run(landing, block, found == block.digest),
                 ]
             self._perform(effects)
+
+    def _end_of(self, landing: Landing) -> list[int] | None:
+        """The digests of a move that ends soon; None if a message came before.
+
+        The next runs must be launched while this move is under way, or the device is idle between them.
+        """
+        link = self.session.link_of(landing.peer)
+        num_landing = sum(block.count for one in self._landings for block in one.blocks)
+        if link is None or link.num_in_flight <= num_landing:
+            return landing.move.wait()
+        until = time.monotonic() + SPIN_S
+        while (totals := landing.move.poll()) is None:
+            if self._has_news() or time.monotonic() >= until:
+                return None
+            time.sleep(NEWS_S)
+        return totals
+
+    def _has_news(self) -> bool:
+        """Whether a message waits to be read."""
+        return False
 
     def _settle_run(self, landing: Landing, block: SlabBlock, is_right: bool) -> list[Effect]:
         peer, now = landing.peer, self._clock()
@@ -490,11 +512,24 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         now = self._clock()
         for peer in self._slabs.sweep(now):
             self._set_runs(peer)
-        self._settle_landings()
+        if self._settles_before_sending():
+            return
         if self._nixl is not None:
             self._settle_reads(self._nixl)
         self._perform(self.session.tick(now))
         self._flush(now)
+
+    def _settles_before_sending(self) -> bool:
+        """Settles landings. True: the owner gets their events first, and the rest of the turn comes next.
+
+        Decode's batch waits for the end of a hand-off, while prefill has time for what is said about it.
+        """
+        num_events, was_sending = len(self._events), not self._is_gathering
+        self._is_gathering = True
+        self._settle_landings()
+        self._is_gathering = not was_sending
+        self._owes_turn = not self._owes_turn and len(self._events) > num_events
+        return self._owes_turn
 
     def _perform(self, effects: Sequence[Effect]) -> None:
         for effect in effects:

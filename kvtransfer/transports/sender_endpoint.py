@@ -288,12 +288,10 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         return [self._header(*run) for run in filled if self.session.is_open(run[0].room, run[0].epoch)]
 
     def _send_early(self, device_slabs: DeviceLanes, room: str, epoch: int) -> None:
-        """Sends the headers of a room's early runs, before the announcement lets decode pull the rest."""
-        for filled in device_slabs.end_early(room, epoch, self._clock()):
-            for item, header in filled:
-                if self.session.wants(item):
-                    self._post(self._header(item, header))
-            self._flush(self._clock())
+        """Sends the header of a room's early run, before the announcement lets decode pull the rest."""
+        for item, header in device_slabs.end_early(room, epoch, self._clock()):
+            if self.session.wants(item):
+                self._post(self._header(item, header))
 
     def _header(self, item: SendBlock, header: SlabBlock) -> SendMessage:
         self.reach("sender:block")
@@ -314,15 +312,12 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
             self._forget(item)
             return 1
         if self._device_slabs is not None and self._device_slabs.has(item.peer):
+            self._replace(waiting, self._device_slabs.cut(item))
             num_begun = self._begin_runs(self._device_slabs, waiting)
             if num_begun:
                 return num_begun
-        if item.count > 1:  # the pair has no slab for runs any more, or no free slot
-            self._forget(item)
-            waiting.popleft()
-            blocks = item.split()
-            waiting.extendleft(reversed(blocks))
-            self._waiting.update(map(key_of, blocks))
+        assert isinstance(waiting[0], SendBlock)
+        self._replace(waiting, waiting[0].split())  # the pair has no slab for runs any more, or no free slot
         filled = self._fill_slots(waiting)
         item = waiting[0]
         assert isinstance(item, SendBlock)
@@ -340,6 +335,15 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
             self.session.counters.bytes += block.size
         return max(1, len(filled))
 
+    def _replace(self, waiting: "deque[SendMessage | SendBlock]", runs: list[SendBlock]) -> None:
+        """Puts the parts of the first waiting run into its place."""
+        item = waiting[0]
+        if len(runs) > 1 and isinstance(item, SendBlock):
+            self._forget(item)
+            waiting.popleft()
+            waiting.extendleft(reversed(runs))
+            self._waiting.update(map(key_of, runs))
+
     def _send_headers(self, waiting: "deque[SendMessage | SendBlock]") -> int:
         """Sends the leading headers of filled slots in one frame."""
         headers: list[SlabBlock] = []
@@ -353,7 +357,7 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
     def _begin_runs(self, device_slabs: DeviceLanes, waiting: "deque[SendMessage | SendBlock]") -> int:
         """Starts to fill slots with the leading runs. Returns the number of runs that leave the queue."""
         items: list[SendBlock] = []
-        for item in islice(waiting, RUNS_PER_MOVE):
+        for item in islice(waiting, min(RUNS_PER_MOVE, self.max_batch)):
             if isinstance(item, SendMessage) or not self.session.is_open(item.room, item.epoch):
                 break
             items.append(item)

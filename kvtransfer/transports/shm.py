@@ -322,7 +322,7 @@ class ReceiverSlabs:
         return slab.slot_bytes // asked.block_bytes, max(1, asked.num_pulled - SPARE_SLOTS)
 
     def is_early(self, peer: Peer, block: SlabBlock) -> bool:
-        """Whether the block is in a slot for runs that prefill sends before they are pulled."""
+        """Whether the run is in slots for what prefill sends before it is pulled."""
         asked = self._asked.get(peer)
         return asked is not None and self._slab_of(peer, block) is not None and block.slot >= asked.num_pulled
 
@@ -334,7 +334,10 @@ class ReceiverSlabs:
     def slot(self, peer: Peer, block: SlabBlock) -> int | None:
         """The address of a run of blocks; None if no slot of device memory matches."""
         slab = self._slab_of(peer, block)
-        return slab.slot(block.slot, block.size) if isinstance(slab, MappedDeviceSlab) else None
+        if not isinstance(slab, MappedDeviceSlab):
+            return None
+        fits = block.size <= slab.slot_bytes or self.is_early(peer, block)
+        return slab.slot(block.slot, block.size) if fits else None
 
     def is_on_device(self, peer: Peer, block: SlabBlock) -> bool:
         """Whether the block is in a slab of device memory."""
