@@ -199,7 +199,8 @@ def test_pulls_wait_for_no_run_behind_a_forward(start):
     pair.sender.advance(FIRST, 0, NUM_TOKENS, 42)
     assert outcome(pair.run()) == ["Complete", "Released"]
     pair.check_landed(features)
-    assert len(pair.sender._device_slabs._early) == 1, "its move still waits for the forward"
+    (waiting,) = pair.sender._device_slabs._early
+    assert not waiting.move.is_done, "its forward runs"
 
 
 def test_a_cancel_waits_for_no_forward_and_its_slots_for_the_move(start):
