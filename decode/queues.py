@@ -36,6 +36,8 @@ class DecodeRoom(WorkerRoom):
     warmed: int = 0  # draft rows that are in the draft pool
     sent: int = 1  # output tokens that the router knows, prefill's included
     is_local: bool = False  # the prompt is computed here
+    head_number: int = 0  # of the drafter's weights at its start, see `HeadSwap`
+    may_record: bool = False  # its tokens may be recorded for training
     landed_at: float = 0.0
     started_at: float = 0.0
     handoff_s: float = 0.0

@@ -8,6 +8,7 @@ from ..cluster.protocol.messages import DraftWidths, Hello
 from ..engine.loader import Engine
 from ..kvtransfer.transport import PollableTransport
 from ..kvtransfer.transports.registry import ReceiverSetup, open_receiver
+from ..worker.recorder import SampleRecorder
 from ..worker.spans import SpansOf
 from ..worker.startup import WorkerStartup
 from .queues import DecodeRoom
@@ -19,6 +20,19 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
     """The start of a decode worker."""
 
     has_drafter = True
+    recorder: SampleRecorder | None = None
+
+    def prepare_process(self) -> None:
+        """As for every worker; also opens the directory of samples, so that a wrong one ends the start."""
+        super().prepare_process()
+        config = self.config
+        if config.record_drafts:
+            self.recorder = SampleRecorder.open(
+                config.record_drafts,
+                self.instance,
+                shard_mb=config.record_shard_mb,
+                total_mb=config.record_total_mb,
+            )
 
     def open_transport(self, context: zmq.Context[Socket]) -> PollableTransport:
         """The receiver; connects to the prefill worker of each room."""
@@ -53,6 +67,8 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
             instance=self.instance,
             max_running=self.engine.sizes.max_running,
             local_prefill_tokens=self.engine.sizes.local_prefill_tokens,
+            embeds=self.embeds,
+            recorder=self.recorder,
         )
 
     @property

@@ -13,12 +13,15 @@ import logging
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from ..cluster.process.log import fields
 from ..cluster.protocol.messages import (
     DecodeTimeline,
     Finished,
     Reserve,
     Reserved,
+    SwapDraft,
     TokenItem,
     TokenLogprob,
     Tokens,
@@ -26,14 +29,18 @@ from ..cluster.protocol.messages import (
 )
 from ..cluster.telemetry.trace_context import carried_by
 from ..engine.loader import Engine
+from ..engine.speculative.drafters.protocol import reads_features
 from ..engine.speculative.step.result import StepResult
 from ..kvtransfer.transport import Complete, Landed, Lost
 from ..worker.commands import DropDone, LinkEvent
 from ..worker.link import WorkerLink
+from ..worker.prompt_embeds import EmbedsInbox
+from ..worker.recorder import SampleRecorder
 from ..worker.refusal import Refusal
 from ..worker.role_worker import RoleWorker, sampling_params_of
 from .admission import Admission
 from .draft_prefill import prefill_drafts
+from .head_swap import HeadSwap
 from .in_flight import StepsInFlight
 from .local_prefill import LocalPrefill, keep_pages
 from .queues import DecodeQueues, DecodeRoom, DecodeState
@@ -60,21 +67,35 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         local_prefill_tokens: int = 128,
         decoder: StepDecoder | None = None,
         clock: Callable[[], float] = time.monotonic,
+        embeds: EmbedsInbox | None = None,
+        recorder: SampleRecorder | None = None,
     ) -> None:
         queues, self._metrics = DecodeQueues(max_running), StepMetrics()
         super().__init__(
-            engine, link, queues, instance=instance, counters=self._metrics.counters, clock=clock
+            engine,
+            link,
+            queues,
+            instance=instance,
+            counters=self._metrics.counters,
+            clock=clock,
+            embeds=embeds,
         )
         self.admission = Admission(engine, queues, spare_tokens=engine.shape.spare_slots)
         self.decoder: StepDecoder = decoder or engine.decoder()
         self.in_flight = StepsInFlight(self.decoder)
         self.local = LocalPrefill(engine, self.decoder, local_prefill_tokens, clock, link.post, instance)
+        self.recorder = recorder
+        self.head_swap: HeadSwap | None = None
+        if engine.head is not None:
+            self.head_swap = HeadSwap(engine.head, engine.cache.clear, lambda: self.reach("decode:swap"))
 
     def step(self) -> bool:
         """Runs draft prefill of landed features, a part of local prompts, and one step of the batch.
 
         Returns False if no room has work.
         """
+        if self.head_swap is not None:
+            self.head_swap.turn()
         did_warm = self._warm_landed()
         did_prefill = self._prefill_here()
         did_step = self._step_batch()
@@ -88,7 +109,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         if batch:
             self.reach("decode:step")
         is_ahead = bool(batch) and self.in_flight.launch(batch)
-        self.local.cache_computed()  # while the device computes
+        self.local.cache_computed(self._head_number)  # while the device computes
         if num_unread:
             self._read_step()
         elif batch and not is_ahead:
@@ -102,6 +123,9 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
                 self._reserve(event, now)
             case Landed(room=room, epoch=epoch, tokens=tokens):
                 self._on_landed(room, epoch, tokens)
+            case SwapDraft():
+                if self.head_swap is not None and event.instance == self.instance:
+                    self.head_swap.take(event)
             case Complete():
                 self._on_complete(event, now)
             case Lost(room=room, epoch=epoch, kind=kind, reason=reason):
@@ -115,13 +139,25 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
 
     def stats(self) -> WorkerStats:
         """The worker's condition for the heartbeat."""
-        return self._stats(
+        recorder = self.recorder
+        stats = self._stats(
             running=self.queues.count(DecodeState.RUNNING),
             queued=self.queues.count(DecodeState.WARMING) + self.queues.count(DecodeState.PREFILLING),
             transferring=self.queues.count(DecodeState.PULLING),
             accept_length=self._metrics.accepts.accept_length,
-            counters=self.in_flight.counters,
+            counters=self.in_flight.counters | ({} if recorder is None else recorder.counters),
         )
+        return msgspec.structs.replace(
+            stats,
+            draft=None if self.head_swap is None else self.head_swap.status,
+            recording=None if recorder is None else recorder.status,
+        )
+
+    def hand_back(self) -> None:
+        """Fails every room that is left, and writes the samples that are not on disk yet."""
+        super().hand_back()
+        if self.recorder is not None:
+            self.recorder.close()
 
     # --- start and end of rooms ------------------------------------------------------------------------
 
@@ -129,8 +165,14 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         self.reach("decode:reserve")
         if not self._begins(order):
             return
-        request = self._request_of(order, sampling_params_of(order))
         is_local = order.prefill_instance is None
+        request = self._request_of(
+            order,
+            sampling_params_of(order),
+            needs_embeds=is_local or reads_features(self.engine.drafter),
+        )
+        if isinstance(request, Refusal):
+            return self._refuse(order, request)
         if is_local and self._is_finished_already(request):
             return
         room = self.admission.admit(
@@ -139,6 +181,8 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         if isinstance(room, Refusal):
             return self._refuse(order, room)
         room.trace = carried_by(order)
+        room.may_record = order.may_record
+        room.head_number = self._head_number
         self.queues.add(room)
         self._counters["requests"] += 1
         self._counters["have_tokens"] += room.have
@@ -226,6 +270,8 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
                 accepted=room.accepted,
             ),
         )
+        if self.recorder is not None and room.may_record:
+            self.recorder.offer(*request.asked_and_chosen)
         self._close(room)
 
     def _close(self, room: DecodeRoom) -> None:
@@ -238,11 +284,16 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             room.state = DecodeState.SETTLING
             return
         request = room.request
-        if room.state not in (DecodeState.PULLING, DecodeState.CLOSING) and not room.is_tainted:
+        is_kept = not room.is_tainted and room.head_number == self._head_number
+        if is_kept and room.state not in (DecodeState.PULLING, DecodeState.CLOSING):
             keep_pages(self.engine, self.decoder, request)
         self.decoder.forget(request)
         room.features = None
         self._free(room)
+
+    @property
+    def _head_number(self) -> int:
+        return 0 if self.head_swap is None else self.head_swap.number
 
     def _timeline_of(self, room: DecodeRoom) -> DecodeTimeline:
         return room.timeline(self._clock())
@@ -272,6 +323,8 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
 
     def _conclude(self, batch: list[DecodeRoom], result: StepResult) -> None:
         self._metrics.step(batch, result, self._clock())
+        if self.head_swap is not None:
+            self.head_swap.observe(batch, result)
         self._publish(batch, result)
 
     def _prefill_here(self) -> bool:
@@ -282,7 +335,8 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         if rooms:
             self.reach("decode:chunk")
         before = [(room.request.num_computed, room.have) for room in rooms]
-        read = self.local.turn(rooms, has_streams=bool(self.queues.count(DecodeState.RUNNING)))
+        has_streams = bool(self.queues.count(DecodeState.RUNNING))
+        read = self.local.turn(rooms, has_streams=has_streams)
         for room, (computed, have) in zip(rooms, before, strict=True):
             found = room.have - have  # in the prefix cache, since the room was admitted
             self._counters["have_tokens"] += found
@@ -290,6 +344,8 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         if read is not None:
             self._counters["tokens"] += len(read.ended)
             self._send_tokens(read.ended, read.result)
+            if read.ended and not has_streams:  # nobody waits but the client of token 1
+                self.link.hand_over()
             self.local.finish(read)
             self._end_rooms(read.ended, read.result)
             for room in read.settled:
@@ -301,6 +357,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         for room in warming:
             if room.request.is_ready and (room.features is None or room.warmed == room.request.num_prompt):
                 room.features = None
+                room.request.embeds = None  # every draft row is written
                 room.state = DecodeState.RUNNING
                 room.started_at = self._clock()
                 admitted = True
@@ -335,4 +392,4 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
                 self._finish(room)
             elif is_bad:
                 room.is_tainted = True
-                self._fail(room, "BadLogits", "the model's logits are not finite", retryable=False)
+                self._fail(room, *room.request.logits_fault, retryable=False)

@@ -122,7 +122,8 @@ class EngineRole:
     `num_nodes`: verified tokens per request and step. `num_shapes`: draft shapes that a step may have.
     `spare_slots`: slots behind a request's tokens. `num_features`: target layers whose outputs are kept per
     token (prefill) or read by the head (decode). `is_aggregated`: a decode engine that computes all its
-    prompts, with graphs. `is_deterministic`: its attention is batch-invariant.
+    prompts, with graphs. `is_deterministic`: its attention is batch-invariant. `late_rows`: rows of a request
+    that wait for its drafter at most.
     """
 
     is_decode: bool
@@ -132,6 +133,7 @@ class EngineRole:
     num_nodes: int = 1
     num_shapes: int = 1
     spare_slots: int = 1
+    late_rows: int = 0
 
 
 G = TypeVar("G", bound="GivenSizes")
@@ -248,7 +250,7 @@ def workspace_of(
     graphs = GRAPH_BYTES * role.num_shapes * (len(buckets) + 2 * len(sparse(buckets)))
     prompt_graphs = graphed * graph_row if role.is_aggregated else 0
     feature_row = role.num_features * model.hidden_size * model.dtype_bytes
-    late = 2 * (max_running + 1) * LATE_ROWS * feature_row  # kept, and gathered for the drafter
+    late = 2 * (max_running + 1) * role.late_rows * feature_row  # kept, and gathered for the drafter
     prompts = alone_tokens(local) * (row + UNREAD_PARTS * feature_row)
     parts = PART_COPIES * parts_of(model, role, max(rows, alone_tokens(local)))
     return steps + edits + graphs + prompt_graphs + late + prompts + parts

@@ -44,6 +44,7 @@ from .runner.lifecycle import Lifecycle, Phase
 from .runner.model_runner import ModelRunner, configure_aux_capture
 from .sampling.sampler import Sampler
 from .speculative.adaptive import KNEE_ROWS, StepCosts, StepPolicy
+from .speculative.drafters.live_head import LiveHead
 from .speculative.drafters.ngram import NgramConfig
 from .speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter, cache_lookahead
 from .speculative.drafters.registry import (
@@ -60,7 +61,7 @@ from .speculative.step.step_graphs import StepGraphs, step_graphs
 from .warmup.compiler import compile_launches
 from .warmup.kernel_cache import use_kernel_cache
 from .warmup.memory import reserve_memory
-from .warmup.plan_file import kept_launches, plan_key
+from .warmup.plan_file import keep_verdict, kept_launches, plan_key, were_tested
 from .warmup.rehearsal import Rehearsal, RehearsalSizes
 from .warmup.variants import Reach, VariantPlanner
 from .warmup.watch import ReadyWatch
@@ -105,6 +106,7 @@ class Engine:
     weights: WeightsHash | None = None
     # Layer outputs that prefill captures, or that decode's head reads, in the order of its input.
     feature_ids: tuple[int, ...] = ()
+    head: LiveHead | None = None  # weights of the drafter that others may replace; None without any
     watch: ReadyWatch | None = None  # from the start of serving
 
     def begin_watch(self) -> None:
@@ -200,6 +202,8 @@ class EngineLoader:
         self._source: DraftSource | None = None
         self._draft: DraftModel | None = None
         self._feature_ids: tuple[int, ...] = ()
+        # the folder and the name of what earlier starts have found out
+        self._kept: tuple[Path | None, str] = None, ""
 
     def phases(self) -> list[tuple[str, Callable[[], None]]]:
         """Pairs (name, action) in the required order."""
@@ -276,8 +280,11 @@ class EngineLoader:
                     dtype=running,
                 )
             )
-        draft_path = resolve_checkpoint(config.draft)
-        return read_drafter(draft_path, self._model_config, target_path=self._path, dtype=running)
+        return self._read_checkpoint(resolve_checkpoint(config.draft))
+
+    def _read_checkpoint(self, path: Path) -> DraftSource:
+        running = str(self._dtype).removeprefix("torch.")
+        return read_drafter(path, self._model_config, target_path=self._path, dtype=running)
 
     def _offered(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """The layers that prefill captures: those of its head, then the others of `feature_layers`, without
@@ -296,7 +303,7 @@ class EngineLoader:
 
     def _share(self) -> None:
         if self.has_drafter and self._source is not None:
-            lent = TargetWeights(
+            self._lent = TargetWeights(
                 embed_tokens=self._model.embed_tokens,
                 lm_head=self._model.lm_head,
                 final_norm=self._model.norm,
@@ -305,7 +312,7 @@ class EngineLoader:
                 dtype=self._dtype,
                 device=self._device,
             )
-            self._draft = self._source.load(lent)
+            self._draft = self._source.load(self._lent)
             self._draft.check(self._shape)
         self.lifecycle.advance(Phase.WEIGHTS_SHARED)
 
@@ -317,7 +324,7 @@ class EngineLoader:
         logger.info("chosen for %s: %s", self._card, sizes)
         num_pages, page_size = sizes.num_pages, sizes.page_size
         pool = KVPool(num_pages, self._model.kv_layout(page_size), self._device)
-        features, drafter = None, None
+        features, drafter, head = None, None, None
         if self._feature_ids and not self.has_drafter:
             width = len(self._feature_ids) * model.hidden_size
             features = FeaturePlane(num_pages, page_size, width, self._dtype, self._device)
@@ -325,6 +332,10 @@ class EngineLoader:
             drafter = self._draft.drafter(
                 num_pages=num_pages, page_size=page_size, capacity=sizes.max_running + 1
             )
+            if self._source is not None and not isinstance(self._source, NgramSource):
+                head = LiveHead(
+                    drafter, self._draft, self._source.config, read=self._read_checkpoint, lent=self._lent
+                )
         cache = PrefixCache(
             PageAllocator(num_pages, pool.order),
             page_size,
@@ -347,6 +358,7 @@ class EngineLoader:
             pool=pool,
             features=features,
             drafter=drafter,
+            head=head,
             cache=cache,
             max_context=sizes.max_context,
             sizes=sizes,
@@ -384,14 +396,15 @@ class EngineLoader:
             return
         planner = VariantPlanner(engine.runner, engine.drafter, engine.steps, self.reach())
         try:
-            launches = kept_launches(use_kernel_cache(), self._plan_key(engine), planner.launches)
+            self._kept = use_kernel_cache(), self._plan_key(engine)
+            launches = kept_launches(*self._kept, planner.launches)
         except Exception as error:  # of an operation that has no form for fake tensors
             logger.warning("kernels are compiled one by one at their first use: %s", error, exc_info=error)
         else:
             compile_launches(launches, self._device)
 
     def _plan_key(self, engine: Engine) -> str:
-        """The name of the plan of kernel variants: all that decides which kernels an engine launches."""
+        """The name of what a start keeps: all that decides which kernels an engine launches."""
         card = torch.cuda.get_device_properties(self._device)
         paths = [engine.path, *([] if engine.draft_config is None else [engine.draft_config.path])]
         configs = [path / "config.json" for path in paths]
@@ -403,7 +416,7 @@ class EngineLoader:
                 engine.pool.num_pages.bit_length(),  # wider numbers of rows have variants of their own
                 *(path.read_text() for path in configs if path.is_file()),
                 (card.name, card.major, card.minor, card.multi_processor_count),
-                (torch.__version__, triton_version()),
+                (torch.__version__, torch.version.cuda, triton_version()),
             ]
         )
 
@@ -464,12 +477,24 @@ class EngineLoader:
                     engine.runner, engine.sizes.chunk_size or min(WHOLE_PROMPT_TOKENS, engine.max_context)
                 )
             if config.graph_self_test:
-                graphs.self_test(engine.runner, engine.drafter, engine.max_context, engine.steps)
+                self._self_test(engine, graphs)
             self._measure_steps(graphs)
             graphs.log_report()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()  # what the self-test took
         self.lifecycle.advance(Phase.CAPTURED)
+
+    def _self_test(self, engine: Engine, graphs: GraphSet) -> None:
+        """Compares graphs with eager forwards: all of them at a GPU's first start, later one of each kind.
+
+        If one differs then, the next start compares all again.
+        """
+        folder, key = self._kept
+        is_brief = were_tested(folder, key)
+        dropped = graphs.self_test(
+            engine.runner, engine.drafter, engine.max_context, engine.steps, is_brief=is_brief
+        )
+        keep_verdict(folder, key, has_passed=not dropped)
 
     def _measure_steps(self, graphs: GraphSet) -> None:
         """Gives the policy the measured costs of steps on a GPU. Those of a busy CPU would mislead it."""
@@ -493,14 +518,14 @@ class EngineLoader:
         costs = StepCosts(
             draft=draft.num_weights / target,
             knee_rows=KNEE_ROWS[self._device.type],
-            kv=self._model.kv_layout(1).page_bytes / (target * self._dtype.itemsize),
+            kv=self._model.kv_layout(self.config.page_size).bytes_per_token / (target * self._dtype.itemsize),
             is_block=self._drafts_blocks,
         )
         return StepPolicy(self._shape.candidates(), costs, is_watched=not self._drafts_blocks)
 
     @property
     def _drafts_blocks(self) -> bool:
-        return self._source is not None and self._source.is_dflash
+        return self._source is not None and self._source.drafts_blocks
 
     def _forward_weights(self) -> int:
         """The weights that a row of a forward is multiplied with: without embedding and unused experts."""
@@ -565,13 +590,14 @@ class EngineLoader:
             num_nodes=self._shape.num_nodes,
             num_shapes=len(shapes),
             spare_slots=self._shape.spare_slots,
+            late_rows=self._draft.late_rows if policy is not None and policy.is_watched else 0,
         )
 
     def _token_budget(self) -> PageBudget:
         """The bytes of a token in this role. Decode adds draft KV and staged features; prefill adds a feature
         plane.
         """
-        kv_bytes = self._model.kv_layout(1).page_bytes
+        kv_bytes = self._model.kv_layout(self.config.page_size).bytes_per_token
         if self._draft is not None:
             layout = self._draft.kv_layout(1)
             return PageBudget(

@@ -35,6 +35,7 @@ from ..kvtransfer.transport import Dropped, Offer, Released
 from ..worker.commands import Advance, DropDone, LinkEvent, Underway
 from ..worker.link import WorkerLink
 from ..worker.prompt_chunks import Chunk, batch_of, launch_first_tokens, score_prompts
+from ..worker.prompt_embeds import EmbedsInbox
 from ..worker.refusal import Refusal, refuse_for_now, refuse_forever
 from ..worker.role_worker import RoleWorker, sampling_params_of
 from .queues import PrefillQueues, PrefillRoom, PrefillState
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER_MS = 500
 PREFILL_COUNTERS = (
     "prompt_tokens", "cached_tokens", "requests", "handed_off", "dropped", "cancelled", "refused", "steps",
+    "embedded_tokens",
 )  # fmt: skip
 Chunks = list[Chunk[PrefillRoom]]
 
@@ -83,10 +85,13 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         max_batch: int,
         max_queue: int,
         clock: Callable[[], float] = time.monotonic,
+        embeds: EmbedsInbox | None = None,
     ) -> None:
         queues = PrefillQueues(max_queue)
         counters: dict[str, float] = dict.fromkeys(PREFILL_COUNTERS, 0)
-        super().__init__(engine, link, queues, instance=instance, counters=counters, clock=clock)
+        super().__init__(
+            engine, link, queues, instance=instance, counters=counters, clock=clock, embeds=embeds
+        )
         self.scheduler = PrefillScheduler(
             queues,
             engine.cache,
@@ -152,6 +157,8 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         if refusal := self._refusal_of(order.prompt_ids, sampling):
             return self._refuse(order, refusal)
         request = self._request_of(order, sampling)
+        if isinstance(request, Refusal):
+            return self._refuse(order, request)
         if self._is_finished_already(request):
             return
         deadline = now + order.deadline_ms / 1000 if order.deadline_ms else None
@@ -283,7 +290,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 self._send(Advance(room=request.room, epoch=request.epoch, tokens_ready=chunk.end))
             elif bad[row]:
                 chunk.room.is_tainted = True
-                self._fail(chunk.room, "BadLogits", "the model's logits are not finite", retryable=False)
+                self._fail(chunk.room, *request.logits_fault, retryable=False)
             else:
                 scored = firsts.token_logprobs(row, request.sampling.logprobs)
                 logprob = TokenLogprob(logprob=scored[0].logprob, top=scored[0].top) if scored else None
@@ -310,6 +317,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         would retry a complete request.
         """
         request, now = room.request, self._clock()
+        request.embeds = None  # every row is computed
         room.finished = now
         request.append([token], self.engine.model_config.eos_token_ids)
         self._send(

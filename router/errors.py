@@ -119,6 +119,11 @@ def unknown_request(name: str) -> ApiError:
     return ApiError(404, ErrorBody(message, "invalid_request_error", "id", "request_not_found"))
 
 
+def unknown_worker(instance: str) -> ApiError:
+    message = f"No decode worker {printable(instance)} with a draft head; /status lists them."
+    return ApiError(404, ErrorBody(message, "invalid_request_error", "instance", "worker_not_found"))
+
+
 def method_not_allowed(allowed: str) -> ApiError:
     body = ErrorBody(f"This address takes {allowed} only.", "invalid_request_error")
     return ApiError(405, body, allow=allowed)

@@ -1,12 +1,12 @@
 """Training samples on disk: token ids and loss masks in bounded safetensors shards, and their batches.
 
-A shard `samples-NNNNN.safetensors` holds `tokens` int32 `[T]`, `mask` uint8 `[T]` (1: a token that the target
-generated, so a drafter has to predict it) and `offsets` int64 `[N+1]`, the bounds of its N samples. A shard
-is written under another name and renamed when it is whole.
+`engine/sample_shards.py` describes a shard. A collector's shards are `samples-NNNNN.safetensors`. A shard is
+written under another name and renamed when it is whole.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,34 +14,37 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..engine.errors import CheckpointError
+from ..engine.host_copy import to_device
+from ..engine.sample_shards import PATTERN, RECORDED, Sample, shard_tensors
 from .tensor_files import write_tensors
 
+logger = logging.getLogger(__name__)
+
 SHARD_TOKENS = 1 << 20  # so many at most are lost with a collector that is killed
-PATTERN = "samples-*.safetensors"
+WIDTH_STEP = 8
 SORT_WINDOW = 1024  # samples of a window that are sorted by length, so that batches have little padding
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One sequence. `mask[i]` is 1 if the target generated token i."""
-
-    tokens: Sequence[int]
-    mask: Sequence[int]
+def padded(length: int) -> int:
+    """The width of a batch of samples of `length` tokens: rows of matrices begin at aligned addresses."""
+    return -(-length // WIDTH_STEP) * WIDTH_STEP
 
 
 @dataclass(frozen=True)
 class Batch:
     """`tokens` int64 `[B, L]` and `mask` bool `[B, L]`, padded with token 0 and False on the right.
 
-    `num_samples` counts the rows of all ranks.
+    `tokens` may be on any device, `mask` is on the host. `num_samples` counts the rows of all ranks. `seed`
+    is for what a drafter draws at random for this batch.
     """
 
     tokens: torch.Tensor
     mask: torch.Tensor
     num_samples: int
+    seed: int = 0
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(self.tokens.to(device), self.mask.to(device), self.num_samples)
+        return replace(self, tokens=to_device(self.tokens, device))
 
 
 class SampleWriter:
@@ -68,15 +71,9 @@ class SampleWriter:
         """Writes the samples that wait, if any. Raises CheckpointError if the disk takes no more."""
         if not self._waiting:
             return
-        lengths = torch.tensor([0] + [len(s.tokens) for s in self._waiting])
-        tensors = {
-            "tokens": torch.tensor([t for s in self._waiting for t in s.tokens], dtype=torch.int32),
-            "mask": torch.tensor([m for s in self._waiting for m in s.mask], dtype=torch.uint8),
-            "offsets": lengths.cumsum(0),
-        }
         # counted now and from the last name: a shard that was deleted must not free the name of another one
         path = self._directory / f"samples-{self._next_number():05d}.safetensors"
-        write_tensors(path, tensors)
+        write_tensors(path, shard_tensors(self._waiting))
         self._waiting, self._num_tokens = [], 0
 
     def _next_number(self) -> int:
@@ -106,6 +103,25 @@ class SampleSet:
         start, end = self.offsets[index : index + 2].tolist()
         return Sample(self.tokens[start:end].tolist(), self.mask[start:end].tolist())
 
+    def prompt(self, index: int) -> tuple[int, ...]:
+        """The tokens of a sample before the first generated one."""
+        start, end = self.offsets[index : index + 2].tolist()
+        generated = self.mask[start:end].nonzero()
+        count = int(generated[0]) if len(generated) else end - start
+        return tuple(self.tokens[start : start + count].tolist())
+
+    def without(self, prompts: Container[tuple[int, ...]]) -> "SampleSet":
+        """The samples whose prompt is not among `prompts`."""
+        kept = [index for index in range(len(self)) if self.prompt(index) not in prompts]
+        if len(kept) == len(self):
+            return self
+        spans = [slice(*self.offsets[index : index + 2].tolist()) for index in kept]
+        lengths = torch.tensor([0, *(span.stop - span.start for span in spans)])
+        empty = [self.tokens[:0]], [self.mask[:0]]
+        tokens = torch.cat([*empty[0], *(self.tokens[span] for span in spans)])
+        mask = torch.cat([*empty[1], *(self.mask[span] for span in spans)])
+        return SampleSet(tokens, mask, lengths.cumsum(0))
+
     def split(self, num_held_out: int) -> tuple["SampleSet", "SampleSet"]:
         """(all but the last `num_held_out` samples, those)."""
         count = len(self) - num_held_out
@@ -126,14 +142,17 @@ class SampleSet:
 def read_samples(directories: Iterable[Path], vocab_size: int) -> SampleSet:
     """The samples of all shards of `directories`.
 
-    Raises CheckpointError naming the file for a shard that is torn, malformed or of another vocabulary.
+    Raises CheckpointError naming the file for a shard that is torn, malformed or of another vocabulary. A
+    torn shard that a decode worker recorded, and one that it deleted meanwhile, is passed over.
     """
+    directories = list(directories)
     paths = [path for directory in directories for path in sorted(Path(directory).glob(PATTERN))]
-    if not paths:
+    found = [_recorded_shard(path, vocab_size) for path in paths]
+    shards = [shard for shard in found if shard is not None]
+    if not shards:
         raise CheckpointError(
             f"{', '.join(map(str, directories)) or 'no directory'}: no {PATTERN}; run `baton draft collect`"
         )
-    shards = [_read_shard(path, vocab_size) for path in paths]
     starts = [0]
     for shard in shards:
         starts.append(starts[-1] + len(shard["tokens"]))
@@ -145,12 +164,27 @@ def read_samples(directories: Iterable[Path], vocab_size: int) -> SampleSet:
     )
 
 
+def _recorded_shard(path: Path, vocab_size: int) -> dict[str, torch.Tensor] | None:
+    """The tensors of a shard; None for a recorded one that is gone or torn, which is logged."""
+    try:
+        return _read_shard(path, vocab_size)
+    except UnreadableShard as error:
+        if not path.match(RECORDED):
+            raise
+        logger.warning("%s: passed over", error)
+        return None
+
+
+class UnreadableShard(CheckpointError):
+    """A shard that is torn, or that was deleted meanwhile."""
+
+
 def _read_shard(path: Path, vocab_size: int) -> dict[str, torch.Tensor]:
     remedy = "delete the file or collect again"
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: not a readable shard ({error}); {remedy}") from None
+        raise UnreadableShard(f"{path}: not a readable shard ({error}); {remedy}") from None
     wanted = {"tokens": torch.int32, "mask": torch.uint8, "offsets": torch.int64}
     for name, dtype in wanted.items():
         tensor = tensors.get(name)
@@ -192,7 +226,7 @@ class BatchPlan:
         """The sample indices of each batch of all ranks."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         order = torch.randperm(len(self.samples), generator=generator).tolist()
-        lengths = [min(length, self.max_length) for length in self.samples.lengths()]
+        lengths = [padded(min(length, self.max_length)) for length in self.samples.lengths()]
         groups: list[list[int]] = []
         for start in range(0, len(order), SORT_WINDOW):
             window = sorted(order[start : start + SORT_WINDOW], key=lambda index: (lengths[index], index))
@@ -215,16 +249,17 @@ class BatchPlan:
         groups = self.groups(epoch)
         for step in range(first, len(groups) // self.num_ranks):
             both = groups[step * self.num_ranks : (step + 1) * self.num_ranks]
-            yield self._batch(both[self.rank], sum(map(len, both)))
+            seed = ((self.seed * 1_000_003 + epoch) * 1_000_003 + step) * self.num_ranks + self.rank
+            yield self._batch(both[self.rank], sum(map(len, both)), seed % (1 << 63))
 
-    def _batch(self, group: Sequence[int], num_samples: int) -> Batch:
+    def _batch(self, group: Sequence[int], num_samples: int, seed: int) -> Batch:
         offsets = self.samples.offsets
         bounds = [offsets[index : index + 2].tolist() for index in group]
         spans = [(start, min(end, start + self.max_length)) for start, end in bounds]
-        width = max(end - start for start, end in spans)
+        width = padded(max(end - start for start, end in spans))
         tokens = torch.zeros(len(spans), width, dtype=torch.int64)
         mask = torch.zeros(len(spans), width, dtype=torch.bool)
         for row, (start, end) in enumerate(spans):
             tokens[row, : end - start] = self.samples.tokens[start:end]
             mask[row, : end - start] = self.samples.mask[start:end].bool()
-        return Batch(tokens, mask, num_samples)
+        return Batch(tokens, mask, num_samples, seed)

@@ -26,6 +26,8 @@ from .commands import Advance, Command, Drop, DropDone, LinkEvent, LinkFailed, S
 from .room_owners import EVERY, FromRouter, RoomOwners, RouterLost, ToRouter
 
 IDLE_WAIT_S = 0.2
+HAND_OVER_S = 0.0005  # longest wait of the computing thread for the link thread
+POLL_S = 0.00002
 INBOX_LIMIT = 4096  # events that the scheduler has not taken yet
 Opening = TypeVar("Opening", Offer, PullRequest)
 
@@ -114,6 +116,7 @@ class WorkerLink:
         self._wake_r.setblocking(False)
         self._wake_w.setblocking(False)
         self._is_woken = False  # a byte waits in the pipe; the thread takes it and then looks at the commands
+        self._is_serving = False  # the thread performs commands
         self._started: queue.SimpleQueue[BatonError | None] = queue.SimpleQueue()  # the failure, or None
         self._stopping = threading.Event()
         self._polled: list[zmq.Socket[bytes] | int] = []
@@ -152,6 +155,15 @@ class WorkerLink:
         for item in outgoing(self._owners, command):
             self._commands.put(item)
         self._wake()
+
+    def hand_over(self) -> None:
+        """Wait until the thread has sent what was posted, at most HAND_OVER_S.
+
+        It needs the interpreter's lock, which a caller that goes on with other work gives it in slices.
+        """
+        until = time.monotonic() + HAND_OVER_S
+        while (self._is_woken or self._is_serving) and time.monotonic() < until:
+            time.sleep(POLL_S)
 
     def receive(self, timeout: float) -> list[LinkEvent]:
         """All events that have arrived; waits up to `timeout` seconds for the first one."""
@@ -243,6 +255,7 @@ class WorkerLink:
             self._drain_wake()
         self._perform_all(work)
         work.turn(time.monotonic(), is_behind=is_behind)
+        self._is_serving = False
         self.connected = any(control.connected for control in controls)
         self.heartbeat_s = min((control.heartbeat_s for control in controls), default=self.heartbeat_s)
         self.transport_counters = transport.counters
@@ -260,7 +273,7 @@ class WorkerLink:
     def _drain_wake(self) -> None:
         """Takes the byte of `_wake`. A command that comes later sends another one."""
         self._wake_r.recv(4096)
-        self._is_woken = False
+        self._is_serving, self._is_woken = True, False
 
     def _perform_all(self, work: LinkWork) -> None:
         try:

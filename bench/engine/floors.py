@@ -48,9 +48,10 @@ class PassCounts:
     """Sizes of a target or of its head, and the work of each pass over it.
 
     `body`, `vocab` and `fc` count the values of the layers' matrices, of the output projection, and of the
-    head's input projection (0 in a target). `kv` counts the values of K and V per token. `attention` counts
-    operations per pair of a new row and a context row. `experts` counts the values of all experts, of which a
-    row uses `used_share`.
+    head's input projection (0 in a target). `end` counts the values that a row meets behind its last
+    attention: a prompt needs them for its last row only. `kv` counts the values of K and V per token.
+    `attention` counts operations per pair of a new row and a context row. `experts` counts the values of all
+    experts, of which a row uses `used_share`.
     """
 
     body: int
@@ -59,6 +60,7 @@ class PassCounts:
     kv: int
     attention: int
     itemsize: int
+    end: int = 0
     experts: int = 0
     used_share: float = 0.0
 
@@ -67,11 +69,15 @@ class PassCounts:
         layer = _layer(config.hidden_size, config)
         kv = MHALayout.of(config, num_layers=config.num_layers, page_size=1, dtype=torch.bfloat16)
         moe, experts, body = config.moe, 0, config.num_layers * layer
+        end = _end_of_layer(config)
         if moe is not None:
             sparse = config.num_layers - len(moe.dense_layers)
             body -= sparse * 3 * config.hidden_size * config.intermediate_size
             body += sparse * config.hidden_size * moe.num_experts
             experts = sparse * moe.num_experts * 3 * config.hidden_size * moe.intermediate_size
+            if config.num_layers - 1 not in moe.dense_layers:
+                end -= 3 * config.hidden_size * (config.intermediate_size - moe.top_k * moe.intermediate_size)
+                end += config.hidden_size * moe.num_experts
         return cls(
             body=body,
             vocab=config.vocab_size * config.hidden_size,
@@ -79,6 +85,7 @@ class PassCounts:
             kv=kv.elements_per_token,
             attention=config.num_layers * 4 * config.num_heads * config.head_dim,
             itemsize=itemsize,
+            end=end,
             experts=experts,
             used_share=0.0 if moe is None else moe.used_share,
         )
@@ -145,7 +152,7 @@ class PassCounts:
         return Work(
             num_bytes=self.itemsize
             * (self.body + self._read_experts(tokens) + self.vocab + tokens * self.kv),
-            num_flops=2 * tokens * used + 2 * self.vocab + pairs * self.attention,
+            num_flops=2 * tokens * (used - self.end) + 2 * (self.end + self.vocab) + pairs * self.attention,
         )
 
 
@@ -158,6 +165,13 @@ def chain_step(target: PassCounts, head: PassCounts, batch: int, steps: int, con
     verify = target.step(batch, steps + 1, context, logit_rows=steps + 1)
     draft = head.step(batch, 1, context, logit_rows=1)
     return [verify, *[draft] * (steps - 1), head.step(batch, steps + 1, context, logit_rows=1, has_fc=True)]
+
+
+def parallel_step(target: PassCounts, head: PassCounts, batch: int, steps: int, context: int) -> list[Work]:
+    """As `chain_step`, with one pass of the head for all drafts after the first."""
+    verify, *_, extend = chain_step(target, head, batch, steps, context)
+    count = steps - 1
+    return [verify, *([head.step(batch, count, context, logit_rows=count)] if count else []), extend]
 
 
 def mtp_step(
@@ -178,9 +192,13 @@ def mtp_step(
 
 
 def _layer(input_size: int, config: ModelConfig | HeadConfig) -> int:
-    heads, inner = config.num_heads * config.head_dim, config.intermediate_size
-    qkv = input_size * (heads + 2 * config.num_kv_heads * config.head_dim)
-    return qkv + heads * config.hidden_size + 3 * config.hidden_size * inner
+    qkv = input_size * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    return qkv + _end_of_layer(config)
+
+
+def _end_of_layer(config: ModelConfig | HeadConfig) -> int:
+    """The matrices behind the attention of a layer."""
+    return config.hidden_size * (config.num_heads * config.head_dim + 3 * config.intermediate_size)
 
 
 def measure_ceilings(dtype: torch.dtype, device: torch.device) -> Ceilings:

@@ -99,6 +99,13 @@ class ModelSettings(RoleConfig):
         )
     )
     served_model: str = setting("", Setting(help="name that clients use; empty: the last part of --model"))
+    prompt_embeds: bool = setting(
+        False,
+        Setting(
+            help="take prompts as embeddings (`prompt_embeds` of /v1/completions); "
+            "the router and all workers need it"
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,6 +359,26 @@ class DecodeSettings(RoleConfig):
             minimum=1,
             maximum=8192,
             auto=0,
+        ),
+    )
+    record_drafts: str = setting(
+        "",
+        Setting(
+            help="directory for samples of this worker's own traffic, to train a head with `baton draft "
+            "train`: prompts and answers as token ids; empty: nothing is recorded",
+            metavar="DIR",
+        ),
+    )
+    record_shard_mb: int = setting(
+        4, Setting(help="largest file of samples", unit="MiB", minimum=1, maximum=1024)
+    )
+    record_total_mb: int = setting(
+        1024,
+        Setting(
+            help="all samples in the directory; the oldest files are deleted beyond it",
+            unit="MiB",
+            minimum=2,
+            maximum=2**20,
         ),
     )
     pull_window: int = setting(

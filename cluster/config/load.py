@@ -125,6 +125,9 @@ def ignored_settings(config: RoleConfig) -> list[str]:
         given = [name for name in settings_of(DecodeSettings) if _is_given(config, name)]
         drafting = [flag_of(name) for name in given if name.startswith("spec_")]
         lookup = [flag_of(name) for name in given if name.startswith("ngram_")]
+        recording = [flag_of(name) for name in given if name.startswith("record_")]
+        if not config.record_drafts:
+            lines += [f"{flag} is ignored: without --record-drafts nothing is recorded" for flag in recording]
         if config.no_draft:
             lines += [
                 f"{flag} is ignored: --no-draft serves without speculation" for flag in drafting + lookup

@@ -18,6 +18,7 @@ that returns at once.
     decode:reserve     a Reserve arrived
     decode:chunk       before a forward over prompts that decode computes itself
     decode:step        before a step of a batch that is not empty
+    decode:swap        before staged weights of a draft head are copied over those in use
 
     action     what happens
     kill       SIGKILL to this process (the default)
@@ -44,6 +45,7 @@ PERMISSION = "BATON_ALLOW_FAULTS"
 SITES = (
     "prefill:chunk", "prefill:first", "sender:block", "sender:gather", "sender:release", "receiver:scatter",
     "receiver:read", "receiver:block", "receiver:release", "decode:reserve", "decode:chunk", "decode:step",
+    "decode:swap",
 )  # fmt: skip
 ACTIONS = ("kill", "abort", "raise", "pause", "hang", "hang-gil")
 PAUSE_S = 4.0  # shorter than the lease of a hand-off, longer than any timeout of a worker

@@ -64,7 +64,19 @@ class Sampling(Struct, frozen=True, kw_only=True):
 # Fields of orders that workers of this protocol version may not know yet, and that change the answer or
 # separate tenants' caches. A worker lists those that it obeys in its Hello, and is never sent others.
 YOUNG_SAMPLING_FIELDS = ("min_new_tokens", "prompt_logprobs", "grammar")
-YOUNG_FIELDS = (*YOUNG_SAMPLING_FIELDS, "salt")
+YOUNG_FIELDS = (*YOUNG_SAMPLING_FIELDS, "salt", "embeds")
+
+
+class PromptRows(Struct, frozen=True, kw_only=True):
+    """The first `count` tokens of a prompt are embeddings, which `PromptEmbeds` messages bring before the
+    order.
+
+    Their ids in the order are 0. `digest` (SHA-256) stands for all of them: prefixes are shared only under an
+    equal one.
+    """
+
+    count: Annotated[int, Meta(ge=1, le=1 << 20)]
+    digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
 class TokenLogprob(Struct, frozen=True, kw_only=True):
@@ -134,6 +146,33 @@ class Choice(Struct, frozen=True, kw_only=True):
     why: Text
 
 
+class DraftHead(Struct, frozen=True, kw_only=True):
+    """The weights that a decode worker drafts with, and its newest order to change them.
+
+    `verifies` and `tokens` count the verifies of streams that began with these weights, and the tokens
+    that those committed: tokens / verifies is their accept length.
+    """
+
+    path: Text
+    fingerprint: Text
+    feature_ids: Annotated[tuple[Small, ...], Meta(max_length=64)] = ()  # layers that they read
+    verifies: Count = 0
+    tokens: Count = 0
+    order: Text = ""  # id of the newest SwapDraft; "": none yet
+    state: Text = ""  # of that order: busy, checked, done or refused
+    fault: Text = ""  # the reason of a refusal, in one line
+    found: Text = ""  # fingerprint of the checkpoint that the order names, once it was read
+    previous: Text = ""  # fingerprint of the weights that an order may put back; "": none are kept
+
+
+class Recording(Struct, frozen=True, kw_only=True):
+    """The samples of its own traffic that a worker writes."""
+
+    path: Text  # the directory
+    is_on: bool = True
+    fault: Text = ""  # the reason why recording ended
+
+
 class WorkerStats(Struct, frozen=True, kw_only=True):
     """One worker's condition, made by its scheduler loop."""
 
@@ -151,6 +190,8 @@ class WorkerStats(Struct, frozen=True, kw_only=True):
     spec_steps: Small | None = None  # draft steps of the newest verify; None without a drafter
     phase: Text = ""  # phase of the engine's lifecycle; "": not reported
     weights_hash: Text = ""  # sha256 of every byte of the weights; "": not known yet
+    draft: DraftHead | None = None  # None: no drafter with weights, or a worker that does not report it
+    recording: Recording | None = None  # None: it records nothing
     counters: dict[Text, float] = {}  # monotonic; name -> total
 
 
@@ -188,6 +229,8 @@ class Hello(Message, frozen=True, kw_only=True):
     card: Text = ""  # the GPU of `device`: its id in CUDA_VISIBLE_DEVICES and its name; for display only
     transport: Text = ""
     takes: tuple[Text, ...] = ()  # the YOUNG_FIELDS that it obeys
+    embeds_width: Small = 0  # elements of a prompt embedding; 0: it takes none
+    embeds_fault: Text = ""  # why it takes no prompt embeddings
     takes_batches: bool = False  # accepts frames of several messages
     local_prefill: bool = False  # a decode worker that accepts a Reserve without a prefill worker
     aggregated: bool = False  # it also prefers such orders where they are cheaper, at any length
@@ -362,10 +405,12 @@ class Reserve(Message, frozen=True, kw_only=True):
     sampling: Sampling
     deadline_ms: Count  # remaining; 0: none
     salt: Text = ""  # prefixes are shared only under an equal salt
+    embeds: PromptRows | None = None  # the beginning of the prompt has no ids
     traceparent: TraceParent = ""  # W3C trace context of the router's span, if the request is traced
     tracestate: TraceState = ""  # W3C trace state, as the client sent it
     prefill_endpoint: Text = ""
     prefill_instance: Id | None = None
+    may_record: bool = False  # the caller does not object to a record of its tokens for training
 
 
 class Prefill(Message, frozen=True, kw_only=True):
@@ -378,9 +423,26 @@ class Prefill(Message, frozen=True, kw_only=True):
     num_output: Count = 0  # of these, the last ones are output of earlier attempts
     sampling: Sampling
     deadline_ms: Count
-    salt: Text = ""  # this and the next two as in Reserve
+    salt: Text = ""  # this and the next three as in Reserve
+    embeds: PromptRows | None = None
     traceparent: TraceParent = ""
     tracestate: TraceState = ""
+
+
+class PromptEmbeds(Message, frozen=True, kw_only=True):
+    """To either: rows `start`, `start` + 1, ... of a prompt's embeddings, in order, before the order itself.
+
+    `data`: whole rows of `width` elements each, little-endian. A worker that lacks rows of an order refuses
+    the order for now. Only workers with "embeds" among the fields that they take get it.
+    """
+
+    room: Id
+    epoch: Count
+    instance: Id
+    start: Count
+    width: Annotated[int, Meta(ge=1, le=1 << 16)]
+    dtype: Annotated[str, Meta(pattern="^(F32|F16|BF16)$")]
+    data: Annotated[bytes, Meta(min_length=2, max_length=1 << 20)]
 
 
 class Cancel(Message, frozen=True, kw_only=True):
@@ -394,4 +456,17 @@ class Cancel(Message, frozen=True, kw_only=True):
     instance: Id
 
 
-ControlDown = Welcome | Rejected | Reserve | Prefill | Cancel
+class SwapDraft(Message, frozen=True, kw_only=True):
+    """To decode: check the draft weights at `path`, take them, or take back the previous ones.
+
+    `path` is an absolute directory on the worker's host, empty for "back". Only workers with a
+    `DraftHead` in their heartbeats get it, and the newest one there tells the result.
+    """
+
+    instance: Id
+    order: Id  # a repeated order is ignored
+    action: Annotated[str, Meta(pattern="^(check|swap|back)$")]
+    path: Text = ""
+
+
+ControlDown = Welcome | Rejected | Reserve | Prefill | PromptEmbeds | Cancel | SwapDraft

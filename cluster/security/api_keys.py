@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from ..errors import ConfigError
 from .keyring import Name, read_owned, write_owned
@@ -43,6 +44,7 @@ class ApiKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
     max_requests: Limit = 0  # concurrent requests
     operator: bool = False  # sees the cluster and the figures of all requests, but none of their text
     observer: bool = False  # sees the same as an operator, and may not generate
+    no_recording: bool = False  # workers record no token of this tenant for training
     not_after: Annotated[datetime, Meta(tz=True)] | None = None
 
     def is_valid(self, now: float) -> bool:
@@ -83,6 +85,12 @@ def read_api_keys(path: Path) -> list[ApiKey]:
     return keys
 
 
+def entries_of(keys: list[ApiKey]) -> dict[str, ApiKey]:
+    """The entries by id. A tenant's objection to recording, at any of its keys, holds for all of them."""
+    unrecorded = {key.salt for key in keys if key.no_recording}
+    return {key.id: replace(key, no_recording=True) if key.salt in unrecorded else key for key in keys}
+
+
 def write_api_keys(path: Path, keys: list[ApiKey]) -> None:
     """Replaces the file."""
     write_owned(path, ApiKeysFile(keys=keys))
@@ -97,7 +105,7 @@ class ApiKeys:
     def __init__(self, path: Path, clock: Callable[[], float], monotonic: Callable[[], float]) -> None:
         self.path = path
         self._clock, self._monotonic = clock, monotonic
-        self._entries = {key.id: key for key in read_api_keys(path)}
+        self._entries = entries_of(read_api_keys(path))
         self._stamp = self._stamp_now()
         self._looked_at = monotonic()
 
@@ -125,7 +133,7 @@ class ApiKeys:
             return
         self._stamp = stamp
         try:
-            self._entries = {key.id: key for key in read_api_keys(self.path)}
+            self._entries = entries_of(read_api_keys(self.path))
         except ConfigError as error:
             logger.warning("API keys stay as they were: %s", error)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from ...cluster.errors import ConfigError
 from ...engine.hub import NGRAM
+from ...engine.speculative.drafters.mtp_names import COUNT_KEYS, UNCOUNTED, is_mtp
 
 INDEX = "model.safetensors.index.json"
 HEADER_LIMIT = 100 << 20  # bytes; the limit of the safetensors format
@@ -24,7 +25,6 @@ EAGLE_NAMES = (["LlamaForCausalLMEagle"], ["EagleLlamaForCausalLM"], ["Qwen2ForC
 EAGLE_FAMILIES = (["LlamaForCausalLM"], ["Qwen2ForCausalLM"])  # EAGLE, unless the config is an EAGLE3 head's
 BLOCK_DRAFTERS = (["DFlashDraftModel"],)
 CAPTURED_LAYERS = 3  # the number for a head whose config names none
-MODULE_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 MODULE_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_layers.")  # beside the layers behind the target's last
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -118,9 +118,18 @@ def head_kv_bytes(draft: Path, target: KVShape, steps: int) -> int:
 
 def num_modules(head: Mapping[str, Any]) -> int:
     """The number of MTP modules beside the layers of a checkpoint; 0 for other heads."""
-    if head.get("draft_vocab_size") or "eagle" in str(head.get("architectures")).lower():
-        return 0
-    return int(next((head[key] for key in MODULE_COUNTS if head.get(key)), 0))
+    return int(next((head[key] for key in COUNT_KEYS if head.get(key)), UNCOUNTED)) if is_mtp(head) else 0
+
+
+def observes_late(head: Mapping[str, Any]) -> bool:
+    """Whether the drafter of a checkpoint may see rows of steps without drafts later: EAGLE heads of any kind
+    do, MTP modules and block drafters do not.
+    """
+    return not num_modules(head) and not _is_block_drafter(head)
+
+
+def _is_block_drafter(head: Mapping[str, Any]) -> bool:
+    return bool(head.get("dflash_config")) or head.get("architectures") in BLOCK_DRAFTERS
 
 
 def count_weights(directory: Path) -> int:
@@ -236,8 +245,8 @@ def feature_layers(head: Mapping[str, Any]) -> list[int]:
     Without any in its config, as many zeros as it reads by default: one for each layer of a DFLASH drafter,
     one for MTP modules and heads that read the last hidden alone, CAPTURED_LAYERS for other heads.
     """
-    blocks = head.get("dflash_config") or {}
-    if blocks or head.get("architectures") in BLOCK_DRAFTERS:
+    if _is_block_drafter(head):
+        blocks = head.get("dflash_config") or {}
         ids = blocks.get("target_layer_ids") or head.get("target_layer_ids")
         return list(ids) if ids else [0] * int(head.get("num_hidden_layers") or 1)
     settings = head.get("eagle_config") or {}

@@ -11,6 +11,7 @@ from ...cluster.config.roles import DecodeConfig, PrefillConfig
 from ...cluster.errors import ConfigError
 from ...engine.auto_sizes import (
     CONTEXT_BYTES,
+    LATE_ROWS,
     MIB,
     Card,
     EngineRole,
@@ -31,6 +32,7 @@ from .checkpoints import (
     feature_layers,
     head_dir,
     head_kv_bytes,
+    observes_late,
     read_config,
     shape_of,
 )
@@ -152,8 +154,10 @@ def worker_need(
             per_token=PageBudget(kv_bytes=shape.kv_bytes),
         )
     nodes = config.spec_tokens or 1 + config.spec_steps * config.spec_topk
-    per_token = PageBudget(kv_bytes=shape.kv_bytes)
+    per_token, late_rows = PageBudget(kv_bytes=shape.kv_bytes), 0
     if draft is not None:
+        if config.spec_adaptive != "off" and observes_late(read_config(draft)):
+            late_rows = LATE_ROWS
         draft_bytes = head_kv_bytes(draft, shape, config.spec_steps)
         per_token = replace(per_token, draft_bytes=draft_bytes, has_staging=True)
     return WorkerNeed(
@@ -166,6 +170,7 @@ def worker_need(
             num_nodes=nodes,
             num_shapes=1 + config.spec_steps,
             spare_slots=nodes,
+            late_rows=late_rows,
         ),
         per_token=per_token,
     )

@@ -82,6 +82,11 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
     role.add_argument(
         "--observer", action="store_true", help="it sees these and asks for nothing else: for a scraper"
     )
+    made.add_argument(
+        "--no-recording",
+        action="store_true",
+        help="workers with --record-drafts record no token of its tenant",
+    )
     made.add_argument("--days", type=float, metavar="D", help="how long it is valid (for ever)")
     for name, text in LIMITS.items():
         made.add_argument(
@@ -96,6 +101,7 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
 def _add(options: argparse.Namespace) -> list[str]:
     fields = {"name": options.name, "tenant": options.tenant, "priority": options.priority}
     fields |= {"operator": options.operator, "observer": options.observer}
+    fields |= {"no_recording": options.no_recording}
     fields |= {name: getattr(options, name) for name in LIMITS}
     if options.days is not None:
         if not 0 < options.days <= 36_525:
@@ -123,6 +129,7 @@ def _line(key: ApiKey, now: float) -> str:
         if getattr(key, name)
     ]
     marks += [role for role in ("operator", "observer") if getattr(key, role)]
+    marks += ["no recording"] if key.no_recording else []
     if key.not_after is not None:
         marks.append(f"{'until' if key.is_valid(now) else 'ended'} {key.not_after:%Y-%m-%d %H:%M:%S} UTC")
     return f"{key.id} {key.name:<16} {', '.join(marks)}".rstrip()

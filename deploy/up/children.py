@@ -34,7 +34,15 @@ from .supervise import ChildSpec
 
 logger = logging.getLogger(__name__)
 
-PATHS = ("model", "draft", "keys", "api_keys", "tls_cert", "tls_key")  # settings that may be relative paths
+PATHS = (
+    "model",
+    "draft",
+    "keys",
+    "api_keys",
+    "tls_cert",
+    "tls_key",
+    "record_drafts",
+)  # settings that may be relative paths
 
 PROG = "baton up"
 LOWEST_PORT, LAST_PORT = 20_000, 65535  # the range from which a child's port is chosen
@@ -233,6 +241,8 @@ def child_config(
         for name in PATHS
         if name in own and (name, getattr(child, name)) != ("draft", NGRAM)
     }
+    if isinstance(child, DecodeConfig) and child.record_drafts:  # it need not exist yet
+        fixed["record_drafts"] = os.path.abspath(os.path.expanduser(child.record_drafts))
     if isinstance(child, RouterConfig):
         own_ports = range(child.own_port, child.own_port + config.routers)
         fixed["port"] = child.port or _free_port_beside(own_ports, child.host)

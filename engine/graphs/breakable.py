@@ -180,13 +180,15 @@ class BreakableGraph(Generic[ContextT, OutputT]):
         return self._held[1]
 
     @torch.no_grad()
-    def capture(self, fn: Callable[[Breaks[ContextT]], OutputT], context: ContextT) -> OutputT:
+    def capture(
+        self, fn: Callable[[Breaks[ContextT]], OutputT], context: ContextT, *, is_warm: bool = False
+    ) -> OutputT:
         """Record one run of `fn` on `context`, after the warm-up runs of the backend.
 
-        Returns the output of that run; the same tensors hold the output of each replay. If `fn` raises, the
-        graph stays uncaptured and the backend can capture the next one. Raises GraphError inside another
-        capture, for a second capture, and in inference mode, whose composite operations would be recorded
-        whole.
+        `is_warm`: the same code and the same products have run before, so there are no warm-up runs. Returns
+        the output of that run; the same tensors hold the output of each replay. If `fn` raises, the graph
+        stays uncaptured and the backend can capture the next one. Raises GraphError inside another capture,
+        for a second capture, and in inference mode, whose composite operations would be recorded whole.
         """
         if self.is_captured:
             raise GraphError(f"{self.name} is already captured")
@@ -196,7 +198,7 @@ class BreakableGraph(Generic[ContextT, OutputT]):
             )
         if self.backend.is_capturing:
             raise GraphError(f"{self.name} cannot be captured inside the capture of another graph")
-        for _ in range(self.backend.num_warm_ups):
+        for _ in range(0 if is_warm else self.backend.num_warm_ups):
             self.backend.warm_up(partial(fn, Breaks(context)))
         recorder = GraphCapture(self.backend, context)
         output = recorder.record(partial(_run_as_one_break, fn) if self.as_one_break else fn)

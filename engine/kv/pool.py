@@ -23,7 +23,8 @@ class KVPool:
     """The KV of all layers, `kv` `[num_pages, *layout.page_shape]`, on `device`.
 
     The memory starts as zeros, because attention multiplies padded pages by 0, and 0 * NaN is NaN. `order`
-    tells when copies may touch a page. Raises ValueError for an impossible size.
+    tells when copies may touch a page. `faults` int32 `[1]` becomes 1 when a kernel on a device was launched
+    with another batch than its plan's. Raises ValueError for an impossible size.
     """
 
     def __init__(self, num_pages: int, layout: PageLayout, device: torch.device | str = "cpu") -> None:
@@ -33,6 +34,7 @@ class KVPool:
         self.device = torch.device(device)
         self.kv = _zeros((num_pages, *layout.page_shape), layout.dtype, self.device)
         self.order = PageOrder(num_pages, self.device)
+        self.faults = torch.zeros(1, dtype=torch.int32, device=self.device)
 
     @property
     def page_size(self) -> int:
@@ -41,7 +43,7 @@ class KVPool:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
+        """Layers of a page."""
         return self.layout.num_layers
 
     @property

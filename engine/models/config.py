@@ -21,6 +21,7 @@ FAMILIES = {
     "MiMoForCausalLM": "mimo",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "MixtralForCausalLM": "mixtral",
+    "SparseBlockForCausalLM": "sparse_block",
 }
 NORMED = ("qwen3", "qwen3_moe")  # families that normalise q and k
 EXPERT_KEYS = ("num_experts", "num_local_experts")  # configs use either
@@ -64,6 +65,11 @@ class ModelConfig:
             return self.intermediate_size
         experts = self.moe.row_width(self.hidden_size)
         return max(experts, self.intermediate_size) if self.moe.dense_layers else experts
+
+    @property
+    def query_heads(self) -> int:
+        """Heads of q that a layer hands to attention."""
+        return self.num_heads
 
 
 class ConfigReader:

@@ -15,7 +15,7 @@ from ..errors import CheckpointError, LifecycleError
 from ..kv.layouts import MHALayout
 from .config import ModelConfig
 from .dense_layer import decoder_layer
-from .layers import Attend, NamedTensors, RMSNorm
+from .layers import Attend, DecoderLayer, NamedTensors, RMSNorm
 from .rope import RotaryEmbedding
 
 
@@ -41,13 +41,15 @@ class LlamaForCausalLM:
         self.lm_head = (
             self.embed_tokens if config.tie_word_embeddings else torch.empty_like(self.embed_tokens)
         )
-        self.layers = [
-            decoder_layer(config, dtype, self.device, ops, layer) for layer in range(config.num_layers)
-        ]
+        self.layers = [self.decoder_layer(layer) for layer in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, ops=ops)
         self.rotary = RotaryEmbedding(
             config.rope, config.head_dim, config.max_position_embeddings, device, dtype
         )
+
+    def decoder_layer(self, layer: int) -> DecoderLayer:
+        """Layer `layer`, with uninitialised weights."""
+        return decoder_layer(self.config, self.dtype, self.device, self.ops, layer)
 
     def kv_layout(self, page_size: int) -> MHALayout:
         """The layout of this model's KV in pages of `page_size` tokens."""

@@ -17,6 +17,7 @@ from ..errors import CheckpointError
 from .config import ConfigReader, ModelConfig, read_dense_config, read_json
 from .interface import CausalLM
 from .llama import LlamaForCausalLM
+from .sparse_block import SparseBlockForCausalLM, read_sparse_config
 
 
 class ReadConfig(Protocol):
@@ -81,6 +82,12 @@ MODELS = (
         model_type="mixtral",
         read_config=partial(read_dense_config, architecture="MixtralForCausalLM"),
         build=LlamaForCausalLM,
+    ),
+    ModelEntry(
+        architecture="SparseBlockForCausalLM",
+        model_type="sparse_block",
+        read_config=partial(read_sparse_config, architecture="SparseBlockForCausalLM"),
+        build=SparseBlockForCausalLM,
     ),
 )
 

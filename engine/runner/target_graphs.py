@@ -147,7 +147,7 @@ class PrefillGraphs:
             GraphKind.TARGET_PREFILL,
             buckets,
             inputs={"input_ids": ids, "positions": positions, "slots": slots},
-            bridge=AttentionBridge.empty(most, config.num_heads, config.head_dim, model.dtype, pool.device),
+            bridge=AttentionBridge.empty(most, config.query_heads, config.head_dim, model.dtype, pool.device),
             kv=pool.kv,
             body=self._body,
             parameters=model.tensors,

@@ -33,9 +33,12 @@ TIMEOUT = HeaderField(
 TIMELINE = HeaderField(
     b"x-baton-timeline", "1: the answer tells where its time went", {"type": "string", "enum": ["1"]}
 )
+RECORD = HeaderField(
+    b"x-baton-record", "0: workers record none of its tokens for training", {"type": "string", "enum": ["0"]}
+)
 TRACEPARENT = HeaderField(
     b"traceparent", "the client's span, by the W3C's rules; what is none is passed over", {"type": "string"}
 )
 TRACESTATE = HeaderField(b"tracestate", "what goes along with it", {"type": "string"})
 
-REQUEST_HEADERS = (IDEMPOTENCY_KEY, TIMEOUT, TIMELINE, TRACEPARENT, TRACESTATE)
+REQUEST_HEADERS = (IDEMPOTENCY_KEY, TIMEOUT, TIMELINE, RECORD, TRACEPARENT, TRACESTATE)

@@ -23,6 +23,7 @@ from ..api.bodies import (
     TextPart,
     TokenizeBody,
 )
+from ..api.draft_bodies import DraftOrderBody, DraftOrderReply
 from ..api.fields import Field
 from ..api.request_headers import REQUEST_HEADERS
 from ..api.response_bodies import ResponseBody, ResponseTool, TextOptions
@@ -141,6 +142,18 @@ OPERATIONS = (
         "/metrics", "Counters and times, as Prometheus reads them.", None, None, None, _WATCHING, "text/plain"
     ),
     Operation(
+        "/drafts",
+        "An order about the draft weights of a decode worker, as `baton draft swap` gives it.",
+        DraftOrderBody,
+        DraftOrderReply,
+        None,
+        {
+            **{status: _GENERATING[status] for status in (400, 401)},
+            403: "Not an operator's key.",
+            404: "No such decode worker.",
+        },
+    ),
+    Operation(
         "/requests",
         "What became of recent requests.",
         None,
@@ -169,7 +182,7 @@ def openapi_of(served_model: str, *, is_keyed: bool = False) -> Json:
     _, schemas = msgspec.json.schema_components(ordered, ref_template=REF)
     for kind in {*ordered, *INNER}:
         _tell_fields(schemas[kind.__name__], getattr(kind, "TABLE", {}))
-        if kind in {op.body for op in OPERATIONS}:
+        if kind in {op.body for op in OPERATIONS} and "model" in schemas[kind.__name__]["properties"]:
             schemas[kind.__name__]["properties"]["model"] = {"type": "string", "enum": [served_model]}
     items = {"type": "array", "items": {"anyOf": [_ref(kind) for kind in ITEMS.values()]}}
     schemas[ResponseBody.__name__]["properties"]["input"] |= {"anyOf": [{"type": "string"}, items]}

@@ -9,17 +9,19 @@ from ...cluster.telemetry.metrics import CONTENT_TYPE
 from ...cluster.telemetry.trace_context import context_of
 from ..api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from ..api.body_checks import parse_body
+from ..api.draft_bodies import DraftOrderReply, draft_order_of
 from ..api.request_headers import (
     IDEMPOTENCY_KEY,
     LONGEST_TIMEOUT_MS,
+    RECORD,
     TIMELINE,
     TIMEOUT,
     TRACEPARENT,
     TRACESTATE,
 )
 from ..api.response_bodies import ResponseBody
-from ..errors import ApiError, bad_request, method_not_allowed, not_found, unknown_model
-from ..http.auth import must_ask, must_see_all
+from ..errors import ApiError, bad_request, method_not_allowed, not_found, unknown_model, unknown_worker
+from ..http.auth import must_ask, must_operate, must_see_all
 from ..http.exchange import App, ClientGone, Exchange, send
 from .dashboard import Dashboard
 from .idempotency import Begin, checked_key, digest_of, seed_of
@@ -49,6 +51,7 @@ class Routes:
             "/v1/responses": self.respond,
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
+            "/drafts": self.swap_draft,
         }
         self._gets: dict[str, Handler] = {
             "/": dashboard.page,
@@ -106,6 +109,7 @@ class Routes:
     async def complete(self, exchange: Exchange) -> None:
         raw, call = self._call(exchange)
         body = parse_body(raw, CompletionBody)
+        del raw  # embeddings are long, and an answer takes time
         await self._answer(exchange, body, partial(self._service.complete, body, call))
 
     async def respond(self, exchange: Exchange) -> None:
@@ -120,6 +124,13 @@ class Routes:
     async def detokenize(self, exchange: Exchange) -> None:
         raw, call = self._call(exchange)
         await _send_json(exchange, await self._service.detokenize(parse_body(raw, DetokenizeBody), call))
+
+    async def swap_draft(self, exchange: Exchange) -> None:
+        must_operate(exchange.caller)
+        order = draft_order_of(exchange.take_body())
+        if not self._service.dispatcher.swap_draft(order):
+            raise unknown_worker(order.instance)
+        await _send_json(exchange, DraftOrderReply(instance=order.instance, order=order.order))
 
     async def openapi(self, exchange: Exchange) -> None:
         await send(exchange, self._document)
@@ -137,6 +148,7 @@ class Routes:
             arrived=arrived,
             size=len(raw),
             wants_timeline=_wants_timeline(exchange),
+            may_record=exchange.header(RECORD.name) != "0",
             timeout_s=timeout_s,
             caller=exchange.caller,
             has_left=partial(_has_left, exchange),

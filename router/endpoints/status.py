@@ -8,7 +8,14 @@ from itertools import islice
 from msgspec import Struct
 
 from ...cluster.net.transport_names import path_rates
-from ...cluster.protocol.messages import Choice, DraftWidths, GraphCounts, WorkerStats
+from ...cluster.protocol.messages import (
+    Choice,
+    DraftHead,
+    DraftWidths,
+    GraphCounts,
+    Recording,
+    WorkerStats,
+)
 from ...cluster.telemetry.metrics import RouterRecord, WorkerRecord
 from ..scheduling.dispatcher import Dispatcher
 from ..workers.eligibility import is_ready, why_not_pair
@@ -69,6 +76,8 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     graphs: GraphCounts
     accept_length: float | None
     spec_steps: int | None
+    draft: DraftHead | None  # the weights that decode drafts with; None: it has none
+    recording: Recording | None  # None: the worker records nothing
     heartbeat_age_s: float
     counters: dict[str, float]
 
@@ -222,6 +231,8 @@ def _worker_status(worker: Worker, now: float) -> WorkerStatus:
         graphs=stats.graphs,
         accept_length=stats.accept_length,
         spec_steps=stats.spec_steps,
+        draft=stats.draft,
+        recording=stats.recording,
         heartbeat_age_s=round(now - worker.last_seen, 3),
         counters=stats.counters,
     )

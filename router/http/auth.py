@@ -17,7 +17,8 @@ SCHEME = "bearer "
 
 
 class Guard:
-    """Identifies the caller of a request. `must_see_all` and `must_ask` check the caller's permissions.
+    """Identifies the caller of a request. `must_see_all`, `must_ask` and `must_operate` check the caller's
+    permissions.
 
     Without `keys` every request is admitted. The launcher of this process has a token of its own.
     """
@@ -55,6 +56,12 @@ def must_see_all(caller: Caller) -> None:
         raise forbidden(text, "operator_key_required")
 
 
+def must_operate(caller: Caller) -> None:
+    """Raises ApiError (403) unless the key may change the cluster. Without keys every caller may."""
+    if caller.id and not caller.is_operator:
+        raise forbidden("This changes the cluster, which takes an operator's key.", "operator_key_required")
+
+
 def must_ask(caller: Caller) -> None:
     """Raises ApiError (403) for an observer's key, which may not generate."""
     if caller.is_observer:
@@ -81,4 +88,5 @@ def caller_of(key: ApiKey) -> Caller:
         max_requests=key.max_requests,
         is_operator=key.operator,
         is_observer=key.observer,
+        may_record=not key.no_recording,
     )

@@ -23,6 +23,7 @@ class Caller:
     max_requests: int = 0
     is_operator: bool = False
     is_observer: bool = False
+    may_record: bool = True  # workers may record its tokens for training
 
     @property
     def sees_all(self) -> bool:

@@ -11,7 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from ...cluster.process.log import fields
-from ...cluster.protocol.messages import ControlUp, Goodbye, Heartbeat, Hello, TokenItem, Tokens
+from ...cluster.protocol.messages import (
+    ControlUp,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    SwapDraft,
+    TokenItem,
+    Tokens,
+)
 from ...cluster.telemetry.metrics import RouterMetrics
 from ..errors import unavailable
 from ..rooms.attempt import PEER_LOST, RoomEvent
@@ -42,7 +50,17 @@ from .history import History
 from .inbox import Inbox
 from .placement import PairingPolicy, Placer
 from .request_limits import MAX_PROMPT_TOKENS, no_pair_for
-from .request_state import OUTCOMES, ClientRequest, Entry, Job, Tag, addressed, new_request, reserved_workers
+from .request_state import (
+    OUTCOMES,
+    ClientRequest,
+    Entry,
+    Job,
+    Tag,
+    addressed,
+    embeds_before,
+    new_request,
+    reserved_workers,
+)
 from .waiting_list import WaitingList
 
 logger = logging.getLogger(__name__)
@@ -193,6 +211,17 @@ class Dispatcher:
         self._entries[room.room] = entry
         self._waiting.join(entry)
         return entry
+
+    def swap_draft(self, order: SwapDraft) -> bool:
+        """Sends an order about a worker's draft weights. False: no such worker reports draft weights."""
+        worker = self.registry.get(order.instance)
+        if worker is None or worker.stats is None or worker.stats.draft is None:
+            return False
+        logger.info(
+            "draft order", extra=fields(instance=order.instance, action=order.action, path=order.path)
+        )
+        self._outbox.post(worker, order, self._clock())
+        return True
 
     # --- the workers' side ----------------------------------------------------------------------------------
 
@@ -420,7 +449,9 @@ class Dispatcher:
             elif isinstance(effect, SendOrder):
                 entry.trace.sent(effect.message, now)
                 if (worker := self.registry.get(effect.instance)) is not None:
-                    self._outbox.post(worker, addressed(effect.message, entry.request), now)
+                    for part in embeds_before(effect.message, entry, worker):
+                        self._outbox.post(worker, part, now)
+                    self._outbox.post(worker, addressed(effect.message, entry), now)
             else:
                 entry.trace.did(effect, now)
                 is_admission_due |= self._perform_rare(entry, effect, now)
@@ -482,5 +513,5 @@ class Dispatcher:
 
     def _count(self, entry: Entry, outcome: str, now: float) -> None:
         if entry.request.end(entry.index, outcome, now):
-            self.admission.gate.leave(entry.request.caller)
+            self.admission.leave(entry.request)
             self.metrics.request_ended(entry.request.record(now))

@@ -157,7 +157,7 @@ class Placer:
         room = entry.room
         decode = self._registry.get(room.pair.decode) if room.pair is not None else None
         if decode is not None and self._has_choice("decode"):
-            whole = SeenPrompt([*room.prompt_ids, *room.output_ids[:-1]], entry.job.caller.salt)
+            whole = SeenPrompt([*room.prompt_ids, *room.output_ids[:-1]], entry.job.salt)
             self._on_decode.add(decode.instance, whole.pages(decode.hello.page_size))
 
     def _sound(self, able: list[tuple[Worker, Worker]], entry: Entry) -> list[tuple[Worker, Worker]]:

@@ -127,6 +127,11 @@ def test_only_operators_and_observers_see_the_cluster_and_all_requests(keyed):
     for address in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"):
         reply = httpx.post(running.url + address, json=BODY, headers={"authorization": f"Bearer {scraper}"})
         assert (reply.status_code, reply.json()["error"]["code"]) == (403, "observer_key"), address
+    order = {"instance": "9" * 32, "order": "8" * 32, "action": "swap", "path": "/heads/new"}
+    codes = {bob: 403, scraper: 403, eve: 404, "nobody": 401}  # an operator's order finds no such worker
+    for secret, code in codes.items():
+        headers = {"authorization": f"Bearer {secret}"}
+        assert httpx.post(f"{running.url}/drafts", json=order, headers=headers).status_code == code
 
 
 def test_keys_come_and_go_without_a_restart(keyed):

@@ -166,8 +166,8 @@ def test_m2_5_a_model_without_embeddings_refuses_them_and_serves_on(target, head
     assert toy.runner.forward(full(toy, ("b", ids))).logits.isfinite().all()
     engine = Engine(target, head)
     batch = idle_draft_batch(engine.drafter.head.config.dims, DraftPhase.FROM_TARGET_FEATURES)
-    batch.input_embeds = torch.zeros(0, 64)
-    with pytest.raises(UnsupportedInput, match="draft head takes no input_embeds"):
+    batch.input_embeds = torch.zeros(0, 63)
+    with pytest.raises(UnsupportedInput, match=r"\[0, 63\]: the draft head takes \[0, 64\]"):
         engine.drafter.prefill_rows(batch)
 
 

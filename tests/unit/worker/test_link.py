@@ -152,3 +152,15 @@ def test_one_byte_wakes_the_link_for_all_commands_that_it_has_not_seen():
     assert link._wake_r.recv(16) == b"\0", "a command behind the look at the others"
     assert link._commands.qsize() == 4
     link.close()
+
+
+def test_a_hand_over_ends_when_all_is_sent_or_its_time_is_over(monkeypatch):
+    link = WorkerLink(lambda context: pytest.fail("the thread does not run"))
+    waits = []
+    monkeypatch.setattr("baton.worker.link.time.sleep", waits.append)
+    link.hand_over()
+    assert waits == [], "nothing was posted"
+    link.post(Advance(room=ROOM, epoch=0, tokens_ready=1))
+    link.hand_over()
+    assert waits, "the thread does not take it, and the wait ended"
+    link.close()
