@@ -189,6 +189,8 @@ def load_weights(trainee: Trainee, init: Path) -> None:
     own = cast(torch.nn.Module, trainee).state_dict()
     for tensor, name in zip(own.values(), trainee.checkpoint_tensors(), strict=False):
         found = stored.get(name)
+        if found is None and name == "lm_head.weight":
+            continue  # it shares the target's, from which this one starts
         if found is not None and name == "lm_head.weight" and isinstance(trainee, Eagle3Trainee):
             found = _rows_of(
                 found, _ids_of(init, trainee.config.vocab_size), trainee.target_ids.cpu(), tensor
