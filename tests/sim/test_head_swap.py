@@ -214,6 +214,27 @@ def test_a_head_of_another_kind_or_of_other_layers_is_refused(eagle3, tmp_path):
     assert ordered(pair, 2, "back").fault.startswith("no weights from before")
 
 
+def test_a_head_of_another_shape_is_read_whole_and_taken_by_a_restart_only(eagle3, tmp_path):
+    target, good, _ = eagle3
+    other = write_oracle_head(tmp_path / "turned", ORACLE_IDS[::-1])
+    pair, link = Pair(target, good, **SETTINGS), tmp_path / "current"
+    link.symlink_to(good)
+    swap, left = pair.decode.head_swap, []
+    swap.named, swap.on_restart = str(link), lambda: left.append(True)
+    found = ordered(pair, 0, "check", other)
+    assert (found.state, found.found_ids, found.link) == ("other", ORACLE_IDS[::-1], str(link))
+    assert "--feature-layers 5,3,1" in found.fault
+    assert ordered(pair, 1, "check", of_numbers(float("nan"))(other, tmp_path / "nan")).state == "refused"
+    assert "does not lead to" in ordered(pair, 2, "restart", other).fault
+    assert not left
+    link.unlink()
+    link.symlink_to(other)
+    assert ordered(pair, 3, "restart", other).state == "leaving"
+    assert left == [True]
+    assert swap.is_leaving
+    assert pair.decode.stats().draft.path == str(good)
+
+
 def test_lookup_has_no_head_and_ignores_orders(eagle3):
     pair = Pair(eagle3[0], NGRAM, **SETTINGS)
     message = SwapDraft(instance=D, order=name(1), action="swap", path=str(eagle3[1]))
