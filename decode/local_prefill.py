@@ -88,6 +88,7 @@ class LocalPrefill:
         self._send = send
         self._instance = instance
         self._unread: LaunchedPrompts | None = None
+        self._uncached: list[DecodeRoom] = []  # computed, and not in the prefix cache yet
 
     @property
     def has_unread(self) -> bool:
@@ -163,14 +164,25 @@ class LocalPrefill:
         settled = [room for room in rooms if room.state is DecodeState.SETTLING and room.is_settled]
         return ReadPrompts(ended=ended, result=result, drafts=drafts, settled=settled)
 
-    def finish(self, read: ReadPrompts, head_number: int = 0) -> None:
-        """Writes the draft rows of a forward, and offers the pages of its ended prompts to the prefix cache,
-        for the prompts that wait for them. Pages with draft rows of weights before `head_number` stay out.
-        """
+    def finish(self, read: ReadPrompts) -> None:
+        """Writes the draft rows of a forward. The pages of its ended prompts wait for `cache_computed`."""
         if self.engine.drafter is not None:
             self.decoder.draft_prefill_batch(read.drafts)
-        for room, is_bad in zip(read.ended, read.result.is_bad, strict=True):
-            if not is_bad and room.head_number == head_number:
+        for room in read.ended:
+            room.request.embeds = None  # every row is computed
+        bad = read.result.is_bad
+        self._uncached += [room for room, is_bad in zip(read.ended, bad, strict=True) if not is_bad]
+
+    def cache_computed(self, head_number: int = 0) -> None:
+        """Offers the pages of computed prompts to the prefix cache, for the prompts that wait for them. Pages
+        with draft rows of weights before `head_number` stay out.
+
+        That takes milliseconds for a long prompt. It belongs behind the launch of the step that follows.
+        """
+        computed, self._uncached = self._uncached, []
+        for room in computed:
+            # a request without pages has ended, and offered them then
+            if room.request.pages and room.head_number == head_number:
                 keep_pages(self.engine, self.decoder, room.request)
 
     def _take_firsts(

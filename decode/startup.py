@@ -90,6 +90,7 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
             instance=self.instance,
             max_running=self.engine.sizes.max_running,
             local_prefill_tokens=self.engine.sizes.local_prefill_tokens,
+            embeds=self.embeds,
             recorder=self.recorder,
         )
 

@@ -29,10 +29,12 @@ from ..cluster.protocol.messages import (
 )
 from ..cluster.telemetry.trace_context import carried_by
 from ..engine.loader import Engine
+from ..engine.speculative.drafters.protocol import reads_features
 from ..engine.speculative.step.result import StepResult
 from ..kvtransfer.transport import Complete, Landed, Lost
 from ..worker.commands import DropDone, LinkEvent
 from ..worker.link import WorkerLink
+from ..worker.prompt_embeds import EmbedsInbox
 from ..worker.recorder import SampleRecorder
 from ..worker.refusal import Refusal
 from ..worker.role_worker import RoleWorker, sampling_params_of
@@ -65,11 +67,18 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         local_prefill_tokens: int = 128,
         decoder: StepDecoder | None = None,
         clock: Callable[[], float] = time.monotonic,
+        embeds: EmbedsInbox | None = None,
         recorder: SampleRecorder | None = None,
     ) -> None:
         queues, self._metrics = DecodeQueues(max_running), StepMetrics()
         super().__init__(
-            engine, link, queues, instance=instance, counters=self._metrics.counters, clock=clock
+            engine,
+            link,
+            queues,
+            instance=instance,
+            counters=self._metrics.counters,
+            clock=clock,
+            embeds=embeds,
         )
         self.admission = Admission(engine, queues, spare_tokens=engine.shape.spare_slots)
         self.decoder: StepDecoder = decoder or engine.decoder()
@@ -100,6 +109,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         if batch:
             self.reach("decode:step")
         is_ahead = bool(batch) and self.in_flight.launch(batch)
+        self.local.cache_computed(self._head_number)  # while the device computes
         if num_unread:
             self._read_step()
         elif batch and not is_ahead:
@@ -155,8 +165,14 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         self.reach("decode:reserve")
         if not self._begins(order):
             return
-        request = self._request_of(order, sampling_params_of(order))
         is_local = order.prefill_instance is None
+        request = self._request_of(
+            order,
+            sampling_params_of(order),
+            needs_embeds=is_local or reads_features(self.engine.drafter),
+        )
+        if isinstance(request, Refusal):
+            return self._refuse(order, request)
         if is_local and self._is_finished_already(request):
             return
         room = self.admission.admit(
@@ -254,7 +270,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
                 accepted=room.accepted,
             ),
         )
-        if self.recorder is not None and room.may_record:
+        if self.recorder is not None and room.may_record and not request.num_embeds:
             self.recorder.offer(*request.asked_and_chosen)
         self._close(room)
 
@@ -286,9 +302,11 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
 
     def _warm_landed(self) -> bool:
         """Draft prefill of landed features; warm rooms join the batch. False: no room was ready."""
-        rooms = self.queues.of(DecodeState.WARMING) + self.queues.of(DecodeState.PULLING)
-        did_warm = prefill_drafts(self.decoder, rooms, self._clock)
-        return self._admit_warm() or did_warm
+        warming, did_warm = self.queues.of(DecodeState.WARMING), False
+        if self.engine.drafter is not None:
+            rooms = warming + self.queues.of(DecodeState.PULLING)
+            did_warm = prefill_drafts(self.decoder, rooms, self._clock)
+        return self._admit_warm(warming) or did_warm
 
     def _next_batch(self) -> list[DecodeRoom]:
         """The rooms that still need a step: each unread step gives at least one token."""
@@ -317,7 +335,8 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         if rooms:
             self.reach("decode:chunk")
         before = [(room.request.num_computed, room.have) for room in rooms]
-        read = self.local.turn(rooms, has_streams=bool(self.queues.count(DecodeState.RUNNING)))
+        has_streams = bool(self.queues.count(DecodeState.RUNNING))
+        read = self.local.turn(rooms, has_streams=has_streams)
         for room, (computed, have) in zip(rooms, before, strict=True):
             found = room.have - have  # in the prefix cache, since the room was admitted
             self._counters["have_tokens"] += found
@@ -325,17 +344,20 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         if read is not None:
             self._counters["tokens"] += len(read.ended)
             self._send_tokens(read.ended, read.result)
-            self.local.finish(read, self._head_number)
+            if read.ended and not has_streams:  # nobody waits but the client of token 1
+                self.link.hand_over()
+            self.local.finish(read)
             self._end_rooms(read.ended, read.result)
             for room in read.settled:
                 self._close(room)
         return True
 
-    def _admit_warm(self) -> bool:
+    def _admit_warm(self, warming: list[DecodeRoom]) -> bool:
         admitted = False
-        for room in self.queues.of(DecodeState.WARMING):
+        for room in warming:
             if room.request.is_ready and (room.features is None or room.warmed == room.request.num_prompt):
                 room.features = None
+                room.request.embeds = None  # every draft row is written
                 room.state = DecodeState.RUNNING
                 room.started_at = self._clock()
                 admitted = True
@@ -370,4 +392,4 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
                 self._finish(room)
             elif is_bad:
                 room.is_tainted = True
-                self._fail(room, "BadLogits", "the model's logits are not finite", retryable=False)
+                self._fail(room, *room.request.logits_fault, retryable=False)

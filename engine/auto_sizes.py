@@ -30,7 +30,7 @@ GPU_SHARE = 0.9
 CONTEXT_BYTES = 960 * MIB  # of a CUDA context with all kernels, which no allocator counts
 
 CPU_CHUNK, CPU_BATCH, CPU_RUNNING, CPU_LOCAL_TOKENS = 256, 8, 16, 128
-CPU_KV_BYTES, CPU_SLAB = 1024 * MIB, 256 * MIB
+CPU_KV_BYTES, CPU_SLAB, CPU_DEVICE_SLAB = 1024 * MIB, 256 * MIB, 1024 * MIB
 
 PREFILL_FORWARD_S = 0.045
 MIN_CHUNK, MAX_CHUNK = 2048, 8192
@@ -44,7 +44,7 @@ LATE_ROWS = 8
 REQUEST_TOKENS = 1536  # prompt and output of a request that max_running counts on
 MIN_SLAB, MAX_SLAB, SLAB_STEP = 256 * MIB, 1024 * MIB, 64 * MIB
 SLAB_CHUNKS = 4
-MIN_DEVICE_SLAB, MAX_DEVICE_SLAB = 384 * MIB, 1024 * MIB
+MIN_DEVICE_SLAB, MAX_DEVICE_SLAB = 384 * MIB, 2048 * MIB
 SLAB_SHARE = 0.02  # of the card, for slabs on it
 
 GRAPH_ROWS = 7  # outputs of the breakable and full prefill graphs of all buckets, in rows of the largest
@@ -98,7 +98,9 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """The target's shape. `weight_bytes` include a draft head's; `num_weights` are those of a forward."""
+    """The target's shape. `weight_bytes` include a draft head's; `num_weights` are those that a row of a
+    forward is multiplied with. `intermediate_size`: of an MLP with as large activations, if it has experts.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -120,7 +122,8 @@ class EngineRole:
     `num_nodes`: verified tokens per request and step. `num_shapes`: draft shapes that a step may have.
     `spare_slots`: slots behind a request's tokens. `num_features`: target layers whose outputs are kept per
     token (prefill) or read by the head (decode). `is_aggregated`: a decode engine that computes all its
-    prompts, with graphs. `is_deterministic`: its attention is batch-invariant.
+    prompts, with graphs. `is_deterministic`: its attention is batch-invariant. `late_rows`: rows of a request
+    that wait for its drafter at most.
     """
 
     is_decode: bool
@@ -130,6 +133,7 @@ class EngineRole:
     num_nodes: int = 1
     num_shapes: int = 1
     spare_slots: int = 1
+    late_rows: int = 0
 
 
 G = TypeVar("G", bound="GivenSizes")
@@ -246,7 +250,7 @@ def workspace_of(
     graphs = GRAPH_BYTES * role.num_shapes * (len(buckets) + 2 * len(sparse(buckets)))
     prompt_graphs = graphed * graph_row if role.is_aggregated else 0
     feature_row = role.num_features * model.hidden_size * model.dtype_bytes
-    late = 2 * (max_running + 1) * LATE_ROWS * feature_row  # kept, and gathered for the drafter
+    late = 2 * (max_running + 1) * role.late_rows * feature_row  # kept, and gathered for the drafter
     prompts = alone_tokens(local) * (row + UNREAD_PARTS * feature_row)
     parts = PART_COPIES * parts_of(model, role, max(rows, alone_tokens(local)))
     return steps + edits + graphs + prompt_graphs + late + prompts + parts
@@ -359,7 +363,7 @@ class _Choice:
 
     def _device_slab_mb(self) -> tuple[int, str]:
         if not self.card.is_gpu:
-            return MAX_DEVICE_SLAB // MIB, CPU
+            return CPU_DEVICE_SLAB // MIB, CPU
         slab = min(MAX_DEVICE_SLAB, max(MIN_DEVICE_SLAB, int(SLAB_SHARE * self.card.total)))
         return slab // MIB, "by the card"
 

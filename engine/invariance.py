@@ -11,6 +11,7 @@ from ..kernels.invariant_attention import Rows, invariant_attention
 from ..kernels.row_ops import RowOps
 from .errors import CheckpointError
 from .kv.pool import KVPool
+from .kv.sparse_layout import SparseLayout
 from .models.interface import CausalLM
 
 NUM_ROWS = 300
@@ -24,8 +25,14 @@ NEW_ROWS, CONTEXT, PAGE_SIZE = 100, 600, 16
 def check_invariance(model: CausalLM, ops: RowOps) -> None:
     """Computes rows of each product of `model`, and of its attention, in different numbers.
 
-    Raises CheckpointError if the bits of a row differ.
+    Raises CheckpointError if the bits of a row differ, or if the model's attention has no batch-invariant
+    form.
     """
+    if isinstance(model.kv_layout(PAGE_SIZE), SparseLayout):
+        raise CheckpointError(
+            f"deterministic on: {model.config.architecture} has no batch-invariant attention; use "
+            "--deterministic off or another model"
+        )
     generator = torch.Generator(model.device).manual_seed(0)
     seen: set[tuple[object, ...]] = set()
     for name, weight in model.tensors():

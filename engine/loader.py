@@ -61,7 +61,7 @@ from .speculative.step.step_graphs import StepGraphs, step_graphs
 from .warmup.compiler import compile_launches
 from .warmup.kernel_cache import use_kernel_cache
 from .warmup.memory import reserve_memory
-from .warmup.plan_file import kept_launches, plan_key
+from .warmup.plan_file import keep_verdict, kept_launches, plan_key, were_tested
 from .warmup.rehearsal import Rehearsal, RehearsalSizes
 from .warmup.variants import Reach, VariantPlanner
 from .warmup.watch import ReadyWatch
@@ -202,6 +202,8 @@ class EngineLoader:
         self._source: DraftSource | None = None
         self._draft: DraftModel | None = None
         self._feature_ids: tuple[int, ...] = ()
+        # the folder and the name of what earlier starts have found out
+        self._kept: tuple[Path | None, str] = None, ""
 
     def phases(self) -> list[tuple[str, Callable[[], None]]]:
         """Pairs (name, action) in the required order."""
@@ -399,14 +401,15 @@ class EngineLoader:
             return
         planner = VariantPlanner(engine.runner, engine.drafter, engine.steps, self.reach())
         try:
-            launches = kept_launches(use_kernel_cache(), self._plan_key(engine), planner.launches)
+            self._kept = use_kernel_cache(), self._plan_key(engine)
+            launches = kept_launches(*self._kept, planner.launches)
         except Exception as error:  # of an operation that has no form for fake tensors
             logger.warning("kernels are compiled one by one at their first use: %s", error, exc_info=error)
         else:
             compile_launches(launches, self._device)
 
     def _plan_key(self, engine: Engine) -> str:
-        """The name of the plan of kernel variants: all that decides which kernels an engine launches."""
+        """The name of what a start keeps: all that decides which kernels an engine launches."""
         card = torch.cuda.get_device_properties(self._device)
         paths = [engine.path, *([] if engine.draft_config is None else [engine.draft_config.path])]
         configs = [path / "config.json" for path in paths]
@@ -418,7 +421,7 @@ class EngineLoader:
                 engine.pool.num_pages.bit_length(),  # wider numbers of rows have variants of their own
                 *(path.read_text() for path in configs if path.is_file()),
                 (card.name, card.major, card.minor, card.multi_processor_count),
-                (torch.__version__, triton_version()),
+                (torch.__version__, torch.version.cuda, triton_version()),
             ]
         )
 
@@ -479,12 +482,24 @@ class EngineLoader:
                     engine.runner, engine.sizes.chunk_size or min(WHOLE_PROMPT_TOKENS, engine.max_context)
                 )
             if config.graph_self_test:
-                graphs.self_test(engine.runner, engine.drafter, engine.max_context, engine.steps)
+                self._self_test(engine, graphs)
             self._measure_steps(graphs)
             graphs.log_report()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()  # what the self-test took
         self.lifecycle.advance(Phase.CAPTURED)
+
+    def _self_test(self, engine: Engine, graphs: GraphSet) -> None:
+        """Compares graphs with eager forwards: all of them at a GPU's first start, later one of each kind.
+
+        If one differs then, the next start compares all again.
+        """
+        folder, key = self._kept
+        is_brief = were_tested(folder, key)
+        dropped = graphs.self_test(
+            engine.runner, engine.drafter, engine.max_context, engine.steps, is_brief=is_brief
+        )
+        keep_verdict(folder, key, has_passed=not dropped)
 
     def _measure_steps(self, graphs: GraphSet) -> None:
         """Gives the policy the measured costs of steps on a GPU. Those of a busy CPU would mislead it."""
@@ -508,20 +523,27 @@ class EngineLoader:
         costs = StepCosts(
             draft=draft.num_weights / target,
             knee_rows=KNEE_ROWS[self._device.type],
-            kv=self._model.kv_layout(1).page_bytes / (target * self._dtype.itemsize),
+            kv=self._model.kv_layout(self.config.page_size).bytes_per_token / (target * self._dtype.itemsize),
             is_block=self._drafts_blocks,
         )
         return StepPolicy(self._shape.candidates(), costs, is_watched=not self._drafts_blocks)
 
     @property
     def _drafts_blocks(self) -> bool:
-        return self._source is not None and self._source.is_dflash
+        return self._source is not None and self._source.drafts_blocks
 
     def _forward_weights(self) -> int:
-        """The weights that every row of a forward is multiplied with: all but the embedding."""
+        """The weights that a row of a forward is multiplied with: without embedding and unused experts."""
         is_vocabulary = re.compile("embed_tokens|lm_head")
-        layers = sum(w.numel() for name, w in self._model.tensors() if not is_vocabulary.search(name))
-        return layers + self._model.lm_head.numel()
+        moe = self._model_config.moe
+        layers = experts = 0
+        for name, weight in self._model.tensors():
+            if ".experts." in name:
+                experts += weight.numel()
+            elif not is_vocabulary.search(name):
+                layers += weight.numel()
+        used = 0 if moe is None else round(experts * moe.used_share)
+        return layers + used + self._model.lm_head.numel()
 
     def _sizes(self) -> EngineSizes:
         """The sizes of this engine, with the memory that its weights take by now.
@@ -536,7 +558,7 @@ class EngineLoader:
         config = self._model_config
         sizes = ModelSizes(
             hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
+            intermediate_size=config.row_width,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
@@ -573,13 +595,14 @@ class EngineLoader:
             num_nodes=self._shape.num_nodes,
             num_shapes=len(shapes),
             spare_slots=self._shape.spare_slots,
+            late_rows=self._draft.late_rows if policy is not None and policy.is_watched else 0,
         )
 
     def _token_budget(self) -> PageBudget:
         """The bytes of a token in this role. Decode adds draft KV and staged features; prefill adds a feature
         plane.
         """
-        kv_bytes = self._model.kv_layout(1).page_bytes
+        kv_bytes = self._model.kv_layout(self.config.page_size).bytes_per_token
         if self._draft is not None:
             layout = self._draft.kv_layout(1)
             return PageBudget(

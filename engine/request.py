@@ -3,6 +3,8 @@
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from .grammar.guided import Guide
 from .sampling.edits import SamplingRow
 from .sampling.params import SamplingParams
@@ -17,6 +19,9 @@ class Request:
     first `num_computed` tokens have their KV there. `eos_ids` are the model's end tokens. `guide` tracks the
     request's grammar. `finish_reason` is None while the request runs, then "stop", "length", or a reason set
     by the worker ("cancelled", "failed"). Requests share cached prefixes only under an equal `salt`.
+
+    The first `num_embeds` prompt tokens are embeddings without ids; their `prompt_ids` are 0. `embeds`
+    `[num_embeds, H]` holds them, in the model's dtype on the host, until no row needs them any more.
     """
 
     room: str
@@ -27,6 +32,8 @@ class Request:
     eos_ids: Sequence[int] = ()
     guide: Guide | None = None
     salt: str = ""
+    num_embeds: int = 0
+    embeds: torch.Tensor | None = None
     output_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -49,11 +56,18 @@ class Request:
 
     @property
     def asked_and_chosen(self) -> tuple[Sequence[int], Sequence[int]]:
-        """(ids from the client, ids generated in any attempt)."""
+        """(ids from the client, without those of embeddings; ids generated in any attempt)."""
         if not self.num_prior_output:
-            return self.prompt_ids, self.output_ids
+            return self.prompt_ids[self.num_embeds :] if self.num_embeds else self.prompt_ids, self.output_ids
         split = max(0, len(self.prompt_ids) - self.num_prior_output)
-        return self.prompt_ids[:split], [*self.prompt_ids[split:], *self.output_ids]
+        return self.prompt_ids[self.num_embeds : split], [*self.prompt_ids[split:], *self.output_ids]
+
+    def embeds_of(self, start: int, end: int) -> torch.Tensor | None:
+        """The embeddings among tokens [start, end), which precede its ids; None if all have ids."""
+        if start >= self.num_embeds:
+            return None
+        assert self.embeds is not None, f"{self!r}: its embeddings were dropped"
+        return self.embeds[start:end]
 
     @property
     def num_remaining(self) -> int:
@@ -90,6 +104,13 @@ class Request:
     def fault_kind(self) -> str:
         """The fault's name for the router, which blames this worker only for its own faults."""
         return "GrammarsOverdue" if self.is_fault_ours else "BadGrammar"
+
+    @property
+    def logits_fault(self) -> tuple[str, str]:
+        """(kind, message) for logits that are not finite: embeddings of a client may be the reason."""
+        if self.num_embeds:
+            return "BadEmbeds", "the model's logits for these embeddings are not finite"
+        return "BadLogits", "the model's logits are not finite"
 
     @property
     def sampling_row(self) -> SamplingRow:

@@ -16,10 +16,12 @@ TILE = 4096
 MAX_MOVES = 256
 
 
-def compact_kv_reference(kv: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+def compact_kv_reference(
+    kv: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, num_layers: int = 0
+) -> None:
     """The definition and the CPU path; arguments as in `compact_kv`."""
-    num_layers, page_size = kv.shape[1], kv.shape[3]
-    planes = torch.arange(2 * num_layers, device=kv.device) * page_size
+    page_size = kv.shape[3]
+    planes = torch.arange(2 * (num_layers or kv.shape[1]), device=kv.device) * page_size
     read, written = (
         (kv_rows(slots.flatten(), kv)[:, None] + planes).flatten() for slots in (sources, targets)
     )
@@ -52,7 +54,9 @@ def _compact_kv_kernel(
     tl.store(p_kv + i_written[:, None] * width + i_column[None, :], b_rows, mask=m_tile)
 
 
-def compact_kv_triton(kv: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+def compact_kv_triton(
+    kv: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, num_layers: int = 0
+) -> None:
     """Launch on `kv` `[num_pages, L, 2, page_size, N, D]` and `sources`, `targets` int64 `[B, M]`.
 
     Raises ValueError if shapes or dtypes do not fit.
@@ -61,10 +65,10 @@ def compact_kv_triton(kv: torch.Tensor, sources: torch.Tensor, targets: torch.Te
     if sources.numel() == 0:
         return
     num_requests, num_moves = sources.shape
-    num_layers, page_size, width = kv.shape[1], kv.shape[3], kv.shape[4] * kv.shape[5]
+    page_size, width = kv.shape[3], kv.shape[4] * kv.shape[5]
     block_moves = next_power_of_2(num_moves)
     block = min(next_power_of_2(width), max(TILE // block_moves, 16))
-    _compact_kv_kernel[(num_requests, 2 * num_layers, cdiv(width, block))](
+    _compact_kv_kernel[(num_requests, 2 * (num_layers or kv.shape[1]), cdiv(width, block))](
         kv,
         kv_rows(sources, kv).contiguous(),
         kv_rows(targets, kv).contiguous(),
@@ -88,14 +92,14 @@ def _check(kv: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> No
         raise ValueError(f"compact_kv: {sources.shape[1]} rows of a request, at most {MAX_MOVES}")
 
 
-def compact_kv(kv: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """Copy K and V of every layer from slots `sources` int64 `[B, M]` to slots `targets` int64 `[B, M]`.
+def compact_kv(kv: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, num_layers: int = 0) -> None:
+    """Copy K and V from slots `sources` int64 `[B, M]` to slots `targets` int64 `[B, M]`.
 
-    `kv`: `[num_pages, L, 2, page_size, N, D]`. Slots of different requests are disjoint, except for slot 0.
-    Raises ValueError if shapes or dtypes do not fit.
+    `kv`: `[num_pages, L, 2, page_size, N, D]`. `num_layers`: the first layers, 0 for all. Slots of
+    different requests are disjoint, except for slot 0. Raises ValueError if shapes or dtypes do not fit.
     """
     if kv.is_cuda:
-        compact_kv_triton(kv, sources, targets)
+        compact_kv_triton(kv, sources, targets, num_layers)
         return
     _check(kv, sources, targets)
-    compact_kv_reference(kv, sources, targets)
+    compact_kv_reference(kv, sources, targets, num_layers)

@@ -15,6 +15,7 @@ Reference: Austin Appleby, MurmurHash3, `fmix32`.
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 
@@ -65,17 +66,36 @@ def _move_spans_kernel(
         tl.store(p_sum, tl.zeros((), tl.int64))
 
 
-def move_spans_triton(spans: torch.Tensor, sums: torch.Tensor) -> None:
+def move_spans_triton(spans: torch.Tensor, sums: torch.Tensor) -> object:
     """Copy each of `spans` int64 `[n, 4]`; the digest of span i is the sum of row i of `sums` int64 `[n, c]`.
 
     c: at least `num_chunks` of the longest span. Spans must not overlap. The tables may lie in pinned
-    memory of the host: a program reads and writes a few words of them. Raises ValueError for other shapes or
-    dtypes.
+    memory of the host: a program reads and writes a few words of them. Returns the compiled kernel. Raises
+    ValueError for other shapes or dtypes.
     """
     check_spans(spans, sums)
-    _move_spans_kernel[(spans.shape[0], sums.shape[1])](
+    return _move_spans_kernel[(spans.shape[0], sums.shape[1])](
         spans, sums, CHUNK=CHUNK, TILE=TILE, num_warps=NUM_WARPS
     )
+
+
+class SpanLauncher:
+    """Launches of the compiled kernel on the current device, past Triton's dispatch.
+
+    The dispatch looks at every argument again. It takes longer than the rest of a launch, above all in a
+    thread that has slept. All tables are aligned, so one compiled kernel serves every launch.
+    """
+
+    def __init__(self, compiled: object) -> None:
+        """`compiled`: what `move_spans_triton` returned for tables that begin at multiples of 16 bytes."""
+        self._compiled: Any = compiled
+
+    def launch(self, spans: int, num_spans: int, sums: int, num_sums: int, stream: int) -> None:
+        """As `move_spans_triton` for tables at the addresses `spans` and `sums`.
+
+        `num_sums`: columns of the sums. `stream`: the handle of a stream.
+        """
+        self._compiled[(num_spans, num_sums, 1)](spans, sums, CHUNK, TILE, stream=stream)
 
 
 def num_chunks(num_words: int) -> int:

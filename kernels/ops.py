@@ -1,5 +1,5 @@
-"""Operations of the torch library, each of which a full graph records as one: KV store, attention, and the
-products that run in blocks on a CPU.
+"""Operations of the torch library, each of which a full graph records as one: KV store, attention, experts,
+and the products that run in blocks on a CPU.
 
 A recorder sees operations and not the Python code around them, so each operation declares the arguments that
 it mutates. Lengths and pages are tensors that are read when the operation runs, so a recorded graph follows
@@ -8,7 +8,7 @@ shapes could not do. The Triton kernels on CUDA do that by themselves. On fake t
 that a dry run sees its launches.
 
 Shapes and dtypes are those of `kv_store`, `verify_attention`, `gather_context`, `context_attention`,
-`invariant_attention`, `logits` and `invariant_linear`.
+`invariant_attention`, `logits`, `invariant_linear`, `route_experts` and `expert_mlp`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from __future__ import annotations
 import torch
 
 from .context_attention import ContextKV, context_attention
+from .expert_mlp import expert_mlp
 from .gather_context import gather_context
 from .invariant_attention import Rows, invariant_attention
 from .invariant_linear import invariant_linear, invariant_logits
 from .kv_store import store_kv
 from .logits import float32_logits
+from .route_experts import route_experts
 from .verify_attention import paged_verify_reference, paged_verify_triton
 
 torch.library.define("baton::store_kv", "(Tensor(a!) kv, int layer, Tensor rows, Tensor k, Tensor v) -> ()")
@@ -47,6 +49,13 @@ torch.library.define(
 torch.library.define("baton::invariant_linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 torch.library.define("baton::invariant_logits", "(Tensor hidden, Tensor weight) -> Tensor")
 torch.library.define("baton::float32_logits", "(Tensor hidden, Tensor weight) -> Tensor")
+torch.library.define(
+    "baton::route_experts", "(Tensor logits, int top_k, bool is_normalised) -> (Tensor, Tensor)"
+)
+torch.library.define(
+    "baton::expert_mlp",
+    "(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, bool is_invariant) -> Tensor",
+)
 
 
 def _store_kv(kv: torch.Tensor, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -133,6 +142,8 @@ for _name, _form in (
     ("baton::invariant_linear", invariant_linear),
     ("baton::invariant_logits", invariant_logits),
     ("baton::float32_logits", float32_logits),
+    ("baton::route_experts", route_experts),
+    ("baton::expert_mlp", expert_mlp),
 ):
     torch.library.impl(_name, ("cpu", "cuda"), _form)
     torch.library.register_fake(_name, _form)
@@ -222,4 +233,27 @@ def recorded_invariant_logits(hidden: torch.Tensor, weight: torch.Tensor) -> tor
 def recorded_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`logits.float32_logits` as one operation."""
     out: torch.Tensor = torch.ops.baton.float32_logits.default(hidden, weight)
+    return out
+
+
+def recorded_route_experts(
+    logits: torch.Tensor, top_k: int, is_normalised: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`route_experts.route_experts` as one operation."""
+    routes: tuple[torch.Tensor, torch.Tensor] = torch.ops.baton.route_experts.default(
+        logits, top_k, is_normalised
+    )
+    return routes
+
+
+def recorded_expert_mlp(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    is_invariant: bool = False,
+) -> torch.Tensor:
+    """`expert_mlp.expert_mlp` as one operation, since a CPU reads which experts were chosen."""
+    out: torch.Tensor = torch.ops.baton.expert_mlp.default(x, ids, weights, gate_up, down, is_invariant)
     return out

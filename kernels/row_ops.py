@@ -7,12 +7,18 @@ vocabulary, D head dimension.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
 
 from .invariant_rows import rms_norm_rows, rope_rows, silu_mul_rows
-from .ops import recorded_invariant_linear, recorded_invariant_logits, recorded_logits
+from .ops import (
+    recorded_expert_mlp,
+    recorded_invariant_linear,
+    recorded_invariant_logits,
+    recorded_logits,
+)
 from .rms_norm import add_rms_norm, rms_norm
 from .rope import apply_rope
 from .silu_mul import silu_mul
@@ -30,6 +36,10 @@ AddNorm: TypeAlias = Callable[
 ]
 # (x [T, heads, D], cos [T, D], sin [T, D] with a negated first half) -> [T, heads, D]
 Rotate: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# (x [T, H], ids [T, K], weights [T, K], gate_up [E, 2*I, H], down [E, H, I]) -> [T, H]
+Experts: TypeAlias = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +52,7 @@ class RowOps:
     rms_norm: Norm
     add_rms_norm: AddNorm
     rope: Rotate
+    expert_mlp: Experts
 
 
 def invariant_gated_linear(
@@ -79,6 +90,7 @@ FASTEST = RowOps(
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,
     rope=apply_rope,
+    expert_mlp=recorded_expert_mlp,
 )
 INVARIANT = RowOps(
     linear=recorded_invariant_linear,
@@ -87,4 +99,5 @@ INVARIANT = RowOps(
     rms_norm=invariant_rms_norm,
     add_rms_norm=invariant_add_rms_norm,
     rope=invariant_rope,
+    expert_mlp=partial(recorded_expert_mlp, is_invariant=True),
 )

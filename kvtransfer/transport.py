@@ -87,7 +87,9 @@ class Landed:
 class Complete:
     """Terminal event on decode: all prompt tokens are in place and prefill was released.
 
-    `first_token` is prefill's. `seconds`: from the first announcement to the last block.
+    `first_token` is prefill's. `seconds`: from the moment at which the last blocks were ready on prefill to
+    the last byte; what was pulled while prefill computed costs no time. `pull_seconds`: from the first
+    announcement to the last byte.
     """
 
     room: str
@@ -98,7 +100,8 @@ class Complete:
     num_shm_blocks: int = 0  # blocks of these that were read from shared memory
     num_device_blocks: int = 0  # blocks of these that were read from the memory of prefill's device
     num_nixl_blocks: int = 0  # blocks of these that were read through NIXL
-    seconds: float  # first announcement to last block
+    seconds: float
+    pull_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +126,24 @@ class KVTransport(Protocol):
     def offer(self, offer: Offer) -> None:
         """Prefill: open a room without ready tokens. The pages stay pinned until Released or Dropped."""
 
-    def advance(self, room: str, epoch: int, tokens_ready: int, first_token: int | None = None) -> None:
-        """Prefill: tokens [0, tokens_ready) are final in their pages. `first_token` closes the offer."""
+    def launched(self, room: str, epoch: int, start: int, tokens: int) -> None:
+        """Prefill: the forward that writes tokens [start, tokens) was launched, and their pages are stamped.
+
+        Their blocks may then be read behind it, before `advance`. Optional.
+        """
+
+    def advance(
+        self,
+        room: str,
+        epoch: int,
+        tokens_ready: int,
+        first_token: int | None = None,
+        ready_at: float | None = None,
+    ) -> None:
+        """Prefill: tokens [0, tokens_ready) are final in their pages. `first_token` closes the offer.
+
+        `ready_at`: monotonic time at which they were known to be final, by default now.
+        """
 
     def pull(self, request: PullRequest) -> None:
         """Decode: attach to the peer's room and land its blocks."""

@@ -59,6 +59,7 @@ class PrefillStartup(WorkerStartup[PrefillConfig, PrefillRoom]):
             chunk_size=self.engine.sizes.chunk_size,
             max_batch=self.engine.sizes.max_batch,
             max_queue=self.config.max_queue,
+            embeds=self.embeds,
         )
 
     @property

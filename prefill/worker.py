@@ -32,9 +32,10 @@ from ..engine.loader import Engine
 from ..engine.sampling.params import SamplingParams
 from ..engine.sampling.sampler import LaunchedSample, SampleOutput
 from ..kvtransfer.transport import Dropped, Offer, Released
-from ..worker.commands import Advance, DropDone, LinkEvent
+from ..worker.commands import Advance, DropDone, LinkEvent, Underway
 from ..worker.link import WorkerLink
 from ..worker.prompt_chunks import Chunk, batch_of, launch_first_tokens, score_prompts
+from ..worker.prompt_embeds import EmbedsInbox
 from ..worker.refusal import Refusal, refuse_for_now, refuse_forever
 from ..worker.role_worker import RoleWorker, sampling_params_of
 from .queues import PrefillQueues, PrefillRoom, PrefillState
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER_MS = 500
 PREFILL_COUNTERS = (
     "prompt_tokens", "cached_tokens", "requests", "handed_off", "dropped", "cancelled", "refused", "steps",
+    "embedded_tokens",
 )  # fmt: skip
 Chunks = list[Chunk[PrefillRoom]]
 
@@ -83,10 +85,13 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         max_batch: int,
         max_queue: int,
         clock: Callable[[], float] = time.monotonic,
+        embeds: EmbedsInbox | None = None,
     ) -> None:
         queues = PrefillQueues(max_queue)
         counters: dict[str, float] = dict.fromkeys(PREFILL_COUNTERS, 0)
-        super().__init__(engine, link, queues, instance=instance, counters=counters, clock=clock)
+        super().__init__(
+            engine, link, queues, instance=instance, counters=counters, clock=clock, embeds=embeds
+        )
         self.scheduler = PrefillScheduler(
             queues,
             engine.cache,
@@ -96,9 +101,12 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             vocab_size=engine.model_config.vocab_size,
         )
         self._launched: Launched | None = None
+        self._uncached: list[PrefillRoom] = []  # computed, and not in the prefix cache yet
 
     def step(self) -> bool:
         """Choose chunks, run them, keep their features, sample, publish. False: no prompt has work."""
+        if self.queues.count(PrefillState.QUEUED):
+            self._cache_computed()  # before their prefixes are looked for
         chunks, admitted = self.scheduler.next_chunks()
         due, self._launched = self._launched, None
         if chunks:
@@ -107,12 +115,15 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             self._launched = self._launch(chunks)
             # Behind the launch, from which the link thread would take the interpreter's lock.
             self._open(admitted)
+            self._tell_underway(chunks)
+        if chunks or due is None:
+            self._cache_computed()  # while the device computes, or when nothing is left to do
         if due is not None:
             self._land(due)
         if self._launched is not None and not self.engine.launches_ahead:
             launched, self._launched = self._launched, None
             self._land(launched)
-        return bool(chunks) or due is not None
+        return bool(chunks) or self._launched is not None
 
     def handle(self, event: LinkEvent, now: float) -> None:
         """Take in one message or transport event, at `now` in monotonic seconds."""
@@ -146,6 +157,8 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         if refusal := self._refusal_of(order.prompt_ids, sampling):
             return self._refuse(order, refusal)
         request = self._request_of(order, sampling)
+        if isinstance(request, Refusal):
+            return self._refuse(order, request)
         if self._is_finished_already(request):
             return
         deadline = now + order.deadline_ms / 1000 if order.deadline_ms else None
@@ -216,6 +229,15 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             if room.cached_tokens:
                 self._send(Advance(room=request.room, epoch=request.epoch, tokens_ready=room.cached_tokens))
 
+    def _tell_underway(self, chunks: Chunks) -> None:
+        """Tell of the prompts that end in the launched forward: their blocks are read right behind it."""
+        for chunk in chunks if self.engine.launches_ahead else ():
+            if chunk.is_last:
+                request = chunk.room.request
+                self._send(
+                    Underway(room=request.room, epoch=request.epoch, start=chunk.start, tokens=chunk.end)
+                )
+
     def _launch(self, chunks: Chunks) -> Launched:
         """Run the chunks and sample. Their tokens count as computed: whatever reads their KV runs later."""
         batch = batch_of(self.engine, chunks, has_features=self.engine.features is not None)
@@ -268,15 +290,23 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 self._send(Advance(room=request.room, epoch=request.epoch, tokens_ready=chunk.end))
             elif bad[row]:
                 chunk.room.is_tainted = True
-                self._fail(chunk.room, "BadLogits", "the model's logits are not finite", retryable=False)
+                self._fail(chunk.room, *request.logits_fault, retryable=False)
             else:
                 scored = firsts.token_logprobs(row, request.sampling.logprobs)
                 logprob = TokenLogprob(logprob=scored[0].logprob, top=scored[0].top) if scored else None
                 self._finish(chunk.room, tokens[row], logprob)
             row += chunk.is_last
-        for chunk in chunks:  # behind all messages: a long prompt has many pages
-            request = chunk.room.request
-            if chunk.is_last and chunk.room.state is PrefillState.HANDED:
+
+    def _cache_computed(self) -> None:
+        """Offer the pages of computed prompts to the prefix cache.
+
+        That takes milliseconds for a long prompt, which token 1 would wait for: the link thread, which sends
+        it, needs the interpreter's lock.
+        """
+        computed, self._uncached = self._uncached, []
+        for room in computed:
+            request = room.request
+            if request.pages:  # else it has ended, and offered them then
                 self.engine.cache.insert(request.prompt_ids, request.pages, request.salt)
 
     def _finish(self, room: PrefillRoom, token: int, logprob: TokenLogprob | None) -> None:
@@ -287,6 +317,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         would retry a complete request.
         """
         request, now = room.request, self._clock()
+        request.embeds = None  # every row is computed
         room.finished = now
         request.append([token], self.engine.model_config.eos_token_ids)
         self._send(
@@ -308,9 +339,14 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         )
         self.reach("prefill:first")
         room.state = PrefillState.HANDED
+        self._uncached.append(room)
         self._send(
             Advance(
-                room=request.room, epoch=request.epoch, tokens_ready=request.num_prompt, first_token=token
+                room=request.room,
+                epoch=request.epoch,
+                tokens_ready=request.num_prompt,
+                first_token=token,
+                ready_at=now,
             )
         )
         logger.info(

@@ -116,6 +116,8 @@ class Router:
             fork_server,
             self._tracing,
             chat_max_tokens=chat_max,
+            takes_embeds=config.prompt_embeds,
+            embeds_bytes=config.prompt_embeds_mb << 20,
         )
         self._server, self._own_server = self._servers()
         self.served_model = served

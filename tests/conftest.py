@@ -10,6 +10,8 @@ from baton.tests.meta.tiers import mark_tiers
 from baton.tests.shared_files import SharedFiles
 
 MATRIX = "gpu/test_path_matrix.py"  # its ids begin with the four fields that say which engine
+# Of drafters on a device: each test compiles kernels and captures graphs of its own.
+SPLIT = frozenset(f"gpu/test_{name}.py" for name in ("dflash", "drafters", "heads", "mtp", "ngram"))
 QUICK_EXAMPLES, FULL_EXAMPLES = 50, 400  # of hypothesis, per test
 
 
@@ -39,7 +41,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Schedules files in collection order, each in one process; the device path matrix goes by engine.
+    """Schedules files in collection order, each in one process. The device path matrix goes by engine, files
+    in SPLIT by test.
 
     All files of `faults` go to one process: their rows have deadlines, and two rows at once would miss them.
 
@@ -52,6 +55,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
             path, _, test = nodeid.removeprefix("tests/").partition("::")
             if path == MATRIX:
                 return "-".join(test.partition("[")[2].split("-")[:4])
+            if path in SPLIT:
+                return nodeid
             return "faults" if path.startswith("faults/") else path
 
     config.option.loadscopereorder = False  # it would begin with the files of the most tests

@@ -1,4 +1,5 @@
-"""Collects training samples from a model that an OpenAI endpoint of baton serves.
+"""Collects training samples: from an endpoint of baton that serves the model, or from the engine in this
+process.
 
 Prompts come from a file, or from the model itself: it continues the opening of a user turn of its own chat
 template, and what it writes becomes the user's text. Answers are the model's, some greedy and some sampled.
@@ -8,6 +9,7 @@ import asyncio
 import itertools
 import json
 import random
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +20,15 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..engine.errors import CheckpointError
+from ..engine.models.registry import load_model_config
 from ..engine.sample_shards import Sample
+from ..engine.sampling.params import SamplingParams
+from .generate import PAGE_SIZE, Ask, Generator
 from .samples import SampleWriter
 
 TURN_TOKENS = 256  # of a user turn that the model writes
+MAX_PROMPT = 512  # tokens of a prompt that is answered in this process; longer ones are left out
+SEEDS = 1_000_003  # apart are the seeds of two collections
 REQUEST_S = 600.0
 BUSY = (429, 502, 503, 504)  # answers that a later request may not get
 PAUSES_S = (1.0, 5.0, 20.0)  # before such a request is repeated
@@ -31,7 +38,9 @@ PROBE = "\x00turn\x00"  # stands for a user's text where the template is split
 
 @dataclass(frozen=True, kw_only=True)
 class CollectSettings:
-    """`greedy_share` of the answers are greedy, the others are sampled at `temperature`."""
+    """`greedy_share` of the answers are greedy, the others are sampled at `temperature`. `seconds` above 0
+    end the collection early.
+    """
 
     url: str
     num_samples: int
@@ -41,6 +50,7 @@ class CollectSettings:
     temperature: float = 1.0
     seed: int = 0
     api_key: str = ""
+    seconds: float = 0.0
 
 
 class Endpoint:
@@ -159,6 +169,19 @@ def read_prompts(
                 ) from None
 
 
+def file_prompts(path: Path, model: Path) -> Iterator[list[int]]:
+    """The prompts of a file of JSON lines, as `read_prompts`, for the model at `model`."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    chats: list[ChatPrompts] = []
+
+    def chat() -> ChatPrompts:
+        if not chats:
+            chats.append(ChatPrompts(tokenizer))
+        return chats[0]
+
+    return read_prompts(path, chat, lambda text: list(tokenizer.encode(text)))
+
+
 async def collect(
     settings: CollectSettings,
     model: Path,
@@ -176,13 +199,16 @@ async def collect(
     limits = httpx.Limits(max_connections=settings.concurrency)
     async with httpx.AsyncClient(timeout=REQUEST_S, limits=limits, headers=headers) as client:
         endpoint = await Endpoint.open(client, settings.url)
-        asked = _from_file(prompts, tokenizer, settings) if prompts else _own(endpoint, tokenizer, settings)
+        asked = _from_file(prompts, model, settings) if prompts else _own(endpoint, tokenizer, settings)
         done = tokens = 0
         running: set[asyncio.Task[Sample | None]] = set()
-        number, is_open = 0, True
+        number, is_open, started = 0, True, time.monotonic()
         try:
             while is_open or running:
                 while is_open and len(running) < settings.concurrency:
+                    if settings.seconds and time.monotonic() - started > settings.seconds:
+                        is_open = False
+                        break
                     try:
                         prompt = await anext(asked)
                     except StopAsyncIteration:
@@ -210,6 +236,84 @@ async def collect(
     return done
 
 
+def collect_here(
+    settings: CollectSettings,
+    model: Path,
+    writer: SampleWriter,
+    prompts: Path | None,
+    progress: Callable[[int, int], None] = lambda samples, tokens: None,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+) -> int:
+    """As `collect`, with the engine in this process; `concurrency` texts are generated at once.
+
+    A prompt that was asked already is left out, so that samples held out are no copies of others. With
+    `seconds` in the settings, no text is begun after that time. The samples until an interruption are
+    written. Raises CheckpointError for a model that cannot be loaded, a bad prompt, or a file without
+    prompts.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    chat = None if prompts else ChatPrompts(tokenizer)
+    longest = load_model_config(model).max_position_embeddings - PAGE_SIZE
+    generator = Generator(
+        str(model), batch=settings.concurrency,
+        max_tokens=min(longest, MAX_PROMPT + settings.max_answer), device=device, dtype=dtype,
+    )  # fmt: skip
+    known: set[tuple[int, ...]] = set()
+    greedy = random.Random(settings.seed * 7919)
+    counts = {"samples": 0, "tokens": 0, "asked": 0}
+    started = time.monotonic()
+
+    def is_over() -> bool:
+        late = settings.seconds and time.monotonic() - started > settings.seconds
+        return bool(late) or counts["asked"] >= settings.num_samples
+
+    def answer_of(ids: Sequence[int]) -> Ask | None:
+        if not ids or tuple(ids) in known or is_over():
+            return None
+        known.add(tuple(ids))
+        counts["asked"] += 1
+        is_greedy = greedy.random() < settings.greedy_share
+        sampling = SamplingParams(
+            temperature=0.0 if is_greedy else settings.temperature,
+            seed=settings.seed * SEEDS + counts["asked"], max_new_tokens=settings.max_answer,
+        )  # fmt: skip
+
+        def keep(answer: list[int]) -> None:
+            writer.add(Sample([*ids, *answer], [0] * len(ids) + [1] * len(answer)))
+            counts["samples"] += 1
+            counts["tokens"] += len(ids) + len(answer)
+
+        return Ask(prompt=list(ids), sampling=sampling, then=keep)
+
+    def asks() -> Iterator[Ask]:
+        if prompts is not None:
+            yield from filter(None, map(answer_of, file_prompts(prompts, model)))
+            return
+        assert chat is not None
+        opening = chat.opening()
+
+        def of_turn(ids: list[int]) -> Ask | None:
+            text = chat.text(ids)
+            return answer_of(chat.of_text(text)) if text else None
+
+        for number in itertools.count():
+            if is_over() or number >= 2 * settings.num_samples:
+                return
+            seed = settings.seed * SEEDS + number
+            sampling = SamplingParams(temperature=1.0, seed=seed, max_new_tokens=TURN_TOKENS)
+            yield Ask(prompt=opening, sampling=sampling, then=of_turn)
+
+    try:
+        generator.run(asks(), lambda _: progress(counts["samples"], counts["tokens"]))
+    finally:
+        writer.flush()
+    if not counts["samples"]:
+        raise CheckpointError(f"{prompts or model}: no sample was collected")
+    return counts["samples"]
+
+
 async def _answered(
     endpoint: Endpoint, prompt: "Asked", number: int, settings: CollectSettings
 ) -> Sample | None:
@@ -225,18 +329,8 @@ async def _answered(
 Asked = Callable[[], Any]  # a coroutine function that gives a prompt's token ids, or None
 
 
-async def _from_file(
-    path: Path, tokenizer: PreTrainedTokenizerBase, settings: CollectSettings
-) -> AsyncIterator[Asked]:
-    chats: list[ChatPrompts] = []
-
-    def chat() -> ChatPrompts:
-        if not chats:
-            chats.append(ChatPrompts(tokenizer))
-        return chats[0]
-
-    read = read_prompts(path, chat, lambda text: list(tokenizer.encode(text)))
-    for ids in itertools.islice(read, settings.num_samples):
+async def _from_file(path: Path, model: Path, settings: CollectSettings) -> AsyncIterator[Asked]:
+    for ids in itertools.islice(file_prompts(path, model), settings.num_samples):
 
         async def prompt(ids: list[int] = ids) -> list[int]:
             return ids
@@ -253,7 +347,7 @@ async def _own(
     for number in range(settings.num_samples):
 
         async def prompt(number: int = number) -> list[int] | None:
-            seed = settings.seed * 1_000_003 + number
+            seed = settings.seed * SEEDS + number
             ids, _ = await endpoint.complete(opening, TURN_TOKENS, 1.0, seed)
             text = chat.text(ids)
             return chat.of_text(text) if text else None

@@ -16,7 +16,7 @@ from ..engine.sampling.params import SamplingParams
 from ..engine.speculative.step.async_decoder import AsyncDecoder
 from .samples import SampleSet
 
-BATCH = 8  # requests at once
+BATCH = 32  # requests at once
 PAGE_SIZE = 16
 
 
@@ -48,7 +48,7 @@ class AcceptCounts:
         )
 
 
-def held_out_prompts(samples: SampleSet, count: int, max_length: int) -> list[list[int]]:
+def held_out_prompts(samples: SampleSet, count: int, max_length: int = 1 << 30) -> list[list[int]]:
     """The tokens before the first generated one of up to `count` samples, at most `max_length` of them."""
     prompts: list[list[int]] = []
     for index in range(len(samples)):
@@ -68,9 +68,11 @@ def measure(
     num_tokens: int,
     device: str = "auto",
     dtype: str = "auto",
+    ignore_eos: bool = True,
     progress: Callable[[int], None] = lambda done: None,
 ) -> AcceptCounts:
-    """Decodes `num_tokens` tokens of each prompt with chains of `steps` drafts of `draft`.
+    """Decodes `num_tokens` tokens of each prompt with chains of `steps` drafts of `draft`, or up to the end
+    of the answer unless `ignore_eos`.
 
     Raises CheckpointError for a model or a draft that cannot be loaded.
     """
@@ -85,10 +87,11 @@ def measure(
         action()
     engine = loader.engine()
     counts = [0] * (steps + 1)
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=num_tokens, ignore_eos=ignore_eos)
     for start in range(0, len(prompts), BATCH):
         decoder = engine.decoder()
         requests = [
-            _prefilled(engine, decoder, prompt, range(1 + i * each, 1 + (i + 1) * each), num_tokens)
+            _prefilled(engine, decoder, prompt, range(1 + i * each, 1 + (i + 1) * each), sampling)
             for i, prompt in enumerate(prompts[start : start + BATCH])
         ]
         while running := [request for request in requests if not request.is_finished]:
@@ -102,10 +105,9 @@ def measure(
 
 @torch.no_grad()
 def _prefilled(
-    engine: Engine, decoder: AsyncDecoder, prompt: Sequence[int], pages: range, num_tokens: int
+    engine: Engine, decoder: AsyncDecoder, prompt: Sequence[int], pages: range, sampling: SamplingParams
 ) -> Request:
     """A request whose prompt is computed, with its first token and the drafter's state."""
-    sampling = SamplingParams(temperature=0.0, max_new_tokens=num_tokens, ignore_eos=True)
     request = Request(room="0" * 32, epoch=0, prompt_ids=list(prompt), sampling=sampling, pages=list(pages))
     batch = extend_batch(
         [(request, 0, request.num_prompt)],
@@ -115,7 +117,8 @@ def _prefilled(
     )
     output = engine.runner.forward(batch)
     request.num_computed = request.num_prompt
-    request.output_ids.append(int(output.logits[-1].argmax()))
+    request.append([int(output.logits[-1].argmax())], engine.model_config.eos_token_ids)
     assert output.hidden is not None
-    decoder.draft_prefill(request, output.hidden, 0)
+    if not request.is_finished:
+        decoder.draft_prefill(request, output.hidden, 0)
     return request

@@ -61,3 +61,8 @@ class FrozenTarget:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`hidden` `[R, Ht]` before the final norm -> logits float32 `[R, V]`."""
         return self.model.compute_logits(hidden)
+
+    @torch.no_grad()
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`hidden` `[..., Ht]` behind the final norm."""
+        return self.model.norm(hidden)

@@ -1,4 +1,4 @@
-"""The checkpoint directory of a trained EAGLE3 head, in the dialect that SGLang and SpecForge read."""
+"""The checkpoint directories of trained drafters, in the dialects that SGLang and SpecForge read."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,6 +17,14 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
     """The layer outputs to read: near the start, the middle and the end, all different."""
     chosen = (min(1, num_layers - 1), num_layers // 2 - 1, num_layers - 4)
     return tuple(sorted({max(0, layer) for layer in chosen}))
+
+
+def spaced_layers(num_layers: int, count: int) -> tuple[int, ...]:
+    """`count` layer outputs, evenly spaced over 1 to L-3, as DFLASH drafters read them."""
+    if count == 1:
+        return (num_layers // 2,)
+    last = max(num_layers - 3, count)
+    return tuple(round(1 + i * (last - 1) / (count - 1)) for i in range(count))
 
 
 def write_eagle3_config(
@@ -47,7 +55,52 @@ def write_eagle3_config(
             "eagle_aux_hidden_state_layer_ids": list(layers),
         },
     }
-    config |= {key: given[key] for key in ROPE_KEYS if key in given}
+    _write_config(directory, config | {key: given[key] for key in ROPE_KEYS if key in given})
+
+
+def write_dflash_config(
+    directory: Path,
+    model: Path,
+    target: ModelConfig,
+    layers: Sequence[int],
+    *,
+    num_layers: int,
+    block_size: int,
+    mask_token: int,
+) -> None:
+    """Writes `directory`/config.json for a DFLASH drafter of the target's width."""
+    given = read_json(model / "config.json")
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": target.hidden_size,
+        "intermediate_size": target.intermediate_size,
+        "num_attention_heads": target.num_heads,
+        "num_key_value_heads": target.num_kv_heads,
+        "head_dim": target.head_dim,
+        "num_hidden_layers": num_layers,
+        "num_target_layers": target.num_layers,
+        "layer_types": ["full_attention"] * num_layers,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "rms_norm_eps": target.rms_norm_eps,
+        "max_position_embeddings": min(MAX_POSITIONS, target.max_position_embeddings),
+        "vocab_size": target.vocab_size,
+        "block_size": block_size,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "dflash_config": {"mask_token_id": mask_token, "target_layer_ids": list(layers)},
+    }
+    _write_config(directory, config | {key: given[key] for key in ROPE_KEYS if key in given})
+
+
+def write_mtp_config(directory: Path, model: Path) -> None:
+    """Writes `directory`/config.json for one MTP module: the target's config with a count of modules."""
+    given = read_json(model / "config.json")
+    _write_config(directory, {**given, "torch_dtype": "bfloat16", "mtp_num_hidden_layers": 1})
+
+
+def _write_config(directory: Path, config: Mapping[str, object]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
@@ -59,6 +112,11 @@ def write_weights(directory: Path, tensors: Mapping[str, torch.Tensor], dtype: t
         for name, tensor in tensors.items()
     }
     write_tensors(directory / "model.safetensors", stored)
+
+
+def unused_token(counts: torch.Tensor) -> int:
+    """The first of the least frequent tokens of `counts` int64 `[V]`: the mask token of a block."""
+    return int(counts.argmin())
 
 
 def draft_vocabulary(counts: torch.Tensor, size: int) -> torch.Tensor:

@@ -5,8 +5,8 @@ written under another name and renamed when it is whole.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,28 +14,37 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..engine.errors import CheckpointError
+from ..engine.host_copy import to_device
 from ..engine.sample_shards import PATTERN, RECORDED, Sample, shard_tensors
 from .tensor_files import write_tensors
 
 logger = logging.getLogger(__name__)
 
 SHARD_TOKENS = 1 << 20  # so many at most are lost with a collector that is killed
+WIDTH_STEP = 8
 SORT_WINDOW = 1024  # samples of a window that are sorted by length, so that batches have little padding
+
+
+def padded(length: int) -> int:
+    """The width of a batch of samples of `length` tokens: rows of matrices begin at aligned addresses."""
+    return -(-length // WIDTH_STEP) * WIDTH_STEP
 
 
 @dataclass(frozen=True)
 class Batch:
     """`tokens` int64 `[B, L]` and `mask` bool `[B, L]`, padded with token 0 and False on the right.
 
-    `num_samples` counts the rows of all ranks.
+    `tokens` may be on any device, `mask` is on the host. `num_samples` counts the rows of all ranks. `seed`
+    is for what a drafter draws at random for this batch.
     """
 
     tokens: torch.Tensor
     mask: torch.Tensor
     num_samples: int
+    seed: int = 0
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(self.tokens.to(device), self.mask.to(device), self.num_samples)
+        return replace(self, tokens=to_device(self.tokens, device))
 
 
 class SampleWriter:
@@ -93,6 +102,25 @@ class SampleSet:
     def sample(self, index: int) -> Sample:
         start, end = self.offsets[index : index + 2].tolist()
         return Sample(self.tokens[start:end].tolist(), self.mask[start:end].tolist())
+
+    def prompt(self, index: int) -> tuple[int, ...]:
+        """The tokens of a sample before the first generated one."""
+        start, end = self.offsets[index : index + 2].tolist()
+        generated = self.mask[start:end].nonzero()
+        count = int(generated[0]) if len(generated) else end - start
+        return tuple(self.tokens[start : start + count].tolist())
+
+    def without(self, prompts: Container[tuple[int, ...]]) -> "SampleSet":
+        """The samples whose prompt is not among `prompts`."""
+        kept = [index for index in range(len(self)) if self.prompt(index) not in prompts]
+        if len(kept) == len(self):
+            return self
+        spans = [slice(*self.offsets[index : index + 2].tolist()) for index in kept]
+        lengths = torch.tensor([0, *(span.stop - span.start for span in spans)])
+        empty = [self.tokens[:0]], [self.mask[:0]]
+        tokens = torch.cat([*empty[0], *(self.tokens[span] for span in spans)])
+        mask = torch.cat([*empty[1], *(self.mask[span] for span in spans)])
+        return SampleSet(tokens, mask, lengths.cumsum(0))
 
     def split(self, num_held_out: int) -> tuple["SampleSet", "SampleSet"]:
         """(all but the last `num_held_out` samples, those)."""
@@ -198,7 +226,7 @@ class BatchPlan:
         """The sample indices of each batch of all ranks."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         order = torch.randperm(len(self.samples), generator=generator).tolist()
-        lengths = [min(length, self.max_length) for length in self.samples.lengths()]
+        lengths = [padded(min(length, self.max_length)) for length in self.samples.lengths()]
         groups: list[list[int]] = []
         for start in range(0, len(order), SORT_WINDOW):
             window = sorted(order[start : start + SORT_WINDOW], key=lambda index: (lengths[index], index))
@@ -221,16 +249,17 @@ class BatchPlan:
         groups = self.groups(epoch)
         for step in range(first, len(groups) // self.num_ranks):
             both = groups[step * self.num_ranks : (step + 1) * self.num_ranks]
-            yield self._batch(both[self.rank], sum(map(len, both)))
+            seed = ((self.seed * 1_000_003 + epoch) * 1_000_003 + step) * self.num_ranks + self.rank
+            yield self._batch(both[self.rank], sum(map(len, both)), seed % (1 << 63))
 
-    def _batch(self, group: Sequence[int], num_samples: int) -> Batch:
+    def _batch(self, group: Sequence[int], num_samples: int, seed: int) -> Batch:
         offsets = self.samples.offsets
         bounds = [offsets[index : index + 2].tolist() for index in group]
         spans = [(start, min(end, start + self.max_length)) for start, end in bounds]
-        width = max(end - start for start, end in spans)
+        width = padded(max(end - start for start, end in spans))
         tokens = torch.zeros(len(spans), width, dtype=torch.int64)
         mask = torch.zeros(len(spans), width, dtype=torch.bool)
         for row, (start, end) in enumerate(spans):
             tokens[row, : end - start] = self.samples.tokens[start:end]
             mask[row, : end - start] = self.samples.mask[start:end].bool()
-        return Batch(tokens, mask, num_samples)
+        return Batch(tokens, mask, num_samples, seed)

@@ -12,33 +12,28 @@ from .samples import Batch
 
 @dataclass(frozen=True)
 class StepLosses:
-    """Sums over the rows of a batch, by draft position: `loss`, `correct` and `count`, each float32 `[T]`."""
+    """`objective`, a scalar, is what training minimises. The others have no gradients and one float32 per
+    draft position: the mean `loss`, and `correct` of `count` drafts, summed over the rows of a batch.
+    """
 
+    objective: torch.Tensor
     loss: torch.Tensor
     correct: torch.Tensor
     count: torch.Tensor
 
-    def mean(self, weights: torch.Tensor) -> torch.Tensor:
-        """The loss to minimise: the mean over rows of each position, weighted by `weights` `[T]`."""
-        return (weights.to(self.loss.device) * self.loss / self.count.clamp(min=1)).sum()
 
-
-def accept_length(correct: torch.Tensor, count: torch.Tensor, steps: int) -> float:
-    """Expected tokens of a greedy verify of chains of `steps` drafts, from `correct` and `count` `[T]`.
+def accept_length(correct: torch.Tensor, count: torch.Tensor) -> float:
+    """Expected tokens of a greedy verify of chains of T drafts, from `correct` and `count` `[T]`.
 
     It takes the acceptance of a position to be independent of the row, so it is an estimate; `evaluate`
     measures.
     """
-    shares = (correct / count.clamp(min=1))[:steps].double()
+    shares = (correct / count.clamp(min=1)).double()
     return 1.0 + float(shares.cumprod(0).sum())
 
 
 class Trainee(Protocol):
     """A drafter with trainable weights, a `torch.nn.Module`."""
-
-    @property
-    def position_weights(self) -> torch.Tensor:
-        """The weight of each draft position's loss, float32 `[T]`."""
 
     def __call__(self, batch: Batch, rows: TargetRows) -> StepLosses:
         """The losses of all draft positions over `batch`."""

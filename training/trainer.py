@@ -6,10 +6,10 @@ import math
 import os
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import torch
 import torch.distributed as dist
@@ -23,15 +23,19 @@ from .trainee import StepLosses, Trainee, accept_length
 
 BETAS = (0.9, 0.95)
 SMOOTHING = 0.98  # of the averages that the progress bar shows
+SHOWN_EVERY = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
     """`max_tokens` and `max_length` bound a batch of one rank and a sample. `final_rate` is the share of `lr`
     that is left at the end. A state is saved every `save_every` steps.
+
+    `minutes` above 0 end the run by time and set the rate by it; `epochs` then is the most that are taken.
     """
 
     epochs: int
+    minutes: float = 0.0
     max_tokens: int
     max_length: int
     lr: float
@@ -76,11 +80,22 @@ def joined_ranks(device: torch.device) -> Iterator[Ranks]:
 def learning_rate(step: int, total: int, settings: TrainSettings) -> float:
     """The rate of `step` (from 0): linear warm-up, then a cosine down to `final_rate`."""
     warmup = max(1, int(settings.warmup * total))
-    if step < warmup:
-        return settings.lr * (step + 1) / warmup
-    share = (step - warmup) / max(1, total - warmup)
+    return _rate((step + 1) / warmup, (step - warmup) / max(1, total - warmup), settings)
+
+
+def timed_rate(seconds: float, settings: TrainSettings) -> float:
+    """As `learning_rate`, by the seconds that are gone of `minutes`."""
+    share = seconds / (60 * settings.minutes)
+    # the first step is taken at second 0
+    begun = (share + 0.001) / max(settings.warmup, 0.001)
+    return _rate(begun, (share - settings.warmup) / (1 - settings.warmup), settings)
+
+
+def _rate(warm: float, share: float, settings: TrainSettings) -> float:
+    if warm < 1:
+        return settings.lr * warm
     low = settings.final_rate
-    return settings.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
+    return settings.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, share)))))
 
 
 class Trainer:
@@ -102,7 +117,6 @@ class Trainer:
         about: Mapping[str, object] | None = None,
     ) -> None:
         self._module = cast(torch.nn.Module, trainee)
-        self._weights = trainee.position_weights
         self._target, self._settings, self._directory, self._ranks = target, settings, directory, ranks
         self._plan = BatchPlan(
             samples=samples,
@@ -114,7 +128,9 @@ class Trainer:
         )
         parameters = list(self._module.parameters())
         self._device = parameters[0].device
-        self._optimizer = torch.optim.AdamW(parameters, lr=settings.lr, betas=BETAS, weight_decay=0.0)
+        self._optimizer = torch.optim.AdamW(
+            parameters, lr=settings.lr, betas=BETAS, weight_decay=0.0, fused=self._device.type == "cuda"
+        )
         content = zlib.crc32(samples.tokens.numpy().tobytes())
         self._saved = {
             **asdict(settings), "samples": len(samples), "sample_crc": content, "ranks": ranks.count,
@@ -126,8 +142,17 @@ class Trainer:
             self._model = DistributedDataParallel(self._module)
 
     @property
+    def epoch_steps(self) -> int:
+        """Steps of the first epoch."""
+        return self._plan.steps(0)
+
+    @property
     def total_steps(self) -> int:
-        return sum(self._plan.steps(epoch) for epoch in range(self._settings.epochs))
+        """Steps of all epochs, which a run by time may not reach."""
+        epochs = self._settings.epochs
+        if self._settings.minutes:
+            return epochs * self.epoch_steps
+        return sum(self._plan.steps(epoch) for epoch in range(epochs))
 
     def run(self) -> run_state.Progress:
         """Trains to the end and returns the final progress; the last state is saved.
@@ -135,8 +160,8 @@ class Trainer:
         Raises CheckpointError for a state of other settings, or a disk that takes no state.
         """
         settings = self._settings
-        found = run_state.load_state(self._directory, self._saved, self._module, self._optimizer)
-        now = found or run_state.Progress(
+        found_state = run_state.load_state(self._directory, self._saved, self._module, self._optimizer)
+        now = found_state or run_state.Progress(
             step=0, epoch=0, epoch_step=0, num_samples=0, seconds=0.0, settings=self._saved
         )
         if self._ranks.is_first:
@@ -144,30 +169,50 @@ class Trainer:
             run_state.cut_curve(self._directory, now.step)
         started = time.monotonic() - now.seconds
         total, step, num_samples = self.total_steps, now.step, now.num_samples
+        limit = 60 * settings.minutes
         with self._progress_bar(total, step) as show:
             for epoch in range(now.epoch, settings.epochs):
                 first = now.epoch_step if epoch == now.epoch else 0
                 for offset, batch in enumerate(self._plan.batches(epoch, first), first + 1):
-                    rate = learning_rate(step, total, settings)
-                    losses, loss, norm = self._step(batch.to(self._device), rate)
+                    seconds = self._agreed(time.monotonic() - started)
+                    if limit and seconds >= limit:
+                        break
+                    rate = timed_rate(seconds, settings) if limit else learning_rate(step, total, settings)
+                    found = self._step(batch, rate)
                     step, num_samples = step + 1, num_samples + batch.num_samples
-                    show(step, rate, loss, norm, losses, time.monotonic() - started)
+                    show.add(step, rate, seconds, found)
                     if step % settings.save_every == 0 and step < total:
+                        show.flush()
                         self._save(step, epoch, offset, num_samples, started)
-        if found is not None and found.step == step:
-            return found  # it had ended; another rank may be reading its state
+                else:
+                    continue
+                break
+        if found_state is not None and found_state.step == step:
+            return found_state  # it had ended; another rank may be reading its state
         return self._save(step, settings.epochs, 0, num_samples, started)
 
-    def _step(self, batch: Batch, rate: float) -> tuple[StepLosses, float, float]:
+    def _agreed(self, seconds: float) -> float:
+        """The first rank's `seconds` of a run by time: all ranks must end with the same step."""
+        if self._ranks.count == 1 or not self._settings.minutes:
+            return seconds
+        value = torch.tensor(seconds, dtype=torch.float64, device=self._device)
+        dist.broadcast(value, 0)
+        return float(value)
+
+    def _step(self, batch: Batch, rate: float) -> torch.Tensor:
+        """Takes one step. Returns the objective, the gradient's norm, and by position the correct drafts and
+        their number, in one tensor on the device, which the host does not wait for.
+        """
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        losses = self._model(batch, self._target.rows(batch.tokens))
-        loss = losses.mean(self._weights)
+        batch = batch.to(self._device)
+        losses: StepLosses = self._model(batch, self._target.rows(batch.tokens))
         self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        losses.objective.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._settings.clip)
         self._optimizer.step()
-        return losses, float(loss.detach()), float(norm)
+        parts = (losses.objective.detach(), norm.detach(), losses.correct, losses.count)
+        return torch.cat([part.float().reshape(-1) for part in parts])
 
     def _save(
         self, step: int, epoch: int, epoch_step: int, num_samples: int, started: float
@@ -185,35 +230,59 @@ class Trainer:
         return progress
 
     @contextlib.contextmanager
-    def _progress_bar(self, total: int, step: int) -> Iterator[Any]:
-        """Yields the call that records a step in the curve and on the bar; other ranks record nothing."""
+    def _progress_bar(self, total: int, step: int) -> Iterator["_Curve"]:
+        """Yields what records steps in the curve and on the bar; other ranks record nothing."""
         if not self._ranks.is_first:
-            yield lambda *_: None
+            yield _Curve(None, lambda *_: None)
             return
-        averages: dict[str, torch.Tensor] = {}
-        with progress_bar() as bar, (self._directory / run_state.CURVE).open("a") as curve:
-            task = bar.add_task("training", total=total, completed=step)
+        limit = 60 * self._settings.minutes
+        with progress_bar() as bar, (self._directory / run_state.CURVE).open("a") as file:
+            task = bar.add_task("training", total=limit or total, completed=0 if limit else step)
 
-            def show(
-                step: int, rate: float, loss: float, norm: float, losses: StepLosses, seconds: float
-            ) -> None:
-                shares = (losses.correct / losses.count.clamp(min=1)).tolist()
-                line = {
-                    "step": step, "loss": loss, "lr": rate, "grad_norm": norm, "seconds": round(seconds, 3),
-                    "accuracy": [round(share, 4) for share in shares],
-                }  # fmt: skip
-                curve.write(json.dumps(line) + "\n")
-                curve.flush()
-                for name, value in (("correct", losses.correct), ("count", losses.count)):
-                    old = averages.get(name)
-                    averages[name] = value if old is None else SMOOTHING * old + value
-                estimate = accept_length(averages["correct"], averages["count"], len(shares))
-                first, last = shares[0], shares[-1]
-                bar.update(
-                    task,
-                    completed=step,
-                    description=f"loss {loss:.3f}  accept length {estimate:.2f}  "
-                    f"accuracy {first:.2f} .. {last:.2f}",
-                )
+            def show(step: int, seconds: float, text: str) -> None:
+                bar.update(task, completed=min(limit, round(seconds)) if limit else step, description=text)
 
-            yield show
+            curve = _Curve(file, show)
+            yield curve
+            curve.flush()
+
+
+class _Curve:
+    """Writes a line per step to `file` and shows averages, SHOWN_EVERY steps at a time: to read a step's
+    values, the host waits for the device.
+    """
+
+    def __init__(self, file: TextIO | None, show: Callable[[int, float, str], None]) -> None:
+        self._file, self._show = file, show
+        self._waiting: list[tuple[int, float, float, torch.Tensor]] = []
+        self._sums: torch.Tensor | None = None
+
+    def add(self, step: int, rate: float, seconds: float, found: torch.Tensor) -> None:
+        """Records a step; `found` is that of `Trainer._step`."""
+        if self._file is None:
+            return
+        self._waiting.append((step, rate, seconds, found))
+        if len(self._waiting) >= SHOWN_EVERY:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes the steps that wait."""
+        if self._file is None or not self._waiting:
+            return
+        text = ""
+        rows = torch.stack([found for *_, found in self._waiting]).cpu()
+        for (step, rate, seconds, _), row in zip(self._waiting, rows, strict=True):
+            (loss, norm), sums = row[:2].tolist(), row[2:].view(2, -1)
+            shares = (sums[0] / sums[1].clamp(min=1)).tolist()
+            line = {
+                "step": step, "loss": loss, "lr": rate, "grad_norm": norm, "seconds": round(seconds, 3),
+                "accuracy": [round(share, 4) for share in shares],
+            }  # fmt: skip
+            self._file.write(json.dumps(line) + "\n")
+            self._sums = sums if self._sums is None else SMOOTHING * self._sums + sums
+            correct, count = self._sums
+            by_position = " ".join(f"{share:.2f}" for share in (correct / count.clamp(min=1)).tolist())
+            text = f"loss {loss:.3f}  accept length {accept_length(correct, count):.2f} ({by_position})"
+        self._file.flush()
+        self._show(self._waiting[-1][0], self._waiting[-1][2], text)
+        self._waiting = []

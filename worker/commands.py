@@ -12,12 +12,26 @@ from .room_owners import FromRouter, RouterLost
 
 @dataclass(frozen=True, kw_only=True)
 class Advance:
-    """Command: tokens [0, tokens_ready) of an offer are final; `first_token` closes the offer."""
+    """Command: tokens [0, tokens_ready) of an offer are final; `first_token` closes the offer.
+
+    `ready_at`: monotonic time at which they were known to be final; None: when the command is performed.
+    """
 
     room: str
     epoch: int
     tokens_ready: int
     first_token: int | None = None
+    ready_at: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Underway:
+    """Command: the forward that writes tokens [`start`, `tokens`) of an offer was launched."""
+
+    room: str
+    epoch: int
+    start: int
+    tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +61,6 @@ class LinkFailed:
     error: Exception
 
 
-Command = Offer | PullRequest | Advance | Drop
+Command = Offer | PullRequest | Underway | Advance | Drop
 LinkEvent = ControlDown | TransportEvent | DropDone | RouterLost | LinkFailed
 Sourced = FromRouter | TransportEvent | DropDone | RouterLost | LinkFailed  # before the room's owner is noted

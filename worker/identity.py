@@ -14,6 +14,7 @@ from ..engine.auto_sizes import EngineSizes
 from ..engine.kv.pool import FeaturePlane, KVPool
 from ..kvtransfer.protocol.fingerprint import pair_fingerprint
 from ..kvtransfer.transport import Planes
+from .prompt_embeds import OFF, EmbedsInbox
 
 NOTHING_CHOSEN: Mapping[str, Choice] = MappingProxyType({})
 
@@ -93,8 +94,10 @@ def hello_of(
     aggregated: bool = False,
     draft_widths: DraftWidths | None = None,
     chosen: Mapping[str, Choice] = NOTHING_CHOSEN,
+    embeds: EmbedsInbox | None = None,
 ) -> Hello:
-    """The worker's registration with a router. `max_context` in tokens."""
+    """The worker's registration with a router. `max_context` in tokens; `embeds`: None takes none."""
+    takes_embeds = embeds is not None and not embeds.fault
     return Hello(
         role=role,
         instance=instance,
@@ -110,7 +113,9 @@ def hello_of(
         max_context=max_context,
         max_running=max_running,
         spec_tokens=spec_tokens,
-        takes=YOUNG_FIELDS,
+        takes=tuple(name for name in YOUNG_FIELDS if name != "embeds" or takes_embeds),
+        embeds_width=embeds.width if embeds is not None and takes_embeds else 0,
+        embeds_fault=OFF if embeds is None else embeds.fault,
         takes_batches=True,
         local_prefill=local_prefill,
         aggregated=aggregated,

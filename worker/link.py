@@ -22,10 +22,12 @@ from ..cluster.net.router_links import RouterLinks
 from ..cluster.process.watchdog import Watchdog
 from ..cluster.protocol.messages import ControlUp
 from ..kvtransfer.transport import Dropped, KVTransport, Lost, Offer, PollableTransport, PullRequest
-from .commands import Advance, Command, Drop, DropDone, LinkEvent, LinkFailed, Sourced
+from .commands import Advance, Command, Drop, DropDone, LinkEvent, LinkFailed, Sourced, Underway
 from .room_owners import EVERY, FromRouter, RoomOwners, RouterLost, ToRouter
 
 IDLE_WAIT_S = 0.2
+HAND_OVER_S = 0.0005  # longest wait of the computing thread for the link thread
+POLL_S = 0.00002
 INBOX_LIMIT = 4096  # events that the scheduler has not taken yet
 Opening = TypeVar("Opening", Offer, PullRequest)
 
@@ -54,10 +56,14 @@ class LinkWork:
                 self._open(command, self.transport.offer)
             case PullRequest():
                 self._open(command, self.transport.pull)
-            case Advance(room=room, epoch=epoch, tokens_ready=tokens_ready, first_token=first_token):
+            case Underway(room=room, epoch=epoch, start=start, tokens=tokens):
+                self.transport.launched(room, epoch, start, tokens)
+            case Advance():
                 for control in self.controls.values():  # token 1 does not wait for the hand-off
                     control.flush()
-                self.transport.advance(room, epoch, tokens_ready, first_token)
+                self.transport.advance(
+                    command.room, command.epoch, command.tokens_ready, command.first_token, command.ready_at
+                )
             case Drop(room=room, epoch=epoch, reason=reason):
                 self.transport.release(room, epoch, reason)
                 self._deliver(DropDone(room=room, epoch=epoch))
@@ -109,6 +115,8 @@ class WorkerLink:
         self._wake_r, self._wake_w = socket.socketpair()
         self._wake_r.setblocking(False)
         self._wake_w.setblocking(False)
+        self._is_woken = False  # a byte waits in the pipe; the thread takes it and then looks at the commands
+        self._is_serving = False  # the thread performs commands
         self._started: queue.SimpleQueue[BatonError | None] = queue.SimpleQueue()  # the failure, or None
         self._stopping = threading.Event()
         self._polled: list[zmq.Socket[bytes] | int] = []
@@ -148,6 +156,15 @@ class WorkerLink:
             self._commands.put(item)
         self._wake()
 
+    def hand_over(self) -> None:
+        """Wait until the thread has sent what was posted, at most HAND_OVER_S.
+
+        It needs the interpreter's lock, which a caller that goes on with other work gives it in slices.
+        """
+        until = time.monotonic() + HAND_OVER_S
+        while (self._is_woken or self._is_serving) and time.monotonic() < until:
+            time.sleep(POLL_S)
+
     def receive(self, timeout: float) -> list[LinkEvent]:
         """All events that have arrived; waits up to `timeout` seconds for the first one."""
         events: list[LinkEvent] = []
@@ -177,6 +194,13 @@ class WorkerLink:
         self._wake_w.close()
 
     def _wake(self) -> None:
+        """Ends the thread's wait, once for all commands that it has not looked at.
+
+        Each byte is a system call, at which the scheduler may lose the interpreter's lock.
+        """
+        if self._is_woken:
+            return
+        self._is_woken = True
         try:
             self._wake_w.send(b"\0")
         except (BlockingIOError, OSError):
@@ -225,10 +249,13 @@ class WorkerLink:
             self._inbox.qsize() >= INBOX_LIMIT
         )  # then the routers' messages wait in their own bounded queues
         heard = [] if is_behind else [control.socket for control in controls]
-        self._poller_for([*transport.pollables(), *heard]).poll(int(wait * 1000) + (wait > 0))
-        self._drain_wake()
+        poller = self._poller_for([*transport.pollables(), *heard])
+        ready = poller.poll(int(wait * 1000) + (wait > 0))
+        if (self._wake_r.fileno(), zmq.POLLIN) in ready:
+            self._drain_wake()
         self._perform_all(work)
         work.turn(time.monotonic(), is_behind=is_behind)
+        self._is_serving = False
         self.connected = any(control.connected for control in controls)
         self.heartbeat_s = min((control.heartbeat_s for control in controls), default=self.heartbeat_s)
         self.transport_counters = transport.counters
@@ -244,11 +271,9 @@ class WorkerLink:
         return self._poller
 
     def _drain_wake(self) -> None:
-        try:
-            while self._wake_r.recv(4096):
-                pass
-        except BlockingIOError:
-            return
+        """Takes the byte of `_wake`. A command that comes later sends another one."""
+        self._wake_r.recv(4096)
+        self._is_serving, self._is_woken = True, False
 
     def _perform_all(self, work: LinkWork) -> None:
         try:
@@ -268,4 +293,4 @@ def incoming(owners: RoomOwners, event: Sourced) -> list[LinkEvent]:
 
 def outgoing(owners: RoomOwners, item: Command | ControlUp) -> Sequence[Command | ToRouter]:
     """The work of the link thread for an item that the scheduler posted: a command, or addressed messages."""
-    return [item] if isinstance(item, (Offer, PullRequest, Advance, Drop)) else owners.address(item)
+    return [item] if isinstance(item, Command) else owners.address(item)

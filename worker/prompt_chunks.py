@@ -10,6 +10,7 @@ from ..cluster.protocol.messages import PromptLogprobs
 from ..cluster.protocol.prompt_scores import prompt_logprobs
 from ..engine.batch.extend_batch import extend_batch
 from ..engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardOutput
+from ..engine.batch.input_embeds import set_input_embeds
 from ..engine.loader import Engine
 from ..engine.prompt_logprobs import most_scored, scores_of
 from ..engine.request import Request
@@ -56,12 +57,16 @@ def batch_of(engine: Engine, chunks: Sequence[Chunk[R]], *, has_features: bool) 
 
     `has_features`: the forward returns the aux features of every row.
     """
-    return extend_batch(
-        [chunk.span for chunk in chunks],
+    spans = [chunk.span for chunk in chunks]
+    batch = extend_batch(
+        spans,
         page_size=engine.page_size,
         device=engine.pool.device,
         capture=CaptureHidden.FULL if has_features else CaptureHidden.NULL,
     )
+    if any(request.num_embeds for request, _, _ in spans):
+        set_input_embeds(batch, spans, engine.runner.model)
+    return batch
 
 
 def launch_first_tokens(engine: Engine, chunks: Sequence[Chunk[R]], output: ForwardOutput) -> LaunchedSample:

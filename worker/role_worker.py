@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import ClassVar, Generic, TypeVar
 
 import msgspec
+import torch
 
 from ..cluster.process.failpoints import Reach, unarmed
 from ..cluster.protocol.messages import (
@@ -20,15 +21,18 @@ from ..cluster.protocol.messages import (
     Gone,
     GraphCounts,
     Prefill,
+    PromptEmbeds,
     Refused,
     Reserve,
     WorkerStats,
 )
+from ..cluster.protocol.prompt_embeds import cache_salt
 from ..engine.loader import Engine
 from ..engine.request import Request
 from ..engine.sampling.params import SamplingParams
 from .commands import Command, Drop, LinkEvent
 from .link import WorkerLink
+from .prompt_embeds import OFF, EmbedsInbox
 from .refusal import Refusal
 from .room import WorkerRoom
 from .room_table import RoomTable
@@ -61,8 +65,10 @@ class RoleWorker(ABC, Generic[R]):
         instance: str,
         counters: dict[str, float],
         clock: Callable[[], float] = time.monotonic,
+        embeds: EmbedsInbox | None = None,
     ) -> None:
         self.engine = engine
+        self.embeds = embeds or EmbedsInbox(width=0, dtype=torch.float32, fault=OFF)
         self.link = link
         self.queues = queues
         self.instance = instance
@@ -92,12 +98,17 @@ class RoleWorker(ABC, Generic[R]):
         """
         match event:
             case Cancel(room=room, epoch=epoch):
+                self.embeds.drop(room, epoch)
                 self._cancel(room, epoch)
+            case PromptEmbeds(room=room, epoch=epoch):
+                if not self.queues.is_known(room, epoch):
+                    self.embeds.keep(event)
             case _:
                 pass
 
     def drop_rooms(self, rooms: Collection[str], reason: str) -> None:
         """Give up these rooms: their router is gone."""
+        self.embeds.clear()  # rows of rooms without an order, whose router is not known
         for room in self.queues:
             if room.request.room in rooms:
                 self._give_up(room, reason)
@@ -106,7 +117,7 @@ class RoleWorker(ABC, Generic[R]):
         """Fail the rooms whose request is faulty or whose deadline has passed at `now`."""
         for room in self.queues:
             request = room.request
-            if not room.can_expire:
+            if (room.deadline is None and request.guide is None) or not room.can_expire:
                 continue
             if request.fault:
                 self._fail(room, request.fault_kind, request.fault, retryable=request.is_fault_ours)
@@ -170,15 +181,33 @@ class RoleWorker(ABC, Generic[R]):
             self._give_up(old, "a newer attempt began")
         return True
 
-    def _request_of(self, order: Prefill | Reserve, sampling: SamplingParams) -> Request:
-        """The engine's request for an order. A grammar starts to compile here."""
+    def _request_of(
+        self, order: Prefill | Reserve, sampling: SamplingParams, *, needs_embeds: bool = True
+    ) -> Request | Refusal:
+        """The engine's request for an order, or the refusal of its embeddings. A grammar starts to compile
+        here.
+
+        `needs_embeds`: the prompt's embeddings are read here, and were sent.
+        """
+        embeds: torch.Tensor | None = None
+        if order.embeds is not None and sampling.prompt_logprobs >= 0:
+            return Refusal(reason="prompt embeddings have no log probabilities", retry_after_ms=0)
+        if order.embeds is not None and needs_embeds:
+            held = sum(room.request.embeds.nbytes for room in self.queues if room.request.embeds is not None)
+            taken = self.embeds.take(order, held)
+            if isinstance(taken, Refusal):
+                return taken
+            embeds = taken
+            self._counters["embedded_tokens"] += len(taken)
         return Request(
             room=order.room,
             epoch=order.epoch,
             prompt_ids=order.prompt_ids,
             sampling=sampling,
             num_prior_output=order.num_output,
-            salt=order.salt,
+            salt=cache_salt(order.salt, order.embeds),
+            num_embeds=0 if order.embeds is None else order.embeds.count,
+            embeds=embeds,
             eos_ids=self.engine.model_config.eos_token_ids,
             guide=self.engine.grammars.guide(sampling.grammar),
         )
@@ -211,6 +240,7 @@ class RoleWorker(ABC, Generic[R]):
     def _turn_away(self, answer: Refused | Finished) -> None:
         """Answer an order without taking it; its repetition is ignored."""
         self.queues.turned_away(answer.room, answer.epoch)
+        self.embeds.drop(answer.room, answer.epoch)
         self._send(answer)
 
     # --- the ways out ---------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from ..cluster.protocol.messages import (
     Heartbeat,
     Hello,
     Prefill,
+    PromptEmbeds,
     Reserve,
     TokenItem,
     Tokens,
@@ -80,7 +81,7 @@ class RoomOwners:
                 del self._owner[room]
             return RouterLost(router=event.router, reason=event.reason, rooms=rooms)
         message = event.message
-        if not isinstance(message, (Reserve, Prefill, Cancel)):
+        if not isinstance(message, (Reserve, Prefill, PromptEmbeds, Cancel)):
             return message
         if self._owner.setdefault(message.room, event.router) == event.router:
             return message

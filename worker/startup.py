@@ -30,6 +30,7 @@ from ..kvtransfer.transport import Planes, PollableTransport
 from .identity import chosen_of, hello_of, layout_of, planes_of
 from .link import WorkerLink
 from .main_loop import WorkerLoop
+from .prompt_embeds import embeds_inbox
 from .role_worker import RoleWorker
 from .room import WorkerRoom
 from .spans import RoomSpans, SpansOf
@@ -110,6 +111,7 @@ class WorkerStartup(ABC, Generic[C, R]):
         loader = EngineLoader(EngineConfig.of(self.config), has_drafter=self.has_drafter)
         self._engine_times = run_phases(loader.phases())
         self.engine = engine = loader.engine()
+        self.embeds = embeds_inbox(engine, is_on=self.config.prompt_embeds)
         self.layout = layout_of(
             engine.pool,
             model_fingerprint=engine.fingerprint,
@@ -203,6 +205,7 @@ class WorkerStartup(ABC, Generic[C, R]):
             draft_widths=draft_widths,
             transports=self.transports,
             chosen=chosen_of(self.engine.sizes),
+            embeds=self.embeds,
         )
 
     def _open_planes(self, context: zmq.Context[Socket]) -> tuple[RouterLinks, PollableTransport]:

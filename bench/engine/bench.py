@@ -63,13 +63,11 @@ class Cell:
 
 
 class EngineBench:
-    """Measures the cells on one rig, in the order of the report. `has_plain`: prefill and plain steps too."""
+    """Measures the cells on one rig, in the order of the report. Prefill goes with plain steps."""
 
-    def __init__(
-        self, rig: Rig, ceilings: Ceilings, options: argparse.Namespace, *, has_plain: bool = True
-    ) -> None:
+    def __init__(self, rig: Rig, ceilings: Ceilings, options: argparse.Namespace) -> None:
         self.rig = rig
-        self.has_plain = has_plain
+        self.has_plain = rig.settings.has_plain
         self.ceilings = ceilings
         self._options = options
         self.target = PassCounts.of_target(rig.config, rig.settings.dtype.itemsize)
@@ -300,7 +298,7 @@ def settings_of(options: argparse.Namespace) -> RigSettings:
         dtype=resolve_dtype(options.dtype, device),
         spec_steps=options.spec_steps,
         accept_length=options.accept_length,
-        max_batch=max(options.batch, default=1),
+        batches=tuple(sorted(set(options.batch))),
         max_request=options.context + growth,
         max_context=max(options.context + growth, max(options.prefill, default=0)),
         max_prompt=max(options.prefill, default=2),
@@ -332,8 +330,8 @@ def main(argv: Sequence[str]) -> int:
         _progress("making weights, prompts and graphs")
         cells: list[Cell] = []
         for drafts in options.drafts:
-            wanted = dataclasses.replace(settings, drafts=drafts)
-            for cell in EngineBench(Rig(wanted), ceilings, options, has_plain=not cells).cells():
+            wanted = dataclasses.replace(settings, drafts=drafts, has_plain=not cells)
+            for cell in EngineBench(Rig(wanted), ceilings, options).cells():
                 cells.append(cell)
                 _progress(row_of(cell))
             _free_memory(settings.device)

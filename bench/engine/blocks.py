@@ -11,6 +11,7 @@ import torch
 
 from ...engine.kv.layouts import MHALayout
 from ...engine.models.config import ModelConfig
+from ...engine.models.layers import GatedMLP
 from ...engine.speculative.drafters.dflash import DflashDrafter
 from ...engine.speculative.drafters.dflash_config import ARCHITECTURE, DflashConfig, load_dflash_config
 from ...engine.speculative.drafters.dflash_head import DflashHead
@@ -61,6 +62,7 @@ def random_blocks(
             weight.normal_(0, SPREAD, generator=generator)
     for layer in head.layers:  # LEVEL stays what the embedding has
         layer.attention.output.weight[LEVEL] = 0
+        assert isinstance(layer.mlp, GatedMLP), layer.mlp
         layer.mlp.down.weight[LEVEL] = 0
     return head
 

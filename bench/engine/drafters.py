@@ -20,7 +20,7 @@ from ...engine.speculative.drafters.ngram import NgramConfig, NgramDrafter
 from ...engine.speculative.drafters.protocol import Drafter, DraftView, Proposal
 from ...engine.speculative.drafting.shape import DraftShape
 from .blocks import SimulatedBlocks, block_config, block_step, random_blocks
-from .floors import PassCounts, Work, chain_step, mtp_step
+from .floors import PassCounts, Work, chain_step, mtp_step, parallel_step
 from .model import TOKEN, WRONG, random_eagle, random_head
 from .mtp_model import modules_config, random_modules
 from .shapes import eagle_head_config, head_config
@@ -87,6 +87,31 @@ class BenchEagle3:
     def step(self, target: PassCounts, batch: int, steps: int, context: int) -> list[Work]:
         head = PassCounts.of_head(self.config, self.wish.dtype.itemsize)
         return chain_step(target, head, batch, steps, context)
+
+
+class BenchParallel(BenchEagle3):
+    """As BenchEagle3, with all drafts behind the first from one forward over rows of a mask."""
+
+    def __init__(self, wish: DraftWish) -> None:
+        super().__init__(wish)
+        self.config = replace(self.config, mask_token=WRONG)
+
+    def share(self, model: CausalLM) -> Callable[[int], Drafter]:
+        wish = self.wish
+        head = random_head(self.config, wish.accept_length, wish.dtype, wish.device)
+        head.share(model.embed_tokens, model.lm_head, wish.config.max_position_embeddings)
+        return lambda num_pages: CutEagle(
+            head,
+            num_pages=num_pages,
+            page_size=wish.page_size,
+            dtype=wish.dtype,
+            device=wish.device,
+            capacity=wish.capacity,
+        ).accepting(wish.accept_length)
+
+    def step(self, target: PassCounts, batch: int, steps: int, context: int) -> list[Work]:
+        head = PassCounts.of_head(self.config, self.wish.dtype.itemsize)
+        return parallel_step(target, head, batch, steps, context)
 
 
 class BenchEagle:
@@ -195,6 +220,7 @@ class BenchNgram:
 DRAFTERS: Mapping[str, Callable[[DraftWish], BenchDrafter]] = MappingProxyType(
     {
         "eagle3": BenchEagle3,
+        "p-eagle": BenchParallel,
         "eagle": BenchEagle,
         "dflash": BenchDflash,
         "mtp": BenchMtp,

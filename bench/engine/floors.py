@@ -48,8 +48,10 @@ class PassCounts:
     """Sizes of a target or of its head, and the work of each pass over it.
 
     `body`, `vocab` and `fc` count the values of the layers' matrices, of the output projection, and of the
-    head's input projection (0 in a target). `kv` counts the values of K and V per token. `attention` counts
-    operations per pair of a new row and a context row.
+    head's input projection (0 in a target). `end` counts the values that a row meets behind its last
+    attention: a prompt needs them for its last row only. `kv` counts the values of K and V per token.
+    `attention` counts operations per pair of a new row and a context row. `experts` counts the values of all
+    experts, of which a row uses `used_share`.
     """
 
     body: int
@@ -58,18 +60,34 @@ class PassCounts:
     kv: int
     attention: int
     itemsize: int
+    end: int = 0
+    experts: int = 0
+    used_share: float = 0.0
 
     @classmethod
     def of_target(cls, config: ModelConfig, itemsize: int) -> "PassCounts":
         layer = _layer(config.hidden_size, config)
         kv = MHALayout.of(config, num_layers=config.num_layers, page_size=1, dtype=torch.bfloat16)
+        moe, experts, body = config.moe, 0, config.num_layers * layer
+        end = _end_of_layer(config)
+        if moe is not None:
+            sparse = config.num_layers - len(moe.dense_layers)
+            body -= sparse * 3 * config.hidden_size * config.intermediate_size
+            body += sparse * config.hidden_size * moe.num_experts
+            experts = sparse * moe.num_experts * 3 * config.hidden_size * moe.intermediate_size
+            if config.num_layers - 1 not in moe.dense_layers:
+                end -= 3 * config.hidden_size * (config.intermediate_size - moe.top_k * moe.intermediate_size)
+                end += config.hidden_size * moe.num_experts
         return cls(
-            body=config.num_layers * layer,
+            body=body,
             vocab=config.vocab_size * config.hidden_size,
             fc=0,
             kv=kv.elements_per_token,
             attention=config.num_layers * 4 * config.num_heads * config.head_dim,
             itemsize=itemsize,
+            end=end,
+            experts=experts,
+            used_share=0.0 if moe is None else moe.used_share,
         )
 
     @classmethod
@@ -111,12 +129,18 @@ class PassCounts:
             itemsize=itemsize,
         )
 
+    def _read_experts(self, rows: int) -> float:
+        """The values of the experts that `rows` rows use, if each row chooses at random."""
+        return self.experts * (1 - (1 - self.used_share) ** rows)
+
     def step(self, batch: int, rows: int, context: int, *, logit_rows: int, has_fc: bool = False) -> Work:
         """One pass: each of `batch` requests has `context` tokens, `rows` new rows and logits of `logit_rows`
         rows."""
         weights = self.body + (self.fc if has_fc else 0)
+        read = weights + self._read_experts(batch * rows)
+        weights += round(self.experts * self.used_share)
         return Work(
-            num_bytes=self.itemsize * (weights + self.vocab + batch * (context + rows) * self.kv),
+            num_bytes=self.itemsize * (read + self.vocab + batch * (context + rows) * self.kv),
             num_flops=batch
             * (2 * rows * weights + 2 * logit_rows * self.vocab + rows * context * self.attention),
         )
@@ -124,9 +148,11 @@ class PassCounts:
     def prefill(self, tokens: int) -> Work:
         """A causal pass over a whole prompt of `tokens`, with the logits of its last row."""
         pairs = tokens * (tokens + 1) // 2
+        used = self.body + round(self.experts * self.used_share)
         return Work(
-            num_bytes=self.itemsize * (self.body + self.vocab + tokens * self.kv),
-            num_flops=2 * tokens * self.body + 2 * self.vocab + pairs * self.attention,
+            num_bytes=self.itemsize
+            * (self.body + self._read_experts(tokens) + self.vocab + tokens * self.kv),
+            num_flops=2 * tokens * (used - self.end) + 2 * (self.end + self.vocab) + pairs * self.attention,
         )
 
 
@@ -139,6 +165,13 @@ def chain_step(target: PassCounts, head: PassCounts, batch: int, steps: int, con
     verify = target.step(batch, steps + 1, context, logit_rows=steps + 1)
     draft = head.step(batch, 1, context, logit_rows=1)
     return [verify, *[draft] * (steps - 1), head.step(batch, steps + 1, context, logit_rows=1, has_fc=True)]
+
+
+def parallel_step(target: PassCounts, head: PassCounts, batch: int, steps: int, context: int) -> list[Work]:
+    """As `chain_step`, with one pass of the head for all drafts after the first."""
+    verify, *_, extend = chain_step(target, head, batch, steps, context)
+    count = steps - 1
+    return [verify, *([head.step(batch, count, context, logit_rows=count)] if count else []), extend]
 
 
 def mtp_step(
@@ -159,9 +192,13 @@ def mtp_step(
 
 
 def _layer(input_size: int, config: ModelConfig | HeadConfig) -> int:
-    heads, inner = config.num_heads * config.head_dim, config.intermediate_size
-    qkv = input_size * (heads + 2 * config.num_kv_heads * config.head_dim)
-    return qkv + heads * config.hidden_size + 3 * config.hidden_size * inner
+    qkv = input_size * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    return qkv + _end_of_layer(config)
+
+
+def _end_of_layer(config: ModelConfig | HeadConfig) -> int:
+    """The matrices behind the attention of a layer."""
+    return config.hidden_size * (config.num_heads * config.head_dim + 3 * config.intermediate_size)
 
 
 def measure_ceilings(dtype: torch.dtype, device: torch.device) -> Ceilings:

@@ -44,9 +44,13 @@ def random_target(
     generator = torch.Generator(device).manual_seed(seed)
     for name, weight in model.tensors():
         fill_random(name, weight, generator)
-        if re.search(r"\.(o_proj|down_proj)\.", name):  # these write to the residual stream
+        if re.search(r"\.(o_proj|down_proj|w2)\.", name):  # these write to the residual stream
             weight[LEVEL] = 0
+        if re.search(r"\.(mlp|block_sparse_moe)\.gate\.", name):
+            weight[:, LEVEL] = 0  # rows choose experts by what they attended to, not all alike
     model.embed_tokens[:, LEVEL] = AMPLITUDE / 2
+    if config.moe is not None:
+        model.embed_tokens[TOKEN] = 0
     model.embed_tokens[TOKEN, LEVEL] = AMPLITUDE
     if not config.tie_word_embeddings:
         model.lm_head[:, LEVEL] = 0

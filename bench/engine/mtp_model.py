@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ...engine.models.config import ModelConfig
+from ...engine.models.layers import GatedMLP
 from ...engine.speculative.drafters.mtp_config import DIALECTS, MtpConfig
 from ...engine.speculative.drafters.mtp_head import MtpHead, MtpModule
 from ...engine.speculative.drafters.spec_config import AuxSpec, DraftDims
@@ -58,7 +59,7 @@ def random_modules(
         module.fc.weight[columns] = 0
         module.fc.weight[LEVEL, width + LEVEL] = GAIN
         module.layer.attention.output.weight[columns] = 0
-        module.layer.mlp.down.weight[columns] = 0
+        _mlp_of(module).down.weight[columns] = 0
         if is_shared:
             _count_passes(module, width)
             module.lm_head = torch.empty(config.layer.vocab_size, width, dtype=dtype, device=device)
@@ -71,12 +72,18 @@ def random_modules(
     return head
 
 
+def _mlp_of(module: MtpModule) -> GatedMLP:
+    mlp = module.layer.mlp
+    assert isinstance(mlp, GatedMLP), mlp
+    return mlp
+
+
 def _count_passes(module: MtpModule, width: int) -> None:
     """One neuron of the MLP reads LEVEL, about the root of the width behind a norm, and adds to COUNT."""
     normed = width**0.5
-    gate, up = module.layer.mlp.gate_up.weight.chunk(2)
+    gate, up = _mlp_of(module).gate_up.weight.chunk(2)
     gate[0], up[0] = 0, 0
     gate[0, LEVEL], up[0, LEVEL] = 4.0 / normed, 1.0 / normed
     fired = float(torch.nn.functional.silu(torch.tensor(4.0)))
-    module.layer.mlp.down.weight[COUNT, 0] = SHARE * GAIN * normed / fired
+    _mlp_of(module).down.weight[COUNT, 0] = SHARE * GAIN * normed / fired
     module.fc.weight[COUNT, width + COUNT] = GAIN

@@ -46,8 +46,9 @@ class RigSettings:
     """Sizes of the rig, in requests and tokens.
 
     The pools hold `max_batch` requests of up to `max_request` tokens each, and one prompt of up to
-    `max_prompt` tokens. Graphs cover up to `max_context` tokens of context. `is_invariant`: the target's
-    operations are batch-invariant. `drafts`: the drafter, a name in `drafters.DRAFTERS`.
+    `max_prompt` tokens. Graphs cover up to `max_context` tokens of context, and the batch sizes `batches`;
+    for adaptive steps all sizes. `is_invariant`: the target's operations are batch-invariant. `drafts`: the
+    drafter, a name in `drafters.DRAFTERS`. `has_plain`: steps without drafts are measured, too.
     """
 
     shape: str
@@ -57,7 +58,7 @@ class RigSettings:
     dtype: torch.dtype
     spec_steps: int
     accept_length: int
-    max_batch: int
+    batches: tuple[int, ...]
     max_request: int
     max_context: int
     max_prompt: int
@@ -66,6 +67,11 @@ class RigSettings:
     is_adaptive: bool = False  # whether steps may draft fewer tokens than the chain
     is_invariant: bool = False
     drafts: str = "eagle3"
+    has_plain: bool = True
+
+    @property
+    def max_batch(self) -> int:
+        return max(self.batches, default=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,10 +302,12 @@ class Rig:
         settings, began = self.settings, time.perf_counter()
         graphs = GraphSet(backend_for(settings.device), self._lifecycle)
         graphs.capture_prefill(self.runner, min(settings.chunk_size, settings.max_prompt))
-        graphs.capture_steps(self._steps[False])
+        sizes = None if settings.is_adaptive else settings.batches
+        if settings.has_plain:
+            graphs.capture_steps(self._steps[False], sizes=sizes)
         # Adaptive steps include plain ones with a drafter, which one pool would take for the others.
         drafting = GraphSet(graphs.pool.backend, self._lifecycle) if settings.is_adaptive else graphs
-        drafting.capture_steps(self._steps[True])
+        drafting.capture_steps(self._steps[True], sizes=sizes)
         if settings.is_adaptive:
             self._costs = drafting.measure_steps(self._steps[True])
         logger.info("captured all graphs in %.1f s", time.perf_counter() - began)

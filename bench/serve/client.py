@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
 from ...cluster.errors import BatonError, ConfigError
 from ...cluster.net.endpoints import bracketed
 
@@ -143,7 +145,7 @@ class LoadClient:
         """
         call = TimedCall(due=due, sent=self._clock())
         try:
-            await asyncio.wait_for(self._stream(call, path, json.dumps(body).encode()), self._timeout_s)
+            await asyncio.wait_for(self._stream(call, path, msgspec.json.encode(body)), self._timeout_s)
         except asyncio.TimeoutError:
             call.error = call.error or f"no end within {self._timeout_s:g} s"
         except (OSError, EOFError, Unexpected) as error:

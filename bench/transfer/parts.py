@@ -27,10 +27,17 @@ class Where(Struct, frozen=True):
     tcp_port: int
 
 
+ROOMS_IN_A_ROW = 4  # of the rate without the beginning and the end of a hand-off
+
+
 class Done(Struct, frozen=True):
-    """The answer to an order, with the sending process's CPU time in seconds."""
+    """The answer to an order, with the sending process's CPU time in seconds.
+
+    `ready_at`: monotonic time at which an offered room had all its tokens; 0.0 for other orders.
+    """
 
     cpu_s: float
+    ready_at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -41,12 +48,14 @@ class Way:
     link: str
     guard: str
     window: int
+    num_rooms: int = 1  # rooms at a time
 
     @property
     def name(self) -> str:
         """The name in the report."""
         transport = f"zmq {self.link}" if self.transport == ZMQ_BLOCKS else self.transport
-        return f"{transport}, {self.guard}, window {self.window}"
+        rooms = f", {self.num_rooms} rooms" if self.num_rooms > 1 else ""
+        return f"{transport}, {self.guard}, window {self.window}{rooms}"
 
     @property
     def is_keyed(self) -> bool:
@@ -98,7 +107,9 @@ def ways(windows: list[int], *, is_on_gpus: bool) -> list[Way]:
     if has_nixl():
         made += [Way(NIXL, "tcp", CRC32C, window) for window in windows]
     made += [Way(SHM, "ipc", guard, window) for guard in ("plain", CRC32C) for window in windows]
-    return made + [Way(CUDA_SLAB, "ipc", DEVICE_GUARD, window) for window in windows if is_on_gpus]
+    for window in windows if is_on_gpus else []:
+        made += [Way(CUDA_SLAB, "ipc", DEVICE_GUARD, window, num_rooms) for num_rooms in (1, ROOMS_IN_A_ROW)]
+    return made
 
 
 def layout(block_bytes: int) -> Layout:

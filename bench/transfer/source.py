@@ -3,7 +3,7 @@
 a `Setup`                                       first; answered with the endpoints
 {"raw": "tcp" | "unix"}                         sends all bytes over that socket; the first such order accepts
                                                 the connection
-{"offer": source, "room": id}                   serves one room to its end
+{"offer": source, "rooms": [id, ...]}           serves rooms to their end; they are ready after all Attaches
 """
 
 import json
@@ -11,6 +11,7 @@ import secrets
 import socket
 import sys
 import time
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -21,6 +22,9 @@ from ...kvtransfer.memory.malloc_tuning import keep_blocks
 from ...kvtransfer.transport import Dropped, Offer, Released
 from ...kvtransfer.transports.zmq_blocks import ZmqBlocksSender
 from .parts import PAGE_TOKENS, Done, SourceSetup, Where, layout, memory, no_digest, ways
+
+FORWARD_CYCLES = 6_000_000  # some 3 ms
+SLABS_BYTES = 8 << 30  # limit of the slabs of all ways of one transport
 
 
 class Source:
@@ -45,6 +49,7 @@ class Source:
                 keyring=load_keyring(keys, "prefill") if way.is_keyed else None,
                 ciphers=way.ciphers,
                 transports=way.transports,
+                device_slab_bytes=SLABS_BYTES,
             )
             if way.guard == "plain":
                 sender.use_crc(no_digest)
@@ -69,13 +74,42 @@ class Source:
         for page in range(self._num_pages):
             self._raw[kind].sendall(pages[page].data)
 
-    def offer(self, source: str, room: str) -> None:
-        """Offers one room with all blocks. Returns when the room has ended."""
+    def offer(self, source: str, rooms: Sequence[str]) -> float:
+        """Offers rooms with all blocks, as a worker does behind a forward: decode attaches before its end.
+
+        Returns the monotonic time at which the blocks were ready, when all rooms have ended.
+        """
         sender, num_tokens = self._senders[source], self._num_pages * PAGE_TOKENS
-        sender.offer(Offer(room=room, epoch=0, num_tokens=num_tokens, pages=tuple(range(self._num_pages))))
-        sender.advance(room, 0, num_tokens, first_token=1)
-        while not any(isinstance(event, Released | Dropped) for event in sender.poll(0.5)):
-            pass
+        pages = tuple(range(self._num_pages))
+        for room in rooms:
+            sender.offer(Offer(room=room, epoch=0, num_tokens=num_tokens, pages=pages))
+        while not all(sender.session.is_attached(room, 0) for room in rooms):
+            sender.poll(0.001)
+        has_ended = self._forward()
+        if self._planes.kv.is_cuda:
+            for room in rooms:
+                sender.launched(room, 0, 0, num_tokens)
+        while not has_ended():
+            sender.poll(0.0)
+        ready_at = time.monotonic()
+        for room in rooms:
+            sender.advance(room, 0, num_tokens, first_token=1)
+        num_left = len(rooms)
+        while num_left:
+            num_left -= sum(isinstance(event, Released | Dropped) for event in sender.poll(0.5))
+        return ready_at
+
+    def _forward(self) -> Callable[[], bool]:
+        """Keeps the device busy, in the place of a forward over all pages. Returns whether that has ended."""
+        order = self._planes.order
+        if not self._planes.kv.is_cuda or order is None:
+            return lambda: True
+        with torch.cuda.device(self._planes.kv.device):
+            torch.cuda._sleep(FORWARD_CYCLES)  # type: ignore[no-untyped-call]
+            order.stamp(range(self._num_pages))
+            ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ended.record()
+        return ended.query
 
     def close(self) -> None:
         """Closes the links."""
@@ -93,12 +127,12 @@ def main() -> int:
     _answer(source.where())
     for line in sys.stdin:
         order = json.loads(line)
-        before = time.process_time()
+        before, ready_at = time.process_time(), 0.0
         if "raw" in order:
             source.send_raw(order["raw"])
         else:
-            source.offer(order["offer"], order["room"])
-        _answer(Done(time.process_time() - before))
+            ready_at = source.offer(order["offer"], order["rooms"])
+        _answer(Done(time.process_time() - before, ready_at))
     source.close()
     return 0
 

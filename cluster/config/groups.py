@@ -37,7 +37,7 @@ SLAB_SETTING = Setting(
 )
 AUTO_CHUNK = -1  # 0 is taken: it asks for whole prompts
 DEVICE_SLAB_SETTING = Setting(
-    help="GPU memory for KV blocks to decode workers of this host, 256 MiB for each; auto: by the card",
+    help="GPU memory for KV blocks to decode workers of this host, 512 MiB for each; auto: by the card",
     unit="MiB",
     minimum=1,
     maximum=2**20,
@@ -99,6 +99,13 @@ class ModelSettings(RoleConfig):
         )
     )
     served_model: str = setting("", Setting(help="name that clients use; empty: the last part of --model"))
+    prompt_embeds: bool = setting(
+        False,
+        Setting(
+            help="take prompts as embeddings (`prompt_embeds` of /v1/completions); "
+            "the router and all workers need it"
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,17 @@ class HttpSettings(RoleConfig):
         ),
     )
     max_body_mb: int = setting(4, Setting(help="largest request body", unit="MiB", minimum=1, maximum=1024))
+    prompt_embeds_mb: int = setting(
+        0,
+        Setting(
+            help="most prompt embeddings of a request, times its choices; auto: 4 bytes for each element of "
+            "a whole context",
+            unit="MiB",
+            minimum=1,
+            maximum=1024,
+            auto=0,
+        ),
+    )
     chat_max_tokens: int = setting(
         1024,
         Setting(

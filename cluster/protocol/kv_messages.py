@@ -105,7 +105,8 @@ class Announce(Message, frozen=True, kw_only=True):
     """Prompt tokens [0, tokens_ready) have KV (and features); with `final` the prompt is complete and token 1
     is known.
 
-    `key` opens the sealed blocks of this transfer only. It is empty when blocks are not sealed.
+    `key` opens the sealed blocks of this transfer only. It is empty when blocks are not sealed. `ready_at` is
+    the monotonic time at which prefill knew that the tokens are computed; it goes to peers of the same host.
     """
 
     room: Id
@@ -115,6 +116,7 @@ class Announce(Message, frozen=True, kw_only=True):
     final: bool = False
     first_token: TokenId = 0  # meaningful with final
     key: KeyBytes = b""
+    ready_at: float = 0.0
 
     def __repr__(self) -> str:
         """Omits the key, which must not be logged."""

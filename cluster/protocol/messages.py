@@ -64,7 +64,19 @@ class Sampling(Struct, frozen=True, kw_only=True):
 # Fields of orders that workers of this protocol version may not know yet, and that change the answer or
 # separate tenants' caches. A worker lists those that it obeys in its Hello, and is never sent others.
 YOUNG_SAMPLING_FIELDS = ("min_new_tokens", "prompt_logprobs", "grammar")
-YOUNG_FIELDS = (*YOUNG_SAMPLING_FIELDS, "salt")
+YOUNG_FIELDS = (*YOUNG_SAMPLING_FIELDS, "salt", "embeds")
+
+
+class PromptRows(Struct, frozen=True, kw_only=True):
+    """The first `count` tokens of a prompt are embeddings, which `PromptEmbeds` messages bring before the
+    order.
+
+    Their ids in the order are 0. `digest` (SHA-256) stands for all of them: prefixes are shared only under an
+    equal one.
+    """
+
+    count: Annotated[int, Meta(ge=1, le=1 << 20)]
+    digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
 class TokenLogprob(Struct, frozen=True, kw_only=True):
@@ -87,7 +99,7 @@ class PrefillTimeline(Struct, frozen=True, kw_only=True):
 class DecodeTimeline(Struct, frozen=True, kw_only=True):
     """Decode's figures for a room: times in milliseconds, bytes on the wire, and draft counts."""
 
-    handoff_ms: float = 0.0  # first announcement to last block landed
+    handoff_ms: float = 0.0  # last blocks ready on prefill to last block landed
     handoff_bytes: Count = 0
     handoff_blocks: Count = 0
     handoff_shm_blocks: Count = 0  # blocks of these that were read from shared memory
@@ -219,6 +231,8 @@ class Hello(Message, frozen=True, kw_only=True):
     card: Text = ""  # the GPU of `device`: its id in CUDA_VISIBLE_DEVICES and its name; for display only
     transport: Text = ""
     takes: tuple[Text, ...] = ()  # the YOUNG_FIELDS that it obeys
+    embeds_width: Small = 0  # elements of a prompt embedding; 0: it takes none
+    embeds_fault: Text = ""  # why it takes no prompt embeddings
     takes_batches: bool = False  # accepts frames of several messages
     local_prefill: bool = False  # a decode worker that accepts a Reserve without a prefill worker
     aggregated: bool = False  # it also prefers such orders where they are cheaper, at any length
@@ -393,6 +407,7 @@ class Reserve(Message, frozen=True, kw_only=True):
     sampling: Sampling
     deadline_ms: Count  # remaining; 0: none
     salt: Text = ""  # prefixes are shared only under an equal salt
+    embeds: PromptRows | None = None  # the beginning of the prompt has no ids
     traceparent: TraceParent = ""  # W3C trace context of the router's span, if the request is traced
     tracestate: TraceState = ""  # W3C trace state, as the client sent it
     prefill_endpoint: Text = ""
@@ -410,9 +425,26 @@ class Prefill(Message, frozen=True, kw_only=True):
     num_output: Count = 0  # of these, the last ones are output of earlier attempts
     sampling: Sampling
     deadline_ms: Count
-    salt: Text = ""  # this and the next two as in Reserve
+    salt: Text = ""  # this and the next three as in Reserve
+    embeds: PromptRows | None = None
     traceparent: TraceParent = ""
     tracestate: TraceState = ""
+
+
+class PromptEmbeds(Message, frozen=True, kw_only=True):
+    """To either: rows `start`, `start` + 1, ... of a prompt's embeddings, in order, before the order itself.
+
+    `data`: whole rows of `width` elements each, little-endian. A worker that lacks rows of an order refuses
+    the order for now. Only workers with "embeds" among the fields that they take get it.
+    """
+
+    room: Id
+    epoch: Count
+    instance: Id
+    start: Count
+    width: Annotated[int, Meta(ge=1, le=1 << 16)]
+    dtype: Annotated[str, Meta(pattern="^(F32|F16|BF16)$")]
+    data: Annotated[bytes, Meta(min_length=2, max_length=1 << 20)]
 
 
 class Cancel(Message, frozen=True, kw_only=True):
@@ -441,4 +473,4 @@ class SwapDraft(Message, frozen=True, kw_only=True):
     path: Text = ""
 
 
-ControlDown = Welcome | Rejected | Reserve | Prefill | Cancel | SwapDraft
+ControlDown = Welcome | Rejected | Reserve | Prefill | PromptEmbeds | Cancel | SwapDraft

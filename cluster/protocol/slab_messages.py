@@ -2,9 +2,9 @@
 
 With "shm" the slab is shared memory of the host, whose descriptor crosses a unix socket. With "cuda_slab" it
 is memory of prefill's device, whose handle is in the SlabGrant; the same unix socket then crosses only the
-token. Its two ends are open as long as the slab is used. With "nixl" the slab is memory of prefill's host,
-which decode reads through an agent of NIXL: no socket is used, and the SlabGrant carries what that agent must
-know.
+token, and later frames of the KV plane if both ends read them (`has_wire`). Its two ends are open as long as
+the slab is used. With "nixl" the slab is memory of prefill's host, which decode reads through an agent of
+NIXL: no socket is used, and the SlabGrant carries what that agent must know.
 """
 
 from typing import Annotated
@@ -30,8 +30,10 @@ class SlabRequest(Message, frozen=True, kw_only=True):
     address: Id
     token: Id  # sent with the slab's descriptor to identify this hand-over
     num_slots: NumSlots  # number of slots that decode asks for: its pulls in flight, and some more
+    early_slots: Small = 0  # those of them for runs that prefill sends before decode has pulled them
     slot_bytes: SlotBytes  # "shm": the block size of the common layout; "cuda_slab": a multiple of it
     transport: ShortText = "shm"
+    has_wire: bool = False  # decode reads frames from the connection of the hand-over
 
 
 class SlabGrant(Message, frozen=True, kw_only=True):
@@ -48,6 +50,7 @@ class SlabGrant(Message, frozen=True, kw_only=True):
     num_slots: NumSlots
     slot_bytes: SlotBytes
     handle: KeyBytes = b""
+    has_wire: bool = False  # so does prefill
     agent: ShortText = ""
     metadata: AgentBytes = b""
     base: Address = 0

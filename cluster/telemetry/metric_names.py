@@ -58,7 +58,7 @@ PREFILL_QUEUE = _histogram(
     "prefill_queue_seconds", "Prompt at its prefill worker to its first forward.", WAIT_BUCKETS
 )
 PREFILL = _histogram("prefill_seconds", "First forward of a prompt to its first token.", TTFT_BUCKETS)
-HANDOFF_SECONDS = _histogram("handoff_seconds", "First announcement to last block landed.", HANDOFF_BUCKETS)
+HANDOFF_SECONDS = _histogram("handoff_seconds", "Last blocks ready to all landed.", HANDOFF_BUCKETS)
 HANDOFF_RATE = _histogram("handoff_bytes_per_second", "Bytes of a hand-off by its time.", RATE_BUCKETS)
 QUEUED = _gauge("queued_requests", "Waiting for a free worker.")
 RUNNING = _gauge("running_requests", "At the workers.")

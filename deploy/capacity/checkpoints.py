@@ -16,6 +16,7 @@ from typing import Any
 
 from ...cluster.errors import ConfigError
 from ...engine.hub import NGRAM
+from ...engine.speculative.drafters.mtp_names import COUNT_KEYS, UNCOUNTED, is_mtp
 
 INDEX = "model.safetensors.index.json"
 HEADER_LIMIT = 100 << 20  # bytes; the limit of the safetensors format
@@ -24,8 +25,8 @@ EAGLE_NAMES = (["LlamaForCausalLMEagle"], ["EagleLlamaForCausalLM"], ["Qwen2ForC
 EAGLE_FAMILIES = (["LlamaForCausalLM"], ["Qwen2ForCausalLM"])  # EAGLE, unless the config is an EAGLE3 head's
 BLOCK_DRAFTERS = (["DFlashDraftModel"],)
 CAPTURED_LAYERS = 3  # the number for a head whose config names none
-MODULE_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 MODULE_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_layers.")  # beside the layers behind the target's last
+EXPERT_COUNTS = ("num_experts", "num_local_experts")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -117,20 +118,64 @@ def head_kv_bytes(draft: Path, target: KVShape, steps: int) -> int:
 
 def num_modules(head: Mapping[str, Any]) -> int:
     """The number of MTP modules beside the layers of a checkpoint; 0 for other heads."""
-    if head.get("draft_vocab_size") or "eagle" in str(head.get("architectures")).lower():
-        return 0
-    return int(next((head[key] for key in MODULE_COUNTS if head.get(key)), 0))
+    return int(next((head[key] for key in COUNT_KEYS if head.get(key)), UNCOUNTED)) if is_mtp(head) else 0
+
+
+def observes_late(head: Mapping[str, Any]) -> bool:
+    """Whether the drafter of a checkpoint may see rows of steps without drafts later: EAGLE heads of any kind
+    do, MTP modules and block drafters do not.
+    """
+    return not num_modules(head) and not _is_block_drafter(head)
+
+
+def _is_block_drafter(head: Mapping[str, Any]) -> bool:
+    return bool(head.get("dflash_config")) or head.get("architectures") in BLOCK_DRAFTERS
 
 
 def count_weights(directory: Path) -> int:
     """The elements of a model's tensors in the shards of its checkpoint, without those of MTP modules;
-    without shards, of a dense decoder with its config.
+    without shards, of a decoder with its config.
 
     Raises ConfigError for an unusable config.
     """
     is_module = _is_module_of(directory)
     counted = sum(count for name, count in _elements(directory).items() if not is_module(name))
     return counted or _dense_weights(directory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSizes:
+    """The experts of a model: their number, the number that a token uses, and an expert's MLP size."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+
+
+def experts_of(config: Mapping[str, Any], directory: Path) -> ExpertSizes | None:
+    """The experts that a config names; None for a dense model. Raises ConfigError for an unusable config."""
+    key = next((key for key in EXPERT_COUNTS if config.get(key)), None)
+    if key is None:
+        return None
+    size = "moe_intermediate_size" if config.get("moe_intermediate_size") else "intermediate_size"
+    return ExpertSizes(
+        num_experts=_count(config, key, directory),
+        top_k=_count(config, "num_experts_per_tok", directory),
+        intermediate_size=_count(config, size, directory),
+    )
+
+
+def count_used_weights(directory: Path) -> int:
+    """As `count_weights`, but of the experts only as many as one token uses."""
+    config = read_config(directory)
+    experts, elements = experts_of(config, directory), _elements(directory)
+    if experts is None:
+        return count_weights(directory)
+    if not elements:
+        return _dense_weights(directory, experts.top_k)
+    is_module = _is_module_of(directory)
+    of_experts = sum(n for name, n in elements.items() if ".experts." in name and not is_module(name))
+    return count_weights(directory) - of_experts + of_experts * experts.top_k // experts.num_experts
 
 
 def count_head_weights(draft: Path) -> int:
@@ -172,14 +217,19 @@ def _elements(directory: Path) -> dict[str, int]:
         return {}
 
 
-def _dense_weights(directory: Path) -> int:
-    """The elements of a Llama-like decoder, without biases."""
+def _dense_weights(directory: Path, num_experts: int | None = None) -> int:
+    """The elements of a Llama-like decoder, without biases; `num_experts` of its experts, by default all."""
     config = read_config(directory)
     hidden, heads = (_count(config, key, directory) for key in ("hidden_size", "num_attention_heads"))
     head_dim = _count(config, "head_dim", directory, hidden // heads)
     kv_heads = _count(config, "num_key_value_heads", directory, heads)
     attention = 2 * hidden * head_dim * (heads + kv_heads)
-    mlp = 3 * hidden * _count(config, "intermediate_size", directory)
+    experts = experts_of(config, directory)
+    if experts is None:
+        mlp = 3 * hidden * _count(config, "intermediate_size", directory)
+    else:
+        counted = experts.num_experts if num_experts is None else num_experts
+        mlp = hidden * (3 * counted * experts.intermediate_size + experts.num_experts)
     vocabulary = hidden * _count(config, "vocab_size", directory)
     layers = _count(config, "num_hidden_layers", directory)
     return (
@@ -195,8 +245,8 @@ def feature_layers(head: Mapping[str, Any]) -> list[int]:
     Without any in its config, as many zeros as it reads by default: one for each layer of a DFLASH drafter,
     one for MTP modules and heads that read the last hidden alone, CAPTURED_LAYERS for other heads.
     """
-    blocks = head.get("dflash_config") or {}
-    if blocks or head.get("architectures") in BLOCK_DRAFTERS:
+    if _is_block_drafter(head):
+        blocks = head.get("dflash_config") or {}
         ids = blocks.get("target_layer_ids") or head.get("target_layer_ids")
         return list(ids) if ids else [0] * int(head.get("num_hidden_layers") or 1)
     settings = head.get("eagle_config") or {}

@@ -11,6 +11,7 @@ from ...cluster.config.roles import DecodeConfig, PrefillConfig
 from ...cluster.errors import ConfigError
 from ...engine.auto_sizes import (
     CONTEXT_BYTES,
+    LATE_ROWS,
     MIB,
     Card,
     EngineRole,
@@ -25,10 +26,13 @@ from ...engine.kv.budget import PageBudget
 from .checkpoints import (
     KVShape,
     count_head_weights,
+    count_used_weights,
     count_weights,
+    experts_of,
     feature_layers,
     head_dir,
     head_kv_bytes,
+    observes_late,
     read_config,
     shape_of,
 )
@@ -150,8 +154,10 @@ def worker_need(
             per_token=PageBudget(kv_bytes=shape.kv_bytes),
         )
     nodes = config.spec_tokens or 1 + config.spec_steps * config.spec_topk
-    per_token = PageBudget(kv_bytes=shape.kv_bytes)
+    per_token, late_rows = PageBudget(kv_bytes=shape.kv_bytes), 0
     if draft is not None:
+        if config.spec_adaptive != "off" and observes_late(read_config(draft)):
+            late_rows = LATE_ROWS
         draft_bytes = head_kv_bytes(draft, shape, config.spec_steps)
         per_token = replace(per_token, draft_bytes=draft_bytes, has_staging=True)
     return WorkerNeed(
@@ -164,6 +170,7 @@ def worker_need(
             num_nodes=nodes,
             num_shapes=1 + config.spec_steps,
             spare_slots=nodes,
+            late_rows=late_rows,
         ),
         per_token=per_token,
     )
@@ -174,9 +181,13 @@ def _model_sizes(model: Path, draft: Path | None, dtype: str) -> ModelSizes:
     try:
         vocabulary = int(config["vocab_size"]) * shape.hidden_size
         elements, of_head = count_weights(model), 0 if draft is None else count_head_weights(draft)
+        used, experts = count_used_weights(model), experts_of(config, model)
+        width = int(config["intermediate_size"])
+        if experts is not None:
+            width = max(width, -(-experts.top_k * (experts.intermediate_size + shape.hidden_size) // 3))
         return ModelSizes(
             hidden_size=shape.hidden_size,
-            intermediate_size=int(config["intermediate_size"]),
+            intermediate_size=width,
             num_heads=int(config["num_attention_heads"]),
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
@@ -184,7 +195,7 @@ def _model_sizes(model: Path, draft: Path | None, dtype: str) -> ModelSizes:
             max_context=int(config.get("max_position_embeddings") or 2048),
             dtype_bytes=shape.dtype_bytes,
             num_layers=shape.num_layers,
-            num_weights=elements if config.get("tie_word_embeddings") else elements - vocabulary,
+            num_weights=used if config.get("tie_word_embeddings") else used - vocabulary,
             weight_bytes=(elements + of_head) * shape.dtype_bytes,
         )
     except (KeyError, TypeError, ValueError) as error:

@@ -99,7 +99,14 @@ class PagedAttention(ABC):
 
     def _reads(self, metadata: AttentionMetadata) -> Read:
         metadata.check(metadata.batch.num_tokens)
-        return self._bind_rows(metadata) if metadata.num_rows else _nothing
+        read = self._bind_rows(metadata) if metadata.num_rows else _nothing
+        if metadata.unread < 0 or not metadata.num_rows:
+            return read
+        return partial(_but_unread, metadata.unread, read, self._bind_unread(metadata))
+
+    def _bind_unread(self, metadata: AttentionMetadata) -> Read:
+        """As `_bind_rows`, for the layer that is not read: what is due behind the stored keys and values."""
+        return _nothing
 
     def _store_and_read(
         self,
@@ -124,5 +131,11 @@ def _checked(metadata: AttentionMetadata, read: Read, layer: int, q: torch.Tenso
     read(layer, q, out)
 
 
+def _but_unread(
+    unread: int, read: Read, instead: Read, layer: int, q: torch.Tensor, out: torch.Tensor
+) -> None:
+    (instead if layer == unread else read)(layer, q, out)
+
+
 def _nothing(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-    """What a batch without rows reads."""
+    """What a batch without rows, or a layer without readers, reads."""

@@ -30,7 +30,8 @@ class AttentionMetadata:
     `context_slots` `[B, S]` int64: the slot of each context row, 0 (the sink, which reads as zeros) beyond a
     request's length; S is 0 unless the backend gathers the context. `uniform_rows`: Q if every request has Q
     rows and no row is padding, else 0. `kv_starts` `[B+1]`, int64 on the device: the first row of each
-    request in the backend's context buffers; None if the context is read from its pages.
+    request in the backend's context buffers; None if the context is read from its pages. `unread`: the layer
+    that only stores its keys and values, because nothing reads what its rows attend to; -1: none.
     """
 
     batch: ForwardBatch
@@ -42,6 +43,7 @@ class AttentionMetadata:
     q_starts: torch.Tensor
     context_slots: torch.Tensor
     kv_starts: torch.Tensor | None = None
+    unread: int = -1
 
     def check(self, num_rows: int) -> None:
         """Raises LifecycleError unless the batch is still the planned one and has `num_rows` rows."""

@@ -3,8 +3,10 @@
 from types import MappingProxyType
 
 from ..kv.pool import KVPool
+from ..kv.sparse_layout import SparseLayout
 from .backend import PagedAttention
 from .invariant_attention import InvariantAttention
+from .sparse_attention import SparseAttention
 from .torch_attention import TorchAttention
 from .triton_attention import TritonAttention
 
@@ -17,12 +19,17 @@ BACKENDS = MappingProxyType[str, type[PagedAttention]](
 def attention_for(
     pool: KVPool, name: str = "", *, scale: float | None = None, max_context: int = 0
 ) -> PagedAttention:
-    """The backend `name` over `pool`, by default the one for the pool's device.
+    """The backend `name` over `pool`, by default the one for the pool's layout and device.
 
     `scale` and `max_context` as in `PagedAttention`.
 
-    Raises ValueError for an unknown name, listing the known ones.
+    Raises ValueError for an unknown name, listing the known ones, and for any name if the pool has side
+    caches, which one backend alone writes.
     """
+    if isinstance(pool.layout, SparseLayout):
+        if name:
+            raise ValueError(f"attention backend {name!r} writes no side caches; this pool has them")
+        return SparseAttention(pool, scale, max_context=max_context)
     name = name or ("triton" if pool.device.type == "cuda" else "torch")
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r}: use one of {', '.join(BACKENDS)}")

@@ -48,12 +48,15 @@ class Trial:
 
 
 class SelfTest:
-    """Compares all prefill graphs of an engine with its eager path."""
+    """Compares all prefill graphs of an engine with its eager path; if `is_brief`, one of each kind."""
 
-    def __init__(self, runner: ModelRunner, drafter: Drafter | None, max_context: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, drafter: Drafter | None, max_context: int, *, is_brief: bool = False
+    ) -> None:
         self.runner = runner
         self.drafter = drafter
         self.max_context = max_context
+        self.is_brief = is_brief
         self.num_compared = 0
         self._random = torch.Generator().manual_seed(SEED)
 
@@ -81,11 +84,11 @@ class SelfTest:
             families: list[GraphFamily[Any, Any]] = [graphs.tokens.family]
             families += [] if graphs.whole is None else [graphs.whole.family]
             for family in families:
-                for bucket, size in edges(family):
+                for bucket, size in edges(family, is_brief=self.is_brief):
                     yield self._prefill_trial(family, bucket, size)
         draft = None if self.drafter is None else self.drafter.prefill_family
         if self.drafter is not None and draft is not None:
-            for bucket, size in edges(draft):
+            for bucket, size in edges(draft, is_brief=self.is_brief):
                 yield self._draft_prefill_trial(self.drafter, draft, bucket, size)
 
     def _difference(self, trial: Trial) -> str:
@@ -162,13 +165,18 @@ class SelfTest:
         return normal.to(device=self.runner.pool.device, dtype=self.runner.pool.dtype)
 
 
-def edges(family: GraphFamily[Any, Any]) -> list[tuple[int, int]]:
-    """(bucket, size) of each captured bucket at its largest and its smallest size."""
+def edges(family: GraphFamily[Any, Any], *, is_brief: bool = False) -> list[tuple[int, int]]:
+    """(bucket, size) of each captured bucket at its largest and its smallest size; if `is_brief`, of the
+    smallest bucket behind the first at its smallest size, which has both padding and real rows.
+    """
     found = []
     for bucket in family.captured:
         below = max((smaller for smaller in family.buckets if smaller < bucket), default=0)
         found += [(bucket, size) for size in sorted({below + 1, bucket}, reverse=True)]
-    return found
+    if not is_brief:
+        return found
+    padded = [(bucket, size) for bucket, size in found if size < bucket]
+    return (padded or found)[:1]
 
 
 def relative_error(eager: torch.Tensor | None, graphed: torch.Tensor | None) -> float:

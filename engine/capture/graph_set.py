@@ -5,6 +5,8 @@ drafter, those of the draft prefill. An aggregated decode engine has target pref
 """
 
 import logging
+import time
+from collections.abc import Sequence
 
 import torch
 
@@ -64,11 +66,17 @@ class GraphSet:
         self._lifecycle.require(Phase.POOLS_ALLOCATED)
         drafter.capture(self.pool, max_tokens)
 
-    def capture_steps(self, steps: StepGraphs, max_batch: int | None = None) -> None:
-        """Captures whole decode steps for up to `max_batch` requests, by default `steps.max_requests`."""
+    def capture_steps(
+        self, steps: StepGraphs, max_batch: int | None = None, *, sizes: Sequence[int] | None = None
+    ) -> None:
+        """Captures whole decode steps for up to `max_batch` requests, by default `steps.max_requests`.
+
+        `sizes`: the batch sizes that get graphs, ascending; by default those of `batch_buckets`.
+        """
         self._lifecycle.require(Phase.POOLS_ALLOCATED)
         pool = steps.step.runner.pool
-        steps.capture(self.pool, batch_buckets(min(max_batch or steps.max_requests, pool.num_pages - 1)))
+        most = min(max_batch or steps.max_requests, pool.num_pages - 1)
+        steps.capture(self.pool, sizes or batch_buckets(most))
 
     def self_test(
         self,
@@ -76,15 +84,28 @@ class GraphSet:
         drafter: Drafter | None,
         max_context: int,
         steps: StepGraphs | None = None,
-    ) -> None:
-        """Drops every graph that differs from the eager path. Zeroes the KV that it used."""
-        tests: list[SelfTest | StepSelfTest] = [SelfTest(runner, drafter, max_context)]
+        *,
+        is_brief: bool = False,
+    ) -> int:
+        """Drops every graph that differs from the eager path, and returns their number. Zeroes the KV that it
+        used. `is_brief`: one graph of each kind stands for all.
+        """
+        began = time.monotonic()
+        tests: list[SelfTest | StepSelfTest] = [SelfTest(runner, drafter, max_context, is_brief=is_brief)]
         if steps is not None:
-            tests.append(StepSelfTest(steps))
+            tests.append(StepSelfTest(steps, is_brief=is_brief))
         dropped = sum(test.run() for test in tests)
         self.pool.forget_replays()
         compared = sum(test.num_compared for test in tests)
-        logger.info("graph self-test: %d replays compared, %d graphs dropped", compared, dropped)
+        seconds = time.monotonic() - began
+        logger.info(
+            "graph self-test%s: %d replays compared, %d graphs dropped, in %.2f s",
+            ", brief since all have passed before" * is_brief,
+            compared,
+            dropped,
+            seconds,
+        )
+        return dropped
 
     def measure_steps(self, steps: StepGraphs) -> MeasuredCosts | None:
         """Measures the captured steps. None without graphs of all shapes. These replays are not counted."""

@@ -1,18 +1,18 @@
-"""Compares each graph of a whole decode step with the same step run eagerly, before serving.
+"""Compares each graph of a whole decode step, and of a drafter that catches up, with the eager path.
 
 Both paths run the graph's number of rows, so they compute the same products. Reports must be equal; log
-probabilities and written KV must agree within a tolerance. The comparison writes into the first pages of the
-KV pools and zeroes them afterwards.
+probabilities, written KV and the states that a drafter writes when it catches up must agree within a
+tolerance. The comparison writes into the first pages of the KV pools and zeroes them afterwards.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from ...kernels.step_glue import NUM_COUNTS
+from ...kernels.step_glue import LATE, NUM_COUNTS
 from ..graphs.breakable import Breaks
 from ..graphs.bucketed_graphs import GraphFamily, PathDecision
 from ..graphs.graph_pool import FallbackReason
@@ -24,6 +24,7 @@ from ..speculative.drafters.protocol import draft_pools
 from ..speculative.drafters.states import PAD_ROW
 from ..speculative.step.device_state import RequestInit
 from ..speculative.step.fused_step import StepContext, StepKind
+from ..speculative.step.late_rows import LateRows
 from ..speculative.step.step_graphs import StepGraphs
 from .graph_self_test import SEED, TOLERANCES, edges, relative_error
 
@@ -72,28 +73,57 @@ class _Requests(NamedTuple):
 
 
 class StepSelfTest:
-    """Compares all graphs of `steps` with the eager step."""
+    """Compares all graphs of `steps` with the eager step; if `is_brief`, one of each kind."""
 
-    def __init__(self, steps: StepGraphs) -> None:
+    def __init__(self, steps: StepGraphs, *, is_brief: bool = False) -> None:
         self.steps = steps
+        self.is_brief = is_brief
         self.num_compared = 0
         self._step = steps.step
 
     @torch.no_grad()
     def run(self) -> int:
         """Compares all graphs, drops those that differ, and returns their number."""
-        return sum(self._run_kind(kind, family) for kind, family in self.steps.families.items())
+        dropped = sum(self._run_kind(kind, family) for kind, family in self.steps.families.items())
+        return dropped + self._run_catch_up()
 
     def _run_kind(self, kind: StepKind, family: GraphFamily[StepContext, torch.Tensor]) -> int:
         """Compares the graphs of one kind, drops those that differ, and returns their number."""
-        dropped, trials = 0, edges(family)
+        trials = edges(family, is_brief=self.is_brief)
         if not trials:
             return 0
         trial = self._open(kind, max(size for _, size in trials))
+        dropped = self._drop_wrong(family, trials, lambda *at: self._difference(trial, family, *at))
+        self._close(trial)
+        return dropped
+
+    def _run_catch_up(self) -> int:
+        """As `_run_kind`, for the graphs in which the drafter observes late rows."""
+        family, late = self.steps.catch_up_graphs, self._step.late
+        if family is None or late is None:
+            return 0
+        trials = edges(family, is_brief=self.is_brief)
+        if not trials:
+            return 0
+        trial = self._open(StepKind(shape=late.shape), max(size for _, size in trials), late)
+        dropped = self._drop_wrong(family, trials, lambda *at: self._late_difference(trial, family, *at))
+        self._close(trial)
+        for values in late.anchors:
+            values.zero_()
+        return dropped
+
+    def _drop_wrong(
+        self,
+        family: GraphFamily[StepContext, torch.Tensor],
+        trials: Sequence[tuple[int, int]],
+        difference_at: Callable[[int, int], str],
+    ) -> int:
+        """Drops the graphs for which `difference_at(bucket, size)` is not empty; returns their number."""
+        dropped = 0
         for bucket, size in trials:
-            if size < bucket < family.buckets[-1]:
+            if size < bucket < family.buckets[-1] and not self.is_brief:
                 continue  # padding is the same in all graphs; the largest of each kind shows it
-            difference = self._difference(trial, family, bucket, size) if bucket in family.captured else ""
+            difference = difference_at(bucket, size) if bucket in family.captured else ""
             if difference:
                 name = f"{family.kind.value} {bucket}"
                 logger.error(
@@ -102,7 +132,6 @@ class StepSelfTest:
                 family.drop(bucket)
                 family.pool.count_fallback(family.kind, FallbackReason.CAPTURE_FAILED)
                 dropped += 1
-        self._close(trial)
         return dropped
 
     def _difference(
@@ -119,6 +148,30 @@ class StepSelfTest:
         graphed = family.replay(PathDecision(kind=family.kind, bucket=bucket), context)[: len(slots)]
         self.num_compared += 1
         return self._compare(kind, (eager, graphed), eager_kv, self._pages(joining))
+
+    def _late_difference(
+        self, trial: _Requests, family: GraphFamily[StepContext, torch.Tensor], bucket: int, size: int
+    ) -> str:
+        """The difference between both paths in which the drafter observes the late rows of the first `size`
+        requests; "" without one.
+        """
+        slots, joining = trial.slots[:size], trial.joining[:size]
+        self.steps.tell(slots)
+        context = StepContext(num_rows=len(slots))
+        self._restore(trial, joining)
+        eager = self._step.catch_up(self.steps.slots[:bucket], Breaks(context))[: len(slots)].clone()
+        expected = [values.clone() for values in (*self._pages(joining), *self._states(joining))]
+        self._restore(trial, joining)
+        graphed = family.replay(PathDecision(kind=family.kind, bucket=bucket), context)[: len(slots)]
+        self.num_compared += 1
+        if not torch.equal(eager, graphed):
+            return f"{int((eager != graphed).sum())} of {len(eager)} numbers of rows"
+        tolerance = TOLERANCES[self._step.runner.pool.dtype]
+        pairs = zip(expected, (*self._pages(joining), *self._states(joining)), strict=True)
+        errors = [relative_error(*pair) for pair in pairs]
+        return ", ".join(
+            f"part {i} by {error:.2g}" for i, error in enumerate(errors) if not error <= tolerance
+        )
 
     def _compare(
         self,
@@ -170,11 +223,18 @@ class StepSelfTest:
             next_page += count
         return found
 
-    def _open(self, kind: StepKind, size: int) -> _Requests:
-        """Up to `size` requests that have joined. Their state is written once for all graphs of `kind`."""
+    def _open(self, kind: StepKind, size: int, late: LateRows | None = None) -> _Requests:
+        """Up to `size` requests that have joined. Their state is written once for all graphs of `kind`.
+
+        With `late`, requests have up to `late.num_rows` late rows, of random features and tokens.
+        """
         joining, state = self._joining(size, kind), self._step.state
         slots = tuple(state.open() for _ in joining)
         state.write(slots, joining)
+        if late is not None:
+            for i, (slot, each) in enumerate(zip(slots, joining, strict=True)):
+                state.integers[slot, LATE] = min(each.length, late.num_rows - i % (late.num_rows + 1))
+            self._randomize(late.anchors)
         states = (*state.anchors, *state.edit_anchors)
         return _Requests(kind, slots, joining, states, tuple(values.clone() for values in states))
 
@@ -186,12 +246,22 @@ class StepSelfTest:
         for kv in self._pages(joining):
             kv.normal_(generator=generator.manual_seed(SEED))
         if self._step.drafter is not None:
-            for values in self._step.drafter.anchors:
-                generator.manual_seed(SEED)
-                if values.is_floating_point():
-                    values.normal_(generator=generator)
-                else:  # tokens, few of them so that some repeat, or numbers of rows
-                    values.random_(0, NUM_TOKENS, generator=generator)
+            self._randomize(self._step.drafter.anchors)
+
+    def _randomize(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Fills states of a drafter, equally at each call."""
+        generator = torch.Generator(self._step.state.device)
+        for values in tensors:
+            generator.manual_seed(SEED)
+            if values.is_floating_point():
+                values.normal_(generator=generator)
+            else:  # tokens, few of them so that some repeat, or numbers of rows
+                values.random_(0, NUM_TOKENS, generator=generator)
+
+    def _states(self, joining: Sequence[RequestInit]) -> list[torch.Tensor]:
+        """The rows of `joining` in each tensor of the drafter's states."""
+        drafter, rows = self._step.drafter, [each.draft_row for each in joining]
+        return [] if drafter is None else [values[rows] for values in drafter.anchors]
 
     def _close(self, trial: _Requests) -> None:
         for slot, each in zip(trial.slots, trial.joining, strict=True):

@@ -16,7 +16,7 @@ Rules of a break body:
    tensors that were returned at capture.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Concatenate, Generic, ParamSpec, TypeVar, cast
@@ -153,6 +153,10 @@ class BreakableGraph(Generic[ContextT, OutputT]):
         self.backend = backend
         self.as_one_break = as_one_break
         self._parts: list[GraphSegment | _Break[ContextT]] = []
+        self.segments: Sequence[GraphSegment] = ()
+        """The recorded segments, in order."""
+        self.num_bytes = 0
+        """Bytes that only this graph holds, without its share of the backend's pool."""
         self._held: tuple[object, OutputT] | None = None
 
     @property
@@ -161,19 +165,9 @@ class BreakableGraph(Generic[ContextT, OutputT]):
         return self._held is not None
 
     @property
-    def segments(self) -> list[GraphSegment]:
-        """The recorded segments, in order."""
-        return [part for part in self._parts if not isinstance(part, _Break)]
-
-    @property
     def num_breaks(self) -> int:
         """Breaks between the segments."""
         return len(self._parts) - len(self.segments)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that only this graph holds, without its share of the backend's pool."""
-        return sum(segment.num_bytes for segment in self.segments)
 
     @property
     def output(self) -> OutputT:
@@ -186,13 +180,15 @@ class BreakableGraph(Generic[ContextT, OutputT]):
         return self._held[1]
 
     @torch.no_grad()
-    def capture(self, fn: Callable[[Breaks[ContextT]], OutputT], context: ContextT) -> OutputT:
+    def capture(
+        self, fn: Callable[[Breaks[ContextT]], OutputT], context: ContextT, *, is_warm: bool = False
+    ) -> OutputT:
         """Record one run of `fn` on `context`, after the warm-up runs of the backend.
 
-        Returns the output of that run; the same tensors hold the output of each replay. If `fn` raises, the
-        graph stays uncaptured and the backend can capture the next one. Raises GraphError inside another
-        capture, for a second capture, and in inference mode, whose composite operations would be recorded
-        whole.
+        `is_warm`: the same code and the same products have run before, so there are no warm-up runs. Returns
+        the output of that run; the same tensors hold the output of each replay. If `fn` raises, the graph
+        stays uncaptured and the backend can capture the next one. Raises GraphError inside another capture,
+        for a second capture, and in inference mode, whose composite operations would be recorded whole.
         """
         if self.is_captured:
             raise GraphError(f"{self.name} is already captured")
@@ -202,11 +198,12 @@ class BreakableGraph(Generic[ContextT, OutputT]):
             )
         if self.backend.is_capturing:
             raise GraphError(f"{self.name} cannot be captured inside the capture of another graph")
-        for _ in range(self.backend.num_warm_ups):
+        for _ in range(0 if is_warm else self.backend.num_warm_ups):
             self.backend.warm_up(partial(fn, Breaks(context)))
         recorder = GraphCapture(self.backend, context)
         output = recorder.record(partial(_run_as_one_break, fn) if self.as_one_break else fn)
-        self._parts, self._held = recorder.parts, (fn, output)
+        self._keep(recorder.parts)
+        self._held = fn, output
         return output
 
     @torch.no_grad()
@@ -228,7 +225,13 @@ class BreakableGraph(Generic[ContextT, OutputT]):
 
     def release(self) -> None:
         """Release segments, breaks and outputs. The graph is then uncaptured."""
-        self._parts, self._held = [], None
+        self._keep([])
+        self._held = None
+
+    def _keep(self, parts: list[GraphSegment | _Break[ContextT]]) -> None:
+        self._parts = parts
+        self.segments = [part for part in parts if not isinstance(part, _Break)]
+        self.num_bytes = sum(segment.num_bytes for segment in self.segments)
 
     def __repr__(self) -> str:
         if not self.is_captured:

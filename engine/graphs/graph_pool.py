@@ -32,6 +32,13 @@ class GraphKind(Enum):
         """Whether only decode servers own such graphs; a prefill server has none."""
         return self not in (GraphKind.TARGET_PREFILL, GraphKind.WHOLE_PREFILL, GraphKind.DRAFT_PREFILL)
 
+    @property
+    def products(self) -> str:
+        """A name for the model parts in it: kinds that share it compute the same products at each size."""
+        if self in (GraphKind.TARGET_PREFILL, GraphKind.WHOLE_PREFILL):
+            return "target"
+        return self.value if self in (GraphKind.DRAFT_PREFILL, GraphKind.DRAFT_CATCH_UP) else "step"
+
 
 class FallbackReason(Enum):
     """The reason of an eager forward where graphs of its kind are wanted."""
@@ -178,6 +185,7 @@ class GraphPool:
         # Asking the backend for its pool's size may take as long as a capture, so it is asked between kinds.
         self._growth: Counter[GraphKind] = Counter()
         self._checked: set[tuple[GraphKind, int]] = set()  # the code that was captured under guards
+        self._warmed: set[tuple[str, int, int]] = set()  # the products that have run
         self._measured: tuple[GraphKind, int] | None = None  # the kind being captured, and the pool before it
 
     def capture(
@@ -206,9 +214,18 @@ class GraphPool:
             self._measured = kind, self.backend.pool_bytes()
         start = time.monotonic()
         self.num_captured += 1
-        self.backend.is_guarded = (kind, rows) not in self._checked
-        graph.capture(fn, context)
+        products = kind.products, bucket, rows
+        is_first = (kind, rows) not in self._checked
+        self.backend.is_guarded = is_first
+        is_warm = not is_first and products in self._warmed
+        try:
+            graph.capture(fn, context, is_warm=is_warm)
+        except RuntimeError:
+            if not is_warm:
+                raise
+            graph.capture(fn, context)  # a library had something left to prepare
         self._checked.add((kind, rows))
+        self._warmed.add(products)
         pooled.capture_seconds = time.monotonic() - start
         pooled.bound = BoundTensors(parameters) if parameters is not None else None
         self._graphs[kind, bucket, rows] = pooled

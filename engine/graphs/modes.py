@@ -20,6 +20,11 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()  # type: ignore[no-untyped-call]
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: nothing here is compiled, and torch would import its compiler, for seconds, to skip it."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 

@@ -21,7 +21,11 @@ class PageLayout(Protocol):
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model; each has all `planes`."""
+        """Layers of a page; each has all `planes`."""
+
+    @property
+    def token_layers(self) -> int:
+        """The first layers, those of the model: their rows belong to tokens. Others hold side caches."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -109,6 +113,10 @@ class MHALayout:
                 f"KV of {self.num_layers} layers x {self.num_kv_heads} KV heads x {self.head_dim}: "
                 "each must be at least 1"
             )
+
+    @property
+    def token_layers(self) -> int:
+        return self.num_layers
 
     @property
     def planes(self) -> tuple[str, ...]:

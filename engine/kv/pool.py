@@ -23,7 +23,8 @@ class KVPool:
     """The KV of all layers, `kv` `[num_pages, *layout.page_shape]`, on `device`.
 
     The memory starts as zeros, because attention multiplies padded pages by 0, and 0 * NaN is NaN. `order`
-    tells when copies may touch a page. Raises ValueError for an impossible size.
+    tells when copies may touch a page. `faults` int32 `[1]` becomes 1 when a kernel on a device was launched
+    with another batch than its plan's. Raises ValueError for an impossible size.
     """
 
     def __init__(self, num_pages: int, layout: PageLayout, device: torch.device | str = "cpu") -> None:
@@ -33,6 +34,7 @@ class KVPool:
         self.device = torch.device(device)
         self.kv = _zeros((num_pages, *layout.page_shape), layout.dtype, self.device)
         self.order = PageOrder(num_pages, self.device)
+        self.faults = torch.zeros(1, dtype=torch.int32, device=self.device)
 
     @property
     def page_size(self) -> int:
@@ -41,7 +43,7 @@ class KVPool:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
+        """Layers of a page."""
         return self.layout.num_layers
 
     @property
@@ -185,7 +187,8 @@ class PageAllocator:
         assert n >= 0, n
         if n > len(self._free):
             raise PoolExhausted(f"{n} pages asked for, {len(self._free)} of {self.num_total} free")
-        pages = [self._free.pop() for _ in range(n)]
+        pages = self._free[len(self._free) - n :][::-1]
+        del self._free[len(self._free) - n :]
         for page in pages:
             self._refs[page] = 1
         if self._order is not None:
@@ -194,19 +197,23 @@ class PageAllocator:
 
     def retain(self, pages: Iterable[int]) -> None:
         """Add an owner to each of `pages`, which must have one already."""
+        refs, observer = self._refs, self._observer
         for page in pages:
-            assert self._refs[page] > 0, f"page {page} is free and cannot be shared"
-            self._refs[page] += 1
-            self._notify(page, 1)
+            assert refs[page] > 0, f"page {page} is free and cannot be shared"
+            refs[page] += 1
+            if observer is not None:
+                observer(page, refs[page], 1)
 
     def release(self, pages: Iterable[int]) -> None:
         """Remove an owner from each of `pages`. A page without owners is free again."""
+        refs, observer = self._refs, self._observer
         for page in pages:
-            assert self._refs[page] > 0, f"page {page} released more often than owned"
-            self._refs[page] -= 1
-            if self._refs[page] == 0:
+            assert refs[page] > 0, f"page {page} released more often than owned"
+            refs[page] -= 1
+            if refs[page] == 0:
                 self._free.append(page)
-            self._notify(page, -1)
+            if observer is not None:
+                observer(page, refs[page], -1)
 
     def check_integrity(self) -> None:
         """Assert conservation: each page but 0 is either free once without an owner, or owned."""
@@ -220,10 +227,6 @@ class PageAllocator:
             assert is_free == (self._refs[page] == 0), (
                 f"page {page}: {self._refs[page]} owners, free {is_free}"
             )
-
-    def _notify(self, page: int, change: int) -> None:
-        if self._observer is not None:
-            self._observer(page, self._refs[page], change)
 
     def __repr__(self) -> str:
         return f"<PageAllocator {self.num_free} free of {self.num_total}>"

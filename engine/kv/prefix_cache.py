@@ -8,23 +8,15 @@ A node turns idle after all its children. In the order of turning idle, children
 and the least recently used come first. Eviction takes the front of this order, which is always a leaf.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 from .pool import PageAllocator, PoolExhausted
 
-_Key = tuple[int | str, ...]
-
-
-class _Node:
-    __slots__ = ("children", "key", "num_busy", "page", "parent")
-
-    def __init__(self, key: _Key, page: int, parent: "_Node | None") -> None:
-        self.key = key
-        self.page = page
-        self.parent = parent
-        self.children: dict[_Key, _Node] = {}
-        self.num_busy = 0  # busy children, plus 1 if the page has an owner besides the cache
+TOKEN_BYTES = 8
+KEYS_AT_ONCE = 64  # pages whose tokens are packed by one call
+ROOT = 0  # the page that is never handed out
 
 
 class PrefixCache:
@@ -38,6 +30,9 @@ class PrefixCache:
 
     `lookahead` tokens behind a page are part of its key. Draft KV in a page's last row depends on the token
     that follows (engine.speculative), so only prompts that agree on that token share the page.
+
+    A node is the number of its page, and its facts are entries of lists: a long prompt has thousands of
+    nodes, and as many objects would keep the garbage collector busy.
     """
 
     def __init__(
@@ -49,15 +44,18 @@ class PrefixCache:
         self.page_size = page_size
         self.enabled = enabled
         self.lookahead = lookahead
-        self._root = _Node((), 0, None)
-        self._nodes: dict[int, _Node] = {}  # by page
-        self._idle: OrderedDict[int, _Node] = OrderedDict()  # by page, in the order in which they turned idle
+        self._children: dict[bytes, int] = {}  # nodes by key; a key begins with the parent
+        self._key_of = [b""] * allocator.num_pages  # by node; empty for a page that is not cached
+        self._parent = [ROOT] * allocator.num_pages
+        # busy children of a node, plus 1 if the page has an owner besides the cache
+        self._num_busy = [0] * allocator.num_pages
+        self._idle: OrderedDict[int, None] = OrderedDict()  # nodes in the order in which they turned idle
         allocator.watch(self._on_refs)
 
     @property
     def num_cached(self) -> int:
         """Pages held by the cache."""
-        return len(self._nodes)
+        return len(self._children)
 
     @property
     def num_available(self) -> int:
@@ -69,7 +67,7 @@ class PrefixCache:
 
         Tokens from `limit` on matter only where a page's lookahead reaches them.
         """
-        pages = [node.page for node in self._walk(token_ids, min(limit, len(token_ids)), salt)]
+        pages = list(self._walk(token_ids, min(limit, len(token_ids)), salt))
         self.allocator.retain(pages)
         return pages
 
@@ -87,9 +85,8 @@ class PrefixCache:
         assert len(pages) >= num_pages, (len(pages), num_pages)
         known = list(self._walk(token_ids, num_pages * self.page_size, salt))
         self._touch(known)
-        node = known[-1] if known else self._root
-        for i in range(len(known), num_pages):
-            node = self._add(node, self._key(token_ids, i, salt), pages[i])
+        tokens = self._tokens(token_ids, len(known), num_pages, salt)
+        self._extend(known[-1] if known else ROOT, tokens, pages[len(known) : num_pages])
         return num_pages - len(known)
 
     def alloc(self, n: int) -> list[int]:
@@ -99,41 +96,39 @@ class PrefixCache:
                 f"{n} pages asked for, {self.allocator.num_free} free and {len(self._idle)} evictable "
                 f"of {self.allocator.num_total}"
             )
-        while self.allocator.num_free < n:
-            self._evict_oldest()
+        self._evict(n - self.allocator.num_free)
         return self.allocator.alloc(n)
 
     def clear(self) -> None:
         """Forget everything. Pages with other owners stay theirs."""
-        pages = list(self._nodes)
-        self._nodes.clear()
+        pages = list(self._children.values())
+        self._children.clear()
         self._idle.clear()
-        self._root = _Node((), 0, None)
+        for page in pages:
+            self._key_of[page] = b""
         self.allocator.release(pages)
 
     def check_integrity(self) -> None:
-        """Assert that trie, index, busy counts and eviction order agree with each other and with the
-        allocator.
-        """
+        """Assert that trie, busy counts and eviction order agree with each other and with the allocator."""
         self.allocator.check_integrity()
-        reached = self._reached()
-        assert {node.page: node for node in reached} == self._nodes
-        assert len(reached) == len(self._nodes), "a page is in two places"
+        cached = [page for page, key in enumerate(self._key_of) if key]
+        assert {self._key_of[page]: page for page in cached} == self._children
+        assert len(cached) == len(self._children), "two pages have the same key"
+        busy_children: dict[int, int] = {}
         rank = {page: i for i, page in enumerate(self._idle)}
-        for node in reached:
-            assert len(node.key) == self.page_size + self.lookahead + (node.parent is self._root), node.page
-            assert self.allocator.refs(node.page) >= 1, f"page {node.page} is cached and free"
-            shared = self.allocator.refs(node.page) > 1
-            assert node.num_busy == shared + sum(child.num_busy > 0 for child in node.children.values()), (
-                node.page
-            )
-            assert (node.num_busy == 0) == (node.page in rank), node.page
-            for key, child in node.children.items():
-                assert child.parent is node, child.page
-                assert child.key == key, child.page
-                assert node.page not in rank or rank[child.page] < rank[node.page], (
-                    "a parent goes before its child"
-                )
+        for page in cached:
+            parent, key = self._parent[page], self._key_of[page]
+            assert parent == ROOT or self._key_of[parent], f"the parent of page {page} is not cached"
+            assert key.startswith(_prefix(parent)), page
+            width = (1 + self.page_size + self.lookahead) * TOKEN_BYTES
+            assert len(key) == width or (parent == ROOT and len(key) > width), page
+            assert self.allocator.refs(page) >= 1, f"page {page} is cached and free"
+            busy_children[parent] = busy_children.get(parent, 0) + (self._num_busy[page] > 0)
+            assert parent not in rank or rank[page] < rank[parent], "a parent goes before its child"
+        for page in cached:
+            shared = self.allocator.refs(page) > 1
+            assert self._num_busy[page] == shared + busy_children.get(page, 0), page
+            assert (self._num_busy[page] == 0) == (page in rank), page
 
     def __repr__(self) -> str:
         state = "" if self.enabled else " off,"
@@ -142,70 +137,86 @@ class PrefixCache:
             f"{self.allocator.num_free} free of {self.allocator.num_total}>"
         )
 
-    def _key(self, token_ids: Sequence[int], i: int, salt: str) -> _Key:
-        """The key of page `i`; the key of the first page begins with the salt."""
-        tokens = tuple(token_ids[i * self.page_size : (i + 1) * self.page_size + self.lookahead])
-        return tokens if i else (salt, *tokens)
+    def _tokens(self, token_ids: Sequence[int], first: int, end: int, salt: str) -> Iterator[bytes]:
+        """The bytes of the tokens of pages [first, end), those of page 0 in front of the salt.
 
-    def _walk(self, token_ids: Sequence[int], limit: int, salt: str) -> Iterator[_Node]:
+        Packed in blocks: an unknown prompt costs one block, and a known one no Python per token.
+        """
+        size = self.page_size
+        width, step = (size + self.lookahead) * TOKEN_BYTES, size * TOKEN_BYTES
+        for block in range(first, end, KEYS_AT_ONCE):
+            stop = min(end, block + KEYS_AT_ONCE)
+            data = array("q", token_ids[block * size : stop * size + self.lookahead]).tobytes()
+            if block == 0:
+                yield data[:width] + salt.encode()
+            for start in range(step * (block == 0), (stop - block) * step, step):
+                yield data[start : start + width]
+
+    def _walk(self, token_ids: Sequence[int], limit: int, salt: str) -> Iterator[int]:
         """The nodes of the longest cached prefix, root side first."""
-        node = self._root
-        for i in range(limit // self.page_size):
-            child = node.children.get(self._key(token_ids, i, salt))
+        node, children = ROOT, self._children
+        if not children:
+            return
+        for tokens in self._tokens(token_ids, 0, limit // self.page_size, salt):
+            child = children.get(_prefix(node) + tokens)
             if child is None:
                 return
             yield child
             node = child
 
-    def _reached(self) -> list[_Node]:
-        found: list[_Node] = []
-        pending = [self._root]
-        while pending:
-            children = list(pending.pop().children.values())
-            found += children
-            pending += children
-        return found
+    def _extend(self, parent: int, tokens: Iterator[bytes], pages: Sequence[int]) -> None:
+        """Adds a path of new nodes below `parent`. The caller owns `pages`, so all of them are busy."""
+        if not pages:
+            return
+        keys, parents, num_busy, node = self._key_of, self._parent, self._num_busy, parent
+        # Retained before they are indexed, so that `_on_refs` does not see the cache's own references.
+        self.allocator.retain(pages)
+        for part, page in zip(tokens, pages, strict=True):
+            assert not keys[page], f"page {page} holds another prefix"
+            keys[page] = key = _prefix(node) + part
+            self._children[key] = page
+            parents[page] = node
+            num_busy[page] = 2  # the caller's reference and the child below
+            node = page
+        num_busy[node] = 1
+        self._shift(parent, 1)
 
-    def _add(self, parent: _Node, key: _Key, page: int) -> _Node:
-        assert page not in self._nodes, f"page {page} holds another prefix"
-        # Retained before it is indexed, so that `_on_refs` does not see the cache's own reference.
-        self.allocator.retain([page])
-        node = _Node(key, page, parent)
-        parent.children[key] = node
-        self._nodes[page] = node
-        self._shift(node, 1)  # the caller's reference
-        return node
+    def _evict(self, count: int) -> None:
+        """Evicts the `count` pages that were used least recently; none for a negative number."""
+        pages = []
+        for _ in range(count):
+            page, _none = self._idle.popitem(last=False)
+            del self._children[self._key_of[page]]
+            self._key_of[page] = b""
+            pages.append(page)
+        self.allocator.release(pages)
 
-    def _evict_oldest(self) -> None:
-        page, node = self._idle.popitem(last=False)
-        assert node.parent is not None, "the root has no page"
-        assert not node.children, f"page {page} is no leaf"
-        del self._nodes[page]
-        del node.parent.children[node.key]
-        self.allocator.release([page])
-
-    def _touch(self, path: Sequence[_Node]) -> None:
-        for node in reversed(path):
-            if node.page in self._idle:
-                self._idle.move_to_end(node.page)
+    def _touch(self, path: Sequence[int]) -> None:
+        for page in reversed(path):
+            if page in self._idle:
+                self._idle.move_to_end(page)
 
     def _on_refs(self, page: int, refs: int, change: int) -> None:
         """Observes the allocator: `page` now has `refs` owners, the cache among them.
 
         Only the second owner makes it busy.
         """
-        node = self._nodes.get(page)
-        if node is not None and refs == (2 if change > 0 else 1):
-            self._shift(node, change)
+        if refs == (2 if change > 0 else 1) and self._key_of[page]:
+            self._shift(page, change)
 
-    def _shift(self, node: _Node, change: int) -> None:
+    def _shift(self, node: int, change: int) -> None:
         """Adds `change` busy reasons to `node`, and to its ancestors as far as nodes turn busy or idle."""
-        while node.parent is not None:
-            node.num_busy += change
-            if change > 0 and node.num_busy == 1:
-                self._idle.pop(node.page, None)  # a new node was never idle
-            elif change < 0 and node.num_busy == 0:
-                self._idle[node.page] = node
+        num_busy, idle = self._num_busy, self._idle
+        while node != ROOT:
+            num_busy[node] += change
+            if change > 0 and num_busy[node] == 1:
+                idle.pop(node, None)  # a new node was never idle
+            elif change < 0 and num_busy[node] == 0:
+                idle[node] = None
             else:
                 return
-            node = node.parent
+            node = self._parent[node]
+
+
+def _prefix(parent: int) -> bytes:
+    return parent.to_bytes(TOKEN_BYTES, "little")

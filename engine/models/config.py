@@ -1,4 +1,4 @@
-"""The config.json of a checkpoint: shapes and switches of a dense decoder, with checks of every key."""
+"""The config.json of a checkpoint: shapes and switches of a decoder, with checks of every key."""
 
 import json
 import logging
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
+from .moe import MIXTRAL_NAMES, QWEN_NAMES, MoEConfig
 from .rope import RopeConfig, read_rope_config
 
 logger = logging.getLogger(__name__)
@@ -18,16 +19,22 @@ FAMILIES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "MiMoForCausalLM": "mimo",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
+    "SparseBlockForCausalLM": "sparse_block",
 }
+NORMED = ("qwen3", "qwen3_moe")  # families that normalise q and k
+EXPERT_KEYS = ("num_experts", "num_local_experts")  # configs use either
 BIASED = ("qwen2", "mimo")  # families with a bias of q, k and v, and none of the output projection
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shapes and switches of a dense Llama-family decoder. `dtype` is the checkpoint's own ("bfloat16", ...).
+    """Shapes and switches of a Llama-family decoder. `dtype` is the checkpoint's own ("bfloat16", ...).
 
     `attention_bias`: the bias of q, k and v. `attention_output_bias`: the bias of the output projection.
-    `num_mtp_modules`: layers behind the last one that only a drafter reads.
+    `num_mtp_modules`: layers behind the last one that only a drafter reads. `moe`: the experts, None for a
+    dense model.
     """
 
     architecture: str
@@ -49,6 +56,20 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str
     num_mtp_modules: int = 0
+    moe: MoEConfig | None = None
+
+    @property
+    def row_width(self) -> int:
+        """The intermediate size by which the activations of a row's MLP are counted."""
+        if self.moe is None:
+            return self.intermediate_size
+        experts = self.moe.row_width(self.hidden_size)
+        return max(experts, self.intermediate_size) if self.moe.dense_layers else experts
+
+    @property
+    def query_heads(self) -> int:
+        """Heads of q that a layer hands to attention."""
+        return self.num_heads
 
 
 class ConfigReader:
@@ -115,7 +136,12 @@ def read_dense_config(reader: ConfigReader, *, architecture: str) -> ModelConfig
     setting.
     """
     family = FAMILIES[architecture]
-    _refuse_unsupported(reader)
+    _refuse_unsupported(reader, family)
+    if family in ("mixtral", "qwen3_moe"):
+        moe: MoEConfig | None = _read_experts(reader, family)
+    else:
+        moe = None
+        _refuse_experts(reader)
     hidden, heads = reader.count("hidden_size"), reader.count("num_attention_heads")
     kv_heads, head_dim = _head_shape(reader, family, hidden, heads)
     bias = reader.flag("attention_bias", False)
@@ -135,23 +161,59 @@ def read_dense_config(reader: ConfigReader, *, architecture: str) -> ModelConfig
         attention_bias=True if family in BIASED else bias,
         attention_output_bias=False if family in BIASED else bias,
         mlp_bias=reader.flag("mlp_bias", False) if family == "llama" else False,
-        qk_norm=family == "qwen3",
+        qk_norm=family in NORMED,
         eos_token_ids=_eos_token_ids(reader, reader.source.parent / "generation_config.json"),
         dtype=_dtype(reader),
         num_mtp_modules=reader.count(MTP_KEY) if reader.raw.get(MTP_KEY) else 0,
+        moe=moe,
     )
 
 
-def _refuse_unsupported(reader: ConfigReader) -> None:
+def _refuse_experts(reader: ConfigReader) -> None:
+    for key in EXPERT_KEYS:
+        if reader.raw.get(key):
+            raise reader.error(key, "this architecture has no experts here; use a dense checkpoint of it")
+
+
+def _read_experts(reader: ConfigReader, family: str) -> MoEConfig:
+    """The experts of a Qwen3-MoE or Mixtral config, with each family's own defaults."""
+    key = next((key for key in EXPERT_KEYS if reader.raw.get(key) is not None), EXPERT_KEYS[0])
+    num_experts = reader.count(key)
+    top_k = reader.count("num_experts_per_tok")
+    if top_k > num_experts:
+        raise reader.error("num_experts_per_tok", f"it must not be above {key} = {num_experts}")
+    if family == "mixtral":
+        return MoEConfig(
+            num_experts=num_experts,
+            top_k=top_k,
+            intermediate_size=reader.count("intermediate_size"),
+            is_normalised=True,
+            names=MIXTRAL_NAMES,
+        )
+    step = reader.count("decoder_sparse_step", 1)
+    listed = reader.raw.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(type(layer) is int and layer >= 0 for layer in listed):
+        raise reader.error("mlp_only_layers", "a list of layer numbers is required here")
+    layers = range(reader.count("num_hidden_layers"))
+    return MoEConfig(
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=reader.count("moe_intermediate_size"),
+        is_normalised=reader.flag("norm_topk_prob", False),
+        names=QWEN_NAMES,
+        dense_layers=frozenset(layer for layer in layers if layer in listed or (layer + 1) % step),
+    )
+
+
+def _refuse_unsupported(reader: ConfigReader, family: str) -> None:
     if reader.raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise reader.error("hidden_act", "only silu is supported")
     if reader.raw.get("quantization_config"):
         raise reader.error(
             "quantization_config", "quantised weights are not supported; use the original checkpoint"
         )
-    for key in ("num_experts", "num_local_experts"):
-        if reader.raw.get(key):
-            raise reader.error(key, "mixture-of-experts models are not supported; use a dense one")
+    if family == "mixtral" and reader.raw.get("sliding_window"):
+        raise reader.error("sliding_window", "sliding-window attention is not supported; set it to null")
     layer_types = reader.raw.get("layer_types") or []
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise reader.error("layer_types", "only full_attention is supported")
@@ -167,7 +229,7 @@ def _refuse_unsupported(reader: ConfigReader) -> None:
 
 def _head_shape(reader: ConfigReader, family: str, hidden: int, heads: int) -> tuple[int, int]:
     """(KV heads, head dimension), with each family's own defaults."""
-    kv_heads = reader.count("num_key_value_heads", heads)
+    kv_heads = reader.count("num_key_value_heads", 8 if family == "mixtral" else heads)
     if heads % kv_heads:
         raise reader.error("num_key_value_heads", f"it must divide num_attention_heads = {heads}")
     head_dim = reader.count("head_dim", 128 if family == "qwen3" else max(hidden // heads, 1))

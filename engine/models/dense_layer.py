@@ -1,4 +1,4 @@
-"""The decoder layer of a dense model by its config; targets and draft models consist of such layers."""
+"""The decoder layer of a model by its config; targets and draft models consist of such layers."""
 
 from typing import Protocol
 
@@ -7,6 +7,7 @@ import torch
 from ...kernels.row_ops import FASTEST, RowOps
 from .config import ModelConfig
 from .layers import DecoderLayer, GatedMLP, RMSNorm, SelfAttention
+from .moe import MixtureOfExperts
 
 
 class LayerSizes(Protocol):
@@ -32,9 +33,12 @@ class LayerSizes(Protocol):
 
 
 def decoder_layer(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: RowOps = FASTEST
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: RowOps = FASTEST, layer: int = 0
 ) -> DecoderLayer:
-    """One layer of `config`, with uninitialised weights in `dtype` on `device`, computed by `ops`."""
+    """Layer `layer` of `config`, with uninitialised weights in `dtype` on `device`, computed by `ops`."""
+    experts = None
+    if config.moe is not None and layer not in config.moe.dense_layers:
+        experts = MixtureOfExperts(config.hidden_size, config.moe, dtype=dtype, device=device, ops=ops)
     return sized_layer(
         config,
         dtype,
@@ -44,6 +48,7 @@ def decoder_layer(
         mlp_bias=config.mlp_bias,
         qk_norm=config.qk_norm,
         ops=ops,
+        experts=experts,
     )
 
 
@@ -57,8 +62,12 @@ def sized_layer(
     mlp_bias: bool,
     qk_norm: bool,
     ops: RowOps = FASTEST,
+    experts: MixtureOfExperts | None = None,
 ) -> DecoderLayer:
-    """As `decoder_layer`, for a config that names its switches in another way."""
+    """As `decoder_layer`, for a config that names its switches in another way.
+
+    `experts` take the place of the MLP.
+    """
     width, eps = sizes.hidden_size, sizes.rms_norm_eps
     attention = SelfAttention(
         width,
@@ -73,6 +82,8 @@ def sized_layer(
         qk_norm_eps=eps if qk_norm else None,
         ops=ops,
     )
+    input_norm, post_norm = (RMSNorm(width, eps, dtype=dtype, device=device, ops=ops) for _ in range(2))
+    if experts is not None:
+        return DecoderLayer(attention, experts, input_norm, post_norm, experts.config.names.block)
     mlp = GatedMLP(width, sizes.intermediate_size, bias=mlp_bias, dtype=dtype, device=device, ops=ops)
-    norms = [RMSNorm(width, eps, dtype=dtype, device=device, ops=ops) for _ in range(2)]
-    return DecoderLayer(attention, mlp, *norms)
+    return DecoderLayer(attention, mlp, input_norm, post_norm)

@@ -66,3 +66,24 @@ class InputEmbeds(Protocol):
     """The interface of a model whose `body` may take embeddings outside its own table."""
 
     takes_input_embeds: bool
+
+
+@runtime_checkable
+class ShortEnd(Protocol):
+    """The interface of a model that computes the end of its last layer for few rows only.
+
+    Behind its last attention a row depends on no other row, so a prompt needs that part for the rows whose
+    logits are wanted. `finish` of all rows of `trunk` is `body`.
+    """
+
+    def trunk(
+        self, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend, aux_ids: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """As `body`, up to the attention of the last layer: what it attended `[T, N*D]`, the residual stream
+        in front of it `[T, H]`, and the outputs of layers `aux_ids`.
+
+        The columns of the last layer's output are not filled.
+        """
+
+    def finish(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """The rest of the last layer, for some rows of `trunk`: the residual stream `[R, H]`."""

@@ -6,7 +6,7 @@ key/value heads, D head dimension, I intermediate size.
 """
 
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -160,11 +160,18 @@ class SelfAttention:
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
     ) -> torch.Tensor:
         """`x` `[T, input_size]`, rotary tables `[T, D]` -> `[T, H]`."""
+        return self.output(self.attended(x, cos, sin, layer, attend))
+
+    def attended(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
+    ) -> torch.Tensor:
+        """As a call, without the output projection: `[T, N*D]`."""
         split = self.num_heads + self.num_kv_heads
         heads = self.qkv(x).view(x.shape[0], split + self.num_kv_heads, self.head_dim)
         rotate_attend = getattr(attend, "rotate_attend", None)
         if rotate_attend is not None and heads.is_cuda and self.q_norm is None:
-            return self.output(rotate_attend(layer, heads, cos, sin).flatten(1))
+            rotated: torch.Tensor = rotate_attend(layer, heads, cos, sin)
+            return rotated.flatten(1)
         qk, v = heads[:, :split], heads[:, split:]
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat(
@@ -172,7 +179,7 @@ class SelfAttention:
             )
         qk = self.ops.rope(qk, cos, sin)
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        return self.output(attend(layer, q, k, v).flatten(1))
+        return attend(layer, q, k, v).flatten(1)
 
     def tensors(self, prefix: str) -> NamedTensors:
         """The checkpoint's tensor names under `prefix`, with views of the parameters."""
@@ -183,14 +190,30 @@ class SelfAttention:
                 yield from norm.tensors(prefix + name)
 
 
+class MLP(Protocol):
+    """The part of a layer that works on each token alone."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, H]` -> `[T, H]`."""
+
+    def tensors(self, prefix: str) -> NamedTensors:
+        """The checkpoint's tensor names under `prefix`, with views of the parameters."""
+
+
 class DecoderLayer:
-    """Pre-norm attention and MLP on a residual stream."""
+    """Pre-norm attention and MLP on a residual stream. `mlp_name`: the MLP in the checkpoint's names."""
 
     def __init__(
-        self, attention: SelfAttention, mlp: GatedMLP, input_norm: RMSNorm, post_norm: RMSNorm
+        self,
+        attention: SelfAttention,
+        mlp: MLP,
+        input_norm: RMSNorm,
+        post_norm: RMSNorm,
+        mlp_name: str = "mlp",
     ) -> None:
         self.attention = attention
         self.mlp = mlp
+        self.mlp_name = mlp_name
         self.input_norm = input_norm
         self.post_norm = post_norm
 
@@ -214,12 +237,18 @@ class DecoderLayer:
         """The outputs of `enter` -> the residual stream `[T, H]` after attention, and the MLP output
         `[T, H]`.
         """
-        normed, hidden = self.post_norm.add(self.attention(normed, cos, sin, layer, attend), hidden)
+        return self.leave(self.attention.attended(normed, cos, sin, layer, attend), hidden)
+
+    def leave(self, attended: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The part behind attention, each row by itself: `SelfAttention.attended` `[R, N*D]` and the residual
+        stream `[R, H]` of the same rows -> the outputs of a call for these rows.
+        """
+        normed, hidden = self.post_norm.add(self.attention.output(attended), hidden)
         return hidden, self.mlp(normed)
 
     def tensors(self, prefix: str) -> NamedTensors:
         """The checkpoint's tensor names under `prefix`, with views of the parameters."""
         yield from self.attention.tensors(f"{prefix}self_attn.")
-        yield from self.mlp.tensors(f"{prefix}mlp.")
+        yield from self.mlp.tensors(f"{prefix}{self.mlp_name}.")
         yield from self.input_norm.tensors(f"{prefix}input_layernorm")
         yield from self.post_norm.tensors(f"{prefix}post_attention_layernorm")

@@ -1,6 +1,7 @@
-"""The dense Llama family, by switches of the config.
+"""The Llama family, by switches of the config.
 
-It covers Llama, SmolLM2, Qwen2 and MiMo (biased q, k, v) and Qwen3 (normed q, k). Legend: T tokens, R
+It covers Llama, SmolLM2, Qwen2 and MiMo (biased q, k, v), Qwen3 (normed q, k), and Qwen3-MoE and Mixtral
+(experts instead of the MLP). Legend: T tokens, R
 selected rows, V vocabulary, H hidden size, K captured layers.
 """
 
@@ -14,7 +15,7 @@ from ..errors import CheckpointError, LifecycleError
 from ..kv.layouts import MHALayout
 from .config import ModelConfig
 from .dense_layer import decoder_layer
-from .layers import Attend, NamedTensors, RMSNorm
+from .layers import Attend, DecoderLayer, NamedTensors, RMSNorm
 from .rope import RotaryEmbedding
 
 
@@ -40,11 +41,15 @@ class LlamaForCausalLM:
         self.lm_head = (
             self.embed_tokens if config.tie_word_embeddings else torch.empty_like(self.embed_tokens)
         )
-        self.layers = [decoder_layer(config, dtype, self.device, ops) for _ in range(config.num_layers)]
+        self.layers = [self.decoder_layer(layer) for layer in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, ops=ops)
         self.rotary = RotaryEmbedding(
             config.rope, config.head_dim, config.max_position_embeddings, device, dtype
         )
+
+    def decoder_layer(self, layer: int) -> DecoderLayer:
+        """Layer `layer`, with uninitialised weights."""
+        return decoder_layer(self.config, self.dtype, self.device, self.ops, layer)
 
     def kv_layout(self, page_size: int) -> MHALayout:
         """The layout of this model's KV in pages of `page_size` tokens."""
@@ -63,8 +68,20 @@ class LlamaForCausalLM:
         Returns the residual stream `[T, H]` before the final norm, and the outputs of layers `aux_ids` side
         by side in that order, `[T, K*H]` (None without ids).
         """
+        attended, hidden, aux = self.trunk(hidden, positions, attend, aux_ids)
+        hidden = self.finish(attended, hidden)
+        last = len(self.layers) - 1
+        if aux is not None and last in aux_ids:
+            column = list(aux_ids).index(last) * self.config.hidden_size
+            aux[:, column : column + self.config.hidden_size] = hidden
+        return hidden, aux
+
+    def trunk(
+        self, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend, aux_ids: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """As `ShortEnd.trunk`."""
         cos, sin = self.rotary.lookup(positions, self.dtype)
-        width = self.config.hidden_size
+        width, last = self.config.hidden_size, len(self.layers) - 1
         columns = {layer: slice(j * width, (j + 1) * width) for j, layer in enumerate(aux_ids)}
         aux = hidden.new_empty(hidden.shape[0], len(columns) * width) if columns else None
         delta: torch.Tensor | None = None
@@ -73,11 +90,14 @@ class LlamaForCausalLM:
             normed, hidden = layer.enter(hidden, delta)
             if aux is not None and index - 1 in columns:
                 aux[:, columns[index - 1]] = hidden
-            hidden, delta = layer(normed, hidden, cos, sin, index, attend)
-        hidden = hidden if delta is None else hidden + delta
-        if aux is not None and len(self.layers) - 1 in columns:
-            aux[:, columns[len(self.layers) - 1]] = hidden
-        return hidden, aux
+            if index < last:
+                hidden, delta = layer(normed, hidden, cos, sin, index, attend)
+        return self.layers[-1].attention.attended(normed, cos, sin, last, attend), hidden, aux
+
+    def finish(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """As `ShortEnd.finish`."""
+        hidden, delta = self.layers[-1].leave(attended, hidden)
+        return hidden + delta
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """Residual stream `[R, H]` before the final norm -> logits, float32 `[R, V]`."""

@@ -17,6 +17,7 @@ from ..errors import CheckpointError
 from .config import ConfigReader, ModelConfig, read_dense_config, read_json
 from .interface import CausalLM
 from .llama import LlamaForCausalLM
+from .sparse_block import SparseBlockForCausalLM, read_sparse_config
 
 
 class ReadConfig(Protocol):
@@ -70,6 +71,24 @@ MODELS = (
         read_config=partial(read_dense_config, architecture="MiMoForCausalLM"),
         build=LlamaForCausalLM,
     ),
+    ModelEntry(
+        architecture="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        read_config=partial(read_dense_config, architecture="Qwen3MoeForCausalLM"),
+        build=LlamaForCausalLM,
+    ),
+    ModelEntry(
+        architecture="MixtralForCausalLM",
+        model_type="mixtral",
+        read_config=partial(read_dense_config, architecture="MixtralForCausalLM"),
+        build=LlamaForCausalLM,
+    ),
+    ModelEntry(
+        architecture="SparseBlockForCausalLM",
+        model_type="sparse_block",
+        read_config=partial(read_sparse_config, architecture="SparseBlockForCausalLM"),
+        build=SparseBlockForCausalLM,
+    ),
 )
 
 
@@ -115,4 +134,4 @@ def _entry_named(reader: ConfigReader, models: Sequence[ModelEntry]) -> ModelEnt
 
 
 def _supported(models: Sequence[ModelEntry]) -> str:
-    return f"supported are {', '.join(entry.architecture for entry in models)} (dense models)"
+    return f"supported are {', '.join(entry.architecture for entry in models)}"

@@ -1,6 +1,7 @@
 """Runs a target model over batches of rows."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -14,8 +15,8 @@ from ..errors import CheckpointError, LifecycleError, UnsupportedInput
 from ..graphs.bucketed_graphs import EAGER, PathDecision
 from ..graphs.graph_pool import GraphKind
 from ..kv.pool import KVPool
-from ..models.interface import AuxCapture, CausalLM, InputEmbeds
-from .target_graphs import Hidden, PrefillGraphs
+from ..models.interface import AuxCapture, CausalLM, InputEmbeds, ShortEnd
+from .target_graphs import Hidden, PrefillGraphs, finished_rows, hidden_of
 
 LayerP = ParamSpec("LayerP")
 LayerT = TypeVar("LayerT")
@@ -75,11 +76,12 @@ class ModelRunner:
         padded = pad_rows(batch, self.row_multiple)
         if metadata is not None:
             metadata.check(padded.num_tokens)
-        path, (hidden, features) = self._run(padded, metadata, decision, aux_ids)
-        hidden, features = hidden[:real_rows], None if features is None else features[:real_rows]
+        path, computed = self._run(padded, metadata, decision, aux_ids)
+        attended, hidden, features = (None if x is None else x[:real_rows] for x in computed)
+        assert hidden is not None, "every model has a residual stream"
         if batch.capture_hidden:
             self._check_features(features, real_rows)
-        rows = hidden if batch.logit_rows is None else hidden.index_select(0, batch.logit_rows)
+        rows = finished_rows(self.model, (attended, hidden, features), batch.logit_rows)
         self.counters.count(path)
         if self.pool.order.is_checked:
             self.pool.order.use(
@@ -111,13 +113,19 @@ class ModelRunner:
         graphs = self.graphs if decision.is_graph else None
         if graphs is not None and graphs.whole is not None and decision.kind is GraphKind.WHOLE_PREFILL:
             return "graph", graphs.whole.run(batch, decision)
-        metadata = self.attention.plan(batch) if metadata is None else metadata
+        metadata = self._planned(batch, aux_ids) if metadata is None else metadata
         if graphs is not None:
             read = self._telling(self.attention.bind_reads(metadata))
             return "breakable", graphs.run(batch, read, decision)
         embeds = self.model.embed(batch.input_ids) if batch.input_embeds is None else batch.input_embeds
         attend = self._telling(self.attention.bind(metadata))
-        return "eager", self.model.body(embeds, batch.positions, attend, aux_ids)
+        return "eager", hidden_of(self.model, embeds, batch.positions, attend, aux_ids)
+
+    def _planned(self, batch: ForwardBatch, aux_ids: tuple[int, ...]) -> AttentionMetadata:
+        """The attention plan of `batch`, whose last layer attends to nothing if no row is read behind it."""
+        metadata, last = self.attention.plan(batch), self.model.config.num_layers - 1
+        is_read = batch.logit_rows is None or len(batch.logit_rows) or last in aux_ids
+        return metadata if is_read or not isinstance(self.model, ShortEnd) else replace(metadata, unread=last)
 
     def _check_embeds(self, batch: ForwardBatch) -> None:
         embeds = batch.input_embeds

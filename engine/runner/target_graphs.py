@@ -1,8 +1,8 @@
 """Graphs of the target's prefill by token bucket.
 
-A graph holds the model's body only. The rows that need logits are selected afterwards, eagerly. No graph
-therefore depends on their number, and no padding row costs a pass over the vocabulary. Legend as in
-`forward_batch`.
+A graph holds the model's body only, up to its last attention. The rows that need logits are selected
+afterwards and finished eagerly. No graph therefore depends on their number, and no padding row costs a pass
+over the vocabulary. Legend as in `forward_batch`.
 
 Breakable graphs stop at attention, where the fastest kernel for the live lengths is chosen. Few tokens take a
 device less time than a host needs for the breaks. For them there are full graphs, whose attention reads
@@ -27,11 +27,13 @@ from ..graphs.static import load_rows
 from ..graphs.token_graphs import AttentionBridge, TokenGraphs
 from ..kv.page_table import pages_for
 from ..kv.pool import KVPool
-from ..models.interface import AuxCapture, CausalLM
+from ..models.interface import AuxCapture, CausalLM, ShortEnd
 from ..models.layers import Attend, Read
 
-# The residual stream [T, H] and the captured layer outputs [T, K*H] (None: nothing is captured).
-Hidden: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+# What `ShortEnd.finish` needs of each row: what the last layer attended [T, N*D] and the residual stream in
+# front of it [T, H]; then the captured layer outputs [T, K*H] (None: nothing is captured). Where the last
+# layer is complete, the first is None and the second is its output.
+Hidden: TypeAlias = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
 
 MAX_WHOLE_TOKENS = 2048
 MAX_WHOLE_REQUESTS = 16
@@ -145,7 +147,7 @@ class PrefillGraphs:
             GraphKind.TARGET_PREFILL,
             buckets,
             inputs={"input_ids": ids, "positions": positions, "slots": slots},
-            bridge=AttentionBridge.empty(most, config.num_heads, config.head_dim, model.dtype, pool.device),
+            bridge=AttentionBridge.empty(most, config.query_heads, config.head_dim, model.dtype, pool.device),
             kv=pool.kv,
             body=self._body,
             parameters=model.tensors,
@@ -182,4 +184,29 @@ class PrefillGraphs:
 
 def body_of(model: CausalLM, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> Hidden:
     """One pass of the model's body over token ids, with the captured layers."""
-    return model.body(model.embed(ids), positions, attend, aux_ids_of(model))
+    return hidden_of(model, model.embed(ids), positions, attend, aux_ids_of(model))
+
+
+def hidden_of(
+    model: CausalLM,
+    embeds: torch.Tensor,
+    positions: torch.Tensor,
+    attend: Attend,
+    aux_ids: Sequence[int],
+) -> Hidden:
+    """The rows of `embeds` up to the last attention, or to the end where that must be computed anyway."""
+    if isinstance(model, ShortEnd) and model.config.num_layers - 1 not in aux_ids:
+        return model.trunk(embeds, positions, attend, aux_ids)
+    return None, *model.body(embeds, positions, attend, aux_ids)
+
+
+def finished_rows(model: CausalLM, computed: Hidden, rows: torch.Tensor | None) -> torch.Tensor:
+    """The residual stream `[R, H]` behind the last layer of the rows `rows` int64 `[R]`; None: of all."""
+    attended, hidden, _ = computed
+    if rows is not None:
+        hidden = hidden.index_select(0, rows)
+        attended = None if attended is None else attended.index_select(0, rows)
+    if attended is None or not len(hidden):
+        return hidden
+    assert isinstance(model, ShortEnd), model
+    return model.finish(attended, hidden)

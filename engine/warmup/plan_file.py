@@ -1,13 +1,15 @@
-"""Keeps the planned kernel variants of an engine beside the compiled kernels.
+"""Keeps what a start has found out beside the compiled kernels: the planned kernel variants of an engine, and
+that its graphs have passed their self-test.
 
-A dry run takes seconds, and its result depends only on the configuration, the model's config, the device and
-this source. A second start reads it instead.
+Either takes seconds, and depends only on the configuration, the model's config, the device and this source. A
+second start reads it instead.
 """
 
 import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ...kernels.launch_plan import decode_launches, encode_launches
@@ -16,6 +18,8 @@ from ...kernels.triton_jit import Launch
 logger = logging.getLogger(__name__)
 
 SOURCES = ("engine", "kernels")  # the packages whose code decides which kernels are launched
+PLAN, VERDICT = "plan-", "graphs-tested-"  # how their files' names begin
+KEPT = 32  # plans, and verdicts, in a folder; those that were used last stay
 
 
 def plan_key(parts: Sequence[object], root: Path | None = None) -> str:
@@ -35,21 +39,50 @@ def kept_launches(folder: Path | None, key: str, plan: Callable[[], list[Launch]
     """The launches that `folder` keeps under `key`, else those of `plan`, which it keeps from then on.
 
     Without a folder nothing is kept. A file that cannot be read is replaced, and one that cannot be written
-    is left out. Raises the errors of `plan`.
+    is left out. A new file removes all but the KEPT that were used last. Raises the errors of `plan`.
     """
-    path = None if folder is None else folder / f"plan-{key}.json"
+    path = None if folder is None else folder / f"{PLAN}{key}.json"
     if path is not None and path.exists():
         try:
-            return decode_launches(path.read_text())
+            launches = decode_launches(path.read_text())
+            _note_use(path)
+            return launches
         except (OSError, ValueError) as error:
             logger.warning("planned kernels are planned again: %s: %s", path, error)
     launches = plan()
     if path is not None:
         try:
             _write(path, encode_launches(launches))
+            _remove_unused(path.parent, PLAN)
         except (OSError, TypeError) as error:
             logger.warning("planned kernels are not kept: %s: %s", path, error)
     return launches
+
+
+def were_tested(folder: Path | None, key: str) -> bool:
+    """Whether all graphs of an engine of this key have passed their self-test before."""
+    if folder is None or not _verdict(folder, key).exists():
+        return False
+    _note_use(_verdict(folder, key))
+    return True
+
+
+def keep_verdict(folder: Path | None, key: str, *, has_passed: bool) -> None:
+    """Keeps the result of a self-test for `were_tested`. A folder that cannot be written is left as it is."""
+    if folder is None:
+        return
+    try:
+        if has_passed:
+            _write(_verdict(folder, key), "")
+            _remove_unused(folder, VERDICT)
+        else:
+            _verdict(folder, key).unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("the self-test of graphs is not kept: %s: %s", folder, error)
+
+
+def _verdict(folder: Path, key: str) -> Path:
+    return folder / f"{VERDICT}{key}"
 
 
 def _write(path: Path, text: str) -> None:
@@ -58,3 +91,18 @@ def _write(path: Path, text: str) -> None:
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text(text)
     part.replace(path)
+
+
+def _note_use(path: Path) -> None:
+    with suppress(OSError):  # a folder that only its owner may write to
+        os.utime(path)
+
+
+def _remove_unused(folder: Path, prefix: str) -> None:
+    """Removes the files of a prefix, and parts of interrupted writes, that were used least recently."""
+    used: list[tuple[int, Path]] = []
+    for path in folder.glob(f"{prefix}*"):
+        with suppress(FileNotFoundError):  # another worker removes the same ones
+            used.append((path.stat().st_mtime_ns, path))
+    for _, path in sorted(used, reverse=True)[KEPT:]:
+        path.unlink(missing_ok=True)

@@ -82,4 +82,4 @@ def num_device_allocations(device: torch.device) -> int:
     """Blocks that torch has taken from the driver of `device` since the start; 0 on a CPU."""
     if device.type != "cuda":
         return 0
-    return int(torch.cuda.memory_stats(device).get("num_device_alloc", 0))
+    return int(torch.cuda.memory_stats_as_nested_dict(device).get("num_device_alloc", 0))

@@ -11,16 +11,20 @@ References: CUDA Runtime API, "cudaIpcGetMemHandle", "cudaIpcOpenMemHandle".
 """
 
 import ctypes
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from ...cluster.process.log import fields as log_fields
 from ...engine.kv.page_order import PageOrder
-from ...kernels.move_spans import MODULUS, SPAN_FIELDS, move_spans_triton, num_chunks
+from ...kernels.move_spans import MODULUS, SPAN_FIELDS, SpanLauncher, move_spans_triton, num_chunks
 from .device import HANDLE_BYTES, Spans
 from .slab import SlabError
+
+logger = logging.getLogger(__name__)
 
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 MIN_NUMBERS = 1 << 14  # of the smallest table: 128 MiB in pages of 2 MiB and their features
@@ -99,6 +103,7 @@ class _Table:
         self.num_numbers = num_numbers
         self.memory = torch.empty(num_numbers, dtype=torch.int64, pin_memory=True)
         self.numbers = self.memory.numpy()
+        self.address = self.memory.data_ptr()
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
@@ -141,11 +146,15 @@ class CudaDevice:
         self._runtime = CudaRuntime()
         self._device, self._order = device, order
         # a move is short, and a forward's kernels would delay it by as much as they take
-        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._stream, self._early_stream = (
+            torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
         self._tables = [
             _Table(MIN_NUMBERS) for _ in range(NUM_TABLES)
         ]  # pinning memory later would stop kernels
         self._opened: dict[bytes, _Opened] = {}
+        self._launcher: SpanLauncher | None = None  # None: Triton's own dispatch
         self._compile()
 
     def __repr__(self) -> str:
@@ -170,7 +179,7 @@ class CudaDevice:
 
     def free(self, address: int) -> None:
         """As `Device.free`."""
-        self._stream.synchronize()
+        self._synchronize()
         with torch.cuda.device(self._device):
             self._runtime.free(address)
 
@@ -191,22 +200,28 @@ class CudaDevice:
         known.num_opens -= 1
         if known.num_opens == 0:
             del self._opened[handle]
-            self._stream.synchronize()
+            self._synchronize()
             with torch.cuda.device(self._device):
                 self._runtime.close(known.address)
 
-    def move(self, runs: Sequence[Spans], pages: Iterable[int], *, is_write: bool) -> CudaMove:
+    def move(
+        self, runs: Sequence[Spans], pages: Iterable[int], *, is_write: bool, is_early: bool = False
+    ) -> CudaMove:
         """As `Device.move`."""
         num_rows = sum(len(run) for run in runs)
         num_sums = num_chunks(max(int(run[:, 2].max()) for run in runs))
         begin, end = num_rows * SPAN_FIELDS, num_rows * (SPAN_FIELDS + num_sums)
         table = self._take(end)
         np.concatenate(runs, out=table.numbers[:begin].reshape(num_rows, SPAN_FIELDS))
-        is_held = self._order.wait(pages, self._stream)
-        with torch.cuda.stream(self._stream):
-            spans, sums = table.memory[:begin], table.memory[begin:end]
-            move_spans_triton(spans.view(num_rows, SPAN_FIELDS), sums.view(num_rows, num_sums))
-            table.event.record(self._stream)
+        stream = self._early_stream if is_early else self._stream
+        is_held = self._order.wait(pages, stream)
+        if self._launcher is None:
+            self._dispatch(table, num_rows, num_sums, stream)
+        else:
+            with torch.cuda.device(self._device):
+                spans, sums = table.address, table.address + 8 * begin
+                self._launcher.launch(spans, num_rows, sums, num_sums, stream.cuda_stream)
+        table.event.record(stream)
         return CudaMove(self, table, [len(run) for run in runs], num_sums, is_held)
 
     def finished(self, move: CudaMove) -> list[int]:
@@ -220,6 +235,10 @@ class CudaDevice:
             self._tables.append(move.table)
         return digests  # type: ignore[no-any-return]
 
+    def _synchronize(self) -> None:
+        for stream in (self._stream, self._early_stream):
+            stream.synchronize()
+
     def _take(self, num_numbers: int) -> _Table:
         for number, table in enumerate(self._tables):
             if table.num_numbers >= num_numbers:
@@ -229,10 +248,33 @@ class CudaDevice:
             size *= 2
         return _Table(size)
 
+    def _dispatch(self, table: _Table, num_rows: int, num_sums: int, stream: torch.cuda.Stream) -> object:
+        """Launches by Triton's own dispatch, which returns the compiled kernel."""
+        begin, end = num_rows * SPAN_FIELDS, num_rows * (SPAN_FIELDS + num_sums)
+        spans = table.memory[:begin].view(num_rows, SPAN_FIELDS)
+        sums = table.memory[begin:end].view(num_rows, num_sums)
+        with torch.cuda.stream(stream):
+            return move_spans_triton(spans, sums)
+
     def _compile(self) -> None:
-        """Moves one span, so that no hand-off waits for the compiler."""
+        """Moves one span, so that no hand-off waits for the compiler, and makes later launches shorter."""
         with torch.cuda.device(self._device):
-            pair = torch.zeros(2, HANDLE_BYTES // 4, dtype=torch.int32, device=self._device)
+            pair = torch.arange(2 * HANDLE_BYTES, dtype=torch.int32, device=self._device).view(2, -1)
             torch.cuda.current_stream().synchronize()
-            row = [[pair[0].data_ptr(), pair[1].data_ptr(), pair.shape[1], 0]]
-            self.move([np.array(row, dtype=np.int64)], [], is_write=True).wait()
+            row = np.array([[pair[0].data_ptr(), pair[1].data_ptr(), pair.shape[1], 0]], dtype=np.int64)
+            table = self._take(row.size + 1)
+            table.numbers[: row.size] = row.reshape(-1)
+            compiled = self._dispatch(table, 1, 1, self._stream)
+            table.event.record(self._stream)
+            expected = CudaMove(self, table, [1], 1, is_held=False).wait()
+            pair[1].zero_()
+            torch.cuda.current_stream().synchronize()
+            try:
+                self._launcher = SpanLauncher(compiled)
+                if self.move([row], [], is_write=True).wait() == expected and torch.equal(*pair):
+                    return
+                reason = "the kernel copied other bytes"
+            except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # of another Triton
+                reason = f"{type(error).__name__}: {error}"
+            logger.info("launches go through Triton's dispatch", extra=log_fields(reason=reason))
+            self._launcher = None

@@ -33,7 +33,7 @@ class Move(Protocol):
 
 
 class Device(Protocol):
-    """One device and the stream of its moves. All methods belong to one thread."""
+    """One device and the streams of its moves. All methods belong to one thread."""
 
     def allocate(self, size: int) -> int:
         """The address of `size` zeroed bytes. Raises SlabError if there is not enough memory."""
@@ -56,8 +56,11 @@ class Device(Protocol):
     def close(self, handle: bytes) -> None:
         """Ends one `open`. Waits for moves; the last `close` unmaps the memory."""
 
-    def move(self, runs: Sequence[Spans], pages: Iterable[int], *, is_write: bool) -> Move:
+    def move(
+        self, runs: Sequence[Spans], pages: Iterable[int], *, is_write: bool, is_early: bool = False
+    ) -> Move:
         """Starts to copy and digest the spans of each run, after the launched work that uses `pages`.
 
-        `is_write`: the spans lead into the pages, and not out of them.
+        `is_write`: the spans lead into the pages, and not out of them. `is_early`: the move begins behind a
+        forward that may still run for long, so it waits on a stream of its own and delays no other move.
         """

@@ -17,12 +17,14 @@ from .slab import hand_over, is_alive
 class DeviceSlab:
     """Prefill's end of a slab: `num_slots` slots of `slot_bytes` bytes of zeroed device memory."""
 
+    has_wire = True
+
     def __init__(self, device: Device, num_slots: int, slot_bytes: int, connection: socket.socket) -> None:
         """Takes over `connection`. Raises SlabError, after closing it, without memory or a handle to it."""
         self.id = secrets.token_hex(16)
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
         self.connection = connection
-        self._device, self._address = device, 0
+        self._device, self._address, self._is_given_up = device, 0, False
         try:
             self._address = device.allocate(self.size)
             self.handle = device.export(self._address)
@@ -43,6 +45,10 @@ class DeviceSlab:
     @property
     def is_mapped(self) -> bool:
         """Whether decode may still have the slab mapped."""
+        if self._is_given_up:  # nobody reads what decode said meanwhile
+            with suppress(OSError):
+                while self.connection.recv(1):
+                    pass
         return is_alive(self.connection)
 
     def slot(self, index: int) -> int:
@@ -51,6 +57,7 @@ class DeviceSlab:
 
     def give_up(self) -> None:
         """Tells decode to close the slab. Idempotent."""
+        self._is_given_up = True
         with suppress(OSError):  # decode has gone
             self.connection.shutdown(socket.SHUT_WR)
 
@@ -89,8 +96,8 @@ class MappedDeviceSlab:
         return f"MappedDeviceSlab({self.id[:8]}, {self.num_slots} x {self.slot_bytes})"
 
     def slot(self, index: int, size: int) -> int | None:
-        """The address of `size` bytes in a slot; None if the slot does not exist or is shorter."""
-        if not (0 <= index < self.num_slots and 0 <= size <= self.slot_bytes):
+        """The address of `size` bytes in a slot and its neighbours; None if the slab has no such slots."""
+        if not (0 <= index < self.num_slots and 0 <= size <= (self.num_slots - index) * self.slot_bytes):
             return None
         return self._address + index * self.slot_bytes
 

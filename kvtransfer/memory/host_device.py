@@ -71,9 +71,11 @@ class HostDevice:
         self._owned: dict[int, _Memory] = {}
         self._opened: dict[bytes, _Memory] = {}
         self._queue: deque[HostMove] = deque()
+        self._early: deque[HostMove] = deque()
 
     def __repr__(self) -> str:
-        return f"HostDevice(owned={len(self._owned)}, opened={len(self._opened)}, moves={len(self._queue)})"
+        moves = len(self._queue) + len(self._early)
+        return f"HostDevice(owned={len(self._owned)}, opened={len(self._opened)}, moves={moves})"
 
     @property
     def num_bytes(self) -> int:
@@ -139,15 +141,18 @@ class HostDevice:
             del self._opened[handle]
             _unmapped(memory)
 
-    def move(self, runs: Sequence[Spans], pages: Iterable[int], *, is_write: bool) -> HostMove:
+    def move(
+        self, runs: Sequence[Spans], pages: Iterable[int], *, is_write: bool, is_early: bool = False
+    ) -> HostMove:
         """As `Device.move`."""
         move = HostMove(self, runs, list(pages), is_write, self.polls)
-        self._queue.append(move)
+        (self._early if is_early else self._queue).append(move)
         return move
 
     def die(self) -> None:
         """Ends as a killed process does: nothing is mapped any more, and no move runs."""
         self._queue.clear()
+        self._early.clear()
         for memory in (*self._owned.values(), *self._opened.values()):
             _unmapped(memory)
             if memory.fd >= 0:
@@ -157,13 +162,15 @@ class HostDevice:
 
     def finish(self) -> None:
         """Runs every move that was started."""
-        if self._queue:
-            self.run_until(self._queue[-1])
+        for queue in (self._queue, self._early):
+            if queue:
+                self.run_until(queue[-1])
 
     def run_until(self, last: HostMove) -> None:
-        """Runs the moves up to `last`, in order."""
+        """Runs the moves of its stream up to `last`, in order."""
+        queue = self._early if any(move is last for move in self._early) else self._queue
         while not last.is_done:
-            self._run(self._queue.popleft())
+            self._run(queue.popleft())
 
     def _run(self, move: HostMove) -> None:
         self._order.wait(move.pages)

@@ -51,6 +51,7 @@ class Slab:
     """Prefill's end of a slab: `num_slots` writable slots of `slot_bytes` bytes."""
 
     handle = b""  # its descriptor crosses a unix socket
+    has_wire = False
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         """Allocates all memory, so that no later write faults. Raises SlabError if there is not enough."""
@@ -286,14 +287,13 @@ def hand_over(address: str, token: str, fds: Sequence[int]) -> socket.socket:
 
 
 def is_alive(connection: socket.socket) -> bool:
-    """Whether the other end of a hand-over's connection still exists. No data follows the hand-over."""
+    """Whether the other end of a hand-over's connection still exists, or its last words are unread."""
     try:
-        connection.recv(1, socket.MSG_PEEK)
+        return bool(connection.recv(1, socket.MSG_PEEK))
     except BlockingIOError:
         return True
     except OSError:
         return False
-    return False
 
 
 def _let_go(fd: int, connection: socket.socket) -> None:

@@ -24,11 +24,19 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RunPlaces:
-    """The memory of a run, in pieces: its address, its offset in the run and its size, all in bytes."""
+    """The memory of a run, in pieces by offset: its address, its offset in the run and its size, in bytes."""
 
     addresses: Numbers
     offsets: Numbers
     sizes: Numbers
+
+    def part(self, start: int, end: int) -> "RunPlaces":
+        """The bytes [start, end) of the run as a run of their own."""
+        first = int(np.searchsorted(self.offsets, start, side="right")) - 1
+        last = int(np.searchsorted(self.offsets, end, side="left"))
+        low = np.maximum(self.offsets[first:last], start)
+        high = np.minimum(self.offsets[first:last] + self.sizes[first:last], end)
+        return RunPlaces(self.addresses[first:last] + low - self.offsets[first:last], low - start, high - low)
 
     def gather(self, slot: int) -> Spans:
         """The spans from the pieces into the slot at address `slot`."""
@@ -141,14 +149,14 @@ class ReceiverPages:
         self._kv = PlaneBase.of(planes.kv)
         self._cutter: tuple[KVLayout, SpanCutter] | None = None  # of the last common layout
 
-    def places(self, stream: RoomStream, block: int, count: int, request: PullRequest) -> RunPlaces:
-        """The memory of the blocks [block, block + count) of a room."""
+    def places(self, stream: RoomStream, request: PullRequest) -> RunPlaces:
+        """The memory of all blocks of a room."""
         if self._cutter is None or self._cutter[0] is not stream.layout:
             self._cutter = (stream.layout, SpanCutter(stream.layout))
         features = None
         if request.features is not None and stream.layout.has_features:
             features = (PlaneBase.of(request.features), range(len(request.pages)))
-        return self._cutter[1].places(stream, block, count, (self._kv, request.pages), features)
+        return self._cutter[1].places(stream, 0, stream.num_blocks, (self._kv, request.pages), features)
 
 
 def is_aligned(layout: KVLayout) -> bool:

@@ -170,7 +170,7 @@ class PeerLink:
             first, count = room.next_block, min(self._run_blocks, room.num_to_pull)
             room.in_flight.update(dict.fromkeys(range(first, first + count), InFlight(now)))
             pulls.append(self._pull(room, first, count))
-            room.next_block += count
+            room.pulled(count)
         return pulls
 
     def repull(self, room: ReceiverRoom, block: int, now: float, count: int = 1) -> SendMessage:

@@ -50,6 +50,7 @@ from .session import (
 )
 
 IDLE_LINK_S = 30.0
+MAX_ANNOUNCING_S = 60.0  # an older time of prefill is one of another clock
 MAX_REASON = 1024
 
 AnyBlock = Block | SlabBlock
@@ -214,6 +215,22 @@ class ReceiverSession:
             self.counters.unexpected += 1
         return None
 
+    def came_unasked(self, peer: Peer, block: SlabBlock, now: float) -> None:
+        """Counts a run of blocks that were not pulled so far as pulled, if it fits.
+
+        Prefill fills slots for early runs behind the prompt's last forward, and sends them when it ends.
+        """
+        link = self._links.get(peer)
+        room = link.rooms.get(block.room) if link is not None else None
+        if room is None or room.stream is None or room.request.epoch != block.epoch:
+            return
+        if room.request.peer_instance != block.instance:
+            return
+        end = block.block + block.count
+        is_new = block.block >= room.next_block and end <= room.stream.num_blocks
+        if is_new and not any(number in room.unasked for number in range(block.block, end)):
+            room.came_unasked(block.block, block.count, now)
+
     def landed(
         self, peer: Peer, block: AnyBlock, now: float, *, is_device: bool = False, is_nixl: bool = False
     ) -> list[Effect]:
@@ -334,6 +351,8 @@ class ReceiverSession:
         is_news = announce.tokens_ready > room.tokens_ready or (announce.final and room.first_token is None)
         if is_news and room.announced_at is None:
             room.announced_at = now
+        if is_news:
+            room.ready_at = _ready_at(room, announce, now)
         room.tokens_ready = max(room.tokens_ready, announce.tokens_ready)
         if announce.final:
             room.first_token = announce.first_token
@@ -365,7 +384,7 @@ class ReceiverSession:
         ]
 
     def _finish_if_complete(self, room: ReceiverRoom, now: float) -> list[Effect]:
-        if not room.has_all or room.first_token is None or room.announced_at is None:
+        if not room.has_all or room.first_token is None or room.announced_at is None or room.ready_at is None:
             return []
         request, stream = room.request, room.stream
         assert stream is not None
@@ -379,7 +398,8 @@ class ReceiverSession:
             num_shm_blocks=room.num_shm_blocks,
             num_device_blocks=room.num_device_blocks,
             num_nixl_blocks=room.num_nixl_blocks,
-            seconds=now - room.announced_at,
+            seconds=now - room.ready_at,
+            pull_seconds=now - room.announced_at,
         )
         release = Release(room=request.room, epoch=request.epoch, instance=self.instance)
         return [SendMessage(request.endpoint, release), Notify(done)]
@@ -440,3 +460,13 @@ class ReceiverSession:
         link.idle_since = now
         is_success = state is ReceiverState.COMPLETE
         self._tombstones.bury(request.room, request.epoch, is_success=is_success, reason=reason, now=now)
+
+
+def _ready_at(room: ReceiverRoom, announce: Announce, now: float) -> float:
+    """The time at which the announced tokens were ready, as far as decode can know.
+
+    It is prefill's own if it shares this host's clock, else the time at which decode heard of them.
+    """
+    heard_at, room.unasked_at = now if room.unasked_at is None else room.unasked_at, None
+    is_shared = max(0.0, heard_at - MAX_ANNOUNCING_S) < announce.ready_at <= heard_at
+    return announce.ready_at if is_shared else heard_at

@@ -3,7 +3,7 @@
 1. `offer` opens a room over pages whose KV is not computed yet.
 2. Decode's Attach names the leading tokens that decode has. An Attach before the offer is kept for a while.
 3. `advance` announces finished tokens.
-4. Each Pull is answered by its block.
+4. Each Pull is answered by its block. `launched` lets blocks go unasked behind the prompt's last forward.
 5. Release, Abort, `release` or the end of the lease closes the room and frees its pages.
 """
 
@@ -29,11 +29,12 @@ from ...cluster.protocol.messages import (
 )
 from ...cluster.security.ciphers import AES_128_GCM, CRC32C, agree_cipher
 from ..transport import Dropped, Offer, Released
-from .layout import KVLayout, agree, feature_columns
+from .layout import KVLayout, RoomStream, agree, feature_columns
 from .seal import KEY_BYTES, Sealer
 from .session import (
     LEASE_S,
     Effect,
+    FillEarly,
     Lease,
     Notify,
     Peer,
@@ -60,6 +61,7 @@ class _Greeted:
     transports: tuple[str, ...]  # the common ones, best first
     cipher: str
     columns: tuple[int, ...] | None  # as in SendBlock
+    is_near: bool
 
 
 @dataclass(frozen=True)
@@ -144,10 +146,28 @@ class SenderSession:
                 effects += self._attach(early.peer, self._peers[early.peer], early.attach, now)
         return effects
 
+    def launched(self, room: str, epoch: int, start: int, tokens: int) -> list[Effect]:
+        """The forward that computes prompt tokens [start, tokens) was launched.
+
+        Lets their blocks go unasked if they end the prompt: behind an earlier forward, decode has the time of
+        the next one to pull. No-op for a room that has ended.
+        """
+        known = self._rooms.get(room)
+        if known is None or known.offer.epoch != epoch or tokens != known.offer.num_tokens:
+            return []
+        known.underway = (start, tokens)
+        return self._early_run(known, is_late=False)
+
     def advance(
-        self, room: str, epoch: int, tokens_ready: int, first_token: int | None, now: float
+        self,
+        room: str,
+        epoch: int,
+        tokens_ready: int,
+        first_token: int | None,
+        now: float,
+        ready_at: float | None = None,
     ) -> list[Effect]:
-        """Announces progress; no-op for a room that has ended.
+        """Announces progress, made at `ready_at`; no-op for a room that has ended.
 
         Raises LocalProtocolError if `tokens_ready` shrinks or exceeds the prompt, or the first token comes
         too early.
@@ -161,6 +181,9 @@ class SenderSession:
             raise LocalProtocolError(f"the first token is known with {tokens_ready} tokens ready in {known}")
         known.tokens_ready = tokens_ready
         known.first_token = first_token
+        known.ready_at = now if ready_at is None else ready_at
+        if known.underway is not None and tokens_ready >= known.underway[1]:
+            known.underway = None
         known.lease.renew(now)
         return [self._announce(known, now)] if known.state is SenderState.ATTACHED else []
 
@@ -219,6 +242,24 @@ class SenderSession:
         self._close(known, SenderState.DROPPED, reason, now)
         return [Notify(Dropped(room=message.room, epoch=message.epoch, reason=reason))]
 
+    def is_attached(self, room: str, epoch: int) -> bool:
+        """Whether decode waits for the room's announcements."""
+        known = self._rooms.get(room)
+        return known is not None and known.offer.epoch == epoch and known.state is SenderState.ATTACHED
+
+    def is_underway(self, room: str, epoch: int, tokens: int) -> bool:
+        """Whether the forward that ends with the first `tokens` tokens was launched and not announced."""
+        known = self._rooms.get(room)
+        if known is None or known.offer.epoch != epoch or known.underway is None:
+            return False
+        return tokens >= known.underway[1]
+
+    def wants(self, item: SendBlock) -> bool:
+        """Whether the attached peer still expects these blocks."""
+        known = self._rooms.get(item.room)
+        is_open = known is not None and known.offer.epoch == item.epoch
+        return is_open and known is not None and (known.peer, known.stream) == (item.peer, item.stream)
+
     def speaks(self, peer: Peer, instance: str, transport: str) -> bool:
         """Whether process `instance` has greeted over this connection and may use `transport` with us."""
         greeted = self._peers.get(peer)
@@ -267,7 +308,9 @@ class SenderSession:
             self.counters.refused_peers += 1
             return [SendMessage(peer, KVRefused(instance=self.instance, reason=str(refusal)))]
         columns = feature_columns(self.layout.wire, common)
-        self._peers[peer] = _Greeted(hello.instance, KVLayout(common), transports, cipher, columns)
+        self._peers[peer] = _Greeted(
+            hello.instance, KVLayout(common), transports, cipher, columns, self._is_near(hello)
+        )
         self._peers.move_to_end(peer)
         while len(self._peers) > self._max_peers:
             self._peers.popitem(last=False)
@@ -302,9 +345,9 @@ class SenderSession:
             known.lease.renew(now)
             known.sealer = Sealer(self._random_bytes(KEY_BYTES)) if is_sealed else None
         known.peer, known.peer_instance, known.stream = peer, attach.instance, stream
-        known.columns = greeted.columns
+        known.columns, known.is_near = greeted.columns, greeted.is_near
         known.move(SenderState.ATTACHED)
-        return [self._announce(known, now)]
+        return [self._announce(known, now), *self._early_run(known, is_late=True)]
 
     def _keep_early(self, peer: Peer, attach: Attach, now: float) -> list[Effect]:
         stone = self._tombstones.find(attach.room, attach.epoch)
@@ -360,21 +403,32 @@ class SenderSession:
                 other.lease.renew(now)  # decode pulls its oldest room first; the other rooms wait
         known.quiet_since = now
         known.num_pulled = max(known.num_pulled, pull.block + pull.count)
-        skipped = stream.have // self.layout.wire.page_size
-        block = SendBlock(
+        return [self._block(known, stream, pull.block, pull.count)]
+
+    def _early_run(self, known: SenderRoom, *, is_late: bool) -> list[Effect]:
+        """The blocks that the launched forward completes."""
+        stream = known.stream
+        if known.underway is None or stream is None or known.sealer is not None:
+            return []
+        start, tokens = known.underway
+        first = max(stream.ready_blocks(start), known.num_pulled)
+        count = stream.ready_blocks(tokens) - first
+        return [FillEarly(self._block(known, stream, first, count), is_late)] if count > 0 else []
+
+    def _block(self, known: SenderRoom, stream: RoomStream, block: int, count: int) -> SendBlock:
+        return SendBlock(
             peer=known.peer,
-            room=pull.room,
-            epoch=pull.epoch,
-            block=pull.block,
-            count=pull.count,
-            size=stream.block_size(pull.block, pull.count),
+            room=known.offer.room,
+            epoch=known.offer.epoch,
+            block=block,
+            count=count,
+            size=stream.block_size(block, count),
             stream=stream,
             pages=known.offer.pages,
-            first_page=skipped,
+            first_page=stream.have // self.layout.wire.page_size,
             sealer=known.sealer,
             columns=known.columns,
         )
-        return [block]
 
     def _announce(self, known: SenderRoom, now: float) -> SendMessage:
         known.quiet_since = now
@@ -388,6 +442,7 @@ class SenderSession:
                 final=known.is_final,
                 first_token=known.first_token or 0,
                 key=known.sealer.key if known.sealer is not None else b"",
+                ready_at=known.ready_at if known.is_near else 0.0,
             ),
         )
 

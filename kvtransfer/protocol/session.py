@@ -64,10 +64,25 @@ class SendBlock:
         assert self.count == 1, f"{self.count} blocks"
         return self.stream.segments(self.block)
 
-    def split(self) -> "list[SendBlock]":
-        """The same blocks one by one."""
-        numbers = range(self.block, self.block + self.count)
-        return [replace(self, block=n, size=self.stream.block_size(n), count=1) for n in numbers]
+    def split(self, most: int = 1) -> "list[SendBlock]":
+        """The same blocks in runs of `most`; the last run may be shorter."""
+        end = self.block + self.count
+        runs = [(first, min(most, end - first)) for first in range(self.block, end, most)]
+        return [
+            replace(self, block=n, size=self.stream.block_size(n, count), count=count) for n, count in runs
+        ]
+
+
+@dataclass(frozen=True)
+class FillEarly:
+    """Effect: if slots for early runs are free now, fill them with `run` behind the forward that computes it.
+
+    The blocks go unasked, when they are ready. Those that find no slot are left to decode's pulls. `is_late`:
+    later forwards may have been launched meanwhile.
+    """
+
+    run: SendBlock
+    is_late: bool
 
 
 @dataclass(frozen=True)
@@ -84,7 +99,7 @@ class CloseLink:
     peer: Peer
 
 
-Effect = SendMessage | SendBlock | Notify | CloseLink
+Effect = SendMessage | SendBlock | FillEarly | Notify | CloseLink
 
 
 # --- rooms --------------------------------------------------------------------------------------------------
@@ -157,6 +172,9 @@ class SenderRoom:
     tokens_ready: int = 0
     first_token: int | None = None
     num_pulled: int = 0  # 1 + the highest block that was pulled
+    is_near: bool = False  # decode runs on this host
+    ready_at: float = 0.0  # monotonic time at which `tokens_ready` was reached
+    underway: tuple[int, int] | None = None  # tokens of the prompt's last forward, launched and not announced
     quiet_since: float = 0.0  # time of the last message from or to decode about this room
     sealer: Sealer | None = None  # a new one whenever the Attach changes the stream
 
@@ -195,6 +213,7 @@ class InFlight:
 
     sent_at: float
     num_repulls: int = 0
+    is_unasked: bool = False  # prefill sent the blocks before they were pulled; they count for no window
 
 
 @dataclass
@@ -208,8 +227,11 @@ class ReceiverRoom:
     tokens_ready: int = 0
     first_token: int | None = None
     announced_at: float | None = None
+    ready_at: float | None = None  # time at which the last announced tokens were ready
+    unasked_at: float | None = None  # arrival of the first early run of these tokens
     heard_at: float = 0.0  # time of the peer's last message about this room, or of our last question
     next_block: int = 0
+    unasked: set[int] = field(default_factory=set)  # blocks behind `next_block` that came unasked
     num_shm_blocks: int = 0  # blocks in place that were read from shared memory
     num_device_blocks: int = 0  # blocks in place that were read from the memory of prefill's device
     num_nixl_blocks: int = 0  # blocks in place that were read through NIXL
@@ -230,15 +252,16 @@ class ReceiverRoom:
 
     @property
     def num_to_pull(self) -> int:
-        """Announced blocks that were not pulled yet."""
+        """Announced blocks from the next one on, without a gap, that were not pulled and did not come."""
         if self.stream is None:
             return 0
-        return max(0, self.stream.ready_blocks(self.tokens_ready) - self.next_block)
+        end = min([self.stream.ready_blocks(self.tokens_ready), *self.unasked])
+        return max(0, end - self.next_block)
 
     @property
     def num_pulls(self) -> int:
         """Pulls with blocks in flight."""
-        return len({id(pull) for pull in self.in_flight.values()})
+        return len({id(pull) for pull in self.in_flight.values() if not pull.is_unasked})
 
     def are_in_flight(self, block: int, count: int) -> bool:
         """Whether all of the blocks [block, block + count) are in flight."""
@@ -247,6 +270,21 @@ class ReceiverRoom:
     def is_landed(self, block: int) -> bool:
         """Whether block `block` is in place."""
         return block < self.num_leading or block in self.landed_ahead
+
+    def pulled(self, count: int) -> None:
+        """The next `count` blocks were pulled."""
+        self.next_block += count
+        while self.next_block in self.unasked:
+            self.unasked.remove(self.next_block)
+            self.next_block += 1
+
+    def came_unasked(self, block: int, count: int, now: float) -> None:
+        """Blocks from `next_block` on came before they were pulled; they are in flight from `now` on."""
+        run = range(block, block + count)
+        self.in_flight.update(dict.fromkeys(run, InFlight(now, is_unasked=True)))
+        self.unasked_at = now if self.unasked_at is None else self.unasked_at
+        self.unasked.update(run)
+        self.pulled(0)
 
     def land(self, block: int) -> None:
         """Marks a block as in place."""

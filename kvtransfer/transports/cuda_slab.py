@@ -5,6 +5,10 @@ the pages of a run into a slot and sends its SlabBlock after the move is done. D
 its own pages, digests what it stored, and frees the slot after the move is done. No device waits for the
 other process: a dead peer leaves nothing behind on a stream.
 
+Behind the last forward of a prompt, prefill also fills slots unasked, and sends their SlabBlocks before the
+announcement. These slots are the last ones of the slab, which pulls never use: a run that finds none free is
+left to decode's pull, and no pull waits for a run whose forward still runs.
+
 Both ends start moves on a stream of their own. A move that is not held by a forward ends within a fraction
 of a millisecond, and the link thread waits for it without the interpreter's lock; others are polled. A move
 reads or writes the pages of rooms, so the end of a room waits for the room's moves; they wait for work of
@@ -12,29 +16,34 @@ their own process only.
 """
 
 import logging
+import math
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...cluster.process.log import fields as log_fields
-from ...cluster.protocol.slab_messages import SlabBlock, SlabRequest
+from ...cluster.protocol.slab_messages import SlabBlock, SlabRequest, SlotFree
 from ...kernels.move_spans import ALIGNMENT
 from ..memory.cuda_device import CudaDevice
 from ..memory.device import Device, Move
 from ..memory.device_slab import DeviceSlab, reached
 from ..memory.slab import SlabError
+from ..memory.slot_ranges import SlotRanges
 from ..memory.slot_table import Slot, SlotTable
 from ..memory.span_cutter import SenderPages, is_aligned, pages_of_run
 from ..protocol.layout import KVLayout, device_digest
 from ..protocol.session import Peer, SendBlock
 from ..transport import Planes
-from .slab_lanes import SlabCounters, SlabLanes, slots_that_fit
+from .slab_lanes import MIN_SLOTS, SlabCounters, SlabLanes, slots_that_fit
 
 logger = logging.getLogger(__name__)
 
 DEVICE_SLAB_BYTES = 1 << 30  # limit of all device slabs of a prefill worker together
 SLOT_BYTES = 32 << 20  # largest slot: 16 pages of a model with 128 KiB per token
 DEVICE_WINDOW = 6  # slots that are filled or read at a time, so that neither end waits for the other
+EARLY_SLOTS = 8  # for what goes unasked: 256 MiB, of a prompt's last forward
 RUNS_PER_MOVE = 2  # of prefill: decode reads these runs while the next ones are gathered
+NEWS_S = 2e-5  # between two looks for messages while a move is under way
 SPIN_S = 0.001  # a move takes less; one that waits for a forward is polled at this pace
 
 
@@ -77,6 +86,8 @@ class DeviceLane:
     request: SlabRequest
     slab: DeviceSlab
     slots: SlotTable
+    early: SlotRanges  # the slots behind them, for runs that go unasked
+    is_heard: bool = False  # decode has sent a frame over the slab's connection
 
     @property
     def is_used(self) -> bool:
@@ -84,7 +95,7 @@ class DeviceLane:
         return self.slab.is_mapped
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Filling:
     """Slots of one pair that a move fills."""
 
@@ -93,6 +104,7 @@ class _Filling:
     items: Sequence[tuple[SendBlock, Slot]]
     move: Move
     began: float
+    is_wanted: bool = True  # False: the room has ended, and the slots are free once the move is done
 
 
 class DeviceLanes(SlabLanes[DeviceLane]):
@@ -111,7 +123,23 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         super().__init__(instance, counters, lease_s=lease_s)
         self._device, self._pages, self._max_bytes = device, pages, max_bytes
         self._fillings: list[_Filling] = []
+        self._early: list[_Filling] = []  # behind forwards, in the order of their launches
         self._ended: list[DeviceSlab] = []  # decode may still have them mapped
+
+    def connections(self) -> list[tuple[Peer, socket.socket]]:
+        """The connections of all slabs from which frames are read."""
+        return [(peer, lane.slab.connection) for peer, lane in self._lanes.items() if lane.request.has_wire]
+
+    def heard(self, peer: Peer) -> None:
+        """Records a frame over the slab's connection: decode has mapped the slab, and reads frames too."""
+        lane = self._lanes.get(peer)
+        if lane is not None:
+            lane.is_heard = True
+
+    def wire(self, peer: Peer) -> socket.socket | None:
+        """The connection over which frames reach decode; None if there is none."""
+        lane = self._lanes.get(peer)
+        return lane.slab.connection if lane is not None and lane.is_heard else None
 
     def begin(self, items: Sequence[SendBlock], now: float) -> tuple[int, list[SlabBlock]]:
         """Starts to fill slots with the first runs of `items`, all for one peer.
@@ -122,28 +150,112 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         lane = self._lanes.get(items[0].peer)
         if lane is None:
             return 0, []
-        held: list[tuple[SendBlock, Slot]] = []
+        num_held, fresh, headers = 0, list[tuple[SendBlock, Slot]](), list[SlabBlock]()
         for item in items:
-            if item.size > lane.slab.slot_bytes:
+            header = self._early_header(lane, item)
+            if header is None and item.size > lane.slab.slot_bytes:
                 break
-            slot = lane.slots.take((item.room, item.epoch, item.block), now + self._lease_s)
-            if slot is None:
-                break
-            held.append((item, slot))
-        self.counters.shm_full += not held
-        fresh = [(item, slot) for item, slot in held if slot.header is None and not slot.is_filling]
+            if header is None:
+                slot = lane.slots.take((item.room, item.epoch, item.block), now + self._lease_s)
+                if slot is None:
+                    break
+                header = slot.header
+                if header is None and not slot.is_filling:
+                    fresh.append((item, slot))
+            num_held += 1
+            headers += [] if header is None else [header]
+        self.counters.shm_full += not num_held
         if fresh:
             self._fill(lane.slab, fresh, now)
-        return len(held), [slot.header for _, slot in held if slot.header is not None]
+        return num_held, headers
+
+    def begin_early(self, run: SendBlock, now: float, *, is_late: bool) -> None:
+        """Starts to fill free slots for early runs with the leading blocks of `run`, behind its forward.
+
+        `is_late`: later forwards may have been launched meanwhile. Moves run in order, so an unfinished one
+        could then belong to such a forward, and the run is left to decode's pulls.
+        """
+        lane = self._lanes.get(run.peer)
+        self._drop_done()
+        if lane is None or (is_late and self._early):
+            return
+        run_blocks = lane.slab.slot_bytes // run.stream.block_bytes
+        num_slots = -(-run.count // run_blocks)
+        slots = lane.early.take((run.room, run.epoch, run.block), num_slots, math.inf)
+        if slots is None or slots.header is not None or slots.is_filling:
+            return
+        (item, *_) = run.split(slots.count * run_blocks)
+        self._early.append(self._filling(lane.slab, [(item, slots)], now, is_early=True))
+
+    def end_early(self, room: str, epoch: int, now: float) -> list[tuple[SendBlock, SlabBlock]]:
+        """The early run of a room whose forward has ended, with its header; empty if it has none.
+
+        Waits for the move, which begins with the end of the forward and takes a fraction of a millisecond.
+        """
+        ended: list[tuple[SendBlock, SlabBlock]] = []
+        for filling in [one for one in self._early if one.is_wanted and _is_of(one, room, epoch)]:
+            digests = filling.move.wait()
+            self._early.remove(filling)
+            for _, slot in filling.items:
+                slot.ends_at = now + self._lease_s
+            lane = self._lanes.get(filling.peer)
+            if lane is not None and lane.slab is filling.slab:
+                ended += self._headers(filling, digests)
+        return ended
+
+    def cut(self, item: SendBlock) -> list[SendBlock]:
+        """The run that decode pulls, in runs that fit a slot; as it is if early slots still hold it."""
+        lane = self._lanes.get(item.peer)
+        if lane is None or item.size <= lane.slab.slot_bytes or self._early_header(lane, item) is not None:
+            return [item]
+        return item.split(lane.slab.slot_bytes // item.stream.block_bytes)
+
+    def _early_header(self, lane: DeviceLane, item: SendBlock) -> SlabBlock | None:
+        """The header of a run that went unasked: decode may not have got it."""
+        slots = lane.early.find((item.room, item.epoch, item.block))
+        header = None if slots is None else slots.header
+        return header if header is not None and header.count == item.count else None
+
+    def forget(self, room: str, epoch: int) -> None:
+        """As `SlabLanes.forget`. A slot that a move still fills is free behind the move."""
+        super().forget(room, epoch)
+        for filling in self._early:
+            filling.is_wanted = filling.is_wanted and not _is_of(filling, room, epoch)
+        for lane in self._lanes.values():
+            lane.early.free_where(
+                lambda holder, ends_at: holder[0] == room and holder[1] <= epoch and ends_at < math.inf
+            )
+        self._drop_done()
+
+    def _drop_done(self) -> None:
+        """Frees the slots of early runs that nobody wants any more, and whose moves are done."""
+        for filling in [one for one in self._early if not one.is_wanted]:
+            if filling.move.poll() is None:
+                continue
+            self._early.remove(filling)
+            lane = self._lanes.get(filling.peer)
+            for item, slot in filling.items:
+                if lane is not None and lane.slab is filling.slab:
+                    lane.early.free((item.room, item.epoch, item.block), slot.index)
+
+    def _free(self, lane: DeviceLane, message: SlotFree) -> None:
+        holder = (message.room, message.epoch, message.block)
+        if not lane.early.free(holder, message.slot):
+            lane.slots.free(holder, message.slot)
 
     def _fill(self, slab: DeviceSlab, fresh: Sequence[tuple[SendBlock, Slot]], now: float) -> None:
+        self._fillings.append(self._filling(slab, fresh, now))
+
+    def _filling(
+        self, slab: DeviceSlab, fresh: Sequence[tuple[SendBlock, Slot]], now: float, *, is_early: bool = False
+    ) -> _Filling:
         runs, pages = [], list[int]()
         for item, slot in fresh:
             slot.is_filling = True
             runs.append(self._pages.places(item).gather(slab.slot(slot.index)))
             pages += pages_of_run(item.stream, item.block, item.count, item.pages[item.first_page :])
-        move = self._device.move(runs, pages, is_write=False)
-        self._fillings.append(_Filling(fresh[0][0].peer, slab, fresh, move, now))
+        move = self._device.move(runs, pages, is_write=False, is_early=is_early)
+        return _Filling(fresh[0][0].peer, slab, fresh, move, now)
 
     def settle(self) -> list[tuple[SendBlock, SlabBlock]]:
         """The runs whose slots are filled now, with their headers.
@@ -163,7 +275,7 @@ class DeviceLanes(SlabLanes[DeviceLane]):
     def finish(self, room: str, epoch: int) -> None:
         """Returns when no move reads the pages of this room and its earlier attempts any more."""
         for filling in self._fillings:
-            if any(item.room == room and item.epoch <= epoch for item, _ in filling.items):
+            if _is_of(filling, room, epoch):
                 filling.move.wait()
 
     def poll_at(self, now: float) -> float | None:
@@ -173,6 +285,10 @@ class DeviceLanes(SlabLanes[DeviceLane]):
     def sweep(self, now: float) -> None:
         """As `SlabLanes.sweep`. Also frees ended slabs that decode has closed."""
         is_due = now >= self._sweep_at
+        if is_due:
+            self._drop_done()
+            for lane in self._lanes.values():
+                lane.early.free_where(lambda _, ends_at: now >= ends_at)
         super().sweep(now)
         if is_due:
             self._free_ended()
@@ -214,9 +330,13 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         slabs = [*(lane.slab for lane in self._lanes.values()), *self._ended]
         left = self._max_bytes - sum(slab.size for slab in slabs)
         num_slots = slots_that_fit(request, SLOT_BYTES, left, self._max_bytes, "--device-slab-mb")
+        num_pulled = min(num_slots, max(MIN_SLOTS, request.num_slots - request.early_slots))
+        # early runs only save time: they leave memory for the pulls of one more pair
+        num_spare = max(0, left // request.slot_bytes - 2 * num_pulled)
+        num_early = min(num_slots - num_pulled, num_spare)
         connection = reached(request.address, request.token)
-        slab = DeviceSlab(self._device, num_slots, request.slot_bytes, connection)
-        return DeviceLane(request, slab, SlotTable(num_slots))
+        slab = DeviceSlab(self._device, num_pulled + num_early, request.slot_bytes, connection)
+        return DeviceLane(request, slab, SlotTable(num_pulled), SlotRanges(num_early, first=num_pulled))
 
     def _end(self, lane: DeviceLane) -> None:
         lane.slab.give_up()
@@ -235,3 +355,8 @@ class DeviceLanes(SlabLanes[DeviceLane]):
 
     def _count(self) -> None:
         self.counters.device_slabs = len(self._lanes) + len(self._ended)
+
+
+def _is_of(filling: _Filling, room: str, epoch: int) -> bool:
+    """Whether the move reads pages of this room, or of its earlier attempts."""
+    return any(item.room == room and item.epoch <= epoch for item, _ in filling.items)

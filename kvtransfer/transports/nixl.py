@@ -80,6 +80,7 @@ class NixlSlab:
     """Prefill's end of a slab."""
 
     handle = b""
+    has_wire = False
 
     def __init__(self, num_slots: int, slot_bytes: int, memory: Bytes, pin: Pin) -> None:
         """`memory`: zeroed, at least as long as the slots."""

@@ -27,14 +27,14 @@ class PathRates:
         path = path_taken(done.num_blocks, done.num_shm_blocks, done.num_device_blocks, done.num_nixl_blocks)
         if path is None:
             return
-        if path not in self._bytes and done.seconds > 0:
-            rate = done.num_bytes / done.seconds / 1e9
+        if path not in self._bytes and done.pull_seconds > 0:
+            rate = done.num_bytes / done.pull_seconds / 1e9
             logger.info(
                 "first hand-off by this way",
                 extra=fields(transport=path, bytes=done.num_bytes, gb_per_s=round(rate, 3)),
             )
         self._bytes[path] = self._bytes.get(path, 0.0) + done.num_bytes
-        self._seconds[path] = self._seconds.get(path, 0.0) + done.seconds
+        self._seconds[path] = self._seconds.get(path, 0.0) + done.pull_seconds
 
     def counters(self) -> dict[str, float]:
         """Totals by name, for heartbeats: bytes, and seconds from first announcement to last block."""

@@ -8,12 +8,15 @@ before each wait, and is due at once while a socket holds a message. That read a
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
+from socket import socket as UnixSocket
 
 import zmq
 
 from ...cluster.net.sockets import Socket
+from ..protocol.session import Peer
 from ..transport import TransportEvent
 from .endpoint import Clock, Endpoint, Queued
+from .wire import received
 
 MESSAGES_PER_SOCKET = 64  # messages read per turn, so that no peer delays the others
 TURN_S = 0.002  # limit of reads per socket: tokens for clients wait for the end of a turn
@@ -49,6 +52,18 @@ class Polling(Endpoint[Queued]):
     def _turn(self) -> None:
         """Reads the messages that arrived and does the work that is due, without waiting."""
 
+    def _wires(self) -> list[tuple[Peer, UnixSocket]]:
+        """The connections of slabs that carry frames."""
+        return []
+
+    def _take_frame(self, peer: Peer, frame: memoryview) -> None:
+        """Handles a frame of a connection in `_wires`; an empty one is its end."""
+
+    def _read_wires(self) -> None:
+        for peer, wire in self._wires():
+            for frame in received(wire):
+                self._take_frame(peer, frame)
+
     def register(self, pollable: Socket | int) -> None:
         """Makes `poll` return when `pollable`, another socket or file descriptor, is readable."""
         self._foreign.append(pollable)
@@ -58,7 +73,11 @@ class Polling(Endpoint[Queued]):
 
         They change with the connections.
         """
-        return [*(int(socket.get(zmq.FD)) for socket in self._sockets()), *self.wake_fds]
+        return [
+            *(int(socket.get(zmq.FD)) for socket in self._sockets()),
+            *(wire.fileno() for _, wire in self._wires()),
+            *self.wake_fds,
+        ]
 
     def has_unread(self) -> bool:
         """Whether a socket holds a message that its file descriptor may no longer signal."""

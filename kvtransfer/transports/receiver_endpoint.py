@@ -18,13 +18,13 @@ from ...cluster.protocol.slab_messages import SlabBlock, SlabDown, SlabUp
 from ...cluster.security.ciphers import CRC32C
 from ..memory.blocks import Arrival, BlockWriter
 from ..memory.device import Device, Move
-from ..memory.span_cutter import ReceiverPages, pages_of_run
-from ..protocol.layout import Crc, KVLayout, Segment, block_digest, device_digest, digest_seed
+from ..memory.span_cutter import ReceiverPages, RunPlaces, pages_of_run
+from ..protocol.layout import Crc, KVLayout, RoomStream, Segment, block_digest, device_digest, digest_seed
 from ..protocol.receiver import ReceiverSession
 from ..protocol.seal import TAG_BYTES, BlockName
 from ..protocol.session import LEASE_S, WINDOW, CloseLink, Effect, Notify, Peer, ReceiverRoom, SendMessage
 from ..transport import Complete, Lost, Offer, Planes, PullRequest
-from .cuda_slab import SLOT_BYTES, device_of, host_id, next_poll
+from .cuda_slab import NEWS_S, SLOT_BYTES, SPIN_S, device_of, host_id, next_poll
 from .endpoint import Clock, Endpoint
 from .nixl import Arrived, PairReads
 from .nixl_agent import OpenAgent, open_nixl
@@ -84,9 +84,11 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         self._writer = BlockWriter(KVLayout(layout), planes)
         self._decoder = kv_down_frames()
         self._is_gathering = False  # outgoing messages wait, to share a frame
+        self._owes_turn = False  # events of landings went to the owner before the rest of a turn
         self._device = device
         self._pages = None if device is None else ReceiverPages(planes)
         self._landings: list[Landing] = []
+        self._places: dict[str, tuple[RoomStream, RunPlaces]] = {}  # the memory of open rooms
         self._paths = PathRates()
         self._slabs = ReceiverSlabs(
             instance,
@@ -106,13 +108,28 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         """Raises LocalProtocolError: decode does not offer."""
         raise LocalProtocolError(f"decode does not offer (room {offer.room})")
 
-    def advance(self, room: str, epoch: int, tokens_ready: int, first_token: int | None = None) -> None:
+    def launched(self, room: str, epoch: int, start: int, tokens: int) -> None:
+        """Raises LocalProtocolError: decode launches no forward for an offer."""
+        raise LocalProtocolError(f"decode does not offer (room {room})")
+
+    def advance(
+        self,
+        room: str,
+        epoch: int,
+        tokens_ready: int,
+        first_token: int | None = None,
+        ready_at: float | None = None,
+    ) -> None:
         """Raises LocalProtocolError: decode does not advance."""
         raise LocalProtocolError(f"decode does not advance (room {room})")
 
     def pull(self, request: PullRequest) -> None:
         """As `KVTransport.pull`. Raises LocalProtocolError as `ReceiverSession.pull`."""
         self._perform(self.session.pull(request, self._clock()))
+        link = self.session.link_of(request.endpoint)
+        room = None if link is None else link.rooms.get(request.room)
+        if room is not None and room.request is request and room.stream and room.stream.num_blocks:
+            self._places_of(room, room.stream)  # now, while prefill computes
         self._tell(request.endpoint, self._slabs.ask_again(request.endpoint, self._clock()))
         if self._nixl is not None:
             self._nixl.ask_again(request.endpoint, self._clock())
@@ -121,6 +138,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         """As `KVTransport.release`."""
         self._perform(self.session.release(room, epoch, reason, self._clock()))
         self._finish_landings(room, epoch)
+        self._places.pop(room, None)
         self._forget_events(room, epoch)
 
     @property
@@ -140,6 +158,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             self._retry_at if self._outbox else None,
             next_poll(self._landings[0].began, now) if self._landings else None,
             self._nixl.next_deadline() if self._nixl is not None else None,
+            now if self._owes_turn else None,
         ]
         return min((t for t in times if t is not None), default=None)
 
@@ -324,7 +343,6 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
     def _begin_landing(self, peer: Peer, blocks: Sequence[SlabBlock], now: float) -> list[Effect]:
         """Starts to write runs from device memory into their pages; `_settle_landings` goes on."""
         assert self._device is not None, "the slab was mapped"
-        assert self._pages is not None
         effects: list[Effect] = []
         begun, requests, runs, pages = [], [], [], list[int]()
         under_way = self._under_way()
@@ -339,15 +357,21 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                 # a second move could end after the room did, and read a slot that holds another run by then
                 self.session.counters.duplicate_blocks += 1
                 continue
+            if self._slabs.is_early(peer, block):
+                self.session.came_unasked(peer, block, now)
             stream, link = self.session.expect_run(peer, block, block.size), self.session.link_of(peer)
             if stream is None or link is None:
                 effects.append(SendMessage(peer, self._slabs.freed(block)))
                 continue
-            request = link.rooms[block.room].request
+            room = link.rooms[block.room]
+            request = room.request
             under_way |= names_of(block)
             begun.append(block)
             requests.append(request)
-            runs.append(self._pages.places(stream, block.block, block.count, request).scatter(slot))
+            begin = block.block * stream.block_bytes
+            places = self._places_of(room, stream)
+            assert places is not None, "the slab was mapped"
+            runs.append(places.part(begin, begin + block.size).scatter(slot))
             pages += pages_of_run(stream, block.block, block.count, request.pages)
         if begun:
             move = self._device.move(runs, pages, is_write=True)
@@ -355,6 +379,15 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             for _ in begun:
                 self.reach("receiver:scatter")
         return effects
+
+    def _places_of(self, room: ReceiverRoom, stream: RoomStream) -> RunPlaces | None:
+        """The memory of all blocks of a room; None without a device."""
+        if self._pages is None:
+            return None
+        known = self._places.get(room.request.room)
+        if known is None or known[0] is not stream:
+            known = self._places[room.request.room] = (stream, self._pages.places(stream, room.request))
+        return known[1]
 
     def _under_way(self) -> set[tuple[str, int, int]]:
         """The names of the blocks that moves write into their pages now."""
@@ -377,7 +410,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             landing = self._landings[0]
             totals = landing.move.poll()
             if totals is None and is_first and not landing.move.is_held:
-                totals = landing.move.wait()
+                totals = self._end_of(landing)
             is_first = False
             if totals is None:
                 return  # moves run in order
@@ -390,6 +423,26 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                     *self._settle_run(landing, block, found == block.digest),
                 ]
             self._perform(effects)
+
+    def _end_of(self, landing: Landing) -> list[int] | None:
+        """The digests of a move that ends soon; None if a message came before.
+
+        The next runs must be launched while this move is under way, or the device is idle between them.
+        """
+        link = self.session.link_of(landing.peer)
+        num_landing = sum(block.count for one in self._landings for block in one.blocks)
+        if link is None or link.num_in_flight <= num_landing:
+            return landing.move.wait()
+        until = time.monotonic() + SPIN_S
+        while (totals := landing.move.poll()) is None:
+            if self._has_news() or time.monotonic() >= until:
+                return None
+            time.sleep(NEWS_S)
+        return totals
+
+    def _has_news(self) -> bool:
+        """Whether a message waits to be read."""
+        return False
 
     def _settle_run(self, landing: Landing, block: SlabBlock, is_right: bool) -> list[Effect]:
         peer, now = landing.peer, self._clock()
@@ -459,11 +512,24 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         now = self._clock()
         for peer in self._slabs.sweep(now):
             self._set_runs(peer)
-        self._settle_landings()
+        if self._settles_before_sending():
+            return
         if self._nixl is not None:
             self._settle_reads(self._nixl)
         self._perform(self.session.tick(now))
         self._flush(now)
+
+    def _settles_before_sending(self) -> bool:
+        """Settles landings. True: the owner gets their events first, and the rest of the turn comes next.
+
+        Decode's batch waits for the end of a hand-off, while prefill has time for what is said about it.
+        """
+        num_events, was_sending = len(self._events), not self._is_gathering
+        self._is_gathering = True
+        self._settle_landings()
+        self._is_gathering = not was_sending
+        self._owes_turn = not self._owes_turn and len(self._events) > num_events
+        return self._owes_turn
 
     def _perform(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
@@ -474,6 +540,8 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                     self._paths.add(effect.event)
                 if isinstance(effect.event, Lost):
                     self._finish_landings(effect.event.room, effect.event.epoch)
+                if isinstance(effect.event, Lost | Complete):
+                    self._places.pop(effect.event.room, None)
                 self._events.append(effect.event)
             elif isinstance(effect, CloseLink):
                 self._close_link(effect.peer)

@@ -21,7 +21,7 @@ from ..memory.device import Device
 from ..memory.span_cutter import SenderPages
 from ..protocol.layout import Crc, KVLayout
 from ..protocol.sender import SenderSession
-from ..protocol.session import LEASE_S, Effect, Notify, Peer, SendBlock, SendMessage
+from ..protocol.session import LEASE_S, Effect, FillEarly, Notify, Peer, SendBlock, SendMessage
 from ..transport import Dropped, Offer, Planes, PullRequest, Released
 from .cuda_slab import DEVICE_SLAB_BYTES, RUNS_PER_MOVE, DeviceLanes, device_of, host_id
 from .endpoint import RETRY_S, Clock, Endpoint
@@ -115,9 +115,24 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         """As `KVTransport.offer`. Raises LocalProtocolError as `SenderSession.offer`."""
         self._perform(self.session.offer(offer, self._clock()))
 
-    def advance(self, room: str, epoch: int, tokens_ready: int, first_token: int | None = None) -> None:
+    def launched(self, room: str, epoch: int, start: int, tokens: int) -> None:
+        """As `KVTransport.launched`: fills slots for early runs behind the prompt's last forward."""
+        if self._device_slabs is not None:
+            self._perform(self.session.launched(room, epoch, start, tokens))
+
+    def advance(
+        self,
+        room: str,
+        epoch: int,
+        tokens_ready: int,
+        first_token: int | None = None,
+        ready_at: float | None = None,
+    ) -> None:
         """As `KVTransport.advance`. Raises LocalProtocolError as `SenderSession.advance`."""
-        self._perform(self.session.advance(room, epoch, tokens_ready, first_token, self._clock()))
+        if self._device_slabs is not None and self.session.is_underway(room, epoch, tokens_ready):
+            ready_at = self._clock() if ready_at is None else ready_at
+            self._send_early(self._device_slabs, room, epoch)
+        self._perform(self.session.advance(room, epoch, tokens_ready, first_token, self._clock(), ready_at))
 
     def release(self, room: str, epoch: int, reason: str) -> None:
         """As `KVTransport.release`."""
@@ -249,6 +264,8 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         for effect in effects:
             if isinstance(effect, SendMessage | SendBlock):
                 self._post(effect)
+            elif isinstance(effect, FillEarly) and self._device_slabs is not None:
+                self._device_slabs.begin_early(effect.run, self._clock(), is_late=effect.is_late)
             elif isinstance(effect, Notify):
                 assert isinstance(effect.event, Released | Dropped)
                 self._forget_slots(effect.event.room, effect.event.epoch)
@@ -267,14 +284,20 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
 
     def _filled(self, device_slabs: DeviceLanes) -> list[SendMessage]:
         """The headers of the runs of open rooms that are in their slots by now."""
-        messages: list[SendMessage] = []
-        for item, header in device_slabs.settle():
-            if self.session.is_open(item.room, item.epoch):
-                self.reach("sender:block")
-                self.session.counters.blocks += item.count
-                self.session.counters.bytes += item.size
-                messages.append(SendMessage(item.peer, header))
-        return messages
+        filled = device_slabs.settle()
+        return [self._header(*run) for run in filled if self.session.is_open(run[0].room, run[0].epoch)]
+
+    def _send_early(self, device_slabs: DeviceLanes, room: str, epoch: int) -> None:
+        """Sends the header of a room's early run, before the announcement lets decode pull the rest."""
+        for item, header in device_slabs.end_early(room, epoch, self._clock()):
+            if self.session.wants(item):
+                self._post(self._header(item, header))
+
+    def _header(self, item: SendBlock, header: SlabBlock) -> SendMessage:
+        self.reach("sender:block")
+        self.session.counters.blocks += item.count
+        self.session.counters.bytes += item.size
+        return SendMessage(item.peer, header)
 
     def _send_some(self, waiting: "deque[SendMessage | SendBlock]") -> int:
         item = waiting[0]
@@ -289,15 +312,12 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
             self._forget(item)
             return 1
         if self._device_slabs is not None and self._device_slabs.has(item.peer):
+            self._replace(waiting, self._device_slabs.cut(item))
             num_begun = self._begin_runs(self._device_slabs, waiting)
             if num_begun:
                 return num_begun
-        if item.count > 1:  # the pair has no slab for runs any more, or no free slot
-            self._forget(item)
-            waiting.popleft()
-            blocks = item.split()
-            waiting.extendleft(reversed(blocks))
-            self._waiting.update(map(key_of, blocks))
+        assert isinstance(waiting[0], SendBlock)
+        self._replace(waiting, waiting[0].split())  # the pair has no slab for runs any more, or no free slot
         filled = self._fill_slots(waiting)
         item = waiting[0]
         assert isinstance(item, SendBlock)
@@ -315,6 +335,15 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
             self.session.counters.bytes += block.size
         return max(1, len(filled))
 
+    def _replace(self, waiting: "deque[SendMessage | SendBlock]", runs: list[SendBlock]) -> None:
+        """Puts the parts of the first waiting run into its place."""
+        item = waiting[0]
+        if len(runs) > 1 and isinstance(item, SendBlock):
+            self._forget(item)
+            waiting.popleft()
+            waiting.extendleft(reversed(runs))
+            self._waiting.update(map(key_of, runs))
+
     def _send_headers(self, waiting: "deque[SendMessage | SendBlock]") -> int:
         """Sends the leading headers of filled slots in one frame."""
         headers: list[SlabBlock] = []
@@ -328,7 +357,7 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
     def _begin_runs(self, device_slabs: DeviceLanes, waiting: "deque[SendMessage | SendBlock]") -> int:
         """Starts to fill slots with the leading runs. Returns the number of runs that leave the queue."""
         items: list[SendBlock] = []
-        for item in islice(waiting, RUNS_PER_MOVE):
+        for item in islice(waiting, min(RUNS_PER_MOVE, self.max_batch)):
             if isinstance(item, SendMessage) or not self.session.is_open(item.room, item.epoch):
                 break
             items.append(item)

@@ -45,7 +45,7 @@ from ..memory.slab import NO_FD, MappedSlab, Slab, SlabDoor, SlabError, is_alive
 from ..memory.slot_table import Slot, SlotTable
 from ..protocol.layout import digest_seed
 from ..protocol.session import Peer, SendBlock
-from .cuda_slab import DEVICE_WINDOW, SLOT_BYTES, slot_bytes_of
+from .cuda_slab import DEVICE_WINDOW, EARLY_SLOTS, SLOT_BYTES, slot_bytes_of
 from .slab_lanes import SWEEP_S, OwnedSlab, SlabCounters, SlabLane, SlabLanes, slots_that_fit
 
 logger = logging.getLogger(__name__)
@@ -194,7 +194,15 @@ class _Asked:
     block_bytes: int
     transports: tuple[str, ...]  # kinds of slabs that the pair may use, best first
     retry_at: float  # monotonic time of the next request
+    early_slots: int = 0
     slab: MappedSlab | MappedDeviceSlab | None = None  # None until it is granted
+    has_wire: bool = False
+
+    @property
+    def num_pulled(self) -> int:
+        """The slots of the granted slab that pulls use; those behind them are for early runs."""
+        granted = 0 if self.slab is None else self.slab.num_slots
+        return min(granted, self.num_slots - self.early_slots)
 
 
 class ReceiverSlabs:
@@ -269,6 +277,7 @@ class ReceiverSlabs:
             if isinstance(message, SlabDenied):
                 raise SlabError(message.reason[:200])
             asked.slab = self._map(asked, message)
+            asked.has_wire = message.has_wire and asked.transport == CUDA_SLAB
         except SlabError as error:
             if isinstance(message, SlabGrant):
                 answers.append(
@@ -279,6 +288,22 @@ class ReceiverSlabs:
         self._count()
         logger.info(_ARRIVING[asked.transport], extra=log_fields(endpoint=peer, slots=message.num_slots))
         return answers
+
+    def connections(self) -> list[tuple[Peer, socket.socket]]:
+        """The connections of slabs that carry frames."""
+        wires = [(peer, self.wire(peer)) for peer in self._asked]
+        return [(peer, wire) for peer, wire in wires if wire is not None]
+
+    def wire(self, peer: Peer) -> socket.socket | None:
+        """The connection over which frames reach prefill; None if there is none."""
+        asked = self._asked.get(peer)
+        if asked is None or asked.slab is None or not asked.has_wire:
+            return None
+        return asked.slab.connection
+
+    def sweep_soon(self) -> None:
+        """Makes the next `sweep` due, because a connection has ended."""
+        self._sweep_at = 0.0
 
     def is_pinned(self, peer: Peer) -> bool:
         """Whether a GPU may read the memory returned by `read`."""
@@ -294,7 +319,12 @@ class ReceiverSlabs:
         if asked is None or not isinstance(asked.slab, MappedDeviceSlab):
             return 1, None
         slab = asked.slab
-        return slab.slot_bytes // asked.block_bytes, max(1, slab.num_slots - SPARE_SLOTS)
+        return slab.slot_bytes // asked.block_bytes, max(1, asked.num_pulled - SPARE_SLOTS)
+
+    def is_early(self, peer: Peer, block: SlabBlock) -> bool:
+        """Whether the run is in slots for what prefill sends before it is pulled."""
+        asked = self._asked.get(peer)
+        return asked is not None and self._slab_of(peer, block) is not None and block.slot >= asked.num_pulled
 
     def read(self, peer: Peer, block: SlabBlock) -> Bytes | None:
         """The bytes of a block, which prefill may still change; None if no slot of shared memory matches."""
@@ -304,7 +334,10 @@ class ReceiverSlabs:
     def slot(self, peer: Peer, block: SlabBlock) -> int | None:
         """The address of a run of blocks; None if no slot of device memory matches."""
         slab = self._slab_of(peer, block)
-        return slab.slot(block.slot, block.size) if isinstance(slab, MappedDeviceSlab) else None
+        if not isinstance(slab, MappedDeviceSlab):
+            return None
+        fits = block.size <= slab.slot_bytes or self.is_early(peer, block)
+        return slab.slot(block.slot, block.size) if fits else None
 
     def is_on_device(self, peer: Peer, block: SlabBlock) -> bool:
         """Whether the block is in a slab of device memory."""
@@ -384,9 +417,10 @@ class ReceiverSlabs:
         except SlabError as error:
             self._note_fallback(peer, transport, str(error))
             return None
-        num_slots, slot_bytes = self._window + SPARE_SLOTS, block_bytes
+        num_slots, slot_bytes, early_slots = self._window + SPARE_SLOTS, block_bytes, 0
         if transport == CUDA_SLAB:
-            num_slots = min(self._window, DEVICE_WINDOW) + SPARE_SLOTS
+            early_slots = EARLY_SLOTS
+            num_slots = min(self._window, DEVICE_WINDOW) + SPARE_SLOTS + early_slots
             slot_bytes = slot_bytes_of(block_bytes, self._slot_bytes)
         asked = self._asked[peer] = _Asked(
             prefill,
@@ -397,6 +431,7 @@ class ReceiverSlabs:
             block_bytes,
             transports,
             retry_at,
+            early_slots,
         )
         return SlabRequest(
             instance=self._instance,
@@ -405,6 +440,8 @@ class ReceiverSlabs:
             num_slots=num_slots,
             slot_bytes=slot_bytes,
             transport=transport,
+            early_slots=early_slots,
+            has_wire=transport == CUDA_SLAB,
         )
 
     def _next(self, peer: Peer, asked: _Asked, reason: str) -> list[SlabUp]:

@@ -56,6 +56,9 @@ class OwnedSlab(Protocol):
     def handle(self) -> bytes:
         """What a SlabGrant carries to open the slab; empty if the slab's descriptor went another way."""
 
+    has_wire: bool
+    """Whether its connection carries frames, too."""
+
 
 class SlabLane(Protocol):
     """Prefill's records of one pair."""
@@ -122,10 +125,14 @@ class SlabLanes(ABC, Generic[L]):
         lane = self._lanes.get(peer)
         if lane is not None and lane.slab.id == message.slab:
             if isinstance(message, SlotFree):
-                lane.slots.free((message.room, message.epoch, message.block), message.slot)
+                self._free(lane, message)
             else:
                 self._fall_back(peer, f"decode cannot read the slab: {message.reason[:200]}")
         return None
+
+    def _free(self, lane: L, message: SlotFree) -> None:
+        """Frees the slot of a run that decode has read."""
+        lane.slots.free((message.room, message.epoch, message.block), message.slot)
 
     def forget(self, room: str, epoch: int) -> None:
         """Frees the slots of a room that ended."""
@@ -140,6 +147,10 @@ class SlabLanes(ABC, Generic[L]):
         for lane in self._lanes.values():
             lane.slots.free_where(lambda _, ends_at: now >= ends_at)
         self._drop_unused()
+
+    def sweep_soon(self) -> None:
+        """Makes the next `sweep` due, because a connection has ended."""
+        self._sweep_at = 0.0
 
     def next_deadline(self) -> float | None:
         """Monotonic time of the next `sweep` with work; None without slabs."""
@@ -182,6 +193,7 @@ class SlabLanes(ABC, Generic[L]):
             num_slots=lane.slab.num_slots,
             slot_bytes=lane.slab.slot_bytes,
             handle=lane.slab.handle,
+            has_wire=lane.slab.has_wire,
         )
 
     def _drop_unused(self) -> None:

@@ -13,6 +13,7 @@ prefill worker, and prefill accepts only keys of decode workers.
 """
 
 import logging
+import socket
 import time
 from collections.abc import Sequence
 
@@ -56,6 +57,7 @@ from .polling import Polling, a_few
 from .receiver_endpoint import ReceiverEndpoint
 from .sender_endpoint import SenderEndpoint
 from .shm import SLAB_BYTES
+from .wire import has_frame, sent
 
 logger = logging.getLogger(__name__)
 
@@ -188,9 +190,22 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
             # A message from decode means that it took blocks, so its queue has room. libzmq reports free
             # places in halves of a queue: with a window as long as the queue, waiting for the next retry
             # would cost a sleep per window.
-            self._blocked.difference_update((peer, bulk_lane(peer)))
+            self._heard(peer)
             self._receive_frames(peer, [part.buffer for part in parts[1:]])
+        self._read_wires()
         self._work()
+
+    def _wires(self) -> list[tuple[Peer, socket.socket]]:
+        return [] if self._device_slabs is None else self._device_slabs.connections()
+
+    def _take_frame(self, peer: Peer, frame: memoryview) -> None:
+        assert self._device_slabs is not None, "there is a slab"
+        if not frame:
+            self._device_slabs.sweep_soon()
+            return
+        self._device_slabs.heard(peer)
+        self._heard(peer)
+        self._receive_frames(peer, [frame])
 
     def _admit(self, peer: Peer, welcome: KVWelcome) -> KVWelcome:
         if self._bulk is None or welcome.cipher == CURVE:
@@ -206,6 +221,10 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
         has_bulk = self._bulk is not None and self._bulk.serves(item.peer)
         return bulk_lane(item.peer) if has_bulk and isinstance(item, SendBlock) else item.peer
 
+    def _heard(self, peer: Peer) -> None:
+        """A message of a peer frees places of its queues."""
+        self._blocked.difference_update((peer, bulk_lane(peer)))
+
     def _peer_lost(self, peer: Peer) -> None:
         super()._peer_lost(peer)
         self._outbox.pop(bulk_lane(peer), None)
@@ -214,6 +233,9 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
             self._bulk.forget(peer)
 
     def _transmit(self, peer: Peer, header: bytes, payload: Payload | None) -> Delivery | None:
+        wire = None if payload or self._device_slabs is None else self._device_slabs.wire(peer)
+        if wire is not None and sent(wire, header):
+            return Delivered()
         routing_id = bytes.fromhex(peer)
         if payload is None:
             return Delivered() if try_send(self._socket, [routing_id, header]) else None
@@ -301,6 +323,19 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
         ]
         return min((at for at in times if at is not None), default=None)
 
+    def _has_news(self) -> bool:
+        return any(has_frame(wire) for _, wire in self._wires()) or self.has_unread()
+
+    def _wires(self) -> list[tuple[Peer, socket.socket]]:
+        return self._slabs.connections()
+
+    def _take_frame(self, peer: Peer, frame: memoryview) -> None:
+        if not frame:
+            self._slabs.sweep_soon()
+            return
+        self._receive_frames(peer, [frame])
+        self._flush(self._clock())
+
     def close(self) -> None:
         """As `KVTransport.close`."""
         if self._is_open:
@@ -314,6 +349,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
         self._is_gathering = True
         for peer, link in list(self._links.items()):
             self._turn_link(peer, link)
+        self._read_wires()
         self._is_gathering = False
         for peer, watch in list(self._watches.items()):
             self._take_in(peer, watch.read())
@@ -396,6 +432,9 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
 
     def _transmit(self, peer: Peer, header: bytes, payload: Payload | None) -> Delivery | None:
         assert payload is None, "decode sends no payloads"
+        wire = self._slabs.wire(peer)
+        if wire is not None and sent(wire, header):
+            return Delivered()
         try:
             link = self._link(peer)
         except (

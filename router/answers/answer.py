@@ -21,7 +21,7 @@ from ..errors import (
     upstream,
 )
 from ..http.exchange import AnswerSink
-from ..rooms.attempt import BAD_GRAMMAR, DEADLINE_EXCEEDED, GRAMMARS_OVERDUE
+from ..rooms.attempt import BAD_EMBEDS, BAD_GRAMMAR, DEADLINE_EXCEEDED, GRAMMARS_OVERDUE
 from ..rooms.effects import Deliver, Failure, Settled
 from ..rooms.quarantine import QUARANTINED
 from ..scheduling.admission_queue import OVERLOADED
@@ -261,6 +261,9 @@ def error_of(event: Failure) -> ApiError:
     if event.kind == BAD_GRAMMAR:
         message = "No worker can follow what response_format and tools ask for. Ask for something simpler."
         return bad_request(message, code="grammar_too_costly")
+    if event.kind == BAD_EMBEDS:
+        message = "The model's logits for these prompt_embeds are not finite. Send others."
+        return bad_request(message, param="prompt_embeds")
     if event.kind == GRAMMARS_OVERDUE:
         return overloaded("The workers compile too many schemas already. Try again later.")
     if event.kind == QUARANTINED:

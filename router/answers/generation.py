@@ -7,6 +7,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ...cluster.protocol.messages import TokenLogprob
+from ..api.prompt_embeds import Embeddings
 from ..rooms.effects import Deliver
 from ..text.tokenizer import Tokenizer
 from .stop import StopStrings
@@ -76,11 +77,12 @@ class ChoiceOptions(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Prompt(Struct, frozen=True, gc=False):
-    """A prompt to echo. Without `text`, the ids are decoded."""
+    """A prompt. Without `text`, an echo decodes the ids. The ids of `embeds` are 0."""
 
     ids: list[int]
     text: str | None = None
     starts: Sequence[int] = ()  # offset of each id in `text`, if log probabilities are wanted
+    embeds: Embeddings | None = None
 
 
 class Choice:

@@ -205,11 +205,18 @@ class CompletionBody(CommonBody, kw_only=True, forbid_unknown_fields=True):
 
     TABLE: ClassVar[Mapping[str, Field]] = COMPLETION
 
-    prompt: Annotated[str | list[str | int | list[int]], NOT_EMPTY]
+    prompt: Annotated[str | list[str | int | list[int]], NOT_EMPTY] | None = None
+    prompt_embeds: Annotated[str | list[str], NOT_EMPTY] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Choices | None = None
     suffix: Unread = msgspec.UNSET
+
+    @property
+    def embeds(self) -> list[str]:
+        """The prompts that are embeddings, as sent."""
+        given = self.prompt_embeds
+        return [given] if isinstance(given, str) else given or []
 
     @property
     def num_tries(self) -> int:

@@ -94,26 +94,36 @@ def sampling_of(body: ChatBody | CompletionBody, *, max_new: int, choice: int, g
 
 
 def prompts_of(body: CompletionBody) -> list[str | list[int]]:
-    """A completion body's prompts: a string, strings, token ids, or lists of token ids.
+    """A completion body's prompts besides embeddings: a string, strings, token ids, or lists of token ids.
 
-    Raises ApiError (400).
+    With embeddings there need not be any. Raises ApiError (400).
     """
-    prompt = body.prompt
+    prompt, num_embeds = body.prompt or [], len(body.embeds)
     if isinstance(prompt, str):
         prompts: list[str | list[int]] = [prompt]
-    elif (kinds := set(map(type, prompt))) == {int}:
+    elif _are_ids(prompt):
         prompts = [cast(list[int], prompt)]
     else:
         prompts = [item for item in prompt if not isinstance(item, int)]
-        if len(kinds) > 1:
+        if len(set(map(type, prompt))) > 1:
             raise bad_request("prompt mixes strings and token ids: give one kind", param="prompt")
-    if not prompts or any(len(item) == 0 for item in prompts):
+    if not (prompts or num_embeds) or any(len(item) == 0 for item in prompts):
         raise bad_request("prompt is empty: give at least one character or token", param="prompt")
-    if len(prompts) * body.num_tries > MAX_CHOICES:
+    num_prompts = len(prompts) + num_embeds
+    if num_prompts * body.num_tries > MAX_CHOICES:
         param = "n" if body.best_of is None else "best_of"
-        text = f"{len(prompts)} prompts with {param}={body.num_tries} exceed {MAX_CHOICES} choices"
+        text = f"{num_prompts} prompts with {param}={body.num_tries} exceed {MAX_CHOICES} choices"
         raise bad_request(text, param=param)
     return prompts
+
+
+def _are_ids(prompt: Sequence[str | int | list[int]]) -> bool:
+    """Whether all items, at least one, are token ids."""
+    try:
+        sum(cast(Sequence[int], prompt))  # nothing else can be added; faster than a look at each type
+    except TypeError:
+        return False
+    return len(prompt) > 0
 
 
 def max_new_of(body: CommonBody) -> int | None:
@@ -254,6 +264,13 @@ def _check_guided(body: CommonBody, param: str) -> None:
 
 
 def _check_completion(body: CompletionBody) -> None:
+    if body.prompt is None and body.prompt_embeds is None:
+        raise bad_request("prompt is missing: give prompt, or prompt_embeds", param="prompt")
+    if body.prompt_embeds is not None and not all(body.embeds or [""]):
+        raise bad_request("prompt_embeds is empty: give at least one tensor", param="prompt_embeds")
+    if body.embeds and body.wants_echo:
+        text = "echo and prompt_embeds exclude each other: embeddings have no text"
+        raise bad_request(text, param="echo")
     if body.num_tries < body.num_choices:
         text = f"best_of {body.num_tries} is less than n {body.num_choices}: give at least n"
         raise bad_request(text, param="best_of")

@@ -107,6 +107,9 @@ CHAT: Mapping[str, Field] = _COMMON | {
 
 COMPLETION: Mapping[str, Field] = _COMMON | {
     "prompt": _works("a string, token ids, or a list of either"),
+    "prompt_embeds": _works(
+        "added, with `--prompt-embeds`; base64 of safetensors, or a list of them, answered before `prompt`"
+    ),
     "max_tokens": _works("default 16; 0 with echo: the prompt's log probabilities only"),
     "logprobs": _works("up to 20, of the model's own distribution; the chosen token is always among them"),
     "echo": _works("the prompt before the answer, with its log probabilities when logprobs is given"),

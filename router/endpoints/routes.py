@@ -109,6 +109,7 @@ class Routes:
     async def complete(self, exchange: Exchange) -> None:
         raw, call = self._call(exchange)
         body = parse_body(raw, CompletionBody)
+        del raw  # embeddings are long, and an answer takes time
         await self._answer(exchange, body, partial(self._service.complete, body, call))
 
     async def respond(self, exchange: Exchange) -> None:

@@ -13,6 +13,7 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ...cluster.protocol.prompt_embeds import ELEMENT_BYTES
 from ...cluster.telemetry.trace_context import NOWHERE, TraceContext
 from ...cluster.telemetry.tracing import Tracing, Untraced
 from ..answers.answer import Answer, AnswerOptions
@@ -23,6 +24,7 @@ from ..answers.replies import Builder, DetokenizeReply, Frame, TokenizeReply
 from ..answers.response_replies import ResponseBuilder
 from ..api.bodies import ChatBody, CompletionBody, DetokenizeBody, RequestMessage, TokenizeBody
 from ..api.body_checks import check_chat, check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
+from ..api.prompt_embeds import check_size, read_embeds
 from ..api.response_bodies import ResponseBody, chat_of, in_words_of_responses, told_of
 from ..api.tool_bodies import Tool, as_template_tool, schema_of
 from ..errors import ApiError, bad_request, context_too_long, unknown_model
@@ -32,12 +34,12 @@ from ..sandbox.fork_server import ForkServer
 from ..sandbox.template_renderer import Switches
 from ..scheduling.dispatcher import Dispatcher
 from ..scheduling.inbox import Inbox
-from ..scheduling.request_limits import max_new_tokens, no_workers
+from ..scheduling.request_limits import embeds_width, max_new_tokens, no_workers
 from ..scheduling.request_state import ClientRequest, Entry, Job, Tag
 from ..text.grammars import Grammars, plan_of
 from ..text.templates import Templates, encoded
 from ..text.tokenizer import GuardedChat, Tokenizer
-from ..workers.eligibility import Limits
+from ..workers.eligibility import Limits, live_pairs
 from .idempotency import Idempotency
 from .request_spans import end_request, operation_of
 
@@ -73,6 +75,8 @@ class Service:
         tracing: Tracing | None = None,
         *,
         chat_max_tokens: int,
+        takes_embeds: bool = False,
+        embeds_bytes: int = 0,
     ) -> None:
         self.dispatcher = dispatcher
         self.tracing = tracing or Untraced()
@@ -80,6 +84,8 @@ class Service:
         self.responses: Mapping[int, int] = {}  # number of HTTP answers by status
         self.tokenizer = tokenizer
         self._chat_max_tokens = chat_max_tokens  # default output length of a chat; 0: all that fits
+        self._takes_embeds = takes_embeds
+        self._embeds_bytes = embeds_bytes  # the most of a request; 0: those of a whole context
         self.served_model = served_model
         self.started = int(time.time())
         self.clock = clock
@@ -133,16 +139,20 @@ class Service:
     async def complete(self, body: CompletionBody, call: Call) -> Answer:
         """POST /v1/completions. Raises ApiError."""
         self._check_model(body.model)
-        prompts = prompts_of(body)
+        prompts, embeds = prompts_of(body), body.embeds
+        read_embedded = partial(read_embeds, width=self._embeds_width(embeds, body.num_tries))
+        body.prompt_embeds = None  # the text is longer than what is kept of it
         self._check_chars(max([len(p) for p in prompts if isinstance(p, str)], default=0), "prompt")
         read_one = partial(self._prompt, wants_starts=body.wants_echo and logprobs_of(body) >= 0)
         with self._reading(call, body.priority):
             if plan := plan_of(body):
                 call = replace(call, grammar=await self.grammars.of(plan))
             started = self.clock()
-            has_text = any(isinstance(prompt, str) for prompt in prompts)  # ids need no work
-            size = call.size if has_text else 0
-            read = await self._in_thread(call, size, lambda: [read_one(prompt) for prompt in prompts])
+            is_work = bool(embeds) or any(isinstance(prompt, str) for prompt in prompts)  # ids need none
+            size = call.size if is_work else 0
+            embedded = await self._in_thread(call, size, lambda: [read_embedded(text) for text in embeds])
+            read = [Prompt([0] * given.rows.count, embeds=given) for given in embedded]
+            read += await self._in_thread(call, size, lambda: [read_one(prompt) for prompt in prompts])
         frame = self._frame(body, "cmpl-")
         return self._answer(body, read, call, self.clock() - started, frame, CompletionBuilder(frame))
 
@@ -248,6 +258,18 @@ class Service:
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, do)
 
+    def _embeds_width(self, embeds: Sequence[str], num_tries: int) -> int:
+        """The elements of a prompt embedding; 0 without `embeds`. Raises ApiError if `embeds` is not read."""
+        if not embeds:
+            return 0
+        if not self._takes_embeds:
+            text = "prompt_embeds is off: start the router and all workers with --prompt-embeds"
+            raise bad_request(text, param="prompt_embeds")
+        width, live = embeds_width(live_pairs(self.dispatcher.registry)), self.dispatcher.limits()
+        context = live.context if live is not None else 0
+        check_size(embeds, num_tries, self._embeds_bytes or context * width * ELEMENT_BYTES["F32"])
+        return width
+
     def _check_model(self, model: str) -> None:
         if model != self.served_model:
             raise unknown_model(model, self.served_model)
@@ -280,7 +302,7 @@ class Service:
         choices: list[Choice] = []
         for prompt in prompts:
             check_token_ids(body, prompt.ids, self._vocab_size(live))
-            jobs += self._jobs(body, prompt.ids, live, call, tokenize_s)
+            jobs += self._jobs(body, prompt, live, call, tokenize_s)
             echo = prompt if body.wants_echo else None
             choices += [Choice(self.tokenizer, choice_options, echo) for _ in range(num_tries)]
         # stop strings are searched for at once
@@ -315,14 +337,15 @@ class Service:
         end_request(self.tracing, request, self.served_model, now)
 
     def _jobs(
-        self, body: ChatBody | CompletionBody, ids: list[int], live: Limits, call: Call, tokenize_s: float
+        self, body: ChatBody | CompletionBody, prompt: Prompt, live: Limits, call: Call, tokenize_s: float
     ) -> list[Job]:
         is_chat = isinstance(body, ChatBody)
         asked, chat_max = max_new_of(body), self._chat_max_tokens
-        max_new = max_new_tokens(len(ids), asked, is_chat=is_chat, chat_max=chat_max, live=live)
+        max_new = max_new_tokens(len(prompt.ids), asked, is_chat=is_chat, chat_max=chat_max, live=live)
         return [
             Job(
-                prompt_ids=ids,
+                prompt_ids=prompt.ids,
+                embeds=prompt.embeds,
                 sampling=sampling_of(body, max_new=max_new, choice=choice, grammar=call.grammar),
                 arrived=call.arrived,
                 tokenize_s=tokenize_s,

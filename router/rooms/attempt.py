@@ -25,9 +25,10 @@ DRAINING = "Draining"  # kind of a Failed: the worker drains; the attempt has no
 PEER_LOST = "PeerLost"  # kind of a Failed: the other worker of the pair is gone
 BAD_GRAMMAR = "BadGrammar"  # no worker can compile the grammar of this request
 GRAMMARS_OVERDUE = "GrammarsOverdue"  # this worker compiles too many grammars; another may have capacity
+BAD_EMBEDS = "BadEmbeds"  # the prompt's embeddings give logits that are not finite
 DEADLINE_EXCEEDED = "DeadlineExceeded"  # also the kind of a worker's Failed
 # kinds caused by the request, not by a worker
-BLAMELESS = frozenset((BAD_GRAMMAR, GRAMMARS_OVERDUE, DEADLINE_EXCEEDED))
+BLAMELESS = frozenset((BAD_GRAMMAR, BAD_EMBEDS, GRAMMARS_OVERDUE, DEADLINE_EXCEEDED))
 # kind of decode's Failed: prefill gave the room up and reports the reason itself
 HANDOFF_ABORTED = "HandoffAborted"
 HANDOFF_KINDS = frozenset(

@@ -3,6 +3,7 @@
     never    it fits no pair, however idle                              400
     not now  no pair serves, or none that knows all its fields          503 with Retry-After
     caller   the caller's own limits                                    429 with Retry-After
+    memory   prompt embeddings of other requests fill the memory        429 with Retry-After
     queue    more than `max_queue` rooms wait; refuses the last in line  429 with Retry-After
 
 Retry-After is the time to empty the queue at the recent rate of placements.
@@ -22,6 +23,7 @@ from .waiting_list import WaitingList, rank, rank_of
 
 OVERLOADED = "Overloaded"  # kind of a Failure
 LONGEST_RETRY_AFTER_S = 30
+MAX_EMBEDS_BYTES = 256 << 20  # prompt embeddings of all requests, each counted once per choice
 RATE_WINDOW_S = 10.0
 
 
@@ -62,6 +64,7 @@ class AdmissionQueue:
         self._registry = registry
         self._waiting = waiting
         self._max_queue = max_queue
+        self._embeds_bytes = 0  # of the requests that run
 
     def __repr__(self) -> str:
         return f"AdmissionQueue({self._waiting}, {self.gate}, {self.placement_rate})"
@@ -69,18 +72,28 @@ class AdmissionQueue:
     def check(self, jobs: Sequence[Job], now: float) -> None:
         """Accepts the jobs of one request. Raises ApiError and then accepts none.
 
-        The caller of `check` calls `gate.leave` at the end of the request.
+        The caller of `check` calls `leave` at the end of the request.
         """
         live = live_limits(self._registry)
         if live is None:
             raise no_workers()
-        num_tokens = 0
+        num_tokens = embeds_bytes = 0
         for job in jobs:
             check_obeyed(job.need, live_pairs(self._registry))
             check_fits(job.need, self._registry, live)
             num_tokens += job.need.total
+            embeds_bytes += job.embeds_bytes
+        # a single request is always taken: its own bound is the setting
+        if embeds_bytes and self._embeds_bytes and self._embeds_bytes + embeds_bytes > MAX_EMBEDS_BYTES:
+            raise overloaded("Prompt embeddings of other requests fill the memory for them. Try again later.")
         if jobs:
             self.gate.enter(jobs[0].caller, num_tokens, now)
+        self._embeds_bytes += embeds_bytes
+
+    def leave(self, request: ClientRequest) -> None:
+        """A request that `check` accepted has ended."""
+        self.gate.leave(request.caller)
+        self._embeds_bytes -= sum(entry.job.embeds_bytes for entry in request.entries)
 
     def check_queue(self, priority: int, now: float) -> None:
         """Before the body is parsed: raises ApiError (429) if a full queue would turn away a request of this

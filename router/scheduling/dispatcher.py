@@ -50,7 +50,17 @@ from .history import History
 from .inbox import Inbox
 from .placement import PairingPolicy, Placer
 from .request_limits import MAX_PROMPT_TOKENS, no_pair_for
-from .request_state import OUTCOMES, ClientRequest, Entry, Job, Tag, addressed, new_request, reserved_workers
+from .request_state import (
+    OUTCOMES,
+    ClientRequest,
+    Entry,
+    Job,
+    Tag,
+    addressed,
+    embeds_before,
+    new_request,
+    reserved_workers,
+)
 from .waiting_list import WaitingList
 
 logger = logging.getLogger(__name__)
@@ -439,7 +449,9 @@ class Dispatcher:
             elif isinstance(effect, SendOrder):
                 entry.trace.sent(effect.message, now)
                 if (worker := self.registry.get(effect.instance)) is not None:
-                    self._outbox.post(worker, addressed(effect.message, entry.request), now)
+                    for part in embeds_before(effect.message, entry, worker):
+                        self._outbox.post(worker, part, now)
+                    self._outbox.post(worker, addressed(effect.message, entry), now)
             else:
                 entry.trace.did(effect, now)
                 is_admission_due |= self._perform_rare(entry, effect, now)
@@ -501,5 +513,5 @@ class Dispatcher:
 
     def _count(self, entry: Entry, outcome: str, now: float) -> None:
         if entry.request.end(entry.index, outcome, now):
-            self.admission.gate.leave(entry.request.caller)
+            self.admission.leave(entry.request)
             self.metrics.request_ended(entry.request.record(now))

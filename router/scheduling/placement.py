@@ -91,7 +91,10 @@ class Placer:
         assert decode is not None
         assert prefill is not None
         need, room, prompt = entry.need, entry.room, entry.prompt
-        num_lacking = need.prompt - held_tokens(self._on_decode, decode, prompt) if pair.is_local else 0
+        num_lacking = 0
+        if pair.is_local:  # without a choice nothing is known of decode's cache, and nothing need be hashed
+            held = held_tokens(self._on_decode, decode, prompt) if self._has_choice("decode") else 0
+            num_lacking = need.prompt - held
         load = Load(pages=decode.pages_for(need.total), tokens=num_lacking)
         self._registry.reserve(pair.decode, room.room, room.epoch, load)
         self._decode.placed(decode)
@@ -154,7 +157,7 @@ class Placer:
         room = entry.room
         decode = self._registry.get(room.pair.decode) if room.pair is not None else None
         if decode is not None and self._has_choice("decode"):
-            whole = SeenPrompt([*room.prompt_ids, *room.output_ids[:-1]], entry.job.caller.salt)
+            whole = SeenPrompt([*room.prompt_ids, *room.output_ids[:-1]], entry.job.salt)
             self._on_decode.add(decode.instance, whole.pages(decode.hello.page_size))
 
     def _sound(self, able: list[tuple[Worker, Worker]], entry: Entry) -> list[tuple[Worker, Worker]]:

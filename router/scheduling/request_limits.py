@@ -20,6 +20,7 @@ SAID = {
     "prompt_logprobs": "echo with logprobs",
     "grammar": "response_format and tools",
     "salt": "the tenants of API keys",
+    "embeds": "prompt_embeds",
 }
 
 
@@ -58,13 +59,32 @@ def check_prompt(num_prompt: int, param: str, live: Limits) -> None:
         )
 
 
-def young_fields(sampling: Sampling, salt: str) -> tuple[str, ...]:
+def young_fields(sampling: Sampling, salt: str, *, has_embeds: bool) -> tuple[str, ...]:
     """The fields of an order that are set and that workers of an older version may not know."""
     asked: tuple[str, ...] = ()
     for name in YOUNG_SAMPLING_FIELDS:
         if getattr(sampling, name) != getattr(DEFAULTS, name):
             asked += (name,)
-    return (*asked, "salt") if salt else asked
+    if salt:
+        asked += ("salt",)
+    return (*asked, "embeds") if has_embeds else asked
+
+
+def embeds_width(live: Collection[tuple[Worker, Worker]]) -> int:
+    """The elements of a prompt embedding.
+
+    Raises ApiError where no pair takes them: 400 with the workers' reason, 503 without workers that know.
+    """
+    for prefill, decode in live:
+        width = decode.hello.embeds_width
+        if width and prefill.hello.embeds_width == width:
+            return width
+    workers = [worker for pair in live for worker in pair]
+    fault = next((worker.hello.embeds_fault for worker in workers if worker.hello.embeds_fault), "")
+    if not fault:
+        raise no_pair_for(Need(1, 1, asks=("embeds",)), live)
+    text = f"prompt_embeds is not taken here: {fault}. Send prompt."
+    raise bad_request(text, param="prompt_embeds")
 
 
 def no_pair_for(need: Need, pairs: Collection[tuple[Worker, Worker]]) -> ApiError:

@@ -12,15 +12,18 @@ from functools import cached_property
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ...cluster.protocol.messages import Cancel, Prefill, Reserve, Sampling
+from ...cluster.protocol.messages import Cancel, Prefill, PromptEmbeds, Reserve, Sampling
+from ...cluster.protocol.prompt_embeds import cache_salt
 from ...cluster.telemetry.metrics import Handoff, PromptWork, RequestRecord
 from ...cluster.telemetry.tracing import OpenSpan, Passing
+from ..api.prompt_embeds import Embeddings
 from ..http.rate_limits import ANYONE, Caller
 from ..rooms.attempt import DEADLINE_EXCEEDED, GRAMMARS_OVERDUE
 from ..rooms.attempt_log import AttemptTrace
 from ..rooms.room import Room
 from ..rooms.timeline import Account, Timeline, account_of
 from ..workers.eligibility import Need
+from ..workers.registry import Worker
 from .inbox import Inbox
 from .prefixes import SeenPrompt
 from .request_limits import young_fields
@@ -46,12 +49,23 @@ class Job(Struct, frozen=True, kw_only=True, dict=True):  # dict: for cached pro
     timeout_s: float = 0.0  # the client's limit; 0: none
     priority: int = 0  # lower goes first
     caller: Caller = ANYONE
+    embeds: Embeddings | None = None  # of the first tokens of the prompt, whose ids are 0
     may_record: bool = False  # the caller does not object to a record of its tokens for training
+
+    @cached_property
+    def salt(self) -> str:
+        """The salt of its prompt in the workers' prefix caches."""
+        return cache_salt(self.caller.salt, self.embeds.rows if self.embeds is not None else None)
+
+    @property
+    def embeds_bytes(self) -> int:
+        """Bytes of its embeddings."""
+        return len(self.embeds.data) if self.embeds is not None else 0
 
     @cached_property
     def need(self) -> Need:
         """The requirements of its first attempt on workers."""
-        asks = young_fields(self.sampling, self.caller.salt)
+        asks = young_fields(self.sampling, self.caller.salt, has_embeds=self.embeds is not None)
         return Need(len(self.prompt_ids), self.sampling.max_new_tokens, asks=asks)
 
 
@@ -194,7 +208,7 @@ class Entry:
     def prompt(self) -> SeenPrompt:
         """The tokens that the next attempt computes first, or the current attempt did."""
         if self._prompt is None:
-            self._prompt = SeenPrompt([*self.room.prompt_ids, *self.room.output_ids], self.job.caller.salt)
+            self._prompt = SeenPrompt([*self.room.prompt_ids, *self.room.output_ids], self.job.salt)
         return self._prompt
 
     def requeue(self, now: float, not_before: float) -> None:
@@ -252,11 +266,25 @@ def reserved_workers(on_probation: Iterable[Entry], room: Room) -> set[str]:
     return {instance for pair in pairs if pair is not None for instance in pair.instances}
 
 
-def addressed(message: Reserve | Prefill | Cancel, request: ClientRequest) -> Reserve | Prefill | Cancel:
-    """An order with the tenant's salt, the trace context of its request, and the consent to record it."""
-    salt, trace = request.caller.salt, request.tag.span.context
-    if request.may_record and isinstance(message, Reserve):
-        return replace(message, salt=salt, traceparent=trace.parent, tracestate=trace.state, may_record=True)
-    if isinstance(message, Cancel) or not (salt or trace):
+def addressed(message: Reserve | Prefill | Cancel, entry: Entry) -> Reserve | Prefill | Cancel:
+    """An order with the tenant's salt, the embeddings, the trace context of its request, and the consent to
+    record it. Embeddings have no ids that could be recorded."""
+    salt, embeds, trace = entry.job.caller.salt, entry.job.embeds, entry.request.tag.span.context
+    may_record = entry.request.may_record and embeds is None and isinstance(message, Reserve)
+    if isinstance(message, Cancel) or not (salt or embeds or trace or may_record):
         return message
-    return replace(message, salt=salt, traceparent=trace.parent, tracestate=trace.state)
+    rows = embeds.rows if embeds is not None else None
+    named = replace(message, salt=salt, embeds=rows, traceparent=trace.parent, tracestate=trace.state)
+    return replace(named, may_record=True) if may_record else named
+
+
+def embeds_before(
+    message: Reserve | Prefill | Cancel, entry: Entry, worker: Worker
+) -> Iterable[PromptEmbeds]:
+    """The messages that `worker` needs before an order. Decode needs none for a prompt that it does not
+    compute, unless its drafter reads rows of the prompt."""
+    embeds = entry.job.embeds
+    if embeds is None or isinstance(message, Cancel):
+        return ()
+    is_computed = isinstance(message, Prefill) or message.prefill_instance is None
+    return embeds.parts_before(message) if is_computed or worker.hello.feature_width else ()

@@ -9,6 +9,7 @@ from functools import partial
 
 import httpx
 import pytest
+import torch
 from baton.tests.cluster.serving import (
     at_once,
     complete,
@@ -19,7 +20,9 @@ from baton.tests.cluster.serving import (
     status,
     wait_until,
 )
+from baton.tests.embeds import embeds_text
 from baton.tests.parity.conftest import few_references
+from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.smollm2, pytest.mark.smoke]
 
@@ -29,7 +32,7 @@ PROMPTS = ("capital", "haiku", "bug")
 
 @pytest.fixture(scope="module")
 def cluster(smollm2_dir, eagle3_dir):
-    with serving(smollm2_dir, eagle3_dir, chunk_size=64) as running:
+    with serving(smollm2_dir, eagle3_dir, chunk_size=64, prompt_embeds=True) as running:
         yield running
 
 
@@ -64,6 +67,18 @@ def test_greedy_tokens_equal_those_of_transformers(cluster, references):
     accepted, steps = (sum(t[key] for t in timelines) for key in ("accepted", "verify_steps"))
     assert 1 + accepted / steps > 1.25, "the mean accept length of these prompts is 1.48"
     assert all(timeline["handoff_bytes"] > 0 for timeline in timelines)
+
+
+def test_embeddings_of_the_ids_are_answered_as_the_ids(cluster, references, smollm2_dir):
+    table = load_file(smollm2_dir / "model.safetensors")["model.embed_tokens.weight"].float()
+    texts = [embeds_text(table[torch.tensor(reference.prompt_ids)]) for reference in references]
+    _, answer = complete(cluster, [], prompt="", prompt_embeds=texts, max_tokens=NUM_TOKENS)
+    expected = [reference.output_ids[:NUM_TOKENS] for reference in references]
+    assert [choice["token_ids"] for choice in answer["choices"]] == expected
+    accepted, steps = (
+        sum(t[key] for t in answer["timeline"]["choices"]) for key in ("accepted", "verify_steps")
+    )
+    assert 1 + accepted / steps > 1.25, "drafts read the embeddings of the prompt"
 
 
 def test_a_chat_is_answered_and_its_stream_has_the_same_text(cluster):

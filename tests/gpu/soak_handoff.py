@@ -1,12 +1,14 @@
 """Many hand-offs over `cuda_slab` with cancels and kills: no wrong byte, no page and no device byte is left.
 
-    python -m baton.tests.gpu.soak_handoff --rooms 10000 --kills 50 --pairs 5 --from cuda:0 --to cuda:1
+    python -m baton.tests.gpu.soak_handoff --rooms 10000 --kills 50 --pairs 10 --from cuda:0 --to cuda:1
     python -m baton.tests.gpu.soak_handoff --rooms 400 --kills 6 --from cpu --to cpu
 
 A prefill and a decode process run under this one, which kills either of them at random moments and starts its
 successor. `--pairs` of them work side by side, because a process with CUDA starts slowly. Decode knows
-prefill's pages and compares what landed. On the CPU, shared memory of the host stands for that of a device.
-The exit code is 0 if every law held.
+prefill's pages and compares what landed. Half of the prompts end behind a forward of some milliseconds, so
+that their last blocks go unasked. On the CPU, shared memory of the host stands for that of a device. Each
+line of progress tells what was reached so far; with `--limit`, no hand-off begins after that time. The exit
+code is 0 if every law held, and all hand-offs and kills were made.
 """
 
 import argparse
@@ -20,7 +22,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
@@ -41,6 +44,8 @@ PAGE_BYTES, NUM_PAGES, SLOT_BYTES = 96 << 10, 512, 512 << 10
 MAX_PAGES, BATCH, LEASE_S = 40, 16, 2.0
 CANCEL_SHARE = 0.15
 SLACK_BYTES = 16 << 20  # of a driver's own
+SLEEP_CYCLES, MAX_FORWARD_S = 1_000_000, 0.004  # half a millisecond of the device; what follows on the host
+PROGRESS_S = 10.0
 
 Order = tuple[str, int, tuple[int, ...], float]  # room, tokens, prefill's pages, seconds to its cancel or 0
 
@@ -55,14 +60,16 @@ def stand_in(device: str) -> HostDevice | None:
     return HostDevice(PageOrder(NUM_PAGES), polls=2) if device == "cpu" else None
 
 
-def quiet() -> None:
+def prepare(device: str) -> None:
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
+    if device != "cpu":
+        torch.cuda.set_device(device)
 
 
 def prefill(pipe: Connection, device: str, endpoint: str) -> None:
     """Offers the rooms of each order; the order "report" is answered by (open rooms, slabs)."""
-    quiet()
+    prepare(device)
     planes = Planes(kv=content(device), features=None, order=PageOrder(NUM_PAGES, device))
     instance = secrets.token_hex(16)
     sender = ZmqBlocksSender(
@@ -70,7 +77,8 @@ def prefill(pipe: Connection, device: str, endpoint: str) -> None:
         lease_s=LEASE_S, device=stand_in(device),
     )  # fmt: skip
     pipe.send(instance)
-    cancels: list[tuple[float, str]] = []
+    rng, cancels = random.Random(instance), list[tuple[float, str]]()
+    forwards: list[tuple[float, str, int]] = []  # end, room, tokens
     opened: set[str] = set()
     while True:
         if pipe.poll():
@@ -83,10 +91,18 @@ def prefill(pipe: Connection, device: str, endpoint: str) -> None:
             for room, num_tokens, pages, cancel_s in order:
                 sender.offer(Offer(room=room, epoch=0, num_tokens=num_tokens, pages=pages))
                 sender.advance(room, 0, num_tokens // 2)
-                sender.advance(room, 0, num_tokens, 7)
                 opened.add(room)
+                if rng.random() < 0.5:
+                    launch(planes, pages)
+                    sender.launched(room, 0, num_tokens // 2, num_tokens)
+                    forwards.append((time.monotonic() + rng.random() * MAX_FORWARD_S, room, num_tokens))
+                else:
+                    sender.advance(room, 0, num_tokens, 7)
                 if cancel_s:
                     cancels.append((time.monotonic() + cancel_s, room))
+        for forward in [due for due in forwards if time.monotonic() >= due[0]]:
+            forwards.remove(forward)
+            sender.advance(forward[1], 0, forward[2], 7)
         for at, room in [due for due in cancels if time.monotonic() >= due[0]]:
             cancels.remove((at, room))
             sender.release(room, 0, "cancel")
@@ -97,9 +113,16 @@ def prefill(pipe: Connection, device: str, endpoint: str) -> None:
     sender.close()
 
 
+def launch(planes: Planes, pages: tuple[int, ...]) -> None:
+    """Keeps the device busy in the place of a forward that writes `pages`."""
+    if planes.kv.is_cuda and planes.order is not None:
+        torch.cuda._sleep(SLEEP_CYCLES)
+        planes.order.stamp(pages)
+
+
 def decode(pipe: Connection, device: str, endpoint: str) -> None:
     """Pulls the rooms of each order (prefill's instance, rooms); answers with the count of each outcome."""
-    quiet()
+    prepare(device)
     right, kv = content(device), torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8, device=device)
     planes = Planes(kv=kv, features=None, order=PageOrder(NUM_PAGES, device))
     receiver = ZmqBlocksReceiver(
@@ -167,7 +190,9 @@ class Worker:
     """One of the two processes, and its successors."""
 
     def __init__(self, role: object, device: str, endpoint: str) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        # its server has imported torch, and has not touched the device
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([ZmqBlocksSender.__module__])
         self._arguments = (role, device, endpoint)
         self.start()
 
@@ -226,14 +251,19 @@ class Found:
     faults: list[str] = field(default_factory=list)
 
 
-def soak_pair(num_rooms: int, num_kills: int, source: str, target: str, seed: int) -> Found:
-    """Hand-offs between one pair of processes."""
-    rng, found = random.Random(seed), Found()
+def soak_pair(
+    found: Found, num_rooms: int, num_kills: int, source: str, target: str, seed: int, until: float
+) -> None:
+    """Hand-offs between one pair of processes, until the monotonic time `until`."""
+    rng = random.Random(seed)
     endpoint = f"ipc://{tempfile.mkdtemp()}/kv"
     workers = [Worker(prefill, source, endpoint), Worker(decode, target, endpoint)]
     num_batches = -(-num_rooms // BATCH)
     kills = set(rng.sample(range(num_batches), min(num_kills, num_batches)))
     for number in range(num_batches):
+        if time.monotonic() > until:
+            found.totals["batches not made"] += num_batches - number
+            break
         rooms = rooms_of(rng)
         fates = [rng.choice(("prefill", "decode")) if rng.random() < CANCEL_SHARE else "" for _ in rooms]
         mine, theirs = (
@@ -268,13 +298,17 @@ def soak_pair(num_rooms: int, num_kills: int, source: str, target: str, seed: in
         f"{pulling} rooms are open on decode": pulling == 0,
         f"{pages} pages are held on decode": pages == 0,
         f"{num_slabs} slabs on prefill, one is used": num_slabs <= 1,
+        f"{found.totals['batches not made']} batches of {BATCH} were not made in time": (
+            found.totals["batches not made"] == 0
+        ),
         "few hand-offs took device memory": found.totals["on device"] > 0.8 * found.totals["complete"],
     }
     found.faults += [text for text, is_kept in laws.items() if not is_kept]
-    return found
 
 
-def soak(num_rooms: int, num_kills: int, num_pairs: int, source: str, target: str, seed: int) -> list[str]:
+def soak(
+    num_rooms: int, num_kills: int, num_pairs: int, source: str, target: str, seed: int, limit_s: float
+) -> list[str]:
     """The faults that were found. Each pair does its share of the rooms and kills."""
     if source != "cpu":
         torch.zeros(1, device=source), torch.zeros(1, device=target)
@@ -283,23 +317,32 @@ def soak(num_rooms: int, num_kills: int, num_pairs: int, source: str, target: st
         (-(-num_rooms // num_pairs), num_kills // num_pairs + (pair < num_kills % num_pairs))
         for pair in range(num_pairs)
     ]
+    found = [Found() for _ in shares]
     with ThreadPoolExecutor(num_pairs) as pool:
-        running = [
-            pool.submit(soak_pair, rooms, kills, source, target, seed + pair)
-            for pair, (rooms, kills) in enumerate(shares)
-        ]
-        found = [one.result() for one in running]
+        running = {
+            pool.submit(soak_pair, one, *share, source, target, seed + pair, began + limit_s)
+            for pair, (one, share) in enumerate(zip(found, shares, strict=True))
+        }
+        left_over: set[Future[None]] = set(running)
+        while left_over:
+            left_over = wait(left_over, PROGRESS_S).not_done
+            print(f"{time.monotonic() - began:.0f} s: {reached(found)}", flush=True)
+        for one in running:
+            one.result()
     time.sleep(1.0)
     left = memory_in_use([source, target]) - before
-    totals: Counter[str] = Counter()
-    for one in found:
-        totals.update(one.totals)
-    print(
-        f"hand-offs {source} to {target}, {num_pairs} pairs, {time.monotonic() - began:.0f} s: {dict(totals)}"
-    )
+    print(f"hand-offs {source} to {target}, {num_pairs} pairs, {time.monotonic() - began:.0f} s")
     print(f"{left} device bytes are left")
     faults = [f"pair {pair}: {fault}" for pair, one in enumerate(found) for fault in one.faults]
     return faults + [f"{left} bytes of device memory are left"] * (left >= SLACK_BYTES)
+
+
+def reached(found: Sequence[Found]) -> dict[str, int]:
+    """The outcomes of all pairs so far."""
+    totals: Counter[str] = Counter()
+    for one in found:
+        totals.update(dict(one.totals))
+    return dict(totals)
 
 
 def main() -> int:
@@ -309,11 +352,12 @@ def main() -> int:
     parser.add_argument("--from", dest="source", default="cuda:0")
     parser.add_argument("--to", dest="target", default="cuda:1")
     parser.add_argument("--pairs", type=int, default=1, help="pairs of processes, side by side")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which none begins")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "big"))
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     shares = options.rooms, options.kills, options.pairs
-    faults = soak(*shares, options.source, options.target, options.seed)
+    faults = soak(*shares, options.source, options.target, options.seed, options.limit)
     for fault in faults:
         print(f"BROKEN: {fault}")
     return 1 if faults else 0

@@ -10,8 +10,10 @@ import torch
 from baton.deploy.up.launcher import Cluster
 from baton.tests.cluster.router_fakes import save_tokenizer
 from baton.tests.cluster.serving import at_once, complete, pages_held, random_ids, serving, status, wait_until
+from baton.tests.embeds import embeds_text
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.toy_models import reference_greedy, reference_model
+from safetensors.torch import load_file
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,7 +44,8 @@ def head(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module", params=["no draft", "draft", "draft, no graphs"])
 def cluster(request, model, head) -> Iterator[tuple[str, Cluster]]:
     draft = "" if request.param == "no draft" else head
-    settings = {"chunk_size": 64, "max_running": 4, "graphs": "off" if "no graphs" in request.param else "on"}
+    settings = {"chunk_size": 64, "max_running": 4, "prompt_embeds": True}
+    settings["graphs"] = "off" if "no graphs" in request.param else "on"
     with serving(model, draft, device="cuda", prefill=1, decode=1, is_watched=False, **settings) as running:
         yield request.param, running
 
@@ -63,6 +66,22 @@ def test_greedy_answers_equal_those_of_transformers_alone_and_in_a_batch(cluster
     assert dict(zip(answers, [tokens for tokens, _ in at_once(jobs, len(jobs))], strict=True)) == answers
     drafted = [document["timeline"]["verify_steps"] for _, document in alone.values()]
     assert all(drafted) if kind != "no draft" else not any(drafted), "the drafter was used, or there is none"
+
+
+def test_embeddings_are_answered_as_their_ids(cluster, model, answers):
+    """Beside prompts of ids in one forward, behind the graphs that both leave."""
+    kind, running = cluster
+    table = load_file(model / "model.safetensors")["model.embed_tokens.weight"].float()
+    texts = [embeds_text(table[list(ids)]) for ids in answers]
+    given = {"prompt_embeds": texts, "max_tokens": NUM_TOKENS}
+    answer = complete(running, [], **given | {"prompt": [list(ids) for ids in answers]})[1]
+    wanted = list(answers.values())
+    assert [choice["token_ids"] for choice in answer["choices"]] == wanted * 2
+    timelines = answer["timeline"]["choices"]
+    assert all(timeline["verify_steps"] for timeline in timelines[: len(texts)]) == (kind != "no draft")
+    counters = {worker["role"]: worker["counters"] for worker in status(running)["workers"]}
+    eager = "graph_fallback_target_prefill_caller_embeds"
+    assert (counters["prefill"].get(eager, 0) > 0) == ("no graphs" not in kind)
 
 
 def test_workers_are_on_the_device_with_their_own_graphs_and_keep_no_page(cluster, answers):

@@ -117,6 +117,31 @@ def test_a_move_waits_for_the_stamped_work_and_for_no_other():
     device.free(slab)
 
 
+def test_an_early_move_ends_with_its_forward_and_delays_no_other():
+    source = pages(6)
+    order = PageOrder(NUM_PAGES, "cuda")
+    device = CudaDevice(source.device, order)
+    slab = device.allocate(SLAB_BYTES)
+    runs = [[spans(source, slab + (n << 21), [page], is_gather=True)] for n, page in enumerate((1, 5))]
+    for is_early in (True, False):
+        device.move(runs[0], [5], is_write=False, is_early=is_early).wait()
+    source.fill_(8)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    source[1].fill_(9)
+    order.stamp([1])
+    early = device.move(runs[0], [1], is_write=False, is_early=True)
+    other = device.move(runs[1], [5], is_write=False)
+    assert other.wait() == [digest(torch.full_like(source, 8), [5])]
+    assert early.poll() is None, "the forward runs"
+    assert early.wait() == [digest(torch.full_like(source, 9), [1])]
+    device.free(slab)
+
+
+def test_moves_are_launched_past_tritons_dispatch():
+    assert device_of(pages(1))._launcher is not None, "the log says why"
+
+
 def test_a_slab_is_made_and_cleared_while_a_forward_runs():
     pool = pages(8)
     device = device_of(pool)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from baton.kernels.expert_mlp import expert_mlp
 from baton.kernels.kv_store import kv_rows, store_kv
 from baton.kernels.paged_attention import paged_attention_reference
 from baton.kernels.verify_attention import paged_verify
@@ -11,15 +12,49 @@ from baton.tests.kernels.attention_cases import attention_cases, tree_cases
 from baton.tests.kernels.bench_kernels import registry
 from baton.tests.kernels.cases import pool_cases, randn, rows_cases
 from baton.tests.kernels.choice_cases import choice_cases
+from baton.tests.kernels.expert_cases import choices, expert_cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-CASES = [*rows_cases(), *pool_cases(), *attention_cases(), *tree_cases(), *choice_cases()]
+CASES = [*rows_cases(), *pool_cases(), *attention_cases(), *tree_cases(), *choice_cases(), *expert_cases()]
 
 
 @pytest.mark.parametrize(("check", "arguments"), CASES, ids=[check.__name__[6:] for check, _ in CASES])
 def test_kernel_equals_its_definition(check: Callable[..., None], arguments: tuple[object, ...]):
     check("cuda", *arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_bits_of_an_experts_row_do_not_depend_on_the_rows_beside_it(dtype: torch.dtype):
+    """Alone it is not grouped, in a batch it is, with three sizes of tiles."""
+    num_experts, top_k, hidden, inner = 16, 4, 256, 192
+    x, ids = randn(1200, hidden, dtype=dtype).cuda(), choices(1200, num_experts, top_k).cuda()
+    weights = torch.softmax(randn(1200, top_k, seed=3), -1).cuda()
+    gate_up = randn(num_experts, 2 * inner, hidden, dtype=dtype, seed=1).cuda()
+    down = randn(num_experts, hidden, inner, dtype=dtype, seed=2).cuda()
+    alone = torch.cat(
+        [expert_mlp(x[i : i + 1], ids[i : i + 1], weights[i : i + 1], gate_up, down) for i in range(8)]
+    )
+    for count in (8, 100, 160, 1200):
+        together = expert_mlp(x[:count], ids[:count], weights[:count], gate_up, down)
+        assert torch.equal(together[:8], alone), count
+
+
+def test_a_graph_of_experts_follows_the_choices_of_each_replay():
+    num_experts, top_k, hidden, inner = 16, 4, 256, 192
+    gate_up = randn(num_experts, 2 * inner, hidden, seed=1).cuda()
+    down = randn(num_experts, hidden, inner, seed=2).cuda()
+    x, weights = randn(20, hidden).cuda(), torch.full((20, top_k), 0.25).cuda()
+    ids = choices(20, num_experts, top_k).cuda()
+    expert_mlp(x, ids, weights, gate_up, down)  # compiled before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = expert_mlp(x, ids, weights, gate_up, down)
+    for seed in (1, 2):
+        ids.copy_(choices(20, num_experts, top_k, seed))
+        graph.replay()
+        assert torch.equal(out, expert_mlp(x, ids, weights, gate_up, down)), seed
 
 
 def test_every_operation_runs_on_the_device():

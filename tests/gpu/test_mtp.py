@@ -15,6 +15,7 @@ from baton.engine.loader import Engine, EngineLoader
 from baton.engine.request import Request
 from baton.engine.sampling.params import SamplingParams
 from baton.engine.warmup.watch import CAPTURES, COMPILATIONS
+from baton.tests.parity.graph_engine import MAX_BATCH
 from baton.tests.parity.mtp_laws import (
     DEEP,
     KINDS,
@@ -63,12 +64,17 @@ def test_m4_1_batches_around_the_largest_graph_give_the_same_tokens(
     check_sizes(target, heads[kind], "cuda")
 
 
-def test_m4_2_a_memory_checker_finds_nothing_in_m4_1() -> None:
-    """Runs M4.1 of the chained modules again under compute-sanitizer, where it is installed."""
+def test_m4_2_steps_of_chained_modules_under_a_memory_checker(target: Path, heads: dict[str, Path]) -> None:
+    """Fewer requests than the largest graph holds, as many, and one more."""
+    check_sizes(target, heads["chained"], "cuda", (MAX_BATCH - 1, MAX_BATCH, MAX_BATCH + 1), ("graph",))
+
+
+def test_m4_2_a_memory_checker_finds_nothing() -> None:
+    """Runs the test before this one under compute-sanitizer, where it is installed."""
     tool = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if tool is None:
         pytest.skip("needs compute-sanitizer of the CUDA toolkit")
-    case = f"{__file__}::{test_m4_1_batches_around_the_largest_graph_give_the_same_tokens.__name__}[chained]"
+    case = f"{__file__}::{test_m4_2_steps_of_chained_modules_under_a_memory_checker.__name__}"
     command = [tool, "--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "all"]
     found = subprocess.run(
         [*command, sys.executable, "-m", "pytest", "-q", case, "-p", "no:cacheprovider"],
@@ -142,16 +148,16 @@ def generate(engine: Engine, count: int) -> list[list[int]]:
     return [request.output_ids for request in requests]
 
 
-@pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_with_modules_gives_the_tokens_of_one_without(
-    target: Path, heads: dict[str, Path], kind: str, count: int
+    target: Path, heads: dict[str, Path], kind: str
 ) -> None:
     """The kernels of every pass are compiled, captured, self-tested and measured at the start."""
-    expected = generate(engine_of(target, None, has_graphs=False), count)
+    plain = engine_of(target, None, has_graphs=False)
+    expected = [generate(plain, count) for count in (1, 8)]
     engine = engine_of(target, heads[kind], has_graphs=True)
     engine.begin_watch()
-    assert generate(engine, count) == expected
+    assert [generate(engine, count) for count in (1, 8)] == expected
     counters = engine.graph_counters
     assert counters["graph_replays_decode_step"] + counters.get("graph_replays_edited_step", 0) > 5
     assert not any("capture_failed" in name for name in counters), counters

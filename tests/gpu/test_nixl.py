@@ -20,6 +20,7 @@ def test_pages_on_a_gpu_cross_through_pinned_slabs_on_both_sides():
         assert lane.slab.is_pinned
         assert known.lane.unpin is not None
         pair.target.kv.zero_()
+        torch.cuda.synchronize()  # copies have a stream of their own
         done = pair.hand_over()
         assert isinstance(done, Complete)
         assert done.num_nixl_blocks == done.num_blocks == NUM_BLOCKS
@@ -40,6 +41,7 @@ def test_a_changed_byte_is_pulled_again_before_it_is_used():
     try:
         pair.connect()
         pair.target.kv.zero_()
+        torch.cuda.synchronize()
         pair.fabric.change = flip
         assert isinstance(pair.hand_over(), Complete)
         pair.check_landed()

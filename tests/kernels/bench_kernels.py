@@ -14,12 +14,15 @@ from baton.kernels.chain_verify import chain_verify
 from baton.kernels.choose_token import choose_token
 from baton.kernels.compact_kv import compact_kv
 from baton.kernels.context_attention import ContextKV, context_attention
+from baton.kernels.expert_mlp import expert_mlp
 from baton.kernels.extend_attention import paged_extend
 from baton.kernels.gather_context import context_rows, gather_context
+from baton.kernels.group_experts import group_experts
 from baton.kernels.kv_store import kv_rows, store_kv
 from baton.kernels.match_ngrams import NgramSizes, match_ngrams
 from baton.kernels.rms_norm import add_rms_norm, rms_norm
 from baton.kernels.rope import apply_rope
+from baton.kernels.route_experts import route_experts
 from baton.kernels.select_rows import select_last_rows
 from baton.kernels.silu_mul import silu_mul
 from baton.kernels.skinny_linear import gated_linear, linear
@@ -29,6 +32,8 @@ from baton.kernels.verify_attention import paged_verify
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LAYERS = 4096, 14336, 32, 8, 128, 16, 2
 NGRAM_WINDOW = 8192
+EXPERTS = 128, 8, 768, 2048  # experts, experts of a token, their intermediate size, hidden size
+SMALL_EXPERTS = 8, 2, 32, 64
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,29 @@ def linear_benches(tokens: int, device: str) -> Iterator[Bench]:
     x, weight = random(tokens, HIDDEN, device=device), random(2 * INTERMEDIATE, HIDDEN, device=device)
     flops = 2 * tokens * weight.numel()
     yield Bench(f"gated_linear {tokens}", lambda: gated_linear(x, weight), size(weight, x), flops)
+
+
+def expert_benches(
+    tokens: int, device: str, num_experts: int, top_k: int, inner: int, hidden: int
+) -> Iterator[Bench]:
+    """A layer of experts, by default of Qwen3-30B-A3B; the bytes are those of all experts that `tokens` can
+    use.
+    """
+    x, logits = random(tokens, hidden, device=device), random(tokens, num_experts, device=device)
+    gate_up = random(num_experts, 2 * inner, hidden, device=device)
+    down = random(num_experts, hidden, inner, device=device)
+    shape = {"size": (tokens, top_k), "device": device}
+    ids = torch.randint(num_experts, dtype=torch.int32, **shape)
+    weights = torch.rand(**shape)
+    used = min(tokens * top_k, num_experts) * 3 * inner * hidden * 2
+    flops = 2 * tokens * top_k * 3 * inner * hidden
+    yield Bench(
+        f"route_experts {tokens}", lambda: route_experts(logits, top_k, True), size(logits, ids, weights)
+    )
+    yield Bench(f"group_experts {tokens}", lambda: group_experts(ids, num_experts, 16), 2 * size(ids))
+    yield Bench(
+        f"expert_mlp {tokens}", lambda: expert_mlp(x, ids, weights, gate_up, down), used + 2 * size(x), flops
+    )
 
 
 def paged(batch: int, context: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -205,6 +233,8 @@ def registry(device: str, *, is_small: bool) -> Iterator[Bench]:
         yield from row_benches(tokens, device)
     for tokens in (3,) if is_small else (1, 4, 32):
         yield from linear_benches(tokens, device)
+    for tokens in (3,) if is_small else (1, 4, 128, 2048):
+        yield from expert_benches(tokens, device, *(SMALL_EXPERTS if is_small else EXPERTS))
     for batch, context in ((2, 40),) if is_small else ((1, 1024), (1, 8192), (8, 8192), (64, 4096)):
         yield from attention_benches(batch, context, device)
     yield from verdict_benches(2 if is_small else 64, 16, device)

@@ -16,6 +16,7 @@ from baton.kernels.context_attention import (
     context_attention,
     context_attention_triton,
 )
+from baton.kernels.expert_mlp import expert_mlp, expert_mlp_triton
 from baton.kernels.extend_attention import paged_extend, paged_extend_triton
 from baton.kernels.gather_context import gather_context, gather_context_triton
 from baton.kernels.invariant_attention import Rows, invariant_attention_triton
@@ -25,6 +26,7 @@ from baton.kernels.move_spans import SPAN_FIELDS, move_spans_triton
 from baton.kernels.rms_norm import add_rms_norm, rms_norm_triton
 from baton.kernels.rope import apply_rope_triton
 from baton.kernels.rotate_store import rotate_store_triton
+from baton.kernels.route_experts import route_experts, route_experts_triton
 from baton.kernels.select_rows import select_last_rows, select_last_rows_triton
 from baton.kernels.silu_mul import silu_mul_reference, silu_mul_triton
 from baton.kernels.skinny_linear import gated_linear, linear, linear_triton
@@ -62,6 +64,9 @@ OPERATIONS = {
     "step_outcome": "step_glue",
     "chain_verify": "chain_verify",
     "match_ngrams": "match_ngrams",
+    "route_experts": "route_experts",
+    "group_experts": "group_experts",
+    "expert_mlp": "expert_mlp",
 }
 
 
@@ -169,6 +174,12 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     ragged = Rows(lens, starts=torch.tensor([0, 1, 3]), longest=64)
     invariant_attention_triton(q, pool, 1, table, ragged, 0.1)
     move_spans_triton(torch.zeros(1, SPAN_FIELDS, dtype=torch.int64), rows[None])
+    route_experts_triton(x[:, :128], 8, True)
+    gate_up, down = (torch.zeros(4, *shape, dtype=torch.bfloat16) for shape in ((1536, 2048), (2048, 768)))
+    for num_tokens in (1, 16, 64, 512):
+        ids = torch.zeros(num_tokens, 2, dtype=torch.int32)
+        rows_in = torch.zeros(num_tokens, 2048, dtype=torch.bfloat16)
+        expert_mlp_triton(rows_in, ids, torch.ones(num_tokens, 2), gate_up, down)
     names = [name for name, _ in compiled_for_h200]
     assert set(names) == {
         "_rms_norm_kernel", "_silu_mul_kernel", "_rope_kernel", "_store_kv_kernel", "_rotate_store_kernel",
@@ -176,6 +187,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
         "_merge_kernel", "_compact_kv_kernel", "_highest_kernel", "_scores_kernel", "_pick_kernel",
         "_skinny_kernel", "_places_kernel", "_outcome_kernel", "_chain_verify_kernel",
         "_match_ngrams_kernel",
+        "_route_kernel", "_group_kernel", "_expert_kernel", "_combine_kernel",
         "_gather_kernel", "_context_kernel", "_fold_kernel", "_join_kernel", "_move_spans_kernel",
     }  # fmt: skip
     for name, kernel in compiled_for_h200:
@@ -189,6 +201,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
         "_verify_kernel",
         "_context_kernel",
         "_fold_kernel",
+        "_expert_kernel",
     ):  # the last launched, with wide tiles: Hopper's matrix instructions
         assert "wgmma" in by_name[name].asm["ptx"], name
     assert "cp.async.bulk.tensor" in by_name["_context_kernel"].asm["ptx"], "bulk copies of whole tiles"
@@ -211,6 +224,8 @@ Q = torch.zeros(1, 1, 4, 8)
 KEYS = torch.zeros(128, 2, 8)
 CONTEXT = ContextKV(KEYS, KEYS)
 STARTS = torch.tensor([0, 128])
+IDS = torch.ones(1, 2, dtype=torch.int32)
+EXPERTS = randn(3, 8, 8), randn(3, 8, 4)
 
 
 @pytest.mark.parametrize(
@@ -253,6 +268,12 @@ STARTS = torch.tensor([0, 128])
         ("step_places", lambda: step_places(TABLE, PlaceSizes(4, 4, 4, 16, 1024, 64, 32))),
         ("step_outcome", lambda: step_outcome(
             torch.ones(2, 20, dtype=INT64), ONE, TABLE, TABLE[:, :1], ONE, ONE.bool(), ONE.bool(), ONE)),
+        ("route_experts", lambda: route_experts(randn(2, 4), 5, True)),
+        ("route_experts", lambda: route_experts(randn(4), 1, True)),
+        ("expert_mlp", lambda: expert_mlp(randn(1, 8), IDS, randn(1, 2), randn(3, 8, 8), randn(3, 8, 5))),
+        ("expert_mlp", lambda: expert_mlp(randn(1, 8), IDS, randn(1, 1), randn(3, 8, 8), randn(3, 8, 4))),
+        ("expert_mlp", lambda: expert_mlp(randn(1, 8), IDS.long(), randn(1, 2), *EXPERTS)),
+        ("expert_mlp", lambda: expert_mlp(randn(1, 8).half(), IDS, randn(1, 2), *EXPERTS)),
         ("paged_extend", lambda: paged_extend(Q[0], POOL, 0, TABLE, ONE, ONE, 1, 1.0)),
         ("gather_context", lambda: gather_context(POOL, 0, TABLE, STARTS, ONE, KEYS, KEYS.bfloat16())),
         ("gather_context", lambda: gather_context(POOL, 0, TABLE, STARTS, ONE, KEYS, KEYS[1:])),

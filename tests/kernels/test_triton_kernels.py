@@ -6,6 +6,7 @@ import pytest
 from baton.tests.kernels.attention_cases import attention_cases, tree_cases
 from baton.tests.kernels.cases import pool_cases, rows_cases
 from baton.tests.kernels.choice_cases import choice_cases
+from baton.tests.kernels.expert_cases import expert_cases
 
 QUICK_ATTENTION = list(attention_cases(is_whole=False))
 CASES = [
@@ -13,7 +14,7 @@ CASES = [
     for case in attention_cases()
 ] + [
     pytest.param(*case, id=case[0].__name__[6:])
-    for case in (*rows_cases(), *pool_cases(), *tree_cases(), *choice_cases())
+    for case in (*rows_cases(), *pool_cases(), *tree_cases(), *choice_cases(), *expert_cases())
 ]
 
 

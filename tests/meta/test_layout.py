@@ -20,13 +20,20 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "kernels": (),
     "engine": ("kernels",),
     "router": ("cluster",),
-    "deploy": ("cluster", "engine.auto_sizes", "engine.errors", "engine.hub", "engine.kv.budget"),
+    "deploy": (
+        "cluster",
+        "engine.auto_sizes",
+        "engine.errors",
+        "engine.hub",
+        "engine.kv.budget",
+        "engine.speculative.drafters.mtp_names",
+    ),
     "kvtransfer": ("engine.kv", "kernels", "cluster"),
     "worker": ("kvtransfer", "engine", "cluster"),
     "prefill": ("worker", "kvtransfer", "engine", "cluster"),
     "decode": ("worker", "kvtransfer", "engine", "cluster"),
     "bench": ("kvtransfer", "engine", "cluster"),
-    "training": ("engine",),
+    "training": ("engine", "kernels"),
 }
 # Foreign imports of the lowest floors; other folders may import any dependency but the forbidden ones.
 ALLOWED_FOREIGN = {

@@ -37,6 +37,7 @@ from baton.engine.speculative.step.step_graphs import StepGraphs, step_graphs
 PAGE_SIZE = 16
 CHAIN = DraftShape.of(3)
 TREE = DraftShape.of(3, 2, 8)
+NOT_FINITE = "the logits of a step are not finite"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,10 +254,12 @@ class AnswerEngine:
             flights = [self.decoder.launch(running) for _ in range(2) if self.decoder.can_launch(running)]
         if not flights:
             result = self.decoder.step(running)
+            assert not any(result.is_bad), NOT_FINITE
             return list(zip(running, result.accept_lens, strict=True))
         found: list[tuple[Request, int]] = []
         for flight in flights:
             result = self.decoder.read(flight, [True] * len(running))
+            assert not any(result.is_bad), NOT_FINITE
             found += zip(running, result.accept_lens, strict=True)
         return found
 
@@ -293,11 +296,10 @@ class AnswerEngine:
                     at_row += end - start
 
     def _hand_over(self, requests: Sequence[Request]) -> None:
-        """Copies the KV of whole prompts into the pool of the steps."""
+        """Copies the pages of whole prompts into the pool of the steps."""
         for request in requests:
-            slots = slots_for(request.pages, 0, request.num_prompt, PAGE_SIZE)
-            where = slots // PAGE_SIZE, slice(None), slice(None), slots % PAGE_SIZE
-            self.runner.pool.kv[where] = self.prompts.pool.kv[where]
+            pages = request.pages[: pages_for(request.num_prompt, PAGE_SIZE)]
+            self.runner.pool.kv[pages] = self.prompts.pool.kv[pages]
 
     @property
     def num_replays(self) -> dict[str, int]:

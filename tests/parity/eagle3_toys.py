@@ -223,8 +223,12 @@ def _scribbling_attention(prefix: str, layer: int, strength: float) -> dict[str,
     return {f"{prefix}self_attn.{name}_proj.weight": tensor for name, tensor in parts.items()}
 
 
-def write_oracle_head(path: Path, ids: Sequence[int] = ORACLE_IDS) -> Path:
-    """The oracle's head; its config asks for the outputs of `ids`."""
+def write_oracle_head(path: Path, ids: Sequence[int] = ORACLE_IDS, *, num_layers: int = 1) -> Path:
+    """The oracle's head; its config asks for the outputs of `ids`.
+
+    With two layers the first one only attends and the second one only looks up, which it does from what the
+    first one fetched.
+    """
     hidden, vocab, width = ORACLE_HIDDEN, ORACLE_VOCAB, 32
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -245,9 +249,26 @@ def write_oracle_head(path: Path, ids: Sequence[int] = ORACLE_IDS) -> Path:
             column = CODE + j * BASE + digit
             fc[column, j * hidden + column] = 1.0
     fc[CONST, :vocab] = 1.0
-    return write_head(
-        path, config, {"fc.weight": fc, "norm.weight": torch.ones(hidden)} | _oracle_head_layer()
-    )
+    tensors = {"fc.weight": fc, "norm.weight": torch.ones(hidden)} | _oracle_head_layer()
+    if num_layers == 2:
+        tensors |= _second_layer(tensors)
+        config |= {"architectures": ["LlamaForCausalLMEagle3Deep"], "num_hidden_layers": 2}
+    return write_head(path, config, tensors)
+
+
+def _second_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A layer with the MLP of the first one, which loses it, and attention that adds nothing."""
+    hidden, width, first, second = ORACLE_HIDDEN, 32, "midlayer.", "layers.1."
+    moved = {
+        f"{second}mlp.{name}_proj.weight": tensors[f"{first}mlp.{name}_proj.weight"].clone()
+        for name in ("gate", "up", "down")
+    }
+    down = f"{first}mlp.down_proj.weight"
+    found = moved | {down: torch.zeros_like(tensors[down])}
+    found |= {f"{second}{name}.weight": torch.ones(hidden) for name in
+              ("input_layernorm", "post_attention_layernorm")}  # fmt: skip
+    found |= {f"{second}self_attn.{name}_proj.weight": torch.ones(width, hidden) for name in "qkv"}
+    return found | {f"{second}self_attn.o_proj.weight": torch.zeros(hidden, width)}
 
 
 def _oracle_head_layer() -> dict[str, torch.Tensor]:

@@ -21,14 +21,14 @@ def skipped_layer(model: LlamaForCausalLM) -> Iterator[None]:
 @contextmanager
 def wrong_position(model: LlamaForCausalLM) -> Iterator[None]:
     """The fourth row of each four has the position of the next one."""
-    body = model.body
+    trunk = model.trunk
 
     def shifted(hidden: torch.Tensor, positions: torch.Tensor, *rest: object) -> object:
         number = torch.arange(positions.shape[0], device=positions.device)
-        return body(hidden, positions + (number % 4 == 3), *rest)
+        return trunk(hidden, positions + (number % 4 == 3), *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "body", shifted)
+        patch.setattr(model, "trunk", shifted)
         yield
 
 

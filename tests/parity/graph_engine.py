@@ -17,6 +17,7 @@ from baton.engine.runner.lifecycle import Lifecycle, Phase
 from baton.engine.runner.model_runner import ModelRunner
 from baton.engine.speculative.drafters.dflash import DflashDrafter
 from baton.engine.speculative.drafters.eagle3 import Eagle3Drafter
+from baton.engine.speculative.drafters.mtp_prefill import MtpDrafter
 from baton.engine.speculative.drafters.protocol import Drafter, draft_pools
 from baton.engine.speculative.step.step_graphs import StepGraphs
 from baton.tests.parity.eagle3_engine import PAGE_SIZE, Engine
@@ -109,7 +110,7 @@ def families(engine: Engine) -> list[GraphFamily]:
 def statics(engine: Engine) -> Iterator[torch.Tensor]:
     """Every static input of every graph that is loaded before each replay."""
     tokens = [engine.runner.graphs.tokens]
-    if isinstance(engine.drafter, Eagle3Drafter):
+    if isinstance(engine.drafter, Eagle3Drafter | MtpDrafter):
         tokens.append(engine.drafter.graphs.tokens)
     for graphs in tokens:
         yield from graphs.inputs.values()

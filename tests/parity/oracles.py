@@ -31,9 +31,13 @@ def follower(token: int) -> int:
     return (token + 5) % VOCAB
 
 
-def write_memory_oracle(path: Path) -> tuple[Path, Path]:
-    """(target directory, head directory) of the memory pair."""
-    return _write_target(path / "target"), _write_head(path / "head")
+def write_memory_oracle(path: Path, mask: int | None = None) -> tuple[Path, Path]:
+    """(target directory, head directory) of the memory pair; with `mask` the head is a parallel one.
+
+    A row of the mask token fetches as any other row does. Up to DISTANCE drafts are right: the rows that they
+    fetch from are committed.
+    """
+    return _write_target(path / "target"), _write_head(path / "head", mask)
 
 
 def is_right(seed: int, row: int, position: int, alpha: float) -> bool:
@@ -109,14 +113,14 @@ def _write_target(path: Path) -> Path:
     return path
 
 
-def _write_head(path: Path) -> Path:
+def _write_head(path: Path, mask: int | None) -> Path:
     config = {
         "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": HIDDEN, "intermediate_size": 8,
         "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": HEAD_DIM, "rms_norm_eps": 0.0,
         "max_position_embeddings": 512, "rope_theta": 10000.0, "vocab_size": VOCAB,
         "norm_before_residual": True,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]},
-    }  # fmt: skip
+    } | ({} if mask is None else {"ptd_token_id": mask})  # fmt: skip
     fc, lm_head, only_const = torch.zeros(HIDDEN, 2 * HIDDEN), torch.zeros(VOCAB, HIDDEN), torch.zeros(HIDDEN)
     fc[CONST, CONST] = 1.0
     only_const[CONST] = 1.0  # what an earlier step fetched is not part of this one's hidden
@@ -127,6 +131,8 @@ def _write_head(path: Path) -> Path:
              "post_attention_layernorm.weight": torch.ones(HIDDEN)}  # fmt: skip
     tensors = {f"midlayer.{name}": tensor for name, tensor in (parts | norms).items()}
     tensors |= {"fc.weight": fc, "norm.weight": torch.ones(HIDDEN), "lm_head.weight": lm_head}
+    if mask is not None:
+        tensors["mask_hidden"] = only_const.clone()
     return write_head(path, config, tensors)
 
 

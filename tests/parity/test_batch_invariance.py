@@ -25,6 +25,14 @@ WAYS = [
 ]
 
 
+# Every way in one of the dtypes; in both in the last tier.
+CASES = [
+    pytest.param(dtype, way, id=f"{dtype}-{way}", marks=() if (number + turn) % 2 else pytest.mark.slow)
+    for turn, dtype in enumerate((torch.bfloat16, torch.float32))
+    for number, way in enumerate(WAYS)
+]
+
+
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
 def models(request: pytest.FixtureRequest) -> Models:
     dtype = request.param
@@ -63,7 +71,7 @@ def alone(models: Models, prompts: list[list[int]]) -> list[Answer]:
     return answers_of(models, Way(), prompts, [])
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(("models", "way"), CASES, indirect=["models"])
 def test_answers_and_kv_have_the_bits_of_plain_decoding_alone(
     models: Models, prompts: list[list[int]], alone: list[Answer], way: Way
 ) -> None:

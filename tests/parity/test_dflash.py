@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from baton.engine.capture.graph_set import GraphSet
 from baton.engine.errors import CheckpointError, LifecycleError
 from baton.engine.graphs.graph_pool import GraphKind
 from baton.engine.request import Request
@@ -152,18 +153,31 @@ def test_a_block_with_the_targets_logits_proposes_what_the_target_chooses(
     assert len(set(seen)) > STEPS
 
 
-@pytest.mark.parametrize("count", [1, 15, 16, 17, 24, 25])
-def test_m2_3_context_rows_at_bucket_edges_equal_eager(deep_target: Path, head: Path, count: int) -> None:
+@pytest.fixture(scope="module")
+def plain_and_graphed(deep_target: Path, head: Path) -> tuple[DflashEngine, DflashEngine, GraphSet]:
+    """An engine without graphs, and one in which those of the drafter's context run."""
     plain, graphed = DflashEngine(deep_target, head), DflashEngine(deep_target, head)
     graphs = with_graphs(graphed, arena(), set())
     enable(graphed, {GraphKind.DRAFT_PREFILL})
+    return plain, graphed, graphs
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 24, 25])
+def test_m2_3_context_rows_at_bucket_edges_equal_eager(
+    plain_and_graphed: tuple[DflashEngine, DflashEngine, GraphSet], count: int
+) -> None:
+    plain, graphed, graphs = plain_and_graphed
+    for engine in (plain, graphed):
+        engine.drafter.pool.kv.zero_()
+    counter = "graph_fallback_draft_prefill_tokens_over_max"
+    before = graphs.counters().get(counter, 0)
     batches = [batch_of(engine, count) for engine in (plain, graphed)]
     poison(graphed)
     expected, found = (
         engine.drafter.prefill_rows(batch) for engine, batch in zip((plain, graphed), batches, strict=True)
     )
     assert batches[1].decision.is_graph is (count <= MAX_TOKENS)
-    assert graphs.counters().get("graph_fallback_draft_prefill_tokens_over_max", 0) == (count > MAX_TOKENS)
+    assert graphs.counters().get(counter, 0) - before == (count > MAX_TOKENS)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(graphed.drafter.pool.kv, plain.drafter.pool.kv, atol=1e-5, rtol=1e-5)
     assert bool(plain.drafter.pool.kv[1:].any())

@@ -24,8 +24,7 @@ SIZES = {
 }
 
 
-@pytest.fixture(scope="module")
-def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def random_blocks() -> tuple[dict[str, object], dict[str, torch.Tensor]]:
     """Random weights in SmolLM2's width; layer 1 has a window that most prompts exceed."""
     config = dflash_config(
         IDS,
@@ -55,7 +54,12 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else 0.05 * torch.randn(shape, generator=generator)
         for name, shape in shapes.items()
     }
-    return write_dflash(tmp_path_factory.mktemp("dflash"), config, tensors)
+    return config, tensors
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dflash(tmp_path_factory.mktemp("dflash"), *random_blocks())
 
 
 def check(references, smollm2_dir, drafter, **settings):

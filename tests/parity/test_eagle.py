@@ -22,6 +22,8 @@ from baton.tests.parity.eagle3_toys import (
     head_tensors,
     successor,
     write_head,
+    write_oracle,
+    write_oracle_head,
 )
 from baton.tests.parity.eagle_toys import (
     TARGET_IDS,
@@ -283,6 +285,43 @@ def test_the_oracle_is_accepted_in_full_on_every_path(
     if path != "eager":
         with_graphs(engine, arena(), PATHS[path])
     assert oracle_accepts(engine) == {1 + engine.steps}
+
+
+@pytest.fixture(scope="module")
+def deep_oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An EAGLE3 head of two layers, each of which does a part of the work."""
+    path = tmp_path_factory.mktemp("deep oracle")
+    target, _ = write_oracle(path)
+    return target, write_oracle_head(path / "deep", num_layers=2)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("path", PATHS)
+def test_an_oracle_of_two_layers_is_accepted_in_full(
+    deep_oracle: tuple[Path, Path], path: str, shape: str
+) -> None:
+    engine = SourcedEngine(*deep_oracle, is_greedy=True, **SHAPES[shape])
+    if path != "eager":
+        with_graphs(engine, arena(), PATHS[path])
+    assert oracle_accepts(engine) == {1 + engine.steps}
+
+
+def second_layer_left_out(engine: SourcedEngine) -> None:
+    engine.drafter.head.further.clear()
+
+
+def features_of_another_layer(engine: SourcedEngine) -> None:
+    ids = engine.runner.model.aux_layer_ids
+    engine.runner.model.aux_layer_ids = (*ids[:-1], ids[-1] + 1)
+
+
+@pytest.mark.parametrize("plant", [second_layer_left_out, features_of_another_layer])
+def test_wrong_layers_of_a_deep_head_are_never_accepted(
+    deep_oracle: tuple[Path, Path], plant: Callable[[SourcedEngine], None]
+) -> None:
+    engine = SourcedEngine(*deep_oracle)
+    plant(engine)
+    assert oracle_accepts(engine) == {1}
 
 
 def another_layer(engine: SourcedEngine) -> None:

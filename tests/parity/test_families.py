@@ -54,7 +54,7 @@ def assert_same_model(path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 def test_each_family_equals_transformers(toy_checkpoint: Callable[..., Path], family: str, is_tied: bool):
     assert_same_model(toy_checkpoint(family, tie_word_embeddings=is_tied))
 
@@ -74,12 +74,27 @@ def test_many_shards_equal_one(toy_checkpoint: Callable[..., Path], family: str)
         ("llama", {"num_key_value_heads": 4}),
         ("llama", {"num_key_value_heads": 1, "head_dim": 24}),
         ("llama", {"rms_norm_eps": 0.1}),
+        ("qwen3_moe", {"norm_topk_prob": False}),
+        ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
+        ("qwen3_moe", {"num_experts_per_tok": 6}),
+        ("mixtral", {"num_experts_per_tok": 1}),
         (
             "qwen2",
             {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3, "layer_types": None},
         ),
     ],
-    ids=["llama-bias", "qwen3-bias", "no-gqa", "mqa-head-dim", "eps", "window-behind-the-last-layer"],
+    ids=[
+        "llama-bias",
+        "qwen3-bias",
+        "no-gqa",
+        "mqa-head-dim",
+        "eps",
+        "raw-weights-of-experts",
+        "every-other-layer-dense",
+        "all-experts",
+        "one-expert",
+        "window-behind-the-last-layer",
+    ],
 )
 def test_each_switch_of_the_config_acts(toy_checkpoint: Callable[..., Path], family: str, switches: dict):
     assert_same_model(toy_checkpoint(family, **switches))

@@ -104,8 +104,8 @@ def test_m1_4_a_model_without_the_hook_of_its_drafter_is_named_with_it(target):
 
 def drop_one_layer(runner: ModelRunner) -> None:
     """Plant: the last of the chosen layers is not captured."""
-    body = runner.model.body
-    runner.model.body = lambda hidden, positions, attend, aux=(): body(hidden, positions, attend, aux[:-1])
+    trunk = runner.model.trunk
+    runner.model.trunk = lambda hidden, positions, attend, aux=(): trunk(hidden, positions, attend, aux[:-1])
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
@@ -166,8 +166,8 @@ def test_m2_5_a_model_without_embeddings_refuses_them_and_serves_on(target, head
     assert toy.runner.forward(full(toy, ("b", ids))).logits.isfinite().all()
     engine = Engine(target, head)
     batch = idle_draft_batch(engine.drafter.head.config.dims, DraftPhase.FROM_TARGET_FEATURES)
-    batch.input_embeds = torch.zeros(0, 64)
-    with pytest.raises(UnsupportedInput, match="draft head takes no input_embeds"):
+    batch.input_embeds = torch.zeros(0, 63)
+    with pytest.raises(UnsupportedInput, match=r"\[0, 63\]: the draft head takes \[0, 64\]"):
         engine.drafter.prefill_rows(batch)
 
 

@@ -14,10 +14,12 @@ from baton.engine.loader import EngineLoader
 from baton.engine.runner.lifecycle import Phase
 from baton.engine.sampling.logprobs import pack_logprobs
 from baton.engine.sampling.params import SamplingParams
+from baton.engine.speculative.drafting.shape import DraftShape
 from baton.engine.speculative.step import fused_step
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.graph_engine import at, capture, with_graphs
 from baton.tests.parity.overlap_engine import overlapped, run_ahead
+from baton.tests.parity.test_adaptive_steps import Scripted
 from baton.tests.parity.toy_engine import ToyEngine, random_ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,6 +56,21 @@ def test_the_self_test_drops_graphs_with_exchanged_weights_and_tokens_hold(targe
     assert graphs.counts()["draft_prefill"] == 6
     assert engine.generate([[5, 9, 200], [17]], GREEDY) == plain.generate([[5, 9, 200], [17]], GREEDY)
     assert graphs.counters()["graph_fallback_decode_step_capture_failed"] > 3
+
+
+def test_a_brief_self_test_compares_one_graph_of_each_kind(target, head):
+    engine = Engine(target, head, is_greedy=True)
+    graphs = with_graphs(engine)
+    steps = engine.decoder.steps
+    parts = (engine.runner, engine.drafter, 256, steps)
+    prefill = engine.runner.graphs
+    num_kinds = 2 + (prefill.whole is not None) + len(steps.families)
+    brief, brief_steps = SelfTest(*parts[:3], is_brief=True), StepSelfTest(steps, is_brief=True)
+    assert (brief.run(), brief_steps.run()) == (0, 0)
+    assert brief.num_compared + brief_steps.num_compared == num_kinds
+    assert graphs.self_test(*parts, is_brief=True) == 0
+    engine.runner.model.layers[7].mlp.down.weight = engine.runner.model.layers[7].mlp.down.weight * 3
+    assert graphs.self_test(*parts, is_brief=True) == num_kinds - 1  # all but the draft's
 
 
 @pytest.mark.parametrize("kind", ["steps", "prefill"])
@@ -93,14 +110,38 @@ def test_the_self_test_sees_every_part_of_an_edited_step(target, head, monkeypat
     assert StepSelfTest(made).run() == (0 if plant is None else 2)
 
 
+def features_moved(late):
+    late._features = late._features.clone()
+
+
+def tokens_moved(late):
+    late._tokens = late._tokens.clone()
+
+
+@pytest.mark.parametrize("plant", [None, features_moved, tokens_moved])
+def test_the_self_test_compares_a_drafter_that_catches_up(oracle, plant):
+    """The planted graphs read late rows where nothing is written any more."""
+    engine = Engine(*oracle, policy=Scripted([DraftShape.of(0), DraftShape.of(3)], []))
+    with_graphs(engine)
+    steps = engine.decoder.steps
+    family, states = steps.catch_up_graphs, engine.drafter.states
+    assert family.captured == (1, 2, 4)
+    if plant is not None:
+        plant(steps.step.late)
+    assert StepSelfTest(steps).run() == (0 if plant is None else 3)
+    assert family.captured == ((1, 2, 4) if plant is None else ())
+    assert not any(values.any() for values in (*steps.step.late.anchors, states.hidden, states.logits))
+    assert (steps.step.state.num_open, states.num_open) == (0, 0)
+
+
 def test_a_capture_that_fails_leaves_its_batches_to_the_eager_path(target, monkeypatch, caplog):
     toy = ToyEngine(target, aux=IDS)
-    body = toy.model.body
+    trunk = toy.model.trunk
 
     def refuses_eight(hidden, *rest):
-        return body(hidden, *rest) if hidden.shape[0] != 8 else hidden.sum().item()
+        return trunk(hidden, *rest) if hidden.shape[0] != 8 else hidden.sum().item()
 
-    monkeypatch.setattr(toy.model, "body", refuses_eight)
+    monkeypatch.setattr(toy.model, "trunk", refuses_eight)
     toy.graphs = capture(toy.runner)
     monkeypatch.undo()
     assert toy.runner.graphs.tokens.family.captured == (1, 2, 4, 16, 24)

@@ -1,5 +1,6 @@
 """Engines that load MTP modules by their loader: start-up, its self-tests, and both ways to serve."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -61,7 +62,9 @@ def test_graphs_pass_the_self_tests_and_a_rehearsal_replays_them(target, heads, 
     assert not bool(engine.drafter.pool.kv.any())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind == "independent" else kind for kind in KINDS]
+)
 def test_the_dry_run_finds_every_kernel_that_modules_launch(target, heads, kind, monkeypatch):
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     engine, loader = load(target, heads[kind], dtype="bfloat16", spec_adaptive="off")
@@ -115,9 +118,23 @@ def test_modules_are_read_from_the_targets_own_checkpoint(target, tmp_path):
 # --- serving ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("graphs", ["off", "on"])
-@pytest.mark.parametrize("overlap", ["off", "on"])
-@pytest.mark.parametrize("kind", KINDS)
+QUICK_WAYS = {
+    ("chained", "on", "on"),
+    ("chained", "off", "off"),
+    ("independent", "off", "on"),
+    ("independent", "on", "off"),
+    ("shared", "on", "on"),
+    ("shared", "off", "off"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "overlap", "graphs"),
+    [
+        pytest.param(*way, id="-".join(way), marks=() if way in QUICK_WAYS else pytest.mark.slow)
+        for way in itertools.product(KINDS, ("off", "on"), ("off", "on"))
+    ],
+)
 def test_an_aggregated_worker_gives_the_tokens_of_transformers(target, heads, kind, overlap, graphs):
     """Parts of prompts, prefix hits, batches and single requests."""
     worker = worker_of(target, heads[kind], 5, overlap=overlap, graphs=graphs, graph_self_test=False)

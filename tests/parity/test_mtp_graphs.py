@@ -16,7 +16,7 @@ from baton.engine.graphs.graph_pool import GraphKind, GraphPool
 from baton.engine.graphs.tape.tape import KeptMemory, TapeBackend
 from baton.engine.request import Request
 from baton.engine.row_attention import RowPlan
-from baton.engine.speculative.drafters import loops, mtp_shared, mtp_window
+from baton.engine.speculative.drafters import loops, mtp_window
 from baton.engine.speculative.drafters.mtp_head import MtpHead, MtpModule
 from baton.engine.speculative.drafters.mtp_window import Window, plan_modules
 from baton.engine.speculative.drafters.protocol import DraftPrefill
@@ -77,7 +77,7 @@ def test_m4_2_every_row_of_a_window_lies_in_its_requests_pages(target, heads, ki
             assert bool((kv_lens <= page_table.shape[1] * pool.page_size).all())
             seen.append(held.shape[1])
 
-    for module in (mtp_window, mtp_shared, loops, fused_step):
+    for module in (mtp_window, loops, fused_step):
         monkeypatch.setattr(module, "RowPlan", Checked)
     engine = MtpEngine(target, heads[kind])
     for count in (1, 4, 9):
@@ -235,7 +235,7 @@ def test_m5_5_graph_and_eager_steps_plan_the_same_rows(target, heads, kind, monk
             planned.append(parts)
             super().__init__(pool, *parts, **settings)
 
-    for module in (fused_step, loops, mtp_window, mtp_shared):
+    for module in (fused_step, loops, mtp_window):
         monkeypatch.setattr(module, "RowPlan", Spied)
     steps, kind_of_step = engine.decoder.steps, engine.decoder.steps.kinds[0]
     context = StepContext(num_rows=3)

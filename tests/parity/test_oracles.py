@@ -1,6 +1,7 @@
 """Acceptance is exact for drafts tuned to fail at known positions and for drafts from the draft's KV."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from baton.engine.request import Request
 from baton.engine.sampling.params import SamplingParams
 from baton.engine.speculative.adaptive import StepCosts, StepPolicy
+from baton.engine.speculative.drafters.protocol import DraftView, Proposal
 from baton.engine.speculative.drafting.shape import DraftShape
 from baton.tests.parity.eagle3_engine import PAGE_SIZE, Engine
 from baton.tests.parity.graph_engine import arena, kv_of, with_graphs
@@ -27,9 +29,25 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 Plant = Callable[[Engine, Request], None]
 
 
+MASK = 3  # a token that prompts have, too
+
+
 @pytest.fixture(scope="module")
 def memory(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_memory_oracle(tmp_path_factory.mktemp("memory"))
+
+
+@pytest.fixture(scope="module")
+def parallel(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_memory_oracle(tmp_path_factory.mktemp("parallel"), MASK)
+
+
+@pytest.fixture(params=["token by token", "parallel"])
+def either(
+    request: pytest.FixtureRequest, memory: tuple[Path, Path], parallel: tuple[Path, Path]
+) -> tuple[Path, Path]:
+    """The memory pair with either kind of head."""
+    return parallel if request.param == "parallel" else memory
 
 
 def greedy(count: int) -> SamplingParams:
@@ -50,8 +68,8 @@ def continued(prompt: list[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("chunk", [5, 1000])
-def test_the_draft_keeps_the_state_that_its_next_tokens_need(memory, has_graphs, chunk):
-    engine = Engine(*memory)
+def test_the_draft_keeps_the_state_that_its_next_tokens_need(either, has_graphs, chunk):
+    engine = Engine(*either)
     if has_graphs:
         with_graphs(engine, arena())
     prompts = [prompt_of(seed, 12 + 5 * seed) for seed in range(3)]
@@ -106,13 +124,57 @@ def guesses_never_overwritten(engine: Engine, request: Request) -> None:
     engine.drafter.observe = keeps_guesses
 
 
-@pytest.mark.parametrize("plant", [hole_in_the_prompt, rows_in_each_others_slots, guesses_never_overwritten])
-def test_a_draft_with_wrong_state_is_detected_and_changes_no_token(memory, plant):
-    engine, prompt = Engine(*memory), prompt_of(3)
+STATES = [hole_in_the_prompt, rows_in_each_others_slots, guesses_never_overwritten]
+
+
+@pytest.mark.parametrize("plant", STATES)
+def test_a_draft_with_wrong_state_is_detected_and_changes_no_token(either, plant):
+    check_plant(Engine(*either), plant)
+
+
+def check_plant(engine: Engine, plant: Plant) -> None:
+    prompt = prompt_of(3)
     request = engine.prefill(prompt, greedy(40))
     plant(engine, request)
     assert engine.run([request]) == [continued(prompt, 40)]
     assert min(engine.accept_lens) < 1 + engine.steps
+
+
+@pytest.mark.parametrize("steps", [1, 2, DISTANCE])
+def test_parallel_drafts_of_any_number_are_accepted_in_full(parallel, steps):
+    engine = Engine(*parallel, steps=steps)
+    assert engine.generate([prompt_of(1)], greedy(41)) == [continued(prompt_of(1), 41)]
+    assert set(engine.accept_lens) == {1 + steps}
+
+
+def mask_rows_at_one_position(engine: Engine, request: Request) -> None:
+    propose = engine.drafter.propose
+
+    def proposing(view: DraftView, shape: DraftShape) -> Proposal:
+        return propose(replace(view, positions=view.positions[:, :1].expand(view.positions.shape)), shape)
+
+    engine.drafter.propose = proposing
+
+
+def mask_without_its_hidden(engine: Engine, request: Request) -> None:
+    engine.drafter.head.mask_input = torch.zeros_like(engine.drafter.head.mask_input)
+
+
+def mask_rows_one_place_early(engine: Engine, request: Request) -> None:
+    """The first of them overwrites the newest committed row."""
+    propose = engine.drafter.propose
+
+    def proposing(view: DraftView, shape: DraftShape) -> Proposal:
+        return propose(replace(view, kv_rows=view.kv_rows - 1), shape)
+
+    engine.drafter.propose = proposing
+
+
+@pytest.mark.parametrize(
+    "plant", [mask_rows_at_one_position, mask_without_its_hidden, mask_rows_one_place_early]
+)
+def test_wrong_mask_rows_are_detected_and_change_no_token(parallel, plant):
+    check_plant(Engine(*parallel), plant)
 
 
 def test_tuned_drafts_are_accepted_up_to_the_first_corrupted_one(memory):

@@ -6,17 +6,35 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+}
+# the second layer of the Qwen3-MoE model is dense
+EXPERTS = {
+    "qwen3_moe": {
+        "head_dim": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
 }
 SHAPE = {
     "hidden_size": 64,
@@ -37,7 +55,7 @@ def write_toy_checkpoint(
 ) -> None:
     """Writes a float32 checkpoint; `shard_size` (max_shard_size) splits it, `config` overrides SHAPE."""
     config_class, model_class = FAMILIES[family]
-    shape = SHAPE | ({"head_dim": 32} if family == "qwen3" else {}) | config
+    shape = SHAPE | ({"head_dim": 32} if family == "qwen3" else EXPERTS.get(family, {})) | config
     model = model_class(config_class(**shape))
     _randomise(model, seed)
     model.save_pretrained(path, max_shard_size=shard_size or "5GB")

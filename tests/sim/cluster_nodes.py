@@ -220,6 +220,9 @@ class SimLink:
         self.heartbeat_s = 0.25
         self.transport_counters = {}
 
+    def hand_over(self) -> None:
+        pass
+
     def post(self, command):
         self.commands += outgoing(self.owners, command)
         self.process.wake_link(0.0002)

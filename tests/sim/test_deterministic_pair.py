@@ -18,8 +18,8 @@ MODE = {"dtype": "bfloat16", "deterministic": True, "pages": 96, "max_running": 
 
 @pytest.fixture(scope="module")
 def models(toy_checkpoint, tmp_path_factory):
-    target = toy_checkpoint("llama", num_hidden_layers=12)
-    return target, write_head(tmp_path_factory.mktemp("head"), head_config(2, (8, 1, 5)), head_tensors())
+    target = toy_checkpoint("llama", num_hidden_layers=6)
+    return target, write_head(tmp_path_factory.mktemp("head"), head_config(2, (4, 1, 3)), head_tensors())
 
 
 def served(pair: Pair, rooms: Sequence[int], *, is_local: bool) -> list[tuple[list[int], torch.Tensor]]:

@@ -24,8 +24,15 @@ def said(pair, **sampling):
     return [pair.tokens[name(number)] for number in range(len(PROMPTS))]
 
 
-@pytest.mark.parametrize("overlap", ["off", "on"])
-@pytest.mark.parametrize("is_local", [False, True], ids=["handed over", "local"])
+@pytest.mark.parametrize(
+    ("is_local", "overlap"),
+    [
+        pytest.param(False, "off", id="handed over-off"),
+        pytest.param(True, "on", id="local-on"),
+        pytest.param(False, "on", id="handed over-on", marks=pytest.mark.slow),
+        pytest.param(True, "off", id="local-off", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("head", HEADS)
 def test_answers_are_those_without_drafts(target, tmp_path, head, is_local, overlap):
     draft = write_head(tmp_path / "head", *HEADS[head]())

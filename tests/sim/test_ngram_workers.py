@@ -1,5 +1,6 @@
 """Decode workers that draft by lookup, beside a prefill worker that knows nothing of drafts, and alone."""
 
+import itertools
 import random
 
 import pytest
@@ -50,9 +51,21 @@ def answers(target):
     return {t: said(pair, times=2, temperature=t) for t in (0.0, 1.0)}
 
 
-@pytest.mark.parametrize("overlap", ["off", "on"])
-@pytest.mark.parametrize("is_local", [False, True], ids=["handed over", "local"])
-@pytest.mark.parametrize("adaptive", ["off", "auto"])
+WAYS = list(itertools.product(("off", "on"), (False, True), ("off", "auto")))
+QUICK_WAYS = [("off", False, "off"), ("on", True, "off"), ("on", False, "auto"), ("off", True, "auto")]
+
+
+@pytest.mark.parametrize(
+    ("overlap", "is_local", "adaptive"),
+    [
+        pytest.param(
+            *way,
+            id=f"overlap {way[0]}, {'local' if way[1] else 'handed over'}, adaptive {way[2]}",
+            marks=() if way in QUICK_WAYS else pytest.mark.slow,
+        )
+        for way in WAYS
+    ],
+)
 def test_answers_are_those_without_drafts_cold_and_cached(target, answers, overlap, is_local, adaptive):
     pair = pair_of(target, overlap=overlap, spec_adaptive=adaptive, max_running=16)
     for temperature, wanted in answers.items():

@@ -96,8 +96,11 @@ class Syncs(DispatchMode):
 
 @pytest.mark.parametrize(
     ("temperature", "settings"),
-    [(0.0, {}), (1.0, {}), (1.0, {"spec_topk": 3, "spec_tokens": 8})],
-    ids=["greedy", "sampled", "tree"],
+    [
+        pytest.param(0.0, {}, id="greedy", marks=pytest.mark.slow),
+        pytest.param(1.0, {}, id="sampled"),
+        pytest.param(1.0, {"spec_topk": 3, "spec_tokens": 8}, id="tree"),
+    ],
 )
 def test_a_step_reads_only_its_report_from_the_device(random_pair, temperature, settings):
     pair = Pair(*random_pair, pages=96, max_running=6, graphs="on", **settings)

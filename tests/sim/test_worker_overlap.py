@@ -26,12 +26,12 @@ DRAFTS = {"off": None, "chain": {}, "tree": {"spec_topk": 3, "spec_tokens": 8}}
 
 @pytest.fixture(scope="module")
 def target(toy_checkpoint):
-    return toy_checkpoint("llama", num_hidden_layers=12)
+    return toy_checkpoint("llama", num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
-    return write_head(tmp_path_factory.mktemp("head"), head_config(2), head_tensors())
+    return write_head(tmp_path_factory.mktemp("head"), head_config(2, (0, 1, 3)), head_tensors())
 
 
 @pytest.fixture
@@ -169,7 +169,13 @@ def cancelled_at_random(target, head, drafts, seed):
     return pair, cancelled, wanted
 
 
-@pytest.mark.parametrize("seed", range(4))
+# A room ends while a step under way still writes into its pages.
+TELLING_SEEDS = (32, 55)
+
+
+@pytest.mark.parametrize(
+    "seed", [*TELLING_SEEDS, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8))]
+)
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_cancels_at_any_moment_leave_nothing_and_change_no_other_output(target, head, late, drafts, seed):
     pair, cancelled, wanted = cancelled_at_random(target, head, drafts, seed)
@@ -190,10 +196,10 @@ def test_pages_given_back_before_the_last_step_was_read_are_found_written(target
     """Switches off the defence above: the pages of an ended room do not wait for its steps under way."""
 
     def all_seeds():
-        for seed in range(16):
+        for seed in (*TELLING_SEEDS, *range(100)):
             cancelled_at_random(target, head, drafts, seed)
 
-    with hasty_close(), pytest.raises(AssertionError, match="was written while it was free"):
+    with hasty_close(), pytest.raises(AssertionError, match="were written while they were free"):
         all_seeds()
 
 

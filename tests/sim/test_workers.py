@@ -249,8 +249,22 @@ def test_pages_are_cached_once_and_behind_token_1_and_the_offers_end(model, monk
     monkeypatch.setattr(pair.prefill.engine.cache, "insert", noted)
     pair.send(name(1), list(range(10, 70)))
     pair.prefill.step()
+    assert seen == [], "the link thread sends token 1 first"
+    pair.prefill.step()
     assert seen == [(1, 1)]
     pair.run()
+
+
+def test_a_prompt_finds_the_pages_of_one_that_has_just_ended(model):
+    pair = Pair(model, pages=96, chunk_size=0)
+    pair.send(name(1), list(range(10, 70)))
+    pair.links[P].perform()
+    pair.prefill.step()
+    pair.send(name(2), list(range(10, 70)))
+    pair.prefill.step()
+    assert pair.prefill.stats().counters["cached_tokens"] >= 60 - 8
+    pair.run()
+    pair.assert_nothing_is_held()
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,9 @@ from baton.kvtransfer.transport import Dropped, Lost, Offer, PullRequest
 from baton.kvtransfer.transports.fake import FakeNetwork, FakeReceiver, FakeSender
 from baton.prefill.worker import PrefillWorker
 from baton.tests.unit.virtual_time import Clock
-from baton.worker.commands import Advance, Drop, DropDone
+from baton.worker.commands import Advance, Command, Drop, DropDone, Underway
 from baton.worker.identity import layout_of, planes_of
+from baton.worker.prompt_embeds import embeds_inbox
 
 P, D, ENDPOINT = "a" * 32, "b" * 32, "fake://p"
 DEFAULTS = {"dtype": "float32", "page_size": 4, "max_context": 96}  # of both engines
@@ -38,8 +39,11 @@ class DirectLink:
         self.events = []
         self.commands = []
 
+    def hand_over(self) -> None:
+        pass
+
     def post(self, item):
-        if isinstance(item, Offer | PullRequest | Advance | Drop):
+        if isinstance(item, Command):
             self.commands.append(item)
         elif not isinstance(item, Heartbeat):
             msgspec.msgpack.decode(msgspec.msgpack.encode(item), type=type(item))  # it fits the wire
@@ -58,6 +62,8 @@ class DirectLink:
                 self.open(item, self.transport.offer, Dropped)
             case PullRequest():
                 self.open(item, self.transport.pull, Lost)
+            case Underway():
+                self.transport.launched(item.room, item.epoch, item.start, item.tokens)
             case Advance():
                 self.transport.advance(item.room, item.epoch, item.tokens_ready, item.first_token)
             case Drop():
@@ -122,7 +128,13 @@ class Pair:
         planes = planes_of(p.pool, p.features)
         self.links[P].transport = FakeSender(self.network, ENDPOINT, P, layout(p), planes, clock=self.clock)
         self.prefill = PrefillWorker(
-            p, self.links[P], instance=P, chunk_size=chunk_size, max_batch=4, max_queue=64
+            p,
+            self.links[P],
+            instance=P,
+            chunk_size=chunk_size,
+            max_batch=4,
+            max_queue=64,
+            embeds=embeds_inbox(p, is_on=True),
         )
         self.decodes = {}
         self.decode = self.add_decode(D, max_running=max_running, **(theirs or {}))
@@ -134,11 +146,15 @@ class Pair:
         link = self.links[instance] = DirectLink()
         planes = planes_of(engine.pool, engine.features)
         link.transport = FakeReceiver(self.network, instance, layout(engine), planes, clock=self.clock)
-        self.decodes[instance] = DecodeWorker(engine, link, instance=instance, max_running=max_running)
+        inbox = embeds_inbox(engine, is_on=True)
+        self.decodes[instance] = DecodeWorker(
+            engine, link, instance=instance, max_running=max_running, embeds=inbox
+        )
         return self.decodes[instance]
 
-    def send(self, room, prompt_ids, epoch=0, *, is_local=False, num_output=0, to=D, **sampling):
-        """`is_local`: decode gets the prompt alone. `to`: the decode worker."""
+    def send(self, room, prompt_ids, epoch=0, *, is_local=False, num_output=0, to=D, embeds=None, **sampling):
+        """`is_local`: decode gets the prompt alone. `to`: the decode worker. `embeds`: Embeddings of the
+        first tokens."""
         common = {
             "room": room,
             "epoch": epoch,
@@ -148,11 +164,18 @@ class Pair:
                 **{"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 12, **sampling}
             ),
             "deadline_ms": 0,
+            "embeds": embeds.rows if embeds else None,
         }
         where = {} if is_local else {"prefill_endpoint": ENDPOINT, "prefill_instance": P}
-        self.decodes[to].handle(Reserve(instance=to, **where, **common), self.clock.now)
+        reserve, prefill = Reserve(instance=to, **where, **common), Prefill(instance=P, **common)
+        self.order(self.decodes[to], reserve, embeds)
         if not is_local:
-            self.prefill.handle(Prefill(instance=P, **common), self.clock.now)
+            self.order(self.prefill, prefill, embeds)
+
+    def order(self, worker, order, embeds):
+        for part in embeds.parts_before(order) if embeds else ():
+            worker.handle(part, self.clock.now)
+        worker.handle(order, self.clock.now)
 
     def cancel(self, room):
         self.prefill.handle(Cancel(room=room, epoch=self.epochs.get(room, 0), instance=P), self.clock.now)
@@ -184,14 +207,15 @@ class Pair:
         """Free pages hold NaN: who reads one gets it, and who writes one is seen by the next turn."""
         allocator = engine.cache.allocator
         free = {page for page in range(1, allocator.num_pages) if allocator.refs(page) == 0}
-        planes = [engine.pool.kv] + ([] if engine.features is None else [engine.features.features])
         known = self._free.setdefault(id(engine), set())
-        for page in free:
-            for plane in planes:
-                assert page not in known or bool(plane[page].isnan().all()), (
-                    f"page {page} was written while it was free"
-                )
-                plane[page] = float("nan")
+        still, fresh = sorted(free & known), sorted(free - known)
+        for plane in [engine.pool.kv] + ([] if engine.features is None else [engine.features.features]):
+            if still:
+                intact = plane[still].isnan().flatten(1).all(1).tolist()
+                written = [page for page, is_intact in zip(still, intact, strict=True) if not is_intact]
+                assert not written, f"pages {written} were written while they were free"
+            if fresh:
+                plane[fresh] = float("nan")
         self._free[id(engine)] = free
 
     def _read(self):

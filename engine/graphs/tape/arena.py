@@ -9,8 +9,7 @@ of break bodies come from a device's ordinary allocator; with `poison` they get 
 import weakref
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +24,7 @@ POISON = 0xFF  # four of these are a NaN in float32, two in bfloat16 and float16
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True, order=True)
-class ArenaBlock:
+class ArenaBlock(NamedTuple):
     """Bytes [start, start + size) of one chunk."""
 
     chunk: int
@@ -49,7 +47,10 @@ class Arena:
         self._chunk_bytes = chunk_bytes
         self._poison = poison
         self._chunks: list[Bytes] = []
-        self._free: list[ArenaBlock] = []
+        self._spans: list[tuple[int, int]] = []  # first address of each chunk, and the first behind it
+        self._free: list[ArenaBlock] = []  # in order, neighbours joined
+        # What a tape binds again and again: the same memory with the same shape.
+        self._views: weakref.WeakValueDictionary[object, torch.Tensor] = weakref.WeakValueDictionary()
         self._num_used = 0
         # Finalizers may fill it at any moment. It is emptied only where the lists are consistent.
         self._released: deque[ArenaBlock] = deque()
@@ -75,7 +76,7 @@ class Arena:
         # Only the storage refers to this array, so the array is deleted with the storage and frees the block.
         finalizer = weakref.finalize(raw, self._released.append, block)
         finalizer.atexit = False
-        return _shaped(raw, tensor, num_bytes)
+        return _shaped(raw, tensor)
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of `tensor` in the arena."""
@@ -90,15 +91,22 @@ class Arena:
 
         Tensors outside the arena are returned unchanged.
         """
-        chunk = self._chunk_of(tensor)
-        if chunk is None:
-            return tensor
-        start = tensor.data_ptr() - chunk.ctypes.data
-        num_bytes = _extent(tensor) * tensor.element_size()
-        return _shaped(chunk[start : start + num_bytes], tensor, num_bytes)
+        key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        view = self._views.get(key)
+        if view is None:
+            chunk = self._chunk_of(tensor)
+            if chunk is None:
+                return tensor
+            start = tensor.data_ptr() - self._spans[chunk][0]
+            num_bytes = _extent(tensor) * tensor.element_size()
+            view = _shaped(self._chunks[chunk][start : start + num_bytes], tensor)
+            self._views[key] = view
+        return view
 
     def sweep(self) -> None:
         """Take back the blocks of all deleted tensors."""
+        if not self._released:
+            return
         while self._released:
             block = self._released.popleft()
             if self._poison:
@@ -118,25 +126,35 @@ class Arena:
         assert self._num_used + sum(block.size for block in self._free) == self.num_bytes, self
 
     def _take(self, size: int) -> ArenaBlock:
+        """The first bytes of the smallest free block that is large enough."""
         self.sweep()
-        fitting = [block for block in self._free if block.size >= size]
-        if not fitting:
-            num_bytes = max(size, self._chunk_bytes)
-            self._chunks.append(_aligned_zeros(num_bytes))
-            fitting = [ArenaBlock(len(self._chunks) - 1, 0, num_bytes)]
-            self._free += fitting
-        found = min(fitting, key=lambda block: (block.size, block.chunk, block.start))
-        self._free.remove(found)
+        number, smallest = -1, 0
+        for place, (_, _, available) in enumerate(self._free):
+            if available >= size and (number < 0 or available < smallest):
+                number, smallest = place, available
+                if available == size:
+                    break
+        if number < 0:
+            self._add_chunk(max(size, self._chunk_bytes))
+            number = len(self._free) - 1
+        found = self._free.pop(number)
         if found.size > size:
-            self._free.append(ArenaBlock(found.chunk, found.start + size, found.size - size))
+            self._free.insert(number, ArenaBlock(found.chunk, found.start + size, found.size - size))
         self._num_used += size
         return ArenaBlock(found.chunk, found.start, size)
 
-    def _chunk_of(self, tensor: torch.Tensor) -> Bytes | None:
+    def _add_chunk(self, num_bytes: int) -> None:
+        chunk = _aligned_zeros(num_bytes)
+        self._free.append(ArenaBlock(len(self._chunks), 0, num_bytes))
+        self._chunks.append(chunk)
+        self._spans.append((chunk.ctypes.data, chunk.ctypes.data + num_bytes))
+
+    def _chunk_of(self, tensor: torch.Tensor) -> int | None:
+        """The number of the chunk in which the tensor's storage begins; None for memory of others."""
         address = storage_of(tensor)
-        for chunk in self._chunks:
-            if chunk.ctypes.data <= address < chunk.ctypes.data + chunk.nbytes:
-                return chunk
+        for number, (first, end) in enumerate(self._spans):
+            if first <= address < end:
+                return number
         return None
 
     def __repr__(self) -> str:
@@ -189,14 +207,16 @@ class _PlaceFresh(DispatchMode):
 
 def _extent(tensor: torch.Tensor) -> int:
     """Elements between the first and the last element that the strides reach, both included."""
+    if tensor.is_contiguous():
+        return tensor.numel()
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _shaped(raw: Bytes, like: torch.Tensor, num_bytes: int) -> torch.Tensor:
-    flat = torch.from_numpy(raw)[:num_bytes].view(like.dtype)
-    return flat.as_strided(like.shape, like.stride(), 0)
+def _shaped(raw: Bytes, like: torch.Tensor) -> torch.Tensor:
+    """The first bytes of `raw`, whose number is a multiple of an element, as a tensor like `like`."""
+    return torch.from_numpy(raw).view(like.dtype).as_strided(like.shape, like.stride(), 0)
 
 
 def _joined(blocks: list[ArenaBlock]) -> list[ArenaBlock]:

@@ -7,6 +7,7 @@ arguments.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -27,11 +28,34 @@ UNFILLED = frozenset(
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class OperationTraits:
+    """The schema of an overload, read once: each of its attributes is converted anew by torch."""
+
+    is_mutable: bool
+    is_unfilled: bool
+    is_copying: bool
+    arguments: frozenset[str]
+    into: OpOverload | None
+    """The `out` overload."""
+
+    @classmethod
+    def of(cls, func: OpOverload) -> "OperationTraits":
+        schema = func._schema
+        return cls(
+            is_mutable=schema.is_mutable,
+            is_unfilled=schema.name in UNFILLED,
+            is_copying=schema.name in COPYING,
+            arguments=frozenset(argument.name for argument in schema.arguments),
+            into=_find_out_overload(func),
+        )
+
+
 class StepMaker:
-    """Makes steps. Remembers the `out` overload of each operation and the binding of each overload."""
+    """Makes steps. Remembers the schema of each operation and the binding of each signature."""
 
     def __init__(self) -> None:
-        self._out_overloads: dict[OpOverload, OpOverload | None] = {}
+        self._traits: dict[OpOverload, OperationTraits] = {}
         self._bindings: dict[object, Callable[..., object]] = {}
 
     def make(self, call: Call, outputs: Sequence[torch.Tensor | None]) -> Step | None:
@@ -40,33 +64,36 @@ class StepMaker:
         `outputs`: the place of each tensor result of the call, None for a result that aliases an argument.
         """
         func, args, kwargs = call
+        traits = self._traits_of(func)
         fresh = [output for output in outputs if output is not None]
         if not fresh:
-            return self._fastest(call) if func._schema.is_mutable else None
-        if func._schema.name in UNFILLED:
+            return self._fastest(call) if traits.is_mutable else None
+        if traits.is_unfilled:
             return None
-        if func._schema.is_mutable:
+        if traits.is_mutable:
             return partial(_run_and_copy, self._fastest(call), outputs)
-        if func._schema.name in COPYING:
+        if traits.is_copying:
             return partial(fresh[0].copy_, next(tensors_of(args)))
-        into = self._out_overload(func)
-        if into is not None and len(outputs) == 1:
-            return self._fastest((into, args, kwargs | {"out": fresh[0]}))
+        if traits.into is not None and len(outputs) == 1:
+            return self._fastest((traits.into, args, kwargs | {"out": fresh[0]}))
         return partial(_run_and_copy, self._fastest(call), outputs)
 
-    def _out_overload(self, func: OpOverload) -> OpOverload | None:
-        if func not in self._out_overloads:
-            self._out_overloads[func] = _find_out_overload(func)
-        return self._out_overloads[func]
+    def _traits_of(self, func: OpOverload) -> OperationTraits:
+        traits = self._traits.get(func)
+        if traits is None:
+            traits = self._traits[func] = OperationTraits.of(func)
+        return traits
 
     def _fastest(self, call: Call) -> Step:
         func, args, kwargs = call
-        taken = {argument.name for argument in func._schema.arguments}
-        kwargs = {name: value for name, value in kwargs.items() if name in taken}
-        key = (func, _signature((args, kwargs), []))
-        if key not in self._bindings:
-            self._bindings[key] = _find_binding((func, args, kwargs))
-        return partial(self._bindings[key], *args, **kwargs)
+        if kwargs:
+            taken = self._traits_of(func).arguments
+            kwargs = {name: value for name, value in kwargs.items() if name in taken}
+        key = func, _signature(args, kwargs)
+        binding = self._bindings.get(key)
+        if binding is None:
+            binding = self._bindings[key] = _find_binding((func, args, kwargs))
+        return partial(binding, *args, **kwargs)
 
 
 def _find_out_overload(func: OpOverload) -> OpOverload | None:
@@ -108,20 +135,32 @@ def _run_and_copy(run: Step, outputs: Sequence[torch.Tensor | None]) -> None:
             output.copy_(result)
 
 
-def _signature(tree: object, seen: list[torch.Tensor]) -> object:
+def _signature(*trees: object) -> tuple[object, ...]:
     """A hashable value, equal for calls that differ only in the contents, sizes and addresses of their
     tensors.
     """
+    parts: list[object] = []
+    places: dict[int, int] = {}
+    for tree in trees:
+        _describe(tree, places, parts)
+    return tuple(parts)
+
+
+def _describe(tree: object, places: dict[int, int], parts: list[object]) -> None:
+    """Appends what a signature says of `tree`. `places`: the tensors seen so far, by their id."""
     if isinstance(tree, torch.Tensor):
-        place = next((i for i, tensor in enumerate(seen) if tensor is tree), len(seen))
-        if place == len(seen):
-            seen.append(tree)
-        return place, tree.dtype, tree.dim()
-    if isinstance(tree, dict):
-        return tuple((name, _signature(value, seen)) for name, value in tree.items())
-    if isinstance(tree, (tuple, list)):
-        return type(tree), *(_signature(item, seen) for item in tree)
-    return type(tree), tree
+        parts += (places.setdefault(id(tree), len(places)), tree.dtype, tree.dim())
+    elif isinstance(tree, dict):
+        parts.append(len(tree))
+        for name, value in tree.items():
+            parts.append(name)
+            _describe(value, places, parts)
+    elif isinstance(tree, (tuple, list)):
+        parts += (type(tree), len(tree))
+        for item in tree:
+            _describe(item, places, parts)
+    else:
+        parts += (type(tree), tree)
 
 
 def _find_binding(call: Call) -> Callable[..., object]:

@@ -16,10 +16,8 @@ import torch
 
 from ....kernels.kv_store import kv_rows
 from ...batch.forward_batch import ForwardBatch
-from ...errors import CheckpointError, LifecycleError, UnsupportedInput
-from ...graphs.breakable import ReplayContext
-from ...graphs.bucketed_graphs import EAGER, GraphFamily, PathDecision
-from ...graphs.buckets import token_buckets
+from ...errors import CheckpointError, UnsupportedInput
+from ...graphs.bucketed_graphs import EAGER, PathDecision
 from ...graphs.graph_pool import GraphPool
 from ...host_copy import to_device
 from ...kv.layouts import MHALayout
@@ -31,34 +29,29 @@ from ..drafting.shape import DraftShape
 from ..drafting.verify import AcceptResult
 from .dflash_graphs import ContextGraphs, store_context
 from .dflash_head import DflashHead
+from .paged import PagedDrafter, require_loaded
 from .protocol import DraftPrefill, DraftView, Proposal
 from .states import DraftStates
 
 
-class DflashDrafter:
+class DflashDrafter(PagedDrafter[DflashHead, ContextGraphs]):
     """Runs a DFLASH draft model after `share`; owns its KV. A request has no other draft state.
 
     Raises LifecycleError for a model without shared weights, and CheckpointError for a dtype other than that
     of the config.
     """
 
+    states: DraftStates
+    lookahead = 0
+
     def __init__(self, head: DflashHead, *, num_pages: int, page_size: int, capacity: int = 64) -> None:
         config = head.config
-        if not head.is_shared:
-            raise LifecycleError(
-                "a drafter needs the target's embedding and lm_head, which are shared before"
-            )
-        if str(head.dtype) != f"torch.{config.dims.self_dtype}":
-            raise CheckpointError(
-                f"draft model in {head.dtype}, but {config.path} was resolved for {config.dims.self_dtype}"
-            )
+        require_loaded(head, "draft model")
         self.head = head
         self.device = head.device
         self.pool = KVPool(num_pages, dflash_layout(head, page_size), head.device)
         # Rows without values: their numbers tell requests with drafts from others.
         self.states = DraftStates(capacity, 0, 0, head.dtype, head.device)
-        self.graphs: ContextGraphs | None = None
-        self.lookahead = 0  # a draft row depends on no later token
         self._token_ids = torch.arange(config.vocab_size, device=head.device)
 
     @property
@@ -66,39 +59,12 @@ class DflashDrafter:
         return self.head.config.max_position_embeddings
 
     @property
-    def feature_width(self) -> int:
-        """K*H, the width of every feature row."""
-        return self.head.config.dims.target_feature_width
-
-    @property
-    def page_rows(self) -> int:
-        return self.pool.num_layers * 2 * self.pool.page_size
-
-    @property
     def anchors(self) -> tuple[torch.Tensor, ...]:
         return ()
-
-    @property
-    def prefill_family(self) -> GraphFamily[ReplayContext, torch.Tensor] | None:
-        return None if self.graphs is None else self.graphs.family
-
-    def capture(self, graphs: GraphPool, max_tokens: int) -> None:
-        buckets = token_buckets(min(max_tokens, self.pool.num_slots - self.pool.page_size))
-        self.graphs = ContextGraphs(graphs, self.head, self.pool, buckets)
-        self.graphs.capture()
 
     def parameters(self) -> NamedTensors:
         yield from self.head.parameters()
         yield "token_ids", self._token_ids
-
-    def reserve(self, count: int) -> None:
-        self.states.reserve(count)
-
-    def open(self) -> int:
-        return self.states.open()
-
-    def close(self, row: int) -> None:
-        self.states.close(row)
 
     @torch.no_grad()
     def prefill(self, items: Sequence[DraftPrefill]) -> None:
@@ -187,15 +153,8 @@ class DflashDrafter:
         }
         return [plans[kind] for kind in kinds]
 
-    def _check_features(self, features: torch.Tensor, rows: int) -> None:
-        if tuple(features.shape) != (rows, self.feature_width) or features.dtype != self.head.dtype:
-            raise ValueError(
-                f"features of shape {list(features.shape)} {features.dtype} for {rows} rows: the drafter at "
-                f"{self.head.config.path} takes [{rows}, {self.feature_width}] {self.head.dtype}"
-            )
-
-    def __repr__(self) -> str:
-        return f"<DflashDrafter {self.states.num_open} requests, {self.pool!r}>"
+    def _row_graphs(self, graphs: GraphPool, buckets: Sequence[int]) -> ContextGraphs:
+        return ContextGraphs(graphs, self.head, self.pool, buckets)
 
 
 def dflash_layout(head: DflashHead, page_size: int) -> MHALayout:
@@ -250,6 +209,8 @@ def window_mask(
 
 class DflashModel:
     """The weights of a DFLASH drafter that shares the target's embedding and lm_head."""
+
+    late_rows = DflashDrafter.late_rows
 
     def __init__(self, head: DflashHead) -> None:
         self.head = head

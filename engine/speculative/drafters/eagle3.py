@@ -9,33 +9,32 @@ legend: B requests, N nodes each, T rows, H draft hidden, Ht target hidden, K fe
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
-from ....kernels.select_rows import select_last_rows
 from ...attention.registry import attention_for
 from ...auto_sizes import LATE_ROWS
 from ...batch.forward_batch import CaptureHidden, ForwardBatch
+from ...batch.input_embeds import place_rows
 from ...batch.padding import pad_rows
-from ...errors import CheckpointError, LifecycleError, UnsupportedInput
-from ...graphs.bucketed_graphs import EAGER, GraphFamily
-from ...graphs.buckets import token_buckets
+from ...errors import CheckpointError, UnsupportedInput
+from ...graphs.bucketed_graphs import EAGER
 from ...graphs.graph_pool import GraphPool
-from ...graphs.token_graphs import AttendContext
 from ...host_copy import to_device
 from ...kv.layouts import MHALayout
 from ...kv.page_table import build_page_table, pages_for, slots_for
 from ...kv.pool import KVPool
 from ...models.layers import NamedTensors
-from ...row_attention import RowPlan
 from ..drafting.shape import DraftShape
 from ..drafting.verify import AcceptResult
 from .eagle3_head import DraftPhase, FeatureHead
 from .idle import idle_draft_batch
-from .loops import accepted_features, draft_chain, draft_tree, first_choices
+from .loops import draft_chain, draft_tree, first_choices, observe_branch, recycled, remember
+from .paged import PagedDrafter, require_loaded
 from .parallel_loop import draft_parallel
 from .prefill_graphs import DraftPrefillGraphs, parameters_of
 from .protocol import DraftPrefill, DraftView, Proposal
 from .spec_config import HeadConfig
-from .states import PAD_ROW, DraftStates
+from .states import DraftStates
 
 
 def draft_layout(config: HeadConfig, page_size: int, dtype: torch.dtype) -> MHALayout:
@@ -43,7 +42,7 @@ def draft_layout(config: HeadConfig, page_size: int, dtype: torch.dtype) -> MHAL
     return MHALayout.of(config, num_layers=config.num_layers, page_size=page_size, dtype=dtype)
 
 
-class Eagle3Drafter:
+class Eagle3Drafter(PagedDrafter[FeatureHead, DraftPrefillGraphs]):
     """Runs an EAGLE or EAGLE3 head after `share`; owns the draft KV and the draft state of each request.
 
     Draft row i depends on the token at i+1. Requests may therefore share a page only if the token behind the
@@ -53,6 +52,10 @@ class Eagle3Drafter:
     Raises LifecycleError for a head without shared weights, and CheckpointError for a dtype other than that
     of the config.
     """
+
+    states: DraftStates
+    lookahead = 1
+    late_rows = LATE_ROWS
 
     def __init__(
         self,
@@ -66,28 +69,18 @@ class Eagle3Drafter:
         row_multiple: int = 1,
     ) -> None:
         config = head.config
-        if not head.is_shared:
-            raise LifecycleError(
-                "a drafter needs the target's embedding and lm_head, which are shared before"
+        require_loaded(head, "head")
+        if dtype != head.dtype:
+            raise CheckpointError(
+                f"draft KV in {dtype}, but {config.path} was resolved for {config.dims.self_dtype}"
             )
-        for name, given in (("head", head.dtype), ("draft KV", dtype)):
-            if str(given) != f"torch.{config.dims.self_dtype}":
-                raise CheckpointError(
-                    f"{name} in {given}, but {config.path} was resolved for {config.dims.self_dtype}"
-                )
         self.row_multiple = row_multiple
         self.head = head
         self.page_size = page_size
         self.device = torch.device(device)
         self.pool = KVPool(num_pages, draft_layout(config, page_size, dtype), device)
         self.states = DraftStates(capacity, config.hidden_size, config.draft_vocab_size, dtype, device)
-        self.graphs: DraftPrefillGraphs | None = None
         self._attention = attention_for(self.pool)
-
-    @property
-    def feature_width(self) -> int:
-        """K*Ht, the width of every feature row."""
-        return self.head.config.dims.target_feature_width
 
     @torch.no_grad()
     def prefill(self, items: Sequence[DraftPrefill]) -> None:
@@ -106,7 +99,8 @@ class Eagle3Drafter:
         final = [i for i, item in enumerate(items) if item.is_final]
         if final:
             rows = torch.tensor([items[i].state_row for i in final])
-            self._remember(to_device(rows, self.device), out[to_device(ends[final], self.device)])
+            last = out[to_device(ends[final], self.device)]
+            remember(self.head, self.states, to_device(rows, self.device), last)
 
     @torch.no_grad()
     def prefill_rows(self, batch: ForwardBatch) -> torch.Tensor:
@@ -127,7 +121,7 @@ class Eagle3Drafter:
             self._check_features(item.features, len(item.next_ids))
         tables = [item.pages[: pages_for(item.end, self.page_size)] for item in items]
         ids = [token for item in items for token in item.next_ids]
-        return ForwardBatch(
+        batch = ForwardBatch(
             input_ids=to_device(torch.tensor(ids, dtype=torch.int64), self.device),
             positions=to_device(
                 torch.cat([torch.arange(item.start, item.end) for item in items]), self.device
@@ -141,50 +135,40 @@ class Eagle3Drafter:
             capture_hidden=CaptureHidden.LAST,
             features=torch.cat([item.features.to(self.device) for item in items]),
         )
+        self._set_embeds(batch, items)
+        return batch
+
+    def _set_embeds(self, batch: ForwardBatch, items: Sequence[DraftPrefill]) -> None:
+        """Sets the embeddings of `batch` if tokens of `items` have no ids.
+
+        A head of another width than the target's cannot read them: it sees token 0 in their place.
+        """
+        given, row = [], 0
+        for item in items:
+            embeds = item.next_embeds
+            if embeds is not None and embeds.shape[1] == self.head.config.hidden_size:
+                given.append((row, embeds))
+            row += len(item.next_ids)
+        if given:
+            assert self.head.embed_tokens is not None
+            batch.input_embeds = place_rows(F.embedding(batch.input_ids, self.head.embed_tokens), given)
 
     @property
     def max_context(self) -> int:
         return self.head.config.max_position_embeddings
 
     @property
-    def page_rows(self) -> int:
-        return self.pool.num_layers * 2 * self.pool.page_size
-
-    @property
-    def late_rows(self) -> int:
-        return LATE_ROWS
-
-    @property
     def anchors(self) -> tuple[torch.Tensor, ...]:
         return self.states.hidden, self.states.logits
 
-    @property
-    def prefill_family(self) -> GraphFamily[AttendContext, torch.Tensor] | None:
-        return None if self.graphs is None else self.graphs.tokens.family
-
-    def capture(self, graphs: GraphPool, max_tokens: int) -> None:
-        buckets = token_buckets(min(max_tokens, self.pool.num_slots - self.pool.page_size))
-        self.graphs = DraftPrefillGraphs(graphs, self.head, self.pool, buckets)
-        self.graphs.tokens.capture()
-
     def parameters(self) -> NamedTensors:
         return parameters_of(self.head)
-
-    def reserve(self, count: int) -> None:
-        self.states.reserve(count)
-
-    def open(self) -> int:
-        return self.states.open()
-
-    def close(self, row: int) -> None:
-        self.states.close(row)
 
     def propose(self, view: DraftView, shape: DraftShape) -> Proposal:
         """Implements `Drafter.propose`: the first proposal is remembered, and each further level takes a
         forward, or all of them one forward of a parallel head.
         """
-        states = self.states
-        state = states.hidden.index_select(0, view.states), states.logits.index_select(0, view.states)
+        state = recycled(self.states, view)
         if shape.is_tree:
             tree = draft_tree(self.head, self.pool, view, state, shape)
             return Proposal(tree.drafts, tree)
@@ -205,46 +189,31 @@ class Eagle3Drafter:
         shape: DraftShape,
     ) -> None:
         """Implements `Drafter.observe` in one forward of R rows per request."""
-        count, num_requests = shape.num_path, view.lens.shape[0]
-        self._check_features(features, num_requests * shape.num_nodes)
-        features = accepted_features(features, accepted, shape)
-        rows = view.kv_rows[:, :count].reshape(-1)
-        plan = RowPlan(self.pool, rows, view.page_table, view.extend_lens, is_recorded=view.is_recorded)
-        positions = view.positions[:, :count].reshape(-1)
-        phase = DraftPhase.FROM_TARGET_FEATURES
-        out = self.head.forward(features, accepted.tokens.reshape(-1), positions, plan, phase)
-        last = select_last_rows(out, emitted)
-        # A request without a new token keeps its state, because its output rows are undefined.
-        kept = torch.where(emitted > 0, view.states, PAD_ROW)
-        self.states.write(kept, self.head.feedback(last), self.head.compute_logits(last))
+        self._check_features(features, view.lens.shape[0] * shape.num_nodes)
+        observe_branch(self.head, self.pool, self.states, view, features, accepted, emitted, shape)
+
+    def _row_graphs(self, graphs: GraphPool, buckets: Sequence[int]) -> DraftPrefillGraphs:
+        return DraftPrefillGraphs(graphs, self.head, self.pool, buckets)
 
     def _forward(self, batch: ForwardBatch, phase: DraftPhase) -> torch.Tensor:
         padded = pad_rows(batch, self.row_multiple)
-        if padded.input_embeds is not None:
+        embeds, width = padded.input_embeds, self.head.config.hidden_size
+        if embeds is not None and tuple(embeds.shape) != (padded.num_tokens, width):
             raise UnsupportedInput(
-                "a draft head takes no input_embeds: its hidden input are the target's features"
+                f"input_embeds {list(embeds.shape)}: the draft head takes [{padded.num_tokens}, {width}] here"
             )
         assert padded.features is not None
         attend = self._attention.bind(self._attention.plan(padded))
-        out = self.head.forward(padded.features, padded.input_ids, padded.positions, attend, phase)
+        out = self.head.forward(
+            padded.features, padded.input_ids, padded.positions, attend, phase, embeds=embeds
+        )
         return out[: batch.num_tokens]
-
-    def _remember(self, state_rows: torch.Tensor, out_rows: torch.Tensor) -> None:
-        self.states.write(state_rows, self.head.feedback(out_rows), self.head.compute_logits(out_rows))
-
-    def _check_features(self, features: torch.Tensor, rows: int) -> None:
-        if tuple(features.shape) != (rows, self.feature_width) or features.dtype != self.head.dtype:
-            raise ValueError(
-                f"features of shape {list(features.shape)} {features.dtype} for {rows} rows: the head at "
-                f"{self.head.config.path} takes [{rows}, {self.feature_width}] {self.head.dtype}"
-            )
-
-    def __repr__(self) -> str:
-        return f"<Eagle3Drafter {self.states.num_open} requests, {self.pool!r}>"
 
 
 class Eagle3Model:
     """The weights of an EAGLE or EAGLE3 head that shares the target's embedding and lm_head."""
+
+    late_rows = Eagle3Drafter.late_rows
 
     def __init__(self, head: FeatureHead) -> None:
         self.head = head

@@ -127,12 +127,13 @@ class FeatureHead:
         positions: torch.Tensor,
         attend: Attend,
         phase: DraftPhase,
+        embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns the last layer's output `[T, H]`, with the residual added, un-normed.
 
         `hidden` is `[T, K*Ht]` for FROM_TARGET_FEATURES, or `[T, H]` from `feedback` for SELF_CHAIN.
-        `token_ids` `[T]` are the tokens one to the right of `positions` `[T]`. Raises LifecycleError before
-        `share`.
+        `token_ids` `[T]` are the tokens one to the right of `positions` `[T]`; `embeds` `[T, H]` replaces
+        their embeddings. Raises LifecycleError before `share`.
         """
         if self._rotary is None or self.embed_tokens is None:
             raise LifecycleError(
@@ -144,7 +145,8 @@ class FeatureHead:
             hidden = self.project(hidden if self.final_norm is None else self.final_norm(hidden))
         assert hidden.shape[-1] == self.dims.self_width, (hidden.shape, self.dims)
         cos, sin = self._rotary.lookup(positions, self.dtype)
-        return self.layers(hidden, F.embedding(token_ids, self.embed_tokens), cos, sin, attend)
+        embeds = F.embedding(token_ids, self.embed_tokens) if embeds is None else embeds
+        return self.layers(hidden, embeds, cos, sin, attend)
 
     def compute_logits(self, out_rows: torch.Tensor) -> torch.Tensor:
         """Outputs `[R, H]` of `forward` -> logits over the draft vocabulary `[R, Vd]` float32."""

@@ -1,12 +1,14 @@
 """The draft loops of a token-by-token drafter. Shapes are fixed, and no operation synchronises with the host.
 
-Shape legend: B requests, S spare slots of each, N nodes, H draft hidden, Vd draft vocabulary.
+Shape legend: B requests, S spare slots of each, N nodes, R rows of the longest branch, H draft hidden, Vd
+draft vocabulary.
 """
 
 from typing import Protocol
 
 import torch
 
+from ....kernels.select_rows import select_last_rows
 from ...kv.pool import KVPool
 from ...models.layers import Attend
 from ...row_attention import RowPlan
@@ -15,6 +17,7 @@ from ..drafting.tree import DraftHead, DraftTree, grow_tree
 from ..drafting.verify import AcceptResult
 from .eagle3_head import DraftPhase
 from .protocol import DraftView
+from .states import PAD_ROW, DraftStates
 
 
 class ChainHead(DraftHead, Protocol):
@@ -29,6 +32,39 @@ class ChainHead(DraftHead, Protocol):
         phase: DraftPhase,
     ) -> torch.Tensor:
         """Hidden rows `[T, H]` and tokens `[T]` at `positions` `[T]` -> the output `[T, H]`."""
+
+
+def recycled(states: DraftStates, view: DraftView) -> tuple[torch.Tensor, torch.Tensor]:
+    """The hidden `[B, H]` and the logits `[B, Vd]` of the first proposals of `view`'s requests."""
+    return states.hidden.index_select(0, view.states), states.logits.index_select(0, view.states)
+
+
+def remember(head: ChainHead, states: DraftStates, rows: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes the outputs `[R, H]` of the newest rows of R requests into their states `rows` int64 `[R]`."""
+    states.write(rows, head.feedback(out), head.compute_logits(out))
+
+
+def observe_branch(
+    head: ChainHead,
+    pool: KVPool,
+    states: DraftStates,
+    view: DraftView,
+    features: torch.Tensor,
+    accepted: AcceptResult,
+    emitted: torch.Tensor,
+    shape: DraftShape,
+) -> None:
+    """Implements `Drafter.observe` in one forward of R rows per request, along the accepted branches."""
+    count = shape.num_path
+    features = accepted_features(features, accepted, shape)
+    rows = view.kv_rows[:, :count].reshape(-1)
+    plan = RowPlan(pool, rows, view.page_table, view.extend_lens, is_recorded=view.is_recorded)
+    positions = view.positions[:, :count].reshape(-1)
+    phase = DraftPhase.FROM_TARGET_FEATURES
+    out = head.forward(features, accepted.tokens.reshape(-1), positions, plan, phase)
+    # A request without a new token keeps its state, because its output rows are undefined.
+    kept = torch.where(emitted > 0, view.states, PAD_ROW)
+    remember(head, states, kept, select_last_rows(out, emitted))
 
 
 def draft_chain(

@@ -9,12 +9,14 @@ from ...kv.layouts import MHALayout
 from ..drafting.shape import DraftShape
 from .mtp_deep import DeepMtpDrafter
 from .mtp_head import MtpHead
-from .mtp_prefill import modules_layout
+from .mtp_prefill import MtpDrafter, modules_layout
 from .mtp_shared import SharedMtpDrafter
 
 
 class MtpModel:
     """The loaded modules of a checkpoint, which share the target's embedding, lm_head and final norm."""
+
+    late_rows = MtpDrafter.late_rows
 
     def __init__(self, head: MtpHead) -> None:
         self.head = head

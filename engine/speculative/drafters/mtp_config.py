@@ -21,22 +21,10 @@ from types import MappingProxyType
 from ...errors import CheckpointError
 from ...models.config import ConfigReader, ModelConfig, read_json
 from ...models.registry import load_model_config
+from .mtp_names import COUNT_KEYS, UNCOUNTED
 from .spec_config import AuxSpec, DraftDims
 
-COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 CHAIN_KEY = "chain_mtp_hidden_states"
-# Architectures whose checkpoints hold modules even if the config has no count.
-ARCHITECTURES = frozenset(
-    {
-        "DeepseekV3ForCausalLM",
-        "Glm4MoeForCausalLM",
-        "MiMoForCausalLM",
-        "MiMoV2FlashForCausalLM",
-        "Qwen3NextForCausalLM",
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5MoeForCausalLM",
-    }
-)
 # Keys of networks whose modules have parts that no engine here runs.
 _UNSUPPORTED = MappingProxyType(
     {
@@ -163,16 +151,6 @@ class MtpConfig:
         )
 
 
-def is_mtp(raw: Mapping[str, object]) -> bool:
-    """Whether `raw`, the config.json of a draft checkpoint, is that of a target with MTP modules."""
-    named = raw.get("architectures")
-    first = str(named[0]) if isinstance(named, list) and named else ""
-    if raw.get("speculators_model_type") == "mtp" or first in ARCHITECTURES:
-        return True
-    is_head = "eagle" in first.lower() or raw.get("draft_vocab_size") is not None
-    return not is_head and any(raw.get(key) for key in COUNT_KEYS)
-
-
 def load_mtp_config(path: Path, target: ModelConfig, *, dtype: str | None = None) -> MtpConfig:
     """Reads `path`/config.json for the modules of `target`, which runs in `dtype` (None: its checkpoint's).
 
@@ -203,7 +181,7 @@ def load_mtp_config(path: Path, target: ModelConfig, *, dtype: str | None = None
     return MtpConfig(
         path=Path(path),
         layer=layer,
-        num_modules=reader.count(counted, 1),
+        num_modules=reader.count(counted, UNCOUNTED),
         is_chained=None if raw.get(CHAIN_KEY) is None else reader.flag(CHAIN_KEY, False),
         target_layers=target.num_layers,
         aux=AuxSpec(ids=(target.num_layers - 1,), convention="default", dtype=running),

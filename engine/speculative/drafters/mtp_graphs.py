@@ -10,9 +10,9 @@ import torch
 
 from ...batch.forward_batch import CaptureHidden, ForwardBatch
 from ...errors import LifecycleError
-from ...graphs.bucketed_graphs import BatchShape, PathDecision
+from ...graphs.bucketed_graphs import BatchShape, GraphFamily, PathDecision
 from ...graphs.graph_pool import GraphKind, GraphPool
-from ...graphs.token_graphs import AttentionBridge, TokenGraphs
+from ...graphs.token_graphs import AttendContext, AttentionBridge, TokenGraphs
 from ...kv.pool import KVPool
 from ...models.layers import Attend, Read
 from .mtp_head import MtpHead
@@ -50,6 +50,13 @@ class MtpPrefillGraphs:
             parameters=head.tensors,
             hidden=CaptureHidden.LAST,
         )
+
+    @property
+    def family(self) -> GraphFamily[AttendContext, torch.Tensor]:
+        return self.tokens.family
+
+    def capture(self) -> None:
+        self.tokens.capture()
 
     def decide(self, batch: ForwardBatch) -> PathDecision:
         """The graph of `batch`, or the eager path; counts a batch without graph."""

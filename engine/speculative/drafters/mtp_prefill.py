@@ -4,7 +4,7 @@ The feature of a row is the target's residual stream behind its last layer. Shap
 modules.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,11 +13,9 @@ import torch
 from ...attention.registry import attention_for
 from ...batch.forward_batch import CaptureHidden, ForwardBatch
 from ...batch.padding import pad_rows
-from ...errors import CheckpointError, LifecycleError, UnsupportedInput
-from ...graphs.bucketed_graphs import EAGER, GraphFamily
-from ...graphs.buckets import token_buckets
+from ...errors import UnsupportedInput
+from ...graphs.bucketed_graphs import EAGER
 from ...graphs.graph_pool import GraphPool
-from ...graphs.token_graphs import AttendContext
 from ...host_copy import to_device
 from ...kv.layouts import MHALayout
 from ...kv.page_table import build_page_table, pages_for, slots_for
@@ -29,6 +27,7 @@ from .mtp_graphs import MtpPrefillGraphs
 from .mtp_head import MtpHead
 from .mtp_states import FrontStates
 from .mtp_window import module_attention
+from .paged import PagedDrafter, require_loaded
 from .protocol import DraftPrefill
 from .states import DraftStates
 
@@ -49,7 +48,7 @@ def look_ahead(item: DraftPrefill, first: int, depth: int) -> torch.Tensor:
     return torch.tensor(tokens, dtype=torch.int64).unfold(0, depth, 1)
 
 
-class MtpDrafter(ABC):
+class MtpDrafter(PagedDrafter[MtpHead, MtpPrefillGraphs]):
     """The prefill of K modules and their KV, common to both kinds.
 
     Row i of module k depends on the tokens up to i+k+1. Requests may therefore share a page only if the
@@ -63,24 +62,13 @@ class MtpDrafter(ABC):
     states: DraftStates | FrontStates
 
     def __init__(self, head: MtpHead, *, num_pages: int, page_size: int, row_multiple: int = 1) -> None:
-        if not head.is_shared:
-            raise LifecycleError(
-                "a drafter needs the target's embedding and lm_head, which are shared before"
-            )
-        if str(head.dtype) != f"torch.{head.config.dims.self_dtype}":
-            raise CheckpointError(
-                f"MTP modules in {head.dtype}, but {head.config.path} was resolved for "
-                f"{head.config.dims.self_dtype}"
-            )
+        require_loaded(head, "MTP modules")
         self.head = head
         self.row_multiple = row_multiple
         self.page_size = page_size
         self.device = head.device
         self.pool = KVPool(num_pages, modules_layout(head, page_size), head.device)
-        self.graphs: MtpPrefillGraphs | None = None
         self._attention = attention_for(self.pool)
-
-    # --- sizes -----------------------------------------------------------------------------------------
 
     @property
     def lookahead(self) -> int:
@@ -88,42 +76,14 @@ class MtpDrafter(ABC):
         return self.head.num_modules
 
     @property
-    def feature_width(self) -> int:
-        """H, the width of every feature row."""
-        return self.head.config.dims.target_feature_width
-
-    @property
     def max_context(self) -> int:
         return self.head.config.layer.max_position_embeddings
-
-    @property
-    def page_rows(self) -> int:
-        return self.pool.num_layers * 2 * self.pool.page_size
-
-    @property
-    def prefill_family(self) -> GraphFamily[AttendContext, torch.Tensor] | None:
-        return None if self.graphs is None else self.graphs.tokens.family
-
-    # --- states ----------------------------------------------------------------------------------------
-
-    def capture(self, graphs: GraphPool, max_tokens: int) -> None:
-        buckets = token_buckets(min(max_tokens, self.pool.num_slots - self.pool.page_size))
-        self.graphs = MtpPrefillGraphs(graphs, self.head, self.pool, buckets)
-        self.graphs.tokens.capture()
 
     def parameters(self) -> NamedTensors:
         return self.head.tensors()
 
-    def reserve(self, count: int) -> None:
-        self.states.reserve(count)
-
-    def open(self) -> int:
-        return self.states.open()
-
-    def close(self, row: int) -> None:
-        self.states.close(row)
-
-    # --- prefill ---------------------------------------------------------------------------------------
+    def _row_graphs(self, graphs: GraphPool, buckets: Sequence[int]) -> MtpPrefillGraphs:
+        return MtpPrefillGraphs(graphs, self.head, self.pool, buckets)
 
     @torch.no_grad()
     def prefill(self, items: Sequence[DraftPrefill]) -> None:
@@ -202,13 +162,3 @@ class MtpDrafter(ABC):
             capture_hidden=CaptureHidden.LAST,
             features=torch.cat([features.to(self.device) for _, features in widened]),
         )
-
-    def _check_features(self, features: torch.Tensor, rows: int) -> None:
-        if tuple(features.shape) != (rows, self.feature_width) or features.dtype != self.head.dtype:
-            raise ValueError(
-                f"features of shape {list(features.shape)} {features.dtype} for {rows} rows: the modules at "
-                f"{self.head.config.path} take [{rows}, {self.feature_width}] {self.head.dtype}"
-            )
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.states.num_open} requests, {self.pool!r}>"

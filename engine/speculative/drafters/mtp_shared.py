@@ -8,17 +8,14 @@ from collections.abc import Sequence
 
 import torch
 
-from ....kernels.select_rows import select_last_rows
 from ...host_copy import to_device
-from ...row_attention import RowPlan
 from ..drafting.shape import DraftShape
 from ..drafting.verify import AcceptResult
-from .eagle3_head import DraftPhase
-from .loops import accepted_features, draft_chain, draft_tree, first_choices
+from .loops import draft_chain, draft_tree, first_choices, observe_branch, recycled, remember
 from .mtp_head import MtpHead
 from .mtp_prefill import MtpDrafter
 from .protocol import DraftPrefill, DraftView, Proposal
-from .states import PAD_ROW, DraftStates
+from .states import DraftStates
 
 
 class SharedMtpDrafter(MtpDrafter):
@@ -40,8 +37,7 @@ class SharedMtpDrafter(MtpDrafter):
 
     def propose(self, view: DraftView, shape: DraftShape) -> Proposal:
         """Implements `Drafter.propose` in `steps` - 1 forwards, because the first proposal is remembered."""
-        states = self.states
-        state = states.hidden.index_select(0, view.states), states.logits.index_select(0, view.states)
+        state = recycled(self.states, view)
         if shape.is_tree:
             tree = draft_tree(self.head, self.pool, view, state, shape)
             return Proposal(tree.drafts, tree)
@@ -59,18 +55,8 @@ class SharedMtpDrafter(MtpDrafter):
         shape: DraftShape,
     ) -> None:
         """Implements `Drafter.observe` in one forward of R rows per request."""
-        count, num_requests = shape.num_path, view.lens.shape[0]
-        self._check_features(features, num_requests * shape.num_nodes)
-        features = accepted_features(features, accepted, shape)
-        rows = view.kv_rows[:, :count].reshape(-1)
-        plan = RowPlan(self.pool, rows, view.page_table, view.extend_lens, is_recorded=view.is_recorded)
-        positions = view.positions[:, :count].reshape(-1)
-        phase = DraftPhase.FROM_TARGET_FEATURES
-        out = self.head.forward(features, accepted.tokens.reshape(-1), positions, plan.attend, phase)
-        last = select_last_rows(out, emitted)
-        # A request without a new token keeps its state, because its output rows are undefined.
-        kept = torch.where(emitted > 0, view.states, PAD_ROW)
-        self.states.write(kept, self.head.feedback(last), self.head.compute_logits(last))
+        self._check_features(features, view.lens.shape[0] * shape.num_nodes)
+        observe_branch(self.head, self.pool, self.states, view, features, accepted, emitted, shape)
 
     def _with_dirty_rows(self, item: DraftPrefill) -> tuple[int, torch.Tensor]:
         return item.start, item.features
@@ -86,4 +72,4 @@ class SharedMtpDrafter(MtpDrafter):
         if final:
             rows = to_device(torch.tensor([items[i].state_row for i in final]), self.device)
             last = out[to_device(ends[final], self.device)]
-            self.states.write(rows, self.head.feedback(last), self.head.compute_logits(last))
+            remember(self.head, self.states, rows, last)

@@ -21,6 +21,7 @@ from ...host_copy import to_device
 from ...models.layers import NamedTensors
 from ..drafting.shape import DraftShape
 from ..drafting.verify import AcceptResult
+from .paged import StatefulDrafter
 from .protocol import DraftPrefill, DraftView, Proposal
 from .spec_config import AuxSpec, DraftDims
 from .states import TokenRings
@@ -72,13 +73,14 @@ class NgramConfig:
         )
 
 
-class NgramDrafter:
+class NgramDrafter(StatefulDrafter):
     """Drafts by lookup in the last `config.window` tokens of each request. It drafts chains only."""
 
+    states: TokenRings
     pool = None
     feature_width = 0
     page_rows = 1
-    lookahead = 0  # no KV depends on later tokens
+    lookahead = 0
     max_context = ANY_CONTEXT
     prefill_family: GraphFamily[AttendContext, torch.Tensor] | None = None
 
@@ -96,15 +98,6 @@ class NgramDrafter:
 
     def parameters(self) -> NamedTensors:
         return iter(())
-
-    def reserve(self, count: int) -> None:
-        self.states.reserve(count)
-
-    def open(self) -> int:
-        return self.states.open()
-
-    def close(self, row: int) -> None:
-        self.states.close(row)
 
     def begin(self, requests: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Implements `HistoryDrafter.begin`: writes the last tokens of each request in one copy."""
@@ -163,6 +156,7 @@ class NgramModel:
     max_context: int
     device: torch.device
     num_weights: int = 0
+    late_rows: int = NgramDrafter.late_rows
 
     def kv_layout(self, page_size: int) -> None:
         """None: no KV is kept."""

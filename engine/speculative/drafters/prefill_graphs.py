@@ -10,9 +10,9 @@ import torch
 
 from ...batch.forward_batch import CaptureHidden, ForwardBatch
 from ...errors import LifecycleError
-from ...graphs.bucketed_graphs import BatchShape, PathDecision
+from ...graphs.bucketed_graphs import BatchShape, GraphFamily, PathDecision
 from ...graphs.graph_pool import GraphKind, GraphPool
-from ...graphs.token_graphs import AttentionBridge, TokenGraphs
+from ...graphs.token_graphs import AttendContext, AttentionBridge, TokenGraphs
 from ...kv.pool import KVPool
 from ...models.layers import Attend, NamedTensors, Read
 from .eagle3_head import DraftPhase, FeatureHead
@@ -62,8 +62,21 @@ class DraftPrefillGraphs:
             hidden=CaptureHidden.LAST,
         )
 
+    @property
+    def family(self) -> GraphFamily[AttendContext, torch.Tensor]:
+        return self.tokens.family
+
+    def capture(self) -> None:
+        self.tokens.capture()
+
     def decide(self, batch: ForwardBatch) -> PathDecision:
-        return self.tokens.family.decide(BatchShape(size=batch.num_tokens, hidden=batch.capture_hidden))
+        return self.tokens.family.decide(
+            BatchShape(
+                size=batch.num_tokens,
+                hidden=batch.capture_hidden,
+                has_embeds=batch.input_embeds is not None,
+            )
+        )
 
     def run(self, batch: ForwardBatch, read: Read, decision: PathDecision) -> torch.Tensor:
         """Returns the layer's output `[T, H]`. `read` is bound to the live batch."""

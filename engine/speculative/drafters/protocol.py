@@ -37,7 +37,9 @@ class DraftPrefill:
     `next_ids[k]` is the token at start+k+1. `features` is `[len(next_ids), K*Ht]`. `is_final` means that the
     last row is the newest one and so predicts the first draft token; prefill then writes `state_row`.
     `known_ids`: all tokens of the request so far, for drafters that look further ahead; empty: `next_ids`
-    only. `params` is for drafters that choose tokens in a prefill; None: the likeliest.
+    only. `params` is for drafters that choose tokens in a prefill; None: the likeliest. `next_embeds`
+    `[n, Ht]` on the host are the target's inputs of the first n of `next_ids`, which have no ids; None: all
+    have.
     """
 
     pages: Sequence[int]
@@ -48,6 +50,7 @@ class DraftPrefill:
     is_final: bool
     known_ids: Sequence[int] = ()
     params: SamplingParams | None = None
+    next_embeds: torch.Tensor | None = None
 
     @property
     def end(self) -> int:
@@ -108,6 +111,16 @@ class Drafter(Protocol):
         """Rows of a page in the draft's KV pool, in the unit of `kv_rows`."""
 
     @property
+    def lookahead(self) -> int:
+        """Tokens behind a row on which the row's draft KV depends; 0 for a drafter without KV."""
+
+    @property
+    def late_rows(self) -> int:
+        """Accepted rows of a request that `observe` may get at once, after the steps that they come from.
+        0: every step must observe.
+        """
+
+    @property
     def anchors(self) -> tuple[torch.Tensor, ...]:
         """Tensors besides the parameters that graphs of a step read and write.
 
@@ -164,14 +177,6 @@ class Drafter(Protocol):
         """
 
 
-def late_rows_of(drafter: Drafter) -> int:
-    """Accepted rows of a request that `observe` may get at once, after the steps that they come from.
-
-    It is the attribute `late_rows` of a drafter; 0, for one without it: every step must observe.
-    """
-    return int(getattr(drafter, "late_rows", 0))
-
-
 @runtime_checkable
 class HistoryDrafter(Protocol):
     """A drafter whose state is the text of a request: it needs no features, and no rows over the prompt."""
@@ -191,9 +196,5 @@ def draft_pools(drafter: Drafter | None) -> list[KVPool]:
 
 
 def cache_lookahead(drafter: Drafter | None) -> int:
-    """Tokens behind a page on which the draft KV of the page depends; 0 without a drafter.
-
-    It is the drafter's `lookahead`, and 1 for a drafter without that attribute: its row depends on the token
-    that follows.
-    """
-    return 0 if drafter is None else int(getattr(drafter, "lookahead", 1))
+    """Tokens behind a page on which the draft KV of the page depends; 0 without a drafter."""
+    return 0 if drafter is None else drafter.lookahead

@@ -25,7 +25,8 @@ from .eagle3_weights import load_eagle3
 from .eagle_config import EagleConfig, is_eagle, load_eagle_config
 from .eagle_weights import load_eagle
 from .mtp import MtpModel
-from .mtp_config import MtpConfig, is_mtp, load_mtp_config
+from .mtp_config import MtpConfig, load_mtp_config
+from .mtp_names import is_mtp
 from .mtp_weights import load_mtp
 from .ngram import NgramConfig, NgramModel
 from .protocol import Drafter
@@ -57,6 +58,10 @@ class DraftModel(Protocol):
     def num_weights(self) -> int:
         """Number of weights that a draft forward reads, without embedding tables."""
 
+    @property
+    def late_rows(self) -> int:
+        """The `late_rows` of its drafter."""
+
     def kv_layout(self, page_size: int) -> PageLayout | None:
         """The layout of the draft's KV in pages of `page_size` tokens; None for a drafter without KV."""
 
@@ -85,11 +90,11 @@ class TargetWeights:
 
 
 class DraftSource(Protocol):
-    """A drafter's checkpoint. `is_dflash`: one forward drafts a whole block, and draft KV depends on no later
-    token.
+    """A drafter's checkpoint. `drafts_blocks`: one forward drafts a whole block, and draft KV depends on no
+    later token.
     """
 
-    is_dflash: ClassVar[bool]
+    drafts_blocks: ClassVar[bool]
 
     @property
     def config(self) -> DraftConfig:
@@ -104,7 +109,7 @@ class Eagle3Source:
     """An EAGLE3 head in any dialect."""
 
     config: Eagle3Config
-    is_dflash: ClassVar[bool] = False
+    drafts_blocks: ClassVar[bool] = False
 
     def load(self, target: TargetWeights) -> Eagle3Model:
         head = load_eagle3(self.config, dtype=target.dtype, device=target.device)
@@ -117,7 +122,7 @@ class EagleSource:
     """An EAGLE head of the first or second version."""
 
     config: EagleConfig
-    is_dflash: ClassVar[bool] = False
+    drafts_blocks: ClassVar[bool] = False
 
     def load(self, target: TargetWeights) -> Eagle3Model:
         head = load_eagle(self.config, dtype=target.dtype, device=target.device)
@@ -130,7 +135,7 @@ class DflashSource:
     """A DFLASH drafter as `DFlashDraftModel` checkpoints hold it."""
 
     config: DflashConfig
-    is_dflash: ClassVar[bool] = True
+    drafts_blocks: ClassVar[bool] = True
 
     def load(self, target: TargetWeights) -> DflashModel:
         head = load_dflash(self.config, dtype=target.dtype, device=target.device)
@@ -143,7 +148,7 @@ class MtpSource:
     """Modules of multi-token prediction, in a checkpoint of their own or in the target's."""
 
     config: MtpConfig
-    is_dflash: ClassVar[bool] = False
+    drafts_blocks: ClassVar[bool] = False
 
     def load(self, target: TargetWeights) -> MtpModel:
         """Loads the modules that `target.steps` steps use: each of several modules drafts one token."""
@@ -158,7 +163,7 @@ class NgramSource:
     """Drafting by lookup in the request's own tokens (`--draft ngram`); there is no checkpoint."""
 
     config: NgramConfig
-    is_dflash: ClassVar[bool] = False
+    drafts_blocks: ClassVar[bool] = False
 
     def load(self, target: TargetWeights) -> NgramModel:
         return NgramModel(self.config, target.max_context, target.device)

@@ -63,4 +63,4 @@ def compact(pool: KVPool, slots: torch.Tensor, accepted: AcceptResult) -> None:
     is_kept = rows < accepted.accept_len[:, None]
     sources = slots.gather(1, accepted.path[:, 1:]).where(is_kept, 0)
     targets = slots[:, 1 : accepted.path.shape[1]].where(is_kept, 0)
-    compact_kv(pool.kv, sources.contiguous(), targets.contiguous())
+    compact_kv(pool.kv, sources.contiguous(), targets.contiguous(), pool.layout.token_layers)

@@ -111,6 +111,7 @@ class DraftCoverage:
             is_final=last == request.num_tokens - 1,
             known_ids=known_ids,
             params=request.sampling,
+            next_embeds=request.embeds_of(start + 1, last + 1),
         )
 
     def advance(self, request: Request, count: int) -> None:

@@ -23,6 +23,7 @@ from ...runner.target_graphs import aux_ids_of
 from ...sampling.choose import choose_tokens
 from ...sampling.edits import ALL_ALLOWED, edit_logits
 from ...sampling.logprobs import pack_logprobs, packed_width, top_logprobs
+from ...sparse_rows import SparseRowPlan, compress_commits, has_side_caches
 from ..drafters.protocol import Drafter, DraftView, reads_features
 from ..drafting.choice import DraftSampling
 from ..drafting.shape import DraftShape
@@ -136,6 +137,10 @@ class FusedStep:
         )
         if tree is not None:
             compact(self.runner.pool, places.slots, accepted)
+            if has_side_caches(self.runner.pool):
+                compress_commits(
+                    self.runner.pool, rows.pages, places.lengths, accepted.accept_len, accepted.path.shape[1]
+                )
         if self.drafter is not None:
             if features is None:
                 assert not reads_features(self.drafter), "the target captured no features for the draft"
@@ -226,7 +231,8 @@ class FusedStep:
         positions = places.positions[:, :num_nodes]
         if tree is not None:
             positions = (positions[:, :1] + tree.depths).clamp(max=self.max_context - 1)
-        plan = RowPlan(
+        make = SparseRowPlan if has_side_caches(self.runner.pool) else RowPlan
+        plan = make(
             self.runner.pool,
             places.target_rows[:, :num_nodes].reshape(-1),
             rows.pages,

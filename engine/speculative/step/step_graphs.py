@@ -22,7 +22,8 @@ from ...graphs.graph_pool import FallbackReason, GraphKind, GraphPool
 from ...host_copy import to_device
 from ...runner.model_runner import ModelRunner
 from ...runner.target_graphs import captured_mode
-from ..drafters.protocol import Drafter, late_rows_of
+from ...sparse_rows import check_branches
+from ..drafters.protocol import Drafter
 from ..drafting.shape import PLAIN, DraftShape, planned_pages
 from .device_state import EDIT_ENTRIES, DeviceState
 from .fused_step import FillMasks, FusedStep, StepContext, StepKind
@@ -78,7 +79,7 @@ class StepGraphs:
         ]
         self._num_launched = 0
         self.families: dict[StepKind, GraphFamily[StepContext, torch.Tensor]] = {}
-        self._catch_up: GraphFamily[StepContext, torch.Tensor] | None = None
+        self.catch_up_graphs: GraphFamily[StepContext, torch.Tensor] | None = None
         self._covered: dict[StepKind, StepKind] = {}  # requested kind -> captured kind
         # Tensors besides the parameters that graphs read, by whether the graphs have logit edits.
         self._frozen: dict[bool, tuple[torch.Tensor, ...]] = {}
@@ -107,10 +108,10 @@ class StepGraphs:
             family.capture(forward, lambda bucket: StepContext(num_rows=bucket), self._parameters)
         self._covered.clear()
         if self.step.late is not None:
-            self._catch_up = GraphFamily(
+            self.catch_up_graphs = GraphFamily(
                 graphs, GraphKind.DRAFT_CATCH_UP, buckets, GraphLimits(is_by_token=False)
             )
-            self._catch_up.capture(
+            self.catch_up_graphs.capture(
                 lambda bucket, breaks: self.step.catch_up(self.slots[:bucket], breaks),
                 lambda bucket: StepContext(num_rows=bucket),
                 self._parameters,
@@ -124,7 +125,7 @@ class StepGraphs:
     def catch_up(self, slots: tuple[int, ...]) -> None:
         """Lets the drafter observe the late rows of the requests in `slots`, behind all earlier steps."""
         self.tell(slots)
-        padded, family = self._padded(len(slots)), self._catch_up
+        padded, family = self._padded(len(slots)), self.catch_up_graphs
         context = StepContext(num_rows=len(slots))
         if family is not None and self._is_unmoved(False):
             decision = family.decide(BatchShape(size=padded))
@@ -254,10 +255,12 @@ def step_graphs(
 
     A step without drafts compares the first proposals of shape `watched`, and leaves its row to a later
     `catch_up` if the drafter allows it. Each shape has three kinds with
-    graphs: greedy or free sampling, ranked sampling, and edited logits with logprobs.
+    graphs: greedy or free sampling, ranked sampling, and edited logits with logprobs. Raises CheckpointError
+    for trees that are too deep for the target's attention.
     """
     every = list(dict.fromkeys([*shapes, PLAIN]))
-    late_rows = 0 if drafter is None or watched is None else late_rows_of(drafter)
+    check_branches(runner.pool, max((shape.num_path for shape in every if shape.is_tree), default=0))
+    late_rows = 0 if drafter is None or watched is None else drafter.late_rows
     late_shapes = [DraftShape.of(late_rows - 1)] if late_rows else []
     max_pages = planned_pages([*every, *late_shapes], max_context, runner.pool.page_size)
     vocab_size = runner.model.config.vocab_size

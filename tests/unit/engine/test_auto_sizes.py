@@ -53,7 +53,9 @@ SEVENTY = model(70.6e9, 80, 8192, 28672, 64, 8, 128256, 131072)
 MODELS = {"135M": TINY, "8B": EIGHT, "70B": SEVENTY}
 
 PREFILL = EngineRole(is_decode=False, num_features=3)
-DECODE = EngineRole(is_decode=True, num_features=3, num_nodes=4, num_shapes=4, spare_slots=4)
+DECODE = EngineRole(
+    is_decode=True, num_features=3, num_nodes=4, num_shapes=4, spare_slots=4, late_rows=LATE_ROWS
+)
 PLAIN = EngineRole(is_decode=True)
 
 
@@ -132,6 +134,13 @@ def test_features_of_unread_prompt_parts_and_late_rows_are_reserved():
     )
     late = 2 * (with_features.max_running + 1) * LATE_ROWS
     assert with_features.reserved - without.reserved == (2 * 8192 + late) * 3 * 4096 * 2
+
+
+def test_a_drafter_that_observes_every_step_reserves_no_late_rows():
+    late, prompt = (
+        chosen(H200, EIGHT, replace(DECODE, late_rows=rows), max_running=64) for rows in (LATE_ROWS, 0)
+    )
+    assert late.reserved - prompt.reserved == 2 * 65 * LATE_ROWS * 3 * 4096 * 2
 
 
 @pytest.mark.parametrize(("role", "copies"), [(PREFILL, 1), (DECODE, 2)], ids=["prefill", "decode"])

@@ -29,7 +29,7 @@ def test_outputs_of_every_step_equal_a_served_chain_from_each_row(run: ToyRun, d
     tokens = torch.tensor([run.samples.sample(0).tokens])
     rows = run.target.rows(tokens)
     with torch.no_grad():
-        steps = list(trainee.outputs(tokens, rows.features))
+        steps = list(trainee.outputs(tokens, rows))
     for root in range(tokens.shape[1] - STEPS - 1):
         stored: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -68,7 +68,8 @@ def test_padding_and_neighbours_change_no_sum(run: ToyRun) -> None:
             trainee(Batch(ids, mask[i : i + 1, : ids.shape[1]], 1), run.target.rows(ids))
             for i, ids in enumerate((alone, short))
         ]
-    torch.testing.assert_close(whole.loss, parts[0].loss + parts[1].loss, rtol=1e-4, atol=1e-3)
+    sums = [part.loss * part.count for part in (whole, *parts)]
+    torch.testing.assert_close(sums[0], sums[1] + sums[2], rtol=1e-4, atol=1e-3)
     assert torch.equal(whole.correct, parts[0].correct + parts[1].correct)
     assert whole.count.tolist() == [float(mask[:, 2 + step :].sum()) for step in range(STEPS)]
 

@@ -147,7 +147,7 @@ def test_a_shard_that_was_deleted_frees_no_name_of_another(tmp_path: Path) -> No
 def test_ranks_divide_the_batches_of_one_process_among_them(run: ToyRun) -> None:
     def plan(rank: int, num_ranks: int) -> BatchPlan:
         return BatchPlan(
-            samples=run.samples, max_tokens=100, max_length=20, seed=1, rank=rank, num_ranks=num_ranks
+            samples=run.samples, max_tokens=100, max_length=16, seed=1, rank=rank, num_ranks=num_ranks
         )
 
     alone = [batch.tokens for batch in plan(0, 1).batches(3)]
@@ -156,7 +156,7 @@ def test_ranks_divide_the_batches_of_one_process_among_them(run: ToyRun) -> None
     assert len(alone) - len(merged) in (0, 1)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(alone, merged, strict=False))
     assert max(batch.numel() for batch in alone) <= 100
-    assert all(batch.shape[1] <= 20 for batch in alone)
+    assert all(batch.shape[1] <= 16 for batch in alone)
     later = [batch.tokens for batch in plan(0, 1).batches(3, first=2)]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(alone[2:], later, strict=True))
     other = [batch.tokens for batch in plan(0, 1).batches(4)]
@@ -179,6 +179,16 @@ def test_samples_come_back_from_their_shards_as_written(tmp_path: Path) -> None:
     more.add(written[0])
     more.flush()
     assert len(read_samples([tmp_path], VOCAB)) == 5
+
+
+def test_samples_of_prompts_held_out_are_left_out(run: ToyRun) -> None:
+    some = {run.samples.prompt(1), run.samples.prompt(4)}
+    kept = run.samples.without(some)
+    wanted = [i for i in range(len(run.samples)) if run.samples.prompt(i) not in some]
+    assert 0 < len(kept) < len(run.samples)
+    assert [kept.sample(i) for i in range(len(kept))] == [run.samples.sample(i) for i in wanted]
+    assert run.samples.prompt(1) == tuple(run.samples.sample(1).tokens[:2])
+    assert len(run.samples.without({run.samples.prompt(i) for i in wanted} | some)) == 0
 
 
 def test_bad_shards_are_refused_by_name(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """A worker's link: the end of a connection, early messages of a router, and the router's pace."""
 
+import socket
+
 import pytest
 from baton.cluster.net.control_link import LinkMachine, LinkQueues
 from baton.cluster.protocol.codec import control_up_decoder, encode
@@ -16,7 +18,7 @@ from baton.cluster.protocol.messages import (
 )
 from baton.tests.unit.cluster.net.test_control_link import HELLO, ME, R1, R2, ROOM, advance, joined, welcome
 from baton.worker.commands import Advance
-from baton.worker.link import LinkWork
+from baton.worker.link import LinkWork, WorkerLink
 from baton.worker.room_owners import EVERY, ToRouter
 
 
@@ -124,7 +126,7 @@ class NotingTransport:
     def __init__(self, link):
         self.link, self.sent_before = link, []
 
-    def advance(self, room, epoch, tokens_ready, first_token):
+    def advance(self, room, epoch, tokens_ready, first_token, ready_at):
         self.sent_before = list(self.link.sent)
 
 
@@ -138,3 +140,27 @@ def test_a_message_leaves_before_the_hand_off_that_was_ordered_behind_it():
     assert not link.sent, "messages wait for others"
     work.perform(Advance(room=ROOM, epoch=0, tokens_ready=1, first_token=5))
     assert transport.sent_before == [Gone(room=ROOM, epoch=0, instance=ME)]
+
+
+def test_one_byte_wakes_the_link_for_all_commands_that_it_has_not_seen():
+    link = WorkerLink(lambda context: pytest.fail("the thread does not run"))
+    for epoch in range(3):
+        link.post(Advance(room=ROOM, epoch=epoch, tokens_ready=1))
+    assert link._wake_r.recv(16, socket.MSG_PEEK) == b"\0"
+    link._drain_wake()
+    link.post(Advance(room=ROOM, epoch=3, tokens_ready=1))
+    assert link._wake_r.recv(16) == b"\0", "a command behind the look at the others"
+    assert link._commands.qsize() == 4
+    link.close()
+
+
+def test_a_hand_over_ends_when_all_is_sent_or_its_time_is_over(monkeypatch):
+    link = WorkerLink(lambda context: pytest.fail("the thread does not run"))
+    waits = []
+    monkeypatch.setattr("baton.worker.link.time.sleep", waits.append)
+    link.hand_over()
+    assert waits == [], "nothing was posted"
+    link.post(Advance(room=ROOM, epoch=0, tokens_ready=1))
+    link.hand_over()
+    assert waits, "the thread does not take it, and the wait ended"
+    link.close()

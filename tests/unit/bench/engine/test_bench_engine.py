@@ -7,7 +7,7 @@ import pytest
 import torch
 from baton.bench.engine.bench import main
 from baton.bench.engine.drafters import DRAFTERS, DraftWish
-from baton.bench.engine.floors import Ceilings, PassCounts, Work, chain_step, mtp_step
+from baton.bench.engine.floors import Ceilings, PassCounts, Work, chain_step, mtp_step, parallel_step
 from baton.bench.engine.mtp_model import modules_config
 from baton.bench.engine.shapes import SHAPES, head_config, target_config
 
@@ -16,7 +16,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = ["--shape", "toy", "--device", "cpu", "--dtype", "float32", "--context", "12", "--repeats", "3"]
 
 
-@pytest.mark.parametrize(("accept_length", "graphs"), [(1, "off"), (2, "off"), (3, "on"), (4, "off")])
+@pytest.mark.parametrize(
+    ("accept_length", "graphs"),
+    [
+        (1, "off"),
+        pytest.param(2, "off", marks=pytest.mark.slow),
+        (3, "on"),
+        pytest.param(4, "off", marks=pytest.mark.slow),
+    ],
+)
 def test_steps_yield_the_requested_accept_length_with_graphs_or_not(accept_length, graphs, tmp_path, capsys):
     kinds = sorted(DRAFTERS)
     out = tmp_path / "out.json"
@@ -63,6 +71,19 @@ def test_a_step_of_modules_is_a_verify_and_one_pass_of_each(tmp_path):
     assert shared[1].num_bytes == 2 * (weights + 2 * 101 * 2048)
 
 
+def test_a_parallel_step_drafts_all_but_the_first_in_one_pass(tmp_path):
+    target = target_config("llama-3.1-8b", "", tmp_path)
+    counts = PassCounts.of_target(target, 2)
+    head = PassCounts.of_head(head_config(target, "bfloat16", 32000, tmp_path), 2)
+    chain, parallel = (
+        step(counts, head, batch=2, steps=4, context=100) for step in (chain_step, parallel_step)
+    )
+    assert (len(chain), len(parallel)) == (5, 3)
+    assert (parallel[0], parallel[-1]) == (chain[0], chain[-1])
+    assert parallel[1].num_bytes == chain[1].num_bytes + 2 * 2 * 2 * head.kv, "two more rows of KV each"
+    assert parallel_step(counts, head, 2, 1, 100) == chain_step(counts, head, 2, 1, 100)
+
+
 def test_the_floor_of_an_8b_decode_step_is_its_weights_and_the_batch_s_kv(tmp_path):
     target = target_config("llama-3.1-8b", "", tmp_path)
     counts = PassCounts.of_target(target, 2)
@@ -74,7 +95,9 @@ def test_the_floor_of_an_8b_decode_step_is_its_weights_and_the_batch_s_kv(tmp_pa
     assert step.num_bytes == 2 * weights + 4 * 1024 * 131072, "128 KiB of KV a token"
     assert step.num_flops == 4 * (2 * weights + 1023 * 32 * 4 * 4096)
     prefill = counts.prefill(1024)
-    assert prefill.num_flops == 2 * 1024 * counts.body + 2 * counts.vocab + 1024 * 1025 // 2 * 32 * 4 * 4096
+    end = 4096 * 4096 + 3 * 4096 * 14336  # of the last layer, for one row
+    products = 1024 * (counts.body - end) + end + counts.vocab
+    assert prefill.num_flops == 2 * products + 1024 * 1025 // 2 * 32 * 4 * 4096
 
 
 def test_an_chain_step_is_a_verify_and_one_pass_of_the_head_per_draft(tmp_path):
@@ -95,14 +118,38 @@ def test_a_floor_is_the_longer_of_moving_and_computing():
     assert ceilings.seconds(Work(num_bytes=500, num_flops=80)) == 8.0
 
 
+def test_the_floor_of_experts_is_those_that_random_rows_use(tmp_path):
+    counts = PassCounts.of_target(target_config("qwen3-30b-a3b", "", tmp_path), 2)
+    expert = 3 * 2048 * 768
+    assert counts.experts == 48 * 128 * expert
+    one = counts.step(1, 1, 1023, logit_rows=1)
+    weights = counts.body + 48 * 8 * expert + counts.vocab
+    assert one.num_bytes == 2 * (weights + 1024 * counts.kv), "8 of 128 experts a layer"
+    assert one.num_flops == 2 * weights + 1023 * counts.attention
+    two = counts.step(2, 1, 1023, logit_rows=1)
+    assert two.num_bytes == pytest.approx(one.num_bytes + 2 * (48 * 7.5 * expert + 1024 * counts.kv))
+    many = counts.prefill(8192)
+    assert many.num_bytes == pytest.approx(
+        2 * (counts.body + counts.experts + counts.vocab + 8192 * counts.kv)
+    )
+    end = 4096 * 2048 + 128 * 2048 + 8 * expert  # of the last layer, for one row
+    products = 8192 * (counts.body + 48 * 8 * expert - end) + end + counts.vocab
+    assert many.num_flops == pytest.approx(2 * products + 8192 * 8193 // 2 * counts.attention)
+
+
 def test_built_in_shapes_are_models_of_the_sizes_in_their_names(tmp_path):
-    sizes = {"llama-3.1-8b": 8.03e9, "llama-3.2-1b": 1.236e9, "smollm2-135m": 134.5e6}
-    for name in SHAPES.keys() - {"toy"}:
+    sizes = {
+        "llama-3.1-8b": 8.03e9,
+        "llama-3.2-1b": 1.236e9,
+        "smollm2-135m": 134.5e6,
+        "qwen3-30b-a3b": 30.53e9,
+    }
+    for name in SHAPES.keys() - {"toy", "toy-moe"}:
         folder = tmp_path / name
         folder.mkdir()
         config = target_config(name, "", folder)
         counts = PassCounts.of_target(config, 2)
-        total = counts.body + counts.vocab * (1 if config.tie_word_embeddings else 2)
+        total = counts.body + counts.experts + counts.vocab * (1 if config.tie_word_embeddings else 2)
         assert math.isclose(total, sizes[name], rel_tol=0.001), name
 
 
@@ -123,7 +170,8 @@ def test_lookup_costs_the_verify_alone_and_eagle_reads_fc_in_every_pass(tmp_path
 def test_bad_options_are_one_line_that_names_the_value_and_the_remedy(capsys, tmp_path):
     with pytest.raises(SystemExit):
         main([*SMALL, "--drafts", "eagle3,medusa"])
-    assert "'medusa': write all, or some of eagle3,eagle,dflash,mtp,mtp-deep,ngram" in capsys.readouterr().err
+    everything = "eagle3,p-eagle,eagle,dflash,mtp,mtp-deep,ngram"
+    assert f"'medusa': write all, or some of {everything}" in capsys.readouterr().err
     assert main([*SMALL, "--spec-steps", "2", "--accept-length", "4"]) == 2
     assert "--accept-length 4" in capsys.readouterr().err
     assert main([*SMALL, "--context", "500"]) == 2

@@ -31,6 +31,7 @@ REQUIRED = {
         "Rejected": "instance reason",
         "Reserve": "room epoch instance prompt_ids sampling deadline_ms",
         "Prefill": "room epoch instance prompt_ids sampling deadline_ms",
+        "PromptEmbeds": "room epoch instance start width dtype data",
         "Cancel": "room epoch instance",
         "SwapDraft": "instance order action",
         "KVHello": "instance protocol layout",
@@ -50,13 +51,14 @@ REQUIRED = {
         "SlabDenied": "instance token reason",
         "TokenItem": "room epoch seq ids",
         "TokenLogprob": "logprob",
+        "PromptRows": "count digest",
         "Layout": "fingerprint dtype page_size num_layers num_kv_heads head_dim",
         **dict.fromkeys(("Sampling", "WorkerStats", "GraphCounts", "PrefillTimeline", "DecodeTimeline"), ""),
     }
 }
 PARTS = (
     m.TokenItem, m.TokenLogprob, m.Layout, m.Sampling, m.WorkerStats, m.GraphCounts, m.PrefillTimeline,
-    m.DecodeTimeline
+    m.DecodeTimeline, m.PromptRows,
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from baton.router.rooms.effects import Deliver, Failure
 from baton.router.scheduling.inbox import Inbox
 from baton.router.scheduling.request_limits import SAID
 from baton.router.scheduling.request_state import Job
+from baton.tests.embeds import embeddings_of
 from baton.tests.unit.router.scheduling.test_dispatcher import World, events
 from baton.tests.unit.router.workers.test_registry import hello
 
@@ -27,6 +28,7 @@ ASKING = {
     "prompt_logprobs": {"sampling": Sampling(prompt_logprobs=1)},
     "grammar": {"sampling": Sampling(grammar='{"grammars":[]}')},
     "salt": {"caller": Caller(id="a" * 8, salt="5a")},
+    "embeds": {"embeds": embeddings_of([[1.0, 2.0]] * 8)},
 }
 # Of protocol 1 from its first day on.
 OLD = {

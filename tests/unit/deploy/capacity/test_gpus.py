@@ -185,6 +185,8 @@ def test_lookup_verifies_several_tokens_without_weights_kv_or_features(tmp_path)
         ({"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {"use_aux_hidden_state": False}}, 1),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5]}}, 2),
         ({"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}, 1),
+        ({"architectures": ["MiMoForCausalLM"]}, 1),
+        ({"architectures": ["LlamaForCausalLMEagle3"], "num_nextn_predict_layers": 2}, 3),
         ({"speculators_model_type": "eagle3", "eagle_aux_hidden_state_layer_ids": [2, 9]}, 2),
         ({"architectures": ["DFlashDraftModel"], "target_layer_ids": [1, 5, 9, 13, 17]}, 5),
         ({"architectures": ["DFlashDraftModel"], "num_hidden_layers": 4}, 4),

@@ -6,14 +6,22 @@ import pytest
 import torch
 from baton.cluster.config.roles import DecodeConfig, PrefillConfig
 from baton.cluster.errors import ConfigError
-from baton.deploy.capacity.checkpoints import count_head_weights, count_weights, head_kv_bytes, shape_of
-from baton.deploy.capacity.worker_sizes import find_card, worker_sizes
+from baton.deploy.capacity.checkpoints import (
+    count_head_weights,
+    count_weights,
+    head_dir,
+    head_kv_bytes,
+    shape_of,
+)
+from baton.deploy.capacity.worker_sizes import find_card, worker_need, worker_sizes
 from baton.deploy.cli import plan
 from baton.deploy.cli.findings import FAIL, OK, check_sizes
 from baton.engine.auto_sizes import CONTEXT_BYTES, MIB, Card
 from baton.engine.config import EngineConfig
 from baton.engine.loader import EngineLoader
 from baton.tests.parity.dflash_toys import dflash_config, dflash_tensors, write_dflash
+from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
+from baton.tests.parity.eagle_toys import eagle_config, eagle_tensors
 from baton.tests.parity.mtp_toys import random_modules, write_mtp
 from safetensors.torch import save_file
 
@@ -23,6 +31,15 @@ LLAMA_8B = {
     "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 131072,
     "torch_dtype": "bfloat16",
 }  # fmt: skip
+
+SMALL_CPU = {"device": "cpu", "dtype": "float32", "kv_memory_mb": 3}
+
+
+def loaded(config):
+    loader = EngineLoader(EngineConfig.of(config), has_drafter=True)
+    for _, run in loader.phases():
+        run()
+    return loader
 
 
 @pytest.fixture
@@ -136,6 +153,37 @@ def test_doctor_counts_mtp_modules_beside_their_target_once(toy_checkpoint, tmp_
     assert worker_sizes(Card(), path, path, config) == engine.sizes
     modules = sum(each.numel() for module in random_modules(target, count) for each in module.values())
     assert (count_weights(path), count_head_weights(path)) == (count_weights(target), modules)
+
+
+def test_modules_that_a_config_does_not_count_are_planned_as_they_run(toy_checkpoint, tmp_path):
+    target = toy_checkpoint("qwen2", num_hidden_layers=4)
+    modules = random_modules(target, 1, bias=True)
+    keys = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": None}
+    path = write_mtp(tmp_path, target, "mimo", modules, is_beside=True, **keys)
+    shape = shape_of(path, path, "float32")
+    engine = loaded(DecodeConfig(model=str(path), draft=str(path), **SMALL_CPU)).engine()
+    assert shape.num_features == len(engine.feature_ids) == 1
+    assert head_kv_bytes(path, shape, 3) == engine.drafter.pool.layout.bytes_per_token
+    assert count_head_weights(path) == sum(each.numel() for each in modules[0].values())
+
+
+@pytest.mark.parametrize("adaptive", ["on", "off"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "dflash", "mtp", "ngram"])
+def test_late_rows_are_planned_for_heads_that_observe_late_alone(toy_checkpoint, tmp_path, kind, adaptive):
+    target = toy_checkpoint("llama", num_hidden_layers=12)
+    write = {
+        "eagle3": lambda: write_head(tmp_path, head_config(2), head_tensors()),
+        "eagle": lambda: write_head(tmp_path, eagle_config(), eagle_tensors()),
+        "dflash": lambda: write_dflash(tmp_path, dflash_config(), dflash_tensors()),
+        "mtp": lambda: write_mtp(tmp_path, target, "qwen", random_modules(target, 1)),
+        "ngram": lambda: "ngram",
+    }
+    draft = str(write[kind]())
+    config = DecodeConfig(model=str(target), draft=draft, spec_adaptive=adaptive, **SMALL_CPU)
+    loader = loaded(config)
+    planned = worker_need(target, head_dir(draft), config, "float32").role.late_rows
+    assert planned == loader._role().late_rows == loader.engine().steps.late_rows
+    assert (planned > 0) is (adaptive == "on" and "eagle" in kind)
 
 
 def test_the_layers_of_a_head_are_those_of_its_tensors(toy_checkpoint, tmp_path):

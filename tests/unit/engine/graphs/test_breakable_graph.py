@@ -2,7 +2,10 @@
 
 import contextlib
 import gc
+import subprocess
+import sys
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -331,3 +334,60 @@ def test_the_error_of_the_code_wins_over_that_of_the_invalidated_capture(monkeyp
     with pytest.warns(UserWarning, match="previous error during capture"), pytest.raises(ZeroDivisionError):
         BreakableGraph[ReplayContext, None](backend).capture(fails, ROWS)
     assert not backend.is_capturing
+
+
+class CountingTape(TapeBackend):
+    """A tape that warms up, as devices do, and counts it. The first `num_refused` captures fail."""
+
+    num_warm_ups = 1
+    num_run = num_refused = 0
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        self.num_run += 1
+        super().warm_up(run)
+
+    def open_segment(self) -> None:
+        if self.num_refused:
+            self.num_refused -= 1
+            raise GraphError("not ready")
+        super().open_segment()
+
+
+def test_products_that_ran_before_are_not_warmed_up_again():
+    backend = CountingTape()
+    pool, x = GraphPool(backend), torch.ones(8)
+    warm_ups = []
+    for kind in (GraphKind.DECODE_STEP, GraphKind.RANKED_STEP, GraphKind.DRAFT_CATCH_UP):
+        for bucket in (8, 4, 2):
+            pool.capture(kind, bucket, lambda _, n=bucket: x[:n] + 1, ReplayContext(num_rows=bucket))
+            warm_ups.append(backend.num_run)
+            backend.num_run = 0
+    assert warm_ups == [1, 1, 1, 1, 0, 0, 1, 1, 1], "the code of each kind runs once before its capture"
+
+
+def test_a_capture_that_fails_cold_is_warmed_up_and_tried_again():
+    backend = CountingTape()
+    pool, x = GraphPool(backend), torch.ones(8)
+    for bucket in (8, 4):
+        pool.capture(GraphKind.DECODE_STEP, bucket, lambda _, n=bucket: x[:n], ReplayContext(num_rows=bucket))
+    pool.capture(GraphKind.RANKED_STEP, 8, lambda _: x, ReplayContext(num_rows=8))
+    backend.num_run, backend.num_refused = 0, 1
+    pool.capture(GraphKind.RANKED_STEP, 4, lambda _: x[:4], ReplayContext(num_rows=4))
+    assert backend.num_run == 1
+    backend.num_refused = 1
+    with pytest.raises(GraphError, match="not ready"):
+        pool.capture(GraphKind.DECODE_STEP, 2, lambda _: x[:2], ReplayContext(num_rows=2))
+
+
+def test_a_capture_does_not_import_torch_s_compiler():
+    code = (
+        "import sys, torch\n"
+        "from baton.engine.graphs.breakable import BreakableGraph, ReplayContext\n"
+        "from baton.engine.graphs.guard import HOST_READS, HostReadGuard, HostSyncGuard\n"
+        "from baton.engine.graphs.tape.tape import TapeBackend\n"
+        "guard, x = HostReadGuard(HOST_READS), torch.ones(2)\n"
+        "with guard, HostSyncGuard(guard): x + 1\n"
+        "BreakableGraph(TapeBackend()).capture(lambda _: x + 1, ReplayContext(num_rows=2))\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, "it takes seconds"

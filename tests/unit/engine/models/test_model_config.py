@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from baton.engine.errors import CheckpointError
 from baton.engine.models.config import ModelConfig
+from baton.engine.models.moe import QWEN_NAMES, MoEConfig
 from baton.engine.models.registry import load_model_config
 from baton.engine.models.rope import RopeConfig
 
@@ -24,6 +25,17 @@ SMOLLM2 = {
     "tie_word_embeddings": True,
     "eos_token_id": 2,
     "torch_dtype": "bfloat16",
+}
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+QWEN_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 96,
 }
 
 
@@ -94,6 +106,33 @@ def test_eos_ids_outside_the_vocabulary_are_dropped_with_a_log_line(
     assert "end tokens [60000, 49152] are outside the vocabulary of 49152" in caplog.text
 
 
+def test_experts_are_read_with_the_layers_that_have_none(tmp_path: Path):
+    dense = {"mlp_only_layers": [1], "decoder_sparse_step": 3, "norm_topk_prob": True}
+    config = load_model_config(write(tmp_path, QWEN_MOE | dense | {"num_hidden_layers": 6}))
+    assert config.moe == MoEConfig(
+        num_experts=16,
+        top_k=4,
+        intermediate_size=96,
+        is_normalised=True,
+        names=QWEN_NAMES,
+        dense_layers=frozenset({0, 1, 3, 4}),
+    )
+    assert config.qk_norm
+    mixtral = load_model_config(write(tmp_path, MIXTRAL | {"num_key_value_heads": 9})).moe
+    assert mixtral is not None
+    assert (mixtral.num_experts, mixtral.top_k, mixtral.intermediate_size) == (8, 2, 1536)
+    assert mixtral.is_normalised
+    assert not mixtral.dense_layers
+
+
+def test_activations_of_experts_are_counted_by_the_experts_of_a_row(tmp_path: Path):
+    sparse = load_model_config(write(tmp_path, QWEN_MOE))
+    assert sparse.row_width == 4 * (96 + 576) // 3  # 4 experts: each 96 in the middle, 576 at its end
+    mixed = load_model_config(write(tmp_path, QWEN_MOE | {"mlp_only_layers": [0]}))
+    assert mixed.row_width == 1536
+    assert load_model_config(write(tmp_path, {})).row_width == 1536
+
+
 def test_eos_ids_of_both_files_are_merged_generation_config_first(tmp_path: Path):
     path = write(tmp_path, {"eos_token_id": [5, 2]}, {"eos_token_id": [7, 5]})
     assert load_model_config(path).eos_token_ids == (7, 5, 2)
@@ -102,9 +141,15 @@ def test_eos_ids_of_both_files_are_merged_generation_config_first(tmp_path: Path
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, ["architectures", "Mixtral", "Qwen3ForCausalLM"]),
+        ({"architectures": ["GPT2LMHeadModel"]}, ["architectures", "GPT2", "Qwen3ForCausalLM"]),
         ({"architectures": "absent", "model_type": "gpt2"}, ["architectures"]),
-        ({"num_experts": 8}, ["num_experts", "8", "mixture-of-experts"]),
+        ({"num_experts": 8}, ["num_experts", "8", "dense checkpoint"]),
+        (MIXTRAL | {"num_local_experts": "absent"}, ["num_experts", "None", "positive integer"]),
+        (MIXTRAL | {"num_experts_per_tok": 9}, ["num_experts_per_tok", "9", "num_local_experts = 8"]),
+        (MIXTRAL | {"sliding_window": 4096}, ["sliding_window", "4096", "null"]),
+        (QWEN_MOE | {"moe_intermediate_size": "absent"}, ["moe_intermediate_size", "positive integer"]),
+        (QWEN_MOE | {"mlp_only_layers": ["1"]}, ["mlp_only_layers", "'1'", "layer numbers"]),
+        (QWEN_MOE | {"norm_topk_prob": 1}, ["norm_topk_prob", "true or false"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "silu"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config", "original checkpoint"]),
         (

@@ -27,6 +27,8 @@ SPARSE = ModelEntry(
     architecture="SparseForCausalLM", model_type="sparse", read_config=read_sparse, build=Sparse
 )
 SMALL = {"num_hidden_layers": 1, "vocab_size": 64}
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "num_key_value_heads": 3}
+WITH_EXPERTS = ("Qwen3MoeForCausalLM", "MixtralForCausalLM")
 
 
 @pytest.mark.parametrize("named", [{"architectures": ["SparseForCausalLM"]}, {"architectures": "absent"}])
@@ -49,8 +51,10 @@ def test_an_unknown_architecture_names_those_that_are_supported(tmp_path):
 
 @pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry.model_type)
 def test_an_entry_reads_and_builds_its_own_architecture(tmp_path, entry):
-    path = write(tmp_path, SMALL | {"architectures": [entry.architecture]})
+    experts = EXPERTS if entry.architecture in WITH_EXPERTS else {}
+    path = write(tmp_path, SMALL | experts | {"architectures": [entry.architecture]})
     config = load_model_config(path)
+    assert (config.moe is not None) == bool(experts)
     assert config.architecture == entry.architecture
     assert isinstance(entry.read_config, partial)
     assert entry.architecture in repr(build_model(config, dtype=torch.float32))
@@ -63,4 +67,4 @@ def test_no_module_outside_of_models_imports_a_model_class():
         for found in source.imports()
         if re.search(r"engine\.models\.llama$", found.module)
     }
-    assert importers == {"engine/models/registry.py"}
+    assert {path.rpartition("/")[0] for path in importers} == {"engine/models"}

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton.engine.attention.metadata import plan
+from baton.engine.attention.metadata import AttentionMetadata, plan
 from baton.engine.errors import LifecycleError
+from baton.engine.models.layers import Read
 from baton.tests.parity.toy_engine import PAGE_SIZE, ToyEngine, random_ids
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,6 +86,48 @@ def test_only_the_logit_rows_asked_for_come_back_in_their_order(checkpoint: Path
     picked = engine.runner.forward(batch).logits
     assert picked.dtype == torch.float32
     torch.testing.assert_close(picked, whole[[89, 3]], **TOLERANCE)
+
+
+def test_only_the_wanted_rows_pass_the_end_of_the_last_layer(checkpoint: Path, monkeypatch):
+    engine = ToyEngine(checkpoint)
+    whole = engine.run(("whole", PROMPT)).logits
+    finish, finished = engine.model.finish, []
+
+    def counted(attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        finished.append(len(attended))
+        return finish(attended, hidden)
+
+    monkeypatch.setattr(engine.model, "finish", counted)
+    batch = engine.batch(("picked", PROMPT))
+    batch.logit_rows = torch.tensor([89, 3])
+    picked = engine.runner.forward(batch).logits
+    torch.testing.assert_close(picked, whole[[89, 3]], **TOLERANCE)
+    assert finished == [2]
+
+
+def test_a_part_without_logits_stores_its_last_layer_and_does_not_read_it(checkpoint: Path):
+    plain, short = ToyEngine(checkpoint), ToyEngine(checkpoint)
+    backend, last, read = short.runner.attention, short.model.config.num_layers - 1, []
+    bind_rows = backend._bind_rows
+
+    def noted(metadata: AttentionMetadata) -> Read:
+        attend = bind_rows(metadata)
+
+        def reads(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+            read.append(layer)
+            attend(layer, q, out)
+
+        return reads
+
+    backend._bind_rows = noted
+    plain.run(("a", PROMPT[:40]))
+    batch = short.batch(("a", PROMPT[:40]))
+    batch.logit_rows = torch.zeros(0, dtype=torch.int64)
+    assert short.runner.forward(batch).logits.shape == (0, short.model.config.vocab_size)
+    assert read == list(range(last))
+    torch.testing.assert_close(short.pool.kv, plain.pool.kv, **TOLERANCE)
+    rest = [engine.run(("a", PROMPT[40:])).logits for engine in (plain, short)]
+    torch.testing.assert_close(*rest, **TOLERANCE)
 
 
 def test_an_idle_batch_runs_and_returns_no_rows(checkpoint: Path):

@@ -71,7 +71,7 @@ def test_named_ids_are_outputs_in_the_order_written(tmp_path):
     config = source.config
     assert (config.aux.ids, config.aux.convention) == ((9, 1, 11), "output")
     assert (config.dims.num_features, config.dims.target_feature_dtype) == (3, "bfloat16")
-    assert source.is_dflash
+    assert source.drafts_blocks
     (tmp_path / "config.json").write_text(json.dumps(head_config(2)))
     assert isinstance(read_drafter(tmp_path, toy_target()), Eagle3Source)
 

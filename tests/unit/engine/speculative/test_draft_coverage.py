@@ -11,7 +11,7 @@ LIMIT = 8
 
 
 def test_rows_beyond_the_drafts_context_are_covered_once_computed():
-    drafter = SimpleNamespace(max_context=LIMIT, open=lambda: 1)
+    drafter = SimpleNamespace(max_context=LIMIT, open=lambda: 1, lookahead=1)
     coverage = DraftCoverage(drafter, SimpleNamespace(steps=3))
     request = Request(room="a" * 32, epoch=0, prompt_ids=list(range(20)), sampling=SamplingParams())
     request.num_computed = 6

@@ -10,7 +10,8 @@ from baton.engine.errors import CheckpointError, LifecycleError
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.registry import load_model_config
 from baton.engine.models.weights import load_model, needless_tensors, weight_bytes
-from baton.engine.speculative.drafters.mtp_config import DIALECTS, is_mtp, load_mtp_config
+from baton.engine.speculative.drafters.mtp_config import DIALECTS, load_mtp_config
+from baton.engine.speculative.drafters.mtp_names import is_mtp
 from baton.engine.speculative.drafters.mtp_prefill import look_ahead
 from baton.engine.speculative.drafters.mtp_states import FrontStates
 from baton.engine.speculative.drafters.mtp_weights import load_mtp

@@ -2,11 +2,12 @@
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
 import torch
-from baton.engine.warmup.plan_file import kept_launches, plan_key
+from baton.engine.warmup.plan_file import KEPT, keep_verdict, kept_launches, plan_key, were_tested
 from baton.kernels.launch_plan import decode_launches, encode_launches
 from baton.kernels.rms_norm import _rms_norm_kernel
 from baton.kernels.triton_jit import Launch, PointerArgument, is_descriptor, planned_launch, tensor_descriptor
@@ -68,6 +69,46 @@ def test_arguments_without_a_text_leave_no_file(tmp_path: Path, caplog: pytest.L
 
 def test_a_folder_that_is_missing_is_no_error(tmp_path: Path) -> None:
     assert kept_launches(None, "k", lambda: [launch()]) == [launch()]
+
+
+def test_only_the_plans_that_were_used_last_are_kept(tmp_path: Path) -> None:
+    keys = [f"k{i}" for i in range(KEPT)]
+    for age, key in enumerate(reversed(keys)):
+        kept_launches(tmp_path, key, lambda: [launch()])
+        os.utime(tmp_path / f"plan-{key}.json", (1e9 + age, 1e9 + age))
+    (tmp_path / "plan-k.4711").touch()
+    os.utime(tmp_path / "plan-k.4711", (1e9, 1e9))  # of a process that was killed
+    (tmp_path / "kernel.json").touch()
+    kept_launches(tmp_path, keys[-1], list)  # the oldest one is used
+    kept_launches(tmp_path, "new", lambda: [launch()])
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"kernel.json", "plan-new.json", *(f"plan-{key}.json" for key in [*keys[:-2], keys[-1]])}
+
+
+def test_a_self_test_is_known_by_its_key_until_one_fails(tmp_path: Path) -> None:
+    keep_verdict(tmp_path / "new", "k", has_passed=True)
+    assert [were_tested(tmp_path / "new", key) for key in ("k", "other")] == [True, False]
+    keep_verdict(tmp_path / "new", "k", has_passed=False)
+    keep_verdict(tmp_path / "new", "k", has_passed=False)
+    assert not were_tested(tmp_path / "new", "k")
+
+
+def test_only_the_verdicts_that_were_used_last_are_kept(tmp_path: Path) -> None:
+    keys = [f"k{i}" for i in range(KEPT)]
+    for age, key in enumerate(keys):
+        keep_verdict(tmp_path, key, has_passed=True)
+        os.utime(tmp_path / f"graphs-tested-{key}", (1e9 + age, 1e9 + age))
+    assert were_tested(tmp_path, "k0"), "the oldest one is used"
+    keep_verdict(tmp_path, "new", has_passed=True)
+    assert [were_tested(tmp_path, key) for key in ("k0", "k1", "k2", "new")] == [True, False, True, True]
+
+
+def test_a_self_test_without_a_folder_is_repeated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (None, tmp_path / "file" / "below"):
+        keep_verdict(folder, "k", has_passed=True)
+        assert not were_tested(folder, "k")
+    assert "is not kept" in caplog.text
 
 
 def test_a_key_follows_each_part_and_the_source(tmp_path: Path) -> None:

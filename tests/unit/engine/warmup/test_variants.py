@@ -127,7 +127,10 @@ def workload(engine: Engine, reach: Reach, seed: int, num_forwards: int) -> list
     return found
 
 
-@pytest.mark.parametrize("loaded", sorted(DRAFTS), indirect=True)
+LASTING = pytest.param("eager chain", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("loaded", ["chain", "tree", "lookup", "prefill", LASTING], indirect=True)
 def test_the_dry_run_finds_every_variant_of_a_random_workload(
     loaded: tuple[Engine, Reach], as_on_a_gpu: None
 ):

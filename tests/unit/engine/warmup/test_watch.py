@@ -64,7 +64,9 @@ def test_device_allocations_after_ready_are_counted_and_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     num_blocks = 7
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_device_alloc": num_blocks})
+    monkeypatch.setattr(
+        torch.cuda, "memory_stats_as_nested_dict", lambda device: {"num_device_alloc": num_blocks}
+    )
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 << 20)
     watch = ReadyWatch(torch.device("cuda", 0), None)
     with caplog.at_level(logging.WARNING):

@@ -99,7 +99,9 @@ def test_a_room_goes_from_pull_to_complete() -> None:
     assert pulled(session.receive("p", announce(12, 42), 2.5)) == [2]
     assert events(land(session, 1, 2.6)) == [Landed(room=ROOM, epoch=0, tokens=8)]
     effects = land(session, 2, 3.0)
-    complete = Complete(room=ROOM, epoch=0, first_token=42, num_bytes=192, num_blocks=3, seconds=1.0)
+    complete = Complete(
+        room=ROOM, epoch=0, first_token=42, num_bytes=192, num_blocks=3, seconds=0.5, pull_seconds=1.0
+    )
     assert events(effects) == [Landed(room=ROOM, epoch=0, tokens=12), complete]
     assert sent(effects, m.Release) == [m.Release(room=ROOM, epoch=0, instance=D)]
     assert session.num_rooms == 0

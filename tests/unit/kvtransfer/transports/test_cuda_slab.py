@@ -395,7 +395,7 @@ def test_a_reader_that_is_late_for_the_lease_pulls_again(start):
     assert pair.receiver.counters["repulls"] == 1
 
 
-@pytest.mark.parametrize("change", [{"slot": 6}, {"slot": 2**31 - 1}, {"slab": "f" * 32}])
+@pytest.mark.parametrize("change", [{"slot": 14}, {"slot": 2**31 - 1}, {"slab": "f" * 32}])
 def test_a_descriptor_outside_decodes_own_table_is_not_read(start, change):
     pair = start()
     pair.open()
@@ -516,7 +516,7 @@ def test_the_handle_of_a_slab_is_in_no_text():
     assert "secret" not in repr(grant)
 
 
-@pytest.mark.parametrize("change", [{"num_slots": 7}, {"slot_bytes": 8192}, {"handle": b"x" * 64}])
+@pytest.mark.parametrize("change", [{"num_slots": 15}, {"slot_bytes": 8192}, {"handle": b"x" * 64}])
 def test_a_grant_of_what_was_not_asked_for_is_refused_and_freed(start, change):
     pair = start()
     pair.wire.on_message = lambda message: [
@@ -668,7 +668,7 @@ def test_memory_that_decode_may_have_mapped_is_freed_only_after_it_closed(start)
     for _ in range(3):
         pair.now += 1.0
         pair.sender.turn()
-        assert pair.devices[0].num_bytes == 6 * SLOT_BYTES
+        assert pair.devices[0].num_bytes == 14 * SLOT_BYTES
         assert pair.sender.counters["device_slabs"] == 1
     pair.receiver.turn()
     assert pair.devices[1].num_bytes == 0, "decode heard that the slab is given up"
@@ -683,7 +683,7 @@ def test_memory_of_a_dead_peer_is_given_back_within_the_lease(start):
     pair.run()
     pair.wire.unlisten("p")
     pair.sender.close()
-    assert pair.devices[1].num_bytes == 6 * SLOT_BYTES
+    assert pair.devices[1].num_bytes == 14 * SLOT_BYTES
     pair.now += 1.0
     pair.receiver.turn()
     assert pair.devices[1].num_bytes == 0
@@ -709,7 +709,7 @@ def test_a_new_connection_of_the_same_process_replaces_the_slab(start):
     assert outcome(pair.run(2.0)) == ["Complete", "Released"]
     pair.check_landed(features)
     assert [end.counters["device_slabs"] for end in (pair.sender, pair.receiver)] == [1, 1]
-    assert pair.devices[0].num_bytes == 6 * SLOT_BYTES
+    assert pair.devices[0].num_bytes == 14 * SLOT_BYTES
 
 
 def test_a_new_connection_gets_the_memory_of_the_slab_that_it_lost(start):

@@ -209,6 +209,8 @@ def test_failure_that_is_not_retryable_is_final():
         ("DeadlineExceeded", D, set()),
         ("BadGrammar", D, set()),
         ("GrammarsOverdue", D, set()),
+        ("BadEmbeds", P, set()),
+        ("BadEmbeds", D, set()),
     ],
 )
 def test_a_failure_counts_against_the_worker_that_it_names(kind, sender, at_fault):

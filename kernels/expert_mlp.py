@@ -1,0 +1,269 @@
+"""The SwiGLU MLPs of a mixture-of-experts layer, each row through the experts that its router chose.
+
+Both products are grouped: a tile of rows shares the weights of one expert. With few slots, each slot is a
+tile of its own, since the experts differ anyway, and no grouping is launched. A product is one chain of
+matrix instructions along the inner dimension, as in `skinny_linear`, and the experts of a row are added in
+the order of its choices, so the bits of a row do not depend on the rows beside it.
+
+Legend: T rows, K experts of a row, S = T*K slots, E experts, H hidden size, I intermediate size of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .group_experts import ExpertTiles, group_experts_triton
+from .invariant_rows import linear_rows, silu_mul_rows
+from .silu_mul import silu_mul_reference
+from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
+
+# Rows of the smallest tile: the shortest side of a matrix instruction.
+MIN_TILE_ROWS = 16
+
+
+def expert_mlp_reference(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear,
+    gate: Callable[[torch.Tensor], torch.Tensor] = silu_mul_reference,
+) -> torch.Tensor:
+    """The definition and the CPU path: an expert's output is rounded to the dtype and weighted in float32."""
+    num_rows, top_k = ids.shape
+    outputs = torch.zeros(num_rows * top_k, x.shape[1], dtype=x.dtype)
+    flat = ids.flatten()
+    for expert in sorted(set(flat.tolist())):
+        slots = (flat == expert).nonzero().flatten()
+        rows = x[slots // top_k]
+        outputs[slots] = product(gate(product(rows, gate_up[expert])), down[expert])
+    return _weighted_sum(outputs, weights).to(x.dtype)
+
+
+def _weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The sum over K of `outputs` `[T*K, H]` by `weights` `[T, K]`, in ascending order, float32 `[T, H]`."""
+    num_rows, top_k = weights.shape
+    parts = outputs.view(num_rows, top_k, outputs.shape[1]).to(torch.float32) * weights[..., None]
+    total = parts[:, 0]
+    for choice in range(1, top_k):
+        total = total + parts[:, choice]
+    return total
+
+
+@jit_varying("num_slots")
+def _expert_kernel(
+    p_x: tl.tensor,
+    p_weight: tl.tensor,
+    p_y: tl.tensor,
+    p_slots: tl.tensor,
+    p_experts: tl.tensor,
+    p_num_tiles: tl.tensor,
+    num_slots: tl.tensor,
+    out_size: tl.tensor,
+    in_size: tl.tensor,
+    x_stride: tl.tensor,
+    SLOTS_A_ROW: tl.constexpr,
+    IS_GROUPED: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+) -> None:
+    # outputs are the rows of the product, because they are the long side
+    num_outs = tl.cdiv(out_size, BLOCK_OUT)
+    i_tile = tl.program_id(0) // num_outs
+    i_out = (tl.program_id(0) % num_outs) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    i_row = tl.arange(0, BLOCK_ROWS)
+    if IS_GROUPED:
+        if i_tile >= tl.load(p_num_tiles):
+            return
+        b_slot = tl.load(p_slots + i_tile * BLOCK_ROWS + i_row)
+    else:
+        b_slot = tl.where(i_row == 0, i_tile, num_slots)
+    expert = tl.load(p_experts + i_tile).to(tl.int64)
+    m_slot = b_slot < num_slots
+    m_out = i_out < out_size
+    rows_of_expert = out_size * 2 if IS_GATED else out_size
+    i_offset = tl.arange(0, BLOCK_IN)
+    p_rows = p_x + (b_slot // SLOTS_A_ROW).to(tl.int64)[None, :] * x_stride
+    first_row = expert * rows_of_expert + tl.minimum(i_out, out_size - 1)
+    p_outs = p_weight + first_row[:, None] * in_size
+    p_ups = p_outs + out_size.to(tl.int64) * in_size
+    b_y = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
+    b_up = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
+    for first in range(0, in_size, BLOCK_IN):
+        i_in = first + i_offset
+        m_in = i_in < in_size
+        b_x = tl.load(p_rows + i_in[:, None], mask=m_in[:, None] & m_slot[None, :], other=0.0)
+        m_weight = m_out[:, None] & m_in[None, :]
+        b_weight = tl.load(p_outs + i_in[None, :], mask=m_weight, other=0.0)
+        b_y = tl.dot(b_weight, b_x, b_y, input_precision="ieee")
+        if IS_GATED:
+            b_weight = tl.load(p_ups + i_in[None, :], mask=m_weight, other=0.0)
+            b_up = tl.dot(b_weight, b_x, b_up, input_precision="ieee")
+    if IS_GATED:
+        b_gate = b_y.to(p_y.dtype.element_ty).to(tl.float32)
+        b_silu = (b_gate / (1.0 + tl.exp(-b_gate))).to(p_y.dtype.element_ty).to(tl.float32)
+        b_y = b_silu * b_up.to(p_y.dtype.element_ty).to(tl.float32)
+    o_y = b_slot[None, :].to(tl.int64) * out_size + i_out[:, None]
+    tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_out[:, None] & m_slot[None, :])
+
+
+@jit
+def _combine_kernel(
+    p_outputs: tl.tensor,
+    p_weights: tl.tensor,
+    p_y: tl.tensor,
+    width: tl.tensor,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    i_row = tl.program_id(0).to(tl.int64)
+    i_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_column = i_column < width
+    b_sum = tl.zeros((BLOCK,), dtype=tl.float32)
+    for choice in tl.static_range(TOP_K):
+        slot = i_row * TOP_K + choice
+        b_part = tl.load(p_outputs + slot * width + i_column, mask=m_column, other=0.0).to(tl.float32)
+        b_sum += b_part * tl.load(p_weights + slot)
+    tl.store(p_y + i_row * width + i_column, b_sum.to(p_y.dtype.element_ty), mask=m_column)
+
+
+class ExpertTile(NamedTuple):
+    """Launch configuration of a grouped product: rows, outputs and inner columns of a tile."""
+
+    rows: int
+    out: int
+    inner: int
+    num_warps: int
+    num_stages: int
+
+
+# float32 has no matrix instruction of full precision; it is for tests.
+FLOAT32 = ExpertTile(rows=MIN_TILE_ROWS, out=32, inner=32, num_warps=4, num_stages=2)
+
+
+def expert_tile(num_slots: int, num_experts: int, dtype: torch.dtype) -> ExpertTile:
+    """The tile for `num_slots` slots of `num_experts` experts, by their mean share. It does not change the
+    bits.
+    """
+    if dtype == torch.float32:
+        return FLOAT32
+    share = num_slots // num_experts
+    if share <= MIN_TILE_ROWS:
+        return ExpertTile(rows=MIN_TILE_ROWS, out=64, inner=128, num_warps=4, num_stages=3)
+    if share <= 48:
+        return ExpertTile(rows=32, out=64, inner=128, num_warps=4, num_stages=3)
+    return ExpertTile(rows=64, out=128, inner=64, num_warps=8, num_stages=3)
+
+
+def expert_mlp_triton(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    tile: ExpertTile | None = None,
+    is_grouped: bool | None = None,
+) -> torch.Tensor:
+    """Launch on `x` `[T, H]`, `ids` int32 and `weights` float32 `[T, K]`, `gate_up` `[E, 2*I, H]`, `down`
+    `[E, H, I]`; returns `[T, H]`. `tile` and `is_grouped` are chosen by the shapes.
+
+    Raises ValueError as `expert_mlp`.
+    """
+    _check(x, ids, weights, gate_up, down)
+    num_rows, top_k = ids.shape
+    num_experts, double, hidden = gate_up.shape
+    num_slots = ids.numel()
+    y = torch.empty(num_rows, hidden, dtype=x.dtype, device=x.device)
+    if num_rows == 0:
+        return y
+    is_grouped = num_slots > num_experts if is_grouped is None else is_grouped
+    tile = expert_tile(num_slots, num_experts, x.dtype) if tile is None else tile
+    if is_grouped:
+        tiles = group_experts_triton(ids, num_experts, tile.rows)
+        num_tiles = tiles.experts.shape[0]
+    else:
+        tiles = ExpertTiles(ids, ids, ids)
+        num_tiles = num_slots
+    inner = torch.empty(num_slots, double // 2, dtype=x.dtype, device=x.device)
+    outputs = torch.empty(num_slots, hidden, dtype=x.dtype, device=x.device)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    for source, weight, target, slots_a_row in ((x, gate_up, inner, top_k), (inner, down, outputs, 1)):
+        out_size = target.shape[1]
+        _expert_kernel[(num_tiles * cdiv(out_size, tile.out),)](
+            source,
+            weight,
+            target,
+            *tiles,
+            num_slots,
+            out_size,
+            source.shape[1],
+            source.stride(0),
+            SLOTS_A_ROW=slots_a_row,
+            IS_GROUPED=is_grouped,
+            IS_GATED=weight is gate_up,
+            BLOCK_OUT=tile.out,
+            BLOCK_IN=tile.inner,
+            BLOCK_ROWS=tile.rows,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+    block = min(next_power_of_2(hidden), 1024)
+    _combine_kernel[(num_rows, cdiv(hidden, block))](
+        outputs, weights, y, hidden, TOP_K=top_k, BLOCK=block, num_warps=4
+    )
+    return y
+
+
+def _check(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> None:
+    num_experts, double, hidden = gate_up.shape
+    shapes = [tuple(each.shape) for each in (x, ids, weights, gate_up, down)]
+    if (
+        x.dim() != 2
+        or ids.shape != weights.shape
+        or ids.shape[0] != x.shape[0]
+        or x.shape[1] != hidden
+        or down.shape != (num_experts, hidden, double // 2)
+        or double % 2
+    ):
+        raise ValueError(
+            f"expert_mlp: x, ids, weights, gate_up, down of shapes {shapes}; "
+            "expected [T, H], [T, K], [T, K], [E, 2*I, H], [E, H, I]"
+        )
+    if not x.dtype == gate_up.dtype == down.dtype:
+        raise ValueError(
+            f"expert_mlp: x is {x.dtype}, the weights {gate_up.dtype} and {down.dtype}; they must be equal"
+        )
+    if (ids.dtype, weights.dtype) != (torch.int32, torch.float32):
+        raise ValueError(f"expert_mlp: ids are {ids.dtype}, weights {weights.dtype}; expected int32, float32")
+
+
+def expert_mlp(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    is_invariant: bool = False,
+) -> torch.Tensor:
+    """The weighted sum of the chosen experts: `x` `[T, H]`, `ids` int32 and `weights` float32 `[T, K]`,
+    `gate_up` `[E, 2*I, H]` (gate first), `down` `[E, H, I]` -> `[T, H]`.
+
+    `is_invariant`: the bits of a row do not depend on the rows beside it; on a GPU they never do. Raises
+    ValueError if shapes or dtypes differ.
+    """
+    if x.is_cuda:
+        return expert_mlp_triton(x, ids, weights, gate_up, down)
+    _check(x, ids, weights, gate_up, down)
+    if is_invariant:
+        return expert_mlp_reference(x, ids, weights, gate_up, down, linear_rows, silu_mul_rows)
+    return expert_mlp_reference(x, ids, weights, gate_up, down)

@@ -1,0 +1,93 @@
+"""Cases of the kernels of mixture-of-experts layers: routing, grouping and the experts' products."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from baton.kernels import expert_mlp, group_experts, route_experts
+from baton.tests.kernels.cases import DTYPES, NAN, assert_close, randn
+
+TILES = (
+    expert_mlp.ExpertTile(rows=16, out=16, inner=32, num_warps=4, num_stages=2),
+    expert_mlp.ExpertTile(rows=32, out=32, inner=16, num_warps=4, num_stages=2),
+)
+
+
+def choices(num_rows: int, num_experts: int, top_k: int, seed: int = 0) -> torch.Tensor:
+    """Distinct experts for each row, int32 `[T, K]`; expert 1 has none, and expert 0 one in each row."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(num_rows, num_experts, generator=generator).argsort(-1)
+    order = torch.where(order == 1, num_experts, order) if num_experts > top_k else order
+    width = num_experts - (num_experts > top_k)
+    order = order[order < num_experts].view(num_rows, width)[:, :top_k].clone()
+    has_first = (order == 0).any(-1, keepdim=True)
+    order[:, :1] = torch.where(has_first, order[:, :1], 0)
+    return order.to(torch.int32)
+
+
+def check_route_experts(
+    device: str, num_rows: int, num_experts: int, top_k: int, is_normalised: bool, dtype: torch.dtype
+) -> None:
+    """With equal logits in some rows, which the lower ids win."""
+    logits = 3 * randn(num_rows, num_experts, dtype=dtype)
+    logits[::2, num_experts // 2 :] = logits[::2, :1]
+    ids, weights = route_experts.route_experts_triton(logits.to(device), top_k, is_normalised)
+    expected_ids, expected = route_experts.route_experts_reference(logits, top_k, is_normalised)
+    assert torch.equal(ids.cpu(), expected_ids)
+    assert_close(weights, expected)
+
+
+def check_a_row_of_nan_takes_experts_that_exist(device: str, num_experts: int, top_k: int) -> None:
+    logits = torch.full((2, num_experts), NAN)
+    ids, _ = route_experts.route_experts_triton(logits.to(device), top_k, True)
+    assert ((ids >= 0) & (ids < num_experts)).all()
+
+
+def check_group_experts(device: str, num_rows: int, num_experts: int, top_k: int, tile_rows: int) -> None:
+    ids = choices(num_rows, num_experts, top_k)
+    tiles = group_experts.group_experts_triton(ids.to(device), num_experts, tile_rows)
+    expected = group_experts.group_experts_reference(ids, num_experts, tile_rows)
+    assert torch.equal(tiles.num_tiles.cpu(), expected.num_tiles)
+    used = int(expected.num_tiles)
+    assert used <= group_experts.max_tiles(ids.numel(), num_experts, tile_rows) == expected.experts.shape[0]
+    assert torch.equal(tiles.experts[:used].cpu(), expected.experts[:used])
+    assert torch.equal(tiles.slots[: used * tile_rows].cpu(), expected.slots[: used * tile_rows])
+
+
+def check_expert_mlp(
+    device: str, sizes: tuple[int, int, int, int, int], is_grouped: bool, tile: int, dtype: torch.dtype
+) -> None:
+    """Columns beside x and an expert that nobody chose are NaN."""
+    num_rows, num_experts, top_k, hidden, inner = sizes
+    wide = torch.full((num_rows, hidden + 3), NAN, dtype=dtype)
+    wide[:, :hidden] = randn(num_rows, hidden, dtype=dtype)
+    ids = choices(num_rows, num_experts, top_k)
+    weights = torch.softmax(randn(num_rows, top_k, seed=3), -1)
+    gate_up = randn(num_experts, 2 * inner, hidden, dtype=dtype, seed=1) / hidden**0.5
+    down = randn(num_experts, hidden, inner, dtype=dtype, seed=2) / inner**0.5
+    for expert in set(range(num_experts)) - set(ids.flatten().tolist()):
+        gate_up[expert], down[expert] = NAN, NAN
+    x = wide[:, :hidden]
+    out = expert_mlp.expert_mlp_triton(
+        wide.to(device)[:, :hidden],
+        ids.to(device),
+        weights.to(device),
+        gate_up.to(device),
+        down.to(device),
+        tile=TILES[tile],
+        is_grouped=is_grouped,
+    )
+    expected = expert_mlp.expert_mlp_reference(x.contiguous(), ids, weights, gate_up, down)
+    assert_close(out, expected, bfloat16=3.2e-2)
+
+
+def expert_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
+    for dtype in DTYPES:
+        for sizes in ((0, 4, 2), (1, 1, 1), (3, 60, 4), (5, 8, 3)):
+            for is_normalised in (False, True):
+                yield check_route_experts, (*sizes, is_normalised, dtype)
+        for sizes in ((0, 4, 2, 32, 16), (1, 3, 2, 40, 24), (23, 5, 3, 50, 20)):
+            for is_grouped in (False, True):
+                yield check_expert_mlp, (sizes, is_grouped, int(is_grouped), dtype)
+    yield check_a_row_of_nan_takes_experts_that_exist, (6, 4)
+    for case in ((1, 3, 1, 16), (9, 4, 2, 16), (40, 7, 3, 32), (700, 5, 2, 16)):
+        yield check_group_experts, case

@@ -1,0 +1,41 @@
+"""The dry run before serving finds every kernel variant of sparse attention, too."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from baton.engine.config import EngineConfig
+from baton.engine.loader import EngineLoader
+from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
+from baton.tests.parity.sparse_toys import built, sparse_config, write_sparse_checkpoint
+from baton.tests.unit.engine.warmup.test_variants import CHUNK, TREE, as_on_a_gpu, planned, workload
+
+pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+assert as_on_a_gpu
+
+KERNELS = {"_compress_kernel", "_score_blocks_kernel", "_pick_blocks_kernel", "_sparse_kernel"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_dry_run_finds_every_variant_of_a_sparse_model(tmp_path: Path, as_on_a_gpu: None, role: str):
+    target = write_sparse_checkpoint(tmp_path / "target", built(sparse_config(), torch.float32))
+    head = write_head(tmp_path / "head", head_config(2, (0, 1, 2)), head_tensors())
+    config = EngineConfig(
+        model=str(target), draft=str(head), device="cpu", dtype="bfloat16", pages=64, max_context=200,
+        chunk_size=CHUNK, max_batch=5, max_running=9, spec_adaptive="off", **TREE,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as on_a_cpu:
+        on_a_cpu.setattr(torch.Tensor, "is_cuda", property(lambda tensor: False), raising=False)
+        loader = EngineLoader(config, has_drafter=role == "decode")
+        for _, run in loader.phases():
+            run()
+    engine = loader.engine()
+    reach = replace(loader.reach(), prompt_rows=CHUNK)
+    known = planned(engine, reach)
+    asked = {launch.variant for launch in workload(engine, reach, seed=1, num_forwards=10)}
+    ours = {variant for variant in asked if variant[0] in KERNELS}
+    assert {variant[0] for variant in ours} == KERNELS
+    assert ours <= known, sorted(ours - known)
+    assert len([variant for variant in known if variant[0] in KERNELS]) <= 12

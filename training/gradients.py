@@ -1,0 +1,16 @@
+"""The context of a function with a gradient of its own, typed."""
+
+from typing import Any, Protocol
+
+import torch
+
+
+class GradientContext(Protocol):
+    """What `torch.autograd.Function` passes to forward and backward; `rest` is free for values that are no
+    tensors.
+    """
+
+    rest: Any
+    saved_tensors: tuple[torch.Tensor, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
