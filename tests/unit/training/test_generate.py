@@ -59,9 +59,7 @@ def test_texts_of_a_batch_are_those_of_the_model_and_ask_again(run: ToyRun, laun
     )
 
 
-def test_samples_collected_in_process_have_distinct_prompts_and_greedy_answers(
-    run: ToyRun, tmp_path: Path
-) -> None:
+def test_samples_of_this_process_are_distinct_with_greedy_answers(run: ToyRun, tmp_path: Path) -> None:
     assert main([
         "collect", "--model", str(run.model), "--out", str(tmp_path), "--samples", "10", "--concurrency", "4",
         "--max-answer", "5", "--greedy-share", "1", "--device", "cpu", "--dtype", "float32",
