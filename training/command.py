@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -205,7 +206,7 @@ def run_collect(options: argparse.Namespace) -> int:
         seconds=60 * (options.minutes or 0.0),
     )
     writer, model = SampleWriter(options.out), resolve_checkpoint(options.model)
-    with _bar("collecting", options.samples) as bar:
+    with _bar("collecting", options.samples) as bar, _terminable():
 
         def show(samples: int, tokens: int) -> None:
             bar(samples, f"collecting  {tokens} tokens")
@@ -218,6 +219,20 @@ def run_collect(options: argparse.Namespace) -> int:
             )
     _say(f"{count} samples in {options.out}")
     return 0
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """A termination ends the block as an interruption does, so that it can clean up."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run_train(options: argparse.Namespace) -> int:

@@ -169,8 +169,10 @@ class DeviceLanes(SlabLanes[DeviceLane]):
             self._fill(lane.slab, fresh, now)
         return num_held, headers
 
-    def begin_early(self, run: SendBlock, now: float, *, is_late: bool) -> None:
+    def begin_early(self, run: SendBlock, now: float, *, is_late: bool) -> bool:
         """Starts to fill free slots for early runs with the leading blocks of `run`, behind its forward.
+
+        False: there are none.
 
         `is_late`: later forwards may have been launched meanwhile. Moves run in order, so an unfinished one
         could then belong to such a forward, and the run is left to decode's pulls.
@@ -178,14 +180,15 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         lane = self._lanes.get(run.peer)
         self._drop_done()
         if lane is None or (is_late and self._early):
-            return
+            return False
         run_blocks = lane.slab.slot_bytes // run.stream.block_bytes
         num_slots = -(-run.count // run_blocks)
         slots = lane.early.take((run.room, run.epoch, run.block), num_slots, math.inf)
         if slots is None or slots.header is not None or slots.is_filling:
-            return
+            return False
         (item, *_) = run.split(slots.count * run_blocks)
         self._early.append(self._filling(lane.slab, [(item, slots)], now, is_early=True))
+        return True
 
     def end_early(self, room: str, epoch: int, now: float) -> list[tuple[SendBlock, SlabBlock]]:
         """The early run of a room whose forward has ended, with its header; empty if it has none.

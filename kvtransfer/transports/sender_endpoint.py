@@ -265,7 +265,8 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
             if isinstance(effect, SendMessage | SendBlock):
                 self._post(effect)
             elif isinstance(effect, FillEarly) and self._device_slabs is not None:
-                self._device_slabs.begin_early(effect.run, self._clock(), is_late=effect.is_late)
+                if self._device_slabs.begin_early(effect.run, self._clock(), is_late=effect.is_late):
+                    self.reach("sender:gather")
             elif isinstance(effect, Notify):
                 assert isinstance(effect.event, Released | Dropped)
                 self._forget_slots(effect.event.room, effect.event.epoch)

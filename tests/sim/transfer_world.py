@@ -73,6 +73,7 @@ class Room:
     features: torch.Tensor
     content: tuple[torch.Tensor, torch.Tensor]  # what the pages held when prefill finished them
     ready: int = 0
+    is_underway: bool = False  # the last forward was launched, and is not announced
 
 
 class World:
@@ -229,14 +230,21 @@ class World:
         )
 
     def compute(self, room: Room, tokens: int) -> None:
-        """Prefill finishes some tokens: their pages get their content, and it is announced."""
+        """Prefill finishes some tokens: their pages get their content, and it is announced.
+
+        With devices, the last forward of a prompt may be announced later than it is launched.
+        """
         size = self.layout.page_size
-        ready = min(room.num_tokens, room.ready + tokens)
+        ready = room.num_tokens if room.is_underway else min(room.num_tokens, room.ready + tokens)
         last_page = -(-ready // size)
         for page in range(room.ready // size, last_page):
             room.prefill.planes.kv[room.source_pages[page]] = room.content[0][page]
             if room.prefill.planes.features is not None:
                 room.prefill.planes.features[room.source_pages[page]] = room.content[1][page]
+        if self.has_devices and ready == room.num_tokens and not room.is_underway and self.rng.random() < 0.6:
+            room.is_underway = True
+            room.prefill.sender.launched(room.name, room.epoch, room.ready, ready)
+            return
         room.ready = ready
         first_token = room.first_token if ready == room.num_tokens else None
         room.prefill.sender.advance(room.name, room.epoch, ready, first_token)

@@ -102,6 +102,11 @@ def test_a_head_of_another_vocabulary_takes_the_rows_that_both_have(run: ToyRun,
         assert len(common) > 30
         assert all(torch.equal(rows[0][token], rows[1][token]) for token in common)
         assert torch.equal(one["fc.weight"], other["fc.weight"])
+    whole = ("--epochs", "1", "--held-out", "0", "--lr", "1e-12")
+    assert main(arguments(run, tmp_path / "whole", *whole)) == 0
+    assert main(arguments(run, tmp_path / "again", *whole, "--init", str(tmp_path / "whole" / "head"))) == 0
+    assert main(arguments(run, tmp_path / "part", *whole, "--init", str(tmp_path / "whole" / "head"),
+                          "--draft-vocab", "40")) == 0  # fmt: skip
 
 
 @pytest.mark.parametrize(

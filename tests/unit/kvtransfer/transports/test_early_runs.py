@@ -159,11 +159,10 @@ def test_runs_of_far_forwards_keep_no_ready_room_waiting(start, monkeypatch, num
     """128 rooms, a slab for three of them: each pull completes, and the clock stands still."""
     monkeypatch.setattr("baton.kvtransfer.transports.shm.EARLY_SLOTS", num_early)
     pair, rooms = warm(start), [f"{number:032x}" for number in range(1, 129)]
-    features = {room: offer(pair, room) for room in rooms}
+    far, near = rooms[64:], rooms[:64]
+    features = {room: offer(pair, room) for room in far + near}
     pair.devices[0].polls = HELD
-    for room in rooms[64:]:  # first those whose forwards are far away, so that they have every early slot
-        pair.sender.launched(room, 0, 0, NUM_TOKENS)
-    for room in rooms[:64]:
+    for room in far + near:  # those whose forwards are far away come first, and get every early slot
         pair.sender.launched(room, 0, 0, NUM_TOKENS)
     pair.devices[0].polls = 1
     for room in rooms:
@@ -200,7 +199,8 @@ def test_pulls_wait_for_no_run_behind_a_forward(start):
     pair.sender.advance(FIRST, 0, NUM_TOKENS, 42)
     assert outcome(pair.run()) == ["Complete", "Released"]
     pair.check_landed(features)
-    assert len(pair.sender._device_slabs._early) == 1, "its move still waits for the forward"
+    (waiting,) = pair.sender._device_slabs._early
+    assert not waiting.move.is_done, "its forward runs"
 
 
 def test_a_cancel_waits_for_no_forward_and_its_slots_for_the_move(start):
