@@ -266,9 +266,9 @@ def test_every_tensor_of_a_swapped_head_is_that_of_a_fresh_start(toy_checkpoint,
     swapped.head.apply(swapped.head.stage(new), kept)
     wanted = dict(reachable(fresh.drafter.head))
     changed = 0
-    for name, tensor in reachable(swapped.drafter.head):
-        assert torch.equal(tensor, wanted[name]) or (kind, name) == UNREAD, name
-        changed += not torch.equal(tensor, first[name])
+    for path, tensor in reachable(swapped.drafter.head):
+        assert torch.equal(tensor, wanted[path]) or (kind, path) == UNREAD, path
+        changed += not torch.equal(tensor, first[path])
     assert changed > 5
     assert swapped.head.version == fresh.head.version
     swapped.head.apply(swapped.head.stage_previous(), None)
