@@ -272,8 +272,8 @@ def test_every_tensor_of_a_swapped_head_is_that_of_a_fresh_start(toy_checkpoint,
     assert changed > 5
     assert swapped.head.version == fresh.head.version
     swapped.head.apply(swapped.head.stage_previous(), None)
-    for name, tensor in reachable(swapped.drafter.head):
-        assert torch.equal(tensor, first[name]), name
+    for path, tensor in reachable(swapped.drafter.head):
+        assert torch.equal(tensor, first[path]), path
 
 
 def test_lookup_has_no_head_and_ignores_orders(eagle3):
