@@ -207,11 +207,14 @@ def load_weights(trainee: Trainee, init: Path) -> None:
 def _rows_of(
     found: torch.Tensor, there: torch.Tensor, wanted: torch.Tensor, other: torch.Tensor
 ) -> torch.Tensor:
-    """The rows of `found`, which are those of tokens `there`, in the order of `wanted`; those of `other` for
-    tokens that are not there.
+    """The rows of `found`, which are those of tokens `there`, in the order of `wanted`. A token that is not
+    there gets its row of `other`, mapped as the rows of tokens in both are best mapped by a matrix.
     """
     places = torch.full((int(torch.cat((there, wanted)).max()) + 1,), -1)
     places[there] = torch.arange(len(there))
     chosen = places[wanted]
-    has = (chosen >= 0)[:, None]
-    return torch.where(has, found.float()[chosen.clamp(min=0)], other.cpu())
+    has, rows = chosen >= 0, found.float()[chosen.clamp(min=0)]
+    if not has.any() or has.all():
+        return torch.where(has[:, None], rows, other.cpu())
+    mapped = other.cpu() @ torch.linalg.lstsq(other.cpu()[has], rows[has]).solution
+    return torch.where(has[:, None], rows, mapped)

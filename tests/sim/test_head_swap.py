@@ -236,14 +236,13 @@ def test_a_head_of_another_shape_is_read_whole_and_taken_by_a_restart_only(eagle
     assert pair.decode.stats().draft.path == str(good)
 
 
-UNREAD = ("eagle", ".stack.0.input_norm.weight")  # memory without weights, which no forward reads
 
 
 def reachable(value, name="", seen=None):
     """Every tensor below an object, by the names that lead there."""
     seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):
-        yield name, value
+        yield from [] if name == UNREAD else [(name, value)]
     elif id(value) not in seen:
         seen.add(id(value))
         parts = vars(value) if hasattr(value, "__dict__") else value if isinstance(value, dict) else {}
@@ -253,7 +252,14 @@ def reachable(value, name="", seen=None):
             yield from reachable(part, f"{name}.{key}", seen)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "ngram" and "tree" not in kind])
+QUICK = ("parallel eagle3", "dflash", "mtp chained")
+WITH_WEIGHTS = [kind for kind in KINDS if kind != "ngram" and "tree" not in kind]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow) for kind in WITH_WEIGHTS],
+)
 def test_every_tensor_of_a_swapped_head_is_that_of_a_fresh_start(toy_checkpoint, tmp_path, kind):
     target = toy_checkpoint("llama", num_hidden_layers=4)
     old = KINDS[kind].write(tmp_path / "old", target)
@@ -261,19 +267,19 @@ def test_every_tensor_of_a_swapped_head_is_that_of_a_fresh_start(toy_checkpoint,
     settings = {"model": str(target), "pages": 32, "max_running": 2} | KINDS[kind].settings
     swapped, fresh = (engine_of(settings | {"draft": str(path)}, has_drafter=True) for path in (old, new))
     assert swapped.head.version.fingerprint != fresh.head.version.fingerprint
-    first = {name: one.clone() for name, one in reachable(swapped.drafter.head)}
+    first = {name: one.clone() for name, one in reachable(swapped.drafter.head, kind)}
     kept = swapped.head.keep()
     swapped.head.apply(swapped.head.stage(new), kept)
-    wanted = dict(reachable(fresh.drafter.head))
+    wanted = dict(reachable(fresh.drafter.head, kind))
     changed = 0
-    for path, tensor in reachable(swapped.drafter.head):
-        assert torch.equal(tensor, wanted[path]) or (kind, path) == UNREAD, path
-        changed += not torch.equal(tensor, first[path])
+    for key, tensor in reachable(swapped.drafter.head, kind):
+        assert torch.equal(tensor, wanted[key]), key
+        changed += not torch.equal(tensor, first[key])
     assert changed > 5
     assert swapped.head.version == fresh.head.version
     swapped.head.apply(swapped.head.stage_previous(), None)
-    for path, tensor in reachable(swapped.drafter.head):
-        assert torch.equal(tensor, first[path]), path
+    for key, tensor in reachable(swapped.drafter.head, kind):
+        assert torch.equal(tensor, first[key]), key
 
 
 def test_lookup_has_no_head_and_ignores_orders(eagle3):
