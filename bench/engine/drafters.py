@@ -15,7 +15,8 @@ import torch
 from ...engine.models.config import ModelConfig
 from ...engine.models.interface import CausalLM
 from ...engine.speculative.drafters.eagle3 import Eagle3Drafter
-from ...engine.speculative.drafters.mtp import MtpModel
+from ...engine.speculative.drafters.mtp_deep import DeepMtpDrafter
+from ...engine.speculative.drafters.mtp_shared import SharedMtpDrafter
 from ...engine.speculative.drafters.ngram import NgramConfig, NgramDrafter
 from ...engine.speculative.drafters.protocol import Drafter, DraftView, Proposal
 from ...engine.speculative.drafting.shape import DraftShape
@@ -180,9 +181,12 @@ class BenchMtp:
         wish = self.wish
         head = random_modules(self.config, wish.accept_length, wish.dtype, wish.device)
         head.share(model.embed_tokens, model.lm_head, model.norm, wish.config.max_position_embeddings)
-        return lambda num_pages: MtpModel(head).drafter(
-            num_pages=num_pages, page_size=wish.page_size, capacity=wish.capacity
-        )
+        sizes = {"page_size": wish.page_size, "capacity": wish.capacity}
+        if self.num_modules == 1:
+            return lambda num_pages: CutModule(head, num_pages=num_pages, **sizes).accepting(
+                wish.accept_length
+            )
+        return lambda num_pages: DeepMtpDrafter(head, num_pages=num_pages, **sizes)
 
     def step(self, target: PassCounts, batch: int, steps: int, context: int) -> list[Work]:
         module = PassCounts.of_module(self.config, self.wish.dtype.itemsize)
@@ -243,6 +247,19 @@ class CutEagle(Eagle3Drafter):
     accept_length = 1
 
     def accepting(self, accept_length: int) -> "CutEagle":
+        self.accept_length = accept_length
+        return self
+
+    def propose(self, view: DraftView, shape: DraftShape) -> Proposal:
+        return cut(super().propose(view, shape), self.accept_length)
+
+
+class CutModule(SharedMtpDrafter):
+    """One MTP module whose drafts are replaced; the work stays."""
+
+    accept_length = 1
+
+    def accepting(self, accept_length: int) -> "CutModule":
         self.accept_length = accept_length
         return self
 

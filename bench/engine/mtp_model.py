@@ -1,9 +1,9 @@
-"""MTP modules of random weights, built so that the target accepts a chosen number of their drafts.
+"""MTP modules of random weights, several of which draft as many right tokens as the target shall accept.
 
 The target is that of `model`, whose column LEVEL makes TOKEN the likeliest. Each module copies LEVEL from its
 hidden input. Of several modules, those from the accept length on negate LEVEL in their final norm, so TOKEN
-is their least likely token. A single module counts its passes: its MLP adds a fixed share of LEVEL to column
-COUNT in every pass, and its output projection makes the draft WRONG from the accept length on.
+is their least likely token. A single module drafts TOKEN in every pass: it cannot count passes, because the
+norm of a deep target's hidden leaves an unknown part of LEVEL.
 """
 
 from pathlib import Path
@@ -15,9 +15,7 @@ from ...engine.models.layers import GatedMLP
 from ...engine.speculative.drafters.mtp_config import DIALECTS, MtpConfig
 from ...engine.speculative.drafters.mtp_head import MtpHead, MtpModule
 from ...engine.speculative.drafters.spec_config import AuxSpec, DraftDims
-from .model import COUNT, GAIN, LEVEL, TOKEN, WRONG, fill_random
-
-SHARE = 1 / 8  # of LEVEL, added to COUNT in each pass
+from .model import GAIN, LEVEL, fill_random
 
 
 def modules_config(target: ModelConfig, dtype: str, num_modules: int) -> MtpConfig:
@@ -44,8 +42,8 @@ def modules_config(target: ModelConfig, dtype: str, num_modules: int) -> MtpConf
 def random_modules(
     config: MtpConfig, accept_length: int, dtype: torch.dtype, device: torch.device, seed: int = 1
 ) -> MtpHead:
-    """Modules of `config`. A target of `random_target` accepts `accept_length` - 1 of their drafts per
-    step.
+    """Modules of `config`. A target of `random_target` accepts `accept_length` - 1 drafts of several modules
+    per step, and all drafts of a single one.
     """
     is_shared = config.num_modules == 1
     dialect = next(each for each in DIALECTS if each.name == ("qwen" if is_shared else "deepseek"))
@@ -55,19 +53,11 @@ def random_modules(
     for k, module in enumerate(head.modules):
         for name, weight in module.tensors():
             fill_random(name, weight, generator)
-        columns = [LEVEL, COUNT]
-        module.fc.weight[columns] = 0
+        module.fc.weight[LEVEL] = 0
         module.fc.weight[LEVEL, width + LEVEL] = GAIN
-        module.layer.attention.output.weight[columns] = 0
-        _mlp_of(module).down.weight[columns] = 0
-        if is_shared:
-            _count_passes(module, width)
-            module.lm_head = torch.empty(config.layer.vocab_size, width, dtype=dtype, device=device)
-            fill_random("lm_head", module.lm_head, generator)
-            module.lm_head[:, columns] = 0
-            module.lm_head[TOKEN, LEVEL] = 1.0
-            module.lm_head[WRONG, COUNT] = 1.0 / (SHARE * (accept_length - 0.5))
-        elif k >= accept_length - 1:
+        module.layer.attention.output.weight[LEVEL] = 0
+        _mlp_of(module).down.weight[LEVEL] = 0
+        if not is_shared and k >= accept_length - 1:
             module.norm.weight[LEVEL] = -1.0
     return head
 
@@ -76,14 +66,3 @@ def _mlp_of(module: MtpModule) -> GatedMLP:
     mlp = module.layer.mlp
     assert isinstance(mlp, GatedMLP), mlp
     return mlp
-
-
-def _count_passes(module: MtpModule, width: int) -> None:
-    """One neuron of the MLP reads LEVEL, about the root of the width behind a norm, and adds to COUNT."""
-    normed = width**0.5
-    gate, up = _mlp_of(module).gate_up.weight.chunk(2)
-    gate[0], up[0] = 0, 0
-    gate[0, LEVEL], up[0, LEVEL] = 4.0 / normed, 1.0 / normed
-    fired = float(torch.nn.functional.silu(torch.tensor(4.0)))
-    _mlp_of(module).down.weight[COUNT, 0] = SHARE * GAIN * normed / fired
-    module.fc.weight[COUNT, width + COUNT] = GAIN
