@@ -8,12 +8,15 @@ import torch
 from baton.engine.graphs.cuda import CudaBackend
 from baton.tests.gpu import test_mtp
 from baton.tests.parity.eagle3_engine import Engine
+from baton.tests.parity.eagle_toys import SourcedEngine
 from baton.tests.parity.every_drafter import (
     KINDS,
     LAYERS,
+    ORACLES,
     Answers,
     answers_of,
     check_batches,
+    check_oracle,
     engine_of,
     greedy,
     tell,
@@ -62,6 +65,15 @@ def test_all_answers_are_those_without_drafts_alone_and_in_batches(
     for batch in (1, BATCH):
         check_batches(engine, answers, batch)
         assert {result.path for result in engine.results} == {"graph"}
+
+
+@pytest.mark.parametrize("kind", ORACLES)
+def test_oracles_are_accepted_in_full_in_graphs(tmp_path: Path, kind: str) -> None:
+    target, head = ORACLES[kind](tmp_path)
+    engine = SourcedEngine(target, head, device="cuda", is_greedy=True)
+    with_graphs(engine, backend=CudaBackend(), max_batch=BATCH)
+    check_oracle(engine, Engine(target, device="cuda"))
+    assert {result.path for result in engine.results} == {"graph"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

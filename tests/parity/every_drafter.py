@@ -17,8 +17,10 @@ from baton.tests.parity.dflash_toys import dflash_config, dflash_tensors, write_
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.eagle_toys import SourcedEngine
+from baton.tests.parity.mtp_oracles import write_oracle_modules, write_oracle_target
 from baton.tests.parity.mtp_toys import random_modules, write_mtp
 from baton.tests.parity.ngram_search import NgramEngine
+from baton.tests.parity.oracles import write_memory_oracle
 from baton.tests.parity.test_eagle import HEADS
 from baton.tests.parity.toy_engine import random_ids
 from baton.tests.parity.toy_models import reference_logits, reference_model
@@ -183,3 +185,32 @@ def check_batches(engine: Engine, answers: Answers, batch: int) -> None:
     lengths = {n for result in engine.results for n in result.accept_lens}
     wanted = {2, 3} if engine.shape.is_tree else {1, 2, 1 + engine.steps}  # a right node may be a leaf
     assert lengths >= wanted, lengths
+
+
+# Pairs of models whose drafts are right exactly if rows, positions and states are, over a vocabulary of 16.
+ORACLES: dict[str, Callable[[Path], tuple[Path, Path]]] = {
+    "eagle3": write_memory_oracle,
+    "parallel eagle3": lambda path: write_memory_oracle(path, 3),
+    "mtp shared": lambda path: oracle_modules(path, 1, "embed"),
+    "mtp shared by hidden": lambda path: oracle_modules(path, 1, "hidden"),
+    "mtp chained": lambda path: oracle_modules(path, 3, "embed"),
+    "mtp chained by hidden": lambda path: oracle_modules(path, 3, "hidden"),
+}
+ORACLE_TOKENS = 1 + 10 * 4  # ten steps of three drafts
+
+
+def oracle_modules(path: Path, count: int, source: str) -> tuple[Path, Path]:
+    """`count` chained MTP modules and their target; `source` as in `mtp_oracles`."""
+    target = write_oracle_target(path / "target")
+    return target, write_oracle_modules(path / "head", target, count, source=source)
+
+
+def check_oracle(engine: Engine, plain: Engine) -> None:
+    """Eight prompts at once, and two alone: AssertionError unless each step accepts all drafts."""
+    prompts = [random_ids(14 + seed, seed=seed, vocab_size=16) for seed in range(8)]
+    wanted = plain.generate(prompts, greedy(ORACLE_TOKENS))
+    engine.results = []
+    assert engine.generate(prompts, greedy(ORACLE_TOKENS)) == wanted
+    engine.next_page = 1
+    assert [engine.generate([prompt], greedy(ORACLE_TOKENS))[0] for prompt in prompts[:2]] == wanted[:2]
+    assert {n for result in engine.results for n in result.accept_lens} == {1 + engine.steps}

@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 from baton.decode.worker import DecodeWorker
+from baton.tests.parity.eagle3_engine import Engine
+from baton.tests.parity.eagle_toys import SourcedEngine
 from baton.tests.parity.every_drafter import (
     KINDS,
     LAYERS,
+    ORACLES,
     Answers,
     answers_of,
     check_batches,
+    check_oracle,
     engine_of,
     tell,
     write_kinds,
@@ -71,6 +75,16 @@ def test_a_few_answers_are_those_without_drafts(target, heads, few, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_answers_are_those_without_drafts_on_every_path(target, heads, answers, kind, path, batch):
     check_path(target, heads[kind], answers, kind, path, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ORACLES)
+def test_oracles_are_accepted_in_full_in_graphs(tmp_path, kind):
+    target, head = ORACLES[kind](tmp_path)
+    engine = SourcedEngine(target, head, is_greedy=True)
+    with_graphs(engine, arena(), FULL, max_batch=BATCH)
+    check_oracle(engine, Engine(target))
+    assert {result.path for result in engine.results} == {"graph"}
 
 
 def served(worker: DecodeWorker) -> dict[str, float]:
