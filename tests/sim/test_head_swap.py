@@ -236,6 +236,7 @@ def test_a_head_of_another_shape_is_read_whole_and_taken_by_a_restart_only(eagle
     assert pair.decode.stats().draft.path == str(good)
 
 
+UNREAD = "eagle.stack.0.input_norm.weight"  # memory without weights, which no forward reads
 
 
 def reachable(value, name="", seen=None):
