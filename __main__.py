@@ -18,7 +18,7 @@ COMMANDS = {
     "chat": (".deploy.cli.chat", "chat with a running cluster in the terminal"),
     "top": (".deploy.cli.top", "watch a running cluster in the terminal"),
     "demo": (".deploy.cli.demo", "start a small cluster on this host and ask it one question"),
-    "draft": (".training.command", "train a drafter on samples of a model's answers, and measure it"),
+    "draft": (".training.command", "train a drafter on a model's answers, measure it, and roll it out"),
     "bench": (".bench.command", "measure parts of baton on this machine"),
     "doctor": (".deploy.cli.doctor", "find what would keep baton from serving on this host"),
     "drain": (".deploy.cli.drain", "end a worker of this host after its requests"),

@@ -3,6 +3,7 @@
     check   reads and checks a checkpoint, and forgets it
     swap    the same, then copies the weights over those in use, between two steps
     back    restores the weights that the last swap replaced; they are kept in host memory until then
+    restart ends the worker after its requests, so that its supervisor starts it with a head of another shape
 
 Requests go on: no token depends on the weights of the drafter. The draft KV of running requests is of the old
 weights, so their drafts are accepted less until they end. They are not counted for the new weights, and their
@@ -11,6 +12,7 @@ its settings.
 """
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from queue import Empty, SimpleQueue
 from ..cluster.process.log import fields
 from ..cluster.protocol.messages import DraftHead, SwapDraft
 from ..engine.errors import CheckpointError
-from ..engine.speculative.drafters.live_head import LiveHead, StagedHead
+from ..engine.speculative.drafters.live_head import LiveHead, OtherShape, StagedHead
 from ..engine.speculative.step.result import StepResult
 from .queues import DecodeRoom
 
@@ -33,10 +35,14 @@ LONGEST_FAULT = 1000  # characters in a heartbeat
 class Staged:
     """The result of the thread: weights to apply and those to keep, or the fault.
 
-    `found`: fingerprint of the checkpoint that was read.
+    `found`: fingerprint of the checkpoint that was read, `found_ids` the layers that it reads. `difference`:
+    why it cannot take the place of the head in use, though it fits the target.
     """
 
     found: str = ""
+    found_ids: tuple[int, ...] = ()
+    difference: str = ""
+    is_restart: bool = False
     head: StagedHead | None = None
     kept: StagedHead | None = None
     fault: str = ""
@@ -45,17 +51,22 @@ class Staged:
 class HeadSwap:
     """Performs orders, one at a time, on the weights of `head`.
 
-    `on_change` is called after every change of the weights, `reach` is the failpoint before it.
+    `on_change` is called after every change of the weights, `reach` is the failpoint before it. `named` is
+    the setting --draft, `on_restart` begins the drain of a worker that is to be started again.
     """
 
     def __init__(
         self, head: LiveHead, on_change: Callable[[], None], reach: Callable[[], None] = lambda: None
     ) -> None:
         self._head, self._on_change, self._reach = head, on_change, reach
+        self.named = ""
+        self.on_restart: Callable[[], None] = lambda: None
+        self.is_leaving = False
         self.number = 0  # changes of the weights so far; a room has the number of its start
         self._verifies = self._tokens = 0  # of rooms with this number
         self._order: SwapDraft | None = None
-        self._state, self._fault, self._found = "", "", ""
+        self._state, self._fault = "", ""
+        self._read = Staged()  # of the newest order
         self._results: SimpleQueue[Staged] = SimpleQueue()
 
     def __repr__(self) -> str:
@@ -74,7 +85,9 @@ class HeadSwap:
             order="" if order is None else order.order,
             state=self._state,
             fault=self._fault,
-            found=self._found,
+            found=self._read.found,
+            found_ids=self._read.found_ids,
+            link=self.named if os.path.islink(self.named) else "",
             previous="" if head.previous is None else head.previous.fingerprint,
         )
 
@@ -91,7 +104,7 @@ class HeadSwap:
         """
         if self._state == "busy" or (self._order is not None and self._order.order == order.order):
             return
-        self._order, self._state, self._fault, self._found = order, "busy", "", ""
+        self._order, self._state, self._fault, self._read = order, "busy", "", Staged()
         logger.info("draft order", extra=fields(action=order.action, path=order.path))
         threading.Thread(target=self._stage, args=(order,), name="draft head", daemon=True).start()
 
@@ -101,12 +114,15 @@ class HeadSwap:
             staged = self._results.get_nowait()
         except Empty:
             return
-        self._found = staged.found
+        self._read = Staged(found=staged.found, found_ids=staged.found_ids)
         if staged.fault:
             self._state, self._fault = "refused", staged.fault
             logger.warning("draft order refused: %s", staged.fault)
+        elif staged.is_restart:
+            self._state, self.is_leaving = "leaving", True
+            self.on_restart()
         elif staged.head is None:
-            self._state = "checked"
+            self._state, self._fault = "other" if staged.difference else "checked", staged.difference
         else:
             self._reach()
             self._head.apply(staged.head, staged.kept)
@@ -127,14 +143,42 @@ class HeadSwap:
                 previous = head.stage_previous()
                 self._results.put(Staged(found=previous.version.fingerprint, head=previous))
                 return
+            if order.action == "restart" or order.action == "check":
+                self._results.put(self._checked(order))
+                return
             staged = head.stage(Path(order.path))
-            found, is_swap = staged.version.fingerprint, order.action == "swap"
-            done = Staged(found=found, head=staged, kept=head.keep()) if is_swap else Staged(found=found)
-            self._results.put(done)
+            self._results.put(
+                Staged(
+                    found=staged.version.fingerprint,
+                    found_ids=head.feature_ids,
+                    head=staged,
+                    kept=head.keep(),
+                )
+            )
         except (CheckpointError, OSError) as error:
             self._results.put(Staged(fault=_one_line(str(error))))
         except Exception as error:  # such as too little memory: the worker goes on with what it has
             self._results.put(Staged(fault=_one_line(f"{order.path}: {type(error).__name__}: {error}")))
+
+    def _checked(self, order: SwapDraft) -> Staged:
+        """Reads the checkpoint of an order. Raises CheckpointError if a start with it would fail."""
+        path, head, difference = Path(order.path), self._head, ""
+        if order.action == "restart" and os.path.realpath(self.named) != os.path.realpath(path):
+            raise CheckpointError(
+                f"--draft {self.named} of this worker does not lead to {path}; start it with --draft LINK, "
+                "and let the link name the new head"
+            )
+        try:
+            version, ids = head.stage(path).version, head.feature_ids
+        except OtherShape as error:
+            difference = _one_line(str(error))
+            version, ids = head.read_other(path)
+        return Staged(
+            found=version.fingerprint,
+            found_ids=ids,
+            difference=difference,
+            is_restart=order.action == "restart",
+        )
 
 
 def _one_line(text: str) -> str:

@@ -4,6 +4,7 @@ import zmq
 
 from ..cluster.config.roles import DecodeConfig
 from ..cluster.net.sockets import Socket
+from ..cluster.process.process import EXIT_AGAIN, EXIT_OK, Serve
 from ..cluster.protocol.messages import DraftWidths, Hello
 from ..engine.loader import Engine
 from ..kvtransfer.transport import PollableTransport
@@ -33,6 +34,28 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
                 shard_mb=config.record_shard_mb,
                 total_mb=config.record_total_mb,
             )
+
+    def build_loop(self) -> None:
+        """As for every worker; an order about the head may end this one, to be started again."""
+        super().build_loop()
+        worker = self.worker
+        if isinstance(worker, DecodeWorker) and worker.head_swap is not None:
+            worker.head_swap.named = self.config.draft
+            worker.head_swap.on_restart = self.shutdown.drain.set
+
+    def run(self) -> Serve:
+        """As for every worker. Where an order ended this one, and no signal, the exit code asks for another
+        start.
+        """
+        serve = super().run()
+
+        def served() -> int:
+            code, worker = serve(), self.worker
+            swap = worker.head_swap if isinstance(worker, DecodeWorker) else None
+            is_ordered = swap is not None and swap.is_leaving and not self.shutdown.first_signal
+            return EXIT_AGAIN if code == EXIT_OK and is_ordered else code
+
+        return served
 
     def open_transport(self, context: zmq.Context[Socket]) -> PollableTransport:
         """The receiver; connects to the prefill worker of each room."""

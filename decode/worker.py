@@ -270,7 +270,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
                 accepted=room.accepted,
             ),
         )
-        if self.recorder is not None and room.may_record:
+        if self.recorder is not None and room.may_record and not request.num_embeds:
             self.recorder.offer(*request.asked_and_chosen)
         self._close(room)
 

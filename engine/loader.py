@@ -334,7 +334,12 @@ class EngineLoader:
             )
             if self._source is not None and not isinstance(self._source, NgramSource):
                 head = LiveHead(
-                    drafter, self._draft, self._source.config, read=self._read_checkpoint, lent=self._lent
+                    drafter,
+                    self._draft,
+                    self._source.config,
+                    read=self._read_checkpoint,
+                    lent=self._lent,
+                    shape=self._shape,
                 )
         cache = PrefixCache(
             PageAllocator(num_pages, pool.order),

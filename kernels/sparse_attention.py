@@ -31,7 +31,7 @@ from .sparse_caches import (
     compress_triton,
     dense_entries_of,
     index_entries_of,
-    is_planned,
+    planned_row,
 )
 from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
@@ -60,8 +60,8 @@ def sparse_attention_reference(
     scale: float,
     tree_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The definition and the CPU path; arguments as in `sparse_attention`. Raises RowCountMismatch."""
-    check_plan(plan, q.shape[0], kv_lens)
+    """The definition and the CPU path; arguments as in `sparse_attention`. Raises PlanMismatch."""
+    check_plan(plan, q.shape[0], page_table, kv_lens, sizes)
     compress_reference(kv, layer, 1, plan, page_table, kv_lens, sizes)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     real = torch.nonzero(plan.rows[POSITION] >= 0).flatten()
@@ -268,8 +268,8 @@ def _pick_blocks_kernel(
 
 
 @jit_varying(
-    "num_rows", "num_requests", "row_stride", "table_stride", "each_rows", "tree_width", "p_tree_mask",
-    "p_kv_lens",
+    "num_rows", "num_requests", "row_stride", "table_stride", "table_width", "each_rows", "tree_width",
+    "p_tree_mask", "p_kv_lens",
 )  # fmt: skip
 def _sparse_kernel(
     p_q: tl.tensor,
@@ -286,6 +286,7 @@ def _sparse_kernel(
     num_requests: tl.tensor,
     row_stride: tl.tensor,
     table_stride: tl.tensor,
+    table_width: tl.tensor,
     each_rows: tl.tensor,
     tree_width: tl.tensor,
     q_row_stride: tl.tensor,
@@ -311,13 +312,12 @@ def _sparse_kernel(
     # program (row, kv head): a tile of the heads of its group, over window, picked blocks and groups
     i_row = tl.program_id(0).to(tl.int64)
     i_kv_head = tl.program_id(1)
-    m_planned = i_row < row_stride
-    i_request = tl.load(p_rows + i_row, mask=m_planned, other=-1)
-    fits = is_planned(p_stamp, p_kv_lens, i_request, num_rows, num_requests)
+    fits, i_request, position = planned_row(
+        p_rows, p_stamp, p_pages, p_kv_lens, i_row, num_rows, num_requests, row_stride, table_stride,
+        table_width, INDEX_BLOCK, DENSE_BLOCK, PAGE_SIZE,
+    )  # fmt: skip
     if not fits:
         tl.store(p_faults, 1)
-    position = tl.load(p_rows + row_stride + i_row, mask=fits, other=-1)
-    i_request = tl.where(fits, i_request, 0)
     start = tl.maximum(position - WINDOW + 1, 0) // INDEX_BLOCK * INDEX_BLOCK
     is_real = position >= 0
     i_head = tl.arange(0, BLOCK_ROWS)
@@ -433,6 +433,7 @@ def sparse_attention_triton(
         page_table.shape[0],
         plan.rows.shape[1],
         page_table.stride(0),
+        page_table.shape[1],
         1 if tree_mask is None else tree_mask.shape[1],
         1 if tree_mask is None else tree_mask.shape[2],
         q.stride(0),
@@ -559,8 +560,9 @@ def sparse_attention(
     D]`. `page_table` int64 `[B, P]`, `kv_lens` int64 `[B]`. `tree_mask` None or bool `[B, T/B, W]`: what each
     row sees of the last W rows of its request. No branch of a tree may be deeper than the window.
 
-    Raises ValueError if shapes or dtypes do not fit. If `plan` was made for other rows, requests or lengths,
-    raises RowCountMismatch on a CPU; on a device, `faults` int32 `[1]` becomes 1 and all outputs are NaN.
+    Raises ValueError if shapes or dtypes do not fit. If `plan` was made for other rows, requests, lengths or
+    pages, raises PlanMismatch on a CPU; on a device, `faults` int32 `[1]` becomes 1 and the outputs of the
+    rows concerned are NaN.
     """
     if q.is_cuda:
         return sparse_attention_triton(

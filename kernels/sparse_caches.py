@@ -11,10 +11,10 @@ entry lies in the page of its last token, behind the layers of the page. It is w
 stores its last token. A rejected draft leaves a wrong entry only for a token that is stored again before any
 row can see the entry. A query sees entries of tokens before its window, and drafts lie inside the window.
 
-The write targets of a plan hold for its rows, in its order, and for its context lengths. Each kernel
-compares the planned numbers of rows and requests, and the planned length of a row's request, with those it
-is launched on. On a CPU a difference raises RowCountMismatch. On a device it sets `faults` and makes the
-output NaN, because a kernel cannot raise.
+The write targets of a plan hold for its rows, in its order, and for the pages and lengths of its contexts.
+Each kernel compares the planned numbers of rows and requests, the planned length of a row's request, and a
+row's write targets, with the batch that it is launched on. On a CPU a difference raises PlanMismatch. A
+kernel of a device cannot raise: it sets `faults`, and the row writes no entry and attends to NaN.
 
 Legend: T rows, B requests, P pages per request, L layers of the model, K KV heads, D head dimension.
 """
@@ -34,8 +34,8 @@ NUM_ROWS, NUM_REQUESTS, LENGTHS = range(3)
 COLUMNS = 32  # tokens of a group that are added at once
 
 
-class RowCountMismatch(RuntimeError):
-    """A plan was made for other rows, requests or context lengths than those of the forward."""
+class PlanMismatch(RuntimeError):
+    """A plan was made for other rows, requests, context lengths or pages than those of the forward."""
 
 
 class SparseSizes(NamedTuple):
@@ -201,16 +201,35 @@ def _stamp(num_rows: int, num_requests: int, lengths: torch.Tensor) -> torch.Ten
     return torch.cat((counts, lengths))
 
 
-def check_plan(plan: SparsePlan, num_rows: int, kv_lens: torch.Tensor) -> None:
-    """Raises RowCountMismatch unless `plan`, on the CPU, is for `num_rows` rows and for `kv_lens`."""
+def check_plan(
+    plan: SparsePlan, num_rows: int, page_table: torch.Tensor, kv_lens: torch.Tensor, sizes: SparseSizes
+) -> None:
+    """Raises PlanMismatch unless `plan`, on the CPU, is for `num_rows` rows of `page_table` and `kv_lens`."""
     planned, lengths = plan.stamp[:LENGTHS].tolist(), plan.stamp[LENGTHS:]
     wanted = [num_rows, kv_lens.shape[0]]
     if planned != wanted or plan.rows.shape[1] != num_rows or not torch.equal(lengths, kv_lens):
-        raise RowCountMismatch(
+        raise PlanMismatch(
             f"sparse attention of {wanted[0]} rows of {wanted[1]} requests with contexts {kv_lens.tolist()}, "
             f"planned for {planned[0]} rows of {planned[1]} with {lengths.tolist()}; plan the padded batch, "
             "before each forward"
         )
+    request, position, *targets = plan.rows
+    for name, target, block, entries in zip(
+        ("index", "dense"),
+        targets,
+        (sizes.index_block, sizes.dense_block),
+        (sizes.index_entries, sizes.dense_entries),
+        strict=True,
+    ):
+        writes = target >= 0
+        at, mine, entry = position[writes], request[writes], target[writes]
+        page = page_table[mine, at // sizes.page_size]
+        is_right = (entry == page * entries + at % sizes.page_size // block) & ((at + 1) % block == 0)
+        if not bool((is_right & (page > 0)).all()):
+            raise PlanMismatch(
+                f"sparse attention writes the {name} entries {entry.tolist()} at positions {at.tolist()} of "
+                f"pages {page.tolist()}, planned for other pages; plan the padded batch, before each forward"
+            )
 
 
 # --- writing entries ----------------------------------------------------------------------------------------
@@ -226,7 +245,7 @@ def compress_reference(
     sizes: SparseSizes,
 ) -> None:
     """The definition and the CPU path; arguments as in `compress`."""
-    check_plan(plan, plan.rows.shape[1], kv_lens)
+    check_plan(plan, plan.rows.shape[1], page_table, kv_lens, sizes)
     for kind, block in ((INDEX_TARGET, sizes.index_block), (DENSE_TARGET, sizes.dense_block)):
         wanted = plan.rows[:, plan.rows[kind] >= 0]
         if not wanted.shape[1]:
@@ -244,22 +263,48 @@ def compress_reference(
 
 
 @jit
-def is_planned(
+def planned_row(
+    p_rows: tl.tensor,
     p_stamp: tl.tensor,
+    p_pages: tl.tensor,
     p_kv_lens: tl.tensor,
-    i_request: tl.tensor,
+    i_row: tl.tensor,
     num_rows: tl.tensor,
     num_requests: tl.tensor,
+    row_stride: tl.tensor,
+    table_stride: tl.tensor,
+    table_width: tl.tensor,
+    INDEX_BLOCK: tl.constexpr,
+    DENSE_BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Whether the stamp of a plan fits the launch, and the context length of one request."""
+    """(whether a row's plan fits the launch, its request, its position); 0 and -1 if it does not fit.
+
+    `p_rows` has `row_stride` columns, `p_pages` `table_width`.
+    """
     fits = (tl.load(p_stamp) == num_rows) & (tl.load(p_stamp + 1) == num_requests)
+    i_request = tl.load(p_rows + i_row, mask=i_row < row_stride, other=-1)
     fits = fits & (i_request >= 0) & (i_request < num_requests)
-    i_known = tl.where(fits, i_request, 0)
-    planned = tl.load(p_stamp + 2 + i_known, mask=fits, other=-1)
-    return fits & (planned == tl.load(p_kv_lens + i_known, mask=fits, other=-2))
+    i_request = tl.where(fits, i_request, 0)
+    planned = tl.load(p_stamp + 2 + i_request, mask=fits, other=-1)
+    fits = fits & (planned == tl.load(p_kv_lens + i_request, mask=fits, other=-2))
+    position = tl.load(p_rows + row_stride + i_row, mask=fits, other=-1)
+    at = tl.maximum(position, 0)
+    m_page = fits & (position >= 0) & (at // PAGE_SIZE < table_width)
+    page = tl.load(p_pages + i_request * table_stride + at // PAGE_SIZE, mask=m_page, other=0)
+    i_index = tl.load(p_rows + 2 * row_stride + i_row, mask=fits, other=-1)
+    i_dense = tl.load(p_rows + 3 * row_stride + i_row, mask=fits, other=-1)
+    index = page * (PAGE_SIZE // INDEX_BLOCK) + at % PAGE_SIZE // INDEX_BLOCK
+    dense = page * max(PAGE_SIZE // DENSE_BLOCK, 1) + at % PAGE_SIZE // DENSE_BLOCK
+    is_index = (page > 0) & (i_index == index) & ((at + 1) % INDEX_BLOCK == 0)
+    is_dense = (page > 0) & (i_dense == dense) & ((at + 1) % DENSE_BLOCK == 0)
+    fits = fits & ((i_index < 0) | is_index) & ((i_dense < 0) | is_dense)
+    return fits, tl.where(fits, i_request, 0), tl.where(fits, position, -1)
 
 
-@jit_varying("num_rows", "num_requests", "row_stride", "table_stride", "first_layer", "p_kv_lens")
+@jit_varying(
+    "num_rows", "num_requests", "row_stride", "table_stride", "table_width", "first_layer", "p_kv_lens"
+)
 def _compress_kernel(
     p_kv: tl.tensor,
     p_rows: tl.tensor,
@@ -271,10 +316,13 @@ def _compress_kernel(
     num_requests: tl.tensor,
     row_stride: tl.tensor,
     table_stride: tl.tensor,
+    table_width: tl.tensor,
     first_layer: tl.tensor,
     page_stride: tl.tensor,
     o_cache: tl.tensor,
     KIND: tl.constexpr,
+    INDEX_BLOCK: tl.constexpr,
+    DENSE_BLOCK: tl.constexpr,
     GROUP_TOKENS: tl.constexpr,
     ENTRIES: tl.constexpr,
     LAYER_ELEMENTS: tl.constexpr,
@@ -290,17 +338,17 @@ def _compress_kernel(
     i_row = tl.program_id(0)
     i_layer = (first_layer + tl.program_id(1)).to(tl.int64)
     i_plane = tl.program_id(2)
-    i_request = tl.load(p_rows + i_row)
-    fits = is_planned(p_stamp, p_kv_lens, i_request, num_rows, num_requests)
+    fits, i_request, position = planned_row(
+        p_rows, p_stamp, p_pages, p_kv_lens, i_row, num_rows, num_requests, row_stride, table_stride,
+        table_width, INDEX_BLOCK, DENSE_BLOCK, PAGE_SIZE,
+    )  # fmt: skip
     if not fits:
         tl.store(p_faults, 1)
-    position = tl.load(p_rows + row_stride + i_row)
-    target = tl.load(p_rows + KIND * row_stride + i_row)
-    target = tl.where(fits, target, -1)
+    target = tl.load(p_rows + KIND * row_stride + i_row, mask=fits, other=-1)
     i_dim = tl.arange(0, BLOCK_DIM)
     m_dim = i_dim < HEAD_DIM
     i_token = tl.arange(0, BLOCK_COLUMNS)
-    p_mine = p_pages + tl.where(fits, i_request, 0) * table_stride
+    p_mine = p_pages + i_request * table_stride
     b_sum = tl.zeros((BLOCK_DIM,), dtype=tl.float32)
     for first in range(0, tl.where(target >= 0, GROUP_TOKENS, 0), BLOCK_COLUMNS):
         i_column = position - GROUP_TOKENS + 1 + first + i_token
@@ -367,10 +415,13 @@ def compress_triton(
             page_table.shape[0],
             plan.rows.shape[1],
             page_table.stride(0),
+            page_table.shape[1],
             layer,
             kv.stride(0),
             o_cache,
             KIND=kind,
+            INDEX_BLOCK=sizes.index_block,
+            DENSE_BLOCK=sizes.dense_block,
             GROUP_TOKENS=block,
             ENTRIES=entries,
             LAYER_ELEMENTS=sizes.layer_elements,
@@ -420,7 +471,7 @@ def compress(
     """Write the entries that the rows of `plan` complete, of `num_layers` layers from `layer` on.
 
     `kv`: the pool `[num_pages, L + side layers, 2, page_size, K, D]`, which has the rows' keys and values.
-    `page_table` int64 `[B, P]` and `kv_lens` int64 `[B]`: those of the plan, or RowCountMismatch follows on a
+    `page_table` int64 `[B, P]` and `kv_lens` int64 `[B]`: those of the plan, or PlanMismatch follows on a
     CPU, and `faults` int32 `[1]` becomes 1 on a device.
     """
     if kv.is_cuda:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..engine.host_copy import to_device
 from ..engine.models.rope import RotaryEmbedding
 from ..kernels.output_loss import loss_gradient, loss_rows
 from .chain_attention import KeysValues
@@ -89,8 +90,7 @@ class ChainTrainee(nn.Module):
         width = batch.tokens.shape[1]
         # row j of the target gives the distribution of token j+1
         flat = _shifted(batch.mask, 1).flatten().nonzero()[:, 0]
-        column = (flat % width).to(device)
-        places = flat.to(device)
+        column, places = to_device(flat % width, device), to_device(flat, device)
         later = 1 + torch.arange(self.steps, device=device)[:, None]
         is_valid = (column >= later).float()  # [T, n]
         counts = is_valid.sum(1)

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from .head_files import MAX_POSITIONS, write_weights
 from .kinds import DFLASH, EAGLE3, KINDS, OPTIONS, HeadSettings
 from .progress import progress_bar
 from .samples import SampleSet, SampleWriter, read_samples
-from .swap import RolledBack, SwapSettings, point_link, swap_heads
+from .swap import RolledBack, SwapSettings, swap_heads
 from .trainer import Trainer, TrainSettings, joined_ranks
 
 PROG = "baton draft"
@@ -180,6 +181,10 @@ def _add_swap(parser: argparse.ArgumentParser) -> None:
         "--link", type=Path, metavar="LINK",
         help="symbolic link that the workers' --draft names; in the end it names HEAD",
     )  # fmt: skip
+    add(
+        "--restart", action="store_true",
+        help="a head of another shape: restart the workers one by one, which needs --link",
+    )  # fmt: skip
     parser.set_defaults(run=run_swap)
 
 
@@ -201,7 +206,7 @@ def run_collect(options: argparse.Namespace) -> int:
         seconds=60 * (options.minutes or 0.0),
     )
     writer, model = SampleWriter(options.out), resolve_checkpoint(options.model)
-    with _bar("collecting", options.samples) as bar:
+    with _bar("collecting", options.samples) as bar, _terminable():
 
         def show(samples: int, tokens: int) -> None:
             bar(samples, f"collecting  {tokens} tokens")
@@ -214,6 +219,20 @@ def run_collect(options: argparse.Namespace) -> int:
             )
     _say(f"{count} samples in {options.out}")
     return 0
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """A termination ends the block as an interruption does, so that it can clean up."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run_train(options: argparse.Namespace) -> int:
@@ -306,15 +325,14 @@ def run_swap(options: argparse.Namespace) -> int:
     path = Path(os.path.abspath(options.head.expanduser()))
     settings = SwapSettings(
         path=path,
+        link=None if options.link is None else Path(os.path.abspath(options.link.expanduser())),
+        may_restart=options.restart,
         verifies=options.verifies,
         tolerance=options.tolerance,
         verdict_s=options.timeout_s,
     )
     swap_heads(settings, options.url, os.environ.get("BATON_API_KEY", ""), _say)
-    if options.link is not None:
-        point_link(options.link, path)
-        _say(f"{options.link} names {path}")
-    else:
+    if options.link is None:
         _say(f"done; set --draft {path} for workers that restart")
     return 0
 

@@ -74,11 +74,11 @@ class Generator:
             newer = self._launch(requests, older) if requests and not fills else None
             if older is not None:
                 self._decoder.read(older, [not request.is_finished for request in older.requests])
-                progress(self.num_tokens)
             in_newer = set() if newer is None else set(newer.requests)
             for request in [r for r in running if r.is_finished and r not in in_newer]:
                 self._end(request, running.pop(request), again)
             older = newer
+            progress(self.num_tokens)
 
     def _launch(self, requests: Sequence[Request], older: Flight | None) -> Flight | None:
         if self._decoder.can_launch(requests):

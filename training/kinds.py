@@ -135,7 +135,7 @@ class HeadSettings:
         else:
             draft = self._eagle3_config(directory, model, dtype)
             ids = draft_vocabulary(counts, self.draft_vocab)
-            if self.init is not None and len(old := _ids_of(self.init)) == len(ids):
+            if self.init is not None and len(old := _ids_of(self.init, model.vocab_size)) == len(ids):
                 ids = old
             made = Eagle3Trainee(
                 draft, target, ids, steps=self.steps, sharpness=self.sharpness, seed=self.seed
@@ -172,14 +172,10 @@ class HeadSettings:
         return replace(self, layers=draft.aux.ids, draft_vocab=self.draft_vocab or draft.draft_vocab_size)
 
 
-def _ids_of(init: Path) -> torch.Tensor:
+def _ids_of(init: Path, vocab_size: int) -> torch.Tensor:
     """The target's tokens that the head at `init` drafts, int64 `[Vd]`."""
-    for name, tensor in iter_safetensors(init):
-        if name == "d2t":
-            return tensor + torch.arange(len(tensor))
-        if name == "lm_head.weight":
-            size = len(tensor)
-    return torch.arange(size)
+    offsets = [tensor for name, tensor in iter_safetensors(init) if name == "d2t"]
+    return offsets[0] + torch.arange(len(offsets[0])) if offsets else torch.arange(vocab_size)
 
 
 @torch.no_grad()
@@ -193,8 +189,12 @@ def load_weights(trainee: Trainee, init: Path) -> None:
     own = cast(torch.nn.Module, trainee).state_dict()
     for tensor, name in zip(own.values(), trainee.checkpoint_tensors(), strict=False):
         found = stored.get(name)
+        if found is None and name == "lm_head.weight":
+            continue  # it shares the target's, from which this one starts
         if found is not None and name == "lm_head.weight" and isinstance(trainee, Eagle3Trainee):
-            found = _rows_of(found, _ids_of(init), trainee.target_ids.cpu(), tensor)
+            found = _rows_of(
+                found, _ids_of(init, trainee.config.vocab_size), trainee.target_ids.cpu(), tensor
+            )
         if found is None or found.shape != tensor.shape:
             has = "none" if found is None else str(list(found.shape))
             raise CheckpointError(
@@ -207,11 +207,14 @@ def load_weights(trainee: Trainee, init: Path) -> None:
 def _rows_of(
     found: torch.Tensor, there: torch.Tensor, wanted: torch.Tensor, other: torch.Tensor
 ) -> torch.Tensor:
-    """The rows of `found`, which are those of tokens `there`, in the order of `wanted`; those of `other` for
-    tokens that are not there.
+    """The rows of `found`, which are those of tokens `there`, in the order of `wanted`. A token that is not
+    there gets its row of `other`, mapped as the rows of tokens in both are best mapped by a matrix.
     """
     places = torch.full((int(torch.cat((there, wanted)).max()) + 1,), -1)
     places[there] = torch.arange(len(there))
     chosen = places[wanted]
-    has = (chosen >= 0)[:, None]
-    return torch.where(has, found.float()[chosen.clamp(min=0)], other.cpu())
+    has, rows = chosen >= 0, found.float()[chosen.clamp(min=0)]
+    if not has.any() or has.all():
+        return torch.where(has[:, None], rows, other.cpu())
+    mapped = other.cpu() @ torch.linalg.lstsq(other.cpu()[has], rows[has]).solution
+    return torch.where(has[:, None], rows, mapped)

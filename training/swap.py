@@ -5,6 +5,8 @@
     canary   the accept length of requests that began since is compared with that of workers with the old
              head meanwhile, or of the worker itself before
     back     if it fell, or a worker was lost, every worker of this run takes its old head back
+    restart  where the new head has another shape than the old one, workers are restarted in place of the
+             swap, one at a time; their --draft names a link, and the link names the new head
 
 The router passes orders on; the heartbeat of a worker tells what became of them. A run that was broken off is
 given again: workers that have the head are passed over.
@@ -37,6 +39,8 @@ class SwapSettings:
     """
 
     path: Path
+    link: Path | None = None  # the link that --draft of the workers names; in the end it names `path`
+    may_restart: bool = False
     verifies: int = 500
     tolerance: float = 0.1
     verdict_s: float = 600.0
@@ -51,6 +55,7 @@ class Drafting:
 
     instance: str
     name: str
+    host: str
     fingerprint: str
     verifies: int
     tokens: int
@@ -59,6 +64,8 @@ class Drafting:
     state: str
     fault: str
     found: str
+    found_ids: tuple[int, ...]
+    link: str
     previous: str
 
 
@@ -70,6 +77,9 @@ class Decodes(Protocol):
 
     def order(self, instance: str, order: str, action: str, path: str) -> None:
         """Sends an order. Raises CheckpointError if the router refuses it."""
+
+    def offered(self) -> Mapping[str, tuple[int, ...]]:
+        """The layers that each serving prefill worker offers, by its name."""
 
 
 class RolledBack(Exception):
@@ -89,6 +99,8 @@ class Rollout:
     sleep: Callable[[float], None] = time.sleep
     _fingerprint: str = ""
     _checked: set[str] = field(default_factory=set)
+    _difference: str = ""  # why workers must restart for the head; "": they need not
+    _old_target: Path | None = None  # of the link, once it was changed
     _swapped: list[Drafting] = field(default_factory=list)  # as they were before, in their order
 
     def run(self) -> None:
@@ -98,11 +110,15 @@ class Rollout:
         self._check_all()
         if not self._pending():
             self.say(f"every decode worker has {self.settings.path} already")
-            return
         try:
             while pending := self._pending():
                 self._check_all()
-                self._swap(pending[0])
+                if self._difference:
+                    self._restart(pending[0])
+                else:
+                    self._swap(pending[0])
+            if self.settings.link is not None and self._old_target is None:
+                self._point(self.settings.path)
         except (RolledBack, CheckpointError) as error:
             self._back()
             raise RolledBack(f"{error}; {self._tail()}") from None
@@ -126,6 +142,37 @@ class Rollout:
                 )
             self._fingerprint = found.found
             self._checked.add(instance)
+            if found.state == "other":
+                self._may_restart(found)
+
+    def _may_restart(self, found: Drafting) -> None:
+        """Notes that workers must restart for the head. Raises CheckpointError if they cannot, or may not."""
+        settings, link = self.settings, self.settings.link
+        if not settings.may_restart or link is None:
+            raise CheckpointError(f"{found.name}: {found.fault} --link LINK")
+        if found.link != str(link):
+            raise CheckpointError(
+                f"{found.name}: its --draft is not the link {link}; restart it once with --draft {link}"
+            )
+        if len(self.decodes.look()) < 2:
+            raise CheckpointError(
+                f"{found.name} is the only decode worker that drafts, and its streams would have nowhere to "
+                "go; start another one"
+            )
+        for name, ids in self.decodes.offered().items():
+            if missing := sorted(set(found.found_ids) - set(ids)):
+                layers = ",".join(map(str, found.found_ids))
+                raise CheckpointError(
+                    f"{name} does not offer the features of layers {','.join(map(str, missing))}; restart it "
+                    f"with --feature-layers {layers}"
+                )
+        self._difference = found.fault
+
+    def _point(self, target: Path) -> None:
+        link = self.settings.link
+        assert link is not None
+        self._old_target = point_link(link, target) or self._old_target
+        self.say(f"{link} names {target}")
 
     def _obeyed(self, instance: str, name: str, order: str, action: str) -> Drafting:
         """Gives an order until the worker has done it. Raises CheckpointError if it refuses, and RolledBack
@@ -139,7 +186,7 @@ class Rollout:
                 raise RolledBack(f"{name} was lost")
             if one.order == order and one.state == "refused":
                 raise CheckpointError(f"{name}: {one.fault}")
-            if one.order == order and one.state in ("checked", "done"):
+            if one.order == order and one.state in ("checked", "other", "done"):
                 return one
             if one.order != order and self.clock() - sent >= REPEAT_S:
                 self.decodes.order(instance, order, action, path)
@@ -155,18 +202,55 @@ class Rollout:
         if self.settings.verifies:
             self._judge(before, others)
 
+    def _restart(self, before: Drafting) -> None:
+        others = self._others()
+        if self._old_target is None:
+            self._point(self.settings.path)
+        self._swapped.append(before)
+        new = self._started_again(before, self.settings.path, self._fingerprint)
+        self.say(f"{new.name}: drafts with {self.settings.path}")
+        if self.settings.verifies:
+            self._judge(before, others, new)
+
+    def _started_again(self, one: Drafting, path: Path, fingerprint: str) -> Drafting:
+        """Has a worker restart, and waits for the one in its place. Raises CheckpointError if it refuses, and
+        RolledBack if none comes, or one with another head.
+        """
+        began, sent, order = self.clock(), float("-inf"), secrets.token_hex(16)
+        known = set(self.decodes.look())
+        while self.clock() - began < self.settings.order_s:
+            seen = self.decodes.look()
+            old = seen.get(one.instance)
+            if old is not None and old.order == order and old.state == "refused":
+                raise CheckpointError(f"{old.name}: {old.fault}")
+            if old is not None and old.order != order and self.clock() - sent >= REPEAT_S:
+                self.decodes.order(one.instance, order, "restart", str(path))
+                sent = self.clock()
+            for new in seen.values():
+                if old is None and new.instance not in known and new.host == one.host:
+                    if new.fingerprint != fingerprint:
+                        raise RolledBack(f"{new.name} came back with another head, {new.fingerprint[:8]}")
+                    self._checked.add(new.instance)
+                    return new
+            self.sleep(LOOK_S)
+        raise RolledBack(f"{one.name} did not come back within {self.settings.order_s:g} s")
+
     def _others(self) -> Mapping[str, Drafting]:
         """The workers with another head than the new one."""
         found = self.decodes.look().items()
         return {instance: one for instance, one in found if one.fingerprint != self._fingerprint}
 
-    def _judge(self, before: Drafting, others: Mapping[str, Drafting]) -> None:
-        """Raises RolledBack if the accept length fell, or if there is no verdict in time."""
+    def _judge(self, before: Drafting, others: Mapping[str, Drafting], new: Drafting | None = None) -> None:
+        """Compares a worker with what it was `before`, and with `others`. `new`: the worker in its place.
+
+        Raises RolledBack if the accept length fell, or if there is no verdict in time.
+        """
         settings, began = self.settings, self.clock()
+        instance = before.instance if new is None else new.instance
         measured = 0
         while self.clock() - began < settings.verdict_s:
             seen = self.decodes.look()
-            one = seen.get(before.instance)
+            one = seen.get(instance)
             if one is None:
                 raise RolledBack(f"{before.name} was lost")
             if one.fingerprint != self._fingerprint:
@@ -205,6 +289,8 @@ class Rollout:
 
     def _back(self) -> None:
         """Takes the new head back from the workers of this run, the last one first."""
+        if self._difference:
+            return self._back_by_restarts()
         for before in reversed(self._swapped):
             try:
                 one = self._settled(before.instance)
@@ -215,6 +301,22 @@ class Rollout:
                     self.say(f"{before.name}: drafts with its old head")
             except (RolledBack, CheckpointError) as error:
                 self.say(f"{before.name}: could not be taken back: {error}")
+
+    def _back_by_restarts(self) -> None:
+        """Lets the link name the old head again, and restarts the workers that have the new one."""
+        old = self._old_target
+        if old is None:
+            return
+        self._point(old)
+        for before in reversed(self._swapped):
+            for one in list(self.decodes.look().values()):
+                if one.host != before.host or one.fingerprint != self._fingerprint:
+                    continue
+                try:
+                    new = self._started_again(one, old, before.fingerprint)
+                    self.say(f"{new.name}: drafts with its old head")
+                except (RolledBack, CheckpointError) as error:
+                    self.say(f"{before.name}: could not be taken back: {error}")
 
     def _settled(self, instance: str) -> Drafting | None:
         """The worker once no order is under way there; None if it is lost."""
@@ -241,6 +343,14 @@ class HttpDecodes:
 
     def order(self, instance: str, order: str, action: str, path: str) -> None:
         self._json("POST", "/drafts", {"instance": instance, "order": order, "action": action, "path": path})
+
+    def offered(self) -> Mapping[str, tuple[int, ...]]:
+        workers = self._json("GET", "/status", None)["workers"]
+        return {
+            f"prefill {one['instance'][:8]}": tuple(one["feature_ids"])
+            for one in workers
+            if one["role"] == "prefill" and one["state"] == "serving"
+        }
 
     def _json(self, method: str, path: str, body: dict[str, str] | None) -> dict[str, Any]:
         """The answer. A router that is away is asked again for a while. Raises CheckpointError."""
@@ -280,6 +390,7 @@ def _drafting(worker: Mapping[str, Any]) -> Drafting:
     return Drafting(
         instance=worker["instance"],
         name=_name_of(worker),
+        host=worker["host"],
         fingerprint=draft["fingerprint"],
         verifies=draft["verifies"],
         tokens=draft["tokens"],
@@ -288,6 +399,8 @@ def _drafting(worker: Mapping[str, Any]) -> Drafting:
         state=draft["state"],
         fault=draft["fault"],
         found=draft["found"],
+        found_ids=tuple(draft["found_ids"]),
+        link=draft["link"],
         previous=draft["previous"],
     )
 
@@ -303,11 +416,16 @@ def swap_heads(settings: SwapSettings, url: str, api_key: str, say: Callable[[st
         Rollout(settings, decodes, say).run()
 
 
-def point_link(link: Path, target: Path) -> None:
-    """Makes the symbolic link `link` name `target`, in one step. Raises CheckpointError if it is no link."""
+def point_link(link: Path, target: Path) -> Path | None:
+    """Makes the symbolic link `link` name `target`, in one step. Returns what it named before, if anything.
+
+    Raises CheckpointError if it is no link.
+    """
     if link.exists() and not link.is_symlink():
         raise CheckpointError(f"--link {link}: is no symbolic link; name the link that --draft names")
+    old = Path(os.path.realpath(link)) if link.is_symlink() else None
     new = link.with_name(f".{link.name}.{os.getpid()}")
     new.unlink(missing_ok=True)
     new.symlink_to(target)
     os.replace(new, link)
+    return old

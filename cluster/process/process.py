@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_OK = 0
 EXIT_CANNOT_START = 1
+EXIT_AGAIN = 75  # EX_TEMPFAIL: the process wants to be started again
 EXIT_CRASHED = 70  # EX_SOFTWARE of sysexits.h
 EXIT_INTERRUPTED = 130
 

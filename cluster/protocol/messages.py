@@ -159,9 +159,11 @@ class DraftHead(Struct, frozen=True, kw_only=True):
     verifies: Count = 0
     tokens: Count = 0
     order: Text = ""  # id of the newest SwapDraft; "": none yet
-    state: Text = ""  # of that order: busy, checked, done or refused
-    fault: Text = ""  # the reason of a refusal, in one line
+    state: Text = ""  # of that order: busy, checked, other, done, refused or leaving
+    fault: Text = ""  # the reason of a refusal, or the difference of an `other` head, in one line
     found: Text = ""  # fingerprint of the checkpoint that the order names, once it was read
+    found_ids: Annotated[tuple[Small, ...], Meta(max_length=64)] = ()  # layers that this one reads
+    link: Text = ""  # the symbolic link that --draft names; "": it names none
     previous: Text = ""  # fingerprint of the weights that an order may put back; "": none are kept
 
 
@@ -459,13 +461,15 @@ class Cancel(Message, frozen=True, kw_only=True):
 class SwapDraft(Message, frozen=True, kw_only=True):
     """To decode: check the draft weights at `path`, take them, or take back the previous ones.
 
-    `path` is an absolute directory on the worker's host, empty for "back". Only workers with a
-    `DraftHead` in their heartbeats get it, and the newest one there tells the result.
+    "restart" drains the worker and ends it with an exit code at which its supervisor starts it again; its
+    --draft must lead to `path` by then. `path` is an absolute directory on the worker's host, empty for
+    "back". Only workers with a `DraftHead` in their heartbeats get it, and the newest one there tells the
+    result.
     """
 
     instance: Id
     order: Id  # a repeated order is ignored
-    action: Annotated[str, Meta(pattern="^(check|swap|back)$")]
+    action: Annotated[str, Meta(pattern="^(check|swap|back|restart)$")]
     path: Text = ""
 
 

@@ -185,7 +185,7 @@ class BreakableGraph(Generic[ContextT, OutputT]):
     ) -> OutputT:
         """Record one run of `fn` on `context`, after the warm-up runs of the backend.
 
-        `is_warm`: the same code and the same products have run before, so there are no warm-up runs. Returns
+        `is_warm`: the same code has run at another size, so there are no warm-up runs. Returns
         the output of that run; the same tensors hold the output of each replay. If `fn` raises, the graph
         stays uncaptured and the backend can capture the next one. Raises GraphError inside another capture,
         for a second capture, and in inference mode, whose composite operations would be recorded whole.

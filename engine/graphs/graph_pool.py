@@ -1,5 +1,6 @@
 """All graphs of a process: their number, memory and replays by kind, and the reasons of eager forwards."""
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +13,8 @@ import torch
 from .backend import GraphBackend
 from .breakable import BreakableGraph, Breaks, ContextT, OutputT
 from .errors import GraphError, StaleGraph
+
+logger = logging.getLogger(__name__)
 
 NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
@@ -31,13 +34,6 @@ class GraphKind(Enum):
     def is_decode(self) -> bool:
         """Whether only decode servers own such graphs; a prefill server has none."""
         return self not in (GraphKind.TARGET_PREFILL, GraphKind.WHOLE_PREFILL, GraphKind.DRAFT_PREFILL)
-
-    @property
-    def products(self) -> str:
-        """A name for the model parts in it: kinds that share it compute the same products at each size."""
-        if self in (GraphKind.TARGET_PREFILL, GraphKind.WHOLE_PREFILL):
-            return "target"
-        return self.value if self in (GraphKind.DRAFT_PREFILL, GraphKind.DRAFT_CATCH_UP) else "step"
 
 
 class FallbackReason(Enum):
@@ -184,8 +180,7 @@ class GraphPool:
         self._fallbacks: Counter[tuple[GraphKind, FallbackReason]] = Counter()
         # Asking the backend for its pool's size may take as long as a capture, so it is asked between kinds.
         self._growth: Counter[GraphKind] = Counter()
-        self._checked: set[tuple[GraphKind, int]] = set()  # the code that was captured under guards
-        self._warmed: set[tuple[str, int, int]] = set()  # the products that have run
+        self._checked: set[tuple[GraphKind, int]] = set()  # the code that was warmed up and guarded
         self._measured: tuple[GraphKind, int] | None = None  # the kind being captured, and the pool before it
 
     def capture(
@@ -200,6 +195,7 @@ class GraphPool:
     ) -> PooledGraph[ContextT, OutputT]:
         """Capture `fn` at `bucket` rows. Graphs of a kind may differ in `rows`, the rows per request.
 
+        Code is warmed up at its first size; where another size fails without that, it gets its own run.
         `parameters`: the tensors whose exchange makes the graph stale. Runners capture their largest bucket
         first, so smaller ones fit into the memory that it left. Raises GraphError if the graph exists
         already.
@@ -214,18 +210,16 @@ class GraphPool:
             self._measured = kind, self.backend.pool_bytes()
         start = time.monotonic()
         self.num_captured += 1
-        products = kind.products, bucket, rows
-        is_first = (kind, rows) not in self._checked
-        self.backend.is_guarded = is_first
-        is_warm = not is_first and products in self._warmed
+        is_known = (kind, rows) in self._checked
+        self.backend.is_guarded = not is_known
         try:
-            graph.capture(fn, context, is_warm=is_warm)
-        except RuntimeError:
-            if not is_warm:
+            graph.capture(fn, context, is_warm=is_known)
+        except RuntimeError as error:
+            if not is_known:
                 raise
-            graph.capture(fn, context)  # a library had something left to prepare
+            logger.info("%s is captured again, behind a run: %s", name, error)
+            graph.capture(fn, context)
         self._checked.add((kind, rows))
-        self._warmed.add(products)
         pooled.capture_seconds = time.monotonic() - start
         pooled.bound = BoundTensors(parameters) if parameters is not None else None
         self._graphs[kind, bucket, rows] = pooled

@@ -16,7 +16,7 @@ class DraftOrderBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     instance: Id  # of the decode worker, as /status names it
     order: Id  # 32 hex digits that the caller chooses; a repeated order is performed once
-    action: Annotated[str, Meta(pattern="^(check|swap|back)$")]
+    action: Annotated[str, Meta(pattern="^(check|swap|back|restart)$")]
     path: Text = ""  # absolute directory on the worker's host; empty for "back"
 
 
@@ -34,5 +34,5 @@ def draft_order_of(raw: bytes) -> SwapDraft:
     except UNREADABLE as error:
         raise unreadable(error) from None
     if (body.action == "back") != (body.path == ""):
-        raise bad_request("path: name a directory to check or swap to, and none to go back", param="path")
+        raise bad_request("path: name a directory to check or take, and none to go back", param="path")
     return SwapDraft(instance=body.instance, order=body.order, action=body.action, path=body.path)

@@ -115,11 +115,13 @@ def cluster(model, tmp_path_factory):
     base = tmp_path_factory.mktemp("recording")
     first = random_head(model, base / "first", 1, LAYERS)
     settings = {
-        "prefill": 1, "decode": 2, "kv_memory_mb": 32, "threads": 1, "feature_layers": "1,2,4",
+        "prefill": 1, "decode": 2, "kv_memory_mb": 32, "threads": 1, "feature_layers": "0,1,2,4",
         "record_drafts": str(base / "samples"), "decode_policy": "round-robin",
     }  # fmt: skip
-    with serving(model, first, **settings) as running:
-        running.samples, running.heads = base / "samples", base
+    link = base / "current"
+    link.symlink_to(first)
+    with serving(model, link, **settings) as running:
+        running.samples, running.heads, running.link = base / "samples", base, link
         yield running
 
 
@@ -154,7 +156,6 @@ def test_recorded_traffic_trains_a_head_that_is_swapped_in_under_load(cluster, m
     assert main(train) == 0
     capsys.readouterr()
     old, new = accept_lengths(capsys, model, cluster.samples, first, out / "head")
-    print(f"accept length on the recorded prompts: {old} before, {new} behind the training")
     assert new > old + 0.3, (old, new)
 
     with Load(cluster, answers) as load:
@@ -165,7 +166,7 @@ def test_recorded_traffic_trains_a_head_that_is_swapped_in_under_load(cluster, m
     trained = set(heads(cluster).values())
     assert len(trained) == 1
     assert trained.isdisjoint(before.values())
-    assert said.count("accept length") == 2
+    assert said.count(" verifies, ") == 2
     assert asked([out / "head", *url], capsys)[1].startswith("every decode worker has")
 
     bad = random_head(model, cluster.heads / "bad", 2, LAYERS)
@@ -194,3 +195,23 @@ def test_recorded_traffic_trains_a_head_that_is_swapped_in_under_load(cluster, m
     )
     assert asked([out / "head", *url, "--verifies", "0"], capsys)[0] == 0
     assert set(heads(cluster).values()) == trained
+
+
+def test_a_head_of_other_layers_comes_by_restarts_without_a_lost_request(cluster, model, answers, capsys):
+    url, link = ["--url", cluster.url, "--verifies", "0"], ["--link", cluster.link]
+    other = random_head(model, cluster.heads / "other", 3, (0, 1, 4))
+    before = heads(cluster)
+    code, said = asked([other, *url], capsys)
+    assert (code, "reads the layers 0,1,4, the head in use 1,2,4" in said) == (1, True), said
+    assert "baton draft swap --restart --link LINK" in said
+    assert heads(cluster) == before
+    with Load(cluster, answers) as load:
+        code, said = asked([other, *url, *link, "--restart"], capsys)
+        wait_until(lambda: load.num_done > 50, 120, "requests")
+    assert (code, load.wrong) == (0, []), said
+    assert said.count("drafts with") == 2
+    assert len(set(heads(cluster).values())) == 1
+    assert heads(cluster).keys().isdisjoint(before)
+    assert cluster.link.resolve() == other.resolve()
+    workers = [worker for worker in status(cluster)["workers"] if worker["role"] == "decode"]
+    assert [worker["feature_ids"] for worker in workers] == [[0, 1, 4]] * 2

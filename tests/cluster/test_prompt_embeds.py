@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import partial
 
 import httpx
 import pytest
@@ -18,6 +19,7 @@ from baton.tests.cluster.serving import (
     wait_free,
 )
 from baton.tests.embeds import embeds_text
+from baton.tests.parity.conftest import few_references
 from baton.tests.parity.eagle3_toys import write_oracle
 from safetensors.torch import load_file
 
@@ -87,6 +89,16 @@ def test_embeddings_are_answered_as_their_ids_also_behind_a_kill(models, table, 
         assert is_killed
         assert streamed == wanted
         wait_free(cluster)
+
+
+@pytest.mark.smollm2
+def test_smollm2_without_drafts_and_prefill_answers_as_transformers(smollm2_dir, smollm2_tokenizer):
+    table = load_file(smollm2_dir / "model.safetensors")["model.embed_tokens.weight"].float()
+    references = few_references(smollm2_dir, smollm2_tokenizer, ("capital", "haiku"))
+    settings = {"prefill": 0, "aggregated": True, "local_prefill_tokens": 16, "prompt_embeds": True}
+    with serving(smollm2_dir, **settings) as cluster:
+        jobs = [partial(ask, cluster, each.prompt_ids, table, max_tokens=24) for each in references]
+        assert [ids for ids, _ in at_once(jobs, 2)] == [each.output_ids[:24] for each in references]
 
 
 HOOKLESS = {"takes": YOUNG_FIELDS[:-1], "embeds_fault": "ToyModel takes no input_embeds"}

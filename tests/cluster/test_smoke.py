@@ -9,7 +9,6 @@ from functools import partial
 
 import httpx
 import pytest
-import torch
 from baton.tests.cluster.serving import (
     at_once,
     complete,
@@ -70,14 +69,12 @@ def test_greedy_tokens_equal_those_of_transformers(cluster, references):
 
 
 def test_embeddings_of_the_ids_are_answered_as_the_ids(cluster, references, smollm2_dir):
-    table = load_file(smollm2_dir / "model.safetensors")["model.embed_tokens.weight"].float()
-    texts = [embeds_text(table[torch.tensor(reference.prompt_ids)]) for reference in references]
-    _, answer = complete(cluster, [], prompt="", prompt_embeds=texts, max_tokens=NUM_TOKENS)
-    expected = [reference.output_ids[:NUM_TOKENS] for reference in references]
-    assert [choice["token_ids"] for choice in answer["choices"]] == expected
-    accepted, steps = (
-        sum(t[key] for t in answer["timeline"]["choices"]) for key in ("accepted", "verify_steps")
-    )
+    table = load_file(smollm2_dir / "model.safetensors")["model.embed_tokens.weight"]
+    reference = min(references, key=lambda each: len(each.prompt_ids))
+    text = embeds_text(table[reference.prompt_ids].float())
+    ids, answer = complete(cluster, [], prompt="", prompt_embeds=text, max_tokens=NUM_TOKENS)
+    assert ids == reference.output_ids[:NUM_TOKENS]
+    accepted, steps = (answer["timeline"][key] for key in ("accepted", "verify_steps"))
     assert 1 + accepted / steps > 1.25, "drafts read the embeddings of the prompt"
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from baton.engine.graphs.cuda import CudaBackend
+from baton.tests.gpu import test_mtp
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.every_drafter import (
     KINDS,
@@ -61,3 +62,13 @@ def test_all_answers_are_those_without_drafts_alone_and_in_batches(
     for batch in (1, BATCH):
         check_batches(engine, answers, batch)
         assert {result.path for result in engine.results} == {"graph"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_self_test_keeps_the_graphs_in_which_a_head_catches_up(
+    target: Path, tmp_path: Path, dtype: str
+) -> None:
+    head = KINDS["eagle3"].write(tmp_path / "head", target)
+    engine = test_mtp.engine_of(target, head, has_graphs=True, dtype=dtype)
+    assert engine.steps.catch_up_graphs.captured == engine.steps.catch_up_graphs.buckets
+    assert not any("capture_failed" in name for name in engine.graph_counters), engine.graph_counters

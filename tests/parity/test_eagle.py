@@ -347,7 +347,9 @@ def fed_back_normed(engine: SourcedEngine) -> None:
 def tokens_not_shifted(engine: SourcedEngine) -> None:
     """Row i gets the token at i instead of that at i + 1."""
     forward = engine.drafter.head.forward
-    engine.drafter.head.forward = lambda hidden, ids, *rest: forward(hidden, (ids - 5) % 63, *rest)
+    engine.drafter.head.forward = lambda hidden, ids, *rest, **more: forward(
+        hidden, (ids - 5) % 63, *rest, **more
+    )
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pa
     return {kind: (target, write(path / kind)) for kind, write in KINDS.items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind == "two layers" else kind for kind in KINDS]
+)
 def test_sequences_of_a_decode_worker_have_the_targets_law(models, kind):
     assert not is_refuted(sample(models[kind], QUICK))
 

@@ -49,7 +49,13 @@ def load(
 # --- start-up -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Independent modules run the code of chained ones, without the hidden state of the module before.
+QUICK_KINDS = [
+    pytest.param(kind, marks=pytest.mark.slow) if kind == "independent" else kind for kind in KINDS
+]
+
+
+@pytest.mark.parametrize("kind", QUICK_KINDS)
 def test_graphs_pass_the_self_tests_and_a_rehearsal_replays_them(target, heads, kind):
     engine, _ = load(target, heads[kind], graphs="on", graph_self_test=True)
     kinds = engine.graphs.pool.kinds()
@@ -62,12 +68,10 @@ def test_graphs_pass_the_self_tests_and_a_rehearsal_replays_them(target, heads, 
     assert not bool(engine.drafter.pool.kv.any())
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind == "independent" else kind for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", QUICK_KINDS)
 def test_the_dry_run_finds_every_kernel_that_modules_launch(target, heads, kind, monkeypatch):
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-    engine, loader = load(target, heads[kind], dtype="bfloat16", spec_adaptive="off")
+    engine, loader = load(target, heads[kind], dtype="bfloat16", spec_adaptive="off", max_context=128)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
     monkeypatch.setattr(skinny_linear, "shared_bytes", lambda device: skinny_linear.SHARED_BYTES)
     engine.runner.attention = attention_for(engine.pool, "triton")

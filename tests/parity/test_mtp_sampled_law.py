@@ -25,7 +25,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pa
     return {kind: (target, head) for kind, head in write_kinds(path, target).items()}
 
 
-@pytest.mark.parametrize("kind", ["chained", "independent", "shared"])
+@pytest.mark.parametrize("kind", ["chained", pytest.param("independent", marks=pytest.mark.slow), "shared"])
 def test_sequences_of_a_decode_worker_have_the_targets_law(models, kind):
     assert not is_refuted(sample(models[kind], QUICK))
 

@@ -17,7 +17,7 @@ from baton.engine.kv.sparse_layout import SparseLayout
 from baton.engine.runner.model_runner import ModelRunner
 from baton.engine.speculative.step import fused_step
 from baton.kernels import sparse_attention, sparse_caches
-from baton.kernels.sparse_caches import DENSE_TARGET, INDEX_TARGET, POSITION, RowCountMismatch, SparsePlan
+from baton.kernels.sparse_caches import DENSE_TARGET, INDEX_TARGET, POSITION, PlanMismatch, SparsePlan
 from baton.tests.parity.answer_engine import CHAIN, TREE, Models, Way
 from baton.tests.parity.sparse_engine import Expected, check_way
 from baton.tests.parity.sparse_toys import sparse_config
@@ -95,8 +95,14 @@ def planned_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sparse_rows, "plan_rows", kept)
 
 
+def without_assertions(patch: pytest.MonkeyPatch) -> None:
+    """The kernels take any plan."""
+    for module in (sparse_attention, sparse_caches):
+        patch.setattr(module, "check_plan", lambda *args: None)
+
+
 def refused(models: Models, way: Way, expected: Expected, **how: int) -> None:
-    with pytest.raises(RowCountMismatch, match="plan the padded batch, before each forward"):
+    with pytest.raises(PlanMismatch, match="plan the padded batch, before each forward"):
         check_way(models, way, expected.tokens, **how)
 
 
@@ -121,11 +127,10 @@ def test_a_step_that_skips_its_plan_is_refused(models, expected, patch, caplog, 
     ("bug", "is_silent"),
     [(planned_before_padding, True), (step_planned_before_padding, True), (planned_once, False)],
 )
-def test_only_the_counts_of_the_kernels_refuse_a_stale_plan(models, expected, patch, bug: Bug, is_silent):
-    """Without them an old plan gives wrong answers. A plan without the padding goes unnoticed on a CPU, whose
-    kernels never touch padding, where those of a device would read past the plan's end."""
-    for module in (sparse_attention, sparse_caches):
-        patch.setattr(module, "check_plan", lambda plan, num_rows, kv_lens: None)
+def test_only_the_assertions_of_the_kernels_refuse_a_stale_plan(models, expected, patch, bug: Bug, is_silent):
+    """Without them, an old plan gives wrong answers. A plan without the padding goes unnoticed on a CPU,
+    whose kernels never touch padding, where those of a device would read past the plan's end."""
+    without_assertions(patch)
     bug(patch)
     wrong: list[Exception] = []
     try:
@@ -152,6 +157,16 @@ def moved(kind: int, by: int) -> Bug:
         return rows
 
     return lambda patch: changed_targets(patch, change)
+
+
+def other_pages(patch: pytest.MonkeyPatch) -> None:
+    """The plan of a step has the targets of another request's pages."""
+    plan_rows = sparse_rows.plan_rows
+
+    def flipped(sizes, page_table, kv_lens, num_rows, **others):
+        return plan_rows(sizes, page_table.flip(0), kv_lens, num_rows, **others)
+
+    patch.setattr(sparse_rows, "plan_rows", flipped)
 
 
 def one_token_late(patch: pytest.MonkeyPatch) -> None:
@@ -234,6 +249,7 @@ def unread_layers_complete_nothing(patch: pytest.MonkeyPatch) -> None:
 BUGS: dict[str, tuple[Bug, Way]] = {
     "index target off by one": (moved(INDEX_TARGET, 1), CHAINS),
     "dense target off by one": (moved(DENSE_TARGET, 1), CHAINS),
+    "other pages": (other_pages, CHAINS),
     "one token early": (one_token_late, CHAINS),
     "never rewritten": (never_rewritten, CHAINS),
     "drafts not written": (drafts_not_written, CHAINS),
@@ -246,8 +262,21 @@ BUGS: dict[str, tuple[Bug, Way]] = {
 }
 
 
+ASSERTED = ("index target off by one", "dense target off by one", "other pages", "one token early")
+
+
+@pytest.mark.parametrize("bug", ASSERTED)
+def test_a_wrong_target_is_refused_by_the_kernels(models, expected, patch, bug: str):
+    plant, way = BUGS[bug]
+    plant(patch)
+    with pytest.raises(PlanMismatch, match="planned for other pages"):
+        check_way(models, way, expected.tokens)
+
+
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_wrong_target_or_window_is_detected(models, expected, patch, bug: str):
+    """Without the assertions of the kernels, the law of the side caches or the tokens tell."""
+    without_assertions(patch)
     plant, way = BUGS[bug]
     plant(patch)
     with pytest.raises((AssertionError, IndexError)):

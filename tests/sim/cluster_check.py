@@ -43,7 +43,7 @@ class Checker:
         for room in process.worker.queues:
             for page in room.request.pages:
                 owners[page] += 1
-        for page in cache._nodes:
+        for page in cache._children.values():
             owners[page] += 1
         for page, count in owners.items():
             if cache.allocator.refs(page) != count:

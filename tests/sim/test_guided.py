@@ -117,7 +117,7 @@ def test_drafts_that_the_grammar_allows_are_kept(models):
     assert pair.decode.stats().accept_length > 2.0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_drafts_and_where_the_prompt_is_computed_change_no_token(models, temperature):
     jobs = [(grammar_of(schema), 3) for schema in schemas(2, seed=5)]
     places = ((False, "off"), (True, "off"), (True, "on"))  # on decode or not, launched ahead or not

@@ -11,7 +11,8 @@ from baton.engine.hub import NGRAM
 from baton.tests.parity.dflash_toys import write_dflash_oracle
 from baton.tests.parity.eagle3_toys import ORACLE_IDS, successor, write_oracle, write_oracle_head
 from baton.tests.parity.eagle_toys import write_eagle_oracle
-from baton.tests.sim.worker_pair import D, Pair, name
+from baton.tests.parity.every_drafter import KINDS
+from baton.tests.sim.worker_pair import D, Pair, engine_of, name
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -212,6 +213,74 @@ def test_a_head_of_another_kind_or_of_other_layers_is_refused(eagle3, tmp_path):
     found = ordered(pair, 1, "swap", write_oracle_head(tmp_path / "turned", ORACLE_IDS[::-1]))
     assert "give prefill --feature-layers" in found.fault
     assert ordered(pair, 2, "back").fault.startswith("no weights from before")
+
+
+def test_a_head_of_another_shape_is_read_whole_and_taken_by_a_restart_only(eagle3, tmp_path):
+    target, good, _ = eagle3
+    other = write_oracle_head(tmp_path / "turned", ORACLE_IDS[::-1])
+    pair, link = Pair(target, good, **SETTINGS), tmp_path / "current"
+    link.symlink_to(good)
+    swap, left = pair.decode.head_swap, []
+    swap.named, swap.on_restart = str(link), lambda: left.append(True)
+    found = ordered(pair, 0, "check", other)
+    assert (found.state, found.found_ids, found.link) == ("other", ORACLE_IDS[::-1], str(link))
+    assert "--feature-layers 5,3,1" in found.fault
+    assert ordered(pair, 1, "check", of_numbers(float("nan"))(other, tmp_path / "nan")).state == "refused"
+    assert "does not lead to" in ordered(pair, 2, "restart", other).fault
+    assert not left
+    link.unlink()
+    link.symlink_to(other)
+    assert ordered(pair, 3, "restart", other).state == "leaving"
+    assert left == [True]
+    assert swap.is_leaving
+    assert pair.decode.stats().draft.path == str(good)
+
+
+UNREAD = "eagle.stack.0.input_norm.weight"  # memory without weights, which no forward reads
+
+
+def reachable(value, name="", seen=None):
+    """Every tensor below an object, by the names that lead there."""
+    seen = set() if seen is None else seen
+    if isinstance(value, torch.Tensor):
+        yield from [] if name == UNREAD else [(name, value)]
+    elif id(value) not in seen:
+        seen.add(id(value))
+        parts = vars(value) if hasattr(value, "__dict__") else value if isinstance(value, dict) else {}
+        if isinstance(value, (list, tuple)):
+            parts = dict(enumerate(value))
+        for key, part in parts.items():
+            yield from reachable(part, f"{name}.{key}", seen)
+
+
+QUICK = ("parallel eagle3", "dflash", "mtp chained")
+WITH_WEIGHTS = [kind for kind in KINDS if kind != "ngram" and "tree" not in kind]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow) for kind in WITH_WEIGHTS],
+)
+def test_every_tensor_of_a_swapped_head_is_that_of_a_fresh_start(toy_checkpoint, tmp_path, kind):
+    target = toy_checkpoint("llama", num_hidden_layers=4)
+    old = KINDS[kind].write(tmp_path / "old", target)
+    new = copy_of(old, tmp_path / "new", randomise)
+    settings = {"model": str(target), "pages": 32, "max_running": 2} | KINDS[kind].settings
+    swapped, fresh = (engine_of(settings | {"draft": str(path)}, has_drafter=True) for path in (old, new))
+    assert swapped.head.version.fingerprint != fresh.head.version.fingerprint
+    first = {name: one.clone() for name, one in reachable(swapped.drafter.head, kind)}
+    kept = swapped.head.keep()
+    swapped.head.apply(swapped.head.stage(new), kept)
+    wanted = dict(reachable(fresh.drafter.head, kind))
+    changed = 0
+    for key, tensor in reachable(swapped.drafter.head, kind):
+        assert torch.equal(tensor, wanted[key]), key
+        changed += not torch.equal(tensor, first[key])
+    assert changed > 5
+    assert swapped.head.version == fresh.head.version
+    swapped.head.apply(swapped.head.stage_previous(), None)
+    for key, tensor in reachable(swapped.drafter.head, kind):
+        assert torch.equal(tensor, first[key]), key
 
 
 def test_lookup_has_no_head_and_ignores_orders(eagle3):

@@ -17,11 +17,13 @@ import torch
 
 from ...errors import CheckpointError
 from ...weights_hash import model_fingerprint
+from ..drafting.shape import DraftShape
 from .mtp import MtpModel
 from .protocol import Drafter
 from .registry import DraftConfig, DraftModel, DraftSource, TargetWeights
 
 SPARE_BYTES = 256 << 20  # of a GPU, free beside a staged head
+REMEDY = "restart the decode workers with it: baton draft swap --restart"
 Pair = tuple[torch.Tensor, torch.Tensor]  # a tensor in use, and the values to write there
 
 
@@ -31,6 +33,10 @@ class HeadVersion:
 
     path: Path
     fingerprint: str
+
+
+class OtherShape(CheckpointError):
+    """A head that fits the target and cannot take the place of the one in use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +51,7 @@ class LiveHead:
     """The weights of the drafter that runs, of `model` with the config `config`.
 
     `read` gives the source of another checkpoint for the same target, or raises CheckpointError. `lent` are
-    the target's tensors, which heads share.
+    the target's tensors, which heads share. `shape`: the drafts of a step.
     """
 
     def __init__(
@@ -56,10 +62,11 @@ class LiveHead:
         *,
         read: Callable[[Path], DraftSource],
         lent: TargetWeights,
+        shape: DraftShape,
     ) -> None:
         self.version = HeadVersion(path=config.path, fingerprint=model_fingerprint(config.path))
         self._drafter, self._config, self._read, self._target = drafter, config, read, lent
-        self._dialect = _dialect_of(model)
+        self._dialect, self._shape = _dialect_of(model), shape
         shared = (lent.embed_tokens, lent.lm_head, *(one for _, one in lent.final_norm.tensors("")))
         self._lent = {tensor.data_ptr() for tensor in shared}
         self._previous: StagedHead | None = None
@@ -85,25 +92,40 @@ class LiveHead:
     def stage(self, path: Path) -> StagedHead:
         """The weights at `path` with copies in this process; the engine may step meanwhile.
 
-        Raises CheckpointError if the checkpoint is unreadable, does not fit the target, has another shape
-        than the head in use, or has numbers that are not finite.
+        Raises CheckpointError if the checkpoint is unreadable, does not fit the target, or has numbers that
+        are not finite; OtherShape if it only has another shape than the head in use.
         """
-        if not path.is_absolute() or not path.is_dir():
-            raise CheckpointError(f"{path}: no directory of this host; name an absolute path of a head")
-        source = self._read(path)
+        source = self._source_of(path)
         self._must_agree(source.config)
-        self._must_fit()
+        self._must_fit(sum(one.nbytes for one in self._own()))
         with self._own_stream():
             model = source.load(self._target)
             if _dialect_of(model) != self._dialect:
-                raise CheckpointError(
-                    f"{path}: its modules are of another family than those in use; {_restart(path)}"
-                )
+                raise OtherShape(f"{path}: its modules are of another family than those in use; {REMEDY}")
             drafter = model.drafter(num_pages=2, page_size=1, capacity=2)  # the names of its tensors
             pairs = self._pairs(path, dict(drafter.parameters()))
             self._wait()
         fingerprint = model_fingerprint(path)
         return StagedHead(version=HeadVersion(path=path, fingerprint=fingerprint), pairs=pairs)
+
+    @torch.no_grad()
+    def read_other(self, path: Path) -> tuple[HeadVersion, tuple[int, ...]]:
+        """The version of a head of any shape that a restarted engine could load, and the layers that it
+        reads. Raises CheckpointError if it could not.
+        """
+        source = self._source_of(path)
+        self._must_fit(sum(file.stat().st_size for file in path.glob("*.safetensors")))
+        with self._own_stream():
+            model = source.load(self._target)
+            model.check(self._shape)
+            for name, tensor in model.drafter(num_pages=2, page_size=1, capacity=2).parameters():
+                _must_be_finite(path, name, tensor)
+        return HeadVersion(path=path, fingerprint=model_fingerprint(path)), source.config.aux.ids
+
+    def _source_of(self, path: Path) -> DraftSource:
+        if not path.is_absolute() or not path.is_dir():
+            raise CheckpointError(f"{path}: no directory of this host; name an absolute path of a head")
+        return self._read(path)
 
     @torch.no_grad()
     def keep(self) -> StagedHead:
@@ -129,58 +151,52 @@ class LiveHead:
         kept = self._previous
         if kept is None:
             raise CheckpointError(f"no weights from before {self.version.path} are kept")
-        self._must_fit()
+        self._must_fit(sum(values.nbytes for _, values in kept.pairs))
         with self._own_stream():
             pairs = [(tensor, values.to(tensor.device)) for tensor, values in kept.pairs]
             self._wait()
         return StagedHead(version=kept.version, pairs=pairs)
 
     def _must_agree(self, config: DraftConfig) -> None:
-        """Raises CheckpointError naming the first field of the config that graphs and pools rely on."""
+        """Raises OtherShape naming the first field of the config that graphs and pools rely on."""
         path, running = config.path, self._config
         if type(config) is not type(running):
-            raise CheckpointError(
-                f"{path}: its kind is {_kind(config)}, that of the head in use {_kind(running)}; "
-                f"{_restart(path)}"
+            raise OtherShape(
+                f"{path}: its kind is {_kind(config)}, that of the head in use {_kind(running)}; {REMEDY}"
             )
         if config.aux.ids != running.aux.ids:
             layers = ",".join(map(str, config.aux.ids))
-            raise CheckpointError(
+            raise OtherShape(
                 f"{path}: reads the layers {layers}, the head in use {','.join(map(str, running.aux.ids))}; "
-                f"give prefill --feature-layers {layers}, then {_restart(path)}"
+                f"give prefill --feature-layers {layers}, then {REMEDY}"
             )
         if name := _difference(running, config):
-            raise CheckpointError(
+            raise OtherShape(
                 f"{path}: {name} is {getattr(config, name)!r}, that of the head in use is "
-                f"{getattr(running, name)!r}; {_restart(path)}"
+                f"{getattr(running, name)!r}; {REMEDY}"
             )
 
     def _pairs(self, path: Path, fresh: Mapping[str, torch.Tensor]) -> list[Pair]:
         running = dict(self._drafter.parameters())
         if missing := running.keys() ^ fresh.keys():
-            raise CheckpointError(
-                f"{path}: tensor {min(missing)} is in only one of this head and the head in use; "
-                f"{_restart(path)}"
+            raise OtherShape(
+                f"{path}: tensor {min(missing)} is in only one of this head and the head in use; {REMEDY}"
             )
         pairs: list[Pair] = []
         for name, tensor in running.items():
             values = fresh[name]
             if tensor.data_ptr() in self._lent:
                 if values.data_ptr() != tensor.data_ptr():
-                    raise CheckpointError(
-                        f"{path}: has a tensor {name} of its own, the head in use reads the target's; "
-                        f"{_restart(path)}"
+                    raise OtherShape(
+                        f"{path}: has its own tensor {name}, the head in use reads the target's; {REMEDY}"
                     )
                 continue
             if values.shape != tensor.shape or values.dtype != tensor.dtype:
-                raise CheckpointError(
+                raise OtherShape(
                     f"{path}: tensor {name} is {values.dtype} {list(values.shape)}, that of the head in use "
-                    f"is {tensor.dtype} {list(tensor.shape)}; {_restart(path)}"
+                    f"is {tensor.dtype} {list(tensor.shape)}; {REMEDY}"
                 )
-            if values.is_floating_point() and not bool(values.isfinite().all()):
-                raise CheckpointError(
-                    f"{path}: tensor {name} has numbers that are not finite; use another state of its run"
-                )
+            _must_be_finite(path, name, values)
             pairs.append((tensor, values))
         return pairs
 
@@ -188,14 +204,13 @@ class LiveHead:
         """On a GPU the stream of staging, besides that of the steps."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _must_fit(self) -> None:
-        """Raises CheckpointError if a second head does not fit beside the engine.
+    def _must_fit(self, need: int) -> None:
+        """Raises CheckpointError if a second head of `need` bytes does not fit beside the engine.
 
         An allocation that fails would first give the engine's cached memory back to the driver.
         """
         if self._stream is None:
             return
-        need = sum(one.nbytes for one in self._own())
         free = torch.cuda.mem_get_info(self._target.device)[0]
         if need + SPARE_BYTES > free + self._num_staged:
             raise CheckpointError(
@@ -213,8 +228,11 @@ class LiveHead:
             torch.cuda.current_stream(self._target.device).synchronize()
 
 
-def _restart(path: Path) -> str:
-    return f"restart the decode workers one by one with --draft {path}"
+def _must_be_finite(path: Path, name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        raise CheckpointError(
+            f"{path}: tensor {name} has numbers that are not finite; use another state of its run"
+        )
 
 
 def _kind(config: DraftConfig) -> str:

@@ -21,12 +21,15 @@ TURNS = "{% for m in messages %}<u> {{ m['content'] }} </s> {% endfor %}"
 TEMPLATE = TURNS + "{% if add_generation_prompt %}<a>{% endif %}"
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
+def tokenizer(template: str) -> PreTrainedTokenizerFast:
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
     backend.pre_tokenizer = WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=TEMPLATE)
-    made.save_pretrained(tmp_path / "model")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=template)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    tokenizer(TEMPLATE).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 

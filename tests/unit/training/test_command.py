@@ -65,7 +65,7 @@ def test_other_drafters_train_load_and_draft_better_than_at_first(
     run: ToyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     lengths = []
-    for out, epochs in (("first", "1"), ("trained", "20")):
+    for out, epochs in (("first", "1"), ("trained", "14")):
         rate = ("--lr", "1e-9") if out == "first" else ()
         more = (*SMALL[kind], "--epochs", epochs, *rate)
         assert main(options(run, tmp_path / out, kind, *more)) == 0
@@ -77,9 +77,20 @@ def test_other_drafters_train_load_and_draft_better_than_at_first(
 
 
 def test_a_run_by_time_ends_in_time_and_starts_from_another_drafter(run: ToyRun, tmp_path: Path) -> None:
-    assert main(options(run, tmp_path / "long", "mtp", "--steps", "2", "--epochs", "30")) == 0
+    assert (
+        main(options(run, tmp_path / "long", "mtp", "--steps", "2", "--epochs", "8", "--held-out", "0")) == 0
+    )
     begun = time.monotonic()
-    more = ("--steps", "2", "--minutes", "0.01", "--held-out", "0", "--init", str(tmp_path / "long" / "head"))
+    more = (
+        "--steps",
+        "2",
+        "--minutes",
+        "0.003",
+        "--held-out",
+        "0",
+        "--init",
+        str(tmp_path / "long" / "head"),
+    )
     assert main(options(run, tmp_path / "short", "mtp", *more)) == 0
     assert time.monotonic() - begun < 30
     first, last = curve(tmp_path / "long")[0][1], curve(tmp_path / "long")[-1][1]
@@ -102,6 +113,10 @@ def test_a_head_of_another_vocabulary_takes_the_rows_that_both_have(run: ToyRun,
         assert len(common) > 30
         assert all(torch.equal(rows[0][token], rows[1][token]) for token in common)
         assert torch.equal(one["fc.weight"], other["fc.weight"])
+    whole = ("--epochs", "1", "--held-out", "0", "--lr", "1e-12")
+    assert main(arguments(run, tmp_path / "whole", *whole)) == 0
+    assert main(arguments(run, tmp_path / "part", *whole, "--init", str(tmp_path / "whole" / "head"),
+                          "--draft-vocab", "40")) == 0  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ class FakeDecodes:
         self.now, self.lengths = 0.0, lengths or LENGTHS
         self.workers = {
             f"d{i}": Drafting(
-                instance=f"d{i}", name=f"decode d{i}", fingerprint=OLD, verifies=before,
+                instance=f"d{i}", name=f"decode d{i}", host="h", fingerprint=OLD, verifies=before,
                 tokens=int(before * self.lengths[OLD]), recent=self.lengths[OLD] if before else None,
-                order="", state="", fault="", found="", previous="",
+                order="", state="", fault="", found="", found_ids=(), link="/heads/current", previous="",
             )
             for i in range(count)
         }  # fmt: skip
@@ -31,6 +31,9 @@ class FakeDecodes:
         self.idle = set()
         self.on_order = lambda instance, action: None
         self.refusals = {}
+        self.is_other = False  # the new head has another shape
+        self.layers = {"prefill p0": (1, 2, 3)}
+        self.linked = OLD  # the head that a restarted worker has
 
     def change(self, instance, **fields):
         self.workers[instance] = dataclasses.replace(self.workers[instance], **fields)
@@ -47,15 +50,25 @@ class FakeDecodes:
         self.on_order(instance, action)
         if instance not in self.workers:
             return
+        if action == "restart":
+            one = self.workers.pop(instance)
+            new = f"{instance}'"
+            fields = {"fingerprint": self.linked, "verifies": 0, "tokens": 0, "recent": None, "order": ""}
+            self.workers[new] = dataclasses.replace(one, instance=new, name=f"decode {new}", **fields)
+            return
         one, fault = self.workers[instance], self.refusals.get((instance, action), "")
         done = {"order": order, "state": "refused" if fault else "done", "fault": fault, "found": NEW}
         if action == "check" and not fault:
-            done["state"] = "checked"
+            done |= {"state": "other" if self.is_other else "checked", "found_ids": (1, 3)}
+            done["fault"] = "it is wider" if self.is_other else ""
         elif action == "swap" and not fault:
             done |= {"fingerprint": NEW, "previous": one.fingerprint, "verifies": 0, "tokens": 0}
         elif action == "back" and not fault:
             done |= {"fingerprint": one.previous, "previous": "", "verifies": 0, "tokens": 0}
         self.change(instance, **done)
+
+    def offered(self):
+        return self.layers
 
     def sleep(self, seconds):
         self.now += seconds
@@ -202,6 +215,69 @@ def test_a_worker_that_joins_meanwhile_gets_the_head_too():
     assert ("d9", "check", "/heads/new") in decodes.orders
 
 
+LINKED = {"link": Path("/heads/current"), "may_restart": True}
+POINTED = {Path("/heads/new"): NEW, Path("/heads/old"): OLD}
+
+
+@pytest.fixture
+def linked(monkeypatch):
+    """Workers that must restart for the new head, and follow the link when they do."""
+    decodes = FakeDecodes()
+    decodes.is_other, decodes.pointed = True, [Path("/heads/old")]
+
+    def point(link, target):
+        decodes.pointed.append(target)
+        decodes.linked = POINTED[target]
+        return decodes.pointed[-2]
+
+    monkeypatch.setattr("baton.training.swap.point_link", point)
+    return decodes
+
+
+def test_workers_restart_one_by_one_for_a_head_of_another_shape(linked):
+    said = []
+    rollout(linked, said, **LINKED).run()
+    assert linked.pointed[1:] == [Path("/heads/new")]
+    assert linked.done() == [(f"d{i}", "restart") for i in range(3)]
+    assert linked.heads() == [NEW] * 3
+    assert said[0] == "/heads/current names /heads/new"
+    assert [line.split(":")[0] for line in said[1::2]] == [f"decode d{i}'" for i in range(3)]
+
+
+def test_restarted_workers_go_back_through_the_link(linked):
+    linked.lengths = {OLD: 2.0, NEW: 1.2}
+    with pytest.raises(RolledBack, match="decode d0: accept length 1"):
+        rollout(linked, **LINKED).run()
+    assert linked.pointed[1:] == [Path("/heads/new"), Path("/heads/old")]
+    assert linked.done() == [("d0", "restart"), ("d0'", "restart")]
+    assert linked.heads() == [OLD] * 3
+
+
+def test_a_worker_that_comes_back_with_another_head_ends_the_run(linked, monkeypatch):
+    monkeypatch.setitem(POINTED, Path("/heads/new"), "e" * 8)
+    linked.lengths = LENGTHS | {"e" * 8: 2.0}
+    with pytest.raises(RolledBack, match="came back with another head, eeeeeeee"):
+        rollout(linked, **LINKED).run()
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "fault"),
+    [
+        ({}, {}, "decode d0: it is wider --link LINK"),
+        ({"link": Path("/heads/current")}, {}, "it is wider"),
+        (LINKED | {"link": Path("/heads/x")}, {}, "its --draft is not the link /heads/x"),
+        (LINKED, {"layers": {"prefill p0": (1,)}}, "prefill p0 does not offer the features of layers 3"),
+        (LINKED, {"workers": {}}, "is the only decode worker"),
+    ],
+)
+def test_a_restart_that_cannot_go_well_is_refused_before_any(linked, settings, change, fault):
+    for name, value in change.items():
+        setattr(linked, name, value or dict([next(iter(linked.workers.items()))]))
+    with pytest.raises(CheckpointError, match=fault):
+        rollout(linked, **settings).run()
+    assert (linked.done(), linked.pointed[1:]) == ([], [])
+
+
 def test_an_order_that_gets_lost_is_sent_again():
     decodes, order = FakeDecodes(count=1), FakeDecodes.order
     lost = iter([True, True, False, True, False])
@@ -217,6 +293,7 @@ def test_a_link_names_the_new_head_in_one_step(tmp_path):
     (tmp_path / "current").symlink_to(old)
     point_link(tmp_path / "current", new)
     assert (tmp_path / "current").readlink() == new
+    assert point_link(tmp_path / "current", old) == new
     point_link(tmp_path / "first", new)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "first", "new", "old"]
     with pytest.raises(CheckpointError, match="no symbolic link"):

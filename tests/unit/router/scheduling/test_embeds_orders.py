@@ -27,6 +27,7 @@ from baton.router.workers.eligibility import live_pairs
 from baton.tests.embeds import embeddings_of
 from baton.tests.unit.router.scheduling.test_dispatcher import D, P, World, events
 from baton.tests.unit.router.workers.test_registry import hello
+from msgspec.structs import replace
 
 WIDE = embeddings_of(torch.ones(16, 40_000))  # 2.5 MB: three messages
 TAKES = {"takes": YOUNG_FIELDS, "embeds_width": 40_000}
@@ -77,6 +78,14 @@ def test_rows_come_before_the_order_to_both_workers():
         (order,) = world.of(identity, kind)
         assert (order.embeds, order.salt, order.prompt_ids) == (WIDE.rows, "5a", [0] * 16)
         assert b"".join(part.data for part in world.of(identity, PromptEmbeds)) == WIDE.data
+
+
+def test_workers_may_not_record_a_prompt_that_has_no_ids():
+    world = Embedding().join()
+    job = Job(prompt_ids=[0] * 16, sampling=Sampling(), arrived=0.0, tokenize_s=0.0, may_record=True)
+    for embeds in (None, WIDE):
+        world.dispatcher.submit([replace(job, embeds=embeds)], Inbox(lambda: world.now))
+    assert [order.may_record for order in world.of(b"d", Reserve)] == [True, False]
 
 
 def test_decode_gets_no_rows_that_its_drafter_does_not_read():

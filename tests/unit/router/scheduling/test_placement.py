@@ -66,8 +66,10 @@ def test_an_aggregated_worker_alone_gets_requests_at_once():
         world.dispatcher.registry._local_prefill = is_allowed
         world.join(roles=["decode"], aggregated=True)
         assert world.dispatcher.is_ready
-        world.submit(16)
+        (entry,), _ = world.submit(16)
         assert [order.prefill_instance for order in world.of(b"d", Reserve)] == [None]
+        assert world.dispatcher.registry.get(D).num_tokens == 16
+        assert entry.prompt._pages == {}, "with no choice there is nothing to hash for"
 
 
 def test_a_mixed_cluster_computes_a_prompt_where_all_requests_wait_least():

@@ -1,0 +1,60 @@
+"""Training on a GPU: the flash kernel's joint attention, the loss kernels, and runs of every kind."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from baton.tests.unit.training.toy_run import ToyRun, toy_run
+from baton.training.chain_attention import chain_attention, plain_chain_attention
+from baton.training.command import main
+from baton.training.run_state import CURVE
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> ToyRun:
+    return toy_run(tmp_path_factory.mktemp("toy"))
+
+
+def test_chains_of_the_flash_kernel_attend_as_defined_with_all_gradients() -> None:
+    generator = torch.Generator("cuda").manual_seed(2)
+
+    def random(heads: int) -> torch.Tensor:
+        shape, dtype = (2, heads, 200, 64), torch.bfloat16
+        return torch.randn(shape, generator=generator, device="cuda", dtype=dtype).requires_grad_()
+
+    q, given = random(9), random(9).detach()
+    steps = [(random(3), random(3)) for _ in range(4)]
+    leaves = [q, *(x for pair in steps for x in pair)]
+    out = chain_attention(q, steps)
+    wanted = plain_chain_attention(q.float(), [(k.float(), v.float()) for k, v in steps])
+    ours = torch.autograd.grad(out, leaves, given)
+    theirs = torch.autograd.grad(wanted, leaves, given.float())
+    for one, other in zip((out, *ours), (wanted, *theirs), strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("eagle3", ("--layers", "1,2,4", "--steps", "3", "--draft-vocab", "40")),
+        ("mtp", ("--steps", "3")),
+        ("dflash", ("--block", "4", "--draft-layers", "2", "--anchors", "8")),
+    ],
+)
+def test_a_run_in_bfloat16_lowers_the_loss_and_drafts(
+    run: ToyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, more: tuple[str, ...]
+) -> None:
+    assert main([
+        "train", "--model", str(run.model), "--samples", str(run.model.parent / "samples"), "--out",
+        str(tmp_path), "--kind", kind, "--max-tokens", "256", "--lr", "0.003", "--held-out", "4", "--epochs",
+        "30", "--device", "cuda", *more,
+    ]) == 0  # fmt: skip
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / CURVE).read_text().splitlines()]
+    assert sum(losses[-5:]) < 0.97 * sum(losses[:5])
+    assert float(capsys.readouterr().out.partition("accept length ")[2].split()[0]) > 1.2
