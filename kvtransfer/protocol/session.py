@@ -64,6 +64,16 @@ class SendBlock:
         assert self.count == 1, f"{self.count} blocks"
         return self.stream.segments(self.block)
 
+    def cut(self, count: int) -> "tuple[SendBlock, SendBlock | None]":
+        """The first `count` blocks, and the others if there are any."""
+        if count >= self.count:
+            return self, None
+        rest, end = self.block + count, self.block + self.count
+        return (
+            replace(self, size=self.stream.block_size(self.block, count), count=count),
+            replace(self, block=rest, size=self.stream.block_size(rest, end - rest), count=end - rest),
+        )
+
     def split(self, most: int = 1) -> "list[SendBlock]":
         """The same blocks in runs of `most`; the last run may be shorter."""
         end = self.block + self.count

@@ -18,7 +18,7 @@ their own process only.
 import logging
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...cluster.process.log import fields as log_fields
@@ -29,7 +29,7 @@ from ..memory.device import Device, Move
 from ..memory.device_slab import DeviceSlab, reached
 from ..memory.slab import SlabError
 from ..memory.slot_ranges import SlotRanges
-from ..memory.slot_table import Slot, SlotTable
+from ..memory.slot_table import Holder, Slot, SlotTable
 from ..memory.span_cutter import SenderPages, is_aligned, pages_of_run
 from ..protocol.layout import KVLayout, device_digest
 from ..protocol.session import Peer, SendBlock
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 DEVICE_SLAB_BYTES = 1 << 30  # limit of all device slabs of a prefill worker together
 SLOT_BYTES = 32 << 20  # largest slot: 16 pages of a model with 128 KiB per token
 DEVICE_WINDOW = 6  # slots that are filled or read at a time, so that neither end waits for the other
+FIRST_SLOTS, WHOLE_SLOTS = 2, 6  # a longer run goes in two parts; decode reads the first during the second
 EARLY_SLOTS = 8  # for what goes unasked: 256 MiB, of a prompt's last forward
 RUNS_PER_MOVE = 2  # of prefill: decode reads these runs while the next ones are gathered
 NEWS_S = 2e-5  # between two looks for messages while a move is under way
@@ -156,7 +157,7 @@ class DeviceLanes(SlabLanes[DeviceLane]):
             if header is None and item.size > lane.slab.slot_bytes:
                 break
             if header is None:
-                slot = lane.slots.take((item.room, item.epoch, item.block), now + self._lease_s)
+                slot = lane.slots.take(holder_of(item), now + self._lease_s)
                 if slot is None:
                     break
                 header = slot.header
@@ -181,21 +182,22 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         self._drop_done()
         if lane is None or (is_late and self._early):
             return False
-        run_blocks = lane.slab.slot_bytes // run.stream.block_bytes
-        num_slots = -(-run.count // run_blocks)
-        slots = lane.early.take((run.room, run.epoch, run.block), num_slots, math.inf)
-        if slots is None or slots.header is not None or slots.is_filling:
-            return False
-        (item, *_) = run.split(slots.count * run_blocks)
-        self._early.append(self._filling(lane.slab, [(item, slots)], now, is_early=True))
-        return True
+        run_blocks, has_begun = lane.slab.slot_bytes // run.stream.block_bytes, False
+        left: SendBlock | None = run
+        for num_slots in _early_parts(-(-run.count // run_blocks)):
+            slots = None if left is None else lane.early.take(holder_of(left), num_slots, math.inf)
+            if left is None or slots is None or slots.header is not None or slots.is_filling:
+                break
+            item, left = left.cut(slots.count * run_blocks)
+            self._early.append(self._filling(lane.slab, [(item, slots)], now, is_early=True))
+            has_begun = True
+        return has_begun
 
-    def end_early(self, room: str, epoch: int, now: float) -> list[tuple[SendBlock, SlabBlock]]:
-        """The early run of a room whose forward has ended, with its header; empty if it has none.
+    def end_early(self, room: str, epoch: int, now: float) -> Iterator[tuple[SendBlock, SlabBlock]]:
+        """The early runs of a room whose forward has ended, one by one, with their headers.
 
-        Waits for the move, which begins with the end of the forward and takes a fraction of a millisecond.
+        Waits for the moves, which begin with the end of the forward and take a fraction of a millisecond.
         """
-        ended: list[tuple[SendBlock, SlabBlock]] = []
         for filling in [one for one in self._early if one.is_wanted and _is_of(one, room, epoch)]:
             digests = filling.move.wait()
             self._early.remove(filling)
@@ -203,8 +205,7 @@ class DeviceLanes(SlabLanes[DeviceLane]):
                 slot.ends_at = now + self._lease_s
             lane = self._lanes.get(filling.peer)
             if lane is not None and lane.slab is filling.slab:
-                ended += self._headers(filling, digests)
-        return ended
+                yield from self._headers(filling, digests)
 
     def cut(self, item: SendBlock) -> list[SendBlock]:
         """The run that decode pulls, in runs that fit a slot; as it is if early slots still hold it."""
@@ -215,7 +216,7 @@ class DeviceLanes(SlabLanes[DeviceLane]):
 
     def _early_header(self, lane: DeviceLane, item: SendBlock) -> SlabBlock | None:
         """The header of a run that went unasked: decode may not have got it."""
-        slots = lane.early.find((item.room, item.epoch, item.block))
+        slots = lane.early.find(holder_of(item))
         header = None if slots is None else slots.header
         return header if header is not None and header.count == item.count else None
 
@@ -239,7 +240,7 @@ class DeviceLanes(SlabLanes[DeviceLane]):
             lane = self._lanes.get(filling.peer)
             for item, slot in filling.items:
                 if lane is not None and lane.slab is filling.slab:
-                    lane.early.free((item.room, item.epoch, item.block), slot.index)
+                    lane.early.free(holder_of(item), slot.index)
 
     def _free(self, lane: DeviceLane, message: SlotFree) -> None:
         holder = (message.room, message.epoch, message.block)
@@ -358,6 +359,16 @@ class DeviceLanes(SlabLanes[DeviceLane]):
 
     def _count(self) -> None:
         self.counters.device_slabs = len(self._lanes) + len(self._ended)
+
+
+def holder_of(item: SendBlock) -> Holder:
+    """The name of a run in the tables of slots."""
+    return (item.room, item.epoch, item.block)
+
+
+def _early_parts(num_slots: int) -> tuple[int, ...]:
+    """The slots of each part of an early run of `num_slots` slots."""
+    return (num_slots,) if num_slots <= WHOLE_SLOTS else (FIRST_SLOTS, num_slots - FIRST_SLOTS)
 
 
 def _is_of(filling: _Filling, room: str, epoch: int) -> bool:

@@ -20,6 +20,7 @@ from ..memory.blocks import Arrival, BlockWriter
 from ..memory.device import Device, Move
 from ..memory.span_cutter import ReceiverPages, RunPlaces, pages_of_run
 from ..protocol.layout import Crc, KVLayout, RoomStream, Segment, block_digest, device_digest, digest_seed
+from ..protocol.peer_link import PeerLink
 from ..protocol.receiver import ReceiverSession
 from ..protocol.seal import TAG_BYTES, BlockName
 from ..protocol.session import LEASE_S, WINDOW, CloseLink, Effect, Notify, Peer, ReceiverRoom, SendMessage
@@ -431,7 +432,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         """
         link = self.session.link_of(landing.peer)
         num_landing = sum(block.count for one in self._landings for block in one.blocks)
-        if link is None or link.num_in_flight <= num_landing:
+        if link is None or (link.num_in_flight <= num_landing and not _is_in_part(link, landing)):
             return landing.move.wait()
         until = time.monotonic() + SPIN_S
         while (totals := landing.move.poll()) is None:
@@ -560,6 +561,15 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
 
     def _peer_lost(self, peer: Peer) -> None:
         """No-op: a DEALER has one peer and keeps connecting to it."""
+
+
+def _is_in_part(link: PeerLink, landing: Landing) -> bool:
+    """Whether more blocks of the landing's rooms come than are pulled."""
+    rooms = [link.rooms.get(block.room) for block in landing.blocks]
+    return any(
+        room is not None and room.stream is not None and room.next_block < room.stream.num_blocks
+        for room in rooms
+    )
 
 
 def names_of(header: SlabBlock) -> set[tuple[str, int, int]]:

@@ -289,10 +289,11 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         return [self._header(*run) for run in filled if self.session.is_open(run[0].room, run[0].epoch)]
 
     def _send_early(self, device_slabs: DeviceLanes, room: str, epoch: int) -> None:
-        """Sends the header of a room's early run, before the announcement lets decode pull the rest."""
+        """Sends the headers of a room's early runs, before the announcement lets decode pull the rest."""
         for item, header in device_slabs.end_early(room, epoch, self._clock()):
             if self.session.wants(item):
                 self._post(self._header(item, header))
+                self._flush(self._clock())
 
     def _header(self, item: SendBlock, header: SlabBlock) -> SendMessage:
         self.reach("sender:block")

@@ -92,6 +92,21 @@ def test_behind_its_last_forward_a_prompt_needs_no_pull(start):
     assert early_slots(pair) == "SlotRanges(0/8 held)"
 
 
+@pytest.mark.parametrize(("num_early", "num_pulls"), [(8, 0), (3, 1), (1, 3)])
+def test_a_long_run_goes_in_two_parts(start, monkeypatch, num_early, num_pulls):
+    monkeypatch.setattr("baton.kvtransfer.transports.shm.EARLY_SLOTS", num_early)
+    monkeypatch.setattr("baton.kvtransfer.transports.cuda_slab.WHOLE_SLOTS", 3)
+    pair = warm(start)
+    features = offer(pair, FIRST)
+    pair.sender.launched(FIRST, 0, 0, NUM_TOKENS)
+    assert len(pair.sender._device_slabs._early) == min(num_early, 2)
+    pair.sender.advance(FIRST, 0, NUM_TOKENS, 42)
+    assert outcome(pair.run()) == ["Complete", "Released"]
+    pair.check_landed(features)
+    assert pair.wire.count(Pull) == num_pulls
+    assert early_slots(pair) == f"SlotRanges(0/{num_early} held)"
+
+
 def test_only_blocks_of_the_last_forward_go_unasked(start):
     pair = warm(start)
     features = offer(pair, FIRST)
