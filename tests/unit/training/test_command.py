@@ -52,7 +52,7 @@ def options(run: ToyRun, out: Path, kind: str, *more: str) -> list[str]:
     """A run of another kind than `arguments` has."""
     return [
         "train", "--model", str(run.model), "--samples", str(run.model.parent / "samples"), "--out", str(out),
-        "--kind", kind, "--max-tokens", "256", "--lr", "0.003", "--held-out", "2", "--device", "cpu",
+        "--kind", kind, "--max-tokens", "256", "--lr", "0.003", "--held-out", "1", "--device", "cpu",
         "--dtype", "float32", *more,
     ]  # fmt: skip
 
