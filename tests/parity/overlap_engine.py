@@ -24,7 +24,7 @@ from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.graph_engine import at
 from torch.overrides import TorchFunctionMode
 
-MAX_CAPTURED = 4
+MAX_CAPTURED = 6
 
 
 class LateSteps(StepGraphs):
