@@ -12,7 +12,7 @@ from baton.engine.graphs.tape.tape import KeptMemory, TapeBackend
 from baton.engine.kv.page_table import build_page_table, pages_for, slots_for
 from baton.engine.row_attention import RowPlan
 from baton.engine.sampling.params import SamplingParams
-from baton.engine.speculative.drafters import eagle3, loops
+from baton.engine.speculative.drafters import loops
 from baton.engine.speculative.step import fused_step
 from baton.engine.speculative.step.fused_step import StepContext
 from baton.tests.parity.eagle3_engine import PAGE_SIZE, Engine
@@ -192,7 +192,7 @@ def test_m5_4_graph_and_eager_steps_get_the_same_slots_lengths_and_pages(
             planned.append(parts)
             super().__init__(pool, *parts, **settings)
 
-    for module in (fused_step, loops, eagle3):
+    for module in (fused_step, loops):
         monkeypatch.setattr(module, "RowPlan", Spied)
     step_graphs, kind = engine.decoder.steps, engine.decoder.steps.kinds[0]
     graph = GraphPool(TapeBackend(KeptMemory()))

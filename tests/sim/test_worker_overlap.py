@@ -117,14 +117,14 @@ def commands_of(pair, room):
 def test_prefill_publishes_a_forward_when_the_next_one_is_launched(target, head):
     pair = pair_of(target, head, "chain", chunk_size=8)
     pair.send(name(0), range(20), max_new_tokens=4)
-    computed, ready = [], []
+    computed, ready, has_more = [], [], []
     for _ in range(4):
-        assert pair.prefill.step()
+        has_more.append(pair.prefill.step())
         room = pair.prefill.queues.get(name(0), 0)
         computed.append(room.request.num_computed)
         ready.append(commands_of(pair, name(0)).count("Advance"))
     assert (computed, ready) == ([8, 16, 20, 20], [0, 1, 2, 3])
-    assert not pair.prefill.step(), "nothing is left"
+    assert has_more == [True, True, True, False], "nothing is left"
     assert [type(message) for message in pair.links[P].to_router] == [FirstToken]
 
 
