@@ -56,7 +56,7 @@ def said_without(target, head, drafts, wanted, **changes):
     pair = pair_of(target, head, drafts, overlap="off", pages=96, max_running=8)
     for i, (prompt, sampling) in enumerate(wanted):
         pair.send(name(i), prompt, **{**sampling, **changes})
-    pair.run(turns=2000)
+        pair.run(turns=2000)  # one at a time: none is refused
     return [pair.tokens[name(i)] for i in range(len(wanted))]
 
 
