@@ -55,8 +55,10 @@ def test_every_way_gives_the_tokens_of_the_definition(models: Models, expected: 
 def test_rows_of_idle_ranks_change_no_token_and_no_entry(
     models: Models, expected: Expected, has_graphs: bool
 ):
-    way = Way(shape=CHAIN, batch=3, chunk=16, has_graphs=has_graphs)
-    check_faults(check_way(models, way, expected.tokens, row_multiple=4).runner.pool)
+    way = Way(shape=CHAIN, batch=4, chunk=16, has_graphs=has_graphs)
+    engine = check_way(models, way, expected.tokens, row_multiple=4)
+    assert has_graphs == bool(engine.num_replays.get("decode_step"))
+    check_faults(engine.runner.pool)
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
@@ -69,7 +71,7 @@ def test_a_step_with_another_batchs_plan_gives_nan_and_a_fault(
 ):
     """A worker fails requests whose logits are not finite."""
     bug(monkeypatch)
-    engine = SparseEngine(models, Way(batch=3, chunk=16, has_graphs=has_graphs), row_multiple=4)
+    engine = SparseEngine(models, Way(batch=4, chunk=16, has_graphs=has_graphs), row_multiple=4)
     with pytest.raises(AssertionError, match=NOT_FINITE):
         engine.answer(PROMPTS, GREEDY)
     with pytest.raises(LifecycleError, match="a plan of other rows, requests or lengths"):
