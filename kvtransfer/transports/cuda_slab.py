@@ -182,6 +182,8 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         if lane is None or (is_late and self._early):
             return False
         run_blocks = lane.slab.slot_bytes // run.stream.block_bytes
+        if not run_blocks:
+            return False  # decode chose the size of the slots
         num_slots = -(-run.count // run_blocks)
         slots = lane.early.take((run.room, run.epoch, run.block), num_slots, math.inf)
         if slots is None or slots.header is not None or slots.is_filling:
@@ -211,7 +213,7 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         lane = self._lanes.get(item.peer)
         if lane is None or item.size <= lane.slab.slot_bytes or self._early_header(lane, item) is not None:
             return [item]
-        return item.split(lane.slab.slot_bytes // item.stream.block_bytes)
+        return item.split(max(1, lane.slab.slot_bytes // item.stream.block_bytes))
 
     def _early_header(self, lane: DeviceLane, item: SendBlock) -> SlabBlock | None:
         """The header of a run that went unasked: decode may not have got it."""
@@ -276,7 +278,10 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         return filled
 
     def finish(self, room: str, epoch: int) -> None:
-        """Returns when no move reads the pages of this room and its earlier attempts any more."""
+        """Returns when no pulled run is read from the pages of this room and its earlier attempts any more.
+
+        An early run may wait for its forward for long. It goes on, and what it then reads is never sent.
+        """
         for filling in self._fillings:
             if _is_of(filling, room, epoch):
                 filling.move.wait()
