@@ -61,7 +61,7 @@ from .speculative.step.step_graphs import StepGraphs, step_graphs
 from .warmup.compiler import compile_launches
 from .warmup.kernel_cache import use_kernel_cache
 from .warmup.memory import reserve_memory
-from .warmup.plan_file import keep_verdict, kept_launches, plan_key, were_tested
+from .warmup.plan_file import driver_version, keep_verdict, kept_launches, plan_key, were_tested
 from .warmup.rehearsal import Rehearsal, RehearsalSizes
 from .warmup.variants import Reach, VariantPlanner
 from .warmup.watch import ReadyWatch
@@ -421,7 +421,7 @@ class EngineLoader:
                 engine.pool.num_pages.bit_length(),  # wider numbers of rows have variants of their own
                 *(path.read_text() for path in configs if path.is_file()),
                 (card.name, card.major, card.minor, card.multi_processor_count),
-                (torch.__version__, torch.version.cuda, triton_version()),
+                (torch.__version__, torch.version.cuda, triton_version(), driver_version()),
             ]
         )
 

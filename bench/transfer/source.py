@@ -17,6 +17,7 @@ import msgspec
 import torch
 import zmq
 
+from ...cluster.errors import TransferError
 from ...cluster.security.keyring import load_keyring
 from ...kvtransfer.memory.malloc_tuning import keep_blocks
 from ...kvtransfer.transport import Dropped, Offer, Released
@@ -24,6 +25,7 @@ from ...kvtransfer.transports.zmq_blocks import ZmqBlocksSender
 from .parts import PAGE_TOKENS, Done, SourceSetup, Where, layout, memory, no_digest, ways
 
 FORWARD_CYCLES = 6_000_000  # some 3 ms
+ATTACH_S = 60.0  # the other process may be gone
 SLABS_BYTES = 8 << 30  # limit of the slabs of all ways of one transport
 
 
@@ -83,7 +85,10 @@ class Source:
         pages = tuple(range(self._num_pages))
         for room in rooms:
             sender.offer(Offer(room=room, epoch=0, num_tokens=num_tokens, pages=pages))
+        until = time.monotonic() + ATTACH_S
         while not all(sender.session.is_attached(room, 0) for room in rooms):
+            if time.monotonic() > until:
+                raise TransferError(f"decode attached to no room of {source} within {ATTACH_S:g} s")
             sender.poll(0.001)
         has_ended = self._forward()
         if self._planes.kv.is_cuda:

@@ -1,8 +1,8 @@
 """Keeps what a start has found out beside the compiled kernels: the planned kernel variants of an engine, and
 that its graphs have passed their self-test.
 
-Either takes seconds, and depends only on the configuration, the model's config, the device and this source. A
-second start reads it instead.
+Either takes seconds, and depends only on the configuration, the model's config, the device with its driver,
+the libraries and this source. A second start reads it instead.
 """
 
 import hashlib
@@ -33,6 +33,14 @@ def plan_key(parts: Sequence[object], root: Path | None = None) -> str:
     for part in parts:
         found.update(str(part).encode() + b"\0")
     return found.hexdigest()[:32]
+
+
+def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """The text with the version of the driver, which replays graphs; "" if it is not known."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def kept_launches(folder: Path | None, key: str, plan: Callable[[], list[Launch]]) -> list[Launch]:

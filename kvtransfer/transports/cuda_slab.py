@@ -183,6 +183,8 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         if lane is None or (is_late and self._early):
             return False
         run_blocks, has_begun = lane.slab.slot_bytes // run.stream.block_bytes, False
+        if not run_blocks:
+            return False  # decode chose the size of the slots
         left: SendBlock | None = run
         for num_slots in _early_parts(-(-run.count // run_blocks)):
             slots = None if left is None else lane.early.take(holder_of(left), num_slots, math.inf)
@@ -212,7 +214,7 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         lane = self._lanes.get(item.peer)
         if lane is None or item.size <= lane.slab.slot_bytes or self._early_header(lane, item) is not None:
             return [item]
-        return item.split(lane.slab.slot_bytes // item.stream.block_bytes)
+        return item.split(max(1, lane.slab.slot_bytes // item.stream.block_bytes))
 
     def _early_header(self, lane: DeviceLane, item: SendBlock) -> SlabBlock | None:
         """The header of a run that went unasked: decode may not have got it."""
@@ -277,7 +279,10 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         return filled
 
     def finish(self, room: str, epoch: int) -> None:
-        """Returns when no move reads the pages of this room and its earlier attempts any more."""
+        """Returns when no pulled run is read from the pages of this room and its earlier attempts any more.
+
+        An early run may wait for its forward for long. It goes on, and what it then reads is never sent.
+        """
         for filling in self._fillings:
             if _is_of(filling, room, epoch):
                 filling.move.wait()

@@ -129,7 +129,9 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         self._perform(self.session.pull(request, self._clock()))
         link = self.session.link_of(request.endpoint)
         room = None if link is None else link.rooms.get(request.room)
-        if room is not None and room.request is request and room.stream and room.stream.num_blocks:
+        _, slots = self._slabs.run_of(request.endpoint)
+        is_new = room is not None and room.request is request and slots is not None
+        if room is not None and is_new and room.stream and room.stream.num_blocks:
             self._places_of(room, room.stream)  # now, while prefill computes
         self._tell(request.endpoint, self._slabs.ask_again(request.endpoint, self._clock()))
         if self._nixl is not None:

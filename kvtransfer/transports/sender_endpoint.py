@@ -231,7 +231,7 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         return [SendMessage(peer, answer) for answer in answers if answer is not None]
 
     def _forget_slots(self, room: str, epoch: int) -> None:
-        """Frees the slots of an ended room. Returns when no move reads its pages."""
+        """Frees the slots of an ended room. Returns when no move reads its pages for a slot that is sent."""
         self._slabs.forget(room, epoch)
         if self._nixl is not None:
             self._nixl.forget(room, epoch)

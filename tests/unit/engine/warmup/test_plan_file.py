@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton.engine.warmup.plan_file import KEPT, keep_verdict, kept_launches, plan_key, were_tested
+from baton.engine.warmup.plan_file import (
+    KEPT,
+    driver_version,
+    keep_verdict,
+    kept_launches,
+    plan_key,
+    were_tested,
+)
 from baton.kernels.launch_plan import decode_launches, encode_launches
 from baton.kernels.rms_norm import _rms_norm_kernel
 from baton.kernels.triton_jit import Launch, PointerArgument, is_descriptor, planned_launch, tensor_descriptor
@@ -120,3 +127,12 @@ def test_a_key_follows_each_part_and_the_source(tmp_path: Path) -> None:
     assert len({key, plan_key(["x", 2], tmp_path), plan_key(["x"], tmp_path)}) == 3
     source.write_text("a = 2")
     assert plan_key(["x", 1], tmp_path) != key
+
+
+def test_graphs_are_tested_again_with_another_driver(tmp_path: Path) -> None:
+    version = tmp_path / "version"
+    keys = [plan_key([driver_version(version)], tmp_path)]
+    for text in ("NVRM version: 570.124.06", "NVRM version: 570.133.20"):
+        version.write_text(text)
+        keys.append(plan_key([driver_version(version)], tmp_path))
+    assert len(set(keys)) == 3

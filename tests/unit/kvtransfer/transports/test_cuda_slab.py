@@ -731,3 +731,14 @@ def test_a_dropped_room_frees_its_pages_after_its_gather(start):
     events = pair.sender.turn()
     assert any(isinstance(event, Dropped) for event in events)
     assert not held._queue
+
+
+def test_blocks_that_no_device_could_move_come_as_messages(start):
+    """A prefill worker without slabs may have blocks of any size."""
+    odd = msgspec.structs.replace(LAYOUT, block_bytes=5000)
+    pair = start(layout=odd, wanted=msgspec.structs.replace(LAYOUT, block_bytes=8192), sender=("zmq_blocks",))
+    pair.open()
+    assert outcome(pair.run()) == ["Complete", "Released"]
+    features = pair.open("b" * 32)
+    assert outcome(pair.run()) == ["Complete", "Released"]
+    pair.check_landed(features)

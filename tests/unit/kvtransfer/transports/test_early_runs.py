@@ -348,6 +348,20 @@ def test_early_runs_leave_memory_for_the_pulls_of_one_more_pair(start):
     assert pair.wire.count(Pull) == NUM_RUNS - 2
 
 
+@pytest.mark.parametrize("is_early", [True, False])
+def test_slots_smaller_than_a_block_hold_no_run(start, is_early):
+    """Decode chooses the size of the slots, and a wrong choice must not end prefill."""
+    pair = warm(start)
+    pair.sender._device_slabs._lanes["00000001"].slab.slot_bytes = 2048
+    features = offer(pair, FIRST)
+    if is_early:
+        pair.sender.launched(FIRST, 0, 0, NUM_TOKENS)
+    pair.sender.advance(FIRST, 0, NUM_TOKENS, 42)
+    assert outcome(pair.run()) == ["Complete", "Released"]
+    pair.check_landed(features)
+    assert early_slots(pair) == "SlotRanges(0/8 held)"
+
+
 def test_a_room_of_which_nothing_was_attached_is_only_announced(start):
     pair = warm(start)
     pair.sender.offer(Offer(room=ROOM, epoch=1, num_tokens=NUM_TOKENS, pages=tuple(range(10))))
