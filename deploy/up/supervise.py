@@ -31,6 +31,7 @@ LONGEST_PAUSE_S = 30.0
 FORGIVEN_AFTER_S = 60.0
 TERM_AGAIN_S = 2.0  # seconds after the first SIGTERM until a second one ends a draining role at once
 KILL_AFTER_S = 4.0
+STUCK_S = 14.0  # seconds after which a child that still has not ended is told
 # seconds to read an ended child's output, since another process may have inherited the pipe
 LAST_LINE_S = 1.0
 WHY_S = 10.0  # the same for the line with the reason of a failed start, when no restart is delayed
@@ -151,7 +152,7 @@ class Supervisor:
         Returns when all have ended.
         """
         began = self._clock()
-        escalation = [(0.0, _terminate), (TERM_AGAIN_S, _terminate), (KILL_AFTER_S, _kill)]
+        escalation = [(0.0, _terminate), (TERM_AGAIN_S, _terminate), (KILL_AFTER_S, _kill), (STUCK_S, _tell)]
         while self._reap():
             elapsed = self._clock() - began
             if hurry is not None and hurry.is_set():
@@ -204,6 +205,13 @@ def _kill(process: Process) -> None:
     process.kill()
 
 
+def _tell(process: Process) -> None:
+    logger.error(
+        "a child has not ended after SIGKILL; the kernel waits for a device",
+        extra=fields(child=repr(process)),
+    )
+
+
 def _describe(code: int) -> str:
     if code < 0:
         with suppress(ValueError):
@@ -219,7 +227,9 @@ class SpawnedProcess:
     """
 
     def __init__(self, spec: ChildSpec, output: TextIO, error_prefix: str) -> None:
-        self._process = psutil.Popen(
+        # not psutil.Popen: before psutil 7.1 it takes a running process for another one after the system's clock
+        # was set, and then sends no signal
+        self._process = subprocess.Popen(
             list(spec.argv),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -239,20 +249,21 @@ class SpawnedProcess:
 
     def poll(self) -> int | None:
         """The exit code; None while the process runs."""
-        code: int | None = self._process.poll()
-        return code
+        return self._process.poll()
 
     def terminate(self) -> None:
         """Send SIGTERM, if it still runs."""
-        with suppress(psutil.NoSuchProcess):
-            self._process.terminate()
+        self._process.terminate()
 
     def kill(self) -> None:
         """Kill it and everything it started."""
-        with suppress(psutil.NoSuchProcess):
-            for process in [*self._process.children(recursive=True), self._process]:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
+        started: list[psutil.Process] = []
+        with suppress(psutil.Error):
+            started = psutil.Process(self.pid).children(recursive=True)
+        self._process.kill()
+        for process in started:
+            with suppress(psutil.Error):
+                process.kill()
 
     def finish(self, patience_s: float = LAST_LINE_S) -> str:
         """Kills the rest of its session, waits for its last line, and returns its error line."""
@@ -262,7 +273,8 @@ class SpawnedProcess:
         return self._error
 
     def _pass_lines(self) -> None:
-        stream: IO[bytes] = self._process.stdout
+        stream: IO[bytes] | None = self._process.stdout
+        assert stream is not None
         with stream:
             for raw in stream:
                 line = raw.decode("utf-8", "replace").rstrip("\r\n")

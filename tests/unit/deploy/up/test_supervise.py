@@ -1,16 +1,23 @@
 """Supervision of children: restarts, pauses, giving up and ending, on a fake clock with fake processes."""
 
+import io
+import itertools
+import os
 import random
 import signal
 import threading
+import time
 
+import psutil
 import pytest
 from baton.deploy.up.supervise import (
     FORGIVEN_AFTER_S,
     KILL_AFTER_S,
     LONGEST_PAUSE_S,
+    STUCK_S,
     TERM_AGAIN_S,
     ChildSpec,
+    SpawnedProcess,
     Supervisor,
     pause_after,
 )
@@ -200,3 +207,37 @@ def test_a_second_stop_kills_the_children_at_once():
     began = world.now
     world.supervisor.stop(hurry)
     assert world.now - began < 0.1
+
+
+def test_a_child_that_outlives_sigkill_is_told_once(caplog):
+    world = World(patience=9)
+    world.supervisor.step()
+    process = world.spawned[0][2]
+    process.kill = lambda: process.received.append("kill")
+
+    def sleep(seconds):
+        world.now += seconds
+        if world.now > STUCK_S + 5:
+            process.code = -signal.SIGKILL
+
+    world.supervisor._sleep = sleep
+    world.supervisor.stop()
+    assert [record.levelname for record in caplog.records if "SIGKILL" in record.message] == ["ERROR"]
+
+
+@pytest.mark.parametrize("end", ["terminate", "kill"])
+def test_a_real_child_gets_signals_after_the_clock_was_set(monkeypatch, end):
+    """psutil compares times of creation, which some of its releases compute by the system's clock."""
+    times = itertools.count()
+    monkeypatch.setattr(psutil.Process, "_get_ident", lambda process: (process.pid, next(times)))
+    argv = ("sh", "-c", "sleep 60 & wait")
+    spec = ChildSpec(name="child", role="router", argv=argv, env=dict(os.environ), cwd="/")
+    child = SpawnedProcess(spec, io.StringIO(), "error: ")
+    try:
+        getattr(child, end)()
+        deadline = time.monotonic() + 10
+        while child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert child.poll() in (-signal.SIGTERM, -signal.SIGKILL)
+    finally:
+        child.finish()
