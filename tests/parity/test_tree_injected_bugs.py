@@ -111,13 +111,15 @@ def kept_rows_not_moved(planting: pytest.MonkeyPatch) -> None:
 
 
 def moved_the_wrong_way(planting: pytest.MonkeyPatch) -> None:
-    planting.setattr(verify, "compact_kv", lambda kv, sources, targets: compact_kv(kv, targets, sources))
+    planting.setattr(
+        verify, "compact_kv", lambda kv, sources, targets, count: compact_kv(kv, targets, sources, count)
+    )
 
 
 def one_layer_not_moved(planting: pytest.MonkeyPatch) -> None:
-    def all_but_the_last(kv: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    def all_but_the_last(kv: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, count: int) -> None:
         before = kv[:, -1].clone()
-        compact_kv(kv, sources, targets)
+        compact_kv(kv, sources, targets, count)
         kv[:, -1] = before
 
     planting.setattr(verify, "compact_kv", all_but_the_last)
