@@ -227,8 +227,8 @@ class SpawnedProcess:
     """
 
     def __init__(self, spec: ChildSpec, output: TextIO, error_prefix: str) -> None:
-        # not psutil.Popen: before psutil 7.1 it takes a running process for another one after the system's clock
-        # was set, and then sends no signal
+        # not psutil.Popen: before psutil 7.1 it takes a running process for another one once the system's
+        # clock was set, and then sends no signal
         self._process = subprocess.Popen(
             list(spec.argv),
             stdin=subprocess.DEVNULL,
