@@ -27,7 +27,7 @@ from .generate import PAGE_SIZE, Ask, Generator
 from .samples import SampleWriter
 
 TURN_TOKENS = 256  # of a user turn that the model writes
-MAX_PROMPT = 512  # tokens of a prompt that is answered in this process; longer ones are left out
+MAX_PROMPT = 512  # tokens of a prompt that is answered in this process to its full length
 SEEDS = 1_000_003  # apart are the seeds of two collections
 REQUEST_S = 600.0
 BUSY = (429, 502, 503, 504)  # answers that a later request may not get

@@ -132,7 +132,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add(
         "--mask-token",
         type=_at_least(0),
-        help="id that stands for a draft in DFLASH (default: an unused one)",
+        help="id that stands for a draft in DFLASH (default: the rarest one)",
     )
     add("--epochs", type=_at_least(1), help="default 2, or as many as fit --minutes")
     add("--minutes", type=_positive, help="train for this time (default: for --epochs)")

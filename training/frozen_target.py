@@ -7,7 +7,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from ..engine.errors import CheckpointError
 from ..engine.models.interface import CausalLM
+from ..engine.models.registry import load_model_config
 from ..engine.models.weights import load_model
 
 MAX_FORWARD_TOKENS = 1 << 15  # of one forward of the target
@@ -32,6 +34,14 @@ class FrozenTarget:
     def load(
         cls, path: Path, layer_ids: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> "FrozenTarget":
+        """Raises CheckpointError for a model that cannot be loaded, or whose attention is sparse."""
+        config = load_model_config(path)
+        if config.query_heads != config.num_heads:
+            # `_rows` attends to every earlier token, so features would differ from those that are served
+            raise CheckpointError(
+                f"{path}: drafters cannot be trained for {config.architecture}, whose attention is sparse; "
+                "use --draft ngram"
+            )
         model, _ = load_model(path, dtype=dtype, device=device)
         return cls(model, layer_ids)
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 
 from ..engine.models.config import ModelConfig, read_json
+from ..engine.speculative.drafters.mtp_config import CHAIN_KEY
+from ..engine.speculative.drafters.mtp_names import COUNT_KEYS
 from .tensor_files import write_tensors
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
@@ -97,7 +99,9 @@ def write_dflash_config(
 def write_mtp_config(directory: Path, model: Path) -> None:
     """Writes `directory`/config.json for one MTP module: the target's config with a count of modules."""
     given = read_json(model / "config.json")
-    _write_config(directory, {**given, "torch_dtype": "bfloat16", "mtp_num_hidden_layers": 1})
+    # what the target says of its own modules does not hold for this one
+    kept = {key: value for key, value in given.items() if key not in (*COUNT_KEYS, CHAIN_KEY)}
+    _write_config(directory, {**kept, "torch_dtype": "bfloat16", "mtp_num_hidden_layers": 1})
 
 
 def _write_config(directory: Path, config: Mapping[str, object]) -> None:

@@ -49,7 +49,7 @@ class HeadSettings:
     `layers`: layer outputs of the target that it reads; empty: the default of the kind. `draft_vocab` is that
     of an EAGLE3 head, 0: the target's, or that of `init`. `steps`: drafts of a chain (EAGLE3, MTP).
     `sharpness` multiplies the target's logits in the loss of a chain. `block_size`, `num_layers`,
-    `num_anchors` of each sample and `mask_token` (None: one that no sample has) are a DFLASH drafter's.
+    `num_anchors` of each sample and `mask_token` (None: the rarest) are a DFLASH drafter's.
     `init`: a checkpoint of the same kind to start from.
     """
 

@@ -145,11 +145,15 @@ def count_weights(directory: Path) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSizes:
-    """The experts of a model: their number, the number that a token uses, and an expert's MLP size."""
+    """The experts of a model: their number, the number that a token uses, and an expert's MLP size.
+
+    `is_mixed`: some layers have an ordinary MLP instead.
+    """
 
     num_experts: int
     top_k: int
     intermediate_size: int
+    is_mixed: bool
 
 
 def experts_of(config: Mapping[str, Any], directory: Path) -> ExpertSizes | None:
@@ -162,6 +166,7 @@ def experts_of(config: Mapping[str, Any], directory: Path) -> ExpertSizes | None
         num_experts=_count(config, key, directory),
         top_k=_count(config, "num_experts_per_tok", directory),
         intermediate_size=_count(config, size, directory),
+        is_mixed=bool(config.get("mlp_only_layers")) or (config.get("decoder_sparse_step") or 1) != 1,
     )
 
 

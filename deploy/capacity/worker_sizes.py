@@ -184,7 +184,8 @@ def _model_sizes(model: Path, draft: Path | None, dtype: str) -> ModelSizes:
         used, experts = count_used_weights(model), experts_of(config, model)
         width = int(config["intermediate_size"])
         if experts is not None:
-            width = max(width, -(-experts.top_k * (experts.intermediate_size + shape.hidden_size) // 3))
+            of_experts = -(-experts.top_k * (experts.intermediate_size + shape.hidden_size) // 3)
+            width = max(width, of_experts) if experts.is_mixed else of_experts
         return ModelSizes(
             hidden_size=shape.hidden_size,
             intermediate_size=width,

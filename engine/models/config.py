@@ -5,6 +5,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from ..errors import CheckpointError
 from .moe import MIXTRAL_NAMES, QWEN_NAMES, MoEConfig
@@ -25,6 +26,7 @@ FAMILIES = {
 }
 NORMED = ("qwen3", "qwen3_moe")  # families that normalise q and k
 EXPERT_KEYS = ("num_experts", "num_local_experts")  # configs use either
+ROPE_DEFAULTS = MappingProxyType({"mixtral": {"rope_theta": 1e6}})  # of keys that a config lacks
 BIASED = ("qwen2", "mimo")  # families with a bias of q, k and v, and none of the output projection
 
 
@@ -154,8 +156,8 @@ def read_dense_config(reader: ConfigReader, *, architecture: str) -> ModelConfig
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=reader.count("vocab_size"),
-        rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
-        rope=read_rope_config(reader.raw, reader.source),
+        rms_norm_eps=reader.number("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6),
+        rope=read_rope_config({**ROPE_DEFAULTS.get(family, {}), **reader.raw}, reader.source),
         max_position_embeddings=reader.count("max_position_embeddings", 2048 if family == "llama" else 32768),
         tie_word_embeddings=reader.flag("tie_word_embeddings", False),
         attention_bias=True if family in BIASED else bias,

@@ -19,6 +19,7 @@ from baton.deploy.cli.findings import FAIL, OK, check_sizes
 from baton.engine.auto_sizes import CONTEXT_BYTES, MIB, Card
 from baton.engine.config import EngineConfig
 from baton.engine.loader import EngineLoader
+from baton.engine.models.registry import load_model_config
 from baton.tests.parity.dflash_toys import dflash_config, dflash_tensors, write_dflash
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.eagle_toys import eagle_config, eagle_tensors
@@ -48,6 +49,27 @@ def llama(tmp_path):
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(16_060_522_496)  # sparse
     return tmp_path
+
+
+QWEN_EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 768,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2},
+        QWEN_EXPERTS,
+        QWEN_EXPERTS | {"mlp_only_layers": [3]},
+        QWEN_EXPERTS | {"decoder_sparse_step": 2},
+    ],
+)
+def test_a_plan_counts_a_row_of_experts_as_the_engine_does(llama, experts):
+    (llama / "config.json").write_text(json.dumps(LLAMA_8B | experts))
+    planned = worker_need(llama, None, PrefillConfig(model=str(llama)), "bfloat16").model
+    assert planned.intermediate_size == load_model_config(llama).row_width
 
 
 def test_the_first_gpu_is_read_as_a_worker_sees_it():

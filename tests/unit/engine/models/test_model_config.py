@@ -125,6 +125,14 @@ def test_experts_are_read_with_the_layers_that_have_none(tmp_path: Path):
     assert not mixtral.dense_layers
 
 
+def test_a_mixtral_config_without_rope_and_norm_has_its_own_defaults(tmp_path: Path):
+    absent = {"rope_theta": "absent", "rms_norm_eps": "absent"}
+    mixtral = load_model_config(write(tmp_path, MIXTRAL | absent))
+    assert (mixtral.rope.theta, mixtral.rms_norm_eps) == (1e6, 1e-5)
+    named = load_model_config(write(tmp_path, MIXTRAL | {"rope_theta": 5e5}))
+    assert named.rope.theta == 5e5
+
+
 def test_activations_of_experts_are_counted_by_the_experts_of_a_row(tmp_path: Path):
     sparse = load_model_config(write(tmp_path, QWEN_MOE))
     assert sparse.row_width == 4 * (96 + 576) // 3  # 4 experts: each 96 in the middle, 576 at its end
