@@ -107,6 +107,8 @@ class Rollout:
         """Swaps every worker. Raises CheckpointError if the head does not fit, with nothing changed, and
         RolledBack if it was taken back.
         """
+        if self.settings.link is not None:
+            must_be_link(self.settings.link)
         self._check_all()
         if not self._pending():
             self.say(f"every decode worker has {self.settings.path} already")
@@ -416,16 +418,24 @@ def swap_heads(settings: SwapSettings, url: str, api_key: str, say: Callable[[st
         Rollout(settings, decodes, say).run()
 
 
+def must_be_link(link: Path) -> None:
+    """Raises CheckpointError if `link` is there and is no symbolic link."""
+    if link.exists() and not link.is_symlink():
+        raise CheckpointError(f"--link {link}: is no symbolic link; name the link that --draft names")
+
+
 def point_link(link: Path, target: Path) -> Path | None:
     """Makes the symbolic link `link` name `target`, in one step. Returns what it named before, if anything.
 
-    Raises CheckpointError if it is no link.
+    Raises CheckpointError if it is no link, or cannot be changed.
     """
-    if link.exists() and not link.is_symlink():
-        raise CheckpointError(f"--link {link}: is no symbolic link; name the link that --draft names")
+    must_be_link(link)
     old = Path(os.path.realpath(link)) if link.is_symlink() else None
     new = link.with_name(f".{link.name}.{os.getpid()}")
-    new.unlink(missing_ok=True)
-    new.symlink_to(target)
-    os.replace(new, link)
+    try:
+        new.unlink(missing_ok=True)
+        new.symlink_to(target)
+        os.replace(new, link)
+    except OSError as error:
+        raise CheckpointError(f"--link {link}: cannot be changed ({error.strerror or error})") from None
     return old

@@ -148,7 +148,7 @@ class Routes:
             arrived=arrived,
             size=len(raw),
             wants_timeline=_wants_timeline(exchange),
-            may_record=exchange.header(RECORD.name) != "0",
+            may_record=_may_record(exchange),
             timeout_s=timeout_s,
             caller=exchange.caller,
             has_left=partial(_has_left, exchange),
@@ -218,6 +218,14 @@ def _has_left(exchange: Exchange) -> bool:
 
 def _wants_timeline(exchange: Exchange) -> bool:
     return exchange.header(TIMELINE.name) == "1"
+
+
+def _may_record(exchange: Exchange) -> bool:
+    """Raises ApiError (400) for another value than 0: it may be meant as an objection."""
+    values = exchange.headers(RECORD.name)
+    if any(value != "0" for value in values):
+        raise bad_request(f"{RECORD.name.decode()} must be 0, or be left out")
+    return not values
 
 
 def _timeout_of(header: str | None) -> float:

@@ -150,9 +150,13 @@ class Service:
             started = self.clock()
             is_work = bool(embeds) or any(isinstance(prompt, str) for prompt in prompts)  # ids need none
             size = call.size if is_work else 0
-            embedded = await self._in_thread(call, size, lambda: [read_embedded(text) for text in embeds])
-            read = [Prompt([0] * given.rows.count, embeds=given) for given in embedded]
-            read += await self._in_thread(call, size, lambda: [read_one(prompt) for prompt in prompts])
+
+            def read_all() -> list[Prompt]:
+                embedded = [read_embedded(text) for text in embeds]
+                known = [Prompt([0] * given.rows.count, embeds=given) for given in embedded]
+                return known + [read_one(prompt) for prompt in prompts]
+
+            read = await self._in_thread(call, size, read_all)
         frame = self._frame(body, "cmpl-")
         return self._answer(body, read, call, self.clock() - started, frame, CompletionBuilder(frame))
 

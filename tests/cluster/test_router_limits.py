@@ -60,6 +60,14 @@ def test_a_timeout_that_is_no_number_of_milliseconds_is_refused(start, value):
     assert (reply.status_code, "x-baton-timeout-ms" in reply.json()["error"]["message"]) == (400, True)
 
 
+@pytest.mark.parametrize("value", ["false", "1", ""])
+def test_an_objection_to_recording_in_other_words_is_refused(start, value):
+    running, _ = start()
+    url, headers = running.url + "/v1/chat/completions", {"x-baton-record": value}
+    reply = httpx.post(url, json=BODY, headers=headers, timeout=60)
+    assert (reply.status_code, "x-baton-record" in reply.json()["error"]["message"]) == (400, True)
+
+
 def test_a_deadline_reported_by_a_worker_ends_the_request(start):
     running, script = start()
     _, decode = running.pair(script)

@@ -163,6 +163,15 @@ def test_an_order_is_performed_once(eagle3):
     assert ordered(pair, 0, "swap", good).previous == ordered(pair, 1, "back").fingerprint
 
 
+def test_a_head_that_is_swapped_in_twice_leads_back_to_the_one_before(eagle3):
+    target, good, bad = eagle3
+    pair = Pair(target, bad, **SETTINGS)
+    old = pair.decode.stats().draft.fingerprint
+    ordered(pair, 0, "swap", good)
+    assert ordered(pair, 1, "swap", good).previous == old
+    assert ordered(pair, 2, "back").fingerprint == old
+
+
 def torn(head, path):
     shutil.copytree(head, path)
     whole = (path / "model.safetensors").read_bytes()

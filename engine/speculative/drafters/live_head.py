@@ -136,14 +136,17 @@ class LiveHead:
 
     @torch.no_grad()
     def apply(self, staged: StagedHead, kept: StagedHead | None) -> None:
-        """Writes staged weights over those in use. `kept`: the weights that `stage_previous` gives then.
+        """Writes staged weights over those in use. `kept`: the weights that `stage_previous` gives then. When
+        the staged head is the one in use, those kept before it stay.
 
         Call it between two steps; the copies run in the order of the device.
         """
         for tensor, values in staged.pairs:
             tensor.copy_(values)
         self._wait()  # staged tensors are freed behind this
-        self.version, self._previous = staged.version, kept
+        if kept is None or staged.version.fingerprint != self.version.fingerprint:
+            self._previous = kept
+        self.version = staged.version
 
     @torch.no_grad()
     def stage_previous(self) -> StagedHead:

@@ -300,6 +300,18 @@ def test_a_link_names_the_new_head_in_one_step(tmp_path):
         point_link(old, new)
 
 
+def test_a_link_that_cannot_be_changed_is_a_fault_in_one_line(tmp_path):
+    with pytest.raises(CheckpointError, match="cannot be changed"):
+        point_link(tmp_path / "absent" / "current", tmp_path)
+
+
+def test_a_directory_in_place_of_the_link_ends_the_run_before_any_order(tmp_path):
+    decodes = FakeDecodes()
+    with pytest.raises(CheckpointError, match="no symbolic link"):
+        rollout(decodes, link=tmp_path).run()
+    assert decodes.orders == []
+
+
 def served(handler):
     return HttpDecodes(httpx.Client(transport=httpx.MockTransport(handler)), "http://here:1", "key")
 
