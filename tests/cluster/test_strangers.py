@@ -94,6 +94,8 @@ def test_s9_inner_fields_are_refused_at_the_public_port_by_name(client, bodies, 
     assert client.post(route, json=bodies[route]).status_code == 200
     for field in INNER_FIELDS:
         for value in (None, {"remote_host": "127.0.0.1", "remote_port": 1}, "x", 1):
+            if (route, field, value) == ("/v1/completions", "prompt_embeds", None):
+                continue  # a public field there, and null leaves it out
             answer = client.post(route, json={**bodies[route], field: value})
             assert is_error_object(answer), (field, value, answer.text)
             assert field in answer.json()["error"]["message"]
