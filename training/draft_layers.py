@@ -4,33 +4,11 @@ Shape legend: B samples, L rows, N query heads, G key/value heads, D head dimens
 size.
 """
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-
-class DraftSizes(Protocol):
-    """The sizes of a draft layer in the config of a drafter."""
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def intermediate_size(self) -> int: ...
-
-    @property
-    def num_heads(self) -> int: ...
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def rms_norm_eps(self) -> float: ...
+from ..engine.models.dense_layer import LayerSizes
 
 
 class Norm(nn.Module):
@@ -51,7 +29,7 @@ class Projections(nn.Module):
     """The four projections of an attention layer, over inputs of `width`, with or without head norms."""
 
     def __init__(
-        self, sizes: DraftSizes, width: int, *, bias: bool, output_bias: bool, qk_norm: bool
+        self, sizes: LayerSizes, width: int, *, bias: bool, output_bias: bool, qk_norm: bool
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = sizes.num_heads, sizes.num_kv_heads
@@ -84,7 +62,7 @@ class Projections(nn.Module):
 class GatedMLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, sizes: DraftSizes, *, bias: bool) -> None:
+    def __init__(self, sizes: LayerSizes, *, bias: bool) -> None:
         super().__init__()
         inner, width = sizes.intermediate_size, sizes.hidden_size
         self.gate_proj = nn.Linear(width, inner, bias=bias)

@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from ...engine.models.config import ModelConfig
 from ...engine.models.interface import CausalLM
 from ...engine.speculative.drafters.eagle3 import Eagle3Drafter
+from ...engine.speculative.drafters.eagle3_head import FeatureHead
 from ...engine.speculative.drafters.mtp_deep import DeepMtpDrafter
 from ...engine.speculative.drafters.mtp_shared import SharedMtpDrafter
 from ...engine.speculative.drafters.ngram import NgramConfig, NgramDrafter
@@ -25,6 +26,8 @@ from .floors import PassCounts, Work, chain_step, mtp_step, parallel_step
 from .model import TOKEN, WRONG, random_eagle, random_head
 from .mtp_model import modules_config, random_modules
 from .shapes import eagle_head_config, head_config
+
+D = TypeVar("D", bound=Eagle3Drafter)
 
 ALL = "all"
 NGRAMS = {"shortest": 2, "longest": 5, "window": 8192}  # the defaults of a server
@@ -76,14 +79,7 @@ class BenchEagle3:
         wish = self.wish
         head = random_head(self.config, wish.accept_length, wish.dtype, wish.device)
         head.share(model.embed_tokens, model.lm_head, wish.config.max_position_embeddings)
-        return lambda num_pages: Eagle3Drafter(
-            head,
-            num_pages=num_pages,
-            page_size=wish.page_size,
-            dtype=wish.dtype,
-            device=wish.device,
-            capacity=wish.capacity,
-        )
+        return lambda num_pages: eagle_drafter(Eagle3Drafter, head, wish, num_pages)
 
     def step(self, target: PassCounts, batch: int, steps: int, context: int) -> list[Work]:
         head = PassCounts.of_head(self.config, self.wish.dtype.itemsize)
@@ -101,14 +97,7 @@ class BenchParallel(BenchEagle3):
         wish = self.wish
         head = random_head(self.config, wish.accept_length, wish.dtype, wish.device)
         head.share(model.embed_tokens, model.lm_head, wish.config.max_position_embeddings)
-        return lambda num_pages: CutEagle(
-            head,
-            num_pages=num_pages,
-            page_size=wish.page_size,
-            dtype=wish.dtype,
-            device=wish.device,
-            capacity=wish.capacity,
-        ).accepting(wish.accept_length)
+        return lambda num_pages: eagle_drafter(CutEagle, head, wish, num_pages).accepting(wish.accept_length)
 
     def step(self, target: PassCounts, batch: int, steps: int, context: int) -> list[Work]:
         head = PassCounts.of_head(self.config, self.wish.dtype.itemsize)
@@ -127,14 +116,7 @@ class BenchEagle:
         wish = self.wish
         head = random_eagle(self.config, wish.dtype, wish.device)
         head.share(model.embed_tokens, model.lm_head, wish.config.max_position_embeddings, model.norm)
-        return lambda num_pages: CutEagle(
-            head,
-            num_pages=num_pages,
-            page_size=wish.page_size,
-            dtype=wish.dtype,
-            device=wish.device,
-            capacity=wish.capacity,
-        ).accepting(wish.accept_length)
+        return lambda num_pages: eagle_drafter(CutEagle, head, wish, num_pages).accepting(wish.accept_length)
 
     def step(self, target: PassCounts, batch: int, steps: int, context: int) -> list[Work]:
         head = PassCounts.of_eagle(self.config, self.wish.dtype.itemsize)
@@ -239,6 +221,18 @@ def cut(proposal: Proposal, accept_length: int) -> Proposal:
     drafts = torch.full_like(proposal.drafts, TOKEN)
     drafts[:, accept_length - 1 :] = WRONG
     return proposal._replace(drafts=drafts)
+
+
+def eagle_drafter(kind: type[D], head: FeatureHead, wish: DraftWish, num_pages: int) -> D:
+    """A drafter of `kind` with the sizes of `wish`."""
+    return kind(
+        head,
+        num_pages=num_pages,
+        page_size=wish.page_size,
+        dtype=wish.dtype,
+        device=wish.device,
+        capacity=wish.capacity,
+    )
 
 
 class CutEagle(Eagle3Drafter):

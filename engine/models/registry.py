@@ -4,7 +4,7 @@ A new architecture needs a class that satisfies `interface.CausalLM`, a reader o
 `MODELS`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 
 from ...kernels.row_ops import FASTEST, INVARIANT, RowOps
 from ..errors import CheckpointError
-from .config import ConfigReader, ModelConfig, read_dense_config, read_json
+from .config import FAMILIES, ConfigReader, ModelConfig, read_dense_config, read_json
 from .interface import CausalLM
 from .llama import LlamaForCausalLM
 from .sparse_block import SparseBlockForCausalLM, read_sparse_config
@@ -46,49 +46,28 @@ class ModelEntry:
     build: BuildModel
 
 
+def _entry(
+    architecture: str,
+    read_config: Callable[..., ModelConfig] = read_dense_config,
+    build: BuildModel = LlamaForCausalLM,
+) -> ModelEntry:
+    """An architecture of `FAMILIES`, whose reader is told its name."""
+    return ModelEntry(
+        architecture=architecture,
+        model_type=FAMILIES[architecture],
+        read_config=partial(read_config, architecture=architecture),
+        build=build,
+    )
+
+
 MODELS = (
-    ModelEntry(
-        architecture="LlamaForCausalLM",
-        model_type="llama",
-        read_config=partial(read_dense_config, architecture="LlamaForCausalLM"),
-        build=LlamaForCausalLM,
-    ),
-    ModelEntry(
-        architecture="Qwen2ForCausalLM",
-        model_type="qwen2",
-        read_config=partial(read_dense_config, architecture="Qwen2ForCausalLM"),
-        build=LlamaForCausalLM,
-    ),
-    ModelEntry(
-        architecture="Qwen3ForCausalLM",
-        model_type="qwen3",
-        read_config=partial(read_dense_config, architecture="Qwen3ForCausalLM"),
-        build=LlamaForCausalLM,
-    ),
-    ModelEntry(
-        architecture="MiMoForCausalLM",
-        model_type="mimo",
-        read_config=partial(read_dense_config, architecture="MiMoForCausalLM"),
-        build=LlamaForCausalLM,
-    ),
-    ModelEntry(
-        architecture="Qwen3MoeForCausalLM",
-        model_type="qwen3_moe",
-        read_config=partial(read_dense_config, architecture="Qwen3MoeForCausalLM"),
-        build=LlamaForCausalLM,
-    ),
-    ModelEntry(
-        architecture="MixtralForCausalLM",
-        model_type="mixtral",
-        read_config=partial(read_dense_config, architecture="MixtralForCausalLM"),
-        build=LlamaForCausalLM,
-    ),
-    ModelEntry(
-        architecture="SparseBlockForCausalLM",
-        model_type="sparse_block",
-        read_config=partial(read_sparse_config, architecture="SparseBlockForCausalLM"),
-        build=SparseBlockForCausalLM,
-    ),
+    _entry("LlamaForCausalLM"),
+    _entry("Qwen2ForCausalLM"),
+    _entry("Qwen3ForCausalLM"),
+    _entry("MiMoForCausalLM"),
+    _entry("Qwen3MoeForCausalLM"),
+    _entry("MixtralForCausalLM"),
+    _entry("SparseBlockForCausalLM", read_sparse_config, SparseBlockForCausalLM),
 )
 
 
