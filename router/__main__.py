@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,13 +12,16 @@ import uvloop
 
 from ..cluster.config.load import load_config
 from ..cluster.config.roles import RouterConfig
-from ..cluster.process.log import configure
+from ..cluster.process.log import configure, fields
 from ..cluster.process.process import EXIT_OK, Shutdown, run_phases, run_role
 from ..cluster.process.sd_notify import notifier_of
 from ..cluster.process.watchdog import Watchdog
 from .app import Router
 from .sandbox.fork_server import ForkServer
+from .sandbox.pool_worker import MEMORY, missing_address_space
 from .text.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 YOUNG_OBJECTS = 20_000  # allocations before a garbage collection: more than a step of 2000 streams makes
 
@@ -34,6 +38,9 @@ def _start(argv: Sequence[str]) -> Callable[[], int]:
     config = load_config(RouterConfig, argv, os.environ)
     configure("router", level=config.log_level, log_format=config.log_format)
     notifier = notifier_of(os.environ)
+    if missing := missing_address_space():
+        size = fields(mib=max(0, MEMORY - missing) >> 20, wanted_mib=MEMORY >> 20)
+        logger.warning("the limit on address space (ulimit -v) leaves little for chat templates", extra=size)
     fork_server = ForkServer.forked()  # before this process has any other thread
     made: list[Tokenizer | Router] = []
 

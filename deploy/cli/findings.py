@@ -26,6 +26,7 @@ from ..capacity.worker_sizes import worker_sizes
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 MIN_FILES = 4096  # open files of a router with a thousand streams, and a margin
+MIN_ADDRESS_SPACE = 1 << 30  # bytes: the router's libraries, and a template worker's 512 MiB beside them
 MIN_SHM_BYTES = 64 << 20
 MAX_SKEW_S = 5.0
 STALE_S = 2.0
@@ -117,8 +118,9 @@ def check_ports(endpoints: Mapping[str, str]) -> list[Finding]:
 def check_limits(
     limits: Callable[[int], tuple[int, int]] = resource.getrlimit,
 ) -> list[Finding]:
-    """Checks the limit on open files, and that core dumps, which would hold prompts and keys, are off."""
-    found = []
+    """Checks the limits on open files and address space, and that core dumps, which would hold prompts and
+    keys, are off."""
+    found = _address_space_findings(limits(resource.RLIMIT_AS)[0])
     files = limits(resource.RLIMIT_NOFILE)[0]
     if files != resource.RLIM_INFINITY and files < MIN_FILES:
         remedy = "ulimit -n 65536, or LimitNOFILE=65536 in the unit"
@@ -127,6 +129,18 @@ def check_limits(
         remedy = "ulimit -c 0, or LimitCORE=0 in the unit"
         found.append(Finding("limits", WARN, "a crash would write a core file with prompts and keys", remedy))
     return found or well("limits", f"{files} open files, no cores")
+
+
+def _address_space_findings(size: int) -> list[Finding]:
+    """`size` is the limit in bytes, or RLIM_INFINITY."""
+    remedy = "ulimit -v unlimited, or LimitAS=infinity in the unit"
+    if size == resource.RLIM_INFINITY:
+        return []
+    text = f"at most {size >> 20} MiB of address space per process"
+    if size < MIN_ADDRESS_SPACE:
+        return [Finding("limits", FAIL, f"{text}: chat templates of the router run out of memory", remedy)]
+    text = f"{text}: prefill and decode map weights, KV cache and, with CUDA, all memory of the GPU"
+    return [Finding("limits", WARN, text, remedy)]
 
 
 def check_shm(path: Path = Path("/dev/shm")) -> list[Finding]:

@@ -174,10 +174,21 @@ def _executor_of(frame: bytes) -> TemplateRenderer | SandboxedCompiler:
 
 def _limit(memory: int) -> None:
     """Bounds the address space of this process to `memory` bytes beyond its current size, and disables core
-    files."""
+    files.
+
+    A lower limit that the process has already stays: only a privileged process may raise one.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    size = memory + _address_space()
+    given = [limit for limit in resource.getrlimit(resource.RLIMIT_AS) if limit != resource.RLIM_INFINITY]
+    size = min([memory + _address_space(), *given])
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
+
+
+def missing_address_space() -> int:
+    """The bytes of address space that a worker forked from this process lacks, because of this process's
+    limit (`ulimit -v`). 0: it gets all of MEMORY."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return 0 if limit == resource.RLIM_INFINITY else max(0, MEMORY + _address_space() - limit)
 
 
 def _address_space() -> int:

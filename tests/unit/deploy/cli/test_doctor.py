@@ -242,8 +242,21 @@ def test_the_report_lists_gpus_and_their_links(device, said, levels):
 
 
 def test_few_files_and_cores_are_found():
-    limits = {resource.RLIMIT_NOFILE: (256, 256), resource.RLIMIT_CORE: (-1, -1)}
+    files, cores, space = resource.RLIMIT_NOFILE, resource.RLIMIT_CORE, resource.RLIMIT_AS
+    limits = {files: (256, 256), cores: (-1, -1), space: (-1, -1)}
     assert [finding.level for finding in check_limits(limits.__getitem__)] == [FAIL, WARN]
+
+
+@pytest.mark.parametrize(("mib", "level"), [(None, OK), (600, FAIL), (8192, WARN)])
+def test_a_limit_on_address_space_is_found(mib, level):
+    size = resource.RLIM_INFINITY if mib is None else mib << 20
+    limits = {
+        resource.RLIMIT_NOFILE: (65536, 65536), resource.RLIMIT_CORE: (0, 0),
+        resource.RLIMIT_AS: (size, resource.RLIM_INFINITY),
+    }  # fmt: skip
+    (finding,) = check_limits(limits.__getitem__)
+    assert (finding.level, f"at most {mib} MiB" in finding.text) == (level, mib is not None)
+    assert ("ulimit -v unlimited" in finding.remedy) == (mib is not None)
 
 
 def test_missing_shared_memory_is_found(tmp_path):
