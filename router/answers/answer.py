@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ..errors import (
     RETRY_AFTER_S,
@@ -57,6 +58,7 @@ class AnswerOptions(Struct, frozen=True, kw_only=True, gc=False):
     num_choices: int  # per prompt
     num_tries: int  # per prompt; the best `num_choices` of them are the answer
     wants_usage_always: bool = False
+    wants_accepted: bool = False  # accepted drafts come in chunks of their own
 
 
 class Answer:
@@ -198,7 +200,7 @@ class Answer:
         pieces = []
         for index, event in events:
             if isinstance(event, Deliver):
-                pieces.append((index, self._add(index, event)))
+                pieces += [(index, piece) for piece in self._pieces_of(index, event)]
             elif isinstance(event, Disconnected):
                 raise ClientLeft
             elif isinstance(event, Failure):
@@ -207,6 +209,16 @@ class Answer:
             elif not isinstance(event, Settled):
                 pieces.append((index, self._choices[index].end(event.reason)))
         return pieces
+
+    def _pieces_of(self, index: int, event: Deliver) -> list[Piece]:
+        """The pieces of one decode step: one, or accepted drafts and the target's own token apart."""
+        if not self._options.wants_accepted or len(event.ids) < 2:
+            return [self._add(index, event)]
+        before = self._choices[index].num_tokens
+        drafts = self._add(index, Deliver(event.ids[:-1], event.logprobs[:-1], event.prompt))
+        num_accepted = self._choices[index].num_tokens - before  # less after a stop string
+        own = self._add(index, Deliver(event.ids[-1:], event.logprobs[-1:]))
+        return [replace(drafts, accepted=num_accepted), own]
 
     def _add(self, index: int, event: Deliver) -> Piece:
         choice = self._choices[index]

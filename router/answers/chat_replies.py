@@ -93,6 +93,7 @@ class ChatChunkChoice(Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    accepted_drafts: int | UnsetType = UNSET
 
 
 class ChatReply(Struct):
@@ -162,6 +163,7 @@ class ChatBuilder:
             or piece.logprobs
             or piece.finish
             or (self._frame.wants_ids and piece.ids)
+            or piece.accepted
         ):
             return b""
         delta = Delta(content=piece.text) if piece.text or not (piece.finish or piece.calls) else Delta()
@@ -176,6 +178,7 @@ class ChatBuilder:
             delta.tool_calls = [last]
         finish = piece.finish or None
         choice = ChatChunkChoice(index, delta, self._logprobs(piece), finish, self._ids(piece))
+        choice.accepted_drafts = piece.accepted if self._frame.wants_accepted else UNSET
         return before + self._chunk([choice], UNSET if usage is None else usage)
 
     def closing(self, usage: Usage | None, timeline: AnyTimeline | None) -> bytes:

@@ -26,6 +26,7 @@ class CompletionChoice(Struct):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    accepted_drafts: int | UnsetType = UNSET  # in a chunk
 
 
 class CompletionReply(Struct):
@@ -59,9 +60,12 @@ class CompletionBuilder:
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
         """The chunk for a piece; empty when it adds nothing to the text."""
-        if not (piece.text or piece.logprobs or piece.finish or (self._frame.wants_ids and piece.ids)):
+        has_ids = self._frame.wants_ids and piece.ids
+        if not (piece.text or piece.logprobs or piece.finish or has_ids or piece.accepted):
             return b""
-        return sse(compact(self._reply([self._choice(index, piece)], UNSET if usage is None else usage)))
+        choice = self._choice(index, piece)
+        choice.accepted_drafts = piece.accepted if self._frame.wants_accepted else UNSET
+        return sse(compact(self._reply([choice], UNSET if usage is None else usage)))
 
     def closing(self, usage: Usage | None, timeline: AnyTimeline | None) -> bytes:
         """The last chunk, without choices, for usage and timeline; empty without both."""

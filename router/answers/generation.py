@@ -32,6 +32,7 @@ class Piece(Struct, frozen=True, gc=False):
     ids: list[int] = []
     finish: str = ""  # "", "stop", "length" or "tool_calls"
     calls: list[CallPart] = []
+    accepted: int = 0  # accepted drafts among the tokens: all of them or none, if the request asked
 
     @property
     def whole_calls(self) -> list[CallPart]:

@@ -79,6 +79,7 @@ class Frame(Struct, frozen=True, kw_only=True):
     model: str
     num_top: int = -1  # log probabilities; -1: none
     wants_ids: bool = False
+    wants_accepted: bool = False  # chunks say how many of their tokens are accepted drafts
 
 
 class Builder(Protocol):

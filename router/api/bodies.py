@@ -40,6 +40,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_accepted_drafts: bool | None = None
     include_obfuscation: Unread = msgspec.UNSET
 
 
@@ -160,6 +161,10 @@ class CommonBody(Struct, kw_only=True, forbid_unknown_fields=True):
             and self.stream_options is not None
             and bool(self.stream_options.continuous_usage_stats)
         )
+
+    @property
+    def wants_accepted_drafts(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_accepted_drafts)
 
 
 class ChatBody(CommonBody, kw_only=True, forbid_unknown_fields=True):

@@ -39,7 +39,8 @@ _COMMON: dict[str, Field] = {
     "model": _works("the name in /v1/models; another one is a 404"),
     "stream": _works("server-sent events, ended by `[DONE]`"),
     "stream_options": _works(
-        "`include_usage`; `continuous_usage_stats`: in every chunk; `include_obfuscation` is ignored"
+        "`include_usage`; `continuous_usage_stats`: in every chunk; `include_accepted_drafts`: "
+        "[marks drafts](#accepted-drafts-in-a-stream); `include_obfuscation` is ignored"
     ),
     "n": _works(
         "up to 128 choices over all prompts; the prompt is computed once and found in the prefix cache"

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from ..errors import ApiError
+from ..errors import ApiError, bad_request
 from .bodies import ChatBody, Positive, RequestMessage, StreamOptions, Unread
 from .field_errors import check_refused, refused_of
 from .fields import RESPONSE, RESPONSE_TOOL, TEXT_OPTIONS, Field
@@ -151,6 +151,10 @@ def told_of(body: ResponseBody) -> Told:
 
 def chat_of(body: ResponseBody) -> ChatBody:
     """Translates a response body to a chat body. Raises ApiError (400)."""
+    if body.stream_options is not None and body.stream_options.include_accepted_drafts:
+        raise bad_request(
+            "include_accepted_drafts is an option of chats and completions", param="stream_options"
+        )
     wants_logprobs = LOGPROBS in (body.include or ())
     chat = ChatBody(
         model=body.model,

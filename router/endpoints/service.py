@@ -316,6 +316,7 @@ class Service:
             is_stream=bool(body.stream),
             wants_usage=body.wants_usage,
             wants_usage_always=body.wants_usage_always,
+            wants_accepted=body.wants_accepted_drafts,
             wants_timeline=call.wants_timeline,
             num_choices=num_choices,
             num_tries=num_tries,
@@ -368,6 +369,7 @@ class Service:
             model=self.served_model,
             num_top=logprobs_of(body),
             wants_ids=bool(body.return_token_ids),
+            wants_accepted=body.wants_accepted_drafts,
         )
 
     def _vocab_size(self, live: Limits) -> int:

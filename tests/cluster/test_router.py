@@ -202,6 +202,50 @@ def test_usage_comes_with_every_chunk_when_asked(client):
     assert 0 < counts[0] <= counts[-1] <= chunks[-1].usage.completion_tokens
 
 
+def test_accepted_drafts_come_in_chunks_of_their_own_when_asked(served):
+    running, script = served
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 200}
+    body |= {"stream": True, "return_token_ids": True}
+
+    def choices_of(**options):
+        told = body | ({"stream_options": options} if options else {})
+        reply = httpx.post(f"{running.url}/v1/chat/completions", json=told)
+        events = [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")]
+        return [choice for event in events for choice in json.loads(event)["choices"]][1:]
+
+    choices = choices_of(include_accepted_drafts=True)
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == ANSWER
+    marked = [(len(c["token_ids"]), c["accepted_drafts"]) for c in choices if c["token_ids"]]
+    steps, rest = divmod(len(script.output) - 1, script.step)  # token 1 is prefill's
+    last = [(rest - 1, rest - 1)] * (rest > 1) + [(1, 0)] * (rest > 0)
+    assert marked == [(1, 0)] + [(2, 2), (1, 0)] * steps + last
+    plain = choices_of()
+    assert all("accepted_drafts" not in choice for choice in plain)
+    assert len([c for c in plain if c["token_ids"]]) == 1 + -(-(len(script.output) - 1) // script.step)
+    refused = httpx.post(
+        f"{running.url}/v1/responses",
+        json={
+            "model": MODEL,
+            "input": "hi",
+            "stream": True,
+            "stream_options": {"include_accepted_drafts": True},
+        },
+    )
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream_options")
+
+
+def test_accepted_drafts_before_a_stop_string_are_counted_up_to_it(served):
+    running, _ = served
+    body = {"model": MODEL, "prompt": "hi", "max_tokens": 200, "stream": True, "stop": "answer"}
+    body |= {"stream_options": {"include_accepted_drafts": True, "include_usage": True}}
+    reply = httpx.post(f"{running.url}/v1/completions", json=body)
+    events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+    choices = [choice for event in events for choice in event["choices"]]
+    assert "".join(choice["text"] for choice in choices) == ANSWER[: ANSWER.index("answer")]
+    accepted = sum(choice["accepted_drafts"] for choice in choices)
+    assert 0 < accepted < events[-1]["usage"]["completion_tokens"]
+
+
 def test_echo_without_logprobs_returns_prompt_and_answer(client):
     reply = client.completions.create(model=MODEL, prompt="hello world", max_tokens=200, echo=True)
     assert reply.choices[0].text == "hello world" + ANSWER
