@@ -1,4 +1,4 @@
-"""docs/protocol.md and docs/failures.md list the messages, settings, times, counters and rows of the code."""
+"""docs/protocol.md and docs/runbook.md list the messages, settings, times, counters, faults of the code."""
 
 import importlib
 import json
@@ -22,8 +22,8 @@ from baton.tests.faults.rows import load
 from baton.tests.sim.cluster_talk import as_json, of_one_request, talk
 
 ROOT = Path(__file__).resolve().parents[2]
-PROTOCOL, FAILURES, ROUTER, ARCHITECTURE = (
-    ROOT / "docs" / name for name in ("protocol.md", "failures.md", "router.md", "architecture.md")
+PROTOCOL, RUNBOOK, ROUTER, ARCHITECTURE = (
+    ROOT / "docs" / name for name in ("protocol.md", "runbook.md", "router.md", "architecture.md")
 )
 PAGES = (
     "api.md", "development.md", "failures.md", "gpu.md", "guarantees.md", "metrics.md", "operate.md",
@@ -139,12 +139,12 @@ def test_every_timeout_of_the_code_is_documented():
 
 def test_every_log_line_and_counter_that_is_named_exists():
     text = sources()
-    lines = rows(section(PROTOCOL, "## At 3 am"))
-    named = [code(row[0])[0] for row in lines if len(row) == 3 and code(row[0])]
+    lines = rows(section(RUNBOOK, "## Log lines"))
+    named = [code(row[0])[0] for row in lines]
     assert len(named) > 15
     for line in named:
         assert f'"{line}' in text, line
-    counters = section(PROTOCOL, "## At 3 am").partition("Counters in")[2].partition("**What does")[0]
+    counters = section(RUNBOOK, "## Counters and events")
     for name in code(counters):
         known = name.startswith("baton_") or re.search(rf'"{name}"|^    {name}: int', text, re.MULTILINE)
         assert known, name
@@ -168,7 +168,8 @@ def test_every_field_of_a_timeline_is_explained():
 
 
 def test_documented_messages_decode():
-    shown = re.findall(r"^[\d.]+ \w+ -> \w+ (\{.*\})", section(PROTOCOL, "## At 3 am"), re.MULTILINE)
+    talk_shown = section(PROTOCOL, "## What a message looks like")
+    shown = re.findall(r"^[\d.]+ \w+ -> \w+ (\{.*\})", talk_shown, re.MULTILINE)
     assert len(shown) > 10
     unions = {
         message.__name__: message
@@ -204,14 +205,13 @@ def test_the_documented_request_matches_a_simulated_one():
 
 
 def test_every_row_of_the_fault_table_is_explained_and_no_other():
-    table = [row for row in rows(section(FAILURES, "## What happens when")) if len(row) == 5]
-    told = {name.strip() for row in table for name in row[4].split(",")}
+    told = {name.strip() for row in rows(section(RUNBOOK, "## Symptoms")) for name in row[4].split(",")}
     assert told == set(load())
 
 
 def test_every_error_code_that_is_named_is_one_of_the_router():
     text = sources()
-    for status, name, _ in (row for row in rows(section(FAILURES, "## What happens when")) if len(row) == 3):
+    for status, name, _ in rows(section(RUNBOOK, "## Errors that clients see")):
         assert f'"{code(name)[0]}"' in text, (status, name)
 
 
