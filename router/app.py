@@ -8,7 +8,7 @@
     draining   /ready and new requests get 503; running requests may finish, for at most drain_timeout_s
     stopping   requests that still run get an error; the listener closes
 
-The router's own port (--own-port) answers in all of these states.
+The router's own port (--own-port) and the port of probes (--probe-port) answer in all of these states.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from .endpoints.routes import Routes
 from .endpoints.service import Service
 from .http.auth import Guard
 from .http.listeners import open_listeners
-from .http.server import OWN_CONNECTIONS, Counts, HttpServer, connections_allowed
+from .http.server import OWN_CONNECTIONS, PROBE_CONNECTIONS, Counts, HttpServer, connections_allowed
 from .http.tls import certificate_of
 from .rooms.effects import Timeouts
 from .sandbox.fork_server import ForkServer
@@ -78,15 +78,15 @@ class Router:
         self._certificate = certificate_of(config.tls_cert, config.tls_key)
         is_guarded = self._api_keys is not None and self._certificate is not None
         is_trusted = config.trusted_network or is_guarded
-        self._listener, self._own_listener = open_listeners(config, trusted_network=is_trusted)
-        self._port = int(self._listener.getsockname()[1])
+        self._listeners = open_listeners(config, trusted_network=is_trusted)
+        self._port = int(self._listeners.clients.getsockname()[1])
         try:
             keyring = load_keyring(config.keys, config.role)
             self.control = ControlSocket(
                 config.control_bind, trusted_network=config.trusted_network, keyring=keyring
             )
         except Exception:
-            self._close_listeners()
+            self._listeners.close()
             raise
         self.dispatcher = Dispatcher(
             Registry(self.instance, config.worker_timeout_s, local_prefill=config.local_prefill),
@@ -119,7 +119,7 @@ class Router:
             takes_embeds=config.prompt_embeds,
             embeds_bytes=config.prompt_embeds_mb << 20,
         )
-        self._server, self._own_server = self._servers()
+        self._server, self._own_server, self._probe_server = self._servers()
         self.served_model = served
         self._has_looked = False  # a probe for the ended connection has run since the last tick
 
@@ -137,15 +137,17 @@ class Router:
     @property
     def own_url(self) -> str:
         """The URL at the router's own port; "" without --own-port."""
-        return self._url_at(self._config.own_port) if self._own_listener is not None else ""
+        return self._url_at(self._config.own_port) if self._listeners.own is not None else ""
 
     async def run(self, drain: asyncio.Event, stop: asyncio.Event) -> None:
         """Serves until `drain` is set and the running requests have ended, or until `stop` is set."""
         self.control.open(self.dispatcher.on_message, self.dispatcher.on_damaged, self._on_left)
         self._service.open()
         tasks = {asyncio.create_task(work) for work in (self._serve(), self._tick(), self._end(drain, stop))}
-        if self._own_listener is not None:
-            tasks.add(asyncio.create_task(self._own_server.serve(self._own_listener)))
+        if self._listeners.own is not None:
+            tasks.add(asyncio.create_task(self._own_server.serve(self._listeners.own)))
+        if self._listeners.probes is not None:
+            tasks.add(asyncio.create_task(self._probe_server.serve(self._listeners.probes)))
         reached = {"url": self.url} | ({"own_url": self.own_url} if self.own_url else {})
         logger.info(
             "router serves", extra=fields(**reached, control=self.control.endpoint, model=self.served_model)
@@ -154,7 +156,8 @@ class Router:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # raises a crash of the timers, which ends the router
-            await asyncio.gather(self._server.close(LAST_WRITES_S), self._own_server.close(LAST_WRITES_S))
+            servers = (self._server, self._own_server, self._probe_server)
+            await asyncio.gather(*[server.close(LAST_WRITES_S) for server in servers])
         finally:
             for task in tasks:
                 task.cancel()
@@ -166,15 +169,16 @@ class Router:
         self._watchdog.stop()
         self._service.close()
         self._tracing.close()
-        self._close_listeners()
+        self._listeners.close()
         self.control.close()
 
-    def _servers(self) -> tuple[HttpServer, HttpServer]:
-        """The servers of the clients' port and of the router's own port: one application, one set of
-        callers."""
+    def _servers(self) -> tuple[HttpServer, HttpServer, HttpServer]:
+        """The servers of the clients' port and of the router's own port, with one application and one set of
+        callers, and the server of probes."""
         config, counts = self._config, Counts()
         guard = Guard(self._api_keys, os.environ.get(OPERATOR_VARIABLE, ""))
-        app = Routes(self._service, is_keyed=self._api_keys is not None).app()
+        routes = Routes(self._service, is_keyed=self._api_keys is not None)
+        app = routes.app()
 
         def server(max_connections: int) -> HttpServer:
             return HttpServer(
@@ -183,23 +187,27 @@ class Router:
             )  # fmt: skip
 
         self._service.responses = counts.responses
-        allowed = connections_allowed(config.max_connections, has_own_port=bool(config.own_port))
-        return server(allowed), server(OWN_CONNECTIONS)
+        allowed = connections_allowed(
+            config.max_connections,
+            has_own_port=bool(config.own_port),
+            has_probe_port=bool(config.probe_port),
+        )
+        # counts of its own: probes are no requests of clients
+        probes = HttpServer(
+            routes.probe_app(), Guard(None), Counts(), max_body=0, max_connections=PROBE_CONNECTIONS,
+            ends_oldest=True,
+        )  # fmt: skip
+        return server(allowed), server(OWN_CONNECTIONS), probes
 
     def _url_at(self, port: int) -> str:
         return f"{'http' if self._certificate is None else 'https'}://{bracketed(self._config.host)}:{port}"
-
-    def _close_listeners(self) -> None:
-        self._listener.close()
-        if self._own_listener is not None:
-            self._own_listener.close()
 
     async def _serve(self) -> None:
         """Serves; with a shared port only when a pair is ready, since other routers can serve until then."""
         began = time.monotonic()
         while self._config.share_port and not self.dispatcher.is_ready and time.monotonic() - began < JOIN_S:
             await asyncio.sleep(TICK_S)
-        await self._server.serve(self._listener)
+        await self._server.serve(self._listeners.clients)
 
     def _on_left(self) -> None:
         """Probes for lost workers at once when a connection ends, but not more than once a tick."""
@@ -230,7 +238,7 @@ class Router:
         self._notifier.stopping("draining")
         logger.info("router drains", extra=fields(running=self.dispatcher.num_running))
         if self._config.share_port:
-            await self._server.hand_over(self._listener)
+            await self._server.hand_over(self._listeners.clients)
             await _wait(stop, HAND_OVER_S)
         self.dispatcher.is_draining = True
         self._server.begin_drain()

@@ -111,11 +111,15 @@ def _looks_up(config: EngineSettings) -> bool:
 
 
 def check_own_port(config: RouterConfig) -> None:
-    """Raises ConfigError when --own-port equals --port, which other routers may share."""
+    """Raises ConfigError when --own-port equals --port, which other routers may share, or --probe-port equals
+    one of both."""
     if config.own_port and config.own_port == config.port:
         raise ConfigError(
             f"--own-port {config.own_port} is the --port of the clients; choose another --own-port"
         )
+    if config.probe_port and config.probe_port in (config.port, config.own_port):
+        which = "--port of the clients" if config.probe_port == config.port else "--own-port"
+        raise ConfigError(f"--probe-port {config.probe_port} is the {which}; choose another --probe-port")
 
 
 def ignored_settings(config: RoleConfig) -> list[str]:

@@ -79,6 +79,16 @@ class HttpSettings(RoleConfig):
             maximum=65535,
         ),
     )
+    probe_port: int = setting(
+        0,
+        Setting(
+            help="port of /health and /ready for the kubelet and other probes: plain HTTP, no key, and "
+            "nothing else; 'up' gives each further router the next one; 0: none, --port answers them too",
+            minimum=0,
+            maximum=65535,
+        ),
+    )
+    probe_host: str = setting("", Setting(help="address of --probe-port; empty: that of --host"))
     max_connections: int = setting(
         0,
         Setting(

@@ -168,6 +168,8 @@ def _endpoints(config: DoctorConfig, roles: Sequence[str], tables: Tables) -> di
         router = load_config(RouterConfig, [f"--config={config.config}"], os.environ, warns=False)
         endpoints["--port"] = f"tcp://{router.host}:{router.port}" if router.port else ""
         endpoints["--own-port"] = f"tcp://{router.host}:{router.own_port}" if router.own_port else ""
+        probed = router.probe_host or router.host
+        endpoints["--probe-port"] = f"tcp://{probed}:{router.probe_port}" if router.probe_port else ""
         endpoints["--control-bind"] = router.control_bind
     if "prefill" in roles and "prefill" in tables:
         endpoints["--kv-bind"] = load_config(

@@ -92,7 +92,7 @@ def child_configs(
         for name, cls, wiring in plan
     ]
     children = _on_one_port(children)
-    for port in ("kv_bulk_port", "metrics_port", "own_port"):
+    for port in ("kv_bulk_port", "metrics_port", "own_port", "probe_port"):
         children = _with_ports(children, port)
     children = _with_own_ports(children)
     for warning in dict.fromkeys(text for _, child in children for text in ignored_settings(child)):
@@ -151,7 +151,7 @@ def _with_own_ports(children: Sequence[tuple[str, RoleConfig]]) -> list[tuple[st
     Raises ConfigError when an own port equals the clients' port.
     """
     routers = [child for _, child in children if isinstance(child, RouterConfig)]
-    taken = {port for router in routers for port in (router.port, router.own_port)}
+    taken = {port for router in routers for port in (router.port, router.own_port, router.probe_port)}
     result: list[tuple[str, RoleConfig]] = []
     for name, child in children:
         if isinstance(child, RouterConfig):
@@ -244,8 +244,9 @@ def child_config(
     if isinstance(child, DecodeConfig) and child.record_drafts:  # it need not exist yet
         fixed["record_drafts"] = os.path.abspath(os.path.expanduser(child.record_drafts))
     if isinstance(child, RouterConfig):
-        own_ports = range(child.own_port, child.own_port + config.routers)
-        fixed["port"] = child.port or _free_port_beside(own_ports, child.host)
+        firsts = (child.own_port, child.probe_port)
+        others = {first + i for first in firsts for i in range(config.routers)}
+        fixed["port"] = child.port or _free_port_beside(others, child.host)
     return dataclasses.replace(child, **fixed)  # type: ignore[arg-type]
 
 

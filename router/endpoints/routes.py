@@ -31,6 +31,7 @@ from .status import ModelCard, ModelList, metrics_of, status_of, why_not_ready
 
 Handler = Callable[[Exchange], Awaitable[None]]
 NamedHandler = Callable[[Exchange, str], Awaitable[None]]
+PROBE_PATHS = ("/health", "/ready")  # the paths of --probe-port
 
 
 class Routes:
@@ -71,15 +72,17 @@ class Routes:
 
     def app(self) -> App:
         """The application that the HTTP servers run for each request."""
-        return self._serve
+        return partial(_serve, self._handler_of)
 
-    async def _serve(self, exchange: Exchange) -> None:
-        try:
-            await self._handler_of(exchange.method, exchange.path)(exchange)
-        except ApiError as error:
-            await exchange.answer(error)
-        except ClientGone:
-            pass  # the client has left
+    def probe_app(self) -> App:
+        """The application of the port of probes."""
+        return partial(_serve, self._probe_of)
+
+    def _probe_of(self, method: str, path: str) -> Handler:
+        """Raises ApiError as `_handler_of`; all paths but PROBE_PATHS are unknown."""
+        if path not in PROBE_PATHS:
+            raise not_found(path)
+        return self._handler_of(method, path)
 
     def _handler_of(self, method: str, path: str) -> Handler:
         """Raises ApiError: 404 for an unknown path, 405 for another method."""
@@ -209,6 +212,16 @@ class Routes:
             created=self._service.started,
             max_model_len=live.context if live is not None else None,
         )
+
+
+async def _serve(handler_of: Callable[[str, str], Handler], exchange: Exchange) -> None:
+    """Runs the handler of a request. Sends the ApiError that it raises."""
+    try:
+        await handler_of(exchange.method, exchange.path)(exchange)
+    except ApiError as error:
+        await exchange.answer(error)
+    except ClientGone:
+        pass  # the client has left
 
 
 def _has_left(exchange: Exchange) -> bool:

@@ -1,7 +1,8 @@
-"""The listening sockets of the HTTP API: the clients' port, which other routers may share, and the router's
-own port."""
+"""The listening sockets of the HTTP API: the clients' port, which other routers may share, the router's own
+port, and the port of probes."""
 
 import socket
+from dataclasses import dataclass
 
 from ...cluster.config.roles import RouterConfig
 from ...cluster.errors import StartupError
@@ -11,30 +12,44 @@ from ...cluster.net.sockets import check_bind_address
 SEND_BUFFER = 128 << 10  # bytes that the kernel buffers for a slow client; its default is megabytes
 
 
-def open_listeners(
-    config: RouterConfig, *, trusted_network: bool
-) -> tuple[socket.socket, socket.socket | None]:
-    """The clients' port and, with --own-port, the router's own.
+@dataclass
+class Listeners:
+    """The open sockets of one router. None: the router has no such port."""
 
-    Raises ConfigError for an address open to others, StartupError for a port that is taken.
+    clients: socket.socket
+    own: socket.socket | None = None
+    probes: socket.socket | None = None
+
+    def close(self) -> None:
+        """Closes all of them. Idempotent."""
+        for listener in (self.clients, self.own, self.probes):
+            if listener is not None:
+                listener.close()
+
+
+def open_listeners(config: RouterConfig, *, trusted_network: bool) -> Listeners:
+    """The clients' port, with --own-port the router's own, with --probe-port that of probes.
+
+    Raises ConfigError for an address open to others, StartupError for a port that is taken. Probes may come
+    from any address, since their port tells two words and takes nothing.
     """
-    shared = _listen(
-        config.host, config.port, "--port", trusted_network=trusted_network, is_shared=config.share_port
-    )
-    if not config.own_port:
-        return shared, None
+    host, probed = config.host, config.probe_host or config.host
+    check_bind_address(f"tcp://{bracketed(host)}:{config.port}", trusted_network)
+    check_bind_address(f"tcp://{bracketed(probed)}:{config.probe_port}", trusted_network=True)
+    opened = Listeners(_listen(host, config.port, "--port", is_shared=config.share_port))
     try:
-        return shared, _listen(
-            config.host, config.own_port, "--own-port", trusted_network=trusted_network, is_shared=False
-        )
+        if config.own_port:
+            opened.own = _listen(host, config.own_port, "--own-port")
+        if config.probe_port:
+            opened.probes = _listen(probed, config.probe_port, "--probe-port")
     except Exception:
-        shared.close()
+        opened.close()
         raise
+    return opened
 
 
-def _listen(host: str, port: int, flag: str, *, trusted_network: bool, is_shared: bool) -> socket.socket:
+def _listen(host: str, port: int, flag: str, *, is_shared: bool = False) -> socket.socket:
     """A listening socket; a shared one is only bound."""
-    check_bind_address(f"tcp://{bracketed(host)}:{port}", trusted_network)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         if not is_shared:

@@ -20,6 +20,7 @@ MAX_BUFFERED = 256 << 20  # bytes of bodies being read, over all connections
 MAX_CONNECTIONS = 10_000
 OWN_CONNECTIONS = 32  # connections of a router's own port, so that it answers when the clients' port is full
 LAST_TURNS = 3  # turns of the loop within which a closed server's descriptor is closed
+PROBE_CONNECTIONS = 16  # connections of the port of probes
 SPARE_DESCRIPTORS = 124  # descriptors for workers, files and libraries
 SPARE_IN_HANDSHAKE = (
     32  # descriptors of these for connections above the maximum, which get 503 after the handshake
@@ -36,14 +37,16 @@ class Counts:
     """Bytes of bodies being read."""
 
 
-def connections_allowed(asked: int = 0, *, has_own_port: bool = False) -> int:
+def connections_allowed(asked: int = 0, *, has_own_port: bool = False, has_probe_port: bool = False) -> int:
     """The maximum number of client connections: `asked` or MAX_CONNECTIONS, bounded by the limit on
     descriptors.
 
-    Raises the soft limit on descriptors as far as allowed. The router's own port takes some descriptors.
+    Raises the soft limit on descriptors as far as allowed. The router's own port and the port of probes take
+    some descriptors.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     spare = SPARE_DESCRIPTORS + (OWN_CONNECTIONS + SPARE_IN_HANDSHAKE if has_own_port else 0)
+    spare += PROBE_CONNECTIONS if has_probe_port else 0
     wanted = (asked or MAX_CONNECTIONS) + spare
     if soft < wanted:
         with suppress(ValueError, OSError):
@@ -53,7 +56,11 @@ def connections_allowed(asked: int = 0, *, has_own_port: bool = False) -> int:
 
 
 class HttpServer:
-    """Serves `app` on one listening socket to the callers that `guard` accepts."""
+    """Serves `app` on one listening socket to the callers that `guard` accepts.
+
+    A connection above the maximum gets 503. With `ends_oldest` it is served, and the oldest one ends: then
+    clients that keep connections open cannot shut others out.
+    """
 
     def __init__(
         self,
@@ -64,6 +71,7 @@ class HttpServer:
         max_body: int,
         max_connections: int,
         certificate: Certificate | None = None,
+        ends_oldest: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.guard = guard
@@ -72,10 +80,11 @@ class HttpServer:
         self.clock = clock
         self.is_leaving = False  # answers announce that their connection closes
         self.is_draining = False  # connections close after an answer, even if it did not announce so
+        self._ends_oldest = ends_oldest
         self._app, self._counts = app, counts
         self._listening: asyncio.Server | TlsListener | None = None
         self._tls_listener = None if certificate is None else self._tls_listener_with(certificate)
-        self._connections: set[HttpProtocol] = set()
+        self._connections: dict[HttpProtocol, None] = {}  # in order of arrival
         self._tasks: set[asyncio.Task[None]] = set()
         self._next_deadline = NEVER  # the earliest deadline of all connections
 
@@ -177,12 +186,16 @@ class HttpServer:
 
     def joined(self, connection: HttpProtocol) -> bool:
         """Registers a connection. False when there are too many."""
-        self._connections.add(connection)
-        return len(self._connections) <= self.max_connections
+        self._connections[connection] = None
+        if len(self._connections) <= self.max_connections:
+            return True
+        if self._ends_oldest:
+            next(iter(self._connections)).abort()
+        return self._ends_oldest
 
     def left(self, connection: HttpProtocol) -> None:
         """Removes a connection. Idempotent."""
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
 
     def may_buffer(self, num_bytes: int) -> bool:
         """Counts bytes of a body.

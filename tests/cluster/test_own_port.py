@@ -20,6 +20,7 @@ from baton.router.http import server
 from baton.router.http.listeners import open_listeners
 from baton.router.http.server import (
     OWN_CONNECTIONS,
+    PROBE_CONNECTIONS,
     SPARE_DESCRIPTORS,
     SPARE_IN_HANDSHAKE,
     connections_allowed,
@@ -181,6 +182,7 @@ def test_descriptors_of_the_own_port_are_kept_free(monkeypatch):
         connections_allowed(has_own_port=True)
         == 1024 - SPARE_DESCRIPTORS - OWN_CONNECTIONS - SPARE_IN_HANDSHAKE
     )
+    assert connections_allowed(has_probe_port=True) == 1024 - SPARE_DESCRIPTORS - PROBE_CONNECTIONS
     assert connections_allowed(100, has_own_port=True) == 100
 
 
@@ -196,8 +198,7 @@ def test_an_own_port_is_exclusive_and_loopback_unless_trusted():
         with pytest.raises(ConfigError, match=r"0\.0\.0\.0"):
             open_listeners(RouterConfig(model="m", host="0.0.0.0", own_port=port), trusted_network=False)
     finally:
-        for listener in listeners:
-            listener.close()
+        listeners.close()
 
 
 @pytest.mark.parametrize(

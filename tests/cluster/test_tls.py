@@ -203,7 +203,7 @@ def test_a_connection_waiting_at_a_shared_port_survives_a_leaving_router(secured
     until(lambda: running.router._server._tls_listener._listener is not None, "it listens")
     with connected(running) as waiting:
         running.begin_drain()
-        until(lambda: running.router._listener.fileno() == -1, "its listener is closed")
+        until(lambda: running.router._listeners.clients.fileno() == -1, "its listener is closed")
         with trusting.wrap_socket(waiting, server_hostname="127.0.0.1") as inside:
             assert is_healthy(inside)
     running.join()

@@ -228,7 +228,12 @@ def _values(cls):
     for name in ("spec_tokens", "ngram_min", "ngram_max"):  # most values do not go with others
         strategies.pop(name, None)
     values = st.fixed_dictionaries({"model": strategies.pop("model")}, optional=strategies)
-    return values.filter(lambda v: not v.get("own_port") or v["own_port"] != v.get("port", 8000))
+
+    def are_apart(v):
+        ports = [v.get("port", 8000), *(v[name] for name in ("own_port", "probe_port") if v.get(name))]
+        return len(set(ports)) == len(ports)
+
+    return values.filter(are_apart)
 
 
 @given(st.data())

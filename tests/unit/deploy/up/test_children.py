@@ -296,6 +296,20 @@ def test_each_of_several_routers_has_its_own_port_and_one_only_if_asked(tmp_path
     assert len({*chosen, 0, 8000}) == 6
 
 
+def test_each_of_several_routers_has_its_own_port_of_probes(tmp_path):
+    def ports_of(*flags):
+        config = load_config(UpConfig, ["--model=x", "--port=8000", *flags], {})
+        made = [child for _, child in child_configs(config, {}, tmp_path) if isinstance(child, RouterConfig)]
+        return [router.probe_port for router in made]
+
+    assert ports_of("--routers=2") == [0, 0]
+    assert ports_of("--routers=3", "--probe-port=8101") == [8101, 8102, 8103]
+    with pytest.raises(ConfigError, match="--probe-port 8000 is the --port of the clients; choose another"):
+        ports_of("--probe-port=8000")
+    with pytest.raises(ConfigError, match="--probe-port 8101 is the --own-port; choose another"):
+        ports_of("--probe-port=8101", "--own-port=8101")
+
+
 def test_a_chosen_port_is_assigned_only_once(tmp_path, monkeypatch):
     def routers(chosen, *flags):
         free = iter(chosen)
