@@ -19,12 +19,10 @@ from ..protocol.codec import CONTROL_MAX_FRAME
 from ..security.keyring import Curve
 from ..security.zap import TICKET_DOMAIN, TICKET_USER, ZAP_DOMAIN
 from .endpoints import endpoint_fault, port_fault
+from .flood_guard import FloodGuard
 
 CONTROL_HIGH_WATER = 64
 BULK_HIGH_WATER = 8
-RECEIVE_HIGH_WATER = (
-    4096  # small messages: more than a worker sends while this process gets no core for 15 seconds
-)
 BULK_FRAME_SLACK = 4096  # a bulk socket's frames are one block or a small message
 LINGER_MS = 200
 RECONNECT_MAX_MS = 1000
@@ -33,7 +31,9 @@ PING_MS = 500  # between two heartbeats of the connecting side
 SILENCE_MS = 1500  # without an answer or a heartbeat until a connection is given up
 CURVE_FRAME_SLACK = 64  # an encrypted frame is 33 bytes longer than its content
 IPC_PATH_LIMIT = 107
-TOO_LONG = "a message of too many parts or bytes"  # the log's reason for a message that `recv_parts` drops
+OVERSIZED_BYTES = 1 << 20  # the least that a message of too many parts or bytes counts for a FloodGuard
+# the log's reason for a message that `recv_parts` drops
+TOO_LONG = "a message of too many parts or bytes, or of a flood"
 DISCARD_PARTS = 4096  # per call, which takes about as many microseconds
 READABLE = int(zmq.POLLIN)
 # flags of a part, joined once because that is slow
@@ -61,9 +61,9 @@ def make_socket(
     Client sockets present `ticket` in the handshake. An empty ticket makes a server socket that requires one.
 
     A peer's frame of more than `max_frame` bytes closes its connection. At most `high_water` sent messages
-    are queued per peer. A ROUTER queues at most RECEIVE_HIGH_WATER received ones. A DEALER queues nothing for
-    a peer that is not connected: `try_send` returns False until it is. It tries again after 100 ms, then
-    twice as long and so on up to `reconnect_max_ms`.
+    are queued per peer. Received ones are queued without a bound, so the reader of a ROUTER has a FloodGuard.
+    A DEALER queues nothing for a peer that is not connected: `try_send` returns False until it is. It tries
+    again after 100 ms, then twice as long and so on up to `reconnect_max_ms`.
     """
     socket: Socket = context.socket(kind)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame + (CURVE_FRAME_SLACK if curve is not None else 0))
@@ -75,10 +75,10 @@ def make_socket(
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, reconnect_max_ms)
     # libzmq 4.3 stops reading from a connection whose queue is full. When the peer of such a connection is
     # gone, a PING that falls due, or one that is answered, aborts the process (its issues 3937, 4364 and
-    # 4767). Therefore only the connecting side sends PINGs, and its receive queue is unbounded, since it
-    # chose its peer. The listening side answers PINGs and notices silence by their TTL. Its queue is bounded,
-    # and longer than an honest peer fills.
-    socket.setsockopt(zmq.RCVHWM, 0 if kind == zmq.DEALER else RECEIVE_HIGH_WATER)
+    # 4767). Any peer that may connect can fill a queue of any length and leave. Therefore no receive queue
+    # has a bound: the connecting side chose its peer, and the listening side has a FloodGuard. Only the
+    # connecting side sends PINGs; the listening side answers them and notices silence by their TTL.
+    socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS if kind == zmq.DEALER else 0)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
     socket.setsockopt(zmq.HEARTBEAT_TTL, SILENCE_MS)
@@ -184,8 +184,11 @@ def check_bind_address(endpoint: str, trusted_network: bool, *, has_keys: bool |
         )
 
 
-def recv_parts(socket: Socket, max_parts: int, max_bytes: int) -> list[zmq.Frame] | None:
-    """The next message without waiting: None when there is none, [] when one was dropped as too long.
+def recv_parts(
+    socket: Socket, max_parts: int, max_bytes: int, guard: FloodGuard | None = None
+) -> list[zmq.Frame] | None:
+    """The next message without waiting: None when there is none, [] when one was dropped: it was too long, or
+    `guard` refused it.
 
     Reads part by part and keeps at most `max_parts` parts and `max_bytes` bytes, since MAXMSGSIZE bounds
     frames only. A call discards at most `DISCARD_PARTS` parts of an oversized message, since a million would
@@ -196,6 +199,8 @@ def recv_parts(socket: Socket, max_parts: int, max_bytes: int) -> list[zmq.Frame
             return None
         frame = socket.recv(zmq.NOBLOCK, copy=False)
     except zmq.Again:
+        if guard is not None:
+            guard.caught_up()
         return None
     parts = [frame]
     size = len(frame)
@@ -205,7 +210,11 @@ def recv_parts(socket: Socket, max_parts: int, max_bytes: int) -> list[zmq.Frame
         parts.append(frame)
     if frame.more:
         _discard(socket)
-    return parts if len(parts) <= max_parts and size <= max_bytes else []
+    is_oversized = len(parts) > max_parts or size > max_bytes
+    is_refused = guard is not None and guard.refuses(
+        parts[0], max(size, OVERSIZED_BYTES) if is_oversized else size
+    )
+    return [] if is_oversized or is_refused else parts
 
 
 def is_discarding(socket: Socket) -> bool:
@@ -241,8 +250,8 @@ class AsyncReceiver:
     """Feeds a socket's messages to `on_message` on an asyncio or uvloop event loop.
 
     The socket's descriptor is edge-triggered and covers sending too: it is drained on every wake and after
-    every send. Messages longer than `max_parts` or `max_bytes` are dropped and counted in `num_dropped`, and
-    `on_dropped` is called.
+    every send. Messages longer than `max_parts` or `max_bytes`, and those that `guard` refuses, are dropped
+    and counted in `num_dropped`, and `on_dropped` is called.
     """
 
     def __init__(
@@ -253,6 +262,7 @@ class AsyncReceiver:
         max_parts: int = 4,
         max_bytes: int = CONTROL_MAX_FRAME,
         on_dropped: Callable[[], None] | None = None,
+        guard: FloodGuard | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self.num_dropped = 0
@@ -261,6 +271,7 @@ class AsyncReceiver:
         self._max_parts = max_parts
         self._max_bytes = max_bytes
         self._on_dropped = on_dropped
+        self._guard = guard
         self._loop = loop or asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
         self._is_open = True
@@ -296,7 +307,7 @@ class AsyncReceiver:
         for _ in range(MESSAGES_PER_WAKE):
             if not self._is_open:
                 return
-            parts = recv_parts(self._socket, self._max_parts, self._max_bytes)
+            parts = recv_parts(self._socket, self._max_parts, self._max_bytes, self._guard)
             if parts is None:
                 if is_discarding(self._socket):  # the rest of a message raises no edge
                     self._drain_soon()

@@ -19,6 +19,7 @@ import zmq
 from ...cluster.errors import ConfigError, PeerLost
 from ...cluster.net.authenticator import user_of
 from ...cluster.net.drop_log import DropLog
+from ...cluster.net.flood_guard import FloodGuard
 from ...cluster.net.handshakes import HANDSHAKE_FAILURES, HandshakeMonitor, SocketMonitor, failure_text
 from ...cluster.net.sockets import (
     BULK_HIGH_WATER,
@@ -82,6 +83,7 @@ class BulkPort:
             high_water=BULK_HIGH_WATER,
             ticket="",
         )
+        self._flood_guard = FloodGuard()
         self._handshakes = HandshakeMonitor(self._socket)
         self._drop_log = DropLog("KV message dropped")
         try:
@@ -125,7 +127,7 @@ class BulkPort:
         self._handshakes.read()
         joined = []
         for _ in range(MESSAGES_PER_TURN):
-            parts = recv_parts(self._socket, 2, 2 * MAX_FRAME)
+            parts = recv_parts(self._socket, 2, 2 * MAX_FRAME, self._flood_guard)
             if parts is None:
                 break
             peer = user_of(parts[1]) if len(parts) == 2 else ""

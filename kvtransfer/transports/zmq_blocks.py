@@ -22,6 +22,7 @@ import zmq
 
 from ...cluster.errors import ConfigError, PeerLost, RemoteProtocolError
 from ...cluster.net.authenticator import Authenticator
+from ...cluster.net.flood_guard import FloodGuard
 from ...cluster.net.handshakes import HANDSHAKE_FAILURES, HandshakeMonitor, SocketMonitor, failure_text
 from ...cluster.net.sockets import (
     BULK_FRAME_SLACK,
@@ -123,6 +124,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
             high_water=BULK_HIGH_WATER,
             curve=keyring.called() if keyring is not None else None,
         )
+        self._flood_guard = FloodGuard()
         self._handshakes = HandshakeMonitor(self._socket)
         try:
             self.endpoint = bind(self._socket, bind_endpoint)
@@ -179,7 +181,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
         if self._bulk is not None:
             self._blocked.difference_update(bulk_lane(peer) for peer in self._bulk.read())
         for _ in a_few(self._clock):
-            parts = recv_parts(self._socket, 3, 2 * KV_MAX_BYTES)
+            parts = recv_parts(self._socket, 3, 2 * KV_MAX_BYTES, self._flood_guard)
             if parts is None:
                 break
             if not parts:

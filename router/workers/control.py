@@ -14,6 +14,7 @@ import zmq
 from ...cluster.errors import DamagedMessage, PeerLost, RemoteProtocolError
 from ...cluster.net.authenticator import Authenticator, user_of
 from ...cluster.net.drop_log import DropLog
+from ...cluster.net.flood_guard import FloodGuard
 from ...cluster.net.handshakes import MONITOR_BYTES, MONITOR_PARTS, HandshakeMonitor
 from ...cluster.net.sockets import (
     TOO_LONG,
@@ -100,6 +101,7 @@ class ControlSocket:
         self._socket = make_socket(
             self._context, zmq.ROUTER, curve=keyring.called() if keyring is not None else None
         )
+        self._flood_guard = FloodGuard()
         self._handshakes = HandshakeMonitor(self._socket)
         self._door_receiver: AsyncReceiver | None = None
         self._receiver: AsyncReceiver | None = None
@@ -160,6 +162,7 @@ class ControlSocket:
             max_parts=2,
             max_bytes=max_bytes,
             on_dropped=lambda: self._drop_log.say("", TOO_LONG),
+            guard=self._flood_guard,
         )
         self._door_receiver = AsyncReceiver(
             self._handshakes.socket, self._on_event, max_parts=MONITOR_PARTS, max_bytes=MONITOR_BYTES

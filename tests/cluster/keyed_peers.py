@@ -9,7 +9,7 @@ import time
 from urllib.parse import urlsplit
 
 import zmq
-from baton.cluster.net.sockets import make_socket, recv_parts, try_send
+from baton.cluster.net.sockets import CONTROL_HIGH_WATER, make_socket, recv_parts, try_send
 from baton.cluster.protocol.codec import encode
 from baton.cluster.protocol.messages import PROTOCOL_MAJOR, Hello
 from baton.cluster.security.keyring import Curve, load_keyring, make_key, read_key
@@ -108,10 +108,12 @@ class Front:
 
 
 @contextlib.contextmanager
-def dealer(endpoint, keys=None, routing_id=None):
+def dealer(endpoint, keys=None, routing_id=None, high_water=CONTROL_HIGH_WATER):
     """A raw peer in a context of its own."""
     context = zmq.Context()
-    socket = make_socket(context, zmq.DEALER, max_frame=1 << 26, curve=keys, linger_ms=0)
+    socket = make_socket(
+        context, zmq.DEALER, max_frame=1 << 26, curve=keys, linger_ms=0, high_water=high_water
+    )
     if routing_id is not None:
         socket.setsockopt(zmq.ROUTING_ID, routing_id)
     socket.connect(endpoint)

@@ -178,3 +178,19 @@ def test_a_message_of_many_parts_is_dropped_whole_and_others_are_served(port):
         hostile.send_multipart([encode(hello("decode"))] * 1000)
         hostile.send_multipart([bytes(port.max_frame)] * 30)
         wait_until(lambda: port.num_malformed() - num_before == 3, 60, "all are dropped")
+
+
+def test_a_peer_that_floods_and_never_reads_is_cut_and_others_are_served(port):
+    since, resident = len(port.cluster.output.getvalue()), port.resident()
+
+    def is_cut():
+        return any("sends faster than it is read" in line for line in port.warnings(since))
+
+    until = time.monotonic() + 60
+    with dealer(port.endpoint, port.curve(), high_water=0) as hostile:
+        assert say(hostile, encode(hello("decode")))
+        while not is_cut():
+            assert time.monotonic() < until, "its messages are read for ever"
+            send_all(hostile, [b"\xc1"] * 20_000)
+    assert complete(port.cluster, PROMPT, max_tokens=8)
+    assert port.resident() - resident <= 200 * MIB

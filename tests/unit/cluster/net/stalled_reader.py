@@ -1,7 +1,7 @@
 """A process whose reader stalls behind a full queue while its peer leaves: the process must survive.
 
 `python -m baton.tests.unit.cluster.net.stalled_reader SIDE`: SIDE (dealer or router) stalls; `pinged` is a
-router whose peer has asked for a heartbeat behind its messages.
+router whose peer has asked for a heartbeat behind its messages; `flooded` is one with more of them.
 """
 
 import socket
@@ -10,21 +10,14 @@ import sys
 import time
 
 import zmq
-from baton.cluster.net.sockets import (
-    CONTROL_HIGH_WATER,
-    RECEIVE_HIGH_WATER,
-    bind,
-    connect,
-    make_socket,
-    recv_parts,
-)
+from baton.cluster.net.sockets import CONTROL_HIGH_WATER, bind, connect, make_socket, recv_parts
 
-MESSAGES = 2 * RECEIVE_HIGH_WATER
+MANY = 4096  # fills queues that have a bound
+MESSAGES = 2 * MANY
 PART = bytes(4096)
-LEAST = (
-    RECEIVE_HIGH_WATER + 2 * CONTROL_HIGH_WATER
-)  # the queues of both sides, and something on the way between
+LEAST = MANY + 2 * CONTROL_HIGH_WATER  # the queues of both sides, and something on the way between
 BURST = 4 * CONTROL_HIGH_WATER  # what a worker may say while its router gets no core
+FLOOD = MANY + CONTROL_HIGH_WATER  # what no honest peer says meanwhile
 STUCK_S = 0.3  # nothing goes on for so long: every queue is full
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)  # ZMTP 3.1
 READY = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
@@ -33,7 +26,7 @@ SHORT = b"\0\x01m"  # a message
 STALL_S = 1.4  # longer than two intervals of heartbeats
 
 
-def pinged():
+def pinged(num_messages):
     """All of it comes as one piece, which the socket's own thread has read when the peer leaves; the PING is
     answered when the messages before it have found room."""
     context = zmq.Context()
@@ -44,13 +37,13 @@ def pinged():
         with client.makefile("rb") as answer:
             answer.read(len(GREETING))
             answer.read(answer.read(2)[1])  # its READY
-        client.sendall(BURST * SHORT + PING + SHORT)
+        client.sendall(num_messages * SHORT + PING + SHORT)
         client.setsockopt(
             socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
         )  # a reset, which is seen at once
         time.sleep(STUCK_S)
     time.sleep(STUCK_S)
-    print(f"read {read_all(server, BURST)}, alive")
+    print(f"read {read_all(server, num_messages)}, alive")
     context.destroy(linger=0)
 
 
@@ -89,11 +82,12 @@ def stalled(side):
             time.sleep(0.01)
     theirs.destroy(linger=0)
     time.sleep(STALL_S)
-    got = read_all(reader, (RECEIVE_HIGH_WATER if side == "router" else CONTROL_HIGH_WATER) - 1)
+    got = read_all(reader, (MANY if side == "router" else CONTROL_HIGH_WATER) - 1)
     print(f"sent {sent}, read {got}, alive")
     ours.destroy(linger=0)
 
 
 if __name__ == "__main__":
     (side,) = sys.argv[1:]
-    pinged() if side == "pinged" else stalled(side)
+    bursts = {"pinged": BURST, "flooded": FLOOD}
+    pinged(bursts[side]) if side in bursts else stalled(side)
