@@ -16,6 +16,7 @@ from ..cluster.process.log import configure, fields
 from ..cluster.process.process import EXIT_OK, Shutdown, run_phases, run_role
 from ..cluster.process.sd_notify import notifier_of
 from ..cluster.process.watchdog import Watchdog
+from .api.sampling_defaults import SamplingDefaults, load_sampling_defaults
 from .app import Router
 from .sandbox.fork_server import ForkServer
 from .sandbox.pool_worker import MEMORY, missing_address_space
@@ -43,15 +44,29 @@ def _start(argv: Sequence[str]) -> Callable[[], int]:
         logger.warning("the limit on address space (ulimit -v) leaves little for chat templates", extra=size)
     fork_server = ForkServer.forked()  # before this process has any other thread
     made: list[Tokenizer | Router] = []
+    defaults = [SamplingDefaults()]
 
     def load() -> None:
         made.append(load_tokenizer(config.model))
+        if config.generation_config == "model":
+            defaults.append(load_sampling_defaults(config.model))
+            if given := defaults[-1].given:
+                logger.info("the model's sampling defaults are used", extra=fields(**given))
 
     def listen() -> None:
         tokenizer = made[0]
         assert isinstance(tokenizer, Tokenizer)
         watchdog = Watchdog(config.watchdog_s, notifier=notifier)
-        made.append(Router(config, tokenizer, fork_server, watchdog=watchdog, notifier=notifier))
+        made.append(
+            Router(
+                config,
+                tokenizer,
+                fork_server,
+                watchdog=watchdog,
+                notifier=notifier,
+                sampling_defaults=defaults[-1],
+            )
+        )
 
     run_phases([("loading the tokenizer", load), ("binding sockets", listen)])
     gc.collect()

@@ -30,6 +30,7 @@ from ..cluster.security.api_keys import ApiKeys
 from ..cluster.security.keyring import load_keyring
 from ..cluster.telemetry.metrics import RouterMetrics
 from ..cluster.telemetry.tracing import open_tracing
+from .api.sampling_defaults import SamplingDefaults
 from .endpoints.routes import Routes
 from .endpoints.service import Service
 from .http.auth import Guard
@@ -68,6 +69,7 @@ class Router:
         timeouts: Timeouts | None = None,
         watchdog: Watchdog | None = None,
         notifier: Notifier | None = None,
+        sampling_defaults: SamplingDefaults | None = None,
     ) -> None:
         self._config = config
         self._notifier = notifier or Notifier()
@@ -116,6 +118,7 @@ class Router:
             fork_server,
             self._tracing,
             chat_max_tokens=chat_max,
+            sampling_defaults=sampling_defaults,
             takes_embeds=config.prompt_embeds,
             embeds_bytes=config.prompt_embeds_mb << 20,
         )
@@ -177,7 +180,11 @@ class Router:
         callers, and the server of probes."""
         config, counts = self._config, Counts()
         guard = Guard(self._api_keys, os.environ.get(OPERATOR_VARIABLE, ""))
-        routes = Routes(self._service, is_keyed=self._api_keys is not None)
+        routes = Routes(
+            self._service,
+            is_keyed=self._api_keys is not None,
+            ignores_unknown=self._config.unknown_fields == "ignore",
+        )
         app = routes.app()
 
         def server(max_connections: int) -> HttpServer:

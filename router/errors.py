@@ -61,7 +61,18 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+    """The ApiError (400) for a request at fault. Where a field is named, its default code is
+    "invalid_value"."""
+    code = "invalid_value" if code is None and param is not None else code
     return ApiError(400, ErrorBody(message, "invalid_request_error", param, code))
+
+
+def unsupported_parameter(message: str, *, param: str) -> ApiError:
+    return bad_request(message, param=param, code="unsupported_parameter")
+
+
+def unsupported_value(message: str, *, param: str) -> ApiError:
+    return bad_request(message, param=param, code="unsupported_value")
 
 
 def context_too_long(message: str, *, param: str) -> ApiError:

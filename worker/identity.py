@@ -77,6 +77,17 @@ def card_of(device: torch.device, env: Mapping[str, str]) -> str:
     return f"{visible[at] if at < len(visible) else at}: {name}"
 
 
+def small_pool_warning(hello: Hello) -> str:
+    """A warning that the KV pool holds less than one request of the full context; "" where it does not."""
+    holds = hello.pages_total * hello.page_size - hello.spec_tokens
+    if holds >= hello.max_context:
+        return ""
+    return (
+        f"the KV pool holds {holds} tokens, but --max-context is {hello.max_context}: longer requests are "
+        f"refused; give more --kv-memory-mb or --pages, or --max-context {max(1, holds)}"
+    )
+
+
 def hello_of(
     layout: Layout,
     pool: KVPool,

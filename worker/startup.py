@@ -27,7 +27,7 @@ from ..engine.config import EngineConfig
 from ..engine.loader import Engine, EngineLoader
 from ..kvtransfer.memory.malloc_tuning import keep_blocks
 from ..kvtransfer.transport import Planes, PollableTransport
-from .identity import chosen_of, hello_of, layout_of, planes_of
+from .identity import chosen_of, hello_of, layout_of, planes_of, small_pool_warning
 from .link import WorkerLink
 from .main_loop import WorkerLoop
 from .prompt_embeds import embeds_inbox
@@ -212,6 +212,8 @@ class WorkerStartup(ABC, Generic[C, R]):
         transport = self.open_transport(context)
         try:
             hello = self.make_hello()
+            if warning := small_pool_warning(hello):
+                logger.warning("%s", warning)
             return dial_routers(context, endpoints_of(self.config.router), hello, self.keyring), transport
         except Exception:
             transport.close()

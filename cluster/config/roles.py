@@ -20,7 +20,7 @@ from .groups import (
     ScrapeSettings,
     TraceSettings,
 )
-from .router_groups import ClientSettings, HttpSettings, PairingSettings
+from .router_groups import ClientSettings, HttpSettings, PairingSettings, RequestSettings
 
 AUTO_WORKERS = -1  # 0 is taken: it asks for no worker of a role
 
@@ -81,7 +81,14 @@ class DecodeConfig(DecodeSettings, WorkerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig(
-    HttpSettings, ClientSettings, PairingSettings, ModelSettings, NetworkSettings, LogSettings, TraceSettings
+    HttpSettings,
+    ClientSettings,
+    RequestSettings,
+    PairingSettings,
+    ModelSettings,
+    NetworkSettings,
+    LogSettings,
+    TraceSettings,
 ):
     """Router."""
 
@@ -99,6 +106,7 @@ class UpConfig(
     ModelSettings,
     HttpSettings,
     ClientSettings,
+    RequestSettings,
     PairingSettings,
     EngineSettings,
     PrefillSettings,

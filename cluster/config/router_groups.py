@@ -6,6 +6,8 @@ from .fields import Setting, setting
 from .groups import RoleConfig
 
 PREFILL_POLICIES = ("cache-aware", "least-loaded", "round-robin", "power-of-two")
+UNKNOWN_FIELDS = ("refuse", "ignore")
+GENERATION_CONFIGS = ("model", "none")
 DECODE_POLICIES = ("session", "least-loaded", "round-robin", "power-of-two")
 
 
@@ -125,6 +127,28 @@ class ClientSettings(RoleConfig):
         "", Setting(help="certificate chain, PEM: HTTP is TLS; needs --tls-key", metavar="FILE")
     )
     tls_key: str = setting("", Setting(help="private key of --tls-cert, PEM", metavar="FILE"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestSettings(RoleConfig):
+    """Requests."""
+
+    unknown_fields: str = setting(
+        "refuse",
+        Setting(
+            help="what becomes of a request with fields that the API does not have; refuse: 400 that names "
+            "them all; ignore: it is served without them, and each name is logged",
+            choices=UNKNOWN_FIELDS,
+        ),
+    )
+    generation_config: str = setting(
+        "model",
+        Setting(
+            help="sampling of requests that do not say it; model: as the model's generation_config.json has "
+            "it; none: temperature 1 and nothing else",
+            choices=GENERATION_CONFIGS,
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ..api.body_reader import header_of
 from ..errors import (
     RETRY_AFTER_S,
     ApiError,
@@ -35,6 +36,7 @@ from .replies import (
     Builder,
     ChoiceTimelines,
     CompletionDetails,
+    DraftDetails,
     PromptDetails,
     Usage,
 )
@@ -43,6 +45,9 @@ SSE_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-contro
 JSON_HEADERS = {"content-type": "application/json"}
 RAW_SSE = [(name.encode(), value.encode()) for name, value in SSE_HEADERS.items()]
 RAW_JSON = [(name.encode(), value.encode()) for name, value in JSON_HEADERS.items()]
+
+
+IGNORED_FIELDS = b"x-baton-ignored-fields"
 
 
 class ClientLeft(Exception):
@@ -59,6 +64,7 @@ class AnswerOptions(Struct, frozen=True, kw_only=True, gc=False):
     num_tries: int  # per prompt; the best `num_choices` of them are the answer
     wants_usage_always: bool = False
     wants_accepted: bool = False  # accepted drafts come in chunks of their own
+    ignored: tuple[str, ...] = ()  # the fields of the request that were left out
 
 
 class Answer:
@@ -83,6 +89,8 @@ class Answer:
         self._options = options
         # the ID of /requests/ID
         self._named = [(b"x-request-id", entries[0].request.tag.reply_id.encode())]
+        if options.ignored:
+            self._named.append((IGNORED_FIELDS, header_of(options.ignored)))
 
     async def serve(self, sink: AnswerSink) -> None:
         """Writes the answer to its end.
@@ -248,9 +256,8 @@ class Answer:
             completion_tokens=num_output,
             total_tokens=num_prompt + num_output,
             prompt_tokens_details=PromptDetails(cached_tokens=cached),
-            completion_tokens_details=CompletionDetails(
-                accepted_prediction_tokens=accepted, rejected_prediction_tokens=max(0, drafted - accepted)
-            ),
+            completion_tokens_details=CompletionDetails(),
+            draft_tokens_details=DraftDetails(drafted_tokens=drafted, accepted_tokens=accepted),
         )
 
     def _timeline(self) -> AnyTimeline:

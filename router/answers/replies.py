@@ -29,12 +29,19 @@ class PromptDetails(Struct):
 
 
 class CompletionDetails(Struct):
-    """`completion_tokens_details`; a prediction is a draft here."""
+    """`completion_tokens_details`; predictions are those of a client (`prediction`), and there are none."""
 
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
     reasoning_tokens: int = 0
     audio_tokens: int = 0
+
+
+class DraftDetails(Struct):
+    """`draft_tokens_details`: tokens that the drafter proposed, and those of them that became output."""
+
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Usage(Struct):
@@ -45,6 +52,7 @@ class Usage(Struct):
     total_tokens: int
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails
+    draft_tokens_details: DraftDetails
 
 
 class ChoiceTimelines(Struct):

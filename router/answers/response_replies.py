@@ -16,7 +16,7 @@ from ..api.response_bodies import Told
 from ..errors import ApiError, ErrorBody
 from .chat_replies import TokenLogprobs, chat_logprobs
 from .generation import Piece
-from .replies import AnyTimeline, Frame, Usage, compact, raw_timeline, sse
+from .replies import AnyTimeline, DraftDetails, Frame, Usage, compact, raw_timeline, sse
 from .tool_calls import CallPart
 
 
@@ -63,6 +63,7 @@ class ResponseUsage(Struct):
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int
+    draft_tokens_details: DraftDetails
 
 
 class Incomplete(Struct):
@@ -257,6 +258,7 @@ class ResponseBuilder:
                 output_tokens=usage.completion_tokens,
                 output_tokens_details=OutputDetails(),
                 total_tokens=usage.total_tokens,
+                draft_tokens_details=usage.draft_tokens_details,
             )
         return made
 

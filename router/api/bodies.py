@@ -25,6 +25,9 @@ Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
+Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
+TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+RepetitionPenalty = Annotated[float, Meta(ge=LOWEST_REPETITION_PENALTY, le=100.0)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 NOT_EMPTY = Meta(extra_json_schema={"minLength": 1, "minItems": 1})  # `openai` checks it and words the error
 SwitchText = Annotated[str, Meta(max_length=MAX_SWITCH_CHARS)]
@@ -108,19 +111,19 @@ class CommonBody(Struct, kw_only=True, forbid_unknown_fields=True):
 
     TABLE: ClassVar[Mapping[str, Field]]
 
-    model: str
+    model: str | None = None  # None: the served one
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Choices | None = None
     stop: str | list[str] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=MAX_SEED)] | None = None
-    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    temperature: Temperature | None = None
     top_p: Fraction | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    top_k: TopK | None = None
     min_p: Fraction | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(ge=LOWEST_REPETITION_PENALTY, le=100.0)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: dict[str, Bias] | None = None
     max_tokens: NotNegative | None = None
     min_tokens: NotNegative | None = None

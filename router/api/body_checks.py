@@ -23,9 +23,11 @@ from .bodies import (
     RequestMessage,
     TokenizeBody,
 )
-from .field_errors import UNREADABLE, check_refused, refused_of, unreadable
+from .field_errors import UNREADABLE, check_refused, is_unknown_field, refused_of, unreadable
 from .response_bodies import MAX_METADATA, ResponseBody
+from .response_items import check_items
 from .tool_bodies import AllowedTools, Function, ToolChoice, schema_of
+from .unknown_fields import unknown_field_error, unknown_fields, without
 
 MAX_MESSAGES = 4096
 MAX_STOPS = 4
@@ -43,10 +45,13 @@ REFUSED_IN_MESSAGES = refused_of(RequestMessage)
 B = TypeVar("B", ChatBody, CompletionBody, ResponseBody, TokenizeBody, DetokenizeBody)
 
 
-def parse_body(raw: bytes, kind: type[B]) -> B:
-    """Parses and checks a body. Raises ApiError (400), which names the field at fault."""
+def parse_body(raw: bytes, kind: type[B], ignored: list[str] | None = None) -> B:
+    """Parses and checks a body. Raises ApiError (400), which names the field at fault.
+
+    Unknown fields are refused; with a list `ignored` they are left out and their paths appended to it.
+    """
     try:
-        body = msgspec.json.decode(raw, type=kind)
+        body = _decoded(raw, kind, ignored)
     except UNREADABLE as error:
         raise unreadable(error) from None
     if not isinstance(body, (TokenizeBody, DetokenizeBody)):
@@ -61,6 +66,30 @@ def parse_body(raw: bytes, kind: type[B]) -> B:
         raise bad_request(f"metadata has more than {MAX_METADATA} pairs", param="metadata")
     elif isinstance(body, TokenizeBody):
         _check_tokenize(body)
+    return body
+
+
+def _decoded(raw: bytes, kind: type[B], ignored: list[str] | None) -> B:
+    """The body of a request. Raises ApiError for unknown fields, and else one of UNREADABLE."""
+    try:
+        return _strictly(raw, kind)
+    except msgspec.ValidationError as error:
+        if not is_unknown_field(error):
+            raise
+    if ignored is not None:
+        raw, paths = without(raw, kind)
+        ignored += paths
+        return _strictly(raw, kind)
+    found = unknown_fields(msgspec.json.decode(raw), kind)
+    if not found:  # it is behind the part of a large body that is searched
+        return _strictly(raw, kind)
+    raise unknown_field_error(found)
+
+
+def _strictly(raw: bytes, kind: type[B]) -> B:
+    body = msgspec.json.decode(raw, type=kind)
+    if isinstance(body, ResponseBody) and isinstance(body.input, list):
+        check_items(body.input)
     return body
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import msgspec
 from msgspec import Raw, Struct
 
-from ..errors import ApiError, bad_request, printable
+from ..errors import ApiError, bad_request, printable, unsupported_parameter
 from .fields import Field
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -27,7 +27,7 @@ def check_refused(asked: Struct, refused: RefusedFields, inside: str = "", param
     for attribute, name, field in refused:
         value = getattr(asked, attribute)
         if isinstance(value, Raw) and not _says_nothing(value, field.harmless):
-            raise bad_request(f"{inside}{name} is not supported: {field.says}", param=param or name)
+            raise unsupported_parameter(f"{inside}{name} is not supported: {field.says}", param=param or name)
 
 
 def _says_nothing(value: Raw, harmless: tuple[bytes, ...]) -> bool:
@@ -54,8 +54,21 @@ def _invalid_field(reason: str, inside: str) -> ApiError:
     place = f"{where}: " if where else ""
     remedy = "; parts of a message's content are text" if ".content[" in where else ""
     if text.startswith("Object contains unknown field") and named:
-        return bad_request(
-            f"{place}{printable(named.group(1))} is not a field of this request{remedy}", param=param
-        )
+        message = f"{place}{printable(named.group(1))} is not a field of this request{remedy}"
+        return bad_request(message, param=param, code="unknown_parameter")
     line = "".join(char if char.isascii() and char.isprintable() else "?" for char in f"{place}{text}")
-    return bad_request(line[:400] + remedy, param=param)
+    return bad_request(line[:400] + remedy, param=param, code=_code_of(text))
+
+
+def _code_of(reason: str) -> str:
+    """OpenAI's code for a reason of msgspec."""
+    if reason.startswith("Object missing required field"):
+        return "missing_required_parameter"
+    return "invalid_type" if ", got `" in reason else "invalid_value"
+
+
+def is_unknown_field(error: Exception) -> bool:
+    """Whether a decoder stopped at a field that its type does not have."""
+    return isinstance(error, msgspec.ValidationError) and str(error).startswith(
+        "Object contains unknown field"
+    )

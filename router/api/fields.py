@@ -36,7 +36,7 @@ def _refused(says: str, *harmless: bytes) -> Field:
 
 
 _COMMON: dict[str, Field] = {
-    "model": _works("the name in /v1/models; another one is a 404"),
+    "model": _works("the name in /v1/models, also when it is left out; another one is a 404"),
     "stream": _works("server-sent events, ended by `[DONE]`"),
     "stream_options": _works(
         "`include_usage`; `continuous_usage_stats`: in every chunk; `include_accepted_drafts`: "
@@ -121,7 +121,7 @@ COMPLETION: Mapping[str, Field] = _COMMON | {
 }
 
 RESPONSE: Mapping[str, Field] = {
-    "model": _works("the name in /v1/models; another one is a 404"),
+    "model": _works("the name in /v1/models, also when it is left out; another one is a 404"),
     "input": _works(
         "text, or items: messages of text, function calls and their outputs; reasoning is ignored"
     ),

@@ -81,8 +81,8 @@ class ResponseBody(Struct, kw_only=True, forbid_unknown_fields=True):
 
     TABLE: ClassVar[Mapping[str, Field]] = RESPONSE
 
-    model: str
     input: str | list[Raw]  # items; each is parsed by its type
+    model: str | None = None
     instructions: str | None = None
     max_output_tokens: Positive | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None

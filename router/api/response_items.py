@@ -10,9 +10,9 @@ from typing import ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Raw, Struct
 
-from ..errors import bad_request, printable
+from ..errors import printable, unsupported_value
 from .bodies import RequestMessage, TextPart, Unread
-from .field_errors import UNREADABLE, check_refused, refused_of, unreadable
+from .field_errors import UNREADABLE, check_refused, is_unknown_field, refused_of, unreadable
 from .fields import INPUT_CALL, INPUT_CALL_OUTPUT, INPUT_MESSAGE, INPUT_REASONING, OUTPUT_PART, Field
 from .tool_bodies import CalledFunction, ToolCall
 
@@ -122,12 +122,27 @@ def messages_of(items: Sequence[Raw]) -> list[RequestMessage]:
     return messages
 
 
+def check_items(items: Sequence[Raw]) -> None:
+    """Raises msgspec.ValidationError for the first item with an unknown field; `messages_of` tells of all
+    other faults."""
+    for raw in items:
+        try:
+            kind = TYPE_OF.decode(raw).type or "message"
+            if kind in DECODERS:
+                DECODERS[kind].decode(raw)
+        except UNREADABLE as error:
+            if is_unknown_field(error):
+                raise
+
+
 def _item_of(raw: Raw, where: str) -> Item:
     """Parses an item by its type. An unsupported type is reported as such, whatever its fields are."""
     try:
         kind = TYPE_OF.decode(raw).type or "message"
         if kind not in DECODERS:
-            raise bad_request(f"{where}: items of type {printable(kind)} are not supported", param="input")
+            raise unsupported_value(
+                f"{where}: items of type {printable(kind)} are not supported", param="input"
+            )
         item = DECODERS[kind].decode(raw)
     except UNREADABLE as error:
         raise unreadable(error, where) from None

@@ -4,11 +4,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 import msgspec
+from msgspec.structs import replace
 
 from ...cluster.telemetry.metrics import CONTENT_TYPE
 from ...cluster.telemetry.trace_context import context_of
 from ..api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from ..api.body_checks import parse_body
+from ..api.body_checks import B
+from ..api.body_reader import BodyReader
 from ..api.draft_bodies import DraftOrderReply, draft_order_of
 from ..api.request_headers import (
     IDEMPOTENCY_KEY,
@@ -40,8 +42,9 @@ class Routes:
     A handler answers on its exchange, or raises ApiError before it does.
     """
 
-    def __init__(self, service: Service, *, is_keyed: bool) -> None:
+    def __init__(self, service: Service, *, is_keyed: bool, ignores_unknown: bool = False) -> None:
         self._service = service
+        self._reader = BodyReader(ignores_unknown=ignores_unknown)
         self._started = service.clock()
         document = openapi_of(service.served_model, is_keyed=is_keyed)
         self._document, self._page = msgspec.json.encode(document), page_of(document)
@@ -106,27 +109,29 @@ class Routes:
 
     async def chat(self, exchange: Exchange) -> None:
         raw, call = self._call(exchange)
-        body = parse_body(raw, ChatBody)
+        body, call = self._read(raw, ChatBody, call)
         await self._answer(exchange, body, partial(self._service.chat, body, call))
 
     async def complete(self, exchange: Exchange) -> None:
         raw, call = self._call(exchange)
-        body = parse_body(raw, CompletionBody)
+        body, call = self._read(raw, CompletionBody, call)
         del raw  # embeddings are long, and an answer takes time
         await self._answer(exchange, body, partial(self._service.complete, body, call))
 
     async def respond(self, exchange: Exchange) -> None:
         raw, call = self._call(exchange)
-        body = parse_body(raw, ResponseBody)
+        body, call = self._read(raw, ResponseBody, call)
         await self._answer(exchange, body, partial(self._service.respond, body, call))
 
     async def tokenize(self, exchange: Exchange) -> None:
         raw, call = self._call(exchange)
-        await _send_json(exchange, await self._service.tokenize(parse_body(raw, TokenizeBody), call))
+        body, call = self._read(raw, TokenizeBody, call)
+        await _send_json(exchange, await self._service.tokenize(body, call))
 
     async def detokenize(self, exchange: Exchange) -> None:
         raw, call = self._call(exchange)
-        await _send_json(exchange, await self._service.detokenize(parse_body(raw, DetokenizeBody), call))
+        body, call = self._read(raw, DetokenizeBody, call)
+        await _send_json(exchange, await self._service.detokenize(body, call))
 
     async def swap_draft(self, exchange: Exchange) -> None:
         must_operate(exchange.caller)
@@ -141,6 +146,11 @@ class Routes:
     async def docs(self, exchange: Exchange) -> None:
         headers = {"content-type": "text/html; charset=utf-8", "content-security-policy": PAGE_POLICY}
         await send(exchange, self._page.encode(), headers=headers)
+
+    def _read(self, raw: bytes, kind: type[B], call: Call) -> tuple[B, Call]:
+        """The checked body, and the call with the fields that were left out of it. Raises ApiError."""
+        body, ignored = self._reader.read(raw, kind)
+        return body, replace(call, ignored=ignored) if ignored else call
 
     def _call(self, exchange: Exchange) -> tuple[bytes, Call]:
         """The body, and the options in the headers. Raises ApiError."""
@@ -210,7 +220,7 @@ class Routes:
         return ModelCard(
             id=self._service.served_model,
             created=self._service.started,
-            max_model_len=live.context if live is not None else None,
+            max_model_len=live.fitting if live is not None else None,
         )
 
 

@@ -26,6 +26,7 @@ from ..api.bodies import ChatBody, CompletionBody, DetokenizeBody, RequestMessag
 from ..api.body_checks import check_chat, check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
 from ..api.prompt_embeds import check_size, read_embeds
 from ..api.response_bodies import ResponseBody, chat_of, in_words_of_responses, told_of
+from ..api.sampling_defaults import SamplingDefaults
 from ..api.tool_bodies import Tool, as_template_tool, schema_of
 from ..errors import ApiError, bad_request, context_too_long, unknown_model
 from ..http.exchange import ClientGone
@@ -56,6 +57,7 @@ class Call(Struct, frozen=True, kw_only=True, gc=False):
     wants_timeline: bool = False
     may_record: bool = True  # the request does not object to a record of its tokens for training
     timeout_s: float = 0.0  # the client's limit; 0: none
+    ignored: tuple[str, ...] = ()  # the unknown fields of the body
     grammar: str = ""  # grammar of the answer, known once the body is read
     caller: Caller = ANYONE
     trace: TraceContext = NOWHERE  # context of the client's span
@@ -75,6 +77,7 @@ class Service:
         tracing: Tracing | None = None,
         *,
         chat_max_tokens: int,
+        sampling_defaults: SamplingDefaults | None = None,
         takes_embeds: bool = False,
         embeds_bytes: int = 0,
     ) -> None:
@@ -83,7 +86,9 @@ class Service:
         self._is_traced = not isinstance(self.tracing, Untraced)
         self.responses: Mapping[int, int] = {}  # number of HTTP answers by status
         self.tokenizer = tokenizer
-        self._chat_max_tokens = chat_max_tokens  # default output length of a chat; 0: all that fits
+        self._defaults = sampling_defaults or SamplingDefaults()
+        # default output length of a chat; 0: all that fits
+        self._chat_max_tokens = self._defaults.max_new_tokens or chat_max_tokens
         self._takes_embeds = takes_embeds
         self._embeds_bytes = embeds_bytes  # the most of a request; 0: those of a whole context
         self.served_model = served_model
@@ -111,6 +116,7 @@ class Service:
 
     async def respond(self, body: ResponseBody, call: Call) -> Answer:
         """POST /v1/responses: translated to a chat. Raises ApiError."""
+        self._defaults.fill(body)
         try:
             asked = chat_of(body)
             check_chat(asked)
@@ -127,6 +133,7 @@ class Service:
     ) -> Answer:
         """POST /v1/chat/completions. Raises ApiError."""
         self._check_model(body.model)
+        self._defaults.fill(body)
         with self._reading(call, body.priority):
             if plan := plan_of(body):
                 call = replace(call, grammar=await self.grammars.of(plan))
@@ -139,6 +146,7 @@ class Service:
     async def complete(self, body: CompletionBody, call: Call) -> Answer:
         """POST /v1/completions. Raises ApiError."""
         self._check_model(body.model)
+        self._defaults.fill(body)
         prompts, embeds = prompts_of(body), body.embeds
         read_embedded = partial(read_embeds, width=self._embeds_width(embeds, body.num_tries))
         body.prompt_embeds = None  # the text is longer than what is kept of it
@@ -162,7 +170,7 @@ class Service:
 
     async def tokenize(self, body: TokenizeBody, call: Call) -> TokenizeReply:
         """POST /tokenize. Raises ApiError."""
-        self._check_model(body.model or self.served_model)
+        self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give prompt or messages, and not both", param="prompt")
         with self._counted(call):
@@ -181,12 +189,12 @@ class Service:
                 else None
             )
         live = self.dispatcher.limits()
-        context = live.context if live is not None else None
-        return TokenizeReply(count=len(ids), max_model_len=context, tokens=ids, token_strs=names)
+        fitting = live.fitting if live is not None else None
+        return TokenizeReply(count=len(ids), max_model_len=fitting, tokens=ids, token_strs=names)
 
     async def detokenize(self, body: DetokenizeBody, call: Call) -> DetokenizeReply:
         """POST /detokenize. Raises ApiError."""
-        self._check_model(body.model or self.served_model)
+        self._check_model(body.model)
         with self._counted(call):
             return DetokenizeReply(
                 prompt=await self._in_thread(call, call.size, partial(self._decoded, body.tokens))
@@ -274,8 +282,9 @@ class Service:
         check_size(embeds, num_tries, self._embeds_bytes or context * width * ELEMENT_BYTES["F32"])
         return width
 
-    def _check_model(self, model: str) -> None:
-        if model != self.served_model:
+    def _check_model(self, model: str | None) -> None:
+        """Raises ApiError (404) for another model than the served one."""
+        if model is not None and model != self.served_model:
             raise unknown_model(model, self.served_model)
 
     def _check_chars(self, num_chars: int, param: str) -> None:
@@ -320,6 +329,7 @@ class Service:
             wants_timeline=call.wants_timeline,
             num_choices=num_choices,
             num_tries=num_tries,
+            ignored=call.ignored,
         )
         return Answer(self.dispatcher, self.clock, entries, inbox, choices, builder, options)
 

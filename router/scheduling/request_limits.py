@@ -50,11 +50,11 @@ def max_new_tokens(num_prompt: int, asked: int | None, *, is_chat: bool, chat_ma
 
 def check_prompt(num_prompt: int, param: str, live: Limits) -> None:
     """Raises ApiError (400) for a prompt that leaves no space for one token of output."""
-    longest = min(live.context - 1, MAX_PROMPT_TOKENS, live.prefill_tokens)
+    longest = min(live.fitting - 1, MAX_PROMPT_TOKENS, live.prefill_tokens)
     if num_prompt > longest:
         raise context_too_long(
-            f"The prompt has {num_prompt} tokens, but at most {longest} fit (the context is "
-            f"{live.context} tokens).",
+            f"The prompt has {num_prompt} tokens, but at most {longest} fit: the context is {live.context} "
+            f"tokens, and the workers' KV pages hold {min(live.decode_tokens, live.prefill_tokens)}.",
             param=param,
         )
 
@@ -112,14 +112,14 @@ def check_obeyed(need: Need, live: Collection[tuple[Worker, Worker]]) -> None:
 def check_fits(need: Need, registry: Registry, live: Limits) -> None:
     """Raises ApiError (400) for a request that no idle decode worker could hold."""
     if need.total > live.decode_tokens:
-        raise bad_request(
+        raise context_too_long(
             f"{need.prompt} prompt tokens and {need.max_new} output tokens need KV pages for "
             f"{need.total} tokens, "
             f"but the largest decode worker has pages for {live.decode_tokens}: ask for fewer.",
             param="max_tokens",
         )
     if not can_ever(live_pairs(registry), need):
-        raise bad_request(
+        raise context_too_long(
             f"No pair of workers can hold {need.prompt} prompt tokens and {need.max_new} output tokens: "
             "ask for fewer.",
             param="max_tokens",

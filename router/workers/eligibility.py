@@ -33,6 +33,12 @@ class Limits:
     prefill_tokens: int  # prompt tokens that fit the pages of the roomiest prefill worker
     vocab_size: int  # 0: unknown
 
+    @property
+    def fitting(self) -> int:
+        """Tokens of prompt and output together that a request can have: a pool may hold less than the
+        model's context."""
+        return min(self.context, self.decode_tokens)
+
 
 def pairs(workers: Iterable[Worker], avoid: Collection[str] = ()) -> Iterator[tuple[Worker, Worker]]:
     """Every (prefill, decode) pair that serves and fits together; see `prefillers` and `why_not_pair`."""

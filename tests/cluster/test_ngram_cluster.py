@@ -38,8 +38,8 @@ def test_a_cluster_that_drafts_by_lookup_answers_as_one_without_drafts(model, an
         jobs = [lambda ids=ids: complete(cluster, ids, max_tokens=LENGTH)[0] for ids in PROMPTS * 2]
         together = at_once(jobs, 8)
         assert together == answers * 2, "side by side, and from the prefix cache"
-        details = [answer["usage"]["completion_tokens_details"] for _, answer in alone]
-        assert sum(found["accepted_prediction_tokens"] for found in details) > 0
+        details = [answer["usage"]["draft_tokens_details"] for _, answer in alone]
+        assert sum(found["accepted_tokens"] for found in details) > 0
         choices = complete(cluster, PROMPTS[0], max_tokens=LENGTH, n=2)[1]["choices"]
         assert [choice["token_ids"] for choice in choices] == [answers[0]] * 2
         workers = status(cluster)["workers"]

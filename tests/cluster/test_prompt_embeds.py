@@ -72,7 +72,7 @@ def test_embeddings_are_answered_as_their_ids_also_behind_a_kill(models, table, 
         assert found == wanted
         assert usage["prompt_tokens"] == len(PROMPT)
         assert usage["prompt_tokens_details"]["cached_tokens"] == 0, "pages of the ids are others"
-        assert usage["completion_tokens_details"]["accepted_prediction_tokens"] > LENGTH / 2
+        assert usage["draft_tokens_details"]["accepted_tokens"] > LENGTH / 2
         both = ask(cluster, PROMPT, table, n=2, prompt=[PROMPT, PROMPT])[1]
         assert [choice["token_ids"] for choice in both["choices"]] == [wanted] * 6
         assert at_once([lambda: ask(cluster, PROMPT, table)[0]] * 6, 6) == [wanted] * 6

@@ -82,9 +82,7 @@ def test_the_openai_client_chats_and_completes_streaming_and_not(clusters, kind)
         whole = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, max_tokens=32)
         assert whole.choices[0].message.content.startswith("The capital of France is Paris")
         assert whole.choices[0].finish_reason == "stop"
-        details = whole.usage.completion_tokens_details
-        is_drafted = details.accepted_prediction_tokens + details.rejected_prediction_tokens > 0
-        assert is_drafted is (kind == DRAFT)
+        assert (whole.usage.draft_tokens_details["drafted_tokens"] > 0) is (kind == DRAFT)
         stream = client.chat.completions.create(
             model=model,
             messages=QUESTION,

@@ -46,8 +46,9 @@ def test_chat_returns_the_tokens_of_both_workers_as_text(client, served):
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (prompt, num_output)
     assert reply.usage.total_tokens == prompt + num_output
     assert reply.usage.prompt_tokens_details.cached_tokens == 16
-    assert reply.usage.completion_tokens_details.accepted_prediction_tokens == 12
-    assert reply.usage.completion_tokens_details.rejected_prediction_tokens == 18
+    assert reply.usage.draft_tokens_details == {"drafted_tokens": 30, "accepted_tokens": 12}
+    details = reply.usage.completion_tokens_details  # of `prediction`, which clients are billed for
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
 
 
 def test_chat_stream_is_the_same_text_in_pieces_that_are_whole_characters(client):
@@ -439,7 +440,7 @@ def raw_body(**fields):
         (b'{"model": "\\ud800", "messages": []}', 400),
         (b'{"messages": ' + b"[" * 100_000, 400),
         (raw_body(model="other"), 404),
-        (b'{"messages": [{"role": "user", "content": "x"}]}', 400),
+        (b'{"prompt": "x"}', 400),
         (b" " * (1 << 20) + b"{}", 413),
     ],
     ids=lambda value: str(value)[:30],
@@ -449,6 +450,17 @@ def test_broken_body_is_refused_and_the_router_lives(served, body, status):
     assert reply.status_code == status
     assert reply.json()["error"]["message"]
     assert httpx.get(served[0].url + "/health").status_code == 200
+
+
+@pytest.mark.parametrize("more", [{}, {"model": None}])
+def test_a_request_without_a_model_is_for_the_served_one(served, more):
+    for path, body in (
+        ("chat/completions", {"messages": CHAT["messages"]}),
+        ("completions", {"prompt": "hi"}),
+        ("responses", {"input": "hi"}),
+    ):
+        reply = httpx.post(f"{served[0].url}/v1/{path}", json=body | more)
+        assert (reply.status_code, reply.json()["model"]) == (200, MODEL)
 
 
 def test_chunked_body_over_the_cap_is_refused(served):

@@ -6,6 +6,8 @@ from baton.cluster.config.roles import DecodeConfig, PrefillConfig
 from baton.cluster.errors import StartupError
 from baton.decode.startup import DecodeStartup
 from baton.prefill.startup import PrefillStartup, advertised_endpoint
+from baton.tests.unit.router.workers.test_registry import hello
+from baton.worker.identity import small_pool_warning
 
 ROLES = [(PrefillStartup, PrefillConfig), (DecodeStartup, DecodeConfig)]
 
@@ -67,3 +69,11 @@ def test_an_advertised_address_keeps_the_key_of_the_bound_one():
     assert advertised_endpoint(bound, "tcp://example.org:7300") == "tcp://example.org:7300"
     key = "ab" * 32
     assert advertised_endpoint(f"{bound}#{key}", "tcp://example.org:7300") == f"tcp://example.org:7300#{key}"
+
+
+@pytest.mark.parametrize(("pages", "spec_tokens", "holds"), [(32, 0, 0), (31, 0, 496), (32, 7, 505)])
+def test_a_pool_that_cannot_hold_the_context_is_warned_of(pages, spec_tokens, holds):
+    told = small_pool_warning(
+        hello(pages_total=pages, spec_tokens=spec_tokens, page_size=16, max_context=512)
+    )
+    assert (f"holds {holds} tokens" in told, "--kv-memory-mb" in told) == (bool(holds), bool(holds))

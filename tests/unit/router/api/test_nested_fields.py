@@ -224,7 +224,7 @@ def test_an_unknown_field_is_refused_by_its_name(place):
     kind, holder, served = (PLACES | PLAIN)[place]
     assert ask(kind, holder(served)).model == "m"
     error = refusal_of(kind, holder(served | {"no_such_field": None}))
-    assert "'no_such_field' is not a field" in error.message
+    assert "no_such_field' is not a field" in error.message
     assert error.param in holder(served)
 
 

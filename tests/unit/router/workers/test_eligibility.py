@@ -179,3 +179,11 @@ def test_a_started_request_does_not_resume_on_other_weights():
     assert chosen([p, d], Need(100, 28, "f", (), "x")) == ("a", "b")
     assert chosen([p, d], Need(100, 28, "f", (), "y")) is None
     assert chosen([p, d], Need(100, 28, "f")) == ("a", "b")
+
+
+def test_what_fits_is_bounded_by_the_pool_of_decode():
+    p, d = worker("a", "prefill"), worker("b", "decode", pages_total=20, page_size=16, max_context=8192)
+    found = limits([p, d])
+    assert (found.decode_tokens, found.fitting) == (320, 320)
+    roomy = limits([p, d, worker("c", "decode", pages_total=4096, page_size=16, max_context=512)])
+    assert roomy.fitting == roomy.context <= 8192
