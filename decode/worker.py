@@ -11,7 +11,9 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import ClassVar
 
 import msgspec
 
@@ -55,6 +57,12 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
 
     role = "decode"
     awaited = "last"
+    counted_as: ClassVar[Mapping[Enum, str]] = {
+        DecodeState.RUNNING: "running",
+        DecodeState.WARMING: "queued",
+        DecodeState.PREFILLING: "queued",
+        DecodeState.PULLING: "transferring",
+    }
     queues: DecodeQueues
 
     def __init__(
@@ -141,9 +149,6 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         """The worker's condition for the heartbeat."""
         recorder = self.recorder
         stats = self._stats(
-            running=self.queues.count(DecodeState.RUNNING),
-            queued=self.queues.count(DecodeState.WARMING) + self.queues.count(DecodeState.PREFILLING),
-            transferring=self.queues.count(DecodeState.PULLING),
             accept_length=self._metrics.accepts.accept_length,
             counters=self.in_flight.counters | ({} if recorder is None else recorder.counters),
         )

@@ -13,8 +13,10 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
 
 from ..cluster.process.log import fields
 from ..cluster.protocol.messages import (
@@ -73,6 +75,11 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
 
     role = "prefill"
     awaited = "first"
+    counted_as: ClassVar[Mapping[Enum, str]] = {
+        PrefillState.RUNNING: "running",
+        PrefillState.QUEUED: "queued",
+        PrefillState.HANDED: "transferring",
+    }
     queues: PrefillQueues
 
     def __init__(
@@ -142,11 +149,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
 
     def stats(self) -> WorkerStats:
         """The worker's condition for the heartbeat."""
-        return self._stats(
-            running=self.queues.count(PrefillState.RUNNING),
-            queued=self.queues.count(PrefillState.QUEUED),
-            transferring=self.queues.count(PrefillState.HANDED),
-        )
+        return self._stats()
 
     # --- the ways in and out --------------------------------------------------------------------------------
 

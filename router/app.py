@@ -231,6 +231,7 @@ class Router:
                 num_left = self.control.num_left
                 self.dispatcher.probe()
             self.dispatcher.tick(is_behind=self.control.is_behind)
+            self.dispatcher.note_load()
             if num_dropped := self._tracing.num_dropped:
                 self.dispatcher.events["spans_dropped"] = num_dropped
             if num_failed := self._server.num_tls_failed + self._own_server.num_tls_failed:

@@ -15,7 +15,7 @@ import msgspec
 from ..cluster.process.log import fields
 from ..cluster.process.process import EXIT_CRASHED, EXIT_OK, Shutdown
 from ..cluster.process.sd_notify import Notifier
-from ..cluster.protocol.messages import ControlUp, Goodbye, Heartbeat, Welcome, WorkerStats
+from ..cluster.protocol.messages import ControlUp, Goodbye, Heartbeat, ResourceUsage, Welcome, WorkerStats
 from .commands import Command, LinkEvent, LinkFailed
 from .room_owners import RouterLost
 
@@ -89,7 +89,7 @@ class WorkerLoop:
     """Runs a worker until its shutdown is complete.
 
     `feed` resets the watchdog. `tell` receives the worker's condition at every heartbeat. `lost_spans` counts
-    the dropped trace spans. `clock` returns monotonic seconds.
+    the dropped trace spans, `usage` measures the process. `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -104,6 +104,7 @@ class WorkerLoop:
         tell: Callable[[WorkerStats], None] | None = None,
         notifier: Notifier | None = None,
         lost_spans: Callable[[], int] = int,
+        usage: Callable[[], ResourceUsage | None] = lambda: None,
     ) -> None:
         self.worker = worker
         self.link = link
@@ -114,6 +115,7 @@ class WorkerLoop:
         self._tell = tell or (lambda stats: None)
         self._notifier = notifier or Notifier()
         self._lost_spans = lost_spans
+        self._usage = usage
         self._drain_until: float | None = None
         self._next_beat = 0.0
         self._is_busy = False  # the last step had work
@@ -194,7 +196,7 @@ class WorkerLoop:
         if now >= self._next_beat:
             self._next_beat = now + self.link.heartbeat_s
             self.link.retain(self.worker.queues.names())
-            stats = self.worker.stats()
+            stats = msgspec.structs.replace(self.worker.stats(), usage=self._usage())
             if num_lost := self._lost_spans():
                 stats = msgspec.structs.replace(stats, counters=stats.counters | {"spans_dropped": num_lost})
             self._tell(stats)

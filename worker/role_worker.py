@@ -6,6 +6,7 @@ A role adds the work of its rooms between an order and their end, and `step`, th
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from enum import Enum
 from typing import ClassVar, Generic, TypeVar
 
 import msgspec
@@ -24,7 +25,9 @@ from ..cluster.protocol.messages import (
     PromptEmbeds,
     Refused,
     Reserve,
+    RoomCounts,
     WorkerStats,
+    is_canary,
 )
 from ..cluster.protocol.prompt_embeds import cache_salt
 from ..engine.loader import Engine
@@ -55,6 +58,8 @@ class RoleWorker(ABC, Generic[R]):
     role: ClassVar[str]
     awaited: ClassVar[str]
     """The token that a deadline is for."""
+    counted_as: ClassVar[Mapping[Enum, str]]
+    """The field of `RoomCounts` for each state of a room; rooms in other states have ended."""
 
     def __init__(
         self,
@@ -142,22 +147,21 @@ class RoleWorker(ABC, Generic[R]):
     def _stats(
         self,
         *,
-        running: int,
-        queued: int,
-        transferring: int,
         accept_length: float | None = None,
         counters: Mapping[str, float] | None = None,
     ) -> WorkerStats:
         """The condition with the role's room counts; `counters` are the role's further totals."""
         engine, cache = self.engine, self.engine.cache
+        rooms, canaries = self._room_counts()
         return WorkerStats(
             state="draining" if self.is_draining else "serving",
             pages_total=engine.num_pages,
             pages_free=cache.num_available,
             pages_cached=cache.num_cached,
-            running=running,
-            queued=queued,
-            transferring=transferring,
+            running=rooms.running,
+            queued=rooms.queued,
+            transferring=rooms.transferring,
+            canaries=canaries,
             graphs=GraphCounts(**engine.graph_counts),
             accept_length=accept_length,
             spec_steps=engine.spec_steps,
@@ -170,6 +174,15 @@ class RoleWorker(ABC, Generic[R]):
             | dict(counters or {})
             | self.link.transport_counters,
         )
+
+    def _room_counts(self) -> tuple[RoomCounts, RoomCounts]:
+        """All rooms by what happens to them, and the canaries of these."""
+        rooms, canaries = (dict.fromkeys(RoomCounts.__struct_fields__, 0) for _ in range(2))
+        for room in self.queues:
+            if name := self.counted_as.get(room.state):
+                rooms[name] += 1
+                canaries[name] += is_canary(room.request.salt)
+        return RoomCounts(**rooms), RoomCounts(**canaries)
 
     # --- the way in -----------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from .identity import chosen_of, hello_of, layout_of, planes_of, small_pool_warn
 from .link import WorkerLink
 from .main_loop import WorkerLoop
 from .prompt_embeds import embeds_inbox
+from .resource_usage import meter_of
 from .role_worker import RoleWorker
 from .room import WorkerRoom
 from .spans import RoomSpans, SpansOf
@@ -149,6 +150,7 @@ class WorkerStartup(ABC, Generic[C, R]):
             tell=self.tell,
             notifier=self.notifier,
             lost_spans=lambda: tracing.num_dropped,
+            usage=meter_of(self.engine.pool.device).read,
         )
         self.engine.runner.on_layer = self.loop.beat
         self.engine.begin_watch()

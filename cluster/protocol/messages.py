@@ -66,6 +66,13 @@ class Sampling(Struct, frozen=True, kw_only=True):
 YOUNG_SAMPLING_FIELDS = ("min_new_tokens", "prompt_logprobs", "grammar")
 YOUNG_FIELDS = (*YOUNG_SAMPLING_FIELDS, "salt", "embeds")
 
+CANARY_SALT = "canary "  # the salt of a router's canary begins with it
+
+
+def is_canary(salt: str) -> bool:
+    """Whether an order with this salt is a router's canary and no client's request."""
+    return salt.startswith(CANARY_SALT)
+
 
 class PromptRows(Struct, frozen=True, kw_only=True):
     """The first `count` tokens of a prompt are embeddings, which `PromptEmbeds` messages bring before the
@@ -175,6 +182,25 @@ class Recording(Struct, frozen=True, kw_only=True):
     fault: Text = ""  # the reason why recording ended
 
 
+class RoomCounts(Struct, frozen=True, kw_only=True):
+    """Rooms of a worker by what happens to them."""
+
+    running: Count = 0
+    queued: Count = 0
+    transferring: Count = 0
+
+
+class ResourceUsage(Struct, frozen=True, kw_only=True):
+    """The use of a machine by a worker process. The GPU's figures are those of all processes on it."""
+
+    cpu_cores: float = 0.0  # CPU seconds per second, recent average
+    num_cores: Count = 0  # cores that the process may use
+    memory_bytes: Count = 0  # of the process, in RAM
+    gpu_busy: float | None = None  # share of the time with a kernel on the GPU; None: no GPU, or not known
+    gpu_memory_bytes: Count = 0  # in use on the GPU
+    gpu_memory_total: Count = 0  # 0: no GPU, or not known
+
+
 class WorkerStats(Struct, frozen=True, kw_only=True):
     """One worker's condition, made by its scheduler loop."""
 
@@ -185,6 +211,8 @@ class WorkerStats(Struct, frozen=True, kw_only=True):
     running: Count = 0
     queued: Count = 0
     transferring: Count = 0
+    canaries: RoomCounts = RoomCounts()  # of these, requests of routers that show that the pair serves
+    usage: ResourceUsage | None = None  # None: not measured yet, or a worker that does not report it
     graphs: GraphCounts = GraphCounts()
     accept_length: float | None = (
         None  # tokens committed per verify, recent average; None without a drafter or history

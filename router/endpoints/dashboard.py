@@ -11,8 +11,10 @@ from urllib.parse import parse_qs
 
 from ..answers.replies import compact
 from ..errors import bad_request, unknown_request
+from ..http.auth import must_see_all
 from ..http.exchange import Exchange, send
 from ..scheduling.history import KEPT, History
+from ..scheduling.load_history import MOST, LoadHistory
 
 USUAL_LIMIT = 50
 FRESH = {"cache-control": "no-store"}
@@ -24,8 +26,8 @@ SCRIPT_LINK = '<script src="page.js" type="module"></script>'
 class Dashboard:
     """The handlers of the operator's pages."""
 
-    def __init__(self, history: History) -> None:
-        self._history = history
+    def __init__(self, history: History, load_history: LoadHistory) -> None:
+        self._history, self._load_history = history, load_history
         self._page, self._page_headers = page_of(PAGE)
 
     async def page(self, exchange: Exchange) -> None:
@@ -33,12 +35,18 @@ class Dashboard:
 
     async def requests(self, exchange: Exchange) -> None:
         """The newest requests that the caller may see, `?limit=` of them. Raises ApiError (400)."""
-        asked = parse_qs(exchange.query.decode("latin-1"), keep_blank_values=True)
-        raw = asked.get("limit", [str(USUAL_LIMIT)])[-1]
-        limit = int(raw) if raw.isascii() and raw.isdigit() and len(raw) < 9 else 0
-        if not 1 <= limit <= KEPT:
-            raise bad_request(f"limit must be a whole number from 1 to {KEPT}", param="limit")
+        limit = _number_in(exchange, "limit", usual=USUAL_LIMIT, least=1, most=KEPT)
         await send(exchange, compact(self._history.recent(exchange.caller, limit)), headers=FRESH)
+
+    async def load(self, exchange: Exchange) -> None:
+        """The load of the last 15 minutes; with `?since=POINT` what came after that point.
+
+        Raises ApiError (400, 403).
+        """
+        must_see_all(exchange.caller)
+        since = _number_in(exchange, "since", usual=-1, least=0, most=MOST)
+        view = self._load_history.view(since if since >= 0 else None)
+        await send(exchange, compact(view), headers=FRESH)
 
     async def request(self, exchange: Exchange, name: str) -> None:
         """The timeline of one request. Raises ApiError (404)."""
@@ -46,6 +54,18 @@ class Dashboard:
         if found is None:
             raise unknown_request(name)
         await send(exchange, compact(found), headers=FRESH)
+
+
+def _number_in(exchange: Exchange, name: str, *, usual: int, least: int, most: int) -> int:
+    """The whole number `name` of the query, `usual` without it. Raises ApiError (400)."""
+    asked = parse_qs(exchange.query.decode("latin-1"), keep_blank_values=True)
+    if name not in asked:
+        return usual
+    raw = asked[name][-1]
+    number = int(raw) if raw.isascii() and raw.isdigit() and len(raw) <= len(str(most)) else -1
+    if not least <= number <= most:
+        raise bad_request(f"{name} must be a whole number from {least} to {most}", param=name)
+    return number
 
 
 def page_of(directory: Path) -> tuple[bytes, dict[str, str]]:

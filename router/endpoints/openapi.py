@@ -32,6 +32,7 @@ from ..api.tool_bodies import CalledFunction, ToolCall
 from ..errors import ErrorEnvelope
 from ..http.auth import OPEN_PATHS
 from ..scheduling.history import KEPT, RequestList, RequestView
+from ..scheduling.load_history import HistoryView
 from .status import ModelCard, ModelList, Status
 
 REF = "#/components/schemas/{name}"
@@ -154,6 +155,14 @@ OPERATIONS = (
         },
     ),
     Operation(
+        "/history",
+        "The load of the last 15 minutes, a point every 2 seconds.",
+        None,
+        HistoryView,
+        None,
+        {**_WATCHING, 400: _GENERATING[400]},
+    ),
+    Operation(
         "/requests",
         "What became of recent requests.",
         None,
@@ -252,6 +261,9 @@ def _parameters(operation: Operation, served_model: str) -> list[Json]:
     if operation.reply is RequestList:
         bounds = {"type": "integer", "minimum": 1, "maximum": KEPT}
         return [{"name": "limit", "in": "query", "required": False, "schema": bounds}]
+    if operation.reply is HistoryView:
+        point = {"type": "integer", "minimum": 0, "description": "Only what came after this point."}
+        return [{"name": "since", "in": "query", "required": False, "schema": point}]
     if operation.is_generating:
         is_there = {"in": "header", "required": False}
         return [

@@ -48,7 +48,7 @@ class Routes:
         self._started = service.clock()
         document = openapi_of(service.served_model, is_keyed=is_keyed)
         self._document, self._page = msgspec.json.encode(document), page_of(document)
-        dashboard = Dashboard(service.dispatcher.history)
+        dashboard = Dashboard(service.dispatcher.history, service.dispatcher.load_history)
         self._posts: dict[str, Handler] = {
             "/v1/chat/completions": self.chat,
             "/v1/completions": self.complete,
@@ -60,6 +60,7 @@ class Routes:
         self._gets: dict[str, Handler] = {
             "/": dashboard.page,
             "/requests": dashboard.requests,
+            "/history": dashboard.load,
             "/openapi.json": self.openapi,
             "/docs": self.docs,
             "/v1/models": self.models,

@@ -14,13 +14,14 @@ from ...cluster.protocol.messages import (
     DraftWidths,
     GraphCounts,
     Recording,
+    ResourceUsage,
     WorkerStats,
 )
 from ...cluster.telemetry.metrics import RouterRecord, WorkerRecord
 from ..scheduling.dispatcher import Dispatcher
 from ..workers.eligibility import is_ready, why_not_pair
 from ..workers.pair_health import PairStatus
-from ..workers.registry import Registry, Worker
+from ..workers.registry import Registry, Worker, clients_rooms
 
 MAX_UNPAIRED = 64
 
@@ -69,10 +70,12 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     max_running: int
     aggregated: bool  # a decode worker that computes prompts of any length itself
     chosen: dict[str, Choice]  # sizes of the worker by setting, each with its reason
-    running: int
+    running: int  # these three without the routers' canaries
     queued: int
     transferring: int
+    canaries: int  # the canaries of all routers on it
     placed: int
+    usage: ResourceUsage | None  # None: the worker has not measured it
     graphs: GraphCounts
     accept_length: float | None
     spec_steps: int | None
@@ -199,6 +202,7 @@ def _worker_status(worker: Worker, now: float) -> WorkerStatus:
     stats = worker.stats or WorkerStats(
         state="starting", pages_total=hello.pages_total, pages_free=hello.pages_total
     )
+    running, queued, transferring = clients_rooms(stats)
     return WorkerStatus(
         role=hello.role,
         instance=hello.instance,
@@ -224,10 +228,12 @@ def _worker_status(worker: Worker, now: float) -> WorkerStatus:
         max_running=hello.max_running,
         aggregated=worker.is_aggregated,
         chosen=hello.chosen,
-        running=stats.running,
-        queued=stats.queued,
-        transferring=stats.transferring,
+        running=running,
+        queued=queued,
+        transferring=transferring,
+        canaries=stats.canaries.running + stats.canaries.queued + stats.canaries.transferring,
         placed=worker.num_rooms,
+        usage=stats.usage,
         graphs=stats.graphs,
         accept_length=stats.accept_length,
         spec_steps=stats.spec_steps,

@@ -5,7 +5,19 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from ...cluster.protocol.messages import Cancel, Failed, FirstToken, Prefill, Refused, Reserve, Reserved
+from ...cluster.protocol.messages import (
+    Cancel,
+    DecodeTimeline,
+    Failed,
+    Finished,
+    FirstToken,
+    Gone,
+    Prefill,
+    PrefillTimeline,
+    Refused,
+    Reserve,
+    Reserved,
+)
 from .attempt import RoomEvent
 from .effects import Closed, Ended, Failure, Requeued, Settled
 
@@ -45,7 +57,10 @@ class AttemptNote:
     reserved: float | None = None
     prefilled: float | None = None
     first_token: float | None = None
+    next_tokens: float | None = None  # the tokens after the first delivery were delivered
     ended: float | None = None
+    prefill_report: PrefillTimeline | None = None
+    decode_report: DecodeTimeline | None = None
     num_tokens: int = 0
     outcome: str = RUNNING
     reason: str = ""
@@ -56,6 +71,16 @@ class AttemptNote:
         if self.outcome in (RUNNING, CANCELLED):
             self.ended = now if self.ended is None else self.ended
             self.outcome, self.reason = outcome, reason
+
+    def take_report(self, event: RoomEvent) -> None:
+        """Keeps the times that a worker reports with its message."""
+        if isinstance(event, FirstToken):
+            self.prefill_report = event.timeline
+        elif isinstance(event, Finished):
+            self.decode_report = event.timeline
+            self.prefill_report = event.prefill or self.prefill_report
+        elif isinstance(event, Gone) and event.timeline is not None:
+            self.decode_report = event.timeline
 
     def log(self, arrived: float) -> AttemptLog:
         """The attempt with times since `arrived` (monotonic seconds)."""
@@ -93,6 +118,7 @@ class AttemptTrace:
         note = self.last
         if note is None or event.epoch != note.epoch:
             return
+        note.take_report(event)
         if isinstance(event, Reserved):
             note.reserved = now
         elif isinstance(event, FirstToken):
@@ -107,6 +133,8 @@ class AttemptTrace:
             note.num_tokens += num_tokens
             if note.first_token is None:
                 note.first_token = now
+            elif note.next_tokens is None:
+                note.next_tokens = now
 
     def sent(self, message: Reserve | Prefill | Cancel, now: float) -> None:
         """A message was sent to a worker."""

@@ -46,8 +46,10 @@ from ..workers.outbox import Outbox, Soon, Transmit
 from ..workers.registration import Registration
 from ..workers.registry import Registry, Worker
 from .admission_queue import OVERLOADED, AdmissionQueue
+from .flow import Flow
 from .history import History
 from .inbox import Inbox
+from .load_history import LoadHistory
 from .placement import PairingPolicy, Placer
 from .request_limits import MAX_PROMPT_TOKENS, no_pair_for
 from .request_state import (
@@ -108,6 +110,7 @@ class Dispatcher:
         self._registration = Registration(registry, self._outbox, self.events)
         self._retries = RetryBudget()
         self.history = History(clock)
+        self.flow, self.load_history = Flow(), LoadHistory(clock)
 
     def __repr__(self) -> str:
         state = "draining" if self.is_draining else "open"
@@ -346,6 +349,12 @@ class Dispatcher:
                 entry.inbox.cut()
         self._admit(now)
 
+    def note_load(self) -> None:
+        """Adds a due point to the history of the load."""
+        if self.load_history.is_due:
+            flow, running, queued = self.flow.take(), self.num_running, self.num_queued
+            self.load_history.sample(running=running, queued=queued, flow=flow, workers=self.registry)
+
     def _tick_entry(self, entry: Entry, now: float) -> None:
         if entry.room.phase is RoomPhase.QUEUED and entry.request.waited(now) > self._queue_timeout_s:
             message = f"No worker had room within {self._queue_timeout_s:g} s. Try again later."
@@ -504,10 +513,14 @@ class Dispatcher:
         if entry.begun_epoch != entry.room.epoch:
             entry.begun_epoch = entry.room.epoch
             self._placer.begun(entry)
+        self.flow.tokens(len(effect.ids))
         if entry.last_arrival:
             self.metrics.tokens_arrived(now - entry.last_arrival, len(effect.ids))
+            self.flow.gap((now - entry.last_arrival) / len(effect.ids))
             if entry.shown_epoch != entry.room.epoch:
                 self._placer.watch(entry, now)
+        else:
+            self.flow.first_token(now - entry.job.arrived, entry.room.num_prompt)
         entry.last_arrival = now
         entry.inbox.put(entry.index, effect)
 
@@ -515,3 +528,4 @@ class Dispatcher:
         if entry.request.end(entry.index, outcome, now):
             self.admission.leave(entry.request)
             self.metrics.request_ended(entry.request.record(now))
+            self.flow.ended(entry.request.outcome or outcome)

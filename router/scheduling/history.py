@@ -15,6 +15,7 @@ from msgspec import Struct
 from ..http.rate_limits import Caller
 from ..rooms.room import RoomPhase
 from ..rooms.timeline import Account, Timeline
+from ..rooms.waterfall import WaterfallPart, waterfall_of
 from .request_state import ClientRequest, Entry
 
 KEPT = 256
@@ -68,6 +69,7 @@ class ChoiceView(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     output_tokens: int
     timeline: Timeline
+    waterfall: list[WaterfallPart]
 
 
 class RequestView(Struct, frozen=True, kw_only=True):
@@ -188,6 +190,7 @@ def _choice(account: Account) -> ChoiceView:
         prompt_tokens=account.num_prompt,
         output_tokens=account.num_output,
         timeline=account.timeline(),
+        waterfall=waterfall_of(account),
     )
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from ...cluster.process.log import fields
-from ...cluster.protocol.messages import Cancel, FirstToken, Reserved, Sampling, TokenItem
+from ...cluster.protocol.messages import CANARY_SALT, Cancel, FirstToken, Reserved, Sampling, TokenItem
 from ..rooms.attempt import DEADLINE_EXCEEDED, RoomEvent
 from ..rooms.effects import (
     Closed,
@@ -215,7 +215,9 @@ class HealthProbes:
     def _send(self, room: Room, effect: SendOrder, now: float) -> None:
         worker, message = self._registry.get(effect.instance), effect.message
         if worker is not None:
-            order = message if isinstance(message, Cancel) else replace(message, salt=f"canary {room.room}")
+            order = (
+                message if isinstance(message, Cancel) else replace(message, salt=f"{CANARY_SALT}{room.room}")
+            )
             self._outbox.post(worker, order, now)
 
     def _decide(self, probe: HealthProbe, effect: Ended | Failure, now: float) -> None:

@@ -12,7 +12,7 @@ from baton.tests.cluster.serving import random_ids, served_model, serving
 
 ROUTES = (
     "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/tiny", "/status", "/metrics",
-    "/requests",
+    "/requests", "/history",
     "/requests/00000000", "/nowhere",
 )  # fmt: skip
 OPEN = ("/health", "/ready", "/", "/docs", "/openapi.json")

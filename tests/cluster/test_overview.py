@@ -56,6 +56,24 @@ def test_an_answers_id_finds_its_history_and_its_row(running):
         assert "wörld" not in text
 
 
+def test_the_load_is_kept_and_newer_points_are_sent_on_request(running):
+    assert post(running).status_code == 200
+    view = until(
+        lambda: (found := httpx.get(running.url + "/history").json())["router"]["ended"].count(1) and found,
+        "a point with the request",
+    )
+    assert view["num_bytes"] == 4 * 450 * (9 + 2 * 8)
+    assert [len(worker["series"]["requests"]) for worker in view["workers"]] == [
+        len(view["router"]["running"])
+    ] * 2
+    assert 38 <= 2 * sum(view["router"]["output_tokens_per_s"]) <= 42  # points of two seconds are rounded
+    later = httpx.get(running.url + "/history", params={"since": view["last"]}).json()
+    assert len(later["router"]["running"]) == later["last"] - view["last"]
+    for since in ("-1", "x", "9" * 5000):
+        refused = httpx.get(running.url + "/history", params={"since": since})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "since")
+
+
 def test_a_reply_with_a_timeline_lists_its_attempts(running):
     headers = {"x-baton-timeline": "1"}
     reply = httpx.post(running.url + "/v1/chat/completions", json=BODY, headers=headers).json()

@@ -18,6 +18,7 @@ from baton.kvtransfer.protocol.session import TransferCounters
 from baton.router.rooms.attempt_log import AttemptLog
 from baton.router.rooms.effects import Timeouts
 from baton.router.rooms.timeline import Timeline
+from baton.router.scheduling.load_history import ROUTER_SERIES, WORKER_SERIES
 from baton.tests.faults.rows import load
 from baton.tests.sim.cluster_talk import as_json, of_one_request, talk
 
@@ -152,6 +153,12 @@ def test_every_log_line_and_counter_that_is_named_exists():
     assert hand_off <= set(code(counters))
     router_events = set(re.findall(r'events\["(\w+)"\]', text))
     assert router_events <= set(code(counters))
+
+
+def test_every_series_of_the_load_history_is_explained():
+    text = section(ROUTER, "## Observability").partition("**The load of the last 15 minutes.**")[2]
+    told = {name for row in rows(text) for cell in row for name in code(cell)}
+    assert {*ROUTER_SERIES, *WORKER_SERIES} <= told
 
 
 def test_every_field_of_a_timeline_is_explained():

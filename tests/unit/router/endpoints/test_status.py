@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 import msgspec
-from baton.cluster.protocol.messages import Choice, DraftWidths, WorkerStats
+from baton.cluster.protocol.messages import Choice, DraftWidths, RoomCounts, WorkerStats
 from baton.router.endpoints.status import status_of, unpaired_of, why_not_ready
 from baton.router.workers.registry import Registry
 from baton.tests.unit.router.workers.test_registry import beat, hello
@@ -54,6 +54,14 @@ def test_status_shows_the_sizes_that_a_worker_chose_and_why():
         "graphs": {"value": "on", "why": "a GPU"},
     }
     assert shown["workers"][1]["chosen"] == {}
+
+
+def test_status_counts_no_canary_as_a_request_at_a_worker():
+    registry = registry_of(SPECULATIVE)
+    counts = {"running": 3, "queued": 1, "transferring": 1}
+    beat(registry, registry.get(D), canaries=RoomCounts(running=1, transferring=1), **counts)
+    [worker] = status_of(dispatcher_of(registry), "m", 0.0, 0.0).workers
+    assert (worker.running, worker.queued, worker.transferring, worker.canaries) == (2, 1, 0, 2)
 
 
 def test_status_names_aggregated_workers():
