@@ -94,7 +94,7 @@ class Router:
             Registry(self.instance, config.worker_timeout_s, local_prefill=config.local_prefill),
             self.control.transmit,
             time.monotonic,
-            RouterMetrics(),
+            RouterMetrics(config.served_name),
             max_queue=config.max_queue,
             queue_timeout_s=config.queue_timeout_s,
             request_timeout_s=config.request_timeout_s,
@@ -108,7 +108,7 @@ class Router:
                 local_prefill_max=config.local_prefill_max,
             ),
         )
-        served = config.served_model or Path(config.model).name
+        served = config.served_name
         chat_max = config.chat_max_tokens
         self._service = Service(
             self.dispatcher,
@@ -121,6 +121,7 @@ class Router:
             sampling_defaults=sampling_defaults,
             takes_embeds=config.prompt_embeds,
             embeds_bytes=config.prompt_embeds_mb << 20,
+            worker_metrics=config.worker_metrics,
         )
         self._server, self._own_server, self._probe_server = self._servers()
         self.served_model = served

@@ -10,6 +10,7 @@ import torch
 from ..cluster.net.transport_names import ZMQ_BLOCKS
 from ..cluster.protocol.kv_messages import block_bytes_of
 from ..cluster.protocol.messages import PROTOCOL_MAJOR, YOUNG_FIELDS, Choice, DraftWidths, Hello, Layout
+from ..cluster.telemetry.worker_metrics import WorkerFacts
 from ..engine.auto_sizes import EngineSizes
 from ..engine.kv.pool import FeaturePlane, KVPool
 from ..kvtransfer.protocol.fingerprint import pair_fingerprint
@@ -88,6 +89,16 @@ def small_pool_warning(hello: Hello) -> str:
     )
 
 
+def facts_of(layout: Layout, pool: KVPool) -> WorkerFacts:
+    """What the worker's metrics say of it."""
+    return WorkerFacts(
+        host=socket.gethostname(),
+        device=str(pool.device),
+        card=card_of(pool.device, os.environ),
+        fingerprint=layout.fingerprint,
+    )
+
+
 def hello_of(
     layout: Layout,
     pool: KVPool,
@@ -106,6 +117,7 @@ def hello_of(
     draft_widths: DraftWidths | None = None,
     chosen: Mapping[str, Choice] = NOTHING_CHOSEN,
     embeds: EmbedsInbox | None = None,
+    metrics_port: int = 0,
 ) -> Hello:
     """The worker's registration with a router. `max_context` in tokens; `embeds`: None takes none."""
     takes_embeds = embeds is not None and not embeds.fault
@@ -137,6 +149,7 @@ def hello_of(
         card=card_of(pool.device, os.environ),
         transport=",".join(transports),
         chosen=dict(chosen),
+        metrics_port=metrics_port,
     )
 
 

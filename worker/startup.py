@@ -27,7 +27,7 @@ from ..engine.config import EngineConfig
 from ..engine.loader import Engine, EngineLoader
 from ..kvtransfer.memory.malloc_tuning import keep_blocks
 from ..kvtransfer.transport import Planes, PollableTransport
-from .identity import chosen_of, hello_of, layout_of, planes_of, small_pool_warning
+from .identity import chosen_of, facts_of, hello_of, layout_of, planes_of, small_pool_warning
 from .link import WorkerLink
 from .main_loop import WorkerLoop
 from .prompt_embeds import embeds_inbox
@@ -104,7 +104,7 @@ class WorkerStartup(ABC, Generic[C, R]):
 
     def open_telemetry(self) -> None:
         """The port for metrics and the exporter of traces, where the settings ask for them."""
-        self.tell = serve_metrics(self.config, self.instance)
+        self.metrics = serve_metrics(self.config, self.instance)
         self.tracing = open_tracing(self.config, self.instance)
 
     def load_engine(self) -> None:
@@ -137,7 +137,9 @@ class WorkerStartup(ABC, Generic[C, R]):
 
     def build_loop(self) -> None:
         """The worker and its main loop; long forwards beat between their layers."""
-        tracing = self.tracing
+        tracing, metrics = self.tracing, self.metrics
+        if metrics is not None:
+            metrics.describe(facts_of(self.layout, self.engine.pool))
         self.worker = self.make_worker()
         self.worker.reach = self.reach
         self.worker.queues.on_left = RoomSpans(tracing, time.monotonic, self.spans_of).left
@@ -147,7 +149,7 @@ class WorkerStartup(ABC, Generic[C, R]):
             self.shutdown,
             drain_timeout_s=self.config.drain_timeout_s,
             feed=self.link.feeder(Watchdog(self.config.watchdog_s, notifier=self.notifier)),
-            tell=self.tell,
+            tell=metrics.tell if metrics is not None else None,
             notifier=self.notifier,
             lost_spans=lambda: tracing.num_dropped,
             usage=meter_of(self.engine.pool.device).read,
@@ -208,6 +210,7 @@ class WorkerStartup(ABC, Generic[C, R]):
             transports=self.transports,
             chosen=chosen_of(self.engine.sizes),
             embeds=self.embeds,
+            metrics_port=self.config.metrics_port,
         )
 
     def _open_planes(self, context: zmq.Context[Socket]) -> tuple[RouterLinks, PollableTransport]:

@@ -17,23 +17,18 @@ WANTED = {
     "prompt": "baton_prompt_tokens_total",
     "cached": "baton_cached_prompt_tokens_total",
     "retries": "baton_retries_total",
+    "verifies": "baton_verify_steps_total",
+    "accepted": "baton_accepted_tokens_total",
+    "drafted": "baton_drafted_tokens_total",
 }
-EVENTS = {
-    "verifies": "verify_steps",
-    "accepted": "accepted_tokens",
-    "drafted": "drafted_tokens",
-}  # event names of decode workers
 
 
 async def read_metrics(routers: Sequence[LoadClient]) -> Reading:
-    """The totals over all routers; empty if one shows no metrics of baton or the key may not read them.
-
-    Routers that share workers each show the workers' counters. Only ratios of those are reported.
-    """
+    """The totals over all routers; empty if one shows no metrics of baton or the key may not read them."""
     readings = [await _read(client) for client in routers]
     if not all(readings):
         return {}
-    return {name: sum(reading.get(name, 0.0) for reading in readings) for name in (*WANTED, *EVENTS)}
+    return {name: sum(reading.get(name, 0.0) for reading in readings) for name in WANTED}
 
 
 async def _read(client: LoadClient) -> Reading:
@@ -45,16 +40,13 @@ async def _read(client: LoadClient) -> Reading:
 
 
 def totals(text: str) -> Reading:
-    """Totals by the keys of WANTED and EVENTS."""
-    names = {series: name for name, series in WANTED.items()} | {
-        event: name for name, event in EVENTS.items()
-    }
+    """Totals by the keys of WANTED."""
+    names = {series: name for name, series in WANTED.items()}
     found: dict[str, float] = {}
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                is_event = sample.name == "baton_worker_events_total"
-                name = names.get(sample.labels.get("event", "") if is_event else sample.name)
+                name = names.get(sample.name)
                 if name is not None:
                     found[name] = found.get(name, 0.0) + sample.value
     except ValueError:  # not a sample line of baton's metrics
@@ -69,7 +61,7 @@ def said(before: Reading, after: Reading) -> dict[str, float]:
     """
     if not before or not after:
         return {}
-    gone = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in (*WANTED, *EVENTS)}
+    gone = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in WANTED}
     if min(gone.values()) < 0:  # a process has restarted, or another router answered
         return {}
     shown = {

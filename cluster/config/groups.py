@@ -5,6 +5,7 @@ The first docstring line of a group is its title in `--help`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 from ..net.transport_names import TRANSPORTS, transports_fault
@@ -106,6 +107,11 @@ class ModelSettings(RoleConfig):
             "the router and all workers need it"
         ),
     )
+
+    @property
+    def served_name(self) -> str:
+        """The model's name in the API and in metrics."""
+        return self.served_model or Path(self.model).name
 
 
 @dataclass(frozen=True, kw_only=True)

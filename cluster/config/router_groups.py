@@ -10,6 +10,10 @@ UNKNOWN_FIELDS = ("refuse", "ignore")
 GENERATION_CONFIGS = ("model", "none")
 DECODE_POLICIES = ("session", "least-loaded", "round-robin", "power-of-two")
 
+# --worker-metrics: which workers' series a router exports
+SHOW_PORTLESS, SHOW_ALL, SHOW_NONE = "auto", "all", "none"
+WORKER_METRICS = (SHOW_PORTLESS, SHOW_ALL, SHOW_NONE)
+
 
 @dataclass(frozen=True, kw_only=True)
 class HttpSettings(RoleConfig):
@@ -91,6 +95,14 @@ class HttpSettings(RoleConfig):
         ),
     )
     probe_host: str = setting("", Setting(help="address of --probe-port; empty: that of --host"))
+    worker_metrics: str = setting(
+        SHOW_PORTLESS,
+        Setting(
+            help="workers whose series /metrics has; auto: those without a --metrics-port of their own, so "
+            "that none is scraped twice; of several routers, 'up' lets the first one have them",
+            choices=WORKER_METRICS,
+        ),
+    )
     max_connections: int = setting(
         0,
         Setting(

@@ -225,6 +225,16 @@ class WorkerStats(Struct, frozen=True, kw_only=True):
     counters: dict[Text, float] = {}  # monotonic; name -> total
 
 
+def clients_rooms(stats: WorkerStats) -> tuple[int, int, int]:
+    """The running, queued and transferring rooms of a worker without the routers' canaries."""
+    canaries = stats.canaries
+    return (
+        max(0, stats.running - canaries.running),
+        max(0, stats.queued - canaries.queued),
+        max(0, stats.transferring - canaries.transferring),
+    )
+
+
 # --- control plane: worker -> router ------------------------------------------------------------------------
 
 
@@ -265,6 +275,7 @@ class Hello(Message, frozen=True, kw_only=True):
     local_prefill: bool = False  # a decode worker that accepts a Reserve without a prefill worker
     aggregated: bool = False  # it also prefers such orders where they are cheaper, at any length
     chosen: dict[Text, Choice] = field(default_factory=dict)  # by setting; for display only
+    metrics_port: Small = 0  # port of its own /metrics; 0: none, or a worker that does not tell
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

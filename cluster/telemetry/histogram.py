@@ -33,9 +33,9 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
-    def family(self) -> HistogramMetricFamily:
-        """The Prometheus family. Each of its buckets counts all values up to the bucket's bound."""
+    def add_to(self, family: HistogramMetricFamily, labels: tuple[str, ...]) -> None:
+        """Adds its series to the Prometheus family of its name. Each bucket counts all values up to its
+        bound."""
         limits = (*self._bounds, float("inf"))
         bounds = [floatToGoString(bound) for bound in limits]  # type: ignore[no-untyped-call]
-        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
-        return HistogramMetricFamily(self._name.name, self._name.text, buckets=buckets, sum_value=self._sum)
+        family.add_metric(labels, list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)

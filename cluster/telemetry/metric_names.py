@@ -1,4 +1,9 @@
-"""The name, type, labels and meaning of every metric; docs/metrics.md shows the same table."""
+"""The name, type, labels and meaning of every metric; docs/metrics.md shows the same table.
+
+Every metric but those of the build has the label `model_name`. A process serves one model, so the label adds
+no series. `route` and `priority` add some: a histogram has its buckets once for each pair that had a request.
+There are at most five routes and three priorities, and a client cannot make up others.
+"""
 
 from dataclasses import dataclass
 
@@ -7,7 +12,11 @@ GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1
 REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 WAIT_BUCKETS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 HANDOFF_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+PROMPT_BUCKETS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)  # tokens
+OUTPUT_BUCKETS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # tokens
 RATE_BUCKETS = (1e6, 1e7, 5e7, 1e8, 2.5e8, 5e8, 1e9, 2.5e9, 5e9, 1e10, 2.5e10, 5e10, 1e11)  # bytes per second
+MODEL = "model_name"
+CLASS = ("route", "priority")
 WORKER = ("role", "worker")  # not `instance`, a label that Prometheus sets itself
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
@@ -22,37 +31,51 @@ class MetricName:
     """COUNTER, GAUGE or HISTOGRAM."""
     text: str
     """The metric's meaning."""
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...] = (MODEL,)
     buckets: tuple[float, ...] = ()
     """The upper bounds of a histogram's buckets."""
 
 
 def _counter(name: str, text: str, *labels: str) -> MetricName:
-    return MetricName(name=f"baton_{name}", kind=COUNTER, text=text, labels=labels)
+    return MetricName(name=f"baton_{name}", kind=COUNTER, text=text, labels=(MODEL, *labels))
 
 
 def _gauge(name: str, text: str, *labels: str) -> MetricName:
-    return MetricName(name=f"baton_{name}", kind=GAUGE, text=text, labels=labels)
+    return MetricName(name=f"baton_{name}", kind=GAUGE, text=text, labels=(MODEL, *labels))
 
 
-def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> MetricName:
-    return MetricName(name=f"baton_{name}", kind=HISTOGRAM, text=text, buckets=buckets)
+def _histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> MetricName:
+    return MetricName(
+        name=f"baton_{name}", kind=HISTOGRAM, text=text, labels=(MODEL, *labels), buckets=buckets
+    )
 
 
-BUILD = _gauge("build", "Always 1.", "version", "role")
+def _build(name: str, text: str) -> MetricName:
+    return MetricName(name=name, kind=GAUGE, text=text, labels=("version", "role"))
+
+
+BUILD = _build("baton_build_info", "The release; always 1.")
+OLD_BUILD = _build("baton_build", "The former name of baton_build_info, to be removed in the next release.")
 
 REQUESTS = _counter("requests", "Requests that ended, with all their choices.", "outcome")
 PROMPT_TOKENS = _counter("prompt_tokens", "Prompt tokens, once for every choice.")
 CACHED_TOKENS = _counter("cached_prompt_tokens", "Prompt tokens found in a prefix cache.")
 OUTPUT_TOKENS = _counter("output_tokens", "Tokens sent to clients.")
+VERIFY_STEPS = _counter("verify_steps", "Verifies of drafts.")
 DRAFTED_TOKENS = _counter("drafted_tokens", "Tokens proposed by the drafter.")
 ACCEPTED_TOKENS = _counter("accepted_tokens", "Proposed tokens accepted by the target.")
 HANDOFF_BYTES = _counter("handoff_bytes", "KV and feature bytes pulled.")
-TTFT = _histogram("time_to_first_token_seconds", "Request read to first token.", TTFT_BUCKETS)
-GAP = _histogram("inter_token_seconds", "Mean gap of the tokens of one message.", GAP_BUCKETS)
-REQUEST_SECONDS = _histogram("request_seconds", "Request read to last token.", REQUEST_BUCKETS)
+TTFT = _histogram("time_to_first_token_seconds", "Request read to first token.", TTFT_BUCKETS, *CLASS)
+GAP = _histogram("inter_token_seconds", "Mean gap of the tokens of one message.", GAP_BUCKETS, *CLASS)
+REQUEST_SECONDS = _histogram("request_seconds", "Request read to last token.", REQUEST_BUCKETS, *CLASS)
 QUEUE_WAIT = _histogram(
-    "queue_wait_seconds", "Time of a request with none of its choices at a worker.", WAIT_BUCKETS
+    "queue_wait_seconds", "Time of a request with none of its choices at a worker.", WAIT_BUCKETS, *CLASS
+)
+PROMPT_LENGTH = _histogram(
+    "request_prompt_tokens", "Prompt length of choices that got a token.", PROMPT_BUCKETS, *CLASS
+)
+OUTPUT_LENGTH = _histogram(
+    "request_output_tokens", "Output length of choices that got a token.", OUTPUT_BUCKETS, *CLASS
 )
 PREFILL_QUEUE = _histogram(
     "prefill_queue_seconds", "Prompt at its prefill worker to its first forward.", WAIT_BUCKETS
@@ -67,13 +90,15 @@ WORKER_DEATHS = _counter("worker_deaths", "Workers that died, hung or could not 
 EJECTIONS = _counter("ejections", "Times that a worker failed too often and was avoided for a while.")
 RETRIES = _counter("retries", "Attempts that another pair went on with.")
 ROUTER_EVENTS = _counter("router_events", "Rarer things.", "event")
+REGISTERED = _gauge("registered_workers", "Workers that this router knows.", "role", "state")
 READY = _gauge("ready", "Whether /ready says so.")
 CANARIES = _counter("canaries", "Tiny requests of the router's own.", "outcome")
 FAILING_PAIRS = _gauge(
     "failing_pairs", "Canaries in a row that failed on a pair.", "prefill", "decode", "kind"
 )
 
-WORKER_UP = _gauge("worker_up", "Registered workers.", *WORKER, "state")
+WORKER_UP = _gauge("worker_up", "Always 1.", *WORKER, "state")
+WORKER_INFO = _gauge("worker_info", "Always 1.", *WORKER, "host", "device", "card", "fingerprint")
 WORKER_PAGES = _gauge("worker_pages", "KV pages.", *WORKER, "kind")
 WORKER_REQUESTS = _gauge("worker_requests", "Requests at a worker.", *WORKER, "kind")
 WORKER_GRAPHS = _gauge("worker_graphs", "Captured graphs.", *WORKER, "kind")
@@ -97,23 +122,44 @@ WORKER_EVENTS = _counter("worker_events", "A worker's own counters.", *WORKER, "
 
 # metrics of the router's events
 OF_EVENT = {"worker_lost": WORKER_DEATHS, "breaker_opened": EJECTIONS, "requeued": RETRIES}
-COUNTED = (PROMPT_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS, DRAFTED_TOKENS, ACCEPTED_TOKENS, HANDOFF_BYTES)
-OBSERVED = (TTFT, GAP, REQUEST_SECONDS, QUEUE_WAIT, PREFILL_QUEUE, PREFILL, HANDOFF_SECONDS, HANDOFF_RATE)
+# events of the metric ROUTER_EVENTS, 0 before the first one: an increase from nothing is none in PromQL
+KNOWN_EVENTS = (
+    "client_stalled", "control_denied", "control_handshakes_failed", "control_malformed", "control_oversized",
+    "damaged_message", "damaged_order", "grammar_cut", "idempotent_attached", "idempotent_replayed",
+    "local_prefill", "orphan_message", "quarantined", "resumed", "retry_denied", "spans_dropped",
+    "stale_hello", "stale_message", "template_cut", "template_worker_lost", "tls_failed", "unknown_worker",
+    "worker_dropped_rooms",
+)  # fmt: skip
+COUNTED = (
+    PROMPT_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS, VERIFY_STEPS, DRAFTED_TOKENS, ACCEPTED_TOKENS, HANDOFF_BYTES
+)  # fmt: skip
+OF_CLASS = (
+    TTFT,
+    GAP,
+    REQUEST_SECONDS,
+    QUEUE_WAIT,
+    PROMPT_LENGTH,
+    OUTPUT_LENGTH,
+)  # histograms with route and priority
+OF_ALL = (PREFILL_QUEUE, PREFILL, HANDOFF_SECONDS, HANDOFF_RATE)  # histograms without
 OF_CANARIES = (READY, CANARIES, FAILING_PAIRS)
-ROUTER_NAMES = (
-    BUILD,
+OF_BUILD = (BUILD, OLD_BUILD)
+OF_ROUTER = (
     REQUESTS,
     *COUNTED,
-    *OBSERVED,
+    *OF_CLASS,
+    *OF_ALL,
     QUEUED,
     RUNNING,
     RESPONSES,
     *OF_EVENT.values(),
     ROUTER_EVENTS,
+    REGISTERED,
     *OF_CANARIES,
 )
+ROUTER_NAMES = (*OF_BUILD, *OF_ROUTER)
 WORKER_NAMES = (
-    WORKER_UP, WORKER_PAGES, WORKER_REQUESTS, WORKER_GRAPHS, WORKER_ACCEPT_LENGTH, WORKER_SPEC_STEPS,
-    WORKER_GRAPH_REPLAYS, WORKER_GRAPH_PADDING, WORKER_GRAPH_FALLBACKS, WORKER_COMPILATIONS,
-    WORKER_CAPTURES, WORKER_ALLOCATIONS, WORKER_EVENTS,
+    WORKER_UP, WORKER_INFO, WORKER_PAGES, WORKER_REQUESTS, WORKER_GRAPHS, WORKER_ACCEPT_LENGTH,
+    WORKER_SPEC_STEPS, WORKER_GRAPH_REPLAYS, WORKER_GRAPH_PADDING, WORKER_GRAPH_FALLBACKS,
+    WORKER_COMPILATIONS, WORKER_CAPTURES, WORKER_ALLOCATIONS, WORKER_EVENTS,
 )  # fmt: skip

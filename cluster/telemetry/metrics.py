@@ -1,5 +1,5 @@
-"""Counters of the router, and the text of /metrics: these counters and the workers' heartbeats, in Prometheus
-format.
+"""Counters of the router, and the text of its /metrics: these counters, its condition and its workers'
+heartbeats.
 
 `metric_names` and docs/metrics.md list the names.
 
@@ -7,33 +7,38 @@ A client's request counts once, when its last choice has ended, with the outcome
 Tokens and bytes are summed over its choices, each of which runs through the workers.
 """
 
-import importlib.metadata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 
-import msgspec
 from msgspec import Struct
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from ..protocol.messages import WorkerStats
 from . import metric_names as names
+from .families import Families, rendered
 from .histogram import Histogram
-from .metric_names import COUNTER, MetricName
+from .metric_names import MetricName
+from .worker_metrics import WorkerRecord, worker_families
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OUTCOMES = ("ok", "rejected", "cancelled", "failed", "timeout")
-# prefixes of counters in heartbeats
-REPLAYS, PADDING, FALLBACKS = ("graph_replays_", "graph_pad_rows_", "graph_fallback_")
-# counters in heartbeats that have a metric of their own
-AFTER_READY = {
-    "compilations_after_ready": names.WORKER_COMPILATIONS,
-    "captures_after_ready": names.WORKER_CAPTURES,
-    "allocations_after_ready": names.WORKER_ALLOCATIONS,
-}
-Families = dict[str, CounterMetricFamily | GaugeMetricFamily]
+
+
+class RequestClass(Struct, frozen=True):
+    """The labels of a request in histograms."""
+
+    route: str = "chat"
+    """The endpoint: chat, completions, responses or messages."""
+    priority: str = "normal"
+    """high, normal or low."""
+
+
+def priority_class(priority: int) -> str:
+    """The class of a priority. Below 0, which is served first, is high; above 0 is low."""
+    if priority == 0:
+        return "normal"
+    return "high" if priority < 0 else "low"
+
+
+USUAL = RequestClass()  # its series are there before its first request
+Tallies = dict[MetricName, Histogram]
 
 
 class Handoff(Struct, frozen=True, kw_only=True):
@@ -59,6 +64,8 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
 
     outcome: str
     """One of OUTCOMES."""
+    kind: RequestClass = USUAL
+    """The class under which its times and lengths count."""
     e2e_s: float
     """Seconds from the read request to its end."""
     ttft_s: float | None = None
@@ -71,10 +78,14 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
     """Prompt tokens that prefill found in its prefix cache."""
     output_tokens: int = 0
     """Tokens sent to the client."""
+    verify_steps: int = 0
+    """Verifies of drafts."""
     drafted_tokens: int = 0
     """Tokens that the drafter proposed."""
     accepted_tokens: int = 0
     """Proposed tokens that the target accepted."""
+    lengths: tuple[tuple[int, int], ...] = ()
+    """Prompt and output tokens of each choice that got a token."""
     prompts: tuple[PromptWork, ...] = ()
     """The prefill work of choices that have a report of it."""
     handoffs: tuple[Handoff, ...] = ()
@@ -93,6 +104,8 @@ class RouterRecord:
     """Totals of rare events by name."""
     responses: Mapping[int, int] = field(default_factory=dict)
     """Answers over HTTP by status."""
+    registered: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """Registered workers by role and state."""
     is_ready: bool = False
     """Whether /ready answers 200."""
     canaries: Mapping[str, int] = field(default_factory=dict)
@@ -101,26 +114,16 @@ class RouterRecord:
     """Tuples of prefill's and decode's instance, kind of the last failure, consecutive failed probes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerRecord:
-    """One registered worker at the moment of a scrape."""
-
-    role: str
-    """"prefill" or "decode"."""
-    instance: str
-    """The worker's instance id."""
-    stats: WorkerStats
-    """Its last heartbeat."""
-
-
 class RouterMetrics:
-    """The router's counters and histograms; one object per router process, used by one thread."""
+    """The counters and histograms of a router that serves the model `model`; used by one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
+        self.model = model
         self._requests = dict.fromkeys(OUTCOMES, 0)  # a rate needs the value 0 before the first event
         self._totals = dict.fromkeys(names.COUNTED, 0)
-        self._tallies = {name: Histogram(name) for name in names.OBSERVED}
-        self._gaps = self._tallies[names.GAP]
+        self._tallies = {name: Histogram(name) for name in names.OF_ALL}
+        self._of_class: dict[RequestClass, Tallies] = {}
+        self._tallies_of(USUAL)
 
     def __repr__(self) -> str:
         return f"RouterMetrics({sum(self._requests.values())} requests)"
@@ -132,13 +135,18 @@ class RouterMetrics:
         totals, tallies = self._totals, self._tallies
         totals[names.PROMPT_TOKENS] += record.prompt_tokens
         totals[names.CACHED_TOKENS] += record.cached_tokens
+        totals[names.VERIFY_STEPS] += record.verify_steps
         totals[names.DRAFTED_TOKENS] += record.drafted_tokens
         totals[names.ACCEPTED_TOKENS] += record.accepted_tokens
         totals[names.OUTPUT_TOKENS] += record.output_tokens
-        tallies[names.REQUEST_SECONDS].observe(record.e2e_s)
-        tallies[names.QUEUE_WAIT].observe(record.queued_s)
+        of_class = self._tallies_of(record.kind)
+        of_class[names.REQUEST_SECONDS].observe(record.e2e_s)
+        of_class[names.QUEUE_WAIT].observe(record.queued_s)
         if record.ttft_s is not None:
-            tallies[names.TTFT].observe(record.ttft_s)
+            of_class[names.TTFT].observe(record.ttft_s)
+        for num_prompt, num_output in record.lengths:
+            of_class[names.PROMPT_LENGTH].observe(num_prompt)
+            of_class[names.OUTPUT_LENGTH].observe(num_output)
         for prompt in record.prompts:
             tallies[names.PREFILL_QUEUE].observe(prompt.queue_s)
             tallies[names.PREFILL].observe(prompt.compute_s)
@@ -148,148 +156,53 @@ class RouterMetrics:
             if handoff.seconds > 0:
                 tallies[names.HANDOFF_RATE].observe(handoff.num_bytes / handoff.seconds)
 
-    def tokens_arrived(self, gap_s: float, num_tokens: int) -> None:
+    def tokens_arrived(self, kind: RequestClass, gap_s: float, num_tokens: int) -> None:
         """Observes the `num_tokens` of one message, `gap_s` seconds after the previous message."""
         assert num_tokens > 0
-        self._gaps.observe(gap_s / num_tokens)
+        self._tallies_of(kind)[names.GAP].observe(gap_s / num_tokens)
 
     def render(self, router: RouterRecord, workers: Iterable[WorkerRecord]) -> bytes:
         """The body of /metrics."""
-        scrape = _process_registry("router")
-        scrape.register(_Scrape([*self._families(), *router_families(router), *worker_families(workers)]))
-        return generate_latest(scrape)
+        families = Families(self.model, names.OF_ROUTER)
+        self._add_totals(families)
+        add_router(families, router)
+        return rendered("router", families, worker_families(self.model, workers))
 
-    def _families(self) -> Iterator[Metric]:
-        families = _families(names.REQUESTS, *names.COUNTED)
+    def _tallies_of(self, kind: RequestClass) -> Tallies:
+        """The histograms of a class. Routes and priorities are few, so there are few classes."""
+        found = self._of_class.get(kind)
+        if found is None:
+            found = self._of_class[kind] = {name: Histogram(name) for name in names.OF_CLASS}
+        return found
+
+    def _add_totals(self, families: Families) -> None:
         for outcome, total in self._requests.items():
-            _add(families, names.REQUESTS, (outcome,), total)
+            families.add(names.REQUESTS, (outcome,), total)
         for name, total in self._totals.items():
-            _add(families, name, (), total)
-        return chain(families.values(), (tally.family() for tally in self._tallies.values()))
+            families.add(name, (), total)
+        for name, tally in self._tallies.items():
+            families.add_histogram(name, (), tally)
+        for kind, tallies in self._of_class.items():
+            for name, tally in tallies.items():
+                families.add_histogram(name, (kind.route, kind.priority), tally)
 
 
-def render_worker(worker: WorkerRecord) -> bytes:
-    """The body of a worker's own /metrics: the worker's metrics in the router, and those of its process."""
-    scrape = _process_registry(worker.role)
-    scrape.register(_Scrape(worker_families([worker])))
-    return generate_latest(scrape)
-
-
-class _Scrape(Collector):
-    """A collector of metrics that are computed at a scrape."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._families
-
-
-def _process_registry(role: str) -> CollectorRegistry:
-    """The metrics of any process: its release, and the `process_` metrics of the Prometheus client."""
-    registry = CollectorRegistry(auto_describe=False)
-    build = _family(names.BUILD)
-    build.add_metric([_version(), role], 1)
-    registry.register(_Scrape([build]))
-    ProcessCollector(registry=registry)
-    return registry
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("baton")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def router_families(router: RouterRecord) -> list[Metric]:
-    """The router's condition. Events with a metric of their own are left out."""
-    shown = (
-        names.QUEUED,
-        names.RUNNING,
-        names.RESPONSES,
-        *names.OF_EVENT.values(),
-        names.ROUTER_EVENTS,
-        *names.OF_CANARIES,
-    )
-    families = _families(*shown)
-    _add(families, names.READY, (), router.is_ready)
+def add_router(families: Families, router: RouterRecord) -> None:
+    """Adds the router's condition. Events with a metric of their own are left out of the other events."""
+    families.add(names.READY, (), router.is_ready)
     for outcome, total in sorted(router.canaries.items()):
-        _add(families, names.CANARIES, (outcome,), total)
+        families.add(names.CANARIES, (outcome,), total)
     for prefill, decode, kind, num_failures in router.failing_pairs:
-        _add(families, names.FAILING_PAIRS, (prefill, decode, kind), num_failures)
-    _add(families, names.QUEUED, (), router.queued)
-    _add(families, names.RUNNING, (), router.running)
+        families.add(names.FAILING_PAIRS, (prefill, decode, kind), num_failures)
+    families.add(names.QUEUED, (), router.queued)
+    families.add(names.RUNNING, (), router.running)
+    for (role, state), num_workers in sorted(router.registered.items()):
+        families.add(names.REGISTERED, (role, state), num_workers)
     for status, total in sorted(router.responses.items()):
-        _add(families, names.RESPONSES, (str(status),), total)
+        families.add(names.RESPONSES, (str(status),), total)
     for event, name in names.OF_EVENT.items():
-        _add(families, name, (), router.events.get(event, 0))
-    for event, total in sorted(router.events.items()):
+        families.add(name, (), router.events.get(event, 0))
+    events = dict.fromkeys(names.KNOWN_EVENTS, 0) | dict(router.events)
+    for event, total in sorted(events.items()):
         if event not in names.OF_EVENT:
-            _add(families, names.ROUTER_EVENTS, (event,), total)
-    return list(families.values())
-
-
-def worker_families(workers: Iterable[WorkerRecord]) -> list[Metric]:
-    """Heartbeats as labelled gauges and counters. A worker without drafts has no accept length."""
-    families = _families(*names.WORKER_NAMES)
-    for worker in workers:
-        _add_worker(families, (worker.role, worker.instance), worker.stats)
-    return list(families.values())
-
-
-def _add_worker(families: Families, who: tuple[str, str], stats: WorkerStats) -> None:
-    _add(families, names.WORKER_UP, (*who, stats.state), 1)
-    kinds: dict[MetricName, Mapping[str, float]] = {
-        names.WORKER_PAGES: {
-            "total": stats.pages_total,
-            "free": stats.pages_free,
-            "cached": stats.pages_cached,
-        },
-        names.WORKER_REQUESTS: {
-            "running": stats.running,
-            "queued": stats.queued,
-            "transferring": stats.transferring,
-        },
-        names.WORKER_GRAPHS: msgspec.structs.asdict(stats.graphs),
-    }
-    for name, values in kinds.items():
-        for kind, value in sorted(values.items()):
-            _add(families, name, (*who, kind), value)
-    if stats.accept_length is not None:
-        _add(families, names.WORKER_ACCEPT_LENGTH, who, stats.accept_length)
-    if stats.spec_steps is not None:
-        _add(families, names.WORKER_SPEC_STEPS, who, stats.spec_steps)
-    graph_kinds = {counter.removeprefix(REPLAYS) for counter in stats.counters if counter.startswith(REPLAYS)}
-    for counter, total in sorted(stats.counters.items()):
-        name, labels = _metric_of(counter, graph_kinds)
-        _add(families, name, (*who, *labels), total)
-
-
-def _metric_of(counter: str, graph_kinds: set[str]) -> tuple[MetricName, tuple[str, ...]]:
-    """The metric of a worker's counter, with its last labels. A fallback's name has a kind and a reason."""
-    if counter in AFTER_READY:
-        return AFTER_READY[counter], ()
-    if counter.startswith(REPLAYS):
-        return names.WORKER_GRAPH_REPLAYS, (counter.removeprefix(REPLAYS),)
-    if counter.startswith(PADDING):
-        return names.WORKER_GRAPH_PADDING, (counter.removeprefix(PADDING),)
-    if counter.startswith(FALLBACKS):
-        rest = counter.removeprefix(FALLBACKS)
-        kind = max((kind for kind in graph_kinds if rest.startswith(f"{kind}_")), key=len, default="")
-        if kind:
-            return names.WORKER_GRAPH_FALLBACKS, (kind, rest[len(kind) + 1 :])
-    return names.WORKER_EVENTS, (counter,)
-
-
-def _families(*shown: MetricName) -> Families:
-    return {name.name: _family(name) for name in shown}
-
-
-def _family(name: MetricName) -> CounterMetricFamily | GaugeMetricFamily:
-    kind = CounterMetricFamily if name.kind == COUNTER else GaugeMetricFamily
-    return kind(name.name, name.text, labels=name.labels)
-
-
-def _add(families: Families, name: MetricName, labels: tuple[str, ...], value: float) -> None:
-    families[name.name].add_metric(labels, value)
+            families.add(names.ROUTER_EVENTS, (event,), total)

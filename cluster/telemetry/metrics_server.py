@@ -24,7 +24,8 @@ from ..errors import StartupError
 from ..net.sockets import check_bind_address
 from ..process.log import fields
 from ..protocol.messages import WorkerStats
-from .metrics import CONTENT_TYPE, WorkerRecord, render_worker
+from .families import CONTENT_TYPE
+from .worker_metrics import WorkerFacts, WorkerRecord, render_worker
 
 logger = logging.getLogger(__name__)
 
@@ -33,22 +34,20 @@ SILENT_S = 10.0  # silence of a loop that reports several times a second
 PLAIN = "text/plain; charset=utf-8"
 
 
-def serve_metrics(config: WorkerConfig, instance: str) -> Callable[[WorkerStats], None]:
-    """Opens --metrics-port, if set, for the life of the process.
-
-    Returns the function that takes the newest stats.
-    """
+def serve_metrics(config: WorkerConfig, instance: str) -> "MetricsServer | None":
+    """Opens --metrics-port for the life of the process; None without one."""
     if not config.metrics_port:
-        return lambda stats: None
+        return None
     server = MetricsServer(
         config.metrics_host,
         config.metrics_port,
         role=config.role,
         instance=instance,
+        model=config.served_name,
         trusted_network=config.trusted_network,
     )
     server.start()
-    return server.tell
+    return server
 
 
 class MetricsServer:
@@ -64,11 +63,13 @@ class MetricsServer:
         *,
         role: str,
         instance: str,
+        model: str,
         trusted_network: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_bind_address(f"tcp://{host}:{port}", trusted_network)
-        self._role, self._instance = role, instance
+        self._role, self._instance, self._model = role, instance, model
+        self._facts: WorkerFacts | None = None
         self._stats = WorkerStats(state="starting")
         self._clock = clock
         self._told_at: float | None = None
@@ -97,6 +98,10 @@ class MetricsServer:
         """Takes the newest stats. Called by the scheduler loop."""
         self._stats, self._told_at = stats, self._clock()
 
+    def describe(self, facts: WorkerFacts) -> None:
+        """Takes what is known of the worker once its engine is loaded."""
+        self._facts = facts
+
     def fault(self, path: str) -> str:
         """The fault that /health or /ready reports; "" without one."""
         silent_s = self._clock() - self._told_at if self._told_at is not None else 0.0
@@ -108,7 +113,14 @@ class MetricsServer:
 
     def body(self) -> bytes:
         """The body of /metrics."""
-        return render_worker(WorkerRecord(role=self._role, instance=self._instance, stats=self._stats))
+        worker = WorkerRecord(
+            role=self._role,
+            instance=self._instance,
+            stats=self._stats,
+            facts=self._facts,
+            metrics_port=self.port,
+        )
+        return render_worker(self._model, worker)
 
     def close(self) -> None:
         self._server.shutdown()

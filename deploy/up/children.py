@@ -23,6 +23,7 @@ from ...cluster.config.load import (
     to_argv,
 )
 from ...cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig, UpConfig
+from ...cluster.config.router_groups import SHOW_NONE
 from ...cluster.errors import ConfigError, StartupError
 from ...cluster.process.log import PACKAGE
 from ...cluster.process.process import OPERATOR_VARIABLE, PARENT_VARIABLE
@@ -78,7 +79,10 @@ def child_configs(
     plan: list[tuple[str, type[RoleConfig], dict[str, Value]]] = []
     for i, endpoint in enumerate(controls):
         name = f"{ROUTER}-{i}" if i else ROUTER
-        plan.append((name, RouterConfig, {"control_bind": endpoint, "share_port": config.routers > 1}))
+        wiring: dict[str, Value] = {"control_bind": endpoint, "share_port": config.routers > 1}
+        if i and "worker_metrics" not in config.explicit:
+            wiring["worker_metrics"] = SHOW_NONE  # the first router has the series of the workers
+        plan.append((name, RouterConfig, wiring))
     control = ",".join(controls)
     for i in range(settled.prefill):
         kv = f"ipc://{directory}/kv-{i}" if is_ipc else "tcp://127.0.0.1:0"

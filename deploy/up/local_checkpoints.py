@@ -41,7 +41,7 @@ def with_directories(config: C, fetch: Fetch) -> C:
     changed: dict[str, Any] = {}
     if isinstance(config, ModelSettings) and is_hub_id(config.model):
         changed["model"] = str(fetch(config.model))
-        changed["served_model"] = config.served_model or Path(config.model).name
+        changed["served_model"] = config.served_name
     if isinstance(config, EngineSettings) and head_of(config) and is_hub_id(config.draft):
         changed["draft"] = str(fetch(config.draft))
     return dataclasses.replace(config, **changed)

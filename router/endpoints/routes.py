@@ -6,7 +6,7 @@ from functools import partial
 import msgspec
 from msgspec.structs import replace
 
-from ...cluster.telemetry.metrics import CONTENT_TYPE
+from ...cluster.telemetry.families import CONTENT_TYPE
 from ...cluster.telemetry.trace_context import context_of
 from ..api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from ..api.body_checks import B
@@ -31,6 +31,13 @@ from .openapi import PAGE_POLICY, openapi_of, page_of
 from .service import Call, Service
 from .status import ModelCard, ModelList, metrics_of, status_of, why_not_ready
 
+# the endpoints that make tokens, as metrics name them
+ROUTES = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+}
 Handler = Callable[[Exchange], Awaitable[None]]
 NamedHandler = Callable[[Exchange, str], Awaitable[None]]
 PROBE_PATHS = ("/health", "/ready")  # the paths of --probe-port
@@ -161,6 +168,7 @@ class Routes:
         call = Call(
             arrived=arrived,
             size=len(raw),
+            route=ROUTES.get(exchange.path, "other"),
             wants_timeline=_wants_timeline(exchange),
             may_record=_may_record(exchange),
             timeout_s=timeout_s,
@@ -213,7 +221,8 @@ class Routes:
 
     async def metrics(self, exchange: Exchange) -> None:
         must_see_all(exchange.caller)
-        body = metrics_of(self._service.dispatcher, self._service.responses)
+        service = self._service
+        body = metrics_of(service.dispatcher, service.responses, service.worker_metrics)
         await send(exchange, body, headers={"content-type": CONTENT_TYPE})
 
     def _card(self) -> ModelCard:

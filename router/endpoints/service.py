@@ -13,6 +13,7 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ...cluster.config.router_groups import SHOW_PORTLESS
 from ...cluster.protocol.prompt_embeds import ELEMENT_BYTES
 from ...cluster.telemetry.trace_context import NOWHERE, TraceContext
 from ...cluster.telemetry.tracing import Tracing, Untraced
@@ -54,6 +55,7 @@ class Call(Struct, frozen=True, kw_only=True, gc=False):
 
     arrived: float  # monotonic seconds
     size: int  # bytes of the body
+    route: str = "chat"  # the endpoint, as metrics name it
     wants_timeline: bool = False
     may_record: bool = True  # the request does not object to a record of its tokens for training
     timeout_s: float = 0.0  # the client's limit; 0: none
@@ -80,6 +82,7 @@ class Service:
         sampling_defaults: SamplingDefaults | None = None,
         takes_embeds: bool = False,
         embeds_bytes: int = 0,
+        worker_metrics: str = SHOW_PORTLESS,
     ) -> None:
         self.dispatcher = dispatcher
         self.tracing = tracing or Untraced()
@@ -92,6 +95,7 @@ class Service:
         self._takes_embeds = takes_embeds
         self._embeds_bytes = embeds_bytes  # the most of a request; 0: those of a whole context
         self.served_model = served_model
+        self.worker_metrics = worker_metrics  # the workers whose series /metrics has
         self.started = int(time.time())
         self.clock = clock
         self.replays = Idempotency(clock, dispatcher.events)
@@ -366,6 +370,7 @@ class Service:
                 tokenize_s=tokenize_s,
                 timeout_s=call.timeout_s,
                 priority=call.caller.priority_of(body.priority),
+                route=call.route,
                 caller=call.caller,
                 may_record=call.may_record and call.caller.may_record,
             )

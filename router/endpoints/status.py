@@ -7,23 +7,28 @@ from itertools import islice
 
 from msgspec import Struct
 
+from ...cluster.config.router_groups import SHOW_PORTLESS
 from ...cluster.net.transport_names import path_rates
 from ...cluster.protocol.messages import (
     Choice,
     DraftHead,
     DraftWidths,
     GraphCounts,
+    Hello,
     Recording,
     ResourceUsage,
     WorkerStats,
+    clients_rooms,
 )
-from ...cluster.telemetry.metrics import RouterRecord, WorkerRecord
+from ...cluster.telemetry.metrics import RouterRecord
+from ...cluster.telemetry.worker_metrics import WorkerFacts, WorkerRecord, shown_workers
 from ..scheduling.dispatcher import Dispatcher
 from ..workers.eligibility import is_ready, why_not_pair
 from ..workers.pair_health import PairStatus
-from ..workers.registry import Registry, Worker, clients_rooms
+from ..workers.registry import Registry, Worker
 
 MAX_UNPAIRED = 64
+WORKER_STATES = ("starting", "serving", "draining")
 
 
 class RouterStatus(Struct, frozen=True, kw_only=True):
@@ -174,23 +179,45 @@ def why_not_ready(dispatcher: Dispatcher, now: float) -> str:
     )
 
 
-def metrics_of(dispatcher: Dispatcher, responses: Mapping[int, int] | None = None) -> bytes:
-    """The body of /metrics; `responses` are the answers by status."""
+def metrics_of(
+    dispatcher: Dispatcher, responses: Mapping[int, int] | None = None, worker_metrics: str = SHOW_PORTLESS
+) -> bytes:
+    """The body of /metrics. `responses` are the answers by status, `worker_metrics` is one of
+    WORKER_METRICS."""
     router = RouterRecord(
         queued=dispatcher.num_queued,
         running=dispatcher.num_running,
         events=dispatcher.event_totals,
         responses=responses or {},
+        registered=registered_of(dispatcher.registry),
         is_ready=dispatcher.is_ready,
         canaries=dispatcher.health_probes.outcomes,
         failing_pairs=tuple(dispatcher.health_probes.pair_health.failures()),
     )
     workers = [
-        WorkerRecord(role=worker.role, instance=worker.instance, stats=worker.stats)
+        WorkerRecord(
+            role=worker.role,
+            instance=worker.instance,
+            stats=worker.stats,
+            facts=_facts_of(worker.hello),
+            metrics_port=worker.hello.metrics_port,
+        )
         for worker in dispatcher.registry
         if worker.stats is not None
     ]
-    return dispatcher.metrics.render(router, workers)
+    return dispatcher.metrics.render(router, shown_workers(workers, worker_metrics))
+
+
+def registered_of(registry: Registry) -> dict[tuple[str, str], int]:
+    """The number of registered workers by role and state."""
+    found = {(role, state): 0 for role in ("prefill", "decode") for state in WORKER_STATES}
+    for worker in registry:
+        found[worker.role, worker.state] = found.get((worker.role, worker.state), 0) + 1
+    return found
+
+
+def _facts_of(hello: Hello) -> WorkerFacts:
+    return WorkerFacts(host=hello.host, device=hello.device, card=hello.card, fingerprint=hello.fingerprint)
 
 
 def _num_serving(registry: Registry, role: str) -> int:

@@ -515,7 +515,7 @@ class Dispatcher:
             self._placer.begun(entry)
         self.flow.tokens(len(effect.ids))
         if entry.last_arrival:
-            self.metrics.tokens_arrived(now - entry.last_arrival, len(effect.ids))
+            self.metrics.tokens_arrived(entry.request.kind, now - entry.last_arrival, len(effect.ids))
             self.flow.gap((now - entry.last_arrival) / len(effect.ids))
             if entry.shown_epoch != entry.room.epoch:
                 self._placer.watch(entry, now)

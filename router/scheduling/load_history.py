@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from ...cluster.protocol.messages import WorkerStats
-from ..workers.registry import Worker, clients_rooms
+from ...cluster.protocol.messages import WorkerStats, clients_rooms
+from ..workers.registry import Worker
 from .flow import FlowTotals
 
 EVERY_S = 2.0

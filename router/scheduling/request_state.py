@@ -14,7 +14,14 @@ from msgspec.structs import replace
 
 from ...cluster.protocol.messages import Cancel, Prefill, PromptEmbeds, Reserve, Sampling
 from ...cluster.protocol.prompt_embeds import cache_salt
-from ...cluster.telemetry.metrics import Handoff, PromptWork, RequestRecord
+from ...cluster.telemetry.metrics import (
+    USUAL,
+    Handoff,
+    PromptWork,
+    RequestClass,
+    RequestRecord,
+    priority_class,
+)
 from ...cluster.telemetry.tracing import OpenSpan, Passing
 from ..api.prompt_embeds import Embeddings
 from ..http.rate_limits import ANYONE, Caller
@@ -48,6 +55,7 @@ class Job(Struct, frozen=True, kw_only=True, dict=True):  # dict: for cached pro
     tokenize_s: float
     timeout_s: float = 0.0  # the client's limit; 0: none
     priority: int = 0  # lower goes first
+    route: str = "chat"  # the endpoint, as metrics name it
     caller: Caller = ANYONE
     embeds: Embeddings | None = None  # of the first tokens of the prompt, whose ids are 0
     may_record: bool = False  # the caller does not object to a record of its tokens for training
@@ -87,6 +95,7 @@ class ClientRequest:
     waiting_since: float | None  # None while a choice is at the workers
     waited_s: float = 0.0  # seconds of earlier waits during which no choice was at the workers
     priority: int = 0  # lower goes first
+    kind: RequestClass = USUAL
     caller: Caller = ANYONE
     may_record: bool = False  # as in `Job`
     num_placed: int = 0  # number of choices at the workers
@@ -133,7 +142,8 @@ class ClientRequest:
     def record(self, now: float) -> RequestRecord:
         """The figures of a request whose choices have all ended."""
         first = ended = None  # the earliest first token and the latest end
-        num_prompt = num_cached = num_output = num_drafted = num_accepted = 0
+        num_prompt = num_cached = num_output = num_verifies = num_drafted = num_accepted = 0
+        lengths: list[tuple[int, int]] = []
         prompts: list[PromptWork] = []
         handoffs: list[Handoff] = []
         for entry in self.entries:
@@ -145,11 +155,14 @@ class ClientRequest:
             num_prompt += room.num_prompt
             num_cached += room.cached_tokens
             num_output += room.num_output
+            if room.num_output:
+                lengths.append((room.num_prompt, room.num_output))
             if (prefill := room.prefill_timeline) is not None:
                 prompts.append(
                     PromptWork(queue_s=prefill.queue_ms / 1000, compute_s=prefill.prefill_ms / 1000)
                 )
             if (decode := room.decode_timeline) is not None:
+                num_verifies += decode.verify_steps
                 num_drafted += decode.drafted_tokens
                 num_accepted += decode.accepted_tokens
                 if decode.handoff_bytes:
@@ -157,14 +170,17 @@ class ClientRequest:
         ended = now if ended is None else ended
         return RequestRecord(
             outcome=self.outcome or "ok",
+            kind=self.kind,
             e2e_s=ended - self.arrived,
             ttft_s=first - self.arrived if first is not None else None,
             prompt_tokens=num_prompt,
             cached_tokens=num_cached,
             output_tokens=num_output,
+            verify_steps=num_verifies,
             drafted_tokens=num_drafted,
             accepted_tokens=num_accepted,
             queued_s=self.waited(ended),
+            lengths=tuple(lengths),
             prompts=tuple(prompts),
             handoffs=tuple(handoffs),
         )
@@ -246,6 +262,7 @@ def new_request(jobs: Sequence[Job], now: float, tag: Tag | None = None) -> Clie
         arrived=arrived,
         waiting_since=now,
         priority=jobs[0].priority,
+        kind=RequestClass(route=jobs[0].route, priority=priority_class(jobs[0].priority)),
         caller=jobs[0].caller,
         may_record=jobs[0].may_record,
         tag=tag or Tag(),

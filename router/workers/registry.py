@@ -361,16 +361,6 @@ def are_other_weights(one: Worker, other: Worker) -> bool:
     return bool(one.weights_hash and other.weights_hash) and one.weights_hash != other.weights_hash
 
 
-def clients_rooms(stats: WorkerStats) -> tuple[int, int, int]:
-    """The running, queued and transferring rooms of a worker without the routers' canaries."""
-    canaries = stats.canaries
-    return (
-        max(0, stats.running - canaries.running),
-        max(0, stats.queued - canaries.queued),
-        max(0, stats.transferring - canaries.transferring),
-    )
-
-
 def _reason_to_reject(message: Hello) -> str:
     if message.protocol != PROTOCOL_MAJOR:
         return f"protocol {message.protocol} is not {PROTOCOL_MAJOR}: run the same release on every host"

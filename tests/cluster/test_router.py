@@ -304,7 +304,7 @@ def test_models_and_probes(client, served):
         }
     assert status["router"]["is_ready"] is True
     metrics = httpx.get(url + "/metrics")
-    assert 'baton_requests_total{outcome="ok"}' in metrics.text
+    assert 'baton_requests_total{model_name="tiny",outcome="ok"}' in metrics.text
     assert httpx.get(url + "/nothing").json()["error"]["code"] == "not_found"
     wrong = httpx.get(url + "/v1/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")

@@ -118,7 +118,9 @@ def test_tokens_cut_by_a_stop_string_count_by_decodes_last_report(start, is_stre
     assert last.timeline["accept_length"] == (2.8 if answers else None)
     assert time.monotonic() - began < PATIENCE.accounts_s
     if answers:
-        assert "baton_accepted_tokens_total 9.0" in httpx.get(running.url + "/metrics").text
+        assert (
+            'baton_accepted_tokens_total{model_name="tiny"} 9.0' in httpx.get(running.url + "/metrics").text
+        )
 
 
 def test_a_stream_without_accounts_ends_without_waiting_for_them(start):

@@ -1,5 +1,6 @@
 """Rows in which every process lives and sends heartbeats but cannot serve: readiness reports it."""
 
+import re
 import time
 
 import httpx
@@ -59,7 +60,7 @@ def cut_off(scene: Scene) -> str:
     assert bad["kind"], bad
     assert bad["reason"], bad
     shown = httpx.get(f"{scene.cluster.url}/metrics").text
-    assert "baton_ready 0.0" in shown
+    assert re.search(r"^baton_ready\{[^}]*\} 0\.0$", shown, re.MULTILINE)
     assert (
         f'baton_failing_pairs{{decode="{bad["decode"]}",kind="{bad["kind"]}",prefill="{bad["prefill"]}"}}'
         in shown

@@ -14,6 +14,7 @@ from baton.cluster.config.load import settings_of
 from baton.cluster.config.roles import ROLES
 from baton.cluster.net.sockets import make_socket
 from baton.cluster.protocol.messages import ControlDown, ControlUp, KVDown, KVUp
+from baton.cluster.telemetry.metric_names import KNOWN_EVENTS, OF_EVENT
 from baton.kvtransfer.protocol.session import TransferCounters
 from baton.router.rooms.attempt_log import AttemptLog
 from baton.router.rooms.effects import Timeouts
@@ -153,6 +154,9 @@ def test_every_log_line_and_counter_that_is_named_exists():
     assert hand_off <= set(code(counters))
     router_events = set(re.findall(r'events\["(\w+)"\]', text))
     assert router_events <= set(code(counters))
+    of_router = {name for name in code(counters.partition("Events of the router")[2]) if "{" not in name}
+    events = {name for name in of_router if not name.startswith("baton_")}
+    assert events == {*KNOWN_EVENTS, *OF_EVENT}, "events that are shown as 0 before the first one"
 
 
 def test_every_series_of_the_load_history_is_explained():

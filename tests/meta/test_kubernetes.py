@@ -314,7 +314,7 @@ def test_the_autoscaler_asks_for_what_the_router_has_and_exports():
     assert (
         cpu["resource"]["name"] in container_of(kustomized("autoscaled"), "router")["resources"]["requests"]
     )
-    shown = RouterMetrics().render(RouterRecord(queued=0, running=0), []).decode()
+    shown = RouterMetrics("m").render(RouterRecord(queued=0, running=0), []).decode()
     assert f"# TYPE {running['pods']['metric']['name']} gauge\n" in shown
 
 

@@ -40,7 +40,7 @@ LAZY_TURN_S = 0.5  # and while none are
 class QuietMetrics:
     """Histograms cost more than all the rest of a simulated request."""
 
-    def tokens_arrived(self, seconds, count):
+    def tokens_arrived(self, kind, seconds, count):
         pass
 
     def request_ended(self, record):

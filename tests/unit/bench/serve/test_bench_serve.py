@@ -243,10 +243,9 @@ def test_server_figures_are_the_difference_of_two_readings():
             "baton_prefill_queue_seconds_sum": 0.2,
             "baton_prompt_tokens_total": 1000, "baton_cached_prompt_tokens_total": 250,
             "baton_retries_total": 1,
-            'baton_worker_events_total{event="verify_steps",role="decode",worker="a"}': 40,
-            'baton_worker_events_total{event="verify_steps",role="decode",worker="b"}': 60,
-            'baton_worker_events_total{event="accepted_tokens",role="decode",worker="a"}': 150,
-            'baton_worker_events_total{event="drafted_tokens",role="decode",worker="a"}': 300,
+            'baton_verify_steps_total{model_name="m"}': 100,
+            'baton_accepted_tokens_total{model_name="m"}': 150,
+            'baton_drafted_tokens_total{model_name="m"}': 300,
         }  # fmt: skip
         return totals("".join(f"{name} {value * factor}\n" for name, value in lines.items()))
 

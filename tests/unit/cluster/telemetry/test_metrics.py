@@ -4,29 +4,45 @@ import re
 from pathlib import Path
 
 import pytest
-from baton.cluster.protocol.messages import GraphCounts, WorkerStats
+from baton.cluster.protocol.messages import WorkerStats
 from baton.cluster.telemetry import metric_names as names
 from baton.cluster.telemetry.metrics import (
     Handoff,
     PromptWork,
+    RequestClass,
     RequestRecord,
     RouterMetrics,
     RouterRecord,
-    WorkerRecord,
-    render_worker,
+    priority_class,
 )
+from baton.cluster.telemetry.worker_metrics import WorkerFacts, WorkerRecord, render_worker
 from baton.decode.step_metrics import DECODE_COUNTERS
 from baton.prefill.worker import PREFILL_COUNTERS
 from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[4]
 INSTANCE = "0f" * 16
+MODEL = "tiny"
+OF_BUILD = ("baton_build", "baton_build_info")
+GRAPHS = {
+    "graph_replays_target_verify": 7.0, "graph_replays_draft": 6.0, "graph_replays_draft_extend": 5.0,
+    "graph_pad_rows_draft": 4.0, "graph_fallback_draft_extend_too_large": 3.0,
+    "graph_fallback_draft_off": 2.0,
+}  # fmt: skip
+AFTER_READY = {
+    "compilations_after_ready": 1.0, "captures_after_ready": 2.0, "allocations_after_ready": 3.0,
+}  # fmt: skip
+FACTS = WorkerFacts(host="node-1", device="cuda:0", card="3: H200", fingerprint="ab12")
+USUAL = {"route": "chat", "priority": "normal"}
 
 
 def samples(body):
+    """Values by name and labels, without the model, which every series of baton must name."""
     found = {}
     for family in text_string_to_metric_families(body.decode()):
         for sample in family.samples:
+            is_named = sample.name.startswith("baton_") and sample.name not in OF_BUILD
+            assert bool(sample.labels.pop("model_name", "")) == is_named, sample
             key = (sample.name, tuple(sorted(sample.labels.items())))
             assert key not in found, f"{key} twice"
             found[key] = sample.value
@@ -38,10 +54,11 @@ def value(found, name, **labels):
 
 
 def test_an_ended_request_counts_once_everywhere():
-    metrics = RouterMetrics()
+    metrics = RouterMetrics(MODEL)
     record = RequestRecord(
         outcome="ok", e2e_s=2.0, ttft_s=0.3, prompt_tokens=10, cached_tokens=4, output_tokens=7,
-        drafted_tokens=9, accepted_tokens=5, queued_s=0.1, prompts=(PromptWork(queue_s=0.02, compute_s=0.2),),
+        verify_steps=3, drafted_tokens=9, accepted_tokens=5, queued_s=0.1, lengths=((6, 3), (4, 4)),
+        prompts=(PromptWork(queue_s=0.02, compute_s=0.2),),
         handoffs=(Handoff(num_bytes=600, seconds=0.5), Handoff(num_bytes=400, seconds=0.0)),
     )  # fmt: skip
     metrics.request_ended(record)
@@ -53,10 +70,11 @@ def test_an_ended_request_counts_once_everywhere():
     assert value(found, "baton_requests_total", outcome="failed") == 0
     assert value(found, "baton_output_tokens_total") == 7
     assert value(found, "baton_accepted_tokens_total") == 5
+    assert value(found, "baton_verify_steps_total") == 3
     assert value(found, "baton_handoff_bytes_total") == 1000
-    assert value(found, "baton_request_seconds_count") == 2
-    assert value(found, "baton_time_to_first_token_seconds_count") == 1
-    assert value(found, "baton_queue_wait_seconds_sum") == pytest.approx(0.1)
+    assert value(found, "baton_request_seconds_count", **USUAL) == 2
+    assert value(found, "baton_time_to_first_token_seconds_count", **USUAL) == 1
+    assert value(found, "baton_queue_wait_seconds_sum", **USUAL) == pytest.approx(0.1)
     assert value(found, "baton_prefill_queue_seconds_sum") == pytest.approx(0.02)
     assert value(found, "baton_prefill_seconds_sum") == pytest.approx(0.2)
     assert value(found, "baton_handoff_seconds_count") == 2
@@ -72,86 +90,47 @@ def test_an_ended_request_counts_once_everywhere():
 
 
 def test_the_gap_of_a_message_is_shared_by_its_tokens():
-    metrics = RouterMetrics()
-    metrics.tokens_arrived(0.09, 3)
+    metrics = RouterMetrics(MODEL)
+    metrics.tokens_arrived(RequestClass(), 0.09, 3)
     found = samples(metrics.render(RouterRecord(queued=0, running=0), []))
-    assert value(found, "baton_inter_token_seconds_sum") == pytest.approx(0.03)
+    assert value(found, "baton_inter_token_seconds_sum", **USUAL) == pytest.approx(0.03)
 
 
-def test_heartbeats_become_labelled_gauges_and_counters():
-    stats = WorkerStats(
-        state="draining", pages_total=100, pages_free=60, pages_cached=20, running=2, accept_length=2.5,
-        spec_steps=3,
-        graphs=GraphCounts(verify=3), counters={"forwards": 12.0},
-    )  # fmt: skip
-    workers = [
-        WorkerRecord(role="decode", instance=INSTANCE, stats=stats),
-        WorkerRecord(role="prefill", instance="1e" * 16, stats=WorkerStats()),
-    ]
-    found = samples(RouterMetrics().render(RouterRecord(queued=0, running=0), workers))
-    who = {"role": "decode", "worker": INSTANCE}
-    assert value(found, "baton_worker_up", state="draining", **who) == 1
-    assert value(found, "baton_worker_pages", kind="free", **who) == 60
-    assert value(found, "baton_worker_requests", kind="running", **who) == 2
-    assert value(found, "baton_worker_graphs", kind="verify", **who) == 3
-    assert value(found, "baton_worker_accept_length", **who) == 2.5
-    assert value(found, "baton_worker_spec_steps", **who) == 3
-    assert len([key for key in found if key[0] == "baton_worker_spec_steps"]) == 1, "prefill drafts nothing"
-    assert value(found, "baton_worker_events_total", event="forwards", **who) == 12
-    assert [key for key in found if key[0] == "baton_worker_accept_length"] == [
-        ("baton_worker_accept_length", tuple(sorted(who.items())))
-    ]
-
-
-def test_a_worker_that_left_leaves_no_series():
-    metrics = RouterMetrics()
-    metrics.render(
-        RouterRecord(queued=0, running=0),
-        [WorkerRecord(role="decode", instance=INSTANCE, stats=WorkerStats())],
+def test_times_and_lengths_count_under_the_class_of_the_request():
+    metrics, urgent = RouterMetrics(MODEL), RequestClass(route="completions", priority="high")
+    record = RequestRecord(
+        outcome="ok", kind=urgent, e2e_s=2.0, ttft_s=0.3, queued_s=0.5, lengths=((1000, 3), (24, 1))
     )
-    assert INSTANCE not in metrics.render(RouterRecord(queued=0, running=0), []).decode()
+    metrics.request_ended(record)
+    metrics.tokens_arrived(urgent, 0.2, 1)
+    found = samples(metrics.render(RouterRecord(queued=0, running=0), []))
+    labels = {"route": "completions", "priority": "high"}
+    sums = {name: value(found, f"{name.name}_sum", **labels) for name in names.OF_CLASS}
+    assert sums == {
+        names.TTFT: 0.3, names.GAP: 0.2, names.REQUEST_SECONDS: 2.0, names.QUEUE_WAIT: 0.5,
+        names.PROMPT_LENGTH: 1024, names.OUTPUT_LENGTH: 4,
+    }  # fmt: skip
+    assert value(found, "baton_request_prompt_tokens_bucket", le="64.0", **labels) == 1
+    assert value(found, "baton_request_output_tokens_bucket", le="1.0", **labels) == 1
+    usual = [value(found, f"{name.name}_count", **USUAL) for name in names.OF_CLASS]
+    assert usual == [0] * len(names.OF_CLASS), "there before the first request, so that its increase is seen"
+
+
+def test_priorities_have_three_classes():
+    assert [priority_class(n) for n in (-100, -1, 0, 1, 100)] == ["high", "high", "normal", "low", "low"]
+
+
+def test_known_events_are_zero_before_the_first_one():
+    found = samples(RouterMetrics(MODEL).render(RouterRecord(queued=0, running=0), []))
+    events = {dict(labels)["event"] for name, labels in found if name == "baton_router_events_total"}
+    assert events == set(names.KNOWN_EVENTS)
 
 
 def test_two_routers_in_a_process_do_not_share_counters():
-    first, second = RouterMetrics(), RouterMetrics()
+    first, second = RouterMetrics(MODEL), RouterMetrics(MODEL)
     first.request_ended(RequestRecord(outcome="ok", e2e_s=1.0))
     found = samples(second.render(RouterRecord(queued=0, running=0), []))
     assert value(found, "baton_requests_total", outcome="ok") == 0
-
-
-GRAPHS = {
-    "graph_replays_target_verify": 7.0, "graph_replays_draft": 6.0, "graph_replays_draft_extend": 5.0,
-    "graph_pad_rows_draft": 4.0, "graph_fallback_draft_extend_too_large": 3.0,
-    "graph_fallback_draft_off": 2.0,
-}  # fmt: skip
-
-
-AFTER_READY = {
-    "compilations_after_ready": 1.0, "captures_after_ready": 2.0, "allocations_after_ready": 3.0,
-}  # fmt: skip
-
-
-def test_work_that_belongs_before_ready_has_metrics_of_its_own():
-    worker = WorkerRecord(role="prefill", instance=INSTANCE, stats=WorkerStats(counters=AFTER_READY))
-    found = samples(render_worker(worker))
-    who = {"role": "prefill", "worker": INSTANCE}
-    for name, total in AFTER_READY.items():
-        assert value(found, f"baton_worker_{name}_total", **who) == total
-    assert not any(name == "baton_worker_events_total" for name, _ in found)
-
-
-def test_counters_of_graphs_become_metrics_by_kind_and_reason():
-    worker = WorkerRecord(role="decode", instance=INSTANCE, stats=WorkerStats(counters=GRAPHS))
-    found = samples(render_worker(worker))
-    who = {"role": "decode", "worker": INSTANCE}
-    assert value(found, "baton_worker_graph_replays_total", kind="target_verify", **who) == 7
-    assert value(found, "baton_worker_graph_pad_rows_total", kind="draft", **who) == 4
-    assert (
-        value(found, "baton_worker_graph_fallbacks_total", kind="draft_extend", reason="too_large", **who)
-        == 3
-    )
-    assert value(found, "baton_worker_graph_fallbacks_total", kind="draft", reason="off", **who) == 2
-    assert not any(name == "baton_worker_events_total" for name, _ in found)
 
 
 # --- docs/metrics.md ----------------------------------------------------------------------------------------
@@ -169,21 +148,25 @@ def shown(body):
 
 
 def told():
-    """The same of docs/metrics.md."""
+    """The same of docs/metrics.md, which names the label of all metrics in a sentence."""
     lines = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").splitlines()
     cells = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")
     ]
     rows = [row for row in cells if len(row) == 4]
     assert len({row[0] for row in rows}) == len(rows)
-    return {row[0].strip("`"): (row[1], set(re.findall(r"`(\w+)`", row[2]))) for row in rows}
+    found = {row[0].strip("`"): (row[1], set(re.findall(r"`(\w+)`", row[2]))) for row in rows}
+    for name, (_, labels) in found.items():
+        if name.startswith("baton_") and name not in OF_BUILD:
+            labels.add("model_name")
+    return found
 
 
 def everything():
-    metrics = RouterMetrics()
+    metrics = RouterMetrics(MODEL)
     metrics.request_ended(RequestRecord(outcome="ok", e2e_s=1.0))
     stats = WorkerStats(accept_length=1.0, spec_steps=2, counters={"forwards": 1.0} | GRAPHS | AFTER_READY)
-    worker = WorkerRecord(role="decode", instance=INSTANCE, stats=stats)
+    worker = WorkerRecord(role="decode", instance=INSTANCE, stats=stats, facts=FACTS)
     failing = ((INSTANCE, INSTANCE, "TransferTimeout", 2),)
     router = RouterRecord(
         queued=0,
@@ -192,8 +175,9 @@ def everything():
         responses={200: 1},
         canaries={"passed": 1},
         failing_pairs=failing,
+        registered={("decode", "serving"): 1},
     )
-    return shown(metrics.render(router, [worker])), shown(render_worker(worker))
+    return shown(metrics.render(router, [worker])), shown(render_worker(MODEL, worker))
 
 
 def test_the_page_lists_exactly_the_served_metrics_types_and_labels():

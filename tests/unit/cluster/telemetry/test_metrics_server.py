@@ -20,16 +20,17 @@ from baton.cluster.telemetry.metrics_server import MetricsServer, serve_metrics
 from baton.deploy.up.children import free_port
 from baton.tests.cluster.hostile import MIB, hostile_frames
 from baton.tests.corpora import corpus
-from baton.tests.unit.cluster.telemetry.test_metrics import INSTANCE, samples, value
+from baton.tests.unit.cluster.telemetry.test_metrics import FACTS, INSTANCE, MODEL, samples, value
 from baton.tests.unit.worker.test_main_loop import FakeLink, FakeWorker
 from baton.worker.main_loop import WorkerLoop
 
 WHO = {"role": "decode", "worker": INSTANCE}
+SETTINGS = {"role": "decode", "instance": INSTANCE, "model": MODEL, "trusted_network": False}
 
 
 @pytest.fixture(scope="module")
 def server():
-    server = MetricsServer("127.0.0.1", 0, role="decode", instance=INSTANCE, trusted_network=False)
+    server = MetricsServer("127.0.0.1", 0, **SETTINGS)
     server.start()
     yield server
     server.close()
@@ -57,8 +58,7 @@ def test_a_scrape_shows_the_latest_figures_of_the_loop(server):
 
 def test_liveness_and_readiness_answer_differently():
     clock = [100.0]
-    options = {"role": "decode", "instance": INSTANCE, "trusted_network": False, "clock": lambda: clock[0]}
-    server = MetricsServer("127.0.0.1", 0, **options)
+    server = MetricsServer("127.0.0.1", 0, **SETTINGS, clock=lambda: clock[0])
     server.start()
 
     def probes():
@@ -132,19 +132,24 @@ def test_s2_s29_hostile_bytes_leave_it_serving_and_small(server, tmp_path, monke
 
 def test_a_port_in_use_and_an_open_address_are_refused_with_the_remedy(server):
     with pytest.raises(StartupError, match="choose another --metrics-port"):
-        MetricsServer("127.0.0.1", server.port, role="decode", instance=INSTANCE, trusted_network=False)
+        MetricsServer("127.0.0.1", server.port, **SETTINGS)
     with pytest.raises(ConfigError, match="trusted_network"):
-        MetricsServer("0.0.0.0", 0, role="decode", instance=INSTANCE, trusted_network=False)
+        MetricsServer("0.0.0.0", 0, **SETTINGS)
 
 
 def test_a_requested_metrics_port_serves_the_figures_of_heartbeats():
     port = free_port("127.0.0.1")
-    tell = serve_metrics(DecodeConfig(model="m", metrics_port=port), INSTANCE)
+    assert serve_metrics(DecodeConfig(model="m"), INSTANCE) is None
+    server = serve_metrics(DecodeConfig(model="org/m", metrics_port=port), INSTANCE)
+    server.describe(FACTS)
     clock, link = [100.0], FakeLink()
     worker = FakeWorker(clock)
     worker.stats = lambda: WorkerStats(pages_total=41)
-    WorkerLoop(worker, link, Shutdown(), drain_timeout_s=1.0, clock=lambda: clock[0], tell=tell).beat()
+    WorkerLoop(worker, link, Shutdown(), drain_timeout_s=1.0, clock=lambda: clock[0], tell=server.tell).beat()
     assert [type(message) for message in link.posted] == [Heartbeat]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as reply:
-        assert value(samples(reply.read()), "baton_worker_pages", kind="total", **WHO) == 41
-    tell.__self__.close()
+        body = reply.read()
+    server.close()
+    assert value(samples(body), "baton_worker_pages", kind="total", **WHO) == 41
+    assert b'model_name="m"' in body, "the name in the API, as a router has it"
+    assert b'card="3: H200"' in body

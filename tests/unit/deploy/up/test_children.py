@@ -281,6 +281,17 @@ def test_workers_of_a_role_never_share_a_metrics_port(tmp_path):
     assert ports == {"router": None, "prefill-0": 9100, "prefill-1": 9101, "decode-0": 9200, "decode-1": 9201}
 
 
+def test_of_several_routers_the_first_one_exports_the_series_of_workers(tmp_path):
+    def shown(*flags):
+        config = load_config(UpConfig, ["--model=x", *flags], {})
+        children = child_configs(config, {}, tmp_path)
+        return [child.worker_metrics for _, child in children if isinstance(child, RouterConfig)]
+
+    assert shown() == ["auto"]
+    assert shown("--routers=3") == ["auto", "none", "none"]
+    assert shown("--routers=3", "--worker-metrics=all") == ["all", "all", "all"], "as asked"
+
+
 def own_ports_of(directory, *flags, env=None):
     config = load_config(UpConfig, ["--model=x", "--port=8000", *flags], {})
     children = child_configs(config, env or {}, directory)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import msgspec
 from baton.cluster.protocol.messages import Choice, DraftWidths, RoomCounts, WorkerStats
-from baton.router.endpoints.status import status_of, unpaired_of, why_not_ready
+from baton.router.endpoints.status import registered_of, status_of, unpaired_of, why_not_ready
 from baton.router.workers.registry import Registry
 from baton.tests.unit.router.workers.test_registry import beat, hello
 
@@ -62,6 +62,14 @@ def test_status_counts_no_canary_as_a_request_at_a_worker():
     beat(registry, registry.get(D), canaries=RoomCounts(running=1, transferring=1), **counts)
     [worker] = status_of(dispatcher_of(registry), "m", 0.0, 0.0).workers
     assert (worker.running, worker.queued, worker.transferring, worker.canaries) == (2, 1, 0, 2)
+
+
+def test_registered_workers_are_counted_by_role_and_state():
+    registry = registry_of(PREFILL, SPECULATIVE, hello(PLAIN))
+    registry.drain(registry.get(PLAIN))
+    shown = {key: number for key, number in registered_of(registry).items() if number}
+    assert shown == {("prefill", "serving"): 1, ("decode", "serving"): 1, ("decode", "draining"): 1}
+    assert registered_of(registry_of())["prefill", "serving"] == 0, "an alert needs a series to compare"
 
 
 def test_status_names_aggregated_workers():

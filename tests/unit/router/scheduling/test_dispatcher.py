@@ -49,7 +49,9 @@ class World:
         self._decoder = control_down_decoder()
         registry = Registry("a" * 32, 1000.0)
         settings = {"max_queue": 8, "queue_timeout_s": 30.0} | settings
-        self.dispatcher = Dispatcher(registry, self._transmit, lambda: self.now, RouterMetrics(), **settings)
+        self.dispatcher = Dispatcher(
+            registry, self._transmit, lambda: self.now, RouterMetrics("m"), **settings
+        )
 
     def join(self, roles=("prefill", "decode"), **decode):
         for identity, instance, role, more in ((b"p", P, "prefill", {}), (b"d", D, "decode", decode)):
@@ -99,7 +101,7 @@ def test_a_room_runs_from_submit_to_nothing_left():
     assert events(inbox) == [Deliver([9], []), Deliver([8], []), Ended("stop")]
     assert world.dispatcher.num_open == 0
     assert [worker.num_rooms for worker in world.dispatcher.registry] == [0, 0]
-    assert 'baton_requests_total{outcome="ok"} 1.0' in _metrics(world)
+    assert 'baton_requests_total{model_name="m",outcome="ok"} 1.0' in _metrics(world)
 
 
 def _metrics(world):
@@ -333,12 +335,12 @@ def test_a_request_counts_once_whatever_its_choices_and_with_their_tokens():
     entries, _ = world.submit(16, 16, 16)
     for entry in entries[:2]:
         world.finish(entry.room.room)
-    assert 'baton_requests_total{outcome="ok"} 0.0' in _metrics(world)
+    assert 'baton_requests_total{model_name="m",outcome="ok"} 0.0' in _metrics(world)
     world.finish(entries[2].room.room)
     text = _metrics(world)
-    assert 'baton_requests_total{outcome="ok"} 1.0' in text
-    assert "baton_output_tokens_total 6.0" in text
-    assert "baton_request_seconds_count 1.0" in text
+    assert 'baton_requests_total{model_name="m",outcome="ok"} 1.0' in text
+    assert 'baton_output_tokens_total{model_name="m"} 6.0' in text
+    assert 'baton_request_seconds_count{model_name="m",priority="normal",route="chat"} 1.0' in text
 
 
 def test_a_request_of_which_one_choice_failed_has_failed():
@@ -370,7 +372,7 @@ def test_a_stopped_choice_counts_the_tokens_that_decode_reports():
     assert events(inbox)[-1] == Settled()
     text = _metrics(world)
     assert 'outcome="ok"} 1.0' in text
-    assert "baton_accepted_tokens_total 4.0" in text
+    assert 'baton_accepted_tokens_total{model_name="m"} 4.0' in text
 
 
 def test_a_request_that_times_out_ends_with_that_error_at_its_workers_too():
@@ -390,6 +392,22 @@ def test_a_request_that_times_out_ends_with_that_error_at_its_workers_too():
 
 def test_messages_dropped_by_the_control_socket_are_in_the_metrics():
     world = World(drops=lambda: {"control_malformed": 3, "control_oversized": 0})
-    assert 'baton_router_events_total{event="control_malformed"} 3.0' in _metrics(world)
-    assert 'event="control_oversized"} 0.0' in _metrics(world)
+    assert 'baton_router_events_total{event="control_malformed",model_name="m"} 3.0' in _metrics(world)
+    assert 'event="control_oversized",model_name="m"} 0.0' in _metrics(world)
     assert status_of(world.dispatcher, "m", 0.0, 0.0).router.events["control_malformed"] == 3
+
+
+def test_times_and_lengths_of_a_request_count_under_its_route_and_priority():
+    world = World().join()
+    sampling = Sampling(max_new_tokens=2)
+    job = Job(
+        prompt_ids=[5] * 20, sampling=sampling, arrived=0.0, tokenize_s=0.0, route="responses", priority=3
+    )
+    (entry,) = world.dispatcher.submit([job], Inbox(lambda: world.now))
+    world.now = 1.0
+    world.finish(entry.room.room)
+    text, labels = _metrics(world), 'model_name="m",priority="low",route="responses"'
+    assert f"baton_request_seconds_count{{{labels}}} 1.0" in text
+    assert f"baton_inter_token_seconds_count{{{labels}}} 1.0" in text
+    assert f"baton_request_prompt_tokens_sum{{{labels}}} 20.0" in text
+    assert f"baton_request_output_tokens_sum{{{labels}}} 2.0" in text

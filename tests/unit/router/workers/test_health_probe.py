@@ -101,8 +101,8 @@ def test_a_pair_is_ready_once_a_canary_has_passed_it_and_not_before():
     assert world.is_ready
     assert why_not_ready(world.dispatcher, world.now) == ""
     assert set(world.placed().values()) == {0}
-    assert world.metric("baton_ready 1.0")
-    assert world.metric('baton_canaries_total{outcome="passed"} 1.0')
+    assert world.metric('baton_ready{model_name="m"} 1.0')
+    assert world.metric('baton_canaries_total{model_name="m",outcome="passed"} 1.0')
 
 
 def test_an_idle_pair_gets_a_canary_per_half_window_and_stays_ready():
@@ -123,7 +123,9 @@ def test_without_answers_a_pair_is_not_ready_after_one_window():
     assert (pair.state, pair.failures, pair.kind) == ("failing", 1, "DeadlineExceeded")
     assert "decode reserved nothing" in pair.reason
     assert world.status().router.why_not_ready.endswith(": DeadlineExceeded on 1 of 1 pairs")
-    assert world.metric(f'baton_failing_pairs{{decode="{D}",kind="DeadlineExceeded",prefill="{P}"}} 1.0')
+    assert world.metric(
+        f'baton_failing_pairs{{decode="{D}",kind="DeadlineExceeded",model_name="m",prefill="{P}"}} 1.0'
+    )
 
 
 def test_a_failed_canary_names_pair_and_reason_and_a_passing_one_heals_it():
@@ -252,8 +254,8 @@ def test_a_busy_prefill_worker_is_left_alone():
 
 def test_a_canary_is_in_no_count_and_no_history():
     world = proven()
-    assert world.metric('baton_requests_total{outcome="ok"} 0.0')
-    assert world.metric("baton_output_tokens_total 0.0")
+    assert world.metric('baton_requests_total{model_name="m",outcome="ok"} 0.0')
+    assert world.metric('baton_output_tokens_total{model_name="m"} 0.0')
     status = world.status().router
     assert (status.open_rooms, status.queued, status.running) == (0, 0, 0)
     assert not any(status.events.values())
@@ -267,7 +269,7 @@ def test_a_refused_canary_decides_nothing():
     told = Refused(room=order.room, epoch=0, instance=D, reason="full", retry_after_ms=50)
     world.dispatcher.on_message(b"d", told)
     assert world.is_ready
-    assert world.metric('baton_canaries_total{outcome="undecided"} 1.0')
+    assert world.metric('baton_canaries_total{model_name="m",outcome="undecided"} 1.0')
     world.dispatcher.on_message(b"p", Gone(room=order.room, epoch=0, instance=P))
     assert world.dispatcher.health_probes.outcomes == {"passed": 1, "undecided": 1}
     assert set(world.placed().values()) == {0}
