@@ -187,6 +187,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             return self._refuse(order, room)
         room.trace = carried_by(order)
         room.may_record = order.may_record
+        room.request_id = order.request_id
         room.head_number = self._head_number
         self.queues.add(room)
         self._counters["requests"] += 1
@@ -231,8 +232,8 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             # Prefill also aborts when the request ended with token 1, which is no failure of this worker.
             is_aborted = kind == "HandoffAborted"
             self._counters["handoffs_aborted" if is_aborted else "failed"] += 1
-            level = logging.DEBUG if is_aborted else logging.INFO
-            logger.log(level, "hand-off lost", extra=fields(room=room_id, kind=kind, reason=reason))
+            level = logging.DEBUG if is_aborted else room.log_level
+            logger.log(level, "hand-off lost", extra=fields(**room.log_fields, kind=kind, reason=reason))
             self._send_failed(room, kind, reason, retryable=True)
         self._close(room)
 
@@ -266,15 +267,13 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
                 prefill=room.prefill_timeline() if room.is_local else None,
             )
         )
-        logger.info(
-            "decode completed",
-            extra=fields(
-                room=request.room,
-                tokens=request.num_output,
-                verifies=room.verify_steps,
-                accepted=room.accepted,
-            ),
+        extra = fields(
+            **room.log_fields,
+            tokens=request.num_output,
+            verifies=room.verify_steps,
+            accepted=room.accepted,
         )
+        logger.log(room.log_level, "decode completed", extra=extra)
         if self.recorder is not None and room.may_record and not request.num_embeds:
             self.recorder.offer(*request.asked_and_chosen)
         self._close(room)

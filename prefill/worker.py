@@ -140,7 +140,9 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             case Released(room=room, epoch=epoch):
                 self._on_end(room, epoch, "handed_off")
             case Dropped(room=room, epoch=epoch, reason=reason):
-                logger.warning("hand-off dropped", extra=fields(room=room, reason=reason))
+                known = self.queues.get(room, epoch)
+                named = {"room": room} if known is None else known.log_fields
+                logger.warning("hand-off dropped", extra=fields(**named, reason=reason))
                 self._on_end(room, epoch, "dropped")
             case DropDone(room=room, epoch=epoch):
                 self._on_end(room, epoch, "")
@@ -165,7 +167,15 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         if self._is_finished_already(request):
             return
         deadline = now + order.deadline_ms / 1000 if order.deadline_ms else None
-        self.queues.add(PrefillRoom(request=request, arrived=now, deadline=deadline, trace=carried_by(order)))
+        self.queues.add(
+            PrefillRoom(
+                request=request,
+                arrived=now,
+                deadline=deadline,
+                trace=carried_by(order),
+                request_id=order.request_id,
+            )
+        )
         self._counters["requests"] += 1
 
     def _refusal_of(self, prompt_ids: list[int], sampling: SamplingParams) -> Refusal | None:
@@ -352,9 +362,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 ready_at=now,
             )
         )
-        logger.info(
-            "prefill completed",
-            extra=fields(
-                room=request.room, tokens=request.num_prompt, cached=room.cached_tokens, chunks=room.chunks
-            ),
+        extra = fields(
+            **room.log_fields, tokens=request.num_prompt, cached=room.cached_tokens, chunks=room.chunks
         )
+        logger.log(room.log_level, "prefill completed", extra=extra)

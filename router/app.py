@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.1
 LOOK_S = 0.002  # libzmq reports the end of a connection a moment before it releases the connection
 LAST_WRITES_S = 2  # seconds for error frames after the drain
+GOODBYE_S = 0.5  # longest wait for workers to hear that the router ends
 JOIN_S = 10.0  # after this time clients get the reason why no pair serves
 # seconds for a last request on each kept connection, which then closes, so that clients reach another router
 HAND_OVER_S = 2.0
@@ -162,6 +163,7 @@ class Router:
                 task.result()  # raises a crash of the timers, which ends the router
             servers = (self._server, self._own_server, self._probe_server)
             await asyncio.gather(*[server.close(LAST_WRITES_S) for server in servers])
+            await self._say_goodbye()
         finally:
             for task in tasks:
                 task.cancel()
@@ -241,6 +243,13 @@ class Router:
             self._notifier.ready(
                 f"serving at {self.url}" + (f", alone at {self.own_url}" if self.own_url else "")
             )
+
+    async def _say_goodbye(self) -> None:
+        """Tells the workers that this router ends, and waits until they know."""
+        self.dispatcher.leave()
+        deadline = time.monotonic() + GOODBYE_S
+        while not self.dispatcher.is_heard_of_leaving and time.monotonic() < deadline:
+            await asyncio.sleep(LOOK_S)
 
     async def _end(self, drain: asyncio.Event, stop: asyncio.Event) -> None:
         await drain.wait()

@@ -140,6 +140,7 @@ def hello_of(
         embeds_width=embeds.width if embeds is not None and takes_embeds else 0,
         embeds_fault=OFF if embeds is None else embeds.fault,
         takes_batches=True,
+        takes_goodbye=True,
         local_prefill=local_prefill,
         aggregated=aggregated,
         vocab_size=vocab_size,

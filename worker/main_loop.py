@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from ..cluster.net.control_link import LEFT
 from ..cluster.process.log import fields
 from ..cluster.process.process import EXIT_CRASHED, EXIT_OK, Shutdown
 from ..cluster.process.sd_notify import Notifier
@@ -149,9 +150,10 @@ class WorkerLoop:
                 logger.error("the link thread failed", exc_info=error)
                 return EXIT_CRASHED
             case RouterLost(reason=reason, rooms=rooms):
-                logger.warning(
-                    "rooms of a lost router are dropped", extra=fields(reason=reason, rooms=len(rooms))
-                )
+                if rooms:
+                    level = logging.INFO if reason == LEFT else logging.WARNING
+                    extra = fields(reason=reason, rooms=len(rooms))
+                    logger.log(level, "rooms of a lost router are dropped", extra=extra)
                 self.worker.drop_rooms(rooms, reason)
             case Welcome():
                 self._next_beat = 0.0  # the router sends no order before the first heartbeat

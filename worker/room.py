@@ -1,9 +1,11 @@
 """The base of a room, shared by both roles."""
 
+import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
 
+from ..cluster.protocol.messages import is_canary
 from ..cluster.telemetry.trace_context import NOWHERE, TraceContext
 from ..engine.request import Request
 
@@ -19,8 +21,20 @@ class WorkerRoom(ABC):
     arrived: float
     deadline: float | None
     trace: TraceContext = NOWHERE  # of the router's span, where the request is traced
+    request_id: str = ""  # of the client's request; "": not known
     gone_epoch: int = -1  # epoch of the Cancel that waits for this attempt's pages; -1: none
     is_tainted: bool = False  # its KV must not be reused
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """The fields that name it in log lines."""
+        named = {"room": self.request.room}
+        return named | {"request": self.request_id} if self.request_id else named
+
+    @property
+    def log_level(self) -> int:
+        """The level of its normal log lines: canaries run all the time."""
+        return logging.DEBUG if is_canary(self.request.salt) else logging.INFO
 
     @property
     def key(self) -> tuple[str, int]:

@@ -10,9 +10,10 @@ socket. One thread owns the link and calls `receive()`, then `tick(now)` in its 
     doubted    connected, but a send failed: the peer may be a different router now, so only Hello is sent
                until a Welcome identifies it
 
-A router is lost in four cases: it answers no Hello for `LOST_AFTER_S`; a Welcome carries another router id;
-the outbox is full because the router does not read; the connection broke. Messages in flight on a broken
-connection are gone, which would leave a gap in a stream or a room that never starts.
+A router is lost in five cases: it answers no Hello for `LOST_AFTER_S`; a Welcome carries another router id;
+the outbox is full because the router does not read; the connection broke; it said goodbye, which is no fault.
+Messages in flight on a broken connection are gone, which would leave a gap in a stream or a room that never
+starts.
 
 `tick` reports a loss once, before `receive` returns anything from the new router. The worker then drops all
 rooms, since their tokens have no reader. It sends a Hello with the next generation before any other message,
@@ -45,7 +46,16 @@ from ..protocol.codec import (
     send_waiting,
     unknown_messages,
 )
-from ..protocol.messages import Cancel, ControlDown, ControlUp, Heartbeat, Hello, Rejected, Welcome
+from ..protocol.messages import (
+    Cancel,
+    ControlDown,
+    ControlUp,
+    Heartbeat,
+    Hello,
+    Rejected,
+    RouterGoodbye,
+    Welcome,
+)
 from ..security.keyring import Keyring
 from .reconnect import ReconnectingSocket
 from .sockets import Socket, recv_parts, try_send
@@ -57,6 +67,7 @@ LONGEST_BACKOFF_S = 1.0
 REJECTED_BACKOFF_S = 5.0
 QUIET_S = 0.4  # seconds of silence before a connected worker sends a Hello
 LOST_AFTER_S = 1.4  # seconds of unanswered Hellos, so that work for a dead router ends within two seconds
+LEFT = "it said goodbye"  # the reason of a loss that is no fault
 OUTBOX_LIMIT = 4096  # messages
 MAX_FRAMES_PER_RECEIVE = 256
 
@@ -128,6 +139,10 @@ class LinkMachine:
             return self._welcome(message)
         if isinstance(message, Rejected):
             self._reject(message)
+            return False
+        if isinstance(message, RouterGoodbye):
+            if self.connected:
+                self.give_up(LEFT)
             return False
         is_welcome = not self._lost and self._welcomed == self.hello.generation
         if not is_welcome and not isinstance(message, Cancel):
@@ -326,7 +341,10 @@ class LinkQueues(ABC):
             self._num_overflowed += len(self._outbox)
             self._outbox.clear()  # messages about rooms that end with that router
             self._heartbeat = None
-            logger.warning("router lost", extra=fields(reason=lost))
+            if lost == LEFT:
+                logger.info("router left", extra=fields(router=self._machine.router))
+            else:
+                logger.warning("router lost", extra=fields(reason=lost))
         if is_hello_due:
             self._machine.asked(now, was_sent=self._transmit(encode(self._machine.hello)))
         self.flush()

@@ -49,6 +49,26 @@ def configure(
     logging.getLogger(PACKAGE).setLevel(level.upper())
 
 
+def is_json() -> bool:
+    """Whether `configure` chose JSON."""
+    handlers = logging.getLogger().handlers
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in handlers)
+
+
+def as_json_line(line: str, child: str) -> str:
+    """A line of a child process as one JSON object with the child's name in `child`.
+
+    A line that is no JSON object, such as one of a library, becomes the `message` of a new one.
+    """
+    try:
+        document = json.loads(line)
+    except ValueError:
+        document = None
+    if not isinstance(document, dict):
+        document = {"message": line}
+    return json.dumps({"child": child} | document)
+
+
 class TextFormatter(logging.Formatter):
     """One line per record in local time; a traceback follows on lines of its own."""
 

@@ -21,7 +21,7 @@ from types import FrameType
 
 from ..errors import BatonError
 from .failpoints import read_faults
-from .log import PACKAGE, fields
+from .log import PACKAGE, fields, is_json
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def run_role(prog: str, start: Callable[[], Serve], env: Mapping[str, str] = os.
 
 def report_cannot_start(prog: str, error: Exception) -> None:
     """Writes one line to stderr with the reason why the process did not start; log level debug adds the
-    traceback."""
+    traceback. With JSON logs the line is a record, except in a child of `baton up`."""
     is_debug = logging.getLogger(PACKAGE).level == logging.DEBUG
     if is_debug:
         logger.debug("start failed", exc_info=error)
@@ -136,7 +136,11 @@ def report_cannot_start(prog: str, error: Exception) -> None:
     if not isinstance(error, (BatonError, ValueError, OSError)):
         hint = "" if is_debug else "; --log-level debug shows the traceback"
         text = f"{type(error).__name__}: {text}{hint}"
-    sys.stderr.write(f"{prog}: {text or type(error).__name__}\n")
+    text = text or type(error).__name__
+    if is_json() and PARENT_VARIABLE not in os.environ:  # the launcher looks for the line of a child
+        logger.error("cannot start", extra=fields(program=prog, reason=text))
+        return
+    sys.stderr.write(f"{prog}: {text}\n")
     sys.stderr.flush()
 
 

@@ -11,6 +11,8 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 20)]
 Text = Annotated[str, Meta(max_length=4096)]
 ShortText = Annotated[str, Meta(max_length=64)]
+# the id of a client's request, as it came or was minted; "" where it is not known
+RequestId = Annotated[str, Meta(max_length=128, pattern="^[!-~]*$")]
 Unit = Annotated[float, Meta(ge=0.0, le=1.0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Ticket = Annotated[str, Meta(max_length=64, pattern="^[0-9a-f]*$")]

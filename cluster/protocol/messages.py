@@ -29,7 +29,19 @@ from .kv_messages import (
     Pull,
     Release,
 )
-from .message_parts import Count, Id, Message, Small, Text, TokenId, TokenIds, TraceParent, TraceState, Unit
+from .message_parts import (
+    Count,
+    Id,
+    Message,
+    RequestId,
+    Small,
+    Text,
+    TokenId,
+    TokenIds,
+    TraceParent,
+    TraceState,
+    Unit,
+)
 
 PROTOCOL_MAJOR = 1
 
@@ -272,6 +284,7 @@ class Hello(Message, frozen=True, kw_only=True):
     embeds_width: Small = 0  # elements of a prompt embedding; 0: it takes none
     embeds_fault: Text = ""  # why it takes no prompt embeddings
     takes_batches: bool = False  # accepts frames of several messages
+    takes_goodbye: bool = False  # knows RouterGoodbye
     local_prefill: bool = False  # a decode worker that accepts a Reserve without a prefill worker
     aggregated: bool = False  # it also prefers such orders where they are cheaper, at any length
     chosen: dict[Text, Choice] = field(default_factory=dict)  # by setting; for display only
@@ -452,6 +465,7 @@ class Reserve(Message, frozen=True, kw_only=True):
     prefill_endpoint: Text = ""
     prefill_instance: Id | None = None
     may_record: bool = False  # the caller does not object to a record of its tokens for training
+    request_id: RequestId = ""  # of the client's request, for log lines
 
 
 class Prefill(Message, frozen=True, kw_only=True):
@@ -464,10 +478,11 @@ class Prefill(Message, frozen=True, kw_only=True):
     num_output: Count = 0  # of these, the last ones are output of earlier attempts
     sampling: Sampling
     deadline_ms: Count
-    salt: Text = ""  # this and the next three as in Reserve
+    salt: Text = ""  # this and the next four as in Reserve
     embeds: PromptRows | None = None
     traceparent: TraceParent = ""
     tracestate: TraceState = ""
+    request_id: RequestId = ""
 
 
 class PromptEmbeds(Message, frozen=True, kw_only=True):
@@ -512,4 +527,14 @@ class SwapDraft(Message, frozen=True, kw_only=True):
     path: Text = ""
 
 
-ControlDown = Welcome | Rejected | Reserve | Prefill | PromptEmbeds | Cancel | SwapDraft
+class RouterGoodbye(Message, frozen=True, kw_only=True):
+    """The router ends as it was asked to: it has no requests left.
+
+    The worker answers with a Hello of the next generation, as after any loss of a router. The router does not
+    welcome it, and closes the connection when all have answered. Only workers with `takes_goodbye` get it.
+    """
+
+    instance: Id
+
+
+ControlDown = Welcome | Rejected | Reserve | Prefill | PromptEmbeds | Cancel | SwapDraft | RouterGoodbye

@@ -109,8 +109,8 @@ def run(config: DemoConfig, console: Console, interruption: Interruption) -> Non
             stay(cluster)
     finally:
         interruption.disarm()
-        with console.status("stopping"):
-            cluster.stop(interruption.shutdown.stop)
+        with console.status("stopping: running requests may end, Ctrl-C ends them now"):
+            cluster.stop(interruption.shutdown.stop, drain_s=cluster.drain_s)
 
 
 def stay(cluster: Cluster) -> None:

@@ -4,9 +4,9 @@
 checkpoints of the hub, find the GPUs and deal them to workers. 2. Merge the config of each child: first
 `up`'s command line, then the child's own variables and TOML table, then `up`'s other settings. A wrong value
 is reported here, before any child runs. 3. Start the children; restart those that crash; give up if one
-cannot start at all. 4. Wait until the router reports ready. 5. On SIGTERM drain: the router finishes its
-requests within drain_timeout_s, and the workers run until then. After that, and at once on Ctrl-C or a second
-signal: SIGTERM to all, SIGKILL to the rest, remove the directory.
+cannot start at all. 4. Wait until the router reports ready. 5. On SIGTERM or Ctrl-C drain: the router
+finishes its requests within drain_timeout_s, and the workers run until then. After that SIGTERM to all,
+SIGKILL to the rest, and at once on a second signal. Remove the directory.
 """
 
 import dataclasses
@@ -15,7 +15,6 @@ import logging
 import os
 import secrets
 import shutil
-import signal
 import sys
 import tempfile
 import threading
@@ -32,7 +31,7 @@ from ...cluster.config.roles import RouterConfig, UpConfig
 from ...cluster.errors import ConfigError, StartupError
 from ...cluster.net.endpoints import bracketed
 from ...cluster.net.transport_names import check_nixl, may_be_open
-from ...cluster.process.log import PACKAGE, configure
+from ...cluster.process.log import PACKAGE, configure, fields, is_json
 from ...cluster.process.process import (
     EXIT_CANNOT_START,
     EXIT_OK,
@@ -114,6 +113,11 @@ class Cluster:
     def url(self) -> str:
         """The URL of the router for clients."""
         return self._url_at(self.config.port)
+
+    @property
+    def drain_s(self) -> float:
+        """Seconds for an orderly end of the router: its drain time, and its last writes."""
+        return self.config.drain_timeout_s + LAST_FRAMES_S
 
     @property
     def children(self) -> list[ChildInfo]:
@@ -244,7 +248,8 @@ class Cluster:
             supervisor.stop(self._hurry)
 
     def _spawn(self, spec: ChildSpec) -> Process:
-        return SpawnedProcess(spec, self._output, f"baton {spec.role}: ")
+        is_json = self.config.log_format == "json"
+        return SpawnedProcess(spec, self._output, f"baton {spec.role}: ", as_json=is_json)
 
     def _url_at(self, port: int) -> str:
         scheme = "https" if self.config.tls_cert else "http"
@@ -355,10 +360,18 @@ def _prepare(prog: str, argv: Sequence[str], adjust: Callable[[UpConfig], UpConf
         cluster.prepare()
     shutdown.install()
     if cluster.settled is not None and cluster.settled.places:
-        sys.stdout.write("\n".join(table_of(cluster.settled)) + "\n")
-        sys.stdout.flush()
+        _tell(table_of(cluster.settled), "workers dealt to GPUs")
     cluster.start()
     return lambda: _serve(prog, cluster, shutdown, notifier)
+
+
+def _tell(lines: Sequence[str], message: str, **values: object) -> None:
+    """Writes lines for a person to stdout, or with JSON logs a record in their place."""
+    if is_json():
+        logger.info(message, extra=fields(**values) if values else fields(lines=list(lines)))
+        return
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
 
 
 def _serve(prog: str, cluster: Cluster, shutdown: Shutdown, notifier: Notifier) -> int:
@@ -368,22 +381,19 @@ def _serve(prog: str, cluster: Cluster, shutdown: Shutdown, notifier: Notifier) 
         with waiting(notifier, "waiting for workers"):
             is_ready = cluster.wait_ready(float("inf"), all_workers=False, give_up=shutdown.drain)
         if is_ready:
-            sys.stdout.write(f"ready  {cluster.url}  ({time.monotonic() - began:.1f} s)\n")
-            if cluster.own_urls:
-                sys.stdout.write(f"watch  baton top --url {','.join(cluster.own_urls)}\n")
-            sys.stdout.flush()
+            seconds, watched = round(time.monotonic() - began, 1), ",".join(cluster.own_urls)
+            lines = [f"ready  {cluster.url}  ({seconds:.1f} s)"]
+            lines += [f"watch  baton top --url {watched}"] * bool(watched)
+            _tell(lines, "ready", url=cluster.url, seconds=seconds, own_urls=watched)
             notifier.ready(f"serving at {cluster.url}")
         while not shutdown.drain.wait(0.2):
             notifier.ping(time.monotonic())
             if cluster.failure:
                 raise StartupError(cluster.failure)
         notifier.stopping("draining")
-        if (
-            shutdown.first_signal == signal.SIGTERM
-            and not shutdown.stop.is_set()
-            and cluster.config.drain_timeout_s
-        ):
-            cluster.stop(shutdown.stop, drain_s=cluster.config.drain_timeout_s + LAST_FRAMES_S)
+        extra = fields(drain_s=cluster.config.drain_timeout_s)
+        logger.info("stopping: running requests may end, a second signal ends them now", extra=extra)
+        cluster.stop(shutdown.stop, drain_s=cluster.drain_s)
         return EXIT_OK
     except StartupError as error:
         cluster.stop(shutdown.stop)

@@ -21,8 +21,8 @@ from typing import IO, Protocol, TextIO
 
 import psutil  # type: ignore[import-untyped,unused-ignore]
 
-from ...cluster.process.log import fields
-from ...cluster.process.process import EXIT_CANNOT_START
+from ...cluster.process.log import as_json_line, fields
+from ...cluster.process.process import EXIT_AGAIN, EXIT_CANNOT_START, EXIT_OK
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,8 @@ KILL_AFTER_S = 4.0
 STUCK_S = 14.0  # seconds after which a child that still has not ended is told
 # seconds to read an ended child's output, since another process may have inherited the pipe
 LAST_LINE_S = 1.0
+# ends that somebody asked for, by exit code
+ORDERED_ENDS = {EXIT_OK: "drained", EXIT_AGAIN: "restart ordered"}
 WHY_S = 10.0  # the same for the line with the reason of a failed start, when no restart is delayed
 
 
@@ -191,10 +193,11 @@ class Supervisor:
         child.num_failures = 1 if now - child.started_at >= FORGIVEN_AFTER_S else child.num_failures + 1
         pause = pause_after(child.num_failures, self._rng)
         child.due_at = now + pause
-        extra = fields(
-            child=child.spec.name, end=_describe(code), pause_s=round(pause, 2), reason=line or "unknown"
-        )
-        logger.warning("child ended, will be restarted", extra=extra)
+        level, reason = logging.WARNING, line or "unknown"
+        if code in ORDERED_ENDS:
+            level, reason = logging.INFO, ORDERED_ENDS[code]
+        extra = fields(child=child.spec.name, end=_describe(code), pause_s=round(pause, 2), reason=reason)
+        logger.log(level, "child ended, will be restarted", extra=extra)
 
 
 def _terminate(process: Process) -> None:
@@ -222,11 +225,11 @@ def _describe(code: int) -> str:
 class SpawnedProcess:
     """A real child in its own session, so that Ctrl-C in a terminal reaches the launcher alone.
 
-    Its output goes to `output` line by line, with the child's name as a prefix. A line that starts with
-    `error_prefix` is kept for `finish` instead.
+    Its output goes to `output` line by line, with the child's name as a prefix, or `as_json` as the member
+    `child` of a JSON object. A line that starts with `error_prefix` is kept for `finish` instead.
     """
 
-    def __init__(self, spec: ChildSpec, output: TextIO, error_prefix: str) -> None:
+    def __init__(self, spec: ChildSpec, output: TextIO, error_prefix: str, *, as_json: bool = False) -> None:
         # not psutil.Popen: before psutil 7.1 it takes a running process for another one once the system's
         # clock was set, and then sends no signal
         self._process = subprocess.Popen(
@@ -240,6 +243,7 @@ class SpawnedProcess:
         )
         self.pid: int = self._process.pid
         self._name, self._output, self._error_prefix = spec.name, output, error_prefix
+        self._as_json = as_json
         self._error = ""
         self._pump = threading.Thread(target=self._pass_lines, name=f"output of {spec.name}", daemon=True)
         self._pump.start()
@@ -281,5 +285,6 @@ class SpawnedProcess:
                 if line.startswith(self._error_prefix):
                     self._error = line.removeprefix(self._error_prefix)
                 elif line:
-                    self._output.write(f"{self._name:<9} | {line}\n")
+                    shown = as_json_line(line, self._name) if self._as_json else f"{self._name:<9} | {line}"
+                    self._output.write(shown + "\n")
                     self._output.flush()

@@ -16,6 +16,7 @@ from ...cluster.protocol.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    RouterGoodbye,
     SwapDraft,
     TokenItem,
     Tokens,
@@ -94,6 +95,7 @@ class Dispatcher:
         self.metrics = metrics
         self.events: Counter[str] = Counter(stale_message=0)
         self.is_draining = False
+        self._has_left = False  # workers were told that this router ends
         self._outbox = Outbox(transmit, clock, soon)
         self._clock = clock
         self._queue_timeout_s = queue_timeout_s
@@ -206,6 +208,22 @@ class Dispatcher:
         for entry in list(self._entries.values()):
             self._perform(entry, entry.room.give_up(kind, message, now), now)
 
+    def leave(self) -> None:
+        """Tells every worker that this router ends, and that no order of it follows.
+
+        The link of a worker that closes before it has read this would look broken: see `is_heard_of_leaving`.
+        """
+        now = self._clock()
+        self._has_left = True
+        for worker in self.registry:
+            if worker.hello.takes_goodbye:
+                self._outbox.post(worker, RouterGoodbye(instance=worker.instance), now)
+
+    @property
+    def is_heard_of_leaving(self) -> bool:
+        """Whether all workers know that this router ends."""
+        return not any(worker.hello.takes_goodbye for worker in self.registry)
+
     def _enqueue(self, job: Job, request: ClientRequest, inbox: Inbox, index: int, now: float) -> Entry:
         limits = [seconds for seconds in (self._request_timeout_s, job.timeout_s) if seconds]
         deadline = job.arrived + min(limits) if limits else None
@@ -250,6 +268,11 @@ class Dispatcher:
             self._on_room_event(worker, message.room, message, now)
 
     def _on_hello(self, identity: bytes, message: Hello, now: float) -> None:
+        if self._has_left:
+            known = self.registry.get(message.instance)
+            if known is not None and message.generation > known.hello.generation:
+                self.registry.remove(message.instance)
+            return
         greeted = self._registration.hello(identity, message, now)
         if greeted is None:
             return
@@ -479,7 +502,8 @@ class Dispatcher:
         elif isinstance(effect, Failure):
             level = logging.DEBUG if entry.request.is_warned else logging.WARNING
             entry.request.is_warned = True
-            logger.log(level, "failed", extra=fields(room=room.room, kind=effect.kind, reason=effect.message))
+            named = {"room": room.room, "request": entry.request.tag.request_id}
+            logger.log(level, "failed", extra=fields(**named, kind=effect.kind, reason=effect.message))
             self.events["quarantined"] += effect.kind == QUARANTINED
             self._count(entry, OUTCOMES.get(effect.kind, "failed"), now)
             entry.inbox.put(entry.index, effect)

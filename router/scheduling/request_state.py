@@ -82,6 +82,7 @@ class Tag:
     """The data that observers attach to a request."""
 
     reply_id: str = ""  # id of the answer
+    request_id: str = ""  # the client's, else the id of the answer
     span: OpenSpan = field(default_factory=Passing)
     # called when its last choice has ended
     on_end: Callable[["ClientRequest", float], None] = lambda request, now: None
@@ -284,14 +285,22 @@ def reserved_workers(on_probation: Iterable[Entry], room: Room) -> set[str]:
 
 
 def addressed(message: Reserve | Prefill | Cancel, entry: Entry) -> Reserve | Prefill | Cancel:
-    """An order with the tenant's salt, the embeddings, the trace context of its request, and the consent to
-    record it. Embeddings have no ids that could be recorded."""
+    """An order with the tenant's salt, the embeddings, the trace context and the id of its request, and the
+    consent to record it. Embeddings have no ids that could be recorded."""
     salt, embeds, trace = entry.job.caller.salt, entry.job.embeds, entry.request.tag.span.context
     may_record = entry.request.may_record and embeds is None and isinstance(message, Reserve)
-    if isinstance(message, Cancel) or not (salt or embeds or trace or may_record):
+    request_id = entry.request.tag.request_id
+    if isinstance(message, Cancel) or not (salt or embeds or trace or may_record or request_id):
         return message
     rows = embeds.rows if embeds is not None else None
-    named = replace(message, salt=salt, embeds=rows, traceparent=trace.parent, tracestate=trace.state)
+    named = replace(
+        message,
+        salt=salt,
+        embeds=rows,
+        traceparent=trace.parent,
+        tracestate=trace.state,
+        request_id=request_id,
+    )
     return replace(named, may_record=True) if may_record else named
 
 

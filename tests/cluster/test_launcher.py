@@ -381,12 +381,13 @@ DRAINING = (
     ("signals", "drain_s", "shortest", "longest", "drains"),
     [
         ([signal.SIGTERM], 1.5, 1.5, 30.0, True),
-        ([signal.SIGINT], 60, 0.0, 30.0, False),
+        ([signal.SIGINT], 1.5, 1.5, 30.0, True),
+        ([signal.SIGINT, signal.SIGINT], 60, 0.0, 30.0, False),
         ([signal.SIGTERM, signal.SIGTERM], 60, 0.0, 30.0, False),
         ([signal.SIGTERM, signal.SIGINT], 60, 0.0, 30.0, False),
     ],
 )
-def test_sigterm_drains_and_ctrl_c_or_a_second_signal_does_not_wait(
+def test_the_first_signal_drains_and_a_second_does_not_wait(
     runtime, monkeypatch, signals, drain_s, shortest, longest, drains
 ):
     monkeypatch.setenv("DRAIN_S", str(drain_s))
@@ -423,7 +424,7 @@ def test_a_signal_delivered_to_another_thread_is_heard_during_the_drain(launch):
     assert time.monotonic() - began < 30.0
 
 
-def test_a_drain_time_of_zero_does_not_drain(runtime, monkeypatch):
+def test_a_drain_time_of_zero_waits_for_the_last_writes_only(runtime, monkeypatch):
     monkeypatch.setenv("DRAIN_S", "60")
     with start_main(runtime, "--drain-timeout-s", "0", router=DRAINING) as process:
         assert process.stdout.readline().startswith("ready")

@@ -1,8 +1,13 @@
 """The loop of a worker on a clock that the test moves: how it leaves, and what feeds the watchdog."""
 
+import logging
+
+import pytest
+from baton.cluster.net.control_link import LEFT
 from baton.cluster.process.process import Shutdown
 from baton.cluster.protocol.messages import Goodbye, Heartbeat, WorkerStats
 from baton.worker.main_loop import FAREWELL_S, WorkerLoop
+from baton.worker.room_owners import RouterLost
 
 
 class FakeLink:
@@ -44,6 +49,9 @@ class FakeWorker:
 
     def step(self):
         return False
+
+    def drop_rooms(self, rooms, reason):
+        self.calls.append(("drop", rooms, reason))
 
     def start_draining(self):
         self.calls.append("drain")
@@ -117,3 +125,15 @@ def test_each_turn_feeds_the_watchdog_and_heartbeats_keep_the_routers_pace():
     assert len(fed) == 10
     assert fed == sorted(fed)
     assert sum(isinstance(item, Heartbeat) for item in loop.link.posted) in (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("reason", "rooms", "level"),
+    [("it broke", {"a"}, logging.WARNING), (LEFT, {"a"}, logging.INFO), ("it broke", set(), None)],
+)
+def test_only_rooms_of_a_router_that_was_lost_are_a_warning(caplog, reason, rooms, level):
+    caplog.set_level(logging.INFO)
+    loop, *_ = loop_of(0)
+    loop._handle(RouterLost(router=0, reason=reason, rooms=frozenset(rooms)))
+    assert loop.worker.calls == [("drop", rooms, reason)]
+    assert [record.levelno for record in caplog.records] == [level] * (level is not None)

@@ -7,6 +7,7 @@ import pytest
 import zmq
 from baton.cluster.errors import StartupError
 from baton.cluster.net.control_link import (
+    LEFT,
     LONGEST_BACKOFF_S,
     LOST_AFTER_S,
     OUTBOX_LIMIT,
@@ -24,6 +25,7 @@ from baton.cluster.protocol.messages import (
     Heartbeat,
     Hello,
     Rejected,
+    RouterGoodbye,
     Tokens,
     Welcome,
     WorkerStats,
@@ -69,6 +71,18 @@ def hello_times(machine, until, step=0.05):
             times.append(now)
         now += step
     return times
+
+
+def test_a_router_that_says_goodbye_is_left_without_a_fault():
+    machine = joined()
+    assert not machine.hear(RouterGoodbye(instance=ME))
+    assert not machine.connected
+    machine.broke()  # its connection ends a moment later
+    assert advance(machine, 1.0) == (True, LEFT)
+    assert machine.hello.generation == 1, "its Hello tells the router that it has heard"
+    assert advance(machine, 1.0 + LOST_AFTER_S + 1.0)[1] == "", "and nothing more is lost"
+    machine.hear(welcome(R2, generation=1))
+    assert machine.connected
 
 
 def test_hello_is_repeated_with_growing_pauses_until_welcome():

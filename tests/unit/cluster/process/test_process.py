@@ -1,5 +1,7 @@
 """Starting, signals and exit codes."""
 
+import io
+import json
 import logging
 import os
 import signal
@@ -9,11 +11,14 @@ import textwrap
 
 import pytest
 from baton.cluster.errors import StartupError
+from baton.cluster.process.log import PACKAGE, configure
 from baton.cluster.process.process import (
     EXIT_CANNOT_START,
     EXIT_CRASHED,
     EXIT_OK,
+    PARENT_VARIABLE,
     Shutdown,
+    report_cannot_start,
     run_phases,
     run_role,
 )
@@ -63,6 +68,25 @@ def test_an_unexpected_error_names_its_type_and_how_to_see_more(capfd):
 
     assert run_role("baton router", start, {}) == EXIT_CANNOT_START
     assert capfd.readouterr().err == "baton router: KeyError: 'k'; --log-level debug shows the traceback\n"
+
+
+def test_with_json_logs_a_failed_start_is_a_record_except_in_a_child(monkeypatch):
+    stream = io.StringIO()
+    root = logging.getLogger()
+    before = root.handlers[:], root.level, logging.getLogger(PACKAGE).level
+    configure("up", log_format="json", stream=stream)
+    err = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", err)
+    try:
+        report_cannot_start("baton up", StartupError("no GPU"))
+        monkeypatch.setenv(PARENT_VARIABLE, "1")
+        report_cannot_start("baton router", StartupError("no port"))
+    finally:
+        root.handlers[:], root.level = before[0], before[1]
+        logging.getLogger(PACKAGE).setLevel(before[2])
+    record = json.loads(stream.getvalue())
+    assert (record["level"], record["message"], record["reason"]) == ("error", "cannot start", "no GPU")
+    assert err.getvalue() == "baton router: no port\n", "the launcher looks for this line"
 
 
 def test_a_crash_while_serving_is_logged_with_its_traceback(caplog):

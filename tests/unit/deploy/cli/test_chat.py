@@ -282,6 +282,7 @@ class FakeCluster:
 
     def __init__(self, url, ready=None, failure=""):
         self.url, self.failure, self.calls, self._ready = url, failure, [], ready
+        self.drain_s = 33.0
         self.on_stop = lambda: None
         self.children = [ChildInfo(name="router", role="router", pid=7, num_starts=1)]
 
@@ -293,7 +294,8 @@ class FakeCluster:
         if self._ready is not None:
             raise self._ready
 
-    def stop(self, hurry):
+    def stop(self, hurry, *, drain_s):
+        assert drain_s == self.drain_s
         self.calls.append("stop")
         self.on_stop()
         self.was_hurried = hurry.is_set()

@@ -2,14 +2,18 @@
 
 import io
 import itertools
+import json
+import logging
 import os
 import random
 import signal
+import sys
 import threading
 import time
 
 import psutil
 import pytest
+from baton.cluster.process.process import EXIT_AGAIN
 from baton.deploy.up.supervise import (
     FORGIVEN_AFTER_S,
     KILL_AFTER_S,
@@ -241,3 +245,39 @@ def test_a_real_child_gets_signals_after_the_clock_was_set(monkeypatch, end):
         assert child.poll() in (-signal.SIGTERM, -signal.SIGKILL)
     finally:
         child.finish()
+
+
+@pytest.mark.parametrize(
+    ("code", "level", "reason"),
+    [
+        (0, logging.INFO, "drained"),
+        (EXIT_AGAIN, logging.INFO, "restart ordered"),
+        (70, logging.WARNING, "unknown"),
+    ],
+)
+def test_an_end_that_was_asked_for_is_no_warning(caplog, code, level, reason):
+    caplog.set_level(logging.INFO)
+    world = World()
+    world.supervisor.step()
+    world.spawned[0][2].code = code
+    world.supervisor.step()
+    (record,) = caplog.records
+    assert (record.levelno, record.fields["reason"]) == (level, reason)
+    world.now += 60
+    world.supervisor.step()
+    assert len(world.spawned) == 2, "it starts again all the same"
+
+
+def test_with_json_logs_lines_of_a_child_are_objects_that_name_it():
+    script = 'print(\'{"level": "info", "message": "a"}\'); print("[1, 2]"); print("Fatal: \\"x\\"")'
+    spec = ChildSpec(name="decode-0", role="decode", argv=(sys.executable, "-c", script), env={}, cwd="/")
+    output = io.StringIO()
+    process = SpawnedProcess(spec, output, "baton decode: ", as_json=True)
+    while process.poll() is None:
+        time.sleep(0.01)
+    process.finish(30)
+    assert [json.loads(line) for line in output.getvalue().splitlines()] == [
+        {"child": "decode-0", "level": "info", "message": "a"},
+        {"child": "decode-0", "message": "[1, 2]"},
+        {"child": "decode-0", "message": 'Fatal: "x"'},
+    ]
