@@ -21,6 +21,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from ..api.tool_bodies import CLOSE, OPEN
 from ..errors import ApiError, bad_request
 from .frames import REFUSED, RENDERED, TOO_LARGE
+from .schema_rewrite import rewritten
 
 GRAMMARS = b"grammars"  # the first frame of a compiling worker, in place of a Setup
 MAX_GRAMMAR = 131072  # bytes; the bound of a message to a worker
@@ -76,6 +77,7 @@ class SandboxedCompiler:
             plan = self._decoder.decode(data)
             grammar = compiled(plan)
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+            matcher.compute_bitmask()  # finds schemas that refer to nothing but themselves
             if matcher.is_error():
                 raise _refused(plan.param, plan.param, matcher.get_error())
         except MemoryError:
@@ -120,15 +122,22 @@ def compiled(plan: Plan) -> str:
 def _schema_grammar(schema: bytes, param: str, what: str) -> dict[str, object]:
     try:
         _check_counts(schema, param, what)
-        grammar = LLMatcher.grammar_from_json_schema(
-            schema.decode(),
-            overrides={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
-        )
-        _check(grammar, param, what)
+        given = json.loads(schema)
+        grammar = _json_grammar(rewritten(given))
+        if _fault(grammar):  # a pattern for every name overlaps with one that another part of the schema has
+            grammar = _json_grammar(rewritten(given, has_one_spelling=False))
+            _check(grammar, param, what)
         part: dict[str, object] = json.loads(grammar)["grammars"][0]
     except (ValueError, RecursionError) as error:
         raise _refused(param, what, str(error)) from None
     return part
+
+
+def _json_grammar(schema: object) -> str:
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(schema, ensure_ascii=False),
+        overrides={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+    )
 
 
 def _check_counts(schema: bytes, param: str, what: str) -> None:
@@ -159,9 +168,14 @@ def _check_counts(schema: bytes, param: str, what: str) -> None:
 
 
 def _check(grammar: str, param: str, what: str) -> None:
+    if fault := _fault(grammar):
+        raise _refused(param, what, fault)
+
+
+def _fault(grammar: str) -> str:
+    """Why a grammar cannot be followed; "" if it can."""
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
-    if is_error:
-        raise _refused(param, what, messages[0] if messages else "it cannot be followed")
+    return (messages[0] if messages else "it cannot be followed") if is_error else ""
 
 
 def _refused(param: str, what: str, reason: str) -> ApiError:
