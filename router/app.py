@@ -33,6 +33,7 @@ from ..cluster.telemetry.tracing import open_tracing
 from .api.sampling_defaults import SamplingDefaults
 from .endpoints.routes import Routes
 from .endpoints.service import Service
+from .formats.registry import formats_of
 from .http.auth import Guard
 from .http.listeners import open_listeners
 from .http.server import OWN_CONNECTIONS, PROBE_CONNECTIONS, Counts, HttpServer, connections_allowed
@@ -118,6 +119,12 @@ class Router:
             time.monotonic,
             fork_server,
             self._tracing,
+            formats=formats_of(
+                tokenizer.chat_template,
+                frozenset(tokenizer.special_ids),
+                tool_parser=config.tool_parser,
+                reasoning_parser=config.reasoning_parser,
+            ),
             chat_max_tokens=chat_max,
             sampling_defaults=sampling_defaults,
             takes_embeds=config.prompt_embeds,

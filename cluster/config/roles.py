@@ -20,7 +20,7 @@ from .groups import (
     ScrapeSettings,
     TraceSettings,
 )
-from .router_groups import ClientSettings, HttpSettings, PairingSettings, RequestSettings
+from .router_groups import ClientSettings, FormatSettings, HttpSettings, PairingSettings, RequestSettings
 
 AUTO_WORKERS = -1  # 0 is taken: it asks for no worker of a role
 
@@ -84,6 +84,7 @@ class RouterConfig(
     HttpSettings,
     ClientSettings,
     RequestSettings,
+    FormatSettings,
     PairingSettings,
     ModelSettings,
     NetworkSettings,
@@ -107,6 +108,7 @@ class UpConfig(
     HttpSettings,
     ClientSettings,
     RequestSettings,
+    FormatSettings,
     PairingSettings,
     EngineSettings,
     PrefillSettings,

@@ -8,6 +8,10 @@ from .groups import RoleConfig
 PREFILL_POLICIES = ("cache-aware", "least-loaded", "round-robin", "power-of-two")
 UNKNOWN_FIELDS = ("refuse", "ignore")
 GENERATION_CONFIGS = ("model", "none")
+TOOL_PARSERS = (
+    "auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "deepseek_v3", "harmony", "mistral",
+)  # fmt: skip
+REASONING_PARSERS = ("auto", "none", "think", "harmony", "mistral", "seed_oss")
 DECODE_POLICIES = ("session", "least-loaded", "round-robin", "power-of-two")
 
 # --worker-metrics: which workers' series a router exports
@@ -159,6 +163,28 @@ class RequestSettings(RoleConfig):
             help="sampling of requests that do not say it; model: as the model's generation_config.json has "
             "it; none: temperature 1 and nothing else",
             choices=GENERATION_CONFIGS,
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatSettings(RoleConfig):
+    """Reasoning and tool calls."""
+
+    tool_parser: str = setting(
+        "auto",
+        Setting(
+            help="form of the model's tool calls; auto: by its chat template; "
+            "none: calls are explained to it as text",
+            choices=TOOL_PARSERS,
+        ),
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        Setting(
+            help="form of the model's reasoning; auto: by its chat template; "
+            "none: reasoning stays in the text",
+            choices=REASONING_PARSERS,
         ),
     )
 

@@ -241,10 +241,11 @@ class Answer:
     # --- accounts -------------------------------------------------------------------------------------------
 
     def _usage(self) -> Usage:
-        num_prompt = num_output = drafted = accepted = cached = 0
+        num_prompt = num_output = num_reasoning = drafted = accepted = cached = 0
         for number, (entry, choice) in enumerate(zip(self._entries, self._choices, strict=True)):
             room = entry.room
             num_output += choice.num_tokens
+            num_reasoning += choice.num_reasoning
             if number % self._options.num_tries == 0:  # the choices of a prompt share it
                 num_prompt += room.num_prompt
                 cached += room.cached_tokens
@@ -256,7 +257,7 @@ class Answer:
             completion_tokens=num_output,
             total_tokens=num_prompt + num_output,
             prompt_tokens_details=PromptDetails(cached_tokens=cached),
-            completion_tokens_details=CompletionDetails(),
+            completion_tokens_details=CompletionDetails(reasoning_tokens=num_reasoning),
             draft_tokens_details=DraftDetails(drafted_tokens=drafted, accepted_tokens=accepted),
         )
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from ..errors import ApiError
+from ..formats.parts import CallPart
 from .generation import Piece, TokenText
 from .replies import DONE, AnyTimeline, Frame, Usage, compact, finite, raw_timeline, sse, sse_error
-from .tool_calls import CallPart
 
 
 class TopLogprob(Struct):
@@ -65,6 +65,8 @@ class ChatMessage(Struct):
     role: str = "assistant"
     refusal: None = None
     tool_calls: list[MessageCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET  # the same, by its newer name
 
 
 class Delta(Struct):
@@ -73,6 +75,8 @@ class Delta(Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[DeltaCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -162,12 +166,20 @@ class ChatBuilder:
             or piece.calls
             or piece.logprobs
             or piece.finish
+            or piece.reasoning
             or (self._frame.wants_ids and piece.ids)
             or piece.accepted
         ):
             return b""
-        delta = Delta(content=piece.text) if piece.text or not (piece.finish or piece.calls) else Delta()
+        has_more = piece.finish or piece.calls or piece.reasoning
+        delta = Delta(content=piece.text) if piece.text or not has_more else Delta()
         before = b""
+        if piece.reasoning:
+            thought = Delta(reasoning_content=piece.reasoning, reasoning=piece.reasoning)
+            if piece.text or piece.calls:
+                before = self._chunk([ChatChunkChoice(index, thought)])
+            else:
+                delta = thought
         if piece.calls:
             *others, last = _deltas_of(piece.calls)
             for other in others:
@@ -213,7 +225,14 @@ class ChatBuilder:
 
 def _message_of(piece: Piece) -> ChatMessage:
     calls = [MessageCall(call.id, Called(call.arguments, call.name)) for call in piece.whole_calls]
-    return ChatMessage(piece.text or None, tool_calls=calls) if calls else ChatMessage(piece.text)
+    message = ChatMessage(piece.text)
+    if calls:
+        message.tool_calls = calls
+    if piece.reasoning:
+        message.reasoning_content = message.reasoning = piece.reasoning
+    if calls or piece.reasoning:
+        message.content = piece.text or None
+    return message
 
 
 def _deltas_of(parts: Sequence[CallPart]) -> list[DeltaCall]:

@@ -1,17 +1,17 @@
-"""One choice of an answer while it grows: token ids become text, stop strings are found, log probabilities
-are named."""
+"""One choice of an answer while it grows: token ids become text, stop strings are found, reasoning and tool
+calls are split from the text, log probabilities are named."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from ...cluster.protocol.messages import TokenLogprob
 from ..api.prompt_embeds import Embeddings
+from ..formats.parts import CallPart, Reader
 from ..rooms.effects import Deliver
 from ..text.tokenizer import Tokenizer
 from .stop import StopStrings
-from .tool_calls import CallPart, CallReader
 
 
 class TokenText(Struct, frozen=True, gc=False):
@@ -32,6 +32,7 @@ class Piece(Struct, frozen=True, gc=False):
     ids: list[int] = []
     finish: str = ""  # "", "stop", "length" or "tool_calls"
     calls: list[CallPart] = []
+    reasoning: str = ""
     accepted: int = 0  # accepted drafts among the tokens: all of them or none, if the request asked
 
     @property
@@ -55,14 +56,16 @@ class Piece(Struct, frozen=True, gc=False):
         logprobs: list[TokenText] = []
         ids: list[int] = []
         calls: list[CallPart] = []
+        thoughts: list[str] = []
         finish = ""
         for piece in pieces:
             texts.append(piece.text)
+            thoughts.append(piece.reasoning)
             logprobs += piece.logprobs
             ids += piece.ids
             calls += piece.calls
             finish = finish or piece.finish
-        return cls("".join(texts), logprobs, ids, finish, calls)
+        return cls("".join(texts), logprobs, ids, finish, calls, "".join(thoughts))
 
 
 class ChoiceOptions(Struct, frozen=True, kw_only=True, gc=False):
@@ -73,8 +76,9 @@ class ChoiceOptions(Struct, frozen=True, kw_only=True, gc=False):
     num_top: int = -1
     min_tokens: int = 0  # no stop string counts before this many tokens
     is_silent: bool = False  # the output is neither shown nor counted
-    has_calls: bool = False  # tool calls are split from the text
-    calls_come_first: bool = False  # calls stand at the beginning of the text, or nowhere
+    make_reader: Callable[[], Reader] | None = None  # splits reasoning and tool calls from the text
+    may_think: bool = False  # the reader may find reasoning, whose tokens are counted
+    shown: frozenset[int] = frozenset()  # control tokens that the reader needs to see
 
 
 class Prompt(Struct, frozen=True, gc=False):
@@ -92,13 +96,14 @@ class Choice:
     def __init__(self, tokenizer: Tokenizer, options: ChoiceOptions, echo: Prompt | None = None) -> None:
         self._tokenizer = tokenizer
         self._options = options
-        self._detokenizer = tokenizer.detokenizer(skip_special=options.skip_special)
+        self._detokenizer = tokenizer.detokenizer(skip_special=options.skip_special, shown=options.shown)
         self._stops = StopStrings(options.stops) if options.stops else None
-        self._calls = CallReader(only_first=options.calls_come_first) if options.has_calls else None
+        self._reader = options.make_reader() if options.make_reader is not None else None
         self._echo = echo
         self._num_chars = 0  # characters completed by all tokens so far
         self._sum_logprobs = 0.0
         self.num_tokens = 0
+        self.num_reasoning = 0  # of the tokens
         self.finish = ""
 
     def __repr__(self) -> str:
@@ -134,15 +139,20 @@ class Choice:
         return self._parted(Piece(tail, finish=reason))
 
     def _parted(self, piece: Piece) -> Piece:
-        """Splits the text of a piece into plain text and tool calls."""
-        if self._calls is None:
+        """Splits the text of a piece into reasoning, plain text and tool calls."""
+        reader = self._reader
+        if reader is None:
             return piece
-        said, calls = self._calls.feed(piece.text)
+        was_thinking = reader.is_thinking
+        split = reader.feed(piece.text)
+        if was_thinking or reader.is_thinking:
+            self.num_reasoning += len(piece.ids)
         if piece.finish:
-            said += self._calls.flush()
-            if piece.finish == "stop" and self._calls.num_calls:
+            split += reader.flush()
+            if piece.finish == "stop" and reader.num_calls:
                 self.finish = "tool_calls"
-        return replace(piece, text=said, calls=calls, finish=self.finish if piece.finish else "")
+        finish = self.finish if piece.finish else ""
+        return replace(piece, text=split.text, calls=[*split.calls], reasoning=split.reasoning, finish=finish)
 
     def _add_prompt(self, prompt: Prompt, logprobs: Sequence[TokenLogprob]) -> Piece:
         ids, options = prompt.ids, self._options
@@ -164,6 +174,8 @@ class Choice:
     def _add_output(self, effect: Deliver) -> Piece:
         if self._options.is_silent:
             return Piece("")
+        if self._options.may_think and len(effect.ids) > 1:
+            return Piece.joined([self._add_output(token) for token in self._singly(effect)])
         ids, names = effect.ids, []
         if self._stops is None and not effect.logprobs:
             text, used = self._detokenizer.feed(ids), len(ids)
@@ -177,6 +189,12 @@ class Choice:
                 names = [self._named(*token) for token in zip(ids, logprobs, starts, strict=False)]
         self.num_tokens += used
         return self._parted(Piece(text, names, list(ids[:used]), self.finish))
+
+    def _singly(self, effect: Deliver) -> Iterator[Deliver]:
+        """The tokens of a message one by one up to the choice's end: those of reasoning are counted."""
+        for at, token in enumerate(effect.ids):
+            if not self.finish:
+                yield Deliver([token], effect.logprobs[at : at + 1])
 
     def _spell(self, ids: Sequence[int]) -> tuple[str, Sequence[int]]:
         """The text of `ids`, and the offset at which each begins."""

@@ -2,6 +2,7 @@
 
 response.created, response.in_progress
 per item     response.output_item.added ... response.output_item.done
+reasoning    response.content_part.added, response.reasoning_text.delta ... .done, response.content_part.done
 a message    response.content_part.added, response.output_text.delta ... .done, response.content_part.done
 a call       response.function_call_arguments.delta ... .done
 response.completed, or response.incomplete at max_output_tokens, or response.failed
@@ -14,23 +15,23 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 from ..api.response_bodies import Told
 from ..errors import ApiError, ErrorBody
+from ..formats.parts import CallPart
 from .chat_replies import TokenLogprobs, chat_logprobs
 from .generation import Piece
 from .replies import AnyTimeline, DraftDetails, Frame, Usage, compact, raw_timeline, sse
-from .tool_calls import CallPart
 
 
 class OutputText(Struct):
-    """The text of a message."""
+    """The text of a message, or of reasoning."""
 
     text: str
-    logprobs: list[TokenLogprobs] = []
-    annotations: list[None] = []
+    logprobs: list[TokenLogprobs] | UnsetType = []
+    annotations: list[None] | UnsetType = []
     type: str = "output_text"
 
 
 class OutputItem(Struct, omit_defaults=True):
-    """A message, or a function call."""
+    """Reasoning, a message, or a function call."""
 
     id: str
     type: str
@@ -40,6 +41,7 @@ class OutputItem(Struct, omit_defaults=True):
     call_id: str = ""
     name: str = ""
     arguments: str | UnsetType = UNSET
+    summary: list[None] | UnsetType = UNSET  # of reasoning: none is made
 
 
 class InputDetails(Struct):
@@ -156,7 +158,9 @@ class ResponseBuilder:
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
         """The events for a piece."""
-        events = self._add_text(piece) if piece.text or piece.logprobs else b""
+        events = self._add_reasoning(piece.reasoning) if piece.reasoning else b""
+        if piece.text or (piece.logprobs and not self._is_in("reasoning")):
+            events += self._add_text(piece)
         for call in piece.calls:
             events += self._add_call(call)
         if piece.finish:
@@ -179,9 +183,24 @@ class ResponseBuilder:
 
     # --- items ----------------------------------------------------------------------------------------------
 
+    def _is_in(self, kind: str) -> bool:
+        return self._is_open and self._items[-1].type == kind
+
+    def _add_reasoning(self, text: str) -> bytes:
+        events = b""
+        if not self._is_in("reasoning"):
+            made = OutputItem(_id("rs"), "reasoning", "in_progress", content=[], summary=[])
+            events = self._open_item(made)
+            events += self._event("response.content_part.added", **self._place(), part=_reasoning_text(""))
+            made.content = [_reasoning_text("")]
+        item = self._items[-1]
+        assert item.content is not UNSET
+        item.content[0].text += text
+        return events + self._event("response.reasoning_text.delta", **self._place(), delta=text)
+
     def _add_text(self, piece: Piece) -> bytes:
         events = b""
-        if not (self._is_open and self._items[-1].type == "message"):
+        if not self._is_in("message"):
             made = OutputItem(_id("msg"), "message", "in_progress", "assistant", [])
             events = self._open_item(made)
             events += self._event("response.content_part.added", **self._place(), part=OutputText(""))
@@ -193,7 +212,7 @@ class ResponseBuilder:
             [chat_logprobs(token, self._frame.num_top) for token in piece.logprobs],
         )
         content.text += piece.text
-        content.logprobs = content.logprobs + logprobs
+        content.logprobs = [*(content.logprobs or ()), *logprobs]
         if piece.text or logprobs:
             events += self._event(
                 "response.output_text.delta", **self._place(), delta=piece.text, logprobs=logprobs
@@ -230,7 +249,7 @@ class ResponseBuilder:
         if item.content is not UNSET:
             content = item.content[0]
             part = {"text": content.text, "logprobs": content.logprobs}
-            events = self._event("response.output_text.done", **self._place(), **part)
+            events = self._event(f"response.{content.type}.done", **self._place(), **part)
             events += self._event("response.content_part.done", **self._place(), part=content)
         else:
             place = {"item_id": item.id, "output_index": len(self._items) - 1, "name": item.name}
@@ -256,7 +275,7 @@ class ResponseBuilder:
                 input_tokens=usage.prompt_tokens,
                 input_tokens_details=InputDetails(usage.prompt_tokens_details.cached_tokens),
                 output_tokens=usage.completion_tokens,
-                output_tokens_details=OutputDetails(),
+                output_tokens_details=OutputDetails(usage.completion_tokens_details.reasoning_tokens),
                 total_tokens=usage.total_tokens,
                 draft_tokens_details=usage.draft_tokens_details,
             )
@@ -272,6 +291,10 @@ class ResponseBuilder:
             output=self._items,
             **{name: getattr(told, name) for name in told.__struct_fields__},
         )
+
+
+def _reasoning_text(text: str) -> OutputText:
+    return OutputText(text, UNSET, UNSET, "reasoning_text")
 
 
 def _id(prefix: str) -> str:

@@ -80,10 +80,18 @@ class RequestMessage(Struct, forbid_unknown_fields=True):
     provider_specific_fields: Unread = msgspec.UNSET
 
     @property
+    def thoughts(self) -> str:
+        """The reasoning of an earlier answer; "" without any."""
+        for raw in (self.reasoning_content, self.reasoning):
+            if isinstance(raw, msgspec.Raw) and bytes(raw).lstrip().startswith(b'"'):
+                return msgspec.json.decode(raw, type=str)
+        return ""
+
+    @property
     def num_chars(self) -> int:
         """The number of characters that a template may write of the message."""
         calls = sum(len(call.function.name) + len(call.function.arguments) for call in self.tool_calls or ())
-        return len(self.role) + len(self.text) + len(self.name or "") + calls
+        return len(self.role) + len(self.text) + len(self.name or "") + len(self.thoughts) + calls
 
     @property
     def text(self) -> str:
@@ -101,6 +109,8 @@ class RequestMessage(Struct, forbid_unknown_fields=True):
             fields["name"] = self.name
         if self.tool_call_id:
             fields["tool_call_id"] = self.tool_call_id
+        if thoughts := self.thoughts:
+            fields["reasoning_content"] = thoughts
         if self.tool_calls:
             fields["tool_calls"] = [_as_template_call(call) for call in self.tool_calls]
         return fields

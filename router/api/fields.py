@@ -82,7 +82,7 @@ CHAT: Mapping[str, Field] = _COMMON | {
     "chat_template_kwargs": _works(
         "added; the template's own switches: true, false, numbers, text of up to 256 characters"
     ),
-    "tools": _works("up to 128 functions; arguments always follow their schema"),
+    "tools": _works("up to 128 functions; [arguments](#reasoning-and-tool-calls) follow their schema"),
     "tool_choice": _works(
         "none, auto, required, one function, or allowed_tools: the others are not shown to the model"
     ),
@@ -122,9 +122,7 @@ COMPLETION: Mapping[str, Field] = _COMMON | {
 
 RESPONSE: Mapping[str, Field] = {
     "model": _works("the name in /v1/models, also when it is left out; another one is a 404"),
-    "input": _works(
-        "text, or items: messages of text, function calls and their outputs; reasoning is ignored"
-    ),
+    "input": _works("text, or items: messages of text, reasoning, function calls and their outputs"),
     "instructions": _works("a system message in front"),
     "max_output_tokens": _works("default: what is left of the context, `--chat-max-tokens` (1024) at most"),
     "temperature": _works("as in a chat"),
@@ -173,8 +171,8 @@ MESSAGE: Mapping[str, Field] = {
     "audio": _refused("text only"),
     "function_call": _refused("deprecated by the API: use tool_calls"),
     "parsed": _BY_A_CLIENT,
-    "reasoning": _BY_A_CLIENT,
-    "reasoning_content": _BY_A_CLIENT,
+    "reasoning": _works("the same as reasoning_content"),
+    "reasoning_content": _works("reasoning of an earlier answer, for templates that show it"),
     "thinking_blocks": _BY_A_CLIENT,
     "provider_specific_fields": _BY_A_CLIENT,
 }
@@ -211,7 +209,7 @@ INPUT_REASONING: Mapping[str, Field] = {
     "id": _OF_AN_ANSWER,
     "status": _OF_AN_ANSWER,
     "summary": _THOUGHTS,
-    "content": _THOUGHTS,
+    "content": _works("parts of type reasoning_text, for templates that show the model its reasoning"),
     "encrypted_content": _THOUGHTS,
 }
 

@@ -82,7 +82,7 @@ class InputCallOutput(Struct, forbid_unknown_fields=True):
 
 
 class InputReasoning(Struct, forbid_unknown_fields=True):
-    """The reasoning of an earlier answer; ignored."""
+    """The reasoning of an earlier answer."""
 
     TABLE: ClassVar[Mapping[str, Field]] = INPUT_REASONING
 
@@ -103,6 +103,15 @@ ITEMS: Mapping[str, type[Item]] = {
 }
 DECODERS = {name: msgspec.json.Decoder(kind) for name, kind in ITEMS.items()}
 REFUSED = {kind: refused_of(kind) for kind in ITEMS.values()}
+
+
+class ReasoningText(Struct):
+    """A part of reasoning. Its other fields are ignored."""
+
+    text: str = ""
+
+
+THOUGHTS = msgspec.json.Decoder(list[ReasoningText] | None)
 
 
 class _Typed(Struct):
@@ -151,7 +160,10 @@ def _item_of(raw: Raw, where: str) -> Item:
 
 
 def _add(messages: list[RequestMessage], item: Item) -> None:
-    """Adds an item. Calls are added to the assistant message before them, if there is one."""
+    """Adds an item. Calls are added to the assistant message before them, if there is one.
+
+    An assistant message without text and calls is reasoning, to which the next item belongs.
+    """
     if isinstance(item, InputCall):
         made = ToolCall(item.call_id, CalledFunction(item.name, item.arguments))
         if messages and messages[-1].role == "assistant":
@@ -162,8 +174,28 @@ def _add(messages: list[RequestMessage], item: Item) -> None:
         messages.append(
             RequestMessage("tool", _text_of(item.output), item.name, tool_call_id=item.call_id or "")
         )
-    elif isinstance(item, InputMessage):
+    elif isinstance(item, InputReasoning):
+        if thoughts := _thoughts_of(item):
+            raw = Raw(msgspec.json.encode(thoughts))
+            messages.append(RequestMessage("assistant", reasoning_content=raw))
+    elif item.role == "assistant" and messages and _is_reasoning_only(messages[-1]):
+        messages[-1].content = None if item.content is None else _text_of(item.content)
+    else:
         messages.append(RequestMessage(item.role, None if item.content is None else _text_of(item.content)))
+
+
+def _is_reasoning_only(message: RequestMessage) -> bool:
+    return bool(message.thoughts) and message.content is None and not message.tool_calls
+
+
+def _thoughts_of(item: InputReasoning) -> str:
+    """The text of an item of reasoning; "" without any."""
+    if not isinstance(item.content, Raw):
+        return ""
+    try:
+        return "".join(part.text for part in THOUGHTS.decode(item.content) or ())
+    except msgspec.ValidationError:
+        return ""
 
 
 def _text_of(content: Content) -> str:

@@ -28,8 +28,9 @@ from ..api.body_checks import check_chat, check_token_ids, logprobs_of, max_new_
 from ..api.prompt_embeds import check_size, read_embeds
 from ..api.response_bodies import ResponseBody, chat_of, in_words_of_responses, told_of
 from ..api.sampling_defaults import SamplingDefaults
-from ..api.tool_bodies import Tool, as_template_tool, schema_of
+from ..api.tool_bodies import Tool, as_template_tool
 from ..errors import ApiError, bad_request, context_too_long, unknown_model
+from ..formats.registry import Formats
 from ..http.exchange import ClientGone
 from ..http.rate_limits import ANYONE, Caller
 from ..sandbox.fork_server import ForkServer
@@ -38,6 +39,7 @@ from ..scheduling.dispatcher import Dispatcher
 from ..scheduling.inbox import Inbox
 from ..scheduling.request_limits import embeds_width, max_new_tokens, no_workers
 from ..scheduling.request_state import ClientRequest, Entry, Job, Tag
+from ..text.answer_form import AnswerForm, template_messages
 from ..text.grammars import Grammars, plan_of
 from ..text.templates import Templates, encoded
 from ..text.tokenizer import GuardedChat, Tokenizer
@@ -78,6 +80,7 @@ class Service:
         fork_server: ForkServer,
         tracing: Tracing | None = None,
         *,
+        formats: Formats,
         chat_max_tokens: int,
         sampling_defaults: SamplingDefaults | None = None,
         takes_embeds: bool = False,
@@ -89,6 +92,8 @@ class Service:
         self._is_traced = not isinstance(self.tracing, Untraced)
         self.responses: Mapping[int, int] = {}  # number of HTTP answers by status
         self.tokenizer = tokenizer
+        self._formats = formats
+        self._shown = frozenset(tokenizer.special_ids[text] for text in formats.shown)
         self._defaults = sampling_defaults or SamplingDefaults()
         # default output length of a chat; 0: all that fits
         self._chat_max_tokens = self._defaults.max_new_tokens or chat_max_tokens
@@ -139,13 +144,17 @@ class Service:
         self._check_model(body.model)
         self._defaults.fill(body)
         with self._reading(call, body.priority):
-            if plan := plan_of(body):
-                call = replace(call, grammar=await self.grammars.of(plan))
             started = self.clock()
-            tools = body.tools or () if body.calls_tools else ()
-            ids = await self._encode_chat(body.messages, body.chat_template_kwargs, call, tools)
+            form = AnswerForm.of(body, self._formats)
+            text, ids = await self._encode_chat(
+                body.messages, body.chat_template_kwargs, call, form.tools, is_native=form.style.is_native
+            )
+            tokenize_s = self.clock() - started
+            form = form.after(text)
+            if form.plan:
+                call = replace(call, grammar=await self.grammars.of(form.plan))
         frame = self._frame(body, prefix)
-        return self._answer(body, [Prompt(ids)], call, self.clock() - started, frame, make_builder(frame))
+        return self._answer(body, [Prompt(ids)], call, tokenize_s, frame, make_builder(frame), form)
 
     async def complete(self, body: CompletionBody, call: Call) -> Answer:
         """POST /v1/completions. Raises ApiError."""
@@ -179,8 +188,12 @@ class Service:
             raise bad_request("give prompt or messages, and not both", param="prompt")
         with self._counted(call):
             if body.messages is not None:
-                ids = await self._encode_chat(
-                    body.messages, body.chat_template_kwargs, call, body.tools or ()
+                _, ids = await self._encode_chat(
+                    body.messages,
+                    body.chat_template_kwargs,
+                    call,
+                    body.tools or (),
+                    is_native=self._formats.style_of(must_follow=False).is_native,
                 )
             else:
                 text, add_special_tokens = body.prompt or "", body.add_special_tokens is not False
@@ -235,19 +248,22 @@ class Service:
         switches: Switches | None,
         call: Call,
         tools: Sequence[Tool] = (),
-    ) -> list[int]:
+        *,
+        is_native: bool,
+    ) -> tuple[str, list[int]]:
+        """The rendered chat and its token ids. Raises ApiError (400)."""
         self._check_chars(sum(message.num_chars for message in said), "messages")
         self._check_chars(sum(len(tool.function.description or "") for tool in tools), "tools")
 
         def guard() -> GuardedChat:
-            messages = [message.as_template_input() for message in said]
-            return self.tokenizer.guard(messages, switches, [as_template_tool(tool) for tool in tools])
+            messages, shown = template_messages(self._formats, said), [as_template_tool(t) for t in tools]
+            return self.tokenizer.guard(messages, switches, shown, is_native=is_native)
 
         guarded = await self._in_thread(call, call.size, guard)
         assert self.templates is not None, "a chat was guarded, so there is a template"
         rendered = await self.templates.render(encoded(guarded.chat), is_long=call.size > INLINE_BYTES)
         self._check_chars(guarded.num_chars_of(rendered), "messages")
-        return await self._in_thread(
+        return rendered, await self._in_thread(
             call, len(rendered), partial(self.tokenizer.encode_rendered, guarded, rendered)
         )
 
@@ -310,11 +326,13 @@ class Service:
         tokenize_s: float,
         frame: Frame,
         builder: Builder,
+        form: AnswerForm | None = None,
     ) -> Answer:
         live = self.dispatcher.limits()
         if live is None:  # the workers' vocabulary, which may be larger than the tokenizer's, is unknown
             raise no_workers()
-        choice_options, num_choices, num_tries = _choice_options(body), body.num_choices, body.num_tries
+        choice_options = self._choice_options(body, form)
+        num_choices, num_tries = body.num_choices, body.num_tries
         jobs: list[Job] = []
         choices: list[Choice] = []
         for prompt in prompts:
@@ -391,14 +409,15 @@ class Service:
         """The workers' vocabulary size, since a model's embedding may be larger than its tokenizer."""
         return live.vocab_size or len(self.tokenizer)
 
-
-def _choice_options(body: ChatBody | CompletionBody) -> ChoiceOptions:
-    return ChoiceOptions(
-        stops=body.stops,
-        skip_special=True if body.skip_special_tokens is None else body.skip_special_tokens,
-        num_top=logprobs_of(body),
-        min_tokens=body.min_tokens or 0,
-        is_silent=max_new_of(body) == 0,
-        has_calls=isinstance(body, ChatBody) and body.calls_tools,
-        calls_come_first=schema_of(body.response_format) is not None,
-    )
+    def _choice_options(self, body: ChatBody | CompletionBody, form: AnswerForm | None) -> ChoiceOptions:
+        is_read = form is not None and form.reader() is not None
+        return ChoiceOptions(
+            stops=body.stops,
+            skip_special=True if body.skip_special_tokens is None else body.skip_special_tokens,
+            num_top=logprobs_of(body),
+            min_tokens=body.min_tokens or 0,
+            is_silent=max_new_of(body) == 0,
+            make_reader=form.reader if form is not None and is_read else None,  # type: ignore[arg-type]
+            may_think=is_read and self._formats.reasoning is not None,
+            shown=self._shown if is_read else frozenset(),
+        )

@@ -13,6 +13,7 @@ a zero byte and a message.
 """
 
 import json
+import re
 from dataclasses import dataclass
 
 import msgspec
@@ -32,6 +33,7 @@ MAX_TEXT = (
 )
 # keywords that constrain nothing
 NOTES = frozenset({"description", "title", "$comment", "default", "examples"})
+MAX_GAP = 4  # characters of white space between reasoning and the answer
 MAX_SYMBOLS = 131072  # symbols of a grammar; workers keep some 600 bytes for each
 LIMITS = LLParserLimits(verbose_errors=False, max_grammar_size=MAX_SYMBOLS)
 
@@ -47,10 +49,17 @@ class Plan:
     tools: tuple[tuple[str, bytes], ...] = ()  # names and schemas of the callable tools
     must_call: bool = False
     may_repeat: bool = True  # whether more than one call is allowed
+    markers: tuple[str, str] | None = None  # of reasoning, which may come before all of it and is free
+    is_thinking: bool = False  # the prompt ends with the first marker
 
     @property
     def num_bytes(self) -> int:
         return len(self.answer or b"") + sum(len(name) + len(schema) for name, schema in self.tools)
+
+    @property
+    def is_answer_bound(self) -> bool:
+        """Whether an answer without calls has to follow something."""
+        return self.answer is not None
 
     @property
     def param(self) -> str:
@@ -110,7 +119,7 @@ def compiled(plan: Plan) -> str:
                 f'tools: the parameters of {name} are not a schema of type "object"', param="tools"
             )
         parts.append({**made, "name": f"arguments_{i}"})
-    if plan.tools:
+    if plan.tools or plan.markers is not None:
         parts.insert(0, {"name": "main", "lark_grammar": _lark(plan)})
     grammar = json.dumps({"grammars": parts})
     if len(grammar) > MAX_GRAMMAR:
@@ -184,18 +193,41 @@ def _refused(param: str, what: str, reason: str) -> ApiError:
 
 
 def _lark(plan: Plan) -> str:
-    """The Lark grammar around the schemas, which fixes the positions of calls."""
+    """The Lark grammar around the schemas, which fixes the positions of reasoning and of calls."""
+    rules = ["%llguidance {}", *_reasoning_rules(plan)]
+    if not plan.tools:
+        return "\n".join([*rules, "reply: @answer", ""])
     any_tool = " | ".join(f"tool_{i}" for i in range(len(plan.tools)))
     more = f"({json.dumps(chr(10) + OPEN + chr(10))} any)*" if plan.may_repeat else ""
-    rules = ["%llguidance {}", f"any: {any_tool}", f"first: {json.dumps(OPEN + chr(10))} any"]
+    rules += [f"any: {any_tool}", f"first: {json.dumps(OPEN + chr(10))} any"]
     if plan.must_call:
-        rules.insert(1, f"start: first {more}")
+        rules.append(f"reply: first {more}")
     elif plan.answer is not None:
-        rules.insert(1, f"start: @answer | first {more}")
+        rules.append(f"reply: @answer | first {more}")
     else:
-        rules.insert(1, f"start: TEXT | said {more}")
-        rules += ['said: head "\\n" any', f"head[lazy]: TEXT {json.dumps(OPEN)}", "TEXT: /(.|\\n)*/"]
+        rules.append(f"reply: TEXT | said {more}")
+        rules += ['said: head "\\n" any', f"head[lazy]: TEXT {json.dumps(OPEN)}", f"TEXT: {_text(plan)}"]
     for i, (name, _) in enumerate(plan.tools):
         begin, end = json.dumps(f'{{"name": "{name}", "arguments": '), json.dumps("}\n" + CLOSE)
         rules.append(f"tool_{i}: {begin} @arguments_{i} {end}")
     return "\n".join(rules) + "\n"
+
+
+def _reasoning_rules(plan: Plan) -> list[str]:
+    if plan.markers is None:
+        return ["start: reply"]
+    opening, closing = (re.escape(marker).replace("/", "\\/") for marker in plan.markers)
+    begin = "" if plan.is_thinking else f"\\s*{opening}"
+    return [
+        "start: thoughts GAP reply" + ("" if plan.is_thinking else " | reply"),
+        f"thoughts[lazy]: /{begin}(.|\\n)*{closing}/",
+        f"GAP: /[ \\n]{{0,{MAX_GAP}}}/",
+    ]
+
+
+def _text(plan: Plan) -> str:
+    """The terminal of free text, which is no reasoning."""
+    if plan.markers is None or plan.is_thinking:
+        return "/(.|\\n)*/"
+    opening = re.escape(plan.markers[0]).replace("/", "\\/")
+    return f"/(.|\\n)*/ & ~/\\s*{opening}(.|\\n)*/"

@@ -65,9 +65,12 @@ class TokenBytes:
 class Detokenizer:
     """Decodes one growing output."""
 
-    def __init__(self, table: TokenBytes, *, skip_special: bool = True) -> None:
+    def __init__(
+        self, table: TokenBytes, *, skip_special: bool = True, shown: AbstractSet[int] = frozenset()
+    ) -> None:
+        """`skip_special` leaves special tokens out of the text, besides those in `shown`."""
         self._table = table
-        self._skipped = table.special if skip_special else frozenset()
+        self._skipped = table.special - shown if skip_special else frozenset()
         self._rest = b""  # bytes of an incomplete character
         self._strip_next = table.strips_first_space
 

@@ -26,7 +26,7 @@ MAX_ASIDE = 1
 
 
 def plan_of(body: ChatBody | CompletionBody) -> Plan:
-    """The plan of the grammar that the answer to `body` must follow."""
+    """The plan of the grammar of an answer to `body` whose calls must follow one."""
     answer = schema_of(body.response_format)
     if not isinstance(body, ChatBody) or not body.calls_tools:
         return Plan(answer=answer)

@@ -10,6 +10,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -22,7 +23,7 @@ from ...cluster.errors import ConfigError, StartupError
 from ..errors import bad_request, nested_too_deeply, printable
 from ..sandbox.template_renderer import Chat, Setup, Switches
 from .detokenizer import Detokenizer, TokenBytes
-from .tool_prompts import ChatMessage, is_native, written_out
+from .tool_prompts import ChatMessage, written_out
 from .word_ids import word_ids
 
 RENDERING = signature(PreTrainedTokenizerFast.apply_chat_template)
@@ -61,7 +62,6 @@ class Tokenizer:
         spellings = sorted(
             (token.content for token in added.values() if token.special), key=len, reverse=True
         )
-        self._is_native = is_native(tokenizer.chat_template)
         self._reserved = RESERVED_SWITCHES | tokenizer.special_tokens_map.keys()
         self._special = re.compile("|".join(map(re.escape, spellings))) if spellings else None
 
@@ -97,6 +97,16 @@ class Tokenizer:
         return encoding.ids, starts[::-1]
 
     @property
+    def chat_template(self) -> object:
+        """The model's template, several by name, or None."""
+        return self._hf.chat_template
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """The ids of control tokens by their text."""
+        return {self.token_bytes[token].decode(): token for token in self.token_bytes.special}
+
+    @property
     def template_setup(self) -> Setup | None:
         """The setup of the model's template workers; None without a template."""
         if not self.has_chat_template:
@@ -108,15 +118,18 @@ class Tokenizer:
         messages: Sequence[ChatMessage],
         switches: Switches | None = None,
         tools: Sequence[ChatMessage] = (),
+        *,
+        is_native: bool = False,
     ) -> GuardedChat:
         """A chat that may be rendered by the model's template: no text in it spells a control token.
 
-        `switches` are further variables of the template. Raises ApiError (400).
+        `switches` are further variables of the template. With `is_native` the template writes tools and
+        calls; otherwise they become text of messages. Raises ApiError (400).
         """
         if not self.has_chat_template:
             raise bad_request("this model has no chat template: use /v1/completions", param="messages")
         self._check_switches(switches or {})
-        if not self._is_native:
+        if not is_native:
             messages, tools = written_out(messages, tools), ()
         guard = _Guard(self._special)
         try:
@@ -161,8 +174,8 @@ class Tokenizer:
         detokenizer = self.detokenizer(skip_special=False)
         return detokenizer.feed(ids) + detokenizer.flush()
 
-    def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
-        return Detokenizer(self.token_bytes, skip_special=skip_special)
+    def detokenizer(self, *, skip_special: bool = True, shown: AbstractSet[int] = frozenset()) -> Detokenizer:
+        return Detokenizer(self.token_bytes, skip_special=skip_special, shown=shown)
 
     def _encode_text(self, text: str) -> list[int]:
         """The ids of a text with control tokens in it, and nothing added around it."""

@@ -1,5 +1,5 @@
-"""Writes tools as text into the prompt, for chat templates that do not support them in the form of
-`grammars`."""
+"""Writes tools as text into the prompt, for chat templates without a known form of tool calls
+(`formats/registry`)."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,6 @@ EXPLAINED = (
     f'{OPEN}\n{{{{"name": "...", "arguments": {{{{...}}}}}}}}\n{CLOSE}\n'
     "What it returns is told to you in <tool_response> marks."
 )
-
-
-def is_native(template: object) -> bool:
-    """Whether a chat template supports tools in the form of `grammars`."""
-    return isinstance(template, str) and "tools" in template and OPEN in template
 
 
 def written_out(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:

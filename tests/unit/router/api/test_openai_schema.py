@@ -7,7 +7,6 @@ from baton.cluster.protocol.messages import TokenLogprob
 from baton.router.answers.chat_replies import ChatBuilder
 from baton.router.answers.generation import Choice, ChoiceOptions, Piece, Prompt, TokenText
 from baton.router.answers.replies import Frame, sse
-from baton.router.answers.tool_calls import CallPart
 from baton.router.api.bodies import ChatBody, CompletionBody
 from baton.router.api.body_checks import (
     check_chat,
@@ -20,6 +19,7 @@ from baton.router.api.body_checks import (
 )
 from baton.router.api.response_bodies import ResponseBody, chat_of, told_of
 from baton.router.errors import ApiError
+from baton.router.formats.parts import CallPart
 from baton.router.rooms.effects import Deliver
 from baton.router.text.grammars import plan_of
 from baton.router.text.tokenizer import load_tokenizer
@@ -230,8 +230,8 @@ def test_extra_fields_of_an_answers_message_are_accepted_and_ignored():
     function = {"name": "f", "arguments": "{}"}
     call = {"id": "c", "type": "function", "function": function}
     more = {"index": 0, "function": function | {"parsed_arguments": {"a": 1}}}
-    added = {"parsed": {"a": 1}, "reasoning_content": "hm", "provider_specific_fields": {"refusal": None}}
-    added |= {"reasoning": "hm", "thinking_blocks": [{"type": "thinking", "thinking": "hm"}]}
+    added = {"parsed": {"a": 1}, "provider_specific_fields": {"refusal": None}}
+    added |= {"reasoning": None, "thinking_blocks": [{"type": "thinking", "thinking": "hm"}]}
     cached = [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]
     said = {"role": "assistant", "content": None, "tool_calls": [call]}
     plain, full = (

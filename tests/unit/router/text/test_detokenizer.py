@@ -131,14 +131,13 @@ def test_template_error_is_the_clients_fault(tokenizer):
     assert caught.value.status == 400
 
 
-def test_arguments_that_are_nested_without_end_are_the_clients_fault(tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer, "_is_native", True)  # others are told of the arguments as text
+def test_arguments_that_are_nested_without_end_are_the_clients_fault(tokenizer):
     arguments = []
     for _ in range(5000):
         arguments = [arguments]
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     with pytest.raises(ApiError, match="nested too deeply") as caught:
-        encode_chat(tokenizer, [{"role": "assistant", "content": "", "tool_calls": [call]}])
+        tokenizer.guard([{"role": "assistant", "content": "", "tool_calls": [call]}], is_native=True)
     assert caught.value.status == 400
 
 

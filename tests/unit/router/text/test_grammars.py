@@ -8,11 +8,11 @@ import time
 import numpy as np
 import pytest
 from baton.router.answers.answer import error_of
-from baton.router.answers.tool_calls import CallReader
 from baton.router.errors import ApiError
+from baton.router.formats.hermes import GuidedReader
 from baton.router.rooms.effects import Failure
 from baton.router.sandbox.grammar_compiler import LIMITS, MAX_GRAMMAR, Plan, compiled
-from baton.router.text.tool_prompts import is_native, written_out
+from baton.router.text.tool_prompts import written_out
 from baton.tests.corpora.corpus import schemas
 from llguidance import LLMatcher, LLTokenizer
 
@@ -20,6 +20,7 @@ ARGUMENTS = (
     b'{"type":"object","properties":{"x":{"type":"integer"}},"required":["x"],"additionalProperties":false}'
 )
 LOOK = ("look", ARGUMENTS)
+THINK = ("<think>", "</think>")
 GO = ("go", b'{"type":"object"}')
 
 
@@ -56,8 +57,41 @@ def follows(tokenizer, plan, text):
         (Plan(tools=(LOOK,), must_call=True, may_repeat=False), [call()], [f"{call()}\n{call()}"]),
         (Plan(answer=b'{"type":"object"}'), ["{}", '{"a": [1, {}]}'], ["[]", "", "{} ", "x"]),
         (Plan(answer=b'{"const": 1}', tools=(LOOK,)), ["1", call()], ["2", "hi", "1" + call()]),
+        (
+            Plan(tools=(LOOK,), markers=THINK),
+            [
+                "hi",
+                f"<think>{call('no', '')}</think>\n\nhi",
+                f"<think>a</think>{call()}",
+                call(),
+                "a <think>",
+            ],
+            ["<think>a", f"<think>a</think>{call('no')}", f"a {call('no')}"],
+        ),
+        (
+            Plan(tools=(LOOK,), must_call=True, markers=THINK, is_thinking=True),
+            [f"a</think>{call()}", f"\n{call('no')}\n</think>\n\n{call()}"],
+            [call(), "a</think>", f"a</think>b{call()}"],
+        ),
+        (
+            Plan(answer=b'{"const": 1}', markers=THINK, is_thinking=True),
+            ["a</think>\n\n1", "</think>1"],
+            ["1", "a</think>2", "a</think>" + "\n" * 9 + "1"],
+        ),
+        (Plan(answer=b'{"const": 1}', markers=THINK), ["1", " <think>\n</think>1"], ["a</think>1", "a1"]),
     ],
-    ids=["auto", "one at most", "required", "this one", "object", "schema or call"],
+    ids=[
+        "auto",
+        "one at most",
+        "required",
+        "this one",
+        "object",
+        "schema or call",
+        "thoughts, auto",
+        "thoughts, required",
+        "thoughts, schema",
+        "maybe thoughts, schema",
+    ],
 )
 def test_a_plan_allows_its_answers_and_no_others(bytes_tokenizer, plan, good, bad):
     assert [text for text in good if not follows(bytes_tokenizer, plan, text)] == []
@@ -225,12 +259,12 @@ def test_workers_with_too_many_grammars_to_compile_are_asked_again_later():
 def test_calls_are_parsed_for_every_split_of_their_text(step):
     tricky = '{"q": "a } \\" </tool_call> {", "n": [1, {"m": 2}]}'
     text = f"Let me <b>see</b>.\n{call('look', tricky)}\n{call('go', '{}')}"
-    reader, said, parts = CallReader(), "", []
+    reader, said, parts = GuidedReader(), "", []
     for at in range(0, len(text), step):
-        more, calls = reader.feed(text[at : at + step])
+        more, calls, _ = reader.feed(text[at : at + step])
         said += more
         parts += calls
-    assert said + reader.flush() == "Let me <b>see</b>.\n"
+    assert said + reader.flush().text == "Let me <b>see</b>.\n"
     assert [(part.index, part.name) for part in parts if part.id] == [(0, "look"), (1, "go")]
     arguments = ["".join(part.arguments for part in parts if part.index == i) for i in (0, 1)]
     assert arguments == [tricky, "{}"]
@@ -239,24 +273,21 @@ def test_calls_are_parsed_for_every_split_of_their_text(step):
 
 @pytest.mark.parametrize("text", ["no call", "a < b", "ends with <tool_ca", "<", ""])
 def test_text_without_calls_stays_as_it_is(text):
-    reader = CallReader()
-    said = "".join(reader.feed(char)[0] for char in text)
-    assert said + reader.flush() == text
+    reader = GuidedReader()
+    said = "".join(reader.feed(char).text for char in text)
+    assert said + reader.flush().text == text
 
 
 @pytest.mark.parametrize("step", [1, 2, 7, 1000])
 def test_json_that_contains_a_call_is_text_and_a_real_call_is_parsed(step):
     for text, num_calls in (('{"q": "<tool_call>\\n{}"}', 0), (f"{call('go', '{}')}\n{call('go', '{}')}", 2)):
-        reader, said = CallReader(only_first=True), ""
+        reader, said = GuidedReader(only_first=True), ""
         for at in range(0, len(text), step):
-            said += reader.feed(text[at : at + step])[0]
-        assert (said + reader.flush(), reader.num_calls) == ("" if num_calls else text, num_calls)
+            said += reader.feed(text[at : at + step]).text
+        assert (said + reader.flush().text, reader.num_calls) == ("" if num_calls else text, num_calls)
 
 
 def test_tools_are_written_out_for_templates_that_do_not_know_them():
-    assert is_native("{% if tools %}<tool_call>{% endif %}")
-    assert not is_native("{{ messages }}")
-    assert not is_native(None)
     tool = {"type": "function", "function": {"name": "look", "parameters": json.loads(ARGUMENTS)}}
     called = [{"id": "c", "type": "function", "function": {"name": "look", "arguments": {"x": 1}}}]
     chat = [
