@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from .cluster.config.fields import did_you_mean
+from .cluster.process.process import EXIT_USAGE
 
 PACKAGE = "baton"
 COMMANDS = {
@@ -38,13 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("-h", "--help", "help"):
         print(usage())
         return 0
+    if command in ("version", "--version") and len(words) > 1 and words[1] not in ("-h", "--help"):
+        print(f"baton {command}: unknown argument {words[1]!r}", file=sys.stderr)
+        return EXIT_USAGE
     if command in ("version", "--version"):
         print(versions())
         return 0
     if command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS) or f"; commands: {', '.join(COMMANDS)}"
         print(f"baton: unknown command {command!r}{hint}", file=sys.stderr)
-        return 2
+        return EXIT_USAGE
     module = importlib.import_module(COMMANDS[command][0], PACKAGE)
     code = module.main(words[1:])
     assert isinstance(code, int)

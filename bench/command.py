@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from ..cluster.config.fields import did_you_mean
+from ..cluster.process.process import EXIT_USAGE
 
 PACKAGE = "baton"
 BENCHES = {
@@ -26,7 +27,6 @@ BENCHES = {
         "throughput of the KV hand-off, per transport, beside raw sockets and memcpy",
     ),
 }
-EXIT_USAGE = 2
 
 
 def main(argv: Sequence[str]) -> int:

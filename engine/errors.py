@@ -8,6 +8,10 @@ class CheckpointError(ValueError):
     """
 
 
+class UnknownCheckpoint(CheckpointError):
+    """A setting names a checkpoint that is neither a directory nor a hub id."""
+
+
 class UnsupportedInput(ValueError):
     """The model does not accept an input of a forward, or not in this form.
 

@@ -4,11 +4,12 @@ Imports no torch, since `baton up` downloads before its workers start.
 """
 
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub import is_offline_mode, snapshot_download
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-from .errors import CheckpointError
+from .errors import CheckpointError, UnknownCheckpoint
 
 NGRAM = "ngram"  # as a draft: lookup in the request's own tokens, without a checkpoint
 FILES = ("*.json", "*.safetensors", "*.model", "*.jinja")
@@ -20,30 +21,44 @@ def is_hub_id(model: str) -> bool:
     return not (path.is_dir() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1)
 
 
-def resolve_checkpoint(model: str) -> Path:
+def resolve_checkpoint(name: str, setting: str = "--model", bar: type[Any] | None = None) -> Path:
     """The directory of a checkpoint.
 
-    A name that is no directory is a hub id, downloaded or found in the hub's cache. Downloads show a progress
-    bar on a terminal.
+    A name that is no directory is a hub id, downloaded or found in the hub's cache. Downloads show `bar`, a
+    class like tqdm, by default the hub's own on a terminal.
 
-    Raises CheckpointError if `model` is neither, or the download fails.
+    Raises UnknownCheckpoint if `name` is neither, and CheckpointError if the download fails. Both name
+    `setting`, which gave the name.
     """
-    path = Path(model).expanduser()
+    path = Path(name).expanduser()
     if path.is_dir():
         return path
-    if not is_hub_id(model):
-        raise CheckpointError(f"model {model!r} is neither a directory nor a hub id (owner/name)")
+    if not is_hub_id(name):
+        raise UnknownCheckpoint(f"{setting} {name!r} is neither a directory nor a hub id (owner/name)")
     try:
-        return Path(snapshot_download(model, allow_patterns=list(FILES)))
+        return Path(snapshot_download(name, allow_patterns=list(FILES), tqdm_class=bar))
     except Exception as error:
         raise CheckpointError(
-            f"model {model!r} could not be fetched from the hub ({_reason_of(error)}); {_remedy_of(error)}"
+            f"{setting} {name!r} could not be fetched from the hub ({_reason_of(error)}); {_remedy_of(error)}"
         ) from error
+
+
+def kept_checkpoint(name: str) -> Path | None:
+    """The directory of a checkpoint that is on this host, without asking the hub; None if it is not."""
+    path = Path(name).expanduser()
+    if path.is_dir() or not is_hub_id(name):
+        return path if path.is_dir() else None
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(FILES), local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
 
 
 def _reason_of(error: Exception) -> str:
     """The first line of the error's text, else the name of its class."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    if isinstance(error, LocalEntryNotFoundError) and is_offline_mode():
+        return "it is not in the cache, and HF_HUB_OFFLINE is set"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].removeprefix("Got: ")[:200]
 
 
 def _remedy_of(error: Exception) -> str:

@@ -280,7 +280,7 @@ class EngineLoader:
                     dtype=running,
                 )
             )
-        return self._read_checkpoint(resolve_checkpoint(config.draft))
+        return self._read_checkpoint(resolve_checkpoint(config.draft, "--draft"))
 
     def _read_checkpoint(self, path: Path) -> DraftSource:
         running = str(self._dtype).removeprefix("torch.")

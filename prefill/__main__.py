@@ -4,9 +4,6 @@ import sys
 from collections.abc import Sequence
 
 from ..cluster.config.roles import PrefillConfig
-from ..cluster.errors import ConfigError
-from ..cluster.net.endpoints import advertise_fault
-from ..cluster.net.sockets import check_bind_address
 from ..cluster.process.process import Serve
 from ..worker.life import run_worker
 
@@ -17,10 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start(config: PrefillConfig, instance: str) -> Serve:
-    """Check the addresses, then load the engine. Raises ConfigError for an address that cannot be used."""
-    check_bind_address(config.kv_bind, config.trusted_network, has_keys=bool(config.keys))
-    if fault := advertise_fault(config.kv_bind, config.kv_advertise):
-        raise ConfigError(fault)
+    """Load the engine and open the sockets."""
     from .startup import PrefillStartup
 
     return PrefillStartup(config, instance).run()

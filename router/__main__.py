@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import uvloop
 
+from ..cluster.config.link_checks import check_links
 from ..cluster.config.load import load_config
 from ..cluster.config.roles import RouterConfig
 from ..cluster.process.log import configure, fields
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _start(argv: Sequence[str]) -> Callable[[], int]:
     config = load_config(RouterConfig, argv, os.environ)
     configure("router", level=config.log_level, log_format=config.log_format)
+    check_links(config)
     notifier = notifier_of(os.environ)
     if missing := missing_address_space():
         size = fields(mib=max(0, MEMORY - missing) >> 20, wanted_mib=MEMORY >> 20)

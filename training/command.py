@@ -15,7 +15,7 @@ from typing import cast
 import torch
 
 from ..engine.config import resolve_device, resolve_dtype
-from ..engine.errors import CheckpointError
+from ..engine.errors import CheckpointError, UnknownCheckpoint
 from ..engine.hub import resolve_checkpoint
 from ..engine.models.registry import load_model_config
 from .collect import CollectSettings, collect, collect_here, file_prompts
@@ -34,6 +34,10 @@ RUN = "run"  # folder of the run's states below --out
 MOST_EPOCHS = 1 << 20  # of a run that ends by time
 
 
+class WrongOption(CheckpointError):
+    """An option contradicts another one or has no valid value."""
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs `baton draft collect|train|evaluate|swap` and returns its exit code."""
     options = _parser().parse_args(list(argv))
@@ -43,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         return run(options)
     except (CheckpointError, OSError, RolledBack) as error:
         sys.stderr.write(f"{PROG} {options.command}: {error}\n")
-        return 1
+        return 2 if isinstance(error, (WrongOption, UnknownCheckpoint)) else 1
     except KeyboardInterrupt:
         sys.stderr.write(f"{PROG} {options.command}: interrupted\n")
         return 130
@@ -304,9 +308,9 @@ def run_train(options: argparse.Namespace) -> int:
 def run_evaluate(options: argparse.Namespace) -> int:
     """Measures heads on the prompts of a file, or of the last samples of a set."""
     model = resolve_checkpoint(options.model)
-    heads = [resolve_checkpoint(draft) for draft in options.draft]
+    heads = [resolve_checkpoint(draft, "--draft") for draft in options.draft]
     if (options.samples is None) == (options.prompt_file is None):
-        raise CheckpointError("give either --samples or --prompt-file: prompts to measure with")
+        raise WrongOption("give either --samples or --prompt-file: prompts to measure with")
     if options.prompt_file is not None:
         prompts = list(itertools.islice(file_prompts(options.prompt_file, model), options.prompts))
     else:
@@ -366,12 +370,12 @@ def _say(line: str) -> None:
 
 
 def _head_settings(options: argparse.Namespace) -> HeadSettings:
-    """Raises CheckpointError for an option that the kind does not have."""
+    """Raises WrongOption for an option that the kind does not have."""
     given = {name: getattr(options, name) for names in OPTIONS.values() for name in names}
     given = {name: value for name, value in given.items() if value is not None}
     for name in given.keys() - set(OPTIONS[options.kind]):
         kinds = " or ".join(kind for kind, names in OPTIONS.items() if name in names)
-        raise CheckpointError(
+        raise WrongOption(
             f"--{name.replace('_', '-')}: --kind {options.kind} has no such option; leave it out, or use "
             f"--kind {kinds}"
         )
@@ -381,7 +385,7 @@ def _head_settings(options: argparse.Namespace) -> HeadSettings:
     return HeadSettings(
         kind=options.kind,
         seed=options.seed,
-        init=resolve_checkpoint(options.init) if options.init else None,
+        init=resolve_checkpoint(options.init, "--init") if options.init else None,
         **{renamed.get(name, name): value for name, value in given.items()},
     )
 
@@ -389,7 +393,7 @@ def _head_settings(options: argparse.Namespace) -> HeadSettings:
 def _layers(text: str) -> tuple[int, ...]:
     parts = text.split(",") if text else []
     if not all(part.isascii() and part.isdigit() for part in parts):
-        raise CheckpointError(f"--layers {text!r}: write layer numbers with commas, such as 4,15,26")
+        raise WrongOption(f"--layers {text!r}: write layer numbers with commas, such as 4,15,26")
     return tuple(int(part) for part in parts)
 
 

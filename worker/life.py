@@ -9,12 +9,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from ..cluster.config.link_checks import check_links
 from ..cluster.config.load import load_config
 from ..cluster.config.roles import WorkerConfig
-from ..cluster.net.transport_names import check_nixl, may_be_open
+from ..cluster.errors import ConfigError
 from ..cluster.process.log import configure
 from ..cluster.process.process import Serve, run_role
-from ..cluster.security.ciphers import ciphers_of
+from ..engine.errors import UnknownCheckpoint
 
 C = TypeVar("C", bound=WorkerConfig)
 
@@ -31,10 +32,10 @@ def run_worker(config_type: type[C], argv: Sequence[str] | None, *, start: Calla
         config = load_config(config_type, arguments, os.environ)
         instance = secrets.token_hex(16)
         configure(config.role, instance, level=config.log_level, log_format=config.log_format)
-        has_keys = bool(config.keys)
-        ciphers = ciphers_of(config.kv_cipher, has_keys=has_keys, trusted_network=config.trusted_network)
-        is_open = may_be_open(ciphers, trusted_network=config.trusted_network)
-        check_nixl(config.transports, may_be_open=is_open)
-        return start(config, instance)
+        check_links(config)
+        try:
+            return start(config, instance)
+        except UnknownCheckpoint as error:
+            raise ConfigError(str(error)) from None
 
     return run_role(f"baton {config_type.role}", configured)

@@ -222,8 +222,24 @@ def _label(cls: type[RoleConfig], name: str, source: str, path: str) -> str:
     return f"{path}, table [{cls.role}], key {name!r}"
 
 
+def check_file(path: str) -> tuple[str, ...]:
+    """The names of the tables of a file, after a check of every table and value. Raises ConfigError."""
+    tables = _check_tables(path)
+    for cls in ROLES:
+        values = read_table(cls, tables.get(cls.role, {}), f"{path}, table [{cls.role}]")
+        for name, value in values.items():
+            check_range(value, describe(settings_of(cls)[name]), _label(cls, name, FILE, path))
+    return tuple(tables)
+
+
 def _read_file(cls: type[RoleConfig], path: str) -> dict[str, Value]:
     """This role's values from the file. The tables of other roles are only checked for unknown keys."""
+    tables = _check_tables(path)
+    return read_table(cls, tables.get(cls.role, {}), f"{path}, table [{cls.role}]")
+
+
+def _check_tables(path: str) -> dict[str, Mapping[str, object]]:
+    """The tables of a file, none of which is unknown or has an unknown key. Raises ConfigError."""
     tables = read_toml(path)
     roles = {known.role: known for known in ROLES}
     for name, table in tables.items():
@@ -234,7 +250,7 @@ def _read_file(cls: type[RoleConfig], path: str) -> dict[str, Value]:
             )
             raise ConfigError(f"{path}: unknown table [{name}]{hint}")
         check_keys(roles[name], table, f"{path}, table [{name}]", _owner_of(roles[name]))
-    return read_table(cls, tables.get(cls.role, {}), f"{path}, table [{cls.role}]")
+    return tables
 
 
 def _owner_of(cls: type[RoleConfig]) -> Callable[[str], str]:

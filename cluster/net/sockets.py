@@ -168,19 +168,28 @@ def is_loopback(endpoint: str) -> bool:
         return False
 
 
-def check_bind_address(endpoint: str, trusted_network: bool, *, has_keys: bool | None = None) -> None:
+def check_bind_address(
+    endpoint: str,
+    trusted_network: bool,
+    *,
+    has_keys: bool | None = None,
+    named: str = "",
+    remedy: str = "",
+) -> None:
     """Raises ConfigError for an endpoint that is malformed, or open to other hosts without keys and
     `trusted_network`.
 
-    `has_keys` is None for a link that cannot have keys, such as HTTP.
+    `has_keys` is None for a link that cannot have keys, such as HTTP. The error begins with `named`, the flag
+    and its value, by default the endpoint. It says how to authenticate its clients: by `remedy`, "" for
+    --keys where there can be keys.
     """
     if fault := endpoint_fault(endpoint):
         raise ConfigError(f"{endpoint!r} {fault}")
     if not has_keys and not trusted_network and not is_loopback(endpoint):
-        with_keys = "" if has_keys is None else " authenticate it with --keys,"
+        remedy = remedy or ("" if has_keys is None else "authenticate them with --keys DIR")
         raise ConfigError(
-            f"{endpoint} is reachable from other hosts and this link is not authenticated: "
-            f"bind 127.0.0.1 or ipc,{with_keys} or set trusted_network if only trusted hosts can reach it"
+            f"{named or endpoint}: other hosts can connect and are not authenticated; bind 127.0.0.1"
+            f"{f', {remedy}' if remedy else ''}, or add --trusted-network if only trusted hosts can connect"
         )
 
 

@@ -1,6 +1,7 @@
 """The life of a process: start in phases, serve, drain, leave.
 
-    phases    each is logged with its time; an error ends the process with exit code 1 and one line on stderr
+    phases    each is logged with its time; an error ends the process with one line on stderr and exit code 1,
+              or 2 for a wrong setting
     serving   a crash is logged with its traceback; exit code 70
     SIGTERM   (or SIGINT) sets `drain`: no new work is accepted, running work finishes
     second    sets `stop`: the process leaves now; a third signal ends it at once
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
-from ..errors import BatonError
+from ..errors import BatonError, ConfigError
 from .failpoints import read_faults
 from .log import PACKAGE, fields, is_json
 
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_OK = 0
 EXIT_CANNOT_START = 1
+EXIT_USAGE = 2  # a wrong setting; the same as argparse's
 EXIT_AGAIN = 75  # EX_TEMPFAIL: the process wants to be started again
 EXIT_CRASHED = 70  # EX_SOFTWARE of sysexits.h
 EXIT_INTERRUPTED = 130
@@ -102,8 +104,9 @@ def run_role(prog: str, start: Callable[[], Serve], env: Mapping[str, str] = os.
     """Runs one role. `start` builds everything and returns the function that serves and returns the exit
     code.
 
-    Returns that code, 1 when `start` failed (one line on stderr; the traceback only with log level debug), 70
-    when serving crashed (logged with its traceback), 130 on KeyboardInterrupt.
+    Returns that code, 2 when a setting is wrong, 1 when `start` failed otherwise (one line on stderr; the
+    traceback only with log level debug), 70 when serving crashed (logged with its traceback), 130 on
+    KeyboardInterrupt.
     """
     watch_parent(env)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -114,7 +117,7 @@ def run_role(prog: str, start: Callable[[], Serve], env: Mapping[str, str] = os.
         return EXIT_INTERRUPTED
     except Exception as error:
         report_cannot_start(prog, error)
-        return EXIT_CANNOT_START
+        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_CANNOT_START
     sys.audit(SERVING)
     try:
         return serve()

@@ -19,9 +19,9 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from typing import ClassVar
 
+from ..config.link_checks import check_metrics_address
 from ..config.roles import WorkerConfig
 from ..errors import StartupError
-from ..net.sockets import check_bind_address
 from ..process.log import fields
 from ..protocol.messages import WorkerStats
 from .families import CONTENT_TYPE
@@ -67,7 +67,7 @@ class MetricsServer:
         trusted_network: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        check_bind_address(f"tcp://{host}:{port}", trusted_network)
+        check_metrics_address(host, port, trusted_network=trusted_network)
         self._role, self._instance, self._model = role, instance, model
         self._facts: WorkerFacts | None = None
         self._stats = WorkerStats(state="starting")

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ...cluster.errors import BatonError, ConfigError
-from ...cluster.process.process import EXIT_CANNOT_START, EXIT_INTERRUPTED
-
-EXIT_USAGE = 2  # the same as argparse's
+from ...cluster.process.process import EXIT_CANNOT_START, EXIT_INTERRUPTED, EXIT_USAGE
 
 
 def run_command(prog: str, work: Callable[[], int]) -> int:

@@ -16,19 +16,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ...cluster.config.fields import Setting, check_fields, read_command_line, read_toml, setting
-from ...cluster.config.load import load_config
-from ...cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig
+from ...cluster.config.fields import Setting, check_fields, read_command_line, setting
 from ...cluster.errors import BatonError, ConfigError
 from ...cluster.net.transport_names import nixl_version, rdma_devices
 from ...cluster.process.log import PACKAGE
 from ...engine.hub import NGRAM
-from ..capacity.checkpoints import head_dir
-from ..capacity.worker_sizes import find_card
 from .client import KEY_VARIABLE, ChatClient
 from .command import run_command
 from .findings import (
@@ -41,22 +37,19 @@ from .findings import (
     check_keys,
     check_limits,
     check_link,
-    check_model,
     check_pairing,
     check_paths,
     check_ports,
     check_shm,
-    check_sizes,
     check_versions,
-    output_of,
 )
+from .host_processes import check_checkpoints, read_host
 from .pull_test import measure, serve
 
 PROG = "baton doctor"
 SUMMARY = "Find what would keep baton from serving on this host."
 ANSWER_S = 5.0
 EXIT_FOUND = 1
-Tables = Mapping[str, Mapping[str, object]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +57,14 @@ class DoctorConfig:
     """Doctor."""
 
     config: str = setting(
-        "", Setting(help="TOML file of the roles; their ports and model are looked at", metavar="FILE")
+        "",
+        Setting(
+            help="TOML file of `baton up` or of the roles, which is read as they read it", metavar="FILE"
+        ),
     )
-    model: str = setting("", Setting(help="checkpoint directory; empty: that of --config", metavar="DIR"))
+    model: str = setting(
+        "", Setting(help="checkpoint directory or hub id; empty: that of --config", metavar="DIR")
+    )
     draft: str = setting(
         "",
         Setting(
@@ -114,17 +112,13 @@ def examine(config: DoctorConfig) -> list[Finding]:
     roles = [role for role in config.roles.split(",") if role]
     if unknown := set(roles) - {"router", "prefill", "decode"}:
         raise ConfigError(f"--roles {min(unknown)!r} is no role; write some of router,prefill,decode")
-    tables = read_toml(config.config) if config.config else {}
+    host = read_host(config.config, roles, _overrides(config), os.environ)
     found = check_versions(importlib.metadata.requires(PACKAGE) or [])
     found += check_gpu(config.device) + check_limits() + check_shm()
     found += check_fabric(rdma_devices(), nixl_version())
     if config.config:
-        found += check_ports(_endpoints(config, roles, tables))
-    model, draft = (getattr(config, name) or _from(tables, roles, name) for name in ("model", "draft"))
-    if model:
-        faults = check_model(Path(model), head_dir(draft))
-        whole = all(finding.level != FAIL for finding in faults)
-        found += faults + (_sizes(config, roles, tables, model, draft) if whole else [])
+        found += check_ports(host.endpoints)
+    found += check_checkpoints(host, os.environ)
     if config.keys:
         found += check_keys(Path(config.keys), roles, time.time())
     if config.url:
@@ -132,6 +126,12 @@ def examine(config: DoctorConfig) -> list[Finding]:
     if config.pull:
         found += check_link(config.pull, measure, config.least * 1e9)
     return found
+
+
+def _overrides(config: DoctorConfig) -> dict[str, str]:
+    """The settings of workers that the doctor's own command line gives."""
+    given = {"model": config.model, "draft": config.draft, "device": config.device.replace("auto", "")}
+    return {name: value for name, value in given.items() if value}
 
 
 def _run(config: DoctorConfig) -> int:
@@ -159,48 +159,6 @@ def _serve(config: DoctorConfig) -> int:
 def _line(finding: Finding) -> str:
     remedy = f"\n               {finding.remedy}" if finding.remedy else ""
     return f"{finding.level:<5}{finding.check:<10}{finding.text}{remedy}\n"
-
-
-def _endpoints(config: DoctorConfig, roles: Sequence[str], tables: Tables) -> dict[str, str]:
-    """The tcp endpoints on which the roles of this host will listen, by setting."""
-    endpoints = {}
-    if "router" in roles and "router" in tables:
-        router = load_config(RouterConfig, [f"--config={config.config}"], os.environ, warns=False)
-        endpoints["--port"] = f"tcp://{router.host}:{router.port}" if router.port else ""
-        endpoints["--own-port"] = f"tcp://{router.host}:{router.own_port}" if router.own_port else ""
-        probed = router.probe_host or router.host
-        endpoints["--probe-port"] = f"tcp://{probed}:{router.probe_port}" if router.probe_port else ""
-        endpoints["--control-bind"] = router.control_bind
-    if "prefill" in roles and "prefill" in tables:
-        endpoints["--kv-bind"] = load_config(
-            PrefillConfig, [f"--config={config.config}"], os.environ, warns=False
-        ).kv_bind
-    return {name: at for name, at in endpoints.items() if at.startswith("tcp://") and not at.endswith(":0")}
-
-
-def _sizes(
-    config: DoctorConfig, roles: Sequence[str], tables: Tables, model: str, draft: str
-) -> list[Finding]:
-    """The sizes that each worker of this host would choose."""
-    card, found = find_card(config.device, output_of), list[Finding]()
-    head = head_dir(draft)
-
-    def argv(role: str) -> list[str]:
-        given = [f"--model={model}", *([f"--draft={draft}"] if draft else [])]
-        return [*([f"--config={config.config}"] if role in tables else []), *given]
-
-    if "prefill" in roles:
-        prefill = load_config(PrefillConfig, argv("prefill"), os.environ, warns=False)
-        found += check_sizes(card, Path(model), head, prefill)
-    if "decode" in roles:
-        decode = load_config(DecodeConfig, argv("decode"), os.environ, warns=False)
-        found += check_sizes(card, Path(model), head, decode)
-    return found
-
-
-def _from(tables: Tables, roles: Sequence[str], name: str) -> str:
-    """The setting `name` of the first role that has it."""
-    return next((str(tables[role][name]) for role in roles if name in tables.get(role, {})), "")
 
 
 def _cluster(url: str) -> list[Finding]:

@@ -21,6 +21,7 @@ from ...cluster.errors import BatonError, ConfigError
 from ...cluster.net.transport_names import CUDA_SLAB
 from ...cluster.security.keyring import read_key, read_peers
 from ...engine.auto_sizes import Card
+from ...engine.hub import is_hub_id
 from ..capacity.checkpoints import faults_of, feature_layers, identity_of, read_config
 from ..capacity.worker_sizes import worker_sizes
 
@@ -201,6 +202,16 @@ def check_keys(directory: Path, roles: Sequence[str], now: float) -> list[Findin
                 )
             )
     return found or well("keys", f"{directory}: {', '.join(roles)}; {len(peers)} admitted")
+
+
+def check_absent(name: str) -> Finding:
+    """The finding for a checkpoint that is not on this host."""
+    if is_hub_id(name):
+        text = f"{name} is not on this host; it is downloaded at the first start"
+        return Finding("model", WARN, text, f"download it now where the hub is reached: hf download {name}")
+    return Finding(
+        "model", FAIL, f"{name} is no directory", "name a checkpoint directory or a hub id (owner/name)"
+    )
 
 
 def check_model(model: Path, draft: Path | None) -> list[Finding]:

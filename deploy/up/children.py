@@ -71,7 +71,16 @@ def child_configs(
 
     `settled` None: workers as on a host without GPUs. Raises ConfigError for an invalid setting.
     """
-    settled = settled or deal_without_gpus(wish_of(config))
+    children = merged_configs(config, env, directory, settled or deal_without_gpus(wish_of(config)))
+    for warning in dict.fromkeys(text for _, child in children for text in ignored_settings(child)):
+        logger.warning("%s", warning)
+    return children
+
+
+def merged_configs(
+    config: UpConfig, env: Mapping[str, str], directory: Path, settled: Deal
+) -> list[tuple[str, RoleConfig]]:
+    """As `child_configs`, without warnings."""
     _check_prompts_are_computed(config, settled)
     is_ipc = config.transport == "ipc"
     controls = _controls(config.routers, directory if is_ipc else None)
@@ -98,10 +107,7 @@ def child_configs(
     children = _on_one_port(children)
     for port in ("kv_bulk_port", "metrics_port", "own_port", "probe_port"):
         children = _with_ports(children, port)
-    children = _with_own_ports(children)
-    for warning in dict.fromkeys(text for _, child in children for text in ignored_settings(child)):
-        logger.warning("%s", warning)
-    return children
+    return _with_own_ports(children)
 
 
 def _check_prompts_are_computed(config: UpConfig, settled: Deal) -> None:

@@ -28,9 +28,8 @@ import httpx
 
 from ...cluster.config.load import load_config
 from ...cluster.config.roles import RouterConfig, UpConfig
-from ...cluster.errors import ConfigError, StartupError
+from ...cluster.errors import StartupError
 from ...cluster.net.endpoints import bracketed
-from ...cluster.net.transport_names import check_nixl, may_be_open
 from ...cluster.process.log import PACKAGE, configure, fields, is_json
 from ...cluster.process.process import (
     EXIT_CANNOT_START,
@@ -41,12 +40,11 @@ from ...cluster.process.process import (
     run_role,
 )
 from ...cluster.process.sd_notify import Notifier, notifier_of, waiting
-from ...cluster.security.ciphers import ciphers_of
-from ..capacity.worker_sizes import need_of_roles
-from .children import PROG, ROUTER, Command, child_configs, child_specs, role_command, role_configs, wish_of
-from .dealing import Deal, deal, deal_without_gpus, table_of
-from .gpu_list import Gpu, find_gpus, restrict
-from .local_checkpoints import Fetch, fetch_once, head_of, with_directories
+from .children import PROG, ROUTER, Command, child_configs, child_specs, role_command
+from .dealing import Deal, table_of
+from .gpu_list import Gpu, find_gpus
+from .local_checkpoints import fetch_once, with_directories
+from .settle import check_children, settle
 from .supervise import ChildSpec, Process, SpawnedProcess, Supervisor
 
 logger = logging.getLogger(__name__)
@@ -87,6 +85,7 @@ class Cluster:
         self.config = config
         self.settled: Deal | None = None  # workers and their GPUs, from `prepare` on
         self.failure = ""  # the reason why the cluster cannot continue
+        self.failure_code = EXIT_CANNOT_START  # 2 where a child refused a setting
         self._gpus_of = gpus_of
         self._specs: list[ChildSpec] = []
         self._env, self._output, self._command_of = env, output or sys.stderr, command_of or role_command
@@ -144,7 +143,8 @@ class Cluster:
         self._directory = _make_directory(self._env)
         try:
             fetch = fetch_once()
-            self.settled = settled = self._settle(fetch)
+            check_children(self.config, self._env, self._directory)
+            self.settled = settled = settle(self.config, self._env, self._gpus_of, fetch)
             self.config = dataclasses.replace(self.config, prefill=settled.prefill, decode=settled.decode)
             children = [
                 (name, with_directories(child, fetch))
@@ -208,24 +208,6 @@ class Cluster:
             self._thread.join(STEP_S)  # an unbounded wait would delay the handling of signals until its end
         self._remove_directory()
 
-    def _settle(self, fetch: Fetch) -> Deal:
-        """The workers, and their GPUs if the host has some that may be used."""
-        config, wish = self.config, wish_of(self.config)
-        prefill, decode = role_configs(config, self._env)
-        wanted = [child for child, count in ((prefill, wish.prefill), (decode, wish.decode)) if count]
-        on_gpu = frozenset(child.role for child in wanted if child.device != "cpu")
-        if not on_gpu:
-            if config.gpus:
-                raise ConfigError(f"--gpus {config.gpus}: --device cpu uses no GPU; leave one of them out")
-            return deal_without_gpus(wish)
-        gpus = restrict(self._gpus_of(self._env), config.gpus)
-        if not gpus:
-            return deal_without_gpus(wish)
-        for child in (prefill, decode):  # refuses what is no checkpoint
-            _ = [fetch(name) for name in (child.model, head_of(child)) if name]
-        need = need_of_roles(with_directories(prefill, fetch), with_directories(decode, fetch))
-        return deal(gpus, need, dataclasses.replace(wish, on_gpu=on_gpu))
-
     def _supervise(self) -> None:
         """The supervisor's thread.
 
@@ -238,7 +220,7 @@ class Cluster:
             while not self._stopping.is_set() and not supervisor.failure:
                 supervisor.step()
                 self._stopping.wait(STEP_S)
-            self.failure = supervisor.failure
+            self.failure, self.failure_code = supervisor.failure, supervisor.failure_code
         except Exception as error:
             logger.exception("supervision crashed")
             self.failure = f"supervision crashed: {error}"
@@ -348,10 +330,6 @@ def _prepare(prog: str, argv: Sequence[str], adjust: Callable[[UpConfig], UpConf
     configure("up", level=config.log_level, log_format=config.log_format)
     # With --log-level debug, httpx would log a line per poll of /ready.
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    has_keys = bool(config.keys)
-    ciphers = ciphers_of(config.kv_cipher, has_keys=has_keys, trusted_network=config.trusted_network)
-    is_open = may_be_open(ciphers, trusted_network=config.trusted_network)
-    check_nixl(config.transports, may_be_open=is_open)
     shutdown = Shutdown()
     notifier = notifier_of(os.environ)
     cluster = Cluster(config)
@@ -398,6 +376,6 @@ def _serve(prog: str, cluster: Cluster, shutdown: Shutdown, notifier: Notifier) 
     except StartupError as error:
         cluster.stop(shutdown.stop)
         report_cannot_start(prog, error)
-        return EXIT_CANNOT_START
+        return cluster.failure_code
     finally:
         cluster.stop(shutdown.stop)

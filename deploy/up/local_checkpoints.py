@@ -8,25 +8,31 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...cluster.config.groups import EngineSettings, ModelSettings, RoleConfig
+from ...cluster.errors import ConfigError
 from ...cluster.process.log import fields
+from ...engine.errors import UnknownCheckpoint
 from ...engine.hub import NGRAM, is_hub_id, resolve_checkpoint
 
 logger = logging.getLogger(__name__)
 
-Fetch = Callable[[str], Path]
+Fetch = Callable[[str, str], Path]  # the directory of a checkpoint, by its name and the flag that gave it
 C = TypeVar("C", bound=RoleConfig)
 
 
 def fetch_once() -> Fetch:
     """A function that returns the directory of a checkpoint and asks the hub once per hub id.
 
-    It raises CheckpointError for a name that is neither a directory nor a hub id, and when a download fails.
+    It raises ConfigError for a name that is neither a directory nor a hub id, and CheckpointError when a
+    download fails.
     """
 
-    def fetch(name: str) -> Path:
+    def fetch(name: str, flag: str) -> Path:
         if is_hub_id(name):
             logger.info("looking for a checkpoint on the hub", extra=fields(name=name))
-        return resolve_checkpoint(name).absolute()
+        try:
+            return resolve_checkpoint(name, flag).absolute()
+        except UnknownCheckpoint as error:
+            raise ConfigError(str(error)) from None
 
     return functools.cache(fetch)
 
@@ -40,8 +46,8 @@ def with_directories(config: C, fetch: Fetch) -> C:
     """`config` with the directories of its hub ids. Clients still name the model by the id's last part."""
     changed: dict[str, Any] = {}
     if isinstance(config, ModelSettings) and is_hub_id(config.model):
-        changed["model"] = str(fetch(config.model))
+        changed["model"] = str(fetch(config.model, "--model"))
         changed["served_model"] = config.served_name
     if isinstance(config, EngineSettings) and head_of(config) and is_hub_id(config.draft):
-        changed["draft"] = str(fetch(config.draft))
+        changed["draft"] = str(fetch(config.draft, "--draft"))
     return dataclasses.replace(config, **changed)

@@ -1,10 +1,10 @@
 """Keeps child processes alive and ends them together.
 
 `Supervisor.step` is called in a loop and never blocks: it starts due children and handles those that ended. A
-child that exited before it was ready (exit code 1 on its first start) counts as failed to start and fails the
-cluster. Any other exit leads to a restart after 0.5 s, doubled per failure up to 30 s, with jitter. After 60
-s of uptime the failure count is reset. `drain` ends the children of one role while the others keep working;
-`stop` ends all within 5 s.
+child that exited before it was ready (exit code 1 or 2 on its first start) counts as failed to start and
+fails the cluster. Any other exit leads to a restart after 0.5 s, doubled per failure up to 30 s, with jitter.
+After 60 s of uptime the failure count is reset. `drain` ends the children of one role while the others keep
+working; `stop` ends all within 5 s.
 """
 
 import logging
@@ -22,7 +22,7 @@ from typing import IO, Protocol, TextIO
 import psutil  # type: ignore[import-untyped,unused-ignore]
 
 from ...cluster.process.log import as_json_line, fields
-from ...cluster.process.process import EXIT_AGAIN, EXIT_CANNOT_START, EXIT_OK
+from ...cluster.process.process import EXIT_AGAIN, EXIT_CANNOT_START, EXIT_OK, EXIT_USAGE
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +113,7 @@ class Supervisor:
         self._rng = rng or random.Random()
         self.children = [Child(spec, clock()) for spec in specs]
         self.failure = ""  # the reason of the final failure, after which `step` does nothing
+        self.failure_code = EXIT_CANNOT_START  # the exit code of the child that failed to start
 
     def __repr__(self) -> str:
         up = sum(child.process is not None for child in self.children)
@@ -184,10 +185,11 @@ class Supervisor:
 
     def _ended(self, child: Child, code: int) -> None:
         assert child.process is not None
-        is_hopeless = code == EXIT_CANNOT_START and child.num_starts == 1
+        is_hopeless = code in (EXIT_CANNOT_START, EXIT_USAGE) and child.num_starts == 1
         line, child.process = child.process.finish(WHY_S if is_hopeless else LAST_LINE_S), None
         if is_hopeless:
             self.failure = f"{child.spec.name}: {line or 'cannot start; its lines above say why'}"
+            self.failure_code = code
             return
         now = self._clock()
         child.num_failures = 1 if now - child.started_at >= FORGIVEN_AFTER_S else child.num_failures + 1

@@ -111,7 +111,12 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
             open_agent=open_agent,
             clock=clock,
         )
-        check_bind_address(bind_endpoint, trusted_network, has_keys=keyring is not None)
+        check_bind_address(
+            bind_endpoint,
+            trusted_network,
+            has_keys=keyring is not None,
+            named=f"--kv-bind {bind_endpoint}",
+        )
         tickets = Tickets() if keyring is not None else None
         self.authenticator = (
             Authenticator(context, keyring.peers, ("decode",), tickets) if keyring is not None else None

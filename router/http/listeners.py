@@ -4,6 +4,7 @@ port, and the port of probes."""
 import socket
 from dataclasses import dataclass
 
+from ...cluster.config.link_checks import check_client_address
 from ...cluster.config.roles import RouterConfig
 from ...cluster.errors import StartupError
 from ...cluster.net.endpoints import bracketed
@@ -34,7 +35,7 @@ def open_listeners(config: RouterConfig, *, trusted_network: bool) -> Listeners:
     from any address, since their port tells two words and takes nothing.
     """
     host, probed = config.host, config.probe_host or config.host
-    check_bind_address(f"tcp://{bracketed(host)}:{config.port}", trusted_network)
+    check_client_address(host, config.port, trusted_network=trusted_network)
     check_bind_address(f"tcp://{bracketed(probed)}:{config.probe_port}", trusted_network=True)
     opened = Listeners(_listen(host, config.port, "--port", is_shared=config.share_port))
     try:

@@ -238,11 +238,11 @@ def load_tokenizer(model: str) -> Tokenizer:
     path = Path(model)
     if path.is_dir() and not (path / "tokenizer.json").is_file():
         raise ConfigError(
-            f"{model} has no tokenizer.json: give a Hugging Face directory with a fast tokenizer"
+            f"--model {model} has no tokenizer.json: give a Hugging Face directory with a fast tokenizer"
         )
     if not path.is_dir() and (path.is_absolute() or model.startswith(".") or model.count("/") != 1):
         raise ConfigError(
-            f"model {model!r} is neither a directory nor a hub id: give one of them with --model"
+            f"--model {model!r} is neither a directory nor a hub id (owner/name)"
         )
     try:
         return Tokenizer(PreTrainedTokenizerFast.from_pretrained(model))

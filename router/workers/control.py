@@ -93,7 +93,9 @@ class ControlSocket:
     """
 
     def __init__(self, endpoint: str, *, trusted_network: bool, keyring: Keyring | None = None) -> None:
-        check_bind_address(endpoint, trusted_network, has_keys=keyring is not None)
+        check_bind_address(
+            endpoint, trusted_network, has_keys=keyring is not None, named=f"--control-bind {endpoint}"
+        )
         self.num_malformed = 0
         self.num_denied = 0  # messages that their sender's key may not send
         self.authenticator: Authenticator | None = None

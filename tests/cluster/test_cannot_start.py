@@ -1,4 +1,5 @@
-"""A worker that cannot start says so in one line that names value and remedy, and exits with 1."""
+"""A worker that cannot start says so in one line that names value and remedy. It exits with 1, and with 2 for
+a wrong setting."""
 
 import json
 import os
@@ -14,12 +15,12 @@ LAYERS = "eagle_aux_hidden_state_layer_ids"
 HEAD = Path(__file__).parents[2] / "assets" / "smollm2-135m-eagle3"
 
 
-def run(role, *flags):
+def run(role, *flags, code=1):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-m", f"baton.{role}", "--device=cpu", "--kv-memory-mb=8", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, cwd="/", check=False)
     said = [line for line in done.stderr.splitlines() if " INFO " not in line]
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == code, done.stderr
     assert len(said) == 1, done.stderr
     assert said[0].startswith(f"baton {role}: ")
     assert "Traceback" not in done.stderr
@@ -66,7 +67,7 @@ def test_an_address_in_use_is_named(toy_checkpoint):
     ("flags", "words"),
     [
         (["--model=/no/such/model"], "/no/such/model"),
-        (["--model=x", "--kv-bind=tcp://0.0.0.0:7200"], "trusted_network"),
+        (["--model=x", "--kv-bind=tcp://0.0.0.0:7200"], "--trusted-network"),
         (["--model=x", "--kv-bind=tcp://0.0.0.0:7200", "--trusted-network"], "--kv-advertise"),
         (["--model=x", "--kv-cipher=aes-128-gcm"], "--keys"),
         (["--model=x", "--page-size=-1"], "page-size"),
@@ -84,4 +85,4 @@ def test_an_address_in_use_is_named(toy_checkpoint):
     ],
 )
 def test_a_wrong_setting_is_named(flags, words):
-    assert words in run("prefill", *flags)
+    assert words in run("prefill", *flags, code=2)

@@ -98,7 +98,7 @@ def runtime():
 def launch(runtime):
     clusters = []
 
-    def start(port=0, config="", env=None, routers=1, gpus=(), model="m", **scripts):
+    def start(port=0, config="", env=None, routers=1, gpus=(), model="/tmp", **scripts):
         output = io.StringIO()
         env = {**os.environ, "XDG_RUNTIME_DIR": str(runtime), **(env or {})}
         settings = UpConfig(
@@ -206,7 +206,7 @@ def test_a_model_without_a_readable_config_is_refused_before_dealing(launch, run
 
 
 def test_gpus_on_a_cpu_are_one_clear_error(runtime):
-    cluster = Cluster(UpConfig(model="m", gpus="0", device="cpu"), env={"XDG_RUNTIME_DIR": str(runtime)})
+    cluster = Cluster(UpConfig(model="/tmp", gpus="0", device="cpu"), env={"XDG_RUNTIME_DIR": str(runtime)})
     with pytest.raises(ConfigError, match="--gpus 0: --device cpu uses no GPU"):
         cluster.start()
     assert list(runtime.iterdir()) == []
@@ -233,7 +233,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line_and_exit_code_1(tmp_path, runt
         told = manager.recv(4096)
     assert told == b"EXTEND_TIMEOUT_USEC=30000000\nSTATUS=fetching checkpoints"
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("baton up: model 'org/name' could not be fetched from")
+    assert done.stderr.splitlines()[-1].startswith("baton up: --model 'org/name' could not be fetched from")
     assert list(runtime.iterdir()) == []
 
 
@@ -299,7 +299,7 @@ def start_main(runtime, *flags, **scripts):
         scripts={role: textwrap.dedent(text) for role, text in all_scripts.items()}
     )
     return subprocess.Popen(
-        [sys.executable, "-c", code, "--model", "m", "--port", "0", *flags],
+        [sys.executable, "-c", code, "--model", "/tmp", "--port", "0", *flags],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/",
         env={**os.environ, "XDG_RUNTIME_DIR": str(runtime)},
     )  # fmt: skip
@@ -444,7 +444,7 @@ def test_up_with_a_child_that_cannot_start_exits_with_1_and_that_line(runtime):
     assert list(runtime.iterdir()) == []
 
 
-def test_up_without_a_model_is_one_line_and_exit_code_1():
+def test_up_without_a_model_is_one_line_and_exit_code_2():
     done = subprocess.run(
         [sys.executable, "-m", "baton", "up", "--port", "0"],
         cwd="/",
@@ -452,7 +452,7 @@ def test_up_without_a_model_is_one_line_and_exit_code_1():
         text=True,
         check=False,
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "--model DIR" in done.stderr
 

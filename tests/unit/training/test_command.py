@@ -120,24 +120,25 @@ def test_a_head_of_another_vocabulary_takes_the_rows_that_both_have(run: ToyRun,
 
 
 @pytest.mark.parametrize(
-    ("more", "error"),
+    ("more", "code", "error"),
     [
-        (("--layers", "1,x"), "--layers '1,x'"),
-        (("--layers", "1,1"), "names a layer"),
-        (("--layers", "9"), "out of range"),
-        (("--layers", "1,6"), "inputs of layers"),
-        (("--draft-vocab", "65"), "--draft-vocab 65"),
-        (("--block", "4"), "--block: --kind eagle3 has no such option"),
-        (("--init", "nowhere"), "nowhere"),
-        (("--held-out", "48"), "48 of 48 samples"),
-        (("--samples", "nowhere"), "nowhere"),
-        (("--model", "nowhere"), "nowhere"),
+        (("--layers", "1,x"), 2, "--layers '1,x'"),
+        (("--layers", "1,1"), 1, "names a layer"),
+        (("--layers", "9"), 1, "out of range"),
+        (("--layers", "1,6"), 1, "inputs of layers"),
+        (("--draft-vocab", "65"), 1, "--draft-vocab 65"),
+        (("--block", "4"), 2, "--block: --kind eagle3 has no such option"),
+        (("--init", "nowhere"), 2, "--init 'nowhere'"),
+        (("--held-out", "48"), 1, "48 of 48 samples"),
+        (("--samples", "nowhere"), 1, "nowhere"),
+        (("--model", "nowhere"), 2, "--model 'nowhere'"),
     ],
 )
 def test_bad_values_end_in_one_line(
-    run: ToyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], error: str
+    run: ToyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    more: tuple[str, ...], code: int, error: str,
 ) -> None:
-    assert main(arguments(run, tmp_path, *more)) == 1
+    assert main(arguments(run, tmp_path, *more)) == code
     said = capsys.readouterr().err
     assert error in said
     assert said.count("\n") == 1

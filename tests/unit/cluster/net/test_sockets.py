@@ -233,7 +233,7 @@ def test_only_this_hosts_own_addresses_are_loopback(endpoint: str, expected: boo
     if expected:
         check_bind_address(endpoint, trusted_network=False)
     else:
-        with pytest.raises(ConfigError, match="trusted_network"):
+        with pytest.raises(ConfigError, match="--trusted-network"):
             check_bind_address(endpoint, trusted_network=False)
     check_bind_address(endpoint, trusted_network=True)
 

@@ -10,12 +10,13 @@ import sys
 import textwrap
 
 import pytest
-from baton.cluster.errors import StartupError
+from baton.cluster.errors import ConfigError, StartupError
 from baton.cluster.process.log import PACKAGE, configure
 from baton.cluster.process.process import (
     EXIT_CANNOT_START,
     EXIT_CRASHED,
     EXIT_OK,
+    EXIT_USAGE,
     PARENT_VARIABLE,
     Shutdown,
     report_cannot_start,
@@ -60,6 +61,14 @@ def test_a_start_that_fails_is_one_line_and_exit_code_1(capfd):
 
     assert run_role("baton router", start, {}) == EXIT_CANNOT_START
     assert capfd.readouterr().err == "baton router: port 8000 is in use; choose another --port\n"
+
+
+def test_a_wrong_setting_is_one_line_and_exit_code_2(capfd):
+    def start():
+        raise ConfigError("--port 99999: above the largest allowed, 65535")
+
+    assert run_role("baton router", start, {}) == EXIT_USAGE == 2
+    assert capfd.readouterr().err == "baton router: --port 99999: above the largest allowed, 65535\n"
 
 
 def test_an_unexpected_error_names_its_type_and_how_to_see_more(capfd):

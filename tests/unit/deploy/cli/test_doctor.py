@@ -27,6 +27,7 @@ from baton.deploy.cli.findings import (
 )
 from baton.deploy.cli.pull_test import Link, measure, serve
 from baton.deploy.keys.keys import init
+from baton.deploy.up import launcher
 from baton.tests.cluster.router_fakes import save_tokenizer
 
 PREFILL = {
@@ -302,3 +303,65 @@ def test_the_ways_of_hand_offs_are_named_with_their_rates():
     (other,) = check_paths({"workers": [worker("prefill", host="g"), worker("decode", zmq_blocks=1.0)]})
     assert other.level == "ok"
     assert check_paths({"workers": [worker("prefill"), worker("decode")]}) == []
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A function that writes a config file and returns the flag that names it."""
+
+    def write(text):
+        (tmp_path / "c.toml").write_text(text)
+        return f"--config={tmp_path}/c.toml"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[upp]\nmodel = "m"\n', "unknown table [upp]; did you mean [up]?"),
+        ('[up]\nmodel = "m"\nprefil = 2\n', "unknown key 'prefil'; did you mean 'prefill'?"),
+        ('[up]\nmodel = "m"\nchunk_size = "x"\n', "write a whole number"),
+        ('[up]\nmodel = "m"\n[decode]\nwatchdog_s = -1\n', "below the smallest allowed"),
+        ("[up]\nport = 0\n", "under [up]"),
+        ("[prefill]\nchunk_size = 64\n", "under [prefill]"),
+        ('[up]\nmodel = "m"\nhost = "0.0.0.0"\n', "--api-keys FILE, --tls-cert FILE and --tls-key FILE"),
+        ('[up]\nmodel = "m"\nprefill = 0\naggregated = false\n', "decode computes the prompts"),
+    ],
+)
+def test_a_file_that_up_would_refuse_is_refused_with_the_same_words(capsys, written, text, words):
+    flag = written(text)
+    assert doctor.main([flag]) == 2
+    by_doctor = capsys.readouterr().err.removeprefix("baton doctor: ")
+    assert words in by_doctor
+    assert launcher.main([flag]) == 2
+    by_up = capsys.readouterr().err.removeprefix("baton up: ")
+    assert by_up == by_doctor or "[prefill]" in words, "without a table [up], up has no model either"
+
+
+def test_the_model_and_ports_of_up_are_looked_at(capsys, written, model):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        flag = written(f'[up]\nmodel = "{model}"\nport = {port}\n[decode]\nmetrics_port = 0\n')
+        one(capsys, "ports", f"--port tcp://127.0.0.1:{port}", flag)
+    assert examined(capsys, flag) == (0, [])
+    assert doctor.main([flag, "--device=cpu"]) == 0
+    told = capsys.readouterr().out
+    assert f"{model}: whole" in told
+    assert "prefill on " in told
+    assert "decode on " in told
+    sorted(model.glob("*.safetensors"))[0].unlink()
+    one(capsys, "model", "is missing", flag)
+
+
+def test_each_role_has_the_model_of_its_own_table(capsys, written, model):
+    flag = written(f'[prefill]\nmodel = "{model}"\n[decode]\nmodel = "/nope"\n')
+    one(capsys, "model", "/nope is no directory", flag)
+    assert examined(capsys, flag, "--roles=prefill") == (0, [])
+
+
+def test_a_model_of_the_hub_is_not_downloaded(capsys, written, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert doctor.main([written('[up]\nmodel = "org/model"\n'), "--json", "--device=cpu"]) == 0
+    (found,) = [each for each in json.loads(capsys.readouterr().out) if each["check"] == "model"]
+    assert (found["level"], "org/model is not on this host" in found["text"]) == (WARN, True)

@@ -16,7 +16,7 @@ def asked(monkeypatch, tmp_path):
     """The ids that the hub was asked for; each download is a directory of `tmp_path`."""
     asked = []
 
-    def snapshot_download(name, allow_patterns):
+    def snapshot_download(name, allow_patterns, tqdm_class=None):
         assert "*.safetensors" in allow_patterns
         asked.append(name)
         (tmp_path / name).mkdir(parents=True)
@@ -65,7 +65,7 @@ def test_a_directory_stays_and_keeps_its_name(asked, tmp_path):
 
 
 def test_a_download_that_fails_is_one_error_with_the_id_and_a_remedy(monkeypatch):
-    def unreachable(name, allow_patterns):
+    def unreachable(name, allow_patterns, tqdm_class=None):
         raise OSError("Network is unreachable")
 
     monkeypatch.setattr(hub, "snapshot_download", unreachable)
@@ -75,7 +75,7 @@ def test_a_download_that_fails_is_one_error_with_the_id_and_a_remedy(monkeypatch
 
 def test_each_refusal_of_the_hub_names_its_remedy(monkeypatch):
     def refused(kind, text):
-        def snapshot_download(name, allow_patterns):
+        def snapshot_download(name, allow_patterns, tqdm_class=None):
             error = kind.__new__(kind)
             error.args = (text,)
             raise error
@@ -93,4 +93,4 @@ def test_each_refusal_of_the_hub_names_its_remedy(monkeypatch):
 def test_a_relative_directory_is_absolute_for_children(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert fetch_once()("here") == Path(tmp_path / "here")
+    assert fetch_once()("here", "--model") == Path(tmp_path / "here")

@@ -113,7 +113,7 @@ def test_children_start_at_once_and_are_left_alone_while_they_run():
     ]
 
 
-@pytest.mark.parametrize("code", [-signal.SIGKILL, -signal.SIGSEGV, 70, 0, 2])
+@pytest.mark.parametrize("code", [-signal.SIGKILL, -signal.SIGSEGV, 70, 0, 3])
 def test_a_crashed_child_is_restarted_after_half_a_second(code):
     world = World(("router", "decode-0"))
     world.run(1.0)
@@ -156,12 +156,14 @@ def test_a_long_life_forgives_earlier_failures():
     assert world.spawned[-1][0] - died <= 0.7
 
 
-def test_a_child_that_fails_its_first_start_ends_up_with_its_error():
+@pytest.mark.parametrize("code", [1, 2])
+def test_a_child_that_fails_its_first_start_ends_up_with_error_and_code(code):
     world = World(("router", "prefill-0"))
     world.run(0.1)
-    world.last.code, world.last.line = 1, "missing shard model-2.safetensors"
+    world.last.code, world.last.line = code, "missing shard model-2.safetensors"
     world.run(5.0)
     assert world.supervisor.failure == "prefill-0: missing shard model-2.safetensors"
+    assert world.supervisor.failure_code == code
     assert len(world.spawned) == 2
 
 

@@ -1,0 +1,57 @@
+"""From the settings of `baton up` to its workers. `baton doctor` uses the same functions."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ...cluster.config.groups import RoleConfig
+from ...cluster.config.link_checks import check_links
+from ...cluster.config.roles import UpConfig
+from ...cluster.errors import ConfigError
+from ..capacity.worker_sizes import need_of_roles
+from .children import merged_configs, role_configs, wish_of
+from .dealing import Deal, deal, deal_without_gpus
+from .gpu_list import Gpu, restrict
+from .local_checkpoints import Fetch, head_of, with_directories
+
+
+def check_children(
+    config: UpConfig, env: Mapping[str, str], directory: Path, settled: Deal | None = None
+) -> list[RoleConfig]:
+    """The settings of every process, checked without a download or a GPU. Raises ConfigError.
+
+    `settled` None: the workers of a host without GPUs.
+    """
+    settled = settled or deal_without_gpus(wish_of(config))
+    children = [child for _, child in merged_configs(config, env, directory, settled)]
+    for child in children:
+        check_links(child)
+    return children
+
+
+def settle(
+    config: UpConfig,
+    env: Mapping[str, str],
+    gpus_of: Callable[[Mapping[str, str]], tuple[Gpu, ...]],
+    fetch: Fetch,
+) -> Deal:
+    """The workers, and their GPUs if the host has some that may be used.
+
+    Raises ConfigError for a model that does not fit and for settings that contradict each other, and the
+    errors of `fetch` for a checkpoint that is not there.
+    """
+    wish = wish_of(config)
+    prefill, decode = role_configs(config, env)
+    wanted = [child for child, count in ((prefill, wish.prefill), (decode, wish.decode)) if count]
+    for child in wanted:  # refuses what is no checkpoint
+        fetch(child.model, "--model")
+        if head_of(child):
+            fetch(head_of(child), "--draft")
+    on_gpu = frozenset(child.role for child in wanted if child.device != "cpu")
+    if not on_gpu and config.gpus:
+        raise ConfigError(f"--gpus {config.gpus}: --device cpu uses no GPU; leave one of them out")
+    gpus = restrict(gpus_of(env), config.gpus) if on_gpu else ()
+    if not gpus:
+        return deal_without_gpus(wish)
+    need = need_of_roles(with_directories(prefill, fetch), with_directories(decode, fetch))
+    return deal(gpus, need, replace(wish, on_gpu=on_gpu))
