@@ -69,6 +69,6 @@ def test_no_role_starts_with_a_fault_without_permission(role):
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path), "BATON_FAULT": "decode:step:1"},
     )  # fmt: skip
     lines = [line for line in ended.stderr.splitlines() if line.startswith(f"baton {role}: ")]
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert len(lines) == 1
     assert "BATON_ALLOW_FAULTS" in lines[0]

@@ -133,7 +133,7 @@ def test_s2_s29_hostile_bytes_leave_it_serving_and_small(server, tmp_path, monke
 def test_a_port_in_use_and_an_open_address_are_refused_with_the_remedy(server):
     with pytest.raises(StartupError, match="choose another --metrics-port"):
         MetricsServer("127.0.0.1", server.port, **SETTINGS)
-    with pytest.raises(ConfigError, match="trusted_network"):
+    with pytest.raises(ConfigError, match="--trusted-network"):
         MetricsServer("0.0.0.0", 0, **SETTINGS)
 
 
