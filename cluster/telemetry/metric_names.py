@@ -122,7 +122,9 @@ WORKER_EVENTS = _counter("worker_events", "A worker's own counters.", *WORKER, "
 
 # metrics of the router's events
 OF_EVENT = {"worker_lost": WORKER_DEATHS, "breaker_opened": EJECTIONS, "requeued": RETRIES}
-# events of the metric ROUTER_EVENTS, 0 before the first one: an increase from nothing is none in PromQL
+# Series of RESPONSES, and below of ROUTER_EVENTS, that are 0 before the first event: PromQL sees no increase
+# from nothing.
+KNOWN_STATUSES = (200, 400, 401, 403, 404, 429, 500, 502, 503, 504)
 KNOWN_EVENTS = (
     "client_stalled", "control_denied", "control_handshakes_failed", "control_malformed", "control_oversized",
     "damaged_message", "damaged_order", "grammar_cut", "idempotent_attached", "idempotent_replayed",

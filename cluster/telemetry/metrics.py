@@ -18,6 +18,7 @@ from .histogram import Histogram
 from .metric_names import MetricName
 from .worker_metrics import WorkerRecord, worker_families
 
+ROUTES = ("chat", "completions", "responses", "messages")
 OUTCOMES = ("ok", "rejected", "cancelled", "failed", "timeout")
 
 
@@ -25,7 +26,7 @@ class RequestClass(Struct, frozen=True):
     """The labels of a request in histograms."""
 
     route: str = "chat"
-    """The endpoint: chat, completions, responses or messages."""
+    """The endpoint: one of ROUTES, or other."""
     priority: str = "normal"
     """high, normal or low."""
 
@@ -37,7 +38,7 @@ def priority_class(priority: int) -> str:
     return "high" if priority < 0 else "low"
 
 
-USUAL = RequestClass()  # its series are there before its first request
+USUAL = RequestClass()
 Tallies = dict[MetricName, Histogram]
 
 
@@ -119,11 +120,13 @@ class RouterMetrics:
 
     def __init__(self, model: str) -> None:
         self.model = model
-        self._requests = dict.fromkeys(OUTCOMES, 0)  # a rate needs the value 0 before the first event
+        # a rate needs the value 0 before the first event; series of other priorities begin with a request
+        self._requests = dict.fromkeys(OUTCOMES, 0)
         self._totals = dict.fromkeys(names.COUNTED, 0)
         self._tallies = {name: Histogram(name) for name in names.OF_ALL}
         self._of_class: dict[RequestClass, Tallies] = {}
-        self._tallies_of(USUAL)
+        for route in ROUTES:
+            self._tallies_of(RequestClass(route))
 
     def __repr__(self) -> str:
         return f"RouterMetrics({sum(self._requests.values())} requests)"
@@ -198,7 +201,8 @@ def add_router(families: Families, router: RouterRecord) -> None:
     families.add(names.RUNNING, (), router.running)
     for (role, state), num_workers in sorted(router.registered.items()):
         families.add(names.REGISTERED, (role, state), num_workers)
-    for status, total in sorted(router.responses.items()):
+    responses = dict.fromkeys(names.KNOWN_STATUSES, 0) | dict(router.responses)
+    for status, total in sorted(responses.items()):
         families.add(names.RESPONSES, (str(status),), total)
     for event, name in names.OF_EVENT.items():
         families.add(name, (), router.events.get(event, 0))

@@ -7,6 +7,7 @@ import pytest
 from baton.cluster.protocol.messages import WorkerStats
 from baton.cluster.telemetry import metric_names as names
 from baton.cluster.telemetry.metrics import (
+    ROUTES,
     Handoff,
     PromptWork,
     RequestClass,
@@ -112,8 +113,15 @@ def test_times_and_lengths_count_under_the_class_of_the_request():
     }  # fmt: skip
     assert value(found, "baton_request_prompt_tokens_bucket", le="64.0", **labels) == 1
     assert value(found, "baton_request_output_tokens_bucket", le="1.0", **labels) == 1
-    usual = [value(found, f"{name.name}_count", **USUAL) for name in names.OF_CLASS]
-    assert usual == [0] * len(names.OF_CLASS), "there before the first request, so that its increase is seen"
+
+
+def test_the_usual_series_are_zero_before_the_first_request():
+    found = samples(RouterMetrics(MODEL).render(RouterRecord(queued=0, running=0), []))
+    for route in ROUTES:
+        for name in names.OF_CLASS:
+            assert value(found, f"{name.name}_count", route=route, priority="normal") == 0
+    for status in names.KNOWN_STATUSES:
+        assert value(found, "baton_http_responses_total", status=str(status)) == 0
 
 
 def test_priorities_have_three_classes():

@@ -61,7 +61,7 @@ def test_the_dashboard_shows_every_listed_question_of_an_operator():
         "baton_queue_wait_seconds", "baton_handoff_bytes_total", "baton_handoff_seconds",
         "baton_worker_pages",
         "baton_worker_accept_length", "baton_worker_spec_steps", "baton_worker_graph_fallbacks_total",
-        "baton_worker_up",
+        "baton_registered_workers", "baton_request_prompt_tokens", "baton_request_output_tokens",
         "baton_ejections_total", "baton_worker_deaths_total", "repulls",
     ):  # fmt: skip
         assert name in asked, name
