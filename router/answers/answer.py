@@ -279,7 +279,7 @@ def error_of(event: Failure) -> ApiError:
     if event.kind == "Refused":
         return bad_request("No worker takes this request: " + event.message[:200])
     if event.kind == BAD_GRAMMAR:
-        message = "No worker can follow what response_format and tools ask for. Ask for something simpler."
+        message = "No worker can follow the schema, the grammar or the tools of this request. Ask for less."
         return bad_request(message, code="grammar_too_costly")
     if event.kind == BAD_EMBEDS:
         message = "The model's logits for these prompt_embeds are not finite. Send others."

@@ -110,6 +110,7 @@ class ChatReply(Struct):
     choices: list[ChatChoice]
     usage: Usage | UnsetType = UNSET
     timeline: Raw | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(Struct):
@@ -122,6 +123,7 @@ class ChatChunk(Struct):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType = UNSET
     timeline: Raw | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first chunk
 
 
 class ChatBuilder:
@@ -148,12 +150,14 @@ class ChatBuilder:
                 choices,
                 usage,
                 raw_timeline(timeline),
+                self._prompt_ids(),
             )
         )
 
     def opening(self, index: int) -> bytes:
         """The chunk with the role."""
-        return self._chunk([ChatChunkChoice(index, Delta("assistant", ""))])
+        ids = UNSET if index else self._prompt_ids()
+        return self._chunk([ChatChunkChoice(index, Delta("assistant", ""))], prompt_ids=ids)
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
         """The chunks for a piece; empty when it adds nothing to the message.
@@ -208,10 +212,15 @@ class ChatBuilder:
         choices: list[ChatChunkChoice],
         usage: Usage | UnsetType = UNSET,
         timeline: Raw | UnsetType = UNSET,
+        prompt_ids: list[int] | UnsetType = UNSET,
     ) -> bytes:
         frame = self._frame
         kind = "chat.completion.chunk"
-        return sse(compact(ChatChunk(frame.id, kind, frame.created, frame.model, choices, usage, timeline)))
+        chunk = ChatChunk(frame.id, kind, frame.created, frame.model, choices, usage, timeline, prompt_ids)
+        return sse(compact(chunk))
+
+    def _prompt_ids(self) -> list[int] | UnsetType:
+        return self._frame.prompt_ids[0] if self._frame.prompt_ids else UNSET
 
     def _ids(self, piece: Piece) -> list[int] | UnsetType:
         return piece.ids if self._frame.wants_ids else UNSET

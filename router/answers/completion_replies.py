@@ -27,6 +27,7 @@ class CompletionChoice(Struct):
     finish_reason: str | None = None
     token_ids: list[int] | UnsetType = UNSET
     accepted_drafts: int | UnsetType = UNSET  # in a chunk
+    prompt_token_ids: list[int] | UnsetType = UNSET  # in its first chunk
 
 
 class CompletionReply(Struct):
@@ -48,6 +49,7 @@ class CompletionBuilder:
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
+        self._begun: set[int] = set()  # choices that have their first chunk
 
     def whole(self, answers: Sequence[Piece], usage: Usage, timeline: AnyTimeline | None) -> bytes:
         """The body of an answer that is not streamed, one piece per choice."""
@@ -90,7 +92,11 @@ class CompletionBuilder:
 
     def _choice(self, index: int, piece: Piece) -> CompletionChoice:
         ids = piece.ids if self._frame.wants_ids else UNSET
-        return CompletionChoice(index, piece.text, self._logprobs(piece), piece.finish or None, ids)
+        made = CompletionChoice(index, piece.text, self._logprobs(piece), piece.finish or None, ids)
+        if self._frame.prompt_ids and index not in self._begun:
+            self._begun.add(index)
+            made.prompt_token_ids = self._frame.prompt_ids[index // self._frame.num_choices]
+        return made
 
     def _logprobs(self, piece: Piece) -> CompletionLogprobs | None:
         num_top, tokens = self._frame.num_top, piece.logprobs

@@ -72,6 +72,9 @@ class ChoiceOptions(Struct, frozen=True, kw_only=True, gc=False):
     """Options of a request for the text of its choices. `num_top` is -1 without log probabilities."""
 
     stops: tuple[str, ...] = ()
+    keeps_stop: bool = False  # the text ends with the stop string
+    names_ids: bool = False  # log probabilities name tokens by their ids
+    begins_with: str = ""  # text before the answer, without tokens of its own
     skip_special: bool = True
     num_top: int = -1
     min_tokens: int = 0  # no stop string counts before this many tokens
@@ -97,9 +100,10 @@ class Choice:
         self._tokenizer = tokenizer
         self._options = options
         self._detokenizer = tokenizer.detokenizer(skip_special=options.skip_special, shown=options.shown)
-        self._stops = StopStrings(options.stops) if options.stops else None
+        self._stops = StopStrings(options.stops, keeps_stop=options.keeps_stop) if options.stops else None
         self._reader = options.make_reader() if options.make_reader is not None else None
         self._echo = echo
+        self._begin = options.begins_with  # until it was given
         self._num_chars = 0  # characters completed by all tokens so far
         self._sum_logprobs = 0.0
         self.num_tokens = 0
@@ -123,7 +127,7 @@ class Choice:
         if self.finish:
             return Piece("")
         if self._echo is None:
-            return self._add_output(effect)
+            return self._begun(self._add_output(effect))
         echo, self._echo = self._echo, None
         return Piece.joined([self._add_prompt(echo, effect.prompt), self._add_output(effect)])
 
@@ -136,7 +140,12 @@ class Choice:
             tail = self._stops.feed(tail)
             tail += self._stops.flush()
         self.finish = reason
-        return self._parted(Piece(tail, finish=reason))
+        return self._begun(self._parted(Piece(tail, finish=reason)))
+
+    def _begun(self, piece: Piece) -> Piece:
+        """The piece, behind the text that comes first."""
+        begin, self._begin = self._begin, ""
+        return replace(piece, text=begin + piece.text) if begin else piece
 
     def _parted(self, piece: Piece) -> Piece:
         """Splits the text of a piece into reasoning, plain text and tool calls."""
@@ -222,13 +231,15 @@ class Choice:
     def _named(self, token: int, logprob: TokenLogprob | None, at: int) -> TokenText:
         data = self._tokenizer.token_bytes[token]
         if logprob is None:
-            return TokenText(name_of(data), data, None, [], at)
-        top = [(token, value) for token, value in logprob.top[: self._options.num_top]]
-        names = [(name_of(spelled), spelled, value) for spelled, value in self._bytes_of(top)]
-        return TokenText(name_of(data), data, logprob.logprob, names, at)
+            return TokenText(self._name(token, data), data, None, [], at)
+        names = []
+        for other, value in logprob.top[: self._options.num_top]:
+            spelled = self._tokenizer.token_bytes[other]
+            names.append((self._name(other, spelled), spelled, value))
+        return TokenText(self._name(token, data), data, logprob.logprob, names, at)
 
-    def _bytes_of(self, top: Sequence[tuple[int, float]]) -> list[tuple[bytes, float]]:
-        return [(self._tokenizer.token_bytes[token], value) for token, value in top]
+    def _name(self, token: int, data: bytes) -> str:
+        return f"token_id:{token}" if self._options.names_ids else name_of(data)
 
 
 def name_of(data: bytes) -> str:

@@ -87,6 +87,8 @@ class Frame(Struct, frozen=True, kw_only=True):
     model: str
     num_top: int = -1  # log probabilities; -1: none
     wants_ids: bool = False
+    prompt_ids: tuple[list[int], ...] = ()  # of each prompt, if the client wants ids
+    num_choices: int = 1  # per prompt
     wants_accepted: bool = False  # chunks say how many of their tokens are accepted drafts
 
 

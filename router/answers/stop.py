@@ -4,9 +4,13 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Finds the first of `stops` in streamed text. Withholds only text that may begin a stop string."""
+    """Finds the first of `stops` in streamed text. Withholds only text that may begin a stop string.
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    With `keeps_stop` the text ends with the stop string, else before it.
+    """
+
+    def __init__(self, stops: Sequence[str], *, keeps_stop: bool = False) -> None:
+        self._keeps_stop = keeps_stop
         assert all(stops), "empty stop string"
         self._stops = tuple(stops)
         self._held = ""
@@ -18,7 +22,7 @@ class StopStrings:
     def feed(self, text: str) -> str:
         """Adds text.
 
-        Returns the text that may go out now; after a hit, the text before the stop string, then "".
+        Returns the text that may go out now; after a hit, the text up to the stop string, then "".
         """
         if self.is_hit or not self._stops:
             return "" if self.is_hit else text
@@ -28,7 +32,8 @@ class StopStrings:
         if found:
             self.is_hit = True
             self._held = ""
-            return text[: min(found)[1]]
+            end, at = min(found)
+            return text[: end if self._keeps_stop else at]
         held = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

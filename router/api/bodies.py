@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from .fields import CHAT, COMPLETION, MESSAGE, STREAM_OPTIONS, TEXT_PART, Field
-from .tool_bodies import MAX_TOOLS, AnyFormat, AnyToolChoice, Tool, ToolCall
+from .structured import ConstrainedBody
+from .tool_bodies import MAX_TOOLS, AnyToolChoice, Tool, ToolCall
 
 MAX_CHOICES = 128  # rooms of a request: number of choices (or best_of) times number of prompts
 MAX_SEED = 2**63 - 1
@@ -29,6 +30,8 @@ Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
 TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 RepetitionPenalty = Annotated[float, Meta(ge=LOWEST_REPETITION_PENALTY, le=100.0)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
+StopIds = Annotated[list[NotNegative], Meta(max_length=1024)]
 NOT_EMPTY = Meta(extra_json_schema={"minLength": 1, "minItems": 1})  # `openai` checks it and words the error
 SwitchText = Annotated[str, Meta(max_length=MAX_SWITCH_CHARS)]
 Switches = Annotated[dict[str, bool | int | float | SwitchText | None], Meta(max_length=MAX_SWITCHES)]
@@ -116,7 +119,7 @@ class RequestMessage(Struct, forbid_unknown_fields=True):
         return fields
 
 
-class CommonBody(Struct, kw_only=True, forbid_unknown_fields=True):
+class CommonBody(ConstrainedBody, kw_only=True, forbid_unknown_fields=True):
     """The fields that chat and completions share."""
 
     TABLE: ClassVar[Mapping[str, Field]]
@@ -139,11 +142,31 @@ class CommonBody(Struct, kw_only=True, forbid_unknown_fields=True):
     min_tokens: NotNegative | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
-    response_format: AnyFormat | None = None
-    stop_token_ids: Annotated[list[NotNegative], Meta(max_length=1024)] | None = None
+    stop_token_ids: StopIds | None = None
     skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    cache_salt: CacheSalt | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    spaces_between_special_tokens: Unread = msgspec.UNSET
+    request_id: Unread = msgspec.UNSET
+    rid: Unread = msgspec.UNSET
+    use_beam_search: Unread = msgspec.UNSET
+    length_penalty: Unread = msgspec.UNSET
+    prompt_logprobs: Unread = msgspec.UNSET
+    bad_words: Unread = msgspec.UNSET
+    allowed_token_ids: Unread = msgspec.UNSET
+    logits_processors: Unread = msgspec.UNSET
+    kv_transfer_params: Unread = msgspec.UNSET
     user: Unread = msgspec.UNSET
+
+    @property
+    def keeps_stop(self) -> bool:
+        """Whether the text of the answer ends with the stop string."""
+        return bool(self.include_stop_str_in_output or self.no_stop_trim)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -191,6 +214,10 @@ class ChatBody(CommonBody, kw_only=True, forbid_unknown_fields=True):
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     chat_template_kwargs: Switches | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None
+    documents: Unread = msgspec.UNSET
     tools: Tools | None = None
     tool_choice: AnyToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -211,6 +238,11 @@ class ChatBody(CommonBody, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_options: Unread = msgspec.UNSET
     prompt_cache_retention: Unread = msgspec.UNSET
     chat_template: Unread = msgspec.UNSET
+
+    @property
+    def has_answer_head(self) -> bool:
+        """Whether the head of an answer follows the messages in the prompt."""
+        return self.add_generation_prompt is not False and not self.continue_final_message
 
     @property
     def calls_tools(self) -> bool:
@@ -254,7 +286,14 @@ class TokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: Switches | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     tools: Tools | None = None
+
+    @property
+    def has_answer_head(self) -> bool:
+        """As of a chat."""
+        return self.add_generation_prompt is not False and not self.continue_final_message
 
 
 class DetokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):

@@ -26,7 +26,8 @@ from .bodies import (
 from .field_errors import UNREADABLE, check_refused, is_unknown_field, refused_of, unreadable
 from .response_bodies import MAX_METADATA, ResponseBody
 from .response_items import check_items
-from .tool_bodies import AllowedTools, Function, ToolChoice, schema_of
+from .structured import check_constraint
+from .tool_bodies import AllowedTools, Function, ToolChoice
 from .unknown_fields import unknown_field_error, unknown_fields, without
 
 MAX_MESSAGES = 4096
@@ -56,8 +57,6 @@ def parse_body(raw: bytes, kind: type[B], ignored: list[str] | None = None) -> B
         raise unreadable(error) from None
     if not isinstance(body, (TokenizeBody, DetokenizeBody)):
         check_refused(body, REFUSED[type(body)])
-    if isinstance(body, (ChatBody, CompletionBody)):
-        _check_common(body)
     if isinstance(body, ChatBody):
         check_chat(body)
     elif isinstance(body, CompletionBody):
@@ -198,8 +197,11 @@ def _check_common(body: CommonBody) -> None:
     if body.min_tokens and body.max_tokens is not None and body.min_tokens > body.max_tokens:
         text = f"min_tokens {body.min_tokens} is more than max_tokens {body.max_tokens}"
         raise bad_request(text, param="min_tokens")
-    if schema_of(body.response_format) is not None:
-        _check_guided(body, "response_format")
+    if body.truncate_prompt_tokens == 0:
+        text = "truncate_prompt_tokens 0 leaves no prompt: give at least 1, or -1 for what fits"
+        raise bad_request(text, param="truncate_prompt_tokens")
+    if (constraint := check_constraint(body)) is not None:
+        _check_guided(body, constraint.param)
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream: true", param="stream_options")
     biases = body.logit_bias or {}
@@ -214,8 +216,12 @@ def _check_common(body: CommonBody) -> None:
 
 def check_chat(body: ChatBody) -> None:
     """Raises ApiError (400) for a chat that is empty or whose fields contradict each other."""
+    _check_common(body)
     _check_messages(body.messages)
     _check_tools(body)
+    _check_continuation(body, body.messages)
+    if body.echo and not body.continue_final_message:
+        raise bad_request("echo of a chat needs continue_final_message: true", param="echo")
     if not any(message.text or message.tool_calls for message in body.messages):
         raise bad_request("all messages are empty: give at least one character", param="messages")
     if body.top_logprobs and not body.logprobs:
@@ -262,6 +268,7 @@ def _check_tokenize(body: TokenizeBody) -> None:
         _check_messages(body.messages)
     elif body.tools:
         raise bad_request("tools needs messages", param="tools")
+    _check_continuation(body, body.messages or ())
     _check_functions([tool.function for tool in body.tools or ()])
 
 
@@ -282,6 +289,10 @@ def _check_tools(body: ChatBody) -> None:
         raise bad_request("tool_choice required needs tools", param="tool_choice")
     if body.calls_tools:
         _check_guided(body, "tools")
+        constraint = body.constraint
+        if constraint is not None and not constraint.is_json:
+            text = f"{constraint.param} and tools exclude each other: give one of them, or tool_choice none"
+            raise bad_request(text, param=constraint.param.partition(".")[0])
 
 
 def _check_guided(body: CommonBody, param: str) -> None:
@@ -292,11 +303,25 @@ def _check_guided(body: CommonBody, param: str) -> None:
             raise bad_request(f"{name} and {param} exclude each other", param=name)
 
 
+def _check_continuation(body: ChatBody | TokenizeBody, messages: Sequence[RequestMessage]) -> None:
+    if body.continue_final_message:
+        if body.add_generation_prompt:
+            text = "continue_final_message and add_generation_prompt exclude each other: give one of them"
+            raise bad_request(text, param="add_generation_prompt")
+        if not messages or not messages[-1].text or messages[-1].tool_calls:
+            text = "continue_final_message needs text in the last message, and no tool calls"
+            raise bad_request(text, param="continue_final_message")
+
+
 def _check_completion(body: CompletionBody) -> None:
+    _check_common(body)
     if body.prompt is None and body.prompt_embeds is None:
         raise bad_request("prompt is missing: give prompt, or prompt_embeds", param="prompt")
     if body.prompt_embeds is not None and not all(body.embeds or [""]):
         raise bad_request("prompt_embeds is empty: give at least one tensor", param="prompt_embeds")
+    if body.embeds and body.truncate_prompt_tokens is not None:
+        text = "truncate_prompt_tokens and prompt_embeds exclude each other"
+        raise bad_request(text, param="truncate_prompt_tokens")
     if body.embeds and body.wants_echo:
         text = "echo and prompt_embeds exclude each other: embeddings have no text"
         raise bad_request(text, param="echo")

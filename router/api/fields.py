@@ -10,6 +10,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+# fields of chats that /v1/responses takes, too
+PASSED_ON = (
+    "stop",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "cache_salt",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "guided_decoding_backend",
+    "guided_whitespace_pattern",
+    "json_schema",
+    "regex",
+    "ebnf",
+)
+
 State = Literal["works", "ignored", "refused"]
 
 
@@ -34,6 +61,30 @@ def _ignored(says: str) -> Field:
 def _refused(says: str, *harmless: bytes) -> Field:
     return Field("refused", says, harmless)
 
+
+_NO_SPACES = _ignored("JSON is written without optional white space")
+_BACKEND = _ignored("there is one backend")
+STRUCTURED_OUTPUTS: Mapping[str, Field] = {
+    "structural_tag": _refused("tools are called in the model's own form: use tools"),
+    "disable_fallback": _BACKEND,
+    "disable_any_whitespace": _NO_SPACES,
+    "disable_additional_properties": _ignored("objects are closed where the schema does not say otherwise"),
+    "whitespace_pattern": _NO_SPACES,
+}
+_CONSTRAINTS: dict[str, Field] = {
+    "structured_outputs": _works(
+        "added; vLLM's object: one of `json`, `regex`, `choice`, `grammar` and `json_object`"
+    ),
+    "guided_json": _works("added; a JSON schema, as an object or as text"),
+    "guided_regex": _works("added; a regular expression that the whole answer matches, without look-around"),
+    "guided_choice": _works("added; up to 1024 texts, of which the answer is one"),
+    "guided_grammar": _works("added; a grammar in Lark, or in GBNF (EBNF)"),
+    "guided_decoding_backend": _BACKEND,
+    "guided_whitespace_pattern": _NO_SPACES,
+    "json_schema": _works("added; SGLang's name of guided_json"),
+    "regex": _works("added; SGLang's name of guided_regex"),
+    "ebnf": _works("added; SGLang's name of guided_grammar"),
+}
 
 _COMMON: dict[str, Field] = {
     "model": _works("the name in /v1/models, also when it is left out; another one is a 404"),
@@ -63,10 +114,32 @@ _COMMON: dict[str, Field] = {
     "response_format": _works(
         "text, json_object, or json_schema, which answers always follow; in completions added"
     ),
+    **_CONSTRAINTS,
     "ignore_eos": _works("added; the model's end tokens do not end the answer"),
     "stop_token_ids": _works("added; up to 1024"),
     "skip_special_tokens": _works("added; default true"),
-    "return_token_ids": _works("added; each choice has `token_ids`"),
+    "include_stop_str_in_output": _works("added; default false; the text ends with the stop string"),
+    "no_stop_trim": _works("added; SGLang's name of include_stop_str_in_output"),
+    "add_special_tokens": _works(
+        "added; the tokenizer's own begin and end tokens; default: true for a prompt, false for a chat, "
+        "whose template writes them"
+    ),
+    "truncate_prompt_tokens": _works(
+        "added; keeps so many tokens of the prompt, its last ones; -1: as many as fit beside the output"
+    ),
+    "cache_salt": _works("added; cached prefixes are shared only with requests of the same salt and key"),
+    "return_token_ids": _works("added; `token_ids` of each choice, and `prompt_token_ids`"),
+    "return_tokens_as_token_ids": _works("added; logprobs name tokens as `token_id:5`"),
+    "spaces_between_special_tokens": _ignored("tokens are joined as they are"),
+    "request_id": _ignored("the header x-request-id has it"),
+    "rid": _ignored("the header x-request-id has it"),
+    "use_beam_search": _refused("there is no beam search", b"false"),
+    "length_penalty": _refused("there is no beam search", b"1", b"1.0"),
+    "prompt_logprobs": _refused("/v1/completions has them: echo with logprobs"),
+    "bad_words": _refused("logit_bias bans tokens", b"[]"),
+    "allowed_token_ids": _refused("guided_choice and guided_regex limit the text", b"[]"),
+    "logits_processors": _refused("no code of clients runs here", b"[]"),
+    "kv_transfer_params": _refused("the router pairs workers itself"),
 }
 
 CHAT: Mapping[str, Field] = _COMMON | {
@@ -82,6 +155,13 @@ CHAT: Mapping[str, Field] = _COMMON | {
     "chat_template_kwargs": _works(
         "added; the template's own switches: true, false, numbers, text of up to 256 characters"
     ),
+    "add_generation_prompt": _works(
+        "added; default true; false: the prompt ends behind the last message, without the head of an answer"
+    ),
+    "continue_final_message": _works(
+        "added; the answer continues the text of the last message; add_generation_prompt is then false"
+    ),
+    "echo": _works("added, with continue_final_message; the text of the last message before the answer"),
     "tools": _works("up to 128 functions; [arguments](#reasoning-and-tool-calls) follow their schema"),
     "tool_choice": _works(
         "none, auto, required, one function, or allowed_tools: the others are not shown to the model"
@@ -94,6 +174,7 @@ CHAT: Mapping[str, Field] = _COMMON | {
     "web_search_options": _refused("nothing is searched"),
     "moderation": _refused("nothing is moderated"),
     "chat_template": _refused("templates come from the model only"),
+    "documents": _refused("put them into a message", b"[]"),
     "prediction": _ignored("a hint about speed; drafts come from the drafter"),
     "reasoning_effort": _ignored("a hint; chat_template_kwargs takes it to templates that read it"),
     "verbosity": _ignored("a hint"),
@@ -134,6 +215,7 @@ RESPONSE: Mapping[str, Field] = {
     "metadata": _works("up to 16 pairs, repeated in the response"),
     "seed": _works("added; equal seeds give equal answers"),
     "priority": _works("added; as in a chat"),
+    **{name: _COMMON[name] for name in PASSED_ON},
     "text": _works("`format`: text, json_object or json_schema; `verbosity` is ignored"),
     "tools": _works("up to 128 functions; there are no built-in tools"),
     "tool_choice": _works(
@@ -215,6 +297,7 @@ INPUT_REASONING: Mapping[str, Field] = {
 
 INSIDE: Mapping[str, Mapping[str, Field]] = {
     "`stream_options`": STREAM_OPTIONS,
+    "`structured_outputs`": STRUCTURED_OUTPUTS,
     "a message of a chat": MESSAGE,
     "a call of it": CALL,
     "the call's `function`": CALLED,

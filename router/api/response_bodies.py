@@ -7,10 +7,25 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from ..errors import ApiError, bad_request
-from .bodies import ChatBody, Positive, RequestMessage, StreamOptions, Unread
+from .bodies import (
+    Bias,
+    CacheSalt,
+    ChatBody,
+    Fraction,
+    NotNegative,
+    Penalty,
+    Positive,
+    RepetitionPenalty,
+    RequestMessage,
+    StopIds,
+    StreamOptions,
+    TopK,
+    Unread,
+)
 from .field_errors import check_refused, refused_of
-from .fields import RESPONSE, RESPONSE_TOOL, TEXT_OPTIONS, Field
+from .fields import PASSED_ON, RESPONSE, RESPONSE_TOOL, TEXT_OPTIONS, Field
 from .response_items import messages_of
+from .structured import ConstraintFields
 from .tool_bodies import (
     MAX_TOOLS,
     AllowedFunctions,
@@ -76,7 +91,7 @@ class TextOptions(Struct, forbid_unknown_fields=True):
     verbosity: Unread = msgspec.UNSET
 
 
-class ResponseBody(Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponseBody(ConstraintFields, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/responses."""
 
     TABLE: ClassVar[Mapping[str, Field]] = RESPONSE
@@ -94,6 +109,19 @@ class ResponseBody(Struct, kw_only=True, forbid_unknown_fields=True):
     metadata: dict[str, str] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
+    stop: str | list[str] | None = None
+    top_k: TopK | None = None
+    min_p: Fraction | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: dict[str, Bias] | None = None
+    min_tokens: NotNegative | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: StopIds | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    cache_salt: CacheSalt | None = None
     text: TextOptions | None = None
     tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | ResponseAllowedTools | None = None
@@ -172,6 +200,7 @@ def chat_of(body: ResponseBody) -> ChatBody:
         top_logprobs=body.top_logprobs if wants_logprobs else None,
         stream=body.stream,
         stream_options=StreamOptions(include_usage=True) if body.stream else None,
+        **{name: getattr(body, name) for name in PASSED_ON},
     )
     return chat
 

@@ -31,7 +31,7 @@ class Function(Struct, forbid_unknown_fields=True):
     @property
     def schema(self) -> bytes:
         """The JSON schema of the function's arguments."""
-        return _json_of(self.parameters) or NO_PARAMETERS
+        return json_of(self.parameters) or NO_PARAMETERS
 
 
 class Tool(Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
@@ -118,10 +118,10 @@ def schema_of(wanted: AnyFormat | None) -> bytes | None:
     """The JSON schema that a format asks for; None: any text."""
     if wanted is None or isinstance(wanted, TextFormat):
         return None
-    return (isinstance(wanted, SchemaFormat) and _json_of(wanted.json_schema.schema)) or ANY_OBJECT
+    return (isinstance(wanted, SchemaFormat) and json_of(wanted.json_schema.schema)) or ANY_OBJECT
 
 
-def _json_of(value: Json) -> bytes:
+def json_of(value: Json) -> bytes:
     """The JSON of a field; b"" for null and for an absent field."""
     raw = bytes(value) if isinstance(value, Raw) else b""
     return b"" if raw == b"null" else raw

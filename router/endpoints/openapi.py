@@ -28,6 +28,7 @@ from ..api.fields import Field
 from ..api.request_headers import REQUEST_HEADERS
 from ..api.response_bodies import ResponseBody, ResponseTool, TextOptions
 from ..api.response_items import ITEMS, InputTextPart, OutputTextPart
+from ..api.structured import StructuredOutputs
 from ..api.tool_bodies import CalledFunction, ToolCall
 from ..errors import ErrorEnvelope
 from ..http.auth import OPEN_PATHS
@@ -46,6 +47,7 @@ INNER = (
     ToolCall,
     CalledFunction,
     StreamOptions,
+    StructuredOutputs,
     TextOptions,
     ResponseTool,
     *ITEMS.values(),

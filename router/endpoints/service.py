@@ -24,7 +24,15 @@ from ..answers.generation import Choice, ChoiceOptions, Prompt, name_of
 from ..answers.replies import Builder, DetokenizeReply, Frame, TokenizeReply
 from ..answers.response_replies import ResponseBuilder
 from ..api.bodies import ChatBody, CompletionBody, DetokenizeBody, RequestMessage, TokenizeBody
-from ..api.body_checks import check_chat, check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
+from ..api.body_checks import (
+    COMPLETION_MAX_TOKENS,
+    check_chat,
+    check_token_ids,
+    logprobs_of,
+    max_new_of,
+    prompts_of,
+    sampling_of,
+)
 from ..api.prompt_embeds import check_size, read_embeds
 from ..api.response_bodies import ResponseBody, chat_of, in_words_of_responses, told_of
 from ..api.sampling_defaults import SamplingDefaults
@@ -34,10 +42,9 @@ from ..formats.registry import Formats
 from ..http.exchange import ClientGone
 from ..http.rate_limits import ANYONE, Caller
 from ..sandbox.fork_server import ForkServer
-from ..sandbox.template_renderer import Switches
 from ..scheduling.dispatcher import Dispatcher
 from ..scheduling.inbox import Inbox
-from ..scheduling.request_limits import embeds_width, max_new_tokens, no_workers
+from ..scheduling.request_limits import embeds_width, max_new_tokens, most_of_prompt, no_workers
 from ..scheduling.request_state import ClientRequest, Entry, Job, Tag
 from ..text.answer_form import AnswerForm, template_messages
 from ..text.grammars import Grammars, plan_of
@@ -147,14 +154,13 @@ class Service:
             started = self.clock()
             form = AnswerForm.of(body, self._formats)
             text, ids = await self._encode_chat(
-                body.messages, body.chat_template_kwargs, call, form.tools, is_native=form.style.is_native
+                body, body.messages, call, form.tools, is_native=form.style.is_native
             )
             tokenize_s = self.clock() - started
             form = form.after(text)
             if form.plan:
                 call = replace(call, grammar=await self.grammars.of(form.plan))
-        frame = self._frame(body, prefix)
-        return self._answer(body, [Prompt(ids)], call, tokenize_s, frame, make_builder(frame), form)
+        return self._answer(body, [Prompt(ids)], call, tokenize_s, _reply_id(prefix), make_builder, form)
 
     async def complete(self, body: CompletionBody, call: Call) -> Answer:
         """POST /v1/completions. Raises ApiError."""
@@ -164,7 +170,11 @@ class Service:
         read_embedded = partial(read_embeds, width=self._embeds_width(embeds, body.num_tries))
         body.prompt_embeds = None  # the text is longer than what is kept of it
         self._check_chars(max([len(p) for p in prompts if isinstance(p, str)], default=0), "prompt")
-        read_one = partial(self._prompt, wants_starts=body.wants_echo and logprobs_of(body) >= 0)
+        read_one = partial(
+            self._prompt,
+            wants_starts=body.wants_echo and logprobs_of(body) >= 0,
+            add_special_tokens=body.add_special_tokens is not False,
+        )
         with self._reading(call, body.priority):
             if plan := plan_of(body):
                 call = replace(call, grammar=await self.grammars.of(plan))
@@ -178,8 +188,8 @@ class Service:
                 return known + [read_one(prompt) for prompt in prompts]
 
             read = await self._in_thread(call, size, read_all)
-        frame = self._frame(body, "cmpl-")
-        return self._answer(body, read, call, self.clock() - started, frame, CompletionBuilder(frame))
+        tokenize_s = self.clock() - started
+        return self._answer(body, read, call, tokenize_s, _reply_id("cmpl-"), CompletionBuilder)
 
     async def tokenize(self, body: TokenizeBody, call: Call) -> TokenizeReply:
         """POST /tokenize. Raises ApiError."""
@@ -189,8 +199,8 @@ class Service:
         with self._counted(call):
             if body.messages is not None:
                 _, ids = await self._encode_chat(
+                    body,
                     body.messages,
-                    body.chat_template_kwargs,
                     call,
                     body.tools or (),
                     is_native=self._formats.style_of(must_follow=False).is_native,
@@ -244,10 +254,10 @@ class Service:
 
     async def _encode_chat(
         self,
+        body: ChatBody | TokenizeBody,
         said: Sequence[RequestMessage],
-        switches: Switches | None,
         call: Call,
-        tools: Sequence[Tool] = (),
+        tools: Sequence[Tool],
         *,
         is_native: bool,
     ) -> tuple[str, list[int]]:
@@ -257,22 +267,33 @@ class Service:
 
         def guard() -> GuardedChat:
             messages, shown = template_messages(self._formats, said), [as_template_tool(t) for t in tools]
-            return self.tokenizer.guard(messages, switches, shown, is_native=is_native)
+            return self.tokenizer.guard(
+                messages,
+                body.chat_template_kwargs,
+                shown,
+                is_native=is_native,
+                has_answer_head=body.has_answer_head,
+                is_continued=bool(body.continue_final_message),
+            )
 
         guarded = await self._in_thread(call, call.size, guard)
         assert self.templates is not None, "a chat was guarded, so there is a template"
         rendered = await self.templates.render(encoded(guarded.chat), is_long=call.size > INLINE_BYTES)
         self._check_chars(guarded.num_chars_of(rendered), "messages")
-        return rendered, await self._in_thread(
-            call, len(rendered), partial(self.tokenizer.encode_rendered, guarded, rendered)
+        encode = partial(
+            self.tokenizer.encode_rendered,
+            guarded,
+            rendered,
+            add_special_tokens=bool(body.add_special_tokens),
         )
+        return rendered, await self._in_thread(call, len(rendered), encode)
 
-    def _prompt(self, prompt: str | list[int], *, wants_starts: bool) -> Prompt:
+    def _prompt(self, prompt: str | list[int], *, wants_starts: bool, add_special_tokens: bool) -> Prompt:
         if not isinstance(prompt, str):
             return Prompt(prompt)
         if not wants_starts:
-            return Prompt(self.tokenizer.encode(prompt), prompt)
-        ids, starts = self.tokenizer.encode_with_starts(prompt)
+            return Prompt(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens), prompt)
+        ids, starts = self.tokenizer.encode_with_starts(prompt, add_special_tokens=add_special_tokens)
         return Prompt(ids, prompt, starts)
 
     async def _in_thread(self, call: Call, size: int, work: Callable[[], T]) -> T:
@@ -324,8 +345,8 @@ class Service:
         prompts: Sequence[Prompt],
         call: Call,
         tokenize_s: float,
-        frame: Frame,
-        builder: Builder,
+        reply_id: str,
+        make_builder: Callable[[Frame], Builder],
         form: AnswerForm | None = None,
     ) -> Answer:
         live = self.dispatcher.limits()
@@ -333,6 +354,9 @@ class Service:
             raise no_workers()
         choice_options = self._choice_options(body, form)
         num_choices, num_tries = body.num_choices, body.num_tries
+        if body.truncate_prompt_tokens is not None:
+            prompts = [self._truncated(body, prompt, live) for prompt in prompts]
+        builder = make_builder(self._frame(body, reply_id, prompts))
         jobs: list[Job] = []
         choices: list[Choice] = []
         for prompt in prompts:
@@ -342,7 +366,7 @@ class Service:
             choices += [Choice(self.tokenizer, choice_options, echo) for _ in range(num_tries)]
         # stop strings are searched for at once
         inbox = Inbox(self.clock, is_patient=not body.stream and not choice_options.stops)
-        entries = self._submit(jobs, inbox, frame.id, call)
+        entries = self._submit(jobs, inbox, reply_id, call)
         options = AnswerOptions(
             is_stream=bool(body.stream),
             wants_usage=body.wants_usage,
@@ -390,18 +414,31 @@ class Service:
                 priority=call.caller.priority_of(body.priority),
                 route=call.route,
                 caller=call.caller,
+                cache_salt=body.cache_salt or "",
                 may_record=call.may_record and call.caller.may_record,
             )
             for choice in range(body.num_tries)
         ]
 
-    def _frame(self, body: ChatBody | CompletionBody, prefix: str) -> Frame:
+    def _truncated(self, body: ChatBody | CompletionBody, prompt: Prompt, live: Limits) -> Prompt:
+        """The prompt with as many of its last tokens as `truncate_prompt_tokens` keeps."""
+        keep = body.truncate_prompt_tokens or 0
+        if keep < 0:
+            default = (self._chat_max_tokens or 1) if isinstance(body, ChatBody) else COMPLETION_MAX_TOKENS
+            keep = most_of_prompt(max_new_of(body), default, live)
+        return Prompt(prompt.ids[-keep:]) if len(prompt.ids) > keep else prompt
+
+    def _frame(self, body: ChatBody | CompletionBody, reply_id: str, prompts: Sequence[Prompt]) -> Frame:
         return Frame(
-            id=prefix + os.urandom(12).hex(),
+            id=reply_id,
             created=int(time.time()),
             model=self.served_model,
             num_top=logprobs_of(body),
             wants_ids=bool(body.return_token_ids),
+            prompt_ids=tuple([] if prompt.embeds else prompt.ids for prompt in prompts)
+            if body.return_token_ids
+            else (),
+            num_choices=body.num_choices,
             wants_accepted=body.wants_accepted_drafts,
         )
 
@@ -413,6 +450,9 @@ class Service:
         is_read = form is not None and form.reader() is not None
         return ChoiceOptions(
             stops=body.stops,
+            keeps_stop=body.keeps_stop,
+            names_ids=bool(body.return_tokens_as_token_ids),
+            begins_with=body.messages[-1].text if isinstance(body, ChatBody) and body.echo else "",
             skip_special=True if body.skip_special_tokens is None else body.skip_special_tokens,
             num_top=logprobs_of(body),
             min_tokens=body.min_tokens or 0,
@@ -421,3 +461,7 @@ class Service:
             may_think=is_read and self._formats.reasoning is not None,
             shown=self._shown if is_read else frozenset(),
         )
+
+
+def _reply_id(prefix: str) -> str:
+    return prefix + os.urandom(12).hex()

@@ -6,7 +6,10 @@ llguidance does not bound all costs of a schema. It expands every element that a
 of `multipleOf`, or of patterns in conjunction, has the product of their states. To protect decode workers,
 this process compiles each grammar first as far as a decode worker will, and `pool_worker` ends it when that
 takes too much time or memory. Schema keywords that are unknown, or known to llguidance and not enforced, are
-refused.
+refused. Objects of schemas are closed (`closed_schemas`).
+
+Regular expressions and grammars of clients have the same bounds. A grammar is Lark, or GBNF (EBNF), which is
+translated. It cannot name tokens of the vocabulary, since an answer has no control tokens.
 
 The job is a Plan in MessagePack. The reply is its grammar in llguidance's JSON form, or the `param` at fault,
 a zero byte and a message.
@@ -19,8 +22,11 @@ from dataclasses import dataclass
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from ..api.structured import ConstraintKind
 from ..api.tool_bodies import CLOSE, OPEN
 from ..errors import ApiError, bad_request
+from .client_grammars import MAX_TEXT, lark_of, refused
+from .closed_schemas import closed
 from .frames import REFUSED, RENDERED, TOO_LARGE
 from .schema_rewrite import rewritten
 
@@ -28,9 +34,6 @@ GRAMMARS = b"grammars"  # the first frame of a compiling worker, in place of a S
 MAX_GRAMMAR = 131072  # bytes; the bound of a message to a worker
 MAX_SCHEMAS = MAX_GRAMMAR // 2  # bytes of a plan's schemas
 MAX_ITEMS = 16384  # total array elements that a schema counts; llguidance expands each of them
-MAX_TEXT = (
-    2048  # characters of a constant, a name or a pattern: each mask of a step walks it, up to 0.5 ms per 1000
-)
 # keywords that constrain nothing
 NOTES = frozenset({"description", "title", "$comment", "default", "examples"})
 MAX_GAP = 4  # characters of white space between reasoning and the answer
@@ -42,10 +45,13 @@ LIMITS = LLParserLimits(verbose_errors=False, max_grammar_size=MAX_SYMBOLS)
 class Plan:
     """The input of a grammar.
 
-    `answer` is the JSON schema of an answer without calls; None allows any text.
+    `answer` is the constraint of an answer without calls, by `kind`: a JSON schema, a regular expression, a
+    JSON list of texts, or a grammar. None allows any text.
     """
 
     answer: bytes | None = None
+    kind: ConstraintKind = "json"
+    field: str = "response_format"  # the request's field with `answer`
     tools: tuple[tuple[str, bytes], ...] = ()  # names and schemas of the callable tools
     must_call: bool = False
     may_repeat: bool = True  # whether more than one call is allowed
@@ -64,7 +70,7 @@ class Plan:
     @property
     def param(self) -> str:
         """The request field that an error about this plan names."""
-        return "tools" if self.tools else "response_format"
+        return "tools" if self.tools else self.field
 
     def __bool__(self) -> bool:
         return self.answer is not None or bool(self.tools)
@@ -88,7 +94,7 @@ class SandboxedCompiler:
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
             matcher.compute_bitmask()  # finds schemas that refer to nothing but themselves
             if matcher.is_error():
-                raise _refused(plan.param, plan.param, matcher.get_error())
+                raise refused(plan.param, plan.param, matcher.get_error())
         except MemoryError:
             return TOO_LARGE
         except ApiError as error:
@@ -110,7 +116,7 @@ def compiled(plan: Plan) -> str:
     param = plan.param
     parts: list[dict[str, object]] = []
     if plan.answer is not None:
-        parts.append({**_schema_grammar(plan.answer, "response_format", "response_format"), "name": "answer"})
+        parts.append({**_answer_grammar(plan.kind, plan.answer, plan.field), "name": "answer"})
     for i, (name, schema) in enumerate(plan.tools):
         made = _schema_grammar(schema, "tools", f"tools: the parameters of {name}")
         known = made["json_schema"]
@@ -128,17 +134,23 @@ def compiled(plan: Plan) -> str:
     return grammar
 
 
+def _answer_grammar(kind: ConstraintKind, text: bytes, field: str) -> dict[str, object]:
+    if kind == "json":
+        return _schema_grammar(text, field, field)
+    return {"lark_grammar": lark_of(kind, text.decode(), field)}
+
+
 def _schema_grammar(schema: bytes, param: str, what: str) -> dict[str, object]:
     try:
         _check_counts(schema, param, what)
-        given = json.loads(schema)
+        given = closed(json.loads(schema))
         grammar = _json_grammar(rewritten(given))
         if _fault(grammar):  # a pattern for every name overlaps with one that another part of the schema has
             grammar = _json_grammar(rewritten(given, has_one_spelling=False))
             _check(grammar, param, what)
         part: dict[str, object] = json.loads(grammar)["grammars"][0]
     except (ValueError, RecursionError) as error:
-        raise _refused(param, what, str(error)) from None
+        raise refused(param, what, str(error)) from None
     return part
 
 
@@ -178,18 +190,13 @@ def _check_counts(schema: bytes, param: str, what: str) -> None:
 
 def _check(grammar: str, param: str, what: str) -> None:
     if fault := _fault(grammar):
-        raise _refused(param, what, fault)
+        raise refused(param, what, fault)
 
 
 def _fault(grammar: str) -> str:
     """Why a grammar cannot be followed; "" if it can."""
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
     return (messages[0] if messages else "it cannot be followed") if is_error else ""
-
-
-def _refused(param: str, what: str, reason: str) -> ApiError:
-    line = "".join(char if char.isascii() and char.isprintable() else " " for char in reason[:200])
-    return bad_request(f"{what} cannot be followed: {line}", param=param)
 
 
 def _lark(plan: Plan) -> str:

@@ -34,6 +34,8 @@ class Chat(msgspec.Struct, frozen=True):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = []
     switches: Switches = {}
+    has_answer_head: bool = True  # the head of an answer follows the messages
+    is_continued: bool = False  # the text of the last message stays open
 
 
 class TemplateRenderer:
@@ -65,7 +67,8 @@ class TemplateRenderer:
     def _render(self, chat: Chat) -> str:
         given: dict[str, Any] = {
             "tokenize": False,
-            "add_generation_prompt": True,
+            "add_generation_prompt": chat.has_answer_head,
+            "continue_final_message": chat.is_continued,
             "tools": chat.tools or None,
         }
         rendered: object = self._hf.apply_chat_template(

@@ -18,8 +18,8 @@ DEFAULTS = Sampling()
 SAID = {
     "min_new_tokens": "min_tokens",
     "prompt_logprobs": "echo with logprobs",
-    "grammar": "response_format and tools",
-    "salt": "the tenants of API keys",
+    "grammar": "response_format, tools and other grammars",
+    "salt": "the tenants of API keys, or cache_salt",
     "embeds": "prompt_embeds",
 }
 
@@ -46,6 +46,15 @@ def max_new_tokens(num_prompt: int, asked: int | None, *, is_chat: bool, chat_ma
             param=param,
         )
     return max(1, asked)  # 0: the prompt alone is of interest
+
+
+def most_of_prompt(asked: int | None, default: int, live: Limits) -> int:
+    """The most tokens of a prompt that fit beside its output: the asked length, or the default one.
+
+    A default output takes half of what fits at most.
+    """
+    output = min(default, live.fitting // 2) if asked is None else max(1, asked)
+    return max(1, min(live.fitting - output, MAX_PROMPT_TOKENS, live.prefill_tokens))
 
 
 def check_prompt(num_prompt: int, param: str, live: Limits) -> None:

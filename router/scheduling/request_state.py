@@ -5,6 +5,7 @@ A request has one or several choices, and each choice has a room of its own. Que
 with eight choices counts once.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -57,13 +58,19 @@ class Job(Struct, frozen=True, kw_only=True, dict=True):  # dict: for cached pro
     priority: int = 0  # lower goes first
     route: str = "chat"  # the endpoint, as metrics name it
     caller: Caller = ANYONE
+    cache_salt: str = ""  # the client's own; see `salt_of`
     embeds: Embeddings | None = None  # of the first tokens of the prompt, whose ids are 0
     may_record: bool = False  # the caller does not object to a record of its tokens for training
 
     @cached_property
     def salt(self) -> str:
         """The salt of its prompt in the workers' prefix caches."""
-        return cache_salt(self.caller.salt, self.embeds.rows if self.embeds is not None else None)
+        return cache_salt(self.order_salt, self.embeds.rows if self.embeds is not None else None)
+
+    @cached_property
+    def order_salt(self) -> str:
+        """The salt in its orders: the tenant's, and below it the client's own."""
+        return salt_of(self.caller.salt, self.cache_salt)
 
     @property
     def embeds_bytes(self) -> int:
@@ -73,7 +80,7 @@ class Job(Struct, frozen=True, kw_only=True, dict=True):  # dict: for cached pro
     @cached_property
     def need(self) -> Need:
         """The requirements of its first attempt on workers."""
-        asks = young_fields(self.sampling, self.caller.salt, has_embeds=self.embeds is not None)
+        asks = young_fields(self.sampling, self.order_salt, has_embeds=self.embeds is not None)
         return Need(len(self.prompt_ids), self.sampling.max_new_tokens, asks=asks)
 
 
@@ -270,6 +277,11 @@ def new_request(jobs: Sequence[Job], now: float, tag: Tag | None = None) -> Clie
     )
 
 
+def salt_of(tenant: str, own: str) -> str:
+    """The salt of a tenant's request with a salt `own` of the client; equal for equal pairs only."""
+    return f"{tenant}\0own {hashlib.sha256(own.encode()).hexdigest()}" if own else tenant
+
+
 def reserved_workers(on_probation: Iterable[Entry], room: Room) -> set[str]:
     """The workers on which `room` may not be placed now.
 
@@ -287,7 +299,7 @@ def reserved_workers(on_probation: Iterable[Entry], room: Room) -> set[str]:
 def addressed(message: Reserve | Prefill | Cancel, entry: Entry) -> Reserve | Prefill | Cancel:
     """An order with the tenant's salt, the embeddings, the trace context and the id of its request, and the
     consent to record it. Embeddings have no ids that could be recorded."""
-    salt, embeds, trace = entry.job.caller.salt, entry.job.embeds, entry.request.tag.span.context
+    salt, embeds, trace = entry.job.order_salt, entry.job.embeds, entry.request.tag.span.context
     may_record = entry.request.may_record and embeds is None and isinstance(message, Reserve)
     request_id = entry.request.tag.request_id
     if isinstance(message, Cancel) or not (salt or embeds or trace or may_record or request_id):

@@ -1,4 +1,4 @@
-"""Grammars that constrain an answer: JSON of a schema, tool calls, or text with tool calls.
+"""Grammars that constrain an answer: JSON of a schema, a client's own grammar, or tool calls.
 
 A call is written as `<tool_call>`, a line `{"name": ..., "arguments": ...}` and `</tool_call>`, the form on
 which many open models were trained. Schemas come from clients, so a sandboxed process compiles them before a
@@ -7,11 +7,12 @@ worker sees them (`sandbox/grammar_compiler`).
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 
 from ..api.bodies import ChatBody, CompletionBody
-from ..api.tool_bodies import ToolChoice, schema_of
+from ..api.tool_bodies import ToolChoice
 from ..errors import bad_request, grammar_too_costly, overloaded
 from ..sandbox.fork_server import ForkServer
 from ..sandbox.frames import REFUSED, RENDERED
@@ -27,14 +28,17 @@ MAX_ASIDE = 1
 
 def plan_of(body: ChatBody | CompletionBody) -> Plan:
     """The plan of the grammar of an answer to `body` whose calls must follow one."""
-    answer = schema_of(body.response_format)
+    constraint = body.constraint
+    plan = Plan()
+    if constraint is not None:
+        plan = Plan(answer=constraint.text, kind=constraint.kind, field=constraint.param)
     if not isinstance(body, ChatBody) or not body.calls_tools:
-        return Plan(answer=answer)
+        return plan
     chosen = body.tool_choice
     name = chosen.function.name if isinstance(chosen, ToolChoice) else None
     functions = [tool.function for tool in body.tools or ()]
-    return Plan(
-        answer=answer,
+    return replace(
+        plan,
         tools=tuple((f.name, f.schema) for f in functions if name in (None, f.name)),
         must_call=name is not None or chosen == "required",
         may_repeat=name is None and body.parallel_tool_calls is not False,
@@ -95,6 +99,6 @@ class Grammars:
             return text
         if kind == REFUSED:
             param, _, message = text.partition("\0")
-            raise bad_request(message, param=param)
+            raise bad_request(message, param=param.partition(".")[0])
         self._events["grammar_cut"] += 1
-        raise grammar_too_costly(plan.param)
+        raise grammar_too_costly(plan.param.partition(".")[0])

@@ -56,6 +56,7 @@ class Tokenizer:
         self._plain.encode_special_tokens = True
         self._word_ids = word_ids(self._backend)
         self._has_frame = self._backend.num_special_tokens_to_add(False) > 0
+        self._frame = self._frame_of("a")
         self.token_bytes = TokenBytes(self._backend)
         self.longest_token = max(1, self.token_bytes.longest)
         added = self._backend.get_added_tokens_decoder()
@@ -84,12 +85,14 @@ class Tokenizer:
             return self._encode(self._backend, text, add_special_tokens=True)
         return self._encode_text(text)
 
-    def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
+    def encode_with_starts(
+        self, text: str, *, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[int]]:
         """The ids of a raw prompt, and for each token the index in `text` of its first character.
 
         A token that spells no character (such as a begin token) has the index of the next one.
         """
-        [encoding] = self._backend.encode_batch([text])
+        [encoding] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         starts, start = [], len(text)
         for first, end in reversed(encoding.offsets):
             start = first if first < end else start
@@ -120,6 +123,8 @@ class Tokenizer:
         tools: Sequence[ChatMessage] = (),
         *,
         is_native: bool = False,
+        has_answer_head: bool = True,
+        is_continued: bool = False,
     ) -> GuardedChat:
         """A chat that may be rendered by the model's template: no text in it spells a control token.
 
@@ -137,9 +142,14 @@ class Tokenizer:
             given = [_in_strings(guard, tool) for tool in tools]
         except RecursionError:
             raise nested_too_deeply() from None
-        return GuardedChat(
-            Chat(messages=guarded, tools=given, switches=switches or {}), guard.mark, guard.spelled
+        chat = Chat(
+            messages=guarded,
+            tools=given,
+            switches=switches or {},
+            has_answer_head=has_answer_head,
+            is_continued=is_continued,
         )
+        return GuardedChat(chat, guard.mark, guard.spelled)
 
     def _check_switches(self, switches: Switches) -> None:
         """Switches reach the template unchanged, so none may name or spell a control token.
@@ -155,8 +165,17 @@ class Tokenizer:
                 text = f"chat_template_kwargs: {printable(name)} spells a control token of the model"
                 raise bad_request(text, param="chat_template_kwargs")
 
-    def encode_rendered(self, chat: GuardedChat, rendered: str) -> list[int]:
-        """The token ids of a rendered chat. Spelled control tokens are encoded as letters."""
+    def encode_rendered(
+        self, chat: GuardedChat, rendered: str, *, add_special_tokens: bool = False
+    ) -> list[int]:
+        """The token ids of a rendered chat. Spelled control tokens are encoded as letters.
+
+        `add_special_tokens` adds the tokenizer's own frame to what the template wrote.
+        """
+        ids = self._encode_guarded(chat, rendered)
+        return [*self._frame[0], *ids, *self._frame[1]] if add_special_tokens else ids
+
+    def _encode_guarded(self, chat: GuardedChat, rendered: str) -> list[int]:
         if not chat.spelled:
             return self._encode_text(rendered)
         ids: list[int] = []
@@ -176,6 +195,13 @@ class Tokenizer:
 
     def detokenizer(self, *, skip_special: bool = True, shown: AbstractSet[int] = frozenset()) -> Detokenizer:
         return Detokenizer(self.token_bytes, skip_special=skip_special, shown=shown)
+
+    def _frame_of(self, text: str) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer adds before and behind a text."""
+        bare = self._encode(self._backend, text, add_special_tokens=False)
+        framed = self._encode(self._backend, text, add_special_tokens=True)
+        at = next((i for i in range(len(framed)) if framed[i : i + len(bare)] == bare), 0)
+        return framed[:at], framed[at + len(bare) :]
 
     def _encode_text(self, text: str) -> list[int]:
         """The ids of a text with control tokens in it, and nothing added around it."""
@@ -241,9 +267,7 @@ def load_tokenizer(model: str) -> Tokenizer:
             f"--model {model} has no tokenizer.json: give a Hugging Face directory with a fast tokenizer"
         )
     if not path.is_dir() and (path.is_absolute() or model.startswith(".") or model.count("/") != 1):
-        raise ConfigError(
-            f"--model {model!r} is neither a directory nor a hub id (owner/name)"
-        )
+        raise ConfigError(f"--model {model!r} is neither a directory nor a hub id (owner/name)")
     try:
         return Tokenizer(PreTrainedTokenizerFast.from_pretrained(model))
     except (OSError, ValueError) as error:

@@ -257,6 +257,7 @@ class RunningRouter:
 
     def __init__(self, directory, timeouts=None, **settings):
         model = str(settings.pop("model_dir"))
+        self._defaults = settings.pop("sampling_defaults", None)
         control = f"ipc://{directory}/control-{secrets.token_hex(4)}"
         # a process that gets no core, or looks for garbage, for a while has no dead workers
         settings = {"drain_timeout_s": 60.0, "canary_s": 0.0, "port": 0, "worker_timeout_s": 60.0} | settings
@@ -287,7 +288,13 @@ class RunningRouter:
     async def _serve(self):
         self.loop = asyncio.get_running_loop()
         self.drain, self.stop = asyncio.Event(), asyncio.Event()
-        self.router = Router(self._config, self.tokenizer, shared_fork_server(), self._timeouts)
+        self.router = Router(
+            self._config,
+            self.tokenizer,
+            shared_fork_server(),
+            self._timeouts,
+            sampling_defaults=self._defaults,
+        )
         self._ready.set()
         await self.router.run(self.drain, self.stop)
 

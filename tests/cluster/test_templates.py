@@ -60,7 +60,7 @@ def test_s19_endless_large_and_broken_templates_fail_alone():
             beside = [await made.render(chat("hi"), is_long=False) for _ in range(5)]
             is_alone = not asked[0].done()
             assert beside == [usual] * 5
-            assert await asyncio.gather(*asked) == ["template_too_costly"] * 3 + ["400"]
+            assert await asyncio.gather(*asked) == ["template_too_costly"] * 3 + ["invalid_value"]
             assert await made.render(chat("hi"), is_long=False) == usual
             assert made._events["template_cut"] == 3
             return is_alone

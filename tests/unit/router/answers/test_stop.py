@@ -35,6 +35,16 @@ def test_result_is_the_definition_however_the_text_is_cut(stops, text, cuts):
     assert run(stops, pieces) == first_completed(stops, text)
 
 
+@given(stops_of, letters, st.lists(st.integers(0, 24), max_size=6))
+def test_a_kept_stop_string_ends_the_text(stops, text, cuts):
+    edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    machine = StopStrings(stops, keeps_stop=True)
+    out = "".join(machine.feed(text[a:b]) for a, b in pairwise(edges)) + machine.flush()
+    before, is_hit = first_completed(stops, text)
+    assert out == text if not is_hit else out.startswith(before) and out.endswith(tuple(stops))
+    assert not is_hit or first_completed(stops, out)[0] == before
+
+
 @given(stops_of, letters)
 def test_no_more_is_withheld_than_could_begin_a_stop(stops, text):
     machine = StopStrings(stops)

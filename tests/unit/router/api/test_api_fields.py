@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from baton.router.api.bodies import ChatBody, CompletionBody
-from baton.router.api.body_checks import parse_body
+from baton.router.api.body_checks import check_chat, parse_body
 from baton.router.api.request_headers import REQUEST_HEADERS
-from baton.router.api.response_bodies import ResponseBody
+from baton.router.api.response_bodies import ResponseBody, chat_of
 from baton.router.endpoints.openapi import OPERATIONS, openapi_of, page_of
 from baton.router.errors import ApiError
 from openai.types import completion_create_params
@@ -33,10 +33,17 @@ HEADINGS = {
     ResponseBody: "## POST /v1/responses",
 }
 BODIES = list(BASE)
+SCHEMAS = ("guided_json", "json_schema")  # any object may be one
 
 
 def parse(kind, **more):
     return parse_body(json.dumps(BASE[kind] | more).encode(), kind)
+
+
+def checked(kind, **more):
+    body = parse(kind, **more)
+    if kind is ResponseBody:
+        check_chat(chat_of(body))
 
 
 def fields_in(state):
@@ -83,8 +90,9 @@ def test_an_ignored_field_may_have_any_value(kind, name):
 
 @pytest.mark.parametrize(("kind", "name"), fields_in("works"))
 def test_a_supported_field_refuses_invalid_values(kind, name):
+    wrong = 7 if name in SCHEMAS else {"no": {"such": "thing"}}
     with pytest.raises(ApiError) as caught:
-        parse(kind, **{name: {"no": {"such": "thing"}}})
+        checked(kind, **{name: wrong})
     assert (caught.value.status, caught.value.body.param) == (400, name)
 
 

@@ -52,6 +52,7 @@ def said_by_assistant(call):
 # What holds such an object, and one that is served.
 PLACES = {
     "`stream_options`": (ChatBody, lambda it: {"stream": True, "stream_options": it}, {}),
+    "`structured_outputs`": (ChatBody, lambda it: {"structured_outputs": it}, {"regex": "a"}),
     "a message of a chat": (ChatBody, lambda it: {"messages": [it]}, ITEM),
     "a call of it": (ChatBody, said_by_assistant, CALL),
     "the call's `function`": (ChatBody, lambda it: said_by_assistant(CALL | {"function": it}), CALLED),

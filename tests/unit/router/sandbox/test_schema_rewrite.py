@@ -19,7 +19,7 @@ PATTERNS = [
     '^[^"]{1,3}$', r"^[^\\]{1,3}$", "^[^'\"]+$", "^[^ -~]{1,3}$", r'^[^\s"]+$', '^"[^"]*"$', r'^[^"\\]+$',
     r"^[\x00-\x1f]+$", r'^[\x00-!#-\uffff]+$', r'^(a|[^"])+$', r"^[a-c\[\]]+$", "^.+$",
 ]  # fmt: skip
-OPEN = {"type": "object", "properties": {"a": {"type": "string"}}}
+OPEN = {"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": True}
 OBJECTS = [
     OPEN, {**OPEN, "additionalProperties": {"type": "integer"}}, {**OPEN, "required": ["a", "z"]},
     {"$defs": {"o": OPEN}, "$ref": "#/$defs/o"}, {"anyOf": [OPEN, {"type": "null"}]},
