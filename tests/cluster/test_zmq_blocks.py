@@ -388,7 +388,7 @@ def test_each_side_refuses_calls_of_the_other_role_and_bad_addresses(
     context: zmq.Context, tmp_path: Path
 ) -> None:
     planes = planes_of(LAYOUT, 1)
-    with pytest.raises(ConfigError, match="trusted_network"):
+    with pytest.raises(ConfigError, match="--trusted-network"):
         ZmqBlocksSender("tcp://0.0.0.0:0", "a" * 32, LAYOUT, planes, context=context)
     sender = ZmqBlocksSender(f"ipc://{tmp_path}/kv", "a" * 32, LAYOUT, planes, context=context)
     with pytest.raises(StartupError, match="in use"):

@@ -15,6 +15,7 @@ from baton.deploy.keys.keys import init
 from baton.tests.meta.kubernetes.manifests import (
     KUBERNETES,
     OVERLAYS,
+    ROOT,
     container_of,
     kustomized,
     named,
@@ -85,7 +86,7 @@ def test_a_role_accepts_the_settings_of_its_pod(overlay, role, tmp_path):
     assert_files_are_mounted(read, pod_of(kustomized(overlay), role))
     ports = {port["containerPort"] for port in container_of(kustomized(overlay), role)["ports"]}
     if role == "router":
-        assert ports == {read.port, int(read.control_bind.rpartition(":")[2])}
+        assert ports == {read.port, read.probe_port, int(read.control_bind.rpartition(":")[2])}
     elif role == "prefill":
         assert ports == {int(read.kv_bind.rpartition(":")[2]), read.kv_bulk_port, read.metrics_port}
         assert read.kv_advertise == "tcp://10.0.0.9:7200"
@@ -122,7 +123,7 @@ def assert_files_are_mounted(read, pod):
 
 @kubectl
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_probes_services_and_scrapers_speak_tls_where_the_router_does(overlay):
+def test_services_and_scrapers_speak_tls_where_the_router_does(overlay):
     found = kustomized(overlay)
     container = container_of(found, "router")
     has_tls = any(word.startswith("--tls-cert=") for word in container["args"])
@@ -130,7 +131,8 @@ def test_probes_services_and_scrapers_speak_tls_where_the_router_does(overlay):
     name = "https" if has_tls else "http"
     assert {"name": name, "containerPort": 8000} in container["ports"]
     asked = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
-    assert {(probe["port"], probe.get("scheme", "HTTP")) for probe in asked} == {(name, name.upper())}
+    assert {(probe["port"], probe.get("scheme", "HTTP")) for probe in asked} == {("probes", "HTTP")}
+    assert {"name": "probes", "containerPort": 8081} in container["ports"]
     (port,) = named(found)["Service", "baton"]["spec"]["ports"]
     assert port == {"name": name, "port": 443 if has_tls else 80, "targetPort": name}
     for monitor in (d for d in found if (d["kind"], d["metadata"]["name"]) == ("PodMonitor", "baton-router")):
@@ -348,3 +350,15 @@ def test_s34_the_key_job_reaches_the_api_server_alone():
     for target, port in ((ROUTER, 7100), (ROUTER, 8000), (PREFILL, 7200), (DECODE, 9100)):
         assert not is_allowed(BASE, KEYS, target, port)
     assert not is_allowed(BASE, CLIENT, KEYS, 443)
+
+
+def test_the_example_for_keda_scales_a_workload_by_exported_series():
+    (scaled,) = documents([KUBERNETES / "examples" / "keda-decode.yaml"])
+    target = scaled["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) in named(BASE)
+    exported = (ROOT / "docs" / "metrics.md").read_text()
+    queries = [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
+    assert len(queries) == 2
+    for query in queries:
+        name = query.removeprefix("sum(").partition("{")[0]
+        assert f"| `{name}` | gauge |" in exported

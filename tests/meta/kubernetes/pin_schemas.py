@@ -18,9 +18,9 @@ from typing import Any
 
 KINDS = {
     "ConfigMap": "core.v1", "Deployment": "apps.v1", "HorizontalPodAutoscaler": "autoscaling.v2",
-    "Job": "batch.v1",
+    "Ingress": "networking.v1", "Job": "batch.v1",
     "NetworkPolicy": "networking.v1", "PodDisruptionBudget": "policy.v1", "Role": "rbac.v1",
-    "RoleBinding": "rbac.v1",
+    "PersistentVolumeClaim": "core.v1", "RoleBinding": "rbac.v1",
     "Secret": "core.v1", "Service": "core.v1", "ServiceAccount": "core.v1", "StatefulSet": "apps.v1",
 }  # fmt: skip
 PREFIX, META = "io.k8s.api.", "io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"

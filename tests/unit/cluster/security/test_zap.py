@@ -269,7 +269,7 @@ def test_a_public_address_needs_keys_or_a_trusted_network():
     public = "tcp://0.0.0.0:7100"
     check_bind_address(public, trusted_network=False, has_keys=True)
     check_bind_address(public, trusted_network=True, has_keys=False)
-    with pytest.raises(ConfigError, match=r"--keys.*trusted_network"):
+    with pytest.raises(ConfigError, match=r"--keys.*--trusted-network"):
         check_bind_address(public, trusted_network=False, has_keys=False)
     with pytest.raises(ConfigError) as refused:  # HTTP
         check_bind_address(public, trusted_network=False)
