@@ -6,7 +6,7 @@ from http import HTTPStatus
 import msgspec
 
 RETRY_AFTER_S = 1
-API_PATHS = ("/chat/completions", "/completions", "/responses", "/models")  # below /v1
+API_PATHS = ("/chat/completions", "/completions", "/responses", "/messages", "/models")  # below /v1
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -58,6 +58,44 @@ class ApiError(Exception):
         return (
             "\r\n".join([f"HTTP/1.1 {status.value} {status.phrase}", *lines, "", ""]).encode("ascii") + body
         )
+
+
+class MessageErrorEnvelope(msgspec.Struct, frozen=True):
+    """An error of Anthropic's Messages API as sent."""
+
+    error: ErrorBody
+    type: str = "error"
+
+
+MESSAGE_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+MESSAGE_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class MessageError(ApiError):
+    """An ApiError in the words of Anthropic's Messages API."""
+
+    @classmethod
+    def of(cls, error: ApiError) -> "MessageError":
+        default = "invalid_request_error" if error.status < 500 else "api_error"
+        kind = MESSAGE_TYPES.get(error.status, default)
+        body = msgspec.structs.replace(error.body, type=kind)
+        return cls(error.status, body, error.retry_after_s, error._scheme, error._allow)
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(MessageErrorEnvelope(self.body))
+
+
+def worded_for(path: str, error: ApiError) -> ApiError:
+    """The error in the words of the API that a path belongs to."""
+    return MessageError.of(error) if path in MESSAGE_PATHS else error
 
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:

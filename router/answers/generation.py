@@ -33,6 +33,7 @@ class Piece(Struct, frozen=True, gc=False):
     finish: str = ""  # "", "stop", "length" or "tool_calls"
     calls: list[CallPart] = []
     reasoning: str = ""
+    stop: str = ""  # the stop string that ended the choice
     accepted: int = 0  # accepted drafts among the tokens: all of them or none, if the request asked
 
     @property
@@ -57,7 +58,7 @@ class Piece(Struct, frozen=True, gc=False):
         ids: list[int] = []
         calls: list[CallPart] = []
         thoughts: list[str] = []
-        finish = ""
+        finish = stop = ""
         for piece in pieces:
             texts.append(piece.text)
             thoughts.append(piece.reasoning)
@@ -65,7 +66,8 @@ class Piece(Struct, frozen=True, gc=False):
             ids += piece.ids
             calls += piece.calls
             finish = finish or piece.finish
-        return cls("".join(texts), logprobs, ids, finish, calls, "".join(thoughts))
+            stop = stop or piece.stop
+        return cls("".join(texts), logprobs, ids, finish, calls, "".join(thoughts), stop)
 
 
 class ChoiceOptions(Struct, frozen=True, kw_only=True, gc=False):
@@ -197,7 +199,8 @@ class Choice:
             if self._options.num_top >= 0:
                 names = [self._named(*token) for token in zip(ids, logprobs, starts, strict=False)]
         self.num_tokens += used
-        return self._parted(Piece(text, names, list(ids[:used]), self.finish))
+        stop = self._stops.hit if self._stops is not None else ""
+        return self._parted(Piece(text, names, list(ids[:used]), self.finish, stop=stop))
 
     def _singly(self, effect: Deliver) -> Iterator[Deliver]:
         """The tokens of a message one by one up to the choice's end: those of reasoning are counted."""

@@ -133,6 +133,7 @@ def is_whole_stream(last: bytes) -> bool:
         last.endswith(DONE)
         or b"event: response.completed\n" in last
         or b"event: response.incomplete\n" in last
+        or b"event: message_stop\n" in last
     )
 
 

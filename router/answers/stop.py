@@ -14,10 +14,14 @@ class StopStrings:
         assert all(stops), "empty stop string"
         self._stops = tuple(stops)
         self._held = ""
-        self.is_hit = False
+        self.hit = ""  # the stop string that was found
 
     def __repr__(self) -> str:
         return f"StopStrings({len(self._stops)} stops, held={len(self._held)}, hit={self.is_hit})"
+
+    @property
+    def is_hit(self) -> bool:
+        return bool(self.hit)
 
     def feed(self, text: str) -> str:
         """Adds text.
@@ -30,9 +34,8 @@ class StopStrings:
         # The stop string that is complete first wins, so the result does not depend on the cuts of the text.
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            self.is_hit = True
-            self._held = ""
             end, at = min(found)
+            self.hit, self._held = text[at:end], ""
             return text[: end if self._keeps_stop else at]
         held = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - held :]

@@ -6,7 +6,7 @@ supported are refused by name; a value that asks for nothing (null, or the API's
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar, cast
 
 import msgspec
@@ -23,7 +23,8 @@ from .bodies import (
     RequestMessage,
     TokenizeBody,
 )
-from .field_errors import UNREADABLE, check_refused, is_unknown_field, refused_of, unreadable
+from .field_errors import UNREADABLE, RefusedFields, check_refused, is_unknown_field, refused_of, unreadable
+from .message_bodies import CountBody, MessageBody
 from .response_bodies import MAX_METADATA, ResponseBody
 from .response_items import check_items
 from .structured import check_constraint
@@ -39,11 +40,11 @@ COLDEST = (
     1e-3  # the lowest temperature above 0 that is served: logits divided by less leave the range of float32
 )
 COMPLETION_MAX_TOKENS = 16
-BODIES = (ChatBody, CompletionBody, ResponseBody)
-REFUSED = {kind: refused_of(kind) for kind in BODIES}
+BODIES = (ChatBody, CompletionBody, ResponseBody, MessageBody)
+REFUSED: Mapping[type, RefusedFields] = {kind: refused_of(kind) for kind in BODIES}
 REFUSED_IN_MESSAGES = refused_of(RequestMessage)
 
-B = TypeVar("B", ChatBody, CompletionBody, ResponseBody, TokenizeBody, DetokenizeBody)
+B = TypeVar("B", ChatBody, CompletionBody, ResponseBody, MessageBody, CountBody, TokenizeBody, DetokenizeBody)
 
 
 def parse_body(raw: bytes, kind: type[B], ignored: list[str] | None = None) -> B:
@@ -55,7 +56,7 @@ def parse_body(raw: bytes, kind: type[B], ignored: list[str] | None = None) -> B
         body = _decoded(raw, kind, ignored)
     except UNREADABLE as error:
         raise unreadable(error) from None
-    if not isinstance(body, (TokenizeBody, DetokenizeBody)):
+    if type(body) in REFUSED:
         check_refused(body, REFUSED[type(body)])
     if isinstance(body, ChatBody):
         check_chat(body)

@@ -242,6 +242,38 @@ RESPONSE: Mapping[str, Field] = {
     "prompt_cache_retention": _ignored("prefixes stay as long as there is room"),
 }
 
+MESSAGES: Mapping[str, Field] = {
+    "model": _works("the name in /v1/models, also when it is left out; another one is a 404"),
+    "messages": _works(
+        "turns of user and assistant; content is text, or blocks of text, tool_use, tool_result and thinking"
+    ),
+    "system": _works("text, or blocks of text"),
+    "max_tokens": _works("required, as in Anthropic's API"),
+    "stop_sequences": _works("up to 4 of up to 256 characters"),
+    "stream": _works("typed events"),
+    "temperature": _works("as in a chat"),
+    "top_p": _works("as in a chat"),
+    "top_k": _works("as in a chat"),
+    "tools": _works("up to 128 functions (type custom, or none); there are no server tools"),
+    "tool_choice": _works("auto, any, tool, none; disable_parallel_tool_use: one call at most"),
+    "thinking": _works(
+        "sets the template's switches `enable_thinking` and `thinking`; without it the template decides"
+    ),
+    "output_config": _works("`format`: json_schema; `effort` is ignored"),
+    "chat_template_kwargs": _works("added; as in a chat"),
+    "seed": _works("added; equal seeds give equal answers"),
+    "priority": _works("added; as in a chat"),
+    "container": _refused("there are none"),
+    "mcp_servers": _refused("clients call their servers themselves", b"[]"),
+    "context_management": _refused("the messages are taken as they are", b'{"edits":[]}'),
+    "cache_control": _ignored("prefixes are found by their tokens"),
+    "diagnostics": _ignored("a hint"),
+    "inference_geo": _ignored("there is one place"),
+    "metadata": _ignored("requests are not attributed to users"),
+    "service_tier": _ignored("there is one tier"),
+    "speed": _ignored("there is one speed"),
+}
+
 _OF_AN_ANSWER = _ignored("of an answer before")
 _BY_A_CLIENT = _ignored("clients add it to an answer")
 _BY_TOKENS = _ignored("prefixes are found by their tokens")

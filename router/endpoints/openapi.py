@@ -12,6 +12,7 @@ import msgspec
 
 from ..answers.chat_replies import ChatChunk, ChatReply
 from ..answers.completion_replies import CompletionReply
+from ..answers.message_replies import Message, MessageEvent, TokenCount
 from ..answers.replies import DetokenizeReply, TokenizeReply
 from ..answers.response_replies import Event, Response
 from ..api.bodies import (
@@ -25,12 +26,13 @@ from ..api.bodies import (
 )
 from ..api.draft_bodies import DraftOrderBody, DraftOrderReply
 from ..api.fields import Field
+from ..api.message_bodies import CountBody, MessageBody
 from ..api.request_headers import REQUEST_HEADERS
 from ..api.response_bodies import ResponseBody, ResponseTool, TextOptions
 from ..api.response_items import ITEMS, InputTextPart, OutputTextPart
 from ..api.structured import StructuredOutputs
 from ..api.tool_bodies import CalledFunction, ToolCall
-from ..errors import ErrorEnvelope
+from ..errors import MESSAGE_PATHS, ErrorEnvelope, MessageErrorEnvelope
 from ..http.auth import OPEN_PATHS
 from ..scheduling.history import KEPT, RequestList, RequestView
 from ..scheduling.load_history import HistoryView
@@ -73,6 +75,11 @@ class Operation:
     @property
     def is_generating(self) -> bool:
         return self.chunk is not None
+
+    @property
+    def error(self) -> type:
+        """The type of its errors."""
+        return MessageErrorEnvelope if self.path in MESSAGE_PATHS else ErrorEnvelope
 
     @property
     def is_open(self) -> bool:
@@ -129,6 +136,22 @@ OPERATIONS = (
         Response,
         Event,
         _GENERATING,
+    ),
+    Operation(
+        "/v1/messages",
+        "An answer, in the words of Anthropic's Messages API.",
+        MessageBody,
+        Message,
+        MessageEvent,
+        _GENERATING,
+    ),
+    Operation(
+        "/v1/messages/count_tokens",
+        "The number of tokens of a prompt, in the words of Anthropic's Messages API.",
+        CountBody,
+        TokenCount,
+        None,
+        _CONVERTING,
     ),
     Operation(
         "/tokenize", "The token ids of a text or of a chat.", TokenizeBody, TokenizeReply, None, _CONVERTING
@@ -189,7 +212,9 @@ def openapi_of(served_model: str, *, is_keyed: bool = False) -> Json:
     `served_model` is the only valid model name; with `is_keyed`, requests need a key.
     """
     kinds = {kind for op in OPERATIONS for kind in (op.body, op.reply, op.chunk) if kind is not None}
-    ordered = sorted({*kinds, *ITEMS.values(), ErrorEnvelope}, key=lambda kind: kind.__name__)
+    ordered = sorted(
+        {*kinds, *ITEMS.values(), ErrorEnvelope, MessageErrorEnvelope}, key=lambda kind: kind.__name__
+    )
     _, schemas = msgspec.json.schema_components(ordered, ref_template=REF)
     for kind in {*ordered, *INNER}:
         _tell_fields(schemas[kind.__name__], getattr(kind, "TABLE", {}))
@@ -235,9 +260,9 @@ def _operation(operation: Operation, served_model: str) -> Json:
     whole = {"type": "object"} if operation.kind == "application/json" else {"type": "string"}
     content: Json = {operation.kind: {"schema": whole if operation.reply is None else _ref(operation.reply)}}
     if operation.chunk is not None:
-        content["text/event-stream"] = {"schema": _event(operation.chunk)}
+        content["text/event-stream"] = {"schema": _event(operation.chunk, operation.error)}
     made["responses"] = {"200": {"description": "The answer.", "content": content}}
-    error = {"type": "object"} if operation.path == "/ready" else _ref(ErrorEnvelope)
+    error = {"type": "object"} if operation.path == "/ready" else _ref(operation.error)
     for status, says in (operation.statuses or {}).items():
         answer: Json = {"description": says, "content": {"application/json": {"schema": error}}}
         if status in _RETRIED:
@@ -275,13 +300,13 @@ def _parameters(operation: Operation, served_model: str) -> list[Json]:
     return []
 
 
-def _event(chunk: type) -> Json:
+def _event(chunk: type, error: type) -> Json:
     """The schema of one event, which describes a stream."""
     event = {
         "contentMediaType": "application/json",
-        "contentSchema": {"anyOf": [_ref(chunk), _ref(ErrorEnvelope)]},
+        "contentSchema": {"anyOf": [_ref(chunk), _ref(error)]},
     }
-    data = event if chunk is Event else {"anyOf": [{"const": "[DONE]"}, event]}
+    data = event if chunk in (Event, MessageEvent) else {"anyOf": [{"const": "[DONE]"}, event]}
     properties = {"event": {"type": "string"}, "data": {"type": "string", **data}}
     return {"type": "object", "description": "Each event.", "properties": properties, "required": ["data"]}
 

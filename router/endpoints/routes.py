@@ -1,5 +1,6 @@
 """The routes of the HTTP API: the handler of each method and path, and errors as OpenAI error objects."""
 
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
@@ -12,6 +13,7 @@ from ..api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from ..api.body_checks import B
 from ..api.body_reader import BodyReader
 from ..api.draft_bodies import DraftOrderReply, draft_order_of
+from ..api.message_bodies import VERSION, CountBody, MessageBody
 from ..api.request_headers import (
     IDEMPOTENCY_KEY,
     LONGEST_TIMEOUT_MS,
@@ -22,7 +24,15 @@ from ..api.request_headers import (
     TRACESTATE,
 )
 from ..api.response_bodies import ResponseBody
-from ..errors import ApiError, bad_request, method_not_allowed, not_found, unknown_model, unknown_worker
+from ..errors import (
+    ApiError,
+    bad_request,
+    method_not_allowed,
+    not_found,
+    printable,
+    unknown_model,
+    unknown_worker,
+)
 from ..http.auth import must_ask, must_operate, must_see_all
 from ..http.exchange import App, ClientGone, Exchange, send
 from .dashboard import Dashboard
@@ -60,6 +70,8 @@ class Routes:
             "/v1/chat/completions": self.chat,
             "/v1/completions": self.complete,
             "/v1/responses": self.respond,
+            "/v1/messages": self.message,
+            "/v1/messages/count_tokens": self.count_tokens,
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
             "/drafts": self.swap_draft,
@@ -131,6 +143,18 @@ class Routes:
         body, call = self._read(raw, ResponseBody, call)
         await self._answer(exchange, body, partial(self._service.respond, body, call))
 
+    async def message(self, exchange: Exchange) -> None:
+        _check_version(exchange)
+        raw, call = self._call(exchange)
+        body, call = self._read(raw, MessageBody, call)
+        await self._answer(exchange, body, partial(self._service.message, body, call))
+
+    async def count_tokens(self, exchange: Exchange) -> None:
+        _check_version(exchange)
+        raw, call = self._call(exchange)
+        body, call = self._read(raw, CountBody, call)
+        await _send_json(exchange, await self._service.count_tokens(body, call))
+
     async def tokenize(self, exchange: Exchange) -> None:
         raw, call = self._call(exchange)
         body, call = self._read(raw, TokenizeBody, call)
@@ -179,7 +203,7 @@ class Routes:
         return raw, call
 
     async def _answer(
-        self, exchange: Exchange, body: ChatBody | CompletionBody | ResponseBody, begin: Begin
+        self, exchange: Exchange, body: ChatBody | CompletionBody | ResponseBody | MessageBody, begin: Begin
     ) -> None:
         """Serves a new answer, or with an Idempotency-Key the answer of the earlier request."""
         key = checked_key(exchange.header(IDEMPOTENCY_KEY.name))
@@ -247,6 +271,13 @@ async def _serve(handler_of: Callable[[str, str], Handler], exchange: Exchange) 
 def _has_left(exchange: Exchange) -> bool:
     """Whether the client has left for good. With an Idempotency-Key it may come back for the answer."""
     return exchange.has_left and exchange.header(IDEMPOTENCY_KEY.name) is None
+
+
+def _check_version(exchange: Exchange) -> None:
+    """Raises ApiError (400) for a version of the Messages API that is none. It may be left out."""
+    version = exchange.header(b"anthropic-version")
+    if version is not None and not re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", version):
+        raise bad_request(f"anthropic-version: {printable(version)} is no version: send {VERSION}")
 
 
 def _wants_timeline(exchange: Exchange) -> bool:

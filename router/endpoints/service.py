@@ -21,6 +21,7 @@ from ..answers.answer import Answer, AnswerOptions
 from ..answers.chat_replies import ChatBuilder
 from ..answers.completion_replies import CompletionBuilder
 from ..answers.generation import Choice, ChoiceOptions, Prompt, name_of
+from ..answers.message_replies import MessageBuilder, TokenCount
 from ..answers.replies import Builder, DetokenizeReply, Frame, TokenizeReply
 from ..answers.response_replies import ResponseBuilder
 from ..api.bodies import ChatBody, CompletionBody, DetokenizeBody, RequestMessage, TokenizeBody
@@ -33,6 +34,7 @@ from ..api.body_checks import (
     prompts_of,
     sampling_of,
 )
+from ..api.message_bodies import CountBody, MessageBody, chat_of_message, in_words_of_messages
 from ..api.prompt_embeds import check_size, read_embeds
 from ..api.response_bodies import ResponseBody, chat_of, in_words_of_responses, told_of
 from ..api.sampling_defaults import SamplingDefaults
@@ -139,6 +141,27 @@ class Service:
             return await self.chat(asked, call, partial(ResponseBuilder, told=told_of(body)), "resp_")
         except ApiError as error:
             raise in_words_of_responses(error) from None
+
+    async def message(self, body: MessageBody, call: Call) -> Answer:
+        """POST /v1/messages: translated to a chat. Raises ApiError."""
+        try:
+            asked = chat_of_message(body)
+            check_chat(asked)
+            return await self.chat(asked, call, MessageBuilder, "msg_")
+        except ApiError as error:
+            raise in_words_of_messages(error) from None
+
+    async def count_tokens(self, body: CountBody, call: Call) -> TokenCount:
+        """POST /v1/messages/count_tokens. Raises ApiError."""
+        asked = chat_of_message(body)
+        check_chat(asked)
+        self._check_model(asked.model)
+        form = AnswerForm.of(asked, self._formats)
+        with self._counted(call):
+            _, ids = await self._encode_chat(
+                asked, asked.messages, call, form.tools, is_native=form.style.is_native
+            )
+        return TokenCount(len(ids))
 
     async def chat(
         self,

@@ -69,10 +69,17 @@ def must_ask(caller: Caller) -> None:
 
 
 def presented(fields: Fields) -> str:
-    """The key in `Authorization: Bearer ...`; "" without exactly one such header."""
-    values = fields.get(b"authorization", ())
-    text = values[0].decode("latin-1") if len(values) == 1 else ""
-    return text[len(SCHEME) :].strip() if text[: len(SCHEME)].lower() == SCHEME else ""
+    """The key in `Authorization: Bearer ...`, else in `x-api-key`; "" without exactly one such header."""
+    text = _only(fields, b"authorization")
+    if text[: len(SCHEME)].lower() == SCHEME:
+        return text[len(SCHEME) :].strip()
+    return "" if b"authorization" in fields else _only(fields, b"x-api-key").strip()
+
+
+def _only(fields: Fields, name: bytes) -> str:
+    """The value of a header field that is there once, else ""."""
+    values = fields.get(name, ())
+    return values[0].decode("latin-1") if len(values) == 1 else ""
 
 
 def caller_of(key: ApiKey) -> Caller:

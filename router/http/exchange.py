@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Protocol
 
-from ..errors import ApiError, internal
+from ..errors import ApiError, internal, worded_for
 from .rate_limits import Caller
 from .request_head import Fields, Target
 
@@ -168,6 +168,7 @@ class Exchange:
 
     async def answer(self, error: ApiError) -> None:
         """Answers with an error object."""
+        error = worded_for(self.path, error)
         await send(self, error.encode(), error.status, error.headers)
 
     def _opening(self, body: bytes, is_last: bool) -> bytes:

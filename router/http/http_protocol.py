@@ -33,6 +33,7 @@ from ..errors import (
     too_many_connections,
     too_many_pending,
     unauthorized,
+    worded_for,
 )
 from .auth import Guard
 from .exchange import Exchange
@@ -210,13 +211,13 @@ class HttpProtocol(asyncio.Protocol):
         self._has_begun, self._num_pending = False, 0
         self._num_heads += 1
         version, fields = self._parser.get_http_version(), fields_of(self._headers)
+        target = target_of(self._url, self._parser.get_method())
         fault = fault_of(fields, version, self._server.max_body)
         if fault is not None:
-            self._stop(fault)
-        target = target_of(self._url, self._parser.get_method())
+            self._stop(worded_for(target.path, fault))
         caller = self._server.guard.caller_of(target.raw_path, fields)
         if caller is None:
-            self._stop(unauthorized())
+            self._stop(worded_for(target.path, unauthorized()))
         is_reusable = self._parser.should_keep_alive()
         exchange = Exchange(self, target, fields, caller, version=version, is_reusable=is_reusable)
         self._incoming = exchange
@@ -230,10 +231,10 @@ class HttpProtocol(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         self._num_body += len(body)
         if self._num_body > self._server.max_body:
-            self._stop(body_too_large(self._server.max_body))
+            self._stop(self._worded(body_too_large(self._server.max_body)))
         if not self._server.may_buffer(len(body)):
             self._num_body -= len(body)
-            self._stop(too_many_bodies())
+            self._stop(self._worded(too_many_bodies()))
         self._body.append(body)
 
     def on_message_complete(self) -> None:
@@ -257,6 +258,10 @@ class HttpProtocol(asyncio.Protocol):
         self._num_head += num_bytes
         if self._num_head > MAX_HEAD_BYTES or len(self._headers) > MAX_HEADERS:
             self._stop(head_too_large(MAX_HEAD_BYTES, MAX_HEADERS))
+
+    def _worded(self, error: ApiError) -> ApiError:
+        """An error about the body that is being read, in the words of its API."""
+        return error if self._incoming is None else worded_for(self._incoming.path, error)
 
     def _stop(self, fault: ApiError) -> NoReturn:
         self._fault = fault
@@ -328,7 +333,7 @@ class HttpProtocol(asyncio.Protocol):
         if self.is_paused or self._is_discarding or self._transport.is_closing():
             self._transport.abort()
         elif self._incoming is not None:
-            self._refuse(body_too_slow())
+            self._refuse(self._worded(body_too_slow()))
         elif self._has_begun:
             self._refuse(head_too_slow())
         else:

@@ -44,7 +44,8 @@ def raw(running, *lines):
 def test_s26_every_spelling_of_a_path_needs_a_key_but_the_public_ones(keyed):
     running, _, secret = keyed
     wrong = [[], ["Authorization: Bearer nonsense"], [f"Authorization: Basic {secret}"],
-        [f"X-Api-Key: {secret}"],
+        [f"X-Api-Key: {secret}", f"X-Api-Key: {secret}"], ["X-Api-Key: nonsense"],
+             [f"X-Api-Key: {secret}", "Authorization: Bearer nonsense"],
              [f"Authorization: Bearer {secret}", f"Authorization: Bearer {secret}"]]  # fmt: skip
     spelled = [
         "{}",
