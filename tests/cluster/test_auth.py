@@ -188,8 +188,11 @@ def test_a_tenants_salt_reaches_both_workers_and_no_request_chooses_it(keyed):
         assert pair[0] == pair[1] != ""
         salts.append(pair[0])
     assert salts[0] == salts[1] == entry.salt != salts[2]
-    for field in ("salt", "cache_salt"):
-        assert ask(running, secret, **{field: "x"}).json()["error"]["param"] == field
+    assert ask(running, secret, salt="x").json()["error"]["param"] == "salt"
+    for who, own in ((other, salts[0]), (other, "x"), (secret, "x")):
+        assert ask(running, who, cache_salt=own).status_code == 200
+        salts.append(decode.of(Reserve)[-1].salt)
+    assert len(set(salts[1:])) == len(salts[1:]), "a salt of the client's stays within its tenant"
 
 
 def test_an_idempotency_key_is_its_clients_own(keyed):

@@ -152,10 +152,15 @@ def test_many_empty_messages_are_refused_or_tokenised_off_the_event_loop(start):
     running.pair(script)
     threads = []
     guard, encode = running.tokenizer.guard, running.tokenizer.encode_rendered
-    running.tokenizer.guard = lambda *args: threads.append(threading.current_thread().name) or guard(*args)
-    running.tokenizer.encode_rendered = lambda *args: (
-        threads.append(threading.current_thread().name) or encode(*args)
-    )
+
+    def noted(work):
+        def do(*args, **more):
+            threads.append(threading.current_thread().name)
+            return work(*args, **more)
+
+        return do
+
+    running.tokenizer.guard, running.tokenizer.encode_rendered = noted(guard), noted(encode)
     empty = {"role": "user", "content": ""}
     assert (
         post(running, messages=[empty] * 4000 + BODY["messages"]).status_code == 400
