@@ -68,6 +68,7 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
             ciphers=self.ciphers,
             window=self.config.pull_window,
             lease_s=self.config.lease_s,
+            clock=self.link.clock,
             reach=self.reach,
         )
         return open_receiver(self.transports, setup)

@@ -35,6 +35,8 @@ class PrefillStartup(WorkerStartup[PrefillConfig, PrefillRoom]):
             bulk_port=config.kv_bulk_port,
             trusted_network=config.trusted_network,
             lease_s=config.lease_s,
+            stall_s=config.stall_timeout_s,
+            clock=self.link.clock,
             slab_bytes=self.engine.sizes.slab_bytes,
             device_slab_bytes=self.engine.sizes.device_slab_bytes,
             reach=self.reach,

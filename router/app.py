@@ -24,8 +24,10 @@ from ..cluster.config.roles import RouterConfig
 from ..cluster.net.endpoints import bracketed
 from ..cluster.process.log import fields
 from ..cluster.process.process import OPERATOR_VARIABLE
+from ..cluster.process.running_clock import PauseMeter
 from ..cluster.process.sd_notify import Notifier
 from ..cluster.process.watchdog import Watchdog
+from ..cluster.protocol.messages import ControlUp
 from ..cluster.security.api_keys import ApiKeys
 from ..cluster.security.keyring import load_keyring
 from ..cluster.telemetry.metrics import RouterMetrics
@@ -49,6 +51,7 @@ from .workers.registry import Registry
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
+PAUSE_S = 1.0  # after so long without a tick or a message, this process did not run
 LOOK_S = 0.002  # libzmq reports the end of a connection a moment before it releases the connection
 LAST_WRITES_S = 2  # seconds for error frames after the drain
 GOODBYE_S = 0.5  # longest wait for workers to hear that the router ends
@@ -100,6 +103,7 @@ class Router:
             max_queue=config.max_queue,
             queue_timeout_s=config.queue_timeout_s,
             request_timeout_s=config.request_timeout_s,
+            stall_s=config.stall_timeout_s,
             canary_s=config.canary_s,
             drops=lambda: self.control.drops,
             timeouts=timeouts,
@@ -133,6 +137,7 @@ class Router:
         )
         self._server, self._own_server, self._probe_server = self._servers()
         self.served_model = served
+        self._pauses = PauseMeter(PAUSE_S)
         self._has_looked = False  # a probe for the ended connection has run since the last tick
 
     def __repr__(self) -> str:
@@ -153,7 +158,7 @@ class Router:
 
     async def run(self, drain: asyncio.Event, stop: asyncio.Event) -> None:
         """Serves until `drain` is set and the running requests have ended, or until `stop` is set."""
-        self.control.open(self.dispatcher.on_message, self.dispatcher.on_damaged, self._on_left)
+        self.control.open(self._on_message, self.dispatcher.on_damaged, self._on_left)
         self._service.open()
         tasks = {asyncio.create_task(work) for work in (self._serve(), self._tick(), self._end(drain, stop))}
         if self._listeners.own is not None:
@@ -226,6 +231,15 @@ class Router:
             await asyncio.sleep(TICK_S)
         await self._server.serve(self._listeners.clients)
 
+    def _on_message(self, identity: bytes, message: ControlUp) -> None:
+        self._look_for_pause()
+        self.dispatcher.on_message(identity, message)
+
+    def _look_for_pause(self) -> None:
+        """Before anything is judged by the time: this process may have been stopped, or its host."""
+        if seconds := self._pauses.turn(time.monotonic()):
+            self.dispatcher.paused(seconds)
+
     def _on_left(self) -> None:
         """Probes for lost workers at once when a connection ends, but not more than once a tick."""
         if not self._has_looked:
@@ -236,6 +250,7 @@ class Router:
         num_left = 0
         while True:
             await asyncio.sleep(TICK_S)
+            self._look_for_pause()
             self._has_looked = False
             if self.control.num_left != num_left:
                 num_left = self.control.num_left

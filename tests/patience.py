@@ -14,8 +14,7 @@ LONG_S = 60.0
 def patient_with_peers():
     """Sockets, links and transports made in this process wait long for an answer; other processes do not."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("HANDSHAKE_MS", "SILENCE_MS"):
-            patch.setattr(f"baton.cluster.net.sockets.{name}", int(LONG_S * 1000))
+        patch.setattr("baton.cluster.net.sockets.HANDSHAKE_MS", int(LONG_S * 1000))
         patch.setattr("baton.cluster.net.control_link.LOST_AFTER_S", LONG_S)
         for name in (
             "protocol.peer_link.ANSWER_S",

@@ -19,6 +19,7 @@ import zmq
 from ..cluster.errors import BatonError, LocalProtocolError, StartupError
 from ..cluster.net.control_link import LinkQueues
 from ..cluster.net.router_links import RouterLinks
+from ..cluster.process.running_clock import RunningClock
 from ..cluster.process.watchdog import Watchdog
 from ..cluster.protocol.messages import ControlUp
 from ..kvtransfer.transport import Dropped, KVTransport, Lost, Offer, PollableTransport, PullRequest
@@ -104,7 +105,8 @@ class LinkWork:
 class WorkerLink:
     """The scheduler's handle on the link thread.
 
-    `open_planes` runs in that thread, which owns the sockets.
+    `open_planes` runs in that thread, which owns the sockets. `clock` gives that thread's monotonic seconds,
+    without the time in which this process did not run: routers and peers were not silent for so long.
     """
 
     def __init__(self, open_planes: OpenPlanes) -> None:
@@ -125,6 +127,7 @@ class WorkerLink:
         self.connected = False
         self.transport_counters: dict[str, float] = {}
         self.heartbeat_s = 0.25  # as the router wants it
+        self.clock = RunningClock(time.monotonic)
         self._turned_at = time.monotonic()
 
     def __repr__(self) -> str:
@@ -238,7 +241,7 @@ class WorkerLink:
         and the wait.
         """
         controls = routers.links.values()
-        self._turned_at = now = time.monotonic()
+        self._turned_at, now = time.monotonic(), self.clock()
         deadlines = [
             now + IDLE_WAIT_S,
             transport.next_deadline(now),
@@ -254,7 +257,7 @@ class WorkerLink:
         if (self._wake_r.fileno(), zmq.POLLIN) in ready:
             self._drain_wake()
         self._perform_all(work)
-        work.turn(time.monotonic(), is_behind=is_behind)
+        work.turn(self.clock(), is_behind=is_behind)
         self._is_serving = False
         self.connected = any(control.connected for control in controls)
         self.heartbeat_s = min((control.heartbeat_s for control in controls), default=self.heartbeat_s)

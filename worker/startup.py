@@ -219,7 +219,8 @@ class WorkerStartup(ABC, Generic[C, R]):
             hello = self.make_hello()
             if warning := small_pool_warning(hello):
                 logger.warning("%s", warning)
-            return dial_routers(context, endpoints_of(self.config.router), hello, self.keyring), transport
+            endpoints = endpoints_of(self.config.router)
+            return dial_routers(context, endpoints, hello, self.keyring, self.link.clock), transport
         except Exception:
             transport.close()
             raise

@@ -143,6 +143,16 @@ class NetworkSettings(RoleConfig):
             maximum=3600,
         ),
     )
+    stall_timeout_s: float = setting(
+        60.0,
+        Setting(
+            help="requests wait so long for a worker that is stopped, and that no other can replace; 0: a "
+            "silent worker counts as lost at once",
+            unit="s",
+            minimum=0,
+            maximum=600,
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,14 +78,18 @@ class RouterLinks:
 
 
 def dial_routers(
-    context: zmq.Context[Socket], endpoints: Sequence[str], hello: Hello, keyring: Keyring | None = None
+    context: zmq.Context[Socket],
+    endpoints: Sequence[str],
+    hello: Hello,
+    keyring: Keyring | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> RouterLinks:
-    """Links to the routers that `endpoints` name.
+    """Links to the routers that `endpoints` name. `clock`: the one that their ticks are given.
 
     Raises ConfigError for an invalid one, with no link left open.
     """
 
     def dial(endpoint: str) -> ControlLink:
-        return ControlLink(context, endpoint, hello, time.monotonic(), keyring=keyring)
+        return ControlLink(context, endpoint, hello, clock(), keyring=keyring)
 
     return RouterLinks(RouterDiscovery(endpoints), dial)

@@ -1,7 +1,9 @@
 """Creates, binds, connects, reads and writes every ZeroMQ socket of baton.
 
-All sockets share limits on memory (frame size, queued messages) and time (linger, handshake, sends), and
-heartbeats that detect dead peers. A socket belongs to one thread. With keys a link uses CURVE and
+All sockets share limits on memory (frame size, queued messages) and time (linger, handshake, sends). A
+connection ends when its other process or host is gone. It stands while the other process is only stopped:
+its kernel still acknowledges what it is sent. Users of a socket judge by their messages whether a process is
+silent for too long. A socket belongs to one thread. With keys a link uses CURVE and
 authenticates both ends. Without keys, a bind address beyond loopback requires `--trusted-network`.
 """
 
@@ -28,7 +30,8 @@ LINGER_MS = 200
 RECONNECT_MAX_MS = 1000
 HANDSHAKE_MS = 2000
 PING_MS = 500  # between two heartbeats of the connecting side
-SILENCE_MS = 1500  # without an answer or a heartbeat until a connection is given up
+UNACKED_MS = 1500  # until a connection ends whose other kernel acknowledges nothing: the host is gone
+SILENCE_MS = 600_000  # without an answer or a heartbeat of a process, which may be stopped, until it ends
 CURVE_FRAME_SLACK = 64  # an encrypted frame is 33 bytes longer than its content
 IPC_PATH_LIMIT = 107
 OVERSIZED_BYTES = 1 << 20  # the least that a message of too many parts or bytes counts for a FloodGuard
@@ -82,6 +85,7 @@ def make_socket(
     socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS if kind == zmq.DEALER else 0)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
     socket.setsockopt(zmq.HEARTBEAT_TTL, SILENCE_MS)
+    socket.setsockopt(zmq.TCP_MAXRT, UNACKED_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # detects a vanished host of a peer that sends no PINGs
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
     if kind == zmq.ROUTER:

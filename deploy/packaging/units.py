@@ -39,7 +39,9 @@ PROG = "baton deploy systemd"
 TEMPLATES = Path(__file__).parent / "systemd"
 ETC, UNITS = "/etc/baton", "/etc/systemd/system"
 CONFIG = f"{ETC}/baton.toml"
-WATCHDOG_S = 15  # the manager's limit; the process's own watchdog fires earlier and writes its stacks
+# The manager's limit. The process's own watchdog fires earlier and writes its stacks; it tells a hang from a
+# pause, which the manager cannot. So the manager waits longer than a router does for a stopped worker.
+WATCHDOG_S = 90
 OWN_WATCHDOG_S = 12.0
 LAST_WORDS_S = 15  # seconds from the end of a drain to SIGKILL
 WORKERS: tuple[type[RoleConfig], ...] = (PrefillConfig, DecodeConfig)

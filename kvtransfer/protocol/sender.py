@@ -5,6 +5,10 @@
 3. `advance` announces finished tokens.
 4. Each Pull is answered by its block. `launched` lets blocks go unasked behind the prompt's last forward.
 5. Release, Abort, `release` or the end of the lease closes the room and frees its pages.
+
+A decode worker that is stopped makes no progress and keeps its connection. So at the end of a lease its
+rooms stay until the worker is heard or its connection ends, for at most `stall_s`. Announcements ask it
+meanwhile: a worker that runs answers one of a room that it lacks, and repeats requests for one that it has.
 """
 
 import secrets
@@ -33,6 +37,7 @@ from .layout import KVLayout, RoomStream, agree, feature_columns
 from .seal import KEY_BYTES, Sealer
 from .session import (
     LEASE_S,
+    REMIND_S,
     Effect,
     FillEarly,
     Lease,
@@ -47,15 +52,17 @@ from .session import (
 )
 
 EARLY_S = 330.0  # longer than a router waits for a first token, so no queued prompt fails
+STALLED_S = 2.0  # a decode worker with rooms is not silent for so long while it runs
 MAX_EARLY = 4096
 MAX_PEERS = 1024
 MAX_REASON = 1024
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Greeted:
     """A connection with a finished handshake."""
 
+    heard_at: float  # time of its last message
     instance: str
     layout: KVLayout
     transports: tuple[str, ...]  # the common ones, best first
@@ -84,18 +91,22 @@ class SenderSession:
         ciphers: Sequence[str] = (CRC32C,),
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
         lease_s: float = LEASE_S,
+        stall_s: float = 0.0,
         early_s: float = EARLY_S,
         max_early: int = MAX_EARLY,
         max_peers: int = MAX_PEERS,
         transports: Sequence[str] = (ZMQ_BLOCKS,),
         host: str = "",
     ) -> None:
+        """`stall_s`: longest time for which rooms wait behind the end of their lease for a silent decode
+        worker whose connection stands."""
         self.instance = instance
         self.layout = KVLayout(layout)
         self.counters = TransferCounters()
         self._ciphers = tuple(ciphers)
         self._random_bytes = random_bytes
         self._lease_s = lease_s
+        self._stall_s = stall_s
         self._early_s = early_s
         self._max_early = max_early
         self._max_peers = max_peers
@@ -217,13 +228,14 @@ class SenderSession:
     def receive(self, peer: Peer, message: PairUp, now: float) -> list[Effect]:
         """Handles one message of `peer`."""
         if isinstance(message, KVHello):
-            return self._greet(peer, message)
+            return self._greet(peer, message, now)
         greeted = self._peers.get(peer)
         if greeted is None or greeted.instance != message.instance:
             # a peer of an earlier process, or a reconnected one; it greets again when no answer comes
             self.counters.stale_instance += 1
             return []
         self._peers.move_to_end(peer)
+        self._heard(greeted, now)
         if isinstance(message, Attach):
             return self._attach(peer, greeted, message, now)
         known = self._rooms.get(message.room)
@@ -274,7 +286,7 @@ class SenderSession:
         effects: list[Effect] = []
         for known in list(self._rooms.values()):
             if known.waits_for_decode and known.lease.is_over(now):
-                effects += self._drop(known, f"no progress for {self._lease_s:g} s", now)
+                effects += self._end_lease(known, now)
             elif known.remind_at is not None and now >= known.remind_at:
                 effects.append(self._announce(known, now))
         while self._early:
@@ -287,15 +299,37 @@ class SenderSession:
 
     def next_deadline(self) -> float | None:
         """Monotonic time of the next `tick` that has work; None without one."""
-        times = [room.lease.ends_at for room in self._rooms.values() if room.waits_for_decode]
-        times += [room.remind_at for room in self._rooms.values() if room.remind_at is not None]
+        times: list[float] = []
+        for known in self._rooms.values():
+            if known.waits_for_decode:
+                is_asked = known.quiet_since >= known.lease.ends_at
+                times.append(known.quiet_since + REMIND_S if is_asked else known.lease.ends_at)
+            if known.remind_at is not None:
+                times.append(known.remind_at)
         if self._early:
             times.append(next(iter(self._early.values())).expires_at)
         return min(times, default=None)
 
     # --- parts ----------------------------------------------------------------------------------------------
 
-    def _greet(self, peer: Peer, hello: KVHello) -> list[Effect]:
+    def _heard(self, greeted: _Greeted, now: float) -> None:
+        """Notes a message of a decode worker. After a long silence its leases begin anew: it was stopped."""
+        if self._stall_s and now - greeted.heard_at >= STALLED_S:
+            for known in self._rooms.values():
+                if known.peer_instance == greeted.instance:
+                    known.lease.renew(now)
+        greeted.heard_at = now
+
+    def _end_lease(self, known: SenderRoom, now: float) -> list[Effect]:
+        """Drops a room whose lease is over, or asks a decode worker that may be stopped."""
+        greeted, ends_at = self._peers.get(known.peer), known.lease.ends_at
+        is_silent = greeted is not None and greeted.heard_at <= ends_at and now < ends_at + self._stall_s
+        if not is_silent:
+            return self._drop(known, f"no progress for {self._lease_s:g} s", now)
+        is_asked = ends_at <= known.quiet_since and now < known.quiet_since + REMIND_S
+        return [] if is_asked else [self._announce(known, now)]
+
+    def _greet(self, peer: Peer, hello: KVHello, now: float) -> list[Effect]:
         try:
             if hello.protocol != PROTOCOL_MAJOR:
                 raise HandshakeRefused(f"KV protocols differ: ours {PROTOCOL_MAJOR}, theirs {hello.protocol}")
@@ -308,8 +342,11 @@ class SenderSession:
             self.counters.refused_peers += 1
             return [SendMessage(peer, KVRefused(instance=self.instance, reason=str(refusal)))]
         columns = feature_columns(self.layout.wire, common)
+        before = self._peers.get(peer)
+        if before is not None and before.instance == hello.instance:
+            self._heard(before, now)
         self._peers[peer] = _Greeted(
-            hello.instance, KVLayout(common), transports, cipher, columns, self._is_near(hello)
+            now, hello.instance, KVLayout(common), transports, cipher, columns, self._is_near(hello)
         )
         self._peers.move_to_end(peer)
         while len(self._peers) > self._max_peers:

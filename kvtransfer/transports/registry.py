@@ -5,6 +5,7 @@ Start-up calls only `open_sender` and `open_receiver`. A new transport needs one
 the best name that both ends have. A failing transport falls back to the next name.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ class EndSetup:
     """The settings of either end.
 
     `ciphers`: accepted ways to protect blocks, the best first. `lease_s`: seconds without progress until a
-    room ends.
+    room ends. `clock`: monotonic seconds of the thread that polls.
     """
 
     instance: str
@@ -38,6 +39,7 @@ class EndSetup:
     keyring: Keyring | None = None
     ciphers: Sequence[str] = ()
     lease_s: float = LEASE_S
+    clock: Callable[[], float] = time.monotonic
     reach: Reach = unarmed
 
 
@@ -47,12 +49,13 @@ class SenderSetup(EndSetup):
 
     `bind`: address for decode workers. `bulk_port`: port of sealed blocks, 0: any. `slab_bytes` and
     `device_slab_bytes`: limits of all memory of the host and of the device that is shared with decode workers
-    of this host.
+    of this host. `stall_s`: as in `SenderSession`.
     """
 
     bind: str
     bulk_port: int = 0
     trusted_network: bool = False
+    stall_s: float = 0.0
     slab_bytes: int = SLAB_BYTES
     device_slab_bytes: int = DEVICE_SLAB_BYTES
 
@@ -138,6 +141,8 @@ def _zmq_sender(setup: SenderSetup, names: Sequence[str]) -> ZmqBlocksSender:
         bulk_port=setup.bulk_port,
         trusted_network=setup.trusted_network,
         lease_s=setup.lease_s,
+        stall_s=setup.stall_s,
+        clock=setup.clock,
         transports=names,
         slab_bytes=setup.slab_bytes,
         device_slab_bytes=setup.device_slab_bytes,
@@ -154,5 +159,6 @@ def _zmq_receiver(setup: ReceiverSetup, names: Sequence[str]) -> ZmqBlocksReceiv
         ciphers=setup.ciphers,
         window=setup.window,
         lease_s=setup.lease_s,
+        clock=setup.clock,
         transports=names,
     )

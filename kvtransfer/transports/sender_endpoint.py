@@ -49,6 +49,7 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         planes: Planes,
         *,
         lease_s: float = LEASE_S,
+        stall_s: float = 0.0,
         ciphers: Sequence[str] = (CRC32C,),
         transports: Sequence[str] = (ZMQ_BLOCKS,),
         slab_bytes: int = SLAB_BYTES,
@@ -58,7 +59,7 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         clock: Clock = time.monotonic,
     ) -> None:
         """`slab_bytes`, `device_slab_bytes`: limits of all slabs in memory of the host and of the device, and
-        the first also of the slabs for NIXL.
+        the first also of the slabs for NIXL. `stall_s`: as in `SenderSession`.
 
         `device`: another device than that of the planes, for tests without a GPU. `open_agent`: NIXL.
         """
@@ -67,7 +68,13 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
             device = device_of(planes, KVLayout(layout))
         names = [name for name in transports if name != CUDA_SLAB or device is not None]
         self.session = SenderSession(
-            instance, layout, lease_s=lease_s, ciphers=ciphers, transports=names, host=host_id()
+            instance,
+            layout,
+            lease_s=lease_s,
+            stall_s=stall_s,
+            ciphers=ciphers,
+            transports=names,
+            host=host_id(),
         )
         if self.session.layout.has_features != (planes.features is not None):
             raise LocalProtocolError("a layout has features exactly when the planes have them")

@@ -52,7 +52,7 @@ from ..text.answer_form import AnswerForm, template_messages
 from ..text.grammars import Grammars, plan_of
 from ..text.templates import Templates, encoded
 from ..text.tokenizer import GuardedChat, Tokenizer
-from ..workers.eligibility import Limits, live_pairs
+from ..workers.eligibility import Limits, known_pairs
 from .idempotency import Idempotency
 from .request_spans import end_request, operation_of
 
@@ -341,7 +341,7 @@ class Service:
         if not self._takes_embeds:
             text = "prompt_embeds is off: start the router and all workers with --prompt-embeds"
             raise bad_request(text, param="prompt_embeds")
-        width, live = embeds_width(live_pairs(self.dispatcher.registry)), self.dispatcher.limits()
+        width, live = embeds_width(known_pairs(self.dispatcher.registry)), self.dispatcher.limits()
         context = live.context if live is not None else 0
         check_size(embeds, num_tries, self._embeds_bytes or context * width * ELEMENT_BYTES["F32"])
         return width

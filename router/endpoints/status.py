@@ -31,6 +31,18 @@ MAX_UNPAIRED = 64
 WORKER_STATES = ("starting", "serving", "draining")
 
 
+class StalledWorker(Struct, frozen=True, kw_only=True):
+    """A worker that requests wait for: it is silent, its connection stands, and no other can serve them."""
+
+    role: str
+    instance: str
+    host: str
+    since: float  # its last heartbeat, seconds since the epoch
+    silent_s: float
+    lost_in_s: float  # then it counts as lost, unless it goes on
+    reason: str
+
+
 class RouterStatus(Struct, frozen=True, kw_only=True):
     """The state of the router."""
 
@@ -46,6 +58,7 @@ class RouterStatus(Struct, frozen=True, kw_only=True):
     uptime_s: float
     clock: float  # this host's clock, seconds since the epoch
     events: dict[str, int]
+    stalled: list[StalledWorker] = []
 
 
 class WorkerStatus(Struct, frozen=True, kw_only=True):
@@ -140,6 +153,7 @@ def status_of(dispatcher: Dispatcher, model: str, uptime_s: float, now: float) -
         uptime_s=round(uptime_s, 1),
         clock=round(time.time(), 3),
         events=dispatcher.event_totals,
+        stalled=[_stalled(dispatcher, worker, now) for worker in registry.stalled],
     )
     workers = [_worker_status(worker, now) for worker in registry]
     return Status(router, workers, dispatcher.health_probes.pair_health.status(now), unpaired_of(registry))
@@ -166,6 +180,8 @@ def why_not_ready(dispatcher: Dispatcher, now: float) -> str:
     registry = dispatcher.registry
     if is_ready(registry):
         return "" if dispatcher.is_ready else dispatcher.health_probes.pair_health.why_not(now)
+    if why := dispatcher.stalls.why(now):
+        return f"{why}; requests wait for it"
     counts = {role: _num_serving(registry, role) for role in ("prefill", "decode")}
     missing = [role for role, count in counts.items() if count == 0]
     if missing:
@@ -222,6 +238,19 @@ def _facts_of(hello: Hello) -> WorkerFacts:
 
 def _num_serving(registry: Registry, role: str) -> int:
     return sum(worker.role == role and worker.is_serving for worker in registry)
+
+
+def _stalled(dispatcher: Dispatcher, worker: Worker, now: float) -> StalledWorker:
+    silent_s = now - worker.last_seen
+    return StalledWorker(
+        role=worker.role,
+        instance=worker.instance,
+        host=worker.hello.host,
+        since=round(time.time() - silent_s, 3),
+        silent_s=round(silent_s, 1),
+        lost_in_s=round(dispatcher.stalls.ends_in(worker, now), 1),
+        reason="no heartbeat comes though its connection stands: it is stopped, hangs or is cut off",
+    )
 
 
 def _worker_status(worker: Worker, now: float) -> WorkerStatus:

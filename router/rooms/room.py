@@ -290,6 +290,10 @@ class Room:
                 effects += self._attempt_failed("Timeout", "a worker made no progress", True, now)
         return effects
 
+    def excuse(self, seconds: float) -> None:
+        """A worker or the router stood still for so long, which is no lack of progress."""
+        self._progress_at += seconds
+
     # --- events from workers --------------------------------------------------------------------------------
 
     def on(self, message: RoomEvent, instance: str, now: float) -> list[Effect]:

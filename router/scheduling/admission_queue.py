@@ -6,7 +6,8 @@
     memory   prompt embeddings of other requests fill the memory        429 with Retry-After
     queue    more than `max_queue` rooms wait; refuses the last in line  429 with Retry-After
 
-Retry-After is the time to empty the queue at the recent rate of placements.
+Retry-After is the time to empty the queue at the recent rate of placements. While requests wait for a stalled
+worker, it is at least the time for which that worker has been silent: nobody knows more about the rest.
 """
 
 import math
@@ -15,8 +16,9 @@ from collections.abc import Sequence
 from ..errors import ApiError, overloaded
 from ..http.parse_limiter import ParseLimiter
 from ..http.rate_limits import Gate
-from ..workers.eligibility import live_limits, live_pairs
+from ..workers.eligibility import known_limits, known_pairs
 from ..workers.registry import Registry
+from ..workers.stalls import Stalls
 from .request_limits import check_fits, check_obeyed, no_workers
 from .request_state import ClientRequest, Entry, Job
 from .waiting_list import WaitingList, rank, rank_of
@@ -57,13 +59,14 @@ class PlacementRate:
 class AdmissionQueue:
     """The bounds on the requests that one router accepts."""
 
-    def __init__(self, registry: Registry, waiting: WaitingList, max_queue: int) -> None:
+    def __init__(self, registry: Registry, waiting: WaitingList, max_queue: int, stalls: Stalls) -> None:
         self.gate = Gate()
         self.parse_limiter = ParseLimiter(self.gate)
         self.placement_rate = PlacementRate()
         self._registry = registry
         self._waiting = waiting
         self._max_queue = max_queue
+        self._stalls = stalls
         self._embeds_bytes = 0  # of the requests that run
 
     def __repr__(self) -> str:
@@ -74,12 +77,12 @@ class AdmissionQueue:
 
         The caller of `check` calls `leave` at the end of the request.
         """
-        live = live_limits(self._registry)
+        live = known_limits(self._registry)
         if live is None:
             raise no_workers()
         num_tokens = embeds_bytes = 0
         for job in jobs:
-            check_obeyed(job.need, live_pairs(self._registry))
+            check_obeyed(job.need, known_pairs(self._registry))
             check_fits(job.need, self._registry, live)
             num_tokens += job.need.total
             embeds_bytes += job.embeds_bytes
@@ -117,9 +120,12 @@ class AdmissionQueue:
 
     def full(self, now: float) -> ApiError:
         """The error for requests that are turned away."""
-        message = f"The queue is full: {self._max_queue} requests wait for a worker. Try again later."
+        why = self._stalls.why(now)
+        wait = f"{self._max_queue} requests wait for a worker" + (f", and {why}" if why else "")
+        message = f"The queue is full: {wait}. Try again later."
         return overloaded(message, self.retry_after_s(now))
 
     def retry_after_s(self, now: float) -> int:
-        """Seconds to empty the queue."""
-        return self.placement_rate.seconds_for(len(self._waiting), now)
+        """Seconds to empty the queue, at most `LONGEST_RETRY_AFTER_S`."""
+        stalled_s = min(LONGEST_RETRY_AFTER_S, math.ceil(self._stalls.longest(now)))
+        return max(stalled_s, self.placement_rate.seconds_for(len(self._waiting), now))

@@ -8,7 +8,7 @@ monotonic seconds, and `tick` is called several times a second.
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ...cluster.process.log import fields
 from ...cluster.protocol.messages import (
@@ -41,11 +41,12 @@ from ..rooms.effects import (
 from ..rooms.quarantine import QUARANTINED
 from ..rooms.retries import RetryBudget
 from ..rooms.room import Room, RoomPhase
-from ..workers.eligibility import Limits, can_ever, live_limits, live_pairs
+from ..workers.eligibility import Limits, can_ever, known_limits, known_pairs
 from ..workers.health_probe import HealthProbes
 from ..workers.outbox import Outbox, Soon, Transmit
 from ..workers.registration import Registration
 from ..workers.registry import Registry, Worker
+from ..workers.stalls import Stalls
 from .admission_queue import OVERLOADED, AdmissionQueue
 from .flow import Flow
 from .history import History
@@ -69,6 +70,7 @@ from .waiting_list import WaitingList
 logger = logging.getLogger(__name__)
 
 CLIENT_STALL_S = 30.0  # longest time for which a client may leave its events unread
+SETTLE_S = 0.5  # after a pause nothing is placed, since messages of the workers wait to be read
 
 
 class Dispatcher:
@@ -84,6 +86,7 @@ class Dispatcher:
         max_queue: int,
         queue_timeout_s: float,
         request_timeout_s: float = 0.0,
+        stall_s: float = 0.0,
         canary_s: float = 0.0,
         drops: Callable[[], Mapping[str, int]] = dict,
         timeouts: Timeouts | None = None,
@@ -106,13 +109,16 @@ class Dispatcher:
         self._entries: dict[str, Entry] = {}
         self._on_probation: dict[str, Entry] = {}  # placed rooms with a record of deaths
         self._waiting = WaitingList()
-        self.admission = AdmissionQueue(registry, self._waiting, max_queue)
+        self.stalls = Stalls(registry, stall_s, self.events)
+        self.admission = AdmissionQueue(registry, self._waiting, max_queue, self.stalls)
         self.health_probes = HealthProbes(registry, self._outbox, mint, canary_s)
         self._placer = Placer(registry, policy, self.health_probes.pair_health)
         self._registration = Registration(registry, self._outbox, self.events)
         self._retries = RetryBudget()
         self.history = History(clock)
         self.flow, self.load_history = Flow(), LoadHistory(clock)
+        self._ticked_at = clock()
+        self._settled_at = 0.0
 
     def __repr__(self) -> str:
         state = "draining" if self.is_draining else "open"
@@ -146,8 +152,8 @@ class Dispatcher:
         return {**self._drops(), **self.events}
 
     def limits(self) -> Limits | None:
-        """The largest request that live pairs can serve; None without any."""
-        return live_limits(self.registry)
+        """The largest request that a pair can serve, now or when a stalled worker goes on; None without."""
+        return known_limits(self.registry)
 
     # --- the client's side ----------------------------------------------------------------------------------
 
@@ -356,12 +362,16 @@ class Dispatcher:
         `is_behind`: messages of workers may be unread, so their silence does not count.
         """
         now = self._clock()
+        elapsed, self._ticked_at = now - self._ticked_at, now
+        if self.registry.stalled:
+            self._excuse({worker.instance for worker in self.registry.stalled}, elapsed)
         self.registry.excuse(now, is_behind=is_behind)
-        if overdue := self.registry.overdue(now):
-            self.lose(overdue)
+        if lost := self.stalls.lost(now):
+            self.lose(lost)
         for worker in self.registry:
             self._outbox.flush(worker, now)
-        self.health_probes.tick(now, may_ask=not self._waiting and not self.is_draining)
+        may_ask = not self._waiting and not self.is_draining and now >= self._settled_at
+        self.health_probes.tick(now, may_ask=may_ask)
         for entry in list(self._entries.values()):
             if now >= entry.quiet_until:
                 self._tick_entry(entry, now)
@@ -378,8 +388,40 @@ class Dispatcher:
             flow, running, queued = self.flow.take(), self.num_running, self.num_queued
             self.load_history.sample(running=running, queued=queued, flow=flow, workers=self.registry)
 
+    def paused(self, seconds: float) -> None:
+        """This router did not run for so long. Call it before the first message or tick after the pause.
+
+        Deadlines of requests count that time. Nothing else does: no worker was silent, nobody waited.
+        """
+        now = self._ticked_at = self._clock()
+        logger.warning(
+            "this process did not run", extra=fields(seconds=round(seconds, 1), rooms=len(self._entries))
+        )
+        self.events["paused"] += 1
+        self._settled_at = now + SETTLE_S
+        self.registry.excuse_pause(seconds, now)
+        self.health_probes.excuse(seconds)
+        self._excuse(None, seconds)
+
+    def _excuse(self, instances: Collection[str] | None, seconds: float) -> None:
+        """These workers stood still for so long, or the router itself (None): no room there is late, and the
+        queue waited for them."""
+        requests: set[int] = set()
+        for entry in self._entries.values():
+            room, request = entry.room, entry.request
+            if instances is None:
+                entry.inbox.excuse(seconds)
+                entry.pairless_since = None
+            if room.phase is RoomPhase.QUEUED:
+                if id(request) not in requests:
+                    requests.add(id(request))
+                    request.excused_s += seconds
+            elif instances is None or not room.instances.isdisjoint(instances):
+                room.excuse(seconds)
+
     def _tick_entry(self, entry: Entry, now: float) -> None:
-        if entry.room.phase is RoomPhase.QUEUED and entry.request.waited(now) > self._queue_timeout_s:
+        waited = entry.request.waited(now) - entry.request.excused_s
+        if entry.room.phase is RoomPhase.QUEUED and waited > self._queue_timeout_s:
             message = f"No worker had room within {self._queue_timeout_s:g} s. Try again later."
             gone = entry.room.give_up("QueueTimeout", message, now, self.admission.retry_after_s(now))
             return self._perform(entry, gone, now)
@@ -392,11 +434,11 @@ class Dispatcher:
             self._check_pairs(entry, now)
 
     def _check_pairs(self, entry: Entry, now: float) -> None:
-        """Ends a wait that no worker can end.
+        """Ends a wait that no worker can end, nor would if a stalled one went on.
 
         A stream that has begun waits `pair_s`, since workers are restarted.
         """
-        live = live_pairs(self.registry)
+        live = known_pairs(self.registry)
         if entry.room.phase is not RoomPhase.QUEUED or can_ever(live, entry.need):
             entry.pairless_since = None
             return
@@ -413,6 +455,8 @@ class Dispatcher:
     def _admit(self, now: float) -> None:
         """Places waiting rooms by rank until one finds all its pairs full, so that no room is overtaken
         forever."""
+        if now < self._settled_at:
+            return
         for entry in self._waiting:
             if entry.room.phase is not RoomPhase.QUEUED or entry.not_before > now:
                 continue

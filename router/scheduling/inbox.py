@@ -86,6 +86,11 @@ class Inbox:
         """Seconds since the reader last took events while some are waiting: its client does not read."""
         return 0.0 if self.unread_since is None else now - self.unread_since
 
+    def excuse(self, seconds: float) -> None:
+        """The router did not run for so long, so nobody could read."""
+        if self.unread_since is not None:
+            self.unread_since += seconds
+
     @property
     def is_full(self) -> bool:
         """Whether too many tokens wait for the reader."""

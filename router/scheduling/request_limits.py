@@ -7,7 +7,7 @@ from ...cluster.protocol.messages import YOUNG_SAMPLING_FIELDS, Sampling
 from ..api.body_checks import COMPLETION_MAX_TOKENS
 from ..errors import ApiError, bad_request, context_too_long, unavailable
 from ..sandbox.grammar_compiler import MAX_GRAMMAR
-from ..workers.eligibility import Limits, Need, can_ever, live_pairs, obeyed
+from ..workers.eligibility import Limits, Need, can_ever, known_pairs, obeyed
 from ..workers.registry import Registry, Worker
 
 # A prompt travels in one control frame: 5 bytes per id at most, and room for a grammar and the other sampling
@@ -127,7 +127,7 @@ def check_fits(need: Need, registry: Registry, live: Limits) -> None:
             f"but the largest decode worker has pages for {live.decode_tokens}: ask for fewer.",
             param="max_tokens",
         )
-    if not can_ever(live_pairs(registry), need):
+    if not can_ever(known_pairs(registry), need):
         raise context_too_long(
             f"No pair of workers can hold {need.prompt} prompt tokens and {need.max_new} output tokens: "
             "ask for fewer.",

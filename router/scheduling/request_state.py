@@ -102,6 +102,7 @@ class ClientRequest:
     arrived: float
     waiting_since: float | None  # None while a choice is at the workers
     waited_s: float = 0.0  # seconds of earlier waits during which no choice was at the workers
+    excused_s: float = 0.0  # of these, seconds in which the router or a worker that they wait for stood still
     priority: int = 0  # lower goes first
     kind: RequestClass = USUAL
     caller: Caller = ANYONE

@@ -26,7 +26,7 @@ class Need(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest values over all live pairs."""
+    """The largest values over all pairs that serve, or that requests wait for."""
 
     context: int  # tokens of prompt and output together
     decode_tokens: int  # tokens of prompt and output that fit the pages of the roomiest decode worker
@@ -40,9 +40,14 @@ class Limits:
         return min(self.context, self.decode_tokens)
 
 
-def pairs(workers: Iterable[Worker], avoid: Collection[str] = ()) -> Iterator[tuple[Worker, Worker]]:
-    """Every (prefill, decode) pair that serves and fits together; see `prefillers` and `why_not_pair`."""
-    serving = [worker for worker in workers if worker.is_serving]
+def pairs(
+    workers: Iterable[Worker], avoid: Collection[str] = (), *, with_stalled: bool = False
+) -> Iterator[tuple[Worker, Worker]]:
+    """Every (prefill, decode) pair that serves and fits together; see `prefillers` and `why_not_pair`.
+
+    `with_stalled`: also those that serve when a stalled worker goes on.
+    """
+    serving = [worker for worker in workers if (worker.would_serve if with_stalled else worker.is_serving)]
     for decode in serving:
         if decode.role == "decode":
             for prefill in prefillers(decode, serving, avoid):
@@ -85,9 +90,9 @@ def is_ready(workers: Iterable[Worker]) -> bool:
     return next(pairs(workers), None) is not None
 
 
-def limits(workers: Iterable[Worker]) -> Limits | None:
-    """The limits over all live pairs; None without any."""
-    live = list(pairs(workers))
+def limits(workers: Iterable[Worker], *, with_stalled: bool = False) -> Limits | None:
+    """The limits over all pairs, as `pairs` finds them; None without any."""
+    live = list(pairs(workers, with_stalled=with_stalled))
     if not live:
         return None
     return Limits(
@@ -103,9 +108,14 @@ def live_pairs(registry: Registry, avoid: Collection[str] = ()) -> list[tuple[Wo
     return list(pairs(registry, avoid)) if avoid else registry.memo("pairs", lambda: list(pairs(registry)))
 
 
-def live_limits(registry: Registry) -> Limits | None:
-    """The limits of a registry, cached until it changes."""
-    return registry.memo("limits", lambda: limits(registry))
+def known_pairs(registry: Registry) -> list[tuple[Worker, Worker]]:
+    """The pairs of a registry that serve, or that requests wait for, cached until it changes."""
+    return registry.memo("known pairs", lambda: list(pairs(registry, with_stalled=True)))
+
+
+def known_limits(registry: Registry) -> Limits | None:
+    """The limits over `known_pairs`, cached until the registry changes."""
+    return registry.memo("limits", lambda: limits(registry, with_stalled=True))
 
 
 def can_ever(live: Iterable[tuple[Worker, Worker]], need: Need) -> bool:

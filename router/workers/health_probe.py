@@ -114,6 +114,13 @@ class HealthProbes:
             if may_ask and sum(not probe.is_decided for probe in self._probes.values()) < MAX_AT_ONCE:
                 self._ask_next(urgent + (due if now >= self._next_at else []), live, now)
 
+    def excuse(self, seconds: float) -> None:
+        """The router did not run for so long: no probe is late, and no result has aged."""
+        self.pair_health.excuse(seconds)
+        for probe in self._probes.values():
+            if probe.room.deadline is not None:
+                probe.room.deadline += seconds
+
     def on(self, worker: Worker, room: str, event: RoomEvent, now: float) -> bool:
         """Handles a worker's message about a room; False if the room is no probe's."""
         probe = self._probes.get(room)

@@ -118,6 +118,12 @@ class PairHealth:
             record.held_s += seconds
             record.passed_at += seconds
 
+    def excuse(self, seconds: float) -> None:
+        """The router did not run for so long: no result has aged."""
+        for record in self._records.values():
+            record.passed_at += seconds
+            record.vouched_at += seconds
+
     def asked(self, prefill: str, decode: str, now: float) -> None:
         """Notes the start of a probe."""
         record = self._records[prefill, decode]

@@ -131,4 +131,7 @@ class Registration:
         The send fails for the unreachable one.
         """
         for worker in self._registry:
-            self._outbox.post(worker, self._registry.welcome(worker.instance), now)
+            if worker.outbox:  # what waits asks as well, and a stalled worker must not collect Welcomes
+                self._outbox.flush(worker, now)
+            else:
+                self._outbox.post(worker, self._registry.welcome(worker.instance), now)

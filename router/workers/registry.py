@@ -3,8 +3,9 @@ clock, no socket.
 
 A worker is one process start, named by its instance. It registers with Hello and serves from its first
 heartbeat on. The scheduler loop sends heartbeats and the link thread sends Hello, so a worker with a hung
-loop is not trusted because of its live link. A worker is forgotten after `worker_timeout_s` without a
+loop is not trusted because of its live link. A worker is overdue after `worker_timeout_s` without a
 heartbeat, or after `UNREACHABLE_S` without a connection: the connection of a dead process closes at once.
+`stalls` decides whether an overdue worker is lost.
 """
 
 import logging
@@ -97,6 +98,8 @@ class Worker:
     is_draining: bool = False
     ledger: Ledger = field(default_factory=Ledger)
     unreachable_since: float | None = None
+    # time of its last heartbeat while it is silent and requests wait for it: its connection stands
+    stalled_since: float | None = None
     # packed messages that its connection has not accepted yet
     outbox: deque[bytes] = field(default_factory=deque)
     breaker: Breaker = field(default_factory=Breaker)
@@ -124,6 +127,8 @@ class Worker:
 
     @property
     def state(self) -> str:
+        if self.stalled_since is not None:
+            return "stalled"
         if self.is_draining:
             return "draining"
         return self.stats.state if self.stats is not None else "starting"
@@ -136,6 +141,12 @@ class Worker:
     @property
     def is_serving(self) -> bool:
         return self.state == "serving"
+
+    @property
+    def would_serve(self) -> bool:
+        """Whether it serves, or would if it were not stalled."""
+        is_well = not self.is_draining and self.stats is not None and self.stats.state == "serving"
+        return is_well if self.stalled_since is not None else self.is_serving
 
     @property
     def num_rooms(self) -> int:
@@ -271,6 +282,8 @@ class Registry:
         if worker is None:
             return False
         worker.identity, worker.unreachable_since = identity, None
+        if worker.stalled_since is not None:
+            self._end_stall(worker, now)
         is_news = worker.weights_hash != stats.weights_hash
         if is_news or worker.stats is None or worker.stats.state != stats.state:
             self._memo.clear()
@@ -278,6 +291,25 @@ class Registry:
         if is_news:
             self._warn_of_other_weights(worker)
         return True
+
+    def stall(self, worker: Worker) -> None:
+        """Marks a worker as stalled: it gets nothing until its next heartbeat, which ends the stall."""
+        worker.stalled_since = worker.last_seen
+        self._memo.clear()
+
+    def _end_stall(self, worker: Worker, now: float) -> None:
+        silent_s = round(now - worker.last_seen, 1)
+        worker.stalled_since = None
+        self._memo.clear()
+        logger.warning(
+            "a stalled worker goes on",
+            extra=fields(role=worker.role, instance=worker.instance, silent_s=silent_s),
+        )
+
+    @property
+    def stalled(self) -> list[Worker]:
+        """The stalled workers."""
+        return self.memo("stalled", lambda: [worker for worker in self if worker.stalled_since is not None])
 
     def _warn_of_other_weights(self, worker: Worker) -> None:
         """Logs each worker with the same fingerprint and other weights, with which this one no longer
@@ -296,7 +328,7 @@ class Registry:
                 )
 
     def overdue(self, now: float) -> list[Worker]:
-        """Workers that count as lost."""
+        """Workers without a heartbeat or a connection for too long."""
         return [worker for worker in self if self._is_overdue(worker, now)]
 
     def excuse(self, now: float, *, is_behind: bool) -> None:
@@ -315,9 +347,21 @@ class Registry:
         for worker in self:
             worker.last_seen = min(now, worker.last_seen + seconds)
 
+    def excuse_pause(self, seconds: float, now: float) -> None:
+        """This router did not run for so long, so nobody was silent, nor without a connection."""
+        self._excused_at = now
+        for worker in self:
+            worker.last_seen += seconds
+            if worker.unreachable_since is not None:
+                worker.unreachable_since += seconds
+
     def _is_overdue(self, worker: Worker, now: float) -> bool:
         since = worker.unreachable_since
         return now - worker.last_seen > self._timeout_s or (since is not None and now - since > UNREACHABLE_S)
+
+    def is_silent(self, worker: Worker, now: float) -> bool:
+        """Whether the worker is overdue though its connection stands."""
+        return worker.unreachable_since is None and now - worker.last_seen > self._timeout_s
 
     def remove(self, instance: str) -> None:
         self._memo.clear()

@@ -12,6 +12,8 @@ from baton.tests.faults.traffic import Call, workload
 
 DETECTED_S = 2.0
 POLL_S = 0.3  # of /status on a busy machine, and of the instant of the fault itself
+RESUMED_S = 3.0  # until streams go on when a stopped process does, beside the work of all others
+FOUND_DEAD_S = 10.0  # until clients hear of the death of a worker that nobody can replace
 WATCHDOG_S = 4
 
 
@@ -80,6 +82,172 @@ def f22(scene: Scene) -> str:
     calls += finished(scene, streams)
     scene.cluster.wait_whole(10)
     return f"found in {took:.1f} s, {told(calls)}"
+
+
+# --- pauses of what nobody can replace ----------------------------------------------------------------------
+
+
+ALONE = {"prefill": 1, "decode": 1}
+SHORT_S, LONG_S = 5.0, 30.0
+# The watchdog's limit is shorter than the pause.
+WATCHED = {"*": {"watchdog-s": "3"}, "router": {"watchdog-s": "3"}}
+NO_LOCAL = {"router": {"local-prefill": "off"}}
+
+
+def paused(scene: Scene, names: list[str], seconds: float, seed: int) -> tuple[list[Call], list[Call], dict]:
+    """Stops these processes for so long, under streams and with requests that come meanwhile.
+
+    Returns the streams, the later calls, and the document of /status from late in the pause.
+    """
+    asks = scene.known(workload(seed, 10, prompt=(50, 100), max_tokens=150))
+    streams = scene.traffic.start(*asks[:4])
+    wait_until(lambda: min(len(call.ids) for call in streams) >= 5, 20, "all streams run", pause=0.002)
+    for name in names:
+        scene.cluster.signal(name, signal.SIGSTOP)
+    began = time.monotonic()
+    later = scene.traffic.start(*asks[4:7])
+    wait_until(lambda: time.monotonic() - began > seconds / 2, seconds, "half of the pause")
+    later += scene.traffic.start(*asks[7:])
+    wait_until(lambda: time.monotonic() - began > seconds - 0.5, seconds, "the pause")
+    document = {} if "router" in names else scene.cluster.status()
+    wait_until(lambda: time.monotonic() - began > seconds, seconds, "the end of the pause")
+    for name in names:
+        scene.cluster.signal(name, signal.SIGCONT)
+    scene.promise = Promise(all_finish=True, deadline_s=seconds + 30)
+    scene.traffic.wait(streams + later)
+    scene.cluster.wait_whole(10)
+    scene.traffic.wait(scene.traffic.start(*asks))
+    gap = longest_gap(streams + later)
+    assert seconds - 1 <= gap <= seconds + RESUMED_S, told(streams + later)
+    return streams, later, document
+
+
+def stalled(document: dict, role: str, seconds: float) -> dict:
+    """The worker that /status says requests wait for."""
+    (worker,) = document["router"]["stalled"]
+    assert worker["role"] == role, worker
+    assert seconds - 2.5 <= worker["silent_s"] <= seconds + 1, worker
+    assert not document["router"]["is_ready"], "other routers may be better off"
+    return worker
+
+
+def decode_paused(scene: Scene, seconds: float) -> str:
+    streams, later, document = paused(scene, ["decode-0"], seconds, 601)
+    assert document["router"]["queued"] + document["router"]["running"] >= 10, "all of them wait"
+    worker = stalled(document, "decode", seconds)
+    assert not placed_again(streams), "the streams stay where they are"
+    return f"silent for {worker['silent_s']:.1f} s by /status; {told(streams + later)}"
+
+
+@row(
+    "F70", "the only decode worker is stopped for 5 s under streams, new requests come",
+    "clients see a pause and no error, streams go on in their attempt; /status says so",
+    quick=True, **ALONE, flags=WATCHED,
+)  # fmt: skip
+def f70(scene: Scene) -> str:
+    return decode_paused(scene, SHORT_S)
+
+
+@row(
+    "F70l", "the only decode worker is stopped for 30 s under streams, new requests come",
+    "clients see a pause and no error, streams go on in their attempt; /status says so", **ALONE,
+)  # fmt: skip
+def f70l(scene: Scene) -> str:
+    return decode_paused(scene, LONG_S)
+
+
+def prefill_paused(scene: Scene, seconds: float) -> str:
+    streams, later, document = paused(scene, ["prefill-0"], seconds, 611)
+    stalled(document, "prefill", seconds)
+    return told(streams + later)
+
+
+@row(
+    "F71", "the only prefill worker is stopped for 5 s, and decode may not compute prompts",
+    "streams go on, new requests wait and get no error; /status says so",
+    quick=True, **ALONE, flags={**WATCHED, "router": {"watchdog-s": "3", "local-prefill": "off"}},
+)  # fmt: skip
+def f71(scene: Scene) -> str:
+    return prefill_paused(scene, SHORT_S)
+
+
+@row(
+    "F71l", "the only prefill worker is stopped for 30 s, and decode may not compute prompts",
+    "streams go on, new requests wait and get no error; /status says so", **ALONE, flags=NO_LOCAL,
+)  # fmt: skip
+def f71l(scene: Scene) -> str:
+    return prefill_paused(scene, LONG_S)
+
+
+def router_paused(scene: Scene, seconds: float) -> str:
+    streams, later, _ = paused(scene, ["router"], seconds, 621)
+    return told(streams + later)
+
+
+@row(
+    "F72", "the router is stopped for 5 s, longer than its watchdog's limit",
+    "it lives, no worker counts as lost, all complete", quick=True, **ALONE, flags=WATCHED,
+)  # fmt: skip
+def f72(scene: Scene) -> str:
+    return router_paused(scene, SHORT_S)
+
+
+@row(
+    "F72l", "the router is stopped for 30 s, longer than its watchdog's limit",
+    "it lives, no worker counts as lost, all complete", **ALONE,
+)  # fmt: skip
+def f72l(scene: Scene) -> str:
+    return router_paused(scene, LONG_S)
+
+
+def all_paused(scene: Scene, seconds: float) -> str:
+    streams, later, _ = paused(scene, ["decode-0", "prefill-0", "router"], seconds, 631)
+    assert not placed_again(streams), "nobody was lost"
+    assert not scene.cluster.status()["router"]["events"].get("worker_lost")
+    return told(streams + later)
+
+
+@row(
+    "F73", "every process of a host is stopped for 5 s, longer than all limits of watchdogs and leases",
+    "nobody is lost or ends, every stream goes on in its attempt",
+    quick=True, **ALONE,
+    flags={**WATCHED, "prefill": {"lease-s": "2"}, "decode": {"lease-s": "2"}},
+)  # fmt: skip
+def f73(scene: Scene) -> str:
+    return all_paused(scene, SHORT_S)
+
+
+@row(
+    "F73l", "every process of a host is stopped for 30 s, longer than all limits of watchdogs and leases",
+    "nobody is lost or ends, every stream goes on in its attempt", **ALONE,
+)  # fmt: skip
+def f73l(scene: Scene) -> str:
+    return all_paused(scene, LONG_S)
+
+
+@row(
+    "F74", "the only decode worker is stopped, and killed while requests wait for it",
+    "clients hear of the death within 10 s: streams by an error frame, new ones by 503", quick=True, **ALONE,
+)  # fmt: skip
+def f74(scene: Scene) -> str:
+    asks = scene.known(workload(641, 6, prompt=(50, 100), max_tokens=300))
+    scene.promise = Promise(statuses=(503,))
+    calls = scene.traffic.start(*asks[:4])
+    wait_until(lambda: min(len(call.ids) for call in calls) >= 5, 20, "all streams run", pause=0.002)
+    scene.cluster.signal("decode-0", signal.SIGSTOP)
+    wait_until(lambda: scene.cluster.worker("decode-0").get("state") == "stalled", 4, "a stalled worker")
+    calls += scene.traffic.start(*asks[4:])
+    wait_until(lambda: scene.cluster.status()["router"]["queued"] == 2, 4, "both wait")
+    scene.kill("decode-0")
+    began = time.monotonic()
+    scene.traffic.wait(calls)
+    took = time.monotonic() - began
+    assert took <= FOUND_DEAD_S, f"the last client heard of it after {took:.1f} s"
+    assert {call.status for call in calls[4:]} == {503}, calls[4:]
+    scene.cluster.restart("decode-0")
+    scene.cluster.wait_whole(20)
+    scene.rebase("decode-0")
+    return f"new requests and streams have their errors {took:.1f} s after the death"
 
 
 ROUNDS = (

@@ -48,21 +48,29 @@ HANGS = {
     "in C with the lock": "ctypes.PyDLL(None).sleep(60)",
 }
 MOVES = """
-import os, signal, sys, time
+import signal, sys, time
 from baton.cluster.process.watchdog import Watchdog
 left = lambda: signal.getitimer(signal.ITIMER_REAL)[0]
-threads = lambda: len(os.listdir("/proc/self/task"))
-dog, alone = Watchdog(60.0), threads()
+dog = Watchdog(60.0)
 for now in (0.0, 3.0, 6.0):
     dog.feed(now)
-    assert left() > 40.0, "the kernel's timer was wound up"
-    while threads() != alone + 1:  # and so was faulthandler's: the thread before it ends when it gets a core
-        time.sleep(0.01)
-    signal.setitimer(signal.ITIMER_REAL, 20.0)  # as if 40 s had passed
+    assert left() == 0.0, "the second step has not begun"
+    signal.setitimer(signal.ITIMER_REAL, 20.0)  # as if the first step were over
 dog.stop()
 assert left() == 0.0
-while threads() > alone:
-    time.sleep(0.01)
+sys.exit(5)
+"""
+LIMIT_S = 1.5
+LIVES = f"""
+import sys, time
+from baton.cluster.process.watchdog import Watchdog
+dog = Watchdog({LIMIT_S})
+print("runs", flush=True)
+began = time.monotonic()
+while time.monotonic() - began < {LIMIT_S} + 2.5:
+    dog.feed(time.monotonic())
+    time.sleep(0.05)
+dog.stop()
 sys.exit(5)
 """
 
@@ -84,3 +92,18 @@ def test_a_hung_process_writes_its_stacks_and_dies(how):
 def test_each_feed_rearms_the_timers_and_an_orderly_end_stops_them():
     done = subprocess.run([sys.executable, "-c", MOVES], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (5, "")
+
+
+def test_a_pause_of_the_process_is_no_hang():
+    process = subprocess.Popen(
+        [sys.executable, "-c", LIVES], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "runs\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(LIMIT_S + 1.0)
+        process.send_signal(signal.SIGCONT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, said) == (5, ""), "no stacks, no signal"

@@ -396,3 +396,50 @@ def test_sealed_transfers_never_share_a_key_across_another_have() -> None:
         keys.append(said.message.key)
     assert keys[0] == keys[1], "the same transfer keeps its key"
     assert len(set(keys)) == 3, "a block of another stream under an old nonce would show both"
+
+
+# --- a decode worker that is stopped ------------------------------------------------------------------------
+
+
+def stalled() -> SenderSession:
+    """A computed prompt of which decode pulled the first block at 1.0, and then was silent."""
+    session = SenderSession(P, LAYOUT, lease_s=5.0, stall_s=60.0)
+    greet(session)
+    attached(session, is_final=True)
+    session.receive("d", pull(0), 1.0)
+    return session
+
+
+def test_the_rooms_of_a_stopped_decode_worker_outlive_their_lease():
+    session = stalled()
+    for now in (6.0, 6.0 + REMIND_S, 30.0):
+        assert session.tick(now) == [SendMessage("d", announce(10, first_token=42))], "it is asked"
+        assert session.tick(now + 0.01) == []
+        assert session.next_deadline() == now + REMIND_S, "no turn without work"
+    session.receive("d", m.KVHello(instance=D, protocol=m.PROTOCOL_MAJOR, layout=LAYOUT), 31.0)
+    assert session.num_rooms == 1
+    assert not aborts(session.tick(31.2)), "its lease has begun anew"
+    assert [type(effect) for effect in session.receive("d", pull(1), 31.3)] == [SendBlock]
+    assert events(session.receive("d", release(), 31.4)) == [Released(room=ROOM, epoch=0)]
+
+
+def test_a_stopped_decode_worker_is_waited_for_as_long_as_set():
+    session = stalled()
+    assert not aborts(session.tick(65.9))
+    assert aborts(session.tick(66.0)) == [("d", 0)]
+
+
+def test_a_running_decode_worker_without_progress_is_not_waited_for():
+    session = stalled()
+    for now in (2.5, 4.0, 5.5):
+        session.receive("d", attach(), now)
+    session.tick(6.0)
+    session.receive("d", attach(), 6.1)  # it lives, and it has not pulled anything since
+    assert aborts(session.tick(6.1)) == [("d", 0)]
+
+
+def test_a_decode_worker_whose_connection_ended_is_not_waited_for():
+    session = stalled()
+    session.tick(6.0)
+    session.peer_gone("d")
+    assert events(session.tick(6.3)) == [Dropped(room=ROOM, epoch=0, reason="no progress for 5 s")]

@@ -1,12 +1,14 @@
 """/status names what pairs workers, and why two do not pair."""
 
 import json
+from collections import Counter
 from types import SimpleNamespace
 
 import msgspec
 from baton.cluster.protocol.messages import Choice, DraftWidths, RoomCounts, WorkerStats
 from baton.router.endpoints.status import registered_of, status_of, unpaired_of, why_not_ready
 from baton.router.workers.registry import Registry
+from baton.router.workers.stalls import Stalls
 from baton.tests.unit.router.workers.test_registry import beat, hello
 
 P, D, PLAIN = "1" * 32, "2" * 32, "3" * 32
@@ -27,6 +29,7 @@ def dispatcher_of(registry):
         registry=registry, is_draining=False, is_ready=False, num_queued=0, num_running=0, num_open=0,
         event_totals={},
         health_probes=SimpleNamespace(pair_health=proofs),
+        stalls=Stalls(registry, 0.0, Counter()),
     )  # fmt: skip
 
 
