@@ -1,11 +1,16 @@
 """Memory and rates of known GPUs, and what a worker can do on one.
 
-The rates are those of the vendor's data sheets, dense bfloat16. The shares of them that serving reaches
-come from the runs in `docs/benchmarks.md`. They decide how many GPUs prefill and decode get. They promise no
-figure.
+The rates are those of the vendor's data sheets, dense bfloat16; docs/gpu.md names the sheets. The shares of
+them that serving reaches come from the runs in `docs/benchmarks.md`. They decide how many GPUs prefill and
+decode get. They promise no figure.
+
+A CPU computes in float32. Its rates are those of its cores and memory channels: 32 operations a cycle (two
+AVX2 multiply-adds of 8 numbers) at 2.5 GHz, and DDR4-3200 at 25.6 GB/s a channel, one for each 4 cores up to
+8 channels.
 """
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -43,6 +48,8 @@ class GpuModel:
     @property
     def card(self) -> Card:
         """The idle GPU as an engine sees it."""
+        if self.name == CPU:
+            return Card()
         free = self.memory - CONTEXT_BYTES
         return Card(name=self.name, total=self.memory, free=free, capability=self.capability)
 
@@ -61,6 +68,10 @@ GPUS = (
     GpuModel(name="A10G", memory_mib=23028, tflops=70, gb_per_s=600, capability=(8, 6)),
     GpuModel(name="A10", memory_mib=23028, tflops=125, gb_per_s=600, capability=(8, 6)),
 )
+CPU = "CPU"
+CPU_CORES = 16  # of the CPU that is listed
+CORE_TFLOPS = 0.08  # 32 operations a cycle, 2.5 GHz
+CHANNEL_GB_PER_S, CORES_A_CHANNEL, MOST_CHANNELS = 25.6, 4, 8
 STAND_IN = "H100"  # its ratio of arithmetic to memory rate is assumed for a GPU that is not listed
 
 
@@ -73,11 +84,30 @@ def gpu_model(card: Card) -> GpuModel:
     return replace(chosen, name=card.name, memory_mib=card.total >> 20, capability=card.capability)
 
 
+def gpu_here(card: Card, num_cores: int | None = None) -> GpuModel:
+    """The rates of this host's card; without a GPU, of its CPU with `num_cores` cores (None: all)."""
+    return gpu_model(card) if card.is_gpu else cpu_of(num_cores or os.cpu_count() or 1)
+
+
+def cpu_of(num_cores: int) -> GpuModel:
+    """A CPU with that many cores."""
+    channels = min(MOST_CHANNELS, max(1, num_cores // CORES_A_CHANNEL))
+    return GpuModel(
+        name=CPU,
+        memory_mib=0,
+        tflops=round(num_cores * CORE_TFLOPS, 2),
+        gb_per_s=round(channels * CHANNEL_GB_PER_S, 1),
+        capability=(0, 0),
+    )
+
+
 def gpu_named(name: str) -> GpuModel:
-    """The listed GPU of that name, of two with one name the larger. Raises ConfigError."""
+    """The listed GPU of that name, of two with one name the larger, or a CPU. Raises ConfigError."""
+    if name == CPU:
+        return cpu_of(CPU_CORES)
     found = [gpu for gpu in GPUS if gpu.name == name]
     if not found:
-        names = list(dict.fromkeys(gpu.name for gpu in GPUS))
+        names = [*dict.fromkeys(gpu.name for gpu in GPUS), CPU]
         hint = did_you_mean(name, names) or f"; known: {', '.join(names)}"
         raise ConfigError(f"--gpu {name!r} is not listed{hint}")
     return max(found, key=lambda gpu: gpu.memory)

@@ -71,7 +71,7 @@ class SizingPlan:
     places: int  # concurrent requests on one decode worker
     num_prefill: int
     num_decode: int
-    advice: tuple[str, ...]  # reasons not to disaggregate, or first steps
+    advice: tuple[str, ...]  # reasons not to disaggregate
 
 
 def handoff_of(tokens: int, shape: KVShape, measured: Measured, chunk: int) -> HandoffTimes:
@@ -150,27 +150,34 @@ def split_of(num_gpus: int, shape: KVShape, measured: Measured, load: PlannedLoa
     return best, num_gpus - best
 
 
+def most_requests(num_gpus: int, shape: KVShape, measured: Measured, load: PlannedLoad) -> float:
+    """The requests per second that the split of `split_of` serves."""
+    handoff = handoff_of(load.prompt, shape, measured, load.chunk)
+    num_prefill, num_decode = split_of(num_gpus, shape, measured, load)
+    places = max(1, places_of(shape, load))
+    by_decode = num_decode * decode_capacity(measured, load, handoff, places)
+    return min(num_prefill * prefill_capacity(handoff), by_decode)
+
+
 def _advice(
     shape: KVShape, measured: Measured, load: PlannedLoad, handoff: HandoffTimes, places: int
 ) -> list[str]:
     found = []
     whole_s = load.prompt * shape.token_bytes / measured.bandwidth + measured.fixed_s
     if not places:
-        found.append("a request does not fit a decode worker's KV memory: more memory, or shorter requests")
+        found.append("a request does not fit a decode worker's KV memory")
     if whole_s >= handoff.prefill_s:
         found.append(
-            f"moving a prompt ({whole_s * 1e3:.1f} ms) costs as much as computing it "
-            f"({handoff.prefill_s * 1e3:.1f} ms): "
-            "let decode compute such prompts (--local-prefill-max), or use a faster link"
+            f"moving a prompt takes {whole_s * 1e3:.1f} ms and computing it {handoff.prefill_s * 1e3:.1f} ms"
         )
     if handoff.prefill_s <= measured.tpot_s:
         found.append(
-            "a prompt is computed within one token's time: it would not be felt beside decoding; "
-            "one process per GPU does"
+            f"a prompt is computed in {handoff.prefill_s * 1e3:.1f} ms, which decoding hardly feels: a token "
+            f"takes {measured.tpot_s * 1e3:.1f} ms"
         )
     if load.rate * handoff.prefill_s < IDLE_PREFILL:
         found.append(
-            f"a prefill worker would be busy {load.rate * handoff.prefill_s:.0%} of its time: "
-            "it buys even token times, not throughput"
+            f"a prefill worker would be busy {load.rate * handoff.prefill_s:.0%} of its time: it buys even "
+            "token times, not throughput"
         )
     return found

@@ -1,15 +1,16 @@
 """`baton plan`: sizes a deployment from a model's config and rates of the hardware.
 
-    baton plan --model DIR --bandwidth 2.5 --prefill-rate 24000 --prompt 4000 --output 300 --rate 2
-    baton plan --model DIR --pull tcp://10.0.0.2:7999 --prefill-rate 24000
+    baton plan --model DIR --prompt 4000 --output 300 --rate 2
+    baton plan --model DIR --pull tcp://10.0.0.2:7999
     baton plan --model DIR --url http://127.0.0.1:8000 --within 25
     baton plan --model DIR --gpu H200 --num-gpus 8
     baton plan --model DIR --memory
 
-The second form measures the bandwidth. The third measures everything on a running cluster and compares the
-prediction with it; the exit code is 1 when the prediction is more than 25 % off. The fourth estimates the
-rates from the GPU's data sheet and deals GPUs to workers, as `baton up` does for its default load. The last
-shows how many tokens of KV each known GPU holds.
+Rates that are not given are estimated from the model's size and the data sheet of this host's GPU, or of
+--gpu. The second form measures the bandwidth. The third measures prefill and link on a running cluster, reads
+the sizes of its workers, and compares the prediction with it; the exit code is 1 when the prediction is more
+than 25 % off. The fourth deals GPUs to workers, as `baton up` does for its default load. The last shows how
+many tokens of KV each known GPU holds.
 
 On a running cluster prompts of up to two chunks give the prefill rate, the link and the fixed cost of a
 hand-off; longer prompts, which were not used for these, are then predicted and measured. See `sizing` for the
@@ -20,20 +21,31 @@ import os
 import random
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...cluster.config.fields import Setting, check_fields, read_command_line, setting
+from ...cluster.config.fields import Setting, check_fields, flag_of, read_command_line, setting
 from ...cluster.config.roles import DecodeConfig, PrefillConfig
 from ...cluster.errors import BatonError, ConfigError
 from ...engine.auto_sizes import MIB, Card
 from ...engine.hub import NGRAM
 from ..capacity.checkpoints import DTYPE_BYTES, KVShape, head_dir, shape_of
-from ..capacity.gpus import GPUS, TYPICAL, GpuModel, estimate, gpu_named, kv_tokens_of, shares_of
-from ..capacity.sizing import Measured, PlannedLoad, SizingPlan, handoff_of, plan_of, split_of
-from ..capacity.worker_sizes import ModelNeed, find_card, need_of, worker_sizes
+from ..capacity.gpus import (
+    CPU,
+    GPUS,
+    TYPICAL,
+    GpuModel,
+    estimate,
+    gpu_here,
+    gpu_named,
+    kv_tokens_of,
+    shares_of,
+)
+from ..capacity.recommend import recommend
+from ..capacity.sizing import Measured, PlannedLoad, SizingPlan, handoff_of, most_requests, plan_of
+from ..capacity.worker_sizes import CPU_DTYPE, GPU_DTYPE, ModelNeed, find_card, need_of, worker_sizes
 from .client import KEY_VARIABLE, ChatClient
 from .command import run_command
 from .findings import output_of
@@ -59,24 +71,56 @@ class PlanConfig:
             metavar=f"DIR|{NGRAM}",
         ),
     )
-    dtype: str = setting("bfloat16", Setting(help="type of the KV cache", choices=tuple(DTYPE_BYTES)))
+    dtype: str = setting(
+        "auto",
+        Setting(
+            help="type of weights and KV cache; auto: bfloat16, on a CPU float32",
+            choices=("auto", *DTYPE_BYTES),
+        ),
+    )
     url: str = setting("", Setting(help="a running cluster to measure", metavar="URL"))
     pull: str = setting(
         "", Setting(help="measure the link to `baton doctor --serve-pull`", metavar="ENDPOINT")
     )
-    bandwidth: float = setting(1.1, Setting(help="of the link", unit="GB/s", minimum=0.001, maximum=10000))
+    bandwidth: float = setting(
+        0.0,
+        Setting(
+            help="of the link; auto: of two workers on one host",
+            unit="GB/s",
+            minimum=0.001,
+            maximum=10000,
+            auto=0,
+        ),
+    )
     prefill_rate: float = setting(
-        10000.0, Setting(help="of one prefill worker", unit="tokens/s", minimum=1, maximum=1e9)
+        0.0,
+        Setting(
+            help="of one prefill worker; auto: estimated from the model and the GPU",
+            unit="tokens/s",
+            minimum=1,
+            maximum=1e9,
+            auto=0,
+        ),
     )
     fixed_ms: float = setting(
         1.0, Setting(help="of each hand-off, beside its bytes", unit="ms", minimum=0, maximum=60000)
     )
     tpot_ms: float = setting(
-        20.0, Setting(help="per token, of a full decode worker", unit="ms", minimum=0.01, maximum=6e4)
+        0.0,
+        Setting(
+            help="per token, of a full decode worker; auto: estimated from the model and the GPU",
+            unit="ms",
+            minimum=0.01,
+            maximum=6e4,
+            auto=0,
+        ),
     )
     prompt: int = setting(2048, Setting(help="tokens of a prompt", minimum=1, maximum=2**24))
     output: int = setting(256, Setting(help="tokens of an answer", minimum=1, maximum=2**24))
-    rate: float = setting(1.0, Setting(help="requests per second", minimum=0.0001, maximum=1e6))
+    rate: float = setting(
+        1.0,
+        Setting(help="requests per second; with --num-gpus what these serve", minimum=0.0001, maximum=1e6),
+    )
     chunk: int = setting(
         -1,
         Setting(
@@ -90,7 +134,7 @@ class PlanConfig:
     kv_memory_mb: int = setting(
         0,
         Setting(
-            help="of a decode worker; auto: what one on this host's GPU chooses, no bound on a CPU",
+            help="of a decode worker; auto: what one on this card chooses",
             unit="MiB",
             minimum=0,
             maximum=2**24,
@@ -109,8 +153,8 @@ class PlanConfig:
     gpu: str = setting(
         "",
         Setting(
-            help="estimate the rates and the KV memory that are not given from this GPU's data sheet, such "
-            "as H200",
+            help="GPU for which rates that are not given are estimated, such as H200, or CPU; empty: this "
+            "host's",
             metavar="NAME",
         ),
     )
@@ -130,6 +174,8 @@ class PlanConfig:
             maximum=1e6,
         ),
     )
+
+    given: frozenset[str] = frozenset()  # the settings of the command line
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -152,28 +198,20 @@ def main(argv: Sequence[str]) -> int:
 
 def _plan(argv: Sequence[str]) -> int:
     given = read_command_line(PlanConfig, argv, PROG, SUMMARY)
-    config = PlanConfig(**given)  # type: ignore[arg-type]
+    config = PlanConfig(**given, given=frozenset(given))  # type: ignore[arg-type]
     if not config.model:
         raise ConfigError("no model given; write --model DIR")
     if config.num_gpus == 1:
         raise ConfigError("--num-gpus 1: one GPU is not split; write 2 or more")
     model, draft = Path(config.model), head_dir(config.draft)
+    gpu = gpu_named(config.gpu) if config.gpu else gpu_here(find_card("auto", output_of))
+    if config.dtype == "auto":
+        is_on_cpu = gpu.name == CPU and not config.memory
+        config = replace(config, dtype=CPU_DTYPE if is_on_cpu else GPU_DTYPE)
     if config.memory:
         sys.stdout.write("\n".join(_memory_table(need_of(model, draft, config.dtype))) + "\n")
         return 0
-    shape = shape_of(model, draft, config.dtype)
-    if not config.gpu:
-        return _run(on_this_host(config), shape)
-    gpu = gpu_named(config.gpu)
-    config = with_worker_sizes(config, gpu.card)
-    rates = estimate(gpu, need_of(model, draft, config.dtype), _load_of(config))
-    estimates: dict[str, Any] = {
-        "prefill_rate": rates.prefill_rate,
-        "tpot_ms": rates.tpot_s * 1e3,
-        "bandwidth": rates.bandwidth / 1e9,
-    }
-    changed = {name: value for name, value in estimates.items() if name not in given}
-    return _run(replace(config, **changed), shape, 0.0 if "prefill_rate" in given else rates.slowing)
+    return _run(with_worker_sizes(config, gpu.card), gpu)
 
 
 def _load_of(config: PlanConfig) -> PlannedLoad:
@@ -235,27 +273,21 @@ def fit(
     )
 
 
-def _run(config: PlanConfig, shape: KVShape, slowing: float = 0.0) -> int:
+def _run(config: PlanConfig, gpu: GpuModel) -> int:
+    model, draft = Path(config.model), head_dir(config.draft)
+    shape, need = shape_of(model, draft, config.dtype), need_of(model, draft, config.dtype)
     lines: list[str] = []
     off = 0.0
     if config.url:
-        measured, off, lines = _on_cluster(config, shape)
+        measured, config, off, lines = _on_cluster(config, shape, gpu, need)
     else:
-        link = measure(config.pull).bytes_per_s if config.pull else config.bandwidth * 1e9
-        measured = Measured(
-            prefill_rate=config.prefill_rate,
-            slowing=slowing,
-            bandwidth=link,
-            fixed_s=config.fixed_ms / 1e3,
-            tpot_s=config.tpot_ms / 1e3,
-        )
+        measured = _estimated(config, estimate(gpu, need, _load_of(config)))
     load = _load_of(config)
-    lines += _report(shape, measured, load, plan_of(shape, measured, load))
-    if config.num_gpus:
-        prefill, decode = split_of(config.num_gpus, shape, measured, load)
-        lines.append(
-            f"{config.num_gpus} GPUs, one worker each: {prefill} prefill and {decode} decode workers"
-        )
+    if config.num_gpus and "rate" not in config.given:
+        load = replace(load, rate=most_requests(config.num_gpus, shape, measured, load))
+    plan = plan_of(shape, measured, load)
+    lines += [str(recommend(shape, measured, load, plan, config.num_gpus)), ""]
+    lines += report(shape, measured, load, plan, _sources(config, gpu, need))
     sys.stdout.write("\n".join(lines) + "\n")
     if config.within and abs(off) > config.within / 100:
         sys.stderr.write(
@@ -265,15 +297,37 @@ def _run(config: PlanConfig, shape: KVShape, slowing: float = 0.0) -> int:
     return 0
 
 
-def on_this_host(config: PlanConfig) -> PlanConfig:
-    """`config` with the automatic sizes that workers of this host would choose."""
-    if config.chunk >= 0 and config.max_running and config.kv_memory_mb:
-        return config
-    return with_worker_sizes(config, find_card("auto", output_of))
+def _estimated(config: PlanConfig, rates: Measured) -> Measured:
+    """`rates` of the data sheet, with those that the command line gives or `--pull` measures."""
+    link = measure(config.pull).bytes_per_s if config.pull else config.bandwidth * 1e9
+    return Measured(
+        prefill_rate=config.prefill_rate or rates.prefill_rate,
+        slowing=0.0 if config.prefill_rate else rates.slowing,
+        bandwidth=link or rates.bandwidth,
+        fixed_s=config.fixed_ms / 1e3,
+        tpot_s=config.tpot_ms / 1e3 or rates.tpot_s,
+    )
+
+
+def _sources(config: PlanConfig, gpu: GpuModel, need: ModelNeed) -> str:
+    """Where the rates come from, for the last line."""
+    weights = f"{need.prefill.model.num_weights / 1e9:.3g} billion weights that a token uses"
+    source = "cores and memory channels" if gpu.name == CPU else "data sheet"
+    sheet = f"the {source} of {gpu.name} ({gpu.tflops:g} TFLOP/s, {gpu.gb_per_s:g} GB/s) and {weights}"
+    names = ("prefill_rate", "tpot_ms", "bandwidth")
+    given = [flag_of(name) for name in names if getattr(config, name)]
+    given += ["--pull"] if config.pull else []
+    if config.url:
+        given += [f"{config.url} (prompts, link, sizes of workers)"]
+    return (
+        f"from {', '.join(given)}; the others estimated from {sheet}" if given else f"estimated from {sheet}"
+    )
 
 
 def with_worker_sizes(config: PlanConfig, card: Card) -> PlanConfig:
     """`config` with the automatic sizes that workers on `card` would choose."""
+    if config.chunk >= 0 and config.max_running and config.kv_memory_mb:
+        return config
     model, draft = Path(config.model), head_dir(config.draft)
     prefill = PrefillConfig(model=config.model, chunk_size=config.chunk)
     decode = DecodeConfig(
@@ -287,55 +341,66 @@ def with_worker_sizes(config: PlanConfig, card: Card) -> PlanConfig:
         config,
         chunk=worker_sizes(card, model, draft, prefill).chunk_size,
         max_running=sizes.max_running,
-        kv_memory_mb=sizes.kv_bytes // MIB if card.is_gpu else config.kv_memory_mb,
+        kv_memory_mb=sizes.kv_bytes // MIB,
     )
 
 
-def _report(shape: KVShape, measured: Measured, load: PlannedLoad, plan: SizingPlan) -> list[str]:
-    def row(name: str, value: str, note: str) -> str:
-        return f"{name:<26}{value:>14}  {note}"
-
+def report(
+    shape: KVShape, measured: Measured, load: PlannedLoad, plan: SizingPlan, sources: str
+) -> list[str]:
+    """The figures behind a recommendation, a line each."""
     handoff = plan.handoff
-    return [
-        row(
-            "KV of a token",
-            f"{shape.kv_bytes / 1024:.1f} KiB",
-            f"and {shape.feature_bytes / 1024:.1f} KiB to draft from",
+    features = f", and {shape.feature_bytes / 1024:.1f} KiB for the drafter" if shape.feature_bytes else ""
+    link, hiding = measured.bandwidth / 1e9, plan.hiding_bandwidth / 1e9
+    hides = (
+        "hides all but the last chunk"
+        if link >= hiding
+        else f"would hide all but the last chunk from {hiding:.2f} GB/s on"
+    )
+    rows = [
+        ("Token", f"its KV cache has {shape.kv_bytes / 1024:.1f} KiB{features}"),
+        (
+            "Prompt",
+            f"{load.prompt} tokens take {_ms(handoff.prefill_s)} on a prefill worker that computes "
+            f"{measured.prefill_rate:.0f} tokens/s",
         ),
-        row(
-            "prefill",
-            f"{measured.prefill_rate:.0f} tok/s",
-            f"a prompt of {load.prompt} in {_ms(handoff.prefill_s)}",
+        (
+            "Hand-off",
+            f"takes {_ms(handoff.total_s)}, {_ms(handoff.exposed_s)} of it after the prompt is computed",
         ),
-        row(
-            "link",
-            f"{measured.bandwidth / 1e9:.2f} GB/s",
-            f"hides them from {plan.hiding_bandwidth / 1e9:.2f} GB/s on",
+        ("Link", f"{link:.2f} GB/s {hides}"),
+        (
+            "Request",
+            f"holds {plan.request_bytes / 2**20:.1f} MiB of KV cache on decode, for {load.prompt} + "
+            f"{load.output} tokens",
         ),
-        row("hand-off", _ms(handoff.total_s), f"{_ms(handoff.exposed_s)} of it after prefill"),
-        row(
-            "KV of a request",
-            f"{plan.request_bytes / 2**20:.1f} MiB",
-            f"{load.prompt} + {load.output} tokens, on decode",
+        (
+            "Decode worker",
+            f"holds {plan.places} requests at once and gives each a token every {_ms(measured.tpot_s)}",
         ),
-        row("decode worker", f"{plan.places} at once", f"at {measured.tpot_s * 1e3:.1f} ms per token"),
-        row("prefill workers", str(plan.num_prefill), f"for {load.rate:g} requests/s"),
-        row("decode workers", str(plan.num_decode), ""),
-        *[f"consider: {text}" for text in plan.advice],
+        (
+            "For the load",
+            f"{load.rate:g} requests/s need {plan.num_prefill} prefill and {plan.num_decode} decode workers",
+        ),
+        ("Rates", sources),
     ]
+    return [f"{name:<15}{text}" for name, text in rows]
 
 
 # --- a running cluster --------------------------------------------------------------------------------------
 
 
-def _on_cluster(config: PlanConfig, shape: KVShape) -> tuple[Measured, float, list[str]]:
-    """The cluster's measured rates, and the relative error of their prediction for prompts not used in the
-    fit."""
+def _on_cluster(
+    config: PlanConfig, shape: KVShape, gpu: GpuModel, need: ModelNeed
+) -> tuple[Measured, PlanConfig, float, list[str]]:
+    """The cluster's measured rates, `config` with the sizes of its workers, and the relative error of the
+    prediction for prompts not used in the fit."""
+    client = ChatClient(config.url, api_key=os.environ.get(KEY_VARIABLE, ""))
+    config = with_sizes_of(config, client.get("/status"))
     if config.chunk < 8:
         raise ConfigError(
             f"--chunk {config.chunk}: measuring a cluster needs the --chunk-size of its prefill, at least 8"
         )
-    client = ChatClient(config.url, api_key=os.environ.get(KEY_VARIABLE, ""))
     model, rng = client.model(), random.Random()
     sizes = [config.chunk // 4, config.chunk, 2 * config.chunk, config.prompt]
     if config.prompt in sizes[:-1]:
@@ -348,7 +413,9 @@ def _on_cluster(config: PlanConfig, shape: KVShape) -> tuple[Measured, float, li
     for _ in range(config.rounds):
         for size in sizes:
             samples[size].append(_ask(client, model, rng, size, shape))
-    measured = fit(samples[sizes[0]], samples[sizes[1]], samples[sizes[2]], config.tpot_ms / 1e3)
+    measured = fit(samples[sizes[0]], samples[sizes[1]], samples[sizes[2]], 0.0)
+    tpot_s = config.tpot_ms / 1e3 or estimate(gpu, need, _load_of(config)).tpot_s
+    measured = replace(measured, tpot_s=tpot_s)
     predicted = handoff_of(config.prompt, shape, measured, config.chunk).total_s
     seen = _median([sample.handoff_s for sample in samples[config.prompt]])
     text = (
@@ -356,7 +423,24 @@ def _on_cluster(config: PlanConfig, shape: KVShape) -> tuple[Measured, float, li
         f"measured {seen * 1e3:.1f} ms"
     )
     off = predicted / seen - 1
-    return measured, off, [f"{text} ({off:+.0%}, median of {config.rounds})", ""]
+    return measured, config, off, [f"{text} ({off:+.0%}, median of {config.rounds})", ""]
+
+
+def with_sizes_of(config: PlanConfig, status: Mapping[str, Any]) -> PlanConfig:
+    """`config` with the sizes that the workers of a router's /status chose, where they were not given."""
+    chosen: dict[str, int] = {}
+    for worker in status.get("workers", []):
+        sizes = worker.get("chosen") or {}
+        wanted = (
+            {"chunk": "chunk_size"}
+            if worker.get("role") == "prefill"
+            else {"max_running": "max_running", "kv_memory_mb": "kv_memory_mb"}
+        )
+        for name, size in wanted.items():
+            value = str((sizes.get(size) or {}).get("value", ""))
+            if value.isdigit():
+                chosen[name] = min(int(value), chosen.get(name, int(value)))
+    return replace(config, **{name: value for name, value in chosen.items() if name not in config.given})  # type: ignore[arg-type]
 
 
 def _ask(client: ChatClient, model: str, rng: random.Random, tokens: int, shape: KVShape) -> HandoffSample:
@@ -389,7 +473,7 @@ def _ask(client: ChatClient, model: str, rng: random.Random, tokens: int, shape:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def _median(values: Sequence[float]) -> float:

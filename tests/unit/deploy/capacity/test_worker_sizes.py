@@ -128,13 +128,15 @@ def test_doctor_tells_the_sizes_and_refuses_what_the_worker_refuses(llama):
     assert (ill.level, "--gpu-memory-share" in ill.remedy) == (FAIL, True)
 
 
-def test_plan_takes_the_chunk_and_places_of_a_worker_here(llama, monkeypatch):
-    def planned(**settings):
-        return plan.on_this_host(plan.PlanConfig(model=str(llama), **settings))
+def test_plan_takes_the_chunk_and_places_of_a_worker_here(llama):
+    listed = {"nvidia-smi": ""}
 
-    monkeypatch.setattr(plan, "output_of", lambda _: "")
-    assert (planned().chunk, planned().max_running, planned().kv_memory_mb) == (256, 16, 0)
-    monkeypatch.setattr(plan, "output_of", lambda _: H200)
+    def planned(**settings):
+        card = find_card("auto", lambda _: listed["nvidia-smi"])
+        return plan.with_worker_sizes(plan.PlanConfig(model=str(llama), **settings), card)
+
+    assert (planned().chunk, planned().max_running, planned().kv_memory_mb) == (256, 16, 1024)
+    listed["nvidia-smi"] = H200
     assert (planned().chunk, planned().max_running) == (2048, 256)
     assert planned().kv_memory_mb > 100_000
     assert planned(chunk=0, max_running=3).max_running == 3

@@ -1,15 +1,19 @@
 """The calculation behind `baton plan`, and how it learns from samples; and whom `baton drain` may end."""
 
 import json
+import math
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import psutil
 import pytest
 from baton.cluster.errors import ConfigError
 from baton.deploy.capacity.checkpoints import KVShape, shape_of
-from baton.deploy.capacity.gpus import GPUS, gpu_named, kv_tokens_of, split_on
+from baton.deploy.capacity.gpus import GPUS, cpu_of, gpu_named, kv_tokens_of, split_on
+from baton.deploy.capacity.recommend import recommend
 from baton.deploy.capacity.sizing import Measured, PlannedLoad, handoff_of, plan_of, prefill_s
 from baton.deploy.capacity.worker_sizes import need_of
 from baton.deploy.cli import plan
@@ -97,8 +101,8 @@ def test_a_small_model_on_a_slow_link_is_advised_not_to_disaggregate():
     made = plan_of(
         small, Measured(prefill_rate=300000, bandwidth=2.5e9), PlannedLoad(prompt=2048, output=200, rate=1)
     )
-    assert any("let decode compute" in text for text in made.advice)
-    assert any("one process per GPU" in text for text in made.advice)
+    assert any("moving a prompt takes" in text for text in made.advice)
+    assert any("decoding hardly feels" in text for text in made.advice)
     big = PlannedLoad(prompt=8192, output=300, rate=2)
     assert plan_of(LLAMA_8B, Measured(prefill_rate=24000, bandwidth=5e9), big).advice == ()
 
@@ -130,7 +134,7 @@ def test_prefill_that_slows_with_the_context_is_learned_from_two_chunks():
 
 @pytest.mark.parametrize(("off", "code"), [(0.2, 0), (-0.3, plan.EXIT_OFF), (0.3, plan.EXIT_OFF)])
 def test_a_prediction_beyond_the_allowed_error_fails(toy_checkpoint, capsys, monkeypatch, off, code):
-    monkeypatch.setattr(plan, "_on_cluster", lambda config, shape: (GPU, off, ["said"]))
+    monkeypatch.setattr(plan, "_on_cluster", lambda config, *_: (GPU, config, off, ["said"]))
     flags = [f"--model={toy_checkpoint('llama')}", "--url=http://x"]
     assert plan.main(flags) == 0
     assert plan.main([*flags, "--within=25"]) == code
@@ -158,19 +162,23 @@ def test_the_command_deals_gpus_as_up_does(llama_8b, capsys):
     flags = [f"--model={llama_8b}", "--gpu=H200", "--num-gpus=8"]
     assert plan.main(flags) == 0
     prefill, decode = split_on([gpu_named("H200").card] * 8, need_of(llama_8b))
-    assert f"8 GPUs, one worker each: {prefill} prefill and {decode} decode" in capsys.readouterr().out
+    told = (
+        f"{prefill}P:{decode}D (baton up --prefill {prefill} --decode {decode}), because of all splits of 8"
+    )
+    assert capsys.readouterr().out.startswith(f"Recommendation: {told}")
     assert plan.main([*flags, "--prompt=100", "--output=4000"]) == 0
-    assert "8 GPUs, one worker each: 1 prefill and 7 decode" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("Recommendation: 8 aggregated workers (baton serve --decode 8)")
 
 
 def test_a_rate_of_the_command_line_wins_over_the_data_sheet(llama_8b, capsys):
     flags = [f"--model={llama_8b}", "--gpu=H200"]
     assert plan.main([*flags, "--prefill-rate=5000", "--max-running=7"]) == 0
     out = capsys.readouterr().out
-    assert "5000 tok/s" in out
-    assert "7 at once" in out
+    assert "computes 5000 tokens/s" in out
+    assert "holds 7 requests at once" in out
+    assert "from --prefill-rate; the others estimated from the data sheet of H200" in out
     assert plan.main(flags) == 0
-    assert "5000 tok/s" not in capsys.readouterr().out
+    assert "5000 tokens/s" not in capsys.readouterr().out
 
 
 def test_the_memory_of_every_known_gpu_is_shown(llama_8b, capsys):
@@ -189,6 +197,103 @@ def test_a_gpu_that_is_not_listed_and_a_split_of_one_are_refused(llama_8b, capsy
     assert "did you mean 'H200'" in capsys.readouterr().err
     assert plan.main([f"--model={llama_8b}", "--num-gpus=1"]) == 2
     assert "one GPU is not split" in capsys.readouterr().err
+
+
+# --- recommendations ----------------------------------------------------------------------------------------
+
+
+def sentence(measured=GPU, shape=LLAMA_8B, num_gpus=0, **load):
+    """The recommendation for a load, as (prefill, decode, the sentence)."""
+    planned = PlannedLoad(**{"prompt": 4000, "output": 300, "rate": 10, "max_running": 64} | load)
+    made = recommend(shape, measured, planned, plan_of(shape, measured, planned), num_gpus)
+    return made.prefill, made.decode, str(made)
+
+
+def test_separate_workers_are_recommended_with_their_command_and_load():
+    prefill, decode, text = sentence(replace(GPU, bandwidth=10e9))
+    assert (prefill, decode) == (3, 1)
+    assert text.startswith(
+        "Recommendation: 3P:1D (baton up --prefill 3 --decode 1), because 10 requests/s keep 3"
+    )
+    assert "3 prefill workers 56% busy and fill 1 decode worker to " in text
+    assert "next to 166.7 ms for the prompt." in text
+
+
+def test_the_busy_share_in_the_sentence_is_what_the_load_takes():
+    text = sentence(Measured(prefill_rate=10000, bandwidth=1e11), prompt=1000, rate=6, output=10)[2]
+    assert "1 prefill worker 60% busy" in text, "6 prompts of 0.1 s in a second"
+
+
+@pytest.mark.parametrize(
+    ("change", "because"),
+    [
+        (
+            {"measured": replace(GPU, bandwidth=1e9)},
+            "moving a prompt takes 623.1 ms and computing it 166.7 ms",
+        ),
+        ({"prompt": 100, "measured": replace(GPU, bandwidth=1e11)}, "decoding hardly feels"),
+        ({"rate": 0.1, "measured": replace(GPU, bandwidth=1e11)}, "busy 2% of its time"),
+    ],
+)
+def test_where_a_hand_off_does_not_pay_workers_are_aggregated(change, because):
+    prefill, decode, text = sentence(**change)
+    assert prefill == 0
+    assert f"(baton serve --decode {decode}), because " in text
+    assert because in text
+
+
+def test_aggregated_workers_have_time_for_prompts_and_tokens():
+    slow = replace(GPU, bandwidth=1e9)
+    counts = [sentence(slow, rate=rate)[1] for rate in (0.5, 2, 20)]
+    assert counts == sorted(counts)
+    # 20 prompts of 0.167 s at 70 % and 20 * 3 s of one of 64 * 0.85 places
+    assert counts[-1] == math.ceil(20 * (4000 / 24000 / 0.7 + 3 / (64 * 0.85)))
+
+
+def test_a_request_that_fits_nowhere_is_the_recommendation():
+    prefill, decode, text = sentence(kv_memory=2**28)
+    assert (prefill, decode) == (0, 0)
+    assert "no such worker, because a request holds 0.52 GiB of KV cache and a decode worker has 0.25" in text
+
+
+def test_rates_follow_the_size_of_the_model_and_the_card(llama_8b, capsys):
+    def told(*flags):
+        assert plan.main([f"--model={llama_8b}", *flags]) == 0
+        return capsys.readouterr().out
+
+    rates = [
+        int(re.search(r"computes (\d+) tokens/s", told(f"--gpu={name}"))[1])
+        for name in ("L4", "A100", "H200")
+    ]
+    assert rates == sorted(rates)
+    assert rates[2] / rates[1] == pytest.approx(989 / 312, rel=0.01)
+    config = json.loads((llama_8b / "config.json").read_text())
+    (llama_8b / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 64}))
+    deeper = int(re.search(r"computes (\d+) tokens/s", told("--gpu=H200"))[1])
+    assert deeper == pytest.approx(rates[2] / 2, rel=0.1)
+
+
+def test_a_cpu_is_estimated_in_float32_by_its_cores(toy_checkpoint, capsys):
+    assert plan.main([f"--model={toy_checkpoint('llama')}", "--gpu=CPU", "--memory"]) == 0
+    assert plan.main([f"--model={toy_checkpoint('llama')}", "--gpu=CPU"]) == 0
+    assert "cores and memory channels of CPU (1.28 TFLOP/s, 102.4 GB/s)" in capsys.readouterr().out
+    assert cpu_of(64).tflops == 4 * cpu_of(16).tflops
+    assert cpu_of(64).gb_per_s == cpu_of(32).gb_per_s == 2 * cpu_of(16).gb_per_s
+
+
+def test_the_sizes_of_a_running_cluster_are_those_of_its_workers():
+    def worker(role, **sizes):
+        return {"role": role, "chosen": {name: {"value": value, "why": ""} for name, value in sizes.items()}}
+
+    status = {"workers": [
+        worker("prefill", chunk_size=4096), worker("decode", max_running=128, kv_memory_mb=90000),
+        worker("decode", max_running=64, kv_memory_mb=50000), {"role": "decode", "chosen": None},
+    ]}  # fmt: skip
+    read = plan.with_sizes_of(plan.PlanConfig(model="m"), status)
+    assert (read.chunk, read.max_running, read.kv_memory_mb) == (4096, 64, 50000)
+    given = plan.PlanConfig(model="m", chunk=256, given=frozenset({"chunk"}))
+    assert plan.with_sizes_of(given, status).chunk == 256
+    assert plan.with_sizes_of(given, {"workers": []}) == given
 
 
 # --- drain --------------------------------------------------------------------------------------------------
