@@ -1,7 +1,7 @@
-"""Admission of rooms: pages for prompt and output, a staging area for features, a place in the batch.
+"""Admission of rooms: pages, a staging area for features, a place in the batch.
 
-A room gets all of them at once or none: a refused room holds nothing, and an admitted room never waits for
-memory.
+A room gets all of them at once or none: a refused room holds nothing. It gets the pages of its prompt and of
+its next steps, while the pool covers the output that all rooms count on (`page_growth`).
 """
 
 import torch
@@ -16,21 +16,19 @@ from ..engine.speculative.drafters.protocol import reads_features
 from ..kvtransfer.transport import PullRequest
 from ..worker.prompt_pages import take_pages
 from ..worker.refusal import Refusal, refuse_for_now, refuse_forever
-from .queues import DecodeQueues, DecodeRoom, DecodeState
+from .page_growth import PageGrowth
+from .queues import HOLD_ALL, DecodeQueues, DecodeRoom, DecodeState, OutputClaim
 
 RETRY_AFTER_MS = 250
 
 
 class Admission:
-    """Admits rooms to a decode engine.
+    """Admits rooms to a decode engine. `growth` says how many pages a room needs."""
 
-    `spare_tokens`: slots behind the output for the rows of unverified drafts.
-    """
-
-    def __init__(self, engine: Engine, queues: DecodeQueues, *, spare_tokens: int) -> None:
+    def __init__(self, engine: Engine, queues: DecodeQueues, growth: PageGrowth) -> None:
         self.engine = engine
         self.queues = queues
-        self.spare_tokens = spare_tokens
+        self.growth = growth
 
     def admit(
         self,
@@ -40,8 +38,9 @@ class Admission:
         *,
         is_draining: bool = False,
         is_local: bool = False,
+        claim: OutputClaim = HOLD_ALL,
     ) -> DecodeRoom | Refusal:
-        """Give `request` its pages and return its room, or the refusal.
+        """Give `request` its first pages and return its room, or the refusal.
 
         `now`: monotonic seconds. `deadline_ms`: milliseconds from then on, 0: none. `is_local`: this worker
         computes the prompt.
@@ -51,17 +50,16 @@ class Admission:
             return refusal
         engine = self.engine
         try:
-            have = take_pages(engine.cache, request, self.pages_needed(request), is_computed=is_local)
+            num_pages = self.growth.first_pages(request, claim)
+            have = take_pages(engine.cache, request, num_pages, is_computed=is_local)
         except PoolExhausted as error:
             return Refusal(reason=str(error), retry_after_ms=RETRY_AFTER_MS)
+        if not self.growth.covers(request, claim):
+            return self._give_back(request, "the free pages are promised to running requests")
         features = None if is_local else self._staging(request, have)
         request.num_computed = have if is_local else 0
         if features is not None and not self._staging_fits(features):
-            engine.cache.allocator.release(request.pages)
-            request.pages = []
-            return Refusal(
-                reason="features of other hand-offs fill the staging area", retry_after_ms=RETRY_AFTER_MS
-            )
+            return self._give_back(request, "features of other hand-offs fill the staging area")
         return DecodeRoom(
             request=request,
             arrived=now,
@@ -73,12 +71,14 @@ class Admission:
             state=DecodeState.PREFILLING if is_local else DecodeState.PULLING,
             sent=0 if is_local else 1,
             is_local=is_local,
+            claim=claim,
+            granted_pages=self.growth.granted_pages(request, claim),
         )
 
-    def pages_needed(self, request: Request) -> int:
-        """Pages for prompt, output and the rows that a verify can write behind them."""
-        tokens = request.num_prompt + request.sampling.max_new_tokens + self.spare_tokens
-        return pages_for(min(tokens, self.engine.max_context), self.engine.page_size)
+    def _give_back(self, request: Request, reason: str) -> Refusal:
+        self.engine.cache.allocator.release(request.pages)
+        request.pages = []
+        return Refusal(reason=reason, retry_after_ms=RETRY_AFTER_MS)
 
     def pulled_pages(self, request: Request, have: int) -> list[int]:
         """The pages that blocks land in: the prompt's pages behind its first `have` tokens."""
@@ -112,10 +112,11 @@ class Admission:
         engine, prompt, output = self.engine, request.num_prompt, request.sampling.max_new_tokens
         if prompt + output > engine.max_context:
             return f"{prompt} prompt + {output} output tokens exceed the context of {engine.max_context}"
-        if self.pages_needed(request) > engine.num_pages:
+        whole = self.growth.whole_pages(request)
+        if whole > engine.num_pages:
             return (
-                f"{prompt} prompt + {output} output tokens need {self.pages_needed(request)} pages, "
-                f"this worker has {engine.num_pages}"
+                f"{prompt} prompt + {output} output tokens need {whole} pages, this worker has "
+                f"{engine.num_pages}"
             )
         return ""
 

@@ -21,6 +21,19 @@ class DecodeState(Enum):
     SETTLING = "settling"  # ended; the pages wait until the steps launched with the room were read
 
 
+@dataclass(frozen=True, kw_only=True)
+class OutputClaim:
+    """Output tokens of an attempt: those to count on (0: all), those whose pages are held from the start, and
+    the class of the request (lower is more urgent)."""
+
+    expected: int = 0
+    granted: int = 0
+    priority: int = 0
+
+
+HOLD_ALL = OutputClaim()
+
+
 @dataclass(kw_only=True)
 class DecodeRoom(WorkerRoom):
     """One attempt on decode. Times are monotonic seconds, row counts are prompt tokens.
@@ -38,6 +51,8 @@ class DecodeRoom(WorkerRoom):
     is_local: bool = False  # the prompt is computed here
     head_number: int = 0  # of the drafter's weights at its start, see `HeadSwap`
     may_record: bool = False  # its tokens may be recorded for training
+    claim: OutputClaim = HOLD_ALL
+    granted_pages: int = 0  # of its pages, those that no other room takes
     landed_at: float = 0.0
     started_at: float = 0.0
     handoff_s: float = 0.0

@@ -2,10 +2,12 @@
 
 import zmq
 
+from ..cluster.config.groups import GROW
 from ..cluster.config.roles import DecodeConfig
 from ..cluster.net.sockets import Socket
 from ..cluster.process.process import EXIT_AGAIN, EXIT_OK, Serve
 from ..cluster.protocol.messages import DraftWidths, Hello
+from ..cluster.security.ciphers import AUTO
 from ..engine.loader import Engine
 from ..kvtransfer.transport import PollableTransport
 from ..kvtransfer.transports.registry import ReceiverSetup, open_receiver
@@ -79,9 +81,16 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
             max_running=self.engine.sizes.max_running,
             local_prefill=True,
             aggregated=self.config.aggregated,
+            grows=self.grows,
             spec_tokens=self.engine.shape.spare_slots,
             draft_widths=draft_widths_of(self.engine),
         )
+
+    @property
+    def grows(self) -> bool:
+        """Whether rooms take pages as their tokens come; `auto` on a GPU waits for a measurement there."""
+        wanted = self.config.reserve
+        return wanted == GROW or (wanted == AUTO and self.engine.pool.device.type == "cpu")
 
     def make_worker(self) -> DecodeWorker:
         """The worker on the loaded engine and the open link."""
@@ -91,6 +100,7 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
             instance=self.instance,
             max_running=self.engine.sizes.max_running,
             local_prefill_tokens=self.engine.sizes.local_prefill_tokens,
+            grows=self.grows,
             embeds=self.embeds,
             recorder=self.recorder,
         )

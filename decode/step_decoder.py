@@ -22,6 +22,12 @@ class StepDecoder(Protocol):
     def num_covered(self, request: Request) -> int:
         """Number of leading rows of the request whose draft KV is written."""
 
+    def grow(self, grown: Sequence[tuple[Request, int]]) -> None:
+        """Takes note of pages that requests got behind their first ones; an item is (request, pages before).
+
+        Steps launched from now on may use them.
+        """
+
     def forget(self, request: Request) -> None:
         """Drop the state kept for the request; no-op when there is none."""
 

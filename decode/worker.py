@@ -1,11 +1,13 @@
 """A decode server: KV caches in, tokens out, with drafts of any drafter.
 
-1. Reserve           holds pages for prompt + output and a place in the batch, or refuses the room at once
+1. Reserve           holds pages for the prompt and the next steps and a place in the batch, or refuses the
+                     room at once
 2. pull              blocks land in the room's own pages; a prefix that is cached here is not pulled
    local prefill     without a prefill worker, decode computes the prompt itself between steps of the batch
 3. draft prefill     runs over the aux features as they land, within a budget of rows per step
 4. batch             a warm room joins: draft -> verify -> accept -> extend, tokens to the router in one frame
                      a step is launched before the previous one is read; its tokens go out meanwhile
+                     pages come with the tokens; where the pool is full, the newest room gives its pages up
 5. end               every room ends in `_close`, which returns the pages, to the prefix cache first
 """
 
@@ -45,7 +47,8 @@ from .draft_prefill import prefill_drafts
 from .head_swap import HeadSwap
 from .in_flight import StepsInFlight
 from .local_prefill import LocalPrefill, keep_pages
-from .queues import DecodeQueues, DecodeRoom, DecodeState
+from .page_growth import PageGrowth
+from .queues import DecodeQueues, DecodeRoom, DecodeState, OutputClaim
 from .step_decoder import StepDecoder
 from .step_metrics import StepMetrics
 
@@ -73,6 +76,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         instance: str,
         max_running: int,
         local_prefill_tokens: int = 128,
+        grows: bool = True,
         decoder: StepDecoder | None = None,
         clock: Callable[[], float] = time.monotonic,
         embeds: EmbedsInbox | None = None,
@@ -88,8 +92,9 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             clock=clock,
             embeds=embeds,
         )
-        self.admission = Admission(engine, queues, spare_tokens=engine.shape.spare_slots)
         self.decoder: StepDecoder = decoder or engine.decoder()
+        self.growth = PageGrowth(engine, queues, self.decoder, is_on=grows)
+        self.admission = Admission(engine, queues, self.growth)
         self.in_flight = StepsInFlight(self.decoder)
         self.local = LocalPrefill(engine, self.decoder, local_prefill_tokens, clock, link.post, instance)
         self.recorder = recorder
@@ -113,7 +118,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         """Launches a step, then reads the previous one. Rooms that cannot be launched ahead wait for all
         unread steps.
         """
-        batch, num_unread = self._next_batch(), len(self.in_flight)
+        batch, num_unread = self.growth.cover(self._next_batch(), self._retract), len(self.in_flight)
         if batch:
             self.reach("decode:step")
         is_ahead = bool(batch) and self.in_flight.launch(batch)
@@ -154,6 +159,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         )
         return msgspec.structs.replace(
             stats,
+            pages_promised=self.growth.num_promised,
             draft=None if self.head_swap is None else self.head_swap.status,
             recording=None if recorder is None else recorder.status,
         )
@@ -181,7 +187,14 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         if is_local and self._is_finished_already(request):
             return
         room = self.admission.admit(
-            request, now, order.deadline_ms, is_draining=self.is_draining, is_local=is_local
+            request,
+            now,
+            order.deadline_ms,
+            is_draining=self.is_draining,
+            is_local=is_local,
+            claim=OutputClaim(
+                expected=order.expected_output, granted=order.granted_output, priority=order.priority
+            ),
         )
         if isinstance(room, Refusal):
             return self._refuse(order, room)
@@ -251,6 +264,16 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             self._drop(room, reason)
         elif room.state is not DecodeState.CLOSING:
             self._close(room)
+
+    def _retract(self, room: DecodeRoom) -> None:
+        """Takes the pages of a running room back. The router continues it from its tokens."""
+        self.reach("decode:retract")
+        request = room.request
+        self._counters["retractions"] += 1
+        self._counters["retracted_tokens"] += request.num_computed
+        logger.debug("retracted", extra=fields(room=request.room, tokens=request.num_output))
+        self._send_failed(room, "Retracted", "its pages went to an older request", retryable=True)
+        self._close(room)
 
     def _finish(self, room: DecodeRoom) -> None:
         """The request ended by itself: send Finished behind its last tokens, with its timeline."""

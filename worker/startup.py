@@ -189,6 +189,7 @@ class WorkerStartup(ABC, Generic[C, R]):
         kv_endpoint: str = "",
         local_prefill: bool = False,
         aggregated: bool = False,
+        grows: bool = False,
         spec_tokens: int = 0,
         draft_widths: DraftWidths | None = None,
     ) -> Hello:
@@ -205,6 +206,7 @@ class WorkerStartup(ABC, Generic[C, R]):
             kv_endpoint=kv_endpoint,
             local_prefill=local_prefill,
             aggregated=aggregated,
+            grows=grows,
             spec_tokens=spec_tokens,
             draft_widths=draft_widths,
             transports=self.transports,

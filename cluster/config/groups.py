@@ -15,6 +15,8 @@ from .fields import SWITCH, Setting, about, check_fields, setting
 DEFAULT_CONTROL = "tcp://127.0.0.1:7100"
 MAX_NGRAM = 16
 LOOKUP = "ngram"  # the --draft that needs no head
+GROW, WHOLE = "grow", "whole"
+RESERVES = (AUTO, GROW, WHOLE)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 CIPHER_SETTING = Setting(help="how KV blocks are protected; auto: sealed with --keys", choices=CHOICES)
@@ -299,6 +301,14 @@ class DecodeSettings(RoleConfig):
             minimum=1,
             maximum=4096,
             auto=0,
+        ),
+    )
+    reserve: str = setting(
+        "auto",
+        Setting(
+            help="KV pages of a request: grow: those of its prompt and next steps, and more as its tokens "
+            "come; whole: those of all its max_tokens from the start; auto: grow on CPU, whole on a GPU",
+            choices=RESERVES,
         ),
     )
     spec_steps: int = setting(3, Setting(help="levels of drafts before each verify", minimum=1, maximum=16))

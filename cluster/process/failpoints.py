@@ -16,6 +16,7 @@ that returns at once.
     receiver:block     a block was checked and is in its pages
     receiver:release   before a Release is sent: every block is in place
     decode:reserve     a Reserve arrived
+    decode:retract     a running room is about to give its pages up
     decode:chunk       before a forward over prompts that decode computes itself
     decode:step        before a step of a batch that is not empty
     decode:swap        before staged weights of a draft head are copied over those in use
@@ -44,8 +45,8 @@ VARIABLE = "BATON_FAULT"
 PERMISSION = "BATON_ALLOW_FAULTS"
 SITES = (
     "prefill:chunk", "prefill:first", "sender:block", "sender:gather", "sender:release", "receiver:scatter",
-    "receiver:read", "receiver:block", "receiver:release", "decode:reserve", "decode:chunk", "decode:step",
-    "decode:swap",
+    "receiver:read", "receiver:block", "receiver:release", "decode:reserve", "decode:retract", "decode:chunk",
+    "decode:step", "decode:swap",
 )  # fmt: skip
 ACTIONS = ("kill", "abort", "raise", "pause", "hang", "hang-gil")
 PAUSE_S = 4.0  # shorter than the lease of a hand-off, longer than any timeout of a worker

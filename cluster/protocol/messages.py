@@ -234,6 +234,7 @@ class WorkerStats(Struct, frozen=True, kw_only=True):
     weights_hash: Text = ""  # sha256 of every byte of the weights; "": not known yet
     draft: DraftHead | None = None  # None: no drafter with weights, or a worker that does not report it
     recording: Recording | None = None  # None: it records nothing
+    pages_promised: Count = 0  # pages that its rooms count on beyond those that they hold
     counters: dict[Text, float] = {}  # monotonic; name -> total
 
 
@@ -287,6 +288,7 @@ class Hello(Message, frozen=True, kw_only=True):
     takes_goodbye: bool = False  # knows RouterGoodbye
     local_prefill: bool = False  # a decode worker that accepts a Reserve without a prefill worker
     aggregated: bool = False  # it also prefers such orders where they are cheaper, at any length
+    grows: bool = False  # a decode worker whose rooms take pages as their tokens come
     chosen: dict[Text, Choice] = field(default_factory=dict)  # by setting; for display only
     metrics_port: Small = 0  # port of its own /metrics; 0: none, or a worker that does not tell
 
@@ -466,6 +468,9 @@ class Reserve(Message, frozen=True, kw_only=True):
     prefill_instance: Id | None = None
     may_record: bool = False  # the caller does not object to a record of its tokens for training
     request_id: RequestId = ""  # of the client's request, for log lines
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0  # of the request's class; lower is more urgent
+    expected_output: Count = 0  # output tokens of this attempt to count on; 0: all that `sampling` allows
+    granted_output: Count = 0  # of these, those whose pages decode holds from the start and never takes back
 
 
 class Prefill(Message, frozen=True, kw_only=True):

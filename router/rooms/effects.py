@@ -98,11 +98,13 @@ class Requeued(Struct, frozen=True, gc=False):
     """The room waits for another pair, from `not_before` (monotonic seconds) on.
 
     `failure` is the reason of the failed attempt, which the client gets when the retry budget denies another
-    one. It is None after a refusal, which costs no attempt.
+    one. It is None after a refusal, which costs no attempt. `is_retracted`: decode gave its pages to another
+    room.
     """
 
     not_before: float
     failure: Failure | None = None
+    is_retracted: bool = False
 
 
 class Closed(Struct, frozen=True, gc=False):

@@ -47,6 +47,7 @@ from .attempt import (
     DEADLINE_EXCEEDED,
     DRAINING,
     PEER_LOST,
+    RETRACTED,
     Attempt,
     RoomEvent,
 )
@@ -67,6 +68,8 @@ from .effects import (
 from .pending_cancels import PendingCancels
 from .quarantine import MAX_DEATHS, QUARANTINED, DeathRecord
 from .retries import MAX_ATTEMPTS
+
+MAX_RETRACTIONS = 32  # a worker that retracts a room more often is at fault
 
 T = TypeVar("T", PrefillTimeline, DecodeTimeline)
 
@@ -108,6 +111,7 @@ class Room:
     output_ids: list[int] = field(default_factory=list)  # tokens delivered to the client by all attempts
     failed_on: set[str] = field(default_factory=set)
     num_stale: int = 0
+    num_retractions: int = 0  # how often decode gave its pages to another room
     cached_tokens: int = 0  # cached tokens of the client's prompt, as the first completed prefill reported
     prefill_timeline: PrefillTimeline | None = None  # sum over all attempts that reported, like decode's
     decode_timeline: DecodeTimeline | None = None
@@ -375,8 +379,11 @@ class Room:
             # the worker's earlier message already said that it had dropped all its rooms
             self.failed_on.add(attempt.pair.prefill)
             return dropped + self._attempt_failed("PeerLost", "a worker was lost", True, now)
-        if message.kind == DRAINING and self.num_output < self.sampling.max_new_tokens:
-            return self._pending.drop(message.instance, self.epoch) + self._requeue(Requeued(now), now)
+        is_retracted = message.kind == RETRACTED and self.num_retractions < MAX_RETRACTIONS
+        if (is_retracted or message.kind == DRAINING) and self.num_output < self.sampling.max_new_tokens:
+            self.num_retractions += is_retracted
+            again = Requeued(now, is_retracted=is_retracted)
+            return self._pending.drop(message.instance, self.epoch) + self._requeue(again, now)
         self.failed_on.update(attempt.unable(message))
         effects = self._blame(*attempt.at_fault(message))
         if message.kind == PEER_LOST:

@@ -52,6 +52,7 @@ from .flow import Flow
 from .history import History
 from .inbox import Inbox
 from .load_history import LoadHistory
+from .output_estimates import OutputEstimates
 from .placement import PairingPolicy, Placer
 from .request_limits import MAX_PROMPT_TOKENS, no_pair_for
 from .request_state import (
@@ -93,6 +94,7 @@ class Dispatcher:
         policy: PairingPolicy | None = None,
         soon: Soon | None = None,
         mint: Callable[[], str] = lambda: os.urandom(16).hex(),
+        estimates: OutputEstimates | None = None,
     ) -> None:
         self.registry = registry
         self.metrics = metrics
@@ -115,6 +117,7 @@ class Dispatcher:
         self._placer = Placer(registry, policy, self.health_probes.pair_health)
         self._registration = Registration(registry, self._outbox, self.events)
         self._retries = RetryBudget()
+        self._estimates = estimates or OutputEstimates()
         self.history = History(clock)
         self.flow, self.load_history = Flow(), LoadHistory(clock)
         self._ticked_at = clock()
@@ -235,9 +238,18 @@ class Dispatcher:
         deadline = job.arrived + min(limits) if limits else None
         room = Room(self._mint(), job.prompt_ids, job.sampling, now, self._timeouts, deadline=deadline)
         entry = Entry(room, job, request, inbox, index, queued_at=now)
+        entry.expected_output = self._expected_output(job)
         self._entries[room.room] = entry
         self._waiting.join(entry)
         return entry
+
+    def _expected_output(self, job: Job) -> int:
+        """Output tokens to count on, or 0 for all: where no prefill worker could compute prompt and output
+        again, as the continuation of a retracted request must."""
+        live = self.limits()
+        if live is None or job.need.total > live.prefill_tokens:
+            return 0
+        return min(job.need.max_new, self._estimates.expected(job.answers_like))
 
     def swap_draft(self, order: SwapDraft) -> bool:
         """Sends an order about a worker's draft weights. False: no such worker reports draft weights."""
@@ -421,7 +433,8 @@ class Dispatcher:
 
     def _tick_entry(self, entry: Entry, now: float) -> None:
         waited = entry.request.waited(now) - entry.request.excused_s
-        if entry.room.phase is RoomPhase.QUEUED and waited > self._queue_timeout_s:
+        is_new = not entry.room.num_retractions  # a stream whose pages were taken back waits for its turn
+        if entry.room.phase is RoomPhase.QUEUED and is_new and waited > self._queue_timeout_s:
             message = f"No worker had room within {self._queue_timeout_s:g} s. Try again later."
             gone = entry.room.give_up("QueueTimeout", message, now, self.admission.retry_after_s(now))
             return self._perform(entry, gone, now)
@@ -541,6 +554,7 @@ class Dispatcher:
         self._on_probation.pop(room.room, None)
         if isinstance(effect, (Ended, Settled)):
             self._placer.ended(entry)
+            self._estimates.ended(entry.job.answers_like, room.num_output)
             self._count(entry, "ok", now)
             entry.inbox.put(entry.index, effect)
         elif isinstance(effect, Failure):
@@ -557,8 +571,13 @@ class Dispatcher:
                 self.events["retry_denied"] += 1
                 self._perform(entry, room.give_up(failure.kind, failure.message, now), now)
                 return True
-            self.events["requeued"] += 1
-            self.events["resumed"] += room.num_output > 0
+            if effect.is_retracted:
+                self.events["retracted"] += 1
+                self._estimates.retracted()
+            else:
+                self.events["requeued"] += 1
+                self.events["resumed"] += room.num_output > 0
+            entry.expected_output = self._expected_output(entry.job) if entry.expected_output else 0
             entry.requeue(now, effect.not_before)
             self._waiting.join(entry)
             return True

@@ -95,7 +95,7 @@ class Placer:
         if pair.is_local:  # without a choice nothing is known of decode's cache, and nothing need be hashed
             held = held_tokens(self._on_decode, decode, prompt) if self._has_choice("decode") else 0
             num_lacking = need.prompt - held
-        load = Load(pages=decode.pages_for(need.total), tokens=num_lacking)
+        load = Load(pages=decode.pages_for(need.held_on(decode)), tokens=num_lacking)
         self._registry.reserve(pair.decode, room.room, room.epoch, load)
         self._decode.placed(decode)
         entry.fingerprint, entry.weights_hash = decode.hello.fingerprint, decode.weights_hash

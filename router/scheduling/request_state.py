@@ -33,6 +33,7 @@ from ..rooms.timeline import Account, Timeline, account_of
 from ..workers.eligibility import Need
 from ..workers.registry import Worker
 from .inbox import Inbox
+from .output_estimates import claim_of
 from .prefixes import SeenPrompt
 from .request_limits import young_fields
 
@@ -61,6 +62,11 @@ class Job(Struct, frozen=True, kw_only=True, dict=True):  # dict: for cached pro
     cache_salt: str = ""  # the client's own; see `salt_of`
     embeds: Embeddings | None = None  # of the first tokens of the prompt, whose ids are 0
     may_record: bool = False  # the caller does not object to a record of its tokens for training
+
+    @property
+    def answers_like(self) -> tuple[str, str]:
+        """The key of answers that are about as long: the caller's and the endpoint's."""
+        return self.caller.id, self.route
 
     @cached_property
     def salt(self) -> str:
@@ -218,6 +224,7 @@ class Entry:
     shown_epoch: int = -1  # epoch of the attempt that has shown its pair to work
     quiet_until: float = 0.0  # the room's value at its last tick; 0 after events other than tokens
     trace: AttemptTrace = field(default_factory=AttemptTrace)
+    expected_output: int = 0  # tokens to count on for the whole answer; 0: all that it may have
     _prompt: SeenPrompt | None = None
 
     @property
@@ -225,9 +232,23 @@ class Entry:
         """The requirements of the next attempt on workers. Output so far counts as prompt."""
         need, num_output = self.job.need, self.room.num_output
         if not num_output:
-            return need
+            return replace(need, expected=self.claim[0])
         left = need.max_new - num_output
-        return Need(need.prompt + num_output, left, self.fingerprint, need.asks, self.weights_hash)
+        return Need(
+            need.prompt + num_output,
+            left,
+            self.fingerprint,
+            need.asks,
+            self.weights_hash,
+            expected=self.claim[0],
+        )
+
+    @property
+    def claim(self) -> tuple[int, int]:
+        """What the next attempt, or the current one at its start, counts on: see `claim_of`."""
+        room = self.room
+        remaining = room.sampling.max_new_tokens - room.num_output
+        return claim_of(self.expected_output, room.num_output, remaining, room.num_retractions)
 
     @property
     def prompt(self) -> SeenPrompt:
@@ -298,15 +319,25 @@ def reserved_workers(on_probation: Iterable[Entry], room: Room) -> set[str]:
 
 
 def addressed(message: Reserve | Prefill | Cancel, entry: Entry) -> Reserve | Prefill | Cancel:
-    """An order with the tenant's salt, the embeddings, the trace context and the id of its request, and the
-    consent to record it. Embeddings have no ids that could be recorded."""
+    """An order with the tenant's salt, the embeddings, the trace context and the id of its request. Decode's
+    also has the output to count on, the class, and the consent to record it. Embeddings have no ids that
+    could be recorded."""
     salt, embeds, trace = entry.job.order_salt, entry.job.embeds, entry.request.tag.span.context
-    may_record = entry.request.may_record and embeds is None and isinstance(message, Reserve)
     request_id = entry.request.tag.request_id
-    if isinstance(message, Cancel) or not (salt or embeds or trace or may_record or request_id):
+    if isinstance(message, Reserve):
+        may_record = entry.request.may_record and embeds is None
+        expected, granted = entry.claim
+        message = replace(
+            message,
+            may_record=may_record,
+            expected_output=expected,
+            granted_output=granted,
+            priority=entry.request.priority,
+        )
+    if isinstance(message, Cancel) or not (salt or embeds or trace or request_id):
         return message
     rows = embeds.rows if embeds is not None else None
-    named = replace(
+    return replace(
         message,
         salt=salt,
         embeds=rows,
@@ -314,7 +345,6 @@ def addressed(message: Reserve | Prefill | Cancel, entry: Entry) -> Reserve | Pr
         tracestate=trace.state,
         request_id=request_id,
     )
-    return replace(named, may_record=True) if may_record else named
 
 
 def embeds_before(

@@ -18,10 +18,15 @@ class Need(Struct, frozen=True, gc=False):
     )
     asks: tuple[str, ...] = ()  # the YOUNG_FIELDS that workers must obey
     weights_hash: str = ""  # weights of the workers that gave output already; "": unknown, or any
+    expected: int = 0  # of `max_new`, what to count on where decode takes pages as tokens come; 0: all
 
     @property
     def total(self) -> int:
         return self.prompt + self.max_new
+
+    def held_on(self, decode: Worker) -> int:
+        """Tokens whose pages `decode` holds for the request, or counts on."""
+        return self.prompt + self.expected if self.expected and decode.hello.grows else self.total
 
 
 @dataclass(frozen=True)
@@ -183,4 +188,5 @@ def _can_prefill(worker: Worker, need: Need) -> bool:
 def _can_decode(worker: Worker, need: Need) -> bool:
     hello = worker.hello
     has_slot = hello.max_running == 0 or worker.num_taken < hello.max_running
-    return has_slot and need.total <= hello.max_context and worker.pages_for(need.total) <= worker.free_pages
+    has_pages = worker.pages_for(need.held_on(worker)) <= worker.free_pages
+    return has_slot and need.total <= hello.max_context and has_pages

@@ -194,7 +194,8 @@ class Worker:
     def take_heartbeat(self, stats: WorkerStats, now: float) -> None:
         self.stats = stats
         self.last_seen = now
-        self.foreign_pages = max(0, stats.pages_total - stats.pages_free - self.placed_pages)
+        taken = stats.pages_total - stats.pages_free + stats.pages_promised
+        self.foreign_pages = max(0, taken - self.placed_pages)
         self.foreign_rooms = max(0, stats.running + stats.queued + stats.transferring - self.num_rooms)
 
 

@@ -33,6 +33,15 @@ class Checker:
                 if client.entry is not None:
                     client.entry.room.check_integrity()
 
+    def retracted(self, room):
+        """Decode takes the pages of a room back again only after twice as many tokens as the time before."""
+        known = [client.entry.room for client in self.world.clients if client.entry is not None]
+        count = sum(each.num_retractions for each in known if each.room == room.request.room)
+        if count and room.request.num_output < 1 << count:
+            raise Violation(
+                f"room {room.request.room[:8]} lost its pages again after {room.request.num_output} tokens"
+            )
+
     def _audit(self, process):
         """Every page is free, cached, or held by rooms that are here; nobody writes a free one."""
         cache = process.engine.cache
@@ -135,9 +144,10 @@ class Checker:
             rooms = [
                 client.entry.room for client in world.clients if client.entry and client.router is router
             ]
-            if any(room.epoch >= MAX_ATTEMPTS + free for room in rooms):
-                raise Violation(f"a room was tried {max(room.epoch for room in rooms) + 1} times")
-            repeated = sum(room.epoch for room in rooms) - free
+            tries = [room.epoch - room.num_retractions for room in rooms]  # a retraction is no failure
+            if any(count >= MAX_ATTEMPTS + free for count in tries):
+                raise Violation(f"a room was tried {max(tries) + 1} times")
+            repeated = sum(tries) - free
             loses_workers = bool(LOSING & set(world.faults.names))
             if not loses_workers and repeated > max(BUDGET_FLOOR, BUDGET_SHARE * len(rooms)):
                 raise Violation(f"{repeated} repeated attempts for {len(rooms)} rooms")

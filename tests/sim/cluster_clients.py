@@ -8,7 +8,7 @@ from baton.router.errors import ApiError
 from baton.router.rooms.effects import Deliver, Ended, Failure, Settled
 from baton.router.scheduling.inbox import Inbox
 from baton.router.scheduling.request_state import Job
-from baton.tests.sim.cluster_toy import NUM_PROMPTS, expected, prompts
+from baton.tests.sim.cluster_toy import LONGEST_OUTPUT, NUM_PROMPTS, expected, prompts
 
 GRACE_S = 1.0  # that a client may wait behind its deadline
 GONE_S = 1.0  # after which nothing of a cancelled request is held
@@ -177,7 +177,7 @@ def draw_client(world, number, rng: Random, faults):
     sampling = Sampling(
         temperature=0.0,
         seed=rng.choice((1, 1, 1, 2)),
-        max_new_tokens=rng.choice((1, 2, 4, 7, 12)),
+        max_new_tokens=rng.choice((1, 2, 4, 7, 12) + 5 * (LONGEST_OUTPUT - 2,) * world.settings.is_crowded),
         ignore_eos=rng.random() < 0.3,
     )
     leaves = rng.random() < faults.leave

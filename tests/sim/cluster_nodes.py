@@ -20,10 +20,11 @@ from baton.kvtransfer.transports.sender_endpoint import SenderEndpoint
 from baton.prefill.worker import PrefillWorker
 from baton.router.rooms.effects import Timeouts
 from baton.router.scheduling.dispatcher import Dispatcher
+from baton.router.scheduling.output_estimates import OutputEstimates
 from baton.router.scheduling.placement import PairingPolicy
 from baton.router.workers.registry import Registry
 from baton.tests.sim.cluster_net import INFINITY, Died, Process
-from baton.tests.sim.cluster_toy import MAX_CONTEXT, VOCAB, ToyAheadDecoder, ToyDecoder, toy_engine
+from baton.tests.sim.cluster_toy import MAX_CONTEXT, STEPS, VOCAB, ToyAheadDecoder, ToyDecoder, toy_engine
 from baton.tests.sim.draws import hex_id
 from baton.worker.identity import hello_of, layout_of, planes_of
 from baton.worker.link import LinkWork, incoming, outgoing
@@ -71,6 +72,9 @@ class RouterProcess(Process):
             ),
             soon=self._due.append,
             mint=lambda: hex_id(world.rng),
+            estimates=(OutputEstimates if world.settings.learns else FixedEstimates)(
+                world.settings.first_guess
+            ),
         )
         self.num_malformed = 0
         self._decoder = control_up_decoder()
@@ -252,6 +256,24 @@ def said(event):
     return event.message if isinstance(event, FromRouter) else event
 
 
+class FixedEstimates(OutputEstimates):
+    """The router never learns how long answers get."""
+
+    def ended(self, key, num_tokens):
+        """Nothing is learned."""
+
+    def retracted(self):
+        """Nothing is learned."""
+
+
+class WatchedDecode(DecodeWorker):
+    """The checker looks at each room whose pages are taken back."""
+
+    def _retract(self, room):
+        self.checker.retracted(room)
+        super()._retract(room)
+
+
 class LateLocalPrefill(LocalPrefill):
     """Its forwards run as late as a device could run them: when they are read. On a CPU they run at once."""
 
@@ -305,9 +327,11 @@ class WorkerProcess(Process):
             layout, pool, role="prefill" if is_prefill else "decode", instance=self.instance, model="toy",
             max_context=MAX_CONTEXT, max_running=0 if is_prefill else self.settings.max_running,
             vocab_size=VOCAB,
-            kv_endpoint=self.endpoint if is_prefill else "", spec_tokens=0 if is_prefill else 1,
+            kv_endpoint=self.endpoint if is_prefill else "",
+            spec_tokens=0 if is_prefill else STEPS.spare_slots,
             local_prefill=self.settings.has_local_prefill and not is_prefill,
             aggregated=bool(self.settings.aggregated) and not is_prefill,
+            grows=self.settings.grows and not is_prefill,
         )  # fmt: skip
         return replace(hello, pid=1, host="sim")
 
@@ -319,10 +343,11 @@ class WorkerProcess(Process):
                 max_queue=settings.prefill_queue, clock=self.clock,
             )  # fmt: skip
         decoder = ToyAheadDecoder if settings.is_overlapped else ToyDecoder
-        worker = DecodeWorker(
+        worker = WatchedDecode(
             self.engine, self.link, instance=self.instance, max_running=settings.max_running,
-            decoder=decoder(self.engine.runner.memory), clock=self.clock,
+            decoder=decoder(self.engine.runner.memory), clock=self.clock, grows=settings.grows,
         )  # fmt: skip
+        worker.growth.ahead_tokens, worker.checker = settings.ahead_tokens, self.world.checker
         budget = (settings.chunk_size if settings.aggregated else 0) or MAX_CONTEXT
         worker.local = LateLocalPrefill(
             self.engine, worker.decoder, budget, self.clock, self.link.post, self.instance

@@ -5,10 +5,12 @@ The patches are on production's classes, from outside: production knows no switc
 """
 
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
 import msgspec
 from baton.cluster.net.control_link import LinkMachine
+from baton.decode.page_growth import PageGrowth
 from baton.decode.queues import DecodeState
 from baton.decode.worker import DecodeWorker
 from baton.kvtransfer.protocol import peer_link, sender
@@ -21,17 +23,21 @@ from baton.kvtransfer.transports.sender_endpoint import SenderEndpoint
 from baton.prefill.queues import PrefillState
 from baton.prefill.worker import PrefillWorker
 from baton.router.rooms import quarantine
+from baton.router.rooms import room as room_module
 from baton.router.rooms.attempt import Attempt
 from baton.router.rooms.effects import Deliver, Freed
 from baton.router.rooms.pending_cancels import PendingCancels
 from baton.router.rooms.retries import RetryBudget
 from baton.router.rooms.room import Room
+from baton.router.scheduling import request_state
 from baton.router.scheduling.dispatcher import Dispatcher
+from baton.router.scheduling.output_estimates import claim_of
 from baton.router.workers import eligibility
 from baton.router.workers.registration import Registration
 from baton.router.workers.registry import UNREACHABLE_S, Registry
 from baton.tests.sim.cluster_faults import Faults
 from baton.tests.sim.cluster_nodes import SimSender
+from baton.tests.sim.cluster_toy import ToyAheadDecoder
 from baton.tests.sim.cluster_world import Options, Settings
 
 
@@ -226,6 +232,37 @@ def free_prompt_before_read():
     return patch.object(DecodeWorker, "_close", hasty), options
 
 
+CROWDED = Settings(is_crowded=True, decode_pages=21, max_running=8, is_caching=False)
+
+
+def no_next_pages():
+    """A step is launched though the pages of its rows are not there."""
+    return patch.object(PageGrowth, "cover", lambda self, batch, retract: list(batch)), Options(
+        faults=Faults(), settings=CROWDED, num_clients=12
+    )
+
+
+def no_grant():
+    """A room that comes back may lose its pages again at once."""
+    return patch.object(
+        request_state, "claim_of", lambda expected, produced, left, _: claim_of(expected, produced, left, 0)
+    ), Options(faults=Faults(), settings=replace(CROWDED, first_guess=1, learns=False), num_clients=16)
+
+
+def counted_retractions():
+    """A room whose pages were taken back counts as failed."""
+    return patch.object(room_module, "MAX_RETRACTIONS", 0), Options(
+        faults=Faults(), settings=CROWDED, num_clients=12
+    )
+
+
+def untold_pages():
+    """The device hears nothing of new pages."""
+    return patch.object(ToyAheadDecoder, "grow", lambda *_: None), Options(
+        faults=Faults(), settings=replace(CROWDED, is_overlapped=True), num_clients=12
+    )
+
+
 def no_retry_budget():
     """However many attempts fail, there is another one for every room."""
     return patch.object(RetryBudget, "take", lambda *_: True), Options(
@@ -371,6 +408,10 @@ SEAMS = {
     "pages held until Release": free_on_send,
     "pages held until read": free_before_read,
     "prompt pages held until read": free_prompt_before_read,
+    "pages of the next step": no_next_pages,
+    "pages on the device": untold_pages,
+    "grant of a retracted room": no_grant,
+    "retraction is no failure": counted_retractions,
     "retry budget": no_retry_budget,
     "attempts of a room": no_attempt_limit,
     "third chance": no_third_chance,

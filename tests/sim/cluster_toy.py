@@ -24,6 +24,7 @@ from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.loader import Engine
 from baton.engine.runner.lifecycle import Lifecycle
 from baton.engine.sampling.sampler import SampleOutput
+from baton.engine.speculative.drafting.shape import DraftShape
 from baton.engine.speculative.step.result import StepResult
 from crc32c import crc32c
 
@@ -33,9 +34,10 @@ PAGE_SIZE = 4
 PLANES = 4  # 2 layers, K and V
 MASK = 0xFFFFFFFF
 MAX_CONTEXT = 96
-LONGEST_OUTPUT = 16
+LONGEST_OUTPUT = 32
 NUM_PROMPTS = 48
 FREE = 0xDEADBEEF
+STEPS = DraftShape.of(2)  # a step commits up to three tokens
 
 
 def mix(*values):
@@ -151,6 +153,7 @@ def toy_engine(num_pages, head_dim, *, is_caching, lookahead=0, weights=17, is_l
         lifecycle=Lifecycle(),
         grammars=GrammarCompiler(Path(), VOCAB, EOS),
         launches_ahead=is_late,
+        shape=STEPS,
     )
 
 
@@ -238,6 +241,9 @@ class ToyDecoder:
     def num_covered(self, request):
         return request.num_computed
 
+    def grow(self, grown):
+        """The requests' own pages are read."""
+
     def forget(self, request):
         """Nothing is kept."""
 
@@ -283,6 +289,13 @@ class ToyAheadDecoder(ToyDecoder):
             request: slot for request, slot in self._on_device.items() if request not in requests
         }
         return super().step(requests)
+
+    def grow(self, grown):
+        for request, start in grown:
+            if request in self._on_device:
+                slot = self._on_device[request]
+                assert len(slot.pages) == start, "pages come one group behind the other"
+                slot.pages += request.pages[start:]
 
     def forget(self, request):
         assert not any(request in flight.requests for flight in self._waiting), "a step under way has it"

@@ -57,6 +57,11 @@ class Settings:
     prefill_policy: str = "cache-aware"
     decode_policy: str = "session"
     local_prefill_max: int = 0
+    grows: bool = True  # decode takes pages as tokens come
+    ahead_tokens: int = 0
+    is_crowded: bool = False  # many come at once, and their outputs outgrow what is expected, and the pool
+    first_guess: int = 4  # output tokens that the router expects of the first answers
+    learns: bool = True  # the router expects of later answers what earlier ones had
     aggregated: str = (
         ""  # "alone": decode workers are aggregated and there is no other; "mixed": beside prefill
     )
@@ -110,10 +115,22 @@ def draw_settings(seed, rng, faults):
         prefill_policy=rng.choice(PREFILL_POLICIES),
         decode_policy=rng.choice(DECODE_POLICIES),
         local_prefill_max=rng.choice((0, 0, 12, 1000)),
+        grows=rng.random() < 0.8,
+        ahead_tokens=rng.choice((0, 0, 2, 8)),
+        first_guess=rng.choice((1, 2, 4, 8)),
+        learns=rng.random() < 0.7,
         aggregated={3: "alone", 8: "mixed"}.get(seed % 10, ""),
     )
     if faults.tight:
         settings = replace(settings, prefill_pages=15, decode_pages=18, prefill_queue=2)
+    elif settings.grows and rng.random() < 0.4:
+        settings = replace(
+            settings,
+            is_crowded=True,
+            decode_pages=rng.choice((21, 26, 34)),
+            max_running=8,
+            step_s=min(settings.step_s, 0.01),  # all are served in time
+        )
     return settings
 
 
@@ -350,11 +367,12 @@ class World:
         self.start(ROUTER)
         self.timeline.at(CALM_S, self._begin_faults)
         self._schedule_faults()
-        num_clients = self.options.num_clients or self.rng.choice((1, 2, 4, 6, 8))
+        drawn = self.rng.choice((1, 2, 4, 6, 8)) + 6 * self.settings.is_crowded
+        num_clients = self.options.num_clients or drawn
         for number in range(num_clients):
             client = draw_client(self, number, self.rng, self.faults)
             self.clients.append(client)
-            spread = 0.05 if self.faults.burst else FAULTS_S - 0.3
+            spread = 0.05 if self.faults.burst or self.settings.is_crowded else FAULTS_S - 0.3
             self.timeline.at(CALM_S + spread * self.rng.random(), client.come)
 
     def _begin_faults(self):

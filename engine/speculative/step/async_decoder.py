@@ -25,7 +25,7 @@ from ..adaptive import StepPolicy
 from ..drafters.protocol import Drafter, reads_features
 from ..drafting.shape import PLAIN, DraftShape
 from ..drafting.tree import branches
-from .device_state import RequestInit
+from .device_state import MorePages, RequestInit
 from .draft_coverage import DraftCoverage
 from .fused_step import ACCEPTED, GOOD, PROPOSED, SEEN, FillMasks, StepKind
 from .result import StepResult
@@ -75,9 +75,10 @@ def num_offered(shape: DraftShape, useful_rows: int) -> int:
 class AsyncDecoder:
     """Decodes requests by `steps`, which hold the target and the drafter.
 
-    A step drafts `shape`, or the choice of `policy`, if given. The caller reserves pages for prompt +
-    max_new_tokens + shape.spare_slots tokens, within the context of `steps`. Rows beyond a request's pages go
-    to the padding sink and are never accepted. Target and draft KV share page ids. With `launches_ahead`
+    A step drafts `shape`, or the choice of `policy`, if given. Before each launch the caller holds pages for
+    the tokens of all unread steps and of this one + shape.spare_slots, within the context of `steps`, and
+    reports later ones by `grow`. Rows beyond a request's pages go to the padding sink and are never accepted.
+    Target and draft KV share page ids. With `launches_ahead`
     False, the caller uses `step` only. The caller must not forget a request between `launch` and `read` of a
     flight that contains it.
 
@@ -148,6 +149,21 @@ class AsyncDecoder:
         for request, *_ in items:
             assert request not in self._slots, f"{request!r}: its steps have begun"
         self.drafter.prefill([self.coverage.begin(self.drafter, *item) for item in items])
+
+    def grow(self, grown: Sequence[tuple[Request, int]]) -> None:
+        """Tells the device of pages that requests got behind their first ones.
+
+        An item is (request, pages before). Requests that did not join yet bring all their pages when they do.
+        """
+        told = [
+            MorePages(
+                slot=self._slots[request], start=start, pages=request.pages, capacity=self._capacity(request)
+            )
+            for request, start in grown
+            if request in self._slots
+        ]
+        if told:
+            self.steps.step.state.append_pages(told)
 
     def forget(self, request: Request) -> None:
         """Drops the state of `request`; no-op without one."""
@@ -314,11 +330,14 @@ class AsyncDecoder:
             newest=request.bonus_token,
             length=request.num_tokens - 1,
             remaining=request.num_remaining,
-            capacity=min(len(request.pages) * self._page_size, self.steps.step.max_context),
+            capacity=self._capacity(request),
             draft_row=self.coverage.row_of(request),
             pages=request.pages,
             row=request.sampling_row,
         )
+
+    def _capacity(self, request: Request) -> int:
+        return min(len(request.pages) * self._page_size, self.steps.step.max_context)
 
     def _kind_of(self, batch: _Batch) -> StepKind:
         """The kind of the next step.

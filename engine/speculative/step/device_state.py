@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ....kernels.step_glue import DRAFT_ROW, IS_DRAWN, NEWEST, PAGES, SEED, TOP_K
+from ....kernels.step_glue import CAPACITY, DRAFT_ROW, IS_DRAWN, NEWEST, PAGES, SEED, TOP_K
 from ...host_copy import to_device
 from ...sampling.edits import LogitEdits, SamplingRow
 from ...sampling.tensors import SamplingTensors
@@ -36,6 +36,16 @@ class RequestInit:
     draft_row: int
     pages: Sequence[int]
     row: SamplingRow
+
+
+@dataclass(frozen=True, kw_only=True)
+class MorePages:
+    """Pages that the request in `slot` got: `pages` from index `start` on, for `capacity` rows in all."""
+
+    slot: int
+    start: int
+    pages: Sequence[int]
+    capacity: int
 
 
 class StepRows(NamedTuple):
@@ -147,6 +157,21 @@ class DeviceState:
         if self._edits is not None or any(row.params.needs_edits for row in rows):
             self._write_edits(slots, where, rows)
         self.version += 1
+
+    def append_pages(self, grown: Sequence[MorePages]) -> None:
+        """Writes further pages of open slots, in device order after earlier writes, without synchronisation.
+
+        Nothing that was derived from the state depends on pages, so `version` stays.
+        """
+        width = self.integers.shape[1]
+        where: list[int] = []
+        values: list[int] = []
+        for more in grown:
+            row, new = more.slot * width, more.pages[more.start : self.max_pages]
+            where += [row + CAPACITY, *range(row + PAGES + more.start, row + PAGES + more.start + len(new))]
+            values += [more.capacity, *new]
+        at, into = (to_device(torch.tensor(part, dtype=torch.int64), self.device) for part in (where, values))
+        self.integers.view(-1).index_copy_(0, at, into)
 
     def stop_drafting(self, slot: int) -> None:
         """Ends drafting for the request in `slot`, from the next step on."""

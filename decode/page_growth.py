@@ -1,0 +1,169 @@
+"""Pages of running requests as their tokens come: how many are held, counted on, and taken back.
+
+    hold       a request begins with the pages of its prompt and of the next steps. Each launch adds what it
+               needs
+    promise    a request counts on the output that the router expects of it. A new one is admitted only while
+               the pool covers all promises
+    retract    when the pool is full all the same, the newest request of the least urgent class gives its
+               pages up. The router continues it later, from its tokens so far, as after the failure of a
+               worker
+
+A retracted request comes back with a grant: output whose pages it holds from the start. It gives none up
+within the grant. The router doubles the grant with every retraction, so no request is retracted twice without
+progress, and after a few times it holds its whole output.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from ..cluster.protocol.expected_output import expected_left
+from ..engine.kv.page_table import pages_for
+from ..engine.kv.pool import PoolExhausted
+from ..engine.loader import Engine
+from ..engine.request import Request
+from .queues import DecodeQueues, DecodeRoom, DecodeState, OutputClaim
+from .step_decoder import StepDecoder
+
+AHEAD_TOKENS = 32  # beyond the next step, so that a request takes pages in groups
+
+
+class PageGrowth:
+    """The pages of the rooms of a decode worker. With `is_on` False each room holds all its pages at once.
+
+    `ahead_tokens`: output beyond the next step whose pages a room takes with it, where they are free.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        queues: DecodeQueues,
+        decoder: StepDecoder,
+        *,
+        is_on: bool,
+        ahead_tokens: int = AHEAD_TOKENS,
+    ) -> None:
+        self.is_on = is_on
+        self.ahead_tokens = ahead_tokens
+        self._engine = engine
+        self._queues = queues
+        self._decoder = decoder
+        self._spare = engine.shape.spare_slots  # behind the output, for the rows of unverified drafts
+        self._step_tokens = engine.shape.num_path  # a step commits at most so many
+
+    def __repr__(self) -> str:
+        state = "as tokens come" if self.is_on else "whole"
+        return f"<PageGrowth {state}, {self.num_promised} pages promised>"
+
+    # --- sizes ----------------------------------------------------------------------------------------------
+
+    def whole_pages(self, request: Request) -> int:
+        """Pages for prompt, whole output and the rows that a verify can write behind them."""
+        return self._pages(request, request.sampling.max_new_tokens)
+
+    def first_pages(self, request: Request, claim: OutputClaim) -> int:
+        """Pages that a request holds from its admission on."""
+        if not self._grows(claim):
+            return self.whole_pages(request)
+        # behind a grant the tokens of the step under way and the next one: it ends before they need more
+        granted = claim.granted + 2 * self._step_tokens if claim.granted else 0
+        num_output = max(granted, self._step_tokens + self.ahead_tokens)
+        return self._pages(request, min(num_output, request.sampling.max_new_tokens))
+
+    def granted_pages(self, request: Request, claim: OutputClaim) -> int:
+        """Pages up to which no other request takes them: all first ones, where it has a grant."""
+        return self.first_pages(request, claim) if claim.granted or not self._grows(claim) else 0
+
+    @property
+    def num_promised(self) -> int:
+        """Pages that the rooms count on beyond those that they hold."""
+        if not self.is_on:
+            return 0
+        return sum(self._promised(room.request, room.claim) for room in self._queues if not room.is_over)
+
+    def covers(self, request: Request, claim: OutputClaim) -> bool:
+        """Whether the pool covers all promises and that of `request`, which holds its first pages."""
+        return self._engine.cache.num_available >= self.num_promised + self._promised(request, claim)
+
+    # --- running rooms --------------------------------------------------------------------------------------
+
+    def cover(self, batch: Sequence[DecodeRoom], retract: Callable[[DecodeRoom], None]) -> list[DecodeRoom]:
+        """Gives each room of `batch` the pages of its next step; returns the rooms that have them.
+
+        Older rooms come first. Where the pool is full, `retract` ends a room. A room without its pages waits:
+        for steps under way that still write to the pages of ended rooms, or for newer rooms that do not run
+        yet and will be retracted in its place.
+        """
+        if not self.is_on:
+            return list(batch)
+        short = [room for room in batch if len(room.request.pages) < self._next_pages(room, 0)]
+        if not short:
+            return list(batch)
+        left_out: set[tuple[str, int]] = set()  # they wait, or were retracted
+        grown: list[tuple[Request, int]] = []
+        for room in sorted(short, key=_seniority):
+            held = len(room.request.pages)
+            while room.key not in left_out:
+                if self._take(room):
+                    grown.append((room.request, held))
+                    break
+                victim = None if self._queues.count(DecodeState.SETTLING) else self._victim(room)
+                if victim is not None:
+                    retract(victim)
+                left_out.add(room.key if victim is None else victim.key)
+        if grown:
+            self._decoder.grow(grown)
+        return [room for room in batch if room.key not in left_out]
+
+    def _take(self, room: DecodeRoom) -> bool:
+        request, cache = room.request, self._engine.cache
+        for ahead in (self.ahead_tokens, 0):
+            wanted = self._next_pages(room, ahead) - len(request.pages)
+            try:
+                request.pages.extend(cache.alloc(wanted))
+            except PoolExhausted:
+                continue
+            return True
+        return False
+
+    def _victim(self, room: DecodeRoom) -> DecodeRoom | None:
+        """The room that gives its pages up for `room`; None if `room` should wait."""
+        newest = _newest(self._queues)
+        running = [
+            other
+            for other in self._queues.of(DecodeState.RUNNING)
+            if other is room or len(other.request.pages) > other.granted_pages
+        ]
+        victim = _newest(running)
+        is_next_to_run = newest.state in (DecodeState.PULLING, DecodeState.WARMING, DecodeState.PREFILLING)
+        return None if victim is room and is_next_to_run else victim
+
+    # --- parts ----------------------------------------------------------------------------------------------
+
+    def _grows(self, claim: OutputClaim) -> bool:
+        return self.is_on and claim.expected > 0
+
+    def _pages(self, request: Request, num_output: int) -> int:
+        tokens = request.num_prompt + num_output + self._spare
+        return pages_for(min(tokens, self._engine.max_context), self._engine.page_size)
+
+    def _next_pages(self, room: DecodeRoom, ahead: int) -> int:
+        """Pages for the room's unread steps, its next one and `ahead` more tokens."""
+        request = room.request
+        output = request.num_output + (room.num_unread + 1) * self._step_tokens + ahead
+        return self._pages(request, min(output, request.sampling.max_new_tokens))
+
+    def _promised(self, request: Request, claim: OutputClaim) -> int:
+        """Pages that `request` counts on beyond those that it holds."""
+        if not self._grows(claim):
+            return 0
+        left = expected_left(claim.expected, request.num_output, request.num_remaining)
+        return max(0, self._pages(request, request.num_output + left) - len(request.pages))
+
+
+def _newest(rooms: Iterable[DecodeRoom]) -> DecodeRoom:
+    """The room with the least claim; of equal ones the last."""
+    return sorted(rooms, key=_seniority)[-1]
+
+
+def _seniority(room: DecodeRoom) -> tuple[int, float]:
+    """The order of claims: the urgent class first, then the older room."""
+    return room.claim.priority, room.arrived
