@@ -36,7 +36,9 @@ from .api.sampling_defaults import SamplingDefaults
 from .endpoints.routes import Routes
 from .endpoints.service import Service
 from .formats.registry import formats_of
+from .http.access_log import AccessLog
 from .http.auth import Guard
+from .http.cors import Cors
 from .http.listeners import open_listeners
 from .http.server import OWN_CONNECTIONS, PROBE_CONNECTIONS, Counts, HttpServer, connections_allowed
 from .http.tls import certificate_of
@@ -135,6 +137,7 @@ class Router:
             embeds_bytes=config.prompt_embeds_mb << 20,
             worker_metrics=config.worker_metrics,
         )
+        self._access_log = access_log_of(config)
         self._server, self._own_server, self._probe_server = self._servers()
         self.served_model = served
         self._pauses = PauseMeter(PAUSE_S)
@@ -160,6 +163,8 @@ class Router:
         """Serves until `drain` is set and the running requests have ended, or until `stop` is set."""
         self.control.open(self._on_message, self.dispatcher.on_damaged, self._on_left)
         self._service.open()
+        if self._access_log is not None:
+            self._access_log.start()
         tasks = {asyncio.create_task(work) for work in (self._serve(), self._tick(), self._end(drain, stop))}
         if self._listeners.own is not None:
             tasks.add(asyncio.create_task(self._own_server.serve(self._listeners.own)))
@@ -189,12 +194,15 @@ class Router:
         self._tracing.close()
         self._listeners.close()
         self.control.close()
+        if self._access_log is not None:
+            self._access_log.close()
 
     def _servers(self) -> tuple[HttpServer, HttpServer, HttpServer]:
         """The servers of the clients' port and of the router's own port, with one application and one set of
         callers, and the server of probes."""
         config, counts = self._config, Counts()
         guard = Guard(self._api_keys, os.environ.get(OPERATOR_VARIABLE, ""))
+        cors = Cors(config.allowed_origins) if config.allowed_origins else None
         routes = Routes(
             self._service,
             is_keyed=self._api_keys is not None,
@@ -205,7 +213,7 @@ class Router:
         def server(max_connections: int) -> HttpServer:
             return HttpServer(
                 app, guard, counts, max_body=config.max_body_mb << 20, max_connections=max_connections,
-                certificate=self._certificate,
+                certificate=self._certificate, cors=cors, access_log=self._access_log,
             )  # fmt: skip
 
         self._service.responses = counts.responses
@@ -286,6 +294,13 @@ class Router:
         while self.dispatcher.num_live and time.monotonic() < deadline and not stop.is_set():
             await _wait(stop, TICK_S)
         self.dispatcher.fail_all("Shutdown", "The server is shutting down.")
+
+
+def access_log_of(config: RouterConfig) -> AccessLog | None:
+    """The access log that the settings ask for: it has lines of level info, and of level debug."""
+    if not config.access_log or config.log_level not in ("debug", "info"):
+        return None
+    return AccessLog(config.log_format, logs_quiet=config.log_level == "debug")
 
 
 def _soon(work: Callable[[], None]) -> None:

@@ -1,6 +1,7 @@
 """The catalogue of errors for clients, as OpenAI error objects."""
 
 import math
+from collections.abc import Sequence
 from http import HTTPStatus
 
 import msgspec
@@ -46,8 +47,11 @@ class ApiError(Exception):
     def encode(self) -> bytes:
         return msgspec.json.encode(ErrorEnvelope(self.body))
 
-    def as_http(self) -> bytes:
-        """The bytes of a complete answer outside of any request, after which the connection closes."""
+    def as_http(self, more: Sequence[tuple[bytes, bytes]] = ()) -> bytes:
+        """The bytes of a complete answer outside of any request, after which the connection closes.
+
+        `more` are further header fields.
+        """
         body, status = self.encode(), HTTPStatus(self.status)
         headers = {
             "content-type": "application/json",
@@ -55,9 +59,9 @@ class ApiError(Exception):
             "connection": "close",
         }
         lines = [f"{name}: {value}" for name, value in (headers | self.headers).items()]
-        return (
-            "\r\n".join([f"HTTP/1.1 {status.value} {status.phrase}", *lines, "", ""]).encode("ascii") + body
-        )
+        lines += [f"{name.decode()}: {value.decode('latin-1')}" for name, value in more]
+        head = "\r\n".join([f"HTTP/1.1 {status.value} {status.phrase}", *lines, "", ""])
+        return head.encode("latin-1") + body
 
 
 class MessageErrorEnvelope(msgspec.Struct, frozen=True):

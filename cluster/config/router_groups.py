@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from .fields import Setting, setting
 from .groups import RoleConfig
+from .origins import origins_fault
 
 PREFILL_POLICIES = ("cache-aware", "least-loaded", "round-robin", "power-of-two")
 UNKNOWN_FIELDS = ("refuse", "ignore")
@@ -48,6 +49,18 @@ class HttpSettings(RoleConfig):
             help="let decode workers compute prompts while no prefill worker serves; off: "
             "such requests get 503"
         ),
+    )
+    allowed_origins: str = setting(
+        "",
+        Setting(
+            help="origins of web pages that may call the API, such as https://app.example.com; *: all; "
+            "empty: no page of another origin reads an answer (CORS)",
+            metavar="ORIGIN[,ORIGIN...]|*",
+            fault_of=origins_fault,
+        ),
+    )
+    access_log: bool = setting(
+        True, Setting(help="log a line for each request: who, what, status, tokens, times, workers")
     )
     max_body_mb: int = setting(4, Setting(help="largest request body", unit="MiB", minimum=1, maximum=1024))
     prompt_embeds_mb: int = setting(

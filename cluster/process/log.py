@@ -78,12 +78,11 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as text."""
-        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         words = [
-            f"{clock}.{int(record.msecs):03d} {record.levelname:<5} {self._origin} "
+            f"{clock_of(record.created)}.{int(record.msecs):03d} {record.levelname:<5} {self._origin} "
             f"{_one_line(record.getMessage())}"
         ]
-        words += [f"{name}={_as_text(name, value)}" for name, value in fields_of(record).items()]
+        words += [f"{name}={as_text(name, value)}" for name, value in fields_of(record).items()]
         line = " ".join(words)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
@@ -125,7 +124,13 @@ def _withheld(value: object) -> object:
     return f"<{len(value)} withheld>" if isinstance(value, (str, bytes, list, tuple, dict)) else "<withheld>"
 
 
-def _as_text(name: str, value: object) -> str:
+def clock_of(at: float) -> str:
+    """The local time of day at `at`, in Unix seconds, without its fraction."""
+    return time.strftime("%H:%M:%S", time.localtime(at))
+
+
+def as_text(name: str, value: object) -> str:
+    """A field's value in a line of words: quoted unless it is one plain word."""
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
     text = str(value)

@@ -1,6 +1,5 @@
 """The Prometheus families of one scrape, and the metrics that every process has."""
 
-import importlib.metadata
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -12,6 +11,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from ..process.release import release
 from . import metric_names as names
 from .histogram import Histogram
 from .metric_names import COUNTER, GAUGE, HISTOGRAM, MetricName
@@ -75,12 +75,5 @@ def _build_families(role: str) -> Iterator[Metric]:
     """The release of this process, under its name and its former name."""
     for name in names.OF_BUILD:
         build = GaugeMetricFamily(name.name, name.text, labels=name.labels)
-        build.add_metric((_version(), role), 1)
+        build.add_metric((release(), role), 1)
         yield build
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("baton")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"

@@ -6,7 +6,6 @@ environment variables apply (OTEL_EXPORTER_OTLP_HEADERS, OTEL_RESOURCE_ATTRIBUTE
 the collector's address is the setting.
 """
 
-import importlib.metadata
 import time
 from collections.abc import Callable, Mapping
 
@@ -28,6 +27,7 @@ from opentelemetry.trace import (
 from opentelemetry.trace import Span as SdkSpan
 
 from ..config.groups import TraceSettings
+from ..process.release import release
 from .otel_batches import BoundedBatches
 from .trace_context import TraceContext
 from .tracing import Attribute, OpenSpan, Span
@@ -59,7 +59,7 @@ class OtelTracing:
             {
                 "service.name": f"baton-{role}",
                 "service.namespace": "baton",
-                "service.version": _version(),
+                "service.version": release(),
                 "service.instance.id": instance,
             }
         )
@@ -67,7 +67,7 @@ class OtelTracing:
         self._processor = processor
         self._provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
-        self._tracer = self._provider.get_tracer("baton", _version())
+        self._tracer = self._provider.get_tracer("baton", release())
         self._clock, self._wall = clock, wall
         self._is_closed = False
 
@@ -133,10 +133,3 @@ def _context_of(parent: TraceContext) -> Context:
         trace_state=TraceState.from_header([parent.state]),
     )
     return set_span_in_context(NonRecordingSpan(context), Context())
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("baton")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"

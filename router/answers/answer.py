@@ -22,14 +22,14 @@ from ..errors import (
     unavailable,
     upstream,
 )
-from ..http.exchange import AnswerSink
+from ..http.exchange import AnswerSink, Work
 from ..rooms.attempt import BAD_EMBEDS, BAD_GRAMMAR, DEADLINE_EXCEEDED, GRAMMARS_OVERDUE
 from ..rooms.effects import Deliver, Failure, Settled
 from ..rooms.quarantine import QUARANTINED
 from ..scheduling.admission_queue import OVERLOADED
 from ..scheduling.dispatcher import Dispatcher
 from ..scheduling.inbox import Disconnected, Inbox, InboxEvent
-from ..scheduling.request_state import Entry
+from ..scheduling.request_state import Entry, work_of
 from .generation import Choice, Piece
 from .replies import (
     AnyTimeline,
@@ -41,7 +41,11 @@ from .replies import (
     Usage,
 )
 
-SSE_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
+SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-store",
+    "x-accel-buffering": "no",  # nginx passes the events on at once
+}
 JSON_HEADERS = {"content-type": "application/json"}
 RAW_SSE = [(name.encode(), value.encode()) for name, value in SSE_HEADERS.items()]
 RAW_JSON = [(name.encode(), value.encode()) for name, value in JSON_HEADERS.items()]
@@ -87,8 +91,8 @@ class Answer:
         self._choices = choices
         self._builder = builder
         self._options = options
-        # the ID of /requests/ID
-        self._named = [(b"x-request-id", entries[0].request.tag.reply_id.encode())]
+        # an ID of /requests/ID
+        self._named = [(b"x-request-id", entries[0].request.tag.request_id.encode())]
         if options.ignored:
             self._named.append((IGNORED_FIELDS, header_of(options.ignored)))
 
@@ -109,6 +113,10 @@ class Answer:
         finally:
             for entry in self._entries:
                 self._dispatcher.client_left(entry)
+
+    def work(self) -> Work:
+        """What the request cost so far, for the access log."""
+        return work_of(self._entries)
 
     # --- the two forms --------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 LONGEST_KEY = 255
 LONGEST_TIMEOUT_MS = 86_400_000
+LONGEST_REQUEST_ID = 128
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,12 @@ class HeaderField:
     schema: Mapping[str, object]  # JSON schema of its value
 
 
+REQUEST_ID = HeaderField(
+    b"x-request-id",
+    f"the id of the request in the answer and in log lines: 1 to {LONGEST_REQUEST_ID} visible ASCII "
+    "characters; any other value counts as none",
+    {"type": "string", "minLength": 1, "maxLength": LONGEST_REQUEST_ID, "pattern": "^[!-~]+$"},
+)
 IDEMPOTENCY_KEY = HeaderField(
     b"idempotency-key",
     f"1 to {LONGEST_KEY} printable ASCII characters; "
@@ -41,4 +48,4 @@ TRACEPARENT = HeaderField(
 )
 TRACESTATE = HeaderField(b"tracestate", "what goes along with it", {"type": "string"})
 
-REQUEST_HEADERS = (IDEMPOTENCY_KEY, TIMEOUT, TIMELINE, RECORD, TRACEPARENT, TRACESTATE)
+REQUEST_HEADERS = (REQUEST_ID, IDEMPOTENCY_KEY, TIMEOUT, TIMELINE, RECORD, TRACEPARENT, TRACESTATE)

@@ -17,12 +17,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from msgspec.structs import replace
+
 from ..answers.answer import Answer
 from ..answers.replies import is_whole_stream
 from ..api.body_checks import SEED_MASK
 from ..api.request_headers import LONGEST_KEY
 from ..errors import ApiError, ErrorBody, bad_request, printable
-from ..http.exchange import AnswerSink, RawHeaders
+from ..http.exchange import AnswerSink, RawHeaders, Work
 
 KEEP_S = 600.0
 ABANDONED_S = 10.0
@@ -70,6 +72,7 @@ class Recording:
         self.parts: list[bytes] = []
         self._is_ended = False  # the last part of the body was written
         self.num_bytes = 0
+        self.work: Callable[[], Work] | None = None  # of the request, once it was accepted
         self.num_readers = 0
         self.is_over = False
         self.error: Exception | None = None
@@ -121,6 +124,9 @@ class Recording:
     def end(self, error: Exception | None = None) -> None:
         """The generation has ended, with an error or without."""
         self.is_over, self.error = True, error
+        if self.work is not None:
+            done = self.work()
+            self.work = lambda: done  # without the objects of the answer
         self._on_abandoned = None  # it would keep alive all objects of the answer
         self._begun.set()
         self._wake()
@@ -149,10 +155,19 @@ class Recording:
 class Replay:
     """An answer that is read from a recording, from its beginning."""
 
-    def __init__(self, recording: Recording, left: Callable[[Recording], None]) -> None:
+    def __init__(
+        self, recording: Recording, left: Callable[[Recording], None], *, is_first: bool = False
+    ) -> None:
         self._recording = recording
+        self._is_first = is_first
         self._left = left
         recording.num_readers += 1
+
+    @property
+    def work(self) -> Callable[[], Work] | None:
+        """For the access log: the work counts for the first reader only."""
+        found = self._recording.work
+        return found if self._is_first or found is None else lambda: replayed(found())
 
     async def serve(self, sink: AnswerSink) -> None:
         """Copies the recording to the end, or until the client leaves."""
@@ -200,6 +215,7 @@ class Idempotency:
         """
         self._sweep()
         recording = self._recordings.get(key)
+        is_first = recording is None
         if recording is None:
             recording = self._recordings[key] = Recording(digest, self._clock())
             self._start(self._run(key, recording, begin))
@@ -207,7 +223,7 @@ class Idempotency:
             raise _reused(key)
         else:
             self._events["idempotent_replayed" if recording.is_over else "idempotent_attached"] += 1
-        replay = Replay(recording, self._reader_left)
+        replay = Replay(recording, self._reader_left, is_first=is_first)
         try:
             await recording.taken()
         except BaseException:
@@ -224,6 +240,7 @@ class Idempotency:
         error: Exception | None = None
         try:
             answer = await begin()
+            recording.work = answer.work
             recording.begun()
             await answer.serve(recording)
         except Exception as raised:
@@ -260,6 +277,14 @@ class Idempotency:
                 return
             del self._recordings[key]
             count, size = count - 1, size - known.num_bytes
+
+
+def replayed(work: Work) -> Work:
+    """The work of a request that reads the answer of an earlier one: none of its own."""
+    return replace(
+        work, outcome="replayed", num_prompt=0, num_cached=0, num_output=0, ttft_s=None, tpot_s=None,
+        accept_length=None,
+    )  # fmt: skip
 
 
 def _reused(key: str) -> ApiError:

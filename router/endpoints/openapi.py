@@ -36,7 +36,7 @@ from ..errors import MESSAGE_PATHS, ErrorEnvelope, MessageErrorEnvelope
 from ..http.auth import OPEN_PATHS
 from ..scheduling.history import KEPT, RequestList, RequestView
 from ..scheduling.load_history import HistoryView
-from .status import ModelCard, ModelList, Status
+from .status import ModelCard, ModelList, Status, VersionReply
 
 REF = "#/components/schemas/{name}"
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -163,6 +163,7 @@ OPERATIONS = (
     ),
     Operation("/health", "Whether the router lives.", None, None, None, None),
     Operation("/ready", "Whether a request can be served now.", None, None, None, {503: "Not now."}),
+    Operation("/version", "The version of the router.", None, VersionReply, None, None),
     Operation("/status", "The router, its workers and their load.", None, Status, None, _WATCHING),
     Operation(
         "/metrics", "Counters and times, as Prometheus reads them.", None, None, None, _WATCHING, "text/plain"

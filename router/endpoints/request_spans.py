@@ -55,6 +55,7 @@ def _attributes(request: ClientRequest, model: str, outcome: str) -> dict[str, A
         "gen_ai.request.model": model,
         "gen_ai.response.model": model,
         "gen_ai.response.id": request.tag.reply_id,
+        "baton.request_id": request.tag.request_id,
         "gen_ai.usage.input_tokens": sum(room.num_prompt for room in rooms),
         "gen_ai.usage.output_tokens": sum(room.num_output for room in rooms),
         "gen_ai.usage.cache_read.input_tokens": sum(room.cached_tokens for room in rooms),

@@ -7,6 +7,8 @@ from functools import partial
 import msgspec
 from msgspec.structs import replace
 
+from ...cluster.process.release import release
+from ...cluster.protocol.messages import PROTOCOL_MAJOR
 from ...cluster.telemetry.families import CONTENT_TYPE
 from ...cluster.telemetry.trace_context import context_of
 from ..api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -33,13 +35,13 @@ from ..errors import (
     unknown_model,
     unknown_worker,
 )
-from ..http.auth import must_ask, must_operate, must_see_all
+from ..http.auth import must_ask, must_be_at_home, must_operate, must_see_all
 from ..http.exchange import App, ClientGone, Exchange, send
 from .dashboard import Dashboard
 from .idempotency import Begin, checked_key, digest_of, seed_of
 from .openapi import PAGE_POLICY, openapi_of, page_of
 from .service import Call, Service
-from .status import ModelCard, ModelList, metrics_of, status_of, why_not_ready
+from .status import ModelCard, ModelList, VersionReply, metrics_of, status_of, why_not_ready
 
 # the endpoints that make tokens, as metrics name them
 ROUTES = {
@@ -85,6 +87,7 @@ class Routes:
             "/v1/models": self.models,
             "/health": self.health,
             "/ready": self.ready,
+            "/version": self.version,
             "/status": self.status,
             "/metrics": self.metrics,
         }
@@ -167,6 +170,7 @@ class Routes:
 
     async def swap_draft(self, exchange: Exchange) -> None:
         must_operate(exchange.caller)
+        must_be_at_home(exchange)
         order = draft_order_of(exchange.take_body())
         if not self._service.dispatcher.swap_draft(order):
             raise unknown_worker(order.instance)
@@ -191,6 +195,7 @@ class Routes:
         raw = exchange.take_body()
         call = Call(
             arrived=arrived,
+            request_id=exchange.given_id,
             size=len(raw),
             route=ROUTES.get(exchange.path, "other"),
             wants_timeline=_wants_timeline(exchange),
@@ -209,6 +214,7 @@ class Routes:
         key = checked_key(exchange.header(IDEMPOTENCY_KEY.name))
         if not key:
             answer = await begin()
+            exchange.work = answer.work
             return await answer.serve(exchange)
         key = f"{exchange.caller.id} {key}"  # separates the keys of different clients
         form = f"{exchange.path} {_wants_timeline(exchange)}"
@@ -216,6 +222,7 @@ class Routes:
         if body.seed is None:
             body.seed = seed_of(digest)
         replay = await self._service.replays.answer(key, digest, begin)
+        exchange.work = replay.work
         await replay.serve(exchange)
 
     async def models(self, exchange: Exchange) -> None:
@@ -235,6 +242,9 @@ class Routes:
             body = {"status": "not ready", "reason": reason}
             return await _send_json(exchange, body, status=503, headers={"retry-after": "1"})
         await _send_json(exchange, {"status": "ready"})
+
+    async def version(self, exchange: Exchange) -> None:
+        await _send_json(exchange, VersionReply(version=release(), protocol=PROTOCOL_MAJOR))
 
     async def status(self, exchange: Exchange) -> None:
         must_see_all(exchange.caller)
@@ -260,6 +270,9 @@ class Routes:
 
 async def _serve(handler_of: Callable[[str, str], Handler], exchange: Exchange) -> None:
     """Runs the handler of a request. Sends the ApiError that it raises."""
+    if (permission := exchange.preflight) is not None:
+        await exchange.start(204, permission)
+        return await exchange.write(b"", is_last=True)
     try:
         await handler_of(exchange.method, exchange.path)(exchange)
     except ApiError as error:

@@ -65,6 +65,7 @@ class Call(Struct, frozen=True, kw_only=True, gc=False):
     """The attributes of a generation request outside its body."""
 
     arrived: float  # monotonic seconds
+    request_id: str = ""  # the client's; "": none
     size: int  # bytes of the body
     route: str = "chat"  # the endpoint, as metrics name it
     wants_timeline: bool = False
@@ -408,9 +409,10 @@ class Service:
         The span ends with the last choice, or here for a refused request.
         """
         span = self.tracing.begin(f"{operation_of(reply_id)} {self.served_model}", call.trace, call.arrived)
-        tag = Tag(reply_id=reply_id, span=span)
+        request_id = call.request_id or reply_id
+        tag = Tag(reply_id=reply_id, request_id=request_id, span=span)
         if self._is_traced:
-            tag = Tag(reply_id=reply_id, span=span, on_end=self._end_span)
+            tag = Tag(reply_id=reply_id, request_id=request_id, span=span, on_end=self._end_span)
         try:
             return self.dispatcher.submit(jobs, inbox, tag)
         except ApiError as error:

@@ -120,6 +120,16 @@ class Status(Struct, frozen=True):
     unpaired: list[Unpaired]  # at most MAX_UNPAIRED
 
 
+class VersionReply(Struct, frozen=True, kw_only=True):
+    """The body of /version."""
+
+    version: str
+    """Of the package, as `baton version` prints it."""
+    protocol: int
+    """Major version of the protocol between router and workers."""
+    name: str = "baton"
+
+
 class ModelCard(Struct, frozen=True, kw_only=True):
     """One model of /v1/models."""
 

@@ -1,17 +1,18 @@
 """Authentication: each path but the OPEN_PATHS needs an API key.
 
-OPEN_PATHS are health and readiness, the description of the API, and the page, which shows nothing without a
-key. The check uses the path of the request line, before anything is routed, read or rewritten.
+OPEN_PATHS are health, readiness and version, the description of the API, and the page, which shows nothing
+without a key. The check uses the path of the request line, before anything is routed, read or rewritten.
 """
 
 import hmac
 
 from ...cluster.security.api_keys import ApiKey, ApiKeys
 from ..errors import forbidden
+from .exchange import Exchange
 from .rate_limits import ANYONE, Caller
 from .request_head import Fields
 
-OPEN_PATHS = (b"/health", b"/ready", b"/", b"/docs", b"/openapi.json")
+OPEN_PATHS = (b"/health", b"/ready", b"/version", b"/", b"/docs", b"/openapi.json")
 STATUS = b"/status"  # path that the launcher may read
 SCHEME = "bearer "
 
@@ -60,6 +61,12 @@ def must_operate(caller: Caller) -> None:
     """Raises ApiError (403) unless the key may change the cluster. Without keys every caller may."""
     if caller.id and not caller.is_operator:
         raise forbidden("This changes the cluster, which takes an operator's key.", "operator_key_required")
+
+
+def must_be_at_home(exchange: Exchange) -> None:
+    """Raises ApiError (403) for a page of another origin: a browser sends simple requests without asking."""
+    if exchange.is_foreign:
+        raise forbidden("Pages of other origins may not change the cluster.", "foreign_origin")
 
 
 def must_ask(caller: Caller) -> None:

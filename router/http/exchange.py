@@ -10,9 +10,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Protocol
 
+from msgspec import Struct
+
 from ..errors import ApiError, internal, worded_for
+from .cors import Cors, is_foreign
 from .rate_limits import Caller
 from .request_head import Fields, Target
+from .request_ids import HEADER as REQUEST_ID
+from .request_ids import given_id, minted_id
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +31,33 @@ class ClientGone(Exception):
     """The client left before the work for its request began."""
 
 
+class Work(Struct, frozen=True, kw_only=True, gc=False):
+    """What a request cost, as far as it is known, for the access log. Times are seconds."""
+
+    room: str  # of its first choice
+    outcome: str  # ok, cancelled, failed, ...
+    num_prompt: int
+    num_cached: int
+    num_output: int
+    ttft_s: float | None
+    tpot_s: float | None
+    accept_length: float | None
+    prefill: str  # the workers of the last attempt of the first choice; "": none
+    decode: str
+
+
 class Connection(Protocol):
     """The connection under an exchange."""
 
     is_paused: bool  # the client does not read
+    cors: Cors | None
 
     def answered(self, status: int) -> bool: ...
     def write(self, data: bytes) -> None: ...
     async def drained(self) -> None: ...
     def ended(self, *, is_reusable: bool) -> None: ...
     def broken(self) -> None: ...
+    def served(self, exchange: "Exchange") -> None: ...
 
 
 class AnswerSink(Protocol):
@@ -67,13 +89,20 @@ class Exchange:
         "_is_old",
         "_is_reusable",
         "_on_leave",
+        "_raw_path",
+        "_request_id",
         "_status",
+        "began",
         "caller",
+        "given_id",
         "has_left",
         "is_over",
+        "limits",
         "method",
         "path",
         "query",
+        "status",
+        "work",
     )
 
     def __init__(
@@ -85,8 +114,16 @@ class Exchange:
         *,
         version: str,
         is_reusable: bool,
+        now: float = 0.0,
     ) -> None:
         self.method, self.path, self.query = target.method, target.path, target.query
+        self._raw_path = target.raw_path
+        self.began = now  # monotonic seconds: its head was complete
+        self.status = 0  # of the answer; 0: none has begun
+        self.work: Callable[[], Work] | None = None  # of a request that needed workers
+        self.limits: Callable[[], RawHeaders] | None = None  # headers about the caller's limits
+        self.given_id = given_id(fields) if REQUEST_ID in fields else ""
+        self._request_id = self.given_id
         self.caller = caller
         self._fields = fields
         self.is_over = False
@@ -103,6 +140,24 @@ class Exchange:
 
     def __repr__(self) -> str:
         return f"Exchange({self.method} {self.path[:40]!r}{', over' if self.is_over else ''})"
+
+    @property
+    def request_id(self) -> str:
+        """The client's id, else the one that the answer has, else a minted one."""
+        if not self._request_id:
+            self._request_id = minted_id()
+        return self._request_id
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether a browser sent it for a page of another origin."""
+        return is_foreign(self._fields)
+
+    @property
+    def preflight(self) -> RawHeaders | None:
+        """The header fields that answer it, if it is a browser's question before a page's request."""
+        cors = self._connection.cors
+        return None if cors is None else cors.preflight(self.method, self._raw_path, self._fields)
 
     def header(self, name: bytes) -> str | None:
         """The first value of a header field, by its name in lower case."""
@@ -131,6 +186,7 @@ class Exchange:
             logger.exception("request failed")
         if not self.is_over:
             await self._fail()
+        self._connection.served(self)
 
     def when_left(self, callback: Callable[[], None]) -> None:
         """Calls back when the client leaves before its answer is over; at once if it has."""
@@ -149,6 +205,7 @@ class Exchange:
     async def start(self, status: int, headers: RawHeaders) -> None:
         """The status and header fields. They go out with the first part of the body."""
         self._status, self._head = status, [*headers]
+        self.status = status
 
     async def write(self, data: bytes, *, is_last: bool) -> None:
         """A part of the body; waits while the client does not read.
@@ -174,8 +231,16 @@ class Exchange:
     def _opening(self, body: bytes, is_last: bool) -> bytes:
         """The bytes of the answer's head, which go out with the first part of its body."""
         has_length = False
-        for name, _ in self._head:
+        for name, value in self._head:
             has_length = has_length or name.lower() == b"content-length"
+            if name == REQUEST_ID and not self._request_id:
+                self._request_id = value.decode("latin-1")
+        self._head = [pair for pair in self._head if pair[0] != REQUEST_ID]
+        self._head.append((REQUEST_ID, self.request_id.encode("latin-1")))
+        if self.limits is not None:
+            self._head += self.limits()
+        if (cors := self._connection.cors) is not None:
+            self._head += cors.headers(self._raw_path, self._fields)
         if not has_length and self._status not in (204, 304):
             if is_last:
                 self._head.append((b"content-length", str(len(body)).encode()))

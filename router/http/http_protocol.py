@@ -36,8 +36,12 @@ from ..errors import (
     worded_for,
 )
 from .auth import Guard
+from .cors import Cors
 from .exchange import Exchange
-from .request_head import fault_of, fields_of, head_of_body, target_of
+from .rate_limits import ANYONE, Caller
+from .request_head import Fields, Target, fault_of, fields_of, head_of_body, target_of
+from .request_ids import HEADER as REQUEST_ID
+from .request_ids import given_id, minted_id
 
 HEAD_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 10.0
@@ -59,6 +63,7 @@ class Host(Protocol):
     """The interface of the server to its connections."""
 
     guard: Guard
+    cors: Cors | None
     max_body: int
     is_leaving: bool
     is_draining: bool
@@ -70,6 +75,9 @@ class Host(Protocol):
     def unbuffer(self, num_bytes: int) -> None: ...
     def begin(self, exchange: Exchange) -> None: ...
     def answered(self, status: int) -> None: ...
+    def served(self, exchange: Exchange) -> None: ...
+    def refused(self, status: int, method: str, path: str, request_id: str) -> None: ...
+    def clock(self) -> float: ...
 
 
 class HttpProtocol(asyncio.Protocol):
@@ -77,6 +85,7 @@ class HttpProtocol(asyncio.Protocol):
 
     def __init__(self, server: Host) -> None:
         self._server = server
+        self.cors = server.cors
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
         self.deadline = NEVER  # monotonic seconds by which the awaited event must come
@@ -215,11 +224,11 @@ class HttpProtocol(asyncio.Protocol):
         fault = fault_of(fields, version, self._server.max_body)
         if fault is not None:
             self._stop(worded_for(target.path, fault))
-        caller = self._server.guard.caller_of(target.raw_path, fields)
+        caller = self._caller_of(target, fields)
         if caller is None:
             self._stop(worded_for(target.path, unauthorized()))
-        is_reusable = self._parser.should_keep_alive()
-        exchange = Exchange(self, target, fields, caller, version=version, is_reusable=is_reusable)
+        is_reusable, now = self._parser.should_keep_alive(), self._server.clock()
+        exchange = Exchange(self, target, fields, caller, version=version, is_reusable=is_reusable, now=now)
         self._incoming = exchange
         if self._parser.should_upgrade():
             self._rest = head_of_body(fields)
@@ -227,6 +236,14 @@ class HttpProtocol(asyncio.Protocol):
             self._await(BODY_TIMEOUT_S)
             if b"expect" in fields:
                 self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _caller_of(self, target: Target, fields: Fields) -> Caller | None:
+        """None without a valid key, which a browser's preflight does not need."""
+        caller = self._server.guard.caller_of(target.raw_path, fields)
+        if caller is None and self.cors is not None:
+            is_preflight = self.cors.preflight(target.method, target.raw_path, fields) is not None
+            return ANYONE if is_preflight else None
+        return caller
 
     def on_body(self, body: bytes) -> None:
         self._num_body += len(body)
@@ -319,6 +336,10 @@ class HttpProtocol(asyncio.Protocol):
         else:
             self._close()
 
+    def served(self, exchange: Exchange) -> None:
+        """Handles the end of an exchange, whether its answer was sent or not."""
+        self._server.served(exchange)
+
     def _begin(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._await(WRITE_STALL_S if self.is_paused else None)
@@ -355,8 +376,19 @@ class HttpProtocol(asyncio.Protocol):
         if self._exchange is not None or self._transport is None:
             return
         self._server.answered(error.status)
-        self.write(error.as_http())
+        self.write(error.as_http(self._headers_of_refusal(error)))
         self._linger()
+
+    def _headers_of_refusal(self, error: ApiError) -> list[tuple[bytes, bytes]]:
+        """The id and the CORS headers for the request that is refused, as far as its head was read."""
+        fields = fields_of(self._headers)
+        raw_path = self._url.partition(b"?")[0]
+        request_id = given_id(fields) or minted_id()
+        path = raw_path.decode("latin-1")
+        method = self._parser.get_method().decode("ascii") if raw_path else ""
+        self._server.refused(error.status, method, path, request_id)
+        named = [(REQUEST_ID, request_id.encode("ascii"))]
+        return named + (self.cors.headers(raw_path, fields) if self.cors is not None else [])
 
     def _linger(self) -> None:
         """Half-closes for LINGER_S.

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from .access_log import AccessLog
 from .auth import Guard
+from .cors import Cors
 from .exchange import App, Exchange
 from .http_protocol import HEAD_TIMEOUT_S, NEVER, HttpProtocol
 from .tls import Certificate
@@ -72,9 +74,12 @@ class HttpServer:
         max_connections: int,
         certificate: Certificate | None = None,
         ends_oldest: bool = False,
+        cors: Cors | None = None,
+        access_log: AccessLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.guard = guard
+        self.guard, self.cors = guard, cors
+        self._access_log = access_log
         self.max_body = max_body  # bytes
         self.max_connections = max_connections
         self.clock = clock
@@ -212,6 +217,14 @@ class HttpServer:
 
     def answered(self, status: int) -> None:
         self._counts.responses[status] += 1
+
+    def served(self, exchange: Exchange) -> None:
+        if self._access_log is not None:
+            self._access_log.served(exchange, self.clock())
+
+    def refused(self, status: int, method: str, path: str, request_id: str) -> None:
+        if self._access_log is not None:
+            self._access_log.refused(status, method, path, request_id)
 
     def deadline_in(self, seconds: float) -> float:
         """Schedules a deadline check of a connection; the deadline in monotonic seconds."""

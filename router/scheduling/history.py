@@ -89,13 +89,15 @@ class Kept(Struct, frozen=True, kw_only=True):
 
     caller_id: str
     reply_id: str
+    request_id: str
     arrived: float  # Unix seconds
     state: str
     outcome: str | None
     accounts: list[Account]  # figures of its choices
 
     def is_named(self, name: str) -> bool:
-        return _is_named(name, self.reply_id, [account.room for account in self.accounts])
+        ids = (self.reply_id, self.request_id)
+        return _is_named(name, ids, [account.room for account in self.accounts])
 
     def view(self) -> RequestView:
         """The body of /requests/{id}."""
@@ -144,10 +146,12 @@ class History:
         return RequestList(now=round(self._wall(), 3), requests=rows + list(islice(ended, limit - len(rows))))
 
     def find(self, name: str, caller: Caller) -> RequestView | None:
-        """The newest request that matches an answer's id, or at least the first 8 digits of a room."""
+        """The newest request that matches an answer's id, a request's id, or at least the first 8 digits of a
+        room."""
         for request in reversed(self._open.values()):
             rooms = [entry.room.room for entry in request.entries]
-            if caller.may_see(request.caller.id) and _is_named(name, request.tag.reply_id, rooms):
+            ids = (request.tag.reply_id, request.tag.request_id)
+            if caller.may_see(request.caller.id) and _is_named(name, ids, rooms):
                 return self._keep(request).view()
         for kept in reversed(self._ended):
             if caller.may_see(kept.caller_id) and kept.is_named(name):
@@ -159,6 +163,7 @@ class History:
         return Kept(
             caller_id=request.caller.id,
             reply_id=request.tag.reply_id,
+            request_id=request.tag.request_id,
             arrived=round(self._wall() - (now - request.arrived), 3),
             state=state_of(request),
             outcome=request.outcome,
@@ -166,10 +171,10 @@ class History:
         )
 
 
-def _is_named(name: str, reply_id: str, rooms: Sequence[str]) -> bool:
-    if len(name) < SHORT:
-        return False
-    return name == reply_id or any(room.startswith(name) for room in rooms)
+def _is_named(name: str, ids: Sequence[str], rooms: Sequence[str]) -> bool:
+    if name and name in ids:
+        return True
+    return len(name) >= SHORT and any(room.startswith(name) for room in rooms)
 
 
 def state_of(request: ClientRequest) -> str:

@@ -25,6 +25,7 @@ from ...cluster.telemetry.metrics import (
 )
 from ...cluster.telemetry.tracing import OpenSpan, Passing
 from ..api.prompt_embeds import Embeddings
+from ..http.exchange import Work
 from ..http.rate_limits import ANYONE, Caller
 from ..rooms.attempt import DEADLINE_EXCEEDED, GRAMMARS_OVERDUE
 from ..rooms.attempt_log import AttemptTrace
@@ -302,6 +303,40 @@ def new_request(jobs: Sequence[Job], now: float, tag: Tag | None = None) -> Clie
 def salt_of(tenant: str, own: str) -> str:
     """The salt of a tenant's request with a salt `own` of the client; equal for equal pairs only."""
     return f"{tenant}\0own {hashlib.sha256(own.encode()).hexdigest()}" if own else tenant
+
+
+def work_of(entries: Sequence[Entry]) -> Work:
+    """What the choices of a request cost so far, for the access log."""
+    first, request = entries[0], entries[0].request
+    num_prompt = num_cached = num_output = num_gaps = num_verifies = num_accepted = 0
+    starts: list[float] = []
+    gaps_s = 0.0
+    for entry in entries:
+        room, stamps = entry.room, entry.room.stamps
+        num_prompt += room.num_prompt
+        num_cached += room.cached_tokens
+        num_output += room.num_output
+        if stamps.first_token is not None:
+            starts.append(stamps.first_token)
+            if stamps.last_token is not None and room.num_output > 1:
+                num_gaps += room.num_output - 1
+                gaps_s += stamps.last_token - stamps.first_token
+        if (decode := room.decode_timeline) is not None:
+            num_verifies += decode.verify_steps
+            num_accepted += decode.accepted_tokens
+    last = first.trace.last
+    return Work(
+        room=first.room.room,
+        outcome=request.outcome or "running",
+        num_prompt=num_prompt,
+        num_cached=num_cached,
+        num_output=num_output,
+        ttft_s=min(starts) - request.arrived if starts else None,
+        tpot_s=gaps_s / num_gaps if num_gaps else None,
+        accept_length=round(1 + num_accepted / num_verifies, 4) if num_verifies else None,
+        prefill=last.prefill if last is not None else "",
+        decode=last.decode if last is not None else "",
+    )
 
 
 def reserved_workers(on_probation: Iterable[Entry], room: Room) -> set[str]:

@@ -115,6 +115,7 @@ def test_s3_an_address_in_a_request_is_never_connected_to(client, bodies, bait, 
         headers = dict.fromkeys(names, url)
         answer = client.post(route, json={**body, "user": url}, headers=headers)
         assert answer.status_code == 200
+        assert answer.headers.pop("x-request-id") == url, "it is given back, and nothing more"
         assert bait.address not in answer.text + str(answer.headers)
         for field in ("model", "kv_transfer_params", "remote_host", "image_url", "prefill_endpoint"):
             assert client.post(route, json={**body, field: url}, headers=headers).status_code in (400, 404)

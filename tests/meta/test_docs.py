@@ -42,6 +42,7 @@ PACES = {
     "cluster.process.log_throttle.QUIET_S", "PRIORITY_S", "LONGEST_RETRY_AFTER_S", "RATE_WINDOW_S",
     "MINUTE_S",
     "cluster.process.process.SWITCH_INTERVAL_S",
+    "router.http.access_log.FLUSH_S",
     "LOOK_AGAIN_S", "LOOK_S", "deploy.cli.findings.KEY_WARN_S", "deploy.cli.findings.COMMAND_S",
     "deploy.cli.findings.MAX_SKEW_S", "deploy.cli.findings.STALE_S", "deploy.cli.pull_test.SILENCE_S",
     "deploy.cli.pull_test.SERVE_S", "deploy.cli.pull_test.MEASURE_S",

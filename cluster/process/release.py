@@ -1,0 +1,13 @@
+"""The release of this package."""
+
+import importlib.metadata
+
+DISTRIBUTION = "baton"
+
+
+def release() -> str:
+    """The version of the installed distribution; "unknown" where none is installed."""
+    try:
+        return importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
