@@ -152,6 +152,9 @@ OTHER = {
     "podMonitor.interval": "1m",
     "podMonitor.tlsConfig": {"insecureSkipVerify": True},
     "podMonitor.authorization": {"credentials": {"name": "another", "key": "key"}},
+    "prometheusRule.enabled": True,
+    "prometheusRule.labels": {"release": "monitoring"},
+    "prometheusRule.runbook": "https://wiki.example/baton",
 }
 OF_EVERY_ROLE = {
     "resources": {"requests": {"cpu": "7"}, "limits": {}},
@@ -200,6 +203,7 @@ BESIDE = {
         }
     },
     "podMonitor": {"podMonitor": {"enabled": True}},
+    "prometheusRule": {"prometheusRule": {"enabled": True}},
 }
 
 
@@ -307,6 +311,7 @@ EVERYTHING = {
     "prefill": {"autoscaling": {"enabled": True}},
     "decode": {"autoscaling": {"enabled": True}},
     "podMonitor": {"enabled": True},
+    "prometheusRule": {"enabled": True},
 }
 
 
@@ -415,6 +420,17 @@ def test_the_notes_name_the_objects_of_the_release(tmp_path):
         done = run("helm", "template", "x", str(chart), "--show-only", "templates/notes.yaml", *flags)
         (told,) = parsed(done)
         assert not [word for word in words if word not in told["text"]]
+
+
+@helm
+def test_the_chart_has_the_alerts_with_links_to_the_given_runbook(tmp_path):
+    values = {"prometheusRule": {"enabled": True, "runbook": "https://wiki.example/baton"}}
+    documents = parsed(helm_template(*with_values(tmp_path, values)))
+    [rules] = [document for document in documents if document["kind"] == "PrometheusRule"]
+    alerts = (CHART / "alerts.yaml").read_text()
+    assert "{{ $labels.model_name }}" in alerts, "which Helm would take for its own"
+    assert rules["spec"] == yaml.safe_load(alerts.replace("docs/runbook.md", "https://wiki.example/baton"))
+    validate(rules)
 
 
 def test_chart_and_overlays_are_of_the_package_s_version():

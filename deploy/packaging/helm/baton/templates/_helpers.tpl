@@ -29,7 +29,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 {{- end }}
 
-{{- /* With annotations of the object, a dict, where it has some. */ -}}
+{{- /* With annotations and labels of the object, dicts, where it has some. */ -}}
 {{- define "baton.metadata" -}}
 name: {{ .name }}
 namespace: {{ .root.Release.Namespace }}
@@ -37,6 +37,9 @@ labels:
   helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
   app.kubernetes.io/managed-by: {{ .root.Release.Service }}
   {{- include "baton.extraLabels" .root | nindent 2 }}
+  {{- with .labels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
 {{- with merge (dict) (.annotations | default dict) .root.Values.commonAnnotations }}
 annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
