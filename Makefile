@@ -86,7 +86,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	echo "installing $(TORCH)"; \
 	$(PIP) install --no-deps $${index:+--extra-index-url "$$index"} '$(TORCH)'
 	@echo 'installing baton and its dependencies (about a minute)'
-	@$(PIP) install -qq -e '.[test,demo]' -c constraints.txt
+	@$(PIP) uninstall -qq -y baton  # the former name; also a project of others with a package of that name
+	@$(PIP) install -qq -e '.[test]' -c constraints.txt
 	@touch $@
 
 model: install

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from .cluster.config.fields import did_you_mean
+from .cluster.distribution import DISTRIBUTION
 from .cluster.process.process import EXIT_USAGE
 
 PACKAGE = "baton"
@@ -70,7 +71,7 @@ def usage() -> str:
 
 def versions() -> str:
     """One line per component; nothing heavy is imported to find out."""
-    lines = [f"baton {_version(PACKAGE)}", f"python {platform.python_version()}"]
+    lines = [f"baton {_version(DISTRIBUTION)}", f"python {platform.python_version()}"]
     return "\n".join(lines + [f"{name} {_version(name)}" for name in REPORTED])
 
 

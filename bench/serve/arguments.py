@@ -149,10 +149,10 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "--curve",
         default="",
         metavar="FILE",
-        help="throughput against TTFT and TPOT over all loads, PNG; needs baton[plot]",
+        help="throughput against TTFT and TPOT over all loads, PNG; needs Pillow (extra plot)",
     )
     parser.add_argument(
-        "--plot", default="", metavar="FILE", help="a picture of all loads, PNG; needs baton[plot]"
+        "--plot", default="", metavar="FILE", help="a picture of all loads, PNG; needs Pillow (extra plot)"
     )
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...cluster.distribution import install_command
 from ...cluster.errors import BatonError, ConfigError
 from ...cluster.security.tls_faults import tls_fault
 from .arguments import PROG, parse
@@ -102,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         for flag, path in (("--plot", options.plot), ("--curve", options.curve)):
             if path and importlib.util.find_spec("PIL") is None:
-                raise ConfigError(f"{flag} needs Pillow: pip install 'baton[plot]'")
+                raise ConfigError(f"{flag} needs Pillow: {install_command('plot')}")
         if options.compare:
             compared = asyncio.run(_compare(options))
             _show_comparison(options, compared)

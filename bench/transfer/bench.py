@@ -33,6 +33,7 @@ import numpy as np
 import torch
 import zmq
 
+from ...cluster.distribution import install_command
 from ...cluster.errors import TransferError
 from ...cluster.net.transport_names import CUDA_SLAB, NIXL, SHM, TRANSPORTS, has_nixl
 from ...cluster.security.keyring import Peer, load_keyring, make_key, write_key, write_peers
@@ -352,7 +353,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     options = parser.parse_args(list(argv))
     if list(options.only) == [NIXL] and not has_nixl():
-        sys.stderr.write(f"{PROG}: {NIXL} is not installed: pip install 'baton[nixl]'\n")
+        sys.stderr.write(f"{PROG}: {NIXL} is not installed: {install_command('nixl')}\n")
         return 2
     torch.set_num_threads(1)
     keep_blocks()  # as workers do

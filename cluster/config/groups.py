@@ -420,7 +420,7 @@ class TraceSettings(RoleConfig):
         "",
         Setting(
             help="collector of OpenTelemetry traces, as OTLP over HTTP, such as http://127.0.0.1:4318; "
-            "needs baton[otel]; "
+            "needs the packages of the extra otel; "
             "empty: none",
             metavar="URL",
         ),

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from ..distribution import install_command
 from ..errors import ConfigError, HandshakeRefused
 from ..security.ciphers import AUTO, CRC32C
 
@@ -39,7 +40,7 @@ def transports_fault(text: str) -> str:
         return f"names {local[0]}, which needs Linux: write {ZMQ_BLOCKS}"
     if NIXL in names and not has_nixl():
         others = ",".join(name for name in names if name != NIXL)
-        return f"names {NIXL}, which is not installed: pip install 'baton[nixl]', or write {others}"
+        return f"names {NIXL}, which is not installed: {install_command('nixl')}, or write {others}"
     return ""
 
 

@@ -2,7 +2,7 @@
 
 import importlib.metadata
 
-DISTRIBUTION = "baton"
+from ..distribution import DISTRIBUTION
 
 
 def release() -> str:

@@ -1,7 +1,7 @@
 """Traces by the OpenTelemetry SDK: spans are batched in a separate thread (`otel_batches`) and sent as OTLP
 over HTTP.
 
-Imported only when traces are configured, since the packages are the extra `baton[otel]`. The SDK's
+Imported only when traces are configured, since the packages are the extra `otel`. The SDK's
 environment variables apply (OTEL_EXPORTER_OTLP_HEADERS, OTEL_RESOURCE_ATTRIBUTES, OTEL_BSP_SCHEDULE_DELAY);
 the collector's address is the setting.
 """

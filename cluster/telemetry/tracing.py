@@ -14,6 +14,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from ..config.groups import TraceSettings
+from ..distribution import install_command
 from ..errors import ConfigError
 from ..process.process import Serve
 from .trace_context import NOWHERE, TraceContext
@@ -99,7 +100,7 @@ def open_tracing(config: TraceSettings, instance: str) -> Tracing:
         module = importlib.import_module(".otel", __package__)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"--otlp-endpoint needs {error.name}, which is not installed: pip install 'baton[otel]', or "
+            f"--otlp-endpoint needs {error.name}, which is not installed: {install_command('otel')}, or "
             "leave the flag out"
         ) from None
     tracing: Tracing = module.exporting(config, instance)

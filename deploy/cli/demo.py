@@ -18,6 +18,7 @@ from rich.table import Table
 
 from ...cluster.config.fields import Setting, check_fields, read_command_line, setting
 from ...cluster.config.roles import UpConfig
+from ...cluster.distribution import DISTRIBUTION
 from ...cluster.errors import ConfigError, StartupError
 from ...cluster.process.process import EXIT_INTERRUPTED, EXIT_OK, Shutdown
 from ..up.launcher import Cluster
@@ -51,11 +52,9 @@ class DemoConfig:
 
 
 def draft_dir() -> Path:
-    """The directory of the EAGLE3 head in the repository. Raises ConfigError outside a checkout."""
+    """The directory of the installed EAGLE3 head. Raises ConfigError where it is missing."""
     if not (DRAFT_DIR / "config.json").is_file():
-        raise ConfigError(
-            f"no draft head in {DRAFT_DIR}: run from a checkout of the repository, or with --no-draft"
-        )
+        raise ConfigError(f"no draft head in {DRAFT_DIR}: install {DISTRIBUTION} again, or use --no-draft")
     return DRAFT_DIR
 
 

@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ...cluster.config.fields import Setting, check_fields, read_command_line, setting
+from ...cluster.distribution import DISTRIBUTION
 from ...cluster.errors import BatonError, ConfigError
 from ...cluster.net.transport_names import nixl_version, rdma_devices
-from ...cluster.process.log import PACKAGE
 from ...engine.hub import NGRAM
 from .client import KEY_VARIABLE, ChatClient
 from .command import run_command
@@ -113,7 +113,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
     if unknown := set(roles) - {"router", "prefill", "decode"}:
         raise ConfigError(f"--roles {min(unknown)!r} is no role; write some of router,prefill,decode")
     host = read_host(config.config, roles, _overrides(config), os.environ)
-    found = check_versions(importlib.metadata.requires(PACKAGE) or [])
+    found = check_versions(importlib.metadata.requires(DISTRIBUTION) or [])
     found += check_gpu(config.device) + check_limits() + check_shm()
     found += check_fabric(rdma_devices(), nixl_version())
     if config.config:

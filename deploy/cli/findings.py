@@ -17,6 +17,7 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 
 from ...cluster.config.roles import DecodeConfig, PrefillConfig
+from ...cluster.distribution import install_command
 from ...cluster.errors import BatonError, ConfigError
 from ...cluster.net.transport_names import CUDA_SLAB
 from ...cluster.security.keyring import read_key, read_peers
@@ -167,7 +168,7 @@ def check_fabric(rdma: Sequence[str], nixl: str) -> list[Finding]:
     devices = ", ".join(sorted(rdma)[:8])
     if not nixl:
         text = f"RDMA by {devices} is not used: KV blocks between hosts are messages over tcp"
-        return [Finding("fabric", WARN, text, "pip install 'baton[nixl]'; workers need --trusted-network")]
+        return [Finding("fabric", WARN, text, f"{install_command('nixl')}; workers need --trusted-network")]
     return well("fabric", f"NIXL {nixl} with RDMA by {devices}; workers with --trusted-network use it")
 
 

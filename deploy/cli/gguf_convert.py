@@ -13,16 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from ...cluster.errors import StartupError
-
-try:
-    import gguf
-except ImportError:  # an optional dependency: `pip install baton[demo]`
-    gguf = None  # type: ignore[assignment, unused-ignore]
 
 FloatArray = NDArray[np.float32]
 Report = Callable[[int, int], None]  # (bytes written, bytes in total)
@@ -50,11 +46,8 @@ _TOP_NAMES = {
 def convert(source: Path, target: Path, report: Report) -> None:
     """Writes the model in `source` into the existing directory `target`. Calls `report` after each tensor.
 
-    Raises StartupError when gguf is not installed or `source` is not a Llama model with a byte-level BPE
-    tokenizer.
+    Raises StartupError when `source` is not a Llama model with a byte-level BPE tokenizer.
     """
-    if gguf is None:
-        raise StartupError("the package gguf is not installed: run pip install 'baton[demo]'")
     reader = gguf.GGUFReader(source)
     fields = dict(reader.fields)
     for key, wanted in (("general.architecture", "llama"), ("tokenizer.ggml.model", "gpt2")):

@@ -1,6 +1,6 @@
 """One agent of NIXL, by the calls that baton makes of it. An agent belongs to one thread.
 
-The wheel is optional (`pip install 'baton[nixl]'`) and imported at the first agent. It has no types, so this
+The wheel is optional (the extra `nixl`) and imported at the first agent. It has no types, so this
 module is the only one that knows its names.
 
 NIXL encrypts and authenticates nothing. Over tcp, UCX serves reads and writes of the whole process to whoever
@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar, cast
 
 import torch
 
+from ...cluster.distribution import install_command
 from ...cluster.net.transport_names import nixl_modules
 from ..memory.slab import SlabError
 
@@ -114,7 +115,7 @@ def open_nixl(name: str) -> NixlAgent:
     """An agent of the installed wheel. Raises SlabError if there is none or it cannot start."""
     for variable, value in QUIET.items():
         os.environ.setdefault(variable, value)
-    module, reason = None, "it is not installed: pip install 'baton[nixl]'"
+    module, reason = None, f"it is not installed: {install_command('nixl')}"
     for candidate in nixl_modules(torch.version.cuda or ""):
         try:
             module = cast(_Library, importlib.import_module(f"{candidate}._api"))

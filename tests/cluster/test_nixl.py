@@ -14,7 +14,7 @@ from baton.tests.cluster.serving import complete, random_ids, serving, status, w
 from baton.tests.cluster.slab_peers import Peer, hand_over, started_peers, wait_for
 from baton.tests.parity.toy_models import reference_greedy, reference_model
 
-pytestmark = pytest.mark.skipif(not has_nixl(), reason="needs the wheel of NIXL: pip install 'baton[nixl]'")
+pytestmark = pytest.mark.skipif(not has_nixl(), reason="needs the extra nixl")
 
 BLOCKS = 24
 GOOD = ("complete", True, BLOCKS)

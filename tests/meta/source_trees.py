@@ -58,8 +58,8 @@ class Source:
 
 @functools.cache
 def package_files() -> list[Source]:
-    """All code files: those of the root and of every folder but tests, hidden folders and builds."""
-    skipped = {"tests", "build", "dist"}
+    """All code files: of the root and of every folder but tests, examples, hidden folders and builds."""
+    skipped = {"tests", "build", "dist", "examples"}
     paths = [*ROOT.glob("*.py")]
     for folder in ROOT.iterdir():
         if folder.is_dir() and folder.name not in skipped and not folder.name.startswith((".", "__")):

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from baton.cluster.distribution import DISTRIBUTION
 from baton.tests.lock_files import LOCK, PINS, pins_of
 from baton.tests.meta.test_layout import Source, unsafe_violations
 
@@ -27,7 +28,7 @@ TERMINAL = "commands of the terminal"
 UNLOADED = "needed by a dependency's optional parts, which no process of ours loads"
 NOT_REACHED = {
     "torch": MODEL, "transformers": MODEL, "numpy": MODEL, "safetensors": MODEL, "regex": MODEL,
-    "pyyaml": MODEL,
+    "pyyaml": MODEL, "gguf": MODEL,
     "triton": BUILD, "sympy": BUILD, "mpmath": BUILD, "networkx": BUILD, "setuptools": BUILD, "fsspec": BUILD,
     "filelock": DOWNLOAD, "huggingface-hub": DOWNLOAD, "hf-xet": DOWNLOAD, "httpx2": DOWNLOAD,
     "httpcore2": DOWNLOAD,
@@ -73,7 +74,7 @@ ALLOWED = {
 
 def runtime_closure():
     """Names of all distributions that serving needs, directly or not, as installed here."""
-    seen, todo = set(), ["baton"]
+    seen, todo = set(), [DISTRIBUTION]
     while todo:
         for text in importlib.metadata.requires(todo.pop()) or ():
             marker = text.partition(";")[2]

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from baton.cluster.config.load import load_config
 from baton.cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig
+from baton.cluster.distribution import DISTRIBUTION
 from baton.deploy.packaging import alive
 from baton.tests.lock_files import IMAGES, LOCK, PINS, pins_of
 from baton.tests.meta.kubernetes.manifests import KUBERNETES, ROOT, needs, run
@@ -59,7 +60,7 @@ def test_torch_is_the_pinned_one_built_for_the_device(device):
 
 def requires(name):
     """Requirements of a distribution; our own are read from pyproject.toml, which may be newer."""
-    if name != "baton":
+    if name != DISTRIBUTION:
         return importlib.metadata.requires(name) or ()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [line for extra in EXTRAS for line in project["optional-dependencies"][extra]]
@@ -68,7 +69,7 @@ def requires(name):
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the images' Python is 3.11")
 def test_an_image_has_what_serving_needs_and_no_test_tool():
-    seen, todo = set(), [Requirement(f"baton[{','.join(EXTRAS)}]")]
+    seen, todo = set(), [Requirement(f"{DISTRIBUTION}[{','.join(EXTRAS)}]")]
     while todo:
         wanted = todo.pop()
         for line in requires(wanted.name):
@@ -87,6 +88,14 @@ def test_the_tool_that_writes_the_sbom_is_locked():
     assert all(pin.hashes for pin in tools.values())
     made = re.search(r"^CYCLONEDX := cyclonedx-bom==(\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert tools["cyclonedx-bom"].version == made[1]
+
+
+def test_the_build_context_has_every_folder_of_the_package():
+    context = set((ROOT / ".dockerignore").read_text().split())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    folders = {name.split(".")[1] for name in project["tool"]["setuptools"]["packages"] if "." in name}
+    files = {"LICENSE", "pyproject.toml", "__init__.py", "__main__.py", project["project"]["readme"]}
+    assert {f"!{name}" for name in folders | files} <= context
 
 
 # --- the Dockerfile -----------------------------------------------------------------------------------------

@@ -211,7 +211,7 @@ def test_traces_that_are_asked_for_need_the_package(config, monkeypatch):
     asked = config(model="m", otlp_endpoint="http://127.0.0.1:4318")
     monkeypatch.setattr(module.importlib, "import_module", missing)
     with pytest.raises(
-        ConfigError, match=r"--otlp-endpoint needs opentelemetry.*pip install 'baton\[otel\]'"
+        ConfigError, match=r"--otlp-endpoint needs opentelemetry.*pip install 'baton-serve\[otel\]'"
     ):
         open_tracing(asked, "7" * 32)
     assert isinstance(open_tracing(config(model="m"), "7" * 32), Untraced), "not asked for"

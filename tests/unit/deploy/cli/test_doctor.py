@@ -271,7 +271,7 @@ def test_the_fabric_between_hosts_is_named_and_an_unused_one_is_a_finding():
         "NIXL 1.5.1 with RDMA by mlx5_0, mlx5_1"
     )
     (finding,) = check_fabric(["mlx5_0"], "")
-    assert (finding.level, "baton[nixl]" in finding.remedy) == (WARN, True)
+    assert (finding.level, "baton-serve[nixl]" in finding.remedy) == (WARN, True)
 
 
 def test_a_fast_link_has_no_finding():

@@ -628,12 +628,12 @@ def test_ports_are_open_only_where_the_operator_trusts_network_and_blocks():
 
 def test_naming_nixl_without_its_wheel_is_refused_with_the_remedy(monkeypatch):
     monkeypatch.setattr(transport_names, "has_nixl", lambda: False)
-    assert "pip install 'baton[nixl]', or write zmq_blocks" in transports_fault("nixl,zmq_blocks")
+    assert "pip install 'baton-serve[nixl]', or write zmq_blocks" in transports_fault("nixl,zmq_blocks")
     monkeypatch.setattr(transport_names, "nixl_modules", lambda cuda: ("no_such_module",))
     assert not transport_names.has_nixl()
 
 
 def test_an_agent_without_a_wheel_is_refused_with_the_remedy(monkeypatch):
     monkeypatch.setattr("baton.kvtransfer.transports.nixl_agent.nixl_modules", lambda cuda: ())
-    with pytest.raises(SlabError, match=r"pip install 'baton\[nixl\]'"):
+    with pytest.raises(SlabError, match=r"pip install 'baton-serve\[nixl\]'"):
         open_nixl("a" * 32)
