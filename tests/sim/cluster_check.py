@@ -6,8 +6,9 @@ from baton.kvtransfer.protocol.session import MAX_TOMBSTONES, TOMBSTONE_S
 from baton.router.rooms.retries import BUDGET_FLOOR, BUDGET_SHARE, MAX_ATTEMPTS
 from baton.router.rooms.room import RoomPhase
 from baton.tests.sim.cluster_clients import Violation
-from baton.tests.sim.cluster_faults import LOSING
+from baton.tests.sim.cluster_faults import LOSING, PAUSES
 
+SERVED_S = 3.0  # what a request needs beside pauses
 RECOVERED_S = 2.8  # a request whose worker died has its answer from others
 TURNS_PER_AUDIT = 16  # the whole page accounting is looked at once in so many turns
 
@@ -117,6 +118,7 @@ class Checker:
         self._check_retries()
         self._check_success()
         self._check_innocence()
+        self._check_pauses()
         self._check_options()
         self._check_digests()
 
@@ -174,6 +176,19 @@ class Checker:
                 and waited > RECOVERED_S
             ):
                 raise Violation(f"client {client.number} waited {waited:.1f} s after the death of a worker")
+
+    def _check_pauses(self):
+        """A pause of processes that live costs nobody an answer, unless the deadline passes meanwhile."""
+        world = self.world
+        if world.options.poison or not world.faults.are_only(*PAUSES, "stop", "leave", "burst"):
+            return
+        is_late = world.paused_s >= world.settings.request_timeout_s - SERVED_S
+        allowed = ("ok", "stopped", "left", *(("DeadlineExceeded",) if is_late else ()))
+        for client in world.clients:
+            if client.end not in allowed:
+                raise Violation(
+                    f"client {client.number} ended with {client.end} by pauses of {world.paused_s} s"
+                )
 
     def _check_innocence(self):
         """Two deaths may be chance: no request here kills, so none fails before a third worker is lost."""

@@ -12,15 +12,17 @@ KINDS = (
     "one_way",
     "kill", "kill_at", "stall", "hang", "freeze", "jump", "leave", "stop", "slow", "drain", "usurp", "tight",
     "burst",
-    "kill_two",
+    "kill_two", "pause_all",
 )  # fmt: skip
 # What neither loses nor changes a message and takes nobody away.
 HARMLESS = frozenset(("kv_duplicate", "kv_reorder", "control_duplicate", "congestion", "slow"))
+# Processes stand still and live; without other faults they keep their connections.
+PAUSES = ("stall", "pause_all", "hang")
 # What makes a worker look lost.
 LOSING = frozenset(
     ("kill", "kill_at", "partition", "one_way", "cut", "control_break", "control_loss", "delay", "stall",
     "hang", "freeze",
-     "jump", "usurp", "drain", "report_flip", "kill_two")
+     "jump", "usurp", "drain", "report_flip", "kill_two", "pause_all")
 )  # fmt: skip
 # The transitions at which a process may die: after a receive, before a send, or as its scheduler is told.
 ROLE_VERBS = {
@@ -84,6 +86,7 @@ class Faults:
     usurp: int = 0  # another router takes the address over while the first lives on
     tight: bool = False  # few pages
     burst: bool = False  # all clients come at once
+    pause_all: int = 0  # the whole host stands still
 
     @property
     def names(self):
@@ -141,4 +144,5 @@ def draw(rng: Random) -> Faults:
         tight=on(),
         burst=on(),
         kill_two=times(1),
+        pause_all=times(1),
     )

@@ -11,6 +11,7 @@ from random import Random
 from baton.cluster.errors import DamagedMessage, PeerLost, RemoteProtocolError
 from baton.cluster.net.control_link import LinkQueues
 from baton.cluster.process.process import EXIT_OK, Shutdown
+from baton.cluster.process.running_clock import PauseMeter, RunningClock
 from baton.cluster.protocol.codec import control_up_decoder
 from baton.decode.local_prefill import LocalPrefill
 from baton.decode.worker import DecodeWorker
@@ -18,6 +19,7 @@ from baton.kvtransfer.transports.endpoint import Delivered
 from baton.kvtransfer.transports.receiver_endpoint import ReceiverEndpoint
 from baton.kvtransfer.transports.sender_endpoint import SenderEndpoint
 from baton.prefill.worker import PrefillWorker
+from baton.router.app import PAUSE_S
 from baton.router.rooms.effects import Timeouts
 from baton.router.scheduling.dispatcher import Dispatcher
 from baton.router.scheduling.output_estimates import OutputEstimates
@@ -63,6 +65,7 @@ class RouterProcess(Process):
             max_queue=world.settings.max_queue,
             queue_timeout_s=world.settings.queue_timeout_s,
             request_timeout_s=world.settings.request_timeout_s,
+            stall_s=world.settings.stall_s,
             timeouts=Timeouts(reserve_s=2.0, first_token_s=4.0, token_s=3.0, gone_s=30.0, pair_s=2.0),
             policy=PairingPolicy(
                 prefill=world.settings.prefill_policy,
@@ -77,6 +80,7 @@ class RouterProcess(Process):
             ),
         )
         self.num_malformed = 0
+        self._pauses = PauseMeter(PAUSE_S)
         self._decoder = control_up_decoder()
         world.network.listening[CONTROL] = self
         world.timeline.at(world.timeline.now + TICK_S, self._tick)
@@ -89,6 +93,7 @@ class RouterProcess(Process):
 
     def deliver(self, line, is_up, frames):
         identity = line.number.to_bytes(4, "big")
+        self._look_for_pause()
         try:
             messages, num_unknown = self._decoder.messages(frames[0])
             self.num_malformed += num_unknown
@@ -117,11 +122,16 @@ class RouterProcess(Process):
         self.world.clients_read()
         return result
 
+    def _look_for_pause(self):
+        if seconds := self._pauses.turn(self.clock()):
+            self.run(lambda: self.dispatcher.paused(seconds))
+
     def _tick(self):
         now = self.world.timeline.now
         if not self.is_alive:
             return
         if self.stalled_until <= now:
+            self._look_for_pause()
             self.run(self.dispatcher.tick)
         self.world.timeline.at(max(now, self.stalled_until) + TICK_S, self._tick)
 
@@ -154,7 +164,14 @@ class SimSender(SenderEndpoint):
     """Prefill's end of a transport over lines; a peer is the number of its line."""
 
     def __init__(self, process, layout, planes, lease_s):
-        super().__init__(process.instance, layout, planes, lease_s=lease_s, clock=process.clock)
+        super().__init__(
+            process.instance,
+            layout,
+            planes,
+            lease_s=lease_s,
+            stall_s=process.settings.stall_s,
+            clock=process.link_clock,
+        )
         self.process = process
         self.arrived = deque()
         process.world.network.listening[process.endpoint] = process
@@ -185,7 +202,7 @@ class SimReceiver(ReceiverEndpoint):
 
     def __init__(self, process, layout, planes, lease_s, window):
         super().__init__(
-            process.instance, layout, planes, lease_s=lease_s, window=window, clock=process.clock
+            process.instance, layout, planes, lease_s=lease_s, window=window, clock=process.link_clock
         )
         self.process = process
         self.arrived = deque()
@@ -291,6 +308,7 @@ class WorkerProcess(Process):
         self.world, self.settings = world, world.settings
         self.rng = Random(world.rng.getrandbits(64))
         self.endpoint = f"sim://{name}"
+        self.link_clock = RunningClock(self.clock)
         self.hung_until = 0.0  # the scheduler thread alone stands still
         is_prefill = self.role == "P"
         settings = self.settings
@@ -311,7 +329,7 @@ class WorkerProcess(Process):
             self.transport = SimSender(self, layout, planes, settings.lease_s)
         else:
             self.transport = SimReceiver(self, layout, planes, settings.lease_s, settings.window)
-        self.control = SimControl(self, self._hello(layout, pool), self.clock())
+        self.control = SimControl(self, self._hello(layout, pool), self.link_clock())
         self.link = SimLink(self)
         self.work = LinkWork({0: self.control}, self.transport, self._told)
         self.worker = self._worker()
@@ -407,11 +425,11 @@ class WorkerProcess(Process):
         try:
             while self.link.commands:
                 self.work.perform(self.link.commands.popleft())
-            self.work.turn(self.clock())
+            self.work.turn(self.link_clock())
         except Died:
             return
         self.link.heartbeat_s = self.control.heartbeat_s
-        now = self.clock()
+        now = self.link_clock()
         deadlines = (self.control.next_deadline, self.transport.next_deadline(now))
         deadline = min(at for at in deadlines if at is not None)
         lazy = IDLE_TURN_S if self.worker.num_rooms or not self.control.connected else LAZY_TURN_S

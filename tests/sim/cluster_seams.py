@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import msgspec
 from baton.cluster.net.control_link import LinkMachine
+from baton.cluster.process.running_clock import PauseMeter, RunningClock
 from baton.decode.page_growth import PageGrowth
 from baton.decode.queues import DecodeState
 from baton.decode.worker import DecodeWorker
@@ -35,6 +36,7 @@ from baton.router.scheduling.output_estimates import claim_of
 from baton.router.workers import eligibility
 from baton.router.workers.registration import Registration
 from baton.router.workers.registry import UNREACHABLE_S, Registry
+from baton.router.workers.stalls import Stalls
 from baton.tests.sim.cluster_faults import Faults
 from baton.tests.sim.cluster_nodes import SimSender
 from baton.tests.sim.cluster_toy import ToyAheadDecoder
@@ -373,6 +375,32 @@ def no_lost_router():
     return patched(), Options(faults=Faults(usurp=1), settings=settings, num_clients=24)
 
 
+def no_stall():
+    """A silent worker counts as lost, also where no other can serve its requests."""
+    options = Options(faults=Faults(stall=2, hang=1), num_prefills=1, num_decodes=1, num_clients=8)
+    return patch.object(Stalls, "_may_wait", lambda *_: False), options
+
+
+def no_pause_of_the_router():
+    """A router that did not run takes the time for that of its workers and its queue."""
+    settings = Settings(max_running=2, step_s=0.1, request_timeout_s=60.0)
+    options = Options(
+        faults=Faults(pause_all=2, burst=True), settings=settings, num_prefills=1, num_decodes=1,
+        num_clients=16,
+    )  # fmt: skip
+    return patch.object(PauseMeter, "turn", lambda *_: 0.0), options
+
+
+def no_running_clock():
+    """A worker that did not run takes the time for a silence of its router and its peers."""
+    settings = Settings(step_s=0.1, request_timeout_s=60.0)
+    options = Options(
+        faults=Faults(pause_all=2), settings=settings, num_prefills=1, num_decodes=1, num_clients=12,
+        may_repeat=False,
+    )  # fmt: skip
+    return patch.object(RunningClock, "__call__", lambda self: self._clock()), options
+
+
 def prefillers_of_any(decode, serving, avoid):
     return [worker for worker in serving if worker.role == "prefill"]
 
@@ -421,6 +449,9 @@ SEAMS = {
     "broken connection": no_broken_connection,
     "repeated orders": no_repeated_orders,
     "lost router": no_lost_router,
+    "stall": no_stall,
+    "pause of the router": no_pause_of_the_router,
+    "running clock": no_running_clock,
     "fingerprint at the router": no_fingerprint,
     "fingerprint anywhere": no_fingerprint_anywhere,
     **{

@@ -15,7 +15,7 @@ from baton.cluster.config.router_groups import DECODE_POLICIES, PREFILL_POLICIES
 from baton.cluster.net.control_link import REJECTED_BACKOFF_S
 from baton.tests.sim.cluster_check import Checker
 from baton.tests.sim.cluster_clients import Client, Violation, draw_client
-from baton.tests.sim.cluster_faults import NEAR_S, TRANSITIONS, Faults, draw
+from baton.tests.sim.cluster_faults import NEAR_S, PAUSES, TRANSITIONS, Faults, draw
 from baton.tests.sim.cluster_net import Network, Timeline
 from baton.tests.sim.cluster_nodes import CONTROL, RouterProcess, WorkerProcess
 from baton.tests.sim.draws import hex_id
@@ -54,6 +54,7 @@ class Settings:
     worker_timeout_s: float = 1.8
     request_timeout_s: float = 6.0
     queue_timeout_s: float = 4.0
+    stall_s: float = 30.0
     prefill_policy: str = "cache-aware"
     decode_policy: str = "session"
     local_prefill_max: int = 0
@@ -158,6 +159,7 @@ class World:
         self._to_kill = self.faults.kill_nth if self.faults.kill_at else 0
         self._standstill = Counter()  # router instance -> seconds
         self.num_deaths = Counter()  # by role
+        self.paused_s = self.all_paused_s = 0.0  # sums over single processes, and of all at once
 
     @property
     def router(self):
@@ -248,6 +250,7 @@ class World:
             "jump",
             "drain",
             "usurp",
+            "pause_all",
         ):
             for _ in range(getattr(self.faults, kind)):
                 when = CALM_S + FAULTS_S * self.rng.random()
@@ -311,8 +314,22 @@ class World:
         self.reached["stalled " + victim.role] += 1
         victim.stalled_until = self.timeline.now + seconds
         self._standstill[victim.instance] += seconds
-        if seconds > 1.5:
+        self.paused_s += seconds
+        # what a stopped process does not take in may end its connection
+        is_alone = self.faults.are_only(*PAUSES, "stop", "leave", "burst")
+        if seconds > 1.5 and not is_alone and self.rng.random() < 0.3:
             self.timeline.at(self.timeline.now + 1.5, self._cut_off, victim)
+        return True
+
+    def _pause_all(self, victim):
+        """Every process stands still, and all go on at once."""
+        seconds = self.rng.choice((0.3, 1.0, 3.0, 30.0))
+        self.timeline.note("all stall", seconds)
+        self.paused_s += seconds
+        self.all_paused_s += seconds
+        for process in self.living():
+            process.stalled_until = max(process.stalled_until, self.timeline.now + seconds)
+            self._standstill[process.instance] += seconds
         return True
 
     def _cut_off(self, victim):
@@ -325,6 +342,7 @@ class World:
         seconds = self.rng.choice((0.3, 1.0, 2.5, 4.0))
         self.timeline.note(victim.name, "hangs", seconds)
         victim.hung_until = self.timeline.now + seconds
+        self.paused_s += seconds
         return True
 
     def _freeze(self, victim):
@@ -393,8 +411,9 @@ class World:
         self.network.heal()
         self.timeline.note("the faults are over")
         self._run_until(lambda: False, heal + PROBE_S)
-        self._probe(heal + RECOVER_S)
-        limit = self.timeline.now + self.settings.request_timeout_s + 2.0 + self.standstill(self.router)
+        self._probe(heal + RECOVER_S + self.all_paused_s)
+        stood_still = max(self._standstill.values(), default=0.0)  # also a router that another replaced
+        limit = self.timeline.now + self.settings.request_timeout_s + 2.0 + stood_still
         self._run_until(lambda: all(client.end for client in self.clients), limit)
         for client in self.clients:
             if not client.end:

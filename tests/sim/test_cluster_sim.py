@@ -125,6 +125,22 @@ def test_aggregated_workers_alone_serve_everything_also_over_a_death(is_overlapp
     assert num_deaths > 2
 
 
+@pytest.mark.parametrize("faults", [Faults(stall=1, hang=1), Faults(pause_all=1)])
+@pytest.mark.parametrize("num_pairs", [1, 2])
+def test_a_pause_of_processes_that_live_costs_no_answer(faults, num_pairs):
+    num_pauses = 0
+    settings = Settings(request_timeout_s=60.0, max_running=8)
+    for seed in range(8):
+        options = Options(
+            faults=faults, settings=settings, num_prefills=num_pairs, num_decodes=num_pairs, num_clients=8
+        )
+        outcome = run(seed, options)
+        assert outcome.violation == "", seed
+        assert set(outcome.outcomes) == {"ok"}, (seed, outcome.outcomes)
+        num_pauses += outcome.reached["stall"] + outcome.reached["pause_all"]
+    assert num_pauses == 8
+
+
 @pytest.mark.parametrize("order", ["Prefill", "Reserve"])
 def test_a_killing_request_ends_three_workers_and_no_other_answer(order):
     for seed in range(12):
