@@ -133,12 +133,14 @@ deploy-check: install
 	  tests/meta/test_images.py tests/meta/kubernetes tests/cluster/test_managed.py tests/cluster/test_systemd_run.py
 
 # the judges live apart, so that their dependencies cannot change what is judged
-.judges/.installed: tests/judges/requirements.txt tests/judges/frameworks.txt | $(BIN)/python
+.judges/.installed: tests/judges/requirements.txt tests/judges/frameworks.txt tests/judges/clients.txt | $(BIN)/python
 	$(BIN)/python -m venv .judges
 	.judges/bin/python -m pip --disable-pip-version-check install -q -r tests/judges/requirements.txt
 	.judges/bin/python -m pip --disable-pip-version-check install -q --no-deps guidellm==0.8.1
 	$(BIN)/python -m venv .judges/frameworks
 	.judges/frameworks/bin/python -m pip --disable-pip-version-check install -q -r tests/judges/frameworks.txt
+	$(BIN)/python -m venv .judges/clients
+	.judges/clients/bin/python -m pip --disable-pip-version-check install -q -r tests/judges/clients.txt
 	@touch $@
 
 judges: install .judges/.installed

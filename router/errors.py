@@ -64,14 +64,31 @@ class ApiError(Exception):
         return head.encode("latin-1") + body
 
 
+class MessageErrorDetails(msgspec.Struct, frozen=True, omit_defaults=True):
+    """By what Anthropic's client tells errors of one type apart."""
+
+    error_code: str
+    unsupported: tuple[str, ...] = ()
+
+
+class MessageErrorBody(msgspec.Struct, frozen=True):
+    """The inner object of an error of Anthropic's Messages API."""
+
+    type: str
+    message: str
+    param: str | None = None
+    details: MessageErrorDetails | None = None
+
+
 class MessageErrorEnvelope(msgspec.Struct, frozen=True):
     """An error of Anthropic's Messages API as sent."""
 
-    error: ErrorBody
+    error: MessageErrorBody
     type: str = "error"
 
 
 MESSAGE_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+UNTHREADED = "thread_unsupported_request"  # the client then sends all messages again
 MESSAGE_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -94,7 +111,13 @@ class MessageError(ApiError):
         return cls(error.status, body, error.retry_after_s, error._scheme, error._allow)
 
     def encode(self) -> bytes:
-        return msgspec.json.encode(MessageErrorEnvelope(self.body))
+        told, details = self.body, None
+        if told.code is not None:
+            unsupported = (told.param,) if told.code == UNTHREADED and told.param else ()
+            details = MessageErrorDetails(told.code, unsupported)
+        return msgspec.json.encode(
+            MessageErrorEnvelope(MessageErrorBody(told.type, told.message, told.param, details))
+        )
 
 
 def worded_for(path: str, error: ApiError) -> ApiError:

@@ -27,7 +27,10 @@ def check_refused(asked: Struct, refused: RefusedFields, inside: str = "", param
     for attribute, name, field in refused:
         value = getattr(asked, attribute)
         if isinstance(value, Raw) and not _says_nothing(value, field.harmless):
-            raise unsupported_parameter(f"{inside}{name} is not supported: {field.says}", param=param or name)
+            text = f"{inside}{name} is not supported: {field.says}"
+            if field.code is not None:
+                raise bad_request(text, param=param or name, code=field.code)
+            raise unsupported_parameter(text, param=param or name)
 
 
 def _says_nothing(value: Raw, harmless: tuple[bytes, ...]) -> bool:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from ..errors import UNTHREADED
+
 # fields of chats that /v1/responses takes, too
 PASSED_ON = (
     "stop",
@@ -48,6 +50,7 @@ class Field:
     state: State
     says: str
     harmless: tuple[bytes, ...] = ()
+    code: str | None = None  # of the error about a refused field
 
 
 def _works(says: str) -> Field:
@@ -58,8 +61,8 @@ def _ignored(says: str) -> Field:
     return Field("ignored", says)
 
 
-def _refused(says: str, *harmless: bytes) -> Field:
-    return Field("refused", says, harmless)
+def _refused(says: str, *harmless: bytes, code: str | None = None) -> Field:
+    return Field("refused", says, harmless, code)
 
 
 _NO_SPACES = _ignored("JSON is written without optional white space")
@@ -260,14 +263,20 @@ MESSAGES: Mapping[str, Field] = {
         "sets the template's switches `enable_thinking` and `thinking`; without it the template decides"
     ),
     "output_config": _works("`format`: json_schema; `effort` is ignored"),
+    "output_format": _works("the same as `output_config.format`, by its older name"),
     "chat_template_kwargs": _works("added; as in a chat"),
     "seed": _works("added; equal seeds give equal answers"),
     "priority": _works("added; as in a chat"),
     "container": _refused("there are none"),
     "mcp_servers": _refused("clients call their servers themselves", b"[]"),
     "context_management": _refused("the messages are taken as they are", b'{"edits":[]}'),
+    "compaction": _refused("the messages are taken as they are"),
+    "thread": _refused("nothing is stored: send all messages, as clients then do", code=UNTHREADED),
     "cache_control": _ignored("prefixes are found by their tokens"),
+    "billing_policy": _ignored("nothing is billed"),
     "diagnostics": _ignored("a hint"),
+    "fallback_credit_token": _ignored("nothing is billed"),
+    "fallbacks": _ignored("there is one model"),
     "inference_geo": _ignored("there is one place"),
     "metadata": _ignored("requests are not attributed to users"),
     "service_tier": _ignored("there is one tier"),

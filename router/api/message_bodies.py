@@ -90,6 +90,7 @@ class MessageInput(Struct, kw_only=True, forbid_unknown_fields=True):
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: JsonOutput | None = None
     chat_template_kwargs: Switches | None = None
     cache_control: Unread = UNSET
 
@@ -111,14 +112,19 @@ class MessageBody(MessageInput, kw_only=True, forbid_unknown_fields=True):
     top_p: Fraction | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
+    billing_policy: Unread = UNSET
+    compaction: Unread = UNSET
     container: Unread = UNSET
     context_management: Unread = UNSET
     diagnostics: Unread = UNSET
+    fallback_credit_token: Unread = UNSET
+    fallbacks: Unread = UNSET
     inference_geo: Unread = UNSET
     mcp_servers: Unread = UNSET
     metadata: Unread = UNSET
     service_tier: Unread = UNSET
     speed: Unread = UNSET
+    thread: Unread = UNSET
 
 
 def chat_of_message(body: MessageBody | CountBody) -> ChatBody:
@@ -192,4 +198,5 @@ def _switches_of(body: MessageInput) -> Switches | None:
 
 def _format_of(body: MessageInput) -> SchemaFormat | None:
     wanted = body.output_config.format if body.output_config is not None else None
+    wanted = wanted or body.output_format
     return SchemaFormat(NamedSchema(schema=wanted.schema)) if wanted is not None else None

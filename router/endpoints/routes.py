@@ -1,6 +1,7 @@
 """The routes of the HTTP API: the handler of each method and path, and errors as OpenAI error objects."""
 
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
@@ -226,7 +227,8 @@ class Routes:
         await replay.serve(exchange)
 
     async def models(self, exchange: Exchange) -> None:
-        await _send_json(exchange, ModelList([self._card()]))
+        card = self._card()
+        await _send_json(exchange, ModelList([card], card.id, card.id))
 
     async def model(self, exchange: Exchange, name: str) -> None:
         if name != self._service.served_model:
@@ -264,6 +266,8 @@ class Routes:
         return ModelCard(
             id=self._service.served_model,
             created=self._service.started,
+            display_name=self._service.served_model,
+            created_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._service.started)),
             max_model_len=live.fitting if live is not None else None,
         )
 

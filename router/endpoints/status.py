@@ -131,19 +131,25 @@ class VersionReply(Struct, frozen=True, kw_only=True):
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
-    """One model of /v1/models."""
+    """One model of /v1/models, with the fields of OpenAI's and of Anthropic's API."""
 
     id: str
-    created: int
+    created: int  # Unix seconds
     max_model_len: int | None
+    display_name: str
+    created_at: str  # the same time by RFC 3339
     object: str = "model"
     owned_by: str = "baton"
+    type: str = "model"
 
 
 class ModelList(Struct, frozen=True):
     """The body of /v1/models."""
 
     data: list[ModelCard]
+    first_id: str
+    last_id: str
+    has_more: bool = False
     object: str = "list"
 
 

@@ -25,6 +25,7 @@ MAX_AGE = b"600"  # seconds for which a browser need not ask again
 EXPOSED = b", ".join(
     [
         b"x-request-id",
+        b"request-id",
         b"retry-after",
         *[b"x-ratelimit-%b-%b" % (what, of) for of in (b"requests", b"tokens") for what in
           (b"limit", b"remaining", b"reset")],

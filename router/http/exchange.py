@@ -17,7 +17,7 @@ from .cors import Cors, is_foreign
 from .rate_limits import Caller
 from .request_head import Fields, Target
 from .request_ids import HEADER as REQUEST_ID
-from .request_ids import given_id, minted_id
+from .request_ids import given_id, headers_of, minted_id
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +236,8 @@ class Exchange:
             if name == REQUEST_ID and not self._request_id:
                 self._request_id = value.decode("latin-1")
         self._head = [pair for pair in self._head if pair[0] != REQUEST_ID]
-        self._head.append((REQUEST_ID, self.request_id.encode("latin-1")))
+        request_id = self.request_id.encode("latin-1")
+        self._head += [(name, request_id) for name in headers_of(self.path)]
         if self.limits is not None:
             self._head += self.limits()
         if (cors := self._connection.cors) is not None:

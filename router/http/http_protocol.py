@@ -40,8 +40,7 @@ from .cors import Cors
 from .exchange import Exchange
 from .rate_limits import ANYONE, Caller
 from .request_head import Fields, Target, fault_of, fields_of, head_of_body, target_of
-from .request_ids import HEADER as REQUEST_ID
-from .request_ids import given_id, minted_id
+from .request_ids import given_id, headers_of, minted_id
 
 HEAD_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 10.0
@@ -387,7 +386,7 @@ class HttpProtocol(asyncio.Protocol):
         path = raw_path.decode("latin-1")
         method = self._parser.get_method().decode("ascii") if raw_path else ""
         self._server.refused(error.status, method, path, request_id)
-        named = [(REQUEST_ID, request_id.encode("ascii"))]
+        named = [(name, request_id.encode("ascii")) for name in headers_of(path)]
         return named + (self.cors.headers(raw_path, fields) if self.cors is not None else [])
 
     def _linger(self) -> None:

@@ -4,6 +4,7 @@ import os
 import re
 
 from ..api.request_headers import LONGEST_REQUEST_ID, REQUEST_ID
+from ..errors import MESSAGE_PATHS
 from .request_head import Fields
 
 HEADER = REQUEST_ID.name
@@ -16,6 +17,11 @@ def given_id(fields: Fields) -> str:
     if values is None or len(values) != 1 or not SAFE.fullmatch(values[0]):
         return ""
     return values[0].decode("ascii")
+
+
+def headers_of(path: str) -> tuple[bytes, ...]:
+    """The header fields of an answer that have its id. Anthropic's API has a name of its own."""
+    return (HEADER, b"request-id") if path in MESSAGE_PATHS else (HEADER,)
 
 
 def minted_id() -> str:

@@ -162,6 +162,7 @@ WRONG = {
         "tool_choice",
         "x",
     ),
+    "server thread": ({"thread": {"type": "create"}}, 400, "thread", "send all messages"),
     "strange field": ({"max_token": 3}, 400, "max_token", "max_tokens"),
 }
 KINDS = {400: "invalid_request_error", 404: "not_found_error"}
@@ -180,6 +181,10 @@ def test_a_mistake_is_an_error_in_the_words_of_the_api(served, name):
         told = response.json()
         assert (response.status_code, told["type"], told["error"]["type"]) == (status, "error", KINDS[status])
         assert all(word in told["error"]["message"] for word in words), told
+        assert response.headers["request-id"]
+        if "thread" in more:  # by which the official client goes on without one
+            details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+            assert told["error"]["details"] == details
 
 
 def test_errors_before_the_body_is_read_have_the_same_form(served):

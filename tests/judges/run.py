@@ -1,7 +1,10 @@
 """Runs each judge against a cluster of toy workers and prints a table of what it found; `make judges`.
 
     openai         its client's typed calls over every feature that is served
+    anthropic      its client's typed calls over everything that /v1/messages serves
     frameworks     litellm, LlamaIndex and OpenAI's agents SDK: what their guides show first
+    clients        langchain-openai, instructor and llm: what their guides show first
+    open-webui     the requests that its source makes of an OpenAI-compatible server
     schemathesis   requests made from the server's own OpenAPI document: no answer may be a server error, or
                    not be in it
     JSONTestSuite  its bodies to every address that takes one: no hang, no crash, no server error
@@ -11,8 +14,8 @@
     aiperf         completes
     guidellm       completes
 
-The judges are installed in `.judges`, the frameworks in an environment inside of it; corpora and single files
-come from npm and PyPI by name.
+The judges are installed in `.judges`, frameworks and clients in environments inside of it; corpora and single
+files come from npm and PyPI by name.
 """
 
 import argparse
@@ -27,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -44,6 +48,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BIN = ROOT / ".judges" / "bin"
 FRAMEWORKS = ROOT / ".judges" / "frameworks" / "bin"
+CLIENTS = ROOT / ".judges" / "clients" / "bin"
 CASES = 2000  # of schemathesis, at least
 CHECKS = (
     "not_a_server_error",
@@ -105,13 +110,19 @@ def openai_calls(bench: Bench) -> Verdict:
     return Verdict("openai", done.returncode == 0, lines[-1] if lines else done.stderr[-300:])
 
 
-def frameworks(bench: Bench) -> Verdict:
+def with_told_answers(name: str, python: Path, script: str, bench: Bench) -> Verdict:
     """With the real model for schema answers, with scripted workers where a loop must come to its end."""
     with saying_router(bench.scratch, bench.model_dir) as saying:
-        script = HERE / "framework_calls.py"
-        done = bench.run(FRAMEWORKS / "python", script, bench.url, bench.model, saying.url, MODEL)
+        done = bench.run(python / "python", HERE / script, bench.url, bench.model, saying.url, MODEL)
     lines = done.stdout.strip().splitlines()
-    return Verdict("frameworks", done.returncode == 0, lines[-1] if lines else done.stderr[-300:])
+    return Verdict(name, done.returncode == 0, lines[-1] if lines else done.stderr[-300:])
+
+
+def open_webui(bench: Bench) -> Verdict:
+    with saying_router(bench.scratch, bench.model_dir) as saying:
+        done = bench.run(BIN / "python", HERE / "open_webui_calls.py", saying.url, MODEL)
+    lines = done.stdout.strip().splitlines()
+    return Verdict("open-webui", done.returncode == 0, lines[-1] if lines else done.stderr[-300:])
 
 
 def schemathesis(bench: Bench) -> Verdict:
@@ -152,6 +163,7 @@ def json_test_suite(bench: Bench) -> Verdict:
                 "/v1/chat/completions",
                 "/v1/completions",
                 "/v1/responses",
+                "/v1/messages",
                 "/tokenize",
                 "/detokenize",
             ):
@@ -303,7 +315,10 @@ def guidellm(bench: Bench) -> Verdict:
 
 JUDGES: dict[str, Callable[[Bench], Verdict]] = {
     "openai": openai_calls,
-    "frameworks": frameworks,
+    "anthropic": partial(with_told_answers, "anthropic", CLIENTS, "anthropic_calls.py"),
+    "frameworks": partial(with_told_answers, "frameworks", FRAMEWORKS, "framework_calls.py"),
+    "clients": partial(with_told_answers, "clients", CLIENTS, "client_calls.py"),
+    "open-webui": open_webui,
     "schemathesis": schemathesis,
     "JSONTestSuite": json_test_suite,
     "raw-http": raw_http,

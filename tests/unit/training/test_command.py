@@ -135,8 +135,12 @@ def test_a_head_of_another_vocabulary_takes_the_rows_that_both_have(run: ToyRun,
     ],
 )
 def test_bad_values_end_in_one_line(
-    run: ToyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    more: tuple[str, ...], code: int, error: str,
+    run: ToyRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    more: tuple[str, ...],
+    code: int,
+    error: str,
 ) -> None:
     assert main(arguments(run, tmp_path, *more)) == code
     said = capsys.readouterr().err

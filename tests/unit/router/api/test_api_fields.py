@@ -29,11 +29,12 @@ PUBLISHED = {
     CompletionBody: completion_create_params.CompletionCreateParamsBase,
     ResponseBody: response_create_params.ResponseCreateParamsBase,
 }
-# of the client anthropic 2.12.0, which is not installed here; the last three are betas
+# of the client anthropic 2.12.0, which is not installed here; the last two lines are betas
 OF_MESSAGES = {
     "max_tokens", "messages", "model", "cache_control", "container", "diagnostics", "inference_geo",
     "metadata", "output_config", "service_tier", "speed", "stop_sequences", "system", "temperature",
     "thinking", "tools", "tool_choice", "top_k", "top_p", "context_management", "mcp_servers",
+    "billing_policy", "compaction", "fallback_credit_token", "fallbacks", "output_format", "thread",
 }  # fmt: skip
 HEADINGS = {
     ChatBody: "## POST /v1/chat/completions",

@@ -19,7 +19,9 @@ def test_a_listed_origin_is_named_and_others_are_not(origin, is_allowed):
     assert values(headers, b"vary") == [b"Origin"], "a cache may not give it to another origin"
     exposed = values(headers, b"access-control-expose-headers")
     assert len(exposed) == is_allowed
-    assert not is_allowed or exposed[0].startswith(b"x-request-id, retry-after, x-ratelimit-limit-requests,")
+    assert not is_allowed or exposed[0].startswith(
+        b"x-request-id, request-id, retry-after, x-ratelimit-limit-"
+    )
 
 
 def test_all_origins_are_a_star_and_credentials_are_never_allowed():
