@@ -1,8 +1,10 @@
 """A real cluster as clients see it: a prefill and a decode process with SmolLM2, with and without drafts."""
 
 import asyncio
+import json
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -300,6 +302,58 @@ def test_a_stream_sends_its_first_token_before_the_others_exist(clusters, prompt
             break
     assert counts[0] == 1, "prefill's token comes alone, before decode has anything"
     assert threading.active_count() < 50
+
+
+def test_answers_follow_the_constraints_of_vllm_and_sglang(clusters):
+    url = f"{clusters[DRAFT].url}/v1"
+    colours = ["red", "deep blue", "<green>"]
+    number = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    for more, is_right in (
+        ({"guided_choice": colours}, lambda text: text in colours),
+        ({"guided_regex": "[a-f]{4}-\\d{2}"}, re.compile("[a-f]{4}-[0-9]{2}").fullmatch),
+        ({"ebnf": 'root ::= "yes" | "no" [0-9]'}, re.compile("yes|no[0-9]").fullmatch),
+        ({"structured_outputs": {"json": number}}, lambda text: set(json.loads(text)) == {"n"}),
+    ):
+        asked = {**more, "temperature": 1.5, "seed": 5}
+        chat = httpx.post(f"{url}/chat/completions", json=asked | {"messages": QUESTION, "n": 2}, timeout=60)
+        said = [choice["message"]["content"] for choice in chat.json()["choices"]]
+        text = httpx.post(f"{url}/completions", json=asked | {"prompt": "Say:", "max_tokens": 60}, timeout=60)
+        answer = httpx.post(f"{url}/responses", json=asked | {"input": "Say."}, timeout=60).json()
+        said += [text.json()["choices"][0]["text"], answer["output"][0]["content"][0]["text"]]
+        assert [word for word in said if not is_right(word)] == [], more
+
+
+def test_a_message_is_continued_exactly_where_it_ends(clusters):
+    cluster = clusters[DRAFT]
+    chat = {"messages": [*QUESTION, {"role": "assistant", "content": "It is the city of"}]}
+    chat |= {"continue_final_message": True}
+    ids = httpx.post(f"{cluster.url}/tokenize", json=chat).json()["tokens"]
+    asked = chat | {"temperature": 0, "max_tokens": 12, "return_token_ids": True}
+    reply = httpx.post(f"{cluster.url}/v1/chat/completions", json=asked, timeout=60).json()
+    choice = reply["choices"][0]
+    assert reply["prompt_token_ids"] == ids
+    assert choice["token_ids"] == complete(cluster, ids, max_tokens=12, temperature=0)[0]
+    assert choice["message"]["content"].startswith(" Paris")
+    echoed = httpx.post(f"{cluster.url}/v1/chat/completions", json=asked | {"echo": True}, timeout=60).json()
+    assert echoed["choices"][0]["message"]["content"].startswith("It is the city of Paris")
+
+
+def test_min_tokens_and_salts_hold(clusters):
+    url = f"{clusters[NO_DRAFT].url}/v1/chat/completions"
+    asked = {"messages": [{"role": "user", "content": "Say hi. " * 12}], "temperature": 0, "max_tokens": 90}
+    short = httpx.post(url, json=asked, timeout=60).json()["usage"]["completion_tokens"]
+    assert short < 90, "the model ends by itself"
+    longer = httpx.post(url, json=asked | {"min_tokens": short + 5}, timeout=60).json()["usage"]
+    assert longer["completion_tokens"] >= short + 5
+
+    def num_cached(salt):
+        more = {"cache_salt": salt, "max_tokens": 1}
+        usage = httpx.post(url, json=asked | more, timeout=60).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert num_cached("one") == 0, "the prompt is cached, but not under this salt"
+    assert num_cached("one") > 0
+    assert num_cached("two") == 0
 
 
 def prefill_workers(cluster):

@@ -108,6 +108,24 @@ def litellm_schemas():
         Paint.model_validate_json(reply.choices[0].message.content)
 
 
+def litellm_constraints():
+    """Extra fields of vLLM, as its users give them to litellm."""
+    words = ["positive", "negative"]
+    outputs = {"structured_outputs": {"choice": words}}
+    for provider, more in (
+        ("hosted_vllm", {"guided_choice": words}),
+        ("hosted_vllm", outputs),
+        ("openai", {"extra_body": {"guided_choice": words}}),
+        ("hosted_vllm", {"guided_regex": "positive|negative", "top_k": 5, "min_p": 0.01}),
+    ):
+        reply = lite(provider, "paint", url=URL, model=MODEL, max_tokens=60, **more)
+        assert reply.choices[0].message.content in words, more
+    said = [{"role": "user", "content": "SAY: for it"}, {"role": "assistant", "content": "I am"}]
+    more = {"continue_final_message": True, "add_generation_prompt": False, "echo": True}
+    reply = lite("hosted_vllm", messages=said, **more)
+    assert reply.choices[0].message.content.startswith("I am")
+
+
 def litellm_errors():
     for provider in PROVIDERS:
         for wrong, error in (
@@ -214,7 +232,7 @@ def agents_schemas():
 
 
 CALLS = (
-    litellm_answers, litellm_tools, litellm_schemas, litellm_errors,
+    litellm_answers, litellm_tools, litellm_schemas, litellm_constraints, litellm_errors,
     llama_index_answers, llama_index_tools, llama_index_agent, llama_index_schemas,
     agents_tools, agents_sessions_and_settings, agents_schemas,
 )  # fmt: skip
