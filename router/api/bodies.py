@@ -152,15 +152,12 @@ class CommonBody(ConstrainedBody, kw_only=True, forbid_unknown_fields=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     spaces_between_special_tokens: Unread = msgspec.UNSET
-    request_id: Unread = msgspec.UNSET
-    rid: Unread = msgspec.UNSET
     use_beam_search: Unread = msgspec.UNSET
     length_penalty: Unread = msgspec.UNSET
     prompt_logprobs: Unread = msgspec.UNSET
     bad_words: Unread = msgspec.UNSET
     allowed_token_ids: Unread = msgspec.UNSET
     logits_processors: Unread = msgspec.UNSET
-    kv_transfer_params: Unread = msgspec.UNSET
     user: Unread = msgspec.UNSET
 
     @property

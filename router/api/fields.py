@@ -134,15 +134,12 @@ _COMMON: dict[str, Field] = {
     "return_token_ids": _works("added; `token_ids` of each choice, and `prompt_token_ids`"),
     "return_tokens_as_token_ids": _works("added; logprobs name tokens as `token_id:5`"),
     "spaces_between_special_tokens": _ignored("tokens are joined as they are"),
-    "request_id": _ignored("the header x-request-id has it"),
-    "rid": _ignored("the header x-request-id has it"),
     "use_beam_search": _refused("there is no beam search", b"false"),
     "length_penalty": _refused("there is no beam search", b"1", b"1.0"),
     "prompt_logprobs": _refused("/v1/completions has them: echo with logprobs"),
     "bad_words": _refused("logit_bias bans tokens", b"[]"),
     "allowed_token_ids": _refused("guided_choice and guided_regex limit the text", b"[]"),
     "logits_processors": _refused("no code of clients runs here", b"[]"),
-    "kv_transfer_params": _refused("the router pairs workers itself"),
 }
 
 CHAT: Mapping[str, Field] = _COMMON | {

@@ -305,7 +305,7 @@ def test_s22_an_internal_error_is_one_sentence_of_the_catalogue(start, caplog):
     running, script = start()
     running.pair(script)
 
-    def explode(*_):
+    def explode(*_, **__):
         raise RuntimeError("secret at 0xdeadbeef in /etc/passwd of 10.0.0.1:8000")
 
     running.tokenizer.guard = explode

@@ -18,7 +18,7 @@ from baton.tests.cluster.serving import at_once, complete, pages_held, served_mo
 INNER_FIELDS = [
     "kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank",
     "remote_host",
-    "remote_port", "remote_block_ids", "block_hashes", "data_parallel_rank", "cache_salt", "request_id",
+    "remote_port", "remote_block_ids", "block_hashes", "data_parallel_rank", "request_id",
     "rid", "room",
     "epoch", "instance", "prefill_endpoint", "prefill_instance", "deadline_ms", "num_output",
     "session_params",
