@@ -170,7 +170,7 @@ def test_a_client_that_leaves_before_its_turn_is_not_tokenised(start):
     until(lambda: running.call(lambda: len(running.router._server._connections)) == 2, "they have left")
     guarded = []
     guard = running.tokenizer.guard
-    running.tokenizer.guard = lambda *more: guarded.append(1) or guard(*more)
+    running.tokenizer.guard = lambda *args, **more: guarded.append(1) or guard(*args, **more)
     encoding.goes_on.set()
     until(lambda: running.call(lambda: room.num_requests) == 0, "nothing is read")
     assert guarded == [1], "that of the key"
