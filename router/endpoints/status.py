@@ -28,7 +28,7 @@ from ..workers.pair_health import PairStatus
 from ..workers.registry import Registry, Worker
 
 MAX_UNPAIRED = 64
-WORKER_STATES = ("starting", "serving", "draining")
+WORKER_STATES = ("starting", "serving", "draining", "stalled")
 
 
 class StalledWorker(Struct, frozen=True, kw_only=True):

@@ -110,6 +110,13 @@ CASES = (
         summary="No prefill worker of m is left, decode workers compute prompts.",
     ),
     AlertCase(
+        alert="BatonWorkerStalled", severity="critical", labels={"model_name": "m", "role": "decode"},
+        fires=registered(ROUTER, "decode", "stalled", "1x60"),
+        quiet=registered(ROUTER, "decode", "stalled", "0x60")
+        | registered(ROUTER, "decode", "draining", "1x60"),
+        summary="A decode worker of m that no other can replace stands still.",
+    ),
+    AlertCase(
         alert="BatonPairFails", fires={f"baton_failing_pairs{{{ROUTER},{PAIR}}}": "3x60"},
         quiet={f"baton_failing_pairs{{{ROUTER},{PAIR}}}": "2x60"},
         labels={"model_name": "m", "prefill": "p1", "decode": "d1", "kind": "PeerLost"},
