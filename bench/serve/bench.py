@@ -25,6 +25,7 @@ from typing import Any
 from ...cluster.distribution import install_command
 from ...cluster.errors import BatonError, ConfigError
 from ...cluster.security.tls_faults import tls_fault
+from ...deploy.cli.progress import JobProgress
 from .arguments import PROG, parse
 from .client import LoadClient, TimedCall, Unexpected, endpoint_of
 from .compare import Comparison, as_comparison_table, compare
@@ -36,7 +37,7 @@ from .table import as_table
 from .workloads import workload_of
 
 KEY_VARIABLE = "BATON_API_KEY"
-TERMINAL_S, FILE_S = 1.0, 10.0  # seconds between two lines of progress
+SHOWN_S = 0.5  # between two looks at the progress of a run
 Questions = Callable[[random.Random], Iterator[Question]]
 EXTENSIONS = {"ignore_eos": True, "return_token_ids": True}  # extensions of baton, vLLM and SGLang
 
@@ -60,8 +61,15 @@ class ServeBench:
     `routers` are the URLs that metrics are read from, if they differ from the endpoint.
     """
 
-    def __init__(self, client: LoadClient, plan: LoadPlan, routers: Sequence[LoadClient] = ()) -> None:
+    def __init__(
+        self,
+        client: LoadClient,
+        plan: LoadPlan,
+        routers: Sequence[LoadClient] = (),
+        progress: JobProgress | None = None,
+    ) -> None:
         self._client, self._plan = client, plan
+        self._progress = progress or JobProgress()
         self._routers = routers or [client]
 
     async def ask(self, question: Question, due: float) -> TimedCall:
@@ -73,20 +81,22 @@ class ServeBench:
         """Sends requests that are not measured, four at a time. Raises BatonError when none is answered."""
         if not self._plan.warmup:
             return
-        run = begin(Level(width=min(4, self._plan.warmup)))
-        await drive(
-            run, self._plan.questions, self.ask, Bound(num_requests=self._plan.warmup), self._plan.rng
-        )
+        run, bound = begin(Level(width=min(4, self._plan.warmup))), Bound(num_requests=self._plan.warmup)
+        self._progress.begin("warming up")
+        telling = asyncio.ensure_future(tell(run, bound, self._progress.show, SHOWN_S))
+        try:
+            await drive(run, self._plan.questions, self.ask, bound, self._plan.rng)
+        finally:
+            telling.cancel()
         if run.num_errors == len(run.calls):
             raise BatonError(f"{self._client.endpoint} answers nothing: {run.calls[0].error}")
 
-    async def measure(self, level: Level) -> tuple[Run, Figures]:
-        """Runs one level and returns its figures."""
+    async def measure(self, level: Level, prefix: str = "") -> tuple[Run, Figures]:
+        """Runs one level and returns its figures. `prefix` tells its progress from that of other runs."""
         plan = self._plan
         before, run = await read_metrics(self._routers), begin(level)
-        telling = asyncio.ensure_future(
-            tell(run, _show_progress, TERMINAL_S if sys.stderr.isatty() else FILE_S)
-        )
+        self._progress.begin(f"{prefix}{level}")
+        telling = asyncio.ensure_future(tell(run, plan.bound, self._progress.show, SHOWN_S))
         try:
             await drive(run, plan.questions, self.ask, plan.bound, plan.rng)
         finally:
@@ -129,8 +139,9 @@ async def _run(options: argparse.Namespace) -> list[tuple[Run, Figures]]:
     routers = [
         client_of(options, url.strip(), "--metrics") for url in options.metrics.split(",") if url.strip()
     ]
+    progress = JobProgress()
     try:
-        bench = ServeBench(client, await plan_of(options, client), routers)
+        bench = ServeBench(client, await plan_of(options, client), routers, progress)
         if routers and not await read_metrics(routers):
             raise BatonError(
                 f"--metrics {options.metrics}: one shows no metrics of a router; correct it, or the key"
@@ -138,6 +149,7 @@ async def _run(options: argparse.Namespace) -> list[tuple[Run, Figures]]:
         await bench.warm_up()
         return [await bench.measure(level) for level in levels_of(options)]
     finally:
+        progress.close()
         for one in (client, *routers):
             one.close()
 
@@ -145,10 +157,11 @@ async def _run(options: argparse.Namespace) -> list[tuple[Run, Figures]]:
 async def _compare(options: argparse.Namespace) -> list[Comparison]:
     clients = [client_of(options, url, "--compare") for url in options.compare]
     questions = questions_of(options)
+    progress = JobProgress()
     try:
         plans = [await plan_of(options, client) for client in clients]
         for client, plan in zip(clients, plans, strict=True):
-            await ServeBench(client, plan).warm_up()
+            await ServeBench(client, plan, progress=progress).warm_up()
 
         async def measure(side: int, level: Level, number: int) -> Figures:
             name = f"{options.seed} {level} {number}"  # both sides get the same requests at the same times
@@ -157,10 +170,12 @@ async def _compare(options: argparse.Namespace) -> list[Comparison]:
                 questions=questions(random.Random(name)),
                 rng=random.Random(f"arrivals {name}"),
             )
-            return (await ServeBench(clients[side], plan).measure(level))[1]
+            one = ServeBench(clients[side], plan, progress=progress)
+            return (await one.measure(level, f"{'AB'[side]}, round {number + 1} of {options.rounds}: "))[1]
 
         return await compare(measure, levels_of(options), options.rounds)
     finally:
+        progress.close()
         for client in clients:
             client.close()
 
@@ -310,8 +325,3 @@ def _load(options: argparse.Namespace) -> str:
 def _range(lengths: tuple[int, int]) -> str:
     low, high = lengths
     return str(low) if low == high else f"{low}-{high}"
-
-
-def _show_progress(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()

@@ -12,7 +12,6 @@ conversations; a later turn is due when the answer before it is complete. A fail
 
 import asyncio
 import random
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -134,15 +133,15 @@ async def _open(run: Run, questions: Iterator[Question], ask: Ask, bound: Bound,
     await asyncio.gather(*begun)
 
 
-async def tell(run: Run, say: Callable[[str], None], every_s: float) -> None:
-    """Reports the progress of a run every `every_s` seconds until cancelled."""
-    clock, wall = asyncio.get_running_loop().time, time.monotonic()
+async def tell(run: Run, bound: Bound, show: Callable[[float, str], None], every_s: float) -> None:
+    """Shows the share of `bound` that is done, and figures, every `every_s` seconds until cancelled."""
     while True:
         await asyncio.sleep(every_s)
         tokens = sum(call.num_output for call in run.calls)
-        elapsed = clock() - run.began
-        say(
-            f"{run.level}: {time.monotonic() - wall:.0f} s, {len(run.calls)} ended, "
-            f"{run.num_running} running, "
-            f"{run.num_errors} errors, {tokens / elapsed:.0f} tokens/s"
+        elapsed = max(run.seconds, 1e-9)
+        share = max(len(run.calls) / bound.num_requests, elapsed / bound.seconds)
+        show(
+            share,
+            f"{len(run.calls)} ended, {run.num_running} running, {run.num_errors} errors, "
+            f"{tokens / elapsed:.0f} tokens/s",
         )

@@ -37,6 +37,7 @@ from ...cluster.distribution import install_command
 from ...cluster.errors import TransferError
 from ...cluster.net.transport_names import CUDA_SLAB, NIXL, SHM, TRANSPORTS, has_nixl
 from ...cluster.security.keyring import Peer, load_keyring, make_key, write_key, write_peers
+from ...deploy.cli.progress import JobProgress
 from ...kvtransfer.memory.malloc_tuning import keep_blocks
 from ...kvtransfer.transport import Complete, Lost, PullRequest
 from ...kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver
@@ -248,8 +249,12 @@ def measure(
         tries.append((PEER_COPY, bench.peer_copy))
     made = [way for way in ways(windows, is_on_gpus=bench.is_on_gpus) if way.transport in transports]
     tries += [(way.name, partial(bench.pull, way)) for way in made]
+    progress = JobProgress()
+    progress.begin("measuring")
     for number in range(num_rounds + 1):
-        for name, attempt in tries:
+        for at, (name, attempt) in enumerate(tries):
+            share = (number + at / len(tries)) / (num_rounds + 1)
+            progress.show(share, f"round {number} of {num_rounds}: {name}")
             cpu_s = -time.process_time() - bench.child_cpu_s
             seconds = attempt()
             cpu_s += time.process_time() + bench.child_cpu_s
@@ -257,6 +262,7 @@ def measure(
                 entry = found.setdefault(name, Found())
                 entry.rates.append(gigabytes / seconds)
                 entry.cpu.append(cpu_s / gigabytes)
+    progress.close()
     return found
 
 

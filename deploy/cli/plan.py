@@ -49,6 +49,7 @@ from ..capacity.worker_sizes import CPU_DTYPE, GPU_DTYPE, ModelNeed, find_card, 
 from .client import KEY_VARIABLE, ChatClient
 from .command import run_command
 from .findings import output_of
+from .progress import JobProgress
 from .pull_test import measure
 
 PROG = "baton plan"
@@ -410,13 +411,20 @@ def _on_cluster(
     samples: dict[int, list[HandoffSample]] = {size: [] for size in sizes}
     # discard the first request: a pair's first contact costs more
     _ask(client, model, rng, config.chunk, shape)
-    for _ in range(config.rounds):
-        for size in sizes:
-            samples[size].append(_ask(client, model, rng, size, shape))
+    progress = JobProgress()
+    progress.begin(f"measuring {config.url}")
+    try:
+        for done in range(config.rounds):
+            for at, size in enumerate(sizes):
+                progress.show((done + at / len(sizes)) / config.rounds, f"a prompt of {size} tokens")
+                samples[size].append(_ask(client, model, rng, size, shape))
+    finally:
+        progress.close()
     measured = fit(samples[sizes[0]], samples[sizes[1]], samples[sizes[2]], 0.0)
     tpot_s = config.tpot_ms / 1e3 or estimate(gpu, need, _load_of(config)).tpot_s
     measured = replace(measured, tpot_s=tpot_s)
-    predicted = handoff_of(config.prompt, shape, measured, config.chunk).total_s
+    # workers time a hand-off from the end of the prompt's computation on
+    predicted = handoff_of(config.prompt, shape, measured, config.chunk).exposed_s
     seen = _median([sample.handoff_s for sample in samples[config.prompt]])
     text = (
         f"hand-off of {config.prompt} tokens: predicted {predicted * 1e3:.1f} ms, "
