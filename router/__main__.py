@@ -21,6 +21,7 @@ from .api.sampling_defaults import SamplingDefaults, load_sampling_defaults
 from .app import Router
 from .sandbox.fork_server import ForkServer
 from .sandbox.pool_worker import MEMORY, missing_address_space
+from .text.model_files import model_directory
 from .text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -49,9 +50,10 @@ def _start(argv: Sequence[str]) -> Callable[[], int]:
     defaults = [SamplingDefaults()]
 
     def load() -> None:
-        made.append(load_tokenizer(config.model))
+        model = str(model_directory(config.model))
+        made.append(load_tokenizer(model))
         if config.generation_config == "model":
-            defaults.append(load_sampling_defaults(config.model))
+            defaults.append(load_sampling_defaults(model))
             if given := defaults[-1].given:
                 logger.info("the model's sampling defaults are used", extra=fields(**given))
 

@@ -24,8 +24,8 @@ from typing import Any
 
 from ...cluster.distribution import install_command
 from ...cluster.errors import BatonError, ConfigError
+from ...cluster.process.progress import JobProgress
 from ...cluster.security.tls_faults import tls_fault
-from ...deploy.cli.progress import JobProgress
 from .arguments import PROG, parse
 from .client import LoadClient, TimedCall, Unexpected, endpoint_of
 from .compare import Comparison, as_comparison_table, compare

@@ -36,8 +36,8 @@ import zmq
 from ...cluster.distribution import install_command
 from ...cluster.errors import TransferError
 from ...cluster.net.transport_names import CUDA_SLAB, NIXL, SHM, TRANSPORTS, has_nixl
+from ...cluster.process.progress import JobProgress
 from ...cluster.security.keyring import Peer, load_keyring, make_key, write_key, write_peers
-from ...deploy.cli.progress import JobProgress
 from ...kvtransfer.memory.malloc_tuning import keep_blocks
 from ...kvtransfer.transport import Complete, Lost, PullRequest
 from ...kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver

@@ -29,6 +29,7 @@ from typing import Any
 from ...cluster.config.fields import Setting, check_fields, flag_of, read_command_line, setting
 from ...cluster.config.roles import DecodeConfig, PrefillConfig
 from ...cluster.errors import BatonError, ConfigError
+from ...cluster.process.progress import JobProgress
 from ...engine.auto_sizes import MIB, Card
 from ...engine.hub import NGRAM
 from ..capacity.checkpoints import DTYPE_BYTES, KVShape, head_dir, shape_of
@@ -49,7 +50,6 @@ from ..capacity.worker_sizes import CPU_DTYPE, GPU_DTYPE, ModelNeed, find_card, 
 from .client import KEY_VARIABLE, ChatClient
 from .command import run_command
 from .findings import output_of
-from .progress import JobProgress
 from .pull_test import measure
 
 PROG = "baton plan"

@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 from ...cluster.config.groups import EngineSettings, ModelSettings, RoleConfig
 from ...cluster.errors import ConfigError
 from ...cluster.process.log import fields
+from ...cluster.process.progress import JobProgress
 from ...engine.errors import UnknownCheckpoint
 from ...engine.hub import NGRAM, is_hub_id, resolve_checkpoint
+from .download_bar import download_bar
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +29,17 @@ def fetch_once() -> Fetch:
     """
 
     def fetch(name: str, flag: str) -> Path:
-        if is_hub_id(name):
-            logger.info("looking for a checkpoint on the hub", extra=fields(name=name))
+        if not is_hub_id(name):
+            try:
+                return resolve_checkpoint(name, flag).absolute()
+            except UnknownCheckpoint as error:
+                raise ConfigError(str(error)) from None
+        logger.info("looking for a checkpoint on the hub", extra=fields(name=name))
+        progress = JobProgress()
         try:
-            return resolve_checkpoint(name, flag).absolute()
-        except UnknownCheckpoint as error:
-            raise ConfigError(str(error)) from None
+            return resolve_checkpoint(name, flag, download_bar(name, progress)).absolute()
+        finally:
+            progress.close()
 
     return functools.cache(fetch)
 

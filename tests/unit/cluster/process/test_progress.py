@@ -2,10 +2,10 @@
 
 import io
 
-from baton.deploy.cli.progress import LINE_EVERY, JobProgress
+from baton.cluster.process.progress import LINE_EVERY, JobProgress
 
 
-def test_without_a_terminal_each_job_is_told_and_then_a_line_every_few_seconds():
+def test_without_a_terminal_a_job_is_told_and_a_line_every_few_seconds():
     now, told = [0.0], io.StringIO()
     progress = JobProgress(told, lambda: now[0])
     for name in ("8 clients", "16 clients"):
@@ -21,15 +21,18 @@ def test_without_a_terminal_each_job_is_told_and_then_a_line_every_few_seconds()
     ]
 
 
-def test_on_a_terminal_there_is_a_bar_that_ends_with_the_job():
-    told = io.StringIO()
-    progress = JobProgress(told, is_terminal=True)
+def test_on_a_terminal_there_is_a_bar_that_ends_with_the_job(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    now, told = [0.0], io.StringIO()
+    progress = JobProgress(told, lambda: now[0], is_terminal=True)
     progress.begin("8 clients")
-    progress.show(0.5, "100 ended")
+    now[0] += 3.0
+    progress.show(0.5, "100 ended " + "x" * 60)
+    progress.show(0.6, "too soon")
     progress.close()
     progress.close()
-    text = told.getvalue()
-    assert "8 clients" in text
-    assert "50%" in text
-    assert "100 ended" in text
-    assert text.endswith("\x1b[2K"), "the bar's line is cleared for the table"
+    first, last, cleared = told.getvalue().split("\r\x1b[2K")[1:]
+    assert first == "8 clients [....................]   0%    0 s  "
+    assert last.startswith("8 clients [##########..........]  50%    3 s  100 ended")
+    assert len(last) < 60, "a longer line would wrap, and stay"
+    assert cleared == ""

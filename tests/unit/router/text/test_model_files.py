@@ -1,0 +1,49 @@
+"""Laws of the router's files of a model: one download of the small ones, and one line where there is none."""
+
+import pytest
+from baton.cluster.errors import ConfigError, StartupError
+from baton.router.text import model_files
+from baton.router.text.model_files import model_directory
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+
+def test_a_directory_is_itself(tmp_path):
+    assert model_directory(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("model", ["/nope", "nope", "./a/b", "a/b/c"])
+def test_a_name_that_is_neither_is_a_wrong_setting(model):
+    with pytest.raises(ConfigError, match=f"--model '{model}' is neither"):
+        model_directory(model)
+
+
+def test_only_small_files_of_a_hub_id_are_downloaded(monkeypatch, tmp_path):
+    asked = []
+
+    def snapshot_download(model, allow_patterns, ignore_patterns):
+        asked.append((model, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(model_files, "snapshot_download", snapshot_download)
+    assert model_directory("org/model") == tmp_path
+    assert asked == [("org/model", ["*.json", "*.model", "*.jinja"])]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_offline", "reason"),
+    [
+        (LocalEntryNotFoundError("Cannot find\nsee"), True, "not in the cache, and HF_HUB_OFFLINE is set"),
+        (OSError("Got: ConnectError: Name or service not known\nmore"), False, "(ConnectError: Name or"),
+        (TimeoutError(), False, "(TimeoutError)"),
+    ],
+)
+def test_a_hub_that_is_not_reached_is_one_line(monkeypatch, error, is_offline, reason):
+    def snapshot_download(model, allow_patterns, ignore_patterns):
+        raise error
+
+    monkeypatch.setattr(model_files, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(model_files, "is_offline_mode", lambda: is_offline)
+    with pytest.raises(StartupError, match="--model 'org/model' could not be fetched") as caught:
+        model_directory("org/model")
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
