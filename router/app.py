@@ -201,7 +201,9 @@ class Router:
         """The servers of the clients' port and of the router's own port, with one application and one set of
         callers, and the server of probes."""
         config, counts = self._config, Counts()
-        guard = Guard(self._api_keys, os.environ.get(OPERATOR_VARIABLE, ""))
+        token = os.environ.get(OPERATOR_VARIABLE, "")
+        guard = Guard(self._api_keys, token, parts=config.limit_parts or 1)
+        self._service.limit_parts = config.limit_parts or 1
         cors = Cors(config.allowed_origins) if config.allowed_origins else None
         routes = Routes(
             self._service,

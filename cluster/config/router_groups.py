@@ -152,6 +152,16 @@ class ClientSettings(RoleConfig):
             help="file of API keys (`baton keys api add`), of which clients must give one", metavar="FILE"
         ),
     )
+    limit_parts: int = setting(
+        0,
+        Setting(
+            help="routers over which clients are spread: each enforces its part of the limits of a key; "
+            "auto: --routers under up, else 1",
+            minimum=1,
+            maximum=1024,
+            auto=0,
+        ),
+    )
     tls_cert: str = setting(
         "", Setting(help="certificate chain, PEM: HTTP is TLS; needs --tls-key", metavar="FILE")
     )

@@ -165,6 +165,8 @@ def _with_own_ports(children: Sequence[tuple[str, RoleConfig]]) -> list[tuple[st
     result: list[tuple[str, RoleConfig]] = []
     for name, child in children:
         if isinstance(child, RouterConfig):
+            if len(routers) > 1:
+                child = dataclasses.replace(child, limit_parts=child.limit_parts or len(routers))
             if len(routers) > 1 and not child.own_port:
                 child = dataclasses.replace(child, own_port=_free_port_beside(taken, child.host))
                 taken.add(child.own_port)

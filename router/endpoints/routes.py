@@ -37,7 +37,8 @@ from ..errors import (
     unknown_worker,
 )
 from ..http.auth import must_ask, must_be_at_home, must_operate, must_see_all
-from ..http.exchange import App, ClientGone, Exchange, send
+from ..http.exchange import App, ClientGone, Exchange, RawHeaders, send
+from ..http.rate_limits import Caller
 from .dashboard import Dashboard
 from .idempotency import Begin, checked_key, digest_of, seed_of
 from .openapi import PAGE_POLICY, openapi_of, page_of
@@ -192,6 +193,8 @@ class Routes:
     def _call(self, exchange: Exchange) -> tuple[bytes, Call]:
         """The body, and the options in the headers. Raises ApiError."""
         must_ask(exchange.caller)
+        if exchange.caller.has_rates:
+            exchange.limits = partial(self._limits, exchange.caller)
         arrived, timeout_s = self._service.clock(), _timeout_of(exchange.header(TIMEOUT.name))
         raw = exchange.take_body()
         call = Call(
@@ -226,6 +229,10 @@ class Routes:
         exchange.work = replay.work
         await replay.serve(exchange)
 
+    def _limits(self, caller: Caller) -> RawHeaders:
+        """What is left of a caller's limits when its answer begins."""
+        return self._service.dispatcher.admission.gate.headers(caller, self._service.clock())
+
     async def models(self, exchange: Exchange) -> None:
         card = self._card()
         await _send_json(exchange, ModelList([card], card.id, card.id))
@@ -251,9 +258,14 @@ class Routes:
     async def status(self, exchange: Exchange) -> None:
         must_see_all(exchange.caller)
         service, now = self._service, self._service.clock()
-        await _send_json(
-            exchange, status_of(service.dispatcher, service.served_model, now - self._started, now)
+        shown = status_of(
+            service.dispatcher,
+            service.served_model,
+            now - self._started,
+            now,
+            limit_parts=service.limit_parts,
         )
+        await _send_json(exchange, shown)
 
     async def metrics(self, exchange: Exchange) -> None:
         must_see_all(exchange.caller)

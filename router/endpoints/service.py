@@ -101,6 +101,7 @@ class Service:
         self.tracing = tracing or Untraced()
         self._is_traced = not isinstance(self.tracing, Untraced)
         self.responses: Mapping[int, int] = {}  # number of HTTP answers by status
+        self.limit_parts = 1  # routers among which the limits of API keys are divided
         self.tokenizer = tokenizer
         self._formats = formats
         self._shown = frozenset(tokenizer.special_ids[text] for text in formats.shown)

@@ -59,6 +59,8 @@ class RouterStatus(Struct, frozen=True, kw_only=True):
     clock: float  # this host's clock, seconds since the epoch
     events: dict[str, int]
     stalled: list[StalledWorker] = []
+    limit_parts: int = 1
+    """Routers among which the limits of API keys are divided; each counts for itself."""
 
 
 class WorkerStatus(Struct, frozen=True, kw_only=True):
@@ -153,7 +155,9 @@ class ModelList(Struct, frozen=True):
     object: str = "list"
 
 
-def status_of(dispatcher: Dispatcher, model: str, uptime_s: float, now: float) -> Status:
+def status_of(
+    dispatcher: Dispatcher, model: str, uptime_s: float, now: float, *, limit_parts: int = 1
+) -> Status:
     """The status of the router and its workers at `now` (monotonic seconds)."""
     registry = dispatcher.registry
     router = RouterStatus(
@@ -170,6 +174,7 @@ def status_of(dispatcher: Dispatcher, model: str, uptime_s: float, now: float) -
         clock=round(time.time(), 3),
         events=dispatcher.event_totals,
         stalled=[_stalled(dispatcher, worker, now) for worker in registry.stalled],
+        limit_parts=limit_parts,
     )
     workers = [_worker_status(worker, now) for worker in registry]
     return Status(router, workers, dispatcher.health_probes.pair_health.status(now), unpaired_of(registry))

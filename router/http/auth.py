@@ -24,8 +24,9 @@ class Guard:
     Without `keys` every request is admitted. The launcher of this process has a token of its own.
     """
 
-    def __init__(self, keys: ApiKeys | None, operator_token: str = "") -> None:
+    def __init__(self, keys: ApiKeys | None, operator_token: str = "", *, parts: int = 1) -> None:
         self._keys = keys
+        self._parts = parts  # routers among which the limits are divided
         self._token = operator_token
         self._callers: dict[str, tuple[ApiKey, Caller]] = {}  # by key id, with the entry at that time
 
@@ -45,7 +46,7 @@ class Guard:
     def _known(self, key: ApiKey) -> Caller:
         entry, caller = self._callers.get(key.id, (None, ANYONE))
         if entry is not key:  # a new key, or the file was reloaded
-            caller = caller_of(key)
+            caller = caller_of(key, self._parts)
             self._callers[key.id] = key, caller
         return caller
 
@@ -89,17 +90,22 @@ def _only(fields: Fields, name: bytes) -> str:
     return values[0].decode("latin-1") if len(values) == 1 else ""
 
 
-def caller_of(key: ApiKey) -> Caller:
-    """The caller with a key's identity and limits."""
+def caller_of(key: ApiKey, parts: int = 1) -> Caller:
+    """The caller with a key's identity and one of `parts` equal parts of its limits, rounded up."""
+
+    def part_of(limit: int) -> int:
+        return -(-limit // parts)
+
     return Caller(
         id=key.id,
         name=key.name,
         salt=key.salt,
         priority=key.priority,
         best_priority=key.priority,
-        requests_per_minute=key.requests_per_minute,
-        tokens_per_minute=key.tokens_per_minute,
-        max_requests=key.max_requests,
+        requests_per_minute=part_of(key.requests_per_minute),
+        tokens_per_minute=part_of(key.tokens_per_minute),
+        max_requests=part_of(key.max_requests),
+        parts=parts,
         is_operator=key.operator,
         is_observer=key.observer,
         may_record=not key.no_recording,

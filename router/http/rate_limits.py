@@ -1,11 +1,19 @@
-"""Callers and their limits: priority, requests and tokens per minute, requests at once. Pure."""
+"""Callers and their limits: priority, requests and tokens per minute, requests at once. Pure.
 
+A request is charged with its prompt and all the output that it may get, when it is accepted. At its end,
+however it ended, the tokens that were not used are given back. Headers `x-ratelimit-*` tell a caller what is
+left, in the form of OpenAI's. Each router counts for itself: where clients are spread over several routers,
+each enforces its part of the limits (`parts` of a caller).
+"""
+
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from ..errors import ApiError, rate_limited
 
 MINUTE_S = 60.0
+REQUESTS, TOKENS = "requests", "tokens"
 MAX_CALLERS = 4096  # callers whose use is remembered
 
 
@@ -24,6 +32,12 @@ class Caller:
     is_operator: bool = False
     is_observer: bool = False
     may_record: bool = True  # workers may record its tokens for training
+    parts: int = 1  # routers among which the limits of the key were divided; those here are one part
+
+    @property
+    def has_rates(self) -> bool:
+        """Whether requests or tokens per minute are limited."""
+        return bool(self.requests_per_minute or self.tokens_per_minute)
 
     @property
     def sees_all(self) -> bool:
@@ -60,6 +74,10 @@ class Bucket:
 
     def take(self, amount: int) -> None:
         self.level -= amount
+
+    def give_back(self, amount: int) -> None:
+        """Undoes a part of an earlier `take`."""
+        self.level = min(float(self.per_minute), self.level + amount)
 
 
 @dataclass(eq=False)
@@ -115,12 +133,28 @@ class Gate:
         assert use.num_reading > 0, caller
         use.num_reading -= 1
 
-    def leave(self, caller: Caller) -> None:
-        """A running request has ended."""
+    def leave(self, caller: Caller, unused_tokens: int = 0) -> None:
+        """A running request has ended; `unused_tokens` of those that it was charged with were not used."""
         use = self._uses.get(caller.id)
         assert use is not None, caller
         assert use.num_running > 0, caller
         use.num_running -= 1
+        if unused_tokens and (bucket := use.buckets.get(TOKENS)) is not None:
+            bucket.give_back(unused_tokens)
+
+    def headers(self, caller: Caller, now: float) -> list[tuple[bytes, bytes]]:
+        """The header fields that tell `caller` its limits per minute and what is left of them."""
+        use, told = self._use_of(caller), []
+        for what, per_minute, _ in _limits_of(caller, 0):
+            bucket = self._bucket(use, what, per_minute, now)
+            bucket.wait(now)
+            until_full = (per_minute - bucket.level) * MINUTE_S / per_minute
+            values = (str(per_minute), str(max(0, int(bucket.level))), duration(until_full))
+            told += [
+                (f"x-ratelimit-{name}-{what}".encode(), value.encode())
+                for name, value in zip(("limit", "remaining", "reset"), values, strict=True)
+            ]
+        return told
 
     def _check(self, use: _Use, caller: Caller, num_requests: int, now: float) -> None:
         if caller.max_requests and num_requests >= caller.max_requests:
@@ -155,9 +189,21 @@ class Gate:
 
 def _limits_of(caller: Caller, num_tokens: int) -> list[tuple[str, int, int]]:
     """Triples (name of the limit, capacity per minute, cost of the request)."""
-    asked = (("requests", caller.requests_per_minute, 1), ("tokens", caller.tokens_per_minute, num_tokens))
+    asked = ((REQUESTS, caller.requests_per_minute, 1), (TOKENS, caller.tokens_per_minute, num_tokens))
     return [limit for limit in asked if limit[1]]
 
 
 def _too_many(caller: Caller, limit: str, wait_s: float) -> ApiError:
-    return rate_limited(f"The key {caller.name!r} is limited to {limit}. Try again later.", wait_s)
+    at = f" at each of {caller.parts} routers" if caller.parts > 1 else ""
+    return rate_limited(f"The key {caller.name!r} is limited to {limit}{at}. Try again later.", wait_s)
+
+
+def duration(seconds: float) -> str:
+    """A time in the form of OpenAI's headers: 120ms, 6s, 1m30s.
+
+    Rounded up to milliseconds, or to seconds from one second on.
+    """
+    if seconds < 1.0:
+        return f"{math.ceil(max(0.0, seconds) * 1000)}ms"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"

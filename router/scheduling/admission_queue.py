@@ -95,7 +95,7 @@ class AdmissionQueue:
 
     def leave(self, request: ClientRequest) -> None:
         """A request that `check` accepted has ended."""
-        self.gate.leave(request.caller)
+        self.gate.leave(request.caller, sum(entry.unused_tokens for entry in request.entries))
         self._embeds_bytes -= sum(entry.job.embeds_bytes for entry in request.entries)
 
     def check_queue(self, priority: int, now: float) -> None:

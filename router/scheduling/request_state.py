@@ -252,6 +252,13 @@ class Entry:
         return claim_of(self.expected_output, room.num_output, remaining, room.num_retractions)
 
     @property
+    def unused_tokens(self) -> int:
+        """Of the tokens that it was charged with: output that it did not get, and the prompt if no worker had
+        it."""
+        num_prompt = self.job.need.prompt if self.trace.attempts else 0
+        return max(0, self.job.need.total - num_prompt - self.room.num_output)
+
+    @property
     def prompt(self) -> SeenPrompt:
         """The tokens that the next attempt computes first, or the current attempt did."""
         if self._prompt is None:

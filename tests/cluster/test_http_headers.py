@@ -243,3 +243,94 @@ def test_the_access_log_is_on_by_default_and_off_where_info_is():
     assert app.access_log_of(RouterConfig(model="m")) is not None
     assert app.access_log_of(RouterConfig(model="m", access_log=False)) is None
     assert app.access_log_of(RouterConfig(model="m", log_level="warning")) is None
+
+
+# --- limits -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def limited(start, tmp_path):
+    """A router, its script, and the headers of a key with 6000 tokens and 600 requests per minute."""
+    limits = {"name": "alice", "tokens_per_minute": 6000, "requests_per_minute": 600}
+    key = {"authorization": f"Bearer {add(tmp_path / 'api.json', limits)[0]}"}
+    running, script = start(api_keys=str(tmp_path / "api.json"))
+    return running, script, key
+
+
+def left(running, key, body, **more):
+    """The answer, and the tokens that it says are left."""
+    answer = httpx.post(f"{running.url}{CHAT}", json=BODY | body, headers=key | more, timeout=60)
+    return answer, int(answer.headers["x-ratelimit-remaining-tokens"])
+
+
+def bucket(running):
+    """The level of the tokens of the only key with a limit."""
+    gate = running.router.dispatcher.admission.gate
+    return running.call(
+        lambda: max(use.buckets["tokens"].level for use in gate._uses.values() if "tokens" in use.buckets)
+    )
+
+
+def test_what_was_not_generated_comes_back_and_headers_tell_it(limited):
+    running, script, key = limited
+    running.pair(script)
+    answer, _ = left(running, key, {"max_tokens": 400})
+    usage = answer.json()["usage"]
+    assert usage["completion_tokens"] < 100
+    assert answer.headers["x-ratelimit-limit-tokens"] == "6000"
+    assert answer.headers["x-ratelimit-remaining-requests"] == "599"
+    assert answer.headers["x-ratelimit-reset-requests"].endswith("ms")
+    until(lambda: bucket(running) > 6000 - 2 * usage["total_tokens"], "the rest is back")
+    assert bucket(running) <= 6000 - usage["total_tokens"] + 100 * 5, "100 tokens a second come back anyway"
+    _, whole = left(running, key, {"max_tokens": 400})
+    assert whole > 6000 - 400, "it has ended when its answer begins"
+    script.holds.set()
+    streamed = BODY | {"max_tokens": 400, "stream": True}
+    with httpx.stream("POST", f"{running.url}{CHAT}", json=streamed, headers=key) as response:
+        told = int(response.headers["x-ratelimit-remaining-tokens"])
+        assert told <= 6000 - 400, "it is charged in full until its end"
+    refused = httpx.post(f"{running.url}{CHAT}", content=b"{", headers=key)
+    assert (refused.status_code, refused.headers["x-ratelimit-limit-requests"]) == (400, "600")
+
+
+def test_a_request_that_is_cancelled_or_fails_gets_its_tokens_back(limited):
+    running, script, key = limited
+    assert left_over(running, key, 503) == []
+    _, decode = running.pair(script)
+    script.holds.set()
+    with contextlib.closing(open_request(running, key, max_tokens=400)):
+        until(lambda: decode.of(Reserve), "it runs")
+        charged = bucket(running)
+        assert charged <= 6000 - 400
+    until(lambda: bucket(running) > charged + 350, "the client left")
+    timed_out, _ = left(running, key, {"max_tokens": 400}, **{"x-baton-timeout-ms": "200"})
+    assert timed_out.status_code == 504
+    until(lambda: bucket(running) > 6000 - 100, "the rest is back")
+
+
+def left_over(running, key, status):
+    """Charges of a request that no worker ever had."""
+    answer = httpx.post(f"{running.url}{CHAT}", json=BODY, headers=key)
+    assert answer.status_code == status
+    gate = running.router.dispatcher.admission.gate
+    return running.call(
+        lambda: [
+            use
+            for use in gate._uses.values()
+            if "tokens" in use.buckets and use.buckets["tokens"].level < 6000
+        ]
+    )
+
+
+def test_each_router_says_its_part_of_the_limits(start, tmp_path):
+    key = {
+        "authorization": f"Bearer {add(tmp_path / 'api.json', {'name': 'a', 'requests_per_minute': 2})[0]}"
+    }
+    watcher = {"authorization": f"Bearer {add(tmp_path / 'api.json', {'name': 'o', 'observer': True})[0]}"}
+    running, script = start(api_keys=str(tmp_path / "api.json"), limit_parts=2)
+    running.pair(script)
+    answers = [httpx.post(f"{running.url}{CHAT}", json=BODY, headers=key) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 429]
+    assert "1 requests per minute at each of 2 routers" in answers[1].json()["error"]["message"]
+    assert answers[1].headers["x-ratelimit-remaining-requests"] == "0"
+    assert httpx.get(f"{running.url}/status", headers=watcher).json()["router"]["limit_parts"] == 2

@@ -214,7 +214,7 @@ def _values(cls):
         elif described.is_endpoint or described.is_list:
             strategies[name] = st.sampled_from(["tcp://10.0.0.1:1", "ipc:///tmp/x"])
         elif described.fault_of is not None:
-            texts = ["auto", "zmq_blocks", "shm,zmq_blocks", "2,14,25"]
+            texts = ["auto", "zmq_blocks", "shm,zmq_blocks", "2,14,25", "https://a.example"]
             strategies[name] = st.sampled_from([text for text in texts if not described.fault_of(text)])
         elif kind is bool:
             strategies[name] = st.booleans()

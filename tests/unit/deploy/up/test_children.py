@@ -307,6 +307,17 @@ def test_each_of_several_routers_has_its_own_port_and_one_only_if_asked(tmp_path
     assert len({*chosen, 0, 8000}) == 6
 
 
+def test_several_routers_divide_the_limits_of_keys_unless_told_otherwise(tmp_path):
+    def parts_of(*flags):
+        config = load_config(UpConfig, ["--model=x", "--port=8000", *flags], {})
+        made = [child for _, child in child_configs(config, {}, tmp_path) if isinstance(child, RouterConfig)]
+        return [router.limit_parts for router in made]
+
+    assert parts_of() == [0]
+    assert parts_of("--routers=3") == [3, 3, 3]
+    assert parts_of("--routers=2", "--limit-parts=1") == [1, 1]
+
+
 def test_each_of_several_routers_has_its_own_port_of_probes(tmp_path):
     def ports_of(*flags):
         config = load_config(UpConfig, ["--model=x", "--port=8000", *flags], {})

@@ -4,8 +4,10 @@ import contextlib
 import math
 
 import pytest
+from baton.cluster.security.api_keys import ApiKey
 from baton.router.errors import ApiError
-from baton.router.http.rate_limits import ANYONE, MINUTE_S, Caller, Gate
+from baton.router.http.auth import caller_of
+from baton.router.http.rate_limits import ANYONE, MINUTE_S, Caller, Gate, duration
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -87,3 +89,81 @@ def test_a_new_caller_is_counted_when_every_known_caller_is_active(monkeypatch):
     gate.enter(newcomer, 1, 0.0)
     assert [gate.num_running(caller) for caller in (running, newcomer)] == [1, 1]
     gate.leave(newcomer)
+
+
+def test_tokens_that_were_not_used_come_back_at_the_end():
+    gate, caller = Gate(), Caller(id="a", tokens_per_minute=600)
+    gate.enter(caller, 1000, 0.0)
+    refused(gate, caller)
+    gate.leave(caller, 900)
+    gate.enter(caller, 100, 0.0)  # 500 are left
+    assert headers(gate, caller, 0.0)["x-ratelimit-remaining-tokens"] == "400"
+
+
+def test_no_more_comes_back_than_the_bucket_holds():
+    gate, caller = Gate(), Caller(id="a", tokens_per_minute=600)
+    gate.enter(caller, 600, 0.0)
+    assert headers(gate, caller, 60.0)["x-ratelimit-remaining-tokens"] == "600"
+    gate.leave(caller, 600)
+    gate.enter(caller, 1, 60.0)
+    assert headers(gate, caller, 60.0)["x-ratelimit-remaining-tokens"] == "599"
+
+
+def test_a_limit_that_was_changed_meanwhile_is_not_undone():
+    gate = Gate()
+    gate.enter(Caller(id="a", tokens_per_minute=600), 500, 0.0)
+    narrow = Caller(id="a", tokens_per_minute=60)
+    gate.enter(narrow, 60, 0.0)
+    gate.leave(Caller(id="a", tokens_per_minute=600), 400)
+    assert headers(gate, narrow, 0.0)["x-ratelimit-remaining-tokens"] == "60"
+
+
+def headers(gate, caller, now):
+    return {name.decode(): value.decode() for name, value in gate.headers(caller, now)}
+
+
+def test_headers_tell_limit_rest_and_the_time_until_all_is_back():
+    gate = Gate()
+    caller = Caller(id="a", requests_per_minute=60, tokens_per_minute=600)
+    gate.enter(caller, 900, 0.0)
+    assert headers(gate, caller, 0.0) == {
+        "x-ratelimit-limit-requests": "60",
+        "x-ratelimit-remaining-requests": "59",
+        "x-ratelimit-reset-requests": "1s",
+        "x-ratelimit-limit-tokens": "600",
+        "x-ratelimit-remaining-tokens": "0",
+        "x-ratelimit-reset-tokens": "1m30s",
+    }
+    assert headers(gate, Caller(id="b", tokens_per_minute=6), 0.0).keys() == {
+        f"x-ratelimit-{name}-tokens" for name in ("limit", "remaining", "reset")
+    }
+    assert gate.headers(ANYONE, 0.0) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0.0, "0ms"),
+        (-1.0, "0ms"),
+        (0.0121, "13ms"),
+        (1.0, "1s"),
+        (6.2, "7s"),
+        (60.0, "1m0s"),
+        (89.5, "1m30s"),
+    ],
+)
+def test_durations_have_the_form_of_openais_headers(seconds, shown):
+    assert duration(seconds) == shown
+
+
+def test_each_of_several_routers_enforces_its_part():
+    limits = {"requests_per_minute": 10, "tokens_per_minute": 1000, "max_requests": 1}
+    key = ApiKey(id="0" * 8, name="alice", sha256="0" * 64, **limits)
+    one = caller_of(key, 3)
+    assert (one.requests_per_minute, one.tokens_per_minute, one.max_requests) == (4, 334, 1)
+    unlimited = ApiKey(id="1" * 8, name="bob", sha256="0" * 64)
+    assert not caller_of(unlimited, 3).has_rates
+    gate = Gate()
+    gate.enter(one, 1, 0.0)
+    with pytest.raises(ApiError, match="limited to 1 requests at once at each of 3 routers"):
+        gate.enter(one, 1, 0.0)
