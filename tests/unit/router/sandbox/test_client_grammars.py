@@ -61,6 +61,7 @@ REFUSED = {
     "token of the vocabulary": ("grammar", 'start: <|im_end|> "a"'),
     "token ids": ("grammar", 'start: <[1-5]> "a"'),
     "token ids between patterns": ("grammar", "start: /a\n/ <[1]> /b\n/"),
+    "what spells token ids": ("grammar", 'start: "<[1]>"'),
     "token ids in an option": ("grammar", 'start: [ <[1]> ] "a"'),
     "schema that is not checked": ("grammar", 'start: %json {"type": "array", "minItems": 100000}'),
     "another grammar": ("grammar", "start: @answer"),
