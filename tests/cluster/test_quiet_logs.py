@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -104,7 +105,8 @@ def test_normal_operation_logs_no_warning_and_streams_outlive_ctrl_c(start_up):
     assert httpx.post(f"{url}/v1/completions", json=body(up), timeout=60).status_code == 200
     time.sleep(2.5)  # several canaries
     counts = httpx.get(f"{url}/metrics").text
-    assert float(counts.partition('baton_canaries_total{outcome="passed"} ')[2].split()[0]) >= 2
+    passed = re.search(r'^baton_canaries_total\{[^}]*outcome="passed"[^}]*\} (\S+)', counts, re.MULTILINE)
+    assert float(passed.group(1)) >= 2
     assert sum(" completed " in line for line in up.lines) == 2, "of the request alone"
     slow = body(up, max_tokens=400, stream=True)
     with httpx.stream("POST", f"{url}/v1/completions", json=slow, timeout=60) as response:
