@@ -84,7 +84,7 @@ def _decode_parts(
         if started is not None:
             yield DECODE, "tokens", started, note.ended
         return
-    if note.ended is not None and not report.decode_ms and not report.handoff_ms:
+    if note.ended is not None and not (report.decode_ms or report.handoff_ms or report.handoff_bytes):
         return  # the first token was the whole answer
     landed = computed
     if not is_local:

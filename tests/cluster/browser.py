@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -26,13 +27,21 @@ def find_chromium():
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
+def _raised(end):
+    """The descriptor under a number above 9."""
+    raised = fcntl.fcntl(end, fcntl.F_DUPFD, 10)
+    os.close(end)
+    return raised
+
+
 class Browser:
     """One process; `page` opens a tab."""
 
     def __init__(self, profile: Path) -> None:
         ours_in, theirs_out = os.pipe()
         theirs_in, ours_out = os.pipe()
-        # the browser reads from descriptor 3 and writes to 4
+        # the browser reads from descriptor 3 and writes to 4, so ours must be others
+        theirs_in, theirs_out = (_raised(end) for end in (theirs_in, theirs_out))
         script = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out} {theirs_in}<&- {theirs_out}>&-'
         command = [
             "bash",
@@ -141,7 +150,7 @@ class Page:
     def key(self, name, text="", modifiers=0):
         """One press of a key."""
         for kind in ("keyDown", "keyUp"):
-            code = {"Enter": 13, "Tab": 9, "Escape": 27}.get(name, 0)
+            code = {"Enter": 13, "Tab": 9, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39}.get(name, 0)
             press = {"key": name, "code": name, "windowsVirtualKeyCode": code, "modifiers": modifiers}
             self.call(
                 "Input.dispatchKeyEvent",
@@ -159,8 +168,14 @@ class Page:
         told = [node for node in nodes if not node.get("ignored")]
         return [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in told]
 
-    def screenshot(self, path):
-        data = self.call("Page.captureScreenshot", format="png")["data"]
+    def screenshot(self, path, *, whole=False):
+        """What the window shows, or with `whole` the page to its end."""
+        more = {}
+        if whole:
+            size = self.run("[innerWidth, document.documentElement.scrollHeight]")
+            clip = {"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1}
+            more = {"captureBeyondViewport": True, "clip": clip}
+        data = self.call("Page.captureScreenshot", format="png", **more)["data"]
         Path(path).write_bytes(base64.b64decode(data))
 
     @property

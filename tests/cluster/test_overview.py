@@ -8,7 +8,7 @@ import socket
 import httpx
 import pytest
 from baton.deploy.keys.api_keys import add
-from baton.router.endpoints.dashboard import PAGE
+from baton.router.endpoints.html_page import PAGES
 from baton.router.scheduling.history import KEPT
 from baton.tests.cluster.router_fakes import BODY, post, until
 from baton.tests.unit.cluster.telemetry.test_metrics import samples
@@ -138,9 +138,11 @@ def test_the_page_is_one_document_and_its_policy_admits_only_its_parts(running):
     assert reply.headers["x-content-type-options"] == "nosniff"
 
 
-def test_a_key_is_sent_in_a_header_and_kept_in_the_tab_only():
-    script = (PAGE / "page.js").read_text()
-    assert re.findall(r".*[sS]torage\.\w+\(\"key\".*", script), "where it is kept"
-    assert not re.findall(r"localStorage\.\w+\(\"key\"", script)
-    for address in re.findall(r"ask\((.*?)\)", script):
-        assert "key" not in address
+def test_a_key_is_sent_in_a_header_and_no_script_puts_it_into_a_store():
+    for path in PAGES.glob("*.js"):
+        script = path.read_text()
+        assert not re.findall(r"sessionStorage|document\.cookie|indexedDB", script), path
+        stored = set(re.findall(r"localStorage\.\w+\((.*?)[,)]", script))
+        assert stored <= {'"theme"', '"single-keys"'}, path
+        for address in re.findall(r"(?:ask|request)\((.*?)\)", script):
+            assert "key" not in address, path

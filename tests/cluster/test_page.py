@@ -1,74 +1,36 @@
-"""The router's page in a real headless Chromium: live, dark and light, on a phone, by keyboard, with a key.
+"""The router's page in a real headless Chromium: what it shows, dark and light, on a desk and on a phone.
 
-    SCREENSHOT=docs/images/page.png pytest -m slow tests/cluster/test_page.py
+    SCREENSHOTS=DIRECTORY pytest tests/cluster/test_page.py
 
-writes what the first test sees to that file.
+writes what the tests of the four looks see to that directory.
 """
 
 import os
+from pathlib import Path
 
-import httpx
 import pytest
-from baton.cluster.protocol.messages import GraphCounts, WorkerStats
-from baton.deploy.keys.api_keys import add
-from baton.tests.cluster.browser import Browser, find_chromium
-from baton.tests.cluster.router_fakes import BODY, post, until
+from baton.tests.cluster.page_checks import LOW_CONTRAST, OVERFLOWING, UNLABELLED
+from baton.tests.cluster.page_rig import (
+    CARDS,
+    LOOKS,
+    NEEDS_CHROMIUM,
+    ROWS,
+    STREAMING,
+    ask,
+    browser,
+    click,
+    decode_stats,
+    fill_history,
+    running,
+    shown,
+    stream_three,
+    text_of,
+)
+from baton.tests.cluster.router_fakes import post
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_chromium() is None, reason="no Chromium here: apt-get install chromium"),
-]
-ROWS = "document.querySelectorAll('#request-table tbody tr').length"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
-
-
-@pytest.fixture
-def running(start):
-    running, script = start()
-    prefill, decode = running.pair(script, card="1: NVIDIA H200")
-    counters = {"tokens": 5000.0, "handoff_bytes": 3e9}
-    decode.stats = WorkerStats(
-        pages_total=64,
-        pages_free=40,
-        running=2,
-        accept_length=2.31,
-        spec_steps=3,
-        graphs=GraphCounts(),
-        counters=counters,
-    )
-    prefill.stats = WorkerStats(
-        pages_total=64, pages_free=58, counters={"prompt_tokens": 9000.0, "bytes": 3e9}
-    )
-    running.prefill, running.decode = prefill, decode
-    return running
-
-
-def shown(page, url):
-    page.open(url + "/")
-    page.until("document.querySelectorAll('#worker-table tbody tr').length === 2", "both workers are shown")
-    return page
-
-
-def text_of(page, selector):
-    return page.run(f"document.querySelector({selector!r}).innerText")
-
-
-def move(running, step):
-    """What the workers say as time goes by."""
-    before = running.decode.stats.counters
-    counters = {
-        "tokens": before["tokens"] + 90.0 * step,
-        "handoff_bytes": before["handoff_bytes"] + 8e6 * step,
-    }
-    running.decode.stats = WorkerStats(
-        pages_total=64, pages_free=40 - step, running=2, accept_length=2.31, spec_steps=3, counters=counters
-    )
+__all__ = ["browser", "running"]  # fixtures
+pytestmark = NEEDS_CHROMIUM
+LINES = "[...document.querySelectorAll('#charts .line')]"
 
 
 def test_workers_rates_and_requests_are_shown_live(browser, running):
@@ -76,25 +38,54 @@ def test_workers_rates_and_requests_are_shown_live(browser, running):
         assert post(running, max_tokens=10 + 9 * count).status_code == 200
     page = shown(browser.page(1280, 900), running.url)
     assert text_of(page, "#state") == "serving"
-    assert "24 of 64" in text_of(page, "#worker-table")
-    assert "2.31 (3 steps)" in text_of(page, "#worker-table")
-    assert "1: NVIDIA H200" in text_of(page, "#worker-table")
+    cards = text_of(page, "#worker-cards")
+    for part in ("38 % 24 of 64", "2.31 of 4", "1: NVIDIA H200", "2 running", running.decode.instance[:8]):
+        assert part in cards, "three rooms, one of which is a canary"
+    assert text_of(page, "#accept") == "2.31"
+    machines = text_of(page, "#machines")
+    for part in ("80 %", "of 140 GiB", "box1 · 2 workers"):
+        assert part in machines
     page.until(f"{ROWS} === 3", "three requests are shown")
-    assert "4.00 KiB in" in text_of(page, "#request-table")
     assert post(running).status_code == 200
     page.until(f"{ROWS} === 4", "a fourth one comes by itself")
     step = 0
-    while not page.run("/[1-9].*MiB\\/s/.test(document.getElementById('handoff').innerText)"):
+    while not page.run(
+        "/[1-9].*iB\\/s/.test(document.querySelector('.decode [data-measure=moved]').innerText)"
+    ):
         step += 1
         assert step < 30, "a rate is shown"
-        move(running, step % 8)
+        running.decode.stats = decode_stats(step)
         page.run("new Promise(done => setTimeout(done, 1000))")
-    assert "tok/s" in text_of(page, "#tokens")
-    assert running.decode.instance[:8] in text_of(page, "#worker-table")
     assert running.decode.instance not in page.run("document.documentElement.outerHTML"), "ids are cut"
     assert page.complaints == []
-    if target := os.environ.get("SCREENSHOT"):
-        page.screenshot(target)
+
+
+@pytest.mark.parametrize(("width", "scheme"), LOOKS)
+def test_each_look_has_contrast_labels_and_no_overflow_while_streaming(browser, running, width, scheme):
+    fill_history(running)
+    connections = stream_three(running)
+    page = browser.page()
+    page.prefer(scheme)
+    page.resize(width, 900 if width > 500 else 844, is_mobile=width < 500)
+    shown(page, running.url)
+    page.until(f"{STREAMING} === 3", "three requests stream")
+    ask(page, "hi")
+    page.until(f"{STREAMING} === 4", "and the one of the page")
+    page.until("document.querySelector('.answer .draft')?.innerText", "the answer begins")
+    assert text_of(page, "#running") == "4"
+    if target := os.environ.get("SCREENSHOTS"):
+        page.screenshot(Path(target) / f"page-{width}-{scheme}.png", whole=width < 500)
+    click(page, "#settings > summary")
+    assert page.run(LOW_CONTRAST) == []
+    assert page.run(UNLABELLED) == []
+    assert page.run(OVERFLOWING) == []
+    click(page, "#request-table button")
+    page.until("!!document.querySelector('#story[open] .waterfall rect')", "the waterfall opens")
+    assert page.run(LOW_CONTRAST) == []
+    assert page.run(OVERFLOWING) == []
+    assert page.complaints == []
+    for connection in connections:
+        connection.close()
 
 
 def test_dark_and_light_follow_the_system_until_the_user_chooses(browser, running):
@@ -106,172 +97,82 @@ def test_dark_and_light_follow_the_system_until_the_user_chooses(browser, runnin
     light = page.run(back)
     assert dark != light
     for theme, colour in (("light", light), ("dark", dark)):
-        page.run("document.getElementById('theme').click()")
+        click(page, "#theme")
         assert text_of(page, "#theme") == f"Theme: {theme}"
         assert page.run(back) == colour
     shown(page, running.url)
     assert page.run(back) == dark, "remembered"
     page.run("localStorage.clear()")
-    for scheme in ("light", "dark"):
-        page.prefer(scheme)
-        shown(page, running.url)
-        assert page.run(LOW_CONTRAST) == [], scheme
 
 
-LOW_CONTRAST = """(() => {
-  const lum = (c) => { const [r, g, b] = c.map(v => (v /= 255) <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
-                       return .2126 * r + .7152 * g + .0722 * b; };
-  const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
-  const back = (e) => { for (; e; e = e.parentElement) { const c = rgb(getComputedStyle(e).backgroundColor);
-                        if (c.length < 4 || c[3] > 0) return c.slice(0, 3); } return [255, 255, 255]; };
-  return [...document.querySelectorAll('#main *, header *')].filter(e => e.checkVisibility() && e.childElementCount === 0
-      && e.innerText?.trim()).flatMap(e => {
-    const [a, b] = [lum(rgb(getComputedStyle(e).color).slice(0, 3)), lum(back(e))].sort((x, y) => y - x);
-    return (a + .05) / (b + .05) < 4.5 ? [e.innerText] : []; });
-})()"""  # noqa: E501
-
-
-def test_a_phone_needs_no_sideways_scrolling(browser, running):
-    assert post(running).status_code == 200
-    page = browser.page()
-    page.resize(360, 740, is_mobile=True)
-    shown(page, running.url)
-    page.until(f"{ROWS} === 1", "the request is shown")
-    width, most = page.run("[document.documentElement.scrollWidth, innerWidth]")
-    assert width <= most
-    assert page.run("[...document.querySelectorAll('td')].every(cell => cell.dataset.label)"), (
-        "cells name their column"
+def test_a_reload_shows_the_last_fifteen_minutes_at_once(browser, running):
+    fill_history(running)
+    page = shown(browser.page(), running.url)
+    assert page.run("document.querySelectorAll('#charts svg').length") == 4
+    lengths = f"{LINES}.map(line => line.getAttribute('d').split('L').length)"
+    assert min(page.run(lengths)) > 400, "with the first look"
+    labels = page.run(
+        "[...document.querySelectorAll('#charts svg')[0].querySelectorAll('text')].map(t => t.textContent)"
     )
-    small = (
-        "[...document.querySelectorAll('header button')].filter(b => b.checkVisibility() && "
-        "b.offsetHeight < 24).length"
-    )
-    assert page.run(small) == 0
+    assert {"0", "\u221215 min", "\u22125 min", "now"} <= set(labels)
+    assert any(label.isdigit() and int(label) >= 100 for label in labels), "the axis has numbers"
+    assert page.run("document.querySelectorAll('.worker .spark .line').length") >= 6
+    click(page, '.spans [data-minutes="1"]')
+    points = page.run("document.querySelector('#charts .line').getAttribute('d').match(/L/g).length")
+    assert 25 <= points <= 31, "a minute has thirty points"
+    page.run("document.querySelector('#charts svg').focus()")
+    for _ in range(3):
+        page.key("ArrowLeft")
+    assert page.run("document.querySelector('#charts svg').getAttribute('aria-label')").endswith("6 s ago")
 
 
-def test_a_requests_timeline_opens_and_closes_by_keyboard_in_place(browser, running):
+def test_the_waterfall_has_each_part_at_its_offset(browser, running):
     assert post(running).status_code == 200
     page = shown(browser.page(), running.url)
     page.until(f"{ROWS} === 1", "the request is shown")
-    focused = "document.activeElement.innerText"
+    click(page, "#request-table button")
+    page.until("!!document.querySelector('#story[open] .waterfall rect')", "it opens")
+    names = page.run(
+        "[...document.querySelectorAll('.waterfall li:not(.scale) .name')].map(e => e.innerText)"
+    )
+    assert names[:3] == ["read, tokenize", "router queue", "prefill"]
+    assert "hand-off" in names
+    starts = page.run(
+        "[...document.querySelectorAll('.waterfall rect')].map(e => Number(e.getAttribute('x')))"
+    )
+    assert starts == sorted(starts)
+    assert starts[-1] > starts[0]
+    assert f"{running.prefill.instance[:8]} → {running.decode.instance[:8]}: ok" in text_of(page, "#story")
+
+
+def test_many_workers_and_requests_stay_short_until_asked(browser, start):
+    running, script = start()
+    running.pair(script)
+    for _ in range(7):
+        running.add("prefill", script.prefill)
+        running.add("decode", script.decode)
     for _ in range(12):
-        page.key("Tab")
-        if page.run("document.activeElement.closest('#request-table') !== null"):
-            break
-    name = page.run(focused)
-    assert len(name) == 8
-    assert post(running).status_code == 200
-    page.until(f"{ROWS} === 2", "a newer request is above it")
-    assert page.run(focused) == name, "focus stays while rows come"
-    page.key("Enter", "\r")
-    page.until("document.getElementById('story').open", "the story opens")
-    story = text_of(page, "#story")
-    assert f"Request {name}: ok" in story
-    assert "attempt 1" in story
-    assert "4.00 KiB in" not in story.partition("attempt")[2]
-    assert running.prefill.instance[:8] in story
-    page.key("Escape")
-    page.until("!document.getElementById('story').open", "it closes")
-    assert page.run(focused) == name, "and focus is where it was"
-    assert page.complaints == []
-
-
-def test_every_element_has_a_label_for_screen_readers(browser, running):
-    assert post(running).status_code == 200
-    page = shown(browser.page(), running.url)
-    page.until(f"{ROWS} === 1", "the request is shown")
-    told = page.accessible()
-    roles = {role for role, _ in told}
-    assert {
-        "banner",
-        "main",
-        "table",
-        "columnheader",
-        "rowheader",
-        "heading",
-        "status",
-        "button",
-        "meter",
-    } <= roles
-    assert ("table", "Workers, with their load") in told
-    assert ("table", "Recent requests, the newest first") in told
-    assert all(
-        name
-        for role, name in told
-        if role in ("button", "meter", "heading", "table", "columnheader", "textbox")
-    )
-    assert ("status", "") in told or any(role == "status" for role, _ in told)
-    assert page.run("document.documentElement.lang") == "en"
-
-
-def test_a_pause_stops_the_polling(browser, running):
-    page = shown(browser.page(), running.url)
-    page.run("document.getElementById('pause').click()")
-    assert page.run("document.getElementById('pause').ariaPressed") == "true"
-    page.run("new Promise(done => setTimeout(done, 300))")
-    asked = "performance.getEntriesByType('resource').length"
-    count = page.run(asked)
-    page.run("new Promise(done => setTimeout(done, 2500))")
-    assert page.run(asked) == count
-    page.run("document.getElementById('pause').click()")
-    page.until(f"{asked} > {count} + 2", "it asks again")
-
-
-def test_a_lost_router_is_shown_and_reconnected(browser, running):
-    page = shown(browser.page(), running.url)
-    page.call("Network.enable")
-    offline = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
-    page.call("Network.emulateNetworkConditions", offline=True, **offline)
-    page.until("document.getElementById('state').innerText === 'router cannot be reached'", "it is told")
-    page.call("Network.emulateNetworkConditions", offline=False, **offline)
-    page.until("document.getElementById('state').innerText === 'serving'", "it is back")
-
-
-def test_with_keys_the_page_asks_for_one_and_never_puts_it_into_an_address(browser, start, tmp_path):
-    path = tmp_path / "api.json"
-    key = add(path, {"name": "eve", "operator": True})[0]
-    running, script = start(api_keys=str(path))
-    running.pair(script)
-    headers = {"authorization": f"Bearer {key}"}
-    assert httpx.post(running.url + "/v1/chat/completions", json=BODY, headers=headers).status_code == 200
+        assert post(running).status_code == 200
     page = browser.page()
+    page.resize(390, 844, is_mobile=True)
     page.open(running.url + "/")
-    page.until("!document.getElementById('login').hidden", "it asks for a key")
-    assert page.run("document.getElementById('main').hidden")
-    assert page.run("document.activeElement.id") == "key"
-    page.type("bk-00000000-wrong")
-    page.key("Enter", "\r")
-    page.until(
-        "document.getElementById('refused').innerText === 'This key is not valid.'", "a wrong key is told"
-    )
-    page.type(key)
-    page.key("Enter", "\r")
-    page.until("document.querySelectorAll('#worker-table tbody tr').length === 2", "the workers are shown")
-    page.until(f"{ROWS} === 1", "the request is shown")
-    addresses = page.run("[location.href, ...performance.getEntriesByType('resource').map(e => e.name)]")
-    assert all(key not in address for address in addresses)
-    assert page.run("document.documentElement.outerHTML.includes('bk-')") is False
-    assert page.run("[document.cookie, JSON.stringify(localStorage)]") == ["", '{"theme":"auto"}']
-    page.run("document.getElementById('forget').click()")
-    page.until("!document.getElementById('login').hidden", "forgotten")
-    assert until(lambda: page.run("sessionStorage.length") == 0, "nothing is kept")
+    page.until(f"{CARDS} === 12", "twelve of sixteen workers")
+    page.until(f"{ROWS} === 4", "four of twelve requests")
+    assert text_of(page, "#more-workers") == "Show 4 more workers"
+    click(page, "#more-workers")
+    click(page, "#more-requests")
+    page.until(f"{CARDS} === 16 && {ROWS} === 12", "all of them")
+    assert page.run(OVERFLOWING) == []
+    assert text_of(page, "#more-requests") == "Show fewer requests"
 
 
-def test_a_tenant_s_key_shows_its_own_requests_and_nothing_of_the_cluster(browser, start, tmp_path):
-    path = tmp_path / "api.json"
-    alice, bob = (add(path, {"name": name})[0] for name in ("alice", "bob"))
-    running, script = start(api_keys=str(path))
-    running.pair(script)
-    for key in (alice, alice, bob):
-        headers = {"authorization": f"Bearer {key}"}
-        assert httpx.post(running.url + "/v1/chat/completions", json=BODY, headers=headers).status_code == 200
+def test_a_phone_page_with_a_pair_is_short(browser, running):
+    for _ in range(10):
+        assert post(running).status_code == 200
     page = browser.page()
-    page.open(running.url + "/")
-    page.until("!document.getElementById('login').hidden", "it asks for a key")
-    page.type(bob)
-    page.key("Enter", "\r")
-    page.until(f"{ROWS} === 1", "its own request is shown")
-    assert page.run("document.getElementById('state').innerText") == "own requests"
-    assert "This key shows its own requests" in text_of(page, "main")
-    assert page.run("document.getElementById('worker-table').checkVisibility()") is False
-    assert page.run("document.querySelectorAll('#worker-table tbody tr').length") == 0
+    page.resize(390, 844, is_mobile=True)
+    shown(page, running.url)
+    page.until(f"{ROWS} === 4", "requests are shown")
+    assert page.run("document.documentElement.scrollHeight") < 3400
+    buttons = "[...document.querySelectorAll('header button')].filter(b => b.checkVisibility())"
+    assert page.run(f"{buttons}.filter(b => b.offsetHeight < 24).length") == 0
