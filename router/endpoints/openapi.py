@@ -1,10 +1,9 @@
-"""The OpenAPI document, generated from the types that the server reads and writes, and an HTML page of it.
+"""The OpenAPI document, generated from the types that the server reads and writes.
 
 Of request bodies it shows the fields that work or are ignored; `api/fields` lists the others.
 """
 
-import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +38,6 @@ from ..scheduling.load_history import HistoryView
 from .status import ModelCard, ModelList, Status, VersionReply
 
 REF = "#/components/schemas/{name}"
-PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 Json = dict[str, Any]
 INNER = (
     RequestMessage,
@@ -314,72 +312,3 @@ def _event(chunk: type, error: type) -> Json:
 
 def _ref(kind: type) -> Json:
     return {"$ref": REF.format(name=kind.__name__)}
-
-
-# --- the page -----------------------------------------------------------------------------------------------
-
-
-def page_of(document: Json) -> str:
-    """The document as one HTML page that loads nothing."""
-    operations = [(path, *way) for path, ways in document["paths"].items() for way in ways.items()]
-    parts = [_section(path, method, made, document) for path, method, made in operations]
-    title = html.escape(f"{document['info']['title']}")
-    return PAGE.format(title=title, sections="\n".join(parts))
-
-
-def _section(path: str, method: str, made: Json, document: Json) -> str:
-    needs = " Needs an API key." * ({} not in made["security"] and bool(made["security"]))
-    lines = [f"<h2>{method.upper()} {html.escape(path)}</h2><p>{html.escape(made['summary'])}{needs}</p>"]
-    body = made.get("requestBody")
-    if body is not None:
-        name = body["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[-1]
-        lines += _table(("field", "type", ""), _rows_of(document["components"]["schemas"][name]))
-    asked = [field for field in made.get("parameters", ()) if field["in"] == "header"]
-    headers = [(field["name"], _type_of(field["schema"]), field["description"]) for field in asked]
-    lines += _table(("header", "type", ""), headers) if headers else []
-    statuses = [(code, "", answer["description"]) for code, answer in made["responses"].items()]
-    return "\n".join([*lines, *_table(("status", "", ""), statuses)])
-
-
-def _rows_of(schema: Json) -> Iterator[tuple[str, str, str]]:
-    required = schema.get("required", [])
-    for name, field in schema["properties"].items():
-        yield name + (" *" if name in required else ""), _type_of(field), field.get("description", "")
-
-
-def _type_of(schema: Json) -> str:
-    if "anyOf" in schema:
-        return " or ".join(_type_of(part) for part in schema["anyOf"] if part != {"type": "null"})
-    if "enum" in schema:
-        return ", ".join(str(value) for value in schema["enum"])
-    if "$ref" in schema:
-        return str(schema["$ref"]).rsplit("/", 1)[-1]
-    if "items" in schema:
-        return f"list of {_type_of(schema['items'])}" if schema["items"] else "list"
-    return str(schema.get("type", "any"))
-
-
-def _table(
-    heads: Sequence[str], rows: Iterator[tuple[str, str, str]] | Sequence[tuple[str, str, str]]
-) -> list[str]:
-    made = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return ["<table><tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>" + made + "</table>"]
-
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}: API</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto;
-        padding: 0 1rem; color: #222; }}
-table {{ border-collapse: collapse; width: 100%; margin: 0.5rem 0 1rem; }}
-td, th {{ border: 1px solid #ccc; padding: 0.2rem 0.5rem; text-align: left; vertical-align: top; }}
-td:first-child {{ font-family: monospace; white-space: nowrap; }}
-h2 {{ font: bold 1.1rem monospace; margin-top: 2rem; }}
-</style></head><body>
-<h1>{title}</h1>
-<p>Required fields bear a star. The machine-readable form is <a href="/openapi.json">/openapi.json</a>.</p>
-{sections}
-</body></html>
-"""

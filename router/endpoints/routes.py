@@ -40,8 +40,9 @@ from ..http.auth import must_ask, must_be_at_home, must_operate, must_see_all
 from ..http.exchange import App, ClientGone, Exchange, RawHeaders, send
 from ..http.rate_limits import Caller
 from .dashboard import Dashboard
+from .docs_page import docs_page
 from .idempotency import Begin, checked_key, digest_of, seed_of
-from .openapi import PAGE_POLICY, openapi_of, page_of
+from .openapi import openapi_of
 from .service import Call, Service
 from .status import ModelCard, ModelList, VersionReply, metrics_of, status_of, why_not_ready
 
@@ -68,7 +69,7 @@ class Routes:
         self._reader = BodyReader(ignores_unknown=ignores_unknown)
         self._started = service.clock()
         document = openapi_of(service.served_model, is_keyed=is_keyed)
-        self._document, self._page = msgspec.json.encode(document), page_of(document)
+        self._document, self._docs = msgspec.json.encode(document), docs_page(document)
         dashboard = Dashboard(service.dispatcher.history, service.dispatcher.load_history)
         self._posts: dict[str, Handler] = {
             "/v1/chat/completions": self.chat,
@@ -182,8 +183,7 @@ class Routes:
         await send(exchange, self._document)
 
     async def docs(self, exchange: Exchange) -> None:
-        headers = {"content-type": "text/html; charset=utf-8", "content-security-policy": PAGE_POLICY}
-        await send(exchange, self._page.encode(), headers=headers)
+        await send(exchange, self._docs.body, headers=self._docs.headers)
 
     def _read(self, raw: bytes, kind: type[B], call: Call) -> tuple[B, Call]:
         """The checked body, and the call with the fields that were left out of it. Raises ApiError."""

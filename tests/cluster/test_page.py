@@ -156,9 +156,9 @@ def test_many_workers_and_requests_stay_short_until_asked(browser, start):
     page = browser.page()
     page.resize(390, 844, is_mobile=True)
     page.open(running.url + "/")
-    page.until(f"{CARDS} === 12", "twelve of sixteen workers")
+    page.until(f"{CARDS} === 4", "four of sixteen workers")
     page.until(f"{ROWS} === 4", "four of twelve requests")
-    assert text_of(page, "#more-workers") == "Show 4 more workers"
+    assert text_of(page, "#more-workers") == "Show 12 more workers"
     click(page, "#more-workers")
     click(page, "#more-requests")
     page.until(f"{CARDS} === 16 && {ROWS} === 12", "all of them")

@@ -5,7 +5,6 @@ const FEW_ON_A_PHONE = 4;
 const LANES = { router: "router", prefill: "prefill", "hand-off": "handoff", decode: "decode" };
 const PARTS = { "router read and tokenize": "read, tokenize", "router queue": "router queue", "prefill queue": "prefill queue", "prefill prompt": "prefill", "decode prompt": "prompt on decode", "decode tokens": "decode" };
 const seenRequests = { told: null, isWhole: false, story: "" };
-const phone = matchMedia("(max-width: 40rem)");
 
 function tone(request) {
   if (request.outcome === null) return "";

@@ -1,16 +1,19 @@
 // A card for each worker and for each machine: load, KV pages, accept length, CPU, GPU.
 
 const CARDS = 12; // shown at first
+const CARDS_ON_A_PHONE = 4;
+const phone = matchMedia("(max-width: 40rem)");
 const SPARKS = { pages: "pages_permille", tokens: "tokens_per_s", accept: "accept_length_percent", moved: "handoff_kib_per_s" };
 const seenWorkers = { all: [], isWhole: false };
 
 function showWorkers(workers) {
   const order = (w) => `${w.role === "decode" ? 1 : 0} ${w.instance}`;
   seenWorkers.all = [...workers].sort((a, b) => (order(a) < order(b) ? -1 : 1));
-  const visible = seenWorkers.isWhole ? seenWorkers.all : seenWorkers.all.slice(0, CARDS);
+  const few = phone.matches ? CARDS_ON_A_PHONE : CARDS;
+  const visible = seenWorkers.isWhole ? seenWorkers.all : seenWorkers.all.slice(0, few);
   at("no-workers").hidden = workers.length > 0;
   fill(at("worker-cards"), visible, (w) => short(w.instance), newWorker, showWorker);
-  showMore("more-workers", workers.length - CARDS, seenWorkers.isWhole, "workers");
+  showMore("more-workers", workers.length - few, seenWorkers.isWhole, "workers");
   showMachines(workers);
   showWorkerCharts();
 }
