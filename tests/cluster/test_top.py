@@ -1,18 +1,28 @@
 """`baton top` against a real router, and what it says when there is none."""
 
+import fcntl
 import http.server
 import io
 import json
+import os
+import pty
+import re
+import select
 import socket
+import struct
+import subprocess
+import sys
+import termios
 import threading
 from dataclasses import replace
 
 import pytest
 from baton.cluster.errors import ConfigError
 from baton.cluster.protocol.messages import WorkerStats
-from baton.deploy.cli import top
+from baton.deploy.cli import top, top_view
 from baton.deploy.cli.client import KEY_VARIABLE
-from baton.deploy.cli.top import Look, Rates, clients_of, main, render
+from baton.deploy.cli.top import clients_of, main
+from baton.deploy.cli.top_view import Look, Rates, View, render
 from baton.deploy.keys.api_keys import add
 from baton.tests.cluster.router_fakes import post, until
 from msgspec import structs
@@ -49,7 +59,7 @@ def free_url():
 
 def text_of(looks, rates=None, width=140):
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(render(looks, rates or Rates()))
+    console.print(render(looks, rates or Rates(), View(width=width)))
     return console.export_text()
 
 
@@ -179,3 +189,109 @@ def test_addresses_that_name_no_router_are_refused():
     for urls in ("", ",", "nowhere", "http://a b"):
         with pytest.raises(ConfigError):
             clients_of(urls)
+
+
+def many_workers(seen, number=40):
+    """The same look with so many workers of each role."""
+    workers = [
+        structs.replace(worker, instance=f"{i:08x}{worker.instance[8:]}", counters={"tokens": 100.0 * i})
+        for worker in seen.status.workers
+        for i in range(number)
+    ]
+    return replace(seen, status=structs.replace(seen.status, workers=workers))
+
+
+@pytest.mark.parametrize("width", [140, 100, 80, 60, 40])
+def test_every_cell_is_whole_at_any_width(running, width):
+    seen = looked(running)
+    text = text_of([seen], width=width)
+    assert "…" not in text
+    decode = next(line for line in text.splitlines() if line.startswith("decode"))
+    assert seen.status.workers[1].instance[:8] in text
+    heads = next(line for line in text.splitlines() if line.startswith("role")).split()
+    assert heads[:2] == ["role", "worker"]
+    if width >= 80:
+        assert {"state", "run", "pages", "tok/s", "accept"} <= set(heads)
+        assert "24/64" in decode
+        assert "serving" in decode
+        requests = next(line for line in text.splitlines() if line.startswith("request")).split()
+        assert {"state", "age", "prompt", "output", "ttft", "tpot", "accept"} <= set(requests)
+
+
+@pytest.mark.parametrize("height", [12, 24, 50])
+def test_many_workers_fit_the_height_and_the_others_are_counted(running, height):
+    seen = many_workers(looked(running))
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(render([seen], Rates(), View(width=80, height=height)))
+    text = console.export_text()
+    assert len(text.splitlines()) <= height
+    shown = sum(line.startswith(("prefill", "decode")) for line in text.splitlines())
+    assert shown >= 1
+    assert f"... and {80 - shown} more workers" in text
+
+
+def test_workers_are_sorted_by_the_key_of_choice(running):
+    seen, rates = many_workers(looked(running), 3), Rates()
+
+    def first(sort, at):
+        console = Console(width=120, record=True, file=io.StringIO())
+        console.print(render([replace(seen, at=at)], rates, View(width=120, sort=sort)))
+        rows = [line for line in console.export_text().splitlines() if line.startswith(("prefill", "decode"))]
+        return rows[0].split()[0]
+
+    assert first("role", 0.0) == "prefill"
+    assert first("accept", 1.0) == "decode", "prefill has no accept length"
+    assert first("pages", 2.0) == "decode", "its pages are in use"
+
+
+def test_sparklines_show_five_minutes_of_the_router_s_history(running):
+    assert until(lambda: looked(running).history.router["ended"].count(1), "a point with the request")
+    assert "ttft" in text_of([looked(running)], width=80)
+    series = [None] * 60 + [0] * 30 + [100] * 60
+    line = top_view.trend(series, 10)
+    assert line == "    ▁▁████"
+    assert top_view.trend([], 4) == "    "
+    past = top_view.HistoryPart(0, 9, {"running": [1] * 10}, [])
+    newer = top_view.HistoryPart(10, 11, {"running": [2, 2]}, [])
+    assert top_view.joined(past, newer).router["running"] == [1] * 10 + [2, 2]
+    after_a_gap = top_view.HistoryPart(20, 21, {"running": [3, 3]}, [])
+    assert top_view.joined(past, after_a_gap).router["running"] == [3, 3]
+
+
+def test_q_quits_and_s_changes_the_order(running):
+    """In a terminal of 80 columns."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [sys.executable, "-m", "baton", "top", "--url", running.url, "--every", "30"]
+    before = termios.tcgetattr(slave)
+    child = subprocess.Popen(
+        command, stdin=slave, stdout=slave, stderr=slave, env={**os.environ, "TERM": "xterm-256color"}
+    )
+    try:
+        screen = Screen(master)
+        screen.read_until("q quit   s sort by role")
+        os.write(master, b"s")
+        screen.read_until("s sort by tok/s")
+        os.write(master, b"q")
+        assert child.wait(20) == 0
+        assert termios.tcgetattr(slave) == before, "the terminal is as it was"
+    finally:
+        child.kill()
+        child.wait()
+        os.close(master)
+        os.close(slave)
+
+
+class Screen:
+    """What a program wrote to a terminal."""
+
+    def __init__(self, master):
+        self._master, self._text = master, ""
+
+    def read_until(self, words):
+        def more():
+            if select.select([self._master], [], [], 0.1)[0]:
+                self._text += os.read(self._master, 1 << 16).decode(errors="replace")
+            return words in re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", self._text)
+
+        until(more, f"the terminal shows {words!r}", timeout=30.0)

@@ -47,7 +47,7 @@ PACES = {
     "deploy.cli.findings.MAX_SKEW_S", "deploy.cli.findings.STALE_S", "deploy.cli.pull_test.SILENCE_S",
     "deploy.cli.pull_test.SERVE_S", "deploy.cli.pull_test.MEASURE_S",
     "deploy.cli.doctor.ANSWER_S", "deploy.cli.client.SILENCE_S", "deploy.cli.top.ANSWER_S",
-    "deploy.cli.top.WINDOW_S",
+    "deploy.cli.top_view.WINDOW_S",
     "SWITCH_INTERVAL_S", "deploy.packaging.units.SETTLE_S", "deploy.up.gpu_list.PROBE_S",
 }  # fmt: skip
 

@@ -53,7 +53,7 @@ function count(value) {
 
 function ms(value) {
   if (value === null || value === undefined) return none;
-  if (value >= 10000) return `${(value / 1000).toFixed(1)} s`;
+  if (value >= 1000) return `${(value / 1000).toFixed(value >= 10000 ? 1 : 2)} s`;
   if (value >= 100) return `${value.toFixed(0)} ms`;
   return value === 0 ? "0 ms" : `${value.toFixed(value >= 10 ? 1 : 2)} ms`;
 }

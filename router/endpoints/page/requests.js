@@ -87,7 +87,7 @@ function partOf(choice, i, number) {
   const facts = [
     ["prompt", `${choice.prompt_tokens} tokens, ${t.cached_tokens ?? 0} cached`],
     ["output", `${choice.output_tokens} tokens, first after ${ms(t.ttft_ms)}, then ${ms(t.tpot_ms)} each`],
-    ["hand-off", t.handoff_bytes ? `${bytes(t.handoff_bytes)} in ${t.handoff_blocks} blocks over ${t.handoff_transport}` : none],
+    ["hand-off", t.handoff_bytes ? `${bytes(t.handoff_bytes)} in ${t.handoff_blocks} ${t.handoff_blocks === 1 ? "block" : "blocks"} over ${t.handoff_transport}` : none],
     ["drafts", t.verify_steps ? `${t.accepted} of ${t.drafted} accepted in ${t.verify_steps} verifies` : none],
   ];
   for (const a of t.attempt_log) {
