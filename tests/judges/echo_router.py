@@ -31,8 +31,8 @@ class Saying(Script):
 
 
 @contextlib.contextmanager
-def saying_router(directory: Path, model_dir: Path) -> Iterator[RunningRouter]:
-    running = RunningRouter(directory, model_dir=model_dir)
+def saying_router(directory: Path, model_dir: Path, **settings: str) -> Iterator[RunningRouter]:
+    running = RunningRouter(directory, model_dir=model_dir, **settings)
     try:
         running.pair(Saying(running.tokenizer), max_context=8192, pages_total=PAGES)
         for worker in running.workers:

@@ -5,6 +5,7 @@
     frameworks     litellm, LlamaIndex and OpenAI's agents SDK: what their guides show first
     clients        langchain-openai, instructor and llm: what their guides show first
     open-webui     the requests that its source makes of an OpenAI-compatible server
+    page           a page of another origin in Chromium, with the JavaScript clients of OpenAI and Anthropic
     schemathesis   requests made from the server's own OpenAPI document: no answer may be a server error, or
                    not be in it
     JSONTestSuite  its bodies to every address that takes one: no hang, no crash, no server error
@@ -38,9 +39,11 @@ import psutil
 import torch
 from baton.deploy.keys.api_keys import add
 from baton.deploy.up.launcher import Cluster
+from baton.tests.cluster.browser import find_chromium
 from baton.tests.cluster.router_fakes import MODEL, save_tokenizer
 from baton.tests.cluster.serving import served_model, serving
 from baton.tests.judges.echo_router import saying_router
+from baton.tests.judges.foreign_page import judged_by_a_page
 from baton.tests.judges.raw_http import judged
 from baton.tests.parity.toy_models import reference_logits, reference_model, write_toy_checkpoint
 
@@ -123,6 +126,12 @@ def open_webui(bench: Bench) -> Verdict:
         done = bench.run(BIN / "python", HERE / "open_webui_calls.py", saying.url, MODEL)
     lines = done.stdout.strip().splitlines()
     return Verdict("open-webui", done.returncode == 0, lines[-1] if lines else done.stderr[-300:])
+
+
+def page(bench: Bench) -> Verdict:
+    if find_chromium() is None:
+        return Verdict("page", False, "no Chromium: install the package chromium")
+    return Verdict("page", *judged_by_a_page(bench.scratch, bench.model_dir))
 
 
 def schemathesis(bench: Bench) -> Verdict:
@@ -319,6 +328,7 @@ JUDGES: dict[str, Callable[[Bench], Verdict]] = {
     "frameworks": partial(with_told_answers, "frameworks", FRAMEWORKS, "framework_calls.py"),
     "clients": partial(with_told_answers, "clients", CLIENTS, "client_calls.py"),
     "open-webui": open_webui,
+    "page": page,
     "schemathesis": schemathesis,
     "JSONTestSuite": json_test_suite,
     "raw-http": raw_http,
