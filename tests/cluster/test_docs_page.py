@@ -64,8 +64,13 @@ def test_the_contents_lead_to_sections_and_can_be_filtered(browser, running):
     links = "[...document.querySelectorAll('.contents a')]"
     assert page.run(f"{links}.every(a => document.getElementById(a.hash.slice(1)))")
     page.run("document.getElementById('filter').focus()")
-    page.type("token_strs")
-    page.until(f"{links}.filter(a => a.checkVisibility()).length === 1", "one operation has this field")
+    page.type("return_token_strs")
+    shown = f"{links}.filter(a => a.checkVisibility()).map(a => a.hash)"
+    page.until(f"{shown}.length < 5", "few operations have this field")
+    assert "#post-tokenize" in page.run(shown)
+    assert "#get-health" not in page.run(shown)
+    visible = "[...document.querySelectorAll('section')].filter(e => e.checkVisibility()).length"
+    assert page.run(visible) == len(page.run(shown))
 
 
 def test_with_keys_an_example_needs_one_and_it_stays_in_memory(browser, start, tmp_path):
