@@ -49,6 +49,7 @@ REQUIRED = {
         "SlabBlock": "room epoch instance block size digest slab slot lease_ms",
         "SlabGrant": "instance token slab num_slots slot_bytes",
         "SlabDenied": "instance token reason",
+        "RouterGoodbye": "instance",
         "TokenItem": "room epoch seq ids",
         "TokenLogprob": "logprob",
         "PromptRows": "count digest",

@@ -44,7 +44,10 @@ OLD = {
     ),
     Prefill: ("room", "epoch", "instance", "prompt_ids", "num_output", "sampling", "deadline_ms"),
 }  # fmt: skip
-HARMLESS = ("traceparent", "tracestate", "may_record")  # without which the answer is the same
+# without which the answer is the same
+HARMLESS = (
+    "traceparent", "tracestate", "may_record", "request_id", "priority", "expected_output", "granted_output",
+)  # fmt: skip
 
 
 class Fleet(World):
@@ -122,7 +125,7 @@ def test_a_pair_with_an_older_worker_is_no_pair_for_a_new_field(old):
         .add("p1", takes=() if old == "p1" else YOUNG_FIELDS)
         .add("d1", takes=() if old == "d1" else YOUNG_FIELDS)
     )
-    with pytest.raises(ApiError, match="does not know response_format and tools"):
+    with pytest.raises(ApiError, match="does not know response_format, tools and other grammars"):
         fleet.ask(**ASKING["grammar"])
     assert fleet.asked() == set()
 
@@ -145,7 +148,7 @@ def test_a_request_that_failed_is_not_put_on_older_workers_the_next_time():
     fleet.lose("p2", "d2")
     [broken] = [event for event in events(inbox) if isinstance(event, Failure)]
     assert broken.kind == "NoWorkers"
-    assert "does not know response_format and tools" in broken.message
+    assert "does not know response_format, tools and other grammars" in broken.message
     assert fleet.asked() == {"p2", "d2"}
 
 
