@@ -75,9 +75,10 @@ def test_two_servers_are_compared_with_a_table_json_and_a_chart(start, tmp_path,
 
 
 def test_metrics_of_routers_behind_one_port_are_read_at_their_own(start, capsys):
-    one, script = start(share_port=True, own_port=free_port("127.0.0.1"))
+    shared = {"share_port": True, "access_log": False}  # standard error has the lines of the bench alone
+    one, script = start(own_port=free_port("127.0.0.1"), **shared)
     one.pair(script)
-    two, script = start(share_port=True, port=one.router.port, own_port=free_port("127.0.0.1"))
+    two, script = start(port=one.router.port, own_port=free_port("127.0.0.1"), **shared)
     two.pair(script)
     until(lambda: all(running.router._server._listening for running in (one, two)), "both listen")
     urls = f"{one.router.own_url},{two.router.own_url}"
