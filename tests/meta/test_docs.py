@@ -24,8 +24,8 @@ from baton.tests.faults.rows import load
 from baton.tests.sim.cluster_talk import as_json, of_one_request, talk
 
 ROOT = Path(__file__).resolve().parents[2]
-PROTOCOL, RUNBOOK, ROUTER, ARCHITECTURE = (
-    ROOT / "docs" / name for name in ("protocol.md", "runbook.md", "router.md", "architecture.md")
+PROTOCOL, RUNBOOK, ROUTER, ARCHITECTURE, FAILURES = (
+    ROOT / "docs" / f"{name}.md" for name in ("protocol", "runbook", "router", "architecture", "failures")
 )
 PAGES = (
     "api.md", "development.md", "failures.md", "gpu.md", "guarantees.md", "metrics.md", "operate.md",
@@ -219,6 +219,8 @@ def test_the_documented_request_matches_a_simulated_one():
 def test_every_row_of_the_fault_table_is_explained_and_no_other():
     told = {name.strip() for row in rows(section(RUNBOOK, "## Symptoms")) for name in row[4].split(",")}
     assert told == set(load())
+    results = [tuple(row[:3]) for row in rows(section(FAILURES, "## Results"))]
+    assert results == [(row.name, row.fault, row.criterion) for row in load().values()]
 
 
 def test_every_error_code_that_is_named_is_one_of_the_router():
