@@ -73,6 +73,7 @@ class Admission:
             is_local=is_local,
             claim=claim,
             granted_pages=self.growth.granted_pages(request, claim),
+            covered_output=self.growth.covered_output(request),
         )
 
     def _give_back(self, request: Request, reason: str) -> Refusal:

@@ -13,6 +13,7 @@ within the grant. The router doubles the grant with every retraction, so no requ
 progress, and after a few times it holds its whole output.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from ..cluster.protocol.expected_output import expected_left
@@ -20,7 +21,7 @@ from ..engine.kv.page_table import pages_for
 from ..engine.kv.pool import PoolExhausted
 from ..engine.loader import Engine
 from ..engine.request import Request
-from .queues import DecodeQueues, DecodeRoom, DecodeState, OutputClaim
+from .queues import DecodeQueues, DecodeRoom, OutputClaim
 from .step_decoder import StepDecoder
 
 AHEAD_TOKENS = 32  # beyond the next step, so that a request takes pages in groups
@@ -72,12 +73,20 @@ class PageGrowth:
         """Pages up to which no other request takes them: all first ones, where it has a grant."""
         return self.first_pages(request, claim) if claim.granted or not self._grows(claim) else 0
 
+    def covered_output(self, request: Request) -> float:
+        """Output tokens for which `request` holds pages; infinite for all of them."""
+        held = len(request.pages)
+        if held >= self.whole_pages(request):
+            return math.inf
+        return held * self._engine.page_size - request.num_prompt - self._spare
+
     @property
     def num_promised(self) -> int:
         """Pages that the rooms count on beyond those that they hold."""
         if not self.is_on:
             return 0
-        return sum(self._promised(room.request, room.claim) for room in self._queues if not room.is_over)
+        growing = [room for room in self._queues if room.covered_output < math.inf and not room.is_over]
+        return sum([self._promised(room.request, room.claim) for room in growing])
 
     def covers(self, request: Request, claim: OutputClaim) -> bool:
         """Whether the pool covers all promises and that of `request`, which holds its first pages."""
@@ -85,16 +94,21 @@ class PageGrowth:
 
     # --- running rooms --------------------------------------------------------------------------------------
 
-    def cover(self, batch: Sequence[DecodeRoom], retract: Callable[[DecodeRoom], None]) -> list[DecodeRoom]:
+    def cover(
+        self, batch: Sequence[DecodeRoom], retract: Callable[[DecodeRoom], None], *, is_draining: bool = False
+    ) -> list[DecodeRoom]:
         """Gives each room of `batch` the pages of its next step; returns the rooms that have them.
 
-        Older rooms come first. Where the pool is full, `retract` ends a room. A room without its pages waits:
-        for steps under way that still write to the pages of ended rooms, or for newer rooms that do not run
-        yet and will be retracted in its place.
+        Older rooms come first. Where the pool is full, `retract` ends a room. A room without its pages waits
+        while rooms that have ended, or end with a step under way, still hold theirs. `is_draining`: it also
+        waits while another room runs, since its router may have no other worker for it.
         """
-        if not self.is_on:
-            return list(batch)
-        short = [room for room in batch if len(room.request.pages) < self._next_pages(room, 0)]
+        step = self._step_tokens
+        short = [
+            room
+            for room in batch
+            if len(room.request.output_ids) + (room.num_unread + 1) * step > room.covered_output
+        ]
         if not short:
             return list(batch)
         left_out: set[tuple[str, int]] = set()  # they wait, or were retracted
@@ -105,7 +119,9 @@ class PageGrowth:
                 if self._take(room):
                     grown.append((room.request, held))
                     break
-                victim = None if self._queues.count(DecodeState.SETTLING) else self._victim(room)
+                others_run = len(batch) - len(short) + len(grown) > 0
+                must_wait = self._are_pages_due or (is_draining and others_run)
+                victim = None if must_wait else self._victim(room)
                 if victim is not None:
                     retract(victim)
                 left_out.add(room.key if victim is None else victim.key)
@@ -121,20 +137,23 @@ class PageGrowth:
                 request.pages.extend(cache.alloc(wanted))
             except PoolExhausted:
                 continue
+            room.covered_output = self.covered_output(request)
             return True
         return False
 
-    def _victim(self, room: DecodeRoom) -> DecodeRoom | None:
-        """The room that gives its pages up for `room`; None if `room` should wait."""
-        newest = _newest(self._queues)
-        running = [
-            other
-            for other in self._queues.of(DecodeState.RUNNING)
-            if other is room or len(other.request.pages) > other.granted_pages
-        ]
-        victim = _newest(running)
-        is_next_to_run = newest.state in (DecodeState.PULLING, DecodeState.WARMING, DecodeState.PREFILLING)
-        return None if victim is room and is_next_to_run else victim
+    @property
+    def _are_pages_due(self) -> bool:
+        """Whether a room gives its pages back soon: it has ended, or a step under way is its last."""
+        return any(
+            room.is_over or (room.num_unread and room.request.num_remaining <= room.num_unread)
+            for room in self._queues
+        )
+
+    def _victim(self, room: DecodeRoom) -> DecodeRoom:
+        """The room that gives its pages up for `room`: the newest one that may, running or not."""
+        return _newest(
+            other for other in self._queues if other is room or len(other.request.pages) > other.granted_pages
+        )
 
     # --- parts ----------------------------------------------------------------------------------------------
 
@@ -155,8 +174,9 @@ class PageGrowth:
         """Pages that `request` counts on beyond those that it holds."""
         if not self._grows(claim):
             return 0
-        left = expected_left(claim.expected, request.num_output, request.num_remaining)
-        return max(0, self._pages(request, request.num_output + left) - len(request.pages))
+        num_output = request.num_output
+        left = expected_left(claim.expected, num_output, request.num_remaining)
+        return max(0, self._pages(request, num_output + left) - len(request.pages))
 
 
 def _newest(rooms: Iterable[DecodeRoom]) -> DecodeRoom:

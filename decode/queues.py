@@ -1,5 +1,6 @@
 """The rooms of a decode worker: prompt on its way or computed here, draft prefill, decode batch."""
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -53,6 +54,7 @@ class DecodeRoom(WorkerRoom):
     may_record: bool = False  # its tokens may be recorded for training
     claim: OutputClaim = HOLD_ALL
     granted_pages: int = 0  # of its pages, those that no other room takes
+    covered_output: float = math.inf  # output tokens that its pages hold; infinite: all that it may have
     landed_at: float = 0.0
     started_at: float = 0.0
     handoff_s: float = 0.0

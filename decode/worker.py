@@ -118,7 +118,8 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         """Launches a step, then reads the previous one. Rooms that cannot be launched ahead wait for all
         unread steps.
         """
-        batch, num_unread = self.growth.cover(self._next_batch(), self._retract), len(self.in_flight)
+        batch = self.growth.cover(self._next_batch(), self._retract, is_draining=self.is_draining)
+        num_unread = len(self.in_flight)
         if batch:
             self.reach("decode:step")
         is_ahead = bool(batch) and self.in_flight.launch(batch)
@@ -266,14 +267,13 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             self._close(room)
 
     def _retract(self, room: DecodeRoom) -> None:
-        """Takes the pages of a running room back. The router continues it from its tokens."""
+        """Takes the pages of a room back. The router continues it from its tokens."""
         self.reach("decode:retract")
         request = room.request
         self._counters["retractions"] += 1
         self._counters["retracted_tokens"] += request.num_computed
         logger.debug("retracted", extra=fields(room=request.room, tokens=request.num_output))
-        self._send_failed(room, "Retracted", "its pages went to an older request", retryable=True)
-        self._close(room)
+        super()._fail(room, "Retracted", "its pages went to an older request", retryable=True)
 
     def _finish(self, room: DecodeRoom) -> None:
         """The request ended by itself: send Finished behind its last tokens, with its timeline."""

@@ -16,7 +16,7 @@ that returns at once.
     receiver:block     a block was checked and is in its pages
     receiver:release   before a Release is sent: every block is in place
     decode:reserve     a Reserve arrived
-    decode:retract     a running room is about to give its pages up
+    decode:retract     a room is about to give its pages up
     decode:chunk       before a forward over prompts that decode computes itself
     decode:step        before a step of a batch that is not empty
     decode:swap        before staged weights of a draft head are copied over those in use

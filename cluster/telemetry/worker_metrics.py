@@ -84,6 +84,7 @@ def _add_worker(families: Families, worker: WorkerRecord) -> None:
             "total": stats.pages_total,
             "free": stats.pages_free,
             "cached": stats.pages_cached,
+            "promised": stats.pages_promised,
         },
         names.WORKER_REQUESTS: {
             "running": running,

@@ -85,6 +85,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     pages_free: int
     pages_total: int
     pages_cached: int
+    pages_promised: int  # that its requests count on beyond those that they hold
     page_size: int
     max_context: int
     max_running: int
@@ -300,6 +301,7 @@ def _worker_status(worker: Worker, now: float) -> WorkerStatus:
         pages_free=stats.pages_free,
         pages_total=stats.pages_total,
         pages_cached=stats.pages_cached,
+        pages_promised=stats.pages_promised,
         page_size=hello.page_size,
         max_context=hello.max_context,
         max_running=hello.max_running,

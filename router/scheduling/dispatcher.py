@@ -244,10 +244,10 @@ class Dispatcher:
         return entry
 
     def _expected_output(self, job: Job) -> int:
-        """Output tokens to count on, or 0 for all: where no prefill worker could compute prompt and output
-        again, as the continuation of a retracted request must."""
+        """Output tokens to count on, or 0 for all: where no order could have prompt and output as its prompt,
+        or no prefill worker compute them, as the continuation of a retracted request needs."""
         live = self.limits()
-        if live is None or job.need.total > live.prefill_tokens:
+        if live is None or job.need.total > min(live.prefill_tokens, MAX_PROMPT_TOKENS):
             return 0
         return min(job.need.max_new, self._estimates.expected(job.answers_like))
 
@@ -433,7 +433,8 @@ class Dispatcher:
 
     def _tick_entry(self, entry: Entry, now: float) -> None:
         waited = entry.request.waited(now) - entry.request.excused_s
-        is_new = not entry.room.num_retractions  # a stream whose pages were taken back waits for its turn
+        # a stream whose pages were taken back waits for its turn
+        is_new = not (entry.room.num_retractions and entry.room.num_output)
         if entry.room.phase is RoomPhase.QUEUED and is_new and waited > self._queue_timeout_s:
             message = f"No worker had room within {self._queue_timeout_s:g} s. Try again later."
             gone = entry.room.give_up("QueueTimeout", message, now, self.admission.retry_after_s(now))

@@ -8,7 +8,7 @@ import random
 from functools import partial
 
 import pytest
-from baton.cluster.protocol.messages import Failed, Finished, Prefill, Refused, Reserve, Sampling
+from baton.cluster.protocol.messages import Cancel, Failed, Finished, Prefill, Refused, Reserve, Sampling
 from baton.engine.speculative.step.step_graphs import step_graphs
 from baton.router.rooms.attempt import RETRACTED
 from baton.router.scheduling.output_estimates import claim_of
@@ -82,7 +82,8 @@ class Asked:
             self.start()
         elif isinstance(end, Failed):
             assert (end.kind, end.retryable) == (RETRACTED, True), end
-            self.told += self.pair.tokens[self.room]
+            self.told += self.pair.tokens.get(self.room, [])  # none, where its prompt was still on its way
+            self.pair.prefill.handle(Cancel(room=self.room, epoch=0, instance=P), self.pair.clock.now)
             self.retractions += 1
             self.start()
         elif isinstance(end, Finished) and not self.is_done:

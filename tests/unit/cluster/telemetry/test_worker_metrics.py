@@ -18,8 +18,8 @@ from baton.tests.unit.cluster.telemetry.test_metrics import (
 
 def test_heartbeats_become_labelled_gauges_and_counters():
     stats = WorkerStats(
-        state="draining", pages_total=100, pages_free=60, pages_cached=20, running=2, accept_length=2.5,
-        spec_steps=3, canaries=RoomCounts(running=1),
+        state="draining", pages_total=100, pages_free=60, pages_cached=20, pages_promised=7, running=2,
+        accept_length=2.5, spec_steps=3, canaries=RoomCounts(running=1),
         graphs=GraphCounts(verify=3), counters={"forwards": 12.0},
     )  # fmt: skip
     workers = [
@@ -30,6 +30,7 @@ def test_heartbeats_become_labelled_gauges_and_counters():
     who = {"role": "decode", "worker": INSTANCE}
     assert value(found, "baton_worker_up", state="draining", **who) == 1
     assert value(found, "baton_worker_pages", kind="free", **who) == 60
+    assert value(found, "baton_worker_pages", kind="promised", **who) == 7
     assert value(found, "baton_worker_requests", kind="running", **who) == 1, "a canary is no request"
     assert value(found, "baton_worker_requests", kind="canaries", **who) == 1
     assert value(found, "baton_worker_graphs", kind="verify", **who) == 3

@@ -15,6 +15,7 @@ from baton.cluster.protocol.messages import (
     Gone,
     Heartbeat,
     Prefill,
+    Refused,
     Reserve,
     Reserved,
     Sampling,
@@ -28,6 +29,7 @@ from baton.router.answers.answer import error_of
 from baton.router.endpoints.status import metrics_of, status_of
 from baton.router.errors import ApiError
 from baton.router.rooms.effects import Deliver, Ended, Failure, Settled
+from baton.router.scheduling import dispatcher
 from baton.router.scheduling.admission_queue import OVERLOADED
 from baton.router.scheduling.dispatcher import CLIENT_STALL_S, Dispatcher
 from baton.router.scheduling.inbox import Inbox
@@ -312,6 +314,38 @@ def test_choices_waiting_for_their_siblings_count_as_no_queue():
         world.dispatcher.tick()
         world.finish(entry.room.room)
     assert [event for event in events(inbox) if isinstance(event, (Ended, Failure))] == [Ended("stop")] * 3
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_stream_without_its_pages_outlasts_the_queue_timeout(has_begun):
+    world = World(queue_timeout_s=5.0).join(max_running=1)
+    (entry,), inbox = world.submit(16)
+    one = {"room": entry.room.room, "epoch": 0}
+    world.dispatcher.on_message(b"d", Reserved(instance=D, **one))
+    if has_begun:
+        world.dispatcher.on_message(b"p", FirstToken(instance=P, token=9, **one))
+    full = WorkerStats(pages_total=world.dispatcher.registry.get(D).hello.pages_total, pages_free=0)
+    world.dispatcher.on_message(
+        b"d", Failed(instance=D, kind="Retracted", message="full", retryable=True, **one)
+    )
+    again = {"room": entry.room.room, "epoch": 1}
+    world.dispatcher.on_message(b"d", Refused(instance=D, reason="full", retry_after_ms=250, **again))
+    world.dispatcher.on_message(b"d", Heartbeat(instance=D, stats=full))
+    world.now = 9.0
+    world.dispatcher.tick()
+    assert entry.room.num_retractions == 1
+    assert entry.room.is_live == has_begun
+    assert world.dispatcher.num_queued == has_begun
+    kinds = [type(event) for event in events(inbox)]
+    assert kinds == ([Deliver] if has_begun else [Failure])
+
+
+def test_a_request_that_no_order_could_continue_holds_its_whole_output(monkeypatch):
+    world = World().join()
+    world.submit(16)
+    monkeypatch.setattr(dispatcher, "MAX_PROMPT_TOKENS", 31)
+    world.submit(16)
+    assert [order.expected_output for order in world.of(b"d", Reserve)] == [16, 0]
 
 
 def test_choices_still_queued_behind_siblings_time_out_with_one_warning(caplog):
