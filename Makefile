@@ -85,7 +85,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	fi; \
 	echo "installing $(TORCH)"; \
 	$(PIP) install --no-deps $${index:+--extra-index-url "$$index"} '$(TORCH)'
-	@echo 'installing baton and its dependencies (about a minute)'
+	@echo 'installing baton and its dependencies (one to five minutes)'
 	@$(PIP) uninstall -qq -y baton  # the former name; also a project of others with a package of that name
 	@$(PIP) install -qq -e '.[test]' -c constraints.txt
 	@touch $@

@@ -1,9 +1,9 @@
 """`baton demo`: the demo model, a cluster and one request on this machine.
 
 1. Get the model into the user's cache (downloaded and converted the first time). 2. Start router, prefill and
-decode; wait until a pair can serve. 3. Stream the answer to one chat request. 4. Show the request's timeline,
-a curl line and the cluster's addresses. 5. Stay up until Ctrl-C; `--once` stops here. Everything that was
-started stops; another Ctrl-C makes it stop at once.
+decode; wait until a pair can serve. 3. Stream the answer to one chat request. 4. Show the request's timeline;
+`--once` stops here. 5. Show a curl line and the cluster's addresses, and stay up until Ctrl-C. Everything that
+was started stops; another Ctrl-C makes it stop at once.
 """
 
 import json
@@ -102,8 +102,8 @@ def run(config: DemoConfig, console: Console, interruption: Interruption) -> Non
         body = request_body(client.model(), config)
         answer = ask(client, body, console)
         console.print(timeline_table(answer))
-        show_addresses(cluster.url, body, console)
         if not config.once:
+            show_addresses(cluster.url, body, console)
             console.print("running until Ctrl-C")
             stay(cluster)
     finally:

@@ -316,16 +316,25 @@ def run_demo(monkeypatch, tmp_path):
         signal.signal(signum, handler)
 
 
-def test_the_demo_shows_answer_timeline_and_addresses_and_stops(serve, run_demo, capsys, tmp_path):
+def test_the_demo_shows_an_answer_and_its_timeline_and_stops(serve, run_demo, capsys, tmp_path):
     cluster = FakeCluster(serve(WHOLE).url)
     assert run_demo(cluster, "--once", "--prompt", "Why [not]?", "--port", "0") == 0
     out = capsys.readouterr().out
-    parts = ["router (pid 7)", "Why [not]?", "Grüße, Welt", "accept length", "curl -N", "/status", "/metrics"]
+    parts = ["router (pid 7)", "Why [not]?", "Grüße, Welt", "accept length"]
     assert [part for part in parts if part not in out] == []
     assert [out.index(part) for part in parts] == sorted(out.index(part) for part in parts)
+    assert cluster.url not in out, "nothing answers there when the demo has ended"
     assert cluster.calls == ["start", "wait_ready", "stop"]
     assert (cluster.config.model, cluster.config.port) == (str(tmp_path), 0)
     assert cluster.config.draft.endswith("assets/smollm2-135m-eagle3")
+
+
+def test_a_demo_that_stays_up_tells_its_addresses(serve, run_demo, capsys):
+    run_demo(FakeCluster(serve(WHOLE).url, failure="prefill keeps crashing"))
+    out = capsys.readouterr().out
+    parts = ["accept length", "curl -N", "/status", "/metrics", "running until Ctrl-C"]
+    assert [part for part in parts if part not in out] == []
+    assert [out.index(part) for part in parts] == sorted(out.index(part) for part in parts)
 
 
 def test_without_drafts_the_demo_needs_no_head(serve, run_demo):
