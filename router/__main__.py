@@ -24,7 +24,7 @@ from .sandbox.pool_worker import MEMORY, missing_address_space
 from .text.model_files import model_directory
 from .text.tokenizer import Tokenizer, load_tokenizer
 
-logger = logging.getLogger(__package__)  # `python -m` calls this file __main__, outside of the logger of baton
+logger = logging.getLogger(__package__)  # `python -m` names this file __main__, which is no logger of baton
 
 YOUNG_OBJECTS = 20_000  # allocations before a garbage collection: more than a step of 2000 streams makes
 

@@ -2,8 +2,8 @@
 
 1. Get the model into the user's cache (downloaded and converted the first time). 2. Start router, prefill and
 decode; wait until a pair can serve. 3. Stream the answer to one chat request. 4. Show the request's timeline;
-`--once` stops here. 5. Show a curl line and the cluster's addresses, and stay up until Ctrl-C. Everything that
-was started stops; another Ctrl-C makes it stop at once.
+`--once` stops here. 5. Show a curl line and the addresses; stay up until Ctrl-C. Everything that was
+started stops; another Ctrl-C makes it stop at once.
 """
 
 import json

@@ -464,7 +464,7 @@ def test_module_eval_and_regex_compile_are_safe():
 
 
 def test_no_main_module_names_its_logger_by_its_own_name():
-    """`python -m` calls it __main__, whose logger has the level of other libraries: its INFO lines are lost."""
+    """`python -m` names it __main__. That logger has the level of other libraries and drops INFO lines."""
     mains = [path for path in ROOT.glob("*/__main__.py") if not path.parent.name.startswith(".")]
     assert ROOT / "router" / "__main__.py" in mains
     assert [path for path in mains if "getLogger(__name__)" in path.read_text()] == []
