@@ -101,7 +101,9 @@ def f14(scene: Scene) -> str:
     wait_until(is_free, 1.0 + HEARTBEAT_S, "prefill's pages free")
     freed = time.monotonic() - left
     wait_until(
-        lambda: not scene.cluster.worker("decode-0"), 3, "decode still sleeps: the router has given it up"
+        lambda: scene.cluster.worker("decode-0").get("state") == "stalled",
+        3,
+        "decode still sleeps: the router waits for it",
     )
     wait_until(
         lambda: scene.cluster.is_whole() and not scene.cluster.held(), PAUSE_S + 1, "decode's pages free, too"
