@@ -101,7 +101,7 @@ def test_a_router_joins_a_shared_port_when_ready_and_leaves_it_cleanly(start, mo
         staying.pair(script)
         until(lambda: instance(httpx, leaving.url)[0] == staying.router.instance, "the other one listens too")
         statuses, is_over, gate = [], threading.Event(), threading.Lock()
-        leaving.router._listener = Listener(leaving.router._listener, gate)
+        leaving.router._listeners.clients = Listener(leaving.router._listeners.clients, gate)
 
         def ask():
             while not is_over.is_set():
@@ -111,7 +111,7 @@ def test_a_router_joins_a_shared_port_when_ready_and_leaves_it_cleanly(start, mo
         for thread in threads:
             thread.start()
         leaving.begin_drain()
-        until(lambda: leaving.router._listener.fileno() == -1, "its listener is closed")
+        until(lambda: leaving.router._listeners.clients.fileno() == -1, "its listener is closed")
         assert instance(kept, leaving.url) == (leaving.router.instance, "close"), (
             "a kept connection is served once more"
         )
@@ -135,7 +135,7 @@ def test_a_router_leaving_a_shared_port_announces_the_end_of_connections(start, 
     reserves = until(lambda: found if len(found := decode.of(Reserve)) == 2 else None, "both run")
     stream = streaming.getresponse()  # its head comes with prefill's token
     leaving.begin_drain()
-    until(lambda: leaving.router._listener.fileno() == -1, "its listener is closed")
+    until(lambda: leaving.router._listeners.clients.fileno() == -1, "its listener is closed")
     for reserve in reserves:
         script.stream(decode, reserve)
     answer = whole.getresponse()
