@@ -35,7 +35,7 @@ SEEDS = {
     "third chance": (29, 42, 98, 148, 189),
     "deadline": (1, 2, 8, 10, 11, 14),
     "heartbeat": (0, 1, 5, 7, 8, 9),
-    "generation": (0, 1, 6, 10, 11, 14),
+    "generation": (24, 31, 37, 39),
     "broken connection": (53, 82, 86, 91, 97),
     "repeated orders": (0, 1, 2, 3, 4, 5),
     "lost router": (0, 2, 3, 5, 6, 7),

@@ -121,7 +121,7 @@ def undisturbed(target, head, drafts, wanted):
     [
         ("off", "on", False, "off"),
         ("chain", "off", True, "off"),
-        ("tree", "on", False, "off"),
+        pytest.param("tree", "on", False, "off", marks=pytest.mark.slow),
         pytest.param("off", "off", False, "off", marks=pytest.mark.slow),
         pytest.param("off", "on", True, "off", marks=pytest.mark.slow),
         pytest.param("chain", "on", False, "off", marks=pytest.mark.slow),

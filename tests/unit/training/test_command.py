@@ -69,8 +69,8 @@ def test_other_drafters_train_load_and_draft_better_than_at_first(
         rate = ("--lr", "1e-9") if out == "first" else ()
         more = (*SMALL[kind], "--epochs", epochs, *rate)
         assert main(options(run, tmp_path / out, kind, *more)) == 0
-        said = capsys.readouterr().out
-        lengths.append(float(said.partition("accept length ")[2].split()[0]))
+        progress = capsys.readouterr().err
+        lengths.append(float(progress.rpartition("accept length ")[2].split()[0]))
     assert lengths[1] > lengths[0] + 0.2, lengths
     losses = [line[1] for line in curve(tmp_path / "trained")]
     assert sum(losses[-5:]) < 0.97 * sum(losses[:5])
