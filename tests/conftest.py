@@ -1,5 +1,6 @@
 """Fixtures for every test, and the sharing of processes and cores. Heavy libraries are imported on demand."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -13,6 +14,18 @@ MATRIX = "gpu/test_path_matrix.py"  # its ids begin with the four fields that sa
 # Of drafters on a device: each test compiles kernels and captures graphs of its own.
 SPLIT = frozenset(f"gpu/test_{name}.py" for name in ("dflash", "drafters", "heads", "mtp", "ngram"))
 QUICK_EXAMPLES, FULL_EXAMPLES = 50, 400  # of hypothesis, per test
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """Handlers and levels that a test sets do not outlive it: their streams are closed then."""
+    root, own = logging.getLogger(), logging.getLogger("baton")
+    handlers, levels = list(root.handlers), (root.level, own.level)
+    yield
+    for handler in [each for each in root.handlers if each not in handlers]:
+        root.removeHandler(handler)
+    root.setLevel(levels[0])
+    own.setLevel(levels[1])
 
 
 def pytest_configure(config: pytest.Config) -> None:
