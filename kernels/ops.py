@@ -22,7 +22,7 @@ from .invariant_attention import Rows, invariant_attention
 from .invariant_linear import invariant_linear, invariant_logits
 from .kv_store import store_kv
 from .logits import float32_logits
-from .route_experts import route_experts
+from .route_experts import Routing, route_experts
 from .verify_attention import paged_verify_reference, paged_verify_triton
 
 torch.library.define("baton::store_kv", "(Tensor(a!) kv, int layer, Tensor rows, Tensor k, Tensor v) -> ()")
@@ -50,7 +50,9 @@ torch.library.define("baton::invariant_linear", "(Tensor x, Tensor weight, Tenso
 torch.library.define("baton::invariant_logits", "(Tensor hidden, Tensor weight) -> Tensor")
 torch.library.define("baton::float32_logits", "(Tensor hidden, Tensor weight) -> Tensor")
 torch.library.define(
-    "baton::route_experts", "(Tensor logits, int top_k, bool is_normalised) -> (Tensor, Tensor)"
+    "baton::route_experts",
+    "(Tensor logits, Tensor? bias, int top_k, bool is_normalised, bool is_sigmoid, int num_groups, "
+    "int kept_groups, int best_of_group, float scale) -> (Tensor, Tensor)",
 )
 torch.library.define(
     "baton::expert_mlp",
@@ -135,6 +137,29 @@ def _invariant_attention(
     return invariant_attention(q, kv, layer, page_table, rows, scale)
 
 
+def _route_experts(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    is_normalised: bool,
+    is_sigmoid: bool,
+    num_groups: int,
+    kept_groups: int,
+    best_of_group: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    routing = Routing(
+        top_k=top_k,
+        is_normalised=is_normalised,
+        is_sigmoid=is_sigmoid,
+        num_groups=num_groups,
+        kept_groups=kept_groups,
+        best_of_group=best_of_group,
+        scale=scale,
+    )
+    return route_experts(logits, routing, bias)
+
+
 for _name, _form in (
     ("baton::gather_context", _gather_context),
     ("baton::context_attention", _context_attention),
@@ -142,7 +167,7 @@ for _name, _form in (
     ("baton::invariant_linear", invariant_linear),
     ("baton::invariant_logits", invariant_logits),
     ("baton::float32_logits", float32_logits),
-    ("baton::route_experts", route_experts),
+    ("baton::route_experts", _route_experts),
     ("baton::expert_mlp", expert_mlp),
 ):
     torch.library.impl(_name, ("cpu", "cuda"), _form)
@@ -237,11 +262,19 @@ def recorded_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def recorded_route_experts(
-    logits: torch.Tensor, top_k: int, is_normalised: bool
+    logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`route_experts.route_experts` as one operation."""
     routes: tuple[torch.Tensor, torch.Tensor] = torch.ops.baton.route_experts.default(
-        logits, top_k, is_normalised
+        logits,
+        bias,
+        routing.top_k,
+        routing.is_normalised,
+        routing.is_sigmoid,
+        routing.num_groups,
+        routing.kept_groups,
+        routing.best_of_group,
+        routing.scale,
     )
     return routes
 

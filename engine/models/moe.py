@@ -1,28 +1,39 @@
 """The mixture-of-experts MLP of a decoder layer, with the names of its tensors in a Hugging Face checkpoint.
 
+A layer may have a shared expert beside those that its router chooses: an MLP for every token, whose output is
+added, in some families times a gate of its own.
+
 Legend: T tokens, H hidden size, E experts, K experts of a token, I intermediate size of an expert.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from ...kernels.ops import recorded_route_experts
+from ...kernels.route_experts import Routing
 from ...kernels.row_ops import FASTEST, RowOps
-from .layers import Linear, NamedTensors
+from .layers import GatedMLP, Linear, NamedTensors
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertNames:
-    """What a checkpoint calls the parts of this MLP: `block`, then the three matrices of an expert."""
+    """What a checkpoint calls the parts of this MLP: `block`, the three matrices of an expert, and the shared
+    expert.
+    """
 
     block: str
     gate: str
     up: str
     down: str
+    shared: str = "shared_experts"
 
 
-QWEN_NAMES = ExpertNames(block="mlp", gate="gate_proj", up="up_proj", down="down_proj")
+QWEN_NAMES = ExpertNames(
+    block="mlp", gate="gate_proj", up="up_proj", down="down_proj", shared="shared_expert"
+)
+DEEPSEEK_NAMES = ExpertNames(block="mlp", gate="gate_proj", up="up_proj", down="down_proj")
 MIXTRAL_NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
@@ -30,7 +41,10 @@ MIXTRAL_NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="
 class MoEConfig:
     """The experts of a model. `dense_layers`: the layers that have an ordinary MLP instead.
 
-    `is_normalised`: the weights of a token's experts sum to 1.
+    `is_normalised`, `is_sigmoid`, `num_groups`, `kept_groups`, `best_of_group` and `scale` are those of
+    `Routing`. `has_choice_bias`: the router has a bias for the choice alone. `is_float32_router`: its logits
+    are float32 in every dtype, otherwise rounded to the model's. `shared_size`: the intermediate size of the
+    shared expert, 0 without one. `has_shared_gate`: its output is multiplied by the sigmoid of a projection.
     """
 
     num_experts: int
@@ -39,10 +53,32 @@ class MoEConfig:
     is_normalised: bool
     names: ExpertNames
     dense_layers: frozenset[int] = frozenset()
+    is_sigmoid: bool = False
+    num_groups: int = 1
+    kept_groups: int = 1
+    best_of_group: int = 1
+    scale: float = 1.0
+    has_choice_bias: bool = False
+    is_float32_router: bool = False
+    shared_size: int = 0
+    has_shared_gate: bool = False
+
+    @cached_property
+    def routing(self) -> Routing:
+        """How a layer chooses."""
+        return Routing(
+            top_k=self.top_k,
+            is_normalised=self.is_normalised,
+            is_sigmoid=self.is_sigmoid,
+            num_groups=self.num_groups,
+            kept_groups=self.kept_groups,
+            best_of_group=self.best_of_group,
+            scale=self.scale,
+        )
 
     def row_width(self, hidden_size: int) -> int:
         """The intermediate size of an ordinary MLP whose activations take as much memory for a row."""
-        return -(-self.top_k * (self.intermediate_size + hidden_size) // 3)
+        return -(-self.top_k * (self.intermediate_size + hidden_size) // 3) + self.shared_size
 
     @property
     def used_share(self) -> float:
@@ -51,7 +87,7 @@ class MoEConfig:
 
 
 class MixtureOfExperts:
-    """A router and E SwiGLU MLPs, of which each token uses K: `[T, H]` -> `[T, H]`."""
+    """A router and E SwiGLU MLPs, of which each token uses K, and the shared one: `[T, H]` -> `[T, H]`."""
 
     def __init__(
         self,
@@ -66,20 +102,47 @@ class MixtureOfExperts:
         self.ops = ops
         experts, inner = config.num_experts, config.intermediate_size
         self.router = Linear(hidden_size, {"gate": experts}, bias=False, dtype=dtype, device=device, ops=ops)
+        self.choice_bias: torch.Tensor | None = None
+        if config.has_choice_bias:
+            self.choice_bias = torch.empty(experts, dtype=torch.float32, device=device)
         self.gate_up = torch.empty(experts, 2 * inner, hidden_size, dtype=dtype, device=device)
         self.down = torch.empty(experts, hidden_size, inner, dtype=dtype, device=device)
+        self.shared: GatedMLP | None = None
+        self.shared_gate: Linear | None = None
+        if config.shared_size:
+            self.shared = GatedMLP(
+                hidden_size, config.shared_size, bias=False, dtype=dtype, device=device, ops=ops
+            )
+        if config.shared_size and config.has_shared_gate:
+            gate = {f"{config.names.shared}_gate": 1}
+            self.shared_gate = Linear(hidden_size, gate, bias=False, dtype=dtype, device=device, ops=ops)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        config = self.config
-        ids, weights = recorded_route_experts(self.router(x), config.top_k, config.is_normalised)
-        return self.ops.expert_mlp(x, ids, weights, self.gate_up, self.down)
+        ids, weights = self.route(x)
+        routed = self.ops.expert_mlp(x, ids, weights, self.gate_up, self.down)
+        if self.shared is None:
+            return routed
+        shared = self.shared(x)
+        return routed + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts of rows `x` `[T, H]`: ids int32 and weights float32, both `[T, K]`."""
+        is_wide = self.config.is_float32_router
+        logits = self.ops.logits(x, self.router.weight) if is_wide else self.router(x)
+        return recorded_route_experts(logits, self.config.routing, self.choice_bias)
 
     def tensors(self, prefix: str) -> NamedTensors:
         """The checkpoint's tensor names under `prefix`, with views of the parameters."""
         names, inner = self.config.names, self.config.intermediate_size
         yield from self.router.tensors(prefix)
+        if self.choice_bias is not None:
+            yield f"{prefix}gate.e_score_correction_bias", self.choice_bias
         for expert in range(self.config.num_experts):
             own = f"{prefix}experts.{expert}."
             yield f"{own}{names.gate}.weight", self.gate_up[expert, :inner]
             yield f"{own}{names.up}.weight", self.gate_up[expert, inner:]
             yield f"{own}{names.down}.weight", self.down[expert]
+        if self.shared is not None:
+            yield from self.shared.tensors(f"{prefix}{names.shared}.")
+        if self.shared_gate is not None:
+            yield from self.shared_gate.tensors(prefix)

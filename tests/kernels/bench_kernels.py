@@ -22,7 +22,7 @@ from baton.kernels.kv_store import kv_rows, store_kv
 from baton.kernels.match_ngrams import NgramSizes, match_ngrams
 from baton.kernels.rms_norm import add_rms_norm, rms_norm
 from baton.kernels.rope import apply_rope
-from baton.kernels.route_experts import route_experts
+from baton.kernels.route_experts import Routing, route_experts
 from baton.kernels.select_rows import select_last_rows
 from baton.kernels.silu_mul import silu_mul
 from baton.kernels.skinny_linear import gated_linear, linear
@@ -100,13 +100,12 @@ def expert_benches(
     gate_up = random(num_experts, 2 * inner, hidden, device=device)
     down = random(num_experts, hidden, inner, device=device)
     shape = {"size": (tokens, top_k), "device": device}
+    routing = Routing(top_k=top_k, is_normalised=True)
     ids = torch.randint(num_experts, dtype=torch.int32, **shape)
     weights = torch.rand(**shape)
     used = min(tokens * top_k, num_experts) * 3 * inner * hidden * 2
     flops = 2 * tokens * top_k * 3 * inner * hidden
-    yield Bench(
-        f"route_experts {tokens}", lambda: route_experts(logits, top_k, True), size(logits, ids, weights)
-    )
+    yield Bench(f"route_experts {tokens}", lambda: route_experts(logits, routing), size(logits, ids, weights))
     yield Bench(f"group_experts {tokens}", lambda: group_experts(ids, num_experts, 16), 2 * size(ids))
     yield Bench(
         f"expert_mlp {tokens}", lambda: expert_mlp(x, ids, weights, gate_up, down), used + 2 * size(x), flops

@@ -1,6 +1,7 @@
 """Cases of the kernels of mixture-of-experts layers: routing, grouping and the experts' products."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from baton.kernels import expert_mlp, group_experts, route_experts
@@ -25,21 +26,28 @@ def choices(num_rows: int, num_experts: int, top_k: int, seed: int = 0) -> torch
 
 
 def check_route_experts(
-    device: str, num_rows: int, num_experts: int, top_k: int, is_normalised: bool, dtype: torch.dtype
+    device: str, num_rows: int, num_experts: int, routing: route_experts.Routing, dtype: torch.dtype
 ) -> None:
     """With equal logits in some rows, which the lower ids win."""
     logits = 3 * randn(num_rows, num_experts, dtype=dtype)
     logits[::2, num_experts // 2 :] = logits[::2, :1]
-    ids, weights = route_experts.route_experts_triton(logits.to(device), top_k, is_normalised)
-    expected_ids, expected = route_experts.route_experts_reference(logits, top_k, is_normalised)
-    assert torch.equal(ids.cpu(), expected_ids)
-    assert_close(weights, expected)
+    for bias in (None, randn(num_experts, seed=4)):
+        on_device = None if bias is None else bias.to(device)
+        ids, weights = route_experts.route_experts_triton(logits.to(device), routing, on_device)
+        expected_ids, expected = route_experts.route_experts_reference(logits, routing, bias)
+        assert torch.equal(ids.cpu(), expected_ids)
+        assert_close(weights, expected)
 
 
 def check_a_row_of_nan_takes_experts_that_exist(device: str, num_experts: int, top_k: int) -> None:
     logits = torch.full((2, num_experts), NAN)
-    ids, _ = route_experts.route_experts_triton(logits.to(device), top_k, True)
-    assert ((ids >= 0) & (ids < num_experts)).all()
+    for is_sigmoid in (False, True):
+        routing = route_experts.Routing(
+            top_k=top_k, is_normalised=True, is_sigmoid=is_sigmoid, num_groups=2, kept_groups=2
+        )
+        ids, weights = route_experts.route_experts_triton(logits.to(device), routing)
+        assert ((ids >= 0) & (ids < num_experts)).all()
+        assert torch.isfinite(weights).all()
 
 
 def check_group_experts(device: str, num_rows: int, num_experts: int, top_k: int, tile_rows: int) -> None:
@@ -83,8 +91,23 @@ def check_expert_mlp(
 def expert_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
     for dtype in DTYPES:
         for sizes in ((0, 4, 2), (1, 1, 1), (3, 60, 4), (5, 8, 3)):
+            *sizes, top_k = sizes
             for is_normalised in (False, True):
-                yield check_route_experts, (*sizes, is_normalised, dtype)
+                plain = route_experts.Routing(top_k=top_k, is_normalised=is_normalised)
+                sigmoid = replace(plain, is_sigmoid=True, scale=2.5)
+                for routing in (plain, sigmoid):
+                    yield check_route_experts, (*sizes, routing, dtype)
+        for num_groups, kept, best in ((4, 2, 1), (6, 3, 2), (2, 1, 5)):
+            for is_sigmoid in (False, True):
+                routing = route_experts.Routing(
+                    top_k=5,
+                    is_normalised=is_sigmoid,
+                    is_sigmoid=is_sigmoid,
+                    num_groups=num_groups,
+                    kept_groups=kept,
+                    best_of_group=best,
+                )
+                yield check_route_experts, (7, 60, routing, dtype)
         for sizes in ((0, 4, 2, 32, 16), (1, 3, 2, 40, 24), (23, 5, 3, 50, 20)):
             for is_grouped in (False, True):
                 yield check_expert_mlp, (sizes, is_grouped, int(is_grouped), dtype)

@@ -26,7 +26,7 @@ from baton.kernels.move_spans import SPAN_FIELDS, move_spans_triton
 from baton.kernels.rms_norm import add_rms_norm, rms_norm_triton
 from baton.kernels.rope import apply_rope_triton
 from baton.kernels.rotate_store import rotate_store_triton
-from baton.kernels.route_experts import route_experts, route_experts_triton
+from baton.kernels.route_experts import Routing, route_experts, route_experts_triton
 from baton.kernels.select_rows import select_last_rows, select_last_rows_triton
 from baton.kernels.silu_mul import silu_mul_reference, silu_mul_triton
 from baton.kernels.skinny_linear import gated_linear, linear, linear_triton
@@ -174,7 +174,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     ragged = Rows(lens, starts=torch.tensor([0, 1, 3]), longest=64)
     invariant_attention_triton(q, pool, 1, table, ragged, 0.1)
     move_spans_triton(torch.zeros(1, SPAN_FIELDS, dtype=torch.int64), rows[None])
-    route_experts_triton(x[:, :128], 8, True)
+    route_experts_triton(x[:, :128], Routing(top_k=8, is_normalised=True))
     gate_up, down = (torch.zeros(4, *shape, dtype=torch.bfloat16) for shape in ((1536, 2048), (2048, 768)))
     for num_tokens in (1, 16, 64, 512):
         ids = torch.zeros(num_tokens, 2, dtype=torch.int32)
@@ -268,8 +268,12 @@ EXPERTS = randn(3, 8, 8), randn(3, 8, 4)
         ("step_places", lambda: step_places(TABLE, PlaceSizes(4, 4, 4, 16, 1024, 64, 32))),
         ("step_outcome", lambda: step_outcome(
             torch.ones(2, 20, dtype=INT64), ONE, TABLE, TABLE[:, :1], ONE, ONE.bool(), ONE.bool(), ONE)),
-        ("route_experts", lambda: route_experts(randn(2, 4), 5, True)),
-        ("route_experts", lambda: route_experts(randn(4), 1, True)),
+        ("route_experts", lambda: route_experts(randn(2, 4), Routing(top_k=5, is_normalised=True))),
+        ("route_experts", lambda: route_experts(randn(4), Routing(top_k=1, is_normalised=True))),
+        (
+            "route_experts",
+            lambda: route_experts(randn(2, 4), Routing(top_k=1, is_normalised=True), randn(3)),
+        ),
         ("expert_mlp", lambda: expert_mlp(randn(1, 8), IDS, randn(1, 2), randn(3, 8, 8), randn(3, 8, 5))),
         ("expert_mlp", lambda: expert_mlp(randn(1, 8), IDS, randn(1, 1), randn(3, 8, 8), randn(3, 8, 4))),
         ("expert_mlp", lambda: expert_mlp(randn(1, 8), IDS.long(), randn(1, 2), *EXPERTS)),
