@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import torch
 
+from .attention_form import PLAIN_FORM, AttentionForm
 from .paged_attention import QUERY_BLOCK, causal_band, extend_attention
-from .paged_tile import LOG2_E, fold_tile
+from .paged_tile import LOG2_E, first_sums, fold_tile
 from .triton_jit import jit_varying, tensor_descriptor, tl
 
 REQUEST_BLOCK = 64
@@ -30,6 +31,7 @@ def _context_kernel(
     p_q_starts: tl.tensor,
     p_kv_starts: tl.tensor,
     p_kv_lens: tl.tensor,
+    p_sinks: tl.tensor,
     p_out: tl.tensor,
     num_requests: tl.tensor,
     num_rows: tl.tensor,
@@ -37,6 +39,9 @@ def _context_kernel(
     q_head_stride: tl.tensor,
     num_heads: tl.tensor,
     scale: tl.tensor,
+    HAS_SINKS: tl.constexpr,
+    SLIDING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -79,25 +84,48 @@ def _context_kernel(
     context = tl.load(p_kv_lens + i_request).to(tl.int32) - q_len
     o_context = tl.load(p_kv_starts + i_request).to(tl.int32)
 
-    # every row of the tile sees columns [0, num_full), some rows see [num_full, num_seen)
+    # every row of the tile sees columns [low_end, num_full), some rows see those before and those up to
+    # num_seen
     first_query = i_tile * BLOCK_ROWS // GROUP
     last_query = tl.minimum((i_tile * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP, q_len - 1)
     num_full = (context + first_query + 1) // BLOCK_COLUMNS * BLOCK_COLUMNS
     num_seen = context + last_query + 1
+    start = context * 0
+    low_end = start
+    if SLIDING:
+        start = tl.maximum(context + first_query + 1 - SLIDING, 0) // BLOCK_COLUMNS * BLOCK_COLUMNS
+        low_end = tl.cdiv(tl.maximum(context + last_query + 1 - SLIDING, 0), BLOCK_COLUMNS) * BLOCK_COLUMNS
+        num_full = tl.maximum(num_full, start)
+        low_end = tl.minimum(low_end, num_full)
     o_head = i_kv_head * HEAD_DIM
-    b_max = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
-    b_sum = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    b_max, b_sum = first_sums(p_sinks, i_head, i_query < q_len, True, HAS_SINKS)
     b_out = tl.zeros((BLOCK_ROWS, HEAD_DIM), dtype=tl.float32)
     i_offset = tl.arange(0, BLOCK_COLUMNS)
-    for first in range(0, num_full, BLOCK_COLUMNS):
+    if SLIDING:
+        for first in range(start, low_end, BLOCK_COLUMNS):
+            b_k = d_keys.load([o_context + first, o_head])
+            b_v = d_values.load([o_context + first, o_head])
+            i_new = (first + i_offset - context)[None, :]
+            m_seen = (i_new <= i_query[:, None]) & (i_new > i_query[:, None] - SLIDING)
+            b_max, b_sum, b_out = fold_tile(
+                b_q, b_k.T, b_v, m_seen, b_max, b_sum, b_out, scale, False, False, SOFTCAP
+            )
+    for first in range(low_end, num_full, BLOCK_COLUMNS):
         b_k = d_keys.load([o_context + first, o_head])
         b_v = d_values.load([o_context + first, o_head])
-        b_max, b_sum, b_out = fold_tile(b_q, b_k.T, b_v, m_rows, b_max, b_sum, b_out, scale, True)
+        b_max, b_sum, b_out = fold_tile(
+            b_q, b_k.T, b_v, m_rows, b_max, b_sum, b_out, scale, True, False, SOFTCAP
+        )
     for first in range(num_full, num_seen, BLOCK_COLUMNS):
         b_k = d_keys.load([o_context + first, o_head])
         b_v = d_values.load([o_context + first, o_head])
-        m_seen = (first + i_offset - context)[None, :] <= i_query[:, None]
-        b_max, b_sum, b_out = fold_tile(b_q, b_k.T, b_v, m_seen, b_max, b_sum, b_out, scale, False)
+        i_new = (first + i_offset - context)[None, :]
+        m_seen = i_new <= i_query[:, None]
+        if SLIDING:
+            m_seen = m_seen & (i_new > i_query[:, None] - SLIDING)
+        b_max, b_sum, b_out = fold_tile(
+            b_q, b_k.T, b_v, m_seen, b_max, b_sum, b_out, scale, False, False, SOFTCAP
+        )
     b_out = b_out / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
     tl.store(p_rows, b_out.to(p_out.dtype.element_ty), mask=m_rows)
 
@@ -167,6 +195,7 @@ def context_attention_triton(
     *,
     tile: ContextTile,
     out: torch.Tensor | None = None,
+    form: AttentionForm = PLAIN_FORM,
 ) -> torch.Tensor:
     """Launch on `q` `[T, N, D]` and a context of S rows; returns `[T, N, D]`, zeros in padding rows.
 
@@ -185,6 +214,7 @@ def context_attention_triton(
         q_starts,
         kv_starts,
         kv_lens,
+        q if form.sinks is None else form.sinks,
         out,
         num_requests,
         num_rows,
@@ -192,6 +222,9 @@ def context_attention_triton(
         q.stride(1),
         num_heads,
         scale * LOG2_E,
+        HAS_SINKS=form.sinks is not None,
+        SLIDING=form.window,
+        SOFTCAP=form.softcap,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_ROWS=tile.rows,
@@ -211,19 +244,21 @@ def context_attention_reference(
     kv_lens: torch.Tensor,
     scale: float,
     out: torch.Tensor | None = None,
+    form: AttentionForm = PLAIN_FORM,
 ) -> torch.Tensor:
     """The CPU path: one request after the other. It reads the lengths on the host."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     out.zero_()
     lens, q_lens = kv_lens.tolist(), [end - start for start, end in pairwise(q_starts.tolist())]
-    band = causal_band(max(lens, default=0), min(max(q_lens, default=0), QUERY_BLOCK), q.dtype, q.device)
+    block = min(max(q_lens, default=0), QUERY_BLOCK)
+    band = causal_band(max(lens, default=0), block, q.dtype, q.device, form.window)
     parts = zip(q_starts.tolist(), q_lens, kv_starts.tolist(), lens, strict=False)
     for start, q_len, first, kv_len in parts:
         if q_len:
             mine = slice(first, first + kv_len)
             rows = q[start : start + q_len]
             keys, values = context.keys[mine], context.values[mine]
-            out[start : start + q_len] = extend_attention(rows, keys, values, band, scale)
+            out[start : start + q_len] = extend_attention(rows, keys, values, band, scale, form)
     return out
 
 
@@ -236,12 +271,14 @@ def context_attention(
     scale: float,
     out: torch.Tensor | None = None,
     longest: int = 0,
+    form: AttentionForm = PLAIN_FORM,
 ) -> torch.Tensor:
     """Attend rows `q` `[T, N, D]` over `context`, each row up to itself.
 
     `q_starts`: int `[B+1]`. `kv_starts`: int `[B+1]`, from `context_rows`. `kv_lens`: int `[B]`, the new rows
     included; `longest`: an upper bound of them, 0 if the host knows none. Returns `[T, N, D]`, in `out` if
-    given, zeros in padding rows. Raises ValueError for heads that do not fit, see `can_attend`.
+    given, zeros in padding rows. `form`: window, soft cap and sinks. Raises ValueError for heads that do not
+    fit, see `can_attend`.
     """
     kv_heads, head_dim = context.keys.shape[1:]
     if q.dtype != context.keys.dtype or q.shape[2] != head_dim or q.shape[1] % kv_heads:
@@ -250,11 +287,12 @@ def context_attention(
             f"{head_dim} {context.keys.dtype}"
         )
     if not q.is_cuda:
-        return context_attention_reference(q, context, q_starts, kv_starts, kv_lens, scale, out)
+        return context_attention_reference(q, context, q_starts, kv_starts, kv_lens, scale, out, form)
     if not can_attend(head_dim):
         raise ValueError(f"context_attention: no kernel for heads of {head_dim} values")
     tile = tile_of(q.shape[0], q.shape[1], longest, q.dtype)
-    return context_attention_triton(q, context, q_starts, kv_starts, kv_lens, scale, tile=tile, out=out)
+    arguments = q, context, q_starts, kv_starts, kv_lens, scale
+    return context_attention_triton(*arguments, tile=tile, out=out, form=form)
 
 
 def can_attend(head_dim: int) -> bool:

@@ -11,9 +11,10 @@ from itertools import pairwise
 
 import torch
 
+from .attention_form import PLAIN_FORM, AttentionForm
 from .kv_store import kv_rows
 from .paged_attention import QUERY_BLOCK, causal_band, extend_attention, gather_kv
-from .paged_tile import LOG2_E, attend_columns, check_paged, tile_shape
+from .paged_tile import LOG2_E, attend_columns, check_paged, first_sums, tile_shape
 from .triton_jit import cdiv, jit_varying, tl
 
 MAX_TILE_ROWS = 128
@@ -31,12 +32,14 @@ def paged_extend_reference(
     q_starts: torch.Tensor,
     kv_lens: torch.Tensor,
     scale: float,
+    form: AttentionForm = PLAIN_FORM,
 ) -> torch.Tensor:
     """The CPU path: one request after the other. It reads the lengths on the host."""
     out = torch.zeros_like(q)
     starts, lens = q_starts.tolist(), kv_lens.tolist()
     q_lens = [end - start for start, end in pairwise(starts)]
-    band = causal_band(max(lens, default=0), min(max(q_lens, default=0), QUERY_BLOCK), q.dtype, q.device)
+    block = min(max(q_lens, default=0), QUERY_BLOCK)
+    band = causal_band(max(lens, default=0), block, q.dtype, q.device, form.window)
     page_size = kv.shape[3]
     for request, (start, q_len, kv_len) in enumerate(zip(starts[:-1], q_lens, lens, strict=True)):
         if q_len == 0:
@@ -45,7 +48,8 @@ def paged_extend_reference(
         slots = page_table[request, columns // page_size].to(torch.int64) * page_size + columns % page_size
         rows = kv_rows(slots, kv)
         keys, values = gather_kv(kv, layer, torch.cat((rows, rows + page_size)))
-        out[start : start + q_len] = extend_attention(q[start : start + q_len], keys, values, band, scale)
+        mine = slice(start, start + q_len)
+        out[mine] = extend_attention(q[mine], keys, values, band, scale, form)
     return out
 
 
@@ -56,6 +60,7 @@ def _extend_kernel(
     p_pages: tl.tensor,
     p_q_starts: tl.tensor,
     p_kv_lens: tl.tensor,
+    p_sinks: tl.tensor,
     p_out: tl.tensor,
     q_stride: tl.tensor,
     q_head_stride: tl.tensor,
@@ -66,6 +71,9 @@ def _extend_kernel(
     o_layer: tl.tensor,
     o_value: tl.tensor,
     scale: tl.tensor,
+    HAS_SINKS: tl.constexpr,
+    SLIDING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -92,16 +100,26 @@ def _extend_kernel(
     o_q = (q_start + i_query) * q_stride + i_head * q_head_stride
     b_q = tl.load(p_q + o_q[:, None] + i_dim[None, :], mask=m_rows, other=0.0)
 
-    # every row of the tile sees columns [0, num_full), some rows see [num_full, num_seen)
+    # every row of the tile sees columns [low_end, num_full), some rows see those before and those up to
+    # num_seen
     first_query = i_tile * BLOCK_ROWS // GROUP
     last_query = tl.minimum((i_tile * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP, q_len - 1)
     num_full = (context + first_query + 1) // BLOCK_COLUMNS * BLOCK_COLUMNS
     num_seen = context + last_query + 1
+    start = context * 0
+    low_end = start
+    if SLIDING:
+        start = tl.maximum(context + first_query + 1 - SLIDING, 0) // BLOCK_COLUMNS * BLOCK_COLUMNS
+        low_end = tl.cdiv(tl.maximum(context + last_query + 1 - SLIDING, 0), BLOCK_COLUMNS) * BLOCK_COLUMNS
+        num_full = tl.maximum(num_full, start)
+        low_end = tl.minimum(low_end, num_full)
     p_head = p_kv + o_layer + i_kv_head * HEAD_DIM
     p_row_pages = p_pages + i_request * table_stride
+    b_max, b_sum = first_sums(p_sinks, i_head, i_query < q_len, True, HAS_SINKS)
     _, b_sum, b_out = attend_columns(
-        b_q, i_query, p_head, p_row_pages, p_pages, 0, num_full, num_seen, context, q_len, 0, page_stride,
-        slot_stride, o_value, scale, False, PAGE_SIZE, HEAD_DIM, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DIM,
+        b_q, i_query, context + i_query, b_max, b_sum, p_head, p_row_pages, p_pages, start, low_end, num_full,
+        num_seen, context, q_len, 0, page_stride, slot_stride, o_value, scale, False, SLIDING, SOFTCAP,
+        PAGE_SIZE, HEAD_DIM, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DIM,
     )  # fmt: skip
 
     o_out = ((q_start + i_query) * num_heads + i_head) * HEAD_DIM
@@ -119,6 +137,7 @@ def paged_extend_triton(
     max_q_len: int,
     scale: float,
     out: torch.Tensor | None = None,
+    form: AttentionForm = PLAIN_FORM,
 ) -> torch.Tensor:
     """Launch on `q` `[T, N, D]`; returns `[T, N, D]`, zeros in padding rows, or `out`, which keeps those.
 
@@ -145,6 +164,7 @@ def paged_extend_triton(
         page_table,
         q_starts.contiguous(),
         kv_lens.contiguous(),
+        q if form.sinks is None else form.sinks,
         out,
         q.stride(0),
         q.stride(1),
@@ -155,6 +175,9 @@ def paged_extend_triton(
         layer * 2 * plane,
         plane,
         scale * LOG2_E,
+        HAS_SINKS=form.sinks is not None,
+        SLIDING=form.window,
+        SOFTCAP=form.softcap,
         GROUP=group,
         PAGE_SIZE=page_size,
         HEAD_DIM=head_dim,
@@ -190,16 +213,17 @@ def paged_extend(
     max_q_len: int,
     scale: float,
     out: torch.Tensor | None = None,
+    form: AttentionForm = PLAIN_FORM,
 ) -> torch.Tensor:
     """Attend rows `q` `[T, N, D]` over their requests' pages, each row up to itself.
 
     `page_table` int `[B, P]`: pages of `layer` in `kv`. `q_starts`: int `[B+1]`. `kv_lens`: int `[B]`, the
     new rows included, which are stored already. `max_q_len`: an upper bound of the rows per request. Returns
     `[T, N, D]`, zeros in padding rows. With `out`, contiguous of that shape, it writes the other rows of it
-    and returns it. Raises ValueError if shapes or dtypes do not fit.
+    and returns it. `form`: window, soft cap and sinks. Raises ValueError if shapes or dtypes do not fit.
     """
     if q.is_cuda:
-        return paged_extend_triton(q, kv, layer, page_table, q_starts, kv_lens, max_q_len, scale, out)
+        return paged_extend_triton(q, kv, layer, page_table, q_starts, kv_lens, max_q_len, scale, out, form)
     _check(q, kv, page_table, q_starts, kv_lens)
-    computed = paged_extend_reference(q, kv, layer, page_table, q_starts, kv_lens, scale)
+    computed = paged_extend_reference(q, kv, layer, page_table, q_starts, kv_lens, scale, form)
     return computed if out is None else out.copy_(computed)

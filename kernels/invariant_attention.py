@@ -18,11 +18,22 @@ from typing import NamedTuple
 
 import torch
 
+from .attention_form import PLAIN_FORM, AttentionForm
 from .invariant_rows import attend_rows
 from .invariant_splits import BASE_SPLIT, LEVEL_SPLITS, MAX_PARTIAL_BYTES, num_splits, partial_bytes
 from .kv_store import kv_rows
 from .paged_attention import gather_kv
-from .paged_tile import LOG2_E, MIN_DOT, TileShape, check_paged, check_tree_mask, fold_tile, load_kv_tile
+from .paged_tile import (
+    LOG2_E,
+    MIN_DOT,
+    TileShape,
+    check_paged,
+    check_tree_mask,
+    first_sums,
+    fold_tile,
+    load_kv_tile,
+    tree_positions,
+)
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
 # With fewer programs than multiprocessors of an H200, splits run in parallel.
@@ -74,8 +85,11 @@ def _join(
 @jit
 def _fold_columns(
     b_q: tl.tensor,
+    b_begin: tl.tensor,
     b_end: tl.tensor,
     b_node_rank: tl.tensor,
+    b_first_max: tl.tensor,
+    b_first_sum: tl.tensor,
     p_kv: tl.tensor,
     p_pages: tl.tensor,
     start: tl.tensor,
@@ -87,6 +101,8 @@ def _fold_columns(
     o_value: tl.tensor,
     scale: tl.tensor,
     HAS_TREE: tl.constexpr,
+    SLIDING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -100,12 +116,19 @@ def _fold_columns(
     """(max, sum, out) of rows `b_q` over columns [start, end): of one split, or of all splits, joined.
 
     All rows see the columns before `full_end`, a number of whole tiles, and each those before its `b_end`.
-    With a tree, column context + j is the node of rank j in `b_node_rank`.
+    With a SLIDING window, no row sees columns before its `b_begin`, and `start` may be within a split: tiles
+    that no row sees change no bit. With a tree, column context + j is the node of rank j in `b_node_rank`.
+    All splits, joined, begin with the sinks' (`b_first_max`, `b_first_sum`, 0).
     """
     b_max, b_sum, b_out = _empty_fold(BLOCK_ROWS, BLOCK_DIM)
-    total_max, total_sum, total_out = b_max, b_sum, b_out
+    total_max, total_out = b_first_max, b_out
+    total_sum = b_sum + b_first_sum[:, None]
     i_split = start * 0
     split_end = start * 0 + BASE_SPLIT
+    if SLIDING:
+        while split_end <= start:
+            i_split += 1
+            split_end = _split_start(i_split + 1, BASE_SPLIT, LEVEL_SPLITS)
     for first in range(start, full_end, BLOCK_COLUMNS):
         i_column = first + tl.arange(0, BLOCK_COLUMNS)
         b_k, b_v = load_kv_tile(
@@ -113,7 +136,7 @@ def _fold_columns(
             HEAD_DIM, BLOCK_DIM,
         )  # fmt: skip
         b_max, b_sum, b_out = fold_tile(
-            b_q, b_k, b_v, b_end[:, None] > 0, b_max, b_sum, b_out, scale, True, True
+            b_q, b_k, b_v, b_end[:, None] > 0, b_max, b_sum, b_out, scale, True, True, SOFTCAP
         )
         if not IS_SPLIT and first + BLOCK_COLUMNS == split_end:
             total_max, total_sum, total_out = _join(
@@ -136,7 +159,11 @@ def _fold_columns(
             BLOCK_DIM,
         )  # fmt: skip
         m_visible = (i_column[None, :] < b_end[:, None]) & m_column[None, :]
-        b_max, b_sum, b_out = fold_tile(b_q, b_k, b_v, m_visible, b_max, b_sum, b_out, scale, False, True)
+        if SLIDING:
+            m_visible = m_visible & (i_column[None, :] >= b_begin[:, None])
+        b_max, b_sum, b_out = fold_tile(
+            b_q, b_k, b_v, m_visible, b_max, b_sum, b_out, scale, False, True, SOFTCAP
+        )
         if not IS_SPLIT and first + BLOCK_COLUMNS == split_end:
             total_max, total_sum, total_out = _join(
                 total_max, total_sum, total_out, b_max, b_sum, b_out, BLOCK_ROWS, BLOCK_DIM
@@ -159,6 +186,7 @@ def _fold_kernel(
     p_q_starts: tl.tensor,
     p_kv_lens: tl.tensor,
     p_tree_mask: tl.tensor,
+    p_sinks: tl.tensor,
     p_out: tl.tensor,
     p_max: tl.tensor,
     p_sum: tl.tensor,
@@ -175,6 +203,9 @@ def _fold_kernel(
     o_value: tl.tensor,
     scale: tl.tensor,
     HAS_TREE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    SLIDING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     IS_RAGGED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     GROUP: tl.constexpr,
@@ -206,6 +237,8 @@ def _fold_kernel(
     m_row = i_query < num_rows
     context = kv_len - num_rows
     b_end = context + i_query + 1
+    b_begin = b_end - SLIDING
+    low = context + i_tile * BLOCK_ROWS // GROUP + 1 - SLIDING
     last_query = tl.minimum((i_tile * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP, num_rows - 1)
     end_column = context + last_query + 1
     # the first row of the tile sees the fewest columns
@@ -214,11 +247,15 @@ def _fold_kernel(
     if HAS_TREE:
         context = kv_len - window
         full_column = tl.maximum(context, 0) // BLOCK_COLUMNS * BLOCK_COLUMNS
+        low = context - SLIDING
         i_node = tl.arange(0, BLOCK_WINDOW)
         if i_tile < shared_tiles:
             # all rows see the whole splits before the tree
             b_end = tl.zeros_like(i_row) + context
             end_column = context
+            if SLIDING:
+                p_masks = p_tree_mask + i_request * num_rows * window
+                b_begin = tree_positions(p_masks, i_query, m_row, context, window) + 1 - SLIDING
         else:
             # a tile has the heads of one node, which sees the columns of its own ancestors
             node = i_tile - shared_tiles
@@ -231,6 +268,8 @@ def _fold_kernel(
             b_node_rank = tl.where(b_seen != 0, tl.cumsum(b_seen, axis=0) - 1, -1)
             end_column = context + tl.sum(b_seen, axis=0)
             b_end = tl.zeros_like(i_row) + end_column
+            b_begin = b_end - SLIDING
+    low = tl.maximum(low, 0) // BLOCK_COLUMNS * BLOCK_COLUMNS
 
     i_dim = tl.arange(0, BLOCK_DIM)
     m_rows = m_row[:, None] & (i_dim < HEAD_DIM)[None, :]
@@ -251,10 +290,15 @@ def _fold_kernel(
         if HAS_TREE and (end <= context) != (i_tile < shared_tiles):
             return
         end = tl.minimum(end, end_column)
+        full_end = tl.minimum(full_column, end)
+        if SLIDING:
+            start = tl.maximum(start, low)  # a split before the window is an empty fold
+            full_end = start
+        b_max, b_sum = first_sums(p_sinks, i_head, m_row, False, False)  # the second kernel adds the sinks
         b_max, b_sum, b_out = _fold_columns(
-            b_q, b_end, b_node_rank, p_head, p_row_pages, start,
-            tl.maximum(tl.minimum(full_column, end), start), end, context, page_stride, kv_heads * HEAD_DIM,
-            o_value, scale, HAS_TREE, True, PAGE_SIZE, HEAD_DIM, BASE_SPLIT, LEVEL_SPLITS, BLOCK_ROWS,
+            b_q, b_begin, b_end, b_node_rank, b_max, b_sum, p_head, p_row_pages, start,
+            tl.maximum(full_end, start), end, context, page_stride, kv_heads * HEAD_DIM, o_value, scale,
+            HAS_TREE, SLIDING, SOFTCAP, True, PAGE_SIZE, HEAD_DIM, BASE_SPLIT, LEVEL_SPLITS, BLOCK_ROWS,
             BLOCK_COLUMNS, BLOCK_DIM, BLOCK_WINDOW,
         )  # fmt: skip
         o_split = i_split.to(tl.int64) * num_flat
@@ -262,10 +306,16 @@ def _fold_kernel(
         tl.store(p_sum + o_split + o_flat, b_sum, mask=m_row)
         tl.store(p_out + o_split * HEAD_DIM + o_out, b_out, mask=m_rows)
     else:
+        start = kv_len * 0
+        full_end = tl.minimum(full_column, end_column)
+        if SLIDING:
+            start = low
+            full_end = low
+        b_max, b_sum = first_sums(p_sinks, i_head, m_row, True, HAS_SINKS)
         b_max, b_sum, b_out = _fold_columns(
-            b_q, b_end, b_node_rank, p_head, p_row_pages, kv_len * 0, tl.minimum(full_column, end_column),
-            end_column, context, page_stride, kv_heads * HEAD_DIM, o_value, scale, HAS_TREE, False, PAGE_SIZE,
-            HEAD_DIM, BASE_SPLIT, LEVEL_SPLITS, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_WINDOW,
+            b_q, b_begin, b_end, b_node_rank, b_max, b_sum, p_head, p_row_pages, start, full_end, end_column,
+            context, page_stride, kv_heads * HEAD_DIM, o_value, scale, HAS_TREE, SLIDING, SOFTCAP, False,
+            PAGE_SIZE, HEAD_DIM, BASE_SPLIT, LEVEL_SPLITS, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DIM, BLOCK_WINDOW,
         )  # fmt: skip
         b_out = b_out / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
         tl.store(p_out + o_out, b_out.to(p_out.dtype.element_ty), mask=m_rows)
@@ -277,9 +327,12 @@ def _join_kernel(
     p_max: tl.tensor,
     p_sum: tl.tensor,
     p_kv_lens: tl.tensor,
+    p_sinks: tl.tensor,
     p_out: tl.tensor,
     num_flat: tl.tensor,
     rows_heads: tl.tensor,
+    num_heads: tl.tensor,
+    HAS_SINKS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BASE_SPLIT: tl.constexpr,
     LEVEL_SPLITS: tl.constexpr,
@@ -293,6 +346,9 @@ def _join_kernel(
     total_max = tl.full((BLOCK_DIM,), float("-inf"), dtype=tl.float32)
     total_sum = tl.zeros((BLOCK_DIM,), dtype=tl.float32)
     total_out = tl.zeros((BLOCK_DIM,), dtype=tl.float32)
+    if HAS_SINKS:
+        i_head = tl.zeros_like(i_dim) + (i_flat % num_heads).to(tl.int32)
+        total_max, total_sum = first_sums(p_sinks, i_head, i_dim >= 0, True, True)
     o_split = i_flat
     i_split = 0
     start = 0
@@ -350,6 +406,7 @@ def invariant_attention_triton(
     rows: Rows,
     scale: float,
     *,
+    form: AttentionForm = PLAIN_FORM,
     base_split: int = BASE_SPLIT,
     max_partial_bytes: int = MAX_PARTIAL_BYTES,
 ) -> torch.Tensor:
@@ -384,6 +441,7 @@ def invariant_attention_triton(
             page_table,
             rows,
             scale,
+            form,
             0,
             (out, out, out),
             is_split=False,
@@ -402,6 +460,7 @@ def invariant_attention_triton(
         page_table,
         rows,
         scale,
+        form,
         tiles,
         (partial, tops, sums),
         is_split=True,
@@ -412,9 +471,12 @@ def invariant_attention_triton(
         tops,
         sums,
         rows.kv_lens,
+        q if form.sinks is None else form.sinks,
         out,
         num_flat,
         longest * q.shape[1],
+        q.shape[1],
+        HAS_SINKS=form.sinks is not None,
         HEAD_DIM=head_dim,
         BASE_SPLIT=base_split,
         LEVEL_SPLITS=LEVEL_SPLITS,
@@ -433,6 +495,7 @@ def _launch(
     page_table: torch.Tensor,
     rows: Rows,
     scale: float,
+    form: AttentionForm,
     shared_tiles: int,
     results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     *,
@@ -453,6 +516,7 @@ def _launch(
         rows.kv_lens if starts is None else starts.contiguous(),
         rows.kv_lens.contiguous(),
         rows.kv_lens if mask is None else mask.contiguous().view(torch.uint8),
+        q if form.sinks is None else form.sinks,
         *results,
         rows.uniform,
         q.shape[0] * q.shape[1],
@@ -467,6 +531,9 @@ def _launch(
         plane,
         scale * LOG2_E,
         HAS_TREE=mask is not None,
+        HAS_SINKS=form.sinks is not None,
+        SLIDING=form.window,
+        SOFTCAP=form.softcap,
         IS_RAGGED=starts is not None,
         IS_SPLIT=is_split,
         GROUP=q.shape[1] // kv_heads,
@@ -499,7 +566,13 @@ def _check(q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, rows: Ro
 
 
 def invariant_attention_torch(
-    q: torch.Tensor, kv: torch.Tensor, layer: int, page_table: torch.Tensor, rows: Rows, scale: float
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    layer: int,
+    page_table: torch.Tensor,
+    rows: Rows,
+    scale: float,
+    form: AttentionForm = PLAIN_FORM,
 ) -> torch.Tensor:
     """The CPU path. It reads lengths and masks on the host and calls products of one shape only."""
     _check(q, kv, page_table, rows)
@@ -517,7 +590,7 @@ def invariant_attention_torch(
         slots = page_table[request, columns // page_size].to(torch.int64) * page_size + columns % page_size
         if rows.tree_mask is None:
             first = kv_len - (mine.stop - mine.start) + 1
-            out[mine] = _attend_slots(q[mine], kv, layer, slots, first, scale)
+            out[mine] = _attend_slots(q[mine], kv, layer, slots, first, scale, form)
             continue
         context = max(kv_len - rows.tree_mask.shape[2], 0)
         for node, seen in enumerate(rows.tree_mask[request]):
@@ -525,27 +598,40 @@ def invariant_attention_torch(
             ancestors = slots[context:][seen[rows.tree_mask.shape[2] - (kv_len - context) :]]
             path = torch.cat((slots[:context], ancestors))
             if path.numel():
-                out[row] = _attend_slots(q[row], kv, layer, path, path.numel(), scale)
+                out[row] = _attend_slots(q[row], kv, layer, path, path.numel(), scale, form)
     return out
 
 
 def _attend_slots(
-    q: torch.Tensor, kv: torch.Tensor, layer: int, slots: torch.Tensor, first: int, scale: float
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    layer: int,
+    slots: torch.Tensor,
+    first: int,
+    scale: float,
+    form: AttentionForm,
 ) -> torch.Tensor:
     """Rows `q` `[Q, N, D]` of one request over `slots`; row i sees the first `first` + i of them."""
     rows = kv_rows(slots, kv)
     keys, values = gather_kv(kv, layer, torch.cat((rows, rows + kv.shape[3])))
-    return attend_rows(q, keys, values, first, scale)
+    return attend_rows(q, keys, values, first, scale, form)
 
 
 def invariant_attention(
-    q: torch.Tensor, kv: torch.Tensor, layer: int, page_table: torch.Tensor, rows: Rows, scale: float
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    layer: int,
+    page_table: torch.Tensor,
+    rows: Rows,
+    scale: float,
+    form: AttentionForm = PLAIN_FORM,
 ) -> torch.Tensor:
     """Attend rows `q` `[T, N, D]` over the pages `page_table` int `[B, P]` of `layer` in `kv`.
 
     A row sees the rows before it and itself, or what a tree mask allows. Returns `[T, N, D]`; a row that
-    sees nothing (an idle request with kv_len 0, padding) gives zeros. Raises ValueError if shapes or dtypes
-    do not fit.
+    sees nothing (an idle request with kv_len 0, padding) gives zeros. `form`: window, soft cap and sinks; no
+    tree may be deeper than the window. Raises ValueError if shapes or dtypes do not fit.
     """
-    attend = invariant_attention_triton if q.is_cuda else invariant_attention_torch
-    return attend(q, kv, layer, page_table, rows, scale)
+    if q.is_cuda:
+        return invariant_attention_triton(q, kv, layer, page_table, rows, scale, form=form)
+    return invariant_attention_torch(q, kv, layer, page_table, rows, scale, form)

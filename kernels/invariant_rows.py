@@ -14,6 +14,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from .attention_form import PLAIN_FORM, AttentionForm
+
 # Rows of every product and context columns of every tile of attention.
 ROWS = 16
 COLUMNS = 256
@@ -92,11 +94,17 @@ def rope_rows(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> t
 
 
 def attend_rows(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: int, scale: float
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    first: int,
+    scale: float,
+    form: AttentionForm = PLAIN_FORM,
 ) -> torch.Tensor:
     """Attention of one request: `q` `[Q, N, D]`, `keys`, `values` `[S, K, D]` -> `[Q, N, D]`.
 
-    Row i sees the first `first` + i context rows; `first` is at least 1. Computed in float32, rounded once.
+    Row i sees the first `first` + i context rows, of these the last `form.window` ones if there is a window;
+    `first` is at least 1. Computed in float32, rounded once.
     """
     num_rows, num_heads, head_dim = q.shape
     length, kv_heads, _ = keys.shape
@@ -109,26 +117,49 @@ def attend_rows(
     wide_keys = F.pad(keys.to(torch.float32), space).permute(1, 2, 0)
     wide_values = F.pad(values.to(torch.float32), space).transpose(0, 1)
     out = torch.empty_like(pairs)
+    sinks = torch.full((*pairs.shape[:2], 1), float("-inf"))
+    if form.sinks is not None:
+        heads = form.sinks.to(torch.float32).view(kv_heads, 1, group).expand(-1, num_rows, -1)
+        sinks[:, : num_rows * group, 0] = heads.reshape(kv_heads, -1)
     for start in range(0, pairs.shape[1], ROWS):
-        tile, end = pairs[:, start : start + ROWS].contiguous(), ends[start : start + ROWS]
-        out[:, start : start + ROWS] = _fold_tiles(tile, wide_keys, wide_values, end, scale)
+        mine = slice(start, start + ROWS)
+        tile, end, sink = pairs[:, mine].contiguous(), ends[mine], sinks[:, mine].contiguous()
+        out[:, mine] = _fold_tiles(tile, wide_keys, wide_values, end, scale, form, sink)
     out = out[:, : num_rows * group].view(kv_heads, num_rows, group, head_dim).transpose(0, 1)
     return out.reshape(q.shape).to(q.dtype)
 
 
+def tanh_rounded(x: torch.Tensor) -> torch.Tensor:
+    """tanh of float32 `x`, of single roundings: 1 - 2 / (exp(2x) + 1)."""
+    return 1.0 - 2.0 / (exp_rounded(x + x) + 1.0)
+
+
 def _fold_tiles(
-    tile: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, scale: float
+    tile: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    ends: torch.Tensor,
+    scale: float,
+    form: AttentionForm,
+    sinks: torch.Tensor,
 ) -> torch.Tensor:
     """Rows `tile` `[K, ROWS, D]` over `keys` `[K, D, S]` and `values` `[K, S, D]`, S a multiple of COLUMNS.
 
-    Row r sees the columns before `ends[r]`. The tiles of columns that it does not see change no bit of it.
+    Row r sees the columns before `ends[r]`, and none before its window. The tiles of columns that it does not
+    see change no bit of it. `sinks` `[K, ROWS, 1]`: -inf for none.
     """
-    top = torch.full((*tile.shape[:2], 1), float("-inf"))
-    total, out = torch.zeros_like(top), torch.zeros_like(tile)
-    for start in range(0, int(ends.max()), COLUMNS):
+    top = sinks.clone()
+    total, out = (top > float("-inf")).to(torch.float32), torch.zeros_like(tile)
+    first = max(0, int(ends.min()) - form.window) // COLUMNS * COLUMNS if form.window else 0
+    for start in range(first, int(ends.max()), COLUMNS):
         columns = slice(start, start + COLUMNS)
-        hidden = torch.arange(start, start + COLUMNS) >= ends[:, None]
+        places = torch.arange(start, start + COLUMNS)
+        hidden = places >= ends[:, None]
+        if form.window:
+            hidden |= places < ends[:, None] - form.window
         scores = torch.bmm(tile, keys[:, :, columns].contiguous()).mul_(scale)
+        if form.softcap:
+            scores = tanh_rounded(scores / form.softcap) * form.softcap
         scores.masked_fill_(hidden, float("-inf"))
         new_top = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
         shift = new_top.masked_fill(new_top == float("-inf"), 0.0)

@@ -7,6 +7,8 @@ per key/value head, D head dimension. Pool and row numbers are those of `kv_stor
 import torch
 import torch.nn.functional as F
 
+from .attention_form import PLAIN_FORM, AttentionForm, attend_by_form, capped
+
 # Query rows per block of an extend: limits the mask and skips blocks above the causal diagonal.
 QUERY_BLOCK = 512
 
@@ -22,7 +24,13 @@ def gather_kv(kv: torch.Tensor, layer: int, rows: torch.Tensor) -> tuple[torch.T
 
 
 def paged_attention_reference(
-    q: torch.Tensor, kv: torch.Tensor, layer: int, pages: torch.Tensor, kv_len: int, scale: float
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    layer: int,
+    pages: torch.Tensor,
+    kv_len: int,
+    scale: float,
+    form: AttentionForm = PLAIN_FORM,
 ) -> torch.Tensor:
     """The definition for one request, in float64: `q` `[Q, N, D]` are the last Q of `kv_len` rows in `pages`
     `[P]`.
@@ -33,24 +41,42 @@ def paged_attention_reference(
         plane.reshape(-1, kv.shape[4], kv.shape[5])[:kv_len].repeat_interleave(group, dim=1).to(torch.float64)
         for plane in kv[pages, layer].unbind(1)
     )
-    scores = torch.einsum("qnd,snd->nqs", q.to(torch.float64), k) * scale
-    visible = torch.arange(kv_len)[None, :] <= torch.arange(kv_len - num_rows, kv_len)[:, None]
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    scores = capped(torch.einsum("qnd,snd->nqs", q.to(torch.float64), k) * scale, form.softcap)
+    columns, positions = torch.arange(kv_len)[None, :], torch.arange(kv_len - num_rows, kv_len)[:, None]
+    visible = columns <= positions
+    if form.window:
+        visible &= columns > positions - form.window
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if form.sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sinks = form.sinks.to(torch.float64)[:, None, None].expand(-1, num_rows, 1)
+        weights = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
     return torch.einsum("nqs,snd->qnd", weights, v).to(q.dtype)
 
 
 def batched_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    form: AttentionForm = PLAIN_FORM,
 ) -> torch.Tensor:
     """Attention of equally many rows per request: `q` `[B, Q, N, D]`, `k`, `v` `[B, S, K, D]` ->
     `[B, Q, N, D]`.
 
-    `mask` `[B, 1, Q, S]` is added to the scores. The head group is folded into the query length, group-major,
-    so keys and values are read once and never expanded.
+    `mask` `[B, 1, Q, S]` is added to the scores; it hides what is outside of the window of `form`. The head
+    group is folded into the query length, group-major, so keys and values are read once and never expanded.
     """
     batch, num_rows, num_heads, head_dim = q.shape
     kv_heads = k.shape[2]
     group = num_heads // kv_heads
+    if not form.is_plain:
+        heads = q.view(batch, num_rows, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
+        keys, values = (x.transpose(1, 2)[:, :, None] for x in (k, v))
+        found = attend_by_form(heads, keys, values, mask[:, None].to(torch.float32), scale, form)
+        return found.permute(0, 3, 1, 2, 4).reshape(q.shape)
     folded = q.view(batch, num_rows, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
     folded = folded.reshape(batch, kv_heads, group * num_rows, head_dim)
     if num_rows > 1:  # a single row broadcasts
@@ -62,8 +88,12 @@ def batched_attention(
     return out.reshape(batch, num_rows, num_heads, head_dim)
 
 
-def causal_band(context: int, block: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def causal_band(
+    context: int, block: int, dtype: torch.dtype, device: torch.device, window: int = 0
+) -> torch.Tensor:
     """A causal mask `[block, context + block]`: -inf where column > row + context, else 0.
+
+    With a `window`, also -inf where column <= row + context - window.
 
     The mask of n queries whose first stands at context position o is `band[:n, context - o : context + n]`:
     one buffer serves every block of every request.
@@ -71,16 +101,23 @@ def causal_band(context: int, block: int, dtype: torch.dtype, device: torch.devi
     columns = torch.arange(context + block, device=device)
     rows = torch.arange(block, device=device)[:, None]
     band = torch.zeros(block, context + block, dtype=dtype, device=device)
+    if window:
+        band.masked_fill_(columns <= rows + context - window, float("-inf"))
     return band.masked_fill_(columns > rows + context, float("-inf"))
 
 
 def extend_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    band: torch.Tensor,
+    scale: float,
+    form: AttentionForm = PLAIN_FORM,
 ) -> torch.Tensor:
     """Causal attention of one request's rows: `q` `[Q, N, D]`, the last Q of `k`, `v` `[S, K, D]` ->
     `[Q, N, D]`.
 
-    `band`: from `causal_band` with context >= S - 1 and block >= min(Q, QUERY_BLOCK).
+    `band`: from `causal_band` with context >= S - 1, block >= min(Q, QUERY_BLOCK), and the window of `form`.
     """
     num_rows, num_heads, head_dim = q.shape
     length, kv_heads, _ = k.shape
@@ -92,9 +129,12 @@ def extend_attention(
     for start in range(0, num_rows, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, num_rows)
         first, end = length - num_rows + start, length - num_rows + stop
-        mask = band[: stop - start, context - first : context - first + end]
-        block = F.scaled_dot_product_attention(
-            queries[:, :, start:stop], keys[:, :, :end], values[:, :, :end], attn_mask=mask, scale=scale
-        )
+        low = max(0, first + 1 - form.window) if form.window else 0  # the first column that any row sees
+        mask = band[: stop - start, context - first + low : context - first + end]
+        parts = queries[:, :, start:stop], keys[:, :, low:end], values[:, :, low:end]
+        if form.is_plain:
+            block = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale)
+        else:
+            block = attend_by_form(*parts, mask.to(torch.float32), scale, form)
         out[start:stop] = block.permute(2, 0, 1, 3).reshape(stop - start, num_heads, head_dim)
     return out

@@ -60,6 +60,15 @@ def load_kv_tile(
 
 
 @jit
+def softcapped(b_scores: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
+    """Scores in base 2 between plus and minus SOFTCAP, which is in base e, see `attention_form`."""
+    LIMIT: tl.constexpr = SOFTCAP * 1.4426950408889634
+    # tanh(x) = 1 - 2 / (exp(2x) + 1), with exp(2x) = 2^(2x log2(e)); an overflow gives the right 1
+    b_power = tl.exp2(b_scores * (2.0 * 1.4426950408889634 / LIMIT))
+    return LIMIT - 2.0 * LIMIT / (b_power + 1.0)
+
+
+@jit
 def fold_tile(
     b_q: tl.tensor,
     b_k: tl.tensor,
@@ -71,25 +80,30 @@ def fold_tile(
     scale: tl.tensor,
     IS_FULL: tl.constexpr,
     IS_INVARIANT: tl.constexpr = False,
+    SOFTCAP: tl.constexpr = 0.0,
 ) -> tl.tensor:
     """One step of the running softmax: `b_q` `[M, D]`, `m_visible` `[M, C]` -> new (max `[M]`, sum `[M]`, out
     `[M, D]`).
 
     A row that has seen no column keeps max = -inf, sum = 0, out = 0. With `IS_FULL`, every row sees every
-    column. `scale` is positive, so it can be applied after the maximum, where it costs nothing. With
-    `IS_INVARIANT`, the sum `[M, 16]`, in equal columns, is a product with ones: its order, too, is then that
-    of the matrix instruction, for any number of rows and warps.
+    column. `scale` is positive, so it can be applied after the maximum, where it costs nothing, unless there
+    is a SOFTCAP. With `IS_INVARIANT`, the sum `[M, 16]`, in equal columns, is a product with ones: its order,
+    too, is then that of the matrix instruction, for any number of rows and warps.
     """
     # ieee matters for float32 only, which would be truncated to tf32
     b_scores = tl.dot(b_q, b_k, input_precision="ieee")
+    b_scale = scale
+    if SOFTCAP != 0.0:
+        b_scores = softcapped(b_scores * scale, SOFTCAP)
+        b_scale = scale * 0.0 + 1.0
     if IS_FULL:
-        b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1) * scale)
+        b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1) * b_scale)
         b_shift = b_new_max
     else:
         b_scores = tl.where(m_visible, b_scores, float("-inf"))
-        b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1) * scale)
+        b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1) * b_scale)
         b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)  # -inf - -inf would be NaN
-    b_weights = tl.exp2(b_scores * scale - b_shift[:, None])
+    b_weights = tl.exp2(b_scores * b_scale - b_shift[:, None])
     b_rescale = tl.exp2(b_max - b_shift)
     b_rounded = b_weights.to(b_v.dtype)
     if IS_INVARIANT:
@@ -102,13 +116,100 @@ def fold_tile(
 
 
 @jit
+def tree_positions(
+    p_tree_mask: tl.tensor, i_query: tl.tensor, m_row: tl.tensor, context: tl.tensor, window: tl.tensor
+) -> tl.tensor:
+    """The position of each row of a tree: that of its root is `context`, a child's is one more.
+
+    `p_tree_mask` `[rows, window]` names a row's ancestors and itself.
+    """
+    b_depth = i_query * 0
+    for first in range(0, window, 16):
+        i_node = first + tl.arange(0, 16)
+        m_node = m_row[:, None] & (i_node < window)[None, :]
+        b_seen = tl.load(p_tree_mask + i_query[:, None] * window + i_node[None, :], mask=m_node, other=0)
+        b_depth += tl.sum((b_seen != 0).to(tl.int32), axis=1)
+    return context + b_depth - 1
+
+
+@jit
+def first_sums(
+    p_sinks: tl.tensor, i_head: tl.tensor, m_row: tl.tensor, is_first: tl.tensor, HAS_SINKS: tl.constexpr
+) -> tl.tensor:
+    """(max, sum) of a running softmax before its first column: of the sinks of heads `i_head`, in base 2.
+
+    Without sinks, or where not `is_first`, they are those of no column.
+    """
+    b_max = i_head * 0.0 + float("-inf")
+    b_sum = i_head * 0.0
+    if HAS_SINKS:
+        b_sink = tl.load(p_sinks + i_head, mask=m_row, other=0.0).to(tl.float32) * 1.4426950408889634
+        b_max = tl.where(is_first, b_sink, b_max)
+        b_sum = tl.where(is_first, 1.0, b_sum)
+    return b_max, b_sum
+
+
+@jit
+def _fold_masked(
+    b_q: tl.tensor,
+    i_query: tl.tensor,
+    b_position: tl.tensor,
+    b_max: tl.tensor,
+    b_sum: tl.tensor,
+    b_out: tl.tensor,
+    p_kv: tl.tensor,
+    p_pages: tl.tensor,
+    p_tree_mask: tl.tensor,
+    i_column: tl.tensor,
+    end: tl.tensor,
+    context: tl.tensor,
+    num_rows: tl.tensor,
+    window: tl.tensor,
+    page_stride: tl.tensor,
+    slot_stride: tl.tensor,
+    o_value: tl.tensor,
+    scale: tl.tensor,
+    HAS_TREE: tl.constexpr,
+    SLIDING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> tl.tensor:
+    """One tile of columns of which each row sees some, see `attend_columns`."""
+    m_column = i_column < end
+    b_k, b_v = load_kv_tile(
+        p_kv, p_pages, i_column, m_column, page_stride, slot_stride, o_value, False, PAGE_SIZE, HEAD_DIM,
+        BLOCK_DIM,
+    )  # fmt: skip
+    i_node = i_column - context
+    m_seen = i_node[None, :] <= i_query[:, None]
+    if HAS_TREE:
+        m_new = (i_query < num_rows)[:, None] & (m_column & (i_node >= 0))[None, :]
+        b_seen = tl.load(p_tree_mask + i_query[:, None] * window + i_node[None, :], mask=m_new, other=0)
+        m_seen = (b_seen != 0) | (i_node < 0)[None, :]
+    if SLIDING:
+        m_near = i_column[None, :] > b_position[:, None] - SLIDING
+        if HAS_TREE:
+            m_near = m_near | (i_node >= 0)[None, :]
+        m_seen = m_seen & m_near
+    return fold_tile(
+        b_q, b_k, b_v, m_seen & m_column[None, :], b_max, b_sum, b_out, scale, False, False, SOFTCAP
+    )
+
+
+@jit
 def attend_columns(
     b_q: tl.tensor,
     i_query: tl.tensor,
+    b_position: tl.tensor,
+    b_max: tl.tensor,
+    b_sum: tl.tensor,
     p_kv: tl.tensor,
     p_pages: tl.tensor,
     p_tree_mask: tl.tensor,
     start: tl.tensor,
+    low_end: tl.tensor,
     full_end: tl.tensor,
     end: tl.tensor,
     context: tl.tensor,
@@ -119,6 +220,8 @@ def attend_columns(
     o_value: tl.tensor,
     scale: tl.tensor,
     HAS_TREE: tl.constexpr,
+    SLIDING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -126,57 +229,38 @@ def attend_columns(
     BLOCK_DIM: tl.constexpr,
 ) -> tl.tensor:
     """Attend rows `b_q` over columns [start, end) of their request -> running (max, sum, out), see
-    `fold_tile`.
+    `fold_tile`, that begins with (`b_max`, `b_sum`, 0).
 
-    Every row sees the columns before `full_end`, a number of whole tiles. A row sees column context + j if j
-    <= its own `i_query`, or if the request's `p_tree_mask` `[num_rows, window]` allows it.
+    Every row sees the columns [low_end, full_end), a number of whole tiles, as [start, low_end) are. A row
+    sees column context + j if j <= its own `i_query`, or if the request's `p_tree_mask` `[num_rows, window]`
+    allows it. With SLIDING, it sees only columns above `b_position` - SLIDING; the nodes of a tree must all
+    lie in the window of each other.
     """
-    b_max = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
-    b_sum = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
     b_out = tl.zeros((BLOCK_ROWS, BLOCK_DIM), dtype=tl.float32)
     i_offset = tl.arange(0, BLOCK_COLUMNS)
-    for first in range(start, full_end, BLOCK_COLUMNS):
+    if SLIDING:
+        for first in range(start, low_end, BLOCK_COLUMNS):
+            b_max, b_sum, b_out = _fold_masked(
+                b_q, i_query, b_position, b_max, b_sum, b_out, p_kv, p_pages, p_tree_mask, first + i_offset,
+                end, context, num_rows, window, page_stride, slot_stride, o_value, scale, HAS_TREE, SLIDING,
+                SOFTCAP, PAGE_SIZE, HEAD_DIM, BLOCK_DIM,
+            )  # fmt: skip
+    for first in range(low_end, full_end, BLOCK_COLUMNS):
         i_column = first + i_offset
         m_column = i_column < full_end
         b_k, b_v = load_kv_tile(
-            p_kv,
-            p_pages,
-            i_column,
-            m_column,
-            page_stride,
-            slot_stride,
-            o_value,
-            True,
-            PAGE_SIZE,
-            HEAD_DIM,
+            p_kv, p_pages, i_column, m_column, page_stride, slot_stride, o_value, True, PAGE_SIZE, HEAD_DIM,
             BLOCK_DIM,
-        )
-        b_max, b_sum, b_out = fold_tile(b_q, b_k, b_v, m_column[None, :], b_max, b_sum, b_out, scale, True)
-    for first in range(full_end, end, BLOCK_COLUMNS):
-        i_column = first + i_offset
-        m_column = i_column < end
-        b_k, b_v = load_kv_tile(
-            p_kv,
-            p_pages,
-            i_column,
-            m_column,
-            page_stride,
-            slot_stride,
-            o_value,
-            False,
-            PAGE_SIZE,
-            HEAD_DIM,
-            BLOCK_DIM,
-        )
-        i_node = i_column - context
-        m_seen = i_node[None, :] <= i_query[:, None]
-        if HAS_TREE:
-            m_new = (i_query < num_rows)[:, None] & (m_column & (i_node >= 0))[None, :]
-            b_seen = tl.load(p_tree_mask + i_query[:, None] * window + i_node[None, :], mask=m_new, other=0)
-            m_seen = (b_seen != 0) | (i_node < 0)[None, :]
+        )  # fmt: skip
         b_max, b_sum, b_out = fold_tile(
-            b_q, b_k, b_v, m_seen & m_column[None, :], b_max, b_sum, b_out, scale, False
+            b_q, b_k, b_v, m_column[None, :], b_max, b_sum, b_out, scale, True, False, SOFTCAP
         )
+    for first in range(full_end, end, BLOCK_COLUMNS):
+        b_max, b_sum, b_out = _fold_masked(
+            b_q, i_query, b_position, b_max, b_sum, b_out, p_kv, p_pages, p_tree_mask, first + i_offset, end,
+            context, num_rows, window, page_stride, slot_stride, o_value, scale, HAS_TREE, SLIDING, SOFTCAP,
+            PAGE_SIZE, HEAD_DIM, BLOCK_DIM,
+        )  # fmt: skip
     return b_max, b_sum, b_out
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from .attention_form import PLAIN_FORM, AttentionForm
 from .kv_store import kv_rows
 from .paged_attention import batched_attention, gather_kv
 from .paged_tile import (
@@ -23,7 +24,9 @@ from .paged_tile import (
     attend_columns,
     check_paged,
     check_tree_mask,
+    first_sums,
     tile_shape,
+    tree_positions,
 )
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
@@ -36,12 +39,14 @@ FEW_SPLITS = 16  # the merge has two tiles: one of few splits, and one of MAX_SP
 
 
 def visible_columns(
-    kv_lens: torch.Tensor, num_rows: int, length: int, tree_mask: torch.Tensor | None
+    kv_lens: torch.Tensor, num_rows: int, length: int, tree_mask: torch.Tensor | None, sliding: int = 0
 ) -> torch.Tensor:
     """The context rows, of `length`, that each new row sees: bool `[B, Q, length]`.
 
     A row sees all rows before the new ones, and the new ones up to itself. With `tree_mask` bool `[B, Q, W]`,
-    it sees all but the last W rows, and of those W the ones that the mask allows.
+    it sees all but the last W rows, and of those W the ones that the mask allows. With a `sliding` window, it
+    sees no column at its own position - `sliding` or before; the position of a tree's row is its depth behind
+    the prefix, and nodes are never hidden.
     """
     columns = torch.arange(length, device=kv_lens.device)
     window = num_rows if tree_mask is None else tree_mask.shape[2]
@@ -51,6 +56,15 @@ def visible_columns(
     else:
         index = node.clamp(0, window - 1)[:, None].expand(-1, num_rows, -1)
         among = tree_mask.gather(2, index) | (node < 0)[:, None]
+    if sliding:
+        depth = (
+            torch.arange(num_rows, device=kv_lens.device)[None]
+            if tree_mask is None
+            else tree_mask.sum(dim=2, dtype=kv_lens.dtype) - 1
+        )
+        positions = (kv_lens[:, None] - window) + depth  # [B, Q]
+        is_near = columns > positions[:, :, None] - sliding
+        among = among & (is_near if tree_mask is None else is_near | (node >= 0)[:, None])
     return among & (columns < kv_lens[:, None])[:, None]
 
 
@@ -73,14 +87,15 @@ def verify_columns(
     kv_lens: torch.Tensor,
     num_rows: int,
     tree_mask: torch.Tensor | None = None,
+    sliding: int = 0,
 ) -> VerifyColumns:
     """The columns of `num_rows` rows per request over every page of `page_table` `[B, P]`; no host
-    synchronisation.
+    synchronisation. `sliding`: the window of the layers that attend to them, 0: none.
     """
     page_size = kv.shape[3]
     slots = page_table.to(torch.int64)[:, :, None] * page_size + torch.arange(page_size, device=kv.device)
     slots = slots.flatten(1)
-    visible = visible_columns(kv_lens.to(torch.int64), num_rows, slots.shape[1], tree_mask)
+    visible = visible_columns(kv_lens.to(torch.int64), num_rows, slots.shape[1], tree_mask, sliding)
     used = visible.any(dim=1)
     rows = kv_rows(torch.where(used, slots, 0), kv).flatten()  # unused ones read the sink, which is zeros
     mask = torch.zeros(visible.shape, dtype=kv.dtype, device=kv.device).masked_fill_(~visible, float("-inf"))
@@ -89,12 +104,17 @@ def verify_columns(
 
 
 def attend_verify_columns(
-    q: torch.Tensor, kv: torch.Tensor, layer: int, columns: VerifyColumns, scale: float
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    layer: int,
+    columns: VerifyColumns,
+    scale: float,
+    form: AttentionForm = PLAIN_FORM,
 ) -> torch.Tensor:
     """`q` `[B, Q, N, D]` over `columns` of `layer` -> `[B, Q, N, D]`; rows that see nothing give 0."""
     keys, values = gather_kv(kv, layer, columns.rows)
     shape = (q.shape[0], -1, *kv.shape[4:])
-    out = batched_attention(q.contiguous(), keys.view(shape), values.view(shape), columns.mask, scale)
+    out = batched_attention(q.contiguous(), keys.view(shape), values.view(shape), columns.mask, scale, form)
     return out if columns.is_blind is None else out.masked_fill(columns.is_blind, 0)
 
 
@@ -106,6 +126,7 @@ def paged_verify_reference(
     kv_lens: torch.Tensor,
     scale: float,
     tree_mask: torch.Tensor | None = None,
+    form: AttentionForm = PLAIN_FORM,
 ) -> torch.Tensor:
     """The CPU path: gather every page of the table, mask, attend. Rows that see nothing give 0.
 
@@ -113,8 +134,8 @@ def paged_verify_reference(
     """
     if q.numel() == 0:
         return torch.empty_like(q)
-    columns = verify_columns(kv, page_table, kv_lens, q.shape[1], tree_mask)
-    return attend_verify_columns(q, kv, layer, columns, scale)
+    columns = verify_columns(kv, page_table, kv_lens, q.shape[1], tree_mask, form.window)
+    return attend_verify_columns(q, kv, layer, columns, scale, form)
 
 
 @jit
@@ -123,18 +144,27 @@ def _split_bounds(
     context: tl.tensor,
     i_split: tl.tensor,
     num_splits: tl.tensor,
+    SLIDING: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """(start, end of the columns that every row sees, end) of a split.
+    """(start, begin and end of the columns that every row sees, end) of a split.
 
-    A short context is not cut finer than MIN_SPLIT, so its later splits are empty.
+    A short context is not cut finer than MIN_SPLIT, so its later splits are empty. With a SLIDING window, the
+    splits share the columns from the first one that any row sees.
     """
-    split_len = tl.cdiv(tl.maximum(tl.cdiv(kv_len, num_splits), MIN_SPLIT), BLOCK_COLUMNS) * BLOCK_COLUMNS
-    start = tl.minimum(i_split * split_len, kv_len)
+    base = kv_len * 0
+    low_end = base
+    if SLIDING:
+        base = tl.maximum(context - SLIDING, 0) // BLOCK_COLUMNS * BLOCK_COLUMNS
+        low_end = tl.cdiv(tl.maximum(kv_len - SLIDING, 0), BLOCK_COLUMNS) * BLOCK_COLUMNS
+    share = tl.cdiv(kv_len - base, num_splits)
+    split_len = tl.cdiv(tl.maximum(share, MIN_SPLIT), BLOCK_COLUMNS) * BLOCK_COLUMNS
+    start = tl.minimum(base + i_split * split_len, kv_len)
     end = tl.minimum(start + split_len, kv_len)
     full_end = tl.maximum(context, 0) // BLOCK_COLUMNS * BLOCK_COLUMNS
-    return start, tl.maximum(tl.minimum(full_end, end), start), end
+    full_end = tl.maximum(tl.minimum(full_end, end), start)
+    return start, tl.minimum(tl.maximum(low_end, start), full_end), full_end, end
 
 
 @jit_varying("num_requests", "num_rows", "window", "num_splits", "table_stride", "p_kv_lens", "p_tree_mask")
@@ -144,6 +174,7 @@ def _verify_kernel(
     p_pages: tl.tensor,
     p_kv_lens: tl.tensor,
     p_tree_mask: tl.tensor,
+    p_sinks: tl.tensor,
     p_partial: tl.tensor,
     p_lse: tl.tensor,
     num_requests: tl.tensor,
@@ -160,6 +191,9 @@ def _verify_kernel(
     o_value: tl.tensor,
     scale: tl.tensor,
     HAS_TREE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    SLIDING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     GROUP: tl.constexpr,
@@ -183,14 +217,20 @@ def _verify_kernel(
     m_rows = m_row[:, None] & (i_dim < HEAD_DIM)[None, :]
     o_q = i_request * q_batch_stride + i_query * q_row_stride + i_head * q_head_stride
     b_q = tl.load(p_q + o_q[:, None] + i_dim[None, :], mask=m_rows, other=0.0)
-    split_start, full_end, split_end = _split_bounds(
-        kv_len, context, i_split, num_splits, MIN_SPLIT, BLOCK_COLUMNS
+    split_start, low_end, full_end, split_end = _split_bounds(
+        kv_len, context, i_split, num_splits, SLIDING, MIN_SPLIT, BLOCK_COLUMNS
     )
     p_row_mask = p_tree_mask + i_request * num_rows * window
+    b_position = context + i_query
+    if HAS_TREE and SLIDING:
+        b_position = tree_positions(p_row_mask, i_query, m_row, context, window)
+    # one split alone adds the sink
+    b_max, b_sum = first_sums(p_sinks, i_head, m_row, i_split == 0, HAS_SINKS)
     b_max, b_sum, b_out = attend_columns(
-        b_q, i_query, p_kv + o_layer + i_kv_head * HEAD_DIM, p_pages + i_request * table_stride, p_row_mask,
-        split_start, full_end, split_end, context, num_rows, window, page_stride, kv_heads * HEAD_DIM,
-        o_value, scale, HAS_TREE, PAGE_SIZE, HEAD_DIM, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DIM,
+        b_q, i_query, b_position, b_max, b_sum, p_kv + o_layer + i_kv_head * HEAD_DIM,
+        p_pages + i_request * table_stride, p_row_mask, split_start, low_end, full_end, split_end, context,
+        num_rows, window, page_stride, kv_heads * HEAD_DIM, o_value, scale, HAS_TREE, SLIDING, SOFTCAP,
+        PAGE_SIZE, HEAD_DIM, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DIM,
     )  # fmt: skip
     o_flat = (i_request * num_rows + i_query) * (kv_heads * GROUP) + i_head
     b_total = tl.where(b_sum == 0.0, 1.0, b_sum)
@@ -259,6 +299,7 @@ def paged_verify_triton(
     *,
     num_splits: int = 0,
     min_split: int = MIN_SPLIT,
+    form: AttentionForm = PLAIN_FORM,
 ) -> torch.Tensor:
     """Launch on `q` `[B, Q, N, D]`; returns `[B, Q, N, D]`.
 
@@ -274,15 +315,18 @@ def paged_verify_triton(
     page_size, kv_heads = kv.shape[3], kv.shape[4]
     tile = _tile(q.dtype, head_dim, num_rows * (num_heads // kv_heads))
     num_tiles = cdiv(num_rows * (num_heads // kv_heads), tile.rows) * kv_heads
-    splits = num_splits or choose_splits(num_tiles * num_requests, page_table.shape[1] * page_size)
+    capacity = page_table.shape[1] * page_size
+    capacity = min(capacity, form.window + num_rows) if form.window else capacity
+    splits = num_splits or choose_splits(num_tiles * num_requests, capacity)
     grid = (num_tiles, splits, num_requests)
+    inputs = q, kv, layer, page_table, kv_lens, scale, tree_mask, form
     if splits == 1:
-        _launch_splits(grid, tile, q, kv, layer, page_table, kv_lens, scale, tree_mask, out, out, min_split)
+        _launch_splits(grid, tile, *inputs, out, out, min_split)
         return out
     num_flat = num_requests * num_rows * num_heads
     partial = torch.empty(splits, num_flat, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(splits, num_flat, dtype=torch.float32, device=q.device)
-    _launch_splits(grid, tile, q, kv, layer, page_table, kv_lens, scale, tree_mask, partial, lse, min_split)
+    _launch_splits(grid, tile, *inputs, partial, lse, min_split)
     _merge_kernel[(num_flat,)](
         partial,
         lse,
@@ -307,6 +351,7 @@ def _launch_splits(
     kv_lens: torch.Tensor,
     scale: float,
     tree_mask: torch.Tensor | None,
+    form: AttentionForm,
     partial: torch.Tensor,
     lse: torch.Tensor,
     min_split: int,
@@ -322,6 +367,7 @@ def _launch_splits(
         page_table,
         kv_lens.contiguous(),
         kv_lens if tree_mask is None else tree_mask.contiguous().view(torch.uint8),
+        q if form.sinks is None else form.sinks,
         partial,
         lse,
         q.shape[0],
@@ -338,6 +384,9 @@ def _launch_splits(
         plane,
         scale * LOG2_E,
         HAS_TREE=tree_mask is not None,
+        HAS_SINKS=form.sinks is not None,
+        SLIDING=form.window,
+        SOFTCAP=form.softcap,
         IS_SPLIT=grid[1] > 1,
         MIN_SPLIT=min_split,
         GROUP=q.shape[2] // kv_heads,
@@ -377,15 +426,17 @@ def paged_verify(
     kv_lens: torch.Tensor,
     scale: float,
     tree_mask: torch.Tensor | None = None,
+    form: AttentionForm = PLAIN_FORM,
 ) -> torch.Tensor:
     """Attend rows `q` `[B, Q, N, D]`, the last Q of each request's `kv_lens` int `[B]` rows, over its pages.
 
     `page_table` int `[B, P]`: pages of `layer` in `kv`. Without `tree_mask` attention is causal. `tree_mask`
     bool `[B, Q, W]` gives the columns that each row sees among the last W rows: the Q new ones and W - Q rows
-    of a tree before them. Returns `[B, Q, N, D]`; a row that sees nothing (an idle request with kv_len 0)
+    of a tree before them. `form`: window, soft cap and sinks; no tree may be deeper than the window. Returns
+    `[B, Q, N, D]`; a row that sees nothing (an idle request with kv_len 0)
     gives zeros. Raises ValueError if shapes or dtypes do not fit.
     """
     if q.is_cuda:
-        return paged_verify_triton(q, kv, layer, page_table, kv_lens, scale, tree_mask)
+        return paged_verify_triton(q, kv, layer, page_table, kv_lens, scale, tree_mask, form=form)
     _check(q, kv, page_table, kv_lens, tree_mask)
-    return paged_verify_reference(q, kv, layer, page_table, kv_lens, scale, tree_mask)
+    return paged_verify_reference(q, kv, layer, page_table, kv_lens, scale, tree_mask, form)

@@ -13,6 +13,7 @@ from baton.kernels import (
     tree_verify,
     verify_attention,
 )
+from baton.kernels.attention_form import AttentionForm, capped
 from baton.kernels.context_attention import ContextKV, ContextTile
 from baton.kernels.paged_attention import paged_attention_reference
 from baton.tests.kernels.cases import BFLOAT16, FLOAT32, NAN, assert_close, randn
@@ -21,6 +22,24 @@ HEADS = ((4, 4), (3, 1), (8, 2), (8, 1))  # groups of 1, 3, 4 and 8
 HEAD_DIMS = (64, 80, 96, 128)
 RAGGED = [(1, 1), (5, 5), (1, 33), (17, 48), (70, 71)]
 BORDERS = [(16, 16), (31, 33), (3, 65), (33, 33), (2, 64)]
+# Window, soft cap, and whether there are sinks. A window of 33 ends at and beside the edges of tiles.
+FORMS = {
+    "": (0, 0.0, False),
+    "window": (9, 0.0, False),
+    "wide window": (33, 0.0, False),
+    "capped": (0, 1.5, False),
+    "sinks": (0, 0.0, True),
+    "all": (12, 2.0, True),
+}
+
+
+def form_of(name: str, num_heads: int) -> AttentionForm:
+    window, softcap, has_sinks = FORMS[name]
+    return AttentionForm(window, softcap, randn(num_heads, seed=77) if has_sinks else None)
+
+
+def on(device: str, form: AttentionForm) -> AttentionForm:
+    return form if form.sinks is None else form._replace(sinks=form.sinks.to(device))
 
 
 # --- attention ----------------------------------------------------------------------------------------------
@@ -48,10 +67,16 @@ def poisoned_pool(
 
 
 def definition(
-    q: torch.Tensor, pool: torch.Tensor, layer: int, pages: torch.Tensor, kv_len: int, scale: float
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    pages: torch.Tensor,
+    kv_len: int,
+    scale: float,
+    form: AttentionForm,
 ) -> torch.Tensor:
     """`paged_attention_reference`, which reads whole pages, without the poison."""
-    return paged_attention_reference(q, pool.nan_to_num(0.0), layer, pages, kv_len, scale)
+    return paged_attention_reference(q, pool.nan_to_num(0.0), layer, pages, kv_len, scale, form)
 
 
 def check_extend(
@@ -61,9 +86,11 @@ def check_extend(
     head_dim: int,
     page_size: int,
     dtype: torch.dtype,
+    form_name: str = "",
 ) -> None:
     """Requests of (new rows, context rows) and three padding rows of NaN behind them."""
     num_heads, kv_heads = heads
+    form = form_of(form_name, num_heads)
     q_lens, kv_lens = [q for q, _ in lens], [kv for _, kv in lens]
     pool, table = poisoned_pool(kv_lens, page_size, kv_heads, head_dim, dtype, layer=1)
     starts = torch.tensor([0, *q_lens]).cumsum(0)
@@ -73,12 +100,23 @@ def check_extend(
     scale, q = head_dim**-0.5, wide[:, :-1]
     on_device = [x.to(device) for x in (table, starts, lengths)]
     out = extend_attention.paged_extend_triton(
-        wide.to(device)[:, :-1], pool.to(device), 1, *on_device, max(q_lens, default=0), scale
+        wide.to(device)[:, :-1],
+        pool.to(device),
+        1,
+        *on_device,
+        max(q_lens, default=0),
+        scale,
+        form=on(device, form),
+    )
+    on_cpu = extend_attention.paged_extend_reference(
+        q, pool.nan_to_num(0.0), 1, table, starts, lengths, scale, form
     )
     assert torch.equal(out[-3:].cpu(), torch.zeros_like(q[-3:]))
     for request, (q_len, kv_len) in enumerate(lens):
         mine = slice(int(starts[request]), int(starts[request]) + q_len)
-        assert_close(out[mine], definition(q[mine], pool, 1, table[request], kv_len, scale))
+        expected = definition(q[mine], pool, 1, table[request], kv_len, scale, form)
+        assert_close(out[mine], expected)
+        assert_close(on_cpu[mine], expected)
 
 
 def check_context(
@@ -89,9 +127,11 @@ def check_context(
     page_size: int,
     dtype: torch.dtype,
     num_unused: int = 0,
+    form_name: str = "",
 ) -> None:
     """As `check_extend`, over a copy of the pages. `num_unused` places behind the requests have none."""
     num_heads, kv_heads = heads
+    form = form_of(form_name, num_heads)
     q_lens, kv_lens = [q for q, _ in lens], [kv for _, kv in lens]
     pool, table = poisoned_pool(kv_lens, page_size, kv_heads, head_dim, dtype, layer=1)
     table = torch.nn.functional.pad(table, (0, 0, 0, num_unused))
@@ -114,18 +154,18 @@ def check_context(
     tiles = {is_small, context_attention.tile_of(q.shape[0], num_heads, 0, dtype)}
     outs = [
         context_attention.context_attention_triton(
-            wide.to(device)[:, :-1], ContextKV(*copied), *places, scale, tile=tile
+            wide.to(device)[:, :-1], ContextKV(*copied), *places, scale, tile=tile, form=on(device, form)
         ).cpu()
         for tile in tiles
     ]
     on_cpu = [x.cpu() for x in places]
     on_cpu = ContextKV(keys, values), *on_cpu
-    outs.append(context_attention.context_attention_reference(q, *on_cpu, scale))
+    outs.append(context_attention.context_attention_reference(q, *on_cpu, scale, form=form))
     for out in outs:
         assert torch.equal(out[-3:], torch.zeros_like(q[-3:]))
         for request, (q_len, kv_len) in enumerate(lens):
             mine = slice(starts[request], starts[request] + q_len)
-            assert_close(out[mine], definition(q[mine], pool, 1, table[request], kv_len, scale))
+            assert_close(out[mine], definition(q[mine], pool, 1, table[request], kv_len, scale, form))
 
 
 def tree_definition(
@@ -136,8 +176,12 @@ def tree_definition(
     kv_len: int,
     scale: float,
     seen: torch.Tensor,
+    form: AttentionForm,
 ) -> torch.Tensor:
-    """One request in float64, row by row, over the columns given by `seen` bool `[Q, W]` and the prefix."""
+    """One request in float64, row by row, over the columns given by `seen` bool `[Q, W]` and the prefix.
+
+    A row's position is that of its depth behind the prefix.
+    """
     keys, values = (
         plane.flatten(0, 1)[:kv_len].repeat_interleave(q.shape[1] // pool.shape[4], dim=1).double()
         for plane in pool[pages, layer].unbind(1)
@@ -145,10 +189,16 @@ def tree_definition(
     out = torch.zeros_like(q)
     for row in range(q.shape[0]):
         context = kv_len - seen.shape[1]
-        columns = [c for c in range(kv_len) if c < context or bool(seen[row, c - context])]
+        near = context + int(seen[row].sum()) - 1 - form.window if form.window else -1
+        columns = [
+            c for c in range(kv_len) if (near < c < context) or (c >= context and seen[row, c - context])
+        ]
         if columns:
-            scores = torch.einsum("nd,snd->ns", q[row].double(), keys[columns]) * scale
-            out[row] = torch.einsum("ns,snd->nd", scores.softmax(-1), values[columns]).to(q.dtype)
+            scores = capped(torch.einsum("nd,snd->ns", q[row].double(), keys[columns]) * scale, form.softcap)
+            if form.sinks is not None:
+                scores = torch.cat((scores, form.sinks.double()[:, None]), dim=1)
+            weights = scores.softmax(-1)[:, : len(columns)]
+            out[row] = torch.einsum("ns,snd->nd", weights, values[columns]).to(q.dtype)
     return out
 
 
@@ -173,10 +223,12 @@ def check_verify(
     num_splits: int = 1,
     is_tree: bool = False,
     earlier: int = 0,
+    form_name: str = "",
 ) -> None:
     """kv_len 0 is an idle request: its queries are NaN and its rows come out as zeros. The tree has `earlier`
     more nodes, whose rows stand before the new ones."""
     num_heads, kv_heads = heads
+    form = form_of(form_name, num_heads)
     pool, table = poisoned_pool(kv_lens, page_size, kv_heads, head_dim, dtype, layer=0)
     wide = randn(len(kv_lens), num_rows, num_heads + 1, head_dim, dtype=dtype, seed=8)
     wide[:, :, -1] = NAN
@@ -193,23 +245,34 @@ def check_verify(
         None if trees is None else trees.to(device),
         num_splits=num_splits,
         min_split=32,
+        form=on(device, form),
     )
-    on_cpu = verify_attention.paged_verify_reference(q, pool, 0, table, lengths, scale, trees)
+    on_cpu = verify_attention.paged_verify_reference(q, pool, 0, table, lengths, scale, trees, form)
     seen = (
         torch.ones(num_rows, num_rows, dtype=torch.bool).tril().repeat(len(kv_lens), 1, 1)
         if trees is None
         else trees
     )
     for request, kv_len in enumerate(kv_lens):
-        expected = tree_definition(q[request], pool, 0, table[request], kv_len, scale, seen[request])
+        expected = tree_definition(q[request], pool, 0, table[request], kv_len, scale, seen[request], form)
         assert_close(out[request], expected)
         assert_close(on_cpu[request], expected)
 
 
 def check_invariant(
-    device: str, num_rows: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, is_tree: bool
+    device: str,
+    num_rows: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype,
+    is_tree: bool,
+    form_name: str = "",
 ) -> None:
-    """Splits of 64 columns and longer ones, computed in parallel or by one program; and ragged rows."""
+    """Splits of 64 columns and longer ones, computed in parallel or by one program; and ragged rows.
+
+    The bits of both are equal on a device.
+    """
+    form = form_of(form_name, heads[0])
     longest = 300 if num_rows <= 4 else 150  # of trees, which take long to interpret
     kv_lens, (num_heads, kv_heads) = [40, 0, longest, num_rows, 65], heads
     pool, table = poisoned_pool(kv_lens, 16, kv_heads, head_dim, dtype, layer=1)
@@ -224,24 +287,38 @@ def check_invariant(
     arguments = pool.to(device), 1, table.to(device)
     outs = [
         invariant_attention.invariant_attention_triton(
-            q.to(device), *arguments, rows, scale, base_split=64, max_partial_bytes=limit
+            q.to(device),
+            *arguments,
+            rows,
+            scale,
+            form=on(device, form),
+            base_split=64,
+            max_partial_bytes=limit,
         )
         for limit in (0, 1 << 30)
     ]
+    if device == "cuda":  # the interpreter's products differ by their shapes
+        assert torch.equal(*outs)
     if trees is None and num_rows == 4:  # the first two requests, 3 rows and none, and the third in two runs
         starts = torch.tensor([0, 3, 3, 10])
         ragged = invariant_attention.Rows(torch.tensor(kv_lens[:3]).to(device), 0, starts.to(device), 7)
         out = invariant_attention.invariant_attention_triton(
-            q[:12].to(device), *arguments[:2], table[:3].to(device), ragged, scale, base_split=64
+            q[:12].to(device),
+            *arguments[:2],
+            table[:3].to(device),
+            ragged,
+            scale,
+            form=on(device, form),
+            base_split=64,
         )
         assert torch.equal(out[10:].cpu(), torch.zeros_like(q[10:12]))
-        assert_close(out[:3], definition(q[:3], pool, 1, table[0], 40, scale))
-        assert_close(out[3:10], definition(q[3:10], pool, 1, table[2], 300, scale))
+        assert_close(out[:3], definition(q[:3], pool, 1, table[0], 40, scale, form))
+        assert_close(out[3:10], definition(q[3:10], pool, 1, table[2], 300, scale, form))
     on_cpu = invariant_attention.Rows(lengths, uniform=num_rows, tree_mask=trees)
-    outs.append(invariant_attention.invariant_attention_torch(q, pool, 1, table, on_cpu, scale))
+    outs.append(invariant_attention.invariant_attention_torch(q, pool, 1, table, on_cpu, scale, form))
     for request, kv_len in enumerate(kv_lens):
         mine = slice(request * num_rows, (request + 1) * num_rows)
-        expected = tree_definition(q[mine], pool, 1, table[request], kv_len, scale, seen[request])
+        expected = tree_definition(q[mine], pool, 1, table[request], kv_len, scale, seen[request], form)
         for out in outs:
             assert_close(out[mine], expected)
 
@@ -342,6 +419,24 @@ def attention_cases(*, is_whole: bool = True) -> Iterator[tuple[Callable[..., No
         (5, (3, 1), 64, FLOAT32, True),
     ):
         yield check_invariant, (num_rows, heads, head_dim, dtype, is_tree)
+    for name, is_quick in (
+        ("window", True),
+        ("wide window", False),
+        ("capped", False),
+        ("sinks", False),
+        ("all", True),
+    ):
+        if not (is_whole or is_quick):
+            continue
+        yield check_extend, (RAGGED, (8, 2), 64, 16, FLOAT32, name)
+        yield check_context, ([(70, 71), (1, 128), (40, 129)], (3, 1), 64, 16, BFLOAT16, 1, name)
+        yield check_verify, (4, [0, 4, 31, 33, 97], (3, 1), 80, 16, FLOAT32, 3, False, 0, name)
+        yield check_verify, (7, [0, 7, 32, 97], (8, 2), 64, 16, FLOAT32, 2, True, 0, name)
+        yield check_invariant, (4, (3, 1), 64, FLOAT32, False, name)
+        if is_whole:
+            yield check_extend, (BORDERS, (4, 4), 256, 16, BFLOAT16, name)
+            yield check_verify, (1, [0, 1, 31, 33, 97], (4, 2), 256, 16, BFLOAT16, 1, False, 0, name)
+            yield check_invariant, (5, (8, 2), 64, FLOAT32, True, name)
     yield check_extend, ([], (2, 1), 64, 16, FLOAT32)
     yield check_extend, ([(300, 300)], (8, 1), 64, 16, BFLOAT16)
     yield check_verify, (1, [], (2, 1), 64, 16, FLOAT32)
