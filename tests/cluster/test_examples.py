@@ -112,6 +112,16 @@ def test_the_benchmark_measures_every_load(environment):
     assert len(measured["levels"]) == 2, measured
 
 
+def test_the_training_prompts_are_chats_of_every_kind():
+    printed = said_by(dict(os.environ), sys.executable, "-P", EXAMPLES / "training_prompts.py", "300")
+    chats = [json.loads(line)["messages"] for line in printed.splitlines()]
+    assert len(chats) == 300
+    assert len(set(printed.splitlines())) > 250
+    assert {chat[0]["role"] for chat in chats} == {"system", "user"}
+    assert {chat[-1]["role"] for chat in chats} == {"user"}
+    assert not [turn for chat in chats for turn in chat if "{" in turn["content"]], "an unfilled word"
+
+
 @needs("helm")
 @pytest.mark.parametrize(("release", "name"), [("baton", "baton"), ("chat", "chat-baton")])
 def test_the_kubernetes_example_renders_the_release(release, name):
