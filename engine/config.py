@@ -18,11 +18,12 @@ class EngineConfig(GivenSizes):
 
     The sizes are those of `auto_sizes.GivenSizes`. `spec_*`: the drafts of a step (`DraftShape.of`).
     `spec_adaptive`: whether they follow load and acceptance ("auto": on CUDA, and with lookup). `ngram_*`:
-    the agreements that lookup (`draft` "ngram") takes, in tokens. `overlap`: whether a decode
-    step is launched before the previous one was read ("auto": on CUDA). `graph_self_test` compares each graph
-    with the eager path before use. `feature_layers` ("2,14,25"): layer outputs that prefill captures beside
-    those of the draft. `aggregated`: a decode engine that computes all its prompts, and captures graphs for
-    them. `deterministic`: the bits of a target's row do not depend on the rows computed beside it.
+    the agreements that lookup (`draft` "ngram") takes, in tokens. `overlap`: whether a decode step is
+    launched before the previous one was read ("auto": on CUDA). `graph_self_test` compares each graph with
+    the eager path before use. `feature_layers` ("2,14,25"): layer outputs that prefill captures beside those
+    of the draft. `aggregated`: a decode engine that computes all its prompts, and captures graphs for them.
+    `deterministic`: the bits of a target's row do not depend on the rows computed beside it. `quantize`: the
+    form to which matrices in floats are rounded as they are loaded, or "none".
     """
 
     model: str
@@ -30,6 +31,7 @@ class EngineConfig(GivenSizes):
     no_draft: bool = False
     device: str = "auto"
     dtype: str = "auto"
+    quantize: str = "none"
     threads: int = 0
     prefix_cache: bool = True
     spec_steps: int = 3

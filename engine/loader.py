@@ -237,9 +237,15 @@ class EngineLoader:
         if self._card.is_gpu:
             check_weights(self._card, config.gpu_memory_share, self._weight_bytes())
         self._model, self._model_config = load_model(
-            self._path, dtype=self._dtype, device=self._device, is_invariant=config.deterministic
+            self._path,
+            dtype=self._dtype,
+            device=self._device,
+            is_invariant=config.deterministic,
+            quantize=config.quantize,
         )
         self._fingerprint = model_fingerprint(self._path)
+        if config.quantize != "none":
+            self._fingerprint += f" {config.quantize}"  # rounded weights are those of another model
         if config.deterministic:
             check_invariance(self._model, INVARIANT)
             self._fingerprint += DETERMINISTIC  # workers with and without the mode must not pair
@@ -254,7 +260,8 @@ class EngineLoader:
 
     def _weight_bytes(self) -> int:
         """Bytes of the target's weights, by the headers of its checkpoint."""
-        return weight_bytes(self._path, self._dtype, needless_tensors(load_model_config(self._path)))
+        needless = needless_tensors(load_model_config(self._path))
+        return weight_bytes(self._path, self._dtype, needless, quantize=self.config.quantize)
 
     def _configure_aux(self) -> None:
         ids: tuple[int, ...] = ()

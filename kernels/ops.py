@@ -8,7 +8,7 @@ shapes could not do. The Triton kernels on CUDA do that by themselves. On fake t
 that a dry run sees its launches.
 
 Shapes and dtypes are those of `kv_store`, `verify_attention`, `gather_context`, `context_attention`,
-`invariant_attention`, `logits`, `invariant_linear`, `route_experts` and `expert_mlp`.
+`invariant_attention`, `logits`, `invariant_linear`, `route_experts`, `expert_mlp` and `fp8_linear`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from .context_attention import ContextKV, context_attention
 from .expert_mlp import expert_mlp
+from .fp8_linear import fp8_linear
 from .gather_context import gather_context
 from .invariant_attention import Rows, invariant_attention
 from .invariant_linear import invariant_linear, invariant_logits
@@ -57,6 +58,9 @@ torch.library.define(
 torch.library.define(
     "baton::expert_mlp",
     "(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, bool is_invariant) -> Tensor",
+)
+torch.library.define(
+    "baton::fp8_linear", "(Tensor x, Tensor weight, Tensor scales, Tensor? bias, bool is_gated) -> Tensor"
 )
 
 
@@ -169,6 +173,7 @@ for _name, _form in (
     ("baton::float32_logits", float32_logits),
     ("baton::route_experts", _route_experts),
     ("baton::expert_mlp", expert_mlp),
+    ("baton::fp8_linear", fp8_linear),
 ):
     torch.library.impl(_name, ("cpu", "cuda"), _form)
     torch.library.register_fake(_name, _form)
@@ -289,4 +294,17 @@ def recorded_expert_mlp(
 ) -> torch.Tensor:
     """`expert_mlp.expert_mlp` as one operation, since a CPU reads which experts were chosen."""
     out: torch.Tensor = torch.ops.baton.expert_mlp.default(x, ids, weights, gate_up, down, is_invariant)
+    return out
+
+
+def recorded_fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    is_gated: bool = False,
+) -> torch.Tensor:
+    """`fp8_linear.fp8_linear` as one operation, so that a tape keeps no dequantised weight."""
+    out: torch.Tensor = torch.ops.baton.fp8_linear.default(x, weight, scales, bias, is_gated)
     return out

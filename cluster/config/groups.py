@@ -178,6 +178,14 @@ class EngineSettings(RoleConfig):
             choices=("auto", "float32", "bfloat16"),
         ),
     )
+    quantize: str = setting(
+        "none",
+        Setting(
+            help="round the matrices of a checkpoint in floats as they are loaded, to 8-bit floats with a "
+            "scale per output; the same for workers that pair",
+            choices=("none", "fp8"),
+        ),
+    )
     graphs: str = setting(
         "auto", Setting(help="capture forwards at start and replay them; auto: on a GPU", choices=SWITCH)
     )

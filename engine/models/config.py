@@ -9,6 +9,9 @@ from types import MappingProxyType
 
 from ..errors import CheckpointError
 from .moe import MIXTRAL_NAMES, QWEN_NAMES, MoEConfig
+from .quant.config import QuantConfig
+from .quant.registry import KEY as QUANT_KEY
+from .quant.registry import read_quantisation
 from .rope import RopeConfig, read_rope_config
 
 logger = logging.getLogger(__name__)
@@ -36,7 +39,7 @@ class ModelConfig:
 
     `attention_bias`: the bias of q, k and v. `attention_output_bias`: the bias of the output projection.
     `num_mtp_modules`: layers behind the last one that only a drafter reads. `moe`: the experts, None for a
-    dense model.
+    dense model. `quant`: the form of the matrices of the layers, None for the model's dtype.
     """
 
     architecture: str
@@ -59,6 +62,7 @@ class ModelConfig:
     dtype: str
     num_mtp_modules: int = 0
     moe: MoEConfig | None = None
+    quant: QuantConfig | None = None
 
     @property
     def row_width(self) -> int:
@@ -168,7 +172,15 @@ def read_dense_config(reader: ConfigReader, *, architecture: str) -> ModelConfig
         dtype=_dtype(reader),
         num_mtp_modules=reader.count(MTP_KEY) if reader.raw.get(MTP_KEY) else 0,
         moe=moe,
+        quant=_read_quantisation(reader, moe),
     )
+
+
+def _read_quantisation(reader: ConfigReader, moe: MoEConfig | None) -> QuantConfig | None:
+    found = read_quantisation(reader.raw, reader.source)
+    if found is not None and moe is not None:
+        raise reader.error(QUANT_KEY, "quantised experts are not supported; use the original checkpoint")
+    return found
 
 
 def _refuse_experts(reader: ConfigReader) -> None:
@@ -210,10 +222,6 @@ def _read_experts(reader: ConfigReader, family: str) -> MoEConfig:
 def _refuse_unsupported(reader: ConfigReader, family: str) -> None:
     if reader.raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise reader.error("hidden_act", "only silu is supported")
-    if reader.raw.get("quantization_config"):
-        raise reader.error(
-            "quantization_config", "quantised weights are not supported; use the original checkpoint"
-        )
     if family == "mixtral" and reader.raw.get("sliding_window"):
         raise reader.error("sliding_window", "sliding-window attention is not supported; set it to null")
     layer_types = reader.raw.get("layer_types") or []

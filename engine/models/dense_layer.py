@@ -1,13 +1,15 @@
 """The decoder layer of a model by its config; targets and draft models consist of such layers."""
 
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from ...kernels.row_ops import FASTEST, RowOps
 from .config import ModelConfig
-from .layers import DecoderLayer, GatedMLP, RMSNorm, SelfAttention
+from .layers import DecoderLayer, GatedMLP, Linear, RMSNorm, SelfAttention
 from .moe import MixtureOfExperts
+from .quant.projections import Projections
 
 
 class LayerSizes(Protocol):
@@ -33,9 +35,17 @@ class LayerSizes(Protocol):
 
 
 def decoder_layer(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: RowOps = FASTEST, layer: int = 0
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: RowOps = FASTEST,
+    layer: int = 0,
+    projections: Projections | None = None,
 ) -> DecoderLayer:
-    """Layer `layer` of `config`, with uninitialised weights in `dtype` on `device`, computed by `ops`."""
+    """Layer `layer` of `config`, with uninitialised weights in `dtype` on `device`, computed by `ops`.
+
+    `projections`: those of the model, by default plain ones.
+    """
     experts = None
     if config.moe is not None and layer not in config.moe.dense_layers:
         experts = MixtureOfExperts(config.hidden_size, config.moe, dtype=dtype, device=device, ops=ops)
@@ -49,6 +59,8 @@ def decoder_layer(
         qk_norm=config.qk_norm,
         ops=ops,
         experts=experts,
+        projections=projections,
+        prefix=f"model.layers.{layer}.",
     )
 
 
@@ -63,12 +75,15 @@ def sized_layer(
     qk_norm: bool,
     ops: RowOps = FASTEST,
     experts: MixtureOfExperts | None = None,
+    projections: Projections | None = None,
+    prefix: str = "",
 ) -> DecoderLayer:
     """As `decoder_layer`, for a config that names its switches in another way.
 
-    `experts` take the place of the MLP.
+    `experts` take the place of the MLP. `prefix`: the beginning of the layer's names in the checkpoint.
     """
     width, eps = sizes.hidden_size, sizes.rms_norm_eps
+    made, plain = projections or Projections(None), partial(Linear, ops=ops)
     attention = SelfAttention(
         width,
         width,
@@ -81,9 +96,18 @@ def sized_layer(
         output_bias=output_bias,
         qk_norm_eps=eps if qk_norm else None,
         ops=ops,
+        linear=made.under(f"{prefix}self_attn.", plain),
     )
     input_norm, post_norm = (RMSNorm(width, eps, dtype=dtype, device=device, ops=ops) for _ in range(2))
     if experts is not None:
         return DecoderLayer(attention, experts, input_norm, post_norm, experts.config.names.block)
-    mlp = GatedMLP(width, sizes.intermediate_size, bias=mlp_bias, dtype=dtype, device=device, ops=ops)
+    mlp = GatedMLP(
+        width,
+        sizes.intermediate_size,
+        bias=mlp_bias,
+        dtype=dtype,
+        device=device,
+        ops=ops,
+        linear=made.under(f"{prefix}mlp.", plain),
+    )
     return DecoderLayer(attention, mlp, input_norm, post_norm)

@@ -8,6 +8,7 @@ import torch
 from ..kv.layouts import PageLayout
 from .config import ModelConfig
 from .layers import Attend, NamedTensors, RMSNorm
+from .quant.projections import Projections
 
 
 class CausalLM(Protocol):
@@ -66,6 +67,13 @@ class InputEmbeds(Protocol):
     """The interface of a model whose `body` may take embeddings outside its own table."""
 
     takes_input_embeds: bool
+
+
+@runtime_checkable
+class StoredForms(Protocol):
+    """The interface of a model whose matrices may have the form of a quantised checkpoint."""
+
+    projections: Projections
 
 
 @runtime_checkable

@@ -5,12 +5,15 @@ with views of the merged parameters, so loading is copying. Legend: T tokens, H 
 key/value heads, D head dimension, I intermediate size.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import torch
 
 from ...kernels.row_ops import FASTEST, RowOps
+from .quant.projection import MakeProjection
+from .quant.projection import NamedTensors as NamedTensors
 
 # (layer index, q [T, N, D], k [T, K, D], v [T, K, D]) -> [T, N, D]; stores k and v, then attends.
 # It may have a method `rotate_attend(layer, heads [T, N+2K, D], cos [T, D], sin [T, D])` for CUDA, which also
@@ -18,7 +21,6 @@ from ...kernels.row_ops import FASTEST, RowOps
 Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 # (layer index, q [T, N, D], out [T, N, D]): attends over stored keys and values, and writes `out`.
 Read: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor], None]
-NamedTensors: TypeAlias = Iterator[tuple[str, torch.Tensor]]
 
 
 class Linear:
@@ -45,6 +47,10 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.linear(x, self.weight, self.bias)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """silu of the first half of the outputs times the second half: `[T, in]` -> `[T, out/2]`."""
+        return self.ops.gated_linear(x, self.weight, self.bias)
 
     def tensors(self, prefix: str) -> NamedTensors:
         """The checkpoint's tensor names under `prefix`, with views of the parameters."""
@@ -85,7 +91,10 @@ class RMSNorm:
 
 
 class GatedMLP:
-    """A SwiGLU MLP: down(silu(gate(x)) * up(x)), `[T, H]` -> `[T, H]`."""
+    """A SwiGLU MLP: down(silu(gate(x)) * up(x)), `[T, H]` -> `[T, H]`.
+
+    `linear` makes the projections, by default plain ones.
+    """
 
     def __init__(
         self,
@@ -96,16 +105,15 @@ class GatedMLP:
         dtype: torch.dtype,
         device: torch.device | str,
         ops: RowOps = FASTEST,
+        linear: MakeProjection | None = None,
     ) -> None:
         halves = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.ops = ops
-        self.gate_up = Linear(hidden_size, halves, bias=bias, dtype=dtype, device=device, ops=ops)
-        self.down = Linear(
-            intermediate_size, {"down_proj": hidden_size}, bias=bias, dtype=dtype, device=device, ops=ops
-        )
+        make = partial(Linear, ops=ops) if linear is None else linear
+        self.gate_up = make(hidden_size, halves, bias=bias, dtype=dtype, device=device)
+        self.down = make(intermediate_size, {"down_proj": hidden_size}, bias=bias, dtype=dtype, device=device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.ops.gated_linear(x, self.gate_up.weight, self.gate_up.bias))
+        return self.down(self.gate_up.gated(x))
 
     def tensors(self, prefix: str) -> NamedTensors:
         """The checkpoint's tensor names under `prefix`, with views of the parameters."""
@@ -116,7 +124,8 @@ class GatedMLP:
 class SelfAttention:
     """Projections, rotation and output of one attention layer. The caller's `attend` computes the attention.
 
-    `input_size` may differ from `hidden_size` (a draft layer reads two streams at once).
+    `input_size` may differ from `hidden_size` (a draft layer reads two streams at once). `linear` makes the
+    projections, by default plain ones.
     """
 
     def __init__(
@@ -133,6 +142,7 @@ class SelfAttention:
         output_bias: bool = False,
         qk_norm_eps: float | None = None,
         ops: RowOps = FASTEST,
+        linear: MakeProjection | None = None,
     ) -> None:
         self.ops = ops
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
@@ -141,14 +151,10 @@ class SelfAttention:
             "k_proj": num_kv_heads * head_dim,
             "v_proj": num_kv_heads * head_dim,
         }
-        self.qkv = Linear(input_size, parts, bias=qkv_bias, dtype=dtype, device=device, ops=ops)
-        self.output = Linear(
-            num_heads * head_dim,
-            {"o_proj": hidden_size},
-            bias=output_bias,
-            dtype=dtype,
-            device=device,
-            ops=ops,
+        make = partial(Linear, ops=ops) if linear is None else linear
+        self.qkv = make(input_size, parts, bias=qkv_bias, dtype=dtype, device=device)
+        self.output = make(
+            num_heads * head_dim, {"o_proj": hidden_size}, bias=output_bias, dtype=dtype, device=device
         )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None

@@ -16,6 +16,7 @@ from ..kv.layouts import MHALayout
 from .config import ModelConfig
 from .dense_layer import decoder_layer
 from .layers import Attend, DecoderLayer, NamedTensors, RMSNorm
+from .quant.projections import Projections
 from .rope import RotaryEmbedding
 
 
@@ -41,6 +42,7 @@ class LlamaForCausalLM:
         self.lm_head = (
             self.embed_tokens if config.tie_word_embeddings else torch.empty_like(self.embed_tokens)
         )
+        self.projections = Projections(config.quant)
         self.layers = [self.decoder_layer(layer) for layer in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, ops=ops)
         self.rotary = RotaryEmbedding(
@@ -49,7 +51,7 @@ class LlamaForCausalLM:
 
     def decoder_layer(self, layer: int) -> DecoderLayer:
         """Layer `layer`, with uninitialised weights."""
-        return decoder_layer(self.config, self.dtype, self.device, self.ops, layer)
+        return decoder_layer(self.config, self.dtype, self.device, self.ops, layer, self.projections)
 
     def kv_layout(self, page_size: int) -> MHALayout:
         """The layout of this model's KV in pages of `page_size` tokens."""

@@ -15,7 +15,7 @@ import torch
 from ...kernels.row_ops import FASTEST, INVARIANT, RowOps
 from ..errors import CheckpointError
 from .config import FAMILIES, ConfigReader, ModelConfig, read_dense_config, read_json
-from .interface import CausalLM
+from .interface import CausalLM, StoredForms
 from .llama import LlamaForCausalLM
 from .sparse_block import SparseBlockForCausalLM, read_sparse_config
 
@@ -93,12 +93,25 @@ def build_model(
     """The model of `config.architecture`, with uninitialised weights. `is_invariant`: its operations are
     batch-invariant.
 
-    Raises CheckpointError if `models` lacks it.
+    Raises CheckpointError if `models` lacks it, or for a quantisation that it does not have.
     """
+    if config.quant is not None and is_invariant:
+        raise CheckpointError(
+            f"deterministic on: products of {config.quant} are not batch-invariant; use --deterministic "
+            f"off or "
+            "the original checkpoint"
+        )
     for entry in models:
         if entry.architecture == config.architecture:
             ops = INVARIANT if is_invariant else FASTEST
-            return entry.build(config, dtype=dtype, device=device, ops=ops)
+            model = entry.build(config, dtype=dtype, device=device, ops=ops)
+            if config.quant is not None and not isinstance(model, StoredForms):
+                raise CheckpointError(
+                    f"architecture {config.architecture}: {config.quant} is not supported for it; use the "
+                    f"original "
+                    "checkpoint"
+                )
+            return model
     raise CheckpointError(f"architecture {config.architecture!r}: {_supported(models)}")
 
 

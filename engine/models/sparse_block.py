@@ -70,15 +70,12 @@ class SparseSelfAttention(SelfAttention):
     """
 
     def __init__(self, config: SparseConfig, dtype: torch.dtype, device: torch.device, ops: RowOps) -> None:
-        sizes = {
-            "num_heads": config.num_heads,
-            "num_kv_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
-        }
         super().__init__(
             config.hidden_size,
             config.hidden_size,
-            **sizes,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
             dtype=dtype,
             device=device,
             qkv_bias=config.attention_bias,

@@ -17,6 +17,7 @@ from queue import Empty, SimpleQueue
 
 import torch
 
+from ...kernels.fp8_scales import quantise_rows_fp8
 from ..errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -31,16 +32,29 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Elements of `dtype` at offset `first` of `path`, for the flat and contiguous `target`."""
+    """Elements of `dtype` at offset `first` of `path`, for the contiguous `target`.
+
+    With `scales` `[rows]`, `target` `[rows, width]` is e4m3, and each row is rounded with a scale of its own.
+    """
 
     path: Path
     first: int
     dtype: torch.dtype
     target: torch.Tensor
+    scales: torch.Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
         return self.target.numel() * self.dtype.itemsize
+
+    def take(self, stored: torch.Tensor) -> None:
+        """Converts `stored`, flat and of `dtype`, on the device of the target."""
+        if self.scales is None:
+            self.target.copy_(stored)
+            return
+        rounded, scales = quantise_rows_fp8(stored.view(self.target.shape))
+        self.target.copy_(rounded)
+        self.scales.copy_(scales)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +83,19 @@ def pieces_of(path: Path, first: int, dtype: torch.dtype, target: torch.Tensor) 
     for start in range(0, flat.numel(), count):
         offset = first + start * dtype.itemsize
         yield Piece(path=path, first=offset, dtype=dtype, target=flat[start : start + count])
+
+
+def pieces_of_rows(
+    path: Path, first: int, dtype: torch.dtype, target: torch.Tensor, scales: torch.Tensor
+) -> Iterator[Piece]:
+    """As `pieces_of`, for an e4m3 `target` `[rows, width]` with `scales` `[rows]`: pieces are whole rows."""
+    row_bytes = target.shape[1] * dtype.itemsize
+    count = max(PIECE_BYTES // row_bytes, 1)
+    for start in range(0, target.shape[0], count):
+        rows = slice(start, start + count)
+        yield Piece(
+            path=path, first=first + start * row_bytes, dtype=dtype, target=target[rows], scales=scales[rows]
+        )
 
 
 def read_pieces(pieces: Sequence[Piece]) -> ReadReport:
@@ -169,14 +196,14 @@ class _Reader:
 
     def _to_host(self, piece: Piece) -> None:
         if piece.target.dtype == piece.dtype:
-            self._read(piece, piece.target.view(torch.uint8))
+            self._read(piece, piece.target.view(torch.uint8).view(-1))
             return
         if not self._slots:
             self._slots.append(_Slot(piece.target.device))
         buffer = self._slots[0].buffer[: piece.num_bytes]
         self._read(piece, buffer)
         started = time.monotonic()
-        piece.target.copy_(buffer.view(piece.dtype))
+        piece.take(buffer.view(piece.dtype))
         self.copy_s += time.monotonic() - started
 
     def _to_gpu(self, piece: Piece, turn: int) -> None:
@@ -195,7 +222,7 @@ class _Reader:
             if piece.target.dtype == piece.dtype:
                 piece.target.copy_(buffer.view(piece.dtype), non_blocking=True)
             else:
-                piece.target.copy_(buffer.to(device, non_blocking=True).view(piece.dtype))
+                piece.take(buffer.to(device, non_blocking=True).view(piece.dtype))
             slot.event.record()
 
     def _read(self, piece: Piece, buffer: torch.Tensor) -> None:

@@ -2,24 +2,30 @@
 
 import logging
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ...kernels.fp8_scales import FP8
 from ..errors import CheckpointError
 from .config import ModelConfig, read_json
-from .interface import CausalLM
+from .interface import CausalLM, StoredForms
 from .layers import NamedTensors
+from .quant.registry import quantise_at_load
 from .registry import build_model, load_model_config
 from .safetensors_file import SafetensorsFile, StoredTensor
-from .weight_reader import Piece, ReadReport, pieces_of, read_pieces
+from .weight_reader import Piece, ReadReport, pieces_of, pieces_of_rows, read_pieces
 
 logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 LOADABLE = (torch.float32, torch.float16, torch.bfloat16)
+ROUNDED = re.compile(r"layers\.\d+\..*_proj\.weight$")  # matrices that `--quantize fp8` rounds
+SCALE_SUFFIX = "_scale"  # of a name behind that of the tensor whose scales it holds
 # Computed from the config at load time; old checkpoints still contain them.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 MTP_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_layers.")  # modules of multi-token prediction
@@ -75,16 +81,21 @@ def iter_safetensors(path: Path) -> NamedTensors:
             ) from None
 
 
-def fill_tensors(wanted: dict[str, torch.Tensor], path: Path, ignored: tuple[str, ...] = ()) -> ReadReport:
+def fill_tensors(
+    wanted: dict[str, torch.Tensor], path: Path, ignored: tuple[str, ...] = (), *, rounds: bool = False
+) -> ReadReport:
     """Fill `wanted`, checkpoint name -> contiguous memory, converting to each tensor's dtype.
 
     The headers are checked before any data is read: each wanted tensor must be there once, with its shape and
-    a float dtype. Other names are allowed only with a suffix in `ignored`, or with a prefix in it: a prefix
-    ends with a dot. Raises CheckpointError.
+    a float dtype. Wanted tensors of other dtypes must be stored in theirs. With `rounds`, a wanted e4m3
+    matrix must be stored in a float dtype: it is rounded by rows, and the tensor wanted under its name with
+    SCALE_SUFFIX gets the scales. A stored single value fills wanted scales. Other names are allowed only with
+    a suffix in `ignored`, or with a prefix in it: a prefix ends with a dot. Raises CheckpointError.
     """
     missing = dict.fromkeys(wanted)
     unexpected: list[str] = []
     pieces: list[Piece] = []
+    singles: list[tuple[torch.Tensor, torch.Tensor]] = []
     for shard in find_shards(path):
         for stored in SafetensorsFile.read(shard).tensors:
             name = stored.name
@@ -92,13 +103,22 @@ def fill_tensors(wanted: dict[str, torch.Tensor], path: Path, ignored: tuple[str
                 if not _is_ignored(name, (*IGNORED_SUFFIXES, *ignored)):
                     unexpected.append(name)
                 continue
-            dtype = _loadable(path, stored, wanted[name])
+            target = wanted[name]
             if name not in missing:
                 raise CheckpointError(
                     f"{path}: tensor {name} is in more than one shard; fetch the checkpoint again"
                 )
-            pieces += pieces_of(shard, stored.first, dtype, wanted[name])
             del missing[name]
+            if _is_single(stored, target):
+                singles.append((target, torch.empty(1, dtype=target.dtype, device=target.device)))
+                target = singles[-1][1]
+            dtype = _loadable(path, stored, target, rounds)
+            if rounds and target.dtype == FP8:
+                scales = wanted[name + SCALE_SUFFIX]
+                missing.pop(name + SCALE_SUFFIX, None)
+                pieces += pieces_of_rows(shard, stored.first, dtype, target, scales)
+            else:
+                pieces += pieces_of(shard, stored.first, dtype, target)
     if missing:
         raise CheckpointError(
             f"{path}: {_some(list(missing))} missing from the weights; fetch the checkpoint again"
@@ -107,36 +127,65 @@ def fill_tensors(wanted: dict[str, torch.Tensor], path: Path, ignored: tuple[str
         raise CheckpointError(
             f"{path}: {_some(unexpected)} unknown to this architecture; the weights belong to another config"
         )
-    return read_pieces(pieces)
+    report = read_pieces(pieces)
+    for target, value in singles:
+        target.copy_(value.expand(target.shape))
+    return report
 
 
-def _loadable(path: Path, stored: StoredTensor, target: torch.Tensor) -> torch.dtype:
+def _is_single(stored: StoredTensor, target: torch.Tensor) -> bool:
+    """Whether one stored value stands for all values of `target`, which are scales."""
+    return (
+        math.prod(stored.shape) == 1 < target.numel() and target.dtype == torch.float32 and target.dim() == 1
+    )
+
+
+def _loadable(path: Path, stored: StoredTensor, target: torch.Tensor, rounds: bool) -> torch.dtype:
     """The dtype of a stored tensor that fits `target`. Raises CheckpointError."""
-    if stored.shape != tuple(target.shape):
+    if _sizes(stored.shape) != _sizes(tuple(target.shape)):
         raise CheckpointError(
             f"{path}: tensor {stored.name} has shape {list(stored.shape)}, config.json asks for "
             f"{list(target.shape)}; "
             "the weights belong to another config"
         )
     dtype = stored.dtype
-    if dtype not in LOADABLE:
+    takes_floats = target.dtype in LOADABLE or (rounds and target.dtype == FP8)
+    if takes_floats and dtype in LOADABLE:
+        return dtype
+    if takes_floats or dtype is None or dtype != target.dtype:
+        supported = "float32, float16 and bfloat16" if takes_floats else target.dtype
         raise CheckpointError(
-            f"{path}: tensor {stored.name} is {dtype or stored.code}; supported are float32, float16 and "
-            "bfloat16"
+            f"{path}: tensor {stored.name} is {dtype or stored.code}; supported here: {supported}; "
+            "the weights belong to another config"
         )
     return dtype
 
 
-def weight_bytes(path: Path, dtype: torch.dtype, ignored: tuple[str, ...] = ()) -> int:
+def _sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """`shape` without dimensions of one, which writers of scales add as they like."""
+    return tuple(size for size in shape if size != 1)
+
+
+def weight_bytes(
+    path: Path, dtype: torch.dtype, ignored: tuple[str, ...] = (), *, quantize: str = "none"
+) -> int:
     """Bytes of a checkpoint's tensors in `dtype`, by its headers, without those `ignored` as in
-    `fill_tensors`.
+    `fill_tensors`. Those of other dtypes than floats stay as they are. `quantize` as in `load_model`.
 
     Raises CheckpointError as `fill_tensors`.
     """
     tensors = (each for shard in find_shards(path) for each in SafetensorsFile.read(shard).tensors)
     return sum(
-        math.prod(each.shape) * dtype.itemsize for each in tensors if not _is_ignored(each.name, ignored)
+        _loaded_bytes(each, dtype, quantize) for each in tensors if not _is_ignored(each.name, ignored)
     )
+
+
+def _loaded_bytes(stored: StoredTensor, dtype: torch.dtype, quantize: str) -> int:
+    count = math.prod(stored.shape)
+    if stored.dtype not in LOADABLE:
+        return stored.num_bytes
+    is_rounded = quantize == "fp8" and ROUNDED.search(stored.name) is not None
+    return count * (FP8.itemsize if is_rounded else dtype.itemsize)
 
 
 def _is_ignored(name: str, ignored: tuple[str, ...]) -> bool:
@@ -163,17 +212,28 @@ def needless_tensors(config: ModelConfig) -> tuple[str, ...]:
 
 @torch.no_grad()
 def load_model(
-    path: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", is_invariant: bool = False
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    is_invariant: bool = False,
+    quantize: str = "none",
 ) -> tuple[CausalLM, ModelConfig]:
     """The model at `path` and its config, with weights converted to `dtype` on `device`.
 
-    `is_invariant`: its operations are batch-invariant.
+    Matrices of a quantised checkpoint keep their form. `is_invariant`: its operations are batch-invariant.
+    `quantize` "fp8": the matrices of a checkpoint in floats are rounded while they are read.
 
-    Raises CheckpointError as `load_model_config` and `fill_tensors`.
+    Raises CheckpointError as `load_model_config`, `quantise_at_load` and `fill_tensors`.
     """
     path = Path(path)
     config = load_model_config(path)
+    config = replace(config, quant=quantise_at_load(quantize, config.quant, path))
     find_shards(path)  # a missing file is reported before memory is taken
     model = build_model(config, dtype=dtype, device=device, is_invariant=is_invariant)
-    logger.info("weights: %s", fill_tensors(dict(model.tensors()), path, needless_tensors(config)))
+    rounds = quantize != "none"
+    report = fill_tensors(dict(model.tensors()), path, needless_tensors(config), rounds=rounds)
+    logger.info("weights%s: %s", f" in {config.quant}" if config.quant else "", report)
+    if isinstance(model, StoredForms):
+        model.projections.finish()
     return model, config

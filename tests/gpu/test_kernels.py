@@ -13,10 +13,19 @@ from baton.tests.kernels.bench_kernels import registry
 from baton.tests.kernels.cases import pool_cases, randn, rows_cases
 from baton.tests.kernels.choice_cases import choice_cases
 from baton.tests.kernels.expert_cases import choices, expert_cases
+from baton.tests.kernels.quant_cases import quant_cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-CASES = [*rows_cases(), *pool_cases(), *attention_cases(), *tree_cases(), *choice_cases(), *expert_cases()]
+CASES = [
+    *rows_cases(),
+    *pool_cases(),
+    *attention_cases(),
+    *tree_cases(),
+    *choice_cases(),
+    *expert_cases(),
+    *quant_cases(),
+]
 
 
 @pytest.mark.parametrize(("check", "arguments"), CASES, ids=[check.__name__[6:] for check, _ in CASES])

@@ -133,21 +133,30 @@ def compiled_for_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[t
 
 
 def correct_bfloat16(monkeypatch: pytest.MonkeyPatch, interpreting, tl) -> None:
-    """The interpreter keeps a bfloat16 as the integer of its bits. It truncates where hardware rounds to the
-    nearest, and multiplies matrices of those integers; here both are done by torch."""
+    """The interpreter keeps a bfloat16, or an e4m3, as the integer of its bits. It truncates where hardware
+    rounds
+    to the nearest, and multiplies matrices of those integers; here both are done by torch."""
     convert, multiply = interpreting._convert_float, interpreting.InterpreterBuilder.create_dot
 
+    kept = {  # dtype of Triton -> that of torch, and of the bits
+        tl.float32: (torch.float32, torch.uint32),
+        tl.bfloat16: (torch.bfloat16, torch.uint16),
+        tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
+    }
+
     def convert_float(data, source, target, rounding_mode):
-        if (source, target) == (tl.float32, tl.bfloat16):
-            return torch.tensor(data).to(torch.bfloat16).view(torch.uint16).numpy()
-        if (source, target) == (tl.bfloat16, tl.float32):
-            return torch.tensor(data).view(torch.bfloat16).to(torch.float32).numpy().view(np.uint32)
+        if source in kept and target in kept:
+            (given, bits), (wanted, wanted_bits) = kept[source], kept[target]
+            values = torch.tensor(data)
+            values = values.view(given) if values.dtype == bits else values
+            return values.to(torch.float32).to(wanted).view(wanted_bits).numpy()
         return convert(data, source, target, rounding_mode)
 
     def widened(handle):
-        if handle.dtype.scalar != tl.bfloat16:
+        scalar = handle.dtype.scalar
+        if scalar not in (tl.bfloat16, tl.float8e4nv):
             return handle
-        data = convert_float(handle.data, tl.bfloat16, tl.float32, None).view(np.float32)
+        data = convert_float(handle.data, scalar, tl.float32, None).view(np.float32)
         return interpreting.TensorHandle(data, tl.float32)
 
     def create_dot(self, a, b, *rest):

@@ -18,11 +18,14 @@ from baton.kernels.context_attention import (
 )
 from baton.kernels.expert_mlp import expert_mlp, expert_mlp_triton
 from baton.kernels.extend_attention import paged_extend, paged_extend_triton
+from baton.kernels.fp8_linear import fp8_blocks_triton, fp8_linear_triton
+from baton.kernels.fp8_scales import BLOCK, FP8
 from baton.kernels.gather_context import gather_context, gather_context_triton
 from baton.kernels.invariant_attention import Rows, invariant_attention_triton
 from baton.kernels.kv_store import store_kv_triton
 from baton.kernels.match_ngrams import NgramSizes, match_ngrams, match_ngrams_triton
 from baton.kernels.move_spans import SPAN_FIELDS, move_spans_triton
+from baton.kernels.quantise_rows import quantise_rows_triton
 from baton.kernels.rms_norm import add_rms_norm, rms_norm_triton
 from baton.kernels.rope import apply_rope_triton
 from baton.kernels.rotate_store import rotate_store_triton
@@ -141,6 +144,13 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     for many in (x, randn(33, 4096, dtype=torch.bfloat16)):
         for weight in (torch.cat((x, x, x, x)), x[:1].expand(10240, -1).contiguous()):
             linear_triton(many, weight, is_gated=True)
+    eighths = torch.zeros(8192, 4096, dtype=FP8)
+    scales = (torch.zeros(8192), torch.zeros(8192 // BLOCK, 4096 // BLOCK))
+    for form in scales:
+        for is_gated in (False, True):
+            fp8_linear_triton(x, eighths, form, is_gated=is_gated)
+    quantise_rows_triton(x, 4096)
+    fp8_blocks_triton(randn(300, 4096, dtype=torch.bfloat16), eighths, scales[1])
     apply_rope_triton(projected, *tables)
     store_kv_triton(pool, 1, rows, k, v)
     rotate_store_triton(pool, 1, rows, projected, *tables)
@@ -186,6 +196,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
         "_select_last_rows_kernel", "_tree_verify_kernel", "_extend_kernel", "_verify_kernel",
         "_merge_kernel", "_compact_kv_kernel", "_highest_kernel", "_scores_kernel", "_pick_kernel",
         "_skinny_kernel", "_places_kernel", "_outcome_kernel", "_chain_verify_kernel",
+        "_fp8_kernel", "_fp8_blocks_kernel", "_quantise_kernel",
         "_match_ngrams_kernel",
         "_route_kernel", "_group_kernel", "_expert_kernel", "_combine_kernel",
         "_gather_kernel", "_context_kernel", "_fold_kernel", "_join_kernel", "_move_spans_kernel",
@@ -202,6 +213,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
         "_context_kernel",
         "_fold_kernel",
         "_expert_kernel",
+        "_fp8_blocks_kernel",
     ):  # the last launched, with wide tiles: Hopper's matrix instructions
         assert "wgmma" in by_name[name].asm["ptx"], name
     assert "cp.async.bulk.tensor" in by_name["_context_kernel"].asm["ptx"], "bulk copies of whole tiles"

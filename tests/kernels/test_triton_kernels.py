@@ -7,6 +7,7 @@ from baton.tests.kernels.attention_cases import attention_cases, tree_cases
 from baton.tests.kernels.cases import pool_cases, rows_cases
 from baton.tests.kernels.choice_cases import choice_cases
 from baton.tests.kernels.expert_cases import expert_cases
+from baton.tests.kernels.quant_cases import quant_cases
 
 QUICK_ATTENTION = list(attention_cases(is_whole=False))
 CASES = [
@@ -14,7 +15,14 @@ CASES = [
     for case in attention_cases()
 ] + [
     pytest.param(*case, id=case[0].__name__[6:])
-    for case in (*rows_cases(), *pool_cases(), *tree_cases(), *choice_cases(), *expert_cases())
+    for case in (
+        *rows_cases(),
+        *pool_cases(),
+        *tree_cases(),
+        *choice_cases(),
+        *expert_cases(),
+        *quant_cases(),
+    )
 ]
 
 

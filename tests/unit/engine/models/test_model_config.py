@@ -159,7 +159,7 @@ def test_eos_ids_of_both_files_are_merged_generation_config_first(tmp_path: Path
         (QWEN_MOE | {"mlp_only_layers": ["1"]}, ["mlp_only_layers", "'1'", "layer numbers"]),
         (QWEN_MOE | {"norm_topk_prob": 1}, ["norm_topk_prob", "true or false"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "silu"]),
-        ({"quantization_config": {"bits": 4}}, ["quantization_config", "original checkpoint"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config.quant_method", "original checkpoint"]),
         (
             {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 21},
             ["use_sliding_window", "True", "not supported"],

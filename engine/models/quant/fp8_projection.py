@@ -1,0 +1,76 @@
+"""A projection whose weight is stored in 8-bit floating point.
+
+Legend: T tokens, N outputs, H inputs.
+"""
+
+import torch
+
+from ....kernels.fp8_scales import BLOCK, FP8
+from ....kernels.ops import recorded_fp8_linear
+from ...errors import CheckpointError
+from .config import Fp8Form
+from .projection import NamedTensors
+
+
+class Fp8Projection:
+    """y = x W^T + b with `weight` e4m3 `[N, H]` and float32 `scales`, in the forms of `kernels.fp8_scales`.
+
+    The rows of the weight are split into named `parts` of the checkpoint, which lie under `prefix`.
+
+    Raises CheckpointError for parts whose blocks would share scales.
+    """
+
+    def __init__(
+        self,
+        form: Fp8Form,
+        prefix: str,
+        in_size: int,
+        parts: dict[str, int],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.form = form
+        self.parts = parts
+        out_size = sum(parts.values())
+        self.weight = torch.empty(out_size, in_size, dtype=FP8, device=device)
+        self.bias = torch.empty(out_size, dtype=dtype, device=device) if bias else None
+        shape: tuple[int, ...] = (out_size,)
+        if form.has_blocks:
+            odd = [name for name, size in list(parts.items())[:-1] if size % BLOCK]
+            if odd:
+                raise CheckpointError(
+                    f"{prefix}{odd[0]}: {parts[odd[0]]} outputs are no multiple of {BLOCK}, so that its "
+                    f"blocks "
+                    "cannot lie beside those of another matrix; use a checkpoint with scales per output"
+                )
+            shape = (-(-out_size // BLOCK), -(-in_size // BLOCK))
+        self.scales = torch.empty(shape, dtype=torch.float32, device=device)
+        self._unused = [torch.empty(1, dtype=torch.float32) for _ in parts if form.has_input_scale]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return recorded_fp8_linear(x, self.weight, self.scales, self.bias)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """silu of the first half of the outputs times the second half: `[T, H]` -> `[T, N/2]`."""
+        return recorded_fp8_linear(x, self.weight, self.scales, self.bias, is_gated=True)
+
+    def tensors(self, prefix: str) -> NamedTensors:
+        """As `Projection.tensors`."""
+        start = 0
+        for index, (name, size) in enumerate(self.parts.items()):
+            end = start + size
+            yield f"{prefix}{name}.weight", self.weight[start:end]
+            if self.form.has_blocks:
+                yield f"{prefix}{name}.{self.form.scale_name}", self.scales[start // BLOCK : -(-end // BLOCK)]
+            else:
+                yield f"{prefix}{name}.{self.form.scale_name}", self.scales[start:end]
+            if self._unused:
+                yield f"{prefix}{name}.input_scale", self._unused[index]
+            if self.bias is not None:
+                yield f"{prefix}{name}.bias", self.bias[start:end]
+            start = end
+
+    def finish(self) -> None:
+        """As `Projection.finish`: the weight is used as it is stored."""

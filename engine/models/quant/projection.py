@@ -1,0 +1,52 @@
+"""The protocol of a projection, whatever the form of its weight.
+
+Legend: T tokens, N outputs, H inputs.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol, TypeAlias
+
+import torch
+
+NamedTensors: TypeAlias = Iterator[tuple[str, torch.Tensor]]
+
+
+class Projection(Protocol):
+    """y = x W^T + b for merged matrices with the same input."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, H]` -> `[T, N]`."""
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """silu of the first half of the outputs times the second half: `[T, H]` -> `[T, N/2]`."""
+
+    def tensors(self, prefix: str) -> NamedTensors:
+        """The checkpoint's tensor names under `prefix`, with the memory to copy each to."""
+
+
+class MakeProjection(Protocol):
+    """A class of projections, or a function that chooses one."""
+
+    def __call__(
+        self,
+        in_size: int,
+        parts: dict[str, int],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> Projection:
+        """A projection of `in_size` inputs whose outputs are split into named `parts`, uninitialised."""
+
+
+class StoredProjection(Projection, Protocol):
+    """A projection whose weight is loaded in the form of a checkpoint."""
+
+    def finish(self) -> None:
+        """Brings the loaded tensors into the form of the kernels.
+
+        Raises CheckpointError for values that the form of the checkpoint does not allow.
+        """

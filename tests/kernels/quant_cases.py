@@ -1,0 +1,85 @@
+"""Kernels on 8-bit floating point against their definitions, as in `cases`: inputs poisoned with NaN where no
+kernel may read, launches on `device`, results compared on the CPU.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from baton.kernels import fp8_linear, quantise_rows
+from baton.kernels.fp8_scales import BLOCK, FP8_ROUNDING, quantise_rows_fp8, to_fp8
+from baton.tests.kernels.cases import DTYPES, NAN, assert_close, randn
+
+
+def fp8_weight(out_size: int, in_size: int, form: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """An e4m3 matrix with scales that differ much from each other."""
+    values = randn(out_size, in_size, seed=1) / in_size**0.5
+    if form == "channel":
+        values = values * torch.logspace(-1, 0, out_size)[:, None]
+        return quantise_rows_fp8(values)
+    shape = (-(-out_size // BLOCK), -(-in_size // BLOCK))
+    scales = 0.002 * (1 + torch.arange(shape[0] * shape[1]).view(shape) % 7).float()
+    return to_fp8(values / 0.002), scales
+
+
+def check_fp8_linear(
+    device: str,
+    sizes: tuple[int, int, int],
+    form: str,
+    has_bias: bool,
+    is_gated: bool,
+    dtype: torch.dtype,
+) -> None:
+    """Columns beside x are NaN. The definition runs in float32, where it rounds no weight and no gate."""
+    num_rows, out_size, in_size = sizes
+    wide = torch.full((num_rows, in_size + 5), NAN, dtype=dtype)
+    wide[:, :in_size] = randn(num_rows, in_size, dtype=dtype)
+    weight, scales = fp8_weight(out_size, in_size, form)
+    bias = randn(out_size, dtype=dtype, seed=2) if has_bias else None
+    y = fp8_linear.fp8_linear_triton(
+        wide.to(device)[:, :in_size],
+        weight.to(device),
+        scales.to(device),
+        None if bias is None else bias.to(device),
+        is_gated=is_gated,
+    )
+    x, wide_bias = wide[:, :in_size].float(), None if bias is None else bias.float()
+    expected = fp8_linear.fp8_linear_reference(x, weight, scales, wide_bias, is_gated)
+    assert y.dtype == dtype
+    assert_close(y, expected.to(dtype), bfloat16=3.2e-2)
+
+
+def check_fp8_blocks(device: str, sizes: tuple[int, int, int]) -> None:
+    """Rows are rounded: each term is off by FP8_ROUNDING at most, and the terms' errors add up at random."""
+    num_rows, out_size, in_size = sizes
+    x = randn(num_rows, in_size, dtype=torch.bfloat16)
+    weight, scales = fp8_weight(out_size, in_size, "block")
+    y = fp8_linear.fp8_blocks_triton(x.to(device), weight.to(device), scales.to(device)).cpu().float()
+    rounded, row_scales = quantise_rows.quantise_rows_reference(x, BLOCK)
+    values = rounded.float() * row_scales.repeat_interleave(BLOCK, dim=1)[:, :in_size]
+    exact = fp8_linear.fp8_linear_reference(values, weight, scales)
+    torch.testing.assert_close(y, exact, atol=2e-2, rtol=2e-2)
+    plain = fp8_linear.fp8_linear_reference(x.float(), weight, scales)
+    assert (y - plain).norm() <= FP8_ROUNDING * plain.norm()
+
+
+def check_quantise_rows(device: str, num_rows: int, width: int, group: int, dtype: torch.dtype) -> None:
+    """A row of zeros has a scale of 1; values beyond the width are NaN."""
+    wide = torch.full((num_rows, width + 3), NAN, dtype=dtype)
+    wide[:, :width] = randn(num_rows, width, dtype=dtype)
+    wide[0, :width] = 0
+    rounded, scales = quantise_rows.quantise_rows_triton(wide.to(device)[:, :width], group)
+    expected, expected_scales = quantise_rows.quantise_rows_reference(wide[:, :width], group)
+    torch.testing.assert_close(scales.cpu(), expected_scales, rtol=1e-6, atol=0)
+    # a quotient half-way between two neighbours may fall to either side
+    assert int((rounded.cpu().float() != expected.float()).sum()) <= max(rounded.numel() // 200, 1)
+
+
+def quant_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
+    for dtype in DTYPES:
+        for form, sizes in (("channel", (3, 70, 200)), ("block", (5, 256, 200)), ("channel", (18, 66, 128))):
+            for is_gated in (False, True):
+                yield check_fp8_linear, (sizes, form, is_gated, is_gated, dtype)
+        yield check_fp8_linear, ((2, 130, 260), "block", True, False, dtype)
+        yield check_quantise_rows, (3, 300, 128, dtype)
+        yield check_quantise_rows, (2, 100, 100, dtype)
+    yield check_fp8_blocks, ((70, 130, 260),)

@@ -1,0 +1,149 @@
+"""The quantisation of a checkpoint is understood, or refused in one line with key, value and remedy."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from baton.engine.errors import CheckpointError
+from baton.engine.models.quant.config import Fp8Form, QuantConfig
+from baton.engine.models.quant.registry import quantise_at_load, read_quantisation
+from baton.engine.models.weights import load_model, weight_bytes
+from baton.tests.parity.quant_toys import SHAPE, compressed, write_quantised
+from safetensors.torch import load_file, save_file
+
+SOURCE = Path("config.json")
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def read(section: object) -> QuantConfig | None:
+    return read_quantisation({"quantization_config": section}, SOURCE)
+
+
+def refusal(action: Callable[..., object], *arguments: object, **options: object) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        action(*arguments, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_no_section_is_no_quantisation():
+    assert read_quantisation({}, SOURCE) is None
+    assert read(None) is None
+
+
+def test_each_method_is_read():
+    assert read(BLOCKS) == QuantConfig(form=Fp8Form(scale_name="weight_scale_inv", has_blocks=True))
+    assert read({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}) == (
+        QuantConfig(form=Fp8Form(has_input_scale=True), ignored=("lm_head",))
+    )
+    assert read(compressed("channel")) == QuantConfig(form=Fp8Form(), ignored=("lm_head",))
+    scheme = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False}
+    found = read(compressed("tensor") | {"kv_cache_scheme": scheme})
+    assert found is not None
+    assert found.has_kv_scales
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ([], None),
+        ("fp8", ["quantization_config", "JSON object"]),
+        ({"quant_method": "bitsandbytes"}, ["quant_method", "bitsandbytes", "compressed-tensors"]),
+        (BLOCKS | {"weight_block_size": [64, 128]}, ["weight_block_size", "[64, 128]", "[128, 128]"]),
+        (BLOCKS | {"fmt": "e5m2"}, ["fmt", "e5m2", "e4m3"]),
+        (BLOCKS | {"modules_to_not_convert": "lm_head"}, ["modules_to_not_convert", "list of module names"]),
+        (compressed("group"), ["config_groups.group_0.weights.strategy", "group", "channel"]),
+        (
+            compressed("channel") | {"format": "pack-quantized"},
+            ["format", "pack-quantized", "float-quantized"],
+        ),
+        (compressed("channel") | {"config_groups": {}}, ["config_groups", "exactly one group"]),
+        (
+            compressed("channel") | {"kv_cache_scheme": {"type": "int", "num_bits": 8}},
+            ["kv_cache_scheme.type"],
+        ),
+    ],
+)
+def test_other_forms_are_refused(section: object, words: list[str] | None):
+    if words is None:
+        assert read(section) is None
+        return
+    message = refusal(read, section)
+    assert all(word in message for word in ["config.json", *words]), message
+
+
+@pytest.mark.parametrize(
+    ("entry", "module", "is_ignored"),
+    [
+        ("lm_head", "lm_head", True),
+        ("gate", "model.layers.0.mlp.gate_proj", False),
+        ("mlp", "model.layers.0.mlp.gate_proj", True),
+        ("model.layers.1", "model.layers.1.mlp.up_proj", True),
+        ("model.layers.1", "model.layers.11.mlp.up_proj", False),
+        ("re:.*self_attn", "model.layers.0.self_attn.q_proj", True),
+        ("re:self_attn", "model.layers.0.self_attn.q_proj", False),
+    ],
+)
+def test_ignored_names_are_dotted_parts_or_expressions(entry: str, module: str, is_ignored: bool):
+    assert QuantConfig(form=Fp8Form(), ignored=(entry,)).is_ignored(module) == is_ignored
+
+
+def test_a_quantised_checkpoint_is_not_rounded_again():
+    assert "quantised already" in refusal(quantise_at_load, "fp8", read(BLOCKS), SOURCE)
+    assert "none or fp8" in refusal(quantise_at_load, "fp4", None, SOURCE)
+
+
+def damaged(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> str:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+    return refusal(load_model, path, dtype=torch.float32)
+
+
+def test_tensors_of_another_form_are_refused(toy_checkpoint: Callable[..., Path], tmp_path: Path):
+    plain = toy_checkpoint("llama", **SHAPE)
+    name = "model.layers.1.mlp.up_proj.weight"
+    path = tmp_path / "channel"
+    write_quantised(plain, path, "channel")
+    found = load_file(path / "model.safetensors")[name]
+    assert f"{name}_scale" in damaged(path, lambda tensors: tensors.pop(f"{name}_scale"))
+    write_quantised(plain, tmp_path / "floats", "channel")
+    as_float = damaged(tmp_path / "floats", lambda tensors: tensors.update({name: found.float()}))
+    assert name in as_float
+    assert "float8_e4m3fn" in as_float
+    write_quantised(plain, tmp_path / "part", "channel", ignore=["model.layers.0.self_attn.q_proj"])
+    message = refusal(load_model, tmp_path / "part", dtype=torch.float32)
+    assert "model.layers.0.self_attn.q_proj" in message
+    assert "k_proj, v_proj" in message
+
+
+def test_modes_without_a_quantised_form_are_refused(toy_checkpoint: Callable[..., Path], tmp_path: Path):
+    write_quantised(toy_checkpoint("llama", **SHAPE), tmp_path / "x", "channel")
+    message = refusal(load_model, tmp_path / "x", dtype=torch.float32, is_invariant=True)
+    assert "deterministic" in message
+    write_quantised(toy_checkpoint("qwen3_moe"), tmp_path / "experts", "channel")
+    raw = json.loads((tmp_path / "experts" / "config.json").read_text())
+    assert raw["quantization_config"]
+    assert "experts" in refusal(load_model, tmp_path / "experts", dtype=torch.float32)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_rounding_while_loading_equals_rounding_rows(toy_checkpoint: Callable[..., Path]):
+    """Each row's largest value becomes 448, the largest e4m3, and other matrices keep their floats."""
+    path = toy_checkpoint("llama", **SHAPE)
+    model, config = load_model(path, dtype=torch.float32, quantize="fp8")
+    ours, stored = dict(model.tensors()), load_file(path / "model.safetensors")
+    assert str(config.quant) == "fp8"
+    assert ours["lm_head.weight"].dtype == torch.float32
+    for name, weight in stored.items():
+        if name.endswith("_proj.weight"):
+            scales = weight.abs().amax(1) / 448
+            expected = (weight / scales[:, None]).to(torch.float8_e4m3fn)
+            torch.testing.assert_close(ours[f"{name}_scale"], scales)
+            assert torch.equal(ours[name].float(), expected.float()), name
+    num_rounded = sum(each.numel() for name, each in stored.items() if "_proj" in name)
+    whole = weight_bytes(path, torch.bfloat16)
+    assert weight_bytes(path, torch.bfloat16, quantize="fp8") == whole - num_rounded
