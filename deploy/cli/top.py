@@ -30,7 +30,7 @@ from .top_view import SORTS, HistoryPart, Look, Rates, RequestsPart, StatusPart,
 PROG = "baton top"
 SUMMARY = "Watch routers, their workers and recent requests. q quits, s changes the order of the workers."
 ANSWER_S = 3.0  # longest wait for a router's answer
-PIPE_WIDTH = 140  # columns of output that is not a terminal
+PIPE_WIDTH = 140  # columns of output that is not a terminal, unless COLUMNS says otherwise
 QUIT = ("q", "Q")
 OWN = "this key shows its own requests; the cluster is shown to the key of an operator or an observer"
 
@@ -142,8 +142,7 @@ def clients_of(urls: str) -> list[ChatClient]:
 def _show(config: TopConfig, looks: list[Look], ask: Callable[[], list[Look]]) -> None:
     if config.json:
         return _repeat(config, looks, ask, _write_json)
-    is_terminal, rates = sys.stdout.isatty(), Rates()
-    console = Console(width=None if is_terminal else PIPE_WIDTH)
+    console, rates = Console(width=_width()), Rates()
     if config.once or not console.is_terminal:
         view = View(width=console.width, sort=config.sort)
         return _repeat(
@@ -151,6 +150,13 @@ def _show(config: TopConfig, looks: list[Look], ask: Callable[[], list[Look]]) -
         )
     with Keyboard() as keyboard, Live(console=console, screen=True, auto_refresh=False) as live:
         Screen(config, rates, console, live).run(looks, ask, keyboard)
+
+
+def _width() -> int | None:
+    """Columns of the output where it is no terminal; None: as rich finds it, in COLUMNS first."""
+    named = os.environ.get("COLUMNS", "")
+    is_known = sys.stdout.isatty() or (named.isdigit() and int(named) > 0)
+    return None if is_known else PIPE_WIDTH
 
 
 class Screen:

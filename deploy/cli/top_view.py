@@ -286,7 +286,13 @@ def sorted_workers(seen: Look, rates: Rates, sort: str) -> list[RatedWorker]:
 
 def _workers(seen: Look, rated: Sequence[RatedWorker], view: View) -> Table:
     workers = [one.worker for one in rated]
-    trends = {one.instance: one.series for one in seen.history.workers} if seen.history else {}
+    optional: list[Column] = []
+    retractions = [int(w.counters.get("retractions", 0)) for w in workers]
+    if any(retractions):  # requests whose pages went to older ones: the pool is too small for the load
+        optional.append(Column("retracted", 3, [str(number) for number in retractions]))
+    if trends := {one.instance: one.series for one in seen.history.workers} if seen.history else {}:
+        lines = [trend(trends.get(w.instance, {}).get("tokens_per_s", []), TREND) for w in workers]
+        optional.append(Column("5 min", 4, [Text(line, "cyan") for line in lines], is_number=False))
     columns = [
         Column("role", 0, [w.role for w in workers], is_number=False),
         Column("worker", 0, [w.instance[:8] for w in workers], is_number=False),
@@ -296,14 +302,12 @@ def _workers(seen: Look, rated: Sequence[RatedWorker], view: View) -> Table:
         Column("xfer", 8, [str(w.transferring) for w in workers]),
         Column("pages", 2, [f"{w.pages_total - w.pages_free}/{w.pages_total}" for w in workers]),
         Column("tok/s", 1, [NONE if one.tokens is None else f"{one.tokens:.0f}" for one in rated]),
+        *optional,
         Column("accept", 3, [_length(w.accept_length) for w in workers]),
         Column("beat", 7, [f"{w.heartbeat_age_s:.1f} s" for w in workers]),
         Column("hand-off", 6, [NONE if one.moved is None else f"{size(one.moved)}/s" for one in rated]),
         Column("card", 9, [(w.card or w.device)[:CARD_WIDTH] for w in workers], is_number=False),
     ]
-    if trends:
-        lines = [trend(trends.get(w.instance, {}).get("tokens_per_s", []), TREND) for w in workers]
-        columns.insert(8, Column("5 min", 4, [Text(line, "cyan") for line in lines], is_number=False))
     return _table(columns, view.width)
 
 

@@ -176,7 +176,7 @@ class Cluster:
     def wait_ready(
         self, timeout: float = 600.0, *, all_workers: bool = True, give_up: threading.Event | None = None
     ) -> bool:
-        """Waits until /ready answers 200 and, with `all_workers`, every worker is registered.
+        """Waits until /ready answers 200 and, with `all_workers`, every worker serves.
 
         True when ready, False when `give_up` was set or `stop` called first. Raises StartupError when a child
         cannot start or after `timeout` seconds.
@@ -245,10 +245,11 @@ class Cluster:
         return {self._ready_pid(url, all_workers) for url in self.own_urls or [self.url]} == ours
 
     def _ready_pid(self, url: str, all_workers: bool) -> int:
-        """The PID of the router at `url` once it knows enough workers; 0 before."""
+        """The PID of the router at `url` once enough of its workers serve; 0 before."""
         try:
             status = json.loads(fetch(url, "/status", self._token) or "{}")
-            pid, roles = int(status["router"]["pid"]), [worker["role"] for worker in status["workers"]]
+            pid, workers = int(status["router"]["pid"]), status["workers"]
+            roles = [worker["role"] for worker in workers if worker["state"] == "serving"]
         except (ValueError, KeyError, TypeError):
             return 0
         wanted = {"prefill": self.config.prefill, "decode": self.config.decode} if all_workers else {}

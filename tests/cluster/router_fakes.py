@@ -260,7 +260,9 @@ class RunningRouter:
         self._defaults = settings.pop("sampling_defaults", None)
         control = f"ipc://{directory}/control-{secrets.token_hex(4)}"
         # a process that gets no core, or looks for garbage, for a while has no dead workers
-        settings = {"drain_timeout_s": 60.0, "canary_s": 0.0, "port": 0, "worker_timeout_s": 60.0} | settings
+        # its thread writes past pytest's capture, so lines of requests would be on the terminal
+        quiet = {"canary_s": 0.0, "access_log": False}
+        settings = {"drain_timeout_s": 60.0, "port": 0, "worker_timeout_s": 60.0} | quiet | settings
         config = RouterConfig(model=model, served_model=MODEL, control_bind=control, **settings)
         self.tokenizer = load_tokenizer(model)
         self._timeouts = timeouts

@@ -75,7 +75,7 @@ def test_two_servers_are_compared_with_a_table_json_and_a_chart(start, tmp_path,
 
 
 def test_metrics_of_routers_behind_one_port_are_read_at_their_own(start, capsys):
-    shared = {"share_port": True, "access_log": False}  # standard error has the lines of the bench alone
+    shared = {"share_port": True}
     one, script = start(own_port=free_port("127.0.0.1"), **shared)
     one.pair(script)
     two, script = start(port=one.router.port, own_port=free_port("127.0.0.1"), **shared)

@@ -29,7 +29,8 @@ ROUTER = """
     port = int(next(f for f in sys.argv if f.startswith("--port=")).partition("=")[2])
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            workers = [{"role": "prefill"}, {"role": "decode"}]
+            states = [("prefill", "starting" if os.path.exists("wait") else "serving"), ("decode", "serving")]
+            workers = [{"role": role, "state": state} for role, state in states]
             body = json.dumps({"router": {"pid": os.getpid()}, "workers": workers}).encode()
             self.send_response(200); self.end_headers(); self.wfile.write(body)
         def log_message(self, *_): pass
@@ -331,6 +332,15 @@ def test_several_routers_are_ready_when_each_own_port_says_so(launch, runtime):
     )
     assert not cluster._is_ready(all_workers=True)
     (next(runtime.iterdir()) / "go").touch()
+    assert cluster.wait_ready(60)
+
+
+def test_a_cluster_is_ready_when_all_its_workers_serve(launch, runtime):
+    """A decode worker alone makes the router ready, and would compute the prompts itself."""
+    cluster, _ = launch(router=ROUTER.replace('"control"), "w")', '"control"), "w"); open("wait", "w")'))
+    poll_until(lambda: cluster._is_ready(all_workers=False))
+    assert not cluster._is_ready(all_workers=True)
+    (next(runtime.iterdir()) / "wait").unlink()
     assert cluster.wait_ready(60)
 
 

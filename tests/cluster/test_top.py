@@ -79,6 +79,16 @@ def test_once_prints_workers_and_requests_of_every_router(running, capsys):
     assert "wörld" not in text
 
 
+@pytest.mark.parametrize(("columns", "most"), [("72", 72), ("200", 200), ("", 140), ("0", 140)])
+def test_a_pipe_is_as_wide_as_the_environment_says(columns, most, running, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main(["--url", running.url, "--once"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= most
+    heads = next(line for line in lines if line.startswith("role"))
+    assert ("card" in heads) == (most >= 140), "the least important column"
+
+
 def test_json_is_one_document_that_scripts_read(running, free_url, capsys):
     assert main(["--url", f"{running.url},{free_url}", "--once", "--json"]) == 0
     [line] = capsys.readouterr().out.splitlines()
@@ -242,6 +252,19 @@ def test_workers_are_sorted_by_the_key_of_choice(running):
     assert first("role", 0.0) == "prefill"
     assert first("accept", 1.0) == "decode", "prefill has no accept length"
     assert first("pages", 2.0) == "decode", "its pages are in use"
+
+
+def test_retractions_have_a_column_once_there_are_some(running):
+    seen = looked(running)
+    assert "retracted" not in text_of([seen])
+    counters = {"tokens": 7.0, "retractions": 31.0}
+    workers = [structs.replace(worker, counters=counters) for worker in seen.status.workers]
+    text = text_of([replace(seen, status=structs.replace(seen.status, workers=workers))])
+    heads, row = (
+        next(line for line in text.splitlines() if line.startswith(word)) for word in ("role", "decode")
+    )
+    end = heads.index("retracted") + len("retracted")
+    assert row[:end].endswith(" 31")
 
 
 def test_sparklines_show_five_minutes_of_the_router_s_history(running):

@@ -63,7 +63,9 @@ function showWorker(w, card) {
   const used = w.pages_total - w.pages_free;
   measure(card, "pages", w.pages_total ? percent(used / w.pages_total) : none, `${count(used)} of ${count(w.pages_total)}`);
   const waiting = w.queued + w.transferring;
-  measure(card, "load", `${w.running}`, `running${waiting ? `, ${waiting} waiting` : ""}`);
+  const retracted = w.counters.retractions; // requests whose pages went to older ones
+  const others = [waiting ? `${waiting} waiting` : "", retracted ? `${count(retracted)} retracted` : ""].filter(Boolean);
+  measure(card, "load", `${w.running}`, ["running", ...others].join(", "));
   measure(card, "accept", w.accept_length === null ? none : w.accept_length.toFixed(2), w.spec_steps ? `of ${w.spec_steps + 1}` : "");
   measure(card, "cached", w.pages_total ? percent(w.pages_cached / w.pages_total) : none, `${count(w.pages_cached)} pages`);
   measure(card, "cpu", w.usage ? w.usage.cpu_cores.toFixed(1) : none, w.usage ? `of ${w.usage.num_cores} cores` : "");
