@@ -25,7 +25,7 @@ def lark_of(kind: ConstraintKind, text: str, field: str) -> str:
         choices: list[str] = json.loads(text)
         _check_lengths(choices, field)
         return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice) for choice in choices)
-    _check_repeats(text, field)
+    check_repeats(text, field)
     if kind == "regex":
         _check_lengths([text], field)
         found: str = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
@@ -59,8 +59,11 @@ def _check_lengths(texts: list[str], field: str) -> None:
         )
 
 
-def _check_repeats(text: str, field: str) -> None:
-    """Bounds repetitions, which may force a text that is much longer than the pattern."""
+def check_repeats(text: str, field: str) -> None:
+    """Bounds repetitions, which may force a text that is much longer than the pattern.
+
+    Raises ApiError (400).
+    """
     most = max((int(number) for pair in COUNTS.findall(text) for number in pair if number), default=0)
     if most > MAX_TEXT:
         raise bad_request(f"{field}: {most} repetitions are more than {MAX_TEXT}", param=field)

@@ -17,6 +17,7 @@ a zero byte and a message.
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -25,7 +26,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from ..api.structured import ConstraintKind
 from ..api.tool_bodies import CLOSE, OPEN
 from ..errors import ApiError, bad_request
-from .client_grammars import MAX_TEXT, lark_of, refused
+from .client_grammars import MAX_TEXT, check_repeats, lark_of, refused
 from .closed_schemas import closed
 from .frames import REFUSED, RENDERED, TOO_LARGE
 from .schema_rewrite import rewritten
@@ -162,8 +163,9 @@ def _json_grammar(schema: object) -> str:
 
 
 def _check_counts(schema: bytes, param: str, what: str) -> None:
-    """Bounds two costs that llguidance does not: the elements that arrays count, and the length of texts,
-    which every decode step walks. Raises ApiError (400), and ValueError for invalid JSON.
+    """Bounds costs that llguidance does not: the elements that arrays count, and the length of texts, given
+    or repeated by a pattern, which every decode step walks. Raises ApiError (400), and ValueError for invalid
+    JSON.
     """
     num_items, longest, todo = 0, 0, [json.loads(schema)]
     while todo:
@@ -172,6 +174,9 @@ def _check_counts(schema: bytes, param: str, what: str) -> None:
             num_items += sum(
                 int(part[key]) for key in ("minItems", "maxItems") if isinstance(part.get(key), int)
             )
+            for pattern in (part.get("pattern"), *_names_of(part.get("patternProperties"))):
+                if isinstance(pattern, str):
+                    check_repeats(pattern, param)
             todo += part
             todo += [value for key, value in part.items() if key not in NOTES or isinstance(value, dict)]
         elif isinstance(part, list):
@@ -186,6 +191,10 @@ def _check_counts(schema: bytes, param: str, what: str) -> None:
         raise bad_request(
             f"{what}: a text of {longest} characters must be met, more than {MAX_TEXT}", param=param
         )
+
+
+def _names_of(part: object) -> Iterable[str]:
+    return part if isinstance(part, dict) else ()
 
 
 def _check(grammar: str, param: str, what: str) -> None:

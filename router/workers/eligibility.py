@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
+from ...cluster.protocol.expected_output import AHEAD_TOKENS
 from .registry import Registry, Worker, are_other_weights
 
 
@@ -25,8 +26,14 @@ class Need(Struct, frozen=True, gc=False):
         return self.prompt + self.max_new
 
     def held_on(self, decode: Worker) -> int:
-        """Tokens whose pages `decode` holds for the request, or counts on."""
-        return self.prompt + self.expected if self.expected and decode.hello.grows else self.total
+        """Tokens whose pages `decode` holds for the request, or counts on.
+
+        A request begins with the pages of its next steps, also where less is expected of it.
+        """
+        if not (self.expected and decode.hello.grows):
+            return self.total
+        first = AHEAD_TOKENS + decode.hello.spec_tokens  # a step gives no more than `spec_tokens`
+        return self.prompt + min(self.max_new, max(self.expected, first))
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,14 @@ from ...cluster.process.log import fields
 from ...cluster.protocol.messages import (
     PROTOCOL_MAJOR,
     ControlUp,
+    Failed,
     Hello,
     Refused,
     Rejected,
     Welcome,
     WorkerStats,
 )
+from ..rooms.attempt import RETRACTED
 from .breaker import Breaker
 
 logger = logging.getLogger(__name__)
@@ -185,10 +187,11 @@ class Worker:
     def hear(self, message: ControlUp) -> None:
         """Handles a message about a room.
 
-        A refusal shows that the worker's load exceeds the ledger, since it serves another router too. It
-        then gets nothing more before its next heartbeat.
+        A refusal shows that the worker's load exceeds the ledger, since it serves another router too. A
+        retraction shows that answers get longer than booked. The worker then gets nothing more before its
+        next heartbeat.
         """
-        if isinstance(message, Refused):
+        if isinstance(message, Refused) or (isinstance(message, Failed) and message.kind == RETRACTED):
             self.foreign_pages = self.hello.pages_total
 
     def take_heartbeat(self, stats: WorkerStats, now: float) -> None:

@@ -129,6 +129,8 @@ HOSTILE = {
     ).encode(),
     "long constant": json.dumps({"enum": ["a", {"b": "x" * 2100}]}).encode(),
     "long pattern": json.dumps({"type": "string", "pattern": "x" * 2100}).encode(),
+    "repeated pattern": b'{"items":{"type":"string","pattern":"^x{5000}$"}}',
+    "repeated names": b'{"type":"object","patternProperties":{"^x{3,5000}$":{"type":"null"}}}',
     "long name": json.dumps({"properties": {"x" * 2100: {}}}).encode(),
     "many alternatives": json.dumps({"anyOf": [{"const": f"{i}{'x' * 20}"} for i in range(1200)]}).encode(),
 }
@@ -176,6 +178,8 @@ def test_schema_parts_used_by_every_step_are_bounded_and_notes_are_not():
     assert not isinstance(outcome(Plan(answer=json.dumps(noted).encode())), ApiError)
     for name in ("long constant", "long pattern", "long name"):
         assert "2100 characters" in outcome(Plan(answer=HOSTILE[name])).body.message
+    for name in ("repeated pattern", "repeated names"):
+        assert "5000 repetitions" in outcome(Plan(answer=HOSTILE[name])).body.message
     for name in ("endless array", "many long arrays"):
         assert "minItems and maxItems" in outcome(Plan(answer=HOSTILE[name])).body.message
 

@@ -181,6 +181,14 @@ def test_a_started_request_does_not_resume_on_other_weights():
     assert chosen([p, d], Need(100, 28, "f")) == ("a", "b")
 
 
+def test_decode_that_grows_is_booked_with_the_pages_that_a_request_begins_with():
+    prefill, decode = worker("a", "prefill"), worker("b", "decode", grows=True, spec_tokens=4)
+    pages = {expected: Need(16, 512, expected=expected).held_on(decode) - 16 for expected in (1, 35, 37, 0)}
+    assert pages == {1: 36, 35: 36, 37: 37, 0: 512}
+    assert Need(16, 7, expected=1).held_on(decode) == 23, "never more than its output"
+    assert Need(16, 512, expected=1).held_on(prefill) == 528, "it holds all of it"
+
+
 def test_what_fits_is_bounded_by_the_pool_of_decode():
     p, d = worker("a", "prefill"), worker("b", "decode", pages_total=20, page_size=16, max_context=8192)
     found = limits([p, d])

@@ -1,7 +1,17 @@
 """The registry and its ledger of pages."""
 
 import hypothesis.strategies as st
-from baton.cluster.protocol.messages import PROTOCOL_MAJOR, Hello, Refused, Rejected, Welcome, WorkerStats
+import pytest
+from baton.cluster.protocol.messages import (
+    PROTOCOL_MAJOR,
+    Failed,
+    Hello,
+    Refused,
+    Rejected,
+    Welcome,
+    WorkerStats,
+)
+from baton.router.rooms.attempt import RETRACTED
 from baton.router.workers.eligibility import Need, able_pairs, live_pairs
 from baton.router.workers.registry import UNREACHABLE_S, Load, Registry
 from hypothesis import given
@@ -194,13 +204,26 @@ def test_rooms_placed_by_another_router_count_against_a_workers_places():
     assert not able_pairs(live_pairs(registry), need), "one is ours, one is not"
 
 
-def test_a_worker_that_refused_gets_nothing_before_its_next_heartbeat():
+ABOUT = {"room": "f" * 32, "epoch": 0}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Refused(**ABOUT, instance="1" * 32, reason="full", retry_after_ms=250),
+        Failed(**ABOUT, instance="1" * 32, kind=RETRACTED, message="its pages", retryable=True),
+    ],
+    ids=["refused", "retracted"],
+)
+def test_a_worker_that_is_fuller_than_booked_gets_nothing_before_its_next_heartbeat(message):
     registry, worker = registered()
     beat(registry, worker)
     beat(registry, registry.get(registry.hello(b"p", hello(instance="2" * 32, role="prefill"), 0.0).instance))
     need = Need(prompt=16, max_new=16)
     assert able_pairs(live_pairs(registry), need)
-    worker.hear(Refused(room="f" * 32, epoch=0, instance=worker.instance, reason="full", retry_after_ms=250))
+    worker.hear(Failed(**ABOUT, instance=worker.instance, kind="TransferError", message="", retryable=True))
+    assert able_pairs(live_pairs(registry), need)
+    worker.hear(message)
     assert not able_pairs(live_pairs(registry), need)
     beat(registry, worker)
     assert able_pairs(live_pairs(registry), need)
