@@ -41,6 +41,9 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' __init__.py)
 
 MODEL ?= $(HOME)/.cache/baton/models/smollm2-135m-instruct
 
+# tests start hundreds of Python processes: without cached bytecode each of them compiles all its modules again
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: bench-router help venv install model demo lint sim test test-cluster test-full faults judges deploy-check lock image sbom clean
 
 help:

@@ -15,6 +15,11 @@ MATRIX = "gpu/test_path_matrix.py"  # its ids begin with the four fields that sa
 SPLIT = frozenset(f"gpu/test_{name}.py" for name in ("dflash", "drafters", "heads", "mtp", "ngram"))
 QUICK_EXAMPLES, FULL_EXAMPLES = 50, 400  # of hypothesis, per test
 
+# One thread per process, children included, where several test processes share the cores. torch reads this
+# when it is imported: a conftest.py of a folder named on the command line does so before any hook runs.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+
 
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
@@ -29,14 +34,12 @@ def logging_as_before() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Gives torch one thread per process, children included, where several test processes share the cores.
+    """Chooses hypothesis' examples.
 
     Without the slow tests hypothesis tries few examples, the same in every run, so that equal code passes
     again. With them it tries many and draws anew. No time is a failure of what is tested: a process may get
     no core for a while.
     """
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        os.environ["OMP_NUM_THREADS"] = "1"
     with suppress(ImportError):  # on a machine for the tests of GPUs alone
         from hypothesis import HealthCheck, settings
 

@@ -131,6 +131,30 @@ def test_every_operation_is_in_the_bench_registry():
     assert all(bench.num_bytes > 0 for bench in benches)
 
 
+def check_compiled(compiled: list[tuple[str, object]]) -> None:
+    """Each kernel has code for the GPU and fits its shared memory."""
+    for name, kernel in compiled:
+        assert kernel.asm["cubin"], name
+        assert kernel.metadata.shared <= (
+            skinny_linear.SHARED_BYTES if name == "_skinny_kernel" else SHARED_BYTES
+        ), name
+
+
+def test_kernels_of_a_plain_decode_step_compile_for_an_h200(compiled_for_h200: list[tuple[str, object]]):
+    x, projected = randn(3, 4096, dtype=torch.bfloat16), randn(3, 48, 128, dtype=torch.bfloat16)
+    pool, table, lens = bench_kernels.paged(2, 40, "cpu")
+    rms_norm_triton(x, x[0], 1e-5, x)
+    rotate_store_triton(
+        pool, 1, torch.zeros(3, dtype=torch.int64), projected, projected[:, 0], projected[:, 1]
+    )
+    queries = randn(2, 1, 32, 128, dtype=torch.bfloat16)
+    paged_verify_triton(queries, pool, 1, table, lens, 0.1, None, num_splits=8)
+    names = {name for name, _ in compiled_for_h200}
+    assert names == {"_rms_norm_kernel", "_rotate_store_kernel", "_verify_kernel", "_merge_kernel"}
+    check_compiled(compiled_for_h200)
+
+
+@pytest.mark.slow
 def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     compiled_for_h200: list[tuple[str, object]],
 ):
@@ -201,11 +225,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
         "_route_kernel", "_group_kernel", "_expert_kernel", "_combine_kernel",
         "_gather_kernel", "_context_kernel", "_fold_kernel", "_join_kernel", "_move_spans_kernel",
     }  # fmt: skip
-    for name, kernel in compiled_for_h200:
-        assert kernel.asm["cubin"], name
-        assert kernel.metadata.shared <= (
-            skinny_linear.SHARED_BYTES if name == "_skinny_kernel" else SHARED_BYTES
-        ), name
+    check_compiled(compiled_for_h200)
     by_name = dict(compiled_for_h200)
     for name in (
         "_extend_kernel",

@@ -8,7 +8,7 @@ import torch
 from baton.engine.speculative.step import fused_step
 from baton.tests.parity.eagle3_toys import write_head
 from baton.tests.parity.test_sampled_law import (
-    GROSS,
+    GROSS_AGAIN,
     HIDDEN,
     MANY,
     QUICK,
@@ -67,13 +67,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pa
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind == "two layers" else kind for kind in KINDS]
+    "kind", [kind if kind == "parallel" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
 def test_sequences_of_a_decode_worker_have_the_targets_law(models, kind):
     assert not is_refuted(sample(models[kind], QUICK))
 
 
-@pytest.mark.parametrize("rule", GROSS)
+@pytest.mark.parametrize("rule", GROSS_AGAIN)
 def test_a_wrong_rule_is_refuted_with_parallel_drafts(models, monkeypatch, rule):
     torch.manual_seed(1)
     monkeypatch.setattr(fused_step, "verify_drafts", rule)

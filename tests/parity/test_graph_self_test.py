@@ -182,7 +182,9 @@ def test_a_pool_too_small_for_all_rows_is_tested_with_those_that_fit(target, hea
     assert "self-test: 0 replays" not in caplog.text
 
 
-@pytest.mark.parametrize("shape", [(3, 1, 0), (2, 2, 7)], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "shape", [(3, 1, 0), pytest.param((2, 2, 7), marks=pytest.mark.slow)], ids=["chain", "tree"]
+)
 def test_the_self_test_drops_step_graphs_that_differ_and_leaves_no_trace(target, head, shape, caplog):
     steps, topk, tokens = shape
     engines = [Engine(target, head, steps=steps, topk=topk, tokens=tokens) for _ in range(2)]

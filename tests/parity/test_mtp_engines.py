@@ -13,7 +13,7 @@ from baton.engine.errors import CheckpointError
 from baton.engine.loader import Engine, EngineLoader
 from baton.engine.warmup.rehearsal import Rehearsal, RehearsalSizes
 from baton.kernels import skinny_linear
-from baton.tests.parity.mtp_laws import KINDS, write_kinds
+from baton.tests.parity.mtp_laws import DEEP, KINDS, write_kinds
 from baton.tests.parity.mtp_oracles import SOURCES, write_oracle_modules, write_oracle_target
 from baton.tests.parity.mtp_toys import random_modules, write_mtp
 from baton.tests.parity.test_aggregated import NUM_TOKENS, answers_of, check, worker_of
@@ -68,7 +68,7 @@ def test_graphs_pass_the_self_tests_and_a_rehearsal_replays_them(target, heads, 
     assert not bool(engine.drafter.pool.kv.any())
 
 
-@pytest.mark.parametrize("kind", QUICK_KINDS)
+@pytest.mark.parametrize("kind", ["shared", *(pytest.param(kind, marks=pytest.mark.slow) for kind in DEEP)])
 def test_the_dry_run_finds_every_kernel_that_modules_launch(target, heads, kind, monkeypatch):
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     engine, loader = load(target, heads[kind], dtype="bfloat16", spec_adaptive="off", max_context=128)

@@ -6,7 +6,7 @@ import pytest
 from baton.engine.speculative.step import fused_step
 from baton.tests.parity.mtp_laws import write_kinds
 from baton.tests.parity.test_sampled_law import (
-    GROSS,
+    GROSS_AGAIN,
     MANY,
     QUICK,
     is_refuted,
@@ -25,12 +25,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pa
     return {kind: (target, head) for kind, head in write_kinds(path, target).items()}
 
 
-@pytest.mark.parametrize("kind", ["chained", pytest.param("independent", marks=pytest.mark.slow), "shared"])
+@pytest.mark.parametrize(
+    "kind", ["chained", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("independent", "shared"))]
+)
 def test_sequences_of_a_decode_worker_have_the_targets_law(models, kind):
     assert not is_refuted(sample(models[kind], QUICK))
 
 
-@pytest.mark.parametrize("rule", GROSS)
+@pytest.mark.parametrize("rule", GROSS_AGAIN)
 def test_a_wrong_rule_is_refuted_with_modules(models, monkeypatch, rule):
     monkeypatch.setattr(fused_step, "verify_drafts", rule)
     assert is_refuted(sample(models["chained"], QUICK // 2))

@@ -29,7 +29,7 @@ REPLACED = [
 ]
 REORDERED = [ids for ids in permutations(ORACLE_IDS) if ids != ORACLE_IDS]  # swaps of two, and both rotations
 WRONG = [*REPLACED, *REORDERED]
-QUICK = {(0, 3, 5), (1, 4, 5), (1, 3, 7), (3, 1, 5), (5, 1, 3)}  # one of each place, a swap, a rotation
+QUICK = {(1, 4, 5), (3, 1, 5)}  # a layer of others, and a swap
 
 
 def accepted(

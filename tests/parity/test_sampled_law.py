@@ -196,6 +196,8 @@ def noise_of_the_first_row(shape, tokens, tree, targets, limits):
 
 
 GROSS = [bonus_from_the_draft, residual_not_normalised, noise_of_the_first_row]
+# with other drafters: the rule is the same code
+GROSS_AGAIN = [GROSS[0], *(pytest.param(rule, marks=pytest.mark.slow) for rule in GROSS[1:])]
 
 
 def test_sequences_of_a_decode_worker_have_the_targets_law(models):

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SEEDS = 200
 MANY_SEEDS = 2000
 ENDS = ("left", "stopped", "reset", "DeadlineExceeded", "Quarantined", "TransferTimeout", "NoWorkers")
-HASHED = 12
+HASHED = 6
 
 
 def run_apart(*arguments, folder, hash_seed="0"):

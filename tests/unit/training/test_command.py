@@ -60,7 +60,7 @@ def options(run: ToyRun, out: Path, kind: str, *more: str) -> list[str]:
 SMALL = {"dflash": ("--block", "4", "--draft-layers", "2", "--anchors", "8"), "mtp": ("--steps", "3")}
 
 
-@pytest.mark.parametrize("kind", list(SMALL))
+@pytest.mark.parametrize("kind", [pytest.param("dflash", marks=pytest.mark.slow), "mtp"])
 def test_other_drafters_train_load_and_draft_better_than_at_first(
     run: ToyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:

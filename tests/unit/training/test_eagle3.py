@@ -74,7 +74,7 @@ def test_padding_and_neighbours_change_no_sum(run: ToyRun) -> None:
     assert whole.count.tolist() == [float(mask[:, 2 + step :].sum()) for step in range(STEPS)]
 
 
-@pytest.mark.parametrize("draft_vocab", [VOCAB, 40])
+@pytest.mark.parametrize("draft_vocab", [pytest.param(VOCAB, marks=pytest.mark.slow), 40])
 def test_training_raises_the_accept_length_of_the_engine(
     run: ToyRun, draft_vocab: int, tmp_path: Path
 ) -> None:

@@ -83,13 +83,30 @@ def test_every_socket_is_bounded_in_memory_and_time(context: zmq.Context, kind: 
     assert kind != zmq.DEALER or socket.getsockopt(zmq.IMMEDIATE) == 1
 
 
-@pytest.mark.parametrize("side", ["dealer", "router", "pinged", "flooded"])
-def test_a_reader_stalled_behind_a_full_queue_survives_its_peers_exit(side: str) -> None:
+SIDES = ("dealer", "router", "pinged", "flooded")
+
+
+@pytest.fixture(scope="module")
+def stalled_readers() -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """A process for each side. All run at once: most of the time they wait."""
+    command = [sys.executable, "-P", "-m", "baton.tests.unit.cluster.net.stalled_reader"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = {side: subprocess.Popen([*command, side], **pipes) for side in SIDES}
+    yield running
+    for process in running.values():
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_reader_stalled_behind_a_full_queue_survives_its_peers_exit(
+    side: str, stalled_readers: dict[str, subprocess.Popen[str]]
+) -> None:
     """libzmq aborts the process where the side with the full queue sends a heartbeat, or an answer to one."""
-    command = [sys.executable, "-P", "-m", "baton.tests.unit.cluster.net.stalled_reader", side]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert "alive" in ended.stdout
+    process = stalled_readers[side]
+    said, fault = process.communicate(timeout=60)
+    assert process.returncode == 0, fault
+    assert "alive" in said
 
 
 def test_nothing_is_queued_for_an_absent_peer(context: zmq.Context) -> None:

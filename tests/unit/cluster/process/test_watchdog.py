@@ -76,35 +76,44 @@ sys.exit(5)
 """
 
 
-@pytest.mark.parametrize("how", HANGS)
-def test_a_hung_process_writes_its_stacks_and_dies(how):
-    code = (
-        "import ctypes, sys, time\nfrom baton.cluster.process.watchdog import Watchdog\ndog = Watchdog(0.2)\n"
-    )
+def hanging(how):
+    """A program that hangs with a watchdog of 0.2 s armed."""
     body = textwrap.indent(HANGS[how], "    ")
-    code += f"def stuck():\n    dog.feed(time.monotonic())\n{body}\nstuck()\n"  # armed in there
-    began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == -signal.SIGALRM
-    assert "in stuck" in done.stderr
-    assert time.monotonic() - began < 30
+    return (
+        "import ctypes, sys, time\nfrom baton.cluster.process.watchdog import Watchdog\ndog = Watchdog(0.2)\n"
+        f"def stuck():\n    dog.feed(time.monotonic())\n{body}\nstuck()\n"
+    )
+
+
+@pytest.fixture(scope="module")
+def programs():
+    """Running at once, since most of the time they wait: those of HANGS by name, and LIVES."""
+    codes = {"lives": LIVES, **{how: hanging(how) for how in HANGS}}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = {name: subprocess.Popen([sys.executable, "-c", code], **pipes) for name, code in codes.items()}
+    yield running
+    for process in running.values():
+        process.kill()
+        process.communicate()
+
+
+def test_a_pause_of_the_process_is_no_hang(programs):
+    process = programs["lives"]
+    assert process.stdout.readline() == "armed\n"
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(LIMIT_S + 1.0)
+    process.send_signal(signal.SIGCONT)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (5, ""), "no stacks, no signal"
+
+
+@pytest.mark.parametrize("how", HANGS)
+def test_a_hung_process_writes_its_stacks_and_dies(how, programs):
+    _, said = programs[how].communicate(timeout=30)
+    assert programs[how].returncode == -signal.SIGALRM
+    assert "in stuck" in said
 
 
 def test_each_feed_rearms_the_timers_and_an_orderly_end_stops_them():
     done = subprocess.run([sys.executable, "-c", MOVES], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (5, "")
-
-
-def test_a_pause_of_the_process_is_no_hang():
-    process = subprocess.Popen(
-        [sys.executable, "-c", LIVES], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout.readline() == "armed\n"
-        process.send_signal(signal.SIGSTOP)
-        time.sleep(LIMIT_S + 1.0)
-        process.send_signal(signal.SIGCONT)
-        _, said = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert (process.returncode, said) == (5, ""), "no stacks, no signal"

@@ -83,7 +83,8 @@ def test_nothing_else_is_served(server):
     assert get(server, "/metrics", "POST")[0] == 501
 
 
-def test_a_silent_client_delays_the_next_for_a_bounded_time(server):
+def test_a_silent_client_delays_the_next_for_a_bounded_time(server, monkeypatch):
+    monkeypatch.setattr(metrics_server, "SCRAPE_TIMEOUT_S", 0.5)
     with socket.create_connection(("127.0.0.1", server.port)):
         assert get(server)[0] == 200
 

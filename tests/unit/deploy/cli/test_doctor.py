@@ -9,6 +9,7 @@ import shutil
 import socket
 import threading
 import time
+from functools import partial
 
 import pytest
 from baton.deploy.cli import doctor
@@ -180,6 +181,7 @@ def test_fault_9_clocks_that_differ_are_found(capsys):
 
 def test_fault_10_a_slow_or_dead_link_is_found(capsys, monkeypatch):
     monkeypatch.setattr("baton.deploy.cli.pull_test.SILENCE_S", 30.0)  # its other end is a thread here
+    monkeypatch.setattr("baton.deploy.cli.doctor.measure", partial(measure, seconds=0.2))
     endpoints, over = [], threading.Event()
     tell = {"on_ready": endpoints.append, "is_over": over.is_set}
     serving = threading.Thread(
@@ -197,7 +199,7 @@ def test_fault_10_a_slow_or_dead_link_is_found(capsys, monkeypatch):
     finally:
         over.set()
         serving.join()
-    monkeypatch.undo()
+    monkeypatch.setattr("baton.deploy.cli.pull_test.SILENCE_S", 1.0)
     one(capsys, "link", "cannot be reached", f"--pull={endpoints[0]}")
 
 

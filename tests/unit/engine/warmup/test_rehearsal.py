@@ -47,9 +47,16 @@ def free_pages(engine: Engine) -> list[int]:
     return pages
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize(
-    "settings", [{}, {"graphs": "off"}, {"draft": NGRAM}], ids=["graphs", "eager", "lookup"]
+    ("settings", "role"),
+    [
+        pytest.param({}, "prefill", id="graphs-prefill"),
+        pytest.param({}, "decode", id="graphs-decode"),
+        pytest.param({"graphs": "off"}, "prefill", id="eager-prefill"),
+        pytest.param({"graphs": "off"}, "decode", id="eager-decode"),
+        pytest.param({"draft": NGRAM}, "prefill", id="lookup-prefill"),
+        pytest.param({"draft": NGRAM}, "decode", id="lookup-decode", marks=pytest.mark.slow),
+    ],
 )
 def test_every_graph_is_replayed_and_pages_states_and_averages_stay(
     load: Callable[..., Engine], role: str, settings: dict[str, object]
@@ -95,7 +102,7 @@ def test_a_pool_of_few_pages_is_rehearsed_with_what_fits(load: Callable[..., Eng
 def test_first_tokens_are_chosen_as_serving_does_and_exactly(
     load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ):
-    engine = load("decode", spec_adaptive="off")
+    engine = load("decode", spec_adaptive="off", graphs="off")
     sample, ways = engine.sampler.sample, set()
 
     def noting(*args: object, is_exact: bool = True) -> object:

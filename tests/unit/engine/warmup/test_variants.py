@@ -127,19 +127,22 @@ def workload(engine: Engine, reach: Reach, seed: int, num_forwards: int) -> list
     return found
 
 
-LASTING = pytest.param("eager chain", marks=pytest.mark.slow)
+WORKLOADS = [
+    *(pytest.param(name, 3, id=name) for name in ("chain", "prefill")),
+    *(pytest.param(name, 10, id=f"{name}, long", marks=pytest.mark.slow) for name in DRAFTS),
+]
 
 
-@pytest.mark.parametrize("loaded", ["chain", "tree", "lookup", "prefill", LASTING], indirect=True)
+@pytest.mark.parametrize(("loaded", "num_forwards"), WORKLOADS, indirect=["loaded"])
 def test_the_dry_run_finds_every_variant_of_a_random_workload(
-    loaded: tuple[Engine, Reach], as_on_a_gpu: None
+    loaded: tuple[Engine, Reach], num_forwards: int, as_on_a_gpu: None
 ):
     engine, reach = loaded
     before = dict(engine.runner.counters.forwards)
     known = planned(engine, reach)
     assert not engine.pool.kv.any(), "a dry run computes nothing"
     assert (engine.runner.counters.forwards, len(engine.model.layers)) == (before, 4)
-    asked = {launch.variant for launch in workload(engine, reach, seed=1, num_forwards=10)}
+    asked = {launch.variant for launch in workload(engine, reach, seed=1, num_forwards=num_forwards)}
     assert asked <= known, sorted(asked - known)
     assert len(known) < 64, "a variant per batch size would be many more"
 

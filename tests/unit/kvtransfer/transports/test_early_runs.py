@@ -169,7 +169,7 @@ def test_what_finds_no_early_slot_is_pulled(start, monkeypatch):
     assert (pair.wire.count(Pull), pair.wire.count(SlabBlock)) == (NUM_RUNS - 3, 2)
 
 
-@pytest.mark.parametrize("num_early", [0, 1, 2, 8])
+@pytest.mark.parametrize("num_early", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 8])
 def test_runs_of_far_forwards_keep_no_ready_room_waiting(start, monkeypatch, num_early):
     """128 rooms, a slab for three of them: each pull completes, and the clock stands still."""
     monkeypatch.setattr("baton.kvtransfer.transports.shm.EARLY_SLOTS", num_early)
