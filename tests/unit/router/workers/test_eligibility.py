@@ -181,7 +181,7 @@ def test_a_started_request_does_not_resume_on_other_weights():
     assert chosen([p, d], Need(100, 28, "f")) == ("a", "b")
 
 
-def test_decode_that_grows_is_booked_with_the_pages_that_a_request_begins_with():
+def test_decode_that_grows_is_booked_with_the_first_pages_of_a_request():
     prefill, decode = worker("a", "prefill"), worker("b", "decode", grows=True, spec_tokens=4)
     pages = {expected: Need(16, 512, expected=expected).held_on(decode) - 16 for expected in (1, 35, 37, 0)}
     assert pages == {1: 36, 35: 36, 37: 37, 0: 512}

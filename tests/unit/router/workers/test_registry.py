@@ -215,7 +215,7 @@ ABOUT = {"room": "f" * 32, "epoch": 0}
     ],
     ids=["refused", "retracted"],
 )
-def test_a_worker_that_is_fuller_than_booked_gets_nothing_before_its_next_heartbeat(message):
+def test_a_worker_fuller_than_booked_gets_nothing_before_its_next_beat(message):
     registry, worker = registered()
     beat(registry, worker)
     beat(registry, registry.get(registry.hello(b"p", hello(instance="2" * 32, role="prefill"), 0.0).instance))
