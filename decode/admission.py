@@ -14,21 +14,28 @@ from ..engine.loader import Engine
 from ..engine.request import Request
 from ..engine.speculative.drafters.protocol import reads_features
 from ..kvtransfer.transport import PullRequest
-from ..worker.prompt_pages import take_pages
+from ..worker.prompt_pages import take_pages, take_shared_pages
 from ..worker.refusal import Refusal, refuse_for_now, refuse_forever
 from .page_growth import PageGrowth
+from .page_sharing import PageSharing
 from .queues import HOLD_ALL, DecodeQueues, DecodeRoom, DecodeState, OutputClaim
 
 RETRY_AFTER_MS = 250
 
 
 class Admission:
-    """Admits rooms to a decode engine. `growth` says how many pages a room needs."""
+    """Admits rooms to a decode engine.
 
-    def __init__(self, engine: Engine, queues: DecodeQueues, growth: PageGrowth) -> None:
+    `growth` says how many pages a room needs, `sharing` which of them are another room's.
+    """
+
+    def __init__(
+        self, engine: Engine, queues: DecodeQueues, growth: PageGrowth, sharing: PageSharing
+    ) -> None:
         self.engine = engine
         self.queues = queues
         self.growth = growth
+        self.sharing = sharing
 
     def admit(
         self,
@@ -38,12 +45,13 @@ class Admission:
         *,
         is_draining: bool = False,
         is_local: bool = False,
+        leader: DecodeRoom | None = None,
         claim: OutputClaim = HOLD_ALL,
     ) -> DecodeRoom | Refusal:
         """Give `request` its first pages and return its room, or the refusal.
 
         `now`: monotonic seconds. `deadline_ms`: milliseconds from then on, 0: none. `is_local`: this worker
-        computes the prompt.
+        computes the prompt, but for what it shares with `leader`.
         """
         refusal = self._never(request) or self._not_now(is_draining)
         if refusal is not None:
@@ -51,13 +59,18 @@ class Admission:
         engine = self.engine
         try:
             num_pages = self.growth.first_pages(request, claim)
-            have = take_pages(engine.cache, request, num_pages, is_computed=is_local)
+            if leader is None:
+                have = take_pages(engine.cache, request, num_pages, is_computed=is_local)
+            else:
+                shared = self.sharing.shared_pages(leader)
+                take_shared_pages(engine.cache, request, shared, num_pages)
+                have = len(shared) * engine.page_size
         except PoolExhausted as error:
             return Refusal(reason=str(error), retry_after_ms=RETRY_AFTER_MS)
         if not self.growth.covers(request, claim):
             return self._give_back(request, "the free pages are promised to running requests")
         features = None if is_local else self._staging(request, have)
-        request.num_computed = have if is_local else 0
+        request.num_computed = have if is_local and leader is None else 0
         if features is not None and not self._staging_fits(features):
             return self._give_back(request, "features of other hand-offs fill the staging area")
         return DecodeRoom(
@@ -66,9 +79,10 @@ class Admission:
             deadline=now + deadline_ms / 1000 if deadline_ms else None,
             have=have,
             features=features,
-            landed=have,
-            warmed=have,
-            state=DecodeState.PREFILLING if is_local else DecodeState.PULLING,
+            landed=have if leader is None else 0,
+            warmed=have if leader is None else 0,
+            state=_first_state(is_local, leader),
+            leader=None if leader is None else leader.key,
             sent=0 if is_local else 1,
             is_local=is_local,
             claim=claim,
@@ -142,3 +156,9 @@ class Admission:
         """
         used = sum(room.features.nbytes for room in self.queues if room.features is not None)
         return used == 0 or used + features.nbytes <= self.engine.pool.kv.nbytes // STAGING_SHARE
+
+
+def _first_state(is_local: bool, leader: DecodeRoom | None) -> DecodeState:
+    if leader is not None:
+        return DecodeState.SHARING
+    return DecodeState.PREFILLING if is_local else DecodeState.PULLING

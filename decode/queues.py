@@ -15,6 +15,7 @@ class DecodeState(Enum):
     """The state of a room. Every room leaves through `DecodeQueues.remove`."""
 
     PREFILLING = "prefilling"  # pages are reserved and the prompt is computed here; owner: the scheduler
+    SHARING = "sharing"  # pages are reserved, those of the prompt are another room's; owner: that room
     PULLING = "pulling"  # pages are reserved and blocks land in them; owner: the transport and its lease
     WARMING = "warming"  # everything landed, the draft prefill is not done; owner: the scheduler
     RUNNING = "running"  # in the decode batch; owner: the scheduler
@@ -49,7 +50,8 @@ class DecodeRoom(WorkerRoom):
     landed: int = 0  # prompt tokens whose KV and features are in place
     warmed: int = 0  # draft rows that are in the draft pool
     sent: int = 1  # output tokens that the router knows, prefill's included
-    is_local: bool = False  # the prompt is computed here
+    is_local: bool = False  # the prompt is computed here, or shared
+    leader: tuple[str, int] | None = None  # the key of the room whose prompt pages it shares
     head_number: int = 0  # of the drafter's weights at its start, see `HeadSwap`
     may_record: bool = False  # its tokens may be recorded for training
     claim: OutputClaim = HOLD_ALL

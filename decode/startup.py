@@ -82,6 +82,7 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
             local_prefill=True,
             aggregated=self.config.aggregated,
             grows=self.grows,
+            shares_prompts=True,
             spec_tokens=self.engine.shape.spare_slots,
             draft_widths=draft_widths_of(self.engine),
         )

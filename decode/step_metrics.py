@@ -9,7 +9,8 @@ from .queues import DecodeRoom
 DECODE_COUNTERS = (
     "requests", "finished", "failed", "cancelled", "refused", "tokens", "steps", "verify_steps",
     "drafted_tokens", "accepted_tokens", "handoff_bytes", "handoff_blocks", "have_tokens", "local_prefills",
-    "local_prefill_tokens", "handoffs_aborted", "embedded_tokens", "retractions", "retracted_tokens",
+    "local_prefill_tokens", "shared_prompts", "shared_tokens", "unshared", "handoffs_aborted",
+    "embedded_tokens", "retractions", "retracted_tokens",
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@
                      room at once
 2. pull              blocks land in the room's own pages; a prefix that is cached here is not pulled
    local prefill     without a prefill worker, decode computes the prompt itself between steps of the batch
+   sharing           a further choice of a request shares the prompt's pages of the first one
 3. draft prefill     runs over the aux features as they land, within a budget of rows per step
 4. batch             a warm room joins: draft -> verify -> accept -> extend, tokens to the router in one frame
                      a step is launched before the previous one is read; its tokens go out meanwhile
@@ -48,11 +49,14 @@ from .head_swap import HeadSwap
 from .in_flight import StepsInFlight
 from .local_prefill import LocalPrefill, keep_pages
 from .page_growth import PageGrowth
+from .page_sharing import NO_PROMPT, UNSHARED, PageSharing
 from .queues import DecodeQueues, DecodeRoom, DecodeState, OutputClaim
 from .step_decoder import StepDecoder
 from .step_metrics import StepMetrics
 
 logger = logging.getLogger(__name__)
+
+NOT_SHARED = "the room whose prompt it should share has none"
 
 
 class DecodeWorker(RoleWorker[DecodeRoom]):
@@ -64,6 +68,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         DecodeState.RUNNING: "running",
         DecodeState.WARMING: "queued",
         DecodeState.PREFILLING: "queued",
+        DecodeState.SHARING: "queued",
         DecodeState.PULLING: "transferring",
     }
     queues: DecodeQueues
@@ -94,7 +99,8 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         )
         self.decoder: StepDecoder = decoder or engine.decoder()
         self.growth = PageGrowth(engine, queues, self.decoder, is_on=grows)
-        self.admission = Admission(engine, queues, self.growth)
+        self.sharing = PageSharing(engine, queues, self.decoder)
+        self.admission = Admission(engine, queues, self.growth, self.sharing)
         self.in_flight = StepsInFlight(self.decoder)
         self.local = LocalPrefill(engine, self.decoder, local_prefill_tokens, clock, link.post, instance)
         self.recorder = recorder
@@ -110,6 +116,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         if self.head_swap is not None:
             self.head_swap.turn()
         did_warm = self._warm_landed()
+        self._share_prompts()
         did_prefill = self._prefill_here()
         did_step = self._step_batch()
         return did_warm or did_prefill or did_step
@@ -187,12 +194,17 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             return self._refuse(order, request)
         if is_local and self._is_finished_already(request):
             return
+        leader = None if order.shares is None else self.sharing.leader_for(request, order.shares)
+        if order.shares is not None and leader is None:
+            self._counters["unshared"] += 1
+            return self._turn_away(self._failed(request, UNSHARED, NOT_SHARED, retryable=True))
         room = self.admission.admit(
             request,
             now,
             order.deadline_ms,
             is_draining=self.is_draining,
             is_local=is_local,
+            leader=leader,
             claim=OutputClaim(
                 expected=order.expected_output, granted=order.granted_output, priority=order.priority
             ),
@@ -205,12 +217,12 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         room.head_number = self._head_number
         self.queues.add(room)
         self._counters["requests"] += 1
-        self._counters["have_tokens"] += room.have
+        self._counters["have_tokens"] += 0 if leader else room.have
         self._send(Reserved(room=order.room, epoch=order.epoch, instance=self.instance, have=room.have))
-        if is_local:
-            self._counters["local_prefills"] += 1
-        else:
+        if not is_local:
             self._send(self.admission.pull_request(room, order))
+        elif leader is None:
+            self._counters["local_prefills"] += 1
 
     def _on_landed(self, room_id: str, epoch: int, tokens: int) -> None:
         room = self.queues.get(room_id, epoch)
@@ -275,6 +287,11 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         logger.debug("retracted", extra=fields(room=request.room, tokens=request.num_output))
         super()._fail(room, "Retracted", "its pages went to an older request", retryable=True)
 
+    def _unshare(self, room: DecodeRoom) -> None:
+        """Ends a room whose leader will not have its prompt. The router places it without one."""
+        self._counters["unshared"] += 1
+        super()._fail(room, UNSHARED, NOT_SHARED, retryable=True)
+
     def _finish(self, room: DecodeRoom) -> None:
         """The request ended by itself: send Finished behind its last tokens, with its timeline."""
         request = room.request
@@ -310,9 +327,10 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         if not room.is_settled:
             room.state = DecodeState.SETTLING
             return
+        self._end_sharing(room)
         request = room.request
         is_kept = not room.is_tainted and room.head_number == self._head_number
-        if is_kept and room.state not in (DecodeState.PULLING, DecodeState.CLOSING):
+        if is_kept and room.state not in NO_PROMPT:
             keep_pages(self.engine, self.decoder, request)
         self.decoder.forget(request)
         room.features = None
@@ -334,6 +352,28 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             rooms = warming + self.queues.of(DecodeState.PULLING)
             did_warm = prefill_drafts(self.decoder, rooms, self._clock)
         return self._admit_warm(warming) or did_warm
+
+    def _share_prompts(self) -> None:
+        """Rooms that share a prompt which is complete by now compute the rest of it."""
+        begun, lost = self.sharing.turn()
+        for room in begun:
+            self._count_shared(room)
+        for room in lost:
+            self._unshare(room)
+
+    def _end_sharing(self, leader: DecodeRoom) -> None:
+        """The last moment at which others can share the pages of a room that closes.
+
+        Without a prompt to share they end in the next step: callers may be going through all rooms.
+        """
+        sharers = self.sharing.sharers_of(leader)
+        for room in sharers if sharers and self.sharing.is_complete(leader) else ():
+            self.sharing.begin(room, leader)
+            self._count_shared(room)
+
+    def _count_shared(self, room: DecodeRoom) -> None:
+        self._counters["shared_prompts"] += 1
+        self._counters["shared_tokens"] += room.have
 
     def _next_batch(self) -> list[DecodeRoom]:
         """The rooms that still need a step: each unread step gives at least one token."""

@@ -46,7 +46,7 @@ from .sampling.sampler import Sampler
 from .speculative.adaptive import KNEE_ROWS, StepCosts, StepPolicy
 from .speculative.drafters.live_head import LiveHead
 from .speculative.drafters.ngram import NgramConfig
-from .speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter, cache_lookahead
+from .speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter, cache_lookahead, draft_pools
 from .speculative.drafters.registry import (
     DraftConfig,
     DraftModel,
@@ -126,6 +126,11 @@ class Engine:
             eos_token_ids=self.model_config.eos_token_ids,
             launches_ahead=self.launches_ahead,
         )
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies page `source`, KV and draft KV, into page `target`, behind the work launched so far."""
+        for pool in (self.pool, *draft_pools(self.drafter)):
+            pool.copy_page(source, target)
 
     def __repr__(self) -> str:
         return f"<Engine {self.model!r}, {self.pool!r}, {self.lifecycle.phase.name}>"

@@ -1,5 +1,7 @@
 """Pages for a request: the cached prefix of its prompt first, fresh pages behind it."""
 
+from collections.abc import Sequence
+
 from ..engine.kv.pool import PoolExhausted
 from ..engine.kv.prefix_cache import PrefixCache
 from ..engine.request import Request
@@ -19,6 +21,19 @@ def take_pages(cache: PrefixCache, request: Request, num_pages: int, *, is_compu
         cache.allocator.release(held)
         raise
     return len(held) * cache.page_size
+
+
+def take_shared_pages(cache: PrefixCache, request: Request, shared: Sequence[int], num_pages: int) -> None:
+    """Give `request` its `num_pages` pages: `shared` ones of another request first, fresh pages behind them.
+
+    Raises PoolExhausted; the request then holds nothing.
+    """
+    cache.allocator.retain(shared)
+    try:
+        request.pages = [*shared, *cache.alloc(num_pages - len(shared))]
+    except PoolExhausted:
+        cache.allocator.release(shared)
+        raise
 
 
 def take_longer_prefix(cache: PrefixCache, request: Request, have: int) -> int:

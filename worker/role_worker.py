@@ -250,7 +250,7 @@ class RoleWorker(ABC, Generic[R]):
         )
         return True
 
-    def _turn_away(self, answer: Refused | Finished) -> None:
+    def _turn_away(self, answer: Refused | Finished | Failed) -> None:
         """Answer an order without taking it; its repetition is ignored."""
         self.queues.turned_away(answer.room, answer.epoch)
         self.embeds.drop(answer.room, answer.epoch)
@@ -277,16 +277,16 @@ class RoleWorker(ABC, Generic[R]):
         self._give_up(room, message)
 
     def _send_failed(self, room: R, kind: str, message: str, *, retryable: bool) -> None:
-        request = room.request
-        self._send(
-            Failed(
-                room=request.room,
-                epoch=request.epoch,
-                instance=self.instance,
-                kind=kind,
-                message=message,
-                retryable=retryable,
-            )
+        self._send(self._failed(room.request, kind, message, retryable=retryable))
+
+    def _failed(self, request: Request, kind: str, message: str, *, retryable: bool) -> Failed:
+        return Failed(
+            room=request.room,
+            epoch=request.epoch,
+            instance=self.instance,
+            kind=kind,
+            message=message,
+            retryable=retryable,
         )
 
     @abstractmethod

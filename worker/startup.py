@@ -190,6 +190,7 @@ class WorkerStartup(ABC, Generic[C, R]):
         local_prefill: bool = False,
         aggregated: bool = False,
         grows: bool = False,
+        shares_prompts: bool = False,
         spec_tokens: int = 0,
         draft_widths: DraftWidths | None = None,
     ) -> Hello:
@@ -207,6 +208,7 @@ class WorkerStartup(ABC, Generic[C, R]):
             local_prefill=local_prefill,
             aggregated=aggregated,
             grows=grows,
+            shares_prompts=shares_prompts,
             spec_tokens=spec_tokens,
             draft_widths=draft_widths,
             transports=self.transports,

@@ -289,6 +289,7 @@ class Hello(Message, frozen=True, kw_only=True):
     local_prefill: bool = False  # a decode worker that accepts a Reserve without a prefill worker
     aggregated: bool = False  # it also prefers such orders where they are cheaper, at any length
     grows: bool = False  # a decode worker whose rooms take pages as their tokens come
+    shares_prompts: bool = False  # a decode worker that obeys `shares` of a Reserve
     chosen: dict[Text, Choice] = field(default_factory=dict)  # by setting; for display only
     metrics_port: Small = 0  # port of its own /metrics; 0: none, or a worker that does not tell
 
@@ -451,6 +452,10 @@ class Reserve(Message, frozen=True, kw_only=True):
 
     Without a `prefill_instance` decode computes the prompt itself, and its Tokens begin at seq 0. Only
     workers with `local_prefill` in their Hello get such an order.
+
+    With `shares` decode shares the prompt's pages of that room, which has the same prompt, and computes the
+    last tokens of the prompt only. A Failed of kind "Unshared" says that the room has none to share any more.
+    Only workers with `shares_prompts` in their Hello get such an order.
     """
 
     room: Id
@@ -466,6 +471,7 @@ class Reserve(Message, frozen=True, kw_only=True):
     tracestate: TraceState = ""  # W3C trace state, as the client sent it
     prefill_endpoint: Text = ""
     prefill_instance: Id | None = None
+    shares: Id | None = None  # a room at this worker with the same prompt
     may_record: bool = False  # the caller does not object to a record of its tokens for training
     request_id: RequestId = ""  # of the client's request, for log lines
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0  # of the request's class; lower is more urgent

@@ -65,6 +65,12 @@ class KVPool:
         self.order.stamp(pages)
         return rows
 
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies all layers of page `source` into page `target`, behind the work launched so far."""
+        if self.order.is_checked:
+            self.order.use(reads=[source], writes=[target])
+        self.kv[target].copy_(self.kv[source])
+
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers and planes."""

@@ -33,6 +33,7 @@ class Pair(Struct, frozen=True, kw_only=True, gc=False):
     prefill: str  # instance of the prefill worker
     decode: str  # instance of the decode worker
     prefill_endpoint: str
+    shares: str = ""  # the room on decode whose prompt it shares
 
     @property
     def is_local(self) -> bool:
@@ -99,12 +100,13 @@ class Requeued(Struct, frozen=True, gc=False):
 
     `failure` is the reason of the failed attempt, which the client gets when the retry budget denies another
     one. It is None after a refusal, which costs no attempt. `is_retracted`: decode gave its pages to another
-    room.
+    room. `is_unshared`: the room whose prompt it should share has none.
     """
 
     not_before: float
     failure: Failure | None = None
     is_retracted: bool = False
+    is_unshared: bool = False
 
 
 class Closed(Struct, frozen=True, gc=False):

@@ -48,6 +48,7 @@ from .attempt import (
     DRAINING,
     PEER_LOST,
     RETRACTED,
+    UNSHARED,
     Attempt,
     RoomEvent,
 )
@@ -112,6 +113,7 @@ class Room:
     failed_on: set[str] = field(default_factory=set)
     num_stale: int = 0
     num_retractions: int = 0  # how often decode gave its pages to another room
+    num_unshared: int = 0  # how often the room whose prompt it should share had none
     cached_tokens: int = 0  # cached tokens of the client's prompt, as the first completed prefill reported
     prefill_timeline: PrefillTimeline | None = None  # sum over all attempts that reported, like decode's
     decode_timeline: DecodeTimeline | None = None
@@ -170,6 +172,11 @@ class Room:
     def pair(self) -> Pair | None:
         """The pair of the current or last attempt; None while the room waits for a pair."""
         return self._attempt.pair if self._attempt is not None else None
+
+    @property
+    def has_whole_prompt(self) -> bool:
+        """Whether decode has, or gets, the client's prompt and no output of earlier attempts behind it."""
+        return self._attempt is not None and self.is_at_workers and not self._attempt.num_before
 
     @property
     def num_prompt(self) -> int:
@@ -383,6 +390,10 @@ class Room:
         if (is_retracted or message.kind == DRAINING) and self.num_output < self.sampling.max_new_tokens:
             self.num_retractions += is_retracted
             again = Requeued(now, is_retracted=is_retracted)
+            return self._pending.drop(message.instance, self.epoch) + self._requeue(again, now)
+        if message.kind == UNSHARED and attempt.pair.shares:
+            self.num_unshared += 1
+            again = Requeued(now, is_unshared=True)
             return self._pending.drop(message.instance, self.epoch) + self._requeue(again, now)
         self.failed_on.update(attempt.unable(message))
         effects = self._blame(*attempt.at_fault(message))

@@ -90,7 +90,7 @@ class Account(Struct, frozen=True, kw_only=True):
             attempts=self.epoch + 1,
             prefill_instance=pair.prefill if pair else None,
             decode_instance=pair.decode if pair else None,
-            local_prefill=pair.is_local if pair else None,
+            local_prefill=pair.is_local and not pair.shares if pair else None,
             attempt_log=[note.log(self.arrived) for note in self.trace.attempts],
         )
 

@@ -66,6 +66,7 @@ from .request_state import (
     new_request,
     reserved_workers,
 )
+from .sharing import sharing_pair
 from .waiting_list import WaitingList
 
 logger = logging.getLogger(__name__)
@@ -477,7 +478,9 @@ class Dispatcher:
             reserved = (
                 reserved_workers(self._on_probation.values(), entry.room) if self._on_probation else set()
             )
-            pair = self._placer.pair_for(entry, self.registry.doubtful(now), reserved)
+            doubtful = self.registry.doubtful(now)
+            pair = sharing_pair(self.registry, entry, doubtful)
+            pair = pair or self._placer.pair_for(entry, doubtful, reserved)
             if pair is None and entry.pairless_since is None:
                 return
             if (
@@ -512,7 +515,7 @@ class Dispatcher:
         entry.queued_s += now - entry.queued_at
         self._placer.book(entry, pair)
         self.admission.placement_rate.note(now)
-        self.events["local_prefill"] += pair.is_local
+        self.events["shared_prompt" if pair.shares else "local_prefill"] += pair.is_local
         if logger.isEnabledFor(logging.DEBUG):
             names = fields(
                 room=entry.room.room, epoch=entry.room.epoch, prefill=pair.prefill, decode=pair.decode
@@ -575,6 +578,8 @@ class Dispatcher:
             if effect.is_retracted:
                 self.events["retracted"] += 1
                 self._estimates.retracted()
+            elif effect.is_unshared:
+                self.events["unshared"] += 1
             else:
                 self.events["requeued"] += 1
                 self.events["resumed"] += room.num_output > 0

@@ -23,6 +23,7 @@ from .balancing import Balancer, decode_balancer, held_tokens, prefill_balancer
 from .cost_model import CostModel
 from .prefixes import PrefixIndex, SeenPrompt
 from .request_state import Entry
+from .sharing import shared_pages
 
 _TOLD = (Reserved, FirstToken, Finished, Failed)
 
@@ -91,11 +92,14 @@ class Placer:
         assert decode is not None
         assert prefill is not None
         need, room, prompt = entry.need, entry.room, entry.prompt
-        num_lacking = 0
-        if pair.is_local:  # without a choice nothing is known of decode's cache, and nothing need be hashed
+        num_lacking = num_shared = 0
+        if pair.shares:
+            num_shared = shared_pages(need.prompt, decode.hello.page_size)
+            num_lacking = need.prompt - num_shared * decode.hello.page_size
+        elif pair.is_local:  # without a choice nothing is known of decode's cache, and nothing need be hashed
             held = held_tokens(self._on_decode, decode, prompt) if self._has_choice("decode") else 0
             num_lacking = need.prompt - held
-        load = Load(pages=decode.pages_for(need.held_on(decode)), tokens=num_lacking)
+        load = Load(pages=decode.pages_for(need.held_on(decode)) - num_shared, tokens=num_lacking)
         self._registry.reserve(pair.decode, room.room, room.epoch, load)
         self._decode.placed(decode)
         entry.fingerprint, entry.weights_hash = decode.hello.fingerprint, decode.weights_hash
@@ -117,7 +121,7 @@ class Placer:
     def heard(self, entry: Entry, worker: Worker, event: RoomEvent, now: float) -> None:
         """Learns from a message of a worker of the current attempt; called before the room handles it."""
         pair, size = entry.room.pair, worker.hello.page_size
-        if pair is None or not isinstance(event, _TOLD) or event.epoch != entry.room.epoch:
+        if pair is None or not isinstance(event, _TOLD) or event.epoch != entry.room.epoch or pair.shares:
             return
         if isinstance(event, Reserved) and worker.instance == pair.decode and self._has_choice("decode"):
             self._on_decode.learn(worker.instance, entry.prompt.pages(size), event.have // size)

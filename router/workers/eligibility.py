@@ -192,8 +192,13 @@ def _can_prefill(worker: Worker, need: Need) -> bool:
     return need.total <= hello.max_context and need.prompt <= hello.pages_total * hello.page_size
 
 
-def _can_decode(worker: Worker, need: Need) -> bool:
+def can_share(decode: Worker, need: Need, num_shared: int) -> bool:
+    """Whether decode can hold a request now, of whose pages it has `num_shared` already."""
+    return decode.is_serving and decode.hello.shares_prompts and _can_decode(decode, need, num_shared)
+
+
+def _can_decode(worker: Worker, need: Need, num_shared: int = 0) -> bool:
     hello = worker.hello
     has_slot = hello.max_running == 0 or worker.num_taken < hello.max_running
-    has_pages = worker.pages_for(need.held_on(worker)) <= worker.free_pages
+    has_pages = worker.pages_for(need.held_on(worker)) - num_shared <= worker.free_pages
     return has_slot and need.total <= hello.max_context and has_pages

@@ -146,7 +146,8 @@ class Checker:
             rooms = [
                 client.entry.room for client in world.clients if client.entry and client.router is router
             ]
-            tries = [room.epoch - room.num_retractions for room in rooms]  # a retraction is no failure
+            # a retraction is no failure, and neither is a prompt that another choice has lost
+            tries = [room.epoch - room.num_retractions - room.num_unshared for room in rooms]
             if any(count >= MAX_ATTEMPTS + free for count in tries):
                 raise Violation(f"a room was tried {max(tries) + 1} times")
             repeated = sum(tries) - free

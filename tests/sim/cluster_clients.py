@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from random import Random
 
+import msgspec
 from baton.cluster.protocol.messages import Sampling
 from baton.router.errors import ApiError
 from baton.router.rooms.effects import Deliver, Ended, Failure, Settled
@@ -41,6 +42,8 @@ class Client:
     stop_after: int = -1
     read_every_s: float = 0.0  # 0: at once
 
+    siblings: list = field(default_factory=list)  # the further choices of its request, which come with it
+
     tokens: list = field(default_factory=list)
     end: str = ""  # what ended it, once
     came_at: float = 0.0
@@ -64,27 +67,32 @@ class Client:
         if router is None or not router.is_alive or router.stalled_until > now:
             world.timeline.at(now + RETRY_S, self.come)
             return
-        self.router, self.came_at = router, now
         self.inbox = Inbox(router.clock)
-        job = Job(
-            prompt_ids=list(prompts()[self.prompt]),
-            sampling=self.sampling,
-            arrived=router.clock(),
-            tokenize_s=0.0,
-        )
+        choices, jobs = [self, *self.siblings], []
+        for choice in choices:
+            choice.router, choice.came_at = router, now
+            prompt_ids = list(prompts()[self.prompt])
+            jobs.append(
+                Job(
+                    prompt_ids=prompt_ids, sampling=choice.sampling, arrived=router.clock(), tokenize_s=0.0
+                )
+            )
         try:
-            entries = router.run(lambda: router.dispatcher.submit([job], self.inbox))
+            entries = router.run(lambda: router.dispatcher.submit(jobs, self.inbox))
         except ApiError as error:
-            self._end(f"refused {error.status}")
+            for choice in choices:
+                choice._end(f"refused {error.status}")
             return
-        if entries is None:  # the router died of it
-            self.end = self.end or "reset"
-            return
-        self.entry = entries[0]
-        world.timeline.note("client", self.number, "came", self.entry.room.room[:8])
-        if self.leave_at:
-            world.timeline.at(now + self.leave_at, self.leave)
-        self.read()
+        for choice, entry in zip(choices, entries or [None] * len(choices), strict=True):
+            if entry is None:  # the router died of it
+                choice.end = choice.end or "reset"
+                continue
+            choice.entry = entry
+            world.timeline.note("client", choice.number, "came", entry.room.room[:8])
+            if choice.leave_at:
+                world.timeline.at(now + choice.leave_at, choice.leave)
+        if entries is not None:
+            self.read()
 
     @property
     def _router_had_to_guess(self):
@@ -109,8 +117,8 @@ class Client:
         self.reads_at = self.world.timeline.now + self.read_every_s
         if self.read_every_s:
             self.world.timeline.at(self.reads_at, self.world.clients_read)
-        for _, event in read_inbox(self.inbox):
-            self._take(event)
+        for index, event in read_inbox(self.inbox):
+            [self, *self.siblings][index]._take(event)
 
     def _take(self, event):
         self.world.timeline.note("client", self.number, type(event).__name__, getattr(event, "ids", ""))
@@ -170,6 +178,18 @@ class Client:
             raise Violation(
                 f"client {self.number} waited {until - self.came_at:.1f} s, {allowed:.1f} s is the limit"
             )
+
+
+def draw_request(world, number, rng: Random, faults):
+    """The choices of a request, the first of which brings the others."""
+    first = draw_client(world, number, rng, faults)
+    for i in range(1, world.settings.choices):
+        other = draw_client(world, number + i, rng, faults)
+        other.prompt, other.read_every_s = first.prompt, first.read_every_s
+        other.sampling = msgspec.structs.replace(other.sampling, seed=first.sampling.seed + i)
+        other.__post_init__()
+        first.siblings.append(other)
+    return [first, *first.siblings]
 
 
 def draw_client(world, number, rng: Random, faults):

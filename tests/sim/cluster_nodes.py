@@ -350,6 +350,7 @@ class WorkerProcess(Process):
             local_prefill=self.settings.has_local_prefill and not is_prefill,
             aggregated=bool(self.settings.aggregated) and not is_prefill,
             grows=self.settings.grows and not is_prefill,
+            shares_prompts=not is_prefill,
         )  # fmt: skip
         return replace(hello, pid=1, host="sim")
 

@@ -11,9 +11,12 @@ from unittest.mock import patch
 import msgspec
 from baton.cluster.net.control_link import LinkMachine
 from baton.cluster.process.running_clock import PauseMeter, RunningClock
+from baton.decode import admission
 from baton.decode.page_growth import PageGrowth
+from baton.decode.page_sharing import PageSharing
 from baton.decode.queues import DecodeState
 from baton.decode.worker import DecodeWorker
+from baton.engine.loader import Engine
 from baton.kvtransfer.protocol import peer_link, sender
 from baton.kvtransfer.protocol.receiver import ReceiverSession
 from baton.kvtransfer.protocol.session import Lease, SendBlock, SenderState
@@ -159,7 +162,7 @@ def no_cancel(worker, state):
 
     settings = Settings(
         step_s=0.1, window=6, max_running=6, chunk_size=2 if state is PrefillState.RUNNING else 8,
-        has_local_prefill=state is DecodeState.PREFILLING,
+        has_local_prefill=state is DecodeState.PREFILLING, choices=1 + (state is DecodeState.SHARING),
     )  # fmt: skip
     leave_at = BRIEF.get(state, "")
     return patch.object(worker, "_cancel", deaf), Options(
@@ -262,6 +265,50 @@ def untold_pages():
     """The device hears nothing of new pages."""
     return patch.object(ToyAheadDecoder, "grow", lambda *_: None), Options(
         faults=Faults(), settings=replace(CROWDED, is_overlapped=True), num_clients=12
+    )
+
+
+SHARED = Settings(choices=3, max_queue=96, max_running=6)
+
+
+def early_share():
+    """A choice computes behind a prompt that is still on its way to another one."""
+    return patch.object(PageSharing, "is_complete", lambda *_: True), Options(
+        faults=Faults(), settings=SHARED, num_clients=4
+    )
+
+
+def no_copy():
+    """The page that two choices write is not copied."""
+    return patch.object(Engine, "copy_page", lambda *_: None), Options(
+        faults=Faults(), settings=SHARED, num_clients=4
+    )
+
+
+def no_owner():
+    """A choice uses the pages of another one and does not count as their owner."""
+
+    def take_unowned(cache, request, shared, num_pages):
+        request.pages = [*shared, *cache.alloc(num_pages - len(shared))]
+
+    return patch.object(admission, "take_shared_pages", take_unowned), Options(
+        faults=Faults(), settings=SHARED, num_clients=4
+    )
+
+
+def old_pages():
+    """A choice keeps the pages that the other one had when both were admitted."""
+    settings = replace(SHARED, aggregated="alone", chunk_size=5, max_running=12)
+    return patch.object(PageSharing, "_follow", lambda *_: None), Options(
+        faults=Faults(burst=True), settings=settings, num_clients=16
+    )
+
+
+def no_word_of_a_lost_prompt():
+    """A choice waits on for a prompt that another one has lost."""
+    settings = replace(SHARED, step_s=0.1)
+    return patch.object(DecodeWorker, "_unshare", lambda *_: None), Options(
+        faults=Faults(leave=0.7, burst=True), settings=settings, num_clients=6
     )
 
 
@@ -440,6 +487,11 @@ SEAMS = {
     "pages on the device": untold_pages,
     "grant of a retracted room": no_grant,
     "retraction is no failure": counted_retractions,
+    "prompt shared when complete": early_share,
+    "copy of the common page": no_copy,
+    "owners of shared pages": no_owner,
+    "pages of a changed prompt": old_pages,
+    "word of a lost prompt": no_word_of_a_lost_prompt,
     "retry budget": no_retry_budget,
     "attempts of a room": no_attempt_limit,
     "third chance": no_third_chance,

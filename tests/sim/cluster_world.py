@@ -14,7 +14,7 @@ from random import Random
 from baton.cluster.config.router_groups import DECODE_POLICIES, PREFILL_POLICIES
 from baton.cluster.net.control_link import REJECTED_BACKOFF_S
 from baton.tests.sim.cluster_check import Checker
-from baton.tests.sim.cluster_clients import Client, Violation, draw_client
+from baton.tests.sim.cluster_clients import Client, Violation, draw_client, draw_request
 from baton.tests.sim.cluster_faults import NEAR_S, PAUSES, TRANSITIONS, Faults, draw
 from baton.tests.sim.cluster_net import Network, Timeline
 from baton.tests.sim.cluster_nodes import CONTROL, RouterProcess, WorkerProcess
@@ -63,6 +63,7 @@ class Settings:
     is_crowded: bool = False  # many come at once, and their outputs outgrow what is expected, and the pool
     first_guess: int = 4  # output tokens that the router expects of the first answers
     learns: bool = True  # the router expects of later answers what earlier ones had
+    choices: int = 1  # of each request; all but the first share its prompt
     aggregated: str = (
         ""  # "alone": decode workers are aggregated and there is no other; "mixed": beside prefill
     )
@@ -122,6 +123,8 @@ def draw_settings(seed, rng, faults):
         learns=rng.random() < 0.7,
         aggregated={3: "alone", 8: "mixed"}.get(seed % 10, ""),
     )
+    if seed % 7 in (2, 5):
+        settings = replace(settings, choices=2 + (seed % 7 == 5), max_queue=96)
     if faults.tight:
         settings = replace(settings, prefill_pages=15, decode_pages=18, prefill_queue=2)
     elif settings.grows and rng.random() < 0.4:
@@ -388,10 +391,10 @@ class World:
         drawn = self.rng.choice((1, 2, 4, 6, 8)) + 6 * self.settings.is_crowded
         num_clients = self.options.num_clients or drawn
         for number in range(num_clients):
-            client = draw_client(self, number, self.rng, self.faults)
-            self.clients.append(client)
+            choices = draw_request(self, number * self.settings.choices, self.rng, self.faults)
+            self.clients += choices
             spread = 0.05 if self.faults.burst or self.settings.is_crowded else FAULTS_S - 0.3
-            self.timeline.at(CALM_S + spread * self.rng.random(), client.come)
+            self.timeline.at(CALM_S + spread * self.rng.random(), choices[0].come)
 
     def _begin_faults(self):
         self.network.is_faulty = True

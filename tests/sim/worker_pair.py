@@ -152,9 +152,22 @@ class Pair:
         )
         return self.decodes[instance]
 
-    def send(self, room, prompt_ids, epoch=0, *, is_local=False, num_output=0, to=D, embeds=None, **sampling):
-        """`is_local`: decode gets the prompt alone. `to`: the decode worker. `embeds`: Embeddings of the
-        first tokens."""
+    def send(
+        self,
+        room,
+        prompt_ids,
+        epoch=0,
+        *,
+        is_local=False,
+        shares=None,
+        num_output=0,
+        to=D,
+        embeds=None,
+        **sampling,
+    ):
+        """`is_local`: decode gets the prompt alone. `shares`: the room whose prompt decode shares. `to`: the
+        decode worker. `embeds`: Embeddings of the first tokens."""
+        is_local = is_local or shares is not None
         common = {
             "room": room,
             "epoch": epoch,
@@ -167,7 +180,8 @@ class Pair:
             "embeds": embeds.rows if embeds else None,
         }
         where = {} if is_local else {"prefill_endpoint": ENDPOINT, "prefill_instance": P}
-        reserve, prefill = Reserve(instance=to, **where, **common), Prefill(instance=P, **common)
+        reserve = Reserve(instance=to, shares=shares, **where, **common)
+        prefill = Prefill(instance=P, **common)
         self.order(self.decodes[to], reserve, embeds)
         if not is_local:
             self.order(self.prefill, prefill, embeds)
