@@ -75,6 +75,15 @@ class Dropped:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Attached:
+    """Event on a rank of a tensor-parallel prefill worker: decode has attached, with `num_ranks` ranks."""
+
+    room: str
+    epoch: int
+    num_ranks: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Landed:
     """Event on decode: prompt tokens [have, tokens) are in place, and their blocks were checked."""
 
@@ -117,7 +126,7 @@ class Lost:
     reason: str
 
 
-TransportEvent = Released | Dropped | Landed | Complete | Lost
+TransportEvent = Released | Dropped | Attached | Landed | Complete | Lost
 
 
 class KVTransport(Protocol):

@@ -4,7 +4,19 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from .message_parts import Count, Id, KeyBytes, Message, Port, ShortText, Small, Text, Ticket, TokenId
+from .message_parts import (
+    Count,
+    Id,
+    KeyBytes,
+    Message,
+    Port,
+    RankNumber,
+    ShortText,
+    Small,
+    Text,
+    Ticket,
+    TokenId,
+)
 from .slab_messages import RunLength, SlabBlock, SlabDown, SlabUp
 
 BLOCK_BYTES = 1 << 20  # default block size, the unit of a pull
@@ -49,7 +61,8 @@ class KVHello(Message, frozen=True, kw_only=True):
     """Decode opens the link of a pair. Resent until answered.
 
     `ciphers` are the accepted protections of blocks, `transports` the accepted transports, see
-    `cluster.net.transport_names`. `host` is the boot id of decode's host.
+    `cluster.net.transport_names`. `host` is the boot id of decode's host. The layout is that of all ranks;
+    the sender of this message is rank `rank` of `num_ranks`.
     """
 
     instance: Id
@@ -58,6 +71,8 @@ class KVHello(Message, frozen=True, kw_only=True):
     ciphers: Annotated[tuple[Text, ...], Meta(max_length=16)] = ()  # none: "crc32c"
     transports: Annotated[tuple[Text, ...], Meta(max_length=16)] = ()  # none: "zmq_blocks"
     host: ShortText = ""
+    num_ranks: RankNumber = 0  # 0: a peer that knows of no ranks, and is one
+    rank: RankNumber = 0
 
 
 class KVWelcome(Message, frozen=True, kw_only=True):
@@ -65,7 +80,8 @@ class KVWelcome(Message, frozen=True, kw_only=True):
     every block.
 
     With a `bulk_ticket` blocks use a second connection to `bulk_port` of the same host (0: a path beside the
-    ipc path). The ticket opens that connection once.
+    ipc path). The ticket opens that connection once. The sender is rank `rank` of `num_ranks`; rank 0 names
+    the addresses of all of them.
     """
 
     instance: Id
@@ -74,6 +90,9 @@ class KVWelcome(Message, frozen=True, kw_only=True):
     transport: Text = "zmq_blocks"
     bulk_port: Port = 0
     bulk_ticket: Ticket = ""
+    num_ranks: RankNumber = 0  # 0: a peer that knows of no ranks, and is one
+    rank: RankNumber = 0
+    rank_endpoints: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
 
     def __repr__(self) -> str:
         """Omits the ticket, which must not be logged."""

@@ -13,6 +13,7 @@ Text = Annotated[str, Meta(max_length=4096)]
 ShortText = Annotated[str, Meta(max_length=64)]
 # the id of a client's request, as it came or was minted; "" where it is not known
 RequestId = Annotated[str, Meta(max_length=128, pattern="^[!-~]*$")]
+RankNumber = Annotated[int, Meta(ge=0, le=64)]  # of tensor-parallel ranks, or one of them
 Unit = Annotated[float, Meta(ge=0.0, le=1.0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Ticket = Annotated[str, Meta(max_length=64, pattern="^[0-9a-f]*$")]

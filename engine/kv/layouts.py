@@ -7,9 +7,68 @@ is the layout of attention with K and V per KV head (multi-head, grouped-query, 
 
 import math
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageRows:
+    """A part of a page: of each of its `num_rows` rows of `row_bytes`, the bytes [`first`, `first` + `size`).
+
+    Read in order, the part is a byte stream of its own, `num_bytes` long.
+    """
+
+    num_rows: int
+    row_bytes: int
+    first: int
+    size: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the part."""
+        return self.num_rows * self.size
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the part is the whole page."""
+        return self.size == self.row_bytes
+
+    def rectangles(self, lo: int, hi: int) -> "tuple[RowRectangle, ...]":
+        """Bytes [lo, hi) of the part as at most three rectangles: a row's end, whole rows, a row's start."""
+        pieces: list[RowRectangle] = []
+        at = lo
+        while at < hi:
+            row, column = divmod(at, self.size)
+            if column or hi - at < self.size:
+                end = min(self.size, column + hi - at)
+                pieces.append(RowRectangle(row, row + 1, self.first + column, self.first + end, at - lo))
+                at += end - column
+            else:
+                num_rows = (hi - at) // self.size
+                pieces.append(RowRectangle(row, row + num_rows, self.first, self.first + self.size, at - lo))
+                at += num_rows * self.size
+        return tuple(pieces)
+
+
+class RowRectangle(NamedTuple):
+    """Bytes [lo, hi) of each of the rows [first_row, end_row) of a page, at byte `at` of what is moved."""
+
+    first_row: int
+    end_row: int
+    lo: int
+    hi: int
+    at: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows, and bytes of each."""
+        return self.end_row - self.first_row, self.hi - self.lo
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rectangle."""
+        return (self.end_row - self.first_row) * (self.hi - self.lo)
 
 
 class PageLayout(Protocol):
@@ -158,3 +217,17 @@ class MHALayout:
                 "the other"
             )
         return replace(self, num_kv_heads=max(self.num_kv_heads // num_ranks, 1))
+
+    def rows_of(self, heads: range, part: range) -> PageRows:
+        """The bytes of KV heads `part` in a page that holds the KV heads `heads` of this layout's.
+
+        A page of a rank has a row of its heads per layer, plane and token.
+        """
+        assert heads.start <= part.start <= part.stop <= heads.stop, f"heads {part} of {heads}"
+        head_bytes = self.head_dim * self.dtype.itemsize
+        return PageRows(
+            num_rows=self.num_layers * len(self.planes) * self.page_size,
+            row_bytes=len(heads) * head_bytes,
+            first=(part.start - heads.start) * head_bytes,
+            size=len(part) * head_bytes,
+        )

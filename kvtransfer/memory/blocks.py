@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ...cluster.errors import LocalProtocolError
+from ...engine.kv.layouts import PageRows
 from ...engine.kv.page_order import PageOrder
 from ..protocol.layout import Crc, KVLayout, Plane, Segment
 from ..protocol.seal import TAG_BYTES, BlockName, Sealer
@@ -115,7 +116,7 @@ class DeviceCopies:
 class Filling:
     """A block of `size` bytes to copy into a slot.
 
-    Its digest continues `seed`; `columns` as in `BlockReader.read`.
+    Its digest continues `seed`; `columns` and `rows` as in `BlockReader.read`.
     """
 
     slot: Bytes
@@ -124,13 +125,14 @@ class Filling:
     size: int
     seed: int
     columns: Columns = None
+    rows: PageRows | None = None
 
 
 @dataclass(frozen=True)
 class Arrival:
     """A block in memory that the peer may change.
 
-    Its digest continues `seed`; a good copy has digest `digest`.
+    Its digest continues `seed`; a good copy has digest `digest`. `rows` as in `BlockWriter.write`.
     """
 
     data: Bytes
@@ -138,6 +140,7 @@ class Arrival:
     request: PullRequest
     seed: int
     digest: int
+    rows: PageRows | None = None
 
 
 @dataclass(frozen=True)
@@ -171,24 +174,29 @@ class BlockReader:
         self.pin: Pin = partial(pin, device=planes.kv.device, is_read_only=False) if self._is_cuda else no_pin
 
     def read(
-        self, segments: Sequence[Segment], pages: Sequence[int], size: int, columns: Columns = None
+        self,
+        segments: Sequence[Segment],
+        pages: Sequence[int],
+        size: int,
+        columns: Columns = None,
+        rows: PageRows | None = None,
     ) -> Payload:
         """The `size` bytes of a block; zero-copy if they are one run of CPU memory.
 
         `columns`: the feature layers in the block, as positions in the plane's row, in the block's order.
-        None: whole rows.
+        None: whole rows. `rows`: the bytes of each KV page that the segments count. None: all of them.
         """
         if not self._is_cuda:
             self._order.wait(_pages_of(segments, pages))
         if len(segments) == 1 and not self._is_cuda:
-            return Payload(self._run(segments[0], pages, columns).data, None)
+            return Payload(self._run(segments[0], pages, columns, rows).data, None)
         staging = self._pool.take()
         target = staging.numpy()
         if self._is_cuda:
-            self._gather_cuda(staging, segments, pages, columns)
+            self._gather_cuda(staging, segments, pages, columns, rows)
         else:
             for segment in segments:
-                np.copyto(_cut(target, segment), self._run(segment, pages, columns))
+                np.copyto(_cut(target, segment), self._run(segment, pages, columns, rows))
         return Payload(target[:size].data, staging)
 
     def fill(self, fillings: Sequence[Filling], *, is_pinned: bool = False) -> list[int]:
@@ -202,7 +210,7 @@ class BlockReader:
         assert self._copies is not None
         for filling in fillings:
             target = _tensor_of(filling.slot)
-            pairs = self._gathered(target, filling.segments, filling.pages, filling.columns)
+            pairs = self._gathered(target, filling.segments, filling.pages, filling.columns, filling.rows)
             self._copies.begin(pairs, _pages_of(filling.segments, filling.pages))
         self._copies.finish()
         return self._copy_pool.digests(
@@ -213,13 +221,13 @@ class BlockReader:
         target, seed = filling.slot, filling.seed
         if self._is_cuda:
             staging = self._pool.take()
-            self._gather_cuda(staging, filling.segments, filling.pages, filling.columns)
+            self._gather_cuda(staging, filling.segments, filling.pages, filling.columns, filling.rows)
             self._copy_pool.copy(target, staging.numpy()[: filling.size])
             self._pool.give(staging)
             return self.crc(target[: filling.size].data, seed)
         self._order.wait(_pages_of(filling.segments, filling.pages))
         for segment in filling.segments:
-            source = self._run(segment, filling.pages, filling.columns)
+            source = self._run(segment, filling.pages, filling.columns, filling.rows)
             seed = _copy(source, _cut(target, segment), seed, self.crc)
         return seed
 
@@ -241,27 +249,50 @@ class BlockReader:
         """Takes back the staging buffer of a sent payload."""
         self._pool.give(staging)
 
-    def _run(self, segment: Segment, pages: Sequence[int], columns: Columns) -> Bytes:
+    def _run(self, segment: Segment, pages: Sequence[int], columns: Columns, rows: PageRows | None) -> Bytes:
         page = pages[segment.page_index]
         self._order.touch(page, is_write=False)
         if columns is not None and segment.plane == "features":
             return self._taken(segment, pages, columns).numpy()
+        if is_partial(segment, rows):
+            assert rows is not None
+            run: Bytes = np.empty(segment.hi - segment.lo, dtype=np.uint8)
+            plane = self._arrays["kv"][page].reshape(rows.num_rows, rows.row_bytes)
+            for one in rows.rectangles(segment.lo, segment.hi):
+                part = run[one.at : one.at + one.num_bytes].reshape(one.shape)
+                np.copyto(part, plane[one.first_row : one.end_row, one.lo : one.hi])
+            return run
         return self._arrays[segment.plane][page, segment.lo : segment.hi]
 
     def _gather_cuda(
-        self, staging: torch.Tensor, segments: Sequence[Segment], pages: Sequence[int], columns: Columns
+        self,
+        staging: torch.Tensor,
+        segments: Sequence[Segment],
+        pages: Sequence[int],
+        columns: Columns,
+        rows: PageRows | None,
     ) -> None:
         assert self._copies is not None
-        self._copies.run(self._gathered(staging, segments, pages, columns), _pages_of(segments, pages))
+        copies = self._gathered(staging, segments, pages, columns, rows)
+        self._copies.run(copies, _pages_of(segments, pages))
 
     def _gathered(
-        self, staging: torch.Tensor, segments: Sequence[Segment], pages: Sequence[int], columns: Columns
+        self,
+        staging: torch.Tensor,
+        segments: Sequence[Segment],
+        pages: Sequence[int],
+        columns: Columns,
+        rows: PageRows | None,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(target, source) of each segment.
 
         On a GPU, iterate on the copy stream: sources may be computed there.
         """
         for segment in segments:
+            if is_partial(segment, rows):
+                page = self._planes["kv"][pages[segment.page_index]]
+                yield from _row_pairs(page, segment, rows, staging)
+                continue
             if columns is not None and segment.plane == "features":
                 source = self._taken(segment, pages, columns)
             else:
@@ -296,18 +327,27 @@ class BlockWriter:
             partial(pin, device=planes.kv.device, is_read_only=True) if planes.kv.is_cuda else no_pin
         )
 
-    def write(self, payload: memoryview, segments: Sequence[Segment], request: PullRequest) -> None:
-        """Copies a block into its segments. Returns when the bytes are in place."""
+    def write(
+        self,
+        payload: memoryview,
+        segments: Sequence[Segment],
+        request: PullRequest,
+        rows: PageRows | None = None,
+    ) -> None:
+        """Copies a block into its segments. Returns when the bytes are in place.
+
+        `rows`: the bytes of each KV page that the segments count. None: all of them.
+        """
         data: Bytes = np.frombuffer(payload, dtype=np.uint8)
         if self._copies is not None:
             staging = self._pool.take()
             self._copy_pool.copy(staging.numpy(), data)
-            self._scatter_cuda(staging, segments, request)
+            self._scatter_cuda(staging, segments, request, rows)
             self._pool.give(staging)
             return
         self._order.wait(_pages_of(segments, request.pages))
         for segment in segments:
-            np.copyto(self._own(segment, request), _cut(data, segment))
+            self._put(data, segment, request, rows)
 
     def land(self, arrivals: Sequence[Arrival], *, is_pinned: bool = False) -> list[bool]:
         """Copies blocks from memory that the peer may still change.
@@ -322,7 +362,7 @@ class BlockWriter:
             return [self._land(arrival) for arrival in arrivals]
         assert self._copies is not None
         for one in arrivals:
-            pairs = self._scattered(_tensor_of(one.data), one.segments, one.request)
+            pairs = self._scattered(_tensor_of(one.data), one.segments, one.request, one.rows)
             self._copies.begin(pairs, _pages_of(one.segments, one.request.pages))
         self._copies.finish()
         digests = self._copy_pool.digests([(one.data.data, one.seed) for one in arrivals], self.crc)
@@ -335,16 +375,31 @@ class BlockWriter:
             self._copy_pool.copy(staging.numpy(), data)
             is_right = self.crc(staging.numpy()[: data.size].data, seed) == arrival.digest
             if is_right:
-                self._scatter_cuda(staging, arrival.segments, arrival.request)
+                self._scatter_cuda(staging, arrival.segments, arrival.request, arrival.rows)
             self._pool.give(staging)
             return is_right
         self._order.wait(_pages_of(arrival.segments, arrival.request.pages))
+        if any(is_partial(segment, arrival.rows) for segment in arrival.segments):
+            return self._land_rows(arrival)
         for segment in arrival.segments:
             seed = _copy(_cut(data, segment), self._own(segment, arrival.request), seed, self.crc)
         return seed == arrival.digest
 
+    def _land_rows(self, arrival: Arrival) -> bool:
+        """As `_land`, for a part of each page: the digest is that of a copy, which then goes there."""
+        copy = arrival.data.copy()
+        is_right = self.crc(copy.data, arrival.seed) == arrival.digest
+        for segment in arrival.segments if is_right else ():
+            self._put(copy, segment, arrival.request, arrival.rows)
+        return is_right
+
     def open(
-        self, fill: Callable[[memoryview], None], size: int, segments: Sequence[Segment], request: PullRequest
+        self,
+        fill: Callable[[memoryview], None],
+        size: int,
+        segments: Sequence[Segment],
+        request: PullRequest,
+        rows: PageRows | None = None,
     ) -> None:
         """As `write`, for `size` bytes that `fill` writes into the buffer passed to it.
 
@@ -353,7 +408,7 @@ class BlockWriter:
         A block that is one run of CPU memory is filled in place, so its bytes may be garbage until `fill`
         returns.
         """
-        if len(segments) == 1 and self._copies is None:
+        if len(segments) == 1 and self._copies is None and not is_partial(segments[0], rows):
             self._order.wait(_pages_of(segments, request.pages))
             fill(self._own(segments[0], request).data)
             return
@@ -362,11 +417,25 @@ class BlockWriter:
             buffer = staging.numpy()[:size].data
             fill(buffer)
             if self._copies is None:
-                self.write(buffer, segments, request)
+                self.write(buffer, segments, request, rows)
             else:
-                self._scatter_cuda(staging, segments, request)
+                self._scatter_cuda(staging, segments, request, rows)
         finally:
             self._pool.give(staging)
+
+    def _put(self, data: Bytes, segment: Segment, request: PullRequest, rows: PageRows | None) -> None:
+        """Copies the segment's bytes of a block on the CPU into its page."""
+        if not is_partial(segment, rows):
+            np.copyto(self._own(segment, request), _cut(data, segment))
+            return
+        assert rows is not None
+        assert self._array is not None
+        page = request.pages[segment.page_index]
+        self._order.touch(page, is_write=True)
+        plane = self._array[page].reshape(rows.num_rows, rows.row_bytes)
+        for one in rows.rectangles(segment.lo, segment.hi):
+            part = data[segment.at + one.at : segment.at + one.at + one.num_bytes].reshape(one.shape)
+            np.copyto(plane[one.first_row : one.end_row, one.lo : one.hi], part)
 
     def _own(self, segment: Segment, request: PullRequest) -> Bytes:
         """As `_target`, as a numpy array: on the CPU, a view of a tensor costs several times a view of an
@@ -383,16 +452,49 @@ class BlockWriter:
         assert request.features is not None, "the room brought its feature rows"
         return request.features[segment.page_index, segment.lo : segment.hi]
 
-    def _scatter_cuda(self, staging: torch.Tensor, segments: Sequence[Segment], request: PullRequest) -> None:
+    def _scatter_cuda(
+        self,
+        staging: torch.Tensor,
+        segments: Sequence[Segment],
+        request: PullRequest,
+        rows: PageRows | None,
+    ) -> None:
         """Copies a block that lies whole in `staging` to its segments."""
         assert self._copies is not None
-        self._copies.run(self._scattered(staging, segments, request), _pages_of(segments, request.pages))
+        copies = self._scattered(staging, segments, request, rows)
+        self._copies.run(copies, _pages_of(segments, request.pages))
 
     def _scattered(
-        self, staging: torch.Tensor, segments: Sequence[Segment], request: PullRequest
+        self,
+        staging: torch.Tensor,
+        segments: Sequence[Segment],
+        request: PullRequest,
+        rows: PageRows | None,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for segment in segments:
+            if is_partial(segment, rows):
+                page = self._kv[request.pages[segment.page_index]]
+                for source, target in _row_pairs(page, segment, rows, staging):
+                    yield target, source
+                continue
             yield self._target(segment, request), staging[segment.at : segment.at + segment.hi - segment.lo]
+
+
+def is_partial(segment: Segment, rows: PageRows | None) -> bool:
+    """Whether the segment counts the bytes of a part of a KV page."""
+    return rows is not None and segment.plane == "kv" and not rows.is_whole
+
+
+def _row_pairs(
+    page: torch.Tensor, segment: Segment, rows: PageRows | None, staging: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(bytes of the block, bytes of the page) of each rectangle of a segment, with equal shapes."""
+    assert rows is not None
+    plane = page.view(rows.num_rows, rows.row_bytes)
+    for one in rows.rectangles(segment.lo, segment.hi):
+        begin = segment.at + one.at
+        block = staging[begin : begin + one.num_bytes].view(one.shape)
+        yield block, plane[one.first_row : one.end_row, one.lo : one.hi]
 
 
 def _pages_of(segments: Sequence[Segment], pages: Sequence[int]) -> list[int]:

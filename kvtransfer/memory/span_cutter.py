@@ -1,7 +1,8 @@
 """Cuts a run of a room's byte stream into spans of memory for a `Device`.
 
 One page of the stream is cut alike in every room: the KV page, then the feature page, or its pieces where
-only some feature layers travel. numpy clips these pieces for all pages of a run at once.
+only some feature layers travel, or the rows of the KV page where only some KV heads do. numpy clips these
+pieces for all pages of a run at once.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...engine.kv.layouts import PageRows
 from ...kernels.move_spans import ALIGNMENT, SPAN_FIELDS, WORD_BYTES
 from ..protocol.layout import KVLayout, RoomStream
 from ..protocol.session import SendBlock
@@ -74,12 +76,21 @@ class PlaneBase:
 class SpanCutter:
     """The pieces of one page of the stream, under the common layout of a pair."""
 
-    def __init__(self, layout: KVLayout, *, num_features: int = 0, columns: Columns = None) -> None:
-        """`columns`: positions of the layers that travel, of the `num_features` layers in prefill's rows.
+    def __init__(
+        self, layout: KVLayout, rows: PageRows, *, num_features: int = 0, columns: Columns = None
+    ) -> None:
+        """`rows`: the bytes of a KV page here that are in the stream.
 
-        None: whole rows. Raises SlabError if a piece or a block is not aligned.
+        `columns`: positions of the layers that travel, of the `num_features` layers in prefill's rows. None:
+        whole rows. Raises SlabError if a piece or a block is not aligned.
         """
-        pieces = [(0, 0, 0, layout.kv_page_bytes)]  # plane, offset in the stream's page, in the plane's, size
+        # plane, offset in the stream's page, in the plane's, size
+        pieces = [(0, 0, 0, layout.kv_page_bytes)]
+        if not rows.is_whole:
+            pieces = [
+                (0, row * rows.size, row * rows.row_bytes + rows.first, rows.size)
+                for row in range(rows.num_rows)
+            ]
         if layout.has_features and columns is None:
             pieces.append((1, layout.kv_page_bytes, 0, layout.feature_page_bytes))
         elif layout.has_features and columns is not None:
@@ -128,15 +139,17 @@ class SenderPages:
         self._kv = PlaneBase.of(planes.kv)
         self._features = None if planes.features is None else PlaneBase.of(planes.features)
         self._num_features = len(layout.wire.feature_ids)
-        self._cutters: dict[Columns, tuple[KVLayout, SpanCutter]] = {}  # of the last common layout
+        # of the last common layout of each pair of ranks
+        self._cutters: dict[tuple[Columns, str], tuple[KVLayout, SpanCutter]] = {}
 
     def places(self, item: SendBlock) -> RunPlaces:
         """The memory of the run `item`."""
         layout, pages = item.stream.layout, item.pages[item.first_page :]
-        known = self._cutters.get(item.columns)
+        known = self._cutters.get((item.columns, layout.name))
         if known is None or known[0] is not layout:
-            cutter = SpanCutter(layout, num_features=self._num_features, columns=item.columns)
-            known = self._cutters[item.columns] = (layout, cutter)
+            num_features, columns = self._num_features, item.columns
+            cutter = SpanCutter(layout, layout.sender_rows, num_features=num_features, columns=columns)
+            known = self._cutters[columns, layout.name] = (layout, cutter)
         features = (self._features, pages) if self._features is not None and layout.has_features else None
         return known[1].places(item.stream, item.block, item.count, (self._kv, pages), features)
 
@@ -147,22 +160,26 @@ class ReceiverPages:
     def __init__(self, planes: Planes) -> None:
         """Raises SlabError if the pages are not aligned."""
         self._kv = PlaneBase.of(planes.kv)
-        self._cutter: tuple[KVLayout, SpanCutter] | None = None  # of the last common layout
+        # of the last common layout of each pair of ranks
+        self._cutters: dict[str, tuple[KVLayout, SpanCutter]] = {}
 
     def places(self, stream: RoomStream, request: PullRequest) -> RunPlaces:
         """The memory of all blocks of a room."""
-        if self._cutter is None or self._cutter[0] is not stream.layout:
-            self._cutter = (stream.layout, SpanCutter(stream.layout))
+        layout = stream.layout
+        known = self._cutters.get(layout.name)
+        if known is None or known[0] is not layout:
+            known = self._cutters[layout.name] = (layout, SpanCutter(layout, layout.receiver_rows))
         features = None
-        if request.features is not None and stream.layout.has_features:
+        if request.features is not None and layout.has_features:
             features = (PlaneBase.of(request.features), range(len(request.pages)))
-        return self._cutter[1].places(stream, 0, stream.num_blocks, (self._kv, request.pages), features)
+        return known[1].places(stream, 0, stream.num_blocks, (self._kv, request.pages), features)
 
 
 def is_aligned(layout: KVLayout) -> bool:
-    """Whether every run under `layout`, with any of its features, can be cut into spans."""
-    layer_bytes = layout.feature_page_bytes // (layout.wire.page_size * max(1, len(layout.wire.feature_ids)))
-    return not any(n % ALIGNMENT for n in (layout.kv_page_bytes, layer_bytes, layout.wire.block_bytes))
+    """Whether every run under `layout`, with any of its KV heads and features, can be cut into spans."""
+    wire = layout.wire
+    layer_bytes = layout.feature_page_bytes // (wire.page_size * max(1, len(wire.feature_ids)))
+    return not any(n % ALIGNMENT for n in (layout.head_bytes, layer_bytes, wire.block_bytes))
 
 
 def pages_of_run(stream: RoomStream, block: int, count: int, pages: Sequence[int]) -> Sequence[int]:

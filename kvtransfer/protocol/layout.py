@@ -4,6 +4,9 @@ The byte stream of a room holds, for each page from `have` on, the KV page and t
 layout has features. The last page is sent whole. Block k is bytes [k*block_bytes, (k+1)*block_bytes) of that
 stream. Both sides derive all of it from (layout, num_tokens, have), so a block needs no addresses on the
 wire.
+
+Between tensor-parallel workers each pair of ranks has a stream of its own: of each page it has the KV heads
+that both ranks hold, and the features if this pair carries them (`shards`).
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +20,8 @@ from crc32c import crc32c
 
 from ...cluster.errors import HandshakeRefused, LocalProtocolError
 from ...cluster.protocol.messages import Layout
-from ...engine.kv.layouts import MHALayout
+from ...engine.kv.layouts import MHALayout, PageRows
+from .shards import WHOLE, Shard, carries_features, heads_of, shared_heads
 
 Plane = Literal["kv", "features"]
 
@@ -40,35 +44,79 @@ class Segment:
 
 @dataclass(frozen=True)
 class KVLayout:
-    """A `messages.Layout` with the sizes derived from it.
+    """A `messages.Layout` with the sizes derived from it, for one rank of prefill and one of decode.
 
-    Raises LocalProtocolError for a dtype without a wire format.
+    `wire` names all KV heads, whatever the ranks. Raises LocalProtocolError for a dtype without a wire
+    format, ValueError for KV heads that cannot be dealt to the ranks.
     """
 
     wire: Layout
+    sender: Shard = WHOLE
+    receiver: Shard = WHOLE
 
     def __post_init__(self) -> None:
         if self.wire.dtype not in WIRE_DTYPES:
             raise LocalProtocolError(
                 f"dtype {self.wire.dtype!r} has no wire format, use one of {sorted(WIRE_DTYPES)}"
             )
+        for shard in (self.sender, self.receiver):
+            heads_of(self.wire.num_kv_heads, shard)
+
+    @classmethod
+    def of_rank(cls, wire: Layout, shard: Shard) -> "KVLayout":
+        """The layout of a rank's own pages: that of a pair of equal ranks."""
+        return cls(wire, sender=shard, receiver=shard)
+
+    @cached_property
+    def _heads(self) -> range:
+        """The KV heads of the stream."""
+        return shared_heads(self.wire.num_kv_heads, self.sender, self.receiver)
+
+    def _rows_of(self, shard: Shard) -> PageRows:
+        w = self.wire
+        dtype = WIRE_DTYPES[w.dtype]
+        layout = MHALayout.of(w, num_layers=w.num_layers, page_size=w.page_size, dtype=dtype)
+        return layout.rows_of(heads_of(w.num_kv_heads, shard), self._heads)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of K, or V, of one token and KV head: no part of a page is cut finer."""
+        return self.wire.head_dim * WIRE_DTYPES[self.wire.dtype].itemsize
+
+    @cached_property
+    def sender_rows(self) -> PageRows:
+        """The bytes of a page of prefill's rank that are in the stream."""
+        return self._rows_of(self.sender)
+
+    @cached_property
+    def receiver_rows(self) -> PageRows:
+        """The bytes of a page of decode's rank that the stream fills."""
+        return self._rows_of(self.receiver)
+
+    @cached_property
+    def name(self) -> str:
+        """The name of the pair in the digests of its blocks; "" if both workers are one rank."""
+        ends = (self.sender, self.receiver)
+        if all(shard.num_ranks == 1 for shard in ends):
+            return ""
+        return "".join(f"/{shard.rank}:{shard.num_ranks}" for shard in ends)
 
     @cached_property
     def kv_page_bytes(self) -> int:
-        """Bytes of one page of KV over all layers."""
-        w = self.wire
-        dtype = WIRE_DTYPES[w.dtype]
-        return MHALayout.of(w, num_layers=w.num_layers, page_size=w.page_size, dtype=dtype).page_bytes
+        """Bytes of one page of KV over all layers, of the KV heads of the stream."""
+        return self.sender_rows.num_bytes
 
     @cached_property
     def feature_page_bytes(self) -> int:
-        """Bytes of one page of features; 0 without features."""
+        """Bytes of one page of features in the stream; 0 without features."""
+        if not carries_features(self.wire.num_kv_heads, self.sender, self.receiver):
+            return 0
         return self.wire.page_size * self.wire.feature_width * WIRE_DTYPES[self.wire.dtype].itemsize
 
     @cached_property
     def has_features(self) -> bool:
-        """Whether the layout has feature pages."""
-        return self.wire.feature_width > 0
+        """Whether the stream has feature pages."""
+        return self.feature_page_bytes > 0
 
     def stream(self, num_tokens: int, have: int) -> "RoomStream":
         """The blocks of a room.
@@ -206,22 +254,24 @@ def _has_features(offered: Layout, wanted: Layout) -> bool:
     return is_as_wide and set(wanted.feature_ids) <= set(offered.feature_ids)
 
 
-def block_digest(room: str, epoch: int, block: int, payload: memoryview, crc: Crc = crc32c) -> int:
-    """crc32c over the block's name and bytes.
+def block_digest(
+    room: str, epoch: int, block: int, payload: memoryview, crc: Crc = crc32c, pair: str = ""
+) -> int:
+    """crc32c over the block's name and bytes. `pair`: the name of the pair of ranks, `KVLayout.name`.
 
-    With the name, the intact bytes of another block do not pass.
+    With the name, the intact bytes of another block do not pass, nor those of another pair.
     """
-    return crc(payload, digest_seed(room, epoch, block, payload.nbytes))
+    return crc(payload, digest_seed(room, epoch, block, payload.nbytes, pair))
 
 
-def digest_seed(room: str, epoch: int, block: int, size: int) -> int:
+def digest_seed(room: str, epoch: int, block: int, size: int, pair: str = "") -> int:
     """The digest of the block's name alone; the digest of its bytes continues it."""
-    return crc32c(f"{room}/{epoch}/{block}/{size}".encode())
+    return crc32c(f"{room}/{epoch}/{block}/{size}{pair}".encode())
 
 
-def device_digest(room: str, epoch: int, block: int, size: int, total: int) -> int:
+def device_digest(room: str, epoch: int, block: int, size: int, total: int, pair: str = "") -> int:
     """The digest of a run in device memory: that of its name, and `total`, that of `kernels.move_spans`."""
-    return (digest_seed(room, epoch, block, size) + total) % (1 << 32)
+    return (digest_seed(room, epoch, block, size, pair) + total) % (1 << 32)
 
 
 def _show(layout: Layout) -> str:

@@ -15,6 +15,7 @@ from ...cluster.security.ciphers import AES_128_GCM, CURVE
 from .layout import KVLayout, agree
 from .seal import Opener
 from .session import MAX_REPULLS, InFlight, Peer, ReceiverRoom, ReceiverState, SendMessage
+from .shards import Shard, sources_of
 
 PROBE_S = 0.3  # silence of a peer with open rooms before decode greets it again
 ANSWER_S = 0.7  # PROBE_S + ANSWER_S: a pull waits at most one second for a dead or stopped peer
@@ -27,7 +28,8 @@ class PeerLink:
     def __init__(self, endpoint: Peer, hello: KVHello, *, window: int, silence_s: float, now: float) -> None:
         self.endpoint = endpoint
         self.instance = ""  # "" until the peer agreed
-        self.layout: KVLayout | None = None
+        self.layout: KVLayout | None = None  # of this pair of ranks
+        self.rank_endpoints: tuple[str, ...] = ()  # of all of the worker's ranks, if the peer is rank 0
         self.cipher = ""  # from the peer's Welcome
         self.rooms: dict[str, ReceiverRoom] = {}  # in the order of their turns
         self.idle_since = now
@@ -61,6 +63,13 @@ class PeerLink:
     def is_greeted(self, instance: str) -> bool:
         """Whether the handshake with process `instance` is done."""
         return self.layout is not None and self.instance == instance
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """The ranks of prefill from which this rank pulls. The handshake must be done."""
+        assert self.layout is not None
+        wire, sender = self.layout.wire, self.layout.sender
+        return sources_of(wire.num_kv_heads, self.layout.receiver, sender.num_ranks)
 
     def pull_runs(self, run_blocks: int, window: int | None) -> None:
         """From now on, one pull asks for up to `run_blocks` blocks of a room.
@@ -109,12 +118,27 @@ class PeerLink:
         common = agree(welcome.layout, ours.wire)
         if common != welcome.layout:
             raise HandshakeRefused("prefill's common KV layout is not the common one")
+        if welcome.num_ranks == 0 and ours.receiver.num_ranks > 1:
+            raise HandshakeRefused(
+                f"decode has {ours.receiver.num_ranks} tensor-parallel ranks, and prefill's release knows of "
+                "no ranks: run the same release on every host"
+            )
+        try:
+            sender = Shard(welcome.rank, max(1, welcome.num_ranks))
+            layout = KVLayout(common, sender=sender, receiver=ours.receiver)
+        except ValueError as error:
+            raise HandshakeRefused(f"prefill is {error}") from None
+        if sender.num_ranks > 1 and sender.rank == 0 and len(welcome.rank_endpoints) != sender.num_ranks:
+            raise HandshakeRefused(
+                f"prefill names {len(welcome.rank_endpoints)} addresses of {sender.num_ranks} ranks"
+            )
         if welcome.cipher not in self._hello.ciphers:
             accepted = ", ".join(self._hello.ciphers)
             raise HandshakeRefused(f"prefill chose cipher {welcome.cipher[:16]!r}, ours: {accepted}")
         if self.is_greeted(welcome.instance) and welcome.cipher != self.cipher:
             raise HandshakeRefused(f"prefill changed the cipher from {self.cipher} to {welcome.cipher}")
-        self.instance, self.layout, self.cipher = welcome.instance, KVLayout(common), welcome.cipher
+        self.instance, self.layout, self.cipher = welcome.instance, layout, welcome.cipher
+        self.rank_endpoints = welcome.rank_endpoints
 
     def fall_back(self) -> KVRefused | None:
         """Gives up sealed blocks because their port does not answer.

@@ -1,15 +1,19 @@
 """Decode's side of the hand-off, without I/O: commands and messages in, effects out.
 
-1. `pull` opens a room. The first pull from an endpoint greets the peer and settles the layout.
+1. `pull` opens a room. The first pull from an endpoint greets the peer and settles the layout. A
+   tensor-parallel prefill worker answers with the addresses of its ranks; the room is then pulled in parts,
+   from the ranks that hold KV heads of this one.
 2. Attach asks for announcements.
 3. Announced blocks are pulled; see `peer_link`.
 4. The shell checks each block: `expect` gives its place, then `landed` or `corrupt` reports the result.
-5. When every block is in place and the first token is known, Release ends the room.
+5. When every block is in place and the first token is known, Release ends the room, or its part. A room is
+   complete when all parts are, and lost with the first part that is.
 
 A lease ends a room that makes no progress.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ...cluster.errors import HandshakeRefused, LocalProtocolError, RemoteProtocolError
 from ...cluster.net.transport_names import ZMQ_BLOCKS
@@ -48,6 +52,7 @@ from .session import (
     TransferCounters,
     check_request,
 )
+from .shards import WHOLE, Shard
 
 IDLE_LINK_S = 30.0
 MAX_ANNOUNCING_S = 60.0  # an older time of prefill is one of another clock
@@ -76,17 +81,20 @@ class ReceiverSession:
         idle_link_s: float = IDLE_LINK_S,
         transports: Sequence[str] = (ZMQ_BLOCKS,),
         host: str = "",
+        shard: Shard = WHOLE,
     ) -> None:
-        """`host`: the identity of this host, "" if unknown."""
+        """`host`: the identity of this host, "" if unknown. `shard`: this rank of the worker, whose ranks
+        share `instance`.
+        """
         self.instance = instance
-        self.layout = KVLayout(layout)
+        self.layout = KVLayout.of_rank(layout, shard)
         self.counters = TransferCounters()
         self._window = window
         self._lease_s = lease_s
         self._silence_s = silence_s
         self._idle_link_s = idle_link_s
         self._links: dict[Peer, PeerLink] = {}
-        self._endpoints: dict[str, Peer] = {}  # open room -> its endpoint
+        self._rooms: dict[str, dict[Peer, ReceiverRoom]] = {}  # the parts of each open room, by endpoint
         self._tombstones = Tombstones()
         self._hello = KVHello(
             instance=instance,
@@ -95,15 +103,21 @@ class ReceiverSession:
             ciphers=tuple(ciphers),
             transports=tuple(transports),
             host=host,
+            num_ranks=shard.num_ranks,
+            rank=shard.rank,
         )
 
     def __repr__(self) -> str:
-        return f"ReceiverSession(rooms={len(self._endpoints)}, peers={len(self._links)})"
+        return f"ReceiverSession(rooms={len(self._rooms)}, peers={len(self._links)})"
 
     @property
     def num_rooms(self) -> int:
         """Open rooms."""
-        return len(self._endpoints)
+        return len(self._rooms)
+
+    def parts_of(self, room: str) -> list[ReceiverRoom]:
+        """The parts of an open room."""
+        return list(self._rooms.get(room, {}).values())
 
     def link_of(self, peer: Peer) -> PeerLink | None:
         """The link to the prefill worker at an endpoint; None when there is none."""
@@ -119,47 +133,28 @@ class ReceiverSession:
         """
         check_request(self.layout, request)
         effects: list[Effect] = []
-        old = self._find(request.room)
-        if old is not None:
+        for old in self.parts_of(request.room)[:1]:
             if old.request.epoch >= request.epoch:
                 raise LocalProtocolError(f"room {request.room} is open at epoch {old.request.epoch}")
             effects += self._lose(old, "TransferError", "a newer attempt was asked for", now)
-        link = self._links.get(request.endpoint)
-        if link is None:
-            link = PeerLink(
-                request.endpoint, self._hello, window=self._window, silence_s=self._silence_s, now=now
-            )
-            self._links[request.endpoint] = link
-            effects.append(link.hello(now))
-        elif not link.rooms:
-            link.heard(now)  # an idle link is not silent
-        room = ReceiverRoom(request, Lease(self._lease_s, now), heard_at=now)
-        link.rooms[request.room] = room
-        self._endpoints[request.room] = request.endpoint
-        if link.layout is not None:
-            if link.instance == request.peer_instance:
-                effects += self._start(link, room, now)
-            else:
-                effects.append(link.hello(now))  # a new process may own the endpoint
-        return effects
+        self._rooms[request.room] = {}
+        return [*effects, *self._open(request, request.endpoint, None, now)]
 
     def release(self, room: str, epoch: int, reason: str, now: float) -> list[Effect]:
         """Ends an attempt without an event."""
-        known = self._find(room)
-        if known is None or known.request.epoch > epoch:
+        parts = self.parts_of(room)
+        if not parts or parts[0].request.epoch > epoch:
             return []
-        effects = self._abort(known, reason)
-        self._close(known, ReceiverState.LOST, reason, now)
-        return [*effects, *self._links[known.request.endpoint].fill(now)]
+        effects = self._end(parts[0], reason, now)
+        for part in parts:
+            effects += self._links[part.peer].fill(now) if part.peer in self._links else []
+        return effects
 
     def close(self, now: float) -> list[Effect]:
         """Ends all rooms and links; returns the Aborts as effects."""
         effects: list[Effect] = []
-        for room in list(self._endpoints):
-            known = self._find(room)
-            assert known is not None
-            effects += self._abort(known, "decode stops")
-            self._close(known, ReceiverState.LOST, "decode stops", now)
+        for parts in list(self._rooms.values()):
+            effects += self._end(next(iter(parts.values())), "decode stops", now)
         self._links.clear()
         return effects
 
@@ -240,7 +235,7 @@ class ReceiverSession:
         stream = room.stream
         assert stream is not None
         link.heard(now)
-        before = stream.landed_tokens(room.num_leading)
+        before = self._landed_tokens(block.room)
         count = count_of(block)
         for number in range(block.block, block.block + count):
             room.land(number)
@@ -255,7 +250,7 @@ class ReceiverSession:
         self.counters.blocks += count
         self.counters.bytes += block.size
         effects: list[Effect] = []
-        tokens = stream.landed_tokens(room.num_leading)
+        tokens = self._landed_tokens(block.room)
         if tokens > before:
             effects.append(Notify(Landed(room=block.room, epoch=block.epoch, tokens=tokens)))
         return [*effects, *self._finish_if_complete(room, now), *link.fill(now)]
@@ -309,9 +304,28 @@ class ReceiverSession:
 
     # --- parts ----------------------------------------------------------------------------------------------
 
-    def _find(self, room: str) -> ReceiverRoom | None:
-        endpoint = self._endpoints.get(room)
-        return None if endpoint is None else self._links[endpoint].rooms[room]
+    def _landed_tokens(self, room: str) -> int:
+        """The token t: prompt tokens [have, t) are in place in all parts of an open room."""
+        return min(part.landed_tokens for part in self._rooms[room].values())
+
+    def _open(self, request: PullRequest, peer: Peer, rank: int | None, now: float) -> list[Effect]:
+        """Opens a part of a room, to be pulled from `peer`; `rank` as in `ReceiverRoom`."""
+        effects: list[Effect] = []
+        link = self._links.get(peer)
+        if link is None:
+            link = PeerLink(peer, self._hello, window=self._window, silence_s=self._silence_s, now=now)
+            self._links[peer] = link
+            effects.append(link.hello(now))
+        elif not link.rooms:
+            link.heard(now)  # an idle link is not silent
+        room = ReceiverRoom(request, Lease(self._lease_s, now), peer, rank, heard_at=now)
+        link.rooms[request.room] = self._rooms[request.room][peer] = room
+        if link.layout is not None:
+            if link.instance == request.peer_instance:
+                effects += self._start(link, room, now)
+            else:
+                effects.append(link.hello(now))  # a new process may own the endpoint
+        return effects
 
     def _welcome(self, link: PeerLink, welcome: KVWelcome, now: float) -> list[Effect]:
         try:
@@ -321,6 +335,8 @@ class ReceiverSession:
             return self._lose_all(link, "HandshakeRefused", str(refusal), now)
         effects: list[Effect] = []
         for room in list(link.rooms.values()):
+            if room.request.room not in link.rooms:
+                continue  # ended with a part of another link
             if room.request.peer_instance != welcome.instance:
                 self.counters.stale_instance += 1
                 effects += self._lose(room, "PeerLost", "another prefill process answers", now, is_told=True)
@@ -329,10 +345,33 @@ class ReceiverSession:
         return effects
 
     def _start(self, link: PeerLink, room: ReceiverRoom, now: float) -> list[Effect]:
+        """Attaches a part to its rank of prefill. Rank 0 says which other ranks have parts of the room."""
         assert link.layout is not None
-        room.stream = link.layout.stream(room.request.num_tokens, room.request.have)
+        sender, request = link.layout.sender, room.request
+        if sender.rank != (room.rank or 0):
+            reason = f"rank {sender.rank} of prefill answers in the place of rank {room.rank or 0}"
+            return self._lose(room, "RemoteProtocolError", reason, now, is_told=True)
+        sources = [sender.rank]
+        if room.rank is None:
+            room.rank, sources = 0, list(link.sources)
+        effects: list[Effect] = []
+        for rank in sources:
+            if rank == sender.rank or request.room not in self._rooms:
+                continue
+            peer = link.rank_endpoints[rank]
+            if peer in self._rooms[request.room]:
+                reason = "two ranks of prefill have one address"
+                return [*effects, *self._lose(room, "RemoteProtocolError", reason, now)]
+            effects += self._open(request, peer, rank, now)
+        if request.room not in link.rooms:
+            return effects  # another part was lost at once
+        if sender.rank not in sources:  # it only knew the way
+            del link.rooms[request.room], self._rooms[request.room][link.endpoint]
+            link.idle_since = now
+            return effects
+        room.stream = link.layout.stream(request.num_tokens, request.have)
         room.move(ReceiverState.ATTACHING)
-        return [link.attach(room, now)]
+        return [link.attach(room, now), *effects]
 
     def _announced(self, link: PeerLink, room: ReceiverRoom, announce: Announce, now: float) -> list[Effect]:
         total = room.request.num_tokens
@@ -372,7 +411,12 @@ class ReceiverSession:
         if isinstance(message, Abort):
             return []
         stone = self._tombstones.find(message.room, message.epoch)
-        if stone is not None and stone.is_success and stone.epoch == message.epoch:
+        part = self._rooms.get(message.room, {}).get(link.endpoint)
+        is_part_complete = part is not None and (part.request.epoch, part.state) == (
+            message.epoch,
+            ReceiverState.COMPLETE,
+        )
+        if is_part_complete or (stone is not None and stone.is_success and stone.epoch == message.epoch):
             release = Release(room=message.room, epoch=message.epoch, instance=self.instance)
             return [SendMessage(link.endpoint, release)]  # the first Release was lost
         reason = "the room is not open here"
@@ -388,8 +432,10 @@ class ReceiverSession:
             return []
         request, stream = room.request, room.stream
         assert stream is not None
-        self._close(room, ReceiverState.COMPLETE, "complete", now)
-        done = Complete(
+        parts = self.parts_of(request.room)
+        if any(part.complete and part.complete.first_token != room.first_token for part in parts):
+            return self._lose(room, "RemoteProtocolError", "the ranks of prefill say other first tokens", now)
+        room.complete = Complete(
             room=request.room,
             epoch=request.epoch,
             first_token=room.first_token,
@@ -401,14 +447,24 @@ class ReceiverSession:
             seconds=now - room.ready_at,
             pull_seconds=now - room.announced_at,
         )
-        release = Release(room=request.room, epoch=request.epoch, instance=self.instance)
-        return [SendMessage(request.endpoint, release), Notify(done)]
+        self._close(room, ReceiverState.COMPLETE, now)
+        effects: list[Effect] = [
+            SendMessage(room.peer, Release(room=request.room, epoch=request.epoch, instance=self.instance))
+        ]
+        done = [part.complete for part in parts if part.complete is not None]
+        if len(done) == len(parts):
+            del self._rooms[request.room]
+            self._bury(request, "complete", now, is_success=True)
+            effects.append(Notify(joined(done)))
+        return effects
 
     def _tick_link(self, link: PeerLink, now: float) -> list[Effect]:
         effects: list[Effect] = []
         is_silent = bool(link.rooms) and now >= link.probe_at
         is_gone = link.gone_at is not None and now >= link.gone_at
         for room in list(link.rooms.values()):
+            if room.request.room not in link.rooms:
+                continue  # ended with a part of another link
             if is_gone:
                 effects += self._lose(room, "PeerLost", "prefill does not answer", now)
             elif room.lease.is_over(now):
@@ -431,17 +487,28 @@ class ReceiverSession:
     def _lose_all(self, link: PeerLink, kind: str, reason: str, now: float) -> list[Effect]:
         effects: list[Effect] = []
         for room in list(link.rooms.values()):
-            effects += self._lose(room, kind, reason[:MAX_REASON], now, is_told=True)
+            if room.request.room in link.rooms:
+                effects += self._lose(room, kind, reason[:MAX_REASON], now, is_told=True)
         return effects
 
     def _lose(
         self, room: ReceiverRoom, kind: str, reason: str, now: float, *, is_told: bool = False
     ) -> list[Effect]:
-        """Ends a room as Lost; `is_told` when the peer needs no Abort."""
+        """Ends a room as Lost, with all its parts; `is_told` when the peer of this part needs no Abort."""
         request = room.request
-        effects = [] if is_told else self._abort(room, reason)
-        self._close(room, ReceiverState.LOST, reason, now)
+        effects = self._end(room, reason, now, is_told=is_told)
         return [*effects, Notify(Lost(room=request.room, epoch=request.epoch, kind=kind, reason=reason))]
+
+    def _end(self, room: ReceiverRoom, reason: str, now: float, *, is_told: bool = False) -> list[Effect]:
+        """Ends all parts of a room without an event; the Aborts as effects."""
+        request = room.request
+        effects: list[Effect] = []
+        for part in self._rooms.pop(request.room).values():
+            if part.state is not ReceiverState.COMPLETE:
+                effects += [] if is_told and part is room else self._abort(part, reason)
+                self._close(part, ReceiverState.LOST, now)
+        self._bury(request, reason, now, is_success=False)
+        return effects
 
     def _abort(self, room: ReceiverRoom, reason: str) -> list[Effect]:
         if room.state is ReceiverState.GREETING:
@@ -450,16 +517,31 @@ class ReceiverSession:
         abort = Abort(
             room=request.room, epoch=request.epoch, instance=self.instance, reason=reason[:MAX_REASON]
         )
-        return [SendMessage(request.endpoint, abort)]
+        return [SendMessage(room.peer, abort)]
 
-    def _close(self, room: ReceiverRoom, state: ReceiverState, reason: str, now: float) -> None:
+    def _close(self, room: ReceiverRoom, state: ReceiverState, now: float) -> None:
+        """Ends a part on its link."""
         room.move(state)
-        request = room.request
-        link = self._links[request.endpoint]
-        del link.rooms[request.room], self._endpoints[request.room]
+        link = self._links[room.peer]
+        del link.rooms[room.request.room]
         link.idle_since = now
-        is_success = state is ReceiverState.COMPLETE
+
+    def _bury(self, request: PullRequest, reason: str, now: float, *, is_success: bool) -> None:
         self._tombstones.bury(request.room, request.epoch, is_success=is_success, reason=reason, now=now)
+
+
+def joined(parts: Sequence[Complete]) -> Complete:
+    """The end of a room whose `parts` are complete: sums of bytes and blocks, and the longest times."""
+    totals = {
+        name: sum(getattr(part, name) for part in parts)
+        for name in ("num_bytes", "num_blocks", "num_shm_blocks", "num_device_blocks", "num_nixl_blocks")
+    }
+    return replace(
+        parts[0],
+        **totals,
+        seconds=max(part.seconds for part in parts),
+        pull_seconds=max(part.pull_seconds for part in parts),
+    )
 
 
 def _ready_at(room: ReceiverRoom, announce: Announce, now: float) -> float:

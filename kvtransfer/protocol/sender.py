@@ -9,12 +9,15 @@
 A decode worker that is stopped makes no progress and keeps its connection. So at the end of a lease its
 rooms stay until the worker is heard or its connection ends, for at most `stall_s`. Announcements ask it
 meanwhile: a worker that runs answers one of a room that it lacks, and repeats requests for one that it has.
+
+The first Attach says how many ranks decode has. Then the room has a part for each of them that pulls from
+this rank; see `session`.
 """
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ...cluster.errors import HandshakeRefused, LocalProtocolError
 from ...cluster.net.transport_names import ZMQ_BLOCKS, common_transports
@@ -32,7 +35,7 @@ from ...cluster.protocol.messages import (
     Release,
 )
 from ...cluster.security.ciphers import AES_128_GCM, CRC32C, agree_cipher
-from ..transport import Dropped, Offer, Released
+from ..transport import Attached, Dropped, Offer, Released
 from .layout import KVLayout, RoomStream, agree, feature_columns
 from .seal import KEY_BYTES, Sealer
 from .session import (
@@ -50,6 +53,7 @@ from .session import (
     Tombstones,
     TransferCounters,
 )
+from .shards import WHOLE, Shard, receivers_of
 
 EARLY_S = 330.0  # longer than a router waits for a first token, so no queued prompt fails
 STALLED_S = 2.0  # a decode worker with rooms is not silent for so long while it runs
@@ -64,6 +68,7 @@ class _Greeted:
 
     heard_at: float  # time of its last message
     instance: str
+    shard: Shard
     layout: KVLayout
     transports: tuple[str, ...]  # the common ones, best first
     cipher: str
@@ -97,11 +102,16 @@ class SenderSession:
         max_peers: int = MAX_PEERS,
         transports: Sequence[str] = (ZMQ_BLOCKS,),
         host: str = "",
+        shard: Shard = WHOLE,
     ) -> None:
-        """`stall_s`: longest time for which rooms wait behind the end of their lease for a silent decode
+        """`shard`: this rank of the worker, whose ranks share `instance`.
+
+        `stall_s`: longest time for which rooms wait behind the end of their lease for a silent decode
         worker whose connection stands."""
         self.instance = instance
-        self.layout = KVLayout(layout)
+        self.layout = KVLayout.of_rank(layout, shard)
+        self.shard = shard
+        self.rank_endpoints: tuple[str, ...] = ()  # of all ranks, for decode; rank 0 says them
         self.counters = TransferCounters()
         self._ciphers = tuple(ciphers)
         self._random_bytes = random_bytes
@@ -112,9 +122,10 @@ class SenderSession:
         self._max_peers = max_peers
         self._transports = transports
         self._host = host
-        self._rooms: dict[str, SenderRoom] = {}
+        self._rooms: dict[str, dict[int, SenderRoom]] = {}  # the parts of each, by decode's rank
         self._peers: OrderedDict[Peer, _Greeted] = OrderedDict()
-        self._early: OrderedDict[str, _Early] = OrderedDict()
+        self._early: OrderedDict[tuple[str, int], _Early] = OrderedDict()  # by room and decode's rank
+        self._max_rank = 0  # of decode's ranks that have greeted
         self._tombstones = Tombstones()
 
     def __repr__(self) -> str:
@@ -127,8 +138,7 @@ class SenderSession:
 
     def is_open(self, room: str, epoch: int) -> bool:
         """Whether the attempt still owns its pages."""
-        known = self._rooms.get(room)
-        return known is not None and known.offer.epoch == epoch
+        return bool(self._parts(room, epoch))
 
     # --- commands -------------------------------------------------------------------------------------------
 
@@ -143,16 +153,13 @@ class SenderSession:
                 f"{offer.num_tokens} tokens lie in {expected} pages, not in {len(offer.pages)}"
             )
         effects: list[Effect] = []
-        old = self._rooms.get(offer.room)
-        if old is not None:
+        for old in list(self._rooms.get(offer.room, {}).values())[:1]:
             if old.offer.epoch >= offer.epoch:
                 raise LocalProtocolError(f"room {offer.room} is open at epoch {old.offer.epoch}")
             effects += self._drop(old, "a newer attempt was offered", now)
-        room = SenderRoom(offer, Lease(self._lease_s, now))
-        self._rooms[offer.room] = room
-        early = self._early.get(offer.room)
-        if early is not None and early.attach.epoch <= offer.epoch:
-            del self._early[offer.room]
+        self._rooms[offer.room] = {0: SenderRoom(offer, Lease(self._lease_s, now))}
+        for key, early in self._early_of(offer.room, offer.epoch):
+            del self._early[key]
             if early.peer in self._peers:
                 effects += self._attach(early.peer, self._peers[early.peer], early.attach, now)
         return effects
@@ -163,11 +170,12 @@ class SenderSession:
         Lets their blocks go unasked if they end the prompt: behind an earlier forward, decode has the time of
         the next one to pull. No-op for a room that has ended.
         """
-        known = self._rooms.get(room)
-        if known is None or known.offer.epoch != epoch or tokens != known.offer.num_tokens:
-            return []
-        known.underway = (start, tokens)
-        return self._early_run(known, is_late=False)
+        effects: list[Effect] = []
+        for part in self._parts(room, epoch):
+            if tokens == part.offer.num_tokens:
+                part.underway = (start, tokens)
+                effects += self._early_run(part, is_late=False)
+        return effects
 
     def advance(
         self,
@@ -183,42 +191,43 @@ class SenderSession:
         Raises LocalProtocolError if `tokens_ready` shrinks or exceeds the prompt, or the first token comes
         too early.
         """
-        known = self._rooms.get(room)
-        if known is None or known.offer.epoch != epoch:
-            return []
-        if not known.tokens_ready <= tokens_ready <= known.offer.num_tokens or known.is_final:
-            raise LocalProtocolError(f"{tokens_ready} tokens ready do not follow {known}")
-        if first_token is not None and tokens_ready != known.offer.num_tokens:
-            raise LocalProtocolError(f"the first token is known with {tokens_ready} tokens ready in {known}")
-        known.tokens_ready = tokens_ready
-        known.first_token = first_token
-        known.ready_at = now if ready_at is None else ready_at
-        if known.underway is not None and tokens_ready >= known.underway[1]:
-            known.underway = None
-        known.lease.renew(now)
-        return [self._announce(known, now)] if known.state is SenderState.ATTACHED else []
+        effects: list[Effect] = []
+        for part in self._parts(room, epoch):
+            if not part.tokens_ready <= tokens_ready <= part.offer.num_tokens or part.is_final:
+                raise LocalProtocolError(f"{tokens_ready} tokens ready do not follow {part}")
+            if first_token is not None and tokens_ready != part.offer.num_tokens:
+                raise LocalProtocolError(
+                    f"the first token is known with {tokens_ready} tokens ready in {part}"
+                )
+            part.tokens_ready = tokens_ready
+            part.first_token = first_token
+            part.ready_at = now if ready_at is None else ready_at
+            if part.underway is not None and tokens_ready >= part.underway[1]:
+                part.underway = None
+            part.lease.renew(now)
+            if part.state is SenderState.ATTACHED:
+                effects.append(self._announce(part, now))
+        return effects
 
     def release(self, room: str, epoch: int, reason: str, now: float) -> list[Effect]:
         """Ends an attempt without an event, whether or not it was offered."""
         effects: list[Effect] = []
-        known = self._rooms.get(room)
-        if known is not None and known.offer.epoch <= epoch:
-            effects += self._abort_peer(known, reason)
-            self._close(known, SenderState.DROPPED, reason, now)
-        elif known is None and self._tombstones.find(room, epoch) is None:
+        parts = list(self._rooms.get(room, {}).values())
+        if parts and parts[0].offer.epoch <= epoch:
+            effects += self._end(room, reason, now)
+        elif not parts and self._tombstones.find(room, epoch) is None:
             self._tombstones.bury(room, epoch, is_success=False, reason=reason, now=now)
-        early = self._early.get(room)
-        if early is not None and early.attach.epoch <= epoch:
-            del self._early[room]
+        for key, early in self._early_of(room, epoch):
+            del self._early[key]
             effects.append(self._abort(early.peer, room, early.attach.epoch, reason))
         return effects
 
     def close(self, now: float) -> list[Effect]:
         """Ends all rooms; returns the Aborts as effects."""
         effects: list[Effect] = []
-        for room, known in list(self._rooms.items()):
-            effects += self.release(room, known.offer.epoch, "prefill stops", now)
-        for room, early in list(self._early.items()):
+        for room in list(self._rooms):
+            effects += self._end(room, "prefill stops", now)
+        for (room, _), early in list(self._early.items()):
             effects += self.release(room, early.attach.epoch, "prefill stops", now)
         self._peers.clear()
         return effects
@@ -238,9 +247,9 @@ class SenderSession:
         self._heard(greeted, now)
         if isinstance(message, Attach):
             return self._attach(peer, greeted, message, now)
-        known = self._rooms.get(message.room)
+        known = self._part_of(message.room, greeted.shard)
         if known is None or known.offer.epoch != message.epoch or not _may_speak(known, message):
-            return self._answer_stranger(peer, message, known)
+            return self._answer_stranger(peer, greeted, message, known)
         known.peer = peer  # the same process may have reconnected
         if isinstance(message, Pull):
             return self._pull(known, message, now)
@@ -248,29 +257,24 @@ class SenderSession:
             if not known.is_final:
                 self.counters.unexpected += 1
                 return []
-            self._close(known, SenderState.RELEASED, "released", now)
-            return [Notify(Released(room=message.room, epoch=message.epoch))]
+            return self._release_part(known, now)
         reason = message.reason[:MAX_REASON] or "aborted by decode"
-        self._close(known, SenderState.DROPPED, reason, now)
-        return [Notify(Dropped(room=message.room, epoch=message.epoch, reason=reason))]
+        known.peer = ""  # needs no Abort
+        return self._drop(known, reason, now)
 
     def is_attached(self, room: str, epoch: int) -> bool:
         """Whether decode waits for the room's announcements."""
-        known = self._rooms.get(room)
-        return known is not None and known.offer.epoch == epoch and known.state is SenderState.ATTACHED
+        return any(part.state is SenderState.ATTACHED for part in self._parts(room, epoch))
 
     def is_underway(self, room: str, epoch: int, tokens: int) -> bool:
         """Whether the forward that ends with the first `tokens` tokens was launched and not announced."""
-        known = self._rooms.get(room)
-        if known is None or known.offer.epoch != epoch or known.underway is None:
-            return False
-        return tokens >= known.underway[1]
+        launched = [part.underway for part in self._parts(room, epoch) if part.underway is not None]
+        return bool(launched) and tokens >= launched[0][1]
 
     def wants(self, item: SendBlock) -> bool:
         """Whether the attached peer still expects these blocks."""
-        known = self._rooms.get(item.room)
-        is_open = known is not None and known.offer.epoch == item.epoch
-        return is_open and known is not None and (known.peer, known.stream) == (item.peer, item.stream)
+        parts = self._parts(item.room, item.epoch)
+        return any((part.peer, part.stream) == (item.peer, item.stream) for part in parts)
 
     def speaks(self, peer: Peer, instance: str, transport: str) -> bool:
         """Whether process `instance` has greeted over this connection and may use `transport` with us."""
@@ -284,23 +288,25 @@ class SenderSession:
     def tick(self, now: float) -> list[Effect]:
         """Ends overdue rooms and repeats announcements without an answer."""
         effects: list[Effect] = []
-        for known in list(self._rooms.values()):
+        for known in list(self._open_parts()):
+            if not known.is_open:
+                continue  # ended with another part of its room
             if known.waits_for_decode and known.lease.is_over(now):
                 effects += self._end_lease(known, now)
             elif known.remind_at is not None and now >= known.remind_at:
                 effects.append(self._announce(known, now))
         while self._early:
-            room, early = next(iter(self._early.items()))
+            key, early = next(iter(self._early.items()))
             if early.expires_at > now:
                 break
-            effects.append(self._evict_early(room))
+            effects.append(self._evict_early(key))
         self._tombstones.sweep(now)
         return effects
 
     def next_deadline(self) -> float | None:
         """Monotonic time of the next `tick` that has work; None without one."""
         times: list[float] = []
-        for known in self._rooms.values():
+        for known in self._open_parts():
             if known.waits_for_decode:
                 is_asked = known.quiet_since >= known.lease.ends_at
                 times.append(known.quiet_since + REMIND_S if is_asked else known.lease.ends_at)
@@ -312,11 +318,34 @@ class SenderSession:
 
     # --- parts ----------------------------------------------------------------------------------------------
 
+    def _open_parts(self) -> Iterator[SenderRoom]:
+        """The parts of all rooms that decode has not released."""
+        return (part for parts in self._rooms.values() for part in parts.values() if part.is_open)
+
+    def _parts(self, room: str, epoch: int) -> list[SenderRoom]:
+        """The parts of an attempt that decode has not released."""
+        parts = self._rooms.get(room, {}).values()
+        return [part for part in parts if part.is_open and part.offer.epoch == epoch]
+
+    def _part_of(self, room: str, shard: Shard) -> SenderRoom | None:
+        """The open part of a room for a rank of decode; the whole room before its first Attach."""
+        parts = self._rooms.get(room, {})
+        for part in parts.values():
+            if part.is_open and part.shard in (None, shard):
+                return part
+        return None
+
+    def _early_of(self, room: str, epoch: int) -> list[tuple[tuple[str, int], _Early]]:
+        """The early attachments of all ranks to a room, up to an attempt."""
+        keys = [(room, rank) for rank in range(self._max_rank + 1)]
+        found = [(key, self._early[key]) for key in keys if key in self._early]
+        return [(key, early) for key, early in found if early.attach.epoch <= epoch]
+
     def _heard(self, greeted: _Greeted, now: float) -> None:
         """Notes a message of a decode worker. After a long silence its leases begin anew: it was stopped."""
         if self._stall_s and now - greeted.heard_at >= STALLED_S:
-            for known in self._rooms.values():
-                if known.peer_instance == greeted.instance:
+            for known in self._open_parts():
+                if known.peer_instance == greeted.instance and known.shard == greeted.shard:
                     known.lease.renew(now)
         greeted.heard_at = now
 
@@ -334,6 +363,7 @@ class SenderSession:
             if hello.protocol != PROTOCOL_MAJOR:
                 raise HandshakeRefused(f"KV protocols differ: ours {PROTOCOL_MAJOR}, theirs {hello.protocol}")
             common = agree(self.layout.wire, hello.layout)
+            layout = KVLayout(common, sender=self.shard, receiver=self._shard_of(hello))
             cipher = agree_cipher(self._ciphers, hello.ciphers)
             transports = common_transports(
                 self._transports, hello.transports, is_near=self._is_near(hello), is_clear=cipher == CRC32C
@@ -341,36 +371,68 @@ class SenderSession:
         except HandshakeRefused as refusal:
             self.counters.refused_peers += 1
             return [SendMessage(peer, KVRefused(instance=self.instance, reason=str(refusal)))]
+        except ValueError as error:
+            self.counters.refused_peers += 1
+            return [SendMessage(peer, KVRefused(instance=self.instance, reason=f"decode is {error}"))]
         columns = feature_columns(self.layout.wire, common)
         before = self._peers.get(peer)
         if before is not None and before.instance == hello.instance:
             self._heard(before, now)
         self._peers[peer] = _Greeted(
-            now, hello.instance, KVLayout(common), transports, cipher, columns, self._is_near(hello)
+            now, hello.instance, layout.receiver, layout, transports, cipher, columns, self._is_near(hello)
         )
+        self._max_rank = max(self._max_rank, layout.receiver.rank)
         self._peers.move_to_end(peer)
         while len(self._peers) > self._max_peers:
             self._peers.popitem(last=False)
-        for known in self._rooms.values():
-            if known.peer_instance == hello.instance:
+        for known in self._open_parts():
+            if known.peer_instance == hello.instance and known.shard == layout.receiver:
                 known.peer = peer  # reminders of finished rooms go to the new connection
-        welcome = KVWelcome(instance=self.instance, layout=common, transport=transports[0], cipher=cipher)
+        welcome = KVWelcome(
+            instance=self.instance,
+            layout=common,
+            transport=transports[0],
+            cipher=cipher,
+            num_ranks=self.shard.num_ranks,
+            rank=self.shard.rank,
+            rank_endpoints=self.rank_endpoints,
+        )
         return [SendMessage(peer, welcome)]
+
+    def _shard_of(self, hello: KVHello) -> Shard:
+        """Raises ValueError for a rank that does not exist, HandshakeRefused for a peer without ranks."""
+        if hello.num_ranks == 0 and self.shard.num_ranks > 1:
+            raise HandshakeRefused(
+                f"prefill has {self.shard.num_ranks} tensor-parallel ranks, and decode's release knows of no "
+                "ranks: run the same release on every host"
+            )
+        return Shard(hello.rank, max(1, hello.num_ranks))
 
     def _is_near(self, hello: KVHello) -> bool:
         """Whether the peer runs on this host, as far as both hosts have an identity."""
         return hello.host == self._host != ""
 
     def _attach(self, peer: Peer, greeted: _Greeted, attach: Attach, now: float) -> list[Effect]:
-        known = self._rooms.get(attach.room)
+        parts = self._rooms.get(attach.room, {})
+        known = next(iter(parts.values()), None)
         if known is None or known.offer.epoch < attach.epoch:
-            return self._keep_early(peer, attach, now)
+            return self._keep_early(peer, greeted.shard, attach, now)
         if known.offer.epoch > attach.epoch:
             self.counters.stale_epoch += 1
             return [self._abort(peer, attach.room, attach.epoch, "a newer attempt is open")]
-        if known.peer_instance not in ("", attach.instance):
+        effects: list[Effect] = []
+        if known.shard is None:
+            effects += self._deal(parts, known, greeted.shard.num_ranks, now)
+        known = parts.get(greeted.shard.rank)
+        if any(part.peer_instance not in ("", attach.instance) for part in parts.values()):
             self.counters.stale_instance += 1
-            return [self._abort(peer, attach.room, attach.epoch, "another decode worker is attached")]
+            reason = "another decode worker is attached"
+            return [*effects, self._abort(peer, attach.room, attach.epoch, reason)]
+        if known is None or known.shard != greeted.shard or not known.is_open:
+            self.counters.unexpected += 1
+            shard = greeted.shard
+            reason = f"rank {shard.rank} of decode's {shard.num_ranks} has nothing to pull here"
+            return [*effects, self._abort(peer, attach.room, attach.epoch, reason)]
         try:
             stream = greeted.layout.stream(known.offer.num_tokens, attach.have)
         except LocalProtocolError as error:
@@ -384,38 +446,55 @@ class SenderSession:
         known.peer, known.peer_instance, known.stream = peer, attach.instance, stream
         known.columns, known.is_near = greeted.columns, greeted.is_near
         known.move(SenderState.ATTACHED)
-        return [self._announce(known, now), *self._early_run(known, is_late=True)]
+        return [*effects, self._announce(known, now), *self._early_run(known, is_late=True)]
 
-    def _keep_early(self, peer: Peer, attach: Attach, now: float) -> list[Effect]:
+    def _deal(
+        self, parts: dict[int, SenderRoom], room: SenderRoom, num_ranks: int, now: float
+    ) -> list[Effect]:
+        """Makes the parts of a room, now that the number of decode's ranks is known."""
+        ranks = receivers_of(self.layout.wire.num_kv_heads, self.shard, num_ranks)
+        if ranks:  # a rank whose KV heads decode takes from others keeps the whole room until it is released
+            dealt = [
+                replace(room, shard=Shard(rank, num_ranks), lease=Lease(self._lease_s, now)) for rank in ranks
+            ]
+            parts.clear()
+            parts.update(zip(ranks, dealt, strict=True))
+        if self.shard.num_ranks == 1:
+            return []
+        return [Notify(Attached(room=room.offer.room, epoch=room.offer.epoch, num_ranks=num_ranks))]
+
+    def _keep_early(self, peer: Peer, shard: Shard, attach: Attach, now: float) -> list[Effect]:
         stone = self._tombstones.find(attach.room, attach.epoch)
         if stone is not None:
             return [self._abort(peer, attach.room, attach.epoch, f"the room is closed: {stone.reason}")]
-        old = self._early.get(attach.room)
+        key = attach.room, shard.rank
+        old = self._early.get(key)
         if old is not None and old.attach.epoch > attach.epoch:
             self.counters.stale_epoch += 1
             return [self._abort(peer, attach.room, attach.epoch, "a newer attempt is attached")]
         is_same = old is not None and old.attach.epoch == attach.epoch
         expires_at = old.expires_at if old is not None and is_same else now + self._early_s
         if not is_same:
-            self._early.pop(attach.room, None)
-        self._early[attach.room] = _Early(peer, attach, expires_at)
+            self._early.pop(key, None)
+        self._early[key] = _Early(peer, attach, expires_at)
         alive = Announce(room=attach.room, epoch=attach.epoch, instance=self.instance, tokens_ready=0)
         effects: list[Effect] = [SendMessage(peer, alive)]
         if len(self._early) > self._max_early:
             effects.append(self._evict_early(next(iter(self._early))))
         return effects
 
-    def _evict_early(self, room: str) -> Effect:
-        early = self._early.pop(room)
-        return self._abort(early.peer, room, early.attach.epoch, "prefill got no such request")
+    def _evict_early(self, key: tuple[str, int]) -> Effect:
+        early = self._early.pop(key)
+        return self._abort(early.peer, key[0], early.attach.epoch, "prefill got no such request")
 
     def _answer_stranger(
-        self, peer: Peer, message: Pull | Release | Abort, known: SenderRoom | None
+        self, peer: Peer, greeted: _Greeted, message: Pull | Release | Abort, known: SenderRoom | None
     ) -> list[Effect]:
         """Answers a message about a room that this peer has not attached."""
-        early = self._early.get(message.room)
+        key = message.room, greeted.shard.rank
+        early = self._early.get(key)
         if isinstance(message, Abort) and early is not None and early.attach.epoch <= message.epoch:
-            del self._early[message.room]
+            del self._early[key]
             return []
         if known is None:
             self.counters.unknown_room += 1
@@ -435,8 +514,8 @@ class SenderSession:
         if pull.block + pull.count > stream.ready_blocks(known.tokens_ready):
             self.counters.unexpected += 1
             return []
-        for other in self._rooms.values():
-            if other.peer_instance == known.peer_instance:
+        for other in self._open_parts():
+            if (other.peer_instance, other.shard) == (known.peer_instance, known.shard):
                 other.lease.renew(now)  # decode pulls its oldest room first; the other rooms wait
         known.quiet_since = now
         known.num_pulled = max(known.num_pulled, pull.block + pull.count)
@@ -484,9 +563,31 @@ class SenderSession:
         )
 
     def _drop(self, known: SenderRoom, reason: str, now: float) -> list[Effect]:
-        effects = self._abort_peer(known, reason)
-        self._close(known, SenderState.DROPPED, reason, now)
-        return [*effects, Notify(Dropped(room=known.offer.room, epoch=known.offer.epoch, reason=reason))]
+        """Ends all parts of a room."""
+        offer = known.offer
+        effects = self._end(offer.room, reason, now)
+        return [*effects, Notify(Dropped(room=offer.room, epoch=offer.epoch, reason=reason))]
+
+    def _end(self, room: str, reason: str, now: float) -> list[Effect]:
+        """Ends all parts of a room without an event; the Aborts as effects."""
+        effects: list[Effect] = []
+        parts = self._rooms.pop(room)
+        for part in parts.values():
+            if part.is_open:
+                effects += self._abort_peer(part, reason)
+                part.move(SenderState.DROPPED)
+        self._bury(next(iter(parts.values())).offer, reason, now, is_success=False)
+        return effects
+
+    def _release_part(self, known: SenderRoom, now: float) -> list[Effect]:
+        """Decode's rank holds all of its part. The room is released with its last part."""
+        known.move(SenderState.RELEASED)
+        offer = known.offer
+        if any(part.is_open for part in self._rooms[offer.room].values()):
+            return []
+        del self._rooms[offer.room]
+        self._bury(offer, "released", now, is_success=True)
+        return [Notify(Released(room=offer.room, epoch=offer.epoch))]
 
     def _abort_peer(self, known: SenderRoom, reason: str) -> list[Effect]:
         return [self._abort(known.peer, known.offer.room, known.offer.epoch, reason)] if known.peer else []
@@ -496,11 +597,7 @@ class SenderSession:
             peer, Abort(room=room, epoch=epoch, instance=self.instance, reason=reason[:MAX_REASON])
         )
 
-    def _close(self, known: SenderRoom, state: SenderState, reason: str, now: float) -> None:
-        known.move(state)
-        offer = known.offer
-        del self._rooms[offer.room]
-        is_success = state is SenderState.RELEASED
+    def _bury(self, offer: Offer, reason: str, now: float, *, is_success: bool) -> None:
         self._tombstones.bury(offer.room, offer.epoch, is_success=is_success, reason=reason, now=now)
 
 

@@ -6,6 +6,11 @@
 The caller passes `now`, a monotonic time in seconds. A lease ends a room that makes no progress, so no state
 lasts forever. A closed room leaves a tombstone, limited in number and time, so that late messages get the
 right answer.
+
+Between tensor-parallel workers, a rank of prefill serves several ranks of decode, or a rank of decode pulls
+from several ranks of prefill. Then the room of a rank has several parts, one for each pair (`shards`), and
+the states above are those of a part. The room ends well when all parts did, and badly with the first that did
+not.
 """
 
 from collections import OrderedDict
@@ -14,9 +19,10 @@ from enum import Enum
 
 from ...cluster.errors import LocalProtocolError
 from ...cluster.protocol.messages import KVDown, KVUp
-from ..transport import Offer, PullRequest, TransportEvent
+from ..transport import Complete, Offer, PullRequest, TransportEvent
 from .layout import KVLayout, RoomStream, Segment
 from .seal import Opener, Sealer
+from .shards import Shard
 
 LEASE_S = 5.0
 REMIND_S = 0.3
@@ -170,11 +176,15 @@ class Lease:
 
 @dataclass
 class SenderRoom:
-    """Prefill's side of a room."""
+    """Prefill's side of a room, or of its part for the rank `shard` of decode.
+
+    None: no rank of decode has attached so far, and nobody knows how many parts there are.
+    """
 
     offer: Offer
     lease: Lease
     state: SenderState = SenderState.OFFERED
+    shard: Shard | None = None
     peer: Peer = ""
     peer_instance: str = ""
     stream: RoomStream | None = None  # set by the Attach, which carries `have`
@@ -191,6 +201,11 @@ class SenderRoom:
     def __repr__(self) -> str:
         ready = f"{self.tokens_ready}/{self.offer.num_tokens}"
         return f"SenderRoom({self.offer.room[:8]}.{self.offer.epoch} {self.state.value} ready={ready})"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether decode may pull."""
+        return self.state in (SenderState.OFFERED, SenderState.ATTACHED)
 
     @property
     def is_final(self) -> bool:
@@ -228,10 +243,15 @@ class InFlight:
 
 @dataclass
 class ReceiverRoom:
-    """Decode's side of a room."""
+    """Decode's side of a room, or of its part from rank `rank` of prefill, whose endpoint is `peer`.
+
+    `rank` None: prefill has not said how many ranks it has; the endpoint is that of its rank 0.
+    """
 
     request: PullRequest
     lease: Lease
+    peer: Peer = ""
+    rank: int | None = None
     state: ReceiverState = ReceiverState.GREETING
     stream: RoomStream | None = None  # set by the handshake, which settles the layout
     tokens_ready: int = 0
@@ -249,11 +269,17 @@ class ReceiverRoom:
     in_flight: dict[int, InFlight] = field(default_factory=dict)
     landed_ahead: set[int] = field(default_factory=set)  # in place, but behind a gap
     opener: Opener | None = None  # made from the key of the last announcement
+    complete: Complete | None = None  # what the part says of itself when it is complete
 
     def __repr__(self) -> str:
         total = "?" if self.stream is None else str(self.stream.num_blocks)
         name = f"{self.request.room[:8]}.{self.request.epoch}"
         return f"ReceiverRoom({name} {self.state.value} {self.num_leading}/{total})"
+
+    @property
+    def landed_tokens(self) -> int:
+        """The token t: prompt tokens [have, t) of this part are in place."""
+        return self.request.have if self.stream is None else self.stream.landed_tokens(self.num_leading)
 
     @property
     def has_all(self) -> bool:

@@ -321,7 +321,9 @@ class DeviceLanes(SlabLanes[DeviceLane]):
                 instance=self._instance,
                 block=item.block,
                 size=item.size,
-                digest=device_digest(item.room, item.epoch, item.block, item.size, total),
+                digest=device_digest(
+                    item.room, item.epoch, item.block, item.size, total, item.stream.layout.name
+                ),
                 slab=filling.slab.id,
                 slot=slot.index,
                 lease_ms=int(self._lease_s * 1000),

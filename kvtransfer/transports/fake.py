@@ -15,6 +15,7 @@ from ...cluster.security.ciphers import CRC32C
 from ..memory.blocks import Payload
 from ..memory.device import Device
 from ..protocol.session import LEASE_S, WINDOW, Peer
+from ..protocol.shards import WHOLE, Shard
 from ..transport import Planes, TransportEvent
 from .cuda_slab import DEVICE_SLAB_BYTES, SLOT_BYTES
 from .endpoint import Clock, Delivered, Delivery
@@ -135,6 +136,7 @@ class FakeSender(SenderEndpoint):
         device: Device | None = None,
         open_agent: OpenAgent = open_nixl,
         clock: Clock = time.monotonic,
+        shard: Shard = WHOLE,
     ) -> None:
         super().__init__(
             instance,
@@ -148,6 +150,7 @@ class FakeSender(SenderEndpoint):
             device=device,
             open_agent=open_agent,
             clock=clock,
+            shard=shard,
         )
         self.endpoint = endpoint
         self._network = network
@@ -200,6 +203,7 @@ class FakeReceiver(ReceiverEndpoint):
         slot_bytes: int = SLOT_BYTES,
         open_agent: OpenAgent = open_nixl,
         clock: Clock = time.monotonic,
+        shard: Shard = WHOLE,
     ) -> None:
         super().__init__(
             instance,
@@ -213,6 +217,7 @@ class FakeReceiver(ReceiverEndpoint):
             slot_bytes=slot_bytes,
             open_agent=open_agent,
             clock=clock,
+            shard=shard,
         )
         self._network = network
 

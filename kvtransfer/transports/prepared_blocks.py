@@ -42,12 +42,17 @@ class PreparedBlocks:
         if known is not None and known[0] is item:
             return known[1:]
         self.drop(key_of(item))
-        payload = self._reader.read(item.segments, item.pages[item.first_page :], item.size, item.columns)
+        layout = item.stream.layout
+        payload = self._reader.read(
+            item.segments, item.pages[item.first_page :], item.size, item.columns, layout.sender_rows
+        )
         digest = attempt = 0
         if item.sealer is None:
-            digest = block_digest(item.room, item.epoch, item.block, payload.data, self._reader.crc)
+            digest = block_digest(
+                item.room, item.epoch, item.block, payload.data, self._reader.crc, layout.name
+            )
         else:
-            name = BlockName(item.room, item.epoch, item.block, item.size, self._fingerprint)
+            name = BlockName(item.room, item.epoch, item.block, item.size, self._fingerprint + layout.name)
             payload, attempt = self._reader.seal(payload, item.sealer, name)
         header = Block(
             room=item.room,

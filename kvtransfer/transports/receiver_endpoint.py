@@ -18,12 +18,14 @@ from ...cluster.protocol.slab_messages import SlabBlock, SlabDown, SlabUp
 from ...cluster.security.ciphers import CRC32C
 from ..memory.blocks import Arrival, BlockWriter
 from ..memory.device import Device, Move
+from ..memory.pinning import Bytes
 from ..memory.span_cutter import ReceiverPages, RunPlaces, pages_of_run
 from ..protocol.layout import Crc, KVLayout, RoomStream, Segment, block_digest, device_digest, digest_seed
 from ..protocol.peer_link import PeerLink
 from ..protocol.receiver import ReceiverSession
 from ..protocol.seal import TAG_BYTES, BlockName
 from ..protocol.session import LEASE_S, WINDOW, CloseLink, Effect, Notify, Peer, ReceiverRoom, SendMessage
+from ..protocol.shards import WHOLE, Shard
 from ..transport import Complete, Lost, Offer, Planes, PullRequest
 from .cuda_slab import NEWS_S, SLOT_BYTES, SPIN_S, device_of, host_id, next_poll
 from .endpoint import Clock, Endpoint
@@ -32,6 +34,8 @@ from .nixl_agent import OpenAgent, open_nixl
 from .path_rates import PathRates
 from .shm import ReceiverSlabs
 from .slab_lanes import SlabCounters
+
+BlockId = tuple[Peer, str, int, int]  # peer, room, epoch, number
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,17 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         slot_bytes: int = SLOT_BYTES,
         open_agent: OpenAgent = open_nixl,
         clock: Clock = time.monotonic,
+        shard: Shard = WHOLE,
     ) -> None:
-        """`device`: another device than that of the planes, for tests without a GPU. `slot_bytes`: the
+        """`shard`: this rank of the worker, to whose pages `planes` belong.
+
+        `device`: another device than that of the planes, for tests without a GPU. `slot_bytes`: the
         largest slot in a device's memory. `open_agent`: NIXL.
         """
         super().__init__(clock)
+        own = KVLayout.of_rank(layout, shard)
         if CUDA_SLAB in transports and device is None:
-            device = device_of(planes, KVLayout(layout))
+            device = device_of(planes, own)
         self._transports = tuple(name for name in transports if name != CUDA_SLAB or device is not None)
         self.session = ReceiverSession(
             instance,
@@ -81,15 +89,16 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             lease_s=lease_s,
             transports=self._transports,
             host=host_id(),
+            shard=shard,
         )
-        self._writer = BlockWriter(KVLayout(layout), planes)
+        self._writer = BlockWriter(own, planes)
         self._decoder = kv_down_frames()
         self._is_gathering = False  # outgoing messages wait, to share a frame
         self._owes_turn = False  # events of landings went to the owner before the rest of a turn
         self._device = device
         self._pages = None if device is None else ReceiverPages(planes)
         self._landings: list[Landing] = []
-        self._places: dict[str, tuple[RoomStream, RunPlaces]] = {}  # the memory of open rooms
+        self._places: dict[str, dict[Peer, tuple[RoomStream, RunPlaces]]] = {}  # memory of open rooms' parts
         self._paths = PathRates()
         self._slabs = ReceiverSlabs(
             instance,
@@ -127,15 +136,13 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
     def pull(self, request: PullRequest) -> None:
         """As `KVTransport.pull`. Raises LocalProtocolError as `ReceiverSession.pull`."""
         self._perform(self.session.pull(request, self._clock()))
-        link = self.session.link_of(request.endpoint)
-        room = None if link is None else link.rooms.get(request.room)
-        _, slots = self._slabs.run_of(request.endpoint)
-        is_new = room is not None and room.request is request and slots is not None
-        if room is not None and is_new and room.stream and room.stream.num_blocks:
-            self._places_of(room, room.stream)  # now, while prefill computes
-        self._tell(request.endpoint, self._slabs.ask_again(request.endpoint, self._clock()))
-        if self._nixl is not None:
-            self._nixl.ask_again(request.endpoint, self._clock())
+        for room in self.session.parts_of(request.room):
+            _, slots = self._slabs.run_of(room.peer)
+            if room.request is request and slots is not None and room.stream and room.stream.num_blocks:
+                self._places_of(room, room.stream)  # now, while prefill computes
+            self._tell(room.peer, self._slabs.ask_again(room.peer, self._clock()))
+            if self._nixl is not None:
+                self._nixl.ask_again(room.peer, self._clock())
 
     def release(self, room: str, epoch: int, reason: str) -> None:
         """As `KVTransport.release`."""
@@ -283,10 +290,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             if segments is None or link is None:
                 effects.append(SendMessage(peer, self._slabs.freed(block)))
                 continue
-            seed = digest_seed(block.room, block.epoch, block.block, block.size)
-            expected.append(
-                (block, Arrival(data, segments, link.rooms[block.room].request, seed, block.digest))
-            )
+            expected.append((block, _arrival(data, segments, block, link.rooms[block.room])))
         are_right = self._writer.land([one for _, one in expected], is_pinned=self._slabs.is_pinned(peer))
         for (block, _), is_right in zip(expected, are_right, strict=True):
             effects += [
@@ -330,8 +334,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         segments, link = self._expect(one.peer, block, block.size), self.session.link_of(one.peer)
         if segments is None or link is None:
             return None
-        seed = digest_seed(block.room, block.epoch, block.block, block.size)
-        arrival = Arrival(one.data, segments, link.rooms[block.room].request, seed, block.digest)
+        arrival = _arrival(one.data, segments, block, link.rooms[block.room])
         return self._writer.land([arrival], is_pinned=one.is_pinned)[0]
 
     def _settle_read(self, one: Arrived, is_right: bool) -> list[Effect]:
@@ -356,7 +359,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                 effects.append(SendMessage(peer, self._slabs.unusable(peer, block)))
                 self._set_runs(peer)
                 continue
-            if not under_way.isdisjoint(names_of(block)):
+            if not under_way.isdisjoint(names_of(peer, block)):
                 # a second move could end after the room did, and read a slot that holds another run by then
                 self.session.counters.duplicate_blocks += 1
                 continue
@@ -368,7 +371,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                 continue
             room = link.rooms[block.room]
             request = room.request
-            under_way |= names_of(block)
+            under_way |= names_of(peer, block)
             begun.append(block)
             requests.append(request)
             begin = block.block * stream.block_bytes
@@ -387,21 +390,22 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         """The memory of all blocks of a room; None without a device."""
         if self._pages is None:
             return None
-        known = self._places.get(room.request.room)
+        parts = self._places.setdefault(room.request.room, {})
+        known = parts.get(room.peer)
         if known is None or known[0] is not stream:
-            known = self._places[room.request.room] = (stream, self._pages.places(stream, room.request))
+            known = parts[room.peer] = (stream, self._pages.places(stream, room.request))
         return known[1]
 
-    def _under_way(self) -> set[tuple[str, int, int]]:
+    def _under_way(self) -> set[BlockId]:
         """The names of the blocks that moves write into their pages now."""
-        return {name for one in self._landings for block in one.blocks for name in names_of(block)}
+        return {name for one in self._landings for block in one.blocks for name in names_of(one.peer, block)}
 
     def _expect(self, peer: Peer, block: Block | SlabBlock, size: int) -> tuple[Segment, ...] | None:
         """As `ReceiverSession.expect`, but also None for a block that a move writes into its pages.
 
         Its room would end here, and the move could then write what another room has put into the slot.
         """
-        if self._landings and (block.room, block.epoch, block.block) in self._under_way():
+        if self._landings and (peer, block.room, block.epoch, block.block) in self._under_way():
             self.session.counters.duplicate_blocks += 1
             return None
         return self.session.expect(peer, block, size)
@@ -420,12 +424,18 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             del self._landings[0]
             effects: list[Effect] = []
             for block, total in zip(landing.blocks, totals, strict=True):
-                found = device_digest(block.room, block.epoch, block.block, block.size, total)
+                pair = self._pair_name(landing.peer)
+                found = device_digest(block.room, block.epoch, block.block, block.size, total, pair)
                 effects += [
                     SendMessage(landing.peer, self._slabs.freed(block)),
                     *self._settle_run(landing, block, found == block.digest),
                 ]
             self._perform(effects)
+
+    def _pair_name(self, peer: Peer) -> str:
+        """The name of this pair of ranks in digests; "" without a handshake, when no room wants a block."""
+        link = self.session.link_of(peer)
+        return "" if link is None or link.layout is None else link.layout.name
 
     def _end_of(self, landing: Landing) -> list[int] | None:
         """The digests of a move that ends soon; None if a message came before.
@@ -484,18 +494,22 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         try:
             if is_sealed:
                 self._open(block, payload, segments, room)
-            elif (
-                block_digest(block.room, block.epoch, block.block, payload, self._writer.crc) != block.digest
-            ):
-                raise DigestMismatch(
-                    f"block {block.block} of room {block.room} has not the digest of its header"
-                )
             else:
-                self._writer.write(payload, segments, room.request)
+                self._write(block, payload, segments, room)
         except DigestMismatch:
             return self.session.corrupt(peer, block, now)
         self.reach("receiver:block")
         return self.session.landed(peer, block, now)
+
+    def _write(
+        self, block: Block, payload: memoryview, segments: Sequence[Segment], room: ReceiverRoom
+    ) -> None:
+        """Lands a block in the clear. Raises DigestMismatch when it has another digest."""
+        layout = _layout_of(room)
+        name, crc = (block.room, block.epoch, block.block), self._writer.crc
+        if block_digest(*name, payload, crc, layout.name) != block.digest:
+            raise DigestMismatch(f"block {block.block} of room {block.room} has not the digest of its header")
+        self._writer.write(payload, segments, room.request, layout.receiver_rows)
 
     def _open(
         self, block: Block, payload: memoryview, segments: Sequence[Segment], room: ReceiverRoom
@@ -504,11 +518,15 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         opener = room.opener
         if opener is None:
             raise DigestMismatch(f"there is no key for block {block.block} of room {block.room}")
-        name = BlockName(
-            block.room, block.epoch, block.block, block.size, self.session.layout.wire.fingerprint
-        )
+        layout = _layout_of(room)
+        place = self.session.layout.wire.fingerprint + layout.name
+        name = BlockName(block.room, block.epoch, block.block, block.size, place)
         self._writer.open(
-            lambda plain: opener.open(name, block.attempt, payload, plain), block.size, segments, room.request
+            lambda plain: opener.open(name, block.attempt, payload, plain),
+            block.size,
+            segments,
+            room.request,
+            layout.receiver_rows,
         )
 
     def _work(self) -> None:
@@ -565,6 +583,18 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         """No-op: a DEALER has one peer and keeps connecting to it."""
 
 
+def _layout_of(room: ReceiverRoom) -> KVLayout:
+    """The layout of the room's pair of ranks. The room must be attached."""
+    assert room.stream is not None
+    return room.stream.layout
+
+
+def _arrival(data: Bytes, segments: Sequence[Segment], block: SlabBlock, room: ReceiverRoom) -> Arrival:
+    layout = _layout_of(room)
+    seed = digest_seed(block.room, block.epoch, block.block, block.size, layout.name)
+    return Arrival(data, segments, room.request, seed, block.digest, layout.receiver_rows)
+
+
 def _is_in_part(link: PeerLink, landing: Landing) -> bool:
     """Whether more blocks of the landing's rooms come than are pulled."""
     rooms = [link.rooms.get(block.room) for block in landing.blocks]
@@ -574,6 +604,6 @@ def _is_in_part(link: PeerLink, landing: Landing) -> bool:
     )
 
 
-def names_of(header: SlabBlock) -> set[tuple[str, int, int]]:
-    """The room, epoch and number of each block of a run."""
-    return {(header.room, header.epoch, header.block + number) for number in range(header.count)}
+def names_of(peer: Peer, header: SlabBlock) -> set[BlockId]:
+    """The peer, room, epoch and number of each block of a run."""
+    return {(peer, header.room, header.epoch, header.block + number) for number in range(header.count)}

@@ -18,6 +18,7 @@ from ...cluster.process.failpoints import Reach, unarmed
 from ...cluster.protocol.messages import Layout
 from ...cluster.security.keyring import Keyring
 from ..protocol.session import LEASE_S, WINDOW
+from ..protocol.shards import WHOLE, Shard
 from ..transport import ListeningTransport, Planes, PollableTransport
 from .cuda_slab import DEVICE_SLAB_BYTES
 from .shm import SLAB_BYTES
@@ -41,6 +42,7 @@ class EndSetup:
     lease_s: float = LEASE_S
     clock: Callable[[], float] = time.monotonic
     reach: Reach = unarmed
+    shard: Shard = WHOLE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +148,7 @@ def _zmq_sender(setup: SenderSetup, names: Sequence[str]) -> ZmqBlocksSender:
         transports=names,
         slab_bytes=setup.slab_bytes,
         device_slab_bytes=setup.device_slab_bytes,
+        shard=setup.shard,
     )
 
 
@@ -161,4 +164,5 @@ def _zmq_receiver(setup: ReceiverSetup, names: Sequence[str]) -> ZmqBlocksReceiv
         lease_s=setup.lease_s,
         clock=setup.clock,
         transports=names,
+        shard=setup.shard,
     )

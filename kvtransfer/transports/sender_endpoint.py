@@ -22,7 +22,8 @@ from ..memory.span_cutter import SenderPages
 from ..protocol.layout import Crc, KVLayout
 from ..protocol.sender import SenderSession
 from ..protocol.session import LEASE_S, Effect, FillEarly, Notify, Peer, SendBlock, SendMessage
-from ..transport import Dropped, Offer, Planes, PullRequest, Released
+from ..protocol.shards import WHOLE, Shard
+from ..transport import Attached, Dropped, Offer, Planes, PullRequest, Released
 from .cuda_slab import DEVICE_SLAB_BYTES, RUNS_PER_MOVE, DeviceLanes, device_of, host_id
 from .endpoint import RETRY_S, Clock, Endpoint
 from .nixl import NixlLanes
@@ -57,15 +58,18 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         device: Device | None = None,
         open_agent: OpenAgent = open_nixl,
         clock: Clock = time.monotonic,
+        shard: Shard = WHOLE,
     ) -> None:
-        """`slab_bytes`, `device_slab_bytes`: limits of all slabs in memory of the host and of the device, and
+        """`shard`: this rank of the worker, to whose pages `planes` belong.
+
+        `slab_bytes`, `device_slab_bytes`: limits of all slabs in memory of the host and of the device, and
         the first also of the slabs for NIXL. `stall_s`: as in `SenderSession`.
 
         `device`: another device than that of the planes, for tests without a GPU. `open_agent`: NIXL.
         """
         super().__init__(clock)
         if CUDA_SLAB in transports and device is None:
-            device = device_of(planes, KVLayout(layout))
+            device = device_of(planes, KVLayout.of_rank(layout, shard))
         names = [name for name in transports if name != CUDA_SLAB or device is not None]
         self.session = SenderSession(
             instance,
@@ -75,6 +79,7 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
             ciphers=ciphers,
             transports=names,
             host=host_id(),
+            shard=shard,
         )
         if self.session.layout.has_features != (planes.features is not None):
             raise LocalProtocolError("a layout has features exactly when the planes have them")
@@ -274,6 +279,8 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
             elif isinstance(effect, FillEarly) and self._device_slabs is not None:
                 if self._device_slabs.begin_early(effect.run, self._clock(), is_late=effect.is_late):
                     self.reach("sender:gather")
+            elif isinstance(effect, Notify) and isinstance(effect.event, Attached):
+                self._events.append(effect.event)
             elif isinstance(effect, Notify):
                 assert isinstance(effect.event, Released | Dropped)
                 self._forget_slots(effect.event.room, effect.event.epoch)

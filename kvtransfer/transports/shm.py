@@ -178,8 +178,10 @@ class SenderSlabs(HostLanes[ShmLane]):
 
 
 def _filling(item: SendBlock, slot: Bytes) -> Filling:
-    seed = digest_seed(item.room, item.epoch, item.block, item.size)
-    return Filling(slot, item.segments, item.pages[item.first_page :], item.size, seed, item.columns)
+    layout = item.stream.layout
+    seed = digest_seed(item.room, item.epoch, item.block, item.size, layout.name)
+    pages = item.pages[item.first_page :]
+    return Filling(slot, item.segments, pages, item.size, seed, item.columns, layout.sender_rows)
 
 
 @dataclass

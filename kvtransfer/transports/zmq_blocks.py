@@ -49,6 +49,7 @@ from ..memory.blocks import Payload
 from ..memory.device import Device
 from ..protocol.seal import TAG_BYTES
 from ..protocol.session import LEASE_S, WINDOW, Peer, SendBlock, SendMessage
+from ..protocol.shards import WHOLE, Shard
 from ..transport import Lost, Planes, PullRequest
 from .bulk import BulkLink, BulkLinks, BulkPort, bulk_lane
 from .cuda_slab import DEVICE_SLAB_BYTES, SLOT_BYTES
@@ -91,6 +92,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
         device: Device | None = None,
         open_agent: OpenAgent = open_nixl,
         clock: Clock = time.monotonic,
+        shard: Shard = WHOLE,
     ) -> None:
         """`ciphers`: names from `ciphers_of`, by default the best with or without a `keyring`.
 
@@ -112,6 +114,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
             device=device,
             open_agent=open_agent,
             clock=clock,
+            shard=shard,
         )
         check_bind_address(
             bind_endpoint,
@@ -277,6 +280,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
         slot_bytes: int = SLOT_BYTES,
         open_agent: OpenAgent = open_nixl,
         clock: Clock = time.monotonic,
+        shard: Shard = WHOLE,
     ) -> None:
         super().__init__(
             instance,
@@ -290,6 +294,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
             slot_bytes=slot_bytes,
             open_agent=open_agent,
             clock=clock,
+            shard=shard,
         )
         self._context = context
         self._messages_per_flush = 1 if planes.kv.is_cuda else MESSAGES_PER_FLUSH

@@ -19,7 +19,7 @@ from baton.decode.worker import DecodeWorker
 from baton.engine.loader import Engine
 from baton.kvtransfer.protocol import peer_link, sender
 from baton.kvtransfer.protocol.receiver import ReceiverSession
-from baton.kvtransfer.protocol.session import Lease, SendBlock, SenderState
+from baton.kvtransfer.protocol.session import Lease, SendBlock
 from baton.kvtransfer.transport import Released
 from baton.kvtransfer.transports import prepared_blocks, receiver_endpoint
 from baton.kvtransfer.transports.endpoint import Delivered
@@ -188,9 +188,10 @@ def free_on_send():
 
     def forget_when_sent(self, waiting):
         item, num_sent = waiting[0], send_some(self, waiting)  # one at a time here: max_batch is 1
-        known = self.session._rooms.get(item.room) if num_sent and isinstance(item, SendBlock) else None
+        parts = self.session._rooms.get(item.room, {}) if num_sent and isinstance(item, SendBlock) else {}
+        known = parts.get(0)
         if known is not None and known.is_final and item.block == known.stream.num_blocks - 1:
-            self.session._close(known, SenderState.RELEASED, "sent", self._clock())
+            self.session._release_part(known, self._clock())
             self._events.append(Released(room=item.room, epoch=item.epoch))
         return num_sent
 

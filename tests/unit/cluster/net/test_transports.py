@@ -75,7 +75,7 @@ def test_prefill_answers_a_hello_with_its_choice_and_remembers_it():
         instance="2" * 32, protocol=m.PROTOCOL_MAJOR, layout=LAYOUT, transports=("shm", "zmq_blocks")
     )
     assert session.receive("d", hello, 0.0) == [
-        SendMessage("d", m.KVWelcome(instance="1" * 32, layout=LAYOUT, transport="shm"))
+        SendMessage("d", m.KVWelcome(instance="1" * 32, layout=LAYOUT, transport="shm", num_ranks=1))
     ]
     assert session.speaks("d", "2" * 32, "shm")
     assert not session.speaks("d", "3" * 32, "shm")

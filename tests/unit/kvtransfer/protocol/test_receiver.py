@@ -16,7 +16,10 @@ LAYOUT = m.Layout(
     fingerprint="f", dtype="float32", page_size=4, num_layers=1, num_kv_heads=1, head_dim=2, block_bytes=64
 )  # a page is 64 bytes, so a block is a page
 HELLO = SendMessage(
-    "p", m.KVHello(instance=D, protocol=1, layout=LAYOUT, ciphers=("crc32c",), transports=("zmq_blocks",))
+    "p",
+    m.KVHello(
+        instance=D, protocol=1, layout=LAYOUT, ciphers=("crc32c",), transports=("zmq_blocks",), num_ranks=1
+    ),
 )
 
 
