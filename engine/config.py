@@ -23,7 +23,8 @@ class EngineConfig(GivenSizes):
     the eager path before use. `feature_layers` ("2,14,25"): layer outputs that prefill captures beside those
     of the draft. `aggregated`: a decode engine that computes all its prompts, and captures graphs for them.
     `deterministic`: the bits of a target's row do not depend on the rows computed beside it. `quantize`: the
-    form to which matrices in floats are rounded as they are loaded, or "none".
+    form to which matrices in floats are rounded as they are loaded, or "none". `tp`: the number of ranks of
+    a tensor-parallel worker.
     """
 
     model: str
@@ -46,6 +47,7 @@ class EngineConfig(GivenSizes):
     deterministic: bool = False
     feature_layers: str = ""
     aggregated: bool = False
+    tp: int = 1
 
     def __post_init__(self) -> None:
         if self.graphs not in ("auto", "on", "off"):

@@ -36,9 +36,13 @@ from .kv.budget import PageBudget
 from .kv.pool import FeaturePlane, KVPool, PageAllocator
 from .kv.prefix_cache import PrefixCache
 from .models.config import ModelConfig
+from .models.cuts import rank_config
 from .models.interface import CausalLM
 from .models.registry import load_model_config
 from .models.weights import load_model, needless_tensors, weight_bytes
+from .parallel.group import SOLO, TensorGroup
+from .parallel.plans import Tell
+from .parallel.vocabulary import table_of
 from .prompt_budget import WHOLE_PROMPT_ROWS, alone_tokens
 from .runner.lifecycle import Lifecycle, Phase
 from .runner.model_runner import ModelRunner, configure_aux_capture
@@ -108,6 +112,10 @@ class Engine:
     feature_ids: tuple[int, ...] = ()
     head: LiveHead | None = None  # weights of the drafter that others may replace; None without any
     watch: ReadyWatch | None = None  # from the start of serving
+    group: TensorGroup = SOLO
+    tell: Tell | None = (
+        None  # tells the other ranks what this one does; None with one rank, or as another rank
+    )
 
     def begin_watch(self) -> None:
         """Counts, from now on, what should have happened before the worker was ready."""
@@ -125,6 +133,7 @@ class Engine:
             policy=self.step_policy,
             eos_token_ids=self.model_config.eos_token_ids,
             launches_ahead=self.launches_ahead,
+            tell=self.tell,
         )
 
     def copy_page(self, source: int, target: int) -> None:
@@ -192,15 +201,23 @@ class EngineLoader:
     `has_drafter`: the engine drafts (decode); otherwise it only captures features. If the config enables
     graphs, they are captured on `backend`, by default that of the device. From "allocate pools" on, `config`
     holds the chosen sizes.
+
+    All ranks of a tensor-parallel worker go through the phases together, each with its place in `group`.
     """
 
     def __init__(
-        self, config: EngineConfig, *, has_drafter: bool, backend: GraphBackend | None = None
+        self,
+        config: EngineConfig,
+        *,
+        has_drafter: bool,
+        backend: GraphBackend | None = None,
+        group: TensorGroup = SOLO,
     ) -> None:
         self.config = replace(config, page_size=config.page_size or PAGE_SIZE)
         self._given = GivenSizes.of(config)
         self._shape = DraftShape.of(config.spec_steps, config.spec_topk, config.spec_tokens)
         self._backend = backend
+        self._group = group
         self.has_drafter = has_drafter
         self.lifecycle = Lifecycle()
         self._engine: Engine | None = None
@@ -234,7 +251,7 @@ class EngineLoader:
         config = self.config
         if config.threads:
             torch.set_num_threads(config.threads)
-        self._device = resolve_device(config.device)
+        self._device = rank_device(resolve_device(config.device), self._group)
         self._dtype = resolve_dtype(config.dtype, self._device)
         self._path = resolve_checkpoint(config.model)
         self._weights = WeightsHash(self._path)
@@ -247,6 +264,7 @@ class EngineLoader:
             device=self._device,
             is_invariant=config.deterministic,
             quantize=config.quantize,
+            group=self._group,
         )
         self._fingerprint = model_fingerprint(self._path)
         if config.quantize != "none":
@@ -264,9 +282,10 @@ class EngineLoader:
         self.lifecycle.advance(Phase.LOADED)
 
     def _weight_bytes(self) -> int:
-        """Bytes of the target's weights, by the headers of its checkpoint."""
+        """Bytes of the target's weights on this rank, about, by the headers of its checkpoint."""
         needless = needless_tensors(load_model_config(self._path))
-        return weight_bytes(self._path, self._dtype, needless, quantize=self.config.quantize)
+        whole = weight_bytes(self._path, self._dtype, needless, quantize=self.config.quantize)
+        return whole // self._group.size
 
     def _configure_aux(self) -> None:
         ids: tuple[int, ...] = ()
@@ -315,9 +334,10 @@ class EngineLoader:
 
     def _share(self) -> None:
         if self.has_drafter and self._source is not None:
+            vocab_size = self._model_config.vocab_size
             self._lent = TargetWeights(
-                embed_tokens=self._model.embed_tokens,
-                lm_head=self._model.lm_head,
+                embed_tokens=table_of(self._model.embed_tokens, vocab_size, self._group),
+                lm_head=table_of(self._model.lm_head, vocab_size, self._group),
                 final_norm=self._model.norm,
                 steps=self._shape.steps,
                 max_context=self._max_context,
@@ -344,7 +364,8 @@ class EngineLoader:
             drafter = self._draft.drafter(
                 num_pages=num_pages, page_size=page_size, capacity=sizes.max_running + 1
             )
-            if self._source is not None and not isinstance(self._source, NgramSource):
+            is_swappable = self._source is not None and not isinstance(self._source, NgramSource)
+            if is_swappable and self._source is not None and self._group.is_solo:
                 head = LiveHead(
                     drafter,
                     self._draft,
@@ -383,6 +404,7 @@ class EngineLoader:
             grammars=GrammarCompiler(self._path / "tokenizer.json", model.vocab_size, model.eos_token_ids),
             shape=PLAIN if drafter is None else self._shape,
             step_policy=None if self._draft is None else self._step_policy(self._draft),
+            group=self._group,
         )
         self._engine.launches_ahead = self._is_overlapped
         if self.has_drafter:
@@ -394,6 +416,7 @@ class EngineLoader:
                 watched=engine.shape if engine.step_policy and engine.step_policy.is_watched else None,
                 max_requests=sizes.max_running,
                 max_context=sizes.max_context,
+                group=self._group,
             )
         self.lifecycle.advance(Phase.POOLS_ALLOCATED)
 
@@ -507,7 +530,7 @@ class EngineLoader:
         If one differs then, the next start compares all again.
         """
         folder, key = self._kept
-        is_brief = were_tested(folder, key)
+        is_brief = bool(self._group.rank_0(were_tested(folder, key)))
         dropped = graphs.self_test(
             engine.runner, engine.drafter, engine.max_context, engine.steps, is_brief=is_brief
         )
@@ -567,7 +590,9 @@ class EngineLoader:
             torch.cuda.empty_cache()
             held = torch.cuda.memory_reserved(self._device)
             card = replace(card, free=min(card.free, held + torch.cuda.mem_get_info(self._device)[0]))
-        config = self._model_config
+        if not self._group.is_solo:  # equal sizes on all ranks
+            card, held = replace(card, free=self._group.least(card.free)), self._group.most(held)
+        config = self._model.config
         sizes = ModelSizes(
             hidden_size=config.hidden_size,
             intermediate_size=config.row_width,
@@ -636,6 +661,34 @@ def engine_card(device: torch.device) -> Card:
     major, minor = torch.cuda.get_device_capability(device)
     name = torch.cuda.get_device_name(device)
     return Card(name=name, total=total, free=free, capability=(major, minor))
+
+
+def rank_device(device: torch.device, group: TensorGroup) -> torch.device:
+    """The device of one rank: on GPUs the visible one of its number."""
+    is_one_of_several = device.type == "cuda" and not group.is_solo
+    return torch.device("cuda", group.rank) if is_one_of_several else device
+
+
+def check_ranks(config: EngineConfig) -> None:
+    """Raises CheckpointError if `config.tp` ranks cannot share the model or this host's GPUs.
+
+    Reads config.json only, so that a wrong setting ends the start before anything is loaded.
+    """
+    if config.tp == 1:
+        return
+    device = resolve_device(config.device)
+    if device.type == "cuda" and config.tp > torch.cuda.device_count():
+        raise CheckpointError(
+            f"tp {config.tp}: this process sees {torch.cuda.device_count()} GPUs; lower --tp, or let it see "
+            "more (CUDA_VISIBLE_DEVICES)"
+        )
+    if config.deterministic:
+        raise CheckpointError(
+            f"tp {config.tp}: sums over ranks have no fixed order for every batch, which --deterministic "
+            "asks for; use tp 1, or start without it"
+        )
+    path = resolve_checkpoint(config.model)
+    rank_config(load_model_config(path), config.tp, str(path))
 
 
 def _shapes_of(engine: Engine) -> Sequence[DraftShape]:

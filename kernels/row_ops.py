@@ -42,9 +42,21 @@ Experts: TypeAlias = Callable[
 ]
 
 
+# (part [T, H]) -> [T, H]
+JoinParts: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+
+
+def of_one_rank(part: torch.Tensor) -> torch.Tensor:
+    """The sum over the ranks of a model that has one."""
+    return part
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowOps:
-    """The operations of a model's rows, attention excepted."""
+    """The operations of a model's rows, attention excepted.
+
+    `sum_ranks` sums the results of a matrix whose inputs are split over ranks.
+    """
 
     linear: Project
     gated_linear: Project
@@ -53,6 +65,7 @@ class RowOps:
     add_rms_norm: AddNorm
     rope: Rotate
     expert_mlp: Experts
+    sum_ranks: JoinParts = of_one_rank
 
 
 def invariant_gated_linear(

@@ -8,8 +8,8 @@ import torch
 
 from ..cluster.protocol.messages import PromptLogprobs
 from ..cluster.protocol.prompt_scores import prompt_logprobs
-from ..engine.batch.extend_batch import extend_batch
-from ..engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardOutput
+from ..engine.batch.extend_batch import extend_plan, planned_batch
+from ..engine.batch.forward_batch import ForwardBatch, ForwardOutput
 from ..engine.batch.input_embeds import set_input_embeds
 from ..engine.loader import Engine
 from ..engine.prompt_logprobs import most_scored, scores_of
@@ -55,15 +55,14 @@ def scored_limit(request: Request, before: Sequence[Chunk[R]], vocab_size: int) 
 def batch_of(engine: Engine, chunks: Sequence[Chunk[R]], *, has_features: bool) -> ForwardBatch:
     """The batch of all chunks, in order.
 
-    `has_features`: the forward returns the aux features of every row.
+    `has_features`: the forward returns the aux features of every row. It must follow at once, because
+    the other ranks of a tensor-parallel worker are told of it here.
     """
     spans = [chunk.span for chunk in chunks]
-    batch = extend_batch(
-        spans,
-        page_size=engine.page_size,
-        device=engine.pool.device,
-        capture=CaptureHidden.FULL if has_features else CaptureHidden.NULL,
-    )
+    plan = extend_plan(spans, page_size=engine.page_size, has_features=has_features)
+    if engine.tell is not None:
+        engine.tell(plan)
+    batch = planned_batch(plan, page_size=engine.page_size, device=engine.pool.device)
     if any(request.num_embeds for request, _, _ in spans):
         set_input_embeds(batch, spans, engine.runner.model)
     return batch

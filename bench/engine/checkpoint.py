@@ -25,6 +25,7 @@ from ...engine.config import DTYPES, resolve_device, resolve_dtype
 from ...engine.errors import CheckpointError
 from ...engine.models.layers import NamedTensors
 from ...engine.models.weights import INDEX_FILE
+from ...engine.parallel.vocabulary import rows_of
 from ...engine.speculative.drafters.eagle3_head import Eagle3Head
 from ..arguments import at_least
 from .model import random_head, random_target
@@ -94,7 +95,7 @@ def _head_tensors(head: Eagle3Head, vocab_size: int) -> NamedTensors:
     """The head's own tensors, with a draft vocabulary of the target's first `vocab_size` tokens."""
     yield from head.tensors()
     assert head.lm_head is not None
-    yield "lm_head.weight", head.lm_head
+    yield "lm_head.weight", rows_of(head.lm_head)
     num_drafts = head.config.draft_vocab_size
     yield "d2t", torch.zeros(num_drafts, dtype=torch.int64)
     yield "t2d", torch.arange(vocab_size) < num_drafts

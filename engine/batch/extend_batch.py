@@ -8,9 +8,57 @@ import torch
 
 from ..host_copy import arrays_to_device
 from ..kv.page_table import page_array, pages_for, slot_array
+from ..parallel.plans import PromptPart, PromptPlan
 from ..prompt_logprobs import num_scored
 from ..request import Request
 from .forward_batch import CaptureHidden, ForwardBatch
+
+
+def extend_plan(
+    ranges: Sequence[tuple[Request, int, int]], *, page_size: int, has_features: bool = False
+) -> PromptPlan:
+    """The plan of a forward over tokens [start, end) of each request, in order.
+
+    Logits are those of the last row of each range that ends its prompt, then of the scored rows (see
+    `prompt_logprobs`).
+    """
+    starts = [0, *accumulate(end - start for _, start, end in ranges)]
+    final = [starts[i + 1] - 1 for i, (request, _, end) in enumerate(ranges) if end == request.num_prompt]
+    scored = [starts[i] + row for i, part in enumerate(ranges) for row in range(num_scored(*part))]
+    parts = [
+        PromptPart(
+            ids=list(request.prompt_ids[start:end]),
+            start=start,
+            pages=request.pages[: pages_for(end, page_size)],
+        )
+        for request, start, end in ranges
+    ]
+    return PromptPlan(parts=parts, logit_rows=[*final, *scored], has_features=has_features)
+
+
+def planned_batch(plan: PromptPlan, *, page_size: int, device: torch.device) -> ForwardBatch:
+    """The batch of `plan`."""
+    parts = plan.parts
+    ends = [part.start + len(part.ids) for part in parts]
+    spans = list(zip(parts, ends, strict=True))
+    host = (
+        np.array([token for part in parts for token in part.ids], dtype=np.int64),
+        np.concatenate([np.arange(part.start, end, dtype=np.int64) for part, end in spans]),
+        np.concatenate([slot_array(part.pages, part.start, end, page_size) for part, end in spans]),
+        page_array([part.pages for part in parts]),
+        np.array(plan.logit_rows, dtype=np.int64),
+    )
+    input_ids, positions, slots, page_table, logit_rows = arrays_to_device(host, device)
+    return ForwardBatch(
+        input_ids=input_ids,
+        positions=positions,
+        slots=slots,
+        page_table=page_table,
+        q_lens=[len(part.ids) for part in parts],
+        kv_lens=ends,
+        capture_hidden=CaptureHidden.FULL if plan.has_features else CaptureHidden.NULL,
+        logit_rows=logit_rows,
+    )
 
 
 def extend_batch(
@@ -20,31 +68,8 @@ def extend_batch(
     device: torch.device,
     capture: CaptureHidden = CaptureHidden.NULL,
 ) -> ForwardBatch:
-    """The rows of tokens [start, end) of each request, in order.
-
-    Logits are those of the last row of each range that ends its prompt, then of the scored rows (see
-    `prompt_logprobs`).
-    """
-    rows = [end - start for _, start, end in ranges]
-    starts = [0, *accumulate(rows)]
-    final = [starts[i + 1] - 1 for i, (request, _, end) in enumerate(ranges) if end == request.num_prompt]
-    scored = [starts[i] + row for i, part in enumerate(ranges) for row in range(num_scored(*part))]
-    ids = [token for request, start, end in ranges for token in request.prompt_ids[start:end]]
-    host = (
-        np.array(ids, dtype=np.int64),
-        np.concatenate([np.arange(start, end, dtype=np.int64) for _, start, end in ranges]),
-        np.concatenate([slot_array(r.pages, start, end, page_size) for r, start, end in ranges]),
-        page_array([r.pages[: pages_for(end, page_size)] for r, _, end in ranges]),
-        np.array([*final, *scored], dtype=np.int64),
-    )
-    input_ids, positions, slots, page_table, logit_rows = arrays_to_device(host, device)
-    return ForwardBatch(
-        input_ids=input_ids,
-        positions=positions,
-        slots=slots,
-        page_table=page_table,
-        q_lens=rows,
-        kv_lens=[end for _, _, end in ranges],
-        capture_hidden=capture,
-        logit_rows=logit_rows,
-    )
+    """The batch of `extend_plan`, with hidden rows as `capture` says."""
+    plan = extend_plan(ranges, page_size=page_size)
+    batch = planned_batch(plan, page_size=page_size, device=device)
+    batch.capture_hidden = capture
+    return batch

@@ -15,8 +15,8 @@ class CausalLM(Protocol):
     """A decoder in three parts: embed, body, logits.
 
     Legend: T tokens, R selected rows, V vocabulary, H hidden size, K features. `embed_tokens` and `lm_head`
-    are the weights `[V, H]` that a draft head may share; they are the same tensor when tied. `norm` is the
-    final norm.
+    are the weights `[V, H]` that a draft head may share; they are the same tensor when tied. As one rank of
+    several a model has some of their rows, and `config` is that of the rank. `norm` is the final norm.
     """
 
     config: ModelConfig

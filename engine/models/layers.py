@@ -1,8 +1,9 @@
 """The building blocks of a decoder layer, with the names of their tensors in a Hugging Face checkpoint.
 
 Projections with the same input are merged into one matrix. `tensors(prefix)` yields the checkpoint's names
-with views of the merged parameters, so loading is copying. Legend: T tokens, H hidden size, N query heads, K
-key/value heads, D head dimension, I intermediate size.
+with views of the merged parameters, so loading is copying. A
+layer of a tensor-parallel worker has the heads and the intermediate sizes of one rank. Legend: T tokens, H
+hidden size, N query heads, K key/value heads, D head dimension, I intermediate size.
 """
 
 from collections.abc import Callable
@@ -11,8 +12,8 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from ...kernels.row_ops import FASTEST, RowOps
-from .quant.projection import MakeProjection
+from ...kernels.row_ops import FASTEST, RowOps, of_one_rank
+from .quant.projection import MakeProjection, Projection
 from .quant.projection import NamedTensors as NamedTensors
 
 # (layer index, q [T, N, D], k [T, K, D], v [T, K, D]) -> [T, N, D]; stores k and v, then attends.
@@ -60,6 +61,34 @@ class Linear:
             if self.bias is not None:
                 yield f"{prefix}{name}.bias", self.bias[start : start + size]
             start += size
+
+
+class RowParallel:
+    """A projection whose inputs are split over the ranks of a tensor-parallel worker.
+
+    Each rank has the sum of all. The bias is rank 0's; the others have zeros.
+    """
+
+    def __init__(self, part: Projection, ops: RowOps) -> None:
+        self.part = part
+        self.ops = ops
+        self.weight, self.bias = part.weight, part.bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ops.sum_ranks(self.part(x))
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """Raises TypeError: a product of sums is none of parts."""
+        raise TypeError("a gated projection is split by its outputs")
+
+    def tensors(self, prefix: str) -> NamedTensors:
+        """The checkpoint's tensor names under `prefix`, with views of the parameters."""
+        return self.part.tensors(prefix)
+
+
+def row_parallel(projection: Projection, ops: RowOps) -> Projection:
+    """`projection` with the sum over ranks behind it, if `ops` has several."""
+    return projection if ops.sum_ranks is of_one_rank else RowParallel(projection, ops)
 
 
 class RMSNorm:
@@ -110,7 +139,8 @@ class GatedMLP:
         halves = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         make = partial(Linear, ops=ops) if linear is None else linear
         self.gate_up = make(hidden_size, halves, bias=bias, dtype=dtype, device=device)
-        self.down = make(intermediate_size, {"down_proj": hidden_size}, bias=bias, dtype=dtype, device=device)
+        down = make(intermediate_size, {"down_proj": hidden_size}, bias=bias, dtype=dtype, device=device)
+        self.down = row_parallel(down, ops)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.gate_up.gated(x))
@@ -153,9 +183,10 @@ class SelfAttention:
         }
         make = partial(Linear, ops=ops) if linear is None else linear
         self.qkv = make(input_size, parts, bias=qkv_bias, dtype=dtype, device=device)
-        self.output = make(
+        output = make(
             num_heads * head_dim, {"o_proj": hidden_size}, bias=output_bias, dtype=dtype, device=device
         )
+        self.output = row_parallel(output, ops)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if qk_norm_eps is not None:

@@ -8,11 +8,12 @@ selected rows, V vocabulary, H hidden size, K captured layers.
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from ...kernels.row_ops import FASTEST, RowOps
 from ..errors import CheckpointError, LifecycleError
 from ..kv.layouts import MHALayout
+from ..parallel.group import SOLO, TensorGroup
+from ..parallel.vocabulary import look_up, num_rank_rows, table_logits, table_of
 from .config import ModelConfig
 from .dense_layer import decoder_layer
 from .layers import Attend, DecoderLayer, NamedTensors, RMSNorm
@@ -21,7 +22,10 @@ from .rope import RotaryEmbedding
 
 
 class LlamaForCausalLM:
-    """A `CausalLM` with allocated, uninitialised weights; `tensors()` names the memory to fill."""
+    """A `CausalLM` with allocated, uninitialised weights; `tensors()` names the memory to fill.
+
+    As a rank of `group` it has the part of each weight that `cuts` tells, and `config` is that of the rank.
+    """
 
     takes_input_embeds = True
 
@@ -32,13 +36,16 @@ class LlamaForCausalLM:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         ops: RowOps = FASTEST,
+        group: TensorGroup = SOLO,
     ) -> None:
         self.config = config
         self.ops = ops
+        self.group = group
         self.dtype = dtype
         self.device = torch.device(device)
         self.aux_layer_ids: tuple[int, ...] | None = None
-        self.embed_tokens = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        rows = num_rank_rows(config.vocab_size, group.size)
+        self.embed_tokens = torch.empty(rows, config.hidden_size, dtype=dtype, device=device)
         self.lm_head = (
             self.embed_tokens if config.tie_word_embeddings else torch.empty_like(self.embed_tokens)
         )
@@ -60,7 +67,7 @@ class LlamaForCausalLM:
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Token ids `[T]` int64 -> the residual stream `[T, H]`."""
-        return F.embedding(input_ids, self.embed_tokens)
+        return look_up(input_ids, table_of(self.embed_tokens, self.config.vocab_size, self.group))
 
     def body(
         self, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend, aux_ids: Sequence[int] = ()
@@ -103,7 +110,8 @@ class LlamaForCausalLM:
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """Residual stream `[R, H]` before the final norm -> logits, float32 `[R, V]`."""
-        return self.ops.logits(self.norm(hidden_rows), self.lm_head)
+        table = table_of(self.lm_head, self.config.vocab_size, self.group)
+        return table_logits(self.norm(hidden_rows), table, self.ops.logits)
 
     def set_aux_layer_ids(self, ids: Sequence[int]) -> None:
         """Choose, once, the layer outputs that a capturing forward returns, in the given order.

@@ -119,7 +119,7 @@ class MixtureOfExperts:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         ids, weights = self.route(x)
-        routed = self.ops.expert_mlp(x, ids, weights, self.gate_up, self.down)
+        routed = self.ops.sum_ranks(self.ops.expert_mlp(x, ids, weights, self.gate_up, self.down))
         if self.shared is None:
             return routed
         shared = self.shared(x)

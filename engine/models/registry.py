@@ -5,7 +5,7 @@ A new architecture needs a class that satisfies `interface.CausalLM`, a reader o
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +14,7 @@ import torch
 
 from ...kernels.row_ops import FASTEST, INVARIANT, RowOps
 from ..errors import CheckpointError
+from ..parallel.group import SOLO, TensorGroup
 from .config import FAMILIES, ConfigReader, ModelConfig, read_dense_config, read_json
 from .interface import CausalLM, StoredForms
 from .llama import LlamaForCausalLM
@@ -31,9 +32,17 @@ class BuildModel(Protocol):
     """A model class."""
 
     def __call__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, ops: RowOps
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        ops: RowOps,
+        group: TensorGroup,
     ) -> CausalLM:
-        """The model of `config`, with uninitialised weights in `dtype` on `device`, computed by `ops`."""
+        """The model of `config`, with uninitialised weights in `dtype` on `device`, computed by `ops`, as a
+        rank of `group`.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +97,11 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     is_invariant: bool = False,
+    group: TensorGroup = SOLO,
     models: Sequence[ModelEntry] = MODELS,
 ) -> CausalLM:
     """The model of `config.architecture`, with uninitialised weights. `is_invariant`: its operations are
-    batch-invariant.
+    batch-invariant. As a rank of `group`, `config` is the rank's.
 
     Raises CheckpointError if `models` lacks it, or for a quantisation that it does not have.
     """
@@ -104,7 +114,9 @@ def build_model(
     for entry in models:
         if entry.architecture == config.architecture:
             ops = INVARIANT if is_invariant else FASTEST
-            model = entry.build(config, dtype=dtype, device=device, ops=ops)
+            if not group.is_solo:
+                ops = replace(ops, sum_ranks=group.sum)
+            model = entry.build(config, dtype=dtype, device=device, ops=ops, group=group)
             if config.quant is not None and not isinstance(model, StoredForms):
                 raise CheckpointError(
                     f"architecture {config.architecture}: {config.quant} is not supported for it; use the "

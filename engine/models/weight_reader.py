@@ -19,6 +19,7 @@ import torch
 
 from ...kernels.fp8_scales import quantise_rows_fp8
 from ..errors import CheckpointError
+from .cuts import Cut
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class Piece:
     """Elements of `dtype` at offset `first` of `path`, for the contiguous `target`.
 
     With `scales` `[rows]`, `target` `[rows, width]` is e4m3, and each row is rounded with a scale of its own.
+    With a `stride` in bytes the elements are runs of `run` bytes whose first bytes are `stride` apart.
     """
 
     path: Path
@@ -42,6 +44,8 @@ class Piece:
     dtype: torch.dtype
     target: torch.Tensor
     scales: torch.Tensor | None = None
+    run: int = 0
+    stride: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -96,6 +100,26 @@ def pieces_of_rows(
         yield Piece(
             path=path, first=first + start * row_bytes, dtype=dtype, target=target[rows], scales=scales[rows]
         )
+
+
+def cut_pieces(path: Path, first: int, dtype: torch.dtype, target: torch.Tensor, cut: Cut) -> Iterator[Piece]:
+    """The pieces of the part `cut` of one tensor, as `pieces_of`. The rest of `target` becomes zeros."""
+    if cut.size < target.shape[cut.dim]:
+        target.zero_()
+    if not cut.size:
+        return
+    if cut.dim == 0:
+        row = target[0].numel() * dtype.itemsize
+        yield from pieces_of(path, first + cut.first * row, dtype, target[: cut.size])
+        return
+    assert target.dim() == 2, target.shape
+    run, stride = cut.size * dtype.itemsize, cut.full * dtype.itemsize
+    assert cut.size == target.shape[1], (cut, target.shape)
+    count = max(1, PIECE_BYTES // run)
+    for start in range(0, target.shape[0], count):
+        offset = first + start * stride + cut.first * dtype.itemsize
+        rows = target[start : start + count].view(-1)
+        yield Piece(path=path, first=offset, dtype=dtype, target=rows, run=run, stride=stride)
 
 
 def read_pieces(pieces: Sequence[Piece]) -> ReadReport:
@@ -227,7 +251,13 @@ class _Reader:
 
     def _read(self, piece: Piece, buffer: torch.Tensor) -> None:
         """Fills `buffer`, uint8 on the host, with the bytes of `piece`."""
-        started, at, into = time.monotonic(), piece.first, memoryview(buffer.numpy())  # type: ignore[arg-type]
+        started, whole = time.monotonic(), memoryview(buffer.numpy())  # type: ignore[arg-type]
+        run = piece.run or len(whole)
+        for i in range(0, len(whole), run):
+            self._read_run(piece, piece.first + i // run * piece.stride, whole[i : i + run])
+        self.read_s += time.monotonic() - started
+
+    def _read_run(self, piece: Piece, at: int, into: memoryview) -> None:
         while into:
             try:
                 count = os.preadv(self._opened[piece.path], [into], at)
@@ -237,4 +267,3 @@ class _Reader:
             if not count:
                 raise CheckpointError(f"{piece.path}: not a complete safetensors file; fetch it again")
             at, into = at + count, into[count:]
-        self.read_s += time.monotonic() - started

@@ -3,21 +3,25 @@
 import logging
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from ...kernels.fp8_scales import FP8
 from ..errors import CheckpointError
+from ..parallel.group import SOLO, TensorGroup
 from .config import ModelConfig, read_json
+from .cuts import Cut, cuts_of, rank_config
 from .interface import CausalLM, StoredForms
 from .layers import NamedTensors
 from .quant.registry import quantise_at_load
 from .registry import build_model, load_model_config
 from .safetensors_file import SafetensorsFile, StoredTensor
-from .weight_reader import Piece, ReadReport, pieces_of, pieces_of_rows, read_pieces
+from .weight_reader import Piece, ReadReport, cut_pieces, pieces_of, pieces_of_rows, read_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +32,7 @@ ROUNDED = re.compile(r"layers\.\d+\..*_proj\.weight$")  # matrices that `--quant
 SCALE_SUFFIX = "_scale"  # of a name behind that of the tensor whose scales it holds
 # Computed from the config at load time; old checkpoints still contain them.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+WHOLE: Mapping[str, Cut] = MappingProxyType({})
 MTP_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_layers.")  # modules of multi-token prediction
 
 
@@ -82,9 +87,16 @@ def iter_safetensors(path: Path) -> NamedTensors:
 
 
 def fill_tensors(
-    wanted: dict[str, torch.Tensor], path: Path, ignored: tuple[str, ...] = (), *, rounds: bool = False
+    wanted: dict[str, torch.Tensor],
+    path: Path,
+    ignored: tuple[str, ...] = (),
+    *,
+    rounds: bool = False,
+    cuts: Mapping[str, Cut] = WHOLE,
 ) -> ReadReport:
     """Fill `wanted`, checkpoint name -> contiguous memory, converting to each tensor's dtype.
+
+    Of a tensor in `cuts` only that part is read.
 
     The headers are checked before any data is read: each wanted tensor must be there once, with its shape and
     a float dtype. Wanted tensors of other dtypes must be stored in theirs. With `rounds`, a wanted e4m3
@@ -103,7 +115,7 @@ def fill_tensors(
                 if not _is_ignored(name, (*IGNORED_SUFFIXES, *ignored)):
                     unexpected.append(name)
                 continue
-            target = wanted[name]
+            target, cut = wanted[name], cuts.get(name)
             if name not in missing:
                 raise CheckpointError(
                     f"{path}: tensor {name} is in more than one shard; fetch the checkpoint again"
@@ -112,11 +124,13 @@ def fill_tensors(
             if _is_single(stored, target):
                 singles.append((target, torch.empty(1, dtype=target.dtype, device=target.device)))
                 target = singles[-1][1]
-            dtype = _loadable(path, stored, target, rounds)
+            dtype = _loadable(path, stored, target, rounds, cut)
             if rounds and target.dtype == FP8:
                 scales = wanted[name + SCALE_SUFFIX]
                 missing.pop(name + SCALE_SUFFIX, None)
                 pieces += pieces_of_rows(shard, stored.first, dtype, target, scales)
+            elif cut is not None:
+                pieces += cut_pieces(shard, stored.first, dtype, target, cut)
             else:
                 pieces += pieces_of(shard, stored.first, dtype, target)
     if missing:
@@ -140,12 +154,17 @@ def _is_single(stored: StoredTensor, target: torch.Tensor) -> bool:
     )
 
 
-def _loadable(path: Path, stored: StoredTensor, target: torch.Tensor, rounds: bool) -> torch.dtype:
-    """The dtype of a stored tensor that fits `target`. Raises CheckpointError."""
-    if _sizes(stored.shape) != _sizes(tuple(target.shape)):
+def _loadable(
+    path: Path, stored: StoredTensor, target: torch.Tensor, rounds: bool, cut: Cut | None
+) -> torch.dtype:
+    """The dtype of a stored tensor that fits `target`, or whose part `cut` does. Raises CheckpointError."""
+    shape = list(target.shape)
+    if cut is not None:
+        shape[cut.dim] = cut.full
+    if _sizes(stored.shape) != _sizes(tuple(shape)):
         raise CheckpointError(
             f"{path}: tensor {stored.name} has shape {list(stored.shape)}, config.json asks for "
-            f"{list(target.shape)}; "
+            f"{shape}; "
             "the weights belong to another config"
         )
     dtype = stored.dtype
@@ -218,21 +237,27 @@ def load_model(
     device: torch.device | str = "cpu",
     is_invariant: bool = False,
     quantize: str = "none",
+    group: TensorGroup = SOLO,
 ) -> tuple[CausalLM, ModelConfig]:
     """The model at `path` and its config, with weights converted to `dtype` on `device`.
 
     Matrices of a quantised checkpoint keep their form. `is_invariant`: its operations are batch-invariant.
     `quantize` "fp8": the matrices of a checkpoint in floats are rounded while they are read.
 
-    Raises CheckpointError as `load_model_config`, `quantise_at_load` and `fill_tensors`.
+    A rank of several in `group` reads its part of the weights only. The config is that of the whole model.
+
+    Raises CheckpointError as `load_model_config`, `quantise_at_load`, `rank_config` and `fill_tensors`.
     """
     path = Path(path)
     config = load_model_config(path)
     config = replace(config, quant=quantise_at_load(quantize, config.quant, path))
+    own = rank_config(config, group.size, str(path))
     find_shards(path)  # a missing file is reported before memory is taken
-    model = build_model(config, dtype=dtype, device=device, is_invariant=is_invariant)
+    model = build_model(own, dtype=dtype, device=device, is_invariant=is_invariant, group=group)
     rounds = quantize != "none"
-    report = fill_tensors(dict(model.tensors()), path, needless_tensors(config), rounds=rounds)
+    tensors = dict(model.tensors())
+    cuts = cuts_of(tensors, config, group)
+    report = fill_tensors(tensors, path, needless_tensors(config), rounds=rounds, cuts=cuts)
     logger.info("weights%s: %s", f" in {config.quant}" if config.quant else "", report)
     if isinstance(model, StoredForms):
         model.projections.finish()

@@ -13,9 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from ....kernels.ops import recorded_logits
 from ....kernels.rms_norm import rms_norm
 from ....kernels.rope import apply_rope
 from ....kernels.skinny_linear import linear
@@ -23,6 +21,7 @@ from ...errors import CheckpointError, LifecycleError
 from ...models.dense_layer import sized_layer
 from ...models.layers import Attend, DecoderLayer, Linear, NamedTensors, RMSNorm
 from ...models.rope import RotaryEmbedding
+from ...parallel.vocabulary import Table, look_up, rows_of, table_logits
 from .dflash_config import DflashConfig
 
 
@@ -89,8 +88,8 @@ class DflashHead:
         self.hidden_norm = RMSNorm(width, eps, dtype=dtype, device=device)
         self.layers = [_decoder_layer(config, dtype, self.device) for _ in range(config.num_layers)]
         self.norm = RMSNorm(width, eps, dtype=dtype, device=device)
-        self.embed_tokens: torch.Tensor | None = None
-        self.lm_head: torch.Tensor | None = None
+        self.embed_tokens: Table | None = None
+        self.lm_head: Table | None = None
         self._rotary: RotaryEmbedding | None = None
         self._projection: ContextProjection | None = None
 
@@ -99,7 +98,7 @@ class DflashHead:
         """Whether `share` was called; the model runs only after it."""
         return self._rotary is not None
 
-    def share(self, embed_tokens: torch.Tensor, lm_head: torch.Tensor, max_position: int) -> None:
+    def share(self, embed_tokens: Table, lm_head: Table, max_position: int) -> None:
         """Uses the target's `embed_tokens` and `lm_head`, each `[V, H]`, for up to `max_position` positions.
 
         Call it when the weights are filled. Raises CheckpointError if the shapes do not fit.
@@ -131,7 +130,7 @@ class DflashHead:
             (newest.shape[0], count - 1), self.config.mask_token_id, dtype=torch.int64, device=newest.device
         )
         ids = torch.cat((newest[:, None], masks), dim=1)
-        hidden = F.embedding(ids.view(-1), self.embed_tokens)
+        hidden = look_up(ids.view(-1), self.embed_tokens)
         return hidden if self.config.embedding_scale == 1.0 else hidden * self.config.embedding_scale
 
     def forward(
@@ -154,7 +153,7 @@ class DflashHead:
         """Outputs `[R, H]` of `forward` -> logits `[R, V]` float32."""
         self._shared()
         assert self.lm_head is not None
-        config, logits = self.config, recorded_logits(out_rows, self.lm_head)
+        config, logits = self.config, table_logits(out_rows, self.lm_head)
         if config.logit_scale != 1.0:
             logits = logits * config.logit_scale
         return (logits / config.logit_cap).tanh() * config.logit_cap if config.logit_cap else logits
@@ -172,8 +171,8 @@ class DflashHead:
         yield from self.tensors()
         if self._projection is not None and self.embed_tokens is not None and self.lm_head is not None:
             yield from self._projection.tensors()
-            yield "embed_tokens", self.embed_tokens
-            yield "lm_head", self.lm_head
+            yield "embed_tokens", rows_of(self.embed_tokens)
+            yield "lm_head", rows_of(self.lm_head)
 
     def _shared(self) -> tuple[RotaryEmbedding, ContextProjection]:
         if self._rotary is None or self._projection is None:

@@ -9,7 +9,6 @@ legend: B requests, N nodes each, T rows, H draft hidden, Ht target hidden, K fe
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from ...attention.registry import attention_for
 from ...auto_sizes import LATE_ROWS
@@ -24,6 +23,7 @@ from ...kv.layouts import MHALayout
 from ...kv.page_table import build_page_table, pages_for, slots_for
 from ...kv.pool import KVPool
 from ...models.layers import NamedTensors
+from ...parallel.vocabulary import look_up
 from ..drafting.shape import DraftShape
 from ..drafting.verify import AcceptResult
 from .eagle3_head import DraftPhase, FeatureHead
@@ -151,7 +151,7 @@ class Eagle3Drafter(PagedDrafter[FeatureHead, DraftPrefillGraphs]):
             row += len(item.next_ids)
         if given:
             assert self.head.embed_tokens is not None
-            batch.input_embeds = place_rows(F.embedding(batch.input_ids, self.head.embed_tokens), given)
+            batch.input_embeds = place_rows(look_up(batch.input_ids, self.head.embed_tokens), given)
 
     @property
     def max_context(self) -> int:

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 import torch
-import torch.nn.functional as F
 
-from ....kernels.ops import recorded_logits
 from ...errors import CheckpointError, LifecycleError
 from ...models.dense_layer import sized_layer
 from ...models.layers import (
@@ -25,6 +23,7 @@ from ...models.layers import (
     SelfAttention,
 )
 from ...models.rope import RotaryEmbedding
+from ...parallel.vocabulary import Table, look_up, table_logits
 from .spec_config import Eagle3Config, HeadConfig
 
 
@@ -52,8 +51,8 @@ class FeatureHead:
         self.dtype = dtype
         self.device = torch.device(device)
         self.target_ids = torch.arange(config.draft_vocab_size, device=device)
-        self.embed_tokens: torch.Tensor | None = None
-        self.lm_head: torch.Tensor | None = None
+        self.embed_tokens: Table | None = None
+        self.lm_head: Table | None = None
         self.final_norm: RMSNorm | None = None
         self.mask_input: torch.Tensor | None = None
         self._rotary: RotaryEmbedding | None = None
@@ -75,8 +74,8 @@ class FeatureHead:
 
     def share(
         self,
-        embed_tokens: torch.Tensor,
-        lm_head: torch.Tensor,
+        embed_tokens: Table,
+        lm_head: Table,
         max_position: int,
         final_norm: RMSNorm | None = None,
     ) -> None:
@@ -101,7 +100,7 @@ class FeatureHead:
         self.final_norm = final_norm if config.reads_normed else None
         self._rotary = RotaryEmbedding(config.rope, config.head_dim, max_position, self.device, self.dtype)
 
-    def _fitting(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+    def _fitting(self, name: str, weight: Table) -> Table:
         if weight.shape != (self.config.vocab_size, self.config.hidden_size):
             raise CheckpointError(
                 f"{self.config.path}: tensor {name} is missing, and the target's of shape "
@@ -145,7 +144,7 @@ class FeatureHead:
             hidden = self.project(hidden if self.final_norm is None else self.final_norm(hidden))
         assert hidden.shape[-1] == self.dims.self_width, (hidden.shape, self.dims)
         cos, sin = self._rotary.lookup(positions, self.dtype)
-        embeds = F.embedding(token_ids, self.embed_tokens) if embeds is None else embeds
+        embeds = look_up(token_ids, self.embed_tokens) if embeds is None else embeds
         return self.layers(hidden, embeds, cos, sin, attend)
 
     def compute_logits(self, out_rows: torch.Tensor) -> torch.Tensor:
@@ -267,8 +266,8 @@ class Eagle3Head(FeatureHead):
     @torch.no_grad()
     def share(
         self,
-        embed_tokens: torch.Tensor,
-        lm_head: torch.Tensor,
+        embed_tokens: Table,
+        lm_head: Table,
         max_position: int,
         final_norm: RMSNorm | None = None,
     ) -> None:
@@ -294,7 +293,7 @@ class Eagle3Head(FeatureHead):
 
     def compute_logits(self, out_rows: torch.Tensor) -> torch.Tensor:
         assert self.lm_head is not None, "the head runs before share"
-        return recorded_logits(self.norm(out_rows), self.lm_head)
+        return table_logits(self.norm(out_rows), self.lm_head)
 
     def feedback(self, out_rows: torch.Tensor) -> torch.Tensor:
         return self.norm(out_rows) if self.config.norm_output else out_rows

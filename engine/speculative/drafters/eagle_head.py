@@ -7,8 +7,8 @@ H hidden size of draft and target, V vocabulary.
 
 import torch
 
-from ....kernels.ops import recorded_logits
 from ...models.layers import Attend, Linear, NamedTensors
+from ...parallel.vocabulary import table_logits
 from .eagle3_head import FeatureHead, plain_layer, run_layers
 from .eagle_config import EagleConfig
 
@@ -46,7 +46,7 @@ class EagleHead(FeatureHead):
 
     def compute_logits(self, out_rows: torch.Tensor) -> torch.Tensor:
         assert self.lm_head is not None, "the head runs before share"
-        return recorded_logits(out_rows, self.lm_head)
+        return table_logits(out_rows, self.lm_head)
 
     def feedback(self, out_rows: torch.Tensor) -> torch.Tensor:
         return out_rows

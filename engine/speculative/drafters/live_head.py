@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from ...errors import CheckpointError
+from ...parallel.vocabulary import rows_of
 from ...weights_hash import model_fingerprint
 from ..drafting.shape import DraftShape
 from .mtp import MtpModel
@@ -67,7 +68,11 @@ class LiveHead:
         self.version = HeadVersion(path=config.path, fingerprint=model_fingerprint(config.path))
         self._drafter, self._config, self._read, self._target = drafter, config, read, lent
         self._dialect, self._shape = _dialect_of(model), shape
-        shared = (lent.embed_tokens, lent.lm_head, *(one for _, one in lent.final_norm.tensors("")))
+        shared = (
+            rows_of(lent.embed_tokens),
+            rows_of(lent.lm_head),
+            *(one for _, one in lent.final_norm.tensors("")),
+        )
         self._lent = {tensor.data_ptr() for tensor in shared}
         self._previous: StagedHead | None = None
         self._stream: torch.cuda.Stream | None = None  # one for good, whose memory every staging uses again

@@ -8,13 +8,12 @@ legend: T rows, R selected rows, H hidden of target and module, V vocabulary, K 
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
-from ....kernels.ops import recorded_logits
 from ...errors import CheckpointError, LifecycleError
 from ...models.dense_layer import decoder_layer
 from ...models.layers import Attend, Linear, NamedTensors, RMSNorm
 from ...models.rope import RotaryEmbedding
+from ...parallel.vocabulary import Table, look_up, rows_of, table_logits
 from .eagle3_head import DraftPhase
 from .mtp_config import MtpConfig, MtpDialect
 
@@ -35,8 +34,8 @@ class MtpModule:
         self.norm = RMSNorm(width, eps, dtype=dtype, device=device)
         self.fc = Linear(2 * width, {"fc": width}, bias=False, dtype=dtype, device=device)
         self.layer = decoder_layer(config.layer, dtype, device)
-        self.embed_tokens: torch.Tensor | None = None
-        self.lm_head: torch.Tensor | None = None
+        self.embed_tokens: Table | None = None
+        self.lm_head: Table | None = None
 
     def __call__(
         self,
@@ -52,7 +51,7 @@ class MtpModule:
         `attend` is bound to the KV of this module; it is called for layer 0.
         """
         assert self.embed_tokens is not None, "the module runs before share"
-        streams = self.embed_norm(F.embedding(token_ids, self.embed_tokens)), self.hidden_norm(hidden)
+        streams = self.embed_norm(look_up(token_ids, self.embed_tokens)), self.hidden_norm(hidden)
         x = self.fc(torch.cat(streams[::-1] if self.hidden_first else streams, dim=-1))
         normed, x = self.layer.enter(x, None)
         x, delta = self.layer(normed, x, cos, sin, 0, attend)
@@ -106,9 +105,7 @@ class MtpHead:
         """Whether `share` was called; the modules run only after it."""
         return self._rotary is not None
 
-    def share(
-        self, embed_tokens: torch.Tensor, lm_head: torch.Tensor, final_norm: RMSNorm, max_position: int
-    ) -> None:
+    def share(self, embed_tokens: Table, lm_head: Table, final_norm: RMSNorm, max_position: int) -> None:
         """Uses the target's `embed_tokens` and `lm_head`, each `[V, H]`, where a module has none or a copy.
 
         `final_norm` is the target's; `max_position` is the number of positions to serve. Raises
@@ -123,7 +120,8 @@ class MtpHead:
                 )
             for module in self.modules:
                 own = getattr(module, name)
-                if own is None or torch.equal(own, weight):
+                is_copy = isinstance(weight, torch.Tensor) and own is not None and torch.equal(own, weight)
+                if own is None or is_copy:
                     setattr(module, name, weight)
         self._target_norm = final_norm
         self._rotary = RotaryEmbedding(layer.rope, layer.head_dim, max_position, self.device, self.dtype)
@@ -183,7 +181,7 @@ class MtpHead:
         """Outputs `[R, H]` of module number `module` -> logits `[R, V]` float32."""
         mine = self.modules[module]
         assert mine.lm_head is not None, "the module runs before share"
-        return recorded_logits(mine.norm(out_rows), mine.lm_head)
+        return table_logits(mine.norm(out_rows), mine.lm_head)
 
     def feedback(self, out_rows: torch.Tensor, module: int = 0) -> torch.Tensor:
         """Outputs `[R, H]` of module number `module` -> the hidden `[R, H]` that the next pass takes."""
@@ -197,8 +195,8 @@ class MtpHead:
         for k, module in enumerate(self.modules):
             yield from ((f"{k}.{name}", weight) for name, weight in module.tensors())
             if module.embed_tokens is not None and module.lm_head is not None:
-                yield f"{k}.embed_tokens", module.embed_tokens
-                yield f"{k}.lm_head", module.lm_head
+                yield f"{k}.embed_tokens", rows_of(module.embed_tokens)
+                yield f"{k}.lm_head", rows_of(module.lm_head)
 
     def __repr__(self) -> str:
         state = "shared" if self.is_shared else "not shared"

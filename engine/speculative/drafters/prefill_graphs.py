@@ -15,6 +15,7 @@ from ...graphs.graph_pool import GraphKind, GraphPool
 from ...graphs.token_graphs import AttendContext, AttentionBridge, TokenGraphs
 from ...kv.pool import KVPool
 from ...models.layers import Attend, NamedTensors, Read
+from ...parallel.vocabulary import rows_of
 from .eagle3_head import DraftPhase, FeatureHead
 
 
@@ -23,8 +24,8 @@ def parameters_of(head: FeatureHead) -> NamedTensors:
     yield from head.tensors()
     yield "target_ids", head.target_ids
     if head.embed_tokens is not None and head.lm_head is not None:
-        yield "embed_tokens", head.embed_tokens
-        yield "lm_head", head.lm_head
+        yield "embed_tokens", rows_of(head.embed_tokens)
+        yield "lm_head", rows_of(head.lm_head)
     if head.final_norm is not None:
         yield from head.final_norm.tensors("final_norm")
     if head.mask_input is not None:

@@ -16,6 +16,7 @@ from ...errors import CheckpointError
 from ...kv.layouts import PageLayout
 from ...models.config import ModelConfig, read_json
 from ...models.layers import RMSNorm
+from ...parallel.vocabulary import Table
 from ..drafting.shape import DraftShape
 from .dflash import DflashModel
 from .dflash_config import ARCHITECTURE, DflashConfig, load_dflash_config
@@ -80,8 +81,8 @@ class TargetWeights:
     `device`. `steps`: the most draft steps of a decode step.
     """
 
-    embed_tokens: torch.Tensor
-    lm_head: torch.Tensor
+    embed_tokens: Table
+    lm_head: Table
     final_norm: RMSNorm
     steps: int
     max_context: int

@@ -19,10 +19,23 @@ import torch
 
 from ....kernels.step_glue import NUM_COUNTS
 from ...host_copy import to_device
+from ...parallel.plans import (
+    BeginDraftsPlan,
+    DraftPart,
+    DraftPrefillPlan,
+    DrawPart,
+    GrowPart,
+    GrowPlan,
+    JoinPart,
+    JoinPlan,
+    StopDraftingPlan,
+    Tell,
+)
 from ...request import Request
 from ...sampling.logprobs import ScoredToken, packed_width, unpack_logprobs
+from ...sampling.params import SamplingParams
 from ..adaptive import StepPolicy
-from ..drafters.protocol import Drafter, reads_features
+from ..drafters.protocol import Drafter, DraftPrefill, reads_features
 from ..drafting.shape import PLAIN, DraftShape
 from ..drafting.tree import branches
 from .device_state import MorePages, RequestInit
@@ -82,6 +95,8 @@ class AsyncDecoder:
     False, the caller uses `step` only. The caller must not forget a request between `launch` and `read` of a
     flight that contains it.
 
+    `tell` takes a plan of all that the other ranks of a tensor-parallel worker do, before it is done here.
+
     `fallbacks` counts, by reason, the batches that could not be launched ahead.
     """
 
@@ -93,8 +108,10 @@ class AsyncDecoder:
         policy: StepPolicy | None = None,
         eos_token_ids: Sequence[int] = (),
         launches_ahead: bool = True,
+        tell: Tell | None = None,
     ) -> None:
         self.steps = steps
+        self._tell = steps.announce = tell
         self.drafter: Drafter | None = steps.step.drafter
         self.shape = shape if self.drafter is not None else PLAIN
         self.policy = policy
@@ -148,7 +165,11 @@ class AsyncDecoder:
             return
         for request, *_ in items:
             assert request not in self._slots, f"{request!r}: its steps have begun"
-        self.drafter.prefill([self.coverage.begin(self.drafter, *item) for item in items])
+        parts = [self.coverage.begin(self.drafter, *item) for item in items]
+        if self._tell is not None:
+            self._tell(DraftPrefillPlan(parts=[_draft_part(part) for part in parts]))
+            self.steps.step.group.share(torch.cat([part.features for part in parts]))
+        self.drafter.prefill(parts)
 
     def grow(self, grown: Sequence[tuple[Request, int]]) -> None:
         """Tells the device of pages that requests got behind their first ones.
@@ -163,6 +184,8 @@ class AsyncDecoder:
             if request in self._slots
         ]
         if told:
+            if self._tell is not None:
+                self._tell(GrowPlan(grown=[_grow_part(more) for more in told]))
             self.steps.step.state.append_pages(told)
 
     def forget(self, request: Request) -> None:
@@ -300,10 +323,16 @@ class AsyncDecoder:
         state = self.steps.step.state
         joining = [request for request in requests if request not in self._slots]
         if joining:
-            self.coverage.join(joining)
+            begun = self.coverage.join(joining)
+            if begun and self._tell is not None:
+                self._tell(BeginDraftsPlan(rows=[row for row, _ in begun], texts=[text for _, text in begun]))
             self._retire(joining)
             slots = [state.open() for _ in joining]
-            state.write(slots, [self._init_of(request) for request in joining])
+            inits = [self._init_of(request) for request in joining]
+            if self._tell is not None:
+                parts = [_join_part(slot, init) for slot, init in zip(slots, inits, strict=True)]
+                self._tell(JoinPlan(joining=parts))
+            state.write(slots, inits)
             self._slots.update(zip(joining, slots, strict=True))
         self._num_until_limit = self.coverage.steps_until_limit(requests)
         vocab_size, is_edited = state.vocab_size, any(map(_is_edited, requests))
@@ -386,6 +415,8 @@ class AsyncDecoder:
             self._catch_up(requests)
         for request in self.coverage.retire(requests):
             if request in self._slots:
+                if self._tell is not None:
+                    self._tell(StopDraftingPlan(slot=self._slots[request]))
                 self.steps.step.state.stop_drafting(self._slots[request])
         self._num_until_limit = self.coverage.steps_until_limit(requests)
 
@@ -424,6 +455,40 @@ class AsyncDecoder:
             f"<AsyncDecoder {self.shape}, {len(self._slots)} requests, {self.num_launched} steps launched "
             f"ahead, fallbacks {dict(self.fallbacks)}>"
         )
+
+
+def _draw_part(params: SamplingParams) -> DrawPart:
+    return DrawPart(seed=params.seed % (1 << 64), temperature=float(params.temperature), top_k=params.top_k)
+
+
+def _draft_part(item: DraftPrefill) -> DraftPart:
+    return DraftPart(
+        pages=list(item.pages),
+        start=item.start,
+        next_ids=list(item.next_ids),
+        state_row=item.state_row,
+        is_final=item.is_final,
+        known_ids=list(item.known_ids),
+        draw=_draw_part(item.params or SamplingParams(temperature=0.0)),
+    )
+
+
+def _join_part(slot: int, init: RequestInit) -> JoinPart:
+    return JoinPart(
+        slot=slot,
+        newest=init.newest,
+        length=init.length,
+        remaining=init.remaining,
+        capacity=init.capacity,
+        draft_row=init.draft_row,
+        pages=list(init.pages),
+        draw=_draw_part(init.row.params),
+    )
+
+
+def _grow_part(more: MorePages) -> GrowPart:
+    pages = list(more.pages[more.start :])
+    return GrowPart(slot=more.slot, start=more.start, pages=pages, capacity=more.capacity)
 
 
 def _is_edited(request: Request) -> bool:

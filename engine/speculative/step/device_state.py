@@ -134,6 +134,11 @@ class DeviceState:
         self.version += 1
         self._free.append(slot)
 
+    def reserve(self, num_slots: int) -> None:
+        """Grows, as `open` does, until there are `num_slots` slots."""
+        while self.num_slots < num_slots:
+            self._grow()
+
     def write(self, slots: Sequence[int], joining: Sequence[RequestInit]) -> None:
         """Writes the state of `joining` to `slots`, in device order after earlier writes, without
         synchronisation.

@@ -71,15 +71,20 @@ class DraftCoverage:
         is_whole = mine.row is None or written >= self.limit
         return max(written, request.num_computed) if is_whole else written
 
-    def join(self, requests: Sequence[Request]) -> None:
-        """Begins drafting for `requests`, whose first step follows, if the drafter needs their text alone."""
+    def join(self, requests: Sequence[Request]) -> list[tuple[int, list[int]]]:
+        """Begins drafting for `requests`, whose first step follows, if the drafter needs their text alone.
+
+        Returns the state row and the text of each request that began.
+        """
         drafter = self.drafter
         new = [request for request in requests if request not in self.known]
         if not new or drafter is None or not isinstance(drafter, HistoryDrafter):
-            return
+            return []
         for request in new:
             self.known[request] = Coverage(row=drafter.open(), covered=request.num_tokens - 1)
-        drafter.begin([(self.row_of(request), request.all_ids) for request in new])
+        begun = [(self.row_of(request), request.all_ids) for request in new]
+        drafter.begin(begun)
+        return begun
 
     def begin(self, drafter: Drafter, request: Request, features: torch.Tensor, start: int) -> DraftPrefill:
         """The prefill of the rows of `request` from `start` on, from `features` `[rows, K*Ht]`.

@@ -17,6 +17,7 @@ import torch
 
 from ....kernels.step_glue import NUM_COUNTS, Places, PlaceSizes, step_outcome, step_places
 from ...graphs.breakable import Breaks, ReplayContext
+from ...parallel.group import SOLO, TensorGroup
 from ...row_attention import RowPlan
 from ...runner.model_runner import ModelRunner
 from ...runner.target_graphs import aux_ids_of
@@ -89,7 +90,8 @@ class TargetChoice(NamedTuple):
 class FusedStep:
     """Steps of `runner` and `drafter` over `state`; `max_context` in tokens.
 
-    With `late`, a step without drafts that is watched leaves its row to a later `catch_up`.
+    With `late`, a step without drafts that is watched leaves its row to a later `catch_up`. The ranks of
+    `group` step together: each verifies the drafts of rank 0 and accepts the tokens that rank 0 chose.
     """
 
     def __init__(
@@ -99,7 +101,9 @@ class FusedStep:
         state: DeviceState,
         max_context: int,
         late: LateRows | None = None,
+        group: TensorGroup = SOLO,
     ) -> None:
+        self.group = group
         self.runner = runner
         self.drafter = drafter
         self.state = state
@@ -216,7 +220,25 @@ class FusedStep:
         drafts, tree, found = self.drafter.propose(view, shape)
         if found is None:
             found = torch.full_like(view.lens, shape.num_nodes - 1)
+        drafts, tree, found = self._rank_0_drafts(drafts, tree, found)
         return torch.cat((newest, drafts), dim=1), tree, found
+
+    def _rank_0_drafts(
+        self, drafts: torch.Tensor, tree: DraftTree | None, found: torch.Tensor
+    ) -> tuple[torch.Tensor, DraftTree | None, torch.Tensor]:
+        """The drafts of rank 0. All ranks draft alike; one that did not would verify other tokens."""
+        if self.group.is_solo:
+            return drafts, tree, found
+        count, numbers = drafts.shape[1], [drafts, found[:, None]]
+        if tree is not None:
+            numbers += [tree.parents, tree.depths, tree.mask.flatten(1).long()]
+        whole = self.group.share(torch.cat(numbers, dim=1))
+        parts = torch.split(whole, [part.shape[1] for part in numbers], dim=1)
+        drafts, found = parts[0].contiguous(), parts[1][:, 0].contiguous()
+        if tree is not None:
+            mask = parts[4].view(-1, count + 1, count + 1) != 0
+            tree = DraftTree(drafts, parts[2].contiguous(), parts[3].contiguous(), mask)
+        return drafts, tree, found
 
     def _verify(
         self,
@@ -257,6 +279,8 @@ class FusedStep:
         breaks: Breaks[StepContext],
     ) -> TargetChoice:
         count = kind.shape.num_nodes
+        if self.group.rank:
+            return self._rank_0_choice(TargetChoice(*torch.zeros_like(tokens).expand(3, -1, -1)))
         positions = places.positions[:, :count] if tree is None else places.positions[:, :1] + tree.depths
         positions = positions.reshape(-1) + 1
         if kind.is_edited:
@@ -272,7 +296,16 @@ class FusedStep:
         chosen, bad, unseen = choose_tokens(
             logits, positions, rows.tensors, is_ranked=kind.is_ranked, is_exact=kind.is_exact
         )
-        return TargetChoice(chosen.view(-1, count), bad, unseen)
+        return self._rank_0_choice(TargetChoice(chosen.view(-1, count), bad, unseen))
+
+    def _rank_0_choice(self, choice: TargetChoice) -> TargetChoice:
+        """The choice of rank 0; that of other ranks tells the shape only."""
+        if self.group.is_solo:
+            return choice
+        shape = choice.tokens.shape
+        numbers = (choice.tokens, choice.is_bad.view(shape).long(), choice.is_unseen.view(shape).long())
+        tokens, is_bad, is_unseen = self.group.share(torch.stack(numbers)).unbind(0)
+        return TargetChoice(tokens, is_bad.reshape(-1) != 0, is_unseen.reshape(-1) != 0)
 
     def _masks(
         self, tokens: torch.Tensor, tree: DraftTree | None, vocab_size: int, breaks: Breaks[StepContext]

@@ -16,10 +16,12 @@ import numpy.typing as npt
 import torch
 
 from ...graphs.breakable import Breaks
-from ...graphs.bucketed_graphs import BatchShape, GraphFamily, GraphLimits
+from ...graphs.bucketed_graphs import EAGER, BatchShape, GraphFamily, GraphLimits
 from ...graphs.buckets import sparse
 from ...graphs.graph_pool import FallbackReason, GraphKind, GraphPool
 from ...host_copy import to_device
+from ...parallel.group import SOLO, TensorGroup
+from ...parallel.plans import CatchUpPlan, StepPlan, StepShape, Tell
 from ...runner.model_runner import ModelRunner
 from ...runner.target_graphs import captured_mode
 from ...sparse_rows import check_branches
@@ -57,10 +59,12 @@ class StepGraphs:
     """Launches steps of `step` in order.
 
     `capture` makes graphs of `kinds`. Other kinds, and batches of more than `max_requests`, run eagerly.
+    `announce` tells the other ranks of each step before it is launched; they `follow`.
     """
 
     def __init__(self, step: FusedStep, kinds: Sequence[StepKind], max_requests: int) -> None:
         self.step = step
+        self.announce: Tell | None = None
         self.kinds = tuple(kinds)
         self.max_requests = max_requests
         self.device = step.state.device
@@ -127,12 +131,16 @@ class StepGraphs:
         self.tell(slots)
         padded, family = self._padded(len(slots)), self.catch_up_graphs
         context = StepContext(num_rows=len(slots))
+        decision = EAGER
         if family is not None and self._is_unmoved(False):
             decision = family.decide(BatchShape(size=padded))
-            if decision.is_graph:
-                family.replay(decision, context)
-                return
-        self.step.catch_up(self.slots[:padded], Breaks(context))
+        if self.announce is not None:
+            num_rows = decision.bucket if decision.is_graph else padded
+            self.announce(CatchUpPlan(slots=list(slots), num_rows=num_rows, is_graph=decision.is_graph))
+        if family is not None and decision.is_graph:
+            family.replay(decision, context)
+        else:
+            self.step.catch_up(self.slots[:padded], Breaks(context))
 
     def takes(self, kind: StepKind, count: int) -> bool:
         """Whether a step of `count` requests would run as a graph."""
@@ -151,16 +159,44 @@ class StepGraphs:
         self.tell(slots)
         count = len(slots)
         padded, family = self._padded(count), self._family_of(kind)
-        values, path = None, "eager"
+        context, decision = StepContext(num_rows=count, fill=fill), EAGER
         if family is not None:
-            decision = family.decide(BatchShape(size=padded, rows=kind.shape.num_nodes))
-            if decision.is_graph and self._is_fresh(self._covering(kind), is_counted=True):
-                kind = self._covering(kind)
-                values, path = family.replay(decision, StepContext(num_rows=count, fill=fill)), "graph"
-        if values is None:
-            context = StepContext(num_rows=count, fill=fill)
-            values = self.step.run(self.slots[:padded], kind, Breaks(context))
+            found = family.decide(BatchShape(size=padded, rows=kind.shape.num_nodes))
+            if found.is_graph and self._is_fresh(self._covering(kind), is_counted=True):
+                kind, decision = self._covering(kind), found
+        if self.announce is not None:
+            num_rows = decision.bucket if decision.is_graph else padded
+            self.announce(_plan_of(slots, kind, num_rows, is_graph=decision.is_graph))
+        if family is not None and decision.is_graph:
+            values, path = family.replay(decision, context), "graph"
+        else:
+            values, path = self.step.run(self.slots[:padded], kind, Breaks(context)), "eager"
         return self._on_its_way(values[:count], path), kind
+
+    def follow(self, plan: StepPlan | CatchUpPlan) -> None:
+        """Does as another rank what rank 0 announced: a step without choices, or a catch-up.
+
+        The shapes of all collectives follow from the rows of the plan, so a rank may run a step eagerly that
+        rank 0 replays.
+        """
+        slots, rows = tuple(plan.slots), plan.num_rows
+        self.tell((*slots, *[0] * (rows - len(slots))))
+        context = StepContext(num_rows=len(slots))
+        if isinstance(plan, CatchUpPlan):
+            family, kind = self.catch_up_graphs, None
+        else:
+            watched = None if plan.watched is None else _shape_of(plan.watched)
+            kind = StepKind(shape=_shape_of(plan.shape), watched=watched)
+            family = self.families.get(kind)
+        if plan.is_graph and family is not None and self._is_unmoved(False):
+            decision = family.peek(BatchShape(size=rows, rows=kind.shape.num_nodes if kind else 0))
+            if decision.is_graph and decision.bucket == rows:
+                family.replay(decision, context)
+                return
+        if kind is None:
+            self.step.catch_up(self.slots[:rows], Breaks(context))
+        else:
+            self.step.run(self.slots[:rows], kind, Breaks(context))
 
     def tell(self, slots: tuple[int, ...]) -> None:
         """Updates the device's list of slots, padded with the padding slot."""
@@ -230,6 +266,21 @@ class StepGraphs:
         return f"<StepGraphs {len(self.families)} kinds, {self._num_launched} launched, {self.step.state!r}>"
 
 
+def _plan_of(slots: Sequence[int], kind: StepKind, num_rows: int, *, is_graph: bool) -> StepPlan:
+    watched = None if kind.watched is None else _sizes_of(kind.watched)
+    return StepPlan(
+        slots=list(slots), shape=_sizes_of(kind.shape), num_rows=num_rows, is_graph=is_graph, watched=watched
+    )
+
+
+def _sizes_of(shape: DraftShape) -> StepShape:
+    return StepShape(steps=shape.steps, topk=shape.topk, num_nodes=shape.num_nodes)
+
+
+def _shape_of(sizes: StepShape) -> DraftShape:
+    return DraftShape(steps=sizes.steps, topk=sizes.topk, num_nodes=sizes.num_nodes)
+
+
 def _is_one(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one is other
 
@@ -248,6 +299,7 @@ def step_graphs(
     watched: DraftShape | None = None,
     max_requests: int,
     max_context: int,
+    group: TensorGroup = SOLO,
     make: type[StepGraphs] = StepGraphs,
 ) -> StepGraphs:
     """Steps of any of `shapes`, and plain ones, for up to `max_requests` requests of up to `max_context`
@@ -281,4 +333,4 @@ def step_graphs(
             replace(common, is_ranked=True, is_edited=True, num_top=num_top),
         )
     ]
-    return make(FusedStep(runner, drafter, state, max_context, late), kinds, max_requests)
+    return make(FusedStep(runner, drafter, state, max_context, late, group), kinds, max_requests)

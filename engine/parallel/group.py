@@ -1,0 +1,130 @@
+"""The ranks of a tensor-parallel worker as one process group, and the collectives of a forward over it.
+
+`SOLO` is the group of a worker with one rank, whose collectives do nothing. A group of several has gloo for
+tensors and numbers of the host and NCCL for tensors of GPUs. Ranks meet through a file of the worker and
+talk over the loopback address, since a worker is on one host.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from ...kernels.collectives import gather_columns, share_rank_0, sum_ranks
+
+# Read by the libraries when a group is made. NVLink multicast is not used.
+LIBRARY_SETTINGS: Mapping[str, str] = MappingProxyType(
+    {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    }
+)
+
+
+class SmallSum(Protocol):
+    """A faster sum over all ranks for tensors of up to `max_bytes`."""
+
+    max_bytes: int
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of the contiguous `x` over all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorGroup:
+    """Rank `rank` of `size`. `name`: the process group in torch.distributed; "" with one rank.
+
+    All ranks must call the same methods with the same shapes in the same order. `small`: the sum of small
+    tensors; None: all take the process group.
+    """
+
+    rank: int = 0
+    size: int = 1
+    name: str = ""
+    small: SmallSum | None = None
+
+    @property
+    def is_solo(self) -> bool:
+        """Whether there is one rank only."""
+        return self.size == 1
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of `x` over all ranks; `x` may be overwritten."""
+        if self.is_solo:
+            return x
+        x = x.contiguous()
+        small = self.small
+        if small is not None and 0 < x.numel() * x.element_size() <= small.max_bytes:
+            return small.sum(x)
+        sum_ranks(x, self.name)
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The columns `[T, C]` of all ranks side by side, `[T, size * C]`."""
+        return x if self.is_solo else gather_columns(x, self.size, self.name)
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's `x`, of which all ranks know shape and dtype; a contiguous `x` is overwritten."""
+        if self.is_solo:
+            return x
+        x = x.contiguous()
+        share_rank_0(x, self.name)
+        return x
+
+    def rank_0(self, value: int) -> int:
+        """Rank 0's value of a number of the host."""
+        return value if self.is_solo else int(self.share(torch.tensor([value])).item())
+
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values of a number of the host."""
+        return min(self._all(value))
+
+    def most(self, value: int) -> int:
+        """The largest of all ranks' values of a number of the host."""
+        return max(self._all(value))
+
+    def _all(self, value: int) -> Sequence[int]:
+        return self.gather(torch.tensor([[value]]))[0].tolist()
+
+    def __repr__(self) -> str:
+        return f"<TensorGroup rank {self.rank} of {self.size}>"
+
+
+SOLO = TensorGroup()
+
+
+def join_group(
+    meeting: Path, rank: int, size: int, device: torch.device, *, timeout_s: float = 600.0
+) -> TensorGroup:
+    """Joins the process group of `size` ranks that meet in the file `meeting`; waits for all of them.
+
+    Its name is that of torch.distributed's default group, so a process has one. A collective on a CPU that
+    waits longer than `timeout_s` raises RuntimeError.
+    """
+    store = FileStore(str(meeting), size)
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    assert dist.group.WORLD is not None
+    return TensorGroup(rank=rank, size=size, name=str(dist.group.WORLD.group_name))
+
+
+def leave_group(group: TensorGroup) -> None:
+    """Ends the process group; a no-op for one rank."""
+    if not group.is_solo and dist.is_initialized():
+        dist.destroy_process_group()
