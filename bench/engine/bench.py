@@ -29,7 +29,7 @@ from ..arguments import at_least
 from .drafters import ALL, DRAFTERS, named_drafters
 from .floors import Ceilings, PassCounts, Work, measure_ceilings
 from .rig import ComputedPrompt, Rig, RigSettings
-from .shapes import DRAFT_VOCABULARY, SHAPES
+from .shapes import DRAFT_VOCABULARY, FORMS, SHAPES
 from .timing import Timing, measure
 
 PROG = "baton bench engine"
@@ -223,6 +223,12 @@ def parser() -> argparse.ArgumentParser:
         default="auto",
         help="default auto: CUDA where there is one",
     )
+    add(
+        "--quantize",
+        choices=("none", *FORMS),
+        default="none",
+        help="the form of the target's matrices (default none: that of --dtype)",
+    )
     add("--dtype", choices=("auto", *DTYPES), default="bfloat16", help="of weights and KV (default bfloat16)")
     add(
         "--batch",
@@ -306,6 +312,7 @@ def settings_of(options: argparse.Namespace) -> RigSettings:
         has_graphs=options.graphs != "off",
         is_adaptive=options.adaptive,
         is_invariant=options.deterministic,
+        quantize=options.quantize,
         drafts=options.drafts[0],
     )
 
@@ -362,7 +369,8 @@ def report(
         "write), matmul "
         f"{ceilings.matmul_flop_per_s / 1e12:.1f} TFLOP/s",
         f"{options.model or options.shape}, {settings.dtype}, context {options.context}, {accepted}"
-        + (", deterministic" if options.deterministic else ""),
+        + (", deterministic" if options.deterministic else "")
+        + (f", weights in {options.quantize}" if options.quantize != "none" else ""),
         "",
         f"| {' | '.join(HEAD)} |",
         "|---" * len(HEAD) + "|",

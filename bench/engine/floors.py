@@ -51,7 +51,8 @@ class PassCounts:
     head's input projection (0 in a target). `end` counts the values that a row meets behind its last
     attention: a prompt needs them for its last row only. `kv` counts the values of K and V per token.
     `attention` counts operations per pair of a new row and a context row. `experts` counts the values of all
-    experts, of which a row uses `used_share`.
+    experts, of which a row uses `used_share`. `itemsize`: bytes of a value, `body_itemsize` of one of the
+    layers' matrices if these are quantised, with its part of the scales.
     """
 
     body: int
@@ -60,6 +61,7 @@ class PassCounts:
     kv: int
     attention: int
     itemsize: int
+    body_itemsize: float = 0.0
     end: int = 0
     experts: int = 0
     used_share: float = 0.0
@@ -88,6 +90,7 @@ class PassCounts:
             end=end,
             experts=experts,
             used_share=0.0 if moe is None else moe.used_share,
+            body_itemsize=0.0 if config.quant is None else config.quant.form.value_bytes,
         )
 
     @classmethod
@@ -129,6 +132,10 @@ class PassCounts:
             itemsize=itemsize,
         )
 
+    def _body_bytes(self, values: float) -> float:
+        """The bytes of so many values of the layers' matrices."""
+        return values * (self.body_itemsize or self.itemsize)
+
     def _read_experts(self, rows: int) -> float:
         """The values of the experts that `rows` rows use, if each row chooses at random."""
         return self.experts * (1 - (1 - self.used_share) ** rows)
@@ -140,7 +147,8 @@ class PassCounts:
         read = weights + self._read_experts(batch * rows)
         weights += round(self.experts * self.used_share)
         return Work(
-            num_bytes=self.itemsize * (read + self.vocab + batch * (context + rows) * self.kv),
+            num_bytes=self._body_bytes(read)
+            + self.itemsize * (self.vocab + batch * (context + rows) * self.kv),
             num_flops=batch
             * (2 * rows * weights + 2 * logit_rows * self.vocab + rows * context * self.attention),
         )
@@ -150,8 +158,8 @@ class PassCounts:
         pairs = tokens * (tokens + 1) // 2
         used = self.body + round(self.experts * self.used_share)
         return Work(
-            num_bytes=self.itemsize
-            * (self.body + self._read_experts(tokens) + self.vocab + tokens * self.kv),
+            num_bytes=self._body_bytes(self.body + self._read_experts(tokens))
+            + self.itemsize * (self.vocab + tokens * self.kv),
             num_flops=2 * tokens * (used - self.end) + 2 * (self.end + self.vocab) + pairs * self.attention,
         )
 

@@ -13,7 +13,7 @@ import re
 import torch
 
 from ...engine.models.config import ModelConfig
-from ...engine.models.interface import CausalLM
+from ...engine.models.interface import CausalLM, StoredForms
 from ...engine.models.registry import build_model
 from ...engine.speculative.drafters.eagle3_head import Eagle3Head
 from ...engine.speculative.drafters.eagle_config import EagleConfig
@@ -23,6 +23,7 @@ from ...engine.speculative.drafters.spec_config import Eagle3Config
 LEVEL, COUNT = 0, 1  # columns of the residual stream
 TOKEN, WRONG = 1, 3  # the target's output, and the head's draft beyond the accept length
 SPREAD = 0.02  # standard deviation of random weights
+FP8_SPREAD = 64.0  # of stored values in 8 bits, before their scales
 AMPLITUDE = 64.0  # value of LEVEL in the target's stream
 GAIN = 256.0  # from the target's LEVEL to the head's, where LEVEL outweighs all other columns together
 STEP = AMPLITUDE * GAIN / 16  # added to COUNT by each forward of the head
@@ -43,11 +44,13 @@ def random_target(
     model = build_model(config, dtype=dtype, device=device, is_invariant=is_invariant)
     generator = torch.Generator(device).manual_seed(seed)
     for name, weight in model.tensors():
-        fill_random(name, weight, generator)
+        _fill_stored(name, weight, generator)
         if re.search(r"\.(o_proj|down_proj|w2)\.", name):  # these write to the residual stream
             weight[LEVEL] = 0
         if re.search(r"\.(mlp|block_sparse_moe)\.gate\.", name):
             weight[:, LEVEL] = 0  # rows choose experts by what they attended to, not all alike
+    if isinstance(model, StoredForms):
+        model.projections.finish()
     model.embed_tokens[:, LEVEL] = AMPLITUDE / 2
     if config.moe is not None:
         model.embed_tokens[TOKEN] = 0
@@ -102,6 +105,17 @@ def _count(head: Eagle3Head) -> None:
     fired = float(torch.nn.functional.silu(torch.tensor(4.0)))
     head.layer.mlp.down.weight[[LEVEL, COUNT]] = 0
     head.layer.mlp.down.weight[COUNT, 0] = STEP / fired
+
+
+def _fill_stored(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
+    """As `fill_random`, also for the tensors of quantised matrices, whose values then spread alike."""
+    if "_scale" in name:
+        weight.fill_(SPREAD / FP8_SPREAD)
+    elif weight.dtype == torch.float8_e4m3fn:
+        values = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
+        weight.copy_(values.normal_(0, FP8_SPREAD, generator=generator))
+    else:
+        fill_random(name, weight, generator)
 
 
 def fill_random(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:

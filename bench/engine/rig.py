@@ -48,7 +48,8 @@ class RigSettings:
     The pools hold `max_batch` requests of up to `max_request` tokens each, and one prompt of up to
     `max_prompt` tokens. Graphs cover up to `max_context` tokens of context, and the batch sizes `batches`;
     for adaptive steps all sizes. `is_invariant`: the target's operations are batch-invariant. `drafts`: the
-    drafter, a name in `drafters.DRAFTERS`. `has_plain`: steps without drafts are measured, too.
+    drafter, a name in `drafters.DRAFTERS`. `quantize`: the form of the target's matrices, a name in
+    `shapes.FORMS` or "none". `has_plain`: steps without drafts are measured, too.
     """
 
     shape: str
@@ -67,6 +68,7 @@ class RigSettings:
     is_adaptive: bool = False  # whether steps may draft fewer tokens than the chain
     is_invariant: bool = False
     drafts: str = "eagle3"
+    quantize: str = "none"
     has_plain: bool = True
 
     @property
@@ -148,7 +150,9 @@ class Rig:
         self.shape = DraftShape.of(settings.spec_steps)
         device, dtype = settings.device, settings.dtype
         with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
-            self.config: ModelConfig = target_config(settings.shape, settings.model, Path(folder))
+            self.config: ModelConfig = target_config(
+                settings.shape, settings.model, Path(folder), settings.quantize
+            )
             _check_positions(settings, self.shape, self.config.max_position_embeddings)
             wish = DraftWish(
                 config=self.config,

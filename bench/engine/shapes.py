@@ -2,10 +2,12 @@
 head."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from ...engine.hub import resolve_checkpoint
 from ...engine.models.config import ModelConfig
+from ...engine.models.quant.config import Fp8Form, Int4Form, QuantConfig
 from ...engine.models.registry import load_model_config
 from ...engine.speculative.drafters.eagle_config import EagleConfig, load_eagle_config
 from ...engine.speculative.drafters.spec_config import Eagle3Config, load_draft_config
@@ -91,19 +93,23 @@ SHAPES: dict[str, dict[str, object]] = {
         "max_position_embeddings": 512,
     },
 }
+# The forms of `--quantize`.
+FORMS: dict[str, Fp8Form | Int4Form] = {"fp8": Fp8Form(), "fp8-blocks": Fp8Form(has_blocks=True)}
 DRAFT_VOCABULARY = 32000  # draft vocabulary of published EAGLE3 heads for models of this size
 
 
-def target_config(shape: str, model: str, folder: Path) -> ModelConfig:
+def target_config(shape: str, model: str, folder: Path, quantize: str = "none") -> ModelConfig:
     """The config of the checkpoint `model` if one is given, else of the built-in `shape`.
 
-    `folder` is for temporary files. Raises CheckpointError for a config that cannot be read or is not
-    supported.
+    `folder` is for temporary files. `quantize`: a name in `FORMS`, or "none" for the checkpoint's own form.
+    Raises CheckpointError for a config that cannot be read or is not supported.
     """
     if model:
-        return load_model_config(resolve_checkpoint(model))
-    config = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"} | SHAPES[shape]
-    return load_model_config(_write(folder / "target", config))
+        found = load_model_config(resolve_checkpoint(model))
+    else:
+        config = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"} | SHAPES[shape]
+        found = load_model_config(_write(folder / "target", config))
+    return found if quantize == "none" else replace(found, quant=QuantConfig(form=FORMS[quantize]))
 
 
 def head_config(target: ModelConfig, dtype: str, draft_vocab_size: int, folder: Path) -> Eagle3Config:

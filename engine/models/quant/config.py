@@ -24,6 +24,11 @@ class Fp8Form:
     has_input_scale: bool = False
     is_rounded_here: bool = False
 
+    @property
+    def value_bytes(self) -> float:
+        """Bytes of a value; scales are too few to count."""
+        return 1.0
+
     def __str__(self) -> str:
         return "fp8 in blocks" if self.has_blocks else "fp8"
 
@@ -38,6 +43,11 @@ class Int4Form:
     packing: Packing
     group_size: int
     zero_offset: int = 0
+
+    @property
+    def value_bytes(self) -> float:
+        """Bytes of a value with its part of a scale in 16 bits and of a zero point in 4."""
+        return 0.5 + 2.5 / self.group_size
 
     def __str__(self) -> str:
         return f"int4 in groups of {self.group_size}"
