@@ -573,10 +573,12 @@ class EngineLoader:
         moe = self._model_config.moe
         layers = experts = 0
         for name, weight in self._model.tensors():
+            # 4-bit values are packed into larger integers
+            count = 2 * weight.nbytes if weight.dtype == torch.uint8 else weight.numel()
             if ".experts." in name:
-                experts += weight.numel()
+                experts += count
             elif not is_vocabulary.search(name):
-                layers += weight.numel()
+                layers += count
         used = 0 if moe is None else round(experts * moe.used_share)
         return layers + used + self._model.lm_head.numel()
 

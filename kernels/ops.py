@@ -8,7 +8,8 @@ shapes could not do. The Triton kernels on CUDA do that by themselves. On fake t
 that a dry run sees its launches.
 
 Shapes and dtypes are those of `kv_store`, `verify_attention`, `gather_context`, `context_attention`,
-`invariant_attention`, `logits`, `invariant_linear`, `route_experts`, `expert_mlp` and `fp8_linear`.
+`invariant_attention`, `logits`, `invariant_linear`, `route_experts`, `expert_mlp`, `fp8_linear` and
+`int4_linear`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .context_attention import ContextKV, context_attention
 from .expert_mlp import expert_mlp
 from .fp8_linear import fp8_linear
 from .gather_context import gather_context
+from .int4_linear import int4_linear
 from .invariant_attention import Rows, invariant_attention
 from .invariant_linear import invariant_linear, invariant_logits
 from .kv_store import store_kv
@@ -61,6 +63,10 @@ torch.library.define(
 )
 torch.library.define(
     "baton::fp8_linear", "(Tensor x, Tensor weight, Tensor scales, Tensor? bias, bool is_gated) -> Tensor"
+)
+torch.library.define(
+    "baton::int4_linear",
+    "(Tensor x, Tensor weight, Tensor scales, Tensor zeros, Tensor? bias, bool is_gated) -> Tensor",
 )
 
 
@@ -174,6 +180,7 @@ for _name, _form in (
     ("baton::route_experts", _route_experts),
     ("baton::expert_mlp", expert_mlp),
     ("baton::fp8_linear", fp8_linear),
+    ("baton::int4_linear", int4_linear),
 ):
     torch.library.impl(_name, ("cpu", "cuda"), _form)
     torch.library.register_fake(_name, _form)
@@ -307,4 +314,18 @@ def recorded_fp8_linear(
 ) -> torch.Tensor:
     """`fp8_linear.fp8_linear` as one operation, so that a tape keeps no dequantised weight."""
     out: torch.Tensor = torch.ops.baton.fp8_linear.default(x, weight, scales, bias, is_gated)
+    return out
+
+
+def recorded_int4_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    is_gated: bool = False,
+) -> torch.Tensor:
+    """`int4_linear.int4_linear` as one operation, so that a tape keeps no dequantised weight."""
+    out: torch.Tensor = torch.ops.baton.int4_linear.default(x, weight, scales, zeros, bias, is_gated)
     return out

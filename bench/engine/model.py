@@ -24,6 +24,7 @@ LEVEL, COUNT = 0, 1  # columns of the residual stream
 TOKEN, WRONG = 1, 3  # the target's output, and the head's draft beyond the accept length
 SPREAD = 0.02  # standard deviation of random weights
 FP8_SPREAD = 64.0  # of stored values in 8 bits, before their scales
+INT4_SPREAD = 4.6  # of equally likely values of 4 bits
 AMPLITUDE = 64.0  # value of LEVEL in the target's stream
 GAIN = 256.0  # from the target's LEVEL to the head's, where LEVEL outweighs all other columns together
 STEP = AMPLITUDE * GAIN / 16  # added to COUNT by each forward of the head
@@ -46,7 +47,10 @@ def random_target(
     for name, weight in model.tensors():
         _fill_stored(name, weight, generator)
         if re.search(r"\.(o_proj|down_proj|w2)\.", name):  # these write to the residual stream
-            weight[LEVEL] = 0
+            if name.endswith("scales"):
+                weight[:, LEVEL] = 0
+            elif weight.dtype != torch.int32:
+                weight[LEVEL] = 0
         if re.search(r"\.(mlp|block_sparse_moe)\.gate\.", name):
             weight[:, LEVEL] = 0  # rows choose experts by what they attended to, not all alike
     if isinstance(model, StoredForms):
@@ -109,8 +113,14 @@ def _count(head: Eagle3Head) -> None:
 
 def _fill_stored(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
     """As `fill_random`, also for the tensors of quantised matrices, whose values then spread alike."""
-    if "_scale" in name:
+    if name.endswith("scales"):
+        weight.fill_(SPREAD / INT4_SPREAD)
+    elif "_scale" in name:
         weight.fill_(SPREAD / FP8_SPREAD)
+    elif weight.dtype == torch.int32:
+        is_zero = name.endswith("qzeros")
+        low, high = (0x77777777, 0x77777778) if is_zero else (-(2**31), 2**31)
+        weight.random_(low, high, generator=generator)
     elif weight.dtype == torch.float8_e4m3fn:
         values = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
         weight.copy_(values.normal_(0, FP8_SPREAD, generator=generator))

@@ -94,7 +94,11 @@ SHAPES: dict[str, dict[str, object]] = {
     },
 }
 # The forms of `--quantize`.
-FORMS: dict[str, Fp8Form | Int4Form] = {"fp8": Fp8Form(), "fp8-blocks": Fp8Form(has_blocks=True)}
+FORMS: dict[str, Fp8Form | Int4Form] = {
+    "fp8": Fp8Form(),
+    "fp8-blocks": Fp8Form(has_blocks=True),
+    "int4": Int4Form(packing="awq", group_size=128),
+}
 DRAFT_VOCABULARY = 32000  # draft vocabulary of published EAGLE3 heads for models of this size
 
 

@@ -44,6 +44,62 @@ def per_block(weight: torch.Tensor) -> Stored:
     return {"weight": stored, "weight_scale_inv": scales}, values
 
 
+def int4_groups(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(integers `[N, H]`, zero points `[N, H/G]`, scales float16 `[N, H/G]`) of the nearest values."""
+    grouped = weight.view(weight.shape[0], -1, group)
+    low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
+    scales = ((high - low) / 15).half()
+    zeros = (-low / scales.float()).round().clamp(1, 15).int()
+    stored = (grouped / scales.float()[..., None]).round().int() + zeros[..., None]
+    return stored.clamp(0, 15).view(weight.shape), zeros, scales
+
+
+def int4_values(stored: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    group = stored.shape[1] // zeros.shape[1]
+    spread = (each.float().repeat_interleave(group, dim=1) for each in (zeros, scales))
+    zero, scale = spread
+    return (stored - zero) * scale
+
+
+def words(values: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """int32 `[R, C/8]`: value `order[i]` of each eight of a row lies in bits 4*i and above."""
+    eights = values.long().view(values.shape[0], -1, 8)
+    found = sum(eights[..., place] << 4 * i for i, place in enumerate(order))
+    return torch.where(found >= 2**31, found - 2**32, found).int()
+
+
+def awq(weight: torch.Tensor, group: int = 64) -> Stored:
+    """As AutoAWQ packs: outputs along a row, in an order that suits its kernels."""
+    stored, zeros, scales = int4_groups(weight, group)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    tensors = {
+        "qweight": words(stored.t(), order),
+        "qzeros": words(zeros.t(), order),
+        "scales": scales.t(),
+    }
+    return tensors, int4_values(stored, zeros, scales)
+
+
+def gptq(weight: torch.Tensor, group: int = 32, offset: int = 1) -> Stored:
+    """As AutoGPTQ packs: inputs along a column in sequence, zero points less one."""
+    stored, zeros, scales = int4_groups(weight, group)
+    order = tuple(range(8))
+    tensors = {
+        "qweight": words(stored, order).t(),
+        "qzeros": words(zeros.t() - offset, order),
+        "scales": scales.t(),
+        "g_idx": (torch.arange(weight.shape[1]) // group).int(),
+    }
+    return tensors, int4_values(stored, zeros, scales)
+
+
+def gptq_v2(weight: torch.Tensor) -> Stored:
+    return gptq(weight, 64, 0)
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "desc_act": False, "sym": False}
+
+
 def compressed(weights_by: str, **inputs: object) -> dict[str, object]:
     weights = {"num_bits": 8, "type": "float", "strategy": weights_by, "symmetric": True, "dynamic": False}
     activations = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True} | inputs
@@ -69,10 +125,16 @@ FORMS: dict[str, tuple[Callable[[torch.Tensor], Stored], dict[str, object]]] = {
             "weight_block_size": [BLOCK, BLOCK],
         },
     ),
+    "awq": (
+        awq,
+        {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True},
+    ),
+    "gptq": (gptq, GPTQ | {"group_size": 32}),
+    "gptq_v2": (gptq_v2, GPTQ | {"group_size": 64, "checkpoint_format": "gptq_v2"}),
 }
 # sizes that blocks can divide, with a ragged end of the inner dimension
 SHAPE = {
-    "hidden_size": 160,
+    "hidden_size": 192,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,

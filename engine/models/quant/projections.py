@@ -7,6 +7,7 @@ import torch
 from ...errors import CheckpointError
 from .config import Fp8Form, QuantConfig
 from .fp8_projection import Fp8Projection
+from .int4_projection import Int4Projection
 from .projection import MakeProjection, Projection, StoredProjection
 
 
@@ -55,7 +56,10 @@ class Projections:
                 f"here; "
                 "use a checkpoint that quantises all or none of them"
             )
-        assert isinstance(config.form, Fp8Form), config
-        made = Fp8Projection(config.form, prefix, in_size, parts, bias=bias, dtype=dtype, device=device)
+        made: StoredProjection
+        if isinstance(config.form, Fp8Form):
+            made = Fp8Projection(config.form, prefix, in_size, parts, bias=bias, dtype=dtype, device=device)
+        else:
+            made = Int4Projection(config.form, prefix, in_size, parts, bias=bias, dtype=dtype, device=device)
         self._made.append(made)
         return made

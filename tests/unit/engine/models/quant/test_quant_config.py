@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from baton.engine.errors import CheckpointError
-from baton.engine.models.quant.config import Fp8Form, QuantConfig
+from baton.engine.models.quant.config import Fp8Form, Int4Form, QuantConfig
 from baton.engine.models.quant.registry import quantise_at_load, read_quantisation
 from baton.engine.models.weights import load_model, weight_bytes
 from baton.tests.parity.quant_toys import SHAPE, compressed, write_quantised
@@ -40,6 +40,12 @@ def test_each_method_is_read():
         QuantConfig(form=Fp8Form(has_input_scale=True), ignored=("lm_head",))
     )
     assert read(compressed("channel")) == QuantConfig(form=Fp8Form(), ignored=("lm_head",))
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+    assert read(awq) == QuantConfig(form=Int4Form(packing="awq", group_size=128))
+    assert read(gptq) == QuantConfig(form=Int4Form(packing="gptq", group_size=32, zero_offset=1))
+    second = QuantConfig(form=Int4Form(packing="gptq", group_size=32))
+    assert read(gptq | {"checkpoint_format": "gptq_v2"}) == second
     scheme = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False}
     found = read(compressed("tensor") | {"kv_cache_scheme": scheme})
     assert found is not None
@@ -55,6 +61,11 @@ def test_each_method_is_read():
         (BLOCKS | {"weight_block_size": [64, 128]}, ["weight_block_size", "[64, 128]", "[128, 128]"]),
         (BLOCKS | {"fmt": "e5m2"}, ["fmt", "e5m2", "e4m3"]),
         (BLOCKS | {"modules_to_not_convert": "lm_head"}, ["modules_to_not_convert", "list of module names"]),
+        ({"quant_method": "awq", "bits": 3, "group_size": 64}, ["quantization_config.bits", "3"]),
+        ({"quant_method": "awq", "bits": 4, "group_size": 100}, ["group_size", "100", "32, 64, 128"]),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}, ["version", "gemv"]),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, ["group_size", "-1"]),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True}, ["desc_act", "order"]),
         (compressed("group"), ["config_groups.group_0.weights.strategy", "group", "channel"]),
         (
             compressed("channel") | {"format": "pack-quantized"},
@@ -114,6 +125,11 @@ def test_tensors_of_another_form_are_refused(toy_checkpoint: Callable[..., Path]
     as_float = damaged(tmp_path / "floats", lambda tensors: tensors.update({name: found.float()}))
     assert name in as_float
     assert "float8_e4m3fn" in as_float
+    write_quantised(plain, tmp_path / "order", "gptq")
+    name = "model.layers.0.mlp.down_proj.g_idx"
+    message = damaged(tmp_path / "order", lambda tensors: tensors.update({name: tensors[name].flip(0)}))
+    assert name in message
+    assert "desc_act false" in message
     write_quantised(plain, tmp_path / "part", "channel", ignore=["model.layers.0.self_attn.q_proj"])
     message = refusal(load_model, tmp_path / "part", dtype=torch.float32)
     assert "model.layers.0.self_attn.q_proj" in message
