@@ -21,7 +21,7 @@ def compact_kv_reference(
 ) -> None:
     """The definition and the CPU path; arguments as in `compact_kv`."""
     page_size = kv.shape[3]
-    planes = torch.arange(2 * (num_layers or kv.shape[1]), device=kv.device) * page_size
+    planes = torch.arange(kv.shape[2] * (num_layers or kv.shape[1]), device=kv.device) * page_size
     read, written = (
         (kv_rows(slots.flatten(), kv)[:, None] + planes).flatten() for slots in (sources, targets)
     )
@@ -57,7 +57,7 @@ def _compact_kv_kernel(
 def compact_kv_triton(
     kv: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, num_layers: int = 0
 ) -> None:
-    """Launch on `kv` `[num_pages, L, 2, page_size, N, D]` and `sources`, `targets` int64 `[B, M]`.
+    """Launch on `kv` `[num_pages, L, planes, page_size, N, D]` and `sources`, `targets` int64 `[B, M]`.
 
     Raises ValueError if shapes or dtypes do not fit.
     """
@@ -68,7 +68,8 @@ def compact_kv_triton(
     page_size, width = kv.shape[3], kv.shape[4] * kv.shape[5]
     block_moves = next_power_of_2(num_moves)
     block = min(next_power_of_2(width), max(TILE // block_moves, 16))
-    _compact_kv_kernel[(num_requests, 2 * (num_layers or kv.shape[1]), cdiv(width, block))](
+    num_planes = kv.shape[2] * (num_layers or kv.shape[1])
+    _compact_kv_kernel[(num_requests, num_planes, cdiv(width, block))](
         kv,
         kv_rows(sources, kv).contiguous(),
         kv_rows(targets, kv).contiguous(),
@@ -93,9 +94,9 @@ def _check(kv: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> No
 
 
 def compact_kv(kv: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, num_layers: int = 0) -> None:
-    """Copy K and V from slots `sources` int64 `[B, M]` to slots `targets` int64 `[B, M]`.
+    """Copy all planes from slots `sources` int64 `[B, M]` to slots `targets` int64 `[B, M]`.
 
-    `kv`: `[num_pages, L, 2, page_size, N, D]`. `num_layers`: the first layers, 0 for all. Slots of
+    `kv`: `[num_pages, L, planes, page_size, N, D]`. `num_layers`: the first layers, 0 for all. Slots of
     different requests are disjoint, except for slot 0. Raises ValueError if shapes or dtypes do not fit.
     """
     if kv.is_cuda:

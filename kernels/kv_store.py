@@ -2,7 +2,8 @@
 
 The pool is `[num_pages, L, 2, page_size, N, D]`, contiguous, seen here as rows of N*D values. Slot = page *
 page_size + offset. The K row of slot s in layer 0 is `kv_rows(s)`. The next layer lies 2*page_size rows
-further, V lies page_size rows behind K. Slot 0 is the sink of padding rows and always reads as zeros.
+further, V lies page_size rows behind K. Slot 0 is the sink of padding rows and always reads as zeros. Pools of
+one plane are those of `latent_store`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ TILE = 2048
 
 
 def kv_rows(slots: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-    """Row numbers in `kv.view(-1, N*D)` of the layer-0 keys at `slots`: int64, the shape of `slots`."""
-    num_layers, page_size = kv.shape[1], kv.shape[3]
+    """Row numbers in `kv.view(-1, N*D)` of the first plane of layer 0 at `slots`: int64, the shape of
+    `slots`.
+    """
+    num_layers, num_planes, page_size = kv.shape[1:4]
     pages = torch.div(slots, page_size, rounding_mode="floor")
-    return pages * (num_layers * 2 * page_size) + slots % page_size
+    return pages * (num_layers * num_planes * page_size) + slots % page_size
 
 
 @jit_varying("p_rows")

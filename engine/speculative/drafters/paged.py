@@ -105,7 +105,7 @@ class PagedDrafter(StatefulDrafter, ABC, Generic[H, G]):
     @property
     def page_rows(self) -> int:
         """Rows of a page in `pool`."""
-        return self.pool.num_layers * 2 * self.pool.page_size
+        return self.pool.num_layers * len(self.pool.layout.planes) * self.pool.page_size
 
     @property
     def prefill_family(self) -> GraphFamily[Any, torch.Tensor] | None:

@@ -188,7 +188,7 @@ class FusedStep:
             num_path=shape.num_path,
             page_size=pool.page_size,
             max_context=self.max_context,
-            target_page=pool.num_layers * 2 * pool.page_size,
+            target_page=pool.num_layers * len(pool.layout.planes) * pool.page_size,
             draft_page=2 * pool.page_size if drafter is None else drafter.page_rows,
         )
 
