@@ -10,8 +10,8 @@ import torch
 from ..kernels.invariant_attention import Rows, invariant_attention
 from ..kernels.row_ops import RowOps
 from .errors import CheckpointError
+from .kv.layouts import MHALayout
 from .kv.pool import KVPool
-from .kv.sparse_layout import SparseLayout
 from .models.interface import CausalLM
 
 NUM_ROWS = 300
@@ -28,7 +28,7 @@ def check_invariance(model: CausalLM, ops: RowOps) -> None:
     Raises CheckpointError if the bits of a row differ, or if the model's attention has no batch-invariant
     form.
     """
-    if isinstance(model.kv_layout(PAGE_SIZE), SparseLayout):
+    if type(model.kv_layout(PAGE_SIZE)) is not MHALayout:
         raise CheckpointError(
             f"deterministic on: {model.config.architecture} has no batch-invariant attention; use "
             "--deterministic off or another model"

@@ -599,7 +599,7 @@ class EngineLoader:
             hidden_size=config.hidden_size,
             intermediate_size=config.row_width,
             num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
+            num_kv_heads=config.context_heads,
             head_dim=config.head_dim,
             vocab_size=config.vocab_size,
             max_context=config.max_position_embeddings,

@@ -55,7 +55,10 @@ def expanded_attention_reference(
     starts, firsts, lens = q_starts.tolist(), kv_starts.tolist(), kv_lens.tolist()
     key_size = q.shape[-1] - turned.shape[-1]
     for request, length in enumerate(lens):
-        own, rows = slice(starts[request], starts[request + 1]), slice(firsts[request], firsts[request] + length)
+        own, rows = (
+            slice(starts[request], starts[request + 1]),
+            slice(firsts[request], firsts[request] + length),
+        )
         num_rows = own.stop - own.start
         made = expanded[rows]
         rotated = turned[rows][:, None].expand(-1, made.shape[1], -1)
@@ -63,7 +66,11 @@ def expanded_attention_reference(
         columns = torch.arange(length, device=q.device)
         visible = columns <= torch.arange(length - num_rows, length, device=q.device)[:, None]
         found = F.scaled_dot_product_attention(
-            q[own].transpose(0, 1), keys.transpose(0, 1), made[..., key_size:].transpose(0, 1), visible, scale=scale
+            q[own].transpose(0, 1),
+            keys.transpose(0, 1),
+            made[..., key_size:].transpose(0, 1),
+            visible,
+            scale=scale,
         )
         out[own] = found.transpose(0, 1)
 
@@ -217,8 +224,8 @@ def expanded_attention(
 
     `expanded` `[S, N, F+V]` holds keys and values, `turned` `[S, P]` the rotated keys. Rows `q_starts[i]` to
     `q_starts[i+1]`, at most `longest`, are the last of request i, whose `kv_lens[i]` context rows begin at row
-    `kv_starts[i]`. Integers are int64 `[B+1]`, `[B+1]` and `[B]`. Other rows of `out` are not written. Raises
-    ValueError if shapes do not fit.
+    `kv_starts[i]`. Integers are int64 `[B+1]`, `[B+1]` and `[B]`. Other rows of `out` are not written.
+    Raises ValueError if shapes do not fit.
     """
     if q.is_cuda:
         expanded_attention_triton(q, expanded, turned, q_starts, kv_starts, kv_lens, longest, scale, out)

@@ -2,8 +2,8 @@
 
 The pool is `[num_pages, L, 2, page_size, N, D]`, contiguous, seen here as rows of N*D values. Slot = page *
 page_size + offset. The K row of slot s in layer 0 is `kv_rows(s)`. The next layer lies 2*page_size rows
-further, V lies page_size rows behind K. Slot 0 is the sink of padding rows and always reads as zeros. Pools of
-one plane are those of `latent_store`.
+further, V lies page_size rows behind K. Slot 0 is the sink of padding rows and always reads as zeros. Pools
+of one plane are those of `latent_store`.
 """
 
 from __future__ import annotations

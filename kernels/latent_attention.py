@@ -13,6 +13,7 @@ latent, S context rows. The pool is that of `latent_store`.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -84,7 +85,7 @@ def latent_extend_reference(
     """The CPU path: requests one by one."""
     out = q.new_zeros(*q.shape[:-1], rank)
     starts = q_starts.tolist()
-    for request, (first, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for request, (first, end) in enumerate(pairwise(starts)):
         own = slice(request, request + 1)
         out[first:end] = latent_verify_reference(
             q[None, first:end], kv, layer, page_table[own], kv_lens[own], scale, rank
@@ -223,9 +224,9 @@ def _merge_kernel(
     b_out = tl.zeros((BLOCK_RANK,), dtype=tl.float32)
     for split in range(0, num_splits):
         lse = tl.load(p_lse + split * num_flat + i_flat)
-        is_used = lse > float("-inf")
+        width = tl.where(lse > float("-inf"), RANK, 0)  # an unused split was left unwritten
         p_part = p_partial + (split * num_flat + i_flat) * RANK + i_rank
-        b_out += tl.exp2(lse - top) * tl.load(p_part, mask=m_rank & is_used, other=0.0)
+        b_out += tl.exp2(lse - top) * tl.load(p_part, mask=i_rank < width, other=0.0)
     b_out = b_out / tl.where(total == 0.0, 1.0, total)
     tl.store(p_out + i_flat * RANK + i_rank, b_out.to(p_out.dtype.element_ty), mask=m_rank)
 
@@ -413,8 +414,8 @@ def latent_verify(
     `[B, Q, N, R]`, R = `rank`.
 
     `page_table` int `[B, P]`. Without `tree_mask` attention is causal; with it, bool `[B, Q, W]`, as in
-    `verify_attention.paged_verify`. A row that sees nothing gives zeros. Raises ValueError if shapes or dtypes
-    do not fit.
+    `verify_attention.paged_verify`. A row that sees nothing gives zeros. Raises ValueError if shapes or
+    dtypes do not fit.
     """
     if q.is_cuda:
         return latent_verify_triton(q, kv, layer, page_table, kv_lens, scale, rank, tree_mask)

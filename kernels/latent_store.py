@@ -1,8 +1,8 @@
 """Write new latents into a page-major pool of one plane.
 
 Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024) keeps one vector per token and layer for all
-heads: R values from which keys and values are made, and P values of a rotated key. The pool is `[num_pages, L,
-1, page_size, 1, R+P]`, contiguous. Slots and the sink are those of `kv_store`.
+heads: R values from which keys and values are made, and P values of a rotated key. The pool is
+`[num_pages, L, 1, page_size, 1, R+P]`, contiguous. Slots and the sink are those of `kv_store`.
 """
 
 from __future__ import annotations

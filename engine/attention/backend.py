@@ -126,16 +126,18 @@ class PagedAttention(ABC):
         return out
 
 
-def _checked(metadata: AttentionMetadata, read: Read, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+def _checked(
+    metadata: AttentionMetadata, read: Read, layer: int, q: torch.Tensor, out: torch.Tensor, *up: torch.Tensor
+) -> None:
     metadata.check(q.shape[0])
-    read(layer, q, out)
+    read(layer, q, out, *up)
 
 
 def _but_unread(
-    unread: int, read: Read, instead: Read, layer: int, q: torch.Tensor, out: torch.Tensor
+    unread: int, read: Read, instead: Read, layer: int, q: torch.Tensor, out: torch.Tensor, *up: torch.Tensor
 ) -> None:
-    (instead if layer == unread else read)(layer, q, out)
+    (instead if layer == unread else read)(layer, q, out, *up)
 
 
-def _nothing(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+def _nothing(layer: int, q: torch.Tensor, out: torch.Tensor, *up: torch.Tensor) -> None:
     """What a batch without rows, or a layer without readers, reads."""

@@ -2,10 +2,12 @@
 
 from types import MappingProxyType
 
+from ..kv.layouts import MLALayout
 from ..kv.pool import KVPool
 from ..kv.sparse_layout import SparseLayout
 from .backend import PagedAttention
 from .invariant_attention import InvariantAttention
+from .latent_attention import LatentAttention
 from .sparse_attention import SparseAttention
 from .torch_attention import TorchAttention
 from .triton_attention import TritonAttention
@@ -24,8 +26,12 @@ def attention_for(
     `scale` and `max_context` as in `PagedAttention`.
 
     Raises ValueError for an unknown name, listing the known ones, and for any name if the pool has side
-    caches, which one backend alone writes.
+    caches or latents, which one backend alone knows.
     """
+    if isinstance(pool.layout, MLALayout):
+        if name:
+            raise ValueError(f"attention backend {name!r} reads no latents; this pool holds them")
+        return LatentAttention(pool, scale, max_context=max_context)
     if isinstance(pool.layout, SparseLayout):
         if name:
             raise ValueError(f"attention backend {name!r} writes no side caches; this pool has them")

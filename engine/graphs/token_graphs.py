@@ -12,6 +12,8 @@ from typing import Generic, TypeAlias
 import torch
 
 from ...kernels.kv_store import kv_rows
+from ...kernels.latent_ops import recorded_store_latent
+from ...kernels.latent_store import is_latent
 from ...kernels.ops import recorded_store_kv
 from ..models.layers import Attend, Read
 from .breakable import Breaks, OutputT, ReplayContext
@@ -30,17 +32,28 @@ class AttendContext(ReplayContext):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionBridge:
-    """The queries and the output of attention on both sides of its break, each `[max_tokens, heads, D]`."""
+    """The queries and the output of attention on both sides of its break, each `[max_tokens, heads, D]`, with
+    a D of their own over latents.
+    """
 
     q: torch.Tensor
     out: torch.Tensor
 
     @classmethod
     def empty(
-        cls, max_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        cls,
+        max_tokens: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        value_dim: int = 0,
     ) -> "AttentionBridge":
+        """`value_dim`: the width of the output, by default `head_dim`, that of the queries."""
         q, out = (
-            torch.zeros((max_tokens, num_heads, head_dim), dtype=dtype, device=device) for _ in range(2)
+            torch.zeros((max_tokens, num_heads, width), dtype=dtype, device=device)
+            for width in (head_dim, value_dim or head_dim)
         )
         return cls(q=q, out=out)
 
@@ -58,18 +71,32 @@ class AttentionBridge:
             read(layer, inside, out=out)
             return out
 
-        return attend
+        def attend_latents(
+            layer: int, q: torch.Tensor, latent: torch.Tensor, up: torch.Tensor
+        ) -> torch.Tensor:
+            n = q.shape[0]
+            recorded_store_latent(kv, layer, rows, latent)
+            inside, out = self.q[:n].copy_(q), self.out[:n]
+            read(layer, inside, up, out=out)
+            return out
+
+        return attend_latents if is_latent(kv) else attend
 
 
-def read_real_rows(context: AttendContext, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+def read_real_rows(
+    context: AttendContext, layer: int, q: torch.Tensor, *up: torch.Tensor, out: torch.Tensor
+) -> None:
     """The graph break: attends the real rows with the live batch's plan."""
     n = context.num_rows
-    context.read(layer, q[:n], out[:n])
+    context.read(layer, q[:n], out[:n], *up)
 
 
-def read_nothing(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+def read_nothing(layer: int, q: torch.Tensor, out: torch.Tensor, *up: torch.Tensor) -> None:
     """Replaces attention during capture, when no batch exists."""
-    out.copy_(q)
+    if up:
+        out.zero_()  # of another width
+    else:
+        out.copy_(q)
 
 
 # (static inputs but the slots, cut to a bucket, attend) -> outputs, token-major

@@ -2,7 +2,8 @@
 
 A page holds `page_size` tokens of all layers as one contiguous byte range. A layout is made once, from the
 model's config. The pool, the attention plan, the wire format and the sizing of a worker use it. `MHALayout`
-is the layout of attention with K and V per KV head (multi-head, grouped-query, multi-query).
+is the layout of attention with K and V per KV head (multi-head, grouped-query, multi-query), `MLALayout` that
+of attention over latents (multi-head latent attention).
 """
 
 import math
@@ -231,3 +232,70 @@ class MHALayout:
             first=(part.start - heads.start) * head_bytes,
             size=len(part) * head_bytes,
         )
+
+@dataclass(frozen=True, kw_only=True)
+class MLALayout:
+    """One latent per token and layer for all heads, `[num_layers, 1, page_size, 1, rank + rope_size]`: the
+    `rank` values that keys and values are made of, then the rotated key; see `kernels.latent_attention`.
+
+    `scale`: the factor of scores, which the widths of the latent do not tell. Raises ValueError for a size
+    below 1, or an odd sum of `rank` and `rope_size`.
+    """
+
+    page_size: int
+    num_layers: int
+    rank: int
+    rope_size: int
+    scale: float
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1:
+            raise ValueError(f"page_size {self.page_size}: a page holds at least 1 token")
+        if min(self.num_layers, self.rank, self.rope_size) < 1 or self.width % 2:
+            raise ValueError(
+                f"latents of {self.num_layers} layers x ({self.rank} + {self.rope_size}): each must be at "
+                "least 1, their sum even"
+            )
+
+    @property
+    def width(self) -> int:
+        """Elements of a latent."""
+        return self.rank + self.rope_size
+
+    @property
+    def token_layers(self) -> int:
+        return self.num_layers
+
+    @property
+    def planes(self) -> tuple[str, ...]:
+        return ("latent",)
+
+    @property
+    def page_shape(self) -> tuple[int, ...]:
+        return (self.num_layers, 1, self.page_size, 1, self.width)
+
+    @property
+    def elements_per_token(self) -> int:
+        return self.num_layers * self.width
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.elements_per_token * self.dtype.itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_size * self.bytes_per_token
+
+    @property
+    def wire_heads(self) -> tuple[int, int]:
+        return 1, self.width // 2
+
+    def shard(self, num_ranks: int) -> "MLALayout":
+        """Every rank holds whole pages, since all heads read the same latents.
+
+        Raises ValueError for a number below 1.
+        """
+        if num_ranks < 1:
+            raise ValueError(f"latents cannot be dealt to {num_ranks} ranks; use 1 or more")
+        return self

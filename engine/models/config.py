@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+import torch
+
 from ..errors import CheckpointError
+from ..kv.layouts import MHALayout, PageLayout
 from .moe import MIXTRAL_NAMES, QWEN_NAMES, MoEConfig
 from .quant.config import QuantConfig
 from .quant.registry import KEY as QUANT_KEY
@@ -26,10 +29,15 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "MixtralForCausalLM": "mixtral",
     "SparseBlockForCausalLM": "sparse_block",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
 }
 NORMED = ("qwen3", "qwen3_moe")  # families that normalise q and k
 EXPERT_KEYS = ("num_experts", "num_local_experts")  # configs use either
 ROPE_DEFAULTS = MappingProxyType({"mixtral": {"rope_theta": 1e6}})  # of keys that a config lacks
+ROUTED = ("deepseek_v2", "deepseek_v3", "glm4_moe")  # families whose experts are read by `routed_config`
 BIASED = ("qwen2", "mimo")  # families with a bias of q, k and v, and none of the output projection
 
 
@@ -76,6 +84,25 @@ class ModelConfig:
     def query_heads(self) -> int:
         """Heads of q that a layer hands to attention."""
         return self.num_heads
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a head's value."""
+        return self.head_dim
+
+    @property
+    def context_heads(self) -> int:
+        """KV heads of `head_dim` that take as much memory as what attention copies of a context row."""
+        return self.num_kv_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """The width of the rotary tables."""
+        return self.head_dim
+
+    def kv_layout(self, num_layers: int, page_size: int, dtype: torch.dtype) -> PageLayout:
+        """The layout of the KV of `num_layers` such layers in pages of `page_size` tokens."""
+        return MHALayout.of(self, num_layers=num_layers, page_size=page_size, dtype=dtype)
 
 
 class ConfigReader:
@@ -143,11 +170,12 @@ def read_dense_config(reader: ConfigReader, *, architecture: str) -> ModelConfig
     """
     family = FAMILIES[architecture]
     _refuse_unsupported(reader, family)
-    if family in ("mixtral", "qwen3_moe"):
+    if family in ("mixtral", "qwen3_moe", "qwen2_moe"):
         moe: MoEConfig | None = _read_experts(reader, family)
     else:
         moe = None
-        _refuse_experts(reader)
+        if family not in ROUTED:
+            _refuse_experts(reader)
     hidden, heads = reader.count("hidden_size"), reader.count("num_attention_heads")
     kv_heads, head_dim = _head_shape(reader, family, hidden, heads)
     bias = reader.flag("attention_bias", False)

@@ -7,6 +7,8 @@ import torch
 
 from ...kernels.row_ops import FASTEST, RowOps
 from .config import ModelConfig
+from .deepseek_config import LatentConfig
+from .latent_block import LatentAttention
 from .layers import DecoderLayer, GatedMLP, Linear, RMSNorm, SelfAttention
 from .moe import MixtureOfExperts
 from .quant.projections import Projections
@@ -49,6 +51,13 @@ def decoder_layer(
     experts = None
     if config.moe is not None and layer not in config.moe.dense_layers:
         experts = MixtureOfExperts(config.hidden_size, config.moe, dtype=dtype, device=device, ops=ops)
+    if isinstance(config, LatentConfig):
+        width, eps = config.hidden_size, config.rms_norm_eps
+        norm, post_norm = (RMSNorm(width, eps, dtype=dtype, device=device, ops=ops) for _ in range(2))
+        mlp = experts or GatedMLP(
+            width, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, device=device, ops=ops
+        )
+        return DecoderLayer(LatentAttention(config, dtype, device, ops), mlp, norm, post_norm)
     return sized_layer(
         config,
         dtype,

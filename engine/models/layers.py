@@ -19,9 +19,16 @@ from .quant.projection import NamedTensors as NamedTensors
 # (layer index, q [T, N, D], k [T, K, D], v [T, K, D]) -> [T, N, D]; stores k and v, then attends.
 # It may have a method `rotate_attend(layer, heads [T, N+2K, D], cos [T, D], sin [T, D])` for CUDA, which also
 # rotates.
+# Over latents: (layer index, q [T, N, F+P], latent [T, 1, R+P], up [N, F+V, R]) -> [T, N, V], with the names
+# of `kernels.latent_attention`.
 Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-# (layer index, q [T, N, D], out [T, N, D]): attends over stored keys and values, and writes `out`.
-Read: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor], None]
+
+
+class Read(Protocol):
+    """Attention over stored keys and values, or over latents with the projection `up` `[N, F+V, R]`."""
+
+    def __call__(self, layer: int, q: torch.Tensor, out: torch.Tensor, *up: torch.Tensor) -> None:
+        """Attends with `q` `[T, N, D]` and writes `out` `[T, N, D]`; over latents their widths are F+P, V."""
 
 
 class Linear:
@@ -227,6 +234,20 @@ class SelfAttention:
                 yield from norm.tensors(prefix + name)
 
 
+class Attention(Protocol):
+    """The part of a layer in which tokens meet. `output` follows it, each row by itself."""
+
+    output: Projection
+
+    def attended(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
+    ) -> torch.Tensor:
+        """`x` `[T, H]` and rotary tables -> the input of `output`, `[T, N*D]`."""
+
+    def tensors(self, prefix: str) -> NamedTensors:
+        """The checkpoint's tensor names under `prefix`, with views of the parameters."""
+
+
 class MLP(Protocol):
     """The part of a layer that works on each token alone."""
 
@@ -242,7 +263,7 @@ class DecoderLayer:
 
     def __init__(
         self,
-        attention: SelfAttention,
+        attention: Attention,
         mlp: MLP,
         input_norm: RMSNorm,
         post_norm: RMSNorm,

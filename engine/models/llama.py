@@ -11,7 +11,7 @@ import torch
 
 from ...kernels.row_ops import FASTEST, RowOps
 from ..errors import CheckpointError, LifecycleError
-from ..kv.layouts import MHALayout
+from ..kv.layouts import PageLayout
 from ..parallel.group import SOLO, TensorGroup
 from ..parallel.vocabulary import look_up, num_rank_rows, table_logits, table_of
 from .config import ModelConfig
@@ -53,17 +53,16 @@ class LlamaForCausalLM:
         self.layers = [self.decoder_layer(layer) for layer in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, ops=ops)
         self.rotary = RotaryEmbedding(
-            config.rope, config.head_dim, config.max_position_embeddings, device, dtype
+            config.rope, config.rotary_size, config.max_position_embeddings, device, dtype
         )
 
     def decoder_layer(self, layer: int) -> DecoderLayer:
         """Layer `layer`, with uninitialised weights."""
         return decoder_layer(self.config, self.dtype, self.device, self.ops, layer, self.projections)
 
-    def kv_layout(self, page_size: int) -> MHALayout:
+    def kv_layout(self, page_size: int) -> PageLayout:
         """The layout of this model's KV in pages of `page_size` tokens."""
-        config = self.config
-        return MHALayout.of(config, num_layers=config.num_layers, page_size=page_size, dtype=self.dtype)
+        return self.config.kv_layout(self.config.num_layers, page_size, self.dtype)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Token ids `[T]` int64 -> the residual stream `[T, H]`."""

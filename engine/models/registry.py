@@ -16,8 +16,10 @@ from ...kernels.row_ops import FASTEST, INVARIANT, RowOps
 from ..errors import CheckpointError
 from ..parallel.group import SOLO, TensorGroup
 from .config import FAMILIES, ConfigReader, ModelConfig, read_dense_config, read_json
+from .deepseek_config import read_deepseek_config
 from .interface import CausalLM, StoredForms
 from .llama import LlamaForCausalLM
+from .routed_config import read_qwen2_moe_config
 from .sparse_block import SparseBlockForCausalLM, read_sparse_config
 
 
@@ -77,6 +79,9 @@ MODELS = (
     _entry("Qwen3MoeForCausalLM"),
     _entry("MixtralForCausalLM"),
     _entry("SparseBlockForCausalLM", read_sparse_config, SparseBlockForCausalLM),
+    _entry("DeepseekV2ForCausalLM", read_deepseek_config),
+    _entry("DeepseekV3ForCausalLM", read_deepseek_config),
+    _entry("Qwen2MoeForCausalLM", read_qwen2_moe_config),
 )
 
 

@@ -147,6 +147,18 @@ def read_rope_config(raw: Mapping[str, object], source: Path) -> RopeConfig:
     )
 
 
+def score_factor(raw: Mapping[str, object], source: Path) -> float:
+    """The factor of attention scores of DeepSeek, beside that of the head's width.
+
+    Stretched positions flatten scores; `mscale_all_dim` sharpens them again. Raises CheckpointError as
+    `read_rope_config`.
+    """
+    reader = _RopeReader(raw, source)
+    if reader.rope_type == "default" or not reader.settings.get("mscale_all_dim"):
+        return 1.0
+    return _mscale(reader.number("factor"), reader.number("mscale_all_dim")) ** 2
+
+
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
     """Radians per position, float32 `[D/2]` on the CPU."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim

@@ -22,6 +22,7 @@ import torch
 from ...kernels.row_ops import RowOps
 from ...kernels.sparse_caches import SparseSizes
 from ..errors import CheckpointError
+from ..kv.layouts import MHALayout
 from ..kv.sparse_layout import SparseLayout
 from .config import ConfigReader, ModelConfig, read_dense_config
 from .layers import Attend, DecoderLayer, GatedMLP, Linear, NamedTensors, RMSNorm, SelfAttention
@@ -138,7 +139,8 @@ class SparseBlockForCausalLM(LlamaForCausalLM):
             window=config.window,
         )
         try:
-            return SparseLayout.with_caches(super().kv_layout(page_size), sizes)
+            dense = MHALayout.of(config, num_layers=config.num_layers, page_size=page_size, dtype=self.dtype)
+            return SparseLayout.with_caches(dense, sizes)
         except ValueError as error:
             raise CheckpointError(f"{config.architecture}: {error}") from None
 

@@ -14,6 +14,7 @@ from baton.tests.kernels.cases import pool_cases, randn, rows_cases
 from baton.tests.kernels.choice_cases import choice_cases
 from baton.tests.kernels.expert_cases import choices, expert_cases
 from baton.tests.kernels.quant_cases import quant_cases
+from baton.tests.kernels.latent_cases import latent_cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -25,6 +26,7 @@ CASES = [
     *choice_cases(),
     *expert_cases(),
     *quant_cases(),
+    *latent_cases(),
 ]
 
 

@@ -8,6 +8,7 @@ from baton.tests.kernels.cases import pool_cases, rows_cases
 from baton.tests.kernels.choice_cases import choice_cases
 from baton.tests.kernels.expert_cases import expert_cases
 from baton.tests.kernels.quant_cases import quant_cases
+from baton.tests.kernels.latent_cases import latent_cases
 
 QUICK_ATTENTION = list(attention_cases(is_whole=False))
 CASES = [
@@ -22,6 +23,7 @@ CASES = [
         *choice_cases(),
         *expert_cases(),
         *quant_cases(),
+        *latent_cases(),
     )
 ]
 

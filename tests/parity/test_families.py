@@ -54,7 +54,7 @@ def assert_same_model(path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "qwen2_moe"])
 def test_each_family_equals_transformers(toy_checkpoint: Callable[..., Path], family: str, is_tied: bool):
     assert_same_model(toy_checkpoint(family, tie_word_embeddings=is_tied))
 
@@ -78,6 +78,14 @@ def test_many_shards_equal_one(toy_checkpoint: Callable[..., Path], family: str)
         ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
         ("qwen3_moe", {"num_experts_per_tok": 6}),
         ("mixtral", {"num_experts_per_tok": 1}),
+        ("qwen2_moe", {"qkv_bias": False, "norm_topk_prob": True, "mlp_only_layers": [0]}),
+        ("deepseek_v2", {}),
+        (
+            "deepseek_v2",
+            {"q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+        ),
+        ("deepseek_v3", {}),
+        ("deepseek_v3", {"rope_interleave": False, "attention_bias": True, "norm_topk_prob": False}),
         (
             "qwen2",
             {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3, "layer_types": None},
@@ -93,6 +101,11 @@ def test_many_shards_equal_one(toy_checkpoint: Callable[..., Path], family: str)
         "every-other-layer-dense",
         "all-experts",
         "one-expert",
+        "qwen2-moe",
+        "deepseek-v2",
+        "deepseek-v2-lite",
+        "deepseek-v3",
+        "deepseek-v3-bias",
         "window-behind-the-last-layer",
     ],
 )

@@ -39,7 +39,7 @@ class ContextProjection:
     """The key and value projections of all layers as one matrix, copied from the layers' own weights."""
 
     def __init__(self, layers: list[DecoderLayer], config: DflashConfig) -> None:
-        attentions = [layer.attention for layer in layers]
+        attentions = [each.attention for each in layers if isinstance(each.attention, SelfAttention)]
         queries, each = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.shape = (2, len(layers), config.num_kv_heads, config.head_dim)
         self.eps = config.rms_norm_eps

@@ -11,7 +11,7 @@ import torch
 from ....kernels.select_rows import select_last_rows
 from ...kv.pool import KVPool
 from ...models.layers import Attend
-from ...row_attention import RowPlan
+from ...row_plans import plan_rows
 from ..drafting.shape import DraftShape
 from ..drafting.tree import DraftHead, DraftTree, grow_tree
 from ..drafting.verify import AcceptResult
@@ -58,7 +58,7 @@ def observe_branch(
     count = shape.num_path
     features = accepted_features(features, accepted, shape)
     rows = view.kv_rows[:, :count].reshape(-1)
-    plan = RowPlan(pool, rows, view.page_table, view.extend_lens, is_recorded=view.is_recorded)
+    plan = plan_rows(pool, rows, view.page_table, view.extend_lens, is_recorded=view.is_recorded)
     positions = view.positions[:, :count].reshape(-1)
     phase = DraftPhase.FROM_TARGET_FEATURES
     out = head.forward(features, accepted.tokens.reshape(-1), positions, plan, phase)
@@ -83,7 +83,7 @@ def draft_chain(
     drafts = [head.target_ids[sampling.choose(logits, positions[:, 0] + 1, head.target_ids)]]
     for step in range(1, num_drafts):
         rows = view.kv_rows[:, step - 1]
-        plan = RowPlan(pool, rows, view.page_table, view.lens + step, is_recorded=view.is_recorded)
+        plan = plan_rows(pool, rows, view.page_table, view.lens + step, is_recorded=view.is_recorded)
         out = head.forward(hidden, drafts[-1], positions[:, step - 1], plan, DraftPhase.SELF_CHAIN)
         hidden = head.feedback(out)
         chosen = sampling.choose(head.compute_logits(out), positions[:, step] + 1, head.target_ids)
@@ -126,7 +126,7 @@ def draft_tree(
     def forward(level: int, hidden: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         rows = view.kv_rows[:, (level - 1) * k : level * k].reshape(-1)
         lens = view.lens + level * k
-        plan = RowPlan(pool, rows, view.page_table, lens, mask, is_recorded=view.is_recorded)
+        plan = plan_rows(pool, rows, view.page_table, lens, mask, is_recorded=view.is_recorded)
         at = view.positions[:, level - 1 : level].expand(count, k).reshape(-1)
         return head.forward(hidden, tokens, at, plan, DraftPhase.SELF_CHAIN)
 

@@ -5,7 +5,7 @@ SharedMtpDrafter  one module is applied again to its own hidden, as often as the
 """
 
 from ...errors import CheckpointError
-from ...kv.layouts import MHALayout
+from ...kv.layouts import PageLayout
 from ..drafting.shape import DraftShape
 from .mtp_deep import DeepMtpDrafter
 from .mtp_head import MtpHead
@@ -26,7 +26,7 @@ class MtpModel:
         """Number of weights that one proposal reads: one module and the output projection."""
         return self.head.modules[0].num_weights
 
-    def kv_layout(self, page_size: int) -> MHALayout:
+    def kv_layout(self, page_size: int) -> PageLayout:
         """The layout of the modules' KV in pages of `page_size` tokens."""
         return modules_layout(self.head, page_size)
 

@@ -124,7 +124,7 @@ class MtpHead:
                 if own is None or is_copy:
                     setattr(module, name, weight)
         self._target_norm = final_norm
-        self._rotary = RotaryEmbedding(layer.rope, layer.head_dim, max_position, self.device, self.dtype)
+        self._rotary = RotaryEmbedding(layer.rope, layer.rotary_size, max_position, self.device, self.dtype)
 
     def project(self, features: torch.Tensor) -> torch.Tensor:
         """The target's residual stream `[T, H]` -> the hidden input of the first module `[T, H]`."""

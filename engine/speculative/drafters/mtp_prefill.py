@@ -17,7 +17,7 @@ from ...errors import UnsupportedInput
 from ...graphs.bucketed_graphs import EAGER
 from ...graphs.graph_pool import GraphPool
 from ...host_copy import to_device
-from ...kv.layouts import MHALayout
+from ...kv.layouts import PageLayout
 from ...kv.page_table import build_page_table, pages_for, slots_for
 from ...kv.pool import KVPool
 from ...models.layers import NamedTensors
@@ -32,9 +32,9 @@ from .protocol import DraftPrefill
 from .states import DraftStates
 
 
-def modules_layout(head: MtpHead, page_size: int) -> MHALayout:
+def modules_layout(head: MtpHead, page_size: int) -> PageLayout:
     """The layout of the modules' KV, under the page ids of the target: one layer for each module."""
-    return MHALayout.of(head.config.layer, num_layers=head.num_modules, page_size=page_size, dtype=head.dtype)
+    return head.config.layer.kv_layout(head.num_modules, page_size, head.dtype)
 
 
 def look_ahead(item: DraftPrefill, first: int, depth: int) -> torch.Tensor:

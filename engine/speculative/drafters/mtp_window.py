@@ -17,7 +17,7 @@ import torch
 from ....kernels.kv_store import kv_rows
 from ...kv.pool import KVPool
 from ...models.layers import Attend
-from ...row_attention import RowPlan
+from ...row_plans import plan_rows
 from ..drafting.choice import DraftSampling
 from .mtp_head import MtpHead
 from .mtp_states import FrontStates
@@ -112,7 +112,7 @@ def plan_modules(
 
     The modules share one window and so one set of rows and lengths, which is checked at every call.
     """
-    plan = RowPlan(pool, window.rows.reshape(-1), page_table, kv_lens, is_recorded=is_recorded)
+    plan = plan_rows(pool, window.rows.reshape(-1), page_table, kv_lens, is_recorded=is_recorded)
     return [module_attention(plan.attend, module) for module in range(num_modules)]
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from ...kv.pool import KVPool
-from ...row_attention import RowPlan
+from ...row_plans import plan_rows
 from .eagle3_head import DraftPhase, FeatureHead
 from .protocol import DraftView
 
@@ -28,7 +28,7 @@ def draft_parallel(
     assert mask is not None, "the head drafts token by token"
     rows = view.kv_rows[:, :num_masks].reshape(-1)
     lens = view.lens + num_masks
-    plan = RowPlan(pool, rows, view.page_table, lens, is_recorded=view.is_recorded)
+    plan = plan_rows(pool, rows, view.page_table, lens, is_recorded=view.is_recorded)
     tokens = torch.full_like(rows, head.mask_token)
     positions = view.positions[:, :num_masks]
     hidden = mask.expand(count * num_masks, -1)

@@ -18,13 +18,13 @@ import torch
 from ....kernels.step_glue import NUM_COUNTS, Places, PlaceSizes, step_outcome, step_places
 from ...graphs.breakable import Breaks, ReplayContext
 from ...parallel.group import SOLO, TensorGroup
-from ...row_attention import RowPlan
+from ...row_plans import plan_rows
 from ...runner.model_runner import ModelRunner
 from ...runner.target_graphs import aux_ids_of
 from ...sampling.choose import choose_tokens
 from ...sampling.edits import ALL_ALLOWED, edit_logits
 from ...sampling.logprobs import pack_logprobs, packed_width, top_logprobs
-from ...sparse_rows import SparseRowPlan, compress_commits, has_side_caches
+from ...sparse_rows import compress_commits, has_side_caches
 from ..drafters.protocol import Drafter, DraftView, reads_features
 from ..drafting.choice import DraftSampling
 from ..drafting.shape import DraftShape
@@ -253,8 +253,7 @@ class FusedStep:
         positions = places.positions[:, :num_nodes]
         if tree is not None:
             positions = (positions[:, :1] + tree.depths).clamp(max=self.max_context - 1)
-        make = SparseRowPlan if has_side_caches(self.runner.pool) else RowPlan
-        plan = make(
+        plan = plan_rows(
             self.runner.pool,
             places.target_rows[:, :num_nodes].reshape(-1),
             rows.pages,

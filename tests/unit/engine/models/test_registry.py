@@ -28,7 +28,21 @@ SPARSE = ModelEntry(
 )
 SMALL = {"num_hidden_layers": 1, "vocab_size": 64}
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "num_key_value_heads": 3}
-WITH_EXPERTS = ("Qwen3MoeForCausalLM", "MixtralForCausalLM")
+LATENT = {
+    "kv_lora_rank": 4,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 2,
+    "qk_nope_head_dim": 3,
+    "v_head_dim": 4,
+    "n_routed_experts": 2,
+    "shared_expert_intermediate_size": 6,
+}
+WITH_EXPERTS = (
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM", "MixtralForCausalLM")
 
 
 @pytest.mark.parametrize("named", [{"architectures": ["SparseForCausalLM"]}, {"architectures": "absent"}])
@@ -51,7 +65,7 @@ def test_an_unknown_architecture_names_those_that_are_supported(tmp_path):
 
 @pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry.model_type)
 def test_an_entry_reads_and_builds_its_own_architecture(tmp_path, entry):
-    experts = EXPERTS if entry.architecture in WITH_EXPERTS else {}
+    experts = EXPERTS | LATENT if entry.architecture in WITH_EXPERTS else {}
     path = write(tmp_path, SMALL | experts | {"architectures": [entry.architecture]})
     config = load_model_config(path)
     assert (config.moe is not None) == bool(experts)

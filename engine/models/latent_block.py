@@ -1,0 +1,80 @@
+"""The attention of DeepSeek-V2 and V3: multi-head latent attention.
+
+A layer stores one latent per token, R values that are normalised and P that are rotated, from which the keys
+and values of all heads are made; `attend` does that, see `kernels.latent_attention`. Source: DeepSeek-AI,
+"DeepSeek-V2", 2024. Legend: T tokens, H hidden size, N heads, R rank of the latents, P width of the rotated
+key, F and V widths of a head's key and value that are made of the latent.
+"""
+
+import torch
+
+from ...kernels.row_ops import FASTEST, RowOps
+from .deepseek_config import NORM_EPS, LatentConfig
+from .layers import Attend, Linear, NamedTensors, RMSNorm
+
+
+class LatentAttention:
+    """Projections, rotation and output of one layer of attention over latents."""
+
+    def __init__(
+        self, config: LatentConfig, dtype: torch.dtype, device: torch.device, ops: RowOps = FASTEST
+    ) -> None:
+        self.config = config
+        self.ops = ops
+        heads, hidden = config.num_heads, config.hidden_size
+        make = {"dtype": dtype, "device": device, "ops": ops}
+        latent = {"kv_a_proj_with_mqa": config.rank + config.rope_size}
+        queries = (
+            {"q_a_proj": config.query_rank} if config.query_rank else {"q_proj": heads * config.head_dim}
+        )
+        self.down = Linear(hidden, queries | latent, bias=config.attention_bias, **make)  # type: ignore[arg-type]
+        self.query_norm: RMSNorm | None = None
+        self.query_up: Linear | None = None
+        if config.query_rank:
+            self.query_norm = RMSNorm(config.query_rank, NORM_EPS, **make)  # type: ignore[arg-type]
+            parts = {"q_b_proj": heads * config.head_dim}
+            self.query_up = Linear(config.query_rank, parts, bias=False, **make)  # type: ignore[arg-type]
+        self.latent_norm = RMSNorm(config.rank, NORM_EPS, **make)  # type: ignore[arg-type]
+        made = config.key_size + config.value_size
+        self.up = torch.empty(heads, made, config.rank, dtype=dtype, device=device)
+        self.output = Linear(
+            heads * config.value_size,
+            {"o_proj": hidden},
+            bias=config.attention_output_bias,
+            **make,  # type: ignore[arg-type]
+        )
+
+    def __call__(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
+    ) -> torch.Tensor:
+        """`x` `[T, H]`, rotary tables `[T, P]` -> `[T, H]`."""
+        return self.output(self.attended(x, cos, sin, layer, attend))
+
+    def attended(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
+    ) -> torch.Tensor:
+        """As a call, without the output projection: `[T, N*V]`."""
+        config = self.config
+        found = self.down(x)
+        width = found.shape[1] - config.rank - config.rope_size
+        queries, latent = found[:, :width], found[:, width : width + config.rank]
+        if self.query_norm is not None and self.query_up is not None:
+            queries = self.query_up(self.query_norm(queries))
+        q = queries.reshape(x.shape[0], config.num_heads, config.head_dim)
+        turning = torch.cat((q[..., config.key_size :], found[:, None, width + config.rank :]), dim=1)
+        if config.is_interleaved:
+            turning = turning.view(*turning.shape[:2], -1, 2).transpose(-1, -2).flatten(-2)
+        turned = self.ops.rope(turning, cos, sin)
+        q = torch.cat((q[..., : config.key_size], turned[:, :-1]), dim=-1)
+        stored = torch.cat((self.latent_norm(latent)[:, None], turned[:, -1:]), dim=-1)
+        return attend(layer, q, stored, self.up).flatten(1)
+
+    def tensors(self, prefix: str) -> NamedTensors:
+        """The checkpoint's tensor names under `prefix`, with views of the parameters."""
+        yield from self.down.tensors(prefix)
+        if self.query_norm is not None and self.query_up is not None:
+            yield from self.query_norm.tensors(f"{prefix}q_a_layernorm")
+            yield from self.query_up.tensors(prefix)
+        yield from self.latent_norm.tensors(f"{prefix}kv_a_layernorm")
+        yield f"{prefix}kv_b_proj.weight", self.up.view(-1, self.config.rank)
+        yield from self.output.tensors(prefix)
