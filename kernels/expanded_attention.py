@@ -223,8 +223,8 @@ def expanded_attention(
     """Causal attention of rows `q` `[T, N, F+P]` into `out` `[T, N, V]`.
 
     `expanded` `[S, N, F+V]` holds keys and values, `turned` `[S, P]` the rotated keys. Rows `q_starts[i]` to
-    `q_starts[i+1]`, at most `longest`, are the last of request i, whose `kv_lens[i]` context rows begin at row
-    `kv_starts[i]`. Integers are int64 `[B+1]`, `[B+1]` and `[B]`. Other rows of `out` are not written.
+    `q_starts[i+1]`, at most `longest`, are the last of request i, whose `kv_lens[i]` context rows begin at
+    row `kv_starts[i]`. Integers are int64 `[B+1]`, `[B+1]` and `[B]`. Other rows of `out` are not written.
     Raises ValueError if shapes do not fit.
     """
     if q.is_cuda:

@@ -233,6 +233,7 @@ class MHALayout:
             size=len(part) * head_bytes,
         )
 
+
 @dataclass(frozen=True, kw_only=True)
 class MLALayout:
     """One latent per token and layer for all heads, `[num_layers, 1, page_size, 1, rank + rope_size]`: the

@@ -91,6 +91,11 @@ class ModelConfig:
         return self.head_dim
 
     @property
+    def latent_outputs(self) -> int:
+        """Values of a head that are made of a latent; 0: keys and values are stored themselves."""
+        return 0
+
+    @property
     def context_heads(self) -> int:
         """KV heads of `head_dim` that take as much memory as what attention copies of a context row."""
         return self.num_kv_heads

@@ -25,15 +25,21 @@ SHARDED = frozenset(
         "MiMoForCausalLM",
         "Qwen3MoeForCausalLM",
         "MixtralForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
     }
 )
 QUERY, KEY_VALUE, OUTPUTS, INPUTS, VOCABULARY = "query", "key_value", "outputs", "inputs", "vocabulary"
+LATENT = "latent"  # from latents, which every rank has whole, to the keys and values of its heads
 # The cut of a parameter by the last part of its name before ".weight" or ".bias".
 PARTS: Mapping[str, str] = MappingProxyType(
     {
         "q_proj": QUERY,
         "k_proj": KEY_VALUE,
         "v_proj": KEY_VALUE,
+        "q_b_proj": QUERY,
+        "kv_b_proj": LATENT,
         "o_proj": INPUTS,
         "gate_proj": OUTPUTS,
         "up_proj": OUTPUTS,
@@ -134,6 +140,8 @@ def _cut_of(name: str, config: ModelConfig, group: TensorGroup) -> Cut | None:
     rank, size = group.rank, group.size
     if part == QUERY:
         return _even(config.num_heads * config.head_dim, rank, size)
+    if part == LATENT:
+        return _even(config.num_heads * config.latent_outputs, rank, size)
     if part == KEY_VALUE:
         held = max(config.num_kv_heads // size, 1)
         first = rank * config.num_kv_heads // size
@@ -147,7 +155,7 @@ def _cut_of(name: str, config: ModelConfig, group: TensorGroup) -> Cut | None:
         return _even(_inner(name, config), rank, size)
     if kind == "bias":  # added once to the sum
         return Cut(dim=0, first=0, size=config.hidden_size if rank == 0 else 0, full=config.hidden_size)
-    inner = config.num_heads * config.head_dim if stem.endswith(".o_proj") else _inner(name, config)
+    inner = config.num_heads * config.value_dim if stem.endswith(".o_proj") else _inner(name, config)
     return replace(_even(inner, rank, size), dim=1)
 
 

@@ -34,6 +34,10 @@ class LatentConfig(ModelConfig):
         return self.value_size
 
     @property
+    def latent_outputs(self) -> int:
+        return self.key_size + self.value_size
+
+    @property
     def rotary_size(self) -> int:
         return self.rope_size
 

@@ -10,7 +10,7 @@ import torch
 
 from ...kernels.row_ops import FASTEST, RowOps
 from .deepseek_config import NORM_EPS, LatentConfig
-from .layers import Attend, Linear, NamedTensors, RMSNorm
+from .layers import Attend, Linear, NamedTensors, RMSNorm, row_parallel
 
 
 class LatentAttention:
@@ -35,14 +35,14 @@ class LatentAttention:
             parts = {"q_b_proj": heads * config.head_dim}
             self.query_up = Linear(config.query_rank, parts, bias=False, **make)  # type: ignore[arg-type]
         self.latent_norm = RMSNorm(config.rank, NORM_EPS, **make)  # type: ignore[arg-type]
-        made = config.key_size + config.value_size
-        self.up = torch.empty(heads, made, config.rank, dtype=dtype, device=device)
-        self.output = Linear(
+        self.up = torch.empty(heads, config.latent_outputs, config.rank, dtype=dtype, device=device)
+        output = Linear(
             heads * config.value_size,
             {"o_proj": hidden},
             bias=config.attention_output_bias,
             **make,  # type: ignore[arg-type]
         )
+        self.output = row_parallel(output, ops)
 
     def __call__(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend

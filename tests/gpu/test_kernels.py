@@ -13,8 +13,8 @@ from baton.tests.kernels.bench_kernels import registry
 from baton.tests.kernels.cases import pool_cases, randn, rows_cases
 from baton.tests.kernels.choice_cases import choice_cases
 from baton.tests.kernels.expert_cases import choices, expert_cases
-from baton.tests.kernels.quant_cases import quant_cases
 from baton.tests.kernels.latent_cases import latent_cases
+from baton.tests.kernels.quant_cases import quant_cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -7,8 +7,8 @@ from baton.tests.kernels.attention_cases import attention_cases, tree_cases
 from baton.tests.kernels.cases import pool_cases, rows_cases
 from baton.tests.kernels.choice_cases import choice_cases
 from baton.tests.kernels.expert_cases import expert_cases
-from baton.tests.kernels.quant_cases import quant_cases
 from baton.tests.kernels.latent_cases import latent_cases
+from baton.tests.kernels.quant_cases import quant_cases
 
 QUICK_ATTENTION = list(attention_cases(is_whole=False))
 CASES = [

@@ -41,7 +41,7 @@ def test_both_forms_give_the_logits_of_transformers(
     torch.testing.assert_close(torch.cat(found), expected, atol=TOLERANCE, rtol=0)
 
 
-def test_expansion_pays_from_171_new_rows_of_deepseek_v3_whatever_the_context():
+def test_expansion_pays_from_171_new_rows_of_deepseek_v3():
     sizes = HeadSizes(key=128, rope=64, value=128, rank=512)
     for context in (0, 10_000_000):
         costs = [is_expansion_cheaper([rows], [context + rows], sizes) for rows in (170, 171, 172)]

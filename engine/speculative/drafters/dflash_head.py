@@ -19,7 +19,7 @@ from ....kernels.rope import apply_rope
 from ....kernels.skinny_linear import linear
 from ...errors import CheckpointError, LifecycleError
 from ...models.dense_layer import sized_layer
-from ...models.layers import Attend, DecoderLayer, Linear, NamedTensors, RMSNorm
+from ...models.layers import Attend, DecoderLayer, Linear, NamedTensors, RMSNorm, SelfAttention
 from ...models.rope import RotaryEmbedding
 from ...parallel.vocabulary import Table, look_up, rows_of, table_logits
 from .dflash_config import DflashConfig

@@ -23,7 +23,17 @@ def parts_of(path: Path, num_ranks: int) -> list[dict[str, torch.Tensor]]:
     return [dict(load_model(path, dtype=torch.float32, group=group)[0].tensors()) for group in groups]
 
 
-@pytest.mark.parametrize(("family", "num_ranks"), [("llama", 2), ("qwen3_moe", 4), ("mixtral", 2)])
+@pytest.mark.parametrize(
+    ("family", "num_ranks"),
+    [
+        ("llama", 2),
+        ("qwen3_moe", 4),
+        ("mixtral", 2),
+        ("deepseek_v2", 4),
+        ("deepseek_v3", 2),
+        ("qwen2_moe", 2),
+    ],
+)
 def test_the_parts_of_all_ranks_are_the_stored_tensor(
     toy_checkpoint: Callable[..., Path], family: str, num_ranks: int
 ):

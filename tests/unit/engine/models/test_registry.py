@@ -42,7 +42,9 @@ WITH_EXPERTS = (
     "DeepseekV3ForCausalLM",
     "Glm4MoeForCausalLM",
     "Qwen2MoeForCausalLM",
-    "Qwen3MoeForCausalLM", "MixtralForCausalLM")
+    "Qwen3MoeForCausalLM",
+    "MixtralForCausalLM",
+)
 
 
 @pytest.mark.parametrize("named", [{"architectures": ["SparseForCausalLM"]}, {"architectures": "absent"}])
