@@ -65,6 +65,11 @@ class Setting:
         return self.choices == SWITCH
 
 
+def port_number(help: str) -> Setting:
+    """The description of a TCP port; `help` says what 0 means."""
+    return Setting(help=help, minimum=0, maximum=65535)
+
+
 NO_FORM = Setting(help="")  # of a value that has no further form than its type
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from ..net.transport_names import TRANSPORTS, transports_fault
 from ..security.ciphers import AUTO, CHOICES
-from .fields import SWITCH, Setting, about, check_fields, setting
+from .fields import SWITCH, Setting, about, check_fields, port_number, setting
 
 DEFAULT_CONTROL = "tcp://127.0.0.1:7100"
 MAX_NGRAM = 16
@@ -20,10 +20,8 @@ RESERVES = (AUTO, GROW, WHOLE)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 CIPHER_SETTING = Setting(help="how KV blocks are protected; auto: sealed with --keys", choices=CHOICES)
-BULK_PORT_SETTING = Setting(
-    help="port of sealed KV blocks; under up the first one of several; 0: any free one",
-    minimum=0,
-    maximum=65535,
+BULK_PORT_SETTING = port_number(
+    "port of sealed KV blocks; under up the first one of several; 0: any free one"
 )
 TRANSPORTS_SETTING = Setting(
     help="ways that KV blocks may take, the best common one is used; auto: all that this host has",
@@ -450,12 +448,10 @@ class ScrapeSettings(RoleConfig):
     metrics_host: str = setting("127.0.0.1", Setting(help="address of --metrics-port"))
     metrics_port: int = setting(
         0,
-        Setting(
-            help="port of this worker's own /metrics, 'up' gives each further worker of a role the next "
+        port_number(
+            "port of this worker's own /metrics, 'up' gives each further worker of a role the next "
             "one; 0: none, the "
-            "router's tells of it",
-            minimum=0,
-            maximum=65535,
+            "router's tells of it"
         ),
     )
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .fields import Setting, setting
+from .fields import Setting, port_number, setting
 from .groups import RoleConfig
 from .origins import origins_fault
 
@@ -25,9 +25,7 @@ class HttpSettings(RoleConfig):
     """HTTP endpoint."""
 
     host: str = setting("127.0.0.1", Setting(help="address that clients reach"))
-    port: int = setting(
-        8000, Setting(help="port that clients reach; 0: any free one", minimum=0, maximum=65535)
-    )
+    port: int = setting(8000, port_number("port that clients reach; 0: any free one"))
     queue_timeout_s: float = setting(
         30.0,
         Setting(
@@ -94,21 +92,17 @@ class HttpSettings(RoleConfig):
     )
     own_port: int = setting(
         0,
-        Setting(
-            help="port at which this router answers and no other, "
+        port_number(
+            "port at which this router answers and no other, "
             "to scrape and watch it also where --port is shared; 'up' "
-            "gives each further router the next one, and with 0 each of several a free one; 0: none",
-            minimum=0,
-            maximum=65535,
+            "gives each further router the next one, and with 0 each of several a free one; 0: none"
         ),
     )
     probe_port: int = setting(
         0,
-        Setting(
-            help="port of /health and /ready for the kubelet and other probes: plain HTTP, no key, and "
-            "nothing else; 'up' gives each further router the next one; 0: none, --port answers them too",
-            minimum=0,
-            maximum=65535,
+        port_number(
+            "port of /health and /ready for the kubelet and other probes: plain HTTP, no key, and "
+            "nothing else; 'up' gives each further router the next one; 0: none, --port answers them too"
         ),
     )
     probe_host: str = setting("", Setting(help="address of --probe-port; empty: that of --host"))

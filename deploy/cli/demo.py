@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ...cluster.config.fields import Setting, check_fields, read_command_line, setting
+from ...cluster.config.fields import Setting, check_fields, port_number, read_command_line, setting
 from ...cluster.config.roles import UpConfig
 from ...cluster.distribution import DISTRIBUTION
 from ...cluster.errors import ConfigError, StartupError
@@ -43,7 +43,7 @@ class DemoConfig:
         "Explain in a few sentences why the sky is blue.", Setting(help="the user's message")
     )
     max_tokens: int = setting(160, Setting(help="longest answer", unit="tokens", minimum=1, maximum=4096))
-    port: int = setting(8000, Setting(help="port of the router; 0: any free one", minimum=0, maximum=65535))
+    port: int = setting(8000, port_number("port of the router; 0: any free one"))
     no_draft: bool = setting(False, Setting(help="serve without speculation"))
     once: bool = setting(False, Setting(help="stop after the answer"))
 

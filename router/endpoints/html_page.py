@@ -1,8 +1,9 @@
 """HTML pages as single documents with inline style and script.
 
-The files of `page/` that a document links are put in its place. The content security policy names the style
-and the script by their hashes, so the browser runs no other script, even if a worker's or a client's text
-contains one. The scripts of a document share one scope: they become one module, in their order.
+`head.html` is in the head of each document. The files of `page/` that a document links are put in its place.
+The content security policy names the style and the script by their hashes, so the browser runs no other
+script, even if a worker's or a client's text contains one. The scripts of a document share one scope: they
+become one module, in their order.
 """
 
 import base64
@@ -26,7 +27,7 @@ class HtmlPage:
     @classmethod
     def read(cls, name: str, parts: dict[str, str] | None = None) -> "HtmlPage":
         """The page in file `name`. Each `<!-- NAME -->` is replaced by the markup `parts[NAME]`."""
-        document = (PAGES / name).read_text(encoding="utf-8")
+        document = _text(name).replace("<!-- head -->\n", _text("head.html"), 1)
         style, script = _joined(document, STYLE), _joined(document, SCRIPT)
         assert "</style" not in style, "would end the element"
         assert "</script" not in script, "would end the element"
@@ -41,7 +42,11 @@ class HtmlPage:
 def _joined(document: str, link: re.Pattern[str]) -> str:
     names = link.findall(document)
     assert names, link.pattern
-    return "\n".join((PAGES / name).read_text(encoding="utf-8") for name in names)
+    return "\n".join(_text(name) for name in names)
+
+
+def _text(name: str) -> str:
+    return (PAGES / name).read_text(encoding="utf-8")
 
 
 def _headers(style: str, script: str) -> dict[str, str]:
