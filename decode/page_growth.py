@@ -16,13 +16,15 @@ progress, and after a few times it holds its whole output.
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from ..cluster.protocol.expected_output import AHEAD_TOKENS, expected_left
+from ..cluster.protocol.expected_output import expected_left
 from ..engine.kv.page_table import pages_for
 from ..engine.kv.pool import PoolExhausted
 from ..engine.loader import Engine
 from ..engine.request import Request
 from .queues import DecodeQueues, DecodeRoom, OutputClaim
 from .step_decoder import StepDecoder
+
+AHEAD_TOKENS = 32  # beyond the next step, so that a request takes pages in groups
 
 
 class PageGrowth:

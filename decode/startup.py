@@ -14,6 +14,7 @@ from ..kvtransfer.transports.registry import ReceiverSetup, open_receiver
 from ..worker.recorder import SampleRecorder
 from ..worker.spans import SpansOf
 from ..worker.startup import WorkerStartup
+from .page_growth import AHEAD_TOKENS
 from .queues import DecodeRoom
 from .spans import decode_spans
 from .worker import DecodeWorker
@@ -82,6 +83,7 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
             local_prefill=True,
             aggregated=self.config.aggregated,
             grows=self.grows,
+            ahead_tokens=AHEAD_TOKENS,
             shares_prompts=True,
             spec_tokens=self.engine.shape.spare_slots,
             draft_widths=draft_widths_of(self.engine),

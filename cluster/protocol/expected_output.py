@@ -1,6 +1,5 @@
 """How much more output a request is expected to give, on the router and on decode. Pure."""
 
-AHEAD_TOKENS = 32  # output beyond the next step whose pages decode holds: a request takes them in groups
 LATE_SHARE = 4  # an output longer than expected counts on this part of the expectation, again and again
 
 

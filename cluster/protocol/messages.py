@@ -289,6 +289,7 @@ class Hello(Message, frozen=True, kw_only=True):
     local_prefill: bool = False  # a decode worker that accepts a Reserve without a prefill worker
     aggregated: bool = False  # it also prefers such orders where they are cheaper, at any length
     grows: bool = False  # a decode worker whose rooms take pages as their tokens come
+    ahead_tokens: Small = 0  # output beyond the next step whose pages such a room takes with it
     shares_prompts: bool = False  # a decode worker that obeys `shares` of a Reserve
     chosen: dict[Text, Choice] = field(default_factory=dict)  # by setting; for display only
     metrics_port: Small = 0  # port of its own /metrics; 0: none, or a worker that does not tell

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from ...cluster.protocol.expected_output import AHEAD_TOKENS
 from .registry import Registry, Worker, are_other_weights
 
 
@@ -32,7 +31,7 @@ class Need(Struct, frozen=True, gc=False):
         """
         if not (self.expected and decode.hello.grows):
             return self.total
-        first = AHEAD_TOKENS + decode.hello.spec_tokens  # a step gives no more than `spec_tokens`
+        first = decode.hello.ahead_tokens + decode.hello.spec_tokens  # a step gives at most `spec_tokens`
         return self.prompt + min(self.max_new, max(self.expected, first))
 
 

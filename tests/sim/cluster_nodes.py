@@ -349,7 +349,7 @@ class WorkerProcess(Process):
             spec_tokens=0 if is_prefill else STEPS.spare_slots,
             local_prefill=self.settings.has_local_prefill and not is_prefill,
             aggregated=bool(self.settings.aggregated) and not is_prefill,
-            grows=self.settings.grows and not is_prefill,
+            grows=self.settings.grows and not is_prefill, ahead_tokens=self.settings.ahead_tokens,
             shares_prompts=not is_prefill,
         )  # fmt: skip
         return replace(hello, pid=1, host="sim")

@@ -182,7 +182,8 @@ def test_a_started_request_does_not_resume_on_other_weights():
 
 
 def test_decode_that_grows_is_booked_with_the_first_pages_of_a_request():
-    prefill, decode = worker("a", "prefill"), worker("b", "decode", grows=True, spec_tokens=4)
+    sizes = {"ahead_tokens": 32, "spec_tokens": 4}
+    prefill, decode = worker("a", "prefill"), worker("b", "decode", grows=True, **sizes)
     pages = {expected: Need(16, 512, expected=expected).held_on(decode) - 16 for expected in (1, 35, 37, 0)}
     assert pages == {1: 36, 35: 36, 37: 37, 0: 512}
     assert Need(16, 7, expected=1).held_on(decode) == 23, "never more than its output"
