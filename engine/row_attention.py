@@ -4,8 +4,11 @@ tensors.
 Legend: B requests, N rows each, P planned pages per request, W columns of a tree mask.
 """
 
+from functools import cache, partial
+
 import torch
 
+from ..kernels.attention_form import PLAIN_FORM, AttentionForm
 from ..kernels.invariant_attention import Rows
 from ..kernels.kv_store import store_kv
 from ..kernels.ops import recorded_invariant_attention, recorded_paged_verify, recorded_store_kv
@@ -54,9 +57,12 @@ class RowPlan:
             )
         self._written = self._versions()
         is_gathered = not (is_recorded or is_invariant or rows.is_cuda) and rows.shape[0] > 0
-        self._columns = self._gather(rows.shape[0] // count) if is_gathered else None
+        gather = partial(self._gather, rows.shape[0] // max(count, 1))
+        self._columns_of = cache(gather) if is_gathered else None  # by window
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm = PLAIN_FORM
+    ) -> torch.Tensor:
         """Stores `k` and `v` of `layer` and attends.
 
         `q` is `[B*N, heads, D]`, `k` and `v` are `[B*N, kv heads, D]`, and the result is `[B*N, heads, D]`.
@@ -64,32 +70,41 @@ class RowPlan:
         self.check(q.shape[0])
         pool = self.pool
         grouped = q.reshape(self.page_table.shape[0], -1, *q.shape[1:])
-        if self._columns is not None:
+        if self._columns_of is not None:
             store_kv(pool.kv, layer, self.rows, k, v)
-            return attend_verify_columns(grouped, pool.kv, layer, self._columns, self._scale).reshape(q.shape)
+            columns, scale = self._columns_of(form.window), form.scale or self._scale
+            return attend_verify_columns(grouped, pool.kv, layer, columns, scale, form).reshape(q.shape)
         recorded_store_kv(pool.kv, layer, self.rows, k, v)
-        return self._read(layer, q)
+        return self._read(layer, q, form)
 
     def rotate_attend(
-        self, layer: int, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self,
+        layer: int,
+        heads: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        form: AttentionForm = PLAIN_FORM,
     ) -> torch.Tensor:
         """As `attend`, with the heads of q, k and v side by side in `heads` `[B*N, heads + 2 * kv heads, D]`,
-        before their rotation by the tables `cos` and `sin` `[B*N, D]`. For CUDA.
+        before their rotation by the tables `cos` and `sin` `[B*N, R]`. For CUDA.
         """
         self.check(heads.shape[0])
-        return self._read(layer, rotate_store(self.pool.kv, layer, self.rows, heads, cos, sin))
+        return self._read(layer, rotate_store(self.pool.kv, layer, self.rows, heads, cos, sin), form)
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return self.attend(layer, q, k, v)
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm = PLAIN_FORM
+    ) -> torch.Tensor:
+        return self.attend(layer, q, k, v, form)
 
-    def _read(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+    def _read(self, layer: int, q: torch.Tensor, form: AttentionForm) -> torch.Tensor:
         """Attends with `q` `[B*N, heads, D]` over the stored keys and values."""
         kv, grouped = self.pool.kv, q.reshape(self.page_table.shape[0], -1, *q.shape[1:])
+        scale = form.scale or self._scale
         if self.is_invariant:
             rows = Rows(self.kv_lens, uniform=grouped.shape[1], tree_mask=self.tree_mask)
-            return recorded_invariant_attention(q, kv, layer, self.page_table, rows, self._scale)
+            return recorded_invariant_attention(q, kv, layer, self.page_table, rows, scale, form)
         return recorded_paged_verify(
-            grouped, kv, layer, self.page_table, self.kv_lens, self._scale, self.tree_mask
+            grouped, kv, layer, self.page_table, self.kv_lens, scale, self.tree_mask, form
         ).view(q.shape)
 
     def check(self, num_rows: int) -> None:
@@ -106,10 +121,10 @@ class RowPlan:
         parts = (self.rows, self.page_table, self.kv_lens, self.tree_mask)
         return tuple(0 if part is None else part._version for part in parts)
 
-    def _gather(self, num_rows: int) -> VerifyColumns:
+    def _gather(self, num_rows: int, window: int) -> VerifyColumns:
         num_pages = max(-(-int(self.kv_lens.max()) // self.pool.page_size), 1)
         columns = verify_columns(
-            self.pool.kv, self.page_table[:, :num_pages], self.kv_lens, num_rows, self.tree_mask
+            self.pool.kv, self.page_table[:, :num_pages], self.kv_lens, num_rows, self.tree_mask, window
         )
         has_idle = self.tree_mask is not None or not bool((self.kv_lens >= num_rows).all())
         return columns if has_idle else columns._replace(is_blind=None)

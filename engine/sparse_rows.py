@@ -5,6 +5,7 @@ Legend: B requests, N rows each, P planned pages per request, W columns of a tre
 
 import torch
 
+from ..kernels.attention_form import PLAIN_FORM, AttentionForm
 from ..kernels.ops import recorded_store_kv
 from ..kernels.sparse_caches import SparseSizes, plan_commits, plan_rows
 from ..kernels.sparse_ops import recorded_compress, recorded_sparse_attention
@@ -39,13 +40,15 @@ class SparseRowPlan(RowPlan):
         self.sizes = _sizes_of(pool)
         self.plan = plan_rows(self.sizes, page_table, kv_lens, rows.shape[0], tree_mask=tree_mask)
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm = PLAIN_FORM
+    ) -> torch.Tensor:
         """As `RowPlan.attend`; the last heads of q are queries of the indexer."""
         self.check(q.shape[0])
         recorded_store_kv(self.pool.kv, layer, self.rows, k, v)
-        return self._read(layer, q)
+        return self._read(layer, q, form)
 
-    def _read(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+    def _read(self, layer: int, q: torch.Tensor, form: AttentionForm) -> torch.Tensor:
         pool = self.pool
         return recorded_sparse_attention(
             q,

@@ -70,27 +70,35 @@ def linear_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return _by_tiles(x, lambda part: F.linear(part, weight, bias))
 
 
-def silu_mul_rows(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up: `gate_up` `[..., 2*I]` (gate first) -> `[..., I]`; silu is rounded to the dtype."""
+def silu_mul_rows(gate_up: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:
+    """silu(gate) * up, or gelu: `gate_up` `[..., 2*I]` (gate first) -> `[..., I]`; silu is rounded to the
+    dtype.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
     wide = gate.to(torch.float32)
-    silu = wide / (exp_rounded(-wide) + 1.0)
+    scaled = (wide + wide * wide * wide * 0.044715) * 1.5957691216057308 if is_gelu else wide
+    silu = wide / (exp_rounded(-scaled) + 1.0)
     return silu.to(gate_up.dtype) * up
 
 
-def rms_norm_rows(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm_rows(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float | None = None
+) -> torch.Tensor:
     """As `rms_norm.rms_norm_reference`, with a fixed order of the sum."""
     wide = x.to(torch.float32)
     mean = sum_halves(wide * wide) / x.shape[-1]
-    return weight * (wide / (mean + eps).sqrt()).to(x.dtype)
+    normed = wide / (mean + eps).sqrt()
+    if offset is None:
+        return weight * normed.to(x.dtype)
+    return (normed * (offset + weight.to(torch.float32))).to(x.dtype)
 
 
 def rope_rows(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
     """As `rope.apply_rope`, in float32 and rounded once."""
-    straight = x.to(torch.float32) * cos.unsqueeze(1)
-    return (straight + x.roll(x.shape[-1] // 2, dims=-1).to(torch.float32) * signed_sin.unsqueeze(1)).to(
-        x.dtype
-    )
+    width = cos.shape[-1]
+    part = x[..., :width].to(torch.float32)
+    turned = part * cos.unsqueeze(1) + part.roll(width // 2, dims=-1) * signed_sin.unsqueeze(1)
+    return turned.to(x.dtype) if width == x.shape[-1] else torch.cat((turned.to(x.dtype), x[..., width:]), -1)
 
 
 def attend_rows(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import torch
 
+from .attention_form import PLAIN_FORM, AttentionForm
 from .context_attention import ContextKV, context_attention
 from .expert_mlp import expert_mlp
 from .fp8_linear import fp8_linear
@@ -31,8 +32,8 @@ from .verify_attention import paged_verify_reference, paged_verify_triton
 torch.library.define("baton::store_kv", "(Tensor(a!) kv, int layer, Tensor rows, Tensor k, Tensor v) -> ()")
 torch.library.define(
     "baton::paged_verify",
-    "(Tensor q, Tensor kv, int layer, Tensor page_table, Tensor kv_lens, float scale, Tensor? tree_mask) -> "
-    "Tensor",
+    "(Tensor q, Tensor kv, int layer, Tensor page_table, Tensor kv_lens, float scale, Tensor? tree_mask, "
+    "int window, float softcap, Tensor? sinks) -> Tensor",
 )
 torch.library.define(
     "baton::gather_context",
@@ -41,13 +42,13 @@ torch.library.define(
 )
 torch.library.define(
     "baton::context_attention",
-    "(Tensor q, Tensor keys, Tensor values, Tensor q_starts, Tensor kv_starts, Tensor kv_lens, float scale) "
-    "-> Tensor",
+    "(Tensor q, Tensor keys, Tensor values, Tensor q_starts, Tensor kv_starts, Tensor kv_lens, float scale, "
+    "int window, float softcap, Tensor? sinks) -> Tensor",
 )
 torch.library.define(
     "baton::invariant_attention",
     "(Tensor q, Tensor kv, int layer, Tensor page_table, Tensor kv_lens, int num_rows, float scale, "
-    "Tensor? tree_mask) -> Tensor",
+    "Tensor? tree_mask, int window, float softcap, Tensor? sinks) -> Tensor",
 )
 torch.library.define("baton::invariant_linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 torch.library.define("baton::invariant_logits", "(Tensor hidden, Tensor weight) -> Tensor")
@@ -87,10 +88,14 @@ def _paged_verify_cpu(
     kv_lens: torch.Tensor,
     scale: float,
     tree_mask: torch.Tensor | None,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     longest = int(kv_lens.max()) if kv_lens.numel() else 0
     num_pages = max(-(-longest // kv.shape[3]), 1)
-    return paged_verify_reference(q, kv, layer, page_table[:, :num_pages], kv_lens, scale, tree_mask)
+    form = AttentionForm(window, softcap, sinks)
+    return paged_verify_reference(q, kv, layer, page_table[:, :num_pages], kv_lens, scale, tree_mask, form)
 
 
 def _paged_verify_cuda(
@@ -101,8 +106,12 @@ def _paged_verify_cuda(
     kv_lens: torch.Tensor,
     scale: float,
     tree_mask: torch.Tensor | None,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    return paged_verify_triton(q, kv, layer, page_table, kv_lens, scale, tree_mask)
+    form = AttentionForm(window, softcap, sinks)
+    return paged_verify_triton(q, kv, layer, page_table, kv_lens, scale, tree_mask, form=form)
 
 
 torch.library.impl("baton::paged_verify", "cuda", _paged_verify_cuda)
@@ -129,8 +138,12 @@ def _context_attention(
     kv_starts: torch.Tensor,
     kv_lens: torch.Tensor,
     scale: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    return context_attention(q, ContextKV(keys, values), q_starts, kv_starts, kv_lens, scale)
+    form = AttentionForm(window, softcap, sinks)
+    return context_attention(q, ContextKV(keys, values), q_starts, kv_starts, kv_lens, scale, form=form)
 
 
 def _invariant_attention(
@@ -142,9 +155,13 @@ def _invariant_attention(
     num_rows: int,
     scale: float,
     tree_mask: torch.Tensor | None,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     rows = Rows(kv_lens, uniform=num_rows, tree_mask=tree_mask)
-    return invariant_attention(q, kv, layer, page_table, rows, scale)
+    form = AttentionForm(window, softcap, sinks)
+    return invariant_attention(q, kv, layer, page_table, rows, scale, form)
 
 
 def _route_experts(
@@ -201,6 +218,7 @@ def recorded_paged_verify(
     kv_lens: torch.Tensor,
     scale: float,
     tree_mask: torch.Tensor | None = None,
+    form: AttentionForm = PLAIN_FORM,
 ) -> torch.Tensor:
     """`verify_attention.paged_verify` as one operation; returns `[B, Q, N, D]`.
 
@@ -208,7 +226,7 @@ def recorded_paged_verify(
     give zeros. `tree_mask`: None or bool `[B, Q, W]`.
     """
     out: torch.Tensor = torch.ops.baton.paged_verify.default(
-        q, kv, layer, page_table, kv_lens, scale, tree_mask
+        q, kv, layer, page_table, kv_lens, scale, tree_mask, form.window, form.softcap, form.sinks
     )
     return out
 
@@ -234,21 +252,38 @@ def recorded_context_attention(
     kv_starts: torch.Tensor,
     kv_lens: torch.Tensor,
     scale: float,
+    form: AttentionForm = PLAIN_FORM,
 ) -> torch.Tensor:
     """`context_attention.context_attention` as one operation; returns `[T, N, D]`."""
     out: torch.Tensor = torch.ops.baton.context_attention.default(
-        q, keys, values, q_starts, kv_starts, kv_lens, scale
+        q, keys, values, q_starts, kv_starts, kv_lens, scale, form.window, form.softcap, form.sinks
     )
     return out
 
 
 def recorded_invariant_attention(
-    q: torch.Tensor, kv: torch.Tensor, layer: int, page_table: torch.Tensor, rows: Rows, scale: float
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    layer: int,
+    page_table: torch.Tensor,
+    rows: Rows,
+    scale: float,
+    form: AttentionForm = PLAIN_FORM,
 ) -> torch.Tensor:
     """`invariant_attention.invariant_attention` as one operation, for uniform `rows`."""
     assert rows.starts is None, rows
     out: torch.Tensor = torch.ops.baton.invariant_attention.default(
-        q, kv, layer, page_table, rows.kv_lens, rows.uniform, scale, rows.tree_mask
+        q,
+        kv,
+        layer,
+        page_table,
+        rows.kv_lens,
+        rows.uniform,
+        scale,
+        rows.tree_mask,
+        form.window,
+        form.softcap,
+        form.sinks,
     )
     return out
 

@@ -1,5 +1,8 @@
 """RMSNorm, y = x / sqrt(mean(x^2) + eps) * weight, with or without a residual addition.
 
+Llama rounds x / sqrt(...) to the dtype before the product. With an `offset`, the factor is offset + weight,
+and only the product is rounded: Gemma has offset 1, OLMo 2 and gpt-oss have 0.
+
 Source: Zhang, Sennrich, "Root mean square layer normalization", 2019.
 """
 
@@ -14,19 +17,26 @@ from .triton_jit import cdiv, jit_varying, next_power_of_2, rows_of, tl
 TILE = 4096
 
 
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The definition: statistics in float32, rounded to the dtype of `x` before the weight is applied."""
+def rms_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float | None = None
+) -> torch.Tensor:
+    """The definition: statistics in float32, rounded to the dtype of `x` before the weight is applied.
+
+    With an `offset`, they are rounded behind it.
+    """
     wide = x.to(torch.float32)
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+    if offset is None:
+        return weight * normed.to(x.dtype)
+    return (normed * (offset + weight.to(torch.float32))).to(x.dtype)
 
 
 def add_rms_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition of the fused form: the sum is rounded to the dtype before it is normalised."""
     total = x + residual
-    return rms_norm_reference(total, weight, eps), total
+    return rms_norm_reference(total, weight, eps, offset), total
 
 
 @jit_varying("num_rows")
@@ -43,6 +53,8 @@ def _rms_norm_kernel(
     inner_stride: tl.tensor,
     eps: tl.tensor,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    OFFSET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ) -> None:
@@ -60,12 +72,20 @@ def _rms_norm_kernel(
         b_x = b_rounded.to(tl.float32)
     b_scale = tl.rsqrt(tl.sum(b_x * b_x, axis=1) / width + eps)
     b_weight = tl.load(p_weight + i_column, mask=m_column, other=0.0).to(tl.float32)
-    b_normed = (b_x * b_scale[:, None]).to(p_y.dtype.element_ty).to(tl.float32)
+    b_normed = b_x * b_scale[:, None]
+    if HAS_OFFSET:
+        b_weight = b_weight + OFFSET
+    else:
+        b_normed = b_normed.to(p_y.dtype.element_ty).to(tl.float32)
     tl.store(p_y + o_y, (b_normed * b_weight[None, :]).to(p_y.dtype.element_ty), mask=m_tile)
 
 
 def rms_norm_triton(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    offset: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch on `x` `[..., D]`, `weight` `[D]`, `residual` None or `[..., D]`; returns (normed, sum), each
     `[..., D]`.
@@ -95,6 +115,8 @@ def rms_norm_triton(
         rows.inner_stride,
         eps,
         HAS_RESIDUAL=residual is not None,
+        HAS_OFFSET=offset is not None,
+        OFFSET=offset or 0.0,
         BLOCK_ROWS=block_rows,
         BLOCK_WIDTH=block_width,
         num_warps=8 if block_width >= 4096 else 4,
@@ -116,26 +138,28 @@ def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None)
         )
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float | None = None) -> torch.Tensor:
     """Normalise `x` `[..., D]` over its last dimension; `weight` `[D]` of the same dtype.
 
     Raises ValueError if the widths or dtypes differ.
     """
     if x.is_cuda:
-        return rms_norm_triton(x, weight, eps)[0]
+        return rms_norm_triton(x, weight, eps, None, offset)[0]
     _check(x, weight, None)
+    if offset is not None:
+        return rms_norm_reference(x, weight, eps, offset)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(x + residual), x + residual) for `x`, `residual` `[..., D]`, in one pass over memory.
 
     Raises ValueError if shapes or dtypes differ.
     """
     if x.is_cuda:
-        return rms_norm_triton(x, weight, eps, residual)
+        return rms_norm_triton(x, weight, eps, residual, offset)
     _check(x, weight, residual)
     total = x + residual
-    return F.rms_norm(total, weight.shape, weight, eps), total
+    return rms_norm(total, weight, eps, offset), total

@@ -1,6 +1,6 @@
-"""Rotary position embedding (Su et al., "RoFormer", 2021), neox pairing: dimension d is rotated with d + D/2.
+"""Rotary position embedding (Su et al., "RoFormer", 2021), neox pairing: dimension d is rotated with d + R/2.
 
-Legend: T tokens, N heads, D head dimension.
+Legend: T tokens, N heads, D head dimension, R rotated dimensions, the first ones of a head; mostly R = D.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ BLOCK_HEADS = 16
 
 
 def rope_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The definition, with half-wide unsigned `cos`, `sin` `[T, D/2]`: `x` `[T, N, D]` -> `[T, N, D]`."""
-    first, second = x.chunk(2, dim=-1)
+    """The definition, with half-wide unsigned `cos`, `sin` `[T, R/2]`: `x` `[T, N, D]` -> `[T, N, D]`."""
+    first, second, rest = x.tensor_split((cos.shape[-1], 2 * cos.shape[-1]), dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 @jit
@@ -31,6 +31,7 @@ def rotated_tile(
     m_head: tl.tensor,
     token_stride: tl.tensor,
     head_stride: tl.tensor,
+    ROTARY_DIM: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> tl.tensor:
@@ -38,13 +39,13 @@ def rotated_tile(
     i_dim = tl.arange(0, BLOCK_DIM)
     m_dim = i_dim < HEAD_DIM
     m_tile = m_head[:, None] & m_dim[None, :] & m_token
-    m_table = m_dim & m_token
+    m_table = (i_dim < ROTARY_DIM) & m_token
     p_head = p_x + i_token * token_stride + i_head[:, None] * head_stride
     b_x = tl.load(p_head + i_dim[None, :], mask=m_tile, other=0.0).to(tl.float32)
-    i_paired = (i_dim + HEAD_DIM // 2) % HEAD_DIM
+    i_paired = tl.where(i_dim < ROTARY_DIM, (i_dim + ROTARY_DIM // 2) % ROTARY_DIM, i_dim)
     b_paired = tl.load(p_head + i_paired[None, :], mask=m_tile, other=0.0).to(tl.float32)
-    b_cos = tl.load(p_cos + i_token * HEAD_DIM + i_dim, mask=m_table, other=0.0).to(tl.float32)
-    b_sin = tl.load(p_sin + i_token * HEAD_DIM + i_dim, mask=m_table, other=0.0).to(tl.float32)
+    b_cos = tl.load(p_cos + i_token * ROTARY_DIM + i_dim, mask=m_table, other=1.0).to(tl.float32)
+    b_sin = tl.load(p_sin + i_token * ROTARY_DIM + i_dim, mask=m_table, other=0.0).to(tl.float32)
     return b_x * b_cos[None, :] + b_paired * b_sin[None, :]
 
 
@@ -57,6 +58,7 @@ def _rope_kernel(
     num_heads: tl.tensor,
     token_stride: tl.tensor,
     head_stride: tl.tensor,
+    ROTARY_DIM: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -74,6 +76,7 @@ def _rope_kernel(
         m_head,
         token_stride,
         head_stride,
+        ROTARY_DIM,
         HEAD_DIM,
         BLOCK_DIM,
     )
@@ -83,7 +86,7 @@ def _rope_kernel(
 
 
 def apply_rope_triton(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """Launch on `x` `[T, N, D]` (last dimension contiguous) and `cos`, `signed_sin` `[T, D]`; returns
+    """Launch on `x` `[T, N, D]` (last dimension contiguous) and `cos`, `signed_sin` `[T, R]`; returns
     `[T, N, D]`.
 
     Computed in float32 and rounded once. Raises ValueError if the tables do not fit the rows.
@@ -103,6 +106,7 @@ def apply_rope_triton(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tens
         num_heads,
         x.stride(0),
         x.stride(1),
+        ROTARY_DIM=cos.shape[1],
         HEAD_DIM=head_dim,
         BLOCK_HEADS=block_heads,
         BLOCK_DIM=next_power_of_2(head_dim),
@@ -112,17 +116,18 @@ def apply_rope_triton(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tens
 
 
 def check_tables(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> None:
-    """Raises ValueError unless both tables are `[T, D]` for `x` `[T, N, D]`."""
-    if cos.shape != (x.shape[0], x.shape[2]) or signed_sin.shape != cos.shape:
+    """Raises ValueError unless both tables are `[T, R]`, R even and at most D, for `x` `[T, N, D]`."""
+    fits = cos.dim() == 2 and cos.shape[0] == x.shape[0] and cos.shape[1] <= x.shape[2]
+    if not fits or cos.shape[1] % 2 or signed_sin.shape != cos.shape:
         raise ValueError(
             f"apply_rope: tables {tuple(cos.shape)} and {tuple(signed_sin.shape)} do not fit x "
             f"{tuple(x.shape)}; "
-            "expected [T, D]"
+            "expected [T, R]"
         )
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """Rotate `x` `[T, N, D]` by `cos` `[T, D]` and `signed_sin` `[T, D]`, the sine with a negated first half.
+    """Rotate `x` `[T, N, D]` by `cos` `[T, R]` and `signed_sin` `[T, R]`, the sine with a negated first half.
 
     With the sign in the table, the half rotation is a plain roll: three operations instead of seven. Raises
     ValueError if the tables do not fit the rows.
@@ -130,4 +135,7 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> 
     if x.is_cuda:
         return apply_rope_triton(x, cos, signed_sin)
     check_tables(x, cos, signed_sin)
-    return torch.addcmul(x * cos.unsqueeze(1), x.roll(x.shape[-1] // 2, dims=-1), signed_sin.unsqueeze(1))
+    width = cos.shape[1]
+    part = x if width == x.shape[-1] else x[..., :width]
+    turned = torch.addcmul(part * cos.unsqueeze(1), part.roll(width // 2, dims=-1), signed_sin.unsqueeze(1))
+    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), dim=-1)

@@ -3,7 +3,7 @@
 The input is the merged projection of a layer: the heads of the queries, then those of the keys, then those of
 the values. Rotation is that of `rope`, the pool and its rows are those of `kv_store`.
 
-Legend: T tokens, N query heads, K key/value heads, D head dimension, L layers.
+Legend: T tokens, N query heads, K key/value heads, D head dimension, R rotated dimensions, L layers.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def _rotate_store_kernel(
     token_stride: tl.tensor,
     o_layer: tl.tensor,
     o_value: tl.tensor,
+    ROTARY_DIM: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -44,10 +45,11 @@ def _rotate_store_kernel(
     p_head = p_heads + i_token * token_stride + i_head[:, None] * HEAD_DIM
     b_x = tl.load(p_head + i_dim[None, :], mask=m_tile & m_token, other=0.0)
     is_rotated = i_head < num_heads + kv_heads
-    i_paired = (i_dim + HEAD_DIM // 2) % HEAD_DIM
+    i_paired = tl.where(i_dim < ROTARY_DIM, (i_dim + ROTARY_DIM // 2) % ROTARY_DIM, i_dim)
+    m_table = (i_dim < ROTARY_DIM) & m_token
     b_paired = tl.load(p_head + i_paired[None, :], mask=m_tile & is_rotated[:, None] & m_token, other=0.0)
-    b_cos = tl.load(p_cos + i_token * HEAD_DIM + i_dim, mask=m_dim & m_token, other=0.0).to(tl.float32)
-    b_sin = tl.load(p_sin + i_token * HEAD_DIM + i_dim, mask=m_dim & m_token, other=0.0).to(tl.float32)
+    b_cos = tl.load(p_cos + i_token * ROTARY_DIM + i_dim, mask=m_table, other=1.0).to(tl.float32)
+    b_sin = tl.load(p_sin + i_token * ROTARY_DIM + i_dim, mask=m_table, other=0.0).to(tl.float32)
     i_row = tl.load(p_rows + i_token, mask=m_token, other=0)
     b_rotated = b_x.to(tl.float32) * b_cos[None, :] + b_paired.to(tl.float32) * b_sin[None, :]
     b_y = tl.where(is_rotated[:, None], b_rotated.to(p_q.dtype.element_ty), b_x)
@@ -88,6 +90,7 @@ def rotate_store_triton(
         heads.stride(0),
         layer * 2 * plane,
         plane,
+        ROTARY_DIM=cos.shape[1],
         HEAD_DIM=head_dim,
         BLOCK_HEADS=BLOCK_HEADS,
         BLOCK_DIM=next_power_of_2(head_dim),
@@ -118,7 +121,7 @@ def rotate_store(
     """Rotates and stores `heads` `[T, N+2K, D]`; returns the rotated queries `[T, N, D]`.
 
     `kv` `[num_pages, L, 2, page_size, K, D]`: keys and values of `layer` go to `rows` int64 `[T]` (from
-    `kv_rows`), and the sink is cleared. `cos` and `signed_sin` `[T, D]` are those of `apply_rope`. Raises
+    `kv_rows`), and the sink is cleared. `cos` and `signed_sin` `[T, R]` are those of `apply_rope`. Raises
     ValueError if shapes or dtypes do not fit.
     """
     if heads.is_cuda:

@@ -24,17 +24,19 @@ from .rope import apply_rope
 from .silu_mul import silu_mul
 from .skinny_linear import gated_linear, linear
 
-# (x [T, H], weight [N, H], bias [N] or None) -> [T, N]; gated: [T, N/2]
+# (x [T, H], weight [N, H], bias [N] or None) -> [T, N]
 Project: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+# (x [T, H], weight [2*I, H], bias [2*I] or None, gelu instead of silu) -> [T, I]
+Gated: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, bool], torch.Tensor]
 # (hidden [T, H], weight [V, H]) -> float32 [T, V]
 Logits: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-# (x [..., D], weight [D], eps) -> [..., D]
-Norm: TypeAlias = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-# (x [..., D], residual [..., D], weight [D], eps) -> (normed sum, sum)
+# (x [..., D], weight [D], eps, offset of the weight or None) -> [..., D]
+Norm: TypeAlias = Callable[[torch.Tensor, torch.Tensor, float, float | None], torch.Tensor]
+# (x [..., D], residual [..., D], weight [D], eps, offset of the weight or None) -> (normed sum, sum)
 AddNorm: TypeAlias = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
+    [torch.Tensor, torch.Tensor, torch.Tensor, float, float | None], tuple[torch.Tensor, torch.Tensor]
 ]
-# (x [T, heads, D], cos [T, D], sin [T, D] with a negated first half) -> [T, heads, D]
+# (x [T, heads, D], cos [T, R], sin [T, R] with a negated first half) -> [T, heads, D]; R dimensions turn
 Rotate: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 # (x [T, H], ids [T, K], weights [T, K], gate_up [E, 2*I, H], down [E, H, I]) -> [T, H]
 Experts: TypeAlias = Callable[
@@ -59,7 +61,7 @@ class RowOps:
     """
 
     linear: Project
-    gated_linear: Project
+    gated_linear: Gated
     logits: Logits
     rms_norm: Norm
     add_rms_norm: AddNorm
@@ -69,26 +71,28 @@ class RowOps:
 
 
 def invariant_gated_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, is_gelu: bool = False
 ) -> torch.Tensor:
     """As `skinny_linear.gated_linear`: `x` `[T, H]`, `weight` `[2*I, H]` -> `[T, I]`."""
     gate_up = recorded_invariant_linear(x, weight, bias)
-    return silu_mul(gate_up) if x.is_cuda else silu_mul_rows(gate_up)
+    return silu_mul(gate_up, is_gelu) if x.is_cuda else silu_mul_rows(gate_up, is_gelu)
 
 
-def invariant_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def invariant_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float | None = None
+) -> torch.Tensor:
     """As `rms_norm.rms_norm`, whose kernel is batch-invariant on a GPU."""
-    return rms_norm(x, weight, eps) if x.is_cuda else rms_norm_rows(x, weight, eps)
+    return (rms_norm if x.is_cuda else rms_norm_rows)(x, weight, eps, offset)
 
 
 def invariant_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `rms_norm.add_rms_norm`, whose kernel is batch-invariant on a GPU."""
     if x.is_cuda:
-        return add_rms_norm(x, residual, weight, eps)
+        return add_rms_norm(x, residual, weight, eps, offset)
     total = x + residual
-    return rms_norm_rows(total, weight, eps), total
+    return rms_norm_rows(total, weight, eps, offset), total
 
 
 def invariant_rope(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""The gate of a SwiGLU MLP (Shazeer, "GLU variants improve transformer", 2020): y = silu(gate) * up."""
+"""The gate of a GLU MLP (Shazeer, "GLU variants improve transformer", 2020): y = silu(gate) * up, or, in
+Gemma, y = gelu(gate) * up with gelu approximated by tanh.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,21 @@ from .triton_jit import cdiv, jit, rows_of, tl
 BLOCK = 1024
 
 
-def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
-    """The definition and the CPU path: silu is rounded to the dtype before the product."""
+def silu_mul_reference(gate_up: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:
+    """The definition and the CPU path: silu or gelu is rounded to the dtype before the product."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return (F.gelu(gate, approximate="tanh") if is_gelu else F.silu(gate)) * up
+
+
+@jit
+def activated(b_gate: tl.tensor, IS_GELU: tl.constexpr) -> tl.tensor:
+    """silu of float32 `b_gate`, or gelu by tanh."""
+    b_scaled = b_gate
+    if IS_GELU:
+        # 0.5 x (1 + tanh(u)) is x / (1 + exp(-2u))
+        b_scaled = 1.5957691216057308 * (b_gate + 0.044715 * b_gate * b_gate * b_gate)
+    # exp of a positive number overflows to inf, and x / inf is the right 0
+    return b_gate / (1.0 + tl.exp(-b_scaled))
 
 
 @jit
@@ -24,6 +37,7 @@ def _silu_mul_kernel(
     inner: tl.tensor,
     outer_stride: tl.tensor,
     inner_stride: tl.tensor,
+    IS_GELU: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     i_row = tl.program_id(0).to(tl.int64)
@@ -32,12 +46,11 @@ def _silu_mul_kernel(
     o_x = (i_row // inner) * outer_stride + (i_row % inner) * inner_stride
     b_gate = tl.load(p_x + o_x + i_column, mask=m_column, other=0.0).to(tl.float32)
     b_up = tl.load(p_x + o_x + width + i_column, mask=m_column, other=0.0).to(tl.float32)
-    # exp of a positive gate overflows to inf, and x / inf is the right 0
-    b_silu = (b_gate / (1.0 + tl.exp(-b_gate))).to(p_y.dtype.element_ty).to(tl.float32)
+    b_silu = activated(b_gate, IS_GELU).to(p_y.dtype.element_ty).to(tl.float32)
     tl.store(p_y + i_row * width + i_column, (b_silu * b_up).to(p_y.dtype.element_ty), mask=m_column)
 
 
-def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_mul_triton(gate_up: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:
     """Launch on `gate_up` `[..., 2*I]` (gate first); returns `[..., I]`.
 
     Raises ValueError if the last dimension is odd.
@@ -49,7 +62,15 @@ def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
         return y
     rows = rows_of(gate_up)
     _silu_mul_kernel[(rows.num_rows, cdiv(width, BLOCK))](
-        rows.x, y, width, rows.inner, rows.outer_stride, rows.inner_stride, BLOCK=BLOCK, num_warps=4
+        rows.x,
+        y,
+        width,
+        rows.inner,
+        rows.outer_stride,
+        rows.inner_stride,
+        IS_GELU=is_gelu,
+        BLOCK=BLOCK,
+        num_warps=4,
     )
     return y
 
@@ -61,12 +82,12 @@ def _check(gate_up: torch.Tensor) -> None:
         )
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up: `gate_up` `[..., 2*I]` (gate first) -> `[..., I]`.
+def silu_mul(gate_up: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:
+    """silu(gate) * up, or gelu(gate) * up: `gate_up` `[..., 2*I]` (gate first) -> `[..., I]`.
 
     Raises ValueError if the last dimension is odd.
     """
     if gate_up.is_cuda:
-        return silu_mul_triton(gate_up)
+        return silu_mul_triton(gate_up, is_gelu)
     _check(gate_up)
-    return silu_mul_reference(gate_up)
+    return silu_mul_reference(gate_up, is_gelu)

@@ -1,4 +1,4 @@
-"""Projections of few rows: y = x W^T + b, optionally followed by the gate of a SwiGLU MLP.
+"""Projections of few rows: y = x W^T + b, optionally followed by the gate of a GLU MLP.
 
 With few rows, the time of a projection is the time to read W. A library splits the inner dimension to fill
 the chip and adds the parts in a second kernel. Here each program owns some outputs and streams their rows of
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .silu_mul import silu_mul
+from .silu_mul import activated, silu_mul, silu_mul_reference
 from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
 # With more rows or outputs, the library's kernels are as fast on an H200.
@@ -30,11 +30,10 @@ SHARED_BYTES = 192 * 1024
 
 
 def gated_linear_reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, is_gelu: bool = False
 ) -> torch.Tensor:
     """The definition and the CPU path: both halves and silu are rounded to the dtype before the product."""
-    gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return silu_mul_reference(F.linear(x, weight, bias), is_gelu)
 
 
 @jit_varying("num_rows")
@@ -49,6 +48,7 @@ def _skinny_kernel(
     x_stride: tl.tensor,
     HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr,
+    IS_GELU: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -85,7 +85,7 @@ def _skinny_kernel(
         if HAS_BIAS:
             b_up += tl.load(p_bias + out_size + i_out, mask=m_out, other=0.0).to(tl.float32)[:, None]
         b_gate = b_y.to(p_y.dtype.element_ty).to(tl.float32)
-        b_silu = (b_gate / (1.0 + tl.exp(-b_gate))).to(p_y.dtype.element_ty).to(tl.float32)
+        b_silu = activated(b_gate, IS_GELU).to(p_y.dtype.element_ty).to(tl.float32)
         b_y = b_silu * b_up.to(p_y.dtype.element_ty).to(tl.float32)
     o_y = i_row[None, :].to(tl.int64) * out_size + i_out[:, None]
     tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_out[:, None] & m_row[None, :])
@@ -119,6 +119,7 @@ def linear_triton(
     bias: torch.Tensor | None = None,
     *,
     is_gated: bool = False,
+    is_gelu: bool = False,
     shape: SkinnyShape | None = None,
     max_tile_rows: int = 64,
     out_dtype: torch.dtype | None = None,
@@ -126,9 +127,9 @@ def linear_triton(
     """Launch on `x` `[T, H]`, `weight` `[N, H]`, `bias` None or `[N]`; returns `[T, N]`, by default in the
     dtype of `x`.
 
-    With `is_gated` it returns silu(first half of the outputs) * second half, `[T, N/2]`. Sums are float32.
-    `max_tile_rows`: the largest number of rows of a program. Raises ValueError if shapes or dtypes differ, or
-    a gated N is odd.
+    With `is_gated` it returns silu(first half of the outputs) * second half, `[T, N/2]`, or gelu instead of
+    silu. Sums are float32. `max_tile_rows`: the largest number of rows of a program. Raises ValueError if
+    shapes or dtypes differ, or a gated N is odd.
     """
     _check(x, weight, bias, is_gated)
     num_rows, in_size = x.shape
@@ -150,6 +151,7 @@ def linear_triton(
         x.stride(0),
         HAS_BIAS=bias is not None,
         IS_GATED=is_gated,
+        IS_GELU=is_gelu,
         BLOCK_OUT=tile.out,
         BLOCK_IN=tile.inner,
         BLOCK_ROWS=block_rows,
@@ -195,14 +197,17 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return F.linear(x, weight, bias)
 
 
-def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def gated_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, is_gelu: bool = False
+) -> torch.Tensor:
     """silu(x G^T) * (x U^T) with biases added before: `x` `[T, H]`, `bias` None or `[2*I]` -> `[T, I]`.
 
-    `weight` `[2*I, H]` holds G above U. Raises ValueError if the number of outputs is odd.
+    `weight` `[2*I, H]` holds G above U. `is_gelu`: gelu by tanh instead of silu. Raises ValueError if
+    the number of outputs is odd.
     """
     if _is_skinny(x, MAX_ROWS_GATED):
-        return linear_triton(x, weight, bias, is_gated=True)
+        return linear_triton(x, weight, bias, is_gated=True, is_gelu=is_gelu)
     _check(x, weight, bias, True)
     if x.is_cuda:
-        return silu_mul(F.linear(x, weight, bias))
-    return gated_linear_reference(x, weight, bias)
+        return silu_mul(F.linear(x, weight, bias), is_gelu)
+    return gated_linear_reference(x, weight, bias, is_gelu)

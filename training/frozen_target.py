@@ -11,6 +11,8 @@ from ..engine.errors import CheckpointError
 from ..engine.models.interface import CausalLM
 from ..engine.models.registry import load_model_config
 from ..engine.models.weights import load_model
+from ..kernels.attention_form import PLAIN_FORM, AttentionForm
+from ..kernels.paged_attention import batched_attention, causal_band
 
 MAX_FORWARD_TOKENS = 1 << 15  # of one forward of the target
 
@@ -57,7 +59,18 @@ class FrozenTarget:
         batch, length = tokens.shape
         positions = torch.arange(length, device=tokens.device).repeat(batch)
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer: int,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            form: AttentionForm = PLAIN_FORM,
+        ) -> torch.Tensor:
+            if form != PLAIN_FORM:
+                q, k, v = (x.view(batch, length, *x.shape[1:]) for x in (q, k, v))
+                band = causal_band(0, length, q.dtype, q.device, form.window)
+                scale = form.scale or float(q.shape[-1] ** -0.5)
+                return batched_attention(q, k, v, band[None, None], scale, form).flatten(0, 1)
             q, k, v = (x.view(batch, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             return out.transpose(1, 2).flatten(0, 1)

@@ -6,11 +6,12 @@ from typing import Protocol
 
 import torch
 
+from ...kernels.attention_form import PLAIN_FORM, AttentionForm
 from ...kernels.kv_store import kv_rows, store_kv
 from ..batch.forward_batch import ForwardBatch
 from ..graphs.errors import GraphError
 from ..kv.pool import KVPool
-from ..models.layers import Attend, Read
+from ..models.layers import Attend, More, Read
 from .metadata import AttentionMetadata, plan
 from .places import RequestPlaces
 
@@ -84,10 +85,20 @@ class PagedAttention(ABC):
         return False
 
     def attend(
-        self, metadata: AttentionMetadata, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        metadata: AttentionMetadata,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        form: AttentionForm = PLAIN_FORM,
     ) -> torch.Tensor:
         """One layer alone: `q` `[T, N, D]`, `k`, `v` `[T, K, D]` -> `[T, N, D]`."""
-        return self.bind(metadata)(layer, q, k, v)
+        return self.bind(metadata)(layer, q, k, v, form)
+
+    def scale_of(self, form: AttentionForm) -> float:
+        """The factor of the scores of a layer."""
+        return form.scale or self.scale
 
     @abstractmethod
     def _bind_rows(self, metadata: AttentionMetadata) -> Read:
@@ -117,27 +128,28 @@ class PagedAttention(ABC):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        form: AttentionForm = PLAIN_FORM,
     ) -> torch.Tensor:
         metadata.check(q.shape[0])
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if metadata.num_rows:
             store_kv(self.pool.kv, layer, store_rows, k, v)
-        read(layer, q, out)
+        read(layer, q, out, form)
         return out
 
 
 def _checked(
-    metadata: AttentionMetadata, read: Read, layer: int, q: torch.Tensor, out: torch.Tensor, *up: torch.Tensor
+    metadata: AttentionMetadata, read: Read, layer: int, q: torch.Tensor, out: torch.Tensor, *more: More
 ) -> None:
     metadata.check(q.shape[0])
-    read(layer, q, out, *up)
+    read(layer, q, out, *more)
 
 
 def _but_unread(
-    unread: int, read: Read, instead: Read, layer: int, q: torch.Tensor, out: torch.Tensor, *up: torch.Tensor
+    unread: int, read: Read, instead: Read, layer: int, q: torch.Tensor, out: torch.Tensor, *more: More
 ) -> None:
-    (instead if layer == unread else read)(layer, q, out, *up)
+    (instead if layer == unread else read)(layer, q, out, *more)
 
 
-def _nothing(layer: int, q: torch.Tensor, out: torch.Tensor, *up: torch.Tensor) -> None:
+def _nothing(layer: int, q: torch.Tensor, out: torch.Tensor, *more: More) -> None:
     """What a batch without rows, or a layer without readers, reads."""

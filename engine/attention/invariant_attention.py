@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 
+from ...kernels.attention_form import PLAIN_FORM, AttentionForm
 from ...kernels.invariant_attention import Rows, invariant_attention
 from ..models.layers import Read
 from .backend import PagedAttention
@@ -24,7 +25,13 @@ class InvariantAttention(PagedAttention):
         return partial(self._read, metadata, rows)
 
     def _read(
-        self, metadata: AttentionMetadata, rows: Rows, layer: int, q: torch.Tensor, out: torch.Tensor
+        self,
+        metadata: AttentionMetadata,
+        rows: Rows,
+        layer: int,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        form: AttentionForm = PLAIN_FORM,
     ) -> None:
-        table = metadata.batch.page_table
-        out.copy_(invariant_attention(q, self.pool.kv, layer, table, rows, self.scale))
+        table, scale = metadata.batch.page_table, self.scale_of(form)
+        out.copy_(invariant_attention(q, self.pool.kv, layer, table, rows, scale, form))

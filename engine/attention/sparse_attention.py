@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from ...kernels.attention_form import PLAIN_FORM, AttentionForm
 from ...kernels.gather_context import ROW_ALIGNMENT
 from ...kernels.kv_store import kv_rows
 from ...kernels.ops import recorded_store_kv
@@ -71,11 +72,25 @@ class SparseAttention(PagedAttention):
         """A layer that nothing reads now still completes entries, which later rows read."""
         return partial(self._compress, _with_targets(metadata))
 
-    def _compress(self, metadata: SparseMetadata, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+    def _compress(
+        self,
+        metadata: SparseMetadata,
+        layer: int,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        form: AttentionForm = PLAIN_FORM,
+    ) -> None:
         pool, pages = self.pool, metadata.batch.page_table
         compress(pool.kv, layer, 1, metadata.rows, pages, metadata.kv_lens, self.sizes, pool.faults)
 
-    def _read(self, metadata: SparseMetadata, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+    def _read(
+        self,
+        metadata: SparseMetadata,
+        layer: int,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        form: AttentionForm = PLAIN_FORM,
+    ) -> None:
         pool, pages = self.pool, metadata.batch.page_table
         found = sparse_attention(
             q, pool.kv, layer, metadata.rows, pages, metadata.kv_lens, self.sizes, self.scale, pool.faults
@@ -91,6 +106,7 @@ class SparseAttention(PagedAttention):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        form: AttentionForm = PLAIN_FORM,
     ) -> torch.Tensor:
         pool = self.pool
         recorded_store_kv(pool.kv, layer, store_rows, k, v)

@@ -8,7 +8,7 @@ Which kernel attends:
 - otherwise, on a device with bulk copies and shared memory for the tiles (sm_90), for heads that `can_attend`
   names: the context is copied from its pages into contiguous rows, layer by layer, and attended there, if the
   buffers hold it. On an H200 this is faster from 64 new rows on 4096 (50 us instead of 102) to 2048 on 30720
-  (2.06 ms instead of 3.03);
+  (2.06 ms instead of 3.03). A layer with a window reads its pages: the copy would cost more than it reads;
 - otherwise: the paged kernel.
 """
 
@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from ...kernels.attention_form import PLAIN_FORM, AttentionForm
 from ...kernels.context_attention import SHARED_BYTES, ContextKV, can_attend, context_attention
 from ...kernels.extend_attention import paged_extend
 from ...kernels.gather_context import ROW_ALIGNMENT, context_rows, gather_context
@@ -67,11 +68,16 @@ class TritonAttention(PagedAttention):
         return partial(self._read_pages, metadata)
 
     def _read_uniform(
-        self, metadata: AttentionMetadata, layer: int, q: torch.Tensor, out: torch.Tensor
+        self,
+        metadata: AttentionMetadata,
+        layer: int,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        form: AttentionForm = PLAIN_FORM,
     ) -> None:
         grouped = q.reshape(metadata.batch.num_requests, metadata.uniform_rows, *q.shape[1:])
-        pages = metadata.batch.page_table
-        found = paged_verify(grouped, self.pool.kv, layer, pages, metadata.kv_lens, self.scale)
+        pages, scale = metadata.batch.page_table, self.scale_of(form)
+        found = paged_verify(grouped, self.pool.kv, layer, pages, metadata.kv_lens, scale, None, form)
         out.copy_(found.view(q.shape))
 
     def _read_copied(
@@ -82,14 +88,24 @@ class TritonAttention(PagedAttention):
         layer: int,
         q: torch.Tensor,
         out: torch.Tensor,
+        form: AttentionForm = PLAIN_FORM,
     ) -> None:
+        if form.window:
+            self._read_pages(metadata, layer, q, out, form)
+            return
         keys, values, lens = buffers.keys, buffers.values, metadata.kv_lens
         gather_context(self.pool.kv, layer, metadata.batch.page_table, kv_starts, lens, keys, values)
         longest = max(metadata.batch.kv_lens)
-        context_attention(q, buffers, metadata.q_starts, kv_starts, lens, self.scale, out, longest)
+        scale = self.scale_of(form)
+        context_attention(q, buffers, metadata.q_starts, kv_starts, lens, scale, out, longest, form)
 
     def _read_pages(
-        self, metadata: AttentionMetadata, layer: int, q: torch.Tensor, out: torch.Tensor
+        self,
+        metadata: AttentionMetadata,
+        layer: int,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        form: AttentionForm = PLAIN_FORM,
     ) -> None:
         batch = metadata.batch
         out[sum(batch.q_lens) :].zero_()
@@ -101,8 +117,9 @@ class TritonAttention(PagedAttention):
             metadata.q_starts,
             metadata.kv_lens,
             max(batch.q_lens, default=0),
-            self.scale,
+            self.scale_of(form),
             out,
+            form,
         )
 
     def _attend_recorded(
@@ -114,12 +131,14 @@ class TritonAttention(PagedAttention):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        form: AttentionForm = PLAIN_FORM,
     ) -> torch.Tensor:
         kv, keys, values = self.pool.kv, buffers.keys, buffers.values
         kv_starts, lens = places.kv_starts, places.kv_lens
         recorded_store_kv(kv, layer, store_rows, k, v)
         recorded_gather_context(kv, layer, places.page_table, kv_starts, lens, keys, values)
-        return recorded_context_attention(q, keys, values, places.q_starts, kv_starts, lens, self.scale)
+        scale = self.scale_of(form)
+        return recorded_context_attention(q, keys, values, places.q_starts, kv_starts, lens, scale, form)
 
 
 def context_buffers(pool: KVPool, max_context: int) -> ContextKV:

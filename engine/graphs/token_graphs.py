@@ -11,11 +11,12 @@ from typing import Generic, TypeAlias
 
 import torch
 
+from ...kernels.attention_form import PLAIN_FORM, AttentionForm
 from ...kernels.kv_store import kv_rows
 from ...kernels.latent_ops import recorded_store_latent
 from ...kernels.latent_store import is_latent
 from ...kernels.ops import recorded_store_kv
-from ..models.layers import Attend, Read
+from ..models.layers import Attend, More, Read
 from .breakable import Breaks, OutputT, ReplayContext
 from .bucketed_graphs import GraphFamily, GraphLimits, PathDecision
 from .graph_pool import GraphKind, GraphPool, NamedTensors
@@ -64,11 +65,17 @@ class AttentionBridge:
         """
         read, rows = breaks.graph_break(read_real_rows), kv_rows(slots, kv)
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer: int,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            form: AttentionForm = PLAIN_FORM,
+        ) -> torch.Tensor:
             n = q.shape[0]
             recorded_store_kv(kv, layer, rows, k, v)
             inside, out = self.q[:n].copy_(q), self.out[:n]
-            read(layer, inside, out=out)
+            read(layer, inside, form, out=out)
             return out
 
         def attend_latents(
@@ -84,19 +91,19 @@ class AttentionBridge:
 
 
 def read_real_rows(
-    context: AttendContext, layer: int, q: torch.Tensor, *up: torch.Tensor, out: torch.Tensor
+    context: AttendContext, layer: int, q: torch.Tensor, *more: More, out: torch.Tensor
 ) -> None:
     """The graph break: attends the real rows with the live batch's plan."""
     n = context.num_rows
-    context.read(layer, q[:n], out[:n], *up)
+    context.read(layer, q[:n], out[:n], *more)
 
 
-def read_nothing(layer: int, q: torch.Tensor, out: torch.Tensor, *up: torch.Tensor) -> None:
+def read_nothing(layer: int, q: torch.Tensor, out: torch.Tensor, *more: More) -> None:
     """Replaces attention during capture, when no batch exists."""
-    if up:
-        out.zero_()  # of another width
-    else:
+    if out.shape == q.shape:
         out.copy_(q)
+    else:
+        out.zero_()
 
 
 # (static inputs but the slots, cut to a bucket, attend) -> outputs, token-major

@@ -9,7 +9,7 @@ from ...kernels.row_ops import FASTEST, RowOps
 from .config import ModelConfig
 from .deepseek_config import LatentConfig
 from .latent_block import LatentAttention
-from .layers import DecoderLayer, GatedMLP, Linear, RMSNorm, SelfAttention
+from .layers import DecoderLayer, GatedMLP, Linear, QKNorm, RMSNorm, SelfAttention
 from .moe import MixtureOfExperts
 from .quant.projections import Projections
 
@@ -103,7 +103,7 @@ def sized_layer(
         device=device,
         qkv_bias=qkv_bias,
         output_bias=output_bias,
-        qk_norm_eps=eps if qk_norm else None,
+        qk_norm=QKNorm(eps=eps) if qk_norm else None,
         ops=ops,
         linear=made.under(f"{prefix}self_attn.", plain),
     )

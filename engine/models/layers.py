@@ -6,28 +6,47 @@ layer of a tensor-parallel worker has the heads and the intermediate sizes of on
 hidden size, N query heads, K key/value heads, D head dimension, I intermediate size.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
 import torch
 
+from ...kernels.attention_form import PLAIN_FORM, AttentionForm
 from ...kernels.row_ops import FASTEST, RowOps, of_one_rank
 from .quant.projection import MakeProjection, Projection
 from .quant.projection import NamedTensors as NamedTensors
 
-# (layer index, q [T, N, D], k [T, K, D], v [T, K, D]) -> [T, N, D]; stores k and v, then attends.
-# It may have a method `rotate_attend(layer, heads [T, N+2K, D], cos [T, D], sin [T, D])` for CUDA, which also
-# rotates.
-# Over latents: (layer index, q [T, N, F+P], latent [T, 1, R+P], up [N, F+V, R]) -> [T, N, V], with the names
-# of `kernels.latent_attention`.
-Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# What a layer hands to attention beside its rows: the form of its scores, or the projection of latents.
+More: TypeAlias = torch.Tensor | AttentionForm
+
+
+class Attend(Protocol):
+    """The attention of all layers of a forward.
+
+    It may have a method `rotate_attend(layer, heads [T, N+2K, D], cos [T, R], sin [T, R], form)` for CUDA,
+    which also rotates. Over latents: (layer index, q [T, N, F+P], latent [T, 1, R+P], up [N, F+V, R]) ->
+    [T, N, V], with the names of `kernels.latent_attention`.
+    """
+
+    def __call__(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        form: AttentionForm = PLAIN_FORM,
+        /,
+    ) -> torch.Tensor:
+        """Stores `k` and `v` `[T, K, D]` of a layer, then attends with `q` `[T, N, D]` -> `[T, N, D]`."""
 
 
 class Read(Protocol):
-    """Attention over stored keys and values, or over latents with the projection `up` `[N, F+V, R]`."""
+    """Attention over stored keys and values in a layer's form, or over latents with the projection `up`
+    `[N, F+V, R]`.
+    """
 
-    def __call__(self, layer: int, q: torch.Tensor, out: torch.Tensor, *up: torch.Tensor) -> None:
+    def __call__(self, layer: int, q: torch.Tensor, out: torch.Tensor, *more: More) -> None:
         """Attends with `q` `[T, N, D]` and writes `out` `[T, N, D]`; over latents their widths are F+P, V."""
 
 
@@ -56,9 +75,9 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.linear(x, self.weight, self.bias)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """silu of the first half of the outputs times the second half: `[T, in]` -> `[T, out/2]`."""
-        return self.ops.gated_linear(x, self.weight, self.bias)
+    def gated(self, x: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:
+        """As `Projection.gated`."""
+        return self.ops.gated_linear(x, self.weight, self.bias, is_gelu)
 
     def tensors(self, prefix: str) -> NamedTensors:
         """The checkpoint's tensor names under `prefix`, with views of the parameters."""
@@ -84,7 +103,7 @@ class RowParallel:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.sum_ranks(self.part(x))
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:
         """Raises TypeError: a product of sums is none of parts."""
         raise TypeError("a gated projection is split by its outputs")
 
@@ -99,7 +118,7 @@ def row_parallel(projection: Projection, ops: RowOps) -> Projection:
 
 
 class RMSNorm:
-    """Root-mean-square normalisation with a learned `weight` `[size]`."""
+    """Root-mean-square normalisation with a learned `weight` `[size]`; `offset` as in `kernels.rms_norm`."""
 
     def __init__(
         self,
@@ -109,17 +128,19 @@ class RMSNorm:
         dtype: torch.dtype,
         device: torch.device | str,
         ops: RowOps = FASTEST,
+        offset: float | None = None,
     ) -> None:
         self.eps = eps
+        self.offset = offset
         self.ops = ops
         self.weight = torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ops.rms_norm(x, self.weight, self.eps)
+        return self.ops.rms_norm(x, self.weight, self.eps, self.offset)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(normalised sum, sum) of two tensors `[..., size]`, in one pass over memory."""
-        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps, self.offset)
 
     def tensors(self, name: str) -> NamedTensors:
         """The checkpoint's tensor `name`, with the parameter."""
@@ -127,9 +148,10 @@ class RMSNorm:
 
 
 class GatedMLP:
-    """A SwiGLU MLP: down(silu(gate(x)) * up(x)), `[T, H]` -> `[T, H]`.
+    """A GLU MLP: down(silu(gate(x)) * up(x)), `[T, H]` -> `[T, H]`.
 
-    `linear` makes the projections, by default plain ones.
+    `linear` makes the projections, by default plain ones. `is_gelu`: gelu by tanh takes the place of silu.
+    `is_fused`: gate and up are one matrix of the checkpoint.
     """
 
     def __init__(
@@ -142,15 +164,19 @@ class GatedMLP:
         device: torch.device | str,
         ops: RowOps = FASTEST,
         linear: MakeProjection | None = None,
+        is_gelu: bool = False,
+        is_fused: bool = False,
     ) -> None:
         halves = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        halves = {"gate_up_proj": 2 * intermediate_size} if is_fused else halves
         make = partial(Linear, ops=ops) if linear is None else linear
+        self.is_gelu = is_gelu
         self.gate_up = make(hidden_size, halves, bias=bias, dtype=dtype, device=device)
         down = make(intermediate_size, {"down_proj": hidden_size}, bias=bias, dtype=dtype, device=device)
         self.down = row_parallel(down, ops)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.gate_up.gated(x))
+        return self.down(self.gate_up.gated(x, self.is_gelu))
 
     def tensors(self, prefix: str) -> NamedTensors:
         """The checkpoint's tensor names under `prefix`, with views of the parameters."""
@@ -158,11 +184,25 @@ class GatedMLP:
         yield from self.down.tensors(prefix)
 
 
+@dataclass(frozen=True, kw_only=True)
+class QKNorm:
+    """The normalisation of q and k before their rotation.
+
+    `is_whole`: over all heads together (OLMo 2), otherwise over each head. `offset` as in `kernels.rms_norm`.
+    """
+
+    eps: float
+    is_whole: bool = False
+    offset: float | None = None
+
+
 class SelfAttention:
     """Projections, rotation and output of one attention layer. The caller's `attend` computes the attention.
 
     `input_size` may differ from `hidden_size` (a draft layer reads two streams at once). `linear` makes the
-    projections, by default plain ones.
+    projections, by default plain ones. `form`: what is special about its scores; with `has_sinks`, its sinks
+    are parameters of the layer. `turns`: q and k are rotated. `is_fused`: q, k and v are one matrix of the
+    checkpoint.
     """
 
     def __init__(
@@ -177,17 +217,26 @@ class SelfAttention:
         device: torch.device | str,
         qkv_bias: bool = False,
         output_bias: bool = False,
-        qk_norm_eps: float | None = None,
+        qk_norm: QKNorm | None = None,
         ops: RowOps = FASTEST,
         linear: MakeProjection | None = None,
+        form: AttentionForm = PLAIN_FORM,
+        has_sinks: bool = False,
+        turns: bool = True,
+        is_fused: bool = False,
     ) -> None:
         self.ops = ops
+        self.form = form
+        if has_sinks:
+            self.form = form._replace(sinks=torch.empty(num_heads, dtype=dtype, device=device))
+        self.turns = turns
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         parts = {
             "q_proj": num_heads * head_dim,
             "k_proj": num_kv_heads * head_dim,
             "v_proj": num_kv_heads * head_dim,
         }
+        parts = {"qkv_proj": sum(parts.values())} if is_fused else parts
         make = partial(Linear, ops=ops) if linear is None else linear
         self.qkv = make(input_size, parts, bias=qkv_bias, dtype=dtype, device=device)
         output = make(
@@ -196,14 +245,18 @@ class SelfAttention:
         self.output = row_parallel(output, ops)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if qk_norm_eps is not None:
-            self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, device=device, ops=ops)
-            self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, device=device, ops=ops)
+        self.qk_norm = qk_norm
+        if qk_norm is not None:
+            widths = (num_heads * head_dim, num_kv_heads * head_dim) if qk_norm.is_whole else (head_dim,) * 2
+            self.q_norm, self.k_norm = (
+                RMSNorm(width, qk_norm.eps, dtype=dtype, device=device, ops=ops, offset=qk_norm.offset)
+                for width in widths
+            )
 
     def __call__(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
     ) -> torch.Tensor:
-        """`x` `[T, input_size]`, rotary tables `[T, D]` -> `[T, H]`."""
+        """`x` `[T, input_size]`, rotary tables `[T, R]` -> `[T, H]`."""
         return self.output(self.attended(x, cos, sin, layer, attend))
 
     def attended(
@@ -213,17 +266,23 @@ class SelfAttention:
         split = self.num_heads + self.num_kv_heads
         heads = self.qkv(x).view(x.shape[0], split + self.num_kv_heads, self.head_dim)
         rotate_attend = getattr(attend, "rotate_attend", None)
-        if rotate_attend is not None and heads.is_cuda and self.q_norm is None:
-            rotated: torch.Tensor = rotate_attend(layer, heads, cos, sin)
+        if rotate_attend is not None and heads.is_cuda and self.q_norm is None and self.turns:
+            rotated: torch.Tensor = rotate_attend(layer, heads, cos, sin, self.form)
             return rotated.flatten(1)
-        qk, v = heads[:, :split], heads[:, split:]
-        if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat(
-                (self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), dim=1
-            )
-        qk = self.ops.rope(qk, cos, sin)
+        qk, v = self._normed(heads[:, :split]), heads[:, split:]
+        qk = self.ops.rope(qk, cos, sin) if self.turns else qk
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        return attend(layer, q, k, v).flatten(1)
+        return attend(layer, q, k, v, self.form).flatten(1)
+
+    def _normed(self, qk: torch.Tensor) -> torch.Tensor:
+        """The heads `[T, N+K, D]` of q and k behind their norms."""
+        if self.qk_norm is None or self.q_norm is None or self.k_norm is None:
+            return qk
+        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        if not self.qk_norm.is_whole:
+            return torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+        parts = (norm(x.flatten(1)).view(x.shape) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        return torch.cat(tuple(parts), dim=1)
 
     def tensors(self, prefix: str) -> NamedTensors:
         """The checkpoint's tensor names under `prefix`, with views of the parameters."""
@@ -232,6 +291,8 @@ class SelfAttention:
         for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
             if norm is not None:
                 yield from norm.tensors(prefix + name)
+        if self.form.sinks is not None:
+            yield f"{prefix}sinks", self.form.sinks
 
 
 class Attention(Protocol):
@@ -310,3 +371,53 @@ class DecoderLayer:
         yield from self.mlp.tensors(f"{prefix}{self.mlp_name}.")
         yield from self.input_norm.tensors(f"{prefix}input_layernorm")
         yield from self.post_norm.tensors(f"{prefix}post_attention_layernorm")
+
+
+class SandwichLayer(DecoderLayer):
+    """A layer of Gemma 2 and 3: a norm in front of attention and MLP, and one behind each before the sum.
+
+    `post_norm` is the one behind attention.
+    """
+
+    def __init__(
+        self, attention: SelfAttention, mlp: MLP, norms: tuple[RMSNorm, RMSNorm, RMSNorm, RMSNorm]
+    ) -> None:
+        input_norm, post_norm, self.mlp_norm, self.post_mlp_norm = norms
+        super().__init__(attention, mlp, input_norm, post_norm)
+
+    def leave(self, attended: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `DecoderLayer.leave`."""
+        delta = self.post_norm(self.attention.output(attended))
+        normed, hidden = self.mlp_norm.add(delta, hidden)
+        return hidden, self.post_mlp_norm(self.mlp(normed))
+
+    def tensors(self, prefix: str) -> NamedTensors:
+        """The checkpoint's tensor names under `prefix`, with views of the parameters."""
+        yield from super().tensors(prefix)
+        yield from self.mlp_norm.tensors(f"{prefix}pre_feedforward_layernorm")
+        yield from self.post_mlp_norm.tensors(f"{prefix}post_feedforward_layernorm")
+
+
+class PostNormLayer(DecoderLayer):
+    """A layer of OLMo 2: no norm in front of attention and MLP, one behind each, before the addition."""
+
+    def __init__(self, attention: SelfAttention, mlp: MLP, norms: tuple[RMSNorm, RMSNorm]) -> None:
+        post_norm, self.post_mlp_norm = norms
+        super().__init__(attention, mlp, post_norm, post_norm)
+
+    def enter(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `DecoderLayer.enter`; both results are the residual stream."""
+        hidden = hidden if delta is None else hidden + delta
+        return hidden, hidden
+
+    def leave(self, attended: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `DecoderLayer.leave`."""
+        hidden = hidden + self.post_norm(self.attention.output(attended))
+        return hidden, self.post_mlp_norm(self.mlp(hidden))
+
+    def tensors(self, prefix: str) -> NamedTensors:
+        """The checkpoint's tensor names under `prefix`, with views of the parameters."""
+        yield from self.attention.tensors(f"{prefix}self_attn.")
+        yield from self.mlp.tensors(f"{prefix}{self.mlp_name}.")
+        yield from self.post_norm.tensors(f"{prefix}post_attention_layernorm")
+        yield from self.post_mlp_norm.tensors(f"{prefix}post_feedforward_layernorm")

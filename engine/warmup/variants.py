@@ -14,6 +14,7 @@ from itertools import product
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ...kernels.attention_form import PLAIN_FORM, AttentionForm
 from ...kernels.triton_jit import ALIGNMENT, Launch, planned_launches
 from ..attention.metadata import MAX_UNIFORM_ROWS
 from ..batch.forward_batch import ForwardBatch
@@ -119,13 +120,15 @@ class VariantPlanner:
         """Forwards of the target over prompts: each number of rows once, attention for each batch."""
         most = max(batch.num_tokens for batch in batches)
         inputs = [self._body(count) for count in sizes(most)][-1]
+        seen_forms = one_of_each(inputs.forms)
         for number, batch in enumerate(batches):
             attention = self.runner.attention
             attend = attention.bind(attention.plan(batch))
             layers = range(min(NUM_LAYERS, self.runner.pool.num_layers)) if number == 0 else [0]
             for layer in layers:
-                for q, k, v in inputs.forms(batch.num_tokens):
-                    attend(layer, q, k, v)
+                for q, k, v in inputs.strides(batch.num_tokens):
+                    for form in seen_forms:
+                        attend(layer, q, k, v, form)
 
     def draft_prompts(self, shapes: Iterator[ExtendShape]) -> None:
         """Forwards of the drafter over prompts, and the states of the requests that end in them."""
@@ -178,9 +181,17 @@ class VariantPlanner:
         """A forward of `count` rows with the logits of its last row; returns the inputs of its attention."""
         model, device = self.runner.model, self.runner.pool.device
         seen: list[_Inputs] = []
+        forms: list[AttentionForm] = []
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            seen.append(_Inputs(q, k, v))
+        def attend(
+            layer: int,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            form: AttentionForm = PLAIN_FORM,
+        ) -> torch.Tensor:
+            forms.append(form)
+            seen.append(_Inputs(q, k, v, forms))
             return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
         ids, positions = (torch.zeros(count, dtype=torch.int64, device=device) for _ in range(2))
@@ -204,27 +215,42 @@ class VariantPlanner:
 
 
 def first_layers(model: CausalLM) -> CausalLM:
-    """`model` with NUM_LAYERS of its layers, if all its layers are alike; it shares the weights.
+    """`model` with its first layers, NUM_LAYERS or more, up to the last one that is unlike those before it.
 
-    A model with other layers stays whole.
+    It shares the weights. Layers are alike by their class and the form of their attention.
     """
     layers = getattr(model, "layers", None)
     if not isinstance(layers, list) or len({type(layer) for layer in layers}) != 1:
         return model
+    kinds = [_kind(getattr(layer, "attention", None)) for layer in layers]
+    count = max(NUM_LAYERS, *(1 + kinds.index(kind) for kind in kinds))
     short = copy.copy(model)
-    vars(short)["layers"] = layers[:NUM_LAYERS]
+    vars(short)["layers"] = layers[:count]
     return short
+
+
+def _kind(attention: object) -> tuple[int, float, bool, bool]:
+    """What decides about the kernels of an attention layer."""
+    form: AttentionForm = getattr(attention, "form", PLAIN_FORM)
+    return form.window, form.softcap, form.sinks is None, bool(getattr(attention, "turns", True))
+
+
+def one_of_each(forms: Sequence[AttentionForm]) -> list[AttentionForm]:
+    """One of all forms that lead to the same kernels: sinks differ by layer, and only their dtype counts."""
+    found = {(form.window, form.softcap, form.sinks is None): form for form in forms}
+    return list(found.values())
 
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The inputs of one attention: q `[T, N, D]`, k and v `[T, K, D]`."""
+    """The inputs of one attention: q `[T, N, D]`, k and v `[T, K, D]`, and the forms of all layers."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    forms: Sequence[AttentionForm]
 
-    def forms(self, rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def strides(self, rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """The first `rows` rows: as the model makes them, and contiguous, as they cross the break of a graph.
 
         The second form is left out where its strides lead to the same kernels.

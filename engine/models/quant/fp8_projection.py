@@ -7,6 +7,7 @@ import torch
 
 from ....kernels.fp8_scales import BLOCK, FP8
 from ....kernels.ops import recorded_fp8_linear
+from ....kernels.silu_mul import silu_mul
 from ...errors import CheckpointError
 from .config import Fp8Form
 from .projection import NamedTensors
@@ -52,8 +53,10 @@ class Fp8Projection:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return recorded_fp8_linear(x, self.weight, self.scales, self.bias)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """silu of the first half of the outputs times the second half: `[T, H]` -> `[T, N/2]`."""
+    def gated(self, x: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:
+        """As `Projection.gated`."""
+        if is_gelu:
+            return silu_mul(self(x), is_gelu=True)
         return recorded_fp8_linear(x, self.weight, self.scales, self.bias, is_gated=True)
 
     def tensors(self, prefix: str) -> NamedTensors:

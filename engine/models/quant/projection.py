@@ -20,8 +20,11 @@ class Projection(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, H]` -> `[T, N]`."""
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """silu of the first half of the outputs times the second half: `[T, H]` -> `[T, N/2]`."""
+    def gated(self, x: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:
+        """silu of the first half of the outputs times the second half: `[T, H]` -> `[T, N/2]`.
+
+        `is_gelu`: gelu by tanh instead of silu.
+        """
 
     def tensors(self, prefix: str) -> NamedTensors:
         """The checkpoint's tensor names under `prefix`, with the memory to copy each to."""

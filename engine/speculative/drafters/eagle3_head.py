@@ -19,6 +19,7 @@ from ...models.layers import (
     GatedMLP,
     Linear,
     NamedTensors,
+    QKNorm,
     RMSNorm,
     SelfAttention,
 )
@@ -205,7 +206,7 @@ class DraftLayer:
             device=device,
             qkv_bias=config.attention_bias,
             output_bias=config.attention_bias,
-            qk_norm_eps=eps if config.qk_norm else None,
+            qk_norm=QKNorm(eps=eps) if config.qk_norm else None,
         )
         self.mlp = GatedMLP(width, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, device=device)
 

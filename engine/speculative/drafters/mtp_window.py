@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from ....kernels.attention_form import PLAIN_FORM, AttentionForm
 from ....kernels.kv_store import kv_rows
 from ...kv.pool import KVPool
 from ...models.layers import Attend
@@ -93,8 +94,10 @@ def rotate(tokens: torch.Tensor, select: torch.Tensor, drafts: torch.Tensor) -> 
 def module_attention(attend: Attend, module: int) -> Attend:
     """`attend` over the KV of module number `module`, whose only layer calls it as layer 0."""
 
-    def attend_module(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attend(module + layer, q, k, v)
+    def attend_module(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm = PLAIN_FORM
+    ) -> torch.Tensor:
+        return attend(module + layer, q, k, v, form)
 
     return attend_module
 
