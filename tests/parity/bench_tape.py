@@ -23,6 +23,7 @@ from baton.engine.models.config import ModelConfig
 from baton.engine.models.layers import Attend
 from baton.engine.models.llama import LlamaForCausalLM
 from baton.engine.models.rope import RopeConfig
+from baton.kernels.attention_form import AttentionForm
 
 ROUNDS, PAGE = 31, 16
 
@@ -95,7 +96,9 @@ class Step:
         def forward(breaks: Breaks[AttendContext]) -> torch.Tensor:
             attend_rows = breaks.graph_break(attention)
 
-            def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            def attend(
+                layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm
+            ) -> torch.Tensor:
                 out = torch.empty_like(q)
                 attend_rows(layer, q, k, v, out=out)
                 return out

@@ -26,6 +26,7 @@ from baton.engine.speculative.drafters import eagle3
 from baton.engine.speculative.drafters.eagle3 import Eagle3Drafter
 from baton.engine.speculative.step import fused_step
 from baton.engine.speculative.step.fused_step import FusedStep, StepKind
+from baton.kernels.attention_form import AttentionForm
 from baton.kernels.kv_store import kv_rows
 from baton.kernels.ops import recorded_store_kv
 from baton.tests.parity.eagle3_engine import Engine, features_of
@@ -162,12 +163,14 @@ def without_bridge(
     rows = kv_rows(slots, kv)
     kept: list[torch.Tensor] = []
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm
+    ) -> torch.Tensor:
         if not kept:
             kept.append(weights(q))
         out = torch.empty_like(q)
         recorded_store_kv(kv, layer, rows, k, v)
-        read(layer, q * kept[0], out=out)
+        read(layer, q * kept[0], form, out=out)
         return out
 
     return attend

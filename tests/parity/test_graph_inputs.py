@@ -231,8 +231,8 @@ def test_m2_7_a_graph_serves_its_captured_hidden_states_or_fewer(captured, asked
 def test_m2_8_nan_after_breaks_and_in_padded_features_reaches_no_real_row(target, head, monkeypatch):
     nan = float("nan")
 
-    def leave_nan(context, layer, q, out):
-        read_real_rows(context, layer, q, out)
+    def leave_nan(context, layer, q, form, out):
+        read_real_rows(context, layer, q, form, out)
         for tensor in (q, out):
             tensor[context.num_rows :] = nan
 

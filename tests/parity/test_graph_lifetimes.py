@@ -15,6 +15,7 @@ from baton.engine.graphs.pytree import map_items, own
 from baton.engine.graphs.tape.arena import ArenaMemory
 from baton.engine.graphs.tape.tape import KeptMemory, TapeBackend, TapeMemory
 from baton.engine.models.layers import Attend
+from baton.kernels.attention_form import AttentionForm
 from baton.tests.parity.graph_laws import big_small_churn_and_back
 from baton.tests.parity.graph_toys import ToyBucket, ToyDecoder, context_of
 from baton.tests.parity.toy_engine import PAGE_SIZE, ToyEngine, random_ids
@@ -122,7 +123,9 @@ class BucketedModel:
         def forward(breaks: Breaks[AttendContext]) -> tuple[torch.Tensor, torch.Tensor | None]:
             attend_rows = breaks.graph_break(attention)
 
-            def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            def attend(
+                layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm
+            ) -> torch.Tensor:
                 out = torch.empty_like(q)
                 attend_rows(layer, q, k, v, out=out)
                 return out

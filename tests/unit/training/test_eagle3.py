@@ -7,6 +7,7 @@ import torch
 from baton.engine.speculative.drafters.eagle3_head import DraftPhase
 from baton.engine.speculative.drafters.eagle3_weights import load_eagle3
 from baton.engine.speculative.drafters.spec_config import load_draft_config
+from baton.kernels.attention_form import AttentionForm
 from baton.tests.unit.training.toy_run import STEPS, VOCAB, ToyRun, settings, toy_run
 from baton.training.evaluate import held_out_prompts, measure
 from baton.training.head_files import write_weights
@@ -33,7 +34,9 @@ def test_outputs_of_every_step_equal_a_served_chain_from_each_row(run: ToyRun, d
     for root in range(tokens.shape[1] - STEPS - 1):
         stored: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm
+        ) -> torch.Tensor:
             stored.append((k, v))  # noqa: B023
             keys, values = (torch.cat(parts) for parts in zip(*stored, strict=True))  # noqa: B023
             mask = torch.ones(len(q), len(keys), dtype=torch.bool).tril(len(keys) - len(q))

@@ -13,6 +13,7 @@ from baton.engine.speculative.drafters.eagle3_head import DraftPhase
 from baton.engine.speculative.drafters.mtp_config import load_mtp_config
 from baton.engine.speculative.drafters.mtp_head import MtpHead
 from baton.engine.speculative.drafters.mtp_weights import load_mtp
+from baton.kernels.attention_form import AttentionForm
 from baton.tests.unit.training.toy_run import STEPS, VOCAB, ToyRun, toy_run
 from baton.training import dflash as training_dflash
 from baton.training.chain_attention import chain_attention, plain_chain_attention
@@ -78,7 +79,9 @@ def assert_blocks_are_served(
         # the features of the anchor itself are not there when a server drafts
         context = head.project(features[0, :anchor], torch.arange(anchor))
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm
+        ) -> torch.Tensor:
             keys = torch.cat((context.keys[:, layer], k))  # noqa: B023
             values = torch.cat((context.values[:, layer], v))  # noqa: B023
             return attended(q, keys, values, torch.ones(len(q), len(keys), dtype=torch.bool))
@@ -111,7 +114,9 @@ def assert_chains_are_served(run: ToyRun, trainee: MtpTrainee, head: MtpHead) ->
     for root in range(tokens.shape[1] - STEPS - 1):
         stored: list[KeysValues] = []
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm
+        ) -> torch.Tensor:
             stored.append((k, v))  # noqa: B023
             keys, values = (torch.cat(parts) for parts in zip(*stored, strict=True))  # noqa: B023
             mask = torch.ones(len(q), len(keys), dtype=torch.bool).tril(len(keys) - len(q))
