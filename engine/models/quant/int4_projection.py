@@ -13,6 +13,7 @@ import torch
 
 from ....kernels.int4_values import pack_int4, unit_of
 from ....kernels.ops import recorded_int4_linear
+from ....kernels.silu_mul import silu_mul
 from ...errors import CheckpointError
 from .config import Int4Form
 from .projection import NamedTensors
@@ -99,8 +100,10 @@ class Int4Projection:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return recorded_int4_linear(x, self.weight, self.scales, self.zeros, self.bias)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """silu of the first half of the outputs times the second half: `[T, H]` -> `[T, N/2]`."""
+    def gated(self, x: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:
+        """As `Projection.gated`."""
+        if is_gelu:
+            return silu_mul(self(x), is_gelu=True)
         return recorded_int4_linear(x, self.weight, self.scales, self.zeros, self.bias, is_gated=True)
 
     def tensors(self, prefix: str) -> NamedTensors:
