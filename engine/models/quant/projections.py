@@ -12,7 +12,8 @@ from .projection import MakeProjection, Projection, StoredProjection
 
 
 class Projections:
-    """Makes the projections of a model of `config`, and remembers those that need a last step after loading."""
+    """Makes the projections of a model of `config`, and remembers those that need a last step after loading.
+    """
 
     def __init__(self, config: QuantConfig | None) -> None:
         self.config = config
