@@ -6,6 +6,7 @@ request, W columns of a tree mask.
 
 import torch
 
+from ..kernels.attention_form import PLAIN_FORM, AttentionForm
 from ..kernels.latent_attention import absorb, project_values
 from ..kernels.latent_ops import recorded_latent_verify, recorded_store_latent
 from .errors import LifecycleError
@@ -38,7 +39,9 @@ class LatentRowPlan(RowPlan):
         super().__init__(pool, rows, page_table, kv_lens, tree_mask, is_recorded=True)
         self._layout = pool.layout
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm = PLAIN_FORM
+    ) -> torch.Tensor:
         """Stores the latents `k` `[B*N, 1, R+P]` of `layer` and attends with `q` `[B*N, heads, F+P]` and the
         projection `v` `[heads, F+V, R]` -> `[B*N, heads, V]`, with the names of `kernels.latent_attention`.
         """

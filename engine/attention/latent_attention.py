@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from ...kernels.attention_form import PLAIN_FORM, AttentionForm
 from ...kernels.expanded_attention import HeadSizes, expanded_attention, is_expansion_cheaper
 from ...kernels.latent_attention import absorb, latent_extend, latent_verify, project_values
 from ...kernels.latent_store import gather_latents, latent_slots, store_latent
@@ -44,6 +45,7 @@ class LatentAttention(PagedAttention):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        form: AttentionForm = PLAIN_FORM,
     ) -> torch.Tensor:
         """Stores the latents `k` and attends with the projection `v`, see `models.layers.Attend`."""
         metadata.check(q.shape[0])

@@ -79,7 +79,11 @@ class AttentionBridge:
             return out
 
         def attend_latents(
-            layer: int, q: torch.Tensor, latent: torch.Tensor, up: torch.Tensor
+            layer: int,
+            q: torch.Tensor,
+            latent: torch.Tensor,
+            up: torch.Tensor,
+            form: AttentionForm = PLAIN_FORM,
         ) -> torch.Tensor:
             n = q.shape[0]
             recorded_store_latent(kv, layer, rows, latent)
