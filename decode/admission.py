@@ -90,6 +90,14 @@ class Admission:
             covered_output=self.growth.covered_output(request),
         )
 
+    def found(self, room: DecodeRoom, have: int) -> None:
+        """The first `have` tokens of the prompt are in place, more than were when the room was admitted."""
+        more = (have - room.have) // self.engine.page_size
+        if room.features is not None:
+            room.features = room.features[more:]
+        if room.is_local:
+            room.request.num_computed = have
+
     def _give_back(self, request: Request, reason: str) -> Refusal:
         self.engine.cache.allocator.release(request.pages)
         request.pages = []

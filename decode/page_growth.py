@@ -143,8 +143,10 @@ class PageGrowth:
 
     @property
     def _are_pages_due(self) -> bool:
-        """Whether a room gives its pages back soon: it has ended, or a step under way is its last."""
-        return any(
+        """Whether pages come back soon: a room has ended, or a step under way is its last, or a page that may
+        be evicted is being saved.
+        """
+        return self._engine.cache.num_held > 0 or any(
             room.is_over or (room.num_unread and room.request.num_remaining <= room.num_unread)
             for room in self._queues
         )

@@ -18,7 +18,12 @@ from .queues import DecodeQueues, DecodeRoom, DecodeState
 from .step_decoder import StepDecoder
 
 UNSHARED = "Unshared"  # kind of a Failed: the room whose prompt it should share has none
-NO_PROMPT = (DecodeState.SHARING, DecodeState.PULLING, DecodeState.CLOSING)  # not in its pages yet
+NO_PROMPT = (  # not in its pages yet
+    DecodeState.RESTORING,
+    DecodeState.SHARING,
+    DecodeState.PULLING,
+    DecodeState.CLOSING,
+)
 
 
 class PageSharing:

@@ -6,7 +6,7 @@ from enum import Enum
 
 import torch
 
-from ..cluster.protocol.messages import DecodeTimeline, PrefillTimeline
+from ..cluster.protocol.messages import DecodeTimeline, PrefillTimeline, Reserve
 from ..worker.room import WorkerRoom
 from ..worker.room_table import RoomTable
 
@@ -14,6 +14,7 @@ from ..worker.room_table import RoomTable
 class DecodeState(Enum):
     """The state of a room. Every room leaves through `DecodeQueues.remove`."""
 
+    RESTORING = "restoring"  # pages are reserved, a prefix comes back from a lower tier; owner: the scheduler
     PREFILLING = "prefilling"  # pages are reserved and the prompt is computed here; owner: the scheduler
     SHARING = "sharing"  # pages are reserved, those of the prompt are another room's; owner: that room
     PULLING = "pulling"  # pages are reserved and blocks land in them; owner: the transport and its lease
@@ -52,6 +53,7 @@ class DecodeRoom(WorkerRoom):
     sent: int = 1  # output tokens that the router knows, prefill's included
     is_local: bool = False  # the prompt is computed here, or shared
     leader: tuple[str, int] | None = None  # the key of the room whose prompt pages it shares
+    order: Reserve | None = None  # to be pulled, once its prefix is restored
     head_number: int = 0  # of the drafter's weights at its start, see `HeadSwap`
     may_record: bool = False  # its tokens may be recorded for training
     claim: OutputClaim = HOLD_ALL

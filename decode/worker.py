@@ -2,6 +2,7 @@
 
 1. Reserve           holds pages for the prompt and the next steps and a place in the batch, or refuses the
                      room at once
+   restore           a prefix that a lower tier of the cache has comes back into the room's pages
 2. pull              blocks land in the room's own pages; a prefix that is cached here is not pulled
    local prefill     without a prefill worker, decode computes the prompt itself between steps of the batch
    sharing           a further choice of a request shares the prompt's pages of the first one
@@ -33,6 +34,7 @@ from ..cluster.protocol.messages import (
     WorkerStats,
 )
 from ..cluster.telemetry.trace_context import carried_by
+from ..engine.kv.tiers.running_tiers import RunningTiers
 from ..engine.loader import Engine
 from ..engine.speculative.drafters.protocol import reads_features
 from ..engine.speculative.step.result import StepResult
@@ -40,9 +42,11 @@ from ..kvtransfer.transport import Complete, Landed, Lost
 from ..worker.commands import DropDone, LinkEvent
 from ..worker.link import WorkerLink
 from ..worker.prompt_embeds import EmbedsInbox
+from ..worker.prompt_pages import begin_restore, take_restored
 from ..worker.recorder import SampleRecorder
 from ..worker.refusal import Refusal
 from ..worker.role_worker import RoleWorker, sampling_params_of
+from ..worker.tier_startup import tier_fingerprint
 from .admission import Admission
 from .draft_prefill import prefill_drafts
 from .head_swap import HeadSwap
@@ -67,6 +71,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
     counted_as: ClassVar[Mapping[Enum, str]] = {
         DecodeState.RUNNING: "running",
         DecodeState.WARMING: "queued",
+        DecodeState.RESTORING: "queued",
         DecodeState.PREFILLING: "queued",
         DecodeState.SHARING: "queued",
         DecodeState.PULLING: "transferring",
@@ -106,7 +111,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         self.recorder = recorder
         self.head_swap: HeadSwap | None = None
         if engine.head is not None:
-            self.head_swap = HeadSwap(engine.head, engine.cache.clear, lambda: self.reach("decode:swap"))
+            self.head_swap = HeadSwap(engine.head, self._forget_prefixes, lambda: self.reach("decode:swap"))
 
     def step(self) -> bool:
         """Runs draft prefill of landed features, a part of local prompts, and one step of the batch.
@@ -115,6 +120,8 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         """
         if self.head_swap is not None:
             self.head_swap.turn()
+        if self.tiers is not None:
+            self._turn_tiers(self.tiers)
         did_warm = self._warm_landed()
         self._share_prompts()
         did_prefill = self._prefill_here()
@@ -219,10 +226,49 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         self._counters["requests"] += 1
         self._counters["have_tokens"] += 0 if leader else room.have
         self._send(Reserved(room=order.room, epoch=order.epoch, instance=self.instance, have=room.have))
-        if not is_local:
-            self._send(self.admission.pull_request(room, order))
-        elif leader is None:
-            self._counters["local_prefills"] += 1
+        self._counters["local_prefills"] += is_local and leader is None
+        room.order = None if is_local else order
+        if leader is None:
+            self._restore_or_begin(room)
+
+    def _restore_or_begin(self, room: DecodeRoom) -> None:
+        """Starts to restore what a lower tier has of the prompt; without that, goes on to the rest of it."""
+        room.restore = begin_restore(self.tiers, room.request, room.have, is_computed=room.is_local)
+        if room.restore is not None:
+            room.state = DecodeState.RESTORING
+        else:
+            self._begin_prompt(room)
+
+    def _begin_prompt(self, room: DecodeRoom) -> None:
+        """What is not in place of the prompt is computed here, or pulled."""
+        room.state = DecodeState.PREFILLING if room.is_local else DecodeState.PULLING
+        if room.order is not None:
+            self._send(self.admission.pull_request(room, room.order))
+            room.order = None
+
+    def _turn_tiers(self, tiers: RunningTiers) -> None:
+        """Takes in the prefixes that were restored."""
+        tiers.turn()
+        for room in self.queues.of(DecodeState.RESTORING):
+            if room.restore is None or not room.restore.is_done:
+                continue
+            restore, room.restore = room.restore, None
+            have = room.have
+            if room.head_number == self._head_number:
+                have = take_restored(self.engine.cache, room.request, restore, have)
+            self.admission.found(room, have)
+            self._counters["have_tokens"] += have - room.have
+            room.have = room.landed = room.warmed = have
+            if restore.is_follower:
+                self._restore_or_begin(room)
+            else:
+                self._begin_prompt(room)
+
+    def _forget_prefixes(self) -> None:
+        """Pages with draft KV of other weights are of no use any more."""
+        self.engine.cache.clear()
+        if self.tiers is not None:
+            self.tiers.rebase(tier_fingerprint(self.engine))
 
     def _on_landed(self, room_id: str, epoch: int, tokens: int) -> None:
         room = self.queues.get(room_id, epoch)

@@ -25,6 +25,7 @@ class PrefillRoom(WorkerRoom):
     finished: float = 0.0  # token 1 was sampled
     cached_tokens: int = 0
     chunks: int = 0
+    is_looked_up: bool = False  # in the tiers below the pool
 
     @property
     def is_over(self) -> bool:

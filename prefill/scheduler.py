@@ -9,14 +9,17 @@ The scheduler is pure except for the page accounting: no clock, no socket. Its l
 3. A prompt that ends within the forward may overtake longer ones. The oldest of these keeps at least half of
    the tokens, so it is delayed at most twofold.
 4. A queued prompt never takes the pages that the first overtaken one needs.
+5. A queued prompt of which a lower tier has a part takes its pages early, and the part comes back while it
+   waits. Meanwhile others are computed. It takes no pages that queued prompts before it need.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..engine.kv.page_table import pages_for
 from ..engine.kv.pool import PoolExhausted
 from ..engine.kv.prefix_cache import PrefixCache
 from ..engine.prompt_budget import WHOLE_PROMPT_ROWS
+from ..engine.request import Request
 from ..worker.prompt_chunks import Chunk, scored_limit
 from ..worker.prompt_pages import take_pages
 from .queues import PrefillQueues, PrefillRoom, PrefillState
@@ -69,10 +72,35 @@ class PrefillScheduler:
             break
         return chunks, admitted
 
+    def take_early(self, is_stored: Callable[[Request, Sequence[int]], bool]) -> list[PrefillRoom]:
+        """Gives pages to queued prompts that have more in a lower tier than in the cache, and returns these.
+
+        `is_stored` tells it of a request, by the cached pages that it would have. It is asked once for each.
+        """
+        taken: list[PrefillRoom] = []
+        kept_pages = 0  # for older prompts, which take theirs when they are admitted
+        for room in self.queues.of(PrefillState.QUEUED):
+            request, need = room.request, self._pages_of(room)
+            if request.pages:
+                continue
+            if not room.is_looked_up:
+                if self.cache.num_available < kept_pages + need:
+                    break
+                room.is_looked_up = True
+                cached = self.cache.match(request.prompt_ids, request.num_prompt - 1, request.salt)
+                is_wanted = request.sampling.prompt_logprobs < 0 and is_stored(request, cached)
+                self.cache.allocator.release(cached)
+                if is_wanted and self._take(room):
+                    taken.append(room)
+                    continue
+            kept_pages += need
+        return taken
+
     def _in_order(self) -> list[PrefillRoom]:
         """The prompts with tokens to compute: those begun, then those queued whose grammar is compiled."""
         begun = [room for room in self.queues.of(PrefillState.RUNNING) if _remaining(room)]
-        return begun + [room for room in self.queues.of(PrefillState.QUEUED) if room.request.is_ready]
+        queued = self.queues.of(PrefillState.QUEUED)
+        return begun + [room for room in queued if room.request.is_ready and room.restore is None]
 
     def _ending(
         self, rooms: Sequence[PrefillRoom], share: int, most: int, admitted: list[PrefillRoom]
@@ -102,20 +130,26 @@ class PrefillScheduler:
         return _remaining(room) if most is None else min(_remaining(room), most)
 
     def _pages_of(self, room: PrefillRoom) -> int:
-        return pages_for(room.request.num_prompt, self.page_size)
+        return 0 if room.request.pages else pages_for(room.request.num_prompt, self.page_size)
 
     def _has_pages(self, room: PrefillRoom, admitted: list[PrefillRoom]) -> bool:
         """Whether the room has its pages; a queued one is given them. False: too few are free for now."""
         if room.state is not PrefillState.QUEUED:
             return True
+        if not room.request.pages and not self._take(room):
+            return False
+        room.state = PrefillState.RUNNING
+        admitted.append(room)
+        return True
+
+    def _take(self, room: PrefillRoom) -> bool:
+        """Gives the room all its pages, if they are free."""
         request = room.request
         try:
             request.num_computed = take_pages(self.cache, request, self._pages_of(room), is_computed=True)
         except PoolExhausted:
             return False
         room.cached_tokens = request.num_computed
-        room.state = PrefillState.RUNNING
-        admitted.append(room)
         return True
 
 

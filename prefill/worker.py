@@ -3,7 +3,7 @@
 1. Prefill arrives            the prompt waits; it is refused at once if it can never be held or the queue is
                               full
 2. admission                  cached prefix pages are shared, the rest allocated; the room is offered to its
-                              reader
+                              reader. What a lower tier has of the prefix comes back while the prompt waits
 3. chunks                     each forward computes the next part of some prompts and keeps the aux features
                               beside their KV; each part is announced as soon as it is final
 4. first token                sampled here, streamed by the router at once; the same token closes the offer
@@ -13,7 +13,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
@@ -30,7 +30,9 @@ from ..cluster.protocol.messages import (
 from ..cluster.telemetry.trace_context import carried_by
 from ..engine.batch.forward_batch import ForwardBatch, ForwardOutput
 from ..engine.kv.page_table import pages_for
+from ..engine.kv.tiers.running_tiers import RunningTiers
 from ..engine.loader import Engine
+from ..engine.request import Request
 from ..engine.sampling.params import SamplingParams
 from ..engine.sampling.sampler import LaunchedSample, SampleOutput
 from ..kvtransfer.transport import Dropped, Offer, Released
@@ -38,6 +40,7 @@ from ..worker.commands import Advance, DropDone, LinkEvent, Underway
 from ..worker.link import WorkerLink
 from ..worker.prompt_chunks import Chunk, batch_of, launch_first_tokens, score_prompts
 from ..worker.prompt_embeds import EmbedsInbox
+from ..worker.prompt_pages import begin_restore, take_restored
 from ..worker.refusal import Refusal, refuse_for_now, refuse_forever
 from ..worker.role_worker import RoleWorker, sampling_params_of
 from .queues import PrefillQueues, PrefillRoom, PrefillState
@@ -114,6 +117,8 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         """Choose chunks, run them, keep their features, sample, publish. False: no prompt has work."""
         if self.queues.count(PrefillState.QUEUED):
             self._cache_computed()  # before their prefixes are looked for
+        if self.tiers is not None:
+            self._turn_tiers(self.tiers)
         chunks, admitted = self.scheduler.next_chunks()
         due, self._launched = self._launched, None
         if chunks:
@@ -223,6 +228,32 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         if request.pages and not room.is_tainted:
             self.engine.cache.insert(request.prompt_ids[: request.num_computed], request.pages, request.salt)
         self._free(room)
+
+    # --- lower tiers of the cache ---------------------------------------------------------------------------
+
+    def _turn_tiers(self, tiers: RunningTiers) -> None:
+        """Take in restored prefixes, and begin to restore those of prompts that wait."""
+        tiers.turn()
+        for room in self.queues.of(PrefillState.QUEUED):
+            restore, request = room.restore, room.request
+            if restore is None or not restore.is_done:
+                continue
+            room.restore = None
+            request.num_computed = take_restored(self.engine.cache, request, restore, request.num_computed)
+            room.cached_tokens = request.num_computed
+            if restore.is_follower:
+                self._restore(room)
+
+        def is_stored(request: Request, cached: Sequence[int]) -> bool:
+            limit = request.num_prompt - 1
+            return tiers.knows(request.prompt_ids, limit, request.salt, cached, len(cached))
+
+        for room in self.scheduler.take_early(is_stored):
+            self._restore(room)
+
+    def _restore(self, room: PrefillRoom) -> None:
+        request = room.request
+        room.restore = begin_restore(self.tiers, request, request.num_computed, is_computed=True)
 
     # --- one step -------------------------------------------------------------------------------------------
 

@@ -55,6 +55,11 @@ class DropDone:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Nudge:
+    """Event: another thread of the worker has something for the scheduler's next turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LinkFailed:
     """Event: the link thread died of `error`; the worker cannot go on."""
 
@@ -62,5 +67,7 @@ class LinkFailed:
 
 
 Command = Offer | PullRequest | Underway | Advance | Drop
-LinkEvent = ControlDown | TransportEvent | DropDone | RouterLost | LinkFailed
-Sourced = FromRouter | TransportEvent | DropDone | RouterLost | LinkFailed  # before the room's owner is noted
+LinkEvent = ControlDown | TransportEvent | DropDone | RouterLost | LinkFailed | Nudge
+Sourced = (
+    FromRouter | TransportEvent | DropDone | RouterLost | LinkFailed | Nudge
+)  # before the room's owner is noted

@@ -12,6 +12,7 @@ from typing import TypeVar
 from ..cluster.config.link_checks import check_links
 from ..cluster.config.load import load_config
 from ..cluster.config.roles import WorkerConfig
+from ..cluster.config.tier_checks import check_tiers
 from ..cluster.errors import ConfigError
 from ..cluster.process.log import configure
 from ..cluster.process.process import Serve, run_role
@@ -33,6 +34,7 @@ def run_worker(config_type: type[C], argv: Sequence[str] | None, *, start: Calla
         instance = secrets.token_hex(16)
         configure(config.role, instance, level=config.log_level, log_format=config.log_format)
         check_links(config)
+        check_tiers(config)
         try:
             return start(config, instance)
         except UnknownCheckpoint as error:

@@ -23,7 +23,7 @@ from ..cluster.process.running_clock import RunningClock
 from ..cluster.process.watchdog import Watchdog
 from ..cluster.protocol.messages import ControlUp
 from ..kvtransfer.transport import Dropped, KVTransport, Lost, Offer, PollableTransport, PullRequest
-from .commands import Advance, Command, Drop, DropDone, LinkEvent, LinkFailed, Sourced, Underway
+from .commands import Advance, Command, Drop, DropDone, LinkEvent, LinkFailed, Nudge, Sourced, Underway
 from .room_owners import EVERY, FromRouter, RoomOwners, RouterLost, ToRouter
 
 IDLE_WAIT_S = 0.2
@@ -158,6 +158,10 @@ class WorkerLink:
         for item in outgoing(self._owners, command):
             self._commands.put(item)
         self._wake()
+
+    def nudge(self) -> None:
+        """End the scheduler's wait in `receive`; for other threads that have something for it."""
+        self._inbox.put(Nudge())
 
     def hand_over(self) -> None:
         """Wait until the thread has sent what was posted, at most HAND_OVER_S.

@@ -1,9 +1,11 @@
-"""Pages for a request: the cached prefix of its prompt first, fresh pages behind it."""
+"""Pages for a request: the cached prefix of its prompt, then what a lower tier has, fresh pages behind."""
 
 from collections.abc import Sequence
 
 from ..engine.kv.pool import PoolExhausted
 from ..engine.kv.prefix_cache import PrefixCache
+from ..engine.kv.tiers.cache_tiers import Restore
+from ..engine.kv.tiers.running_tiers import RunningTiers
 from ..engine.request import Request
 
 
@@ -51,3 +53,27 @@ def take_longer_prefix(cache: PrefixCache, request: Request, have: int) -> int:
     cache.allocator.release(request.pages[: len(held)])
     request.pages[: len(held)] = held
     return tokens
+
+
+def begin_restore(
+    tiers: RunningTiers | None, request: Request, have: int, *, is_computed: bool
+) -> Restore | None:
+    """Start to restore the prompt of `request` behind its first `have` tokens, which are in cached pages.
+
+    None: no tier has more. `is_computed`: the prompt is computed here; with log probabilities every row is.
+    """
+    if tiers is None or (is_computed and request.sampling.prompt_logprobs >= 0):
+        return None
+    first = have // tiers.tiers.cache.page_size
+    return tiers.begin(request.prompt_ids, request.num_prompt - 1, request.salt, request.pages, first)
+
+
+def take_restored(cache: PrefixCache, request: Request, restore: Restore, have: int) -> int:
+    """Offer the pages of an ended restore to the cache. Returns the number of prompt tokens in cached pages.
+
+    They may be more than were restored, and other pages: those that another request has restored or computed.
+    """
+    tokens = have + restore.num_pages * cache.page_size
+    if restore.num_pages:
+        cache.insert(request.prompt_ids[: tokens + cache.lookahead], request.pages, request.salt)
+    return take_longer_prefix(cache, request, tokens)

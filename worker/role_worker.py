@@ -26,10 +26,12 @@ from ..cluster.protocol.messages import (
     Refused,
     Reserve,
     RoomCounts,
+    TierStats,
     WorkerStats,
     is_canary,
 )
 from ..cluster.protocol.prompt_embeds import cache_salt
+from ..engine.kv.tiers.running_tiers import RunningTiers
 from ..engine.loader import Engine
 from ..engine.request import Request
 from ..engine.sampling.params import SamplingParams
@@ -79,6 +81,7 @@ class RoleWorker(ABC, Generic[R]):
         self.instance = instance
         self.is_draining = False
         self.reach: Reach = unarmed
+        self.tiers: RunningTiers | None = None  # of the KV cache, below the pool
         self._clock = clock
         self._counters = counters
 
@@ -139,6 +142,8 @@ class RoleWorker(ABC, Generic[R]):
         for room in self.queues:
             if not room.is_over:
                 self._fail(room, "Draining", f"{self.role} leaves", retryable=True)
+        if self.tiers is not None:
+            self.tiers.close()
 
     @abstractmethod
     def stats(self) -> WorkerStats:
@@ -167,7 +172,11 @@ class RoleWorker(ABC, Generic[R]):
             spec_steps=engine.spec_steps,
             phase=engine.lifecycle.phase.name.lower(),
             weights_hash=engine.weights_hash,
+            tiers=[]
+            if self.tiers is None
+            else [TierStats(name=tier.name, used=tier.used, total=tier.total) for tier in self.tiers.use],
             counters=self._counters
+            | ({} if self.tiers is None else self.tiers.counters)
             | engine.step_counters
             | engine.graph_counters
             | engine.watch_counters
@@ -300,6 +309,8 @@ class RoleWorker(ABC, Generic[R]):
     def _free(self, room: R) -> None:
         """Give the room's pages back, forget the room, and answer the Cancel that waits for it."""
         request = room.request
+        if room.restore is not None and self.tiers is not None:
+            self.tiers.give_up(room.restore)
         self.engine.cache.allocator.release(request.pages)
         request.pages = []
         self.queues.remove(room)

@@ -7,6 +7,7 @@ from enum import Enum
 
 from ..cluster.protocol.messages import is_canary
 from ..cluster.telemetry.trace_context import NOWHERE, TraceContext
+from ..engine.kv.tiers.cache_tiers import Restore
 from ..engine.request import Request
 
 
@@ -24,6 +25,7 @@ class WorkerRoom(ABC):
     request_id: str = ""  # of the client's request; "": not known
     gone_epoch: int = -1  # epoch of the Cancel that waits for this attempt's pages; -1: none
     is_tainted: bool = False  # its KV must not be reused
+    restore: Restore | None = None  # of a prefix from a lower tier, under way
 
     @property
     def log_fields(self) -> dict[str, str]:

@@ -35,6 +35,7 @@ from .resource_usage import meter_of
 from .role_worker import RoleWorker
 from .room import WorkerRoom
 from .spans import RoomSpans, SpansOf
+from .tier_startup import open_tiers
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +143,7 @@ class WorkerStartup(ABC, Generic[C, R]):
             metrics.describe(facts_of(self.layout, self.engine.pool))
         self.worker = self.make_worker()
         self.worker.reach = self.reach
+        self.worker.tiers = open_tiers(self.engine, self.config, notify=self.link.nudge, reach=self.reach)
         self.worker.queues.on_left = RoomSpans(tracing, time.monotonic, self.spans_of).left
         self.loop = WorkerLoop(
             self.worker,

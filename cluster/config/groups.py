@@ -245,6 +245,29 @@ class EngineSettings(RoleConfig):
     prefix_cache: bool = setting(
         True, Setting(help="keep the KV of finished prompts for requests that share a prefix")
     )
+    host_cache_gib: float = setting(
+        -1.0,
+        Setting(
+            help="host memory of this worker for prefixes that leave the KV pool, pinned on a GPU; 0: none; "
+            "auto: none",
+            unit="GiB",
+            minimum=0,
+            maximum=2**16,
+            auto=-1,
+        ),
+    )
+    disk_cache: str = setting(
+        "",
+        Setting(
+            help="directory for prefixes that leave the KV pool, and the memory of --host-cache-gib; they "
+            "survive a restart, and tell what prompts say; empty: none",
+            metavar="DIR",
+        ),
+    )
+    disk_cache_gib: float = setting(
+        32.0,
+        Setting(help="of --disk-cache: space of each worker", unit="GiB", minimum=0.001, maximum=2**20),
+    )
     threads: int = setting(
         0, Setting(help="CPU threads for torch; 0: all cores, which 'up' divides", minimum=0, maximum=1024)
     )

@@ -20,6 +20,12 @@ that returns at once.
     decode:chunk       before a forward over prompts that decode computes itself
     decode:step        before a step of a batch that is not empty
     decode:swap        before staged weights of a draft head are copied over those in use
+    tier:save          before pages of the pool are copied to host memory
+    tier:load          before pages of host memory are copied into the pool
+    tier:clear         before a record in the index of the disk tier is cleared
+    tier:write         the record is cleared, before its page is written
+    tier:index         the page is written, before its record is
+    tier:fetch         before a page is read from the disk
 
     action     what happens
     kill       SIGKILL to this process (the default)
@@ -46,7 +52,8 @@ PERMISSION = "BATON_ALLOW_FAULTS"
 SITES = (
     "prefill:chunk", "prefill:first", "sender:block", "sender:gather", "sender:release", "receiver:scatter",
     "receiver:read", "receiver:block", "receiver:release", "decode:reserve", "decode:retract", "decode:chunk",
-    "decode:step", "decode:swap",
+    "decode:step", "decode:swap", "tier:save", "tier:load", "tier:clear", "tier:write", "tier:index",
+    "tier:fetch",
 )  # fmt: skip
 ACTIONS = ("kill", "abort", "raise", "pause", "hang", "hang-gil")
 PAUSE_S = 4.0  # shorter than the lease of a hand-off, longer than any timeout of a worker

@@ -213,6 +213,14 @@ class ResourceUsage(Struct, frozen=True, kw_only=True):
     gpu_memory_total: Count = 0  # 0: no GPU, or not known
 
 
+class TierStats(Struct, frozen=True, kw_only=True):
+    """A tier of a worker's KV cache below its pool: bytes of stored pages, and their bound."""
+
+    name: Text  # host, disk
+    used: Count
+    total: Count
+
+
 class WorkerStats(Struct, frozen=True, kw_only=True):
     """One worker's condition, made by its scheduler loop."""
 
@@ -235,6 +243,7 @@ class WorkerStats(Struct, frozen=True, kw_only=True):
     draft: DraftHead | None = None  # None: no drafter with weights, or a worker that does not report it
     recording: Recording | None = None  # None: it records nothing
     pages_promised: Count = 0  # pages that its rooms count on beyond those that they hold
+    tiers: Annotated[list[TierStats], Meta(max_length=8)] = []  # below the pool, from fast to slow
     counters: dict[Text, float] = {}  # monotonic; name -> total
 
 

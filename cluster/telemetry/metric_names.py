@@ -100,6 +100,13 @@ FAILING_PAIRS = _gauge(
 WORKER_UP = _gauge("worker_up", "Always 1.", *WORKER, "state")
 WORKER_INFO = _gauge("worker_info", "Always 1.", *WORKER, "host", "device", "card", "fingerprint")
 WORKER_PAGES = _gauge("worker_pages", "KV pages.", *WORKER, "kind")
+WORKER_TIER_BYTES = _gauge("worker_tier_bytes", "The KV cache below the pool.", *WORKER, "tier", "kind")
+WORKER_TIER_HITS = _counter(
+    "worker_tier_hit_tokens", "Prompt tokens that came back from below the pool.", *WORKER, "tier"
+)
+WORKER_TIER_MOVED = _counter(
+    "worker_tier_moved_bytes", "Bytes of pages copied.", *WORKER, "tier", "direction"
+)
 WORKER_REQUESTS = _gauge("worker_requests", "Requests at a worker.", *WORKER, "kind")
 WORKER_GRAPHS = _gauge("worker_graphs", "Captured graphs.", *WORKER, "kind")
 WORKER_ACCEPT_LENGTH = _gauge("worker_accept_length", "Tokens committed per verify, of late.", *WORKER)
@@ -163,7 +170,8 @@ OF_ROUTER = (
 )
 ROUTER_NAMES = (*OF_BUILD, *OF_ROUTER)
 WORKER_NAMES = (
-    WORKER_UP, WORKER_INFO, WORKER_PAGES, WORKER_REQUESTS, WORKER_GRAPHS, WORKER_ACCEPT_LENGTH,
+    WORKER_UP, WORKER_INFO, WORKER_PAGES, WORKER_TIER_BYTES, WORKER_TIER_HITS, WORKER_TIER_MOVED,
+    WORKER_REQUESTS, WORKER_GRAPHS, WORKER_ACCEPT_LENGTH,
     WORKER_SPEC_STEPS, WORKER_GRAPH_REPLAYS, WORKER_GRAPH_PADDING, WORKER_GRAPH_FALLBACKS,
     WORKER_COMPILATIONS, WORKER_CAPTURES, WORKER_ALLOCATIONS, WORKER_EVENTS,
 )  # fmt: skip

@@ -25,6 +25,15 @@ AFTER_READY = {
 }
 
 
+TIER_HITS = {"host_hit_tokens": "host", "disk_hit_tokens": "disk"}
+TIER_MOVED = {
+    "host_saved_bytes": ("host", "in"),
+    "host_loaded_bytes": ("host", "out"),
+    "disk_written_bytes": ("disk", "in"),
+    "disk_read_bytes": ("disk", "out"),
+}
+
+
 class WorkerFacts(Struct, frozen=True, kw_only=True):
     """The labels of baton_worker_info, fixed for the life of a worker."""
 
@@ -97,6 +106,9 @@ def _add_worker(families: Families, worker: WorkerRecord) -> None:
     for name, values in kinds.items():
         for kind, value in sorted(values.items()):
             families.add(name, (*who, kind), value)
+    for tier in stats.tiers:
+        families.add(names.WORKER_TIER_BYTES, (*who, tier.name, "used"), tier.used)
+        families.add(names.WORKER_TIER_BYTES, (*who, tier.name, "total"), tier.total)
     if stats.accept_length is not None:
         families.add(names.WORKER_ACCEPT_LENGTH, who, stats.accept_length)
     if stats.spec_steps is not None:
@@ -111,6 +123,10 @@ def _metric_of(counter: str, graph_kinds: set[str]) -> tuple[MetricName, tuple[s
     """The metric of a worker's counter, with its last labels. A fallback's name has a kind and a reason."""
     if counter in AFTER_READY:
         return AFTER_READY[counter], ()
+    if counter in TIER_HITS:
+        return names.WORKER_TIER_HITS, (TIER_HITS[counter],)
+    if counter in TIER_MOVED:
+        return names.WORKER_TIER_MOVED, TIER_MOVED[counter]
     if counter.startswith(REPLAYS):
         return names.WORKER_GRAPH_REPLAYS, (counter.removeprefix(REPLAYS),)
     if counter.startswith(PADDING):

@@ -22,7 +22,7 @@ from ...cluster.config.load import (
     load_config,
     to_argv,
 )
-from ...cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig, UpConfig
+from ...cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig, UpConfig, WorkerConfig
 from ...cluster.config.router_groups import SHOW_NONE
 from ...cluster.errors import ConfigError, StartupError
 from ...cluster.process.log import PACKAGE
@@ -255,6 +255,8 @@ def child_config(
     }
     if isinstance(child, DecodeConfig) and child.record_drafts:  # it need not exist yet
         fixed["record_drafts"] = os.path.abspath(os.path.expanduser(child.record_drafts))
+    if isinstance(child, WorkerConfig) and child.disk_cache:  # as above
+        fixed["disk_cache"] = os.path.abspath(os.path.expanduser(child.disk_cache))
     if isinstance(child, RouterConfig):
         firsts = (child.own_port, child.probe_port)
         others = {first + i for first in firsts for i in range(config.routers)}

@@ -11,12 +11,30 @@ and the least recently used come first. Eviction takes the front of this order, 
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from .pool import PageAllocator, PoolExhausted
 
 TOKEN_BYTES = 8
 KEYS_AT_ONCE = 64  # pages whose tokens are packed by one call
 ROOT = 0  # the page that is never handed out
+
+
+class PageWatcher(Protocol):
+    """An observer of a cache that copies its pages elsewhere before they are evicted."""
+
+    @property
+    def num_held(self) -> int:
+        """Idle pages that a copy reads: their memory is not free when they are evicted."""
+
+    def turned_idle(self, page: int) -> None:
+        """The page may be evicted from now on."""
+
+    def turned_busy(self, page: int) -> None:
+        """The page may not be evicted any more."""
+
+    def leaves(self, page: int) -> bool:
+        """The page leaves the cache. True: the observer keeps the cache's reference, and releases it."""
 
 
 class PrefixCache:
@@ -50,6 +68,7 @@ class PrefixCache:
         # busy children of a node, plus 1 if the page has an owner besides the cache
         self._num_busy = [0] * allocator.num_pages
         self._idle: OrderedDict[int, None] = OrderedDict()  # nodes in the order in which they turned idle
+        self._watcher: PageWatcher | None = None
         allocator.watch(self._on_refs)
 
     @property
@@ -59,8 +78,39 @@ class PrefixCache:
 
     @property
     def num_available(self) -> int:
-        """Pages that `alloc` can return: free and evictable ones."""
-        return self.allocator.num_free + len(self._idle)
+        """Pages that `alloc` can return: free ones, and evictable ones that no copy reads."""
+        return self.allocator.num_free + len(self._idle) - self.num_held
+
+    @property
+    def num_idle(self) -> int:
+        """Pages that may be evicted."""
+        return len(self._idle)
+
+    @property
+    def num_held(self) -> int:
+        """Of these, the pages that a copy reads; they are available soon."""
+        return 0 if self._watcher is None else self._watcher.num_held
+
+    def watch(self, watcher: PageWatcher) -> None:
+        """Tell `watcher` of pages that turn idle or busy and of those that leave. Only one, at the start."""
+        assert self._watcher is None, "a cache has one watcher"
+        assert not self._children, "it sees every page"
+        self._watcher = watcher
+
+    def parent_of(self, page: int) -> int:
+        """The cached page in front of a cached page; ROOT for a first one."""
+        assert self._key_of[page], f"page {page} is not cached"
+        return self._parent[page]
+
+    def part_of(self, page: int) -> bytes:
+        """The part of a cached page, as `parts` gives it."""
+        return self._key_of[page][TOKEN_BYTES:]
+
+    def parts(self, token_ids: Sequence[int], first: int, end: int, salt: str) -> Iterator[bytes]:
+        """For each page of [first, end) the bytes by which the cache tells it from others behind the same
+        page: its tokens, and the salt behind those of page 0.
+        """
+        return self._tokens(token_ids, first, end, salt)
 
     def match(self, token_ids: Sequence[int], limit: int, salt: str = "") -> list[int]:
         """Retains and returns the cached pages of the longest common prefix within `limit` tokens.
@@ -94,17 +144,18 @@ class PrefixCache:
         if n > self.num_available:
             raise PoolExhausted(
                 f"{n} pages asked for, {self.allocator.num_free} free and {len(self._idle)} evictable "
-                f"of {self.allocator.num_total}"
+                f"of {self.allocator.num_total}" + (f", {self.num_held} being copied" * (self.num_held > 0))
             )
         self._evict(n - self.allocator.num_free)
         return self.allocator.alloc(n)
 
     def clear(self) -> None:
         """Forget everything. Pages with other owners stay theirs."""
-        pages = list(self._children.values())
+        cached, watcher = list(self._children.values()), self._watcher
+        pages = cached if watcher is None else [page for page in cached if not watcher.leaves(page)]
         self._children.clear()
         self._idle.clear()
-        for page in pages:
+        for page in cached:
             self._key_of[page] = b""
         self.allocator.release(pages)
 
@@ -182,13 +233,17 @@ class PrefixCache:
         self._shift(parent, 1)
 
     def _evict(self, count: int) -> None:
-        """Evicts the `count` pages that were used least recently; none for a negative number."""
-        pages = []
-        for _ in range(count):
+        """Evicts the pages that were used least recently, so that `count` are free; none for a negative
+        number.
+        """
+        pages: list[int] = []
+        while len(pages) < count:
             page, _none = self._idle.popitem(last=False)
+            is_kept = self._watcher is not None and self._watcher.leaves(page)
             del self._children[self._key_of[page]]
             self._key_of[page] = b""
-            pages.append(page)
+            if not is_kept:
+                pages.append(page)
         self.allocator.release(pages)
 
     def _touch(self, path: Sequence[int]) -> None:
@@ -206,13 +261,17 @@ class PrefixCache:
 
     def _shift(self, node: int, change: int) -> None:
         """Adds `change` busy reasons to `node`, and to its ancestors as far as nodes turn busy or idle."""
-        num_busy, idle = self._num_busy, self._idle
+        num_busy, idle, watcher = self._num_busy, self._idle, self._watcher
         while node != ROOT:
             num_busy[node] += change
             if change > 0 and num_busy[node] == 1:
                 idle.pop(node, None)  # a new node was never idle
+                if watcher is not None:
+                    watcher.turned_busy(node)
             elif change < 0 and num_busy[node] == 0:
                 idle[node] = None
+                if watcher is not None:
+                    watcher.turned_idle(node)
             else:
                 return
             node = self._parent[node]

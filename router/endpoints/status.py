@@ -17,6 +17,7 @@ from ...cluster.protocol.messages import (
     Hello,
     Recording,
     ResourceUsage,
+    TierStats,
     WorkerStats,
     clients_rooms,
 )
@@ -86,6 +87,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     pages_total: int
     pages_cached: int
     pages_promised: int  # that its requests count on beyond those that they hold
+    tiers: list[TierStats]  # of its KV cache below the pool, in bytes
     page_size: int
     max_context: int
     max_running: int
@@ -302,6 +304,7 @@ def _worker_status(worker: Worker, now: float) -> WorkerStatus:
         pages_total=stats.pages_total,
         pages_cached=stats.pages_cached,
         pages_promised=stats.pages_promised,
+        tiers=stats.tiers,
         page_size=hello.page_size,
         max_context=hello.max_context,
         max_running=hello.max_running,

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from baton.cluster.protocol.messages import WorkerStats
+from baton.cluster.protocol.messages import TierStats, WorkerStats
 from baton.cluster.telemetry import metric_names as names
 from baton.cluster.telemetry.metrics import (
     ROUTES,
@@ -30,6 +30,7 @@ GRAPHS = {
     "graph_pad_rows_draft": 4.0, "graph_fallback_draft_extend_too_large": 3.0,
     "graph_fallback_draft_off": 2.0,
 }  # fmt: skip
+TIERS = {"host_hit_tokens": 32.0, "disk_read_bytes": 4096.0}
 AFTER_READY = {
     "compilations_after_ready": 1.0, "captures_after_ready": 2.0, "allocations_after_ready": 3.0,
 }  # fmt: skip
@@ -173,7 +174,12 @@ def told():
 def everything():
     metrics = RouterMetrics(MODEL)
     metrics.request_ended(RequestRecord(outcome="ok", e2e_s=1.0))
-    stats = WorkerStats(accept_length=1.0, spec_steps=2, counters={"forwards": 1.0} | GRAPHS | AFTER_READY)
+    stats = WorkerStats(
+        accept_length=1.0,
+        spec_steps=2,
+        tiers=[TierStats(name="host", used=1, total=2)],
+        counters={"forwards": 1.0} | GRAPHS | AFTER_READY | TIERS,
+    )
     worker = WorkerRecord(role="decode", instance=INSTANCE, stats=stats, facts=FACTS)
     failing = ((INSTANCE, INSTANCE, "TransferTimeout", 2),)
     router = RouterRecord(

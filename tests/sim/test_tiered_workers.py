@@ -1,0 +1,129 @@
+"""Both workers with tiers below small pools: the tokens of an undisturbed run, whatever the copies do.
+
+Free pages hold NaN (`worker_pair`), and copies end at random turns.
+"""
+
+import random
+
+import pytest
+from baton.cluster.protocol.messages import Finished
+from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
+from baton.tests.sim.late_copiers import attach_tiers
+from baton.tests.sim.worker_pair import Pair, name
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_TOKENS, TURNS, CHATS = 6, 3, 4
+
+
+@pytest.fixture(scope="module")
+def target(toy_checkpoint):
+    return toy_checkpoint("llama", num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    return write_head(tmp_path_factory.mktemp("head"), head_config(2, (0, 1, 3)), head_tensors())
+
+
+def played(pair, seed, *, is_local, rng=None):
+    """The tokens of every turn of some conversations that take turns with each other."""
+    draw = random.Random(seed)
+    texts = [[draw.randrange(3, 250) for _ in range(draw.randrange(18, 26))] for _ in range(CHATS)]
+    said = []
+    for turn in range(TURNS):
+        for chat in range(CHATS):
+            room = name(100 * turn + chat)
+            sampling = {"temperature": 1.0, "seed": chat} if chat % 2 else {}
+            pair.send(room, texts[chat], is_local=is_local, max_new_tokens=NUM_TOKENS, **sampling)
+            pair.run(rng, turns=2000)
+            assert isinstance(pair.ends[room], Finished), pair.ends[room]
+            said.append(pair.tokens[room])
+            texts[chat] = texts[chat] + said[-1] + [draw.randrange(3, 250) for _ in range(4)]
+    return said
+
+
+def drained(pair):
+    """Turns until no copy is under way."""
+    for _ in range(500):
+        if not any(worker.tiers.tiers.is_busy for worker in (pair.prefill, pair.decode)):
+            return
+        pair.turn()
+    raise AssertionError("a copy does not end")
+
+
+@pytest.mark.parametrize(
+    ("drafts", "is_local", "disk_slots", "flips"),
+    [
+        (True, False, 0, 0.0),
+        (False, True, 80, 0.3),
+        pytest.param(True, True, 0, 0.0, marks=pytest.mark.slow),
+        pytest.param(True, False, 80, 0.3, marks=pytest.mark.slow),
+        pytest.param(False, False, 80, 0.0, marks=pytest.mark.slow),
+    ],
+)
+def test_restored_prefixes_give_the_tokens_of_an_undisturbed_run(
+    target, head, drafts, is_local, disk_slots, flips
+):
+    draft = head if drafts else ""
+    expected = played(Pair(target, draft, pages=200), 5, is_local=is_local)
+    pair, rng = Pair(target, draft, pages=24), random.Random(5)
+    copiers = [
+        attach_tiers(
+            worker,
+            lambda: pair.clock.now,
+            rng,
+            host_slots=12 if disk_slots else 60,
+            disk_slots=disk_slots,
+            flips=flips,
+        )
+        for worker in (pair.prefill, pair.decode)
+    ]
+    assert played(pair, 5, is_local=is_local, rng=rng) == expected
+    for worker in [pair.decode] if is_local else [pair.prefill, pair.decode]:
+        counters = worker.tiers.counters
+        assert counters["host_hit_tokens"] + counters["disk_hit_tokens"] > 50, counters
+        assert not disk_slots or counters["disk_hit_tokens"], counters
+    found = sum(worker.tiers.counters["host_bad_pages"] for worker in (pair.prefill, pair.decode))
+    assert found == sum(each.num_flips for each in copiers)
+    assert not flips or found
+    drained(pair)
+    pair.assert_nothing_is_held()
+
+
+def test_requests_of_one_prefix_restore_it_once(target):
+    pair = Pair(target, pages=40, max_running=4)
+    attach_tiers(pair.decode, lambda: pair.clock.now, random.Random(1), host_slots=60)
+    draw = random.Random(2)
+    prompt, *others = [[draw.randrange(3, 250) for _ in range(24)] for _ in range(12)]
+    for number, each in enumerate([prompt, *others]):  # the prompt leaves the pool
+        pair.send(name(number), each, is_local=True, max_new_tokens=5)
+        pair.run()
+    for number in range(50, 53):
+        pair.send(name(number), prompt, is_local=True, max_new_tokens=5)
+    pair.run()
+    counters = pair.decode.stats().counters
+    assert counters["host_hit_tokens"] == 20
+    assert [pair.ends[name(number)].prefill.cached_tokens for number in range(50, 53)] == [20, 20, 20]
+    assert len({tuple(pair.tokens[name(number)]) for number in (0, 50, 51, 52)}) == 1
+
+
+def test_a_request_that_leaves_during_its_restore_takes_nothing_along(target):
+    pair = Pair(target, pages=24)
+    copiers = attach_tiers(pair.decode, lambda: pair.clock.now, random.Random(1), host_slots=60)
+    draw = random.Random(3)
+    prompts = [[draw.randrange(3, 250) for _ in range(24)] for _ in range(6)]
+    for number, each in enumerate(prompts):
+        pair.send(name(number), each, is_local=True, max_new_tokens=5)
+        pair.run()
+    copiers.results = list  # no copy ends
+    pair.send(name(50), prompts[0], is_local=True, max_new_tokens=5)
+    pair.cancel(name(50))
+    pair.turn()
+    assert pair.gone[name(50)] == 2  # one answer of each worker
+    assert pair.decode.num_rooms == 0
+    assert pair.decode.engine.cache.allocator.num_used > pair.decode.engine.cache.num_cached
+    del copiers.results
+    for _ in range(50):
+        pair.turn()
+    assert pair.decode.engine.cache.allocator.num_used == pair.decode.engine.cache.num_cached
