@@ -14,6 +14,7 @@ import torch
 
 from ...engine.kv.layouts import MHALayout
 from ...engine.models.config import ModelConfig
+from ...engine.models.deepseek_config import LatentConfig
 from ...engine.speculative.drafters.eagle3 import draft_layout
 from ...engine.speculative.drafters.eagle_config import EagleConfig
 from ...engine.speculative.drafters.mtp_config import MtpConfig
@@ -69,23 +70,23 @@ class PassCounts:
     @classmethod
     def of_target(cls, config: ModelConfig, itemsize: int) -> "PassCounts":
         layer = _layer(config.hidden_size, config)
-        kv = MHALayout.of(config, num_layers=config.num_layers, page_size=1, dtype=torch.bfloat16)
+        kv = config.kv_layout(config.num_layers, 1, torch.bfloat16)
         moe, experts, body = config.moe, 0, config.num_layers * layer
         end = _end_of_layer(config)
         if moe is not None:
             sparse = config.num_layers - len(moe.dense_layers)
             body -= sparse * 3 * config.hidden_size * config.intermediate_size
-            body += sparse * config.hidden_size * moe.num_experts
+            body += sparse * config.hidden_size * (moe.num_experts + 3 * moe.shared_size)
             experts = sparse * moe.num_experts * 3 * config.hidden_size * moe.intermediate_size
             if config.num_layers - 1 not in moe.dense_layers:
                 end -= 3 * config.hidden_size * (config.intermediate_size - moe.top_k * moe.intermediate_size)
-                end += config.hidden_size * moe.num_experts
+                end += config.hidden_size * (moe.num_experts + 3 * moe.shared_size)
         return cls(
             body=body,
             vocab=config.vocab_size * config.hidden_size,
             fc=0,
             kv=kv.elements_per_token,
-            attention=config.num_layers * 4 * config.num_heads * config.head_dim,
+            attention=config.num_layers * _pair_operations(config),
             itemsize=itemsize,
             end=end,
             experts=experts,
@@ -199,14 +200,28 @@ def mtp_step(
     return [verify, *[draft] * (steps - 1), module.step(batch, rows, context, logit_rows=1, has_fc=True)]
 
 
+def _pair_operations(config: ModelConfig) -> int:
+    """Operations of a layer for a pair of a new row and a context row; over latents those of a step."""
+    if isinstance(config, LatentConfig):
+        return 2 * config.num_heads * (2 * config.rank + config.rope_size)
+    return 4 * config.num_heads * config.head_dim
+
+
 def _layer(input_size: int, config: ModelConfig | HeadConfig) -> int:
+    if isinstance(config, LatentConfig):
+        queries = config.num_heads * config.head_dim
+        rank = config.query_rank
+        down = input_size * ((rank or queries) + config.rank + config.rope_size)
+        up = rank * queries + config.rank * config.num_heads * config.latent_outputs
+        return down + up + _end_of_layer(config)
     qkv = input_size * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     return qkv + _end_of_layer(config)
 
 
 def _end_of_layer(config: ModelConfig | HeadConfig) -> int:
     """The matrices behind the attention of a layer."""
-    return config.hidden_size * (config.num_heads * config.head_dim + 3 * config.intermediate_size)
+    value_dim = config.value_dim if isinstance(config, ModelConfig) else config.head_dim
+    return config.hidden_size * (config.num_heads * value_dim + 3 * config.intermediate_size)
 
 
 def measure_ceilings(dtype: torch.dtype, device: torch.device) -> Ceilings:

@@ -51,7 +51,7 @@ def random_target(
                 weight[:, LEVEL] = 0
             elif weight.dtype != torch.int32:
                 weight[LEVEL] = 0
-        if re.search(r"\.(mlp|block_sparse_moe)\.gate\.", name):
+        if re.search(r"\.(mlp|block_sparse_moe)\.gate\.weight$", name):
             weight[:, LEVEL] = 0  # rows choose experts by what they attended to, not all alike
     if isinstance(model, StoredForms):
         model.projections.finish()

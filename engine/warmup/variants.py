@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...kernels.attention_form import PLAIN_FORM, AttentionForm
+from ...kernels.latent_store import is_latent
 from ...kernels.triton_jit import ALIGNMENT, Launch, planned_launches
 from ..attention.metadata import MAX_UNIFORM_ROWS
 from ..batch.forward_batch import ForwardBatch
@@ -191,8 +192,8 @@ class VariantPlanner:
             form: AttentionForm = PLAIN_FORM,
         ) -> torch.Tensor:
             forms.append(form)
-            seen.append(_Inputs(q, k, v, forms))
-            return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            seen.append(_Inputs(q, k, v, forms, is_latent(self.runner.pool.kv)))
+            return torch.empty(*q.shape[:2], model.config.value_dim, dtype=q.dtype, device=q.device)
 
         ids, positions = (torch.zeros(count, dtype=torch.int64, device=device) for _ in range(2))
         takes: Attend = attend
@@ -222,17 +223,18 @@ def first_layers(model: CausalLM) -> CausalLM:
     layers = getattr(model, "layers", None)
     if not isinstance(layers, list) or len({type(layer) for layer in layers}) != 1:
         return model
-    kinds = [_kind(getattr(layer, "attention", None)) for layer in layers]
+    kinds = [_kind(layer) for layer in layers]
     count = max(NUM_LAYERS, *(1 + kinds.index(kind) for kind in kinds))
     short = copy.copy(model)
     vars(short)["layers"] = layers[:count]
     return short
 
 
-def _kind(attention: object) -> tuple[int, float, bool, bool]:
-    """What decides about the kernels of an attention layer."""
+def _kind(layer: object) -> tuple[int, float, bool, bool, type]:
+    """What decides about the kernels of a layer."""
+    attention, mlp = getattr(layer, "attention", None), getattr(layer, "mlp", None)
     form: AttentionForm = getattr(attention, "form", PLAIN_FORM)
-    return form.window, form.softcap, form.sinks is None, bool(getattr(attention, "turns", True))
+    return form.window, form.softcap, form.sinks is None, bool(getattr(attention, "turns", True)), type(mlp)
 
 
 def one_of_each(forms: Sequence[AttentionForm]) -> list[AttentionForm]:
@@ -243,19 +245,22 @@ def one_of_each(forms: Sequence[AttentionForm]) -> list[AttentionForm]:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The inputs of one attention: q `[T, N, D]`, k and v `[T, K, D]`, and the forms of all layers."""
+    """The inputs of one attention: q `[T, N, D]`, k and v `[T, K, D]`, and the forms of all layers; over
+    latents v is a weight.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     forms: Sequence[AttentionForm]
+    is_latent: bool
 
     def strides(self, rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """The first `rows` rows: as the model makes them, and contiguous, as they cross the break of a graph.
 
         The second form is left out where its strides lead to the same kernels.
         """
-        q, k, v = (x[:rows] for x in (self.q, self.k, self.v))
+        q, k, v = self.q[:rows], self.k[:rows], self.v if self.is_latent else self.v[:rows]
         yield q, k, v
         if self.q.shape[2] % ALIGNMENT:
             q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
