@@ -75,6 +75,14 @@ class Dropped:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Freed:
+    """Event of a transport over several ranks: no rank touches the pages of a released attempt any more."""
+
+    room: str
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Attached:
     """Event on a rank of a tensor-parallel prefill worker: decode has attached, with `num_ranks` ranks."""
 
@@ -126,11 +134,15 @@ class Lost:
     reason: str
 
 
-TransportEvent = Released | Dropped | Attached | Landed | Complete | Lost
+TransportEvent = Released | Dropped | Attached | Freed | Landed | Complete | Lost
 
 
 class KVTransport(Protocol):
     """A transport between prefill and decode workers. Calls of the other role raise LocalProtocolError."""
+
+    frees_later: (
+        bool  # pages of a released room are in use until `Freed`, and not only until the call returns
+    )
 
     def offer(self, offer: Offer) -> None:
         """Prefill: open a room without ready tokens. The pages stay pinned until Released or Dropped."""
@@ -161,7 +173,10 @@ class KVTransport(Protocol):
         """Does the I/O that is due, waits at most `timeout` seconds for more, and returns the events."""
 
     def release(self, room: str, epoch: int, reason: str) -> None:
-        """Either role: ends the room now (cancel). Idempotent; no event follows for the room."""
+        """Either role: ends the room now (cancel). Idempotent; no event follows for the room.
+
+        A transport that `frees_later` tells with `Freed`, once for each call, when its pages are free.
+        """
 
     def close(self) -> None:
         """Aborts every room, tells the peers and closes the sockets. Idempotent."""

@@ -22,7 +22,7 @@ from ..cluster.net.router_links import RouterLinks
 from ..cluster.process.running_clock import RunningClock
 from ..cluster.process.watchdog import Watchdog
 from ..cluster.protocol.messages import ControlUp
-from ..kvtransfer.transport import Dropped, KVTransport, Lost, Offer, PollableTransport, PullRequest
+from ..kvtransfer.transport import Dropped, Freed, KVTransport, Lost, Offer, PollableTransport, PullRequest
 from .commands import Advance, Command, Drop, DropDone, LinkEvent, LinkFailed, Nudge, Sourced, Underway
 from .room_owners import EVERY, FromRouter, RoomOwners, RouterLost, ToRouter
 
@@ -67,7 +67,8 @@ class LinkWork:
                 )
             case Drop(room=room, epoch=epoch, reason=reason):
                 self.transport.release(room, epoch, reason)
-                self._deliver(DropDone(room=room, epoch=epoch))
+                if not self.transport.frees_later:
+                    self._deliver(DropDone(room=room, epoch=epoch))
             case ToRouter(router=router, message=message):
                 for number, control in self.controls.items():
                     if router in (number, EVERY):
@@ -85,7 +86,8 @@ class LinkWork:
             if lost:
                 self._deliver(RouterLost(router=router, reason=lost))
         for event in self.transport.poll(0.0):
-            self._deliver(event)
+            is_freed = isinstance(event, Freed)
+            self._deliver(DropDone(room=event.room, epoch=event.epoch) if is_freed else event)
 
     def _open(self, command: Opening, opening: Callable[[Opening], None]) -> None:
         """Open a room on the transport.

@@ -109,7 +109,7 @@ class KVLayout:
     @cached_property
     def feature_page_bytes(self) -> int:
         """Bytes of one page of features in the stream; 0 without features."""
-        if not carries_features(self.wire.num_kv_heads, self.sender, self.receiver):
+        if not carries_features(self.sender, self.receiver):
             return 0
         return self.wire.page_size * self.wire.feature_width * WIRE_DTYPES[self.wire.dtype].itemsize
 

@@ -37,6 +37,7 @@ class Delivered:
 class Endpoint(ABC, Generic[Queued]):
     """Queues of outgoing messages per lane, and the events for the owner."""
 
+    frees_later = False
     max_batch = 1  # small messages in a frame, at most `codec.MAX_BATCH`
 
     def __init__(self, clock: Clock) -> None:

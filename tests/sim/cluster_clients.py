@@ -73,9 +73,7 @@ class Client:
             choice.router, choice.came_at = router, now
             prompt_ids = list(prompts()[self.prompt])
             jobs.append(
-                Job(
-                    prompt_ids=prompt_ids, sampling=choice.sampling, arrived=router.clock(), tokenize_s=0.0
-                )
+                Job(prompt_ids=prompt_ids, sampling=choice.sampling, arrived=router.clock(), tokenize_s=0.0)
             )
         try:
             entries = router.run(lambda: router.dispatcher.submit(jobs, self.inbox))

@@ -57,7 +57,7 @@ class Cluster:
                 num_tokens=NUM_TOKENS,
                 have=have,
                 pages=pages,
-                features=landed[: len(pages)] if self.layout.feature_width else None,
+                features=landed[: len(pages)] if receiver.session.layout.has_features else None,
                 endpoint="p0",
                 peer_instance=P,
             )
@@ -80,7 +80,7 @@ class Cluster:
         for rank, (pool, landed) in enumerate(zip(self.pools, self.landed, strict=True)):
             wanted = rank_pages(self.layout, self.logical, Shard(rank, len(self.pools)))
             is_right = torch.equal(pool[list(TARGETS[first:])], wanted[list(SOURCES[first:])])
-            if self.layout.feature_width:
+            if self.layout.feature_width and rank == 0:
                 got = landed[: len(TARGETS) - first]
                 is_right = is_right and torch.equal(got, self.features[list(SOURCES[first:])])
             if not is_right:
@@ -98,9 +98,8 @@ def cluster(
     made = Cluster(layout, logical, features, network, [], [], [], [])
     for rank in range(num_senders):
         shard = Shard(rank, num_senders)
-        planes = Planes(
-            kv=rank_pages(layout, logical, shard), features=features if layout.feature_width else None
-        )
+        has_features = rank == 0 and bool(layout.feature_width)
+        planes = Planes(kv=rank_pages(layout, logical, shard), features=features if has_features else None)
         sender = FakeSender(
             network, f"p{rank}", P, layout, planes, transports=transports, shard=shard,
             device=device_of(transports), clock=lambda: made.now,
