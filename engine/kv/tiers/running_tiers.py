@@ -53,6 +53,7 @@ class RunningTiers:
         self._clock = clock
         self._linear_depth = linear_depth
         self._files: DiskFiles | None = None
+        self._is_opened = False
         self.find_disk: Callable[[], DiskFiles | None] = lambda: None
         """The files of the disk tier, as soon as all that their fingerprint has is known."""
 
@@ -95,6 +96,11 @@ class RunningTiers:
         self.tiers.rebase(fingerprint)
 
     @property
+    def is_opening(self) -> bool:
+        """Whether the disk tier is being opened."""
+        return self._files is not None and not self._is_opened
+
+    @property
     def use(self) -> list[TierUse]:
         """The tiers that are on, from fast to slow."""
         tiers = self.tiers
@@ -116,6 +122,7 @@ class RunningTiers:
 
     def _opened(self, opened: DiskOpened) -> None:
         assert self._files is not None
+        self._is_opened = True
         table = SlotTable(self._files.num_slots, self._linear_depth)
         table.adopt(opened.pages)
         self.tiers.open_disk(table)
