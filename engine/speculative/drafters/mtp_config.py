@@ -28,8 +28,6 @@ CHAIN_KEY = "chain_mtp_hidden_states"
 # Keys of networks whose modules have parts that no engine here runs.
 _UNSUPPORTED = MappingProxyType(
     {
-        "kv_lora_rank": "multi-head latent attention",
-        "n_routed_experts": "routed experts",
         "num_experts": "routed experts",
         "num_local_experts": "routed experts",
         "linear_num_value_heads": "the hidden of a target with linear attention",

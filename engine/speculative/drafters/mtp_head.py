@@ -33,7 +33,8 @@ class MtpModule:
         self.hidden_norm = RMSNorm(width, eps, dtype=dtype, device=device)
         self.norm = RMSNorm(width, eps, dtype=dtype, device=device)
         self.fc = Linear(2 * width, {"fc": width}, bias=False, dtype=dtype, device=device)
-        self.layer = decoder_layer(config.layer, dtype, device)
+        # behind the layers of the target, whose first ones may be dense
+        self.layer = decoder_layer(config.layer, dtype, device, layer=config.target_layers)
         self.embed_tokens: Table | None = None
         self.lm_head: Table | None = None
 

@@ -152,8 +152,6 @@ def test_modules_do_not_count_as_weights_of_the_target(target, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kv_lora_rank": 512}, ("kv_lora_rank = 512", "latent attention", "no draft")),
-        ({"n_routed_experts": 64}, ("n_routed_experts = 64", "routed experts")),
         ({"num_experts": 8}, ("num_experts = 8", "routed experts")),
         ({"linear_num_value_heads": 32}, ("linear attention",)),
         ({"speculators_model_type": "mtp"}, ("speculators_model_type", "speculators library")),

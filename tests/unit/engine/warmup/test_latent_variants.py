@@ -38,5 +38,6 @@ def test_the_dry_run_finds_every_variant_of_a_latent_model(
     known = planned(engine, reach)
     asked = {launch.variant for launch in workload(engine, reach, seed=1, num_forwards=10)}
     ours = {variant for variant in asked if variant[0] in KERNELS}
-    assert {variant[0] for variant in ours} == KERNELS
+    reached = KERNELS - ({"_expanded_kernel"} if role == "decode" else set())  # decode has no long prompts
+    assert {variant[0] for variant in ours} == reached
     assert ours <= known, sorted(ours - known)
