@@ -85,8 +85,15 @@ def test_tokens_do_not_depend_on_the_steps_of_each_verify(
     assert all(0 <= kept <= tried for kept, tried in policy.heard)
 
 
-@pytest.mark.parametrize("has_graphs", [False, True])
-@pytest.mark.parametrize("shapes", [CHAINS, TREES], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    ("shapes", "has_graphs"),
+    [
+        pytest.param(CHAINS, False, id="chain"),
+        pytest.param(TREES, False, id="tree"),
+        pytest.param(CHAINS, True, id="chain-graphs"),
+        pytest.param(TREES, True, id="tree-graphs", marks=pytest.mark.slow),
+    ],
+)
 def test_rows_observed_late_give_the_draft_kv_of_rows_observed_at_once(
     target: Path, head: Path, shapes: list[DraftShape], has_graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

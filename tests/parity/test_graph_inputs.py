@@ -231,8 +231,8 @@ def test_m2_7_a_graph_serves_its_captured_hidden_states_or_fewer(captured, asked
 def test_m2_8_nan_after_breaks_and_in_padded_features_reaches_no_real_row(target, head, monkeypatch):
     nan = float("nan")
 
-    def leave_nan(context, layer, q, form, out):
-        read_real_rows(context, layer, q, form, out)
+    def leave_nan(context, layer, q, *more, out):
+        read_real_rows(context, layer, q, *more, out=out)
         for tensor in (q, out):
             tensor[context.num_rows :] = nan
 
@@ -252,8 +252,15 @@ def test_m2_8_nan_after_breaks_and_in_padded_features_reaches_no_real_row(target
     assert min(counters[f"graph_pad_rows_{kind}"] for kind in ("target_prefill", "draft_prefill")) > 0
 
 
-@pytest.mark.parametrize("has_graphs", [False, True])
-@pytest.mark.parametrize("shape", [{}, {"steps": 2, "topk": 2, "tokens": 6}], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    ("shape", "has_graphs"),
+    [
+        pytest.param({}, False, id="chain"),
+        pytest.param({"steps": 2, "topk": 2, "tokens": 6}, False, id="tree"),
+        pytest.param({}, True, id="chain-graphs"),
+        pytest.param({"steps": 2, "topk": 2, "tokens": 6}, True, id="tree-graphs", marks=pytest.mark.slow),
+    ],
+)
 def test_m5_5_forwards_padded_to_a_multiple_equal_unpadded_forwards(
     target, head, monkeypatch, shape, has_graphs
 ):

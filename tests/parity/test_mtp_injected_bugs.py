@@ -163,7 +163,7 @@ DEEP_BUGS: list[tuple[Plant, Law]] = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["chained", "independent"])
+@pytest.mark.parametrize("kind", ["chained", pytest.param("independent", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("plant", "law"), DEEP_BUGS, ids=lambda part: part.__name__)
 def test_a_bug_of_several_modules_breaks_a_law(target, heads, monkeypatch, kind, plant, law) -> None:
     law(target, heads, kind)

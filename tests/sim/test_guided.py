@@ -139,7 +139,7 @@ def test_masks_are_filled_in_a_break_of_the_step_beside_other_requests(models):
     settings = {"pages": 600, "max_running": 4, "overlap": "on", "graphs": "on", "graph_self_test": False}
     pair = pair_of(models, True, captured={"max_running": 4}, **settings)
     plain = name(next(pair.numbers))
-    pair.send(plain, [5, 6, 7], frequency_penalty=0.5, logprobs=2, max_new_tokens=400)
+    pair.send(plain, [5, 6, 7], frequency_penalty=0.5, logprobs=2, max_new_tokens=250)
     assert pair.answer(jobs) == expected
     counters = pair.decode.stats().counters
     assert counters["graph_replays_edited_step"] > 10
@@ -147,7 +147,7 @@ def test_masks_are_filled_in_a_break_of_the_step_beside_other_requests(models):
     assert counters["overlapped_steps"] > 5
     assert not any(key.startswith("graph_fallback") for key in counters), counters
     alone = pair_of(models, False, pages=400)
-    alone.send(plain, [5, 6, 7], frequency_penalty=0.5, logprobs=2, max_new_tokens=400)
+    alone.send(plain, [5, 6, 7], frequency_penalty=0.5, logprobs=2, max_new_tokens=250)
     alone.run(turns=alone.max_rounds)
     assert pair.tokens[plain] == alone.tokens[plain]
 

@@ -193,7 +193,7 @@ def test_every_operation_has_a_form_for_the_dry_run():
     assert [name for name, kernel in found.items() if kernel is None] == []
 
 
-@pytest.mark.parametrize("loaded", ["chain", "prefill"], indirect=True)
+@pytest.mark.parametrize("loaded", [pytest.param("chain", marks=pytest.mark.slow), "prefill"], indirect=True)
 def test_a_plan_on_disk_has_the_same_launches_and_needs_no_dry_run(
     as_on_a_gpu: None, loaded: tuple[Engine, Reach], tmp_path: Path
 ) -> None:
