@@ -23,8 +23,8 @@ class EngineConfig(GivenSizes):
     the eager path before use. `feature_layers` ("2,14,25"): layer outputs that prefill captures beside those
     of the draft. `aggregated`: a decode engine that computes all its prompts, and captures graphs for them.
     `deterministic`: the bits of a target's row do not depend on the rows computed beside it. `quantize`: the
-    form to which matrices in floats are rounded as they are loaded, or "none". `tp`: the number of ranks of
-    a tensor-parallel worker.
+    form to which matrices in floats are rounded as they are loaded, or "none". `kv_dtype`: that of stored
+    keys and values. `tp`: the number of ranks of a tensor-parallel worker.
     """
 
     model: str
@@ -33,6 +33,7 @@ class EngineConfig(GivenSizes):
     device: str = "auto"
     dtype: str = "auto"
     quantize: str = "none"
+    kv_dtype: str = "auto"
     threads: int = 0
     prefix_cache: bool = True
     spec_steps: int = 3

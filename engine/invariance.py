@@ -7,6 +7,7 @@ and on the CPUs tried. No standard demands it.
 
 import torch
 
+from ..kernels.fp8_scales import fill_normal
 from ..kernels.invariant_attention import Rows, invariant_attention
 from ..kernels.row_ops import RowOps
 from .errors import CheckpointError
@@ -61,8 +62,8 @@ def _is_attention_invariant(model: CausalLM, generator: torch.Generator) -> bool
     """Compares a prefill chunk with verify rows alone, and with decode rows of as many requests."""
     config, device = model.config, model.device
     num_pages = -(-CONTEXT // PAGE_SIZE)
-    pool = KVPool(num_pages + 1, model.kv_layout(PAGE_SIZE), device)
-    pool.kv.normal_(generator=generator)
+    pool = KVPool(num_pages + 1, model.kv_layout(PAGE_SIZE), device, row_dtype=model.dtype)
+    fill_normal(pool.kv, generator)
     table = torch.arange(1, num_pages + 1, device=device)[None]
     shape = (NEW_ROWS, config.num_heads, config.head_dim)
     q = torch.randn(shape, device=device, generator=generator).to(model.dtype)

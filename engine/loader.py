@@ -264,6 +264,7 @@ class EngineLoader:
             device=self._device,
             is_invariant=config.deterministic,
             quantize=config.quantize,
+            kv_dtype=config.kv_dtype,
             group=self._group,
         )
         self._fingerprint = model_fingerprint(self._path)
@@ -355,7 +356,7 @@ class EngineLoader:
         self._max_context = sizes.max_context
         logger.info("chosen for %s: %s", self._card, sizes)
         num_pages, page_size = sizes.num_pages, sizes.page_size
-        pool = KVPool(num_pages, self._model.kv_layout(page_size), self._device)
+        pool = KVPool(num_pages, self._model.kv_layout(page_size), self._device, row_dtype=self._dtype)
         features, drafter, head = None, None, None
         if self._feature_ids and not self.has_drafter:
             width = len(self._feature_ids) * model.hidden_size

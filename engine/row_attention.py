@@ -124,7 +124,13 @@ class RowPlan:
     def _gather(self, num_rows: int, window: int) -> VerifyColumns:
         num_pages = max(-(-int(self.kv_lens.max()) // self.pool.page_size), 1)
         columns = verify_columns(
-            self.pool.kv, self.page_table[:, :num_pages], self.kv_lens, num_rows, self.tree_mask, window
+            self.pool.kv,
+            self.page_table[:, :num_pages],
+            self.kv_lens,
+            num_rows,
+            self.tree_mask,
+            window,
+            dtype=self.pool.row_dtype,
         )
         has_idle = self.tree_mask is not None or not bool((self.kv_lens >= num_rows).all())
         return columns if has_idle else columns._replace(is_blind=None)

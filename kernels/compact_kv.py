@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from .fp8_scales import raw
 from .kv_store import kv_rows
 from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
@@ -25,7 +26,7 @@ def compact_kv_reference(
     read, written = (
         (kv_rows(slots.flatten(), kv)[:, None] + planes).flatten() for slots in (sources, targets)
     )
-    flat = kv.view(-1, kv.shape[4] * kv.shape[5])
+    flat = raw(kv.view(-1, kv.shape[4] * kv.shape[5]))
     flat.index_copy_(0, written, flat[read])
 
 
@@ -70,7 +71,7 @@ def compact_kv_triton(
     block = min(next_power_of_2(width), max(TILE // block_moves, 16))
     num_planes = kv.shape[2] * (num_layers or kv.shape[1])
     _compact_kv_kernel[(num_requests, num_planes, cdiv(width, block))](
-        kv,
+        raw(kv),
         kv_rows(sources, kv).contiguous(),
         kv_rows(targets, kv).contiguous(),
         num_moves,

@@ -47,7 +47,7 @@ def paged_extend_reference(
         columns = torch.arange(kv_len, device=q.device)
         slots = page_table[request, columns // page_size].to(torch.int64) * page_size + columns % page_size
         rows = kv_rows(slots, kv)
-        keys, values = gather_kv(kv, layer, torch.cat((rows, rows + page_size)))
+        keys, values = gather_kv(kv, layer, torch.cat((rows, rows + page_size)), q.dtype)
         mine = slice(start, start + q_len)
         out[mine] = extend_attention(q[mine], keys, values, band, scale, form)
     return out

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import torch
 
+from .triton_jit import jit, tl
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 BLOCK = 128
@@ -48,6 +50,28 @@ def expand_scales(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 def dequantise_fp8(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The values of an e4m3 `weight` `[N, H]` with `scales`, in `dtype`."""
     return (weight.to(torch.float32) * expand_scales(scales, weight.shape)).to(dtype)
+
+
+@jit
+def to_fp8_tile(b_values: tl.tensor) -> tl.tensor:
+    """As `to_fp8`, of a tile; NaN stays NaN."""
+    b_wide = b_values.to(tl.float32)
+    b_wide = tl.minimum(b_wide, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(b_wide, -448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
+def raw(stored: torch.Tensor) -> torch.Tensor:
+    """`stored` itself, or its bytes if it is e4m3, for which torch has no copies by index."""
+    return stored.view(torch.uint8) if stored.dtype == FP8 else stored
+
+
+def fill_normal(values: torch.Tensor, generator: torch.Generator) -> None:
+    """Fills `values` with random normal ones, rounded if they are e4m3."""
+    if values.dtype != FP8:
+        values.normal_(generator=generator)
+        return
+    wide = torch.empty(values.shape, dtype=torch.bfloat16, device=values.device)
+    values.copy_(to_fp8(wide.normal_(generator=generator)))
 
 
 def check_scales(op: str, weight: torch.Tensor, scales: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from .fp8_scales import FP8, raw
 from .kv_store import kv_rows
 from .triton_jit import jit_varying, next_power_of_2, tl
 
@@ -68,8 +69,8 @@ def _gather_kernel(
         b_keys = tl.load(p_source, mask=m_kv, other=0.0)
         b_values = tl.load(p_source + o_value, mask=m_kv, other=0.0)
         o_out = (first + tl.arange(0, BLOCK_ROWS)).to(tl.int64)[:, None] * width + i_column[None, :]
-        tl.store(p_keys + o_out, b_keys, mask=m_column[None, :])
-        tl.store(p_values + o_out, b_values, mask=m_column[None, :])
+        tl.store(p_keys + o_out, b_keys.to(p_keys.dtype.element_ty), mask=m_column[None, :])
+        tl.store(p_values + o_out, b_values.to(p_keys.dtype.element_ty), mask=m_column[None, :])
 
 
 def gather_context_triton(
@@ -132,7 +133,9 @@ def gather_context_reference(
         rows = kv_rows(slots, kv) + layer * 2 * page_size
         for plane, buffer in enumerate((keys, values)):
             mine = buffer[starts[request] : starts[request + 1]]
-            mine[:length] = flat.index_select(0, rows + plane * page_size)
+            mine[:length] = (
+                raw(flat).index_select(0, rows + plane * page_size).view(kv.dtype).to(buffer.dtype)
+            )
             mine[length:] = 0
 
 
@@ -152,7 +155,7 @@ def gather_context(
     dtypes do not fit the pool.
     """
     fits = keys.shape[1:] == kv.shape[4:] and keys.shape == values.shape
-    if not fits or not keys.dtype == values.dtype == kv.dtype:
+    if not fits or keys.dtype != values.dtype or kv.dtype not in (keys.dtype, FP8):
         raise ValueError(
             f"gather_context: buffers {tuple(keys.shape)}, {tuple(values.shape)} {keys.dtype} do not fit a "
             f"pool of {tuple(kv.shape[4:])} {kv.dtype}"

@@ -613,7 +613,7 @@ def _attend_slots(
 ) -> torch.Tensor:
     """Rows `q` `[Q, N, D]` of one request over `slots`; row i sees the first `first` + i of them."""
     rows = kv_rows(slots, kv)
-    keys, values = gather_kv(kv, layer, torch.cat((rows, rows + kv.shape[3])))
+    keys, values = gather_kv(kv, layer, torch.cat((rows, rows + kv.shape[3])), q.dtype)
     return attend_rows(q, keys, values, first, scale, form)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from .fp8_scales import FP8, raw, to_fp8, to_fp8_tile
 from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
 # Values of one program's tile.
@@ -56,8 +57,11 @@ def _store_kv_kernel(
     # all padding rows write the same zeros to row 0, so their order does not matter
     is_real = i_row != 0
     o_kv = (i_row * num_heads + i_head[:, None]) * HEAD_DIM + i_dim[None, :] + o_layer
-    tl.store(p_kv + o_kv, tl.where(is_real, b_k, 0.0), mask=m_tile)
-    tl.store(p_kv + o_kv + o_value, tl.where(is_real, b_v, 0.0), mask=m_tile)
+    b_k, b_v = tl.where(is_real, b_k, 0.0), tl.where(is_real, b_v, 0.0)
+    if p_kv.dtype.element_ty == tl.float8e4nv:
+        b_k, b_v = to_fp8_tile(b_k), to_fp8_tile(b_v)
+    tl.store(p_kv + o_kv, b_k, mask=m_tile)
+    tl.store(p_kv + o_kv + o_value, b_v, mask=m_tile)
 
 
 def store_kv_triton(
@@ -94,13 +98,14 @@ def store_kv_triton(
 
 def check_kv(kv: torch.Tensor, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raises ValueError unless `k`, `v` are `[T, N, D]` in the pool's sizes and dtype, with one of `rows`
-    `[T]` each.
+    `[T]` each. A pool of e4m3 takes any dtype.
     """
+    wanted = k.dtype if kv.dtype == FP8 else kv.dtype
     if (
         k.shape != v.shape
         or k.shape != (rows.shape[0], *kv.shape[4:])
-        or k.dtype != kv.dtype
-        or v.dtype != kv.dtype
+        or k.dtype != wanted
+        or v.dtype != wanted
     ):
         raise ValueError(
             f"store_kv: k {tuple(k.shape)} {k.dtype}, v {tuple(v.shape)} {v.dtype} for {rows.shape[0]} rows "
@@ -111,16 +116,18 @@ def check_kv(kv: torch.Tensor, rows: torch.Tensor, k: torch.Tensor, v: torch.Ten
 def store_kv(kv: torch.Tensor, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Store `k`, `v` `[T, N, D]` of `layer` at `rows` int64 `[T]` (from `kv_rows`), then clear the sink.
 
-    Clearing prevents later reads of a padding row's values, NaN included. Raises ValueError if shapes or
-    dtypes do not fit the pool.
+    Clearing prevents later reads of a padding row's values, NaN included. A pool of e4m3 gets the nearest
+    values, beyond the largest one the largest. Raises ValueError if shapes or dtypes do not fit the pool.
     """
     if kv.is_cuda:
         store_kv_triton(kv, layer, rows, k, v)
         return
     check_kv(kv, rows, k, v)
     page_size, width = kv.shape[3], kv.shape[4] * kv.shape[5]
-    flat = kv.view(-1, width)
+    flat = raw(kv.view(-1, width))
     key_rows = rows + layer * 2 * page_size
+    if kv.dtype == FP8:
+        k, v = raw(to_fp8(k)), raw(to_fp8(v))
     flat.index_copy_(0, key_rows, k.reshape(-1, width))
     flat.index_copy_(0, key_rows + page_size, v.reshape(-1, width))
     kv[0, layer, :, 0].zero_()

@@ -8,18 +8,21 @@ import torch
 import torch.nn.functional as F
 
 from .attention_form import PLAIN_FORM, AttentionForm, attend_by_form, capped
+from .fp8_scales import raw
 
 # Query rows per block of an extend: limits the mask and skips blocks above the causal diagonal.
 QUERY_BLOCK = 512
 
 
-def gather_kv(kv: torch.Tensor, layer: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of `layer`, each `[M, K, D]`, at `rows` int64 `[2*M]`: key rows, then value rows, of
-    layer 0.
+def gather_kv(
+    kv: torch.Tensor, layer: int, rows: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of `layer` in `dtype`, each `[M, K, D]`, at `rows` int64 `[2*M]`: key rows, then value
+    rows, of layer 0.
     """
     page_size, width = kv.shape[3], kv.shape[4] * kv.shape[5]
-    picked = kv.view(-1, width).index_select(0, rows + layer * 2 * page_size)
-    both = picked.view(2, -1, kv.shape[4], kv.shape[5])
+    picked = raw(kv.view(-1, width)).index_select(0, rows + layer * 2 * page_size)
+    both = picked.view(kv.dtype).to(dtype).view(2, -1, kv.shape[4], kv.shape[5])
     return both[0], both[1]
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from .fp8_scales import FP8
 from .triton_jit import jit, next_power_of_2, tl
 
 LOG2_E = math.log2(math.e)
@@ -90,6 +91,8 @@ def fold_tile(
     is a SOFTCAP. With `IS_INVARIANT`, the sum `[M, 16]`, in equal columns, is a product with ones: its order,
     too, is then that of the matrix instruction, for any number of rows and warps.
     """
+    # keys and values of a pool in 8 bits
+    b_k, b_v = b_k.to(b_q.dtype), b_v.to(b_q.dtype)
     # ieee matters for float32 only, which would be truncated to tf32
     b_scores = tl.dot(b_q, b_k, input_precision="ieee")
     b_scale = scale
@@ -300,11 +303,12 @@ def check_paged(
 ) -> None:
     """Raises ValueError unless the tensors fit the pool.
 
-    Heads and dtype of `q` must be the pool's; table and lengths must be integers for equally many requests.
+    Heads and dtype of `q` must be the pool's, unless that is e4m3; table and lengths must be integers for
+    equally many requests.
     """
     kv_heads, head_dim = kv.shape[-2:]
     num_heads = q.shape[-2]
-    if q.dtype != kv.dtype or q.shape[-1] != head_dim or num_heads % kv_heads:
+    if q.dtype != kv.dtype != FP8 or q.shape[-1] != head_dim or num_heads % kv_heads:
         raise ValueError(
             f"{op}: q {tuple(q.shape)} {q.dtype} does not fit a pool of {kv_heads} heads x {head_dim} "
             f"{kv.dtype}"

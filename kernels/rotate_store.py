@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from .fp8_scales import to_fp8_tile
 from .kv_store import check_kv, store_kv
 from .rope import apply_rope, check_tables
 from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
@@ -57,6 +58,8 @@ def _rotate_store_kernel(
     tl.store(p_q + o_q, b_y, mask=m_tile & (i_head < num_heads)[:, None] & m_token)
     # all padding rows write the same zeros to row 0, so their order does not matter
     b_y = tl.where(i_row != 0, b_y, 0.0)
+    if p_kv.dtype.element_ty == tl.float8e4nv:
+        b_y = to_fp8_tile(b_y)
     i_kv_head = i_head - num_heads
     o_plane = tl.where(i_kv_head < kv_heads, 0, o_value) + o_layer
     o_kv = (i_row * kv_heads + i_kv_head % kv_heads) * HEAD_DIM + o_plane

@@ -88,9 +88,12 @@ def verify_columns(
     num_rows: int,
     tree_mask: torch.Tensor | None = None,
     sliding: int = 0,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> VerifyColumns:
     """The columns of `num_rows` rows per request over every page of `page_table` `[B, P]`; no host
-    synchronisation. `sliding`: the window of the layers that attend to them, 0: none.
+    synchronisation. `sliding`: the window of the layers that attend to them, 0: none. `dtype`: that of the
+    rows, by default the pool's.
     """
     page_size = kv.shape[3]
     slots = page_table.to(torch.int64)[:, :, None] * page_size + torch.arange(page_size, device=kv.device)
@@ -98,7 +101,8 @@ def verify_columns(
     visible = visible_columns(kv_lens.to(torch.int64), num_rows, slots.shape[1], tree_mask, sliding)
     used = visible.any(dim=1)
     rows = kv_rows(torch.where(used, slots, 0), kv).flatten()  # unused ones read the sink, which is zeros
-    mask = torch.zeros(visible.shape, dtype=kv.dtype, device=kv.device).masked_fill_(~visible, float("-inf"))
+    mask = torch.zeros(visible.shape, dtype=dtype or kv.dtype, device=kv.device)
+    mask.masked_fill_(~visible, float("-inf"))
     is_blind = ~visible.any(dim=2)[:, :, None, None]
     return VerifyColumns(torch.cat((rows, rows + page_size)), mask.unsqueeze(1), is_blind)
 
@@ -112,7 +116,7 @@ def attend_verify_columns(
     form: AttentionForm = PLAIN_FORM,
 ) -> torch.Tensor:
     """`q` `[B, Q, N, D]` over `columns` of `layer` -> `[B, Q, N, D]`; rows that see nothing give 0."""
-    keys, values = gather_kv(kv, layer, columns.rows)
+    keys, values = gather_kv(kv, layer, columns.rows, q.dtype)
     shape = (q.shape[0], -1, *kv.shape[4:])
     out = batched_attention(q.contiguous(), keys.view(shape), values.view(shape), columns.mask, scale, form)
     return out if columns.is_blind is None else out.masked_fill(columns.is_blind, 0)
@@ -134,7 +138,7 @@ def paged_verify_reference(
     """
     if q.numel() == 0:
         return torch.empty_like(q)
-    columns = verify_columns(kv, page_table, kv_lens, q.shape[1], tree_mask, form.window)
+    columns = verify_columns(kv, page_table, kv_lens, q.shape[1], tree_mask, form.window, dtype=q.dtype)
     return attend_verify_columns(q, kv, layer, columns, scale, form)
 
 

@@ -34,7 +34,7 @@ def layout_of(
     `feature_width`: elements per token over all of them, 0 without features. `weights_hash`: sha256 (hex) of
     all weights, "" while unknown.
     """
-    dtype = str(pool.dtype).removeprefix("torch.")
+    dtype, of_rows = (str(each).removeprefix("torch.") for each in (pool.dtype, pool.row_dtype))
     num_kv_heads, head_dim = pool.layout.wire_heads
     fingerprint = pair_fingerprint(
         model_fingerprint,
@@ -44,7 +44,7 @@ def layout_of(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
     )
-    token_bytes = pool.layout.bytes_per_token + feature_width * pool.dtype.itemsize
+    token_bytes = pool.layout.bytes_per_token + feature_width * pool.row_dtype.itemsize
     return Layout(
         fingerprint=fingerprint,
         dtype=dtype,
@@ -55,6 +55,7 @@ def layout_of(
         feature_ids=list(feature_ids),
         feature_width=feature_width,
         block_bytes=block_bytes_of(token_bytes),
+        feature_dtype="" if of_rows == dtype else of_rows,
         weights_hash=weights_hash,
     )
 

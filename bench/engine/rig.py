@@ -177,7 +177,7 @@ class Rig:
         self._each = pages_for(settings.max_request + self.shape.spare_slots, PAGE_SIZE)
         num_pages = 1 + settings.max_batch * self._each + pages_for(settings.max_prompt, PAGE_SIZE)
         config = self.config
-        pool = KVPool(num_pages, model.kv_layout(PAGE_SIZE), device)
+        pool = KVPool(num_pages, model.kv_layout(PAGE_SIZE), device, row_dtype=dtype)
         width = len(ids) * config.hidden_size
         self.plane = FeaturePlane(num_pages, PAGE_SIZE, width, dtype, device) if ids else None
         self.drafter = make_drafter(num_pages)

@@ -184,6 +184,15 @@ class EngineSettings(RoleConfig):
             choices=("none", "fp8"),
         ),
     )
+    kv_dtype: str = setting(
+        "auto",
+        Setting(
+            help="type of the KV cache: that of --dtype, or 8-bit floats with the checkpoint's "
+            "scales, which take "
+            "half the memory; the same for workers that pair",
+            choices=("auto", "fp8_e4m3"),
+        ),
+    )
     graphs: str = setting(
         "auto", Setting(help="capture forwards at start and replay them; auto: on a GPU", choices=SWITCH)
     )

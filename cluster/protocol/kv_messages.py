@@ -44,7 +44,7 @@ class Layout(Struct, frozen=True, kw_only=True):
     """
 
     fingerprint: Text
-    dtype: Text  # "float32", "bfloat16", "float16"
+    dtype: Text  # of keys and values: "float32", "bfloat16", "float16", "float8_e4m3fn"
     page_size: Annotated[int, Meta(ge=1, le=4096)]
     num_layers: Annotated[int, Meta(ge=1, le=4096)]
     num_kv_heads: Annotated[int, Meta(ge=1, le=4096)]
@@ -54,6 +54,7 @@ class Layout(Struct, frozen=True, kw_only=True):
     feature_width: Small = 0  # feature elements per token over all layers: K*H
     block_bytes: Annotated[int, Meta(ge=4096, le=64 << 20)] = BLOCK_BYTES
     digest: Text = "crc32c"
+    feature_dtype: Text = ""  # "": that of keys and values
     weights_hash: Text = ""  # sha256 of every byte of the weights; "": not known yet
 
 

@@ -45,13 +45,13 @@ class TorchAttention(PagedAttention):
         """A mask `[B, 1, Q, S]` to add to the scores: 0 where a row sees a context row, -inf elsewhere."""
         rows, length = metadata.uniform_rows, metadata.context_slots.shape[1]
         visible = visible_columns(metadata.kv_lens, rows, length, None, window)
-        mask = torch.zeros(visible.shape, dtype=self.pool.dtype, device=visible.device)
+        mask = torch.zeros(visible.shape, dtype=self.pool.row_dtype, device=visible.device)
         return mask.masked_fill_(~visible, float("-inf")).unsqueeze(1)
 
     def _band(self, metadata: AttentionMetadata, window: int) -> torch.Tensor:
         batch, device = metadata.batch, metadata.context_slots.device
         block = min(max(batch.q_lens, default=0), QUERY_BLOCK)
-        return causal_band(max(batch.kv_lens, default=0), block, self.pool.dtype, device, window)
+        return causal_band(max(batch.kv_lens, default=0), block, self.pool.row_dtype, device, window)
 
     def _read_uniform(
         self,
@@ -63,7 +63,7 @@ class TorchAttention(PagedAttention):
         out: torch.Tensor,
         form: AttentionForm = PLAIN_FORM,
     ) -> None:
-        keys, values = gather_kv(self.pool.kv, layer, rows)
+        keys, values = gather_kv(self.pool.kv, layer, rows, q.dtype)
         shape = (metadata.batch.num_requests, -1)
         found = batched_attention(
             q.reshape(*shape, *q.shape[1:]),
@@ -90,7 +90,8 @@ class TorchAttention(PagedAttention):
             zip(metadata.batch.q_lens, metadata.batch.kv_lens, strict=True)
         ):
             mine = key_rows[request, :kv_len]
-            keys, values = gather_kv(self.pool.kv, layer, torch.cat((mine, mine + self.pool.page_size)))
+            columns = torch.cat((mine, mine + self.pool.page_size))
+            keys, values = gather_kv(self.pool.kv, layer, columns, q.dtype)
             rows = slice(start, start + q_len)
             out[rows] = extend_attention(q[rows], keys, values, band, scale, form)
             start += q_len

@@ -147,7 +147,7 @@ def context_buffers(pool: KVPool, max_context: int) -> ContextKV:
     All layers use them in turn.
     """
     shape = (buffer_rows(max_context, pool.num_slots, ROW_ALIGNMENT), *pool.layout.page_shape[3:])
-    made = ContextKV(*(torch.zeros(shape, dtype=pool.dtype, device=pool.device) for _ in range(2)))
+    made = ContextKV(*(torch.zeros(shape, dtype=pool.row_dtype, device=pool.device) for _ in range(2)))
     if pool.device.type == "cuda":
         made.prepare()
     return made

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...kernels.fp8_scales import fill_normal
 from ..batch.forward_batch import CaptureHidden, ForwardBatch
 from ..graphs.bucketed_graphs import EAGER, GraphFamily, PathDecision
 from ..graphs.graph_pool import FallbackReason
@@ -97,11 +98,11 @@ class SelfTest:
         context = torch.Generator(trial.pool.device)
         results = []
         for decision in (EAGER, PathDecision(kind=trial.family.kind, bucket=trial.bucket)):
-            pages.normal_(generator=context.manual_seed(SEED))
-            results.append((*trial.run(decision), pages.clone()))
+            fill_normal(pages, context.manual_seed(SEED))
+            results.append((*trial.run(decision), pages.to(trial.pool.row_dtype)))
         pages.zero_()
         self.num_compared += 1
-        tolerance = TOLERANCES[trial.pool.dtype]
+        tolerance = TOLERANCES[trial.pool.row_dtype]
         errors = [relative_error(*pair) for pair in zip(*results, strict=True)]
         wrong = [f"output {i} by {error:.2g}" for i, error in enumerate(errors) if not error <= tolerance]
         return ", ".join(wrong)
@@ -162,7 +163,7 @@ class SelfTest:
 
     def _normal(self, rows: int, width: int) -> torch.Tensor:
         normal = torch.randn((rows, width), generator=self._random)
-        return normal.to(device=self.runner.pool.device, dtype=self.runner.pool.dtype)
+        return normal.to(device=self.runner.pool.device, dtype=self.runner.pool.row_dtype)
 
 
 def edges(family: GraphFamily[Any, Any], *, is_brief: bool = False) -> list[tuple[int, int]]:

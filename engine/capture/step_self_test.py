@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...kernels.fp8_scales import fill_normal
 from ...kernels.step_glue import LATE, NUM_COUNTS
 from ..graphs.breakable import Breaks
 from ..graphs.bucketed_graphs import GraphFamily, PathDecision
@@ -166,7 +167,7 @@ class StepSelfTest:
         self.num_compared += 1
         if not torch.equal(eager, graphed):
             return f"{int((eager != graphed).sum())} of {len(eager)} numbers of rows"
-        tolerance = TOLERANCES[self._step.runner.pool.dtype]
+        tolerance = TOLERANCES[self._step.runner.pool.row_dtype]
         pairs = zip(expected, (*self._pages(joining), *self._states(joining)), strict=True)
         errors = [relative_error(*pair) for pair in pairs]
         return ", ".join(
@@ -184,7 +185,7 @@ class StepSelfTest:
         width = kind.shape.num_path + NUM_COUNTS
         if not torch.equal(eager[:, :width], graphed[:, :width]):
             return f"{int((eager != graphed)[:, :width].any(dim=1).sum())} of {len(eager)} reports"
-        tolerance = TOLERANCES[self._step.runner.pool.dtype]
+        tolerance = TOLERANCES[self._step.runner.pool.row_dtype]
         if not relative_error(*(logprobs_in(x[:, width:], kind) for x in reports)) <= tolerance:
             return "log probabilities"
         errors = [relative_error(*pair) for pair in zip(eager_kv, graphed_kv, strict=True)]
@@ -244,7 +245,7 @@ class StepSelfTest:
             values.copy_(initial)
         generator = torch.Generator(self._step.state.device)
         for kv in self._pages(joining):
-            kv.normal_(generator=generator.manual_seed(SEED))
+            fill_normal(kv, generator.manual_seed(SEED))
         if self._step.drafter is not None:
             self._randomize(self._step.drafter.anchors)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import torch
 
+from ...kernels.fp8_scales import FP8, raw
 from .layouts import PageLayout
 from .page_order import PageOrder
 
@@ -24,13 +25,24 @@ class KVPool:
 
     The memory starts as zeros, because attention multiplies padded pages by 0, and 0 * NaN is NaN. `order`
     tells when copies may touch a page. `faults` int32 `[1]` becomes 1 when a kernel on a device was launched
-    with another batch than its plan's. Raises ValueError for an impossible size.
+    with another batch than its plan's. `row_dtype`: the dtype of new keys and values and of features, by
+    default the layout's; needed if that is e4m3. Raises ValueError for an impossible size.
     """
 
-    def __init__(self, num_pages: int, layout: PageLayout, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        layout: PageLayout,
+        device: torch.device | str = "cpu",
+        *,
+        row_dtype: torch.dtype | None = None,
+    ) -> None:
         _check_sizes(num_pages=num_pages, page_size=layout.page_size)
         self.num_pages = num_pages
         self.layout = layout
+        self.row_dtype = layout.dtype if row_dtype is None else row_dtype
+        if self.row_dtype == FP8:
+            raise ValueError(f"a pool of {FP8} needs the dtype of its rows")
         self.device = torch.device(device)
         self.kv = _zeros((num_pages, *layout.page_shape), layout.dtype, self.device)
         self.order = PageOrder(num_pages, self.device)
@@ -56,12 +68,12 @@ class KVPool:
         return self.kv[:, layer].unbind(1)
 
     def landing_rows(self, pages: Sequence[int], width: int) -> torch.Tensor:
-        """Uninitialised rows `[len(pages), page_size, width]` of the pool's dtype, bound to `pages`.
+        """Uninitialised rows `[len(pages), page_size, width]` of the rows' dtype, bound to `pages`.
 
         A copy may write a row when it may write its page. The pages are stamped again, because kernels of the
         memory's previous tensor may still run.
         """
-        rows = torch.empty((len(pages), self.page_size, width), dtype=self.dtype, device=self.device)
+        rows = torch.empty((len(pages), self.page_size, width), dtype=self.row_dtype, device=self.device)
         self.order.stamp(pages)
         return rows
 
@@ -69,7 +81,8 @@ class KVPool:
         """Copies all layers of page `source` into page `target`, behind the work launched so far."""
         if self.order.is_checked:
             self.order.use(reads=[source], writes=[target])
-        self.kv[target].copy_(self.kv[source])
+        pages = raw(self.kv)
+        pages[target].copy_(pages[source])
 
     @property
     def page_bytes(self) -> int:

@@ -48,6 +48,7 @@ class ModelConfig:
     `attention_bias`: the bias of q, k and v. `attention_output_bias`: the bias of the output projection.
     `num_mtp_modules`: layers behind the last one that only a drafter reads. `moe`: the experts, None for a
     dense model. `quant`: the form of the matrices of the layers, None for the model's dtype.
+    `kv_dtype`: that of stored keys and values, a name in `quant.kv_scales.KV_DTYPES`.
     """
 
     architecture: str
@@ -71,6 +72,7 @@ class ModelConfig:
     num_mtp_modules: int = 0
     moe: MoEConfig | None = None
     quant: QuantConfig | None = None
+    kv_dtype: str = "auto"
 
     @property
     def row_width(self) -> int:

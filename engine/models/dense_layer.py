@@ -11,6 +11,7 @@ from .deepseek_config import LatentConfig
 from .latent_block import LatentAttention
 from .layers import DecoderLayer, GatedMLP, Linear, QKNorm, RMSNorm, SelfAttention
 from .moe import MixtureOfExperts
+from .quant.kv_scales import FP8_KV, KVScales
 from .quant.projections import Projections
 
 
@@ -70,7 +71,15 @@ def decoder_layer(
         experts=experts,
         projections=projections,
         prefix=f"model.layers.{layer}.",
+        kv_scales=_kv_scales(config, device),
     )
+
+
+def _kv_scales(config: ModelConfig, device: torch.device) -> KVScales | None:
+    """The scales of keys and values of a layer; None where they are stored as they are."""
+    if config.kv_dtype != FP8_KV or config.quant is None or not config.quant.has_kv_scales:
+        return None
+    return KVScales(config.num_kv_heads, device)
 
 
 def sized_layer(
@@ -86,6 +95,7 @@ def sized_layer(
     experts: MixtureOfExperts | None = None,
     projections: Projections | None = None,
     prefix: str = "",
+    kv_scales: KVScales | None = None,
 ) -> DecoderLayer:
     """As `decoder_layer`, for a config that names its switches in another way.
 
@@ -106,6 +116,7 @@ def sized_layer(
         qk_norm=QKNorm(eps=eps) if qk_norm else None,
         ops=ops,
         linear=made.under(f"{prefix}self_attn.", plain),
+        kv_scales=kv_scales,
     )
     input_norm, post_norm = (RMSNorm(width, eps, dtype=dtype, device=device, ops=ops) for _ in range(2))
     if experts is not None:

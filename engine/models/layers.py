@@ -14,6 +14,7 @@ import torch
 
 from ...kernels.attention_form import PLAIN_FORM, AttentionForm
 from ...kernels.row_ops import FASTEST, RowOps, of_one_rank
+from .quant.kv_scales import KVScales
 from .quant.projection import MakeProjection, Projection
 from .quant.projection import NamedTensors as NamedTensors
 
@@ -202,7 +203,7 @@ class SelfAttention:
     `input_size` may differ from `hidden_size` (a draft layer reads two streams at once). `linear` makes the
     projections, by default plain ones. `form`: what is special about its scores; with `has_sinks`, its sinks
     are parameters of the layer. `turns`: q and k are rotated. `is_fused`: q, k and v are one matrix of the
-    checkpoint.
+    checkpoint. `kv_scales`: keys and values are stored divided by them.
     """
 
     def __init__(
@@ -224,8 +225,10 @@ class SelfAttention:
         has_sinks: bool = False,
         turns: bool = True,
         is_fused: bool = False,
+        kv_scales: KVScales | None = None,
     ) -> None:
         self.ops = ops
+        self.kv_scales = kv_scales
         self.form = form
         if has_sinks:
             self.form = form._replace(sinks=torch.empty(num_heads, dtype=dtype, device=device))
@@ -266,12 +269,15 @@ class SelfAttention:
         split = self.num_heads + self.num_kv_heads
         heads = self.qkv(x).view(x.shape[0], split + self.num_kv_heads, self.head_dim)
         rotate_attend = getattr(attend, "rotate_attend", None)
-        if rotate_attend is not None and heads.is_cuda and self.q_norm is None and self.turns:
+        is_plain = self.q_norm is None and self.turns and self.kv_scales is None
+        if rotate_attend is not None and heads.is_cuda and is_plain:
             rotated: torch.Tensor = rotate_attend(layer, heads, cos, sin, self.form)
             return rotated.flatten(1)
         qk, v = self._normed(heads[:, :split]), heads[:, split:]
         qk = self.ops.rope(qk, cos, sin) if self.turns else qk
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        if self.kv_scales is not None:
+            return self.kv_scales.attend(attend, layer, q, k, v, self.form).flatten(1)
         return attend(layer, q, k, v, self.form).flatten(1)
 
     def _normed(self, qk: torch.Tensor) -> torch.Tensor:
@@ -293,6 +299,8 @@ class SelfAttention:
                 yield from norm.tensors(prefix + name)
         if self.form.sinks is not None:
             yield f"{prefix}sinks", self.form.sinks
+        if self.kv_scales is not None:
+            yield from self.kv_scales.tensors(prefix)
 
 
 class Attention(Protocol):

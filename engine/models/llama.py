@@ -17,6 +17,7 @@ from ..parallel.vocabulary import look_up, num_rank_rows, table_logits, table_of
 from .config import ModelConfig
 from .dense_layer import decoder_layer
 from .layers import Attend, DecoderLayer, NamedTensors, RMSNorm
+from .quant.kv_scales import stored_dtype
 from .quant.projections import Projections
 from .rope import RotaryEmbedding
 
@@ -62,7 +63,8 @@ class LlamaForCausalLM:
 
     def kv_layout(self, page_size: int) -> PageLayout:
         """The layout of this model's KV in pages of `page_size` tokens."""
-        return self.config.kv_layout(self.config.num_layers, page_size, self.dtype)
+        config = self.config
+        return config.kv_layout(config.num_layers, page_size, stored_dtype(config.kv_dtype, self.dtype))
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Token ids `[T]` int64 -> the residual stream `[T, H]`."""

@@ -12,15 +12,21 @@ from typing import Protocol
 
 import torch
 
+from ...kernels.fp8_scales import FP8
 from ...kernels.row_ops import FASTEST, INVARIANT, RowOps
 from ..errors import CheckpointError
+from ..kv.layouts import MHALayout
+from ..kv.sparse_layout import SparseLayout
 from ..parallel.group import SOLO, TensorGroup
 from .config import FAMILIES, ConfigReader, ModelConfig, read_dense_config, read_json
 from .deepseek_config import read_deepseek_config
 from .interface import CausalLM, StoredForms
 from .llama import LlamaForCausalLM
+from .quant.kv_scales import FP8_KV
 from .routed_config import read_qwen2_moe_config
 from .sparse_block import SparseBlockForCausalLM, read_sparse_config
+
+PROBED_PAGE_SIZE = 1024  # any that blocks of side caches fit
 
 
 class ReadConfig(Protocol):
@@ -108,7 +114,8 @@ def build_model(
     """The model of `config.architecture`, with uninitialised weights. `is_invariant`: its operations are
     batch-invariant. As a rank of `group`, `config` is the rank's.
 
-    Raises CheckpointError if `models` lacks it, or for a quantisation that it does not have.
+    Raises CheckpointError if `models` lacks it, or for a quantisation or a dtype of keys and values that it
+    does not have.
     """
     if config.quant is not None and is_invariant:
         raise CheckpointError(
@@ -128,8 +135,20 @@ def build_model(
                     f"original "
                     "checkpoint"
                 )
+            _check_kv_dtype(model, config)
             return model
     raise CheckpointError(f"architecture {config.architecture!r}: {_supported(models)}")
+
+
+def _check_kv_dtype(model: CausalLM, config: ModelConfig) -> None:
+    if config.kv_dtype != FP8_KV:
+        return
+    layout = model.kv_layout(PROBED_PAGE_SIZE)
+    is_plain = isinstance(layout, MHALayout) and not isinstance(layout, SparseLayout)
+    if not is_plain or layout.dtype != FP8:
+        raise CheckpointError(
+            f"kv_dtype {config.kv_dtype}: {config.architecture} has no form of it; use --kv-dtype auto"
+        )
 
 
 def _entry_named(reader: ConfigReader, models: Sequence[ModelEntry]) -> ModelEntry:

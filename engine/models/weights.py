@@ -18,6 +18,7 @@ from .config import ModelConfig, read_json
 from .cuts import Cut, cuts_of, rank_config
 from .interface import CausalLM, StoredForms
 from .layers import NamedTensors
+from .quant.kv_scales import FP8_KV, KV_SCALE_SUFFIXES
 from .quant.registry import quantise_at_load
 from .registry import build_model, load_model_config
 from .safetensors_file import SafetensorsFile, StoredTensor
@@ -221,11 +222,13 @@ def _some(names: list[str]) -> str:
 def needless_tensors(config: ModelConfig) -> tuple[str, ...]:
     """Names of tensors that a checkpoint may have and no model of `config` reads, and prefixes of such.
 
-    A tied model's own lm_head is a copy of the embedding. Modules of multi-token prediction belong to a
-    drafter.
+    A tied model's own lm_head is a copy of the embedding. Scales of keys and values are for those in 8 bits.
+    Modules of multi-token prediction belong to a drafter.
     """
     behind = range(config.num_layers, config.num_layers + config.num_mtp_modules)
     modules = (*MTP_PREFIXES, *(f"model.layers.{layer}." for layer in behind))
+    if config.kv_dtype != FP8_KV:
+        modules += KV_SCALE_SUFFIXES
     return (*modules, "lm_head.weight") if config.tie_word_embeddings else modules
 
 
@@ -237,12 +240,14 @@ def load_model(
     device: torch.device | str = "cpu",
     is_invariant: bool = False,
     quantize: str = "none",
+    kv_dtype: str = "auto",
     group: TensorGroup = SOLO,
 ) -> tuple[CausalLM, ModelConfig]:
     """The model at `path` and its config, with weights converted to `dtype` on `device`.
 
     Matrices of a quantised checkpoint keep their form. `is_invariant`: its operations are batch-invariant.
-    `quantize` "fp8": the matrices of a checkpoint in floats are rounded while they are read.
+    `quantize` "fp8": the matrices of a checkpoint in floats are rounded while they are read. `kv_dtype`: that
+    of stored keys and values, a name in `quant.kv_scales.KV_DTYPES`.
 
     A rank of several in `group` reads its part of the weights only. The config is that of the whole model.
 
@@ -250,7 +255,7 @@ def load_model(
     """
     path = Path(path)
     config = load_model_config(path)
-    config = replace(config, quant=quantise_at_load(quantize, config.quant, path))
+    config = replace(config, quant=quantise_at_load(quantize, config.quant, path), kv_dtype=kv_dtype)
     own = rank_config(config, group.size, str(path))
     find_shards(path)  # a missing file is reported before memory is taken
     model = build_model(own, dtype=dtype, device=device, is_invariant=is_invariant, group=group)

@@ -232,7 +232,7 @@ class Rehearsal:
             return
         width = drafter.feature_width
         items = [
-            (request, torch.zeros((request.num_prompt, width), dtype=pool.dtype, device=pool.device), 0)
+            (request, torch.zeros((request.num_prompt, width), dtype=pool.row_dtype, device=pool.device), 0)
             for request in requests
         ]
         decoder.draft_prefill_batch(items)

@@ -28,6 +28,7 @@ Plane = Literal["kv", "features"]
 Crc = Callable[[memoryview, int], int]  # (bytes, checksum of the bytes before) -> checksum
 
 WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = {**WIRE_DTYPES, "float8_e4m3fn": torch.float8_e4m3fn}
 DIGEST = "crc32c"
 
 
@@ -55,9 +56,14 @@ class KVLayout:
     receiver: Shard = WHOLE
 
     def __post_init__(self) -> None:
-        if self.wire.dtype not in WIRE_DTYPES:
+        if self.wire.dtype not in KV_DTYPES:
             raise LocalProtocolError(
-                f"dtype {self.wire.dtype!r} has no wire format, use one of {sorted(WIRE_DTYPES)}"
+                f"dtype {self.wire.dtype!r} has no wire format, use one of {sorted(KV_DTYPES)}"
+            )
+        if self.wire.feature_width and _feature_dtype(self.wire) not in WIRE_DTYPES:
+            raise LocalProtocolError(
+                f"features of dtype {_feature_dtype(self.wire)!r} have no wire format, use one of "
+                f"{sorted(WIRE_DTYPES)}"
             )
         for shard in (self.sender, self.receiver):
             heads_of(self.wire.num_kv_heads, shard)
@@ -74,14 +80,14 @@ class KVLayout:
 
     def _rows_of(self, shard: Shard) -> PageRows:
         w = self.wire
-        dtype = WIRE_DTYPES[w.dtype]
+        dtype = KV_DTYPES[w.dtype]
         layout = MHALayout.of(w, num_layers=w.num_layers, page_size=w.page_size, dtype=dtype)
         return layout.rows_of(heads_of(w.num_kv_heads, shard), self._heads)
 
     @property
     def head_bytes(self) -> int:
         """Bytes of K, or V, of one token and KV head: no part of a page is cut finer."""
-        return self.wire.head_dim * WIRE_DTYPES[self.wire.dtype].itemsize
+        return self.wire.head_dim * KV_DTYPES[self.wire.dtype].itemsize
 
     @cached_property
     def sender_rows(self) -> PageRows:
@@ -109,9 +115,10 @@ class KVLayout:
     @cached_property
     def feature_page_bytes(self) -> int:
         """Bytes of one page of features in the stream; 0 without features."""
-        if not carries_features(self.sender, self.receiver):
+        if not self.wire.feature_width or not carries_features(self.sender, self.receiver):
             return 0
-        return self.wire.page_size * self.wire.feature_width * WIRE_DTYPES[self.wire.dtype].itemsize
+        item = WIRE_DTYPES[_feature_dtype(self.wire)].itemsize
+        return self.wire.page_size * self.wire.feature_width * item
 
     @cached_property
     def has_features(self) -> bool:
@@ -229,9 +236,13 @@ def agree(offered: Layout, wanted: Layout) -> Layout:
     )
     if reason or taken != common or not _has_features(offered, wanted):
         raise HandshakeRefused(f"{reason}KV layouts differ: prefill {_show(offered)}, decode {_show(wanted)}")
-    if common.dtype not in WIRE_DTYPES or common.digest != DIGEST:
+    if common.dtype not in KV_DTYPES or common.digest != DIGEST:
         raise HandshakeRefused(f"KV layout has an unknown dtype or digest: {_show(common)}")
     return common
+
+
+def _feature_dtype(layout: Layout) -> str:
+    return layout.feature_dtype or layout.dtype
 
 
 def feature_columns(offered: Layout, common: Layout) -> tuple[int, ...] | None:

@@ -6,8 +6,14 @@ from collections.abc import Callable, Iterator
 
 import torch
 from baton.kernels import fp8_linear, int4_linear, quantise_rows
+from baton.kernels.compact_kv import compact_kv_reference, compact_kv_triton
+from baton.kernels.extend_attention import paged_extend_reference, paged_extend_triton
 from baton.kernels.fp8_scales import BLOCK, FP8_ROUNDING, quantise_rows_fp8, to_fp8
+from baton.kernels.gather_context import gather_context_reference, gather_context_triton
 from baton.kernels.int4_values import dequantise_int4, pack_int4, unit_of
+from baton.kernels.kv_store import kv_rows, store_kv, store_kv_triton
+from baton.kernels.rotate_store import rotate_store, rotate_store_triton
+from baton.kernels.verify_attention import paged_verify_reference, paged_verify_triton
 from baton.tests.kernels.cases import DTYPES, NAN, assert_close, randn
 
 
@@ -122,12 +128,70 @@ def check_dequantise_int4(device: str, out_size: int, in_size: int, group: int) 
     assert_close(y, dequantise_int4(*parts, torch.float32))
 
 
+def fp8_pool() -> torch.Tensor:
+    """6 pages of 4 tokens, 2 layers, 2 KV heads of 16; the sink is zeros."""
+    kv = to_fp8(randn(6, 2, 2, 4, 2, 16, seed=5))
+    kv[0, :, :, 0].zero_()
+    return kv
+
+
+def check_fp8_store(device: str, dtype: torch.dtype) -> None:
+    """Rows go to their places in 8 bits; beyond the largest value they become the largest."""
+    ours, theirs = fp8_pool().to(device), fp8_pool()
+    rows = kv_rows(torch.tensor([5, 0, 22]), theirs)
+    k, v = (100 * randn(3, 2, 16, dtype=dtype, seed=seed) for seed in (1, 2))
+    k[0, 0, :2] = torch.tensor([1000.0, -1000.0])
+    store_kv_triton(ours, 1, rows.to(device), k.to(device), v.to(device))
+    store_kv(theirs, 1, rows, k, v)
+    assert theirs.float().abs().max() == 448
+    assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8))
+    compact_kv_triton(ours, *(torch.tensor([[s]]).to(device) for s in (5, 9)))
+    compact_kv_reference(theirs, *(torch.tensor([[s]]) for s in (5, 9)))
+    assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8))
+
+
+def check_fp8_rotate(device: str, dtype: torch.dtype) -> None:
+    ours, theirs = fp8_pool().to(device), fp8_pool()
+    rows = kv_rows(torch.tensor([6, 0, 21]), theirs)
+    heads = randn(3, 4 + 2 * 2, 16, dtype=dtype)
+    tables = (randn(3, 16, dtype=dtype, seed=3), randn(3, 16, dtype=dtype, seed=4))
+    q = rotate_store_triton(ours, 0, *(x.to(device) for x in (rows, heads, *tables)))
+    assert_close(q, rotate_store(theirs, 0, rows, heads, *tables))
+    # a rotated value may fall to either side of a boundary
+    differing = ours.cpu().view(torch.uint8) != theirs.view(torch.uint8)
+    assert int(differing.sum()) <= (0 if dtype == torch.float32 else 4)
+
+
+def check_fp8_attention(device: str, dtype: torch.dtype) -> None:
+    """Keys and values are converted as they are read, in each kernel that reads pages."""
+    kv, scale = fp8_pool(), 0.3
+    table, lens = torch.tensor([[3, 1, 5], [2, 4, 0]]), torch.tensor([10, 7])
+    near = (kv.to(device), 1, table.to(device), lens.to(device))
+    q = randn(2, 3, 4, 16, dtype=dtype)
+    found = paged_verify_triton(q.to(device), *near, scale)
+    assert_close(found, paged_verify_reference(q, kv, 1, table, lens, scale))
+    starts, rows = torch.tensor([0, 5, 7]), randn(8, 4, 16, dtype=dtype)
+    found = paged_extend_triton(
+        rows.to(device), kv.to(device), 1, table.to(device), starts.to(device), lens.to(device), 5, scale
+    )
+    assert_close(found, paged_extend_reference(rows, kv, 1, table, starts, lens, scale))
+    places = torch.tensor([0, 128, 256])
+    ours, theirs = ([torch.full((256, 2, 16), NAN, dtype=dtype) for _ in range(2)] for _ in range(2))
+    ours = [buffer.to(device) for buffer in ours]
+    gather_context_triton(*near[:3], places.to(device), near[3], *ours)
+    gather_context_reference(kv, 1, table, places, lens, *theirs)
+    for mine, definition in zip(ours, theirs, strict=True):
+        assert torch.equal(mine.cpu(), definition)
+
+
 def quant_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
     for dtype in DTYPES:
         for form, sizes in (("channel", (3, 70, 200)), ("block", (5, 256, 200)), ("channel", (18, 66, 128))):
             for is_gated in (False, True):
                 yield check_fp8_linear, (sizes, form, is_gated, is_gated, dtype)
         yield check_fp8_linear, ((2, 130, 260), "block", True, False, dtype)
+        for check in (check_fp8_store, check_fp8_rotate, check_fp8_attention):
+            yield check, (dtype,)
         yield check_quantise_rows, (3, 300, 128, dtype)
         yield check_quantise_rows, (2, 100, 100, dtype)
         for sizes in ((3, 70, 256, 128), (18, 66, 128, 64), (2, 40, 96, 32), (1, 20, 384, 128)):

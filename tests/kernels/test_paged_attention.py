@@ -39,7 +39,7 @@ def test_gathered_rows_are_those_of_their_slots_and_layer():
     kv = randn(6, 3, 2, 4, 2, 8)
     slots = torch.tensor([[5, 22], [13, 0]])
     rows = kv_rows(slots, kv).flatten()
-    keys, values = gather_kv(kv, 2, torch.cat((rows, rows + 4)))
+    keys, values = gather_kv(kv, 2, torch.cat((rows, rows + 4)), kv.dtype)
     for i, slot in enumerate(slots.flatten().tolist()):
         assert torch.equal(keys[i], kv[slot // 4, 2, 0, slot % 4])
         assert torch.equal(values[i], kv[slot // 4, 2, 1, slot % 4])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import DynamicCache, PreTrainedModel
 
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
@@ -170,3 +171,53 @@ def write_quantised(
     save_file(tensors, path / "model.safetensors")
     save_file(values, whole / "model.safetensors", metadata={"format": "pt"})
     return whole
+
+
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+
+
+def write_kv_scales(path: Path, num_layers: int) -> dict[str, float]:
+    """Adds scales of keys and values to the compressed-tensors checkpoint at `path`; by their names."""
+    raw = json.loads((path / "config.json").read_text())
+    raw["quantization_config"]["kv_cache_scheme"] = KV_SCHEME
+    (path / "config.json").write_text(json.dumps(raw))
+    scales = {
+        f"model.layers.{layer}.self_attn.{kind}_scale": base * (1 + layer)
+        for layer in range(num_layers)
+        for kind, base in (("k", 0.011), ("v", 0.023))
+    }
+    tensors = load_file(path / "model.safetensors")
+    tensors |= {name: torch.tensor([scale]) for name, scale in scales.items()}
+    save_file(tensors, path / "model.safetensors")
+    return scales
+
+
+class RoundedCache(DynamicCache):
+    """A cache of transformers that keeps e4m3 keys and values, divided by the scales of their layer."""
+
+    def __init__(self, scales: dict[str, float]) -> None:
+        super().__init__()
+        self._scales = scales
+
+    def update(self, key_states, value_states, layer_idx, *rest, **options):
+        found = []
+        for kind, states in (("k", key_states), ("v", value_states)):
+            scale = self._scales.get(f"model.layers.{layer_idx}.self_attn.{kind}_scale", 1.0)
+            found.append((states / scale).clamp(-448, 448).to(FP8).float() * scale)
+        return super().update(*found, layer_idx, *rest, **options)
+
+
+@torch.no_grad()
+def rounded_greedy(
+    model: PreTrainedModel, ids: list[int], count: int, scales: dict[str, float]
+) -> tuple[list[int], torch.Tensor]:
+    """(`count` tokens that argmax chooses with a RoundedCache, logits `[V]` of the first)."""
+    cache, out, given = RoundedCache(scales), [], torch.tensor([ids])
+    first = None
+    for _ in range(count):
+        logits = model(given, past_key_values=cache, use_cache=True).logits[0, -1]
+        first = logits if first is None else first
+        out.append(int(logits.argmax()))
+        given = torch.tensor([out[-1:]])
+    assert first is not None
+    return out, first
