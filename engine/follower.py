@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .batch.extend_batch import planned_batch
+from .batch.extend_batch import planned_batch, written_pages
 from .loader import Engine
 from .parallel.plans import (
     BeginDraftsPlan,
@@ -45,7 +45,10 @@ class Follower:
             case PromptPlan():
                 pool = self.engine.pool
                 batch = planned_batch(plan, page_size=pool.page_size, device=pool.device)
-                self.engine.runner.forward(batch)
+                output = self.engine.runner.forward(batch)
+                if self.engine.features is not None and output.hidden is not None:
+                    self.engine.features.store(batch.slots, output.hidden)
+                pool.order.stamp(written_pages(plan, pool.page_size))
             case DraftPrefillPlan(parts=parts):
                 self._prefill_drafts(parts)
             case BeginDraftsPlan(rows=rows, texts=texts):

@@ -116,4 +116,6 @@ def embeds_inbox(engine: Engine, *, is_on: bool) -> EmbedsInbox:
     model, fault = engine.runner.model, "" if is_on else OFF
     if is_on and not (isinstance(model, InputEmbeds) and model.takes_input_embeds):
         fault = f"{type(model).__name__} takes no input_embeds"
+    if is_on and not fault and not engine.group.is_solo:
+        fault = "tensor-parallel workers take no prompt embeddings"
     return EmbedsInbox(width=engine.model_config.hidden_size, dtype=model.dtype, fault=fault)

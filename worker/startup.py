@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import ClassVar, Generic, TypeVar
 
 import zmq
@@ -23,14 +24,16 @@ from ..cluster.security.ciphers import ciphers_of
 from ..cluster.security.keyring import load_keyring
 from ..cluster.telemetry.metrics_server import serve_metrics
 from ..cluster.telemetry.tracing import closing, open_tracing
-from ..engine.config import EngineConfig
-from ..engine.loader import Engine, EngineLoader
+from ..engine.config import EngineConfig, resolve_device
+from ..engine.loader import Engine, EngineLoader, check_ranks, rank_device
+from ..engine.parallel.group import SOLO, TensorGroup, join_group
 from ..kvtransfer.memory.malloc_tuning import keep_blocks
 from ..kvtransfer.transport import Planes, PollableTransport
 from .identity import chosen_of, facts_of, hello_of, layout_of, planes_of, small_pool_warning
 from .link import WorkerLink
 from .main_loop import WorkerLoop
 from .prompt_embeds import embeds_inbox
+from .ranks import Ranks, check_role
 from .resource_usage import meter_of
 from .role_worker import RoleWorker
 from .room import WorkerRoom
@@ -57,6 +60,7 @@ class WorkerStartup(ABC, Generic[C, R]):
     engine: Engine
     worker: RoleWorker[R]
     loop: WorkerLoop
+    ranks: Ranks | None = None  # the other ranks of a tensor-parallel worker
 
     def __init__(self, config: C, instance: str) -> None:
         self.config = config
@@ -85,7 +89,23 @@ class WorkerStartup(ABC, Generic[C, R]):
         parts = [part for part in times if part[0] != LOAD_ENGINE] + self._engine_times
         shown = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts if seconds >= SHORTEST_SHOWN)
         logger.info("started in %.1f s: %s", sum(seconds for _, seconds in times), shown)
-        return closing(self.tracing, self.loop.run)
+        if self.ranks is not None:
+            self.ranks.begin_serving()
+        return closing(self.tracing, self._serve)
+
+    def _serve(self) -> int:
+        """The main loop, then the end of the other ranks. Behind an error they end first, by force."""
+        ranks = self.ranks
+        if ranks is None:
+            return self.loop.run()
+        try:
+            code = self.loop.run()
+        except Exception as error:
+            ranks.explain(error)
+            ranks.close(is_clean=False)
+            raise
+        ranks.close()
+        return code
 
     def prepare_process(self) -> None:
         """Signals, failpoints, the service manager and malloc."""
@@ -110,9 +130,23 @@ class WorkerStartup(ABC, Generic[C, R]):
 
     def load_engine(self) -> None:
         """Weights, pools and graphs, and the transports that their device allows."""
-        loader = EngineLoader(EngineConfig.of(self.config), has_drafter=self.has_drafter)
-        self._engine_times = run_phases(loader.phases())
+        settings = EngineConfig.of(self.config)
+        if settings.tp > 1:
+            check_role(self.config)
+            check_ranks(settings)
+            self.ranks = Ranks.start(self.config, self.instance)
+        try:
+            group = self._join(settings)
+            loader = EngineLoader(rank_settings(settings), has_drafter=self.has_drafter, group=group)
+            self._engine_times = run_phases(loader.phases())
+        except Exception as error:
+            if self.ranks is not None:
+                self.ranks.explain(error)
+                self.ranks.close(is_clean=False)
+            raise
         self.engine = engine = loader.engine()
+        if self.ranks is not None:
+            engine.tell = self.ranks.tell
         self.embeds = embeds_inbox(engine, is_on=self.config.prompt_embeds)
         self.layout = layout_of(
             engine.pool,
@@ -126,6 +160,12 @@ class WorkerStartup(ABC, Generic[C, R]):
             has_gpu=engine.pool.device.type == "cuda",
             may_be_open=may_be_open(self.ciphers, trusted_network=self.config.trusted_network),
         )
+
+    def _join(self, settings: EngineConfig) -> TensorGroup:
+        if self.ranks is None:
+            return SOLO
+        device = rank_device(resolve_device(settings.device), TensorGroup(size=settings.tp))
+        return join_group(self.ranks.meeting_path, 0, settings.tp, device)
 
     def open_sockets(self) -> None:
         """Start the link thread, which opens the KV plane and dials the routers, and the hash of the
@@ -232,3 +272,10 @@ class WorkerStartup(ABC, Generic[C, R]):
         except Exception:
             transport.close()
             raise
+
+
+def rank_settings(settings: EngineConfig) -> EngineConfig:
+    """`settings` for one of several ranks, which share the cores of the host if no number is given."""
+    if settings.tp == 1 or settings.threads:
+        return settings
+    return replace(settings, threads=max(1, len(os.sched_getaffinity(0)) // settings.tp))

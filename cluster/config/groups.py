@@ -206,6 +206,15 @@ class EngineSettings(RoleConfig):
             "drafts, batches or chunks; slower"
         ),
     )
+    tp: int = setting(
+        1,
+        Setting(
+            help="GPUs of one host that share the model of one worker: its attention heads, MLPs and "
+            "vocabulary are cut; on a CPU as many processes",
+            minimum=1,
+            maximum=64,
+        ),
+    )
     page_size: int = setting(
         0,
         Setting(

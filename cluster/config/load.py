@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 INTERNAL_VARIABLES = ("BATON_PARENT_PID", "BATON_OPERATOR_TOKEN")  # see cluster/process/process
 CLIENT_VARIABLES = ("BATON_API_KEY",)  # variables of `baton top` and `baton chat`
 TEST_VARIABLES = ("BATON_FAULT", "BATON_ALLOW_FAULTS")  # see cluster/process/failpoints
+PIPELINE = ("pp", "pp_size", "pipeline_parallel", "pipeline_parallel_size")  # as other servers call it
 COMMAND_LINE, ENVIRONMENT, FILE = "command line", "environment", "file"
 
 
@@ -260,6 +261,8 @@ def _owner_of(cls: type[RoleConfig]) -> Callable[[str], str]:
     """
 
     def owner_of(name: str) -> str:
+        if name in PIPELINE:
+            return "; pipeline parallelism is not supported: --tp N runs a model on N GPUs of one host"
         owners = [role.role for role in ROLES if role is not UpConfig and name in settings_of(role)]
         if not owners or cls.role in owners:
             return ""

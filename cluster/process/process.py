@@ -154,10 +154,14 @@ def watch_parent(env: Mapping[str, str] = os.environ) -> None:
     child survives its killed launcher.
     """
     parent = env.get(PARENT_VARIABLE, "")
-    if not parent.isdigit() or not sys.platform.startswith("linux"):
-        return
+    if parent.isdigit() and sys.platform.startswith("linux"):
+        end_with_parent(int(parent), signal.SIGTERM)
+
+
+def end_with_parent(parent: int, number: signal.Signals) -> None:
+    """Makes the kernel send signal `number` to this process when its parent, the process `parent`, dies."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
-        logger.warning("this process will outlive a killed launcher: %s", os.strerror(ctypes.get_errno()))
-    if os.getppid() != int(parent):  # the parent died before the request
-        os.kill(os.getpid(), signal.SIGTERM)
+    if libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
+        logger.warning("this process will outlive a killed parent: %s", os.strerror(ctypes.get_errno()))
+    if os.getppid() != parent:  # the parent died before the request
+        os.kill(os.getpid(), number)

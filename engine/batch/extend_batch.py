@@ -61,6 +61,11 @@ def planned_batch(plan: PromptPlan, *, page_size: int, device: torch.device) -> 
     )
 
 
+def written_pages(plan: PromptPlan, page_size: int) -> list[int]:
+    """The pages that the forward of `plan` writes."""
+    return [page for part in plan.parts for page in part.pages[part.start // page_size :]]
+
+
 def extend_batch(
     ranges: Sequence[tuple[Request, int, int]],
     *,

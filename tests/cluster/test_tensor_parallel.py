@@ -1,0 +1,118 @@
+"""Real workers of two ranks: answers of transformers; a rank that dies or stops takes its worker along."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from baton.tests.cluster.router_fakes import save_tokenizer
+from baton.tests.cluster.serving import (
+    GreedyStream,
+    complete,
+    instances,
+    random_ids,
+    serving,
+    wait_free,
+    wait_until,
+)
+from baton.tests.parity.toy_models import reference_greedy, reference_model
+
+VOCAB, LONG = 330, 120
+SETTINGS = {
+    "aggregated": True, "kv_memory_mb": 32, "threads": 1, "tp": 2, "watchdog_s": 10.0, "stall_timeout_s": 4.0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, toy_checkpoint):
+    directory = tmp_path_factory.mktemp("tp")
+    path = toy_checkpoint("llama", num_hidden_layers=2, vocab_size=VOCAB, max_position_embeddings=1 << 12)
+    shutil.copytree(path, directory, dirs_exist_ok=True)
+    return save_tokenizer(directory)
+
+
+def ranks_of(cluster):
+    """The processes of other ranks, by the pid of rank 0."""
+    workers = [child.pid for child in cluster.children if child.role == "decode" and child.pid]
+    return {pid: psutil.Process(pid).children() for pid in workers if psutil.pid_exists(pid)}
+
+
+@pytest.mark.slow
+def test_a_dead_and_a_stopped_rank_end_their_worker_and_its_streams_go_on(model):
+    with serving(model, prefill=0, decode=2, **SETTINGS) as cluster:
+        reference = reference_model(model)
+        prompt = random_ids(50, VOCAB, seed=1)
+        assert complete(cluster, prompt, max_tokens=8)[0] == reference_greedy(reference, prompt, 8)
+        prompts = [random_ids(40, VOCAB, seed=seed) for seed in (2, 3, 4)]
+        expected = [complete(cluster, ids, max_tokens=LONG)[0] for ids in prompts]
+        every = {rank.pid for ranks in ranks_of(cluster).values() for rank in ranks}
+        assert len(every) == 2
+        for number, said in ((signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "is stopped")):
+            lose_a_rank(cluster, number, said, prompts, expected)
+            every |= {rank.pid for ranks in ranks_of(cluster).values() for rank in ranks}
+    assert not any(map(_is_alive, every)), "a rank outlived its worker"
+
+
+def lose_a_rank(cluster, number, said, prompts, expected):
+    """Signal `number` to a rank under streams: they go on elsewhere, and its worker comes back."""
+    before = wait_until(lambda: len(instances(cluster)) == 2 and instances(cluster), 90, "two workers")
+    streams = [GreedyStream(cluster, ids, LONG) for ids in prompts]
+    wait_until(lambda: all(len(stream.ids) > 2 for stream in streams), 60, "all streams run")
+    rank_0, (rank,) = next(iter(ranks_of(cluster).items()))
+    os.kill(rank.pid, number)
+    for stream in streams:
+        stream.join()
+    assert [stream.error for stream in streams] == [None] * 3
+    assert [stream.ids for stream in streams] == expected
+    line = re.compile(rf"the worker ends: rank 1 \(pid {rank.pid}\) {said}")
+    wait_until(lambda: line.search(cluster.output.getvalue()), 30, "a line names the rank")
+    wait_until(lambda: not _is_alive(rank.pid) and not _is_alive(rank_0), 30, "rank and worker are gone")
+    wait_until(lambda: len(instances(cluster) - before) == 1, 120, "a restart")
+    wait_free(cluster)
+
+
+@pytest.mark.slow
+def test_a_rank_dies_with_a_killed_rank_0(model):
+    with serving(model, prefill=0, decode=1, **SETTINGS) as cluster:
+        (before,) = instances(cluster)
+        rank_0, (rank,) = next(iter(ranks_of(cluster).items()))
+        os.kill(rank_0, signal.SIGKILL)
+        wait_until(lambda: not _is_alive(rank.pid), 30, "the rank is gone")
+        wait_until(lambda: instances(cluster) not in (set(), {before}), 120, "a restart")
+        assert complete(cluster, random_ids(9, VOCAB, seed=9), max_tokens=3)[0]
+
+
+@pytest.mark.parametrize(
+    ("role", "flags", "said"),
+    [
+        ("decode", ["--aggregated", "--tp=3"], "4 attention heads, which 3 does not divide; use tp 1, 2, 4"),
+        ("decode", ["--tp=2"], "only aggregated workers run on several ranks"),
+        ("prefill", ["--tp=2"], "only aggregated workers run on several ranks"),
+        ("decode", ["--aggregated", "--tp=2", "--deterministic"], "which --deterministic asks for"),
+        (
+            "decode",
+            ["--aggregated", "--tp=2", "--host-cache-gib=1"],
+            "--host-cache-gib keeps the pages of one",
+        ),
+        ("decode", ["--aggregated", "--tp=0"], "is below the smallest allowed, 1"),
+        ("decode", ["--pp=2"], "pipeline parallelism is not supported: --tp N runs a model on N GPUs"),
+    ],
+    ids=["heads", "decode", "prefill", "deterministic", "tiers", "none", "pipeline"],
+)
+def test_what_several_ranks_cannot_do_is_refused_in_one_line(model, role, flags, said):
+    command = [sys.executable, "-m", f"baton.{role}", f"--model={model}", "--device=cpu", *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    (line,) = [each for each in ended.stderr.splitlines() if each.startswith("baton")]
+    assert said in line
+    assert ended.returncode in (1, 2)
+
+
+def _is_alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

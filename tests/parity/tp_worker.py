@@ -1,0 +1,48 @@
+"""An aggregated decode worker of several ranks: rank 0 is the process of the test, the others are real."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from baton.cluster.config.roles import DecodeConfig
+from baton.decode.worker import DecodeWorker
+from baton.engine.config import EngineConfig
+from baton.engine.loader import EngineLoader
+from baton.engine.parallel.group import join_group, leave_group
+from baton.tests.parity.test_sampled_law import D, Ears
+from baton.worker.ranks import Ranks
+
+SIZES = {"page_size": 4, "pages": 160, "max_context": 96, "max_running": 6, "watchdog_s": 60.0}
+
+
+@contextmanager
+def tp_worker(target: Path, draft: Path | str | None, tp: int, **settings: object) -> Iterator[DecodeWorker]:
+    """A worker of `tp` ranks on CPU, in float32. `worker.ranks` are the other ranks."""
+    config = DecodeConfig(
+        model=str(target), draft=str(draft or ""), device="cpu", dtype="float32", aggregated=True, tp=tp,
+        threads=1, **{**SIZES, "local_prefill_tokens": 16, **settings},
+    )  # fmt: skip
+    ranks = Ranks.start(config, D)
+    try:
+        group = join_group(ranks.meeting_path, 0, tp, torch.device("cpu"))
+        loader = EngineLoader(EngineConfig.of(config), has_drafter=True, group=group)
+        for _, run in loader.phases():
+            run()
+        engine = loader.engine()
+        engine.tell = ranks.tell
+        worker = DecodeWorker(
+            engine,
+            Ears(),
+            instance=D,
+            max_running=config.max_running,
+            local_prefill_tokens=engine.sizes.local_prefill_tokens,
+        )
+        worker.local.budget_alone = worker.local.budget  # the same parts whether or not a stream runs
+        worker.ranks = ranks
+        yield worker
+        ranks.close()
+        leave_group(group)
+    finally:
+        ranks.close(is_clean=False)
+        assert [process.returncode for process in ranks.processes] == [0] * (tp - 1)
