@@ -20,6 +20,7 @@ import torch
 
 from ...cluster.process.log import fields as log_fields
 from ...engine.kv.page_order import PageOrder
+from ...kernels.move_rows import ROW_FIELDS, move_rows_triton
 from ...kernels.move_spans import MODULUS, SPAN_FIELDS, SpanLauncher, move_spans_triton, num_chunks
 from .device import HANDLE_BYTES, Spans
 from .slab import SlabError
@@ -117,6 +118,7 @@ class CudaMove:
     num_chunks: int
     is_held: bool
     digests: list[int] | None = None
+    num_fields: int = SPAN_FIELDS  # numbers of a span
 
     def poll(self) -> list[int] | None:
         if self.digests is None and self.table.event.query():  # type: ignore[no-untyped-call]
@@ -208,26 +210,26 @@ class CudaDevice:
         self, runs: Sequence[Spans], pages: Iterable[int], *, is_write: bool, is_early: bool = False
     ) -> CudaMove:
         """As `Device.move`."""
-        num_rows = sum(len(run) for run in runs)
+        num_rows, num_fields = sum(len(run) for run in runs), runs[0].shape[1]
         num_sums = num_chunks(max(int(run[:, 2].max()) for run in runs))
-        begin, end = num_rows * SPAN_FIELDS, num_rows * (SPAN_FIELDS + num_sums)
+        begin, end = num_rows * num_fields, num_rows * (num_fields + num_sums)
         table = self._take(end)
-        np.concatenate(runs, out=table.numbers[:begin].reshape(num_rows, SPAN_FIELDS))
+        np.concatenate(runs, out=table.numbers[:begin].reshape(num_rows, num_fields))
         stream = self._early_stream if is_early else self._stream
         is_held = self._order.wait(pages, stream)
-        if self._launcher is None:
-            self._dispatch(table, num_rows, num_sums, stream)
+        if self._launcher is None or num_fields != SPAN_FIELDS:
+            self._dispatch(table, num_rows, num_sums, stream, num_fields)
         else:
             with torch.cuda.device(self._device):
                 spans, sums = table.address, table.address + 8 * begin
                 self._launcher.launch(spans, num_rows, sums, num_sums, stream.cuda_stream)
         table.event.record(stream)
-        return CudaMove(self, table, [len(run) for run in runs], num_sums, is_held)
+        return CudaMove(self, table, [len(run) for run in runs], num_sums, is_held, num_fields=num_fields)
 
     def finished(self, move: CudaMove) -> list[int]:
         """The digests of a finished move, whose table is free again."""
         num_rows = sum(move.counts)
-        begin, end = num_rows * SPAN_FIELDS, num_rows * (SPAN_FIELDS + move.num_chunks)
+        begin, end = num_rows * move.num_fields, num_rows * (move.num_fields + move.num_chunks)
         rows = move.table.numbers[begin:end].reshape(num_rows, move.num_chunks).sum(axis=1)
         starts = np.cumsum([0, *move.counts[:-1]])
         digests = (np.add.reduceat(rows, starts) % MODULUS).tolist()
@@ -248,13 +250,21 @@ class CudaDevice:
             size *= 2
         return _Table(size)
 
-    def _dispatch(self, table: _Table, num_rows: int, num_sums: int, stream: torch.cuda.Stream) -> object:
+    def _dispatch(
+        self,
+        table: _Table,
+        num_rows: int,
+        num_sums: int,
+        stream: torch.cuda.Stream,
+        num_fields: int = SPAN_FIELDS,
+    ) -> object:
         """Launches by Triton's own dispatch, which returns the compiled kernel."""
-        begin, end = num_rows * SPAN_FIELDS, num_rows * (SPAN_FIELDS + num_sums)
-        spans = table.memory[:begin].view(num_rows, SPAN_FIELDS)
+        begin, end = num_rows * num_fields, num_rows * (num_fields + num_sums)
+        spans = table.memory[:begin].view(num_rows, num_fields)
         sums = table.memory[begin:end].view(num_rows, num_sums)
-        with torch.cuda.stream(stream):
-            return move_spans_triton(spans, sums)
+        launch = move_rows_triton if num_fields == ROW_FIELDS else move_spans_triton
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            return launch(spans, sums)
 
     def _compile(self) -> None:
         """Moves one span, so that no hand-off waits for the compiler, and makes later launches shorter."""

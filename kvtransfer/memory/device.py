@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-Spans = npt.NDArray[np.int64]  # [n, 4], as `kernels.move_spans`
+Spans = npt.NDArray[np.int64]  # [n, 4], as `kernels.move_spans`, or [n, 7], as `kernels.move_rows`
 
 HANDLE_BYTES = 64
 
@@ -60,6 +60,8 @@ class Device(Protocol):
         self, runs: Sequence[Spans], pages: Iterable[int], *, is_write: bool, is_early: bool = False
     ) -> Move:
         """Starts to copy and digest the spans of each run, after the launched work that uses `pages`.
+
+        All runs of a move have spans of one kind.
 
         `is_write`: the spans lead into the pages, and not out of them. `is_early`: the move begins behind a
         forward that may still run for long, so it waits on a stream of its own and delays no other move.

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ...engine.kv.page_order import PageOrder
+from ...kernels.move_rows import ROW_FIELDS, move_rows_reference
 from ...kernels.move_spans import MODULUS, move_spans_reference
 from .device import HANDLE_BYTES, Spans
 from .slab import SlabError
@@ -178,7 +179,8 @@ class HostDevice:
             self._order.touch(page, is_write=move.is_write)
         for run in move.runs:
             sums = torch.empty(len(run), 1, dtype=torch.int64)
-            move_spans_reference(torch.from_numpy(run), sums)
+            copy = move_rows_reference if run.shape[1] == ROW_FIELDS else move_spans_reference
+            copy(torch.from_numpy(run), sums)
             move.digests.append(int(sums.sum()) % MODULUS)
         move.is_done = True
 

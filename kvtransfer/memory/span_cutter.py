@@ -1,8 +1,8 @@
 """Cuts a run of a room's byte stream into spans of memory for a `Device`.
 
 One page of the stream is cut alike in every room: the KV page, then the feature page, or its pieces where
-only some feature layers travel, or the rows of the KV page where only some KV heads do. numpy clips these
-pieces for all pages of a run at once.
+only some feature layers travel. numpy clips these pieces for all pages of a run at once. Where only some KV
+heads travel, the piece of the KV page is a part of each of its rows (`kernels.move_rows`).
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from ...engine.kv.layouts import PageRows
+from ...kernels.move_rows import ROW_FIELDS
 from ...kernels.move_spans import ALIGNMENT, SPAN_FIELDS, WORD_BYTES
 from ..protocol.layout import KVLayout, RoomStream
 from ..protocol.session import SendBlock
@@ -26,14 +27,21 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RunPlaces:
-    """The memory of a run, in pieces by offset: its address, its offset in the run and its size, in bytes."""
+    """The memory of a run, in pieces by offset: its address, its offset in the run and its size, in bytes.
+
+    Where KV heads are cut out of pages, pieces are rows: `row_bytes` of each, and `strides` from row to row.
+    """
 
     addresses: Numbers
     offsets: Numbers
     sizes: Numbers
+    row_bytes: Numbers | None = None
+    strides: Numbers | None = None
 
     def part(self, start: int, end: int) -> "RunPlaces":
         """The bytes [start, end) of the run as a run of their own."""
+        if self.row_bytes is not None:
+            return _cut_rows(self, start, end)
         first = int(np.searchsorted(self.offsets, start, side="right")) - 1
         last = int(np.searchsorted(self.offsets, end, side="left"))
         low = np.maximum(self.offsets[first:last], start)
@@ -42,16 +50,22 @@ class RunPlaces:
 
     def gather(self, slot: int) -> Spans:
         """The spans from the pieces into the slot at address `slot`."""
-        return self._spans(self.addresses, slot + self.offsets)
+        return self._spans(self.addresses, slot + self.offsets, (self.strides, self.row_bytes))
 
     def scatter(self, slot: int) -> Spans:
         """The spans from the slot at address `slot` into the pieces."""
-        return self._spans(slot + self.offsets, self.addresses)
+        return self._spans(slot + self.offsets, self.addresses, (self.row_bytes, self.strides))
 
-    def _spans(self, sources: Numbers, targets: Numbers) -> Spans:
-        spans = np.empty((len(self.sizes), SPAN_FIELDS), dtype=np.int64)
+    def _spans(
+        self, sources: Numbers, targets: Numbers, strides: tuple[Numbers | None, Numbers | None]
+    ) -> Spans:
+        num_fields = SPAN_FIELDS if self.row_bytes is None else ROW_FIELDS
+        spans = np.empty((len(self.sizes), num_fields), dtype=np.int64)
         spans[:, 0], spans[:, 1] = sources, targets
         spans[:, 2], spans[:, 3] = self.sizes // WORD_BYTES, self.offsets // WORD_BYTES
+        for field, numbers in enumerate((self.row_bytes, *strides), start=SPAN_FIELDS):
+            if numbers is not None:
+                spans[:, field] = numbers // WORD_BYTES
         return spans
 
 
@@ -85,12 +99,7 @@ class SpanCutter:
         whole rows. Raises SlabError if a piece or a block is not aligned.
         """
         # plane, offset in the stream's page, in the plane's, size
-        pieces = [(0, 0, 0, layout.kv_page_bytes)]
-        if not rows.is_whole:
-            pieces = [
-                (0, row * rows.size, row * rows.row_bytes + rows.first, rows.size)
-                for row in range(rows.num_rows)
-            ]
+        pieces = [(0, 0, rows.first, layout.kv_page_bytes)]
         if layout.has_features and columns is None:
             pieces.append((1, layout.kv_page_bytes, 0, layout.feature_page_bytes))
         elif layout.has_features and columns is not None:
@@ -101,6 +110,12 @@ class SpanCutter:
             raise SlabError(f"{size} {layout.wire.block_bytes} are not aligned to {ALIGNMENT} bytes")
         self._is_feature = table[:, 0] == 1
         self._in_unit, self._in_page, self._sizes = table[:, 1], table[:, 2], table[:, 3]
+        self._row_bytes = self._strides = None
+        if not rows.is_whole:
+            if rows.size % ALIGNMENT or rows.row_bytes % ALIGNMENT:
+                raise SlabError(f"KV heads of {rows.size} bytes are not aligned to {ALIGNMENT} bytes")
+            self._row_bytes, self._strides = self._sizes.copy(), self._sizes.copy()
+            self._row_bytes[0], self._strides[0] = rows.size, rows.row_bytes
 
     def __repr__(self) -> str:
         return f"SpanCutter(pieces={len(self._sizes)})"
@@ -125,6 +140,16 @@ class SpanCutter:
             feature_pages = _page_addresses(*features, first, last)[:, None] + self._in_page
             pages = np.where(self._is_feature, feature_pages, pages)
         begins = np.arange(first, last, dtype=np.int64)[:, None] * stream.unit_bytes + self._in_unit
+        if self._row_bytes is not None and self._strides is not None:
+            num_pages = last - first
+            whole = RunPlaces(
+                pages.reshape(-1),
+                begins.reshape(-1) - start,
+                np.tile(self._sizes, num_pages),
+                np.tile(self._row_bytes, num_pages),
+                np.tile(self._strides, num_pages),
+            )
+            return whole.part(0, end - start)
         low, high = np.maximum(begins, start), np.minimum(begins + self._sizes, end)
         is_inside = low < high
         addresses = (pages + low - begins)[is_inside]
@@ -187,6 +212,37 @@ def pages_of_run(stream: RoomStream, block: int, count: int, pages: Sequence[int
     start = block * stream.block_bytes
     end = start + stream.block_size(block, count)
     return pages[start // stream.unit_bytes : -(-end // stream.unit_bytes)]
+
+
+def _cut_rows(run: RunPlaces, start: int, end: int) -> RunPlaces:
+    """The bytes [start, end) of a run whose pieces are rows.
+
+    Only the first and the last piece may begin or end within a row, and are cut into up to three.
+    """
+    assert run.row_bytes is not None
+    assert run.strides is not None
+    first = int(np.searchsorted(run.offsets, start, side="right")) - 1
+    last = int(np.searchsorted(run.offsets, end, side="left"))
+    columns = np.stack([run.addresses, run.offsets, run.sizes, run.row_bytes, run.strides], axis=1)[
+        first:last
+    ]
+    edges = sorted({0, len(columns) - 1})
+    cut = {edge: _cut_piece(columns[edge].tolist(), start, end) for edge in edges}
+    parts = [cut[0], columns[1:-1]] + ([cut[edges[-1]]] if len(edges) > 1 else [])
+    table = np.concatenate(parts)
+    return RunPlaces(table[:, 0], table[:, 1] - start, table[:, 2], table[:, 3], table[:, 4])
+
+
+def _cut_piece(piece: Sequence[int], start: int, end: int) -> Numbers:
+    """The bytes [start, end) of the run in one piece; each part: address, offset, size, row bytes, stride."""
+    address, offset, size, row_bytes, stride = piece
+    rows = PageRows(num_rows=size // row_bytes, row_bytes=stride, first=0, size=row_bytes)
+    lo, hi = max(0, start - offset), min(size, end - offset)
+    cut = [
+        (address + one.first_row * stride + one.lo, offset + lo + one.at, one.num_bytes, one.shape[1], stride)
+        for one in rows.rectangles(lo, hi)
+    ]
+    return np.array(cut, dtype=np.int64).reshape(-1, 5)
 
 
 def _page_addresses(base: PlaneBase, pages: Sequence[int], first: int, last: int) -> Numbers:

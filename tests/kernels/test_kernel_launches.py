@@ -25,6 +25,7 @@ from baton.kernels.int4_linear import dequantise_int4_triton, int4_linear_triton
 from baton.kernels.invariant_attention import Rows, invariant_attention_triton
 from baton.kernels.kv_store import store_kv_triton
 from baton.kernels.match_ngrams import NgramSizes, match_ngrams, match_ngrams_triton
+from baton.kernels.move_rows import ROW_FIELDS, move_rows_triton
 from baton.kernels.move_spans import SPAN_FIELDS, move_spans_triton
 from baton.kernels.quantise_rows import quantise_rows_triton
 from baton.kernels.rms_norm import add_rms_norm, rms_norm_triton
@@ -212,6 +213,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     ragged = Rows(lens, starts=torch.tensor([0, 1, 3]), longest=64)
     invariant_attention_triton(q, pool, 1, table, ragged, 0.1)
     move_spans_triton(torch.zeros(1, SPAN_FIELDS, dtype=torch.int64), rows[None])
+    move_rows_triton(torch.zeros(1, ROW_FIELDS, dtype=torch.int64), rows[None])
     route_experts_triton(x[:, :128], Routing(top_k=8, is_normalised=True))
     gate_up, down = (torch.zeros(4, *shape, dtype=torch.bfloat16) for shape in ((1536, 2048), (2048, 768)))
     for num_tokens in (1, 16, 64, 512):
@@ -228,6 +230,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
         "_match_ngrams_kernel",
         "_route_kernel", "_group_kernel", "_expert_kernel", "_combine_kernel",
         "_gather_kernel", "_context_kernel", "_fold_kernel", "_join_kernel", "_move_spans_kernel",
+        "_move_rows_kernel",
     }  # fmt: skip
     check_compiled(compiled_for_h200)
     by_name = dict(compiled_for_h200)
@@ -243,6 +246,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     assert "cp.async.bulk.tensor" in by_name["_context_kernel"].asm["ptx"], "bulk copies of whole tiles"
     for instruction in ("ld.global.v4.b32", "st.global.v4.b32"):  # 16 bytes per thread
         assert instruction in by_name["_move_spans_kernel"].asm["ptx"]
+        assert instruction in by_name["_move_rows_kernel"].asm["ptx"]
 
 
 def test_splits_fill_the_device_without_cutting_a_context_finer_than_pays():
