@@ -26,11 +26,11 @@ from baton.tests.cluster.router_fakes import (
     without_collector,
 )
 from baton.tests.corpora.corpus import data, http_requests
+from baton.tests.judges.raw_http import without_own_id
 
 CASES = http_requests()
 ENDS_S = 30.0  # what comes to no end takes longer
 INNER = re.compile(r"0x[0-9a-f]{4}|/(?:etc|tmp|work|root|home)/|Traceback|\.py|\d+\.\d+\.\d+\.\d+|:\d{4,5}\b")
-REQUEST_ID = re.compile(rb"\r\nx-request-id: (?P<id>[^\r\n]+)", re.IGNORECASE)
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
 
 
@@ -78,11 +78,6 @@ def test_s24_raw_requests_are_refused_or_parsed_correctly(keyed, case):
         assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
     assert INNER.search(without_own_id(answer, sent).decode("latin-1")) is None
     assert httpx.get(running.url + "/health").status_code == 200
-
-
-def without_own_id(answer, sent):
-    """The answer without an x-request-id that is the client's own."""
-    return REQUEST_ID.sub(lambda header: b"" if header["id"] in sent else header[0], answer)
 
 
 def test_pipelined_requests_are_answered_one_after_another_in_their_order(keyed):

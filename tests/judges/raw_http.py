@@ -26,6 +26,7 @@ INNER = re.compile(
 )
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 BODY = re.compile(rb"\r\n\r\n(\{.*?\}\})")
+REQUEST_ID = re.compile(rb"\r\nx-request-id: (?P<id>[^\r\n]+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,12 @@ def damaged(case: Case, coin: random.Random) -> bytes:
     return bytes(sent)
 
 
-def fault_of(case: Case, told: Told | None, *, is_keyed: bool, is_whole: bool) -> str:
+def without_own_id(answer: bytes, sent: bytes) -> bytes:
+    """The answer without an x-request-id that is the client's own."""
+    return REQUEST_ID.sub(lambda header: b"" if header["id"] in sent else header[0], answer)
+
+
+def fault_of(case: Case, sent: bytes, told: Told | None, *, is_keyed: bool, is_whole: bool) -> str:
     """What is wrong with an answer, or ""; of a damaged case only what holds for every request is asked."""
     if told is None:
         return f"no end within {bound_of(case.expect):.0f} s"
@@ -89,7 +95,7 @@ def fault_of(case: Case, told: Told | None, *, is_keyed: bool, is_whole: bool) -
     good = {501, 505} if is_keyed else {200, 501, 505}
     if strange := [status for status in found if not (400 <= status < 500 or status in good)]:
         return f"answered {strange[0]}"
-    if 200 not in found and INNER.search(told.answer):
+    if 200 not in found and INNER.search(without_own_id(told.answer, sent)):
         return "shows what is inside"
     if any(
         set(json.loads(body)["error"]) != {"message", "type", "param", "code"}
@@ -119,7 +125,7 @@ def judged(port: int, *, is_keyed: bool, seed: int = 1) -> tuple[int, float, lis
     def play(what: tuple[Case, bytes, bool]) -> tuple[float, str]:
         case, raw, is_whole = what
         told = tell(port, raw, bound_of(case.expect if is_whole else "either"))
-        fault = fault_of(case, told, is_keyed=is_keyed, is_whole=is_whole)
+        fault = fault_of(case, raw, told, is_keyed=is_keyed, is_whole=is_whole)
         is_refusal = told is not None and case.expect in ("reject", "reject-body")
         return (
             told.seconds if told is not None and is_refusal and is_whole else 0.0
