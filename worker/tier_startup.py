@@ -25,7 +25,8 @@ from ..engine.speculative.drafters.protocol import draft_pools
 logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
-STAGING_PAGES, STAGING_BYTES = 64, 256 * MIB  # of host memory on the way to a disk, where it has no budget
+STAGING_PAGES = 64  # least host memory on the way to a disk, where it has no budget
+STAGING_BYTES = {"cpu": 256 * MIB, "cuda": 1024 * MIB}
 
 
 def open_tiers(
@@ -50,7 +51,9 @@ def open_tiers(
     planes = tier_planes(engine)
     page_bytes = sum(plane.shape[1] for plane in planes)
     slot_bytes = slot_bytes_of(page_bytes)
-    num_slots = host_bytes // slot_bytes or max(STAGING_PAGES, STAGING_BYTES // slot_bytes)
+    num_slots = host_bytes // slot_bytes or max(
+        STAGING_PAGES, STAGING_BYTES[engine.pool.device.type] // slot_bytes
+    )
     try:
         slab = HostSlab(num_slots, page_bytes, engine.pool.device)
     except OSError as error:

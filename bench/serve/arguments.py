@@ -28,6 +28,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--prompts and --workload both name the requests; a --workload file may hold prompts")
     if options.rounds != ROUNDS and not options.compare:
         parser.error("--rounds belongs to --compare")
+    if options.take_turns and (not options.workload or options.rate):
+        parser.error("--take-turns is for the conversations of --workload under --concurrency")
+    if options.take_turns and options.duration and not options.requests:
+        parser.error("--take-turns needs --requests, which says how many conversations there are")
     if options.context and not options.workload:
         parser.error("--context cuts the requests of --workload; use --input and --output instead")
     if options.workload and (options.input or options.output or options.shared_prefix):
@@ -130,6 +134,11 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="cut the requests of --workload so that prompt and answer have at most N tokens together",
+    )
+    parser.add_argument(
+        "--take-turns",
+        action="store_true",
+        help="conversations of --workload take turns with each other: the one that waited longest is next",
     )
     parser.add_argument("--temperature", type=_positive_or_zero, default=0.0, help="of sampling (0)")
     parser.add_argument(

@@ -53,6 +53,7 @@ class LoadPlan:
     goals: Goals
     warmup: int
     rng: random.Random
+    takes_turns: bool = False
 
 
 class ServeBench:
@@ -98,7 +99,7 @@ class ServeBench:
         self._progress.begin(f"{prefix}{level}")
         telling = asyncio.ensure_future(tell(run, plan.bound, self._progress.show, SHOWN_S))
         try:
-            await drive(run, plan.questions, self.ask, plan.bound, plan.rng)
+            await drive(run, plan.questions, self.ask, plan.bound, plan.rng, takes_turns=plan.takes_turns)
         finally:
             telling.cancel()
         return run, figures_of(run, plan.goals, said(before, await read_metrics(self._routers)))
@@ -213,6 +214,7 @@ async def plan_of(options: argparse.Namespace, client: LoadClient) -> LoadPlan:
         goals=Goals(ttft_ms=options.slo_ttft, itl_ms=options.slo_itl),
         warmup=options.warmup,
         rng=random.Random(f"arrivals {options.seed}"),
+        takes_turns=options.take_turns,
     )
 
 

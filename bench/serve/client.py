@@ -36,6 +36,8 @@ class TimedCall:
     """The scheduled begin, from which latencies count."""
     sent: float = 0.0
     ended: float = 0.0
+    turn: int = 0
+    """Turns before it in its conversation."""
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     """(time, number of tokens) of each event with tokens."""
     num_prompt: int = 0

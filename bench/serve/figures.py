@@ -75,6 +75,9 @@ class Figures:
     """The 99th percentile of the delay between due time and send, in milliseconds."""
     server: dict[str, float] = field(default_factory=dict)
     """The endpoint's own figures of the same time, see `server`."""
+    ttft_by_turn: list[float] = field(default_factory=list)
+    """The median TTFT of the first turns of conversations, of the second ones, and so on; empty without
+    conversations."""
 
     def as_dict(self) -> dict[str, Any]:
         """The figures for JSON, with None in place of NaN."""
@@ -83,6 +86,7 @@ class Figures:
             found[name] = {
                 share: None if math.isnan(value) else value for share, value in found[name].items()
             }
+        found["ttft_by_turn"] = [None if math.isnan(value) else value for value in self.ttft_by_turn]
         return found | {"late_ms": None if math.isnan(self.late_ms) else self.late_ms}
 
 
@@ -162,7 +166,18 @@ def figures_of(run: Run, goals: Goals, server: dict[str, float] | None = None) -
         e2e=spread([e2e_ms(call) for call in good]),
         late_ms=percentile(sorted(1000 * (call.sent - call.due) for call in run.calls), 99),
         server=server or {},
+        ttft_by_turn=by_turn(good),
     )
+
+
+def by_turn(calls: Sequence[TimedCall]) -> list[float]:
+    """The median TTFT of each turn, in milliseconds; empty where no conversation has a second one."""
+    turns = max((call.turn for call in calls), default=0)
+    times: list[list[float]] = [[] for _ in range(turns + 1)]
+    for call in calls:
+        if (value := ttft_ms(call)) is not None:
+            times[call.turn].append(value)
+    return [spread(values).p50 for values in times] if turns else []
 
 
 def spread(values: Sequence[float]) -> Spread:

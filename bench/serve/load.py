@@ -8,10 +8,15 @@ open loop     requests start at the times of a Poisson process, independent of e
 
 A client of a closed loop goes through a conversation turn by turn. In an open loop the Poisson process starts
 conversations; a later turn is due when the answer before it is complete. A failed turn ends its conversation.
+
+Where conversations take turns with each other, a client of a closed loop sends the next turn of the
+conversation that has waited longest. Between two turns of a conversation lies one of each other, so a
+server's cache is full of those.
 """
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -90,13 +95,26 @@ class Run:
                 return
             self.num_begun += 1
             call = await ask(turn, due)
+            call.turn = number
             self.calls.append(call)
             has_failed, due = bool(call.error), self.began + self.seconds
 
 
-async def drive(run: Run, questions: Iterator[Question], ask: Ask, bound: Bound, rng: random.Random) -> Run:
-    """Runs one level until `bound` and the end of the last answer."""
-    await (_open if run.level.rate else _closed)(run, questions, ask, bound, rng)
+async def drive(
+    run: Run,
+    questions: Iterator[Question],
+    ask: Ask,
+    bound: Bound,
+    rng: random.Random,
+    *,
+    takes_turns: bool = False,
+) -> Run:
+    """Runs one level until `bound` and the end of the last answer.
+
+    `takes_turns`: in a closed loop conversations take turns with each other.
+    """
+    loop = _open if run.level.rate else _rotating if takes_turns else _closed
+    await loop(run, questions, ask, bound, rng)
     return run
 
 
@@ -113,6 +131,30 @@ async def _closed(
     async def client() -> None:
         while not run.is_over(bound):
             await run.converse(ask, next(questions), clock(), bound)
+
+    await asyncio.gather(*(client() for _ in range(run.level.width)))
+
+
+async def _rotating(
+    run: Run, questions: Iterator[Question], ask: Ask, bound: Bound, rng: random.Random
+) -> None:
+    clock = asyncio.get_running_loop().time
+    waiting: deque[tuple[int, tuple[Question, ...]]] = deque()  # the next turn of each, and all turns
+    while run.num_planned < bound.num_requests:
+        question = next(questions)
+        left = int(min(bound.num_requests - run.num_planned, 1 + len(question.then)))
+        waiting.append((0, (question, *question.then)[:left]))
+        run.num_planned += left
+
+    async def client() -> None:
+        while waiting and run.seconds < bound.seconds:
+            number, turns = waiting.popleft()
+            run.num_begun += 1
+            call = await ask(turns[number], clock())
+            call.turn = number
+            run.calls.append(call)
+            if number + 1 < len(turns) and not call.error:
+                waiting.append((number + 1, turns))
 
     await asyncio.gather(*(client() for _ in range(run.level.width)))
 

@@ -7,6 +7,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from .client import LoadClient, Unexpected
 
 Reading = Mapping[str, float]
+TIERS = {
+    ("baton_worker_tier_moved_bytes_total", "host", "in"): "host_in",
+    ("baton_worker_tier_moved_bytes_total", "host", "out"): "host_out",
+    ("baton_worker_tier_moved_bytes_total", "disk", "in"): "disk_in",
+    ("baton_worker_tier_moved_bytes_total", "disk", "out"): "disk_out",
+}  # by (series, tier, direction)
 WANTED = {
     "handoff_s": "baton_handoff_seconds_sum",
     "handoffs": "baton_handoff_seconds_count",
@@ -20,7 +26,9 @@ WANTED = {
     "verifies": "baton_verify_steps_total",
     "accepted": "baton_accepted_tokens_total",
     "drafted": "baton_drafted_tokens_total",
+    "tier_hits": "baton_worker_tier_hit_tokens_total",
 }
+NAMES = (*WANTED, *TIERS.values())
 
 
 async def read_metrics(routers: Sequence[LoadClient]) -> Reading:
@@ -28,7 +36,7 @@ async def read_metrics(routers: Sequence[LoadClient]) -> Reading:
     readings = [await _read(client) for client in routers]
     if not all(readings):
         return {}
-    return {name: sum(reading.get(name, 0.0) for reading in readings) for name in WANTED}
+    return {name: sum(reading.get(name, 0.0) for reading in readings) for name in NAMES}
 
 
 async def _read(client: LoadClient) -> Reading:
@@ -40,13 +48,15 @@ async def _read(client: LoadClient) -> Reading:
 
 
 def totals(text: str) -> Reading:
-    """Totals by the keys of WANTED."""
+    """Totals by the keys of WANTED, and of the copies between tiers."""
     names = {series: name for name, series in WANTED.items()}
     found: dict[str, float] = {}
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                name = names.get(sample.name)
+                labels = sample.labels
+                moved = (sample.name, labels.get("tier", ""), labels.get("direction", ""))
+                name = TIERS.get(moved) or names.get(sample.name)
                 if name is not None:
                     found[name] = found.get(name, 0.0) + sample.value
     except ValueError:  # not a sample line of baton's metrics
@@ -61,7 +71,7 @@ def said(before: Reading, after: Reading) -> dict[str, float]:
     """
     if not before or not after:
         return {}
-    gone = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in WANTED}
+    gone = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in NAMES}
     if min(gone.values()) < 0:  # a process has restarted, or another router answered
         return {}
     shown = {
@@ -74,6 +84,8 @@ def said(before: Reading, after: Reading) -> dict[str, float]:
         "prefill_wait_ms": _ratio(1000 * gone["prefill_wait_s"], gone["prefills"]),
         "cached_share": _ratio(gone["cached"], gone["prompt"]),
         "retries": gone["retries"],
+        "tier_hit_share": _ratio(gone["tier_hits"], gone["prompt"]) if gone["tier_hits"] else None,
+        **{f"{name}_mb": gone[name] / 1e6 for name in TIERS.values() if gone[name]},
     }
     return {name: value for name, value in shown.items() if value is not None}
 

@@ -19,6 +19,11 @@ UNITS = {
     "prefill_ms": "prefill {:.1f} ms",
     "prefill_wait_ms": "behind a queue of {:.1f} ms",
     "cached_share": "{:.0%} of prompts cached",
+    "host_in_mb": "{:.0f} MB into host memory",
+    "host_out_mb": "{:.0f} MB back",
+    "disk_in_mb": "{:.0f} MB onto disk",
+    "disk_out_mb": "{:.0f} MB read from it",
+    "tier_hit_share": "{:.0%} of prompts came back",
     "retries": "{:.0f} attempts again",
 }
 
@@ -59,6 +64,9 @@ def short_ms(value: float) -> str:
 
 def _notes(figures: Figures) -> list[str]:
     lines = [f"{figures.load}: {count} x {kind}" for kind, count in figures.errors.items()]
+    if figures.ttft_by_turn:
+        medians = " / ".join(map(short_ms, figures.ttft_by_turn))
+        lines.append(f"{figures.load}: TTFT p50 by turn {medians}")
     shown = [UNITS[name].format(value) for name, value in figures.server.items()]
     if shown:
         lines.append(f"{figures.load}, says the endpoint: {', '.join(shown)}")

@@ -31,37 +31,46 @@ def planes() -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def copies(planes: list[torch.Tensor]) -> PageCopies:
+def order() -> PageOrder:
+    return PageOrder(NUM_PAGES, "cuda")
+
+
+@pytest.fixture
+def copies(planes: list[torch.Tensor], order: PageOrder) -> PageCopies:
     slab = HostSlab(12, KV_BYTES + DRAFT_BYTES, torch.device("cuda"))
     assert slab.is_pinned
-    return PageCopies(planes, slab, PageOrder(NUM_PAGES, "cuda"))
+    return PageCopies(planes, slab, order)
 
 
 def test_pages_come_back_as_they_went(planes: list[torch.Tensor], copies: PageCopies) -> None:
     before = [plane.clone() for plane in planes]
     moves = [PageMove(key=key, slot=3 + place, page=2 * place + 1) for place, key in enumerate(KEYS)]
-    digests = copies.save(moves, copies.mark())
+    digests = copies.save(moves)
     for plane in planes:
         plane.zero_()
     back = [PageMove(key=move.key, slot=move.slot, page=move.page + 1) for move in moves]
-    assert copies.load(back, copies.mark()) == digests
+    assert copies.load(back) == digests
     for plane, was in zip(planes, before, strict=True):
         for move in moves:
             assert torch.equal(plane[move.page + 1], was[move.page])
             assert not plane[move.page].any()
     copies.slab.page(5)[77] ^= 1
-    changed = [a != b for a, b in zip(copies.load(back, copies.mark()), digests, strict=True)]
+    changed = [a != b for a, b in zip(copies.load(back), digests, strict=True)]
     assert changed == [place == 2 for place in range(len(KEYS))]
 
 
-def test_a_copy_comes_behind_the_work_launched_before(planes: list[torch.Tensor], copies: PageCopies) -> None:
+def test_a_copy_comes_behind_the_work_that_uses_its_page(
+    planes: list[torch.Tensor], copies: PageCopies, order: PageOrder
+) -> None:
     torch.cuda._sleep(200_000_000)  # some 0.1 s
     planes[0][1].fill_(7)
-    copies.save([PageMove(key=KEYS[0], slot=0, page=1)], copies.mark())
+    copies.stamp([1])
+    copies.save([PageMove(key=KEYS[0], slot=0, page=1)])
     assert (copies.slab.page(0)[:KV_BYTES] == 7).all()
     torch.cuda._sleep(200_000_000)
     planes[0][2].fill_(9)
-    copies.load([PageMove(key=KEYS[0], slot=0, page=2)], copies.mark())
+    order.stamp([2])  # as an allocator does
+    copies.load([PageMove(key=KEYS[0], slot=0, page=2)])
     torch.cuda.synchronize()
     assert (planes[0][2] == 7).all()
 

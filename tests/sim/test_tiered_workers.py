@@ -127,3 +127,13 @@ def test_a_request_that_leaves_during_its_restore_takes_nothing_along(target):
     for _ in range(50):
         pair.turn()
     assert pair.decode.engine.cache.allocator.num_used == pair.decode.engine.cache.num_cached
+
+
+def test_no_page_is_copied_before_the_forwards_that_use_it(target):
+    pair, rng = Pair(target, pages=24), random.Random(7)
+    for worker in (pair.prefill, pair.decode):
+        worker.engine.pool.order.check_uses()
+        attach_tiers(worker, lambda: pair.clock.now, rng, host_slots=60)
+    played(pair, 7, is_local=False, rng=rng)
+    assert pair.prefill.tiers.counters["host_hit_tokens"] > 50
+    assert pair.decode.tiers.counters["host_hit_tokens"] > 50

@@ -118,6 +118,7 @@ class CacheTiers:
         self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self.is_off = False
         self._unsaved: OrderedDict[int, None] = OrderedDict()  # idle pages that were not looked at
+        self._new_idle: list[int] = []  # since `take_idle`
         self._saving: dict[int, bool] = {}  # pages of the pool -> whether they left the cache
         self._held: set[int] = set()  # of these, idle ones
         self._dirty: OrderedDict[bytes, StoredPage] = OrderedDict()  # host pages that go to the disk next
@@ -235,6 +236,11 @@ class CacheTiers:
             self._save_some(now)
             self._spill_some(now)
 
+    def take_idle(self) -> list[int]:
+        """Pages that turned idle since the last call. `turn` may save them from then on."""
+        idle, self._new_idle = self._new_idle, []
+        return idle
+
     def take_jobs(self) -> list[Job]:
         """The copies that are wanted since the last call."""
         jobs, self._jobs = self._jobs, []
@@ -311,6 +317,7 @@ class CacheTiers:
             self._held.add(page)
         elif not self.is_off:
             self._unsaved[page] = None
+            self._new_idle.append(page)
 
     def turned_busy(self, page: int) -> None:
         """The page is used again."""
@@ -569,6 +576,7 @@ class CacheTiers:
     def _turn_off(self) -> None:
         self.is_off = True
         self._unsaved.clear()
+        self._new_idle.clear()
 
     def _is_stored(self, key: bytes) -> bool:
         return key in self.host or (self.disk is not None and key in self.disk)

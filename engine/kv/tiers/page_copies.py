@@ -1,8 +1,9 @@
 """Copies between the pages of an engine and host slots, with their digests.
 
 A page's bytes in a slot are those of all planes, one behind the other: the KV, and the feature plane on
-prefill or the draft's KV on decode. Copies of a GPU run on a stream of their own, behind the work that was
-launched before the copy was asked for. All methods but `mark` are for the threads that copy, and block.
+prefill or the draft's KV on decode. Copies of a GPU run on a stream of their own, behind the work that may
+still use their pages: a page is stamped when it is allocated, and when it turns idle. All methods but `stamp`
+are for the threads that copy, and block.
 """
 
 import os
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from crc32c import crc32c
 
-from ..page_order import PageOrder, StreamEvent, launched
+from ..page_order import PageOrder
 from .host_slab import Bytes, HostSlab
 from .jobs import PageMove
 
@@ -30,7 +31,7 @@ def digest_of(key: bytes, data: Bytes) -> int:
 class PageCopies:
     """Copies of `planes`, uint8 `[num_pages, bytes]` each, into and out of `slab`.
 
-    `order`: of the first plane; a debug run checks that copies come behind the forwards that use their pages.
+    `order`: of the first plane. All planes are written by the same stream.
     """
 
     def __init__(self, planes: Sequence[torch.Tensor], slab: HostSlab, order: PageOrder) -> None:
@@ -55,14 +56,14 @@ class PageCopies:
     def _is_cuda(self) -> bool:
         return self._device.type == "cuda"
 
-    def mark(self) -> StreamEvent | None:
-        """The point behind all work launched so far. Call it in the thread that launches."""
-        return launched(self._device)
+    def stamp(self, pages: Sequence[int]) -> None:
+        """These pages turned idle: copies come behind all work launched so far. For the scheduler thread."""
+        self._order.stamp(pages)
 
-    def save(self, moves: Sequence[PageMove], mark: StreamEvent | None) -> list[int]:
-        """Copies pages into slots behind `mark`. Returns their digests."""
+    def save(self, moves: Sequence[PageMove]) -> list[int]:
+        """Copies pages into slots. Returns their digests."""
         if self._is_cuda:
-            self._copy_cuda(moves, mark, self._streams[0], is_save=True)
+            self._copy_cuda(moves, self._streams[0], is_save=True)
         else:
             for move in moves:
                 self._wait(move.page, is_write=False)
@@ -71,12 +72,12 @@ class PageCopies:
                     np.copyto(slot[start:end], plane[move.page].numpy())
         return self._digests(moves)
 
-    def load(self, moves: Sequence[PageMove], mark: StreamEvent | None) -> list[int]:
-        """Copies slots into pages behind `mark`. Returns the digests of what was copied."""
+    def load(self, moves: Sequence[PageMove]) -> list[int]:
+        """Copies slots into pages. Returns the digests of what was copied."""
         if self._is_cuda:
             # digested meanwhile: a slot that is read here is not written
             return self._copy_cuda(
-                moves, mark, self._streams[1], is_save=False, meanwhile=lambda: self._digests(moves)
+                moves, self._streams[1], is_save=False, meanwhile=lambda: self._digests(moves)
             )
         for move in moves:
             self._wait(move.page, is_write=True)
@@ -101,7 +102,6 @@ class PageCopies:
     def _copy_cuda(
         self,
         moves: Sequence[PageMove],
-        mark: StreamEvent | None,
         stream: torch.cuda.Stream,
         *,
         is_save: bool,
@@ -110,8 +110,7 @@ class PageCopies:
         """Copies on `stream`; returns what `meanwhile` returns, when all copies are done."""
         slots = torch.from_numpy(self.slab.slots)
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            if mark is not None:
-                stream.wait_event(mark)  # type: ignore[arg-type]
+            self._order.wait([move.page for move in moves], stream)
             for move in moves:
                 for plane, (start, end) in zip(self._planes, self._parts, strict=True):
                     page, slot = plane[move.page], slots[move.slot, start:end]

@@ -7,10 +7,9 @@ restore therefore never waits for a save or for the disk, and a disk that hangs 
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..page_order import StreamEvent
 from .disk_files import DiskFault, DiskFiles
 from .jobs import Fetch, Job, JobDone, Load, PageMove, Save, Spill
 from .page_copies import PageCopies
@@ -30,12 +29,6 @@ class DiskOpened:
     fault: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Marked:
-    job: Job
-    mark: StreamEvent | None
-
-
 class TierThreads:
     """The threads over `copies` and, from `open_disk` on, the files of a disk. `reach`: failpoints."""
 
@@ -48,8 +41,8 @@ class TierThreads:
         self._copies, self._notify, self._reach = copies, notify, reach
         self._disk: DiskFiles | None = None
         self._done: queue.SimpleQueue[JobDone | DiskOpened] = queue.SimpleQueue()
-        self._saves: queue.SimpleQueue[_Marked | None] = queue.SimpleQueue()
-        self._loads: queue.SimpleQueue[_Marked | None] = queue.SimpleQueue()
+        self._saves: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._disk_jobs: queue.PriorityQueue[tuple[int, int, Job | DiskFiles | None]] = queue.PriorityQueue()
         self._num_disk_jobs = 0
         self._threads = [
@@ -67,12 +60,16 @@ class TierThreads:
         return f"<TierThreads {self._copies!r}, disk {self._disk!r}>"
 
     def submit(self, job: Job) -> None:
-        """Begin a copy. Call it in the thread that launches forwards."""
+        """Begin a copy."""
         if isinstance(job, (Fetch, Spill)):
             self._put(FIRST if isinstance(job, Fetch) else SECOND, job)
         else:
             jobs = self._saves if isinstance(job, Save) else self._loads
-            jobs.put(_Marked(job=job, mark=self._copies.mark()))
+            jobs.put(job)
+
+    def stamp(self, pages: Sequence[int]) -> None:
+        """As `PageCopies.stamp`."""
+        self._copies.stamp(pages)
 
     def open_disk(self, files: DiskFiles) -> None:
         """Open the files in the disk's thread; DiskOpened answers."""
@@ -103,16 +100,15 @@ class TierThreads:
         self._done.put(done)
         self._notify()
 
-    def _copy_all(self, jobs: "queue.SimpleQueue[_Marked | None]") -> None:
-        while (marked := jobs.get()) is not None:
-            job = marked.job
+    def _copy_all(self, jobs: "queue.SimpleQueue[Job | None]") -> None:
+        while (job := jobs.get()) is not None:
             try:
                 if isinstance(job, Load):
                     self._reach("tier:load")
-                    digests = self._copies.load(job.moves, marked.mark)
+                    digests = self._copies.load(job.moves)
                 else:
                     self._reach("tier:save")
-                    digests = self._copies.save(job.moves, marked.mark)
+                    digests = self._copies.save(job.moves)
             except Exception as error:  # such as a fault of the GPU: the worker finds it in its own work, too
                 fault = f"{type(error).__name__}: {error}"
                 self._end(JobDone(number=job.number, digests=(None,) * len(job.moves), fault=fault))

@@ -97,7 +97,9 @@ def event(value):
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def measured(endpoint, level, bound, *, goals=None, questions=None, timeout_s=60.0, busy=None):
+def measured(
+    endpoint, level, bound, *, goals=None, questions=None, timeout_s=60.0, busy=None, takes_turns=False
+):
     """The run of one level and its figures."""
 
     async def main():
@@ -116,6 +118,7 @@ def measured(endpoint, level, bound, *, goals=None, questions=None, timeout_s=60
             goals=goals or Goals(),
             warmup=0,
             rng=random.Random(4),
+            takes_turns=takes_turns,
         )
         if busy is not None:
             loop.call_at(busy[0], lambda: setattr(loop, "now", loop.now + busy[1]))

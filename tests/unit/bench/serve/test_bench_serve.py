@@ -13,7 +13,7 @@ from baton.bench.serve.bench import model_of
 from baton.bench.serve.client import LoadClient, TimedCall, endpoint_of
 from baton.bench.serve.figures import Goals, figures_of, percentile, spread, ttft_ms
 from baton.bench.serve.load import Bound, Level, Run
-from baton.bench.serve.prompts import file_prompts, random_prompts
+from baton.bench.serve.prompts import COMPLETION, Question, file_prompts, random_prompts
 from baton.bench.serve.server import read_metrics, said, totals
 from baton.bench.serve.table import as_table
 from baton.cluster.errors import BatonError, ConfigError
@@ -246,6 +246,9 @@ def test_server_figures_are_the_difference_of_two_readings():
             'baton_verify_steps_total{model_name="m"}': 100,
             'baton_accepted_tokens_total{model_name="m"}': 150,
             'baton_drafted_tokens_total{model_name="m"}': 300,
+            'baton_worker_tier_hit_tokens_total{tier="host"}': 50,
+            'baton_worker_tier_moved_bytes_total{tier="host",direction="in"}': 1e6,
+            'baton_worker_tier_moved_bytes_total{tier="disk",direction="out"}': 3e6,
         }  # fmt: skip
         return totals("".join(f"{name} {value * factor}\n" for name, value in lines.items()))
 
@@ -254,6 +257,7 @@ def test_server_figures_are_the_difference_of_two_readings():
             "accept_length": 2.5, "accepted_share": 0.5, "handoff_ms": 50, "handoff_mb": 2,
             "handoff_mb_per_s": 40,
             "prefill_ms": 100, "prefill_wait_ms": 20, "cached_share": 0.25, "retries": 2,
+            "tier_hit_share": 0.05, "host_in_mb": 2, "disk_out_mb": 6,
         }
     )  # fmt: skip
     assert totals("vllm_requests_total 1\n") == {}
@@ -278,3 +282,18 @@ def test_router_metrics_are_summed_or_omitted_when_one_has_none():
     found = run(read_metrics([one, two]))
     assert (found["prompt"], found["retries"]) == (120, 3)
     assert run(read_metrics([one, closed])) == {}
+
+
+def test_conversations_take_turns_and_are_told_by_turn():
+    chat = [Question(path=COMPLETION, body={"prompt": [9], "max_tokens": 5}) for _ in range(9)]
+    chats = iter([Question(path=each.path, body=each.body, then=(each, each)) for each in chat])
+    endpoint = Scripted(lambda i: "slow" if 3 <= i < 6 else "ok")
+    running, found = measured(
+        endpoint, Level(width=1), Bound(num_requests=9), questions=chats, takes_turns=True
+    )
+    assert [call.turn for call in running.calls] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    first, second, third = found.ttft_by_turn
+    assert (first, third) == pytest.approx((1000 * TTFT_S, 1000 * TTFT_S))
+    assert second > first
+    assert "TTFT p50 by turn 200 / " in as_table([found])
+    assert found.as_dict()["ttft_by_turn"] == found.ttft_by_turn
