@@ -12,7 +12,7 @@ from ..kernels.attention_form import PLAIN_FORM, AttentionForm
 from ..kernels.invariant_attention import Rows
 from ..kernels.kv_store import store_kv
 from ..kernels.ops import recorded_invariant_attention, recorded_paged_verify, recorded_store_kv
-from ..kernels.rotate_store import rotate_store
+from ..kernels.rotate_store import HeadNorms, rotate_store
 from ..kernels.verify_attention import VerifyColumns, attend_verify_columns, verify_columns
 from .errors import LifecycleError
 from .kv.pool import KVPool
@@ -84,12 +84,14 @@ class RowPlan:
         cos: torch.Tensor,
         sin: torch.Tensor,
         form: AttentionForm = PLAIN_FORM,
+        norms: HeadNorms | None = None,
     ) -> torch.Tensor:
         """As `attend`, with the heads of q, k and v side by side in `heads` `[B*N, heads + 2 * kv heads, D]`,
-        before their rotation by the tables `cos` and `sin` `[B*N, R]`. For CUDA.
+        before `norms` and their rotation by the tables `cos` and `sin` `[B*N, R]`. For CUDA.
         """
         self.check(heads.shape[0])
-        return self._read(layer, rotate_store(self.pool.kv, layer, self.rows, heads, cos, sin), form)
+        rotated = rotate_store(self.pool.kv, layer, self.rows, heads, cos, sin, norms)
+        return self._read(layer, rotated, form)
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm = PLAIN_FORM

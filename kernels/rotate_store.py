@@ -1,21 +1,33 @@
 """Rotates new queries and keys, and writes new keys and values into the page-major pool, in one launch.
 
 The input is the merged projection of a layer: the heads of the queries, then those of the keys, then those of
-the values. Rotation is that of `rope`, the pool and its rows are those of `kv_store`.
+the values. Queries and keys may be normalised before, each head by itself, with the rounding of `rms_norm`.
+Rotation is that of `rope`, the pool and its rows are those of `kv_store`.
 
 Legend: T tokens, N query heads, K key/value heads, D head dimension, R rotated dimensions, L layers.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from .fp8_scales import to_fp8_tile
 from .kv_store import check_kv, store_kv
+from .rms_norm import rms_norm
 from .rope import apply_rope, check_tables
 from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
 BLOCK_HEADS = 16  # heads of one program's tile
+
+
+class HeadNorms(NamedTuple):
+    """The weights `[D]` of the norms of queries and keys."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    eps: float
 
 
 @jit_varying("p_rows")
@@ -24,13 +36,17 @@ def _rotate_store_kernel(
     p_cos: tl.tensor,
     p_sin: tl.tensor,
     p_rows: tl.tensor,
+    p_q_norm: tl.tensor,
+    p_k_norm: tl.tensor,
     p_q: tl.tensor,
     p_kv: tl.tensor,
+    eps: tl.tensor,
     num_heads: tl.tensor,
     kv_heads: tl.tensor,
     token_stride: tl.tensor,
     o_layer: tl.tensor,
     o_value: tl.tensor,
+    HAS_NORMS: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -52,7 +68,19 @@ def _rotate_store_kernel(
     b_cos = tl.load(p_cos + i_token * ROTARY_DIM + i_dim, mask=m_table, other=1.0).to(tl.float32)
     b_sin = tl.load(p_sin + i_token * ROTARY_DIM + i_dim, mask=m_table, other=0.0).to(tl.float32)
     i_row = tl.load(p_rows + i_token, mask=m_token, other=0)
-    b_rotated = b_x.to(tl.float32) * b_cos[None, :] + b_paired.to(tl.float32) * b_sin[None, :]
+    b_wide, b_other = b_x.to(tl.float32), b_paired.to(tl.float32)
+    if HAS_NORMS:
+        b_scale = tl.rsqrt(tl.sum(b_wide * b_wide, axis=1) / HEAD_DIM + eps)[:, None]
+        is_query = (i_head < num_heads)[:, None]
+        b_weight = tl.where(is_query, tl.load(p_q_norm + i_dim, mask=m_dim, other=0.0)[None, :],
+                            tl.load(p_k_norm + i_dim, mask=m_dim, other=0.0)[None, :])  # fmt: skip
+        b_wide = (b_wide * b_scale).to(p_q.dtype.element_ty).to(tl.float32) * b_weight.to(tl.float32)
+        b_weight = tl.where(is_query, tl.load(p_q_norm + i_paired, mask=m_dim, other=0.0)[None, :],
+                            tl.load(p_k_norm + i_paired, mask=m_dim, other=0.0)[None, :])  # fmt: skip
+        b_other = (b_other * b_scale).to(p_q.dtype.element_ty).to(tl.float32) * b_weight.to(tl.float32)
+        b_wide = b_wide.to(p_q.dtype.element_ty).to(tl.float32)
+        b_other = b_other.to(p_q.dtype.element_ty).to(tl.float32)
+    b_rotated = b_wide * b_cos[None, :] + b_other * b_sin[None, :]
     b_y = tl.where(is_rotated[:, None], b_rotated.to(p_q.dtype.element_ty), b_x)
     o_q = (i_token * num_heads + i_head[:, None]) * HEAD_DIM + i_dim[None, :]
     tl.store(p_q + o_q, b_y, mask=m_tile & (i_head < num_heads)[:, None] & m_token)
@@ -73,6 +101,7 @@ def rotate_store_triton(
     heads: torch.Tensor,
     cos: torch.Tensor,
     signed_sin: torch.Tensor,
+    norms: HeadNorms | None = None,
 ) -> torch.Tensor:
     """Launch with the arguments of `rotate_store`. Raises ValueError if shapes or dtypes do not fit."""
     num_heads = _check(kv, rows, heads, cos, signed_sin)
@@ -86,13 +115,17 @@ def rotate_store_triton(
         cos.contiguous(),
         signed_sin.contiguous(),
         rows.contiguous(),
+        heads if norms is None else norms.q,
+        heads if norms is None else norms.k,
         q,
         kv,
+        0.0 if norms is None else norms.eps,
         num_heads,
         kv_heads,
         heads.stride(0),
         layer * 2 * plane,
         plane,
+        HAS_NORMS=norms is not None,
         ROTARY_DIM=cos.shape[1],
         HEAD_DIM=head_dim,
         BLOCK_HEADS=BLOCK_HEADS,
@@ -120,17 +153,22 @@ def rotate_store(
     heads: torch.Tensor,
     cos: torch.Tensor,
     signed_sin: torch.Tensor,
+    norms: HeadNorms | None = None,
 ) -> torch.Tensor:
-    """Rotates and stores `heads` `[T, N+2K, D]`; returns the rotated queries `[T, N, D]`.
+    """Rotates and stores `heads` `[T, N+2K, D]`, behind `norms`; returns the rotated queries `[T, N, D]`.
 
     `kv` `[num_pages, L, 2, page_size, K, D]`: keys and values of `layer` go to `rows` int64 `[T]` (from
     `kv_rows`), and the sink is cleared. `cos` and `signed_sin` `[T, R]` are those of `apply_rope`. Raises
     ValueError if shapes or dtypes do not fit.
     """
     if heads.is_cuda:
-        return rotate_store_triton(kv, layer, rows, heads, cos, signed_sin)
+        return rotate_store_triton(kv, layer, rows, heads, cos, signed_sin, norms)
     num_heads = _check(kv, rows, heads, cos, signed_sin)
     split = num_heads + kv.shape[4]
-    rotated = apply_rope(heads[:, :split], cos, signed_sin)
+    turning = heads[:, :split]
+    if norms is not None:
+        parts = (turning[:, :num_heads], norms.q), (turning[:, num_heads:], norms.k)
+        turning = torch.cat([rms_norm(part, weight, norms.eps) for part, weight in parts], dim=1)
+    rotated = apply_rope(turning, cos, signed_sin)
     store_kv(kv, layer, rows, rotated[:, num_heads:], heads[:, split:])
     return rotated[:, :num_heads]

@@ -22,6 +22,8 @@ from ...engine.speculative.drafters.spec_config import Eagle3Config
 
 LEVEL, COUNT = 0, 1  # columns of the residual stream
 TOKEN, WRONG = 1, 3  # the target's output, and the head's draft beyond the accept length
+# The matrices that read the residual stream of a layer.
+READERS = re.compile(r"\.(q_proj|k_proj|v_proj|q_a_proj|kv_a_proj_with_mqa|gate_proj|up_proj|w1|w3)\.weight$")
 SPREAD = 0.02  # standard deviation of random weights
 FP8_SPREAD = 64.0  # of stored values in 8 bits, before their scales
 INT4_SPREAD = 4.6  # of equally likely values of 4 bits
@@ -53,6 +55,8 @@ def random_target(
                 weight[LEVEL] = 0
         if re.search(r"\.(mlp|block_sparse_moe)\.gate\.weight$", name):
             weight[:, LEVEL] = 0  # rows choose experts by what they attended to, not all alike
+        if config.moe is not None and weight.dtype == dtype and READERS.search(name):
+            weight[:, LEVEL] = 0  # and all that they attend to and compute depends on their own tokens
     if isinstance(model, StoredForms):
         model.projections.finish()
     model.embed_tokens[:, LEVEL] = AMPLITUDE / 2

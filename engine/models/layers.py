@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from ...kernels.attention_form import PLAIN_FORM, AttentionForm
+from ...kernels.rotate_store import HeadNorms
 from ...kernels.row_ops import FASTEST, RowOps, of_one_rank
 from .quant.kv_scales import KVScales
 from .quant.projection import MakeProjection, Projection
@@ -269,9 +270,9 @@ class SelfAttention:
         split = self.num_heads + self.num_kv_heads
         heads = self.qkv(x).view(x.shape[0], split + self.num_kv_heads, self.head_dim)
         rotate_attend = getattr(attend, "rotate_attend", None)
-        is_plain = self.q_norm is None and self.turns and self.kv_scales is None
-        if rotate_attend is not None and heads.is_cuda and is_plain:
-            rotated: torch.Tensor = rotate_attend(layer, heads, cos, sin, self.form)
+        joins = self.turns and self.kv_scales is None and self._joins_norms(attend)
+        if rotate_attend is not None and heads.is_cuda and joins:
+            rotated: torch.Tensor = rotate_attend(layer, heads, cos, sin, self.form, self._head_norms())
             return rotated.flatten(1)
         qk, v = self._normed(heads[:, :split]), heads[:, split:]
         qk = self.ops.rope(qk, cos, sin) if self.turns else qk
@@ -279,6 +280,18 @@ class SelfAttention:
         if self.kv_scales is not None:
             return self.kv_scales.attend(attend, layer, q, k, v, self.form).flatten(1)
         return attend(layer, q, k, v, self.form).flatten(1)
+
+    def _joins_norms(self, attend: Attend) -> bool:
+        """Whether `attend` may normalise q and k itself: not where the bits of prompts must be equal."""
+        if self.qk_norm is None:
+            return True
+        is_plain = not self.qk_norm.is_whole and self.qk_norm.offset is None
+        return is_plain and not getattr(attend, "is_invariant", False)
+
+    def _head_norms(self) -> HeadNorms | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
     def _normed(self, qk: torch.Tensor) -> torch.Tensor:
         """The heads `[T, N+K, D]` of q and k behind their norms."""

@@ -197,6 +197,14 @@ def check_rotate_store(
     q_on_cpu = rotate_store.rotate_store(on_cpu, 2, rows, heads, *tables)
     torch.testing.assert_close(q.cpu(), q_on_cpu, rtol=1.6e-2, atol=1.6e-2, equal_nan=True)
     assert_close(after, on_cpu)
+    weights = [1 + 0.3 * randn(head_dim, seed=seed).to(dtype) for seed in (5, 6)]
+    norms = rotate_store.HeadNorms(*(weight.to(device) for weight in weights), 1e-5)
+    q = rotate_store.rotate_store_triton(after, 2, *given, norms)
+    q_on_cpu = rotate_store.rotate_store(
+        on_cpu, 2, rows, heads, *tables, rotate_store.HeadNorms(*weights, 1e-5)
+    )
+    torch.testing.assert_close(q.cpu(), q_on_cpu, rtol=1.6e-2, atol=3.2e-2, equal_nan=True)
+    assert_close(after, on_cpu)
 
 
 def check_select_rows(

@@ -16,6 +16,7 @@ from baton.kernels.context_attention import (
     context_attention,
     context_attention_triton,
 )
+from baton.kernels.expanded_attention import expanded_attention_triton
 from baton.kernels.expert_mlp import expert_mlp, expert_mlp_triton
 from baton.kernels.extend_attention import paged_extend, paged_extend_triton
 from baton.kernels.fp8_linear import fp8_blocks_triton, fp8_linear_triton
@@ -24,6 +25,8 @@ from baton.kernels.gather_context import gather_context, gather_context_triton
 from baton.kernels.int4_linear import dequantise_int4_triton, int4_linear_triton
 from baton.kernels.invariant_attention import Rows, invariant_attention_triton
 from baton.kernels.kv_store import store_kv_triton
+from baton.kernels.latent_attention import latent_extend_triton, latent_verify_triton
+from baton.kernels.latent_store import store_latent_triton
 from baton.kernels.match_ngrams import NgramSizes, match_ngrams, match_ngrams_triton
 from baton.kernels.move_rows import ROW_FIELDS, move_rows_triton
 from baton.kernels.move_spans import SPAN_FIELDS, move_spans_triton
@@ -215,6 +218,20 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     move_spans_triton(torch.zeros(1, SPAN_FIELDS, dtype=torch.int64), rows[None])
     move_rows_triton(torch.zeros(1, ROW_FIELDS, dtype=torch.int64), rows[None])
     route_experts_triton(x[:, :128], Routing(top_k=8, is_normalised=True))
+    latents = torch.zeros(10, 2, 1, 16, 1, 576, dtype=torch.bfloat16)
+    store_latent_triton(latents, 1, rows, torch.zeros(rows.shape[0], 1, 576, dtype=torch.bfloat16))
+    for num_rows, num_heads in ((1, 16), (2, 16), (4, 128)):
+        queries = torch.zeros(2, num_rows, num_heads, 576, dtype=torch.bfloat16)
+        latent_verify_triton(queries, latents, 1, table, lens, 0.1, 512, num_splits=8)
+    starts = torch.tensor([0, 40, 41])
+    latent_extend_triton(
+        randn(41, 16, 576, dtype=torch.bfloat16), latents, 1, table, starts, lens, 40, 0.1, 512
+    )
+    made, firsts = randn(80, 16, 256, dtype=torch.bfloat16), torch.tensor([0, 40, 80])
+    expanded_attention_triton(
+        randn(41, 16, 192, dtype=torch.bfloat16), made, randn(80, 64, dtype=torch.bfloat16), starts, firsts,
+        lens, 40, 0.1, randn(41, 16, 128, dtype=torch.bfloat16),
+    )  # fmt: skip
     gate_up, down = (torch.zeros(4, *shape, dtype=torch.bfloat16) for shape in ((1536, 2048), (2048, 768)))
     for num_tokens in (1, 16, 64, 512):
         ids = torch.zeros(num_tokens, 2, dtype=torch.int32)
@@ -228,6 +245,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
         "_skinny_kernel", "_places_kernel", "_outcome_kernel", "_chain_verify_kernel",
         "_fp8_kernel", "_fp8_blocks_kernel", "_quantise_kernel", "_int4_kernel", "_dequantise_kernel",
         "_match_ngrams_kernel",
+        "_store_latent_kernel", "_latent_kernel", "_expanded_kernel",
         "_route_kernel", "_group_kernel", "_expert_kernel", "_combine_kernel",
         "_gather_kernel", "_context_kernel", "_fold_kernel", "_join_kernel", "_move_spans_kernel",
         "_move_rows_kernel",
