@@ -11,11 +11,12 @@ import torch
 
 from ..errors import CheckpointError
 from ..kv.layouts import MHALayout, PageLayout
+from .layer_forms import PLAIN_LAYERS, LayerForms, read_forms
 from .moe import MIXTRAL_NAMES, QWEN_NAMES, MoEConfig
 from .quant.config import QuantConfig
 from .quant.registry import KEY as QUANT_KEY
 from .quant.registry import read_quantisation
-from .rope import RopeConfig, read_rope_config
+from .rope import RopeConfig
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +34,60 @@ FAMILIES = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Qwen2MoeForCausalLM": "qwen2_moe",
+    "MistralForCausalLM": "mistral",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Phi3ForCausalLM": "phi3",
+    "Olmo2ForCausalLM": "olmo2",
+    "SmolLM3ForCausalLM": "smollm3",
+    "GptOssForCausalLM": "gpt_oss",
 }
-NORMED = ("qwen3", "qwen3_moe")  # families that normalise q and k
+GEMMA = {
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+# The values of keys that a config lacks, by the classes of transformers.
+DEFAULTS: Mapping[str, Mapping[str, object]] = MappingProxyType(
+    {
+        "mixtral": {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8},
+        "mistral": {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+        },
+        "gemma2": {
+            **GEMMA,
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        "gemma3_text": {**GEMMA, "max_position_embeddings": 131072},
+        "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+        "olmo2": {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+        "smollm3": {"rope_theta": 2e6, "tie_word_embeddings": True, "num_key_value_heads": 4},
+        "gpt_oss": {
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072,
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "sliding_window": 128,
+            "attention_bias": True,
+            "rope_theta": 150000.0,
+            "num_experts_per_tok": 4,
+        },
+    }
+)
+GPT_OSS_ROPE = MappingProxyType(
+    {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+)
+NORMED = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2")  # families that normalise q and k
 EXPERT_KEYS = ("num_experts", "num_local_experts")  # configs use either
-ROPE_DEFAULTS = MappingProxyType({"mixtral": {"rope_theta": 1e6}})  # of keys that a config lacks
 ROUTED = ("deepseek_v2", "deepseek_v3", "glm4_moe")  # families whose experts are read by `routed_config`
+UNBIASED = ("mistral", "mixtral", "phi3")  # families without a bias in attention, whatever the config says
 BIASED = ("qwen2", "mimo")  # families with a bias of q, k and v, and none of the output projection
 
 
@@ -47,8 +97,9 @@ class ModelConfig:
 
     `attention_bias`: the bias of q, k and v. `attention_output_bias`: the bias of the output projection.
     `num_mtp_modules`: layers behind the last one that only a drafter reads. `moe`: the experts, None for a
-    dense model. `quant`: the form of the matrices of the layers, None for the model's dtype.
-    `kv_dtype`: that of stored keys and values, a name in `quant.kv_scales.KV_DTYPES`.
+    dense model. `quant`: the form of the matrices of the layers, None for the model's dtype. `forms`: what
+    the layers have that a Llama's do not. `kv_dtype`: that of stored keys and values, a name in
+    `quant.kv_scales.KV_DTYPES`.
     """
 
     architecture: str
@@ -73,6 +124,7 @@ class ModelConfig:
     moe: MoEConfig | None = None
     quant: QuantConfig | None = None
     kv_dtype: str = "auto"
+    forms: LayerForms = PLAIN_LAYERS
 
     @property
     def row_width(self) -> int:
@@ -176,8 +228,10 @@ def read_dense_config(reader: ConfigReader, *, architecture: str) -> ModelConfig
     setting.
     """
     family = FAMILIES[architecture]
+    reader = ConfigReader({**DEFAULTS.get(family, {}), **reader.raw}, reader.source)
     _refuse_unsupported(reader, family)
-    if family in ("mixtral", "qwen3_moe", "qwen2_moe"):
+    forms, rope = read_forms(reader, family)
+    if family in ("mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss"):
         moe: MoEConfig | None = _read_experts(reader, family)
     else:
         moe = None
@@ -185,7 +239,7 @@ def read_dense_config(reader: ConfigReader, *, architecture: str) -> ModelConfig
             _refuse_experts(reader)
     hidden, heads = reader.count("hidden_size"), reader.count("num_attention_heads")
     kv_heads, head_dim = _head_shape(reader, family, hidden, heads)
-    bias = reader.flag("attention_bias", False)
+    bias = reader.flag("attention_bias", False) and family not in UNBIASED
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
@@ -195,19 +249,20 @@ def read_dense_config(reader: ConfigReader, *, architecture: str) -> ModelConfig
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=reader.count("vocab_size"),
-        rms_norm_eps=reader.number("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6),
-        rope=read_rope_config({**ROPE_DEFAULTS.get(family, {}), **reader.raw}, reader.source),
+        rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
+        rope=rope,
         max_position_embeddings=reader.count("max_position_embeddings", 2048 if family == "llama" else 32768),
         tie_word_embeddings=reader.flag("tie_word_embeddings", False),
         attention_bias=True if family in BIASED else bias,
         attention_output_bias=False if family in BIASED else bias,
-        mlp_bias=reader.flag("mlp_bias", False) if family == "llama" else False,
+        mlp_bias=reader.flag("mlp_bias", False) if family in ("llama", "smollm3") else False,
         qk_norm=family in NORMED,
         eos_token_ids=_eos_token_ids(reader, reader.source.parent / "generation_config.json"),
         dtype=_dtype(reader),
         num_mtp_modules=reader.count(MTP_KEY) if reader.raw.get(MTP_KEY) else 0,
         moe=moe,
-        quant=_read_quantisation(reader, moe),
+        quant=None if family == "gpt_oss" else _read_quantisation(reader, moe),
+        forms=forms,
     )
 
 
@@ -255,26 +310,18 @@ def _read_experts(reader: ConfigReader, family: str) -> MoEConfig:
 
 
 def _refuse_unsupported(reader: ConfigReader, family: str) -> None:
-    if reader.raw.get("hidden_act", "silu") not in ("silu", "swish"):
+    if family in ("gemma2", "gemma3_text"):
+        if reader.raw["hidden_activation"] != "gelu_pytorch_tanh":
+            raise reader.error("hidden_activation", "only gelu_pytorch_tanh is supported")
+        if reader.flag("use_bidirectional_attention", False):
+            raise reader.error("use_bidirectional_attention", "an encoder is not supported; set it to false")
+    elif reader.raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise reader.error("hidden_act", "only silu is supported")
-    if family == "mixtral" and reader.raw.get("sliding_window"):
-        raise reader.error("sliding_window", "sliding-window attention is not supported; set it to null")
-    layer_types = reader.raw.get("layer_types") or []
-    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        raise reader.error("layer_types", "only full_attention is supported")
-    has_window = reader.flag("use_sliding_window", False) and bool(reader.raw.get("sliding_window"))
-    # Layers below max_window_layers attend fully; a window from behind the last layer on is unused.
-    if (
-        has_window
-        and not layer_types
-        and reader.count("max_window_layers", 28) < reader.count("num_hidden_layers")
-    ):
-        raise reader.error("use_sliding_window", "sliding-window attention is not supported; set it to false")
 
 
 def _head_shape(reader: ConfigReader, family: str, hidden: int, heads: int) -> tuple[int, int]:
     """(KV heads, head dimension), with each family's own defaults."""
-    kv_heads = reader.count("num_key_value_heads", 8 if family == "mixtral" else heads)
+    kv_heads = reader.count("num_key_value_heads", heads)
     if heads % kv_heads:
         raise reader.error("num_key_value_heads", f"it must divide num_attention_heads = {heads}")
     head_dim = reader.count("head_dim", 128 if family == "qwen3" else max(hidden // heads, 1))

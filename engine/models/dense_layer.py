@@ -5,11 +5,22 @@ from typing import Protocol
 
 import torch
 
+from ...kernels.attention_form import AttentionForm
 from ...kernels.row_ops import FASTEST, RowOps
 from .config import ModelConfig
 from .deepseek_config import LatentConfig
 from .latent_block import LatentAttention
-from .layers import DecoderLayer, GatedMLP, Linear, QKNorm, RMSNorm, SelfAttention
+from .layer_forms import PLAIN_LAYERS, LayerForms, NormPlaces
+from .layers import (
+    DecoderLayer,
+    GatedMLP,
+    Linear,
+    PostNormLayer,
+    QKNorm,
+    RMSNorm,
+    SandwichLayer,
+    SelfAttention,
+)
 from .moe import MixtureOfExperts
 from .quant.kv_scales import FP8_KV, KVScales
 from .quant.projections import Projections
@@ -72,6 +83,8 @@ def decoder_layer(
         projections=projections,
         prefix=f"model.layers.{layer}.",
         kv_scales=_kv_scales(config, device),
+        forms=config.forms,
+        layer=layer,
     )
 
 
@@ -96,10 +109,13 @@ def sized_layer(
     projections: Projections | None = None,
     prefix: str = "",
     kv_scales: KVScales | None = None,
+    forms: LayerForms = PLAIN_LAYERS,
+    layer: int = 0,
 ) -> DecoderLayer:
     """As `decoder_layer`, for a config that names its switches in another way.
 
     `experts` take the place of the MLP. `prefix`: the beginning of the layer's names in the checkpoint.
+    `forms`: what the layers of the model have that a Llama's do not.
     """
     width, eps = sizes.hidden_size, sizes.rms_norm_eps
     made, plain = projections or Projections(None), partial(Linear, ops=ops)
@@ -113,12 +129,19 @@ def sized_layer(
         device=device,
         qkv_bias=qkv_bias,
         output_bias=output_bias,
-        qk_norm=QKNorm(eps=eps) if qk_norm else None,
+        qk_norm=(
+            QKNorm(eps=eps, is_whole=forms.has_whole_norm, offset=forms.norm_offset) if qk_norm else None
+        ),
         ops=ops,
+        form=AttentionForm(forms.window(layer), forms.softcap, None, forms.scale),
+        has_sinks=forms.has_sinks,
+        turns=layer not in forms.unturned,
+        is_fused=forms.is_fused,
         linear=made.under(f"{prefix}self_attn.", plain),
         kv_scales=kv_scales,
     )
-    input_norm, post_norm = (RMSNorm(width, eps, dtype=dtype, device=device, ops=ops) for _ in range(2))
+    norm = partial(RMSNorm, width, eps, dtype=dtype, device=device, ops=ops, offset=forms.norm_offset)
+    input_norm, post_norm = norm(), norm()
     if experts is not None:
         return DecoderLayer(attention, experts, input_norm, post_norm, experts.config.names.block)
     mlp = GatedMLP(
@@ -129,5 +152,11 @@ def sized_layer(
         device=device,
         ops=ops,
         linear=made.under(f"{prefix}mlp.", plain),
+        is_gelu=forms.is_gelu,
+        is_fused=forms.is_fused,
     )
+    if forms.norms is NormPlaces.SANDWICH:
+        return SandwichLayer(attention, mlp, (input_norm, post_norm, norm(), norm()))
+    if forms.norms is NormPlaces.POST:
+        return PostNormLayer(attention, mlp, (input_norm, post_norm))
     return DecoderLayer(attention, mlp, input_norm, post_norm)

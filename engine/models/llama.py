@@ -1,14 +1,15 @@
 """The Llama family, by switches of the config.
 
-It covers Llama, SmolLM2, Qwen2 and MiMo (biased q, k, v), Qwen3 (normed q, k), and Qwen3-MoE and Mixtral
-(experts instead of the MLP). Legend: T tokens, R
-selected rows, V vocabulary, H hidden size, K captured layers.
+It covers Llama, SmolLM2, Qwen2 and MiMo (biased q, k, v), Qwen3 (normed q, k), Qwen3-MoE and Mixtral
+(experts instead of the MLP), and what `layer_forms` describes: Mistral, Gemma 2 and 3, Phi-3 and 4, OLMo 2,
+SmolLM3 and gpt-oss. Legend: T tokens, R selected rows, V vocabulary, H hidden size, K captured layers.
 """
 
 from collections.abc import Sequence
 
 import torch
 
+from ...kernels.attention_form import capped
 from ...kernels.row_ops import FASTEST, RowOps
 from ..errors import CheckpointError, LifecycleError
 from ..kv.layouts import PageLayout
@@ -52,10 +53,18 @@ class LlamaForCausalLM:
         )
         self.projections = Projections(config.quant)
         self.layers = [self.decoder_layer(layer) for layer in range(config.num_layers)]
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, ops=ops)
-        self.rotary = RotaryEmbedding(
-            config.rope, config.rotary_size, config.max_position_embeddings, device, dtype
+        forms, places = config.forms, (config.rotary_size, config.max_position_embeddings, device, dtype)
+        self.norm = RMSNorm(
+            config.hidden_size,
+            config.rms_norm_eps,
+            dtype=dtype,
+            device=device,
+            ops=ops,
+            offset=forms.norm_offset,
         )
+        self.rotary = RotaryEmbedding(config.rope, *places)
+        self.local_rotary = None if forms.local_rope is None else RotaryEmbedding(forms.local_rope, *places)
+        self._embed_scale = float(torch.tensor(forms.embed_scale).to(dtype))  # rounded as the embeddings are
 
     def decoder_layer(self, layer: int) -> DecoderLayer:
         """Layer `layer`, with uninitialised weights."""
@@ -68,7 +77,8 @@ class LlamaForCausalLM:
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Token ids `[T]` int64 -> the residual stream `[T, H]`."""
-        return look_up(input_ids, table_of(self.embed_tokens, self.config.vocab_size, self.group))
+        found = look_up(input_ids, table_of(self.embed_tokens, self.config.vocab_size, self.group))
+        return found if self._embed_scale == 1.0 else found * self._embed_scale
 
     def body(
         self, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend, aux_ids: Sequence[int] = ()
@@ -90,7 +100,7 @@ class LlamaForCausalLM:
         self, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend, aux_ids: Sequence[int] = ()
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """As `ShortEnd.trunk`."""
-        cos, sin = self.rotary.lookup(positions, self.dtype)
+        tables = self._tables(positions)
         width, last = self.config.hidden_size, len(self.layers) - 1
         columns = {layer: slice(j * width, (j + 1) * width) for j, layer in enumerate(aux_ids)}
         aux = hidden.new_empty(hidden.shape[0], len(columns) * width) if columns else None
@@ -101,8 +111,16 @@ class LlamaForCausalLM:
             if aux is not None and index - 1 in columns:
                 aux[:, columns[index - 1]] = hidden
             if index < last:
-                hidden, delta = layer(normed, hidden, cos, sin, index, attend)
-        return self.layers[-1].attention.attended(normed, cos, sin, last, attend), hidden, aux
+                hidden, delta = layer(normed, hidden, *tables[index], index, attend)
+        return self.layers[-1].attention.attended(normed, *tables[last], last, attend), hidden, aux
+
+    def _tables(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The rotary tables of each layer at `positions` int64 `[T]`."""
+        tables = self.rotary.lookup(positions, self.dtype)
+        if self.local_rotary is None:
+            return [tables] * len(self.layers)
+        local, forms = self.local_rotary.lookup(positions, self.dtype), self.config.forms
+        return [local if forms.window(layer) else tables for layer in range(len(self.layers))]
 
     def finish(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """As `ShortEnd.finish`."""
@@ -112,7 +130,8 @@ class LlamaForCausalLM:
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """Residual stream `[R, H]` before the final norm -> logits, float32 `[R, V]`."""
         table = table_of(self.lm_head, self.config.vocab_size, self.group)
-        return table_logits(self.norm(hidden_rows), table, self.ops.logits)
+        logits = table_logits(self.norm(hidden_rows), table, self.ops.logits)
+        return capped(logits, self.config.forms.final_softcap)
 
     def set_aux_layer_ids(self, ids: Sequence[int]) -> None:
         """Choose, once, the layer outputs that a capturing forward returns, in the given order.

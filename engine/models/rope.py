@@ -1,14 +1,18 @@
-"""Rotary position tables of the Llama family: default, linear, llama3 and yarn.
+"""Rotary position tables: default, linear, dynamic, llama3, yarn and longrope.
 
-Both spellings of config.json are understood.
+Both spellings of config.json are understood. dynamic stretches positions behind max_position_embeddings
+alone, which no request reaches, so it is default. longrope has factors for short and for long texts; the long
+ones are used if the config allows more than the original positions, whatever the length of a text, since a KV
+cache cannot change its factors.
 
 Sources: Su et al., "RoFormer", 2021; Chen et al., "Position interpolation", 2023 (linear); Peng et al.,
-"YaRN", 2023. Legend: T tokens, N heads, D head dimension.
+"YaRN", 2023; Ding et al., "LongRoPE", 2024. Legend: T tokens, N heads, D head dimension, R rotated
+dimensions.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,13 +20,16 @@ import torch
 from ...kernels.rope import apply_rope
 from ..errors import CheckpointError
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 DEFAULT_THETA = 10000.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Resolved rotary settings. `attention_factor` scales cos and sin (yarn; otherwise 1.0)."""
+    """Resolved rotary settings. `attention_factor` scales cos and sin (yarn, longrope; otherwise 1.0).
+
+    `partial`: the share of a head's dimensions that turn. `factors`: of each frequency (longrope).
+    """
 
     theta: float = DEFAULT_THETA
     rope_type: str = "default"
@@ -34,6 +41,12 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    partial: float = 1.0
+    factors: tuple[float, ...] = ()
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """R, the rotated dimensions of a head of `head_dim`."""
+        return int(head_dim * self.partial)
 
 
 class _RopeReader:
@@ -70,6 +83,7 @@ class _RopeReader:
     @property
     def rope_type(self) -> str:
         named = self.settings.get("rope_type") or self.settings.get("type") or "default"
+        named = "longrope" if named == "su" else named  # its first name
         if any(isinstance(value, Mapping) for value in self.settings.values()):
             raise self.error(self.key, self.settings, "rotary settings per layer type are not supported")
         if named not in ROPE_TYPES:
@@ -91,12 +105,22 @@ class _RopeReader:
             self.number("original_max_position_embeddings", fallback if isinstance(fallback, int) else None)
         )
 
-    def check_partial(self) -> None:
+    def partial(self, is_allowed: bool) -> float:
         partial = self.settings.get("partial_rotary_factor") or self.raw.get("partial_rotary_factor") or 1.0
-        if partial != 1.0:
+        if not is_allowed and partial != 1.0:
             raise self.error(
                 "partial_rotary_factor", partial, "only full rotary embedding (1.0) is supported"
             )
+        if isinstance(partial, bool) or not isinstance(partial, int | float) or not 0 < partial <= 1:
+            raise self.error("partial_rotary_factor", partial, "a number from 0 to 1 is required here")
+        return float(partial)
+
+    def factors(self, name: str) -> tuple[float, ...]:
+        values = self.settings.get(name)
+        is_list = isinstance(values, list) and bool(values)
+        if not is_list or not all(type(v) in (int, float) and v > 0 for v in values):  # type: ignore[union-attr]
+            raise self.error(f"{self.key}.{name}", values, "longrope needs a list of positive numbers here")
+        return tuple(float(value) for value in values)  # type: ignore[union-attr]
 
     def yarn_attention_factor(self, factor: float) -> float:
         if self.settings.get("attention_factor") is not None:
@@ -110,16 +134,20 @@ def _mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def read_rope_config(raw: Mapping[str, object], source: Path) -> RopeConfig:
+def read_rope_config(raw: Mapping[str, object], source: Path, *, allows_partial: bool = False) -> RopeConfig:
     """The rotary settings of a parsed config.json (errors name `source`).
 
     Understands `rope_theta` + `rope_scaling` and `rope_parameters`. Raises CheckpointError for an unknown
-    type, a missing or malformed parameter, partial rotary embedding, or settings per layer type.
+    type, a missing or malformed parameter, partial rotary embedding unless allowed, or settings per layer
+    type.
     """
     reader = _RopeReader(raw, source)
-    reader.check_partial()
-    rope_type, theta = reader.rope_type, reader.theta()
-    if rope_type == "default":
+    return replace(_read_scaling(reader), partial=reader.partial(allows_partial))
+
+
+def _read_scaling(reader: _RopeReader) -> RopeConfig:
+    raw, rope_type, theta = reader.raw, reader.rope_type, reader.theta()
+    if rope_type in ("default", "dynamic"):
         return RopeConfig(theta=theta)
     if rope_type == "linear":
         return RopeConfig(theta=theta, rope_type=rope_type, factor=reader.number("factor"))
@@ -135,6 +163,17 @@ def read_rope_config(raw: Mapping[str, object], source: Path) -> RopeConfig:
         )
     length = raw.get("max_position_embeddings")
     factor = reader.number("factor", length / original if isinstance(length, int) else None)
+    if rope_type == "longrope":
+        is_long = isinstance(length, int) and length > original
+        stretch = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        return RopeConfig(
+            theta=theta,
+            rope_type=rope_type,
+            factor=factor,
+            original_max_position=original,
+            attention_factor=reader.number("attention_factor", stretch),
+            factors=reader.factors("long_factor" if is_long else "short_factor"),
+        )
     return RopeConfig(
         theta=theta,
         rope_type=rope_type,
@@ -160,7 +199,7 @@ def score_factor(raw: Mapping[str, object], source: Path) -> float:
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Radians per position, float32 `[D/2]` on the CPU."""
+    """Radians per position, float32 `[D/2]` on the CPU, of D rotated dimensions."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     periods = config.theta**exponents
     plain = 1.0 / periods
@@ -170,6 +209,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
         return _llama3(plain, config)
     if config.rope_type == "yarn":
         return _yarn(periods, config, head_dim)
+    if config.rope_type == "longrope":
+        return 1.0 / (torch.tensor(config.factors, dtype=torch.float32) * periods)
     return plain
 
 
@@ -228,20 +269,17 @@ class RotaryEmbedding:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
     ) -> None:
-        if head_dim % 2:
-            raise ValueError(
-                f"head_dim {head_dim} is odd; rotary embedding pairs dimensions, use an even one"
-            )
+        width = config.rotary_dim(head_dim)
+        if width % 2:
+            raise ValueError(f"head_dim {width} is odd; rotary embedding pairs dimensions, use an even one")
         self.max_position = max_position
-        angles = torch.arange(max_position, dtype=torch.float32)[:, None] * inverse_frequencies(
-            config, head_dim
-        )
+        angles = torch.arange(max_position, dtype=torch.float32)[:, None] * inverse_frequencies(config, width)
         cos, sin = angles.cos() * config.attention_factor, angles.sin() * config.attention_factor
         self._table = torch.cat((cos, sin), dim=-1).to(device)
         self._ready = None if dtype is None else (dtype, *_signed(self._table, dtype))
 
     def lookup(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cos and sin of `positions` int64 `[T]`, each `[T, D]` in `dtype`, sin with a negated first half."""
+        """Cos and sin of `positions` int64 `[T]`, each `[T, R]` in `dtype`, sin with a negated first half."""
         if self._ready is not None and self._ready[0] == dtype:
             _, cos, sin = self._ready
             return cos.index_select(0, positions), sin.index_select(0, positions)

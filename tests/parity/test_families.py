@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from baton.engine.models.registry import load_model_config
 from baton.tests.parity.toy_engine import ToyEngine, random_ids
 from baton.tests.parity.toy_models import reference_greedy, reference_logits, reference_model
 
@@ -42,6 +43,20 @@ ROPES = {
 }
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 5000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 1.7, 2.0],
+    "long_factor": [1.5, 1.8, 2.2, 3.0, 4.0, 6.0],
+    "original_max_position_embeddings": 512,
+}
+TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 9000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+}
+
+
 def assert_same_model(path: Path) -> None:
     theirs, prompt = reference_model(path), random_ids(150, seed=3)
     ours = ToyEngine(path)
@@ -51,6 +66,11 @@ def assert_same_model(path: Path) -> None:
     for length in (1, 16, 61):
         start = prompt[:length]
         assert ours.greedy(start, 12, f"greedy {length}") == reference_greedy(theirs, start, 12)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "phi3", "olmo2", "smollm3"])
+def test_each_family_of_other_layers_equals_transformers(toy_checkpoint: Callable[..., Path], family: str):
+    assert_same_model(toy_checkpoint(family))
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
@@ -90,6 +110,17 @@ def test_many_shards_equal_one(toy_checkpoint: Callable[..., Path], family: str)
             "qwen2",
             {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3, "layer_types": None},
         ),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 17}),
+        ("mixtral", {"sliding_window": 15}),
+        ("mistral", {"sliding_window": None}),
+        ("phi3", {"rope_parameters": LONGROPE, "sliding_window": 30}),
+        ("gemma2", {"final_logit_softcapping": None, "attn_logit_softcapping": None}),
+        ("gemma2", {"tie_word_embeddings": True, "sliding_window": 16}),
+        ("gemma3", {"rope_parameters": TWO_ROPES}),
+        ("olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 12}),
+        ("smollm3", {"attention_bias": True, "mlp_bias": True}),
     ],
     ids=[
         "llama-bias",
@@ -107,6 +138,17 @@ def test_many_shards_equal_one(toy_checkpoint: Callable[..., Path], family: str)
         "deepseek-v3",
         "deepseek-v3-bias",
         "window-behind-the-last-layer",
+        "window-of-later-layers",
+        "window-of-qwen3-moe",
+        "window-of-mixtral",
+        "no-window",
+        "longrope-of-some-dimensions",
+        "no-caps",
+        "tied-gemma",
+        "two-rotations",
+        "biases-of-olmo",
+        "window-of-layers-without-rotation",
+        "biases-of-smollm3",
     ],
 )
 def test_each_switch_of_the_config_acts(toy_checkpoint: Callable[..., Path], family: str, switches: dict):
@@ -136,3 +178,36 @@ def test_each_rope_in_the_old_spelling_equals_transformers(
     config["rope_scaling"] = None if rope == "default" else settings
     (path / "config.json").write_text(json.dumps(config))
     assert_same_model(path)
+
+
+def test_longrope_of_long_texts_equals_transformers(toy_checkpoint: Callable[..., Path]):
+    """Beyond the original positions; below them transformers would use the short factors."""
+    rope = LONGROPE | {"original_max_position_embeddings": 32}
+    path = toy_checkpoint("phi3", rope_parameters=rope, original_max_position_embeddings=32)
+    theirs, prompt, ours = reference_model(path), random_ids(90, seed=4), ToyEngine(path)
+    found = ours.run(("all", prompt)).logits
+    torch.testing.assert_close(found, reference_logits(theirs, prompt), atol=TOLERANCE, rtol=0)
+    assert ours.greedy(prompt[:40], 8) == reference_greedy(theirs, prompt[:40], 8)
+
+
+def test_two_rotations_in_the_old_spelling_are_those_of_the_new_one(toy_copy: Callable[..., Path]):
+    path = toy_copy("gemma3", rope_parameters=TWO_ROPES)
+    new, file = load_model_config(path), path / "config.json"
+    config = json.loads(file.read_text())
+    del config["rope_parameters"]
+    config |= {"rope_theta": 9000.0, "rope_local_base_freq": 300.0}
+    file.write_text(json.dumps(config | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}))
+    old = load_model_config(path)
+    assert (old.rope, old.forms) == (new.rope, new.forms)
+
+
+def test_rows_at_every_edge_of_a_window_equal_transformers(toy_checkpoint: Callable[..., Path]):
+    """Chunks and steps that end at, before and behind the edges of the window, of pages and of chunks."""
+    for family, window in (("mistral", 16), ("gemma2", 17)):
+        path = toy_checkpoint(family, sliding_window=window)
+        prompt = random_ids(70, seed=5)
+        wanted = reference_logits(reference_model(path), prompt)
+        for chunk in (1, window - 1, window, window + 1, 32):
+            ours = ToyEngine(path)
+            parts = [ours.run(("a", prompt[i : i + chunk])).logits for i in range(0, len(prompt), chunk)]
+            torch.testing.assert_close(torch.cat(parts), wanted, atol=TOLERANCE, rtol=0)

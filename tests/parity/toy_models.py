@@ -8,12 +8,24 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -23,6 +35,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 FAMILIES = {
@@ -35,6 +49,30 @@ FAMILIES = {
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
+}
+# Windows shorter than the prompts, and caps and scales that matter for random weights.
+GEMMA = {
+    "head_dim": 32,
+    "sliding_window": 9,
+    "query_pre_attn_scalar": 20,
+    "pad_token_id": 0,
+    "attn_implementation": "eager",
+}
+DENSE = {
+    "qwen3": {"head_dim": 32},
+    "mistral": {"sliding_window": 9, "head_dim": 24},
+    "gemma2": GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 6.0},
+    "gemma3": GEMMA | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "phi3": {"pad_token_id": 0},
+    "olmo2": {"pad_token_id": 0},
+    "smollm3": {"no_rope_layers": [1, 0, 1], "pad_token_id": 0},
 }
 YARN = {
     "rope_type": "yarn",
@@ -110,7 +148,7 @@ def write_toy_checkpoint(
 ) -> None:
     """Writes a float32 checkpoint; `shard_size` (max_shard_size) splits it, `config` overrides SHAPE."""
     config_class, model_class = FAMILIES[family]
-    shape = SHAPE | ({"head_dim": 32} if family == "qwen3" else EXPERTS.get(family, {})) | config
+    shape = SHAPE | DENSE.get(family, {}) | EXPERTS.get(family, {}) | config
     model = model_class(config_class(**shape))
     _randomise(model, seed)
     model.save_pretrained(path, max_shard_size=shard_size or "5GB")

@@ -104,8 +104,11 @@ def test_without_any_setting_it_is_plain_rope_at_base_10000():
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_type", "'longrope'", "yarn"]),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, ["rope_type", "'dynamic'"]),
+        ({"rope_scaling": {"rope_type": "ntk"}}, ["rope_type", "'ntk'", "yarn"]),
+        (
+            {"max_position_embeddings": 8, "rope_scaling": {"rope_type": "longrope", "short_factor": "1"}},
+            ["short_factor", "'1'", "list of positive numbers"],
+        ),
         ({"rope_scaling": {"rope_type": "linear"}}, ["rope_scaling.factor", "None", "positive number"]),
         ({"rope_scaling": {"rope_type": "linear", "factor": "two"}}, ["rope_scaling.factor", "'two'"]),
         ({"rope_scaling": {"rope_type": "linear", "factor": float("nan")}}, ["rope_scaling.factor", "nan"]),
