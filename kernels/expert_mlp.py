@@ -1,5 +1,8 @@
 """The SwiGLU MLPs of a mixture-of-experts layer, each row through the experts that its router chose.
 
+Experts may have biases, and the gate of gpt-oss: (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g) with
+g = min(gate, limit), instead of silu(gate) * up.
+
 Both products are grouped: a tile of rows shares the weights of one expert. With few slots, each slot is a
 tile of its own, since the experts differ anyway, and no grouping is launched. A product is one chain of
 matrix instructions along the inner dimension, as in `skinny_linear`, and the experts of a row are added in
@@ -11,18 +14,43 @@ Legend: T rows, K experts of a row, S = T*K slots, E experts, H hidden size, I i
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from .group_experts import ExpertTiles, group_experts_triton
-from .invariant_rows import linear_rows, silu_mul_rows
+from .invariant_rows import exp_rounded, linear_rows, silu_mul_rows
 from .silu_mul import silu_mul_reference
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
 # Rows of the smallest tile: the shortest side of a matrix instruction.
 MIN_TILE_ROWS = 16
+
+
+class ExpertForm(NamedTuple):
+    """What experts may have beside their matrices: biases `[E, 2*I]` and `[E, H]`, and the gate of gpt-oss.
+
+    `limit` 0.0: the gate is silu.
+    """
+
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    limit: float = 0.0
+    alpha: float = 0.0
+
+
+PLAIN_EXPERTS = ExpertForm()
+
+
+def clamped_gate(gate_up: torch.Tensor, form: ExpertForm, is_invariant: bool = False) -> torch.Tensor:
+    """The gate of gpt-oss: `gate_up` `[..., 2*I]` (gate first) -> `[..., I]`, in float32, rounded once."""
+    gate, up = gate_up.to(torch.float32).chunk(2, dim=-1)
+    gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
+    scaled = gate * form.alpha
+    share = 1.0 / (exp_rounded(-scaled) + 1.0) if is_invariant else torch.sigmoid(scaled)
+    return ((up + 1.0) * (gate * share)).to(gate_up.dtype)
 
 
 def expert_mlp_reference(
@@ -31,17 +59,20 @@ def expert_mlp_reference(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear,
+    product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] = F.linear,
     gate: Callable[[torch.Tensor], torch.Tensor] = silu_mul_reference,
+    form: ExpertForm = PLAIN_EXPERTS,
 ) -> torch.Tensor:
     """The definition and the CPU path: an expert's output is rounded to the dtype and weighted in float32."""
+    biases = form.gate_up_bias, form.down_bias
     num_rows, top_k = ids.shape
     outputs = torch.zeros(num_rows * top_k, x.shape[1], dtype=x.dtype)
     flat = ids.flatten()
     for expert in sorted(set(flat.tolist())):
         slots = (flat == expert).nonzero().flatten()
         rows = x[slots // top_k]
-        outputs[slots] = product(gate(product(rows, gate_up[expert])), down[expert])
+        first, second = (None if bias is None else bias[expert] for bias in biases)
+        outputs[slots] = product(gate(product(rows, gate_up[expert], first)), down[expert], second)
     return _weighted_sum(outputs, weights).to(x.dtype)
 
 
@@ -59,6 +90,7 @@ def _weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def _expert_kernel(
     p_x: tl.tensor,
     p_weight: tl.tensor,
+    p_bias: tl.tensor,
     p_y: tl.tensor,
     p_slots: tl.tensor,
     p_experts: tl.tensor,
@@ -70,6 +102,9 @@ def _expert_kernel(
     SLOTS_A_ROW: tl.constexpr,
     IS_GROUPED: tl.constexpr,
     IS_GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -106,10 +141,21 @@ def _expert_kernel(
         if IS_GATED:
             b_weight = tl.load(p_ups + i_in[None, :], mask=m_weight, other=0.0)
             b_up = tl.dot(b_weight, b_x, b_up, input_precision="ieee")
+    if HAS_BIAS:
+        p_own = p_bias + expert * rows_of_expert + i_out
+        b_y += tl.load(p_own, mask=m_out, other=0.0).to(tl.float32)[:, None]
+        if IS_GATED:
+            b_up += tl.load(p_own + out_size, mask=m_out, other=0.0).to(tl.float32)[:, None]
     if IS_GATED:
         b_gate = b_y.to(p_y.dtype.element_ty).to(tl.float32)
-        b_silu = (b_gate / (1.0 + tl.exp(-b_gate))).to(p_y.dtype.element_ty).to(tl.float32)
-        b_y = b_silu * b_up.to(p_y.dtype.element_ty).to(tl.float32)
+        b_up = b_up.to(p_y.dtype.element_ty).to(tl.float32)
+        if LIMIT != 0.0:
+            b_gate = tl.minimum(b_gate, LIMIT)
+            b_up = tl.minimum(tl.maximum(b_up, -LIMIT), LIMIT)
+            b_y = (b_up + 1.0) * (b_gate / (1.0 + tl.exp(-ALPHA * b_gate)))
+        else:
+            b_silu = (b_gate / (1.0 + tl.exp(-b_gate))).to(p_y.dtype.element_ty).to(tl.float32)
+            b_y = b_silu * b_up
     o_y = b_slot[None, :].to(tl.int64) * out_size + i_out[:, None]
     tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_out[:, None] & m_slot[None, :])
 
@@ -169,6 +215,7 @@ def expert_mlp_triton(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     *,
+    form: ExpertForm = PLAIN_EXPERTS,
     tile: ExpertTile | None = None,
     is_grouped: bool | None = None,
 ) -> torch.Tensor:
@@ -195,11 +242,15 @@ def expert_mlp_triton(
     inner = torch.empty(num_slots, double // 2, dtype=x.dtype, device=x.device)
     outputs = torch.empty(num_slots, hidden, dtype=x.dtype, device=x.device)
     x = x if x.stride(1) == 1 else x.contiguous()
-    for source, weight, target, slots_a_row in ((x, gate_up, inner, top_k), (inner, down, outputs, 1)):
+    for source, weight, bias, target, slots_a_row in (
+        (x, gate_up, form.gate_up_bias, inner, top_k),
+        (inner, down, form.down_bias, outputs, 1),
+    ):
         out_size = target.shape[1]
         _expert_kernel[(num_tiles * cdiv(out_size, tile.out),)](
             source,
             weight,
+            weight if bias is None else bias,
             target,
             *tiles,
             num_slots,
@@ -209,6 +260,9 @@ def expert_mlp_triton(
             SLOTS_A_ROW=slots_a_row,
             IS_GROUPED=is_grouped,
             IS_GATED=weight is gate_up,
+            HAS_BIAS=bias is not None,
+            LIMIT=form.limit,
+            ALPHA=form.alpha,
             BLOCK_OUT=tile.out,
             BLOCK_IN=tile.inner,
             BLOCK_ROWS=tile.rows,
@@ -254,16 +308,19 @@ def expert_mlp(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     is_invariant: bool = False,
+    form: ExpertForm = PLAIN_EXPERTS,
 ) -> torch.Tensor:
     """The weighted sum of the chosen experts: `x` `[T, H]`, `ids` int32 and `weights` float32 `[T, K]`,
     `gate_up` `[E, 2*I, H]` (gate first), `down` `[E, H, I]` -> `[T, H]`.
 
-    `is_invariant`: the bits of a row do not depend on the rows beside it; on a GPU they never do. Raises
-    ValueError if shapes or dtypes differ.
+    `is_invariant`: the bits of a row do not depend on the rows beside it; on a GPU they never do. `form`:
+    biases and the gate. Raises ValueError if shapes or dtypes differ.
     """
     if x.is_cuda:
-        return expert_mlp_triton(x, ids, weights, gate_up, down)
+        return expert_mlp_triton(x, ids, weights, gate_up, down, form=form)
     _check(x, ids, weights, gate_up, down)
-    if is_invariant:
-        return expert_mlp_reference(x, ids, weights, gate_up, down, linear_rows, silu_mul_rows)
-    return expert_mlp_reference(x, ids, weights, gate_up, down)
+    gate: Callable[[torch.Tensor], torch.Tensor] = silu_mul_rows if is_invariant else silu_mul_reference
+    if form.limit:
+        gate = partial(clamped_gate, form=form, is_invariant=is_invariant)
+    product = linear_rows if is_invariant else F.linear
+    return expert_mlp_reference(x, ids, weights, gate_up, down, product, gate, form)

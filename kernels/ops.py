@@ -18,7 +18,7 @@ import torch
 
 from .attention_form import PLAIN_FORM, AttentionForm
 from .context_attention import ContextKV, context_attention
-from .expert_mlp import expert_mlp
+from .expert_mlp import PLAIN_EXPERTS, ExpertForm, expert_mlp
 from .fp8_linear import fp8_linear
 from .gather_context import gather_context
 from .int4_linear import int4_linear
@@ -60,7 +60,8 @@ torch.library.define(
 )
 torch.library.define(
     "baton::expert_mlp",
-    "(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, bool is_invariant) -> Tensor",
+    "(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, bool is_invariant, "
+    "Tensor? gate_up_bias, Tensor? down_bias, float limit, float alpha) -> Tensor",
 )
 torch.library.define(
     "baton::fp8_linear", "(Tensor x, Tensor weight, Tensor scales, Tensor? bias, bool is_gated) -> Tensor"
@@ -187,6 +188,22 @@ def _route_experts(
     return route_experts(logits, routing, bias)
 
 
+def _expert_mlp(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    is_invariant: bool,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    limit: float,
+    alpha: float,
+) -> torch.Tensor:
+    form = ExpertForm(gate_up_bias, down_bias, limit, alpha)
+    return expert_mlp(x, ids, weights, gate_up, down, is_invariant, form)
+
+
 for _name, _form in (
     ("baton::gather_context", _gather_context),
     ("baton::context_attention", _context_attention),
@@ -195,7 +212,7 @@ for _name, _form in (
     ("baton::invariant_logits", invariant_logits),
     ("baton::float32_logits", float32_logits),
     ("baton::route_experts", _route_experts),
-    ("baton::expert_mlp", expert_mlp),
+    ("baton::expert_mlp", _expert_mlp),
     ("baton::fp8_linear", fp8_linear),
     ("baton::int4_linear", int4_linear),
 ):
@@ -333,9 +350,12 @@ def recorded_expert_mlp(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     is_invariant: bool = False,
+    form: ExpertForm = PLAIN_EXPERTS,
 ) -> torch.Tensor:
     """`expert_mlp.expert_mlp` as one operation, since a CPU reads which experts were chosen."""
-    out: torch.Tensor = torch.ops.baton.expert_mlp.default(x, ids, weights, gate_up, down, is_invariant)
+    out: torch.Tensor = torch.ops.baton.expert_mlp.default(
+        x, ids, weights, gate_up, down, is_invariant, *form
+    )
     return out
 
 

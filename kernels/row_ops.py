@@ -8,10 +8,11 @@ vocabulary, D head dimension.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
+from .expert_mlp import PLAIN_EXPERTS, ExpertForm
 from .invariant_rows import rms_norm_rows, rope_rows, silu_mul_rows
 from .ops import (
     recorded_expert_mlp,
@@ -38,10 +39,24 @@ AddNorm: TypeAlias = Callable[
 ]
 # (x [T, heads, D], cos [T, R], sin [T, R] with a negated first half) -> [T, heads, D]; R dimensions turn
 Rotate: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-# (x [T, H], ids [T, K], weights [T, K], gate_up [E, 2*I, H], down [E, H, I]) -> [T, H]
-Experts: TypeAlias = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
-]
+
+
+class Experts(Protocol):
+    """The chosen experts of each row."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        *,
+        form: ExpertForm = PLAIN_EXPERTS,
+    ) -> torch.Tensor:
+        """`x` `[T, H]`, `ids`, `weights` `[T, K]`, `gate_up` `[E, 2*I, H]`, `down` `[E, H, I]` -> as `x`."""
+
+
 
 
 # (part [T, H]) -> [T, H]

@@ -9,10 +9,11 @@ from types import MappingProxyType
 
 import torch
 
+from ...kernels.mxfp4 import BLOCK
 from ..errors import CheckpointError
 from ..kv.layouts import MHALayout, PageLayout
 from .layer_forms import PLAIN_LAYERS, LayerForms, read_forms
-from .moe import MIXTRAL_NAMES, QWEN_NAMES, MoEConfig
+from .moe import GPT_OSS_NAMES, MIXTRAL_NAMES, QWEN_NAMES, MoEConfig
 from .quant.config import QuantConfig
 from .quant.registry import KEY as QUANT_KEY
 from .quant.registry import read_quantisation
@@ -229,6 +230,8 @@ def read_dense_config(reader: ConfigReader, *, architecture: str) -> ModelConfig
     """
     family = FAMILIES[architecture]
     reader = ConfigReader({**DEFAULTS.get(family, {}), **reader.raw}, reader.source)
+    if family == "gpt_oss" and not (reader.raw.get("rope_scaling") or reader.raw.get("rope_parameters")):
+        reader = ConfigReader({**reader.raw, "rope_scaling": GPT_OSS_ROPE}, reader.source)
     _refuse_unsupported(reader, family)
     forms, rope = read_forms(reader, family)
     if family in ("mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss"):
@@ -286,6 +289,8 @@ def _read_experts(reader: ConfigReader, family: str) -> MoEConfig:
     top_k = reader.count("num_experts_per_tok")
     if top_k > num_experts:
         raise reader.error("num_experts_per_tok", f"it must not be above {key} = {num_experts}")
+    if family == "gpt_oss":
+        return _gpt_oss_experts(reader, num_experts, top_k)
     if family == "mixtral":
         return MoEConfig(
             num_experts=num_experts,
@@ -306,6 +311,27 @@ def _read_experts(reader: ConfigReader, family: str) -> MoEConfig:
         is_normalised=reader.flag("norm_topk_prob", False),
         names=QWEN_NAMES,
         dense_layers=frozenset(layer for layer in layers if layer in listed or (layer + 1) % step),
+    )
+
+
+def _gpt_oss_experts(reader: ConfigReader, num_experts: int, top_k: int) -> MoEConfig:
+    """The experts of a gpt-oss config, in floats or, as published, in 4 bits."""
+    found = reader.raw.get(QUANT_KEY)
+    method = found.get("quant_method") if isinstance(found, Mapping) else found
+    if method not in (None, "mxfp4"):
+        raise reader.error(QUANT_KEY, "this architecture has experts in mxfp4 or in floats")
+    inner, hidden = reader.count("intermediate_size"), reader.count("hidden_size")
+    if method is not None and (inner % BLOCK or hidden % BLOCK):
+        raise reader.error("intermediate_size", f"mxfp4 needs sizes that are multiples of {BLOCK}")
+    return MoEConfig(
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=inner,
+        is_normalised=True,  # a softmax over the chosen ones
+        names=GPT_OSS_NAMES,
+        limit=reader.number("swiglu_limit", 7.0),
+        alpha=reader.number("swiglu_alpha", 1.702),
+        is_packed=method is not None,
     )
 
 

@@ -9,6 +9,7 @@ from ...kernels.attention_form import AttentionForm
 from ...kernels.row_ops import FASTEST, RowOps
 from .config import ModelConfig
 from .deepseek_config import LatentConfig
+from .gpt_oss_experts import GptOssExperts
 from .latent_block import LatentAttention
 from .layer_forms import PLAIN_LAYERS, LayerForms, NormPlaces
 from .layers import (
@@ -21,7 +22,7 @@ from .layers import (
     SandwichLayer,
     SelfAttention,
 )
-from .moe import MixtureOfExperts
+from .moe import GPT_OSS_NAMES, MixtureOfExperts
 from .quant.kv_scales import FP8_KV, KVScales
 from .quant.projections import Projections
 
@@ -60,8 +61,12 @@ def decoder_layer(
 
     `projections`: those of the model, by default plain ones.
     """
-    experts = None
-    if config.moe is not None and layer not in config.moe.dense_layers:
+    experts: MixtureOfExperts | None = None
+    if config.moe is not None and config.moe.names is GPT_OSS_NAMES:
+        experts = stored = GptOssExperts(config.hidden_size, config.moe, dtype=dtype, device=device, ops=ops)
+        if projections is not None:
+            projections.remember(stored)
+    elif config.moe is not None and layer not in config.moe.dense_layers:
         experts = MixtureOfExperts(config.hidden_size, config.moe, dtype=dtype, device=device, ops=ops)
     if isinstance(config, LatentConfig):
         width, eps = config.hidden_size, config.rms_norm_eps

@@ -34,6 +34,7 @@ QWEN_NAMES = ExpertNames(
     block="mlp", gate="gate_proj", up="up_proj", down="down_proj", shared="shared_expert"
 )
 DEEPSEEK_NAMES = ExpertNames(block="mlp", gate="gate_proj", up="up_proj", down="down_proj")
+GPT_OSS_NAMES = ExpertNames(block="mlp", gate="", up="", down="")  # all experts are one tensor
 MIXTRAL_NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
@@ -45,6 +46,8 @@ class MoEConfig:
     `Routing`. `has_choice_bias`: the router has a bias for the choice alone. `is_float32_router`: its logits
     are float32 in every dtype, otherwise rounded to the model's. `shared_size`: the intermediate size of the
     shared expert, 0 without one. `has_shared_gate`: its output is multiplied by the sigmoid of a projection.
+    `limit` and `alpha`: of the gate of gpt-oss, see `kernels.expert_mlp`. `is_packed`: its experts are stored
+    in 4 bits.
     """
 
     num_experts: int
@@ -62,6 +65,9 @@ class MoEConfig:
     is_float32_router: bool = False
     shared_size: int = 0
     has_shared_gate: bool = False
+    limit: float = 0.0
+    alpha: float = 0.0
+    is_packed: bool = False
 
     @cached_property
     def routing(self) -> Routing:

@@ -90,6 +90,7 @@ MODELS = (
     _entry("Phi3ForCausalLM"),
     _entry("Olmo2ForCausalLM"),
     _entry("SmolLM3ForCausalLM"),
+    _entry("GptOssForCausalLM"),
     _entry("SparseBlockForCausalLM", read_sparse_config, SparseBlockForCausalLM),
     _entry("DeepseekV2ForCausalLM", read_deepseek_config),
     _entry("DeepseekV3ForCausalLM", read_deepseek_config),

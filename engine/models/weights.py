@@ -27,6 +27,7 @@ from .weight_reader import Piece, ReadReport, cut_pieces, pieces_of, pieces_of_r
 logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
+MXFP4_SUFFIX = "_blocks"  # of two 4-bit values a byte
 INDEX_FILE = "model.safetensors.index.json"
 LOADABLE = (torch.float32, torch.float16, torch.bfloat16)
 ROUNDED = re.compile(r"layers\.\d+\..*_proj\.weight$")  # matrices that `--quantize fp8` rounds
@@ -202,6 +203,8 @@ def weight_bytes(
 
 def _loaded_bytes(stored: StoredTensor, dtype: torch.dtype, quantize: str) -> int:
     count = math.prod(stored.shape)
+    if stored.name.endswith(MXFP4_SUFFIX):
+        return 2 * count * dtype.itemsize  # decoded once loaded
     if stored.dtype not in LOADABLE:
         return stored.num_bytes
     is_rounded = quantize == "fp8" and ROUNDED.search(stored.name) is not None

@@ -85,6 +85,8 @@ class Models:
             randomise(name, weight, generator)
         for (_, ours), (_, theirs) in zip(self.fastest.tensors(), self.invariant.tensors(), strict=True):
             theirs.copy_(ours)
+        for model in (self.fastest, self.invariant):
+            model.projections.finish()
         with tempfile.TemporaryDirectory() as folder:
             name = str(dtype).removeprefix("torch.")
             self.head_config = head_config(config, name, config.vocab_size, Path(folder))

@@ -73,6 +73,21 @@ DENSE = {
     "phi3": {"pad_token_id": 0},
     "olmo2": {"pad_token_id": 0},
     "smollm3": {"no_rope_layers": [1, 0, 1], "pad_token_id": 0},
+    "gpt_oss": {
+        "head_dim": 32,
+        "sliding_window": 9,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "swiglu_limit": 0.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 5000.0,
+            "factor": 4.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+        "attn_implementation": "eager",
+    },
 }
 YARN = {
     "rope_type": "yarn",

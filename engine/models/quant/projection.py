@@ -45,11 +45,15 @@ class MakeProjection(Protocol):
         """A projection of `in_size` inputs whose outputs are split into named `parts`, uninitialised."""
 
 
-class StoredProjection(Projection, Protocol):
-    """A projection whose weight is loaded in the form of a checkpoint."""
+class StoredWeights(Protocol):
+    """Weights that are loaded in the form of a checkpoint."""
 
     def finish(self) -> None:
         """Brings the loaded tensors into the form of the kernels.
 
         Raises CheckpointError for values that the form of the checkpoint does not allow.
         """
+
+
+class StoredProjection(Projection, StoredWeights, Protocol):
+    """A projection whose weight is loaded in the form of a checkpoint."""

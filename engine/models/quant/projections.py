@@ -8,7 +8,7 @@ from ...errors import CheckpointError
 from .config import Fp8Form, QuantConfig
 from .fp8_projection import Fp8Projection
 from .int4_projection import Int4Projection
-from .projection import MakeProjection, Projection, StoredProjection
+from .projection import MakeProjection, Projection, StoredProjection, StoredWeights
 
 
 class Projections:
@@ -17,7 +17,7 @@ class Projections:
 
     def __init__(self, config: QuantConfig | None) -> None:
         self.config = config
-        self._made: list[StoredProjection] = []
+        self._made: list[StoredWeights] = []
 
     def under(self, prefix: str, plain: MakeProjection) -> MakeProjection:
         """The maker of the projections whose names begin with `prefix` ("model.layers.0.mlp.").
@@ -26,6 +26,10 @@ class Projections:
         of a projection are quantised, or if their sizes do not fit the form.
         """
         return plain if self.config is None else partial(self._make, self.config, prefix, plain)
+
+    def remember(self, weights: StoredWeights) -> None:
+        """Has `finish` bring other weights into the form of their kernels."""
+        self._made.append(weights)
 
     def finish(self) -> None:
         """Brings all loaded tensors into the form of the kernels. Raises CheckpointError for impossible

@@ -1,0 +1,49 @@
+"""Families with windows, caps, sinks and other layers, in chunks, batches, drafts, graphs and hand-offs."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from baton.engine.models.registry import load_model_config
+from baton.tests.parity.answer_engine import CHAIN, TREE, Models, Way
+from baton.tests.parity.test_batch_invariance import answers_of
+from baton.tests.parity.toy_engine import random_ids
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+QUICK = ("gemma2", "gpt_oss")
+FAMILIES = [
+    pytest.param(family, marks=[] if family in QUICK else pytest.mark.slow)
+    for family in ("mistral", "gemma2", "gemma3", "phi3", "olmo2", "smollm3", "gpt_oss")
+]
+WAYS = (
+    Way(batch=3, chunk=7),
+    Way(shape=CHAIN, batch=3, chunk=16, has_graphs=True),
+    Way(shape=TREE, batch=2, chunk=50, is_disaggregated=True),
+    Way(shape=TREE, batch=3, chunk=16, has_graphs=True, has_breaks=True, is_disaggregated=True),
+)
+
+
+def models_of(toy_checkpoint: Callable[..., Path], family: str, device: str = "cpu") -> Models:
+    return Models(load_model_config(toy_checkpoint(family)), torch.float32, device)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_way_gives_the_tokens_of_plain_steps(toy_checkpoint: Callable[..., Path], family: str):
+    models, prompts = models_of(toy_checkpoint, family), [random_ids(n, seed=n) for n in (5, 17, 40)]
+    expected = answers_of(models, Way(), prompts, [], is_invariant=False)
+    for way in WAYS:
+        found = answers_of(models, way, prompts, expected, is_invariant=False)
+        assert [answer.tokens for answer in found] == [answer.tokens for answer in expected], way
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "phi3", "olmo2", "smollm3", "gpt_oss"])
+def test_bits_of_an_answer_do_not_depend_on_the_way(toy_checkpoint: Callable[..., Path], family: str):
+    models, prompts = models_of(toy_checkpoint, family), [random_ids(n, seed=n) for n in (5, 17, 40)]
+    alone = answers_of(models, Way(), prompts, [])
+    for way in WAYS:
+        found = answers_of(models, way, prompts, alone)
+        assert [answer.tokens for answer in found] == [answer.tokens for answer in alone], way
+        assert [answer.kv_hash for answer in found] == [answer.kv_hash for answer in alone], way
