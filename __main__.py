@@ -24,6 +24,7 @@ COMMANDS = {
     "bench": (".bench.command", "measure parts of baton on this machine"),
     "doctor": (".deploy.cli.doctor", "find what would keep baton from serving on this host"),
     "drain": (".deploy.cli.drain", "end a worker of this host after its requests"),
+    "role": (".deploy.cli.role", "change the role of a running worker"),
     "plan": (".deploy.cli.plan", "how many workers, how long a hand-off takes, and when not to disaggregate"),
     "deploy": (".deploy.packaging.files", "write systemd units"),
     "keys": (".deploy.keys.keys", "make the keys that authenticate the processes to each other"),

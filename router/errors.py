@@ -200,6 +200,16 @@ def unknown_worker(instance: str) -> ApiError:
     return ApiError(404, ErrorBody(message, "invalid_request_error", "instance", "worker_not_found"))
 
 
+def no_such_worker(instance: str) -> ApiError:
+    message = f"No worker {printable(instance)}; /status lists them."
+    return ApiError(404, ErrorBody(message, "invalid_request_error", "instance", "worker_not_found"))
+
+
+def role_stays(instance: str, reason: str) -> ApiError:
+    message = f"The worker {printable(instance)} {reason}."
+    return ApiError(409, ErrorBody(message, "invalid_request_error", "instance", "role_change_refused"))
+
+
 def method_not_allowed(allowed: str) -> ApiError:
     body = ErrorBody(f"This address takes {allowed} only.", "invalid_request_error")
     return ApiError(405, body, allow=allowed)

@@ -145,6 +145,7 @@ def hello_of(
         embeds_fault=OFF if embeds is None else embeds.fault,
         takes_batches=True,
         takes_goodbye=True,
+        changes_role=True,
         local_prefill=local_prefill,
         aggregated=aggregated,
         grows=grows,

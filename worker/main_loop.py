@@ -111,6 +111,7 @@ class WorkerLoop:
         self.link = link
         self.shutdown = shutdown
         self.drain_timeout_s = drain_timeout_s
+        self.returns_as = ""  # the role in which the process starts again after the drain; "": it ends
         self._clock = clock
         self._feed = feed or (lambda now: None)
         self._tell = tell or (lambda stats: None)
@@ -129,7 +130,8 @@ class WorkerLoop:
         code = EXIT_OK
         while code == EXIT_OK and not self.is_over():
             code = self.turn()
-        self._notifier.stopping("leaving")
+        if not self.returns_as:
+            self._notifier.stopping("leaving")
         self.worker.hand_back()
         self.link.close()
         return code
@@ -181,7 +183,10 @@ class WorkerLoop:
         self.worker.start_draining()
         self.link.post(Goodbye(instance=self.worker.instance))
         self._next_beat = 0.0
-        self._notifier.stopping("draining")
+        if self.returns_as:
+            self._notifier.returning(f"drains, and returns as {self.returns_as}")
+        else:
+            self._notifier.stopping("draining")
         logger.info("draining", extra=fields(rooms=self.worker.num_rooms))
         return now + self.drain_timeout_s
 

@@ -15,6 +15,7 @@ import torch
 from ..cluster.process.failpoints import Reach, unarmed
 from ..cluster.protocol.messages import (
     Cancel,
+    ChangeRole,
     ControlUp,
     DecodeTimeline,
     Failed,
@@ -39,6 +40,7 @@ from .commands import Command, Drop, LinkEvent
 from .link import WorkerLink
 from .prompt_embeds import OFF, EmbedsInbox
 from .refusal import Refusal
+from .role_change import RoleChange
 from .room import WorkerRoom
 from .room_table import RoomTable
 
@@ -80,6 +82,7 @@ class RoleWorker(ABC, Generic[R]):
         self.queues = queues
         self.instance = instance
         self.is_draining = False
+        self.role_change = RoleChange(self.role)
         self.reach: Reach = unarmed
         self.tiers: RunningTiers | None = None  # of the KV cache, below the pool
         self._clock = clock
@@ -108,6 +111,9 @@ class RoleWorker(ABC, Generic[R]):
             case Cancel(room=room, epoch=epoch):
                 self.embeds.drop(room, epoch)
                 self._cancel(room, epoch)
+            case ChangeRole():
+                if event.instance == self.instance:
+                    self.role_change.take(event)
             case PromptEmbeds(room=room, epoch=epoch):
                 if not self.queues.is_known(room, epoch):
                     self.embeds.keep(event)
@@ -159,7 +165,8 @@ class RoleWorker(ABC, Generic[R]):
         engine, cache = self.engine, self.engine.cache
         rooms, canaries = self._room_counts()
         return WorkerStats(
-            state="draining" if self.is_draining else "serving",
+            state=self.role_change.state or ("draining" if self.is_draining else "serving"),
+            role_fault=self.role_change.fault,
             pages_total=engine.num_pages,
             pages_free=cache.num_available,
             pages_cached=cache.num_cached,

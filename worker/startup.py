@@ -16,10 +16,10 @@ from ..cluster.net.router_links import RouterLinks, dial_routers
 from ..cluster.net.sockets import Socket
 from ..cluster.net.transport_names import may_be_open, transports_of
 from ..cluster.process.failpoints import reach_of
-from ..cluster.process.process import Phase, Serve, Shutdown, run_phases
+from ..cluster.process.process import EXIT_OK, EXIT_OTHER_ROLE, Phase, Serve, Shutdown, run_phases
 from ..cluster.process.sd_notify import notifier_of
 from ..cluster.process.watchdog import Watchdog
-from ..cluster.protocol.messages import DraftWidths, Hello
+from ..cluster.protocol.messages import ChangeRole, DraftWidths, Hello
 from ..cluster.security.ciphers import ciphers_of
 from ..cluster.security.keyring import load_keyring
 from ..cluster.telemetry.metrics_server import serve_metrics
@@ -35,6 +35,7 @@ from .main_loop import WorkerLoop
 from .prompt_embeds import embeds_inbox
 from .ranks import Ranks, check_role
 from .resource_usage import meter_of
+from .role_change import settings_fault
 from .role_worker import RoleWorker
 from .room import WorkerRoom
 from .spans import RoomSpans, SpansOf
@@ -91,7 +92,14 @@ class WorkerStartup(ABC, Generic[C, R]):
         logger.info("started in %.1f s: %s", sum(seconds for _, seconds in times), shown)
         if self.ranks is not None:
             self.ranks.begin_serving()
-        return closing(self.tracing, self._serve)
+        serve = closing(self.tracing, self._serve)
+
+        def served() -> int:
+            code, change = serve(), self.worker.role_change
+            is_ordered = bool(change.target) and not self.shutdown.first_signal
+            return EXIT_OTHER_ROLE if code == EXIT_OK and is_ordered else code
+
+        return served
 
     def _serve(self) -> int:
         """The main loop, then the end of the other ranks. Behind an error they end first, by force."""
@@ -106,6 +114,18 @@ class WorkerStartup(ABC, Generic[C, R]):
             raise
         ranks.close()
         return code
+
+    def _role_fault(self, role: str) -> str:
+        """Why this worker cannot get `role`; "" if it can."""
+        if self.ranks is not None:
+            return "a worker of several ranks keeps its role; stop it, and start one in the other role"
+        return settings_fault(self.config, role, os.environ)
+
+    def _change_role(self, order: ChangeRole) -> None:
+        """Begins the drain that ends in the other role."""
+        self.loop.returns_as = order.role
+        self.loop.drain_timeout_s = min(self.loop.drain_timeout_s, order.drain_ms / 1000)
+        self.shutdown.drain.set()
 
     def prepare_process(self) -> None:
         """Signals, failpoints, the service manager and malloc."""
@@ -196,6 +216,8 @@ class WorkerStartup(ABC, Generic[C, R]):
             lost_spans=lambda: tracing.num_dropped,
             usage=meter_of(self.engine.pool.device).read,
         )
+        self.worker.role_change.check = self._role_fault
+        self.worker.role_change.on_order = self._change_role
         self.engine.runner.on_layer = self.loop.beat
         self.engine.begin_watch()
 

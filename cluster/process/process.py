@@ -30,6 +30,7 @@ EXIT_OK = 0
 EXIT_CANNOT_START = 1
 EXIT_USAGE = 2  # a wrong setting; the same as argparse's
 EXIT_AGAIN = 75  # EX_TEMPFAIL: the process wants to be started again
+EXIT_OTHER_ROLE = 79  # the process goes on in another role; no supervisor sees it
 EXIT_CRASHED = 70  # EX_SOFTWARE of sysexits.h
 EXIT_INTERRUPTED = 130
 

@@ -33,6 +33,7 @@ VARIABLES = (SOCKET_VARIABLE, LIMIT_VARIABLE, PID_VARIABLE)  # valid for one pro
 PINGS_PER_LIMIT = 8
 WAIT_PACE_S = 5.0  # seconds between two requests for more time
 WAIT_FOR_S = 30.0  # seconds that each request asks for
+RETURN_S = 900.0  # the manager's longest wait for a process that starts again by itself
 PATIENCE_S = 1.0  # longest wait for a slow manager, for notifications that are sent once
 
 
@@ -112,6 +113,14 @@ class Notifier:
         if not self._is_stopping:
             self._is_stopping = True
             self._send("STOPPING=1", f"STATUS={status}")
+
+    def returning(self, status: str) -> None:
+        """Reports that the process leaves and comes back under the same PID. No ping is due meanwhile, nor
+        before the next start is ready, for `RETURN_S` seconds.
+        """
+        limit = [f"WATCHDOG_USEC={int(RETURN_S * 1e6)}"] if self.limit_s else []
+        self._is_stopping = True
+        self._send(f"STATUS={status}", *limit)
 
     def _send(self, *lines: str) -> None:
         self._channel.send("\n".join(lines).encode(), PATIENCE_S)

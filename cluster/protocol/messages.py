@@ -78,6 +78,8 @@ class Sampling(Struct, frozen=True, kw_only=True):
 YOUNG_SAMPLING_FIELDS = ("min_new_tokens", "prompt_logprobs", "grammar")
 YOUNG_FIELDS = (*YOUNG_SAMPLING_FIELDS, "salt", "embeds")
 
+CHANGING_ROLE = "changing role"  # state of a worker that drains and comes back in the other role
+
 CANARY_SALT = "canary "  # the salt of a router's canary begins with it
 
 
@@ -224,7 +226,7 @@ class TierStats(Struct, frozen=True, kw_only=True):
 class WorkerStats(Struct, frozen=True, kw_only=True):
     """One worker's condition, made by its scheduler loop."""
 
-    state: Text = "serving"  # starting, serving, draining
+    state: Text = "serving"  # starting, serving, draining, changing role
     pages_total: Count = 0
     pages_free: Count = 0  # free now or evictable from the prefix cache
     pages_cached: Count = 0  # free pages that hold a reusable prefix
@@ -244,6 +246,7 @@ class WorkerStats(Struct, frozen=True, kw_only=True):
     recording: Recording | None = None  # None: it records nothing
     pages_promised: Count = 0  # pages that its rooms count on beyond those that they hold
     tiers: Annotated[list[TierStats], Meta(max_length=8)] = []  # below the pool, from fast to slow
+    role_fault: Text = ""  # why the newest ChangeRole was refused
     counters: dict[Text, float] = {}  # monotonic; name -> total
 
 
@@ -299,6 +302,7 @@ class Hello(Message, frozen=True, kw_only=True):
     aggregated: bool = False  # it also prefers such orders where they are cheaper, at any length
     grows: bool = False  # a decode worker whose rooms take pages as their tokens come
     ahead_tokens: Small = 0  # output beyond the next step whose pages such a room takes with it
+    changes_role: bool = False  # knows ChangeRole
     shares_prompts: bool = False  # a decode worker that obeys `shares` of a Reserve
     chosen: dict[Text, Choice] = field(default_factory=dict)  # by setting; for display only
     metrics_port: Small = 0  # port of its own /metrics; 0: none, or a worker that does not tell
@@ -548,6 +552,20 @@ class SwapDraft(Message, frozen=True, kw_only=True):
     path: Text = ""
 
 
+class ChangeRole(Message, frozen=True, kw_only=True):
+    """To either: drain, and come back in the other role.
+
+    Running requests go on elsewhere after `drain_ms`, or after the worker's own drain time if it is shorter.
+    A worker whose settings do not allow the role stays, and says why in `role_fault` of its heartbeats. Only
+    workers with `changes_role` in their Hello get it.
+    """
+
+    instance: Id
+    order: Id  # a repeated order is ignored
+    role: Annotated[str, Meta(pattern="^(prefill|decode)$")]
+    drain_ms: Count
+
+
 class RouterGoodbye(Message, frozen=True, kw_only=True):
     """The router ends as it was asked to: it has no requests left.
 
@@ -558,4 +576,14 @@ class RouterGoodbye(Message, frozen=True, kw_only=True):
     instance: Id
 
 
-ControlDown = Welcome | Rejected | Reserve | Prefill | PromptEmbeds | Cancel | SwapDraft | RouterGoodbye
+ControlDown = (
+    Welcome
+    | Rejected
+    | Reserve
+    | Prefill
+    | PromptEmbeds
+    | Cancel
+    | SwapDraft
+    | ChangeRole
+    | RouterGoodbye
+)

@@ -25,6 +25,7 @@ TONES = {
     "serving": "green",
     "ok": "green",
     "draining": "yellow",
+    "changing role": "yellow",
     "cancelled": "yellow",
     "failed": "red",
     "timeout": "red",

@@ -203,11 +203,29 @@ def child_specs(
             role=child.role,
             argv=tuple(command_of(child.role, to_argv(child))),
             env=child_environment(env, getattr(child, "threads", 1) or threads, settled.place_of(name))
-            | _token_of(child, env),
+            | _token_of(child, env)
+            | _other_role(name, child, config, env, directory),
             cwd=str(directory),
         )
         for name, child in children
     ]
+
+
+def _other_role(
+    name: str, child: RoleConfig, config: UpConfig, env: Mapping[str, str], directory: Path
+) -> dict[str, str]:
+    """The variables with the settings that a worker has in the other role alone, in case that it changes."""
+    if not isinstance(child, WorkerConfig):
+        return {}
+    cls: type[WorkerConfig] = DecodeConfig if isinstance(child, PrefillConfig) else PrefillConfig
+    is_ipc = config.transport == "ipc" and cls is PrefillConfig
+    wiring: dict[str, Value] = {"kv_bind": f"ipc://{directory}/kv-{name}"} if is_ipc else {}
+    other, own = child_config(cls, config, env, wiring, 1), settings_of(type(child))
+    return {
+        f"BATON_{cls.role.upper()}_{key.upper()}": as_text(getattr(other, key), describe(field))
+        for key, field in settings_of(cls).items()
+        if key not in own and (key in other.explicit or getattr(other, key) != field.default)
+    }
 
 
 def wish_of(config: UpConfig) -> Wish:

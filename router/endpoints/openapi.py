@@ -29,6 +29,7 @@ from ..api.message_bodies import CountBody, MessageBody
 from ..api.request_headers import REQUEST_HEADERS
 from ..api.response_bodies import ResponseBody, ResponseTool, TextOptions
 from ..api.response_items import ITEMS, InputTextPart, OutputTextPart
+from ..api.role_bodies import RoleOrderBody, RoleOrderReply
 from ..api.structured import StructuredOutputs
 from ..api.tool_bodies import CalledFunction, ToolCall
 from ..errors import MESSAGE_PATHS, ErrorEnvelope, MessageErrorEnvelope
@@ -176,6 +177,19 @@ OPERATIONS = (
             **{status: _GENERATING[status] for status in (400, 401)},
             403: "Not an operator's key.",
             404: "No such decode worker.",
+        },
+    ),
+    Operation(
+        "/roles",
+        "An order to change the role of a worker, as `baton role` gives it.",
+        RoleOrderBody,
+        RoleOrderReply,
+        None,
+        {
+            **{status: _GENERATING[status] for status in (400, 401)},
+            403: "Not an operator's key.",
+            404: "No such worker.",
+            409: "It cannot change its role now.",
         },
     ),
     Operation(

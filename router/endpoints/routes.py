@@ -27,6 +27,7 @@ from ..api.request_headers import (
     TRACESTATE,
 )
 from ..api.response_bodies import ResponseBody
+from ..api.role_bodies import RoleOrderReply, role_order_of
 from ..errors import (
     ApiError,
     bad_request,
@@ -80,6 +81,7 @@ class Routes:
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
             "/drafts": self.swap_draft,
+            "/roles": self.change_role,
         }
         self._gets: dict[str, Handler] = {
             "/": dashboard.page,
@@ -178,6 +180,14 @@ class Routes:
         if not self._service.dispatcher.swap_draft(order):
             raise unknown_worker(order.instance)
         await _send_json(exchange, DraftOrderReply(instance=order.instance, order=order.order))
+
+    async def change_role(self, exchange: Exchange) -> None:
+        must_operate(exchange.caller)
+        must_be_at_home(exchange)
+        order = role_order_of(exchange.take_body())
+        self._service.dispatcher.change_role(order)
+        reply = RoleOrderReply(instance=order.instance, order=order.order, role=order.role)
+        await _send_json(exchange, reply)
 
     async def openapi(self, exchange: Exchange) -> None:
         await send(exchange, self._document)

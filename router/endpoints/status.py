@@ -10,6 +10,7 @@ from msgspec import Struct
 from ...cluster.config.router_groups import SHOW_PORTLESS
 from ...cluster.net.transport_names import path_rates
 from ...cluster.protocol.messages import (
+    CHANGING_ROLE,
     Choice,
     DraftHead,
     DraftWidths,
@@ -27,9 +28,10 @@ from ..scheduling.dispatcher import Dispatcher
 from ..workers.eligibility import is_ready, why_not_pair
 from ..workers.pair_health import PairStatus
 from ..workers.registry import Registry, Worker
+from ..workers.role_changes import RoleMove
 
 MAX_UNPAIRED = 64
-WORKER_STATES = ("starting", "serving", "draining", "stalled")
+WORKER_STATES = ("starting", "serving", "draining", CHANGING_ROLE, "stalled")
 
 
 class StalledWorker(Struct, frozen=True, kw_only=True):
@@ -60,6 +62,7 @@ class RouterStatus(Struct, frozen=True, kw_only=True):
     clock: float  # this host's clock, seconds since the epoch
     events: dict[str, int]
     stalled: list[StalledWorker] = []
+    role_changes: list[RoleMove] = []  # the newest, oldest first
     limit_parts: int = 1
     """Routers among which the limits of API keys are divided; each counts for itself."""
 
@@ -177,6 +180,7 @@ def status_of(
         clock=round(time.time(), 3),
         events=dispatcher.event_totals,
         stalled=[_stalled(dispatcher, worker, now) for worker in registry.stalled],
+        role_changes=dispatcher.role_changes.status(now),
         limit_parts=limit_parts,
     )
     workers = [_worker_status(worker, now) for worker in registry]

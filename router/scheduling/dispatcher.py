@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ...cluster.process.log import fields
 from ...cluster.protocol.messages import (
+    ChangeRole,
     ControlUp,
     Goodbye,
     Heartbeat,
@@ -22,7 +23,7 @@ from ...cluster.protocol.messages import (
     Tokens,
 )
 from ...cluster.telemetry.metrics import RouterMetrics
-from ..errors import unavailable
+from ..errors import no_such_worker, role_stays, unavailable
 from ..rooms.attempt import PEER_LOST, RoomEvent
 from ..rooms.effects import (
     Closed,
@@ -46,6 +47,7 @@ from ..workers.health_probe import HealthProbes
 from ..workers.outbox import Outbox, Soon, Transmit
 from ..workers.registration import Registration
 from ..workers.registry import Registry, Worker
+from ..workers.role_changes import RoleChanges
 from ..workers.stalls import Stalls
 from .admission_queue import OVERLOADED, AdmissionQueue
 from .flow import Flow
@@ -117,6 +119,7 @@ class Dispatcher:
         self.health_probes = HealthProbes(registry, self._outbox, mint, canary_s)
         self._placer = Placer(registry, policy, self.health_probes.pair_health)
         self._registration = Registration(registry, self._outbox, self.events)
+        self.role_changes = RoleChanges(registry)
         self._retries = RetryBudget()
         self._estimates = estimates or OutputEstimates()
         self.history = History(clock)
@@ -263,6 +266,20 @@ class Dispatcher:
         self._outbox.post(worker, order, self._clock())
         return True
 
+    def change_role(self, order: ChangeRole) -> None:
+        """Sends an order to change a worker's role. Raises ApiError for one that cannot change it now."""
+        worker = self.registry.get(order.instance)
+        if worker is None:
+            raise no_such_worker(order.instance)
+        if reason := self.role_changes.why_not(worker, order.role):
+            raise role_stays(order.instance, reason)
+        now = self._clock()
+        self.role_changes.begin(worker, order.role, now)
+        logger.info(
+            "role change ordered", extra=fields(role=worker.role, instance=order.instance, to=order.role)
+        )
+        self._outbox.post(worker, order, now)
+
     # --- the workers' side ----------------------------------------------------------------------------------
 
     def on_message(self, identity: bytes, message: ControlUp) -> None:
@@ -383,6 +400,7 @@ class Dispatcher:
             self.lose(lost)
         for worker in self.registry:
             self._outbox.flush(worker, now)
+        self.role_changes.turn(now)
         may_ask = not self._waiting and not self.is_draining and now >= self._settled_at
         self.health_probes.tick(now, may_ask=may_ask)
         for entry in list(self._entries.values()):

@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from ...cluster.process.log import fields
 from ...cluster.protocol.messages import (
+    CHANGING_ROLE,
     PROTOCOL_MAJOR,
     ControlUp,
     Failed,
@@ -132,7 +133,8 @@ class Worker:
         if self.stalled_since is not None:
             return "stalled"
         if self.is_draining:
-            return "draining"
+            is_returning = self.stats is not None and self.stats.state == CHANGING_ROLE
+            return CHANGING_ROLE if is_returning else "draining"
         return self.stats.state if self.stats is not None else "starting"
 
     @property

@@ -62,7 +62,7 @@ class Watch:
             return True
         if event in NETWORK:
             return not is_local(event, arguments)
-        if not self._is_serving or is_cython_frame(event, arguments):
+        if not self._is_serving or is_cython_frame(event, arguments) or is_role_change(event, arguments):
             return False
         return event in COMMANDS or not is_made_by_a_maker(sys._getframe(2))
 
@@ -77,6 +77,14 @@ class Watch:
         with open(self._report, "a", encoding="utf-8") as file:
             file.write(line + "\n")
         raise Violation(f"{event} in {stack[0] if stack else 'no frame'}")
+
+
+def is_role_change(event: str, arguments: tuple[object, ...]) -> bool:
+    """Whether a worker that has left starts again in the other role, by its own interpreter."""
+    if event != "os.exec" or arguments[0] != sys.executable:
+        return False
+    words = list(arguments[1])  # type: ignore[call-overload]
+    return "-m" in words and words[words.index("-m") + 1] in ("baton.prefill", "baton.decode")
 
 
 def is_cython_frame(event: str, arguments: tuple[object, ...]) -> bool:
