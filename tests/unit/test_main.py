@@ -43,6 +43,8 @@ WRONG = [
     ("doctor --roles cook", "'cook'"),
     ("doctor --config /nope.toml", "--config /nope.toml"),
     ("drain", "NODE"),
+    ("role", "NODE prefill"),
+    ("role 3f2a decoder", "did you mean 'decode'"),
     ("plan", "--model DIR"),
     ("plan --bogus", "--bogus"),
     ("deploy", "KIND"),

@@ -34,6 +34,7 @@ REQUIRED = {
         "PromptEmbeds": "room epoch instance start width dtype data",
         "Cancel": "room epoch instance",
         "SwapDraft": "instance order action",
+        "ChangeRole": "instance order role drain_ms",
         "KVHello": "instance protocol layout",
         "Attach": "room epoch instance have",
         "Pull": "room epoch instance block",

@@ -8,6 +8,7 @@ import msgspec
 from baton.cluster.protocol.messages import Choice, DraftWidths, RoomCounts, WorkerStats
 from baton.router.endpoints.status import registered_of, status_of, unpaired_of, why_not_ready
 from baton.router.workers.registry import Registry
+from baton.router.workers.role_changes import RoleChanges
 from baton.router.workers.stalls import Stalls
 from baton.tests.unit.router.workers.test_registry import beat, hello
 
@@ -30,6 +31,7 @@ def dispatcher_of(registry):
         event_totals={},
         health_probes=SimpleNamespace(pair_health=proofs),
         stalls=Stalls(registry, 0.0, Counter()),
+        role_changes=RoleChanges(registry),
     )  # fmt: skip
 
 
