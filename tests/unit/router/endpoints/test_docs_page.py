@@ -50,4 +50,4 @@ def test_every_example_is_a_body_that_the_router_takes():
     for path, kind in kinds.items():
         parse_body(json.dumps({"model": "m", **EXAMPLES[path]}).encode(), kind)
     bodies = {operation.path for operation in OPERATIONS if operation.body is not None}
-    assert set(EXAMPLES) == bodies - {"/drafts", "/roles"}, "an order changes the cluster, so it is no example"
+    assert set(EXAMPLES) == bodies - {"/drafts", "/roles"}, "orders change the cluster and are no examples"
