@@ -12,6 +12,7 @@ from .loader import Engine
 from .parallel.plans import (
     BeginDraftsPlan,
     CatchUpPlan,
+    CopyPagePlan,
     DraftPart,
     DraftPrefillPlan,
     DrawPart,
@@ -75,6 +76,8 @@ class Follower:
                 self._state.stop_drafting(slot)
             case StepPlan() | CatchUpPlan():
                 self._steps.follow(plan)
+            case CopyPagePlan(source=source, target=target):
+                self.engine.copy_page(source, target)
             case LeavePlan():
                 pass
 

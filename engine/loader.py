@@ -41,7 +41,7 @@ from .models.interface import CausalLM
 from .models.registry import load_model_config
 from .models.weights import load_model, needless_tensors, weight_bytes
 from .parallel.group import SOLO, TensorGroup
-from .parallel.plans import Tell
+from .parallel.plans import CopyPagePlan, Tell
 from .parallel.vocabulary import table_of
 from .prompt_budget import WHOLE_PROMPT_ROWS, alone_tokens
 from .runner.lifecycle import Lifecycle, Phase
@@ -138,6 +138,8 @@ class Engine:
 
     def copy_page(self, source: int, target: int) -> None:
         """Copies page `source`, KV and draft KV, into page `target`, behind the work launched so far."""
+        if self.tell is not None:
+            self.tell(CopyPagePlan(source=source, target=target))
         for pool in (self.pool, *draft_pools(self.drafter)):
             pool.copy_page(source, target)
 

@@ -131,6 +131,13 @@ class CatchUpPlan(msgspec.Struct, frozen=True, tag=True):
     is_graph: bool
 
 
+class CopyPagePlan(msgspec.Struct, frozen=True, tag=True):
+    """Page `source`, KV and draft KV, is copied into page `target`."""
+
+    source: int
+    target: int
+
+
 class LeavePlan(msgspec.Struct, frozen=True, tag=True):
     """The last plan: the rank ends."""
 
@@ -144,6 +151,7 @@ Plan: TypeAlias = (
     | StopDraftingPlan
     | StepPlan
     | CatchUpPlan
+    | CopyPagePlan
     | LeavePlan
 )
 Tell: TypeAlias = Callable[[Plan], None]

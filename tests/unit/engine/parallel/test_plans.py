@@ -4,6 +4,7 @@ import msgspec
 import pytest
 from baton.engine.parallel.plans import (
     CatchUpPlan,
+    CopyPagePlan,
     DraftPart,
     DraftPrefillPlan,
     DrawPart,
@@ -28,6 +29,7 @@ PLANS = [
     JoinPlan(joining=[JOIN]),
     StepPlan(slots=[1], shape=StepShape(steps=3, topk=1, num_nodes=4), num_rows=2, is_graph=True),
     CatchUpPlan(slots=[1, 2], num_rows=2, is_graph=False),
+    CopyPagePlan(source=3, target=4),
     LeavePlan(),
 ]
 
