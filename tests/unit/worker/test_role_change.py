@@ -19,7 +19,7 @@ def test_the_other_role_gets_the_settings_that_both_have():
     assert (found.model, found.router, found.threads) == ("/m", "tcp://127.0.0.1:1", 2)
 
 
-def test_the_other_role_s_own_variables_and_table_win_over_those_of_the_former_one(tmp_path):
+def test_variables_and_table_of_the_new_role_win_over_the_former_ones(tmp_path):
     path = tmp_path / "baton.toml"
     path.write_text('[prefill]\npage_size = 8\nlog_level = "debug"\n[decode]\npage_size = 32\nthreads = 3\n')
     env = {"BATON_DECODE_MAX_RUNNING": "5", "BATON_DECODE_WATCHDOG_S": "40", "BATON_PREFILL_WATCHDOG_S": "50"}
