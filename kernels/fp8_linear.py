@@ -1,10 +1,10 @@
 """Projections with weights of 8-bit floating point: y = x W^T + b, optionally with the gate of a SwiGLU MLP.
 
-The definition multiplies rows with the values of the weights. Up to MAX_ROWS rows, as in decode steps, a
-kernel does that: it reads the stored bytes, converts them in registers and applies the scales to the sums, so
-the time is that of half the bytes. More rows, as in prompts, are rounded to 8 bits themselves, each row with
-a scale of its own (in blocks of 128 inputs if the weight has blocks), and multiplied by 8-bit matrix
-instructions, which are twice as fast. Devices without these take the dequantised weight.
+The definition multiplies rows with the values of the weights. For very few rows `fp8_rows` does that. More
+rows are rounded to 8 bits themselves, each row with a scale of its own (in blocks of 128 inputs if the weight
+has blocks), and multiplied by 8-bit matrix instructions: weights are never converted, and prompts take half
+the time. Up to MAX_ROWS rows, as in decode steps, a kernel with the gate in it streams the weight once; for
+more the library is faster. Devices without these instructions take the dequantised weight.
 
 Legend: T rows, N outputs, H inputs.
 """
@@ -16,7 +16,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .fp8_scales import BLOCK, check_scales, dequantise_fp8
+from .fp8_rows import MAX_ROWS as SINGLE_ROWS
+from .fp8_rows import fp8_rows_triton
+from .fp8_scales import BLOCK, FP8, check_scales, dequantise_fp8
 from .quantise_rows import quantise_rows
 from .silu_mul import silu_mul, silu_mul_reference
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
@@ -56,6 +58,7 @@ def _scales_tile(
 @jit_varying("num_rows")
 def _fp8_kernel(
     p_x: tl.tensor,
+    p_x_scales: tl.tensor,
     p_weight: tl.tensor,
     p_scales: tl.tensor,
     p_bias: tl.tensor,
@@ -64,9 +67,11 @@ def _fp8_kernel(
     out_size: tl.tensor,
     in_size: tl.tensor,
     x_stride: tl.tensor,
+    x_scale_stride: tl.tensor,
     scale_stride: tl.tensor,
     HAS_BIAS: tl.constexpr,
     HAS_BLOCKS: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
@@ -97,8 +102,13 @@ def _fp8_kernel(
             b_weight = tl.load(p_outs + i_in[None, :], mask=m_in[None, :], other=0.0)
         b_weight = b_weight.to(b_x.dtype)
         if HAS_BLOCKS:
+            b_x_scales = tl.full((BLOCK_ROWS,), 1.0, dtype=tl.float32)
+            if IS_ROUNDED:
+                o_x_scale = i_row * x_scale_stride + first // SCALE_BLOCK
+                b_x_scales = tl.load(p_x_scales + o_x_scale, mask=m_row, other=0.0)
             b_scales = _scales_tile(p_scales, i_out, first, out_size, scale_stride, SCALE_BLOCK)
-            b_y += tl.dot(b_weight, b_x, input_precision="ieee") * b_scales[:, None]
+            b_both = b_scales[:, None] * b_x_scales[None, :]
+            b_y += tl.dot(b_weight, b_x, input_precision="ieee") * b_both
         else:
             b_y = tl.dot(b_weight, b_x, b_y, input_precision="ieee")
         if IS_GATED:
@@ -109,13 +119,18 @@ def _fp8_kernel(
             b_weight = b_weight.to(b_x.dtype)
             if HAS_BLOCKS:
                 b_scales = _scales_tile(p_up_scales, i_out, first, out_size, scale_stride, SCALE_BLOCK)
-                b_up += tl.dot(b_weight, b_x, input_precision="ieee") * b_scales[:, None]
+                b_both = b_scales[:, None] * b_x_scales[None, :]
+                b_up += tl.dot(b_weight, b_x, input_precision="ieee") * b_both
             else:
                 b_up = tl.dot(b_weight, b_x, b_up, input_precision="ieee")
     if not HAS_BLOCKS:
-        b_y *= tl.load(p_scales + i_out, mask=m_out, other=0.0)[:, None]
+        b_x_scales = tl.full((BLOCK_ROWS,), 1.0, dtype=tl.float32)
+        if IS_ROUNDED:
+            b_x_scales = tl.load(p_x_scales + i_row * x_scale_stride, mask=m_row, other=0.0)
+        b_y *= tl.load(p_scales + i_out, mask=m_out, other=0.0)[:, None] * b_x_scales[None, :]
         if IS_GATED:
-            b_up *= tl.load(p_scales + out_size + i_out, mask=m_out, other=0.0)[:, None]
+            b_up_scales = tl.load(p_scales + out_size + i_out, mask=m_out, other=0.0)
+            b_up *= b_up_scales[:, None] * b_x_scales[None, :]
     if HAS_BIAS:
         b_y += tl.load(p_bias + i_out, mask=m_out, other=0.0).to(tl.float32)[:, None]
     if IS_GATED:
@@ -138,14 +153,19 @@ class Fp8Shape(NamedTuple):
 
 
 def fp8_shape(num_rows: int, out_size: int, dtype: torch.dtype = torch.bfloat16) -> Fp8Shape:
-    """Tiles for `num_rows` x `out_size` outputs. A tile of inputs lies in one block of scales."""
+    """Tiles for `num_rows` x `out_size` outputs with rows of `dtype`. A tile of inputs lies in one block of
+    scales.
+
+    Rows in 8 bits need no conversion: many stages keep enough bytes in flight even where there are fewer
+    tiles than multiprocessors.
+    """
     if dtype == torch.float32:  # no matrix instruction of full precision; it is for tests
         return Fp8Shape(out=32, inner=32, num_warps=4, num_stages=2)
+    if dtype == FP8:
+        return Fp8Shape(out=64, inner=128, num_warps=4, num_stages=8)
     if out_size > 4096:
         return Fp8Shape(out=64, inner=128, num_warps=4, num_stages=5)
-    if num_rows > MIN_ROWS_TILE:
-        return Fp8Shape(out=32, inner=128, num_warps=4, num_stages=5)
-    return Fp8Shape(out=16, inner=128, num_warps=2, num_stages=6)
+    return Fp8Shape(out=32, inner=128, num_warps=4, num_stages=5)
 
 
 def fp8_linear_triton(
@@ -155,10 +175,11 @@ def fp8_linear_triton(
     bias: torch.Tensor | None = None,
     *,
     is_gated: bool = False,
+    is_rounded: bool = False,
     shape: Fp8Shape | None = None,
 ) -> torch.Tensor:
     """Launch on `x` `[T, H]`, e4m3 `weight` `[N, H]`, its `scales`, `bias` None or `[N]`; returns `[T, N]`,
-    gated `[T, N/2]`, in the dtype of `x`.
+    gated `[T, N/2]`, in the dtype of `x`. `is_rounded`: x is rounded to 8 bits before the product.
 
     Raises ValueError as `fp8_linear`.
     """
@@ -169,10 +190,14 @@ def fp8_linear_triton(
     if y.numel() == 0:
         return y
     x = x if x.stride(1) == 1 else x.contiguous()
+    x_scales = scales
+    if is_rounded:
+        x, x_scales = quantise_rows(x, BLOCK if scales.dim() == 2 else in_size)
     tile = fp8_shape(num_rows, out_size, x.dtype) if shape is None else shape
     block_rows = min(max(next_power_of_2(num_rows), MIN_ROWS_TILE), MAX_ROWS)
     _fp8_kernel[(cdiv(out_size, tile.out), cdiv(num_rows, block_rows))](
         x,
+        x_scales,
         weight,
         scales,
         scales if bias is None else bias,
@@ -181,9 +206,11 @@ def fp8_linear_triton(
         out_size,
         in_size,
         x.stride(0),
+        x_scales.shape[1] if x_scales.dim() == 2 else 1,
         scales.shape[1] if scales.dim() == 2 else 1,
         HAS_BIAS=bias is not None,
         HAS_BLOCKS=scales.dim() == 2,
+        IS_ROUNDED=is_rounded,
         IS_GATED=is_gated,
         IS_EVEN=in_size % tile.inner == 0,
         SCALE_BLOCK=BLOCK,
@@ -284,7 +311,12 @@ def fp8_rows_product(
     """
     rounded, x_scales = quantise_rows(x, x.shape[1])
     y: torch.Tensor = torch._scaled_mm(
-        rounded, weight.t(), scale_a=x_scales, scale_b=scales[None, :], out_dtype=torch.bfloat16
+        rounded,
+        weight.t(),
+        scale_a=x_scales,
+        scale_b=scales[None, :],
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
     )
     y = y if y.dtype == x.dtype else y.to(x.dtype)
     return y if bias is None else y + bias
@@ -340,7 +372,9 @@ def fp8_linear(
     _check(x, weight, scales, bias, is_gated)
     if not x.is_cuda or x.dtype == torch.float32 or not _is_native(x.device):
         return fp8_linear_reference(x, weight, scales, bias, is_gated)
+    if x.shape[0] <= SINGLE_ROWS:
+        return fp8_rows_triton(x, weight, scales, bias, is_gated=is_gated)
     if x.shape[0] <= MAX_ROWS:
-        return fp8_linear_triton(x, weight, scales, bias, is_gated=is_gated)
+        return fp8_linear_triton(x, weight, scales, bias, is_gated=is_gated, is_rounded=True)
     y = _many_rows(x, weight, scales, bias)
     return silu_mul(y) if is_gated else y

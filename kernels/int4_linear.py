@@ -1,10 +1,10 @@
 """Projections with weights of 4-bit integers: y = x W^T + b, optionally with the gate of a SwiGLU MLP.
 
-Up to MAX_ROWS rows, as in decode steps, a kernel reads the packed weight, turns its halves into exact small
-values in registers, and applies the scales to the sums of each group, so the time is that of a quarter of the
-bytes. Where few outputs would leave multiprocessors idle, the inputs are cut into splits that run side by
-side and add up in float32. More rows, as in prompts, are multiplied with the dequantised weight by the
-library.
+Very few rows take `int4_rows`. Up to MAX_ROWS rows a kernel reads the packed weight, turns its halves into
+exact small values in registers, and applies the scales to the sums of each group, so the time is that of a
+quarter of the bytes. Where few outputs would leave multiprocessors idle, the inputs are cut into splits that
+run side by side and add up in float32. More rows, as in prompts, are multiplied with the dequantised weight
+by the library.
 
 Sources: Frantar et al., "MARLIN: Mixed-precision auto-regressive parallel inference on LLMs", 2024, for the
 order of the work, and Kim et al., "Who says elephants can't run", 2022, for values made by bits of the
@@ -18,7 +18,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .int4_values import check_int4, dequantise_int4, unit_of
+from .int4_rows import MAX_ROWS as SINGLE_ROWS
+from .int4_rows import int4_rows_triton
+from .int4_values import check_int4, dequantise_int4, halves_tile, unit_of
 from .silu_mul import silu_mul, silu_mul_reference
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
@@ -37,40 +39,6 @@ def int4_linear_reference(
     """The definition and the CPU path: a product with the weight's values, rounded to the dtype of `x`."""
     y = F.linear(x, dequantise_int4(weight, scales, zeros, x.dtype), bias)
     return silu_mul_reference(y) if is_gated else y
-
-
-@jit
-def _halves(b_packed: tl.tensor, dtype: tl.constexpr, HAS_PAIRS: tl.constexpr) -> tl.tensor:
-    """(low, high) halves of bytes, each in `dtype`; with HAS_PAIRS 128 more, in bfloat16.
-
-    HAS_PAIRS makes two values with each instruction: a byte becomes the mantissa of a bfloat16 whose exponent
-    counts in ones, from 128 to 255.
-    """
-    if HAS_PAIRS:
-        b_low, b_high = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 a, b;
-            prmt.b32 a, $4, 0, 0x4140;
-            prmt.b32 b, $4, 0, 0x4342;
-            lop3.b32 $0, a, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 $1, b, 0x000f000f, 0x43004300, 0xea;
-            shr.u32 a, a, 4;
-            shr.u32 b, b, 4;
-            lop3.b32 $2, a, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 $3, b, 0x000f000f, 0x43004300, 0xea;
-            }
-            """,
-            "=r,=r,=r,=r,r",
-            [b_packed],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        b_low = (b_packed & 15).to(tl.float32).to(dtype)
-        b_high = (b_packed >> 4).to(tl.float32).to(dtype)
-    return b_low, b_high
 
 
 @jit
@@ -139,12 +107,12 @@ def _int4_kernel(
         o_low = (first // GROUP) * scale_stride + i_out
         o_high = ((first + UNIT) // GROUP) * scale_stride + i_out
         b_packed = tl.load(p_outs + i_pair * UNIT, eviction_policy="evict_first")
-        b_low, b_high = _halves(b_packed, b_x_low.dtype, HAS_PAIRS)
+        b_low, b_high = halves_tile(b_packed, b_x_low.dtype, HAS_PAIRS)
         b_y += _group_sum(b_low, b_x_low, b_low_sum, p_scales, p_zeros, o_low, m_out, SHIFT)
         b_y += _group_sum(b_high, b_x_high, b_high_sum, p_scales, p_zeros, o_high, m_out, SHIFT)
         if IS_GATED:
             b_packed = tl.load(p_ups + i_pair * UNIT, eviction_policy="evict_first")
-            b_low, b_high = _halves(b_packed, b_x_low.dtype, HAS_PAIRS)
+            b_low, b_high = halves_tile(b_packed, b_x_low.dtype, HAS_PAIRS)
             o_up, o_up_high = o_low + out_size, o_high + out_size
             b_up += _group_sum(b_low, b_x_low, b_low_sum, p_scales, p_zeros, o_up, m_out, SHIFT)
             b_up += _group_sum(b_high, b_x_high, b_high_sum, p_scales, p_zeros, o_up_high, m_out, SHIFT)
@@ -177,9 +145,7 @@ def int4_shape(num_rows: int, out_size: int, dtype: torch.dtype = torch.bfloat16
     """Tiles for `num_rows` x `out_size` outputs."""
     if dtype == torch.float32:  # no matrix instruction of full precision; it is for tests
         return Int4Shape(out=32, num_warps=4, num_stages=2)
-    if out_size > 4096:
-        return Int4Shape(out=64, num_warps=4, num_stages=4)
-    return Int4Shape(out=32 if num_rows > MIN_ROWS_TILE else 16, num_warps=4, num_stages=4)
+    return Int4Shape(out=64, num_warps=4, num_stages=4, num_splits=4)
 
 
 def int4_linear_triton(
@@ -327,6 +293,8 @@ def int4_linear(
     _check(x, weight, scales, zeros, bias, is_gated)
     if not x.is_cuda or x.dtype == torch.float32:
         return int4_linear_reference(x, weight, scales, zeros, bias, is_gated)
+    if x.shape[0] <= SINGLE_ROWS:
+        return int4_rows_triton(x, weight, scales, zeros, bias, is_gated=is_gated)
     if x.shape[0] <= MAX_ROWS:
         return int4_linear_triton(x, weight, scales, zeros, bias, is_gated=is_gated)
     y = F.linear(x, dequantise_int4_triton(weight, scales, zeros, x.dtype), bias)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import torch
 
+from .triton_jit import jit, tl
+
 MAX_UNIT, MIN_UNIT = 128, 16
 
 
@@ -70,3 +72,37 @@ def check_int4(op: str, weight: torch.Tensor, scales: torch.Tensor, zeros: torch
     if not (weight.is_contiguous() and scales.is_contiguous() and zeros.is_contiguous()):
         raise ValueError(f"{op}: weight, scales and zeros must be contiguous")
     return 2 * weight.shape[1] // scales.shape[0]
+
+
+@jit
+def halves_tile(b_packed: tl.tensor, dtype: tl.constexpr, HAS_PAIRS: tl.constexpr) -> tl.tensor:
+    """(low, high) halves of bytes, each in `dtype`; with HAS_PAIRS 128 more, in bfloat16.
+
+    HAS_PAIRS makes two values with each instruction: a byte becomes the mantissa of a bfloat16 whose exponent
+    counts in ones, from 128 to 255.
+    """
+    if HAS_PAIRS:
+        b_low, b_high = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 a, b;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            lop3.b32 $0, a, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 $1, b, 0x000f000f, 0x43004300, 0xea;
+            shr.u32 a, a, 4;
+            shr.u32 b, b, 4;
+            lop3.b32 $2, a, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 $3, b, 0x000f000f, 0x43004300, 0xea;
+            }
+            """,
+            "=r,=r,=r,=r,r",
+            [b_packed],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        b_low = (b_packed & 15).to(tl.float32).to(dtype)
+        b_high = (b_packed >> 4).to(tl.float32).to(dtype)
+    return b_low, b_high
