@@ -3,6 +3,8 @@
 Legend: B requests, N rows each, P planned pages per request, W columns of a tree mask.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from ..kernels.attention_form import PLAIN_FORM, AttentionForm
@@ -82,12 +84,16 @@ def has_side_caches(pool: KVPool) -> bool:
     return isinstance(pool.layout, SparseLayout)
 
 
-def check_branches(pool: KVPool, num_path: int) -> None:
-    """Raises CheckpointError unless the window of sparse attention holds tree branches of `num_path` rows.
+def check_branches(pool: KVPool, num_path: int, windows: Sequence[int] = ()) -> None:
+    """Raises CheckpointError unless every window of attention holds tree branches of `num_path` rows.
 
-    A row of a tree must not see an entry of the side caches that another branch of the tree completes.
+    `windows` are those of the layers, 0 for none. A row of a tree sees all its ancestors. In sparse
+    attention it must not see an entry of the side caches that another branch of the tree completes.
     """
-    if has_side_caches(pool) and num_path > (window := _sizes_of(pool).window):
+    narrow = [window for window in windows if window]
+    if has_side_caches(pool):
+        narrow.append(_sizes_of(pool).window)
+    if narrow and num_path > (window := min(narrow)):
         raise CheckpointError(
             f"spec_steps {num_path - 1}: trees of this model may be at most {window - 1} steps deep, because "
             f"rows attend one by one to {window} tokens only; lower spec_steps or set spec_topk to 1"

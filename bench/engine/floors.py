@@ -52,8 +52,9 @@ class PassCounts:
     head's input projection (0 in a target). `end` counts the values that a row meets behind its last
     attention: a prompt needs them for its last row only. `kv` counts the values of K and V per token.
     `attention` counts operations per pair of a new row and a context row. `experts` counts the values of all
-    experts, of which a row uses `used_share`. `itemsize`: bytes of a value, `body_itemsize` of one of the
-    layers' matrices if these are quantised, with its part of the scales.
+    experts, of which a row uses `used_share`. `windows`: of the layers' attention, 0 for all tokens.
+    `itemsize`: bytes of a value, `body_itemsize` of one of the layers' matrices if these are quantised, with
+    its part of the scales.
     """
 
     body: int
@@ -66,6 +67,7 @@ class PassCounts:
     end: int = 0
     experts: int = 0
     used_share: float = 0.0
+    windows: tuple[int, ...] = ()
 
     @classmethod
     def of_target(cls, config: ModelConfig, itemsize: int) -> "PassCounts":
@@ -92,6 +94,7 @@ class PassCounts:
             experts=experts,
             used_share=0.0 if moe is None else moe.used_share,
             body_itemsize=0.0 if config.quant is None else config.quant.form.value_bytes,
+            windows=config.forms.windows,
         )
 
     @classmethod
@@ -141,28 +144,42 @@ class PassCounts:
         """The values of the experts that `rows` rows use, if each row chooses at random."""
         return self.experts * (1 - (1 - self.used_share) ** rows)
 
+    def _seen(self, context: int) -> float:
+        """The mean over layers of the tokens that a row behind `context` tokens attends to."""
+        if not self.windows:
+            return context
+        return sum(min(context, window or context) for window in self.windows) / len(self.windows)
+
     def step(self, batch: int, rows: int, context: int, *, logit_rows: int, has_fc: bool = False) -> Work:
         """One pass: each of `batch` requests has `context` tokens, `rows` new rows and logits of `logit_rows`
         rows."""
         weights = self.body + (self.fc if has_fc else 0)
         read = weights + self._read_experts(batch * rows)
         weights += round(self.experts * self.used_share)
+        seen = self._seen(context)
         return Work(
             num_bytes=self._body_bytes(read)
-            + self.itemsize * (self.vocab + batch * (context + rows) * self.kv),
+            + self.itemsize * (self.vocab + batch * (seen + rows) * self.kv),
             num_flops=batch
-            * (2 * rows * weights + 2 * logit_rows * self.vocab + rows * context * self.attention),
+            * (2 * rows * weights + 2 * logit_rows * self.vocab + rows * seen * self.attention),
         )
 
     def prefill(self, tokens: int) -> Work:
         """A causal pass over a whole prompt of `tokens`, with the logits of its last row."""
-        pairs = tokens * (tokens + 1) // 2
+        windows = self.windows or (0,)
+        pairs = sum(_pairs(tokens, window or tokens) for window in windows) // len(windows)
         used = self.body + round(self.experts * self.used_share)
         return Work(
             num_bytes=self._body_bytes(self.body + self._read_experts(tokens))
             + self.itemsize * (self.vocab + tokens * self.kv),
             num_flops=2 * tokens * (used - self.end) + 2 * (self.end + self.vocab) + pairs * self.attention,
         )
+
+
+def _pairs(tokens: int, window: int) -> int:
+    """The pairs of a row and a row that it attends to, in a prompt of `tokens`."""
+    inside = min(tokens, window)
+    return inside * (inside + 1) // 2 + (tokens - inside) * window
 
 
 def chain_step(target: PassCounts, head: PassCounts, batch: int, steps: int, context: int) -> list[Work]:

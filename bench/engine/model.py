@@ -53,7 +53,11 @@ def random_target(
                 weight[:, LEVEL] = 0
             elif weight.dtype != torch.int32:
                 weight[LEVEL] = 0
-        if re.search(r"\.(mlp|block_sparse_moe)\.gate\.weight$", name):
+        if name.endswith("experts.down_proj"):  # of gpt-oss: [E, I, H], and its bias [E, H]
+            weight[..., LEVEL] = 0
+        if name.endswith("experts.down_proj_bias"):
+            weight[:, LEVEL] = 0
+        if re.search(r"\.(mlp|block_sparse_moe)\.(gate|router)\.weight$", name):
             weight[:, LEVEL] = 0  # rows choose experts by what they attended to, not all alike
         if config.moe is not None and weight.dtype == dtype and READERS.search(name):
             weight[:, LEVEL] = 0  # and all that they attend to and compute depends on their own tokens

@@ -420,24 +420,17 @@ def attention_cases(*, is_whole: bool = True) -> Iterator[tuple[Callable[..., No
     ):
         if is_whole or num_rows < 8:
             yield check_invariant, (num_rows, heads, head_dim, dtype, is_tree)
-    for name, is_quick in (
-        ("window", True),
-        ("wide window", False),
-        ("capped", False),
-        ("sinks", False),
-        ("all", True),
-    ):
-        if not (is_whole or is_quick):
-            continue
+    yield check_extend, ([(5, 5), (17, 48)], (4, 2), 32, 16, FLOAT32, "all")
+    yield check_verify, (5, [0, 5, 50], (4, 2), 32, 16, FLOAT32, 2, True, 0, "all")
+    for name in FORMS if is_whole else ():
         yield check_extend, (RAGGED, (8, 2), 64, 16, FLOAT32, name)
+        yield check_extend, (BORDERS, (4, 4), 256, 16, BFLOAT16, name)
         yield check_context, ([(70, 71), (1, 128), (40, 129)], (3, 1), 64, 16, BFLOAT16, 1, name)
         yield check_verify, (4, [0, 4, 31, 33, 97], (3, 1), 80, 16, FLOAT32, 3, False, 0, name)
+        yield check_verify, (1, [0, 1, 31, 33, 97], (4, 2), 256, 16, BFLOAT16, 1, False, 0, name)
         yield check_verify, (7, [0, 7, 32, 97], (8, 2), 64, 16, FLOAT32, 2, True, 0, name)
         yield check_invariant, (4, (3, 1), 64, FLOAT32, False, name)
-        if is_whole:
-            yield check_extend, (BORDERS, (4, 4), 256, 16, BFLOAT16, name)
-            yield check_verify, (1, [0, 1, 31, 33, 97], (4, 2), 256, 16, BFLOAT16, 1, False, 0, name)
-            yield check_invariant, (5, (8, 2), 64, FLOAT32, True, name)
+        yield check_invariant, (5, (8, 2), 64, FLOAT32, True, name)
     yield check_extend, ([], (2, 1), 64, 16, FLOAT32)
     yield check_extend, ([(300, 300)], (8, 1), 64, 16, BFLOAT16)
     yield check_verify, (1, [], (2, 1), 64, 16, FLOAT32)

@@ -79,11 +79,49 @@ def check_rms_norm_of_heads(device: str, dtype: torch.dtype) -> None:
     assert_close(normed, rms_norm.rms_norm_reference(wide[:, 2:5, :80], weight, 1e-5))
 
 
-def check_silu_mul(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x = 20 * randn(*shape, dtype=dtype)
+def check_rms_norm_with_offset(device: str, offset: float, dtype: torch.dtype) -> None:
+    x, residual = randn(5, 123, dtype=dtype), 3 * randn(5, 123, dtype=dtype, seed=2)
+    weight = 0.3 * randn(123, dtype=dtype, seed=1)
+    on_device = x.to(device), weight.to(device), 1e-2
+    normed, _ = rms_norm.rms_norm_triton(*on_device, None, offset)
+    assert_rounds_alike(normed, rms_norm.rms_norm_reference(x, weight, 1e-2, offset))
+    normed, total = rms_norm.rms_norm_triton(*on_device, residual.to(device), offset)
+    expected, expected_total = rms_norm.add_rms_norm_reference(x, residual, weight, 1e-2, offset)
+    assert torch.equal(total.cpu(), expected_total)
+    assert_rounds_alike(normed, expected)
+
+
+def check_silu_mul(device: str, shape: tuple[int, ...], dtype: torch.dtype, is_gelu: bool = False) -> None:
+    x = (2 if is_gelu else 20) * randn(*shape, dtype=dtype)
     if x.numel():
         x.view(-1)[0] = -200.0  # exp overflows float32
-    assert_rounds_alike(silu_mul.silu_mul_triton(x.to(device)), silu_mul.silu_mul_reference(x))
+    expected = silu_mul.silu_mul_reference(x, is_gelu)
+    # torch's gelu cancels digits of small results, which the kernel keeps
+    same = assert_close if is_gelu else assert_rounds_alike
+    same(silu_mul.silu_mul_triton(x.to(device), is_gelu), expected)
+
+
+def check_gelu_linear(device: str, dtype: torch.dtype) -> None:
+    x, weight = randn(3, 41, dtype=dtype), randn(44, 41, dtype=dtype, seed=1) / 6
+    out = skinny_linear.linear_triton(x.to(device), weight.to(device), is_gated=True, is_gelu=True)
+    assert_close(out, skinny_linear.gated_linear_reference(x, weight, None, True), bfloat16=3.2e-2)
+
+
+def check_rope_of_some_dimensions(device: str, dtype: torch.dtype) -> None:
+    """The first 24 of 40 dimensions turn, also where they are stored in the same launch."""
+    pool, heads, slots = store_inputs((4, 2), 40, 4, 3, dtype, 2)
+    cos, sin, full_cos, signed_sin = rope_tables(slots.shape[0], 24, dtype)
+    rows, tables = kv_store.kv_rows(slots, pool), (full_cos, signed_sin)
+    y = rope.apply_rope_triton(heads.to(device), *(table.to(device) for table in tables))
+    real = ~heads.isnan().any(-1).any(-1)
+    assert_close(y.cpu()[real], rope.rope_reference(heads, cos, sin)[real], bfloat16=3.2e-2)
+    assert torch.equal(y.cpu()[real][..., 24:], heads[real][..., 24:])
+    on_cpu, on_device = pool.clone(), pool.to(device, copy=True)
+    given = (rows.to(device), heads.to(device), *(table.to(device) for table in tables))
+    q = rotate_store.rotate_store_triton(on_device, 2, *given)
+    q_on_cpu = rotate_store.rotate_store(on_cpu, 2, rows, heads, *tables)
+    torch.testing.assert_close(q.cpu(), q_on_cpu, rtol=1.6e-2, atol=1.6e-2, equal_nan=True)
+    assert_close(on_device, on_cpu)
 
 
 def check_linear(
@@ -231,6 +269,11 @@ def rows_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
             yield check_rms_norm, (shape, dtype)
             yield check_add_rms_norm, (shape, dtype)
         yield check_rms_norm_of_heads, (dtype,)
+        for offset in (0.0, 1.0):
+            yield check_rms_norm_with_offset, (offset, dtype)
+        yield check_silu_mul, ((6, 246), dtype, True)
+        yield check_gelu_linear, (dtype,)
+        yield check_rope_of_some_dimensions, (dtype,)
         for shape in ((0, 8), (1, 2), (6, 246), (2, 3, 2050)):
             yield check_silu_mul, (shape, dtype)
         for sizes in ((0, 8, 4), (1, 32, 16), (3, 41, 22), (17, 100, 50), (65, 7, 4)):

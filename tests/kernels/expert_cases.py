@@ -62,9 +62,14 @@ def check_group_experts(device: str, num_rows: int, num_experts: int, top_k: int
 
 
 def check_expert_mlp(
-    device: str, sizes: tuple[int, int, int, int, int], is_grouped: bool, tile: int, dtype: torch.dtype
+    device: str,
+    sizes: tuple[int, int, int, int, int],
+    is_grouped: bool,
+    tile: int,
+    dtype: torch.dtype,
+    is_clamped: bool = False,
 ) -> None:
-    """Columns beside x and an expert that nobody chose are NaN."""
+    """Columns beside x and an expert that nobody chose are NaN. `is_clamped`: biases and a clamped gate."""
     num_rows, num_experts, top_k, hidden, inner = sizes
     wide = torch.full((num_rows, hidden + 3), NAN, dtype=dtype)
     wide[:, :hidden] = randn(num_rows, hidden, dtype=dtype)
@@ -75,16 +80,24 @@ def check_expert_mlp(
     for expert in set(range(num_experts)) - set(ids.flatten().tolist()):
         gate_up[expert], down[expert] = NAN, NAN
     x = wide[:, :hidden]
+    form = on_device = expert_mlp.PLAIN_EXPERTS
+    if is_clamped:
+        biases = (randn(num_experts, size, dtype=dtype, seed=size).mul(0.3) for size in (2 * inner, hidden))
+        form = expert_mlp.ExpertForm(*biases, limit=0.8, alpha=1.702)
+        on_device = form._replace(
+            gate_up_bias=form.gate_up_bias.to(device), down_bias=form.down_bias.to(device)
+        )
     out = expert_mlp.expert_mlp_triton(
         wide.to(device)[:, :hidden],
         ids.to(device),
         weights.to(device),
         gate_up.to(device),
         down.to(device),
+        form=on_device,
         tile=TILES[tile],
         is_grouped=is_grouped,
     )
-    expected = expert_mlp.expert_mlp_reference(x.contiguous(), ids, weights, gate_up, down)
+    expected = expert_mlp.expert_mlp(x.contiguous(), ids, weights, gate_up, down, form=form)
     assert_close(out, expected, bfloat16=3.2e-2)
 
 
@@ -111,6 +124,7 @@ def expert_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
         for sizes in ((0, 4, 2, 32, 16), (1, 3, 2, 40, 24), (23, 5, 3, 50, 20)):
             for is_grouped in (False, True):
                 yield check_expert_mlp, (sizes, is_grouped, int(is_grouped), dtype)
+        yield check_expert_mlp, ((5, 3, 2, 40, 24), True, 0, dtype, True)
     yield check_a_row_of_nan_takes_experts_that_exist, (6, 4)
     for case in ((1, 3, 1, 16), (9, 4, 2, 16), (40, 7, 3, 32), (700, 5, 2, 16)):
         yield check_group_experts, case

@@ -68,7 +68,7 @@ def assert_same_model(path: Path) -> None:
         assert ours.greedy(start, 12, f"greedy {length}") == reference_greedy(theirs, start, 12)
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "phi3", "olmo2", "smollm3"])
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "phi3", "olmo2", "smollm3", "gpt_oss"])
 def test_each_family_of_other_layers_equals_transformers(toy_checkpoint: Callable[..., Path], family: str):
     assert_same_model(toy_checkpoint(family))
 

@@ -311,7 +311,8 @@ def step_graphs(
     for trees that are too deep for the target's attention.
     """
     every = list(dict.fromkeys([*shapes, PLAIN]))
-    check_branches(runner.pool, max((shape.num_path for shape in every if shape.is_tree), default=0))
+    deepest = max((shape.num_path for shape in every if shape.is_tree), default=0)
+    check_branches(runner.pool, deepest, runner.model.config.forms.windows)
     late_rows = 0 if drafter is None or watched is None else drafter.late_rows
     late_shapes = [DraftShape.of(late_rows - 1)] if late_rows else []
     max_pages = planned_pages([*every, *late_shapes], max_context, runner.pool.page_size)
