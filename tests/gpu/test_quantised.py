@@ -1,0 +1,97 @@
+"""Quantised weights and pages in 8 bits on a GPU: each number of rows, graphs, and a model against its
+values.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from baton.engine.kv.pool import KVPool
+from baton.engine.models.weights import load_model
+from baton.engine.runner.model_runner import ModelRunner
+from baton.kernels.fp8_linear import fp8_linear, fp8_linear_reference
+from baton.kernels.fp8_scales import FP8_ROUNDING
+from baton.kernels.int4_linear import int4_linear, int4_linear_reference
+from baton.tests.kernels.cases import randn
+from baton.tests.kernels.quant_cases import fp8_weight, int4_weight
+from baton.tests.parity.quant_toys import FORMS, write_quantised
+from baton.tests.parity.toy_engine import NUM_PAGES, PAGE_SIZE, ToyEngine, random_ids
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+ROWS = (1, 2, 3, 4, 5, 16, 33, 64, 65, 300)
+OUT, IN = 512, 1024
+SHAPE = {
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+}
+
+
+def near(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    error = (found.cpu().float() - expected).norm() / expected.norm()
+    assert error <= tolerance, float(error)
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("form", ["channel", "block"])
+def test_products_with_8_bits_are_near_the_values_for_any_rows(form: str, is_gated: bool):
+    """Rows rounded to 8 bits are off by FP8_ROUNDING / sqrt(3) on average at most, others by bfloat16 alone.
+    """
+    weight, scales = fp8_weight(OUT, IN, form)
+    parts = weight.cuda(), scales.cuda()
+    for count in ROWS:
+        x = randn(count, IN, dtype=torch.bfloat16)
+        expected = fp8_linear_reference(x.float(), weight, scales, None, is_gated)
+        tolerance = 0.01 if count <= 4 else FP8_ROUNDING
+        near(fp8_linear(x.cuda(), *parts, None, is_gated), expected, tolerance)
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_products_with_4_bits_are_near_the_values_for_any_rows(group: int, is_gated: bool):
+    parts = int4_weight(OUT, IN, group)
+    on_gpu = [part.cuda() for part in parts]
+    for count in ROWS:
+        x = randn(count, IN, dtype=torch.bfloat16)
+        expected = int4_linear_reference(x.float(), *parts, None, is_gated)
+        near(int4_linear(x.cuda(), *on_gpu, None, is_gated), expected, 0.01)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 64, 100])
+def test_graphs_follow_their_inputs(count: int):
+    fp8 = [part.cuda() for part in fp8_weight(OUT, IN, "channel")]
+    int4 = [part.cuda() for part in int4_weight(OUT, IN, 128)]
+    x = randn(count, IN, dtype=torch.bfloat16).cuda()
+    for product, parts in ((fp8_linear, fp8), (int4_linear, int4)):
+        product(x, *parts)  # compiled before the capture
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = product(x, *parts)
+        for seed in (1, 2):
+            x.copy_(randn(count, IN, dtype=torch.bfloat16, seed=seed))
+            graph.replay()
+            torch.testing.assert_close(out, product(x, *parts), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("form", [name for name in FORMS if name != "gptq_v2"])
+def test_a_model_is_near_its_values(toy_checkpoint, tmp_path: Path, form: str, kv_dtype: str):
+    """A prompt and decoded tokens, against the float32 model on the CPU; 3 layers add up their roundings."""
+    path = tmp_path / form
+    write_quantised(toy_checkpoint("llama", **SHAPE), path, form)
+    ours = ToyEngine(path, kv_dtype=kv_dtype)
+    on_cpu = ToyEngine(path, kv_dtype=kv_dtype)
+    model, _ = load_model(path, dtype=torch.bfloat16, device="cuda", kv_dtype=kv_dtype)
+    pool = KVPool(NUM_PAGES, model.kv_layout(PAGE_SIZE), "cuda", row_dtype=torch.bfloat16)
+    runner = ModelRunner(model, pool)
+    prompt = random_ids(100, seed=3)
+    for chunk in (prompt[:90], prompt[90:91], prompt[91:]):
+        batch = ours.batch(("a", chunk))
+        for name in ("input_ids", "positions", "slots", "page_table"):
+            setattr(batch, name, getattr(batch, name).cuda())
+        found = runner.forward(batch).logits[-1]
+        near(found, on_cpu.run(("a", chunk)).logits[-1], 0.2)
