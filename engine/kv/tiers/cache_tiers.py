@@ -341,9 +341,12 @@ class CacheTiers:
 
     @property
     def _margin(self) -> int:
-        """Pages of the pool that are to be free or saved: so many can be allocated without a loss."""
+        """Pages of the pool that are to be free or saved: so many can be allocated without a loss.
+
+        Tiers that are hardly larger than the pool would else hold little but copies of what is in the pool.
+        """
         slots = self.host.num_slots + (0 if self.disk is None else self.disk.num_slots)
-        return max(1, min(self.cache.allocator.num_total, slots) // 2)
+        return max(1, min(self.cache.allocator.num_total, slots // 2))
 
     def _save_some(self, now: float) -> None:
         """Saves the idle pages that are evicted next, while too few pages are free or saved."""
