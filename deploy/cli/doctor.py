@@ -30,6 +30,7 @@ from .command import run_command
 from .findings import (
     FAIL,
     Finding,
+    check_cache_budgets,
     check_certificate,
     check_clock,
     check_fabric,
@@ -118,7 +119,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
     found += check_fabric(rdma_devices(), nixl_version())
     if config.config:
         found += check_ports(host.endpoints)
-    found += check_checkpoints(host, os.environ)
+    found += check_cache_budgets(host.counted_workers) + check_checkpoints(host, os.environ)
     if config.keys:
         found += check_keys(Path(config.keys), roles, time.time())
     if config.url:

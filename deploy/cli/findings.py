@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped,unused-ignore]
 from packaging.requirements import InvalidRequirement, Requirement
 
 from ...cluster.config.roles import DecodeConfig, PrefillConfig
+from ...cluster.config.tier_checks import GIB, check_disk, free_disk
 from ...cluster.distribution import install_command
 from ...cluster.errors import BatonError, ConfigError
 from ...cluster.net.transport_names import CUDA_SLAB
@@ -239,6 +241,32 @@ def check_sizes(
         text, _, remedy = str(error).rpartition("; ")
         return [Finding("sizes", FAIL, f"{settings.role} on {card}: {text}", remedy)]
     return well("sizes", f"{settings.role} on {card}: {sizes}")
+
+
+def check_cache_budgets(workers: Sequence[tuple[PrefillConfig | DecodeConfig, int]]) -> list[Finding]:
+    """The budgets of the KV cache's lower tiers, by settings and number of their workers, against what this
+    host has free."""
+    host = sum(count * max(0.0, each.host_cache_gib) for each, count in workers)
+    found: list[Finding] = []
+    if host:
+        free = psutil.virtual_memory().available / GIB
+        text = f"prefixes in host memory: {host:g} GiB of {free:.1f} GiB that are free"
+        remedy = "lower --host-cache-gib, or start fewer workers"
+        found += [Finding("cache", FAIL, text, remedy)] if host > free else well("cache", text)
+    disks: dict[str, float] = {}
+    for each, count in workers:
+        if each.disk_cache:
+            disks[each.disk_cache] = disks.get(each.disk_cache, 0.0) + count * each.disk_cache_gib
+    for directory, wanted in sorted(disks.items()):
+        try:
+            check_disk(Path(directory), wanted)
+        except ConfigError as error:
+            text, _, remedy = str(error).rpartition("; ")
+            found.append(Finding("cache", FAIL, text, remedy))
+        else:
+            room = free_disk(Path(directory)) / GIB
+            found += well("cache", f"prefixes in {directory}: {wanted:g} GiB of {room:.1f} GiB that are free")
+    return found
 
 
 def _head_findings(

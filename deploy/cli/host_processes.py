@@ -36,6 +36,15 @@ class HostProcesses:
         return [each for each in self.processes if isinstance(each, (PrefillConfig, DecodeConfig))]
 
     @property
+    def counted_workers(self) -> list[tuple[PrefillConfig | DecodeConfig, int]]:
+        """The settings of each kind of worker, and the number of such workers on this host."""
+        if self.up is None:
+            return [(each, 1) for each in self.workers]
+        counts = {PrefillConfig.role: self.up.prefill, DecodeConfig.role: self.up.decode}
+        firsts = {each.role: each for each in reversed(self.workers)}
+        return [(each, max(1, counts[role])) for role, each in firsts.items()]
+
+    @property
     def endpoints(self) -> dict[str, str]:
         """The tcp endpoints on which the processes listen, by setting."""
         found: dict[str, str] = {}

@@ -46,6 +46,13 @@ class RouterPart(Struct, frozen=True):
     uptime_s: float
 
 
+class TierPart(Struct, frozen=True):
+    """A tier of a worker's KV cache below its pool, in bytes."""
+
+    name: str
+    used: int
+
+
 class WorkerPart(Struct, frozen=True):
     """The displayed fields of a worker."""
 
@@ -62,6 +69,7 @@ class WorkerPart(Struct, frozen=True):
     counters: dict[str, float]
     device: str = NONE
     card: str = ""  # "" on a CPU, and from a worker of an older release
+    tiers: list[TierPart] = []
 
 
 class RequestPart(Struct, frozen=True):
@@ -291,6 +299,9 @@ def _workers(seen: Look, rated: Sequence[RatedWorker], view: View) -> Table:
     retractions = [int(w.counters.get("retractions", 0)) for w in workers]
     if any(retractions):  # requests whose pages went to older ones: the pool is too small for the load
         optional.append(Column("retracted", 3, [str(number) for number in retractions]))
+    if any(w.tiers for w in workers):
+        below = [", ".join(f"{tier.name} {size(tier.used)}" for tier in w.tiers) or NONE for w in workers]
+        optional.append(Column("below the pool", 5, below, is_number=False))
     if trends := {one.instance: one.series for one in seen.history.workers} if seen.history else {}:
         lines = [trend(trends.get(w.instance, {}).get("tokens_per_s", []), TREND) for w in workers]
         optional.append(Column("5 min", 4, [Text(line, "cyan") for line in lines], is_number=False))

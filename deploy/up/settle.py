@@ -7,7 +7,6 @@ from pathlib import Path
 from ...cluster.config.groups import RoleConfig
 from ...cluster.config.link_checks import check_links
 from ...cluster.config.roles import UpConfig
-from ...cluster.config.tier_checks import check_tiers
 from ...cluster.errors import ConfigError
 from ..capacity.worker_sizes import need_of_roles
 from .children import merged_configs, role_configs, wish_of
@@ -27,7 +26,6 @@ def check_children(
     children = [child for _, child in merged_configs(config, env, directory, settled)]
     for child in children:
         check_links(child)
-        check_tiers(child)
     return children
 
 

@@ -267,6 +267,15 @@ def test_retractions_have_a_column_once_there_are_some(running):
     assert row[:end].endswith(" 31")
 
 
+def test_tiers_below_the_pool_have_a_column_where_there_are_some(running):
+    seen = looked(running)
+    assert "below the pool" not in text_of([seen])
+    tiers = [top_view.TierPart("host", 3 << 30), top_view.TierPart("disk", 20 << 30)]
+    workers = [structs.replace(worker, tiers=tiers) for worker in seen.status.workers]
+    text = text_of([replace(seen, status=structs.replace(seen.status, workers=workers))])
+    assert "host 3 GiB, disk 20 GiB" in text
+
+
 def test_sparklines_show_five_minutes_of_the_router_s_history(running):
     assert until(lambda: looked(running).history.router["ended"].count(1), "a point with the request")
     assert "ttft" in text_of([looked(running)], width=80)

@@ -1,9 +1,15 @@
 """A decode worker that computes its prompts itself, with tiers that real threads copy for."""
 
+import json
+import logging
+import os
 import secrets
+import sys
 import time
 from types import SimpleNamespace
 
+import torch
+from baton.cluster.process.failpoints import reach_of
 from baton.cluster.protocol.messages import Finished, Reserve, Sampling, Tokens
 from baton.decode.worker import DecodeWorker
 from baton.engine.config import EngineConfig
@@ -76,7 +82,7 @@ def settled(worker):
     turns(worker, lambda: not tiers.is_busy and (tiers.is_off or not worker.tiers.is_opening))
 
 
-def chats(worker, number=6, rounds=2, tokens=70):
+def chats(worker, number=6, rounds=2, tokens=70, tell=lambda turn: None):
     """The answers of conversations that take turns, with the cached tokens of each turn."""
     texts = [random_ids(tokens, seed=seed) for seed in range(number)]
     said = []
@@ -84,7 +90,28 @@ def chats(worker, number=6, rounds=2, tokens=70):
         for chat, text in enumerate(texts):
             tokens, cached = ask(worker, text)
             said.append((tokens, cached))
+            tell(said[-1])
             texts[chat] = text + tokens + [5, 6, 7]
             if worker.tiers is not None:
                 settled(worker)
     return said
+
+
+def main(target, disk):
+    """A life of a worker: told on stdout are the pages found on disk, each turn, and the end.
+
+    BATON_FAULT may end it earlier.
+    """
+    worker = decode_worker(
+        target, None, "cpu", pages=14, tiers=(0, disk, 64 << 20), reach=reach_of(os.environ)
+    )
+    settled(worker)
+    print(json.dumps(len(worker.tiers.tiers.disk)), flush=True)
+    chats(worker, tell=lambda turn: print(json.dumps(turn), flush=True))
+    worker.tiers.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.WARNING)
+    main(*sys.argv[1:])

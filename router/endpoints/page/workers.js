@@ -61,7 +61,9 @@ function showWorker(w, card) {
   const beat = `beat ${w.heartbeat_age_s.toFixed(1)} s ago`;
   write(card.querySelector(".where"), [w.host, w.card || w.device, w.aggregated ? "aggregated" : "", beat].filter(Boolean).join(" · "));
   const used = w.pages_total - w.pages_free;
-  measure(card, "pages", w.pages_total ? percent(used / w.pages_total) : none, `${count(used)} of ${count(w.pages_total)}`);
+  const below = w.tiers.map((tier) => `${tier.name} ${bytes(tier.used)}`); // prefixes below the pool
+  const held = [`${count(used)} of ${count(w.pages_total)}`, ...below].join(", ");
+  measure(card, "pages", w.pages_total ? percent(used / w.pages_total) : none, held);
   const waiting = w.queued + w.transferring;
   const retracted = w.counters.retractions; // requests whose pages went to older ones
   const others = [waiting ? `${waiting} waiting` : "", retracted ? `${count(retracted)} retracted` : ""].filter(Boolean);

@@ -12,11 +12,13 @@ import time
 from functools import partial
 
 import pytest
+from baton.cluster.config.roles import DecodeConfig
 from baton.deploy.cli import doctor
 from baton.deploy.cli.findings import (
     FAIL,
     OK,
     WARN,
+    check_cache_budgets,
     check_fabric,
     check_gpu,
     check_limits,
@@ -367,3 +369,20 @@ def test_a_model_of_the_hub_is_not_downloaded(capsys, written, monkeypatch, tmp_
     assert doctor.main([written('[up]\nmodel = "org/model"\n'), "--json", "--device=cpu"]) == 0
     (found,) = [each for each in json.loads(capsys.readouterr().out) if each["check"] == "model"]
     assert (found["level"], "org/model is not on this host" in found["text"]) == (WARN, True)
+
+
+def test_cache_budgets_are_held_against_free_memory_and_disk(tmp_path):
+    decode = partial(DecodeConfig, model="m")
+    assert check_cache_budgets([(decode(), 1)]) == []
+    host, disk = check_cache_budgets(
+        [(decode(host_cache_gib=0.01, disk_cache=str(tmp_path / "new"), disk_cache_gib=0.01), 2)]
+    )
+    assert (host.level, disk.level) == (OK, OK)
+    assert host.text.startswith("prefixes in host memory: 0.02 GiB of ")
+    assert disk.text.startswith(f"prefixes in {tmp_path / 'new'}: 0.02 GiB of ")
+    host, disk = check_cache_budgets(
+        [(decode(host_cache_gib=30000, disk_cache=str(tmp_path), disk_cache_gib=2**19), 2)]
+    )
+    assert (host.level, disk.level) == (FAIL, FAIL)
+    assert "start fewer workers" in host.remedy
+    assert disk.remedy == "give less"
