@@ -44,9 +44,7 @@ def lived(target, disk, fault=""):
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_worker_killed_at_a_point_of_its_tiers_goes_on_with_the_same_tokens(
-    target, expected, tmp_path, point
-):
+def test_a_worker_killed_at_a_point_of_its_tiers_gives_the_same_tokens(target, expected, tmp_path, point):
     if "load" in point or "fetch" in point:
         assert lived(target, tmp_path)[0] == 0  # an earlier life leaves pages to be read
     code, _, before, _ = lived(target, tmp_path, point)
