@@ -46,6 +46,7 @@ from .rooms.effects import Timeouts
 from .sandbox.fork_server import ForkServer
 from .scheduling.dispatcher import Dispatcher
 from .scheduling.placement import PairingPolicy
+from .scheduling.role_scaler import RoleScaler
 from .text.tokenizer import Tokenizer
 from .workers.control import ControlSocket
 from .workers.registry import Registry
@@ -110,6 +111,7 @@ class Router:
             drops=lambda: self.control.drops,
             timeouts=timeouts,
             soon=_soon,
+            scaler=RoleScaler() if config.autoscale_roles else None,
             policy=PairingPolicy(
                 prefill=config.prefill_policy,
                 decode=config.decode_policy,

@@ -221,6 +221,12 @@ class PairingSettings(RoleConfig):
             choices=DECODE_POLICIES,
         ),
     )
+    autoscale_roles: bool = setting(
+        False,
+        Setting(
+            help="move workers between prefill and decode by their queue times, one at a time; for one router"
+        ),
+    )
     local_prefill_max: int = setting(
         0,
         Setting(

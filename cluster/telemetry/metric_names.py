@@ -136,7 +136,7 @@ KNOWN_EVENTS = (
     "client_stalled", "control_denied", "control_handshakes_failed", "control_malformed", "control_oversized",
     "damaged_message", "damaged_order", "grammar_cut", "idempotent_attached", "idempotent_replayed",
     "local_prefill", "orphan_message", "paused", "quarantined", "resumed", "retracted", "retry_denied",
-    "shared_prompt", "spans_dropped",
+    "role_moved", "shared_prompt", "spans_dropped",
     "stale_hello", "stale_message", "template_cut", "template_worker_lost", "tls_failed", "unknown_worker",
     "unshared",
     "worker_dropped_rooms", "worker_stalled",

@@ -68,6 +68,8 @@ from .request_state import (
     new_request,
     reserved_workers,
 )
+from .role_moves import DRAIN_S, RoleMoves
+from .role_scaler import Move, RoleScaler
 from .sharing import sharing_pair
 from .waiting_list import WaitingList
 
@@ -98,6 +100,7 @@ class Dispatcher:
         soon: Soon | None = None,
         mint: Callable[[], str] = lambda: os.urandom(16).hex(),
         estimates: OutputEstimates | None = None,
+        scaler: RoleScaler | None = None,
     ) -> None:
         self.registry = registry
         self.metrics = metrics
@@ -120,6 +123,7 @@ class Dispatcher:
         self._placer = Placer(registry, policy, self.health_probes.pair_health)
         self._registration = Registration(registry, self._outbox, self.events)
         self.role_changes = RoleChanges(registry)
+        self.role_moves = RoleMoves(registry, self._waiting, self._entries, scaler)
         self._retries = RetryBudget()
         self._estimates = estimates or OutputEstimates()
         self.history = History(clock)
@@ -280,6 +284,16 @@ class Dispatcher:
         )
         self._outbox.post(worker, order, now)
 
+    def _move(self, move: Move) -> None:
+        """Orders a move of the scaler of roles, where the worker can change its role."""
+        worker = self.registry.get(move.instance)
+        if worker is not None and not self.role_changes.why_not(worker, move.role):
+            self.events["role_moved"] += 1
+            drain_ms = round(DRAIN_S * 1000)
+            self.change_role(
+                ChangeRole(instance=move.instance, order=self._mint(), role=move.role, drain_ms=drain_ms)
+            )
+
     # --- the workers' side ----------------------------------------------------------------------------------
 
     def on_message(self, identity: bytes, message: ControlUp) -> None:
@@ -336,6 +350,7 @@ class Dispatcher:
         stale = entry.room.num_stale
         if not isinstance(event, TokenItem):  # these two ignore tokens
             self._placer.heard(entry, worker, event, now)
+            self.role_moves.heard(worker, event, now)
             entry.trace.heard(event, now)
         self._perform(entry, entry.room.on(event, worker.instance, now), now)
         if entry.room.num_stale != stale:
@@ -401,6 +416,8 @@ class Dispatcher:
         for worker in self.registry:
             self._outbox.flush(worker, now)
         self.role_changes.turn(now)
+        if (move := self.role_moves.due(now, is_busy=self.role_changes.is_busy)) is not None:
+            self._move(move)
         may_ask = not self._waiting and not self.is_draining and now >= self._settled_at
         self.health_probes.tick(now, may_ask=may_ask)
         for entry in list(self._entries.values()):
