@@ -10,7 +10,7 @@ from ..cluster.protocol.messages import DraftWidths, Hello
 from ..cluster.security.ciphers import AUTO
 from ..engine.loader import Engine
 from ..kvtransfer.transport import PollableTransport
-from ..kvtransfer.transports.registry import ReceiverSetup, open_receiver
+from ..worker.hand_off import receiver_end
 from ..worker.recorder import SampleRecorder
 from ..worker.spans import SpansOf
 from ..worker.startup import WorkerStartup
@@ -62,19 +62,7 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
 
     def open_transport(self, context: zmq.Context[Socket]) -> PollableTransport:
         """The receiver; connects to the prefill worker of each room."""
-        setup = ReceiverSetup(
-            instance=self.instance,
-            layout=self.layout,
-            planes=self.planes(),
-            context=context,
-            keyring=self.keyring,
-            ciphers=self.ciphers,
-            window=self.config.pull_window,
-            lease_s=self.config.lease_s,
-            clock=self.link.clock,
-            reach=self.reach,
-        )
-        return open_receiver(self.transports, setup)
+        return receiver_end(self.config, self.end_facts(), context)
 
     def make_hello(self) -> Hello:
         """The registration with a router."""

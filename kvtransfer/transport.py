@@ -206,3 +206,6 @@ class ListeningTransport(PollableTransport, Protocol):
     """Prefill's end, to which decode workers connect."""
 
     endpoint: str  # the address for decode workers, with the public key if there is one
+
+    def name_ranks(self, endpoints: Sequence[str]) -> None:
+        """Of rank 0 of several: the addresses for decode workers of all ranks, in order."""

@@ -12,6 +12,7 @@ from ..cluster.protocol.kv_messages import block_bytes_of
 from ..cluster.protocol.messages import PROTOCOL_MAJOR, YOUNG_FIELDS, Choice, DraftWidths, Hello, Layout
 from ..cluster.telemetry.worker_metrics import WorkerFacts
 from ..engine.auto_sizes import EngineSizes
+from ..engine.kv.layouts import PageLayout
 from ..engine.kv.pool import FeaturePlane, KVPool
 from ..kvtransfer.protocol.fingerprint import pair_fingerprint
 from ..kvtransfer.transport import Planes
@@ -27,15 +28,19 @@ def layout_of(
     feature_ids: Sequence[int],
     feature_width: int,
     weights_hash: str = "",
+    whole: PageLayout | None = None,
 ) -> Layout:
     """The wire layout of the pool's pages, with the fingerprint by which the router pairs workers.
+
+    `whole`: the pages of all ranks together, if the pool has a part of them; both pair alike.
 
     `feature_ids`: the layers that prefill offers, or that decode's drafter reads, in the order of its input.
     `feature_width`: elements per token over all of them, 0 without features. `weights_hash`: sha256 (hex) of
     all weights, "" while unknown.
     """
     dtype, of_rows = (str(each).removeprefix("torch.") for each in (pool.dtype, pool.row_dtype))
-    num_kv_heads, head_dim = pool.layout.wire_heads
+    pages = pool.layout if whole is None else whole
+    num_kv_heads, head_dim = pages.wire_heads
     fingerprint = pair_fingerprint(
         model_fingerprint,
         dtype=dtype,
@@ -44,7 +49,7 @@ def layout_of(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
     )
-    token_bytes = pool.layout.bytes_per_token + feature_width * pool.row_dtype.itemsize
+    token_bytes = pages.bytes_per_token + feature_width * pool.row_dtype.itemsize
     return Layout(
         fingerprint=fingerprint,
         dtype=dtype,

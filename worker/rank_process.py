@@ -12,7 +12,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,6 +26,7 @@ from ..engine.follower import Follower
 from ..engine.loader import Engine, EngineLoader, rank_device
 from ..engine.parallel.group import TensorGroup, join_group, leave_group
 from ..engine.parallel.plans import LeavePlan, decode_plan
+from .hand_off import RankLink
 from .plan_ring import PlanReader, PlanRing
 from .ranks import RankPlace
 from .startup import rank_settings
@@ -36,13 +37,11 @@ IDLE_WAIT_S = 0.5  # between two signs of life of an idle rank
 
 
 class RankProcess:
-    """The loop of one rank. `on_executed` is called after each plan; `link` is for the hand-off."""
+    """The loop of one rank."""
 
-    def __init__(self, engine: Engine, reader: PlanReader, wake: int, link: socket.socket) -> None:
+    def __init__(self, engine: Engine, reader: PlanReader, wake: int) -> None:
         self.engine = engine
         self.reader = reader
-        self.link = link
-        self.on_executed: Callable[[], None] | None = None
         self.num_executed = 0
         self._wake = wake
         self._follower = Follower(engine)
@@ -60,8 +59,6 @@ class RankProcess:
             self._follower.perform(plan)
             self.reader.done()
             self.num_executed += 1
-            if self.on_executed is not None:
-                self.on_executed()
 
     def _next(self) -> bytes | None:
         """The next plan; None after some time without any."""
@@ -107,11 +104,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.error("cannot start: %s", error, exc_info=error if level == "debug" else None)
         return EXIT_CANNOT_START
     reader = PlanReader(PlanRing.attach(place.ring, place.size - 1), place.rank - 1)
+    link = RankLink(config, engine, place.instance, socket.socket(fileno=place.link))
+    link.start()
     try:
-        code = RankProcess(engine, reader, place.wake, socket.socket(fileno=place.link)).run()
+        code = RankProcess(engine, reader, place.wake).run()
     except Exception:
         logger.exception("crashed")
         return EXIT_CRASHED
+    link.close()
     leave_group(engine.group)
     return code
 

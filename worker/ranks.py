@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from ..cluster.config.load import to_argv
-from ..cluster.config.roles import DecodeConfig, WorkerConfig
+from ..cluster.config.roles import WorkerConfig
 from ..cluster.errors import StartupError
 from ..cluster.process.log import PACKAGE
 from ..cluster.process.process import EXIT_CRASHED
@@ -55,13 +55,8 @@ class RankPlace(msgspec.Struct, frozen=True):
     link: int
 
 
-def check_role(config: WorkerConfig) -> None:
-    """Raises StartupError for a role or a setting that several ranks do not have."""
-    if config.tp > 1 and not (isinstance(config, DecodeConfig) and config.aggregated):
-        raise StartupError(
-            f"tp {config.tp}: only aggregated workers run on several ranks, the hand-off does not; start "
-            "decode with --aggregated, or use tp 1"
-        )
+def check_rank_settings(config: WorkerConfig) -> None:
+    """Raises StartupError for a setting that several ranks do not have."""
     if config.tp > 1 and (config.host_cache_gib > 0 or config.disk_cache):
         flag = "--disk-cache" if config.disk_cache else "--host-cache-gib"
         raise StartupError(

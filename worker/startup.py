@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar, Generic, TypeVar
 
@@ -14,7 +15,6 @@ from ..cluster.config.roles import WorkerConfig
 from ..cluster.net.endpoints import endpoints_of
 from ..cluster.net.router_links import RouterLinks, dial_routers
 from ..cluster.net.sockets import Socket
-from ..cluster.net.transport_names import may_be_open, transports_of
 from ..cluster.process.failpoints import reach_of
 from ..cluster.process.process import EXIT_OK, EXIT_OTHER_ROLE, Phase, Serve, Shutdown, run_phases
 from ..cluster.process.sd_notify import notifier_of
@@ -28,12 +28,13 @@ from ..engine.config import EngineConfig, resolve_device
 from ..engine.loader import Engine, EngineLoader, check_ranks, rank_device
 from ..engine.parallel.group import SOLO, TensorGroup, join_group
 from ..kvtransfer.memory.malloc_tuning import keep_blocks
-from ..kvtransfer.transport import Planes, PollableTransport
-from .identity import chosen_of, facts_of, hello_of, layout_of, planes_of, small_pool_warning
+from ..kvtransfer.transport import PollableTransport
+from .hand_off import EndFacts, joined_ends, transports_for
+from .identity import chosen_of, facts_of, hello_of, layout_of, small_pool_warning
 from .link import WorkerLink
 from .main_loop import WorkerLoop
 from .prompt_embeds import embeds_inbox
-from .ranks import Ranks, check_role
+from .ranks import Ranks, check_rank_settings
 from .resource_usage import meter_of
 from .role_change import settings_fault
 from .role_worker import RoleWorker
@@ -62,6 +63,9 @@ class WorkerStartup(ABC, Generic[C, R]):
     worker: RoleWorker[R]
     loop: WorkerLoop
     ranks: Ranks | None = None  # the other ranks of a tensor-parallel worker
+    name_ranks: Callable[[Sequence[str]], None] = staticmethod(
+        lambda endpoints: None
+    )  # prefill's other ranks
 
     def __init__(self, config: C, instance: str) -> None:
         self.config = config
@@ -152,7 +156,7 @@ class WorkerStartup(ABC, Generic[C, R]):
         """Weights, pools and graphs, and the transports that their device allows."""
         settings = EngineConfig.of(self.config)
         if settings.tp > 1:
-            check_role(self.config)
+            check_rank_settings(self.config)
             check_ranks(settings)
             self.ranks = Ranks.start(self.config, self.instance)
         try:
@@ -168,18 +172,18 @@ class WorkerStartup(ABC, Generic[C, R]):
         if self.ranks is not None:
             engine.tell = self.ranks.tell
         self.embeds = embeds_inbox(engine, is_on=self.config.prompt_embeds)
+        pool = engine.pool
         self.layout = layout_of(
-            engine.pool,
+            pool,
             model_fingerprint=engine.fingerprint,
             feature_ids=engine.feature_ids,
             feature_width=engine.feature_width,
             weights_hash=engine.weights_hash,
+            whole=None
+            if self.ranks is None
+            else engine.model_config.kv_layout(pool.num_layers, pool.page_size, pool.dtype),
         )
-        self.transports = transports_of(
-            self.config.transports,
-            has_gpu=engine.pool.device.type == "cuda",
-            may_be_open=may_be_open(self.ciphers, trusted_network=self.config.trusted_network),
-        )
+        self.transports = transports_for(self.config, self.ciphers, engine)
 
     def _join(self, settings: EngineConfig) -> TensorGroup:
         if self.ranks is None:
@@ -242,10 +246,6 @@ class WorkerStartup(ABC, Generic[C, R]):
 
     # --- parts of a role's answers --------------------------------------------------------------------------
 
-    def planes(self) -> Planes:
-        """The engine's pages as bytes."""
-        return planes_of(self.engine.pool, self.engine.features)
-
     def hello(
         self,
         *,
@@ -283,9 +283,31 @@ class WorkerStartup(ABC, Generic[C, R]):
             metrics_port=self.config.metrics_port,
         )
 
+    def end_facts(self) -> EndFacts:
+        """What this rank's end of the KV plane needs."""
+        return EndFacts(
+            instance=self.instance,
+            layout=self.layout,
+            engine=self.engine,
+            keyring=self.keyring,
+            ciphers=self.ciphers,
+            transports=self.transports,
+            clock=self.link.clock,
+            reach=self.reach,
+        )
+
     def _open_planes(self, context: zmq.Context[Socket]) -> tuple[RouterLinks, PollableTransport]:
         transport = self.open_transport(context)
         try:
+            if self.ranks is not None:
+                transport = joined_ends(
+                    transport,
+                    self.ranks.links,
+                    self.layout,
+                    is_decode=self.has_drafter,
+                    clock=self.link.clock,
+                    name_ranks=self.name_ranks,
+                )
             hello = self.make_hello()
             if warning := small_pool_warning(hello):
                 logger.warning("%s", warning)

@@ -51,6 +51,17 @@ def port_fault(endpoint: str) -> str:
     return f"has no valid port: write a number from 0 to {HIGHEST_PORT}"
 
 
+def endpoint_behind(endpoint: str, number: int) -> str:
+    """The endpoint of rank `number` of a worker whose rank 0 has the valid `endpoint`.
+
+    The ports of ranks follow each other; any port stays any port. A path gets the number.
+    """
+    head, _, port = endpoint.rpartition(":")
+    if number == 0 or port in ("0", "*"):
+        return endpoint
+    return f"{head}:{int(port) + number}" if endpoint.startswith("tcp://") else f"{endpoint}.{number}"
+
+
 def is_wildcard(endpoint: str) -> bool:
     """Whether `endpoint` means all addresses of a host, which is valid for listening but not for
     connecting."""

@@ -5,6 +5,8 @@ The action happens when the process reaches the site for the nth time, counted f
 a process refuses to start unless `BATON_ALLOW_FAULTS=1` is set too. Without the variable a site is a call
 that returns at once.
 
+Rank n of a tensor-parallel worker, counted from 1, reads `BATON_FAULT_RANK_n` instead.
+
     site               reached
     prefill:chunk      before a forward, once for each prompt in it
     prefill:first      token 1 was sampled and given to the router's link
@@ -100,23 +102,23 @@ class Failpoints:
             self._act(fault)
 
 
-def reach_of(env: Mapping[str, str]) -> Reach:
-    """The function that the sites of this process call.
+def reach_of(env: Mapping[str, str], rank: int = 0) -> Reach:
+    """The function that the sites of this process call, which is rank `rank` of its worker.
 
     Raises ConfigError for an invalid fault, or one not permitted.
     """
-    faults = read_faults(env)
+    faults = read_faults(env, f"{VARIABLE}_RANK_{rank}" if rank else VARIABLE)
     return Failpoints(faults).reach if faults else unarmed
 
 
-def read_faults(env: Mapping[str, str]) -> tuple[Fault, ...]:
-    """The faults that `env` asks for. Raises ConfigError."""
-    text = env.get(VARIABLE, "")
+def read_faults(env: Mapping[str, str], variable: str = VARIABLE) -> tuple[Fault, ...]:
+    """The faults that `env` asks for in `variable`. Raises ConfigError."""
+    text = env.get(variable, "")
     if not text:
         return ()
     if env.get(PERMISSION) != "1":
         raise ConfigError(
-            f"{VARIABLE}={text} breaks this process on purpose; unset it, or set {PERMISSION}=1 in a test"
+            f"{variable}={text} breaks this process on purpose; unset it, or set {PERMISSION}=1 in a test"
         )
     return tuple(_fault(part) for part in text.split(","))
 

@@ -17,6 +17,7 @@ from ..transport import Attached, Dropped, Freed, Lost, PollableTransport, PullR
 from .channel import Channel, RankLost
 from .messages import (
     AdvancePart,
+    BeginRank,
     Command,
     OfferPart,
     PartGone,
@@ -108,6 +109,8 @@ class RankAgent:
 
     def _perform(self, command: Command) -> None:
         match command:
+            case BeginRank():
+                raise LocalProtocolError("rank 0 began twice")
             case OfferPart(offer=offer):
                 try:
                     self.transport.offer(offer)

@@ -7,7 +7,14 @@ from typing import TypeAlias
 
 import msgspec
 
+from ...cluster.protocol.messages import Layout
 from ..transport import Complete, Dropped, Landed, Lost, Offer, Released
+
+
+class BeginRank(msgspec.Struct, frozen=True, tag=True):
+    """The first command: open the rank's end; answered with `RankReady`. `layout`: of all ranks."""
+
+    layout: Layout
 
 
 class OfferPart(msgspec.Struct, frozen=True, tag=True):
@@ -46,7 +53,7 @@ class ReleasePart(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Command: TypeAlias = OfferPart | AdvancePart | PullPart | ReleasePart
+Command: TypeAlias = BeginRank | OfferPart | AdvancePart | PullPart | ReleasePart
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):

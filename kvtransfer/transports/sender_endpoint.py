@@ -157,6 +157,10 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         """Raises LocalProtocolError: prefill does not pull."""
         raise LocalProtocolError(f"prefill does not pull (room {request.room})")
 
+    def name_ranks(self, endpoints: Sequence[str]) -> None:
+        """As `ListeningTransport.name_ranks`."""
+        self.session.rank_endpoints = tuple(endpoints)
+
     @property
     def slots(self) -> tuple[int, int]:
         """The slots of shared memory and of slabs for NIXL in use, and all of them."""

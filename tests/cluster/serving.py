@@ -19,11 +19,14 @@ from baton.tests.audit.watch import violations, watched_environment
 
 
 @contextlib.contextmanager
-def serving(model, draft="", env=None, *, device="cpu", is_watched=True, **settings) -> Iterator[Cluster]:
+def serving(
+    model, draft="", env=None, *, device="cpu", is_watched=True, command_of=None, **settings
+) -> Iterator[Cluster]:
     """A ready cluster; what its children logged is in the failure when it does not get ready.
 
     The children run under the audit hook of `tests/audit`, and what it found fails the test; not
     `is_watched`: they do not, as they cannot on a GPU, where Triton compiles kernels whenever a shape is new.
+    `command_of`: another command for a child's role and flags.
     """
     output = io.StringIO()
     settings.setdefault("kv_memory_mb", 256)
@@ -33,7 +36,7 @@ def serving(model, draft="", env=None, *, device="cpu", is_watched=True, **setti
         report = Path(directory) / "audit"
         environment = {**os.environ, **(env or {})}
         environment = watched_environment(report, environment) if is_watched else environment
-        cluster = Cluster(config, env=environment, output=output)
+        cluster = Cluster(config, env=environment, output=output, command_of=command_of)
         cluster.output, cluster.audit_report = output, report
         with _running(cluster, output):
             yield cluster

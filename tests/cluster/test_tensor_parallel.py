@@ -90,8 +90,6 @@ def test_a_rank_dies_with_a_killed_rank_0(model):
     ("role", "flags", "said"),
     [
         ("decode", ["--aggregated", "--tp=3"], "4 attention heads, which 3 does not divide; use tp 1, 2, 4"),
-        ("decode", ["--tp=2"], "only aggregated workers run on several ranks"),
-        ("prefill", ["--tp=2"], "only aggregated workers run on several ranks"),
         ("decode", ["--aggregated", "--tp=2", "--deterministic"], "which --deterministic asks for"),
         (
             "decode",
@@ -101,7 +99,7 @@ def test_a_rank_dies_with_a_killed_rank_0(model):
         ("decode", ["--aggregated", "--tp=0"], "is below the smallest allowed, 1"),
         ("decode", ["--pp=2"], "pipeline parallelism is not supported: --tp N runs a model on N GPUs"),
     ],
-    ids=["heads", "decode", "prefill", "deterministic", "tiers", "none", "pipeline"],
+    ids=["heads", "deterministic", "tiers", "none", "pipeline"],
 )
 def test_what_several_ranks_cannot_do_is_refused_in_one_line(model, role, flags, said):
     command = [sys.executable, "-m", f"baton.{role}", f"--model={model}", "--device=cpu", *flags]

@@ -72,3 +72,12 @@ def test_no_role_starts_with_a_fault_without_permission(role):
     assert ended.returncode == 2
     assert len(lines) == 1
     assert "BATON_ALLOW_FAULTS" in lines[0]
+
+
+def test_another_rank_of_a_worker_has_faults_of_its_own():
+    env = {"BATON_FAULT_RANK_2": "sender:block:1:raise", **ALLOWED}
+    assert reach_of(env) is reach_of(env, rank=1) is unarmed
+    with pytest.raises(RuntimeError):
+        reach_of(env, rank=2)("sender:block")
+    with pytest.raises(ConfigError, match="BATON_FAULT_RANK_2=sender:block:1"):
+        reach_of({"BATON_FAULT_RANK_2": "sender:block:1"}, rank=2)
