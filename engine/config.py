@@ -24,7 +24,8 @@ class EngineConfig(GivenSizes):
     of the draft. `aggregated`: a decode engine that computes all its prompts, and captures graphs for them.
     `deterministic`: the bits of a target's row do not depend on the rows computed beside it. `quantize`: the
     form to which matrices in floats are rounded as they are loaded, or "none". `kv_dtype`: that of stored
-    keys and values. `tp`: the number of ranks of a tensor-parallel worker.
+    keys and values. `count_experts`: rows are counted by the experts that
+    computed them. `tp`: the number of ranks of a tensor-parallel worker.
     """
 
     model: str
@@ -48,6 +49,7 @@ class EngineConfig(GivenSizes):
     deterministic: bool = False
     feature_layers: str = ""
     aggregated: bool = False
+    count_experts: bool = False
     tp: int = 1
 
     def __post_init__(self) -> None:

@@ -44,6 +44,7 @@ from .parallel.group import SOLO, TensorGroup
 from .parallel.plans import CopyPagePlan, Tell
 from .parallel.vocabulary import table_of
 from .prompt_budget import WHOLE_PROMPT_ROWS, alone_tokens
+from .runner.expert_counts import ExpertCounts, count_experts
 from .runner.lifecycle import Lifecycle, Phase
 from .runner.model_runner import ModelRunner, configure_aux_capture
 from .sampling.sampler import Sampler
@@ -74,6 +75,7 @@ from .weights_hash import WeightsHash, model_fingerprint
 logger = logging.getLogger(__name__)
 
 WHOLE_PROMPT_TOKENS = 2048  # largest prefill graph where prompts are not cut into chunks
+COUNTED_ROWS = 1 << 16  # most rows of a forward whose experts are counted; more with a longer context
 DETERMINISTIC = " deterministic"  # of the fingerprint of a deterministic engine
 
 
@@ -112,6 +114,7 @@ class Engine:
     feature_ids: tuple[int, ...] = ()
     head: LiveHead | None = None  # weights of the drafter that others may replace; None without any
     watch: ReadyWatch | None = None  # from the start of serving
+    expert_counts: ExpertCounts | None = None  # rows by the experts that computed them, if they are counted
     group: TensorGroup = SOLO
     tell: Tell | None = (
         None  # tells the other ranks what this one does; None with one rank, or as another rank
@@ -119,6 +122,8 @@ class Engine:
 
     def begin_watch(self) -> None:
         """Counts, from now on, what should have happened before the worker was ready."""
+        if self.expert_counts is not None:
+            self.expert_counts.reset()
         self.watch = ReadyWatch(self.pool.device, None if self.graphs is None else self.graphs.pool)
 
     def decoder(self) -> AsyncDecoder:
@@ -181,6 +186,11 @@ class Engine:
         return {} if self.watch is None else self.watch.counters
 
     @property
+    def expert_counters(self) -> dict[str, float]:
+        """Rows that each expert computed; empty unless they are counted."""
+        return {} if self.expert_counts is None else self.expert_counts.read()
+
+    @property
     def spec_steps(self) -> int | None:
         """Draft steps of the newest verify; None without a drafter."""
         if self.drafter is None:
@@ -226,6 +236,7 @@ class EngineLoader:
         self._source: DraftSource | None = None
         self._draft: DraftModel | None = None
         self._feature_ids: tuple[int, ...] = ()
+        self._expert_counts: ExpertCounts | None = None
         # the folder and the name of what earlier starts have found out
         self._kept: tuple[Path | None, str] = None, ""
 
@@ -300,6 +311,9 @@ class EngineLoader:
             ids = self._offered(ids)
         if ids:
             configure_aux_capture(self._model, ids)
+        if self.config.count_experts:
+            rows, layers = max(COUNTED_ROWS, self._max_context), getattr(self._model, "layers", ())
+            self._expert_counts = count_experts(layers, rows, self.lifecycle.phase)
         self._feature_ids = ids
         self.lifecycle.advance(Phase.AUX_CONFIGURED)
 
@@ -386,11 +400,13 @@ class EngineLoader:
         runner = ModelRunner(
             self._model, pool, max_context=self._max_context, is_invariant=config.deterministic
         )
+        runner.expert_counts = self._expert_counts
         self._engine = Engine(
             path=self._path,
             fingerprint=self._fingerprint,
             weights=self._weights,
             feature_ids=self._feature_ids,
+            expert_counts=self._expert_counts,
             model_config=model,
             model=self._model,
             draft_config=None if self._source is None else self._source.config,

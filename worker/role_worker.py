@@ -187,6 +187,7 @@ class RoleWorker(ABC, Generic[R]):
             | engine.step_counters
             | engine.graph_counters
             | engine.watch_counters
+            | engine.expert_counters
             | dict(counters or {})
             | self.link.transport_counters,
         )

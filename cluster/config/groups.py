@@ -416,6 +416,13 @@ class DecodeSettings(RoleConfig):
             maximum=2**20,
         ),
     )
+    count_experts: bool = setting(
+        False,
+        Setting(
+            help="counts the rows that each expert of a mixture-of-experts model computes: worker events "
+            "expert_rows_N in /metrics; takes some three launches a layer and forward"
+        ),
+    )
     aggregated: bool = setting(
         False,
         Setting(

@@ -8,6 +8,7 @@ Legend: T tokens, H hidden size, E experts, K experts of a token, I intermediate
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 
@@ -92,6 +93,13 @@ class MoEConfig:
         return self.top_k / self.num_experts
 
 
+class CountRows(Protocol):
+    """What is told of the experts of every row, see `expert_counts`."""
+
+    def add(self, ids: torch.Tensor) -> None:
+        """`ids` int32 `[T, K]` of a layer."""
+
+
 class MixtureOfExperts:
     """A router and E SwiGLU MLPs, of which each token uses K, and the shared one: `[T, H]` -> `[T, H]`."""
 
@@ -108,6 +116,7 @@ class MixtureOfExperts:
         self.ops = ops
         experts, inner = config.num_experts, config.intermediate_size
         self.router = Linear(hidden_size, {"gate": experts}, bias=False, dtype=dtype, device=device, ops=ops)
+        self.counts: CountRows | None = None
         self.choice_bias: torch.Tensor | None = None
         if config.has_choice_bias:
             self.choice_bias = torch.empty(experts, dtype=torch.float32, device=device)
@@ -135,7 +144,10 @@ class MixtureOfExperts:
         """The experts of rows `x` `[T, H]`: ids int32 and weights float32, both `[T, K]`."""
         is_wide = self.config.is_float32_router
         logits = self.ops.logits(x, self.router.weight) if is_wide else self.router(x)
-        return recorded_route_experts(logits, self.config.routing, self.choice_bias)
+        ids, weights = recorded_route_experts(logits, self.config.routing, self.choice_bias)
+        if self.counts is not None:
+            self.counts.add(ids)
+        return ids, weights
 
     def tensors(self, prefix: str) -> NamedTensors:
         """The checkpoint's tensor names under `prefix`, with views of the parameters."""

@@ -16,6 +16,7 @@ from ..graphs.bucketed_graphs import EAGER, PathDecision
 from ..graphs.graph_pool import GraphKind
 from ..kv.pool import KVPool
 from ..models.interface import AuxCapture, CausalLM, InputEmbeds, ShortEnd
+from .expert_counts import ExpertCounts
 from .target_graphs import Hidden, PrefillGraphs, finished_rows, hidden_of
 
 LayerP = ParamSpec("LayerP")
@@ -51,6 +52,7 @@ class ModelRunner:
         self.on_layer = on_layer
         self.row_multiple = row_multiple
         self.graphs: PrefillGraphs | None = None
+        self.expert_counts: ExpertCounts | None = None
 
     def set_aux_layer_ids(self, ids: Sequence[int]) -> None:
         """Configure the layer outputs that the model captures.
@@ -72,6 +74,8 @@ class ModelRunner:
         """
         aux_ids = self._aux_ids(batch.capture_hidden)
         self._check_embeds(batch)
+        if self.expert_counts is not None:
+            self.expert_counts.begin(sum(batch.q_lens))
         decision, real_rows = self.decide(batch), batch.num_tokens
         padded = pad_rows(batch, self.row_multiple)
         if metadata is not None:

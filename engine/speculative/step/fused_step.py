@@ -262,6 +262,9 @@ class FusedStep:
             is_recorded=breaks.is_recorded,
             is_invariant=self.runner.is_invariant,
         )
+        if self.runner.expert_counts is not None:
+            is_live = (places.verify_lens > 0)[:, None].expand(-1, num_nodes)
+            self.runner.expert_counts.begin_where(is_live.reshape(-1))
         ids = () if self.drafter is None else aux_ids_of(model)
         hidden, features = model.body(model.embed(tokens.reshape(-1)), positions.reshape(-1), plan, ids)
         return model.compute_logits(hidden), features
