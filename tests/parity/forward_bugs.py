@@ -7,6 +7,7 @@ import pytest
 import torch
 from baton.engine.models.llama import LlamaForCausalLM
 from baton.engine.row_attention import RowPlan
+from baton.engine.row_plans import plan_rows
 from baton.engine.speculative.step import fused_step
 
 
@@ -41,10 +42,10 @@ def wrong_page(model: LlamaForCausalLM) -> Iterator[None]:
     ) -> RowPlan:
         wrong = pages.clone()
         wrong[:, 0] = torch.where(pages[:, 1] > 0, pages[:, 1], pages[:, 0])
-        return RowPlan(pool, rows, wrong, lens, mask, **others)
+        return plan_rows(pool, rows, wrong, lens, mask, **others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_step, "RowPlan", make)
+        patch.setattr(fused_step, "plan_rows", make)
         yield
 
 

@@ -193,7 +193,7 @@ def test_m5_4_graph_and_eager_steps_get_the_same_slots_lengths_and_pages(
             super().__init__(pool, *parts, **settings)
 
     for module in (fused_step, loops):
-        monkeypatch.setattr(module, "RowPlan", Spied)
+        monkeypatch.setattr(module, "plan_rows", Spied)
     step_graphs, kind = engine.decoder.steps, engine.decoder.steps.kinds[0]
     graph = GraphPool(TapeBackend(KeptMemory()))
     context = StepContext(num_rows=3)

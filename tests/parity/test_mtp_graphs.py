@@ -78,7 +78,7 @@ def test_m4_2_every_row_of_a_window_lies_in_its_requests_pages(target, heads, ki
             seen.append(held.shape[1])
 
     for module in (mtp_window, loops, fused_step):
-        monkeypatch.setattr(module, "RowPlan", Checked)
+        monkeypatch.setattr(module, "plan_rows", Checked)
     engine = MtpEngine(target, heads[kind])
     for count in (1, 4, 9):
         served(engine, count)
@@ -236,7 +236,7 @@ def test_m5_5_graph_and_eager_steps_plan_the_same_rows(target, heads, kind, monk
             super().__init__(pool, *parts, **settings)
 
     for module in (fused_step, loops, mtp_window):
-        monkeypatch.setattr(module, "RowPlan", Spied)
+        monkeypatch.setattr(module, "plan_rows", Spied)
     steps, kind_of_step = engine.decoder.steps, engine.decoder.steps.kinds[0]
     context = StepContext(num_rows=3)
     states = (steps.step.state.integers, *engine.drafter.anchors)

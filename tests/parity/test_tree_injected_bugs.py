@@ -130,7 +130,7 @@ def masked(planting: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.
         *others, mask = parts
         return RowPlan(*others, None if mask is None else change(mask), **settings)
 
-    planting.setattr(fused_step, "RowPlan", plan)
+    planting.setattr(fused_step, "plan_rows", plan)
 
 
 def branches_see_each_other(planting: pytest.MonkeyPatch) -> None:

@@ -515,7 +515,7 @@ SEAMS = {
         )
         for state in states
         # closing: a Cancel has been heard before, and the end is there within a turn of the link; settling:
-        # within a step
-        if state.value not in ("closing", "settling")
+        # within a step; restoring: these workers have no lower tier
+        if state.value not in ("closing", "settling", "restoring")
     },
 }

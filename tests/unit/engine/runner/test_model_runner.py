@@ -113,9 +113,9 @@ def test_a_part_without_logits_stores_its_last_layer_and_does_not_read_it(checkp
     def noted(metadata: AttentionMetadata) -> Read:
         attend = bind_rows(metadata)
 
-        def reads(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        def reads(layer: int, q: torch.Tensor, out: torch.Tensor, *more: object) -> None:
             read.append(layer)
-            attend(layer, q, out)
+            attend(layer, q, out, *more)
 
         return reads
 

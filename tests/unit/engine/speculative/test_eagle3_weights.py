@@ -8,6 +8,7 @@ from baton.engine.errors import CheckpointError, LifecycleError
 from baton.engine.speculative.drafters.eagle3_head import DraftPhase, Eagle3Head
 from baton.engine.speculative.drafters.eagle3_weights import load_eagle3
 from baton.engine.speculative.drafters.spec_config import load_draft_config
+from baton.kernels.attention_form import AttentionForm
 from baton.tests.parity.eagle3_toys import (
     DRAFT_VOCAB,
     HIDDEN,
@@ -34,7 +35,9 @@ def share(head: Eagle3Head) -> Eagle3Head:
     return head
 
 
-def dense_attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def dense_attend(
+    layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm
+) -> torch.Tensor:
     """Causal attention within the rows given."""
     group = q.shape[1] // k.shape[1]
     keys, values = (t.repeat_interleave(group, dim=1).transpose(0, 1) for t in (k, v))
@@ -121,7 +124,7 @@ def test_no_rows_pass_through(tmp_path: Path) -> None:
     head = share(load(write_head(tmp_path, head_config(2), head_tensors())))
     ids = torch.empty(0, dtype=torch.int64)
     out = head.forward(
-        torch.empty(0, 3 * HIDDEN), ids, ids, lambda _, q, k, v: q, DraftPhase.FROM_TARGET_FEATURES
+        torch.empty(0, 3 * HIDDEN), ids, ids, lambda _, q, k, v, form: q, DraftPhase.FROM_TARGET_FEATURES
     )
     assert head.compute_logits(out).shape == (0, DRAFT_VOCAB)
 
