@@ -1,4 +1,4 @@
-"""Prefill and decode with quantised weights and pages in 8 bits: over messages, with drafts and with graphs."""
+"""Prefill and decode with quantised weights and 8-bit pages: over messages, with drafts and with graphs."""
 
 from pathlib import Path
 
