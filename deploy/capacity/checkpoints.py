@@ -20,6 +20,9 @@ from ...engine.speculative.drafters.mtp_names import COUNT_KEYS, UNCOUNTED, is_m
 
 INDEX = "model.safetensors.index.json"
 HEADER_LIMIT = 100 << 20  # bytes; the limit of the safetensors format
+FLOATS = ("F32", "F16", "BF16")
+MATRIX = "_proj.weight"  # of the matrices of a layer
+PACKED, VALUES_A_WORD = ".qweight", 8  # of 4-bit values in words of 32 bits
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 EAGLE_NAMES = (["LlamaForCausalLMEagle"], ["EagleLlamaForCausalLM"], ["Qwen2ForCausalLMEagle"])
 EAGLE_FAMILIES = (["LlamaForCausalLM"], ["Qwen2ForCausalLM"])  # EAGLE, unless the config is an EAGLE3 head's
@@ -35,6 +38,7 @@ class KVShape:
     """Sizes computed from a config.json.
 
     `num_features` counts the target layers whose output the drafter reads; 0 means no drafter.
+    `kv_value_bytes`: bytes of a stored key's or value's element, 0: `dtype_bytes`.
     """
 
     num_layers: int
@@ -43,11 +47,13 @@ class KVShape:
     hidden_size: int
     dtype_bytes: int = 2
     num_features: int = 0
+    kv_value_bytes: int = 0
 
     @property
     def kv_bytes(self) -> int:
         """KV bytes of one token."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        value_bytes = self.kv_value_bytes or self.dtype_bytes
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * value_bytes
 
     @property
     def feature_bytes(self) -> int:
@@ -81,8 +87,12 @@ def read_config(directory: Path) -> dict[str, Any]:
     return document
 
 
-def shape_of(model: Path, draft: Path | None = None, dtype: str = "bfloat16") -> KVShape:
-    """The sizes of a checkpoint, with its head's features. Raises ConfigError for an unusable config."""
+def shape_of(
+    model: Path, draft: Path | None = None, dtype: str = "bfloat16", kv_dtype: str = "auto"
+) -> KVShape:
+    """The sizes of a checkpoint, with its head's features. `kv_dtype` is a setting of workers. Raises
+    ConfigError for an unusable config.
+    """
     config = read_config(model)
     heads = _count(config, "num_attention_heads", model)
     hidden = _count(config, "hidden_size", model)
@@ -92,6 +102,7 @@ def shape_of(model: Path, draft: Path | None = None, dtype: str = "bfloat16") ->
         head_dim=_count(config, "head_dim", model, hidden // heads),
         hidden_size=hidden,
         dtype_bytes=DTYPE_BYTES[dtype],
+        kv_value_bytes=0 if kv_dtype == "auto" else 1,
         num_features=len(feature_layers(read_config(draft))) if draft is not None else 0,
     )
 
@@ -141,6 +152,29 @@ def count_weights(directory: Path) -> int:
     is_module = _is_module_of(directory)
     counted = sum(count for name, count in _elements(directory).items() if not is_module(name))
     return counted or _dense_weights(directory)
+
+
+def weight_bytes(directory: Path, dtype_bytes: int, quantize: str = "none") -> int:
+    """The bytes of a model's tensors in memory: those in floats in the dtype of the model, others as stored.
+
+    With `quantize` the matrices of the layers have a byte for each value. Without shards, those of a dense
+    decoder with its config. Raises ConfigError for an unusable config.
+    """
+    is_module, rounded = _is_module_of(directory), 1 if quantize != "none" else dtype_bytes
+    total = 0
+    for name, entry in _entries(directory).items():
+        if is_module(name):
+            continue
+        first, end = entry["data_offsets"]
+        value_bytes = rounded if name.endswith(MATRIX) and ".layers." in name else dtype_bytes
+        count = math.prod(entry["shape"])
+        total += count * value_bytes if entry["dtype"] in FLOATS else end - first
+    if total:
+        return total
+    config = read_config(directory)
+    vocabulary = _count(config, "hidden_size", directory) * _count(config, "vocab_size", directory)
+    vocabulary *= 1 if config.get("tie_word_embeddings") else 2
+    return (_dense_weights(directory) - vocabulary) * rounded + vocabulary * dtype_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,16 +244,23 @@ def _is_module_of(directory: Path) -> Callable[[str], bool]:
 
 def _elements(directory: Path) -> dict[str, int]:
     """The number of elements of each tensor in the shards of a checkpoint; empty if one cannot be read."""
-    entries = {
+    try:
+        return {
+            name: math.prod(entry["shape"]) * (VALUES_A_WORD if name.endswith(PACKED) else 1)
+            for name, entry in _entries(directory).items()
+        }
+    except (TypeError, KeyError):
+        return {}
+
+
+def _entries(directory: Path) -> dict[str, Any]:
+    """The headers' entries of all tensors of a checkpoint by their names."""
+    return {
         name: entry
         for shard in _shards(directory)[0]
         for name, entry in _tensors(_header(directory / shard)).items()
         if name != "__metadata__"
     }
-    try:
-        return {name: math.prod(entry["shape"]) for name, entry in entries.items()}
-    except (TypeError, KeyError):
-        return {}
 
 
 def _dense_weights(directory: Path, num_experts: int | None = None) -> int:

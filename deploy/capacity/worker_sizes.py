@@ -27,7 +27,6 @@ from .checkpoints import (
     KVShape,
     count_head_weights,
     count_used_weights,
-    count_weights,
     experts_of,
     feature_layers,
     head_dir,
@@ -35,6 +34,7 @@ from .checkpoints import (
     observes_late,
     read_config,
     shape_of,
+    weight_bytes,
 )
 
 QUERY = "name,memory.total,memory.reserved,memory.free,compute_cap"
@@ -102,12 +102,23 @@ def worker_sizes(
     return worker_need(model, draft, config, dtype).sizes_on(card, GivenSizes.of(config))
 
 
-def need_of(model: Path, draft: Path | None = None, dtype: str = GPU_DTYPE) -> ModelNeed:
-    """The needs of workers with default settings. Raises ConfigError for an unusable config."""
+def need_of(
+    model: Path,
+    draft: Path | None = None,
+    dtype: str = GPU_DTYPE,
+    *,
+    quantize: str = "none",
+    kv_dtype: str = "auto",
+) -> ModelNeed:
+    """The needs of workers with default settings but these. Raises ConfigError for an unusable config."""
     return ModelNeed(
-        shape=shape_of(model, draft, dtype),
-        prefill=worker_need(model, draft, PrefillConfig(model=str(model)), dtype),
-        decode=worker_need(model, draft, DecodeConfig(model=str(model)), dtype),
+        shape=shape_of(model, draft, dtype, kv_dtype),
+        prefill=worker_need(
+            model, draft, PrefillConfig(model=str(model), quantize=quantize, kv_dtype=kv_dtype), dtype
+        ),
+        decode=worker_need(
+            model, draft, DecodeConfig(model=str(model), quantize=quantize, kv_dtype=kv_dtype), dtype
+        ),
     )
 
 
@@ -120,7 +131,7 @@ def need_of_roles(prefill: PrefillConfig, decode: DecodeConfig) -> ModelNeed:
     def need(config: PrefillConfig | DecodeConfig) -> tuple[KVShape, WorkerNeed]:
         model, draft = Path(config.model), None if config.no_draft else head_dir(config.draft)
         dtype = GPU_DTYPE if config.dtype == "auto" else config.dtype
-        return shape_of(model, draft, dtype), worker_need(model, draft, config, dtype)
+        return shape_of(model, draft, dtype, config.kv_dtype), worker_need(model, draft, config, dtype)
 
     (_, of_prefill), (shape, of_decode) = need(prefill), need(decode)
     return ModelNeed(shape=shape, prefill=of_prefill, decode=of_decode)
@@ -131,13 +142,13 @@ def worker_need(
 ) -> WorkerNeed:
     """The needs of one worker. Only decode loads the head. Raises ConfigError for an unusable config."""
     draft = None if config.no_draft else draft
-    shape = shape_of(model, draft, dtype)
+    shape = shape_of(model, draft, dtype, config.kv_dtype)
     if isinstance(config, PrefillConfig):
         named = set() if draft is None else set(feature_layers(read_config(draft)))
         others = {int(layer) for layer in config.feature_layers.split(",") if layer} - named
         shape = replace(shape, num_features=shape.num_features + len(others))
         return WorkerNeed(
-            model=_model_sizes(model, None, dtype),
+            model=_model_sizes(model, None, dtype, config.quantize),
             role=EngineRole(
                 is_decode=False, is_deterministic=config.deterministic, num_features=shape.num_features
             ),
@@ -145,7 +156,7 @@ def worker_need(
         )
     if config.no_draft or (draft is None and config.draft != NGRAM):
         return WorkerNeed(
-            model=_model_sizes(model, None, dtype),
+            model=_model_sizes(model, None, dtype, config.quantize),
             role=EngineRole(
                 is_decode=True,
                 is_aggregated=config.aggregated,
@@ -161,7 +172,7 @@ def worker_need(
         draft_bytes = head_kv_bytes(draft, shape, config.spec_steps)
         per_token = replace(per_token, draft_bytes=draft_bytes, has_staging=True)
     return WorkerNeed(
-        model=_model_sizes(model, draft, dtype),
+        model=_model_sizes(model, draft, dtype, config.quantize),
         role=EngineRole(
             is_decode=True,
             is_aggregated=config.aggregated,
@@ -176,11 +187,11 @@ def worker_need(
     )
 
 
-def _model_sizes(model: Path, draft: Path | None, dtype: str) -> ModelSizes:
+def _model_sizes(model: Path, draft: Path | None, dtype: str, quantize: str) -> ModelSizes:
     config, shape = read_config(model), shape_of(model, None, dtype)
     try:
         vocabulary = int(config["vocab_size"]) * shape.hidden_size
-        elements, of_head = count_weights(model), 0 if draft is None else count_head_weights(draft)
+        of_head = 0 if draft is None else count_head_weights(draft)
         used, experts = count_used_weights(model), experts_of(config, model)
         width = int(config["intermediate_size"])
         if experts is not None:
@@ -197,7 +208,7 @@ def _model_sizes(model: Path, draft: Path | None, dtype: str) -> ModelSizes:
             dtype_bytes=shape.dtype_bytes,
             num_layers=shape.num_layers,
             num_weights=used if config.get("tie_word_embeddings") else used - vocabulary,
-            weight_bytes=(elements + of_head) * shape.dtype_bytes,
+            weight_bytes=weight_bytes(model, shape.dtype_bytes, quantize) + of_head * shape.dtype_bytes,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{model}/config.json: {error!r} is missing or no number; copy it again") from None

@@ -32,7 +32,7 @@ from ...cluster.errors import BatonError, ConfigError
 from ...cluster.process.progress import JobProgress
 from ...engine.auto_sizes import MIB, Card
 from ...engine.hub import NGRAM
-from ..capacity.checkpoints import DTYPE_BYTES, KVShape, head_dir, shape_of
+from ..capacity.checkpoints import DTYPE_BYTES, KVShape, head_dir
 from ..capacity.gpus import (
     CPU,
     GPUS,
@@ -78,6 +78,12 @@ class PlanConfig:
             help="type of weights and KV cache; auto: bfloat16, on a CPU float32",
             choices=("auto", *DTYPE_BYTES),
         ),
+    )
+    quantize: str = setting(
+        "none", Setting(help="as of a worker: matrices of the layers in 8 bits", choices=("none", "fp8"))
+    )
+    kv_dtype: str = setting(
+        "auto", Setting(help="as of a worker: the KV cache in 8 bits", choices=("auto", "fp8_e4m3"))
     )
     url: str = setting("", Setting(help="a running cluster to measure", metavar="URL"))
     pull: str = setting(
@@ -204,15 +210,24 @@ def _plan(argv: Sequence[str]) -> int:
         raise ConfigError("no model given; write --model DIR")
     if config.num_gpus == 1:
         raise ConfigError("--num-gpus 1: one GPU is not split; write 2 or more")
-    model, draft = Path(config.model), head_dir(config.draft)
     gpu = gpu_named(config.gpu) if config.gpu else gpu_here(find_card("auto", output_of))
     if config.dtype == "auto":
         is_on_cpu = gpu.name == CPU and not config.memory
         config = replace(config, dtype=CPU_DTYPE if is_on_cpu else GPU_DTYPE)
     if config.memory:
-        sys.stdout.write("\n".join(_memory_table(need_of(model, draft, config.dtype))) + "\n")
+        sys.stdout.write("\n".join(_memory_table(_need_of(config))) + "\n")
         return 0
     return _run(with_worker_sizes(config, gpu.card), gpu)
+
+
+def _need_of(config: PlanConfig) -> ModelNeed:
+    return need_of(
+        Path(config.model),
+        head_dir(config.draft),
+        config.dtype,
+        quantize=config.quantize,
+        kv_dtype=config.kv_dtype,
+    )
 
 
 def _load_of(config: PlanConfig) -> PlannedLoad:
@@ -275,8 +290,8 @@ def fit(
 
 
 def _run(config: PlanConfig, gpu: GpuModel) -> int:
-    model, draft = Path(config.model), head_dir(config.draft)
-    shape, need = shape_of(model, draft, config.dtype), need_of(model, draft, config.dtype)
+    need = _need_of(config)
+    shape = need.shape
     lines: list[str] = []
     off = 0.0
     if config.url:
@@ -330,10 +345,14 @@ def with_worker_sizes(config: PlanConfig, card: Card) -> PlanConfig:
     if config.chunk >= 0 and config.max_running and config.kv_memory_mb:
         return config
     model, draft = Path(config.model), head_dir(config.draft)
-    prefill = PrefillConfig(model=config.model, chunk_size=config.chunk)
+    prefill = PrefillConfig(
+        model=config.model, chunk_size=config.chunk, quantize=config.quantize, kv_dtype=config.kv_dtype
+    )
     decode = DecodeConfig(
         model=config.model,
         draft=config.draft,
+        quantize=config.quantize,
+        kv_dtype=config.kv_dtype,
         kv_memory_mb=config.kv_memory_mb,
         max_running=config.max_running,
     )

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from baton.engine.models.quant import int4_projection
 from baton.engine.models.weights import load_model
+from baton.kernels import fp8_scales
 from baton.tests.parity.quant_toys import FORMS, SHAPE, write_quantised
 from baton.tests.parity.toy_engine import ToyEngine, random_ids
 from baton.tests.parity.toy_models import reference_greedy, reference_logits, reference_model
@@ -46,3 +48,38 @@ def test_ignored_matrices_stay_as_they_are(toy_checkpoint: Callable[..., Path], 
     assert dtypes["model.layers.0.mlp.up_proj.weight"] == torch.float32
     assert dtypes["model.layers.1.mlp.up_proj.weight"] == torch.float8_e4m3fn
     assert_same_tokens(tmp_path / "some", values)
+
+
+def neighbours(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Each block's inputs with the scales of the next block."""
+    by_rows = scales.roll(1, dims=1).repeat_interleave(128, dim=0)[: shape[0]]
+    return by_rows.repeat_interleave(128, dim=1)[:, : shape[1]]
+
+
+BUGS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], dict[str, object]]] = {
+    "scales of another block": (
+        "block",
+        lambda patch: patch.setattr(fp8_scales, "expand_scales", neighbours),
+        {},
+    ),
+    "zero points off by one": ("gptq", lambda patch: None, {"checkpoint_format": "gptq_v2"}),
+    "order of words": (
+        "awq",
+        lambda patch: patch.setattr(int4_projection, "AWQ_ORDER", tuple(range(8))),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_move_the_logits(
+    toy_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bug: str
+):
+    """Each makes the laws above fail, by far."""
+    form, plant, config = BUGS[bug]
+    values = write_quantised(toy_checkpoint("llama", **SHAPE), tmp_path / form, form, **config)
+    plant(monkeypatch)
+    ours, prompt = ToyEngine(tmp_path / form), random_ids(30, seed=3)
+    found = ours.run(("all", prompt)).logits
+    error = (found - reference_logits(reference_model(values), prompt)).abs().max()
+    assert error > 1000 * TOLERANCE, float(error)

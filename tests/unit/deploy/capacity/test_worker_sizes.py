@@ -1,6 +1,7 @@
 """`baton doctor` and `baton plan` choose the sizes that a worker of this host chooses."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,10 +21,12 @@ from baton.engine.auto_sizes import CONTEXT_BYTES, MIB, Card
 from baton.engine.config import EngineConfig
 from baton.engine.loader import EngineLoader
 from baton.engine.models.registry import load_model_config
+from baton.engine.models.weights import weight_bytes
 from baton.tests.parity.dflash_toys import dflash_config, dflash_tensors, write_dflash
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.eagle_toys import eagle_config, eagle_tensors
 from baton.tests.parity.mtp_toys import random_modules, write_mtp
+from baton.tests.parity.quant_toys import SHAPE, write_quantised
 from safetensors.torch import save_file
 
 H200 = "NVIDIA H200, 143771, 616, 143000, 9.0\nNVIDIA H200, 143771, 616, 20000, 9.0\n"
@@ -225,3 +228,19 @@ def test_the_layers_of_a_head_are_those_of_its_tensors(toy_checkpoint, tmp_path)
     names = ("midlayer.self_attn.q_proj.weight", "fc.weight")
     save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
     assert head_kv_bytes(tmp_path, shape, 3) == each
+
+
+@pytest.mark.parametrize("form", ["channel", "awq", "rounded at load"])
+def test_planned_bytes_of_quantised_weights_are_those_of_a_worker(toy_checkpoint, tmp_path: Path, form: str):
+    """Also the tokens of a pool in 8 bits, which hold half the bytes of bfloat16."""
+    path, quantize = toy_checkpoint("llama", **SHAPE), "fp8"
+    if form != "rounded at load":
+        write_quantised(path, tmp_path / "checkpoint", form)
+        path, quantize = tmp_path / "checkpoint", "none"
+    config = DecodeConfig(model=str(path), quantize=quantize, kv_dtype="fp8_e4m3")
+    planned = worker_need(path, None, config, "bfloat16")
+    assert planned.model.weight_bytes == weight_bytes(path, torch.bfloat16, quantize=quantize)
+    whole = worker_need(path, None, DecodeConfig(model=str(path)), "bfloat16")
+    assert 2 * planned.per_token.kv_bytes == whole.per_token.kv_bytes
+    plain = worker_need(toy_checkpoint("llama", **SHAPE), None, DecodeConfig(model="m"), "bfloat16")
+    assert plain.model.num_weights == pytest.approx(planned.model.num_weights, rel=0.02)
