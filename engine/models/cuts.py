@@ -30,6 +30,7 @@ SHARDED = frozenset(
         "Gemma3ForCausalLM",
         "SmolLM3ForCausalLM",
         "Qwen2MoeForCausalLM",
+        "Glm4MoeForCausalLM",
         "DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM",
     }

@@ -23,7 +23,7 @@ from .deepseek_config import read_deepseek_config
 from .interface import CausalLM, StoredForms
 from .llama import LlamaForCausalLM
 from .quant.kv_scales import FP8_KV
-from .routed_config import read_qwen2_moe_config
+from .routed_config import read_glm_config, read_qwen2_moe_config
 from .sparse_block import SparseBlockForCausalLM, read_sparse_config
 
 PROBED_PAGE_SIZE = 1024  # any that blocks of side caches fit
@@ -95,6 +95,7 @@ MODELS = (
     _entry("DeepseekV2ForCausalLM", read_deepseek_config),
     _entry("DeepseekV3ForCausalLM", read_deepseek_config),
     _entry("Qwen2MoeForCausalLM", read_qwen2_moe_config),
+    _entry("Glm4MoeForCausalLM", read_glm_config),
 )
 
 

@@ -99,6 +99,8 @@ def test_many_shards_equal_one(toy_checkpoint: Callable[..., Path], family: str)
         ("qwen3_moe", {"num_experts_per_tok": 6}),
         ("mixtral", {"num_experts_per_tok": 1}),
         ("qwen2_moe", {"qkv_bias": False, "norm_topk_prob": True, "mlp_only_layers": [0]}),
+        ("glm4_moe", {}),
+        ("glm4_moe", {"use_qk_norm": False, "attention_bias": False, "n_group": 4, "topk_group": 2}),
         ("deepseek_v2", {}),
         (
             "deepseek_v2",
@@ -133,6 +135,8 @@ def test_many_shards_equal_one(toy_checkpoint: Callable[..., Path], family: str)
         "all-experts",
         "one-expert",
         "qwen2-moe",
+        "glm-4.5",
+        "glm-4.5-groups",
         "deepseek-v2",
         "deepseek-v2-lite",
         "deepseek-v3",

@@ -32,6 +32,7 @@ def parts_of(path: Path, num_ranks: int) -> list[dict[str, torch.Tensor]]:
         ("deepseek_v2", 4),
         ("deepseek_v3", 2),
         ("qwen2_moe", 2),
+        ("glm4_moe", 2),
     ],
 )
 def test_the_parts_of_all_ranks_are_the_stored_tensor(
