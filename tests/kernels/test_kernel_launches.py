@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from baton.kernels import skinny_linear
+from baton.kernels.attention_form import AttentionForm
 from baton.kernels.chain_verify import chain_verify, chain_verify_triton
 from baton.kernels.choose_token import choose_token, choose_token_triton
 from baton.kernels.compact_kv import compact_kv, compact_kv_triton
@@ -17,7 +18,7 @@ from baton.kernels.context_attention import (
     context_attention_triton,
 )
 from baton.kernels.expanded_attention import expanded_attention_triton
-from baton.kernels.expert_mlp import expert_mlp, expert_mlp_triton
+from baton.kernels.expert_mlp import ExpertForm, expert_mlp, expert_mlp_triton
 from baton.kernels.extend_attention import paged_extend, paged_extend_triton
 from baton.kernels.fp8_linear import fp8_blocks_triton, fp8_linear_triton
 from baton.kernels.fp8_rows import fp8_rows_triton
@@ -160,6 +161,44 @@ def test_kernels_of_a_plain_decode_step_compile_for_an_h200(compiled_for_h200: l
     assert names == {"_rms_norm_kernel", "_rotate_store_kernel", "_verify_kernel", "_merge_kernel"}
     check_compiled(compiled_for_h200)
 
+
+@pytest.mark.slow
+def test_kernels_of_windows_caps_and_sinks_compile_for_an_h200(compiled_for_h200: list[tuple[str, object]]):
+    """With the shapes of gpt-oss (64 heads of 64 values) and of Gemma (8 heads of 256)."""
+    for heads, kv_heads, head_dim, window, softcap in ((64, 8, 64, 128, 0.0), (8, 4, 256, 4096, 50.0)):
+        pool = torch.zeros(9, 2, 2, 16, kv_heads, head_dim, dtype=torch.bfloat16)
+        table, lens = torch.zeros(2, 4, dtype=torch.int64), torch.tensor([40, 40])
+        sinks = torch.zeros(heads, dtype=torch.bfloat16) if softcap == 0.0 else None
+        form = AttentionForm(window, softcap, sinks)
+        q = randn(3, heads, head_dim, dtype=torch.bfloat16)
+        starts = torch.tensor([0, 1, 3])
+        paged_extend_triton(q, pool, 1, table, starts, lens, 64, 0.1, None, form)
+        queries = randn(2, 8, heads, head_dim, dtype=torch.bfloat16)
+        for mask in (None, torch.zeros(2, 8, 8, dtype=torch.bool)):
+            for splits in (1, 8):
+                arguments = queries, pool, 1, table, lens, 0.1, mask
+                paged_verify_triton(*arguments, num_splits=splits, form=form)
+            rows = Rows(lens, uniform=8, tree_mask=mask)
+            for limit in (0, 1 << 30):
+                flat = queries.flatten(0, 1)
+                invariant_attention_triton(
+                    flat, pool, 1, table, rows, 0.1, form=form, base_split=64, max_partial_bytes=limit
+                )
+        if head_dim <= 128:
+            keys = torch.zeros(256, kv_heads, head_dim, dtype=torch.bfloat16)
+            places = starts, torch.tensor([0, 128, 256]), lens, 0.1
+            context_attention_triton(q, ContextKV(keys, keys), *places, tile=WIDE_TILE, form=form)
+    x = randn(3, 2880, dtype=torch.bfloat16)
+    rms_norm_triton(x, x[0], 1e-5, x, 1.0)
+    linear_triton(x, torch.cat((x, x)), is_gated=True, is_gelu=True)
+    silu_mul_triton(x, True)
+    projected = randn(3, 12, 96, dtype=torch.bfloat16)
+    apply_rope_triton(projected, projected[:, 0, :72], projected[:, 1, :72])
+    ids, weights = torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)
+    gate_up, down = torch.zeros(4, 128, 2880, dtype=x.dtype), torch.zeros(4, 2880, 64, dtype=x.dtype)
+    experts = ExpertForm(gate_up[..., 0].contiguous(), down[..., 0].contiguous(), 7.0, 1.702)
+    expert_mlp_triton(x, ids, weights, gate_up, down, form=experts)
+    check_compiled(compiled_for_h200)
 
 @pytest.mark.slow
 def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(

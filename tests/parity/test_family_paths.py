@@ -7,8 +7,12 @@ import pytest
 import torch
 from baton.engine.models.registry import load_model_config
 from baton.tests.parity.answer_engine import CHAIN, TREE, Models, Way
+from baton.tests.parity.every_drafter import greedy
+from baton.tests.parity.graph_engine import arena, with_graphs
+from baton.tests.parity.ngram_search import NgramEngine
 from baton.tests.parity.test_batch_invariance import answers_of
 from baton.tests.parity.toy_engine import random_ids
+from baton.tests.parity.toy_models import reference_greedy, reference_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,6 +40,20 @@ def test_every_way_gives_the_tokens_of_plain_steps(toy_checkpoint: Callable[...,
     for way in WAYS:
         found = answers_of(models, way, prompts, expected, is_invariant=False)
         assert [answer.tokens for answer in found] == [answer.tokens for answer in expected], way
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_by_lookup_in_graphs_give_the_tokens_of_transformers(
+    toy_checkpoint: Callable[..., Path], family: str
+):
+    """Prompts that repeat themselves, longer than the windows, so that there are drafts."""
+    path = toy_checkpoint(family)
+    theirs, engine = reference_model(path), NgramEngine(path, is_greedy=True)
+    with_graphs(engine, arena())
+    prompts = [random_ids(9, seed=seed) * 2 for seed in (3, 4)]
+    wanted = [reference_greedy(theirs, prompt, 20) for prompt in prompts]
+    assert engine.generate(prompts, greedy(20)) == wanted
+    assert {result.path for result in engine.results} == {"graph"}
 
 
 @pytest.mark.slow

@@ -53,7 +53,9 @@ def test_steps_launched_ahead_and_adaptive_drafts_keep_the_tokens(target: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "qwen3", "qwen3_moe", "mixtral", "mistral", "gemma2", "gemma3", "smollm3"]
+)
 def test_each_family_on_two_ranks_says_what_transformers_says(
     toy_checkpoint: Callable[..., Path], family: str
 ):

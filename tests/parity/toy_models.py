@@ -69,7 +69,7 @@ DENSE = {
     "qwen3": {"head_dim": 32},
     "mistral": {"sliding_window": 9, "head_dim": 24},
     "gemma2": GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 6.0},
-    "gemma3": GEMMA | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "gemma3": GEMMA | {"sliding_window_pattern": 2},
     "phi3": {"pad_token_id": 0},
     "olmo2": {"pad_token_id": 0},
     "smollm3": {"no_rope_layers": [1, 0, 1], "pad_token_id": 0},

@@ -144,6 +144,9 @@ def test_built_in_shapes_are_models_of_the_sizes_in_their_names(tmp_path):
         "smollm2-135m": 134.5e6,
         "qwen3-30b-a3b": 30.53e9,
         "deepseek-v2-lite": 15.71e9,
+        "gpt-oss-20b": 20.91e9,
+        "mistral-7b-v0.1": 7.242e9,
+        "gemma-3-1b": 999.9e6,
     }
     for name in SHAPES.keys() - {"toy", "toy-moe", "toy-latent"}:
         folder = tmp_path / name
