@@ -30,6 +30,7 @@ from ..engine.speculative.drafters.protocol import reads_features
 from ..engine.speculative.step.result import StepResult
 from ..worker.prompt_chunks import Chunk, batch_of, launch_first_tokens, score_prompts, scored_limit
 from ..worker.prompt_pages import take_longer_prefix
+from .chunk_budget import ChunkBudget
 from .queues import DecodeRoom, DecodeState
 from .step_decoder import StepDecoder
 
@@ -67,6 +68,7 @@ class ReadPrompts:
 class LocalPrefill:
     """Computes the rooms in state PREFILLING, at most `budget` prompt tokens per forward while streams run.
 
+    With `slo_itl_s`, parts are smaller where a gap between two steps would exceed so many seconds (`pace`).
     `clock` tells monotonic seconds; `send` takes prompt log probabilities for the router. If the engine
     launches steps ahead, a forward is read one turn after its launch, so that the device always has work.
     """
@@ -79,11 +81,15 @@ class LocalPrefill:
         clock: Callable[[], float],
         send: Callable[[PromptLogprobs], None],
         instance: str,
+        *,
+        slo_itl_s: float = 0.0,
     ) -> None:
         self.engine = engine
         self.decoder = decoder
         self.budget = budget
         self.budget_alone = alone_tokens(budget)
+        self.pace = ChunkBudget(budget, slo_itl_s)
+        self.num_launched = 0  # prompt tokens of all forwards
         self._clock = clock
         self._send = send
         self._instance = instance
@@ -109,9 +115,11 @@ class LocalPrefill:
 
     def _launch(self, rooms: Sequence[DecodeRoom], *, has_streams: bool) -> LaunchedPrompts | None:
         started = self._clock()
-        chunks = self._cut(rooms, self.budget if has_streams else self.budget_alone)
+        budget = min(self.budget, self.pace.tokens) if has_streams and self.pace.slo_s else self.budget
+        chunks = self._cut(rooms, budget, budget if has_streams else self.budget_alone)
         if not chunks:
             return None
+        self.num_launched += sum(chunk.num_tokens for chunk in chunks)
         engine = self.engine
         output = engine.runner.forward(batch_of(engine, chunks, has_features=reads_features(engine.drafter)))
         has_firsts = any(chunk.is_last for chunk in chunks)
@@ -121,10 +129,10 @@ class LocalPrefill:
             chunk.room.num_unread += 1
         return LaunchedPrompts(chunks=chunks, output=output, firsts=firsts, started=started)
 
-    def _cut(self, rooms: Sequence[DecodeRoom], most: int) -> list[Chunk[DecodeRoom]]:
-        """The next parts of `rooms`, in order: `most` tokens of the first, others within the budget."""
+    def _cut(self, rooms: Sequence[DecodeRoom], budget: int, most: int) -> list[Chunk[DecodeRoom]]:
+        """The next parts of `rooms`, in order: `most` tokens of the first, others within `budget`."""
         chunks: list[Chunk[DecodeRoom]] = []
-        left, cache = self.budget, self.engine.cache
+        left, cache = budget, self.engine.cache
         for i, room in enumerate(rooms):
             request = room.request
             if request.num_computed == request.num_prompt or (chunks and left <= 0):

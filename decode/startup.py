@@ -91,6 +91,7 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
             instance=self.instance,
             max_running=self.engine.sizes.max_running,
             local_prefill_tokens=self.engine.sizes.local_prefill_tokens,
+            slo_itl_s=self.config.slo_itl_ms / 1000,
             grows=self.grows,
             embeds=self.embeds,
             recorder=self.recorder,

@@ -48,6 +48,7 @@ from ..worker.refusal import Refusal
 from ..worker.role_worker import RoleWorker, sampling_params_of
 from ..worker.tier_startup import tier_fingerprint
 from .admission import Admission
+from .chunk_budget import StepGaps
 from .draft_prefill import prefill_drafts
 from .head_swap import HeadSwap
 from .in_flight import StepsInFlight
@@ -86,6 +87,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         instance: str,
         max_running: int,
         local_prefill_tokens: int = 128,
+        slo_itl_s: float = 0.0,
         grows: bool = True,
         decoder: StepDecoder | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -107,7 +109,10 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         self.sharing = PageSharing(engine, queues, self.decoder)
         self.admission = Admission(engine, queues, self.growth, self.sharing)
         self.in_flight = StepsInFlight(self.decoder)
-        self.local = LocalPrefill(engine, self.decoder, local_prefill_tokens, clock, link.post, instance)
+        self.local = LocalPrefill(
+            engine, self.decoder, local_prefill_tokens, clock, link.post, instance, slo_itl_s=slo_itl_s
+        )
+        self._gaps = StepGaps(launches_ahead=engine.launches_ahead)
         self.recorder = recorder
         self.head_swap: HeadSwap | None = None
         if engine.head is not None:
@@ -435,7 +440,11 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             self._close(room)
 
     def _conclude(self, batch: list[DecodeRoom], result: StepResult) -> None:
-        self._metrics.step(batch, result, self._clock())
+        now = self._clock()
+        self._metrics.step(batch, result, now)
+        gap = self._gaps.step([room.key for room in batch], self.local.num_launched, now)
+        if gap is not None:
+            self.local.pace.saw(*gap)
         if self.head_swap is not None:
             self.head_swap.observe(batch, result)
         self._publish(batch, result)

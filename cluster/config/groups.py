@@ -441,6 +441,16 @@ class DecodeSettings(RoleConfig):
             auto=0,
         ),
     )
+    slo_itl_ms: float = setting(
+        0.0,
+        Setting(
+            help="longest time between two tokens of a running stream while prompts are computed between its "
+            "steps; their parts shrink to keep it, 0: parts of --local-prefill-tokens",
+            unit="ms",
+            minimum=0,
+            maximum=60000,
+        ),
+    )
     record_drafts: str = setting(
         "",
         Setting(

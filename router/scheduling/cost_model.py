@@ -8,52 +8,8 @@ prompt runs where the total delay over all requests is smaller: a side's time co
 once for every request that waits for it.
 """
 
-from dataclasses import dataclass, field
-
 from ...cluster.protocol.messages import DecodeTimeline, PrefillTimeline
-
-FORGETTING = 0.98  # factor on the weight of older samples, per new sample
-MIN_SAMPLES = 3  # samples before a line is used
-
-
-@dataclass(eq=False)
-class LinearFit:
-    """Seconds as a linear function of tokens."""
-
-    num_samples: int = 0
-    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)  # weights of 1, x, x^2, y, x*y
-
-    def __repr__(self) -> str:
-        return f"LinearFit({self.num_samples} samples)"
-
-    @property
-    def is_known(self) -> bool:
-        return self.num_samples >= MIN_SAMPLES
-
-    def add(self, tokens: int, seconds: float) -> None:
-        """Adds one sample."""
-        self.num_samples += 1
-        n, x, xx, y, xy = self._sums
-        old = FORGETTING
-        self._sums = [
-            old * n + 1.0,
-            old * x + tokens,
-            old * xx + tokens**2,
-            old * y + seconds,
-            old * xy + tokens * seconds,
-        ]
-
-    def at(self, tokens: int) -> float:
-        """Predicted seconds for `tokens`; neither coefficient is below 0."""
-        n, x, xx, y, xy = self._sums
-        if not n:
-            return 0.0
-        spread = xx - x * x / n
-        slope = max(0.0, (xy - x * y / n) / spread) if spread > 1e-6 * max(1.0, xx) else 0.0
-        fixed = (y - slope * x) / n
-        if fixed < 0 < xx:  # fit a line through 0 instead
-            slope, fixed = xy / xx, 0.0
-        return fixed + slope * tokens
+from ...cluster.telemetry.linear_fit import LinearFit
 
 
 class CostModel:

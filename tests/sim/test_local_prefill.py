@@ -7,6 +7,7 @@ import random
 
 import pytest
 from baton.cluster.protocol.messages import Failed, Finished
+from baton.decode.chunk_budget import LEAST_TOKENS, ChunkBudget
 from baton.decode.queues import DecodeState
 from baton.tests.parity.eagle3_toys import write_oracle
 from baton.tests.sim.test_workers import prompts, successors
@@ -152,6 +153,23 @@ def test_running_streams_get_a_step_between_any_two_parts_of_a_long_prompt(model
         assert pair.decode.queues.count(DecodeState.PREFILLING) == 1
     pair.run()
     assert (pair.ends[name(2)].prefill.chunks, len(pair.tokens[name(2)])) == (8, 12)
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_parts_shrink_beside_streams_where_a_bound_asks_for_it(models, overlap):
+    prompt = [3 + i % 50 for i in range(60)]
+    expected = tokens_of(pair_of(models, 128), [prompt], is_local=True)
+    pair = pair_of(models, 128, overlap=overlap)
+    pace = pair.decode.local.pace = ChunkBudget(128, 1e-9)
+    for _ in range(4):  # every gap is longer
+        pace.saw(1.0, 64)
+    pair.send(name(0), [5, 6, 7], max_new_tokens=60, is_local=True)
+    pair.run(until=lambda: len(pair.tokens.get(name(0), [])) > 20)
+    pair.send(name(1), prompt, is_local=True)
+    pair.run()
+    assert pair.ends[name(1)].prefill.chunks == len(prompt) // LEAST_TOKENS + 1
+    assert [pair.tokens[name(1)]] == expected
+    pair.assert_nothing_is_held()
 
 
 def test_features_of_a_prompt_computed_here_reach_the_drafter(tmp_path):

@@ -1,0 +1,114 @@
+"""Parts of prompts between decode steps keep the tail of the gaps within the bound, and are no smaller."""
+
+import random
+
+import pytest
+from baton.decode.chunk_budget import LEAST_TOKENS, SHARE, ChunkBudget, StepGaps
+
+MOST = 4096
+
+
+class Device:
+    """Gaps of `step` seconds, `launch` more for a part of a prompt and `token` for each of its tokens."""
+
+    def __init__(self, step, launch, token, *, noise=0.05, seed=1):
+        self.step, self.launch, self.token, self.noise = step, launch, token, noise
+        self.rng = random.Random(seed)
+
+    def gap(self, tokens):
+        exact = self.step + (self.launch + self.token * tokens if tokens else 0.0)
+        return exact * (1 + self.noise * abs(self.rng.gauss(0, 1)))
+
+    def ideal(self, slo):
+        """The tokens of a part that fills the bound without any noise."""
+        return (slo - self.step - self.launch) / self.token
+
+
+def played(budget, device, count, *, share=0.8):
+    """(gaps, tokens of the parts): prompts wait in a `share` of the gaps."""
+    gaps, parts = [], []
+    for _ in range(count):
+        tokens = budget.tokens if device.rng.random() < share else 0
+        gaps.append(device.gap(tokens))
+        parts += [tokens] * (tokens > 0)
+        budget.saw(gaps[-1], tokens)
+    return gaps, parts
+
+
+def tail(gaps):
+    return sorted(gaps)[int(0.99 * len(gaps))]
+
+
+@pytest.mark.parametrize("share", [0.8, 1.0])
+@pytest.mark.parametrize(
+    ("step", "launch", "token", "slo"),
+    [
+        (0.010, 0.020, 20e-6, 0.05),  # a GPU: a launch is dear, a token is cheap
+        (0.010, 0.000, 200e-6, 0.05),
+        (0.030, 0.005, 50e-6, 0.08),
+        (0.060, 0.010, 2e-3, 0.25),  # a CPU
+    ],
+)
+def test_the_tail_of_the_gaps_stays_within_the_bound(step, launch, token, slo, share):
+    budget, device = ChunkBudget(MOST, slo), Device(step, launch, token)
+    played(budget, device, 400, share=share)
+    gaps, parts = played(budget, device, 2000, share=share)
+    assert tail(gaps) <= slo
+    assert sum(parts) / len(parts) >= 0.55 * min(MOST, device.ideal(slo))
+
+
+def test_a_fixed_part_of_the_same_size_for_all_breaks_the_bound():
+    gaps, _ = played(ChunkBudget(MOST, 0.0), Device(0.010, 0.000, 200e-6), 500)
+    assert tail(gaps) > 0.05
+
+
+def test_parts_shrink_when_the_steps_get_longer_and_grow_again():
+    budget, device = ChunkBudget(MOST, 0.05), Device(0.010, 0.005, 100e-6)
+    played(budget, device, 600)
+    before = budget.tokens
+    device.step = 0.030
+    gaps, _ = played(budget, device, 600)
+    assert budget.tokens < 0.7 * before
+    assert tail(gaps[200:]) <= 0.05
+    device.step = 0.010
+    played(budget, device, 1200)
+    assert budget.tokens > 0.8 * before
+
+
+def test_prompts_go_on_where_the_steps_alone_exceed_the_bound():
+    budget, device = ChunkBudget(MOST, 0.02), Device(0.030, 0.005, 100e-6)
+    played(budget, device, 300)
+    assert budget.tokens == LEAST_TOKENS
+    assert ChunkBudget(5, 0.02).tokens == 5
+
+
+def test_one_long_pause_does_not_stop_prompts_for_long():
+    budget, device = ChunkBudget(MOST, 0.05), Device(0.010, 0.005, 100e-6)
+    played(budget, device, 600)
+    before = budget.tokens
+    budget.saw(0.5, before)
+    played(budget, device, 300)
+    assert budget.tokens > 0.6 * before
+
+
+def test_without_a_bound_or_a_measured_gap_the_setting_decides():
+    budget = ChunkBudget(256, 0.0)
+    budget.saw(9.0, 256)
+    assert budget.tokens == 256
+    assert ChunkBudget(32, 0.05).tokens == 32
+    assert ChunkBudget(256, 1e9).tokens < 256, "the first part is a careful one"
+    roomy = ChunkBudget(256, 1e9)
+    for _ in range(5):
+        roomy.saw(0.01, 64)
+    assert roomy.tokens == 71, "a part is a tenth larger than the largest one of late"
+    assert SHARE < 1
+
+
+@pytest.mark.parametrize(("launches_ahead", "tokens"), [(False, [7, 0, 5]), (True, [5, 7, 0])])
+def test_a_gap_has_the_prompt_tokens_that_were_computed_in_it(launches_ahead, tokens):
+    gaps, found = StepGaps(launches_ahead=launches_ahead), []
+    for at, (rooms, launched) in enumerate([("a", 5), ("ab", 12), ("b", 12), ("b", 17), ("c", 20)]):
+        found.append(gaps.step([(room, 0) for room in rooms], launched, float(at)))
+    assert found[0] is None
+    assert [gap for gap in found if gap is not None] == [(1.0, count) for count in tokens]
+    assert found[4] is None, "other streams began, and nobody waited for them"
