@@ -1,7 +1,7 @@
 """Projections with weights of 8-bit floating point: y = x W^T + b, optionally with the gate of a SwiGLU MLP.
 
-The definition multiplies rows with the values of the weights. For very few rows `fp8_rows` does that. More
-rows are rounded to 8 bits themselves, each row with a scale of its own (in blocks of 128 inputs if the weight
+The definition multiplies rows with the values of the weights. For one row `fp8_rows` does that. More rows
+are rounded to 8 bits themselves, each row with a scale of its own (in blocks of 128 inputs if the weight
 has blocks), and multiplied by 8-bit matrix instructions: weights are never converted, and prompts take half
 the time. Up to MAX_ROWS rows, as in decode steps, a kernel with the gate in it streams the weight once; for
 more the library is faster. Devices without these instructions take the dequantised weight.
@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .fp8_rows import MAX_ROWS as SINGLE_ROWS
 from .fp8_rows import fp8_rows_triton
 from .fp8_scales import BLOCK, FP8, check_scales, dequantise_fp8
 from .quantise_rows import quantise_rows
@@ -372,7 +371,7 @@ def fp8_linear(
     _check(x, weight, scales, bias, is_gated)
     if not x.is_cuda or x.dtype == torch.float32 or not _is_native(x.device):
         return fp8_linear_reference(x, weight, scales, bias, is_gated)
-    if x.shape[0] <= SINGLE_ROWS:
+    if x.shape[0] == 1:
         return fp8_rows_triton(x, weight, scales, bias, is_gated=is_gated)
     if x.shape[0] <= MAX_ROWS:
         return fp8_linear_triton(x, weight, scales, bias, is_gated=is_gated, is_rounded=True)
