@@ -109,15 +109,16 @@ def need_of(
     *,
     quantize: str = "none",
     kv_dtype: str = "auto",
+    tp: int = 1,
 ) -> ModelNeed:
-    """The needs of workers with default settings but these. Raises ConfigError for an unusable config."""
+    """The needs of workers, of one rank each, with default settings but these. Raises ConfigError for an unusable config."""
     return ModelNeed(
         shape=shape_of(model, draft, dtype, kv_dtype),
         prefill=worker_need(
-            model, draft, PrefillConfig(model=str(model), quantize=quantize, kv_dtype=kv_dtype), dtype
+            model, draft, PrefillConfig(model=str(model), quantize=quantize, kv_dtype=kv_dtype, tp=tp), dtype
         ),
         decode=worker_need(
-            model, draft, DecodeConfig(model=str(model), quantize=quantize, kv_dtype=kv_dtype), dtype
+            model, draft, DecodeConfig(model=str(model), quantize=quantize, kv_dtype=kv_dtype, tp=tp), dtype
         ),
     )
 
@@ -140,39 +141,43 @@ def need_of_roles(prefill: PrefillConfig, decode: DecodeConfig) -> ModelNeed:
 def worker_need(
     model: Path, draft: Path | None, config: PrefillConfig | DecodeConfig, dtype: str
 ) -> WorkerNeed:
-    """The needs of one worker. Only decode loads the head. Raises ConfigError for an unusable config."""
+    """The needs of one worker, of one rank if it has several. Only decode loads the head, whole on each rank.
+
+    Raises ConfigError for an unusable config.
+    """
     draft = None if config.no_draft else draft
     shape = shape_of(model, draft, dtype, config.kv_dtype)
+    kv_bytes = _rank_kv_bytes(shape, config.tp)
     if isinstance(config, PrefillConfig):
         named = set() if draft is None else set(feature_layers(read_config(draft)))
         others = {int(layer) for layer in config.feature_layers.split(",") if layer} - named
         shape = replace(shape, num_features=shape.num_features + len(others))
         return WorkerNeed(
-            model=_model_sizes(model, None, dtype, config.quantize),
+            model=_model_sizes(model, None, dtype, config.quantize, config.tp),
             role=EngineRole(
                 is_decode=False, is_deterministic=config.deterministic, num_features=shape.num_features
             ),
-            per_token=PageBudget(kv_bytes=shape.kv_bytes, feature_bytes=shape.feature_bytes),
+            per_token=PageBudget(kv_bytes=kv_bytes, feature_bytes=shape.feature_bytes),
         )
     if config.no_draft or (draft is None and config.draft != NGRAM):
         return WorkerNeed(
-            model=_model_sizes(model, None, dtype, config.quantize),
+            model=_model_sizes(model, None, dtype, config.quantize, config.tp),
             role=EngineRole(
                 is_decode=True,
                 is_aggregated=config.aggregated,
                 is_deterministic=config.deterministic,
             ),
-            per_token=PageBudget(kv_bytes=shape.kv_bytes),
+            per_token=PageBudget(kv_bytes=kv_bytes),
         )
     nodes = config.spec_tokens or 1 + config.spec_steps * config.spec_topk
-    per_token, late_rows = PageBudget(kv_bytes=shape.kv_bytes), 0
+    per_token, late_rows = PageBudget(kv_bytes=kv_bytes), 0
     if draft is not None:
         if config.spec_adaptive != "off" and observes_late(read_config(draft)):
             late_rows = LATE_ROWS
         draft_bytes = head_kv_bytes(draft, shape, config.spec_steps)
         per_token = replace(per_token, draft_bytes=draft_bytes, has_staging=True)
     return WorkerNeed(
-        model=_model_sizes(model, draft, dtype, config.quantize),
+        model=_model_sizes(model, draft, dtype, config.quantize, config.tp),
         role=EngineRole(
             is_decode=True,
             is_aggregated=config.aggregated,
@@ -187,7 +192,13 @@ def worker_need(
     )
 
 
-def _model_sizes(model: Path, draft: Path | None, dtype: str, quantize: str) -> ModelSizes:
+def _rank_kv_bytes(shape: KVShape, tp: int) -> int:
+    """KV bytes of a token on one of `tp` ranks."""
+    return shape.kv_bytes * max(shape.num_kv_heads // tp, 1) // shape.num_kv_heads
+
+
+def _model_sizes(model: Path, draft: Path | None, dtype: str, quantize: str, tp: int) -> ModelSizes:
+    """The sizes of a model on one of `tp` ranks."""
     config, shape = read_config(model), shape_of(model, None, dtype)
     try:
         vocabulary = int(config["vocab_size"]) * shape.hidden_size
@@ -199,16 +210,16 @@ def _model_sizes(model: Path, draft: Path | None, dtype: str, quantize: str) -> 
             width = max(width, of_experts) if experts.is_mixed else of_experts
         return ModelSizes(
             hidden_size=shape.hidden_size,
-            intermediate_size=width,
-            num_heads=int(config["num_attention_heads"]),
-            num_kv_heads=shape.num_kv_heads,
+            intermediate_size=max(width // tp, 1),
+            num_heads=max(int(config["num_attention_heads"]) // tp, 1),
+            num_kv_heads=max(shape.num_kv_heads // tp, 1),
             head_dim=shape.head_dim,
             vocab_size=int(config["vocab_size"]),
             max_context=int(config.get("max_position_embeddings") or 2048),
             dtype_bytes=shape.dtype_bytes,
             num_layers=shape.num_layers,
-            num_weights=used if config.get("tie_word_embeddings") else used - vocabulary,
-            weight_bytes=weight_bytes(model, shape.dtype_bytes, quantize) + of_head * shape.dtype_bytes,
+            num_weights=(used if config.get("tie_word_embeddings") else used - vocabulary) // tp,
+            weight_bytes=weight_bytes(model, shape.dtype_bytes, quantize) // tp + of_head * shape.dtype_bytes,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{model}/config.json: {error!r} is missing or no number; copy it again") from None

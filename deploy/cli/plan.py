@@ -165,8 +165,9 @@ class PlanConfig:
             metavar="NAME",
         ),
     )
+    tp: int = setting(1, Setting(help="GPUs of each worker, --tp", minimum=1, maximum=64))
     num_gpus: int = setting(
-        0, Setting(help="GPUs to deal to workers, one each; 0: none", minimum=0, maximum=1024)
+        0, Setting(help="GPUs to deal to workers, --tp to each; 0: none", minimum=0, maximum=1024)
     )
     memory: bool = setting(False, Setting(help="show the tokens of KV that each known GPU holds, and end"))
     rounds: int = setting(
@@ -210,6 +211,11 @@ def _plan(argv: Sequence[str]) -> int:
         raise ConfigError("no model given; write --model DIR")
     if config.num_gpus == 1:
         raise ConfigError("--num-gpus 1: one GPU is not split; write 2 or more")
+    if config.num_gpus and (config.num_gpus % config.tp or config.num_gpus == config.tp):
+        raise ConfigError(
+            f"--num-gpus {config.num_gpus}: workers take {config.tp} each (--tp); write a multiple, from "
+            f"{2 * config.tp} on"
+        )
     gpu = gpu_named(config.gpu) if config.gpu else gpu_here(find_card("auto", output_of))
     if config.dtype == "auto":
         is_on_cpu = gpu.name == CPU and not config.memory
@@ -227,6 +233,7 @@ def _need_of(config: PlanConfig) -> ModelNeed:
         config.dtype,
         quantize=config.quantize,
         kv_dtype=config.kv_dtype,
+        tp=config.tp,
     )
 
 
@@ -236,7 +243,7 @@ def _load_of(config: PlanConfig) -> PlannedLoad:
         output=config.output,
         rate=config.rate,
         chunk=config.chunk,
-        kv_memory=config.kv_memory_mb * 2.0**20,
+        kv_memory=config.kv_memory_mb * 2.0**20 * config.tp,
         max_running=config.max_running,
     )
 
@@ -299,10 +306,11 @@ def _run(config: PlanConfig, gpu: GpuModel) -> int:
     else:
         measured = _estimated(config, estimate(gpu, need, _load_of(config)))
     load = _load_of(config)
-    if config.num_gpus and "rate" not in config.given:
-        load = replace(load, rate=most_requests(config.num_gpus, shape, measured, load))
+    num_places = config.num_gpus // config.tp
+    if num_places and "rate" not in config.given:
+        load = replace(load, rate=most_requests(num_places, shape, measured, load))
     plan = plan_of(shape, measured, load)
-    lines += [str(recommend(shape, measured, load, plan, config.num_gpus)), ""]
+    lines += [str(recommend(shape, measured, load, plan, num_places)), ""]
     lines += report(shape, measured, load, plan, _sources(config, gpu, need))
     sys.stdout.write("\n".join(lines) + "\n")
     if config.within and abs(off) > config.within / 100:
@@ -346,7 +354,11 @@ def with_worker_sizes(config: PlanConfig, card: Card) -> PlanConfig:
         return config
     model, draft = Path(config.model), head_dir(config.draft)
     prefill = PrefillConfig(
-        model=config.model, chunk_size=config.chunk, quantize=config.quantize, kv_dtype=config.kv_dtype
+        model=config.model,
+        chunk_size=config.chunk,
+        quantize=config.quantize,
+        kv_dtype=config.kv_dtype,
+        tp=config.tp,
     )
     decode = DecodeConfig(
         model=config.model,
@@ -355,6 +367,7 @@ def with_worker_sizes(config: PlanConfig, card: Card) -> PlanConfig:
         kv_dtype=config.kv_dtype,
         kv_memory_mb=config.kv_memory_mb,
         max_running=config.max_running,
+        tp=config.tp,
     )
     sizes = worker_sizes(card, model, draft, decode)
     return replace(

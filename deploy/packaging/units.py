@@ -106,8 +106,19 @@ def members(host: HostUnits) -> list[str]:
     """The names of this host's units in the order of their start."""
     router = ["baton-router.service"] if host.has_router else []
     return router + [
-        f"baton-{role}@{gpu}.service" for role in ("prefill", "decode") for gpu in getattr(host, role)
+        f"baton-{role}@{gpus[0]}.service" for role in ("prefill", "decode") for gpus in gpus_of(host, role)
     ]
+
+
+def gpus_of(host: HostUnits, role: str) -> list[tuple[int, ...]]:
+    """The GPUs of each worker of a role, as many at a time as its `tp`; the first one names its unit."""
+    indices: tuple[int, ...] = getattr(host, role)
+    size = _ranks(host, role)
+    return [indices[at : at + size] for at in range(0, len(indices), size)]
+
+
+def _ranks(host: HostUnits, role: str) -> int:
+    return int(str(host.tables.get(role, {}).get("tp", 1)))
 
 
 def write(files: Mapping[str, str], prefix: Path) -> list[Path]:
@@ -210,12 +221,19 @@ def _toml(host: HostUnits) -> str:
 
 
 def _instance_files(host: HostUnits) -> dict[str, str]:
-    """The environment files of instances; each prefill worker gets a port of its own."""
+    """The environment files of instances: a port of its own for each prefill worker, and several GPUs."""
     address, _, port = host.kv_bind.rpartition(":")
-    return {
-        f"{ETC}/prefill-{gpu}.env": f"BATON_PREFILL_KV_BIND={address}:{int(port) + at}\n"
-        for at, gpu in enumerate(host.prefill if host.kv_bind else ())
-    }
+    files: dict[str, str] = {}
+    for role in ("prefill", "decode"):
+        for at, gpus in enumerate(gpus_of(host, role)):
+            lines = []
+            if role == "prefill" and host.kv_bind:
+                lines.append(f"BATON_PREFILL_KV_BIND={address}:{int(port) + at}\n")
+            if len(gpus) > 1:
+                lines.append(f"CUDA_VISIBLE_DEVICES={','.join(map(str, gpus))}\n")
+            if lines:
+                files[f"{ETC}/{role}-{gpus[0]}.env"] = "".join(lines)
+    return files
 
 
 def _readme(host: HostUnits) -> str:
@@ -241,6 +259,12 @@ def _check(host: HostUnits) -> None:
     for memory in (host.router_memory, host.worker_memory):
         if not re.fullmatch(r"[0-9]+[KMGT%]?|infinity", memory):
             raise ConfigError(f"memory {memory!r} is not understood; write such as 4G, 90% or infinity")
+    for role in ("prefill", "decode"):
+        count, size = len(getattr(host, role)), _ranks(host, role)
+        if count % size:
+            raise ConfigError(
+                f"--{role} names {count} GPUs, and each worker takes {size} ([{role}] tp): name a multiple"
+            )
     shared = set(host.prefill) & set(host.decode)
     if not host.prefill and not host.decode and not host.has_router:
         raise ConfigError(

@@ -230,7 +230,8 @@ def _other_role(
 
 def wish_of(config: UpConfig) -> Wish:
     """The part of the settings that decides about workers and GPUs."""
-    return Wish(prefill=config.prefill, decode=config.decode, memory_share=config.gpu_memory_share)
+    share = config.gpu_memory_share
+    return Wish(prefill=config.prefill, decode=config.decode, memory_share=share, tp=config.tp)
 
 
 def child_config(
@@ -305,7 +306,8 @@ def _token_of(child: RoleConfig, env: Mapping[str, str]) -> dict[str, str]:
 def _threads(config: UpConfig, env: Mapping[str, str], settled: Deal) -> int:
     """The number of threads per worker.
 
-    Prefill and decode seldom compute at the same moment, so each role may use all cores.
+    Prefill and decode seldom compute at the same moment, so each role may use all cores. `--threads`
+    counts for each rank of a worker.
     """
     if config.threads:
         return config.threads
@@ -313,7 +315,7 @@ def _threads(config: UpConfig, env: Mapping[str, str], settled: Deal) -> int:
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // max(settled.prefill, settled.decode))
+    return max(1, cores // (max(settled.prefill, settled.decode) * config.tp))
 
 
 def _absolute(path: str) -> str:

@@ -15,7 +15,7 @@ from ...cluster.errors import ConfigError
 from ...engine.auto_sizes import GPU_SHARE
 from ..capacity.gpus import TYPICAL, least_share, shares_of, split_on
 from ..capacity.worker_sizes import ModelNeed
-from .gpu_list import Gpu
+from .gpu_list import Gpu, grouped
 
 PREFILL, DECODE = "prefill", "decode"
 GIB = 2**30
@@ -26,17 +26,19 @@ ROLE_TEXT = {PREFILL: "prompts", DECODE: "tokens"}
 @dataclass(frozen=True, kw_only=True)
 class Wish:
     """What the settings ask for: numbers of workers (AUTO_WORKERS: to be chosen), the share of each GPU's
-    memory that all its workers use (0: GPU_SHARE), and the roles that run on GPUs."""
+    memory that all its workers use (0: GPU_SHARE), the GPUs of a worker (`tp`), and the roles on GPUs.
+    """
 
     prefill: int = AUTO_WORKERS
     decode: int = AUTO_WORKERS
     memory_share: float = 0.0
+    tp: int = 1
     on_gpu: frozenset[str] = frozenset((PREFILL, DECODE))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The GPU of one worker. `memory_share` is set where workers share the GPU, else 0."""
+    """The GPU of one worker, or a group as one. `memory_share` is set where workers share the GPU, else 0."""
 
     worker: str  # such as prefill-0
     role: str
@@ -74,6 +76,7 @@ def deal(gpus: Sequence[Gpu], need: ModelNeed, wish: Wish) -> Deal:
     """
     share = wish.memory_share or GPU_SHARE
     is_decode = DECODE in wish.on_gpu
+    gpus, left = grouped(gpus, wish.tp)
     fitting = [gpu for gpu in gpus if least_share(gpu.card, need, is_decode=is_decode) <= share]
     if not fitting:
         role = DECODE if is_decode else PREFILL
@@ -97,6 +100,10 @@ def deal(gpus: Sequence[Gpu], need: ModelNeed, wish: Wish) -> Deal:
         for (name, role), gpu, own in zip(named, owner, shares, strict=True)
     )
     notes = [_left_out(gpu, need, share, is_decode=is_decode) for gpu in gpus if gpu not in fitting]
+    if left:
+        notes.append(
+            f"GPU {', '.join(gpu.index for gpu in left)} stays idle: a worker takes {wish.tp} of one kind."
+        )
     notes += [f"{name} runs on the CPU, as its device says." for name in names if name not in dict(named)]
     notes += [
         f"Other processes hold {gpu.held / GIB:.1f} of {gpu.memory / GIB:.1f} GiB of GPU {gpu.index}; "

@@ -8,7 +8,7 @@ import importlib.util
 import logging
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -100,6 +100,32 @@ def restrict(gpus: tuple[Gpu, ...], wanted: str) -> tuple[Gpu, ...]:
     if missing:
         raise ConfigError(f"--gpus {wanted}: there is no GPU {missing[0]}; choose from {','.join(known)}")
     return tuple(known[index] for index in wanted.split(","))
+
+
+def grouped(gpus: Sequence[Gpu], size: int) -> tuple[tuple[Gpu, ...], tuple[Gpu, ...]]:
+    """The GPUs `size` at a time, each group as one `Gpu` with the indices of all, and the GPUs left over.
+
+    Each rank of a worker takes as much of its GPU as the others, so a group counts as its fullest GPU. GPUs
+    of one name are grouped in the given order. Raises ConfigError where there is no group.
+    """
+    if size == 1:
+        return tuple(gpus), ()
+    groups: list[Gpu] = []
+    left: list[Gpu] = []
+    for name in dict.fromkeys(gpu.name for gpu in gpus):
+        alike = [gpu for gpu in gpus if gpu.name == name]
+        whole = len(alike) // size * size
+        for at in range(0, whole, size):
+            part = alike[at : at + size]
+            fullest = min(part, key=lambda gpu: gpu.free)
+            groups.append(replace(fullest, index=",".join(gpu.index for gpu in part)))
+        left += alike[whole:]
+    if not groups:
+        raise ConfigError(
+            f"--tp {size}: there are {len(gpus)} GPUs to use ({', '.join(map(str, gpus))}), and a worker "
+            f"needs {size} of one kind; lower --tp, or allow more with --gpus"
+        )
+    return tuple(groups), tuple(left)
 
 
 def _has_cuda_torch() -> bool:

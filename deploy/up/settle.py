@@ -47,6 +47,15 @@ def settle(
         fetch(child.model, "--model")
         if head_of(child):
             fetch(head_of(child), "--draft")
+    if len({child.tp for child in wanted}) > 1:
+        raise ConfigError(
+            f"--tp: prefill has {prefill.tp} and decode {decode.tp}, and `baton up` deals GPUs by one "
+            "number; give both the same, or start the workers one by one"
+        )
+    if wanted[0].tp > 1 and wish.prefill:
+        raise ConfigError(
+            f"--tp {wanted[0].tp}: workers of several GPUs compute prompts themselves; write --prefill 0"
+        )
     on_gpu = frozenset(child.role for child in wanted if child.device != "cpu")
     if not on_gpu and config.gpus:
         raise ConfigError(f"--gpus {config.gpus}: --device cpu uses no GPU; leave one of them out")
@@ -54,4 +63,4 @@ def settle(
     if not gpus:
         return deal_without_gpus(wish)
     need = need_of_roles(with_directories(prefill, fetch), with_directories(decode, fetch))
-    return deal(gpus, need, replace(wish, on_gpu=on_gpu))
+    return deal(gpus, need, replace(wish, on_gpu=on_gpu, tp=wanted[0].tp))

@@ -212,3 +212,14 @@ def test_a_router_of_this_host_listens_where_its_workers_look_for_it():
     assert 'control_bind = "tcp://10.0.0.1:7155"' in text
     elsewhere = files_of("--router=tcp://10.0.0.1:7155", "--no-router")["/etc/baton/baton.toml"]
     assert "control_bind" not in elsewhere
+
+
+def test_a_worker_of_two_ranks_gets_two_gpus_and_is_named_by_the_first(tmp_path):
+    (tmp_path / "mine.toml").write_text("[decode]\ntp = 2\naggregated = true\n")
+    flags = ["--prefix=/", "--model=/srv/m", COMMAND, f"--config={tmp_path}/mine.toml", "--prefill="]
+    host, _ = host_of([*flags, "--decode=0,1,2,3"])
+    assert members(host)[1:] == ["baton-decode@0.service", "baton-decode@2.service"]
+    assert render(host)["/etc/baton/decode-2.env"] == "CUDA_VISIBLE_DEVICES=2,3\n"
+    odd, _ = host_of([*flags, "--decode=0,1,2"])
+    with pytest.raises(ConfigError, match=r"--decode names 3 GPUs, and each worker takes 2 \(\[decode\] tp\)"):
+        render(odd)

@@ -218,3 +218,33 @@ def test_the_table_names_each_worker_its_gpu_its_role_and_the_reason():
     assert lines[3].startswith("The ratio is for prompts of 2048 and answers of 256 tokens")
     assert len(table_of(deal(h200s(2), NEED, Wish(prefill=1, decode=1)))) == 3
     assert "prompts and tokens" in table_of(deal(h200s(1), NEED, Wish()))[1]
+
+
+def test_gpus_are_dealt_as_many_at_a_time_as_a_worker_has_ranks():
+    settled = deal(h200s(5), NEED, Wish(prefill=0, tp=2))
+    assert owners(settled) == {"decode-0": "0,1", "decode-1": "2,3"}
+    assert any("GPU 4 stays idle: a worker takes 2 of one kind." in note for note in settled.notes)
+    mixed = [replace(gpu, name="NVIDIA A100") if gpu.index in "02" else gpu for gpu in h200s(4)]
+    assert set(owners(deal(mixed, NEED, Wish(prefill=0, tp=2))).values()) == {"0,2", "1,3"}
+
+
+def test_a_group_of_gpus_counts_as_its_fullest_one():
+    gpus = [replace(gpu, held=30 * GIB) if gpu.index == "1" else gpu for gpu in h200s(2)]
+    (place,) = deal(gpus, NEED, Wish(prefill=0, tp=2)).places
+    assert (place.gpu.index, place.gpu.held) == ("0,1", 30 * GIB)
+
+
+def test_fewer_gpus_than_ranks_are_refused_by_number():
+    with pytest.raises(ConfigError, match=r"--tp 4: there are 2 GPUs .* needs 4 of one kind; lower --tp"):
+        deal(h200s(2), NEED, Wish(prefill=0, tp=4))
+
+
+def test_a_rank_needs_its_part_of_weights_and_kv(toy_checkpoint):
+    path = str(toy_checkpoint("llama"))
+    roles = PrefillConfig(model=path), DecodeConfig(model=path)
+    whole = need_of_roles(*roles)
+    half = need_of_roles(*(replace(role, tp=2) for role in roles))
+    assert half.decode.model.weight_bytes * 2 == whole.decode.model.weight_bytes
+    assert half.decode.per_token.kv_bytes * 2 == whole.decode.per_token.kv_bytes
+    copies = need_of_roles(*(replace(role, tp=4) for role in roles))  # of two KV heads
+    assert copies.decode.per_token.kv_bytes == half.decode.per_token.kv_bytes
