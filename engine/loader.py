@@ -40,7 +40,8 @@ from .models.cuts import rank_config
 from .models.interface import CausalLM
 from .models.registry import load_model_config
 from .models.weights import load_model, needless_tensors, weight_bytes
-from .parallel.group import SOLO, TensorGroup
+from .parallel.group import SOLO, TensorGroup, join_group
+from .parallel.peer_sum import peer_sum
 from .parallel.plans import CopyPagePlan, Tell
 from .parallel.vocabulary import table_of
 from .prompt_budget import WHOLE_PROMPT_ROWS, alone_tokens
@@ -688,6 +689,16 @@ def rank_device(device: torch.device, group: TensorGroup) -> torch.device:
     """The device of one rank: on GPUs the visible one of its number."""
     is_one_of_several = device.type == "cuda" and not group.is_solo
     return torch.device("cuda", group.rank) if is_one_of_several else device
+
+
+def join_ranks(meeting: Path, rank: int, size: int, settings: EngineConfig) -> TensorGroup:
+    """Joins the process group of `size` ranks as `rank`, on the device of the settings; waits for the others.
+
+    Raises CheckpointError for a device that is not there.
+    """
+    device = rank_device(resolve_device(settings.device), TensorGroup(rank=rank, size=size))
+    group = join_group(meeting, rank, size, device)
+    return replace(group, small=peer_sum(group, device)) if device.type == "cuda" else group
 
 
 def check_ranks(config: EngineConfig) -> None:

@@ -21,10 +21,10 @@ from ..cluster.config.load import load_config
 from ..cluster.config.roles import DecodeConfig, PrefillConfig, WorkerConfig
 from ..cluster.process.log import configure
 from ..cluster.process.process import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_OK, end_with_parent, run_phases
-from ..engine.config import EngineConfig, resolve_device
+from ..engine.config import EngineConfig
 from ..engine.follower import Follower
-from ..engine.loader import Engine, EngineLoader, rank_device
-from ..engine.parallel.group import TensorGroup, join_group, leave_group
+from ..engine.loader import Engine, EngineLoader, join_ranks
+from ..engine.parallel.group import leave_group
 from ..engine.parallel.plans import LeavePlan, decode_plan
 from .hand_off import RankLink
 from .plan_ring import PlanReader, PlanRing
@@ -76,9 +76,7 @@ class RankProcess:
 def load_rank(config: WorkerConfig, place: RankPlace) -> Engine:
     """Joins the process group and loads the rank's part, in step with the other ranks."""
     settings = rank_settings(EngineConfig.of(config))
-    group = TensorGroup(rank=place.rank, size=place.size)
-    device = rank_device(resolve_device(settings.device), group)
-    group = join_group(Path(f"/proc/self/fd/{place.meeting}"), place.rank, place.size, device)
+    group = join_ranks(Path(f"/proc/self/fd/{place.meeting}"), place.rank, place.size, settings)
     loader = EngineLoader(settings, has_drafter=isinstance(config, DecodeConfig), group=group)
     run_phases(loader.phases())
     gc.collect()

@@ -24,9 +24,9 @@ from ..cluster.security.ciphers import ciphers_of
 from ..cluster.security.keyring import load_keyring
 from ..cluster.telemetry.metrics_server import serve_metrics
 from ..cluster.telemetry.tracing import closing, open_tracing
-from ..engine.config import EngineConfig, resolve_device
-from ..engine.loader import Engine, EngineLoader, check_ranks, rank_device
-from ..engine.parallel.group import SOLO, TensorGroup, join_group
+from ..engine.config import EngineConfig
+from ..engine.loader import Engine, EngineLoader, check_ranks, join_ranks
+from ..engine.parallel.group import SOLO, TensorGroup
 from ..kvtransfer.memory.malloc_tuning import keep_blocks
 from ..kvtransfer.transport import PollableTransport
 from .hand_off import EndFacts, joined_ends, transports_for
@@ -188,8 +188,7 @@ class WorkerStartup(ABC, Generic[C, R]):
     def _join(self, settings: EngineConfig) -> TensorGroup:
         if self.ranks is None:
             return SOLO
-        device = rank_device(resolve_device(settings.device), TensorGroup(size=settings.tp))
-        return join_group(self.ranks.meeting_path, 0, settings.tp, device)
+        return join_ranks(self.ranks.meeting_path, 0, settings.tp, settings)
 
     def open_sockets(self) -> None:
         """Start the link thread, which opens the KV plane and dials the routers, and the hash of the

@@ -111,7 +111,10 @@ def need_of(
     kv_dtype: str = "auto",
     tp: int = 1,
 ) -> ModelNeed:
-    """The needs of workers, of one rank each, with default settings but these. Raises ConfigError for an unusable config."""
+    """The needs of workers, of one rank each, with default settings but these.
+
+    Raises ConfigError for an unusable config.
+    """
     return ModelNeed(
         shape=shape_of(model, draft, dtype, kv_dtype),
         prefill=worker_need(

@@ -52,10 +52,6 @@ def settle(
             f"--tp: prefill has {prefill.tp} and decode {decode.tp}, and `baton up` deals GPUs by one "
             "number; give both the same, or start the workers one by one"
         )
-    if wanted[0].tp > 1 and wish.prefill:
-        raise ConfigError(
-            f"--tp {wanted[0].tp}: workers of several GPUs compute prompts themselves; write --prefill 0"
-        )
     on_gpu = frozenset(child.role for child in wanted if child.device != "cpu")
     if not on_gpu and config.gpus:
         raise ConfigError(f"--gpus {config.gpus}: --device cpu uses no GPU; leave one of them out")

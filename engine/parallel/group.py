@@ -30,9 +30,10 @@ LIBRARY_SETTINGS: Mapping[str, str] = MappingProxyType(
 
 
 class SmallSum(Protocol):
-    """A faster sum over all ranks for tensors of up to `max_bytes`."""
+    """A faster sum over all ranks for some tensors."""
 
-    max_bytes: int
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether it sums tensors like `x`; equal on all ranks."""
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of the contiguous `x` over all ranks."""
@@ -61,9 +62,8 @@ class TensorGroup:
         if self.is_solo:
             return x
         x = x.contiguous()
-        small = self.small
-        if small is not None and 0 < x.numel() * x.element_size() <= small.max_bytes:
-            return small.sum(x)
+        if self.small is not None and self.small.takes(x):
+            return self.small.sum(x)
         sum_ranks(x, self.name)
         return x
 

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 from baton.cluster.protocol.messages import Reserve, Sampling, Tokens
 from baton.decode.worker import DecodeWorker
+from baton.tests.parity import toy_models
+from baton.tests.parity.conftest import Reference
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.test_aggregated import DRAFTS, LAYERS, LENGTHS, NUM_TOKENS, answers_of, ask, worker_of
 from baton.tests.parity.test_sampled_law import D
 from baton.tests.parity.toy_engine import random_ids
-from baton.tests.parity.toy_models import reference_greedy, reference_model
+from baton.tests.parity.toy_models import reference_model
 from baton.tests.parity.tp_worker import tp_worker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -101,4 +103,19 @@ def test_two_ranks_with_drafts_answer_two_prompts(target: Path, head: Path):
     model = reference_model(target)
     prompts = [tuple(random_ids(length, seed=length)) for length in LENGTHS[1:3]]
     with tp_worker(target, head, 2) as worker:
-        assert ask(worker, prompts, 5) == [reference_greedy(model, list(ids), 5) for ids in prompts]
+        assert ask(worker, prompts, 5) == [
+            toy_models.reference_greedy(model, list(ids), 5) for ids in prompts
+        ]
+
+
+@pytest.mark.slow
+@pytest.mark.smollm2
+def test_three_ranks_of_the_real_model_say_what_transformers_says(
+    smollm2_dir: Path, reference_greedy: dict[str, Reference]
+):
+    """It has 9 heads and 3 KV heads; two ranks are refused (`test_cuts`)."""
+    shortest = min(reference_greedy.values(), key=lambda one: len(one.prompt_ids))
+    sizes = {"page_size": 16, "max_context": 256}
+    with tp_worker(smollm2_dir, None, 3, **sizes) as worker:
+        found = ask(worker, [tuple(shortest.prompt_ids)], 8)
+    assert found == [shortest.output_ids[:8]]

@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from baton.cluster.config.roles import DecodeConfig
 from baton.decode.worker import DecodeWorker
 from baton.engine.config import EngineConfig
-from baton.engine.loader import EngineLoader
-from baton.engine.parallel.group import join_group, leave_group
+from baton.engine.loader import EngineLoader, join_ranks
+from baton.engine.parallel.group import leave_group
 from baton.tests.parity.test_sampled_law import D, Ears
 from baton.worker.ranks import Ranks
 
@@ -18,15 +17,16 @@ SIZES = {"page_size": 4, "pages": 160, "max_context": 96, "max_running": 6, "wat
 
 @contextmanager
 def tp_worker(target: Path, draft: Path | str | None, tp: int, **settings: object) -> Iterator[DecodeWorker]:
-    """A worker of `tp` ranks on CPU, in float32. `worker.ranks` are the other ranks."""
+    """A worker of `tp` ranks, by default on CPU in float32. `worker.ranks` are the other ranks."""
     config = DecodeConfig(
-        model=str(target), draft=str(draft or ""), device="cpu", dtype="float32", aggregated=True, tp=tp,
-        threads=1, **{**SIZES, "local_prefill_tokens": 16, **settings},
+        model=str(target), draft=str(draft or ""), aggregated=True, tp=tp, threads=1,
+        **{"device": "cpu", "dtype": "float32", **SIZES, "local_prefill_tokens": 16, **settings},
     )  # fmt: skip
     ranks = Ranks.start(config, D)
     try:
-        group = join_group(ranks.meeting_path, 0, tp, torch.device("cpu"))
-        loader = EngineLoader(EngineConfig.of(config), has_drafter=True, group=group)
+        wanted = EngineConfig.of(config)
+        group = join_ranks(ranks.meeting_path, 0, tp, wanted)
+        loader = EngineLoader(wanted, has_drafter=True, group=group)
         for _, run in loader.phases():
             run()
         engine = loader.engine()

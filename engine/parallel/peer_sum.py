@@ -1,0 +1,70 @@
+"""Sums of small tensors over the GPUs of a worker by one kernel that reads the peers' memory.
+
+Each rank copies its part into memory that the others have mapped, waits for them on the device, and adds all
+parts itself ("one-shot"). NCCL moves less data for large tensors, but takes longer to begin. The kernel and
+the memory are those of torch's symmetric memory, without NVLink multicast. Ranks add in orders of their own,
+so sums may differ between ranks in the last bit; what ranks must agree on, rank 0 shares.
+"""
+
+import logging
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+
+from .group import TensorGroup
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 512 << 10  # from here on NCCL is faster
+ALIGNMENT = 16  # bytes, of what the kernel reads at once
+SUPPORTED = (torch.bfloat16, torch.float32)
+TRIAL = 4096  # elements of the sum that is compared with NCCL's before the kernel is used
+
+
+class PeerSum:
+    """Sums on `device` over the ranks of `group`, which all make one together. Raises what torch raises where
+    GPUs cannot map each other's memory.
+    """
+
+    def __init__(self, group: TensorGroup, device: torch.device) -> None:
+        self._name = group.name
+        self._memory = symmetric.empty(MAX_BYTES, dtype=torch.uint8, device=device)
+        symmetric.rendezvous(self._memory, group.name)  # type: ignore[arg-type]
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether this kernel sums tensors like `x`; equal on all ranks."""
+        num_bytes = x.numel() * x.element_size()
+        return (
+            x.is_cuda and x.dtype in SUPPORTED and 0 < num_bytes <= MAX_BYTES and num_bytes % ALIGNMENT == 0
+        )
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of the contiguous `x` over all ranks."""
+        part = self._memory[: x.numel() * x.element_size()].view(x.dtype)
+        part.copy_(x.view(-1))
+        found: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(part, "sum", self._name)
+        return found.view(x.shape)
+
+
+def peer_sum(group: TensorGroup, device: torch.device) -> PeerSum | None:
+    """The sum of small tensors for the ranks of `group`; None, with one log line, where it does not work.
+
+    All ranks call it together and get one, or none does.
+    """
+    made, fault = None, ""
+    try:
+        made = PeerSum(group, device)
+        x = torch.full((TRIAL,), float(group.rank + 1), device=device)
+        found = made.sum(x)
+        torch.cuda.synchronize(device)
+        if not bool((found == group.size * (group.size + 1) / 2).all()):
+            fault = "a trial gave a wrong sum"
+    except (RuntimeError, AttributeError, OSError, ValueError) as error:
+        fault = str(error).splitlines()[0] if str(error) else type(error).__name__
+    works = torch.tensor([int(not fault)])
+    dist.all_reduce(works, op=dist.ReduceOp.MIN)
+    if works.item():
+        return made
+    logger.warning("small sums over GPUs take NCCL, too: %s", fault or "another rank cannot map the peers")
+    return None
