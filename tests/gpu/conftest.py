@@ -1,6 +1,7 @@
 """A random bfloat16 Llama of 8 layers of width 1024 with an EAGLE3 head, and 200 prompts for it."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -34,3 +35,10 @@ def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(1, MAX_PROMPT, (NUM_PROMPTS,), generator=generator).tolist()
     return [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Prints the figures that tests have recorded (`record_property`), also those of other processes."""
+    for report in terminalreporter.stats.get("passed", []) + terminalreporter.stats.get("failed", []):
+        for name, value in report.user_properties:
+            terminalreporter.write_line(f"{name}: {value}")
