@@ -111,13 +111,10 @@ class PageCopies:
         slots = torch.from_numpy(self.slab.slots)
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             self._order.wait([move.page for move in moves], stream)
-            for move in moves:
-                for plane, (start, end) in zip(self._planes, self._parts, strict=True):
-                    page, slot = plane[move.page], slots[move.slot, start:end]
-                    if is_save:
-                        slot.copy_(page, non_blocking=True)
-                    else:
-                        page.copy_(slot, non_blocking=True)
+            pages = [plane[move.page] for move in moves for plane in self._planes]
+            places = [slots[move.slot, start:end] for move in moves for start, end in self._parts]
+            # one call: each return to Python may wait for the interpreter's lock
+            torch._foreach_copy_(*((places, pages) if is_save else (pages, places)), non_blocking=True)
         result = meanwhile()
         stream.synchronize()
         return result
