@@ -83,7 +83,7 @@ class DirectLink:
 
 
 def engine_of(settings, *, has_drafter):
-    loader = EngineLoader(EngineConfig(device="cpu", **(DEFAULTS | settings)), has_drafter=has_drafter)
+    loader = EngineLoader(EngineConfig(**({"device": "cpu"} | DEFAULTS | settings)), has_drafter=has_drafter)
     for _, run in loader.phases():
         run()
     return loader.engine()
