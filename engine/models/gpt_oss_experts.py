@@ -29,7 +29,7 @@ class GptOssExperts(MixtureOfExperts):
     ) -> None:
         self.config = config
         self.ops = ops
-        self.choice_bias, self.shared, self.shared_gate = None, None, None
+        self.counts, self.choice_bias, self.shared, self.shared_gate = None, None, None, None
         experts, inner, hidden = config.num_experts, config.intermediate_size, hidden_size
         self.router = Linear(hidden, {"router": experts}, bias=True, dtype=dtype, device=device, ops=ops)
         self.gate_up = self.down = torch.empty(0, dtype=dtype, device=device)

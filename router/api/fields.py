@@ -97,7 +97,8 @@ _COMMON: dict[str, Field] = {
         "[marks drafts](#accepted-drafts-in-a-stream); `include_obfuscation` is ignored"
     ),
     "n": _works(
-        "up to 128 choices over all prompts; the prompt is computed once and found in the prefix cache"
+        "up to 128 choices over all prompts; the prompt is computed and handed over once, and "
+        "[its pages are shared](running.md#choices-of-a-request)"
     ),
     "stop": _works("a string, or up to 4 of up to 256 characters"),
     "seed": _works("equal seeds give equal answers; choice i takes seed + i"),

@@ -375,8 +375,9 @@ class Room:
         attempt.finished = message
         self.decode_timeline = summed(self.decode_timeline, message.timeline)
         if message.prefill is not None:
-            if attempt.pair.is_local and not attempt.num_before:  # more than when decode reserved
-                self.cached_tokens = min(message.prefill.cached_tokens, self.num_prompt)
+            if attempt.pair.is_local and not attempt.num_before:  # perhaps more than when decode reserved
+                found = max(self.cached_tokens, message.prefill.cached_tokens)
+                self.cached_tokens = min(found, self.num_prompt)
             self.prefill_timeline = summed(self.prefill_timeline, message.prefill)
         return self._maybe_finished(attempt, now)
 

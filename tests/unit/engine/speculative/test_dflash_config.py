@@ -98,7 +98,7 @@ def test_named_ids_are_outputs_in_the_order_written(tmp_path):
     ({"layer_types": ["sliding_attention"] * 5, "sliding_window": 9}, ["layer_types", "use_sliding_window"]),
     ({"layer_types": ["sliding_attention"] * 5, "use_sliding_window": None}, ["layer_types", "no size"]),
     ({"speculators_model_type": "dflash"}, ["speculators_model_type 'dflash'", "z-lab or SpecForge"]),
-    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ["rope_scaling.rope_type", "dynamic"]),
+    ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, ["rope_scaling.rope_type", "spiral"]),
 ])  # fmt: skip
 def test_a_config_that_cannot_run_is_refused_with_file_and_key(tmp_path, changes, words):
     with pytest.raises(CheckpointError) as caught:
