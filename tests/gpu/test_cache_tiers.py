@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from baton.engine.host_registration import register, unregister
 from baton.engine.kv.page_order import PageOrder
 from baton.engine.kv.tiers.host_slab import HostSlab
 from baton.engine.kv.tiers.jobs import PageMove
@@ -92,3 +93,15 @@ def test_restored_prefixes_give_the_tokens_without_tiers(
     assert min(cached for _, cached in told[6:]) >= 64, told
     assert worker.tiers.counters["host_hit_tokens"] > 200, worker.tiers.counters
     worker.tiers.close()
+
+
+def test_a_slab_ends_its_registration_and_a_refused_one_leaves_no_error() -> None:
+    first = HostSlab(12, KV_BYTES, torch.device("cuda"))
+    assert first.is_pinned
+    address = first.slots.__array_interface__["data"][0]
+    assert register(address, first.slots.nbytes, torch.device("cuda")) != 0, "it is registered"
+    assert torch.zeros(3, device="cuda").sum().item() == 0  # a kept error would be raised here
+    slots = first.slots  # the memory stays, its registration does not
+    del first
+    assert register(address, slots.nbytes, torch.device("cuda")) == 0
+    unregister(address, torch.device("cuda"))

@@ -2,22 +2,22 @@
 
 The memory is a private mapping, so that it begins at a page of the system: reads and writes of a disk without
 its cache need that. torch's allocator of pinned memory would round its size up to a power of two.
-
-Reference: CUDA Runtime API, "cudaHostRegister".
 """
 
 import logging
 import mmap
+import weakref
 from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...host_registration import register, unregister
+
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096  # of slots; a multiple of the logical blocks of all common disks
-PORTABLE = 0x01  # driver_types.h: for every context of the process
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -53,11 +53,11 @@ class HostSlab:
 
     def _pin(self, device: torch.device) -> bool:
         address = self.slots.__array_interface__["data"][0]
-        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        with torch.cuda.device(device):
-            code = int(cudart.cudaHostRegister(address, self.slots.nbytes, PORTABLE))
+        code = register(address, self.slots.nbytes, device)
         if code:
             logger.warning(
                 "the GPU's driver pins no memory for the host tier (CUDA error %d): copies are slower", code
             )
-        return not code
+            return False
+        weakref.finalize(self, unregister, address, device)
+        return True

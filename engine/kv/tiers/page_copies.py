@@ -107,14 +107,18 @@ class PageCopies:
         is_save: bool,
         meanwhile: Callable[[], list[int]] = list,
     ) -> list[int]:
-        """Copies on `stream`; returns what `meanwhile` returns, when all copies are done."""
+        """Copies on `stream`; returns what `meanwhile` returns, when all copies are done.
+
+        After an error too, no copy is under way: the caller gives the pages to others.
+        """
         slots = torch.from_numpy(self.slab.slots)
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            self._order.wait([move.page for move in moves], stream)
-            pages = [plane[move.page] for move in moves for plane in self._planes]
-            places = [slots[move.slot, start:end] for move in moves for start, end in self._parts]
-            # one call: each return to Python may wait for the interpreter's lock
-            torch._foreach_copy_(*((places, pages) if is_save else (pages, places)), non_blocking=True)
-        result = meanwhile()
-        stream.synchronize()
-        return result
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(stream):
+                self._order.wait([move.page for move in moves], stream)
+                pages = [plane[move.page] for move in moves for plane in self._planes]
+                places = [slots[move.slot, start:end] for move in moves for start, end in self._parts]
+                # one call: each return to Python may wait for the interpreter's lock
+                torch._foreach_copy_(*((places, pages) if is_save else (pages, places)), non_blocking=True)
+            return meanwhile()
+        finally:
+            stream.synchronize()
