@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 ROWS = (1, 2, 3, 4, 5, 16, 33, 64, 65, 300)
 OUT, IN = 512, 1024
+EIGHT_BITS = ("tensor", "channel", "block")
 SHAPE = {
     "hidden_size": 256,
     "num_attention_heads": 4,
@@ -80,7 +81,11 @@ def test_graphs_follow_their_inputs(count: int):
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("form", [name for name in FORMS if name != "gptq_v2"])
 def test_a_model_is_near_its_values(toy_checkpoint, tmp_path: Path, form: str, kv_dtype: str):
-    """A prompt and decoded tokens, against the float32 model on the CPU; 3 layers add up their roundings."""
+    """A prompt and decoded tokens, against the float32 model on the CPU; 3 layers add up their roundings.
+
+    The definition with rows rounded to 8 bits is off by 0.20 to 0.41 on these random weights, that of 4 bits
+    by bfloat16 alone; logits that have nothing to do with each other are off by 1.4.
+    """
     path = tmp_path / form
     write_quantised(toy_checkpoint("llama", **SHAPE), path, form)
     ours = ToyEngine(path, kv_dtype=kv_dtype)
@@ -94,4 +99,5 @@ def test_a_model_is_near_its_values(toy_checkpoint, tmp_path: Path, form: str, k
         for name in ("input_ids", "positions", "slots", "page_table"):
             setattr(batch, name, getattr(batch, name).cuda())
         found = runner.forward(batch).logits[-1]
-        near(found, on_cpu.run(("a", chunk)).logits[-1], 0.2)
+        tolerance = 0.6 if form in EIGHT_BITS else 0.2
+        near(found, on_cpu.run(("a", chunk)).logits[-1], tolerance)
