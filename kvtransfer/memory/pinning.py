@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from ...cluster.process.log import fields
-from ...engine.host_registration import register, unregister
+from ...engine.kv.host_registration import register, unregister
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton.engine.host_registration import register, unregister
+from baton.engine.kv.host_registration import register, unregister
 from baton.engine.kv.page_order import PageOrder
 from baton.engine.kv.tiers.host_slab import HostSlab
 from baton.engine.kv.tiers.jobs import PageMove

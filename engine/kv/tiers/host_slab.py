@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...host_registration import register, unregister
+from ..host_registration import register, unregister
 
 logger = logging.getLogger(__name__)
 
