@@ -63,7 +63,8 @@ def text_of(looks, rates=None, width=140):
     return console.export_text()
 
 
-def test_once_prints_workers_and_requests_of_every_router(running, capsys):
+def test_once_prints_workers_and_requests_of_every_router(running, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "")
     assert main(["--url", f"{running.url},{running.url}/", "--once"]) == 0
     out = capsys.readouterr().out
     assert out.count("tiny at ") == 1, "one router, named twice"
