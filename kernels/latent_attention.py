@@ -201,19 +201,26 @@ def _latent_kernel(
     tl.store(p_partial + o_flat[:, None] * RANK + i_rank[None, :], b_out, mask=m_out)
 
 
-@jit_varying("num_splits", "num_flat")
+@jit_varying("num_splits", "num_flat", "num_requests", "p_starts")
 def _merge_kernel(
     p_partial: tl.tensor,
     p_lse: tl.tensor,
     p_out: tl.tensor,
+    p_starts: tl.tensor,
     num_splits: tl.tensor,
     num_flat: tl.tensor,
+    num_requests: tl.tensor,
+    HAS_STARTS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
 ) -> None:
     # one (row, head) per program: its splits, weighted by their share of the softmax's denominator
     i_flat = tl.program_id(0).to(tl.int64)
+    if HAS_STARTS:
+        if i_flat >= tl.load(p_starts + num_requests) * NUM_HEADS:  # no split wrote of rows behind the last
+            return
     i_split = tl.arange(0, BLOCK_SPLITS)
     i_rank = tl.arange(0, BLOCK_RANK)
     m_rank = i_rank < RANK
@@ -330,8 +337,12 @@ def _attend(
             partial,
             lse,
             out,
+            kv_lens if rows.starts is None else rows.starts,
             splits,
             num_flat,
+            num_requests,
+            HAS_STARTS=rows.starts is not None,
+            NUM_HEADS=num_heads,
             RANK=rank,
             BLOCK_SPLITS=FEW_SPLITS if splits <= FEW_SPLITS else MAX_SPLITS,
             BLOCK_RANK=next_power_of_2(rank),
