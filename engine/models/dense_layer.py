@@ -135,7 +135,14 @@ def sized_layer(
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         qk_norm=(
-            QKNorm(eps=eps, is_whole=forms.has_whole_norm, offset=forms.norm_offset) if qk_norm else None
+            QKNorm(
+                eps=eps,
+                is_whole=forms.has_whole_norm,
+                offset=forms.norm_offset,
+                whole_heads=forms.whole_heads,
+            )
+            if qk_norm
+            else None
         ),
         ops=ops,
         form=AttentionForm(forms.window(layer), forms.softcap, None, forms.scale),

@@ -8,32 +8,27 @@ Legend: T tokens, H hidden size, E experts, K experts of a token, I intermediate
 
 import torch
 
-from ...kernels.expert_mlp import ExpertForm
 from ...kernels.mxfp4 import BLOCK, decode_mxfp4
-from ...kernels.row_ops import FASTEST, RowOps
 from .layers import Linear, NamedTensors
-from .moe import MixtureOfExperts, MoEConfig
+from .moe import MixtureOfExperts
 
 
 class GptOssExperts(MixtureOfExperts):
     """As `MixtureOfExperts`; call `finish` once the tensors are loaded."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        config: MoEConfig,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        ops: RowOps = FASTEST,
-    ) -> None:
-        self.config = config
-        self.ops = ops
-        self.counts, self.choice_bias, self.shared, self.shared_gate = None, None, None, None
-        experts, inner, hidden = config.num_experts, config.intermediate_size, hidden_size
-        self.router = Linear(hidden, {"router": experts}, bias=True, dtype=dtype, device=device, ops=ops)
-        self.gate_up = self.down = torch.empty(0, dtype=dtype, device=device)
-        sizes = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
+    def _make_router(self, hidden_size: int, dtype: torch.dtype, device: torch.device | str) -> Linear:
+        parts = {"router": self.config.num_experts}
+        return Linear(hidden_size, parts, bias=True, dtype=dtype, device=device, ops=self.ops)
+
+    def _make_matrices(
+        self, hidden_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Makes the tensors of the checkpoint; there are no matrices before `finish`."""
+        config, experts = self.config, self.config.num_experts
+        sizes = {
+            "gate_up_proj": (2 * config.intermediate_size, hidden_size),
+            "down_proj": (hidden_size, config.intermediate_size),
+        }
         self._stored: dict[str, torch.Tensor] = {}
         for name, (rows, width) in sizes.items():
             self._stored[f"{name}_bias"] = torch.empty(experts, rows, dtype=dtype, device=device)
@@ -44,11 +39,8 @@ class GptOssExperts(MixtureOfExperts):
                 self._stored[f"{name}_blocks"] = blocks
             else:
                 self._stored[name] = torch.empty(experts, width, rows, dtype=dtype, device=device)
-        self.form = ExpertForm(limit=config.limit, alpha=config.alpha)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        ids, weights = self.route(x)
-        return self.ops.expert_mlp(x, ids, weights, self.gate_up, self.down, form=self.form)
+        none = torch.empty(0, dtype=dtype, device=device)
+        return none, none
 
     def finish(self) -> None:
         """Decodes the loaded tensors."""
@@ -71,9 +63,15 @@ class GptOssExperts(MixtureOfExperts):
     def tensors(self, prefix: str) -> NamedTensors:
         """As `MixtureOfExperts.tensors`; once finished, the decoded tensors under names of their own."""
         yield from self.router.tensors(prefix)
-        held = self._stored or {"gate_up": self.gate_up, "down": self.down}
-        for name, tensor in held.items():
-            yield f"{prefix}experts.{name}", tensor
+        decoded = {
+            "gate_up": self.gate_up,
+            "gate_up_bias": self.form.gate_up_bias,
+            "down": self.down,
+            "down_bias": self.form.down_bias,
+        }
+        for name, tensor in (self._stored or decoded).items():
+            if tensor is not None:
+                yield f"{prefix}experts.{name}", tensor
 
 
 def _unzipped(rows: torch.Tensor) -> torch.Tensor:

@@ -44,8 +44,9 @@ class LayerForms:
     the head dimension. `has_sinks`: each head has a sink. `unturned`: the layers whose q and k are not
     rotated. `local_rope`: the rotation of layers with a window, None for that of all. `norms` and
     `norm_offset`, the latter as in `kernels.rms_norm`. `has_whole_norm`: q and k are normed over all heads
-    together. `is_gelu`: of the gate of the MLP. `embed_scale`: a factor of the embeddings. `is_fused`: q, k
-    and v, as well as gate and up, are one matrix in the checkpoint.
+    together, `whole_heads` of q and k on all ranks, None with one rank. `is_gelu`: of the gate of the MLP.
+    `embed_scale`: a factor of the embeddings. `is_fused`: q, k and v, as well as gate and up, are one matrix
+    in the checkpoint.
     """
 
     windows: tuple[int, ...] = ()
@@ -58,6 +59,7 @@ class LayerForms:
     norms: NormPlaces = NormPlaces.PRE
     norm_offset: float | None = None
     has_whole_norm: bool = False
+    whole_heads: tuple[int, int] | None = None
     is_gelu: bool = False
     embed_scale: float = 1.0
     is_fused: bool = False
@@ -128,9 +130,7 @@ def _windows(reader: Reader, family: str) -> tuple[int, ...]:
     num_layers, kinds = reader.count("num_hidden_layers"), _layer_types(reader)
     if family in EVERY_LAYER:
         if kinds and len(set(kinds)) > 1:
-            raise reader.error(
-                "layer_types", "all layers of this architecture are of one kind; correct it"
-            )
+            raise reader.error("layer_types", "all layers of this architecture are of one kind; correct it")
         has_window = reader.raw.get("sliding_window") is not None
         return (reader.count("sliding_window"),) * num_layers if has_window else ()
     if family in MIXED:

@@ -144,6 +144,12 @@ class RMSNorm:
         """(normalised sum, sum) of two tensors `[..., size]`, in one pass over memory."""
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps, self.offset)
 
+    def scaled(self, normed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`normed` `[..., size]`, float32, times the weight, rounded to `dtype` as a call rounds."""
+        if self.offset is None:
+            return self.weight * normed.to(dtype)
+        return (normed * (self.offset + self.weight.to(torch.float32))).to(dtype)
+
     def tensors(self, name: str) -> NamedTensors:
         """The checkpoint's tensor `name`, with the parameter."""
         yield f"{name}.weight", self.weight
@@ -191,11 +197,13 @@ class QKNorm:
     """The normalisation of q and k before their rotation.
 
     `is_whole`: over all heads together (OLMo 2), otherwise over each head. `offset` as in `kernels.rms_norm`.
+    `whole_heads`: heads of q and of k over all ranks; None with one rank.
     """
 
     eps: float
     is_whole: bool = False
     offset: float | None = None
+    whole_heads: tuple[int, int] | None = None
 
 
 class SelfAttention:
@@ -300,8 +308,32 @@ class SelfAttention:
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
         if not self.qk_norm.is_whole:
             return torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+        if self.qk_norm.whole_heads is not None:
+            return self._normed_over_ranks(q, k, self.qk_norm.whole_heads)
         parts = (norm(x.flatten(1)).view(x.shape) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
         return torch.cat(tuple(parts), dim=1)
+
+    def _normed_over_ranks(
+        self, q: torch.Tensor, k: torch.Tensor, whole_heads: tuple[int, int]
+    ) -> torch.Tensor:
+        """As `_normed`, over the `whole_heads` of q and k on all ranks, whose squares are summed in float32.
+
+        With fewer KV heads than ranks, several ranks add the squares of one head.
+        """
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        num_ranks = whole_heads[0] // self.num_heads
+        copies = num_ranks * self.num_kv_heads // whole_heads[1]
+        flat = [x.flatten(1).to(torch.float32) for x in (q, k)]
+        total = self.ops.sum_ranks(torch.cat([x.pow(2).sum(1, keepdim=True) for x in flat], dim=1))
+        found = []
+        for x, norm, column, count in (
+            (flat[0], self.q_norm, 0, whole_heads[0]),
+            (flat[1], self.k_norm, 1, whole_heads[1] * copies),
+        ):
+            mean = total[:, column : column + 1] / (count * self.head_dim)
+            found.append(norm.scaled(x * torch.rsqrt(mean + norm.eps), q.dtype))
+        return torch.cat(found, dim=1).view(q.shape[0], -1, self.head_dim)
 
     def tensors(self, prefix: str) -> NamedTensors:
         """The checkpoint's tensor names under `prefix`, with views of the parameters."""

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from ...kernels.expert_mlp import ExpertForm
 from ...kernels.ops import recorded_route_experts
 from ...kernels.route_experts import Routing
 from ...kernels.row_ops import FASTEST, RowOps
@@ -114,14 +115,13 @@ class MixtureOfExperts:
     ) -> None:
         self.config = config
         self.ops = ops
-        experts, inner = config.num_experts, config.intermediate_size
-        self.router = Linear(hidden_size, {"gate": experts}, bias=False, dtype=dtype, device=device, ops=ops)
+        self.form = ExpertForm(limit=config.limit, alpha=config.alpha)
+        self.router = self._make_router(hidden_size, dtype, device)
         self.counts: CountRows | None = None
         self.choice_bias: torch.Tensor | None = None
         if config.has_choice_bias:
-            self.choice_bias = torch.empty(experts, dtype=torch.float32, device=device)
-        self.gate_up = torch.empty(experts, 2 * inner, hidden_size, dtype=dtype, device=device)
-        self.down = torch.empty(experts, hidden_size, inner, dtype=dtype, device=device)
+            self.choice_bias = torch.empty(config.num_experts, dtype=torch.float32, device=device)
+        self.gate_up, self.down = self._make_matrices(hidden_size, dtype, device)
         self.shared: GatedMLP | None = None
         self.shared_gate: Linear | None = None
         if config.shared_size:
@@ -132,9 +132,22 @@ class MixtureOfExperts:
             gate = {f"{config.names.shared}_gate": 1}
             self.shared_gate = Linear(hidden_size, gate, bias=False, dtype=dtype, device=device, ops=ops)
 
+    def _make_router(self, hidden_size: int, dtype: torch.dtype, device: torch.device | str) -> Linear:
+        parts = {"gate": self.config.num_experts}
+        return Linear(hidden_size, parts, bias=False, dtype=dtype, device=device, ops=self.ops)
+
+    def _make_matrices(
+        self, hidden_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The uninitialised matrices of all experts: `[E, 2*I, H]`, gate first, and `[E, H, I]`."""
+        experts, inner = self.config.num_experts, self.config.intermediate_size
+        gate_up = torch.empty(experts, 2 * inner, hidden_size, dtype=dtype, device=device)
+        return gate_up, torch.empty(experts, hidden_size, inner, dtype=dtype, device=device)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         ids, weights = self.route(x)
-        routed = self.ops.sum_ranks(self.ops.expert_mlp(x, ids, weights, self.gate_up, self.down))
+        computed = self.ops.expert_mlp(x, ids, weights, self.gate_up, self.down, form=self.form)
+        routed = self.ops.sum_ranks(computed)
         if self.shared is None:
             return routed
         shared = self.shared(x)

@@ -6,6 +6,7 @@ converted on the device that it is for.
 """
 
 import logging
+import math
 import os
 import threading
 import time
@@ -33,10 +34,11 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Elements of `dtype` at offset `first` of `path`, for the contiguous `target`.
+    """Elements of `dtype` at offset `first` of `path`, for `target`.
 
     With `scales` `[rows]`, `target` `[rows, width]` is e4m3, and each row is rounded with a scale of its own.
-    With a `stride` in bytes the elements are runs of `run` bytes whose first bytes are `stride` apart.
+    With a `stride` in bytes the elements are runs of `run` bytes whose first bytes are `stride` apart. With
+    `columns`, the elements are rows of `width`, of which the target gets these columns.
     """
 
     path: Path
@@ -46,18 +48,26 @@ class Piece:
     scales: torch.Tensor | None = None
     run: int = 0
     stride: int = 0
+    columns: slice | None = None
+    width: int = 0
 
     @property
     def num_bytes(self) -> int:
-        return self.target.numel() * self.dtype.itemsize
+        count = self.target.numel() if self.columns is None else self.target.shape[0] * self.width
+        return count * self.dtype.itemsize
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the target has the very bytes of the file."""
+        return self.target.dtype == self.dtype and self.target.is_contiguous()
 
     def take(self, stored: torch.Tensor) -> None:
         """Converts `stored`, flat and of `dtype`, on the device of the target."""
         if self.scales is None:
-            self.target.copy_(stored)
+            self.target.copy_(stored.view(self.target.shape))
             return
-        rounded, scales = quantise_rows_fp8(stored.view(self.target.shape))
-        self.target.copy_(rounded)
+        rounded, scales = quantise_rows_fp8(stored.view(self.target.shape[0], -1))
+        self.target.copy_(rounded if self.columns is None else rounded[:, self.columns])
         self.scales.copy_(scales)
 
 
@@ -90,35 +100,63 @@ def pieces_of(path: Path, first: int, dtype: torch.dtype, target: torch.Tensor) 
 
 
 def pieces_of_rows(
-    path: Path, first: int, dtype: torch.dtype, target: torch.Tensor, scales: torch.Tensor
+    path: Path,
+    first: int,
+    dtype: torch.dtype,
+    target: torch.Tensor,
+    scales: torch.Tensor,
+    cut: Cut | None = None,
 ) -> Iterator[Piece]:
-    """As `pieces_of`, for an e4m3 `target` `[rows, width]` with `scales` `[rows]`: pieces are whole rows."""
-    row_bytes = target.shape[1] * dtype.itemsize
+    """As `pieces_of`, for an e4m3 `target` `[rows, width]` with `scales` `[rows]`: pieces are whole rows.
+
+    With a `cut` the target is that part. A row is read and rounded whole, with one scale on all ranks.
+    """
+    width = target.shape[1] if cut is None or cut.dim == 0 else cut.full
+    spans = ((0, target.shape[0]),) if cut is None or cut.dim else cut.spans
+    columns = slice(cut.spans[0][0], cut.spans[0][0] + cut.size) if cut is not None and cut.dim else None
+    row_bytes, at = width * dtype.itemsize, 0
     count = max(PIECE_BYTES // row_bytes, 1)
-    for start in range(0, target.shape[0], count):
-        rows = slice(start, start + count)
-        yield Piece(
-            path=path, first=first + start * row_bytes, dtype=dtype, target=target[rows], scales=scales[rows]
-        )
+    for span, size in spans:
+        for start in range(0, size, count):
+            rows = slice(at + start, at + min(start + count, size))
+            yield Piece(
+                path=path,
+                first=first + (span + start) * row_bytes,
+                dtype=dtype,
+                target=target[rows],
+                scales=scales[rows],
+                columns=columns,
+                width=width,
+            )
+        at += size
 
 
 def cut_pieces(path: Path, first: int, dtype: torch.dtype, target: torch.Tensor, cut: Cut) -> Iterator[Piece]:
     """The pieces of the part `cut` of one tensor, as `pieces_of`. The rest of `target` becomes zeros."""
     if cut.size < target.shape[cut.dim]:
         target.zero_()
-    if not cut.size:
+    # bytes of an index, and of all indices, of the dimension
+    index = math.prod(target.shape[cut.dim + 1 :]) * dtype.itemsize
+    stride, at = cut.full * index, 0
+    for span, size in cut.spans:
+        if size:
+            part = target.narrow(cut.dim, at, size).view(math.prod(target.shape[: cut.dim]), -1)
+            yield from _strided(path, first + span * index, dtype, part, stride)
+        at += size
+
+
+def _strided(
+    path: Path, first: int, dtype: torch.dtype, target: torch.Tensor, stride: int
+) -> Iterator[Piece]:
+    """The pieces of `target` `[rows, width]`, whose rows are `stride` bytes apart in the file."""
+    run = target.shape[1] * dtype.itemsize
+    if target.shape[0] == 1 or run > PIECE_BYTES:
+        for i, row in enumerate(target):
+            yield from pieces_of(path, first + i * stride, dtype, row)
         return
-    if cut.dim == 0:
-        row = target[0].numel() * dtype.itemsize
-        yield from pieces_of(path, first + cut.first * row, dtype, target[: cut.size])
-        return
-    assert target.dim() == 2, target.shape
-    run, stride = cut.size * dtype.itemsize, cut.full * dtype.itemsize
-    assert cut.size == target.shape[1], (cut, target.shape)
-    count = max(1, PIECE_BYTES // run)
+    count = PIECE_BYTES // run
     for start in range(0, target.shape[0], count):
-        offset = first + start * stride + cut.first * dtype.itemsize
-        rows = target[start : start + count].view(-1)
+        offset, rows = first + start * stride, target[start : start + count]
         yield Piece(path=path, first=offset, dtype=dtype, target=rows, run=run, stride=stride)
 
 
@@ -219,7 +257,7 @@ class _Reader:
             return None
 
     def _to_host(self, piece: Piece) -> None:
-        if piece.target.dtype == piece.dtype:
+        if piece.is_plain:
             self._read(piece, piece.target.view(torch.uint8).view(-1))
             return
         if not self._slots:
@@ -243,8 +281,8 @@ class _Reader:
         self._read(piece, buffer)
         assert slot.event is not None
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
-            if piece.target.dtype == piece.dtype:
-                piece.target.copy_(buffer.view(piece.dtype), non_blocking=True)
+            if piece.is_plain:
+                piece.target.copy_(buffer.view(piece.dtype).view(piece.target.shape), non_blocking=True)
             else:
                 piece.take(buffer.to(device, non_blocking=True).view(piece.dtype))
             slot.event.record()

@@ -124,13 +124,14 @@ def fill_tensors(
                 )
             del missing[name]
             if _is_single(stored, target):
+                cut = None
                 singles.append((target, torch.empty(1, dtype=target.dtype, device=target.device)))
                 target = singles[-1][1]
             dtype = _loadable(path, stored, target, rounds, cut)
             if rounds and target.dtype == FP8:
                 scales = wanted[name + SCALE_SUFFIX]
                 missing.pop(name + SCALE_SUFFIX, None)
-                pieces += pieces_of_rows(shard, stored.first, dtype, target, scales)
+                pieces += pieces_of_rows(shard, stored.first, dtype, target, scales, cut)
             elif cut is not None:
                 pieces += cut_pieces(shard, stored.first, dtype, target, cut)
             else:

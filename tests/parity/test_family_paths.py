@@ -29,8 +29,8 @@ WAYS = (
 )
 
 
-def models_of(toy_checkpoint: Callable[..., Path], family: str, device: str = "cpu") -> Models:
-    return Models(load_model_config(toy_checkpoint(family)), torch.float32, device)
+def models_of(toy_checkpoint: Callable[..., Path], family: str, device: str = "cpu", seed: int = 0) -> Models:
+    return Models(load_model_config(toy_checkpoint(family)), torch.float32, device, seed)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -40,6 +40,20 @@ def test_every_way_gives_the_tokens_of_plain_steps(toy_checkpoint: Callable[...,
     for way in WAYS:
         found = answers_of(models, way, prompts, expected, is_invariant=False)
         assert [answer.tokens for answer in found] == [answer.tokens for answer in expected], way
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_with_the_tensors_of_another_gives_its_tokens(
+    toy_checkpoint: Callable[..., Path], family: str
+):
+    """`tensors` names every tensor that a forward reads: graphs and hashes of weights rely on it."""
+    one, other = (models_of(toy_checkpoint, family, seed=seed) for seed in (0, 1))
+    prompts = [random_ids(17, seed=1)]
+    answers = [answers_of(each, Way(), prompts, [], is_invariant=False)[0].tokens for each in (one, other)]
+    assert answers[0] != answers[1]
+    for (_, ours), (_, theirs) in zip(one.fastest.tensors(), other.fastest.tensors(), strict=True):
+        ours.copy_(theirs)
+    assert answers_of(one, Way(), prompts, [], is_invariant=False)[0].tokens == answers[1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -55,13 +55,8 @@ def test_steps_launched_ahead_and_adaptive_drafts_keep_the_tokens(target: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", ["qwen2", "qwen3", "qwen3_moe", "mixtral", "mistral", "gemma2", "gemma3", "smollm3"]
-)
-def test_each_family_on_two_ranks_says_what_transformers_says(
-    toy_checkpoint: Callable[..., Path], family: str
-):
-    check(toy_checkpoint(family, num_hidden_layers=2, vocab_size=257), "ngram", graphs="on")
+def test_a_vocabulary_that_ranks_cannot_share_evenly(toy_checkpoint: Callable[..., Path]):
+    check(toy_checkpoint("gemma3", num_hidden_layers=2, vocab_size=257), "ngram", graphs="on")
 
 
 @pytest.mark.slow

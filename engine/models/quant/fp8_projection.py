@@ -42,9 +42,9 @@ class Fp8Projection:
             odd = [name for name, size in list(parts.items())[:-1] if size % BLOCK]
             if odd:
                 raise CheckpointError(
-                    f"{prefix}{odd[0]}: {parts[odd[0]]} outputs are no multiple of {BLOCK}, so that its "
-                    f"blocks "
-                    "cannot lie beside those of another matrix; use a checkpoint with scales per output"
+                    f"{prefix}{odd[0]}: {parts[odd[0]]} outputs are no multiple of {BLOCK}, so that "
+                    "its blocks cannot lie beside those of another matrix; use a checkpoint with scales "
+                    "per output"
                 )
             shape = (-(-out_size // BLOCK), -(-in_size // BLOCK))
         self.scales = torch.empty(shape, dtype=torch.float32, device=device)

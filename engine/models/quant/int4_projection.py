@@ -54,11 +54,14 @@ class _StoredPart:
         return unpack_words(self.qzeros, order) + self.form.zero_offset
 
     def has_groups_in_order(self) -> bool:
-        """Whether input h belongs to group h // G, as it does without act-order."""
+        """Whether input h belongs to group h // G, as it does without act-order. Groups of a rank's inputs
+        begin with any.
+        """
         if self.g_idx is None:
             return True
         inputs = torch.arange(self.g_idx.shape[0], device=self.g_idx.device)
-        return torch.equal(self.g_idx, (inputs // self.form.group_size).to(torch.int32))
+        own = self.g_idx - self.g_idx[:1]
+        return torch.equal(own, (inputs // self.form.group_size).to(torch.int32))
 
 
 class Int4Projection:
@@ -85,8 +88,7 @@ class Int4Projection:
         if odd:
             raise CheckpointError(
                 f"{prefix}{odd[0]}: {parts[odd[0]]} outputs are no multiple of {VALUES_A_WORD}, the "
-                f"values of a "
-                "word; use the original checkpoint"
+                "values of a word; use the original checkpoint"
             )
         try:
             self.unit = unit_of(in_size, form.group_size)

@@ -57,8 +57,7 @@ class Projections:
             others = ", ".join(name for name in parts if name not in ignored)
             raise CheckpointError(
                 f"quantization_config ignores {prefix}{ignored[0]} but not {others}, which is one product "
-                f"here; "
-                "use a checkpoint that quantises all or none of them"
+                "here; use a checkpoint that quantises all or none of them"
             )
         made: StoredProjection
         if isinstance(config.form, Fp8Form):

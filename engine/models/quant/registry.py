@@ -192,6 +192,6 @@ def quantise_at_load(name: str, stored: QuantConfig | None, source: Path) -> Qua
     if stored is not None:
         raise CheckpointError(
             f"quantize {name}: {source} is quantised already ({stored}); leave --quantize out, or use the "
-            f"original"
+            "original"
         )
     return QuantConfig(form=Fp8Form(is_rounded_here=True), ignored=("lm_head",))
