@@ -27,7 +27,6 @@ from .generate import PAGE_SIZE, Ask, Generator
 from .samples import SampleWriter
 
 TURN_TOKENS = 256  # of a user turn that the model writes
-MAX_PROMPT = 512  # tokens of a prompt that is answered in this process to its full length
 SEEDS = 1_000_003  # apart are the seeds of two collections
 REQUEST_S = 600.0
 BUSY = (429, 502, 503, 504)  # answers that a later request may not get
@@ -38,19 +37,33 @@ PROBE = "\x00turn\x00"  # stands for a user's text where the template is split
 
 @dataclass(frozen=True, kw_only=True)
 class CollectSettings:
-    """`greedy_share` of the answers are greedy, the others are sampled at `temperature`. `seconds` above 0
-    end the collection early.
+    """`greedy_share` of the answers are greedy, the others are sampled at `temperature`. `past_end_share` of
+    them go on behind the model's end, to `max_answer` tokens. In this process `max_prompt` tokens of a prompt
+    leave room for a whole answer. `seconds` above 0 end the collection early.
     """
 
     url: str
     num_samples: int
     max_answer: int
     concurrency: int
+    max_prompt: int = 512
     greedy_share: float = 0.5
+    past_end_share: float = 0.0
     temperature: float = 1.0
     seed: int = 0
     api_key: str = ""
     seconds: float = 0.0
+
+    def sampling(self, number: int, seed: int) -> SamplingParams:
+        """How answer `number` is generated: greedy or sampled, and where it may end."""
+        draw = random.Random(self.seed * 7919 + number)
+        is_greedy = draw.random() < self.greedy_share
+        return SamplingParams(
+            temperature=0.0 if is_greedy else self.temperature,
+            seed=seed,
+            max_new_tokens=self.max_answer,
+            ignore_eos=draw.random() < self.past_end_share,
+        )
 
 
 class Endpoint:
@@ -74,18 +87,18 @@ class Endpoint:
             ) from None
         return cls(client, base, model)
 
-    async def complete(
-        self, prompt: Sequence[int], count: int, temperature: float, seed: int
-    ) -> tuple[list[int], str]:
-        """(token ids, reason of the end) of up to `count` tokens.
+    async def complete(self, prompt: Sequence[int], sampling: SamplingParams) -> tuple[list[int], str]:
+        """(token ids, reason of the end) of what follows `prompt`.
 
         A busy endpoint, or one that restarts, is asked again. Raises CheckpointError with the answer to a
         request that is refused, or if there is none.
         """
         body: dict[str, Any] = {
-            "model": self._model, "prompt": list(prompt), "max_tokens": count, "temperature": temperature,
-            "seed": seed, "return_token_ids": True,
+            "model": self._model, "prompt": list(prompt), "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature, "seed": sampling.seed, "return_token_ids": True,
         }  # fmt: skip
+        if sampling.ignore_eos:
+            body["ignore_eos"] = True
         for pause_s in (*PAUSES_S, None):
             try:
                 reply = await self._client.post(f"{self._url}/v1/completions", json=body)
@@ -258,10 +271,9 @@ def collect_here(
     longest = load_model_config(model).max_position_embeddings - PAGE_SIZE
     generator = Generator(
         str(model), batch=settings.concurrency,
-        max_tokens=min(longest, MAX_PROMPT + settings.max_answer), device=device, dtype=dtype,
+        max_tokens=min(longest, settings.max_prompt + settings.max_answer), device=device, dtype=dtype,
     )  # fmt: skip
     known: set[tuple[int, ...]] = set()
-    greedy = random.Random(settings.seed * 7919)
     counts = {"samples": 0, "tokens": 0, "asked": 0}
     started = time.monotonic()
 
@@ -274,11 +286,7 @@ def collect_here(
             return None
         known.add(tuple(ids))
         counts["asked"] += 1
-        is_greedy = greedy.random() < settings.greedy_share
-        sampling = SamplingParams(
-            temperature=0.0 if is_greedy else settings.temperature,
-            seed=settings.seed * SEEDS + counts["asked"], max_new_tokens=settings.max_answer,
-        )  # fmt: skip
+        sampling = settings.sampling(counts["asked"], settings.seed * SEEDS + counts["asked"])
 
         def keep(answer: list[int]) -> None:
             writer.add(Sample([*ids, *answer], [0] * len(ids) + [1] * len(answer)))
@@ -320,9 +328,7 @@ async def _answered(
     ids = await prompt()
     if not ids:
         return None
-    is_greedy = random.Random(settings.seed * 7919 + number).random() < settings.greedy_share
-    temperature = 0.0 if is_greedy else settings.temperature
-    answer, _ = await endpoint.complete(ids, settings.max_answer, temperature, settings.seed + number)
+    answer, _ = await endpoint.complete(ids, settings.sampling(number, settings.seed + number))
     return Sample([*ids, *answer], [0] * len(ids) + [1] * len(answer))
 
 
@@ -348,7 +354,8 @@ async def _own(
 
         async def prompt(number: int = number) -> list[int] | None:
             seed = settings.seed * SEEDS + number
-            ids, _ = await endpoint.complete(opening, TURN_TOKENS, 1.0, seed)
+            sampling = SamplingParams(temperature=1.0, seed=seed, max_new_tokens=TURN_TOKENS)
+            ids, _ = await endpoint.complete(opening, sampling)
             text = chat.text(ids)
             return chat.of_text(text) if text else None
 

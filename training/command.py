@@ -23,6 +23,7 @@ from .evaluate import held_out_prompts, measure
 from .frozen_target import FrozenTarget
 from .head_files import MAX_POSITIONS, write_weights
 from .kinds import DFLASH, EAGLE3, KINDS, OPTIONS, HeadSettings
+from .optimizers import ADAMW, NAMES
 from .progress import progress_bar
 from .samples import SampleSet, SampleWriter, read_samples
 from .swap import RolledBack, SwapSettings, swap_heads
@@ -107,7 +108,15 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
     add("--max-answer", type=_at_least(1), default=512, help="tokens of an answer (default %(default)s)")
     add("--concurrency", type=_at_least(1), help="texts at once (default 256, with --url 64)")
     add("--minutes", type=_positive, help="begin no text after this time (default: until --samples)")
+    add(
+        "--max-prompt", type=_at_least(1), default=512,
+        help="tokens of a prompt that leave room for a whole answer, without --url (default %(default)s)",
+    )  # fmt: skip
     add("--greedy-share", type=_share, default=0.5, help="of the answers (default %(default)s)")
+    add(
+        "--past-end-share", type=_share, default=0.0,
+        help="of the answers, which go on behind the model's end (default %(default)s)",
+    )  # fmt: skip
     add("--seed", type=_at_least(0), default=0)
     _add_device(parser)
     parser.set_defaults(run=run_collect)
@@ -143,6 +152,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=_at_least(2), default=16_384, help="of a batch per GPU (default %(default)s)")
     add("--max-length", type=_at_least(2), default=1024, help="tokens of a sample (default %(default)s)")
     add("--lr", type=_positive, default=3e-4, help="default %(default)s")
+    add("--optimizer", choices=NAMES, default=ADAMW, help="default %(default)s")
     add("--held-out", type=_at_least(0), default=64, help="samples to measure with (default %(default)s)")
     add("--exclude", type=Path, metavar="FILE", help="prompts in JSON lines that are never trained on")
     add("--save-every", type=_at_least(1), default=200, help="steps between states (default %(default)s)")
@@ -204,7 +214,9 @@ def run_collect(options: argparse.Namespace) -> int:
         num_samples=options.samples,
         max_answer=options.max_answer,
         concurrency=options.concurrency or (64 if options.url else 256),
+        max_prompt=options.max_prompt,
         greedy_share=options.greedy_share,
+        past_end_share=options.past_end_share,
         seed=options.seed,
         api_key=os.environ.get("BATON_API_KEY", ""),
         seconds=60 * (options.minutes or 0.0),
@@ -276,6 +288,7 @@ def run_train(options: argparse.Namespace) -> int:
                 options.max_length, options.max_tokens, MAX_POSITIONS, config.max_position_embeddings
             ),
             lr=options.lr,
+            optimizer=options.optimizer,
             seed=options.seed,
             save_every=options.save_every,
         )

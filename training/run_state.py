@@ -1,8 +1,8 @@
 """The state of a training run on disk, whole or absent: a run that was killed continues from the last one.
 
-`DIR/step-NNNNNN/` holds `state.safetensors` (weights, first and second moments) and `progress.json`. It is
-written under another name and renamed, and the oldest states are deleted. `DIR/curve.jsonl` has a line per
-step; a resumed run cuts off the lines behind its state.
+`DIR/step-NNNNNN/` holds `state.safetensors` (weights, and what the optimizers keep for each) and
+`progress.json`. It is written under another name and renamed, and the oldest states are deleted.
+`DIR/curve.jsonl` has a line per step; a resumed run cuts off the lines behind its state.
 """
 
 import json
@@ -17,11 +17,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..engine.errors import CheckpointError
+from .optimizers import Optimizers
 from .tensor_files import write_tensors
 
 KEPT = 2
 CURVE = "curve.jsonl"
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +37,14 @@ class Progress:
     settings: dict[str, object]
 
 
-def save_state(
-    directory: Path, progress: Progress, module: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
+def save_state(directory: Path, progress: Progress, module: torch.nn.Module, optimizers: Optimizers) -> None:
     """Writes the state and deletes all but the newest `KEPT`."""
     partial = directory / ".partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     tensors = {f"weight.{name}": p.detach().contiguous() for name, p in module.named_parameters()}
     for name, parameter in module.named_parameters():
-        state = optimizer.state.get(parameter, {})
+        state = optimizers.state(parameter)
         tensors |= {f"{moment}.{name}": state[moment].contiguous() for moment in MOMENTS if moment in state}
     write_tensors(partial / "state.safetensors", tensors)
     (partial / "progress.json").write_text(json.dumps(asdict(progress)))
@@ -60,9 +59,9 @@ def load_state(
     directory: Path,
     settings: Mapping[str, object],
     module: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Optimizers,
 ) -> Progress | None:
-    """Fills `module` and `optimizer` from the newest state; None if there is none.
+    """Fills `module` and `optimizers` from the newest state; None if there is none.
 
     Raises CheckpointError if that run had other settings.
     """
@@ -86,11 +85,13 @@ def load_state(
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(tensors[f"weight.{name}"])
-            if f"exp_avg.{name}" in tensors:
-                optimizer.state[parameter] = {
-                    "step": torch.tensor(float(progress.step)),
-                    **{moment: tensors[f"{moment}.{name}"].to(parameter.device) for moment in MOMENTS},
-                }
+            kept = {
+                moment: tensors[key].to(parameter.device)
+                for moment in MOMENTS
+                if (key := f"{moment}.{name}") in tensors
+            }
+            if kept:
+                optimizers.restore(parameter, {"step": torch.tensor(float(progress.step)), **kept})
     return progress
 
 

@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import run_state
 from .frozen_target import FrozenTarget
+from .optimizers import ADAMW, Optimizers
 from .progress import progress_bar
 from .samples import Batch, BatchPlan, SampleSet
 from .trainee import StepLosses, Trainee, accept_length
 
-BETAS = (0.9, 0.95)
 SMOOTHING = 0.98  # of the averages that the progress bar shows
 SHOWN_EVERY = 8
 
@@ -39,6 +39,7 @@ class TrainSettings:
     max_tokens: int
     max_length: int
     lr: float
+    optimizer: str = ADAMW
     warmup: float = 0.04
     final_rate: float = 0.05
     clip: float = 0.5
@@ -128,9 +129,7 @@ class Trainer:
         )
         parameters = list(self._module.parameters())
         self._device = parameters[0].device
-        self._optimizer = torch.optim.AdamW(
-            parameters, lr=settings.lr, betas=BETAS, weight_decay=0.0, fused=self._device.type == "cuda"
-        )
+        self._optimizers = Optimizers(self._module, settings.optimizer, settings.lr)
         content = zlib.crc32(samples.tokens.numpy().tobytes())
         self._saved = {
             **asdict(settings), "samples": len(samples), "sample_crc": content, "ranks": ranks.count,
@@ -160,7 +159,7 @@ class Trainer:
         Raises CheckpointError for a state of other settings, or a disk that takes no state.
         """
         settings = self._settings
-        found_state = run_state.load_state(self._directory, self._saved, self._module, self._optimizer)
+        found_state = run_state.load_state(self._directory, self._saved, self._module, self._optimizers)
         now = found_state or run_state.Progress(
             step=0, epoch=0, epoch_step=0, num_samples=0, seconds=0.0, settings=self._saved
         )
@@ -203,14 +202,12 @@ class Trainer:
         """Takes one step. Returns the objective, the gradient's norm, and by position the correct drafts and
         their number, in one tensor on the device, which the host does not wait for.
         """
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
         batch = batch.to(self._device)
         losses: StepLosses = self._model(batch, self._target.rows(batch.tokens))
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizers.zero_grad()
         losses.objective.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._settings.clip)
-        self._optimizer.step()
+        self._optimizers.step(rate)
         parts = (losses.objective.detach(), norm.detach(), losses.correct, losses.count)
         return torch.cat([part.float().reshape(-1) for part in parts])
 
@@ -226,7 +223,7 @@ class Trainer:
             settings=self._saved,
         )
         if self._ranks.is_first:
-            run_state.save_state(self._directory, progress, self._module, self._optimizer)
+            run_state.save_state(self._directory, progress, self._module, self._optimizers)
         return progress
 
     @contextlib.contextmanager

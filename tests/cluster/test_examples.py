@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import yaml
 from baton.tests.lock_files import ROOT
 from baton.tests.meta.kubernetes.manifests import needs
+from baton.tests.parity.prompts import CHATS
 
 EXAMPLES = ROOT / "examples"
 READY_S, EXAMPLE_S = 120, 120
@@ -116,10 +118,25 @@ def test_the_training_prompts_are_chats_of_every_kind():
     printed = said_by(dict(os.environ), sys.executable, "-P", EXAMPLES / "training_prompts.py", "300")
     chats = [json.loads(line)["messages"] for line in printed.splitlines()]
     assert len(chats) == 300
-    assert len(set(printed.splitlines())) > 250
+    assert len(set(printed.splitlines())) == 300
     assert {chat[0]["role"] for chat in chats} == {"system", "user"}
     assert {chat[-1]["role"] for chat in chats} == {"user"}
     assert not [turn for chat in chats for turn in chat if "{" in turn["content"]], "an unfilled word"
+
+
+def test_no_training_prompt_is_nearly_one_that_drafters_are_measured_with():
+    printed = said_by(dict(os.environ), sys.executable, "-P", EXAMPLES / "training_prompts.py", "5000")
+    measured = [three_words([text for role, text in chat.turns if role != "assistant"]) for chat in CHATS]
+    for line in printed.splitlines():
+        asked = [turn["content"] for turn in json.loads(line)["messages"] if turn["role"] != "assistant"]
+        words = three_words(asked)
+        assert all(len(words & other) < 0.45 * len(words | other) for other in measured), asked
+
+
+def three_words(texts):
+    """All runs of three words of `texts`; a shorter text is one run."""
+    words = re.findall(r"\w+", " ".join(texts).lower())
+    return {tuple(words[i : i + 3]) for i in range(max(1, len(words) - 2))}
 
 
 @needs("helm")

@@ -102,7 +102,7 @@ def test_own_user_turns_become_chats_with_masked_answers(
 def test_prompts_of_a_file_are_answered_in_all_three_forms(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Server(monkeypatch)
+    server = Server(monkeypatch)
     lines = [
         {"tokens": [5, 6]},
         {"prompt": "w10 w11"},
@@ -110,7 +110,9 @@ def test_prompts_of_a_file_are_answered_in_all_three_forms(
     ]
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
-    asyncio.run(collect(settings(), model, SampleWriter(tmp_path / "out"), path))
+    some = settings(past_end_share=1.0)
+    asyncio.run(collect(some, model, SampleWriter(tmp_path / "out"), path))
+    assert all(body["ignore_eos"] for body in server.bodies)
     samples = read_samples([tmp_path / "out"], len(WORDS))
     found = sorted(tuple(samples.sample(i).tokens) for i in range(len(samples)))
     assert found == [(1, 24, 2, 3, 4, 5, 2), (5, 6, 7, 8, 2), (14, 15, 16, 17, 2)]

@@ -1,5 +1,7 @@
 """Texts of the engine in this process are those of the model, in any batch, and become samples."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,9 +24,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> ToyRun:
     return made
 
 
-def greedy(target: FrozenTarget, prompt: list[int], count: int) -> list[int]:
+def greedy(target: FrozenTarget, prompt: list[int], count: int, end: int = END) -> list[int]:
     tokens = list(prompt)
-    while len(tokens) < len(prompt) + count and tokens[-1] != END:
+    while len(tokens) < len(prompt) + count and tokens[-1] != end:
         logits = target.logits(target.rows(torch.tensor([tokens])).hidden[:, -1])
         tokens.append(int(logits.argmax()))
     return tokens[len(prompt) :]
@@ -70,3 +72,30 @@ def test_samples_of_this_process_are_distinct_with_greedy_answers(run: ToyRun, t
     for index, prompt in enumerate(prompts):
         answer = list(samples.sample(index).tokens[len(prompt) :])
         assert answer == greedy(run.target, list(prompt), 5)
+
+
+def test_answers_past_the_end_are_whole_and_long_prompts_have_room(run: ToyRun, tmp_path: Path) -> None:
+    long, lines = list(range(3, 53)), [[4, 5 + number] for number in range(8)]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"tokens": ids}) + "\n" for ids in [long, *lines]))
+    model = shutil.copytree(run.model, tmp_path / "model")
+    end = greedy(run.target, lines[0], 3, end=-1)[-1]
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"eos_token_id": end}))
+    (model / "generation_config.json").unlink()
+
+    def answers(out: str, *more: str) -> dict[tuple[int, ...], list[int]]:
+        assert main([
+            "collect", "--model", str(model), "--out", str(tmp_path / out), "--prompts", str(prompts),
+            "--concurrency", "4", "--max-answer", "9", "--greedy-share", "1", "--device", "cpu", "--dtype",
+            "float32", *more,
+        ]) == 0  # fmt: skip
+        samples = read_samples([tmp_path / out], VOCAB)
+        asked = [samples.prompt(index) for index in range(len(samples))]
+        return {ids: list(samples.sample(i).tokens[len(ids) :]) for i, ids in enumerate(asked)}
+
+    ended = answers("a", "--max-prompt", "40")
+    assert ended == {tuple(ids): greedy(run.target, ids, 9, end) for ids in lines}, "50 tokens leave no room"
+    assert len(ended[tuple(lines[0])]) < 9
+    whole = answers("b", "--past-end-share", "1")
+    assert whole == {tuple(ids): greedy(run.target, ids, 9, end=-1) for ids in [long, *lines]}

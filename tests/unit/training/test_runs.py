@@ -9,6 +9,7 @@ from baton.engine.errors import CheckpointError
 from baton.tests.unit.training.toy_run import VOCAB, ToyRun, settings, toy_run
 from baton.training import tensor_files
 from baton.training import trainer as training_loop
+from baton.training.optimizers import ADAMW, MUON, Optimizers
 from baton.training.run_state import CURVE, Progress, load_state, save_state
 from baton.training.samples import BatchPlan, Sample, SampleSet, SampleWriter, read_samples
 from baton.training.trainer import Ranks, Trainer
@@ -29,22 +30,24 @@ def curve(folder: Path) -> list[dict[str, object]]:
     return [{key: line[key] for key in ("step", "loss", "lr", "accuracy")} for line in lines]
 
 
+@pytest.mark.parametrize("optimizer", [ADAMW, MUON])
 def test_a_run_killed_at_three_points_ends_as_an_unbroken_one(
-    run: ToyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: ToyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     reference = run.trainee()
-    done = Trainer(reference, run.target, run.samples, settings(), whole, ranks=Ranks()).run()
+    chosen = settings(optimizer=optimizer)
+    done = Trainer(reference, run.target, run.samples, chosen, whole, ranks=Ranks()).run()
     for number, limit in enumerate((1, 4, 8, None)):
         # from the third on, weights come from the state and not from this start
         trainee = run.trainee(seed=0 if number < 2 else 9)
-        trainer = Trainer(trainee, run.target, run.samples, settings(), broken, ranks=Ranks())
+        trainer = Trainer(trainee, run.target, run.samples, chosen, broken, ranks=Ranks())
         rates = training_loop.learning_rate
 
-        def rate(step: int, total: int, chosen: training_loop.TrainSettings, limit=limit, rates=rates):
+        def rate(step: int, total: int, given: training_loop.TrainSettings, limit=limit, rates=rates):
             if limit is not None and step >= limit:
                 raise Killed
-            return rates(step, total, chosen)
+            return rates(step, total, given)
 
         with monkeypatch.context() as patch:
             patch.setattr(training_loop, "learning_rate", rate)
@@ -88,11 +91,12 @@ def test_a_run_of_other_layers_or_samples_is_refused(run: ToyRun, tmp_path: Path
 
 
 def test_states_are_ordered_by_number(run: ToyRun, tmp_path: Path) -> None:
-    module, optimizer = run.trainee(), torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    module = run.trainee()
+    optimizers = Optimizers(module, ADAMW, 1e-3)
     for step in (999_998, 999_999, 1_000_000):
         progress = Progress(step=step, epoch=0, epoch_step=0, num_samples=0, seconds=0.0, settings={})
-        save_state(tmp_path, progress, module, optimizer)
-    found = load_state(tmp_path, {}, module, optimizer)
+        save_state(tmp_path, progress, module, optimizers)
+    found = load_state(tmp_path, {}, module, optimizers)
     assert found is not None
     assert found.step == 1_000_000
 
@@ -123,7 +127,7 @@ def test_a_full_disk_leaves_the_shards_and_states_that_are_there(
         with pytest.raises(CheckpointError, match="is the disk full"):
             writer.flush()
         with pytest.raises(CheckpointError, match="is the disk full"):
-            save_state(tmp_path, done, run.trainee(), torch.optim.AdamW(run.trainee().parameters()))
+            save_state(tmp_path, done, run.trainee(), Optimizers(run.trainee(), ADAMW, 1e-3))
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["samples-00000.safetensors"]
     writer.flush()
     assert len(read_samples([tmp_path / "samples"], VOCAB)) == 2
