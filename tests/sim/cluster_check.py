@@ -55,6 +55,8 @@ class Checker:
                 owners[page] += 1
         for page in cache._children.values():
             owners[page] += 1
+        if process.tier_checks is not None:
+            process.tier_checks.audit(owners)
         for page, count in owners.items():
             if cache.allocator.refs(page) != count:
                 raise Violation(
@@ -90,6 +92,8 @@ class Checker:
             messages=process.control.num_waiting,
             unread=len(process.link.inbox),
         )
+        if process.tier_checks is not None:
+            yield from self._nonzero(process, copies=process.worker.tiers.tiers.is_busy)
         if process.role == "P":
             yield from self._nonzero(
                 process,
@@ -114,6 +118,8 @@ class Checker:
         for worker in world.workers.values():
             if worker is not None:
                 self._audit(worker)
+                if worker.tier_checks is not None:
+                    worker.tier_checks.check_end()
                 self._check_memory(worker)
         self._check_retries()
         self._check_success()

@@ -13,6 +13,7 @@ from baton.tests.sim.cluster_toy import LONGEST_OUTPUT, NUM_PROMPTS, expected, p
 
 GRACE_S = 1.0  # that a client may wait behind its deadline
 GONE_S = 1.0  # after which nothing of a cancelled request is held
+TIERED_PROMPTS = 20  # where there are tiers, prompts come again
 RETRY_S = 0.1  # a refused connection is tried again
 
 
@@ -156,7 +157,7 @@ class Client:
         self.world.timeline.note("client", self.number, "end", how)
         self.world.outcomes[how] += 1
         if how in ("left", "stopped") and self.world.faults.are_only(
-            "leave", "stop", "burst", "tight", "kv_loss"
+            "leave", "stop", "burst", "tight", "kv_loss", "tier_slow", "tier_hang"
         ):
             self.world.timeline.at(self.ended_at + GONE_S, self.world.checker.check_gone, self)
         self.check_time()
@@ -203,7 +204,7 @@ def draw_client(world, number, rng: Random, faults):
     return Client(
         world,
         number,
-        rng.randrange(NUM_PROMPTS),
+        rng.randrange(NUM_PROMPTS) % (TIERED_PROMPTS if world.settings.host_slots else NUM_PROMPTS),
         sampling,
         leave_after=rng.randrange(8) if leaves_at_token else -1,
         leave_at=0.6 * rng.random() ** 2 if leaves and not leaves_at_token else 0.0,

@@ -13,9 +13,13 @@ KINDS = (
     "kill", "kill_at", "stall", "hang", "freeze", "jump", "leave", "stop", "slow", "drain", "usurp", "tight",
     "burst",
     "kill_two", "pause_all",
+    "tier_slow", "tier_fail", "tier_flip", "tier_torn", "tier_gone", "tier_hang", "tier_foreign",
 )  # fmt: skip
 # What neither loses nor changes a message and takes nobody away.
-HARMLESS = frozenset(("kv_duplicate", "kv_reorder", "control_duplicate", "congestion", "slow"))
+HARMLESS = frozenset(
+    ("kv_duplicate", "kv_reorder", "control_duplicate", "congestion", "slow",
+    "tier_fail", "tier_flip", "tier_torn", "tier_gone", "tier_foreign")
+)  # fmt: skip
 # Processes stand still and live; without other faults they keep their connections.
 PAUSES = ("stall", "pause_all", "hang")
 # What makes a worker look lost.
@@ -87,6 +91,15 @@ class Faults:
     tight: bool = False  # few pages
     burst: bool = False  # all clients come at once
     pause_all: int = 0  # the whole host stands still
+    tier_slow: float = (
+        0.0  # a copy between tiers takes long; drawn by `cluster_tiers.add_tiers`, as those below
+    )
+    tier_fail: float = 0.0  # a page is read from the disk in part only
+    tier_flip: float = 0.0  # one bit of a page in host memory or on disk
+    tier_torn: bool = False  # a process that dies while it writes a page leaves a part of it
+    tier_gone: int = 0  # a disk is removed, or host memory fails
+    tier_hang: int = 0  # a disk does not answer for some time
+    tier_foreign: bool = False  # the disks hold pages of a worker with other weights
 
     @property
     def names(self):

@@ -26,6 +26,7 @@ from baton.router.scheduling.output_estimates import OutputEstimates
 from baton.router.scheduling.placement import PairingPolicy
 from baton.router.workers.registry import Registry
 from baton.tests.sim.cluster_net import INFINITY, Died, Process
+from baton.tests.sim.cluster_tiers import TierChecks, tiers_of
 from baton.tests.sim.cluster_toy import MAX_CONTEXT, STEPS, VOCAB, ToyAheadDecoder, ToyDecoder, toy_engine
 from baton.tests.sim.draws import hex_id
 from baton.worker.identity import hello_of, layout_of, planes_of
@@ -333,6 +334,10 @@ class WorkerProcess(Process):
         self.link = SimLink(self)
         self.work = LinkWork({0: self.control}, self.transport, self._told)
         self.worker = self._worker()
+        self.tier_checks = None
+        if settings.host_slots:
+            self.worker.tiers = tiers_of(self)
+            self.tier_checks = TierChecks(self)
         self.shutdown = Shutdown()
         self.loop = WorkerLoop(self.worker, self.link, self.shutdown, drain_timeout_s=4.0, clock=self.clock)
         self._link_at = self._turn_at = INFINITY

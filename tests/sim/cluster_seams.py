@@ -42,6 +42,7 @@ from baton.router.workers.registry import UNREACHABLE_S, Registry
 from baton.router.workers.stalls import Stalls
 from baton.tests.sim.cluster_faults import Faults
 from baton.tests.sim.cluster_nodes import SimSender
+from baton.tests.sim.cluster_tier_seams import STAGED, TIER_SEAMS
 from baton.tests.sim.cluster_toy import ToyAheadDecoder
 from baton.tests.sim.cluster_world import Options, Settings
 
@@ -165,9 +166,12 @@ def no_cancel(worker, state):
         has_local_prefill=state is DecodeState.PREFILLING, choices=1 + (state is DecodeState.SHARING),
     )  # fmt: skip
     leave_at = BRIEF.get(state, "")
+    faults = Faults() if leave_at else Faults(leave=0.9, stop=0.9, burst=True)
+    if state is DecodeState.RESTORING:
+        faults, settings = Faults(leave=0.7, tier_hang=12, tier_slow=0.5), STAGED
     return patch.object(worker, "_cancel", deaf), Options(
-        faults=Faults() if leave_at else Faults(leave=0.9, stop=0.9, burst=True), settings=settings,
-        num_clients=12,
+        faults=faults, settings=settings,
+        num_clients=12 if settings is not STAGED else 40,
         num_prefills=1, num_decodes=2, leave_at=leave_at, odd="P0" if settings.has_local_prefill else "",
     )  # fmt: skip
 
@@ -507,6 +511,7 @@ SEAMS = {
     "running clock": no_running_clock,
     "fingerprint at the router": no_fingerprint,
     "fingerprint anywhere": no_fingerprint_anywhere,
+    **TIER_SEAMS,
     **{
         f"cancel {role} {state.value}": lambda worker=worker, state=state: no_cancel(worker, state)
         for role, worker, states in (
@@ -515,7 +520,7 @@ SEAMS = {
         )
         for state in states
         # closing: a Cancel has been heard before, and the end is there within a turn of the link; settling:
-        # within a step; restoring: these workers have no lower tier
-        if state.value not in ("closing", "settling", "restoring")
+        # within a step
+        if state.value not in ("closing", "settling")
     },
 }

@@ -18,6 +18,7 @@ from baton.tests.sim.cluster_clients import Client, Violation, draw_client, draw
 from baton.tests.sim.cluster_faults import NEAR_S, PAUSES, TRANSITIONS, Faults, draw
 from baton.tests.sim.cluster_net import Network, Timeline
 from baton.tests.sim.cluster_nodes import CONTROL, RouterProcess, WorkerProcess
+from baton.tests.sim.cluster_tiers import add_tiers, hang_disk, lose_tier
 from baton.tests.sim.draws import hex_id
 
 CALM_S = 0.25  # registration
@@ -67,6 +68,9 @@ class Settings:
     aggregated: str = (
         ""  # "alone": decode workers are aggregated and there is no other; "mixed": beside prefill
     )
+    host_slots: int = 0  # pages of the host tier of each worker; 0: there are no tiers
+    disk_slots: int = 0  # pages of the disk tier behind it
+    is_staging: bool = False  # the host tier is only the way to the disk
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,8 @@ class World:
         self.rng = Random(seed)
         self.faults = options.faults or draw(self.rng)
         self.settings = options.settings or draw_settings(seed, self.rng, self.faults)
+        if options.faults is None and options.settings is None:
+            self.faults, self.settings = add_tiers(seed, self.faults, self.settings)
         self.num_prefills = options.num_prefills or self.rng.choice((2, 2, 2, 2, 1))
         if self.settings.aggregated == "alone":
             self.num_prefills = 0
@@ -158,6 +164,7 @@ class World:
         self.checker = Checker(self)
         self.routers = []  # every start; the last one has the address
         self.workers = {}  # name -> the process that lives under it, or None
+        self.disks = {}  # (worker's name, fingerprint) -> files of its disk tier
         self.clients = []
         self._to_kill = self.faults.kill_nth if self.faults.kill_at else 0
         self._standstill = Counter()  # router instance -> seconds
@@ -254,6 +261,8 @@ class World:
             "drain",
             "usurp",
             "pause_all",
+            "tier_gone",
+            "tier_hang",
         ):
             for _ in range(getattr(self.faults, kind)):
                 when = CALM_S + FAULTS_S * self.rng.random()
@@ -378,6 +387,15 @@ class World:
         self.start(ROUTER)
         return True
 
+    def _tier_gone(self, victim):
+        self.timeline.note(victim.name, "may lose a tier")
+        return victim.role != "R" and lose_tier(victim, self.rng)
+
+    def _tier_hang(self, victim):
+        seconds = self.rng.choice((0.3, 1.0, 3.0))
+        self.timeline.note(victim.name, "may wait for its disk", seconds)
+        return victim.role != "R" and hang_disk(victim, seconds)
+
     # --- the run --------------------------------------------------------------------------------------------
 
     def boot(self):
@@ -389,6 +407,7 @@ class World:
         self.timeline.at(CALM_S, self._begin_faults)
         self._schedule_faults()
         drawn = self.rng.choice((1, 2, 4, 6, 8)) + 6 * self.settings.is_crowded
+        drawn += 12 * bool(self.settings.host_slots)  # whose prompts leave the pools and come back
         num_clients = self.options.num_clients or drawn
         for number in range(num_clients):
             choices = draw_request(self, number * self.settings.choices, self.rng, self.faults)

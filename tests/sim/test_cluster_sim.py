@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -162,6 +163,20 @@ def test_a_damaged_order_is_resent_and_costs_no_attempt():
         assert outcome.violation == "", seed
         num_damaged += outcome.reached["order_flip"]
     assert num_damaged > 50
+
+
+def test_a_tier_that_fails_costs_no_answer():
+    faults = Faults(tier_fail=0.5, tier_flip=0.2, tier_slow=0.2, tier_gone=1, tier_foreign=True)
+    tiers = Settings(host_slots=12, disk_slots=60, prefill_pages=18, decode_pages=22)
+    reached = Counter()
+    for seed in range(6):
+        settings = replace(tiers, is_staging=seed % 3 == 2, is_overlapped=seed % 2 == 1)
+        outcome = run(seed, Options(faults=faults, settings=settings, num_clients=24))
+        assert outcome.violation == "", seed
+        assert set(outcome.outcomes) == {"ok"}, (seed, outcome.outcomes)
+        reached += outcome.reached
+    assert reached["pages restored"] > 20
+    assert set(faults.names) <= set(reached), reached
 
 
 def without_budget(owner, name, fault, seed):
