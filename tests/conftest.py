@@ -11,8 +11,15 @@ from baton.tests.meta.tiers import mark_tiers
 from baton.tests.shared_files import SharedFiles
 
 MATRIX = "gpu/test_path_matrix.py"  # its ids begin with the four fields that say which engine
-# Of drafters on a device: each test compiles kernels and captures graphs of its own.
-SPLIT = frozenset(f"gpu/test_{name}.py" for name in ("dflash", "drafters", "heads", "mtp", "ngram"))
+# On a device each test of these compiles kernels and captures graphs of its own, so they share little.
+SPLIT = frozenset(
+    f"gpu/test_{name}.py"
+    for name in (
+        "bf16_alone", "bf16_audit", "cache_tiers", "cuda_cluster", "default_sizes", "dflash", "drafters",
+        "families", "head_swap", "heads", "latent", "mtp", "ngram", "page_growth", "quantised", "sparse",
+        "steps", "training", "warmup",
+    )
+)  # fmt: skip
 QUICK_EXAMPLES, FULL_EXAMPLES = 50, 400  # of hypothesis, per test
 
 # One thread per process, children included, where several test processes share the cores. torch reads this
@@ -57,8 +64,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Schedules files in collection order, each in one process. The device path matrix goes by engine, files
-    in SPLIT by test.
+    """Schedules files in collection order, each in one process. On a device the path matrix goes by engine,
+    files in SPLIT by test, the others by test function.
 
     All files of `faults` go to one process: their rows have deadlines, and two rows at once would miss them.
 
@@ -73,6 +80,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
                 return "-".join(test.partition("[")[2].split("-")[:4])
             if path in SPLIT:
                 return nodeid
+            if path.startswith("gpu/"):
+                return path + test.partition("[")[0]
             return "faults" if path.startswith("faults/") else path
 
     config.option.loadscopereorder = False  # it would begin with the files of the most tests

@@ -81,13 +81,14 @@ def test_graphs_follow_their_inputs(count: int):
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("form", [name for name in FORMS if name != "gptq_v2"])
 def test_a_model_is_near_its_values(toy_checkpoint, tmp_path: Path, form: str, kv_dtype: str):
-    """A prompt and decoded tokens, against the float32 model on the CPU; 3 layers add up their roundings.
+    """A prompt and decoded tokens of one layer, against the float32 model on the CPU.
 
-    The definition with rows rounded to 8 bits is off by 0.20 to 0.41 on these random weights, that of 4 bits
-    by bfloat16 alone; logits that have nothing to do with each other are off by 1.4.
+    The definition with rows rounded to 8 bits is off by 0.10 to 0.30 on these random weights, that of 4 bits
+    by bfloat16 alone; logits that have nothing to do with each other are off by 1.4. Further layers of random
+    weights only amplify a rounding.
     """
     path = tmp_path / form
-    write_quantised(toy_checkpoint("llama", **SHAPE), path, form)
+    write_quantised(toy_checkpoint("llama", num_hidden_layers=1, **SHAPE), path, form)
     ours = ToyEngine(path, kv_dtype=kv_dtype)
     on_cpu = ToyEngine(path, kv_dtype=kv_dtype)
     model, _ = load_model(path, dtype=torch.bfloat16, device="cuda", kv_dtype=kv_dtype)
@@ -99,5 +100,5 @@ def test_a_model_is_near_its_values(toy_checkpoint, tmp_path: Path, form: str, k
         for name in ("input_ids", "positions", "slots", "page_table"):
             setattr(batch, name, getattr(batch, name).cuda())
         found = runner.forward(batch).logits[-1]
-        tolerance = 0.6 if form in EIGHT_BITS else 0.2
+        tolerance = 0.45 if form in EIGHT_BITS else 0.2
         near(found, on_cpu.run(("a", chunk)).logits[-1], tolerance)

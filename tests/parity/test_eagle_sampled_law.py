@@ -82,6 +82,6 @@ def test_a_wrong_rule_is_refuted_with_parallel_drafts(models, monkeypatch, rule)
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", ["eagle", "parallel"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_million_sequences_have_the_targets_law(models, kind):
     assert not is_refuted(sample(models[kind], MANY))

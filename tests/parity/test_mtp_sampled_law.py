@@ -40,7 +40,7 @@ def test_a_wrong_rule_is_refuted_with_modules(models, monkeypatch, rule):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", ["chained", "shared"])
+@pytest.mark.parametrize("kind", ["chained", "independent", "shared"])
 def test_a_million_sequences_have_the_targets_law(models, kind):
     assert not is_refuted(sample(models[kind], MANY))
 

@@ -239,6 +239,12 @@ def test_a_million_sequences_have_the_targets_law(models, shape):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+def test_a_million_sequences_with_drafts_by_lookup_have_the_targets_law(lookup):
+    assert not is_refuted(sample(lookup, MANY, ngram_min=1, ngram_max=2, spec_adaptive="off"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_million_sequences_refute_a_threshold_of_99_percent(models, monkeypatch):
     torch.manual_seed(1)
     monkeypatch.setattr(fused_step, "verify_drafts", threshold_of_99_percent)
