@@ -2,12 +2,11 @@
 
 import zmq
 
-from ..cluster.config.groups import GROW
+from ..cluster.config.groups import WHOLE
 from ..cluster.config.roles import DecodeConfig
 from ..cluster.net.sockets import Socket
 from ..cluster.process.process import EXIT_AGAIN, EXIT_OK, Serve
 from ..cluster.protocol.messages import DraftWidths, Hello
-from ..cluster.security.ciphers import AUTO
 from ..engine.loader import Engine
 from ..kvtransfer.transport import PollableTransport
 from ..worker.hand_off import receiver_end
@@ -79,9 +78,8 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
 
     @property
     def grows(self) -> bool:
-        """Whether rooms take pages as their tokens come; `auto` on a GPU waits for a measurement there."""
-        wanted = self.config.reserve
-        return wanted == GROW or (wanted == AUTO and self.engine.pool.device.type == "cpu")
+        """Whether rooms take pages as their tokens come."""
+        return self.config.reserve != WHOLE
 
     def make_worker(self) -> DecodeWorker:
         """The worker on the loaded engine and the open link."""

@@ -354,7 +354,7 @@ class DecodeSettings(RoleConfig):
         "auto",
         Setting(
             help="KV pages of a request: grow: those of its prompt and next steps, and more as its tokens "
-            "come; whole: those of all its max_tokens from the start; auto: grow on CPU, whole on a GPU",
+            "come; whole: those of all its max_tokens from the start; auto: grow",
             choices=RESERVES,
         ),
     )
