@@ -72,6 +72,7 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
             grows=self.grows,
             ahead_tokens=AHEAD_TOKENS,
             shares_prompts=True,
+            preempts=self.grows,
             spec_tokens=self.engine.shape.spare_slots,
             draft_widths=draft_widths_of(self.engine),
         )
@@ -90,6 +91,7 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
             max_running=self.engine.sizes.max_running,
             local_prefill_tokens=self.engine.sizes.local_prefill_tokens,
             slo_itl_s=self.config.slo_itl_ms / 1000,
+            slo_ttft_s=self.config.slo_ttft_ms / 1000,
             grows=self.grows,
             embeds=self.embeds,
             recorder=self.recorder,

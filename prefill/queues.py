@@ -26,6 +26,8 @@ class PrefillRoom(WorkerRoom):
     cached_tokens: int = 0
     chunks: int = 0
     is_looked_up: bool = False  # in the tiers below the pool
+    num_known: int | None = None  # tokens of its prefix in the cache, when it was first looked for
+    keeps_pages: bool = False  # its pages go to no other request
 
     @property
     def is_over(self) -> bool:

@@ -255,6 +255,7 @@ class WorkerStartup(ABC, Generic[C, R]):
         grows: bool = False,
         ahead_tokens: int = 0,
         shares_prompts: bool = False,
+        preempts: bool = False,
         spec_tokens: int = 0,
         draft_widths: DraftWidths | None = None,
     ) -> Hello:
@@ -274,6 +275,7 @@ class WorkerStartup(ABC, Generic[C, R]):
             grows=grows,
             ahead_tokens=ahead_tokens,
             shares_prompts=shares_prompts,
+            preempts=preempts,
             spec_tokens=spec_tokens,
             draft_widths=draft_widths,
             transports=self.transports,

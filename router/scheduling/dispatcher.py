@@ -579,7 +579,7 @@ class Dispatcher:
                 if (worker := self.registry.get(effect.instance)) is not None:
                     for part in embeds_before(effect.message, entry, worker):
                         self._outbox.post(worker, part, now)
-                    self._outbox.post(worker, addressed(effect.message, entry), now)
+                    self._outbox.post(worker, addressed(effect.message, entry, now), now)
             else:
                 entry.trace.did(effect, now)
                 is_admission_due |= self._perform_rare(entry, effect, now)

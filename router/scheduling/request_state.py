@@ -360,12 +360,15 @@ def reserved_workers(on_probation: Iterable[Entry], room: Room) -> set[str]:
     return {instance for pair in pairs if pair is not None for instance in pair.instances}
 
 
-def addressed(message: Reserve | Prefill | Cancel, entry: Entry) -> Reserve | Prefill | Cancel:
-    """An order with the tenant's salt, the embeddings, the trace context and the id of its request. Decode's
-    also has the output to count on, the class, and the consent to record it. Embeddings have no ids that
-    could be recorded."""
+def addressed(message: Reserve | Prefill | Cancel, entry: Entry, now: float) -> Reserve | Prefill | Cancel:
+    """An order with the class and the wait of its request, the tenant's salt, the embeddings, the trace
+    context and the id. Decode's also has the output to count on and the consent to record it. Embeddings have
+    no ids that could be recorded."""
+    if isinstance(message, Cancel):
+        return message
     salt, embeds, trace = entry.job.order_salt, entry.job.embeds, entry.request.tag.span.context
-    request_id = entry.request.tag.request_id
+    request_id, priority = entry.request.tag.request_id, entry.request.priority
+    waited_ms = max(0, round((now - entry.job.arrived) * 1000))
     if isinstance(message, Reserve):
         may_record = entry.request.may_record and embeds is None
         expected, granted = entry.claim
@@ -374,9 +377,13 @@ def addressed(message: Reserve | Prefill | Cancel, entry: Entry) -> Reserve | Pr
             may_record=may_record,
             expected_output=expected,
             granted_output=granted,
-            priority=entry.request.priority,
+            priority=priority,
+            waited_ms=waited_ms,
         )
-    if isinstance(message, Cancel) or not (salt or embeds or trace or request_id):
+    else:
+        keeps_pages = entry.room.num_retractions > 0
+        message = replace(message, priority=priority, waited_ms=waited_ms, keeps_pages=keeps_pages)
+    if not (salt or embeds or trace or request_id):
         return message
     rows = embeds.rows if embeds is not None else None
     return replace(
