@@ -73,4 +73,6 @@ class Preemption:
             for other in self._queues
             if other.priority > room.priority and not other.is_over and is_beyond_grant(other)
         ]
-        return sorted(found, key=lambda each: (each.priority, each.arrived), reverse=True)
+        return sorted(found, key=lambda each: (each.priority, each.arrived))[
+            ::-1
+        ]  # of equal ones the last first

@@ -113,8 +113,9 @@ class PromptParts:
         return tokens
 
     def _waits(self, room: DecodeRoom, before: Sequence[DecodeRoom], rooms: Sequence[DecodeRoom]) -> bool:
-        """Whether a prompt that has not begun waits for the pages of one in `before`, or of a begun one. If it
-        does not, it takes what is cached by now.
+        """Whether a prompt that has not begun waits for the pages of one in `before`, or of a begun one.
+
+        If it does not, it takes what is cached by now.
         """
         request = room.request
         if request.num_computed != room.have:

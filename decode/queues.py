@@ -27,7 +27,7 @@ class DecodeState(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class OutputClaim:
-    """Output tokens of an attempt: those to count on (0: all), and those whose pages are held from then on."""
+    """Output tokens of an attempt: those to count on (0: all), and those whose pages it holds at once."""
 
     expected: int = 0
     granted: int = 0

@@ -82,7 +82,7 @@ class PrefillScheduler:
             if room.priority > first.priority and _may_give_up(room) and not room.keeps_pages
         ]
         taken: list[PrefillRoom] = []
-        for room in sorted(less_urgent, key=lambda each: (each.priority, each.arrived), reverse=True):
+        for room in _by_claim(less_urgent)[::-1]:
             taken.append(room)
             missing -= len(room.request.pages)
             if missing <= 0:
@@ -94,7 +94,7 @@ class PrefillScheduler:
         class below. None: there is none.
         """
         below = [room for room in self.queues.of(PrefillState.QUEUED) if room.priority > priority]
-        return max(below, key=lambda each: (each.priority, each.arrived), default=None)
+        return _by_claim(below)[-1] if below else None
 
     def take_early(self, is_stored: Callable[[Request, Sequence[int]], bool]) -> list[PrefillRoom]:
         """Gives pages to queued prompts that have more in a lower tier than in the cache, and returns these.
@@ -284,6 +284,11 @@ class PrefillScheduler:
 
 def _rank(room: PrefillRoom) -> float:
     return rank(room.arrived, room.priority)
+
+
+def _by_claim(rooms: Sequence[PrefillRoom]) -> list[PrefillRoom]:
+    """The most urgent class first, then older ones."""
+    return sorted(rooms, key=lambda each: (each.priority, each.arrived))
 
 
 def _may_give_up(room: PrefillRoom) -> bool:

@@ -112,7 +112,7 @@ class Room:
     output_ids: list[int] = field(default_factory=list)  # tokens delivered to the client by all attempts
     failed_on: set[str] = field(default_factory=set)
     num_stale: int = 0
-    num_retractions: int = 0  # how often decode gave its pages to another room
+    num_retractions: int = 0  # how often a worker gave its pages to another room
     num_unshared: int = 0  # how often the room whose prompt it should share had none
     cached_tokens: int = 0  # cached tokens of the client's prompt, as the first completed prefill reported
     prefill_timeline: PrefillTimeline | None = None  # sum over all attempts that reported, like decode's
@@ -392,7 +392,8 @@ class Room:
         is_retracted = message.kind == RETRACTED and self.num_retractions < MAX_RETRACTIONS
         if (is_retracted or message.kind == DRAINING) and self.num_output < self.sampling.max_new_tokens:
             self.num_retractions += is_retracted
-            again = Requeued(now, is_retracted=is_retracted)
+            is_preempted = is_retracted and message.is_preempted
+            again = Requeued(now, is_retracted=is_retracted, is_preempted=is_preempted)
             return self._pending.drop(message.instance, self.epoch) + self._requeue(again, now)
         if message.kind == UNSHARED and attempt.pair.shares:
             self.num_unshared += 1

@@ -56,6 +56,7 @@ from .inbox import Inbox
 from .load_history import LoadHistory
 from .output_estimates import OutputEstimates
 from .placement import PairingPolicy, Placer
+from .preemption import FULL_POOL, PREEMPTED, space_for
 from .request_limits import MAX_PROMPT_TOKENS, no_pair_for
 from .request_state import (
     OUTCOMES,
@@ -105,6 +106,7 @@ class Dispatcher:
         self.registry = registry
         self.metrics = metrics
         self.events: Counter[str] = Counter(stale_message=0)
+        self.retractions: Counter[tuple[str, str]] = Counter()  # by class and reason
         self.is_draining = False
         self._has_left = False  # workers were told that this router ends
         self._outbox = Outbox(transmit, clock, soon)
@@ -469,8 +471,7 @@ class Dispatcher:
 
     def _tick_entry(self, entry: Entry, now: float) -> None:
         waited = entry.request.waited(now) - entry.request.excused_s
-        # a stream whose pages were taken back waits for its turn
-        is_new = not (entry.room.num_retractions and entry.room.num_output)
+        is_new = not entry.room.num_retractions  # one whose pages were taken back waits for its turn
         if entry.room.phase is RoomPhase.QUEUED and is_new and waited > self._queue_timeout_s:
             message = f"No worker had room within {self._queue_timeout_s:g} s. Try again later."
             gone = entry.room.give_up("QueueTimeout", message, now, self.admission.retry_after_s(now))
@@ -504,7 +505,7 @@ class Dispatcher:
 
     def _admit(self, now: float) -> None:
         """Places waiting rooms by rank until one finds all its pairs full, so that no room is overtaken
-        forever."""
+        forever. In its turn a room may take the place of less urgent ones."""
         if now < self._settled_at:
             return
         for entry in self._waiting:
@@ -517,7 +518,10 @@ class Dispatcher:
             pair = sharing_pair(self.registry, entry, doubtful)
             pair = pair or self._placer.pair_for(entry, doubtful, reserved)
             if pair is None and entry.pairless_since is None:
-                return
+                space = space_for(entry, self.registry, self._entries)
+                pair = self._placer.pair_for(entry, doubtful, reserved, space) if space else None
+                if pair is None:
+                    return
             if (
                 pair is not None
                 and reserved.isdisjoint(pair.instances)
@@ -548,6 +552,7 @@ class Dispatcher:
         if entry.room.deaths:
             self._on_probation[entry.room.room] = entry
         entry.queued_s += now - entry.queued_at
+        entry.placed_output, entry.granted = entry.room.num_output, entry.claim[1]
         self._placer.book(entry, pair)
         self.admission.placement_rate.note(now)
         self.events["shared_prompt" if pair.shares else "local_prefill"] += pair.is_local
@@ -611,8 +616,7 @@ class Dispatcher:
                 self._perform(entry, room.give_up(failure.kind, failure.message, now), now)
                 return True
             if effect.is_retracted:
-                self.events["retracted"] += 1
-                self._estimates.retracted()
+                self._count_retraction(entry, is_preempted=effect.is_preempted)
             elif effect.is_unshared:
                 self.events["unshared"] += 1
             else:
@@ -627,6 +631,14 @@ class Dispatcher:
         if room.phase is not RoomPhase.QUEUED:
             self._waiting.leave(entry)
         return False
+
+    def _count_retraction(self, entry: Entry, *, is_preempted: bool) -> None:
+        self.events["retracted"] += 1
+        self.events["preempted"] += is_preempted
+        reason = PREEMPTED if is_preempted else FULL_POOL
+        self.retractions[entry.request.kind.priority, reason] += 1
+        if not is_preempted:
+            self._estimates.retracted()
 
     def _may_retry(self, entry: Entry, failure: Failure, now: float) -> bool:
         """Whether the budget allows another attempt.

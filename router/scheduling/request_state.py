@@ -226,6 +226,8 @@ class Entry:
     quiet_until: float = 0.0  # the room's value at its last tick; 0 after events other than tokens
     trace: AttemptTrace = field(default_factory=AttemptTrace)
     expected_output: int = 0  # tokens to count on for the whole answer; 0: all that it may have
+    placed_output: int = 0  # output tokens before the current attempt
+    granted: int = 0  # tokens of the current attempt whose pages decode does not take back
     _prompt: SeenPrompt | None = None
 
     @property

@@ -43,8 +43,9 @@ class WaitingList:
             del self._entries[bisect_left(self._entries, (rank_of(entry), entry.number))]
 
     def last(self) -> Entry | None:
-        """The entry that would be placed last, among those without output."""
-        return next((entry for _, _, entry in reversed(self._entries) if not entry.room.num_output), None)
+        """The entry that would be placed last, among those without output that no worker has retracted."""
+        entries = (entry for _, _, entry in reversed(self._entries))
+        return next((one for one in entries if not (one.room.num_output or one.room.num_retractions)), None)
 
 
 def rank_of(entry: Entry) -> float:

@@ -34,10 +34,20 @@ class Checker:
                 if client.entry is not None:
                     client.entry.room.check_integrity()
 
-    def retracted(self, room):
-        """Decode takes the pages of a room back again only after twice as many tokens as the time before."""
+    def _retractions_of(self, room):
         known = [client.entry.room for client in self.world.clients if client.entry is not None]
-        count = sum(each.num_retractions for each in known if each.room == room.request.room)
+        return sum(each.num_retractions for each in known if each.room == room.request.room)
+
+    def prompt_retracted(self, room):
+        """Prefill takes the pages of a room once at most."""
+        self.world.reached["prompt retracted"] += 1
+        if self._retractions_of(room):
+            raise Violation(f"room {room.request.room[:8]} lost its pages on prefill again")
+
+    def retracted(self, room, reason):
+        """Decode takes the pages of a room back again only after twice as many tokens as the time before."""
+        self.world.reached[reason.value] += 1
+        count = self._retractions_of(room)
         if count and room.request.num_output < 1 << count:
             raise Violation(
                 f"room {room.request.room[:8]} lost its pages again after {room.request.num_output} tokens"
@@ -218,7 +228,8 @@ class Checker:
                     f"client {client.number} was served in {client.entry.room.epoch + 1} attempts"
                 )
             waited = client.ended_at - client.came_at
-            if options.served_within_s and (client.end != "ok" or waited > options.served_within_s):
+            most_s = options.urgent_within_s if client.priority < 0 else options.served_within_s
+            if most_s and (client.end != "ok" or waited > most_s):
                 raise Violation(f"client {client.number} ended with {client.end} after {waited:.1f} s")
 
     def _check_digests(self):

@@ -317,7 +317,7 @@ def test_choices_waiting_for_their_siblings_count_as_no_queue():
 
 
 @pytest.mark.parametrize("has_begun", [True, False])
-def test_a_stream_without_its_pages_outlasts_the_queue_timeout(has_begun):
+def test_a_request_without_its_pages_outlasts_the_queue_timeout(has_begun):
     world = World(queue_timeout_s=5.0).join(max_running=1)
     (entry,), inbox = world.submit(16)
     one = {"room": entry.room.room, "epoch": 0}
@@ -334,10 +334,10 @@ def test_a_stream_without_its_pages_outlasts_the_queue_timeout(has_begun):
     world.now = 9.0
     world.dispatcher.tick()
     assert entry.room.num_retractions == 1
-    assert entry.room.is_live == has_begun
-    assert world.dispatcher.num_queued == has_begun
-    kinds = [type(event) for event in events(inbox)]
-    assert kinds == ([Deliver] if has_begun else [Failure])
+    assert entry.room.is_live
+    assert world.dispatcher.num_queued == 1
+    if has_begun:
+        assert [type(event) for event in events(inbox)] == [Deliver]
 
 
 def test_a_request_that_no_order_could_continue_holds_its_whole_output(monkeypatch):
