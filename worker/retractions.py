@@ -3,10 +3,9 @@
 from collections.abc import MutableMapping
 from enum import Enum
 
-from ..cluster.telemetry.metrics import priority_class
+from ..cluster.telemetry.metrics import PRIORITIES, priority_class
 
 RETRACTED = "Retracted"  # kind of a Failed: the router places the request again, and nothing has failed
-CLASSES = ("high", "normal", "low")
 
 
 class Reason(Enum):
@@ -34,7 +33,7 @@ RETRACTION_COUNTERS = (
     "retractions",
     "retracted_tokens",
     *(reason.value for reason in Reason),
-    *(f"retractions_{name}" for name in CLASSES),
+    *(f"retractions_{name}" for name in PRIORITIES),
 )
 
 

@@ -22,7 +22,7 @@ from ...cluster.protocol.messages import (
     TokenItem,
     Tokens,
 )
-from ...cluster.telemetry.metrics import RouterMetrics
+from ...cluster.telemetry.metrics import FULL_POOL, PREEMPTED, PRIORITIES, ClassLoad, RouterMetrics
 from ..errors import no_such_worker, role_stays, unavailable
 from ..rooms.attempt import PEER_LOST, RoomEvent
 from ..rooms.effects import (
@@ -56,7 +56,7 @@ from .inbox import Inbox
 from .load_history import LoadHistory
 from .output_estimates import OutputEstimates
 from .placement import PairingPolicy, Placer
-from .preemption import FULL_POOL, PREEMPTED, space_for
+from .preemption import space_for
 from .request_limits import MAX_PROMPT_TOKENS, no_pair_for
 from .request_state import (
     OUTCOMES,
@@ -163,6 +163,29 @@ class Dispatcher:
     def event_totals(self) -> dict[str, int]:
         """Counts of rare events by name, with the messages that the control socket dropped."""
         return {**self._drops(), **self.events}
+
+    def classes(self) -> tuple[ClassLoad, ...]:
+        """The requests of each class, the most urgent class first."""
+        now = self._clock()
+        queued, running, since = Counter[str](), Counter[str](), dict[str, float]()
+        for entry in self._entries.values():
+            name = entry.request.kind.priority
+            running[name] += entry.room.is_at_workers
+            if entry.room.phase is RoomPhase.QUEUED:
+                queued[name] += 1
+                since[name] = min(entry.request.arrived, since.get(name, now))
+        return tuple(
+            ClassLoad(
+                priority=name,
+                queued=queued[name],
+                running=running[name],
+                oldest_wait_s=round(now - since.get(name, now), 3),
+                retracted={
+                    reason: count for (kind, reason), count in self.retractions.items() if kind == name
+                },
+            )
+            for name in PRIORITIES
+        )
 
     def limits(self) -> Limits | None:
         """The largest request that a pair can serve, now or when a stalled worker goes on; None without."""

@@ -11,8 +11,6 @@ from ..workers.eligibility import Space
 from ..workers.registry import Registry, Worker
 from .request_state import Entry
 
-FULL_POOL, PREEMPTED = "full pool", "preempted"  # reasons of retractions
-
 
 def space_for(entry: Entry, registry: Registry, entries: Mapping[str, Entry]) -> dict[str, Space]:
     """What `entry` may take from others, by decode worker; only workers at which it may take something.

@@ -19,6 +19,7 @@ class Checker:
     def __init__(self, world):
         self.world = world
         self._num_turns = 0
+        self._lost = {}  # room -> epochs of the attempts whose pages were taken back
 
     # --- after a turn of a worker ---------------------------------------------------------------------------
 
@@ -34,20 +35,22 @@ class Checker:
                 if client.entry is not None:
                     client.entry.room.check_integrity()
 
-    def _retractions_of(self, room):
-        known = [client.entry.room for client in self.world.clients if client.entry is not None]
-        return sum(each.num_retractions for each in known if each.room == room.request.room)
+    def _lost_before(self, room):
+        """Attempts of a room that lost their pages before this one; notes that this one does."""
+        lost = self._lost.setdefault(room.request.room, set())
+        lost.add(room.request.epoch)
+        return sum(epoch < room.request.epoch for epoch in lost)
 
     def prompt_retracted(self, room):
         """Prefill takes the pages of a room once at most."""
         self.world.reached["prompt retracted"] += 1
-        if self._retractions_of(room):
+        if self._lost_before(room):
             raise Violation(f"room {room.request.room[:8]} lost its pages on prefill again")
 
     def retracted(self, room, reason):
         """Decode takes the pages of a room back again only after twice as many tokens as the time before."""
         self.world.reached[reason.value] += 1
-        count = self._retractions_of(room)
+        count = self._lost_before(room)
         if count and room.request.num_output < 1 << count:
             raise Violation(
                 f"room {room.request.room[:8]} lost its pages again after {room.request.num_output} tokens"

@@ -2,9 +2,10 @@
 
 import pytest
 from baton.cluster.protocol.messages import Failed, Prefill, Reserve, Reserved, Sampling, TokenItem, Tokens
+from baton.cluster.telemetry.metrics import FULL_POOL, PREEMPTED, ClassLoad
+from baton.router.endpoints.status import metrics_of, status_of
 from baton.router.errors import ApiError
 from baton.router.scheduling.inbox import Inbox
-from baton.router.scheduling.preemption import FULL_POOL, PREEMPTED
 from baton.router.scheduling.request_state import Job
 from baton.tests.unit.router.scheduling.test_dispatcher import D, World
 
@@ -155,6 +156,30 @@ def test_preempted_requests_count_by_class_and_teach_the_estimates_nothing():
     assert other.dispatcher.retractions == {("normal", FULL_POOL): 1}
 
 
+def test_status_and_metrics_show_each_class():
+    world = Classes(max_running=1)
+    low = world.ask("low", 1)
+    world.now = 2.0
+    world.ask("urgent", -5)
+    world.ask("normal")
+    world.retract(low)
+    world.now = 9.0
+    classes = status_of(world.dispatcher, "m", 0.0, world.now).router.classes
+    assert classes == [
+        ClassLoad(priority="high", running=1),
+        ClassLoad(priority="normal", queued=1, oldest_wait_s=7.0),
+        ClassLoad(priority="low", queued=1, oldest_wait_s=9.0, retracted={PREEMPTED: 1}),
+    ]
+    text = metrics_of(world.dispatcher).decode()
+    for line in (
+        'baton_retractions_total{model_name="m",priority="low",reason="preempted"} 1.0',
+        'baton_retractions_total{model_name="m",priority="high",reason="full pool"} 0.0',
+        'baton_class_requests{model_name="m",priority="normal",state="queued"} 1.0',
+        'baton_class_oldest_wait_seconds{model_name="m",priority="low"} 9.0',
+    ):
+        assert line in text
+
+
 def test_a_retracted_request_without_a_token_is_not_turned_away():
     world = Classes(max_running=1)
     low = world.ask("low", 1)
@@ -164,7 +189,7 @@ def test_a_retracted_request_without_a_token_is_not_turned_away():
     world.dispatcher.registry.get(D).last_seen = world.now
     world.dispatcher.tick()
     assert low.room.is_live
-    for i in range(8):
+    for i in range(6):
         world.ask(f"more {i}", 1)
     with pytest.raises(ApiError):
         world.ask("too many", 1)
