@@ -498,7 +498,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         self._metrics.step(batch, result, now)
         gap = self._gaps.step([room.key for room in batch], self.local.num_launched, now)
         if gap is not None:
-            self.local.pace.saw(*gap)
+            self.local.pace.saw(gap)
         if self.head_swap is not None:
             self.head_swap.observe(batch, result)
         self._publish(batch, result)
@@ -522,6 +522,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             now = self._clock()
             for room in read.ended:
                 self._count_first_token(room, now)
+            self._gaps.begin([room.key for room in read.ended if not room.request.is_finished], now)
             self._send_tokens(read.ended, read.result)
             if read.ended and not has_streams:  # nobody waits but the client of token 1
                 self.link.hand_over()
