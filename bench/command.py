@@ -17,6 +17,10 @@ BENCHES = {
         ".bench.engine.bench",
         "decode, EAGLE3 and prefill steps of one engine, beside what the device could do",
     ),
+    "pages": (
+        ".bench.pages.bench",
+        "KV pages that grow beside whole reservations, and an oracle that knows each answer's length",
+    ),
     "router": (
         ".bench.router.bench",
         "requests and streams through the router, with workers that answer at once, beside proxies",

@@ -191,6 +191,13 @@ class Room:
         """The workers that may hold something of this room."""
         return self._pending.instances
 
+    def needs(self, instance: str) -> bool:
+        """Whether the attempt still needs the worker: prefill until token 1 is here, decode to the end."""
+        attempt = self._attempt
+        if attempt is None or not self.is_at_workers or instance not in attempt.instances:
+            return False
+        return instance == attempt.pair.decode or not attempt.has_first or attempt.aborted is not None
+
     # --- commands -------------------------------------------------------------------------------------------
 
     def place(self, pair: Pair, now: float) -> list[Effect]:
@@ -257,7 +264,7 @@ class Room:
         if attempt is None or self.epoch not in epochs:
             return effects + (self._quarantine(now) if self.phase is RoomPhase.QUEUED else [])
         # Once token 1 is here, the loss of prefill is no failure: decode reports it if the hand-off breaks.
-        if instance == attempt.pair.decode or not attempt.has_first or attempt.aborted is not None:
+        if self.needs(instance):
             self.failed_on.add(instance)
             if is_dead:
                 self.deaths.lost(instance, unreachable_since, attempt.placed_at)

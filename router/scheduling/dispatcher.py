@@ -387,8 +387,10 @@ class Dispatcher:
         now = self._clock()
         lost = [(worker, worker.unreachable_since) for worker in workers]
         for worker in workers:
+            rooms = [entry.room for entry in self._rooms_of(worker)]
+            is_needed = any(room.needs(worker.instance) for room in rooms)
             self._registration.deregister(
-                worker, [(entry.room.room, entry.room.epoch) for entry in self._rooms_of(worker)], now
+                worker, [(room.room, room.epoch) for room in rooms], now, is_needed=is_needed
             )
         for worker, since in lost:
             self._settle_rooms_of(worker, now, is_dead=not worker.is_draining, unreachable_since=since)

@@ -13,6 +13,7 @@ from baton.cluster.protocol.messages import (
     Finished,
     FirstToken,
     Gone,
+    Goodbye,
     Heartbeat,
     Prefill,
     Refused,
@@ -445,3 +446,19 @@ def test_times_and_lengths_of_a_request_count_under_its_route_and_priority():
     assert f"baton_inter_token_seconds_count{{{labels}}} 1.0" in text
     assert f"baton_request_prompt_tokens_sum{{{labels}}} 20.0" in text
     assert f"baton_request_output_tokens_sum{{{labels}}} 2.0" in text
+
+
+@pytest.mark.parametrize("has_first", [True, False])
+def test_a_drained_prefill_worker_is_no_loss_to_streams_that_have_begun(has_first):
+    world = World().join()
+    (entry,), inbox = world.submit(16)
+    one = {"room": entry.room.room, "epoch": 0}
+    world.dispatcher.on_message(b"d", Reserved(instance=D, **one))
+    if has_first:
+        world.dispatcher.on_message(b"p", FirstToken(instance=P, token=9, **one))
+    world.dispatcher.on_message(b"p", Goodbye(instance=P))
+    world.dispatcher.lose([world.dispatcher.registry.get(P)])
+    assert world.dispatcher.events["worker_lost"] == (not has_first)
+    if has_first:
+        world.dispatcher.on_message(b"d", Finished(instance=D, reason="stop", output_tokens=1, **one))
+        assert [type(event) for event in events(inbox)] == [Deliver, Ended]
