@@ -283,6 +283,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
     def _turn_back(self, room: DecodeRoom, refusal: Refusal) -> None:
         """Refuses a room that was to be admitted."""
         self._counters["refused"] += 1
+        self.wants_beat = True
         request = room.request
         refused = Refused(
             room=request.room,

@@ -91,6 +91,7 @@ class RoleWorker(ABC, Generic[R]):
         self.queues = queues
         self.instance = instance
         self.is_draining = False
+        self.wants_beat = False  # a router gives it nothing before it has heard of its condition
         self.role_change = RoleChange(self.role)
         self.reach: Reach = unarmed
         self.tiers: RunningTiers | None = None  # of the KV cache, below the pool
@@ -254,6 +255,7 @@ class RoleWorker(ABC, Generic[R]):
 
     def _refuse(self, order: Prefill | Reserve, refusal: Refusal) -> None:
         self._counters["refused"] += 1
+        self.wants_beat = True
         self._turn_away(
             Refused(
                 room=order.room,
@@ -318,7 +320,7 @@ class RoleWorker(ABC, Generic[R]):
 
     def _retract(self, room: R, reason: Reason) -> None:
         """Takes what the room holds for another one. The router continues it from its tokens."""
-        request = room.request
+        request, self.wants_beat = room.request, True
         count_retraction(self._counters, reason, priority=room.priority, num_tokens=request.num_computed)
         logger.debug("retracted", extra=fields(room=request.room, tokens=request.num_output))
         failed = self._failed(request, RETRACTED, reason.message, retryable=True)
