@@ -26,6 +26,10 @@ BENCHES = {
         "requests and streams through the router, with workers that answer at once, beside proxies",
     ),
     "serve": (".bench.serve.bench", "load on an OpenAI endpoint, or on two in turn: TTFT, ITL, goodput"),
+    "tiers": (
+        ".bench.tiers.bench",
+        "first tokens by turn of conversations that do not fit the KV pool, with tiers below it",
+    ),
     "transfer": (
         ".bench.transfer.bench",
         "throughput of the KV hand-off, per transport, beside raw sockets and memcpy",

@@ -26,9 +26,9 @@ from pathlib import Path
 from ...cluster.errors import BatonError
 from ...cluster.process.progress import JobProgress
 from ..arguments import at_least
+from ..child_server import serving
 from ..router.rig import free_port
 from ..serve.client import endpoint_of
-from .child import serving
 from .load import AnswerClient, PagesLoad, PagesRun, run_load
 
 PROG = "baton bench pages"

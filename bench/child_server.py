@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from ...cluster.errors import StartupError
+from ..cluster.errors import StartupError
 
 READY_S = 600.0  # a first start on a GPU compiles its kernels
 END_S = 60.0
