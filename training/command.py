@@ -147,6 +147,10 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         type=_at_least(0),
         help="id that stands for a draft in DFLASH (default: the rarest one)",
     )
+    add(
+        "--loss-vocab", type=_at_least(2),
+        help="tokens in the loss of DFLASH and MTP: frequent ones and random others (default: all)",
+    )  # fmt: skip
     add("--epochs", type=_at_least(1), help="default 2, or as many as fit --minutes")
     add("--minutes", type=_positive, help="train for this time (default: for --epochs)")
     add("--max-tokens", type=_at_least(2), default=16_384, help="of a batch per GPU (default %(default)s)")

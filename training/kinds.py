@@ -26,6 +26,7 @@ from .head_files import (
     write_eagle3_config,
     write_mtp_config,
 )
+from .loss_vocabulary import LossVocabulary
 from .mtp import MtpTrainee
 from .trainee import Trainee
 
@@ -36,8 +37,8 @@ DFLASH_FEATURES = 5  # layers that a DFLASH drafter reads
 OPTIONS = MappingProxyType(
     {
         EAGLE3: ("layers", "draft_vocab", "steps", "sharpness"),
-        DFLASH: ("layers", "block", "draft_layers", "anchors", "mask_token"),
-        MTP: ("steps", "sharpness"),
+        DFLASH: ("layers", "block", "draft_layers", "anchors", "mask_token", "loss_vocab"),
+        MTP: ("steps", "sharpness", "loss_vocab"),
     }
 )
 
@@ -49,8 +50,9 @@ class HeadSettings:
     `layers`: layer outputs of the target that it reads; empty: the default of the kind. `draft_vocab` is that
     of an EAGLE3 head, 0: the target's, or that of `init`. `steps`: drafts of a chain (EAGLE3, MTP).
     `sharpness` multiplies the target's logits in the loss of a chain. `block_size`, `num_layers`,
-    `num_anchors` of each sample and `mask_token` (None: the rarest) are a DFLASH drafter's.
-    `init`: a checkpoint of the same kind to start from.
+    `num_anchors` of each sample and `mask_token` (None: the rarest) are a DFLASH drafter's. `loss_vocab`:
+    tokens that the loss of DFLASH and MTP runs over, 0: all. `init`: a checkpoint of the same kind to start
+    from.
     """
 
     kind: str
@@ -62,6 +64,7 @@ class HeadSettings:
     num_layers: int = 3
     num_anchors: int = 64
     mask_token: int | None = None
+    loss_vocab: int = 0
     seed: int = 0
     init: Path | None = None
 
@@ -90,9 +93,11 @@ class HeadSettings:
         """The settings that a run must keep, as JSON values."""
         common: dict[str, object] = {"kind": self.kind, "layers": list(self.layers)}
         if self.kind == DFLASH:
-            names = ("block_size", "num_layers", "num_anchors", "mask_token")
+            names = ("block_size", "num_layers", "num_anchors", "mask_token", "loss_vocab")
+        elif self.kind == MTP:
+            names = ("steps", "sharpness", "loss_vocab")
         else:
-            names = (*(("draft_vocab",) if self.kind == EAGLE3 else ()), "steps", "sharpness")
+            names = ("draft_vocab", "steps", "sharpness")
         return common | {name: getattr(self, name) for name in names} | {"init": str(self.init or "")}
 
     def __str__(self) -> str:
@@ -124,13 +129,18 @@ class HeadSettings:
         """
         dtype = str(target.model.dtype).removeprefix("torch.")
         made: Trainee
+        vocabulary = None
+        if 0 < self.loss_vocab < model.vocab_size:
+            vocabulary = LossVocabulary(counts, self.loss_vocab, target.model.device)
         if self.kind == DFLASH:
             config = load_dflash_config(directory, model, dtype=dtype)
-            made = DflashTrainee(config, target, num_anchors=self.num_anchors, seed=self.seed)
+            made = DflashTrainee(
+                config, target, num_anchors=self.num_anchors, seed=self.seed, vocabulary=vocabulary
+            )
         elif self.kind == MTP:
             made = MtpTrainee(
                 load_mtp_config(directory, model, dtype=dtype), target, steps=self.steps,
-                sharpness=self.sharpness, seed=self.seed,
+                sharpness=self.sharpness, seed=self.seed, vocabulary=vocabulary,
             )  # fmt: skip
         else:
             draft = self._eagle3_config(directory, model, dtype)
