@@ -34,8 +34,9 @@ class ChainTrainee(nn.Module):
 
     `target_ids` int64 `[Vd]` maps draft tokens to target tokens. A drafter of the whole vocabulary has no
     `lm_head`: it shares the target's, and its loss runs over a `vocabulary` if there is one. `sharpness`
-    multiplies the target's logits: above 1 the loss weighs the target's best token more. Weights are float32;
-    the dtype of products is the target's.
+    multiplies the target's logits: above 1 the loss weighs the target's best token more. A row's loss is
+    multiplied by `missed` for each wrong draft before it in its chain, since a server seldom gets there.
+    Weights are float32; the dtype of products is the target's.
     """
 
     target_ids: torch.Tensor
@@ -49,10 +50,11 @@ class ChainTrainee(nn.Module):
         *,
         steps: int,
         sharpness: float,
+        missed: float = 1.0,
         vocabulary: LossVocabulary | None = None,
     ) -> None:
         super().__init__()
-        self.steps, self.sharpness, self._vocabulary = steps, sharpness, vocabulary
+        self.steps, self.sharpness, self.missed, self._vocabulary = steps, sharpness, missed, vocabulary
         self.lm_head = None
         self._target = target
         self.register_buffer("target_ids", target_ids.clone(), persistent=False)
@@ -108,14 +110,15 @@ class ChainTrainee(nn.Module):
         loss, correct = (torch.zeros(self.steps, device=device) for _ in range(2))
         dtype = self._target.model.dtype
         ids, weight = self._output_rows(batch.seed)
+        chances = ChainChances(places, self.steps, self.missed)
 
         def grade(part: slice, logits: torch.Tensor) -> torch.Tensor:
             best, wanted, is_known = self._wanted(hidden[part], ids, logits.dtype)
             found = loss_rows(logits, wanted)
             shape = (self.steps, len(best))
             losses = found.loss.view(shape) * is_known * is_valid[:, part]
-            given = weights[:, part] * is_known
             hits = (ids[found.best].view(shape) == best) * is_valid[:, part]
+            given = weights[:, part] * is_known * chances.of(part, hits > 0)
             loss.add_(losses.sum(1))
             # a wrong draft is wrong to a client, whether or not the vocabulary has the right one
             correct.add_(hits.sum(1))
@@ -173,6 +176,34 @@ class ChainTrainee(nn.Module):
 
     def _shares(self, logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return logits.mul_(self.sharpness).softmax(-1).to(dtype)
+
+
+class ChainChances:
+    """The weights of drafts by the drafts before them in their chains: `missed` for each wrong one.
+
+    Column j of T steps holds the drafts of the token at `places[j]` `[n]`. The draft of step k there follows
+    that of step k-1 at the place before. Parts of the columns are asked for in turn.
+    """
+
+    def __init__(self, places: torch.Tensor, steps: int, missed: float) -> None:
+        self._missed = missed
+        # the draft before a first generated token is of the prompt: no server makes it
+        self._follows = torch.cat((torch.zeros_like(places[:1]), (places[1:] - places[:-1] == 1).long())) > 0
+        self._before = torch.ones(steps, 1, device=places.device)  # of the column before the next part
+
+    def of(self, part: slice, hits: torch.Tensor) -> torch.Tensor:
+        """The weights `[T, m]` of the drafts of columns `part`, of which `hits` bool `[T, m]` are right."""
+        if self._missed == 1:
+            return torch.ones_like(hits, dtype=torch.float32)
+        follows = self._follows[part]
+        rows = [torch.ones(hits.shape[1], device=hits.device)]
+        last = []
+        for step, is_hit in enumerate(hits):
+            after = torch.where(is_hit, rows[step], rows[step] * self._missed)
+            last.append(after[-1:])
+            rows.append(torch.where(follows, torch.cat((self._before[step], after[:-1])), 1.0))
+        self._before = torch.stack(last)
+        return torch.stack(rows[:-1])
 
 
 def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:

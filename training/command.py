@@ -139,6 +139,10 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--steps", type=_at_least(1), help="chain steps of EAGLE3 and MTP that are trained (default 7)")
     add("--sharpness", type=_positive, help="of the target's logits in EAGLE3's and MTP's loss (default 1)")
+    add(
+        "--missed", type=_share,
+        help="weight of a draft of EAGLE3 and MTP for each wrong draft before it in its chain (default 1)",
+    )  # fmt: skip
     add("--block", type=_at_least(2), help="tokens of a DFLASH block, the newest included (default 8)")
     add("--draft-layers", type=_at_least(1), help="of a DFLASH drafter (default 3)")
     add("--anchors", type=_at_least(1), help="DFLASH blocks of a sample in a batch (default 64)")

@@ -61,10 +61,11 @@ class MtpTrainee(ChainTrainee):
         steps: int,
         seed: int,
         sharpness: float = 1.0,
+        missed: float = 1.0,
         vocabulary: LossVocabulary | None = None,
     ) -> None:
         ids = torch.arange(config.layer.vocab_size)
-        super().__init__(target, ids, steps=steps, sharpness=sharpness, vocabulary=vocabulary)
+        super().__init__(target, ids, steps=steps, sharpness=sharpness, missed=missed, vocabulary=vocabulary)
         self.config = config
         sizes = config.layer
         width, eps = sizes.hidden_size, sizes.rms_norm_eps

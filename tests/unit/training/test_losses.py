@@ -1,11 +1,13 @@
-"""A loss over some tokens is that over all, where the logits of the others are left out."""
+"""The loss of a batch by its definition: over some tokens, with the weights of drafts that a server makes."""
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from baton.tests.unit.training.toy_run import STEPS, VOCAB, ToyRun, toy_run
+from baton.training import output_loss
 from baton.training.chain import STEP_DECAY
 from baton.training.dflash import DflashTrainee, draw_anchors, pace_weights
 from baton.training.frozen_target import FrozenTarget
@@ -56,14 +58,21 @@ def assert_same_gradients(trainee: torch.nn.Module, found: StepLosses, wanted: t
         torch.testing.assert_close(one, torch.zeros_like(one) if other is None else other)
 
 
-def test_a_chain_s_loss_is_that_of_the_drawn_tokens(run: ToyRun, tmp_path: Path) -> None:
-    trainee, target = trainee_of(run, tmp_path, HeadSettings(kind="mtp", steps=STEPS, loss_vocab=SIZE))
+@pytest.mark.parametrize("parts", [1 << 28, 3 * SIZE * 7])
+@pytest.mark.parametrize("missed", [1.0, 0.25])
+def test_a_chain_s_loss_is_that_of_the_drawn_tokens(
+    run: ToyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missed: float, parts: int
+) -> None:
+    monkeypatch.setattr(output_loss, "PART_ELEMENTS", parts)  # seven columns at a time
+    settings = HeadSettings(kind="mtp", steps=STEPS, loss_vocab=SIZE, missed=missed)
+    trainee, target = trainee_of(run, tmp_path, settings)
     assert isinstance(trainee, MtpTrainee)
     batch = a_batch(run)
     rows, ids = target.rows(batch.tokens), drawn(run, batch)
     all_wanted = target.logits(rows.hidden.flatten(0, 1)).view(*batch.tokens.shape, -1)
     wanted = torch.zeros(())
     unknown = 0
+    chance: dict[tuple[int, int], float] = defaultdict(lambda: 1.0)  # of a chain, by its sample and root
     for step, out in enumerate(trainee.outputs(batch.tokens, rows)):
         logits = others_left_out(trainee.norm(out) @ target.model.lm_head.T, ids).log_softmax(-1)
         losses = []
@@ -75,7 +84,10 @@ def test_a_chain_s_loss_is_that_of_the_drawn_tokens(run: ToyRun, tmp_path: Path)
                     shares = others_left_out(given, ids).softmax(-1)
                     is_known = bool((ids == given.argmax()).any())
                     unknown += not is_known
-                    losses.append(is_known * -(shares[ids] * logits[sample, i, ids]).sum())
+                    loss = -(shares[ids] * logits[sample, i, ids]).sum()
+                    losses.append(chance[sample, i] * is_known * loss)
+                    if logits[sample, i].argmax() != given.argmax():
+                        chance[sample, i] *= missed
         wanted = wanted + STEP_DECAY**step * torch.stack(losses).mean()
     assert unknown
     assert_same_gradients(trainee, trainee(batch, rows), wanted)
@@ -120,3 +132,13 @@ def test_frequent_tokens_are_always_drawn_and_each_other_one_sometimes() -> None
     others = seen[: -SIZE * 3 // 4]
     assert (others > 0).all()
     assert (others < 60).all()
+
+
+def test_blocks_continue_with_the_mask_token_and_layers_they_began_with(run: ToyRun, tmp_path: Path) -> None:
+    counts = run.samples.counts(VOCAB)
+    begun = HeadSettings(kind="dflash", block_size=BLOCK, num_layers=1, layers=(0, 3), mask_token=9)
+    begun.resolved(run.config, counts).write_config(tmp_path, run.model, run.config)
+    settings = HeadSettings(kind="dflash", block_size=BLOCK, num_layers=1, init=tmp_path)
+    found = settings.resolved(run.config, counts)
+    assert (found.layers, found.mask_token) == ((0, 3), 9)
+    assert HeadSettings(kind="dflash").resolved(run.config, counts).layers != (0, 3)
