@@ -99,7 +99,7 @@ class HeadSettings:
         """The settings that a run must keep, as JSON values."""
         common: dict[str, object] = {"kind": self.kind, "layers": list(self.layers)}
         if self.kind == DFLASH:
-            names = ("block_size", "num_layers", "num_anchors", "mask_token", "loss_vocab")
+            names: tuple[str, ...] = ("block_size", "num_layers", "num_anchors", "mask_token", "loss_vocab")
         elif self.kind == MTP:
             names = ("steps", "sharpness", "missed", "loss_vocab")
         else:
