@@ -3,10 +3,21 @@
 from collections.abc import Callable, Iterator
 
 import torch
-from baton.kernels import layer_products, normed_linear, rms_norm, skinny_linear
+from baton.kernels import (
+    decode_attention,
+    kv_store,
+    layer_products,
+    normed_linear,
+    rms_norm,
+    rotate_store,
+    skinny_linear,
+    verify_attention,
+)
 from baton.kernels.layer_products import ChainShape, LayerWeights, NextLayer, PhaseShape
 from baton.kernels.normed_linear import NextNorm
-from baton.tests.kernels.cases import DTYPES, FLOAT32, NAN, assert_close, randn
+from baton.kernels.rotate_store import HeadNorms
+from baton.tests.kernels.attention_cases import form_of, on, poisoned_pool
+from baton.tests.kernels.cases import BFLOAT16, DTYPES, FLOAT32, NAN, assert_close, randn
 
 SMALL_TILE = skinny_linear.SkinnyShape(out=16, inner=32, num_warps=4, num_stages=2)
 
@@ -98,6 +109,73 @@ def check_layer_products(
             assert_close(found, heads, bfloat16=6e-2)
 
 
+def check_decode_attention(
+    device: str,
+    lens: list[int],
+    num_rows: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    num_splits: int,
+    form_name: str,
+    norms: tuple[bool, float | None],
+    dtype: torch.dtype,
+) -> None:
+    """`lens`: context rows with the new ones, 0 for an idle request, whose rows are NaN and go to the sink.
+
+    The new rows' places in the pool are NaN before, as all behind them.
+    """
+    num_heads, kv_heads = heads
+    layer, page_size = 1, 16
+    pool, table = poisoned_pool([max(n - num_rows, 0) for n in lens], page_size, kv_heads, head_dim, dtype, layer)
+    needed = [-(-n // page_size) for n in lens]
+    table = torch.nn.functional.pad(table, (0, max(needed, default=0)))
+    more = pool.shape[0]
+    pool = torch.cat((pool, torch.full_like(pool[:1], NAN).expand(sum(needed) + 1, *pool.shape[1:])))
+    slots = []
+    for request, length in enumerate(lens):
+        for column in range(max(length - num_rows, 0), length) if length else [-1] * num_rows:
+            if column < 0:
+                slots.append(0)
+                continue
+            if table[request, column // page_size] == 0:
+                table[request, column // page_size], more = more, more + 1
+            slots.append(int(table[request, column // page_size]) * page_size + column % page_size)
+    num_tokens = len(slots)
+    projected = randn(num_tokens, num_heads + 2 * kv_heads, head_dim, dtype=dtype, seed=5)
+    projected[torch.tensor(slots, dtype=torch.int64) == 0] = NAN
+    angles = randn(num_tokens, head_dim // 2, seed=3)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    tables = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    has_norms, offset = norms
+    weights = [1 + 0.3 * randn(head_dim, seed=seed).to(dtype) for seed in (5, 6)]
+    form, rows = form_of(form_name, num_heads), kv_store.kv_rows(torch.tensor(slots, dtype=torch.int64), pool)
+    lengths, scale = torch.tensor(lens), head_dim**-0.5
+    places = {}
+    for place in {device, "cpu"}:
+        own = HeadNorms(*(weight.to(place) for weight in weights), 1e-5, offset) if has_norms else None
+        places[place] = (rows.to(place), projected.to(place), *(x.to(place) for x in tables)), own
+    after = pool.to(device, copy=True)
+    arrivals = torch.zeros(len(lens) * kv_heads, dtype=torch.int32, device=device)
+    for _ in range(2):
+        out = decode_attention.decode_attention_triton(
+            after, layer, *places[device][0], table.to(device), lengths.to(device), scale, arrivals,
+            places[device][1], on(device, form), num_splits=num_splits,
+        )  # fmt: skip
+        assert not arrivals.any()
+    expected_pool = pool.clone()
+    q = rotate_store.rotate_store(expected_pool, layer, *places["cpu"][0], places["cpu"][1])
+    expected = verify_attention.paged_verify_reference(
+        q.reshape(len(lens), num_rows, num_heads, head_dim), expected_pool.nan_to_num(0.0), layer, table, lengths,
+        scale, None, form,
+    )  # fmt: skip
+    torch.testing.assert_close(after.cpu(), expected_pool, rtol=1.6e-2, atol=3.2e-2, equal_nan=True)
+    is_busy = (lengths > 0)[:, None, None, None]
+    wanted = torch.where(is_busy, expected, 0.0).reshape(out.shape)
+    torch.testing.assert_close(
+        out.cpu(), wanted, rtol=1e-5 if dtype == FLOAT32 else 3.2e-2, atol=1e-5 if dtype == FLOAT32 else 3.2e-2
+    )
+
+
 def few_row_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
     for dtype in DTYPES:
         for sizes in ((0, 8, 16), (1, 32, 64), (3, 41, 50), (17, 100, 33)):
@@ -106,3 +184,16 @@ def few_row_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
                     yield check_norm_between_products, (sizes, has_bias, offset, dtype)
         for num_rows, is_last, prefetches in ((1, False, True), (5, False, False), (3, True, True)):
             yield check_layer_products, (num_rows, is_last, prefetches, dtype)
+    plain, normed, gemma = (False, None), (True, None), (True, 1.0)
+    for lens, num_rows, heads, head_dim, num_splits, form, norms, dtype in (
+        ([1], 1, (4, 4), 64, 3, "", plain, FLOAT32),
+        ([200], 1, (8, 2), 64, 5, "", plain, FLOAT32),
+        ([200], 1, (8, 2), 64, 2, "", normed, FLOAT32),
+        ([130, 0, 64, 65], 1, (3, 1), 80, 4, "", plain, BFLOAT16),
+        ([70, 0, 131, 4], 4, (8, 2), 64, 4, "", normed, FLOAT32),
+        ([200, 33], 4, (8, 1), 64, 4, "wide window", gemma, FLOAT32),
+        ([200, 33], 3, (4, 4), 64, 1, "all", plain, FLOAT32),
+        ([140], 2, (8, 2), 128, 0, "sinks", plain, BFLOAT16),
+        ([300, 17], 1, (8, 2), 64, 3, "window", plain, BFLOAT16),
+    ):
+        yield check_decode_attention, (lens, num_rows, heads, head_dim, num_splits, form, norms, dtype)
