@@ -248,14 +248,14 @@ def _decode_kernel(
 
 class DecodeTile(NamedTuple):
     """Launch configuration. `min_split`: columns of the shortest split; `merged`: values of a tile of merged
-    splits.
+    splits, for each warp.
     """
 
     columns: int
     num_warps: int
     num_stages: int
     min_split: int = MIN_SPLIT
-    merged: int = 8192
+    merged: int = 2048
 
 
 def decode_tile(dtype: torch.dtype, head_dim: int, num_rows: int) -> DecodeTile:
@@ -356,7 +356,7 @@ def decode_attention_triton(
         BLOCK_DIM=block_dim,
         BLOCK_NEW=max(next_power_of_2(num_rows + 1), MIN_DOT),
         BLOCK_MERGED=merged_rows,
-        BLOCK_SPLITS=max(1, chosen.merged // (merged_rows * block_dim)),
+        BLOCK_SPLITS=max(1, chosen.merged * chosen.num_warps // (merged_rows * block_dim)),
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
     )

@@ -131,7 +131,7 @@ def _tile_product(
     b_up = b_y
     first_in = BLOCK_IN if HAS_FIRST else 0
     b_y, b_up = row_product(
-        p_x, p_weight, i_row, m_row, i_out, m_out, first_in, OUT_SIZE, IN_SIZE, x_stride, b_y, b_up,
+        p_x, p_weight, i_row, m_row, i_out, m_out, first_in, OUT_SIZE, IN_SIZE, x_stride, OUT_SIZE, b_y, b_up,
         IS_GATED, OUT_SIZE % BLOCK_OUT == 0 and IN_SIZE % BLOCK_IN == 0, BLOCK_IN, NUM_STAGES,
     )  # fmt: skip
     if HAS_FIRST:

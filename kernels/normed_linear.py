@@ -119,8 +119,8 @@ def _normed_kernel(
     )
     b_zero = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
     b_y, b_up = row_product(
-        p_x, p_weight, i_row, m_row, i_out, m_out, 0, out_size, in_size, x_stride, b_zero, b_zero, IS_GATED,
-        IS_EVEN, BLOCK_IN, NUM_STAGES,
+        p_x, p_weight, i_row, m_row, i_out, m_out, 0, out_size, in_size, x_stride, out_size, b_zero,
+        b_zero, IS_GATED, IS_EVEN, BLOCK_IN, NUM_STAGES,
     )  # fmt: skip
     if IS_SCALED:
         b_scale = tl.rsqrt(tl.sum(b_squares, axis=1) / in_size + eps)[None, :]

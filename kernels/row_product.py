@@ -46,6 +46,7 @@ def row_product(
     out_size: tl.tensor,
     in_size: tl.tensor,
     x_stride: tl.tensor,
+    up_rows: tl.tensor,
     b_y: tl.tensor,
     b_up: tl.tensor,
     IS_GATED: tl.constexpr,
@@ -55,14 +56,14 @@ def row_product(
 ) -> tl.tensor:
     """(`b_y`, `b_up`) `[OUT, ROWS]`, each with the products of the inputs from `first_in` on added.
 
-    `p_weight` `[N, H]`. With IS_GATED it is `[2*N, H]`, and `b_up` gets its lower half. With IS_EVEN the tiles
+    `p_weight` `[N, H]`. With IS_GATED, `b_up` gets the products of N more rows, which begin at row `up_rows`. With IS_EVEN the tiles
     divide N and H. Outputs are the rows of the product, because they are the long side.
     """
     i_offset = tl.arange(0, BLOCK_IN)
     p_rows = p_x + i_row[None, :] * x_stride
     i_own = tl.minimum(i_out, out_size - 1).to(tl.int64)
     p_outs = p_weight + i_own[:, None] * in_size
-    p_ups = p_weight + (i_own + out_size)[:, None] * in_size
+    p_ups = p_weight + (i_own + up_rows)[:, None] * in_size
     for first in tl.range(first_in, in_size, BLOCK_IN, num_stages=NUM_STAGES):
         i_in = first + i_offset
         if IS_EVEN:

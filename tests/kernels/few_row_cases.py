@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from baton.kernels import (
     decode_attention,
+    few_experts,
     kv_store,
     layer_products,
     normed_linear,
@@ -16,6 +17,7 @@ from baton.kernels import (
 from baton.kernels.layer_products import ChainShape, LayerWeights, NextLayer, PhaseShape
 from baton.kernels.normed_linear import NextNorm
 from baton.kernels.rotate_store import HeadNorms
+from baton.kernels.route_experts import Routing
 from baton.tests.kernels.attention_cases import form_of, on, poisoned_pool
 from baton.tests.kernels.cases import BFLOAT16, DTYPES, FLOAT32, NAN, assert_close, randn
 
@@ -176,6 +178,42 @@ def check_decode_attention(
     )
 
 
+def check_few_experts(
+    device: str, num_rows: int, sizes: tuple[int, int, int], num_shared: int, routing: Routing, has_bias: bool,
+    is_float32: bool, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Equal logits are among those to choose from."""
+    num_experts, hidden, inner = sizes
+
+    def made(*shape: int, seed: int) -> torch.Tensor:
+        return (randn(*shape, seed=seed) / shape[-1] ** 0.5).to(dtype)
+
+    router = made(num_experts, hidden, seed=1)
+    router[1] = router[0]
+    shared = made(2 * num_shared * inner, hidden, seed=4), made(hidden, num_shared * inner, seed=5)
+    weights = few_experts.FewExperts(
+        routing, router, made(num_experts, 2 * inner, hidden, seed=2), made(num_experts, hidden, inner, seed=3),
+        randn(num_experts, seed=6) if has_bias else None, is_float32, *(shared if num_shared else (None, None)),
+    )  # fmt: skip
+    on_device = weights._replace(
+        **{name: x.to(device) for name, x in weights._asdict().items() if isinstance(x, torch.Tensor)}
+    )
+    hidden_rows = randn(num_rows, hidden, seed=7).to(dtype)
+    squares = hidden_rows.to(torch.float32).pow(2).view(num_rows, 4, -1).sum(2)
+    rows = normed_linear.UnscaledRows((hidden_rows * (1 + 0.3 * randn(hidden, seed=8))).to(dtype), squares, 1e-2)
+    residual, norm = randn(num_rows, hidden, seed=9).to(dtype), NextNorm(1 + 0.3 * randn(hidden, seed=10).to(dtype), 1e-2)
+    moved = normed_linear.UnscaledRows(rows.z.to(device), rows.squares.to(device), rows.eps)
+    total, scaled, ids = few_experts.few_experts_triton(
+        moved, on_device, residual.to(device), norm._replace(weight=norm.weight.to(device))
+    )
+    expected, kept, chosen = few_experts.few_experts_reference(rows, weights, residual, norm)
+    assert torch.equal(ids.cpu(), chosen)
+    assert_close(total, expected, bfloat16=3.2e-2)
+    assert_close(scaled.z, kept.z, bfloat16=3.2e-2)
+    tolerance = 5e-6 if dtype == FLOAT32 else 1e-2
+    torch.testing.assert_close(scaled.scale().cpu(), kept.scale(), atol=tolerance, rtol=tolerance)
+
+
 def few_row_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
     for dtype in DTYPES:
         for sizes in ((0, 8, 16), (1, 32, 64), (3, 41, 50), (17, 100, 33)):
@@ -197,3 +235,10 @@ def few_row_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
         ([300, 17], 1, (8, 2), 64, 3, "window", plain, BFLOAT16),
     ):
         yield check_decode_attention, (lens, num_rows, heads, head_dim, num_splits, form, norms, dtype)
+    for num_rows, sizes, num_shared, routing, has_bias, is_float32, dtype in (
+        (1, (16, 64, 40), 0, Routing(top_k=4, is_normalised=True), False, False, FLOAT32),
+        (3, (20, 36, 48), 2, Routing(top_k=3, is_normalised=False, scale=1.5), False, True, FLOAT32),
+        (2, (16, 64, 32), 1, Routing(top_k=2, is_normalised=True, is_sigmoid=True, scale=2.5), True, True, FLOAT32),
+        (2, (16, 64, 32), 1, Routing(top_k=8, is_normalised=True), False, True, BFLOAT16),
+    ):
+        yield check_few_experts, (num_rows, sizes, num_shared, routing, has_bias, is_float32, dtype)
