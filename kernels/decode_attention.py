@@ -71,10 +71,9 @@ def _rotated(
 
 
 @jit
-def _merge_splits(
+def merged_splits(
     p_partial: tl.tensor,
     p_lse: tl.tensor,
-    p_out: tl.tensor,
     o_flat: tl.tensor,
     m_flat: tl.tensor,
     num_used: tl.tensor,
@@ -82,9 +81,9 @@ def _merge_splits(
     HEAD_DIM: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-) -> None:
-    """Writes rows `o_flat` `[M]` of the output: the first `num_used` splits, weighted by their shares of the
-    denominators.
+) -> tl.tensor:
+    """The rows `o_flat` `[M]` of the first `num_used` splits, weighted by their shares of the denominators:
+    float32 `[M, D]`.
     """
     i_dim = tl.arange(0, BLOCK_DIM)
     b_max = tl.full(o_flat.shape, float("-inf"), dtype=tl.float32)
@@ -94,6 +93,7 @@ def _merge_splits(
         i_split = first + tl.arange(0, BLOCK_SPLITS)
         m_used = (i_split < num_used)[:, None] & m_flat[None, :]
         o_split = i_split[:, None].to(tl.int64) * num_flat + o_flat[None, :]
+        # not through the first cache, which may not know what other programs of this launch wrote
         b_lse = tl.load(p_lse + o_split, mask=m_used, other=float("-inf"), cache_modifier=".cg")
         o_part = o_split[:, :, None] * HEAD_DIM + i_dim[None, None, :]
         m_part = m_used[:, :, None] & (i_dim < HEAD_DIM)[None, None, :]
@@ -101,15 +101,13 @@ def _merge_splits(
         b_new_max = tl.maximum(b_max, tl.max(b_lse, axis=0))
         b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
         b_weight = tl.exp2(b_lse - b_shift[None, :])
-        # a row that a split attends to nothing with has no value there
+        # a split in which a row sees nothing may hold anything for it
         b_part = tl.where((b_weight > 0.0)[:, :, None], b_part * b_weight[:, :, None], 0.0)
         b_rescale = tl.exp2(b_max - b_shift)
         b_sum = b_sum * b_rescale + tl.sum(b_weight, axis=0)
         b_out = b_out * b_rescale[:, None] + tl.sum(b_part, axis=0)
         b_max = b_new_max
-    b_out = b_out / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
-    m_out = m_flat[:, None] & (i_dim < HEAD_DIM)[None, :]
-    tl.store(p_out + o_flat[:, None] * HEAD_DIM + i_dim[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)
+    return b_out / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
 
 
 @jit_varying("num_requests", "num_rows", "num_splits", "table_stride", "p_kv_lens", "p_rows")
@@ -240,10 +238,13 @@ def _decode_kernel(
             tl.store(p_arrival, 0)
             i_merged = tl.arange(0, BLOCK_MERGED)
             i_flat = (first_token + i_merged // GROUP) * (kv_heads * GROUP) + i_kv_head * GROUP + i_merged % GROUP
-            _merge_splits(
-                p_partial, p_lse, p_out, i_flat, i_merged < num_rows * GROUP, new_split + 1, num_flat, HEAD_DIM,
-                BLOCK_SPLITS, BLOCK_DIM,
-            )  # fmt: skip
+            m_flat = i_merged < num_rows * GROUP
+            b_merged = merged_splits(
+                p_partial, p_lse, i_flat, m_flat, new_split + 1, num_flat, HEAD_DIM, BLOCK_SPLITS, BLOCK_DIM
+            )
+            m_merged = m_flat[:, None] & (i_dim < HEAD_DIM)[None, :]
+            p_merged = p_out + i_flat[:, None] * HEAD_DIM + i_dim[None, :]
+            tl.store(p_merged, b_merged.to(p_out.dtype.element_ty), mask=m_merged)
 
 
 class DecodeTile(NamedTuple):

@@ -7,6 +7,7 @@ from baton.kernels import (
     decode_attention,
     few_experts,
     kv_store,
+    latent_step,
     layer_products,
     normed_linear,
     rms_norm,
@@ -19,6 +20,7 @@ from baton.kernels.normed_linear import NextNorm
 from baton.kernels.rotate_store import HeadNorms
 from baton.kernels.route_experts import Routing
 from baton.tests.kernels.attention_cases import form_of, on, poisoned_pool
+from baton.tests.kernels.latent_cases import SCALE, poisoned_latents
 from baton.tests.kernels.cases import BFLOAT16, DTYPES, FLOAT32, NAN, assert_close, randn
 
 SMALL_TILE = skinny_linear.SkinnyShape(out=16, inner=32, num_warps=4, num_stages=2)
@@ -214,6 +216,53 @@ def check_few_experts(
     torch.testing.assert_close(scaled.scale().cpu(), kept.scale(), atol=tolerance, rtol=tolerance)
 
 
+def check_latent_step(
+    device: str, lens: list[int], num_rows: int, num_heads: int, num_splits: int, is_interleaved: bool,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """As `check_decode_attention`, over latents, with queries and latents in wider rows."""
+    sizes, layer = latent_step.LatentSizes(24, 8, 20, 40, is_interleaved), 1
+    width = sizes.rank + sizes.rope
+    pool, table, _ = poisoned_latents(lens, width, dtype)
+    slots = [
+        int(table[request, column // 16]) * 16 + column % 16 if length else 0
+        for request, length in enumerate(lens)
+        for column in (range(length - num_rows, length) if length else range(num_rows))
+    ]
+    num_tokens = len(slots)
+    wide = torch.full((num_tokens, num_heads * 32 + width + 3), NAN, dtype=dtype)
+    wide[:, :-3] = randn(num_tokens, num_heads * 32 + width, dtype=dtype, seed=1)
+    wide[torch.tensor(slots) == 0] = NAN
+    angles = randn(num_tokens, sizes.rope // 2, seed=3)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    up = randn(num_heads, sizes.key + sizes.value, sizes.rank, seed=4).to(dtype) / 5
+    norm = 1 + 0.3 * randn(sizes.rank, seed=5).to(dtype)
+    given = norm, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+    def rows_on(place: str) -> latent_step.LatentRows:
+        moved, split = wide.to(place), num_heads * 32
+        weight, *tables = (x.to(place) for x in given)
+        return latent_step.LatentRows(moved[:, :split], moved[:, split:-3], weight, 1e-2, *tables)
+
+    places, lengths = kv_store.kv_rows(torch.tensor(slots), pool), torch.tensor(lens)
+    after, on_cpu = pool.to(device, copy=True), pool.clone()
+    q = latent_step.prepare_latents_triton(
+        after, layer, places.to(device), rows_on(device), up.to(device), sizes, part=16
+    )
+    expected = latent_step.prepare_latents(on_cpu, layer, places, rows_on("cpu"), up, sizes)
+    torch.testing.assert_close(after.cpu(), on_cpu, rtol=1.6e-2, atol=3.2e-2, equal_nan=True)
+    is_busy = torch.tensor(slots) > 0
+    assert_close(q.cpu()[is_busy], expected[is_busy], bfloat16=3.2e-2)
+    out = latent_step.attend_latents_triton(
+        q, after, layer, table.to(device), lengths.to(device), SCALE, up.to(device), sizes, num_splits=num_splits,
+        part=16,
+    )  # fmt: skip
+    clean = on_cpu.nan_to_num(0.0), expected.nan_to_num(0.0)
+    found = latent_step.attend_latents(clean[1], clean[0], layer, table, lengths, SCALE, up, sizes)
+    wanted = torch.where(is_busy[:, None, None], found, 0.0)
+    assert_close(out, wanted, bfloat16=3.2e-2)
+
+
 def few_row_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
     for dtype in DTYPES:
         for sizes in ((0, 8, 16), (1, 32, 64), (3, 41, 50), (17, 100, 33)):
@@ -242,3 +291,10 @@ def few_row_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
         (2, (16, 64, 32), 1, Routing(top_k=8, is_normalised=True), False, True, BFLOAT16),
     ):
         yield check_few_experts, (num_rows, sizes, num_shared, routing, has_bias, is_float32, dtype)
+    for lens, num_rows, num_heads, num_splits, is_interleaved, dtype in (
+        ([1], 1, 3, 2, True, FLOAT32),
+        ([200, 0, 70], 1, 16, 5, False, FLOAT32),
+        ([130, 64], 4, 5, 0, True, FLOAT32),
+        ([200], 2, 16, 3, True, BFLOAT16),
+    ):
+        yield check_latent_step, (lens, num_rows, num_heads, num_splits, is_interleaved, dtype)
