@@ -92,7 +92,7 @@ def merged_splits(
     for first in range(0, num_used, BLOCK_SPLITS):
         i_split = first + tl.arange(0, BLOCK_SPLITS)
         m_used = (i_split < num_used)[:, None] & m_flat[None, :]
-        o_split = i_split[:, None].to(tl.int64) * num_flat + o_flat[None, :]
+        o_split = i_split[:, None] * num_flat + o_flat.to(tl.int32)[None, :]
         # not through the first cache, which may not know what other programs of this launch wrote
         b_lse = tl.load(p_lse + o_split, mask=m_used, other=float("-inf"), cache_modifier=".cg")
         o_part = o_split[:, :, None] * HEAD_DIM + i_dim[None, None, :]
@@ -226,7 +226,9 @@ def _decode_kernel(
     b_out = b_out / b_total[:, None]
     m_out = m_row[:, None] & (i_dim < HEAD_DIM)[None, :]
     if new_split == 0:
-        tl.store(p_out + o_flat[:, None] * HEAD_DIM + i_dim[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)
+        tl.store(
+            p_out + o_flat[:, None] * HEAD_DIM + i_dim[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out
+        )
     else:
         num_flat = num_requests * num_rows * (kv_heads * GROUP)
         o_part = o_flat + i_split.to(tl.int64) * num_flat
@@ -237,7 +239,9 @@ def _decode_kernel(
         if tl.atomic_add(p_arrival, 1, sem="acq_rel", scope="gpu") == new_split:
             tl.store(p_arrival, 0)
             i_merged = tl.arange(0, BLOCK_MERGED)
-            i_flat = (first_token + i_merged // GROUP) * (kv_heads * GROUP) + i_kv_head * GROUP + i_merged % GROUP
+            i_flat = (
+                (first_token + i_merged // GROUP) * (kv_heads * GROUP) + i_kv_head * GROUP + i_merged % GROUP
+            )
             m_flat = i_merged < num_rows * GROUP
             b_merged = merged_splits(
                 p_partial, p_lse, i_flat, m_flat, new_split + 1, num_flat, HEAD_DIM, BLOCK_SPLITS, BLOCK_DIM
@@ -256,13 +260,13 @@ class DecodeTile(NamedTuple):
     num_warps: int
     num_stages: int
     min_split: int = MIN_SPLIT
-    merged: int = 2048
+    merged: int = 1024
 
 
 def decode_tile(dtype: torch.dtype, head_dim: int, num_rows: int) -> DecodeTile:
     """The tile for `num_rows` (row, head) pairs, as in `verify_attention`."""
     tile = tile_shape(dtype, head_dim, num_rows, MAX_TILE_ROWS)
-    return DecodeTile(tile.columns, 2 if tile.rows == MIN_DOT else tile.num_warps, 2)
+    return DecodeTile(tile.columns, 2 if tile.rows == MIN_DOT and tile.dim <= 128 else tile.num_warps, 2)
 
 
 def joins_rows(num_rows: int, num_heads: int, kv_heads: int) -> bool:
@@ -379,7 +383,11 @@ def _check(
     check_tables(heads, cos, signed_sin)
     check_paged("decode_attention", heads[:, :num_heads], kv, page_table, (kv_lens, rows))
     num_rows = heads.shape[0] // max(num_requests, 1)
-    if heads.shape[0] != num_rows * num_requests or rows.shape[0] != heads.shape[0] or kv_lens.shape[0] != num_requests:
+    if (
+        heads.shape[0] != num_rows * num_requests
+        or rows.shape[0] != heads.shape[0]
+        or kv_lens.shape[0] != num_requests
+    ):
         raise ValueError(
             f"decode_attention: {heads.shape[0]} tokens, {rows.shape[0]} rows and {kv_lens.shape[0]} lengths do not fit "
             f"{num_requests} requests"

@@ -431,7 +431,9 @@ def _check(rows: UnscaledRows, experts: FewExperts, residual: torch.Tensor) -> N
         )
     fault = experts.routing.fault(num_experts)
     if fault or not fits(experts):
-        raise ValueError(f"few_experts: {fault or 'groups, too many experts, or shared ones of another size'}")
+        raise ValueError(
+            f"few_experts: {fault or 'groups, too many experts, or shared ones of another size'}"
+        )
 
 
 def few_experts(

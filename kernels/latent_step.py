@@ -174,7 +174,9 @@ def prepare_latents_triton(
     num_tokens, num_heads = _check(kv, slots, rows, up, sizes)
     queries = rows.queries if rows.queries.stride(1) == 1 else rows.queries.contiguous()
     latent = rows.latent if rows.latent.stride(1) == 1 else rows.latent.contiguous()
-    q = torch.empty(num_tokens, num_heads, sizes.rank + sizes.rope, dtype=queries.dtype, device=queries.device)
+    q = torch.empty(
+        num_tokens, num_heads, sizes.rank + sizes.rope, dtype=queries.dtype, device=queries.device
+    )
     if num_tokens == 0:
         return q
     _prepare_kernel[(cdiv(sizes.rank, part), num_heads + 1, num_tokens)](
@@ -276,7 +278,15 @@ def _values_kernel(
     split_len = tl.cdiv(tl.maximum(tl.cdiv(kv_len, num_splits), MIN_SPLIT), BLOCK_COLUMNS) * BLOCK_COLUMNS
     o_flat = i_token * NUM_HEADS + i_head + tl.zeros((1,), dtype=tl.int64)
     b_sum = merged_splits(
-        p_partial, p_lse, o_flat, o_flat >= 0, tl.cdiv(kv_len, split_len), num_flat, RANK, BLOCK_SPLITS, BLOCK_RANK
+        p_partial,
+        p_lse,
+        o_flat,
+        o_flat >= 0,
+        tl.cdiv(kv_len, split_len),
+        num_flat,
+        RANK,
+        BLOCK_SPLITS,
+        BLOCK_RANK,
     )
     dtype: tl.constexpr = p_out.dtype.element_ty
     b_values = tl.sum(b_up.to(tl.float32) * b_sum.to(dtype).to(tl.float32), axis=1)
@@ -308,7 +318,9 @@ def attend_latents_triton(
     num_rows = num_tokens // num_requests
     tile = latent_tile(q.dtype, num_rows * num_heads)
     capacity = page_table.shape[1] * kv.shape[3]
-    splits = num_splits or max(2, choose_splits(cdiv(num_rows * num_heads, tile.rows) * num_requests, capacity))
+    splits = num_splits or max(
+        2, choose_splits(cdiv(num_rows * num_heads, tile.rows) * num_requests, capacity)
+    )
     grouped = q.view(num_requests, num_rows, *q.shape[1:])
     partial, lse = latent_splits_triton(
         grouped, kv, layer, page_table, kv_lens, scale, sizes.rank, tree_mask, splits, min_split

@@ -43,12 +43,12 @@ class ChainShape(NamedTuple):
     down: PhaseShape
     heads: PhaseShape
     num_warps: int = 4
-    programs_each: int = 2  # per multiprocessor
     prefetches: bool = True
 
 
+# Two programs for each multiprocessor of an H200.
 DEFAULT_SHAPE = ChainShape(
-    PhaseShape(16, 256, 4), PhaseShape(64, 128, 3), PhaseShape(16, 256, 4), PhaseShape(32, 256, 3)
+    PhaseShape(16, 256, 4), PhaseShape(64, 64, 4), PhaseShape(16, 256, 4), PhaseShape(32, 128, 4)
 )
 
 
@@ -300,7 +300,9 @@ def _chain_kernel(
         b_first_up = b_first
         if PREFETCHES:
             b_first = _first_weights(p_gate_up, i_program, INNER, HIDDEN, GATE_OUT, GATE_IN)
-            b_first_up = _first_weights(p_gate_up + INNER * HIDDEN, i_program, INNER, HIDDEN, GATE_OUT, GATE_IN)
+            b_first_up = _first_weights(
+                p_gate_up + INNER * HIDDEN, i_program, INNER, HIDDEN, GATE_OUT, GATE_IN
+            )
         if PHASE == -1:
             _wait(p_barrier, arrival)
         b_squares = load_squares(p_middle_squares, MIDDLE_SQUARES, i_row, m_row, True, BLOCK_MIDDLE)

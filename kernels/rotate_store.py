@@ -178,7 +178,9 @@ def rotate_store(
     turning = heads[:, :split]
     if norms is not None:
         parts = (turning[:, :num_heads], norms.q), (turning[:, num_heads:], norms.k)
-        turning = torch.cat([rms_norm(part, weight, norms.eps, norms.offset) for part, weight in parts], dim=1)
+        turning = torch.cat(
+            [rms_norm(part, weight, norms.eps, norms.offset) for part, weight in parts], dim=1
+        )
     rotated = apply_rope(turning, cos, signed_sin)
     store_kv(kv, layer, rows, rotated[:, num_heads:], heads[:, split:])
     return rotated[:, :num_heads]

@@ -73,13 +73,17 @@ def row_product(
             m_in = i_in < in_size
             b_x = tl.load(p_rows + i_in[:, None], mask=m_in[:, None] & m_row[None, :], other=0.0)
             m_weight = m_out[:, None] & m_in[None, :]
-            b_weight = tl.load(p_outs + i_in[None, :], mask=m_weight, other=0.0, eviction_policy="evict_first")
+            b_weight = tl.load(
+                p_outs + i_in[None, :], mask=m_weight, other=0.0, eviction_policy="evict_first"
+            )
         b_y = tl.dot(b_weight, b_x, b_y, input_precision="ieee")
         if IS_GATED:
             if IS_EVEN:
                 b_weight = tl.load(p_ups + i_in[None, :], eviction_policy="evict_first")
             else:
-                b_weight = tl.load(p_ups + i_in[None, :], mask=m_weight, other=0.0, eviction_policy="evict_first")
+                b_weight = tl.load(
+                    p_ups + i_in[None, :], mask=m_weight, other=0.0, eviction_policy="evict_first"
+                )
             b_up = tl.dot(b_weight, b_x, b_up, input_precision="ieee")
     return b_y, b_up
 

@@ -20,8 +20,8 @@ from baton.kernels.normed_linear import NextNorm
 from baton.kernels.rotate_store import HeadNorms
 from baton.kernels.route_experts import Routing
 from baton.tests.kernels.attention_cases import form_of, on, poisoned_pool
-from baton.tests.kernels.latent_cases import SCALE, poisoned_latents
 from baton.tests.kernels.cases import BFLOAT16, DTYPES, FLOAT32, NAN, assert_close, randn
+from baton.tests.kernels.latent_cases import SCALE, poisoned_latents
 
 SMALL_TILE = skinny_linear.SkinnyShape(out=16, inner=32, num_warps=4, num_stages=2)
 
@@ -86,7 +86,10 @@ def check_layer_products(
     weights = [randn(*size, dtype=dtype, seed=i) / size[1] ** 0.5 for i, size in enumerate(sizes)]
     norms = [1 + 0.3 * randn(width, dtype=dtype, seed=5 + i) for i in range(2)]
     bias = randn(outputs, dtype=dtype, seed=7)
-    attended, hidden = randn(num_rows, attended_size, dtype=dtype), 3 * randn(num_rows, width, dtype=dtype, seed=8)
+    attended, hidden = (
+        randn(num_rows, attended_size, dtype=dtype),
+        3 * randn(num_rows, width, dtype=dtype, seed=8),
+    )
     middle = torch.nn.functional.linear(attended, weights[0]) + hidden
     normed = rms_norm.rms_norm_reference(middle, norms[0], 1e-2)
     activated = skinny_linear.gated_linear_reference(normed, weights[1])
@@ -130,7 +133,9 @@ def check_decode_attention(
     """
     num_heads, kv_heads = heads
     layer, page_size = 1, 16
-    pool, table = poisoned_pool([max(n - num_rows, 0) for n in lens], page_size, kv_heads, head_dim, dtype, layer)
+    pool, table = poisoned_pool(
+        [max(n - num_rows, 0) for n in lens], page_size, kv_heads, head_dim, dtype, layer
+    )
     needed = [-(-n // page_size) for n in lens]
     table = torch.nn.functional.pad(table, (0, max(needed, default=0)))
     more = pool.shape[0]
@@ -176,7 +181,10 @@ def check_decode_attention(
     is_busy = (lengths > 0)[:, None, None, None]
     wanted = torch.where(is_busy, expected, 0.0).reshape(out.shape)
     torch.testing.assert_close(
-        out.cpu(), wanted, rtol=1e-5 if dtype == FLOAT32 else 3.2e-2, atol=1e-5 if dtype == FLOAT32 else 3.2e-2
+        out.cpu(),
+        wanted,
+        rtol=1e-5 if dtype == FLOAT32 else 3.2e-2,
+        atol=1e-5 if dtype == FLOAT32 else 3.2e-2,
     )
 
 
@@ -202,8 +210,13 @@ def check_few_experts(
     )
     hidden_rows = randn(num_rows, hidden, seed=7).to(dtype)
     squares = hidden_rows.to(torch.float32).pow(2).view(num_rows, 4, -1).sum(2)
-    rows = normed_linear.UnscaledRows((hidden_rows * (1 + 0.3 * randn(hidden, seed=8))).to(dtype), squares, 1e-2)
-    residual, norm = randn(num_rows, hidden, seed=9).to(dtype), NextNorm(1 + 0.3 * randn(hidden, seed=10).to(dtype), 1e-2)
+    rows = normed_linear.UnscaledRows(
+        (hidden_rows * (1 + 0.3 * randn(hidden, seed=8))).to(dtype), squares, 1e-2
+    )
+    residual, norm = (
+        randn(num_rows, hidden, seed=9).to(dtype),
+        NextNorm(1 + 0.3 * randn(hidden, seed=10).to(dtype), 1e-2),
+    )
     moved = normed_linear.UnscaledRows(rows.z.to(device), rows.squares.to(device), rows.eps)
     total, scaled, ids = few_experts.few_experts_triton(
         moved, on_device, residual.to(device), norm._replace(weight=norm.weight.to(device))
@@ -287,7 +300,15 @@ def few_row_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
     for num_rows, sizes, num_shared, routing, has_bias, is_float32, dtype in (
         (1, (16, 64, 40), 0, Routing(top_k=4, is_normalised=True), False, False, FLOAT32),
         (3, (20, 36, 48), 2, Routing(top_k=3, is_normalised=False, scale=1.5), False, True, FLOAT32),
-        (2, (16, 64, 32), 1, Routing(top_k=2, is_normalised=True, is_sigmoid=True, scale=2.5), True, True, FLOAT32),
+        (
+            2,
+            (16, 64, 32),
+            1,
+            Routing(top_k=2, is_normalised=True, is_sigmoid=True, scale=2.5),
+            True,
+            True,
+            FLOAT32,
+        ),
         (2, (16, 64, 32), 1, Routing(top_k=8, is_normalised=True), False, True, BFLOAT16),
     ):
         yield check_few_experts, (num_rows, sizes, num_shared, routing, has_bias, is_float32, dtype)
