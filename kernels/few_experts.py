@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 from .expert_mlp import expert_mlp_reference
-from .normed_linear import NextNorm, UnscaledRows, scaled_linear_reference, sum_linear_reference
+from .normed_linear import UnscaledRows, scaled_linear_reference, sum_linear_reference
+from .rms_norm import NextNorm
 from .route_experts import LARGEST, SMALLEST_SUM, Routing, route_experts_reference
 from .row_product import gated, load_residual, load_squares, row_product, store_sum
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl

@@ -284,7 +284,7 @@ def _attend(
     min_split: int,
 ) -> torch.Tensor:
     """The launches; returns `[T, N, R]`. Rows behind the last start stay unset."""
-    num_requests, (num_all, num_heads, width) = page_table.shape[0], rows.q.shape
+    num_requests, (num_all, num_heads, _) = page_table.shape[0], rows.q.shape
     out = torch.empty(num_all, num_heads, rank, dtype=rows.q.dtype, device=rows.q.device)
     num_tiles = cdiv(rows.num_rows * num_heads, latent_tile(rows.q.dtype, rows.num_rows * num_heads).rows)
     splits = num_splits or choose_splits(num_tiles * num_requests, page_table.shape[1] * kv.shape[3])

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from .normed_linear import NextNorm
+from .normed_linear import scaled_linear_reference, sum_linear_reference
+from .rms_norm import NextNorm
 from .row_product import gated, load_residual, load_squares, row_product, store_sum, with_bias
 from .skinny_linear import MIN_ROWS_TILE
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
@@ -46,7 +47,7 @@ class ChainShape(NamedTuple):
     prefetches: bool = True
 
 
-# Two programs for each multiprocessor of an H200.
+PROGRAMS_EACH = 2  # of the usual shape, on a multiprocessor of an H200
 DEFAULT_SHAPE = ChainShape(
     PhaseShape(16, 256, 4), PhaseShape(64, 64, 4), PhaseShape(16, 256, 4), PhaseShape(32, 128, 4)
 )
@@ -460,3 +461,42 @@ def layer_products_triton(
             **options,
         )
     return total, heads
+
+
+def layer_products_reference(
+    attended: torch.Tensor, hidden: torch.Tensor, layer: LayerWeights, following: NextLayer | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The definition and the CPU path."""
+    middle, rows = sum_linear_reference(attended, layer.output, None, hidden, layer.norm)
+    assert rows is not None
+    inner = scaled_linear_reference(rows, layer.gate_up, is_gated=True, is_gelu=layer.is_gelu)
+    norm = None if following is None else following.norm
+    total, left = sum_linear_reference(inner, layer.down, None, middle, norm)
+    if following is None or left is None:
+        return total, None
+    return total, scaled_linear_reference(left, following.qkv, following.bias)
+
+
+def num_programs_of(device: torch.device) -> int:
+    """How many programs of the usual shape run at once on CUDA `device`."""
+    return PROGRAMS_EACH * int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def layer_products(
+    attended: torch.Tensor,
+    hidden: torch.Tensor,
+    layer: LayerWeights,
+    following: NextLayer | None,
+    barrier: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`attended` `[T, A]` and the residual stream `hidden` `[T, H]` -> (the stream behind the layer `[T, H]`,
+    queries, keys and values `[T, Q]` of the next layer, or None without one).
+
+    `barrier`: one int32 of the layer, 0 before its first launch. Raises ValueError for more than MAX_ROWS rows.
+    """
+    if hidden.shape[0] > MAX_ROWS:
+        raise ValueError(f"layer_products: {hidden.shape[0]} rows; at most {MAX_ROWS} are computed at once")
+    if hidden.is_cuda:
+        programs = num_programs_of(hidden.device)
+        return layer_products_triton(attended, hidden, layer, following, barrier, programs)
+    return layer_products_reference(attended, hidden, layer, following)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .rms_norm import NextNorm
 from .row_product import gated, load_residual, load_squares, row_product, store_sum, with_bias
 from .silu_mul import silu_mul_reference
 from .skinny_linear import MIN_ROWS_TILE, SkinnyShape, skinny_shape
@@ -34,14 +35,6 @@ class UnscaledRows(NamedTuple):
     def scale(self) -> torch.Tensor:
         """The factor of each row, float32 `[T, 1]`."""
         return torch.rsqrt(self.squares.sum(1, keepdim=True) / self.z.shape[1] + self.eps)
-
-
-class NextNorm(NamedTuple):
-    """The norm behind a residual sum: `weight` `[H]`, and `offset` as in `rms_norm`."""
-
-    weight: torch.Tensor
-    eps: float
-    offset: float | None = None
 
 
 def sum_linear_reference(

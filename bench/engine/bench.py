@@ -25,6 +25,7 @@ import torch
 from ...cluster.errors import ConfigError
 from ...engine.config import DTYPES, resolve_device, resolve_dtype
 from ...engine.errors import CheckpointError
+from ...kernels.row_ops import JOIN_NAMES, Joins, named_joins
 from ..arguments import at_least
 from .drafters import ALL, DRAFTERS, named_drafters
 from .floors import Ceilings, PassCounts, Work, measure_ceilings
@@ -261,6 +262,13 @@ def parser() -> argparse.ArgumentParser:
         help="tokens that each step with drafts yields, simulated (default 3)",
     )
     add("--deterministic", action="store_true", help="with batch-invariant operations of the target")
+    add(
+        "--join",
+        type=_joins,
+        metavar="none|all|NAME[,NAME...]",
+        help=f"steps of the target's layers that share launches for few rows: {', '.join(JOIN_NAMES)} (default: "
+        "those of a server)",
+    )
     add("--graphs", choices=("both", "on", "off"), default="both", help="default both")
     add(
         "--adaptive",
@@ -277,6 +285,13 @@ def parser() -> argparse.ArgumentParser:
 def _drafters(text: str) -> list[str]:
     try:
         return named_drafters(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _joins(text: str) -> Joins:
+    try:
+        return named_joins(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -314,6 +329,7 @@ def settings_of(options: argparse.Namespace) -> RigSettings:
         is_invariant=options.deterministic,
         quantize=options.quantize,
         drafts=options.drafts[0],
+        joins=options.join,
     )
 
 
@@ -388,7 +404,7 @@ def document(
     """The whole report as a JSON document."""
     return {
         "machine": machine(settings.device),
-        "options": vars(options),
+        "options": vars(options) | {"join": repr(options.join)},
         "ceilings": dataclasses.asdict(ceilings),
         "accept_length": "simulated",
         "cells": [dataclasses.asdict(cell) | {"ratio": cell.ratio} for cell in cells],

@@ -2,7 +2,9 @@
 
 Each way computes the same layer, or a part of it, with the weights of several layers in one CUDA graph, so that no
 cache holds them. Printed are microseconds a layer, launches a layer, and the distance of the results from
-those of the first way, `|a - b| / |b|`. Arguments choose sections by the beginnings of their names.
+those of the first way, `|a - b| / |b|`. Arguments choose sections by the beginnings of their names. With
+`--compile` in front, their kernels are compiled, in threads, and nothing is timed: several such processes at
+once fill Triton's cache on disk.
 """
 
 import statistics
@@ -32,8 +34,8 @@ from baton.kernels.layer_products import (
     layer_products_triton,
 )
 from baton.kernels.logits import float32_logits
-from baton.kernels.normed_linear import NextNorm, UnscaledRows, scaled_linear_triton, sum_linear_triton
-from baton.kernels.rms_norm import add_rms_norm, rms_norm
+from baton.kernels.normed_linear import UnscaledRows, scaled_linear_triton, sum_linear_triton
+from baton.kernels.rms_norm import NextNorm, add_rms_norm, rms_norm
 from baton.kernels.rope import apply_rope
 from baton.kernels.rotate_store import rotate_store
 from baton.kernels.route_experts import Routing, route_experts
@@ -522,9 +524,22 @@ def report(section: Section, bandwidth: float) -> None:
         print(f"  {way.name:64} {took:8.2f} us {len(planned):3} kernels  {far:.1e}", flush=True)
 
 
+def compile_only(chosen: list[str]) -> None:
+    """Fills Triton's cache on disk; nothing is computed, so no tensor is filled either."""
+    globals()["random"] = lambda *shape, scale=1.0: torch.empty(*shape, dtype=torch.bfloat16, device=DEVICE)
+    globals()["weights_of"] = lambda count, *shape: [random(*shape)] * count
+    for name in chosen:
+        began = time.perf_counter()
+        count = compile_all(SECTIONS[name]())
+        print(f"{name}: {count} kernels in {time.perf_counter() - began:.1f} s", flush=True)
+
+
 def main(chosen: list[str]) -> None:
     if not torch.cuda.is_available():
         sys.exit("no CUDA device: a kernel's time is only known where it runs")
+    if chosen[:1] == ["--compile"]:
+        compile_only(chosen[1:])
+        return
     began = time.perf_counter()
     source = torch.empty(1 << 31, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)

@@ -16,7 +16,7 @@ from baton.kernels import (
     verify_attention,
 )
 from baton.kernels.layer_products import ChainShape, LayerWeights, NextLayer, PhaseShape
-from baton.kernels.normed_linear import NextNorm
+from baton.kernels.rms_norm import NextNorm
 from baton.kernels.rotate_store import HeadNorms
 from baton.kernels.route_experts import Routing
 from baton.tests.kernels.attention_cases import form_of, on, poisoned_pool
