@@ -190,7 +190,7 @@ def _first_kernel(
     m_row = i_row == 0
     b_squares = load_squares(p_squares + row * SQUARES, SQUARES, i_row, m_row, True, BLOCK_SQUARES)
     p_weight = p_gate_up
-    up_rows = INNER
+    up_rows = tl.where(choice < TOP_K, INNER, NUM_SHARED * INNER)
     if choice < TOP_K:
         expert, weight = _chosen(
             p_logits + row * NUM_EXPERTS, p_bias, choice, NUM_EXPERTS, TOP_K, IS_NORMALISED, IS_SIGMOID, HAS_BIAS,
@@ -202,7 +202,6 @@ def _first_kernel(
             tl.store(p_weights + row * TOP_K + choice, weight * scale)
     else:
         p_weight = p_shared + (choice - TOP_K).to(tl.int64) * (INNER * HIDDEN)
-        up_rows = NUM_SHARED * INNER
     i_out = i_tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     m_out = i_out < INNER
     b_zero = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)

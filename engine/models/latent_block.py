@@ -11,7 +11,7 @@ import torch
 from ...kernels.latent_step import LatentRows, LatentSizes
 from ...kernels.row_ops import FASTEST, RowOps
 from .deepseek_config import NORM_EPS, LatentConfig
-from .layers import Attend, Linear, NamedTensors, Normed, ProjectedRows, RMSNorm, row_parallel
+from .layers import Attend, Linear, NamedTensors, Normed, ProjectedRows, RMSNorm, may_join, row_parallel
 
 
 class LatentAttention:
@@ -48,10 +48,9 @@ class LatentAttention:
         )
         self.output = row_parallel(output, ops)
 
-    @property
-    def takes_unscaled(self) -> bool:
+    def takes_unscaled(self, num_rows: int) -> bool:
         """As `Attention.takes_unscaled`."""
-        return True
+        return may_join(num_rows, self.down)
 
     def __call__(
         self, x: Normed, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend

@@ -17,6 +17,7 @@ import torch
 from ...kernels.attention_form import PLAIN_FORM, AttentionForm
 from ...kernels.layer_products import MAX_ROWS as MAX_CHAIN_ROWS
 from ...kernels.layer_products import LayerWeights, NextLayer, layer_products
+from ...kernels.normed_linear import MAX_ROWS as MAX_JOINED_ROWS
 from ...kernels.normed_linear import UnscaledRows, scaled_linear, sum_linear
 from ...kernels.rms_norm import NextNorm, norm_add_norm
 from ...kernels.rotate_store import HeadNorms
@@ -85,11 +86,31 @@ class Read(Protocol):
         """Attends with `q` `[T, N, D]` and writes `out` `[T, N, D]`; over latents their widths are F+P, V."""
 
 
+@runtime_checkable
+class JoinedProjection(Projection, Protocol):
+    """A projection that may share launches with norms and residual sums, for up to `joined_rows` rows."""
+
+    joined_rows: int
+
+    def __call__(self, x: torch.Tensor | UnscaledRows) -> torch.Tensor:
+        """As `Projection`."""
+
+    def gated(self, x: torch.Tensor | UnscaledRows, is_gelu: bool = False) -> torch.Tensor:
+        """As `Projection`."""
+
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: NextNorm | None
+    ) -> tuple[torch.Tensor, UnscaledRows | None]:
+        """As `sum_linear`: the sum `[T, N]` of the outputs and `residual`, and its rows in front of `norm`."""
+
+
 class Linear:
     """y = x W^T + b with `weight` `[out, in]`, its rows split into named `parts` of the checkpoint.
 
     `ops`, here and in all layers, computes the rows.
     """
+
+    joined_rows = MAX_JOINED_ROWS
 
     def __init__(
         self,
@@ -121,7 +142,7 @@ class Linear:
     def add(
         self, x: torch.Tensor, residual: torch.Tensor, norm: NextNorm | None
     ) -> tuple[torch.Tensor, UnscaledRows | None]:
-        """As `sum_linear`: the sum `[T, N]` of the outputs and `residual`, and its rows in front of `norm`."""
+        """As `JoinedProjection.add`."""
         return sum_linear(x, self.weight, self.bias, residual, norm)
 
     def tensors(self, prefix: str) -> NamedTensors:
@@ -165,6 +186,11 @@ def row_parallel(projection: Projection, ops: RowOps) -> Projection:
 def is_plain(*projections: object) -> bool:
     """Whether all are projections of one rank whose weights are as they are multiplied."""
     return all(type(each) is Linear for each in projections)
+
+
+def may_join(num_rows: int, *projections: object) -> bool:
+    """Whether all may share launches with norms and residual sums for `num_rows` rows."""
+    return all(num_rows <= getattr(each, "joined_rows", 0) for each in projections)
 
 
 class RMSNorm:
@@ -249,14 +275,15 @@ class GatedMLP:
 
     def joins(self, joins: Joins, num_rows: int) -> bool:
         """As `JoinedMLP.joins`."""
-        return joins.norms and is_plain(self.gate_up, self.down)
+        is_joined = joins.norms and may_join(num_rows, self.gate_up, self.down)
+        return is_joined and (is_plain(self.gate_up) or not self.is_gelu)
 
     def add(
         self, rows: UnscaledRows, residual: torch.Tensor, norm: NextNorm | None
     ) -> tuple[torch.Tensor, UnscaledRows | None]:
         """As `JoinedMLP.add`."""
-        assert isinstance(self.gate_up, Linear)
-        assert isinstance(self.down, Linear)
+        assert isinstance(self.gate_up, JoinedProjection)
+        assert isinstance(self.down, JoinedProjection)
         return self.down.add(self.gate_up.gated(rows, self.is_gelu), residual, norm)
 
     def tensors(self, prefix: str) -> NamedTensors:
@@ -366,10 +393,8 @@ class SelfAttention:
         return attend(layer, q, k, v, self.form).flatten(1)
 
     def _project(self, x: torch.Tensor | UnscaledRows) -> torch.Tensor:
-        if isinstance(x, UnscaledRows):
-            assert isinstance(self.qkv, Linear)
-            return self.qkv(x)
-        return self.qkv(x)
+        assert isinstance(x, torch.Tensor) or isinstance(self.qkv, JoinedProjection)
+        return self.qkv(x)  # type: ignore[arg-type]
 
     def _joins_norms(self, attend: Attend) -> bool:
         """Whether `attend` may normalise q and k itself: not where the bits of prompts must be equal."""
@@ -382,10 +407,9 @@ class SelfAttention:
             return None
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
 
-    @property
-    def takes_unscaled(self) -> bool:
+    def takes_unscaled(self, num_rows: int) -> bool:
         """As `Attention.takes_unscaled`."""
-        return is_plain(self.qkv)
+        return may_join(num_rows, self.qkv)
 
     def _normed(self, qk: torch.Tensor) -> torch.Tensor:
         """The heads `[T, N+K, D]` of q and k behind their norms."""
@@ -439,9 +463,8 @@ class Attention(Protocol):
 
     output: Projection
 
-    @property
-    def takes_unscaled(self) -> bool:
-        """Whether it begins with rows in front of the scale of a norm, too."""
+    def takes_unscaled(self, num_rows: int) -> bool:
+        """Whether it begins with `num_rows` rows in front of the scale of a norm, too."""
 
     def attended(
         self, x: Normed, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
@@ -528,28 +551,28 @@ class DecoderLayer:
         stream `[R, H]` of the same rows -> the outputs of a call for these rows.
         """
         joins, output, mlp = self.input_norm.ops.joins, self.attention.output, self.mlp
-        if joins.norms and joins.takes(attended) and isinstance(output, Linear):
-            if joins.products and self._is_chain(attended.shape[0]):
+        num_rows, following = attended.shape[0], self.following
+        if joins.norms and joins.takes(attended) and may_join(num_rows, output):
+            if joins.products and self._is_chain(num_rows):
                 return self._leave_products(attended, hidden)
-            if isinstance(mlp, JoinedMLP) and mlp.joins(joins, attended.shape[0]):
+            if isinstance(mlp, JoinedMLP) and mlp.joins(joins, num_rows):
+                assert isinstance(output, JoinedProjection)
                 middle, rows = output.add(attended, hidden, self.post_norm.next)
                 assert rows is not None
-                following = None if self.following is None else self.following.input_norm.next
-                return mlp.add(rows, middle, following)
+                takes = following is not None and following.attention.takes_unscaled(num_rows)
+                return mlp.add(rows, middle, following.input_norm.next if following and takes else None)
         normed, hidden = self.post_norm.add(output(attended), hidden)
         return hidden, mlp(normed)
 
     def _is_chain(self, num_rows: int) -> bool:
         """Whether `layer_products` computes what is between this attention and the next."""
         mlp, following = self.mlp, self.following
-        if not (isinstance(mlp, GatedMLP) and is_plain(mlp.gate_up, mlp.down)) or following is None:
+        if not isinstance(mlp, GatedMLP) or following is None or not isinstance(following.attention, SelfAttention):
+            return False
+        if not is_plain(self.attention.output, mlp.gate_up, mlp.down, following.attention.qkv):
             return False
         biases = self.attention.output.bias, mlp.gate_up.bias, mlp.down.bias
-        return (
-            num_rows <= MAX_CHAIN_ROWS
-            and all(bias is None for bias in biases)
-            and isinstance(following.attention, SelfAttention)
-        )
+        return num_rows <= MAX_CHAIN_ROWS and all(bias is None for bias in biases)
 
     def _leave_products(self, attended: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, ProjectedRows]:
         mlp, following = self.mlp, self.following
@@ -579,9 +602,9 @@ class DecoderLayer:
 
 
 def link_layers(layers: Sequence[DecoderLayer]) -> None:
-    """Tells each layer of a model which one follows, where that begins with what a joined layer leaves."""
+    """Tells each layer of a model which one follows, where both may be joined."""
     for layer, following in pairwise(layers):
-        if type(layer) is type(following) is DecoderLayer and following.attention.takes_unscaled:
+        if type(layer) is type(following) is DecoderLayer:
             layer.following = following
             if layer.input_norm.ops.joins.products:
                 layer.barrier = torch.zeros(1, dtype=torch.int32, device=layer.input_norm.weight.device)

@@ -20,6 +20,7 @@ import torch
 from baton.kernels.decode_attention import DecodeTile, decode_attention_triton, decode_tile
 from baton.kernels.expert_mlp import expert_mlp
 from baton.kernels.few_experts import FewExperts, FewTile, few_experts_triton, router_logits_triton
+from baton.kernels.fp8_linear import fp8_linear
 from baton.kernels.kv_store import kv_rows
 from baton.kernels.latent_attention import absorb, latent_verify, project_values
 from baton.kernels.latent_step import LatentRows, LatentSizes, attend_latents_triton, prepare_latents_triton
@@ -34,6 +35,7 @@ from baton.kernels.layer_products import (
     layer_products_triton,
 )
 from baton.kernels.logits import float32_logits
+from baton.kernels.normed_fp8 import Fp8Tile, Fp8Weight, scaled_fp8_triton, sum_fp8_triton
 from baton.kernels.normed_linear import UnscaledRows, scaled_linear_triton, sum_linear_triton
 from baton.kernels.rms_norm import NextNorm, add_rms_norm, rms_norm
 from baton.kernels.rope import apply_rope
@@ -209,6 +211,48 @@ def chains(
             yield Way(f"four launches, {name}", partial(chain, shape, count, False, True))
             yield Way(f"one launch, {name}, not cooperative", partial(chain, shape, count, False, False))
         yield Way(f"one launch, {name}", partial(chain, shape, count, True, False))
+
+
+def fp8_section(dense: Dense, num_rows: int) -> Section:
+    """As `dense_section`, of weights in 8 bits with a scale for each output."""
+    count = dense.layers
+
+    def made(out: int, inner: int) -> list[Fp8Weight]:
+        values = [random(out, inner, scale=16.0).to(torch.float8_e4m3fn) for _ in range(count)]
+        return [Fp8Weight(each, torch.full((out,), inner**-0.5 / 16, device=DEVICE)) for each in values]
+
+    output, gate_up = made(dense.hidden, dense.attended), made(2 * dense.inner, dense.hidden)
+    down, qkv = made(dense.hidden, dense.inner), made(dense.qkv, dense.hidden)
+    norms = [1 + random(dense.hidden, scale=0.1) for _ in range(2)]
+    attended, hidden = random(num_rows, dense.attended), random(num_rows, dense.hidden)
+    num_bytes = sum(w[0].values.numel() for w in (output, gate_up, down, qkv))
+    section = Section(f"{dense.name} products in 8 bits, {num_rows} rows", count, num_bytes)
+    post, following = (NextNorm(weight, EPS) for weight in norms)
+
+    def apart(layer: int) -> torch.Tensor:
+        normed, middle = add_rms_norm(fp8_linear(attended, *output[layer]), hidden, norms[0], EPS)
+        delta = fp8_linear(fp8_linear(normed, *gate_up[layer], is_gated=True), *down[layer])
+        normed, _ = add_rms_norm(delta, middle, norms[1], EPS)
+        return fp8_linear(normed, *qkv[layer])
+
+    def joined(sum_tile: Fp8Tile | None, gate: Fp8Tile | None, last: Fp8Tile | None, layer: int) -> torch.Tensor:
+        middle, rows = sum_fp8_triton(attended, output[layer], hidden, post, tile=sum_tile)
+        inner = scaled_fp8_triton(rows, gate_up[layer], is_gated=True, tile=gate)
+        _, rows = sum_fp8_triton(inner, down[layer], middle, following, tile=sum_tile)
+        return scaled_fp8_triton(rows, qkv[layer], tile=last)
+
+    section.ways += [Way("apart", apart), Way("joined", partial(joined, None, None, None))]
+    for tiles in (
+        (Fp8Tile(4, 1024, 4, 3), Fp8Tile(2, 1024, 4, 3), Fp8Tile(4, 1024, 4, 3)),
+        (Fp8Tile(8, 512, 4, 5), Fp8Tile(4, 512, 4, 5), Fp8Tile(8, 512, 4, 5)),
+        (Fp8Tile(4, 512, 2, 4), Fp8Tile(2, 512, 2, 4), Fp8Tile(4, 512, 2, 4)),
+        (Fp8Tile(16, 512, 8, 4), Fp8Tile(8, 512, 8, 4), Fp8Tile(16, 512, 8, 4)),
+        (Fp8Tile(8, 1024, 8, 3), Fp8Tile(4, 1024, 8, 3), Fp8Tile(8, 1024, 8, 3)),
+        (Fp8Tile(4, 2048, 8, 2), Fp8Tile(2, 2048, 8, 2), Fp8Tile(4, 2048, 8, 2)),
+    ):
+        said = "; ".join(f"{t.out}x{t.inner} {t.num_warps}w {t.num_stages}s" for t in tiles[:2])
+        section.ways.append(Way(f"joined, {said}", partial(joined, *tiles)))
+    return section
 
 
 # --- attention ----------------------------------------------------------------------------------------------
@@ -420,6 +464,8 @@ SECTIONS: dict[str, Callable[[], Section]] = {
     "products-8b-1": lambda: dense_section(LLAMA, 1, False),
     "products-8b-4": lambda: dense_section(LLAMA, 4, False),
     "products-smollm-1": lambda: dense_section(SMOLLM, 1, False),
+    "products-fp8-1": lambda: fp8_section(LLAMA, 1),
+    "products-fp8-4": lambda: fp8_section(LLAMA, 4),
     "attention-8b-1": lambda: attention_section("8b", (32, 8), 128, 1, 1, 1024),
     "attention-8b-4": lambda: attention_section("8b", (32, 8), 128, 1, 4, 1024),
     "attention-8b-8": lambda: attention_section("8b", (32, 8), 128, 8, 1, 1024),

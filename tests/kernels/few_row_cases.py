@@ -9,16 +9,19 @@ from baton.kernels import (
     kv_store,
     latent_step,
     layer_products,
+    normed_fp8,
     normed_linear,
     rms_norm,
     rotate_store,
     skinny_linear,
     verify_attention,
 )
+from baton.kernels.fp8_scales import BLOCK, FP8, dequantise_fp8
 from baton.kernels.layer_products import ChainShape, LayerWeights, NextLayer, PhaseShape
 from baton.kernels.rms_norm import NextNorm
 from baton.kernels.rotate_store import HeadNorms
 from baton.kernels.route_experts import Routing
+from baton.kernels.silu_mul import silu_mul_reference
 from baton.tests.kernels.attention_cases import form_of, on, poisoned_pool
 from baton.tests.kernels.cases import BFLOAT16, DTYPES, FLOAT32, NAN, assert_close, randn
 from baton.tests.kernels.latent_cases import SCALE, poisoned_latents
@@ -73,6 +76,40 @@ def check_norm_between_products(
         )
         apart = skinny_linear.gated_linear_reference if is_gated else torch.nn.functional.linear
         assert_close(y, apart(normed, second, biases[1]), bfloat16=6e-2)
+
+
+def check_norm_between_fp8_products(
+    device: str, num_rows: int, has_blocks: bool, has_bias: bool, dtype: torch.dtype
+) -> None:
+    """As `check_norm_between_products`."""
+    in_size, width, outputs = 300, 140, 256
+    weights = []
+    for seed, (rows, columns) in enumerate(((width, in_size), (outputs, width))):
+        values = (64 * randn(rows, columns, seed=seed)).to(FP8)
+        shape = (-(-rows // BLOCK), -(-columns // BLOCK)) if has_blocks else (rows,)
+        scales = (1 + randn(*shape, seed=seed + 2).abs()) / 64 / columns**0.5
+        bias = randn(rows, dtype=dtype, seed=seed + 4) if has_bias else None
+        weights.append(normed_fp8.Fp8Weight(values, scales, bias))
+    x, residual = randn(num_rows, in_size, dtype=dtype, seed=6), randn(num_rows, width, dtype=dtype, seed=7)
+    norm = NextNorm(1 + 0.3 * randn(width, dtype=dtype, seed=8), 1e-2)
+    moved = [normed_fp8.Fp8Weight(*(None if x is None else x.to(device) for x in weight)) for weight in weights]
+    total, rows = normed_fp8.sum_fp8_triton(
+        x.to(device), moved[0], residual.to(device), norm._replace(weight=norm.weight.to(device)),
+        tile=normed_fp8.Fp8Tile(4, 128, 4, 2),
+    )  # fmt: skip
+    assert rows is not None
+    values = [dequantise_fp8(weight.values, weight.scales, torch.float32) for weight in weights]
+    wide = torch.nn.functional.linear(x.float(), values[0])
+    wide = (wide if weights[0].bias is None else wide + weights[0].bias.float()).to(dtype)
+    assert_close(total, wide + residual, bfloat16=3.2e-2)
+    assert_close(rows.z, ((wide + residual).float() * norm.weight.float()).to(dtype), bfloat16=6e-2)
+    assert_close(rows.scale(), torch.rsqrt(total.cpu().float().pow(2).mean(1, keepdim=True) + 1e-2))
+    kept = normed_linear.UnscaledRows(rows.z.cpu(), rows.squares.cpu(), rows.eps)
+    for is_gated in (False, True):
+        y = normed_fp8.scaled_fp8_triton(rows, moved[1], is_gated=is_gated, tile=normed_fp8.Fp8Tile(4, 128, 4, 2))
+        given = values[1], None if weights[1].bias is None else weights[1].bias.float()
+        expected = normed_linear.scaled_linear_reference(kept._replace(z=kept.z.float()), *given).to(dtype)
+        assert_close(y, silu_mul_reference(expected) if is_gated else expected, bfloat16=3.2e-2)
 
 
 def check_layer_products(
@@ -278,7 +315,7 @@ def check_latent_step(
 
 def few_row_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
     for dtype in DTYPES:
-        for sizes in ((0, 8, 16), (1, 32, 64), (3, 41, 50), (17, 100, 33)):
+        for sizes in ((1, 32, 64), (0, 8, 16), (3, 41, 50), (17, 100, 33)):
             for has_bias, offset in ((False, None), (True, 1.0)):
                 if dtype == FLOAT32 or has_bias:
                     yield check_norm_between_products, (sizes, has_bias, offset, dtype)
@@ -319,3 +356,10 @@ def few_row_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
         ([200], 2, 16, 3, True, BFLOAT16),
     ):
         yield check_latent_step, (lens, num_rows, num_heads, num_splits, is_interleaved, dtype)
+    for num_rows, has_blocks, has_bias, dtype in (
+        (1, False, True, FLOAT32),
+        (2, True, False, FLOAT32),
+        (4, False, False, BFLOAT16),
+        (3, True, True, BFLOAT16),
+    ):
+        yield check_norm_between_fp8_products, (num_rows, has_blocks, has_bias, dtype)

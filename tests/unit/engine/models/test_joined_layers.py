@@ -10,10 +10,11 @@ import pytest
 import torch
 from baton.bench.engine.shapes import SHAPES, target_config
 from baton.engine.kv.pool import KVPool
-from baton.engine.models.interface import CausalLM
+from baton.engine.models.interface import CausalLM, StoredForms
 from baton.engine.models.registry import build_model
 from baton.engine.row_plans import plan_rows
-from baton.kernels import layer_products, skinny_linear
+from baton.kernels import fp8_linear, layer_products, skinny_linear
+from baton.kernels.fp8_scales import FP8
 from baton.kernels.kv_store import kv_rows
 from baton.kernels.row_ops import JOIN_NAMES, NO_JOINS, Joins, named_joins
 from baton.kernels.triton_jit import planned_launches
@@ -31,6 +32,7 @@ SILENT = {
 SMALL = {"num_hidden_layers": 4, "vocab_size": 64, "max_position_embeddings": 256}
 FAMILIES = {
     "llama": SHAPES["toy"] | SMALL,
+    "llama in 8 bits": SHAPES["toy"] | SMALL,
     "qwen3-moe": SHAPES["qwen3-30b-a3b"]
     | SMALL
     | {
@@ -50,14 +52,20 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def model_of(family: str, joins: Joins, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CausalLM:
+def model_of(
+    family: str, joins: Joins, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> CausalLM:
+    form = "fp8" if family == "llama in 8 bits" else "none"
     monkeypatch.setitem(SHAPES, family, FAMILIES[family])
     folder = Path(mkdtemp(dir=tmp_path))
-    model = build_model(target_config(family, "", folder, "none"), dtype=dtype, joins=joins)
+    model = build_model(target_config(family, "", folder, form), dtype=dtype, joins=joins)
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.tensors():
-        scale = 0.3 if "norm" in name else weight.shape[-1] ** -0.5
-        weight.copy_(torch.randn(weight.shape, generator=generator) * scale + (1.0 if "norm" in name else 0.0))
+        scale = 0.3 if "norm" in name else 16.0 if weight.dtype == FP8 else weight.shape[-1] ** -0.5
+        offset = 1.0 if "norm" in name else 0.02 if "scale" in name else 0.0
+        weight.copy_(torch.randn(weight.shape, generator=generator) * (0.0 if "scale" in name else scale) + offset)
+    if isinstance(model, StoredForms):
+        model.projections.finish()
     return model
 
 
@@ -113,6 +121,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
         patch.setattr(skinny_linear, "shared_bytes", lambda device: skinny_linear.SHARED_BYTES)
         patch.setattr(layer_products, "num_programs_of", lambda device: 264)
+        patch.setattr(fp8_linear, "_is_native", lambda device: True)
         with FakeTensorMode(allow_non_fake_inputs=True), planned_launches() as planned, CountOps() as counted:
             yield found
         found += [launch.kernel.__name__ for launch in planned] + counted.names
@@ -144,6 +153,8 @@ LIMITS = {
     ("llama", "attention"): 7,
     ("llama", "norms,attention"): 5,
     ("llama", "all"): 2,
+    ("llama in 8 bits", "none"): 9,
+    ("llama in 8 bits", "norms,attention"): 5,
     ("qwen3-moe", "none"): 12,
     ("qwen3-moe", "norms,attention"): 10,
     ("qwen3-moe", "all"): 6,
