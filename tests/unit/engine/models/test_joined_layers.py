@@ -106,7 +106,7 @@ class CountOps(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name().partition("::")[2].partition(".")[0]
         if func.namespace == "aten" and name not in SILENT:
             self.names.append(name)
