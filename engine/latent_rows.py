@@ -57,7 +57,9 @@ class LatentRowPlan(RowPlan):
         key_size = q.shape[-1] - layout.rope_size
         return project_values(found.flatten(0, 1), v, v.shape[1] - key_size)
 
-    def latent_attend(self, layer: int, rows: LatentRows, up: torch.Tensor, sizes: LatentSizes) -> torch.Tensor:
+    def latent_attend(
+        self, layer: int, rows: LatentRows, up: torch.Tensor, sizes: LatentSizes
+    ) -> torch.Tensor:
         """As `attend`, with queries and latents `[B*N, ...]` in front of norm and rotation, see
         `kernels.latent_step`.
         """

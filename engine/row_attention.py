@@ -91,8 +91,8 @@ class RowPlan:
         is_joined: bool = False,
     ) -> torch.Tensor:
         """As `attend`, with the heads of q, k and v side by side in `heads` `[B*N, heads + 2 * kv heads, D]`,
-        before `norms` and their rotation by the tables `cos` and `sin` `[B*N, R]`. `is_joined`: in one launch, if
-        there is no tree. For CUDA, or joined.
+        before `norms` and their rotation by the tables `cos` and `sin` `[B*N, R]`. `is_joined`: in one
+        launch, if there is no tree. For CUDA, or joined.
         """
         self.check(heads.shape[0])
         num_requests, kv_heads = self.page_table.shape[0], self.pool.kv.shape[4]
@@ -102,9 +102,10 @@ class RowPlan:
             if self._arrivals is None:
                 count = num_arrivals(num_requests, kv_heads)
                 self._arrivals = torch.zeros(count, dtype=torch.int32, device=heads.device)
-            kv, scale, tables = self.pool.kv, form.scale or self._scale, (cos, sin)
-            places = self.page_table, self.kv_lens, scale, self._arrivals
-            return decode_attention(kv, layer, self.rows, heads, *tables, *places, norms, form)
+            kv, table, scale = self.pool.kv, self.page_table, form.scale or self._scale
+            return decode_attention(
+                kv, layer, self.rows, heads, cos, sin, table, self.kv_lens, scale, self._arrivals, norms, form
+            )
         rotated = rotate_store(self.pool.kv, layer, self.rows, heads, cos, sin, norms)
         return self._read(layer, rotated, form)
 

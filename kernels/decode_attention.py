@@ -3,8 +3,8 @@ values, attends over splits of the context, and merges the splits.
 
 It joins `rotate_store` and `verify_attention`. The columns before the new rows are cut into splits; the new
 rows are columns of one more split, or of the last one, whose program rotates and stores them. The last
-program of a request's KV head to finish merges the splits of all. Source of the last step: the threadFenceReduction
-sample of NVIDIA's CUDA samples.
+program of a request's KV head to finish merges the splits of all. Source of the last step: the
+threadFenceReduction sample of NVIDIA's CUDA samples.
 
 Legend: B requests, Q new rows of a request, T = B*Q tokens, P pages per request, N query heads, K key/value
 heads, G = N/K, D head dimension, R rotated dimensions, S splits. Pool and page numbers are those of
@@ -180,8 +180,8 @@ def _decode_kernel(
     first_token = i_request * num_rows
     i_dim = tl.arange(0, BLOCK_DIM)
     b_q = _rotated(
-        p_heads + (first_token + i_query) * token_stride + i_head * HEAD_DIM, m_row, first_token + i_query, p_cos,
-        p_sin, p_q_norm, eps, HAS_NORMS, HAS_OFFSET, OFFSET, ROTARY_DIM, HEAD_DIM, BLOCK_DIM,
+        p_heads + (first_token + i_query) * token_stride + i_head * HEAD_DIM, m_row, first_token + i_query,
+        p_cos, p_sin, p_q_norm, eps, HAS_NORMS, HAS_OFFSET, OFFSET, ROTARY_DIM, HEAD_DIM, BLOCK_DIM,
     )  # fmt: skip
     b_max, b_sum = first_sums(p_sinks, i_head, m_row, i_split == 0, HAS_SINKS)
     start = tl.minimum(base + i_split * split_len, context)
@@ -389,8 +389,8 @@ def _check(
         or kv_lens.shape[0] != num_requests
     ):
         raise ValueError(
-            f"decode_attention: {heads.shape[0]} tokens, {rows.shape[0]} rows and {kv_lens.shape[0]} lengths do not fit "
-            f"{num_requests} requests"
+            f"decode_attention: {heads.shape[0]} tokens, {rows.shape[0]} rows and {kv_lens.shape[0]} lengths "
+            f"do not fit {num_requests} requests"
         )
     if not joins_rows(num_rows, num_heads, kv.shape[4]):
         raise ValueError(f"decode_attention: {num_rows} rows of {num_heads} heads are more than one tile")

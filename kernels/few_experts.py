@@ -2,7 +2,8 @@
 
 The launch of the first products also chooses the experts, each program for its row; that of the second adds a
 row's experts in the order of its choices, and ends in the residual sum, as in `normed_linear`. Shared experts
-are part of the same launches. Choice, rounding and order of sums are those of `route_experts` and `expert_mlp`.
+are part of the same launches. Choice, rounding and order of sums are those of `route_experts` and
+`expert_mlp`.
 
 Legend: T rows, E experts, K experts of a row, J shared experts (a shared MLP of J*I inner values), H hidden
 size, I intermediate size of an expert, S tiles whose squares were summed.
@@ -193,8 +194,8 @@ def _first_kernel(
     up_rows = tl.where(choice < TOP_K, INNER, NUM_SHARED * INNER)
     if choice < TOP_K:
         expert, weight = _chosen(
-            p_logits + row * NUM_EXPERTS, p_bias, choice, NUM_EXPERTS, TOP_K, IS_NORMALISED, IS_SIGMOID, HAS_BIAS,
-            BLOCK_EXPERTS, LARGEST, SMALLEST_SUM,
+            p_logits + row * NUM_EXPERTS, p_bias, choice, NUM_EXPERTS, TOP_K, IS_NORMALISED, IS_SIGMOID,
+            HAS_BIAS, BLOCK_EXPERTS, LARGEST, SMALLEST_SUM,
         )  # fmt: skip
         p_weight = p_gate_up + expert.to(tl.int64) * (2 * INNER * HIDDEN)
         if i_tile == 0:
@@ -206,8 +207,8 @@ def _first_kernel(
     m_out = i_out < INNER
     b_zero = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
     b_y, b_up = row_product(
-        p_x + row * x_stride, p_weight, i_row, m_row, i_out, m_out, 0, INNER, HIDDEN, x_stride, up_rows, b_zero,
-        b_zero, True, INNER % BLOCK_OUT == 0 and HIDDEN % BLOCK_IN == 0, BLOCK_IN, NUM_STAGES,
+        p_x + row * x_stride, p_weight, i_row, m_row, i_out, m_out, 0, INNER, HIDDEN, x_stride, up_rows,
+        b_zero, b_zero, True, INNER % BLOCK_OUT == 0 and HIDDEN % BLOCK_IN == 0, BLOCK_IN, NUM_STAGES,
     )  # fmt: skip
     dtype: tl.constexpr = p_inner.dtype.element_ty
     b_scale = tl.rsqrt(tl.sum(b_squares, axis=1) / HIDDEN + eps)[None, :]
@@ -283,13 +284,14 @@ def _second_kernel(
     if NUM_SHARED > 0:
         SHARED: tl.constexpr = NUM_SHARED * INNER
         b_y, _ = row_product(
-            p_inner + (row * SLOTS + TOP_K) * INNER, p_shared, i_first, m_row, i_out, m_out, 0, HIDDEN, SHARED, SHARED,
-            0, b_y, b_y, False, HIDDEN % BLOCK_OUT == 0 and SHARED % BLOCK_IN == 0, BLOCK_IN, NUM_STAGES,
+            p_inner + (row * SLOTS + TOP_K) * INNER, p_shared, i_first, m_row, i_out, m_out, 0, HIDDEN,
+            SHARED, SHARED, 0, b_y, b_y, False, HIDDEN % BLOCK_OUT == 0 and SHARED % BLOCK_IN == 0,
+            BLOCK_IN, NUM_STAGES,
         )  # fmt: skip
         b_total = b_total.to(dtype).to(tl.float32) + b_y.to(dtype).to(tl.float32)
     store_sum(
-        b_total, b_residual, b_norm, p_total, p_z, p_sums, i_tile, tl.num_programs(0), i_row, m_row, i_out, m_out,
-        HIDDEN, HAS_NORM,
+        b_total, b_residual, b_norm, p_total, p_z, p_sums, i_tile, tl.num_programs(0), i_row, m_row, i_out,
+        m_out, HIDDEN, HAS_NORM,
     )  # fmt: skip
 
 
@@ -347,14 +349,13 @@ def few_experts_triton(
     num_rows, hidden = residual.shape
     inner_size, routing = experts.down.shape[2], experts.routing
     num_shared = experts.num_shared
-    made = {"dtype": residual.dtype, "device": residual.device}
     usual = (FLOAT32_TILE,) * 2 if residual.dtype == torch.float32 else (FIRST_TILE, SECOND_TILE)
     first, second = first or usual[0], second or usual[1]
     logits = router_logits_triton(rows, experts, block_experts=block_experts)
     ids = torch.empty(num_rows, routing.top_k, dtype=torch.int32, device=residual.device)
     weights = torch.empty(num_rows, routing.top_k, dtype=torch.float32, device=residual.device)
     slots = routing.top_k + num_shared
-    inner = torch.empty(num_rows, slots, inner_size, **made)
+    inner = residual.new_empty(num_rows, slots, inner_size)
     _first_kernel[(cdiv(inner_size, first.out), num_rows * slots)](
         rows.z,
         rows.squares,
@@ -426,8 +427,8 @@ def _check(rows: UnscaledRows, experts: FewExperts, residual: torch.Tensor) -> N
         or experts.down.shape != (num_experts, hidden, double // 2)
     ):
         raise ValueError(
-            f"few_experts: rows, residual, router, gate_up, down of shapes {shapes}; expected [T, H], [T, H], "
-            "[E, H], [E, 2*I, H], [E, H, I]"
+            f"few_experts: rows, residual, router, gate_up, down of shapes {shapes}; expected [T, H], "
+            "[T, H], [E, H], [E, 2*I, H], [E, H, I]"
         )
     fault = experts.routing.fault(num_experts)
     if fault or not fits(experts):
@@ -439,8 +440,8 @@ def _check(rows: UnscaledRows, experts: FewExperts, residual: torch.Tensor) -> N
 def few_experts(
     rows: UnscaledRows, experts: FewExperts, residual: torch.Tensor, norm: NextNorm | None
 ) -> tuple[torch.Tensor, UnscaledRows | None, torch.Tensor]:
-    """(the chosen and shared experts of `rows` + `residual`, that sum in front of `norm`, ids): `[T, H]`, rows of
-    H values or None without a norm, int32 `[T, K]`.
+    """(the chosen and shared experts of `rows` + `residual`, that sum in front of `norm`, ids): `[T, H]`,
+    rows of H values or None without a norm, int32 `[T, K]`.
 
     Raises ValueError if shapes or numbers do not fit.
     """

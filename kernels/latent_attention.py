@@ -388,8 +388,8 @@ def latent_splits_triton(
     num_splits: int,
     min_split: int = MIN_SPLIT,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch of the first pass of `latent_verify` with several splits: their sums of latents `[S, T*N, R]` and the
-    logarithms `[S, T*N]`, in base 2, of their denominators. Splits behind a context are unset.
+    """Launch of the first pass of `latent_verify` with several splits: their sums of latents `[S, T*N, R]`
+    and the logarithms `[S, T*N]`, in base 2, of their denominators. Splits behind a context are unset.
     """
     _check(q, kv, page_table, (kv_lens,), rank)
     if tree_mask is not None:

@@ -1,8 +1,8 @@
 """Attention of a decode or verify step over latents in three launches.
 
-The first rotates queries and keys, stores the new latents, and takes queries to latents; the second attends to splits
-of the context, as in `latent_attention`; the third merges the splits and takes sums of latents to values.
-Rounding is that of `latent_store`, `rms_norm`, `rope`, `absorb` and `project_values`.
+The first rotates queries and keys, stores the new latents, and takes queries to latents; the second attends
+to splits of the context, as in `latent_attention`; the third merges the splits and takes sums of latents to
+values. Rounding is that of `latent_store`, `rms_norm`, `rope`, `absorb` and `project_values`.
 
 Legend: B requests, Q new rows of a request, T = B*Q tokens, N heads, R rank of the latents, P width of the
 rotated key, F and V widths of a head's key and value that are made of the latent, S splits.
@@ -41,8 +41,8 @@ class LatentSizes(NamedTuple):
 
 
 class LatentRows(NamedTuple):
-    """New rows: `queries` `[T, N*(F+P)]`, and `latent` `[T, R+P]`, the latent and the key in front of norm and
-    rotation; the weights `norm` `[R]` of the latents' norm; rotary tables `[T, P]`.
+    """New rows: `queries` `[T, N*(F+P)]`, and `latent` `[T, R+P]`, the latent and the key in front of norm
+    and rotation; the weights `norm` `[R]` of the latents' norm; rotary tables `[T, P]`.
     """
 
     queries: torch.Tensor
@@ -239,8 +239,8 @@ def _check(
     if not fits or kv.dtype != rows.queries.dtype:
         raise ValueError(
             f"prepare_latents: queries {tuple(rows.queries.shape)} {rows.queries.dtype}, latents "
-            f"{tuple(rows.latent.shape)}, projection {tuple(up.shape)} and {slots.shape[0]} slots do not fit a "
-            f"pool {tuple(kv.shape)} {kv.dtype} and {sizes}"
+            f"{tuple(rows.latent.shape)}, projection {tuple(up.shape)} and {slots.shape[0]} slots do not fit "
+            f"a pool {tuple(kv.shape)} {kv.dtype} and {sizes}"
         )
     return num_tokens, num_heads
 
@@ -360,8 +360,8 @@ def attend_latents(
     sizes: LatentSizes,
     tree_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attends with `q` `[T, N, R+P]` of `prepare_latents` as `latent_verify`, and takes the sums of latents to
-    values: `[T, N, V]`. Raises ValueError if shapes or dtypes do not fit.
+    """Attends with `q` `[T, N, R+P]` of `prepare_latents` as `latent_verify`, and takes the sums of latents
+    to values: `[T, N, V]`. Raises ValueError if shapes or dtypes do not fit.
     """
     if q.is_cuda:
         return attend_latents_triton(q, kv, layer, page_table, kv_lens, scale, up, sizes, tree_mask)

@@ -2,8 +2,8 @@
 
 They are the output projection, both products of a GLU MLP, and the projection of queries, keys and values of
 the next layer, with residual sums and norms as in `normed_linear`. Each product needs every output of the one
-before it. The programs of the launch all run at once and meet at a barrier in device memory; on their way there they
-ask for the first weights of the next product, so that memory has work while they wait.
+before it. The programs of the launch all run at once and meet at a barrier in device memory; on their way
+there they ask for the first weights of the next product, so that memory has work while they wait.
 
 The barrier is that of PyTorch's cooperative reductions (torch/_inductor/runtime/triton_helpers.py,
 `x_grid_barrier`): the arrivals of all programs flip the highest bit of a counter, which thus needs no reset.
@@ -211,8 +211,8 @@ def _scaled_tile(
     i_out = i_tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     m_out = i_out < OUT_SIZE
     b_y, b_up = _tile_product(
-        b_first, b_first_up, p_x, IN_SIZE, p_weight, i_tile, i_row, m_row, OUT_SIZE, IN_SIZE, IS_GATED, HAS_FIRST,
-        BLOCK_OUT, BLOCK_IN, NUM_STAGES,
+        b_first, b_first_up, p_x, IN_SIZE, p_weight, i_tile, i_row, m_row, OUT_SIZE, IN_SIZE, IS_GATED,
+        HAS_FIRST, BLOCK_OUT, BLOCK_IN, NUM_STAGES,
     )  # fmt: skip
     dtype: tl.constexpr = p_y.dtype.element_ty
     b_scale = tl.rsqrt(tl.sum(b_squares, axis=1) / IN_SIZE + eps)[None, :]
@@ -290,9 +290,9 @@ def _chain_kernel(
         b_none = tl.zeros((16, 16), dtype=tl.float32)
         for i_tile in range(i_program, tl.cdiv(HIDDEN, OUTPUT_OUT), num_programs):
             _sum_tile(
-                b_none, p_x, x_stride, p_output, p_hidden, p_post_norm, p_middle, p_middle_z, p_middle_squares,
-                i_tile, i_row, m_row, HIDDEN, ATTENDED, True, POST_OFFSET, False, OUTPUT_OUT, OUTPUT_IN,
-                OUTPUT_STAGES,
+                b_none, p_x, x_stride, p_output, p_hidden, p_post_norm, p_middle, p_middle_z,
+                p_middle_squares, i_tile, i_row, m_row, HIDDEN, ATTENDED, True, POST_OFFSET, False,
+                OUTPUT_OUT, OUTPUT_IN, OUTPUT_STAGES,
             )  # fmt: skip
     if PHASE == -1:
         arrival = _arrive(p_barrier)
@@ -310,12 +310,13 @@ def _chain_kernel(
         if i_program < tl.cdiv(INNER, GATE_OUT):
             _scaled_tile(
                 b_first, b_first_up, b_squares, p_middle_z, p_gate_up, p_gate_up, p_inner, i_program, i_row,
-                m_row, post_eps, INNER, HIDDEN, False, True, IS_GELU, PREFETCHES, GATE_OUT, GATE_IN, GATE_STAGES,
+                m_row, post_eps, INNER, HIDDEN, False, True, IS_GELU, PREFETCHES, GATE_OUT, GATE_IN,
+                GATE_STAGES,
             )  # fmt: skip
         for i_tile in range(i_program + num_programs, tl.cdiv(INNER, GATE_OUT), num_programs):
             _scaled_tile(
-                b_first, b_first_up, b_squares, p_middle_z, p_gate_up, p_gate_up, p_inner, i_tile, i_row, m_row,
-                post_eps, INNER, HIDDEN, False, True, IS_GELU, False, GATE_OUT, GATE_IN, GATE_STAGES,
+                b_first, b_first_up, b_squares, p_middle_z, p_gate_up, p_gate_up, p_inner, i_tile, i_row,
+                m_row, post_eps, INNER, HIDDEN, False, True, IS_GELU, False, GATE_OUT, GATE_IN, GATE_STAGES,
             )  # fmt: skip
     if PHASE == -1:
         arrival = _arrive(p_barrier)
@@ -327,8 +328,9 @@ def _chain_kernel(
             _wait(p_barrier, arrival)
         if i_program < tl.cdiv(HIDDEN, DOWN_OUT):
             _sum_tile(
-                b_first_down, p_inner, INNER, p_down, p_middle, p_next_norm, p_total, p_z, p_squares, i_program,
-                i_row, m_row, HIDDEN, INNER, HAS_NEXT, NEXT_OFFSET, PREFETCHES, DOWN_OUT, DOWN_IN, DOWN_STAGES,
+                b_first_down, p_inner, INNER, p_down, p_middle, p_next_norm, p_total, p_z, p_squares,
+                i_program, i_row, m_row, HIDDEN, INNER, HAS_NEXT, NEXT_OFFSET, PREFETCHES, DOWN_OUT, DOWN_IN,
+                DOWN_STAGES,
             )  # fmt: skip
         for i_tile in range(i_program + num_programs, tl.cdiv(HIDDEN, DOWN_OUT), num_programs):
             _sum_tile(
@@ -346,8 +348,9 @@ def _chain_kernel(
         b_sums = load_squares(p_squares, SQUARES, i_row, m_row, True, BLOCK_SQUARES)
         if i_program < tl.cdiv(HEADS, HEADS_OUT):
             _scaled_tile(
-                b_first_heads, b_first_heads, b_sums, p_z, p_qkv, p_qkv_bias, p_heads, i_program, i_row, m_row,
-                next_eps, HEADS, HIDDEN, HAS_BIAS, False, False, PREFETCHES, HEADS_OUT, HEADS_IN, HEADS_STAGES,
+                b_first_heads, b_first_heads, b_sums, p_z, p_qkv, p_qkv_bias, p_heads, i_program, i_row,
+                m_row, next_eps, HEADS, HIDDEN, HAS_BIAS, False, False, PREFETCHES, HEADS_OUT, HEADS_IN,
+                HEADS_STAGES,
             )  # fmt: skip
         for i_tile in range(i_program + num_programs, tl.cdiv(HEADS, HEADS_OUT), num_programs):
             _scaled_tile(
@@ -389,19 +392,19 @@ def layer_products_triton(
     """Launch on `attended` `[T, A]` and the residual stream `hidden` `[T, H]`; returns the stream `[T, H]`
     behind the layer, and queries, keys and values of the next, `[T, Q]`.
 
-    `barrier`: one int32, 0 before the first launch. `num_programs`: how many run at once. `is_apart`: one launch for each product.
+    `barrier`: one int32, 0 before the first launch. `num_programs`: how many run at once. `is_apart`: one
+    launch for each product.
     """
     num_rows, width = hidden.shape
     double, inner = layer.gate_up.shape[0], layer.down.shape[1]
     assert double == 2 * inner, layer.gate_up.shape
-    made = {"dtype": hidden.dtype, "device": hidden.device}
     middle, middle_z, total, z = (torch.empty_like(hidden) for _ in range(4))
     squares = [
         torch.empty(num_rows, cdiv(width, tile.out), dtype=torch.float32, device=hidden.device)
         for tile in (shape.output, shape.down)
     ]
-    activated = torch.empty(num_rows, inner, **made)
-    heads = None if following is None else torch.empty(num_rows, following.qkv.shape[0], **made)
+    activated = hidden.new_empty(num_rows, inner)
+    heads = None if following is None else hidden.new_empty(num_rows, following.qkv.shape[0])
     options = {"num_warps": shape.num_warps}
     if is_cooperative and not is_apart:
         options["launch_cooperative_grid"] = True
@@ -492,7 +495,8 @@ def layer_products(
     """`attended` `[T, A]` and the residual stream `hidden` `[T, H]` -> (the stream behind the layer `[T, H]`,
     queries, keys and values `[T, Q]` of the next layer, or None without one).
 
-    `barrier`: one int32 of the layer, 0 before its first launch. Raises ValueError for more than MAX_ROWS rows.
+    `barrier`: one int32 of the layer, 0 before its first launch. Raises ValueError for more than MAX_ROWS
+    rows.
     """
     if hidden.shape[0] > MAX_ROWS:
         raise ValueError(f"layer_products: {hidden.shape[0]} rows; at most {MAX_ROWS} are computed at once")

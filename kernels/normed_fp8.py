@@ -1,8 +1,8 @@
 """Products of one to four rows with weights of 8-bit floating point, with residual sums and norms as in
 `normed_linear`.
 
-As in `fp8_rows`, each thread multiplies the values that it loads with those of the rows and adds them in float32. A
-weight is converted once for all rows, and rows are not rounded to 8 bits.
+As in `fp8_rows`, each thread multiplies the values that it loads with those of the rows and adds them in
+float32. A weight is converted once for all rows, and rows are not rounded to 8 bits.
 
 Legend: T rows, N outputs, H inputs, S tiles whose squares were summed.
 """
@@ -24,7 +24,9 @@ MAX_ROWS = 4
 
 
 class Fp8Weight(NamedTuple):
-    """A weight e4m3 `[N, H]` with its `scales`, in one of the forms of `fp8_scales`, and bias `[N]` or None."""
+    """A weight e4m3 `[N, H]` with its `scales`, in one of the forms of `fp8_scales`, and bias `[N]` or
+    None.
+    """
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -172,7 +174,8 @@ def _normed_fp8_kernel(
                 u_3 += b_weight * x_3
     _finish_row(
         b_0, u_0, 0, p_squares, p_scales, p_bias, p_residual, p_norm, p_y, p_z, p_sums, num_squares, out_size,
-        in_size, eps, HAS_BIAS, HAS_BLOCKS, IS_SCALED, IS_GATED, IS_SUM, HAS_NORM, OFFSET, BLOCK_SQUARES, BLOCK_OUT,
+        in_size, eps, HAS_BIAS, HAS_BLOCKS, IS_SCALED, IS_GATED, IS_SUM, HAS_NORM, OFFSET, BLOCK_SQUARES,
+        BLOCK_OUT,
     )  # fmt: skip
     if NUM_ROWS > 1:
         _finish_row(
@@ -293,15 +296,17 @@ def scaled_fp8_triton(
 def _check(x: torch.Tensor, weight: Fp8Weight) -> None:
     if x.shape[0] > MAX_ROWS or x.shape[1] != weight.values.shape[1]:
         raise ValueError(
-            f"normed fp8: rows {tuple(x.shape)} do not fit weight {tuple(weight.values.shape)}; expected up to "
-            f"{MAX_ROWS} rows [T, H] and [N, H]"
+            f"normed fp8: rows {tuple(x.shape)} do not fit weight {tuple(weight.values.shape)}; expected up "
+            f"to {MAX_ROWS} rows [T, H] and [N, H]"
         )
 
 
 def sum_fp8(
     x: torch.Tensor, weight: Fp8Weight, residual: torch.Tensor, norm: NextNorm | None
 ) -> tuple[torch.Tensor, UnscaledRows | None]:
-    """As `normed_linear.sum_linear`, for at most MAX_ROWS rows. Raises ValueError for more, or other sizes."""
+    """As `normed_linear.sum_linear`, for at most MAX_ROWS rows. Raises ValueError for more, or other
+    sizes.
+    """
     if x.is_cuda:
         return sum_fp8_triton(x, weight, residual, norm)
     _check(x, weight)
@@ -310,7 +315,9 @@ def sum_fp8(
 
 
 def scaled_fp8(rows: UnscaledRows, weight: Fp8Weight, *, is_gated: bool = False) -> torch.Tensor:
-    """As `normed_linear.scaled_linear`, for at most MAX_ROWS rows. Raises ValueError for more, or other sizes."""
+    """As `normed_linear.scaled_linear`, for at most MAX_ROWS rows. Raises ValueError for more, or other
+    sizes.
+    """
     if rows.z.is_cuda:
         return scaled_fp8_triton(rows, weight, is_gated=is_gated)
     _check(rows.z, weight)

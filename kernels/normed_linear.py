@@ -243,8 +243,8 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1])
     ):
         raise ValueError(
-            f"normed linear: rows {x.dtype}, weight {weight.dtype} and bias must have one dtype, a bias for each "
-            "output"
+            f"normed linear: rows {x.dtype}, weight {weight.dtype} and bias must have one dtype, a bias for "
+            "each output"
         )
 
 

@@ -103,7 +103,9 @@ def _rms_norm_kernel(
     b_x = tl.load(p_x + o_x[:, None] + i_column[None, :], mask=m_tile, other=0.0).to(tl.float32)
     dtype: tl.constexpr = p_y.dtype.element_ty
     if HAS_INNER:
-        b_x = _normed(b_x, p_inner, i_column, m_column, width, inner_eps, dtype, HAS_OFFSET, OFFSET).to(tl.float32)
+        b_x = _normed(b_x, p_inner, i_column, m_column, width, inner_eps, dtype, HAS_OFFSET, OFFSET).to(
+            tl.float32
+        )
     if HAS_RESIDUAL:
         b_residual = tl.load(p_residual + o_y, mask=m_tile, other=0.0).to(tl.float32)
         b_rounded = (b_x + b_residual).to(p_sum.dtype.element_ty)
@@ -124,8 +126,9 @@ def rms_norm_triton(
     """Launch on `x` `[..., D]`, `weight` `[D]`, `residual` None or `[..., D]`; returns (normed, sum), each
     `[..., D]`.
 
-    Without a residual, the sum is `x` itself. `inner` normalises `x` before the sum, with the same offset. Rows may be strided (heads of a wider projection); D is at most
-    65536. Raises ValueError if shapes or dtypes differ.
+    Without a residual, the sum is `x` itself. `inner` normalises `x` before the sum, with the same offset.
+    Rows may be strided (heads of a wider projection); D is at most 65536. Raises ValueError if shapes or
+    dtypes differ.
     """
     _check(x, weight, residual)
     if inner is not None:
@@ -208,7 +211,8 @@ def add_rms_norm(
 def norm_add_norm(
     x: torch.Tensor, inner: NextNorm, residual: torch.Tensor, outer: NextNorm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(outer(inner(x) + residual), inner(x) + residual) for `x`, `residual` `[..., D]`, in one pass over memory.
+    """(outer(inner(x) + residual), inner(x) + residual) for `x`, `residual` `[..., D]`, in one pass over
+    memory.
 
     The bits are those of `rms_norm` and `add_rms_norm`. Raises ValueError if shapes or dtypes differ.
     """

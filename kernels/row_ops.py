@@ -1,8 +1,8 @@
 """The two sets of row-wise operations of a model: the fastest ones, and batch-invariant ones.
 
-The fastest ones choose tiles and sums by the number of rows, and may join steps of a layer in one launch. The batch-invariant ones give the same bits for
-a row alone, in a batch, in a verify step and in a prefill chunk. Legend: T rows, N outputs, H inputs, V
-vocabulary, D head dimension.
+The fastest ones choose tiles and sums by the number of rows, and may join steps of a layer in one launch.
+The batch-invariant ones give the same bits for a row alone, in a batch, in a verify step and in a prefill
+chunk. Legend: T rows, N outputs, H inputs, V vocabulary, D head dimension.
 """
 
 from collections.abc import Callable
@@ -55,8 +55,6 @@ class Experts(Protocol):
         form: ExpertForm = PLAIN_EXPERTS,
     ) -> torch.Tensor:
         """`x` `[T, H]`, `ids`, `weights` `[T, K]`, `gate_up` `[E, 2*I, H]`, `down` `[E, H, I]` -> as `x`."""
-
-
 
 
 # (part [T, H]) -> [T, H]

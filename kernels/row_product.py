@@ -1,9 +1,9 @@
 """The tile code of products of few rows that carry norms and residual sums with them.
 
 RMSNorm multiplies a whole row by one number, so a product need not wait for it: with z = x * w,
-norm(x) W^T = scale * (z W^T). The product in front of a norm adds its outputs to the residual stream, multiplies the
-sum by the norm's weights, and keeps the sum of the squares of each tile of outputs. The product behind the
-norm adds these sums while its weights are on their way, and scales its outputs.
+norm(x) W^T = scale * (z W^T). The product in front of a norm adds its outputs to the residual stream,
+multiplies the sum by the norm's weights, and keeps the sum of the squares of each tile of outputs. The
+product behind the norm adds these sums while its weights are on their way, and scales its outputs.
 
 Legend: OUT outputs and ROWS rows of a tile, IN inputs of one step; T rows, H inputs, S tiles whose squares
 were summed.
@@ -56,8 +56,9 @@ def row_product(
 ) -> tl.tensor:
     """(`b_y`, `b_up`) `[OUT, ROWS]`, each with the products of the inputs from `first_in` on added.
 
-    `p_weight` `[N, H]`. With IS_GATED, `b_up` gets the products of N more rows, which begin at row `up_rows`. With IS_EVEN the tiles
-    divide N and H. Outputs are the rows of the product, because they are the long side.
+    `p_weight` `[N, H]`. With IS_GATED, `b_up` gets the products of N more rows, which begin at row
+    `up_rows`. With IS_EVEN the tiles divide N and H. Outputs are the rows of the product, because they are
+    the long side.
     """
     i_offset = tl.arange(0, BLOCK_IN)
     p_rows = p_x + i_row[None, :] * x_stride
@@ -145,8 +146,9 @@ def store_sum(
     out_size: tl.tensor,
     HAS_NORM: tl.constexpr,
 ) -> None:
-    """Stores the rounded sum of `b_y` and the residual, each `[OUT, ROWS]`; with HAS_NORM also that sum times the
-    weights of the next norm, to `p_z`, and the sum of the tile's squares, to column `i_tile` of `p_squares`.
+    """Stores the rounded sum of `b_y` and the residual, each `[OUT, ROWS]`; with HAS_NORM also that sum
+    times the weights of the next norm, to `p_z`, and the sum of the tile's squares, to column `i_tile` of
+    `p_squares`.
     """
     m_y = m_out[:, None] & m_row[None, :]
     o_y = i_row[None, :].to(tl.int64) * out_size + i_out[:, None]

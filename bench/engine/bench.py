@@ -266,8 +266,8 @@ def parser() -> argparse.ArgumentParser:
         "--join",
         type=_joins,
         metavar="none|all|NAME[,NAME...]",
-        help=f"steps of the target's layers that share launches for few rows: {', '.join(JOIN_NAMES)} (default: "
-        "those of a server)",
+        help=f"steps of the target's layers that share launches for few rows: {', '.join(JOIN_NAMES)} "
+        "(default: those of a server)",
     )
     add("--graphs", choices=("both", "on", "off"), default="both", help="default both")
     add(

@@ -50,8 +50,8 @@ class RigSettings:
     `max_prompt` tokens. Graphs cover up to `max_context` tokens of context, and the batch sizes `batches`;
     for adaptive steps all sizes. `is_invariant`: the target's operations are batch-invariant. `drafts`: the
     drafter, a name in `drafters.DRAFTERS`. `quantize`: the form of the target's matrices, a name in
-    `shapes.FORMS` or "none". `has_plain`: steps without drafts are measured, too. `joins`: those of the target's layers, None for
-    the default.
+    `shapes.FORMS` or "none". `has_plain`: steps without drafts are measured, too. `joins`: those of the
+    target's layers, None for the default.
     """
 
     shape: str

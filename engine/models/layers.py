@@ -101,7 +101,9 @@ class JoinedProjection(Projection, Protocol):
     def add(
         self, x: torch.Tensor, residual: torch.Tensor, norm: NextNorm | None
     ) -> tuple[torch.Tensor, UnscaledRows | None]:
-        """As `sum_linear`: the sum `[T, N]` of the outputs and `residual`, and its rows in front of `norm`."""
+        """As `sum_linear`: the sum `[T, N]` of the outputs and `residual`, and its rows in front of
+        `norm`.
+        """
 
 
 class Linear:
@@ -383,7 +385,9 @@ class SelfAttention:
         is_joined = self.ops.joins.attention and self.ops.joins.takes(heads)
         if rotate_attend is not None and joins and (heads.is_cuda or is_joined):
             norms = self._head_norms()
-            rotated: torch.Tensor = rotate_attend(layer, heads, cos, sin, self.form, norms, is_joined=is_joined)
+            rotated: torch.Tensor = rotate_attend(
+                layer, heads, cos, sin, self.form, norms, is_joined=is_joined
+            )
             return rotated.flatten(1)
         qk, v = self._normed(heads[:, :split]), heads[:, split:]
         qk = self.ops.rope(qk, cos, sin) if self.turns else qk
@@ -523,8 +527,8 @@ class DecoderLayer:
     def enter(self, hidden: torch.Tensor, delta: Left) -> tuple[Normed, torch.Tensor]:
         """(normalised stream, residual stream), each `[T, H]`.
 
-        `delta` is what the previous layer left: its MLP output `[T, H]`, not yet added to `hidden` `[T, H]`; None:
-        nothing to add; or the normalised stream.
+        `delta` is what the previous layer left: its MLP output `[T, H]`, not yet added to `hidden` `[T, H]`;
+        None: nothing to add; or the normalised stream.
         """
         if isinstance(delta, (UnscaledRows, ProjectedRows)):
             return delta, hidden
@@ -567,14 +571,20 @@ class DecoderLayer:
     def _is_chain(self, num_rows: int) -> bool:
         """Whether `layer_products` computes what is between this attention and the next."""
         mlp, following = self.mlp, self.following
-        if not isinstance(mlp, GatedMLP) or following is None or not isinstance(following.attention, SelfAttention):
+        if (
+            not isinstance(mlp, GatedMLP)
+            or following is None
+            or not isinstance(following.attention, SelfAttention)
+        ):
             return False
         if not is_plain(self.attention.output, mlp.gate_up, mlp.down, following.attention.qkv):
             return False
         biases = self.attention.output.bias, mlp.gate_up.bias, mlp.down.bias
         return num_rows <= MAX_CHAIN_ROWS and all(bias is None for bias in biases)
 
-    def _leave_products(self, attended: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, ProjectedRows]:
+    def _leave_products(
+        self, attended: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, ProjectedRows]:
         mlp, following = self.mlp, self.following
         assert isinstance(mlp, GatedMLP)
         assert following is not None
@@ -585,7 +595,11 @@ class DecoderLayer:
             attended,
             hidden,
             LayerWeights(
-                self.attention.output.weight, self.post_norm.next, mlp.gate_up.weight, mlp.down.weight, mlp.is_gelu
+                self.attention.output.weight,
+                self.post_norm.next,
+                mlp.gate_up.weight,
+                mlp.down.weight,
+                mlp.is_gelu,
             ),
             NextLayer(following.input_norm.next, qkv.weight, qkv.bias),
             self.barrier,

@@ -1,8 +1,9 @@
-"""Times the launches of a decode layer of few rows, joined and apart: `python tests/kernels/bench_few_rows.py`.
+"""Times the launches of a decode layer of few rows, joined and apart: `python
+tests/kernels/bench_few_rows.py`.
 
-Each way computes the same layer, or a part of it, with the weights of several layers in one CUDA graph, so that no
-cache holds them. Printed are microseconds a layer, launches a layer, and the distance of the results from
-those of the first way, `|a - b| / |b|`. Arguments choose sections by the beginnings of their names. With
+Each way computes the same layer, or a part of it, with the weights of several layers in one CUDA graph, so
+that no cache holds them. Printed are microseconds a layer, launches a layer, and the distance of the results
+from those of the first way, `|a - b| / |b|`. Arguments choose sections by the beginnings of their names. With
 `--compile` in front, their kernels are compiled, in threads, and nothing is timed: several such processes at
 once fill Triton's cache on disk.
 """
@@ -235,7 +236,9 @@ def fp8_section(dense: Dense, num_rows: int) -> Section:
         normed, _ = add_rms_norm(delta, middle, norms[1], EPS)
         return fp8_linear(normed, *qkv[layer])
 
-    def joined(sum_tile: Fp8Tile | None, gate: Fp8Tile | None, last: Fp8Tile | None, layer: int) -> torch.Tensor:
+    def joined(
+        sum_tile: Fp8Tile | None, gate: Fp8Tile | None, last: Fp8Tile | None, layer: int
+    ) -> torch.Tensor:
         middle, rows = sum_fp8_triton(attended, output[layer], hidden, post, tile=sum_tile)
         inner = scaled_fp8_triton(rows, gate_up[layer], is_gated=True, tile=gate)
         _, rows = sum_fp8_triton(inner, down[layer], middle, following, tile=sum_tile)

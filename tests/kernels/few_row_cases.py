@@ -92,7 +92,9 @@ def check_norm_between_fp8_products(
         weights.append(normed_fp8.Fp8Weight(values, scales, bias))
     x, residual = randn(num_rows, in_size, dtype=dtype, seed=6), randn(num_rows, width, dtype=dtype, seed=7)
     norm = NextNorm(1 + 0.3 * randn(width, dtype=dtype, seed=8), 1e-2)
-    moved = [normed_fp8.Fp8Weight(*(None if x is None else x.to(device) for x in weight)) for weight in weights]
+    moved = [
+        normed_fp8.Fp8Weight(*(None if x is None else x.to(device) for x in weight)) for weight in weights
+    ]
     total, rows = normed_fp8.sum_fp8_triton(
         x.to(device), moved[0], residual.to(device), norm._replace(weight=norm.weight.to(device)),
         tile=normed_fp8.Fp8Tile(4, 128, 4, 2),
@@ -106,7 +108,9 @@ def check_norm_between_fp8_products(
     assert_close(rows.scale(), torch.rsqrt(total.cpu().float().pow(2).mean(1, keepdim=True) + 1e-2))
     kept = normed_linear.UnscaledRows(rows.z.cpu(), rows.squares.cpu(), rows.eps)
     for is_gated in (False, True):
-        y = normed_fp8.scaled_fp8_triton(rows, moved[1], is_gated=is_gated, tile=normed_fp8.Fp8Tile(4, 128, 4, 2))
+        y = normed_fp8.scaled_fp8_triton(
+            rows, moved[1], is_gated=is_gated, tile=normed_fp8.Fp8Tile(4, 128, 4, 2)
+        )
         given = values[1], None if weights[1].bias is None else weights[1].bias.float()
         expected = normed_linear.scaled_linear_reference(kept._replace(z=kept.z.float()), *given).to(dtype)
         assert_close(y, silu_mul_reference(expected) if is_gated else expected, bfloat16=3.2e-2)
@@ -115,8 +119,8 @@ def check_norm_between_fp8_products(
 def check_layer_products(
     device: str, num_rows: int, is_last: bool, prefetches: bool, dtype: torch.dtype
 ) -> None:
-    """Each product of a chain in a launch of its own, by three programs that have one to five tiles each; on a
-    GPU also all of them in one launch.
+    """Each product of a chain in a launch of its own, by three programs that have one to five tiles each; on
+    a GPU also all of them in one launch.
     """
     width, attended_size, inner, outputs = 72, 40, 100, 50
     sizes = (width, attended_size), (2 * inner, width), (width, inner), (outputs, width)
@@ -211,8 +215,8 @@ def check_decode_attention(
     expected_pool = pool.clone()
     q = rotate_store.rotate_store(expected_pool, layer, *places["cpu"][0], places["cpu"][1])
     expected = verify_attention.paged_verify_reference(
-        q.reshape(len(lens), num_rows, num_heads, head_dim), expected_pool.nan_to_num(0.0), layer, table, lengths,
-        scale, None, form,
+        q.reshape(len(lens), num_rows, num_heads, head_dim), expected_pool.nan_to_num(0.0), layer, table,
+        lengths, scale, None, form,
     )  # fmt: skip
     torch.testing.assert_close(after.cpu(), expected_pool, rtol=1.6e-2, atol=3.2e-2, equal_nan=True)
     is_busy = (lengths > 0)[:, None, None, None]
@@ -226,8 +230,8 @@ def check_decode_attention(
 
 
 def check_few_experts(
-    device: str, num_rows: int, sizes: tuple[int, int, int], num_shared: int, routing: Routing, has_bias: bool,
-    is_float32: bool, dtype: torch.dtype,
+    device: str, num_rows: int, sizes: tuple[int, int, int], num_shared: int, routing: Routing,
+    has_bias: bool, is_float32: bool, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Equal logits are among those to choose from."""
     num_experts, hidden, inner = sizes
@@ -239,8 +243,9 @@ def check_few_experts(
     router[1] = router[0]
     shared = made(2 * num_shared * inner, hidden, seed=4), made(hidden, num_shared * inner, seed=5)
     weights = few_experts.FewExperts(
-        routing, router, made(num_experts, 2 * inner, hidden, seed=2), made(num_experts, hidden, inner, seed=3),
-        randn(num_experts, seed=6) if has_bias else None, is_float32, *(shared if num_shared else (None, None)),
+        routing, router, made(num_experts, 2 * inner, hidden, seed=2), made(num_experts, hidden, inner,
+        seed=3), randn(num_experts, seed=6) if has_bias else None, is_float32,
+        *(shared if num_shared else (None, None)),
     )  # fmt: skip
     on_device = weights._replace(
         **{name: x.to(device) for name, x in weights._asdict().items() if isinstance(x, torch.Tensor)}
@@ -304,8 +309,8 @@ def check_latent_step(
     is_busy = torch.tensor(slots) > 0
     assert_close(q.cpu()[is_busy], expected[is_busy], bfloat16=3.2e-2)
     out = latent_step.attend_latents_triton(
-        q, after, layer, table.to(device), lengths.to(device), SCALE, up.to(device), sizes, num_splits=num_splits,
-        part=16,
+        q, after, layer, table.to(device), lengths.to(device), SCALE, up.to(device), sizes,
+        num_splits=num_splits, part=16,
     )  # fmt: skip
     clean = on_cpu.nan_to_num(0.0), expected.nan_to_num(0.0)
     found = latent_step.attend_latents(clean[1], clean[0], layer, table, lengths, SCALE, up, sizes)

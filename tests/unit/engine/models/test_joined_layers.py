@@ -1,8 +1,9 @@
 """Layers whose steps share launches: the same values, and fewer launches."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -25,9 +26,9 @@ ALL = named_joins("all")
 PAGE_SIZE = 4
 # Operations of torch that launch nothing: they make or describe tensors.
 SILENT = {
-    "view", "_unsafe_view", "slice", "select", "split", "split_with_sizes", "unsqueeze", "squeeze", "expand", "t",
-    "transpose", "permute", "as_strided", "empty", "empty_like", "new_empty", "empty_strided", "detach", "alias",
-    "_reshape_alias", "unbind", "empty_memory_format", "lift_fresh",
+    "view", "_unsafe_view", "slice", "select", "split", "split_with_sizes", "unsqueeze", "squeeze",
+    "expand", "t", "transpose", "permute", "as_strided", "empty", "empty_like", "new_empty",
+    "empty_strided", "detach", "alias", "_reshape_alias", "unbind", "empty_memory_format", "lift_fresh",
 }  # fmt: skip
 SMALL = {"num_hidden_layers": 4, "vocab_size": 64, "max_position_embeddings": 256}
 FAMILIES = {
@@ -48,8 +49,8 @@ FAMILIES = {
     },
     "gemma-3": SHAPES["gemma-3-1b"]
     | SMALL
-    | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16},
-}  # fmt: skip
+    | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 1,
+    "head_dim": 16}, }  # fmt: skip
 
 
 def model_of(
@@ -63,7 +64,9 @@ def model_of(
     for name, weight in model.tensors():
         scale = 0.3 if "norm" in name else 16.0 if weight.dtype == FP8 else weight.shape[-1] ** -0.5
         offset = 1.0 if "norm" in name else 0.02 if "scale" in name else 0.0
-        weight.copy_(torch.randn(weight.shape, generator=generator) * (0.0 if "scale" in name else scale) + offset)
+        weight.copy_(
+            torch.randn(weight.shape, generator=generator) * (0.0 if "scale" in name else scale) + offset
+        )
     if isinstance(model, StoredForms):
         model.projections.finish()
     return model
@@ -86,8 +89,17 @@ def step(model: CausalLM, num_requests: int, num_rows: int) -> tuple[torch.Tenso
     return model.compute_logits(hidden), pool.kv
 
 
-@pytest.mark.parametrize("names", [*JOIN_NAMES[:2], "norms,experts", "norms,products", "latents", "all"])
-@pytest.mark.parametrize("family", FAMILIES)
+def slow_but(quick: set[tuple[str, str]], cases: Iterable[tuple[str, str]]) -> list[object]:
+    """The cases as parameters of a test, those that are not `quick` marked slow."""
+    return [pytest.param(*case, marks=[] if case in quick else pytest.mark.slow) for case in cases]
+
+
+NAMES = (*JOIN_NAMES[:2], "norms,experts", "norms,products", "latents", "all")
+
+
+@pytest.mark.parametrize(
+    ("family", "names"), slow_but({("llama", "all"), ("qwen3-moe", "all")}, product(FAMILIES, NAMES))
+)
 @torch.no_grad()
 def test_joined_steps_compute_what_they_do_apart(
     family: str, names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -164,7 +176,9 @@ LIMITS = {
 }
 
 
-@pytest.mark.parametrize(("family", "names"), LIMITS)
+@pytest.mark.parametrize(
+    ("family", "names"), slow_but({(family, "all") for family in ("llama", "qwen3-moe", "deepseek-v2")}, LIMITS)
+)
 @torch.no_grad()
 def test_a_decode_layer_of_one_row_has_few_launches(
     family: str, names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
