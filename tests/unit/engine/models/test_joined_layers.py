@@ -177,7 +177,8 @@ LIMITS = {
 
 
 @pytest.mark.parametrize(
-    ("family", "names"), slow_but({(family, "all") for family in ("llama", "qwen3-moe", "deepseek-v2")}, LIMITS)
+    ("family", "names"),
+    slow_but({(family, "all") for family in ("llama", "qwen3-moe", "deepseek-v2")}, LIMITS),
 )
 @torch.no_grad()
 def test_a_decode_layer_of_one_row_has_few_launches(
