@@ -25,6 +25,8 @@ from pathlib import Path
 
 from ...cluster.errors import BatonError
 from ...cluster.process.progress import JobProgress
+from ...engine.errors import CheckpointError
+from ...engine.models.registry import load_model_config
 from ..arguments import at_least
 from ..child_server import serving
 from ..router.rig import free_port
@@ -53,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     progress = JobProgress()
     try:
         found = measure(options, extra, progress)
-    except BatonError as error:
+    except (BatonError, CheckpointError) as error:
         sys.stderr.write(f"{PROG}: {error}\n")
         return 1
     except KeyboardInterrupt:
@@ -91,8 +93,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, extra: Sequence[str], progress: JobProgress) -> list[Measured]:
-    """Runs all modes, `grow` first in each round. Raises BatonError when a server does not start."""
-    vocab = int(json.loads((Path(options.model) / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+    """Runs all modes, `grow` first in each round. Raises BatonError when a server does not start, or there is
+    no checkpoint."""
+    vocab = load_model_config(Path(options.model)).vocab_size
     load = PagesLoad(
         num_requests=options.requests,
         width=options.concurrency,

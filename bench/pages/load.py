@@ -13,7 +13,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from ..serve.client import LoadClient, TargetUrl, TimedCall, Unexpected
+from ..serve.client import Connect, LoadClient, TargetUrl, TimedCall, Unexpected
 from ..serve.prompts import COMPLETION, random_ids
 
 LOOK_S = 0.5  # between two looks at the server
@@ -22,8 +22,15 @@ LOOK_S = 0.5  # between two looks at the server
 class AnswerClient(LoadClient):
     """Also keeps the token ids of each answer."""
 
-    def __init__(self, endpoint: TargetUrl, clock: Callable[[], float], *, timeout_s: float) -> None:
-        super().__init__(endpoint, clock, timeout_s=timeout_s)
+    def __init__(
+        self,
+        endpoint: TargetUrl,
+        clock: Callable[[], float],
+        *,
+        timeout_s: float,
+        connect: Connect = asyncio.open_connection,
+    ) -> None:
+        super().__init__(endpoint, clock, timeout_s=timeout_s, connect=connect)
         self.answers: dict[int, list[int]] = {}  # by the id of the call
 
     def _take(self, call: TimedCall, data: bytes) -> None:

@@ -20,6 +20,8 @@ from pathlib import Path
 
 from ...cluster.errors import BatonError
 from ...cluster.process.progress import JobProgress
+from ...engine.errors import CheckpointError
+from ...engine.models.registry import load_model_config
 from ..arguments import at_least
 from ..child_server import serving
 from ..router.rig import free_port
@@ -47,9 +49,10 @@ def main(argv: Sequence[str]) -> int:
     progress = JobProgress()
     found: dict[str, Figures] = {}
     try:
+        vocab = load_model_config(Path(options.model)).vocab_size
         for tier in options.tiers:
-            found[tier] = _measured(options, tier, extra, progress)
-    except BatonError as error:
+            found[tier] = _measured(options, tier, extra, vocab, progress)
+    except (BatonError, CheckpointError) as error:
         sys.stderr.write(f"{PROG}: {error}\n")
         return 1
     except KeyboardInterrupt:
@@ -91,7 +94,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _measured(options: argparse.Namespace, tier: str, extra: Sequence[str], progress: JobProgress) -> Figures:
+def _measured(
+    options: argparse.Namespace, tier: str, extra: Sequence[str], vocab: int, progress: JobProgress
+) -> Figures:
     arguments = [
         "serve", f"--model={options.model}", "--served-model=bench", f"--pages={options.pages}",
         "--canary-s=0", "--log-level=warning", "--access-log=off",
@@ -103,11 +108,12 @@ def _measured(options: argparse.Namespace, tier: str, extra: Sequence[str], prog
     progress.begin(f"{tier}: starts")
     port = free_port()
     with serving([*arguments, *extra], port) as url:
-        return asyncio.run(_asked(options, tier, url, progress))
+        return asyncio.run(_asked(options, tier, url, vocab, progress))
 
 
-async def _asked(options: argparse.Namespace, tier: str, url: str, progress: JobProgress) -> Figures:
-    vocab = int(json.loads((Path(options.model) / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+async def _asked(
+    options: argparse.Namespace, tier: str, url: str, vocab: int, progress: JobProgress
+) -> Figures:
     client = LoadClient(endpoint_of(url), asyncio.get_running_loop().time)
     first = Turn(prompt_tokens=options.document + options.question, output_tokens=options.answer)
     later = Turn(prompt_tokens=options.question, output_tokens=options.answer)

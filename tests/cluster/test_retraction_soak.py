@@ -114,7 +114,7 @@ def are_equal(given, expected):
     ("drafts", "num_requests", "least"),
     [
         ("chain", QUICK, 3),
-        *(pytest.param(drafts, MANY, 100, marks=pytest.mark.slow) for drafts in DRAFTS),
+        *(pytest.param(drafts, MANY, 50, marks=pytest.mark.slow) for drafts in DRAFTS),
     ],
 )
 def test_retracted_requests_of_every_kind_give_the_same_answers(model, head, drafts, num_requests, least):

@@ -158,7 +158,7 @@ def tail(gaps):
 
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
-def test_the_tail_of_gaps_stays_within_the_objective_on_an_aggregated_worker(is_overlapped):
+def test_the_tail_of_gaps_is_in_time_on_an_aggregated_worker(is_overlapped):
     gaps = Aggregated(slo_itl_s=SLO_ITL_S, is_overlapped=is_overlapped).run(150, 14)
     assert len(gaps) > 1000
     assert tail(gaps) <= SLO_ITL_S

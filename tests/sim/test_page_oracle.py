@@ -72,7 +72,7 @@ def test_pages_that_grow_make_nine_tenths_of_an_oracle_s_tokens(load, num_reques
 
 
 @pytest.mark.parametrize("grows", [True, False])
-def test_nine_chats_that_ask_for_4096_tokens_and_take_a_hundred_share_a_pool_of_6000(grows):
+def test_nine_chats_that_ask_for_4096_tokens_share_a_pool_of_6000(grows):
     world = PoolWorld(
         [80 + 3 * number for number in range(9)], pages=375, width=9, prompt=120, max_tokens=4096, grows=grows
     ).run()

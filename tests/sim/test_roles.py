@@ -46,7 +46,7 @@ def shifted(phases, num_prefill=2):
     return found
 
 
-def test_a_split_that_lacks_prefill_workers_gets_them_though_decode_s_places_are_held():
+def test_prefill_gets_workers_though_the_places_of_decode_are_held():
     world = RoleWorld(1, NUM_WORKERS, 60, scaler=RoleScaler())
     world.run(LONG_PROMPTS, 75.0)
     assert world.split[0] > 1

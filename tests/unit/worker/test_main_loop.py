@@ -85,7 +85,7 @@ def test_an_idle_leaving_worker_stays_to_refuse_orders_under_way():
     assert loop.link.is_closed
 
 
-def test_a_worker_that_routers_wait_for_tells_of_itself_at_once_but_not_without_end():
+def test_a_worker_that_routers_wait_for_tells_at_once_but_not_always():
     loop, _, clock, _ = loop_of(1)
     loop.beat()
     for wants, later, beats in ((True, 0.001, 1), (True, SOON_S, 2), (False, SOON_S, 2), (True, 0.001, 3)):
