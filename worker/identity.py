@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import torch
 
+from ..cluster.config.roles import DecodeConfig, WorkerConfig
 from ..cluster.net.transport_names import ZMQ_BLOCKS
 from ..cluster.protocol.kv_messages import block_bytes_of
 from ..cluster.protocol.messages import PROTOCOL_MAJOR, YOUNG_FIELDS, Choice, DraftWidths, Hello, Layout
@@ -167,6 +168,14 @@ def hello_of(
         chosen=dict(chosen),
         metrics_port=metrics_port,
     )
+
+
+def objectives_of(config: WorkerConfig) -> dict[str, Choice]:
+    """The objectives that a worker was given, as a router shows them; nothing of those that it was not."""
+    given = {"slo_ttft_ms": config.slo_ttft_ms}
+    if isinstance(config, DecodeConfig):
+        given["slo_itl_ms"] = config.slo_itl_ms
+    return {name: Choice(value=f"{value:g}", why="given") for name, value in given.items() if value}
 
 
 def chosen_of(sizes: EngineSizes) -> dict[str, Choice]:

@@ -30,7 +30,7 @@ from ..engine.parallel.group import SOLO, TensorGroup
 from ..kvtransfer.memory.malloc_tuning import keep_blocks
 from ..kvtransfer.transport import PollableTransport
 from .hand_off import EndFacts, joined_ends, transports_for
-from .identity import chosen_of, facts_of, hello_of, layout_of, small_pool_warning
+from .identity import chosen_of, facts_of, hello_of, layout_of, objectives_of, small_pool_warning
 from .link import WorkerLink
 from .main_loop import WorkerLoop
 from .prompt_embeds import embeds_inbox
@@ -279,7 +279,7 @@ class WorkerStartup(ABC, Generic[C, R]):
             spec_tokens=spec_tokens,
             draft_widths=draft_widths,
             transports=self.transports,
-            chosen=chosen_of(self.engine.sizes),
+            chosen=chosen_of(self.engine.sizes) | objectives_of(self.config),
             embeds=self.embeds,
             metrics_port=self.config.metrics_port,
         )
