@@ -53,6 +53,7 @@ def test_prefill_gets_workers_though_the_places_of_decode_are_held():
     assert world.failures == []
 
 
+@pytest.mark.slow
 def test_places_counted_as_the_load_of_decode_keep_a_bad_split():
     def held(self, worker, now):
         return min(1.0, worker.num_taken / max(1, worker.hello.max_running))

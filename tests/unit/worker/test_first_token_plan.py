@@ -132,7 +132,7 @@ def share_met(device):
     return sum(wait <= device.plan.slo_s for _, wait in device.ended) / max(1, len(device.ended))
 
 
-@pytest.mark.parametrize("rate", [10, 16, 30])
+@pytest.mark.parametrize("rate", [10, 16, pytest.param(30, marks=pytest.mark.slow)])
 def test_more_first_tokens_are_in_time_than_first_come_first_served(rate):
     arrivals = mixed(random.Random(rate), rate, 120.0)
     met = {}
