@@ -104,6 +104,7 @@ class LinkMachine:
         self._is_introduced = True  # False: no Hello has announced the new generation yet
         self._has_missed = False  # a missed message that no Hello has reported yet
         self._rejected = ""
+        self._was_rejected = False  # since the last `advance`
         self._lost = ""
         self._welcomed = -1  # generation of the last Welcome
 
@@ -153,11 +154,14 @@ class LinkMachine:
     def advance(self, now: float) -> tuple[bool, str]:
         """Advances to `now`. Returns (whether to send a Hello now, why the router is lost or "")."""
         if self._was_heard:
-            self._was_heard = False
+            was_rejected, self._was_rejected, self._was_heard = self._was_rejected, False, False
             self._asking_since = None
             self._backoff_s = FIRST_BACKOFF_S
             if self._is_introduced and not self._is_doubted and not self._has_missed:
-                self._next_hello = now + (REJECTED_BACKOFF_S if self._rejected else QUIET_S)
+                if not self._rejected:
+                    self._next_hello = now + QUIET_S
+                elif was_rejected:  # Cancels of old rooms may come for long, and put nothing off
+                    self._next_hello = now + REJECTED_BACKOFF_S
         if self._asking_since is not None and self.connected and now - self._asking_since >= LOST_AFTER_S:
             self.connected = False
             self._lost = f"the router did not answer for {now - self._asking_since:.1f} s"
@@ -230,7 +234,7 @@ class LinkMachine:
             self._lost = f"the router rejected this worker: {message.reason}"
         if message.reason != self._rejected:
             logger.warning("the router rejected this worker", extra=fields(reason=message.reason))
-        self._rejected = message.reason
+        self._rejected, self._was_rejected = message.reason, True
         self.connected = False
 
 

@@ -321,8 +321,17 @@ class Room:
         attempt = self._attempt
         if attempt is None or not self.is_at_workers or not attempt.accepts(message, instance):
             self.num_stale += 1
-            return []
+            return self._late_retraction(message, instance)
         return _HANDLERS[type(message)](self, attempt, message, now)
+
+    def _late_retraction(self, message: RoomEvent, instance: str) -> list[Effect]:
+        """An attempt that ended otherwise had lost its pages, too: the next ones must hold theirs."""
+        if not (self.is_live and isinstance(message, Failed) and message.kind == RETRACTED):
+            return []
+        if not self._pending.has(instance, message.epoch):
+            return []
+        self.num_retractions = min(MAX_RETRACTIONS, self.num_retractions + 1)
+        return self._pending.drop(instance, message.epoch)
 
     def _on_reserved(self, attempt: Attempt, message: Reserved, now: float) -> list[Effect]:
         attempt.is_reserved = True

@@ -1,8 +1,10 @@
 """The invariants of a simulated cluster, after every turn and at the end. Clients check their own answers."""
 
+from baton.cluster.protocol.messages import Failed
 from baton.decode.queues import DecodeState
 from baton.kvtransfer.protocol.sender import EARLY_S
 from baton.kvtransfer.protocol.session import MAX_TOMBSTONES, TOMBSTONE_S
+from baton.router.rooms.attempt import RETRACTED
 from baton.router.rooms.retries import BUDGET_FLOOR, BUDGET_SHARE, MAX_ATTEMPTS
 from baton.router.rooms.room import RoomPhase
 from baton.tests.sim.cluster_clients import Violation
@@ -19,7 +21,7 @@ class Checker:
     def __init__(self, world):
         self.world = world
         self._num_turns = 0
-        self._lost = {}  # room -> epochs of the attempts whose pages were taken back
+        self._lost = {}  # room -> {attempt whose pages were taken back: the newest one when the router heard}
 
     # --- after a turn of a worker ---------------------------------------------------------------------------
 
@@ -35,11 +37,16 @@ class Checker:
                 if client.entry is not None:
                     client.entry.room.check_integrity()
 
+    def heard(self, router, message):
+        """A router hears of a retraction before it handles any later message."""
+        if isinstance(message, Failed) and message.kind == RETRACTED:
+            entry = router.dispatcher._entries.get(message.room)
+            if entry is not None and router.dispatcher.registry.get(message.instance) is not None:
+                self._lost.setdefault(message.room, {}).setdefault(message.epoch, entry.room.epoch)
+
     def _lost_before(self, room):
-        """Attempts of a room that lost their pages before this one; notes that this one does."""
-        lost = self._lost.setdefault(room.request.room, set())
-        lost.add(room.request.epoch)
-        return sum(epoch < room.request.epoch for epoch in lost)
+        """How often the router had heard, before it placed this attempt, that the room had lost its pages."""
+        return sum(epoch < room.request.epoch for epoch in self._lost.get(room.request.room, {}).values())
 
     def prompt_retracted(self, room):
         """Prefill takes the pages of a room once at most."""

@@ -104,7 +104,11 @@ class RouterProcess(Process):
             if isinstance(error, DamagedMessage):
                 self.run(lambda: self.dispatcher.on_damaged(identity))
             return
-        self.run(lambda: [self.dispatcher.on_message(identity, message) for message in messages])
+        self.run(lambda: [self._hear(identity, message) for message in messages])
+
+    def _hear(self, identity, message):
+        self.world.checker.heard(self, message)
+        self.dispatcher.on_message(identity, message)
 
     def line_broke(self, line):
         self.world.timeline.at(self.world.timeline.now + 0.001, self._probe)

@@ -341,6 +341,24 @@ def test_a_request_without_its_pages_outlasts_the_queue_timeout(has_begun):
         assert [type(event) for event in events(inbox)] == [Deliver]
 
 
+def test_pages_that_were_lost_behind_a_refusal_count():
+    world = World().join()
+    (entry,), inbox = world.submit(16)
+    one = {"room": entry.room.room, "epoch": 0}
+    world.dispatcher.on_message(b"p", Refused(instance=P, reason="full", retry_after_ms=250, **one))
+    lost = Failed(instance=D, kind="Retracted", message="full", retryable=True, **one)
+    for _ in range(2):
+        world.dispatcher.on_message(b"d", lost)
+    assert entry.room.num_retractions == 1
+    world.now += 1.0
+    stats = WorkerStats(pages_total=1000, pages_free=1000)
+    for identity, instance in ((b"p", P), (b"d", D)):
+        world.dispatcher.on_message(identity, Heartbeat(instance=instance, stats=stats))
+    world.dispatcher.tick()
+    order = world.of(b"d", Reserve)[-1]
+    assert (order.epoch, order.granted_output) == (1, order.expected_output)
+
+
 def test_a_request_that_no_order_could_continue_holds_its_whole_output(monkeypatch):
     world = World().join()
     world.submit(16)
