@@ -155,7 +155,7 @@ class WorkerStartup(ABC, Generic[C, R]):
     def load_engine(self) -> None:
         """Weights, pools and graphs, and the transports that their device allows."""
         settings = EngineConfig.of(self.config)
-        if settings.tp > 1:
+        if settings.num_ranks > 1 or settings.ep:
             check_rank_settings(self.config)
             check_ranks(settings)
             self.ranks = Ranks.start(self.config, self.instance)
@@ -188,7 +188,7 @@ class WorkerStartup(ABC, Generic[C, R]):
     def _join(self, settings: EngineConfig) -> TensorGroup:
         if self.ranks is None:
             return SOLO
-        return join_ranks(self.ranks.meeting_path, 0, settings.tp, settings)
+        return join_ranks(self.ranks.meeting_path, 0, settings.num_ranks, settings)
 
     def open_sockets(self) -> None:
         """Start the link thread, which opens the KV plane and dials the routers, and the hash of the
@@ -319,6 +319,6 @@ class WorkerStartup(ABC, Generic[C, R]):
 
 def rank_settings(settings: EngineConfig) -> EngineConfig:
     """`settings` for one of several ranks, which share the cores of the host if no number is given."""
-    if settings.tp == 1 or settings.threads:
+    if settings.num_ranks == 1 or settings.threads:
         return settings
-    return replace(settings, threads=max(1, len(os.sched_getaffinity(0)) // settings.tp))
+    return replace(settings, threads=max(1, len(os.sched_getaffinity(0)) // settings.num_ranks))

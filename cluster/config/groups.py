@@ -215,6 +215,13 @@ class EngineSettings(RoleConfig):
             maximum=64,
         ),
     )
+    ep: bool = setting(
+        False,
+        Setting(
+            help="GPUs that share a model of experts have whole experts each, otherwise a part of the width "
+            "of every expert; with --tp or --dp-attention"
+        ),
+    )
     page_size: int = setting(
         0,
         Setting(

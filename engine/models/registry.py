@@ -17,7 +17,8 @@ from ...kernels.row_ops import FASTEST, INVARIANT, RowOps
 from ..errors import CheckpointError
 from ..kv.layouts import MHALayout
 from ..kv.sparse_layout import SparseLayout
-from ..parallel.group import SOLO, TensorGroup
+from ..parallel.group import TensorGroup
+from ..parallel.sharing import ALONE, Sharing
 from .config import FAMILIES, ConfigReader, ModelConfig, read_dense_config, read_json
 from .deepseek_config import read_deepseek_config
 from .interface import CausalLM, StoredForms
@@ -116,11 +117,11 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     is_invariant: bool = False,
-    group: TensorGroup = SOLO,
+    sharing: Sharing = ALONE,
     models: Sequence[ModelEntry] = MODELS,
 ) -> CausalLM:
     """The model of `config.architecture`, with uninitialised weights. `is_invariant`: its operations are
-    batch-invariant. As a rank of `group`, `config` is the rank's.
+    batch-invariant. As a rank in `sharing`, `config` is the rank's.
 
     Raises CheckpointError if `models` lacks it, or for a quantisation or a dtype of keys and values that it
     does not have.
@@ -134,9 +135,11 @@ def build_model(
     for entry in models:
         if entry.architecture == config.architecture:
             ops = INVARIANT if is_invariant else FASTEST
-            if not group.is_solo:
-                ops = replace(ops, sum_ranks=group.sum)
-            model = entry.build(config, dtype=dtype, device=device, ops=ops, group=group)
+            if not sharing.tensor.is_solo:
+                ops = replace(ops, sum_ranks=sharing.tensor.sum)
+            if not sharing.experts.is_solo:
+                ops = replace(ops, expert_rows=sharing.expert_rows)
+            model = entry.build(config, dtype=dtype, device=device, ops=ops, group=sharing.tensor)
             if config.quant is not None and not isinstance(model, StoredForms):
                 raise CheckpointError(
                     f"architecture {config.architecture}: {config.quant} is not supported for it; use the "
