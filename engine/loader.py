@@ -41,6 +41,7 @@ from .models.interface import CausalLM
 from .models.registry import load_model_config
 from .models.weights import load_model, needless_tensors, weight_bytes
 from .parallel.group import SOLO, TensorGroup, join_group
+from .parallel.lockstep import Exchange, Rounds
 from .parallel.peer_sum import peer_sum
 from .parallel.plans import CopyPagePlan, Tell
 from .parallel.sharing import ALONE, Sharing, attention_parallel, tensor_parallel
@@ -118,6 +119,7 @@ class Engine:
     watch: ReadyWatch | None = None  # from the start of serving
     expert_counts: ExpertCounts | None = None  # rows by the experts that computed them, if they are counted
     sharing: Sharing = ALONE
+    rounds: Rounds | None = None  # of forwards that ranks with requests of their own run together
     tell: Tell | None = (
         None  # tells the other ranks what this one does; None with one rank, or as another rank
     )
@@ -126,6 +128,15 @@ class Engine:
     def group(self) -> TensorGroup:
         """The ranks that run every step together, with the same requests."""
         return self.sharing.tensor
+
+    def begin_rounds(self, exchange: Exchange) -> None:
+        """From now on each forward is one of all ranks that share the experts, over `exchange`."""
+        assert self.sharing.lockstep is not None, self.sharing
+        self.rounds = self.runner.rounds = Rounds(exchange, self.sharing.lockstep)
+        self.rounds.idle_prompts = self.runner.run_idle
+        if self.steps is not None:
+            self.steps.rounds = self.rounds
+            self.rounds.idle_step = self.steps.run_idle
 
     def begin_watch(self) -> None:
         """Counts, from now on, what should have happened before the worker was ready."""
@@ -447,6 +458,7 @@ class EngineLoader:
                 max_context=sizes.max_context,
                 group=self._group,
             )
+            engine.steps.has_common_sizes = self._sharing.has_own_rows
         self.lifecycle.advance(Phase.POOLS_ALLOCATED)
 
     def _load_grammars(self) -> None:
@@ -713,7 +725,8 @@ def join_ranks(meeting: Path, rank: int, size: int, settings: EngineConfig) -> T
     """
     device = rank_device(resolve_device(settings.device), TensorGroup(rank=rank, size=size))
     group = join_group(meeting, rank, size, device)
-    return replace(group, small=peer_sum(group, device)) if device.type == "cuda" else group
+    sums = device.type == "cuda" and not sharing_of(settings, group).has_own_rows
+    return replace(group, small=peer_sum(group, device)) if sums else group
 
 
 def check_ranks(config: EngineConfig) -> None:

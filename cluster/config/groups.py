@@ -365,6 +365,15 @@ class DecodeSettings(RoleConfig):
             choices=RESERVES,
         ),
     )
+    dp_attention: int = setting(
+        1,
+        Setting(
+            help="GPUs of one host that share the experts of a model, each with requests, KV cache and "
+            "attention of its own, as a decode worker of its own for routers; on a CPU as many processes",
+            minimum=1,
+            maximum=64,
+        ),
+    )
     spec_steps: int = setting(3, Setting(help="levels of drafts before each verify", minimum=1, maximum=16))
     spec_topk: int = setting(
         1,

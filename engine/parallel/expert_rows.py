@@ -9,8 +9,6 @@ on, and raises before the collective.
 Shape legend: T rows of a rank, C columns, W ranks.
 """
 
-from collections.abc import Collection
-
 import torch
 
 from ...kernels.collectives import gather_rows, scatter_sums
@@ -40,21 +38,20 @@ class SummedRows:
 class LockstepRows:
     """Rows of ranks that have their own, in forwards that all run at once.
 
-    `expected`: the numbers of rows with which all ranks agreed to enter a layer; None while all of them run
-    the same forwards without agreements, before they serve.
+    `expected`: the number of rows with which all ranks have agreed to enter a layer; None while all of them
+    run the same forwards without agreements, before they serve.
     """
 
     def __init__(self, group: TensorGroup) -> None:
         self.group = group
-        self.expected: Collection[int] | None = None
+        self.expected: int | None = None
 
     def check(self, num_rows: int) -> None:
         """Raises LifecycleError for another number of rows than was agreed on."""
-        if self.expected is not None and num_rows not in self.expected:
-            agreed = " or ".join(map(str, sorted(self.expected))) or "no"
+        if self.expected is not None and num_rows != self.expected:
             raise LifecycleError(
                 f"rank {self.group.rank} enters the experts with {num_rows} rows, and the ranks agreed on "
-                f"{agreed}; a batch is padded to the agreed size before it is planned"
+                f"{self.expected}; a batch is padded to the agreed size before it is planned"
             )
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
