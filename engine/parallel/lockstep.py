@@ -6,6 +6,9 @@ what it would run, and all run the largest of these: a rank pads its own batch t
 nobody wants does not run. A batch is padded to the agreed size before its attention is planned.
 
 Each rank decides by itself what it wants; all find the same answer from the same wishes, so no rank commands.
+A wish has the size of the graph that the rank would take, and all ranks capture graphs of the same sizes, so
+the answer is one of these, too. A rank may still run eagerly what others replay.
+
 Drafters are whole on every rank and run in no turn.
 """
 
@@ -25,14 +28,18 @@ class Turn(IntEnum):
 
 
 class PromptRows(NamedTuple):
-    """A forward over prompts: its tokens, and the rows whose logits are read."""
+    """A forward over prompts: its tokens, or the size of the graph that a rank has for them, and the rows
+    whose logits are read.
+    """
 
-    tokens: int = 0
+    rows: int = 0
     selected: int = 0
 
 
 class StepRows(NamedTuple):
-    """A decode step: its requests, and the sizes of the drafted shape (`DraftShape`)."""
+    """A decode step: its requests, or the size of the graph that a rank has for them, and the sizes of the
+    drafted shape (`DraftShape`).
+    """
 
     requests: int = 0
     nodes: int = 0
@@ -63,8 +70,7 @@ class Exchange(Protocol):
 
 def largest_prompts(wishes: Sequence[Sequence[int]]) -> PromptRows:
     """The sizes that hold the prompts of all ranks."""
-    tokens, selected = (max(column) for column in zip(*wishes, strict=True))
-    return PromptRows(tokens, selected)
+    return PromptRows(*(max(column) for column in zip(*wishes, strict=True)))
 
 
 def largest_step(wishes: Sequence[Sequence[int]]) -> StepRows:
@@ -93,7 +99,7 @@ class Rounds:
         rows.expected = 0
 
     def prompts(self, wish: PromptRows) -> PromptRows:
-        """The agreed sizes of the round's forward over prompts; 0 tokens: nobody runs one.
+        """The agreed sizes of the round's forward over prompts; 0 rows: nobody runs one.
 
         Raises as `Exchange.swap`, and LifecycleError for a second one in a round.
         """
@@ -101,7 +107,7 @@ class Rounds:
             raise LifecycleError("a round has one forward over prompts")
         found = largest_prompts(self._swap(Turn.PROMPTS, wish))
         self._due = Turn.STEP
-        self._has_run |= found.tokens > 0
+        self._has_run |= found.rows > 0
         return found
 
     def step(self, wish: StepRows) -> StepRows:

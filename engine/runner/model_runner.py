@@ -81,7 +81,10 @@ class ModelRunner:
             self.expert_counts.begin(sum(batch.q_lens))
         if self.rounds is not None:
             count = batch.num_tokens if batch.logit_rows is None else len(batch.logit_rows)
-            found = self.rounds.prompts(PromptRows(batch.num_tokens, count))
+            num_rows = batch.num_tokens
+            if self.graphs is not None:
+                num_rows = self.graphs.common_rows(num_rows)
+            found = self.rounds.prompts(PromptRows(num_rows, count))
             return self._forward_with_others(self.rounds, found, batch, metadata)
         decision, real_rows = self.decide(batch), batch.num_tokens
         padded = pad_rows(batch, self.row_multiple)
@@ -97,7 +100,7 @@ class ModelRunner:
         """This rank's part of a forward for which it has no rows, if others run one."""
         assert self.rounds is not None, "a rank alone has no idle forwards"
         found = self.rounds.prompts(PromptRows())
-        if found.tokens:
+        if found.rows:
             batch = idle_batch(self.pool.device, captured_mode(self.model))
             if self.expert_counts is not None:
                 self.expert_counts.begin(0)
@@ -112,9 +115,8 @@ class ModelRunner:
         A rank may run eagerly what another replays: layers have the same rows, and collectives the same
         order.
         """
-        num_rows = found.tokens if self.graphs is None else self.graphs.common_rows(found.tokens)
-        rounds.agreed(num_rows)
-        padded = pad_to(batch, num_rows)
+        rounds.agreed(found.rows)
+        padded = pad_to(batch, found.rows)
         decision = batch.decision = EAGER if self.graphs is None else self.graphs.decide(padded)
         if decision.is_graph:
             rounds.rows.check(decision.bucket)

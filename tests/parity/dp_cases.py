@@ -20,7 +20,9 @@ from baton.cluster.config.load import load_config, to_argv
 from baton.cluster.config.roles import DecodeConfig
 from baton.cluster.protocol.messages import Finished, Reserve, Sampling, Tokens
 from baton.decode.worker import DecodeWorker
-from baton.engine.parallel.group import TensorGroup, join_group, leave_group
+from baton.engine.loader import Engine
+from baton.engine.parallel.group import join_group, leave_group
+from baton.engine.parallel.lockstep import Exchange
 from baton.tests.parity.rank_cases import loaded
 from baton.tests.parity.test_sampled_law import D, Ears
 from baton.tests.parity.tp_worker import SIZES
@@ -29,11 +31,15 @@ from baton.worker.rank_processes import rank_environment
 
 LIMIT_S = 120.0
 MOST_STEPS = 20_000
+IDLE_STEPS = 20
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt that comes when its rank has been in `at` rounds. `sampling`: beside greedy defaults."""
+    """A prompt that comes when its rank has been in `at` rounds, or has had nothing to do for a while.
+
+    `sampling`: beside greedy defaults.
+    """
 
     ids: Sequence[int]
     num_tokens: int
@@ -49,7 +55,7 @@ class AskedWorker:
         self.rounds = worker.engine.rounds
         self._coming: list[tuple[int, str, Asked]] = []
         self._rooms: list[str] = []
-        self._first = 0
+        self._first = self._num_idle = 0
 
     def ask(self, asked: Sequence[Asked]) -> None:
         """Takes in prompts; `said` tells their tokens once all have ended."""
@@ -60,11 +66,14 @@ class AskedWorker:
     def step(self) -> bool:
         """One step of the worker; False when it has nothing to do."""
         done = self.rounds.num_rounds - self._first
+        done = MOST_STEPS if self._num_idle > IDLE_STEPS else done
         due = [each for each in self._coming if each[0] <= done]
         self._coming = [each for each in self._coming if each[0] > done]
         for _, room, asked in due:
             self.worker.handle(order_of(room, asked), now=0.0)
-        return self.worker.step() or bool(due)
+        did_work = self.worker.step() or bool(due)
+        self._num_idle = 0 if did_work else self._num_idle + 1
+        return did_work
 
     @property
     def is_done(self) -> bool:
@@ -90,14 +99,9 @@ def order_of(room: str, asked: Asked) -> Reserve:
     )
 
 
-def asked_worker(config: DecodeConfig, group: TensorGroup, table: PeerTable, plant: str = "") -> AskedWorker:
-    """The worker of one rank, with the bug `plant` of `dp_plants`."""
-    engine = loaded(config, group)
-    engine.begin_rounds(table)
-    if plant:
-        from baton.tests.parity.dp_plants import PLANTS
-
-        PLANTS[plant](engine)
+def asked_worker(engine: Engine, config: DecodeConfig, exchange: Exchange) -> AskedWorker:
+    """A worker on the engine of one rank."""
+    engine.begin_rounds(exchange)
     budget = engine.sizes.local_prefill_tokens
     worker = DecodeWorker(
         engine, Ears(), instance=D, max_running=config.max_running, local_prefill_tokens=budget
@@ -130,19 +134,18 @@ class DpCases:
 
     @contextmanager
     def workers(
-        self, target: Path, draft: Path | str = "", plants: Mapping[int, str] | None = None, **settings: object
+        self, target: Path, draft: Path | str = "", **settings: object
     ) -> Iterator["DpCases"]:
-        """Aggregated workers of all ranks, with `plants` by rank. A failure inside ends the ranks."""
+        """Aggregated workers of all ranks. A failure inside ends the ranks."""
         values: Mapping[str, object] = {"local_prefill_tokens": 16, **SIZES, **settings}
         config = DecodeConfig(
             model=str(target), draft=str(draft), aggregated=True, dp_attention=self.size, threads=1,
             device="cpu", dtype="float32", **values,
         )  # fmt: skip
-        planted = plants or {}
         try:
-            for rank, child in enumerate(self.children, start=1):
-                self._send(child, {"flags": to_argv(config), "plant": planted.get(rank, "")})
-            self._worker = asked_worker(config, self._group, self.table, planted.get(0, ""))
+            for child in self.children:
+                self._send(child, {"flags": to_argv(config)})
+            self._worker = asked_worker(loaded(config, self._group), config, self.table)
             yield self
             for child in self.children:
                 self._send(child, {"end": True})
@@ -222,7 +225,7 @@ def main() -> None:
     while line := sys.stdin.readline():
         message = json.loads(line)
         config = load_config(DecodeConfig, message["flags"], {}, warns=False)
-        serve_one(asked_worker(config, group, table, message["plant"]), table)
+        serve_one(asked_worker(loaded(config, group), config, table), table)
     leave_group(group)
 
 

@@ -62,5 +62,39 @@ def check(ranks: DpCases, path: Path, draft: Path | str = "", **settings: object
             assert pair.ask(way) == answers, f"{name}, from cached prefixes"
 
 
-def test_ranks_say_what_transformers_says(ranks: DpCases, toy_checkpoint: Callable[..., Path]):
-    check(ranks, toy_checkpoint("qwen3_moe"), graphs="off", ep=True)
+FAMILIES = ("qwen3_moe", "deepseek_v3", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v2", "gpt_oss")
+EVEN = {"mixtral": {"num_local_experts": 4}}  # the others have an even number
+PATHS = {
+    "eager": {"graphs": "off", "draft": "", "ep": True},
+    "eager, n-grams, experts cut by width": {"graphs": "off", "draft": "ngram"},
+    "tape, experts cut by width": {"graphs": "on", "draft": ""},
+    "tape, chains": {"graphs": "on", "draft": "head", "ep": True},
+    "eager, trees": {"graphs": "off", "draft": "head", "spec_topk": 3, "spec_tokens": 8, "ep": True},
+}
+
+
+@pytest.mark.parametrize("way", PATHS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_say_what_transformers_says(
+    ranks: DpCases, toy_checkpoint: Callable[..., Path], head: Path, family: str, way: str
+):
+    settings = dict(PATHS[way])
+    draft = settings.pop("draft")
+    path = toy_checkpoint(family, **EVEN.get(family, {}))
+    check(ranks, path, head if draft == "head" else draft, **settings)
+
+
+MORE = {
+    "trees on tapes": {"graphs": "on", "spec_topk": 3, "spec_tokens": 8},
+    "steps launched ahead": {"graphs": "on", "overlap": "on"},
+    "drafts that adapt": {"graphs": "on", "overlap": "on", "spec_adaptive": "on"},
+    "drafts that adapt, eagerly": {"graphs": "off", "spec_adaptive": "on"},
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("way", MORE)
+def test_other_steps_say_what_transformers_says(
+    ranks: DpCases, toy_checkpoint: Callable[..., Path], head: Path, family: str, way: str
+):
+    check(ranks, toy_checkpoint(family), head, ep=True, **MORE[way])

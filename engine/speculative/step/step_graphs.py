@@ -163,11 +163,12 @@ class StepGraphs:
         """
         if self.rounds is None:
             return kind, 0
-        own = kind.shape
-        found = self.rounds.step(StepRows(count, own.num_nodes, own.steps, own.topk))
+        own, buckets = kind.shape, next((family.buckets for family in self.families.values()), ())
+        rows = bucket_for(buckets, count) or count
+        found = self.rounds.step(StepRows(rows, own.num_nodes, own.steps, own.topk))
         shape = DraftShape(steps=found.steps, topk=found.topk, num_nodes=found.nodes)
-        kind = kind if shape == own else replace(kind, shape=shape, watched=None)
-        return kind, self._agreed_rows(self.rounds, found, shape)
+        self.rounds.agreed(found.requests * found.nodes)
+        return kind if shape == own else replace(kind, shape=shape, watched=None), found.requests
 
     def run_idle(self) -> None:
         """This rank's part of a step for which it has no requests, if others take one."""
@@ -176,17 +177,10 @@ class StepGraphs:
         if not found.requests:
             return
         shape = DraftShape(steps=found.steps, topk=found.topk, num_nodes=found.nodes)
-        rows = self._agreed_rows(self.rounds, found, shape)
+        self.rounds.agreed(found.requests * found.nodes)
         kind = next((kind for kind in self.kinds if kind.shape == shape), StepKind(shape=shape))
-        self.tell((PAD_SLOT,) * rows)
-        self._run((), kind, StepContext(num_rows=0), rows)
-
-    def _agreed_rows(self, rounds: Rounds, found: StepRows, shape: DraftShape) -> int:
-        """The requests to which all ranks pad their batches: those of a graph, if there is one."""
-        buckets = next((family.buckets for family in self.families.values()), ())
-        rows = bucket_for(buckets, found.requests) or found.requests
-        rounds.agreed(rows * shape.num_nodes)
-        return rows
+        self.tell((PAD_SLOT,) * found.requests)
+        self._run((), kind, StepContext(num_rows=0), found.requests)
 
     def launch(
         self, slots: tuple[int, ...], kind: StepKind, fill: FillMasks | None = None, num_rows: int = 0
