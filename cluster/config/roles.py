@@ -46,6 +46,11 @@ class WorkerConfig(
 ):
     """Settings of both kinds of worker."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes of a worker, each on a GPU of its own if there are any."""
+        return self.tp
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig(PrefillSettings, WorkerConfig):
@@ -77,6 +82,11 @@ class DecodeConfig(DecodeSettings, WorkerConfig):
 
     role: ClassVar[str] = "decode"
     summary: ClassVar[str] = "Run a decode worker: KV caches in, tokens out, with drafts."
+
+    @property
+    def num_ranks(self) -> int:
+        """As `WorkerConfig.num_ranks`."""
+        return self.tp * self.dp_attention
 
 
 @dataclass(frozen=True, kw_only=True)

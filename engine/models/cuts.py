@@ -166,7 +166,8 @@ def _rank_experts(moe: MoEConfig | None, sharing: Sharing) -> MoEConfig | None:
     if moe is None:
         return None
     num_ranks = sharing.experts.size
-    found = replace(moe, shared_size=moe.shared_size // sharing.tensor.size)
+    gathered = num_ranks if sharing.has_own_rows else 1
+    found = replace(moe, shared_size=moe.shared_size // sharing.tensor.size, gathered=gathered)
     if sharing.by_expert:
         return replace(found, held=experts_of(moe.num_experts, sharing.experts))
     return replace(found, intermediate_size=moe.intermediate_size // num_ranks)

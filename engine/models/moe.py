@@ -54,7 +54,8 @@ class MoEConfig:
     are float32 in every dtype, otherwise rounded to the model's. `shared_size`: the intermediate size of the
     shared expert, 0 without one. `has_shared_gate`: its output is multiplied by the sigmoid of a projection.
     `limit` and `alpha`: of the gate of gpt-oss, see `kernels.expert_mlp`. `is_packed`: its experts are stored
-    in 4 bits. `held`: the experts whose matrices this rank has; None: all.
+    in 4 bits. `held`: the experts whose matrices this rank has; None: all. `gathered`: the ranks whose rows
+    meet in a layer.
     """
 
     num_experts: int
@@ -76,6 +77,7 @@ class MoEConfig:
     alpha: float = 0.0
     is_packed: bool = False
     held: range | None = None
+    gathered: int = 1
 
     @property
     def experts_here(self) -> range:
@@ -104,7 +106,8 @@ class MoEConfig:
 
     def row_width(self, hidden_size: int) -> int:
         """The intermediate size of an ordinary MLP whose activations take as much memory for a row."""
-        return -(-self.top_k * (self.intermediate_size + hidden_size) // 3) + self.shared_size
+        routed = self.gathered * self.top_k * (self.intermediate_size + hidden_size)
+        return -(-routed // 3) + self.shared_size
 
     @property
     def used_share(self) -> float:

@@ -108,7 +108,7 @@ def test_rows_are_checked_once_ranks_agree():
     rows = LockstepRows(TensorGroup(rank=1, size=2))
     rows.check(17)  # before serving all ranks run the same
     rounds = Rounds(Others(), rows)
-    with pytest.raises(LifecycleError, match="rank 1 enters the experts with 17 rows.* agreed on 0"):
+    with pytest.raises(LifecycleError, match=r"rank 1 enters the experts with 17 rows.* agreed on 0"):
         rows.check(17)
     rounds.agreed(17)
     rows.check(17)
