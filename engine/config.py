@@ -26,8 +26,8 @@ class EngineConfig(GivenSizes):
     form to which matrices in floats are rounded as they are loaded, or "none". `kv_dtype`: that of stored
     keys and values. `count_experts`: rows are counted by the experts that
     computed them. `tp`: the number of ranks of a tensor-parallel worker. `dp_attention`: the number of ranks
-    that share the experts and have requests and attention of their own; 1: no such ranks. `ep`: experts are
-    dealt whole to ranks, otherwise cut by their widths.
+    that share the experts and have requests and attention of their own, with a `tp` of 1 or the same number;
+    1: no such ranks. `ep`: experts are dealt whole to ranks, otherwise cut by their widths.
     """
 
     model: str
@@ -67,8 +67,8 @@ class EngineConfig(GivenSizes):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the worker. `check_ranks` refuses both kinds at once."""
-        return self.tp * self.dp_attention
+        """Ranks of the worker."""
+        return max(self.tp, self.dp_attention)
 
     @property
     def has_draft(self) -> bool:

@@ -735,16 +735,12 @@ def check_ranks(config: EngineConfig) -> None:
     Reads config.json only, so that a wrong setting ends the start before anything is loaded.
     """
     count = config.num_ranks
-    if config.ep and count == 1:
-        raise CheckpointError(
-            "ep: there is one rank, which has all experts; give --tp N or --dp-attention N, or leave --ep out"
-        )
-    if count == 1:
+    if count == 1 and not config.ep:
         return
-    if config.tp > 1 and config.dp_attention > 1:
+    if config.dp_attention > 1 and config.tp not in (1, config.dp_attention):
         raise CheckpointError(
             f"tp {config.tp} with dp_attention {config.dp_attention}: the attention of a rank runs on one "
-            "GPU; use one of the two"
+            f"GPU; use dp_attention {config.tp}, or leave one of the two out"
         )
     sharing = sharing_of(config, TensorGroup(size=count))
     device = resolve_device(config.device)
@@ -754,13 +750,16 @@ def check_ranks(config: EngineConfig) -> None:
             f"{sharing.setting}: this process sees {torch.cuda.device_count()} GPUs; lower {flag}, or let it "
             "see more (CUDA_VISIBLE_DEVICES)"
         )
-    if config.deterministic:
+    if config.deterministic and count > 1:
         raise CheckpointError(
             f"{sharing.setting}: sums over ranks have no fixed order for every batch, which --deterministic "
             "asks for; use one rank, or start without it"
         )
     path = resolve_checkpoint(config.model)
-    rank_config(load_model_config(path), sharing, str(path))
+    model = load_model_config(path)
+    if count == 1 and model.moe is None:
+        raise CheckpointError(f"ep: the model at {path} has no experts to deal to ranks; leave --ep out")
+    rank_config(model, sharing, str(path))
 
 
 def _shapes_of(engine: Engine) -> Sequence[DraftShape]:

@@ -23,6 +23,7 @@ from ..cluster.config.roles import DecodeConfig
 from ..cluster.process.process import EXIT_OK, Shutdown
 from .peer_table import PeerDescriptors, PeerOrder, PeerState, PeerTable
 from .rank_processes import RankProcesses, silence_limit, spawn_rank
+from .rank_watch import RankSign
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,11 @@ class PeerRanks(RankProcesses):
         ranks = cls(processes, meeting, PeerTable(descriptors, 0, size), limit_s)
         ranks.start_watch()
         return ranks
+
+    def signs(self) -> list[RankSign]:
+        """As `RankProcesses.signs`. Rank 0 waits for the others like them for it, so it counts, too."""
+        own = RankSign(rank=0, pid=os.getpid(), code=None, seen_alive=self.table.seen_alive(0))
+        return [own, *super().signs()]
 
     def _seen_alive(self, rank: int) -> int:
         return self.table.seen_alive(rank)

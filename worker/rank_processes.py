@@ -74,7 +74,11 @@ class RankProcesses(ABC):
 
     def look(self) -> str:
         """Why the worker must end now; "" if all ranks live."""
-        signs = [
+        return self._watch.look(self.signs(), is_serving=self._is_serving)
+
+    def signs(self) -> list[RankSign]:
+        """What is seen of the ranks."""
+        return [
             RankSign(
                 rank=rank,
                 pid=process.pid,
@@ -85,7 +89,6 @@ class RankProcesses(ABC):
             for rank, process in enumerate(self.processes, start=1)
             if not self._has_left(rank)
         ]
-        return self._watch.look(signs, is_serving=self._is_serving)
 
     def watch(self) -> None:
         """Looks after the ranks until `close`."""

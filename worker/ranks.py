@@ -40,7 +40,7 @@ class RankPlace(msgspec.Struct, frozen=True):
 
 def check_rank_settings(config: WorkerConfig) -> None:
     """Raises StartupError for a setting that several ranks do not have."""
-    if config.tp > 1 and (config.host_cache_gib > 0 or config.disk_cache):
+    if config.tensor_ranks > 1 and (config.host_cache_gib > 0 or config.disk_cache):
         flag = "--disk-cache" if config.disk_cache else "--host-cache-gib"
         raise StartupError(
             f"tp {config.tp}: {flag} keeps the pages of one device, and each rank has a part; start "

@@ -166,6 +166,7 @@ class WorkerStartup(ABC, Generic[C, R]):
         if settings.num_ranks > 1 or settings.ep:
             check_rank_settings(self.config)
             check_ranks(settings)
+        if settings.num_ranks > 1:
             self._start_ranks(self.config)
         try:
             group = self._join(settings)

@@ -369,7 +369,8 @@ class DecodeSettings(RoleConfig):
         1,
         Setting(
             help="GPUs of one host that share the experts of a model, each with requests, KV cache and "
-            "attention of its own, as a decode worker of its own for routers; on a CPU as many processes",
+            "attention of its own, as a decode worker of its own for routers; on a CPU as many processes; "
+            "--tp may be the same number",
             minimum=1,
             maximum=64,
         ),

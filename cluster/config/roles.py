@@ -51,6 +51,11 @@ class WorkerConfig(
         """Processes of a worker, each on a GPU of its own if there are any."""
         return self.tp
 
+    @property
+    def tensor_ranks(self) -> int:
+        """Those of them that share attention and dense MLPs."""
+        return self.tp
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig(PrefillSettings, WorkerConfig):
@@ -86,7 +91,12 @@ class DecodeConfig(DecodeSettings, WorkerConfig):
     @property
     def num_ranks(self) -> int:
         """As `WorkerConfig.num_ranks`."""
-        return self.tp * self.dp_attention
+        return max(self.tp, self.dp_attention)
+
+    @property
+    def tensor_ranks(self) -> int:
+        """As `WorkerConfig.tensor_ranks`."""
+        return self.tp if self.dp_attention == 1 else 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,7 +150,7 @@ def worker_need(
     """
     draft = None if config.no_draft else draft
     shape = shape_of(model, draft, dtype, config.kv_dtype)
-    kv_bytes = _rank_kv_bytes(shape, config.tp)
+    kv_bytes = _rank_kv_bytes(shape, config.tensor_ranks)
     if isinstance(config, PrefillConfig):
         named = set() if draft is None else set(feature_layers(read_config(draft)))
         others = {int(layer) for layer in config.feature_layers.split(",") if layer} - named
@@ -204,7 +204,7 @@ def _model_sizes(
     model: Path, draft: Path | None, dtype: str, worker: PrefillConfig | DecodeConfig
 ) -> ModelSizes:
     """The sizes of a model on one rank of `worker`."""
-    config, shape, tp = read_config(model), shape_of(model, None, dtype), worker.tp
+    config, shape, tp = read_config(model), shape_of(model, None, dtype), worker.tensor_ranks
     gathered = worker.num_ranks // tp  # ranks whose rows meet in a layer of experts
     try:
         vocabulary = int(config["vocab_size"]) * shape.hidden_size

@@ -119,7 +119,7 @@ def gpus_of(host: HostUnits, role: str) -> list[tuple[int, ...]]:
 
 def _ranks(host: HostUnits, role: str) -> int:
     table = host.tables.get(role, {})
-    return int(str(table.get("tp", 1))) * int(str(table.get("dp_attention", 1)))
+    return max(int(str(table.get(setting, 1))) for setting in ("tp", "dp_attention"))
 
 
 def write(files: Mapping[str, str], prefix: Path) -> list[Path]:

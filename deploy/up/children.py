@@ -315,7 +315,7 @@ def _threads(config: UpConfig, env: Mapping[str, str], settled: Deal) -> int:
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    processes = max(settled.prefill * config.tp, settled.decode * config.tp * config.dp_attention)
+    processes = max(settled.prefill * config.tp, settled.decode * max(config.tp, config.dp_attention))
     return max(1, cores // processes)
 
 

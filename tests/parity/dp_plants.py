@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from baton.engine.graphs.bucketed_graphs import GraphFamily
+from baton.engine.parallel.lockstep import StepRows
 from baton.engine.runner import model_runner
 from baton.engine.runner.model_runner import ModelRunner
 from baton.engine.speculative.step.fused_step import FusedStep
@@ -69,10 +70,18 @@ def drops_a_request_behind_the_plan() -> Undo:
     return lambda: setattr(FusedStep, "run", run)
 
 
+def runs_no_idle_steps() -> Undo:
+    """A rank without requests agrees to a step and does not run it. No check can raise: the others wait."""
+    run_idle = StepGraphs.run_idle
+    StepGraphs.run_idle = lambda self: self.rounds.step(StepRows()) and None
+    return lambda: setattr(StepGraphs, "run_idle", run_idle)
+
+
 PLANTS: Mapping[str, Callable[[], Undo]] = {
     "plans before padding": plans_before_padding,
     "pads no prompts": pads_no_prompts,
     "pads no steps": pads_no_steps,
     "takes another graph": takes_another_graph,
     "drops a request": drops_a_request_behind_the_plan,
+    "runs no idle steps": runs_no_idle_steps,
 }

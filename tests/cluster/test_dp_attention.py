@@ -1,0 +1,164 @@
+"""Real decode workers whose ranks share experts: a router sees each rank as a worker of its own."""
+
+import os
+import re
+import shutil
+import signal
+import threading
+
+import httpx
+import psutil
+import pytest
+from baton.tests.cluster.dp_planted import planted
+from baton.tests.cluster.router_fakes import save_tokenizer
+from baton.tests.cluster.serving import (
+    GreedyStream,
+    at_once,
+    complete,
+    instances,
+    random_ids,
+    serving,
+    status,
+    wait_free,
+    wait_until,
+)
+from baton.tests.parity.toy_models import reference_greedy, reference_model
+
+VOCAB = 330
+SETTINGS = {
+    "kv_memory_mb": 32, "threads": 1, "dp_attention": 2, "ep": True, "watchdog_s": 10.0,
+    "stall_timeout_s": 4.0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, toy_checkpoint):
+    directory = tmp_path_factory.mktemp("dp")
+    shape = {"num_hidden_layers": 2, "vocab_size": VOCAB, "max_position_embeddings": 1 << 12}
+    shutil.copytree(toy_checkpoint("qwen3_moe", **shape), directory, dirs_exist_ok=True)
+    return save_tokenizer(directory)
+
+
+def decode_workers(cluster):
+    return [worker for worker in status(cluster)["workers"] if worker["role"] == "decode"]
+
+
+def check_answers(cluster, model, count=6):
+    """Requests at once, which the router spreads over the ranks."""
+    reference = reference_model(model)
+    prompts = [random_ids(20 + 7 * at, VOCAB, seed=at) for at in range(count)]
+    said = at_once([lambda ids=ids: complete(cluster, ids, max_tokens=10)[0] for ids in prompts], count)
+    assert said == [reference_greedy(reference, ids, 10) for ids in prompts]
+
+
+def test_both_ranks_answer_without_prefill_workers_and_leave_together(model):
+    with serving(model, prefill=0, decode=1, aggregated=True, **SETTINGS) as cluster:
+        assert len(instances(cluster)) == 2
+        check_answers(cluster, model)
+        tokens = [worker["counters"]["tokens"] for worker in decode_workers(cluster)]
+        assert all(count > 0 for count in tokens), "each rank had some of the requests"
+        wait_free(cluster)
+        (child,) = [child for child in cluster.children if child.role == "decode"]
+        ranks = [psutil.Process(child.pid), *psutil.Process(child.pid).children()]
+        assert len(ranks) == 2
+    assert not any(rank.is_running() for rank in ranks)
+    assert "the worker ends" not in cluster.output.getvalue()
+    assert not re.search("error|crashed|does not end", cluster.output.getvalue(), re.IGNORECASE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2], ids=["one rank of prefill", "tensor parallel prefill"])
+def test_each_rank_gets_its_own_rooms_from_prefill_workers(model, tp):
+    with serving(model, prefill=1, decode=1, tp=tp, **SETTINGS) as cluster:
+        assert len(instances(cluster)) == 3
+        check_answers(cluster, model)
+        workers = decode_workers(cluster)
+        assert all(worker["counters"]["handoff_blocks"] > 0 for worker in workers)
+        assert not any(worker["counters"]["local_prefills"] for worker in workers)
+        wait_free(cluster)
+
+
+LONG = 150
+
+
+def ranks_of(cluster):
+    """Rank 0 and its other rank of each worker."""
+    workers = [child.pid for child in cluster.children if child.role == "decode" and child.pid]
+    return [(psutil.Process(pid), *psutil.Process(pid).children()) for pid in workers]
+
+
+@pytest.mark.slow
+def test_a_dead_and_a_stopped_rank_end_their_worker_and_all_streams_go_on(model):
+    with serving(model, prefill=0, decode=2, aggregated=True, **SETTINGS) as cluster:
+        prompts = [random_ids(30, VOCAB, seed=seed) for seed in range(6)]
+        expected = [complete(cluster, ids, max_tokens=LONG)[0] for ids in prompts]
+        every = {rank for ranks in ranks_of(cluster) for rank in ranks}
+        for number, said in ((signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "is stopped")):
+            lose_a_rank(cluster, number, said, prompts, expected)
+            every |= {rank for ranks in ranks_of(cluster) for rank in ranks}
+    assert not any(rank.is_running() for rank in every), "a rank outlived its worker"
+
+
+def lose_a_rank(cluster, number, said, prompts, expected):
+    """Signal `number` to a rank under streams: those of both ranks go on elsewhere. The worker returns."""
+    before = wait_until(lambda: len(instances(cluster)) == 4 and instances(cluster), 120, "four ranks")
+    streams = [GreedyStream(cluster, ids, LONG) for ids in prompts]
+    wait_until(lambda: all(len(stream.ids) > 2 for stream in streams), 90, "all streams run")
+    rank_0, rank = ranks_of(cluster)[0]
+    os.kill(rank.pid, number)
+    for stream in streams:
+        stream.join()
+    assert [stream.error for stream in streams] == [None] * len(prompts)
+    assert [stream.ids for stream in streams] == expected
+    line = re.compile(rf"rank 1 \(pid {rank.pid}\) ({said}|ended with exit code -9)")
+    wait_until(lambda: line.search(cluster.output.getvalue()), 30, "a line names the rank")
+    wait_until(lambda: not (rank.is_running() or rank_0.is_running()), 30, "both are gone")
+    wait_until(lambda: len(instances(cluster) - before) == 2, 120, "a restart")
+    wait_free(cluster)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "plant", "said"),
+    [
+        (1, "pads no steps", r"rank 1 enters the experts with \d+ rows, and the ranks agreed on \d+"),
+        (0, "pads no prompts", r"rank 0 enters the experts with \d+ rows, and the ranks agreed on \d+"),
+        (1, "takes another graph", r"rank 1 enters the experts with \d+ rows, and the ranks agreed on \d+"),
+        (1, "runs no idle steps", r"the worker ends: rank 0 .* hangs: no sign of life for 6 s"),
+    ],
+    ids=["a step", "a prompt", "a graph", "no check"],
+)
+def test_a_rank_that_would_pad_wrongly_ends_the_worker(model, rank, plant, said):
+    """In production: nobody waits in a collective for ever, and no process is left."""
+    settings = SETTINGS | {"graphs": "on" if "graph" in plant else "off", "graph_self_test": False}
+    with serving(
+        model, prefill=0, decode=1, aggregated=True, command_of=planted(rank, plant), **settings
+    ) as cluster:
+        ((rank_0, other),) = ranks_of(cluster)
+        stopping = threading.Event()
+
+        def ask():
+            while not stopping.is_set():
+                body = {"model": "m", "prompt": random_ids(9, VOCAB), "max_tokens": 4, "ignore_eos": True}
+                try:
+                    httpx.post(f"{cluster.url}/v1/completions", json=body | served(cluster), timeout=5)
+                except httpx.HTTPError:
+                    continue
+
+        clients = [threading.Thread(target=ask) for _ in range(3)]
+        for client in clients:
+            client.start()
+        try:
+            wait_until(lambda: not (rank_0.is_running() or other.is_running()), 60, "the worker ended")
+        finally:
+            stopping.set()
+            for client in clients:
+                client.join()
+        output = cluster.output.getvalue()
+        assert re.search(said, output)
+        if rank and "idle" not in plant:
+            assert f"rank 1 (pid {other.pid}) ended with exit code 70" in output
+
+
+def served(cluster):
+    return {"model": cluster.config.model.rstrip("/").rsplit("/", 1)[-1]}
