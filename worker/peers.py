@@ -31,12 +31,15 @@ CALL_S = 0.5  # between two looks of the thread that waits for calls, whether th
 
 
 class PeerPlace(msgspec.Struct, frozen=True):
-    """What a rank other than 0 needs beside the flags of its role. Descriptors are inherited."""
+    """What a rank other than 0 needs beside the flags of its role. `group`: the instance of rank 0.
+    Descriptors are inherited.
+    """
 
     rank: int
     size: int
     parent: int
     meeting: int
+    group: str
     descriptors: PeerDescriptors
 
     @property
@@ -64,14 +67,14 @@ class PeerRanks(RankProcesses):
         self.table = table
 
     @classmethod
-    def start(cls, config: DecodeConfig) -> "PeerRanks":
+    def start(cls, config: DecodeConfig, group: str) -> "PeerRanks":
         """Starts the ranks of a worker of `config.dp_attention`; each begins to load its part."""
         size = config.dp_attention
         descriptors = PeerDescriptors.create(size)
         meeting = os.memfd_create("baton-ranks", os.MFD_CLOEXEC)
         flags, processes = to_argv(config), []
         for rank in range(1, size):
-            place = PeerPlace(rank, size, os.getpid(), meeting, descriptors)
+            place = PeerPlace(rank, size, os.getpid(), meeting, group, descriptors)
             arguments = [msgspec.json.encode(place).decode(), *flags]
             processes.append(spawn_rank("decode.peer_process", arguments, (*descriptors.all, meeting)))
         limit_s = silence_limit(config.watchdog_s)

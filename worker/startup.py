@@ -77,6 +77,7 @@ class WorkerStartup(ABC, Generic[C, R]):
         self.config = config
         self.instance = instance
         self.place = place
+        self.group = instance if place is None else place.group
         self._engine_times: list[tuple[str, float]] = []  # phases and seconds
 
     def phases(self) -> list[Phase]:
@@ -201,7 +202,7 @@ class WorkerStartup(ABC, Generic[C, R]):
         if self.place is not None:
             self.table = self.place.table()
         elif isinstance(config, DecodeConfig) and config.dp_attention > 1:
-            self.ranks = peers = PeerRanks.start(config)
+            self.ranks = peers = PeerRanks.start(config, self.group)
             self.table = peers.table
         else:
             self.ranks = Ranks.start(config, self.instance)
@@ -311,6 +312,7 @@ class WorkerStartup(ABC, Generic[C, R]):
             chosen=chosen_of(self.engine.sizes),
             embeds=self.embeds,
             metrics_port=self.config.metrics_port,
+            group="" if self.table is None else self.group,
         )
 
     def end_facts(self) -> EndFacts:
