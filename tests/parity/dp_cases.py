@@ -48,7 +48,7 @@ class Asked:
 
 
 class AskedWorker:
-    """The worker of one rank, and what it was asked."""
+    """The worker of one rank, or of a worker that has one, and what it was asked."""
 
     def __init__(self, worker: DecodeWorker) -> None:
         self.worker = worker
@@ -59,13 +59,13 @@ class AskedWorker:
 
     def ask(self, asked: Sequence[Asked]) -> None:
         """Takes in prompts; `said` tells their tokens once all have ended."""
-        self._first, self._rooms = self.rounds.num_rounds, [secrets.token_hex(16) for _ in asked]
+        self._first, self._rooms = self._num_rounds, [secrets.token_hex(16) for _ in asked]
         self._coming = [(each.at, room, each) for room, each in zip(self._rooms, asked, strict=True)]
         self.worker.link.heard.clear()
 
     def step(self) -> bool:
         """One step of the worker; False when it has nothing to do."""
-        done = self.rounds.num_rounds - self._first
+        done = self._num_rounds - self._first
         done = MOST_STEPS if self._num_idle > IDLE_STEPS else done
         due = [each for each in self._coming if each[0] <= done]
         self._coming = [each for each in self._coming if each[0] > done]
@@ -74,6 +74,10 @@ class AskedWorker:
         did_work = self.worker.step() or bool(due)
         self._num_idle = 0 if did_work else self._num_idle + 1
         return did_work
+
+    @property
+    def _num_rounds(self) -> int:
+        return 0 if self.rounds is None else self.rounds.num_rounds
 
     @property
     def is_done(self) -> bool:

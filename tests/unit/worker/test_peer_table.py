@@ -52,7 +52,7 @@ def test_ranks_in_different_turns_all_say_so():
     assert "rank 0 is in turn PROMPTS of round 1, and rank 1 in turn 2" in str(errors[0])
 
 
-def test_a_rank_that_waits_gives_signs_of_life_and_hears_that_another_has_left():
+def test_a_rank_that_waits_gives_signs_of_life_until_another_leaves():
     one, other = tables(2)
     alive, waits = one.seen_alive(0), threading.Event()
     one.on_wait = waits.set
