@@ -49,8 +49,9 @@ class LatentRowPlan(RowPlan):
         kv, layout = self.pool.kv, self._layout
         recorded_store_latent(kv, layer, self.rows, k)
         absorbed = absorb(q, v, layout.rope_size)
+        grouped = self._by_request(absorbed)
         found = recorded_latent_verify(
-            self._by_request(absorbed), kv, layer, self.page_table, self.kv_lens, layout.scale, layout.rank, self.tree_mask
+            grouped, kv, layer, self.page_table, self.kv_lens, layout.scale, layout.rank, self.tree_mask
         )
         key_size = q.shape[-1] - layout.rope_size
         return project_values(found.flatten(0, 1), v, v.shape[1] - key_size)

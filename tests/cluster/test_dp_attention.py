@@ -99,6 +99,37 @@ def test_a_dead_and_a_stopped_rank_end_their_worker_and_all_streams_go_on(model)
     assert not any(rank.is_running() for rank in every), "a rank outlived its worker"
 
 
+@pytest.mark.slow
+def test_a_worker_that_drains_ends_when_the_streams_of_all_ranks_have(model):
+    """One rank goes on to take part in the steps of the other."""
+    with serving(model, prefill=0, decode=1, aggregated=True, **SETTINGS) as cluster:
+        lengths = (60, 200, 60, 200)
+        prompts = [random_ids(20, VOCAB, seed=seed) for seed in range(len(lengths))]
+        expected = [
+            complete(cluster, ids, max_tokens=n)[0] for ids, n in zip(prompts, lengths, strict=True)
+        ]
+        streams = [GreedyStream(cluster, ids, n) for ids, n in zip(prompts, lengths, strict=True)]
+        wait_until(lambda: all(len(stream.ids) > 2 for stream in streams), 90, "all streams run")
+        (ranks,) = ranks_of(cluster)
+        os.kill(ranks[0].pid, signal.SIGTERM)
+        for stream in streams:
+            stream.join()
+        assert [(stream.error, stream.ids) for stream in streams] == [(None, ids) for ids in expected]
+        wait_until(lambda: not any(rank.is_running() for rank in ranks), 30, "both ranks have left")
+        assert "the worker ends" not in cluster.output.getvalue()
+
+
+@pytest.mark.slow
+def test_a_rank_dies_with_a_killed_rank_0(model):
+    with serving(model, prefill=0, decode=1, aggregated=True, **SETTINGS) as cluster:
+        before = instances(cluster)
+        ((rank_0, rank),) = ranks_of(cluster)
+        rank_0.kill()
+        wait_until(lambda: not rank.is_running(), 30, "the rank is gone")
+        wait_until(lambda: len(instances(cluster) - before) == 2, 120, "a restart")
+        assert complete(cluster, random_ids(9, VOCAB, seed=9), max_tokens=3)[0]
+
+
 def lose_a_rank(cluster, number, said, prompts, expected):
     """Signal `number` to a rank under streams: those of both ranks go on elsewhere. The worker returns."""
     before = wait_until(lambda: len(instances(cluster)) == 4 and instances(cluster), 120, "four ranks")
