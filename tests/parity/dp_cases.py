@@ -115,15 +115,18 @@ def asked_worker(engine: Engine, config: DecodeConfig, exchange: Exchange) -> As
 
 
 class DpCases:
-    """Ranks 1 to `size` - 1 of workers that come one by one, on CPU in float32. Close it in the end."""
+    """Ranks 1 to `size` - 1 of workers that come one by one, in float32, each on the CPU or on a GPU of its
+    own. Close it in the end.
+    """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: str = "cpu") -> None:
         self.size = size
+        self.device = device
         meeting, descriptors = os.memfd_create("baton-ranks"), PeerDescriptors.create(size)
         shown = [descriptors.table, descriptors.ready, descriptors.call]
         self.children = [
             subprocess.Popen(
-                [sys.executable, "-m", __name__, json.dumps([rank, size, meeting, shown])],
+                [sys.executable, "-m", __name__, json.dumps([rank, size, meeting, shown, device])],
                 pass_fds=(meeting, *descriptors.all),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -133,7 +136,7 @@ class DpCases:
             for rank in range(1, size)
         ]
         self.table = PeerTable(descriptors, 0, size)
-        self._group = join_group(Path(f"/proc/self/fd/{meeting}"), 0, size, torch.device("cpu"))
+        self._group = join_group(Path(f"/proc/self/fd/{meeting}"), 0, size, device_of(device, 0))
         self._worker: AskedWorker | None = None
 
     @contextmanager
@@ -144,7 +147,7 @@ class DpCases:
         values: Mapping[str, object] = {"local_prefill_tokens": 16, **SIZES, **settings}
         config = DecodeConfig(
             model=str(target), draft=str(draft), aggregated=True, dp_attention=self.size, threads=1,
-            device="cpu", dtype="float32", **values,
+            device=self.device, dtype="float32", **values,
         )  # fmt: skip
         try:
             for child in self.children:
@@ -202,6 +205,10 @@ class DpCases:
         child.stdin.flush()
 
 
+def device_of(device: str, rank: int) -> torch.device:
+    return torch.device(device, rank) if device == "cuda" else torch.device(device)
+
+
 def serve_one(worker: AskedWorker, table: PeerTable) -> None:
     """Answers what standard input asks, until it says that the worker ends."""
     is_asked = False
@@ -223,8 +230,8 @@ def serve_one(worker: AskedWorker, table: PeerTable) -> None:
 
 def main() -> None:
     """One rank: a line of standard input is a worker's flags."""
-    rank, size, meeting, shown = json.loads(sys.argv[1])
-    group = join_group(Path(f"/proc/self/fd/{meeting}"), rank, size, torch.device("cpu"))
+    rank, size, meeting, shown, device = json.loads(sys.argv[1])
+    group = join_group(Path(f"/proc/self/fd/{meeting}"), rank, size, device_of(device, rank))
     table = PeerTable(PeerDescriptors(*shown), rank, size)
     while line := sys.stdin.readline():
         message = json.loads(line)

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from baton.engine.attention.triton_attention import TritonAttention
 from baton.engine.batch.padding import idle_batch, pad_to
 from baton.engine.graphs.breakable import Breaks
+from baton.engine.kv.layouts import MLALayout
 from baton.engine.loader import Engine
 from baton.engine.runner.target_graphs import captured_mode
 from baton.engine.speculative.drafting.shape import PLAIN, DraftShape
@@ -57,3 +59,17 @@ def test_a_prompt_of_idle_rows_changes_nothing(engine: Engine, num_idle: int):
     assert output.hidden.shape == (num_idle, engine.feature_width)
     for now, then in zip(held_by_others(engine), before, strict=True):
         assert torch.equal(now, then)
+
+
+def test_the_attention_of_devices_reads_nothing_for_rows_of_no_request(engine: Engine):
+    pool, runner = engine.pool, engine.runner
+    if isinstance(pool.layout, MLALayout):
+        pytest.skip("latents have one backend")
+    before = runner.attention
+    runner.attention = TritonAttention(pool, max_context=96)  # with buffers that it copies the context to
+    try:
+        batch = idle_batch(pool.device, captured_mode(engine.model))
+        found = runner.forward(pad_to(batch, 5))
+    finally:
+        runner.attention = before
+    assert torch.equal(found.hidden, runner.forward(pad_to(batch, 5)).hidden)
