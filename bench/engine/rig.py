@@ -20,6 +20,8 @@ from ...engine.capture.graph_set import GraphSet, backend_for
 from ...engine.kv.page_table import pages_for
 from ...engine.kv.pool import FeaturePlane, KVPool
 from ...engine.models.config import ModelConfig
+from ...engine.models.cuts import rank_config
+from ...engine.parallel.group import SOLO, TensorGroup
 from ...engine.request import Request
 from ...engine.runner.lifecycle import Lifecycle, Phase
 from ...engine.runner.model_runner import ModelRunner, configure_aux_capture
@@ -141,11 +143,15 @@ class Stepper:
 class Rig:
     """One engine that prefills and decodes. `use_graphs` switches between its graphs and the eager path.
 
+    The ranks of `group` each have such an engine, with a part of the target, and make the same calls. `own`
+    is the config of that part.
+
     Raises ValueError when the requests or the prompt exceed the model's positions.
     """
 
-    def __init__(self, settings: RigSettings) -> None:
+    def __init__(self, settings: RigSettings, group: TensorGroup = SOLO) -> None:
         self.settings = settings
+        self.group = group
         self._lifecycle = Lifecycle()
         self.shape = DraftShape.of(settings.spec_steps)
         device, dtype = settings.device, settings.dtype
@@ -164,9 +170,11 @@ class Rig:
                 page_size=PAGE_SIZE,
                 capacity=settings.max_batch + 2,
                 folder=Path(folder),
+                group=group,
             )
             self.kind: BenchDrafter = DRAFTERS[settings.drafts](wish)
-        model = random_target(self.config, dtype, device, is_invariant=settings.is_invariant)
+        self.own = rank_config(self.config, group.size)
+        model = random_target(self.own, dtype, device, is_invariant=settings.is_invariant, group=group)
         self._lifecycle.advance(Phase.LOADED)
         ids = self.kind.feature_ids
         if ids:
@@ -298,6 +306,7 @@ class Rig:
             watched=shape if len(shapes) > 1 and self._is_watched else None,
             max_requests=settings.max_batch,
             max_context=settings.max_context + self.shape.spare_slots,
+            group=self.group,
         )
         measured = [kind for kind in steps.kinds if kind.shape in shapes and not kind.is_ranked]
         return StepGraphs(steps.step, measured, settings.max_batch)
@@ -319,6 +328,13 @@ class Rig:
 
     def __repr__(self) -> str:
         return f"<Rig {self.runner!r}, {self.graphs!r}>"
+
+
+def check_ranks(settings: RigSettings, num_ranks: int) -> None:
+    """Raises CheckpointError, naming what fits, if so many ranks cannot share the target."""
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        config = target_config(settings.shape, settings.model, Path(folder), settings.quantize)
+    rank_config(config, num_ranks)
 
 
 def _check_positions(settings: RigSettings, shape: DraftShape, limit: int) -> None:
