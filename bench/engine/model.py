@@ -15,7 +15,7 @@ import torch
 from ...engine.models.config import ModelConfig
 from ...engine.models.interface import CausalLM, StoredForms
 from ...engine.models.registry import build_model
-from ...engine.parallel.group import SOLO, TensorGroup
+from ...engine.parallel.sharing import ALONE, Sharing
 from ...engine.speculative.drafters.eagle3_head import Eagle3Head
 from ...engine.speculative.drafters.eagle_config import EagleConfig
 from ...engine.speculative.drafters.eagle_head import EagleHead
@@ -41,12 +41,12 @@ def random_target(
     seed: int = 0,
     *,
     is_invariant: bool = False,
-    group: TensorGroup = SOLO,
+    sharing: Sharing = ALONE,
 ) -> CausalLM:
     """A model of `config` that generates TOKEN after any input; `is_invariant`: by batch-invariant
-    operations. As a rank of `group`, `config` is the rank's; rank 0 has the rows of TOKEN.
+    operations. As a rank in `sharing`, `config` is the rank's; rank 0 has the rows of TOKEN.
     """
-    model = build_model(config, dtype=dtype, device=device, is_invariant=is_invariant, group=group)
+    model = build_model(config, dtype=dtype, device=device, is_invariant=is_invariant, sharing=sharing)
     generator = torch.Generator(device).manual_seed(seed)
     for name, weight in model.tensors():
         _fill_stored(name, weight, generator)
@@ -68,7 +68,7 @@ def random_target(
     model.embed_tokens[:, LEVEL] = AMPLITUDE / 2
     if not config.tie_word_embeddings:
         model.lm_head[:, LEVEL] = 0
-    if group.rank:
+    if sharing.tensor.rank:
         return model
     if config.moe is not None:
         model.embed_tokens[TOKEN] = 0
