@@ -174,8 +174,8 @@ class PrefillGraphs:
         """The rows to which ranks that run together pad `num_tokens` tokens, so that each may take a graph,
         of any kind; `num_tokens` itself if there is none.
         """
-        families = [self.tokens.family] if self.whole is None else [self.whole.family, self.tokens.family]
-        found = (bucket_for(family.buckets, num_tokens) for family in families)
+        whole = () if self.whole is None else self.whole.family.buckets
+        found = (bucket_for(buckets, num_tokens) for buckets in (whole, self.tokens.family.buckets))
         return next((bucket for bucket in found if bucket), num_tokens)
 
     def decide(self, batch: ForwardBatch) -> PathDecision:
