@@ -469,7 +469,10 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         if rooms:
             self.reach("decode:chunk")
         before = [(room.request.num_computed, room.have) for room in rooms]
-        has_streams = bool(self.queues.count(DecodeState.RUNNING))
+        rounds = self.engine.rounds
+        has_streams = bool(self.queues.count(DecodeState.RUNNING)) or (
+            rounds is not None and rounds.has_streams
+        )
         read = self.local.turn(rooms, has_streams=has_streams)
         for room, (computed, have) in zip(rooms, before, strict=True):
             found = room.have - have  # in the prefix cache, since the room was admitted

@@ -91,6 +91,7 @@ class Rounds:
         self.idle_prompts: Callable[[], None] = _nothing
         self.idle_step: Callable[[], None] = _nothing
         self.num_rounds = 0
+        self.has_streams = False  # some rank had requests in the newest step, which prompts of any rank delay
         self._exchange = exchange
         self._due = Turn.PROMPTS
         self._is_over = False  # a rank has left
@@ -119,7 +120,8 @@ class Rounds:
             self.idle_prompts()
         found = largest_step(self._swap(Turn.STEP, wish))
         self._due = Turn.PROMPTS
-        self._has_run |= found.requests > 0
+        self.has_streams = found.requests > 0
+        self._has_run |= self.has_streams
         self.num_rounds += 1
         return found
 

@@ -41,10 +41,12 @@ class Imitated(TensorGroup):
 class Scripted:
     """The other rank: it wants MORE_ROWS rows of prompts, and MORE_REQUESTS in this rank's shape.
 
-    `allowed`: the numbers of rows with which a layer may be entered in this turn.
+    `allowed`: the numbers of rows with which a layer may be entered in this turn. `prompts`: the rows of
+    prompts that this rank wanted.
     """
 
     allowed: set[int] = field(default_factory=set)
+    prompts: list[int] = field(default_factory=list)
     num_turns: int = 0
     is_called: bool = False
 
@@ -53,6 +55,7 @@ class Scripted:
         if turn is Turn.PROMPTS:
             other = [MORE_ROWS, 2]
             self.allowed = {max(wish[0], MORE_ROWS), max(wish[1], 2)}
+            self.prompts += [wish[0]] if wish[0] else []
         else:
             other = [MORE_REQUESTS, *(wish[1:] if wish[0] else (1, 0, 1))]
             self.allowed = {max(wish[0], MORE_REQUESTS) * other[1]}
@@ -127,6 +130,17 @@ def serve(worker: AskedWorker) -> None:
 def test_all_forwards_have_the_rows_that_another_rank_asks_for(worker: AskedWorker, other: Scripted):
     serve(worker)
     assert other.num_turns == 2 * worker.rounds.num_rounds > 6
+
+
+@pytest.mark.parametrize("worker", ["off"], indirect=True)
+def test_prompts_are_cut_while_another_rank_has_streams(worker: AskedWorker, other: Scripted):
+    worker.worker.local.budget_alone = 64
+    serve(worker)  # from here on this rank has seen requests of the other
+    other.prompts.clear()
+    worker.ask([Asked(tuple(random_ids(50, seed=50)), 2)])
+    while not worker.is_done:
+        worker.step()
+    assert other.prompts == [16, 16, 16, 2], "as beside streams of its own"
 
 
 FAILS = {

@@ -64,6 +64,7 @@ def test_a_step_of_this_rank_joins_the_prompts_of_others_first():
     assert others.heard == [(Turn.PROMPTS, (0, 0)), (Turn.STEP, (1, 1, 0, 1))]
     assert rounds.finish()
     assert not others.num_rests, "it may have more to do"
+    assert rounds.has_streams
 
 
 def test_a_rank_with_prompts_only_takes_part_in_the_step_too():
@@ -72,6 +73,7 @@ def test_a_rank_with_prompts_only_takes_part_in_the_step_too():
     assert rounds.prompts(PromptRows(8, 1)) == PromptRows(8, 1)
     assert rounds.finish()
     assert [turn for turn, _ in others.heard] == [Turn.PROMPTS, Turn.STEP]
+    assert not rounds.has_streams
 
 
 def test_a_rank_without_work_joins_when_it_is_called_and_rests_when_not():
