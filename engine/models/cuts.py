@@ -242,23 +242,22 @@ def _cut_blocks(config: ModelConfig, sharing: Sharing) -> str:
                 f"{EXPERT_WIDTH} {width} in blocks of {mxfp4.BLOCK} with one scale, which {parts} ranks "
                 "would cut"
             )
-    if num_ranks == 1:
-        return ""  # experts are in no other form with blocks
-    form = None if config.quant is None else config.quant.form
-    held = max(config.num_kv_heads // num_ranks, 1)
-    sizes = {"width of queries": config.num_heads * config.head_dim // num_ranks}
-    sizes |= {name: width // parts for name, (width, parts) in widths.items()}
+    form, num_parts = None if config.quant is None else config.quant.form, sharing.experts.size
+    sizes = {name: width // parts for name, (width, parts) in widths.items()}
+    if num_ranks > 1:
+        sizes = {"width of queries": config.num_heads * config.head_dim // num_ranks} | sizes
     if isinstance(form, Fp8Form) and form.has_blocks:
         unit, kind = fp8_scales.BLOCK, "blocks"
-        sizes["width of keys"] = held * config.head_dim
+        if num_ranks > 1:
+            sizes["width of keys"] = max(config.num_kv_heads // num_ranks, 1) * config.head_dim
     elif isinstance(form, Int4Form):
         unit, kind = form.group_size, "groups"
     else:
         return ""
     for name, size in sizes.items():
         if size % unit:
-            whole = size if name == "width of keys" else size * num_ranks
-            return f"{name} {whole} in {kind} of {unit} with one scale, which {num_ranks} ranks would cut"
+            whole = size if name == "width of keys" else size * num_parts
+            return f"{name} {whole} in {kind} of {unit} with one scale, which {num_parts} ranks would cut"
     return ""
 
 
