@@ -26,6 +26,7 @@ from ...cluster.errors import ConfigError
 from ...engine.config import DTYPES, resolve_device, resolve_dtype
 from ...engine.errors import CheckpointError
 from ...engine.parallel.group import SOLO, TensorGroup
+from ...kernels.row_ops import JOIN_NAMES, Joins, named_joins
 from ..arguments import at_least
 from .drafters import ALL, DRAFTERS, named_drafters
 from .floors import UNKNOWN, Ceilings, PassCounts, Work, measure_ceilings
@@ -277,6 +278,13 @@ def parser() -> argparse.ArgumentParser:
         help="ranks that share the experts only, one GPU each; each has as many requests as --batch says",
     )
     add("--deterministic", action="store_true", help="with batch-invariant operations of the target")
+    add(
+        "--join",
+        type=_joins,
+        metavar="none|all|NAME[,NAME...]",
+        help=f"steps of the target's layers that share launches for few rows: {', '.join(JOIN_NAMES)} "
+        "(default: those of a server)",
+    )
     add("--graphs", choices=("both", "on", "off"), default="both", help="default both")
     add(
         "--adaptive",
@@ -293,6 +301,13 @@ def parser() -> argparse.ArgumentParser:
 def _drafters(text: str) -> list[str]:
     try:
         return named_drafters(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _joins(text: str) -> Joins:
+    try:
+        return named_joins(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -342,6 +357,7 @@ def settings_of(options: argparse.Namespace) -> RigSettings:
         drafts=options.drafts[0],
         by_expert=options.ep,
         has_own_rows=options.dp_attention > 1,
+        joins=options.join,
     )
 
 
@@ -446,7 +462,7 @@ def document(
     """The whole report as a JSON document."""
     return {
         "machine": machine(settings.device),
-        "options": vars(options),
+        "options": vars(options) | {"join": repr(options.join)},
         "ceilings": asdict(ceilings),
         "accept_length": "simulated",
         "cells": [asdict(cell) | {"ratio": cell.ratio} for cell in cells],

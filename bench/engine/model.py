@@ -20,6 +20,7 @@ from ...engine.speculative.drafters.eagle3_head import Eagle3Head
 from ...engine.speculative.drafters.eagle_config import EagleConfig
 from ...engine.speculative.drafters.eagle_head import EagleHead
 from ...engine.speculative.drafters.spec_config import Eagle3Config
+from ...kernels.row_ops import Joins
 
 LEVEL, COUNT = 0, 1  # columns of the residual stream
 TOKEN, WRONG = 1, 3  # the target's output, and the head's draft beyond the accept length
@@ -41,12 +42,15 @@ def random_target(
     seed: int = 0,
     *,
     is_invariant: bool = False,
+    joins: Joins | None = None,
     sharing: Sharing = ALONE,
 ) -> CausalLM:
-    """A model of `config` that generates TOKEN after any input; `is_invariant`: by batch-invariant
-    operations. As a rank in `sharing`, `config` is the rank's; rank 0 has the rows of TOKEN.
+    """A model of `config` that generates TOKEN after any input; `is_invariant` and `joins` as of
+    `build_model`. As a rank in `sharing`, `config` is the rank's; rank 0 has the rows of TOKEN.
     """
-    model = build_model(config, dtype=dtype, device=device, is_invariant=is_invariant, sharing=sharing)
+    model = build_model(
+        config, dtype=dtype, device=device, is_invariant=is_invariant, joins=joins, sharing=sharing
+    )
     generator = torch.Generator(device).manual_seed(seed)
     for name, weight in model.tensors():
         _fill_stored(name, weight, generator)

@@ -34,6 +34,7 @@ from ...engine.speculative.drafting.shape import PLAIN, DraftShape
 from ...engine.speculative.step.async_decoder import AsyncDecoder, Flight
 from ...engine.speculative.step.result import StepResult
 from ...engine.speculative.step.step_graphs import StepGraphs, step_graphs
+from ...kernels.row_ops import Joins
 from .drafters import DRAFTERS, BenchDrafter, DraftWish
 from .model import TOKEN, random_target
 from .shapes import target_config
@@ -52,7 +53,8 @@ class RigSettings:
     `max_prompt` tokens. Graphs cover up to `max_context` tokens of context, and the batch sizes `batches`;
     for adaptive steps all sizes. `is_invariant`: the target's operations are batch-invariant. `drafts`: the
     drafter, a name in `drafters.DRAFTERS`. `quantize`: the form of the target's matrices, a name in
-    `shapes.FORMS` or "none". `has_plain`: steps without drafts are measured, too.
+    `shapes.FORMS` or "none". `has_plain`: steps without drafts are measured, too. `joins`: those of the
+    target's layers, None for the default.
     """
 
     shape: str
@@ -73,6 +75,7 @@ class RigSettings:
     drafts: str = "eagle3"
     quantize: str = "none"
     has_plain: bool = True
+    joins: Joins | None = None
     by_expert: bool = False
     has_own_rows: bool = False  # data-parallel attention
 
@@ -184,7 +187,12 @@ class Rig:
             self.kind: BenchDrafter = DRAFTERS[settings.drafts](wish)
         self.own = rank_config(self.config, self.sharing)
         model = random_target(
-            self.own, dtype, device, is_invariant=settings.is_invariant, sharing=self.sharing
+            self.own,
+            dtype,
+            device,
+            is_invariant=settings.is_invariant,
+            joins=settings.joins,
+            sharing=self.sharing,
         )
         self._lifecycle.advance(Phase.LOADED)
         ids = self.kind.feature_ids

@@ -1,11 +1,12 @@
 """Ranks agree on the sizes of each forward, in turns, and one without work joins the others."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from baton.engine.errors import LifecycleError
+from baton.engine.models.moe import QWEN_NAMES, MixtureOfExperts, MoEConfig
 from baton.engine.parallel.expert_rows import LockstepRows
 from baton.engine.parallel.group import TensorGroup
 from baton.engine.parallel.lockstep import (
@@ -17,6 +18,7 @@ from baton.engine.parallel.lockstep import (
     largest_prompts,
     largest_step,
 )
+from baton.kernels.row_ops import FASTEST, ROWS_OF_ONE_RANK, named_joins
 
 
 @dataclass
@@ -117,3 +119,12 @@ def test_rows_are_checked_once_ranks_agree():
     with pytest.raises(LifecycleError, match="agreed on 17"):
         rows.gather(torch.zeros(16, 4))
     assert rows.own(torch.arange(6)).tolist() == [3, 4, 5]
+
+
+def test_experts_that_ranks_share_are_not_joined_with_other_steps():
+    """A kernel that computes a layer's experts at once knows nothing of the rows of other ranks."""
+    config = MoEConfig(num_experts=16, top_k=2, intermediate_size=32, is_normalised=True, names=QWEN_NAMES)
+    for rows, wanted in ((ROWS_OF_ONE_RANK, True), (LockstepRows(TensorGroup(rank=0, size=2)), False)):
+        ops = replace(FASTEST, expert_rows=rows)
+        layer = MixtureOfExperts(64, config, dtype=torch.float32, device="cpu", ops=ops)
+        assert layer.joins(named_joins("all"), 1) is wanted
