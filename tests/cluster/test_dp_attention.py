@@ -10,6 +10,7 @@ import httpx
 import psutil
 import pytest
 from baton.tests.cluster.dp_planted import planted
+from baton.tests.cluster.random_heads import random_head
 from baton.tests.cluster.router_fakes import save_tokenizer
 from baton.tests.cluster.serving import (
     GreedyStream,
@@ -32,11 +33,20 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory, toy_checkpoint):
-    directory = tmp_path_factory.mktemp("dp")
-    shape = {"num_hidden_layers": 2, "vocab_size": VOCAB, "max_position_embeddings": 1 << 12}
-    shutil.copytree(toy_checkpoint("qwen3_moe", **shape), directory, dirs_exist_ok=True)
-    return save_tokenizer(directory)
+def models(tmp_path_factory, toy_checkpoint):
+    """Directories by family."""
+    shape = {"num_hidden_layers": 3, "vocab_size": VOCAB, "max_position_embeddings": 1 << 12}
+    made = {}
+    for family in ("qwen3_moe", "deepseek_v3"):
+        directory = tmp_path_factory.mktemp(family)
+        shutil.copytree(toy_checkpoint(family, **shape), directory, dirs_exist_ok=True)
+        made[family] = save_tokenizer(directory)
+    return made
+
+
+@pytest.fixture
+def model(models):
+    return models["qwen3_moe"]
 
 
 def decode_workers(cluster):
@@ -66,15 +76,32 @@ def test_both_ranks_answer_without_prefill_workers_and_leave_together(model):
     assert not re.search("error|crashed|does not end", cluster.output.getvalue(), re.IGNORECASE)
 
 
+CHAINS, TREES = {"draft": "head"}, {"draft": "head", "spec_topk": 3, "spec_tokens": 8}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("tp", [1, 2], ids=["one rank of prefill", "tensor parallel prefill"])
-def test_each_rank_gets_its_own_rooms_from_prefill_workers(model, tp):
-    with serving(model, prefill=1, decode=1, tp=tp, **SETTINGS) as cluster:
+@pytest.mark.parametrize(
+    ("family", "tp", "drafts"),
+    [
+        ("qwen3_moe", 1, {}),
+        ("qwen3_moe", 2, TREES),
+        ("deepseek_v3", 1, CHAINS),
+        ("deepseek_v3", 2, {"draft": "ngram"}),
+    ],
+    ids=["plain", "trees, prefill of two ranks", "latents, chains", "latents, lookup, prefill of two ranks"],
+)
+def test_each_rank_gets_its_own_rooms_from_prefill_workers(models, tmp_path, family, tp, drafts):
+    """With their features, where a head reads them."""
+    path, settings = models[family], dict(drafts)
+    if settings.get("draft") == "head":
+        settings["draft"] = random_head(path, tmp_path / "head", 1, (0, 1, 2))
+    with serving(path, prefill=1, decode=1, tp=tp, **SETTINGS, **settings) as cluster:
         assert len(instances(cluster)) == 3
-        check_answers(cluster, model)
+        check_answers(cluster, path)
         workers = decode_workers(cluster)
         assert all(worker["counters"]["handoff_blocks"] > 0 for worker in workers)
         assert not any(worker["counters"]["local_prefills"] for worker in workers)
+        assert bool(drafts) == any(worker["counters"]["drafted_tokens"] > 0 for worker in workers)
         wait_free(cluster)
 
 
