@@ -1,5 +1,6 @@
 """Real decode workers whose ranks share experts: a router sees each rank as a worker of its own."""
 
+import json
 import os
 import re
 import shutil
@@ -23,7 +24,9 @@ from baton.tests.cluster.serving import (
     wait_free,
     wait_until,
 )
+from baton.tests.embeds import embeds_text
 from baton.tests.parity.toy_models import reference_greedy, reference_model
+from safetensors.torch import load_file
 
 VOCAB = 330
 SETTINGS = {
@@ -74,6 +77,34 @@ def test_both_ranks_answer_without_prefill_workers_and_leave_together(model):
     assert not any(rank.is_running() for rank in ranks)
     assert "the worker ends" not in cluster.output.getvalue()
     assert not re.search("error|crashed|does not end", cluster.output.getvalue(), re.IGNORECASE)
+
+
+@pytest.mark.slow
+def test_schemas_and_prompt_embeddings_beside_plain_requests(model):
+    """Ranks run eagerly what they must, and wait for grammars, while the others replay and go on."""
+    table = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    reference = reference_model(model)
+    prompts = [random_ids(12 + at, VOCAB, seed=at) for at in range(4)]
+    plain = [reference_greedy(reference, ids, 10) for ids in prompts]
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    settings = SETTINGS | {"graphs": "on", "prompt_embeds": True}
+    with serving(model, "ngram", prefill=0, decode=1, aggregated=True, **settings) as cluster:
+        jobs = []
+        for ids in prompts:
+            text = embeds_text(table[ids])
+            jobs += [
+                lambda ids=ids: complete(cluster, ids, max_tokens=10)[0],
+                lambda text=text: complete(cluster, [], prompt="", prompt_embeds=text, max_tokens=10)[0],
+                lambda ids=ids: complete(
+                    cluster, ids, max_tokens=60, ignore_eos=False, response_format=form
+                )[1],
+            ]
+        said = at_once(jobs, len(jobs))
+        assert said[0::3] == said[1::3] == plain
+        assert all(set(json.loads(answer["choices"][0]["text"])) == {"a"} for answer in said[2::3])
+        assert all(worker["counters"]["tokens"] > 0 for worker in decode_workers(cluster))
+        wait_free(cluster)
 
 
 CHAINS, TREES = {"draft": "head"}, {"draft": "head", "spec_topk": 3, "spec_tokens": 8}
