@@ -1,11 +1,11 @@
 """Ranks with data-parallel attention: one decode worker each, whose forwards run in lockstep.
 
-    start   rank 0 starts the others; all inherit the table of `PeerTable` and the memory in which the process
-            group meets
-    serve   each rank has links, rooms, pages and heartbeats of its own; a router sees as many workers
-    drain   rank 0 gets the signals and tells the others by the table; a rank that has drained goes on to join
-            the forwards of the others, until all have
-    loss    the rank that dies or hangs ends the worker, all ranks of it, as `RankProcesses` says
+start   rank 0 starts the others; all inherit the table of `PeerTable` and the memory in which the process
+        group meets
+serve   each rank has links, rooms, pages and heartbeats of its own; a router sees as many workers
+drain   rank 0 gets the signals and tells the others by the table; a rank that has drained goes on to join
+        the forwards of the others, until all have
+loss    the rank that dies or hangs ends the worker, all ranks of it, as `RankProcesses` says
 """
 
 import logging

@@ -11,6 +11,7 @@
 import os
 import socket
 import subprocess
+import threading
 from collections.abc import Callable
 
 import msgspec
@@ -18,10 +19,12 @@ import msgspec
 from ..cluster.config.load import to_argv
 from ..cluster.config.roles import WorkerConfig
 from ..cluster.errors import StartupError
+from ..engine.parallel.group import leave_default_group
 from ..engine.parallel.plans import LeavePlan, Plan, encode_plan
 from .plan_ring import PlanRing, PlanWriter, RingFull
 from .rank_processes import RankProcesses, silence_limit, spawn_rank
 
+LEAVE_S = 2.0  # for rank 0 to leave the process group when the others have
 RING_LIMIT_S = 60.0  # for room in the ring, where the watchdog is off
 
 
@@ -63,6 +66,7 @@ class Ranks(RankProcesses):
         super().__init__(processes, meeting, limit_s, end)
         self.writer = writer
         self.links = links
+        self._leaving: threading.Thread | None = None
 
     @classmethod
     def start(cls, config: WorkerConfig, instance: str) -> "Ranks":
@@ -111,6 +115,8 @@ class Ranks(RankProcesses):
     def close(self, *, is_clean: bool = True) -> None:
         """As `RankProcesses.close`."""
         super().close(is_clean=is_clean)
+        if self._leaving is not None:
+            self._leaving.join(LEAVE_S)
         for link in self.links:
             link.close()
 
@@ -118,7 +124,10 @@ class Ranks(RankProcesses):
         return self.writer.ring.seen_alive(rank - 1)
 
     def _say_goodbye(self) -> None:
+        """The end of a process group of GPUs waits for all ranks, so rank 0 leaves it while the others do."""
         self.writer.send(encode_plan(LeavePlan()))
+        self._leaving = threading.Thread(target=leave_default_group, name="leave", daemon=True)
+        self._leaving.start()
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:
