@@ -29,6 +29,7 @@ from baton.tests.parity.graph_engine import (
 from baton.tests.parity.test_draft_graphs import batch_of
 from baton.tests.parity.toy_engine import random_ids
 from baton.tests.parity.toy_models import reference_greedy, reference_model
+from baton.tests.variants import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -78,8 +79,8 @@ def test_greedy_output_is_that_of_transformers(deep_target: Path, head: Path) ->
     "params",
     [
         sampled(),
-        sampled(temperature=1.7, top_k=5),
-        sampled(top_p=0.5, min_p=0.05),
+        slow(sampled(temperature=1.7, top_k=5)),
+        slow(sampled(top_p=0.5, min_p=0.05)),
         sampled(frequency_penalty=0.7, presence_penalty=0.4, repetition_penalty=1.3, logit_bias={3: 4.0}),
     ],
 )
@@ -90,7 +91,7 @@ def test_sampled_output_with_a_seed_is_the_same_with_and_without_drafts(
     assert DflashEngine(deep_target, head, steps=STEPS).generate(PROMPTS, params) == plain
 
 
-@pytest.mark.parametrize("uses_graphs", [False, True], ids=["eager", "as on a device"])
+@pytest.mark.parametrize("uses_graphs", [False, slow(True)], ids=["eager", "as on a device"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_drafts_are_those_of_a_full_recompute_without_a_cache(
     deep_target: Path, tmp_path: Path, layout: str, uses_graphs: bool

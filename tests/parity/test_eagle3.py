@@ -24,6 +24,7 @@ from baton.tests.parity.eagle3_toys import (
     write_head,
 )
 from baton.tests.parity.toy_models import reference_greedy, reference_model
+from baton.tests.variants import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -81,9 +82,9 @@ def test_greedy_output_is_that_of_transformers_whatever_the_head(
     "params",
     [
         sampled(),
-        sampled(temperature=0.3, seed=2**63 + 5),
+        slow(sampled(temperature=0.3, seed=2**63 + 5)),
         sampled(temperature=1.7, top_k=5),
-        sampled(top_p=0.5, min_p=0.05),
+        slow(sampled(top_p=0.5, min_p=0.05)),
         sampled(frequency_penalty=0.7, presence_penalty=0.4, repetition_penalty=1.3),
         sampled(logit_bias={3: 4.0, 9: -5.0}),
         greedy(repetition_penalty=1.5),

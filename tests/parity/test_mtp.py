@@ -22,6 +22,7 @@ from baton.tests.parity.mtp_reference import reference_drafts
 from baton.tests.parity.mtp_toys import MtpEngine, random_modules, write_mtp
 from baton.tests.parity.toy_engine import random_ids
 from baton.tests.parity.toy_models import reference_greedy, reference_model, write_toy_checkpoint
+from baton.tests.variants import slow, witnesses
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -80,7 +81,8 @@ def test_greedy_output_is_that_of_transformers_whatever_the_modules(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "params", [sampled(), sampled(temperature=0.4, top_k=5), sampled(frequency_penalty=0.7, top_p=0.8)]
+    "params",
+    [slow(sampled()), slow(sampled(temperature=0.4, top_k=5)), sampled(frequency_penalty=0.7, top_p=0.8)],
 )
 def test_sampled_output_is_the_same_with_and_without_modules(
     target: Path, heads: dict[str, Path], kind: str, params: SamplingParams
@@ -135,7 +137,7 @@ def test_the_oracle_is_accepted_in_full_at_every_step(
 
 @pytest.mark.parametrize("is_chained", [True, False])
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("alpha", [0.3, 0.8])
+@pytest.mark.parametrize("alpha", [0.3, slow(0.8)])
 def test_guesses_that_were_wrong_leave_no_trace_in_the_kv_of_any_module(
     oracle_target: Path,
     tmp_path: Path,
@@ -156,7 +158,7 @@ def test_guesses_that_were_wrong_leave_no_trace_in_the_kv_of_any_module(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 16])
+@pytest.mark.parametrize("chunk", [1, slow(2), 3, slow(5), slow(16)])
 def test_any_chunking_of_the_prefill_gives_the_same_kv_and_drafts(
     target: Path, heads: dict[str, Path], kind: str, chunk: int
 ) -> None:
@@ -309,7 +311,7 @@ class Cycle:
         pass
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", witnesses(KINDS, {"chained", "shared", "hidden first"}))
 def test_steps_of_any_length_in_turns_keep_the_kv_of_all_modules(
     target: Path, heads: dict[str, Path], kind: str
 ) -> None:

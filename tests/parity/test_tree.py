@@ -24,6 +24,7 @@ from baton.tests.parity.eagle3_toys import (
 )
 from baton.tests.parity.graph_engine import FULL, arena, families, kv_of, uses_kernels, with_graphs
 from baton.tests.parity.toy_engine import random_ids
+from baton.tests.variants import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -156,7 +157,8 @@ def test_the_oracles_branch_is_accepted_in_full_at_every_step(
 
 
 @pytest.mark.parametrize(
-    ("shape", "has_graphs"), [((1, 2, 3), False), ((2, 2, 7), False), ((2, 2, 7), True), ((3, 4, 15), False)]
+    ("shape", "has_graphs"),
+    [((1, 2, 3), True), ((2, 2, 7), False), ((3, 4, 15), False), slow((2, 2, 7), True)],
 )
 def test_a_tree_accepts_the_second_child_where_a_chain_accepts_nothing(
     oracle: tuple[Path, Path], shape: tuple[int, int, int], has_graphs: bool
@@ -239,8 +241,10 @@ def test_draft_kv_and_state_behind_a_tree_are_those_of_a_prefill(oracle: tuple[P
     assert torch.allclose(*states, atol=1e-3)
 
 
-@pytest.mark.parametrize("has_graphs", [False, True])
-@pytest.mark.parametrize(("pages", "max_context"), [(4, 256), (9, 18)])
+@pytest.mark.parametrize(
+    ("pages", "max_context", "has_graphs"),
+    [(4, 256, False), (9, 18, False), (9, 18, True), slow(4, 256, True)],
+)
 def test_no_token_is_accepted_without_a_slot_for_its_kv(
     oracle: tuple[Path, Path], pages: int, max_context: int, has_graphs: bool
 ) -> None:
