@@ -10,6 +10,7 @@ from baton.bench.engine.drafters import DRAFTERS, DraftWish
 from baton.bench.engine.floors import Ceilings, PassCounts, Work, chain_step, mtp_step, parallel_step
 from baton.bench.engine.mtp_model import modules_config
 from baton.bench.engine.shapes import SHAPES, head_config, target_config
+from baton.tests.variants import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -19,10 +20,10 @@ SMALL = ["--shape", "toy", "--device", "cpu", "--dtype", "float32", "--context",
 @pytest.mark.parametrize(
     ("accept_length", "graphs"),
     [
-        (1, "off"),
-        pytest.param(2, "off", marks=pytest.mark.slow),
+        slow(1, "off"),  # as blocks in `test_bench_blocks`
+        slow(2, "off"),
         (3, "on"),
-        pytest.param(4, "off", marks=pytest.mark.slow),
+        slow(4, "off"),
     ],
 )
 def test_steps_yield_the_requested_accept_length_with_graphs_or_not(accept_length, graphs, tmp_path, capsys):

@@ -22,6 +22,7 @@ from baton.tests.unit.kvtransfer.transports.test_cuda_slab import (
     start,
 )
 from baton.tests.unit.kvtransfer.transports.test_shm import outcome
+from baton.tests.variants import slow
 
 __all__ = ["start"]  # the fixture
 FIRST, SECOND = "b" * 32, "c" * 32
@@ -169,7 +170,7 @@ def test_what_finds_no_early_slot_is_pulled(start, monkeypatch):
     assert (pair.wire.count(Pull), pair.wire.count(SlabBlock)) == (NUM_RUNS - 3, 2)
 
 
-@pytest.mark.parametrize("num_early", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 8])
+@pytest.mark.parametrize("num_early", [slow(0), slow(1), slow(2), 8])
 def test_runs_of_far_forwards_keep_no_ready_room_waiting(start, monkeypatch, num_early):
     """128 rooms, a slab for three of them: each pull completes, and the clock stands still."""
     monkeypatch.setattr("baton.kvtransfer.transports.shm.EARLY_SLOTS", num_early)
