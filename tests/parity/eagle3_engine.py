@@ -119,6 +119,7 @@ class Engine:
         live = [request for request in requests if not request.is_finished]
         while live:
             self.results.append(self.decoder.step(live))
+            assert any(self.results[-1].tokens), "a step gave no token, and the next one would not either"
             for request in live:
                 assert request.num_computed == request.num_tokens - 1
                 if self.drafter is not None:
