@@ -234,7 +234,10 @@ PLANTS = {
         r"features \(\d+, 288\).* does not fit the static buffer \(24, 96\)",
     ),
     # what lies in that memory says nothing: tokens or lengths are wrong
-    graph_output_read_though_it_did_not_run: (AssertionError, "assert |no page or no context left|gave no token"),
+    graph_output_read_though_it_did_not_run: (
+        AssertionError,
+        "assert |no page or no context left|gave no token",
+    ),
     draft_state_not_refreshed: NOT_AT_FIRST,
     features_of_the_row_before: NOT_LATER,
     counts_of_the_state_not_moved_on: WRONG_TOKENS,
