@@ -147,6 +147,21 @@ class Engine:
         ]
 
 
+def check_without_draft_state(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, plain: list[list[int]]
+) -> None:
+    """Serves two prompts together, the first without draft state: it gets no drafts, its draft KV stays as it
+    is, and both get the tokens `plain`."""
+    cold, warm = (engine.prefill(prompt, params) for prompt in prompts)
+    engine.decoder.forget(cold)
+    before = engine.drafter.pool.kv[cold.pages].clone()
+    while live := [request for request in (cold, warm) if not request.is_finished]:
+        assert engine.decoder.step(live).drafted[0] == 0 or cold.is_finished
+    assert [cold.output_ids, warm.output_ids] == plain
+    assert torch.equal(engine.drafter.pool.kv[cold.pages], before)
+    assert not bool(engine.drafter.pool.kv[0].any()), "the sink stays zero"
+
+
 def rows_of(engine: Engine, request: Request) -> list[torch.Tensor]:
     """Draft K and V of a request in order of its tokens, each `[slots, heads, D]`."""
     return [plane[request.pages].flatten(0, 1) for plane in engine.drafter.pool.layer(0)]

@@ -16,7 +16,13 @@ from baton.engine.speculative.drafters.dflash import DflashDrafter
 from baton.engine.speculative.drafters.dflash_head import DflashHead
 from baton.tests.parity.dflash_engine import DflashEngine, recomputed_block
 from baton.tests.parity.dflash_toys import DFLASH_IDS, MASK, dflash_config, dflash_tensors, write_dflash
-from baton.tests.parity.eagle3_engine import PAGE_SIZE, Engine, features_of, record_drafts
+from baton.tests.parity.eagle3_engine import (
+    PAGE_SIZE,
+    Engine,
+    check_without_draft_state,
+    features_of,
+    record_drafts,
+)
 from baton.tests.parity.graph_engine import (
     MAX_TOKENS,
     arena,
@@ -280,14 +286,7 @@ def test_a_cached_page_serves_prompts_that_differ_behind_it(deep_target: Path, h
 
 def test_a_request_without_draft_state_is_served_beside_drafted_ones(deep_target: Path, head: Path) -> None:
     plain = Engine(deep_target).generate(PROMPTS[:2], greedy())
-    engine = DflashEngine(deep_target, head, steps=STEPS)
-    cold, warm = (engine.prefill(prompt, greedy()) for prompt in PROMPTS[:2])
-    engine.decoder.forget(cold)
-    before = engine.drafter.pool.kv[cold.pages].clone()
-    while live := [request for request in (cold, warm) if not request.is_finished]:
-        engine.decoder.step(live)
-    assert [cold.output_ids, warm.output_ids] == plain
-    assert torch.equal(engine.drafter.pool.kv[cold.pages], before)
+    check_without_draft_state(DflashEngine(deep_target, head, steps=STEPS), PROMPTS[:2], greedy(), plain)
 
 
 def test_the_last_positions_of_the_context_are_served_right(deep_target: Path, tmp_path: Path) -> None:

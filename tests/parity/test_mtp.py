@@ -10,7 +10,14 @@ from baton.engine.kv.page_table import slots_for
 from baton.engine.request import Request
 from baton.engine.sampling.params import SamplingParams
 from baton.engine.speculative.drafting.shape import DraftShape
-from baton.tests.parity.eagle3_engine import NUM_PAGES, PAGE_SIZE, Engine, features_of, record_drafts
+from baton.tests.parity.eagle3_engine import (
+    NUM_PAGES,
+    PAGE_SIZE,
+    Engine,
+    check_without_draft_state,
+    features_of,
+    record_drafts,
+)
 from baton.tests.parity.mtp_oracles import (
     SOURCES,
     corrupt,
@@ -232,15 +239,7 @@ def test_a_request_without_draft_state_is_served_beside_drafted_ones(
     target: Path, heads: dict[str, Path], kind: str
 ) -> None:
     plain = Engine(target).generate(PROMPTS[:2], greedy())
-    engine = MtpEngine(target, heads[kind])
-    cold, warm = (engine.prefill(prompt, greedy()) for prompt in PROMPTS[:2])
-    engine.decoder.forget(cold)
-    before = engine.drafter.pool.kv[cold.pages].clone()
-    while not (cold.is_finished and warm.is_finished):
-        engine.decoder.step([r for r in (cold, warm) if not r.is_finished])
-    assert [cold.output_ids, warm.output_ids] == plain
-    assert torch.equal(engine.drafter.pool.kv[cold.pages], before)
-    assert not bool(engine.drafter.pool.kv[0].any()), "the sink stays zero"
+    check_without_draft_state(MtpEngine(target, heads[kind]), PROMPTS[:2], greedy(), plain)
 
 
 @pytest.mark.parametrize("kind", ["chained", "shared"])

@@ -12,6 +12,7 @@ from baton.tests.parity.eagle3_engine import (
     NUM_PAGES,
     PAGE_SIZE,
     Engine,
+    check_without_draft_state,
     features_of,
     recomputed_children,
     rows_of,
@@ -105,14 +106,7 @@ def test_requests_of_a_mixed_batch_get_the_tokens_they_get_alone(target: Path, h
 
 def test_a_request_without_drafts_keeps_its_draft_kv_beside_a_drafted_one(target: Path, head: Path) -> None:
     plain = Engine(target).generate(PROMPTS[:2], greedy())
-    engine = tree(target, head)
-    cold, warm = (engine.prefill(prompt, greedy()) for prompt in PROMPTS[:2])
-    engine.decoder.forget(cold)
-    before = engine.drafter.pool.kv[cold.pages].clone()
-    while live := [request for request in (cold, warm) if not request.is_finished]:
-        assert engine.decoder.step(live).drafted[0] == 0 or cold.is_finished
-    assert [cold.output_ids, warm.output_ids] == plain
-    assert torch.equal(engine.drafter.pool.kv[cold.pages], before)
+    check_without_draft_state(tree(target, head), PROMPTS[:2], greedy(), plain)
 
 
 def test_a_cached_prefix_serves_a_tree(target: Path, head: Path) -> None:
