@@ -175,7 +175,7 @@ class KVTransport(Protocol):
     def release(self, room: str, epoch: int, reason: str) -> None:
         """Either role: ends the room now (cancel). Idempotent; no event follows for the room.
 
-        A transport that `frees_later` tells with `Freed`, once for each call, when its pages are free.
+        If `frees_later`, one `Freed` follows each call, once the pages are free.
         """
 
     def close(self) -> None:

@@ -21,9 +21,10 @@ so that a slow router does not wait for these rooms. Such a router counts orders
 dropped and never cancels them. The worker therefore accepts orders again only after a Welcome for the new
 generation.
 
-A damaged message from the router was an order, or is repeated anyway. The next Hello counts it as missed, and
-the router resends every order that awaits an answer. A repeated Hello with a known instance and generation is
-a question; the router answers with Welcome and keeps the worker's rooms.
+A damaged message from the router may have been an order; messages of other kinds are repeated anyway. The
+next Hello counts it as missed, and the router resends every order that awaits an answer. A repeated Hello
+with a known instance and generation is a question; the router answers with Welcome and keeps the worker's
+rooms.
 """
 
 import logging

@@ -103,7 +103,7 @@ class Failpoints:
 
 
 def reach_of(env: Mapping[str, str], rank: int = 0) -> Reach:
-    """The function that the sites of this process call, which is rank `rank` of its worker.
+    """Makes the function that the fault sites of this process call; the process is rank `rank` of its worker.
 
     Raises ConfigError for an invalid fault, or one not permitted.
     """

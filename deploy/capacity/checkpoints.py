@@ -157,11 +157,11 @@ def count_weights(directory: Path) -> int:
 def weight_bytes(
     directory: Path, dtype_bytes: int, quantize: str = "none", *, tp: int = 1, expert_ranks: int = 1
 ) -> int:
-    """The bytes of a model's tensors in memory: those in floats in the dtype of the model, others as stored.
-    Of one rank, where `tp` ranks share the model and `expert_ranks` its experts.
+    """The bytes of a model's tensors in the memory of one rank, where `tp` ranks share the model and
+    `expert_ranks` its experts. Floating-point tensors take the model's dtype, others stay as stored.
 
-    With `quantize` the matrices of the layers have a byte for each value. Without shards, those of a dense
-    decoder with its config. Raises ConfigError for an unusable config.
+    With `quantize`, each value of the layers' matrices takes one byte. A directory without weights counts as
+    a dense decoder of its config. Raises ConfigError for an unusable config.
     """
     is_module, rounded = _is_module_of(directory), 1 if quantize != "none" else dtype_bytes
     total = experts = 0

@@ -284,8 +284,10 @@ def child_config(
 
 
 def child_environment(env: Mapping[str, str], threads: int, place: Place | None = None) -> dict[str, str]:
-    """The environment of a child: without baton's settings, since flags hold them all, with sleeping idle
-    threads, and with the GPU of its place as the only visible one."""
+    """The environment of a child.
+
+    baton's own settings are left out, because flags hold all of them. Idle threads sleep. Only the GPU of the
+    child's place is visible."""
     if place is not None:
         env = {**ordered(env), VISIBLE: place.gpu.index}
     child = {name: value for name, value in without_manager(env).items() if not name.startswith("BATON_")}

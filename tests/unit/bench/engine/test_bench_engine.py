@@ -13,6 +13,7 @@ from baton.bench.engine.shapes import SHAPES, head_config, target_config
 from baton.engine.models.cuts import rank_config
 from baton.engine.parallel.group import TensorGroup
 from baton.engine.parallel.sharing import attention_parallel, tensor_parallel
+from baton.tests.variants import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -22,10 +23,10 @@ SMALL = ["--shape", "toy", "--device", "cpu", "--dtype", "float32", "--context",
 @pytest.mark.parametrize(
     ("accept_length", "graphs"),
     [
-        (1, "off"),
-        pytest.param(2, "off", marks=pytest.mark.slow),
+        slow(1, "off"),  # as blocks in `test_bench_blocks`
+        slow(2, "off"),
         (3, "on"),
-        pytest.param(4, "off", marks=pytest.mark.slow),
+        slow(4, "off"),
     ],
 )
 def test_steps_yield_the_requested_accept_length_with_graphs_or_not(accept_length, graphs, tmp_path, capsys):
