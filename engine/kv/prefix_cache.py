@@ -13,15 +13,13 @@ Equal tokens may have a bare node beside one that is not. All nodes behind a bar
 whole up to one page and bare from there on.
 """
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
+from .page_names import TOKEN_BYTES, page_parts
 from .pool import PageAllocator, PoolExhausted
 
-TOKEN_BYTES = 8
-KEYS_AT_ONCE = 64  # pages whose tokens are packed by one call
 ROOT = 0  # the page that is never handed out
 BARE = 1 << 63  # in the key of a bare node, beside the parent
 
@@ -247,19 +245,9 @@ class PrefixCache:
         )
 
     def _tokens(self, token_ids: Sequence[int], first: int, end: int, salt: str) -> Iterator[bytes]:
-        """The bytes of the tokens of pages [first, end), those of page 0 in front of the salt.
-
-        Packed in blocks: an unknown prompt costs one block, and a known one no Python per token.
-        """
-        size = self.page_size
-        width, step = (size + self.lookahead) * TOKEN_BYTES, size * TOKEN_BYTES
-        for block in range(first, end, KEYS_AT_ONCE):
-            stop = min(end, block + KEYS_AT_ONCE)
-            data = array("q", token_ids[block * size : stop * size + self.lookahead]).tobytes()
-            if block == 0:
-                yield data[:width] + salt.encode()
-            for start in range(step * (block == 0), (stop - block) * step, step):
-                yield data[start : start + width]
+        """The parts of pages [first, end)."""
+        size, lookahead = self.page_size, self.lookahead
+        return page_parts(token_ids, first, end, page_size=size, lookahead=lookahead, salt=salt)
 
     def _walk(self, token_ids: Sequence[int], limit: int, salt: str) -> Iterator[int]:
         """The nodes of the longest cached prefix, root side first."""
