@@ -1,5 +1,6 @@
-"""The names of pages: digests of everything that the content of a page depends on. Workers and routers compute
-the same ones.
+"""The names of pages: digests of everything that the content of a page depends on.
+
+Workers and routers compute the same ones.
 
 The key of a page is SHA-256 over the key of the page before it and the page's own part. So the keys of a
 prompt form a path of a tree without links, and one key stands for all tokens up to the end of its page. The

@@ -35,7 +35,10 @@ class CacheJournal(Protocol):
 
 
 class PageWatcher(Protocol):
-    """An observer of a cache that copies its pages elsewhere before they are evicted. It sees no bare page."""
+    """An observer of a cache that copies its pages elsewhere before they are evicted.
+
+    It sees no bare page.
+    """
 
     @property
     def num_held(self) -> int:
@@ -272,12 +275,15 @@ class PrefixCache:
             node = child
 
     def _with_bare(self, whole: list[int], token_ids: Sequence[int], limit: int, salt: str) -> list[int]:
-        """The longest path within `limit` tokens that leaves the path `whole` for bare nodes; else `whole`."""
+        """The longest path within `limit` tokens that leaves the path `whole` for bare nodes; else `whole`.
+
+        Of two equally long ones, the one with more whole nodes.
+        """
         parts = list(self._tokens(token_ids, 0, limit // self.page_size, salt))
         longest = whole
         for at in range(min(len(whole), len(parts)) + 1):
             bare = list(self._walk_bare(whole[at - 1] if at else ROOT, parts[at:]))
-            if at + len(bare) > len(longest):
+            if len(whole) < at + len(bare) >= len(longest):
                 longest = [*whole[:at], *bare]
         return longest
 

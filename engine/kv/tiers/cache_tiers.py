@@ -128,6 +128,7 @@ class CacheTiers:
         self._under_way: dict[int, UnderWay] = {}
         self._jobs: list[Job] = []
         self._num_jobs = 0
+        self._journal: TierJournal | None = None
         cache.watch(self)
 
     def __repr__(self) -> str:
@@ -141,15 +142,14 @@ class CacheTiers:
         """Tell `journal` of the pages that each tier has. Only one, at the start."""
         assert not len(self.host), "it sees every page"
         assert self.disk is None, "it sees every page"
-        self.host.journal = journal
+        self._journal = journal
+        self.host.keep_journal(journal)
 
     def open_disk(self, disk: SlotTable) -> None:
         """Use a disk tier from now on."""
         assert self.disk is None, self
         self.disk = disk
-        disk.journal = journal = self.host.journal
-        for page in disk if journal is not None else ():
-            journal.stored(page.key)
+        disk.keep_journal(self._journal)
         for page in self.host:
             if page.is_ready and not page.is_bad and page.key not in disk:
                 self._dirty[page.key] = page
@@ -159,7 +159,7 @@ class CacheTiers:
         if self.disk is None:
             return
         logger.error("the disk tier of the KV cache is off: %s", reason)
-        _strike_out(self.disk)
+        self.disk.end_journal()
         self.disk = None
         self._dirty.clear()
         for page in self.host:
@@ -590,7 +590,7 @@ class CacheTiers:
         self.is_off = True
         self._unsaved.clear()
         self._new_idle.clear()
-        _strike_out(self.host)
+        self.host.end_journal()
 
     def _is_stored(self, key: bytes) -> bool:
         return key in self.host or (self.disk is not None and key in self.disk)
@@ -611,14 +611,6 @@ class CacheTiers:
             job=job, since=now, stored=tuple(stored), on_disk=tuple(on_disk), restore=restore
         )
         self._jobs.append(job)
-
-
-def _strike_out(tier: SlotTable) -> None:
-    """Nothing of `tier` is held any more, nor will be."""
-    tier.journal, journal = None, tier.journal
-    for page in tier if journal is not None else ():
-        if page.is_ready:
-            journal.removed(page.key)
 
 
 def _disk_move(page: StoredPage, place: StoredPage, digest: int) -> PageMove:

@@ -20,9 +20,7 @@ class PageKeys:
     @property
     def scheme(self) -> PageScheme:
         """How pages are named from now on, until `rebase`."""
-        return PageScheme(
-            root=self._root, page_size=self._cache.page_size, lookahead=self._cache.lookahead
-        )
+        return PageScheme(root=self._root, page_size=self._cache.page_size, lookahead=self._cache.lookahead)
 
     def rebase(self, fingerprint: str) -> None:
         """Use another root; the cache must hold no page."""
