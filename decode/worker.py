@@ -274,6 +274,8 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         self.engine.cache.clear()
         if self.tiers is not None:
             self.tiers.rebase(tier_fingerprint(self.engine))
+        elif self.news is not None:
+            self.news.journal.keys.rebase(tier_fingerprint(self.engine))
 
     def _on_landed(self, room_id: str, epoch: int, tokens: int) -> None:
         room = self.queues.get(room_id, epoch)

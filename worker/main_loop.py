@@ -16,7 +16,15 @@ from ..cluster.net.control_link import LEFT
 from ..cluster.process.log import fields
 from ..cluster.process.process import EXIT_CRASHED, EXIT_OK, Shutdown
 from ..cluster.process.sd_notify import Notifier
-from ..cluster.protocol.messages import ControlUp, Goodbye, Heartbeat, ResourceUsage, Welcome, WorkerStats
+from ..cluster.protocol.messages import (
+    ControlUp,
+    Goodbye,
+    Heartbeat,
+    HeldPrefixes,
+    ResourceUsage,
+    Welcome,
+    WorkerStats,
+)
 from .commands import Command, LinkEvent, LinkFailed
 from .room_owners import RouterLost
 
@@ -90,7 +98,8 @@ class WorkerLoop:
     """Runs a worker until its shutdown is complete.
 
     `feed` resets the watchdog. `tell` receives the worker's condition at every heartbeat. `lost_spans` counts
-    the dropped trace spans, `usage` measures the process. `clock` returns monotonic seconds.
+    the dropped trace spans, `usage` measures the process, `news` has the message that follows a heartbeat.
+    `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -106,6 +115,7 @@ class WorkerLoop:
         notifier: Notifier | None = None,
         lost_spans: Callable[[], int] = int,
         usage: Callable[[], ResourceUsage | None] = lambda: None,
+        news: Callable[[], HeldPrefixes | None] = lambda: None,
     ) -> None:
         self.worker = worker
         self.link = link
@@ -118,6 +128,7 @@ class WorkerLoop:
         self._notifier = notifier or Notifier()
         self._lost_spans = lost_spans
         self._usage = usage
+        self._news = news
         self._drain_until: float | None = None
         self._next_beat = 0.0
         self._is_busy = False  # the last step had work
@@ -208,3 +219,5 @@ class WorkerLoop:
                 stats = msgspec.structs.replace(stats, counters=stats.counters | {"spans_dropped": num_lost})
             self._tell(stats)
             self.link.post(Heartbeat(instance=self.worker.instance, stats=stats))
+            if (news := self._news()) is not None:
+                self.link.post(news)

@@ -51,6 +51,7 @@ from ..protocol.messages import (
     ControlDown,
     ControlUp,
     Heartbeat,
+    HeldPrefixes,
     Hello,
     Rejected,
     RouterGoodbye,
@@ -91,6 +92,7 @@ class LinkMachine:
         self.router = ""  # id of the router that sent the last Welcome
         self.connected = False
         self.heartbeat_s = 0.5
+        self.takes_prefixes = False  # whether the router knows HeldPrefixes
         self.takes_batches = False  # whether the router accepts frames of several messages
         self.num_stale = 0
         self.num_early = 0
@@ -115,6 +117,11 @@ class LinkMachine:
     def can_send(self) -> bool:
         """Whether messages other than Hello may leave."""
         return self.connected and self._is_introduced and not self._is_doubted and not self._lost
+
+    @property
+    def tells_prefixes(self) -> bool:
+        """Whether the router wants to know which prefixes are held."""
+        return self.connected and self.takes_prefixes
 
     @property
     def next_hello(self) -> float:
@@ -222,6 +229,7 @@ class LinkMachine:
         self.router = message.router
         self.heartbeat_s = message.heartbeat_ms / 1000
         self.takes_batches = message.takes_batches
+        self.takes_prefixes = message.takes_prefixes
         self._rejected = ""
         return not is_known
 
@@ -303,8 +311,11 @@ class LinkQueues(ABC):
     def send(self, message: ControlUp) -> None:
         """Queues a message for the next `tick`, or sends it when a frame is full.
 
-        A full outbox ends the connection.
+        A full outbox ends the connection. HeldPrefixes for a router that is not there, or does not know it,
+        is dropped: the router asks for what it misses.
         """
+        if isinstance(message, HeldPrefixes) and not self._machine.tells_prefixes:
+            return
         if isinstance(message, Heartbeat):
             self._heartbeat = message
         elif len(self._outbox) < OUTBOX_LIMIT:

@@ -135,7 +135,8 @@ KNOWN_STATUSES = (200, 400, 401, 403, 404, 429, 500, 502, 503, 504)
 KNOWN_EVENTS = (
     "client_stalled", "control_denied", "control_handshakes_failed", "control_malformed", "control_oversized",
     "damaged_message", "damaged_order", "grammar_cut", "idempotent_attached", "idempotent_replayed",
-    "local_prefill", "orphan_message", "paused", "quarantined", "resumed", "retracted", "retry_denied",
+    "local_prefill", "orphan_message", "paused", "prefix_compute",
+    "prefix_news_lost", "prefix_pull", "quarantined", "resumed", "retracted", "retry_denied",
     "role_moved", "shared_prompt", "spans_dropped",
     "stale_hello", "stale_message", "template_cut", "template_worker_lost", "tls_failed", "unknown_worker",
     "unshared",

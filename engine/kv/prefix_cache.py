@@ -120,10 +120,11 @@ class PrefixCache:
         self._watcher = watcher
 
     def keep_journal(self, journal: CacheJournal) -> None:
-        """Tell `journal` of pages that enter and leave. Only one, at the start."""
+        """Tell `journal` of the pages that are cached, and of those that enter and leave. Only one."""
         assert self._journal is None, "a cache has one journal"
-        assert not self._children, "it sees every page"
         self._journal = journal
+        for page in self.cached_pages():
+            journal.entered(page)
 
     def cached_pages(self) -> list[int]:
         """All cached pages, parents before their children."""
