@@ -451,6 +451,13 @@ class DecodeSettings(RoleConfig):
             maximum=60000,
         ),
     )
+    offer_prefixes: bool = setting(
+        True,
+        Setting(
+            help="let prefill workers pull the KV of prompts and answers that this worker has cached; needs "
+            "--prefix-cache on and --tp 1"
+        ),
+    )
     record_drafts: str = setting(
         "",
         Setting(

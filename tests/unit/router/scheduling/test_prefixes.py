@@ -47,7 +47,7 @@ def test_a_prompt_of_which_nobody_has_the_first_page_costs_one_digest():
     assert len(prompt.names(empty.prefixes.scheme)._known) == 1
 
 
-def test_a_worker_is_expected_to_hold_a_bounded_part_and_never_the_last_token():
+def test_a_worker_is_expected_to_hold_a_bounded_part_of_a_prompt():
     made = worker("a", "prefill")
     expect_prompt(made, SeenPrompt(range(20_000)), 1.0)
     assert made.prefixes.num_told == MAX_EXPECTED
