@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable
 
 from ..cluster.process.log import fields
-from ..cluster.protocol.messages import PrefixPull
+from ..cluster.protocol.messages import Prefill, PrefixPull
 from ..engine.loader import Engine
 from ..kvtransfer.transport import Complete, Landed, Lost, PullRequest
 from ..worker.commands import Command, Drop
@@ -59,12 +59,20 @@ class PrefixPulls:
         """The pages that blocks may land in, with repetitions."""
         return [page for pull in self._running.values() for page in pull.pages]
 
-    def is_usable(self, order: PrefixPull | None, num_prompt: int) -> bool:
-        """Whether an order fits this engine and a prompt of `num_prompt` tokens."""
-        if order is None or not (self._engine.group.is_solo and self._engine.cache.enabled):
-            return False
-        is_whole = order.tokens % self._engine.page_size == 0
-        return is_whole and order.tokens < num_prompt and order.transfer not in self._running
+    def usable(self, order: Prefill) -> PrefixPull | None:
+        """The pull of an order, if it fits this engine and the prompt; None: everything is computed.
+
+        Pages without features are of no use to a decode worker that reads them and does not hold the tokens
+        itself. Log probabilities of a prompt need every row.
+        """
+        pull, engine = order.pull, self._engine
+        if pull is None or not (engine.group.is_solo and engine.cache.enabled):
+            return None
+        is_readable = engine.features is None or pull.is_reader or not order.wants_features
+        is_whole = pull.tokens % engine.page_size == 0 and pull.tokens < len(order.prompt_ids)
+        is_new = pull.transfer not in self._running
+        is_scored = order.sampling.prompt_logprobs >= 0
+        return pull if is_readable and is_whole and is_new and not is_scored else None
 
     def wants(self, room: PrefillRoom, num_cached: int, *, has_bare: bool) -> bool:
         """Whether `room`, of whose prompt `num_cached` tokens are cached, should get its pages early to pull

@@ -179,8 +179,6 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         if self._is_finished_already(request):
             return
         deadline = now + order.deadline_ms / 1000 if order.deadline_ms else None
-        is_scored = sampling.prompt_logprobs >= 0  # every row is computed
-        can_pull = not is_scored and self.pulls.is_usable(order.pull, request.num_prompt)
         self.queues.add(
             PrefillRoom(
                 request=request,
@@ -188,7 +186,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 deadline=deadline,
                 trace=carried_by(order),
                 request_id=order.request_id,
-                pull=order.pull if can_pull else None,
+                pull=self.pulls.usable(order),
                 takes_bare=not order.wants_features,
             )
         )
