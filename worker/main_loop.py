@@ -76,6 +76,16 @@ class LoopWorker(Protocol):
         """The worker's condition for the heartbeat."""
 
 
+class LoopNews(Protocol):
+    """What follows heartbeats."""
+
+    def asked(self) -> None:
+        """A router has just joined, or has missed something: all is to be told anew."""
+
+    def take(self) -> HeldPrefixes | None:
+        """The next message; None: there is nothing to tell."""
+
+
 class SchedulerLink(Protocol):
     """The scheduler's end of a `WorkerLink`."""
 
@@ -98,7 +108,7 @@ class WorkerLoop:
     """Runs a worker until its shutdown is complete.
 
     `feed` resets the watchdog. `tell` receives the worker's condition at every heartbeat. `lost_spans` counts
-    the dropped trace spans, `usage` measures the process, `news` has the message that follows a heartbeat.
+    the dropped trace spans, `usage` measures the process, `news` has messages that follow heartbeats.
     `clock` returns monotonic seconds.
     """
 
@@ -115,7 +125,7 @@ class WorkerLoop:
         notifier: Notifier | None = None,
         lost_spans: Callable[[], int] = int,
         usage: Callable[[], ResourceUsage | None] = lambda: None,
-        news: Callable[[], HeldPrefixes | None] = lambda: None,
+        news: LoopNews | None = None,
     ) -> None:
         self.worker = worker
         self.link = link
@@ -170,6 +180,8 @@ class WorkerLoop:
                 self.worker.drop_rooms(rooms, reason)
             case Welcome():
                 self._next_beat = 0.0  # the router sends no order before the first heartbeat
+                if self._news is not None:
+                    self._news.asked()
                 self._notifier.ready("serving")
             case _:
                 self.worker.handle(event, self._clock())
@@ -219,5 +231,5 @@ class WorkerLoop:
                 stats = msgspec.structs.replace(stats, counters=stats.counters | {"spans_dropped": num_lost})
             self._tell(stats)
             self.link.post(Heartbeat(instance=self.worker.instance, stats=stats))
-            if (news := self._news()) is not None:
+            if self._news is not None and (news := self._news.take()) is not None:
                 self.link.post(news)

@@ -9,7 +9,7 @@ NEWS_PAGES = 2048  # pages in one message: 32 KiB
 class PrefixNews:
     """The messages of one worker, numbered from 0. All routers get the same ones.
 
-    A router that joins, or that misses one, asks for everything anew.
+    When a router joins, and when one has missed a message and asks, everything is told anew.
     """
 
     def __init__(self, journal: PrefixJournal, instance: str) -> None:
@@ -21,7 +21,7 @@ class PrefixNews:
         return f"<PrefixNews {self.num_sent} sent, {self.journal!r}>"
 
     def asked(self) -> None:
-        """A router has missed something."""
+        """A router has joined, or has missed something."""
         self.journal.restart()
 
     def take(self) -> HeldPrefixes | None:

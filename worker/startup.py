@@ -220,7 +220,7 @@ class WorkerStartup(ABC, Generic[C, R]):
             notifier=self.notifier,
             lost_spans=lambda: tracing.num_dropped,
             usage=meter_of(self.engine.pool.device).read,
-            news=(lambda: None) if self.worker.news is None else self.worker.news.take,
+            news=self.worker.news,
         )
         self.worker.role_change.check = self._role_fault
         self.worker.role_change.on_order = self._change_role

@@ -106,6 +106,7 @@ class LinkMachine:
         self._is_introduced = True  # False: no Hello has announced the new generation yet
         self._has_missed = False  # a missed message that no Hello has reported yet
         self._rejected = ""
+        self._is_new_rejection = False
         self._lost = ""
         self._welcomed = -1  # generation of the last Welcome
 
@@ -163,8 +164,11 @@ class LinkMachine:
             self._was_heard = False
             self._asking_since = None
             self._backoff_s = FIRST_BACKOFF_S
-            if self._is_introduced and not self._is_doubted and not self._has_missed:
+            # repeated Cancels do not keep a rejected worker from greeting again
+            is_quiet = self._is_introduced and not self._is_doubted and not self._has_missed
+            if is_quiet and (self._is_new_rejection or not self._rejected):
                 self._next_hello = now + (REJECTED_BACKOFF_S if self._rejected else QUIET_S)
+            self._is_new_rejection = False
         if self._asking_since is not None and self.connected and now - self._asking_since >= LOST_AFTER_S:
             self.connected = False
             self._lost = f"the router did not answer for {now - self._asking_since:.1f} s"
@@ -239,6 +243,7 @@ class LinkMachine:
         if message.reason != self._rejected:
             logger.warning("the router rejected this worker", extra=fields(reason=message.reason))
         self._rejected = message.reason
+        self._is_new_rejection = True
         self.connected = False
 
 
