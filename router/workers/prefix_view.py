@@ -33,7 +33,9 @@ class PrefixView:
         self._told: OrderedDict[bytes, None] = OrderedDict()
         self._expected: OrderedDict[bytes, float] = OrderedDict()  # until when
         self._next_seq: int | None = None  # None: it is to be told all anew
-        self._asked_at: float | None = None
+        self._was_told = False  # anything at all
+        self._seen_since: float | None = None  # the first look at it
+        self._asked_at = float("-inf")
         self._late_beats = 0
 
     def __repr__(self) -> str:
@@ -57,7 +59,7 @@ class PrefixView:
             return
         if message.is_first:
             self._told.clear()
-            self._asked_at = float("-inf") if self._asked_at is None else self._asked_at
+            self._was_told = True
         self._next_seq, self._late_beats = message.seq + 1, 0
         if (message.root, message.lookahead) != (self.scheme.root, self.scheme.lookahead):
             page_size = self.scheme.page_size
@@ -84,11 +86,12 @@ class PrefixView:
         """Whether to ask the worker to tell all anew, now: once in ASK_AGAIN_S. A new one tells unasked."""
         if not self.tells or self._next_seq is not None:
             return False
-        asked_at = self._asked_at
-        if asked_at is not None and now < asked_at + ASK_AGAIN_S:
+        self._seen_since = now if self._seen_since is None else self._seen_since
+        since = self._asked_at if self._was_told else max(self._asked_at, self._seen_since)
+        if now < since + ASK_AGAIN_S:
             return False
         self._asked_at = now
-        return asked_at is not None
+        return True
 
     def _lose(self) -> None:
         if self._next_seq is not None:

@@ -134,6 +134,7 @@ class Checker:
         self._check_pauses()
         self._check_options()
         self._check_digests()
+        self._check_features()
 
     def _check_memory(self, worker):
         cache = worker.engine.cache
@@ -244,6 +245,11 @@ class Checker:
         for worker in world.workers.values():
             if any(end.counters["digest_mismatches"] for end in ends_of(worker.transport)):
                 raise Violation(f"{worker.name} found wrong blocks though no bit was flipped")
+
+    def _check_features(self):
+        """Whoever gets pages without features holds their tokens itself: prefill has its word."""
+        if self.world.reached["asked for features that are not there"]:
+            raise Violation("a decode worker lacked tokens whose pages came without features to prefill")
 
     def check_gone(self, client):
         """Nothing of a room is left a second after its client has gone."""

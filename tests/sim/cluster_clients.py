@@ -207,7 +207,9 @@ def draw_client(world, number, rng: Random, faults):
     return Client(
         world,
         number,
-        prompts()[rng.randrange(NUM_PROMPTS) % (TIERED_PROMPTS if world.settings.host_slots else NUM_PROMPTS)],
+        prompts()[
+            rng.randrange(NUM_PROMPTS) % (TIERED_PROMPTS if world.settings.host_slots else NUM_PROMPTS)
+        ],
         sampling,
         leave_after=rng.randrange(8) if leaves_at_token else -1,
         leave_at=0.6 * rng.random() ** 2 if leaves and not leaves_at_token else 0.0,

@@ -15,6 +15,7 @@ from baton.cluster.process.running_clock import PauseMeter, RunningClock
 from baton.cluster.protocol.codec import control_up_decoder
 from baton.decode.local_prefill import LocalPrefill
 from baton.decode.worker import DecodeWorker
+from baton.kvtransfer.transport import Dropped
 from baton.kvtransfer.transports.endpoint import Delivered
 from baton.kvtransfer.transports.receiver_endpoint import ReceiverEndpoint
 from baton.kvtransfer.transports.sender_endpoint import SenderEndpoint
@@ -450,6 +451,8 @@ class WorkerProcess(Process):
 
     def _told(self, event):
         self.link.inbox.append(event)
+        if isinstance(event, Dropped) and "have no features here" in event.reason:
+            self.world.reached["asked for features that are not there"] += 1
         if self.world.options.leave_at == f"{self.role} event {type(said(event)).__name__}":
             self.world.timeline.at(self.timeline.now, self.world.leave, said(event).room)
         self.wake(0.0002 + 0.001 * self.rng.random())

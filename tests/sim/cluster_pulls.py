@@ -18,7 +18,6 @@ from baton.worker.tier_startup import page_keys_of
 
 SHARE = 0.25  # of the seeds have conversations
 OFF = "off"
-LATE_S = 1.0  # that a room may wait behind its patience for the transport to let go
 # Where a process may die in a pull, beside the transitions of a hand-off, which have the same messages.
 VERBS = {
     "R": {"recv": ("HeldPrefixes",), "send": ("OfferPrefix", "TellPrefixes")},
@@ -112,12 +111,11 @@ def held_pages(process):
 
 
 def check_patience(process):
-    """No prompt waits for a pull longer than it may."""
-    faults = process.world.faults
-    if process.role != "P" or faults.freeze or faults.jump:
+    """No prompt waits for a pull longer than it may: a turn of the worker has just ended."""
+    if process.role != "P":
         return
     for pull in process.worker.pulls._running.values():
-        if pull.room is not None and process.clock() > pull.until + LATE_S + process.world.paused_s:
+        if pull.room is not None and not pull.is_dropped and process.clock() > pull.until:
             raise Violation(f"{process.name}: {pull} keeps a request waiting")
 
 
@@ -131,4 +129,3 @@ def untold(process, router):
     if known is None:
         return 0
     return waiting + len(set(known.prefixes._told) ^ set(journal._places))
-
