@@ -1,4 +1,4 @@
-"""Where the beginning of a prompt comes from: pulled by prefill from decode, or computed, by measured times."""
+"""Where the beginning of a prompt comes from: pulled by prefill from decode, or computed."""
 
 import pytest
 from baton.cluster.protocol.messages import (
@@ -162,7 +162,7 @@ def test_a_worker_is_reached_only_where_its_address_leads_and_its_pages_fit():
 
 
 def test_a_reader_of_features_gets_them_from_itself_alone():
-    """Another decode worker's pages have no features, and the reader lacks the draft state of those tokens."""
+    """Pages of another decode worker have no features, and the reader lacks the draft state."""
     planner, other = Planner("always"), decode("e")
     reads = decode(held=160, feature_ids=(1,))
     plan = planner.plan(theirs=reads, others=[other])
