@@ -42,14 +42,15 @@ class Loopback:
         return
 
     def settle(self, names: list[str], directory: Path) -> dict[str, tuple[int, int]]:
-        """(control port, HTTP port) of each router, (0, KV port) of each prefill worker in `names`."""
-        called = [name for name in names if not name.startswith("decode")]
-        routers = [name for name in called if name.startswith("router")]
-        ports = unused_ports(len(routers) + len(called))
+        """(control port, HTTP port) of each router, (0, KV port) of each worker in `names`; decode's is that
+        of prefixes.
+        """
+        routers = [name for name in names if name.startswith("router")]
+        ports = unused_ports(len(routers) + len(names))
         control = dict(zip(routers, ports, strict=False))
         return {
             name: (control.get(name, 0), port)
-            for name, port in zip(called, ports[len(routers) :], strict=True)
+            for name, port in zip(names, ports[len(routers) :], strict=True)
         }
 
     def address(self, name: str) -> str:
@@ -60,8 +61,8 @@ class Loopback:
         """Where a node listens and whom it dials; `control`: the endpoints of the routers."""
         if name.startswith("router"):
             return {"control-bind": f"tcp://127.0.0.1:{ports[0]}", "port": str(ports[1])}
-        own = {"router": ",".join(control)}
-        return own | ({"kv-bind": f"tcp://127.0.0.1:{ports[1]}"} if name.startswith("prefill") else {})
+        bind = "kv-bind" if name.startswith("prefill") else "prefix-bind"
+        return {"router": ",".join(control), bind: f"tcp://127.0.0.1:{ports[1]}"}
 
     def env(self, name: str) -> dict[str, str]:
         """Of a node, in all its lives."""
