@@ -16,7 +16,7 @@ from baton.tests.sim.cluster_toy import MAX_CONTEXT, PAGE_SIZE, STEPS, VOCAB
 from baton.worker.prefix_news import PrefixNews
 from baton.worker.tier_startup import page_keys_of
 
-SHARE = 0.25  # of the seeds have conversations
+SHARE = 0.15  # of the seeds have conversations
 OFF = "off"
 # Where a process may die in a pull, beside the transitions of a hand-off, which have the same messages.
 VERBS = {

@@ -79,6 +79,16 @@ SEEDS = {
     "cancel prefill running": (0, 1, 2, 3, 8, 12),
     "cancel prefill handed": (0, 1, 2, 3, 4, 5),
 }
+SLOW = {
+    "patience with a pull",
+    "owner of pulled pages",
+    "owner of offered pages",
+    "end of an offer",
+    "bare pages for those who take them",
+    "word of decode for bare pages",
+    "question after a missed message",
+    "pages that are gone are told",
+}  # their conversations have many turns
 NUM_SEEDS = 6  # per defence in the table
 SEARCHED = range(40)  # for the table
 FRESH = range(1000, 1120)  # that no table was made from
@@ -106,7 +116,9 @@ def test_every_defence_has_its_seeds():
     assert all(SEEDS.values())
 
 
-@pytest.mark.parametrize("name", SEEDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SEEDS]
+)
 def test_a_disabled_defence_fails_one_of_its_seeds(name):
     noticed = any(kills(name, seed) for seed in SEEDS[name])
     assert noticed, f"no seed notices that the defence is off: {name}; see the top of this file"

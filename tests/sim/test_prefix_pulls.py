@@ -71,8 +71,8 @@ def undisturbed(target, head):
     ("drafts", "shape", "is_random"),
     [
         pytest.param(True, CHAIN, True, id="chain"),
-        pytest.param(True, TREE, False, id="tree"),
-        pytest.param(False, CHAIN, True, id="plain"),
+        pytest.param(True, TREE, False, id="tree", marks=pytest.mark.slow),
+        pytest.param(False, CHAIN, True, id="plain", marks=pytest.mark.slow),
         pytest.param(True, CHAIN | {"overlap": "on"}, True, id="chain-overlap", marks=pytest.mark.slow),
         pytest.param(False, CHAIN | {"overlap": "on"}, True, id="plain-overlap", marks=pytest.mark.slow),
         pytest.param(True, TREE, True, id="tree-random", marks=pytest.mark.slow),
@@ -94,6 +94,7 @@ def test_turns_behind_pulled_prefixes_say_and_draft_the_same(
     pair.assert_nothing_is_held()
 
 
+@pytest.mark.slow
 def test_pages_without_features_wait_for_the_word_of_the_decode_worker(target, head, undisturbed):
     """Turns that are pulled stand between others: those compute again what they may not use."""
     pair = PullPair(target, head, pages=200)
@@ -102,6 +103,7 @@ def test_pages_without_features_wait_for_the_word_of_the_decode_worker(target, h
     pair.assert_nothing_is_held()
 
 
+@pytest.mark.slow
 def test_another_decode_worker_gets_features_that_are_computed(target, head, undisturbed):
     pair = PullPair(target, head, pages=200)
     pair.add_decode(OTHER)
@@ -143,25 +145,31 @@ def test_a_decode_worker_without_a_head_gets_what_another_one_holds(target, undi
 # --- what goes wrong ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def second_turn(target, head):
-    """A pair with one finished turn of a chat; `ask(**order)` sends the second one and returns its tokens.
+FIRST = random.Random(9).choices(range(3, 250), k=22)
 
-    `expected`: what it says without a pull.
-    """
+
+@pytest.fixture(scope="module")
+def expected(target, head):
+    """(prompt of the second turn of a chat, its tokens) without a pull."""
+    plain = Pair(target, head, pages=60)
+    plain.send(name(0), FIRST, max_new_tokens=20)
+    plain.run()
+    prompt = [*FIRST, *plain.tokens[name(0)], *range(7, 14)]
+    plain.send(name(1), prompt)
+    plain.run()
+    return prompt, plain.tokens[name(1)]
+
+
+@pytest.fixture
+def second_turn(target, head, expected):
+    """A pair with one finished turn of a chat: `begin(**order)` sends the second one, `end()` checks it."""
 
     class Chat:
         def __init__(self):
+            self.prompt, self.expected = expected
             self.pair = PullPair(target, head, pages=60)
-            draw = random.Random(9)
-            prompt = [draw.randrange(3, 250) for _ in range(22)]
-            self.pair.send(name(0), prompt, max_new_tokens=20)
+            self.pair.send(name(0), FIRST, max_new_tokens=20)
             self.pair.run()
-            self.prompt = [*prompt, *self.pair.tokens[name(0)], *range(7, 14)]
-            plain = Pair(target, head, pages=60)
-            plain.send(name(1), self.prompt)
-            plain.run()
-            self.expected = plain.tokens[name(1)]
 
         def begin(self, **order):
             self.pair.send(name(1), self.prompt, pull=self.pair.pull(self.prompt, **order))
@@ -193,7 +201,14 @@ def test_an_order_of_more_than_decode_has_is_declined(second_turn):
     assert second_turn.misses("declined") == 1
 
 
-@pytest.mark.parametrize("what", ["KVHello", "Attach", "Announce", "Block", "Release"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        *(pytest.param(what, marks=pytest.mark.slow) for what in ("KVHello", "Attach", "Announce")),
+        "Block",
+        "Release",
+    ],
+)
 def test_a_pull_that_is_stuck_is_given_up_after_its_patience(second_turn, what):
     def hold(packet):
         is_ours = second_turn.pair.network._links[packet.link][0] == f"fake://{D[:4]}"
@@ -237,7 +252,9 @@ def test_a_decode_worker_that_goes_away_is_a_miss(second_turn):
     assert second_turn.misses("late") + second_turn.misses("lost") == 1
 
 
-@pytest.mark.parametrize("turns", range(6))
+@pytest.mark.parametrize(
+    "turns", [pytest.param(i, marks=[] if i in (1, 3) else pytest.mark.slow) for i in range(6)]
+)
 def test_a_request_that_is_cancelled_during_its_pull_leaves_nothing(second_turn, turns):
     pair = second_turn.pair
     second_turn.begin()
@@ -310,6 +327,7 @@ def test_bare_pages_are_not_served_to_a_worker_that_reads_features(second_turn):
     pair.assert_nothing_is_held()
 
 
+@pytest.mark.slow
 def test_pulls_wait_for_what_decode_restores_and_go_on_behind_prefills_own_tier(target, head):
     expected, _ = played(Pair(target, head, pages=200))
     pair, rng = PullPair(target, head, pages=34), random.Random(5)
@@ -344,6 +362,7 @@ def test_pulls_wait_for_what_decode_restores_and_go_on_behind_prefills_own_tier(
     pair.assert_nothing_is_held()
 
 
+@pytest.mark.slow
 def test_no_page_is_copied_before_the_forwards_that_use_it(target, head):
     pair, rng = PullPair(target, head, pages=60), random.Random(7)
     for worker in (pair.prefill, pair.decode):
