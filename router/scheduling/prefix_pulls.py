@@ -31,10 +31,9 @@ WORTH_S = 0.005  # saved by a pull that is tried without knowing its cost
 TRY_AGAIN_S = 60.0  # after the last measured pull, one is tried though it seems too slow
 SHUNNED_S = 10.0  # nothing is pulled between a pair after a failure, and twice as long after the next one
 LONGEST_SHUNNED_S = 600.0
-PATIENCE_S = (0.1, 2.0)  # shortest and longest wait for a pull
-FAILED_S = (
-    0.05  # a pull that brought nothing and took longer has failed; a worker that lacks the prefix says so
-)
+SHORTEST_PATIENCE_S = 0.1  # of a prompt that waits for its pull
+LONGEST_PATIENCE_S = 2.0
+FAILED_S = 0.05  # a pull that brought nothing for so long has failed; who lacks the prefix says so sooner
 MAX_SHUNNED = 4096
 MAX_TOKENS = 1 << 20
 
@@ -175,13 +174,12 @@ class PrefixPulls:
         seconds = _pull_s(prefill, num_pulled, num_new, costs)
         if self.mode != ALWAYS and not self._is_worth(prefill, seconds, computed.seconds, saved_s):
             return replace(computed, kind=COMPUTE)
-        least, most = PATIENCE_S
         pull = PrefixPull(
             transfer=self._mint(),
             instance=source.worker.instance,
             endpoint=source.worker.hello.prefix_endpoint,
             tokens=source.tokens,
-            patience_ms=round(1000 * min(most, max(least, saved_s))) if saved_s else round(1000 * most),
+            patience_ms=_patience_ms(saved_s),
             is_reader=source.worker is decode,
         )
         return PromptPlan(num_new=num_new, kind=PULL, pull=pull, seconds=seconds)
@@ -200,6 +198,12 @@ class PrefixPulls:
             return False
         self._tried_at[fingerprint] = now
         return True
+
+
+def _patience_ms(saved_s: float) -> int:
+    """How long a prompt waits for a pull that saves `saved_s` seconds of computing; 0: that is not known."""
+    wait_s = min(LONGEST_PATIENCE_S, max(SHORTEST_PATIENCE_S, saved_s)) if saved_s else LONGEST_PATIENCE_S
+    return round(1000 * wait_s)
 
 
 def _pull_s(prefill: Worker, num_pulled: int, num_new: int, costs: CostModel) -> float | None:

@@ -24,7 +24,8 @@ from baton.tests.faults.netns import do, enter, inside, make, name_host, path_of
 PORTS = "FAULT_PORTS"  # environment: LOW-HIGH
 HOST, HOST_NAME = "FAULT_HOST", "FAULT_HOST_NAME"  # environment of a node that moves in
 SETTINGS = Path(__file__).resolve().parents[2] / "deploy" / "packaging" / "kubernetes" / "base" / "baton.toml"
-HTTP, CONTROL, KV, BULK, METRICS = 8000, 7100, 7200, 7201, 9100  # as SETTINGS and the manifests have them
+# as SETTINGS and the manifests have them
+HTTP, CONTROL, KV, BULK, PREFIX, METRICS = 8000, 7100, 7200, 7201, 7300, 9100
 NETWORK, CLIENT = "10.77.0", "client"
 FRAME = 1514  # bytes of the largest Ethernet frame
 QUEUE_MS = 400  # of a slow cable; what would wait longer is dropped
@@ -134,9 +135,9 @@ class Lan(Loopback):
         if name.startswith("router"):
             return own
         own["router"] = ",".join(control)
-        return own | (
-            {"kv-advertise": f"tcp://{self.address(name)}:{KV}"} if name.startswith("prefill") else {}
-        )
+        if name.startswith("prefill"):
+            return own | {"kv-advertise": f"tcp://{self.address(name)}:{KV}"}
+        return own | {"prefix-advertise": f"tcp://{self.address(name)}:{PREFIX}"}
 
     def env(self, name: str) -> dict[str, str]:
         return {

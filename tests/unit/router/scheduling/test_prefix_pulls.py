@@ -17,7 +17,8 @@ from baton.router.rooms.effects import COMPUTE, PULL, Pair
 from baton.router.scheduling.cost_model import CostModel
 from baton.router.scheduling.placement import PairingPolicy
 from baton.router.scheduling.prefix_pulls import (
-    PATIENCE_S,
+    LONGEST_PATIENCE_S,
+    SHORTEST_PATIENCE_S,
     SHUNNED_S,
     TRY_AGAIN_S,
     PrefixPulls,
@@ -73,7 +74,7 @@ def test_what_decode_holds_is_pulled_where_that_is_faster_than_to_compute_it():
     pull = plan.pull
     assert (pull.tokens, pull.endpoint, pull.instance) == (1584, ENDPOINT, "d" * 32)
     assert pull.is_reader
-    assert 1000 * PATIENCE_S[0] <= pull.patience_ms <= 1000 * PATIENCE_S[1]
+    assert 1000 * SHORTEST_PATIENCE_S <= pull.patience_ms <= 1000 * LONGEST_PATIENCE_S
     slow = Planner(pull_ms=2.0)
     slow.pulls._tried_at[prefill().hello.fingerprint] = slow.now
     assert slow.plan().kind == COMPUTE
