@@ -28,7 +28,7 @@ EPOCH = 0  # of every transfer
 DECLINED, LATE, LOST = "declined", "late", "lost"
 PULL_COUNTERS = (
     "prefix_pulls", "pulled_tokens", "pulled_bytes",
-    *(f"pull_misses_{reason}" for reason in (DECLINED, LATE, LOST)),
+    "pull_misses_declined", "pull_misses_late", "pull_misses_lost",
 )  # fmt: skip
 
 

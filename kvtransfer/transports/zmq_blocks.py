@@ -407,9 +407,8 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
                 return
             reason = failure_text(event, value)
             if self._log_throttle.is_due(peer + reason):
-                logger.warning(
-                    f"no link to {self._peer_role}", extra=fields(endpoint=split_key(peer)[0], reason=reason)
-                )
+                line = "no link to prefill" if self._peer_role == "prefill" else "no link to decode"
+                logger.warning(line, extra=fields(endpoint=split_key(peer)[0], reason=reason))
             self._close_link(peer)  # the session's next request opens a new link
             return
 

@@ -128,7 +128,7 @@ def test_a_key_of_the_same_role_opens_no_port_for_prefixes(workers, tmp_path):
         other.close()
 
 
-def test_an_open_address_for_prefixes_needs_keys_and_the_line_names_its_flag():
+def test_an_open_address_for_prefixes_needs_keys_and_names_its_flag():
     context = zmq.Context()
     setup = SenderSetup(
         instance="1" * 32, layout=LAYOUT, planes=planes(1), context=context, bind="tcp://0.0.0.0:0",

@@ -45,7 +45,9 @@ def assert_turns_are_pulled(turns):
 
 
 @pytest.mark.smollm2
-@pytest.mark.parametrize("shape", [{}, {"spec_topk": 2}], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "shape", [pytest.param({}, id="chain"), pytest.param({"spec_topk": 2}, id="tree", marks=pytest.mark.slow)]
+)
 def test_the_real_model_says_the_same_behind_pulled_prefixes(
     smollm2_dir, eagle3_dir, smollm2_tokenizer, shape
 ):
@@ -61,7 +63,8 @@ def test_the_real_model_says_the_same_behind_pulled_prefixes(
             assert_turns_are_pulled(greedy)
             assert_turns_are_pulled(sampled)
             tokens, offered, misses = pulled(cluster)
-            assert (tokens, misses) == (offered, 0)
+            assert 0 < tokens < offered, "decode offers whole prefixes, and prefill has their beginnings"
+            assert misses == 0
             metrics = httpx.get(f"{cluster.url}/metrics", timeout=60).text
             assert "pulled_tokens" in metrics
     assert answers["always"] == answers["off"]

@@ -328,7 +328,7 @@ def test_bare_pages_are_not_served_to_a_worker_that_reads_features(second_turn):
 
 
 @pytest.mark.slow
-def test_pulls_wait_for_what_decode_restores_and_go_on_behind_prefills_own_tier(target, head):
+def test_pulls_wait_for_what_decode_restores_and_follow_prefills_tier(target, head):
     expected, _ = played(Pair(target, head, pages=200))
     pair, rng = PullPair(target, head, pages=34), random.Random(5)
     for worker in (pair.prefill, pair.decode):

@@ -68,7 +68,7 @@ class Planner:
         return self.pulls.plan(ours, theirs, PROMPT, [ours, theirs, *others], self.costs)
 
 
-def test_what_decode_holds_is_pulled_where_that_is_faster_than_to_compute_it():
+def test_what_decode_holds_is_pulled_where_that_is_faster():
     plan = Planner(pull_ms=0.1).plan()
     assert (plan.kind, plan.num_new) == (PULL, 16), "the last page is computed for its logits"
     pull = plan.pull
@@ -105,7 +105,7 @@ def test_a_queue_at_prefill_hides_a_slow_pull():
     assert planner.plan(ours=busy).kind == PULL
 
 
-def test_unknown_costs_of_a_pull_are_tried_and_unknown_costs_of_prefill_are_not():
+def test_pulls_of_unknown_cost_are_tried_but_prefills_cost_must_be_known():
     assert Planner().plan().kind == PULL
     assert Planner(ms=None).plan().kind == COMPUTE
     assert Planner(ms=0.000001).plan().kind == COMPUTE, "nothing to save"
@@ -151,7 +151,7 @@ def test_a_declined_pull_is_no_failure_and_measured_pulls_are_learned():
     assert planner.costs.pull.at(1000) == pytest.approx(0.1)
 
 
-def test_a_worker_is_reached_only_where_its_address_leads_and_its_pages_fit():
+def test_a_worker_is_reached_where_its_address_leads_and_its_pages_fit():
     planner = Planner("always")
     near = decode(endpoint="tcp://127.0.0.1:7300", host="a")
     assert planner.plan(ours=prefill(host="a"), theirs=near).kind == PULL
