@@ -30,7 +30,7 @@ def _finished(
     HAS_BLOCKS: tl.constexpr,
     IS_GATED: tl.constexpr,
 ) -> None:
-    """Stores one row of outputs: the sums over the inputs of `b_y` `[OUT, IN]`, by scale, with bias and gate."""
+    """Stores one row of outputs: sums over the inputs of `b_y` `[OUT, IN]`, by scale, with bias and gate."""
     m_out = i_out < out_size
     b_total = tl.sum(b_y, axis=1)
     if not HAS_BLOCKS:
@@ -127,7 +127,7 @@ class RowsShape(NamedTuple):
 
 
 def rows_shape(is_gated: bool) -> RowsShape:
-    """Tiles of outputs and inputs; with a gate each has two weights. The sums of a program are in registers."""
+    """Tiles of outputs and inputs; with a gate each has two weights. A program's sums are in registers."""
     return RowsShape(out=4 if is_gated else 8, inner=1024, num_warps=4, num_stages=3)
 
 

@@ -130,6 +130,7 @@ def hello_of(
     tells_prefixes: bool = False,
     pulls_prefixes: bool = False,
     prefix_endpoint: str = "",
+    group: str = "",
 ) -> Hello:
     """The worker's registration with a router. `max_context` in tokens; `embeds`: None takes none."""
     takes_embeds = embeds is not None and not embeds.fault
@@ -170,6 +171,7 @@ def hello_of(
         tells_prefixes=tells_prefixes,
         pulls_prefixes=pulls_prefixes,
         prefix_endpoint=prefix_endpoint,
+        group=group,
     )
 
 

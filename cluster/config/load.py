@@ -195,7 +195,7 @@ def _ignored_of_prefixes(config: DecodeConfig) -> list[str]:
         reasons = {
             "--offer-prefixes is off": not config.offer_prefixes,
             "--prefix-cache is off": not config.prefix_cache,
-            "--tp is above 1": config.tp > 1,
+            "it has several ranks": config.num_ranks > 1,
         }
         why = next(reason for reason, holds in reasons.items() if holds)
         return [f"{flag_of(name)} is ignored: no prefix is offered while {why}" for name in given]

@@ -46,6 +46,16 @@ class WorkerConfig(
 ):
     """Settings of both kinds of worker."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes of a worker, each on a GPU of its own if there are any."""
+        return self.tp
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Those of them that share attention and dense MLPs."""
+        return self.tp
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig(PrefillSettings, WorkerConfig):
@@ -91,6 +101,16 @@ class DecodeConfig(DecodeSettings, WorkerConfig):
         ),
     )
     prefix_bulk_port: int = setting(0, port_number("port of sealed blocks of prefixes; 0: any free one"))
+
+    @property
+    def num_ranks(self) -> int:
+        """As `WorkerConfig.num_ranks`."""
+        return max(self.tp, self.dp_attention)
+
+    @property
+    def tensor_ranks(self) -> int:
+        """As `WorkerConfig.tensor_ranks`."""
+        return self.tp if self.dp_attention == 1 else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +195,7 @@ class UpConfig(
 
 def offers_prefixes(config: DecodeConfig | UpConfig) -> bool:
     """Whether decode workers of these settings offer prefixes to prefill workers."""
-    return config.offer_prefixes and config.prefix_cache and config.tp == 1
+    return config.offer_prefixes and config.prefix_cache and max(config.tp, config.dp_attention) == 1
 
 
 ROLES: tuple[type[RoleConfig], ...] = (UpConfig, RouterConfig, PrefillConfig, DecodeConfig)

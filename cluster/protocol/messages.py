@@ -329,6 +329,7 @@ class Hello(Message, frozen=True, kw_only=True):
     pulls_prefixes: bool = False  # a prefill worker that obeys `pull` of a Prefill
     tells_prefixes: bool = False  # sends HeldPrefixes, and knows TellPrefixes
     metrics_port: Small = 0  # port of its own /metrics; 0: none, or a worker that does not tell
+    group: Text = ""  # workers of one group step together, and end together; "": it is alone
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

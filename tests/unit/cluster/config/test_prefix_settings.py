@@ -45,7 +45,8 @@ def test_a_good_address_is_taken_and_one_of_no_use_is_not_looked_at(flags):
     [
         ("--offer-prefixes=off", "--offer-prefixes is off"),
         ("--prefix-cache=off", "--prefix-cache is off"),
-        ("--tp=2", "--tp is above 1"),
+        ("--tp=2", "it has several ranks"),
+        ("--dp-attention=2", "it has several ranks"),
     ],
 )
 def test_addresses_of_a_worker_that_offers_nothing_are_named(flag, reason):
