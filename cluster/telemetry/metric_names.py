@@ -59,7 +59,7 @@ OLD_BUILD = _build("baton_build", "The former name of baton_build_info, to be re
 
 REQUESTS = _counter("requests", "Requests that ended, with all their choices.", "outcome")
 PROMPT_TOKENS = _counter("prompt_tokens", "Prompt tokens, once for every choice.")
-CACHED_TOKENS = _counter("cached_prompt_tokens", "Prompt tokens found in a prefix cache, or pulled from decode.")
+CACHED_TOKENS = _counter("cached_prompt_tokens", "Prompt tokens of a prefix cache, or pulled from decode.")
 OUTPUT_TOKENS = _counter("output_tokens", "Tokens sent to clients.")
 VERIFY_STEPS = _counter("verify_steps", "Verifies of drafts.")
 DRAFTED_TOKENS = _counter("drafted_tokens", "Tokens proposed by the drafter.")
