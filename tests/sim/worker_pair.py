@@ -11,6 +11,7 @@ from baton.cluster.protocol.messages import (
     FirstToken,
     Gone,
     Heartbeat,
+    OfferPrefix,
     Prefill,
     Reserve,
     Sampling,
@@ -171,10 +172,13 @@ class Pair:
         num_output=0,
         to=D,
         embeds=None,
+        pull=None,
+        wants_features=True,
         **sampling,
     ):
         """`is_local`: decode gets the prompt alone. `shares`: the room whose prompt decode shares. `to`: the
-        decode worker. `embeds`: Embeddings of the first tokens."""
+        decode worker. `embeds`: Embeddings of the first tokens. `pull`: what prefill gets from a decode
+        worker."""
         is_local = is_local or shares is not None
         common = {
             "room": room,
@@ -189,10 +193,18 @@ class Pair:
         }
         where = {} if is_local else {"prefill_endpoint": ENDPOINT, "prefill_instance": P}
         reserve = Reserve(instance=to, shares=shares, **where, **common)
-        prefill = Prefill(instance=P, **common)
+        prefill = Prefill(instance=P, pull=pull, wants_features=wants_features, **common)
         self.order(self.decodes[to], reserve, embeds)
+        if pull is not None:
+            self.decodes[pull.instance].handle(self.offer_of(pull, common), self.clock.now)
         if not is_local:
             self.order(self.prefill, prefill, embeds)
+
+    def offer_of(self, pull, common):
+        order = OfferPrefix(instance=pull.instance, transfer=pull.transfer, tokens=pull.tokens)
+        if pull.is_reader:
+            return msgspec.structs.replace(order, room=common["room"], epoch=common["epoch"])
+        return msgspec.structs.replace(order, prompt_ids=common["prompt_ids"][: pull.tokens + 2])
 
     def order(self, worker, order, embeds):
         for part in embeds.parts_before(order) if embeds else ():
