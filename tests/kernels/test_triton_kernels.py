@@ -9,6 +9,7 @@ from baton.tests.kernels.choice_cases import choice_cases
 from baton.tests.kernels.expert_cases import expert_cases
 from baton.tests.kernels.latent_cases import latent_cases
 from baton.tests.kernels.quant_cases import quant_cases
+from baton.tests.kernels.quant_expert_cases import quant_expert_cases
 
 QUICK_ATTENTION = list(attention_cases(is_whole=False))
 CASES = [
@@ -23,6 +24,7 @@ CASES = [
         *choice_cases(),
         *expert_cases(),
         *quant_cases(),
+        *quant_expert_cases(),
         *latent_cases(),
     )
 ]
