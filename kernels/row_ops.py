@@ -72,7 +72,8 @@ def of_one_rank(part: torch.Tensor) -> torch.Tensor:
 class RowOps:
     """The operations of a model's rows, attention excepted.
 
-    `sum_ranks` sums the results of a matrix whose inputs are split over ranks.
+    `sum_ranks` sums the results of a matrix whose inputs are split over ranks. `is_invariant`: all are
+    batch-invariant, as quantised products then must be, too.
     """
 
     linear: Project
@@ -83,14 +84,19 @@ class RowOps:
     rope: Rotate
     expert_mlp: Experts
     sum_ranks: JoinParts = of_one_rank
+    is_invariant: bool = False
 
 
 def invariant_gated_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, is_gelu: bool = False
 ) -> torch.Tensor:
     """As `skinny_linear.gated_linear`: `x` `[T, H]`, `weight` `[2*I, H]` -> `[T, I]`."""
-    gate_up = recorded_invariant_linear(x, weight, bias)
-    return silu_mul(gate_up, is_gelu) if x.is_cuda else silu_mul_rows(gate_up, is_gelu)
+    return gate_of(recorded_invariant_linear(x, weight, bias), is_gelu, is_invariant=True)
+
+
+def gate_of(gate_up: torch.Tensor, is_gelu: bool = False, *, is_invariant: bool = False) -> torch.Tensor:
+    """As `silu_mul.silu_mul`, whose kernel is batch-invariant on a GPU: `[T, 2*I]` -> `[T, I]`."""
+    return (silu_mul_rows if is_invariant and not gate_up.is_cuda else silu_mul)(gate_up, is_gelu)
 
 
 def invariant_rms_norm(
@@ -132,4 +138,5 @@ INVARIANT = RowOps(
     add_rms_norm=invariant_add_rms_norm,
     rope=invariant_rope,
     expert_mlp=partial(recorded_expert_mlp, is_invariant=True),
+    is_invariant=True,
 )

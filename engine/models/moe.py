@@ -7,7 +7,7 @@ Legend: T tokens, H hidden size, E experts, K experts of a token, I intermediate
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -17,6 +17,9 @@ from ...kernels.ops import recorded_route_experts
 from ...kernels.route_experts import Routing
 from ...kernels.row_ops import FASTEST, RowOps
 from .layers import GatedMLP, Linear, NamedTensors
+from .quant.experts import ExpertSizes
+from .quant.projection import StoredExperts
+from .quant.projections import Projections
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +105,11 @@ class CountRows(Protocol):
 
 
 class MixtureOfExperts:
-    """A router and E SwiGLU MLPs, of which each token uses K, and the shared one: `[T, H]` -> `[T, H]`."""
+    """A router and E SwiGLU MLPs, of which each token uses K, and the shared one: `[T, H]` -> `[T, H]`.
+
+    `projections` knows the form of their weights, by names that begin with `prefix` ("model.layers.0.mlp.");
+    None: the model's dtype.
+    """
 
     def __init__(
         self,
@@ -112,9 +119,13 @@ class MixtureOfExperts:
         dtype: torch.dtype,
         device: torch.device | str,
         ops: RowOps = FASTEST,
+        projections: Projections | None = None,
+        prefix: str = "",
     ) -> None:
         self.config = config
         self.ops = ops
+        made = Projections(None) if projections is None else projections
+        self.stored = self._make_stored(made, hidden_size, dtype, device, prefix)
         self.form = ExpertForm(limit=config.limit, alpha=config.alpha)
         self.router = self._make_router(hidden_size, dtype, device)
         self.counts: CountRows | None = None
@@ -125,8 +136,15 @@ class MixtureOfExperts:
         self.shared: GatedMLP | None = None
         self.shared_gate: Linear | None = None
         if config.shared_size:
+            plain = partial(Linear, ops=ops)
             self.shared = GatedMLP(
-                hidden_size, config.shared_size, bias=False, dtype=dtype, device=device, ops=ops
+                hidden_size,
+                config.shared_size,
+                bias=False,
+                dtype=dtype,
+                device=device,
+                ops=ops,
+                linear=made.under(f"{prefix}{config.names.shared}.", plain),
             )
         if config.shared_size and config.has_shared_gate:
             gate = {f"{config.names.shared}_gate": 1}
@@ -136,22 +154,49 @@ class MixtureOfExperts:
         parts = {"gate": self.config.num_experts}
         return Linear(hidden_size, parts, bias=False, dtype=dtype, device=device, ops=self.ops)
 
+    def _make_stored(
+        self,
+        projections: Projections,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        prefix: str,
+    ) -> StoredExperts | None:
+        """The experts in the form of a quantised checkpoint, if it is one."""
+        names = self.config.names
+        sizes = ExpertSizes(
+            numbers=range(self.config.num_experts),
+            hidden_size=hidden_size,
+            intermediate_size=self.config.intermediate_size,
+            names=(names.gate, names.up, names.down),
+        )
+        return projections.experts(f"{prefix}experts.", sizes, dtype=dtype, device=device)
+
     def _make_matrices(
         self, hidden_size: int, dtype: torch.dtype, device: torch.device | str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The uninitialised matrices of all experts: `[E, 2*I, H]`, gate first, and `[E, H, I]`."""
+        """The uninitialised matrices of all experts: `[E, 2*I, H]`, gate first, and `[E, H, I]`. None are
+        made beside stored ones.
+        """
+        if self.stored is not None:
+            return torch.empty(0, dtype=dtype, device=device), torch.empty(0, dtype=dtype, device=device)
         experts, inner = self.config.num_experts, self.config.intermediate_size
         gate_up = torch.empty(experts, 2 * inner, hidden_size, dtype=dtype, device=device)
         return gate_up, torch.empty(experts, hidden_size, inner, dtype=dtype, device=device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         ids, weights = self.route(x)
-        computed = self.ops.expert_mlp(x, ids, weights, self.gate_up, self.down, form=self.form)
-        routed = self.ops.sum_ranks(computed)
+        routed = self.ops.sum_ranks(self._computed(x, ids, weights))
         if self.shared is None:
             return routed
         shared = self.shared(x)
         return routed + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
+
+    def _computed(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The weighted sums of the chosen experts of rows `x` `[T, H]`."""
+        if self.stored is not None:
+            return self.stored(x, ids, weights)
+        return self.ops.expert_mlp(x, ids, weights, self.gate_up, self.down, form=self.form)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of rows `x` `[T, H]`: ids int32 and weights float32, both `[T, K]`."""
@@ -168,7 +213,9 @@ class MixtureOfExperts:
         yield from self.router.tensors(prefix)
         if self.choice_bias is not None:
             yield f"{prefix}gate.e_score_correction_bias", self.choice_bias
-        for expert in range(self.config.num_experts):
+        if self.stored is not None:
+            yield from self.stored.tensors(f"{prefix}experts.")
+        for expert in range(0 if self.stored is not None else self.config.num_experts):
             own = f"{prefix}experts.{expert}."
             yield f"{own}{names.gate}.weight", self.gate_up[expert, :inner]
             yield f"{own}{names.up}.weight", self.gate_up[expert, inner:]

@@ -12,12 +12,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...kernels.fp8_scales import FP8
+from ...kernels.mxfp4 import BLOCK
+from ...kernels.packed_words import SPAN
 from ..errors import CheckpointError
 from ..parallel.group import SOLO, TensorGroup
 from .config import ModelConfig, read_json
 from .cuts import Cut, cuts_of, rank_config
 from .interface import CausalLM, StoredForms
 from .layers import NamedTensors
+from .quant.int4_projection import VALUES_A_WORD
 from .quant.kv_scales import FP8_KV, KV_SCALE_SUFFIXES
 from .quant.registry import quantise_at_load
 from .registry import build_model, load_model_config
@@ -27,10 +30,13 @@ from .weight_reader import Piece, ReadReport, cut_pieces, pieces_of, pieces_of_r
 logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
-MXFP4_SUFFIX = "_blocks"  # of two 4-bit values a byte
+MXFP4_SUFFIXES = ("_blocks", "_scales")  # of experts in 4 bits, whose blocks are the third dimension
+LATENT_UP = re.compile(r"\.kv_b_proj\.(weight|qweight)$")  # has the model's dtype once loaded
 INDEX_FILE = "model.safetensors.index.json"
 LOADABLE = (torch.float32, torch.float16, torch.bfloat16)
-ROUNDED = re.compile(r"layers\.\d+\..*_proj\.weight$")  # matrices that `--quantize fp8` rounds
+# Matrices that `--quantize fp8` rounds.
+ROUNDED = re.compile(r"layers\.\d+\.(?!.*kv_b_proj).*(_proj|\.experts\.\d+\.w[123])\.weight$")
+BLOCKS_A_PART = SPAN // BLOCK
 SCALE_SUFFIX = "_scale"  # of a name behind that of the tensor whose scales it holds
 # Computed from the config at load time; old checkpoints still contain them.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
@@ -204,8 +210,11 @@ def weight_bytes(
 
 def _loaded_bytes(stored: StoredTensor, dtype: torch.dtype, quantize: str) -> int:
     count = math.prod(stored.shape)
-    if stored.name.endswith(MXFP4_SUFFIX):
-        return 2 * count * dtype.itemsize  # decoded once loaded
+    if LATENT_UP.search(stored.name):
+        return count * dtype.itemsize * (VALUES_A_WORD if stored.name.endswith(".qweight") else 1)
+    if stored.dtype == torch.uint8 and stored.name.endswith(MXFP4_SUFFIXES):
+        blocks = stored.shape[2]  # filled up to whole parts once packed
+        return stored.num_bytes // blocks * (-(-blocks // BLOCKS_A_PART) * BLOCKS_A_PART)
     if stored.dtype not in LOADABLE:
         return stored.num_bytes
     is_rounded = quantize == "fp8" and ROUNDED.search(stored.name) is not None

@@ -5,9 +5,9 @@ Legend: T tokens, N outputs, H inputs.
 
 import torch
 
-from ....kernels.fp8_scales import BLOCK, FP8
+from ....kernels.fp8_scales import BLOCK, FP8, dequantise_fp8
 from ....kernels.ops import recorded_fp8_linear
-from ....kernels.silu_mul import silu_mul
+from ....kernels.row_ops import gate_of
 from ...errors import CheckpointError
 from .config import Fp8Form
 from .projection import NamedTensors
@@ -17,6 +17,7 @@ class Fp8Projection:
     """y = x W^T + b with `weight` e4m3 `[N, H]` and float32 `scales`, in the forms of `kernels.fp8_scales`.
 
     The rows of the weight are split into named `parts` of the checkpoint, which lie under `prefix`.
+    `is_invariant`: products are batch-invariant.
 
     Raises CheckpointError for parts whose blocks would share scales.
     """
@@ -31,9 +32,11 @@ class Fp8Projection:
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | str,
+        is_invariant: bool = False,
     ) -> None:
         self.form = form
         self.parts = parts
+        self.is_invariant = is_invariant
         out_size = sum(parts.values())
         self.weight = torch.empty(out_size, in_size, dtype=FP8, device=device)
         self.bias = torch.empty(out_size, dtype=dtype, device=device) if bias else None
@@ -51,13 +54,19 @@ class Fp8Projection:
         self._unused = [torch.empty(1, dtype=torch.float32) for _ in parts if form.has_input_scale]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return recorded_fp8_linear(x, self.weight, self.scales, self.bias)
+        return recorded_fp8_linear(x, self.weight, self.scales, self.bias, is_invariant=self.is_invariant)
 
     def gated(self, x: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:
         """As `Projection.gated`."""
         if is_gelu:
-            return silu_mul(self(x), is_gelu=True)
-        return recorded_fp8_linear(x, self.weight, self.scales, self.bias, is_gated=True)
+            return gate_of(self(x), is_gelu=True, is_invariant=self.is_invariant)
+        return recorded_fp8_linear(
+            x, self.weight, self.scales, self.bias, is_gated=True, is_invariant=self.is_invariant
+        )
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """As `StoredProjection.values`."""
+        return dequantise_fp8(self.weight, self.scales, dtype)
 
     def tensors(self, prefix: str) -> NamedTensors:
         """As `Projection.tensors`."""

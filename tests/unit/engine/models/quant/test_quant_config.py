@@ -44,6 +44,9 @@ def test_each_method_is_read():
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
     assert read(awq) == QuantConfig(form=Int4Form(packing="awq", group_size=128))
     assert read(gptq) == QuantConfig(form=Int4Form(packing="gptq", group_size=32, zero_offset=1))
+    ordered = Int4Form(packing="gptq", group_size=32, zero_offset=1, has_order=True)
+    assert read(gptq | {"desc_act": True}) == QuantConfig(form=ordered)
+    assert read(gptq | {"desc_act": True, "static_groups": True}) == read(gptq)
     second = QuantConfig(form=Int4Form(packing="gptq", group_size=32))
     assert read(gptq | {"checkpoint_format": "gptq_v2"}) == second
     scheme = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False}
@@ -65,7 +68,7 @@ def test_each_method_is_read():
         ({"quant_method": "awq", "bits": 4, "group_size": 100}, ["group_size", "100", "32, 64, 128"]),
         ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}, ["version", "gemv"]),
         ({"quant_method": "gptq", "bits": 4, "group_size": -1}, ["group_size", "-1"]),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True}, ["desc_act", "order"]),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": 1}, ["desc_act", "true or false"]),
         (compressed("group"), ["config_groups.group_0.weights.strategy", "group", "channel"]),
         (
             compressed("channel") | {"format": "pack-quantized"},
@@ -129,7 +132,7 @@ def test_tensors_of_another_form_are_refused(toy_checkpoint: Callable[..., Path]
     name = "model.layers.0.mlp.down_proj.g_idx"
     message = damaged(tmp_path / "order", lambda tensors: tensors.update({name: tensors[name].flip(0)}))
     assert name in message
-    assert "desc_act false" in message
+    assert "desc_act" in message
     write_quantised(plain, tmp_path / "part", "channel", ignore=["model.layers.0.self_attn.q_proj"])
     message = refusal(load_model, tmp_path / "part", dtype=torch.float32)
     assert "model.layers.0.self_attn.q_proj" in message
