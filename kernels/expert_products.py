@@ -47,9 +47,7 @@ def dequantised_experts(
     if form.limit:
         gate = partial(clamped_gate, form=form, is_invariant=is_invariant)
     product = linear_rows if is_invariant else F.linear
-    return expert_mlp_reference(
-        x, ids, weights, Dequantised(gate_up), Dequantised(down), product, gate, form
-    )
+    return expert_mlp_reference(x, ids, weights, Dequantised(gate_up), Dequantised(down), product, gate, form)
 
 
 def expert_tiles(

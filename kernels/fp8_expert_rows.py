@@ -129,7 +129,8 @@ def fp8_expert_rows_triton(
     *,
     shapes: tuple[ExpertRowsShape, ExpertRowsShape] | None = None,
 ) -> torch.Tensor:
-    """Launch with checked arguments of `fp8_experts.fp8_experts`, T at least 1. `shapes`: of both products."""
+    """Launch with checked arguments of `fp8_experts.fp8_experts`, T at least 1. `shapes`: of both products.
+    """
     num_slots, top_k = ids.numel(), ids.shape[1]
     inner = torch.empty(num_slots, gate_up.shape[1] // 2, dtype=x.dtype, device=x.device)
     outputs = torch.empty(num_slots, x.shape[1], dtype=x.dtype, device=x.device)

@@ -150,9 +150,7 @@ def _fp8_experts_kernel(
         b_y *= tl.load(p_out_scales + o_scale, mask=m_out, other=0.0)[:, None] * b_x_scales[None, :]
         if IS_GATED:
             b_up *= tl.load(p_up_scales + o_scale, mask=m_out, other=0.0)[:, None] * b_x_scales[None, :]
-    store_expert_tile(
-        b_y, b_up, p_scales, p_y, b_slot, i_out, num_slots, out_size, False, IS_GATED, 0.0, 0.0
-    )
+    store_expert_tile(b_y, b_up, p_scales, p_y, b_slot, i_out, num_slots, out_size, False, IS_GATED, 0.0, 0.0)
 
 
 class Fp8ExpertTile(NamedTuple):

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .invariant_rows import linear_rows, silu_mul_rows
 from .int4_values import check_int4, dequantise_int4, halves_tile, unit_of
+from .invariant_rows import linear_rows, silu_mul_rows
 from .silu_mul import silu_mul, silu_mul_reference
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 

@@ -1,4 +1,4 @@
-"""4-bit floating-point values with a shared exponent (MXFP4): decoded to a float dtype, or packed for kernels.
+"""4-bit floating-point values with a shared exponent (MXFP4): decoded to a float dtype, or packed.
 
 A block of 32 values along the inner dimension has one scale, a power of two. A checkpoint has two neighbours
 in a byte, the first in its low half. Packed for kernels, a weight `[N, H]` has the words of `packed_words`,

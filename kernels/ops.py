@@ -371,9 +371,7 @@ def recorded_fp8_linear(
     is_invariant: bool = False,
 ) -> torch.Tensor:
     """`fp8_linear.fp8_linear` as one operation, so that a tape keeps no dequantised weight."""
-    out: torch.Tensor = torch.ops.baton.fp8_linear.default(
-        x, weight, scales, bias, is_gated, is_invariant
-    )
+    out: torch.Tensor = torch.ops.baton.fp8_linear.default(x, weight, scales, bias, is_gated, is_invariant)
     return out
 
 

@@ -8,7 +8,8 @@ A product is one chain of matrix instructions along the inner dimension, whateve
 tile, so the bits of a row do not depend on the rows beside it. With few slots, each slot is a tile of its
 own, and no grouping is launched, as in `expert_mlp`.
 
-Sources: Open Compute Project, "Microscaling formats (MX) specification", 2023; Frantar et al., "MARLIN", 2024.
+Sources: Open Compute Project, "Microscaling formats (MX) specification", 2023; Frantar et al., "MARLIN:
+Mixed-precision auto-regressive parallel inference on LLMs", 2024.
 Legend: T rows, K experts of a row, S = T*K slots, E experts, N outputs of a matrix, H inputs, I intermediate
 size of an expert, P parts of the inputs (see `packed_words`), G groups of inputs that share a scale.
 """

@@ -57,8 +57,6 @@ class Experts(Protocol):
         """`x` `[T, H]`, `ids`, `weights` `[T, K]`, `gate_up` `[E, 2*I, H]`, `down` `[E, H, I]` -> as `x`."""
 
 
-
-
 # (part [T, H]) -> [T, H]
 JoinParts: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 

@@ -204,14 +204,15 @@ def weight_bytes(directory: Path, dtype_bytes: int, quantize: str = "none") -> i
 
 def _loaded_bytes(name: str, entry: Mapping[str, Any], dtype_bytes: int, rounded: int) -> int:
     """The bytes of a tensor once loaded. `rounded`: bytes of a value of the layers' matrices."""
-    shape, (first, end) = entry["shape"], entry["data_offsets"]
-    count = math.prod(shape)
+    shape, (first, end) = entry["shape"], map(int, entry["data_offsets"])
+    count = math.prod(map(int, shape))
     if LATENT_UP in name and name.endswith((".weight", PACKED)):
         return count * dtype_bytes * (VALUES_A_WORD if name.endswith(PACKED) else 1)
     if entry["dtype"] == "U8" and name.endswith((MXFP4, MXFP4_SCALES)):
-        return int(end - first) // shape[2] * (-(-shape[2] // BLOCKS_A_PART) * BLOCKS_A_PART)
+        blocks = int(shape[2])
+        return (end - first) // blocks * (-(-blocks // BLOCKS_A_PART) * BLOCKS_A_PART)
     if entry["dtype"] not in FLOATS:
-        return int(end - first)
+        return end - first
     return count * (rounded if MATRIX.search(name) else dtype_bytes)
 
 

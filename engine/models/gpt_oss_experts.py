@@ -29,10 +29,9 @@ class GptOssExperts(MixtureOfExperts):
     def _make_stored(
         self,
         projections: Projections,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
         prefix: str,
+        hidden_size: int,
+        device: torch.device | str,
     ) -> StoredExperts | None:
         """None: the tensors of this class have other names, and biases."""
         return None

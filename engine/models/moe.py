@@ -125,7 +125,7 @@ class MixtureOfExperts:
         self.config = config
         self.ops = ops
         made = Projections(None) if projections is None else projections
-        self.stored = self._make_stored(made, hidden_size, dtype, device, prefix)
+        self.stored = self._make_stored(made, prefix, hidden_size, device)
         self.form = ExpertForm(limit=config.limit, alpha=config.alpha)
         self.router = self._make_router(hidden_size, dtype, device)
         self.counts: CountRows | None = None
@@ -157,10 +157,9 @@ class MixtureOfExperts:
     def _make_stored(
         self,
         projections: Projections,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
         prefix: str,
+        hidden_size: int,
+        device: torch.device | str,
     ) -> StoredExperts | None:
         """The experts in the form of a quantised checkpoint, if it is one."""
         names = self.config.names
@@ -170,7 +169,7 @@ class MixtureOfExperts:
             intermediate_size=self.config.intermediate_size,
             names=(names.gate, names.up, names.down),
         )
-        return projections.experts(f"{prefix}experts.", sizes, dtype=dtype, device=device)
+        return projections.experts(f"{prefix}experts.", sizes, device)
 
     def _make_matrices(
         self, hidden_size: int, dtype: torch.dtype, device: torch.device | str

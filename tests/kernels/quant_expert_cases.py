@@ -10,13 +10,13 @@ from baton.kernels.fp8_expert_rows import ExpertRowsShape, fp8_expert_rows_trito
 from baton.kernels.fp8_experts import Fp8ExpertTile, Fp8Matrices, fp8_experts_reference, fp8_experts_triton
 from baton.kernels.fp8_scales import FP8, FP8_ROUNDING
 from baton.kernels.mxfp4 import pack_mxfp4
-from baton.kernels.packed_words import pack_groups, pack_words
 from baton.kernels.packed_experts import (
     PackedExpertTile,
     PackedMatrices,
     packed_experts_reference,
     packed_experts_triton,
 )
+from baton.kernels.packed_words import pack_groups, pack_words
 from baton.tests.kernels.cases import DTYPES, NAN, randn
 from baton.tests.kernels.expert_cases import choices
 from baton.tests.kernels.quant_cases import fp8_weight

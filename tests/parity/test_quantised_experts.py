@@ -4,11 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from baton.tests.parity.quant_toys import EXPERTS, SHAPE, write_quantised
-from baton.tests.parity.test_quantised import TOLERANCE, assert_same_tokens
-from baton.tests.parity.toy_engine import ToyEngine, random_ids
-from baton.tests.parity.toy_models import reference_logits, reference_model
+from baton.tests.parity.test_quantised import assert_same_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -56,9 +56,9 @@ class Fp8Experts:
         hidden, inner = sizes.hidden_size, sizes.intermediate_size
         if form.has_blocks and inner % BLOCK:
             raise CheckpointError(
-                f"{prefix}{sizes.numbers[0]}.{sizes.names[0]}: {inner} outputs are no multiple of {BLOCK}, so "
-                "that its blocks cannot lie beside those of another matrix; use a checkpoint with scales per "
-                "output"
+                f"{prefix}{sizes.numbers[0]}.{sizes.names[0]}: {inner} outputs are no multiple of {BLOCK}, "
+                "so that its blocks cannot lie beside those of another matrix; use a checkpoint with scales "
+                "per output"
             )
         self.gate_up = self._matrices(2 * inner, hidden, device)
         self.down = self._matrices(hidden, inner, device)
@@ -113,7 +113,6 @@ class Int4Experts:
         prefix: str,
         sizes: ExpertSizes,
         *,
-        dtype: torch.dtype,
         device: torch.device | str,
         is_invariant: bool = False,
     ) -> None:
@@ -160,12 +159,12 @@ class Int4Experts:
                 part.order(f"{self.prefix}{expert}.{name}")
             words = {name: pack_words(part.values()) for name, part in parts.items()}
             groups = {name: (part.scales, part.zeros()) for name, part in parts.items()}
-            both = [torch.cat(pair, dim=1) for pair in zip(groups[gate], groups[up], strict=True)]
+            scales, zeros = (torch.cat(pair, dim=1) for pair in zip(groups[gate], groups[up], strict=True))
             size = self.form.group_size
             packed.append(
                 (
                     torch.cat((words[gate], words[up])),
-                    pack_groups(*both, size),
+                    pack_groups(scales, zeros, size),
                     words[down],
                     pack_groups(*groups[down], size),
                 )
@@ -189,6 +188,6 @@ def _check_device(device: torch.device, prefix: str) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < NATIVE:
         major, minor = torch.cuda.get_device_capability(device)
         raise CheckpointError(
-            f"{prefix}*: experts in fp8 need a GPU of compute capability {NATIVE[0]}.{NATIVE[1]}, this one has "
-            f"{major}.{minor}; use a checkpoint in bfloat16"
+            f"{prefix}*: experts in fp8 need a GPU of compute capability {NATIVE[0]}.{NATIVE[1]}, this one "
+            f"has {major}.{minor}; use a checkpoint in bfloat16"
         )

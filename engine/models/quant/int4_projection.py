@@ -6,8 +6,8 @@ The two packings of checkpoints, both in int32 words of eight values, N outputs,
     GPTQ  qweight [H/8, N]: word r of a column holds input 8*r + i in these bits
     both  scales [H/G, N] float16, qzeros [H/G, N/8] packed along N, in AWQ's order or in sequence
 
-With act-order (`desc_act`) GPTQ groups the inputs by their activations, and g_idx [H] tells the group of each.
-The weight is then packed with its inputs sorted by group, and rows are gathered in this order first.
+With act-order (`desc_act`) GPTQ groups the inputs by their activations, and g_idx [H] tells the group of
+each. The weight is then packed with its inputs sorted by group, and rows are gathered in this order first.
 
 Sources: AutoAWQ (WQLinear_GEMM.from_linear), AutoGPTQ (QuantLinear.pack), GPTQModel (gptq_v2).
 """
@@ -175,8 +175,8 @@ class Int4Projection:
         for name in others:
             if not _are_equal(self.order, stored[name].order(self.prefix + name)):
                 raise CheckpointError(
-                    f"{self.prefix}{name}.g_idx: its inputs have another order than those of {first}, which is "
-                    "one product here; use a checkpoint made with desc_act false"
+                    f"{self.prefix}{name}.g_idx: its inputs have another order than those of {first}, which "
+                    "is one product here; use a checkpoint made with desc_act false"
                 )
         values = (part.values() for part in stored.values())
         if self.order is not None:

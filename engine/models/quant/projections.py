@@ -32,9 +32,7 @@ class Projections:
         """
         return plain if self.config is None else partial(self._make, prefix, plain)
 
-    def experts(
-        self, prefix: str, sizes: ExpertSizes, *, dtype: torch.dtype, device: torch.device | str
-    ) -> StoredExperts | None:
+    def experts(self, prefix: str, sizes: ExpertSizes, device: torch.device | str) -> StoredExperts | None:
         """The experts of a layer whose names begin with `prefix` ("model.layers.0.mlp.experts."), in the form
         of the checkpoint; None if that keeps them in the model's dtype.
 
@@ -55,7 +53,7 @@ class Projections:
         if isinstance(form, Fp8Form):
             made = Fp8Experts(form, prefix, sizes, device=device, is_invariant=self.is_invariant)
         else:
-            made = Int4Experts(form, prefix, sizes, dtype=dtype, device=device, is_invariant=self.is_invariant)
+            made = Int4Experts(form, prefix, sizes, device=device, is_invariant=self.is_invariant)
         self.remember(made, prefix)
         return made
 
