@@ -7,7 +7,7 @@ as in prompts, are multiplied with the dequantised weight by the library. On an 
 Llama takes about as long as in bfloat16: what 4 bits save is memory.
 
 Batch-invariant products take the kernel for any number of rows, without splits, whose order of addition is
-not fixed.
+not fixed, and with equal tiles, since the sums of a group's inputs are added in an order that a tile has.
 
 Sources: Frantar et al., "MARLIN: Mixed-precision auto-regressive parallel inference on LLMs", 2024, for the
 order of the work, and Kim et al., "Who says elephants can't run", 2022, for values made by bits of the
@@ -173,9 +173,11 @@ def int4_linear_triton(
     is_gated: bool = False,
     shape: Int4Shape | None = None,
     has_pairs: bool | None = None,
+    tile_rows: int = 0,
 ) -> torch.Tensor:
     """Launch on `x` `[T, H]` and a packed weight; returns `[T, N]`, gated `[T, N/2]`, in the dtype of `x`.
 
+    `tile_rows`: rows of a tile, 0: by their number.
     `has_pairs`: whether bytes are unpacked by instructions for pairs of bfloat16; by default on a GPU. Splits
     are for products without gate. Raises ValueError as `int4_linear`.
     """
@@ -189,7 +191,7 @@ def int4_linear_triton(
         return y
     x = x if x.stride(1) == 1 else x.contiguous()
     sums = y if splits == 1 else torch.zeros(y.shape, dtype=torch.float32, device=x.device)
-    block_rows = min(max(next_power_of_2(num_rows), MIN_ROWS_TILE), MAX_ROWS)
+    block_rows = tile_rows or min(max(next_power_of_2(num_rows), MIN_ROWS_TILE), MAX_ROWS)
     pairs = x.is_cuda if has_pairs is None else has_pairs
     _int4_kernel[(cdiv(out_size, tile.out), cdiv(num_rows, block_rows), splits)](
         x,
@@ -312,7 +314,9 @@ def int4_linear(
         return int4_linear_rows(x, weight, scales, zeros, bias, is_gated)
     if is_invariant:
         shape = int4_shape(x.shape[0], weight.shape[0], x.dtype)._replace(num_splits=1)
-        return int4_linear_triton(x, weight, scales, zeros, bias, is_gated=is_gated, shape=shape)
+        return int4_linear_triton(
+            x, weight, scales, zeros, bias, is_gated=is_gated, shape=shape, tile_rows=MAX_ROWS
+        )
     if not x.is_cuda or x.dtype == torch.float32:
         return int4_linear_reference(x, weight, scales, zeros, bias, is_gated)
     if x.shape[0] <= MAX_ROWS:

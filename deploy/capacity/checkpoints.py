@@ -22,7 +22,7 @@ INDEX = "model.safetensors.index.json"
 HEADER_LIMIT = 100 << 20  # bytes; the limit of the safetensors format
 FLOATS = ("F32", "F16", "BF16")
 # The matrices of a layer that `--quantize` rounds.
-MATRIX = re.compile(r"\.layers\.\d+\.(?!.*kv_b_proj).*(_proj|\.experts\.\d+\.w[123])\.weight$")
+MATRIX = re.compile(r"\.layers\.\d+\.(?!.*kv_b_proj).*(_proj|_with_mqa|\.experts\.\d+\.w[123])\.weight$")
 PACKED, VALUES_A_WORD = ".qweight", 8  # of 4-bit values in words of 32 bits
 MXFP4, VALUES_A_BYTE = "_blocks", 2  # of 4-bit values of experts, in blocks that are the third dimension
 MXFP4_SCALES, BLOCKS_A_PART = "_scales", 4  # a worker fills blocks up to whole parts

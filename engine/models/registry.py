@@ -122,14 +122,13 @@ def build_model(
     """The model of `config.architecture`, with uninitialised weights. `is_invariant`: its operations are
     batch-invariant. As a rank of `group`, `config` is the rank's.
 
-    Raises CheckpointError if `models` lacks it, or for a quantisation or a dtype of keys and values that it
-    does not have.
+    Raises CheckpointError if `models` lacks it, or for a quantisation, a dtype of keys and values, or
+    batch-invariant attention that it does not have.
     """
-    if config.quant is not None and is_invariant:
+    if is_invariant and not isinstance(config.kv_layout(1, PROBED_PAGE_SIZE, dtype), MHALayout):
         raise CheckpointError(
-            f"deterministic on: products of {config.quant} are not batch-invariant; use --deterministic "
-            f"off or "
-            "the original checkpoint"
+            f"deterministic on: attention over latents ({config.architecture}) cuts a context by the number "
+            "of requests, so it is not batch-invariant; use --deterministic off or another model"
         )
     for entry in models:
         if entry.architecture == config.architecture:

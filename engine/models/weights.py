@@ -35,7 +35,7 @@ LATENT_UP = re.compile(r"\.kv_b_proj\.(weight|qweight)$")  # has the model's dty
 INDEX_FILE = "model.safetensors.index.json"
 LOADABLE = (torch.float32, torch.float16, torch.bfloat16)
 # Matrices that `--quantize fp8` rounds.
-ROUNDED = re.compile(r"layers\.\d+\.(?!.*kv_b_proj).*(_proj|\.experts\.\d+\.w[123])\.weight$")
+ROUNDED = re.compile(r"layers\.\d+\.(?!.*kv_b_proj).*(_proj|_with_mqa|\.experts\.\d+\.w[123])\.weight$")
 BLOCKS_A_PART = SPAN // BLOCK
 SCALE_SUFFIX = "_scale"  # of a name behind that of the tensor whose scales it holds
 # Computed from the config at load time; old checkpoints still contain them.

@@ -169,6 +169,12 @@ EXPERTS = {
         "head_dim": 32,
     },
 }
+# The same with whole blocks on each of two ranks, for heads of 128 values.
+WIDE_EXPERTS = {
+    family: {**sizes, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+    for family, sizes in EXPERTS.items()
+}
+WIDE_EXPERTS["deepseek_v3"] |= {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "head_dim": 64}
 QUANTISED = re.compile(r"(_proj|_proj_with_mqa|\.w[123])\.weight$")
 # sizes that blocks can divide, with a ragged end of the inner dimension
 SHAPE = {

@@ -37,6 +37,7 @@ class Fp8Projection:
         self.form = form
         self.parts = parts
         self.is_invariant = is_invariant
+        self.in_size = in_size
         out_size = sum(parts.values())
         self.weight = torch.empty(out_size, in_size, dtype=FP8, device=device)
         self.bias = torch.empty(out_size, dtype=dtype, device=device) if bias else None

@@ -112,6 +112,7 @@ class Int4Projection:
         is_invariant: bool = False,
     ) -> None:
         self.form, self.parts, self.prefix, self.is_invariant = form, parts, prefix, is_invariant
+        self.in_size = in_size
         for name, size in parts.items():
             check_outputs(prefix + name, size)
         try:

@@ -56,7 +56,9 @@ class StoredWeights(Protocol):
 
 
 class StoredProjection(Projection, StoredWeights, Protocol):
-    """A projection whose weight is loaded in the form of a checkpoint."""
+    """A projection whose weight is loaded in the form of a checkpoint. `in_size`: H."""
+
+    in_size: int
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
         """The values `[N, H]` of the finished weight."""

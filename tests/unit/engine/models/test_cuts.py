@@ -9,7 +9,7 @@ import torch
 from baton.engine.errors import CheckpointError
 from baton.engine.kv.layouts import MHALayout
 from baton.engine.models.cuts import PARTS, cuts_of, rank_config
-from baton.engine.models.moe import GPT_OSS_NAMES, MoEConfig
+from baton.engine.models.moe import GPT_OSS_NAMES, QWEN_NAMES, MoEConfig
 from baton.engine.models.quant.config import Fp8Form, Int4Form, QuantConfig
 from baton.engine.models.quant.kv_scales import KV_SCALE_SUFFIXES
 from baton.engine.models.quant.projections import Projections
@@ -18,7 +18,13 @@ from baton.engine.models.weights import iter_safetensors, load_model
 from baton.engine.parallel.group import TensorGroup
 from baton.kernels.fp8_scales import FP8
 from baton.tests.parity.eagle3_toys import toy_target
-from baton.tests.parity.quant_toys import FORMS, write_kv_scales, write_quantised
+from baton.tests.parity.quant_toys import (
+    FORMS,
+    ORDERED,
+    WIDE_EXPERTS,
+    write_kv_scales,
+    write_quantised,
+)
 from baton.tests.parity.quant_toys import SHAPE as QUANT_SHAPE
 from baton.tests.parity.test_gpt_oss import write_packed
 
@@ -59,13 +65,30 @@ def test_the_parts_of_all_ranks_are_the_stored_tensor(
     assert_parts_are_whole(toy_checkpoint(family, vocab_size=257), num_ranks)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [form for form in FORMS if form != ORDERED])
 def test_the_parts_of_a_quantised_checkpoint_are_the_stored_tensors(
     toy_checkpoint: Callable[..., Path], tmp_path: Path, form: str
 ):
     write_quantised(toy_checkpoint("llama", **BLOCKS, num_hidden_layers=1), tmp_path, form)
     if form == "channel":
         write_kv_scales(tmp_path, 1)
+    assert_parts_are_whole(tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("deepseek_v3", "block"),
+        pytest.param("qwen3_moe", "block", marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", "gptq", marks=pytest.mark.slow),
+        pytest.param("mixtral", "tensor", marks=pytest.mark.slow),
+        pytest.param("glm4_moe", "awq", marks=pytest.mark.slow),
+    ],
+)
+def test_the_parts_of_quantised_experts_are_the_stored_tensors(
+    toy_checkpoint: Callable[..., Path], tmp_path: Path, family: str, form: str
+):
+    write_quantised(toy_checkpoint(family, **BLOCKS | WIDE_EXPERTS[family]), tmp_path, form)
     assert_parts_are_whole(tmp_path, 2)
 
 
@@ -185,12 +208,41 @@ def test_query_heads_of_a_rank_meet_their_own_kv_heads():
             "intermediate_size 128 in groups of 128 with one scale, which 2 ranks would cut; use tp 1",
         ),
         (
+            {
+                "quant": QuantConfig(form=Int4Form(packing="gptq", group_size=32, has_order=True)),
+                "head_dim": 64,
+                "intermediate_size": 128,
+            },
+            2,
+            "inputs in the order of activations (desc_act), whose groups 2 ranks would cut",
+        ),
+        (
+            {
+                "quant": QuantConfig(form=Fp8Form(has_blocks=True)),
+                "head_dim": 128,
+                "moe": replace(MXFP4, intermediate_size=384, is_packed=False, names=QWEN_NAMES),
+            },
+            2,
+            "expert intermediate size 384 in blocks of 128 with one scale, which 2 ranks would cut",
+        ),
+        (
             {"moe": replace(MXFP4, intermediate_size=96)},
             2,
             "expert intermediate size 96 in blocks of 32 with one scale, which 2 ranks would cut",
         ),
     ],
-    ids=["heads", "kv-heads", "width", "architecture", "fp8-mlp", "fp8-heads", "int4", "mxfp4"],
+    ids=[
+        "heads",
+        "kv-heads",
+        "width",
+        "architecture",
+        "fp8-mlp",
+        "fp8-heads",
+        "int4",
+        "order",
+        "fp8-experts",
+        "mxfp4",
+    ],
 )
 def test_a_model_that_cannot_be_cut_is_refused_with_what_fits(
     changes: dict[str, object], num_ranks: int, said: str
