@@ -153,7 +153,7 @@ def test_experts_that_no_kernel_runs_are_refused(toy_checkpoint: Callable[..., P
     message = refusal(load_model, tmp_path / "narrow", dtype=torch.float32)
     assert "experts.0.gate_proj: 96 outputs are no multiple of 128" in message
     write_quantised(experts, tmp_path / "missing", "block")
-    name = "model.layers.1.mlp.experts.3.down_proj.weight_scale_inv"
+    name = "model.layers.0.mlp.experts.3.down_proj.weight_scale_inv"
     assert f"tensor {name} is missing" in damaged(tmp_path / "missing", lambda tensors: tensors.pop(name))
 
 
