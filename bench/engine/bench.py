@@ -29,7 +29,7 @@ from ..arguments import at_least
 from .drafters import ALL, DRAFTERS, named_drafters
 from .floors import Ceilings, PassCounts, Work, measure_ceilings
 from .rig import ComputedPrompt, Rig, RigSettings
-from .shapes import DRAFT_VOCABULARY, FORMS, SHAPES
+from .shapes import DRAFT_VOCABULARY, FORMS, MXFP4, SHAPES
 from .timing import Timing, measure
 
 PROG = "baton bench engine"
@@ -225,7 +225,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--quantize",
-        choices=("none", *FORMS),
+        choices=("none", *FORMS, MXFP4),
         default="none",
         help="the form of the target's matrices (default none: that of --dtype)",
     )

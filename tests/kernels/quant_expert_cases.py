@@ -181,21 +181,32 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -
     assert (error <= tolerance * expected.norm(dim=-1)).all(), (error / expected.norm(dim=-1)).tolist()
 
 
-def quant_expert_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
+CHANNEL, BLOCK, ROUNDED = (7, 4, 2, 72, 40), (5, 3, 2, 200, 128), (19, 3, 2, 200, 128)
+CLAMPED = (4, 3, 2, 64, 96)
+PACKED: tuple[tuple[int, Sizes], ...] = (
+    (0, (5, 3, 2, 96, 64)),
+    (32, (5, 3, 2, 64, 160)),
+    (64, (3, 4, 2, 128, 64)),
+    (128, (3, 4, 2, 256, 128)),
+)
+
+
+def quant_expert_cases(*, is_whole: bool = True) -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
+    if not is_whole:
+        yield check_fp8_experts_rounded, (ROUNDED, "block")
+        yield check_fp8_expert_rows, (CHANNEL, "channel", torch.bfloat16)
+        yield check_packed_experts, (CLAMPED, 0, True, torch.bfloat16, True)
+        yield check_packed_experts, (PACKED[3][1], 128, False, torch.bfloat16)
+        return
     for dtype in DTYPES:
-        for form, sizes in (("channel", (7, 4, 2, 72, 40)), ("block", (5, 3, 2, 200, 128))):
+        for form, sizes in (("channel", CHANNEL), ("block", BLOCK)):
             yield check_fp8_experts, (sizes, form, dtype)
             yield check_fp8_expert_rows, (sizes, form, dtype)
-        for group, sizes in (
-            (0, (5, 3, 2, 96, 64)),
-            (32, (5, 3, 2, 64, 160)),
-            (64, (3, 4, 2, 128, 64)),
-            (128, (3, 4, 2, 256, 128)),
-        ):
+        for group, sizes in PACKED:
             for is_grouped in (False, True):
                 yield check_packed_experts, (sizes, group, is_grouped, dtype)
-        yield check_packed_experts, ((4, 3, 2, 64, 96), 0, True, dtype, True)
-    for form, sizes in (("channel", (19, 3, 2, 72, 40)), ("block", (19, 3, 2, 200, 128))):
-        yield check_fp8_experts_rounded, (sizes, form)
+        yield check_packed_experts, (CLAMPED, 0, True, dtype, True)
+    yield check_fp8_experts_rounded, (ROUNDED, "block")
+    yield check_fp8_experts_rounded, ((19, 3, 2, 72, 40), "channel")
     yield check_fp8_experts_rounded, ((0, 3, 2, 32, 16), "channel")
     yield check_packed_experts, ((0, 3, 2, 64, 32), 0, True, torch.float32)

@@ -11,10 +11,10 @@ from baton.tests.kernels.latent_cases import latent_cases
 from baton.tests.kernels.quant_cases import quant_cases
 from baton.tests.kernels.quant_expert_cases import quant_expert_cases
 
-QUICK_ATTENTION = list(attention_cases(is_whole=False))
+QUICK = [*attention_cases(is_whole=False), *quant_expert_cases(is_whole=False)]
 CASES = [
-    pytest.param(*case, id=case[0].__name__[6:], marks=[] if case in QUICK_ATTENTION else pytest.mark.slow)
-    for case in attention_cases()
+    pytest.param(*case, id=case[0].__name__[6:], marks=[] if case in QUICK else pytest.mark.slow)
+    for case in (*attention_cases(), *quant_expert_cases())
 ] + [
     pytest.param(*case, id=case[0].__name__[6:])
     for case in (
@@ -24,7 +24,6 @@ CASES = [
         *choice_cases(),
         *expert_cases(),
         *quant_cases(),
-        *quant_expert_cases(),
         *latent_cases(),
     )
 ]
