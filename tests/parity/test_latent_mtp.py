@@ -120,7 +120,7 @@ def test_tokens_are_those_of_transformers_eagerly_and_in_graphs(toy: Toy):
 
 
 @pytest.mark.slow
-def test_quantised_modules_draft_and_their_target_says_what_their_values_do(
+def test_quantised_modules_and_their_target_say_what_their_values_say(
     toy_checkpoint: Callable[..., Path], tmp_path: Path
 ):
     """As DeepSeek-V3 is published: matrices in blocks of 128, the projection of both streams in floats."""
