@@ -60,7 +60,7 @@ def row_values(p_row: tl.tensor, i_in: tl.tensor, in_size: tl.tensor, IS_EVEN: t
 
 
 @jit
-def _weights(
+def weights_tile(
     p_weight: tl.tensor,
     p_scales: tl.tensor,
     i_in: tl.tensor,
@@ -110,10 +110,10 @@ def _fp8_rows_kernel(
     for first in tl.range(0, in_size, BLOCK_IN, num_stages=NUM_STAGES):
         i_in = first + i_offset
         b_x = row_values(p_x, i_in, in_size, IS_EVEN)
-        b_weight = _weights(p_outs, p_out_scales, i_in, in_size, HAS_BLOCKS, IS_EVEN, SCALE_BLOCK)
+        b_weight = weights_tile(p_outs, p_out_scales, i_in, in_size, HAS_BLOCKS, IS_EVEN, SCALE_BLOCK)
         b_y += b_weight * b_x[None, :]
         if IS_GATED:
-            b_weight = _weights(p_ups, p_up_scales, i_in, in_size, HAS_BLOCKS, IS_EVEN, SCALE_BLOCK)
+            b_weight = weights_tile(p_ups, p_up_scales, i_in, in_size, HAS_BLOCKS, IS_EVEN, SCALE_BLOCK)
             b_up += b_weight * b_x[None, :]
     store_row(b_y, b_up, p_scales, p_bias, p_y, i_out, out_size, HAS_BIAS, HAS_BLOCKS, IS_GATED)
 

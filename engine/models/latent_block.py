@@ -10,9 +10,20 @@ from functools import partial
 
 import torch
 
+from ...kernels.latent_step import LatentRows, LatentSizes
 from ...kernels.row_ops import FASTEST, RowOps
 from .deepseek_config import NORM_EPS, LatentConfig
-from .layers import Attend, Linear, NamedTensors, RMSNorm, row_parallel
+from .layers import (
+    Attend,
+    JoinedProjection,
+    Linear,
+    NamedTensors,
+    Normed,
+    ProjectedRows,
+    RMSNorm,
+    may_join,
+    row_parallel,
+)
 from .quant.projection import Projection
 from .quant.projections import Projections
 
@@ -50,6 +61,9 @@ class LatentAttention:
             self.query_norm = RMSNorm(config.query_rank, NORM_EPS, ops=ops, **make)  # type: ignore[arg-type]
             parts = {"q_b_proj": heads * config.head_dim}
             self.query_up = linear(config.query_rank, parts, bias=False, **make)  # type: ignore[arg-type]
+        self.sizes = LatentSizes(
+            config.key_size, config.rope_size, config.value_size, config.rank, config.is_interleaved
+        )
         self.latent_norm = RMSNorm(config.rank, NORM_EPS, ops=ops, **make)  # type: ignore[arg-type]
         # attention takes this matrix apart, so once loaded it has no other form than the model's dtype
         shape = heads * config.latent_outputs, config.rank
@@ -67,23 +81,35 @@ class LatentAttention:
         )
         self.output = row_parallel(output, ops)
 
+    def takes_unscaled(self, num_rows: int) -> bool:
+        """As `Attention.takes_unscaled`."""
+        return may_join(num_rows, self.down)
+
     def __call__(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
+        self, x: Normed, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
     ) -> torch.Tensor:
         """`x` `[T, H]`, rotary tables `[T, P]` -> `[T, H]`."""
         return self.output(self.attended(x, cos, sin, layer, attend))
 
     def attended(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
+        self, x: Normed, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
     ) -> torch.Tensor:
         """As a call, without the output projection: `[T, N*V]`."""
         config = self.config
-        found = self.down(x)
+        assert not isinstance(x, ProjectedRows)
+        assert isinstance(x, torch.Tensor) or isinstance(self.down, JoinedProjection)
+        found = self.down(x)  # type: ignore[arg-type]
         width = found.shape[1] - config.rank - config.rope_size
         queries, latent = found[:, :width], found[:, width : width + config.rank]
         if self.query_norm is not None and self.query_up is not None:
             queries = self.query_up(self.query_norm(queries))
-        q = queries.reshape(x.shape[0], config.num_heads, config.head_dim)
+        latent_attend = getattr(attend, "latent_attend", None)
+        joins = self.ops.joins
+        if latent_attend is not None and joins.latents and joins.takes(found):
+            rows = LatentRows(queries, found[:, width:], self.latent_norm.weight, NORM_EPS, cos, sin)
+            joined: torch.Tensor = latent_attend(layer, rows, self.up, self.sizes)
+            return joined.flatten(1)
+        q = queries.reshape(found.shape[0], config.num_heads, config.head_dim)
         turning = torch.cat((q[..., config.key_size :], found[:, None, width + config.rank :]), dim=1)
         if config.is_interleaved:
             turning = turning.view(*turning.shape[:2], -1, 2).transpose(-1, -2).flatten(-2)

@@ -15,6 +15,7 @@ from ...kernels.fp8_scales import FP8
 from ...kernels.mxfp4 import BLOCK
 from ...kernels.packed_words import SPAN
 from ..errors import CheckpointError
+from ..kv.layouts import MLALayout
 from ..parallel.group import SOLO, TensorGroup
 from .config import ModelConfig, read_json
 from .cuts import Cut, cuts_of, rank_config
@@ -264,12 +265,18 @@ def load_model(
 
     A rank of several in `group` reads its part of the weights only. The config is that of the whole model.
 
-    Raises CheckpointError as `load_model_config`, `quantise_at_load`, `rank_config` and `fill_tensors`.
+    Raises CheckpointError as `load_model_config`, `quantise_at_load`, `rank_config` and `fill_tensors`, and
+    for a model whose attention is not batch-invariant although `is_invariant`.
     """
     path = Path(path)
     config = load_model_config(path)
     config = replace(config, quant=quantise_at_load(quantize, config.quant, path), kv_dtype=kv_dtype)
     own = rank_config(config, group.size, str(path))
+    if is_invariant and isinstance(config.kv_layout(1, 1, dtype), MLALayout):
+        raise CheckpointError(
+            f"deterministic on: attention over latents ({config.architecture}) cuts a context by the number "
+            "of requests, so it is not batch-invariant; use --deterministic off or another model"
+        )
     find_shards(path)  # a missing file is reported before memory is taken
     model = build_model(own, dtype=dtype, device=device, is_invariant=is_invariant, group=group)
     rounds = quantize != "none"
