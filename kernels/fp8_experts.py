@@ -178,7 +178,7 @@ def fp8_expert_tile(
         return Fp8ExpertTile(rows=MIN_TILE_ROWS, out=64, inner=128, num_warps=4, num_stages=5)
     if share <= 48:
         return Fp8ExpertTile(rows=32, out=64, inner=128, num_warps=4, num_stages=4)
-    if has_blocks or share <= 96:
+    if has_blocks or share <= 112:
         return Fp8ExpertTile(rows=64, out=64, inner=128, num_warps=4, num_stages=3)
     return Fp8ExpertTile(rows=128, out=128, inner=128, num_warps=8, num_stages=3)
 

@@ -263,7 +263,7 @@ def packed_expert_tile(
     if share <= 48:
         return PackedExpertTile(rows=32, out=64, num_warps=4, num_stages=4)
     return PackedExpertTile(
-        rows=128 if share > 96 and group == MXFP4 else 64, out=64, num_warps=4, num_stages=3
+        rows=128 if share > 112 and group == MXFP4 else 64, out=64, num_warps=4, num_stages=3
     )
 
 
