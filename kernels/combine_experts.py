@@ -1,5 +1,7 @@
 """The weighted sum of the experts of each row, in the order of the row's choices.
 
+Of experts that are elsewhere nothing is read: the sum is over those that are here.
+
 Legend: T rows, K experts of a row, H hidden size.
 """
 
@@ -24,9 +26,13 @@ def combine_experts_reference(outputs: torch.Tensor, weights: torch.Tensor) -> t
 def _combine_kernel(
     p_outputs: tl.tensor,
     p_weights: tl.tensor,
+    p_ids: tl.tensor,
     p_y: tl.tensor,
     width: tl.tensor,
+    first_expert: tl.tensor,
+    num_experts: tl.tensor,
     TOP_K: tl.constexpr,
+    IS_PART: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     i_row = tl.program_id(0).to(tl.int64)
@@ -35,19 +41,41 @@ def _combine_kernel(
     b_sum = tl.zeros((BLOCK,), dtype=tl.float32)
     for choice in tl.static_range(TOP_K):
         slot = i_row * TOP_K + choice
-        b_part = tl.load(p_outputs + slot * width + i_column, mask=m_column, other=0.0).to(tl.float32)
+        m_part = m_column
+        if IS_PART:
+            expert = tl.load(p_ids + slot) - first_expert
+            m_part = m_column & (expert >= 0) & (expert < num_experts)
+        b_part = tl.load(p_outputs + slot * width + i_column, mask=m_part, other=0.0).to(tl.float32)
         b_sum += b_part * tl.load(p_weights + slot)
     tl.store(p_y + i_row * width + i_column, b_sum.to(p_y.dtype.element_ty), mask=m_column)
 
 
-def combine_experts_triton(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def combine_experts_triton(
+    outputs: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor | None = None,
+    first: int = 0,
+    num_experts: int = 0,
+) -> torch.Tensor:
     """Launch on `outputs` `[T*K, H]` and float32 `weights` `[T, K]`, T at least 1; returns `[T, H]` in the
     dtype of `outputs`.
+
+    `ids`: int32 `[T, K]`, if only the `num_experts` experts from `first` on are here.
     """
     (num_rows, top_k), width = weights.shape, outputs.shape[1]
     y = torch.empty(num_rows, width, dtype=outputs.dtype, device=outputs.device)
     block = min(next_power_of_2(width), 1024)
     _combine_kernel[(num_rows, cdiv(width, block))](
-        outputs, weights, y, width, TOP_K=top_k, BLOCK=block, num_warps=4
+        outputs,
+        weights,
+        weights if ids is None else ids,
+        y,
+        width,
+        first,
+        num_experts,
+        TOP_K=top_k,
+        IS_PART=ids is not None,
+        BLOCK=block,
+        num_warps=4,
     )
     return y

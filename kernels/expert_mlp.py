@@ -8,6 +8,8 @@ tile of its own, since the experts differ anyway, and no grouping is launched. A
 matrix instructions along the inner dimension, as in `skinny_linear`, and the experts of a row are added in
 the order of its choices, so the bits of a row do not depend on the rows beside it.
 
+Of experts that are elsewhere nothing is computed: a row's sum is over those that are here.
+
 Legend: T rows, K experts of a row, S = T*K slots, E experts, H hidden size, I intermediate size of an expert.
 """
 
@@ -33,20 +35,25 @@ MIN_TILE_ROWS = 16
 class ExpertForm(NamedTuple):
     """What experts may have beside their matrices: biases `[E, 2*I]` and `[E, H]`, and the gate of gpt-oss.
 
-    `limit` 0.0: the gate is silu.
+    `limit` 0.0: the gate is silu. `first`: the id of the first of the E experts. `total`: the number of all
+    experts, if there are others elsewhere, of which ids tell too; otherwise 0.
     """
 
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     limit: float = 0.0
     alpha: float = 0.0
+    first: int = 0
+    total: int = 0
 
 
 PLAIN_EXPERTS = ExpertForm()
 
 
 class Matrices(Protocol):
-    """A matrix for each expert: a tensor, or what makes each when it is asked for."""
+    """A matrix for each expert here: a tensor, or what makes each when it is asked for."""
+
+    def __len__(self) -> int: ...
 
     def __getitem__(self, expert: int, /) -> torch.Tensor: ...
 
@@ -74,8 +81,10 @@ def expert_mlp_reference(
     biases = form.gate_up_bias, form.down_bias
     num_rows, top_k = ids.shape
     outputs = torch.zeros(num_rows * top_k, x.shape[1], dtype=x.dtype)
-    flat = ids.flatten()
+    flat = ids.flatten() - form.first
     for expert in sorted(set(flat.tolist())):
+        if form.total and not 0 <= expert < len(gate_up):
+            continue
         slots = (flat == expert).nonzero().flatten()
         rows = x[slots // top_k]
         first, second = (None if bias is None else bias[expert] for bias in biases)
@@ -96,8 +105,11 @@ def _expert_kernel(
     out_size: tl.tensor,
     in_size: tl.tensor,
     x_stride: tl.tensor,
+    first_expert: tl.tensor,
+    num_experts: tl.tensor,
     SLOTS_A_ROW: tl.constexpr,
     IS_GROUPED: tl.constexpr,
+    IS_PART: tl.constexpr,
     IS_GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -118,6 +130,10 @@ def _expert_kernel(
     else:
         b_slot = tl.where(i_row == 0, i_tile, num_slots)
     expert = tl.load(p_experts + i_tile).to(tl.int64)
+    if IS_PART and not IS_GROUPED:
+        expert -= first_expert
+        if (expert < 0) | (expert >= num_experts):
+            return
     m_slot = b_slot < num_slots
     m_out = i_out < out_size
     rows_of_expert = out_size * 2 if IS_GATED else out_size
@@ -208,9 +224,10 @@ def expert_mlp_triton(
     if num_rows == 0:
         return x.new_empty(x.shape)
     is_grouped = num_slots > num_experts if is_grouped is None else is_grouped
-    tile = expert_tile(num_slots, num_experts, x.dtype) if tile is None else tile
+    is_part = form.total > 0
+    tile = expert_tile(num_slots, form.total or num_experts, x.dtype) if tile is None else tile
     if is_grouped:
-        tiles = group_experts_triton(ids, num_experts, tile.rows)
+        tiles = group_experts_triton(ids, num_experts, tile.rows, form.first)
         num_tiles = tiles.experts.shape[0]
     else:
         tiles = ExpertTiles(ids, ids, ids)
@@ -233,8 +250,11 @@ def expert_mlp_triton(
             out_size,
             source.shape[1],
             source.stride(0),
+            form.first,
+            num_experts,
             SLOTS_A_ROW=slots_a_row,
             IS_GROUPED=is_grouped,
+            IS_PART=is_part,
             IS_GATED=weight is gate_up,
             HAS_BIAS=bias is not None,
             LIMIT=form.limit,
@@ -245,7 +265,8 @@ def expert_mlp_triton(
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
-    return combine_experts_triton(outputs, weights)
+    held = ids if is_part else None
+    return combine_experts_triton(outputs, weights, held, form.first, num_experts)
 
 
 def _check(
@@ -286,7 +307,7 @@ def expert_mlp(
     `gate_up` `[E, 2*I, H]` (gate first), `down` `[E, H, I]` -> `[T, H]`.
 
     `is_invariant`: the bits of a row do not depend on the rows beside it; on a GPU they never do. `form`:
-    biases and the gate. Raises ValueError if shapes or dtypes differ.
+    biases, the gate, and experts that are elsewhere. Raises ValueError if shapes or dtypes differ.
     """
     if x.is_cuda:
         return expert_mlp_triton(x, ids, weights, gate_up, down, form=form)

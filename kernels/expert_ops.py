@@ -14,13 +14,13 @@ from .packed_experts import PackedMatrices, packed_experts
 torch.library.define(
     "baton::fp8_experts",
     "(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor gate_up_scales, Tensor down, "
-    "Tensor down_scales, bool is_invariant) -> Tensor",
+    "Tensor down_scales, bool is_invariant, int first, int total) -> Tensor",
 )
 torch.library.define(
     "baton::packed_experts",
     "(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor gate_up_scales, int gate_up_group, "
     "Tensor down, Tensor down_scales, int down_group, bool is_invariant, Tensor? gate_up_bias, "
-    "Tensor? down_bias, float limit, float alpha) -> Tensor",
+    "Tensor? down_bias, float limit, float alpha, int first, int total) -> Tensor",
 )
 
 
@@ -33,9 +33,12 @@ def _fp8_experts(
     down: torch.Tensor,
     down_scales: torch.Tensor,
     is_invariant: bool,
+    first: int,
+    total: int,
 ) -> torch.Tensor:
-    first, second = Fp8Matrices(gate_up, gate_up_scales), Fp8Matrices(down, down_scales)
-    return fp8_experts(x, ids, weights, first, second, is_invariant)
+    matrices = Fp8Matrices(gate_up, gate_up_scales), Fp8Matrices(down, down_scales)
+    form = ExpertForm(first=first, total=total)
+    return fp8_experts(x, ids, weights, *matrices, is_invariant, form)
 
 
 def _packed_experts(
@@ -53,11 +56,15 @@ def _packed_experts(
     down_bias: torch.Tensor | None,
     limit: float,
     alpha: float,
+    first: int,
+    total: int,
 ) -> torch.Tensor:
-    first = PackedMatrices(gate_up, gate_up_scales, gate_up_group)
-    second = PackedMatrices(down, down_scales, down_group)
-    form = ExpertForm(gate_up_bias, down_bias, limit, alpha)
-    return packed_experts(x, ids, weights, first, second, is_invariant, form)
+    matrices = (
+        PackedMatrices(gate_up, gate_up_scales, gate_up_group),
+        PackedMatrices(down, down_scales, down_group),
+    )
+    form = ExpertForm(gate_up_bias, down_bias, limit, alpha, first, total)
+    return packed_experts(x, ids, weights, *matrices, is_invariant, form)
 
 
 for _name, _form in (("baton::fp8_experts", _fp8_experts), ("baton::packed_experts", _packed_experts)):
@@ -72,9 +79,12 @@ def recorded_fp8_experts(
     gate_up: Fp8Matrices,
     down: Fp8Matrices,
     is_invariant: bool = False,
+    form: ExpertForm = PLAIN_EXPERTS,
 ) -> torch.Tensor:
-    """`fp8_experts.fp8_experts` as one operation."""
-    out: torch.Tensor = torch.ops.baton.fp8_experts.default(x, ids, weights, *gate_up, *down, is_invariant)
+    """`fp8_experts.fp8_experts` as one operation; of `form` where the experts are."""
+    out: torch.Tensor = torch.ops.baton.fp8_experts.default(
+        x, ids, weights, *gate_up, *down, is_invariant, form.first, form.total
+    )
     return out
 
 

@@ -20,10 +20,13 @@ from .triton_jit import jit, tl
 
 
 class Dequantised:
-    """The matrices of experts, each made of its stored form when it is asked for."""
+    """The matrices of `count` experts, each made of its stored form when it is asked for."""
 
-    def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[int], torch.Tensor], count: int) -> None:
+        self._make, self._count = make, count
+
+    def __len__(self) -> int:
+        return self._count
 
     def __getitem__(self, expert: int, /) -> torch.Tensor:
         return self._make(expert)
@@ -33,30 +36,32 @@ def dequantised_experts(
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: Callable[[int], torch.Tensor],
-    down: Callable[[int], torch.Tensor],
+    gate_up: Dequantised,
+    down: Dequantised,
     is_invariant: bool = False,
     form: ExpertForm = PLAIN_EXPERTS,
 ) -> torch.Tensor:
     """The definition and the CPU path of all forms: `expert_mlp` with the values of the weights.
 
-    `gate_up` and `down` give the values `[2*I, H]` and `[H, I]` of one expert in the dtype of `x`; only those
-    of chosen experts are made, one after the other. `is_invariant`: with batch-invariant products.
+    `gate_up` and `down` have the values `[2*I, H]` and `[H, I]` of each expert in the dtype of `x`; only
+    those of chosen experts are made, one after the other. `is_invariant`: with batch-invariant products.
     """
     gate: Callable[[torch.Tensor], torch.Tensor] = silu_mul_rows if is_invariant else silu_mul_reference
     if form.limit:
         gate = partial(clamped_gate, form=form, is_invariant=is_invariant)
     product = linear_rows if is_invariant else F.linear
-    return expert_mlp_reference(x, ids, weights, Dequantised(gate_up), Dequantised(down), product, gate, form)
+    return expert_mlp_reference(x, ids, weights, gate_up, down, product, gate, form)
 
 
 def expert_tiles(
-    ids: torch.Tensor, num_experts: int, tile_rows: int, is_grouped: bool
+    ids: torch.Tensor, num_experts: int, tile_rows: int, is_grouped: bool, first: int = 0
 ) -> tuple[ExpertTiles, int]:
-    """The tiles of `ids` int32 `[T, K]`, and their number at most. Without grouping each slot is one."""
+    """The tiles of `ids` int32 `[T, K]`, and their number at most; the experts here have the ids from `first`
+    on. Without grouping each slot is a tile, with the id of its expert.
+    """
     if not is_grouped:
         return ExpertTiles(ids, ids, ids), ids.numel()
-    tiles = group_experts_triton(ids, num_experts, tile_rows)
+    tiles = group_experts_triton(ids, num_experts, tile_rows, first)
     return tiles, tiles.experts.shape[0]
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from .combine_experts import combine_experts_triton
+from .expert_mlp import PLAIN_EXPERTS, ExpertForm
 from .fp8_rows import row_values, store_row
 from .fp8_scales import BLOCK
 from .triton_jit import cdiv, jit, tl
@@ -62,7 +63,10 @@ def _fp8_expert_rows_kernel(
     x_stride: tl.tensor,
     scale_stride: tl.tensor,
     expert_scales: tl.tensor,
+    first_expert: tl.tensor,
+    num_experts: tl.tensor,
     SLOTS_A_ROW: tl.constexpr,
+    IS_PART: tl.constexpr,
     IS_GATED: tl.constexpr,
     HAS_BLOCKS: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -73,6 +77,10 @@ def _fp8_expert_rows_kernel(
 ) -> None:
     slot = tl.program_id(1).to(tl.int64)
     expert = tl.load(p_experts + slot).to(tl.int64)
+    if IS_PART:
+        expert -= first_expert
+        if (expert < 0) | (expert >= num_experts):
+            return
     i_out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     i_offset = tl.arange(0, BLOCK_IN)
     rows_of_expert = out_size * 2 if IS_GATED else out_size
@@ -127,6 +135,7 @@ def fp8_expert_rows_triton(
     down: torch.Tensor,
     down_scales: torch.Tensor,
     *,
+    form: ExpertForm = PLAIN_EXPERTS,
     shapes: tuple[ExpertRowsShape, ExpertRowsShape] | None = None,
 ) -> torch.Tensor:
     """Launch with checked arguments of `fp8_experts.fp8_experts`, T at least 1. `shapes`: of both products.
@@ -151,7 +160,10 @@ def fp8_expert_rows_triton(
             source.stride(0),
             scales.shape[-1],
             scales.stride(0),
+            form.first,
+            len(weight),
             SLOTS_A_ROW=top_k if i == 0 else 1,
+            IS_PART=form.total > 0,
             IS_GATED=i == 0,
             HAS_BLOCKS=scales.dim() == 3,
             IS_EVEN=in_size % tile.inner == 0,
@@ -162,4 +174,4 @@ def fp8_expert_rows_triton(
             num_warps=tile.num_warps,
         )
         source = target
-    return combine_experts_triton(outputs, weights)
+    return combine_experts_triton(outputs, weights, ids if form.total else None, form.first, len(down))

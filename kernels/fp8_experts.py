@@ -19,7 +19,14 @@ from typing import NamedTuple
 import torch
 
 from .combine_experts import combine_experts_triton
-from .expert_products import check_experts, dequantised_experts, expert_tiles, store_expert_tile
+from .expert_mlp import PLAIN_EXPERTS, ExpertForm
+from .expert_products import (
+    Dequantised,
+    check_experts,
+    dequantised_experts,
+    expert_tiles,
+    store_expert_tile,
+)
 from .fp8_expert_rows import fp8_expert_rows_triton
 from .fp8_scales import BLOCK, FP8, check_scales, dequantise_fp8
 from .quantise_rows import quantise_rows
@@ -40,6 +47,13 @@ class Fp8Matrices(NamedTuple):
     def has_blocks(self) -> bool:
         return self.scales.dim() == 3
 
+    def values(self, dtype: torch.dtype) -> Dequantised:
+        """The values of each expert's matrix."""
+        return Dequantised(partial(self._values, dtype), len(self.weight))
+
+    def _values(self, dtype: torch.dtype, expert: int) -> torch.Tensor:
+        return dequantise_fp8(self.weight[expert], self.scales[expert], dtype)
+
 
 def fp8_experts_reference(
     x: torch.Tensor,
@@ -48,15 +62,11 @@ def fp8_experts_reference(
     gate_up: Fp8Matrices,
     down: Fp8Matrices,
     is_invariant: bool = False,
+    form: ExpertForm = PLAIN_EXPERTS,
 ) -> torch.Tensor:
     """The definition and the CPU path: the weights' values, of one expert at a time."""
-    return dequantised_experts(
-        x, ids, weights, partial(_values, gate_up, x.dtype), partial(_values, down, x.dtype), is_invariant
-    )
-
-
-def _values(form: Fp8Matrices, dtype: torch.dtype, expert: int) -> torch.Tensor:
-    return dequantise_fp8(form.weight[expert], form.scales[expert], dtype)
+    first, second = gate_up.values(x.dtype), down.values(x.dtype)
+    return dequantised_experts(x, ids, weights, first, second, is_invariant, form)
 
 
 @jit_varying("num_slots")
@@ -190,34 +200,35 @@ def fp8_experts_triton(
     gate_up: Fp8Matrices,
     down: Fp8Matrices,
     *,
+    form: ExpertForm = PLAIN_EXPERTS,
     is_rounded: bool = True,
     tile: Fp8ExpertTile | None = None,
 ) -> torch.Tensor:
     """Launch on grouped slots; arguments as in `fp8_experts`. `is_rounded`: rows are rounded to 8 bits before
     each product.
     """
-    _check(x, ids, weights, gate_up, down)
+    _check(x, ids, weights, gate_up, down, form)
     if x.shape[0] == 0:
         return x.new_empty(x.shape)
     num_experts, double, hidden = gate_up.weight.shape
     num_slots, top_k = ids.numel(), ids.shape[1]
     if tile is None:
         dtype = FP8 if is_rounded else x.dtype
-        tile = fp8_expert_tile(num_slots, num_experts, dtype, gate_up.has_blocks)
-    tiles, num_tiles = expert_tiles(ids, num_experts, tile.rows, True)
+        tile = fp8_expert_tile(num_slots, form.total or num_experts, dtype, gate_up.has_blocks)
+    tiles, num_tiles = expert_tiles(ids, num_experts, tile.rows, True, form.first)
     inner = torch.empty(num_slots, double // 2, dtype=x.dtype, device=x.device)
     outputs = torch.empty(num_slots, hidden, dtype=x.dtype, device=x.device)
     source = x if x.stride(1) == 1 else x.contiguous()
-    for form, target, slots_a_row in ((gate_up, inner, top_k), (down, outputs, 1)):
+    for matrices, target, slots_a_row in ((gate_up, inner, top_k), (down, outputs, 1)):
         out_size, in_size = target.shape[1], source.shape[1]
-        rows, row_scales = source, form.scales
+        rows, row_scales = source, matrices.scales
         if is_rounded:
-            rows, row_scales = quantise_rows(source, BLOCK if form.has_blocks else in_size)
+            rows, row_scales = quantise_rows(source, BLOCK if matrices.has_blocks else in_size)
         _fp8_experts_kernel[(num_tiles * cdiv(out_size, tile.out),)](
             rows,
             row_scales,
-            form.weight,
-            form.scales,
+            matrices.weight,
+            matrices.scales,
             target,
             *tiles,
             num_slots,
@@ -225,11 +236,11 @@ def fp8_experts_triton(
             in_size,
             rows.stride(0),
             row_scales.shape[1],
-            form.scales.shape[-1],
-            form.scales.stride(0),
+            matrices.scales.shape[-1],
+            matrices.scales.stride(0),
             SLOTS_A_ROW=slots_a_row,
-            IS_GATED=form is gate_up,
-            HAS_BLOCKS=form.has_blocks,
+            IS_GATED=matrices is gate_up,
+            HAS_BLOCKS=matrices.has_blocks,
             IS_ROUNDED=is_rounded,
             IS_EVEN=in_size % tile.inner == 0,
             SCALE_BLOCK=BLOCK,
@@ -240,13 +251,20 @@ def fp8_experts_triton(
             num_stages=tile.num_stages,
         )
         source = target
-    return combine_experts_triton(outputs, weights)
+    return combine_experts_triton(outputs, weights, ids if form.total else None, form.first, num_experts)
 
 
 def _check(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Fp8Matrices, down: Fp8Matrices
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: Fp8Matrices,
+    down: Fp8Matrices,
+    form: ExpertForm,
 ) -> None:
     check_experts("fp8_experts", x, ids, weights)
+    if form[:4] != PLAIN_EXPERTS[:4]:
+        raise ValueError("fp8_experts: biases and other gates than silu are for experts in other forms")
     num_experts, double, hidden = gate_up.weight.shape
     unit = BLOCK if gate_up.has_blocks else 1
     if down.weight.shape != (num_experts, hidden, double // 2) or x.shape[1] != hidden or double % (2 * unit):
@@ -254,10 +272,10 @@ def _check(
             f"fp8_experts: x {tuple(x.shape)}, gate_up {tuple(gate_up.weight.shape)}, down "
             f"{tuple(down.weight.shape)}; expected [T, H], [E, 2*I, H], [E, H, I], I a multiple of {unit}"
         )
-    for form in (gate_up, down):
-        check_scales("fp8_experts", form.weight[0], form.scales[0])
-        if len(form.scales) != num_experts or not form.weight.is_contiguous():
-            raise ValueError(f"fp8_experts: {len(form.scales)} experts have scales, of {num_experts}")
+    for matrices in (gate_up, down):
+        check_scales("fp8_experts", matrices.weight[0], matrices.scales[0])
+        if len(matrices.scales) != num_experts or not matrices.weight.is_contiguous():
+            raise ValueError(f"fp8_experts: {len(matrices.scales)} experts have scales, of {num_experts}")
 
 
 def fp8_experts(
@@ -267,18 +285,21 @@ def fp8_experts(
     gate_up: Fp8Matrices,
     down: Fp8Matrices,
     is_invariant: bool = False,
+    form: ExpertForm = PLAIN_EXPERTS,
 ) -> torch.Tensor:
     """The weighted sum of the chosen experts: `x` `[T, H]`, `ids` int32 and `weights` float32 `[T, K]`,
     `gate_up` `[E, 2*I, H]` (gate first), `down` `[E, H, I]` -> `[T, H]`.
 
     A GPU needs compute capability 8.9. `is_invariant`: the bits of a row do not depend on the rows beside it;
-    then rows are rounded in any number. Raises ValueError if shapes or dtypes do not fit.
+    then rows are rounded in any number. `form`: experts that are elsewhere. Raises ValueError if shapes or
+    dtypes do not fit, and for another gate or biases.
     """
-    _check(x, ids, weights, gate_up, down)
+    _check(x, ids, weights, gate_up, down, form)
     if not x.is_cuda:
-        return fp8_experts_reference(x, ids, weights, gate_up, down, is_invariant)
+        return fp8_experts_reference(x, ids, weights, gate_up, down, is_invariant, form)
     if x.dtype == torch.float32:
-        return fp8_experts_triton(x, ids, weights, gate_up, down, is_rounded=False)
-    if not is_invariant and 0 < ids.numel() <= gate_up.weight.shape[0] // 2:
-        return fp8_expert_rows_triton(x, ids, weights, *gate_up, *down)
-    return fp8_experts_triton(x, ids, weights, gate_up, down)
+        return fp8_experts_triton(x, ids, weights, gate_up, down, form=form, is_rounded=False)
+    num_experts = form.total or gate_up.weight.shape[0]
+    if not is_invariant and 0 < ids.numel() <= num_experts // 2:
+        return fp8_expert_rows_triton(x, ids, weights, *gate_up, *down, form=form)
+    return fp8_experts_triton(x, ids, weights, gate_up, down, form=form)

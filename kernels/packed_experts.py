@@ -23,7 +23,13 @@ import torch
 
 from .combine_experts import combine_experts_triton
 from .expert_mlp import PLAIN_EXPERTS, ExpertForm
-from .expert_products import check_experts, dequantised_experts, expert_tiles, store_expert_tile
+from .expert_products import (
+    Dequantised,
+    check_experts,
+    dequantised_experts,
+    expert_tiles,
+    store_expert_tile,
+)
 from .mxfp4 import mxfp4_quarters, unpack_mxfp4
 from .packed_words import SPAN, UNIT, dequantise_words, group_scale, integer_quarters
 from .triton_jit import cdiv, jit, jit_varying, tl
@@ -44,8 +50,11 @@ class PackedMatrices(NamedTuple):
     scales: torch.Tensor
     group: int = MXFP4
 
-    def values(self, in_size: int, dtype: torch.dtype, expert: int) -> torch.Tensor:
-        """The values `[N, H]` of one expert, H = `in_size`."""
+    def values(self, in_size: int, dtype: torch.dtype) -> Dequantised:
+        """The values `[N, H]` of each expert's matrix, H = `in_size`."""
+        return Dequantised(partial(self._values, in_size, dtype), len(self.words))
+
+    def _values(self, in_size: int, dtype: torch.dtype, expert: int) -> torch.Tensor:
         words, scales = self.words[expert], self.scales[expert]
         if self.group == MXFP4:
             return unpack_mxfp4(words, scales, in_size, dtype)
@@ -62,8 +71,8 @@ def packed_experts_reference(
     form: ExpertForm = PLAIN_EXPERTS,
 ) -> torch.Tensor:
     """The definition and the CPU path: the weights' values, of one expert at a time."""
-    first = partial(gate_up.values, x.shape[1], x.dtype)
-    second = partial(down.values, gate_up.words.shape[1] // 2, x.dtype)
+    first = gate_up.values(x.shape[1], x.dtype)
+    second = down.values(gate_up.words.shape[1] // 2, x.dtype)
     return dequantised_experts(x, ids, weights, first, second, is_invariant, form)
 
 
@@ -147,8 +156,11 @@ def _packed_experts_kernel(
     x_stride: tl.tensor,
     num_words: tl.tensor,
     expert_scales: tl.tensor,
+    first_expert: tl.tensor,
+    num_experts: tl.tensor,
     SLOTS_A_ROW: tl.constexpr,
     IS_GROUPED: tl.constexpr,
+    IS_PART: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -172,6 +184,10 @@ def _packed_experts_kernel(
     else:
         b_slot = tl.where(i_row == 0, i_tile, num_slots)
     expert = tl.load(p_experts + i_tile).to(tl.int64)
+    if IS_PART and not IS_GROUPED:
+        expert -= first_expert
+        if (expert < 0) | (expert >= num_experts):
+            return
     m_slot = b_slot < num_slots
     m_out = i_out < out_size
     i_unit = tl.arange(0, UNIT)
@@ -290,8 +306,8 @@ def packed_experts_triton(
     num_slots, top_k = ids.numel(), ids.shape[1]
     is_grouped = num_slots > num_experts if is_grouped is None else is_grouped
     if tile is None:
-        tile = packed_expert_tile(num_slots, num_experts, x.dtype, gate_up.group)
-    tiles, num_tiles = expert_tiles(ids, num_experts, tile.rows, is_grouped)
+        tile = packed_expert_tile(num_slots, form.total or num_experts, x.dtype, gate_up.group)
+    tiles, num_tiles = expert_tiles(ids, num_experts, tile.rows, is_grouped, form.first)
     inner = torch.empty(num_slots, double // 2, dtype=x.dtype, device=x.device)
     outputs = torch.empty(num_slots, x.shape[1], dtype=x.dtype, device=x.device)
     source = x if x.stride(1) == 1 else x.contiguous()
@@ -314,8 +330,11 @@ def packed_experts_triton(
             source.stride(0),
             matrices.words.shape[2],
             matrices.scales.stride(0),
+            form.first,
+            num_experts,
             SLOTS_A_ROW=slots_a_row,
             IS_GROUPED=is_grouped,
+            IS_PART=form.total > 0,
             IS_GATED=matrices is gate_up,
             IS_EVEN=in_size % SPAN == 0,
             HAS_BIAS=bias is not None,
@@ -330,7 +349,7 @@ def packed_experts_triton(
             num_stages=tile.num_stages,
         )
         source = target
-    return combine_experts_triton(outputs, weights)
+    return combine_experts_triton(outputs, weights, ids if form.total else None, form.first, num_experts)
 
 
 def _check(
@@ -374,7 +393,7 @@ def packed_experts(
     `gate_up` of matrices `[E, 2*I, H]` (gate first), `down` of `[E, H, I]` -> `[T, H]`.
 
     `is_invariant`: the bits of a row do not depend on the rows beside it; on a GPU they never do. `form`:
-    biases and the gate. Raises ValueError if shapes or dtypes do not fit.
+    biases, the gate, and experts that are elsewhere. Raises ValueError if shapes or dtypes do not fit.
     """
     if x.is_cuda:
         return packed_experts_triton(x, ids, weights, gate_up, down, form=form)

@@ -193,6 +193,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("model", metavar="DIR", help="a checkpoint, or its name on the hub")
     add("--tp", type=at_least(1), default=1, help="ranks that load at the same time (default 1)")
+    add("--ep", action="store_true", help="ranks have whole experts, otherwise a part of the width of each")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto: CUDA where it is")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="of weights (default auto)")
     add("--quantize", choices=("none", "fp8"), default="none", help="as of a worker (default none)")
@@ -214,7 +215,6 @@ def main(argv: Sequence[str]) -> int:
     progress = JobProgress()
     try:
         path = resolve_checkpoint(options.model)
-        rank_config(load_model_config(path), options.tp, str(path))
         jobs = [
             RankJob(
                 path=str(path),
@@ -223,9 +223,11 @@ def main(argv: Sequence[str]) -> int:
                 device=options.device,
                 dtype=options.dtype,
                 quantize=options.quantize,
+                by_expert=options.ep,
             )
             for rank in range(options.tp)
         ]
+        rank_config(load_model_config(path), jobs[0].sharing, str(path))
         found = measure(path, jobs, options.rounds, progress)
     except (CheckpointError, OSError) as error:
         progress.close()
@@ -233,7 +235,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     progress.close()
     cores = len(os.sched_getaffinity(0))
-    where = f"{path}, {file_system_of(path)}; {cores} cores, tp {options.tp}, {options.device}"
+    where = f"{path}, {file_system_of(path)}; {cores} cores, {jobs[0].sharing.setting}, {options.device}"
     sys.stdout.write("\n".join([where, "", *table_of(found)]) + "\n")
     if options.json:
         rows = [[dataclasses.asdict(each) for each in readings] for readings in found]

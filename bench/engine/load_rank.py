@@ -17,13 +17,14 @@ from ...engine.config import resolve_device, resolve_dtype
 from ...engine.loader import rank_device
 from ...engine.models.weights import load_model
 from ...engine.parallel.group import TensorGroup
+from ...engine.parallel.sharing import Sharing, tensor_parallel
 
 READY = "ready"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankJob:
-    """What one rank of `size` loads, and where to."""
+    """What one rank of `size` loads, and where to. `by_expert`: it has whole experts."""
 
     path: str
     rank: int
@@ -31,6 +32,12 @@ class RankJob:
     device: str
     dtype: str
     quantize: str
+    by_expert: bool = False
+
+    @property
+    def sharing(self) -> Sharing:
+        """The part of this rank; nothing is computed, so it needs no process group."""
+        return tensor_parallel(TensorGroup(rank=self.rank, size=self.size), by_expert=self.by_expert)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +56,7 @@ class RankLoad:
 
 def load(job: RankJob) -> RankLoad:
     """Loads the part of `job`. Raises CheckpointError as `load_model`."""
-    group = TensorGroup(rank=job.rank, size=job.size)
-    device = rank_device(resolve_device(job.device), group)
+    device = rank_device(resolve_device(job.device), job.sharing.tensor)
     if device.type == "cuda":
         torch.zeros(1, device=device)  # the context is there before the clock runs
     sys.stdout.write(READY + "\n")
@@ -60,7 +66,9 @@ def load(job: RankJob) -> RankLoad:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is counted from here
     started = time.monotonic()
     dtype = resolve_dtype(job.dtype, device)
-    model, _ = load_model(Path(job.path), dtype=dtype, device=device, quantize=job.quantize, group=group)
+    model, _ = load_model(
+        Path(job.path), dtype=dtype, device=device, quantize=job.quantize, sharing=job.sharing
+    )
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return RankLoad(

@@ -391,7 +391,8 @@ class Dispatcher:
         """
         self.health_probes.lost(worker.instance, now)
         group = worker.hello.group
-        members = self.registry.groups_of([worker.instance]) if group else {worker.instance}
+        members = {other.instance for other in self.registry if group and other.hello.group == group}
+        members.add(worker.instance)
         alone = [entry for entry in self._entries.values() if not members.isdisjoint(entry.room.alone_on)]
         if group and is_dead:
             self._explained &= {other.hello.group for other in self.registry} | {group}

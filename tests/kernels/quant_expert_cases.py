@@ -3,6 +3,7 @@ nobody chose are poison, launches on `device`, results compared on the CPU in fl
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from baton.kernels.expert_mlp import PLAIN_EXPERTS, ExpertForm
@@ -23,6 +24,7 @@ from baton.tests.kernels.quant_cases import fp8_weight
 
 Sizes = tuple[int, int, int, int, int]  # rows, experts, experts of a row, hidden size, intermediate size
 FP8_NAN = 0x7F
+SHAPES = ExpertRowsShape(32, 256, 4, 2), ExpertRowsShape(64, 64, 4, 2)
 
 
 def rows_of(sizes: Sizes, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -90,7 +92,7 @@ def check_fp8_expert_rows(device: str, sizes: Sizes, form: str, dtype: torch.dty
         ids.to(device),
         weights.to(device),
         *(tensor.to(device) for each in (first, second) for tensor in each),
-        shapes=(ExpertRowsShape(32, 256, 4, 2), ExpertRowsShape(64, 64, 4, 2)),
+        shapes=SHAPES,
     )
     expected = fp8_experts_reference(x.float(), ids, weights, first, second)
     assert_near(found, expected, 2e-2 if dtype == torch.bfloat16 else 1e-5)
@@ -174,6 +176,61 @@ def check_packed_experts(
     assert_near(found, expected, 2e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
+@contextmanager
+def unwritten_is_nan() -> Iterator[None]:
+    """Memory that no kernel writes is NaN."""
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was)
+
+
+def check_parts_of_fp8_experts(device: str, sizes: Sizes, form: str, is_grouped: bool) -> None:
+    """Two halves of the experts, each for the rows of both: a row gets the sum over those that are here."""
+    x, ids, weights = rows_of(sizes, torch.float32)
+    matrices, held = fp8_experts_of(sizes, form), sizes[1] // 2
+    for first in (0, held):
+        own = [Fp8Matrices(*(part[first : first + held] for part in each)) for each in matrices]
+        part = ExpertForm(first=first, total=sizes[1])
+        on_device = [Fp8Matrices(each.weight.to(device), each.scales.to(device)) for each in own]
+        rows = on(device, x), ids.to(device), weights.to(device)
+        with unwritten_is_nan():
+            if is_grouped:
+                found = fp8_experts_triton(*rows, *on_device, form=part, is_rounded=False)
+            else:
+                found = fp8_expert_rows_triton(
+                    *rows, *on_device[0], *on_device[1], form=part, shapes=SHAPES
+                )
+        assert_near(found, fp8_experts_reference(x, ids, weights, *own, form=part), 1e-5)
+
+
+def check_parts_of_packed_experts(device: str, sizes: Sizes, group: int, is_grouped: bool) -> None:
+    """As `check_parts_of_fp8_experts`, with biases."""
+    x, ids, weights = rows_of(sizes, torch.float32)
+    _, num_experts, _, hidden, inner = sizes
+    matrices, held = packed_experts_of(sizes, group), num_experts // 2
+    biases = [randn(num_experts, size, seed=size).mul(0.3) for size in (2 * inner, hidden)]
+    for first in (0, held):
+        here = slice(first, first + held)
+        own = [PackedMatrices(each.words[here], each.scales[here], group) for each in matrices]
+        part = ExpertForm(*(bias[here] for bias in biases), first=first, total=num_experts)
+        on_device = [PackedMatrices(each.words.to(device), each.scales.to(device), group) for each in own]
+        with unwritten_is_nan():
+            found = packed_experts_triton(
+                on(device, x),
+                ids.to(device),
+                weights.to(device),
+                *on_device,
+                form=part._replace(
+                    gate_up_bias=part.gate_up_bias.to(device), down_bias=part.down_bias.to(device)
+                ),
+                is_grouped=is_grouped,
+            )
+        assert_near(found, packed_experts_reference(x, ids, weights, *own, form=part), 1e-5)
+
+
 def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
     """By the norm of each row, which a wrong expert, scale or half changes by more than a tenth."""
     assert found.shape == expected.shape
@@ -183,6 +240,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -
 
 CHANNEL, BLOCK, ROUNDED = (7, 4, 2, 72, 40), (5, 3, 2, 200, 128), (19, 3, 2, 200, 128)
 CLAMPED = (4, 3, 2, 64, 96)
+HALVES, HALVES_IN_BLOCKS = (7, 4, 2, 64, 32), (5, 4, 2, 136, 128)
 PACKED: tuple[tuple[int, Sizes], ...] = (
     (0, (5, 3, 2, 96, 64)),
     (32, (5, 3, 2, 64, 160)),
@@ -197,6 +255,8 @@ def quant_expert_cases(*, is_whole: bool = True) -> Iterator[tuple[Callable[...,
         yield check_fp8_expert_rows, (CHANNEL, "channel", torch.bfloat16)
         yield check_packed_experts, (CLAMPED, 0, True, torch.bfloat16, True)
         yield check_packed_experts, (PACKED[3][1], 128, False, torch.bfloat16)
+        yield check_parts_of_fp8_experts, (HALVES, "channel", False)
+        yield check_parts_of_packed_experts, (HALVES, 0, False)
         return
     for dtype in DTYPES:
         for form, sizes in (("channel", CHANNEL), ("block", BLOCK)):
@@ -210,3 +270,8 @@ def quant_expert_cases(*, is_whole: bool = True) -> Iterator[tuple[Callable[...,
     yield check_fp8_experts_rounded, ((19, 3, 2, 72, 40), "channel")
     yield check_fp8_experts_rounded, ((0, 3, 2, 32, 16), "channel")
     yield check_packed_experts, ((0, 3, 2, 64, 32), 0, True, torch.float32)
+    for is_grouped in (False, True):
+        yield check_parts_of_fp8_experts, (HALVES, "channel", is_grouped)
+        yield check_parts_of_fp8_experts, (HALVES_IN_BLOCKS, "block", is_grouped)
+        yield check_parts_of_packed_experts, (HALVES, 0, is_grouped)
+        yield check_parts_of_packed_experts, (HALVES, 32, is_grouped)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ....kernels.expert_mlp import PLAIN_EXPERTS, ExpertForm
 from ....kernels.expert_ops import recorded_fp8_experts, recorded_packed_experts
 from ....kernels.fp8_experts import Fp8Matrices
 from ....kernels.fp8_linear import NATIVE
@@ -25,13 +26,15 @@ from .projection import NamedTensors
 class ExpertSizes:
     """The experts with the `numbers` of the checkpoint, each of `hidden_size` and `intermediate_size`.
 
-    `names`: those of the gate, of the other half and of the output matrix.
+    `names`: those of the gate, of the other half and of the output matrix. `form`: where these experts are
+    among all.
     """
 
     numbers: range
     hidden_size: int
     intermediate_size: int
     names: tuple[str, str, str]
+    form: ExpertForm = PLAIN_EXPERTS
 
 
 class Fp8Experts:
@@ -73,7 +76,8 @@ class Fp8Experts:
         )
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return recorded_fp8_experts(x, ids, weights, self.gate_up, self.down, self.is_invariant)
+        form = self.sizes.form
+        return recorded_fp8_experts(x, ids, weights, self.gate_up, self.down, self.is_invariant, form)
 
     def tensors(self, prefix: str) -> NamedTensors:
         """As `StoredExperts.tensors`."""
@@ -140,7 +144,8 @@ class Int4Experts:
         self.gate_up = self.down = PackedMatrices(none, none, form.group_size)
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return recorded_packed_experts(x, ids, weights, self.gate_up, self.down, self.is_invariant)
+        form = self.sizes.form
+        return recorded_packed_experts(x, ids, weights, self.gate_up, self.down, self.is_invariant, form)
 
     def tensors(self, prefix: str) -> NamedTensors:
         """As `StoredExperts.tensors`; once finished, the packed tensors of all experts."""
