@@ -11,8 +11,9 @@ from baton.tests.kernels.choice_cases import choice_cases
 from baton.tests.kernels.expert_cases import expert_cases
 from baton.tests.kernels.latent_cases import latent_cases
 from baton.tests.kernels.quant_cases import quant_cases
+from baton.tests.kernels.quant_expert_cases import quant_expert_cases
 
-QUICK_ATTENTION = list(attention_cases(is_whole=False))
+QUICK = [*attention_cases(is_whole=False), *quant_expert_cases(is_whole=False)]
 OTHERS = [
     *rows_cases(),
     *pool_cases(),
@@ -42,8 +43,8 @@ def quick_others() -> Iterator[bool]:
 
 
 CASES = [
-    pytest.param(*case, id=case[0].__name__[6:], marks=[] if case in QUICK_ATTENTION else pytest.mark.slow)
-    for case in attention_cases()
+    pytest.param(*case, id=case[0].__name__[6:], marks=[] if case in QUICK else pytest.mark.slow)
+    for case in (*attention_cases(), *quant_expert_cases())
 ] + [
     pytest.param(*case, id=case[0].__name__[6:], marks=() if is_quick else pytest.mark.slow)
     for case, is_quick in zip(OTHERS, quick_others(), strict=True)
