@@ -21,6 +21,10 @@ BENCHES = {
         ".bench.pages.bench",
         "KV pages that grow beside whole reservations, and an oracle that knows each answer's length",
     ),
+    "load": (
+        ".bench.engine.load",
+        "weights read by the loader, beside plain reads of the same files, and the memory that it takes",
+    ),
     "router": (
         ".bench.router.bench",
         "requests and streams through the router, with workers that answer at once, beside proxies",

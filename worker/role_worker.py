@@ -29,6 +29,7 @@ from ..cluster.protocol.messages import (
     Refused,
     Reserve,
     RoomCounts,
+    TellPrefixes,
     TierStats,
     WorkerStats,
     is_canary,
@@ -40,6 +41,7 @@ from ..engine.request import Request
 from ..engine.sampling.params import SamplingParams
 from .commands import Command, Drop, LinkEvent
 from .link import WorkerLink
+from .prefix_news import PrefixNews
 from .prompt_embeds import OFF, EmbedsInbox
 from .refusal import Refusal
 from .retractions import RETRACTED, Reason, count_retraction
@@ -96,6 +98,7 @@ class RoleWorker(ABC, Generic[R]):
         self.reach: Reach = unarmed
         self.tiers: RunningTiers | None = None  # of the KV cache, below the pool
         self._slo_ttft_s = slo_ttft_s
+        self.news: PrefixNews | None = None  # about the prefixes that are held here
         self._clock = clock
         self._counters = counters
 
@@ -125,6 +128,9 @@ class RoleWorker(ABC, Generic[R]):
             case ChangeRole():
                 if event.instance == self.instance:
                     self.role_change.take(event)
+            case TellPrefixes():
+                if self.news is not None and event.instance == self.instance:
+                    self.news.asked()
             case PromptEmbeds(room=room, epoch=epoch):
                 if not self.queues.is_known(room, epoch):
                     self.embeds.keep(event)
@@ -190,6 +196,7 @@ class RoleWorker(ABC, Generic[R]):
             spec_steps=engine.spec_steps,
             phase=engine.lifecycle.phase.name.lower(),
             weights_hash=engine.weights_hash,
+            prefix_news=0 if self.news is None else self.news.num_sent,
             tiers=[]
             if self.tiers is None
             else [TierStats(name=tier.name, used=tier.used, total=tier.total) for tier in self.tiers.use],

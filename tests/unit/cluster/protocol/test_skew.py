@@ -47,7 +47,7 @@ OLD = {
 # without which the answer is the same
 HARMLESS = (
     "traceparent", "tracestate", "may_record", "request_id", "priority", "expected_output", "granted_output",
-    "shares", "waited_ms", "keeps_pages",
+    "shares", "waited_ms", "keeps_pages", "pull", "wants_features",
 )  # fmt: skip
 
 

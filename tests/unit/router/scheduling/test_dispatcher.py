@@ -343,7 +343,7 @@ def test_a_request_without_its_pages_outlasts_the_queue_timeout(has_begun):
 
 def test_pages_that_were_lost_behind_a_refusal_count():
     world = World().join()
-    (entry,), inbox = world.submit(16)
+    (entry,), _ = world.submit(16)
     one = {"room": entry.room.room, "epoch": 0}
     world.dispatcher.on_message(b"p", Refused(instance=P, reason="full", retry_after_ms=250, **one))
     lost = Failed(instance=D, kind="Retracted", message="full", retryable=True, **one)
