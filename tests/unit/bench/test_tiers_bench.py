@@ -28,11 +28,14 @@ def test_a_tier_is_measured_by_the_turns_after_the_first():
     }
     assert times_faster(found) == {"host": 3.0, "disk": 2.0}
     table = as_table(found)
-    assert "| host | 500 | 20 | 21 | 19 | 0 | 120 MB into host memory, 80 MB back |" in table
-    assert "| disk | 500 | 30 | 30 | 30 | 2 | 7 MB onto disk |" in table
+    assert "| host | 500 | 20 | 21 | 19 | 20 | 0 | 120 MB into host memory, 80 MB back |" in table
+    assert "| disk | 500 | 30 | 30 | 30 | 30 | 2 | 7 MB onto disk |" in table
     assert "host: 3.0 times faster from turn 2 on" in table
-    assert json.loads(json.dumps(as_document(found)))["times_faster_from_turn_2"]["disk"] == 2.0
+    document = json.loads(json.dumps(as_document(found)))
+    assert document["times_faster_from_turn_2"]["disk"] == 2.0
+    assert document["ttft_from_turn_2_ms"] == {"none": 60.0, "host": 20.0, "disk": 30.0}
     assert times_faster({"host": figures(1.0, 2.0)}) == {}, "there is nothing to compare with"
+    assert "| none | nan | 9 |  |" in as_table({"none": figures(errors=9)}), "nothing was answered"
 
 
 def test_a_disk_needs_a_directory(capsys):

@@ -15,5 +15,6 @@ def test_roles_with_unequal_ranks_are_one_line_with_both_numbers(tmp_path: Path)
         settle(config, env, lambda env: (), lambda name, setting: Path(name))
     message = str(caught.value)
     assert "\n" not in message
-    assert message.startswith("prefill takes 2 GPUs (--tp) and decode 4 (--tp, --dp-attention), and `baton up` deals")
+    begin = "prefill takes 2 GPUs (--tp) and decode 4 (--tp, --dp-attention), and `baton up` deals"
+    assert message.startswith(begin)
     assert "give both the same" in message
