@@ -146,7 +146,7 @@ async def _ask(options: argparse.Namespace, url: str, load: PagesLoad, limits: S
 
 
 def as_table(found: Sequence[Measured]) -> str:
-    """A markdown row for each run, then the ratios of the modes to the oracle."""
+    """A markdown row for each run, then the ratios of the modes to the oracle, and of `grow` to `whole`."""
     heads = (
         "mode", "ended", "errors", "tokens an answer", "tok/s", "steady tok/s", "running", "pages in use",
         "retracted", "TTFT p50 / p99, s", "other answers",
@@ -164,19 +164,31 @@ def as_table(found: Sequence[Measured]) -> str:
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *(f"{mode}: {ratio:.3f} of the oracle" for mode, ratio in ratios(found).items())]
+    if (times := times_whole(found)) is not None:
+        lines.append(f"{GROW}: {times:.2f} times {WHOLE}")
     lines += [f"{one.mode}: {count} x {kind}" for one in found for kind, count in one.run.errors.items()]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def ratios(found: Sequence[Measured]) -> dict[str, float]:
     """The steady throughput of each mode by that of the oracle: medians over the rounds."""
-    rates: dict[str, list[float]] = {}
+    rates = _rates(found)
+    oracle = rates.pop(ORACLE, None)
+    return {} if oracle is None else {mode: rate / max(1e-9, oracle) for mode, rate in rates.items()}
+
+
+def times_whole(found: Sequence[Measured]) -> float | None:
+    """The steady throughput of `grow` by that of `whole`, alike; None where `whole` was not run."""
+    rates = _rates(found)
+    return rates[GROW] / max(1e-9, rates[WHOLE]) if WHOLE in rates else None
+
+
+def _rates(found: Sequence[Measured]) -> dict[str, float]:
+    """The steady tokens a second of each mode: the median of its rounds."""
+    rounds: dict[str, list[float]] = {}
     for one in found:
-        rates.setdefault(one.mode, []).append(one.run.steady_tokens_per_s)
-    if ORACLE not in rates:
-        return {}
-    oracle = statistics.median(rates.pop(ORACLE))
-    return {mode: statistics.median(each) / max(1e-9, oracle) for mode, each in rates.items()}
+        rounds.setdefault(one.mode, []).append(one.run.steady_tokens_per_s)
+    return {mode: statistics.median(rates) for mode, rates in rounds.items()}
 
 
 def as_document(found: Sequence[Measured]) -> dict[str, object]:
@@ -200,6 +212,7 @@ def as_document(found: Sequence[Measured]) -> dict[str, object]:
             for one in found
         ],
         "of_oracle": ratios(found),
+        "times_whole": times_whole(found),
     }
 
 

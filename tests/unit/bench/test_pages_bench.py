@@ -65,8 +65,11 @@ def test_modes_are_compared_by_the_medians_of_their_rounds():
     assert as_document(found)["of_oracle"] == {GROW: 0.9, WHOLE: 0.2}
     table = as_table(found)
     assert "grow: 0.900 of the oracle" in table
+    assert "grow: 4.50 times whole" in table
     assert table.count("| oracle |") == 3
-    assert ratios(runs_of(grow=[90.0])) == {}
+    alone = runs_of(grow=[90.0])
+    assert ratios(alone) == {}
+    assert as_document(alone)["times_whole"] is None
 
 
 def test_grow_is_run_though_it_is_not_named():
