@@ -282,7 +282,7 @@ def test_repeated_and_late_orders_offer_nothing_twice(second_turn):
     assert (pair.counter("prefix_offers", D), pair.counter("offers_declined", D)) == (1, 1)
 
 
-def test_a_room_that_waits_for_less_urgent_ones_offers_once_it_is_admitted(second_turn):
+def test_a_room_that_waits_for_others_offers_once_it_is_admitted(second_turn):
     pair = second_turn.pair
     pair.send(name(5), list(range(3, 13)), is_local=True, max_new_tokens=40)
     while not pair.decode.stats().running:
@@ -300,7 +300,7 @@ def test_a_room_that_waits_for_less_urgent_ones_offers_once_it_is_admitted(secon
     assert pair.counter("pulled_tokens") > 0
 
 
-def test_an_urgent_prompt_takes_the_pages_of_one_whose_prefix_is_being_pulled(second_turn):
+def test_an_urgent_prompt_takes_pages_whose_prefix_is_being_pulled(second_turn):
     pair = second_turn.pair
     second_turn.begin()
     waiting = pair.prefill.queues.get(name(1), 0)
