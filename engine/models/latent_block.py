@@ -11,7 +11,7 @@ import torch
 from ...kernels.latent_step import LatentRows, LatentSizes
 from ...kernels.row_ops import FASTEST, RowOps
 from .deepseek_config import NORM_EPS, LatentConfig
-from .layers import Attend, Linear, NamedTensors, Normed, ProjectedRows, RMSNorm, may_join, row_parallel
+from .layers import Attend, Linear, NamedTensors, Normed, RMSNorm, may_join, row_parallel
 
 
 class LatentAttention:
@@ -63,7 +63,6 @@ class LatentAttention:
     ) -> torch.Tensor:
         """As a call, without the output projection: `[T, N*V]`."""
         config = self.config
-        assert not isinstance(x, ProjectedRows)
         found = self.down(x)
         width = found.shape[1] - config.rank - config.rope_size
         queries, latent = found[:, :width], found[:, width : width + config.rank]
@@ -71,7 +70,7 @@ class LatentAttention:
             queries = self.query_up(self.query_norm(queries))
         latent_attend = getattr(attend, "latent_attend", None)
         joins = self.ops.joins
-        if latent_attend is not None and joins.latents and joins.takes(found):
+        if latent_attend is not None and joins.takes(found, joins.latents):
             rows = LatentRows(queries, found[:, width:], self.latent_norm.weight, NORM_EPS, cos, sin)
             joined: torch.Tensor = latent_attend(layer, rows, self.up, self.sizes)
             return joined.flatten(1)

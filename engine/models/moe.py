@@ -157,16 +157,10 @@ class MixtureOfExperts:
         return routed + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
 
     def joins(self, joins: Joins, num_rows: int) -> bool:
-        """As `JoinedMLP.joins`: where each row's experts are read for it alone."""
-        is_few = num_rows * self.config.top_k <= self.config.num_experts
+        """As `JoinedMLP.joins`: layers without shared experts are as fast apart."""
         is_known = type(self) is MixtureOfExperts and self.form == PLAIN_EXPERTS and self.shared_gate is None
-        return (
-            joins.experts
-            and is_few
-            and is_known
-            and self.ops.sum_ranks is of_one_rank
-            and fits(self._few_experts())
-        )
+        has_shared = self.shared is not None and self.ops.sum_ranks is of_one_rank
+        return num_rows <= joins.experts and is_known and has_shared and fits(self._few_experts())
 
     def add(
         self, rows: UnscaledRows, residual: torch.Tensor, norm: NextNorm | None
