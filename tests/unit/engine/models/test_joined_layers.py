@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from tempfile import mkdtemp
@@ -13,11 +14,14 @@ from baton.engine.kv.pool import KVPool
 from baton.engine.models.interface import CausalLM, StoredForms
 from baton.engine.models.registry import build_model
 from baton.engine.row_plans import plan_rows
+from baton.engine.speculative.drafters.eagle3_weights import load_eagle3
+from baton.engine.speculative.drafters.spec_config import load_draft_config
 from baton.kernels import fp8_linear, skinny_linear
 from baton.kernels.fp8_scales import FP8
 from baton.kernels.kv_store import kv_rows
 from baton.kernels.row_ops import FASTEST, INVARIANT, JOIN_NAMES, NO_JOINS, Joins, named_joins
 from baton.kernels.triton_jit import planned_launches
+from baton.tests.parity.eagle3_toys import head_config, head_tensors, toy_target, write_head
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -193,3 +197,25 @@ def test_batch_invariant_operations_share_no_launches():
     assert INVARIANT.joins == NO_JOINS
     assert FASTEST.joins == named_joins("all")
     assert not FASTEST.joins.takes(torch.empty(1, 8, dtype=torch.bfloat16), FASTEST.joins.norms), "on a CPU"
+
+
+@torch.no_grad()
+def test_the_layer_of_an_eagle3_head_joins_its_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = write_head(tmp_path, head_config(1), head_tensors())
+    layer = load_eagle3(load_draft_config(path, toy_target()), dtype=torch.float32).layer
+    inputs = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0))
+    norms = 0
+
+    def add_rms_norm(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal norms
+        norms += 1
+        return FASTEST.add_rms_norm(*arguments)
+
+    def run(joins: Joins) -> torch.Tensor:
+        layer.post_norm.ops = replace(FASTEST, joins=joins, add_rms_norm=add_rms_norm)
+        return layer(*inputs, torch.ones(3, 16), torch.zeros(3, 16), lambda index, q, k, v, form: q)
+
+    apart = run(NO_JOINS)
+    assert norms == 1
+    torch.testing.assert_close(run(Joins(norms=3, everywhere=True)), apart, rtol=1e-5, atol=1e-5)
+    assert norms == 1
