@@ -36,6 +36,7 @@ from ..cluster.protocol.messages import (
 from ..cluster.telemetry.trace_context import carried_by
 from ..engine.kv.tiers.running_tiers import RunningTiers
 from ..engine.loader import Engine
+from ..engine.parallel.lockstep import RanksLeft
 from ..engine.speculative.drafters.protocol import reads_features
 from ..engine.speculative.step.result import StepResult
 from ..kvtransfer.transport import Complete, Landed, Lost
@@ -121,8 +122,19 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
     def step(self) -> bool:
         """Runs draft prefill of landed features, a part of local prompts, and one step of the batch.
 
-        Returns False if no room has work.
+        Ranks that share experts run each of these forwards together, so one without work joins those of the
+        others. Returns False if no room has work, here or there.
         """
+        rounds = self.engine.rounds
+        if rounds is None:
+            return self._work()
+        try:
+            did_work = self._work()
+            return rounds.finish() or did_work
+        except RanksLeft:  # the worker leaves: what is left here is handed back
+            return False
+
+    def _work(self) -> bool:
         if self.head_swap is not None:
             self.head_swap.turn()
         if self.tiers is not None:
@@ -457,7 +469,10 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         if rooms:
             self.reach("decode:chunk")
         before = [(room.request.num_computed, room.have) for room in rooms]
-        has_streams = bool(self.queues.count(DecodeState.RUNNING))
+        rounds = self.engine.rounds
+        has_streams = bool(self.queues.count(DecodeState.RUNNING)) or (
+            rounds is not None and rounds.has_streams
+        )
         read = self.local.turn(rooms, has_streams=has_streams)
         for room, (computed, have) in zip(rooms, before, strict=True):
             found = room.have - have  # in the prefix cache, since the room was admitted

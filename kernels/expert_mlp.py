@@ -8,6 +8,8 @@ tile of its own, since the experts differ anyway, and no grouping is launched. A
 matrix instructions along the inner dimension, as in `skinny_linear`, and the experts of a row are added in
 the order of its choices, so the bits of a row do not depend on the rows beside it.
 
+Of experts that are elsewhere nothing is computed: a row's sum is over those that are here.
+
 Legend: T rows, K experts of a row, S = T*K slots, E experts, H hidden size, I intermediate size of an expert.
 """
 
@@ -32,13 +34,16 @@ MIN_TILE_ROWS = 16
 class ExpertForm(NamedTuple):
     """What experts may have beside their matrices: biases `[E, 2*I]` and `[E, H]`, and the gate of gpt-oss.
 
-    `limit` 0.0: the gate is silu.
+    `limit` 0.0: the gate is silu. `first`: the id of the first of the E experts. `total`: the number of all
+    experts, if there are others elsewhere, of which ids tell too; otherwise 0.
     """
 
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     limit: float = 0.0
     alpha: float = 0.0
+    first: int = 0
+    total: int = 0
 
 
 PLAIN_EXPERTS = ExpertForm()
@@ -67,8 +72,10 @@ def expert_mlp_reference(
     biases = form.gate_up_bias, form.down_bias
     num_rows, top_k = ids.shape
     outputs = torch.zeros(num_rows * top_k, x.shape[1], dtype=x.dtype)
-    flat = ids.flatten()
+    flat = ids.flatten() - form.first
     for expert in sorted(set(flat.tolist())):
+        if form.total and not 0 <= expert < gate_up.shape[0]:
+            continue
         slots = (flat == expert).nonzero().flatten()
         rows = x[slots // top_k]
         first, second = (None if bias is None else bias[expert] for bias in biases)
@@ -99,8 +106,11 @@ def _expert_kernel(
     out_size: tl.tensor,
     in_size: tl.tensor,
     x_stride: tl.tensor,
+    first_expert: tl.tensor,
+    num_experts: tl.tensor,
     SLOTS_A_ROW: tl.constexpr,
     IS_GROUPED: tl.constexpr,
+    IS_PART: tl.constexpr,
     IS_GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -121,6 +131,10 @@ def _expert_kernel(
     else:
         b_slot = tl.where(i_row == 0, i_tile, num_slots)
     expert = tl.load(p_experts + i_tile).to(tl.int64)
+    if IS_PART and not IS_GROUPED:
+        expert -= first_expert
+        if (expert < 0) | (expert >= num_experts):
+            return
     m_slot = b_slot < num_slots
     m_out = i_out < out_size
     rows_of_expert = out_size * 2 if IS_GATED else out_size
@@ -164,9 +178,13 @@ def _expert_kernel(
 def _combine_kernel(
     p_outputs: tl.tensor,
     p_weights: tl.tensor,
+    p_ids: tl.tensor,
     p_y: tl.tensor,
     width: tl.tensor,
+    first_expert: tl.tensor,
+    num_experts: tl.tensor,
     TOP_K: tl.constexpr,
+    IS_PART: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     i_row = tl.program_id(0).to(tl.int64)
@@ -175,7 +193,11 @@ def _combine_kernel(
     b_sum = tl.zeros((BLOCK,), dtype=tl.float32)
     for choice in tl.static_range(TOP_K):
         slot = i_row * TOP_K + choice
-        b_part = tl.load(p_outputs + slot * width + i_column, mask=m_column, other=0.0).to(tl.float32)
+        m_part = m_column
+        if IS_PART:
+            expert = tl.load(p_ids + slot) - first_expert
+            m_part = m_column & (expert >= 0) & (expert < num_experts)
+        b_part = tl.load(p_outputs + slot * width + i_column, mask=m_part, other=0.0).to(tl.float32)
         b_sum += b_part * tl.load(p_weights + slot)
     tl.store(p_y + i_row * width + i_column, b_sum.to(p_y.dtype.element_ty), mask=m_column)
 
@@ -232,9 +254,10 @@ def expert_mlp_triton(
     if num_rows == 0:
         return y
     is_grouped = num_slots > num_experts if is_grouped is None else is_grouped
-    tile = expert_tile(num_slots, num_experts, x.dtype) if tile is None else tile
+    is_part = form.total > 0
+    tile = expert_tile(num_slots, form.total or num_experts, x.dtype) if tile is None else tile
     if is_grouped:
-        tiles = group_experts_triton(ids, num_experts, tile.rows)
+        tiles = group_experts_triton(ids, num_experts, tile.rows, form.first)
         num_tiles = tiles.experts.shape[0]
     else:
         tiles = ExpertTiles(ids, ids, ids)
@@ -257,8 +280,11 @@ def expert_mlp_triton(
             out_size,
             source.shape[1],
             source.stride(0),
+            form.first,
+            num_experts,
             SLOTS_A_ROW=slots_a_row,
             IS_GROUPED=is_grouped,
+            IS_PART=is_part,
             IS_GATED=weight is gate_up,
             HAS_BIAS=bias is not None,
             LIMIT=form.limit,
@@ -271,7 +297,17 @@ def expert_mlp_triton(
         )
     block = min(next_power_of_2(hidden), 1024)
     _combine_kernel[(num_rows, cdiv(hidden, block))](
-        outputs, weights, y, hidden, TOP_K=top_k, BLOCK=block, num_warps=4
+        outputs,
+        weights,
+        ids,
+        y,
+        hidden,
+        form.first,
+        num_experts,
+        TOP_K=top_k,
+        IS_PART=is_part,
+        BLOCK=block,
+        num_warps=4,
     )
     return y
 
@@ -314,7 +350,7 @@ def expert_mlp(
     `gate_up` `[E, 2*I, H]` (gate first), `down` `[E, H, I]` -> `[T, H]`.
 
     `is_invariant`: the bits of a row do not depend on the rows beside it; on a GPU they never do. `form`:
-    biases and the gate. Raises ValueError if shapes or dtypes differ.
+    biases, the gate, and experts that are elsewhere. Raises ValueError if shapes or dtypes differ.
     """
     if x.is_cuda:
         return expert_mlp_triton(x, ids, weights, gate_up, down, form=form)

@@ -61,7 +61,7 @@ torch.library.define(
 torch.library.define(
     "baton::expert_mlp",
     "(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, bool is_invariant, "
-    "Tensor? gate_up_bias, Tensor? down_bias, float limit, float alpha) -> Tensor",
+    "Tensor? gate_up_bias, Tensor? down_bias, float limit, float alpha, int first, int total) -> Tensor",
 )
 torch.library.define(
     "baton::fp8_linear", "(Tensor x, Tensor weight, Tensor scales, Tensor? bias, bool is_gated) -> Tensor"
@@ -199,8 +199,10 @@ def _expert_mlp(
     down_bias: torch.Tensor | None,
     limit: float,
     alpha: float,
+    first: int,
+    total: int,
 ) -> torch.Tensor:
-    form = ExpertForm(gate_up_bias, down_bias, limit, alpha)
+    form = ExpertForm(gate_up_bias, down_bias, limit, alpha, first, total)
     return expert_mlp(x, ids, weights, gate_up, down, is_invariant, form)
 
 

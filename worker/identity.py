@@ -127,6 +127,7 @@ def hello_of(
     chosen: Mapping[str, Choice] = NOTHING_CHOSEN,
     embeds: EmbedsInbox | None = None,
     metrics_port: int = 0,
+    group: str = "",
 ) -> Hello:
     """The worker's registration with a router. `max_context` in tokens; `embeds`: None takes none."""
     takes_embeds = embeds is not None and not embeds.fault
@@ -164,6 +165,7 @@ def hello_of(
         transport=",".join(transports),
         chosen=dict(chosen),
         metrics_port=metrics_port,
+        group=group,
     )
 
 

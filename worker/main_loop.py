@@ -111,6 +111,8 @@ class WorkerLoop:
         self.link = link
         self.shutdown = shutdown
         self.drain_timeout_s = drain_timeout_s
+        self.may_leave: Callable[[], bool] = lambda: True  # a worker without rooms
+        self.on_leave: Callable[[], None] = lambda: None  # it steps no more
         self.returns_as = ""  # the role in which the process starts again after the drain; "": it ends
         self._clock = clock
         self._feed = feed or (lambda now: None)
@@ -130,6 +132,7 @@ class WorkerLoop:
         code = EXIT_OK
         while code == EXIT_OK and not self.is_over():
             code = self.turn()
+        self.on_leave()
         if not self.returns_as:
             self._notifier.stopping("leaving")
         self.worker.hand_back()
@@ -176,7 +179,8 @@ class WorkerLoop:
         if now >= self._drain_until:
             logger.warning("drain time is over", extra=fields(rooms=self.worker.num_rooms))
             return True
-        return self.worker.num_rooms == 0 and now >= self._drain_until - self.drain_timeout_s + FAREWELL_S
+        has_said_goodbye = now >= self._drain_until - self.drain_timeout_s + FAREWELL_S
+        return self.worker.num_rooms == 0 and has_said_goodbye and self.may_leave()
 
     def _begin_drain(self, now: float) -> float:
         """Start the drain; returns its end in monotonic seconds."""

@@ -55,10 +55,10 @@ class PassCounts:
     `body`, `vocab` and `fc` count the values of the layers' matrices, of the output projection, and of the
     head's input projection (0 in a target). `end` counts the values that a row meets behind its last
     attention: a prompt needs them for its last row only. `kv` counts the values of K and V per token.
-    `attention` counts operations per pair of a new row and a context row. `experts` counts the values of all
-    experts, of which a row uses `used_share`. `windows`: of the layers' attention, 0 for all tokens.
-    `itemsize`: bytes of a value, `body_itemsize` of one of the layers' matrices if these are quantised, with
-    its part of the scales.
+    `attention` counts operations per pair of a new row and a context row. `experts` counts the values of the
+    experts on this rank, of all of which a row uses `used_share`; the rows of `gathered` ranks meet there.
+    `windows`: of the layers' attention, 0 for all tokens. `itemsize`: bytes of a value, `body_itemsize` of
+    one of the layers' matrices if these are quantised, with its part of the scales.
     """
 
     body: int
@@ -71,6 +71,7 @@ class PassCounts:
     end: int = 0
     experts: int = 0
     used_share: float = 0.0
+    gathered: int = 1
     windows: tuple[int, ...] = ()
 
     @classmethod
@@ -83,7 +84,7 @@ class PassCounts:
             sparse = config.num_layers - len(moe.dense_layers)
             body -= sparse * 3 * config.hidden_size * config.intermediate_size
             body += sparse * config.hidden_size * (moe.num_experts + 3 * moe.shared_size)
-            experts = sparse * moe.num_experts * 3 * config.hidden_size * moe.intermediate_size
+            experts = sparse * len(moe.experts_here) * 3 * config.hidden_size * moe.intermediate_size
             if config.num_layers - 1 not in moe.dense_layers:
                 end -= 3 * config.hidden_size * (config.intermediate_size - moe.top_k * moe.intermediate_size)
                 end += config.hidden_size * (moe.num_experts + 3 * moe.shared_size)
@@ -97,6 +98,7 @@ class PassCounts:
             end=end,
             experts=experts,
             used_share=0.0 if moe is None else moe.used_share,
+            gathered=1 if moe is None else moe.gathered,
             body_itemsize=0.0 if config.quant is None else config.quant.form.value_bytes,
             windows=config.forms.windows,
         )
@@ -150,7 +152,12 @@ class PassCounts:
 
     def _read_experts(self, rows: int) -> float:
         """The values of the experts that `rows` rows use, if each row chooses at random."""
-        return self.experts * (1 - (1 - self.used_share) ** rows)
+        return self.experts * (1 - (1 - self.used_share) ** (rows * self.gathered))
+
+    @property
+    def _used(self) -> int:
+        """The values of experts here that meet a row, for each row of this rank."""
+        return round(self.experts * self.used_share * self.gathered)
 
     def _seen(self, context: int) -> float:
         """The mean over layers of the tokens that a row behind `context` tokens attends to."""
@@ -163,7 +170,7 @@ class PassCounts:
         rows."""
         weights = self.body + (self.fc if has_fc else 0)
         read = weights + self._read_experts(batch * rows)
-        weights += round(self.experts * self.used_share)
+        weights += self._used
         seen = self._seen(context)
         return Work(
             num_bytes=self._body_bytes(read) + self.itemsize * (self.vocab + batch * (seen + rows) * self.kv),
@@ -175,7 +182,7 @@ class PassCounts:
         """A causal pass over a whole prompt of `tokens`, with the logits of its last row."""
         windows = self.windows or (0,)
         pairs = sum(_pairs(tokens, window or tokens) for window in windows) // len(windows)
-        used = self.body + round(self.experts * self.used_share)
+        used = self.body + self._used
         return Work(
             num_bytes=self._body_bytes(self.body + self._read_experts(tokens))
             + self.itemsize * (self.vocab + tokens * self.kv),

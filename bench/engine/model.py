@@ -15,7 +15,7 @@ import torch
 from ...engine.models.config import ModelConfig
 from ...engine.models.interface import CausalLM, StoredForms
 from ...engine.models.registry import build_model
-from ...engine.parallel.group import SOLO, TensorGroup
+from ...engine.parallel.sharing import ALONE, Sharing
 from ...engine.speculative.drafters.eagle3_head import Eagle3Head
 from ...engine.speculative.drafters.eagle_config import EagleConfig
 from ...engine.speculative.drafters.eagle_head import EagleHead
@@ -43,13 +43,13 @@ def random_target(
     *,
     is_invariant: bool = False,
     joins: Joins | None = None,
-    group: TensorGroup = SOLO,
+    sharing: Sharing = ALONE,
 ) -> CausalLM:
     """A model of `config` that generates TOKEN after any input; `is_invariant` and `joins` as of
-    `build_model`. As a rank of `group`, `config` is the rank's; rank 0 has the rows of TOKEN.
+    `build_model`. As a rank in `sharing`, `config` is the rank's; rank 0 has the rows of TOKEN.
     """
     model = build_model(
-        config, dtype=dtype, device=device, is_invariant=is_invariant, joins=joins, group=group
+        config, dtype=dtype, device=device, is_invariant=is_invariant, joins=joins, sharing=sharing
     )
     generator = torch.Generator(device).manual_seed(seed)
     for name, weight in model.tensors():
@@ -72,7 +72,7 @@ def random_target(
     model.embed_tokens[:, LEVEL] = AMPLITUDE / 2
     if not config.tie_word_embeddings:
         model.lm_head[:, LEVEL] = 0
-    if group.rank:
+    if sharing.tensor.rank:
         return model
     if config.moe is not None:
         model.embed_tokens[TOKEN] = 0

@@ -46,6 +46,16 @@ class WorkerConfig(
 ):
     """Settings of both kinds of worker."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes of a worker, each on a GPU of its own if there are any."""
+        return self.tp
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Those of them that share attention and dense MLPs."""
+        return self.tp
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig(PrefillSettings, WorkerConfig):
@@ -77,6 +87,16 @@ class DecodeConfig(DecodeSettings, WorkerConfig):
 
     role: ClassVar[str] = "decode"
     summary: ClassVar[str] = "Run a decode worker: KV caches in, tokens out, with drafts."
+
+    @property
+    def num_ranks(self) -> int:
+        """As `WorkerConfig.num_ranks`."""
+        return max(self.tp, self.dp_attention)
+
+    @property
+    def tensor_ranks(self) -> int:
+        """As `WorkerConfig.tensor_ranks`."""
+        return self.tp if self.dp_attention == 1 else 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -306,6 +306,7 @@ class Hello(Message, frozen=True, kw_only=True):
     shares_prompts: bool = False  # a decode worker that obeys `shares` of a Reserve
     chosen: dict[Text, Choice] = field(default_factory=dict)  # by setting; for display only
     metrics_port: Small = 0  # port of its own /metrics; 0: none, or a worker that does not tell
+    group: Text = ""  # workers of one group step together, and end together; "": it is alone
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

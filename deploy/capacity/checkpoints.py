@@ -154,27 +154,32 @@ def count_weights(directory: Path) -> int:
     return counted or _dense_weights(directory)
 
 
-def weight_bytes(directory: Path, dtype_bytes: int, quantize: str = "none") -> int:
+def weight_bytes(
+    directory: Path, dtype_bytes: int, quantize: str = "none", *, tp: int = 1, expert_ranks: int = 1
+) -> int:
     """The bytes of a model's tensors in memory: those in floats in the dtype of the model, others as stored.
+    Of one rank, where `tp` ranks share the model and `expert_ranks` its experts.
 
     With `quantize` the matrices of the layers have a byte for each value. Without shards, those of a dense
     decoder with its config. Raises ConfigError for an unusable config.
     """
     is_module, rounded = _is_module_of(directory), 1 if quantize != "none" else dtype_bytes
-    total = 0
+    total = experts = 0
     for name, entry in _entries(directory).items():
         if is_module(name):
             continue
         first, end = entry["data_offsets"]
         value_bytes = rounded if name.endswith(MATRIX) and ".layers." in name else dtype_bytes
         count = math.prod(entry["shape"])
-        total += count * value_bytes if entry["dtype"] in FLOATS else end - first
+        size = count * value_bytes if entry["dtype"] in FLOATS else end - first
+        total += size
+        experts += size if ".experts." in name else 0
     if total:
-        return total
+        return (total - experts) // tp + experts // expert_ranks
     config = read_config(directory)
     vocabulary = _count(config, "hidden_size", directory) * _count(config, "vocab_size", directory)
     vocabulary *= 1 if config.get("tie_word_embeddings") else 2
-    return (_dense_weights(directory) - vocabulary) * rounded + vocabulary * dtype_bytes
+    return ((_dense_weights(directory) - vocabulary) * rounded + vocabulary * dtype_bytes) // tp
 
 
 @dataclass(frozen=True, kw_only=True)

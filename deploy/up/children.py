@@ -146,11 +146,11 @@ def _with_ports(children: Sequence[tuple[str, RoleConfig]], setting: str) -> lis
         first = getattr(child, setting, 0)
         if first:
             port = first + taken[child.role]
-            if port > LAST_PORT:
+            if port + getattr(child, "dp_attention", 1) - 1 > LAST_PORT:
                 raise ConfigError(f"{flag_of(setting)} {first} leaves no port for {name}; choose a lower one")
             changed: dict[str, Any] = {setting: port}
             child = dataclasses.replace(child, **changed)
-            taken[child.role] += 1
+            taken[child.role] += getattr(child, "dp_attention", 1)  # each such rank has its own
         result.append((name, child))
     return result
 
@@ -231,7 +231,7 @@ def _other_role(
 def wish_of(config: UpConfig) -> Wish:
     """The part of the settings that decides about workers and GPUs."""
     share = config.gpu_memory_share
-    return Wish(prefill=config.prefill, decode=config.decode, memory_share=share, tp=config.tp)
+    return Wish(prefill=config.prefill, decode=config.decode, memory_share=share)
 
 
 def child_config(
@@ -315,7 +315,8 @@ def _threads(config: UpConfig, env: Mapping[str, str], settled: Deal) -> int:
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // (max(settled.prefill, settled.decode) * config.tp))
+    processes = max(settled.prefill * config.tp, settled.decode * max(config.tp, config.dp_attention))
+    return max(1, cores // processes)
 
 
 def _absolute(path: str) -> str:

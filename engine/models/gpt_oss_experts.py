@@ -24,7 +24,7 @@ class GptOssExperts(MixtureOfExperts):
         self, hidden_size: int, dtype: torch.dtype, device: torch.device | str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Makes the tensors of the checkpoint; there are no matrices before `finish`."""
-        config, experts = self.config, self.config.num_experts
+        config, experts = self.config, len(self.config.experts_here)
         sizes = {
             "gate_up_proj": (2 * config.intermediate_size, hidden_size),
             "down_proj": (hidden_size, config.intermediate_size),

@@ -77,7 +77,7 @@ class LatentAttention:
         q = queries.reshape(found.shape[0], config.num_heads, config.head_dim)
         turning = torch.cat((q[..., config.key_size :], found[:, None, width + config.rank :]), dim=1)
         if config.is_interleaved:
-            turning = turning.view(*turning.shape[:2], -1, 2).transpose(-1, -2).flatten(-2)
+            turning = turning.view(*turning.shape[:2], config.rope_size // 2, 2).transpose(-1, -2).flatten(-2)
         turned = self.ops.rope(turning, cos, sin)
         q = torch.cat((q[..., : config.key_size], turned[:, :-1]), dim=-1)
         stored = torch.cat((self.latent_norm(latent)[:, None], turned[:, -1:]), dim=-1)

@@ -3,8 +3,9 @@
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -13,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 
 from ...kernels.fp8_scales import FP8
 from ..errors import CheckpointError
-from ..parallel.group import SOLO, TensorGroup
+from ..parallel.sharing import ALONE, Sharing
 from .config import ModelConfig, read_json
-from .cuts import Cut, cuts_of, rank_config
+from .cuts import Cut, cuts_of, is_elsewhere, rank_config
 from .interface import CausalLM, StoredForms
 from .layers import NamedTensors
 from .quant.kv_scales import FP8_KV, KV_SCALE_SUFFIXES
@@ -34,6 +35,7 @@ ROUNDED = re.compile(r"layers\.\d+\..*_proj\.weight$")  # matrices that `--quant
 SCALE_SUFFIX = "_scale"  # of a name behind that of the tensor whose scales it holds
 # Computed from the config at load time; old checkpoints still contain them.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+EXPERTS = ".experts."  # in the names of the tensors of routed experts
 WHOLE: Mapping[str, Cut] = MappingProxyType({})
 MTP_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_layers.")  # modules of multi-token prediction
 
@@ -95,10 +97,11 @@ def fill_tensors(
     *,
     rounds: bool = False,
     cuts: Mapping[str, Cut] = WHOLE,
+    elsewhere: Callable[[str], bool] = lambda name: False,
 ) -> ReadReport:
     """Fill `wanted`, checkpoint name -> contiguous memory, converting to each tensor's dtype.
 
-    Of a tensor in `cuts` only that part is read.
+    Of a tensor in `cuts` only that part is read. Tensors for which `elsewhere` is true belong to other ranks.
 
     The headers are checked before any data is read: each wanted tensor must be there once, with its shape and
     a float dtype. Wanted tensors of other dtypes must be stored in theirs. With `rounds`, a wanted e4m3
@@ -114,7 +117,7 @@ def fill_tensors(
         for stored in SafetensorsFile.read(shard).tensors:
             name = stored.name
             if name not in wanted:
-                if not _is_ignored(name, (*IGNORED_SUFFIXES, *ignored)):
+                if not (_is_ignored(name, (*IGNORED_SUFFIXES, *ignored)) or elsewhere(name)):
                     unexpected.append(name)
                 continue
             target, cut = wanted[name], cuts.get(name)
@@ -189,17 +192,25 @@ def _sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def weight_bytes(
-    path: Path, dtype: torch.dtype, ignored: tuple[str, ...] = (), *, quantize: str = "none"
+    path: Path,
+    dtype: torch.dtype,
+    ignored: tuple[str, ...] = (),
+    *,
+    quantize: str = "none",
+    sharing: Sharing = ALONE,
 ) -> int:
     """Bytes of a checkpoint's tensors in `dtype`, by its headers, without those `ignored` as in
-    `fill_tensors`. Those of other dtypes than floats stay as they are. `quantize` as in `load_model`.
+    `fill_tensors`; about those of one rank in `sharing`. Tensors of other dtypes than floats stay as they
+    are. `quantize` as in `load_model`.
 
     Raises CheckpointError as `fill_tensors`.
     """
-    tensors = (each for shard in find_shards(path) for each in SafetensorsFile.read(shard).tensors)
-    return sum(
-        _loaded_bytes(each, dtype, quantize) for each in tensors if not _is_ignored(each.name, ignored)
-    )
+    whole = {True: 0, False: 0}  # by whether they are of routed experts
+    for shard in find_shards(path):
+        for each in SafetensorsFile.read(shard).tensors:
+            if not _is_ignored(each.name, ignored):
+                whole[EXPERTS in each.name] += _loaded_bytes(each, dtype, quantize)
+    return whole[True] // sharing.experts.size + whole[False] // sharing.tensor.size
 
 
 def _loaded_bytes(stored: StoredTensor, dtype: torch.dtype, quantize: str) -> int:
@@ -245,7 +256,7 @@ def load_model(
     is_invariant: bool = False,
     quantize: str = "none",
     kv_dtype: str = "auto",
-    group: TensorGroup = SOLO,
+    sharing: Sharing = ALONE,
 ) -> tuple[CausalLM, ModelConfig]:
     """The model at `path` and its config, with weights converted to `dtype` on `device`.
 
@@ -253,20 +264,26 @@ def load_model(
     `quantize` "fp8": the matrices of a checkpoint in floats are rounded while they are read. `kv_dtype`: that
     of stored keys and values, a name in `quant.kv_scales.KV_DTYPES`.
 
-    A rank of several in `group` reads its part of the weights only. The config is that of the whole model.
+    A rank of several in `sharing` reads its part of the weights only. The config is that of the whole model.
 
     Raises CheckpointError as `load_model_config`, `quantise_at_load`, `rank_config` and `fill_tensors`.
     """
     path = Path(path)
     config = load_model_config(path)
     config = replace(config, quant=quantise_at_load(quantize, config.quant, path), kv_dtype=kv_dtype)
-    own = rank_config(config, group.size, str(path))
+    own = rank_config(config, sharing, str(path))
     find_shards(path)  # a missing file is reported before memory is taken
-    model = build_model(own, dtype=dtype, device=device, is_invariant=is_invariant, group=group)
+    model = build_model(own, dtype=dtype, device=device, is_invariant=is_invariant, sharing=sharing)
     rounds = quantize != "none"
     tensors = dict(model.tensors())
-    cuts = cuts_of(tensors, config, group)
-    report = fill_tensors(tensors, path, needless_tensors(config), rounds=rounds, cuts=cuts)
+    report = fill_tensors(
+        tensors,
+        path,
+        needless_tensors(config),
+        rounds=rounds,
+        cuts=cuts_of(tensors, config, sharing),
+        elsewhere=partial(is_elsewhere, moe=own.moe),
+    )
     logger.info("weights%s: %s", f" in {config.quant}" if config.quant else "", report)
     if isinstance(model, StoredForms):
         model.projections.finish()

@@ -205,6 +205,9 @@ def test_kernels_of_windows_caps_and_sinks_compile_for_an_h200(compiled_for_h200
     gate_up, down = torch.zeros(4, 128, 2880, dtype=x.dtype), torch.zeros(4, 2880, 64, dtype=x.dtype)
     experts = ExpertForm(gate_up[..., 0].contiguous(), down[..., 0].contiguous(), 7.0, 1.702)
     expert_mlp_triton(x, ids, weights, gate_up, down, form=experts)
+    for is_grouped in (False, True):
+        part = experts._replace(first=4, total=8)
+        expert_mlp_triton(x, ids, weights, gate_up, down, form=part, is_grouped=is_grouped)
     check_compiled(compiled_for_h200)
 
 

@@ -65,6 +65,39 @@ def test_each_architecture_says_what_transformers_says(
         check(ranks, path, answers, draft, graphs=given["graphs"])
 
 
+MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
+EVEN = {"mixtral": {"num_local_experts": 4}}  # the others have an even number
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_experts_that_are_whole_on_a_rank_say_what_transformers_says(
+    ranks: RankCases, toy_checkpoint: Callable[..., Path], head: Path, family: str
+):
+    path = toy_checkpoint(family, **EVEN.get(family, {}))
+    answers = answers_of(path)
+    for given in PATHS.values():
+        draft = head if given["draft"] == "head" else given["draft"]
+        check(ranks, path, answers, draft, graphs=given["graphs"], ep=True)
+
+
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_rows_of_experts_are_counted_as_on_one_rank(
+    ranks: RankCases, toy_checkpoint: Callable[..., Path], graphs: str
+):
+    path = toy_checkpoint("qwen3_moe")
+    settings = {"count_experts": True, "graphs": graphs, "max_running": len(PROMPTS)}
+    alone = worker_of(path, None, 16, **settings)
+    alone.engine.begin_watch()  # forgets the rows of captures
+    ask(alone, list(PROMPTS), NUM_TOKENS)
+    counted = alone.engine.expert_counters
+    assert sum(counted.values()) > 100
+    for ep in (False, True):
+        with ranks.worker(path, ep=ep, **settings) as worker:
+            worker.engine.begin_watch()
+            ask(worker, list(PROMPTS), NUM_TOKENS)
+            assert worker.engine.expert_counters == counted
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_quantised_weights_say_what_transformers_says_with_their_values(
     ranks: RankCases, toy_checkpoint: Callable[..., Path], tmp_path: Path, form: str

@@ -41,7 +41,7 @@ def test_a_main_loop_needs_an_engine(startup):
 def test_sockets_open_only_after_the_engine_is_loaded(startup):
     startup.read_keys()
     try:
-        with pytest.raises(StartupError, match="layout"):
+        with pytest.raises(StartupError, match=r"no attribute .engine"):
             startup.open_sockets()
     finally:
         startup.link.close()

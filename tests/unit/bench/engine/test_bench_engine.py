@@ -11,6 +11,8 @@ from baton.bench.engine.floors import Ceilings, PassCounts, Work, chain_step, mt
 from baton.bench.engine.mtp_model import modules_config
 from baton.bench.engine.shapes import SHAPES, head_config, target_config
 from baton.engine.models.cuts import rank_config
+from baton.engine.parallel.group import TensorGroup
+from baton.engine.parallel.sharing import attention_parallel, tensor_parallel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -73,9 +75,23 @@ def test_ranks_measure_in_step(tmp_path, capsys):
     assert "rank 0 of 2" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--tp", "2", "--ep"], ["--dp-attention", "2", "--ep"]], ids=["tp", "dp"])
+def test_ranks_that_share_experts_measure_in_step(tmp_path, capsys, flags):
+    out = tmp_path / "out.json"
+    sizes = ["--batch", "1", "2", "--prefill", "9", "--chunk-size", "8", "--json", str(out)]
+    small = ["toy-moe" if flag == "toy" else flag for flag in SMALL]
+    assert main([*small, *sizes, *flags, "--drafts", "ngram"]) == 0
+    cells = json.loads(out.read_text())["cells"]
+    assert {cell["kind"] for cell in cells} == {"prefill", "decode", "ngram"}
+    assert "rank 0 of 2" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (["--dp-attention", "2"], "dp_attention 2: the model is a LlamaForCausalLM without experts to share"),
+        (["--dp-attention", "2", "--tp", "2"], "--tp 2: leave it out with --dp-attention 2"),
         (["--tp", "3"], "tp 3: the model has 4 attention heads, which 3 does not divide; use tp 1, 2, 4"),
         (["--tp", "2", "--adaptive"], "measure --adaptive with --tp 1"),
     ],
@@ -88,8 +104,22 @@ def test_ranks_that_cannot_measure_are_refused(flags, said, capsys):
 def test_a_rank_reads_its_part_of_the_target(tmp_path):
     target = target_config("llama-3.1-8b", "", tmp_path)
     whole = PassCounts.of_target(target, 2)
-    part = PassCounts.of_target(rank_config(target, 2), 2).of_rank(2)
+    part = PassCounts.of_target(rank_config(target, tensor_parallel(TensorGroup(size=2))), 2).of_rank(2)
     assert (part.body, part.kv, part.vocab) == (whole.body // 2, whole.kv // 2, whole.vocab // 2)
+
+
+def test_a_rank_computes_the_rows_of_all_with_its_experts(tmp_path):
+    target = target_config("qwen3-30b-a3b", "", tmp_path)
+    group = TensorGroup(size=4)
+    whole, part = (
+        PassCounts.of_target(config, 2)
+        for config in (target, rank_config(target, attention_parallel(group, by_expert=True)))
+    )
+    assert (part.body, part.kv, part.vocab) == (whole.body, whole.kv, whole.vocab)
+    assert part.experts == whole.experts // 4
+    one, four = whole.step(8, 1, 100, logit_rows=1), part.step(8, 1, 100, logit_rows=1)
+    assert four.num_flops == one.num_flops, "each row meets as many experts, on some rank"
+    assert four.num_bytes < one.num_bytes
 
 
 def test_a_step_of_modules_is_a_verify_and_one_pass_of_each(tmp_path):

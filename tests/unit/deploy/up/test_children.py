@@ -279,6 +279,13 @@ def test_workers_of_a_role_never_share_a_metrics_port(tmp_path):
         name: getattr(child, "metrics_port", None) for name, child in child_configs(config, {}, tmp_path)
     }
     assert ports == {"router": None, "prefill-0": 9100, "prefill-1": 9101, "decode-0": 9200, "decode-1": 9201}
+    file.write_text("[decode]\nmetrics_port = 9200\ndp_attention = 4\n")  # each rank has one, too
+    children = child_configs(config_of(tmp_path, file), {}, tmp_path)
+    assert [child.metrics_port for _, child in children if isinstance(child, DecodeConfig)] == [9200, 9204]
+
+
+def config_of(tmp_path, file):
+    return load_config(UpConfig, ["--model=x", "--decode=2", f"--config={file}"], {})
 
 
 def test_of_several_routers_the_first_one_exports_the_series_of_workers(tmp_path):
