@@ -32,7 +32,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "worker": ("kvtransfer", "engine", "cluster"),
     "prefill": ("worker", "kvtransfer", "engine", "cluster"),
     "decode": ("worker", "kvtransfer", "engine", "cluster"),
-    "bench": ("kvtransfer", "engine", "cluster"),
+    "bench": ("kvtransfer", "engine", "kernels", "cluster"),
     "training": ("engine", "kernels"),
 }
 # Foreign imports of the lowest floors; other folders may import any dependency but the forbidden ones.
