@@ -615,7 +615,8 @@ class EngineLoader:
         layers = experts = 0
         for name, weight in self._model.tensors():
             # 4-bit values are packed into larger integers
-            count = 2 * weight.nbytes if weight.dtype == torch.uint8 else weight.numel()
+            is_packed = weight.dtype in (torch.uint8, torch.int16)
+            count = 2 * weight.nbytes if is_packed else weight.numel()
             if ".experts." in name:
                 experts += count
             elif not is_vocabulary.search(name):

@@ -17,15 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
+from .combine_experts import combine_experts_reference, combine_experts_triton
 from .group_experts import ExpertTiles, group_experts_triton
 from .invariant_rows import exp_rounded, linear_rows, silu_mul_rows
 from .silu_mul import silu_mul_reference
-from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
+from .triton_jit import cdiv, jit_varying, tl
 
 # Rows of the smallest tile: the shortest side of a matrix instruction.
 MIN_TILE_ROWS = 16
@@ -49,6 +50,14 @@ class ExpertForm(NamedTuple):
 PLAIN_EXPERTS = ExpertForm()
 
 
+class Matrices(Protocol):
+    """A matrix for each expert here: a tensor, or what makes each when it is asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, expert: int, /) -> torch.Tensor: ...
+
+
 def clamped_gate(gate_up: torch.Tensor, form: ExpertForm, is_invariant: bool = False) -> torch.Tensor:
     """The gate of gpt-oss: `gate_up` `[..., 2*I]` (gate first) -> `[..., I]`, in float32, rounded once."""
     gate, up = gate_up.to(torch.float32).chunk(2, dim=-1)
@@ -62,8 +71,8 @@ def expert_mlp_reference(
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Matrices,
+    down: Matrices,
     product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] = F.linear,
     gate: Callable[[torch.Tensor], torch.Tensor] = silu_mul_reference,
     form: ExpertForm = PLAIN_EXPERTS,
@@ -74,23 +83,13 @@ def expert_mlp_reference(
     outputs = torch.zeros(num_rows * top_k, x.shape[1], dtype=x.dtype)
     flat = ids.flatten() - form.first
     for expert in sorted(set(flat.tolist())):
-        if form.total and not 0 <= expert < gate_up.shape[0]:
+        if form.total and not 0 <= expert < len(gate_up):
             continue
         slots = (flat == expert).nonzero().flatten()
         rows = x[slots // top_k]
         first, second = (None if bias is None else bias[expert] for bias in biases)
         outputs[slots] = product(gate(product(rows, gate_up[expert], first)), down[expert], second)
-    return _weighted_sum(outputs, weights).to(x.dtype)
-
-
-def _weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The sum over K of `outputs` `[T*K, H]` by `weights` `[T, K]`, in ascending order, float32 `[T, H]`."""
-    num_rows, top_k = weights.shape
-    parts = outputs.view(num_rows, top_k, outputs.shape[1]).to(torch.float32) * weights[..., None]
-    total = parts[:, 0]
-    for choice in range(1, top_k):
-        total = total + parts[:, choice]
-    return total
+    return combine_experts_reference(outputs, weights).to(x.dtype)
 
 
 @jit_varying("num_slots")
@@ -174,34 +173,6 @@ def _expert_kernel(
     tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_out[:, None] & m_slot[None, :])
 
 
-@jit
-def _combine_kernel(
-    p_outputs: tl.tensor,
-    p_weights: tl.tensor,
-    p_ids: tl.tensor,
-    p_y: tl.tensor,
-    width: tl.tensor,
-    first_expert: tl.tensor,
-    num_experts: tl.tensor,
-    TOP_K: tl.constexpr,
-    IS_PART: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    i_row = tl.program_id(0).to(tl.int64)
-    i_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    m_column = i_column < width
-    b_sum = tl.zeros((BLOCK,), dtype=tl.float32)
-    for choice in tl.static_range(TOP_K):
-        slot = i_row * TOP_K + choice
-        m_part = m_column
-        if IS_PART:
-            expert = tl.load(p_ids + slot) - first_expert
-            m_part = m_column & (expert >= 0) & (expert < num_experts)
-        b_part = tl.load(p_outputs + slot * width + i_column, mask=m_part, other=0.0).to(tl.float32)
-        b_sum += b_part * tl.load(p_weights + slot)
-    tl.store(p_y + i_row * width + i_column, b_sum.to(p_y.dtype.element_ty), mask=m_column)
-
-
 class ExpertTile(NamedTuple):
     """Launch configuration of a grouped product: rows, outputs and inner columns of a tile."""
 
@@ -250,9 +221,8 @@ def expert_mlp_triton(
     num_rows, top_k = ids.shape
     num_experts, double, hidden = gate_up.shape
     num_slots = ids.numel()
-    y = torch.empty(num_rows, hidden, dtype=x.dtype, device=x.device)
     if num_rows == 0:
-        return y
+        return x.new_empty(x.shape)
     is_grouped = num_slots > num_experts if is_grouped is None else is_grouped
     is_part = form.total > 0
     tile = expert_tile(num_slots, form.total or num_experts, x.dtype) if tile is None else tile
@@ -295,21 +265,8 @@ def expert_mlp_triton(
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
-    block = min(next_power_of_2(hidden), 1024)
-    _combine_kernel[(num_rows, cdiv(hidden, block))](
-        outputs,
-        weights,
-        ids,
-        y,
-        hidden,
-        form.first,
-        num_experts,
-        TOP_K=top_k,
-        IS_PART=is_part,
-        BLOCK=block,
-        num_warps=4,
-    )
-    return y
+    held = ids if is_part else None
+    return combine_experts_triton(outputs, weights, held, form.first, num_experts)
 
 
 def _check(

@@ -52,7 +52,35 @@ def _output(
 
 
 @jit
-def _row(p_row: tl.tensor, i_in: tl.tensor, in_size: tl.tensor, IS_EVEN: tl.constexpr) -> tl.tensor:
+def row_outputs(
+    b_y: tl.tensor,
+    b_up: tl.tensor,
+    scale: tl.tensor,
+    p_scales: tl.tensor,
+    p_bias: tl.tensor,
+    i_out: tl.tensor,
+    out_size: tl.tensor,
+    dtype: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+) -> tl.tensor:
+    """The outputs `[OUT]` of a row, float32: sums over the inputs of `b_y` `[OUT, IN]`, by the row's `scale`
+    and those of the weight, with bias and gate.
+    """
+    m_out = i_out < out_size
+    b_total = _output(b_y, scale, p_scales, p_bias, i_out, m_out, HAS_BIAS, HAS_BLOCKS)
+    if IS_GATED:
+        b_gate = activated(b_total.to(dtype).to(tl.float32), False).to(dtype).to(tl.float32)
+        b_total = _output(
+            b_up, scale, p_scales + out_size, p_bias + out_size, i_out, m_out, HAS_BIAS, HAS_BLOCKS
+        )
+        b_total = b_gate * b_total.to(dtype).to(tl.float32)
+    return b_total
+
+
+@jit
+def row_values(p_row: tl.tensor, i_in: tl.tensor, in_size: tl.tensor, IS_EVEN: tl.constexpr) -> tl.tensor:
     """The inputs `i_in` of a row, float32."""
     if IS_EVEN:
         return tl.load(p_row + i_in).to(tl.float32)
@@ -61,7 +89,7 @@ def _row(p_row: tl.tensor, i_in: tl.tensor, in_size: tl.tensor, IS_EVEN: tl.cons
 
 
 @jit
-def _weights(
+def weights_tile(
     p_weight: tl.tensor,
     p_scales: tl.tensor,
     i_in: tl.tensor,
@@ -123,11 +151,11 @@ def _fp8_rows_kernel(
     b_y, b_up = b_zero, b_zero
     for first in tl.range(0, in_size, BLOCK_IN, num_stages=NUM_STAGES):
         i_in = first + i_offset
-        b_x = _row(p_x, i_in, in_size, IS_EVEN)
-        b_weight = _weights(p_outs, p_out_scales, i_in, in_size, HAS_BLOCKS, IS_EVEN, SCALE_BLOCK)
+        b_x = row_values(p_x, i_in, in_size, IS_EVEN)
+        b_weight = weights_tile(p_outs, p_out_scales, i_in, in_size, HAS_BLOCKS, IS_EVEN, SCALE_BLOCK)
         b_y += b_weight * b_x[None, :]
         if IS_GATED:
-            b_weight = _weights(p_ups, p_up_scales, i_in, in_size, HAS_BLOCKS, IS_EVEN, SCALE_BLOCK)
+            b_weight = weights_tile(p_ups, p_up_scales, i_in, in_size, HAS_BLOCKS, IS_EVEN, SCALE_BLOCK)
             b_up += b_weight * b_x[None, :]
     dtype: tl.constexpr = p_y.dtype.element_ty
     scale = 1.0
@@ -135,13 +163,9 @@ def _fp8_rows_kernel(
         i_part = tl.arange(0, BLOCK_SQUARES)
         b_squares = tl.load(p_squares + i_part, mask=i_part < num_squares, other=0.0)
         scale = tl.rsqrt(tl.sum(b_squares) / in_size + eps)
-    b_total = _output(b_y, scale, p_scales, p_bias, i_out, m_out, HAS_BIAS, HAS_BLOCKS)
-    if IS_GATED:
-        b_gate = activated(b_total.to(dtype).to(tl.float32), False).to(dtype).to(tl.float32)
-        b_total = _output(
-            b_up, scale, p_scales + out_size, p_bias + out_size, i_out, m_out, HAS_BIAS, HAS_BLOCKS
-        )
-        b_total = b_gate * b_total.to(dtype).to(tl.float32)
+    b_total = row_outputs(
+        b_y, b_up, scale, p_scales, p_bias, i_out, out_size, dtype, HAS_BIAS, HAS_BLOCKS, IS_GATED
+    )
     if IS_SUM:
         b_residual = tl.load(p_residual + i_out, mask=m_out, other=0.0).to(tl.float32)
         b_total = b_total.to(dtype).to(tl.float32) + b_residual

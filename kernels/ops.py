@@ -64,11 +64,13 @@ torch.library.define(
     "Tensor? gate_up_bias, Tensor? down_bias, float limit, float alpha, int first, int total) -> Tensor",
 )
 torch.library.define(
-    "baton::fp8_linear", "(Tensor x, Tensor weight, Tensor scales, Tensor? bias, bool is_gated) -> Tensor"
+    "baton::fp8_linear",
+    "(Tensor x, Tensor weight, Tensor scales, Tensor? bias, bool is_gated, bool is_invariant) -> Tensor",
 )
 torch.library.define(
     "baton::int4_linear",
-    "(Tensor x, Tensor weight, Tensor scales, Tensor zeros, Tensor? bias, bool is_gated) -> Tensor",
+    "(Tensor x, Tensor weight, Tensor scales, Tensor zeros, Tensor? bias, bool is_gated, "
+    "bool is_invariant) -> Tensor",
 )
 
 
@@ -368,9 +370,10 @@ def recorded_fp8_linear(
     bias: torch.Tensor | None = None,
     *,
     is_gated: bool = False,
+    is_invariant: bool = False,
 ) -> torch.Tensor:
     """`fp8_linear.fp8_linear` as one operation, so that a tape keeps no dequantised weight."""
-    out: torch.Tensor = torch.ops.baton.fp8_linear.default(x, weight, scales, bias, is_gated)
+    out: torch.Tensor = torch.ops.baton.fp8_linear.default(x, weight, scales, bias, is_gated, is_invariant)
     return out
 
 
@@ -382,7 +385,10 @@ def recorded_int4_linear(
     bias: torch.Tensor | None = None,
     *,
     is_gated: bool = False,
+    is_invariant: bool = False,
 ) -> torch.Tensor:
     """`int4_linear.int4_linear` as one operation, so that a tape keeps no dequantised weight."""
-    out: torch.Tensor = torch.ops.baton.int4_linear.default(x, weight, scales, zeros, bias, is_gated)
+    out: torch.Tensor = torch.ops.baton.int4_linear.default(
+        x, weight, scales, zeros, bias, is_gated, is_invariant
+    )
     return out

@@ -146,7 +146,7 @@ class RowOps:
 
     `sum_ranks` sums the results of a matrix whose inputs are split over ranks. `expert_rows`: the rows of
     experts that ranks share. `joins`: the steps of a layer that are not done by these operations, one by one,
-    for few rows.
+    for few rows. `is_invariant`: all are batch-invariant, as quantised products then must be, too.
     """
 
     linear: Project
@@ -159,14 +159,19 @@ class RowOps:
     sum_ranks: JoinParts = of_one_rank
     expert_rows: ExpertRows = ROWS_OF_ONE_RANK
     joins: Joins = NO_JOINS
+    is_invariant: bool = False
 
 
 def invariant_gated_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, is_gelu: bool = False
 ) -> torch.Tensor:
     """As `skinny_linear.gated_linear`: `x` `[T, H]`, `weight` `[2*I, H]` -> `[T, I]`."""
-    gate_up = recorded_invariant_linear(x, weight, bias)
-    return silu_mul(gate_up, is_gelu) if x.is_cuda else silu_mul_rows(gate_up, is_gelu)
+    return gate_of(recorded_invariant_linear(x, weight, bias), is_gelu, is_invariant=True)
+
+
+def gate_of(gate_up: torch.Tensor, is_gelu: bool = False, *, is_invariant: bool = False) -> torch.Tensor:
+    """As `silu_mul.silu_mul`, whose kernel is batch-invariant on a GPU: `[T, 2*I]` -> `[T, I]`."""
+    return (silu_mul_rows if is_invariant and not gate_up.is_cuda else silu_mul)(gate_up, is_gelu)
 
 
 def invariant_rms_norm(
@@ -209,4 +214,5 @@ INVARIANT = RowOps(
     add_rms_norm=invariant_add_rms_norm,
     rope=invariant_rope,
     expert_mlp=partial(recorded_expert_mlp, is_invariant=True),
+    is_invariant=True,
 )

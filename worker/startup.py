@@ -26,6 +26,7 @@ from ..cluster.security.keyring import load_keyring
 from ..cluster.telemetry.metrics_server import serve_metrics
 from ..cluster.telemetry.tracing import closing, open_tracing
 from ..engine.config import EngineConfig
+from ..engine.kv.prefix_journal import PrefixJournal
 from ..engine.loader import Engine, EngineLoader, check_ranks, join_ranks
 from ..engine.parallel.group import SOLO, TensorGroup
 from ..kvtransfer.memory.malloc_tuning import keep_blocks
@@ -36,6 +37,7 @@ from .link import WorkerLink
 from .main_loop import WorkerLoop
 from .peer_table import PeerTable
 from .peers import PeerLife, PeerPlace, PeerRanks
+from .prefix_news import PrefixNews
 from .prompt_embeds import embeds_inbox
 from .rank_processes import RankProcesses
 from .ranks import Ranks, check_rank_settings
@@ -44,7 +46,7 @@ from .role_change import settings_fault
 from .role_worker import RoleWorker
 from .room import WorkerRoom
 from .spans import RoomSpans, SpansOf
-from .tier_startup import open_tiers
+from .tier_startup import open_tiers, page_keys_of
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +232,7 @@ class WorkerStartup(ABC, Generic[C, R]):
             metrics.describe(facts_of(self.layout, self.engine.pool))
         self.worker = self.make_worker()
         self.worker.reach = self.reach
-        self.worker.tiers = open_tiers(self.engine, self.config, notify=self.link.nudge, reach=self.reach)
+        self._open_tiers()
         self.worker.queues.on_left = RoomSpans(tracing, time.monotonic, self.spans_of).left
         feed = self.link.feeder(Watchdog(self.config.watchdog_s, notifier=self.notifier))
         life = None
@@ -248,6 +250,7 @@ class WorkerStartup(ABC, Generic[C, R]):
             notifier=self.notifier,
             lost_spans=lambda: tracing.num_dropped,
             usage=meter_of(self.engine.pool.device).read,
+            news=self.worker.news,
         )
         if life is not None:
             self.loop.may_leave, self.loop.on_leave = life.may_leave, life.leave
@@ -255,6 +258,15 @@ class WorkerStartup(ABC, Generic[C, R]):
         self.worker.role_change.on_order = self._change_role
         self.engine.runner.on_layer = self.loop.beat
         self.engine.begin_watch()
+
+    def _open_tiers(self) -> None:
+        """The tiers below the pool, and the journal of all pages for the routers."""
+        keys, worker = page_keys_of(self.engine), self.worker
+        worker.tiers = open_tiers(self.engine, self.config, keys, notify=self.link.nudge, reach=self.reach)
+        if self.engine.cache.enabled:
+            worker.news = PrefixNews(PrefixJournal(self.engine.cache, keys), self.instance)
+            if worker.tiers is not None:
+                worker.tiers.tiers.keep_journal(worker.news.journal)
 
     # --- methods of a role ----------------------------------------------------------------------------------
 
@@ -289,6 +301,8 @@ class WorkerStartup(ABC, Generic[C, R]):
         shares_prompts: bool = False,
         spec_tokens: int = 0,
         draft_widths: DraftWidths | None = None,
+        pulls_prefixes: bool = False,
+        prefix_endpoint: str = "",
     ) -> Hello:
         """A Hello with the fields that both roles fill alike."""
         return hello_of(
@@ -312,6 +326,9 @@ class WorkerStartup(ABC, Generic[C, R]):
             chosen=chosen_of(self.engine.sizes),
             embeds=self.embeds,
             metrics_port=self.config.metrics_port,
+            tells_prefixes=self.engine.cache.enabled,
+            pulls_prefixes=pulls_prefixes,
+            prefix_endpoint=prefix_endpoint,
             group="" if self.table is None else self.group,
         )
 

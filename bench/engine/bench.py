@@ -32,7 +32,7 @@ from .drafters import ALL, DRAFTERS, named_drafters
 from .floors import UNKNOWN, Ceilings, PassCounts, Work, measure_ceilings
 from .ranks import rank_0, rank_device
 from .rig import ComputedPrompt, Rig, RigSettings, check_ranks
-from .shapes import DRAFT_VOCABULARY, FORMS, SHAPES
+from .shapes import DRAFT_VOCABULARY, FORMS, MXFP4, SHAPES
 from .sums import SumTime, sum_times, table
 from .timing import Timing, measure
 
@@ -229,7 +229,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--quantize",
-        choices=("none", *FORMS),
+        choices=("none", *FORMS, MXFP4),
         default="none",
         help="the form of the target's matrices (default none: that of --dtype)",
     )

@@ -468,6 +468,13 @@ class DecodeSettings(RoleConfig):
             maximum=60000,
         ),
     )
+    offer_prefixes: bool = setting(
+        True,
+        Setting(
+            help="let prefill workers pull the KV of prompts and answers that this worker has cached; needs "
+            "--prefix-cache on and one rank"
+        ),
+    )
     record_drafts: str = setting(
         "",
         Setting(

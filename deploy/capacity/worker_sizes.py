@@ -213,13 +213,13 @@ def _model_sizes(
         width = int(config["intermediate_size"])
         if experts is not None:
             of_experts = experts.top_k * (experts.intermediate_size + shape.hidden_size)
-            of_experts = -(-gathered * of_experts // 3)
+            of_experts = -(-gathered * of_experts // 3) + experts.shared_size
             width = max(width, of_experts) if experts.is_mixed else of_experts
         return ModelSizes(
             hidden_size=shape.hidden_size,
             intermediate_size=max(width // tp, 1),
             num_heads=max(int(config["num_attention_heads"]) // tp, 1),
-            num_kv_heads=max(shape.num_kv_heads // tp, 1),
+            num_kv_heads=shape.context_heads if shape.latent_size else max(shape.num_kv_heads // tp, 1),
             head_dim=shape.head_dim,
             vocab_size=int(config["vocab_size"]),
             max_context=int(config.get("max_position_embeddings") or 2048),

@@ -22,7 +22,14 @@ from ...cluster.config.load import (
     load_config,
     to_argv,
 )
-from ...cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig, UpConfig, WorkerConfig
+from ...cluster.config.roles import (
+    DecodeConfig,
+    PrefillConfig,
+    RouterConfig,
+    UpConfig,
+    WorkerConfig,
+    offers_prefixes,
+)
 from ...cluster.config.router_groups import SHOW_NONE
 from ...cluster.errors import ConfigError, StartupError
 from ...cluster.process.log import PACKAGE
@@ -97,9 +104,11 @@ def merged_configs(
         kv = f"ipc://{directory}/kv-{i}" if is_ipc else "tcp://127.0.0.1:0"
         plan.append((f"prefill-{i}", PrefillConfig, {"router": control, "kv_bind": kv}))
     computes_prompts: dict[str, Value] = {} if settled.prefill else {"aggregated": True}
-    plan += [
-        (f"decode-{i}", DecodeConfig, {"router": control, **computes_prompts}) for i in range(settled.decode)
-    ]
+    for i in range(settled.decode):
+        wiring = {"router": control, **computes_prompts}
+        if is_ipc and offers_prefixes(config):
+            wiring["prefix_bind"] = f"ipc://{directory}/prefix-{i}"
+        plan.append((f"decode-{i}", DecodeConfig, wiring))
     children = [
         (name, child_config(cls, config, env, wiring, threads, settled.place_of(name)))
         for name, cls, wiring in plan
@@ -218,8 +227,10 @@ def _other_role(
     if not isinstance(child, WorkerConfig):
         return {}
     cls: type[WorkerConfig] = DecodeConfig if isinstance(child, PrefillConfig) else PrefillConfig
-    is_ipc = config.transport == "ipc" and cls is PrefillConfig
-    wiring: dict[str, Value] = {"kv_bind": f"ipc://{directory}/kv-{name}"} if is_ipc else {}
+    setting = "kv_bind" if cls is PrefillConfig else "prefix_bind"
+    path = f"ipc://{directory}/{setting.removesuffix('_bind')}-{name}"
+    is_wired = config.transport == "ipc" and (cls is PrefillConfig or offers_prefixes(config))
+    wiring: dict[str, Value] = {setting: path} if is_wired else {}
     other, own = child_config(cls, config, env, wiring, 1), settings_of(type(child))
     return {
         f"BATON_{cls.role.upper()}_{key.upper()}": as_text(getattr(other, key), describe(field))
@@ -284,8 +295,10 @@ def child_config(
 
 
 def child_environment(env: Mapping[str, str], threads: int, place: Place | None = None) -> dict[str, str]:
-    """The environment of a child: without baton's settings, since flags hold them all, with sleeping idle
-    threads, and with the GPU of its place as the only visible one."""
+    """The environment of a child.
+
+    baton's own settings are left out, because flags hold all of them. Idle threads sleep. Only the GPU of the
+    child's place is visible."""
     if place is not None:
         env = {**ordered(env), VISIBLE: place.gpu.index}
     child = {name: value for name, value in without_manager(env).items() if not name.startswith("BATON_")}

@@ -243,15 +243,20 @@ def _cut_blocks(config: ModelConfig, sharing: Sharing) -> str:
                 "would cut"
             )
     form, num_parts = None if config.quant is None else config.quant.form, sharing.experts.size
+    if isinstance(form, Int4Form) and form.has_order and num_ranks > 1:
+        return (
+            "inputs in the order of activations (desc_act), whose groups "
+            f"{num_ranks} ranks would cut; a model made with desc_act false has no such groups"
+        )
     sizes = {name: width // parts for name, (width, parts) in widths.items()}
-    if num_ranks > 1:
-        sizes = {"width of queries": config.num_heads * config.head_dim // num_ranks} | sizes
     if isinstance(form, Fp8Form) and form.has_blocks:
         unit, kind = fp8_scales.BLOCK, "blocks"
         if num_ranks > 1:
-            sizes["width of keys"] = max(config.num_kv_heads // num_ranks, 1) * config.head_dim
+            sizes = _attention_widths(config, num_ranks) | sizes
     elif isinstance(form, Int4Form):
         unit, kind = form.group_size, "groups"
+        if num_ranks > 1:
+            sizes = {"width of values": config.num_heads * config.value_dim // num_ranks} | sizes
     else:
         return ""
     for name, size in sizes.items():
@@ -259,6 +264,15 @@ def _cut_blocks(config: ModelConfig, sharing: Sharing) -> str:
             whole = size if name == "width of keys" else size * num_parts
             return f"{name} {whole} in {kind} of {unit} with one scale, which {num_parts} ranks would cut"
     return ""
+
+
+def _attention_widths(config: ModelConfig, num_ranks: int) -> dict[str, int]:
+    """The sizes of attention on a rank, by which the outputs and the inputs of its matrices are cut."""
+    heads = config.num_heads // num_ranks
+    widths = {"width of queries": heads * config.head_dim, "width of values": heads * config.value_dim}
+    if config.latent_outputs:
+        return widths | {"width of keys and values": heads * config.latent_outputs}
+    return widths | {"width of keys": max(config.num_kv_heads // num_ranks, 1) * config.head_dim}
 
 
 def cuts_of(names: Iterable[str], config: ModelConfig, sharing: Sharing) -> dict[str, Cut]:

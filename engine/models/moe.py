@@ -12,7 +12,7 @@ Legend: T tokens, H hidden size, E experts, K experts of a token, I intermediate
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -25,6 +25,9 @@ from ...kernels.rms_norm import NextNorm
 from ...kernels.route_experts import Routing
 from ...kernels.row_ops import FASTEST, ROWS_OF_ONE_RANK, Joins, RowOps, of_one_rank
 from .layers import GatedMLP, Linear, NamedTensors
+from .quant.experts import ExpertSizes
+from .quant.projection import StoredExperts
+from .quant.projections import Projections
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +129,11 @@ class CountRows(Protocol):
 
 
 class MixtureOfExperts:
-    """A router and E SwiGLU MLPs, of which each token uses K, and the shared one: `[T, H]` -> `[T, H]`."""
+    """A router and E SwiGLU MLPs, of which each token uses K, and the shared one: `[T, H]` -> `[T, H]`.
+
+    `projections` knows the form of their weights, by names that begin with `prefix` ("model.layers.0.mlp.");
+    None: the model's dtype.
+    """
 
     def __init__(
         self,
@@ -136,9 +143,13 @@ class MixtureOfExperts:
         dtype: torch.dtype,
         device: torch.device | str,
         ops: RowOps = FASTEST,
+        projections: Projections | None = None,
+        prefix: str = "",
     ) -> None:
         self.config = config
         self.ops = ops
+        made = Projections(None) if projections is None else projections
+        self.stored = self._make_stored(made, prefix, hidden_size, device)
         self.form = config.form
         self.router = self._make_router(hidden_size, dtype, device)
         self.counts: CountRows | None = None
@@ -149,8 +160,15 @@ class MixtureOfExperts:
         self.shared: GatedMLP | None = None
         self.shared_gate: Linear | None = None
         if config.shared_size:
+            plain = partial(Linear, ops=ops)
             self.shared = GatedMLP(
-                hidden_size, config.shared_size, bias=False, dtype=dtype, device=device, ops=ops
+                hidden_size,
+                config.shared_size,
+                bias=False,
+                dtype=dtype,
+                device=device,
+                ops=ops,
+                linear=made.under(f"{prefix}{config.names.shared}.", plain),
             )
         if config.shared_size and config.has_shared_gate:
             gate = {f"{config.names.shared}_gate": 1}
@@ -160,10 +178,32 @@ class MixtureOfExperts:
         parts = {"gate": self.config.num_experts}
         return Linear(hidden_size, parts, bias=False, dtype=dtype, device=device, ops=self.ops)
 
+    def _make_stored(
+        self,
+        projections: Projections,
+        prefix: str,
+        hidden_size: int,
+        device: torch.device | str,
+    ) -> StoredExperts | None:
+        """The experts in the form of a quantised checkpoint, if it is one."""
+        names = self.config.names
+        sizes = ExpertSizes(
+            numbers=self.config.experts_here,
+            hidden_size=hidden_size,
+            intermediate_size=self.config.intermediate_size,
+            names=(names.gate, names.up, names.down),
+            form=self.config.form,
+        )
+        return projections.experts(f"{prefix}experts.", sizes, device)
+
     def _make_matrices(
         self, hidden_size: int, dtype: torch.dtype, device: torch.device | str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The uninitialised matrices of the experts here: `[E, 2*I, H]`, gate first, and `[E, H, I]`."""
+        """The uninitialised matrices of the experts here: `[E, 2*I, H]`, gate first, and `[E, H, I]`. None
+        are made beside stored ones.
+        """
+        if self.stored is not None:
+            return torch.empty(0, dtype=dtype, device=device), torch.empty(0, dtype=dtype, device=device)
         experts, inner = len(self.config.experts_here), self.config.intermediate_size
         gate_up = torch.empty(experts, 2 * inner, hidden_size, dtype=dtype, device=device)
         return gate_up, torch.empty(experts, hidden_size, inner, dtype=dtype, device=device)
@@ -171,19 +211,27 @@ class MixtureOfExperts:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.ops.expert_rows.gather(x)
         ids, weights = self.route(rows)
-        computed = self.ops.expert_mlp(rows, ids, weights, self.gate_up, self.down, form=self.form)
-        routed = self.ops.expert_rows.collect(computed)
+        routed = self.ops.expert_rows.collect(self._computed(rows, ids, weights))
         if self.shared is None:
             return routed
         shared = self.shared(x)
         return routed + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
 
+    def _computed(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The weighted sums of the chosen experts of rows `x` `[T, H]`."""
+        if self.stored is not None:
+            return self.stored(x, ids, weights)
+        return self.ops.expert_mlp(x, ids, weights, self.gate_up, self.down, form=self.form)
+
     def joins(self, joins: Joins, num_rows: int) -> bool:
         """As `JoinedMLP.joins`: layers without shared experts are as fast apart."""
         is_known = type(self) is MixtureOfExperts and self.form == PLAIN_EXPERTS and self.shared_gate is None
         is_whole = self.ops.sum_ranks is of_one_rank and self.ops.expert_rows is ROWS_OF_ONE_RANK
-        has_shared = self.shared is not None and is_whole and fits(self._few_experts())
-        return 0 < num_rows <= joins.experts and is_known and has_shared
+        shared = self.shared
+        if not (is_known and is_whole and 0 < num_rows <= joins.experts) or shared is None:
+            return False
+        is_as_made = self.stored is None and type(shared.gate_up) is type(shared.down) is Linear
+        return is_as_made and fits(self._few_experts())
 
     def add(
         self, rows: UnscaledRows, residual: torch.Tensor, norm: NextNorm | None
@@ -222,7 +270,9 @@ class MixtureOfExperts:
         yield from self.router.tensors(prefix)
         if self.choice_bias is not None:
             yield f"{prefix}gate.e_score_correction_bias", self.choice_bias
-        for at, expert in enumerate(self.config.experts_here):
+        if self.stored is not None:
+            yield from self.stored.tensors(f"{prefix}experts.")
+        for at, expert in enumerate(() if self.stored is not None else self.config.experts_here):
             own = f"{prefix}experts.{expert}."
             yield f"{own}{names.gate}.weight", self.gate_up[at, :inner]
             yield f"{own}{names.up}.weight", self.gate_up[at, inner:]

@@ -131,12 +131,6 @@ def build_model(
     Raises CheckpointError if `models` lacks it, or for a quantisation or a dtype of keys and values that it
     does not have.
     """
-    if config.quant is not None and is_invariant:
-        raise CheckpointError(
-            f"deterministic on: products of {config.quant} are not batch-invariant; use --deterministic "
-            f"off or "
-            "the original checkpoint"
-        )
     for entry in models:
         if entry.architecture == config.architecture:
             ops = INVARIANT if is_invariant else FASTEST

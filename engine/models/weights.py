@@ -13,12 +13,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...kernels.fp8_scales import FP8
+from ...kernels.mxfp4 import BLOCK
+from ...kernels.packed_words import SPAN
 from ..errors import CheckpointError
+from ..kv.layouts import MLALayout
 from ..parallel.sharing import ALONE, Sharing
 from .config import ModelConfig, read_json
 from .cuts import Cut, cuts_of, is_elsewhere, rank_config
 from .interface import CausalLM, StoredForms
 from .layers import NamedTensors
+from .quant.int4_projection import VALUES_A_WORD
 from .quant.kv_scales import FP8_KV, KV_SCALE_SUFFIXES
 from .quant.registry import quantise_at_load
 from .registry import build_model, load_model_config
@@ -28,10 +32,13 @@ from .weight_reader import Piece, ReadReport, cut_pieces, pieces_of, pieces_of_r
 logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
-MXFP4_SUFFIX = "_blocks"  # of two 4-bit values a byte
+MXFP4_SUFFIXES = ("_blocks", "_scales")  # of experts in 4 bits, whose blocks are the third dimension
+LATENT_UP = re.compile(r"\.kv_b_proj\.(weight|qweight)$")  # has the model's dtype once loaded
 INDEX_FILE = "model.safetensors.index.json"
 LOADABLE = (torch.float32, torch.float16, torch.bfloat16)
-ROUNDED = re.compile(r"layers\.\d+\..*_proj\.weight$")  # matrices that `--quantize fp8` rounds
+# Matrices that `--quantize fp8` rounds.
+ROUNDED = re.compile(r"layers\.\d+\.(?!.*kv_b_proj).*(_proj|_with_mqa|\.experts\.\d+\.w[123])\.weight$")
+BLOCKS_A_PART = SPAN // BLOCK
 SCALE_SUFFIX = "_scale"  # of a name behind that of the tensor whose scales it holds
 # Computed from the config at load time; old checkpoints still contain them.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
@@ -215,8 +222,11 @@ def weight_bytes(
 
 def _loaded_bytes(stored: StoredTensor, dtype: torch.dtype, quantize: str) -> int:
     count = math.prod(stored.shape)
-    if stored.name.endswith(MXFP4_SUFFIX):
-        return 2 * count * dtype.itemsize  # decoded once loaded
+    if LATENT_UP.search(stored.name):
+        return count * dtype.itemsize * (VALUES_A_WORD if stored.name.endswith(".qweight") else 1)
+    if stored.dtype == torch.uint8 and stored.name.endswith(MXFP4_SUFFIXES):
+        blocks = stored.shape[2]  # filled up to whole parts once packed
+        return stored.num_bytes // blocks * (-(-blocks // BLOCKS_A_PART) * BLOCKS_A_PART)
     if stored.dtype not in LOADABLE:
         return stored.num_bytes
     is_rounded = quantize == "fp8" and ROUNDED.search(stored.name) is not None
@@ -266,12 +276,18 @@ def load_model(
 
     A rank of several in `sharing` reads its part of the weights only. The config is that of the whole model.
 
-    Raises CheckpointError as `load_model_config`, `quantise_at_load`, `rank_config` and `fill_tensors`.
+    Raises CheckpointError as `load_model_config`, `quantise_at_load`, `rank_config` and `fill_tensors`, and
+    for a model whose attention is not batch-invariant although `is_invariant`.
     """
     path = Path(path)
     config = load_model_config(path)
     config = replace(config, quant=quantise_at_load(quantize, config.quant, path), kv_dtype=kv_dtype)
     own = rank_config(config, sharing, str(path))
+    if is_invariant and isinstance(config.kv_layout(1, 1, dtype), MLALayout):
+        raise CheckpointError(
+            f"deterministic on: attention over latents ({config.architecture}) cuts a context by the number "
+            "of requests, so it is not batch-invariant; use --deterministic off or another model"
+        )
     find_shards(path)  # a missing file is reported before memory is taken
     model = build_model(own, dtype=dtype, device=device, is_invariant=is_invariant, sharing=sharing)
     rounds = quantize != "none"

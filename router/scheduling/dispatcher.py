@@ -16,9 +16,11 @@ from ...cluster.protocol.messages import (
     ControlUp,
     Goodbye,
     Heartbeat,
+    HeldPrefixes,
     Hello,
     RouterGoodbye,
     SwapDraft,
+    TellPrefixes,
     TokenItem,
     Tokens,
 )
@@ -26,6 +28,7 @@ from ...cluster.telemetry.metrics import RouterMetrics
 from ..errors import no_such_worker, role_stays, unavailable
 from ..rooms.attempt import PEER_LOST, RoomEvent
 from ..rooms.effects import (
+    PULL,
     Closed,
     Deliver,
     Effect,
@@ -121,7 +124,7 @@ class Dispatcher:
         self.stalls = Stalls(registry, stall_s, self.events)
         self.admission = AdmissionQueue(registry, self._waiting, max_queue, self.stalls)
         self.health_probes = HealthProbes(registry, self._outbox, mint, canary_s)
-        self._placer = Placer(registry, policy, self.health_probes.pair_health)
+        self._placer = Placer(registry, policy, self.health_probes.pair_health, mint=mint, clock=clock)
         self._registration = Registration(registry, self._outbox, self.events)
         self.role_changes = RoleChanges(registry)
         self.role_moves = RoleMoves(registry, self._waiting, self._entries, scaler)
@@ -310,6 +313,9 @@ class Dispatcher:
                 self._on_room_event(worker, item.room, item, now)
         elif isinstance(message, Heartbeat):
             self._on_heartbeat(identity, worker, message, now)
+        elif isinstance(message, HeldPrefixes):
+            worker.prefixes.hear(message)
+            self._ask_for_prefixes(worker, now)
         elif isinstance(message, Goodbye):
             self.registry.drain(worker)
             logger.info("worker drains", extra=fields(role=worker.role, instance=worker.instance))
@@ -338,10 +344,17 @@ class Dispatcher:
 
     def _on_heartbeat(self, identity: bytes, worker: Worker, message: Heartbeat, now: float) -> None:
         self.registry.heartbeat(identity, worker.instance, message.stats, now)
+        self._ask_for_prefixes(worker, now)
         self._outbox.flush(worker, now)
         self._admit(now)
         if not worker.is_serving:
             self._check_queue(now)
+
+    def _ask_for_prefixes(self, worker: Worker, now: float) -> None:
+        """Asks the worker to tell all its prefixes anew, where something of that was missed."""
+        if worker.prefixes.must_ask(now):
+            self.events["prefix_news_lost"] += 1
+            self._outbox.post(worker, TellPrefixes(instance=worker.instance), now)
 
     def _on_room_event(self, worker: Worker, room: str, event: RoomEvent, now: float) -> None:
         if (entry := self._entries.get(room)) is None:
@@ -562,6 +575,8 @@ class Dispatcher:
         self._placer.book(entry, pair)
         self.admission.placement_rate.note(now)
         self.events["shared_prompt" if pair.shares else "local_prefill"] += pair.is_local
+        if pair.prefix:
+            self.events["prefix_pull" if pair.prefix == PULL else "prefix_compute"] += 1
         if logger.isEnabledFor(logging.DEBUG):
             names = fields(
                 room=entry.room.room, epoch=entry.room.epoch, prefill=pair.prefill, decode=pair.decode

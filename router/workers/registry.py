@@ -30,6 +30,7 @@ from ...cluster.protocol.messages import (
 )
 from ..rooms.attempt import RETRACTED
 from .breaker import Breaker
+from .prefix_view import PrefixView
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ class Worker:
     # packed messages that its connection has not accepted yet
     outbox: deque[bytes] = field(default_factory=deque)
     breaker: Breaker = field(default_factory=Breaker)
+    prefixes: PrefixView = field(init=False)  # that it holds
     has_hole: bool = (
         False  # one of its messages was lost: it must drop its rooms, since any of them may be concerned
     )
@@ -113,6 +115,9 @@ class Worker:
     is_aggregated: bool = False  # it may be given them also while prefill workers serve
     foreign_pages: int = 0  # pages in use beyond the ledger, as of the last heartbeat
     foreign_rooms: int = 0  # rooms of other routers, as of the last heartbeat
+
+    def __post_init__(self) -> None:
+        self.prefixes = PrefixView(self.hello.page_size, tells=self.hello.tells_prefixes)
 
     def __repr__(self) -> str:
         pages = f"{self.free_pages}/{self.hello.pages_total}"
@@ -199,6 +204,7 @@ class Worker:
     def take_heartbeat(self, stats: WorkerStats, now: float) -> None:
         self.stats = stats
         self.last_seen = now
+        self.prefixes.beat(stats.prefix_news, now)
         taken = stats.pages_total - stats.pages_free + stats.pages_promised
         self.foreign_pages = max(0, taken - self.placed_pages)
         self.foreign_rooms = max(0, stats.running + stats.queued + stats.transferring - self.num_rooms)
@@ -286,6 +292,7 @@ class Registry:
             generation=self._workers[instance].hello.generation,
             heartbeat_ms=self.heartbeat_ms,
             takes_batches=True,
+            takes_prefixes=True,
         )
 
     def heartbeat(self, identity: bytes, instance: str, stats: WorkerStats, now: float) -> bool:

@@ -19,7 +19,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "cluster": (),
     "kernels": (),
     "engine": ("kernels",),
-    "router": ("cluster",),
+    "router": ("cluster", "engine.kv.page_names"),
     "deploy": (
         "cluster",
         "engine.auto_sizes",

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from baton.tests.parity.dp_cases import Asked, AskedWorker, DpCases
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
+from baton.tests.parity.quant_toys import EXPERTS, SHAPE, write_quantised
 from baton.tests.parity.test_aggregated import worker_of
+from baton.tests.parity.test_gpt_oss import write_packed
 from baton.tests.parity.test_latent_mtp import Toy
 from baton.tests.parity.toy_engine import random_ids
 from baton.tests.parity.toy_models import reference_greedy, reference_model
@@ -29,9 +31,9 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_head(tmp_path_factory.mktemp("head"), head_config(2, LAYERS), head_tensors())
 
 
-def spread_of(path: Path) -> dict[str, tuple[dict[int, list[Asked]], list[list[list[int]]]]]:
-    """Ways to spread requests over two ranks, with the answers of transformers."""
-    model = reference_model(path)
+def spread_of(values: Path) -> dict[str, tuple[dict[int, list[Asked]], list[list[list[int]]]]]:
+    """Ways to spread requests over two ranks, with the answers of transformers for the weights `values`."""
+    model = reference_model(values)
 
     def asked(length: int, num_tokens: int = NUM_TOKENS, at: int = 0) -> Asked:
         return Asked(tuple(random_ids(length, seed=length)), num_tokens, at)
@@ -57,9 +59,12 @@ def spread_of(path: Path) -> dict[str, tuple[dict[int, list[Asked]], list[list[l
     }
 
 
-def check(ranks: DpCases, path: Path, draft: Path | str = "", **settings: object) -> None:
+def check(
+    ranks: DpCases, path: Path, draft: Path | str = "", values: Path | None = None, **settings: object
+) -> None:
+    """`values`: the checkpoint of the weights' values, if `path` is a quantised one."""
     with ranks.workers(path, draft, **settings) as pair:
-        for name, (way, answers) in spread_of(path).items():
+        for name, (way, answers) in spread_of(values or path).items():
             assert pair.ask(way) == answers, name
             assert pair.ask(way) == answers, f"{name}, from cached prefixes"
 
@@ -100,6 +105,27 @@ def test_other_steps_say_what_transformers_says(
     ranks: DpCases, toy_checkpoint: Callable[..., Path], head: Path, family: str, way: str
 ):
     check(ranks, toy_checkpoint(family), head, ep=True, **MORE[way])
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "ep"),
+    [("deepseek_v3", "block", True), ("qwen3_moe", "awq", True), ("mixtral", "channel", False)],
+)
+def test_quantised_experts_say_what_transformers_says_with_their_values(
+    ranks: DpCases, toy_checkpoint: Callable[..., Path], tmp_path: Path, family: str, form: str, ep: bool
+):
+    plain = toy_checkpoint(family, **SHAPE | EXPERTS[family] | EVEN.get(family, {}))
+    values = write_quantised(plain, tmp_path / form, form)
+    check(ranks, tmp_path / form, "ngram", values, graphs="on", ep=ep)
+
+
+@pytest.mark.parametrize("ep", [False, True])
+def test_experts_in_4_bits_say_what_transformers_says_with_their_values(
+    ranks: DpCases, toy_copy: Callable[..., Path], tmp_path: Path, ep: bool
+):
+    path = toy_copy("gpt_oss", intermediate_size=64)
+    write_packed(path, tmp_path / "packed")
+    check(ranks, tmp_path / "packed", "ngram", path, graphs="on", ep=ep)
 
 
 WISHES: list[dict[str, object]] = [

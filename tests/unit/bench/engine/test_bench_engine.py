@@ -10,9 +10,11 @@ from baton.bench.engine.drafters import DRAFTERS, DraftWish
 from baton.bench.engine.floors import Ceilings, PassCounts, Work, chain_step, mtp_step, parallel_step
 from baton.bench.engine.mtp_model import modules_config
 from baton.bench.engine.shapes import SHAPES, head_config, target_config
+from baton.engine.errors import CheckpointError
 from baton.engine.models.cuts import rank_config
 from baton.engine.parallel.group import TensorGroup
 from baton.engine.parallel.sharing import attention_parallel, tensor_parallel
+from baton.tests.variants import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -22,10 +24,10 @@ SMALL = ["--shape", "toy", "--device", "cpu", "--dtype", "float32", "--context",
 @pytest.mark.parametrize(
     ("accept_length", "graphs"),
     [
-        (1, "off"),
-        pytest.param(2, "off", marks=pytest.mark.slow),
+        slow(1, "off"),  # as blocks in `test_bench_blocks`
+        slow(2, "off"),
         (3, "on"),
-        pytest.param(4, "off", marks=pytest.mark.slow),
+        slow(4, "off"),
     ],
 )
 def test_steps_yield_the_requested_accept_length_with_graphs_or_not(accept_length, graphs, tmp_path, capsys):
@@ -202,6 +204,23 @@ def test_the_floor_of_experts_is_those_that_random_rows_use(tmp_path):
     assert many.num_flops == pytest.approx(2 * products + 8192 * 8193 // 2 * counts.attention)
 
 
+def test_the_floor_of_quantised_experts_is_their_bytes(tmp_path):
+    """Those of Qwen3 have a byte a value as all matrices, those of gpt-oss 4.25 bits beside floats."""
+    counts = PassCounts.of_target(target_config("qwen3-30b-a3b", "", tmp_path, "fp8-blocks"), 2)
+    step = counts.step(1, 1, 1023, logit_rows=1)
+    read = counts.body + counts.experts * counts.used_share
+    assert step.num_bytes == pytest.approx(read + 2 * (counts.vocab + 1024 * counts.kv))
+    (tmp_path / "of gpt-oss").mkdir()
+    counts = PassCounts.of_target(target_config("gpt-oss-120b", "", tmp_path / "of gpt-oss", "mxfp4"), 2)
+    prompt = counts.prefill(8192)
+    of_experts = 4.25 / 8 * counts.experts
+    assert prompt.num_bytes == pytest.approx(of_experts + 2 * (counts.body + counts.vocab + 8192 * counts.kv))
+    assert 60e9 < of_experts < 62e9
+    (tmp_path / "other").mkdir()
+    with pytest.raises(CheckpointError, match=r"--quantize mxfp4.*take gpt-oss"):
+        target_config("toy", "", tmp_path / "other", "mxfp4")
+
+
 def test_built_in_shapes_are_models_of_the_sizes_in_their_names(tmp_path):
     sizes = {
         "llama-3.1-8b": 8.03e9,
@@ -211,10 +230,11 @@ def test_built_in_shapes_are_models_of_the_sizes_in_their_names(tmp_path):
         "qwen3-30b-a3b": 30.53e9,
         "deepseek-v2-lite": 15.71e9,
         "gpt-oss-20b": 20.91e9,
+        "gpt-oss-120b": 116.8e9,
         "mistral-7b-v0.1": 7.242e9,
         "gemma-3-1b": 999.9e6,
     }
-    for name in SHAPES.keys() - {"toy", "toy-moe", "toy-latent"}:
+    for name in SHAPES.keys() - {"toy", "toy-moe", "toy-latent", "toy-gpt-oss"}:
         folder = tmp_path / name
         folder.mkdir()
         config = target_config(name, "", folder)

@@ -20,7 +20,14 @@ from baton.engine.parallel.group import TensorGroup
 from baton.engine.parallel.sharing import Sharing, attention_parallel, tensor_parallel
 from baton.kernels.fp8_scales import FP8
 from baton.tests.parity.eagle3_toys import toy_target
-from baton.tests.parity.quant_toys import FORMS, write_kv_scales, write_quantised
+from baton.tests.parity.quant_toys import (
+    EXPERTS,
+    FORMS,
+    ORDERED,
+    WIDE_EXPERTS,
+    write_kv_scales,
+    write_quantised,
+)
 from baton.tests.parity.quant_toys import SHAPE as QUANT_SHAPE
 from baton.tests.parity.test_gpt_oss import write_packed
 from safetensors.torch import load_file, save_file
@@ -75,13 +82,30 @@ def test_the_parts_of_all_ranks_are_the_stored_tensor(
     assert_parts_are_whole(toy_checkpoint(family, vocab_size=257), num_ranks)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [form for form in FORMS if form != ORDERED])
 def test_the_parts_of_a_quantised_checkpoint_are_the_stored_tensors(
     toy_checkpoint: Callable[..., Path], tmp_path: Path, form: str
 ):
     write_quantised(toy_checkpoint("llama", **BLOCKS, num_hidden_layers=1), tmp_path, form)
     if form == "channel":
         write_kv_scales(tmp_path, 1)
+    assert_parts_are_whole(tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("deepseek_v3", "block"),
+        pytest.param("qwen3_moe", "block", marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", "gptq", marks=pytest.mark.slow),
+        pytest.param("mixtral", "tensor", marks=pytest.mark.slow),
+        pytest.param("glm4_moe", "awq", marks=pytest.mark.slow),
+    ],
+)
+def test_the_parts_of_quantised_experts_are_the_stored_tensors(
+    toy_checkpoint: Callable[..., Path], tmp_path: Path, family: str, form: str
+):
+    write_quantised(toy_checkpoint(family, **BLOCKS | WIDE_EXPERTS[family]), tmp_path, form)
     assert_parts_are_whole(tmp_path, 2)
 
 
@@ -97,7 +121,9 @@ def assert_parts_are_whole(path: Path, num_ranks: int, way: str = "tp") -> None:
     for name, stored in iter_safetensors(path):
         if EXPERT_NUMBER.search(name) and way.endswith("ep"):
             (part,) = [tensors[name] for tensors in ranks if name in tensors]
-            torch.testing.assert_close(part, stored, atol=0, rtol=0)
+            assert part.dtype == stored.dtype or FP8 not in (part.dtype, stored.dtype), name
+            whole = stored.float() if stored.numel() == 1 else stored.float().reshape(part.shape)
+            torch.testing.assert_close(part.float(), whole.expand(part.shape), atol=0, rtol=0)
             continue
         if name not in ranks[0]:
             assert name.endswith(KV_SCALE_SUFFIXES), name
@@ -205,12 +231,41 @@ def test_query_heads_of_a_rank_meet_their_own_kv_heads():
             "intermediate_size 128 in groups of 128 with one scale, which 2 ranks would cut; use tp 1",
         ),
         (
+            {
+                "quant": QuantConfig(form=Int4Form(packing="gptq", group_size=32, has_order=True)),
+                "head_dim": 64,
+                "intermediate_size": 128,
+            },
+            2,
+            "inputs in the order of activations (desc_act), whose groups 2 ranks would cut",
+        ),
+        (
+            {
+                "quant": QuantConfig(form=Fp8Form(has_blocks=True)),
+                "head_dim": 128,
+                "moe": replace(MXFP4, intermediate_size=384, is_packed=False, names=QWEN_NAMES),
+            },
+            2,
+            "expert intermediate size 384 in blocks of 128 with one scale, which 2 ranks would cut",
+        ),
+        (
             {"moe": replace(MXFP4, intermediate_size=96)},
             2,
             "expert intermediate size 96 in blocks of 32 with one scale, which 2 ranks would cut",
         ),
     ],
-    ids=["heads", "kv-heads", "width", "architecture", "fp8-mlp", "fp8-heads", "int4", "mxfp4"],
+    ids=[
+        "heads",
+        "kv-heads",
+        "width",
+        "architecture",
+        "fp8-mlp",
+        "fp8-heads",
+        "int4",
+        "order",
+        "fp8-experts",
+        "mxfp4",
+    ],
 )
 def test_a_model_that_cannot_be_cut_is_refused_with_what_fits(
     changes: dict[str, object], num_ranks: int, said: str
@@ -249,6 +304,26 @@ def test_packed_experts_are_dealt_whole(toy_copy: Callable[..., Path], tmp_path:
     write_packed(toy_copy("gpt_oss", intermediate_size=32, num_hidden_layers=1), tmp_path / "packed")
     for way in ("tp, ep", "dp, ep"):
         assert_parts_are_whole(tmp_path / "packed", 2, way)
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "way"),
+    [
+        ("qwen3_moe", "block", "tp, ep"),
+        pytest.param("deepseek_v3", "block", "dp, ep", marks=pytest.mark.slow),
+        pytest.param("mixtral", "tensor", "tp, ep", marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", "gptq", "dp, ep", marks=pytest.mark.slow),
+        pytest.param("glm4_moe", "awq", "dp, ep", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "channel", "dp", marks=pytest.mark.slow),
+    ],
+)
+def test_quantised_experts_are_dealt_whole_or_by_their_widths(
+    toy_checkpoint: Callable[..., Path], tmp_path: Path, family: str, form: str, way: str
+):
+    """Whole also where their widths could not be cut."""
+    sizes = BLOCKS | EXPERTS[family] | EVEN.get(family, {})
+    write_quantised(toy_checkpoint(family, **sizes), tmp_path / form, form)
+    assert_parts_are_whole(tmp_path / form, 2, way)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -298,6 +373,9 @@ SOME_EXPERTS = MoEConfig(num_experts=6, top_k=2, intermediate_size=40, is_normal
         ("tp, ep", 2, {}, "without experts to share; use tp 2 without ep"),
         ("dp", 2, {}, "without experts to share; start as many workers instead"),
         ("dp", 2, {"moe": replace(MXFP4, intermediate_size=96)}, "in blocks of 32 with one scale, which 2"),
+        ("dp", 2, {"moe": replace(SOME_EXPERTS, intermediate_size=384), "quant": QuantConfig(
+            form=Fp8Form(has_blocks=True))}, "384 in blocks of 128 with one scale, which 2 ranks would cut; "
+            "use dp_attention 3"),
     ],
 )  # fmt: skip
 def test_experts_that_ranks_cannot_share_are_refused_with_what_fits(
