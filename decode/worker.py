@@ -4,6 +4,7 @@
                      room at once
    restore           a prefix that a lower tier of the cache has comes back into the room's pages
 2. pull              blocks land in the room's own pages; a prefix that is cached here is not pulled
+   offer             prefill may pull the prefix that is cached here, instead of computing it
    local prefill     without a prefill worker, decode computes the prompt itself between steps of the batch
    sharing           a further choice of a request shares the prompt's pages of the first one
 3. draft prefill     runs over the aux features as they land, within a budget of rows per step
@@ -25,6 +26,7 @@ from ..cluster.process.log import fields
 from ..cluster.protocol.messages import (
     DecodeTimeline,
     Finished,
+    OfferPrefix,
     Reserve,
     Reserved,
     SwapDraft,
@@ -36,9 +38,10 @@ from ..cluster.protocol.messages import (
 from ..cluster.telemetry.trace_context import carried_by
 from ..engine.kv.tiers.running_tiers import RunningTiers
 from ..engine.loader import Engine
+from ..engine.parallel.lockstep import RanksLeft
 from ..engine.speculative.drafters.protocol import reads_features
 from ..engine.speculative.step.result import StepResult
-from ..kvtransfer.transport import Complete, Landed, Lost
+from ..kvtransfer.transport import Complete, Dropped, Landed, Lost, Released
 from ..worker.commands import DropDone, LinkEvent
 from ..worker.link import WorkerLink
 from ..worker.prompt_embeds import EmbedsInbox
@@ -55,6 +58,7 @@ from .in_flight import StepsInFlight
 from .local_prefill import LocalPrefill, keep_pages
 from .page_growth import PageGrowth
 from .page_sharing import NO_PROMPT, UNSHARED, PageSharing
+from .prefix_offers import PrefixOffers
 from .queues import DecodeQueues, DecodeRoom, DecodeState, OutputClaim
 from .step_decoder import StepDecoder
 from .step_metrics import StepMetrics
@@ -93,6 +97,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         clock: Callable[[], float] = time.monotonic,
         embeds: EmbedsInbox | None = None,
         recorder: SampleRecorder | None = None,
+        offers_prefixes: bool = False,
     ) -> None:
         queues, self._metrics = DecodeQueues(max_running), StepMetrics()
         super().__init__(
@@ -107,6 +112,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         self.decoder: StepDecoder = decoder or engine.decoder()
         self.growth = PageGrowth(engine, queues, self.decoder, is_on=grows)
         self.sharing = PageSharing(engine, queues, self.decoder)
+        self.offers = PrefixOffers(engine, queues, link.post, self._metrics.counters, is_on=offers_prefixes)
         self.admission = Admission(engine, queues, self.growth, self.sharing)
         self.in_flight = StepsInFlight(self.decoder)
         self.local = LocalPrefill(
@@ -121,8 +127,19 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
     def step(self) -> bool:
         """Runs draft prefill of landed features, a part of local prompts, and one step of the batch.
 
-        Returns False if no room has work.
+        Ranks that share experts run each of these forwards together, so one without work joins those of the
+        others. Returns False if no room has work, here or there.
         """
+        rounds = self.engine.rounds
+        if rounds is None:
+            return self._work()
+        try:
+            did_work = self._work()
+            return rounds.finish() or did_work
+        except RanksLeft:  # the worker leaves: what is left here is handed back
+            return False
+
+    def _work(self) -> bool:
         if self.head_swap is not None:
             self.head_swap.turn()
         if self.tiers is not None:
@@ -167,6 +184,15 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
                 found = self.queues.get(room, epoch)
                 if found is not None and found.state is DecodeState.CLOSING:
                     self._close(found)
+                self.offers.ended(room)
+            case OfferPrefix():
+                self.reach("decode:offer")
+                if event.instance == self.instance:
+                    self.offers.take(event, is_draining=self.is_draining)
+            case Released(room=room):
+                self.offers.ended(room)
+            case Dropped(room=room):
+                self.offers.ended(room, is_dropped=True)
             case _:
                 super().handle(event, now)
 
@@ -250,6 +276,9 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         if room.order is not None:
             self._send(self.admission.pull_request(room, room.order))
             room.order = None
+        if room.offer is not None:
+            self.offers.offer_of(room, room.offer)
+            room.offer = None
 
     def _turn_tiers(self, tiers: RunningTiers) -> None:
         """Takes in the prefixes that were restored."""
@@ -274,6 +303,8 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         self.engine.cache.clear()
         if self.tiers is not None:
             self.tiers.rebase(tier_fingerprint(self.engine))
+        elif self.news is not None:
+            self.news.journal.keys.rebase(tier_fingerprint(self.engine))
 
     def _on_landed(self, room_id: str, epoch: int, tokens: int) -> None:
         room = self.queues.get(room_id, epoch)
@@ -457,7 +488,10 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         if rooms:
             self.reach("decode:chunk")
         before = [(room.request.num_computed, room.have) for room in rooms]
-        has_streams = bool(self.queues.count(DecodeState.RUNNING))
+        rounds = self.engine.rounds
+        has_streams = bool(self.queues.count(DecodeState.RUNNING)) or (
+            rounds is not None and rounds.has_streams
+        )
         read = self.local.turn(rooms, has_streams=has_streams)
         for room, (computed, have) in zip(rooms, before, strict=True):
             found = room.have - have  # in the prefix cache, since the room was admitted

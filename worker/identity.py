@@ -127,6 +127,10 @@ def hello_of(
     chosen: Mapping[str, Choice] = NOTHING_CHOSEN,
     embeds: EmbedsInbox | None = None,
     metrics_port: int = 0,
+    tells_prefixes: bool = False,
+    pulls_prefixes: bool = False,
+    prefix_endpoint: str = "",
+    group: str = "",
 ) -> Hello:
     """The worker's registration with a router. `max_context` in tokens; `embeds`: None takes none."""
     takes_embeds = embeds is not None and not embeds.fault
@@ -164,6 +168,10 @@ def hello_of(
         transport=",".join(transports),
         chosen=dict(chosen),
         metrics_port=metrics_port,
+        tells_prefixes=tells_prefixes,
+        pulls_prefixes=pulls_prefixes,
+        prefix_endpoint=prefix_endpoint,
+        group=group,
     )
 
 

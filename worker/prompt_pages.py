@@ -9,20 +9,29 @@ from ..engine.kv.tiers.running_tiers import RunningTiers
 from ..engine.request import Request
 
 
-def take_pages(cache: PrefixCache, request: Request, num_pages: int, *, is_computed: bool) -> int:
+def take_pages(
+    cache: PrefixCache, request: Request, num_pages: int, *, is_computed: bool, bare_limit: int = 0
+) -> int:
     """Give `request` its `num_pages` pages. Returns the number of prompt tokens in cached pages.
 
     The last prompt token is never taken from the cache, since its logits are needed. A prompt computed here
-    with log probabilities takes nothing from the cache. Raises PoolExhausted; the request then holds nothing.
+    with log probabilities takes nothing from the cache. `bare_limit`: as in `PrefixCache.match`. Raises
+    PoolExhausted; the request then holds nothing.
     """
     is_scored = is_computed and request.sampling.prompt_logprobs >= 0  # every row must be computed
-    held = cache.match(request.prompt_ids, 0 if is_scored else request.num_prompt - 1, request.salt)
+    limit = 0 if is_scored else request.num_prompt - 1
+    held = cache.match(request.prompt_ids, limit, request.salt, bare_limit=bare_limit)
     try:
         request.pages = held + cache.alloc(num_pages - len(held))
     except PoolExhausted:
         cache.allocator.release(held)
         raise
     return len(held) * cache.page_size
+
+
+def num_whole(cache: PrefixCache, pages: Sequence[int]) -> int | None:
+    """The number of cached `pages` before the first bare one; None: none is bare."""
+    return next((place for place, page in enumerate(pages) if cache.is_bare(page)), None)
 
 
 def take_shared_pages(cache: PrefixCache, request: Request, shared: Sequence[int], num_pages: int) -> None:
