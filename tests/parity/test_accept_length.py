@@ -174,7 +174,7 @@ def test_graphs_and_hand_off_keep_accept_length_and_reference_tokens(
     ids=["the beginnings of some fresh chats", "fresh chats", "mtp, fresh chats"],
     indirect=["head"],
 )
-def test_the_head_reaches_its_accept_length_on_fresh_chats_and_shifted_layers_do_not(
+def test_the_head_reaches_its_accept_length_and_shifted_layers_do_not(
     smollm2_dir, head, smollm2_tokenizer, record_property, shift, every, num_tokens, least
 ):
     """Chats that no training prompt resembles, up to the end of each answer."""
