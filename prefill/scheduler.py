@@ -21,13 +21,14 @@ With an objective for first tokens, `first_token_plan` has the order and the par
 from collections.abc import Callable, Sequence
 
 from ..cluster.protocol.request_rank import rank
+from ..engine.kv.leaving_owners import LeavingOwners
 from ..engine.kv.page_table import pages_for
 from ..engine.kv.pool import PoolExhausted
 from ..engine.kv.prefix_cache import PrefixCache
 from ..engine.prompt_budget import WHOLE_PROMPT_ROWS
 from ..worker.first_token_plan import FirstTokenPlan, Prompt
 from ..worker.prompt_chunks import Chunk, scored_limit
-from ..worker.prompt_pages import num_whole, take_pages
+from ..worker.prompt_pages import match_prefix, num_whole, take_pages
 from .queues import PrefillQueues, PrefillRoom, PrefillState
 
 
@@ -71,22 +72,35 @@ class PrefillScheduler:
         )
         if first is None:
             return []
-        missing = self._pages_of(first) - self.cache.num_available
-        missing -= sum(len(room.request.pages) for room in self.queues.of(PrefillState.CLOSING))
-        if missing <= 0:
+        if self._pages_of(first) <= self.cache.num_available:
             return []
         less_urgent = [
             room
             for room in self.queues
             if room.priority > first.priority and _may_give_up(room) and not room.keeps_pages
         ]
-        taken: list[PrefillRoom] = []
-        for room in _by_claim(less_urgent)[::-1]:
-            taken.append(room)
-            missing -= len(room.request.pages)
-            if missing <= 0:
-                return taken
-        return []  # all of them would not do
+        return self._victims(first, _by_claim(less_urgent)[::-1]) if less_urgent else []
+
+    def _victims(self, first: PrefillRoom, less_urgent: Sequence[PrefillRoom]) -> list[PrefillRoom]:
+        """The first of `less_urgent` that have the pages which `first` does not find; none if all of them
+        would not do.
+        """
+        bare_limit = first.request.num_prompt if first.takes_bare else 0
+        found = match_prefix(self.cache, first.request, is_computed=True, bare_limit=bare_limit)
+        try:  # what it finds in the cache is not available, and nobody gives it up
+            missing = self._pages_of(first) - len(found) - self.cache.num_available
+            leaving = LeavingOwners(self.cache)
+            for room in self.queues.of(PrefillState.CLOSING):
+                leaving.leave(room.request.pages)
+            taken: list[PrefillRoom] = []
+            for room in less_urgent:
+                if leaving.num_back >= missing:
+                    break
+                taken.append(room)
+                leaving.leave(room.request.pages)
+            return taken if leaving.num_back >= missing else []
+        finally:
+            self.cache.allocator.release(found)
 
     def turned_away(self, priority: int) -> PrefillRoom | None:
         """The room that leaves the queue for a prompt of class `priority`: the newest one of the least urgent

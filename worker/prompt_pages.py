@@ -18,15 +18,22 @@ def take_pages(
     with log probabilities takes nothing from the cache. `bare_limit`: as in `PrefixCache.match`. Raises
     PoolExhausted; the request then holds nothing.
     """
-    is_scored = is_computed and request.sampling.prompt_logprobs >= 0  # every row must be computed
-    limit = 0 if is_scored else request.num_prompt - 1
-    held = cache.match(request.prompt_ids, limit, request.salt, bare_limit=bare_limit)
+    held = match_prefix(cache, request, is_computed=is_computed, bare_limit=bare_limit)
     try:
         request.pages = held + cache.alloc(num_pages - len(held))
     except PoolExhausted:
         cache.allocator.release(held)
         raise
     return len(held) * cache.page_size
+
+
+def match_prefix(
+    cache: PrefixCache, request: Request, *, is_computed: bool, bare_limit: int = 0
+) -> list[int]:
+    """Retains and returns the cached pages that `take_pages` would find."""
+    is_scored = is_computed and request.sampling.prompt_logprobs >= 0  # every row must be computed
+    limit = 0 if is_scored else request.num_prompt - 1
+    return cache.match(request.prompt_ids, limit, request.salt, bare_limit=bare_limit)
 
 
 def num_whole(cache: PrefixCache, pages: Sequence[int]) -> int | None:

@@ -273,6 +273,53 @@ def test_pages_are_taken_from_the_newest_prompts_of_the_least_urgent_class():
     assert scheduler.take_back() == [], "all of them would not do"
 
 
+def begin(scheduler, name, tokens, priority=0, arrived=0.0):
+    """A prompt that has its pages, of which all whole ones but the last are computed and cached."""
+    room = add(scheduler, name, tokens)
+    room.priority, room.arrived = priority, arrived
+    assert scheduler._has_pages(room, [])
+    request = room.request
+    request.num_computed = (request.num_prompt - 1) // PAGE * PAGE
+    scheduler.cache.insert(request.prompt_ids[: request.num_computed], request.pages)
+    return room
+
+
+def shared(name, num_pages, own=2):
+    """A prompt of `num_pages` pages that others share and `own` pages of its own."""
+    return [*range(num_pages * PAGE), *range(1000 * name, 1000 * name + own * PAGE)]
+
+
+def test_an_urgent_prompt_that_fits_with_its_prefix_takes_nothing():
+    scheduler = make(num_pages=40)
+    for i in (1, 2, 3):
+        begin(scheduler, i, shared(i, 30), priority=1, arrived=i)
+    assert scheduler.cache.num_available == 4
+    urgent = add(scheduler, 9, shared(9, 30, own=1))
+    assert scheduler.take_back() == []
+    assert scheduler._has_pages(urgent, [])
+
+
+@pytest.mark.parametrize("own", [5, 6, 8, 9, 10, 11])
+def test_prompts_that_give_shared_pages_up_are_enough_or_none(own):
+    scheduler = make(num_pages=40)
+    rooms = [begin(scheduler, i, shared(i, 30), priority=1, arrived=i) for i in (1, 2, 3)]
+    urgent = add(scheduler, 9, range(9000, 9000 + own * PAGE))  # 4 are free, each prompt has 2 of its own
+    taken = scheduler.take_back()
+    assert taken == rooms[::-1][: -(-(own - 4) // 2)]
+    for room in taken:
+        scheduler.cache.allocator.release(room.request.pages)
+        scheduler.queues.remove(room)
+    assert scheduler._has_pages(urgent, [])
+
+
+def test_no_prompt_gives_pages_up_that_an_urgent_one_keeps():
+    scheduler = make(num_pages=40)
+    for i in (1, 2, 3):
+        begin(scheduler, i, shared(i, 30), priority=i > 1, arrived=i)
+    add(scheduler, 9, range(9000, 9000 + 9 * PAGE))  # 8 would be free
+    assert scheduler.take_back() == []
+
+
 def test_a_full_queue_turns_the_newest_of_the_least_urgent_class_away():
     scheduler = make()
     rooms = [ask(scheduler, i, 8, priority=p, arrived=i) for i, p in enumerate((1, 2, 2, 1))]
