@@ -9,7 +9,9 @@ doubles. Only rooms of a less urgent class make way, and only if enough of them 
 
 from dataclasses import dataclass
 
+from ..engine.kv.leaving_owners import LeavingOwners
 from ..engine.loader import Engine
+from ..worker.prompt_pages import match_prefix
 from ..worker.retractions import Reason
 from .page_growth import PageGrowth, is_beyond_grant
 from .queues import DecodeQueues, DecodeRoom, DecodeState
@@ -44,27 +46,36 @@ class Preemption:
 
     def way_for(self, room: DecodeRoom) -> Way | None:
         """How `room`, which was not admitted, gets in; None if others do not help."""
-        over = [other for other in self._queues if other.is_over]
-        places = self._queues.num_held - len(over) + 1 - self._queues.max_running
-        growth = self._growth
-        pages = (
-            growth.first_pages(room.request, room.claim)
-            + growth.num_promised
-            + growth.promised(room)
-            - self._engine.cache.num_available
-            - sum(len(other.request.pages) for other in over)
-        )
-        reason = Reason.URGENT_PLACE if places > 0 else Reason.URGENT_PAGES
+        cache = self._engine.cache
+        found = match_prefix(cache, room.request, is_computed=room.is_local)
+        try:  # what it finds in the cache is not available, and nobody gives it up
+            return self._way_behind(room, len(found))
+        finally:
+            cache.allocator.release(found)
+
+    def _way_behind(self, room: DecodeRoom, num_found: int) -> Way | None:
+        """As `way_for`, of a room that holds its `num_found` pages in the cache."""
+        cache, growth = self._engine.cache, self._growth
+        places = self._queues.num_held + 1 - self._queues.max_running
+        pages = growth.first_pages(room.request, room.claim) - num_found
+        pages += growth.num_promised + growth.promised(room) - cache.num_available
         if places <= 0 and pages <= 0:
-            return Way(victims=[], reason=reason) if over or self._engine.cache.num_held else None
+            return None  # what it lacks is nothing that others hold
+        leaving = LeavingOwners(cache)
+        for other in [other for other in self._queues if other.is_over]:
+            places -= 1
+            leaving.leave(other.request.pages)
+        pages -= cache.num_held  # they come back when they are copied
+        reason = Reason.URGENT_PLACE if places > 0 else Reason.URGENT_PAGES
         victims: list[DecodeRoom] = []
         for other in self._less_urgent(room):
+            if places <= 0 and pages <= leaving.num_back:
+                break
             victims.append(other)
             places -= 1
-            pages -= len(other.request.pages) + growth.promised(other)
-            if places <= 0 and pages <= 0:
-                return Way(victims=victims, reason=reason)
-        return None
+            pages -= growth.promised(other)
+            leaving.leave(other.request.pages)
+        return Way(victims=victims, reason=reason) if places <= 0 and pages <= leaving.num_back else None
 
     def _less_urgent(self, room: DecodeRoom) -> list[DecodeRoom]:
         """The rooms that may make way for `room`, the first one first."""

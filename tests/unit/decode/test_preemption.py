@@ -10,6 +10,7 @@ from baton.decode.queues import HOLD_ALL, DecodeRoom, DecodeState, OutputClaim
 from baton.engine.request import Request
 from baton.engine.sampling.params import SamplingParams
 from baton.tests.unit.decode.test_page_growth import GROWS, World
+from baton.worker.prompt_pages import take_longer_prefix, take_pages
 from baton.worker.retractions import Reason
 
 PLACES = 4
@@ -37,6 +38,21 @@ class Full(World):
         )
         self.queues.add(room)
         return room
+
+    def sharer(self, *, of=1, **kind):
+        """A room whose prompt of token `of` is cached, and shared with others that begin alike."""
+        room = self.room(**kind)
+        request = room.request
+        request.prompt_ids = [of] * request.num_prompt
+        take_longer_prefix(self.cache, request, 0)
+        self.cache.insert(request.prompt_ids, request.pages)
+        return room
+
+    def admits(self, room):
+        """Whether the room finds its pages and its place."""
+        request, growth = room.request, self.growth
+        take_pages(self.cache, request, growth.first_pages(request, room.claim), is_computed=False)
+        return self.queues.num_held < self.queues.max_running and growth.covers(room)
 
     def way(self, room):
         return self.preemption.way_for(room)
@@ -77,6 +93,33 @@ def test_as_many_make_way_as_the_pages_take_and_none_if_all_would_not_do():
     assert world.way(large) is None, "one room has too few"
 
 
+def test_shared_pages_that_stay_are_not_counted_on():
+    world = Full(places=64)
+    kept = world.sharer(prompt=32)
+    rooms = [world.sharer(prompt=32, priority=1) for _ in range(5)]
+    own = len(set(rooms[0].request.pages) - set(kept.request.pages))
+    assert own < len(rooms[0].request.pages)
+    world.fill()
+    urgent = world.asks()
+    for prompt in (2, 10, 18):
+        urgent.request.prompt_ids = [9] * prompt
+        need = world.growth.first_pages(urgent.request, urgent.claim) + world.growth.promised(urgent)
+        assert world.way(urgent).victims == rooms[::-1][: -(-need // own)]
+    urgent.request.prompt_ids = [9] * 60
+    assert world.way(urgent) is None, "all of them would not do"
+
+
+def test_a_cached_prefix_of_the_urgent_room_is_nothing_that_it_lacks():
+    world = Full(places=64)
+    for _ in range(3):
+        world.sharer(prompt=40, priority=1)
+    world.cache.alloc(world.cache.num_available - 6)
+    urgent = world.asks(prompt=41)
+    assert world.growth.first_pages(urgent.request, urgent.claim) > 6
+    assert world.way(urgent) is None
+    assert world.admits(urgent)
+
+
 def test_a_room_within_its_grant_makes_no_way():
     world = Full()
     granted = world.room(priority=2, claim=OutputClaim(expected=8, granted=8))
@@ -106,23 +149,22 @@ def test_the_most_urgent_room_is_next_and_then_the_oldest():
     assert world.preemption.waiting == [high, first, second, low]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(60))
 def test_those_that_make_way_are_always_enough(seed):
     rng = random.Random(seed)
-    world = Full(places=rng.randint(2, 10))
+    world = Full(pages=120, places=rng.randint(2, 10))
     for _ in range(world.queues.max_running):
         claim = rng.choice((GROWS, HOLD_ALL, OutputClaim(expected=4, granted=rng.choice((0, 4)))))
-        world.room(priority=rng.randint(-1, 2), claim=claim, prompt=rng.randint(1, 20))
+        kind = {"priority": rng.randint(-1, 2), "claim": claim, "prompt": rng.randint(1, 40)}
+        world.room(**kind) if rng.random() < 0.3 else world.sharer(of=rng.randint(1, 2), **kind)
     world.cache.alloc(rng.randint(0, world.cache.num_available))
     urgent = world.asks(priority=rng.randint(-2, 1), prompt=rng.randint(1, 30))
     way = world.way(urgent)
+    world.cache.check_integrity()
     if way is None:
         return
     assert all(room.priority > urgent.priority for room in way.victims)
+    assert len(way.victims) == len(set(map(id, way.victims))) > 0
     for room in way.victims:
         world._retract(room)
-    assert world.queues.num_held < world.queues.max_running
-    urgent.request.pages = world.cache.alloc(world.growth.first_pages(urgent.request, urgent.claim))
-    assert world.growth.covers(urgent)
-    if way.victims:  # without the last of them it would not do
-        assert len(way.victims) == len(set(map(id, way.victims)))
+    assert world.admits(urgent)
