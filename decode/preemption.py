@@ -7,14 +7,20 @@ retracted twice without progress, and urgent requests cannot starve others: with
 doubles. Only rooms of a less urgent class make way, and only if enough of them may.
 """
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ..engine.kv.leaving_owners import LeavingOwners
 from ..engine.loader import Engine
 from ..worker.prompt_pages import match_prefix
+from ..worker.refusal import Refusal
 from ..worker.retractions import Reason
 from .page_growth import PageGrowth, is_beyond_grant
 from .queues import DecodeQueues, DecodeRoom, DecodeState
+
+HasStaging = Callable[[DecodeRoom, int, Collection[DecodeRoom]], bool]
+LONGEST_WAIT_S = 2.0  # of a room for those that make way; then its router places it again
+TOO_LONG = Refusal(reason=f"nobody made way within {LONGEST_WAIT_S:g} s", retry_after_ms=250)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +35,15 @@ class Way:
 
 
 class Preemption:
-    """Finds the rooms that make way."""
+    """Finds the rooms that make way.
 
-    def __init__(self, engine: Engine, queues: DecodeQueues, growth: PageGrowth) -> None:
+    `has_staging`: as `Admission.has_staging`. Nobody makes way where the features of a room do not fit.
+    """
+
+    def __init__(
+        self, engine: Engine, queues: DecodeQueues, growth: PageGrowth, has_staging: HasStaging
+    ) -> None:
+        self._has_staging = has_staging
         self._engine = engine
         self._queues = queues
         self._growth = growth
@@ -59,10 +71,11 @@ class Preemption:
         places = self._queues.num_held + 1 - self._queues.max_running
         pages = growth.first_pages(room.request, room.claim) - num_found
         pages += growth.num_promised + growth.promised(room) - cache.num_available
-        if places <= 0 and pages <= 0:
+        if places <= 0 and pages <= 0 and self._has_staging(room, num_found, ()):
             return None  # what it lacks is nothing that others hold
         leaving = LeavingOwners(cache)
-        for other in [other for other in self._queues if other.is_over]:
+        over = [other for other in self._queues if other.is_over]
+        for other in over:
             places -= 1
             leaving.leave(other.request.pages)
         pages -= cache.num_held  # they come back when they are copied
@@ -75,7 +88,9 @@ class Preemption:
             places -= 1
             pages -= growth.promised(other)
             leaving.leave(other.request.pages)
-        return Way(victims=victims, reason=reason) if places <= 0 and pages <= leaving.num_back else None
+        if places > 0 or pages > leaving.num_back or not self._has_staging(room, num_found, over + victims):
+            return None
+        return Way(victims=victims, reason=reason)
 
     def _less_urgent(self, room: DecodeRoom) -> list[DecodeRoom]:
         """The rooms that may make way for `room`, the first one first."""

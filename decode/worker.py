@@ -60,7 +60,7 @@ from .in_flight import StepsInFlight
 from .local_prefill import LocalPrefill, keep_pages
 from .page_growth import PageGrowth
 from .page_sharing import NO_PROMPT, UNSHARED, PageSharing
-from .preemption import Preemption
+from .preemption import LONGEST_WAIT_S, TOO_LONG, Preemption
 from .prefix_offers import PrefixOffers
 from .queues import DecodeQueues, DecodeRoom, DecodeState, OutputClaim
 from .step_decoder import StepDecoder
@@ -120,7 +120,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         self.sharing = PageSharing(engine, queues, self.decoder)
         self.offers = PrefixOffers(engine, queues, link.post, self._metrics.counters, is_on=offers_prefixes)
         self.admission = Admission(engine, queues, self.growth, self.sharing)
-        self.preemption = Preemption(engine, queues, self.growth)
+        self.preemption = Preemption(engine, queues, self.growth, self.admission.has_staging)
         self.in_flight = StepsInFlight(self.decoder)
         self.local = LocalPrefill(
             engine,
@@ -210,6 +210,13 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
                 self.offers.ended(room, is_dropped=True)
             case _:
                 super().handle(event, now)
+
+    def expire(self, now: float) -> None:
+        """As `RoleWorker.expire`. A room for which others did not make way in time goes back, too."""
+        super().expire(now)
+        for room in self.preemption.waiting:
+            if now >= room.arrived + LONGEST_WAIT_S:
+                self._turn_back(room, TOO_LONG)
 
     def stats(self) -> WorkerStats:
         """The worker's condition for the heartbeat."""

@@ -6,6 +6,7 @@ As in `test_page_growth`, free pages hold NaN.
 import random
 
 import pytest
+from baton.decode.preemption import LONGEST_WAIT_S
 from baton.decode.queues import DecodeState
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.sim.test_page_growth import Asked, pair_of, played, undisturbed
@@ -105,6 +106,34 @@ def test_a_room_that_waits_for_others_may_end(target, head, end):
     assert pair.decode.stats().counters["retractions"] == 0
     assert urgent.room not in pair.tokens
     pair.assert_nothing_is_held()
+
+
+def test_a_room_whose_features_do_not_fit_costs_nobody_its_place(target, head):
+    pair = pair_of(target, head, "chain", pages=96, max_running=4)
+    low = [Asked(pair, i, [i] * 40, GREEDY, priority=1) for i in range(4)]
+    staged = [room for room in pair.decode.queues if room.features is not None]
+    assert 1 < len(staged) < 4, "the others were refused"
+    pair.decode.queues.max_running = len(staged)
+    Asked(pair, 8, [9] * 90, GREEDY)
+    assert not pair.decode.queues.of(DecodeState.ADMITTING)
+    played(pair, low)
+    assert pair.decode.stats().counters["retractions"] == 0
+
+
+def test_a_room_waits_for_others_for_a_bounded_time(target, head):
+    pair = pair_of(target, head, "off", overlap="on", pages=60, max_running=1)
+    Asked(pair, 0, [7, 8, 9], GREEDY, priority=1, is_local=True)
+    while not pair.decode.stats().running:
+        pair.turn()
+    urgent_since, urgent = pair.clock.now, Asked(pair, 5, [4, 5, 6], GREEDY, is_local=True)
+    (low,) = pair.decode.queues.of(DecodeState.RUNNING)
+    low.state = DecodeState.CLOSING  # and its last reader says nothing
+    for _ in range(2):
+        pair.turn()
+    assert not pair.refused
+    pair.decode.expire(urgent_since + LONGEST_WAIT_S)
+    pair.turn()
+    assert [(message.room, message.retry_after_ms > 0) for message in pair.refused] == [(urgent.room, True)]
 
 
 def test_an_urgent_prompt_is_computed_before_the_next_part_of_another(target, head):

@@ -2,8 +2,11 @@
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
+import torch
+from baton.decode.admission import Admission
 from baton.decode.page_growth import is_beyond_grant
 from baton.decode.preemption import Preemption
 from baton.decode.queues import HOLD_ALL, DecodeRoom, DecodeState, OutputClaim
@@ -14,6 +17,7 @@ from baton.worker.prompt_pages import take_longer_prefix, take_pages
 from baton.worker.retractions import Reason
 
 PLACES = 4
+STAGED = 100  # bytes for features
 
 
 class Full(World):
@@ -23,7 +27,11 @@ class Full(World):
         super().__init__(pages)
         self.queues.max_running = places
         self.numbers = itertools.count(900)
-        self.preemption = Preemption(self.growth._engine, self.queues, self.growth)
+        engine = self.growth._engine
+        engine.feature_width, engine.drafter = 1, SimpleNamespace(feature_width=1)
+        engine.pool = SimpleNamespace(kv=SimpleNamespace(nbytes=1 << 30), row_dtype=torch.uint8)
+        admission = Admission(engine, self.queues, self.growth, None)
+        self.preemption = Preemption(engine, self.queues, self.growth, admission.has_staging)
 
     def asks(self, *, priority=0, claim=GROWS, prompt=8, most=30):
         """A room that was not admitted."""
@@ -141,6 +149,34 @@ def test_a_room_waits_for_what_comes_back_before_it_takes_more():
     assert way.victims == [], "a place comes back"
     world.queues.remove(ending)
     assert world.way(world.asks()) is None, "it has room, so what it lacks is nothing that others hold"
+
+
+def test_nobody_makes_way_for_a_room_whose_features_do_not_fit():
+    world = Full()
+    rooms = [world.room(priority=1) for _ in range(PLACES)]
+    urgent = world.asks()
+    assert world.way(urgent).victims == [rooms[-1]]
+    world.growth._engine.pool.kv.nbytes = 4 * STAGED
+    rooms[0].features = torch.zeros(STAGED - 7, dtype=torch.uint8)  # 8 tokens, 2 pages: a byte too much
+    assert world.way(urgent) is None
+    urgent.is_local = True
+    assert world.way(urgent).victims == [rooms[-1]], "it has no features"
+    urgent.is_local = False
+    rooms[-1].features, rooms[0].features = rooms[0].features, None
+    assert world.way(urgent).victims == [rooms[-1]], "they leave with the room"
+
+
+def test_a_room_waits_for_features_only_if_they_leave():
+    world = Full()
+    world.growth._engine.pool.kv.nbytes = 4 * STAGED
+    other = world.room(priority=1)
+    other.features = torch.zeros(STAGED, dtype=torch.uint8)
+    ending = world.room(priority=1)
+    ending.state = DecodeState.CLOSING
+    urgent = world.asks()
+    assert world.way(urgent) is None, "that another room ends is no help"
+    other.state, ending.state = DecodeState.CLOSING, DecodeState.RUNNING
+    assert world.way(urgent).victims == []
 
 
 def test_the_most_urgent_room_is_next_and_then_the_oldest():
