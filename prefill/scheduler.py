@@ -102,12 +102,14 @@ class PrefillScheduler:
         finally:
             self.cache.allocator.release(found)
 
-    def turned_away(self, priority: int) -> PrefillRoom | None:
-        """The room that leaves the queue for a prompt of class `priority`: the newest one of the least urgent
-        class below. None: there is none.
+    def turned_away(self, priority: int, since: float) -> PrefillRoom | None:
+        """The room that leaves the queue for a prompt of class `priority` that waits since `since`: of those
+        behind it by rank the newest one of the least urgent class below. None: there is none.
         """
-        below = [room for room in self.queues.of(PrefillState.QUEUED) if room.priority > priority]
-        return _by_claim(below)[-1] if below else None
+        ours = rank(since, priority)
+        queued = self.queues.of(PrefillState.QUEUED)
+        behind = [room for room in queued if room.priority > priority and _rank(room) > ours]
+        return _by_claim(behind)[-1] if behind else None
 
     def take_early(self, is_elsewhere: Callable[[PrefillRoom, Sequence[int]], bool]) -> list[PrefillRoom]:
         """Gives pages to queued prompts that have more elsewhere than in the cache, and returns these.
@@ -176,12 +178,12 @@ class PrefillScheduler:
         rooms, newest = self._ready(), dict[int, float]()
         for room in rooms:
             if room.state is PrefillState.RUNNING:
-                newest[room.priority] = max(room.arrived, newest.get(room.priority, room.arrived))
+                newest[room.priority] = max(_since(room), newest.get(room.priority, _since(room)))
 
         def place(room: PrefillRoom) -> float:
             if room.state is PrefillState.RUNNING:
                 return _rank(room)
-            return rank(max(room.arrived, newest.get(room.priority, room.arrived)), room.priority)
+            return rank(max(_since(room), newest.get(room.priority, _since(room))), room.priority)
 
         return sorted(rooms, key=place)
 
@@ -300,12 +302,17 @@ class PrefillScheduler:
 
 
 def _rank(room: PrefillRoom) -> float:
-    return rank(room.arrived, room.priority)
+    return rank(_since(room), room.priority)
+
+
+def _since(room: PrefillRoom) -> float:
+    """When the request arrived at its router, which may have placed it before."""
+    return room.arrived - room.waited
 
 
 def _by_claim(rooms: Sequence[PrefillRoom]) -> list[PrefillRoom]:
     """The most urgent class first, then older ones."""
-    return sorted(rooms, key=lambda each: (each.priority, each.arrived))
+    return sorted(rooms, key=lambda each: (each.priority, _since(each)))
 
 
 def _may_give_up(room: PrefillRoom) -> bool:

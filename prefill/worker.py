@@ -189,7 +189,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         if not self._begins(order):
             return
         sampling = sampling_params_of(order)
-        if self.queues.is_full and (room := self.scheduler.turned_away(order.priority)) is not None:
+        if self.queues.is_full and (room := self._turned_away(order, now)) is not None:
             self._make_way(room)
         if refusal := self._refusal_of(order.prompt_ids, sampling):
             return self._refuse(order, refusal)
@@ -214,6 +214,9 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             )
         )
         self._counters["requests"] += 1
+
+    def _turned_away(self, order: Prefill, now: float) -> PrefillRoom | None:
+        return self.scheduler.turned_away(order.priority, now - order.waited_ms / 1000)
 
     def _refusal_of(self, prompt_ids: list[int], sampling: SamplingParams) -> Refusal | None:
         """The refusal of this prompt; None if it is accepted."""

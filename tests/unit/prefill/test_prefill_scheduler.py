@@ -1,7 +1,9 @@
 """Laws of the prefill scheduler: every prompt token is computed exactly once, in order, within the budget."""
 
+import itertools
+
 import pytest
-from baton.cluster.protocol.request_rank import PRIORITY_S
+from baton.cluster.protocol.request_rank import PRIORITY_S, rank
 from baton.engine import prompt_logprobs
 from baton.engine.kv.pool import PageAllocator
 from baton.engine.kv.prefix_cache import PrefixCache
@@ -323,9 +325,45 @@ def test_no_prompt_gives_pages_up_that_an_urgent_one_keeps():
 def test_a_full_queue_turns_the_newest_of_the_least_urgent_class_away():
     scheduler = make()
     rooms = [ask(scheduler, i, 8, priority=p, arrived=i) for i, p in enumerate((1, 2, 2, 1))]
-    assert scheduler.turned_away(0) is rooms[2]
-    assert scheduler.turned_away(1) is rooms[2]
-    assert scheduler.turned_away(2) is None
+    assert scheduler.turned_away(0, since=5.0) is rooms[2]
+    assert scheduler.turned_away(1, since=5.0) is rooms[2]
+    assert scheduler.turned_away(2, since=5.0) is None
+
+
+def test_a_steady_flow_of_urgent_prompts_keeps_nobody_out_of_a_full_queue():
+    """A router offers its orders by rank, again and again, and has those back that were turned away."""
+    scheduler, num_turned_away, numbers = make(chunk_size=8, max_batch=1), 0, itertools.count(1)
+    scheduler.queues.max_queue = 4
+    orders = [(1, 0.0)]  # class and arrival
+    for second in range(6 * int(PRIORITY_S)):
+        now = float(second)
+        orders += [(0, now)] * 3
+        for priority, since in sorted(orders, key=lambda each: rank(each[1], each[0])):
+            if scheduler.queues.is_full:
+                victim = scheduler.turned_away(priority, since)
+                if victim is None:
+                    continue
+                scheduler.queues.remove(victim)
+                orders.append((victim.priority, victim.arrived - victim.waited))
+                num_turned_away += 1
+            room = ask(scheduler, next(numbers), 8, priority=priority, arrived=now)
+            room.waited = now - since
+            orders.remove((priority, since))
+        chunks, _ = scheduler.next_chunks(now)
+        run(scheduler, chunks)
+        if any(chunk.room.priority == 1 for chunk in chunks):
+            break
+    urgent_before = 3 * (int(PRIORITY_S) + 1)  # one in a second is computed
+    assert PRIORITY_S <= now <= urgent_before + 1
+    assert num_turned_away > 0
+
+
+def test_a_prompt_that_was_placed_before_keeps_its_place_in_its_class():
+    scheduler = make(chunk_size=8)
+    ask(scheduler, 1, 30, arrived=5.0)
+    again = ask(scheduler, 2, 30, arrived=6.0)
+    again.waited = 3.0
+    assert scheduler.next_chunks(7.0)[0][0].room is again
 
 
 @given(
