@@ -189,15 +189,17 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         if not self._begins(order):
             return
         sampling = sampling_params_of(order)
-        if self.queues.is_full and (room := self._turned_away(order, now)) is not None:
-            self._make_way(room)
-        if refusal := self._refusal_of(order.prompt_ids, sampling):
+        is_full = self.queues.is_full
+        victim = self._turned_away(order, now) if is_full else None
+        if refusal := self._refusal_of(order.prompt_ids, sampling, is_full=is_full and victim is None):
             return self._refuse(order, refusal)
         request = self._request_of(order, sampling)
         if isinstance(request, Refusal):
             return self._refuse(order, request)
         if self._is_finished_already(request):
             return
+        if victim is not None:  # for an order that is taken
+            self._make_way(victim)
         deadline = now + order.deadline_ms / 1000 if order.deadline_ms else None
         self.queues.add(
             PrefillRoom(
@@ -218,8 +220,10 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
     def _turned_away(self, order: Prefill, now: float) -> PrefillRoom | None:
         return self.scheduler.turned_away(order.priority, now - order.waited_ms / 1000)
 
-    def _refusal_of(self, prompt_ids: list[int], sampling: SamplingParams) -> Refusal | None:
-        """The refusal of this prompt; None if it is accepted."""
+    def _refusal_of(
+        self, prompt_ids: list[int], sampling: SamplingParams, *, is_full: bool
+    ) -> Refusal | None:
+        """The refusal of this prompt; None if it is accepted. `is_full`: nobody leaves the queue for it."""
         engine, size_fault = self.engine, ""
         need, total = pages_for(len(prompt_ids), engine.page_size), engine.num_pages
         if len(prompt_ids) >= engine.max_context or need > total:
@@ -227,7 +231,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 f"a prompt of {len(prompt_ids)} tokens needs {need} pages of {total} and less than "
                 f"{engine.max_context} tokens of context"
             )
-        full = f"{self.queues.max_queue} prompts are waiting already" if self.queues.is_full else ""
+        full = f"{self.queues.max_queue} prompts are waiting already" if is_full else ""
         return refuse_forever(
             prompt_ids, sampling, vocab_size=engine.model_config.vocab_size, size_fault=size_fault
         ) or refuse_for_now(is_draining=self.is_draining, full=full, retry_after_ms=RETRY_AFTER_MS)

@@ -5,13 +5,16 @@ As in `test_page_growth`, free pages hold NaN.
 
 import random
 
+import msgspec
 import pytest
+from baton.cluster.protocol.messages import Prefill, Refused, Sampling
 from baton.decode.preemption import LONGEST_WAIT_S
 from baton.decode.queues import DecodeState
+from baton.tests.embeds import embeddings_of
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.sim.test_page_growth import Asked, pair_of, played, undisturbed
 from baton.tests.sim.test_workers import prompts
-from baton.tests.sim.worker_pair import name
+from baton.tests.sim.worker_pair import P, name
 from baton.worker.retractions import Reason
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -180,6 +183,25 @@ def test_a_full_queue_of_prefill_makes_way(target, head):
     played(pair, asked)
     assert [each.told for each in asked] == undisturbed(target, head, "off", wanted)
     pair.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("fault", ["size", "draining", "embeds"])
+def test_an_order_that_is_refused_anyway_leaves_the_full_queue_as_it_is(target, head, fault):
+    pair = pair_of(target, head, "off", pages=80, max_running=4)
+    pair.prefill.queues.max_queue = 1
+    Asked(pair, 0, [7, 8, 9], GREEDY, priority=2)
+    waiting = list(pair.prefill.queues)
+    sampling = Sampling(max_new_tokens=4, temperature=0.0)
+    prompt = [7] * (500 if fault == "size" else 5)
+    order = Prefill(room=name(9), epoch=0, instance=P, prompt_ids=prompt, sampling=sampling, deadline_ms=0)
+    if fault == "draining":
+        pair.prefill.start_draining()
+    if fault == "embeds":
+        order = msgspec.structs.replace(order, embeds=embeddings_of([[0.5] * 8] * 2).rows)
+    pair.prefill.handle(order, pair.clock.now)
+    assert list(pair.prefill.queues) == waiting
+    assert isinstance(pair.links[P].to_router[-1], Refused)
+    assert counters(pair.prefill)["retractions"] == 0
 
 
 @pytest.mark.parametrize(
