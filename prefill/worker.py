@@ -473,6 +473,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                     pulled_tokens=room.pulled_tokens,
                     pull_ms=room.pull_s * 1000,
                     chunks=room.chunks,
+                    pull_end=room.pull_end,
                 ),
             )
         )

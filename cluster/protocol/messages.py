@@ -80,6 +80,8 @@ YOUNG_FIELDS = (*YOUNG_SAMPLING_FIELDS, "salt", "embeds")
 
 CHANGING_ROLE = "changing role"  # state of a worker that drains and comes back in the other role
 
+PULL_OK, PULL_DECLINED, PULL_LATE, PULL_LOST = PULL_ENDS = ("ok", "declined", "late", "lost")  # of a prefix
+
 CANARY_SALT = "canary "  # the salt of a router's canary begins with it
 
 
@@ -134,6 +136,7 @@ class PrefillTimeline(Struct, frozen=True, kw_only=True):
     pulled_tokens: Count = 0  # of these, tokens whose KV came from a decode worker for this room
     pull_ms: float = 0.0  # wait for such a pull, also for one that brought nothing; part of `queue_ms`
     chunks: Count = 0
+    pull_end: Text = ""  # how it ended, one of PULL_ENDS; "": nothing was pulled, or an older worker
 
 
 class DecodeTimeline(Struct, frozen=True, kw_only=True):

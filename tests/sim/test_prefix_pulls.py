@@ -6,7 +6,7 @@ Free pages hold NaN (`worker_pair`), so a page that is read too early, or writte
 import random
 
 import pytest
-from baton.cluster.protocol.messages import Failed, Finished
+from baton.cluster.protocol.messages import PULL_ENDS, PULL_OK, Failed, Finished
 from baton.decode.queues import DecodeState
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.sim.late_copiers import attach_tiers
@@ -179,6 +179,9 @@ def second_turn(target, head, expected):
         def end(self, turns=3000):
             self.pair.run(turns=turns)
             assert self.pair.tokens[name(1)] == self.expected
+            missed = [end for end in PULL_ENDS if end != PULL_OK and self.misses(end)]
+            has_pulled = self.pair.counter("prefix_pulls") > 0
+            assert [self.pair.prefilled[name(1)].pull_end] == (missed or [PULL_OK if has_pulled else ""])
             self.pair.end_leases()
             self.pair.assert_nothing_is_held()
 
