@@ -65,7 +65,7 @@ class PrefixView:
             page_size = self.scheme.page_size
             self.scheme = PageScheme(root=message.root, page_size=page_size, lookahead=message.lookahead)
             self._expected.clear()
-        for name in _cut(message.added):
+        for name in reversed(list(_cut(message.added))):  # parents come first, and shall be forgotten last
             self._expected.pop(name, None)
             self._told[name] = None
         for name in _cut(message.removed):
@@ -127,12 +127,23 @@ class PrefixView:
     def num_held(self, names: Iterable[bytes], *, takes_bare: bool = False) -> int:
         """The number of leading pages that the worker holds without a gap. `takes_bare`: those without
         features count, too."""
-        told, expected, count = self._told, self._expected, 0
+        told, expected, found = self._told, self._expected, list[bytes]()
         for name in names:
-            if name not in told and name not in expected and not (takes_bare and _bare(name) in told):
+            if takes_bare and name not in told and name not in expected:
+                name = _bare(name)
+            if name not in told and name not in expected:
                 break
-            count += 1
-        return count
+            found.append(name)
+        self._keep_young(found)
+        return len(found)
+
+    def _keep_young(self, found: Sequence[bytes]) -> None:
+        """The beginning of a prompt outlives its continuations, and pages that nobody looks for."""
+        if 2 * len(self._told) <= self._max_pages:
+            return  # it is looked for again before anything is forgotten
+        for name in reversed(found):
+            if name in self._told:
+                self._told.move_to_end(name)
 
     def _keep_bound(self) -> None:
         for known in (self._told, self._expected):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 from baton.cluster.protocol.messages import HeldPrefixes
-from baton.engine.kv.page_names import PageScheme
+from baton.engine.kv.page_names import NAME_BYTES, PageScheme
 from baton.engine.kv.pool import PageAllocator
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.kv.prefix_journal import PrefixJournal
@@ -132,6 +132,19 @@ def test_a_view_is_bounded_and_forgets_ends_before_beginnings(tells):
     if tells:
         seen.hear(said(0, NAMES, is_first=True))
         assert seen.num_told == 3
+        assert seen.num_held(NAMES) == 3
+
+
+@pytest.mark.parametrize("takes_bare", [False, True])
+def test_the_beginnings_that_prompts_are_looked_for_with_outlive_all_others(takes_bare):
+    seen, rng = view(max_pages=16), random.Random(2)
+    hot = [name[:-1] + bytes((name[-1] & ~1 | takes_bare,)) for name in NAMES]
+    asked = [name[:-1] + bytes((name[-1] & ~1,)) for name in NAMES]
+    seen.hear(said(0, hot[:4], is_first=True))
+    for seq in range(1, 50):
+        assert seen.num_held(asked, takes_bare=takes_bare) == 4
+        seen.hear(said(seq, [rng.randbytes(NAME_BYTES) for _ in range(5)]))
+    assert seen.num_told == 16
 
 
 def test_a_view_over_a_lossy_wire_comes_to_what_the_worker_holds():
