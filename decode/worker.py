@@ -560,10 +560,11 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             self._counters["have_tokens"] += found
             self._counters["local_prefill_tokens"] += room.request.num_computed - computed - found
         if read is not None:
-            self._counters["tokens"] += len(read.ended)
             now = self._clock()
-            for room in read.ended:
-                self._count_first_token(room, now)
+            for room, is_bad in zip(read.ended, read.result.is_bad, strict=True):
+                if not is_bad:
+                    self._counters["tokens"] += 1
+                    self._count_first_token(room, now)
             self._gaps.begin([room.key for room in read.ended if not room.request.is_finished], now)
             self._send_tokens(read.ended, read.result)
             if read.ended and not has_streams:  # nobody waits but the client of token 1
