@@ -21,7 +21,7 @@ from ..worker.prompt_pages import take_pages, take_shared_pages
 from ..worker.refusal import Refusal, refuse_for_now, refuse_forever
 from .page_growth import PageGrowth
 from .page_sharing import PageSharing
-from .queues import DecodeQueues, DecodeRoom, DecodeState
+from .queues import DecodeQueues, DecodeRoom, DecodeState, claim_order
 
 RETRY_AFTER_MS = 250
 
@@ -132,7 +132,7 @@ class Admission:
     def _not_now(self, room: DecodeRoom, is_draining: bool) -> Refusal | None:
         full = f"{self.queues.max_running} rooms are held" if self.queues.is_full else ""
         for other in self.queues.of(DecodeState.ADMITTING):
-            if other is not room and (other.priority, other.arrived) <= (room.priority, room.arrived):
+            if claim_order(other) < claim_order(room):
                 full = full or "others make way for a room that is as urgent"
         return refuse_for_now(is_draining=is_draining, full=full, retry_after_ms=RETRY_AFTER_MS)
 

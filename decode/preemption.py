@@ -16,7 +16,7 @@ from ..worker.prompt_pages import match_prefix
 from ..worker.refusal import Refusal
 from ..worker.retractions import Reason
 from .page_growth import PageGrowth, is_beyond_grant
-from .queues import DecodeQueues, DecodeRoom, DecodeState
+from .queues import DecodeQueues, DecodeRoom, DecodeState, claim_order
 
 HasStaging = Callable[[DecodeRoom, int, Collection[DecodeRoom]], bool]
 LONGEST_WAIT_S = 2.0  # of a room for those that make way; then its router places it again
@@ -54,7 +54,7 @@ class Preemption:
     @property
     def waiting(self) -> list[DecodeRoom]:
         """The rooms that are to be admitted, the most urgent first, older ones before newer ones."""
-        return sorted(self._queues.of(DecodeState.ADMITTING), key=lambda each: (each.priority, each.arrived))
+        return sorted(self._queues.of(DecodeState.ADMITTING), key=claim_order)
 
     def way_for(self, room: DecodeRoom) -> Way | None:
         """How `room`, which was not admitted, gets in; None if others do not help."""

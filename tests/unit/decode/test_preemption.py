@@ -30,8 +30,8 @@ class Full(World):
         engine = self.growth._engine
         engine.feature_width, engine.drafter = 1, SimpleNamespace(feature_width=1)
         engine.pool = SimpleNamespace(kv=SimpleNamespace(nbytes=1 << 30), row_dtype=torch.uint8)
-        admission = Admission(engine, self.queues, self.growth, None)
-        self.preemption = Preemption(engine, self.queues, self.growth, admission.has_staging)
+        self.admission = Admission(engine, self.queues, self.growth, None)
+        self.preemption = Preemption(engine, self.queues, self.growth, self.admission.has_staging)
 
     def asks(self, *, priority=0, claim=GROWS, prompt=8, most=30):
         """A room that was not admitted."""
@@ -183,6 +183,15 @@ def test_the_most_urgent_room_is_next_and_then_the_oldest():
     world = Full()
     low, first, second, high = (world.asks(priority=p) for p in (1, 0, 0, -1))
     assert world.preemption.waiting == [high, first, second, low]
+
+
+def test_of_rooms_that_came_at_once_one_is_next():
+    world = Full()
+    rooms = [world.asks() for _ in range(3)]
+    for room in rooms:
+        room.arrived = 100.0
+    able = [room for room in rooms if world.admission._not_now(room, False) is None]
+    assert able == world.preemption.waiting[:1]
 
 
 @pytest.mark.parametrize("seed", range(60))
