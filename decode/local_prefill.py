@@ -21,6 +21,7 @@ import torch
 
 from ..cluster.protocol.messages import PromptLogprobs
 from ..engine.batch.forward_batch import ForwardOutput
+from ..engine.kv.pool import PoolExhausted
 from ..engine.kv.prefix_cache import PrefixCache
 from ..engine.loader import Engine
 from ..engine.prompt_budget import alone_tokens
@@ -34,6 +35,8 @@ from .chunk_budget import ChunkBudget
 from .queues import DecodeRoom, DecodeState
 from .step_decoder import StepDecoder
 
+UNREAD_FORWARDS = 2  # forwards over a prompt that are launched before the first is read
+WINDOW_SHARE = 4  # a prompt takes at most 1/WINDOW_SHARE of the window pages
 Chunks = Sequence[Chunk[DecodeRoom]]
 
 
@@ -56,13 +59,14 @@ class ReadPrompts:
 
     `ended`: rooms whose prompt ended, with token 1 in `result`. `drafts`: live requests with the features of
     their rows `[rows, K*H]` and the first row; empty without a drafter. `settled`: rooms that waited to
-    close.
+    close. `begun`: rooms whose prompt goes on.
     """
 
     ended: list[DecodeRoom]
     result: StepResult
     drafts: list[tuple[Request, torch.Tensor, int]]
     settled: list[DecodeRoom]
+    begun: list[DecodeRoom]
 
 
 class LocalPrefill:
@@ -86,8 +90,10 @@ class LocalPrefill:
     ) -> None:
         self.engine = engine
         self.decoder = decoder
-        self.budget = budget
-        self.budget_alone = alone_tokens(budget)
+        self.budget = engine.windows.chunk_of(budget, share=WINDOW_SHARE, lag=UNREAD_FORWARDS)
+        self.budget_alone = engine.windows.chunk_of(
+            alone_tokens(budget), share=WINDOW_SHARE, lag=UNREAD_FORWARDS
+        )
         self.pace = ChunkBudget(budget, slo_itl_s)
         self.num_launched = 0  # prompt tokens of all forwards
         self._clock = clock
@@ -95,6 +101,11 @@ class LocalPrefill:
         self._instance = instance
         self._unread: LaunchedPrompts | None = None
         self._uncached: list[DecodeRoom] = []  # computed, and not in the prefix cache yet
+
+    @property
+    def window_rows(self) -> int:
+        """Rows of a prompt that are written before the window pages behind the first of them are given up."""
+        return UNREAD_FORWARDS * max(self.budget, self.budget_alone)
 
     @property
     def has_unread(self) -> bool:
@@ -140,11 +151,17 @@ class LocalPrefill:
             if request.num_computed == room.have:
                 if _waits_for_prefix(room, rooms[:i], cache):
                     continue
-                room.have = request.num_computed = take_longer_prefix(cache, request, room.have)
+                room.have = request.num_computed = take_longer_prefix(
+                    cache, self.engine.windows, request, room.have
+                )
             allowed = left if chunks else max(left, most)
             limit = scored_limit(request, chunks, self.engine.model_config.vocab_size)
             start = request.num_computed
             end = min(request.num_prompt, start + (allowed if limit is None else min(allowed, limit)))
+            try:
+                self.engine.windows.cover(request, start, end)
+            except PoolExhausted:  # running requests hold what was promised to this one, and give it back
+                continue
             left -= end - start
             chunks.append(Chunk(room=room, start=start, end=end))
         return chunks
@@ -170,16 +187,22 @@ class LocalPrefill:
             room.state, room.landed_at, room.started_at = DecodeState.RUNNING, now, now
         rooms = [chunk.room for chunk in chunks]
         settled = [room for room in rooms if room.state is DecodeState.SETTLING and room.is_settled]
-        return ReadPrompts(ended=ended, result=result, drafts=drafts, settled=settled)
+        begun = [room for room in rooms if room.state is DecodeState.PREFILLING]
+        return ReadPrompts(ended=ended, result=result, drafts=drafts, settled=settled, begun=begun)
 
-    def finish(self, read: ReadPrompts) -> None:
-        """Writes the draft rows of a forward. The pages of its ended prompts wait for `cache_computed`."""
+    def finish(self, read: ReadPrompts, head_number: int = 0) -> None:
+        """Writes the draft rows of a forward. The pages of its ended prompts wait for `cache_computed`.
+
+        `head_number`: of the drafter's weights now.
+        """
         if self.engine.drafter is not None:
             self.decoder.draft_prefill_batch(read.drafts)
         for room in read.ended:
             room.request.embeds = None  # every row is computed
         bad = read.result.is_bad
         self._uncached += [room for room, is_bad in zip(read.ended, bad, strict=True) if not is_bad]
+        for room in read.begun:
+            self._retire(room, head_number)
 
     def cache_computed(self, head_number: int = 0) -> None:
         """Offers the pages of computed prompts to the prefix cache, for the prompts that wait for them. Pages
@@ -192,6 +215,15 @@ class LocalPrefill:
             # a request without pages has ended, and offered them then
             if room.request.pages and room.head_number == head_number:
                 keep_pages(self.engine, self.decoder, room.request)
+
+    def _retire(self, room: DecodeRoom, head_number: int) -> None:
+        """Gives up the window pages behind the parts of a prompt that were computed, to the prefix cache."""
+        windows, request = self.engine.windows, room.request
+        if not windows.tail_of(request.num_prompt) or room.state is not DecodeState.PREFILLING:
+            return
+        if room.head_number == head_number:
+            keep_pages(self.engine, self.decoder, request)
+        windows.retire_prompt(request, room.landed)
 
     def _take_firsts(
         self, chunks: Chunks, firsts: SampleOutput | None, path: str

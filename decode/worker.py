@@ -105,13 +105,15 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             embeds=embeds,
         )
         self.decoder: StepDecoder = decoder or engine.decoder()
-        self.growth = PageGrowth(engine, queues, self.decoder, is_on=grows)
-        self.sharing = PageSharing(engine, queues, self.decoder)
-        self.admission = Admission(engine, queues, self.growth, self.sharing)
-        self.in_flight = StepsInFlight(self.decoder)
         self.local = LocalPrefill(
             engine, self.decoder, local_prefill_tokens, clock, link.post, instance, slo_itl_s=slo_itl_s
         )
+        self.growth = PageGrowth(
+            engine, queues, self.decoder, is_on=grows, prompt_rows=self.local.window_rows
+        )
+        self.sharing = PageSharing(engine, queues, self.decoder)
+        self.admission = Admission(engine, queues, self.growth, self.sharing)
+        self.in_flight = StepsInFlight(self.decoder)
         self._gaps = StepGaps(launches_ahead=engine.launches_ahead)
         self.recorder = recorder
         self.head_swap: HeadSwap | None = None
@@ -180,6 +182,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         return msgspec.structs.replace(
             stats,
             pages_promised=self.growth.num_promised,
+            pages_free=self._free_pages(self.growth.num_promised_windows, self.growth.steady_windows),
             draft=None if self.head_swap is None else self.head_swap.status,
             recording=None if recorder is None else recorder.status,
         )
@@ -260,7 +263,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             restore, room.restore = room.restore, None
             have = room.have
             if room.head_number == self._head_number:
-                have = take_restored(self.engine.cache, room.request, restore, have)
+                have = take_restored(self.engine.cache, self.engine.windows, room.request, restore, have)
             self.admission.found(room, have)
             self._counters["have_tokens"] += have - room.have
             room.have = room.landed = room.warmed = have
@@ -468,7 +471,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             self._send_tokens(read.ended, read.result)
             if read.ended and not has_streams:  # nobody waits but the client of token 1
                 self.link.hand_over()
-            self.local.finish(read)
+            self.local.finish(read, self._head_number)
             self._end_rooms(read.ended, read.result)
             for room in read.settled:
                 self._close(room)

@@ -11,6 +11,8 @@ The scheduler is pure except for the page accounting: no clock, no socket. Its l
 4. A queued prompt never takes the pages that the first overtaken one needs.
 5. A queued prompt of which a lower tier has a part takes its pages early, and the part comes back while it
    waits. Meanwhile others are computed. It takes no pages that queued prompts before it need.
+6. In an engine with window pages, a prompt is admitted only while all prompts under way find the window pages
+   of their next chunks.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +20,12 @@ from collections.abc import Callable, Sequence
 from ..engine.kv.page_table import pages_for
 from ..engine.kv.pool import PoolExhausted
 from ..engine.kv.prefix_cache import PrefixCache
+from ..engine.kv.window_sizes import CHUNK_SHARE
 from ..engine.prompt_budget import WHOLE_PROMPT_ROWS
 from ..engine.request import Request
+from ..engine.request_windows import RequestWindows
 from ..worker.prompt_chunks import Chunk, scored_limit
-from ..worker.prompt_pages import take_pages
+from ..worker.prompt_pages import give_back_pages, take_pages
 from .queues import PrefillQueues, PrefillRoom, PrefillState
 
 
@@ -32,6 +36,7 @@ class PrefillScheduler:
         self,
         queues: PrefillQueues,
         cache: PrefixCache,
+        windows: RequestWindows,
         *,
         page_size: int,
         chunk_size: int,
@@ -40,8 +45,9 @@ class PrefillScheduler:
     ) -> None:
         self.queues = queues
         self.cache = cache
+        self.windows = windows
         self.page_size = page_size
-        self.chunk_size = chunk_size
+        self.chunk_size = windows.chunk_of(chunk_size, share=CHUNK_SHARE)
         self.max_batch = max_batch
         self.vocab_size = vocab_size
 
@@ -146,11 +152,27 @@ class PrefillScheduler:
         """Gives the room all its pages, if they are free."""
         request = room.request
         try:
-            request.num_computed = take_pages(self.cache, request, self._pages_of(room), is_computed=True)
+            request.num_computed = take_pages(
+                self.cache, self.windows, request, self._pages_of(room), is_computed=True
+            )
         except PoolExhausted:
+            return False
+        if not self._covers_windows(room):
+            give_back_pages(self.cache, self.windows, request)
+            request.num_computed = 0
             return False
         room.cached_tokens = request.num_computed
         return True
+
+    def _covers_windows(self, room: PrefillRoom) -> bool:
+        """Whether the window pages that `room` and all prompts under way still lack are free."""
+        if not self.windows.is_on:
+            return True
+        rooms = [*self.queues.of(PrefillState.RUNNING), room]
+        lacking = sum(
+            self.windows.lacking(each.request, self.chunk_size or each.request.num_prompt) for each in rooms
+        )
+        return self.windows.pages.num_available >= lacking
 
 
 def _remaining(room: PrefillRoom) -> int:

@@ -31,6 +31,7 @@ from ..cluster.telemetry.trace_context import carried_by
 from ..engine.batch.forward_batch import ForwardBatch, ForwardOutput
 from ..engine.kv.page_table import pages_for
 from ..engine.kv.tiers.running_tiers import RunningTiers
+from ..engine.kv.window_pool import WindowedPool
 from ..engine.loader import Engine
 from ..engine.request import Request
 from ..engine.sampling.params import SamplingParams
@@ -105,6 +106,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         self.scheduler = PrefillScheduler(
             queues,
             engine.cache,
+            engine.windows,
             page_size=engine.page_size,
             chunk_size=chunk_size,
             max_batch=max_batch,
@@ -192,6 +194,14 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 f"a prompt of {len(prompt_ids)} tokens needs {need} pages of {total} and less than "
                 f"{engine.max_context} tokens of context"
             )
+        elif engine.windows.is_on:
+            chunk = self.scheduler.chunk_size or len(prompt_ids)
+            peak, most = engine.windows.peak(len(prompt_ids), need, chunk), engine.windows.pages.num_total
+            if peak > most:
+                size_fault = (
+                    f"a prompt of {len(prompt_ids)} tokens in chunks of {chunk} needs {peak} window pages at "
+                    f"once, this worker has {most}; give more --window-pages or a smaller --chunk-size"
+                )
         full = f"{self.queues.max_queue} prompts are waiting already" if self.queues.is_full else ""
         return refuse_forever(
             prompt_ids, sampling, vocab_size=engine.model_config.vocab_size, size_fault=size_fault
@@ -239,7 +249,9 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             if restore is None or not restore.is_done:
                 continue
             room.restore = None
-            request.num_computed = take_restored(self.engine.cache, request, restore, request.num_computed)
+            request.num_computed = take_restored(
+                self.engine.cache, self.engine.windows, request, restore, request.num_computed
+            )
             room.cached_tokens = request.num_computed
             if restore.is_follower:
                 self._restore(room)
@@ -267,11 +279,18 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                     room=request.room,
                     epoch=request.epoch,
                     num_tokens=request.num_prompt,
-                    pages=tuple(request.pages),
+                    pages=self._offered_pages(request),
                 )
             )
             if room.cached_tokens:
                 self._send(Advance(room=request.room, epoch=request.epoch, tokens_ready=room.cached_tokens))
+
+    def _offered_pages(self, request: Request) -> tuple[int, ...]:
+        """The pages of a prompt, and the window pages of its tail, by the numbers that copies know."""
+        pool, windows = self.engine.pool, self.engine.windows
+        if not isinstance(pool, WindowedPool):
+            return tuple(request.pages)
+        return (*request.pages, *(pool.wire_page(page) for page in windows.tail_pages(request)))
 
     def _tell_underway(self, chunks: Chunks) -> None:
         """Tell of the prompts that end in the launched forward: their blocks are read right behind it."""
@@ -284,17 +303,20 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
 
     def _launch(self, chunks: Chunks) -> Launched:
         """Run the chunks and sample. Their tokens count as computed: whatever reads their KV runs later."""
+        for chunk in chunks:
+            self.engine.windows.cover(chunk.room.request, chunk.start, chunk.end)
         batch = batch_of(self.engine, chunks, has_features=self.engine.features is not None)
         for _ in chunks:
             self.reach("prefill:chunk")
         output = self.engine.runner.forward(batch)
         firsts = launch_first_tokens(self.engine, chunks, output)  # before the features: clients wait for it
         self._keep_features(batch, output)
-        self.engine.pool.order.stamp(self._written(chunks))
+        self.engine.pool.stamp(self._written(chunks))
         self._counters["steps"] += 1
         self._counters["prompt_tokens"] += batch.num_tokens
         for chunk in chunks:
             chunk.room.request.num_computed = chunk.end
+            self._retire(chunk)
         scores = list(score_prompts(chunks, output.logits, self.instance))
         return Launched(chunks=chunks, firsts=firsts, scores=scores)
 
@@ -311,6 +333,15 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         if self.engine.features is not None:
             assert output.hidden is not None
             self.engine.features.store(batch.slots, output.hidden)
+
+    def _retire(self, chunk: Chunk[PrefillRoom]) -> None:
+        """Gives up the window pages behind a launched chunk, to the prefix cache. Later work of others on
+        these pages runs behind the chunk.
+        """
+        request, windows = chunk.room.request, self.engine.windows
+        if not chunk.is_last and windows.tail_of(request.num_prompt):
+            self.engine.cache.insert(request.prompt_ids[: chunk.end], request.pages, request.salt)
+            windows.retire_prompt(request, chunk.end)
 
     def _written(self, chunks: Chunks) -> list[int]:
         """The pages that a forward of `chunks` writes."""
@@ -352,6 +383,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             request = room.request
             if request.pages:  # else it has ended, and offered them then
                 self.engine.cache.insert(request.prompt_ids, request.pages, request.salt)
+                self.engine.windows.retire_prompt(request, request.num_prompt)
 
     def _finish(self, room: PrefillRoom, token: int, logprob: TokenLogprob | None) -> None:
         """Send token 1 and hand the room over.

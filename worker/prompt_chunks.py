@@ -58,6 +58,7 @@ def batch_of(engine: Engine, chunks: Sequence[Chunk[R]], *, has_features: bool) 
     `has_features`: the forward returns the aux features of every row. It must follow at once, because
     the other ranks of a tensor-parallel worker are told of it here.
     """
+    engine.place_windows()
     spans = [chunk.span for chunk in chunks]
     plan = extend_plan(spans, page_size=engine.page_size, has_features=has_features)
     if engine.tell is not None:

@@ -12,6 +12,7 @@ from typing import ClassVar, Generic, TypeVar
 import zmq
 
 from ..cluster.config.roles import WorkerConfig
+from ..cluster.config.tier_checks import has_tiers
 from ..cluster.net.endpoints import endpoints_of
 from ..cluster.net.router_links import RouterLinks, dial_routers
 from ..cluster.net.sockets import Socket
@@ -49,6 +50,14 @@ SHORTEST_SHOWN = 0.05  # seconds; shorter phases are left out of the line about 
 
 C = TypeVar("C", bound=WorkerConfig)
 R = TypeVar("R", bound=WorkerRoom)
+
+
+def engine_settings(config: WorkerConfig) -> EngineConfig:
+    """The settings of the worker's engine. Tiers keep whole pages, so with them all layers share their
+    pages.
+    """
+    settings = EngineConfig.of(config)
+    return replace(settings, window_kv="keep") if has_tiers(config) else settings
 
 
 class WorkerStartup(ABC, Generic[C, R]):
@@ -154,7 +163,7 @@ class WorkerStartup(ABC, Generic[C, R]):
 
     def load_engine(self) -> None:
         """Weights, pools and graphs, and the transports that their device allows."""
-        settings = EngineConfig.of(self.config)
+        settings = engine_settings(self.config)
         if settings.tp > 1:
             check_rank_settings(self.config)
             check_ranks(settings)
@@ -182,6 +191,7 @@ class WorkerStartup(ABC, Generic[C, R]):
             whole=None
             if self.ranks is None
             else engine.model_config.kv_layout(pool.num_layers, pool.page_size, pool.dtype),
+            window_margin=engine.windows.margin,
         )
         self.transports = transports_for(self.config, self.ciphers, engine)
 

@@ -245,6 +245,8 @@ class WorkerStats(Struct, frozen=True, kw_only=True):
     draft: DraftHead | None = None  # None: no drafter with weights, or a worker that does not report it
     recording: Recording | None = None  # None: it records nothing
     pages_promised: Count = 0  # pages that its rooms count on beyond those that they hold
+    window_pages_total: Count = 0  # of layers with windows; 0: no pages of their own
+    window_pages_free: Count = 0  # free now or evictable
     tiers: Annotated[list[TierStats], Meta(max_length=8)] = []  # below the pool, from fast to slow
     role_fault: Text = ""  # why the newest ChangeRole was refused
     counters: dict[Text, float] = {}  # monotonic; name -> total
@@ -306,6 +308,7 @@ class Hello(Message, frozen=True, kw_only=True):
     shares_prompts: bool = False  # a decode worker that obeys `shares` of a Reserve
     chosen: dict[Text, Choice] = field(default_factory=dict)  # by setting; for display only
     metrics_port: Small = 0  # port of its own /metrics; 0: none, or a worker that does not tell
+    group: Text = ""  # workers of one group step together, and end together; "": it is alone
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

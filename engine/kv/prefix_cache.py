@@ -6,14 +6,18 @@
 
 A node turns idle after all its children. In the order of turning idle, children therefore precede parents,
 and the least recently used come first. Eviction takes the front of this order, which is always a leaf.
+
+In an engine with window pages, a page may be cached without its window page. A hit then ends where the window
+of the next row finds all of them.
 """
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from .pool import PageAllocator, PoolExhausted
+from .window_pages import WindowPages
 
 TOKEN_BYTES = 8
 KEYS_AT_ONCE = 64  # pages whose tokens are packed by one call
@@ -49,12 +53,20 @@ class PrefixCache:
     `lookahead` tokens behind a page are part of its key. Draft KV in a page's last row depends on the token
     that follows (engine.speculative), so only prompts that agree on that token share the page.
 
+    `windows`: the window pages, for a model with windows.
+
     A node is the number of its page, and its facts are entries of lists: a long prompt has thousands of
     nodes, and as many objects would keep the garbage collector busy.
     """
 
     def __init__(
-        self, allocator: PageAllocator, page_size: int, enabled: bool = True, *, lookahead: int = 0
+        self,
+        allocator: PageAllocator,
+        page_size: int,
+        enabled: bool = True,
+        *,
+        lookahead: int = 0,
+        windows: WindowPages | None = None,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size {page_size}: a page holds at least 1 token")
@@ -62,6 +74,7 @@ class PrefixCache:
         self.page_size = page_size
         self.enabled = enabled
         self.lookahead = lookahead
+        self.windows = windows
         self._children: dict[bytes, int] = {}  # nodes by key; a key begins with the parent
         self._key_of = [b""] * allocator.num_pages  # by node; empty for a page that is not cached
         self._parent = [ROOT] * allocator.num_pages
@@ -70,6 +83,8 @@ class PrefixCache:
         self._idle: OrderedDict[int, None] = OrderedDict()  # nodes in the order in which they turned idle
         self._watcher: PageWatcher | None = None
         allocator.watch(self._on_refs)
+        if windows is not None:
+            windows.bind(lambda page: bool(self._key_of[page]))
 
     @property
     def num_cached(self) -> int:
@@ -112,12 +127,23 @@ class PrefixCache:
         """
         return self._tokens(token_ids, first, end, salt)
 
-    def match(self, token_ids: Sequence[int], limit: int, salt: str = "") -> list[int]:
+    def match(
+        self,
+        token_ids: Sequence[int],
+        limit: int,
+        salt: str = "",
+        held_from: Callable[[int], int] = lambda num_pages: 0,
+    ) -> list[int]:
         """Retains and returns the cached pages of the longest common prefix within `limit` tokens.
 
-        Tokens from `limit` on matter only where a page's lookahead reaches them.
+        Tokens from `limit` on matter only where a page's lookahead reaches them. With windows, a hit of n
+        pages needs the window pages of the pages [held_from(n), n), and holds them; `held_from` does not
+        fall.
         """
         pages = list(self._walk(token_ids, min(limit, len(token_ids)), salt))
+        if self.windows is not None:
+            del pages[_usable(pages, self.windows, held_from) :]
+            self.windows.hold(pages[held_from(len(pages)) :])
         self.allocator.retain(pages)
         return pages
 
@@ -135,6 +161,10 @@ class PrefixCache:
         assert len(pages) >= num_pages, (len(pages), num_pages)
         known = list(self._walk(token_ids, num_pages * self.page_size, salt))
         self._touch(known)
+        if self.windows is not None:
+            for mine, cached in zip(pages, known, strict=False):
+                if mine != cached:
+                    self.windows.bequeath(mine, cached)
         tokens = self._tokens(token_ids, len(known), num_pages, salt)
         self._extend(known[-1] if known else ROOT, tokens, pages[len(known) : num_pages])
         return num_pages - len(known)
@@ -157,11 +187,37 @@ class PrefixCache:
         self._idle.clear()
         for page in cached:
             self._key_of[page] = b""
+            if self.windows is not None:
+                self.windows.left(page)
         self.allocator.release(pages)
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """Takes `pages` out of the cache, those that are in it, and all pages behind them."""
+        gone = {page for page in pages if self._key_of[page]}
+        if not gone:
+            return
+        for page in [page for page in self._children.values() if page not in gone]:
+            path, at = [page], self._parent[page]
+            while at not in (ROOT, *gone):
+                path.append(at)
+                at = self._parent[at]
+            if at != ROOT:
+                gone.update(path)
+        for page in gone:
+            parent = self._parent[page]
+            if self._num_busy[page] and parent not in gone:
+                self._shift(parent, -1)
+        kept = set() if self._watcher is None else {page for page in gone if self._watcher.leaves(page)}
+        for page in gone:
+            self._idle.pop(page, None)
+            self._leave(page)
+        self.allocator.release(gone - kept)
 
     def check_integrity(self) -> None:
         """Assert that trie, busy counts and eviction order agree with each other and with the allocator."""
         self.allocator.check_integrity()
+        if self.windows is not None:
+            self.windows.check_integrity(self.allocator.refs)
         cached = [page for page, key in enumerate(self._key_of) if key]
         assert {self._key_of[page]: page for page in cached} == self._children
         assert len(cached) == len(self._children), "two pages have the same key"
@@ -240,11 +296,17 @@ class PrefixCache:
         while len(pages) < count:
             page, _none = self._idle.popitem(last=False)
             is_kept = self._watcher is not None and self._watcher.leaves(page)
-            del self._children[self._key_of[page]]
-            self._key_of[page] = b""
+            self._leave(page)
             if not is_kept:
                 pages.append(page)
         self.allocator.release(pages)
+
+    def _leave(self, page: int) -> None:
+        """The page is found no more."""
+        del self._children[self._key_of[page]]
+        self._key_of[page] = b""
+        if self.windows is not None:
+            self.windows.left(page)
 
     def _touch(self, path: Sequence[int]) -> None:
         for page in reversed(path):
@@ -275,6 +337,17 @@ class PrefixCache:
             else:
                 return
             node = self._parent[node]
+
+
+def _usable(pages: Sequence[int], windows: WindowPages, held_from: Callable[[int], int]) -> int:
+    """The most of the first `pages` of which the last ones, from `held_from` on, have window pages."""
+    found, missing = 0, -1
+    for count, page in enumerate(pages, start=1):
+        if not windows.of(page):
+            missing = count - 1
+        if missing < held_from(count):
+            found = count
+    return found
 
 
 def _prefix(parent: int) -> bytes:

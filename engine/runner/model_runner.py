@@ -88,9 +88,8 @@ class ModelRunner:
         rows = finished_rows(self.model, (attended, hidden, features), batch.logit_rows)
         self.counters.count(path)
         if self.pool.order.is_checked:
-            self.pool.order.use(
-                reads=batch.page_table.flatten().tolist(),
-                writes=(batch.slots // self.pool.page_size).tolist(),
+            self.pool.note_use(
+                batch.page_table.flatten().tolist(), (batch.slots // self.pool.page_size).tolist()
             )
         return ForwardOutput(
             path=path,

@@ -155,7 +155,7 @@ class PrefillGraphs:
                 pool.device,
                 value_dim=config.value_dim,
             ),
-            kv=pool.kv,
+            kv_pool=pool,
             body=self._body,
             parameters=model.tensors,
             hidden=captured_mode(model),

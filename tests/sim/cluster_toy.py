@@ -22,6 +22,7 @@ from baton.engine.kv.layouts import MHALayout
 from baton.engine.kv.pool import KVPool, PageAllocator
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.loader import Engine
+from baton.engine.request_windows import RequestWindows
 from baton.engine.runner.lifecycle import Lifecycle
 from baton.engine.sampling.sampler import SampleOutput
 from baton.engine.speculative.drafting.shape import DraftShape
@@ -136,6 +137,7 @@ def toy_engine(num_pages, head_dim, *, is_caching, lookahead=0, weights=17, is_l
     pool = KVPool(num_pages + 1, layout_of_toy(head_dim))
     memory = Memory(pool, weights)
     allocator = WatchedAllocator(num_pages + 1, memory)
+    cache = PrefixCache(allocator, PAGE_SIZE, is_caching, lookahead=lookahead)
     return Engine(
         path=Path("toy"),
         fingerprint="toy",
@@ -147,7 +149,8 @@ def toy_engine(num_pages, head_dim, *, is_caching, lookahead=0, weights=17, is_l
         pool=pool,
         features=None,
         drafter=None,
-        cache=PrefixCache(allocator, PAGE_SIZE, is_caching, lookahead=lookahead),
+        cache=cache,
+        windows=RequestWindows(cache, margin=1),
         max_context=MAX_CONTEXT,
         sizes=None,
         lifecycle=Lifecycle(),

@@ -95,6 +95,7 @@ def layout(engine):
         model_fingerprint=engine.fingerprint,
         feature_ids=engine.feature_ids,
         feature_width=engine.feature_width,
+        window_margin=engine.windows.margin,
     )
 
 
@@ -124,7 +125,9 @@ class Pair:
         self._common = (
             {"model": str(model), "pages": pages, "draft": str(draft)} | settings | (captured or {})
         )
+        self._used, self._free = {}, {}
         p = engine_of(self._common | (ours or {}), has_drafter=False)
+        self._note_windows(p)
         planes = planes_of(p.pool, p.features)
         self.links[P].transport = FakeSender(self.network, ENDPOINT, P, layout(p), planes, clock=self.clock)
         self.prefill = PrefillWorker(
@@ -138,11 +141,12 @@ class Pair:
         )
         self.decodes = {}
         self.decode = self.add_decode(D, max_running=max_running, **(theirs or {}))
-        self.tokens, self.ends, self.gone, self.epochs, self._free = {}, {}, {}, {}, {}
+        self.tokens, self.ends, self.gone, self.epochs = {}, {}, {}, {}
 
     def add_decode(self, instance, *, max_running=4, **theirs):
         """One more decode worker beside the one prefill worker."""
         engine = engine_of(self._common | theirs, has_drafter=True)
+        self._note_windows(engine)
         link = self.links[instance] = DirectLink()
         planes = planes_of(engine.pool, engine.features)
         link.transport = FakeReceiver(self.network, instance, layout(engine), planes, clock=self.clock)
@@ -219,18 +223,40 @@ class Pair:
 
     def _poison(self, engine):
         """Free pages hold NaN: who reads one gets it, and who writes one is seen by the next turn."""
-        allocator = engine.cache.allocator
+        planes = [engine.pool.kv] + ([] if engine.features is None else [engine.features.features])
+        self._poison_free(engine.cache.allocator, planes)
+        if engine.windows.is_on:
+            allocator = engine.windows.pages.allocator
+            used = self._used.setdefault(id(allocator), set())
+            self._poison_free(allocator, [engine.pool.part.kv], used)
+            used.clear()
+
+    def _note_windows(self, engine):
+        """A window page may be taken, written and given up within one turn."""
+        if engine.windows.is_on:
+            allocator = engine.windows.pages.allocator
+            used, alloc = self._used.setdefault(id(allocator), set()), allocator.alloc
+
+            def noted(n):
+                pages = alloc(n)
+                used.update(pages)
+                return pages
+
+            allocator.alloc = noted
+
+    def _poison_free(self, allocator, planes, used=frozenset()):
+        """`used`: pages that had an owner since the last turn."""
         free = {page for page in range(1, allocator.num_pages) if allocator.refs(page) == 0}
-        known = self._free.setdefault(id(engine), set())
+        known = self._free.setdefault(id(allocator), set()) - used
         still, fresh = sorted(free & known), sorted(free - known)
-        for plane in [engine.pool.kv] + ([] if engine.features is None else [engine.features.features]):
+        for plane in planes:
             if still:
                 intact = plane[still].isnan().flatten(1).all(1).tolist()
                 written = [page for page, is_intact in zip(still, intact, strict=True) if not is_intact]
                 assert not written, f"pages {written} were written while they were free"
             if fresh:
                 plane[fresh] = float("nan")
-        self._free[id(engine)] = free
+        self._free[id(allocator)] = free
 
     def _read(self):
         for link in self.links.values():
@@ -282,8 +308,11 @@ class Pair:
         for worker in (self.prefill, *self.decodes.values()):
             stats = worker.stats()
             assert stats.pages_free == stats.pages_total, worker
+            assert stats.window_pages_free == stats.window_pages_total, worker
             worker.engine.cache.clear()
             assert worker.engine.cache.allocator.num_used == 0, worker
+            windows = worker.engine.windows
+            assert not windows.is_on or windows.pages.allocator.num_used == 0, windows
         for decode in self.decodes.values():
             assert not decode.decoder.coverage.known
             assert decode.engine.steps.step.state.num_open == 0

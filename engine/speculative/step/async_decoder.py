@@ -10,7 +10,7 @@ cannot be launched ahead (`can_launch`) is counted by reason and stepped with no
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -95,6 +95,8 @@ class AsyncDecoder:
     False, the caller uses `step` only. The caller must not forget a request between `launch` and `read` of a
     flight that contains it.
 
+    `prepare` is called before each step is launched.
+
     `tell` takes a plan of all that the other ranks of a tensor-parallel worker do, before it is done here.
 
     `fallbacks` counts, by reason, the batches that could not be launched ahead.
@@ -109,9 +111,11 @@ class AsyncDecoder:
         eos_token_ids: Sequence[int] = (),
         launches_ahead: bool = True,
         tell: Tell | None = None,
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
         self.steps = steps
         self._tell = steps.announce = tell
+        self._prepare = prepare
         self.drafter: Drafter | None = steps.step.drafter
         self.shape = shape if self.drafter is not None else PLAIN
         self.policy = policy
@@ -236,6 +240,7 @@ class AsyncDecoder:
         guided = [i for i, request in enumerate(requests) if request.guide is not None]
         assert not (guided and self._num_unread), "the grammar of a request waits for the step before"
         fill = self._filler(batch.requests, guided) if guided else None
+        self._prepare()
         wanted = self._kind_of(batch)
         is_watched = self._keep_up(batch, wanted)
         report, kind = self.steps.launch(batch.slots, wanted, fill)
@@ -366,7 +371,7 @@ class AsyncDecoder:
         )
 
     def _capacity(self, request: Request) -> int:
-        return min(len(request.pages) * self._page_size, self.steps.step.max_context)
+        return min(request.num_writable_pages * self._page_size, self.steps.step.max_context)
 
     def _kind_of(self, batch: _Batch) -> StepKind:
         """The kind of the next step.

@@ -178,7 +178,7 @@ class FusedStep:
         pool = self.runner.pool
         if pool.order.is_checked:
             writes = (places.slots // pool.page_size).flatten().tolist()
-            pool.order.use(reads=rows.pages.flatten().tolist(), writes=writes)
+            pool.note_use(rows.pages.flatten().tolist(), writes)
 
     def _sizes(self, shape: DraftShape) -> PlaceSizes:
         pool, drafter = self.runner.pool, self.drafter
@@ -188,7 +188,7 @@ class FusedStep:
             num_path=shape.num_path,
             page_size=pool.page_size,
             max_context=self.max_context,
-            target_page=pool.num_layers * len(pool.layout.planes) * pool.page_size,
+            target_page=pool.page_rows,
             draft_page=2 * pool.page_size if drafter is None else drafter.page_rows,
         )
 
@@ -259,6 +259,7 @@ class FusedStep:
             rows.pages,
             places.verify_lens,
             None if tree is None else tree.mask,
+            slots=places.slots[:, :num_nodes].reshape(-1),
             is_recorded=breaks.is_recorded,
             is_invariant=self.runner.is_invariant,
         )
