@@ -9,6 +9,7 @@ import torch
 from ..kernels.attention_form import PLAIN_FORM, AttentionForm
 from ..kernels.latent_attention import absorb, project_values
 from ..kernels.latent_ops import recorded_latent_verify, recorded_store_latent
+from ..kernels.latent_step import LatentRows, LatentSizes, attend_latents, prepare_latents
 from .errors import LifecycleError
 from .kv.layouts import MLALayout
 from .kv.pool import KVPool
@@ -55,3 +56,14 @@ class LatentRowPlan(RowPlan):
         )
         key_size = q.shape[-1] - layout.rope_size
         return project_values(found.flatten(0, 1), v, v.shape[1] - key_size)
+
+    def latent_attend(
+        self, layer: int, rows: LatentRows, up: torch.Tensor, sizes: LatentSizes
+    ) -> torch.Tensor:
+        """As `attend`, with queries and latents `[B*N, ...]` in front of norm and rotation, see
+        `kernels.latent_step`.
+        """
+        self.check(rows.latent.shape[0])
+        kv, scale = self.pool.kv, self._layout.scale
+        q = prepare_latents(kv, layer, self.rows, rows, up, sizes)
+        return attend_latents(q, kv, layer, self.page_table, self.kv_lens, scale, up, sizes, self.tree_mask)

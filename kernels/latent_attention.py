@@ -218,9 +218,11 @@ def _merge_kernel(
 ) -> None:
     # one (row, head) per program: its splits, weighted by their share of the softmax's denominator
     i_flat = tl.program_id(0).to(tl.int64)
+    num_written = num_flat
     if HAS_STARTS:
-        if i_flat >= tl.load(p_starts + num_requests) * NUM_HEADS:  # no split wrote of rows behind the last
-            return
+        num_written = tl.load(p_starts + num_requests).to(tl.int32) * NUM_HEADS
+    if i_flat >= num_written:  # no split wrote of rows behind the last request
+        return
     i_split = tl.arange(0, BLOCK_SPLITS)
     i_rank = tl.arange(0, BLOCK_RANK)
     m_rank = i_rank < RANK
@@ -284,19 +286,61 @@ def _attend(
     min_split: int,
 ) -> torch.Tensor:
     """The launches; returns `[T, N, R]`. Rows behind the last start stay unset."""
+    num_requests, (num_all, num_heads, _) = page_table.shape[0], rows.q.shape
+    out = torch.empty(num_all, num_heads, rank, dtype=rows.q.dtype, device=rows.q.device)
+    num_tiles = cdiv(rows.num_rows * num_heads, latent_tile(rows.q.dtype, rows.num_rows * num_heads).rows)
+    splits = num_splits or choose_splits(num_tiles * num_requests, page_table.shape[1] * kv.shape[3])
+    num_flat = num_all * num_heads
+    if splits == 1:
+        _launch_splits(rows, kv, layer, page_table, kv_lens, scale, rank, out, out, 1, min_split)
+        return out
+    partial, lse = _empty_splits(rows.q, splits, rank)
+    _launch_splits(rows, kv, layer, page_table, kv_lens, scale, rank, partial, lse, splits, min_split)
+    _merge_kernel[(num_flat,)](
+        partial,
+        lse,
+        out,
+        kv_lens if rows.starts is None else rows.starts,
+        splits,
+        num_flat,
+        num_requests,
+        HAS_STARTS=rows.starts is not None,
+        NUM_HEADS=num_heads,
+        RANK=rank,
+        BLOCK_SPLITS=FEW_SPLITS if splits <= FEW_SPLITS else MAX_SPLITS,
+        BLOCK_RANK=next_power_of_2(rank),
+        num_warps=4,
+    )
+    return out
+
+
+def _empty_splits(q: torch.Tensor, splits: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of latents `[S, T*N, R]` and the logarithms of their denominators `[S, T*N]`, float32."""
+    num_flat = q.shape[0] * q.shape[1]
+    partial = torch.empty(splits, num_flat, rank, dtype=torch.float32, device=q.device)
+    return partial, torch.empty(splits, num_flat, dtype=torch.float32, device=q.device)
+
+
+def _launch_splits(
+    rows: _Rows,
+    kv: torch.Tensor,
+    layer: int,
+    page_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
+    rank: int,
+    partial: torch.Tensor,
+    lse: torch.Tensor,
+    splits: int,
+    min_split: int,
+) -> None:
+    """The first pass. With one split, `partial` is the output itself and `lse` is not written."""
     q = rows.q if rows.q.stride(-1) == 1 else rows.q.contiguous()
     page_table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
     num_requests, (num_all, num_heads, width) = page_table.shape[0], q.shape
     page_size = kv.shape[3]
-    out = torch.empty(num_all, num_heads, rank, dtype=q.dtype, device=q.device)
     tile = latent_tile(q.dtype, rows.num_rows * num_heads)
-    num_tiles = cdiv(rows.num_rows * num_heads, tile.rows)
-    splits = num_splits or choose_splits(num_tiles * num_requests, page_table.shape[1] * page_size)
-    num_flat = num_all * num_heads
-    partial, lse = out, out
-    if splits > 1:
-        partial = torch.empty(splits, num_flat, rank, dtype=torch.float32, device=q.device)
-        lse = torch.empty(splits, num_flat, dtype=torch.float32, device=q.device)
+    num_tiles, num_flat = cdiv(rows.num_rows * num_heads, tile.rows), num_all * num_heads
     mask = rows.tree_mask
     _latent_kernel[(num_tiles, splits, num_requests)](
         q,
@@ -332,23 +376,30 @@ def _attend(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    if splits > 1:
-        _merge_kernel[(num_flat,)](
-            partial,
-            lse,
-            out,
-            kv_lens if rows.starts is None else rows.starts,
-            splits,
-            num_flat,
-            num_requests,
-            HAS_STARTS=rows.starts is not None,
-            NUM_HEADS=num_heads,
-            RANK=rank,
-            BLOCK_SPLITS=FEW_SPLITS if splits <= FEW_SPLITS else MAX_SPLITS,
-            BLOCK_RANK=next_power_of_2(rank),
-            num_warps=4,
-        )
-    return out
+
+
+def latent_splits_triton(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    layer: int,
+    page_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
+    rank: int,
+    tree_mask: torch.Tensor | None,
+    num_splits: int,
+    min_split: int = MIN_SPLIT,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch of the first pass of `latent_verify` with several splits: their sums of latents `[S, T*N, R]`
+    and the logarithms `[S, T*N]`, in base 2, of their denominators. Splits behind a context are unset.
+    """
+    _check(q, kv, page_table, (kv_lens,), rank)
+    if tree_mask is not None:
+        check_tree_mask("latent_splits", tree_mask, page_table.shape[0], q.shape[1])
+    rows = _Rows(q.flatten(0, 1), q.shape[1], tree_mask=tree_mask)
+    partial, lse = _empty_splits(rows.q, num_splits, rank)
+    _launch_splits(rows, kv, layer, page_table, kv_lens, scale, rank, partial, lse, num_splits, min_split)
+    return partial, lse
 
 
 def latent_verify_triton(

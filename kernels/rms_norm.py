@@ -8,13 +8,23 @@ Source: Zhang, Sennrich, "Root mean square layer normalization", 2019.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
-from .triton_jit import cdiv, jit_varying, next_power_of_2, rows_of, tl
+from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, rows_of, tl
 
 # Elements per program: several narrow rows (heads) together, or one wide row.
 TILE = 4096
+
+
+class NextNorm(NamedTuple):
+    """A norm that is computed with something else: its `weight` `[D]`, and `offset` as above."""
+
+    weight: torch.Tensor
+    eps: float
+    offset: float | None = None
 
 
 def rms_norm_reference(
@@ -39,10 +49,34 @@ def add_rms_norm_reference(
     return rms_norm_reference(total, weight, eps, offset), total
 
 
+@jit
+def _normed(
+    b_x: tl.tensor,
+    p_weight: tl.tensor,
+    i_column: tl.tensor,
+    m_column: tl.tensor,
+    width: tl.tensor,
+    eps: tl.tensor,
+    dtype: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    OFFSET: tl.constexpr,
+) -> tl.tensor:
+    """Rows `[ROWS, D]`, float32, normalised and rounded to `dtype`."""
+    b_scale = tl.rsqrt(tl.sum(b_x * b_x, axis=1) / width + eps)
+    b_weight = tl.load(p_weight + i_column, mask=m_column, other=0.0).to(tl.float32)
+    b_normed = b_x * b_scale[:, None]
+    if HAS_OFFSET:
+        b_weight = b_weight + OFFSET
+    else:
+        b_normed = b_normed.to(dtype).to(tl.float32)
+    return (b_normed * b_weight[None, :]).to(dtype)
+
+
 @jit_varying("num_rows")
 def _rms_norm_kernel(
     p_x: tl.tensor,
     p_residual: tl.tensor,
+    p_inner: tl.tensor,
     p_weight: tl.tensor,
     p_sum: tl.tensor,
     p_y: tl.tensor,
@@ -52,7 +86,9 @@ def _rms_norm_kernel(
     outer_stride: tl.tensor,
     inner_stride: tl.tensor,
     eps: tl.tensor,
+    inner_eps: tl.tensor,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_INNER: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
     OFFSET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -65,19 +101,18 @@ def _rms_norm_kernel(
     o_x = (i_row // inner) * outer_stride + (i_row % inner) * inner_stride
     o_y = i_row[:, None] * width + i_column[None, :]
     b_x = tl.load(p_x + o_x[:, None] + i_column[None, :], mask=m_tile, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = p_y.dtype.element_ty
+    if HAS_INNER:
+        b_x = _normed(b_x, p_inner, i_column, m_column, width, inner_eps, dtype, HAS_OFFSET, OFFSET).to(
+            tl.float32
+        )
     if HAS_RESIDUAL:
         b_residual = tl.load(p_residual + o_y, mask=m_tile, other=0.0).to(tl.float32)
         b_rounded = (b_x + b_residual).to(p_sum.dtype.element_ty)
         tl.store(p_sum + o_y, b_rounded, mask=m_tile)
         b_x = b_rounded.to(tl.float32)
-    b_scale = tl.rsqrt(tl.sum(b_x * b_x, axis=1) / width + eps)
-    b_weight = tl.load(p_weight + i_column, mask=m_column, other=0.0).to(tl.float32)
-    b_normed = b_x * b_scale[:, None]
-    if HAS_OFFSET:
-        b_weight = b_weight + OFFSET
-    else:
-        b_normed = b_normed.to(p_y.dtype.element_ty).to(tl.float32)
-    tl.store(p_y + o_y, (b_normed * b_weight[None, :]).to(p_y.dtype.element_ty), mask=m_tile)
+    b_y = _normed(b_x, p_weight, i_column, m_column, width, eps, dtype, HAS_OFFSET, OFFSET)
+    tl.store(p_y + o_y, b_y, mask=m_tile)
 
 
 def rms_norm_triton(
@@ -86,14 +121,19 @@ def rms_norm_triton(
     eps: float,
     residual: torch.Tensor | None = None,
     offset: float | None = None,
+    inner: NextNorm | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch on `x` `[..., D]`, `weight` `[D]`, `residual` None or `[..., D]`; returns (normed, sum), each
     `[..., D]`.
 
-    Without a residual, the sum is `x` itself. Rows may be strided (heads of a wider projection); D is at most
-    65536. Raises ValueError if shapes or dtypes differ.
+    Without a residual, the sum is `x` itself. `inner` normalises `x` before the sum, with the same offset.
+    Rows may be strided (heads of a wider projection); D is at most 65536. Raises ValueError if shapes or
+    dtypes differ.
     """
     _check(x, weight, residual)
+    if inner is not None:
+        _check(x, inner.weight, None)
+        assert inner.offset == offset, "one kernel has one offset"
     rows, width = rows_of(x), x.shape[-1]
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(normed)
@@ -105,6 +145,7 @@ def rms_norm_triton(
     _rms_norm_kernel[(cdiv(rows.num_rows, block_rows),)](
         rows.x,
         x if residual is None else residual.contiguous(),
+        weight if inner is None else inner.weight.contiguous(),
         weight.contiguous(),
         total,
         normed,
@@ -114,7 +155,9 @@ def rms_norm_triton(
         rows.outer_stride,
         rows.inner_stride,
         eps,
+        0.0 if inner is None else inner.eps,
         HAS_RESIDUAL=residual is not None,
+        HAS_INNER=inner is not None,
         HAS_OFFSET=offset is not None,
         OFFSET=offset or 0.0,
         BLOCK_ROWS=block_rows,
@@ -163,3 +206,16 @@ def add_rms_norm(
     _check(x, weight, residual)
     total = x + residual
     return rms_norm(total, weight, eps, offset), total
+
+
+def norm_add_norm(
+    x: torch.Tensor, inner: NextNorm, residual: torch.Tensor, outer: NextNorm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(outer(inner(x) + residual), inner(x) + residual) for `x`, `residual` `[..., D]`, in one pass over
+    memory.
+
+    The bits are those of `rms_norm` and `add_rms_norm`. Raises ValueError if shapes or dtypes differ.
+    """
+    if x.is_cuda and inner.offset == outer.offset:
+        return rms_norm_triton(x, outer.weight, outer.eps, residual, outer.offset, inner)
+    return add_rms_norm(rms_norm(x, *inner), residual, *outer)

@@ -23,11 +23,12 @@ BLOCK_HEADS = 16  # heads of one program's tile
 
 
 class HeadNorms(NamedTuple):
-    """The weights `[D]` of the norms of queries and keys."""
+    """The weights `[D]` of the norms of queries and keys; `offset` as in `rms_norm`."""
 
     q: torch.Tensor
     k: torch.Tensor
     eps: float
+    offset: float | None = None
 
 
 @jit_varying("p_rows")
@@ -47,6 +48,8 @@ def _rotate_store_kernel(
     o_layer: tl.tensor,
     o_value: tl.tensor,
     HAS_NORMS: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    OFFSET: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -74,12 +77,17 @@ def _rotate_store_kernel(
         is_query = (i_head < num_heads)[:, None]
         b_weight = tl.where(is_query, tl.load(p_q_norm + i_dim, mask=m_dim, other=0.0)[None, :],
                             tl.load(p_k_norm + i_dim, mask=m_dim, other=0.0)[None, :])  # fmt: skip
-        b_wide = (b_wide * b_scale).to(p_q.dtype.element_ty).to(tl.float32) * b_weight.to(tl.float32)
-        b_weight = tl.where(is_query, tl.load(p_q_norm + i_paired, mask=m_dim, other=0.0)[None, :],
+        b_paired = tl.where(is_query, tl.load(p_q_norm + i_paired, mask=m_dim, other=0.0)[None, :],
                             tl.load(p_k_norm + i_paired, mask=m_dim, other=0.0)[None, :])  # fmt: skip
-        b_other = (b_other * b_scale).to(p_q.dtype.element_ty).to(tl.float32) * b_weight.to(tl.float32)
-        b_wide = b_wide.to(p_q.dtype.element_ty).to(tl.float32)
-        b_other = b_other.to(p_q.dtype.element_ty).to(tl.float32)
+        b_weight, b_paired = b_weight.to(tl.float32), b_paired.to(tl.float32)
+        b_wide, b_other = b_wide * b_scale, b_other * b_scale
+        if HAS_OFFSET:
+            b_weight, b_paired = b_weight + OFFSET, b_paired + OFFSET
+        else:
+            b_wide = b_wide.to(p_q.dtype.element_ty).to(tl.float32)
+            b_other = b_other.to(p_q.dtype.element_ty).to(tl.float32)
+        b_wide = (b_wide * b_weight).to(p_q.dtype.element_ty).to(tl.float32)
+        b_other = (b_other * b_paired).to(p_q.dtype.element_ty).to(tl.float32)
     b_rotated = b_wide * b_cos[None, :] + b_other * b_sin[None, :]
     b_y = tl.where(is_rotated[:, None], b_rotated.to(p_q.dtype.element_ty), b_x)
     o_q = (i_token * num_heads + i_head[:, None]) * HEAD_DIM + i_dim[None, :]
@@ -126,6 +134,8 @@ def rotate_store_triton(
         layer * 2 * plane,
         plane,
         HAS_NORMS=norms is not None,
+        HAS_OFFSET=norms is not None and norms.offset is not None,
+        OFFSET=0.0 if norms is None else norms.offset or 0.0,
         ROTARY_DIM=cos.shape[1],
         HEAD_DIM=head_dim,
         BLOCK_HEADS=BLOCK_HEADS,
@@ -168,7 +178,9 @@ def rotate_store(
     turning = heads[:, :split]
     if norms is not None:
         parts = (turning[:, :num_heads], norms.q), (turning[:, num_heads:], norms.k)
-        turning = torch.cat([rms_norm(part, weight, norms.eps) for part, weight in parts], dim=1)
+        turning = torch.cat(
+            [rms_norm(part, weight, norms.eps, norms.offset) for part, weight in parts], dim=1
+        )
     rotated = apply_rope(turning, cos, signed_sin)
     store_kv(kv, layer, rows, rotated[:, num_heads:], heads[:, split:])
     return rotated[:, :num_heads]

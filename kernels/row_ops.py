@@ -1,8 +1,8 @@
 """The two sets of row-wise operations of a model: the fastest ones, and batch-invariant ones.
 
-The fastest ones choose tiles and sums by the number of rows. The batch-invariant ones give the same bits for
-a row alone, in a batch, in a verify step and in a prefill chunk. Legend: T rows, N outputs, H inputs, V
-vocabulary, D head dimension.
+The fastest ones choose tiles and sums by the number of rows, and may join steps of a layer in one launch.
+The batch-invariant ones give the same bits for a row alone, in a batch, in a verify step and in a prefill
+chunk. Legend: T rows, N outputs, H inputs, V vocabulary, D head dimension.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from .ops import (
 from .rms_norm import add_rms_norm, rms_norm
 from .rope import apply_rope
 from .silu_mul import silu_mul
-from .skinny_linear import gated_linear, linear
+from .skinny_linear import gated_linear, has_tiles, linear
 
 # (x [T, H], weight [N, H], bias [N] or None) -> [T, N]
 Project: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -57,8 +57,6 @@ class Experts(Protocol):
         """`x` `[T, H]`, `ids`, `weights` `[T, K]`, `gate_up` `[E, 2*I, H]`, `down` `[E, H, I]` -> as `x`."""
 
 
-
-
 # (part [T, H]) -> [T, H]
 JoinParts: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
@@ -69,10 +67,50 @@ def of_one_rank(part: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Joins:
+    """Which steps of a layer share launches, for at most `max_rows` rows in 16 bits on a GPU.
+
+    `norms`: residual sums and norms are part of products, see `normed_linear`. `attention`: rotation, store
+    and the merge of splits are part of attention, see `decode_attention`. `experts`: see `few_experts`; needs
+    `norms`. `latents`: see `latent_step`. `products`: all products between two attentions, see
+    `layer_products`. `everywhere`: also on CPUs and in float32, by their definitions, for tests.
+    """
+
+    norms: bool = False
+    attention: bool = False
+    experts: bool = False
+    latents: bool = False
+    products: bool = False
+    max_rows: int = 32
+    everywhere: bool = False
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether steps over the rows `x` `[T, ...]` may be joined."""
+        return x.shape[0] <= self.max_rows and (self.everywhere or has_tiles(x))
+
+
+JOIN_NAMES = ("norms", "attention", "experts", "latents", "products")
+NO_JOINS = Joins()
+
+
+def named_joins(text: str) -> Joins:
+    """The joins with the names in `text`, separated by commas; "none" and "all" are such texts, too.
+
+    Raises ValueError for an unknown name.
+    """
+    names = {"none": (), "all": JOIN_NAMES}.get(text, tuple(text.split(",")))
+    unknown = [name for name in names if name not in JOIN_NAMES]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is not a join; use none, all, or names of {', '.join(JOIN_NAMES)}")
+    return Joins(**dict.fromkeys(names, True))
+
+
+@dataclass(frozen=True, kw_only=True)
 class RowOps:
     """The operations of a model's rows, attention excepted.
 
-    `sum_ranks` sums the results of a matrix whose inputs are split over ranks.
+    `sum_ranks` sums the results of a matrix whose inputs are split over ranks. `joins`: the steps of a layer
+    that are not done by these operations, one by one, for few rows.
     """
 
     linear: Project
@@ -83,6 +121,7 @@ class RowOps:
     rope: Rotate
     expert_mlp: Experts
     sum_ranks: JoinParts = of_one_rank
+    joins: Joins = NO_JOINS
 
 
 def invariant_gated_linear(

@@ -182,12 +182,16 @@ def shared_bytes(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
 
 
-def _is_skinny(x: torch.Tensor, max_rows: int) -> bool:
-    """Whether these kernels take `x`. float32 is left to the library: Triton has no fast product of full
-    precision.
+def has_tiles(x: torch.Tensor) -> bool:
+    """Whether kernels of few rows take tensors like `x`. float32 is left to the library: Triton has no fast
+    product of full precision.
     """
-    is_small = x.is_cuda and x.dim() == 2 and x.shape[0] <= max_rows and x.dtype != torch.float32
-    return is_small and shared_bytes(x.device) >= SHARED_BYTES
+    return x.is_cuda and x.dtype != torch.float32 and shared_bytes(x.device) >= SHARED_BYTES
+
+
+def _is_skinny(x: torch.Tensor, max_rows: int) -> bool:
+    """Whether these kernels take `x`."""
+    return x.dim() == 2 and x.shape[0] <= max_rows and has_tiles(x)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

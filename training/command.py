@@ -139,6 +139,10 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--steps", type=_at_least(1), help="chain steps of EAGLE3 and MTP that are trained (default 7)")
     add("--sharpness", type=_positive, help="of the target's logits in EAGLE3's and MTP's loss (default 1)")
+    add(
+        "--missed", type=_share,
+        help="weight of a draft of EAGLE3 and MTP for each wrong draft before it in its chain (default 1)",
+    )  # fmt: skip
     add("--block", type=_at_least(2), help="tokens of a DFLASH block, the newest included (default 8)")
     add("--draft-layers", type=_at_least(1), help="of a DFLASH drafter (default 3)")
     add("--anchors", type=_at_least(1), help="DFLASH blocks of a sample in a batch (default 64)")
@@ -147,6 +151,10 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         type=_at_least(0),
         help="id that stands for a draft in DFLASH (default: the rarest one)",
     )
+    add(
+        "--loss-vocab", type=_at_least(2),
+        help="tokens in the loss of DFLASH and MTP: frequent ones and random others (default: all)",
+    )  # fmt: skip
     add("--epochs", type=_at_least(1), help="default 2, or as many as fit --minutes")
     add("--minutes", type=_positive, help="train for this time (default: for --epochs)")
     add("--max-tokens", type=_at_least(2), default=16_384, help="of a batch per GPU (default %(default)s)")

@@ -26,6 +26,7 @@ from ..engine.speculative.drafters.dflash_config import DflashConfig
 from ..kernels.output_loss import loss_gradient, loss_rows
 from .draft_layers import GatedMLP, Norm, Projections
 from .frozen_target import FrozenTarget, TargetRows
+from .loss_vocabulary import LossVocabulary, places_in
 from .output_loss import output_loss
 from .samples import Batch
 from .seeds import seeded
@@ -127,13 +128,22 @@ def block_attention(
 class DflashTrainee(nn.Module):
     """The drafter of `config` with trainable weights, whose names are those of its checkpoint.
 
-    `num_anchors`: blocks of a sample in one batch. Layers start from the target's last ones, which read
-    their context from the newest features. Weights are float32; the dtype of products is the target's.
+    `num_anchors`: blocks of a sample in one batch. The loss runs over a `vocabulary` if there is one. Layers
+    start from the target's last ones, which read their context from the newest features. Weights are float32;
+    the dtype of products is the target's.
     """
 
-    def __init__(self, config: DflashConfig, target: FrozenTarget, *, num_anchors: int, seed: int) -> None:
+    def __init__(
+        self,
+        config: DflashConfig,
+        target: FrozenTarget,
+        *,
+        num_anchors: int,
+        seed: int,
+        vocabulary: LossVocabulary | None = None,
+    ) -> None:
         super().__init__()
-        self.config, self.num_anchors = config, num_anchors
+        self.config, self.num_anchors, self._vocabulary = config, num_anchors, vocabulary
         width, eps = config.hidden_size, config.rms_norm_eps
         self._target = target
         with seeded(seed):
@@ -181,14 +191,19 @@ class DflashTrainee(nn.Module):
         labels = batch.tokens[:, None].expand(-1, ends.shape[1], -1).gather(2, inside)
         labels, valid = (x.flatten(0, 1).T.contiguous() for x in (labels, valid))  # [S-1, M]
         num_blocks = valid[0].sum().clamp(min=1)
+        weight, known = self._target.model.lm_head, torch.ones_like(valid)
+        if self._vocabulary is not None:
+            ids = self._vocabulary.draw(batch.seed)
+            # a token that is not among them cannot be predicted: its row teaches nothing
+            weight, (labels, known) = weight[ids], places_in(ids, labels)
         loss, correct, reached = (torch.zeros(size - 1, device=device) for _ in range(3))
 
         def grade(part: slice, logits: torch.Tensor) -> torch.Tensor:
-            wanted, counted = labels[:, part], valid[:, part]
+            wanted, counted, taught = labels[:, part], valid[:, part], known[:, part]
             found = loss_rows(logits, wanted.flatten())
-            losses = found.loss.view(wanted.shape)
-            weights = pace_weights((-losses).exp(), counted) / num_blocks
-            is_kept = ((found.best.view(wanted.shape) == wanted) & counted).cumprod(0)
+            losses = found.loss.view(wanted.shape) * taught
+            weights = pace_weights((-losses).exp() * taught, counted) * taught / num_blocks
+            is_kept = ((found.best.view(wanted.shape) == wanted) & counted & taught).cumprod(0)
             loss.add_((losses * counted).sum(1))
             correct.add_(is_kept.sum(1))
             reached.add_(torch.cat((counted[:1], counted[1:] * is_kept[:-1])).sum(1))
@@ -198,7 +213,7 @@ class DflashTrainee(nn.Module):
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             outs = self.outputs(batch.tokens, rows.features, anchors)  # [B, A, S, H]
             drafts = outs[:, :, 1:].flatten(0, 1).transpose(0, 1)
-            objective = output_loss(drafts, self._target.model.lm_head, grade)
+            objective = output_loss(drafts, weight, grade)
         unused = sum(parameter.sum() for parameter in self.parameters()) * 0
         return StepLosses(objective + unused, loss / valid.sum(1).clamp(min=1), correct, reached)
 

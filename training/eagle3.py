@@ -74,8 +74,9 @@ class Eagle3Trainee(ChainTrainee):
         steps: int,
         seed: int,
         sharpness: float = 1.0,
+        missed: float = 1.0,
     ) -> None:
-        super().__init__(target, target_ids, steps=steps, sharpness=sharpness)
+        super().__init__(target, target_ids, steps=steps, sharpness=sharpness, missed=missed)
         self.config = config
         width, eps = config.hidden_size, config.rms_norm_eps
         with seeded(seed):

@@ -26,6 +26,7 @@ from .head_files import (
     write_eagle3_config,
     write_mtp_config,
 )
+from .loss_vocabulary import LossVocabulary
 from .mtp import MtpTrainee
 from .trainee import Trainee
 
@@ -35,9 +36,9 @@ DFLASH_FEATURES = 5  # layers that a DFLASH drafter reads
 # The options of `baton draft train` that only some kinds have.
 OPTIONS = MappingProxyType(
     {
-        EAGLE3: ("layers", "draft_vocab", "steps", "sharpness"),
-        DFLASH: ("layers", "block", "draft_layers", "anchors", "mask_token"),
-        MTP: ("steps", "sharpness"),
+        EAGLE3: ("layers", "draft_vocab", "steps", "sharpness", "missed"),
+        DFLASH: ("layers", "block", "draft_layers", "anchors", "mask_token", "loss_vocab"),
+        MTP: ("steps", "sharpness", "missed", "loss_vocab"),
     }
 )
 
@@ -48,9 +49,10 @@ class HeadSettings:
 
     `layers`: layer outputs of the target that it reads; empty: the default of the kind. `draft_vocab` is that
     of an EAGLE3 head, 0: the target's, or that of `init`. `steps`: drafts of a chain (EAGLE3, MTP).
-    `sharpness` multiplies the target's logits in the loss of a chain. `block_size`, `num_layers`,
-    `num_anchors` of each sample and `mask_token` (None: the rarest) are a DFLASH drafter's.
-    `init`: a checkpoint of the same kind to start from.
+    `sharpness` multiplies the target's logits in the loss of a chain, and `missed` the loss of a draft for
+    each wrong one before it. `block_size`, `num_layers`, `num_anchors` of each sample and `mask_token` (None:
+    the rarest, or that of `init`) are a DFLASH drafter's. `loss_vocab`: tokens that the loss of DFLASH and
+    MTP runs over, 0: all. `init`: a checkpoint of the same kind to start from.
     """
 
     kind: str
@@ -58,10 +60,12 @@ class HeadSettings:
     draft_vocab: int = 0
     steps: int = 7
     sharpness: float = 1.0
+    missed: float = 1.0
     block_size: int = 8
     num_layers: int = 3
     num_anchors: int = 64
     mask_token: int | None = None
+    loss_vocab: int = 0
     seed: int = 0
     init: Path | None = None
 
@@ -73,13 +77,18 @@ class HeadSettings:
         found = self
         if self.init is not None and self.kind == EAGLE3:
             found = found._as_in(self.init, model)
+        if self.init is not None and self.kind == DFLASH:
+            # its projection was trained on these layers, and its layers on this token
+            there = load_dflash_config(self.init, model)
+            mask = there.mask_token_id if self.mask_token is None else self.mask_token
+            found = replace(found, layers=self.layers or there.aux.ids, mask_token=mask)
         size = found.draft_vocab or model.vocab_size
         if size > model.vocab_size:
             raise CheckpointError(
                 f"--draft-vocab {size}: the target has {model.vocab_size} tokens; give fewer"
             )
         layers = found.layers or self._default_layers(model.num_layers)
-        mask = unused_token(counts) if self.mask_token is None else self.mask_token
+        mask = unused_token(counts) if found.mask_token is None else found.mask_token
         if mask >= model.vocab_size:
             raise CheckpointError(
                 f"--mask-token {mask}: the target has {model.vocab_size} tokens; give one of them"
@@ -90,9 +99,11 @@ class HeadSettings:
         """The settings that a run must keep, as JSON values."""
         common: dict[str, object] = {"kind": self.kind, "layers": list(self.layers)}
         if self.kind == DFLASH:
-            names = ("block_size", "num_layers", "num_anchors", "mask_token")
+            names: tuple[str, ...] = ("block_size", "num_layers", "num_anchors", "mask_token", "loss_vocab")
+        elif self.kind == MTP:
+            names = ("steps", "sharpness", "missed", "loss_vocab")
         else:
-            names = (*(("draft_vocab",) if self.kind == EAGLE3 else ()), "steps", "sharpness")
+            names = ("draft_vocab", "steps", "sharpness", "missed")
         return common | {name: getattr(self, name) for name in names} | {"init": str(self.init or "")}
 
     def __str__(self) -> str:
@@ -124,13 +135,18 @@ class HeadSettings:
         """
         dtype = str(target.model.dtype).removeprefix("torch.")
         made: Trainee
+        vocabulary = None
+        if 0 < self.loss_vocab < model.vocab_size:
+            vocabulary = LossVocabulary(counts, self.loss_vocab, target.model.device)
         if self.kind == DFLASH:
             config = load_dflash_config(directory, model, dtype=dtype)
-            made = DflashTrainee(config, target, num_anchors=self.num_anchors, seed=self.seed)
+            made = DflashTrainee(
+                config, target, num_anchors=self.num_anchors, seed=self.seed, vocabulary=vocabulary
+            )
         elif self.kind == MTP:
             made = MtpTrainee(
                 load_mtp_config(directory, model, dtype=dtype), target, steps=self.steps,
-                sharpness=self.sharpness, seed=self.seed,
+                sharpness=self.sharpness, missed=self.missed, seed=self.seed, vocabulary=vocabulary,
             )  # fmt: skip
         else:
             draft = self._eagle3_config(directory, model, dtype)
@@ -138,8 +154,9 @@ class HeadSettings:
             if self.init is not None and len(old := _ids_of(self.init, model.vocab_size)) == len(ids):
                 ids = old
             made = Eagle3Trainee(
-                draft, target, ids, steps=self.steps, sharpness=self.sharpness, seed=self.seed
-            )
+                draft, target, ids, steps=self.steps, sharpness=self.sharpness, missed=self.missed,
+                seed=self.seed,
+            )  # fmt: skip
         if self.init is not None:
             load_weights(made, self.init)
         return made

@@ -18,6 +18,7 @@ from .chain_attention import KeysValues
 from .draft_layers import GatedMLP, Norm, Projections
 from .eagle3 import chain_layer_attention
 from .frozen_target import FrozenTarget, TargetRows
+from .loss_vocabulary import LossVocabulary
 from .seeds import seeded
 from .target_layers import layer_tensors
 
@@ -53,9 +54,18 @@ class MtpTrainee(ChainTrainee):
     """The module of `config`. It starts from the target's last layer and final norm."""
 
     def __init__(
-        self, config: MtpConfig, target: FrozenTarget, *, steps: int, seed: int, sharpness: float = 1.0
+        self,
+        config: MtpConfig,
+        target: FrozenTarget,
+        *,
+        steps: int,
+        seed: int,
+        sharpness: float = 1.0,
+        missed: float = 1.0,
+        vocabulary: LossVocabulary | None = None,
     ) -> None:
-        super().__init__(target, torch.arange(config.layer.vocab_size), steps=steps, sharpness=sharpness)
+        ids = torch.arange(config.layer.vocab_size)
+        super().__init__(target, ids, steps=steps, sharpness=sharpness, missed=missed, vocabulary=vocabulary)
         self.config = config
         sizes = config.layer
         width, eps = sizes.hidden_size, sizes.rms_norm_eps

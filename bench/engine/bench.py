@@ -9,14 +9,14 @@ whichever is longer. The rates are those of a copy and of a matrix product, meas
 """
 
 import argparse
-import dataclasses
 import gc
 import json
 import logging
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,11 +25,15 @@ import torch
 from ...cluster.errors import ConfigError
 from ...engine.config import DTYPES, resolve_device, resolve_dtype
 from ...engine.errors import CheckpointError
+from ...engine.parallel.group import SOLO, TensorGroup
+from ...kernels.row_ops import JOIN_NAMES, Joins, named_joins
 from ..arguments import at_least
 from .drafters import ALL, DRAFTERS, named_drafters
-from .floors import Ceilings, PassCounts, Work, measure_ceilings
-from .rig import ComputedPrompt, Rig, RigSettings
+from .floors import UNKNOWN, Ceilings, PassCounts, Work, measure_ceilings
+from .ranks import rank_0, rank_device
+from .rig import ComputedPrompt, Rig, RigSettings, check_ranks
 from .shapes import DRAFT_VOCABULARY, FORMS, SHAPES
+from .sums import SumTime, sum_times, table
 from .timing import Timing, measure
 
 PROG = "baton bench engine"
@@ -70,7 +74,7 @@ class EngineBench:
         self.has_plain = rig.settings.has_plain
         self.ceilings = ceilings
         self._options = options
-        self.target = PassCounts.of_target(rig.config, rig.settings.dtype.itemsize)
+        self.target = PassCounts.of_target(rig.own, rig.settings.dtype.itemsize).of_rank(rig.group.size)
 
     def cells(self) -> Iterator[Cell]:
         options = self._options
@@ -106,7 +110,7 @@ class EngineBench:
 
         cell = self._cell(kind, batch, has_graphs, stepper.step, works)
         accepted = stepper.finish()
-        return dataclasses.replace(cell, accepted=accepted, path="+".join(sorted(stepper.paths)))
+        return replace(cell, accepted=accepted, path="+".join(sorted(stepper.paths)))
 
     def _adaptive(self, prompts: Sequence[ComputedPrompt]) -> Cell:
         """Steps of the policy's choice. They have no floor of their own: `path` names the chosen steps."""
@@ -118,7 +122,7 @@ class EngineBench:
         kind = f"adaptive {self.rig.settings.drafts}"
         cell = self._cell(kind, len(prompts), True, stepper.step, lambda: [])
         accepted = stepper.finish()
-        return dataclasses.replace(cell, accepted=accepted, path=f"graph, {policy.current.steps} drafts")
+        return replace(cell, accepted=accepted, path=f"graph, {policy.current.steps} drafts")
 
     def _cell(
         self,
@@ -260,7 +264,20 @@ def parser() -> argparse.ArgumentParser:
         default=3,
         help="tokens that each step with drafts yields, simulated (default 3)",
     )
+    add(
+        "--tp",
+        type=at_least(1),
+        default=1,
+        help="ranks that share the target, one GPU each; figures, bytes and operations are those of rank 0",
+    )
     add("--deterministic", action="store_true", help="with batch-invariant operations of the target")
+    add(
+        "--join",
+        type=_joins,
+        metavar="none|all|NAME[,NAME...]",
+        help=f"steps of the target's layers that share launches for few rows: {', '.join(JOIN_NAMES)} "
+        "(default: those of a server)",
+    )
     add("--graphs", choices=("both", "on", "off"), default="both", help="default both")
     add(
         "--adaptive",
@@ -281,6 +298,13 @@ def _drafters(text: str) -> list[str]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _joins(text: str) -> Joins:
+    try:
+        return named_joins(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def settings_of(options: argparse.Namespace) -> RigSettings:
     """The settings from the options, of the first drafter.
 
@@ -292,7 +316,14 @@ def settings_of(options: argparse.Namespace) -> RigSettings:
             f"a chain of --spec-steps {options.spec_steps} yields at most "
             f"{options.spec_steps + 1} tokens; lower it"
         )
+    if options.tp > 1 and options.adaptive:
+        raise ConfigError(
+            f"--tp {options.tp}: ranks that choose by their own clocks would part; measure --adaptive with "
+            "--tp 1"
+        )
     device = resolve_device(options.device)
+    if device.type == "cuda" and options.tp > torch.cuda.device_count():
+        raise ConfigError(f"--tp {options.tp}: this process sees {torch.cuda.device_count()} GPUs; lower it")
     # measured steps, as many under the profiler, and the warm-ups; the first step may accept one token more
     warm_ups = WARM_UPS + (ADAPTIVE_WARM_UPS if options.adaptive else 0)
     growth = (2 * options.repeats + warm_ups + 2) * (options.spec_steps + 1)
@@ -314,6 +345,7 @@ def settings_of(options: argparse.Namespace) -> RigSettings:
         is_invariant=options.deterministic,
         quantize=options.quantize,
         drafts=options.drafts[0],
+        joins=options.join,
     )
 
 
@@ -332,24 +364,45 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     try:
         settings = settings_of(options)
+        check_ranks(settings, options.tp)
         _progress(f"measuring the ceilings of {machine(settings.device)}")
         ceilings = measure_ceilings(settings.dtype, settings.device)
         _progress("making weights, prompts and graphs")
         cells: list[Cell] = []
-        for drafts in options.drafts:
-            wanted = dataclasses.replace(settings, drafts=drafts, has_plain=not cells)
-            for cell in EngineBench(Rig(wanted), ceilings, options).cells():
+        sums: list[SumTime] = []
+        with rank_0(options.tp, argv, settings.device) if options.tp > 1 else nullcontext(SOLO) as group:
+            sums += sums_of(settings, group)
+            for cell in cells_of(settings, options, group, ceilings):
                 cells.append(cell)
                 _progress(row_of(cell))
-            _free_memory(settings.device)
     except (ConfigError, CheckpointError, ValueError) as error:
         sys.stderr.write(f"{PROG}: {error}\n")
         return 2
-    sys.stdout.write(report(settings, ceilings, cells, options))
+    sys.stdout.write(report(settings, ceilings, cells, options) + table(sums))
     if options.json:
-        whole = document(settings, ceilings, cells, options)
+        whole = document(settings, ceilings, cells, options) | {"sums": [asdict(each) for each in sums]}
         Path(options.json).write_text(json.dumps(whole) + "\n", encoding="utf-8")
     return 0
+
+
+def sums_of(settings: RigSettings, group: TensorGroup) -> list[SumTime]:
+    """The times of sums over the ranks of `group`; none for one rank or on a CPU."""
+    device = rank_device(settings.device, group.rank)
+    return [] if group.is_solo or device.type != "cuda" else list(sum_times(group, device))
+
+
+def cells_of(
+    settings: RigSettings,
+    options: argparse.Namespace,
+    group: TensorGroup,
+    ceilings: Ceilings = UNKNOWN,
+) -> Iterator[Cell]:
+    """All measurements, one drafter and its engine after the other. All ranks of `group` run them in step."""
+    settings = replace(settings, device=rank_device(settings.device, group.rank))
+    for number, drafts in enumerate(options.drafts):
+        wanted = replace(settings, drafts=drafts, has_plain=number == 0)
+        yield from EngineBench(Rig(wanted, group), ceilings, options).cells()
+        _free_memory(settings.device)
 
 
 def _free_memory(device: torch.device) -> None:
@@ -369,6 +422,7 @@ def report(
         "write), matmul "
         f"{ceilings.matmul_flop_per_s / 1e12:.1f} TFLOP/s",
         f"{options.model or options.shape}, {settings.dtype}, context {options.context}, {accepted}"
+        + (f", rank 0 of {options.tp}" if options.tp > 1 else "")
         + (", deterministic" if options.deterministic else "")
         + (f", weights in {options.quantize}" if options.quantize != "none" else ""),
         "",
@@ -388,10 +442,10 @@ def document(
     """The whole report as a JSON document."""
     return {
         "machine": machine(settings.device),
-        "options": vars(options),
-        "ceilings": dataclasses.asdict(ceilings),
+        "options": vars(options) | {"join": repr(options.join)},
+        "ceilings": asdict(ceilings),
         "accept_length": "simulated",
-        "cells": [dataclasses.asdict(cell) | {"ratio": cell.ratio} for cell in cells],
+        "cells": [asdict(cell) | {"ratio": cell.ratio} for cell in cells],
     }
 
 

@@ -14,6 +14,8 @@ import torch
 
 from ...engine.models.config import ModelConfig
 from ...engine.models.interface import CausalLM
+from ...engine.parallel.group import SOLO, TensorGroup
+from ...engine.parallel.vocabulary import Table, table_of
 from ...engine.speculative.drafters.eagle3 import Eagle3Drafter
 from ...engine.speculative.drafters.eagle3_head import FeatureHead
 from ...engine.speculative.drafters.mtp_deep import DeepMtpDrafter
@@ -37,7 +39,8 @@ NGRAMS = {"shortest": 2, "longest": 5, "window": 8192}  # the defaults of a serv
 class DraftWish:
     """What a random drafter is made for.
 
-    A target of `config` accepts `accept_length` - 1 of `steps` drafts. `folder` is for temporary files.
+    A target of `config` accepts `accept_length` - 1 of `steps` drafts. `folder` is for temporary files. A
+    rank of `group` has a part of the target's vocabulary.
     """
 
     config: ModelConfig
@@ -49,6 +52,14 @@ class DraftWish:
     page_size: int
     capacity: int
     folder: Path
+    group: TensorGroup = SOLO
+
+    def tables(self, model: CausalLM) -> tuple[Table, Table]:
+        """The embedding and the output projection of `model`, of which a rank has a part."""
+        return (
+            table_of(model.embed_tokens, self.config.vocab_size, self.group),
+            table_of(model.lm_head, self.config.vocab_size, self.group),
+        )
 
     @property
     def dtype_name(self) -> str:
@@ -78,7 +89,7 @@ class BenchEagle3:
     def share(self, model: CausalLM) -> Callable[[int], Drafter]:
         wish = self.wish
         head = random_head(self.config, wish.accept_length, wish.dtype, wish.device)
-        head.share(model.embed_tokens, model.lm_head, wish.config.max_position_embeddings)
+        head.share(*wish.tables(model), wish.config.max_position_embeddings)
         return lambda num_pages: eagle_drafter(Eagle3Drafter, head, wish, num_pages)
 
     def step(self, target: PassCounts, batch: int, steps: int, context: int) -> list[Work]:
@@ -96,7 +107,7 @@ class BenchParallel(BenchEagle3):
     def share(self, model: CausalLM) -> Callable[[int], Drafter]:
         wish = self.wish
         head = random_head(self.config, wish.accept_length, wish.dtype, wish.device)
-        head.share(model.embed_tokens, model.lm_head, wish.config.max_position_embeddings)
+        head.share(*wish.tables(model), wish.config.max_position_embeddings)
         return lambda num_pages: eagle_drafter(CutEagle, head, wish, num_pages).accepting(wish.accept_length)
 
     def step(self, target: PassCounts, batch: int, steps: int, context: int) -> list[Work]:
@@ -115,7 +126,7 @@ class BenchEagle:
     def share(self, model: CausalLM) -> Callable[[int], Drafter]:
         wish = self.wish
         head = random_eagle(self.config, wish.dtype, wish.device)
-        head.share(model.embed_tokens, model.lm_head, wish.config.max_position_embeddings, model.norm)
+        head.share(*wish.tables(model), wish.config.max_position_embeddings, model.norm)
         return lambda num_pages: eagle_drafter(CutEagle, head, wish, num_pages).accepting(wish.accept_length)
 
     def step(self, target: PassCounts, batch: int, steps: int, context: int) -> list[Work]:
@@ -134,7 +145,7 @@ class BenchDflash:
     def share(self, model: CausalLM) -> Callable[[int], Drafter]:
         wish = self.wish
         head = random_blocks(self.config, wish.dtype, wish.device)
-        head.share(model.embed_tokens, model.lm_head, wish.config.max_position_embeddings)
+        head.share(*wish.tables(model), wish.config.max_position_embeddings)
         return lambda num_pages: SimulatedBlocks(
             head,
             wish.accept_length,
@@ -162,7 +173,7 @@ class BenchMtp:
     def share(self, model: CausalLM) -> Callable[[int], Drafter]:
         wish = self.wish
         head = random_modules(self.config, wish.accept_length, wish.dtype, wish.device)
-        head.share(model.embed_tokens, model.lm_head, model.norm, wish.config.max_position_embeddings)
+        head.share(*wish.tables(model), model.norm, wish.config.max_position_embeddings)
         sizes = {"page_size": wish.page_size, "capacity": wish.capacity}
         if self.num_modules == 1:
             return lambda num_pages: CutModule(head, num_pages=num_pages, **sizes).accepting(

@@ -8,13 +8,14 @@ chip.
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ...engine.kv.layouts import MHALayout
 from ...engine.models.config import ModelConfig
 from ...engine.models.deepseek_config import LatentConfig
+from ...engine.parallel.vocabulary import num_rank_rows
 from ...engine.speculative.drafters.eagle3 import draft_layout
 from ...engine.speculative.drafters.eagle_config import EagleConfig
 from ...engine.speculative.drafters.mtp_config import MtpConfig
@@ -34,6 +35,9 @@ class Ceilings:
 
     def seconds(self, work: "Work") -> float:
         return max(work.num_bytes / self.copy_bytes_per_s, work.num_flops / self.matmul_flop_per_s)
+
+
+UNKNOWN = Ceilings(copy_bytes_per_s=float("inf"), matmul_flop_per_s=float("inf"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +101,10 @@ class PassCounts:
             windows=config.forms.windows,
         )
 
+    def of_rank(self, num_ranks: int) -> "PassCounts":
+        """With a rank's part of the output projection; all else is that of the config."""
+        return replace(self, vocab=num_rank_rows(self.vocab, num_ranks))
+
     @classmethod
     def of_head(cls, config: Eagle3Config, itemsize: int) -> "PassCounts":
         kv = draft_layout(config, 1, torch.bfloat16)
@@ -158,8 +166,7 @@ class PassCounts:
         weights += round(self.experts * self.used_share)
         seen = self._seen(context)
         return Work(
-            num_bytes=self._body_bytes(read)
-            + self.itemsize * (self.vocab + batch * (seen + rows) * self.kv),
+            num_bytes=self._body_bytes(read) + self.itemsize * (self.vocab + batch * (seen + rows) * self.kv),
             num_flops=batch
             * (2 * rows * weights + 2 * logit_rows * self.vocab + rows * seen * self.attention),
         )

@@ -15,10 +15,12 @@ import torch
 from ...engine.models.config import ModelConfig
 from ...engine.models.interface import CausalLM, StoredForms
 from ...engine.models.registry import build_model
+from ...engine.parallel.group import SOLO, TensorGroup
 from ...engine.speculative.drafters.eagle3_head import Eagle3Head
 from ...engine.speculative.drafters.eagle_config import EagleConfig
 from ...engine.speculative.drafters.eagle_head import EagleHead
 from ...engine.speculative.drafters.spec_config import Eagle3Config
+from ...kernels.row_ops import Joins
 
 LEVEL, COUNT = 0, 1  # columns of the residual stream
 TOKEN, WRONG = 1, 3  # the target's output, and the head's draft beyond the accept length
@@ -40,11 +42,15 @@ def random_target(
     seed: int = 0,
     *,
     is_invariant: bool = False,
+    joins: Joins | None = None,
+    group: TensorGroup = SOLO,
 ) -> CausalLM:
-    """A model of `config` that generates TOKEN after any input; `is_invariant`: by batch-invariant
-    operations.
+    """A model of `config` that generates TOKEN after any input; `is_invariant` and `joins` as of
+    `build_model`. As a rank of `group`, `config` is the rank's; rank 0 has the rows of TOKEN.
     """
-    model = build_model(config, dtype=dtype, device=device, is_invariant=is_invariant)
+    model = build_model(
+        config, dtype=dtype, device=device, is_invariant=is_invariant, joins=joins, group=group
+    )
     generator = torch.Generator(device).manual_seed(seed)
     for name, weight in model.tensors():
         _fill_stored(name, weight, generator)
@@ -64,11 +70,14 @@ def random_target(
     if isinstance(model, StoredForms):
         model.projections.finish()
     model.embed_tokens[:, LEVEL] = AMPLITUDE / 2
+    if not config.tie_word_embeddings:
+        model.lm_head[:, LEVEL] = 0
+    if group.rank:
+        return model
     if config.moe is not None:
         model.embed_tokens[TOKEN] = 0
     model.embed_tokens[TOKEN, LEVEL] = AMPLITUDE
     if not config.tie_word_embeddings:
-        model.lm_head[:, LEVEL] = 0
         model.lm_head[TOKEN, LEVEL] = 16.0
     return model
 

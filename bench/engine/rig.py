@@ -20,6 +20,8 @@ from ...engine.capture.graph_set import GraphSet, backend_for
 from ...engine.kv.page_table import pages_for
 from ...engine.kv.pool import FeaturePlane, KVPool
 from ...engine.models.config import ModelConfig
+from ...engine.models.cuts import rank_config
+from ...engine.parallel.group import SOLO, TensorGroup
 from ...engine.request import Request
 from ...engine.runner.lifecycle import Lifecycle, Phase
 from ...engine.runner.model_runner import ModelRunner, configure_aux_capture
@@ -31,6 +33,7 @@ from ...engine.speculative.drafting.shape import PLAIN, DraftShape
 from ...engine.speculative.step.async_decoder import AsyncDecoder, Flight
 from ...engine.speculative.step.result import StepResult
 from ...engine.speculative.step.step_graphs import StepGraphs, step_graphs
+from ...kernels.row_ops import Joins
 from .drafters import DRAFTERS, BenchDrafter, DraftWish
 from .model import TOKEN, random_target
 from .shapes import target_config
@@ -49,7 +52,8 @@ class RigSettings:
     `max_prompt` tokens. Graphs cover up to `max_context` tokens of context, and the batch sizes `batches`;
     for adaptive steps all sizes. `is_invariant`: the target's operations are batch-invariant. `drafts`: the
     drafter, a name in `drafters.DRAFTERS`. `quantize`: the form of the target's matrices, a name in
-    `shapes.FORMS` or "none". `has_plain`: steps without drafts are measured, too.
+    `shapes.FORMS` or "none". `has_plain`: steps without drafts are measured, too. `joins`: those of the
+    target's layers, None for the default.
     """
 
     shape: str
@@ -70,6 +74,7 @@ class RigSettings:
     drafts: str = "eagle3"
     quantize: str = "none"
     has_plain: bool = True
+    joins: Joins | None = None
 
     @property
     def max_batch(self) -> int:
@@ -141,11 +146,15 @@ class Stepper:
 class Rig:
     """One engine that prefills and decodes. `use_graphs` switches between its graphs and the eager path.
 
+    The ranks of `group` each have such an engine, with a part of the target, and make the same calls. `own`
+    is the config of that part.
+
     Raises ValueError when the requests or the prompt exceed the model's positions.
     """
 
-    def __init__(self, settings: RigSettings) -> None:
+    def __init__(self, settings: RigSettings, group: TensorGroup = SOLO) -> None:
         self.settings = settings
+        self.group = group
         self._lifecycle = Lifecycle()
         self.shape = DraftShape.of(settings.spec_steps)
         device, dtype = settings.device, settings.dtype
@@ -164,9 +173,13 @@ class Rig:
                 page_size=PAGE_SIZE,
                 capacity=settings.max_batch + 2,
                 folder=Path(folder),
+                group=group,
             )
             self.kind: BenchDrafter = DRAFTERS[settings.drafts](wish)
-        model = random_target(self.config, dtype, device, is_invariant=settings.is_invariant)
+        self.own = rank_config(self.config, group.size)
+        model = random_target(
+            self.own, dtype, device, is_invariant=settings.is_invariant, joins=settings.joins, group=group
+        )
         self._lifecycle.advance(Phase.LOADED)
         ids = self.kind.feature_ids
         if ids:
@@ -298,6 +311,7 @@ class Rig:
             watched=shape if len(shapes) > 1 and self._is_watched else None,
             max_requests=settings.max_batch,
             max_context=settings.max_context + self.shape.spare_slots,
+            group=self.group,
         )
         measured = [kind for kind in steps.kinds if kind.shape in shapes and not kind.is_ranked]
         return StepGraphs(steps.step, measured, settings.max_batch)
@@ -319,6 +333,13 @@ class Rig:
 
     def __repr__(self) -> str:
         return f"<Rig {self.runner!r}, {self.graphs!r}>"
+
+
+def check_ranks(settings: RigSettings, num_ranks: int) -> None:
+    """Raises CheckpointError, naming what fits, if so many ranks cannot share the target."""
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        config = target_config(settings.shape, settings.model, Path(folder), settings.quantize)
+    rank_config(config, num_ranks)
 
 
 def _check_positions(settings: RigSettings, shape: DraftShape, limit: int) -> None:

@@ -25,6 +25,17 @@ SHAPES: dict[str, dict[str, object]] = {
         "rope_theta": 500000.0,
         "max_position_embeddings": 131072,
     },
+    "llama-3.1-70b": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
+    },
     "llama-3.2-1b": {
         "hidden_size": 2048,
         "intermediate_size": 8192,

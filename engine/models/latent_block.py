@@ -8,9 +8,10 @@ key, F and V widths of a head's key and value that are made of the latent.
 
 import torch
 
+from ...kernels.latent_step import LatentRows, LatentSizes
 from ...kernels.row_ops import FASTEST, RowOps
 from .deepseek_config import NORM_EPS, LatentConfig
-from .layers import Attend, Linear, NamedTensors, RMSNorm, row_parallel
+from .layers import Attend, Linear, NamedTensors, Normed, ProjectedRows, RMSNorm, may_join, row_parallel
 
 
 class LatentAttention:
@@ -34,6 +35,9 @@ class LatentAttention:
             self.query_norm = RMSNorm(config.query_rank, NORM_EPS, **make)  # type: ignore[arg-type]
             parts = {"q_b_proj": heads * config.head_dim}
             self.query_up = Linear(config.query_rank, parts, bias=False, **make)  # type: ignore[arg-type]
+        self.sizes = LatentSizes(
+            config.key_size, config.rope_size, config.value_size, config.rank, config.is_interleaved
+        )
         self.latent_norm = RMSNorm(config.rank, NORM_EPS, **make)  # type: ignore[arg-type]
         self.up = torch.empty(heads, config.latent_outputs, config.rank, dtype=dtype, device=device)
         output = Linear(
@@ -44,23 +48,34 @@ class LatentAttention:
         )
         self.output = row_parallel(output, ops)
 
+    def takes_unscaled(self, num_rows: int) -> bool:
+        """As `Attention.takes_unscaled`."""
+        return may_join(num_rows, self.down)
+
     def __call__(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
+        self, x: Normed, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
     ) -> torch.Tensor:
         """`x` `[T, H]`, rotary tables `[T, P]` -> `[T, H]`."""
         return self.output(self.attended(x, cos, sin, layer, attend))
 
     def attended(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
+        self, x: Normed, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
     ) -> torch.Tensor:
         """As a call, without the output projection: `[T, N*V]`."""
         config = self.config
+        assert not isinstance(x, ProjectedRows)
         found = self.down(x)
         width = found.shape[1] - config.rank - config.rope_size
         queries, latent = found[:, :width], found[:, width : width + config.rank]
         if self.query_norm is not None and self.query_up is not None:
             queries = self.query_up(self.query_norm(queries))
-        q = queries.reshape(x.shape[0], config.num_heads, config.head_dim)
+        latent_attend = getattr(attend, "latent_attend", None)
+        joins = self.ops.joins
+        if latent_attend is not None and joins.latents and joins.takes(found):
+            rows = LatentRows(queries, found[:, width:], self.latent_norm.weight, NORM_EPS, cos, sin)
+            joined: torch.Tensor = latent_attend(layer, rows, self.up, self.sizes)
+            return joined.flatten(1)
+        q = queries.reshape(found.shape[0], config.num_heads, config.head_dim)
         turning = torch.cat((q[..., config.key_size :], found[:, None, width + config.rank :]), dim=1)
         if config.is_interleaved:
             turning = turning.view(*turning.shape[:2], -1, 2).transpose(-1, -2).flatten(-2)

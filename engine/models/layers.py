@@ -6,21 +6,55 @@ layer of a tensor-parallel worker has the heads and the intermediate sizes of on
 hidden size, N query heads, K key/value heads, D head dimension, I intermediate size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias
+from itertools import pairwise
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
 from ...kernels.attention_form import PLAIN_FORM, AttentionForm
+from ...kernels.layer_products import MAX_ROWS as MAX_CHAIN_ROWS
+from ...kernels.layer_products import LayerWeights, NextLayer, layer_products
+from ...kernels.normed_linear import MAX_ROWS as MAX_JOINED_ROWS
+from ...kernels.normed_linear import UnscaledRows, scaled_linear, sum_linear
+from ...kernels.rms_norm import NextNorm, norm_add_norm
 from ...kernels.rotate_store import HeadNorms
-from ...kernels.row_ops import FASTEST, RowOps, of_one_rank
+from ...kernels.row_ops import FASTEST, Joins, RowOps, of_one_rank
 from .quant.kv_scales import KVScales
 from .quant.projection import MakeProjection, Projection
 from .quant.projection import NamedTensors as NamedTensors
 
 # What a layer hands to attention beside its rows: the form of its scores, or the projection of latents.
 More: TypeAlias = torch.Tensor | AttentionForm
+
+
+class ProjectedRows(NamedTuple):
+    """The queries, keys and values `[T, (N+2K)*D]` of the layer to come."""
+
+    heads: torch.Tensor
+
+
+class RowsBeforeNorm(NamedTuple):
+    """Rows `[T, H]` to be normalised before they are added."""
+
+    rows: torch.Tensor
+    norm: "RMSNorm"
+
+
+# What a layer begins with: rows behind its norm, rows in front of the norm's scale, or its first projection.
+Normed: TypeAlias = torch.Tensor | UnscaledRows | ProjectedRows
+# What a layer leaves: an MLP output that is not yet added, or not yet normalised, nothing to add, or the
+# beginning of the next layer.
+Left: TypeAlias = torch.Tensor | RowsBeforeNorm | UnscaledRows | ProjectedRows | None
+
+
+def added(hidden: torch.Tensor, delta: Left) -> torch.Tensor:
+    """The residual stream `hidden` `[T, H]` with the MLP output that a layer left."""
+    if isinstance(delta, RowsBeforeNorm):
+        return hidden + delta.norm(delta.rows)
+    return hidden + delta if isinstance(delta, torch.Tensor) else hidden
 
 
 class Attend(Protocol):
@@ -52,11 +86,33 @@ class Read(Protocol):
         """Attends with `q` `[T, N, D]` and writes `out` `[T, N, D]`; over latents their widths are F+P, V."""
 
 
+@runtime_checkable
+class JoinedProjection(Projection, Protocol):
+    """A projection that may share launches with norms and residual sums, for up to `joined_rows` rows."""
+
+    joined_rows: int
+
+    def __call__(self, x: torch.Tensor | UnscaledRows) -> torch.Tensor:
+        """As `Projection`."""
+
+    def gated(self, x: torch.Tensor | UnscaledRows, is_gelu: bool = False) -> torch.Tensor:
+        """As `Projection`."""
+
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: NextNorm | None
+    ) -> tuple[torch.Tensor, UnscaledRows | None]:
+        """As `sum_linear`: the sum `[T, N]` of the outputs and `residual`, and its rows in front of
+        `norm`.
+        """
+
+
 class Linear:
     """y = x W^T + b with `weight` `[out, in]`, its rows split into named `parts` of the checkpoint.
 
     `ops`, here and in all layers, computes the rows.
     """
+
+    joined_rows = MAX_JOINED_ROWS
 
     def __init__(
         self,
@@ -74,12 +130,22 @@ class Linear:
         self.weight = torch.empty(out_size, in_size, dtype=dtype, device=device)
         self.bias = torch.empty(out_size, dtype=dtype, device=device) if bias else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | UnscaledRows) -> torch.Tensor:
+        if isinstance(x, UnscaledRows):
+            return scaled_linear(x, self.weight, self.bias)
         return self.ops.linear(x, self.weight, self.bias)
 
-    def gated(self, x: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:
+    def gated(self, x: torch.Tensor | UnscaledRows, is_gelu: bool = False) -> torch.Tensor:
         """As `Projection.gated`."""
+        if isinstance(x, UnscaledRows):
+            return scaled_linear(x, self.weight, self.bias, is_gated=True, is_gelu=is_gelu)
         return self.ops.gated_linear(x, self.weight, self.bias, is_gelu)
+
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: NextNorm | None
+    ) -> tuple[torch.Tensor, UnscaledRows | None]:
+        """As `JoinedProjection.add`."""
+        return sum_linear(x, self.weight, self.bias, residual, norm)
 
     def tensors(self, prefix: str) -> NamedTensors:
         """The checkpoint's tensor names under `prefix`, with views of the parameters."""
@@ -119,6 +185,16 @@ def row_parallel(projection: Projection, ops: RowOps) -> Projection:
     return projection if ops.sum_ranks is of_one_rank else RowParallel(projection, ops)
 
 
+def is_plain(*projections: object) -> bool:
+    """Whether all are projections of one rank whose weights are as they are multiplied."""
+    return all(type(each) is Linear for each in projections)
+
+
+def may_join(num_rows: int, *projections: object) -> bool:
+    """Whether all may share launches with norms and residual sums for `num_rows` rows."""
+    return all(num_rows <= getattr(each, "joined_rows", 0) for each in projections)
+
+
 class RMSNorm:
     """Root-mean-square normalisation with a learned `weight` `[size]`; `offset` as in `kernels.rms_norm`."""
 
@@ -143,6 +219,19 @@ class RMSNorm:
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(normalised sum, sum) of two tensors `[..., size]`, in one pass over memory."""
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps, self.offset)
+
+    def add_normed(
+        self, x: torch.Tensor, inner: "RMSNorm", residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `add`, of `x` behind the norm `inner`, with the same bits as one after the other."""
+        if x.is_cuda and inner.offset == self.offset:
+            return norm_add_norm(x, inner.next, residual, self.next)
+        return self.add(inner(x), residual)
+
+    @property
+    def next(self) -> NextNorm:
+        """This norm as the one behind a residual sum."""
+        return NextNorm(self.weight, self.eps, self.offset)
 
     def scaled(self, normed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`normed` `[..., size]`, float32, times the weight, rounded to `dtype` as a call rounds."""
@@ -185,6 +274,19 @@ class GatedMLP:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.gate_up.gated(x, self.is_gelu))
+
+    def joins(self, joins: Joins, num_rows: int) -> bool:
+        """As `JoinedMLP.joins`."""
+        is_joined = joins.norms and may_join(num_rows, self.gate_up, self.down)
+        return is_joined and (is_plain(self.gate_up) or not self.is_gelu)
+
+    def add(
+        self, rows: UnscaledRows, residual: torch.Tensor, norm: NextNorm | None
+    ) -> tuple[torch.Tensor, UnscaledRows | None]:
+        """As `JoinedMLP.add`."""
+        assert isinstance(self.gate_up, JoinedProjection)
+        assert isinstance(self.down, JoinedProjection)
+        return self.down.add(self.gate_up.gated(rows, self.is_gelu), residual, norm)
 
     def tensors(self, prefix: str) -> NamedTensors:
         """The checkpoint's tensor names under `prefix`, with views of the parameters."""
@@ -266,21 +368,26 @@ class SelfAttention:
             )
 
     def __call__(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
+        self, x: Normed, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
     ) -> torch.Tensor:
         """`x` `[T, input_size]`, rotary tables `[T, R]` -> `[T, H]`."""
         return self.output(self.attended(x, cos, sin, layer, attend))
 
     def attended(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
+        self, x: Normed, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
     ) -> torch.Tensor:
         """As a call, without the output projection: `[T, N*D]`."""
         split = self.num_heads + self.num_kv_heads
-        heads = self.qkv(x).view(x.shape[0], split + self.num_kv_heads, self.head_dim)
+        projected = x.heads if isinstance(x, ProjectedRows) else self._project(x)
+        heads = projected.view(-1, split + self.num_kv_heads, self.head_dim)
         rotate_attend = getattr(attend, "rotate_attend", None)
         joins = self.turns and self.kv_scales is None and self._joins_norms(attend)
-        if rotate_attend is not None and heads.is_cuda and joins:
-            rotated: torch.Tensor = rotate_attend(layer, heads, cos, sin, self.form, self._head_norms())
+        is_joined = self.ops.joins.attention and self.ops.joins.takes(heads)
+        if rotate_attend is not None and joins and (heads.is_cuda or is_joined):
+            norms = self._head_norms()
+            rotated: torch.Tensor = rotate_attend(
+                layer, heads, cos, sin, self.form, norms, is_joined=is_joined
+            )
             return rotated.flatten(1)
         qk, v = self._normed(heads[:, :split]), heads[:, split:]
         qk = self.ops.rope(qk, cos, sin) if self.turns else qk
@@ -289,17 +396,24 @@ class SelfAttention:
             return self.kv_scales.attend(attend, layer, q, k, v, self.form).flatten(1)
         return attend(layer, q, k, v, self.form).flatten(1)
 
+    def _project(self, x: torch.Tensor | UnscaledRows) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor) or isinstance(self.qkv, JoinedProjection)
+        return self.qkv(x)  # type: ignore[arg-type]
+
     def _joins_norms(self, attend: Attend) -> bool:
         """Whether `attend` may normalise q and k itself: not where the bits of prompts must be equal."""
         if self.qk_norm is None:
             return True
-        is_plain = not self.qk_norm.is_whole and self.qk_norm.offset is None
-        return is_plain and not getattr(attend, "is_invariant", False)
+        return not self.qk_norm.is_whole and not getattr(attend, "is_invariant", False)
 
     def _head_norms(self) -> HeadNorms | None:
         if self.q_norm is None or self.k_norm is None:
             return None
-        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
+
+    def takes_unscaled(self, num_rows: int) -> bool:
+        """As `Attention.takes_unscaled`."""
+        return may_join(num_rows, self.qkv)
 
     def _normed(self, qk: torch.Tensor) -> torch.Tensor:
         """The heads `[T, N+K, D]` of q and k behind their norms."""
@@ -353,8 +467,11 @@ class Attention(Protocol):
 
     output: Projection
 
+    def takes_unscaled(self, num_rows: int) -> bool:
+        """Whether it begins with `num_rows` rows in front of the scale of a norm, too."""
+
     def attended(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
+        self, x: Normed, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
     ) -> torch.Tensor:
         """`x` `[T, H]` and rotary tables -> the input of `output`, `[T, N*D]`."""
 
@@ -372,8 +489,24 @@ class MLP(Protocol):
         """The checkpoint's tensor names under `prefix`, with views of the parameters."""
 
 
+@runtime_checkable
+class JoinedMLP(Protocol):
+    """An MLP that may share launches with the norms around it."""
+
+    def joins(self, joins: Joins, num_rows: int) -> bool:
+        """Whether `add` computes `num_rows` rows."""
+
+    def add(
+        self, rows: UnscaledRows, residual: torch.Tensor, norm: NextNorm | None
+    ) -> tuple[torch.Tensor, UnscaledRows | None]:
+        """The sum `[T, H]` of `residual` and the MLP of `rows`, and its rows in front of `norm`."""
+
+
 class DecoderLayer:
-    """Pre-norm attention and MLP on a residual stream. `mlp_name`: the MLP in the checkpoint's names."""
+    """Pre-norm attention and MLP on a residual stream. `mlp_name`: the MLP in the checkpoint's names.
+
+    `following` is the next layer of the model, if there is one and it begins with what this one may leave.
+    """
 
     def __init__(
         self,
@@ -388,35 +521,91 @@ class DecoderLayer:
         self.mlp_name = mlp_name
         self.input_norm = input_norm
         self.post_norm = post_norm
+        self.following: DecoderLayer | None = None
+        self.barrier: torch.Tensor | None = None  # of joined products
 
-    def enter(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def enter(self, hidden: torch.Tensor, delta: Left) -> tuple[Normed, torch.Tensor]:
         """(normalised stream, residual stream), each `[T, H]`.
 
-        `delta` `[T, H]` is the MLP output of the previous layer, not yet added to `hidden` `[T, H]`; None:
-        nothing to add.
+        `delta` is what the previous layer left: its MLP output `[T, H]`, not yet added to `hidden` `[T, H]`;
+        None: nothing to add; or the normalised stream.
         """
+        if isinstance(delta, (UnscaledRows, ProjectedRows)):
+            return delta, hidden
+        if isinstance(delta, RowsBeforeNorm):
+            return self.input_norm.add_normed(delta.rows, delta.norm, hidden)
         return (self.input_norm(hidden), hidden) if delta is None else self.input_norm.add(delta, hidden)
 
     def __call__(
         self,
-        normed: torch.Tensor,
+        normed: Normed,
         hidden: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
         layer: int,
         attend: Attend,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Left]:
         """The outputs of `enter` -> the residual stream `[T, H]` after attention, and the MLP output
         `[T, H]`.
         """
         return self.leave(self.attention.attended(normed, cos, sin, layer, attend), hidden)
 
-    def leave(self, attended: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def leave(self, attended: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, Left]:
         """The part behind attention, each row by itself: `SelfAttention.attended` `[R, N*D]` and the residual
         stream `[R, H]` of the same rows -> the outputs of a call for these rows.
         """
-        normed, hidden = self.post_norm.add(self.attention.output(attended), hidden)
-        return hidden, self.mlp(normed)
+        joins, output, mlp = self.input_norm.ops.joins, self.attention.output, self.mlp
+        num_rows, following = attended.shape[0], self.following
+        if joins.norms and joins.takes(attended) and may_join(num_rows, output):
+            if joins.products and self._is_chain(num_rows):
+                return self._leave_products(attended, hidden)
+            if isinstance(mlp, JoinedMLP) and mlp.joins(joins, num_rows):
+                assert isinstance(output, JoinedProjection)
+                middle, rows = output.add(attended, hidden, self.post_norm.next)
+                assert rows is not None
+                takes = following is not None and following.attention.takes_unscaled(num_rows)
+                return mlp.add(rows, middle, following.input_norm.next if following and takes else None)
+        normed, hidden = self.post_norm.add(output(attended), hidden)
+        return hidden, mlp(normed)
+
+    def _is_chain(self, num_rows: int) -> bool:
+        """Whether `layer_products` computes what is between this attention and the next."""
+        mlp, following = self.mlp, self.following
+        if (
+            not isinstance(mlp, GatedMLP)
+            or following is None
+            or not isinstance(following.attention, SelfAttention)
+        ):
+            return False
+        if not is_plain(self.attention.output, mlp.gate_up, mlp.down, following.attention.qkv):
+            return False
+        biases = self.attention.output.bias, mlp.gate_up.bias, mlp.down.bias
+        return num_rows <= MAX_CHAIN_ROWS and all(bias is None for bias in biases)
+
+    def _leave_products(
+        self, attended: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, ProjectedRows]:
+        mlp, following = self.mlp, self.following
+        assert isinstance(mlp, GatedMLP)
+        assert following is not None
+        assert isinstance(following.attention, SelfAttention)
+        assert self.barrier is not None
+        qkv = following.attention.qkv
+        total, heads = layer_products(
+            attended,
+            hidden,
+            LayerWeights(
+                self.attention.output.weight,
+                self.post_norm.next,
+                mlp.gate_up.weight,
+                mlp.down.weight,
+                mlp.is_gelu,
+            ),
+            NextLayer(following.input_norm.next, qkv.weight, qkv.bias),
+            self.barrier,
+        )
+        assert heads is not None
+        return total, ProjectedRows(heads)
 
     def tensors(self, prefix: str) -> NamedTensors:
         """The checkpoint's tensor names under `prefix`, with views of the parameters."""
@@ -424,6 +613,15 @@ class DecoderLayer:
         yield from self.mlp.tensors(f"{prefix}{self.mlp_name}.")
         yield from self.input_norm.tensors(f"{prefix}input_layernorm")
         yield from self.post_norm.tensors(f"{prefix}post_attention_layernorm")
+
+
+def link_layers(layers: Sequence[DecoderLayer]) -> None:
+    """Tells each layer of a model which one follows, where both may be joined."""
+    for layer, following in pairwise(layers):
+        if type(layer) is type(following) is DecoderLayer:
+            layer.following = following
+            if layer.input_norm.ops.joins.products:
+                layer.barrier = torch.zeros(1, dtype=torch.int32, device=layer.input_norm.weight.device)
 
 
 class SandwichLayer(DecoderLayer):
@@ -438,11 +636,11 @@ class SandwichLayer(DecoderLayer):
         input_norm, post_norm, self.mlp_norm, self.post_mlp_norm = norms
         super().__init__(attention, mlp, input_norm, post_norm)
 
-    def leave(self, attended: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def leave(self, attended: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, Left]:
         """As `DecoderLayer.leave`."""
-        delta = self.post_norm(self.attention.output(attended))
-        normed, hidden = self.mlp_norm.add(delta, hidden)
-        return hidden, self.post_mlp_norm(self.mlp(normed))
+        delta = self.attention.output(attended)
+        normed, hidden = self.mlp_norm.add_normed(delta, self.post_norm, hidden)
+        return hidden, RowsBeforeNorm(self.mlp(normed), self.post_mlp_norm)
 
     def tensors(self, prefix: str) -> NamedTensors:
         """The checkpoint's tensor names under `prefix`, with views of the parameters."""
@@ -458,12 +656,12 @@ class PostNormLayer(DecoderLayer):
         post_norm, self.post_mlp_norm = norms
         super().__init__(attention, mlp, post_norm, post_norm)
 
-    def enter(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def enter(self, hidden: torch.Tensor, delta: Left) -> tuple[Normed, torch.Tensor]:
         """As `DecoderLayer.enter`; both results are the residual stream."""
-        hidden = hidden if delta is None else hidden + delta
+        hidden = added(hidden, delta)
         return hidden, hidden
 
-    def leave(self, attended: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def leave(self, attended: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, Left]:
         """As `DecoderLayer.leave`."""
         hidden = hidden + self.post_norm(self.attention.output(attended))
         return hidden, self.post_mlp_norm(self.mlp(hidden))

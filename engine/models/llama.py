@@ -17,7 +17,7 @@ from ..parallel.group import SOLO, TensorGroup
 from ..parallel.vocabulary import look_up, num_rank_rows, table_logits, table_of
 from .config import ModelConfig
 from .dense_layer import decoder_layer
-from .layers import Attend, DecoderLayer, NamedTensors, RMSNorm
+from .layers import Attend, DecoderLayer, Left, NamedTensors, RMSNorm, added, link_layers
 from .quant.kv_scales import stored_dtype
 from .quant.projections import Projections
 from .rope import RotaryEmbedding
@@ -53,6 +53,7 @@ class LlamaForCausalLM:
         )
         self.projections = Projections(config.quant)
         self.layers = [self.decoder_layer(layer) for layer in range(config.num_layers)]
+        link_layers(self.layers)
         forms, places = config.forms, (config.rotary_size, config.max_position_embeddings, device, dtype)
         self.norm = RMSNorm(
             config.hidden_size,
@@ -104,7 +105,7 @@ class LlamaForCausalLM:
         width, last = self.config.hidden_size, len(self.layers) - 1
         columns = {layer: slice(j * width, (j + 1) * width) for j, layer in enumerate(aux_ids)}
         aux = hidden.new_empty(hidden.shape[0], len(columns) * width) if columns else None
-        delta: torch.Tensor | None = None
+        delta: Left = None
         for index, layer in enumerate(self.layers):
             # a layer's output is complete after the next layer's norm, which adds the MLP output
             normed, hidden = layer.enter(hidden, delta)
@@ -124,8 +125,7 @@ class LlamaForCausalLM:
 
     def finish(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """As `ShortEnd.finish`."""
-        hidden, delta = self.layers[-1].leave(attended, hidden)
-        return hidden + delta
+        return added(*self.layers[-1].leave(attended, hidden))
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """Residual stream `[R, H]` before the final norm -> logits, float32 `[R, V]`."""

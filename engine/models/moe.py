@@ -12,10 +12,13 @@ from typing import Protocol
 
 import torch
 
-from ...kernels.expert_mlp import ExpertForm
+from ...kernels.expert_mlp import PLAIN_EXPERTS, ExpertForm
+from ...kernels.few_experts import FewExperts, few_experts, fits
+from ...kernels.normed_linear import UnscaledRows
 from ...kernels.ops import recorded_route_experts
+from ...kernels.rms_norm import NextNorm
 from ...kernels.route_experts import Routing
-from ...kernels.row_ops import FASTEST, RowOps
+from ...kernels.row_ops import FASTEST, Joins, RowOps, of_one_rank
 from .layers import GatedMLP, Linear, NamedTensors
 
 
@@ -152,6 +155,40 @@ class MixtureOfExperts:
             return routed
         shared = self.shared(x)
         return routed + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
+
+    def joins(self, joins: Joins, num_rows: int) -> bool:
+        """As `JoinedMLP.joins`: where each row's experts are read for it alone."""
+        is_few = num_rows * self.config.top_k <= self.config.num_experts
+        is_known = type(self) is MixtureOfExperts and self.form == PLAIN_EXPERTS and self.shared_gate is None
+        return (
+            joins.experts
+            and is_few
+            and is_known
+            and self.ops.sum_ranks is of_one_rank
+            and fits(self._few_experts())
+        )
+
+    def add(
+        self, rows: UnscaledRows, residual: torch.Tensor, norm: NextNorm | None
+    ) -> tuple[torch.Tensor, UnscaledRows | None]:
+        """As `JoinedMLP.add`."""
+        total, left, ids = few_experts(rows, self._few_experts(), residual, norm)
+        if self.counts is not None:
+            self.counts.add(ids)
+        return total, left
+
+    def _few_experts(self) -> FewExperts:
+        shared = self.shared
+        return FewExperts(
+            self.config.routing,
+            self.router.weight,
+            self.gate_up,
+            self.down,
+            self.choice_bias,
+            self.config.is_float32_router,
+            None if shared is None else shared.gate_up.weight,
+            None if shared is None else shared.down.weight,
+        )
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of rows `x` `[T, H]`: ids int32 and weights float32, both `[T, K]`."""

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from ...kernels.fp8_scales import FP8
-from ...kernels.row_ops import FASTEST, INVARIANT, RowOps
+from ...kernels.row_ops import FASTEST, INVARIANT, Joins, RowOps
 from ..errors import CheckpointError
 from ..kv.layouts import MHALayout
 from ..kv.sparse_layout import SparseLayout
@@ -116,11 +116,13 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     is_invariant: bool = False,
+    joins: Joins | None = None,
     group: TensorGroup = SOLO,
     models: Sequence[ModelEntry] = MODELS,
 ) -> CausalLM:
     """The model of `config.architecture`, with uninitialised weights. `is_invariant`: its operations are
-    batch-invariant. As a rank of `group`, `config` is the rank's.
+    batch-invariant. `joins`: the steps of a layer that share launches for few rows, by default those of
+    `FASTEST`; batch-invariant operations share none. As a rank of `group`, `config` is the rank's.
 
     Raises CheckpointError if `models` lacks it, or for a quantisation or a dtype of keys and values that it
     does not have.
@@ -134,6 +136,8 @@ def build_model(
     for entry in models:
         if entry.architecture == config.architecture:
             ops = INVARIANT if is_invariant else FASTEST
+            if joins is not None and not is_invariant:
+                ops = replace(ops, joins=joins)
             if not group.is_solo:
                 ops = replace(ops, sum_ranks=group.sum)
             model = entry.build(config, dtype=dtype, device=device, ops=ops, group=group)

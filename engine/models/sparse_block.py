@@ -25,7 +25,7 @@ from ..errors import CheckpointError
 from ..kv.layouts import MHALayout
 from ..kv.sparse_layout import SparseLayout
 from .config import ConfigReader, ModelConfig, read_dense_config
-from .layers import Attend, DecoderLayer, GatedMLP, Linear, NamedTensors, RMSNorm, SelfAttention
+from .layers import Attend, DecoderLayer, GatedMLP, Linear, NamedTensors, Normed, RMSNorm, SelfAttention
 from .llama import LlamaForCausalLM
 
 
@@ -87,10 +87,15 @@ class SparseSelfAttention(SelfAttention):
         parts = {"index_q_proj": config.index_heads * config.head_dim, "index_gate_proj": config.index_heads}
         self.index = Linear(config.hidden_size, parts, bias=False, dtype=dtype, device=device, ops=ops)
 
+    def takes_unscaled(self, num_rows: int) -> bool:
+        """As `Attention.takes_unscaled`: the indexer reads the rows, too."""
+        return False
+
     def attended(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
+        self, x: Normed, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
     ) -> torch.Tensor:
         """`x` `[T, H]`, rotary tables `[T, D]` -> `[T, N*D]`."""
+        assert isinstance(x, torch.Tensor), "this layer takes no unscaled rows"
         rows, heads = x.shape[0], self.num_heads
         found = self.qkv(x).view(rows, heads + 2 * self.num_kv_heads, self.head_dim)
         qk, v = found[:, : heads + self.num_kv_heads], found[:, heads + self.num_kv_heads :]

@@ -13,6 +13,7 @@ from baton.tests.kernels.bench_kernels import registry
 from baton.tests.kernels.cases import pool_cases, randn, rows_cases
 from baton.tests.kernels.choice_cases import choice_cases
 from baton.tests.kernels.expert_cases import choices, expert_cases
+from baton.tests.kernels.few_row_cases import few_row_cases
 from baton.tests.kernels.latent_cases import latent_cases
 from baton.tests.kernels.quant_cases import quant_cases
 
@@ -27,6 +28,7 @@ CASES = [
     *expert_cases(),
     *quant_cases(),
     *latent_cases(),
+    *few_row_cases(),
 ]
 
 

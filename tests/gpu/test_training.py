@@ -45,6 +45,18 @@ def test_chains_of_the_flash_kernel_attend_as_defined_with_all_gradients() -> No
         ("eagle3", ("--layers", "1,2,4", "--steps", "3", "--draft-vocab", "40")),
         ("mtp", ("--steps", "3")),
         ("dflash", ("--block", "4", "--draft-layers", "2", "--anchors", "8")),
+        ("eagle3", ("--layers", "1,2,4", "--steps", "3", "--draft-vocab", "40", "--missed", "0.5")),
+        ("mtp", ("--steps", "3", "--loss-vocab", "56", "--missed", "0.5", "--optimizer", "muon")),
+        (
+            "dflash",
+            (
+                *("--block", "4", "--draft-layers", "2", "--anchors", "8"),
+                "--loss-vocab",
+                "56",
+                "--optimizer",
+                "muon",
+            ),
+        ),
     ],
 )
 def test_a_run_in_bfloat16_lowers_the_loss_and_drafts(
@@ -56,5 +68,6 @@ def test_a_run_in_bfloat16_lowers_the_loss_and_drafts(
         "30", "--device", "cuda", *more,
     ]) == 0  # fmt: skip
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / CURVE).read_text().splitlines()]
-    assert sum(losses[-5:]) < 0.97 * sum(losses[:5])
+    # drafts behind right ones weigh more, so that a better head may have a greater loss
+    assert sum(losses[-5:]) < 0.97 * sum(losses[:5]) or "--missed" in more
     assert float(capsys.readouterr().out.partition("accept length ")[2].split()[0]) > 1.2

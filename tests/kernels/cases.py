@@ -92,6 +92,23 @@ def check_rms_norm_with_offset(device: str, offset: float, dtype: torch.dtype) -
     assert_rounds_alike(normed, expected)
 
 
+def check_norm_behind_norm(device: str, offset: float | None, dtype: torch.dtype) -> None:
+    """The bits of a norm, and of a norm of a sum behind it."""
+    x, residual = randn(5, 123, dtype=dtype).to(device), 3 * randn(5, 123, dtype=dtype, seed=2).to(device)
+    norms = [
+        rms_norm.NextNorm(1 + 0.3 * randn(123, dtype=dtype, seed=i).to(device), 1e-2, offset) for i in (3, 4)
+    ]
+    found = rms_norm.rms_norm_triton(x, norms[1].weight, 1e-2, residual, offset, norms[0])
+    apart, _ = rms_norm.rms_norm_triton(x, *norms[0][:2], None, offset)
+    expected = rms_norm.rms_norm_triton(apart, *norms[1][:2], residual, offset)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    on_cpu = [norm._replace(weight=norm.weight.cpu()) for norm in norms]
+    for pair in zip(
+        found, rms_norm.norm_add_norm(x.cpu(), on_cpu[0], residual.cpu(), on_cpu[1]), strict=True
+    ):
+        assert_close(*pair, bfloat16=3.2e-2)
+
+
 def check_silu_mul(device: str, shape: tuple[int, ...], dtype: torch.dtype, is_gelu: bool = False) -> None:
     x = (2 if is_gelu else 20) * randn(*shape, dtype=dtype)
     if x.numel():
@@ -237,13 +254,14 @@ def check_rotate_store(
     torch.testing.assert_close(q.cpu(), q_on_cpu, rtol=1.6e-2, atol=1.6e-2, equal_nan=True)
     assert_close(after, on_cpu)
     weights = [1 + 0.3 * randn(head_dim, seed=seed).to(dtype) for seed in (5, 6)]
-    norms = rotate_store.HeadNorms(*(weight.to(device) for weight in weights), 1e-5)
-    q = rotate_store.rotate_store_triton(after, 2, *given, norms)
-    q_on_cpu = rotate_store.rotate_store(
-        on_cpu, 2, rows, heads, *tables, rotate_store.HeadNorms(*weights, 1e-5)
-    )
-    torch.testing.assert_close(q.cpu(), q_on_cpu, rtol=1.6e-2, atol=3.2e-2, equal_nan=True)
-    assert_close(after, on_cpu)
+    for offset in (None, 1.0):
+        norms = rotate_store.HeadNorms(*(weight.to(device) for weight in weights), 1e-5, offset)
+        q = rotate_store.rotate_store_triton(after, 2, *given, norms)
+        q_on_cpu = rotate_store.rotate_store(
+            on_cpu, 2, rows, heads, *tables, rotate_store.HeadNorms(*weights, 1e-5, offset)
+        )
+        torch.testing.assert_close(q.cpu(), q_on_cpu, rtol=1.6e-2, atol=3.2e-2, equal_nan=True)
+        assert_close(after, on_cpu, bfloat16=3.2e-2)
 
 
 def check_select_rows(
@@ -290,6 +308,8 @@ def rows_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
         yield check_rms_norm_of_heads, (dtype,)
         for offset in (0.0, 1.0):
             yield check_rms_norm_with_offset, (offset, dtype)
+        for norm_offset in (None, 1.0):
+            yield check_norm_behind_norm, (norm_offset, dtype)
         yield check_silu_mul, ((6, 246), dtype, True)
         yield check_gelu_linear, (dtype,)
         yield check_rope_of_some_dimensions, (dtype,)

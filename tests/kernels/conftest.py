@@ -13,6 +13,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -82,8 +83,28 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             lambda kernel: interpreting.InterpretedFunction(kernel.fn),
             ("triton.language", "baton.kernels."),
         )
+        replace_language_once(monkeypatch, interpreting)
         correct_bfloat16(monkeypatch, interpreting, tl)
         yield
+
+
+def replace_language_once(monkeypatch: pytest.MonkeyPatch, interpreting) -> None:
+    """Replace the operations of Triton's language once in a test, and leave them replaced.
+
+    The interpreter looks through all names of the language at every launch and at every call of a helper,
+    which takes longer than most helpers do. `restored_language` puts the operations back.
+    """
+    replace, replaced = interpreting._patch_lang, set()
+    modules = {id(interpreting.tl), id(interpreting.tl.core)}
+
+    def replace_first(fn):
+        visible = frozenset(modules.intersection(map(id, fn.__globals__.values())))
+        if visible not in replaced:
+            replaced.add(visible)
+            replace(fn)
+        return SimpleNamespace(restore=lambda: None)
+
+    monkeypatch.setattr(interpreting, "_patch_lang", replace_first)
 
 
 class CompileOnly:

@@ -199,6 +199,7 @@ def test_kernels_of_windows_caps_and_sinks_compile_for_an_h200(compiled_for_h200
     expert_mlp_triton(x, ids, weights, gate_up, down, form=experts)
     check_compiled(compiled_for_h200)
 
+
 @pytest.mark.slow
 def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     compiled_for_h200: list[tuple[str, object]],

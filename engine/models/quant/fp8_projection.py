@@ -6,7 +6,10 @@ Legend: T tokens, N outputs, H inputs.
 import torch
 
 from ....kernels.fp8_scales import BLOCK, FP8
+from ....kernels.normed_fp8 import MAX_ROWS, Fp8Weight, scaled_fp8, sum_fp8
+from ....kernels.normed_linear import UnscaledRows
 from ....kernels.ops import recorded_fp8_linear
+from ....kernels.rms_norm import NextNorm
 from ....kernels.silu_mul import silu_mul
 from ...errors import CheckpointError
 from .config import Fp8Form
@@ -20,6 +23,8 @@ class Fp8Projection:
 
     Raises CheckpointError for parts whose blocks would share scales.
     """
+
+    joined_rows = MAX_ROWS
 
     def __init__(
         self,
@@ -50,14 +55,29 @@ class Fp8Projection:
         self.scales = torch.empty(shape, dtype=torch.float32, device=device)
         self._unused = [torch.empty(1, dtype=torch.float32) for _ in parts if form.has_input_scale]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | UnscaledRows) -> torch.Tensor:
+        if isinstance(x, UnscaledRows):
+            return scaled_fp8(x, self._joined)
         return recorded_fp8_linear(x, self.weight, self.scales, self.bias)
 
-    def gated(self, x: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:
+    def gated(self, x: torch.Tensor | UnscaledRows, is_gelu: bool = False) -> torch.Tensor:
         """As `Projection.gated`."""
+        if isinstance(x, UnscaledRows):
+            assert not is_gelu
+            return scaled_fp8(x, self._joined, is_gated=True)
         if is_gelu:
             return silu_mul(self(x), is_gelu=True)
         return recorded_fp8_linear(x, self.weight, self.scales, self.bias, is_gated=True)
+
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: NextNorm | None
+    ) -> tuple[torch.Tensor, UnscaledRows | None]:
+        """As `JoinedProjection.add`."""
+        return sum_fp8(x, self._joined, residual, norm)
+
+    @property
+    def _joined(self) -> Fp8Weight:
+        return Fp8Weight(self.weight, self.scales, self.bias)
 
     def tensors(self, prefix: str) -> NamedTensors:
         """As `Projection.tensors`."""

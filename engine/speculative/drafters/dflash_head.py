@@ -19,7 +19,7 @@ from ....kernels.rope import apply_rope
 from ....kernels.skinny_linear import linear
 from ...errors import CheckpointError, LifecycleError
 from ...models.dense_layer import sized_layer
-from ...models.layers import Attend, DecoderLayer, Linear, NamedTensors, RMSNorm, SelfAttention
+from ...models.layers import Attend, DecoderLayer, Left, Linear, NamedTensors, RMSNorm, SelfAttention
 from ...models.rope import RotaryEmbedding
 from ...parallel.vocabulary import Table, look_up, rows_of, table_logits
 from .dflash_config import DflashConfig
@@ -142,12 +142,11 @@ class DflashHead:
         """
         rotary, _ = self._shared()
         cos, sin = rotary.lookup(positions, self.dtype)
-        delta: torch.Tensor | None = None
+        delta: Left = None
         for index, (layer, attend) in enumerate(zip(self.layers, attends, strict=True)):
             normed, hidden = layer.enter(hidden, delta)
             hidden, delta = layer(normed, hidden, cos, sin, index, attend)
-        assert delta is not None
-        return self.norm.add(delta, hidden)[0]
+        return self.norm.add(delta, hidden)[0] if isinstance(delta, torch.Tensor) else self.norm(hidden)
 
     def compute_logits(self, out_rows: torch.Tensor) -> torch.Tensor:
         """Outputs `[R, H]` of `forward` -> logits `[R, V]` float32."""

@@ -22,6 +22,7 @@ from ...models.layers import (
     QKNorm,
     RMSNorm,
     SelfAttention,
+    added,
 )
 from ...models.rope import RotaryEmbedding
 from ...parallel.vocabulary import Table, look_up, table_logits
@@ -219,8 +220,14 @@ class DraftLayer:
         normed = self.hidden_norm(hidden)
         pair = torch.cat((self.input_norm(embeds), normed), dim=-1)
         residual = normed if self.norm_before_residual else hidden
-        residual = residual + self.attention(pair, cos, sin, 0, attend)
-        return residual + self.mlp(self.post_norm(residual))
+        attended = self.attention.attended(pair, cos, sin, 0, attend)
+        joins, output = self.post_norm.ops.joins, self.attention.output
+        if joins.takes(attended) and isinstance(output, Linear) and self.mlp.joins(joins, attended.shape[0]):
+            residual, rows = output.add(attended, residual, self.post_norm.next)
+            assert rows is not None
+            return self.mlp.add(rows, residual, None)[0]
+        normed, residual = self.post_norm.add(output(attended), residual)
+        return residual + self.mlp(normed)
 
     def tensors(self, prefix: str) -> NamedTensors:
         yield from self.input_norm.tensors(f"{prefix}input_layernorm")
@@ -326,5 +333,5 @@ def run_layers(
     for index, layer in enumerate(layers, start=first):
         normed, hidden = layer.enter(hidden, None)
         hidden, delta = layer(normed, hidden, cos, sin, index, attend)
-        hidden = hidden + delta
+        hidden = added(hidden, delta)
     return hidden

@@ -7,7 +7,7 @@ H hidden size of draft and target, V vocabulary.
 
 import torch
 
-from ...models.layers import Attend, Linear, NamedTensors
+from ...models.layers import Attend, Linear, NamedTensors, added
 from ...parallel.vocabulary import table_logits
 from .eagle3_head import FeatureHead, plain_layer, run_layers
 from .eagle_config import EagleConfig
@@ -42,7 +42,7 @@ class EagleHead(FeatureHead):
     ) -> torch.Tensor:
         stream = self.fc(torch.cat((embeds, hidden), dim=-1))
         stream, delta = self.stack[0](stream, stream, cos, sin, 0, attend)
-        return run_layers(self.stack[1:], stream + delta, cos, sin, attend, first=1)
+        return run_layers(self.stack[1:], added(stream, delta), cos, sin, attend, first=1)
 
     def compute_logits(self, out_rows: torch.Tensor) -> torch.Tensor:
         assert self.lm_head is not None, "the head runs before share"

@@ -11,7 +11,7 @@ import torch
 
 from ...errors import CheckpointError, LifecycleError
 from ...models.dense_layer import decoder_layer
-from ...models.layers import Attend, Linear, NamedTensors, RMSNorm
+from ...models.layers import Attend, Linear, NamedTensors, RMSNorm, added
 from ...models.rope import RotaryEmbedding
 from ...parallel.vocabulary import Table, look_up, rows_of, table_logits
 from .eagle3_head import DraftPhase
@@ -56,7 +56,7 @@ class MtpModule:
         x = self.fc(torch.cat(streams[::-1] if self.hidden_first else streams, dim=-1))
         normed, x = self.layer.enter(x, None)
         x, delta = self.layer(normed, x, cos, sin, 0, attend)
-        return x + delta
+        return added(x, delta)
 
     def tensors(self) -> NamedTensors:
         """Every tensor that a checkpoint must hold, by the names of `MtpDialect.checkpoint_name`."""

@@ -10,6 +10,7 @@ from baton.bench.engine.drafters import DRAFTERS, DraftWish
 from baton.bench.engine.floors import Ceilings, PassCounts, Work, chain_step, mtp_step, parallel_step
 from baton.bench.engine.mtp_model import modules_config
 from baton.bench.engine.shapes import SHAPES, head_config, target_config
+from baton.engine.models.cuts import rank_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,6 +56,40 @@ def test_steps_yield_the_requested_accept_length_with_graphs_or_not(accept_lengt
         cell["ratio"] == pytest.approx(cell["timing"]["wall"] / cell["floor_ms"]) for cell in cells.values()
     )
     assert "simulated" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_ranks_measure_in_step(tmp_path, capsys):
+    out = tmp_path / "out.json"
+    flags = ["--batch", "1", "2", "--prefill", "9", "--chunk-size", "8", "--json", str(out), "--tp", "2"]
+    assert main([*SMALL, *flags, "--drafts", "eagle3,ngram"]) == 0
+    cells = json.loads(out.read_text())["cells"]
+    kinds = {(cell["kind"], cell["path"], cell["accepted"]) for cell in cells}
+    paths = ("graph", "eager")
+    assert {each for each in kinds if each[0] != "prefill"} == {
+        *(("decode", path, 1.0) for path in paths),
+        *((kind, path, 3.0) for kind in ("eagle3", "ngram") for path in paths),
+    }
+    assert "rank 0 of 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tp", "3"], "tp 3: the model has 4 attention heads, which 3 does not divide; use tp 1, 2, 4"),
+        (["--tp", "2", "--adaptive"], "measure --adaptive with --tp 1"),
+    ],
+)
+def test_ranks_that_cannot_measure_are_refused(flags, said, capsys):
+    assert main([*SMALL, *flags, "--batch", "1"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_rank_reads_its_part_of_the_target(tmp_path):
+    target = target_config("llama-3.1-8b", "", tmp_path)
+    whole = PassCounts.of_target(target, 2)
+    part = PassCounts.of_target(rank_config(target, 2), 2).of_rank(2)
+    assert (part.body, part.kv, part.vocab) == (whole.body // 2, whole.kv // 2, whole.vocab // 2)
 
 
 def test_a_step_of_modules_is_a_verify_and_one_pass_of_each(tmp_path):
@@ -140,6 +175,7 @@ def test_the_floor_of_experts_is_those_that_random_rows_use(tmp_path):
 def test_built_in_shapes_are_models_of_the_sizes_in_their_names(tmp_path):
     sizes = {
         "llama-3.1-8b": 8.03e9,
+        "llama-3.1-70b": 70.55e9,
         "llama-3.2-1b": 1.236e9,
         "smollm2-135m": 134.5e6,
         "qwen3-30b-a3b": 30.53e9,

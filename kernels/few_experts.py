@@ -1,0 +1,451 @@
+"""The experts of few rows in three launches: logits of the router, first products, second products.
+
+The launch of the first products also chooses the experts, each program for its row; that of the second adds a
+row's experts in the order of its choices, and ends in the residual sum, as in `normed_linear`. Shared experts
+are part of the same launches. Choice, rounding and order of sums are those of `route_experts` and
+`expert_mlp`.
+
+Legend: T rows, E experts, K experts of a row, J shared experts (a shared MLP of J*I inner values), H hidden
+size, I intermediate size of an expert, S tiles whose squares were summed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .expert_mlp import expert_mlp_reference
+from .normed_linear import UnscaledRows, scaled_linear_reference, sum_linear_reference
+from .rms_norm import NextNorm
+from .route_experts import LARGEST, SMALLEST_SUM, Routing, route_experts_reference
+from .row_product import gated, load_residual, load_squares, row_product, store_sum
+from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
+
+MIN_TILE_ROWS = 16
+MAX_EXPERTS = 128  # to choose from; each of their pairs is compared
+
+
+class FewExperts(NamedTuple):
+    """The weights of a layer: `router` `[E, H]`, `gate_up` `[E, 2*I, H]`, `down` `[E, H, I]`.
+
+    `bias` float32 `[E]` or None, for the choice alone. `shared_gate_up` `[2*J*I, H]` and `shared_down`
+    `[H, J*I]`, or None. `is_float32`: the router's logits are not rounded to the dtype.
+    """
+
+    routing: Routing
+    router: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    bias: torch.Tensor | None = None
+    is_float32: bool = False
+    shared_gate_up: torch.Tensor | None = None
+    shared_down: torch.Tensor | None = None
+
+    @property
+    def num_shared(self) -> int:
+        """J."""
+        return 0 if self.shared_down is None else self.shared_down.shape[1] // self.down.shape[2]
+
+
+def fits(experts: FewExperts) -> bool:
+    """Whether these kernels compute such a layer."""
+    has_whole = experts.shared_down is None or experts.shared_down.shape[1] % experts.down.shape[2] == 0
+    return experts.routing.num_groups == 1 and experts.router.shape[0] <= MAX_EXPERTS and has_whole
+
+
+def few_experts_reference(
+    rows: UnscaledRows, experts: FewExperts, residual: torch.Tensor, norm: NextNorm | None
+) -> tuple[torch.Tensor, UnscaledRows | None, torch.Tensor]:
+    """The definition and the CPU path."""
+    dtype = residual.dtype
+    wide = UnscaledRows(rows.z.to(torch.float32), rows.squares, rows.eps)
+    logits = scaled_linear_reference(wide, experts.router.to(torch.float32))
+    logits = logits if experts.is_float32 else logits.to(dtype)
+    ids, weights = route_experts_reference(logits, experts.routing, experts.bias)
+    x = (wide.z * rows.scale()).to(dtype)
+    found = expert_mlp_reference(x, ids, weights, experts.gate_up, experts.down)
+    if experts.shared_gate_up is not None and experts.shared_down is not None:
+        inner = scaled_linear_reference(rows, experts.shared_gate_up, is_gated=True)
+        found = found + torch.nn.functional.linear(inner, experts.shared_down)
+    identity = torch.eye(found.shape[1], dtype=dtype)
+    return *sum_linear_reference(found, identity, None, residual, norm), ids
+
+
+@jit_varying("num_rows")
+def _logits_kernel(
+    p_x: tl.tensor,
+    p_squares: tl.tensor,
+    p_weight: tl.tensor,
+    p_logits: tl.tensor,
+    num_rows: tl.tensor,
+    x_stride: tl.tensor,
+    eps: tl.tensor,
+    IS_FLOAT32: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    SQUARES: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    BLOCK_SQUARES: tl.constexpr,
+) -> None:
+    # program (experts, row); the weights of few experts are read at once, and again for each row
+    i_expert = tl.program_id(0) * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
+    i_row = tl.program_id(1).to(tl.int64)
+    m_expert = i_expert < NUM_EXPERTS
+    b_total = tl.zeros((BLOCK_EXPERTS, BLOCK_IN), dtype=tl.float32)
+    i_part = tl.arange(0, BLOCK_SQUARES)
+    b_squares = tl.load(p_squares + i_row * SQUARES + i_part, mask=i_part < SQUARES, other=0.0)
+    for first in tl.static_range(0, HIDDEN, BLOCK_IN):
+        i_in = first + tl.arange(0, BLOCK_IN)
+        m_in = i_in < HIDDEN
+        b_x = tl.load(p_x + i_row * x_stride + i_in, mask=m_in, other=0.0).to(tl.float32)
+        m_weight = m_expert[:, None] & m_in[None, :]
+        b_weight = tl.load(p_weight + i_expert[:, None] * HIDDEN + i_in[None, :], mask=m_weight, other=0.0)
+        b_total += b_weight.to(tl.float32) * b_x[None, :]
+    b_logit = tl.sum(b_total, axis=1) * tl.rsqrt(tl.sum(b_squares) / HIDDEN + eps)
+    if not IS_FLOAT32:
+        b_logit = b_logit.to(p_x.dtype.element_ty).to(tl.float32)
+    tl.store(p_logits + i_row * NUM_EXPERTS + i_expert, b_logit, mask=m_expert)
+
+
+@jit
+def _chosen(
+    p_logits: tl.tensor,
+    p_bias: tl.tensor,
+    choice: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    IS_NORMALISED: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST_SUM: tl.constexpr,
+) -> tl.tensor:
+    """(expert, its weight) of a row's `choice`, as in `route_experts`, by the rank of each expert."""
+    i_expert = tl.arange(0, BLOCK)
+    m_expert = i_expert < NUM_EXPERTS
+    b_logit = tl.load(p_logits + i_expert, mask=m_expert, other=0.0)
+    # finite, so that a row of NaN or infinities takes experts that exist
+    b_logit = tl.where(b_logit == b_logit, tl.clamp(b_logit, -LARGEST, LARGEST), -LARGEST)
+    if IS_SIGMOID:
+        b_score = 1.0 / (1.0 + tl.exp(-b_logit))
+    else:
+        b_logit = tl.where(m_expert, b_logit, float("-inf"))
+        b_score = tl.exp(b_logit - tl.max(b_logit))
+        b_score = b_score / tl.sum(b_score)
+    b_choice = b_score
+    if HAS_BIAS:
+        b_choice += tl.load(p_bias + i_expert, mask=m_expert, other=0.0)
+    b_choice = tl.where(m_expert, b_choice, float("-inf"))
+    is_above = b_choice[None, :] > b_choice[:, None]
+    is_before = (b_choice[None, :] == b_choice[:, None]) & (i_expert[None, :] < i_expert[:, None])
+    b_rank = tl.sum((is_above | is_before).to(tl.int32), axis=1)
+    expert = tl.sum(tl.where(b_rank == choice, i_expert, 0))
+    weight = tl.sum(tl.where(b_rank == choice, b_score, 0.0))
+    if IS_NORMALISED:
+        weight = weight / (tl.sum(tl.where(b_rank < TOP_K, b_score, 0.0)) + SMALLEST_SUM)
+    return expert, weight
+
+
+@jit
+def _first_kernel(
+    p_x: tl.tensor,
+    p_squares: tl.tensor,
+    p_logits: tl.tensor,
+    p_bias: tl.tensor,
+    p_gate_up: tl.tensor,
+    p_shared: tl.tensor,
+    p_ids: tl.tensor,
+    p_weights: tl.tensor,
+    p_inner: tl.tensor,
+    x_stride: tl.tensor,
+    eps: tl.tensor,
+    scale: tl.tensor,
+    TOP_K: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
+    IS_NORMALISED: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    SQUARES: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+    BLOCK_SQUARES: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST_SUM: tl.constexpr,
+) -> None:
+    # program (tile of outputs, slot); the first K slots of a row are the chosen experts
+    SLOTS: tl.constexpr = TOP_K + NUM_SHARED
+    i_tile = tl.program_id(0)
+    i_slot = tl.program_id(1)
+    row = (i_slot // SLOTS).to(tl.int64)
+    choice = i_slot % SLOTS
+    i_row = tl.arange(0, BLOCK_ROWS)
+    m_row = i_row == 0
+    b_squares = load_squares(p_squares + row * SQUARES, SQUARES, i_row, m_row, True, BLOCK_SQUARES)
+    p_weight = p_gate_up
+    up_rows = tl.where(choice < TOP_K, INNER, NUM_SHARED * INNER)
+    if choice < TOP_K:
+        expert, weight = _chosen(
+            p_logits + row * NUM_EXPERTS, p_bias, choice, NUM_EXPERTS, TOP_K, IS_NORMALISED, IS_SIGMOID,
+            HAS_BIAS, BLOCK_EXPERTS, LARGEST, SMALLEST_SUM,
+        )  # fmt: skip
+        p_weight = p_gate_up + expert.to(tl.int64) * (2 * INNER * HIDDEN)
+        if i_tile == 0:
+            tl.store(p_ids + row * TOP_K + choice, expert)
+            tl.store(p_weights + row * TOP_K + choice, weight * scale)
+    else:
+        p_weight = p_shared + (choice - TOP_K).to(tl.int64) * (INNER * HIDDEN)
+    i_out = i_tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    m_out = i_out < INNER
+    b_zero = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
+    b_y, b_up = row_product(
+        p_x + row * x_stride, p_weight, i_row, m_row, i_out, m_out, 0, INNER, HIDDEN, x_stride, up_rows,
+        b_zero, b_zero, True, INNER % BLOCK_OUT == 0 and HIDDEN % BLOCK_IN == 0, BLOCK_IN, NUM_STAGES,
+    )  # fmt: skip
+    dtype: tl.constexpr = p_inner.dtype.element_ty
+    b_scale = tl.rsqrt(tl.sum(b_squares, axis=1) / HIDDEN + eps)[None, :]
+    b_y = gated(b_y * b_scale, b_up * b_scale, dtype, False)
+    o_y = (i_slot.to(tl.int64) + i_row[None, :]) * INNER + i_out[:, None]
+    tl.store(p_inner + o_y, b_y.to(dtype), mask=m_out[:, None] & m_row[None, :])
+
+
+@jit
+def _second_kernel(
+    p_inner: tl.tensor,
+    p_ids: tl.tensor,
+    p_weights: tl.tensor,
+    p_down: tl.tensor,
+    p_shared: tl.tensor,
+    p_residual: tl.tensor,
+    p_norm: tl.tensor,
+    p_total: tl.tensor,
+    p_z: tl.tensor,
+    p_sums: tl.tensor,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+) -> None:
+    # program (tile of outputs, row): all experts of the row, one behind the other
+    SLOTS: tl.constexpr = TOP_K + NUM_SHARED
+    STEPS: tl.constexpr = (INNER + BLOCK_IN - 1) // BLOCK_IN
+    i_tile = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    i_first = tl.arange(0, BLOCK_ROWS)
+    m_row = i_first == 0
+    i_row = row + i_first
+    i_out = i_tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    m_out = i_out < HIDDEN
+    i_own = tl.minimum(i_out, HIDDEN - 1)
+    i_offset = tl.arange(0, BLOCK_IN)
+    dtype: tl.constexpr = p_total.dtype.element_ty
+    b_residual, b_norm = load_residual(
+        p_residual, p_norm, i_row, m_row, i_out, m_out, HIDDEN, True, HAS_NORM, OFFSET
+    )
+    # a load of the expert inside the loop would be a load that loads wait for
+    i_choice = tl.arange(0, BLOCK_K)
+    b_ids = tl.load(p_ids + row * TOP_K + i_choice, mask=i_choice < TOP_K, other=0)
+    b_weights = tl.load(p_weights + row * TOP_K + i_choice, mask=i_choice < TOP_K, other=0.0)
+    b_y = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
+    b_total = b_y
+    for step in tl.range(0, TOP_K * STEPS, num_stages=NUM_STAGES):
+        choice = step // STEPS
+        i_in = step % STEPS * BLOCK_IN + i_offset
+        expert = tl.sum(tl.where(i_choice == choice, b_ids, 0)).to(tl.int64)
+        p_own = p_down + expert * (HIDDEN * INNER)
+        p_x = p_inner + (row * SLOTS + choice) * INNER + i_in[:, None] + i_first[None, :] * 0
+        if INNER % BLOCK_IN == 0:
+            b_x = tl.load(p_x, mask=m_row[None, :], other=0.0)
+            b_weight = tl.load(p_own + i_own[:, None] * INNER + i_in[None, :])
+        else:
+            m_in = i_in < INNER
+            b_x = tl.load(p_x, mask=m_row[None, :] & m_in[:, None], other=0.0)
+            b_weight = tl.load(p_own + i_own[:, None] * INNER + i_in[None, :], mask=m_in[None, :], other=0.0)
+        b_y = tl.dot(b_weight, b_x, b_y, input_precision="ieee")
+        is_last = step % STEPS == STEPS - 1
+        weight = tl.sum(tl.where(i_choice == choice, b_weights, 0.0))
+        b_total += tl.where(is_last, b_y.to(dtype).to(tl.float32) * weight, 0.0)
+        b_y = tl.where(is_last, 0.0, b_y)
+    if NUM_SHARED > 0:
+        SHARED: tl.constexpr = NUM_SHARED * INNER
+        b_y, _ = row_product(
+            p_inner + (row * SLOTS + TOP_K) * INNER, p_shared, i_first, m_row, i_out, m_out, 0, HIDDEN,
+            SHARED, SHARED, 0, b_y, b_y, False, HIDDEN % BLOCK_OUT == 0 and SHARED % BLOCK_IN == 0,
+            BLOCK_IN, NUM_STAGES,
+        )  # fmt: skip
+        b_total = b_total.to(dtype).to(tl.float32) + b_y.to(dtype).to(tl.float32)
+    store_sum(
+        b_total, b_residual, b_norm, p_total, p_z, p_sums, i_tile, tl.num_programs(0), i_row, m_row, i_out,
+        m_out, HIDDEN, HAS_NORM,
+    )  # fmt: skip
+
+
+class FewTile(NamedTuple):
+    """The tile of a product: outputs and inputs of a step, warps, and steps under way at once."""
+
+    out: int
+    inner: int
+    num_warps: int
+    num_stages: int
+
+
+FIRST_TILE = FewTile(32, 128, 4, 4)
+SECOND_TILE = FewTile(16, 256, 2, 5)
+FLOAT32_TILE = FewTile(16, 32, 4, 2)  # for tests
+
+
+def router_logits_triton(rows: UnscaledRows, experts: FewExperts, *, block_experts: int = 1) -> torch.Tensor:
+    """The logits of the router, float32 `[T, E]`."""
+    num_rows, hidden = rows.z.shape
+    num_experts = experts.router.shape[0]
+    logits = torch.empty(num_rows, num_experts, dtype=torch.float32, device=rows.z.device)
+    _logits_kernel[(cdiv(num_experts, block_experts), num_rows)](
+        rows.z,
+        rows.squares,
+        experts.router,
+        logits,
+        num_rows,
+        rows.z.stride(0),
+        rows.eps,
+        IS_FLOAT32=experts.is_float32,
+        NUM_EXPERTS=num_experts,
+        HIDDEN=hidden,
+        SQUARES=rows.squares.shape[1],
+        BLOCK_EXPERTS=block_experts,
+        BLOCK_IN=min(next_power_of_2(hidden), 4096),
+        BLOCK_SQUARES=next_power_of_2(rows.squares.shape[1]),
+        num_warps=4,
+    )
+    return logits
+
+
+def few_experts_triton(
+    rows: UnscaledRows,
+    experts: FewExperts,
+    residual: torch.Tensor,
+    norm: NextNorm | None,
+    *,
+    first: FewTile | None = None,
+    second: FewTile | None = None,
+    block_experts: int = 1,
+) -> tuple[torch.Tensor, UnscaledRows | None, torch.Tensor]:
+    """Launch; arguments as in `few_experts`. Raises ValueError as it does."""
+    _check(rows, experts, residual)
+    num_rows, hidden = residual.shape
+    inner_size, routing = experts.down.shape[2], experts.routing
+    num_shared = experts.num_shared
+    usual = (FLOAT32_TILE,) * 2 if residual.dtype == torch.float32 else (FIRST_TILE, SECOND_TILE)
+    first, second = first or usual[0], second or usual[1]
+    logits = router_logits_triton(rows, experts, block_experts=block_experts)
+    ids = torch.empty(num_rows, routing.top_k, dtype=torch.int32, device=residual.device)
+    weights = torch.empty(num_rows, routing.top_k, dtype=torch.float32, device=residual.device)
+    slots = routing.top_k + num_shared
+    inner = residual.new_empty(num_rows, slots, inner_size)
+    _first_kernel[(cdiv(inner_size, first.out), num_rows * slots)](
+        rows.z,
+        rows.squares,
+        logits,
+        logits if experts.bias is None else experts.bias,
+        experts.gate_up,
+        experts.gate_up if experts.shared_gate_up is None else experts.shared_gate_up,
+        ids,
+        weights,
+        inner,
+        rows.z.stride(0),
+        rows.eps,
+        float(routing.scale),
+        TOP_K=routing.top_k,
+        NUM_SHARED=num_shared,
+        IS_NORMALISED=routing.is_normalised,
+        IS_SIGMOID=routing.is_sigmoid,
+        HAS_BIAS=experts.bias is not None,
+        NUM_EXPERTS=logits.shape[1],
+        HIDDEN=hidden,
+        INNER=inner_size,
+        SQUARES=rows.squares.shape[1],
+        BLOCK_EXPERTS=next_power_of_2(logits.shape[1]),
+        BLOCK_SQUARES=next_power_of_2(rows.squares.shape[1]),
+        BLOCK_OUT=first.out,
+        BLOCK_IN=first.inner,
+        BLOCK_ROWS=MIN_TILE_ROWS,
+        NUM_STAGES=first.num_stages,
+        LARGEST=LARGEST,
+        SMALLEST_SUM=SMALLEST_SUM,
+        num_warps=first.num_warps,
+    )
+    total, z = torch.empty_like(residual), torch.empty_like(residual)
+    sums = torch.empty(num_rows, cdiv(hidden, second.out), dtype=torch.float32, device=residual.device)
+    _second_kernel[(cdiv(hidden, second.out), num_rows)](
+        inner,
+        ids,
+        weights,
+        experts.down,
+        experts.down if experts.shared_down is None else experts.shared_down,
+        residual,
+        residual if norm is None else norm.weight,
+        total,
+        z,
+        sums,
+        TOP_K=routing.top_k,
+        BLOCK_K=next_power_of_2(routing.top_k),
+        NUM_SHARED=num_shared,
+        HIDDEN=hidden,
+        INNER=inner_size,
+        HAS_NORM=norm is not None,
+        OFFSET=0.0 if norm is None else norm.offset or 0.0,
+        BLOCK_OUT=second.out,
+        BLOCK_IN=second.inner,
+        BLOCK_ROWS=MIN_TILE_ROWS,
+        NUM_STAGES=second.num_stages,
+        num_warps=second.num_warps,
+    )
+    return total, None if norm is None else UnscaledRows(z, sums, norm.eps), ids
+
+
+def _check(rows: UnscaledRows, experts: FewExperts, residual: torch.Tensor) -> None:
+    num_experts, double, hidden = experts.gate_up.shape
+    shapes = [tuple(x.shape) for x in (rows.z, residual, experts.router, experts.gate_up, experts.down)]
+    if (
+        rows.z.shape != residual.shape
+        or residual.shape[1] != hidden
+        or experts.router.shape != (num_experts, hidden)
+        or experts.down.shape != (num_experts, hidden, double // 2)
+    ):
+        raise ValueError(
+            f"few_experts: rows, residual, router, gate_up, down of shapes {shapes}; expected [T, H], "
+            "[T, H], [E, H], [E, 2*I, H], [E, H, I]"
+        )
+    fault = experts.routing.fault(num_experts)
+    if fault or not fits(experts):
+        raise ValueError(
+            f"few_experts: {fault or 'groups, too many experts, or shared ones of another size'}"
+        )
+
+
+def few_experts(
+    rows: UnscaledRows, experts: FewExperts, residual: torch.Tensor, norm: NextNorm | None
+) -> tuple[torch.Tensor, UnscaledRows | None, torch.Tensor]:
+    """(the chosen and shared experts of `rows` + `residual`, that sum in front of `norm`, ids): `[T, H]`,
+    rows of H values or None without a norm, int32 `[T, K]`.
+
+    Raises ValueError if shapes or numbers do not fit.
+    """
+    if residual.is_cuda:
+        return few_experts_triton(rows, experts, residual, norm)
+    _check(rows, experts, residual)
+    return few_experts_reference(rows, experts, residual, norm)

@@ -1,0 +1,285 @@
+"""Products of few rows without launches for the norms and residual sums between them, see `row_product`.
+
+Rounding differs from `rms_norm`, which rounds once more, before it applies the weights, and from
+`skinny_linear` in nothing else. Batch-invariant operations do not use these products.
+
+Legend: T rows, N outputs, H inputs, S tiles whose squares were summed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .rms_norm import NextNorm
+from .row_product import gated, load_residual, load_squares, row_product, store_sum, with_bias
+from .silu_mul import silu_mul_reference
+from .skinny_linear import MIN_ROWS_TILE, SkinnyShape, skinny_shape
+from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
+
+MAX_ROWS = 64  # of one tile
+
+
+class UnscaledRows(NamedTuple):
+    """Rows in front of the scale of their norm: `z` `[T, H]`, the rows times the norm's weights.
+
+    `squares` `[T, S]`, float32, are sums of squares of the rows; `eps` is the norm's.
+    """
+
+    z: torch.Tensor
+    squares: torch.Tensor
+    eps: float
+
+    def scale(self) -> torch.Tensor:
+        """The factor of each row, float32 `[T, 1]`."""
+        return torch.rsqrt(self.squares.sum(1, keepdim=True) / self.z.shape[1] + self.eps)
+
+
+def sum_linear_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm: NextNorm | None,
+) -> tuple[torch.Tensor, UnscaledRows | None]:
+    """The definition and the CPU path."""
+    total = F.linear(x, weight, bias) + residual
+    if norm is None:
+        return total, None
+    wide = total.to(torch.float32)
+    z = wide * ((norm.offset or 0.0) + norm.weight.to(torch.float32))
+    return total, UnscaledRows(z.to(x.dtype), wide.pow(2).sum(1, keepdim=True), norm.eps)
+
+
+def scaled_linear_reference(
+    rows: UnscaledRows,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    is_gated: bool = False,
+    is_gelu: bool = False,
+) -> torch.Tensor:
+    """The definition and the CPU path: the product is rounded once, behind scale and bias."""
+    wide = F.linear(rows.z.to(torch.float32), weight.to(torch.float32)) * rows.scale()
+    if bias is not None:
+        wide = wide + bias.to(torch.float32)
+    y = wide.to(rows.z.dtype)
+    return silu_mul_reference(y, is_gelu) if is_gated else y
+
+
+@jit_varying("num_rows")
+def _normed_kernel(
+    p_x: tl.tensor,
+    p_squares: tl.tensor,
+    p_weight: tl.tensor,
+    p_bias: tl.tensor,
+    p_residual: tl.tensor,
+    p_norm: tl.tensor,
+    p_y: tl.tensor,
+    p_z: tl.tensor,
+    p_sums: tl.tensor,
+    num_rows: tl.tensor,
+    num_squares: tl.tensor,
+    out_size: tl.tensor,
+    in_size: tl.tensor,
+    x_stride: tl.tensor,
+    eps: tl.tensor,
+    HAS_BIAS: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_GELU: tl.constexpr,
+    IS_SUM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    BLOCK_SQUARES: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+) -> None:
+    i_tile = tl.program_id(0)
+    i_row = tl.arange(0, BLOCK_ROWS)
+    m_row = i_row < num_rows
+    i_out = i_tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    m_out = i_out < out_size
+    dtype: tl.constexpr = p_y.dtype.element_ty
+    b_squares = load_squares(p_squares, num_squares, i_row, m_row, IS_SCALED, BLOCK_SQUARES)
+    b_residual, b_norm = load_residual(
+        p_residual, p_norm, i_row, m_row, i_out, m_out, out_size, IS_SUM, HAS_NORM, OFFSET
+    )
+    b_zero = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
+    b_y, b_up = row_product(
+        p_x, p_weight, i_row, m_row, i_out, m_out, 0, out_size, in_size, x_stride, out_size, b_zero,
+        b_zero, IS_GATED, IS_EVEN, BLOCK_IN, NUM_STAGES,
+    )  # fmt: skip
+    if IS_SCALED:
+        b_scale = tl.rsqrt(tl.sum(b_squares, axis=1) / in_size + eps)[None, :]
+        b_y *= b_scale
+        b_up *= b_scale
+    if HAS_BIAS:
+        b_y = with_bias(b_y, p_bias, i_out, m_out)
+        if IS_GATED:
+            b_up = with_bias(b_up, p_bias + out_size, i_out, m_out)
+    if IS_SUM:
+        store_sum(
+            b_y, b_residual, b_norm, p_y, p_z, p_sums, i_tile, tl.num_programs(0), i_row, m_row, i_out, m_out,
+            out_size, HAS_NORM,
+        )  # fmt: skip
+    else:
+        if IS_GATED:
+            b_y = gated(b_y, b_up, dtype, IS_GELU)
+        o_y = i_row[None, :].to(tl.int64) * out_size + i_out[:, None]
+        tl.store(p_y + o_y, b_y.to(dtype), mask=m_out[:, None] & m_row[None, :])
+
+
+def sum_linear_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm: NextNorm | None,
+    *,
+    shape: SkinnyShape | None = None,
+) -> tuple[torch.Tensor, UnscaledRows | None]:
+    """Launch; arguments as in `sum_linear`. Raises ValueError as it does."""
+    _check(x, weight, bias)
+    num_rows, out_size = x.shape[0], weight.shape[0]
+    if residual.shape != (num_rows, out_size) or residual.dtype != x.dtype:
+        raise ValueError(
+            f"sum_linear: residual {tuple(residual.shape)} {residual.dtype} does not fit {num_rows} rows of "
+            f"{out_size} {x.dtype} outputs"
+        )
+    tile = skinny_shape(num_rows, out_size) if shape is None else shape
+    total = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    z = total if norm is None else torch.empty_like(total)
+    squares = torch.empty(num_rows, cdiv(out_size, tile.out), dtype=torch.float32, device=x.device)
+    _launch(
+        UnscaledRows(x, squares, 0.0), weight, bias, total, tile, is_scaled=False,
+        sums=(residual.contiguous(), norm, z, squares),
+    )  # fmt: skip
+    return total, None if norm is None else UnscaledRows(z, squares, norm.eps)
+
+
+def scaled_linear_triton(
+    rows: UnscaledRows,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    is_gated: bool = False,
+    is_gelu: bool = False,
+    shape: SkinnyShape | None = None,
+) -> torch.Tensor:
+    """Launch; arguments as in `scaled_linear`. Raises ValueError as it does."""
+    _check(rows.z, weight, bias)
+    num_rows, out_size = rows.z.shape[0], weight.shape[0] // (2 if is_gated else 1)
+    y = torch.empty(num_rows, out_size, dtype=rows.z.dtype, device=rows.z.device)
+    tile = skinny_shape(num_rows, out_size) if shape is None else shape
+    _launch(rows, weight, bias, y, tile, is_scaled=True, is_gated=is_gated, is_gelu=is_gelu)
+    return y
+
+
+def _launch(
+    rows: UnscaledRows,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    tile: SkinnyShape,
+    *,
+    is_scaled: bool,
+    is_gated: bool = False,
+    is_gelu: bool = False,
+    sums: tuple[torch.Tensor, NextNorm | None, torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    if y.numel() == 0:
+        return
+    x = rows.z if rows.z.stride(1) == 1 else rows.z.contiguous()
+    out_size, in_size = y.shape[1], x.shape[1]
+    residual, norm, z, squares = sums if sums is not None else (y, None, y, rows.squares)
+    _normed_kernel[(cdiv(out_size, tile.out),)](
+        x,
+        rows.squares,
+        weight,
+        weight if bias is None else bias,
+        residual,
+        weight if norm is None else norm.weight,
+        y,
+        z,
+        squares,
+        x.shape[0],
+        rows.squares.shape[1],
+        out_size,
+        in_size,
+        x.stride(0),
+        rows.eps,
+        HAS_BIAS=bias is not None,
+        IS_SCALED=is_scaled,
+        IS_GATED=is_gated,
+        IS_GELU=is_gelu,
+        IS_SUM=sums is not None,
+        HAS_NORM=norm is not None,
+        OFFSET=0.0 if norm is None else norm.offset or 0.0,
+        IS_EVEN=out_size % tile.out == 0 and in_size % tile.inner == 0,
+        BLOCK_SQUARES=next_power_of_2(rows.squares.shape[1]),
+        BLOCK_OUT=tile.out,
+        BLOCK_IN=tile.inner,
+        BLOCK_ROWS=max(next_power_of_2(x.shape[0]), MIN_ROWS_TILE),
+        NUM_STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+    )
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or not weight.is_contiguous():
+        raise ValueError(
+            f"normed linear: rows {tuple(x.shape)} do not fit weight {tuple(weight.shape)}; expected [T, H], "
+            "[N, H]"
+        )
+    if x.shape[0] > MAX_ROWS:
+        raise ValueError(f"normed linear: {x.shape[0]} rows; one tile has {MAX_ROWS}")
+    if x.dtype != weight.dtype or (
+        bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1])
+    ):
+        raise ValueError(
+            f"normed linear: rows {x.dtype}, weight {weight.dtype} and bias must have one dtype, a bias for "
+            "each output"
+        )
+
+
+def sum_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm: NextNorm | None,
+) -> tuple[torch.Tensor, UnscaledRows | None]:
+    """(x W^T + b + residual, that sum in front of `norm`): `x` `[T, H]`, `weight` `[N, H]`, `bias` None or
+    `[N]`, `residual` `[T, N]` -> `[T, N]`, and rows of N values, or None without a norm.
+
+    Raises ValueError if shapes or dtypes differ, or for more than MAX_ROWS rows.
+    """
+    if x.is_cuda:
+        return sum_linear_triton(x, weight, bias, residual, norm)
+    _check(x, weight, bias)
+    return sum_linear_reference(x, weight, bias, residual, norm)
+
+
+def scaled_linear(
+    rows: UnscaledRows,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    is_gated: bool = False,
+    is_gelu: bool = False,
+) -> torch.Tensor:
+    """norm(rows) W^T + b: `rows` of H values, `weight` `[N, H]`, `bias` None or `[N]` -> `[T, N]`; with
+    `is_gated`, silu (or gelu) of the first half of the outputs times the second, `[T, N/2]`.
+
+    Raises ValueError if shapes or dtypes differ, or for more than MAX_ROWS rows.
+    """
+    if rows.z.is_cuda:
+        return scaled_linear_triton(rows, weight, bias, is_gated=is_gated, is_gelu=is_gelu)
+    _check(rows.z, weight, bias)
+    return scaled_linear_reference(rows, weight, bias, is_gated=is_gated, is_gelu=is_gelu)

@@ -1,0 +1,614 @@
+"""Times the launches of a decode layer of few rows, joined and apart: `python
+tests/kernels/bench_few_rows.py`.
+
+Each way computes the same layer, or a part of it, with the weights of several layers in one CUDA graph, so
+that no cache holds them. Printed are microseconds a layer, launches a layer, and the distance of the results
+from those of the first way, `|a - b| / |b|`. Arguments choose sections by the beginnings of their names. With
+`--compile` in front, their kernels are compiled, in threads, and nothing is timed: several such processes at
+once fill Triton's cache on disk.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+
+import torch
+from baton.kernels.decode_attention import DecodeTile, decode_attention_triton, decode_tile
+from baton.kernels.expert_mlp import expert_mlp
+from baton.kernels.few_experts import FewExperts, FewTile, few_experts_triton, router_logits_triton
+from baton.kernels.fp8_linear import fp8_linear
+from baton.kernels.kv_store import kv_rows
+from baton.kernels.latent_attention import absorb, latent_verify, project_values
+from baton.kernels.latent_step import LatentRows, LatentSizes, attend_latents_triton, prepare_latents_triton
+from baton.kernels.latent_store import store_latent
+from baton.kernels.layer_products import (
+    ChainShape,
+    LayerWeights,
+    NextLayer,
+    PhaseShape,
+    _arrive,
+    _wait,
+    layer_products_triton,
+)
+from baton.kernels.logits import float32_logits
+from baton.kernels.normed_fp8 import Fp8Tile, Fp8Weight, scaled_fp8_triton, sum_fp8_triton
+from baton.kernels.normed_linear import UnscaledRows, scaled_linear_triton, sum_linear_triton
+from baton.kernels.rms_norm import NextNorm, add_rms_norm, rms_norm
+from baton.kernels.rope import apply_rope
+from baton.kernels.rotate_store import rotate_store
+from baton.kernels.route_experts import Routing, route_experts
+from baton.kernels.skinny_linear import SkinnyShape, gated_linear, linear
+from baton.kernels.triton_jit import jit, planned_launches, tl
+from baton.kernels.verify_attention import paged_verify
+
+PAGE_SIZE, EPS, REPLAYS = 16, 1e-5, 30
+DEVICE = "cuda"
+
+
+@dataclass
+class Way:
+    """One way to compute `num_layers` layers: `run(layer)` returns the result of one."""
+
+    name: str
+    run: Callable[[int], torch.Tensor | tuple[torch.Tensor, ...]]
+
+
+@dataclass
+class Section:
+    """Ways to compute the same; `num_bytes` a layer reads."""
+
+    name: str
+    num_layers: int
+    num_bytes: int
+    ways: list[Way] = field(default_factory=list)
+
+
+def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    x = torch.randn(*shape, dtype=torch.bfloat16, device=DEVICE)
+    return x if scale == 1.0 else x.mul_(scale)
+
+
+def weights_of(count: int, *shape: int) -> list[torch.Tensor]:
+    return [random(*shape, scale=shape[-1] ** -0.5) for _ in range(count)]
+
+
+# --- the products of a dense layer --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The sizes of a dense layer."""
+
+    name: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    layers: int
+
+    @property
+    def attended(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def qkv(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+LLAMA = Dense("8b", 4096, 32, 8, 128, 14336, 12)
+SMOLLM = Dense("smollm2", 576, 9, 3, 64, 1536, 30)
+P = PhaseShape
+
+
+def chain_shapes(dense: Dense, processors: int) -> Iterator[tuple[str, ChainShape, int]]:
+    """Names, shapes and numbers of programs."""
+    if dense is SMOLLM:
+        small, wide = P(16, 128, 4), P(16, 64, 5)
+        for warps, count in product((4, 8), (48, 96, 192)):
+            shape = ChainShape(small, small, small, small, warps, True)
+            yield f"16x128, {warps} warps, {count} programs", shape, count
+        yield "16x64 5 stages, 4 warps", ChainShape(wide, wide, wide, wide, 4, True), 96
+        yield "16x64 5 stages, 2 warps", ChainShape(wide, wide, wide, wide, 2, True), 96
+        return
+    for prefetches in (False, True):
+        said = "asks ahead" if prefetches else "does not"
+        two = ChainShape(P(16, 256, 4), P(64, 64, 4), P(16, 256, 4), P(32, 128, 4), 4, prefetches)
+        yield f"2 an SM, {said}", two, 2 * processors
+        one = ChainShape(P(32, 256, 4), P(64, 128, 4), P(32, 256, 4), P(64, 128, 4), 8, prefetches)
+        yield f"1 an SM, 8 warps, {said}", one, processors
+    four = ChainShape(P(32, 256, 4), P(64, 128, 3), P(32, 256, 4), P(64, 128, 4), 4, True)
+    yield "1 an SM, 4 warps", four, processors
+    wide = ChainShape(P(32, 256, 4), P(128, 64, 4), P(32, 256, 4), P(64, 128, 4), 8, True)
+    yield "1 an SM, 8 warps, 128 outputs", wide, processors
+    long = ChainShape(P(16, 256, 5), P(64, 64, 5), P(16, 256, 5), P(32, 128, 6), 4, True)
+    yield "2 an SM, more steps", long, 2 * processors
+    narrow = ChainShape(P(16, 256, 3), P(32, 128, 3), P(16, 256, 3), P(16, 256, 3), 4, True)
+    yield "3 an SM", narrow, 3 * processors
+
+
+def dense_section(dense: Dense, num_rows: int, is_chain: bool) -> Section:
+    """From what attention gave to the heads of the next layer. `is_chain`: the ways that wait at barriers."""
+    count = dense.layers
+    output = weights_of(count, dense.hidden, dense.attended)
+    gate_up = weights_of(count, 2 * dense.inner, dense.hidden)
+    down = weights_of(count, dense.hidden, dense.inner)
+    qkv = weights_of(count, dense.qkv, dense.hidden)
+    norms = [1 + random(dense.hidden, scale=0.1) for _ in range(2)]
+    attended, hidden = random(num_rows, dense.attended), random(num_rows, dense.hidden)
+    num_bytes = 2 * sum(w[0].numel() for w in (output, gate_up, down, qkv))
+    section = Section(f"{dense.name} products, {num_rows} rows", count, num_bytes)
+    post, following = (NextNorm(weight, EPS) for weight in norms)
+
+    def apart(layer: int) -> torch.Tensor:
+        normed, middle = add_rms_norm(linear(attended, output[layer]), hidden, norms[0], EPS)
+        delta = linear(gated_linear(normed, gate_up[layer]), down[layer])
+        normed, _ = add_rms_norm(delta, middle, norms[1], EPS)
+        return linear(normed, qkv[layer])
+
+    def joined(shapes: tuple[SkinnyShape | None, ...], layer: int) -> torch.Tensor:
+        middle, rows = sum_linear_triton(attended, output[layer], None, hidden, post, shape=shapes[0])
+        inner = scaled_linear_triton(rows, gate_up[layer], is_gated=True, shape=shapes[1])
+        _, rows = sum_linear_triton(inner, down[layer], None, middle, following, shape=shapes[2])
+        return scaled_linear_triton(rows, qkv[layer], shape=shapes[3])
+
+    section.ways += [Way("apart", apart), Way("norms joined", partial(joined, (None,) * 4))]
+    if is_chain:
+        section.ways += chains(dense, attended, hidden, (output, gate_up, down, qkv), (post, following))
+    elif dense is LLAMA:
+        few = SkinnyShape(16, 256, 2, 5)
+        for name, shapes in (
+            ("qkv 32", (few, None, few, SkinnyShape(32, 256, 4, 4))),
+            ("gate 64x64", (few, SkinnyShape(64, 64, 4, 4), few, SkinnyShape(32, 128, 4, 5))),
+            ("gate 32x128", (few, SkinnyShape(32, 128, 4, 5), few, SkinnyShape(16, 256, 2, 5))),
+            ("sums 4 warps", (SkinnyShape(16, 512, 4, 4), None, SkinnyShape(16, 512, 4, 4), None)),
+        ):
+            section.ways.append(Way(f"norms joined, {name}", partial(joined, shapes)))
+    else:
+        tiny = SkinnyShape(16, 128, 4, 5)
+        section.ways.append(Way("norms joined, 16x128", partial(joined, (tiny,) * 4)))
+        tiny = SkinnyShape(16, 64, 2, 5)
+        section.ways.append(Way("norms joined, 16x64", partial(joined, (tiny,) * 4)))
+    return section
+
+
+def chains(
+    dense: Dense,
+    attended: torch.Tensor,
+    hidden: torch.Tensor,
+    weights: tuple[list[torch.Tensor], ...],
+    norms: tuple[NextNorm, NextNorm],
+) -> Iterator[Way]:
+    """All products in one launch."""
+    output, gate_up, down, qkv = weights
+    processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    barrier = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+
+    def chain(
+        shape: ChainShape, num_programs: int, is_cooperative: bool, is_apart: bool, layer: int
+    ) -> torch.Tensor:
+        own = LayerWeights(output[layer], norms[0], gate_up[layer], down[layer])
+        _, heads = layer_products_triton(
+            attended,
+            hidden,
+            own,
+            NextLayer(norms[1], qkv[layer]),
+            barrier,
+            num_programs,
+            shape=shape,
+            is_cooperative=is_cooperative,
+            is_apart=is_apart,
+        )
+        assert heads is not None
+        return heads
+
+    for i, (name, shape, count) in enumerate(chain_shapes(dense, processors)):
+        if i == 0:
+            yield Way(f"four launches, {name}", partial(chain, shape, count, False, True))
+            yield Way(f"one launch, {name}, not cooperative", partial(chain, shape, count, False, False))
+        yield Way(f"one launch, {name}", partial(chain, shape, count, True, False))
+
+
+def fp8_section(dense: Dense, num_rows: int) -> Section:
+    """As `dense_section`, of weights in 8 bits with a scale for each output."""
+    count = dense.layers
+
+    def made(out: int, inner: int) -> list[Fp8Weight]:
+        values = [random(out, inner, scale=16.0).to(torch.float8_e4m3fn) for _ in range(count)]
+        return [Fp8Weight(each, torch.full((out,), inner**-0.5 / 16, device=DEVICE)) for each in values]
+
+    output, gate_up = made(dense.hidden, dense.attended), made(2 * dense.inner, dense.hidden)
+    down, qkv = made(dense.hidden, dense.inner), made(dense.qkv, dense.hidden)
+    norms = [1 + random(dense.hidden, scale=0.1) for _ in range(2)]
+    attended, hidden = random(num_rows, dense.attended), random(num_rows, dense.hidden)
+    num_bytes = sum(w[0].values.numel() for w in (output, gate_up, down, qkv))
+    section = Section(f"{dense.name} products in 8 bits, {num_rows} rows", count, num_bytes)
+    post, following = (NextNorm(weight, EPS) for weight in norms)
+
+    def apart(layer: int) -> torch.Tensor:
+        normed, middle = add_rms_norm(fp8_linear(attended, *output[layer]), hidden, norms[0], EPS)
+        delta = fp8_linear(fp8_linear(normed, *gate_up[layer], is_gated=True), *down[layer])
+        normed, _ = add_rms_norm(delta, middle, norms[1], EPS)
+        return fp8_linear(normed, *qkv[layer])
+
+    def joined(
+        sum_tile: Fp8Tile | None, gate: Fp8Tile | None, last: Fp8Tile | None, layer: int
+    ) -> torch.Tensor:
+        middle, rows = sum_fp8_triton(attended, output[layer], hidden, post, tile=sum_tile)
+        inner = scaled_fp8_triton(rows, gate_up[layer], is_gated=True, tile=gate)
+        _, rows = sum_fp8_triton(inner, down[layer], middle, following, tile=sum_tile)
+        return scaled_fp8_triton(rows, qkv[layer], tile=last)
+
+    section.ways += [Way("apart", apart), Way("joined", partial(joined, None, None, None))]
+    for tiles in (
+        (Fp8Tile(4, 1024, 4, 3), Fp8Tile(2, 1024, 4, 3), Fp8Tile(4, 1024, 4, 3)),
+        (Fp8Tile(8, 512, 4, 5), Fp8Tile(4, 512, 4, 5), Fp8Tile(8, 512, 4, 5)),
+        (Fp8Tile(4, 512, 2, 4), Fp8Tile(2, 512, 2, 4), Fp8Tile(4, 512, 2, 4)),
+        (Fp8Tile(16, 512, 8, 4), Fp8Tile(8, 512, 8, 4), Fp8Tile(16, 512, 8, 4)),
+        (Fp8Tile(8, 1024, 8, 3), Fp8Tile(4, 1024, 8, 3), Fp8Tile(8, 1024, 8, 3)),
+        (Fp8Tile(4, 2048, 8, 2), Fp8Tile(2, 2048, 8, 2), Fp8Tile(4, 2048, 8, 2)),
+    ):
+        said = "; ".join(f"{t.out}x{t.inner} {t.num_warps}w {t.num_stages}s" for t in tiles[:2])
+        section.ways.append(Way(f"joined, {said}", partial(joined, *tiles)))
+    return section
+
+
+# --- attention ----------------------------------------------------------------------------------------------
+
+
+def attention_section(
+    name: str, heads: tuple[int, int], head_dim: int, batch: int, num_rows: int, context: int
+) -> Section:
+    """Rotation, store, attention and merge."""
+    count = 16
+    num_heads, kv_heads = heads
+    each = -(-(context + 64) // PAGE_SIZE)
+    pool = random(batch * each + 1, count, 2, PAGE_SIZE, kv_heads, head_dim)
+    pool[0].zero_()
+    table = (torch.randperm(batch * each, device=DEVICE) + 1).view(batch, each)
+    lens = torch.full((batch,), context, device=DEVICE)
+    slots = torch.arange(context - num_rows, context, device=DEVICE)
+    slots = (table[:, slots // PAGE_SIZE] * PAGE_SIZE + slots % PAGE_SIZE).flatten()
+    rows = kv_rows(slots, pool)
+    projected = random(batch * num_rows, num_heads + 2 * kv_heads, head_dim)
+    angles = torch.rand(batch * num_rows, head_dim // 2, device=DEVICE) * 6
+    cos, sin = angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
+    tables = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    scale = head_dim**-0.5
+    arrivals = torch.zeros(batch * kv_heads, dtype=torch.int32, device=DEVICE)
+    num_bytes = batch * context * 2 * kv_heads * head_dim * 2
+    section = Section(f"{name} attention, {batch} x {num_rows} rows on {context}", count, num_bytes)
+
+    def apart(layer: int) -> torch.Tensor:
+        q = rotate_store(pool, layer, rows, projected, *tables)
+        grouped = q.view(batch, num_rows, num_heads, head_dim)
+        return paged_verify(grouped, pool, layer, table, lens, scale).view(q.shape)
+
+    def joined(tile: DecodeTile | None, layer: int) -> torch.Tensor:
+        return decode_attention_triton(
+            pool, layer, rows, projected, *tables, table, lens, scale, arrivals, tile=tile
+        )
+
+    section.ways += [Way("apart", apart), Way("joined", partial(joined, None))]
+    usual = decode_tile(torch.bfloat16, head_dim, num_rows * (num_heads // kv_heads))
+    for change in (
+        {"num_warps": 4},
+        {"num_warps": 4, "min_split": 32, "columns": 32},
+        {"min_split": 32, "columns": 32},
+        {"min_split": 128},
+        {"num_warps": 4, "min_split": 128, "merged": 1024},
+    ):
+        said = ", ".join(f"{key} {value}" for key, value in change.items())
+        section.ways.append(Way(f"joined, {said}", partial(joined, usual._replace(**change))))
+    return section
+
+
+# --- experts ------------------------------------------------------------------------------------------------
+
+
+def expert_section(
+    name: str, num_experts: int, top_k: int, inner: int, hidden: int, num_shared: int, num_rows: int
+) -> Section:
+    """From the residual sum behind attention to the one behind the experts, and its norm."""
+    count = 6
+    routing = Routing(top_k=top_k, is_normalised=True)
+    router = weights_of(count, num_experts, hidden)
+    gate_up = weights_of(count, num_experts, 2 * inner, hidden)
+    down = weights_of(count, num_experts, hidden, inner)
+    shared_up = weights_of(count, 2 * num_shared * inner, hidden) if num_shared else []
+    shared_down = weights_of(count, hidden, num_shared * inner) if num_shared else []
+    norms = [1 + random(hidden, scale=0.1) for _ in range(2)]
+    attended, residual, output = (
+        random(num_rows, hidden),
+        random(num_rows, hidden),
+        weights_of(count, hidden, hidden),
+    )
+    used = (num_rows * top_k + num_shared) * 3 * inner * hidden * 2
+    section = Section(f"{name} experts, {num_rows} rows", count, used + 2 * hidden * (hidden + num_experts))
+    post, following = (NextNorm(weight, EPS) for weight in norms)
+
+    def apart(layer: int) -> tuple[torch.Tensor, ...]:
+        normed, middle = add_rms_norm(linear(attended, output[layer]), residual, norms[0], EPS)
+        logits = float32_logits(normed, router[layer]) if num_shared else linear(normed, router[layer])
+        ids, weights = route_experts(logits, routing)
+        delta = expert_mlp(normed, ids, weights, gate_up[layer], down[layer])
+        if num_shared:
+            delta = delta + linear(gated_linear(normed, shared_up[layer]), shared_down[layer])
+        return add_rms_norm(delta, middle, norms[1], EPS)
+
+    def joined(
+        first: FewTile | None, second: FewTile | None, block: int, layer: int
+    ) -> tuple[torch.Tensor, ...]:
+        middle, rows = sum_linear_triton(attended, output[layer], None, residual, post)
+        shared = (shared_up[layer], shared_down[layer]) if num_shared else (None, None)
+        weights = FewExperts(
+            routing, router[layer], gate_up[layer], down[layer], None, num_shared > 0, *shared
+        )
+        total, rows, _ = few_experts_triton(
+            rows, weights, middle, following, first=first, second=second, block_experts=block
+        )
+        return rows.z, total
+
+    section.ways += [Way("apart", apart), Way("joined", partial(joined, None, None, 1))]
+    for label, first, second, block in (
+        ("first 64x128", FewTile(64, 128, 4, 3), None, 1),
+        ("first 32x256", FewTile(32, 256, 4, 3), None, 1),
+        ("first 16x256 2 warps", FewTile(16, 256, 2, 4), None, 1),
+        ("second 16x128", None, FewTile(16, 128, 2, 6), 1),
+        ("second 16x128 4 warps", None, FewTile(16, 128, 4, 6), 1),
+        ("second 16x256 3 stages", None, FewTile(16, 256, 2, 3), 1),
+        ("second 16x256 8 stages", None, FewTile(16, 256, 4, 8), 1),
+        ("logits of 2", None, None, 2),
+    ):
+        section.ways.append(Way(f"joined, {label}", partial(joined, first, second, block)))
+    rows = UnscaledRows(attended, torch.rand(num_rows, 128, device=DEVICE), EPS)
+    for block in (1, 2, 4):
+
+        def logits_alone(block: int, layer: int) -> torch.Tensor:
+            shared = (shared_up[layer], shared_down[layer]) if num_shared else (None, None)
+            weights = FewExperts(routing, router[layer], gate_up[layer], down[layer], None, True, *shared)
+            return router_logits_triton(rows, weights, block_experts=block)
+
+        section.ways.append(Way(f"(logits alone, of {block})", partial(logits_alone, block)))
+    return section
+
+
+# --- latents ------------------------------------------------------------------------------------------------
+
+
+def latent_section(batch: int, context: int) -> Section:
+    """DeepSeek-V2-Lite: from the projection of a layer to the input of its output projection."""
+    count, num_heads, sizes = 12, 16, LatentSizes(128, 64, 128, 512, True)
+    width = sizes.rank + sizes.rope
+    each = -(-(context + 64) // PAGE_SIZE)
+    pool = random(batch * each + 1, count, 1, PAGE_SIZE, 1, width)
+    pool[0].zero_()
+    table = (torch.randperm(batch * each, device=DEVICE) + 1).view(batch, each)
+    lens = torch.full((batch,), context, device=DEVICE)
+    slots = table[:, (context - 1) // PAGE_SIZE] * PAGE_SIZE + (context - 1) % PAGE_SIZE
+    rows = kv_rows(slots, pool)
+    ups = weights_of(count, num_heads, sizes.key + sizes.value, sizes.rank)
+    found = random(batch, num_heads * (sizes.key + sizes.rope) + width)
+    angles = torch.rand(batch, sizes.rope // 2, device=DEVICE) * 6
+    cos, sin = angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
+    tables = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    norm, scale = 1 + random(sizes.rank, scale=0.1), (sizes.key + sizes.rope) ** -0.5
+    num_bytes = 2 * (ups[0].numel() + batch * context * width)
+    section = Section(f"latents, {batch} rows on {context}", count, num_bytes)
+    split = num_heads * (sizes.key + sizes.rope)
+
+    def apart(layer: int) -> torch.Tensor:
+        q = found[:, :split].reshape(batch, num_heads, sizes.key + sizes.rope)
+        turning = torch.cat((q[..., sizes.key :], found[:, None, split + sizes.rank :]), dim=1)
+        turning = turning.view(*turning.shape[:2], -1, 2).transpose(-1, -2).flatten(-2)
+        turned = apply_rope(turning, *tables)
+        q = torch.cat((q[..., : sizes.key], turned[:, :-1]), dim=-1)
+        normed = rms_norm(found[:, split : split + sizes.rank], norm, EPS)
+        store_latent(pool, layer, rows, torch.cat((normed[:, None], turned[:, -1:]), dim=-1))
+        absorbed = absorb(q, ups[layer], sizes.rope)[:, None]
+        sums = latent_verify(absorbed, pool, layer, table, lens, scale, sizes.rank)
+        return project_values(sums.flatten(0, 1), ups[layer], sizes.value).flatten(1)
+
+    def joined(part: int, warps: int, min_split: int, values: int, layer: int) -> torch.Tensor:
+        new = LatentRows(found[:, :split], found[:, split:], norm, EPS, *tables)
+        q = prepare_latents_triton(pool, layer, rows, new, ups[layer], sizes, part=part, num_warps=warps)
+        return attend_latents_triton(
+            q, pool, layer, table, lens, scale, ups[layer], sizes, min_split=min_split, part=values
+        ).flatten(1)
+
+    section.ways.append(Way("apart", apart))
+    for part, warps, min_split, values in (
+        (64, 4, 64, 32), (128, 4, 64, 32), (64, 2, 64, 32), (64, 4, 32, 32), (64, 4, 64, 16), (64, 4, 32, 16),
+    ):  # fmt: skip
+        said = f"parts of {part}, {warps} warps, splits of {min_split}, values of {values}"
+        section.ways.append(Way(f"joined, {said}", partial(joined, part, warps, min_split, values)))
+    return section
+
+
+# --- the barrier --------------------------------------------------------------------------------------------
+
+
+@jit
+def _barriers_kernel(p_barrier: tl.tensor, COUNT: tl.constexpr) -> None:
+    for _ in range(COUNT):
+        _wait(p_barrier, _arrive(p_barrier))
+
+
+def barrier_section() -> Section:
+    """Microseconds of a barrier: the difference of launches with and without it."""
+    section = Section("barriers", 10, 0)
+    processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    counter = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    for each, count, is_cooperative in (
+        (1, 0, True),
+        (1, 10, True),
+        (2, 0, True),
+        (2, 10, True),
+        (2, 0, False),
+        (2, 10, False),
+    ):
+
+        def run(each: int, count: int, is_cooperative: bool, layer: int) -> torch.Tensor:
+            more = {"launch_cooperative_grid": True} if is_cooperative else {}
+            _barriers_kernel[(processors * each,)](counter, COUNT=count, num_warps=4, **more)
+            return counter
+
+        said = f"{each} an SM, {count} barriers, {'' if is_cooperative else 'not '}cooperative"
+        section.ways.append(Way(said, partial(run, each, count, is_cooperative)))
+    return section
+
+
+SECTIONS: dict[str, Callable[[], Section]] = {
+    "products-8b-1": lambda: dense_section(LLAMA, 1, False),
+    "products-8b-4": lambda: dense_section(LLAMA, 4, False),
+    "products-smollm-1": lambda: dense_section(SMOLLM, 1, False),
+    "products-fp8-1": lambda: fp8_section(LLAMA, 1),
+    "products-fp8-4": lambda: fp8_section(LLAMA, 4),
+    "attention-8b-1": lambda: attention_section("8b", (32, 8), 128, 1, 1, 1024),
+    "attention-8b-4": lambda: attention_section("8b", (32, 8), 128, 1, 4, 1024),
+    "attention-8b-8": lambda: attention_section("8b", (32, 8), 128, 8, 1, 1024),
+    "attention-qwen-1": lambda: attention_section("qwen3-30b", (32, 4), 128, 1, 1, 1024),
+    "attention-smollm-1": lambda: attention_section("smollm2", (9, 3), 64, 1, 1, 1024),
+    "attention-gemma-1": lambda: attention_section("gemma3-1b", (4, 1), 256, 1, 1, 512),
+    "experts-qwen-1": lambda: expert_section("qwen3-30b", 128, 8, 768, 2048, 0, 1),
+    "experts-qwen-4": lambda: expert_section("qwen3-30b", 128, 8, 768, 2048, 0, 4),
+    "experts-deepseek-1": lambda: expert_section("deepseek-v2-lite", 64, 6, 1408, 2048, 2, 1),
+    "latents-1": lambda: latent_section(1, 1024),
+    "barriers": barrier_section,
+    "chain-8b-1": lambda: dense_section(LLAMA, 1, True),
+    "chain-8b-4": lambda: dense_section(LLAMA, 4, True),
+    "chain-smollm-1": lambda: dense_section(SMOLLM, 1, True),
+}
+
+
+def outputs(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def distance(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> float:
+    """The largest relative distance of two results."""
+    if [x.shape for x in found] != [x.shape for x in wanted]:
+        return float("nan")
+    return max(
+        float((a.double() - b.double()).norm() / b.double().norm())
+        for a, b in zip(found, wanted, strict=True)
+    )
+
+
+def compile_all(section: Section) -> int:
+    """Compiles the kernels of all ways in threads, and counts them."""
+    with planned_launches() as planned:
+        for way in section.ways:
+            try:
+                way.run(0)
+            except Exception as error:
+                print(f"  {way.name}: {error}")
+    variants = list({launch.variant: launch for launch in planned}.values())
+    for launch in variants:
+        launch.prepare()
+
+    def compiled(launch: object) -> object:
+        try:
+            return launch.compile()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(14) as pool:
+        for loaded in list(pool.map(compiled, variants)):
+            if callable(loaded):
+                loaded()
+    return len(variants)
+
+
+def timed(way: Way, num_layers: int) -> float:
+    """Microseconds a layer, the median of replays of a graph of all layers."""
+    way.run(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in range(num_layers):
+            way.run(layer)
+    graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        graph.replay()
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last))
+    return statistics.median(times) * 1e3 / num_layers
+
+
+def report(section: Section, bandwidth: float) -> None:
+    floor = section.num_bytes / bandwidth * 1e6
+    began = time.perf_counter()
+    count = compile_all(section)
+    print(
+        f"\n{section.name}: {section.num_bytes / 1e6:.1f} MB a layer, {floor:.1f} us at the rate of reads; "
+        f"{count} kernels compiled in {time.perf_counter() - began:.1f} s", flush=True,
+    )  # fmt: skip
+    wanted: tuple[torch.Tensor, ...] | None = None
+    for way in section.ways:
+        try:
+            with planned_launches() as planned:
+                way.run(0)
+            found = tuple(x.clone() for x in outputs(way.run(0)))
+            torch.cuda.synchronize()
+            wanted = found if wanted is None else wanted
+            took = timed(way, section.num_layers)
+        except Exception as error:
+            print(
+                f"  {way.name:64} {type(error).__name__}: {str(error).strip().splitlines()[:1]}", flush=True
+            )
+            if "CUDA error" in str(error):
+                raise
+            continue
+        far = distance(found, wanted)
+        print(f"  {way.name:64} {took:8.2f} us {len(planned):3} kernels  {far:.1e}", flush=True)
+
+
+def compile_only(chosen: list[str]) -> None:
+    """Fills Triton's cache on disk; nothing is computed, so no tensor is filled either."""
+    globals()["random"] = lambda *shape, scale=1.0: torch.empty(*shape, dtype=torch.bfloat16, device=DEVICE)
+    globals()["weights_of"] = lambda count, *shape: [random(*shape)] * count
+    for name in chosen:
+        began = time.perf_counter()
+        count = compile_all(SECTIONS[name]())
+        print(f"{name}: {count} kernels in {time.perf_counter() - began:.1f} s", flush=True)
+
+
+def main(chosen: list[str]) -> None:
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA device: a kernel's time is only known where it runs")
+    if chosen[:1] == ["--compile"]:
+        compile_only(chosen[1:])
+        return
+    began = time.perf_counter()
+    source = torch.empty(1 << 31, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(10):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        target.copy_(source)
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last))
+    copied = 2 * source.numel() / min(times) * 1e3
+    del source, target
+    print(f"{torch.cuda.get_device_name()}: copy {copied / 1e9:.0f} GB/s", flush=True)
+    for name, make in SECTIONS.items():
+        if not chosen or name.startswith(tuple(chosen)):
+            report(make(), copied * 1.06)  # reads alone are 6 % faster
+            torch.cuda.empty_cache()
+    print(f"\n{time.perf_counter() - began:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,190 @@
+"""Layers whose steps share launches: the same values, and fewer launches."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+import torch
+from baton.bench.engine.shapes import SHAPES, target_config
+from baton.engine.kv.pool import KVPool
+from baton.engine.models.interface import CausalLM, StoredForms
+from baton.engine.models.registry import build_model
+from baton.engine.row_plans import plan_rows
+from baton.kernels import fp8_linear, layer_products, skinny_linear
+from baton.kernels.fp8_scales import FP8
+from baton.kernels.kv_store import kv_rows
+from baton.kernels.row_ops import JOIN_NAMES, NO_JOINS, Joins, named_joins
+from baton.kernels.triton_jit import planned_launches
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ALL = named_joins("all")
+PAGE_SIZE = 4
+# Operations of torch that launch nothing: they make or describe tensors.
+SILENT = {
+    "view", "_unsafe_view", "slice", "select", "split", "split_with_sizes", "unsqueeze", "squeeze",
+    "expand", "t", "transpose", "permute", "as_strided", "empty", "empty_like", "new_empty",
+    "empty_strided", "detach", "alias", "_reshape_alias", "unbind", "empty_memory_format", "lift_fresh",
+}  # fmt: skip
+SMALL = {"num_hidden_layers": 4, "vocab_size": 64, "max_position_embeddings": 256}
+FAMILIES = {
+    "llama": SHAPES["toy"] | SMALL,
+    "llama in 8 bits": SHAPES["toy"] | SMALL,
+    "qwen3-moe": SHAPES["qwen3-30b-a3b"]
+    | SMALL
+    | {
+        "hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    },
+    "deepseek-v2": SHAPES["deepseek-v2-lite"]
+    | SMALL
+    | {
+        "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "n_routed_experts": 16,
+        "num_experts_per_tok": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    },
+    "gemma-3": SHAPES["gemma-3-1b"]
+    | SMALL
+    | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 1,
+    "head_dim": 16}, }  # fmt: skip
+
+
+def model_of(
+    family: str, joins: Joins, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> CausalLM:
+    form = "fp8" if family == "llama in 8 bits" else "none"
+    monkeypatch.setitem(SHAPES, family, FAMILIES[family])
+    folder = Path(mkdtemp(dir=tmp_path))
+    model = build_model(target_config(family, "", folder, form), dtype=dtype, joins=joins)
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in model.tensors():
+        scale = 0.3 if "norm" in name else 16.0 if weight.dtype == FP8 else weight.shape[-1] ** -0.5
+        offset = 1.0 if "norm" in name else 0.02 if "scale" in name else 0.0
+        weight.copy_(
+            torch.randn(weight.shape, generator=generator) * (0.0 if "scale" in name else scale) + offset
+        )
+    if isinstance(model, StoredForms):
+        model.projections.finish()
+    return model
+
+
+def step(model: CausalLM, num_requests: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits of `num_rows` new rows of each request behind 5 random ones, the pool)."""
+    pool = KVPool(1 + 4 * num_requests, model.kv_layout(PAGE_SIZE), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    pool.kv.copy_(torch.randn(pool.kv.shape, generator=generator))
+    pool.kv[0] = 0
+    table = torch.arange(1, 1 + 4 * num_requests).view(num_requests, 4)
+    positions = torch.arange(5, 5 + num_rows).repeat(num_requests)
+    ids = torch.randint(64, (num_requests * num_rows,), generator=generator)
+    slots = table.repeat_interleave(num_rows, 0).gather(1, positions[:, None] // PAGE_SIZE)[:, 0] * PAGE_SIZE
+    lens = torch.full((num_requests,), 5 + num_rows)
+    rows = kv_rows(slots + positions % PAGE_SIZE, pool.kv)
+    plan = plan_rows(pool, rows, table, lens, is_recorded=True)
+    hidden, _ = model.body(model.embed(ids), positions, plan)
+    return model.compute_logits(hidden), pool.kv
+
+
+def slow_but(quick: set[tuple[str, str]], cases: Iterable[tuple[str, str]]) -> list[object]:
+    """The cases as parameters of a test, those that are not `quick` marked slow."""
+    return [pytest.param(*case, marks=[] if case in quick else pytest.mark.slow) for case in cases]
+
+
+NAMES = (*JOIN_NAMES[:2], "norms,experts", "norms,products", "latents", "all")
+
+
+@pytest.mark.parametrize(
+    ("family", "names"), slow_but({("llama", "all"), ("qwen3-moe", "all")}, product(FAMILIES, NAMES))
+)
+@torch.no_grad()
+def test_joined_steps_compute_what_they_do_apart(
+    family: str, names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    logits, kv = step(model_of(family, NO_JOINS, torch.float32, tmp_path, monkeypatch), 2, 3)
+    joins = replace(named_joins(names), everywhere=True)
+    joined, joined_kv = step(model_of(family, joins, torch.float32, tmp_path, monkeypatch), 2, 3)
+    torch.testing.assert_close(joined, logits, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(joined_kv, kv, rtol=1e-5, atol=2e-5)
+
+
+class CountOps(TorchDispatchMode):
+    """Counts operations of torch that launch something, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().partition("::")[2].partition(".")[0]
+        if func.namespace == "aten" and name not in SILENT:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Collects the names of the launches of an H200, without one."""
+    found: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+        patch.setattr(skinny_linear, "shared_bytes", lambda device: skinny_linear.SHARED_BYTES)
+        patch.setattr(layer_products, "num_programs_of", lambda device: 264)
+        patch.setattr(fp8_linear, "_is_native", lambda device: True)
+        with FakeTensorMode(allow_non_fake_inputs=True), planned_launches() as planned, CountOps() as counted:
+            yield found
+        found += [launch.kernel.__name__ for launch in planned] + counted.names
+
+
+def launches_a_layer(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The launches of the third layer of four, in a step of one row."""
+    counts = []
+    for num_layers in (2, 3):
+        short = model.layers[:num_layers]
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "layers", [*short, model.layers[-1]])
+            pool = KVPool(65, model.kv_layout(PAGE_SIZE), torch.device("cpu"))
+            table, lens, one = torch.arange(1, 65).view(1, 64), torch.tensor([6]), torch.tensor([5])
+            with as_on_a_gpu(monkeypatch) as found:
+                plan = plan_rows(pool, kv_rows(one + 4, pool.kv), table, lens, is_recorded=True)
+                model.body(model.embed(one), one, plan)
+            counts.append(found)
+    few, more = counts
+    rest = list(more)
+    for name in few:
+        rest.remove(name)
+    return rest
+
+
+LIMITS = {
+    ("llama", "none"): 9,
+    ("llama", "norms"): 7,
+    ("llama", "attention"): 7,
+    ("llama", "norms,attention"): 5,
+    ("llama", "all"): 2,
+    ("llama in 8 bits", "none"): 9,
+    ("llama in 8 bits", "norms,attention"): 5,
+    ("qwen3-moe", "none"): 12,
+    ("qwen3-moe", "norms,attention"): 10,
+    ("qwen3-moe", "all"): 6,
+    ("deepseek-v2", "all"): 8,
+    ("gemma-3", "none"): 9,
+    ("gemma-3", "all"): 7,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    slow_but({(family, "all") for family in ("llama", "qwen3-moe", "deepseek-v2")}, LIMITS),
+)
+@torch.no_grad()
+def test_a_decode_layer_of_one_row_has_few_launches(
+    family: str, names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    model = model_of(family, named_joins(names), torch.bfloat16, tmp_path, monkeypatch)
+    found = launches_a_layer(model, monkeypatch)
+    assert len(found) == LIMITS[family, names], found
