@@ -272,6 +272,12 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--deterministic", action="store_true", help="with batch-invariant operations of the target")
     add(
+        "--window-kv",
+        choices=("free", "keep"),
+        default="free",
+        help="pages of their own for layers with windows, as a server has them, or one kind (default free)",
+    )
+    add(
         "--join",
         type=_joins,
         metavar="none|all|NAME[,NAME...]",
@@ -346,6 +352,7 @@ def settings_of(options: argparse.Namespace) -> RigSettings:
         quantize=options.quantize,
         drafts=options.drafts[0],
         joins=options.join,
+        has_window_pages=options.window_kv == "free",
     )
 
 

@@ -116,7 +116,6 @@ class Dispatcher:
         self._mint = mint
         self._entries: dict[str, Entry] = {}
         self._on_probation: dict[str, Entry] = {}  # placed rooms with a record of deaths
-        self._explained: set[str] = set()  # groups of workers whose death counted against a room alone there
         self._waiting = WaitingList()
         self.stalls = Stalls(registry, stall_s, self.events)
         self.admission = AdmissionQueue(registry, self._waiting, max_queue, self.stalls)
@@ -386,20 +385,12 @@ class Dispatcher:
     ) -> None:
         """Reports a worker's loss to its rooms.
 
-        The death counts only against the room that is alone there, if any: on this worker, or on one that
-        dies with it.
+        The death counts only against the room that is alone there, if any.
         """
         self.health_probes.lost(worker.instance, now)
-        group = worker.hello.group
-        members = self.registry.groups_of([worker.instance]) if group else {worker.instance}
-        alone = [entry for entry in self._entries.values() if not members.isdisjoint(entry.room.alone_on)]
-        if group and is_dead:
-            self._explained &= {other.hello.group for other in self.registry} | {group}
-            if alone:
-                self._explained.add(group)
-            elif group in self._explained:
-                is_dead = False
-        for entry in self._rooms_of(worker):
+        entries = self._rooms_of(worker)
+        alone = [entry for entry in entries if worker.instance in entry.room.alone_on]
+        for entry in entries:
             lost = entry.room.worker_lost(
                 worker.instance,
                 now,
@@ -519,10 +510,9 @@ class Dispatcher:
         for entry in self._waiting:
             if entry.room.phase is not RoomPhase.QUEUED or entry.not_before > now:
                 continue
-            reserved: set[str] = set()
-            if self._on_probation:
-                reserved = reserved_workers(self._on_probation.values(), entry.room)
-                reserved = self.registry.groups_of(reserved)
+            reserved = (
+                reserved_workers(self._on_probation.values(), entry.room) if self._on_probation else set()
+            )
             doubtful = self.registry.doubtful(now)
             pair = sharing_pair(self.registry, entry, doubtful)
             pair = pair or self._placer.pair_for(entry, doubtful, reserved)
@@ -549,7 +539,7 @@ class Dispatcher:
             return True
         if not deaths.must_be_alone or waited >= timeouts.alone_s:
             return False
-        workers = [self.registry.get(instance) for instance in self.registry.groups_of(pair.instances)]
+        workers = [self.registry.get(instance) for instance in pair.instances]
         return any(worker is not None and worker.num_taken > 0 for worker in workers)
 
     def _place(self, entry: Entry, pair: Pair, now: float) -> None:

@@ -10,7 +10,7 @@ heartbeat, or after `UNREACHABLE_S` without a connection: the connection of a de
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -250,12 +250,6 @@ class Registry:
 
     def get(self, instance: str) -> Worker | None:
         return self._workers.get(instance)
-
-    def groups_of(self, instances: Iterable[str]) -> set[str]:
-        """`instances`, with all workers that end together with one of them."""
-        found = set(instances)
-        groups = {worker.hello.group for worker in self if worker.hello.group and worker.instance in found}
-        return found | {worker.instance for worker in self if groups and worker.hello.group in groups}
 
     def hello(self, identity: bytes, message: Hello, now: float) -> Welcome | Rejected:
         """Registers a worker, or notes its new connection."""

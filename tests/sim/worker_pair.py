@@ -1,6 +1,7 @@
 """Both workers of a hand-off in one process; the test plays network, link thread, router and clock."""
 
 import msgspec
+import torch
 from baton.cluster.errors import LocalProtocolError
 from baton.cluster.protocol.messages import (
     Cancel,
@@ -223,6 +224,8 @@ class Pair:
 
     def _poison(self, engine):
         """Free pages hold NaN: who reads one gets it, and who writes one is seen by the next turn."""
+        if engine.pool.kv.is_cuda:
+            torch.cuda.synchronize()  # steps run on a stream of their own
         planes = [engine.pool.kv] + ([] if engine.features is None else [engine.features.features])
         self._poison_free(engine.cache.allocator, planes)
         if engine.windows.is_on:

@@ -150,7 +150,7 @@ def test_a_chunk_stays_within_its_share_of_the_window_pages(chunk, pages, window
         assert lag * rows + window <= pages // 2 * page_size
 
 
-def test_a_page_has_the_layers_without_a_window_and_a_window_page_the_others():
+def test_pages_have_layers_without_and_window_pages_those_with_a_window():
     layout = WindowedLayout(whole=WHOLE, windows=(4, 0, 0, 4, 2))
     assert layout.places == ((True, 0), (False, 0), (False, 1), (True, 1), (True, 2))
     assert (layout.window, layout.num_full, layout.num_windowed) == (4, 2, 3)
