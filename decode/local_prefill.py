@@ -19,17 +19,26 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cluster.protocol.messages import PromptLogprobs
+from ..cluster.protocol.messages import PromptLogprobs, RoutedExperts
 from ..engine.batch.forward_batch import ForwardOutput
 from ..engine.kv.pool import PoolExhausted
 from ..engine.kv.prefix_cache import PrefixCache
 from ..engine.loader import Engine
 from ..engine.prompt_budget import alone_tokens
 from ..engine.request import Request
+from ..engine.runner.routed_experts import ExpertRows
 from ..engine.sampling.sampler import LaunchedSample, SampleOutput
 from ..engine.speculative.drafters.protocol import reads_features
 from ..engine.speculative.step.result import StepResult
-from ..worker.prompt_chunks import Chunk, batch_of, launch_first_tokens, score_prompts, scored_limit
+from ..worker.prompt_chunks import (
+    Chunk,
+    batch_of,
+    experts_of_prompts,
+    launch_first_tokens,
+    launched_experts,
+    score_prompts,
+    scored_limit,
+)
 from ..worker.prompt_pages import take_longer_prefix
 from .chunk_budget import ChunkBudget
 from .queues import DecodeRoom, DecodeState
@@ -44,12 +53,14 @@ Chunks = Sequence[Chunk[DecodeRoom]]
 class LaunchedPrompts:
     """A forward over parts of prompts that was launched and not read.
 
-    `firsts` chooses token 1 of the prompts that end in it. `started`: monotonic seconds.
+    `firsts` chooses token 1 of the prompts that end in it. `experts`: of all rows, if some prompt asks for
+    them. `started`: monotonic seconds.
     """
 
     chunks: Chunks
     output: ForwardOutput
     firsts: LaunchedSample | None
+    experts: ExpertRows | None
     started: float
 
 
@@ -73,7 +84,7 @@ class LocalPrefill:
     """Computes the rooms in state PREFILLING, at most `budget` prompt tokens per forward while streams run.
 
     With `slo_itl_s`, parts are smaller where a gap between two steps would exceed so many seconds (`pace`).
-    `clock` tells monotonic seconds; `send` takes prompt log probabilities for the router. If the engine
+    `clock` tells monotonic seconds; `send` takes what is told of prompts to the router. If the engine
     launches steps ahead, a forward is read one turn after its launch, so that the device always has work.
     """
 
@@ -83,7 +94,7 @@ class LocalPrefill:
         decoder: StepDecoder,
         budget: int,
         clock: Callable[[], float],
-        send: Callable[[PromptLogprobs], None],
+        send: Callable[[PromptLogprobs | RoutedExperts], None],
         instance: str,
         *,
         slo_itl_s: float = 0.0,
@@ -138,7 +149,9 @@ class LocalPrefill:
         for chunk in chunks:
             chunk.room.request.num_computed = chunk.end
             chunk.room.num_unread += 1
-        return LaunchedPrompts(chunks=chunks, output=output, firsts=firsts, started=started)
+        return LaunchedPrompts(
+            chunks=chunks, output=output, firsts=firsts, experts=launched_experts(output), started=started
+        )
 
     def _cut(self, rooms: Sequence[DecodeRoom], budget: int, most: int) -> list[Chunk[DecodeRoom]]:
         """The next parts of `rooms`, in order: `most` tokens of the first, others within `budget`."""
@@ -170,7 +183,11 @@ class LocalPrefill:
         chunks, output = launched.chunks, launched.output
         firsts = None if launched.firsts is None else launched.firsts.read()
         live = {chunk.room.key for chunk in chunks if chunk.room.state is DecodeState.PREFILLING}
-        for message in score_prompts(chunks, output.logits, self._instance):  # to the router before token 1
+        told: list[PromptLogprobs | RoutedExperts] = [
+            *score_prompts(chunks, output.logits, self._instance),
+            *experts_of_prompts(self.engine, chunks, launched.experts, self._instance),
+        ]
+        for message in told:  # to the router before token 1
             if (message.room, message.epoch) in live:
                 self._send(message)
         ended, result = self._take_firsts(chunks, firsts, output.path)
@@ -295,11 +312,11 @@ def _waits_for_prefix(room: DecodeRoom, older: Sequence[DecodeRoom], cache: Pref
     for the choices of one request.
     """
     request, size = room.request, cache.page_size
-    if not cache.enabled or request.sampling.prompt_logprobs >= 0:
+    if not cache.enabled:
         return False
     worth = max(size, (request.num_prompt - room.have) // 2)
     end = (room.have + worth + size - 1) // size * size
-    if end >= request.num_prompt:
+    if end > request.num_cacheable:
         return False
     head = request.prompt_ids[:end]
     return any(

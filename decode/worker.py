@@ -20,6 +20,7 @@ from enum import Enum
 from typing import ClassVar
 
 import msgspec
+from msgspec import UNSET
 
 from ..cluster.process.log import fields
 from ..cluster.protocol.messages import (
@@ -495,7 +496,8 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
 
     def _send_tokens(self, batch: list[DecodeRoom], result: StepResult) -> None:
         items = []
-        for room, tokens, logprobs in zip(batch, result.tokens, result.logprobs, strict=True):
+        experts = result.experts or [b""] * len(batch)
+        for room, tokens, logprobs, ids in zip(batch, result.tokens, result.logprobs, experts, strict=True):
             if tokens:
                 request = room.request
                 items.append(
@@ -505,6 +507,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
                         seq=room.sent,
                         ids=tokens,
                         logprobs=[TokenLogprob(logprob=p.logprob, top=p.top) for p in logprobs],
+                        experts=ids or UNSET,
                     )
                 )
                 room.sent += len(tokens)

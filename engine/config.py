@@ -25,8 +25,9 @@ class EngineConfig(GivenSizes):
     `deterministic`: the bits of a target's row do not depend on the rows computed beside it. `quantize`: the
     form to which matrices in floats are rounded as they are loaded, or "none". `kv_dtype`: that of stored
     keys and values. `window_kv`: whether the KV behind the windows of windowed layers is given up ("free"),
-    "keep"s its pages, or "auto". `count_experts`: rows are counted by the experts that
-    computed them. `tp`: the number of ranks of a tensor-parallel worker.
+    "keep"s its pages, or "auto". `count_experts`: rows are counted by the experts that computed them.
+    `return_routed_experts`: the experts of rows are kept for requests that ask. `tp`: the number of ranks of
+    a tensor-parallel worker.
     """
 
     model: str
@@ -52,6 +53,7 @@ class EngineConfig(GivenSizes):
     feature_layers: str = ""
     aggregated: bool = False
     count_experts: bool = False
+    return_routed_experts: bool = False
     tp: int = 1
 
     def __post_init__(self) -> None:

@@ -52,6 +52,7 @@ from .request_windows import MAX_MARGIN, RequestWindows
 from .runner.expert_counts import ExpertCounts, count_experts
 from .runner.lifecycle import Lifecycle, Phase
 from .runner.model_runner import ModelRunner, configure_aux_capture
+from .runner.routed_experts import ExpertShape, RoutedExperts, keep_experts
 from .sampling.sampler import Sampler
 from .speculative.adaptive import KNEE_ROWS, StepCosts, StepPolicy
 from .speculative.drafters.live_head import LiveHead
@@ -80,7 +81,7 @@ from .weights_hash import WeightsHash, model_fingerprint
 logger = logging.getLogger(__name__)
 
 WHOLE_PROMPT_TOKENS = 2048  # largest prefill graph where prompts are not cut into chunks
-COUNTED_ROWS = 1 << 16  # most rows of a forward whose experts are counted; more with a longer context
+COUNTED_ROWS = 1 << 16  # most rows of a forward whose experts are counted or kept; more with a longer context
 DETERMINISTIC = " deterministic"  # of the fingerprint of a deterministic engine
 
 
@@ -202,6 +203,12 @@ class Engine:
         return {} if self.graphs is None else self.graphs.counters()
 
     @property
+    def expert_shape(self) -> ExpertShape | None:
+        """The experts that are kept for requests that ask; None if none are."""
+        routed = self.runner.routed_experts
+        return None if routed is None else routed.shape
+
+    @property
     def watch_counters(self) -> dict[str, float]:
         """Compilations, captures and device allocations since the engine is ready; empty before."""
         return {} if self.watch is None else self.watch.counters
@@ -258,6 +265,7 @@ class EngineLoader:
         self._draft: DraftModel | None = None
         self._feature_ids: tuple[int, ...] = ()
         self._expert_counts: ExpertCounts | None = None
+        self._routed_experts: RoutedExperts | None = None
         # the folder and the name of what earlier starts have found out
         self._kept: tuple[Path | None, str] = None, ""
 
@@ -335,6 +343,8 @@ class EngineLoader:
         if self.config.count_experts:
             rows, layers = max(COUNTED_ROWS, self._max_context), getattr(self._model, "layers", ())
             self._expert_counts = count_experts(layers, rows, self.lifecycle.phase)
+        if self.config.return_routed_experts:
+            self._routed_experts = keep_experts(self._model, COUNTED_ROWS, self.lifecycle.phase)
         self._feature_ids = ids
         self.lifecycle.advance(Phase.AUX_CONFIGURED)
 
@@ -422,7 +432,7 @@ class EngineLoader:
         runner = ModelRunner(
             self._model, pool, max_context=self._max_context, is_invariant=config.deterministic
         )
-        runner.expert_counts = self._expert_counts
+        runner.expert_counts, runner.routed_experts = self._expert_counts, self._routed_experts
         self._engine = Engine(
             path=self._path,
             fingerprint=self._fingerprint,

@@ -49,6 +49,17 @@ class Request:
         return len(self.prompt_ids)
 
     @property
+    def num_cacheable(self) -> int:
+        """Its first prompt tokens that need no row where the prompt is computed, if they are cached there.
+
+        The last one's logits are needed, and all rows of which the request asks for something else.
+        """
+        sampling, last = self.sampling, len(self.prompt_ids) - 1
+        if sampling.prompt_logprobs >= 0:
+            return 0
+        return last if sampling.routed_experts < 0 else min(last, sampling.routed_experts)
+
+    @property
     def num_output(self) -> int:
         """Output tokens of this attempt."""
         return len(self.output_ids)

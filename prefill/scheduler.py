@@ -93,8 +93,8 @@ class PrefillScheduler:
                 if self.cache.num_available < kept_pages + need:
                     break
                 room.is_looked_up = True
-                cached = self.cache.match(request.prompt_ids, request.num_prompt - 1, request.salt)
-                is_wanted = request.sampling.prompt_logprobs < 0 and is_stored(request, cached)
+                cached = self.cache.match(request.prompt_ids, request.num_cacheable, request.salt)
+                is_wanted = request.num_cacheable > 0 and is_stored(request, cached)
                 self.cache.allocator.release(cached)
                 if is_wanted and self._take(room):
                     taken.append(room)

@@ -24,6 +24,7 @@ from ..cluster.protocol.messages import (
     Prefill,
     PrefillTimeline,
     PromptLogprobs,
+    RoutedExperts,
     TokenLogprob,
     WorkerStats,
 )
@@ -34,12 +35,20 @@ from ..engine.kv.tiers.running_tiers import RunningTiers
 from ..engine.kv.window_pool import WindowedPool
 from ..engine.loader import Engine
 from ..engine.request import Request
+from ..engine.runner.routed_experts import ExpertRows
 from ..engine.sampling.params import SamplingParams
 from ..engine.sampling.sampler import LaunchedSample, SampleOutput
 from ..kvtransfer.transport import Dropped, Offer, Released
 from ..worker.commands import Advance, DropDone, LinkEvent, Underway
 from ..worker.link import WorkerLink
-from ..worker.prompt_chunks import Chunk, batch_of, launch_first_tokens, score_prompts
+from ..worker.prompt_chunks import (
+    Chunk,
+    batch_of,
+    experts_of_prompts,
+    launch_first_tokens,
+    launched_experts,
+    score_prompts,
+)
 from ..worker.prompt_embeds import EmbedsInbox
 from ..worker.prompt_pages import begin_restore, take_restored
 from ..worker.refusal import Refusal, refuse_for_now, refuse_forever
@@ -62,12 +71,13 @@ class Launched:
     """A forward that the device may still compute.
 
     `firsts` chooses token 1 of each prompt that ends in it; reading it waits for the forward. `scores`: the
-    log probabilities of prompts that ask for them.
+    log probabilities of prompts that ask for them. `experts`: of all rows, if some prompt asks for them.
     """
 
     chunks: Chunks
     firsts: LaunchedSample
     scores: list[PromptLogprobs]
+    experts: ExpertRows | None
 
 
 class PrefillWorker(RoleWorker[PrefillRoom]):
@@ -257,7 +267,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 self._restore(room)
 
         def is_stored(request: Request, cached: Sequence[int]) -> bool:
-            limit = request.num_prompt - 1
+            limit = request.num_cacheable
             return tiers.knows(request.prompt_ids, limit, request.salt, cached, len(cached))
 
         for room in self.scheduler.take_early(is_stored):
@@ -318,13 +328,17 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             chunk.room.request.num_computed = chunk.end
             self._retire(chunk)
         scores = list(score_prompts(chunks, output.logits, self.instance))
-        return Launched(chunks=chunks, firsts=firsts, scores=scores)
+        return Launched(chunks=chunks, firsts=firsts, scores=scores, experts=launched_experts(output))
 
     def _land(self, launched: Launched) -> None:
         """Publish a forward once the device has computed it. Rooms that ended meanwhile get nothing."""
         firsts = launched.firsts.read()  # before any message: the link thread must not wait for a forward
         running = {room.key for room in self.queues.of(PrefillState.RUNNING)}
-        for message in launched.scores:  # the router gets them before token 1
+        told: list[PromptLogprobs | RoutedExperts] = [
+            *launched.scores,
+            *experts_of_prompts(self.engine, launched.chunks, launched.experts, self.instance),
+        ]
+        for message in told:  # the router gets them before token 1
             if (message.room, message.epoch) in running:
                 self._send(message)
         self._publish(launched.chunks, firsts)

@@ -9,13 +9,22 @@ import torch
 
 from ..cluster.net.transport_names import ZMQ_BLOCKS
 from ..cluster.protocol.kv_messages import block_bytes_of
-from ..cluster.protocol.messages import PROTOCOL_MAJOR, YOUNG_FIELDS, Choice, DraftWidths, Hello, Layout
+from ..cluster.protocol.messages import (
+    PROTOCOL_MAJOR,
+    YOUNG_FIELDS,
+    Choice,
+    DraftWidths,
+    Hello,
+    Layout,
+    RoutedShape,
+)
 from ..cluster.telemetry.worker_metrics import WorkerFacts
 from ..engine.auto_sizes import EngineSizes
 from ..engine.kv.layouts import MHALayout, PageLayout
 from ..engine.kv.pool import FeaturePlane, KVPool
 from ..engine.kv.window_layout import WindowedLayout
 from ..engine.kv.window_pool import WindowedPool
+from ..engine.runner.routed_experts import ExpertShape
 from ..kvtransfer.protocol.fingerprint import pair_fingerprint
 from ..kvtransfer.transport import Planes
 from .prompt_embeds import OFF, EmbedsInbox
@@ -139,10 +148,14 @@ def hello_of(
     draft_widths: DraftWidths | None = None,
     chosen: Mapping[str, Choice] = NOTHING_CHOSEN,
     embeds: EmbedsInbox | None = None,
+    experts: ExpertShape | None = None,
     metrics_port: int = 0,
 ) -> Hello:
-    """The worker's registration with a router. `max_context` in tokens; `embeds`: None takes none."""
+    """The worker's registration with a router. `max_context` in tokens; `embeds`: None takes none; `experts`:
+    those that it returns for requests that ask.
+    """
     takes_embeds = embeds is not None and not embeds.fault
+    left_out = {"embeds": not takes_embeds, "routed_experts": experts is None}
     return Hello(
         role=role,
         instance=instance,
@@ -158,7 +171,8 @@ def hello_of(
         max_context=max_context,
         max_running=max_running,
         spec_tokens=spec_tokens,
-        takes=tuple(name for name in YOUNG_FIELDS if name != "embeds" or takes_embeds),
+        takes=tuple(name for name in YOUNG_FIELDS if not left_out.get(name)),
+        experts=None if experts is None else routed_shape_of(experts),
         embeds_width=embeds.width if embeds is not None and takes_embeds else 0,
         embeds_fault=OFF if embeds is None else embeds.fault,
         takes_batches=True,
@@ -177,6 +191,13 @@ def hello_of(
         transport=",".join(transports),
         chosen=dict(chosen),
         metrics_port=metrics_port,
+    )
+
+
+def routed_shape_of(shape: ExpertShape) -> RoutedShape:
+    """As a message has it."""
+    return RoutedShape(
+        layers=shape.layers, num_layers=shape.num_layers, top_k=shape.top_k, id_bytes=shape.id_bytes
     )
 
 

@@ -21,13 +21,12 @@ def take_pages(
 ) -> int:
     """Give `request` its `num_pages` pages. Returns the number of prompt tokens in cached pages.
 
-    The last prompt token is never taken from the cache, since its logits are needed. A prompt computed here
-    with log probabilities takes nothing from the cache. Of the first `num_windowed` pages (None: of all), it
+    A prompt that is computed here takes `Request.num_cacheable` tokens from the cache at most, others all but
+    the last one. Of the first `num_windowed` pages (None: of all), it
     gets the window pages of its tail. Raises PoolExhausted; the request then holds nothing.
     """
-    is_scored = is_computed and request.sampling.prompt_logprobs >= 0  # every row must be computed
     held_from = windows.held_of_hit(request.num_prompt, is_computed=is_computed)
-    limit = 0 if is_scored else request.num_prompt - 1
+    limit = request.num_cacheable if is_computed else request.num_prompt - 1
     held = cache.match(request.prompt_ids, limit, request.salt, held_from)
     request.pages, request.windows = held, list(range(held_from(len(held)), len(held)))
     try:
@@ -76,10 +75,10 @@ def take_longer_prefix(cache: PrefixCache, windows: RequestWindows, request: Req
 
     No later row of `request` may be computed yet. Returns the number of prompt tokens in cached pages.
     """
-    if request.sampling.prompt_logprobs >= 0:  # every row must be computed
+    if request.num_cacheable <= have:
         return have
     held_from = windows.held_of_hit(request.num_prompt, is_computed=True)
-    held = cache.match(request.prompt_ids, request.num_prompt - 1, request.salt, held_from)
+    held = cache.match(request.prompt_ids, request.num_cacheable, request.salt, held_from)
     tokens, first = len(held) * cache.page_size, held_from(len(held))
     if tokens <= have:
         windows.drop_hit(held[first:])
@@ -96,12 +95,13 @@ def begin_restore(
 ) -> Restore | None:
     """Start to restore the prompt of `request` behind its first `have` tokens, which are in cached pages.
 
-    None: no tier has more. `is_computed`: the prompt is computed here; with log probabilities every row is.
+    None: no tier has more. `is_computed`: the prompt is computed here, and takes the beginning that it may.
     """
-    if tiers is None or (is_computed and request.sampling.prompt_logprobs >= 0):
+    limit = request.num_cacheable if is_computed else request.num_prompt - 1
+    if tiers is None or limit <= have:
         return None
     first = have // tiers.tiers.cache.page_size
-    return tiers.begin(request.prompt_ids, request.num_prompt - 1, request.salt, request.pages, first)
+    return tiers.begin(request.prompt_ids, limit, request.salt, request.pages, first)
 
 
 def take_restored(

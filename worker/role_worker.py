@@ -236,6 +236,9 @@ class RoleWorker(ABC, Generic[R]):
         embeds: torch.Tensor | None = None
         if order.embeds is not None and sampling.prompt_logprobs >= 0:
             return Refusal(reason="prompt embeddings have no log probabilities", retry_after_ms=0)
+        if sampling.routed_experts >= 0 and self.engine.expert_shape is None:
+            text = "this worker keeps no experts of tokens: start it with --return-routed-experts"
+            return Refusal(reason=text, retry_after_ms=0)
         if order.embeds is not None and needs_embeds:
             held = sum(room.request.embeds.nbytes for room in self.queues if room.request.embeds is not None)
             taken = self.embeds.take(order, held)

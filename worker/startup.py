@@ -289,6 +289,7 @@ class WorkerStartup(ABC, Generic[C, R]):
             transports=self.transports,
             chosen=chosen_of(self.engine.sizes),
             embeds=self.embeds,
+            experts=self.engine.expert_shape,
             metrics_port=self.config.metrics_port,
         )
 

@@ -231,6 +231,13 @@ class EngineSettings(RoleConfig):
             help="KV pages in the pool; 0: as many as --kv-memory-mb holds", minimum=0, maximum=2**31 - 1
         ),
     )
+    return_routed_experts: bool = setting(
+        False,
+        Setting(
+            help="keeps the experts that each token of a mixture-of-experts model takes, for requests with "
+            "return_routed_experts; takes a launch a layer and forward"
+        ),
+    )
     window_kv: str = setting(
         AUTO,
         Setting(

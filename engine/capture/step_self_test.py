@@ -186,7 +186,8 @@ class StepSelfTest:
         if not torch.equal(eager[:, :width], graphed[:, :width]):
             return f"{int((eager != graphed)[:, :width].any(dim=1).sum())} of {len(eager)} reports"
         tolerance = TOLERANCES[self._step.runner.pool.row_dtype]
-        if not relative_error(*(logprobs_in(x[:, width:], kind) for x in reports)) <= tolerance:
+        packed = (x[:, width : kind.report_width] for x in reports)
+        if not relative_error(*(logprobs_in(x, kind) for x in packed)) <= tolerance:
             return "log probabilities"
         errors = [relative_error(*pair) for pair in zip(eager_kv, graphed_kv, strict=True)]
         return ", ".join(f"KV {i} by {error:.2g}" for i, error in enumerate(errors) if not error <= tolerance)

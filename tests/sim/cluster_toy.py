@@ -166,6 +166,7 @@ class ToyRunner:
     def __init__(self, memory, is_late=False):
         self.memory = memory
         self.is_late = is_late
+        self.routed_experts = None
         self._waiting = deque()  # (output, the forward that fills its logits)
 
     def forward(self, batch):

@@ -284,7 +284,7 @@ class AsyncDecoder:
         ]
         most_left = max((request.num_remaining for request, _, is_warm, _ in found if is_warm), default=1)
         useful_rows = min(shape.num_path, most_left)
-        tokens, accept_lens, is_bad, logprobs = [], [], [], []
+        tokens, accept_lens, is_bad, logprobs, experts = [], [], [], [], []
         for request, row, is_warm, packed in found:
             accepted, good, seen = (row[width + column] for column in (ACCEPTED, GOOD, SEEN))
             assert accepted or not request.num_remaining, (
@@ -297,6 +297,7 @@ class AsyncDecoder:
             is_bad.append(good < accepted and good <= seen)
             tokens.append(self._commit_one(request, row[: min(accepted, good, seen)], is_warm))
             logprobs.append(_logprobs_of(request, packed, len(tokens[-1]), flight.kind))
+            experts.append(self._experts_of(request, packed, len(tokens[-1]), width))
         self._tell_policy(flight, useful_rows, [(row, is_warm) for _, row, is_warm, _ in found])
         offered = num_offered(shape, useful_rows)
         return StepResult(
@@ -306,7 +307,18 @@ class AsyncDecoder:
             drafted=[min(offered, row[width + PROPOSED]) if is_warm else 0 for _, row, is_warm, _ in found],
             is_bad=is_bad,
             path=flight.report.path,
+            experts=experts,
         )
+
+    def _experts_of(
+        self, request: Request, packed: npt.NDArray[np.int64], count: int, num_path: int
+    ) -> bytes:
+        """Of the first `count` rows of a report's row, where the request asks for them."""
+        routed, words = self.steps.step.runner.routed_experts, self.steps.step.expert_words
+        if routed is None or request.sampling.routed_experts < 0 or not count:
+            return b""
+        rows = packed[len(packed) - num_path * words :].reshape(num_path, words)[:count]
+        return rows.view(np.uint8)[:, : routed.shape.row_bytes].tobytes()
 
     # --- the batch -------------------------------------------------------------------------------------
 

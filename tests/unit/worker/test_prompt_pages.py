@@ -1,5 +1,6 @@
 """Pages of a prompt that waited: a longer cached prefix replaces its own first pages, and none is lost."""
 
+import pytest
 from baton.engine.kv.pool import PageAllocator
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.request import Request
@@ -59,3 +60,11 @@ def test_a_scored_prompt_computes_every_row():
     cache.insert(PROMPT, older.pages)
     own = list(scored.pages)
     assert (take_longer_prefix(cache, off(cache), scored, 0), scored.pages) == (0, own)
+
+
+@pytest.mark.parametrize(("first", "have"), [(0, 0), (5, 4), (8, 8), (99, 12)])
+def test_a_prompt_computes_the_rows_whose_experts_are_wanted(first, have):
+    cache = PrefixCache(PageAllocator(12), PAGE)
+    older, asking = waiting(cache), waiting(cache, routed_experts=first)
+    cache.insert(PROMPT, older.pages)
+    assert take_longer_prefix(cache, off(cache), asking, 0) == have
