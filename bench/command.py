@@ -17,6 +17,10 @@ BENCHES = {
         ".bench.engine.bench",
         "decode, EAGLE3 and prefill steps of one engine, beside what the device could do",
     ),
+    "load": (
+        ".bench.engine.load",
+        "weights read by the loader, beside plain reads of the same files, and the memory that it takes",
+    ),
     "router": (
         ".bench.router.bench",
         "requests and streams through the router, with workers that answer at once, beside proxies",

@@ -2,8 +2,8 @@
 Pure.
 
 A gap is the time from the tokens of one step to those of the next. It is fitted as a line over the prompt
-tokens that were computed in it. A margin above the line follows dear gaps, so that the tail of the gaps stays
-within the bound and not only their mean.
+tokens that were computed in it. A margin above the line grows with gaps that were longer than the line says,
+so that the bound holds for the longest gaps, and not only for their mean.
 """
 
 from collections import deque

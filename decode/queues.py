@@ -6,7 +6,7 @@ from enum import Enum
 
 import torch
 
-from ..cluster.protocol.messages import DecodeTimeline, PrefillTimeline, Reserve
+from ..cluster.protocol.messages import DecodeTimeline, OfferPrefix, PrefillTimeline, Reserve
 from ..worker.room import WorkerRoom
 from ..worker.room_table import RoomTable
 
@@ -54,6 +54,7 @@ class DecodeRoom(WorkerRoom):
     is_local: bool = False  # the prompt is computed here, or shared
     leader: tuple[str, int] | None = None  # the key of the room whose prompt pages it shares
     order: Reserve | None = None  # to be pulled, once its prefix is restored
+    offer: OfferPrefix | None = None  # of its prefix to prefill, once that is restored
     head_number: int = 0  # of the drafter's weights at its start, see `HeadSwap`
     may_record: bool = False  # its tokens may be recorded for training
     claim: OutputClaim = HOLD_ALL

@@ -3,13 +3,14 @@
 import zmq
 
 from ..cluster.config.groups import WHOLE
-from ..cluster.config.roles import DecodeConfig
+from ..cluster.config.roles import DecodeConfig, offers_prefixes
 from ..cluster.net.sockets import Socket
 from ..cluster.process.process import EXIT_AGAIN, EXIT_OK, Serve
 from ..cluster.protocol.messages import DraftWidths, Hello
 from ..engine.loader import Engine
 from ..kvtransfer.transport import PollableTransport
-from ..worker.hand_off import receiver_end
+from ..kvtransfer.transports.two_way import TwoWayTransport
+from ..worker.hand_off import advertised_endpoint, prefix_end, receiver_end
 from ..worker.recorder import SampleRecorder
 from ..worker.spans import SpansOf
 from ..worker.startup import WorkerStartup
@@ -24,6 +25,7 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
 
     has_drafter = True
     recorder: SampleRecorder | None = None
+    prefix_endpoint = ""  # where prefill workers pull prefixes; "": it offers none
 
     def prepare_process(self) -> None:
         """As for every worker; also opens the directory of samples, so that a wrong one ends the start."""
@@ -61,7 +63,17 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
 
     def open_transport(self, context: zmq.Context[Socket]) -> PollableTransport:
         """The receiver; connects to the prefill worker of each room."""
-        return receiver_end(self.config, self.end_facts(), context)
+        facts = self.end_facts()
+        receiver = receiver_end(self.config, facts, context)
+        if not offers_prefixes(self.config) or self.engine.windows.is_on:
+            return receiver
+        try:
+            sender = prefix_end(self.config, facts, context)
+        except Exception:
+            receiver.close()
+            raise
+        self.prefix_endpoint = advertised_endpoint(self.config.prefix_advertise, sender.endpoint)
+        return TwoWayTransport(sender=sender, receiver=receiver, main=receiver)
 
     def make_hello(self) -> Hello:
         """The registration with a router."""
@@ -74,6 +86,7 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
             shares_prompts=True,
             spec_tokens=self.engine.shape.spare_slots,
             draft_widths=draft_widths_of(self.engine),
+            prefix_endpoint=self.prefix_endpoint,
         )
 
     @property
@@ -93,6 +106,7 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
             grows=self.grows,
             embeds=self.embeds,
             recorder=self.recorder,
+            offers_prefixes=bool(self.prefix_endpoint),
         )
 
     @property

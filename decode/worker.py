@@ -4,6 +4,7 @@
                      room at once
    restore           a prefix that a lower tier of the cache has comes back into the room's pages
 2. pull              blocks land in the room's own pages; a prefix that is cached here is not pulled
+   offer             prefill may pull the prefix that is cached here, instead of computing it
    local prefill     without a prefill worker, decode computes the prompt itself between steps of the batch
    sharing           a further choice of a request shares the prompt's pages of the first one
 3. draft prefill     runs over the aux features as they land, within a budget of rows per step
@@ -26,6 +27,7 @@ from ..cluster.process.log import fields
 from ..cluster.protocol.messages import (
     DecodeTimeline,
     Finished,
+    OfferPrefix,
     Reserve,
     Reserved,
     SwapDraft,
@@ -37,9 +39,10 @@ from ..cluster.protocol.messages import (
 from ..cluster.telemetry.trace_context import carried_by
 from ..engine.kv.tiers.running_tiers import RunningTiers
 from ..engine.loader import Engine
+from ..engine.parallel.lockstep import RanksLeft
 from ..engine.speculative.drafters.protocol import reads_features
 from ..engine.speculative.step.result import StepResult
-from ..kvtransfer.transport import Complete, Landed, Lost
+from ..kvtransfer.transport import Complete, Dropped, Landed, Lost, Released
 from ..worker.commands import DropDone, LinkEvent
 from ..worker.link import WorkerLink
 from ..worker.prompt_embeds import EmbedsInbox
@@ -56,6 +59,7 @@ from .in_flight import StepsInFlight
 from .local_prefill import LocalPrefill, keep_pages
 from .page_growth import PageGrowth
 from .page_sharing import NO_PROMPT, UNSHARED, PageSharing
+from .prefix_offers import PrefixOffers
 from .queues import DecodeQueues, DecodeRoom, DecodeState, OutputClaim
 from .step_decoder import StepDecoder
 from .step_metrics import StepMetrics
@@ -94,6 +98,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         clock: Callable[[], float] = time.monotonic,
         embeds: EmbedsInbox | None = None,
         recorder: SampleRecorder | None = None,
+        offers_prefixes: bool = False,
     ) -> None:
         queues, self._metrics = DecodeQueues(max_running), StepMetrics()
         super().__init__(
@@ -106,6 +111,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             embeds=embeds,
         )
         self.decoder: StepDecoder = decoder or engine.decoder()
+        self.offers = PrefixOffers(engine, queues, link.post, self._metrics.counters, is_on=offers_prefixes)
         self.local = LocalPrefill(
             engine, self.decoder, local_prefill_tokens, clock, link.post, instance, slo_itl_s=slo_itl_s
         )
@@ -124,8 +130,19 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
     def step(self) -> bool:
         """Runs draft prefill of landed features, a part of local prompts, and one step of the batch.
 
-        Returns False if no room has work.
+        Ranks that share experts run each of these forwards together, so one without work joins those of the
+        others. Returns False if no room has work, here or there.
         """
+        rounds = self.engine.rounds
+        if rounds is None:
+            return self._work()
+        try:
+            did_work = self._work()
+            return rounds.finish() or did_work
+        except RanksLeft:  # the worker leaves: what is left here is handed back
+            return False
+
+    def _work(self) -> bool:
         if self.head_swap is not None:
             self.head_swap.turn()
         if self.tiers is not None:
@@ -170,6 +187,15 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
                 found = self.queues.get(room, epoch)
                 if found is not None and found.state is DecodeState.CLOSING:
                     self._close(found)
+                self.offers.ended(room)
+            case OfferPrefix():
+                self.reach("decode:offer")
+                if event.instance == self.instance:
+                    self.offers.take(event, is_draining=self.is_draining)
+            case Released(room=room):
+                self.offers.ended(room)
+            case Dropped(room=room):
+                self.offers.ended(room, is_dropped=True)
             case _:
                 super().handle(event, now)
 
@@ -254,6 +280,9 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         if room.order is not None:
             self._send(self.admission.pull_request(room, room.order))
             room.order = None
+        if room.offer is not None:
+            self.offers.offer_of(room, room.offer)
+            room.offer = None
 
     def _turn_tiers(self, tiers: RunningTiers) -> None:
         """Takes in the prefixes that were restored."""
@@ -278,6 +307,8 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         self.engine.cache.clear()
         if self.tiers is not None:
             self.tiers.rebase(tier_fingerprint(self.engine))
+        elif self.news is not None:
+            self.news.journal.keys.rebase(tier_fingerprint(self.engine))
 
     def _on_landed(self, room_id: str, epoch: int, tokens: int) -> None:
         room = self.queues.get(room_id, epoch)
@@ -461,7 +492,10 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         if rooms:
             self.reach("decode:chunk")
         before = [(room.request.num_computed, room.have) for room in rooms]
-        has_streams = bool(self.queues.count(DecodeState.RUNNING))
+        rounds = self.engine.rounds
+        has_streams = bool(self.queues.count(DecodeState.RUNNING)) or (
+            rounds is not None and rounds.has_streams
+        )
         read = self.local.turn(rooms, has_streams=has_streams)
         for room, (computed, have) in zip(rooms, before, strict=True):
             found = room.have - have  # in the prefix cache, since the room was admitted

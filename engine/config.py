@@ -27,7 +27,9 @@ class EngineConfig(GivenSizes):
     keys and values. `window_kv`: whether the KV behind the windows of windowed layers is given up ("free"),
     "keep"s its pages, or "auto". `count_experts`: rows are counted by the experts that computed them.
     `return_routed_experts`: the experts of rows are kept for requests that ask. `tp`: the number of ranks of
-    a tensor-parallel worker.
+    a tensor-parallel worker. `dp_attention`: the number of ranks that share the experts and have requests and
+    attention of their own, with a `tp` of 1 or the same number; 1: no such ranks. `ep`: experts are dealt
+    whole to ranks, otherwise cut by their widths.
     """
 
     model: str
@@ -55,6 +57,8 @@ class EngineConfig(GivenSizes):
     count_experts: bool = False
     return_routed_experts: bool = False
     tp: int = 1
+    dp_attention: int = 1
+    ep: bool = False
 
     def __post_init__(self) -> None:
         if self.graphs not in ("auto", "on", "off"):
@@ -66,6 +70,11 @@ class EngineConfig(GivenSizes):
     def extra_feature_ids(self) -> tuple[int, ...]:
         """The ids in `feature_layers`. The role's config has checked their form."""
         return tuple(int(layer) for layer in self.feature_layers.split(",")) if self.feature_layers else ()
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the worker."""
+        return max(self.tp, self.dp_attention)
 
     @property
     def has_draft(self) -> bool:

@@ -5,6 +5,10 @@ of one output does not depend on the other outputs, nor on the size of the instr
 and on the CPUs tried. No standard demands it.
 """
 
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeAlias
+
 import torch
 
 from ..kernels.fp8_scales import fill_normal
@@ -13,8 +17,11 @@ from ..kernels.row_ops import RowOps
 from .errors import CheckpointError
 from .kv.layouts import MHALayout
 from .kv.pool import KVPool
-from .models.interface import CausalLM
+from .models.interface import CausalLM, StoredForms
+from .models.quant.fp8_projection import Fp8Projection
+from .models.quant.int4_projection import Int4Projection
 
+Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # of rows [T, H]
 NUM_ROWS = 300
 # Around the borders of tiles: a decode step alone, small batches, verify steps, prefill chunks.
 COUNTS = (1, 4, 16, 17, 40, 100)
@@ -35,24 +42,48 @@ def check_invariance(model: CausalLM, ops: RowOps) -> None:
             "--deterministic off or another model"
         )
     generator = torch.Generator(model.device).manual_seed(0)
-    seen: set[tuple[object, ...]] = set()
-    for name, weight in model.tensors():
-        is_logits = weight is model.lm_head
-        key = (*weight.shape, is_logits)
-        if weight.dim() != 2 or key in seen or (weight is model.embed_tokens and not is_logits):
-            continue
-        seen.add(key)
-        rows = torch.randn(NUM_ROWS, weight.shape[1], device=model.device, generator=generator)
-        if not _is_product_invariant(rows.to(model.dtype), weight, ops, is_logits=is_logits):
-            raise _refusal(model, f"a row of {name} {list(weight.shape)}")
+    for name, in_size, product in _products(model, ops):
+        rows = torch.randn(NUM_ROWS, in_size, device=model.device, generator=generator)
+        if not _is_product_invariant(rows.to(model.dtype), product):
+            raise _refusal(model, f"a row of {name}")
     if not _is_attention_invariant(model, generator):
         raise _refusal(model, "a row of attention")
 
 
-def _is_product_invariant(rows: torch.Tensor, weight: torch.Tensor, ops: RowOps, *, is_logits: bool) -> bool:
-    def product(some: torch.Tensor) -> torch.Tensor:
-        return ops.logits(some, weight) if is_logits else ops.linear(some, weight, None)
+def _products(model: CausalLM, ops: RowOps) -> Iterator[tuple[str, int, Product]]:
+    """(name, inputs, product) of the model's products of each shape, and of its MLPs of each kind."""
+    seen: set[tuple[object, ...]] = set()
+    for name, weight in model.tensors():
+        is_logits = weight is model.lm_head
+        key = (*weight.shape, is_logits)
+        is_matrix = weight.dim() == 2 and weight.dtype == model.dtype and name.endswith(".weight")
+        if not is_matrix or key in seen or (weight is model.embed_tokens and not is_logits):
+            continue
+        seen.add(key)
+        product = partial(_logits if is_logits else _linear, ops, weight)
+        yield f"{name} {list(weight.shape)}", weight.shape[1], product
+    for name, stored in model.projections.made if isinstance(model, StoredForms) else ():
+        if isinstance(stored, Fp8Projection | Int4Projection):
+            key = (type(stored), *stored.weight.shape)
+            if key not in seen:
+                yield f"{name} {list(stored.weight.shape)}", stored.in_size, stored
+            seen.add(key)
+    for number, layer in enumerate(getattr(model, "layers", ())):
+        key = (type(layer.mlp),)
+        if key not in seen:
+            yield f"the MLP of layer {number}", model.config.hidden_size, layer.mlp
+        seen.add(key)
 
+
+def _linear(ops: RowOps, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return ops.linear(rows, weight, None)
+
+
+def _logits(ops: RowOps, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return ops.logits(rows, weight)
+
+
+def _is_product_invariant(rows: torch.Tensor, product: Product) -> bool:
     whole = product(rows)
     same = [torch.equal(product(rows[:count]), whole[:count]) for count in COUNTS]
     return all(same) and torch.equal(product(rows.flip(0)), whole.flip(0))

@@ -50,7 +50,7 @@ class LatentRowPlan(RowPlan):
         kv, layout = self.pool.kv, self._layout
         recorded_store_latent(kv, layer, self.rows, k)
         absorbed = absorb(q, v, layout.rope_size)
-        grouped = absorbed.view(self.page_table.shape[0], -1, *absorbed.shape[1:])
+        grouped = self._by_request(absorbed)
         found = recorded_latent_verify(
             grouped, kv, layer, self.page_table, self.kv_lens, layout.scale, layout.rank, self.tree_mask
         )

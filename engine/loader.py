@@ -44,8 +44,10 @@ from .models.interface import CausalLM
 from .models.registry import load_model_config
 from .models.weights import load_model, needless_tensors, weight_bytes
 from .parallel.group import SOLO, TensorGroup, join_group
+from .parallel.lockstep import Exchange, Rounds
 from .parallel.peer_sum import peer_sum
 from .parallel.plans import CopyPagePlan, Tell, WindowPlan
+from .parallel.sharing import ALONE, Sharing, attention_parallel, tensor_parallel
 from .parallel.vocabulary import table_of
 from .prompt_budget import WHOLE_PROMPT_ROWS, alone_tokens
 from .request_windows import MAX_MARGIN, RequestWindows
@@ -122,10 +124,25 @@ class Engine:
     head: LiveHead | None = None  # weights of the drafter that others may replace; None without any
     watch: ReadyWatch | None = None  # from the start of serving
     expert_counts: ExpertCounts | None = None  # rows by the experts that computed them, if they are counted
-    group: TensorGroup = SOLO
+    sharing: Sharing = ALONE
+    rounds: Rounds | None = None  # of forwards that ranks with requests of their own run together
     tell: Tell | None = (
         None  # tells the other ranks what this one does; None with one rank, or as another rank
     )
+
+    @property
+    def group(self) -> TensorGroup:
+        """The ranks that run every step together, with the same requests."""
+        return self.sharing.tensor
+
+    def begin_rounds(self, exchange: Exchange) -> None:
+        """From now on each forward is one of all ranks that share the experts, over `exchange`."""
+        assert self.sharing.lockstep is not None, self.sharing
+        self.rounds = self.runner.rounds = Rounds(exchange, self.sharing.lockstep)
+        self.rounds.idle_prompts = self.runner.run_idle
+        if self.steps is not None:
+            self.steps.rounds = self.rounds
+            self.rounds.idle_step = self.steps.run_idle
 
     def begin_watch(self) -> None:
         """Counts, from now on, what should have happened before the worker was ready."""
@@ -242,7 +259,7 @@ class EngineLoader:
     graphs, they are captured on `backend`, by default that of the device. From "allocate pools" on, `config`
     holds the chosen sizes.
 
-    All ranks of a tensor-parallel worker go through the phases together, each with its place in `group`.
+    All ranks of a worker go through the phases together, each with its place in `group`.
     """
 
     def __init__(
@@ -257,7 +274,9 @@ class EngineLoader:
         self._given = GivenSizes.of(config)
         self._shape = DraftShape.of(config.spec_steps, config.spec_topk, config.spec_tokens)
         self._backend = backend
-        self._group = group
+        self._ranks = group  # all that start together
+        self._sharing = sharing_of(config, group)
+        self._group = self._sharing.tensor
         self.has_drafter = has_drafter
         self.lifecycle = Lifecycle()
         self._engine: Engine | None = None
@@ -293,7 +312,7 @@ class EngineLoader:
         config = self.config
         if config.threads:
             torch.set_num_threads(config.threads)
-        self._device = rank_device(resolve_device(config.device), self._group)
+        self._device = rank_device(resolve_device(config.device), self._ranks)
         self._dtype = resolve_dtype(config.dtype, self._device)
         self._path = resolve_checkpoint(config.model)
         self._weights = WeightsHash(self._path)
@@ -307,7 +326,7 @@ class EngineLoader:
             is_invariant=config.deterministic,
             quantize=config.quantize,
             kv_dtype=config.kv_dtype,
-            group=self._group,
+            sharing=self._sharing,
         )
         self._fingerprint = model_fingerprint(self._path)
         if config.quantize != "none":
@@ -327,8 +346,9 @@ class EngineLoader:
     def _weight_bytes(self) -> int:
         """Bytes of the target's weights on this rank, about, by the headers of its checkpoint."""
         needless = needless_tensors(load_model_config(self._path))
-        whole = weight_bytes(self._path, self._dtype, needless, quantize=self.config.quantize)
-        return whole // self._group.size
+        return weight_bytes(
+            self._path, self._dtype, needless, quantize=self.config.quantize, sharing=self._sharing
+        )
 
     def _configure_aux(self) -> None:
         ids: tuple[int, ...] = ()
@@ -413,7 +433,7 @@ class EngineLoader:
                 num_pages=num_pages, page_size=page_size, capacity=sizes.max_running + 1
             )
             is_swappable = self._source is not None and not isinstance(self._source, NgramSource)
-            if is_swappable and self._source is not None and self._group.is_solo:
+            if is_swappable and self._source is not None and self._ranks.is_solo:
                 head = LiveHead(
                     drafter,
                     self._draft,
@@ -456,7 +476,7 @@ class EngineLoader:
             grammars=GrammarCompiler(self._path / "tokenizer.json", model.vocab_size, model.eos_token_ids),
             shape=PLAIN if drafter is None else self._shape,
             step_policy=None if self._draft is None else self._step_policy(self._draft),
-            group=self._group,
+            sharing=self._sharing,
         )
         self._engine.launches_ahead = self._is_overlapped
         if self.has_drafter:
@@ -470,6 +490,7 @@ class EngineLoader:
                 max_context=sizes.max_context,
                 group=self._group,
             )
+            engine.steps.has_common_sizes = self._sharing.has_own_rows
         self.lifecycle.advance(Phase.POOLS_ALLOCATED)
 
     def _target_pool(self, sizes: EngineSizes) -> tuple[KVPool, WindowPages | None]:
@@ -603,7 +624,7 @@ class EngineLoader:
         If one differs then, the next start compares all again.
         """
         folder, key = self._kept
-        is_brief = bool(self._group.rank_0(were_tested(folder, key)))
+        is_brief = bool(self._ranks.rank_0(were_tested(folder, key)))
         dropped = graphs.self_test(
             engine.runner, engine.drafter, engine.max_context, engine.steps, is_brief=is_brief
         )
@@ -647,7 +668,8 @@ class EngineLoader:
         layers = experts = 0
         for name, weight in self._model.tensors():
             # 4-bit values are packed into larger integers
-            count = 2 * weight.nbytes if weight.dtype == torch.uint8 else weight.numel()
+            is_packed = weight.dtype in (torch.uint8, torch.int16)
+            count = 2 * weight.nbytes if is_packed else weight.numel()
             if ".experts." in name:
                 experts += count
             elif not is_vocabulary.search(name):
@@ -665,8 +687,8 @@ class EngineLoader:
             torch.cuda.empty_cache()
             held = torch.cuda.memory_reserved(self._device)
             card = replace(card, free=min(card.free, held + torch.cuda.mem_get_info(self._device)[0]))
-        if not self._group.is_solo:  # equal sizes on all ranks
-            card, held = replace(card, free=self._group.least(card.free)), self._group.most(held)
+        if not self._ranks.is_solo:  # equal sizes on all ranks
+            card, held = replace(card, free=self._ranks.least(card.free)), self._ranks.most(held)
         config = self._model.config
         sizes = ModelSizes(
             hidden_size=config.hidden_size,
@@ -747,6 +769,12 @@ def engine_card(device: torch.device) -> Card:
     return Card(name=name, total=total, free=free, capability=(major, minor))
 
 
+def sharing_of(config: EngineConfig, group: TensorGroup) -> Sharing:
+    """Which parts of the model the ranks of `group` share."""
+    share = attention_parallel if config.dp_attention > 1 else tensor_parallel
+    return share(group, by_expert=config.ep)
+
+
 def rank_device(device: torch.device, group: TensorGroup) -> torch.device:
     """The device of one rank: on GPUs the visible one of its number."""
     is_one_of_several = device.type == "cuda" and not group.is_solo
@@ -760,29 +788,41 @@ def join_ranks(meeting: Path, rank: int, size: int, settings: EngineConfig) -> T
     """
     device = rank_device(resolve_device(settings.device), TensorGroup(rank=rank, size=size))
     group = join_group(meeting, rank, size, device)
-    return replace(group, small=peer_sum(group, device)) if device.type == "cuda" else group
+    sums = device.type == "cuda" and not sharing_of(settings, group).has_own_rows
+    return replace(group, small=peer_sum(group, device)) if sums else group
 
 
 def check_ranks(config: EngineConfig) -> None:
-    """Raises CheckpointError if `config.tp` ranks cannot share the model or this host's GPUs.
+    """Raises CheckpointError if the ranks of `config` cannot share the model or this host's GPUs.
 
     Reads config.json only, so that a wrong setting ends the start before anything is loaded.
     """
-    if config.tp == 1:
+    count = config.num_ranks
+    if count == 1 and not config.ep:
         return
-    device = resolve_device(config.device)
-    if device.type == "cuda" and config.tp > torch.cuda.device_count():
+    if config.dp_attention > 1 and config.tp not in (1, config.dp_attention):
         raise CheckpointError(
-            f"tp {config.tp}: this process sees {torch.cuda.device_count()} GPUs; lower --tp, or let it see "
-            "more (CUDA_VISIBLE_DEVICES)"
+            f"tp {config.tp} with dp_attention {config.dp_attention}: the attention of a rank runs on one "
+            f"GPU; use dp_attention {config.tp}, or leave one of the two out"
         )
-    if config.deterministic:
+    sharing = sharing_of(config, TensorGroup(size=count))
+    device = resolve_device(config.device)
+    if device.type == "cuda" and count > torch.cuda.device_count():
+        flag = "--dp-attention" if sharing.has_own_rows else "--tp"
         raise CheckpointError(
-            f"tp {config.tp}: sums over ranks have no fixed order for every batch, which --deterministic "
-            "asks for; use tp 1, or start without it"
+            f"{sharing.setting}: this process sees {torch.cuda.device_count()} GPUs; lower {flag}, or let it "
+            "see more (CUDA_VISIBLE_DEVICES)"
+        )
+    if config.deterministic and count > 1:
+        raise CheckpointError(
+            f"{sharing.setting}: sums over ranks have no fixed order for every batch, which --deterministic "
+            "asks for; use one rank, or start without it"
         )
     path = resolve_checkpoint(config.model)
-    rank_config(load_model_config(path), config.tp, str(path))
+    model = load_model_config(path)
+    if count == 1 and model.moe is None:
+        raise CheckpointError(f"ep: the model at {path} has no experts to deal to ranks; leave --ep out")
+    rank_config(model, sharing, str(path))
 
 
 def _shapes_of(engine: Engine) -> Sequence[DraftShape]:

@@ -71,7 +71,7 @@ class RowPlan:
         """
         self.check(q.shape[0])
         pool = self.pool
-        grouped = q.reshape(self.page_table.shape[0], -1, *q.shape[1:])
+        grouped = self._by_request(q)
         if self._columns_of is not None:
             store_kv(pool.kv, layer, self.rows, k, v)
             columns, scale = self._columns_of(form.window), form.scale or self._scale
@@ -116,7 +116,7 @@ class RowPlan:
 
     def _read(self, layer: int, q: torch.Tensor, form: AttentionForm) -> torch.Tensor:
         """Attends with `q` `[B*N, heads, D]` over the stored keys and values."""
-        kv, grouped = self.pool.kv, q.reshape(self.page_table.shape[0], -1, *q.shape[1:])
+        kv, grouped = self.pool.kv, self._by_request(q)
         scale = form.scale or self._scale
         if self.is_invariant:
             rows = Rows(self.kv_lens, uniform=grouped.shape[1], tree_mask=self.tree_mask)
@@ -124,6 +124,11 @@ class RowPlan:
         return recorded_paged_verify(
             grouped, kv, layer, self.page_table, self.kv_lens, scale, self.tree_mask, form
         ).view(q.shape)
+
+    def _by_request(self, q: torch.Tensor) -> torch.Tensor:
+        """`[B*N, heads, D]` -> `[B, N, heads, D]`; B may be 0."""
+        count = self.page_table.shape[0]
+        return q.reshape(count, q.shape[0] // max(count, 1), *q.shape[1:])
 
     def check(self, num_rows: int) -> None:
         """Raises LifecycleError unless the plan has `num_rows` rows and its tensors are unchanged."""

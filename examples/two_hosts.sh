@@ -6,7 +6,7 @@
 #   MODEL=... ROUTER=10.0.0.1 HERE=10.0.0.1 KEYS=./keys ./examples/two_hosts.sh prefill   # router and prefill
 #   MODEL=... ROUTER=10.0.0.1 HERE=10.0.0.2 KEYS=./keys ./examples/two_hosts.sh decode
 #
-# Optional: DRAFT=HEAD (directory, Hub id or ngram), HTTP_PORT=8000, CONTROL_PORT=7100, KV_PORT=7200,
+# Optional: DRAFT=HEAD (directory, Hub id or ngram), HTTP_PORT=8000, CONTROL_PORT=7100, KV_PORT=7200, PREFIX_PORT=7300,
 # MORE="flags of all workers". Clients reach the router at http://127.0.0.1:HTTP_PORT of the first host; to open it
 # to other hosts, give the router --api-keys and --tls-cert (docs/router.md).
 set -euo pipefail
@@ -31,7 +31,8 @@ prefill)
   wait -n  # when one ends, so does the other
   ;;
 decode)
-  exec baton decode --model "${MODEL:?}" "${draft[@]}" --router "$control" --keys "$keys" "${more[@]}"
+  exec baton decode --model "${MODEL:?}" "${draft[@]}" --router "$control" --keys "$keys" \
+    --prefix-bind "tcp://${HERE:-127.0.0.1}:${PREFIX_PORT:-7300}" "${more[@]}"
   ;;
 *)
   echo "two_hosts.sh: $role is none of keys, prefill and decode" >&2

@@ -8,6 +8,8 @@ tile of its own, since the experts differ anyway, and no grouping is launched. A
 matrix instructions along the inner dimension, as in `skinny_linear`, and the experts of a row are added in
 the order of its choices, so the bits of a row do not depend on the rows beside it.
 
+Of experts that are elsewhere nothing is computed: a row's sum is over those that are here.
+
 Legend: T rows, K experts of a row, S = T*K slots, E experts, H hidden size, I intermediate size of an expert.
 """
 
@@ -15,15 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
+from .combine_experts import combine_experts_reference, combine_experts_triton
 from .group_experts import ExpertTiles, group_experts_triton
 from .invariant_rows import exp_rounded, linear_rows, silu_mul_rows
 from .silu_mul import silu_mul_reference
-from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
+from .triton_jit import cdiv, jit_varying, tl
 
 # Rows of the smallest tile: the shortest side of a matrix instruction.
 MIN_TILE_ROWS = 16
@@ -32,16 +35,27 @@ MIN_TILE_ROWS = 16
 class ExpertForm(NamedTuple):
     """What experts may have beside their matrices: biases `[E, 2*I]` and `[E, H]`, and the gate of gpt-oss.
 
-    `limit` 0.0: the gate is silu.
+    `limit` 0.0: the gate is silu. `first`: the id of the first of the E experts. `total`: the number of all
+    experts, if there are others elsewhere, of which ids tell too; otherwise 0.
     """
 
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     limit: float = 0.0
     alpha: float = 0.0
+    first: int = 0
+    total: int = 0
 
 
 PLAIN_EXPERTS = ExpertForm()
+
+
+class Matrices(Protocol):
+    """A matrix for each expert here: a tensor, or what makes each when it is asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, expert: int, /) -> torch.Tensor: ...
 
 
 def clamped_gate(gate_up: torch.Tensor, form: ExpertForm, is_invariant: bool = False) -> torch.Tensor:
@@ -57,8 +71,8 @@ def expert_mlp_reference(
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Matrices,
+    down: Matrices,
     product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] = F.linear,
     gate: Callable[[torch.Tensor], torch.Tensor] = silu_mul_reference,
     form: ExpertForm = PLAIN_EXPERTS,
@@ -67,23 +81,15 @@ def expert_mlp_reference(
     biases = form.gate_up_bias, form.down_bias
     num_rows, top_k = ids.shape
     outputs = torch.zeros(num_rows * top_k, x.shape[1], dtype=x.dtype)
-    flat = ids.flatten()
+    flat = ids.flatten() - form.first
     for expert in sorted(set(flat.tolist())):
+        if form.total and not 0 <= expert < len(gate_up):
+            continue
         slots = (flat == expert).nonzero().flatten()
         rows = x[slots // top_k]
         first, second = (None if bias is None else bias[expert] for bias in biases)
         outputs[slots] = product(gate(product(rows, gate_up[expert], first)), down[expert], second)
-    return _weighted_sum(outputs, weights).to(x.dtype)
-
-
-def _weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The sum over K of `outputs` `[T*K, H]` by `weights` `[T, K]`, in ascending order, float32 `[T, H]`."""
-    num_rows, top_k = weights.shape
-    parts = outputs.view(num_rows, top_k, outputs.shape[1]).to(torch.float32) * weights[..., None]
-    total = parts[:, 0]
-    for choice in range(1, top_k):
-        total = total + parts[:, choice]
-    return total
+    return combine_experts_reference(outputs, weights).to(x.dtype)
 
 
 @jit_varying("num_slots")
@@ -99,8 +105,11 @@ def _expert_kernel(
     out_size: tl.tensor,
     in_size: tl.tensor,
     x_stride: tl.tensor,
+    first_expert: tl.tensor,
+    num_experts: tl.tensor,
     SLOTS_A_ROW: tl.constexpr,
     IS_GROUPED: tl.constexpr,
+    IS_PART: tl.constexpr,
     IS_GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -121,6 +130,10 @@ def _expert_kernel(
     else:
         b_slot = tl.where(i_row == 0, i_tile, num_slots)
     expert = tl.load(p_experts + i_tile).to(tl.int64)
+    if IS_PART and not IS_GROUPED:
+        expert -= first_expert
+        if (expert < 0) | (expert >= num_experts):
+            return
     m_slot = b_slot < num_slots
     m_out = i_out < out_size
     rows_of_expert = out_size * 2 if IS_GATED else out_size
@@ -158,26 +171,6 @@ def _expert_kernel(
             b_y = b_silu * b_up
     o_y = b_slot[None, :].to(tl.int64) * out_size + i_out[:, None]
     tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_out[:, None] & m_slot[None, :])
-
-
-@jit
-def _combine_kernel(
-    p_outputs: tl.tensor,
-    p_weights: tl.tensor,
-    p_y: tl.tensor,
-    width: tl.tensor,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    i_row = tl.program_id(0).to(tl.int64)
-    i_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    m_column = i_column < width
-    b_sum = tl.zeros((BLOCK,), dtype=tl.float32)
-    for choice in tl.static_range(TOP_K):
-        slot = i_row * TOP_K + choice
-        b_part = tl.load(p_outputs + slot * width + i_column, mask=m_column, other=0.0).to(tl.float32)
-        b_sum += b_part * tl.load(p_weights + slot)
-    tl.store(p_y + i_row * width + i_column, b_sum.to(p_y.dtype.element_ty), mask=m_column)
 
 
 class ExpertTile(NamedTuple):
@@ -228,13 +221,13 @@ def expert_mlp_triton(
     num_rows, top_k = ids.shape
     num_experts, double, hidden = gate_up.shape
     num_slots = ids.numel()
-    y = torch.empty(num_rows, hidden, dtype=x.dtype, device=x.device)
     if num_rows == 0:
-        return y
+        return x.new_empty(x.shape)
     is_grouped = num_slots > num_experts if is_grouped is None else is_grouped
-    tile = expert_tile(num_slots, num_experts, x.dtype) if tile is None else tile
+    is_part = form.total > 0
+    tile = expert_tile(num_slots, form.total or num_experts, x.dtype) if tile is None else tile
     if is_grouped:
-        tiles = group_experts_triton(ids, num_experts, tile.rows)
+        tiles = group_experts_triton(ids, num_experts, tile.rows, form.first)
         num_tiles = tiles.experts.shape[0]
     else:
         tiles = ExpertTiles(ids, ids, ids)
@@ -257,8 +250,11 @@ def expert_mlp_triton(
             out_size,
             source.shape[1],
             source.stride(0),
+            form.first,
+            num_experts,
             SLOTS_A_ROW=slots_a_row,
             IS_GROUPED=is_grouped,
+            IS_PART=is_part,
             IS_GATED=weight is gate_up,
             HAS_BIAS=bias is not None,
             LIMIT=form.limit,
@@ -269,11 +265,8 @@ def expert_mlp_triton(
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
-    block = min(next_power_of_2(hidden), 1024)
-    _combine_kernel[(num_rows, cdiv(hidden, block))](
-        outputs, weights, y, hidden, TOP_K=top_k, BLOCK=block, num_warps=4
-    )
-    return y
+    held = ids if is_part else None
+    return combine_experts_triton(outputs, weights, held, form.first, num_experts)
 
 
 def _check(
@@ -314,7 +307,7 @@ def expert_mlp(
     `gate_up` `[E, 2*I, H]` (gate first), `down` `[E, H, I]` -> `[T, H]`.
 
     `is_invariant`: the bits of a row do not depend on the rows beside it; on a GPU they never do. `form`:
-    biases and the gate. Raises ValueError if shapes or dtypes differ.
+    biases, the gate, and experts that are elsewhere. Raises ValueError if shapes or dtypes differ.
     """
     if x.is_cuda:
         return expert_mlp_triton(x, ids, weights, gate_up, down, form=form)

@@ -6,6 +6,9 @@ has blocks), and multiplied by 8-bit matrix instructions: weights are never conv
 the time. Up to MAX_ROWS rows, as in decode steps, a kernel with the gate in it streams the weight once; for
 more the library is faster. Devices without these instructions take the dequantised weight.
 
+Batch-invariant products round rows in any number, by that kernel: each output is one chain of matrix
+instructions along the inner dimension.
+
 Legend: T rows, N outputs, H inputs.
 """
 
@@ -18,6 +21,8 @@ import torch.nn.functional as F
 
 from .fp8_rows import fp8_rows_triton
 from .fp8_scales import BLOCK, FP8, check_scales, dequantise_fp8
+from .invariant_linear import invariant_linear
+from .invariant_rows import linear_rows, silu_mul_rows
 from .quantise_rows import quantise_rows
 from .silu_mul import silu_mul, silu_mul_reference
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
@@ -38,6 +43,18 @@ def fp8_linear_reference(
     """The definition and the CPU path: a product with the weight's values, rounded to the dtype of `x`."""
     y = F.linear(x, dequantise_fp8(weight, scales, x.dtype), bias)
     return silu_mul_reference(y) if is_gated else y
+
+
+def fp8_linear_rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    is_gated: bool = False,
+) -> torch.Tensor:
+    """As `fp8_linear_reference`, batch-invariant on a CPU."""
+    y = linear_rows(x, dequantise_fp8(weight, scales, x.dtype), bias)
+    return silu_mul_rows(y) if is_gated else y
 
 
 @jit
@@ -356,19 +373,39 @@ def _many_rows(
     return F.linear(x, dequantise_fp8(weight, scales, x.dtype), bias)
 
 
+def _invariant(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    is_gated: bool,
+) -> torch.Tensor:
+    """`fp8_linear` on a GPU, in one way for any number of rows."""
+    if x.dtype == torch.float32:
+        return fp8_linear_triton(x, weight, scales, bias, is_gated=is_gated)
+    if _is_native(x.device):
+        return fp8_linear_triton(x, weight, scales, bias, is_gated=is_gated, is_rounded=True)
+    y = invariant_linear(x, dequantise_fp8(weight, scales, x.dtype), bias)
+    return silu_mul(y) if is_gated else y
+
+
 def fp8_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     scales: torch.Tensor,
     bias: torch.Tensor | None = None,
     is_gated: bool = False,
+    is_invariant: bool = False,
 ) -> torch.Tensor:
     """x W^T + b with an e4m3 `weight` `[N, H]`: `x` `[T, H]`, `bias` None or `[N]` -> `[T, N]`.
 
     `scales`: float32, one of the forms of `fp8_scales`. `is_gated`: silu of the first half of the outputs,
-    times the second half, `[T, N/2]`. Raises ValueError if shapes or dtypes do not fit.
+    times the second half, `[T, N/2]`. `is_invariant`: the bits of a row do not depend on the number of rows.
+    Raises ValueError if shapes or dtypes do not fit.
     """
     _check(x, weight, scales, bias, is_gated)
+    if is_invariant:
+        return (_invariant if x.is_cuda else fp8_linear_rows)(x, weight, scales, bias, is_gated)
     if not x.is_cuda or x.dtype == torch.float32 or not _is_native(x.device):
         return fp8_linear_reference(x, weight, scales, bias, is_gated)
     if x.shape[0] == 1:

@@ -18,7 +18,7 @@ from .triton_jit import cdiv, jit, tl
 
 
 @jit
-def _finished(
+def store_row(
     b_y: tl.tensor,
     b_up: tl.tensor,
     p_scales: tl.tensor,
@@ -30,7 +30,7 @@ def _finished(
     HAS_BLOCKS: tl.constexpr,
     IS_GATED: tl.constexpr,
 ) -> None:
-    """Stores one row of outputs: the sums over the inputs of `b_y` `[OUT, IN]`, by scale, with bias and gate."""
+    """Stores one row of outputs: sums over the inputs of `b_y` `[OUT, IN]`, by scale, with bias and gate."""
     m_out = i_out < out_size
     b_total = tl.sum(b_y, axis=1)
     if not HAS_BLOCKS:
@@ -50,7 +50,7 @@ def _finished(
 
 
 @jit
-def _row(p_row: tl.tensor, i_in: tl.tensor, in_size: tl.tensor, IS_EVEN: tl.constexpr) -> tl.tensor:
+def row_values(p_row: tl.tensor, i_in: tl.tensor, in_size: tl.tensor, IS_EVEN: tl.constexpr) -> tl.tensor:
     """The inputs `i_in` of a row, float32."""
     if IS_EVEN:
         return tl.load(p_row + i_in).to(tl.float32)
@@ -108,13 +108,13 @@ def _fp8_rows_kernel(
     b_y, b_up = b_zero, b_zero
     for first in tl.range(0, in_size, BLOCK_IN, num_stages=NUM_STAGES):
         i_in = first + i_offset
-        b_x = _row(p_x, i_in, in_size, IS_EVEN)
+        b_x = row_values(p_x, i_in, in_size, IS_EVEN)
         b_weight = weights_tile(p_outs, p_out_scales, i_in, in_size, HAS_BLOCKS, IS_EVEN, SCALE_BLOCK)
         b_y += b_weight * b_x[None, :]
         if IS_GATED:
             b_weight = weights_tile(p_ups, p_up_scales, i_in, in_size, HAS_BLOCKS, IS_EVEN, SCALE_BLOCK)
             b_up += b_weight * b_x[None, :]
-    _finished(b_y, b_up, p_scales, p_bias, p_y, i_out, out_size, HAS_BIAS, HAS_BLOCKS, IS_GATED)
+    store_row(b_y, b_up, p_scales, p_bias, p_y, i_out, out_size, HAS_BIAS, HAS_BLOCKS, IS_GATED)
 
 
 class RowsShape(NamedTuple):
@@ -127,7 +127,7 @@ class RowsShape(NamedTuple):
 
 
 def rows_shape(is_gated: bool) -> RowsShape:
-    """Tiles of outputs and inputs; with a gate each has two weights. The sums of a program are in registers."""
+    """Tiles of outputs and inputs; with a gate each has two weights. A program's sums are in registers."""
     return RowsShape(out=4 if is_gated else 8, inner=1024, num_warps=4, num_stages=3)
 
 

@@ -2,8 +2,8 @@
 
 A slot is one (row, expert) pair: slot t*K + j is choice j of row t. The slots of each expert stand together,
 in ascending order, filled up to a multiple of the tile with the number of slots, which is no slot. All sizes
-depend on the numbers of slots, experts and tile rows alone, so a graph can record the launch. Legend: S
-slots, E experts, R rows of a tile, M tiles at most.
+depend on the numbers of slots, experts and tile rows alone, so a graph can record the launch. Slots of
+experts that are elsewhere stand in no tile. Legend: S slots, E experts, R rows of a tile, M tiles at most.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ def max_tiles(num_slots: int, num_experts: int, tile_rows: int) -> int:
     return num_slots // tile_rows + min(num_slots, num_experts)
 
 
-def group_experts_reference(ids: torch.Tensor, num_experts: int, tile_rows: int) -> ExpertTiles:
+def group_experts_reference(
+    ids: torch.Tensor, num_experts: int, tile_rows: int, first: int = 0
+) -> ExpertTiles:
     """The definition and the CPU path."""
-    flat = ids.flatten().tolist()
+    flat = (ids - first).flatten().tolist()
     slots: list[int] = []
     experts: list[int] = []
     for expert in range(num_experts):
@@ -59,6 +61,7 @@ def _group_kernel(
     p_num_tiles: tl.tensor,
     num_slots: tl.tensor,
     num_experts: tl.tensor,
+    first_expert: tl.tensor,
     TILE_ROWS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -70,9 +73,10 @@ def _group_kernel(
     b_counts = tl.zeros((BLOCK_EXPERTS,), dtype=tl.int32)
     for first in range(0, num_slots, BLOCK):
         m_slot = first + i_slot < num_slots
-        # slots behind the last one count as of the last bin, which no expert has
-        b_id = tl.load(p_ids + first + i_slot, mask=m_slot, other=BLOCK_EXPERTS - 1)
-        b_counts += tl.histogram(b_id, BLOCK_EXPERTS)
+        b_id = tl.load(p_ids + first + i_slot, mask=m_slot, other=-1) - first_expert
+        # slots behind the last one, or of experts elsewhere, count as of the last bin, which no expert has
+        m_here = m_slot & (b_id >= 0) & (b_id < num_experts)
+        b_counts += tl.histogram(tl.where(m_here, b_id, BLOCK_EXPERTS - 1), BLOCK_EXPERTS)
     b_tiles = tl.where(i_expert < num_experts, (b_counts + TILE_ROWS - 1) // TILE_ROWS, 0)
     first_tile = tl.sum(tl.where(i_expert < expert, b_tiles, 0))
     own_tiles = tl.sum(tl.where(i_expert == expert, b_tiles, 0))
@@ -85,8 +89,8 @@ def _group_kernel(
     end = place + own_slots
     for first in range(0, num_slots, BLOCK):
         m_slot = first + i_slot < num_slots
-        b_id = tl.load(p_ids + first + i_slot, mask=m_slot, other=-1)
-        b_own = (b_id == expert).to(tl.int32)
+        b_id = tl.load(p_ids + first + i_slot, mask=m_slot, other=-1) - first_expert
+        b_own = (m_slot & (b_id == expert)).to(tl.int32)
         b_place = place + tl.cumsum(b_own) - 1
         tl.store(p_slots + b_place, first + i_slot, mask=b_own > 0)
         place += tl.sum(b_own)
@@ -95,7 +99,7 @@ def _group_kernel(
     tl.store(p_slots + i_rest, tl.zeros((TILE_ROWS,), dtype=tl.int32) + num_slots, mask=m_rest)
 
 
-def group_experts_triton(ids: torch.Tensor, num_experts: int, tile_rows: int) -> ExpertTiles:
+def group_experts_triton(ids: torch.Tensor, num_experts: int, tile_rows: int, first: int = 0) -> ExpertTiles:
     """Launch on `ids` int32 `[T, K]`."""
     num_slots = ids.numel()
     most = max_tiles(num_slots, num_experts, tile_rows)
@@ -107,6 +111,7 @@ def group_experts_triton(ids: torch.Tensor, num_experts: int, tile_rows: int) ->
         *tiles,
         num_slots,
         num_experts,
+        first,
         TILE_ROWS=tile_rows,
         BLOCK_EXPERTS=next_power_of_2(num_experts + 1),
         BLOCK=BLOCK_SLOTS,
@@ -115,10 +120,10 @@ def group_experts_triton(ids: torch.Tensor, num_experts: int, tile_rows: int) ->
     return tiles
 
 
-def group_experts(ids: torch.Tensor, num_experts: int, tile_rows: int) -> ExpertTiles:
+def group_experts(ids: torch.Tensor, num_experts: int, tile_rows: int, first: int = 0) -> ExpertTiles:
     """The slots of `ids` int32 `[T, K]`, grouped by expert in tiles of `tile_rows` (a power of 2) rows.
 
-    Each id is below `num_experts`.
+    The experts here have the ids from `first` on; `ExpertTiles.experts` counts from there.
     """
     group = group_experts_triton if ids.is_cuda else group_experts_reference
-    return group(ids, num_experts, tile_rows)
+    return group(ids, num_experts, tile_rows, first)

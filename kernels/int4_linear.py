@@ -6,6 +6,9 @@ multiprocessors idle, the inputs are cut into splits that run side by side and a
 as in prompts, are multiplied with the dequantised weight by the library. On an H200 a decode step of an 8B
 Llama takes about as long as in bfloat16: what 4 bits save is memory.
 
+Batch-invariant products take the kernel for any number of rows, without splits, whose order of addition is
+not fixed, and with equal tiles, since the sums of a group's inputs are added in an order that a tile has.
+
 Sources: Frantar et al., "MARLIN: Mixed-precision auto-regressive parallel inference on LLMs", 2024, for the
 order of the work, and Kim et al., "Who says elephants can't run", 2022, for values made by bits of the
 exponent. Legend: T rows, N outputs, H inputs, G inputs of a group, U inputs of a unit (see `int4_values`).
@@ -19,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from .int4_values import check_int4, dequantise_int4, halves_tile, unit_of
+from .invariant_rows import linear_rows, silu_mul_rows
 from .silu_mul import silu_mul, silu_mul_reference
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
@@ -37,6 +41,19 @@ def int4_linear_reference(
     """The definition and the CPU path: a product with the weight's values, rounded to the dtype of `x`."""
     y = F.linear(x, dequantise_int4(weight, scales, zeros, x.dtype), bias)
     return silu_mul_reference(y) if is_gated else y
+
+
+def int4_linear_rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    is_gated: bool = False,
+) -> torch.Tensor:
+    """As `int4_linear_reference`, batch-invariant on a CPU."""
+    y = linear_rows(x, dequantise_int4(weight, scales, zeros, x.dtype), bias)
+    return silu_mul_rows(y) if is_gated else y
 
 
 @jit
@@ -156,9 +173,11 @@ def int4_linear_triton(
     is_gated: bool = False,
     shape: Int4Shape | None = None,
     has_pairs: bool | None = None,
+    tile_rows: int = 0,
 ) -> torch.Tensor:
     """Launch on `x` `[T, H]` and a packed weight; returns `[T, N]`, gated `[T, N/2]`, in the dtype of `x`.
 
+    `tile_rows`: rows of a tile, 0: by their number.
     `has_pairs`: whether bytes are unpacked by instructions for pairs of bfloat16; by default on a GPU. Splits
     are for products without gate. Raises ValueError as `int4_linear`.
     """
@@ -172,7 +191,7 @@ def int4_linear_triton(
         return y
     x = x if x.stride(1) == 1 else x.contiguous()
     sums = y if splits == 1 else torch.zeros(y.shape, dtype=torch.float32, device=x.device)
-    block_rows = min(max(next_power_of_2(num_rows), MIN_ROWS_TILE), MAX_ROWS)
+    block_rows = tile_rows or min(max(next_power_of_2(num_rows), MIN_ROWS_TILE), MAX_ROWS)
     pairs = x.is_cuda if has_pairs is None else has_pairs
     _int4_kernel[(cdiv(out_size, tile.out), cdiv(num_rows, block_rows), splits)](
         x,
@@ -282,13 +301,22 @@ def int4_linear(
     zeros: torch.Tensor,
     bias: torch.Tensor | None = None,
     is_gated: bool = False,
+    is_invariant: bool = False,
 ) -> torch.Tensor:
     """x W^T + b with a packed `weight` uint8 `[N, H/2]`: `x` `[T, H]`, `bias` None or `[N]` -> `[T, N]`.
 
     `scales` float16 and `zeros` uint8 `[H/G, N]` are those of `int4_values`. `is_gated`: silu of the first
-    half of the outputs, times the second half, `[T, N/2]`. Raises ValueError if shapes or dtypes do not fit.
+    half of the outputs, times the second half, `[T, N/2]`. `is_invariant`: the bits of a row do not depend on
+    the number of rows. Raises ValueError if shapes or dtypes do not fit.
     """
     _check(x, weight, scales, zeros, bias, is_gated)
+    if is_invariant and not x.is_cuda:
+        return int4_linear_rows(x, weight, scales, zeros, bias, is_gated)
+    if is_invariant:
+        shape = int4_shape(x.shape[0], weight.shape[0], x.dtype)._replace(num_splits=1)
+        return int4_linear_triton(
+            x, weight, scales, zeros, bias, is_gated=is_gated, shape=shape, tile_rows=MAX_ROWS
+        )
     if not x.is_cuda or x.dtype == torch.float32:
         return int4_linear_reference(x, weight, scales, zeros, bias, is_gated)
     if x.shape[0] <= MAX_ROWS:

@@ -61,14 +61,16 @@ torch.library.define(
 torch.library.define(
     "baton::expert_mlp",
     "(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, bool is_invariant, "
-    "Tensor? gate_up_bias, Tensor? down_bias, float limit, float alpha) -> Tensor",
+    "Tensor? gate_up_bias, Tensor? down_bias, float limit, float alpha, int first, int total) -> Tensor",
 )
 torch.library.define(
-    "baton::fp8_linear", "(Tensor x, Tensor weight, Tensor scales, Tensor? bias, bool is_gated) -> Tensor"
+    "baton::fp8_linear",
+    "(Tensor x, Tensor weight, Tensor scales, Tensor? bias, bool is_gated, bool is_invariant) -> Tensor",
 )
 torch.library.define(
     "baton::int4_linear",
-    "(Tensor x, Tensor weight, Tensor scales, Tensor zeros, Tensor? bias, bool is_gated) -> Tensor",
+    "(Tensor x, Tensor weight, Tensor scales, Tensor zeros, Tensor? bias, bool is_gated, "
+    "bool is_invariant) -> Tensor",
 )
 
 
@@ -199,8 +201,10 @@ def _expert_mlp(
     down_bias: torch.Tensor | None,
     limit: float,
     alpha: float,
+    first: int,
+    total: int,
 ) -> torch.Tensor:
-    form = ExpertForm(gate_up_bias, down_bias, limit, alpha)
+    form = ExpertForm(gate_up_bias, down_bias, limit, alpha, first, total)
     return expert_mlp(x, ids, weights, gate_up, down, is_invariant, form)
 
 
@@ -366,9 +370,10 @@ def recorded_fp8_linear(
     bias: torch.Tensor | None = None,
     *,
     is_gated: bool = False,
+    is_invariant: bool = False,
 ) -> torch.Tensor:
     """`fp8_linear.fp8_linear` as one operation, so that a tape keeps no dequantised weight."""
-    out: torch.Tensor = torch.ops.baton.fp8_linear.default(x, weight, scales, bias, is_gated)
+    out: torch.Tensor = torch.ops.baton.fp8_linear.default(x, weight, scales, bias, is_gated, is_invariant)
     return out
 
 
@@ -380,7 +385,10 @@ def recorded_int4_linear(
     bias: torch.Tensor | None = None,
     *,
     is_gated: bool = False,
+    is_invariant: bool = False,
 ) -> torch.Tensor:
     """`int4_linear.int4_linear` as one operation, so that a tape keeps no dequantised weight."""
-    out: torch.Tensor = torch.ops.baton.int4_linear.default(x, weight, scales, zeros, bias, is_gated)
+    out: torch.Tensor = torch.ops.baton.int4_linear.default(
+        x, weight, scales, zeros, bias, is_gated, is_invariant
+    )
     return out

@@ -141,7 +141,7 @@ def first_sums(
 ) -> tl.tensor:
     """(max, sum) of a running softmax before its first column: of the sinks of heads `i_head`, in base 2.
 
-    Without sinks, or where not `is_first`, they are those of no column.
+    Without sinks, or where not `is_first`: (-inf, 0), as before any column.
     """
     b_max = i_head * 0.0 + float("-inf")
     b_sum = i_head * 0.0

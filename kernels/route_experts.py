@@ -62,7 +62,7 @@ def route_experts_reference(
     scores = torch.sigmoid(wide) if routing.is_sigmoid else torch.softmax(wide, dim=-1)
     chosen_by = scores if bias is None else scores + bias
     if routing.num_groups > 1:
-        grouped = chosen_by.view(chosen_by.shape[0], routing.num_groups, -1)
+        grouped = chosen_by.view(len(chosen_by), routing.num_groups, chosen_by.shape[1] // routing.num_groups)
         group_scores = grouped.sort(dim=-1, descending=True).values[..., : routing.best_of_group].sum(-1)
         order = torch.sort(group_scores, dim=-1, descending=True, stable=True).indices
         is_kept = torch.zeros_like(group_scores, dtype=torch.bool)

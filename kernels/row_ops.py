@@ -57,6 +57,42 @@ class Experts(Protocol):
         """`x` `[T, H]`, `ids`, `weights` `[T, K]`, `gate_up` `[E, 2*I, H]`, `down` `[E, H, I]` -> as `x`."""
 
 
+
+class ExpertRows(Protocol):
+    """The rows of a layer's experts, where several ranks share the experts. W ranks have T rows each, or the
+    same T rows (W counts as 1 then).
+    """
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's rows `[T, H]` -> the rows that the experts compute, `[W*T, H]`."""
+
+    def collect(self, parts: torch.Tensor) -> torch.Tensor:
+        """Partial results of this rank's experts, `[W*T, H]` -> the sums of all ranks for this rank's rows,
+        `[T, H]`. `parts` may be overwritten.
+        """
+
+    def own(self, rows: torch.Tensor) -> torch.Tensor:
+        """Values of all gathered rows, `[W*T, ...]` -> those of this rank's rows, `[T, ...]`."""
+
+
+class RowsOfOneRank:
+    """The rows of a model that has one rank."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """As `ExpertRows.gather`."""
+        return x
+
+    def collect(self, parts: torch.Tensor) -> torch.Tensor:
+        """As `ExpertRows.collect`."""
+        return parts
+
+    def own(self, rows: torch.Tensor) -> torch.Tensor:
+        """As `ExpertRows.own`."""
+        return rows
+
+
+ROWS_OF_ONE_RANK: ExpertRows = RowsOfOneRank()
+
 # (part [T, H]) -> [T, H]
 JoinParts: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
@@ -109,8 +145,9 @@ def named_joins(text: str) -> Joins:
 class RowOps:
     """The operations of a model's rows, attention excepted.
 
-    `sum_ranks` sums the results of a matrix whose inputs are split over ranks. `joins`: the steps of a layer
-    that are not done by these operations, one by one, for few rows.
+    `sum_ranks` sums the results of a matrix whose inputs are split over ranks. `expert_rows`: the rows of
+    experts that ranks share. `joins`: the steps of a layer that are not done by these operations, one by one,
+    for few rows. `is_invariant`: all are batch-invariant, as quantised products then must be, too.
     """
 
     linear: Project
@@ -121,15 +158,21 @@ class RowOps:
     rope: Rotate
     expert_mlp: Experts
     sum_ranks: JoinParts = of_one_rank
+    expert_rows: ExpertRows = ROWS_OF_ONE_RANK
     joins: Joins = NO_JOINS
+    is_invariant: bool = False
 
 
 def invariant_gated_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, is_gelu: bool = False
 ) -> torch.Tensor:
     """As `skinny_linear.gated_linear`: `x` `[T, H]`, `weight` `[2*I, H]` -> `[T, I]`."""
-    gate_up = recorded_invariant_linear(x, weight, bias)
-    return silu_mul(gate_up, is_gelu) if x.is_cuda else silu_mul_rows(gate_up, is_gelu)
+    return gate_of(recorded_invariant_linear(x, weight, bias), is_gelu, is_invariant=True)
+
+
+def gate_of(gate_up: torch.Tensor, is_gelu: bool = False, *, is_invariant: bool = False) -> torch.Tensor:
+    """As `silu_mul.silu_mul`, whose kernel is batch-invariant on a GPU: `[T, 2*I]` -> `[T, I]`."""
+    return (silu_mul_rows if is_invariant and not gate_up.is_cuda else silu_mul)(gate_up, is_gelu)
 
 
 def invariant_rms_norm(
@@ -171,4 +214,5 @@ INVARIANT = RowOps(
     add_rms_norm=invariant_add_rms_norm,
     rope=invariant_rope,
     expert_mlp=partial(recorded_expert_mlp, is_invariant=True),
+    is_invariant=True,
 )

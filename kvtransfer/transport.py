@@ -36,12 +36,14 @@ class Offer:
     """Prefill's side of a room: `pages[i]` holds prompt tokens [i*page_size, (i+1)*page_size).
 
     With window pages, those of the last pages follow, from `KVLayout.tail_of` on.
+    The pages of the first `bare_tokens` tokens have no features.
     """
 
     room: str
     epoch: int
     num_tokens: int  # prompt length
     pages: tuple[int, ...]
+    bare_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +184,7 @@ class KVTransport(Protocol):
     def release(self, room: str, epoch: int, reason: str) -> None:
         """Either role: ends the room now (cancel). Idempotent; no event follows for the room.
 
-        A transport that `frees_later` tells with `Freed`, once for each call, when its pages are free.
+        If `frees_later`, one `Freed` follows each call, once the pages are free.
         """
 
     def close(self) -> None:

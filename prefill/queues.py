@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from ..cluster.protocol.messages import PrefixPull
 from ..worker.room import WorkerRoom
 from ..worker.room_table import RoomTable
 
@@ -16,6 +17,23 @@ class PrefillState(Enum):
     CLOSING = "closing"  # given up; the pages stay pinned until the transport reports their last read
 
 
+@dataclass(kw_only=True, eq=False)
+class RunningPull:
+    """A pull that the transport works on. Times are monotonic seconds, counts are tokens.
+
+    `room`: the one that waits for it; None: it has ended. `pages`: those that blocks land in.
+    """
+
+    order: PrefixPull
+    room: "PrefillRoom | None"
+    first: int
+    pages: list[int]
+    began: float
+    until: float
+    landed: int
+    is_dropped: bool = False  # the transport was told to let go
+
+
 @dataclass(kw_only=True)
 class PrefillRoom(WorkerRoom):
     """One attempt on prefill. Times are monotonic seconds."""
@@ -25,7 +43,30 @@ class PrefillRoom(WorkerRoom):
     finished: float = 0.0  # token 1 was sampled
     cached_tokens: int = 0
     chunks: int = 0
-    is_looked_up: bool = False  # in the tiers below the pool
+    is_looked_up: bool = False  # in the tiers below the pool, and for what a decode worker has
+    pull: PrefixPull | None = None  # where a part of the prompt may be pulled from; None: nowhere any more
+    running_pull: RunningPull | None = None  # the pull that it waits for
+    takes_bare: bool = False  # decode reads no features of the prompt
+    num_whole: int | None = None  # pages before the first bare one of its prompt; None: none is bare
+    pulled_tokens: int = 0  # of the cached ones
+    pull_s: float = 0.0  # wait for pulls
+
+    @property
+    def bare_limit(self) -> int:
+        """Tokens of the prompt within which bare pages may be used, the decode worker permitting."""
+        if self.takes_bare:
+            return self.request.num_prompt
+        return self.pull.tokens if self.pull is not None and self.pull.is_reader else 0
+
+    @property
+    def bare_tokens(self) -> int:
+        """Leading tokens of the prompt whose pages are not all whole."""
+        return 0 if self.num_whole is None else self.cached_tokens
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a part of its prompt is on its way, from a lower tier or from a decode worker."""
+        return self.restore is not None or self.running_pull is not None
 
     @property
     def is_over(self) -> bool:

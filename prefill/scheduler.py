@@ -9,8 +9,8 @@ The scheduler is pure except for the page accounting: no clock, no socket. Its l
 3. A prompt that ends within the forward may overtake longer ones. The oldest of these keeps at least half of
    the tokens, so it is delayed at most twofold.
 4. A queued prompt never takes the pages that the first overtaken one needs.
-5. A queued prompt of which a lower tier has a part takes its pages early, and the part comes back while it
-   waits. Meanwhile others are computed. It takes no pages that queued prompts before it need.
+5. A queued prompt of which a lower tier or a decode worker has a part takes its pages early, and the part
+   comes while it waits. Meanwhile others are computed. It takes no pages that queued prompts before it need.
 6. In an engine with window pages, a prompt is admitted only while all prompts under way find the window pages
    of their next chunks.
 """
@@ -22,10 +22,9 @@ from ..engine.kv.pool import PoolExhausted
 from ..engine.kv.prefix_cache import PrefixCache
 from ..engine.kv.window_sizes import CHUNK_SHARE
 from ..engine.prompt_budget import WHOLE_PROMPT_ROWS
-from ..engine.request import Request
 from ..engine.request_windows import RequestWindows
 from ..worker.prompt_chunks import Chunk, scored_limit
-from ..worker.prompt_pages import give_back_pages, take_pages
+from ..worker.prompt_pages import give_back_pages, num_whole, take_pages
 from .queues import PrefillQueues, PrefillRoom, PrefillState
 
 
@@ -78,10 +77,10 @@ class PrefillScheduler:
             break
         return chunks, admitted
 
-    def take_early(self, is_stored: Callable[[Request, Sequence[int]], bool]) -> list[PrefillRoom]:
-        """Gives pages to queued prompts that have more in a lower tier than in the cache, and returns these.
+    def take_early(self, is_elsewhere: Callable[[PrefillRoom, Sequence[int]], bool]) -> list[PrefillRoom]:
+        """Gives pages to queued prompts that have more elsewhere than in the cache, and returns these.
 
-        `is_stored` tells it of a request, by the cached pages that it would have. It is asked once for each.
+        `is_elsewhere` tells it of a room, by the cached pages that it would have. It is asked once for each.
         """
         taken: list[PrefillRoom] = []
         kept_pages = 0  # for older prompts, which take theirs when they are admitted
@@ -93,10 +92,11 @@ class PrefillScheduler:
                 if self.cache.num_available < kept_pages + need:
                     break
                 room.is_looked_up = True
-                cached = self.cache.match(request.prompt_ids, request.num_cacheable, request.salt)
-                is_wanted = request.num_cacheable > 0 and is_stored(request, cached)
+                limit = request.num_cacheable
+                cached = self.cache.match(request.prompt_ids, limit, request.salt, bare_limit=room.bare_limit)
+                is_wanted = limit > 0 and is_elsewhere(room, cached)
                 self.cache.allocator.release(cached)
-                if is_wanted and self._take(room):
+                if is_wanted and self._take(room, bare_limit=room.bare_limit):
                     taken.append(room)
                     continue
             kept_pages += need
@@ -106,7 +106,7 @@ class PrefillScheduler:
         """The prompts with tokens to compute: those begun, then those queued whose grammar is compiled."""
         begun = [room for room in self.queues.of(PrefillState.RUNNING) if _remaining(room)]
         queued = self.queues.of(PrefillState.QUEUED)
-        return begun + [room for room in queued if room.request.is_ready and room.restore is None]
+        return begun + [room for room in queued if room.request.is_ready and not room.is_waiting]
 
     def _ending(
         self, rooms: Sequence[PrefillRoom], share: int, most: int, admitted: list[PrefillRoom]
@@ -142,26 +142,27 @@ class PrefillScheduler:
         """Whether the room has its pages; a queued one is given them. False: too few are free for now."""
         if room.state is not PrefillState.QUEUED:
             return True
-        if not room.request.pages and not self._take(room):
+        bare_limit = room.request.num_prompt if room.takes_bare else 0
+        if not room.request.pages and not self._take(room, bare_limit=bare_limit):
             return False
         room.state = PrefillState.RUNNING
         admitted.append(room)
         return True
 
-    def _take(self, room: PrefillRoom) -> bool:
-        """Gives the room all its pages, if they are free."""
-        request = room.request
+    def _take(self, room: PrefillRoom, *, bare_limit: int) -> bool:
+        """Gives the room all its pages, if they are free; within `bare_limit` tokens bare ones, too."""
+        request, num_pages = room.request, self._pages_of(room)
         try:
-            request.num_computed = take_pages(
-                self.cache, self.windows, request, self._pages_of(room), is_computed=True
+            num_cached = take_pages(
+                self.cache, self.windows, request, num_pages, is_computed=True, bare_limit=bare_limit
             )
         except PoolExhausted:
             return False
         if not self._covers_windows(room):
             give_back_pages(self.cache, self.windows, request)
-            request.num_computed = 0
             return False
-        room.cached_tokens = request.num_computed
+        request.num_computed = room.cached_tokens = num_cached
+        room.num_whole = num_whole(self.cache, request.pages[: num_cached // self.page_size])
         return True
 
     def _covers_windows(self, room: PrefillRoom) -> bool:

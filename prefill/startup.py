@@ -6,7 +6,7 @@ from ..cluster.config.roles import PrefillConfig
 from ..cluster.net.sockets import Socket
 from ..cluster.protocol.messages import Hello
 from ..kvtransfer.transport import PollableTransport
-from ..worker.hand_off import advertised_endpoint, sender_end
+from ..worker.hand_off import advertised_endpoint, sender_end, with_prefix_pulls
 from ..worker.spans import SpansOf
 from ..worker.startup import WorkerStartup
 from .queues import PrefillRoom
@@ -21,16 +21,32 @@ class PrefillStartup(WorkerStartup[PrefillConfig, PrefillRoom]):
 
     def open_transport(self, context: zmq.Context[Socket]) -> PollableTransport:
         """The sender; binds the port for blocks."""
-        transport = sender_end(self.config, self.end_facts(), context)
-        self.kv_endpoint = advertised_endpoint(self.config, transport.endpoint)
+        facts = self.end_facts()
+        transport = sender_end(self.config, facts, context)
+        self.kv_endpoint = advertised_endpoint(self.config.kv_advertise, transport.endpoint)
         self.name_ranks = lambda others: transport.name_ranks([self.kv_endpoint, *others])
-        return transport
+        if not self.pulls_prefixes:
+            return transport
+        try:
+            return with_prefix_pulls(transport, self.config, facts, context)
+        except Exception:
+            transport.close()
+            raise
+
+    @property
+    def pulls_prefixes(self) -> bool:
+        """Whether it gets prefixes from decode workers: as one rank, with a cache to keep them in. Not with
+        window pages, of which decode has few.
+        """
+        engine = self.engine
+        return self.ranks is None and engine.cache.enabled and not engine.windows.is_on
 
     def make_hello(self) -> Hello:
         """The registration with a router."""
         return self.hello(
             max_running=self.engine.sizes.max_batch,
             kv_endpoint=self.kv_endpoint,
+            pulls_prefixes=self.pulls_prefixes,
         )
 
     def make_worker(self) -> PrefillWorker:

@@ -3,7 +3,8 @@
 1. Prefill arrives            the prompt waits; it is refused at once if it can never be held or the queue is
                               full
 2. admission                  cached prefix pages are shared, the rest allocated; the room is offered to its
-                              reader. What a lower tier has of the prefix comes back while the prompt waits
+                              reader. What a lower tier or a decode worker has of the prefix comes while the
+                              prompt waits
 3. chunks                     each forward computes the next part of some prompts and keeps the aux features
                               beside their KV; each part is announced as soon as it is final
 4. first token                sampled here, streamed by the router at once; the same token closes the offer
@@ -31,14 +32,13 @@ from ..cluster.protocol.messages import (
 from ..cluster.telemetry.trace_context import carried_by
 from ..engine.batch.forward_batch import ForwardBatch, ForwardOutput
 from ..engine.kv.page_table import pages_for
-from ..engine.kv.tiers.running_tiers import RunningTiers
 from ..engine.kv.window_pool import WindowedPool
 from ..engine.loader import Engine
 from ..engine.request import Request
 from ..engine.runner.routed_experts import ExpertRows
 from ..engine.sampling.params import SamplingParams
 from ..engine.sampling.sampler import LaunchedSample, SampleOutput
-from ..kvtransfer.transport import Dropped, Offer, Released
+from ..kvtransfer.transport import Complete, Dropped, Landed, Lost, Offer, Released
 from ..worker.commands import Advance, DropDone, LinkEvent, Underway
 from ..worker.link import WorkerLink
 from ..worker.prompt_chunks import (
@@ -50,9 +50,10 @@ from ..worker.prompt_chunks import (
     score_prompts,
 )
 from ..worker.prompt_embeds import EmbedsInbox
-from ..worker.prompt_pages import begin_restore, take_restored
+from ..worker.prompt_pages import begin_restore, num_whole, take_restored
 from ..worker.refusal import Refusal, refuse_for_now, refuse_forever
 from ..worker.role_worker import RoleWorker, sampling_params_of
+from .prefix_pulls import PrefixPulls
 from .queues import PrefillQueues, PrefillRoom, PrefillState
 from .scheduler import PrefillScheduler
 
@@ -122,6 +123,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             max_batch=max_batch,
             vocab_size=engine.model_config.vocab_size,
         )
+        self.pulls = PrefixPulls(engine, link.post, counters, clock, lambda site: self.reach(site))
         self._launched: Launched | None = None
         self._uncached: list[PrefillRoom] = []  # computed, and not in the prefix cache yet
 
@@ -129,8 +131,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         """Choose chunks, run them, keep their features, sample, publish. False: no prompt has work."""
         if self.queues.count(PrefillState.QUEUED):
             self._cache_computed()  # before their prefixes are looked for
-        if self.tiers is not None:
-            self._turn_tiers(self.tiers)
+        self._turn_prefixes()
         chunks, admitted = self.scheduler.next_chunks()
         due, self._launched = self._launched, None
         if chunks:
@@ -162,7 +163,14 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 logger.warning("hand-off dropped", extra=fields(**named, reason=reason))
                 self._on_end(room, epoch, "dropped")
             case DropDone(room=room, epoch=epoch):
-                self._on_end(room, epoch, "")
+                if not self.pulls.dropped(room):
+                    self._on_end(room, epoch, "")
+            case Landed():
+                self.pulls.landed(event)
+            case Complete():
+                self.pulls.complete(event)
+            case Lost():
+                self.pulls.lost(event)
             case _:
                 super().handle(event, now)
 
@@ -191,6 +199,8 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 deadline=deadline,
                 trace=carried_by(order),
                 request_id=order.request_id,
+                pull=self.pulls.usable(order),
+                takes_bare=not order.wants_features,
             )
         )
         self._counters["requests"] += 1
@@ -226,6 +236,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             return
         is_queued = room.state is PrefillState.QUEUED
         room.state = PrefillState.CLOSING
+        self.pulls.give_up(room)
         self._drop(room, reason)
         if is_queued:
             self._close(room)
@@ -246,14 +257,22 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         """The one exit of a room: the prefix cache gets its computed pages, and all pages are released."""
         request = room.request
         if request.pages and not room.is_tainted:
-            self.engine.cache.insert(request.prompt_ids[: request.num_computed], request.pages, request.salt)
+            self._cache(room, request.num_computed)
         self._free(room)
 
-    # --- lower tiers of the cache ---------------------------------------------------------------------------
+    def _cache(self, room: PrefillRoom, num_tokens: int) -> None:
+        """Offer the pages of the first `num_tokens` tokens to the prefix cache."""
+        request = room.request
+        self.engine.cache.insert(
+            request.prompt_ids[:num_tokens], request.pages, request.salt, num_whole=room.num_whole
+        )
 
-    def _turn_tiers(self, tiers: RunningTiers) -> None:
-        """Take in restored prefixes, and begin to restore those of prompts that wait."""
-        tiers.turn()
+    # --- prefixes from elsewhere ----------------------------------------------------------------------------
+
+    def _turn_prefixes(self) -> None:
+        """Take in prefixes that have come, and begin to get those of prompts that wait."""
+        if self.tiers is not None:
+            self.tiers.turn()
         for room in self.queues.of(PrefillState.QUEUED):
             restore, request = room.restore, room.request
             if restore is None or not restore.is_done:
@@ -263,19 +282,32 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 self.engine.cache, self.engine.windows, request, restore, request.num_computed
             )
             room.cached_tokens = request.num_computed
-            if restore.is_follower:
-                self._restore(room)
+            self._get_prefix(room, is_restored=not restore.is_follower)
+        self.pulls.turn()
+        may_come = self.tiers is not None or any(room.pull for room in self.queues.of(PrefillState.QUEUED))
+        for room in self.scheduler.take_early(self._is_elsewhere) if may_come else ():
+            self._get_prefix(room)
 
-        def is_stored(request: Request, cached: Sequence[int]) -> bool:
-            limit = request.num_cacheable
-            return tiers.knows(request.prompt_ids, limit, request.salt, cached, len(cached))
+    def _is_elsewhere(self, room: PrefillRoom, cached: Sequence[int]) -> bool:
+        """Whether a lower tier or a decode worker has more of the room's prompt than the `cached` pages."""
+        has_bare = num_whole(self.engine.cache, cached) is not None
+        if self.pulls.wants(room, len(cached) * self.engine.page_size, has_bare=has_bare):
+            return True
+        return not has_bare and self._is_stored(room, cached)
 
-        for room in self.scheduler.take_early(is_stored):
-            self._restore(room)
+    def _is_stored(self, room: PrefillRoom, cached: Sequence[int]) -> bool:
+        request, limit = room.request, room.request.num_cacheable
+        return self.tiers is not None and self.tiers.knows(
+            request.prompt_ids, limit, request.salt, cached, len(cached)
+        )
 
-    def _restore(self, room: PrefillRoom) -> None:
+    def _get_prefix(self, room: PrefillRoom, *, is_restored: bool = False) -> None:
+        """Get what a lower tier has of the prompt of `room`, then what a decode worker has behind it."""
         request = room.request
-        room.restore = begin_restore(self.tiers, request, request.num_computed, is_computed=True)
+        if not is_restored and room.num_whole is None:  # pages of a tier are whole
+            room.restore = begin_restore(self.tiers, request, request.num_computed, is_computed=True)
+        if room.restore is None:
+            self.pulls.begin(room)
 
     # --- one step -------------------------------------------------------------------------------------------
 
@@ -290,6 +322,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                     epoch=request.epoch,
                     num_tokens=request.num_prompt,
                     pages=self._offered_pages(request),
+                    bare_tokens=room.bare_tokens,
                 )
             )
             if room.cached_tokens:
@@ -354,7 +387,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         """
         request, windows = chunk.room.request, self.engine.windows
         if not chunk.is_last and windows.tail_of(request.num_prompt):
-            self.engine.cache.insert(request.prompt_ids[: chunk.end], request.pages, request.salt)
+            self._cache(chunk.room, chunk.end)
             windows.retire_prompt(request, chunk.end)
 
     def _written(self, chunks: Chunks) -> list[int]:
@@ -396,7 +429,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         for room in computed:
             request = room.request
             if request.pages:  # else it has ended, and offered them then
-                self.engine.cache.insert(request.prompt_ids, request.pages, request.salt)
+                self._cache(room, request.num_prompt)
                 self.engine.windows.retire_prompt(request, request.num_prompt)
 
     def _finish(self, room: PrefillRoom, token: int, logprob: TokenLogprob | None) -> None:
@@ -423,6 +456,8 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                     prefill_ms=(now - room.started) * 1000,
                     prompt_tokens=request.num_prompt,
                     cached_tokens=room.cached_tokens,
+                    pulled_tokens=room.pulled_tokens,
+                    pull_ms=room.pull_s * 1000,
                     chunks=room.chunks,
                 ),
             )
@@ -440,6 +475,10 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             )
         )
         extra = fields(
-            **room.log_fields, tokens=request.num_prompt, cached=room.cached_tokens, chunks=room.chunks
+            **room.log_fields,
+            tokens=request.num_prompt,
+            cached=room.cached_tokens,
+            pulled=room.pulled_tokens,
+            chunks=room.chunks,
         )
         logger.log(room.log_level, "prefill completed", extra=extra)

@@ -1,4 +1,4 @@
-"""The context of a function with a gradient of its own, typed."""
+"""Types for functions with a gradient of their own (`torch.autograd.Function`)."""
 
 from typing import Any, Protocol
 

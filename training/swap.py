@@ -419,7 +419,7 @@ def swap_heads(settings: SwapSettings, url: str, api_key: str, say: Callable[[st
 
 
 def must_be_link(link: Path) -> None:
-    """Raises CheckpointError if `link` is there and is no symbolic link."""
+    """Raises CheckpointError if `link` exists and is not a symbolic link."""
     if link.exists() and not link.is_symlink():
         raise CheckpointError(f"--link {link}: is no symbolic link; name the link that --draft names")
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 import zmq
 
@@ -19,14 +20,16 @@ from ..cluster.config.roles import DecodeConfig, PrefillConfig, WorkerConfig
 from ..cluster.errors import StartupError
 from ..cluster.net.endpoints import endpoint_behind, reached_at
 from ..cluster.net.sockets import Socket
-from ..cluster.net.transport_names import may_be_open, transports_of
-from ..cluster.process.failpoints import Reach, reach_of
+from ..cluster.net.transport_names import SHM, ZMQ_BLOCKS, may_be_open, transports_of
+from ..cluster.process.failpoints import Reach, reach_of, unarmed
 from ..cluster.process.process import EXIT_CRASHED
 from ..cluster.process.running_clock import RunningClock
+from ..cluster.protocol.kv_messages import block_bytes_of
 from ..cluster.protocol.messages import Layout
 from ..cluster.security.ciphers import ciphers_of
 from ..cluster.security.keyring import Keyring, load_keyring, split_key, with_key
 from ..engine.loader import Engine
+from ..kvtransfer.protocol.layout import KVLayout
 from ..kvtransfer.protocol.shards import Shard
 from ..kvtransfer.ranks.agent import RankAgent
 from ..kvtransfer.ranks.channel import Channel, RankLost, SocketChannel
@@ -34,12 +37,17 @@ from ..kvtransfer.ranks.messages import BeginRank, decode_command, encode
 from ..kvtransfer.ranks.ranked_transport import RankedTransport
 from ..kvtransfer.transport import ListeningTransport, PollableTransport
 from ..kvtransfer.transports.registry import ReceiverSetup, SenderSetup, open_receiver, open_sender
+from ..kvtransfer.transports.two_way import TwoWayTransport
 from .identity import planes_of
 
 logger = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 60.0
 POLL_S = 0.01
+# The ways of prefixes from decode to prefill. Slabs of device memory and NIXL are for prompts only.
+PREFIX_TRANSPORTS = (SHM, ZMQ_BLOCKS)
+# sites of the main ends, by their names in the ends for prefixes
+SITES = {"sender:": "offer:", "receiver:": "pull:"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +120,82 @@ def receiver_end(config: DecodeConfig, facts: EndFacts, context: zmq.Context[Soc
     return open_receiver(facts.transports, setup)
 
 
-def advertised_endpoint(config: PrefillConfig, endpoint: str, rank: int = 0) -> str:
-    """The address for decode workers of the end of `rank` bound to `endpoint`, with its public key."""
+def with_prefix_pulls(
+    sender: ListeningTransport, config: PrefillConfig, facts: EndFacts, context: zmq.Context[Socket]
+) -> PollableTransport:
+    """Prefill's end `sender` together with one that pulls prefixes from decode workers.
+
+    Raises as `open_receiver`.
+    """
+    setup = ReceiverSetup(
+        instance=facts.instance,
+        layout=prefix_layout(facts.layout),
+        planes=planes_of(facts.engine.pool, None),
+        context=context,
+        keyring=facts.keyring,
+        ciphers=facts.ciphers,
+        lease_s=config.lease_s,
+        clock=facts.clock,
+        reach=renamed(facts.reach),
+        peer_role="decode",
+    )
+    receiver = open_receiver(prefix_transports(facts.transports), setup)
+    return TwoWayTransport(sender=sender, receiver=receiver, main=sender)
+
+
+def prefix_end(config: DecodeConfig, facts: EndFacts, context: zmq.Context[Socket]) -> ListeningTransport:
+    """The end of a decode worker that offers prefixes; binds its port. Raises as `open_sender`."""
+    transports = prefix_transports(facts.transports)
+    if len(transports) < len(facts.transports):
+        logger.info("prefixes go to prefill workers through %s only", ", ".join(transports))
+    setup = SenderSetup(
+        bind=config.prefix_bind,
+        instance=facts.instance,
+        layout=prefix_layout(facts.layout),
+        planes=planes_of(facts.engine.pool, None),
+        context=context,
+        keyring=facts.keyring,
+        ciphers=facts.ciphers,
+        bulk_port=config.prefix_bulk_port,
+        trusted_network=config.trusted_network,
+        lease_s=config.lease_s,
+        clock=facts.clock,
+        reach=renamed(facts.reach),
+        peer_role="prefill",
+        flag="--prefix-bind",
+    )
+    return open_sender(transports, setup)
+
+
+def prefix_layout(layout: Layout) -> Layout:
+    """The layout of pages that travel from decode to prefill: without features."""
+    token_bytes = KVLayout(layout).kv_page_bytes // layout.page_size
+    return msgspec.structs.replace(
+        layout, feature_ids=[], feature_width=0, feature_dtype="", block_bytes=block_bytes_of(token_bytes)
+    )
+
+
+def prefix_transports(names: Sequence[str]) -> tuple[str, ...]:
+    """Those of a worker's transports by which prefixes travel."""
+    return tuple(name for name in names if name in PREFIX_TRANSPORTS)
+
+
+def renamed(reach: Reach) -> Reach:
+    """Failpoints of an end for prefixes, whose sites have names of their own."""
+
+    def reach_renamed(site: str) -> None:
+        kind, point = site.split(":")
+        reach(SITES.get(f"{kind}:", f"{kind}:") + point)
+
+    return reach if reach is unarmed else reach_renamed
+
+
+def advertised_endpoint(advertise: str, endpoint: str, rank: int = 0) -> str:
+    """The address for peers of the end of `rank` bound to `endpoint`, with its public key. `advertise`: the
+    setting, "" for the bound address.
+    """
     bound, key = split_key(endpoint)
-    advertised = endpoint_behind(config.kv_advertise, rank) if config.kv_advertise else ""
+    advertised = endpoint_behind(advertise, rank) if advertise else ""
     address = reached_at(bound, advertised)
     return with_key(address, key) if key else address
 
@@ -226,7 +306,7 @@ class RankLink:
         endpoint = ""
         if isinstance(config, PrefillConfig):
             sender = sender_end(config, facts, context)
-            endpoint = advertised_endpoint(config, sender.endpoint, engine.group.rank)
+            endpoint = advertised_endpoint(config.kv_advertise, sender.endpoint, engine.group.rank)
             end: PollableTransport = sender
         else:
             assert isinstance(config, DecodeConfig)

@@ -150,6 +150,10 @@ def hello_of(
     embeds: EmbedsInbox | None = None,
     experts: ExpertShape | None = None,
     metrics_port: int = 0,
+    tells_prefixes: bool = False,
+    pulls_prefixes: bool = False,
+    prefix_endpoint: str = "",
+    group: str = "",
 ) -> Hello:
     """The worker's registration with a router. `max_context` in tokens; `embeds`: None takes none; `experts`:
     those that it returns for requests that ask.
@@ -191,6 +195,10 @@ def hello_of(
         transport=",".join(transports),
         chosen=dict(chosen),
         metrics_port=metrics_port,
+        tells_prefixes=tells_prefixes,
+        pulls_prefixes=pulls_prefixes,
+        prefix_endpoint=prefix_endpoint,
+        group=group,
     )
 
 

@@ -16,7 +16,15 @@ from ..cluster.net.control_link import LEFT
 from ..cluster.process.log import fields
 from ..cluster.process.process import EXIT_CRASHED, EXIT_OK, Shutdown
 from ..cluster.process.sd_notify import Notifier
-from ..cluster.protocol.messages import ControlUp, Goodbye, Heartbeat, ResourceUsage, Welcome, WorkerStats
+from ..cluster.protocol.messages import (
+    ControlUp,
+    Goodbye,
+    Heartbeat,
+    HeldPrefixes,
+    ResourceUsage,
+    Welcome,
+    WorkerStats,
+)
 from .commands import Command, LinkEvent, LinkFailed
 from .room_owners import RouterLost
 
@@ -68,6 +76,16 @@ class LoopWorker(Protocol):
         """The worker's condition for the heartbeat."""
 
 
+class LoopNews(Protocol):
+    """What follows heartbeats."""
+
+    def asked(self) -> None:
+        """A router has just joined, or has missed something: all is to be told anew."""
+
+    def take(self) -> HeldPrefixes | None:
+        """The next message; None: there is nothing to tell."""
+
+
 class SchedulerLink(Protocol):
     """The scheduler's end of a `WorkerLink`."""
 
@@ -90,7 +108,8 @@ class WorkerLoop:
     """Runs a worker until its shutdown is complete.
 
     `feed` resets the watchdog. `tell` receives the worker's condition at every heartbeat. `lost_spans` counts
-    the dropped trace spans, `usage` measures the process. `clock` returns monotonic seconds.
+    the dropped trace spans, `usage` measures the process, `news` has messages that follow heartbeats.
+    `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -106,11 +125,14 @@ class WorkerLoop:
         notifier: Notifier | None = None,
         lost_spans: Callable[[], int] = int,
         usage: Callable[[], ResourceUsage | None] = lambda: None,
+        news: LoopNews | None = None,
     ) -> None:
         self.worker = worker
         self.link = link
         self.shutdown = shutdown
         self.drain_timeout_s = drain_timeout_s
+        self.may_leave: Callable[[], bool] = lambda: True  # a worker without rooms
+        self.on_leave: Callable[[], None] = lambda: None  # it steps no more
         self.returns_as = ""  # the role in which the process starts again after the drain; "": it ends
         self._clock = clock
         self._feed = feed or (lambda now: None)
@@ -118,6 +140,7 @@ class WorkerLoop:
         self._notifier = notifier or Notifier()
         self._lost_spans = lost_spans
         self._usage = usage
+        self._news = news
         self._drain_until: float | None = None
         self._next_beat = 0.0
         self._is_busy = False  # the last step had work
@@ -130,6 +153,7 @@ class WorkerLoop:
         code = EXIT_OK
         while code == EXIT_OK and not self.is_over():
             code = self.turn()
+        self.on_leave()
         if not self.returns_as:
             self._notifier.stopping("leaving")
         self.worker.hand_back()
@@ -159,6 +183,8 @@ class WorkerLoop:
                 self.worker.drop_rooms(rooms, reason)
             case Welcome():
                 self._next_beat = 0.0  # the router sends no order before the first heartbeat
+                if self._news is not None:
+                    self._news.asked()
                 self._notifier.ready("serving")
             case _:
                 self.worker.handle(event, self._clock())
@@ -176,7 +202,8 @@ class WorkerLoop:
         if now >= self._drain_until:
             logger.warning("drain time is over", extra=fields(rooms=self.worker.num_rooms))
             return True
-        return self.worker.num_rooms == 0 and now >= self._drain_until - self.drain_timeout_s + FAREWELL_S
+        has_said_goodbye = now >= self._drain_until - self.drain_timeout_s + FAREWELL_S
+        return self.worker.num_rooms == 0 and has_said_goodbye and self.may_leave()
 
     def _begin_drain(self, now: float) -> float:
         """Start the drain; returns its end in monotonic seconds."""
@@ -208,3 +235,5 @@ class WorkerLoop:
                 stats = msgspec.structs.replace(stats, counters=stats.counters | {"spans_dropped": num_lost})
             self._tell(stats)
             self.link.post(Heartbeat(instance=self.worker.instance, stats=stats))
+            if self._news is not None and (news := self._news.take()) is not None:
+                self.link.post(news)

@@ -18,16 +18,17 @@ def take_pages(
     *,
     is_computed: bool,
     num_windowed: int | None = None,
+    bare_limit: int = 0,
 ) -> int:
     """Give `request` its `num_pages` pages. Returns the number of prompt tokens in cached pages.
 
     A prompt that is computed here takes `Request.num_cacheable` tokens from the cache at most, others all but
-    the last one. Of the first `num_windowed` pages (None: of all), it
-    gets the window pages of its tail. Raises PoolExhausted; the request then holds nothing.
+    the last one. Of the first `num_windowed` pages (None: of all), it gets the window pages of its tail.
+    `bare_limit`: as in `PrefixCache.match`. Raises PoolExhausted; the request then holds nothing.
     """
     held_from = windows.held_of_hit(request.num_prompt, is_computed=is_computed)
     limit = request.num_cacheable if is_computed else request.num_prompt - 1
-    held = cache.match(request.prompt_ids, limit, request.salt, held_from)
+    held = cache.match(request.prompt_ids, limit, request.salt, held_from, bare_limit=bare_limit)
     request.pages, request.windows = held, list(range(held_from(len(held)), len(held)))
     try:
         request.pages = held + cache.alloc(num_pages - len(held))
@@ -36,6 +37,11 @@ def take_pages(
         give_back_pages(cache, windows, request)
         raise
     return len(held) * cache.page_size
+
+
+def num_whole(cache: PrefixCache, pages: Sequence[int]) -> int | None:
+    """The number of cached `pages` before the first bare one; None: none is bare."""
+    return next((place for place, page in enumerate(pages) if cache.is_bare(page)), None)
 
 
 def take_shared_pages(

@@ -27,6 +27,7 @@ from ..cluster.protocol.messages import (
     Refused,
     Reserve,
     RoomCounts,
+    TellPrefixes,
     TierStats,
     WorkerStats,
     is_canary,
@@ -38,6 +39,7 @@ from ..engine.request import Request
 from ..engine.sampling.params import SamplingParams
 from .commands import Command, Drop, LinkEvent
 from .link import WorkerLink
+from .prefix_news import PrefixNews
 from .prompt_embeds import OFF, EmbedsInbox
 from .prompt_pages import give_back_pages
 from .refusal import Refusal
@@ -86,6 +88,7 @@ class RoleWorker(ABC, Generic[R]):
         self.role_change = RoleChange(self.role)
         self.reach: Reach = unarmed
         self.tiers: RunningTiers | None = None  # of the KV cache, below the pool
+        self.news: PrefixNews | None = None  # about the prefixes that are held here
         self._clock = clock
         self._counters = counters
 
@@ -115,6 +118,9 @@ class RoleWorker(ABC, Generic[R]):
             case ChangeRole():
                 if event.instance == self.instance:
                     self.role_change.take(event)
+            case TellPrefixes():
+                if self.news is not None and event.instance == self.instance:
+                    self.news.asked()
             case PromptEmbeds(room=room, epoch=epoch):
                 if not self.queues.is_known(room, epoch):
                     self.embeds.keep(event)
@@ -182,6 +188,7 @@ class RoleWorker(ABC, Generic[R]):
             spec_steps=engine.spec_steps,
             phase=engine.lifecycle.phase.name.lower(),
             weights_hash=engine.weights_hash,
+            prefix_news=0 if self.news is None else self.news.num_sent,
             tiers=[]
             if self.tiers is None
             else [TierStats(name=tier.name, used=tier.used, total=tier.total) for tier in self.tiers.use],

@@ -19,6 +19,7 @@ from ..cluster.protocol.messages import (
     ControlUp,
     Goodbye,
     Heartbeat,
+    HeldPrefixes,
     Hello,
     Prefill,
     PromptEmbeds,
@@ -95,7 +96,7 @@ class RoomOwners:
         A message about the worker goes to every router, a message about a room to its owner, or to none
         without an owner.
         """
-        if isinstance(message, (Heartbeat, Goodbye, Hello)):
+        if isinstance(message, (Heartbeat, HeldPrefixes, Goodbye, Hello)):
             return [ToRouter(router=EVERY, message=message)]
         if isinstance(message, Tokens):
             return self._split(message)

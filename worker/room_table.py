@@ -88,7 +88,7 @@ class RoomTable(Generic[R]):
         return self.up_to(room, epoch)
 
     def turned_away(self, room: str, epoch: int) -> None:
-        """Remember an attempt that was answered without being taken: its repeated order is ignored."""
+        """Remember an attempt that was refused, so that a repeated order for it is ignored."""
         self._remember(room, epoch)
 
     def up_to(self, room: str, epoch: int) -> list[R]:

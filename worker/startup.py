@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar, Generic, TypeVar
 
+import torch
 import zmq
 
-from ..cluster.config.roles import WorkerConfig
+from ..cluster.config.roles import DecodeConfig, WorkerConfig
 from ..cluster.config.tier_checks import has_tiers
 from ..cluster.net.endpoints import endpoints_of
 from ..cluster.net.router_links import RouterLinks, dial_routers
@@ -26,6 +27,7 @@ from ..cluster.security.keyring import load_keyring
 from ..cluster.telemetry.metrics_server import serve_metrics
 from ..cluster.telemetry.tracing import closing, open_tracing
 from ..engine.config import EngineConfig
+from ..engine.kv.prefix_journal import PrefixJournal
 from ..engine.loader import Engine, EngineLoader, check_ranks, join_ranks
 from ..engine.parallel.group import SOLO, TensorGroup
 from ..kvtransfer.memory.malloc_tuning import keep_blocks
@@ -34,14 +36,18 @@ from .hand_off import EndFacts, joined_ends, transports_for
 from .identity import chosen_of, facts_of, hello_of, layout_of, small_pool_warning
 from .link import WorkerLink
 from .main_loop import WorkerLoop
+from .peer_table import PeerTable
+from .peers import PeerLife, PeerPlace, PeerRanks
+from .prefix_news import PrefixNews
 from .prompt_embeds import embeds_inbox
+from .rank_processes import RankProcesses
 from .ranks import Ranks, check_rank_settings
 from .resource_usage import meter_of
 from .role_change import settings_fault
 from .role_worker import RoleWorker
 from .room import WorkerRoom
 from .spans import RoomSpans, SpansOf
-from .tier_startup import open_tiers
+from .tier_startup import open_tiers, page_keys_of
 
 logger = logging.getLogger(__name__)
 
@@ -71,14 +77,18 @@ class WorkerStartup(ABC, Generic[C, R]):
     engine: Engine
     worker: RoleWorker[R]
     loop: WorkerLoop
-    ranks: Ranks | None = None  # the other ranks of a tensor-parallel worker
+    ranks: RankProcesses | None = None  # the other ranks, where this process has started them
+    table: PeerTable | None = None  # of ranks with data-parallel attention
     name_ranks: Callable[[Sequence[str]], None] = staticmethod(
         lambda endpoints: None
     )  # prefill's other ranks
 
-    def __init__(self, config: C, instance: str) -> None:
+    def __init__(self, config: C, instance: str, place: PeerPlace | None = None) -> None:
+        """`place`: that of a rank with data-parallel attention, other than rank 0."""
         self.config = config
         self.instance = instance
+        self.place = place
+        self.group = instance if place is None else place.group
         self._engine_times: list[tuple[str, float]] = []  # phases and seconds
 
     def phases(self) -> list[Phase]:
@@ -130,7 +140,7 @@ class WorkerStartup(ABC, Generic[C, R]):
 
     def _role_fault(self, role: str) -> str:
         """Why this worker cannot get `role`; "" if it can."""
-        if self.ranks is not None:
+        if self.ranks is not None or self.place is not None:
             return "a worker of several ranks keeps its role; stop it, and start one in the other role"
         return settings_fault(self.config, role, os.environ)
 
@@ -143,8 +153,9 @@ class WorkerStartup(ABC, Generic[C, R]):
     def prepare_process(self) -> None:
         """Signals, failpoints, the service manager and malloc."""
         self.shutdown = Shutdown()
-        self.shutdown.install()
-        self.reach = reach_of(os.environ)
+        if self.place is None:
+            self.shutdown.install()
+        self.reach = reach_of(os.environ, rank=0 if self.place is None else self.place.rank)
         self.notifier = notifier_of(os.environ)
         keep_blocks()
 
@@ -164,10 +175,11 @@ class WorkerStartup(ABC, Generic[C, R]):
     def load_engine(self) -> None:
         """Weights, pools and graphs, and the transports that their device allows."""
         settings = engine_settings(self.config)
-        if settings.tp > 1:
+        if settings.num_ranks > 1 or settings.ep:
             check_rank_settings(self.config)
             check_ranks(settings)
-            self.ranks = Ranks.start(self.config, self.instance)
+        if settings.num_ranks > 1:
+            self._start_ranks(self.config)
         try:
             group = self._join(settings)
             loader = EngineLoader(rank_settings(settings), has_drafter=self.has_drafter, group=group)
@@ -178,8 +190,10 @@ class WorkerStartup(ABC, Generic[C, R]):
                 self.ranks.close(is_clean=False)
             raise
         self.engine = engine = loader.engine()
-        if self.ranks is not None:
+        if isinstance(self.ranks, Ranks):
             engine.tell = self.ranks.tell
+        if self.table is not None:
+            engine.begin_rounds(self.table)
         self.embeds = embeds_inbox(engine, is_on=self.config.prompt_embeds)
         pool = engine.pool
         self.layout = layout_of(
@@ -189,16 +203,28 @@ class WorkerStartup(ABC, Generic[C, R]):
             feature_width=engine.feature_width,
             weights_hash=engine.weights_hash,
             whole=None
-            if self.ranks is None
+            if engine.group.is_solo
             else engine.model_config.kv_layout(pool.num_layers, pool.page_size, pool.dtype),
             window_margin=engine.windows.margin,
         )
         self.transports = transports_for(self.config, self.ciphers, engine)
 
+    def _start_ranks(self, config: C) -> None:
+        """Starts the other ranks, unless this process is one of them."""
+        if self.place is not None:
+            self.table = self.place.table()
+        elif isinstance(config, DecodeConfig) and config.dp_attention > 1:
+            self.ranks = peers = PeerRanks.start(config, self.group)
+            self.table = peers.table
+        else:
+            self.ranks = Ranks.start(config, self.instance)
+
     def _join(self, settings: EngineConfig) -> TensorGroup:
+        if self.place is not None:
+            return join_ranks(self.place.meeting_path, self.place.rank, self.place.size, settings)
         if self.ranks is None:
             return SOLO
-        return join_ranks(self.ranks.meeting_path, 0, settings.tp, settings)
+        return join_ranks(self.ranks.meeting_path, 0, settings.num_ranks, settings)
 
     def open_sockets(self) -> None:
         """Start the link thread, which opens the KV plane and dials the routers, and the hash of the
@@ -216,23 +242,41 @@ class WorkerStartup(ABC, Generic[C, R]):
             metrics.describe(facts_of(self.layout, self.engine.pool))
         self.worker = self.make_worker()
         self.worker.reach = self.reach
-        self.worker.tiers = open_tiers(self.engine, self.config, notify=self.link.nudge, reach=self.reach)
+        self._open_tiers()
         self.worker.queues.on_left = RoomSpans(tracing, time.monotonic, self.spans_of).left
+        feed = self.link.feeder(Watchdog(self.config.watchdog_s, notifier=self.notifier))
+        life = None
+        if self.table is not None:
+            life = PeerLife(self.table, self.shutdown, feed, self.link.nudge)
+            life.start()
+            feed = life.turn
         self.loop = WorkerLoop(
             self.worker,
             self.link,
             self.shutdown,
             drain_timeout_s=self.config.drain_timeout_s,
-            feed=self.link.feeder(Watchdog(self.config.watchdog_s, notifier=self.notifier)),
+            feed=feed,
             tell=metrics.tell if metrics is not None else None,
             notifier=self.notifier,
             lost_spans=lambda: tracing.num_dropped,
             usage=meter_of(self.engine.pool.device).read,
+            news=self.worker.news,
         )
+        if life is not None:
+            self.loop.may_leave, self.loop.on_leave = life.may_leave, life.leave
         self.worker.role_change.check = self._role_fault
         self.worker.role_change.on_order = self._change_role
         self.engine.runner.on_layer = self.loop.beat
         self.engine.begin_watch()
+
+    def _open_tiers(self) -> None:
+        """The tiers below the pool, and the journal of all pages for the routers."""
+        keys, worker = page_keys_of(self.engine), self.worker
+        worker.tiers = open_tiers(self.engine, self.config, keys, notify=self.link.nudge, reach=self.reach)
+        if self.engine.cache.enabled:
+            worker.news = PrefixNews(PrefixJournal(self.engine.cache, keys), self.instance)
+            if worker.tiers is not None:
+                worker.tiers.tiers.keep_journal(worker.news.journal)
 
     # --- methods of a role ----------------------------------------------------------------------------------
 
@@ -267,6 +311,8 @@ class WorkerStartup(ABC, Generic[C, R]):
         shares_prompts: bool = False,
         spec_tokens: int = 0,
         draft_widths: DraftWidths | None = None,
+        pulls_prefixes: bool = False,
+        prefix_endpoint: str = "",
     ) -> Hello:
         """A Hello with the fields that both roles fill alike."""
         return hello_of(
@@ -291,6 +337,10 @@ class WorkerStartup(ABC, Generic[C, R]):
             embeds=self.embeds,
             experts=self.engine.expert_shape,
             metrics_port=self.config.metrics_port,
+            tells_prefixes=self.engine.cache.enabled,
+            pulls_prefixes=pulls_prefixes,
+            prefix_endpoint=prefix_endpoint,
+            group="" if self.table is None else self.group,
         )
 
     def end_facts(self) -> EndFacts:
@@ -307,9 +357,11 @@ class WorkerStartup(ABC, Generic[C, R]):
         )
 
     def _open_planes(self, context: zmq.Context[Socket]) -> tuple[RouterLinks, PollableTransport]:
+        if self.engine.pool.device.type == "cuda":
+            torch.cuda.set_device(self.engine.pool.device)  # a thread begins on the first one
         transport = self.open_transport(context)
         try:
-            if self.ranks is not None:
+            if isinstance(self.ranks, Ranks):
                 transport = joined_ends(
                     transport,
                     self.ranks.links,
@@ -330,6 +382,6 @@ class WorkerStartup(ABC, Generic[C, R]):
 
 def rank_settings(settings: EngineConfig) -> EngineConfig:
     """`settings` for one of several ranks, which share the cores of the host if no number is given."""
-    if settings.tp == 1 or settings.threads:
+    if settings.num_ranks == 1 or settings.threads:
         return settings
-    return replace(settings, threads=max(1, len(os.sched_getaffinity(0)) // settings.tp))
+    return replace(settings, threads=max(1, len(os.sched_getaffinity(0)) // settings.num_ranks))

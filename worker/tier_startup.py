@@ -32,11 +32,13 @@ STAGING_BYTES = {"cpu": 256 * MIB, "cuda": 1024 * MIB}
 def open_tiers(
     engine: Engine,
     config: EngineSettings,
+    keys: PageKeys,
     *,
     notify: Callable[[], None] = lambda: None,
     reach: Reach = unarmed,
 ) -> RunningTiers | None:
-    """The tiers that the settings ask for; None: none. `notify` is called when a copy has ended.
+    """The tiers that the settings ask for, under `keys`; None: none. `notify` is called when a copy has
+    ended.
 
     Raises StartupError for host memory that the system does not give.
     """
@@ -64,7 +66,7 @@ def open_tiers(
     linear_depth = linear_depth_of(engine)
     tiers = CacheTiers(
         engine.cache,
-        PageKeys(engine.cache, tier_fingerprint(engine)),
+        keys,
         SlotTable(num_slots, linear_depth),
         page_bytes=page_bytes,
         is_staging=not host_bytes,
@@ -86,6 +88,11 @@ def open_tiers(
     running.find_disk = find_disk
     logger.info("pages of %d bytes go to %r below the KV pool", page_bytes, slab)
     return running
+
+
+def page_keys_of(engine: Engine) -> PageKeys:
+    """The keys of the pages of `engine`."""
+    return PageKeys(engine.cache, tier_fingerprint(engine))
 
 
 def tier_planes(engine: Engine) -> list[torch.Tensor]:

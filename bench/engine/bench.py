@@ -32,7 +32,7 @@ from .drafters import ALL, DRAFTERS, named_drafters
 from .floors import UNKNOWN, Ceilings, PassCounts, Work, measure_ceilings
 from .ranks import rank_0, rank_device
 from .rig import ComputedPrompt, Rig, RigSettings, check_ranks
-from .shapes import DRAFT_VOCABULARY, FORMS, SHAPES
+from .shapes import DRAFT_VOCABULARY, FORMS, MXFP4, SHAPES
 from .sums import SumTime, sum_times, table
 from .timing import Timing, measure
 
@@ -229,7 +229,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--quantize",
-        choices=("none", *FORMS),
+        choices=("none", *FORMS, MXFP4),
         default="none",
         help="the form of the target's matrices (default none: that of --dtype)",
     )
@@ -269,6 +269,13 @@ def parser() -> argparse.ArgumentParser:
         type=at_least(1),
         default=1,
         help="ranks that share the target, one GPU each; figures, bytes and operations are those of rank 0",
+    )
+    add("--ep", action="store_true", help="ranks have whole experts, otherwise a part of the width of each")
+    add(
+        "--dp-attention",
+        type=at_least(1),
+        default=1,
+        help="ranks that share the experts only, one GPU each; each has as many requests as --batch says",
     )
     add("--deterministic", action="store_true", help="with batch-invariant operations of the target")
     add(
@@ -322,14 +329,17 @@ def settings_of(options: argparse.Namespace) -> RigSettings:
             f"a chain of --spec-steps {options.spec_steps} yields at most "
             f"{options.spec_steps + 1} tokens; lower it"
         )
-    if options.tp > 1 and options.adaptive:
+    if options.tp > 1 and options.dp_attention > 1:
+        raise ConfigError(f"--tp {options.tp}: leave it out with --dp-attention {options.dp_attention}")
+    ranks, name = num_ranks(options), "--tp" if options.tp > 1 else "--dp-attention"
+    if ranks > 1 and options.adaptive:
         raise ConfigError(
-            f"--tp {options.tp}: ranks that choose by their own clocks would part; measure --adaptive with "
-            "--tp 1"
+            f"{name} {ranks}: ranks that choose by their own clocks would part; measure --adaptive with "
+            f"{name} 1"
         )
     device = resolve_device(options.device)
-    if device.type == "cuda" and options.tp > torch.cuda.device_count():
-        raise ConfigError(f"--tp {options.tp}: this process sees {torch.cuda.device_count()} GPUs; lower it")
+    if device.type == "cuda" and ranks > torch.cuda.device_count():
+        raise ConfigError(f"{name} {ranks}: this process sees {torch.cuda.device_count()} GPUs; lower it")
     # measured steps, as many under the profiler, and the warm-ups; the first step may accept one token more
     warm_ups = WARM_UPS + (ADAPTIVE_WARM_UPS if options.adaptive else 0)
     growth = (2 * options.repeats + warm_ups + 2) * (options.spec_steps + 1)
@@ -351,9 +361,16 @@ def settings_of(options: argparse.Namespace) -> RigSettings:
         is_invariant=options.deterministic,
         quantize=options.quantize,
         drafts=options.drafts[0],
+        by_expert=options.ep,
+        has_own_rows=options.dp_attention > 1,
         joins=options.join,
         has_window_pages=options.window_kv == "free",
     )
+
+
+def num_ranks(options: argparse.Namespace) -> int:
+    """Processes that measure together."""
+    return max(int(options.tp), int(options.dp_attention))
 
 
 def machine(device: torch.device) -> str:
@@ -371,13 +388,14 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     try:
         settings = settings_of(options)
-        check_ranks(settings, options.tp)
+        ranks = num_ranks(options)
+        check_ranks(settings, ranks)
         _progress(f"measuring the ceilings of {machine(settings.device)}")
         ceilings = measure_ceilings(settings.dtype, settings.device)
         _progress("making weights, prompts and graphs")
         cells: list[Cell] = []
         sums: list[SumTime] = []
-        with rank_0(options.tp, argv, settings.device) if options.tp > 1 else nullcontext(SOLO) as group:
+        with rank_0(ranks, argv, settings.device) if ranks > 1 else nullcontext(SOLO) as group:
             sums += sums_of(settings, group)
             for cell in cells_of(settings, options, group, ceilings):
                 cells.append(cell)
@@ -429,7 +447,9 @@ def report(
         "write), matmul "
         f"{ceilings.matmul_flop_per_s / 1e12:.1f} TFLOP/s",
         f"{options.model or options.shape}, {settings.dtype}, context {options.context}, {accepted}"
-        + (f", rank 0 of {options.tp}" if options.tp > 1 else "")
+        + (f", rank 0 of {num_ranks(options)}" if num_ranks(options) > 1 else "")
+        + (" with attention of their own" if options.dp_attention > 1 else "")
+        + (", experts dealt whole" if options.ep else "")
         + (", deterministic" if options.deterministic else "")
         + (f", weights in {options.quantize}" if options.quantize != "none" else ""),
         "",

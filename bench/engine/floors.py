@@ -21,6 +21,8 @@ from ...engine.speculative.drafters.eagle_config import EagleConfig
 from ...engine.speculative.drafters.mtp_config import MtpConfig
 from ...engine.speculative.drafters.spec_config import Eagle3Config, HeadConfig
 
+MXFP4_BYTES = 0.5 + 1 / 32  # of a value, with its part of a scale
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
@@ -55,10 +57,11 @@ class PassCounts:
     `body`, `vocab` and `fc` count the values of the layers' matrices, of the output projection, and of the
     head's input projection (0 in a target). `end` counts the values that a row meets behind its last
     attention: a prompt needs them for its last row only. `kv` counts the values of K and V per token.
-    `attention` counts operations per pair of a new row and a context row. `experts` counts the values of all
-    experts, of which a row uses `used_share`. `windows`: of the layers' attention, 0 for all tokens.
-    `itemsize`: bytes of a value, `body_itemsize` of one of the layers' matrices if these are quantised, with
-    its part of the scales.
+    `attention` counts operations per pair of a new row and a context row. `experts` counts the values of the
+    experts on this rank, of all of which a row uses `used_share`; the rows of `gathered` ranks meet there.
+    `windows`: of the layers' attention, 0 for all tokens. `itemsize`: bytes of a value, `body_itemsize` of
+    one of the layers' matrices if these are quantised, with its part of the scales, and `expert_itemsize` of
+    one of the experts'.
     """
 
     body: int
@@ -68,9 +71,11 @@ class PassCounts:
     attention: int
     itemsize: int
     body_itemsize: float = 0.0
+    expert_itemsize: float = 0.0
     end: int = 0
     experts: int = 0
     used_share: float = 0.0
+    gathered: int = 1
     windows: tuple[int, ...] = ()
 
     @classmethod
@@ -78,12 +83,13 @@ class PassCounts:
         layer = _layer(config.hidden_size, config)
         kv = config.kv_layout(config.num_layers, 1, torch.bfloat16)
         moe, experts, body = config.moe, 0, config.num_layers * layer
+        quantised = 0.0 if config.quant is None else config.quant.form.value_bytes
         end = _end_of_layer(config)
         if moe is not None:
             sparse = config.num_layers - len(moe.dense_layers)
             body -= sparse * 3 * config.hidden_size * config.intermediate_size
             body += sparse * config.hidden_size * (moe.num_experts + 3 * moe.shared_size)
-            experts = sparse * moe.num_experts * 3 * config.hidden_size * moe.intermediate_size
+            experts = sparse * len(moe.experts_here) * 3 * config.hidden_size * moe.intermediate_size
             if config.num_layers - 1 not in moe.dense_layers:
                 end -= 3 * config.hidden_size * (config.intermediate_size - moe.top_k * moe.intermediate_size)
                 end += config.hidden_size * (moe.num_experts + 3 * moe.shared_size)
@@ -97,7 +103,9 @@ class PassCounts:
             end=end,
             experts=experts,
             used_share=0.0 if moe is None else moe.used_share,
-            body_itemsize=0.0 if config.quant is None else config.quant.form.value_bytes,
+            gathered=1 if moe is None else moe.gathered,
+            body_itemsize=quantised,
+            expert_itemsize=MXFP4_BYTES if moe is not None and moe.is_packed else quantised,
             windows=config.forms.windows,
         )
 
@@ -144,13 +152,19 @@ class PassCounts:
             itemsize=itemsize,
         )
 
-    def _body_bytes(self, values: float) -> float:
-        """The bytes of so many values of the layers' matrices."""
-        return values * (self.body_itemsize or self.itemsize)
+    def _body_bytes(self, values: float, experts: float) -> float:
+        """The bytes of so many values of the layers' matrices, and of those of experts."""
+        of_experts = experts * (self.expert_itemsize or self.itemsize)
+        return values * (self.body_itemsize or self.itemsize) + of_experts
 
     def _read_experts(self, rows: int) -> float:
         """The values of the experts that `rows` rows use, if each row chooses at random."""
-        return self.experts * (1 - (1 - self.used_share) ** rows)
+        return self.experts * (1 - (1 - self.used_share) ** (rows * self.gathered))
+
+    @property
+    def _used(self) -> int:
+        """The values of experts here that meet a row, for each row of this rank."""
+        return round(self.experts * self.used_share * self.gathered)
 
     def _seen(self, context: int) -> float:
         """The mean over layers of the tokens that a row behind `context` tokens attends to."""
@@ -161,12 +175,12 @@ class PassCounts:
     def step(self, batch: int, rows: int, context: int, *, logit_rows: int, has_fc: bool = False) -> Work:
         """One pass: each of `batch` requests has `context` tokens, `rows` new rows and logits of `logit_rows`
         rows."""
-        weights = self.body + (self.fc if has_fc else 0)
-        read = weights + self._read_experts(batch * rows)
-        weights += round(self.experts * self.used_share)
+        body = self.body + (self.fc if has_fc else 0)
+        weights = body + self._used
         seen = self._seen(context)
         return Work(
-            num_bytes=self._body_bytes(read) + self.itemsize * (self.vocab + batch * (seen + rows) * self.kv),
+            num_bytes=self._body_bytes(body, self._read_experts(batch * rows))
+            + self.itemsize * (self.vocab + batch * (seen + rows) * self.kv),
             num_flops=batch
             * (2 * rows * weights + 2 * logit_rows * self.vocab + rows * seen * self.attention),
         )
@@ -175,9 +189,9 @@ class PassCounts:
         """A causal pass over a whole prompt of `tokens`, with the logits of its last row."""
         windows = self.windows or (0,)
         pairs = sum(_pairs(tokens, window or tokens) for window in windows) // len(windows)
-        used = self.body + round(self.experts * self.used_share)
+        used = self.body + self._used
         return Work(
-            num_bytes=self._body_bytes(self.body + self._read_experts(tokens))
+            num_bytes=self._body_bytes(self.body, self._read_experts(tokens))
             + self.itemsize * (self.vocab + tokens * self.kv),
             num_flops=2 * tokens * (used - self.end) + 2 * (self.end + self.vocab) + pairs * self.attention,
         )

@@ -15,7 +15,7 @@ import torch
 from ...engine.models.config import ModelConfig
 from ...engine.models.interface import CausalLM, StoredForms
 from ...engine.models.registry import build_model
-from ...engine.parallel.group import SOLO, TensorGroup
+from ...engine.parallel.sharing import ALONE, Sharing
 from ...engine.speculative.drafters.eagle3_head import Eagle3Head
 from ...engine.speculative.drafters.eagle_config import EagleConfig
 from ...engine.speculative.drafters.eagle_head import EagleHead
@@ -29,6 +29,7 @@ READERS = re.compile(r"\.(q_proj|k_proj|v_proj|q_a_proj|kv_a_proj_with_mqa|gate_
 SPREAD = 0.02  # standard deviation of random weights
 FP8_SPREAD = 64.0  # of stored values in 8 bits, before their scales
 INT4_SPREAD = 4.6  # of equally likely values of 4 bits
+MXFP4_SCALE = 120  # 2^-7, by which equally likely values of MXFP4 spread by 0.023
 AMPLITUDE = 64.0  # value of LEVEL in the target's stream
 GAIN = 256.0  # from the target's LEVEL to the head's, where LEVEL outweighs all other columns together
 STEP = AMPLITUDE * GAIN / 16  # added to COUNT by each forward of the head
@@ -43,17 +44,17 @@ def random_target(
     *,
     is_invariant: bool = False,
     joins: Joins | None = None,
-    group: TensorGroup = SOLO,
+    sharing: Sharing = ALONE,
 ) -> CausalLM:
     """A model of `config` that generates TOKEN after any input; `is_invariant` and `joins` as of
-    `build_model`. As a rank of `group`, `config` is the rank's; rank 0 has the rows of TOKEN.
+    `build_model`. As a rank in `sharing`, `config` is the rank's; rank 0 has the rows of TOKEN.
     """
     model = build_model(
-        config, dtype=dtype, device=device, is_invariant=is_invariant, joins=joins, group=group
+        config, dtype=dtype, device=device, is_invariant=is_invariant, joins=joins, sharing=sharing
     )
     generator = torch.Generator(device).manual_seed(seed)
     for name, weight in model.tensors():
-        _fill_stored(name, weight, generator)
+        fill_stored(name, weight, generator)
         if re.search(r"\.(o_proj|down_proj|w2)\.", name):  # these write to the residual stream
             if name.endswith("scales"):
                 weight[:, LEVEL] = 0
@@ -61,7 +62,7 @@ def random_target(
                 weight[LEVEL] = 0
         if name.endswith("experts.down_proj"):  # of gpt-oss: [E, I, H], and its bias [E, H]
             weight[..., LEVEL] = 0
-        if name.endswith("experts.down_proj_bias"):
+        if name.endswith(("experts.down_proj_bias", "experts.down_proj_blocks")):
             weight[:, LEVEL] = 0
         if re.search(r"\.(mlp|block_sparse_moe)\.(gate|router)\.weight$", name):
             weight[:, LEVEL] = 0  # rows choose experts by what they attended to, not all alike
@@ -72,7 +73,7 @@ def random_target(
     model.embed_tokens[:, LEVEL] = AMPLITUDE / 2
     if not config.tie_word_embeddings:
         model.lm_head[:, LEVEL] = 0
-    if group.rank:
+    if sharing.tensor.rank:
         return model
     if config.moe is not None:
         model.embed_tokens[TOKEN] = 0
@@ -128,9 +129,11 @@ def _count(head: Eagle3Head) -> None:
     head.layer.mlp.down.weight[COUNT, 0] = STEP / fired
 
 
-def _fill_stored(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
+def fill_stored(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
     """As `fill_random`, also for the tensors of quantised matrices, whose values then spread alike."""
-    if name.endswith("scales"):
+    if weight.dtype == torch.uint8:
+        weight.fill_(MXFP4_SCALE) if name.endswith("_scales") else weight.random_(0, 256, generator=generator)
+    elif name.endswith("scales"):
         weight.fill_(SPREAD / INT4_SPREAD)
     elif "_scale" in name:
         weight.fill_(SPREAD / FP8_SPREAD)

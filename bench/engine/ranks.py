@@ -29,7 +29,7 @@ def rank_0(size: int, argv: Sequence[str], device: torch.device) -> Iterator[Ten
 
     A rank that fails ends this process with its exit code, since a collective would wait for it.
     """
-    meeting = os.memfd_create("baton-bench-ranks")
+    meeting = os.memfd_create("baton-bench-ranks")  # stays open: the group's store opens it again at exit
     os.environ.update({name: os.environ.get(name, value) for name, value in LIBRARY_SETTINGS.items()})
     children = [
         subprocess.Popen(
@@ -53,7 +53,6 @@ def rank_0(size: int, argv: Sequence[str], device: torch.device) -> Iterator[Ten
         for child in children:
             child.kill()
             child.wait()
-        os.close(meeting)
 
 
 def _watch(children: Sequence["subprocess.Popen[bytes]"], is_over: threading.Event) -> None:

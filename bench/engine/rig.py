@@ -25,6 +25,7 @@ from ...engine.models.config import ModelConfig
 from ...engine.models.cuts import rank_config
 from ...engine.models.interface import CausalLM
 from ...engine.parallel.group import SOLO, TensorGroup
+from ...engine.parallel.sharing import Sharing, attention_parallel, tensor_parallel
 from ...engine.request import Request
 from ...engine.runner.lifecycle import Lifecycle, Phase
 from ...engine.runner.model_runner import ModelRunner, configure_aux_capture
@@ -79,6 +80,13 @@ class RigSettings:
     has_plain: bool = True
     joins: Joins | None = None
     has_window_pages: bool = False
+    by_expert: bool = False
+    has_own_rows: bool = False  # data-parallel attention
+
+    def sharing(self, group: TensorGroup) -> Sharing:
+        """Which parts of the target the ranks of `group` share."""
+        share = attention_parallel if self.has_own_rows else tensor_parallel
+        return share(group, by_expert=self.by_expert)
 
     @property
     def max_batch(self) -> int:
@@ -150,15 +158,16 @@ class Stepper:
 class Rig:
     """One engine that prefills and decodes. `use_graphs` switches between its graphs and the eager path.
 
-    The ranks of `group` each have such an engine, with a part of the target, and make the same calls. `own`
-    is the config of that part.
+    The ranks of `group` each have such an engine, with a part of the target, and make the same calls, with
+    prompts of their own where they share the experts only. `own` is the config of that part.
 
     Raises ValueError when the requests or the prompt exceed the model's positions.
     """
 
     def __init__(self, settings: RigSettings, group: TensorGroup = SOLO) -> None:
         self.settings = settings
-        self.group = group
+        self.sharing = settings.sharing(group)
+        self.group = group = self.sharing.tensor
         self._lifecycle = Lifecycle()
         self.shape = DraftShape.of(settings.spec_steps)
         device, dtype = settings.device, settings.dtype
@@ -180,9 +189,14 @@ class Rig:
                 group=group,
             )
             self.kind: BenchDrafter = DRAFTERS[settings.drafts](wish)
-        self.own = rank_config(self.config, group.size)
+        self.own = rank_config(self.config, self.sharing)
         model = random_target(
-            self.own, dtype, device, is_invariant=settings.is_invariant, joins=settings.joins, group=group
+            self.own,
+            dtype,
+            device,
+            is_invariant=settings.is_invariant,
+            joins=settings.joins,
+            sharing=self.sharing,
         )
         self._lifecycle.advance(Phase.LOADED)
         ids = self.kind.feature_ids
@@ -233,7 +247,7 @@ class Rig:
     def prompts(self, count: int, length: int) -> list[ComputedPrompt]:
         """`count` random prompts of `length` tokens each, with their KV in the target's and the drafter's
         pool."""
-        generator = torch.Generator().manual_seed(2)
+        generator = torch.Generator().manual_seed(2 + self._own_seed)
         made = []
         for i in range(count):
             pages = list(range(1 + i * self._each, 1 + (i + 1) * self._each))
@@ -258,7 +272,8 @@ class Rig:
         """A request with a random prompt of `length` tokens, to be passed to `prefill`."""
         first = 1 + self.settings.max_batch * self._each
         pages = list(range(first, first + pages_for(length, PAGE_SIZE)))
-        return _request("prompt", self._random_ids(length, torch.Generator().manual_seed(3)), pages)
+        generator = torch.Generator().manual_seed(3 + self._own_seed)
+        return _request("prompt", self._random_ids(length, generator), pages)
 
     def prefill(self, request: Request) -> torch.Tensor | None:
         """Computes the whole prompt in chunks, as a prefill worker does: keeps features beside the KV,
@@ -294,6 +309,11 @@ class Rig:
         decoder.draft_prefill(request, features, 0)
         decoder.forget(request)
         return ComputedPrompt(ids=ids, pages=pages, features=last)
+
+    @property
+    def _own_seed(self) -> int:
+        """Of prompts: equal on ranks that have the same rows."""
+        return 1000 * self.sharing.experts.rank if self.sharing.has_own_rows else 0
 
     def _random_ids(self, length: int, generator: torch.Generator) -> list[int]:
         ids: list[int] = torch.randint(0, self.config.vocab_size, (length - 1,), generator=generator).tolist()
@@ -354,7 +374,7 @@ def check_ranks(settings: RigSettings, num_ranks: int) -> None:
     """Raises CheckpointError, naming what fits, if so many ranks cannot share the target."""
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         config = target_config(settings.shape, settings.model, Path(folder), settings.quantize)
-    rank_config(config, num_ranks)
+    rank_config(config, settings.sharing(TensorGroup(size=num_ranks)))
 
 
 def _check_positions(settings: RigSettings, shape: DraftShape, limit: int) -> None:

@@ -5,8 +5,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+from ...engine.errors import CheckpointError
 from ...engine.hub import resolve_checkpoint
 from ...engine.models.config import ModelConfig
+from ...engine.models.moe import GPT_OSS_NAMES
 from ...engine.models.quant.config import Fp8Form, Int4Form, QuantConfig
 from ...engine.models.registry import load_model_config
 from ...engine.speculative.drafters.eagle_config import EagleConfig, load_eagle_config
@@ -55,6 +57,20 @@ SHAPES: dict[str, dict[str, object]] = {
         "num_local_experts": 32,
         "num_experts_per_tok": 4,
         "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 201088,
+        "sliding_window": 128,
+        "max_position_embeddings": 131072,
+    },
+    "gpt-oss-120b": {
+        "architectures": ["GptOssForCausalLM"],
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 36,
         "num_attention_heads": 64,
         "num_key_value_heads": 8,
         "head_dim": 64,
@@ -186,6 +202,20 @@ SHAPES: dict[str, dict[str, object]] = {
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 512,
     },
+    "toy-gpt-oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "hidden_size": 128,
+        "intermediate_size": 96,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 512,
+        "sliding_window": 32,
+        "max_position_embeddings": 512,
+    },
     "toy": {
         "hidden_size": 128,
         "intermediate_size": 192,
@@ -197,27 +227,34 @@ SHAPES: dict[str, dict[str, object]] = {
         "max_position_embeddings": 512,
     },
 }
-# The forms of `--quantize`.
+# The forms of `--quantize`; MXFP4 is that of the experts of gpt-oss alone.
 FORMS: dict[str, Fp8Form | Int4Form] = {
     "fp8": Fp8Form(),
     "fp8-blocks": Fp8Form(has_blocks=True),
     "int4": Int4Form(packing="awq", group_size=128),
 }
+MXFP4 = "mxfp4"
 DRAFT_VOCABULARY = 32000  # draft vocabulary of published EAGLE3 heads for models of this size
 
 
 def target_config(shape: str, model: str, folder: Path, quantize: str = "none") -> ModelConfig:
     """The config of the checkpoint `model` if one is given, else of the built-in `shape`.
 
-    `folder` is for temporary files. `quantize`: a name in `FORMS`, or "none" for the checkpoint's own form.
-    Raises CheckpointError for a config that cannot be read or is not supported.
+    `folder` is for temporary files. `quantize`: a name in `FORMS`, MXFP4, or "none" for the checkpoint's own
+    form. Raises CheckpointError for a config that cannot be read or is not supported.
     """
     if model:
         found = load_model_config(resolve_checkpoint(model))
     else:
         config = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"} | SHAPES[shape]
         found = load_model_config(_write(folder / "target", config))
-    return found if quantize == "none" else replace(found, quant=QuantConfig(form=FORMS[quantize]))
+    if quantize == "none":
+        return found
+    if quantize != MXFP4:
+        return replace(found, quant=QuantConfig(form=FORMS[quantize]))
+    if found.moe is None or found.moe.names is not GPT_OSS_NAMES:
+        raise CheckpointError(f"--quantize {MXFP4}: {found.architecture} has no experts in it; take gpt-oss")
+    return replace(found, moe=replace(found.moe, is_packed=True))
 
 
 def head_config(target: ModelConfig, dtype: str, draft_vocab_size: int, folder: Path) -> Eagle3Config:

@@ -8,7 +8,7 @@ import torch
 from ...engine.parallel.group import TensorGroup
 from ...kernels.collectives import sum_ranks
 
-SIZES_KIB = (8, 16, 64, 256, 512, 1024, 4096)
+SIZES_KIB = (8, 16, 64, 256, 512, 1024, 2048, 4096, 16384)
 IN_GRAPH = 50  # sums of one graph, so that launches by the host do not count
 REPEATS = 9
 

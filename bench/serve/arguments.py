@@ -32,6 +32,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--take-turns is for the conversations of --workload under --concurrency")
     if options.take_turns and options.duration and not options.requests:
         parser.error("--take-turns needs --requests, which says how many conversations there are")
+    if options.own_answers and (not options.workload or options.plain):
+        parser.error("--own-answers is for the conversations of --workload, and needs token ids: no --plain")
     if options.context and not options.workload:
         parser.error("--context cuts the requests of --workload; use --input and --output instead")
     if options.workload and (options.input or options.output or options.shared_prefix):
@@ -139,6 +141,11 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         "--take-turns",
         action="store_true",
         help="conversations of --workload take turns with each other: the one that waited longest is next",
+    )
+    parser.add_argument(
+        "--own-answers",
+        action="store_true",
+        help="later turns of a conversation repeat the server's answers, not random tokens",
     )
     parser.add_argument("--temperature", type=_positive_or_zero, default=0.0, help="of sampling (0)")
     parser.add_argument(

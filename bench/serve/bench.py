@@ -230,6 +230,7 @@ def questions_of(options: argparse.Namespace) -> Questions:
             seed=options.seed,
             context=options.context,
             is_plain=options.plain,
+            has_own_answers=options.own_answers,
         ).questions
     if options.prompts:
         return lambda rng: file_prompts(Path(options.prompts), rng, options.output)

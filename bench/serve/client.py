@@ -40,6 +40,8 @@ class TimedCall:
     """Turns before it in its conversation."""
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     """(time, number of tokens) of each event with tokens."""
+    ids: list[int] = field(default_factory=list)
+    """The answer's token ids, if the endpoint tells them."""
     num_prompt: int = 0
     num_output: int = 0
     """The number of tokens from the endpoint's usage, else counted from the events."""
@@ -205,7 +207,9 @@ class LoadClient:
         if "error" in event:
             call.error = f"error frame {_code_of(data)}".rstrip()
             return
-        num_tokens = sum(_num_tokens(choice) for choice in event.get("choices") or [])
+        choices = event.get("choices") or []
+        num_tokens = sum(_num_tokens(choice) for choice in choices)
+        call.ids += [int(token) for choice in choices for token in choice.get("token_ids") or ()]
         if num_tokens:
             call.arrivals.append((now, num_tokens))
             call.num_output += num_tokens

@@ -89,13 +89,15 @@ class Run:
         ]
         self.num_planned += len(turns)
         has_failed = False
+        answers: list[list[int]] = []
         for number, turn in enumerate(turns):
             if number and (has_failed or self.seconds >= bound.seconds):
                 self.num_planned -= len(turns) - number
                 return
             self.num_begun += 1
-            call = await ask(turn, due)
+            call = await ask(turn.behind(answers), due)
             call.turn = number
+            answers.append(call.ids)
             self.calls.append(call)
             has_failed, due = bool(call.error), self.began + self.seconds
 
@@ -139,22 +141,24 @@ async def _rotating(
     run: Run, questions: Iterator[Question], ask: Ask, bound: Bound, rng: random.Random
 ) -> None:
     clock = asyncio.get_running_loop().time
-    waiting: deque[tuple[int, tuple[Question, ...]]] = deque()  # the next turn of each, and all turns
+    # the answers of each so far, and all its turns
+    waiting: deque[tuple[list[list[int]], tuple[Question, ...]]] = deque()
     while run.num_planned < bound.num_requests:
         question = next(questions)
         left = int(min(bound.num_requests - run.num_planned, 1 + len(question.then)))
-        waiting.append((0, (question, *question.then)[:left]))
+        waiting.append(([], (question, *question.then)[:left]))
         run.num_planned += left
 
     async def client() -> None:
         while waiting and run.seconds < bound.seconds:
-            number, turns = waiting.popleft()
+            answers, turns = waiting.popleft()
             run.num_begun += 1
-            call = await ask(turns[number], clock())
-            call.turn = number
+            call = await ask(turns[len(answers)].behind(answers), clock())
+            call.turn = len(answers)
             run.calls.append(call)
-            if number + 1 < len(turns) and not call.error:
-                waiting.append((number + 1, turns))
+            answers.append(call.ids)
+            if len(answers) < len(turns) and not call.error:
+                waiting.append((answers, turns))
 
     await asyncio.gather(*(client() for _ in range(run.level.width)))
 

@@ -2,8 +2,8 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,11 +21,23 @@ class Question:
     """One request: its path, and the part of the body that differs between requests.
 
     `then`: the later turns of its conversation. Each is sent when the answer before it is complete.
+    `answers_at`: where in the prompt's ids the answers to the turns before it begin; empty: the prompt has
+    random ids there, whatever the answers are.
     """
 
     path: str
     body: dict[str, Any]
     then: tuple["Question", ...] = ()
+    answers_at: tuple[int, ...] = ()
+
+    def behind(self, answers: Sequence[Sequence[int]]) -> "Question":
+        """The turn with these answers, as token ids, to the turns before it."""
+        if not self.answers_at:
+            return self
+        ids = list(self.body["prompt"])
+        for start, answer in zip(self.answers_at, answers, strict=True):
+            ids[start : start + len(answer)] = answer
+        return replace(self, body={**self.body, "prompt": ids})
 
 
 def random_ids(rng: random.Random, count: int, vocab: int) -> list[int]:

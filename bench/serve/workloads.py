@@ -100,12 +100,14 @@ class Workload:
 
     Ids are 3 to `vocab` - 1. A prompt and its answer together have at most `context` tokens (0: no limit):
     the prompt is cut at its end, and a conversation ends before the first turn that would exceed it.
+    `has_own_answers`: prompts of later turns have the answers of the server in them, not random ids.
     """
 
     source: Mix | tuple[Conversation | Question, ...]
     vocab: int
     seed: int
     context: int = 0
+    has_own_answers: bool = False
 
     def questions(self, rng: random.Random) -> Iterator[Question]:
         """Endless requests; equal states of `rng` give equal requests. Prefixes depend on `seed` alone."""
@@ -121,6 +123,7 @@ class Workload:
             random.Random(f"prefix {self.seed} {conversation.prefix}"), conversation.prefix_tokens, self.vocab
         )
         made: list[Question] = []
+        answers_at: list[int] = []
         for turn in conversation.turns:
             ids = ids + random_ids(rng, turn.prompt_tokens, self.vocab)
             output, room = turn.output_tokens, self.context or math.inf
@@ -129,7 +132,10 @@ class Workload:
                     break
                 output = min(output, max(1, self.context // 2))
                 ids = ids[: self.context - output]
-            made.append(Question(path=COMPLETION, body={"prompt": ids, "max_tokens": output}))
+            known = tuple(answers_at) if self.has_own_answers else ()
+            body = {"prompt": ids, "max_tokens": output}
+            made.append(Question(path=COMPLETION, body=body, answers_at=known))
+            answers_at.append(len(ids))
             ids = ids + random_ids(rng, output, self.vocab)
         first, *later = made
         return Question(path=first.path, body=first.body, then=tuple(later))
@@ -140,7 +146,9 @@ def named_mixes() -> dict[str, Mix]:
     return {name: _mix(values) for name, values in json.loads(FILE.read_text(encoding="utf-8")).items()}
 
 
-def workload_of(name: str, *, vocab: int, seed: int, context: int, is_plain: bool) -> Workload:
+def workload_of(
+    name: str, *, vocab: int, seed: int, context: int, is_plain: bool, has_own_answers: bool = False
+) -> Workload:
     """The workload of a mix's name, or of the JSONL file `name`.
 
     `is_plain`: literal lines get no field of an extension. Raises ConfigError for an unknown name, an
@@ -155,7 +163,7 @@ def workload_of(name: str, *, vocab: int, seed: int, context: int, is_plain: boo
 
     source: Mix | Sequence[Conversation | Question]
     source = mixes[name] if name in mixes else tuple(read_lines(Path(name), "--workload", parse))
-    return Workload(source=source, vocab=vocab, seed=seed, context=context)
+    return Workload(source=source, vocab=vocab, seed=seed, context=context, has_own_answers=has_own_answers)
 
 
 def parse_line(value: dict[str, Any], *, is_plain: bool) -> Conversation | Question:

@@ -215,6 +215,13 @@ class EngineSettings(RoleConfig):
             maximum=64,
         ),
     )
+    ep: bool = setting(
+        False,
+        Setting(
+            help="GPUs that share a model of experts have whole experts each, otherwise a part of the width "
+            "of every expert; with --tp or --dp-attention"
+        ),
+    )
     page_size: int = setting(
         0,
         Setting(
@@ -383,6 +390,16 @@ class DecodeSettings(RoleConfig):
             choices=RESERVES,
         ),
     )
+    dp_attention: int = setting(
+        1,
+        Setting(
+            help="GPUs of one host that share the experts of a model, each with requests, KV cache and "
+            "attention of its own, as a decode worker of its own for routers; on a CPU as many processes; "
+            "--tp may be the same number",
+            minimum=1,
+            maximum=64,
+        ),
+    )
     spec_steps: int = setting(3, Setting(help="levels of drafts before each verify", minimum=1, maximum=16))
     spec_topk: int = setting(
         1,
@@ -474,6 +491,13 @@ class DecodeSettings(RoleConfig):
             unit="ms",
             minimum=0,
             maximum=60000,
+        ),
+    )
+    offer_prefixes: bool = setting(
+        True,
+        Setting(
+            help="let prefill workers pull the KV of prompts and answers that this worker has cached; needs "
+            "--prefix-cache on and one rank"
         ),
     )
     record_drafts: str = setting(

@@ -10,7 +10,7 @@ from ..net.sockets import check_bind_address
 from ..net.transport_names import check_nixl, may_be_open
 from ..security.ciphers import ciphers_of
 from .groups import NetworkSettings, RoleConfig
-from .roles import PrefillConfig, RouterConfig, WorkerConfig
+from .roles import DecodeConfig, PrefillConfig, RouterConfig, WorkerConfig, offers_prefixes
 
 GUARDS = "or protect it with --api-keys FILE, --tls-cert FILE and --tls-key FILE, all three"
 
@@ -34,6 +34,11 @@ def check_links(config: RoleConfig) -> None:
     if isinstance(config, PrefillConfig):
         check_bind_address(config.kv_bind, trusted, has_keys=has_keys, named=f"--kv-bind {config.kv_bind}")
         if fault := advertise_fault(config.kv_bind, config.kv_advertise):
+            raise ConfigError(fault)
+    if isinstance(config, DecodeConfig) and offers_prefixes(config):
+        bind = config.prefix_bind
+        check_bind_address(bind, trusted, has_keys=has_keys, named=f"--prefix-bind {bind}")
+        if fault := advertise_fault(bind, config.prefix_advertise, "prefix", "prefill"):
             raise ConfigError(fault)
 
 

@@ -26,7 +26,15 @@ from .fields import (
     settings_of,
 )
 from .groups import LOOKUP, DecodeSettings, EngineSettings, RoleConfig, TraceSettings
-from .roles import ROLES, PrefillConfig, RouterConfig, UpConfig, WorkerConfig
+from .roles import (
+    ROLES,
+    DecodeConfig,
+    PrefillConfig,
+    RouterConfig,
+    UpConfig,
+    WorkerConfig,
+    offers_prefixes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +168,8 @@ def ignored_settings(config: RoleConfig) -> list[str]:
         lines.append(
             "--kv-bulk-port is ignored: KV blocks have a port of their own only with --keys, over tcp"
         )
+    if isinstance(config, DecodeConfig):
+        lines += _ignored_of_prefixes(config)
     if (
         isinstance(config, RouterConfig)
         and config.request_timeout_s
@@ -171,8 +181,30 @@ def ignored_settings(config: RoleConfig) -> list[str]:
     return lines
 
 
-def _has_bulk_port(config: PrefillConfig) -> bool:
-    return bool(config.keys) and config.kv_cipher != CURVE and not config.kv_bind.startswith("ipc://")
+def _has_bulk_port(config: PrefillConfig | DecodeConfig) -> bool:
+    bind = config.kv_bind if isinstance(config, PrefillConfig) else config.prefix_bind
+    return bool(config.keys) and config.kv_cipher != CURVE and not bind.startswith("ipc://")
+
+
+def _ignored_of_prefixes(config: DecodeConfig) -> list[str]:
+    """Warnings about settings of prefixes that a decode worker offers, or does not."""
+    given = [
+        name for name in ("prefix_bind", "prefix_advertise", "prefix_bulk_port") if name in config.explicit
+    ]
+    if not offers_prefixes(config):
+        reasons = {
+            "--offer-prefixes is off": not config.offer_prefixes,
+            "--prefix-cache is off": not config.prefix_cache,
+            "it has several ranks": config.num_ranks > 1,
+        }
+        why = next(reason for reason, holds in reasons.items() if holds)
+        return [f"{flag_of(name)} is ignored: no prefix is offered while {why}" for name in given]
+    if config.prefix_bulk_port and not _has_bulk_port(config):
+        return [
+            "--prefix-bulk-port is ignored: blocks of prefixes have a port of their own only with --keys, "
+            "over tcp"
+        ]
+    return []
 
 
 def _is_given(config: RoleConfig, name: str) -> bool:

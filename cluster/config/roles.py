@@ -6,7 +6,7 @@ A role is a combination of the groups in `groups` and `router_groups` with a few
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .fields import Setting, setting
+from .fields import Setting, port_number, setting
 from .groups import (
     DEFAULT_CONTROL,
     ControlSettings,
@@ -46,6 +46,16 @@ class WorkerConfig(
 ):
     """Settings of both kinds of worker."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes of a worker, each on a GPU of its own if there are any."""
+        return self.tp
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Those of them that share attention and dense MLPs."""
+        return self.tp
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig(PrefillSettings, WorkerConfig):
@@ -77,6 +87,30 @@ class DecodeConfig(DecodeSettings, WorkerConfig):
 
     role: ClassVar[str] = "decode"
     summary: ClassVar[str] = "Run a decode worker: KV caches in, tokens out, with drafts."
+
+    prefix_bind: str = setting(
+        "tcp://127.0.0.1:0",
+        Setting(help="where prefill workers pull prefixes; port 0: any free one", is_endpoint=True),
+    )
+    prefix_advertise: str = setting(
+        "",
+        Setting(
+            help="where prefill workers reach --prefix-bind, behind NAT or in a pod; port 0: "
+            "the bound one; empty: as bound",
+            metavar="ENDPOINT",
+        ),
+    )
+    prefix_bulk_port: int = setting(0, port_number("port of sealed blocks of prefixes; 0: any free one"))
+
+    @property
+    def num_ranks(self) -> int:
+        """As `WorkerConfig.num_ranks`."""
+        return max(self.tp, self.dp_attention)
+
+    @property
+    def tensor_ranks(self) -> int:
+        """As `WorkerConfig.tensor_ranks`."""
+        return self.tp if self.dp_attention == 1 else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +191,11 @@ class UpConfig(
     transport: str = setting(
         "ipc", Setting(help="how the processes reach each other", choices=("ipc", "tcp"))
     )
+
+
+def offers_prefixes(config: DecodeConfig | UpConfig) -> bool:
+    """Whether decode workers of these settings offer prefixes to prefill workers."""
+    return config.offer_prefixes and config.prefix_cache and max(config.tp, config.dp_attention) == 1
 
 
 ROLES: tuple[type[RoleConfig], ...] = (UpConfig, RouterConfig, PrefillConfig, DecodeConfig)

@@ -15,6 +15,10 @@ TOOL_PARSERS = (
 REASONING_PARSERS = ("auto", "none", "think", "harmony", "mistral", "seed_oss")
 DECODE_POLICIES = ("session", "least-loaded", "round-robin", "power-of-two")
 
+# --prefix-pulls: whether prefill gets what decode has generated
+MEASURED, ALWAYS, NEVER = "auto", "always", "off"
+PULL_MODES = (MEASURED, ALWAYS, NEVER)
+
 # --worker-metrics: which workers' series a router exports
 SHOW_PORTLESS, SHOW_ALL, SHOW_NONE = "auto", "all", "none"
 WORKER_METRICS = (SHOW_PORTLESS, SHOW_ALL, SHOW_NONE)
@@ -219,6 +223,14 @@ class PairingSettings(RoleConfig):
         Setting(
             help="how a decode worker is chosen; session: the one that holds the chat so far",
             choices=DECODE_POLICIES,
+        ),
+    )
+    prefix_pulls: str = setting(
+        MEASURED,
+        Setting(
+            help="prefill gets the part of a prompt that a decode worker holds, such as earlier answers, "
+            "from there; auto: where measured times say that this is faster than to compute it",
+            choices=PULL_MODES,
         ),
     )
     autoscale_roles: bool = setting(

@@ -21,9 +21,10 @@ so that a slow router does not wait for these rooms. Such a router counts orders
 dropped and never cancels them. The worker therefore accepts orders again only after a Welcome for the new
 generation.
 
-A damaged message from the router was an order, or is repeated anyway. The next Hello counts it as missed, and
-the router resends every order that awaits an answer. A repeated Hello with a known instance and generation is
-a question; the router answers with Welcome and keeps the worker's rooms.
+A damaged message from the router may have been an order; messages of other kinds are repeated anyway. The
+next Hello counts it as missed, and the router resends every order that awaits an answer. A repeated Hello
+with a known instance and generation is a question; the router answers with Welcome and keeps the worker's
+rooms.
 """
 
 import logging
@@ -51,6 +52,7 @@ from ..protocol.messages import (
     ControlDown,
     ControlUp,
     Heartbeat,
+    HeldPrefixes,
     Hello,
     Rejected,
     RouterGoodbye,
@@ -91,6 +93,7 @@ class LinkMachine:
         self.router = ""  # id of the router that sent the last Welcome
         self.connected = False
         self.heartbeat_s = 0.5
+        self.takes_prefixes = False  # whether the router knows HeldPrefixes
         self.takes_batches = False  # whether the router accepts frames of several messages
         self.num_stale = 0
         self.num_early = 0
@@ -104,6 +107,7 @@ class LinkMachine:
         self._is_introduced = True  # False: no Hello has announced the new generation yet
         self._has_missed = False  # a missed message that no Hello has reported yet
         self._rejected = ""
+        self._is_new_rejection = False
         self._lost = ""
         self._welcomed = -1  # generation of the last Welcome
 
@@ -115,6 +119,11 @@ class LinkMachine:
     def can_send(self) -> bool:
         """Whether messages other than Hello may leave."""
         return self.connected and self._is_introduced and not self._is_doubted and not self._lost
+
+    @property
+    def tells_prefixes(self) -> bool:
+        """Whether the router wants to know which prefixes are held."""
+        return self.connected and self.takes_prefixes
 
     @property
     def next_hello(self) -> float:
@@ -156,8 +165,11 @@ class LinkMachine:
             self._was_heard = False
             self._asking_since = None
             self._backoff_s = FIRST_BACKOFF_S
-            if self._is_introduced and not self._is_doubted and not self._has_missed:
+            # repeated Cancels do not keep a rejected worker from greeting again
+            is_quiet = self._is_introduced and not self._is_doubted and not self._has_missed
+            if is_quiet and (self._is_new_rejection or not self._rejected):
                 self._next_hello = now + (REJECTED_BACKOFF_S if self._rejected else QUIET_S)
+            self._is_new_rejection = False
         if self._asking_since is not None and self.connected and now - self._asking_since >= LOST_AFTER_S:
             self.connected = False
             self._lost = f"the router did not answer for {now - self._asking_since:.1f} s"
@@ -222,6 +234,7 @@ class LinkMachine:
         self.router = message.router
         self.heartbeat_s = message.heartbeat_ms / 1000
         self.takes_batches = message.takes_batches
+        self.takes_prefixes = message.takes_prefixes
         self._rejected = ""
         return not is_known
 
@@ -231,6 +244,7 @@ class LinkMachine:
         if message.reason != self._rejected:
             logger.warning("the router rejected this worker", extra=fields(reason=message.reason))
         self._rejected = message.reason
+        self._is_new_rejection = True
         self.connected = False
 
 
@@ -303,8 +317,11 @@ class LinkQueues(ABC):
     def send(self, message: ControlUp) -> None:
         """Queues a message for the next `tick`, or sends it when a frame is full.
 
-        A full outbox ends the connection.
+        A full outbox ends the connection. HeldPrefixes for a router that is not there, or does not know it,
+        is dropped: the router asks for what it misses.
         """
+        if isinstance(message, HeldPrefixes) and not self._machine.tells_prefixes:
+            return
         if isinstance(message, Heartbeat):
             self._heartbeat = message
         elif len(self._outbox) < OUTBOX_LIMIT:

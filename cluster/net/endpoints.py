@@ -79,19 +79,19 @@ def reached_at(bound: str, advertised: str) -> str:
     return f"{host}:{bound.rpartition(':')[2]}" if is_any else advertised
 
 
-def advertise_fault(bind: str, advertised: str) -> str:
+def advertise_fault(bind: str, advertised: str, plane: str = "kv", peers: str = "decode") -> str:
     """The reason why peers cannot reach a listener bound to `bind` and advertised as `advertised`; "" if they
-    can."""
+    can. `plane`: the first word of both flags; `peers`: the role of those who call."""
+    flag = f"--{plane}-advertise"
     if not advertised:
-        remedy = "name the address that they reach with --kv-advertise tcp://HOST:0"
-        fault = f"--kv-bind {bind} listens on all addresses, none of which decode workers can call: {remedy}"
+        remedy = f"name the address that they reach with {flag} tcp://HOST:0"
+        listens = f"--{plane}-bind {bind} listens on all addresses"
+        fault = f"{listens}, none of which {peers} workers can call: {remedy}"
         return fault if is_wildcard(bind) else ""
     if fault := endpoint_fault(advertised):
-        return f"--kv-advertise: {advertised!r} {fault}"
+        return f"{flag}: {advertised!r} {fault}"
     if is_wildcard(advertised):
-        return f"--kv-advertise: {advertised!r} is no address that decode workers can call: name this host's"
+        return f"{flag}: {advertised!r} is no address that {peers} workers can call: name this host's"
     if advertised.startswith("tcp://") and advertised.endswith(":0") and not bind.startswith("tcp://"):
-        return (
-            f"--kv-advertise: {advertised!r} has the bound port, and --kv-bind {bind} has none: name a port"
-        )
+        return f"{flag}: {advertised!r} has the bound port, and --{plane}-bind {bind} has none: name a port"
     return ""

@@ -17,6 +17,12 @@ Rank n of a tensor-parallel worker, counted from 1, reads `BATON_FAULT_RANK_n` i
     receiver:read      a block is about to be read through NIXL
     receiver:block     a block was checked and is in its pages
     receiver:release   before a Release is sent: every block is in place
+    offer:block        decode: before a block of a prefix is put on the wire
+    offer:release      decode: a Release of a prefix arrived and is not processed yet
+    pull:block         prefill: a block of a prefix was checked and is in its pages
+    pull:release       prefill: before a Release of a prefix is sent: every block is in place
+    prefill:pull       before a prefix is asked for
+    decode:offer       an OfferPrefix arrived
     decode:reserve     a Reserve arrived
     decode:retract     a room is about to give its pages up
     decode:chunk       before a forward over prompts that decode computes itself
@@ -53,7 +59,8 @@ VARIABLE = "BATON_FAULT"
 PERMISSION = "BATON_ALLOW_FAULTS"
 SITES = (
     "prefill:chunk", "prefill:first", "sender:block", "sender:gather", "sender:release", "receiver:scatter",
-    "receiver:read", "receiver:block", "receiver:release", "decode:reserve", "decode:retract", "decode:chunk",
+    "receiver:read", "receiver:block", "receiver:release", "offer:block", "offer:release", "pull:block",
+    "pull:release", "prefill:pull", "decode:offer", "decode:reserve", "decode:retract", "decode:chunk",
     "decode:step", "decode:swap", "tier:save", "tier:load", "tier:clear", "tier:write", "tier:index",
     "tier:fetch",
 )  # fmt: skip
@@ -103,7 +110,7 @@ class Failpoints:
 
 
 def reach_of(env: Mapping[str, str], rank: int = 0) -> Reach:
-    """The function that the sites of this process call, which is rank `rank` of its worker.
+    """Makes the function that the fault sites of this process call; the process is rank `rank` of its worker.
 
     Raises ConfigError for an invalid fault, or one not permitted.
     """

@@ -32,7 +32,7 @@ class RunningClock:
 
 
 class PauseMeter:
-    """Measures by the turns of a loop for how long it did not run: for more than `longest_s` between two."""
+    """Adds up the time that a loop did not run: each interval of more than `longest_s` between two turns."""
 
     def __init__(self, longest_s: float) -> None:
         self._longest_s = longest_s

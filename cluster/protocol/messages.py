@@ -101,6 +101,23 @@ class PromptRows(Struct, frozen=True, kw_only=True):
     digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
+class PrefixPull(Struct, frozen=True, kw_only=True):
+    """Where prefill may get the KV of the first `tokens` tokens of a prompt, whole pages of them: from decode
+    worker `instance`, at `endpoint`, as room `transfer`. It waits for at most `patience_ms`, then it computes
+    what did not come.
+
+    `is_reader`: that worker is the decode worker of the same attempt, so it asks for no features of these
+    tokens later. The pages come without features.
+    """
+
+    transfer: Id
+    instance: Id
+    endpoint: Text
+    tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
+    patience_ms: Annotated[int, Meta(ge=1, le=60000)]
+    is_reader: bool = False
+
+
 class TokenLogprob(Struct, frozen=True, kw_only=True):
     """A token's log probability under the raw target distribution, and the top ones as (token, logprob)."""
 
@@ -133,7 +150,9 @@ class PrefillTimeline(Struct, frozen=True, kw_only=True):
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
     prompt_tokens: Count = 0
-    cached_tokens: Count = 0
+    cached_tokens: Count = 0  # in the prefix cache, pulled ones included
+    pulled_tokens: Count = 0  # of these, tokens whose KV came from a decode worker for this room
+    pull_ms: float = 0.0  # wait for such a pull, also for one that brought nothing; part of `queue_ms`
     chunks: Count = 0
 
 
@@ -269,6 +288,7 @@ class WorkerStats(Struct, frozen=True, kw_only=True):
     window_pages_free: Count = 0  # free now or evictable
     tiers: Annotated[list[TierStats], Meta(max_length=8)] = []  # below the pool, from fast to slow
     role_fault: Text = ""  # why the newest ChangeRole was refused
+    prefix_news: Count = 0  # HeldPrefixes messages that were sent before this one
     counters: dict[Text, float] = {}  # monotonic; name -> total
 
 
@@ -328,7 +348,11 @@ class Hello(Message, frozen=True, kw_only=True):
     shares_prompts: bool = False  # a decode worker that obeys `shares` of a Reserve
     experts: RoutedShape | None = None  # what it returns for `routed_experts`; None: nothing
     chosen: dict[Text, Choice] = field(default_factory=dict)  # by setting; for display only
+    prefix_endpoint: Text = ""  # endpoint at which a decode worker offers prefixes; "": it offers none
+    pulls_prefixes: bool = False  # a prefill worker that obeys `pull` of a Prefill
+    tells_prefixes: bool = False  # sends HeldPrefixes, and knows TellPrefixes
     metrics_port: Small = 0  # port of its own /metrics; 0: none, or a worker that does not tell
+    group: Text = ""  # workers of one group step together, and end together; "": it is alone
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
@@ -337,6 +361,24 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
     instance: Id
     stats: WorkerStats
+
+
+class HeldPrefixes(Message, frozen=True, kw_only=True):
+    """Pages of prefixes that the worker holds from now on, or does not hold any more.
+
+    `added`, `removed`: names of 16 bytes each, as `engine.kv.page_names` computes them from `root`,
+    `lookahead` and the page size. `seq` counts these messages from 0. With `is_first` all that was told
+    before is void; a router that misses a number asks with TellPrefixes for such a message. Only routers with
+    `takes_prefixes` in their Welcome get it.
+    """
+
+    instance: Id
+    seq: Count
+    root: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    lookahead: Annotated[int, Meta(ge=0, le=64)] = 0
+    is_first: bool = False
+    added: Annotated[bytes, Meta(max_length=1 << 18)] = b""
+    removed: Annotated[bytes, Meta(max_length=1 << 18)] = b""
 
 
 class Reserved(Message, frozen=True, kw_only=True):
@@ -467,6 +509,7 @@ class Goodbye(Message, frozen=True, kw_only=True):
 ControlUp = (
     Hello
     | Heartbeat
+    | HeldPrefixes
     | Reserved
     | Refused
     | PromptLogprobs
@@ -494,6 +537,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     generation: Count | None = None  # None: from a router that does not send it
     heartbeat_ms: Annotated[int, Meta(ge=50, le=60000)] = 500
     takes_batches: bool = False  # accepts frames of several messages
+    takes_prefixes: bool = False  # knows HeldPrefixes
 
 
 class Rejected(Message, frozen=True, kw_only=True):
@@ -550,6 +594,33 @@ class Prefill(Message, frozen=True, kw_only=True):
     traceparent: TraceParent = ""
     tracestate: TraceState = ""
     request_id: RequestId = ""
+    pull: PrefixPull | None = None  # only to workers with `pulls_prefixes` in their Hello
+    wants_features: bool = True  # decode reads features of the prompt tokens that it lacks
+
+
+class OfferPrefix(Message, frozen=True, kw_only=True):
+    """To decode: offer the first `tokens` tokens of a prompt, which are cached there, as room `transfer` at
+    its `prefix_endpoint`.
+
+    With `room`, the prompt is that of this attempt, which must have found all these tokens in the cache.
+    Without, it is `prompt_ids`. A worker that lacks them ends the transfer at once. Only workers with a
+    `prefix_endpoint` in their Hello get it.
+    """
+
+    instance: Id
+    transfer: Id
+    tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
+    room: Id | None = None
+    epoch: Count = 0
+    prompt_ids: TokenIds = field(default_factory=list)
+    salt: Text = ""  # as in Reserve, also the next one
+    embeds: PromptRows | None = None
+
+
+class TellPrefixes(Message, frozen=True, kw_only=True):
+    """To a worker with `tells_prefixes`: the next HeldPrefixes is to be an `is_first` one."""
+
+    instance: Id
 
 
 class PromptEmbeds(Message, frozen=True, kw_only=True):
@@ -623,6 +694,8 @@ ControlDown = (
     | Rejected
     | Reserve
     | Prefill
+    | OfferPrefix
+    | TellPrefixes
     | PromptEmbeds
     | Cancel
     | SwapDraft

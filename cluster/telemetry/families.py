@@ -48,7 +48,7 @@ class Families:
 
 
 def rendered(role: str, *families: Iterable[Metric]) -> bytes:
-    """The body of /metrics of a process with these families: theirs, and those of any process."""
+    """The body of /metrics of a process: these families, and those that every process has."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Scrape(_build_families(role)))
     ProcessCollector(registry=registry)

@@ -59,7 +59,7 @@ OLD_BUILD = _build("baton_build", "The former name of baton_build_info, to be re
 
 REQUESTS = _counter("requests", "Requests that ended, with all their choices.", "outcome")
 PROMPT_TOKENS = _counter("prompt_tokens", "Prompt tokens, once for every choice.")
-CACHED_TOKENS = _counter("cached_prompt_tokens", "Prompt tokens found in a prefix cache.")
+CACHED_TOKENS = _counter("cached_prompt_tokens", "Prompt tokens of a prefix cache, or pulled from decode.")
 OUTPUT_TOKENS = _counter("output_tokens", "Tokens sent to clients.")
 VERIFY_STEPS = _counter("verify_steps", "Verifies of drafts.")
 DRAFTED_TOKENS = _counter("drafted_tokens", "Tokens proposed by the drafter.")
@@ -135,7 +135,8 @@ KNOWN_STATUSES = (200, 400, 401, 403, 404, 429, 500, 502, 503, 504)
 KNOWN_EVENTS = (
     "client_stalled", "control_denied", "control_handshakes_failed", "control_malformed", "control_oversized",
     "damaged_message", "damaged_order", "grammar_cut", "idempotent_attached", "idempotent_replayed",
-    "local_prefill", "orphan_message", "paused", "quarantined", "resumed", "retracted", "retry_denied",
+    "local_prefill", "orphan_message", "paused", "prefix_compute",
+    "prefix_news_lost", "prefix_pull", "quarantined", "resumed", "retracted", "retry_denied",
     "role_moved", "shared_prompt", "spans_dropped",
     "stale_hello", "stale_message", "template_cut", "template_worker_lost", "tls_failed", "unknown_worker",
     "unshared",

@@ -21,15 +21,19 @@ from ...engine.speculative.drafters.mtp_names import COUNT_KEYS, UNCOUNTED, is_m
 INDEX = "model.safetensors.index.json"
 HEADER_LIMIT = 100 << 20  # bytes; the limit of the safetensors format
 FLOATS = ("F32", "F16", "BF16")
-MATRIX = "_proj.weight"  # of the matrices of a layer
+# The matrices of a layer that `--quantize` rounds.
+MATRIX = re.compile(r"\.layers\.\d+\.(?!.*kv_b_proj).*(_proj|_with_mqa|\.experts\.\d+\.w[123])\.weight$")
 PACKED, VALUES_A_WORD = ".qweight", 8  # of 4-bit values in words of 32 bits
+MXFP4, VALUES_A_BYTE = "_blocks", 2  # of 4-bit values of experts, in blocks that are the third dimension
+MXFP4_SCALES, BLOCKS_A_PART = "_scales", 4  # a worker fills blocks up to whole parts
+LATENT_UP = ".kv_b_proj."  # the projection of latents, which a worker keeps in the dtype of the model
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 EAGLE_NAMES = (["LlamaForCausalLMEagle"], ["EagleLlamaForCausalLM"], ["Qwen2ForCausalLMEagle"])
 EAGLE_FAMILIES = (["LlamaForCausalLM"], ["Qwen2ForCausalLM"])  # EAGLE, unless the config is an EAGLE3 head's
 BLOCK_DRAFTERS = (["DFlashDraftModel"],)
 CAPTURED_LAYERS = 3  # the number for a head whose config names none
 MODULE_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_layers.")  # beside the layers behind the target's last
-EXPERT_COUNTS = ("num_experts", "num_local_experts")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -38,7 +42,8 @@ class KVShape:
     """Sizes computed from a config.json.
 
     `num_features` counts the target layers whose output the drafter reads; 0 means no drafter.
-    `kv_value_bytes`: bytes of a stored key's or value's element, 0: `dtype_bytes`.
+    `kv_value_bytes`: bytes of a stored key's or value's element, 0: `dtype_bytes`. `latent_size`: the values
+    that a token has in a layer instead of keys and values, 0: none.
     """
 
     num_layers: int
@@ -48,12 +53,19 @@ class KVShape:
     dtype_bytes: int = 2
     num_features: int = 0
     kv_value_bytes: int = 0
+    latent_size: int = 0
 
     @property
     def kv_bytes(self) -> int:
         """KV bytes of one token."""
         value_bytes = self.kv_value_bytes or self.dtype_bytes
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * value_bytes
+        values = self.latent_size or 2 * self.num_kv_heads * self.head_dim
+        return self.num_layers * values * value_bytes
+
+    @property
+    def context_heads(self) -> int:
+        """KV heads of `head_dim` that take as much memory as what attention copies of a context row."""
+        return -(-self.latent_size // self.head_dim) if self.latent_size else self.num_kv_heads
 
     @property
     def feature_bytes(self) -> int:
@@ -96,13 +108,21 @@ def shape_of(
     config = read_config(model)
     heads = _count(config, "num_attention_heads", model)
     hidden = _count(config, "hidden_size", model)
+    latent, head_dim = 0, hidden // heads
+    if config.get("kv_lora_rank"):
+        latent, kv_heads = _latent_size(config, model), 1
+        head_dim = sum(_count(config, key, model) for key in ("qk_nope_head_dim", "qk_rope_head_dim"))
+    else:
+        kv_heads = _count(config, "num_key_value_heads", model, heads)
+        head_dim = _count(config, "head_dim", model, head_dim)
     return KVShape(
         num_layers=_count(config, "num_hidden_layers", model),
-        num_kv_heads=_count(config, "num_key_value_heads", model, heads),
-        head_dim=_count(config, "head_dim", model, hidden // heads),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
         hidden_size=hidden,
         dtype_bytes=DTYPE_BYTES[dtype],
         kv_value_bytes=0 if kv_dtype == "auto" else 1,
+        latent_size=latent,
         num_features=len(feature_layers(read_config(draft))) if draft is not None else 0,
     )
 
@@ -123,8 +143,17 @@ def head_kv_bytes(draft: Path, target: KVShape, steps: int) -> int:
         layers = 1 + max((int(found[1]) for name in names if (found := LAYER.search(name))), default=0)
     else:
         layers = _count(config, "num_hidden_layers", draft, 1)
-    heads = _count(config, "num_key_value_heads", draft, target.num_kv_heads)
-    return 2 * layers * heads * _count(config, "head_dim", draft, target.head_dim) * target.dtype_bytes
+    if config.get("kv_lora_rank"):
+        size = _latent_size(config, draft)
+    else:
+        heads = _count(config, "num_key_value_heads", draft, target.num_kv_heads)
+        size = 2 * heads * _count(config, "head_dim", draft, target.head_dim)
+    return layers * size * target.dtype_bytes
+
+
+def _latent_size(config: Mapping[str, Any], source: Path) -> int:
+    """The values that a token has in a layer of attention over latents."""
+    return _count(config, "kv_lora_rank", source) + _count(config, "qk_rope_head_dim", source)
 
 
 def num_modules(head: Mapping[str, Any]) -> int:
@@ -154,39 +183,57 @@ def count_weights(directory: Path) -> int:
     return counted or _dense_weights(directory)
 
 
-def weight_bytes(directory: Path, dtype_bytes: int, quantize: str = "none") -> int:
-    """The bytes of a model's tensors in memory: those in floats in the dtype of the model, others as stored.
+def weight_bytes(
+    directory: Path, dtype_bytes: int, quantize: str = "none", *, tp: int = 1, expert_ranks: int = 1
+) -> int:
+    """The bytes of a model's tensors in the memory of one rank, where `tp` ranks share the model and
+    `expert_ranks` its experts. Floating-point tensors take the model's dtype, others stay as stored.
 
-    With `quantize` the matrices of the layers have a byte for each value. Without shards, those of a dense
-    decoder with its config. Raises ConfigError for an unusable config.
+    With `quantize`, each value of the layers' matrices takes one byte. A directory without weights counts as
+    a dense decoder of its config. Raises ConfigError for an unusable config.
     """
     is_module, rounded = _is_module_of(directory), 1 if quantize != "none" else dtype_bytes
-    total = 0
+    total = experts = 0
     for name, entry in _entries(directory).items():
         if is_module(name):
             continue
-        first, end = entry["data_offsets"]
-        value_bytes = rounded if name.endswith(MATRIX) and ".layers." in name else dtype_bytes
-        count = math.prod(entry["shape"])
-        total += count * value_bytes if entry["dtype"] in FLOATS else end - first
+        size = _loaded_bytes(name, entry, dtype_bytes, rounded)
+        total += size
+        experts += size if ".experts." in name else 0
     if total:
-        return total
+        return (total - experts) // tp + experts // expert_ranks
     config = read_config(directory)
     vocabulary = _count(config, "hidden_size", directory) * _count(config, "vocab_size", directory)
     vocabulary *= 1 if config.get("tie_word_embeddings") else 2
-    return (_dense_weights(directory) - vocabulary) * rounded + vocabulary * dtype_bytes
+    return ((_dense_weights(directory) - vocabulary) * rounded + vocabulary * dtype_bytes) // tp
+
+
+def _loaded_bytes(name: str, entry: Mapping[str, Any], dtype_bytes: int, rounded: int) -> int:
+    """The bytes of a tensor once loaded. `rounded`: bytes of a value of the layers' matrices."""
+    shape, (first, end) = entry["shape"], map(int, entry["data_offsets"])
+    count = math.prod(map(int, shape))
+    if LATENT_UP in name and name.endswith((".weight", PACKED)):
+        return count * dtype_bytes * (VALUES_A_WORD if name.endswith(PACKED) else 1)
+    if entry["dtype"] == "U8" and name.endswith((MXFP4, MXFP4_SCALES)):
+        blocks = int(shape[2])
+        return (end - first) // blocks * (-(-blocks // BLOCKS_A_PART) * BLOCKS_A_PART)
+    if entry["dtype"] not in FLOATS:
+        return end - first
+    return count * (rounded if MATRIX.search(name) else dtype_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSizes:
     """The experts of a model: their number, the number that a token uses, and an expert's MLP size.
 
-    `is_mixed`: some layers have an ordinary MLP instead.
+    `shared_size`: the MLP size of the expert that every token uses, 0 without one. `is_mixed`: some layers
+    have an ordinary MLP instead.
     """
 
     num_experts: int
     top_k: int
     intermediate_size: int
+    shared_size: int
     is_mixed: bool
 
 
@@ -195,12 +242,17 @@ def experts_of(config: Mapping[str, Any], directory: Path) -> ExpertSizes | None
     key = next((key for key in EXPERT_COUNTS if config.get(key)), None)
     if key is None:
         return None
-    size = "moe_intermediate_size" if config.get("moe_intermediate_size") else "intermediate_size"
+    key_of_size = "moe_intermediate_size" if config.get("moe_intermediate_size") else "intermediate_size"
+    size, shared = _count(config, key_of_size, directory), config.get("shared_expert_intermediate_size") or 0
+    if config.get("n_shared_experts"):
+        shared = _count(config, "n_shared_experts", directory) * size
+    has_dense = config.get("mlp_only_layers") or config.get("first_k_dense_replace")
     return ExpertSizes(
         num_experts=_count(config, key, directory),
         top_k=_count(config, "num_experts_per_tok", directory),
-        intermediate_size=_count(config, size, directory),
-        is_mixed=bool(config.get("mlp_only_layers")) or (config.get("decoder_sparse_step") or 1) != 1,
+        intermediate_size=size,
+        shared_size=shared,
+        is_mixed=bool(has_dense) or (config.get("decoder_sparse_step") or 1) != 1,
     )
 
 
@@ -246,11 +298,20 @@ def _elements(directory: Path) -> dict[str, int]:
     """The number of elements of each tensor in the shards of a checkpoint; empty if one cannot be read."""
     try:
         return {
-            name: math.prod(entry["shape"]) * (VALUES_A_WORD if name.endswith(PACKED) else 1)
+            name: math.prod(entry["shape"]) * _values_in(name, entry["dtype"])
             for name, entry in _entries(directory).items()
         }
     except (TypeError, KeyError):
         return {}
+
+
+def _values_in(name: str, dtype: str) -> int:
+    """The weights that one element of a tensor holds."""
+    if name.endswith(PACKED):
+        return VALUES_A_WORD
+    if dtype == "U8" and name.endswith((MXFP4, MXFP4_SCALES)):
+        return VALUES_A_BYTE if name.endswith(MXFP4) else 0
+    return 1
 
 
 def _entries(directory: Path) -> dict[str, Any]:

@@ -150,13 +150,13 @@ def worker_need(
     """
     draft = None if config.no_draft else draft
     shape = shape_of(model, draft, dtype, config.kv_dtype)
-    kv_bytes = _rank_kv_bytes(shape, config.tp)
+    kv_bytes = _rank_kv_bytes(shape, config.tensor_ranks)
     if isinstance(config, PrefillConfig):
         named = set() if draft is None else set(feature_layers(read_config(draft)))
         others = {int(layer) for layer in config.feature_layers.split(",") if layer} - named
         shape = replace(shape, num_features=shape.num_features + len(others))
         return WorkerNeed(
-            model=_model_sizes(model, None, dtype, config.quantize, config.tp),
+            model=_model_sizes(model, None, dtype, config),
             role=EngineRole(
                 is_decode=False, is_deterministic=config.deterministic, num_features=shape.num_features
             ),
@@ -164,7 +164,7 @@ def worker_need(
         )
     if config.no_draft or (draft is None and config.draft != NGRAM):
         return WorkerNeed(
-            model=_model_sizes(model, None, dtype, config.quantize, config.tp),
+            model=_model_sizes(model, None, dtype, config),
             role=EngineRole(
                 is_decode=True,
                 is_aggregated=config.aggregated,
@@ -180,7 +180,7 @@ def worker_need(
         draft_bytes = head_kv_bytes(draft, shape, config.spec_steps)
         per_token = replace(per_token, draft_bytes=draft_bytes, has_staging=True)
     return WorkerNeed(
-        model=_model_sizes(model, draft, dtype, config.quantize, config.tp),
+        model=_model_sizes(model, draft, dtype, config),
         role=EngineRole(
             is_decode=True,
             is_aggregated=config.aggregated,
@@ -200,29 +200,36 @@ def _rank_kv_bytes(shape: KVShape, tp: int) -> int:
     return shape.kv_bytes * max(shape.num_kv_heads // tp, 1) // shape.num_kv_heads
 
 
-def _model_sizes(model: Path, draft: Path | None, dtype: str, quantize: str, tp: int) -> ModelSizes:
-    """The sizes of a model on one of `tp` ranks."""
-    config, shape = read_config(model), shape_of(model, None, dtype)
+def _model_sizes(
+    model: Path, draft: Path | None, dtype: str, worker: PrefillConfig | DecodeConfig
+) -> ModelSizes:
+    """The sizes of a model on one rank of `worker`."""
+    config, shape, tp = read_config(model), shape_of(model, None, dtype), worker.tensor_ranks
+    gathered = worker.num_ranks // tp  # ranks whose rows meet in a layer of experts
     try:
         vocabulary = int(config["vocab_size"]) * shape.hidden_size
         of_head = 0 if draft is None else count_head_weights(draft)
         used, experts = count_used_weights(model), experts_of(config, model)
         width = int(config["intermediate_size"])
         if experts is not None:
-            of_experts = -(-experts.top_k * (experts.intermediate_size + shape.hidden_size) // 3)
+            of_experts = experts.top_k * (experts.intermediate_size + shape.hidden_size)
+            of_experts = -(-gathered * of_experts // 3) + experts.shared_size
             width = max(width, of_experts) if experts.is_mixed else of_experts
         return ModelSizes(
             hidden_size=shape.hidden_size,
             intermediate_size=max(width // tp, 1),
             num_heads=max(int(config["num_attention_heads"]) // tp, 1),
-            num_kv_heads=max(shape.num_kv_heads // tp, 1),
+            num_kv_heads=shape.context_heads if shape.latent_size else max(shape.num_kv_heads // tp, 1),
             head_dim=shape.head_dim,
             vocab_size=int(config["vocab_size"]),
             max_context=int(config.get("max_position_embeddings") or 2048),
             dtype_bytes=shape.dtype_bytes,
             num_layers=shape.num_layers,
             num_weights=(used if config.get("tie_word_embeddings") else used - vocabulary) // tp,
-            weight_bytes=weight_bytes(model, shape.dtype_bytes, quantize) // tp + of_head * shape.dtype_bytes,
+            weight_bytes=of_head * shape.dtype_bytes
+            + weight_bytes(
+                model, shape.dtype_bytes, worker.quantize, tp=tp, expert_ranks=worker.num_ranks
+            ),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{model}/config.json: {error!r} is missing or no number; copy it again") from None

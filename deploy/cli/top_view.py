@@ -299,6 +299,9 @@ def _workers(seen: Look, rated: Sequence[RatedWorker], view: View) -> Table:
     retractions = [int(w.counters.get("retractions", 0)) for w in workers]
     if any(retractions):  # requests whose pages went to older ones: the pool is too small for the load
         optional.append(Column("retracted", 3, [str(number) for number in retractions]))
+    pulled = [int(w.counters.get("pulled_tokens", 0)) for w in workers]
+    if any(pulled):  # tokens of prompts that prefill got from decode
+        optional.append(Column("pulled", 5, [str(number) for number in pulled]))
     if any(w.tiers for w in workers):
         below = [", ".join(f"{tier.name} {size(tier.used)}" for tier in w.tiers) or NONE for w in workers]
         optional.append(Column("below the pool", 5, below, is_number=False))

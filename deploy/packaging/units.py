@@ -111,14 +111,15 @@ def members(host: HostUnits) -> list[str]:
 
 
 def gpus_of(host: HostUnits, role: str) -> list[tuple[int, ...]]:
-    """The GPUs of each worker of a role, as many at a time as its `tp`; the first one names its unit."""
+    """The GPUs of each worker of a role, as many at a time as it has ranks; the first one names its unit."""
     indices: tuple[int, ...] = getattr(host, role)
     size = _ranks(host, role)
     return [indices[at : at + size] for at in range(0, len(indices), size)]
 
 
 def _ranks(host: HostUnits, role: str) -> int:
-    return int(str(host.tables.get(role, {}).get("tp", 1)))
+    table = host.tables.get(role, {})
+    return max(int(str(table.get(setting, 1))) for setting in ("tp", "dp_attention"))
 
 
 def write(files: Mapping[str, str], prefix: Path) -> list[Path]:
@@ -263,7 +264,8 @@ def _check(host: HostUnits) -> None:
         count, size = len(getattr(host, role)), _ranks(host, role)
         if count % size:
             raise ConfigError(
-                f"--{role} names {count} GPUs, and each worker takes {size} ([{role}] tp): name a multiple"
+                f"--{role} names {count} GPUs, and each worker takes {size} ([{role}] tp, "
+                "dp_attention): name a multiple"
             )
     shared = set(host.prefill) & set(host.decode)
     if not host.prefill and not host.decode and not host.has_router:

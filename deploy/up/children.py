@@ -22,7 +22,14 @@ from ...cluster.config.load import (
     load_config,
     to_argv,
 )
-from ...cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig, UpConfig, WorkerConfig
+from ...cluster.config.roles import (
+    DecodeConfig,
+    PrefillConfig,
+    RouterConfig,
+    UpConfig,
+    WorkerConfig,
+    offers_prefixes,
+)
 from ...cluster.config.router_groups import SHOW_NONE
 from ...cluster.config.tier_checks import has_tiers
 from ...cluster.errors import ConfigError, StartupError
@@ -99,9 +106,11 @@ def merged_configs(
         kv = f"ipc://{directory}/kv-{i}" if is_ipc else "tcp://127.0.0.1:0"
         plan.append((f"prefill-{i}", PrefillConfig, {"router": control, "kv_bind": kv}))
     computes_prompts: dict[str, Value] = {} if settled.prefill else {"aggregated": True}
-    plan += [
-        (f"decode-{i}", DecodeConfig, {"router": control, **computes_prompts}) for i in range(settled.decode)
-    ]
+    for i in range(settled.decode):
+        wiring = {"router": control, **computes_prompts}
+        if is_ipc and offers_prefixes(config):
+            wiring["prefix_bind"] = f"ipc://{directory}/prefix-{i}"
+        plan.append((f"decode-{i}", DecodeConfig, wiring))
     children = [
         (name, child_config(cls, config, env, wiring, threads, settled.place_of(name)))
         for name, cls, wiring in plan
@@ -159,11 +168,11 @@ def _with_ports(children: Sequence[tuple[str, RoleConfig]], setting: str) -> lis
         first = getattr(child, setting, 0)
         if first:
             port = first + taken[child.role]
-            if port > LAST_PORT:
+            if port + getattr(child, "dp_attention", 1) - 1 > LAST_PORT:
                 raise ConfigError(f"{flag_of(setting)} {first} leaves no port for {name}; choose a lower one")
             changed: dict[str, Any] = {setting: port}
             child = dataclasses.replace(child, **changed)
-            taken[child.role] += 1
+            taken[child.role] += getattr(child, "dp_attention", 1)  # each such rank has its own
         result.append((name, child))
     return result
 
@@ -231,8 +240,10 @@ def _other_role(
     if not isinstance(child, WorkerConfig):
         return {}
     cls: type[WorkerConfig] = DecodeConfig if isinstance(child, PrefillConfig) else PrefillConfig
-    is_ipc = config.transport == "ipc" and cls is PrefillConfig
-    wiring: dict[str, Value] = {"kv_bind": f"ipc://{directory}/kv-{name}"} if is_ipc else {}
+    setting = "kv_bind" if cls is PrefillConfig else "prefix_bind"
+    path = f"ipc://{directory}/{setting.removesuffix('_bind')}-{name}"
+    is_wired = config.transport == "ipc" and (cls is PrefillConfig or offers_prefixes(config))
+    wiring: dict[str, Value] = {setting: path} if is_wired else {}
     other, own = child_config(cls, config, env, wiring, 1), settings_of(type(child))
     return {
         f"BATON_{cls.role.upper()}_{key.upper()}": as_text(getattr(other, key), describe(field))
@@ -244,7 +255,7 @@ def _other_role(
 def wish_of(config: UpConfig) -> Wish:
     """The part of the settings that decides about workers and GPUs."""
     share = config.gpu_memory_share
-    return Wish(prefill=config.prefill, decode=config.decode, memory_share=share, tp=config.tp)
+    return Wish(prefill=config.prefill, decode=config.decode, memory_share=share)
 
 
 def child_config(
@@ -297,8 +308,10 @@ def child_config(
 
 
 def child_environment(env: Mapping[str, str], threads: int, place: Place | None = None) -> dict[str, str]:
-    """The environment of a child: without baton's settings, since flags hold them all, with sleeping idle
-    threads, and with the GPU of its place as the only visible one."""
+    """The environment of a child.
+
+    baton's own settings are left out, because flags hold all of them. Idle threads sleep. Only the GPU of the
+    child's place is visible."""
     if place is not None:
         env = {**ordered(env), VISIBLE: place.gpu.index}
     child = {name: value for name, value in without_manager(env).items() if not name.startswith("BATON_")}
@@ -328,7 +341,8 @@ def _threads(config: UpConfig, env: Mapping[str, str], settled: Deal) -> int:
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // (max(settled.prefill, settled.decode) * config.tp))
+    processes = max(settled.prefill * config.tp, settled.decode * max(config.tp, config.dp_attention))
+    return max(1, cores // processes)
 
 
 def _absolute(path: str) -> str:

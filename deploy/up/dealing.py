@@ -26,13 +26,13 @@ ROLE_TEXT = {PREFILL: "prompts", DECODE: "tokens"}
 @dataclass(frozen=True, kw_only=True)
 class Wish:
     """What the settings ask for: numbers of workers (AUTO_WORKERS: to be chosen), the share of each GPU's
-    memory that all its workers use (0: GPU_SHARE), the GPUs of a worker (`tp`), and the roles on GPUs.
+    memory that all its workers use (0: GPU_SHARE), the GPUs of a worker (`ranks`), and the roles on GPUs.
     """
 
     prefill: int = AUTO_WORKERS
     decode: int = AUTO_WORKERS
     memory_share: float = 0.0
-    tp: int = 1
+    ranks: int = 1
     on_gpu: frozenset[str] = frozenset((PREFILL, DECODE))
 
 
@@ -76,7 +76,7 @@ def deal(gpus: Sequence[Gpu], need: ModelNeed, wish: Wish) -> Deal:
     """
     share = wish.memory_share or GPU_SHARE
     is_decode = DECODE in wish.on_gpu
-    gpus, left = grouped(gpus, wish.tp)
+    gpus, left = grouped(gpus, wish.ranks)
     fitting = [gpu for gpu in gpus if least_share(gpu.card, need, is_decode=is_decode) <= share]
     if not fitting:
         role = DECODE if is_decode else PREFILL
@@ -102,7 +102,7 @@ def deal(gpus: Sequence[Gpu], need: ModelNeed, wish: Wish) -> Deal:
     notes = [_left_out(gpu, need, share, is_decode=is_decode) for gpu in gpus if gpu not in fitting]
     if left:
         notes.append(
-            f"GPU {', '.join(gpu.index for gpu in left)} stays idle: a worker takes {wish.tp} of one kind."
+            f"GPU {', '.join(gpu.index for gpu in left)} stays idle: a worker takes {wish.ranks} of one kind."
         )
     notes += [f"{name} runs on the CPU, as its device says." for name in names if name not in dict(named)]
     notes += [

@@ -122,8 +122,8 @@ def grouped(gpus: Sequence[Gpu], size: int) -> tuple[tuple[Gpu, ...], tuple[Gpu,
         left += alike[whole:]
     if not groups:
         raise ConfigError(
-            f"--tp {size}: there are {len(gpus)} GPUs to use ({', '.join(map(str, gpus))}), and a worker "
-            f"needs {size} of one kind; lower --tp, or allow more with --gpus"
+            f"there are {len(gpus)} GPUs to use ({', '.join(map(str, gpus))}), and a worker needs {size} of "
+            "one kind; lower --tp or --dp-attention, or allow more with --gpus"
         )
     return tuple(groups), tuple(left)
 

@@ -27,7 +27,7 @@ from typing import TextIO
 import httpx
 
 from ...cluster.config.load import load_config
-from ...cluster.config.roles import RouterConfig, UpConfig
+from ...cluster.config.roles import DecodeConfig, RouterConfig, UpConfig
 from ...cluster.errors import StartupError
 from ...cluster.net.endpoints import bracketed
 from ...cluster.process.log import PACKAGE, configure, fields, is_json
@@ -97,6 +97,7 @@ class Cluster:
         self._stopping = threading.Event()
         self._hurry = threading.Event()
         self._drain_s = 0.0
+        self._num_decode = 0  # decode workers as routers see them, from `prepare` on
 
     def __repr__(self) -> str:
         return f"Cluster({self.url}, {self._supervisor or 'not started'})"
@@ -151,6 +152,8 @@ class Cluster:
                 for name, child in child_configs(self.config, self._env, self._directory, settled)
             ]
             routers = [child for _, child in children if isinstance(child, RouterConfig)]
+            decode = [child for _, child in children if isinstance(child, DecodeConfig)]
+            self._num_decode = sum(child.dp_attention for child in decode)
             router = routers[0]
             self.config = dataclasses.replace(
                 self.config, host=router.host, port=router.port, drain_timeout_s=router.drain_timeout_s,
@@ -252,7 +255,7 @@ class Cluster:
             roles = [worker["role"] for worker in workers if worker["state"] == "serving"]
         except (ValueError, KeyError, TypeError):
             return 0
-        wanted = {"prefill": self.config.prefill, "decode": self.config.decode} if all_workers else {}
+        wanted = {"prefill": self.config.prefill, "decode": self._num_decode} if all_workers else {}
         return pid if all(roles.count(role) >= count for role, count in wanted.items()) else 0
 
     def _remove_directory(self) -> None:

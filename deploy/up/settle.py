@@ -47,16 +47,18 @@ def settle(
         fetch(child.model, "--model")
         if head_of(child):
             fetch(head_of(child), "--draft")
-    if len({child.tp for child in wanted}) > 1:
-        raise ConfigError(
-            f"--tp: prefill has {prefill.tp} and decode {decode.tp}, and `baton up` deals GPUs by one "
-            "number; give both the same, or start the workers one by one"
-        )
     on_gpu = frozenset(child.role for child in wanted if child.device != "cpu")
+    if len({child.num_ranks for child in wanted if child.role in on_gpu}) > 1:
+        raise ConfigError(
+            f"prefill takes {prefill.num_ranks} GPUs (--tp) and decode {decode.num_ranks} (--tp, "
+            "--dp-attention), and `baton up` deals GPUs by one number; give both the same, or start the "
+            "workers one by one"
+        )
     if not on_gpu and config.gpus:
         raise ConfigError(f"--gpus {config.gpus}: --device cpu uses no GPU; leave one of them out")
     gpus = restrict(gpus_of(env), config.gpus) if on_gpu else ()
+    ranks = next((child.num_ranks for child in wanted if child.role in on_gpu), 1)
     if not gpus:
         return deal_without_gpus(wish)
     need = need_of_roles(with_directories(prefill, fetch), with_directories(decode, fetch))
-    return deal(gpus, need, replace(wish, on_gpu=on_gpu, tp=wanted[0].tp))
+    return deal(gpus, need, replace(wish, on_gpu=on_gpu, ranks=ranks))

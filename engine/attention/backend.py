@@ -102,7 +102,7 @@ class PagedAttention(ABC):
 
     @abstractmethod
     def _bind_rows(self, metadata: AttentionMetadata) -> Read:
-        """As `bind_reads`, for a checked plan with rows.
+        """As `bind_reads`, for a checked plan with requests.
 
         Row numbers and masks are the same for every layer and are computed here, once. Rows of padding become
         zeros.
@@ -114,8 +114,8 @@ class PagedAttention(ABC):
 
     def _reads(self, metadata: AttentionMetadata) -> Read:
         metadata.check(metadata.batch.num_tokens)
-        read = self._bind_rows(metadata) if metadata.num_rows else _nothing
-        if metadata.unread < 0 or not metadata.num_rows:
+        read = self._bind_rows(metadata) if metadata.batch.num_requests else _only_padding
+        if metadata.unread < 0 or not metadata.batch.num_requests:
             return read
         return partial(_but_unread, metadata.unread, read, self._bind_unread(metadata))
 
@@ -155,5 +155,10 @@ def _but_unread(
     (instead if layer == unread else read)(layer, q, out, *more)
 
 
+def _only_padding(layer: int, q: torch.Tensor, out: torch.Tensor, *more: More) -> None:
+    """What a batch without requests reads."""
+    out.zero_()
+
+
 def _nothing(layer: int, q: torch.Tensor, out: torch.Tensor, *more: More) -> None:
-    """What a batch without rows, or a layer without readers, reads."""
+    """What a layer without readers reads."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from .forward_batch import ForwardBatch
+from .forward_batch import CaptureHidden, ForwardBatch
 
 
 def pad_rows(batch: ForwardBatch, multiple: int) -> ForwardBatch:
@@ -21,7 +21,14 @@ def pad_rows(batch: ForwardBatch, multiple: int) -> ForwardBatch:
     rows = batch.num_tokens
     if multiple == 1 or (rows and rows % multiple == 0):
         return batch
-    end = max(-(-rows // multiple), 1) * multiple
+    return pad_to(batch, max(-(-rows // multiple), 1) * multiple)
+
+
+def pad_to(batch: ForwardBatch, end: int) -> ForwardBatch:
+    """`batch` with idle rows appended up to `end` rows, as `pad_rows`."""
+    assert end >= batch.num_tokens, (end, batch.num_tokens)
+    if end == batch.num_tokens:
+        return batch
     return replace(
         batch,
         input_ids=_grown(batch.input_ids, end),
@@ -29,6 +36,21 @@ def pad_rows(batch: ForwardBatch, multiple: int) -> ForwardBatch:
         slots=_grown(batch.slots, end),
         features=None if batch.features is None else _grown(batch.features, end),
         input_embeds=None if batch.input_embeds is None else _grown(batch.input_embeds, end),
+    )
+
+
+def idle_batch(device: torch.device, capture: CaptureHidden) -> ForwardBatch:
+    """A batch of a target without rows, of a rank that only takes part in the forward of others."""
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    return ForwardBatch(
+        input_ids=nothing,
+        positions=nothing,
+        slots=nothing,
+        page_table=torch.zeros((0, 1), dtype=torch.int64, device=device),
+        q_lens=[],
+        kv_lens=[],
+        capture_hidden=capture,
+        logit_rows=nothing,
     )
 
 

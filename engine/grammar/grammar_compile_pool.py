@@ -238,7 +238,8 @@ def _clock_of_this_thread() -> Callable[[], float]:
 
 
 def _yield_to_steps(thread_id: int, nice: int) -> None:
-    """Lowers the priority of one thread. Only Linux supports this."""
+    """Lowers the priority of one thread, and never raises it, as root could. Only Linux supports this."""
     if sys.platform == "linux":
         with suppress(OSError):  # a filter of system calls may not allow it
-            os.setpriority(os.PRIO_PROCESS, thread_id, nice)
+            now = os.getpriority(os.PRIO_PROCESS, thread_id)
+            os.setpriority(os.PRIO_PROCESS, thread_id, max(now, nice))

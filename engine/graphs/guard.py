@@ -7,6 +7,8 @@ freeze one value.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -86,31 +88,52 @@ def recordable(func: Operation, args: Args, kwargs: Kwargs) -> OpOverload:
     return func
 
 
-def _objection(func: OpOverload, args: Args, kwargs: Kwargs) -> str | None:
-    name = func._schema.name
+class _Traits(NamedTuple):
+    """What the schema of an operation says of recording it; torch takes long to read a schema."""
+
+    objection: str | None  # to every call
+    is_masked_indexing: bool
+    is_lift: bool
+    is_copy: bool
+
+
+@cache
+def _traits_of(func: OpOverload) -> _Traits:
+    schema, objection = func._schema, None
+    is_indexing = schema.name in MASKED_INDEXING
     if torch.Tag.data_dependent_output in func.tags:
-        return "waits for a value on the host (.item(), bool(), int(), torch.equal); keep it on the device"
-    if name in MASKED_INDEXING:
-        if any(index.dtype in (torch.bool, torch.uint8) for index in tensors_of(args[1])):
-            return (
-                "indexes with a boolean mask, so its shape depends on data; "
-                "use torch.where or index with integers"
-            )
-    elif torch.Tag.dynamic_output_shape in func.tags:
-        return "has an output whose shape depends on data; give it a fixed size"
-    if torch.Tag.inplace_view in func.tags:
-        return (
+        objection = (
+            "waits for a value on the host (.item(), bool(), int(), torch.equal); keep it on the device"
+        )
+    elif torch.Tag.dynamic_output_shape in func.tags and not is_indexing:
+        objection = "has an output whose shape depends on data; give it a fixed size"
+    elif torch.Tag.inplace_view in func.tags:
+        objection = (
             "changes the shape or memory of a tensor in place, which a replay would do again; make a new view"
         )
-    if name.startswith("aten::lift") and any(tensor.dim() > 0 for tensor in tensors_of(args)):
-        return "builds a tensor from host data (torch.tensor, from_numpy); build it once, before the capture"
-    if name in COPIES and _devices(args, kwargs) > 1:
-        return "copies between devices; copy into a static buffer before the replay"
-    if not func._schema.returns and not func._schema.is_mutable:
-        return (
+    elif not schema.returns and not schema.is_mutable:
+        objection = (
             "declares neither a result nor a mutated argument, so nothing of it would be replayed; "
             "declare mutates_args"
         )
+    return _Traits(objection, is_indexing, schema.name.startswith("aten::lift"), schema.name in COPIES)
+
+
+def _objection(func: OpOverload, args: Args, kwargs: Kwargs) -> str | None:
+    traits = _traits_of(func)
+    if traits.objection is not None:
+        return traits.objection
+    if traits.is_masked_indexing and any(
+        index.dtype in (torch.bool, torch.uint8) for index in tensors_of(args[1])
+    ):
+        return (
+            "indexes with a boolean mask, so its shape depends on data; "
+            "use torch.where or index with integers"
+        )
+    if traits.is_lift and any(tensor.dim() > 0 for tensor in tensors_of(args)):
+        return "builds a tensor from host data (torch.tensor, from_numpy); build it once, before the capture"
+    if traits.is_copy and _devices(args, kwargs) > 1:
+        return "copies between devices; copy into a static buffer before the replay"
     return None
 
 

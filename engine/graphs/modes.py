@@ -7,8 +7,6 @@ from typing import TypeAlias
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .pytree import tensors_of
-
 Operation: TypeAlias = Callable[..., object]
 Args: TypeAlias = tuple[object, ...]
 Kwargs: TypeAlias = dict[str, object]
@@ -40,7 +38,20 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def storages_of(*trees: object) -> set[int]:
     """The storages of all tensors in `trees`."""
-    return {storage_of(tensor) for tree in trees for tensor in tensors_of(tree)}
+    found: set[int] = set()
+    _add_storages(trees, found)
+    return found
+
+
+def _add_storages(tree: object, found: set[int]) -> None:
+    if isinstance(tree, torch.Tensor):
+        found.add(storage_of(tree))
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            _add_storages(item, found)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            _add_storages(item, found)
 
 
 def storage_of(tensor: torch.Tensor) -> int:

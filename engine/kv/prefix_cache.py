@@ -4,28 +4,45 @@
     busy              the node's page has an owner besides the cache, or a node below it is busy
     idle              not busy: it and all nodes below it may be evicted
 
+    bare              the node's page, or one before it, has no features: its KV came from a decode worker
+
 A node turns idle after all its children. In the order of turning idle, children therefore precede parents,
 and the least recently used come first. Eviction takes the front of this order, which is always a leaf.
+
+Equal tokens may have a bare node beside one that is not. All nodes behind a bare one are bare, so a path is
+whole up to one page and bare from there on.
 
 In an engine with window pages, a page may be cached without its window page. A hit then ends where the window
 of the next row finds all of them.
 """
 
-from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
+from .page_names import TOKEN_BYTES, page_parts
 from .pool import PageAllocator, PoolExhausted
 from .window_pages import WindowPages
 
-TOKEN_BYTES = 8
-KEYS_AT_ONCE = 64  # pages whose tokens are packed by one call
 ROOT = 0  # the page that is never handed out
+BARE = 1 << 63  # in the key of a bare node, beside the parent
+
+
+class CacheJournal(Protocol):
+    """An observer of the content of a cache."""
+
+    def entered(self, page: int) -> None:
+        """The page is cached from now on."""
+
+    def left(self, page: int) -> None:
+        """The page leaves the cache; it is still cached during this call. Children leave before parents."""
 
 
 class PageWatcher(Protocol):
-    """An observer of a cache that copies its pages elsewhere before they are evicted."""
+    """An observer of a cache that copies its pages elsewhere before they are evicted.
+
+    It sees no bare page.
+    """
 
     @property
     def num_held(self) -> int:
@@ -53,6 +70,7 @@ class PrefixCache:
     `lookahead` tokens behind a page are part of its key. Draft KV in a page's last row depends on the token
     that follows (engine.speculative), so only prompts that agree on that token share the page.
 
+    Bare pages are for callers that read no features of them, which say how far they take bare ones.
     `windows`: the window pages, for a model with windows.
 
     A node is the number of its page, and its facts are entries of lists: a long prompt has thousands of
@@ -78,10 +96,13 @@ class PrefixCache:
         self._children: dict[bytes, int] = {}  # nodes by key; a key begins with the parent
         self._key_of = [b""] * allocator.num_pages  # by node; empty for a page that is not cached
         self._parent = [ROOT] * allocator.num_pages
+        self._is_bare = bytearray(allocator.num_pages)  # by node
+        self._num_bare = 0
         # busy children of a node, plus 1 if the page has an owner besides the cache
         self._num_busy = [0] * allocator.num_pages
         self._idle: OrderedDict[int, None] = OrderedDict()  # nodes in the order in which they turned idle
         self._watcher: PageWatcher | None = None
+        self._journal: CacheJournal | None = None
         allocator.watch(self._on_refs)
         if windows is not None:
             windows.bind(lambda page: bool(self._key_of[page]))
@@ -112,6 +133,21 @@ class PrefixCache:
         assert not self._children, "it sees every page"
         self._watcher = watcher
 
+    def keep_journal(self, journal: CacheJournal) -> None:
+        """Tell `journal` of the pages that are cached, and of those that enter and leave. Only one."""
+        assert self._journal is None, "a cache has one journal"
+        self._journal = journal
+        for page in self.cached_pages():
+            journal.entered(page)
+
+    def cached_pages(self) -> list[int]:
+        """All cached pages, parents before their children."""
+        return list(self._children.values())
+
+    def is_bare(self, page: int) -> bool:
+        """Whether a cached page, or one in front of it, has no features."""
+        return bool(self._is_bare[page])
+
     def parent_of(self, page: int) -> int:
         """The cached page in front of a cached page; ROOT for a first one."""
         assert self._key_of[page], f"page {page} is not cached"
@@ -133,24 +169,36 @@ class PrefixCache:
         limit: int,
         salt: str = "",
         held_from: Callable[[int], int] = lambda num_pages: 0,
+        *,
+        bare_limit: int = 0,
     ) -> list[int]:
         """Retains and returns the cached pages of the longest common prefix within `limit` tokens.
 
-        Tokens from `limit` on matter only where a page's lookahead reaches them. With windows, a hit of n
-        pages needs the window pages of the pages [held_from(n), n), and holds them; `held_from` does not
-        fall.
+        Tokens from `limit` on matter only where a page's lookahead reaches them. Bare pages are taken within
+        the first `bare_limit` tokens only. With windows, a hit of n pages needs the window pages of the pages
+        [held_from(n), n), and holds them; `held_from` does not fall.
         """
-        pages = list(self._walk(token_ids, min(limit, len(token_ids)), salt))
+        limit = min(limit, len(token_ids))
+        pages = list(self._walk(token_ids, limit, salt))
+        if self._num_bare and bare_limit:
+            pages = self._with_bare(pages, token_ids, min(limit, bare_limit), salt)
         if self.windows is not None:
             del pages[_usable(pages, self.windows, held_from) :]
             self.windows.hold(pages[held_from(len(pages)) :])
         self.allocator.retain(pages)
         return pages
 
-    def insert(self, token_ids: Sequence[int], pages: Sequence[int], salt: str = "") -> int:
+    def insert(
+        self,
+        token_ids: Sequence[int],
+        pages: Sequence[int],
+        salt: str = "",
+        *,
+        num_whole: int | None = None,
+    ) -> int:
         """Offer the whole pages of `token_ids`, which the caller holds in `pages`.
 
-        Returns the number of newly cached pages.
+        Returns the number of newly cached pages. Pages from `num_whole` on enter as bare ones; None: none do.
 
         A page whose lookahead exceeds `token_ids` is not offered. For a prefix that is cached already, the
         cache keeps its own page. The caller keeps its references and must not write these pages any more.
@@ -159,14 +207,18 @@ class PrefixCache:
             return 0
         num_pages = max(0, len(token_ids) - self.lookahead) // self.page_size
         assert len(pages) >= num_pages, (len(pages), num_pages)
+        num_whole = num_pages if num_whole is None else num_whole
         known = list(self._walk(token_ids, num_pages * self.page_size, salt))
+        if num_whole < num_pages and self._num_bare:
+            known = self._with_bare(known, token_ids, num_pages * self.page_size, salt)
         self._touch(known)
         if self.windows is not None:
             for mine, cached in zip(pages, known, strict=False):
                 if mine != cached:
                     self.windows.bequeath(mine, cached)
         tokens = self._tokens(token_ids, len(known), num_pages, salt)
-        self._extend(known[-1] if known else ROOT, tokens, pages[len(known) : num_pages])
+        parent = known[-1] if known else ROOT
+        self._extend(parent, tokens, pages[len(known) : num_pages], max(0, num_whole - len(known)))
         return num_pages - len(known)
 
     def alloc(self, n: int) -> list[int]:
@@ -181,14 +233,16 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget everything. Pages with other owners stay theirs."""
-        cached, watcher = list(self._children.values()), self._watcher
-        pages = cached if watcher is None else [page for page in cached if not watcher.leaves(page)]
+        cached = self.cached_pages()[::-1]
+        pages = [page for page in cached if not self._says_goodbye(page)]
         self._children.clear()
         self._idle.clear()
         for page in cached:
             self._key_of[page] = b""
+            self._is_bare[page] = False
             if self.windows is not None:
                 self.windows.left(page)
+        self._num_bare = 0
         self.allocator.release(pages)
 
     def forget(self, pages: Sequence[int]) -> None:
@@ -207,7 +261,8 @@ class PrefixCache:
             parent = self._parent[page]
             if self._num_busy[page] and parent not in gone:
                 self._shift(parent, -1)
-        kept = set() if self._watcher is None else {page for page in gone if self._watcher.leaves(page)}
+        children_first = [page for page in reversed(self.cached_pages()) if page in gone]
+        kept = {page for page in children_first if self._says_goodbye(page)}
         for page in gone:
             self._idle.pop(page, None)
             self._leave(page)
@@ -226,7 +281,9 @@ class PrefixCache:
         for page in cached:
             parent, key = self._parent[page], self._key_of[page]
             assert parent == ROOT or self._key_of[parent], f"the parent of page {page} is not cached"
-            assert key.startswith(_prefix(parent)), page
+            is_bare = self.is_bare(page)
+            assert key.startswith(_prefix(parent, is_bare=is_bare)), page
+            assert is_bare >= (parent != ROOT and self.is_bare(parent)), f"page {page} is behind a bare one"
             width = (1 + self.page_size + self.lookahead) * TOKEN_BYTES
             assert len(key) == width or (parent == ROOT and len(key) > width), page
             assert self.allocator.refs(page) >= 1, f"page {page} is cached and free"
@@ -236,6 +293,8 @@ class PrefixCache:
             shared = self.allocator.refs(page) > 1
             assert self._num_busy[page] == shared + busy_children.get(page, 0), page
             assert (self._num_busy[page] == 0) == (page in rank), page
+        assert self._num_bare == sum(map(self.is_bare, cached)), self._num_bare
+        assert sum(self._is_bare) == self._num_bare, "a page that is not cached counts as bare"
 
     def __repr__(self) -> str:
         state = "" if self.enabled else " off,"
@@ -245,19 +304,9 @@ class PrefixCache:
         )
 
     def _tokens(self, token_ids: Sequence[int], first: int, end: int, salt: str) -> Iterator[bytes]:
-        """The bytes of the tokens of pages [first, end), those of page 0 in front of the salt.
-
-        Packed in blocks: an unknown prompt costs one block, and a known one no Python per token.
-        """
-        size = self.page_size
-        width, step = (size + self.lookahead) * TOKEN_BYTES, size * TOKEN_BYTES
-        for block in range(first, end, KEYS_AT_ONCE):
-            stop = min(end, block + KEYS_AT_ONCE)
-            data = array("q", token_ids[block * size : stop * size + self.lookahead]).tobytes()
-            if block == 0:
-                yield data[:width] + salt.encode()
-            for start in range(step * (block == 0), (stop - block) * step, step):
-                yield data[start : start + width]
+        """The parts of pages [first, end)."""
+        size, lookahead = self.page_size, self.lookahead
+        return page_parts(token_ids, first, end, page_size=size, lookahead=lookahead, salt=salt)
 
     def _walk(self, token_ids: Sequence[int], limit: int, salt: str) -> Iterator[int]:
         """The nodes of the longest cached prefix, root side first."""
@@ -271,22 +320,53 @@ class PrefixCache:
             yield child
             node = child
 
-    def _extend(self, parent: int, tokens: Iterator[bytes], pages: Sequence[int]) -> None:
-        """Adds a path of new nodes below `parent`. The caller owns `pages`, so all of them are busy."""
+    def _walk_bare(self, parent: int, parts: Iterable[bytes]) -> Iterator[int]:
+        """The bare nodes that follow `parent`, as far as `parts` go."""
+        node = parent
+        for part in parts:
+            child = self._children.get(_prefix(node, is_bare=True) + part)
+            if child is None:
+                return
+            yield child
+            node = child
+
+    def _with_bare(self, whole: list[int], token_ids: Sequence[int], limit: int, salt: str) -> list[int]:
+        """The longest path within `limit` tokens that leaves the path `whole` for bare nodes; else `whole`.
+
+        Of two equally long ones, the one with more whole nodes.
+        """
+        parts = list(self._tokens(token_ids, 0, limit // self.page_size, salt))
+        longest = whole
+        for at in range(min(len(whole), len(parts)) + 1):
+            bare = list(self._walk_bare(whole[at - 1] if at else ROOT, parts[at:]))
+            if len(whole) < at + len(bare) >= len(longest):
+                longest = [*whole[:at], *bare]
+        return longest
+
+    def _extend(self, parent: int, tokens: Iterator[bytes], pages: Sequence[int], num_whole: int) -> None:
+        """Adds a path of new nodes below `parent`, bare ones from `num_whole` on. The caller owns `pages`, so
+        all of them are busy.
+        """
         if not pages:
             return
         keys, parents, num_busy, node = self._key_of, self._parent, self._num_busy, parent
         # Retained before they are indexed, so that `_on_refs` does not see the cache's own references.
         self.allocator.retain(pages)
-        for part, page in zip(tokens, pages, strict=True):
+        for place, (part, page) in enumerate(zip(tokens, pages, strict=True)):
             assert not keys[page], f"page {page} holds another prefix"
-            keys[page] = key = _prefix(node) + part
+            is_bare = place >= num_whole
+            keys[page] = key = _prefix(node, is_bare=is_bare) + part
             self._children[key] = page
+            self._is_bare[page] = is_bare
+            self._num_bare += is_bare
             parents[page] = node
             num_busy[page] = 2  # the caller's reference and the child below
             node = page
         num_busy[node] = 1
         self._shift(parent, 1)
+        if self._journal is not None:
+            for page in pages:
+                self._journal.entered(page)
 
     def _evict(self, count: int) -> None:
         """Evicts the pages that were used least recently, so that `count` are free; none for a negative
@@ -295,7 +375,7 @@ class PrefixCache:
         pages: list[int] = []
         while len(pages) < count:
             page, _none = self._idle.popitem(last=False)
-            is_kept = self._watcher is not None and self._watcher.leaves(page)
+            is_kept = self._says_goodbye(page)
             self._leave(page)
             if not is_kept:
                 pages.append(page)
@@ -305,8 +385,16 @@ class PrefixCache:
         """The page is found no more."""
         del self._children[self._key_of[page]]
         self._key_of[page] = b""
+        self._num_bare -= self._is_bare[page]
+        self._is_bare[page] = False
         if self.windows is not None:
             self.windows.left(page)
+
+    def _says_goodbye(self, page: int) -> bool:
+        """Tells the observers that the page leaves. True: the watcher keeps the cache's reference."""
+        if self._journal is not None:
+            self._journal.left(page)
+        return self._watcher is not None and not self._is_bare[page] and self._watcher.leaves(page)
 
     def _touch(self, path: Sequence[int]) -> None:
         for page in reversed(path):
@@ -328,11 +416,11 @@ class PrefixCache:
             num_busy[node] += change
             if change > 0 and num_busy[node] == 1:
                 idle.pop(node, None)  # a new node was never idle
-                if watcher is not None:
+                if watcher is not None and not self._is_bare[node]:
                     watcher.turned_busy(node)
             elif change < 0 and num_busy[node] == 0:
                 idle[node] = None
-                if watcher is not None:
+                if watcher is not None and not self._is_bare[node]:
                     watcher.turned_idle(node)
             else:
                 return
@@ -350,5 +438,6 @@ def _usable(pages: Sequence[int], windows: WindowPages, held_from: Callable[[int
     return found
 
 
-def _prefix(parent: int) -> bytes:
-    return parent.to_bytes(TOKEN_BYTES, "little")
+def _prefix(parent: int, *, is_bare: bool = False) -> bytes:
+    """The first bytes of the key of a node below `parent`."""
+    return (parent | BARE if is_bare else parent).to_bytes(TOKEN_BYTES, "little")

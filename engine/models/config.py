@@ -264,16 +264,9 @@ def read_dense_config(reader: ConfigReader, *, architecture: str) -> ModelConfig
         dtype=_dtype(reader),
         num_mtp_modules=reader.count(MTP_KEY) if reader.raw.get(MTP_KEY) else 0,
         moe=moe,
-        quant=None if family == "gpt_oss" else _read_quantisation(reader, moe),
+        quant=None if family == "gpt_oss" else read_quantisation(reader.raw, reader.source),
         forms=forms,
     )
-
-
-def _read_quantisation(reader: ConfigReader, moe: MoEConfig | None) -> QuantConfig | None:
-    found = read_quantisation(reader.raw, reader.source)
-    if found is not None and moe is not None:
-        raise reader.error(QUANT_KEY, "quantised experts are not supported; use the original checkpoint")
-    return found
 
 
 def _refuse_experts(reader: ConfigReader) -> None:

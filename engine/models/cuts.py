@@ -1,4 +1,4 @@
-"""How each parameter of a model is cut over the ranks of a tensor-parallel worker.
+"""How each parameter of a model is cut over the ranks of a worker.
 
 Attention is cut by heads and an MLP, also that of each expert, by its intermediate size (Shoeybi et al.,
 "Megatron-LM", 2019, arXiv 1909.08053): the first matrix of such a pair by its outputs, the second by its
@@ -6,10 +6,15 @@ inputs, whose partial results are summed over ranks. The vocabulary is cut by ro
 whole on every rank; norms over all heads together are cut with the heads. A rank's model is a model of
 `rank_config`, with sums behind two matrices of a layer.
 
+By expert, a rank has the matrices of neighbouring experts whole and none of the others; routers stay whole.
+Ranks that share nothing but the experts (data-parallel attention) have all other parameters whole, shared
+experts among them: their rows are not those of other ranks.
+
 Matrices that are one in the checkpoint (q, k and v; gate and up) are cut part by part. The tensors of a
 quantised matrix are cut with its values. Blocks and groups that share a scale are never cut.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -17,6 +22,7 @@ from types import MappingProxyType
 from ...kernels import fp8_scales, mxfp4
 from ..errors import CheckpointError
 from ..parallel.group import TensorGroup
+from ..parallel.sharing import Sharing
 from ..parallel.vocabulary import num_rank_rows
 from .config import ModelConfig
 from .moe import GPT_OSS_NAMES, MoEConfig
@@ -89,6 +95,10 @@ OF_EXPERTS: Mapping[str, tuple[int, int, int]] = MappingProxyType(
         "down_proj_scales": (2, 1, mxfp4.BLOCK),
     }
 )
+# Those with values of each expert in the first dimension, which is cut by expert.
+OF_EACH_EXPERT = frozenset({*OF_EXPERTS, "down_proj_bias"})
+EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")  # in the name of a tensor of one expert
+EXPERT_WIDTH = "expert intermediate size"
 Spans = tuple[tuple[int, int], ...]  # (first, size) of each run of indices
 
 
@@ -116,22 +126,30 @@ class Cut:
         return Cut(dim=dim, spans=spans, full=-(-self.full // unit))
 
 
-def rank_config(config: ModelConfig, num_ranks: int, source: str = "") -> ModelConfig:
-    """The config of the model of one of `num_ranks` ranks. The vocabulary and the hidden size are the whole
+def rank_config(config: ModelConfig, sharing: Sharing, source: str = "") -> ModelConfig:
+    """The config of the model of one rank in `sharing`. The vocabulary and the hidden size are the whole
     model's.
 
     Raises CheckpointError, naming `source`, the size and the remedy, for a model that cannot be cut so.
     """
-    if num_ranks == 1:
+    if sharing.is_solo:
         return config
-    where = f"tp {num_ranks}: the model{' at ' * bool(source)}{source}"
+    where = f"{sharing.setting}: the model{' at ' * bool(source)}{source}"
     if config.architecture not in SHARDED:
         raise CheckpointError(f"{where} is a {config.architecture}, which runs on one device only; use tp 1")
-    fault = _misfit(config, num_ranks)
+    if config.moe is None and (sharing.by_expert or sharing.has_own_rows):
+        remedy = (
+            "start as many workers instead, each with its own model"
+            if sharing.has_own_rows
+            else f"use tp {sharing.tensor.size} without ep"
+        )
+        raise CheckpointError(f"{where} is a {config.architecture} without experts to share; {remedy}")
+    fault = _misfit(config, sharing)
     if fault:
-        even = [size for size in range(2, config.num_heads + 1) if not _misfit(config, size)]
-        raise CheckpointError(f"{where} has {fault}; use tp 1{''.join(f', {size}' for size in even[:6])}")
-    forms, moe = config.forms, config.moe
+        raise CheckpointError(f"{where} has {fault}; {_remedy(config, sharing)}")
+    if sharing.has_own_rows:
+        return replace(config, moe=_rank_experts(config.moe, sharing))
+    forms, num_ranks = config.forms, sharing.tensor.size
     if forms.has_whole_norm:
         forms = replace(forms, whole_heads=(config.num_heads, config.num_kv_heads))
     return replace(
@@ -139,35 +157,74 @@ def rank_config(config: ModelConfig, num_ranks: int, source: str = "") -> ModelC
         num_heads=config.num_heads // num_ranks,
         num_kv_heads=max(config.num_kv_heads // num_ranks, 1),
         intermediate_size=config.intermediate_size // num_ranks,
-        moe=None if moe is None else _rank_experts(moe, num_ranks),
+        moe=_rank_experts(config.moe, sharing),
         forms=forms,
     )
 
 
-def _rank_experts(moe: MoEConfig, num_ranks: int) -> MoEConfig:
-    inner, shared = moe.intermediate_size // num_ranks, moe.shared_size // num_ranks
-    return replace(moe, intermediate_size=inner, shared_size=shared)
+def _rank_experts(moe: MoEConfig | None, sharing: Sharing) -> MoEConfig | None:
+    if moe is None:
+        return None
+    num_ranks = sharing.experts.size
+    gathered = num_ranks if sharing.has_own_rows else 1
+    found = replace(moe, shared_size=moe.shared_size // sharing.tensor.size, gathered=gathered)
+    if sharing.by_expert:
+        return replace(found, held=experts_of(moe.num_experts, sharing.experts))
+    return replace(found, intermediate_size=moe.intermediate_size // num_ranks)
 
 
-def _misfit(config: ModelConfig, num_ranks: int) -> str:
-    """What `num_ranks` ranks cannot share; "" if they can share the model."""
-    heads, kv_heads = config.num_heads, config.num_kv_heads
+def experts_of(num_experts: int, group: TensorGroup) -> range:
+    """The experts that this rank has whole."""
+    held = num_experts // group.size
+    return range(group.rank * held, (group.rank + 1) * held)
+
+
+def _remedy(config: ModelConfig, sharing: Sharing) -> str:
+    """The numbers of ranks that fit, as the end of an error's sentence."""
+    most = max(config.num_heads, 0 if config.moe is None else config.moe.num_experts)
+    even = [size for size in range(2, most + 1) if not _misfit(config, _resized(sharing, size))]
+    fitting = "".join(f", {size}" for size in even[:6])
+    if sharing.has_own_rows:
+        name = f"dp_attention {fitting[2:]}" if even else "workers of one rank"
+        return f"use {name}"
+    return f"use tp 1{fitting}"
+
+
+def _resized(sharing: Sharing, size: int) -> Sharing:
+    tensor = sharing.tensor if sharing.has_own_rows else TensorGroup(size=size)
+    return replace(sharing, tensor=tensor, experts=TensorGroup(size=size))
+
+
+def _misfit(config: ModelConfig, sharing: Sharing) -> str:
+    """What ranks cannot share; "" if they can share the model."""
+    heads, kv_heads, num_ranks = config.num_heads, config.num_kv_heads, sharing.tensor.size
     if heads % num_ranks:
         return f"{heads} attention heads, which {num_ranks} does not divide"
     if max(kv_heads, num_ranks) % min(kv_heads, num_ranks):
         return f"{kv_heads} KV heads, which cannot be dealt to {num_ranks} ranks"
-    for name, width in _widths(config).items():
-        if width % num_ranks:
-            return f"{name} {width}, which {num_ranks} does not divide"
-    return _cut_blocks(config, num_ranks)
+    if sharing.by_expert and config.moe is not None and config.moe.num_experts % sharing.experts.size:
+        return f"{config.moe.num_experts} experts, which {sharing.experts.size} does not divide"
+    for name, (width, parts) in _widths(config, sharing).items():
+        if width % parts:
+            return f"{name} {width}, which {parts} does not divide"
+    return _cut_blocks(config, sharing)
 
 
-def _widths(config: ModelConfig) -> dict[str, int]:
+def _widths(config: ModelConfig, sharing: Sharing) -> dict[str, tuple[int, int]]:
+    """The sizes of the MLPs of a layer that are cut, by their names, with the number of parts."""
+    found = _mlp_widths(config)
+    parts = dict.fromkeys(found, sharing.tensor.size)
+    if EXPERT_WIDTH in found:
+        parts[EXPERT_WIDTH] = 1 if sharing.by_expert else sharing.experts.size
+    return {name: (width, parts[name]) for name, width in found.items() if parts[name] > 1}
+
+
+def _mlp_widths(config: ModelConfig) -> dict[str, int]:
     """The sizes of the MLPs of a layer by their names."""
     moe = config.moe
     if moe is None:
         return {"intermediate_size": config.intermediate_size}
-    widths = {"expert intermediate size": moe.intermediate_size}
+    widths = {EXPERT_WIDTH: moe.intermediate_size}
     if moe.shared_size:
         widths["size of the shared experts"] = moe.shared_size
     if moe.dense_layers:
@@ -175,48 +232,82 @@ def _widths(config: ModelConfig) -> dict[str, int]:
     return widths
 
 
-def _cut_blocks(config: ModelConfig, num_ranks: int) -> str:
+def _cut_blocks(config: ModelConfig, sharing: Sharing) -> str:
     """The size whose part on a rank is not whole blocks or groups of one scale; "" without such."""
-    moe = config.moe
-    if moe is not None and moe.is_packed and moe.intermediate_size // num_ranks % mxfp4.BLOCK:
+    moe, num_ranks, widths = config.moe, sharing.tensor.size, _widths(config, sharing)
+    if moe is not None and moe.is_packed and EXPERT_WIDTH in widths:
+        width, parts = widths[EXPERT_WIDTH]
+        if width // parts % mxfp4.BLOCK:
+            return (
+                f"{EXPERT_WIDTH} {width} in blocks of {mxfp4.BLOCK} with one scale, which {parts} ranks "
+                "would cut"
+            )
+    form, num_parts = None if config.quant is None else config.quant.form, sharing.experts.size
+    if isinstance(form, Int4Form) and form.has_order and num_ranks > 1:
         return (
-            f"expert intermediate size {moe.intermediate_size} in blocks of {mxfp4.BLOCK} with one scale, "
-            f"which {num_ranks} ranks would cut"
+            "inputs in the order of activations (desc_act), whose groups "
+            f"{num_ranks} ranks would cut; a model made with desc_act false has no such groups"
         )
-    form = None if config.quant is None else config.quant.form
-    held = max(config.num_kv_heads // num_ranks, 1)
-    sizes = {"width of queries": config.num_heads * config.head_dim // num_ranks}
-    sizes |= {name: width // num_ranks for name, width in _widths(config).items()}
+    sizes = {name: width // parts for name, (width, parts) in widths.items()}
     if isinstance(form, Fp8Form) and form.has_blocks:
         unit, kind = fp8_scales.BLOCK, "blocks"
-        sizes["width of keys"] = held * config.head_dim
+        if num_ranks > 1:
+            sizes = _attention_widths(config, num_ranks) | sizes
     elif isinstance(form, Int4Form):
         unit, kind = form.group_size, "groups"
+        if num_ranks > 1:
+            sizes = {"width of values": config.num_heads * config.value_dim // num_ranks} | sizes
     else:
         return ""
     for name, size in sizes.items():
         if size % unit:
-            whole = size if name == "width of keys" else size * num_ranks
-            return f"{name} {whole} in {kind} of {unit} with one scale, which {num_ranks} ranks would cut"
+            whole = size if name == "width of keys" else size * num_parts
+            return f"{name} {whole} in {kind} of {unit} with one scale, which {num_parts} ranks would cut"
     return ""
 
 
-def cuts_of(names: Iterable[str], config: ModelConfig, group: TensorGroup) -> dict[str, Cut]:
-    """The cuts of the parameters `names` of the whole model's `config`, for the rank of `group`.
+def _attention_widths(config: ModelConfig, num_ranks: int) -> dict[str, int]:
+    """The sizes of attention on a rank, by which the outputs and the inputs of its matrices are cut."""
+    heads = config.num_heads // num_ranks
+    widths = {"width of queries": heads * config.head_dim, "width of values": heads * config.value_dim}
+    if config.latent_outputs:
+        return widths | {"width of keys and values": heads * config.latent_outputs}
+    return widths | {"width of keys": max(config.num_kv_heads // num_ranks, 1) * config.head_dim}
 
-    A name without a cut is whole on every rank. Empty with one rank.
+
+def cuts_of(names: Iterable[str], config: ModelConfig, sharing: Sharing) -> dict[str, Cut]:
+    """The cuts of the parameters `names` of the whole model's `config`, for the rank in `sharing`.
+
+    A name without a cut is whole on the rank. Empty with one rank.
     """
-    if group.is_solo:
+    if sharing.is_solo:
         return {}
-    found = ((name, _cut_of(name, config, group)) for name in names)
+    found = ((name, _cut_of(name, config, sharing)) for name in names)
     return {name: cut for name, cut in found if cut is not None}
 
 
-def _cut_of(name: str, config: ModelConfig, group: TensorGroup) -> Cut | None:
+def is_elsewhere(name: str, moe: MoEConfig | None) -> bool:
+    """Whether the tensor `name` of a checkpoint is one of an expert that another rank has, by the `moe` of
+    this rank's config.
+    """
+    found = None if moe is None or moe.held is None else EXPERT_NUMBER.search(name)
+    if found is None or moe is None or moe.held is None:
+        return False
+    number = int(found.group(1))
+    return number < moe.num_experts and number not in moe.held
+
+
+def _cut_of(name: str, config: ModelConfig, sharing: Sharing) -> Cut | None:
     stem, _, kind = name.rpartition(".")
-    module = stem.rpartition(".")[2]
+    module, group = stem.rpartition(".")[2], sharing.tensor
     if config.moe is not None and config.moe.names is GPT_OSS_NAMES and module == "experts":
-        return _cut_of_experts(kind, config.moe, group)
+        return _cut_of_experts(kind, config.moe, sharing)
+    if config.moe is not None and ".experts." in name:
+        if sharing.by_expert:
+            return None
+        group = sharing.experts
+    if group.is_solo:
+        return None
     for ends, width in ((OF_HEADS, 1), (WHOLE_NORMS, config.head_dim)):
         part = next((part for end, part in ends.items() if name.endswith(end)), None)
         if part is not None and (ends is OF_HEADS or config.forms.has_whole_norm):
@@ -275,7 +366,10 @@ def _cut_inputs(kind: str, cut: Cut, config: ModelConfig) -> Cut | None:
     return None
 
 
-def _cut_of_experts(kind: str, moe: MoEConfig, group: TensorGroup) -> Cut | None:
+def _cut_of_experts(kind: str, moe: MoEConfig, sharing: Sharing) -> Cut | None:
+    group = sharing.experts
+    if sharing.by_expert:
+        return _even(moe.num_experts, group) if kind in OF_EACH_EXPERT else None
     if kind == "down_proj_bias":
         return _of_rank_0(moe.num_experts, group)
     dim, rows, unit = OF_EXPERTS[kind]

@@ -61,20 +61,35 @@ def decoder_layer(
 
     `projections`: those of the model, by default plain ones.
     """
+    made, prefix = projections or Projections(None), f"model.layers.{layer}."
     experts: MixtureOfExperts | None = None
-    if config.moe is not None and config.moe.names is GPT_OSS_NAMES:
-        experts = stored = GptOssExperts(config.hidden_size, config.moe, dtype=dtype, device=device, ops=ops)
-        if projections is not None:
-            projections.remember(stored)
-    elif config.moe is not None and layer not in config.moe.dense_layers:
-        experts = MixtureOfExperts(config.hidden_size, config.moe, dtype=dtype, device=device, ops=ops)
+    if config.moe is not None and layer not in config.moe.dense_layers:
+        is_gpt_oss = config.moe.names is GPT_OSS_NAMES
+        experts = (GptOssExperts if is_gpt_oss else MixtureOfExperts)(
+            config.hidden_size,
+            config.moe,
+            dtype=dtype,
+            device=device,
+            ops=ops,
+            projections=made,
+            prefix=f"{prefix}{config.moe.names.block}.",
+        )
+        if isinstance(experts, GptOssExperts):
+            made.remember(experts, f"{prefix}mlp.experts.")
     if isinstance(config, LatentConfig):
         width, eps = config.hidden_size, config.rms_norm_eps
         norm, post_norm = (RMSNorm(width, eps, dtype=dtype, device=device, ops=ops) for _ in range(2))
         mlp = experts or GatedMLP(
-            width, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, device=device, ops=ops
+            width,
+            config.intermediate_size,
+            bias=config.mlp_bias,
+            dtype=dtype,
+            device=device,
+            ops=ops,
+            linear=made.under(f"{prefix}mlp.", partial(Linear, ops=ops)),
         )
-        return DecoderLayer(LatentAttention(config, dtype, device, ops), mlp, norm, post_norm)
+        attention = LatentAttention(config, dtype, device, ops, made, f"{prefix}self_attn.")
+        return DecoderLayer(attention, mlp, norm, post_norm)
     return sized_layer(
         config,
         dtype,
@@ -85,8 +100,8 @@ def decoder_layer(
         qk_norm=config.qk_norm,
         ops=ops,
         experts=experts,
-        projections=projections,
-        prefix=f"model.layers.{layer}.",
+        projections=made,
+        prefix=prefix,
         kv_scales=_kv_scales(config, device),
         forms=config.forms,
         layer=layer,

@@ -51,7 +51,7 @@ class LlamaForCausalLM:
         self.lm_head = (
             self.embed_tokens if config.tie_word_embeddings else torch.empty_like(self.embed_tokens)
         )
-        self.projections = Projections(config.quant)
+        self.projections = Projections(config.quant, is_invariant=ops.is_invariant)
         self.needs_all_rows = False
         self.layers = [self.decoder_layer(layer) for layer in range(config.num_layers)]
         link_layers(self.layers)

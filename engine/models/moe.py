@@ -3,11 +3,16 @@
 A layer may have a shared expert beside those that its router chooses: an MLP for every token, whose output is
 added, in some families times a gate of its own.
 
+Ranks of a worker share the experts. Each routes all rows itself and computes its part of the experts for all
+of them; the partial results are summed. Rows are not sent to the ranks that have their experts (all-to-all):
+a row with 8 experts meets two thirds of 8 ranks or more, so that saves a third of the bytes at best, within
+one host, and its shapes would depend on the choices, which no graph can hold.
+
 Legend: T tokens, H hidden size, E experts, K experts of a token, I intermediate size of an expert.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -18,8 +23,11 @@ from ...kernels.normed_linear import UnscaledRows
 from ...kernels.ops import recorded_route_experts
 from ...kernels.rms_norm import NextNorm
 from ...kernels.route_experts import Routing
-from ...kernels.row_ops import FASTEST, Joins, RowOps, of_one_rank
-from .layers import GatedMLP, Linear, NamedTensors
+from ...kernels.row_ops import FASTEST, ROWS_OF_ONE_RANK, Joins, RowOps, of_one_rank
+from .layers import GatedMLP, Linear, NamedTensors, is_plain
+from .quant.experts import ExpertSizes
+from .quant.projection import StoredExperts
+from .quant.projections import Projections
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +60,8 @@ class MoEConfig:
     are float32 in every dtype, otherwise rounded to the model's. `shared_size`: the intermediate size of the
     shared expert, 0 without one. `has_shared_gate`: its output is multiplied by the sigmoid of a projection.
     `limit` and `alpha`: of the gate of gpt-oss, see `kernels.expert_mlp`. `is_packed`: its experts are stored
-    in 4 bits.
+    in 4 bits. `held`: the experts whose matrices this rank has; None: all. `gathered`: the ranks whose rows
+    meet in a layer.
     """
 
     num_experts: int
@@ -73,6 +82,20 @@ class MoEConfig:
     limit: float = 0.0
     alpha: float = 0.0
     is_packed: bool = False
+    held: range | None = None
+    gathered: int = 1
+
+    @property
+    def experts_here(self) -> range:
+        """The experts whose matrices this rank has."""
+        return range(self.num_experts) if self.held is None else self.held
+
+    @property
+    def form(self) -> ExpertForm:
+        """The gate, and where the experts are, without biases."""
+        here = self.experts_here
+        total = 0 if self.held is None else self.num_experts
+        return ExpertForm(limit=self.limit, alpha=self.alpha, first=here.start, total=total)
 
     @cached_property
     def routing(self) -> Routing:
@@ -89,7 +112,8 @@ class MoEConfig:
 
     def row_width(self, hidden_size: int) -> int:
         """The intermediate size of an ordinary MLP whose activations take as much memory for a row."""
-        return -(-self.top_k * (self.intermediate_size + hidden_size) // 3) + self.shared_size
+        routed = self.gathered * self.top_k * (self.intermediate_size + hidden_size)
+        return -(-routed // 3) + self.shared_size
 
     @property
     def used_share(self) -> float:
@@ -105,7 +129,11 @@ class CountRows(Protocol):
 
 
 class MixtureOfExperts:
-    """A router and E SwiGLU MLPs, of which each token uses K, and the shared one: `[T, H]` -> `[T, H]`."""
+    """A router and E SwiGLU MLPs, of which each token uses K, and the shared one: `[T, H]` -> `[T, H]`.
+
+    `projections` knows the form of their weights, by names that begin with `prefix` ("model.layers.0.mlp.");
+    None: the model's dtype.
+    """
 
     def __init__(
         self,
@@ -115,10 +143,14 @@ class MixtureOfExperts:
         dtype: torch.dtype,
         device: torch.device | str,
         ops: RowOps = FASTEST,
+        projections: Projections | None = None,
+        prefix: str = "",
     ) -> None:
         self.config = config
         self.ops = ops
-        self.form = ExpertForm(limit=config.limit, alpha=config.alpha)
+        made = Projections(None) if projections is None else projections
+        self.stored = self._make_stored(made, prefix, hidden_size, device)
+        self.form = config.form
         self.router = self._make_router(hidden_size, dtype, device)
         self.counts: CountRows | None = None
         self.choice_bias: torch.Tensor | None = None
@@ -128,8 +160,15 @@ class MixtureOfExperts:
         self.shared: GatedMLP | None = None
         self.shared_gate: Linear | None = None
         if config.shared_size:
+            plain = partial(Linear, ops=ops)
             self.shared = GatedMLP(
-                hidden_size, config.shared_size, bias=False, dtype=dtype, device=device, ops=ops
+                hidden_size,
+                config.shared_size,
+                bias=False,
+                dtype=dtype,
+                device=device,
+                ops=ops,
+                linear=made.under(f"{prefix}{config.names.shared}.", plain),
             )
         if config.shared_size and config.has_shared_gate:
             gate = {f"{config.names.shared}_gate": 1}
@@ -139,32 +178,64 @@ class MixtureOfExperts:
         parts = {"gate": self.config.num_experts}
         return Linear(hidden_size, parts, bias=False, dtype=dtype, device=device, ops=self.ops)
 
+    def _make_stored(
+        self,
+        projections: Projections,
+        prefix: str,
+        hidden_size: int,
+        device: torch.device | str,
+    ) -> StoredExperts | None:
+        """The experts in the form of a quantised checkpoint, if it is one."""
+        names = self.config.names
+        sizes = ExpertSizes(
+            numbers=self.config.experts_here,
+            hidden_size=hidden_size,
+            intermediate_size=self.config.intermediate_size,
+            names=(names.gate, names.up, names.down),
+            form=self.config.form,
+        )
+        return projections.experts(f"{prefix}experts.", sizes, device)
+
     def _make_matrices(
         self, hidden_size: int, dtype: torch.dtype, device: torch.device | str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The uninitialised matrices of all experts: `[E, 2*I, H]`, gate first, and `[E, H, I]`."""
-        experts, inner = self.config.num_experts, self.config.intermediate_size
+        """The uninitialised matrices of the experts here: `[E, 2*I, H]`, gate first, and `[E, H, I]`. None
+        are made beside stored ones.
+        """
+        if self.stored is not None:
+            return torch.empty(0, dtype=dtype, device=device), torch.empty(0, dtype=dtype, device=device)
+        experts, inner = len(self.config.experts_here), self.config.intermediate_size
         gate_up = torch.empty(experts, 2 * inner, hidden_size, dtype=dtype, device=device)
         return gate_up, torch.empty(experts, hidden_size, inner, dtype=dtype, device=device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        ids, weights = self.route(x)
-        computed = self.ops.expert_mlp(x, ids, weights, self.gate_up, self.down, form=self.form)
-        routed = self.ops.sum_ranks(computed)
+        rows = self.ops.expert_rows.gather(x)
+        ids, weights = self.route(rows)
+        routed = self.ops.expert_rows.collect(self._computed(rows, ids, weights))
         if self.shared is None:
             return routed
         shared = self.shared(x)
         return routed + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
 
+    def _computed(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The weighted sums of the chosen experts of rows `x` `[T, H]`."""
+        if self.stored is not None:
+            return self.stored(x, ids, weights)
+        return self.ops.expert_mlp(x, ids, weights, self.gate_up, self.down, form=self.form)
+
     def joins(self, joins: Joins, num_rows: int) -> bool:
         """As `JoinedMLP.joins`: where each row's experts are read for it alone."""
         is_few = num_rows * self.config.top_k <= self.config.num_experts
         is_known = type(self) is MixtureOfExperts and self.form == PLAIN_EXPERTS and self.shared_gate is None
+        shared = self.shared
+        is_as_made = self.stored is None and (shared is None or is_plain(shared.gate_up, shared.down))
         return (
             joins.experts
+            and is_as_made
             and is_few
             and is_known
             and self.ops.sum_ranks is of_one_rank
+            and self.ops.expert_rows is ROWS_OF_ONE_RANK
             and fits(self._few_experts())
         )
 
@@ -196,7 +267,7 @@ class MixtureOfExperts:
         logits = self.ops.logits(x, self.router.weight) if is_wide else self.router(x)
         ids, weights = recorded_route_experts(logits, self.config.routing, self.choice_bias)
         if self.counts is not None:
-            self.counts.add(ids)
+            self.counts.add(self.ops.expert_rows.own(ids))
         return ids, weights
 
     def tensors(self, prefix: str) -> NamedTensors:
@@ -205,11 +276,13 @@ class MixtureOfExperts:
         yield from self.router.tensors(prefix)
         if self.choice_bias is not None:
             yield f"{prefix}gate.e_score_correction_bias", self.choice_bias
-        for expert in range(self.config.num_experts):
+        if self.stored is not None:
+            yield from self.stored.tensors(f"{prefix}experts.")
+        for at, expert in enumerate(() if self.stored is not None else self.config.experts_here):
             own = f"{prefix}experts.{expert}."
-            yield f"{own}{names.gate}.weight", self.gate_up[expert, :inner]
-            yield f"{own}{names.up}.weight", self.gate_up[expert, inner:]
-            yield f"{own}{names.down}.weight", self.down[expert]
+            yield f"{own}{names.gate}.weight", self.gate_up[at, :inner]
+            yield f"{own}{names.up}.weight", self.gate_up[at, inner:]
+            yield f"{own}{names.down}.weight", self.down[at]
         if self.shared is not None:
             yield from self.shared.tensors(f"{prefix}{names.shared}.")
         if self.shared_gate is not None:

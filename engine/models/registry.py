@@ -17,7 +17,8 @@ from ...kernels.row_ops import FASTEST, INVARIANT, Joins, RowOps
 from ..errors import CheckpointError
 from ..kv.layouts import MHALayout
 from ..kv.sparse_layout import SparseLayout
-from ..parallel.group import SOLO, TensorGroup
+from ..parallel.group import TensorGroup
+from ..parallel.sharing import ALONE, Sharing
 from .config import FAMILIES, ConfigReader, ModelConfig, read_dense_config, read_json
 from .deepseek_config import read_deepseek_config
 from .interface import CausalLM, StoredForms
@@ -117,30 +118,26 @@ def build_model(
     device: torch.device | str = "cpu",
     is_invariant: bool = False,
     joins: Joins | None = None,
-    group: TensorGroup = SOLO,
+    sharing: Sharing = ALONE,
     models: Sequence[ModelEntry] = MODELS,
 ) -> CausalLM:
     """The model of `config.architecture`, with uninitialised weights. `is_invariant`: its operations are
     batch-invariant. `joins`: the steps of a layer that share launches for few rows, by default those of
-    `FASTEST`; batch-invariant operations share none. As a rank of `group`, `config` is the rank's.
+    `FASTEST`; batch-invariant operations share none. As a rank in `sharing`, `config` is the rank's.
 
     Raises CheckpointError if `models` lacks it, or for a quantisation or a dtype of keys and values that it
     does not have.
     """
-    if config.quant is not None and is_invariant:
-        raise CheckpointError(
-            f"deterministic on: products of {config.quant} are not batch-invariant; use --deterministic "
-            f"off or "
-            "the original checkpoint"
-        )
     for entry in models:
         if entry.architecture == config.architecture:
             ops = INVARIANT if is_invariant else FASTEST
             if joins is not None and not is_invariant:
                 ops = replace(ops, joins=joins)
-            if not group.is_solo:
-                ops = replace(ops, sum_ranks=group.sum)
-            model = entry.build(config, dtype=dtype, device=device, ops=ops, group=group)
+            if not sharing.tensor.is_solo:
+                ops = replace(ops, sum_ranks=sharing.tensor.sum)
+            if not sharing.experts.is_solo:
+                ops = replace(ops, expert_rows=sharing.expert_rows)
+            model = entry.build(config, dtype=dtype, device=device, ops=ops, group=sharing.tensor)
             if config.quant is not None and not isinstance(model, StoredForms):
                 raise CheckpointError(
                     f"architecture {config.architecture}: {config.quant} is not supported for it; use the "

@@ -1,9 +1,9 @@
 """Rotary position tables: default, linear, dynamic, llama3, yarn and longrope.
 
-Both spellings of config.json are understood. dynamic stretches positions behind max_position_embeddings
-alone, which no request reaches, so it is default. longrope has factors for short and for long texts; the long
-ones are used if the config allows more than the original positions, whatever the length of a text, since a KV
-cache cannot change its factors.
+Both spellings of config.json are understood. dynamic only stretches positions beyond max_position_embeddings.
+No request reaches them, so it is the same as default. longrope has factors for short and for long texts. A KV
+cache cannot change its factors, so the long ones are used for all texts if the config allows more than the
+original positions.
 
 Sources: Su et al., "RoFormer", 2021; Chen et al., "Position interpolation", 2023 (linear); Peng et al.,
 "YaRN", 2023; Ding et al., "LongRoPE", 2024. Legend: T tokens, N heads, D head dimension, R rotated

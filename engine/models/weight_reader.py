@@ -29,6 +29,7 @@ PIECE_BYTES = 16 << 20
 BYTES_PER_THREAD = 64 << 20  # a smaller load takes fewer threads
 NUM_SLOTS = 2  # pinned pieces per thread: one is read while the other is copied
 TELL_EVERY_S = 2.0
+BAR_WIDTH = 20
 GIB = 1 << 30
 
 
@@ -171,8 +172,8 @@ def read_pieces(pieces: Sequence[Piece]) -> ReadReport:
         waiting.put(piece)
     with ExitStack() as files:
         opened = {path: files.enter_context(path.open("rb")).fileno() for path in {p.path for p in pieces}}
-        readers = [_Reader(waiting, opened) for _ in range(_num_threads(num_bytes))]
-        if len(readers) == 1:
+        readers = [_Reader(waiting, opened) for _ in range(num_threads(num_bytes))]
+        if num_bytes <= BYTES_PER_THREAD:
             readers[0].run()
         else:
             _run_all(readers, num_bytes)
@@ -189,21 +190,31 @@ def read_pieces(pieces: Sequence[Piece]) -> ReadReport:
     )
 
 
-def _num_threads(num_bytes: int) -> int:
-    return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)), num_bytes // BYTES_PER_THREAD))
+def num_threads(num_bytes: int) -> int:
+    """The threads that read so many bytes, however few cores there are: they wait for the disk."""
+    return max(1, min(MAX_THREADS, num_bytes // BYTES_PER_THREAD))
 
 
 def _run_all(readers: Sequence["_Reader"], num_bytes: int) -> None:
     threads = [threading.Thread(target=reader.run, name="weights", daemon=True) for reader in readers]
     for thread in threads:
         thread.start()
-    told = time.monotonic()
+    began = told = time.monotonic()
     for thread in threads:
         while thread.is_alive():
             thread.join(TELL_EVERY_S / 4)
-            if time.monotonic() - told >= TELL_EVERY_S:
-                told, done = time.monotonic(), sum(reader.done for reader in readers)
-                logger.info("weights: %d %% of %.1f GiB", 100 * done // num_bytes, num_bytes / GIB)
+            now = time.monotonic()
+            if now - told >= TELL_EVERY_S:
+                told, done = now, sum(reader.done for reader in readers)
+                logger.info("weights: %s", _progress(done, num_bytes, now - began))
+
+
+def _progress(done: int, num_bytes: int, elapsed_s: float) -> str:
+    """ "45 % [#########...........] of 131.4 GiB, 3.2 GiB/s, 23 s left"."""
+    share, rate = done / num_bytes, done / max(elapsed_s, 1e-9)
+    bar = "#" * round(share * BAR_WIDTH)
+    whole, left = f"{num_bytes / GIB:.1f} GiB", f", {(num_bytes - done) / rate:.0f} s left" if done else ""
+    return f"{int(100 * share)} % [{bar:.<{BAR_WIDTH}}] of {whole}, {rate / GIB:.1f} GiB/s{left}"
 
 
 class _Slot:

@@ -3,8 +3,9 @@
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -12,12 +13,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...kernels.fp8_scales import FP8
+from ...kernels.mxfp4 import BLOCK
+from ...kernels.packed_words import SPAN
 from ..errors import CheckpointError
-from ..parallel.group import SOLO, TensorGroup
+from ..kv.layouts import MLALayout
+from ..parallel.sharing import ALONE, Sharing
 from .config import ModelConfig, read_json
-from .cuts import Cut, cuts_of, rank_config
+from .cuts import Cut, cuts_of, is_elsewhere, rank_config
 from .interface import CausalLM, StoredForms
 from .layers import NamedTensors
+from .quant.int4_projection import VALUES_A_WORD
 from .quant.kv_scales import FP8_KV, KV_SCALE_SUFFIXES
 from .quant.registry import quantise_at_load
 from .registry import build_model, load_model_config
@@ -27,13 +32,17 @@ from .weight_reader import Piece, ReadReport, cut_pieces, pieces_of, pieces_of_r
 logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
-MXFP4_SUFFIX = "_blocks"  # of two 4-bit values a byte
+MXFP4_SUFFIXES = ("_blocks", "_scales")  # of experts in 4 bits, whose blocks are the third dimension
+LATENT_UP = re.compile(r"\.kv_b_proj\.(weight|qweight)$")  # has the model's dtype once loaded
 INDEX_FILE = "model.safetensors.index.json"
 LOADABLE = (torch.float32, torch.float16, torch.bfloat16)
-ROUNDED = re.compile(r"layers\.\d+\..*_proj\.weight$")  # matrices that `--quantize fp8` rounds
+# Matrices that `--quantize fp8` rounds.
+ROUNDED = re.compile(r"layers\.\d+\.(?!.*kv_b_proj).*(_proj|_with_mqa|\.experts\.\d+\.w[123])\.weight$")
+BLOCKS_A_PART = SPAN // BLOCK
 SCALE_SUFFIX = "_scale"  # of a name behind that of the tensor whose scales it holds
 # Computed from the config at load time; old checkpoints still contain them.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+EXPERTS = ".experts."  # in the names of the tensors of routed experts
 WHOLE: Mapping[str, Cut] = MappingProxyType({})
 MTP_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_layers.")  # modules of multi-token prediction
 
@@ -95,10 +104,11 @@ def fill_tensors(
     *,
     rounds: bool = False,
     cuts: Mapping[str, Cut] = WHOLE,
+    elsewhere: Callable[[str], bool] = lambda name: False,
 ) -> ReadReport:
     """Fill `wanted`, checkpoint name -> contiguous memory, converting to each tensor's dtype.
 
-    Of a tensor in `cuts` only that part is read.
+    Of a tensor in `cuts` only that part is read. Tensors for which `elsewhere` is true belong to other ranks.
 
     The headers are checked before any data is read: each wanted tensor must be there once, with its shape and
     a float dtype. Wanted tensors of other dtypes must be stored in theirs. With `rounds`, a wanted e4m3
@@ -114,7 +124,7 @@ def fill_tensors(
         for stored in SafetensorsFile.read(shard).tensors:
             name = stored.name
             if name not in wanted:
-                if not _is_ignored(name, (*IGNORED_SUFFIXES, *ignored)):
+                if not (_is_ignored(name, (*IGNORED_SUFFIXES, *ignored)) or elsewhere(name)):
                     unexpected.append(name)
                 continue
             target, cut = wanted[name], cuts.get(name)
@@ -189,23 +199,34 @@ def _sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def weight_bytes(
-    path: Path, dtype: torch.dtype, ignored: tuple[str, ...] = (), *, quantize: str = "none"
+    path: Path,
+    dtype: torch.dtype,
+    ignored: tuple[str, ...] = (),
+    *,
+    quantize: str = "none",
+    sharing: Sharing = ALONE,
 ) -> int:
     """Bytes of a checkpoint's tensors in `dtype`, by its headers, without those `ignored` as in
-    `fill_tensors`. Those of other dtypes than floats stay as they are. `quantize` as in `load_model`.
+    `fill_tensors`; about those of one rank in `sharing`. Tensors of other dtypes than floats stay as they
+    are. `quantize` as in `load_model`.
 
     Raises CheckpointError as `fill_tensors`.
     """
-    tensors = (each for shard in find_shards(path) for each in SafetensorsFile.read(shard).tensors)
-    return sum(
-        _loaded_bytes(each, dtype, quantize) for each in tensors if not _is_ignored(each.name, ignored)
-    )
+    whole = {True: 0, False: 0}  # by whether they are of routed experts
+    for shard in find_shards(path):
+        for each in SafetensorsFile.read(shard).tensors:
+            if not _is_ignored(each.name, ignored):
+                whole[EXPERTS in each.name] += _loaded_bytes(each, dtype, quantize)
+    return whole[True] // sharing.experts.size + whole[False] // sharing.tensor.size
 
 
 def _loaded_bytes(stored: StoredTensor, dtype: torch.dtype, quantize: str) -> int:
     count = math.prod(stored.shape)
-    if stored.name.endswith(MXFP4_SUFFIX):
-        return 2 * count * dtype.itemsize  # decoded once loaded
+    if LATENT_UP.search(stored.name):
+        return count * dtype.itemsize * (VALUES_A_WORD if stored.name.endswith(".qweight") else 1)
+    if stored.dtype == torch.uint8 and stored.name.endswith(MXFP4_SUFFIXES):
+        blocks = stored.shape[2]  # filled up to whole parts once packed
+        return stored.num_bytes // blocks * (-(-blocks // BLOCKS_A_PART) * BLOCKS_A_PART)
     if stored.dtype not in LOADABLE:
         return stored.num_bytes
     is_rounded = quantize == "fp8" and ROUNDED.search(stored.name) is not None
@@ -245,7 +266,7 @@ def load_model(
     is_invariant: bool = False,
     quantize: str = "none",
     kv_dtype: str = "auto",
-    group: TensorGroup = SOLO,
+    sharing: Sharing = ALONE,
 ) -> tuple[CausalLM, ModelConfig]:
     """The model at `path` and its config, with weights converted to `dtype` on `device`.
 
@@ -253,20 +274,32 @@ def load_model(
     `quantize` "fp8": the matrices of a checkpoint in floats are rounded while they are read. `kv_dtype`: that
     of stored keys and values, a name in `quant.kv_scales.KV_DTYPES`.
 
-    A rank of several in `group` reads its part of the weights only. The config is that of the whole model.
+    A rank of several in `sharing` reads its part of the weights only. The config is that of the whole model.
 
-    Raises CheckpointError as `load_model_config`, `quantise_at_load`, `rank_config` and `fill_tensors`.
+    Raises CheckpointError as `load_model_config`, `quantise_at_load`, `rank_config` and `fill_tensors`, and
+    for a model whose attention is not batch-invariant although `is_invariant`.
     """
     path = Path(path)
     config = load_model_config(path)
     config = replace(config, quant=quantise_at_load(quantize, config.quant, path), kv_dtype=kv_dtype)
-    own = rank_config(config, group.size, str(path))
+    own = rank_config(config, sharing, str(path))
+    if is_invariant and isinstance(config.kv_layout(1, 1, dtype), MLALayout):
+        raise CheckpointError(
+            f"deterministic on: attention over latents ({config.architecture}) cuts a context by the number "
+            "of requests, so it is not batch-invariant; use --deterministic off or another model"
+        )
     find_shards(path)  # a missing file is reported before memory is taken
-    model = build_model(own, dtype=dtype, device=device, is_invariant=is_invariant, group=group)
+    model = build_model(own, dtype=dtype, device=device, is_invariant=is_invariant, sharing=sharing)
     rounds = quantize != "none"
     tensors = dict(model.tensors())
-    cuts = cuts_of(tensors, config, group)
-    report = fill_tensors(tensors, path, needless_tensors(config), rounds=rounds, cuts=cuts)
+    report = fill_tensors(
+        tensors,
+        path,
+        needless_tensors(config),
+        rounds=rounds,
+        cuts=cuts_of(tensors, config, sharing),
+        elsewhere=partial(is_elsewhere, moe=own.moe),
+    )
     logger.info("weights%s: %s", f" in {config.quant}" if config.quant else "", report)
     if isinstance(model, StoredForms):
         model.projections.finish()

@@ -125,6 +125,12 @@ def join_group(
 
 
 def leave_group(group: TensorGroup) -> None:
-    """Ends the process group; a no-op for one rank."""
-    if not group.is_solo and dist.is_initialized():
+    """As `leave_default_group`; a no-op for one rank."""
+    if not group.is_solo:
+        leave_default_group()
+
+
+def leave_default_group() -> None:
+    """Ends the process group of this process, if any. On GPUs it waits for the other ranks to do so."""
+    if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,9 +1,10 @@
 """Sums of small tensors over the GPUs of a worker by one kernel that reads the peers' memory.
 
 Each rank copies its part into memory that the others have mapped, waits for them on the device, and adds all
-parts itself ("one-shot"). NCCL moves less data for large tensors, but takes longer to begin. The kernel and
-the memory are those of torch's symmetric memory, without NVLink multicast. Ranks add in orders of their own,
-so sums may differ between ranks in the last bit; what ranks must agree on, rank 0 shares.
+parts itself ("one-shot"). NCCL moves less data for large tensors of more than two ranks, but takes longer to
+begin. The kernel and the memory are those of torch's symmetric memory, without NVLink multicast. Ranks add
+in orders of their own, so sums may differ between ranks in the last bit. What ranks must agree on, rank 0
+shares.
 """
 
 import logging
@@ -16,7 +17,9 @@ from .group import TensorGroup
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 512 << 10  # from here on NCCL is faster
+# Above, NCCL is faster. Two ranks move as much as NCCL does, whatever the size; each further rank reads more.
+MAX_BYTES = 512 << 10
+MAX_BYTES_OF_TWO = 4 << 20
 ALIGNMENT = 16  # bytes, of what the kernel reads at once
 SUPPORTED = (torch.bfloat16, torch.float32)
 TRIAL = 4096  # elements of the sum that is compared with NCCL's before the kernel is used
@@ -29,21 +32,24 @@ class PeerSum:
 
     def __init__(self, group: TensorGroup, device: torch.device) -> None:
         self._name = group.name
-        self._memory = symmetric.empty(MAX_BYTES, dtype=torch.uint8, device=device)
+        self.max_bytes = MAX_BYTES_OF_TWO if group.size == 2 else MAX_BYTES
+        self._memory = symmetric.empty(self.max_bytes, dtype=torch.uint8, device=device)
         symmetric.rendezvous(self._memory, group.name)  # type: ignore[arg-type]
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether this kernel sums tensors like `x`; equal on all ranks."""
         num_bytes = x.numel() * x.element_size()
         return (
-            x.is_cuda and x.dtype in SUPPORTED and 0 < num_bytes <= MAX_BYTES and num_bytes % ALIGNMENT == 0
+            x.is_cuda
+            and x.dtype in SUPPORTED
+            and 0 < num_bytes <= self.max_bytes
+            and num_bytes % ALIGNMENT == 0
         )
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of the contiguous `x` over all ranks."""
         part = self._memory[: x.numel() * x.element_size()].view(x.dtype)
-        part.copy_(x.view(-1))
-        found: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(part, "sum", self._name)
+        found: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(part, x.view(-1), "sum", self._name)
         return found.view(x.shape)
 
 

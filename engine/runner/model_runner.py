@@ -10,15 +10,16 @@ from ..attention.backend import AttentionBackend
 from ..attention.metadata import AttentionMetadata
 from ..attention.registry import INVARIANT, attention_for
 from ..batch.forward_batch import CaptureHidden, ForwardBatch, ForwardOutput, StepCounters
-from ..batch.padding import pad_rows
+from ..batch.padding import idle_batch, pad_rows, pad_to
 from ..errors import CheckpointError, LifecycleError, UnsupportedInput
 from ..graphs.bucketed_graphs import EAGER, PathDecision
 from ..graphs.graph_pool import GraphKind
 from ..kv.pool import KVPool
 from ..models.interface import AuxCapture, CausalLM, InputEmbeds
+from ..parallel.lockstep import PromptRows, Rounds
 from .expert_counts import ExpertCounts
 from .routed_experts import RoutedExperts
-from .target_graphs import Hidden, PrefillGraphs, finished_rows, hidden_of, is_short
+from .target_graphs import Hidden, PrefillGraphs, captured_mode, finished_rows, hidden_of, is_short
 
 LayerP = ParamSpec("LayerP")
 LayerT = TypeVar("LayerT")
@@ -30,7 +31,8 @@ class ModelRunner:
     `on_layer` is called before each attention that runs as Python, so that a long forward can report
     progress. Captured `graphs` run the batches that fit them. Every batch is padded with idle rows to a
     multiple of `row_multiple`; results hold the batch's own rows only. `max_context` as in `PagedAttention`.
-    `is_invariant`: attention is batch-invariant, as the operations of `model` then should be.
+    `is_invariant`: attention is batch-invariant, as the operations of `model` then should be. With `rounds`
+    each forward is one of all ranks, and batches are padded to the rows that these agree on.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class ModelRunner:
         self.graphs: PrefillGraphs | None = None
         self.expert_counts: ExpertCounts | None = None
         self.routed_experts: RoutedExperts | None = None
+        self.rounds: Rounds | None = None
 
     def set_aux_layer_ids(self, ids: Sequence[int]) -> None:
         """Configure the layer outputs that the model captures.
@@ -78,6 +81,13 @@ class ModelRunner:
         self._check_embeds(batch)
         if self.expert_counts is not None:
             self.expert_counts.begin(sum(batch.q_lens))
+        if self.rounds is not None:
+            count = batch.num_tokens if batch.logit_rows is None else len(batch.logit_rows)
+            num_rows = batch.num_tokens
+            if self.graphs is not None:
+                num_rows = self.graphs.common_rows(num_rows)
+            found = self.rounds.prompts(PromptRows(num_rows, count))
+            return self._forward_with_others(self.rounds, found, batch, metadata)
         decision, real_rows = self.decide(batch), batch.num_tokens
         padded = pad_rows(batch, self.row_multiple)
         if self.routed_experts is not None:
@@ -87,9 +97,54 @@ class ModelRunner:
         path, computed = self._run(padded, metadata, decision, aux_ids)
         attended, hidden, features = (None if x is None else x[:real_rows] for x in computed)
         assert hidden is not None, "every model has a residual stream"
-        if batch.capture_hidden:
-            self._check_features(features, real_rows)
         rows = finished_rows(self.model, (attended, hidden, features), batch.logit_rows)
+        return self._output(batch, path, rows, features)
+
+    def run_idle(self) -> None:
+        """This rank's part of a forward for which it has no rows, if others run one."""
+        assert self.rounds is not None, "a rank alone has no idle forwards"
+        found = self.rounds.prompts(PromptRows())
+        if found.rows:
+            batch = idle_batch(self.pool.device, captured_mode(self.model))
+            if self.expert_counts is not None:
+                self.expert_counts.begin(0)
+            with torch.no_grad():
+                self._forward_with_others(self.rounds, found, batch, None)
+
+    def _forward_with_others(
+        self, rounds: Rounds, found: PromptRows, batch: ForwardBatch, metadata: AttentionMetadata | None
+    ) -> ForwardOutput:
+        """As `forward`, with as many rows in each layer as all ranks have agreed on.
+
+        A rank may run eagerly what another replays: layers have the same rows, and collectives the same
+        order.
+        """
+        rounds.agreed(found.rows)
+        padded = pad_to(batch, found.rows)
+        if self.routed_experts is not None:
+            self.routed_experts.begin(padded.num_tokens)
+        decision = batch.decision = EAGER if self.graphs is None else self.graphs.decide(padded)
+        if decision.is_graph:
+            rounds.rows.check(decision.bucket)
+        if metadata is not None:
+            metadata.check(padded.num_tokens)
+        path, computed = self._run(padded, metadata, decision, self._aux_ids(batch.capture_hidden))
+        own, device = batch.logit_rows, self.pool.device
+        own = torch.arange(batch.num_tokens, device=device) if own is None else own
+        if self.expert_counts is not None:
+            self.expert_counts.begin(len(own))
+        rounds.agreed(found.selected)
+        selected = torch.nn.functional.pad(own, (0, found.selected - len(own)))
+        rows = finished_rows(self.model, computed, selected)[: len(own)]
+        return self._output(batch, path, rows, computed[2])
+
+    def _output(
+        self, batch: ForwardBatch, path: str, rows: torch.Tensor, features: torch.Tensor | None
+    ) -> ForwardOutput:
+        """The result for the rows of `batch`, of which `rows` `[R, H]` get logits."""
+        features = None if features is None else features[: batch.num_tokens]
+        if batch.capture_hidden:
+            self._check_features(features, batch.num_tokens)
         self.counters.count(path)
         if self.pool.order.is_checked:
             self.pool.note_use(
@@ -99,7 +154,7 @@ class ModelRunner:
             path=path,
             logits=self.model.compute_logits(rows),
             hidden=features if batch.capture_hidden else None,
-            experts=self._experts(real_rows) if batch.wants_experts else None,
+            experts=self._experts(batch.num_tokens) if batch.wants_experts else None,
         )
 
     def _experts(self, num_rows: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ from ..attention.places import RequestPlaces
 from ..batch.forward_batch import CaptureHidden, ForwardBatch
 from ..graphs.breakable import Breaks, ReplayContext
 from ..graphs.bucketed_graphs import BatchShape, GraphFamily, GraphLimits, PathDecision
+from ..graphs.buckets import bucket_for
 from ..graphs.graph_pool import GraphKind, GraphPool
 from ..graphs.pytree import own
 from ..graphs.static import load_rows
@@ -168,6 +169,14 @@ class PrefillGraphs:
         self.tokens.capture()
         if self.whole is not None:
             self.whole.capture()
+
+    def common_rows(self, num_tokens: int) -> int:
+        """The rows to which ranks that run together pad `num_tokens` tokens, so that each may take a graph,
+        of any kind; `num_tokens` itself if there is none.
+        """
+        whole = () if self.whole is None else self.whole.family.buckets
+        found = (bucket_for(buckets, num_tokens) for buckets in (whole, self.tokens.family.buckets))
+        return next((bucket for bucket in found if bucket), num_tokens)
 
     def decide(self, batch: ForwardBatch) -> PathDecision:
         """The graph of `batch`: a full one if it fits, else a breakable one. Counts a batch without graph."""

@@ -36,7 +36,7 @@ def plan_key(parts: Sequence[object], root: Path | None = None) -> str:
 
 
 def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """The text with the version of the driver, which replays graphs; "" if it is not known."""
+    """The version of the driver, which replays graphs, as the driver words it; "" if it is not known."""
     try:
         return path.read_text()
     except OSError:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .slot_table import Holder, Slot
+from .slab_slots import Holder, Slot
 
 
 @dataclass

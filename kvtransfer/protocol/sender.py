@@ -439,6 +439,11 @@ class SenderSession:
         except LocalProtocolError as error:
             self.counters.unexpected += 1
             return [self._abort(peer, attach.room, attach.epoch, str(error))]
+        if greeted.layout.has_features and attach.have < known.offer.bare_tokens:
+            self.counters.unexpected += 1
+            reason = f"tokens [{attach.have}, {known.offer.bare_tokens}) have no features here"
+            abort = self._abort(peer, attach.room, attach.epoch, reason)
+            return [*effects, abort, *self._drop(known, reason, now)]
         is_sealed = greeted.cipher == AES_128_GCM
         if known.stream != stream or (known.sealer is not None) != is_sealed:
             known.num_pulled = 0

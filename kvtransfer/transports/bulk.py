@@ -264,7 +264,7 @@ class BulkLinks:
             del self._awaited[peer]
             endpoint = split_key(peer)[0]
             logger.warning(
-                "prefill's port for blocks does not answer", extra=fields(endpoint=endpoint, waited_s=JOIN_S)
+                "the port for blocks does not answer", extra=fields(endpoint=endpoint, waited_s=JOIN_S)
             )
         return late
 
@@ -276,7 +276,7 @@ class BulkLinks:
         try:
             link = BulkLink(self._context, endpoint, welcome.bulk_ticket, self._max_frame)
         except ConfigError as error:
-            logger.warning("no link for prefill's blocks", extra=fields(endpoint=endpoint, reason=str(error)))
+            logger.warning("no link for blocks", extra=fields(endpoint=endpoint, reason=str(error)))
             return
         self._links[peer] = link
         self._awaited.setdefault(peer, self._clock() + JOIN_S)
@@ -291,9 +291,7 @@ class BulkLinks:
         event, value = events[0]
         if event != zmq.EVENT_DISCONNECTED and self._log_throttle.is_due(peer):
             reason = failure_text(event, value)
-            logger.warning(
-                "no link for prefill's blocks", extra=fields(endpoint=split_key(peer)[0], reason=reason)
-            )
+            logger.warning("no link for blocks", extra=fields(endpoint=split_key(peer)[0], reason=reason))
         return event == zmq.EVENT_DISCONNECTED
 
     def forget(self, peer: Peer) -> None:

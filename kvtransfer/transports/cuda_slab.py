@@ -28,8 +28,8 @@ from ..memory.cuda_device import CudaDevice
 from ..memory.device import Device, Move
 from ..memory.device_slab import DeviceSlab, reached
 from ..memory.slab import SlabError
+from ..memory.slab_slots import Holder, SlabSlots, Slot
 from ..memory.slot_ranges import SlotRanges
-from ..memory.slot_table import Holder, Slot, SlotTable
 from ..memory.span_cutter import SenderPages, is_aligned, pages_of_run
 from ..protocol.layout import KVLayout, device_digest
 from ..protocol.session import Peer, SendBlock
@@ -86,7 +86,7 @@ class DeviceLane:
 
     request: SlabRequest
     slab: DeviceSlab
-    slots: SlotTable
+    slots: SlabSlots
     early: SlotRanges  # the slots behind them, for runs that go unasked
     is_heard: bool = False  # decode has sent a frame over the slab's connection
 
@@ -347,7 +347,7 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         num_early = min(num_slots - num_pulled, num_spare)
         connection = reached(request.address, request.token)
         slab = DeviceSlab(self._device, num_pulled + num_early, request.slot_bytes, connection)
-        return DeviceLane(request, slab, SlotTable(num_pulled), SlotRanges(num_early, first=num_pulled))
+        return DeviceLane(request, slab, SlabSlots(num_pulled), SlotRanges(num_early, first=num_pulled))
 
     def _end(self, lane: DeviceLane) -> None:
         lane.slab.give_up()

@@ -47,7 +47,7 @@ from ...cluster.protocol.slab_messages import (
 from ..memory.blocks import BlockReader
 from ..memory.pinning import Bytes, Pin, Unpin, no_pin
 from ..memory.slab import SlabError
-from ..memory.slot_table import SlotTable
+from ..memory.slab_slots import SlabSlots
 from ..protocol.session import Peer, SendBlock
 from .nixl_agent import OpenAgent
 from .nixl_thread import (
@@ -113,7 +113,7 @@ class NixlLane:
 
     request: SlabRequest
     slab: NixlSlab
-    slots: SlotTable
+    slots: SlabSlots
     grant: SlabGrant
     probe_at: float
 
@@ -242,7 +242,7 @@ class NixlLanes(HostLanes[NixlLane]):
             metadata=outcome.metadata,
             base=address_of(slab.memory),
         )
-        self._lanes[peer] = NixlLane(request, slab, SlotTable(slab.num_slots), grant, now + PROBE_S)
+        self._lanes[peer] = NixlLane(request, slab, SlabSlots(slab.num_slots), grant, now + PROBE_S)
         self._count()
         return grant
 

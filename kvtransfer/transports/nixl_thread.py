@@ -1,6 +1,6 @@
 """The thread that makes all calls of NIXL, since some take a second and each may wait for a peer.
 
-The link thread gives orders and takes what became of them; a descriptor wakes it. The agent is opened by the
+The link thread gives orders and takes their results; a descriptor wakes it. The agent is opened by the
 first order, so a worker whose peers are all on its host opens no port.
 
 A read that has begun cannot be stopped. What it writes into stays registered and allocated until it has

@@ -51,7 +51,7 @@ class SenderSetup(EndSetup):
 
     `bind`: address for decode workers. `bulk_port`: port of sealed blocks, 0: any. `slab_bytes` and
     `device_slab_bytes`: limits of all memory of the host and of the device that is shared with decode workers
-    of this host. `stall_s`: as in `SenderSession`.
+    of this host. `stall_s`: as in `SenderSession`. `peer_role`, `flag`: as in `ZmqBlocksSender`.
     """
 
     bind: str
@@ -60,13 +60,18 @@ class SenderSetup(EndSetup):
     stall_s: float = 0.0
     slab_bytes: int = SLAB_BYTES
     device_slab_bytes: int = DEVICE_SLAB_BYTES
+    peer_role: str = "decode"
+    flag: str = "--kv-bind"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReceiverSetup(EndSetup):
-    """The settings of decode's end. `window`: blocks in flight per prefill worker."""
+    """The settings of decode's end. `window`: blocks in flight per prefill worker. `peer_role`: that of the
+    keys of peers.
+    """
 
     window: int = WINDOW
+    peer_role: str = "prefill"
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,8 @@ def _zmq_sender(setup: SenderSetup, names: Sequence[str]) -> ZmqBlocksSender:
         slab_bytes=setup.slab_bytes,
         device_slab_bytes=setup.device_slab_bytes,
         shard=setup.shard,
+        peer_role=setup.peer_role,
+        flag=setup.flag,
     )
 
 
@@ -165,4 +172,5 @@ def _zmq_receiver(setup: ReceiverSetup, names: Sequence[str]) -> ZmqBlocksReceiv
         clock=setup.clock,
         transports=names,
         shard=setup.shard,
+        peer_role=setup.peer_role,
     )

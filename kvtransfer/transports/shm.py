@@ -42,7 +42,7 @@ from ..memory.device import Device
 from ..memory.device_slab import MappedDeviceSlab
 from ..memory.pinning import Bytes, Pin, no_pin
 from ..memory.slab import NO_FD, MappedSlab, Slab, SlabDoor, SlabError, is_alive
-from ..memory.slot_table import Slot, SlotTable
+from ..memory.slab_slots import SlabSlots, Slot
 from ..protocol.layout import digest_seed
 from ..protocol.session import Peer, SendBlock
 from .cuda_slab import DEVICE_WINDOW, EARLY_SLOTS, SLOT_BYTES, slot_bytes_of
@@ -62,7 +62,7 @@ class ShmLane:
 
     request: SlabRequest
     slab: Slab
-    slots: SlotTable
+    slots: SlabSlots
     connection: socket.socket
 
     @property
@@ -71,7 +71,7 @@ class ShmLane:
         return is_alive(self.connection)
 
 
-class HostSlab(OwnedSlab, Protocol):
+class ShmSlab(OwnedSlab, Protocol):
     """Prefill's end of a slab in memory of the host."""
 
     @property
@@ -83,10 +83,10 @@ class HostSlab(OwnedSlab, Protocol):
 
 
 class HostLane(SlabLane, Protocol):
-    """Prefill's records of one pair with a `HostSlab`."""
+    """Prefill's records of one pair with a `ShmSlab`."""
 
     @property
-    def slab(self) -> HostSlab:
+    def slab(self) -> ShmSlab:
         """The pair's slab."""
 
 
@@ -136,7 +136,7 @@ class HostLanes(SlabLanes[H]):
     def _count_block(self, item: SendBlock) -> None:
         """Counts a filled block."""
 
-    def _header(self, item: SendBlock, slab: HostSlab, slot: Slot, digest: int) -> SlabBlock:
+    def _header(self, item: SendBlock, slab: ShmSlab, slot: Slot, digest: int) -> SlabBlock:
         return SlabBlock(
             room=item.room,
             epoch=item.epoch,
@@ -167,7 +167,7 @@ class SenderSlabs(HostLanes[ShmLane]):
             slab.close()
             raise
         slab.pin(self._pin)
-        return ShmLane(request, slab, SlotTable(num_slots), connection)
+        return ShmLane(request, slab, SlabSlots(num_slots), connection)
 
     def _end(self, lane: ShmLane) -> None:
         lane.slab.close()

@@ -15,7 +15,7 @@ from ...cluster.protocol.slab_messages import (
     SlotFree,
 )
 from ..memory.slab import SlabError
-from ..memory.slot_table import SlotTable
+from ..memory.slab_slots import SlabSlots
 from ..protocol.session import Peer
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class SlabLane(Protocol):
         """The pair's slab."""
 
     @property
-    def slots(self) -> SlotTable:
+    def slots(self) -> SlabSlots:
         """The blocks in its slots."""
 
     @property

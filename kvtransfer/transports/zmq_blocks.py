@@ -93,10 +93,13 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
         open_agent: OpenAgent = open_nixl,
         clock: Clock = time.monotonic,
         shard: Shard = WHOLE,
+        peer_role: str = "decode",
+        flag: str = "--kv-bind",
     ) -> None:
         """`ciphers`: names from `ciphers_of`, by default the best with or without a `keyring`.
 
-        `bulk_port`: see `bulk`, 0: any.
+        `bulk_port`: see `bulk`, 0: any. `peer_role`: the role of the keys that may connect. `flag`: the
+        setting that names `bind_endpoint`.
 
         Raises ConfigError for an address that may not be bound, StartupError if binding fails.
         """
@@ -120,11 +123,11 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
             bind_endpoint,
             trusted_network,
             has_keys=keyring is not None,
-            named=f"--kv-bind {bind_endpoint}",
+            named=f"{flag} {bind_endpoint}",
         )
         tickets = Tickets() if keyring is not None else None
         self.authenticator = (
-            Authenticator(context, keyring.peers, ("decode",), tickets) if keyring is not None else None
+            Authenticator(context, keyring.peers, (peer_role,), tickets) if keyring is not None else None
         )
         self._bulk: BulkPort | None = None
         self._socket = make_socket(
@@ -281,7 +284,9 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
         open_agent: OpenAgent = open_nixl,
         clock: Clock = time.monotonic,
         shard: Shard = WHOLE,
+        peer_role: str = "prefill",
     ) -> None:
+        """`peer_role`: the role that the keys of peers must have."""
         super().__init__(
             instance,
             layout,
@@ -297,6 +302,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
             shard=shard,
         )
         self._context = context
+        self._peer_role = peer_role
         self._messages_per_flush = 1 if planes.kv.is_cuda else MESSAGES_PER_FLUSH
         self._max_frame = layout.block_bytes + BULK_FRAME_SLACK
         self._links: dict[Peer, Socket] = {}
@@ -401,7 +407,8 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
                 return
             reason = failure_text(event, value)
             if self._log_throttle.is_due(peer + reason):
-                logger.warning("no link to prefill", extra=fields(endpoint=split_key(peer)[0], reason=reason))
+                line = "no link to prefill" if self._peer_role == "prefill" else "no link to decode"
+                logger.warning(line, extra=fields(endpoint=split_key(peer)[0], reason=reason))
             self._close_link(peer)  # the session's next request opens a new link
             return
 
@@ -486,13 +493,13 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
         """
         if self._keyring is None:
             return peer, None
-        endpoint, key = split_key(peer)
+        role, (endpoint, key) = self._peer_role, split_key(peer)
         if not key:
-            raise ConfigError(f"prefill at {endpoint} uses no keys; start it with --keys")
-        if self._keyring.peers.find(key, ("prefill",)) is None:
+            raise ConfigError(f"{role} at {endpoint} uses no keys; start it with --keys")
+        if self._keyring.peers.find(key, (role,)) is None:
             path = self._keyring.peers.path.parent
             raise ConfigError(
-                f"prefill at {endpoint} has an unlisted key; `baton keys add {path} {key} --role prefill`"
+                f"{role} at {endpoint} has an unlisted key; `baton keys add {path} {key} --role {role}`"
             )
         return endpoint, self._keyring.calling(key)
 

@@ -1,4 +1,4 @@
-"""The sampling of a model's `generation_config.json`, for requests that do not say it."""
+"""The sampling of a model's `generation_config.json`, for requests that leave it out."""
 
 from pathlib import Path
 

@@ -95,6 +95,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     max_context: int
     max_running: int
     aggregated: bool  # a decode worker that computes prompts of any length itself
+    group: str  # workers of one group step and end together; "": it is alone
     chosen: dict[str, Choice]  # sizes of the worker by setting, each with its reason
     running: int  # these three without the routers' canaries
     queued: int
@@ -313,6 +314,7 @@ def _worker_status(worker: Worker, now: float) -> WorkerStatus:
         max_context=hello.max_context,
         max_running=hello.max_running,
         aggregated=worker.is_aggregated,
+        group=hello.group,
         chosen=hello.chosen,
         running=running,
         queued=queued,

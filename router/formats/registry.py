@@ -28,7 +28,7 @@ CallReaderOf = Callable[[Sequence[Tool]], Reader]
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A form of tool calls. `signs` are patterns of which a template of such a model matches one."""
+    """A form of tool calls. The chat templates of its models match one of the patterns `signs`."""
 
     name: str
     signs: tuple[str, ...]

@@ -155,7 +155,7 @@ class Exchange:
 
     @property
     def preflight(self) -> RawHeaders | None:
-        """The header fields that answer it, if it is a browser's question before a page's request."""
+        """The header fields that answer a CORS preflight request; None for any other request."""
         cors = self._connection.cors
         return None if cors is None else cors.preflight(self.method, self._raw_path, self._fields)
 

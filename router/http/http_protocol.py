@@ -328,7 +328,7 @@ class HttpProtocol(asyncio.Protocol):
         self._await(BODY_TIMEOUT_S if self._incoming else HEAD_TIMEOUT_S if self._has_begun else KEEP_ALIVE_S)
 
     def broken(self) -> None:
-        """Handles a cut-off answer: closes the connection, at once when the client does not read."""
+        """Handles an answer that was cut off: closes the connection, now if the client does not read."""
         self._exchange = None
         if self.is_paused:
             self.abort()

@@ -9,6 +9,7 @@ from ...cluster.protocol.messages import (
     Finished,
     FirstToken,
     Gone,
+    OfferPrefix,
     Prefill,
     PromptLogprobs,
     Refused,
@@ -21,6 +22,7 @@ from ...cluster.protocol.messages import (
 )
 from .effects import Pair, Timeouts
 
+MAX_LOOKAHEAD = 64  # tokens behind a page on which its key may depend, by the bound of HeldPrefixes
 MAX_EARLY_ITEMS = 256  # items of decode kept until an earlier token arrives
 DRAINING = "Draining"  # kind of a Failed: the worker drains; the attempt has not failed
 RETRACTED = "Retracted"  # kind of decode's Failed: its pages went to another request; nothing has failed
@@ -103,10 +105,10 @@ class Attempt:
 
     def orders(
         self, room: str, prompt_ids: list[int], output_ids: list[int], sampling: Sampling, deadline_ms: int
-    ) -> list[Reserve | Prefill]:
+    ) -> list[Reserve | Prefill | OfferPrefix]:
         """The orders for the workers: continue after `prompt_ids` and `output_ids`.
 
-        Decode's Reserve is the first.
+        Decode's Reserve is the first. A prefix is offered behind it, by that worker or by another one.
         """
         if output_ids:
             sampling = _behind(sampling, len(prompt_ids), len(output_ids))
@@ -134,8 +136,21 @@ class Attempt:
             num_output=len(output_ids),
             sampling=sampling,
             deadline_ms=deadline_ms,
+            pull=self.pair.pull,
+            wants_features=self.pair.wants_features,
         )
-        return [reserve, prefill]
+        offer = self._offer(room, prompt_ids)
+        return [reserve, prefill] if offer is None else [reserve, offer, prefill]
+
+    def _offer(self, room: str, prompt_ids: list[int]) -> OfferPrefix | None:
+        """The order to the decode worker that prefill pulls from."""
+        pull = self.pair.pull
+        if pull is None:
+            return None
+        order = OfferPrefix(instance=pull.instance, transfer=pull.transfer, tokens=pull.tokens)
+        if pull.is_reader:
+            return replace(order, room=room, epoch=self.epoch)
+        return replace(order, prompt_ids=prompt_ids[: pull.tokens + MAX_LOOKAHEAD])
 
     def is_answer_due(self, instance: str) -> bool:
         """Whether this worker has not answered its order yet."""

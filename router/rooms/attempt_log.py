@@ -12,6 +12,7 @@ from ...cluster.protocol.messages import (
     Finished,
     FirstToken,
     Gone,
+    OfferPrefix,
     Prefill,
     PrefillTimeline,
     Refused,
@@ -136,7 +137,7 @@ class AttemptTrace:
             elif note.next_tokens is None:
                 note.next_tokens = now
 
-    def sent(self, message: Reserve | Prefill | Cancel, now: float) -> None:
+    def sent(self, message: Reserve | Prefill | OfferPrefix | Cancel, now: float) -> None:
         """A message was sent to a worker."""
         if isinstance(message, Reserve):
             prefill = message.prefill_instance or message.instance

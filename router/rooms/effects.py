@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from ...cluster.protocol.messages import Cancel, Prefill, Reserve, TokenLogprob
+from ...cluster.protocol.messages import Cancel, OfferPrefix, Prefill, PrefixPull, Reserve, TokenLogprob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,9 @@ class Timeouts:
     pair_s: float = 5.0  # for a pair to return, for a stream that has begun
 
 
+PULL, COMPUTE = "pull", "compute"
+
+
 class Pair(Struct, frozen=True, kw_only=True, gc=False):
     """The workers of one attempt. Where `prefill` equals `decode`, that worker computes the prompt itself."""
 
@@ -34,6 +37,11 @@ class Pair(Struct, frozen=True, kw_only=True, gc=False):
     decode: str  # instance of the decode worker
     prefill_endpoint: str
     shares: str = ""  # the room on decode whose prompt it shares
+    prefix: str = (
+        ""  # PULL, or COMPUTE where prefill computes what a decode worker holds; "": nothing to pull
+    )
+    pull: PrefixPull | None = None  # where prefill gets the beginning of the prompt
+    wants_features: bool = True  # decode reads features of the prompt
 
     @property
     def is_local(self) -> bool:
@@ -48,7 +56,7 @@ class SendOrder(Struct, frozen=True, gc=False):
     """Sends a message to a worker."""
 
     instance: str
-    message: Reserve | Prefill | Cancel
+    message: Reserve | Prefill | OfferPrefix | Cancel
 
 
 class Deliver(Struct, frozen=True, gc=False):

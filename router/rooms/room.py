@@ -34,6 +34,7 @@ from ...cluster.protocol.messages import (
     Finished,
     FirstToken,
     Gone,
+    OfferPrefix,
     Prefill,
     PrefillTimeline,
     PromptLogprobs,
@@ -421,7 +422,7 @@ class Room:
             effects += self._settle()
         return effects + (self._maybe_closed() if self.phase is RoomPhase.CLOSING else [])
 
-    def _orders(self, attempt: Attempt, now: float) -> list[Reserve | Prefill]:
+    def _orders(self, attempt: Attempt, now: float) -> list[Reserve | Prefill | OfferPrefix]:
         deadline_ms = 0 if self.deadline is None else max(1, int((self.deadline - now) * 1000))
         return attempt.orders(self.room, self.prompt_ids, self.output_ids, self.sampling, deadline_ms)
 

@@ -21,6 +21,8 @@ class Timeline(Struct, frozen=True, kw_only=True):
     prefill_queue_ms: float | None = None
     prefill_ms: float | None = None
     cached_tokens: int | None = None
+    pulled_tokens: int | None = None
+    pull_ms: float | None = None
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     handoff_ms: float | None = None
@@ -72,6 +74,8 @@ class Account(Struct, frozen=True, kw_only=True):
             prefill_queue_ms=round(prefill.queue_ms, 3) if prefill else None,
             prefill_ms=round(prefill.prefill_ms, 3) if prefill else None,
             cached_tokens=prefill.cached_tokens if prefill else None,
+            pulled_tokens=prefill.pulled_tokens if prefill else None,
+            pull_ms=round(prefill.pull_ms, 3) if prefill else None,
             ttft_ms=_ms(stamps.first_token - self.arrived) if stamps.first_token is not None else None,
             tpot_ms=_tpot_ms(stamps, self.num_output),
             handoff_ms=round(decode.handoff_ms, 3) if decode else None,

@@ -20,7 +20,7 @@ from random import Random
 
 from ...cluster.config.router_groups import DECODE_POLICIES, PREFILL_POLICIES
 from ..workers.registry import Worker
-from .prefixes import PrefixIndex, SeenPrompt
+from .prefixes import SeenPrompt, held_tokens
 
 AFFINITY = 0.5  # extra load at which a decode worker with the whole prompt cached still wins
 MAX_TURNS = 4096  # number of remembered instances
@@ -65,23 +65,15 @@ class Balancer:
 class CacheAware(Balancer):
     """Prefill with the fewest tokens left to compute."""
 
-    def __init__(self, load: Load, index: PrefixIndex) -> None:
-        super().__init__(load)
-        self._index = index
-
     def cost(self, worker: Worker, prompt: SeenPrompt) -> float:
-        return self.load(worker) + prompt.num_tokens - held_tokens(self._index, worker, prompt)
+        return self.load(worker) + prompt.num_tokens - held_tokens(worker, prompt)
 
 
 class Session(Balancer):
     """Decode with the largest cached part, unless it is too full."""
 
-    def __init__(self, load: Load, index: PrefixIndex) -> None:
-        super().__init__(load)
-        self._index = index
-
     def cost(self, worker: Worker, prompt: SeenPrompt) -> float:
-        held = held_tokens(self._index, worker, prompt) / max(1, prompt.num_tokens)
+        held = held_tokens(worker, prompt) / max(1, prompt.num_tokens)
         return self.load(worker) - AFFINITY * held
 
 
@@ -118,23 +110,16 @@ class PowerOfTwo(Balancer):
         return super().pick(self._coin.sample(workers, 2) if len(workers) > 2 else workers, prompt)
 
 
-def held_tokens(index: PrefixIndex, worker: Worker, prompt: SeenPrompt) -> int:
-    """Tokens of the prompt in the worker's prefix cache, as far as the router knows; never all of them."""
-    size = worker.hello.page_size
-    num_held = index.num_held(worker.instance, prompt.pages(size)) * size
-    return min(num_held, (max(0, prompt.num_tokens - 1)) // size * size)
-
-
-def prefill_balancer(name: str, index: PrefixIndex, coin: Random) -> Balancer:
+def prefill_balancer(name: str, coin: Random) -> Balancer:
     """The policy of this name, one of `PREFILL_POLICIES`."""
     assert name in PREFILL_POLICIES, name
-    return CacheAware(prefill_load, index) if name == "cache-aware" else _common(name, prefill_load, coin)
+    return CacheAware(prefill_load) if name == "cache-aware" else _common(name, prefill_load, coin)
 
 
-def decode_balancer(name: str, index: PrefixIndex, coin: Random) -> Balancer:
+def decode_balancer(name: str, coin: Random) -> Balancer:
     """The policy of this name, one of `DECODE_POLICIES`."""
     assert name in DECODE_POLICIES, name
-    return Session(decode_load, index) if name == "session" else _common(name, decode_load, coin)
+    return Session(decode_load) if name == "session" else _common(name, decode_load, coin)
 
 
 def _common(name: str, load: Load, coin: Random) -> Balancer:

@@ -17,9 +17,11 @@ class CostModel:
 
     def __init__(self) -> None:
         self.prefill, self.handoff, self.local = LinearFit(), LinearFit(), LinearFit()
+        self.pull = LinearFit()  # of prefixes by prefill
 
     def __repr__(self) -> str:
-        return f"CostModel(prefill={self.prefill}, handoff={self.handoff}, local={self.local})"
+        fits = f"prefill={self.prefill}, handoff={self.handoff}, local={self.local}, pull={self.pull}"
+        return f"CostModel({fits})"
 
     def prefilled(self, timeline: PrefillTimeline, *, is_local: bool) -> None:
         """Adds the timing of a computed prompt."""
@@ -29,6 +31,10 @@ class CostModel:
     def handed_over(self, num_tokens: int, timeline: DecodeTimeline) -> None:
         """Adds the timing of a hand-off of `num_tokens` tokens."""
         self.handoff.add(num_tokens, timeline.handoff_ms / 1000)
+
+    def pulled(self, num_tokens: int, seconds: float) -> None:
+        """Adds the timing of a pull of `num_tokens` tokens from decode by prefill, its waits included."""
+        self.pull.add(num_tokens, seconds)
 
     def is_local_cheaper(
         self,

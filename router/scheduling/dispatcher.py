@@ -16,9 +16,11 @@ from ...cluster.protocol.messages import (
     ControlUp,
     Goodbye,
     Heartbeat,
+    HeldPrefixes,
     Hello,
     RouterGoodbye,
     SwapDraft,
+    TellPrefixes,
     TokenItem,
     Tokens,
 )
@@ -26,6 +28,7 @@ from ...cluster.telemetry.metrics import RouterMetrics
 from ..errors import no_such_worker, role_stays, unavailable
 from ..rooms.attempt import PEER_LOST, RoomEvent
 from ..rooms.effects import (
+    PULL,
     Closed,
     Deliver,
     Effect,
@@ -116,11 +119,12 @@ class Dispatcher:
         self._mint = mint
         self._entries: dict[str, Entry] = {}
         self._on_probation: dict[str, Entry] = {}  # placed rooms with a record of deaths
+        self._explained: set[str] = set()  # groups of workers whose death counted against a room alone there
         self._waiting = WaitingList()
         self.stalls = Stalls(registry, stall_s, self.events)
         self.admission = AdmissionQueue(registry, self._waiting, max_queue, self.stalls)
         self.health_probes = HealthProbes(registry, self._outbox, mint, canary_s)
-        self._placer = Placer(registry, policy, self.health_probes.pair_health)
+        self._placer = Placer(registry, policy, self.health_probes.pair_health, mint=mint, clock=clock)
         self._registration = Registration(registry, self._outbox, self.events)
         self.role_changes = RoleChanges(registry)
         self.role_moves = RoleMoves(registry, self._waiting, self._entries, scaler)
@@ -309,6 +313,9 @@ class Dispatcher:
                 self._on_room_event(worker, item.room, item, now)
         elif isinstance(message, Heartbeat):
             self._on_heartbeat(identity, worker, message, now)
+        elif isinstance(message, HeldPrefixes):
+            worker.prefixes.hear(message)
+            self._ask_for_prefixes(worker, now)
         elif isinstance(message, Goodbye):
             self.registry.drain(worker)
             logger.info("worker drains", extra=fields(role=worker.role, instance=worker.instance))
@@ -337,10 +344,17 @@ class Dispatcher:
 
     def _on_heartbeat(self, identity: bytes, worker: Worker, message: Heartbeat, now: float) -> None:
         self.registry.heartbeat(identity, worker.instance, message.stats, now)
+        self._ask_for_prefixes(worker, now)
         self._outbox.flush(worker, now)
         self._admit(now)
         if not worker.is_serving:
             self._check_queue(now)
+
+    def _ask_for_prefixes(self, worker: Worker, now: float) -> None:
+        """Asks the worker to tell all its prefixes anew, where something of that was missed."""
+        if worker.prefixes.must_ask(now):
+            self.events["prefix_news_lost"] += 1
+            self._outbox.post(worker, TellPrefixes(instance=worker.instance), now)
 
     def _on_room_event(self, worker: Worker, room: str, event: RoomEvent, now: float) -> None:
         if (entry := self._entries.get(room)) is None:
@@ -385,12 +399,21 @@ class Dispatcher:
     ) -> None:
         """Reports a worker's loss to its rooms.
 
-        The death counts only against the room that is alone there, if any.
+        The death counts only against the room that is alone there, if any: on this worker, or on one that
+        dies with it.
         """
         self.health_probes.lost(worker.instance, now)
-        entries = self._rooms_of(worker)
-        alone = [entry for entry in entries if worker.instance in entry.room.alone_on]
-        for entry in entries:
+        group = worker.hello.group
+        members = {other.instance for other in self.registry if group and other.hello.group == group}
+        members.add(worker.instance)
+        alone = [entry for entry in self._entries.values() if not members.isdisjoint(entry.room.alone_on)]
+        if group and is_dead:
+            self._explained &= {other.hello.group for other in self.registry} | {group}
+            if alone:
+                self._explained.add(group)
+            elif group in self._explained:
+                is_dead = False
+        for entry in self._rooms_of(worker):
             lost = entry.room.worker_lost(
                 worker.instance,
                 now,
@@ -510,9 +533,10 @@ class Dispatcher:
         for entry in self._waiting:
             if entry.room.phase is not RoomPhase.QUEUED or entry.not_before > now:
                 continue
-            reserved = (
-                reserved_workers(self._on_probation.values(), entry.room) if self._on_probation else set()
-            )
+            reserved: set[str] = set()
+            if self._on_probation:
+                reserved = reserved_workers(self._on_probation.values(), entry.room)
+                reserved = self.registry.groups_of(reserved)
             doubtful = self.registry.doubtful(now)
             pair = sharing_pair(self.registry, entry, doubtful)
             pair = pair or self._placer.pair_for(entry, doubtful, reserved)
@@ -539,7 +563,7 @@ class Dispatcher:
             return True
         if not deaths.must_be_alone or waited >= timeouts.alone_s:
             return False
-        workers = [self.registry.get(instance) for instance in pair.instances]
+        workers = [self.registry.get(instance) for instance in self.registry.groups_of(pair.instances)]
         return any(worker is not None and worker.num_taken > 0 for worker in workers)
 
     def _place(self, entry: Entry, pair: Pair, now: float) -> None:
@@ -551,6 +575,8 @@ class Dispatcher:
         self._placer.book(entry, pair)
         self.admission.placement_rate.note(now)
         self.events["shared_prompt" if pair.shares else "local_prefill"] += pair.is_local
+        if pair.prefix:
+            self.events["prefix_pull" if pair.prefix == PULL else "prefix_compute"] += 1
         if logger.isEnabledFor(logging.DEBUG):
             names = fields(
                 room=entry.room.room, epoch=entry.room.epoch, prefill=pair.prefill, decode=pair.decode

@@ -4,14 +4,18 @@ messages.
 prompt on prefill    counts as cached there from the placing on: a later request with it waits in the same
                      queue
 prompt and output    on decode once the room ended; the newest token has no KV
-real state           `have` of decode's Reserved corrects the view
+real state           workers tell what they hold (`prefix_view`); of one that tells nothing, `have` of its
+                     Reserved corrects the view
 """
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from random import Random
 
+from ...cluster.config.router_groups import MEASURED
 from ...cluster.protocol.messages import Failed, Finished, FirstToken, Reserved
 from ..rooms.attempt import HANDOFF_KINDS, RoomEvent
 from ..rooms.attempt_log import RUNNING
@@ -19,11 +23,15 @@ from ..rooms.effects import Pair
 from ..workers.eligibility import able_pairs, emptiest_pairs, live_pairs
 from ..workers.pair_health import PairHealth
 from ..workers.registry import Load, Registry, Worker
-from .balancing import Balancer, decode_balancer, held_tokens, prefill_balancer
+from .balancing import Balancer, decode_balancer, prefill_balancer
 from .cost_model import CostModel
-from .prefixes import PrefixIndex, SeenPrompt
+from .prefix_pulls import PrefixPulls, PromptPlan
+from .prefixes import SeenPrompt, expect_prompt, held_tokens
 from .request_state import Entry
 from .sharing import shared_pages
+
+EXPECT_PROMPT_S = 10.0  # a prefill worker holds a prompt so long after it was placed, or does not get it
+EXPECT_ANSWER_S = 2.0  # a decode worker tells of a prompt and answer so long after their end
 
 _TOLD = (Reserved, FirstToken, Finished, Failed)
 
@@ -37,6 +45,7 @@ class PairingPolicy:
     local_prefill_max: int = (
         0  # most uncached tokens that decode computes itself when that is cheaper; 0: never
     )
+    prefix_pulls: str = MEASURED  # one of PULL_MODES
     coin: Random = field(default_factory=Random)
 
 
@@ -44,18 +53,24 @@ class Placer:
     """Chooses and books pairs."""
 
     def __init__(
-        self, registry: Registry, policy: PairingPolicy | None = None, pair_health: PairHealth | None = None
+        self,
+        registry: Registry,
+        policy: PairingPolicy | None = None,
+        pair_health: PairHealth | None = None,
+        *,
+        mint: Callable[[], str] = lambda: os.urandom(16).hex(),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         policy = policy or PairingPolicy()
         self._registry, self._pair_health = registry, PairHealth() if pair_health is None else pair_health
         self._local_prefill_max = policy.local_prefill_max
-        self._on_prefill, self._on_decode = PrefixIndex(), PrefixIndex()
-        self._prefill: Balancer = prefill_balancer(policy.prefill, self._on_prefill, policy.coin)
-        self._decode: Balancer = decode_balancer(policy.decode, self._on_decode, policy.coin)
+        self._prefill: Balancer = prefill_balancer(policy.prefill, policy.coin)
+        self._decode: Balancer = decode_balancer(policy.decode, policy.coin)
+        self.pulls = PrefixPulls(policy.prefix_pulls, mint, clock)
         self._cost_models: dict[str, CostModel] = {}  # by fingerprint
 
     def __repr__(self) -> str:
-        return f"Placer(prefill={self._on_prefill}, decode={self._on_decode})"
+        return f"Placer(prefill={self._prefill}, decode={self._decode}, {self.pulls})"
 
     def pair_for(self, entry: Entry, doubtful: AbstractSet[str], reserved: AbstractSet[str]) -> Pair | None:
         """The pair for the next attempt; None while all pairs that could serve are full.
@@ -76,14 +91,20 @@ class Placer:
             pairs = emptiest_pairs(pairs)
         prompt = entry.prompt
         prefill, decode = choose(pairs, self._prefill, self._decode, prompt)
+        plan = self._plan(entry, prefill, decode)
         if (
             prefill is not decode
             and not entry.room.deaths
-            and self._is_better_on_decode(prefill, decode, prompt)
+            and self._is_better_on_decode(prefill, decode, prompt, plan)
         ):
-            prefill = decode
+            prefill, plan = decode, None
         return Pair(
-            prefill=prefill.instance, decode=decode.instance, prefill_endpoint=prefill.hello.kv_endpoint
+            prefill=prefill.instance,
+            decode=decode.instance,
+            prefill_endpoint=prefill.hello.kv_endpoint,
+            prefix="" if plan is None else plan.kind,
+            pull=None if plan is None else plan.pull,
+            wants_features=bool(decode.hello.feature_ids),
         )
 
     def book(self, entry: Entry, pair: Pair) -> None:
@@ -97,7 +118,7 @@ class Placer:
             num_shared = shared_pages(need.prompt, decode.hello.page_size)
             num_lacking = need.prompt - num_shared * decode.hello.page_size
         elif pair.is_local:  # without a choice nothing is known of decode's cache, and nothing need be hashed
-            held = held_tokens(self._on_decode, decode, prompt) if self._has_choice("decode") else 0
+            held = held_tokens(decode, prompt) if self._has_choice("decode") else 0
             num_lacking = need.prompt - held
         load = Load(pages=decode.pages_for(need.held_on(decode)) - num_shared, tokens=num_lacking)
         self._registry.reserve(pair.decode, room.room, room.epoch, load)
@@ -105,12 +126,12 @@ class Placer:
         entry.fingerprint, entry.weights_hash = decode.hello.fingerprint, decode.weights_hash
         if pair.is_local:
             return
-        held = held_tokens(self._on_prefill, prefill, prompt) if self._has_choice("prefill") else 0
-        num_new = need.prompt - held
+        held = held_tokens(prefill, prompt) if self._has_choice("prefill") else 0
+        num_new = need.prompt - max(held, 0 if pair.pull is None else pair.pull.tokens)
         self._registry.reserve(pair.prefill, room.room, room.epoch, Load(pages=0, tokens=num_new))
         self._prefill.placed(prefill)
         if self._has_choice("prefill"):
-            self._on_prefill.add(pair.prefill, prompt.pages(prefill.hello.page_size))
+            expect_prompt(prefill, prompt, EXPECT_PROMPT_S)
 
     def begun(self, entry: Entry) -> None:
         """Called on the first tokens of an attempt: its prompt is computed."""
@@ -120,13 +141,15 @@ class Placer:
 
     def heard(self, entry: Entry, worker: Worker, event: RoomEvent, now: float) -> None:
         """Learns from a message of a worker of the current attempt; called before the room handles it."""
-        pair, size = entry.room.pair, worker.hello.page_size
+        pair = entry.room.pair
         if pair is None or not isinstance(event, _TOLD) or event.epoch != entry.room.epoch or pair.shares:
             return
         if isinstance(event, Reserved) and worker.instance == pair.decode and self._has_choice("decode"):
-            self._on_decode.learn(worker.instance, entry.prompt.pages(size), event.have // size)
+            names = entry.prompt.names(worker.prefixes.scheme)
+            worker.prefixes.learn(names, event.have // worker.hello.page_size)
         elif isinstance(event, FirstToken) and worker.instance == pair.prefill:
             self._cost_model_of(worker).prefilled(event.timeline, is_local=False)
+            self.pulls.heard(pair, worker, event.timeline, self._cost_model_of(worker))
         elif isinstance(event, Finished) and worker.instance == pair.decode:
             self._on_finished(entry, worker, event)
             if event.timeline.handoff_blocks or pair.is_local:
@@ -160,9 +183,10 @@ class Placer:
         """The output is complete: decode keeps prompt and output in its prefix cache for the next turn."""
         room = entry.room
         decode = self._registry.get(room.pair.decode) if room.pair is not None else None
-        if decode is not None and self._has_choice("decode"):
-            whole = SeenPrompt([*room.prompt_ids, *room.output_ids[:-1]], entry.job.salt)
-            self._on_decode.add(decode.instance, whole.pages(decode.hello.page_size))
+        if decode is not None and (self._has_choice("decode") or self._may_pull):
+            covered = room.num_prompt + room.num_output - 1 + decode.prefixes.scheme.lookahead
+            whole = SeenPrompt([*room.prompt_ids, *room.output_ids][:covered], entry.job.salt)
+            expect_prompt(decode, whole, EXPECT_ANSWER_S)
 
     def _sound(self, able: list[tuple[Worker, Worker]], entry: Entry) -> list[tuple[Worker, Worker]]:
         """The pairs that pass their probes. Without any, decode alone; without that, all of them."""
@@ -174,13 +198,29 @@ class Placer:
         alone = [(p, d) for p, d in live_pairs(self._registry, prefills) if p is d]
         return able_pairs(alone, entry.need) or able
 
-    def _is_better_on_decode(self, prefill: Worker, decode: Worker, prompt: SeenPrompt) -> bool:
+    @property
+    def _may_pull(self) -> bool:
+        """Whether some decode worker offers prefixes, and some prefill worker takes them."""
+        may_pull: bool = self._registry.memo("may pull", lambda: self.pulls.are_possible(self._registry))
+        return may_pull
+
+    def _plan(self, entry: Entry, prefill: Worker, decode: Worker) -> PromptPlan | None:
+        """What `prefill` does about the prompt; None where there is nothing to choose."""
+        if prefill is decode or entry.room.deaths or entry.room.failed_on or not self._may_pull:
+            return None
+        if entry.job.sampling.prompt_logprobs >= 0:  # every row is computed
+            return None
+        return self.pulls.plan(prefill, decode, entry.prompt, self._registry, self._cost_model_of(decode))
+
+    def _is_better_on_decode(
+        self, prefill: Worker, decode: Worker, prompt: SeenPrompt, plan: PromptPlan | None
+    ) -> bool:
         if not decode.is_aggregated and (not self._local_prefill_max or not decode.takes_prompts):
             return False
-        num_new = prompt.num_tokens - held_tokens(self._on_decode, decode, prompt)
+        num_new = prompt.num_tokens - held_tokens(decode, prompt)
         is_short = decode.is_aggregated or num_new <= self._local_prefill_max
         return is_short and self._cost_model_of(decode).is_local_cheaper(
-            new_on_prefill=prompt.num_tokens - held_tokens(self._on_prefill, prefill, prompt),
+            new_on_prefill=prompt.num_tokens - held_tokens(prefill, prompt) if plan is None else plan.num_new,
             new_on_decode=num_new,
             queued_on_prefill=prefill.num_tokens,
             queued_on_decode=decode.num_tokens,

@@ -13,7 +13,7 @@ from functools import cached_property
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ...cluster.protocol.messages import Cancel, Prefill, PromptEmbeds, Reserve, Sampling
+from ...cluster.protocol.messages import Cancel, OfferPrefix, Prefill, PromptEmbeds, Reserve, Sampling
 from ...cluster.protocol.prompt_embeds import cache_salt
 from ...cluster.telemetry.metrics import (
     USUAL,
@@ -360,7 +360,9 @@ def reserved_workers(on_probation: Iterable[Entry], room: Room) -> set[str]:
     return {instance for pair in pairs if pair is not None for instance in pair.instances}
 
 
-def addressed(message: Reserve | Prefill | Cancel, entry: Entry) -> Reserve | Prefill | Cancel:
+def addressed(
+    message: Reserve | Prefill | OfferPrefix | Cancel, entry: Entry
+) -> Reserve | Prefill | OfferPrefix | Cancel:
     """An order with the tenant's salt, the embeddings, the trace context and the id of its request. Decode's
     also has the output to count on, the class, and the consent to record it. Embeddings have no ids that
     could be recorded."""
@@ -379,6 +381,8 @@ def addressed(message: Reserve | Prefill | Cancel, entry: Entry) -> Reserve | Pr
     if isinstance(message, Cancel) or not (salt or embeds or trace or request_id):
         return message
     rows = embeds.rows if embeds is not None else None
+    if isinstance(message, OfferPrefix):
+        return message if message.room is not None else replace(message, salt=salt, embeds=rows)
     return replace(
         message,
         salt=salt,
@@ -390,12 +394,12 @@ def addressed(message: Reserve | Prefill | Cancel, entry: Entry) -> Reserve | Pr
 
 
 def embeds_before(
-    message: Reserve | Prefill | Cancel, entry: Entry, worker: Worker
+    message: Reserve | Prefill | OfferPrefix | Cancel, entry: Entry, worker: Worker
 ) -> Iterable[PromptEmbeds]:
     """The messages that `worker` needs before an order. Decode needs none for a prompt that it does not
     compute, unless its drafter reads rows of the prompt."""
     embeds = entry.job.embeds
-    if embeds is None or isinstance(message, Cancel):
+    if embeds is None or isinstance(message, (Cancel, OfferPrefix)):
         return ()
     is_computed = isinstance(message, Prefill) or message.prefill_instance is None
     return embeds.parts_before(message) if is_computed or worker.hello.feature_width else ()

@@ -10,7 +10,7 @@ heartbeat, or after `UNREACHABLE_S` without a connection: the connection of a de
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from ...cluster.protocol.messages import (
 )
 from ..rooms.attempt import RETRACTED
 from .breaker import Breaker
+from .prefix_view import PrefixView
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ class Worker:
     # packed messages that its connection has not accepted yet
     outbox: deque[bytes] = field(default_factory=deque)
     breaker: Breaker = field(default_factory=Breaker)
+    prefixes: PrefixView = field(init=False)  # that it holds
     has_hole: bool = (
         False  # one of its messages was lost: it must drop its rooms, since any of them may be concerned
     )
@@ -113,6 +115,9 @@ class Worker:
     is_aggregated: bool = False  # it may be given them also while prefill workers serve
     foreign_pages: int = 0  # pages in use beyond the ledger, as of the last heartbeat
     foreign_rooms: int = 0  # rooms of other routers, as of the last heartbeat
+
+    def __post_init__(self) -> None:
+        self.prefixes = PrefixView(self.hello.page_size, tells=self.hello.tells_prefixes)
 
     def __repr__(self) -> str:
         pages = f"{self.free_pages}/{self.hello.pages_total}"
@@ -199,6 +204,7 @@ class Worker:
     def take_heartbeat(self, stats: WorkerStats, now: float) -> None:
         self.stats = stats
         self.last_seen = now
+        self.prefixes.beat(stats.prefix_news, now)
         taken = stats.pages_total - stats.pages_free + stats.pages_promised
         self.foreign_pages = max(0, taken - self.placed_pages)
         self.foreign_rooms = max(0, stats.running + stats.queued + stats.transferring - self.num_rooms)
@@ -251,6 +257,12 @@ class Registry:
     def get(self, instance: str) -> Worker | None:
         return self._workers.get(instance)
 
+    def groups_of(self, instances: Iterable[str]) -> set[str]:
+        """`instances`, with all workers that end together with one of them."""
+        found = set(instances)
+        groups = {worker.hello.group for worker in self if worker.hello.group and worker.instance in found}
+        return found | {worker.instance for worker in self if groups and worker.hello.group in groups}
+
     def hello(self, identity: bytes, message: Hello, now: float) -> Welcome | Rejected:
         """Registers a worker, or notes its new connection."""
         reason = _reason_to_reject(message)
@@ -280,6 +292,7 @@ class Registry:
             generation=self._workers[instance].hello.generation,
             heartbeat_ms=self.heartbeat_ms,
             takes_batches=True,
+            takes_prefixes=True,
         )
 
     def heartbeat(self, identity: bytes, instance: str, stats: WorkerStats, now: float) -> bool:

@@ -1,10 +1,10 @@
 """Workers that change their role: which one may, and what became of each order. Pure.
 
-    draining     the worker finishes its requests, or gives them to others
-    restarting   its process has left and loads in the other role
-    done         a worker of the other role serves at the same PID
-    refused      its settings do not allow the other role
-    lost         it did not come back in time
+draining     the worker finishes its requests, or gives them to others
+restarting   its process has left and loads in the other role
+done         a worker of the other role serves at the same PID
+refused      its settings do not allow the other role
+lost         it did not come back in time
 """
 
 from dataclasses import dataclass

@@ -53,6 +53,7 @@ def environment(smollm2_dir, eagle3_dir, tmp_path_factory):
         "MODEL": str(smollm2_dir), "DRAFT": str(eagle3_dir), "KEYS": str(directory / "keys"), "MORE": MORE,
         "ROUTER": "127.0.0.1", "HERE": "127.0.0.1",
         "HTTP_PORT": str(port), "CONTROL_PORT": str(free_port()), "KV_PORT": str(free_port()),
+        "PREFIX_PORT": str(free_port()),
         "BATON_URL": f"http://127.0.0.1:{port}",
     }  # fmt: skip
     subprocess.run([EXAMPLES / "two_hosts.sh", "keys"], env=made, check=True, capture_output=True)

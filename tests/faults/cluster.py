@@ -9,7 +9,7 @@ flags      those of "prefill" or "decode" go to every worker of that role, of "*
 prepare    by name, role or "*": functions that a node calls before its first main, as `nursery` says
 proxies    with proxied=True a ZMTP proxy stands before the router for each worker and before each prefill
            worker's KV port: `cluster.control["decode-0"]`, `cluster.kv["prefill-0"]`; "up" is towards the
-           router or prefill
+           router or prefill; before each decode worker's port for prefixes: `cluster.prefixes["decode-0"]`
 audit      every node runs under the hook of tests/audit; `audit_lines` is what it found
 """
 
@@ -158,6 +158,7 @@ class FaultCluster:
         )
         self.control: dict[str, Proxy] = {}
         self.kv: dict[str, Proxy] = {}
+        self.prefixes: dict[str, Proxy] = {}
         self.nodes = {name: self._node(name, model, flags or {}, env or {}) for name in names}
         for node in self.nodes.values():
             node.prepare = [f for key in ("*", node.role, node.name) for f in (prepare or {}).get(key, ())]
@@ -369,9 +370,9 @@ class FaultCluster:
             "router": self.control[name].endpoint,
             "transports": "zmq_blocks",
         }  # shared memory passes a proxy by
-        if role == "prefill":
-            self.kv[name] = self._proxies.add("tcp://127.0.0.1:0", f"tcp://127.0.0.1:{self._ports[name]}")
-            own["kv-advertise"] = self.kv[name].endpoint
+        behind = self._proxies.add("tcp://127.0.0.1:0", f"tcp://127.0.0.1:{self._ports[name]}")
+        (self.kv if role == "prefill" else self.prefixes)[name] = behind
+        own["kv-advertise" if role == "prefill" else "prefix-advertise"] = behind.endpoint
         return own
 
 

@@ -24,7 +24,8 @@ from baton.tests.faults.netns import do, enter, inside, make, name_host, path_of
 PORTS = "FAULT_PORTS"  # environment: LOW-HIGH
 HOST, HOST_NAME = "FAULT_HOST", "FAULT_HOST_NAME"  # environment of a node that moves in
 SETTINGS = Path(__file__).resolve().parents[2] / "deploy" / "packaging" / "kubernetes" / "base" / "baton.toml"
-HTTP, CONTROL, KV, BULK, METRICS = 8000, 7100, 7200, 7201, 9100  # as SETTINGS and the manifests have them
+# as SETTINGS and the manifests have them
+HTTP, CONTROL, KV, BULK, PREFIX, METRICS = 8000, 7100, 7200, 7201, 7300, 9100
 NETWORK, CLIENT = "10.77.0", "client"
 FRAME = 1514  # bytes of the largest Ethernet frame
 QUEUE_MS = 400  # of a slow cable; what would wait longer is dropped
@@ -42,14 +43,15 @@ class Loopback:
         return
 
     def settle(self, names: list[str], directory: Path) -> dict[str, tuple[int, int]]:
-        """(control port, HTTP port) of each router, (0, KV port) of each prefill worker in `names`."""
-        called = [name for name in names if not name.startswith("decode")]
-        routers = [name for name in called if name.startswith("router")]
-        ports = unused_ports(len(routers) + len(called))
+        """(control port, HTTP port) of each router, (0, KV port) of each worker in `names`; decode's is that
+        of prefixes.
+        """
+        routers = [name for name in names if name.startswith("router")]
+        ports = unused_ports(len(routers) + len(names))
         control = dict(zip(routers, ports, strict=False))
         return {
             name: (control.get(name, 0), port)
-            for name, port in zip(called, ports[len(routers) :], strict=True)
+            for name, port in zip(names, ports[len(routers) :], strict=True)
         }
 
     def address(self, name: str) -> str:
@@ -60,8 +62,8 @@ class Loopback:
         """Where a node listens and whom it dials; `control`: the endpoints of the routers."""
         if name.startswith("router"):
             return {"control-bind": f"tcp://127.0.0.1:{ports[0]}", "port": str(ports[1])}
-        own = {"router": ",".join(control)}
-        return own | ({"kv-bind": f"tcp://127.0.0.1:{ports[1]}"} if name.startswith("prefill") else {})
+        bind = "kv-bind" if name.startswith("prefill") else "prefix-bind"
+        return {"router": ",".join(control), bind: f"tcp://127.0.0.1:{ports[1]}"}
 
     def env(self, name: str) -> dict[str, str]:
         """Of a node, in all its lives."""
@@ -133,9 +135,9 @@ class Lan(Loopback):
         if name.startswith("router"):
             return own
         own["router"] = ",".join(control)
-        return own | (
-            {"kv-advertise": f"tcp://{self.address(name)}:{KV}"} if name.startswith("prefill") else {}
-        )
+        if name.startswith("prefill"):
+            return own | {"kv-advertise": f"tcp://{self.address(name)}:{KV}"}
+        return own | {"prefix-advertise": f"tcp://{self.address(name)}:{PREFIX}"}
 
     def env(self, name: str) -> dict[str, str]:
         return {

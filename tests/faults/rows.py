@@ -17,7 +17,7 @@ from baton.tests.faults.testbed import Bed, Scene
 
 MODULES = (
     "rows_clients", "rows_damage", "rows_drain", "rows_floods", "rows_heads", "rows_hosts", "rows_leaks",
-    "rows_loops", "rows_network",
+    "rows_loops", "rows_network", "rows_prefixes",
     "rows_process", "rows_readiness", "rows_routers", "rows_sinks", "rows_stalls", "rows_storms",
     "rows_strangers",
     "rows_versions",

@@ -16,6 +16,7 @@ from baton.tests.kernels.expert_cases import choices, expert_cases
 from baton.tests.kernels.few_row_cases import few_row_cases
 from baton.tests.kernels.latent_cases import latent_cases
 from baton.tests.kernels.quant_cases import quant_cases
+from baton.tests.kernels.quant_expert_cases import quant_expert_cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -27,6 +28,7 @@ CASES = [
     *choice_cases(),
     *expert_cases(),
     *quant_cases(),
+    *quant_expert_cases(),
     *latent_cases(),
     *few_row_cases(),
 ]

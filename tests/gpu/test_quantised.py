@@ -39,8 +39,7 @@ def near(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("form", ["channel", "block"])
 def test_products_with_8_bits_are_near_the_values_for_any_rows(form: str, is_gated: bool):
-    """Rows rounded to 8 bits are off by FP8_ROUNDING / sqrt(3) on average at most, others by bfloat16 alone.
-    """
+    """Rows rounded to 8 bits are off by FP8_ROUNDING / sqrt(3) on average at most, others by bfloat16."""
     weight, scales = fp8_weight(OUT, IN, form)
     parts = weight.cuda(), scales.cuda()
     for count in ROWS:

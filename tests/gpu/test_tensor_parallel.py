@@ -36,3 +36,16 @@ def test_two_gpus_say_what_transformers_says(target: Path, head: Path, graphs: s
         assert worker.engine.group.small is not None, "GPUs of one host map each other's memory"
         said = ask(worker, prompts)
     assert said == [reference_greedy(model, list(ids), NUM_TOKENS) for ids in prompts]
+
+
+@pytest.mark.parametrize("graphs", ["off", "on"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_dealt_whole_to_tensor_parallel_gpus_say_the_same(
+    toy_checkpoint: Callable[..., Path], tmp_path: Path, family: str, graphs: str
+):
+    path = toy_checkpoint(family)
+    head = write_head(tmp_path, head_config(2, (0, 1, 2)), head_tensors())
+    model, prompts = reference_model(path), [tuple(random_ids(length, seed=length)) for length in LENGTHS]
+    with tp_worker(path, head, 2, graphs=graphs, ep=True, **SIZES) as worker:
+        said = ask(worker, prompts)
+    assert said == [reference_greedy(model, list(ids), NUM_TOKENS) for ids in prompts]

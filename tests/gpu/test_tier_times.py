@@ -21,7 +21,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.loader import EngineLoader
 from baton.tests.parity.test_sampled_law import D, Ears
 from baton.tests.sim.tiered_decode import GIB, settled
-from baton.worker.tier_startup import open_tiers
+from baton.worker.tier_startup import open_tiers, page_keys_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -110,7 +110,7 @@ def test_prefixes_below_the_pool_come_back_sooner_than_they_are_computed(
                 disk_cache=str(tmp_path / "disk") * (tier == "disk"),
                 disk_cache_gib=ROOM,
             )
-            worker.tiers = open_tiers(worker.engine, wanted)  # type: ignore[arg-type]
+            worker.tiers = open_tiers(worker.engine, wanted, page_keys_of(worker.engine))  # type: ignore[arg-type]
             settled(worker)
         times = medians(worker, numbers)
         late[tier] = statistics.median(times[1:])

@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,19 +24,33 @@ from packaging.version import Version
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
 
-def replace_kernels(monkeypatch: pytest.MonkeyPatch, twin_of: Callable, prefixes: tuple[str, ...]) -> None:
-    """Put `twin_of(kernel)` in the place of every compiled function in the modules with these names."""
+@cache
+def compiled_functions(prefixes: tuple[str, ...]) -> list[tuple[object, str, object]]:
+    """(module, name, function) of every compiled function in the modules with these names."""
     from triton.runtime.jit import JITFunction
 
     for path in sorted(KERNELS.glob("*.py")):
         importlib.import_module(f"baton.kernels.{path.stem}")
+    modules = [module for name, module in sys.modules.items() if name.startswith(prefixes)]
+    found = [(module, name, value) for module in modules for name, value in vars(module).items()]
+    return [each for each in found if isinstance(each[2], JITFunction)]
+
+
+def replace_kernels(monkeypatch: pytest.MonkeyPatch, twin_of: Callable, prefixes: tuple[str, ...]) -> None:
+    """Put `twin_of(kernel)` in the place of every compiled function in the modules with these names."""
     twins: dict[object, object] = {}
-    for module in [m for name, m in sys.modules.items() if name.startswith(prefixes)]:
-        for name, value in list(vars(module).items()):
-            if isinstance(value, JITFunction):
-                if value.fn not in twins:
-                    twins[value.fn] = twin_of(value)
-                monkeypatch.setattr(module, name, twins[value.fn])
+    for module, name, kernel in compiled_functions(prefixes):
+        if kernel.fn not in twins:
+            twins[kernel.fn] = twin_of(kernel)
+        monkeypatch.setattr(module, name, twins[kernel.fn])
+
+
+@cache
+def interpreted(function: Callable) -> object:
+    """The interpreted twin of the compiled function that was made from `function`."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    return InterpretedFunction(function)
 
 
 def parts_of_language(tl) -> list:
@@ -79,9 +94,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # As on hardware, an overflow is silent; an invalid operation, such as inf - inf, still fails the test.
     with restored_language(tl), np.errstate(over="ignore"):
         replace_kernels(
-            monkeypatch,
-            lambda kernel: interpreting.InterpretedFunction(kernel.fn),
-            ("triton.language", "baton.kernels."),
+            monkeypatch, lambda kernel: interpreted(kernel.fn), ("triton.language", "baton.kernels.")
         )
         replace_language_once(monkeypatch, interpreting)
         correct_bfloat16(monkeypatch, interpreting, tl)

@@ -50,13 +50,17 @@ def check_a_row_of_nan_takes_experts_that_exist(device: str, num_experts: int, t
         assert torch.isfinite(weights).all()
 
 
-def check_group_experts(device: str, num_rows: int, num_experts: int, top_k: int, tile_rows: int) -> None:
+def check_group_experts(
+    device: str, num_rows: int, num_experts: int, top_k: int, tile_rows: int, part: tuple[int, int] = (0, 0)
+) -> None:
+    """`part`: the first of the experts here, and their number; the others are elsewhere."""
     ids = choices(num_rows, num_experts, top_k)
-    tiles = group_experts.group_experts_triton(ids.to(device), num_experts, tile_rows)
-    expected = group_experts.group_experts_reference(ids, num_experts, tile_rows)
+    first, held = part if part[1] else (0, num_experts)
+    tiles = group_experts.group_experts_triton(ids.to(device), held, tile_rows, first)
+    expected = group_experts.group_experts_reference(ids, held, tile_rows, first)
     assert torch.equal(tiles.num_tiles.cpu(), expected.num_tiles)
     used = int(expected.num_tiles)
-    assert used <= group_experts.max_tiles(ids.numel(), num_experts, tile_rows) == expected.experts.shape[0]
+    assert used <= group_experts.max_tiles(ids.numel(), held, tile_rows) == expected.experts.shape[0]
     assert torch.equal(tiles.experts[:used].cpu(), expected.experts[:used])
     assert torch.equal(tiles.slots[: used * tile_rows].cpu(), expected.slots[: used * tile_rows])
 
@@ -101,6 +105,48 @@ def check_expert_mlp(
     assert_close(out, expected, bfloat16=3.2e-2)
 
 
+def check_parts_of_experts(device: str, num_parts: int, is_grouped: bool, is_clamped: bool) -> None:
+    """Parts of the experts sum up to all of them; a row without an expert in a part gets zeros from it."""
+    num_rows, num_experts, top_k, hidden, inner = 11, 6, 2, 40, 24
+    x, ids = randn(num_rows, hidden), choices(num_rows, num_experts, top_k)
+    weights = torch.softmax(randn(num_rows, top_k, seed=3), -1)
+    gate_up = randn(num_experts, 2 * inner, hidden, seed=1) / hidden**0.5
+    down = randn(num_experts, hidden, inner, seed=2) / inner**0.5
+    form = expert_mlp.PLAIN_EXPERTS
+    if is_clamped:
+        biases = (randn(num_experts, size, seed=size).mul(0.3) for size in (2 * inner, hidden))
+        form = expert_mlp.ExpertForm(*biases, limit=0.8, alpha=1.702)
+    whole = expert_mlp.expert_mlp(x, ids, weights, gate_up, down, form=form)
+    held, total, num_elsewhere = num_experts // num_parts, torch.zeros_like(whole), 0
+    for first in range(0, num_experts, held):
+        own = slice(first, first + held)
+        part = form._replace(first=first, total=num_experts)
+        if is_clamped:
+            part = part._replace(gate_up_bias=form.gate_up_bias[own], down_bias=form.down_bias[own])
+        reference = expert_mlp.expert_mlp(x, ids, weights, gate_up[own], down[own], form=part)
+        on_device = part._replace(**{
+            name: value.to(device) for name, value in part._asdict().items() if torch.is_tensor(value)
+        })  # fmt: skip
+        found = expert_mlp.expert_mlp_triton(
+            x.to(device),
+            ids.to(device),
+            weights.to(device),
+            gate_up[own].to(device),
+            down[own].to(device),
+            form=on_device,
+            tile=TILES[0],
+            is_grouped=is_grouped,
+        )
+        assert_close(found, reference)
+        is_elsewhere = ((ids < first) | (ids >= first + held)).all(1)
+        num_elsewhere += int(is_elsewhere.sum())
+        assert not reference[is_elsewhere].any()
+        assert not found.cpu()[is_elsewhere].any()
+        total += reference
+    assert num_elsewhere
+    assert_close(total, whole)
+
+
 def expert_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
     for dtype in DTYPES:
         for sizes in ((0, 4, 2), (1, 1, 1), (3, 60, 4), (5, 8, 3)):
@@ -128,3 +174,8 @@ def expert_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
     yield check_a_row_of_nan_takes_experts_that_exist, (6, 4)
     for case in ((1, 3, 1, 16), (9, 4, 2, 16), (40, 7, 3, 32), (700, 5, 2, 16)):
         yield check_group_experts, case
+    for part in ((0, 3), (3, 4), (6, 1)):
+        yield check_group_experts, (40, 7, 3, 16, part)
+    for is_grouped in (False, True):
+        for num_parts, is_clamped in ((2, False), (3, True)):
+            yield check_parts_of_experts, (num_parts, is_grouped, is_clamped)

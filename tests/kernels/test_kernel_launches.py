@@ -20,6 +20,8 @@ from baton.kernels.context_attention import (
 from baton.kernels.expanded_attention import expanded_attention_triton
 from baton.kernels.expert_mlp import ExpertForm, expert_mlp, expert_mlp_triton
 from baton.kernels.extend_attention import paged_extend, paged_extend_triton
+from baton.kernels.fp8_expert_rows import fp8_expert_rows_triton
+from baton.kernels.fp8_experts import Fp8Matrices, fp8_experts, fp8_experts_triton
 from baton.kernels.fp8_linear import fp8_blocks_triton, fp8_linear_triton
 from baton.kernels.fp8_rows import fp8_rows_triton
 from baton.kernels.fp8_scales import BLOCK, FP8
@@ -32,6 +34,7 @@ from baton.kernels.latent_store import store_latent_triton
 from baton.kernels.match_ngrams import NgramSizes, match_ngrams, match_ngrams_triton
 from baton.kernels.move_rows import ROW_FIELDS, move_rows_triton
 from baton.kernels.move_spans import SPAN_FIELDS, move_spans_triton
+from baton.kernels.packed_experts import PackedMatrices, packed_experts, packed_experts_triton
 from baton.kernels.quantise_rows import quantise_rows_triton
 from baton.kernels.rms_norm import add_rms_norm, rms_norm_triton
 from baton.kernels.rope import apply_rope_triton
@@ -197,6 +200,9 @@ def test_kernels_of_windows_caps_and_sinks_compile_for_an_h200(compiled_for_h200
     gate_up, down = torch.zeros(4, 128, 2880, dtype=x.dtype), torch.zeros(4, 2880, 64, dtype=x.dtype)
     experts = ExpertForm(gate_up[..., 0].contiguous(), down[..., 0].contiguous(), 7.0, 1.702)
     expert_mlp_triton(x, ids, weights, gate_up, down, form=experts)
+    for is_grouped in (False, True):
+        part = experts._replace(first=4, total=8)
+        expert_mlp_triton(x, ids, weights, gate_up, down, form=part, is_grouped=is_grouped)
     check_compiled(compiled_for_h200)
 
 
@@ -310,6 +316,49 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
         assert instruction in by_name["_move_rows_kernel"].asm["ptx"]
 
 
+@pytest.mark.slow
+def test_kernels_of_quantised_experts_compile_for_an_h200(compiled_for_h200: list[tuple[str, object]]):
+    """With the shapes of Qwen3-30B-A3B and gpt-oss, and every tile. Products of more than one row take
+    Hopper's matrix instructions, so that their bits do not depend on the tile.
+    """
+    hidden, inner, weights = 2048, 768, {}
+    for has_blocks in (False, True):
+        weights[has_blocks] = tuple(
+            Fp8Matrices(
+                torch.zeros(4, out, size, dtype=FP8),
+                torch.zeros(4, *((out // BLOCK, size // BLOCK) if has_blocks else (out,))),
+            )
+            for out, size in ((2 * inner, hidden), (hidden, inner))
+        )
+    packed = {
+        group: tuple(
+            PackedMatrices(
+                torch.zeros(4, out, 32 * -(-size // 128), dtype=torch.int16),
+                torch.zeros(4, -(-size // 128) * (128 // group if group else 1), out, dtype=torch.int32),
+                group,
+            )
+            for out, size in ((2 * width, rows), (rows, width))
+        )
+        for group, rows, width in ((0, 2880, 2880), (32, 2048, 768), (128, 2048, 768))
+    }
+    for num_tokens in (1, 16, 64, 160, 400):
+        ids, shares = torch.zeros(num_tokens, 2, dtype=torch.int32), torch.ones(num_tokens, 2)
+        x = torch.zeros(num_tokens, hidden, dtype=torch.bfloat16)
+        for matrices in weights.values():
+            fp8_experts_triton(x, ids, shares, *matrices)
+            if num_tokens == 1:
+                fp8_expert_rows_triton(x, ids, shares, *matrices[0], *matrices[1])
+        for group, matrices in packed.items():
+            rows = x if group else torch.zeros(num_tokens, 2880, dtype=torch.bfloat16)
+            bias = matrices[0].words[..., 0].to(x.dtype), matrices[1].words[..., 0].to(x.dtype)
+            form = ExpertForm() if group else ExpertForm(*bias, 7.0, 1.702)
+            packed_experts_triton(rows, ids, shares, *matrices, form=form, has_pairs=True)
+    check_compiled(compiled_for_h200)
+    for name, kernel in compiled_for_h200:
+        if name in ("_fp8_experts_kernel", "_packed_experts_kernel"):
+            assert "wgmma" in kernel.asm["ptx"], name
+
+
 def test_splits_fill_the_device_without_cutting_a_context_finer_than_pays():
     assert choose_splits(8, 100_000) == 33  # 8 x 33 = 264 programs, two per multiprocessor
     assert choose_splits(8, 300) == 5
@@ -327,6 +376,13 @@ CONTEXT = ContextKV(KEYS, KEYS)
 STARTS = torch.tensor([0, 128])
 IDS = torch.ones(1, 2, dtype=torch.int32)
 EXPERTS = randn(3, 8, 8), randn(3, 8, 4)
+ROUTED = randn(1, 32), IDS, randn(1, 2)
+EIGHTHS = Fp8Matrices(torch.zeros(3, 64, 32, dtype=FP8), torch.ones(3, 64))
+EIGHTHS_DOWN = Fp8Matrices(torch.zeros(3, 32, 32, dtype=FP8), torch.ones(3, 32))
+WORDS, WORDS_DOWN = (
+    PackedMatrices(torch.zeros(3, out, 32, dtype=torch.int16), torch.zeros(3, 1, out, dtype=torch.int32))
+    for out in (64, 32)
+)
 
 
 @pytest.mark.parametrize(
@@ -379,6 +435,20 @@ EXPERTS = randn(3, 8, 8), randn(3, 8, 4)
         ("expert_mlp", lambda: expert_mlp(randn(1, 8), IDS, randn(1, 1), randn(3, 8, 8), randn(3, 8, 4))),
         ("expert_mlp", lambda: expert_mlp(randn(1, 8), IDS.long(), randn(1, 2), *EXPERTS)),
         ("expert_mlp", lambda: expert_mlp(randn(1, 8).half(), IDS, randn(1, 2), *EXPERTS)),
+        ("fp8_experts", lambda: fp8_experts(randn(1, 31), *ROUTED[1:], EIGHTHS, EIGHTHS_DOWN)),
+        ("fp8_experts", lambda: fp8_experts(*ROUTED, EIGHTHS, EIGHTHS)),
+        (
+            "fp8_experts",
+            lambda: fp8_experts(*ROUTED, EIGHTHS, EIGHTHS_DOWN._replace(scales=torch.ones(3, 31))),
+        ),
+        ("fp8_experts", lambda: fp8_experts(randn(1, 32), IDS.long(), randn(1, 2), EIGHTHS, EIGHTHS_DOWN)),
+        ("packed_experts", lambda: packed_experts(randn(2, 32), *ROUTED[1:], WORDS, WORDS_DOWN)),
+        ("packed_experts", lambda: packed_experts(*ROUTED, WORDS, WORDS)),
+        ("packed_experts", lambda: packed_experts(*ROUTED, WORDS._replace(group=64), WORDS_DOWN)),
+        (
+            "packed_experts",
+            lambda: packed_experts(*ROUTED, WORDS, WORDS_DOWN._replace(words=WORDS_DOWN.words.int())),
+        ),
         ("paged_extend", lambda: paged_extend(Q[0], POOL, 0, TABLE, ONE, ONE, 1, 1.0)),
         ("gather_context", lambda: gather_context(POOL, 0, TABLE, STARTS, ONE, KEYS, KEYS.bfloat16())),
         ("gather_context", lambda: gather_context(POOL, 0, TABLE, STARTS, ONE, KEYS, KEYS[1:])),

@@ -232,6 +232,8 @@ def test_a_role_accepts_the_settings_of_compose(role):
         assert read.router == "dns+tcp://baton-control:7100"
     if role == "prefill":
         assert read.kv_advertise == f"tcp://prefill:{read.kv_bind.rpartition(':')[2]}"
+    if role == "decode":
+        assert read.prefix_advertise == f"tcp://decode:{read.prefix_bind.rpartition(':')[2]}"
     assert float(service["stop_grace_period"].removesuffix("s")) > read.drain_timeout_s + 10
 
 

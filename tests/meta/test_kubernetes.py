@@ -91,7 +91,8 @@ def test_a_role_accepts_the_settings_of_its_pod(overlay, role, tmp_path):
         assert ports == {int(read.kv_bind.rpartition(":")[2]), read.kv_bulk_port, read.metrics_port}
         assert read.kv_advertise == "tcp://10.0.0.9:7200"
     else:
-        assert ports == {read.metrics_port}
+        assert ports == {int(read.prefix_bind.rpartition(":")[2]), read.prefix_bulk_port, read.metrics_port}
+        assert read.prefix_advertise == "tcp://10.0.0.9:7300"
     pause = int(container_of(kustomized(overlay), role)["lifecycle"]["preStop"]["exec"]["command"][1])
     assert (
         pod_of(kustomized(overlay), role)["terminationGracePeriodSeconds"] > read.drain_timeout_s + pause + 10
@@ -244,13 +245,14 @@ ROUTER, PREFILL, DECODE, KEYS = pod("router"), pod("prefill"), pod("decode"), po
 CLIENT = Pod(name="client", labels={"app": "client"})
 ALLOWED = [
     (CLIENT, ROUTER, 8000), (PREFILL, ROUTER, 7100), (DECODE, ROUTER, 7100), (DECODE, PREFILL, 7200),
-    (DECODE, PREFILL, 7201),
+    (DECODE, PREFILL, 7201), (PREFILL, DECODE, 7300), (PREFILL, DECODE, 7301),
 ]  # fmt: skip
 FORBIDDEN = [
     (CLIENT, ROUTER, 7100), (CLIENT, PREFILL, 7200), (CLIENT, DECODE, 9100), (CLIENT, PREFILL, 9100),
     (ROUTER, PREFILL, 7200), (ROUTER, DECODE, 9100), (PREFILL, DECODE, 9100), (PREFILL, PREFILL, 7200),
     (DECODE, DECODE, 9100), (PREFILL, CLIENT, 443), (DECODE, CLIENT, 443), (ROUTER, CLIENT, 443),
-    (PREFILL, ROUTER, 8000), (DECODE, PREFILL, 9100), (ROUTER, ROUTER, 7100),
+    (PREFILL, ROUTER, 8000), (DECODE, PREFILL, 9100), (ROUTER, ROUTER, 7100), (DECODE, DECODE, 7300),
+    (ROUTER, DECODE, 7300), (CLIENT, DECODE, 7301),
 ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "cluster": (),
     "kernels": (),
     "engine": ("kernels",),
-    "router": ("cluster",),
+    "router": ("cluster", "engine.kv.page_names"),
     "deploy": (
         "cluster",
         "engine.auto_sizes",
@@ -32,7 +32,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "worker": ("kvtransfer", "engine", "cluster"),
     "prefill": ("worker", "kvtransfer", "engine", "cluster"),
     "decode": ("worker", "kvtransfer", "engine", "cluster"),
-    "bench": ("kvtransfer", "engine", "cluster"),
+    "bench": ("kvtransfer", "engine", "kernels", "cluster"),
     "training": ("engine", "kernels"),
 }
 # Foreign imports of the lowest floors; other folders may import any dependency but the forbidden ones.

@@ -119,6 +119,7 @@ class Engine:
         live = [request for request in requests if not request.is_finished]
         while live:
             self.results.append(self.decoder.step(live))
+            assert any(self.results[-1].tokens), "a step gave no token, and the next one would not either"
             for request in live:
                 assert request.num_computed == request.num_tokens - 1
                 if self.drafter is not None:
@@ -144,6 +145,21 @@ class Engine:
             for n, drafted in zip(r.accept_lens, r.drafted, strict=True)
             if drafted == self.steps
         ]
+
+
+def check_without_draft_state(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, plain: list[list[int]]
+) -> None:
+    """Serves two prompts together, the first without draft state: it gets no drafts, its draft KV stays as it
+    is, and both get the tokens `plain`."""
+    cold, warm = (engine.prefill(prompt, params) for prompt in prompts)
+    engine.decoder.forget(cold)
+    before = engine.drafter.pool.kv[cold.pages].clone()
+    while live := [request for request in (cold, warm) if not request.is_finished]:
+        assert engine.decoder.step(live).drafted[0] == 0 or cold.is_finished
+    assert [cold.output_ids, warm.output_ids] == plain
+    assert torch.equal(engine.drafter.pool.kv[cold.pages], before)
+    assert not bool(engine.drafter.pool.kv[0].any()), "the sink stays zero"
 
 
 def rows_of(engine: Engine, request: Request) -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ class LateSteps(StepGraphs):
     """Runs a step when its report is asked for, or when as many are waiting as the host has room for."""
 
     def launch(
-        self, slots: tuple[int, ...], kind: StepKind, fill: FillMasks | None = None
+        self, slots: tuple[int, ...], kind: StepKind, fill: FillMasks | None = None, num_rows: int = 0
     ) -> tuple["LateReport", StepKind]:
         if fill is not None:
             return super().launch(slots, kind, fill)

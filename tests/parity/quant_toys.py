@@ -5,6 +5,7 @@ that a checkpoint stores under its module, and the values that these stand for.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +99,17 @@ def gptq_v2(weight: torch.Tensor) -> Stored:
     return gptq(weight, 64, 0)
 
 
+def gptq_ordered(weight: torch.Tensor, group: int = 32) -> Stored:
+    """As AutoGPTQ with act-order: groups are of inputs in an order, which matrices of one input share."""
+    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(weight.shape[1]))
+    tensors, values = gptq(weight[:, order], group)
+    back = torch.argsort(order)
+    stored, _, _ = int4_groups(weight[:, order], group)
+    tensors["qweight"] = words(stored[:, back], tuple(range(8))).t()
+    tensors["g_idx"] = tensors["g_idx"][back]
+    return tensors, values[:, back]
+
+
 GPTQ = {"quant_method": "gptq", "bits": 4, "desc_act": False, "sym": False}
 
 
@@ -132,7 +144,38 @@ FORMS: dict[str, tuple[Callable[[torch.Tensor], Stored], dict[str, object]]] = {
     ),
     "gptq": (gptq, GPTQ | {"group_size": 32}),
     "gptq_v2": (gptq_v2, GPTQ | {"group_size": 64, "checkpoint_format": "gptq_v2"}),
+    "gptq_ordered": (gptq_ordered, GPTQ | {"group_size": 32, "desc_act": True}),
 }
+ORDERED = "gptq_ordered"  # which cannot be cut, and which experts do not have
+# Experts whose sizes blocks and groups can divide, beside SHAPE.
+EXPERTS = {
+    "qwen3_moe": {"moe_intermediate_size": 128, "num_hidden_layers": 2},
+    "qwen2_moe": {
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+        "num_hidden_layers": 1,
+    },
+    "mixtral": {"num_hidden_layers": 2},
+    "glm4_moe": {"moe_intermediate_size": 128, "num_hidden_layers": 2},
+    "deepseek_v3": {
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "head_dim": 32,
+    },
+}
+# The same with whole blocks on each of two ranks, for heads of 128 values.
+WIDE_EXPERTS = {
+    family: {**sizes, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+    for family, sizes in EXPERTS.items()
+}
+WIDE_EXPERTS["deepseek_v3"] |= {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "head_dim": 64}
+QUANTISED = re.compile(r"(_proj|_proj_with_mqa|\.w[123])\.weight$")
 # sizes that blocks can divide, with a ragged end of the inner dimension
 SHAPE = {
     "hidden_size": 192,
@@ -154,7 +197,7 @@ def write_quantised(
     quantise, section = FORMS[form]
     tensors, values = {}, {}
     for name, tensor in load_file(plain / "model.safetensors").items():
-        if not name.endswith("_proj.weight") or any(part in name for part in ignored):
+        if not QUANTISED.search(name) or any(part in name for part in ignored):
             tensors[name] = values[name] = tensor
             continue
         stored, values[name] = quantise(tensor)

@@ -25,7 +25,7 @@ from baton.tests.parity.test_sampled_law import D, Ears
 from baton.tests.parity.tp_worker import SIZES
 from baton.worker.plan_ring import PlanReader, PlanRing, PlanWriter
 from baton.worker.rank_process import RankProcess
-from baton.worker.ranks import rank_environment
+from baton.worker.rank_processes import rank_environment
 
 LIMIT_S = 60.0
 

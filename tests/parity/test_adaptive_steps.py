@@ -11,6 +11,7 @@ from baton.engine.speculative.drafters.eagle3 import Eagle3Drafter
 from baton.engine.speculative.drafting.shape import PLAIN, DraftShape
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.graph_engine import arena, with_graphs
+from baton.tests.variants import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,8 +45,15 @@ CHAINS = [DraftShape.of(steps) for steps in (0, 1, 3)]
 TREES = [PLAIN, DraftShape.of(2, 2, 7)]
 
 
-@pytest.mark.parametrize("has_graphs", [False, True])
-@pytest.mark.parametrize("shapes", [CHAINS, TREES], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    ("shapes", "has_graphs"),
+    [
+        pytest.param(CHAINS, True, id="chain-graphs"),
+        pytest.param(TREES, False, id="tree"),
+        slow(CHAINS, False, id="chain"),
+        slow(TREES, True, id="tree-graphs"),
+    ],
+)
 def test_the_oracle_is_accepted_in_full_when_drafting_resumes(
     oracle: tuple[Path, Path], shapes: list[DraftShape], has_graphs: bool
 ) -> None:
@@ -70,7 +78,7 @@ def test_the_oracle_is_accepted_in_full_when_drafting_resumes(
         assert {result.path for result in engine.results} == {"graph"}
 
 
-@pytest.mark.parametrize("shapes", [CHAINS, TREES], ids=["chain", "tree"])
+@pytest.mark.parametrize("shapes", [slow(CHAINS, id="chain"), pytest.param(TREES, id="tree")])
 def test_tokens_do_not_depend_on_the_steps_of_each_verify(
     target: Path, head: Path, shapes: list[DraftShape]
 ) -> None:
@@ -91,7 +99,7 @@ def test_tokens_do_not_depend_on_the_steps_of_each_verify(
         pytest.param(CHAINS, False, id="chain"),
         pytest.param(TREES, False, id="tree"),
         pytest.param(CHAINS, True, id="chain-graphs"),
-        pytest.param(TREES, True, id="tree-graphs", marks=pytest.mark.slow),
+        slow(TREES, True, id="tree-graphs"),
     ],
 )
 def test_rows_observed_late_give_the_draft_kv_of_rows_observed_at_once(
@@ -148,7 +156,7 @@ def test_unrequested_proposals_match_where_drafts_would_have(oracle: tuple[Path,
     assert 0 < kept <= tried == 8
 
 
-@pytest.mark.parametrize("shapes", [CHAINS, TREES], ids=["chain", "tree"])
+@pytest.mark.parametrize("shapes", [pytest.param(CHAINS, id="chain"), slow(TREES, id="tree")])
 def test_measured_steps_leave_no_trace_and_cost_time(
     target: Path, head: Path, shapes: list[DraftShape]
 ) -> None:

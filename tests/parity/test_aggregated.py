@@ -1,5 +1,6 @@
 """An aggregated decode worker says what transformers says: in parts, in batches, cold and cached."""
 
+import itertools
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.test_sampled_law import D, Ears
 from baton.tests.parity.toy_engine import random_ids
 from baton.tests.parity.toy_models import reference_greedy, reference_model
+from baton.tests.variants import slow, witnesses
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -104,9 +106,13 @@ def check(worker: DecodeWorker, answers: Answers) -> None:
     assert stats.pages_free == stats.pages_total
 
 
-@pytest.mark.parametrize("overlap", ["off", "on"])
-@pytest.mark.parametrize("drafts", DRAFTS)
-@pytest.mark.parametrize("budget", [5, 64])
+@pytest.mark.parametrize(
+    ("budget", "drafts", "overlap"),
+    witnesses(
+        itertools.product((5, 64), DRAFTS, ("off", "on")),
+        {(5, "off", "off"), (5, "chain", "on"), (64, "tree", "on"), (5, "tree", "off"), (64, "off", "on")},
+    ),
+)
 def test_greedy_tokens_equal_those_of_transformers(
     target: Path, head: Path, answers: Answers, drafts: str, overlap: str, budget: int
 ) -> None:
@@ -134,11 +140,11 @@ def test_every_family_is_served_without_prefill_workers(
 @pytest.mark.parametrize(
     ("settings", "overlap"),
     [
-        pytest.param({}, "off", id="fixed-off"),
+        slow({}, "off", id="fixed-off"),
         pytest.param({}, "on", id="fixed-on"),
         pytest.param({"spec_adaptive": "on"}, "off", id="adaptive-off"),
-        pytest.param({"spec_adaptive": "on"}, "on", id="adaptive-on"),
-        pytest.param({"deterministic": True}, "off", id="deterministic-off", marks=pytest.mark.slow),
+        slow({"spec_adaptive": "on"}, "on", id="adaptive-on"),
+        slow({"deterministic": True}, "off", id="deterministic-off"),
         pytest.param({"deterministic": True}, "on", id="deterministic-on"),
     ],
 )

@@ -16,7 +16,13 @@ from baton.engine.speculative.drafters.dflash import DflashDrafter
 from baton.engine.speculative.drafters.dflash_head import DflashHead
 from baton.tests.parity.dflash_engine import DflashEngine, recomputed_block
 from baton.tests.parity.dflash_toys import DFLASH_IDS, MASK, dflash_config, dflash_tensors, write_dflash
-from baton.tests.parity.eagle3_engine import PAGE_SIZE, Engine, features_of, record_drafts
+from baton.tests.parity.eagle3_engine import (
+    PAGE_SIZE,
+    Engine,
+    check_without_draft_state,
+    features_of,
+    record_drafts,
+)
 from baton.tests.parity.graph_engine import (
     MAX_TOKENS,
     arena,
@@ -29,6 +35,7 @@ from baton.tests.parity.graph_engine import (
 from baton.tests.parity.test_draft_graphs import batch_of
 from baton.tests.parity.toy_engine import random_ids
 from baton.tests.parity.toy_models import reference_greedy, reference_model
+from baton.tests.variants import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -78,8 +85,8 @@ def test_greedy_output_is_that_of_transformers(deep_target: Path, head: Path) ->
     "params",
     [
         sampled(),
-        sampled(temperature=1.7, top_k=5),
-        sampled(top_p=0.5, min_p=0.05),
+        slow(sampled(temperature=1.7, top_k=5)),
+        slow(sampled(top_p=0.5, min_p=0.05)),
         sampled(frequency_penalty=0.7, presence_penalty=0.4, repetition_penalty=1.3, logit_bias={3: 4.0}),
     ],
 )
@@ -90,7 +97,7 @@ def test_sampled_output_with_a_seed_is_the_same_with_and_without_drafts(
     assert DflashEngine(deep_target, head, steps=STEPS).generate(PROMPTS, params) == plain
 
 
-@pytest.mark.parametrize("uses_graphs", [False, True], ids=["eager", "as on a device"])
+@pytest.mark.parametrize("uses_graphs", [False, slow(True)], ids=["eager", "as on a device"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_drafts_are_those_of_a_full_recompute_without_a_cache(
     deep_target: Path, tmp_path: Path, layout: str, uses_graphs: bool
@@ -279,14 +286,7 @@ def test_a_cached_page_serves_prompts_that_differ_behind_it(deep_target: Path, h
 
 def test_a_request_without_draft_state_is_served_beside_drafted_ones(deep_target: Path, head: Path) -> None:
     plain = Engine(deep_target).generate(PROMPTS[:2], greedy())
-    engine = DflashEngine(deep_target, head, steps=STEPS)
-    cold, warm = (engine.prefill(prompt, greedy()) for prompt in PROMPTS[:2])
-    engine.decoder.forget(cold)
-    before = engine.drafter.pool.kv[cold.pages].clone()
-    while live := [request for request in (cold, warm) if not request.is_finished]:
-        engine.decoder.step(live)
-    assert [cold.output_ids, warm.output_ids] == plain
-    assert torch.equal(engine.drafter.pool.kv[cold.pages], before)
+    check_without_draft_state(DflashEngine(deep_target, head, steps=STEPS), PROMPTS[:2], greedy(), plain)
 
 
 def test_the_last_positions_of_the_context_are_served_right(deep_target: Path, tmp_path: Path) -> None:

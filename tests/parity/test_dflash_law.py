@@ -12,6 +12,7 @@ import torch
 from baton.engine.speculative.step import fused_step
 from baton.tests.parity.dflash_toys import dflash_config, write_dflash
 from baton.tests.parity.test_sampled_law import (
+    FEW,
     GROSS_AGAIN,
     HIDDEN,
     MANY,
@@ -64,7 +65,7 @@ def test_sequences_of_a_decode_worker_have_the_targets_law(models):
 def test_a_wrong_rule_is_refuted(models, monkeypatch, rule):
     torch.manual_seed(1)
     monkeypatch.setattr(fused_step, "verify_drafts", rule)
-    assert is_refuted(sample(models, QUICK // 2))
+    assert is_refuted(sample(models, FEW))
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ from baton.tests.parity.graph_engine import BREAKABLE, FULL, arena, kv_of, with_
 from baton.tests.parity.overlap_engine import overlapped, run_ahead
 from baton.tests.parity.toy_engine import random_ids
 from baton.tests.parity.toy_models import reference_greedy, reference_model
+from baton.tests.variants import slow, witnesses
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,12 +46,13 @@ PROMPTS = ([5, 9, 200, 31, 7, 7, 90, 18, 3], [17], list(range(40, 64)), [250, 3,
 PATHS: dict[str, set | None] = {"eager": None, "breakable": BREAKABLE, "full": FULL}
 SHAPES = {"chain": {}, "tree": {"steps": 3, "topk": 2, "tokens": 7}}
 Weights = dict[str, torch.Tensor]
-QUICK = {
+QUICK = (
     ("eagle", "chain", "breakable"),
     ("eagle", "tree", "full"),
     ("eagle3 of three layers", "chain", "full"),
+    ("eagle of two layers", "tree", "eager"),
     ("parallel eagle3", "chain", "full"),
-}
+)
 
 
 def greedy(count: int = COUNT) -> SamplingParams:
@@ -207,9 +209,14 @@ def test_drafts_are_those_of_the_formulas_over_all_rows(
 @pytest.mark.parametrize(
     ("name", "shape", "path"),
     [
-        pytest.param(*cell, path, marks=() if path == "eager" or (*cell, path) in QUICK else pytest.mark.slow)
-        for cell in BOTH
-        for path in PATHS
+        *((head, "chain", "eager") for head in HEADS),
+        *QUICK,
+        *(
+            slow(*cell, path)
+            for cell in BOTH
+            for path in PATHS
+            if (cell[1], path) != ("chain", "eager") and (*cell, path) not in QUICK
+        ),
     ],
 )
 def test_greedy_tokens_are_those_of_transformers_on_every_path(
@@ -223,7 +230,7 @@ def test_greedy_tokens_are_those_of_transformers_on_every_path(
     assert {result.path for result in engine.results} == ({"graph"} if path == "full" else {"eager"})
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", witnesses(HEADS, {"eagle", "eagle3 of three layers", "parallel eagle3"}))
 def test_steps_launched_ahead_give_the_same_tokens(
     deep_target: Path, heads: dict[str, Path], answers: list[list[int]], name: str
 ) -> None:
@@ -234,7 +241,7 @@ def test_steps_launched_ahead_give_the_same_tokens(
     assert [request.output_ids for request in requests] == answers
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", witnesses(HEADS, {"eagle of two layers", "parallel eagle3 of speculators"}))
 def test_sampled_tokens_with_a_seed_are_those_without_drafts(
     deep_target: Path, heads: dict[str, Path], name: str
 ) -> None:

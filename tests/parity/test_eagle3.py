@@ -10,6 +10,7 @@ from baton.tests.parity.eagle3_engine import (
     NUM_PAGES,
     PAGE_SIZE,
     Engine,
+    check_without_draft_state,
     features_of,
     recomputed_drafts,
     record_drafts,
@@ -24,6 +25,7 @@ from baton.tests.parity.eagle3_toys import (
     write_head,
 )
 from baton.tests.parity.toy_models import reference_greedy, reference_model
+from baton.tests.variants import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -81,9 +83,9 @@ def test_greedy_output_is_that_of_transformers_whatever_the_head(
     "params",
     [
         sampled(),
-        sampled(temperature=0.3, seed=2**63 + 5),
+        slow(sampled(temperature=0.3, seed=2**63 + 5)),
         sampled(temperature=1.7, top_k=5),
-        sampled(top_p=0.5, min_p=0.05),
+        slow(sampled(top_p=0.5, min_p=0.05)),
         sampled(frequency_penalty=0.7, presence_penalty=0.4, repetition_penalty=1.3),
         sampled(logit_bias={3: 4.0, 9: -5.0}),
         greedy(repetition_penalty=1.5),
@@ -177,15 +179,7 @@ def test_requests_of_a_mixed_batch_get_the_tokens_they_get_alone(target: Path, r
 
 def test_a_request_without_draft_state_is_served_beside_drafted_ones(target: Path, random_head: Path) -> None:
     plain = Engine(target).generate(PROMPTS[:2], greedy())
-    engine = Engine(target, random_head)
-    cold, warm = (engine.prefill(prompt, greedy()) for prompt in PROMPTS[:2])
-    engine.decoder.forget(cold)
-    before = engine.drafter.pool.kv[cold.pages].clone()
-    while not (cold.is_finished and warm.is_finished):
-        result = engine.decoder.step([r for r in (cold, warm) if not r.is_finished])
-        assert result.drafted[0] == 0 or cold.is_finished
-    assert [cold.output_ids, warm.output_ids] == plain
-    assert torch.equal(engine.drafter.pool.kv[cold.pages], before)
+    check_without_draft_state(Engine(target, random_head), PROMPTS[:2], greedy(), plain)
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 4, 5])

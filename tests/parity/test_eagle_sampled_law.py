@@ -8,6 +8,7 @@ import torch
 from baton.engine.speculative.step import fused_step
 from baton.tests.parity.eagle3_toys import write_head
 from baton.tests.parity.test_sampled_law import (
+    FEW,
     GROSS_AGAIN,
     HIDDEN,
     MANY,
@@ -77,7 +78,7 @@ def test_sequences_of_a_decode_worker_have_the_targets_law(models, kind):
 def test_a_wrong_rule_is_refuted_with_parallel_drafts(models, monkeypatch, rule):
     torch.manual_seed(1)
     monkeypatch.setattr(fused_step, "verify_drafts", rule)
-    assert is_refuted(sample(models["parallel"], QUICK // 2))
+    assert is_refuted(sample(models["parallel"], FEW))
 
 
 @pytest.mark.slow

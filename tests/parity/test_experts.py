@@ -16,6 +16,7 @@ from baton.tests.parity.graph_engine import arena, with_graphs
 from baton.tests.parity.test_batch_invariance import VOCAB, answers_of
 from baton.tests.parity.test_graph_paths import assert_same
 from baton.tests.parity.toy_engine import random_ids
+from baton.tests.variants import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,7 +30,7 @@ EXPERTS = MoEConfig(
 )
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", [slow("qwen3_moe"), "mixtral"])
 def test_graphs_and_drafts_give_the_tokens_of_eager_steps(
     toy_checkpoint: Callable[..., Path], head: Path, family: str
 ):
@@ -39,7 +40,7 @@ def test_graphs_and_drafts_give_the_tokens_of_eager_steps(
     assert_same(eager, graphed)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32)], ids=str)
 def test_bits_of_an_answer_do_not_depend_on_the_batch(dtype: torch.dtype):
     config = toy_target(num_layers=3, vocab_size=VOCAB, dtype=str(dtype).removeprefix("torch."), moe=EXPERTS)
     models, prompts = (

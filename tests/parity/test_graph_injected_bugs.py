@@ -23,7 +23,7 @@ from baton.engine.kv.pool import KVPool
 from baton.engine.models.layers import Attend
 from baton.engine.runner import target_graphs
 from baton.engine.sampling.params import SamplingParams
-from baton.engine.speculative.drafters import eagle3
+from baton.engine.speculative.drafters import recycling
 from baton.engine.speculative.drafters.eagle3 import Eagle3Drafter
 from baton.engine.speculative.step import fused_step
 from baton.engine.speculative.step.fused_step import FusedStep, StepKind
@@ -129,12 +129,12 @@ def graph_output_read_though_it_did_not_run(engine: Engine, planting: pytest.Mon
 
 
 def draft_state_not_refreshed(engine: Engine, planting: pytest.MonkeyPatch) -> None:
-    chain = eagle3.draft_chain
+    chain = recycling.draft_chain
 
     def stale(head: object, pool: object, view: object, state: tuple, count: int) -> torch.Tensor:
         return chain(head, pool, view, (torch.zeros_like(state[0]), state[1]), count)
 
-    planting.setattr(eagle3, "draft_chain", stale)
+    planting.setattr(recycling, "draft_chain", stale)
 
 
 def features_of_the_row_before(engine: Engine, planting: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,10 @@ PLANTS = {
         r"features \(\d+, 288\).* does not fit the static buffer \(24, 96\)",
     ),
     # what lies in that memory says nothing: tokens or lengths are wrong
-    graph_output_read_though_it_did_not_run: (AssertionError, "assert |no page or no context left"),
+    graph_output_read_though_it_did_not_run: (
+        AssertionError,
+        "assert |no page or no context left|gave no token",
+    ),
     draft_state_not_refreshed: NOT_AT_FIRST,
     features_of_the_row_before: NOT_LATER,
     counts_of_the_state_not_moved_on: WRONG_TOKENS,

@@ -14,6 +14,7 @@ from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.graph_engine import MAX_TOKENS, arena, families, kv_of, uses_kernels, with_graphs
 from baton.tests.parity.path_matrix import AHEAD, ALL, QUICK, Cell, Matrix, combined_in, quick_ahead
 from baton.tests.parity.toy_engine import random_ids
+from baton.tests.variants import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -85,7 +86,7 @@ def test_no_drafter_decodes_one_row_per_request_as_a_graph(target):
 @pytest.mark.parametrize(
     "params",
     [
-        [sampled(3)],
+        slow([sampled(3)]),
         [greedy(), sampled(4), sampled(5, top_k=1), sampled(6, top_p=0.6)],
         [sampled(7, frequency_penalty=0.7, repetition_penalty=1.3), greedy()],
     ],
@@ -97,7 +98,7 @@ def test_sampled_drafts_are_the_same_inside_a_graph(target, head, params):
     assert_same(eager, graphed, params=params)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize("steps", [1, slow(2), 5])
 def test_any_number_of_draft_steps(target, head, steps):
     eager, graphed = Engine(target, head, steps=steps), Engine(target, head, steps=steps)
     with_graphs(graphed)

@@ -15,6 +15,7 @@ from baton.engine.sampling.params import SamplingParams
 from baton.tests.parity.eagle3_engine import record_drafts
 from baton.tests.parity.graph_engine import arena, with_graphs
 from baton.tests.parity.mtp_toys import MtpEngine
+from baton.tests.parity.quant_toys import EXPERTS, SHAPE, write_quantised
 from baton.tests.parity.toy_engine import random_ids
 from baton.tests.parity.toy_models import reference_greedy, reference_model
 from safetensors.torch import load_file, save_file
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 LAYERS = 2
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=14, ignore_eos=True)
 PROMPTS = ([5, 9, 200, 31, 7, 7, 90, 18, 3], [17], list(range(40, 64)), [250, 3, 250, 3, 250, 3])
-PARTS = {"eh_proj": (64, 128), "enorm": (64,), "hnorm": (64,), "shared_head.norm": (64,)}
+PARTS = {"eh_proj": (1, 2), "enorm": (1,), "hnorm": (1,), "shared_head.norm": (1,)}  # times the hidden size
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,13 @@ class Toy:
         config = json.loads((whole / "config.json").read_text()) | {"num_hidden_layers": LAYERS}
         tensors = load_file(whole / "model.safetensors")
         generator = torch.Generator().manual_seed(5)
+        shapes = {name: [each * config["hidden_size"] for each in shape] for name, shape in PARTS.items()}
         modules = {
             f"model.layers.{LAYERS + k}.{name}.weight": torch.randn(shape, generator=generator)
             * (0.2 if len(shape) == 1 else 0.1)
             + (1 if len(shape) == 1 else 0)
             for k in range(num_modules)
-            for name, shape in PARTS.items()
+            for name, shape in shapes.items()
         }
         behind = tuple(f"model.layers.{LAYERS + k}." for k in range(num_modules))
         modules |= {name: tensor for name, tensor in tensors.items() if name.startswith(behind)}
@@ -113,5 +115,29 @@ def test_tokens_are_those_of_transformers_eagerly_and_in_graphs(toy: Toy):
     expected = [reference_greedy(reference_model(toy.target), prompt, 14) for prompt in PROMPTS]
     assert MtpEngine(toy.target, toy.draft, steps=toy.num_modules).generate(PROMPTS, GREEDY) == expected
     graphed = MtpEngine(toy.target, toy.draft, steps=toy.num_modules, is_greedy=True)
+    with_graphs(graphed, arena())
+    assert graphed.generate(PROMPTS, GREEDY) == expected
+
+
+@pytest.mark.slow
+def test_quantised_modules_and_their_target_say_what_their_values_say(
+    toy_checkpoint: Callable[..., Path], tmp_path: Path
+):
+    """As DeepSeek-V3 is published: matrices in blocks of 128, the projection of both streams in floats."""
+    sizes = SHAPE | EXPERTS["deepseek_v3"] | {"num_hidden_layers": LAYERS + 1}
+    whole = tmp_path / "blocks"
+    values = write_quantised(toy_checkpoint("deepseek_v3", **sizes), whole, "block")
+    toys = []
+    for path in (whole, values):
+        (tmp_path / f"of {path.name}").mkdir()
+        toys.append(Toy.of(path, tmp_path / f"of {path.name}", 1))
+    stored, reference = toys
+    engine = MtpEngine(stored.target, stored.draft, steps=1)
+    request = engine.prefill(random_ids(60, seed=2), GREEDY)
+    for _ in range(4):
+        before = list(request.all_ids)
+        assert record_drafts(engine, request) == reference.drafts(before, 1)
+    expected = [reference_greedy(reference_model(reference.target), prompt, 14) for prompt in PROMPTS]
+    graphed = MtpEngine(stored.target, stored.draft, steps=1, is_greedy=True)
     with_graphs(graphed, arena())
     assert graphed.generate(PROMPTS, GREEDY) == expected

@@ -10,7 +10,14 @@ from baton.engine.kv.page_table import slots_for
 from baton.engine.request import Request
 from baton.engine.sampling.params import SamplingParams
 from baton.engine.speculative.drafting.shape import DraftShape
-from baton.tests.parity.eagle3_engine import NUM_PAGES, PAGE_SIZE, Engine, features_of, record_drafts
+from baton.tests.parity.eagle3_engine import (
+    NUM_PAGES,
+    PAGE_SIZE,
+    Engine,
+    check_without_draft_state,
+    features_of,
+    record_drafts,
+)
 from baton.tests.parity.mtp_oracles import (
     SOURCES,
     corrupt,
@@ -22,6 +29,7 @@ from baton.tests.parity.mtp_reference import reference_drafts
 from baton.tests.parity.mtp_toys import MtpEngine, random_modules, write_mtp
 from baton.tests.parity.toy_engine import random_ids
 from baton.tests.parity.toy_models import reference_greedy, reference_model, write_toy_checkpoint
+from baton.tests.variants import slow, witnesses
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -80,7 +88,8 @@ def test_greedy_output_is_that_of_transformers_whatever_the_modules(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "params", [sampled(), sampled(temperature=0.4, top_k=5), sampled(frequency_penalty=0.7, top_p=0.8)]
+    "params",
+    [slow(sampled()), slow(sampled(temperature=0.4, top_k=5)), sampled(frequency_penalty=0.7, top_p=0.8)],
 )
 def test_sampled_output_is_the_same_with_and_without_modules(
     target: Path, heads: dict[str, Path], kind: str, params: SamplingParams
@@ -135,7 +144,7 @@ def test_the_oracle_is_accepted_in_full_at_every_step(
 
 @pytest.mark.parametrize("is_chained", [True, False])
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("alpha", [0.3, 0.8])
+@pytest.mark.parametrize("alpha", [0.3, slow(0.8)])
 def test_guesses_that_were_wrong_leave_no_trace_in_the_kv_of_any_module(
     oracle_target: Path,
     tmp_path: Path,
@@ -156,7 +165,7 @@ def test_guesses_that_were_wrong_leave_no_trace_in_the_kv_of_any_module(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 16])
+@pytest.mark.parametrize("chunk", [1, slow(2), 3, slow(5), slow(16)])
 def test_any_chunking_of_the_prefill_gives_the_same_kv_and_drafts(
     target: Path, heads: dict[str, Path], kind: str, chunk: int
 ) -> None:
@@ -230,15 +239,7 @@ def test_a_request_without_draft_state_is_served_beside_drafted_ones(
     target: Path, heads: dict[str, Path], kind: str
 ) -> None:
     plain = Engine(target).generate(PROMPTS[:2], greedy())
-    engine = MtpEngine(target, heads[kind])
-    cold, warm = (engine.prefill(prompt, greedy()) for prompt in PROMPTS[:2])
-    engine.decoder.forget(cold)
-    before = engine.drafter.pool.kv[cold.pages].clone()
-    while not (cold.is_finished and warm.is_finished):
-        engine.decoder.step([r for r in (cold, warm) if not r.is_finished])
-    assert [cold.output_ids, warm.output_ids] == plain
-    assert torch.equal(engine.drafter.pool.kv[cold.pages], before)
-    assert not bool(engine.drafter.pool.kv[0].any()), "the sink stays zero"
+    check_without_draft_state(MtpEngine(target, heads[kind]), PROMPTS[:2], greedy(), plain)
 
 
 @pytest.mark.parametrize("kind", ["chained", "shared"])
@@ -309,7 +310,7 @@ class Cycle:
         pass
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", witnesses(KINDS, {"chained", "shared", "hidden first"}))
 def test_steps_of_any_length_in_turns_keep_the_kv_of_all_modules(
     target: Path, heads: dict[str, Path], kind: str
 ) -> None:

@@ -21,6 +21,7 @@ from baton.tests.parity.toy_engine import random_ids
 from baton.tests.parity.toy_models import reference_greedy, reference_model
 from baton.tests.sim.worker_pair import Pair
 from baton.tests.unit.engine.warmup.test_variants import planned, workload
+from baton.tests.variants import witnesses
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,13 +50,7 @@ def load(
 # --- start-up -----------------------------------------------------------------------------------------------
 
 
-# Independent modules run the code of chained ones, without the hidden state of the module before.
-QUICK_KINDS = [
-    pytest.param(kind, marks=pytest.mark.slow) if kind == "independent" else kind for kind in KINDS
-]
-
-
-@pytest.mark.parametrize("kind", QUICK_KINDS)
+@pytest.mark.parametrize("kind", witnesses(KINDS, {"shared"}))
 def test_graphs_pass_the_self_tests_and_a_rehearsal_replays_them(target, heads, kind):
     engine, _ = load(target, heads[kind], graphs="on", graph_self_test=True)
     kinds = engine.graphs.pool.kinds()
@@ -122,14 +117,7 @@ def test_modules_are_read_from_the_targets_own_checkpoint(target, tmp_path):
 # --- serving ------------------------------------------------------------------------------------------------
 
 
-QUICK_WAYS = {
-    ("chained", "on", "on"),
-    ("chained", "off", "off"),
-    ("independent", "off", "on"),
-    ("independent", "on", "off"),
-    ("shared", "on", "on"),
-    ("shared", "off", "off"),
-}
+QUICK_WAYS = {("chained", "on", "on"), ("independent", "on", "off"), ("shared", "off", "off")}
 
 
 @pytest.mark.parametrize(
@@ -145,8 +133,10 @@ def test_an_aggregated_worker_gives_the_tokens_of_transformers(target, heads, ki
     check(worker, answers_of(target))
 
 
-@pytest.mark.parametrize("chunk", [16, 64, 96])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "chunk"),
+    witnesses(itertools.product(KINDS, (16, 64, 96)), {("chained", 16), ("independent", 64), ("shared", 96)}),
+)
 def test_a_pair_of_workers_gives_the_tokens_of_transformers(target, heads, kind, chunk):
     """Features cross the hand-off as they are behind the last layer; a second round hits both caches."""
     answers, long = answers_of(target), random_ids(75, seed=75)

@@ -6,6 +6,7 @@ import pytest
 from baton.engine.speculative.step import fused_step
 from baton.tests.parity.mtp_laws import write_kinds
 from baton.tests.parity.test_sampled_law import (
+    FEW,
     GROSS_AGAIN,
     MANY,
     QUICK,
@@ -35,7 +36,7 @@ def test_sequences_of_a_decode_worker_have_the_targets_law(models, kind):
 @pytest.mark.parametrize("rule", GROSS_AGAIN)
 def test_a_wrong_rule_is_refuted_with_modules(models, monkeypatch, rule):
     monkeypatch.setattr(fused_step, "verify_drafts", rule)
-    assert is_refuted(sample(models["chained"], QUICK // 2))
+    assert is_refuted(sample(models["chained"], FEW))
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from baton.tests.parity.oracles import (
     write_memory_oracle,
 )
 from baton.tests.parity.toy_engine import random_ids
+from baton.tests.variants import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,8 +67,9 @@ def continued(prompt: list[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("has_graphs", [False, True])
-@pytest.mark.parametrize("chunk", [5, 1000])
+@pytest.mark.parametrize(
+    ("chunk", "has_graphs"), [(5, True), (1000, False), slow(5, False), slow(1000, True)]
+)
 def test_the_draft_keeps_the_state_that_its_next_tokens_need(either, has_graphs, chunk):
     engine = Engine(*either)
     if has_graphs:

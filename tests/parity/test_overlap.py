@@ -15,6 +15,7 @@ from baton.engine.speculative.step.step_graphs import StepGraphs
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.overlap_engine import LateSteps, counting_reads, overlapped, run_ahead
 from baton.tests.parity.test_adaptive_steps import Scripted
+from baton.tests.variants import slow, witnesses
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,10 +56,10 @@ def requests_of(engine: Engine, params: Params = MIXED, **changes: object) -> li
 
 @pytest.mark.parametrize(
     ("graphs", "steps"),
-    [(False, LateSteps), (True, StepGraphs), pytest.param(True, LateSteps, marks=pytest.mark.slow)],
+    [(False, LateSteps), (True, StepGraphs), slow(True, LateSteps)],
     ids=["eager-late", "graphs", "graphs-late"],
 )
-@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("drafts", witnesses(DRAFTS, {"off", "tree"}))
 def test_the_tokens_are_those_of_steps_that_wait(
     target: Path, head: Path, drafts: str, graphs: bool, steps: type[StepGraphs]
 ) -> None:
@@ -110,7 +111,7 @@ def test_a_token_that_ends_a_request_inside_a_block_ends_it_there(
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize(
-    "shapes", [[PLAIN, DraftShape.of(1), DraftShape.of(3)], [PLAIN, DraftShape.of(2, 2, 7)]]
+    "shapes", [slow([PLAIN, DraftShape.of(1), DraftShape.of(3)]), [PLAIN, DraftShape.of(2, 2, 7)]]
 )
 def test_a_step_policy_sees_the_acceptance_one_step_late(
     oracle: tuple[Path, Path], shapes: list[DraftShape], graphs: bool
@@ -133,7 +134,7 @@ def test_a_step_policy_sees_the_acceptance_one_step_late(
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager-late", "graphs"])
-@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("drafts", witnesses(DRAFTS, {"off", "tree"}))
 def test_edited_requests_are_launched_ahead_beside_others(
     target: Path, head: Path, drafts: str, graphs: bool
 ) -> None:
@@ -197,7 +198,7 @@ def test_a_nucleus_wider_than_the_devices_candidates_uses_the_host(
     assert len(results) > 5
 
 
-@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("drafts", witnesses(DRAFTS, {"off", "chain"}))
 def test_requests_joining_and_leaving_change_no_other_requests_tokens(
     target: Path, head: Path, drafts: str
 ) -> None:
@@ -229,7 +230,7 @@ def test_requests_joining_and_leaving_change_no_other_requests_tokens(
         assert decoder.steps.step.state.num_open == 0
 
 
-@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("drafts", witnesses(DRAFTS, {"off", "tree"}))
 def test_a_steady_step_neither_synchronises_nor_allocates(target: Path, head: Path, drafts: str) -> None:
     engine = engine_of(target, head, drafts)
     decoder = overlapped(engine, graphs=True)
@@ -313,7 +314,7 @@ def test_bad_logits_behind_rejected_drafts_fail_no_request(
         assert request.num_output > 1
 
 
-@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("drafts", witnesses(DRAFTS, {"off", "tree"}))
 def test_the_fixed_forms_of_a_device_can_be_recorded_and_choose_the_same(
     target: Path, head: Path, drafts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

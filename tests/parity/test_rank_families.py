@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
-from baton.tests.parity.quant_toys import FORMS, rounded_greedy, write_kv_scales, write_quantised
+from baton.tests.parity.quant_toys import (
+    FORMS,
+    ORDERED,
+    WIDE_EXPERTS,
+    rounded_greedy,
+    write_kv_scales,
+    write_quantised,
+)
 from baton.tests.parity.quant_toys import SHAPE as QUANT_SHAPE
 from baton.tests.parity.rank_cases import RankCases
 from baton.tests.parity.test_aggregated import ask, worker_of
@@ -65,7 +72,40 @@ def test_each_architecture_says_what_transformers_says(
         check(ranks, path, answers, draft, graphs=given["graphs"])
 
 
-@pytest.mark.parametrize("form", FORMS)
+MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
+EVEN = {"mixtral": {"num_local_experts": 4}}  # the others have an even number
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_experts_that_are_whole_on_a_rank_say_what_transformers_says(
+    ranks: RankCases, toy_checkpoint: Callable[..., Path], head: Path, family: str
+):
+    path = toy_checkpoint(family, **EVEN.get(family, {}))
+    answers = answers_of(path)
+    for given in PATHS.values():
+        draft = head if given["draft"] == "head" else given["draft"]
+        check(ranks, path, answers, draft, graphs=given["graphs"], ep=True)
+
+
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_rows_of_experts_are_counted_as_on_one_rank(
+    ranks: RankCases, toy_checkpoint: Callable[..., Path], graphs: str
+):
+    path = toy_checkpoint("qwen3_moe")
+    settings = {"count_experts": True, "graphs": graphs, "max_running": len(PROMPTS)}
+    alone = worker_of(path, None, 16, **settings)
+    alone.engine.begin_watch()  # forgets the rows of captures
+    ask(alone, list(PROMPTS), NUM_TOKENS)
+    counted = alone.engine.expert_counters
+    assert sum(counted.values()) > 100
+    for ep in (False, True):
+        with ranks.worker(path, ep=ep, **settings) as worker:
+            worker.engine.begin_watch()
+            ask(worker, list(PROMPTS), NUM_TOKENS)
+            assert worker.engine.expert_counters == counted
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != ORDERED])
 def test_quantised_weights_say_what_transformers_says_with_their_values(
     ranks: RankCases, toy_checkpoint: Callable[..., Path], tmp_path: Path, form: str
 ):
@@ -75,12 +115,27 @@ def test_quantised_weights_say_what_transformers_says_with_their_values(
     check(ranks, tmp_path / form, answers, graphs="off")
 
 
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("deepseek_v3", "block"), ("qwen3_moe", "block"), ("mixtral", "channel"), ("qwen2_moe", "awq")],
+)
+def test_quantised_experts_say_what_transformers_says_with_their_values(
+    ranks: RankCases, toy_checkpoint: Callable[..., Path], tmp_path: Path, family: str, form: str
+):
+    plain = toy_checkpoint(family, **BLOCKS | WIDE_EXPERTS[family] | EVEN.get(family, {}))
+    answers = answers_of(write_quantised(plain, tmp_path / form, form))
+    for ep in (False, True):
+        check(ranks, tmp_path / form, answers, "ngram", graphs="on", ep=ep)
+        check(ranks, tmp_path / form, answers, graphs="off", ep=ep)
+
+
 def test_experts_in_4_bits_say_what_transformers_says_with_their_values(
     ranks: RankCases, toy_copy: Callable[..., Path], tmp_path: Path
 ):
     path = toy_copy("gpt_oss", intermediate_size=128)
     write_packed(path, tmp_path / "packed")
-    check(ranks, tmp_path / "packed", answers_of(path), "ngram", graphs="on")
+    for ep in (False, True):
+        check(ranks, tmp_path / "packed", answers_of(path), "ngram", graphs="on", ep=ep)
 
 
 def one_rank_of(path: Path, **settings: object) -> list[list[int]]:

@@ -38,7 +38,7 @@ VOCAB, HIDDEN, TOKENS = 3, 16, 4  # the first of them is prefill's
 BATCH, D = 200, "d" * 32
 LAW = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.25, 0.6, 0.15]], dtype=torch.float64)
 NORMAL_QUANTILE = 4.75  # one false alarm in a million
-QUICK, MANY = 10_000, 1_000_000
+FEW, QUICK, MANY = 2000, 6000, 1_000_000
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +208,7 @@ def test_sequences_of_a_decode_worker_have_the_targets_law(models):
 def test_a_wrong_rule_is_refuted(models, monkeypatch, rule):
     torch.manual_seed(1)
     monkeypatch.setattr(fused_step, "verify_drafts", rule)
-    assert is_refuted(sample(models, QUICK // 2))
+    assert is_refuted(sample(models, FEW))
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def test_sequences_with_drafts_by_lookup_have_the_targets_law(lookup):
 def test_a_wrong_rule_for_drafts_by_lookup_is_refuted(lookup, monkeypatch, rule):
     torch.manual_seed(1)
     monkeypatch.setattr(fused_step, "verify_drafts", rule)
-    assert is_refuted(sample(lookup, QUICK // 2, ngram_min=1, ngram_max=2, spec_adaptive="off"))
+    assert is_refuted(sample(lookup, FEW, ngram_min=1, ngram_max=2, spec_adaptive="off"))
 
 
 @pytest.mark.slow

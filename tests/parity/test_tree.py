@@ -12,6 +12,7 @@ from baton.tests.parity.eagle3_engine import (
     NUM_PAGES,
     PAGE_SIZE,
     Engine,
+    check_without_draft_state,
     features_of,
     recomputed_children,
     rows_of,
@@ -24,6 +25,7 @@ from baton.tests.parity.eagle3_toys import (
 )
 from baton.tests.parity.graph_engine import FULL, arena, families, kv_of, uses_kernels, with_graphs
 from baton.tests.parity.toy_engine import random_ids
+from baton.tests.variants import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -104,14 +106,7 @@ def test_requests_of_a_mixed_batch_get_the_tokens_they_get_alone(target: Path, h
 
 def test_a_request_without_drafts_keeps_its_draft_kv_beside_a_drafted_one(target: Path, head: Path) -> None:
     plain = Engine(target).generate(PROMPTS[:2], greedy())
-    engine = tree(target, head)
-    cold, warm = (engine.prefill(prompt, greedy()) for prompt in PROMPTS[:2])
-    engine.decoder.forget(cold)
-    before = engine.drafter.pool.kv[cold.pages].clone()
-    while live := [request for request in (cold, warm) if not request.is_finished]:
-        assert engine.decoder.step(live).drafted[0] == 0 or cold.is_finished
-    assert [cold.output_ids, warm.output_ids] == plain
-    assert torch.equal(engine.drafter.pool.kv[cold.pages], before)
+    check_without_draft_state(tree(target, head), PROMPTS[:2], greedy(), plain)
 
 
 def test_a_cached_prefix_serves_a_tree(target: Path, head: Path) -> None:
@@ -156,7 +151,8 @@ def test_the_oracles_branch_is_accepted_in_full_at_every_step(
 
 
 @pytest.mark.parametrize(
-    ("shape", "has_graphs"), [((1, 2, 3), False), ((2, 2, 7), False), ((2, 2, 7), True), ((3, 4, 15), False)]
+    ("shape", "has_graphs"),
+    [((1, 2, 3), True), ((2, 2, 7), False), ((3, 4, 15), False), slow((2, 2, 7), True)],
 )
 def test_a_tree_accepts_the_second_child_where_a_chain_accepts_nothing(
     oracle: tuple[Path, Path], shape: tuple[int, int, int], has_graphs: bool
@@ -239,8 +235,10 @@ def test_draft_kv_and_state_behind_a_tree_are_those_of_a_prefill(oracle: tuple[P
     assert torch.allclose(*states, atol=1e-3)
 
 
-@pytest.mark.parametrize("has_graphs", [False, True])
-@pytest.mark.parametrize(("pages", "max_context"), [(4, 256), (9, 18)])
+@pytest.mark.parametrize(
+    ("pages", "max_context", "has_graphs"),
+    [(4, 256, False), (9, 18, False), (9, 18, True), slow(4, 256, True)],
+)
 def test_no_token_is_accepted_without_a_slot_for_its_kv(
     oracle: tuple[Path, Path], pages: int, max_context: int, has_graphs: bool
 ) -> None:

@@ -8,7 +8,6 @@ from baton.cluster.config.roles import DecodeConfig
 from baton.decode.worker import DecodeWorker
 from baton.engine.config import EngineConfig
 from baton.engine.loader import EngineLoader, join_ranks
-from baton.engine.parallel.group import leave_group
 from baton.tests.parity.test_sampled_law import D, Ears
 from baton.worker.ranks import Ranks
 
@@ -42,7 +41,6 @@ def tp_worker(target: Path, draft: Path | str | None, tp: int, **settings: objec
         worker.ranks = ranks
         yield worker
         ranks.close()
-        leave_group(group)
     finally:
         ranks.close(is_clean=False)
         assert [process.returncode for process in ranks.processes] == [0] * (tp - 1)

@@ -1,12 +1,14 @@
 """The invariants of a simulated cluster, after every turn and at the end. Clients check their own answers."""
 
 from baton.decode.queues import DecodeState
-from baton.kvtransfer.protocol.sender import EARLY_S
+from baton.kvtransfer.protocol.sender import EARLY_S, SenderSession
 from baton.kvtransfer.protocol.session import MAX_TOMBSTONES, TOMBSTONE_S
+from baton.kvtransfer.transports.sender_endpoint import SenderEndpoint
 from baton.router.rooms.retries import BUDGET_FLOOR, BUDGET_SHARE, MAX_ATTEMPTS
 from baton.router.rooms.room import RoomPhase
 from baton.tests.sim.cluster_clients import Violation
 from baton.tests.sim.cluster_faults import LOSING, PAUSES
+from baton.tests.sim.cluster_pulls import check_patience, ends_of, held_pages, untold
 
 SERVED_S = 3.0  # what a request needs beside pauses
 RECOVERED_S = 2.8  # a request whose worker died has its answer from others
@@ -55,6 +57,9 @@ class Checker:
                 owners[page] += 1
         for page in cache._children.values():
             owners[page] += 1
+        for page in held_pages(process):
+            owners[page] += 1
+        check_patience(process)
         if process.tier_checks is not None:
             process.tier_checks.audit(owners)
         for page, count in owners.items():
@@ -81,28 +86,30 @@ class Checker:
                 outboxes=sum(len(worker.outbox) for worker in process.dispatcher.registry),
             )
             return
-        transport, stats = process.transport, process.worker.stats()
+        ends, stats = ends_of(process.transport), process.worker.stats()
         yield from self._nonzero(
             process,
             rooms=process.worker.num_rooms,
             pages=stats.pages_total - stats.pages_free,
-            transfers=transport.session.num_rooms,
-            outbox=sum(map(len, transport._outbox.values())),
+            transfers=sum(end.session.num_rooms for end in ends),
+            outbox=sum(len(waiting) for end in ends for waiting in end._outbox.values()),
+            untold=untold(process, self.world.router),
             commands=len(process.link.commands),
             messages=process.control.num_waiting,
             unread=len(process.link.inbox),
         )
         if process.tier_checks is not None:
             yield from self._nonzero(process, copies=process.worker.tiers.tiers.is_busy)
-        if process.role == "P":
-            yield from self._nonzero(
-                process,
-                reads=len(transport._reads._pages),
-                held=len(transport._reads._held),
-                staging=len(transport._reads._staging),
-                waiting=len(transport._waiting),
-                prepared=len(transport._prepared),
-            )
+        for sender in ends:
+            if isinstance(sender, SenderEndpoint):
+                yield from self._nonzero(
+                    process,
+                    reads=len(sender._reads._pages),
+                    held=len(sender._reads._held),
+                    staging=len(sender._reads._staging),
+                    waiting=len(sender._waiting),
+                    prepared=len(sender._prepared),
+                )
 
     def _nonzero(self, process, **amounts):
         for what, amount in amounts.items():
@@ -127,18 +134,23 @@ class Checker:
         self._check_pauses()
         self._check_options()
         self._check_digests()
+        self._check_features()
 
     def _check_memory(self, worker):
-        cache, session = worker.engine.cache, worker.transport.session
+        cache = worker.engine.cache
         cache.clear()
         if cache.allocator.num_used:
             raise Violation(f"{worker.name} has {cache.allocator.num_used} pages that nobody owns")
+        for end in ends_of(worker.transport):
+            self._check_session(worker, end.session)
+
+    def _check_session(self, worker, session):
         if len(session._tombstones) > MAX_TOMBSTONES:
             raise Violation(f"{worker.name} has {len(session._tombstones)} tombstones")
         session.tick(worker.clock() + max(EARLY_S, TOMBSTONE_S) + 1)
         if len(session._tombstones) > 1:  # an early Attach that ends now may leave one
             raise Violation(f"{worker.name} keeps {len(session._tombstones)} tombstones")
-        if worker.role == "P" and session._early:
+        if isinstance(session, SenderSession) and session._early:
             raise Violation(f"{worker.name} keeps {len(session._early)} early attachments")
 
     def _check_retries(self):
@@ -231,8 +243,13 @@ class Checker:
         if has_given_up or not world.faults.are_only("burst", "control_reorder", "cut"):
             return
         for worker in world.workers.values():
-            if worker.transport.counters["digest_mismatches"]:
+            if any(end.counters["digest_mismatches"] for end in ends_of(worker.transport)):
                 raise Violation(f"{worker.name} found wrong blocks though no bit was flipped")
+
+    def _check_features(self):
+        """Whoever gets pages without features holds their tokens itself: prefill has its word."""
+        if self.world.reached["asked for features that are not there"]:
+            raise Violation("a decode worker lacked tokens whose pages came without features to prefill")
 
     def check_gone(self, client):
         """Nothing of a room is left a second after its client has gone."""

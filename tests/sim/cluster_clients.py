@@ -36,13 +36,14 @@ class Client:
 
     world: object
     number: int
-    prompt: int
+    prompt: tuple
     sampling: Sampling
     leave_after: int = -1
     leave_at: float = 0.0  # seconds after it came
     stop_after: int = -1
     read_every_s: float = 0.0  # 0: at once
 
+    turns_left: int = 0  # of its conversation, of which this is one
     siblings: list = field(default_factory=list)  # the further choices of its request, which come with it
 
     tokens: list = field(default_factory=list)
@@ -72,7 +73,7 @@ class Client:
         choices, jobs = [self, *self.siblings], []
         for choice in choices:
             choice.router, choice.came_at = router, now
-            prompt_ids = list(prompts()[self.prompt])
+            prompt_ids = list(self.prompt)
             jobs.append(
                 Job(prompt_ids=prompt_ids, sampling=choice.sampling, arrived=router.clock(), tokenize_s=0.0)
             )
@@ -139,6 +140,8 @@ class Client:
                 got = f"{self.tokens} {event.reason}"
                 raise Violation(f"client {self.number} ended with {got}, not {self.text} {self.reason}")
             self._end("ok")
+            if self.turns_left:
+                self.world.next_turn(self)
         elif isinstance(event, Failure):
             self._end(event.kind)
 
@@ -204,7 +207,9 @@ def draw_client(world, number, rng: Random, faults):
     return Client(
         world,
         number,
-        rng.randrange(NUM_PROMPTS) % (TIERED_PROMPTS if world.settings.host_slots else NUM_PROMPTS),
+        prompts()[
+            rng.randrange(NUM_PROMPTS) % (TIERED_PROMPTS if world.settings.host_slots else NUM_PROMPTS)
+        ],
         sampling,
         leave_after=rng.randrange(8) if leaves_at_token else -1,
         leave_at=0.6 * rng.random() ** 2 if leaves and not leaves_at_token else 0.0,

@@ -15,6 +15,7 @@ from baton.cluster.process.running_clock import PauseMeter, RunningClock
 from baton.cluster.protocol.codec import control_up_decoder
 from baton.decode.local_prefill import LocalPrefill
 from baton.decode.worker import DecodeWorker
+from baton.kvtransfer.transport import Dropped
 from baton.kvtransfer.transports.endpoint import Delivered
 from baton.kvtransfer.transports.receiver_endpoint import ReceiverEndpoint
 from baton.kvtransfer.transports.sender_endpoint import SenderEndpoint
@@ -26,9 +27,11 @@ from baton.router.scheduling.output_estimates import OutputEstimates
 from baton.router.scheduling.placement import PairingPolicy
 from baton.router.workers.registry import Registry
 from baton.tests.sim.cluster_net import INFINITY, Died, Process
+from baton.tests.sim.cluster_pulls import OFF, SimTwoWay, news_of
 from baton.tests.sim.cluster_tiers import TierChecks, tiers_of
 from baton.tests.sim.cluster_toy import MAX_CONTEXT, STEPS, VOCAB, ToyAheadDecoder, ToyDecoder, toy_engine
 from baton.tests.sim.draws import hex_id
+from baton.worker.hand_off import prefix_layout
 from baton.worker.identity import hello_of, layout_of, planes_of
 from baton.worker.link import LinkWork, incoming, outgoing
 from baton.worker.main_loop import WorkerLoop
@@ -72,6 +75,7 @@ class RouterProcess(Process):
                 prefill=world.settings.prefill_policy,
                 decode=world.settings.decode_policy,
                 local_prefill_max=world.settings.local_prefill_max,
+                prefix_pulls=world.settings.pulls,
                 coin=Random(world.rng.getrandbits(64)),
             ),
             soon=self._due.append,
@@ -164,7 +168,7 @@ class SimControl(LinkQueues):
 class SimSender(SenderEndpoint):
     """Prefill's end of a transport over lines; a peer is the number of its line."""
 
-    def __init__(self, process, layout, planes, lease_s):
+    def __init__(self, process, layout, planes, lease_s, endpoint):
         super().__init__(
             process.instance,
             layout,
@@ -175,7 +179,7 @@ class SimSender(SenderEndpoint):
         )
         self.process = process
         self.arrived = deque()
-        process.world.network.listening[process.endpoint] = process
+        process.world.network.listening[endpoint] = process
 
     def poll(self, timeout):
         while self.arrived:
@@ -314,6 +318,7 @@ class WorkerProcess(Process):
         is_prefill = self.role == "P"
         settings = self.settings
         weights = 18 if name == world.options.odd else 17
+        has_features = settings.has_features
         self.engine = toy_engine(
             settings.prefill_pages if is_prefill else settings.decode_pages,
             settings.head_dim,
@@ -321,15 +326,18 @@ class WorkerProcess(Process):
             lookahead=0 if is_prefill else settings.lookahead,
             weights=weights,
             is_late=settings.is_overlapped and not is_prefill,
+            offers=has_features and is_prefill,
+            reads=has_features and not is_prefill,
         )
         pool = self.engine.pool
-        layout = layout_of(pool, model_fingerprint=f"toy {weights}", feature_ids=(), feature_width=0)
+        layout = layout_of(
+            pool,
+            model_fingerprint=f"toy {weights}",
+            feature_ids=self.engine.feature_ids,
+            feature_width=self.engine.feature_width,
+        )
         layout = replace(layout, block_bytes=settings.block_bytes)
-        planes = planes_of(pool, None)
-        if is_prefill:
-            self.transport = SimSender(self, layout, planes, settings.lease_s)
-        else:
-            self.transport = SimReceiver(self, layout, planes, settings.lease_s, settings.window)
+        self.transport = self._transport(layout)
         self.control = SimControl(self, self._hello(layout, pool), self.link_clock())
         self.link = SimLink(self)
         self.work = LinkWork({0: self.control}, self.transport, self._told)
@@ -338,11 +346,37 @@ class WorkerProcess(Process):
         if settings.host_slots:
             self.worker.tiers = tiers_of(self)
             self.tier_checks = TierChecks(self)
+        news = self.worker.news = news_of(self) if settings.pulls != OFF else None
         self.shutdown = Shutdown()
-        self.loop = WorkerLoop(self.worker, self.link, self.shutdown, drain_timeout_s=4.0, clock=self.clock)
+        self.loop = WorkerLoop(
+            self.worker, self.link, self.shutdown, drain_timeout_s=4.0, clock=self.clock,
+            news=news,
+        )  # fmt: skip
         self._link_at = self._turn_at = INFINITY
         self.wake_link(0.0)
         self.wake(0.001)
+
+    @property
+    def prefix_endpoint(self):
+        """Where it offers prefixes; "" where it offers none."""
+        return f"{self.endpoint}/prefixes" if self.role == "D" and self.settings.pulls != OFF else ""
+
+    def _transport(self, layout):
+        settings, pool, is_prefill = self.settings, self.engine.pool, self.role == "P"
+        planes = planes_of(pool, self.engine.features)
+        if is_prefill:
+            main = SimSender(self, layout, planes, settings.lease_s, self.endpoint)
+        else:
+            main = SimReceiver(self, layout, planes, settings.lease_s, settings.window)
+        if settings.pulls == OFF:
+            return main
+        layout = replace(prefix_layout(layout), block_bytes=settings.block_bytes)
+        planes = planes_of(pool, None)
+        if is_prefill:
+            other = SimReceiver(self, layout, planes, settings.lease_s, settings.window)
+            return SimTwoWay(sender=main, receiver=other, main=main)
+        other = SimSender(self, layout, planes, settings.lease_s, self.prefix_endpoint)
+        return SimTwoWay(sender=other, receiver=main, main=main)
 
     def _hello(self, layout, pool):
         is_prefill = self.role == "P"
@@ -356,6 +390,9 @@ class WorkerProcess(Process):
             aggregated=bool(self.settings.aggregated) and not is_prefill,
             grows=self.settings.grows and not is_prefill, ahead_tokens=self.settings.ahead_tokens,
             shares_prompts=not is_prefill,
+            tells_prefixes=self.settings.pulls != OFF,
+            pulls_prefixes=self.settings.pulls != OFF and is_prefill,
+            prefix_endpoint=self.prefix_endpoint,
         )  # fmt: skip
         return replace(hello, pid=1, host="sim")
 
@@ -370,6 +407,7 @@ class WorkerProcess(Process):
         worker = WatchedDecode(
             self.engine, self.link, instance=self.instance, max_running=settings.max_running,
             decoder=decoder(self.engine.runner.memory), clock=self.clock, grows=settings.grows,
+            offers_prefixes=bool(self.prefix_endpoint),
         )  # fmt: skip
         worker.growth.ahead_tokens, worker.checker = settings.ahead_tokens, self.world.checker
         budget = (settings.chunk_size if settings.aggregated else 0) or MAX_CONTEXT
@@ -413,6 +451,8 @@ class WorkerProcess(Process):
 
     def _told(self, event):
         self.link.inbox.append(event)
+        if isinstance(event, Dropped) and "have no features here" in event.reason:
+            self.world.reached["asked for features that are not there"] += 1
         if self.world.options.leave_at == f"{self.role} event {type(said(event)).__name__}":
             self.world.timeline.at(self.timeline.now, self.world.leave, said(event).room)
         self.wake(0.0002 + 0.001 * self.rng.random())

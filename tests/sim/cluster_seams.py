@@ -42,6 +42,7 @@ from baton.router.workers.registry import UNREACHABLE_S, Registry
 from baton.router.workers.stalls import Stalls
 from baton.tests.sim.cluster_faults import Faults
 from baton.tests.sim.cluster_nodes import SimSender
+from baton.tests.sim.cluster_pull_seams import PULL_SEAMS
 from baton.tests.sim.cluster_tier_seams import STAGED, TIER_SEAMS
 from baton.tests.sim.cluster_toy import ToyAheadDecoder
 from baton.tests.sim.cluster_world import Options, Settings
@@ -512,6 +513,7 @@ SEAMS = {
     "fingerprint at the router": no_fingerprint,
     "fingerprint anywhere": no_fingerprint_anywhere,
     **TIER_SEAMS,
+    **PULL_SEAMS,
     **{
         f"cancel {role} {state.value}": lambda worker=worker, state=state: no_cancel(worker, state)
         for role, worker, states in (

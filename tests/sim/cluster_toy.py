@@ -8,7 +8,7 @@ is given out again: who reads a free page gets nonsense, and who writes one is f
 
 from collections import deque
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ import torch
 from baton.engine.batch.forward_batch import ForwardOutput
 from baton.engine.grammar.guided import GrammarCompiler
 from baton.engine.kv.layouts import MHALayout
-from baton.engine.kv.pool import KVPool, PageAllocator
+from baton.engine.kv.pool import FeaturePlane, KVPool, PageAllocator
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.loader import Engine
 from baton.engine.request_windows import RequestWindows
@@ -39,6 +39,7 @@ LONGEST_OUTPUT = 32
 NUM_PROMPTS = 48
 FREE = 0xDEADBEEF
 STEPS = DraftShape.of(2)  # a step commits up to three tokens
+WIDTH = 2  # elements of a token's features, where there are any
 
 
 def mix(*values):
@@ -83,6 +84,12 @@ class Memory:
         at = np.arange(start, start + len(hashes))
         self.words[np.array(pages)[at // PAGE_SIZE], :, at % PAGE_SIZE] = rows
 
+    def features(self, pages, start, end):
+        """The features `[end - start, WIDTH]` of tokens that stand in `pages`: two parts of their hashes."""
+        at = np.arange(start, end)
+        hashes = self.words[np.array(pages)[at // PAGE_SIZE], 0, at % PAGE_SIZE, 0].astype(np.int64)
+        return torch.from_numpy(np.stack((hashes >> 10, hashes & 0xFFFFF), axis=1)).float()
+
     def digest(self, pages, num_tokens):
         """A hash of the KV of the first `num_tokens` tokens."""
         full, rest = divmod(num_tokens, PAGE_SIZE)
@@ -100,6 +107,7 @@ class WatchedAllocator(PageAllocator):
     def __init__(self, num_pages, memory):
         super().__init__(num_pages)
         self._memory = memory
+        self.plane = None  # of features
         self.num_corrupted = 0  # pages that were written while they were free
         memory.words[:] = FREE
 
@@ -116,6 +124,8 @@ class WatchedAllocator(PageAllocator):
         freed = [page for page in pages if not self.refs(page)]
         if freed:
             self._memory.words[freed] = FREE
+            if self.plane is not None:
+                self.plane.features[freed] = float("nan")
 
     def check_free_pages(self):
         """Whether nothing was written to the pages that are free now."""
@@ -129,26 +139,32 @@ def layout_of_toy(head_dim):
     )
 
 
-def toy_engine(num_pages, head_dim, *, is_caching, lookahead=0, weights=17, is_late=False):
-    """Production's engine around the toy, with `num_pages` pages of `64 * head_dim` bytes. Nobody drafts.
+def toy_engine(
+    num_pages, head_dim, *, is_caching, lookahead=0, weights=17, is_late=False, offers=False, reads=False
+):
+    """Production's engine around the toy, with `num_pages` pages of `64 * head_dim` bytes.
 
-    `is_late`: forwards of prompts wait for `ToyRunner.finish`, or for the next one's.
+    `is_late`: forwards of prompts wait for `ToyRunner.finish`, or for the next one's. `offers`: prefill keeps
+    features. `reads`: decode looks at them, as a drafter would; nobody really drafts.
     """
     pool = KVPool(num_pages + 1, layout_of_toy(head_dim))
     memory = Memory(pool, weights)
     allocator = WatchedAllocator(num_pages + 1, memory)
     cache = PrefixCache(allocator, PAGE_SIZE, is_caching, lookahead=lookahead)
+    if offers:
+        allocator.plane = FeaturePlane(num_pages + 1, PAGE_SIZE, WIDTH, torch.float32)
     return Engine(
         path=Path("toy"),
         fingerprint="toy",
-        model_config=SimpleNamespace(vocab_size=VOCAB, eos_token_ids=tuple(EOS)),
+        model_config=SimpleNamespace(vocab_size=VOCAB, eos_token_ids=tuple(EOS), hidden_size=WIDTH),
         model=None,
         draft_config=None,
         runner=ToyRunner(memory, is_late),
         sampler=ToySampler(),
         pool=pool,
-        features=None,
-        drafter=None,
+        features=allocator.plane,
+        drafter=SimpleNamespace(feature_width=WIDTH, pool=None, lookahead=lookahead) if reads else None,
+        feature_ids=(1,) if offers or reads else (),
         cache=cache,
         windows=RequestWindows(cache, margin=1),
         max_context=MAX_CONTEXT,
@@ -172,8 +188,9 @@ class ToyRunner:
     def forward(self, batch):
         ids = batch.input_ids.tolist()
         wanted = list(range(len(ids)) if batch.logit_rows is None else batch.logit_rows.tolist())
-        output = ForwardOutput(path="toy", logits=torch.zeros((len(wanted), 1), dtype=torch.int64))
-        self._waiting.append((output, lambda: self._run(batch, ids, wanted, output.logits)))
+        logits, hidden = torch.zeros((len(wanted), 1), dtype=torch.int64), torch.zeros((len(ids), WIDTH))
+        output = ForwardOutput(path="toy", logits=logits, hidden=hidden)
+        self._waiting.append((output, lambda: self._run(batch, ids, wanted, output)))
         if not self.is_late:
             self.finish(output)
         return output
@@ -185,14 +202,15 @@ class ToyRunner:
             done, run = self._waiting.popleft()
             run()
 
-    def _run(self, batch, ids, wanted, logits):
+    def _run(self, batch, ids, wanted, output):
         digests, row = [], 0
         for pages, count, end in zip(batch.page_table.tolist(), batch.q_lens, batch.kv_lens, strict=True):
             self.memory.write(pages, end - count, ids[row : row + count])
+            output.hidden[row : row + count] = self.memory.features(pages, end - count, end)
             row += count
             if row - 1 in wanted:
                 digests.append(self.memory.digest(pages, end))
-        logits[:, 0] = torch.tensor(digests, dtype=torch.int64)
+        output.logits[:, 0] = torch.tensor(digests, dtype=torch.int64)
 
 
 class ToySampler:
@@ -240,7 +258,10 @@ class ToyDecoder:
         return new
 
     def draft_prefill_batch(self, items):
-        raise AssertionError("nobody drafts here")
+        """Looks at the features as a drafter would read them."""
+        for request, rows, start in items:
+            wanted = self.memory.features(request.pages, start, start + len(rows))
+            assert torch.equal(rows, wanted), f"features of {request} from {start} on are of no forward"
 
     def num_covered(self, request):
         return request.num_computed
@@ -351,10 +372,10 @@ def prompts():
     return tuple(made)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def continuation(head_dim, prompt, seed):
-    """The LONGEST_OUTPUT tokens that follow prompt number `prompt` when nothing fails."""
-    ids = list(prompts()[prompt])
+    """The LONGEST_OUTPUT tokens that follow the prompt when nothing fails."""
+    ids = list(prompt)
     num_pages = (len(ids) + LONGEST_OUTPUT) // PAGE_SIZE + 1
     memory = Memory(KVPool(num_pages + 1, layout_of_toy(head_dim)))
     pages = list(range(1, num_pages + 1))
@@ -368,7 +389,7 @@ def continuation(head_dim, prompt, seed):
 
 
 def expected(head_dim, prompt, sampling):
-    """(tokens, finish reason) of a request that nothing disturbs."""
+    """(tokens, finish reason) of a request for the ids `prompt` that nothing disturbs."""
     out = list(continuation(head_dim, prompt, sampling.seed)[: sampling.max_new_tokens])
     if not sampling.ignore_eos:
         for i, token in enumerate(out):

@@ -18,8 +18,10 @@ from baton.tests.sim.cluster_clients import Client, Violation, draw_client, draw
 from baton.tests.sim.cluster_faults import NEAR_S, PAUSES, TRANSITIONS, Faults, draw
 from baton.tests.sim.cluster_net import Network, Timeline
 from baton.tests.sim.cluster_nodes import CONTROL, RouterProcess, WorkerProcess
+from baton.tests.sim.cluster_pulls import OFF, add_pulls, next_prompt
 from baton.tests.sim.cluster_tiers import add_tiers, hang_disk, lose_tier
 from baton.tests.sim.draws import hex_id
+from msgspec.structs import replace as replace_struct
 
 CALM_S = 0.25  # registration
 FAULTS_S = 3.0  # faults happen for so long
@@ -71,6 +73,9 @@ class Settings:
     host_slots: int = 0  # pages of the host tier of each worker; 0: there are no tiers
     disk_slots: int = 0  # pages of the disk tier behind it
     is_staging: bool = False  # the host tier is only the way to the disk
+    pulls: str = OFF  # whether prefill pulls prefixes from decode: as --prefix-pulls
+    turns: int = 1  # of a conversation
+    has_features: bool = False  # prefill keeps features, and decode reads them
 
 
 @dataclass(frozen=True)
@@ -152,6 +157,7 @@ class World:
         self.settings = options.settings or draw_settings(seed, self.rng, self.faults)
         if options.faults is None and options.settings is None:
             self.faults, self.settings = add_tiers(seed, self.faults, self.settings)
+            self.faults, self.settings = add_pulls(seed, self.faults, self.settings)
         self.num_prefills = options.num_prefills or self.rng.choice((2, 2, 2, 2, 1))
         if self.settings.aggregated == "alone":
             self.num_prefills = 0
@@ -231,6 +237,19 @@ class World:
         for client in self.clients:
             if client.inbox is not None and client.inbox._events:
                 client.read()
+
+    def next_turn(self, client):
+        """The client goes on with its conversation after a while."""
+        rng = Random(f"{self.seed} turn {client.number} {client.turns_left}")
+        prompt = next_prompt(client, self.settings, rng)
+        if prompt is None:
+            return
+        turn = draw_client(self, 1000 * client.turns_left + client.number, rng, self.faults)
+        turn.prompt, turn.turns_left = prompt, client.turns_left - 1
+        turn.sampling = replace_struct(turn.sampling, max_new_tokens=client.sampling.max_new_tokens)
+        turn.__post_init__()
+        self.clients.append(turn)
+        self.timeline.at(self.timeline.now + 0.3 * rng.random() ** 2, turn.come)
 
     def is_killed_by(self, message):
         """Whether a worker dies of an order that it takes."""
@@ -411,6 +430,7 @@ class World:
         num_clients = self.options.num_clients or drawn
         for number in range(num_clients):
             choices = draw_request(self, number * self.settings.choices, self.rng, self.faults)
+            choices[0].turns_left = self.settings.turns - 1
             self.clients += choices
             spread = 0.05 if self.faults.burst or self.settings.is_crowded else FAULTS_S - 0.3
             self.timeline.at(CALM_S + spread * self.rng.random(), choices[0].come)

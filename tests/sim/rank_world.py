@@ -5,7 +5,6 @@ overwritten on every rank as soon as they are free; decode's are compared byte f
 logical KV as they land.
 """
 
-import hashlib
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ from dataclasses import dataclass, field
 import torch
 from baton.cluster.errors import LocalProtocolError
 from baton.kvtransfer.protocol.layout import KVLayout
-from baton.kvtransfer.protocol.sender import EARLY_S
 from baton.kvtransfer.protocol.shards import Shard
 from baton.kvtransfer.ranks.agent import RankAgent
 from baton.kvtransfer.ranks.channel import RankLost
@@ -29,8 +27,9 @@ from baton.kvtransfer.transport import (
     PullRequest,
     Released,
 )
-from baton.kvtransfer.transports.fake import FakeNetwork, FakeReceiver, FakeSender, Packet
+from baton.kvtransfer.transports.fake import FakeReceiver, FakeSender, Packet
 from baton.tests.sim.draws import flipped, hex_id
+from baton.tests.sim.packet_world import PacketWorld
 from baton.tests.sim.rank_pages import feature_bytes, layout_of_ranks, logical_pages, rank_pages
 
 NUM_PAGES = 32
@@ -135,19 +134,12 @@ class RankRoom:
     ready: int = 0
 
 
-class RankWorld:
+class RankWorld(PacketWorld):
     """Two prefill and two decode workers with numbers of ranks of their own."""
 
     def __init__(self, seed: int, faults: RankFaults, ranks: tuple[int, ...] = (1, 2, 4)) -> None:
-        self.rng = random.Random(seed)
-        self.noise = torch.Generator().manual_seed(seed)
-        self.faults = faults
-        self.now = 100.0
-        self.trace = hashlib.sha256()
-        self.outcomes: dict[str, int] = {}
-        self.num_rooms = 0
+        super().__init__(seed, faults)
         self.mute: set[tuple[str, bool]] = set()
-        self.network = FakeNetwork(self.fault)
         self.layout = layout_of_ranks(
             num_kv_heads=self.rng.choice([1, 2, 4]),
             head_dim=self.rng.choice([8, 160]),
@@ -156,9 +148,6 @@ class RankWorld:
         )
         self.prefills = [self.new_worker(f"p{i}", self.rng.choice(ranks), False) for i in range(2)]
         self.decodes = [self.new_worker(f"d{i}", self.rng.choice(ranks), True) for i in range(2)]
-
-    def clock(self) -> float:
-        return self.now
 
     # --- workers --------------------------------------------------------------------------------------------
 
@@ -237,13 +226,6 @@ class RankWorld:
             which = self.rng.randrange(2)
             frames[which] = flipped(frames[which], self.rng)
         return Packet(packet.link, packet.is_up, tuple(frames))
-
-    def deliver_some(self, limit: int) -> None:
-        for _ in range(min(limit, len(self.network.packets))):
-            if not self.network.packets:
-                return
-            is_late = self.rng.random() < self.faults.reorder
-            self.network.deliver(self.rng.randrange(len(self.network.packets)) if is_late else 0)
 
     # --- what the workers do --------------------------------------------------------------------------------
 
@@ -395,10 +377,6 @@ class RankWorld:
         for rank, (pool, untouched) in enumerate(zip(decode.pools, decode.untouched, strict=True)):
             assert torch.equal(pool[free], untouched[free]), f"rank {rank} wrote into pages of nobody"
 
-    def note(self, outcome: str) -> None:
-        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
-        self.trace.update(f"{outcome} {self.now:.3f}".encode())
-
     # --- a run ----------------------------------------------------------------------------------------------
 
     def step(self) -> None:
@@ -433,22 +411,8 @@ class RankWorld:
         self.turn()
 
     def settle(self) -> None:
-        """The faults stop, prefill computes to the end, and time passes until everything must be over."""
-        self.faults = RankFaults()
         self.mute.clear()
-        for _ in range(50):
-            for worker in self.prefills:
-                for room in list(worker.rooms.values()):
-                    if room.ready < room.num_tokens:
-                        self.compute(room, room.num_tokens)
-            self.network.deliver_all()
-            self.turn()
-            self.now += 0.2
-        self.now += EARLY_S
-        for _ in range(12):
-            self.turn()
-            self.network.deliver_all()
-            self.now += 5.0
+        super().settle(leases=12)
 
     def check_nothing_is_left(self) -> None:
         for worker in (*self.prefills, *self.decodes):

@@ -4,8 +4,10 @@ Each defence that is switched off is seen by some seed.
 """
 
 import pytest
+from baton.engine.kv.page_names import child_key
+from baton.engine.kv.prefix_journal import PrefixJournal
 from baton.engine.kv.tiers.cache_tiers import CacheTiers
-from baton.engine.kv.tiers.page_keys import PageKeys, child_key
+from baton.engine.kv.tiers.page_keys import PageKeys
 from baton.engine.kv.tiers.slot_table import SlotTable
 from baton.tests.sim.tier_world import SIZE, TierWorld
 
@@ -107,3 +109,9 @@ def test_a_budget_that_does_not_bind_is_seen(monkeypatch):
 
     monkeypatch.setattr(SlotTable, "_evict", grow)
     assert "beyond its budget" in seen()
+
+
+@pytest.mark.parametrize("name", ["left", "stored", "removed", "restart"])
+def test_a_journal_that_leaves_something_out_is_seen(name, monkeypatch):
+    monkeypatch.setattr(PrefixJournal, name, lambda *_: None)
+    assert "what is told is not what is held" in seen()

@@ -217,8 +217,8 @@ def test_a_death_charged_to_the_retry_budget_would_cost_answers():
 def test_a_failing_seed_prints_the_command_that_replays_it(capsys):
     switched_off, _ = SEAMS["digest"]()
     with switched_off:
-        total = cluster_main.run_range(range(60))
-        assert total.failures
+        tries = (cluster_main.run_range(range(first, first + 4)) for first in range(0, 60, 4))
+        total = next(total for total in tries if total.failures)
         seed, violation = total.failures[0]
         assert f"seed {seed}: {violation}\n  replay: {cluster_main.replay(seed)}" in cluster_main.report(
             total

@@ -12,6 +12,7 @@ from baton.decode.queues import DecodeState
 from baton.tests.parity.eagle3_toys import write_oracle
 from baton.tests.sim.test_workers import prompts, successors
 from baton.tests.sim.worker_pair import Pair, name
+from baton.tests.variants import witnesses
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -198,7 +199,7 @@ def test_local_prefill_ends_one_token_and_already_complete_answers(models):
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", witnesses(range(4), range(2)))
 def test_random_cancels_on_either_prefill_path_leave_nothing(models, seed, overlap):
     rng = random.Random(seed)
     pages = rng.choice([24, 40])

@@ -57,6 +57,18 @@ SEEDS = {
     "patience with a disk": (2, 4, 8, 9, 10, 11),
     "fingerprint of a disk": (0, 1, 2),
     "pages being saved": (5, 7, 14, 20, 22, 24),
+    "digest of a pulled page": (0, 1, 2, 3, 4, 5),
+    "patience with a pull": (9, 13, 16, 22, 23, 27),
+    "owner of pulled pages": (1, 2, 3, 4, 5, 6),
+    "owner of offered pages": (10, 50, 62, 67, 69),
+    "end of an offer": (0, 1, 2),
+    "end of a pull": (0, 1, 2),
+    "landed part of a pull": (0, 1, 2),
+    "pulled pages are bare": (0, 3, 4, 8, 12, 13),
+    "bare pages for those who take them": (0, 2, 3, 4, 5, 6),
+    "word of decode for bare pages": (1, 2, 3, 4, 5, 6),
+    "question after a missed message": (0, 1, 2),
+    "pages that are gone are told": (0, 1, 2),
     "cancel decode restoring": (0, 1, 3, 6, 9, 10),
     "cancel decode prefilling": (1, 2, 3, 4, 5, 6),
     "cancel decode pulling": (0, 1, 2, 3, 4, 5),
@@ -67,6 +79,16 @@ SEEDS = {
     "cancel prefill running": (0, 1, 2, 3, 8, 12),
     "cancel prefill handed": (0, 1, 2, 3, 4, 5),
 }
+SLOW = {
+    "patience with a pull",
+    "owner of pulled pages",
+    "owner of offered pages",
+    "end of an offer",
+    "bare pages for those who take them",
+    "word of decode for bare pages",
+    "question after a missed message",
+    "pages that are gone are told",
+}  # their conversations have many turns
 NUM_SEEDS = 6  # per defence in the table
 SEARCHED = range(40)  # for the table
 FRESH = range(1000, 1120)  # that no table was made from
@@ -94,7 +116,9 @@ def test_every_defence_has_its_seeds():
     assert all(SEEDS.values())
 
 
-@pytest.mark.parametrize("name", SEEDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SEEDS]
+)
 def test_a_disabled_defence_fails_one_of_its_seeds(name):
     noticed = any(kills(name, seed) for seed in SEEDS[name])
     assert noticed, f"no seed notices that the defence is off: {name}; see the top of this file"

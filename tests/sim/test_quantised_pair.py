@@ -9,9 +9,16 @@ from baton.engine.loader import EngineLoader
 from baton.engine.models.quant.kv_scales import KVScales
 from baton.kvtransfer.protocol.layout import KVLayout, agree
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
-from baton.tests.parity.quant_toys import rounded_greedy, write_kv_scales, write_quantised
+from baton.tests.parity.quant_toys import (
+    EXPERTS,
+    SHAPE,
+    rounded_greedy,
+    write_kv_scales,
+    write_quantised,
+)
+from baton.tests.parity.test_gpt_oss import write_packed
 from baton.tests.parity.toy_engine import random_ids
-from baton.tests.parity.toy_models import reference_model
+from baton.tests.parity.toy_models import reference_greedy, reference_model
 from baton.tests.sim.worker_pair import Pair, layout, name
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -67,6 +74,30 @@ def test_tokens_are_those_of_the_values_on_every_path(models, expected, is_local
     pair = Pair(*models, chunk_size=chunk_size, **MODE, **shape)
     assert pair.decode.engine.pool.dtype == torch.float8_e4m3fn
     assert tokens_of(pair, is_local=is_local) == expected
+    pair.assert_nothing_is_held()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_local", [False, True], ids=["handed over", "aggregated"])
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("qwen3_moe", "block"), ("deepseek_v3", "block"), ("mixtral", "gptq"), ("gpt_oss", "mxfp4")],
+)
+def test_experts_say_the_tokens_of_their_values_with_drafts_and_graphs(
+    toy_checkpoint, toy_copy, tmp_path, family, form, is_local
+):
+    path = tmp_path / "target"
+    if form == "mxfp4":
+        values = toy_copy(family, num_hidden_layers=4)
+        write_packed(values, path)
+    else:
+        sizes = SHAPE | EXPERTS[family] | {"hidden_size": 64, "num_hidden_layers": 4}
+        values = write_quantised(toy_checkpoint(family, **sizes), path, form)
+    theirs = reference_model(values)
+    answers = [reference_greedy(theirs, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    head = write_head(tmp_path / "head", head_config(2, (0, 1, 3)), head_tensors())
+    pair = Pair(path, head, chunk_size=8, spec_steps=3, pages=96, max_running=4, **GRAPHS)
+    assert tokens_of(pair, is_local=is_local) == answers
     pair.assert_nothing_is_held()
 
 

@@ -9,6 +9,7 @@ from baton.engine.graphs.modes import DispatchMode
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head, write_oracle
 from baton.tests.sim.test_workers import prompts
 from baton.tests.sim.worker_pair import Pair, name
+from baton.tests.variants import slow
 from torch.overrides import TorchFunctionMode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -63,6 +64,7 @@ def test_a_pair_gives_the_same_tokens_with_and_without_graphs(random_pair, draft
     assert not any(key.startswith("graph_") for key in without)
 
 
+@pytest.mark.slow  # parity/test_oracle_paths says it of one engine
 def test_m2_9_accept_lengths_are_the_same_with_graphs(oracle):
     wanted = [[1, 2, 3], [9], list(range(30)), [40, 41]]
     lengths = [serve(*oracle, wanted, graphs=on).decode.stats().accept_length for on in ("off", "on")]
@@ -97,8 +99,8 @@ class Syncs(DispatchMode):
 @pytest.mark.parametrize(
     ("temperature", "settings"),
     [
-        pytest.param(0.0, {}, id="greedy", marks=pytest.mark.slow),
-        pytest.param(1.0, {}, id="sampled"),
+        slow(0.0, {}, id="greedy"),
+        slow(1.0, {}, id="sampled"),
         pytest.param(1.0, {"spec_topk": 3, "spec_tokens": 8}, id="tree"),
     ],
 )

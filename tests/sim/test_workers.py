@@ -16,6 +16,7 @@ from baton.prefill.queues import PrefillState
 from baton.tests.parity.eagle3_toys import successor, write_oracle
 from baton.tests.parity.toy_engine import ToyEngine
 from baton.tests.sim.worker_pair import D, P, Pair, name
+from baton.tests.variants import witnesses
 from baton.worker.commands import Advance, Drop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -98,7 +99,7 @@ def test_a_repeated_prompt_is_neither_computed_nor_pulled_again(model, reference
     assert pair.prefill.stats().counters["cached_tokens"] >= len(prompt) - 8
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", witnesses(range(20), range(8)))
 def test_random_cancels_leave_nothing_and_change_no_other_output(model, reference, seed):
     rng = random.Random(seed)
     pair = Pair(model, chunk_size=rng.choice([4, 8, 0]), pages=rng.choice([24, 40]), max_running=3)
@@ -295,7 +296,7 @@ def test_every_full_step_accepts_every_draft_of_an_oracle(oracle):
     pair.assert_nothing_is_held()
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", witnesses(range(10), range(5)))
 def test_random_cancels_with_a_drafter_leak_nothing_and_keep_acceptance(oracle, seed):
     rng = random.Random(seed)
     pair = Pair(*oracle, chunk_size=rng.choice([4, 8, 0]), pages=rng.choice([24, 40]), max_running=3)

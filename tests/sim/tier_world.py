@@ -6,8 +6,10 @@ memory of a copy is read and written when the copy ends, which is the worst time
 
 import random
 
+from baton.engine.kv.page_names import name_of
 from baton.engine.kv.pool import PageAllocator, PoolExhausted
 from baton.engine.kv.prefix_cache import PrefixCache
+from baton.engine.kv.prefix_journal import PrefixJournal
 from baton.engine.kv.tiers.cache_tiers import CacheTiers
 from baton.engine.kv.tiers.jobs import Fetch, JobDone, Load, Save, Spill
 from baton.engine.kv.tiers.page_keys import PageKeys
@@ -32,6 +34,27 @@ class Ask:
 
     def content(self, place):
         return self.salt, tuple(self.tokens[: (place + 1) * SIZE])
+
+
+class JournalReader:
+    """Follows a journal, and now and then loses a part of it."""
+
+    def __init__(self, journal, rng):
+        self.journal, self.rng, self.names = journal, rng, set()
+
+    def read(self, limit):
+        """Takes one part in; False when there was none."""
+        part = self.journal.take(limit)
+        if part is None:
+            return False
+        if self.rng.random() < 0.05:
+            self.journal.restart()
+            return True
+        if part.is_first:
+            self.names.clear()
+        self.names.update(part.added)
+        self.names.difference_update(part.removed)
+        return True
 
 
 class TierWorld:
@@ -60,13 +83,16 @@ class TierWorld:
         tiers_type, keys_type = self.types
         self.allocator = PageAllocator(NUM_PAGES)
         self.cache = PrefixCache(self.allocator, SIZE)
+        self.keys = keys_type(self.cache, "weights")
         self.tiers = tiers_type(
             self.cache,
-            keys_type(self.cache, "weights"),
+            self.keys,
             SlotTable(HOST_SLOTS, 8.0),
             page_bytes=100,
             is_staging=self.is_staging,
         )
+        self.reader = JournalReader(PrefixJournal(self.cache, self.keys), random.Random(self.rng.random()))
+        self.tiers.keep_journal(self.reader.journal)
         self.is_full = self.hangs = False
         self.jobs, self.asks = [], []
         self.pool, self.host = {}, {}
@@ -77,6 +103,19 @@ class TierWorld:
                 for slot, (key, parent, depth, digest) in self.index.items()
             ])  # fmt: skip
             self.tiers.open_disk(table)
+
+    def check_journal(self):
+        """What was told is what is held, once everything has been told."""
+        self.reader.read(3)
+        if self.reader.rng.random() < 0.9:
+            return
+        while self.reader.read(7):
+            pass
+        held = {name_of(self.keys.of_page(page)) for page in self.cache.cached_pages()}
+        for tier in (self.tiers.host, self.tiers.disk):
+            if tier is not None and not (tier is self.tiers.host and self.tiers.is_off):
+                held |= {name_of(page.key) for page in tier if page.is_ready}
+        assert self.reader.names == held, "what is told is not what is held"
 
     # --- copies ---------------------------------------------------------------------------------------------
 
@@ -202,6 +241,7 @@ class TierWorld:
         assert host <= HOST_SLOTS * 100, "the host tier is beyond its budget"
         assert disk <= DISK_SLOTS * 100, "the disk tier is beyond its budget"
         assert not self.host or max(self.host) < HOST_SLOTS, "a copy goes beyond the host slots"
+        self.check_journal()
 
     def restart(self):
         """kill -9: a copy to the disk may be torn."""

@@ -16,7 +16,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.loader import EngineLoader
 from baton.tests.parity.test_sampled_law import D, Ears
 from baton.tests.parity.toy_engine import random_ids
-from baton.worker.tier_startup import open_tiers
+from baton.worker.tier_startup import open_tiers, page_keys_of
 
 GIB = 1 << 30
 MOST_TURNS, MOST_S = 20_000, 60.0
@@ -39,7 +39,7 @@ def decode_worker(target, head, device, *, pages, tiers=None, reach=lambda site:
         wanted = SimpleNamespace(
             host_cache_gib=host / GIB, disk_cache=str(disk), disk_cache_gib=disk_bytes / GIB
         )
-        worker.tiers = open_tiers(engine, wanted, reach=reach)
+        worker.tiers = open_tiers(engine, wanted, page_keys_of(engine), reach=reach)
     return worker
 
 

@@ -3,8 +3,6 @@
 Prefill's pages are overwritten as soon as they are free, decode's are compared byte for byte as they land.
 """
 
-import hashlib
-import random
 from dataclasses import dataclass, field
 
 import torch
@@ -13,10 +11,10 @@ from baton.cluster.protocol.messages import Layout
 from baton.engine.kv.page_order import PageOrder
 from baton.kvtransfer.memory.host_device import HostDevice
 from baton.kvtransfer.protocol.layout import KVLayout
-from baton.kvtransfer.protocol.sender import EARLY_S
 from baton.kvtransfer.transport import Complete, Dropped, Landed, Lost, Offer, Planes, PullRequest, Released
-from baton.kvtransfer.transports.fake import FakeNetwork, FakeReceiver, FakeSender, Packet
+from baton.kvtransfer.transports.fake import FakeReceiver, FakeSender, Packet
 from baton.tests.sim.draws import flipped, hex_id
+from baton.tests.sim.packet_world import PacketWorld
 
 NUM_PAGES = 40
 STEPS = 160
@@ -76,22 +74,15 @@ class Room:
     is_underway: bool = False  # the last forward was launched, and is not announced
 
 
-class World:
+class World(PacketWorld):
     """Two prefill and two decode workers, with the owner's bookkeeping that a transport must keep right.
 
     With `has_devices`, blocks take slabs of device memory, for which shared memory of the host stands.
     """
 
     def __init__(self, seed: int, faults: Faults, *, has_devices: bool = False) -> None:
+        super().__init__(seed, faults)
         self.has_devices = has_devices
-        self.rng = random.Random(seed)
-        self.noise = torch.Generator().manual_seed(seed)
-        self.faults = faults
-        self.now = 100.0
-        self.trace = hashlib.sha256()
-        self.outcomes: dict[str, int] = {}
-        self.num_rooms = 0
-        self.network = FakeNetwork(self.fault)
         ids = self.rng.choice([[], [0, 3]])
         self.layout = Layout(
             fingerprint="sim",
@@ -106,9 +97,6 @@ class World:
         )
         self.prefills = [self.new_prefill(f"p{i}") for i in range(2)]
         self.decodes = [self.new_decode() for _ in range(2)]
-
-    def clock(self) -> float:
-        return self.now
 
     def random_bytes(self, rows: int, width: int) -> torch.Tensor:
         return torch.randint(0, 256, (rows, width), dtype=torch.uint8, generator=self.noise)
@@ -164,13 +152,6 @@ class World:
             which = self.rng.randrange(2)
             frames[which] = flipped(frames[which], self.rng)
         return Packet(packet.link, packet.is_up, tuple(frames))
-
-    def deliver_some(self, limit: int) -> None:
-        for _ in range(min(limit, len(self.network.packets))):
-            if not self.network.packets:  # a packet may have cut others
-                return
-            is_late = self.rng.random() < self.faults.reorder
-            self.network.deliver(self.rng.randrange(len(self.network.packets)) if is_late else 0)
 
     # --- what the workers do --------------------------------------------------------------------------------
 
@@ -362,10 +343,6 @@ class World:
             free[room.target_pages] = False
         assert torch.equal(decode.planes.kv[free], decode.untouched[free])
 
-    def note(self, outcome: str) -> None:
-        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
-        self.trace.update(f"{outcome} {self.now:.3f}".encode())
-
     # --- a run ----------------------------------------------------------------------------------------------
 
     def step(self) -> None:
@@ -390,23 +367,6 @@ class World:
             self.plant()
         self.turn()
 
-    def settle(self) -> None:
-        """The faults stop, prefill computes to the end, and time passes until everything must be over."""
-        self.faults = Faults()
-        for _ in range(50):
-            for prefill in self.prefills:
-                for room in list(prefill.rooms.values()):
-                    if room.ready < room.num_tokens:
-                        self.compute(room, room.num_tokens)
-            self.network.deliver_all()
-            self.turn()
-            self.now += 0.2
-        self.now += EARLY_S  # an Attach whose offer a restart took
-        for _ in range(4):
-            self.turn()
-            self.network.deliver_all()
-            self.now += 5.0
-
     def check_nothing_is_left(self) -> None:
         for side in (*self.prefills, *self.decodes):
             assert side.device is None or side.device.num_bytes == 0, f"{side.device} holds memory"
@@ -426,7 +386,7 @@ def run(seed: int, faults: Faults, *, has_devices: bool = False) -> World:
     world = World(seed, faults, has_devices=has_devices)
     for _ in range(STEPS):
         world.step()
-    world.settle()
+    world.settle(leases=4)
     world.check_nothing_is_left()
     for decode in world.decodes:
         decode.receiver.close()

@@ -1,6 +1,7 @@
 """Both workers of a hand-off in one process; the test plays network, link thread, router and clock."""
 
 import msgspec
+import numpy as np
 import torch
 from baton.cluster.errors import LocalProtocolError
 from baton.cluster.protocol.messages import (
@@ -10,6 +11,7 @@ from baton.cluster.protocol.messages import (
     FirstToken,
     Gone,
     Heartbeat,
+    OfferPrefix,
     Prefill,
     Reserve,
     Sampling,
@@ -27,7 +29,13 @@ from baton.worker.identity import layout_of, planes_of
 from baton.worker.prompt_embeds import embeds_inbox
 
 P, D, ENDPOINT = "a" * 32, "b" * 32, "fake://p"
+NAN_BITS = 0xFFFFFFFF  # one float32, two of 16 bits, or four of 8
 DEFAULTS = {"dtype": "float32", "page_size": 4, "max_context": 96}  # of both engines
+
+
+def words_of(plane):
+    """The bits of a plane's pages, `[pages, words]` uint32; torch takes ten times as long to compare them."""
+    return plane.view(torch.uint8).view(plane.shape[0], -1).numpy().view(np.uint32)
 
 
 class DirectLink:
@@ -168,10 +176,13 @@ class Pair:
         num_output=0,
         to=D,
         embeds=None,
+        pull=None,
+        wants_features=True,
         **sampling,
     ):
         """`is_local`: decode gets the prompt alone. `shares`: the room whose prompt decode shares. `to`: the
-        decode worker. `embeds`: Embeddings of the first tokens."""
+        decode worker. `embeds`: Embeddings of the first tokens. `pull`: what prefill gets from a decode
+        worker."""
         is_local = is_local or shares is not None
         common = {
             "room": room,
@@ -186,10 +197,18 @@ class Pair:
         }
         where = {} if is_local else {"prefill_endpoint": ENDPOINT, "prefill_instance": P}
         reserve = Reserve(instance=to, shares=shares, **where, **common)
-        prefill = Prefill(instance=P, **common)
+        prefill = Prefill(instance=P, pull=pull, wants_features=wants_features, **common)
         self.order(self.decodes[to], reserve, embeds)
+        if pull is not None:
+            self.decodes[pull.instance].handle(self.offer_of(pull, common), self.clock.now)
         if not is_local:
             self.order(self.prefill, prefill, embeds)
+
+    def offer_of(self, pull, common):
+        order = OfferPrefix(instance=pull.instance, transfer=pull.transfer, tokens=pull.tokens)
+        if pull.is_reader:
+            return msgspec.structs.replace(order, room=common["room"], epoch=common["epoch"])
+        return msgspec.structs.replace(order, prompt_ids=common["prompt_ids"][: pull.tokens + 2])
 
     def order(self, worker, order, embeds):
         for part in embeds.parts_before(order) if embeds else ():
@@ -253,12 +272,12 @@ class Pair:
         known = self._free.setdefault(id(allocator), set()) - used
         still, fresh = sorted(free & known), sorted(free - known)
         for plane in planes:
-            if still:
-                intact = plane[still].isnan().flatten(1).all(1).tolist()
-                written = [page for page, is_intact in zip(still, intact, strict=True) if not is_intact]
-                assert not written, f"pages {written} were written while they were free"
+            words = words_of(plane)
+            if still and not (words[still] == NAN_BITS).all():
+                written = [page for page in still if not (words[page] == NAN_BITS).all()]
+                raise AssertionError(f"pages {written} were written while they were free")
             if fresh:
-                plane[fresh] = float("nan")
+                words[fresh] = NAN_BITS
         self._free[id(allocator)] = free
 
     def _read(self):

@@ -91,13 +91,14 @@ class Arena:
 
         Tensors outside the arena are returned unchanged.
         """
-        key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        chunk = self._chunk_of(tensor)
+        if chunk is None:
+            return tensor
+        address = tensor.data_ptr()
+        key = address, tensor.shape, tensor.stride(), tensor.dtype
         view = self._views.get(key)
         if view is None:
-            chunk = self._chunk_of(tensor)
-            if chunk is None:
-                return tensor
-            start = tensor.data_ptr() - self._spans[chunk][0]
+            start = address - self._spans[chunk][0]
             num_bytes = _extent(tensor) * tensor.element_size()
             view = _shaped(self._chunks[chunk][start : start + num_bytes], tensor)
             self._views[key] = view
@@ -151,6 +152,8 @@ class Arena:
 
     def _chunk_of(self, tensor: torch.Tensor) -> int | None:
         """The number of the chunk in which the tensor's storage begins; None for memory of others."""
+        if not self._spans:
+            return None
         address = storage_of(tensor)
         for number, (first, end) in enumerate(self._spans):
             if first <= address < end:

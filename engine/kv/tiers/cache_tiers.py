@@ -26,7 +26,7 @@ from enum import Enum
 from ..prefix_cache import ROOT, PrefixCache
 from .jobs import Fetch, Job, JobDone, Load, PageMove, Save, Spill
 from .page_keys import PageKeys
-from .slot_table import SlotTable, StoredPage
+from .slot_table import SlotTable, StoredPage, TierJournal
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +128,7 @@ class CacheTiers:
         self._under_way: dict[int, UnderWay] = {}
         self._jobs: list[Job] = []
         self._num_jobs = 0
+        self._journal: TierJournal | None = None
         cache.watch(self)
 
     def __repr__(self) -> str:
@@ -137,10 +138,18 @@ class CacheTiers:
 
     # --- interface of the worker ----------------------------------------------------------------------------
 
+    def keep_journal(self, journal: TierJournal) -> None:
+        """Tell `journal` of the pages that each tier has. Only one, at the start."""
+        assert not len(self.host), "it sees every page"
+        assert self.disk is None, "it sees every page"
+        self._journal = journal
+        self.host.keep_journal(journal)
+
     def open_disk(self, disk: SlotTable) -> None:
         """Use a disk tier from now on."""
         assert self.disk is None, self
         self.disk = disk
+        disk.keep_journal(self._journal)
         for page in self.host:
             if page.is_ready and not page.is_bad and page.key not in disk:
                 self._dirty[page.key] = page
@@ -150,6 +159,7 @@ class CacheTiers:
         if self.disk is None:
             return
         logger.error("the disk tier of the KV cache is off: %s", reason)
+        self.disk.end_journal()
         self.disk = None
         self._dirty.clear()
         for page in self.host:
@@ -580,6 +590,7 @@ class CacheTiers:
         self.is_off = True
         self._unsaved.clear()
         self._new_idle.clear()
+        self.host.end_journal()
 
     def _is_stored(self, key: bytes) -> bool:
         return key in self.host or (self.disk is not None and key in self.disk)

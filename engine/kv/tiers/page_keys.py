@@ -1,17 +1,9 @@
-"""The key of a page in a tier: a digest of everything that its content depends on.
+"""The keys of the cached pages of a worker, as `page_names` defines them."""
 
-A key is SHA-256 over the key of the page before it and the page's own tokens. The first page of a prompt
-begins with the root, a digest of the fingerprint of all that pages depend on besides tokens (weights, layout,
-dtype, page size, the drafter's weights), and its part holds the salt of the request behind the tokens. So
-equal tokens of another tenant, or under other weights, have other keys.
-"""
-
-import hashlib
 from collections.abc import Iterator, Sequence
 
+from ..page_names import PageScheme, child_key, root_key
 from ..prefix_cache import ROOT, PrefixCache
-
-KEY_BYTES = 32
 
 
 class PageKeys:
@@ -24,6 +16,11 @@ class PageKeys:
 
     def __repr__(self) -> str:
         return f"<PageKeys {self._root.hex()[:8]}, {len(self._known)} pages>"
+
+    @property
+    def scheme(self) -> PageScheme:
+        """How pages are named from now on, until `rebase`."""
+        return PageScheme(root=self._root, page_size=self._cache.page_size, lookahead=self._cache.lookahead)
 
     def rebase(self, fingerprint: str) -> None:
         """Use another root; the cache must hold no page."""
@@ -63,13 +60,3 @@ class PageKeys:
             key = child_key(parent, part)
             yield parent, key
             parent = key
-
-
-def root_key(fingerprint: str) -> bytes:
-    """The parent of the first page of every prompt."""
-    return hashlib.sha256(fingerprint.encode()).digest()
-
-
-def child_key(parent: bytes, part: bytes) -> bytes:
-    """The key of the page with `part` behind the page with the key `parent`."""
-    return hashlib.sha256(parent + part).digest()

@@ -17,8 +17,19 @@ Reference: Cao and Irani, "Cost-Aware WWW Proxy Caching Algorithms" (GreedyDual-
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 HEAP_SLACK = 64
+
+
+class TierJournal(Protocol):
+    """An observer of the content of tiers."""
+
+    def stored(self, key: bytes) -> None:
+        """A page is ready in its slot."""
+
+    def removed(self, key: bytes) -> None:
+        """It is gone."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -50,6 +61,7 @@ class SlotTable:
     def __init__(self, num_slots: int, linear_depth: float) -> None:
         self.num_slots = num_slots
         self.num_evicted = 0
+        self._journal: TierJournal | None = None
         self._linear_depth = linear_depth
         self._pages: dict[bytes, StoredPage] = {}
         self._free = list(range(num_slots - 1, -1, -1))
@@ -103,6 +115,22 @@ class SlotTable:
         for page in taken.values():
             self.commit(page, page.digest)
 
+    def keep_journal(self, journal: TierJournal | None) -> None:
+        """Tell `journal` of the pages that are here now, and of all that come and go."""
+        self._journal = journal
+        if journal is not None:
+            for page in self._pages.values():
+                if page.is_ready:
+                    journal.stored(page.key)
+
+    def end_journal(self) -> None:
+        """Nothing of this tier is of use any more: the journal hears that all is gone."""
+        journal, self._journal = self._journal, None
+        if journal is not None:
+            for page in self._pages.values():
+                if page.is_ready:
+                    journal.removed(page.key)
+
     def commit(self, page: StoredPage, digest: int, *, may_leave: bool = True) -> None:
         """The copy into the slot is done."""
         assert self._pages.get(page.key) is page, page
@@ -111,6 +139,8 @@ class SlotTable:
         page.priority = max(self._clock + self._cost(page.depth), self._floors.pop(page.key, 0.0))
         self._push(page)
         self._raise_before(page)
+        if self._journal is not None:
+            self._journal.stored(page.key)
 
     def remove(self, page: StoredPage) -> None:
         """Forget a page that nobody holds: its copy failed, or its content is wrong."""
@@ -119,6 +149,8 @@ class SlotTable:
         self._free.append(page.slot)
         if page.is_ready:  # pages behind it may still be here, and come before it if it returns
             self._keep_floor(page.key, page.priority)
+            if self._journal is not None:
+                self._journal.removed(page.key)
 
     def hit(self, page: StoredPage) -> None:
         """A request uses `page`, the last of its prefix here, and so all before it."""

@@ -38,11 +38,14 @@ class Int4Form:
     """4-bit integers with a scale and a zero point for each `group_size` inputs of an output.
 
     `packing`: the order of the values in a word. `zero_offset`: what is added to a stored zero point.
+    `has_order`: inputs were quantised in the order of their activations (`desc_act`), so that the inputs of a
+    group may be any.
     """
 
     packing: Packing
     group_size: int
     zero_offset: int = 0
+    has_order: bool = False
 
     @property
     def value_bytes(self) -> float:

@@ -5,12 +5,12 @@ Legend: T tokens, N outputs, H inputs.
 
 import torch
 
-from ....kernels.fp8_scales import BLOCK, FP8
+from ....kernels.fp8_scales import BLOCK, FP8, dequantise_fp8
 from ....kernels.normed_fp8 import MAX_ROWS, Fp8Weight, scaled_fp8, sum_fp8
 from ....kernels.normed_linear import UnscaledRows
 from ....kernels.ops import recorded_fp8_linear
 from ....kernels.rms_norm import NextNorm
-from ....kernels.silu_mul import silu_mul
+from ....kernels.row_ops import gate_of
 from ...errors import CheckpointError
 from .config import Fp8Form
 from .projection import NamedTensors
@@ -20,6 +20,7 @@ class Fp8Projection:
     """y = x W^T + b with `weight` e4m3 `[N, H]` and float32 `scales`, in the forms of `kernels.fp8_scales`.
 
     The rows of the weight are split into named `parts` of the checkpoint, which lie under `prefix`.
+    `is_invariant`: products are batch-invariant.
 
     Raises CheckpointError for parts whose blocks would share scales.
     """
@@ -36,9 +37,12 @@ class Fp8Projection:
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | str,
+        is_invariant: bool = False,
     ) -> None:
         self.form = form
         self.parts = parts
+        self.is_invariant = is_invariant
+        self.in_size = in_size
         out_size = sum(parts.values())
         self.weight = torch.empty(out_size, in_size, dtype=FP8, device=device)
         self.bias = torch.empty(out_size, dtype=dtype, device=device) if bias else None
@@ -58,7 +62,7 @@ class Fp8Projection:
     def __call__(self, x: torch.Tensor | UnscaledRows) -> torch.Tensor:
         if isinstance(x, UnscaledRows):
             return scaled_fp8(x, self._joined)
-        return recorded_fp8_linear(x, self.weight, self.scales, self.bias)
+        return recorded_fp8_linear(x, self.weight, self.scales, self.bias, is_invariant=self.is_invariant)
 
     def gated(self, x: torch.Tensor | UnscaledRows, is_gelu: bool = False) -> torch.Tensor:
         """As `Projection.gated`."""
@@ -66,8 +70,14 @@ class Fp8Projection:
             assert not is_gelu
             return scaled_fp8(x, self._joined, is_gated=True)
         if is_gelu:
-            return silu_mul(self(x), is_gelu=True)
-        return recorded_fp8_linear(x, self.weight, self.scales, self.bias, is_gated=True)
+            return gate_of(self(x), is_gelu=True, is_invariant=self.is_invariant)
+        return recorded_fp8_linear(
+            x, self.weight, self.scales, self.bias, is_gated=True, is_invariant=self.is_invariant
+        )
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """As `StoredProjection.values`."""
+        return dequantise_fp8(self.weight, self.scales, dtype)
 
     def add(
         self, x: torch.Tensor, residual: torch.Tensor, norm: NextNorm | None

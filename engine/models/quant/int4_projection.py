@@ -6,14 +6,17 @@ The two packings of checkpoints, both in int32 words of eight values, N outputs,
     GPTQ  qweight [H/8, N]: word r of a column holds input 8*r + i in these bits
     both  scales [H/G, N] float16, qzeros [H/G, N/8] packed along N, in AWQ's order or in sequence
 
+With act-order (`desc_act`) GPTQ groups the inputs by their activations, and g_idx [H] tells the group of
+each. The weight is then packed with its inputs sorted by group, and rows are gathered in this order first.
+
 Sources: AutoAWQ (WQLinear_GEMM.from_linear), AutoGPTQ (QuantLinear.pack), GPTQModel (gptq_v2).
 """
 
 import torch
 
-from ....kernels.int4_values import pack_int4, unit_of
+from ....kernels.int4_values import dequantise_int4, pack_int4, unit_of
 from ....kernels.ops import recorded_int4_linear
-from ....kernels.silu_mul import silu_mul
+from ....kernels.row_ops import gate_of
 from ...errors import CheckpointError
 from .config import Int4Form
 from .projection import NamedTensors
@@ -30,7 +33,7 @@ def unpack_words(words: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
     return values.flatten(1)
 
 
-class _StoredPart:
+class StoredPart:
     """The tensors of one matrix `[N, H]` as its checkpoint has them."""
 
     def __init__(self, form: Int4Form, in_size: int, out_size: int, device: torch.device | str) -> None:
@@ -41,6 +44,14 @@ class _StoredPart:
         self.qzeros = torch.empty(groups, out_size // VALUES_A_WORD, dtype=torch.int32, device=device)
         self.scales = torch.empty(groups, out_size, dtype=torch.float16, device=device)
         self.g_idx = None if is_awq else torch.empty(in_size, dtype=torch.int32, device=device)
+
+    def tensors(self, prefix: str) -> NamedTensors:
+        """The checkpoint's tensor names under `prefix`."""
+        yield f"{prefix}qweight", self.qweight
+        yield f"{prefix}qzeros", self.qzeros
+        yield f"{prefix}scales", self.scales
+        if self.g_idx is not None:
+            yield f"{prefix}g_idx", self.g_idx
 
     def values(self) -> torch.Tensor:
         """uint8 `[N, H]`."""
@@ -53,21 +64,37 @@ class _StoredPart:
         order = AWQ_ORDER if self.form.packing == "awq" else tuple(range(VALUES_A_WORD))
         return unpack_words(self.qzeros, order) + self.form.zero_offset
 
-    def has_groups_in_order(self) -> bool:
-        """Whether input h belongs to group h // G, as it does without act-order. Groups of a rank's inputs
-        begin with any.
+    def order(self, name: str) -> torch.Tensor | None:
+        """The inputs by group, int64 `[H]`; None if input h belongs to group h // G, as it does without
+        act-order. Groups of a rank's inputs begin with any.
+
+        Raises CheckpointError, naming the module `name`, for groups that are not of G inputs each.
         """
         if self.g_idx is None:
-            return True
+            return None
         inputs = torch.arange(self.g_idx.shape[0], device=self.g_idx.device)
-        own = self.g_idx - self.g_idx[:1]
-        return torch.equal(own, (inputs // self.form.group_size).to(torch.int32))
+        in_order = (inputs // self.form.group_size).to(torch.int32)
+        if torch.equal(self.g_idx - self.g_idx[:1], in_order):
+            return None
+        if not self.form.has_order:
+            raise CheckpointError(
+                f"{name}.g_idx: its inputs are in the order of activations, which quantization_config denies "
+                "(desc_act, static_groups); fetch the checkpoint again"
+            )
+        found = torch.argsort(self.g_idx, stable=True)
+        if not torch.equal(self.g_idx[found], in_order):
+            raise CheckpointError(
+                f"{name}.g_idx: it does not name {self.form.group_size} inputs for each group; fetch the "
+                "checkpoint again"
+            )
+        return found
 
 
 class Int4Projection:
     """y = x W^T + b with a weight in the packed form of `kernels.int4_values` once it is finished.
 
-    The outputs are split into named `parts` of the checkpoint, which lie under `prefix`.
+    The outputs are split into named `parts` of the checkpoint, which lie under `prefix`. `is_invariant`:
+    products are batch-invariant.
 
     Raises CheckpointError for sizes that groups or words do not divide.
     """
@@ -82,31 +109,47 @@ class Int4Projection:
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | str,
+        is_invariant: bool = False,
     ) -> None:
-        self.form, self.parts, self.prefix = form, parts, prefix
-        odd = [name for name, size in parts.items() if size % VALUES_A_WORD]
-        if odd:
-            raise CheckpointError(
-                f"{prefix}{odd[0]}: {parts[odd[0]]} outputs are no multiple of {VALUES_A_WORD}, the "
-                "values of a word; use the original checkpoint"
-            )
+        self.form, self.parts, self.prefix, self.is_invariant = form, parts, prefix, is_invariant
+        self.in_size = in_size
+        for name, size in parts.items():
+            check_outputs(prefix + name, size)
         try:
             self.unit = unit_of(in_size, form.group_size)
         except ValueError as error:
             raise CheckpointError(f"{prefix}{next(iter(parts))}: {error}; use another quantisation") from None
         out_size = sum(parts.values())
         self.bias = torch.empty(out_size, dtype=dtype, device=device) if bias else None
-        self._stored = {name: _StoredPart(form, in_size, size, device) for name, size in parts.items()}
+        self._stored = {name: StoredPart(form, in_size, size, device) for name, size in parts.items()}
+        self.order: torch.Tensor | None = None  # the inputs by group, where that is not their own order
         self.weight = self.scales = self.zeros = torch.empty(0, device=device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return recorded_int4_linear(x, self.weight, self.scales, self.zeros, self.bias)
+        return self._product(x, is_gated=False)
 
     def gated(self, x: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:
         """As `Projection.gated`."""
         if is_gelu:
-            return silu_mul(self(x), is_gelu=True)
-        return recorded_int4_linear(x, self.weight, self.scales, self.zeros, self.bias, is_gated=True)
+            return gate_of(self(x), is_gelu=True, is_invariant=self.is_invariant)
+        return self._product(x, is_gated=True)
+
+    def _product(self, x: torch.Tensor, *, is_gated: bool) -> torch.Tensor:
+        x = x if self.order is None else x.index_select(1, self.order)
+        return recorded_int4_linear(
+            x,
+            self.weight,
+            self.scales,
+            self.zeros,
+            self.bias,
+            is_gated=is_gated,
+            is_invariant=self.is_invariant,
+        )
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """As `StoredProjection.values`."""
+        found = dequantise_int4(self.weight, self.scales, self.zeros, dtype)
+        return found if self.order is None else found[:, torch.argsort(self.order)]
 
     def tensors(self, prefix: str) -> NamedTensors:
         """As `Projection.tensors`; once finished, the packed form under the names of the stored one."""
@@ -114,12 +157,7 @@ class Int4Projection:
         for name, size in self.parts.items():
             end = start + size
             if self._stored:
-                part = self._stored[name]
-                yield f"{prefix}{name}.qweight", part.qweight
-                yield f"{prefix}{name}.qzeros", part.qzeros
-                yield f"{prefix}{name}.scales", part.scales
-                if part.g_idx is not None:
-                    yield f"{prefix}{name}.g_idx", part.g_idx
+                yield from self._stored[name].tensors(f"{prefix}{name}.")
             else:
                 yield f"{prefix}{name}.qweight", self.weight[start:end]
                 yield f"{prefix}{name}.qzeros", self.zeros[:, start:end]
@@ -129,15 +167,35 @@ class Int4Projection:
             start = end
 
     def finish(self) -> None:
-        """As `Projection.finish`: packs all parts into one weight, and frees the stored ones."""
-        stored = self._stored
-        for name, part in stored.items():
-            if not part.has_groups_in_order():
+        """As `Projection.finish`: packs all parts into one weight, and frees the stored ones.
+
+        Raises CheckpointError for parts whose inputs have different orders.
+        """
+        stored, (first, *others) = self._stored, self._stored
+        self.order = stored[first].order(self.prefix + first)
+        for name in others:
+            if not _are_equal(self.order, stored[name].order(self.prefix + name)):
                 raise CheckpointError(
-                    f"{self.prefix}{name}.g_idx: inputs in the order of activations are not supported; use a "
-                    "checkpoint made with desc_act false"
+                    f"{self.prefix}{name}.g_idx: its inputs have another order than those of {first}, which "
+                    "is one product here; use a checkpoint made with desc_act false"
                 )
-        self.weight = torch.cat([pack_int4(part.values(), self.unit) for part in stored.values()])
+        values = (part.values() for part in stored.values())
+        if self.order is not None:
+            values = (each[:, self.order] for each in values)
+        self.weight = torch.cat([pack_int4(each, self.unit) for each in values])
         self.zeros = torch.cat([part.zeros() for part in stored.values()], dim=1)
         self.scales = torch.cat([part.scales for part in stored.values()], dim=1)
         self._stored = {}
+
+
+def check_outputs(module: str, size: int) -> None:
+    """Raises CheckpointError, naming `module`, for outputs that do not fill words."""
+    if size % VALUES_A_WORD:
+        raise CheckpointError(
+            f"{module}: {size} outputs are no multiple of {VALUES_A_WORD}, the values of a word; use the "
+            "original checkpoint"
+        )
+
+
+def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)

@@ -56,4 +56,22 @@ class StoredWeights(Protocol):
 
 
 class StoredProjection(Projection, StoredWeights, Protocol):
-    """A projection whose weight is loaded in the form of a checkpoint."""
+    """A projection whose weight is loaded in the form of a checkpoint. `in_size`: H."""
+
+    in_size: int
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """The values `[N, H]` of the finished weight."""
+
+
+class StoredExperts(StoredWeights, Protocol):
+    """The gated MLPs of all experts of a layer, whose weights are loaded in the form of a checkpoint.
+
+    T rows, K experts of a row.
+    """
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Rows `[T, H]` by `ids` int32 and `weights` float32 `[T, K]` -> their weighted sums `[T, H]`."""
+
+    def tensors(self, prefix: str) -> NamedTensors:
+        """The checkpoint's tensor names under `prefix` ("...experts."), with the memory to copy each to."""

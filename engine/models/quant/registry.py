@@ -4,6 +4,7 @@ A new method needs a reader here, and a projection for its form in `projections`
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias
@@ -15,6 +16,8 @@ KEY = "quantization_config"
 IGNORE_KEYS = ("ignore", "modules_to_not_convert", "ignored_layers")
 BLOCK_SHAPE = [128, 128]
 BITS_A_WORD = 4
+# Modules that `--quantize` leaves as they are; attention takes the projection of latents apart.
+NOT_ROUNDED = ("lm_head", "kv_b_proj")
 
 Reader: TypeAlias = Callable[["Section"], QuantConfig]
 
@@ -133,12 +136,11 @@ def read_gptq(section: Section) -> QuantConfig:
     """4-bit integers as AutoGPTQ and GPTQModel pack them; the first format stores zero points less one."""
     section.require("bits", BITS_A_WORD)
     section.require("checkpoint_format", None, "gptq", "gptq_v2")
-    if section.flag("desc_act", False):
-        raise section.error(
-            "desc_act", "columns in the order of activations are not supported; use a model without"
-        )
     offset = 0 if section.get("checkpoint_format") == "gptq_v2" else 1
-    return QuantConfig(form=_int4(section, "group_size", "gptq", offset), ignored=section.ignored())
+    form = _int4(section, "group_size", "gptq", offset)
+    # with static groups the inputs of a group are neighbours again
+    has_order = section.flag("desc_act", False) and not section.flag("static_groups", False)
+    return QuantConfig(form=replace(form, has_order=has_order), ignored=section.ignored())
 
 
 def _int4(section: Section, key: str, packing: Packing, zero_offset: int = 0) -> Int4Form:
@@ -194,4 +196,4 @@ def quantise_at_load(name: str, stored: QuantConfig | None, source: Path) -> Qua
             f"quantize {name}: {source} is quantised already ({stored}); leave --quantize out, or use the "
             "original"
         )
-    return QuantConfig(form=Fp8Form(is_rounded_here=True), ignored=("lm_head",))
+    return QuantConfig(form=Fp8Form(is_rounded_here=True), ignored=NOT_ROUNDED)

@@ -3,7 +3,7 @@ request.
 
 The head computes draft row i from the target's features of position i and the token at i+1. Rows of drafts
 are provisional. `observe` overwrites them with rows of true features before a later step reads them. Shape
-legend: B requests, N nodes each, T rows, H draft hidden, Ht target hidden, K features, Vd draft vocabulary.
+legend: T rows, H draft hidden, Ht target hidden, K features.
 """
 
 from collections.abc import Sequence
@@ -25,14 +25,13 @@ from ...kv.pool import KVPool
 from ...models.layers import NamedTensors
 from ...parallel.vocabulary import look_up
 from ..drafting.shape import DraftShape
-from ..drafting.verify import AcceptResult
 from .eagle3_head import DraftPhase, FeatureHead
 from .idle import idle_draft_batch
-from .loops import draft_chain, draft_tree, first_choices, observe_branch, recycled, remember
-from .paged import PagedDrafter, require_loaded
+from .paged import require_loaded
 from .parallel_loop import draft_parallel
 from .prefill_graphs import DraftPrefillGraphs, parameters_of
 from .protocol import DraftPrefill, DraftView, Proposal
+from .recycling import RecyclingDrafter
 from .spec_config import HeadConfig
 from .states import DraftStates
 
@@ -42,7 +41,7 @@ def draft_layout(config: HeadConfig, page_size: int, dtype: torch.dtype) -> MHAL
     return MHALayout.of(config, num_layers=config.num_layers, page_size=page_size, dtype=dtype)
 
 
-class Eagle3Drafter(PagedDrafter[FeatureHead, DraftPrefillGraphs]):
+class Eagle3Drafter(RecyclingDrafter[FeatureHead, DraftPrefillGraphs]):
     """Runs an EAGLE or EAGLE3 head after `share`; owns the draft KV and the draft state of each request.
 
     Draft row i depends on the token at i+1. Requests may therefore share a page only if the token behind the
@@ -94,13 +93,7 @@ class Eagle3Drafter(PagedDrafter[FeatureHead, DraftPrefillGraphs]):
                 self.prefill_rows(idle_draft_batch(dims, DraftPhase.FROM_TARGET_FEATURES, device=self.device))
             return
         batch = self._prefill_batch(items)
-        out = self.prefill_rows(batch)
-        ends = torch.tensor([len(item.next_ids) for item in items]).cumsum(0) - 1
-        final = [i for i, item in enumerate(items) if item.is_final]
-        if final:
-            rows = torch.tensor([items[i].state_row for i in final])
-            last = out[to_device(ends[final], self.device)]
-            remember(self.head, self.states, to_device(rows, self.device), last)
+        self._remember_last(items, self.prefill_rows(batch))
 
     @torch.no_grad()
     def prefill_rows(self, batch: ForwardBatch) -> torch.Tensor:
@@ -157,40 +150,15 @@ class Eagle3Drafter(PagedDrafter[FeatureHead, DraftPrefillGraphs]):
     def max_context(self) -> int:
         return self.head.config.max_position_embeddings
 
-    @property
-    def anchors(self) -> tuple[torch.Tensor, ...]:
-        return self.states.hidden, self.states.logits
-
     def parameters(self) -> NamedTensors:
         return parameters_of(self.head)
 
     def propose(self, view: DraftView, shape: DraftShape) -> Proposal:
-        """Implements `Drafter.propose`: the first proposal is remembered, and each further level takes a
-        forward, or all of them one forward of a parallel head.
-        """
-        state = recycled(self.states, view)
-        if shape.is_tree:
-            tree = draft_tree(self.head, self.pool, view, state, shape)
-            return Proposal(tree.drafts, tree)
-        if self.head.mask_input is not None:
-            drafts = draft_parallel(self.head, self.pool, view, state[1], shape.steps)
-            return Proposal(drafts, None)
-        return Proposal(draft_chain(self.head, self.pool, view, state, shape.steps), None)
-
-    def first_proposals(self, view: DraftView, topk: int) -> torch.Tensor:
-        return first_choices(self.head, self.states.logits.index_select(0, view.states), view, topk)
-
-    def observe(
-        self,
-        view: DraftView,
-        features: torch.Tensor,
-        accepted: AcceptResult,
-        emitted: torch.Tensor,
-        shape: DraftShape,
-    ) -> None:
-        """Implements `Drafter.observe` in one forward of R rows per request."""
-        self._check_features(features, view.lens.shape[0] * shape.num_nodes)
-        observe_branch(self.head, self.pool, self.states, view, features, accepted, emitted, shape)
+        """As `RecyclingDrafter.propose`; a parallel head makes all further drafts in one forward."""
+        if shape.is_tree or self.head.mask_input is None:
+            return super().propose(view, shape)
+        logits = self.states.logits.index_select(0, view.states)
+        return Proposal(draft_parallel(self.head, self.pool, view, logits, shape.steps), None)
 
     def _row_graphs(self, graphs: GraphPool, buckets: Sequence[int]) -> DraftPrefillGraphs:
         return DraftPrefillGraphs(graphs, self.head, self.pool, buckets)

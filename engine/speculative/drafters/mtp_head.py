@@ -12,6 +12,7 @@ import torch
 from ...errors import CheckpointError, LifecycleError
 from ...models.dense_layer import decoder_layer
 from ...models.layers import Attend, Linear, NamedTensors, RMSNorm, added
+from ...models.quant.projections import Projections
 from ...models.rope import RotaryEmbedding
 from ...parallel.vocabulary import Table, look_up, rows_of, table_logits
 from .eagle3_head import DraftPhase
@@ -21,11 +22,18 @@ from .mtp_config import MtpConfig, MtpDialect
 class MtpModule:
     """One module, allocated but not filled. `tensors` names the memory to fill.
 
-    `embed_tokens` and `lm_head` `[V, H]` are None until the checkpoint or the target provides them.
+    `embed_tokens` and `lm_head` `[V, H]` are None until the checkpoint or the target provides them. `number`:
+    of the module; `projections`: the forms of its matrices.
     """
 
     def __init__(
-        self, config: MtpConfig, dialect: MtpDialect, dtype: torch.dtype, device: torch.device
+        self,
+        config: MtpConfig,
+        dialect: MtpDialect,
+        dtype: torch.dtype,
+        device: torch.device,
+        number: int,
+        projections: Projections,
     ) -> None:
         width, eps = config.layer.hidden_size, config.layer.rms_norm_eps
         self.hidden_first = dialect.hidden_first
@@ -34,7 +42,8 @@ class MtpModule:
         self.norm = RMSNorm(width, eps, dtype=dtype, device=device)
         self.fc = Linear(2 * width, {"fc": width}, bias=False, dtype=dtype, device=device)
         # behind the layers of the target, whose first ones may be dense
-        self.layer = decoder_layer(config.layer, dtype, device, layer=config.target_layers)
+        layer = config.target_layers + number
+        self.layer = decoder_layer(config.layer, dtype, device, layer=layer, projections=projections)
         self.embed_tokens: Table | None = None
         self.lm_head: Table | None = None
 
@@ -91,7 +100,11 @@ class MtpHead:
         self.device = torch.device(device)
         self.is_normed = dialect.is_normed
         self.is_chained = dialect.is_chained if config.is_chained is None else config.is_chained
-        self.modules = [MtpModule(config, dialect, dtype, self.device) for _ in range(num_modules)]
+        self.projections = Projections(config.layer.quant)
+        self.modules = [
+            MtpModule(config, dialect, dtype, self.device, number, self.projections)
+            for number in range(num_modules)
+        ]
         self.target_ids = torch.arange(config.layer.vocab_size, device=device)
         self._target_norm: RMSNorm | None = None
         self._rotary: RotaryEmbedding | None = None

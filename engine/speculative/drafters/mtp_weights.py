@@ -42,6 +42,7 @@ def load_mtp(
         for name, memory in module.tensors():
             wanted[dialect.checkpoint_name(name, k, config.target_layers)] = memory
     fill_tensors(wanted, config.path, tuple(_others(config, dialect, names, len(head.modules))))
+    head.projections.finish()
     return head
 
 

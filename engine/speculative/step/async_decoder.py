@@ -241,9 +241,9 @@ class AsyncDecoder:
         assert not (guided and self._num_unread), "the grammar of a request waits for the step before"
         fill = self._filler(batch.requests, guided) if guided else None
         self._prepare()
-        wanted = self._kind_of(batch)
+        wanted, num_rows = self.steps.agree(self._kind_of(batch), len(requests))
         is_watched = self._keep_up(batch, wanted)
-        report, kind = self.steps.launch(batch.slots, wanted, fill)
+        report, kind = self.steps.launch(batch.slots, wanted, fill, num_rows)
         self._num_unread += 1
         return Flight(
             requests=tuple(requests), warm=batch.warm, kind=kind, report=report, is_watched=is_watched

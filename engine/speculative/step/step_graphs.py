@@ -17,17 +17,18 @@ import torch
 
 from ...graphs.breakable import Breaks
 from ...graphs.bucketed_graphs import EAGER, BatchShape, GraphFamily, GraphLimits
-from ...graphs.buckets import sparse
+from ...graphs.buckets import bucket_for, sparse
 from ...graphs.graph_pool import FallbackReason, GraphKind, GraphPool
 from ...host_copy import to_device
 from ...parallel.group import SOLO, TensorGroup
+from ...parallel.lockstep import Rounds, StepRows
 from ...parallel.plans import CatchUpPlan, StepPlan, StepShape, Tell
 from ...runner.model_runner import ModelRunner
 from ...runner.target_graphs import captured_mode
 from ...sparse_rows import check_branches
 from ..drafters.protocol import Drafter
 from ..drafting.shape import PLAIN, DraftShape, planned_pages
-from .device_state import EDIT_ENTRIES, DeviceState
+from .device_state import EDIT_ENTRIES, PAD_SLOT, DeviceState
 from .fused_step import FillMasks, FusedStep, StepContext, StepKind
 from .late_rows import LateRows
 
@@ -59,12 +60,15 @@ class StepGraphs:
     """Launches steps of `step` in order.
 
     `capture` makes graphs of `kinds`. Other kinds, and batches of more than `max_requests`, run eagerly.
-    `announce` tells the other ranks of each step before it is launched; they `follow`.
+    `announce` tells the other ranks of each step before it is launched; they `follow`. With `rounds` each
+    step is one of all ranks, whose sizes the caller learns from `agree` before it launches.
     """
 
     def __init__(self, step: FusedStep, kinds: Sequence[StepKind], max_requests: int) -> None:
         self.step = step
         self.announce: Tell | None = None
+        self.rounds: Rounds | None = None
+        self.has_common_sizes = False  # graphs of all kinds have the same sizes
         self.kinds = tuple(kinds)
         self.max_requests = max_requests
         self.device = step.state.device
@@ -89,7 +93,9 @@ class StepGraphs:
         self._frozen: dict[bool, tuple[torch.Tensor, ...]] = {}
 
     def capture(self, graphs: GraphPool, buckets: Sequence[int]) -> None:
-        """Captures a graph of each kind and bucket; of ranked and edited kinds only for powers of two."""
+        """Captures a graph of each kind and bucket; of ranked and edited kinds only for powers of two, of all
+        kinds where ranks agree on sizes.
+        """
         state, drafter = self.step.state, self.step.drafter
         if any(kind.is_edited for kind in self.kinds):
             state.reserve_edits(EDIT_ENTRIES, has_counts=True)
@@ -101,8 +107,9 @@ class StepGraphs:
             limits = GraphLimits(
                 is_by_token=False, rows=kind.shape.num_nodes, hidden=captured_mode(self.step.runner.model)
             )
+            is_sparse = kind.is_ranked or self.has_common_sizes
             family: GraphFamily[StepContext, torch.Tensor] = GraphFamily(
-                graphs, graph_kind_of(kind), sparse(buckets) if kind.is_ranked else buckets, limits
+                graphs, graph_kind_of(kind), sparse(buckets) if is_sparse else buckets, limits
             )
             self.families[kind] = family
 
@@ -148,30 +155,65 @@ class StepGraphs:
         shape = BatchShape(size=self._padded(count), rows=kind.shape.num_nodes)
         return family is not None and family.peek(shape).is_graph and self._is_fresh(self._covering(kind))
 
+    def agree(self, kind: StepKind, count: int) -> tuple[StepKind, int]:
+        """The kind of the next step that all ranks take together, of which this one has `count` requests of
+        `kind`, and its rows. With one rank: `kind`, and 0 for any number of rows.
+
+        Raises RanksLeft if a rank has left.
+        """
+        if self.rounds is None:
+            return kind, 0
+        own, buckets = kind.shape, next((family.buckets for family in self.families.values()), ())
+        rows = bucket_for(buckets, count) or count
+        found = self.rounds.step(StepRows(rows, own.num_nodes, own.steps, own.topk))
+        shape = DraftShape(steps=found.steps, topk=found.topk, num_nodes=found.nodes)
+        self.rounds.agreed(found.requests * found.nodes)
+        return kind if shape == own else replace(kind, shape=shape, watched=None), found.requests
+
+    def run_idle(self) -> None:
+        """This rank's part of a step for which it has no requests, if others take one."""
+        assert self.rounds is not None, "a rank alone has no idle steps"
+        found = self.rounds.step(StepRows())
+        if not found.requests:
+            return
+        shape = DraftShape(steps=found.steps, topk=found.topk, num_nodes=found.nodes)
+        self.rounds.agreed(found.requests * found.nodes)
+        kind = next((kind for kind in self.kinds if kind.shape == shape), StepKind(shape=shape))
+        self.tell((PAD_SLOT,) * found.requests)
+        self._run((), kind, StepContext(num_rows=0), found.requests)
+
     def launch(
-        self, slots: tuple[int, ...], kind: StepKind, fill: FillMasks | None = None
+        self, slots: tuple[int, ...], kind: StepKind, fill: FillMasks | None = None, num_rows: int = 0
     ) -> tuple[Report, StepKind]:
-        """Launches a step of the requests in `slots` behind all earlier ones.
+        """Launches a step of the requests in `slots` behind all earlier ones, of `num_rows` rows if not 0.
 
         Returns without waiting for the device, unless `fill` has grammar masks to write. The returned kind
         covers the requested kind and determines the layout of the report.
         """
-        self.tell(slots)
         count = len(slots)
-        padded, family = self._padded(count), self._family_of(kind)
-        context, decision = StepContext(num_rows=count, fill=fill), EAGER
+        self.tell((*slots, *[PAD_SLOT] * (num_rows - count)))
+        values, path, kind = self._run(slots, kind, StepContext(num_rows=count, fill=fill), num_rows)
+        return self._on_its_way(values[:count], path), kind
+
+    def _run(
+        self, slots: tuple[int, ...], kind: StepKind, context: StepContext, num_rows: int
+    ) -> tuple[torch.Tensor, str, StepKind]:
+        """Runs a step of the requests in `slots`, which the device was told of: its report, its path, and the
+        kind that ran.
+        """
+        padded, family, decision = num_rows or self._padded(len(slots)), self._family_of(kind), EAGER
         if family is not None:
             found = family.decide(BatchShape(size=padded, rows=kind.shape.num_nodes))
             if found.is_graph and self._is_fresh(self._covering(kind), is_counted=True):
                 kind, decision = self._covering(kind), found
         if self.announce is not None:
-            num_rows = decision.bucket if decision.is_graph else padded
-            self.announce(_plan_of(slots, kind, num_rows, is_graph=decision.is_graph))
+            rows = decision.bucket if decision.is_graph else padded
+            self.announce(_plan_of(slots, kind, rows, is_graph=decision.is_graph))
         if family is not None and decision.is_graph:
-            values, path = family.replay(decision, context), "graph"
-        else:
-            values, path = self.step.run(self.slots[:padded], kind, Breaks(context)), "eager"
-        return self._on_its_way(values[:count], path), kind
+            if self.rounds is not None:
+                self.rounds.rows.check(decision.bucket * kind.shape.num_nodes)
+            return family.replay(decision, context), "graph", kind
+        return self.step.run(self.slots[:padded], kind, Breaks(context)), "eager", kind
 
     def follow(self, plan: StepPlan | CatchUpPlan) -> None:
         """Does as another rank what rank 0 announced: a step without choices, or a catch-up.

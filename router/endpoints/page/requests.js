@@ -85,7 +85,7 @@ async function tell(id, isNew = false) {
 function partOf(choice, i, number) {
   const t = choice.timeline;
   const facts = [
-    ["prompt", `${choice.prompt_tokens} tokens, ${t.cached_tokens ?? 0} cached`],
+    ["prompt", `${choice.prompt_tokens} tokens, ${t.cached_tokens ?? 0} cached${t.pulled_tokens ? `, ${t.pulled_tokens} of these pulled from decode in ${ms(t.pull_ms)}` : ""}`],
     ["output", `${choice.output_tokens} tokens, first after ${ms(t.ttft_ms)}, then ${ms(t.tpot_ms)} each`],
     ["hand-off", t.handoff_bytes ? `${bytes(t.handoff_bytes)} in ${t.handoff_blocks} ${t.handoff_blocks === 1 ? "block" : "blocks"} over ${t.handoff_transport}` : none],
     ["drafts", t.verify_steps ? `${t.accepted} of ${t.drafted} accepted in ${t.verify_steps} verifies` : none],

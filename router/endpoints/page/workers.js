@@ -69,7 +69,9 @@ function showWorker(w, card) {
   const others = [waiting ? `${waiting} waiting` : "", retracted ? `${count(retracted)} retracted` : ""].filter(Boolean);
   measure(card, "load", `${w.running}`, ["running", ...others].join(", "));
   measure(card, "accept", w.accept_length === null ? none : w.accept_length.toFixed(2), w.spec_steps ? `of ${w.spec_steps + 1}` : "");
-  measure(card, "cached", w.pages_total ? percent(w.pages_cached / w.pages_total) : none, `${count(w.pages_cached)} pages`);
+  const pulled = w.counters.pulled_tokens; // of prompts, whose KV came from decode workers
+  const kept = [`${count(w.pages_cached)} pages`, pulled ? `${count(pulled)} tokens pulled` : ""].filter(Boolean);
+  measure(card, "cached", w.pages_total ? percent(w.pages_cached / w.pages_total) : none, kept.join(", "));
   measure(card, "cpu", w.usage ? w.usage.cpu_cores.toFixed(1) : none, w.usage ? `of ${w.usage.num_cores} cores` : "");
 }
 

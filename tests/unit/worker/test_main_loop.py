@@ -100,6 +100,16 @@ def test_a_second_signal_hands_everything_back_at_once():
     assert (loop.worker.calls, clock[0]) == (["hand back"], 100.0)
 
 
+def test_a_worker_that_others_need_stays_until_its_drain_time_ends():
+    loop, shutdown, clock, _ = loop_of(0)
+    left = []
+    loop.may_leave, loop.on_leave = (lambda: False), (lambda: left.append(list(loop.worker.calls)))
+    shutdown.drain.set()
+    loop.run()
+    assert 5.0 <= clock[0] - 100.0 < 5.3
+    assert left == [["drain"]], "it says that it leaves before it hands back"
+
+
 def test_a_worker_announces_its_drain_during_a_long_step():
     loop, shutdown, _, _ = loop_of(1)
     posted = []

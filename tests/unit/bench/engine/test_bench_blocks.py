@@ -7,13 +7,14 @@ from baton.bench.engine.bench import main
 from baton.bench.engine.blocks import block_config, block_counts, block_step
 from baton.bench.engine.floors import PassCounts
 from baton.bench.engine.shapes import target_config
+from baton.tests.variants import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMALL = ["--shape", "toy", "--device", "cpu", "--dtype", "float32", "--context", "12", "--repeats", "3"]
 
 
-@pytest.mark.parametrize(("accept_length", "graphs"), [(1, "off"), (3, "on"), (4, "off")])
+@pytest.mark.parametrize(("accept_length", "graphs"), [(1, "off"), (3, "on"), slow(4, "off")])
 def test_blocks_yield_the_requested_accept_length(accept_length, graphs, tmp_path):
     out = tmp_path / "out.json"
     flags = ["--drafts", "dflash", "--batch", "1", "2", "--prefill", "--graphs", graphs, "--json", str(out)]

@@ -10,7 +10,11 @@ from baton.bench.engine.drafters import DRAFTERS, DraftWish
 from baton.bench.engine.floors import Ceilings, PassCounts, Work, chain_step, mtp_step, parallel_step
 from baton.bench.engine.mtp_model import modules_config
 from baton.bench.engine.shapes import SHAPES, head_config, target_config
+from baton.engine.errors import CheckpointError
 from baton.engine.models.cuts import rank_config
+from baton.engine.parallel.group import TensorGroup
+from baton.engine.parallel.sharing import attention_parallel, tensor_parallel
+from baton.tests.variants import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -20,10 +24,10 @@ SMALL = ["--shape", "toy", "--device", "cpu", "--dtype", "float32", "--context",
 @pytest.mark.parametrize(
     ("accept_length", "graphs"),
     [
-        (1, "off"),
-        pytest.param(2, "off", marks=pytest.mark.slow),
+        slow(1, "off"),  # as blocks in `test_bench_blocks`
+        slow(2, "off"),
         (3, "on"),
-        pytest.param(4, "off", marks=pytest.mark.slow),
+        slow(4, "off"),
     ],
 )
 def test_steps_yield_the_requested_accept_length_with_graphs_or_not(accept_length, graphs, tmp_path, capsys):
@@ -84,9 +88,23 @@ def test_ranks_measure_in_step(tmp_path, capsys):
     assert "rank 0 of 2" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--tp", "2", "--ep"], ["--dp-attention", "2", "--ep"]], ids=["tp", "dp"])
+def test_ranks_that_share_experts_measure_in_step(tmp_path, capsys, flags):
+    out = tmp_path / "out.json"
+    sizes = ["--batch", "1", "2", "--prefill", "9", "--chunk-size", "8", "--json", str(out)]
+    small = ["toy-moe" if flag == "toy" else flag for flag in SMALL]
+    assert main([*small, *sizes, *flags, "--drafts", "ngram"]) == 0
+    cells = json.loads(out.read_text())["cells"]
+    assert {cell["kind"] for cell in cells} == {"prefill", "decode", "ngram"}
+    assert "rank 0 of 2" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (["--dp-attention", "2"], "dp_attention 2: the model is a LlamaForCausalLM without experts to share"),
+        (["--dp-attention", "2", "--tp", "2"], "--tp 2: leave it out with --dp-attention 2"),
         (["--tp", "3"], "tp 3: the model has 4 attention heads, which 3 does not divide; use tp 1, 2, 4"),
         (["--tp", "2", "--adaptive"], "measure --adaptive with --tp 1"),
     ],
@@ -99,8 +117,22 @@ def test_ranks_that_cannot_measure_are_refused(flags, said, capsys):
 def test_a_rank_reads_its_part_of_the_target(tmp_path):
     target = target_config("llama-3.1-8b", "", tmp_path)
     whole = PassCounts.of_target(target, 2)
-    part = PassCounts.of_target(rank_config(target, 2), 2).of_rank(2)
+    part = PassCounts.of_target(rank_config(target, tensor_parallel(TensorGroup(size=2))), 2).of_rank(2)
     assert (part.body, part.kv, part.vocab) == (whole.body // 2, whole.kv // 2, whole.vocab // 2)
+
+
+def test_a_rank_computes_the_rows_of_all_with_its_experts(tmp_path):
+    target = target_config("qwen3-30b-a3b", "", tmp_path)
+    group = TensorGroup(size=4)
+    whole, part = (
+        PassCounts.of_target(config, 2)
+        for config in (target, rank_config(target, attention_parallel(group, by_expert=True)))
+    )
+    assert (part.body, part.kv, part.vocab) == (whole.body, whole.kv, whole.vocab)
+    assert part.experts == whole.experts // 4
+    one, four = whole.step(8, 1, 100, logit_rows=1), part.step(8, 1, 100, logit_rows=1)
+    assert four.num_flops == one.num_flops, "each row meets as many experts, on some rank"
+    assert four.num_bytes < one.num_bytes
 
 
 def test_a_step_of_modules_is_a_verify_and_one_pass_of_each(tmp_path):
@@ -183,6 +215,23 @@ def test_the_floor_of_experts_is_those_that_random_rows_use(tmp_path):
     assert many.num_flops == pytest.approx(2 * products + 8192 * 8193 // 2 * counts.attention)
 
 
+def test_the_floor_of_quantised_experts_is_their_bytes(tmp_path):
+    """Those of Qwen3 have a byte a value as all matrices, those of gpt-oss 4.25 bits beside floats."""
+    counts = PassCounts.of_target(target_config("qwen3-30b-a3b", "", tmp_path, "fp8-blocks"), 2)
+    step = counts.step(1, 1, 1023, logit_rows=1)
+    read = counts.body + counts.experts * counts.used_share
+    assert step.num_bytes == pytest.approx(read + 2 * (counts.vocab + 1024 * counts.kv))
+    (tmp_path / "of gpt-oss").mkdir()
+    counts = PassCounts.of_target(target_config("gpt-oss-120b", "", tmp_path / "of gpt-oss", "mxfp4"), 2)
+    prompt = counts.prefill(8192)
+    of_experts = 4.25 / 8 * counts.experts
+    assert prompt.num_bytes == pytest.approx(of_experts + 2 * (counts.body + counts.vocab + 8192 * counts.kv))
+    assert 60e9 < of_experts < 62e9
+    (tmp_path / "other").mkdir()
+    with pytest.raises(CheckpointError, match=r"--quantize mxfp4.*take gpt-oss"):
+        target_config("toy", "", tmp_path / "other", "mxfp4")
+
+
 def test_built_in_shapes_are_models_of_the_sizes_in_their_names(tmp_path):
     sizes = {
         "llama-3.1-8b": 8.03e9,
@@ -192,10 +241,11 @@ def test_built_in_shapes_are_models_of_the_sizes_in_their_names(tmp_path):
         "qwen3-30b-a3b": 30.53e9,
         "deepseek-v2-lite": 15.71e9,
         "gpt-oss-20b": 20.91e9,
+        "gpt-oss-120b": 116.8e9,
         "mistral-7b-v0.1": 7.242e9,
         "gemma-3-1b": 999.9e6,
     }
-    for name in SHAPES.keys() - {"toy", "toy-moe", "toy-latent"}:
+    for name in SHAPES.keys() - {"toy", "toy-moe", "toy-latent", "toy-gpt-oss"}:
         folder = tmp_path / name
         folder.mkdir()
         config = target_config(name, "", folder)

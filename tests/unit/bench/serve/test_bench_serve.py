@@ -206,7 +206,7 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path, line):
         ["--rate", "0"], ["--rate", "x"], ["--rate", "1", "--concurrency", "2"], ["--input", "9-3"],
         ["--input", "0"],
         ["--output", "a"], ["--requests", "0"], ["--shared-prefix", "512"], ["--slo-ttft", "-1"],
-        ["--temperature", "nan"],
+        ["--temperature", "nan"], ["--own-answers"], ["--own-answers", "--workload", "chat", "--plain"],
     ],
 )  # fmt: skip
 def test_an_invalid_option_is_refused(argv, capsys):

@@ -10,7 +10,7 @@ from baton.bench.serve.load import Bound, Level
 from baton.bench.serve.prompts import MOST_FAULTS
 from baton.bench.serve.workloads import FILE, named_mixes, workload_of
 from baton.cluster.errors import ConfigError
-from baton.tests.unit.bench.serve.scripted import Scripted, measured
+from baton.tests.unit.bench.serve.scripted import NUM_TOKENS, Scripted, measured
 
 SETTINGS = {"vocab": 300, "seed": 5, "context": 0, "is_plain": False}
 
@@ -68,6 +68,21 @@ def test_each_turn_sends_the_history_and_the_next_prompt(tmp_path):
     assert second_ids[:15] == first_ids
     assert (question.body["max_tokens"], second.body["max_tokens"]) == (3, 2)
     assert all(3 <= token < 300 for token in second_ids)
+
+
+@pytest.mark.parametrize("takes_turns", [False, True])
+@pytest.mark.parametrize("has_own_answers", [False, True])
+def test_own_answers_stand_in_the_history_in_place_of_random_ids(tmp_path, takes_turns, has_own_answers):
+    turns = [{"prompt_tokens": 6, "output_tokens": NUM_TOKENS}] * 3
+    path, endpoint = file_of(tmp_path, {"turns": turns}), Scripted()
+    settings = SETTINGS | {"has_own_answers": has_own_answers}
+    questions = workload_of(path, **settings).questions(random.Random(1))
+    measured(endpoint, Level(width=1), Bound(num_requests=6), questions=questions, takes_turns=takes_turns)
+    prompts = sorted((body["prompt"] for body in endpoint.bodies), key=len)
+    assert [len(prompt) for prompt in prompts] == [6, 6, 17, 17, 28, 28]
+    for prompt in prompts:
+        answers = [prompt[at : at + NUM_TOKENS] for at in range(6, len(prompt), 11)]
+        assert [answer == [7] * NUM_TOKENS for answer in answers] == [has_own_answers] * len(answers)
 
 
 def test_lines_with_one_prefix_share_its_tokens_and_no_others(tmp_path):

@@ -31,6 +31,7 @@ from baton.cluster.protocol.messages import (
     WorkerStats,
 )
 from baton.tests.patience import patient_with_peers
+from msgspec.structs import replace
 
 ME, OTHER = "aa" * 16, "bb" * 16
 R1, R2 = "01" * 16, "02" * 16
@@ -192,6 +193,31 @@ def test_after_a_failed_send_nothing_is_sent_before_a_new_welcome():
     assert not machine.can_send
     assert not machine.hear(welcome())
     assert machine.can_send
+
+
+def test_repeated_cancels_do_not_keep_a_rejected_worker_from_greeting():
+    machine, now = joined(), 1.0
+    machine.hear(Rejected(instance=ME, reason="no"))
+    assert advance(machine, now)[0]
+    machine.hear(Rejected(instance=ME, reason="no"))
+    greeted = []
+    while now < 1.0 + 3 * REJECTED_BACKOFF_S:
+        now += 0.5
+        machine.hear(Cancel(room=ROOM, epoch=0, instance=ME))
+        greeted += [now] if advance(machine, now)[0] else []
+    assert greeted[0] <= 1.5 + REJECTED_BACKOFF_S
+    assert len(greeted) >= 2
+
+
+def test_prefixes_are_told_to_a_router_that_is_there_and_knows_them():
+    machine = LinkMachine(HELLO, 0.0)
+    assert not machine.tells_prefixes
+    machine.hear(welcome())
+    assert not machine.tells_prefixes, "a router of an older release"
+    machine.hear(replace(welcome(), takes_prefixes=True))
+    assert machine.tells_prefixes
+    machine.broke()
+    assert not machine.tells_prefixes
 
 
 @pytest.mark.parametrize("cause", ["silence", "replaced", "rejected"])

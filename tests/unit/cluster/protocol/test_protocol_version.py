@@ -18,6 +18,7 @@ REQUIRED = {
     1: {
         "Hello": "role instance protocol fingerprint model pages_total page_size max_context max_running",
         "Heartbeat": "instance stats",
+        "HeldPrefixes": "instance seq root",
         "Reserved": "room epoch instance",
         "Refused": "room epoch instance reason",
         "PromptLogprobs": "room epoch instance start items",
@@ -33,6 +34,9 @@ REQUIRED = {
         "Rejected": "instance reason",
         "Reserve": "room epoch instance prompt_ids sampling deadline_ms",
         "Prefill": "room epoch instance prompt_ids sampling deadline_ms",
+        "OfferPrefix": "instance transfer tokens",
+        "TellPrefixes": "instance",
+        "PrefixPull": "transfer instance endpoint tokens patience_ms",
         "PromptEmbeds": "room epoch instance start width dtype data",
         "Cancel": "room epoch instance",
         "SwapDraft": "instance order action",
@@ -62,7 +66,7 @@ REQUIRED = {
 }
 PARTS = (
     m.TokenItem, m.TokenLogprob, m.Layout, m.Sampling, m.WorkerStats, m.GraphCounts, m.PrefillTimeline,
-    m.DecodeTimeline, m.PromptRows, m.RoutedShape,
+    m.DecodeTimeline, m.PromptRows, m.PrefixPull, m.RoutedShape,
 )  # fmt: skip
 
 

@@ -21,12 +21,13 @@ from baton.engine.auto_sizes import CONTEXT_BYTES, MIB, Card
 from baton.engine.config import EngineConfig
 from baton.engine.loader import EngineLoader
 from baton.engine.models.registry import load_model_config
-from baton.engine.models.weights import weight_bytes
+from baton.engine.models.weights import load_model, weight_bytes
 from baton.tests.parity.dflash_toys import dflash_config, dflash_tensors, write_dflash
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.eagle_toys import eagle_config, eagle_tensors
 from baton.tests.parity.mtp_toys import random_modules, write_mtp
-from baton.tests.parity.quant_toys import SHAPE, write_quantised
+from baton.tests.parity.quant_toys import EXPERTS, SHAPE, write_quantised
+from baton.tests.parity.test_gpt_oss import write_packed
 from safetensors.torch import save_file
 
 H200 = "NVIDIA H200, 143771, 616, 143000, 9.0\nNVIDIA H200, 143771, 616, 20000, 9.0\n"
@@ -60,6 +61,12 @@ QWEN_EXPERTS = {
 }  # fmt: skip
 
 
+GLM_EXPERTS = {
+    "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 1408, "n_shared_experts": 1,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "experts",
     [
@@ -67,6 +74,10 @@ QWEN_EXPERTS = {
         QWEN_EXPERTS,
         QWEN_EXPERTS | {"mlp_only_layers": [3]},
         QWEN_EXPERTS | {"decoder_sparse_step": 2},
+        QWEN_EXPERTS
+        | {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 1024},
+        GLM_EXPERTS,
+        GLM_EXPERTS | {"first_k_dense_replace": 1},
     ],
 )
 def test_a_plan_counts_a_row_of_experts_as_the_engine_does(llama, experts):
@@ -85,9 +96,10 @@ def test_the_first_gpu_is_read_as_a_worker_sees_it():
         assert find_card("auto", lambda _, said=silent: said) == Card()
 
 
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 @pytest.mark.parametrize("worker", [PrefillConfig, DecodeConfig])
-def test_doctor_chooses_what_the_loader_chooses(toy_checkpoint, worker):
-    path = toy_checkpoint("llama")
+def test_doctor_chooses_what_the_loader_chooses(toy_checkpoint, worker, family):
+    path = toy_checkpoint(family)
     config = worker(model=str(path), device="cpu", dtype="float32", kv_memory_mb=3)
     loader = EngineLoader(EngineConfig.of(config), has_drafter=worker is DecodeConfig)
     for _, run in loader.phases():
@@ -244,3 +256,28 @@ def test_planned_bytes_of_quantised_weights_are_those_of_a_worker(toy_checkpoint
     assert 2 * planned.per_token.kv_bytes == whole.per_token.kv_bytes
     plain = worker_need(toy_checkpoint("llama", **SHAPE), None, DecodeConfig(model="m"), "bfloat16")
     assert plain.model.num_weights == pytest.approx(planned.model.num_weights, rel=0.02)
+
+
+EXPERT_FORMS = [("qwen3_moe", "block"), ("mixtral", "awq"), ("deepseek_v3", "channel"), ("gpt_oss", "mxfp4")]
+
+
+@pytest.mark.parametrize(("family", "form"), [*EXPERT_FORMS, ("deepseek_v3", "rounded at load")])
+def test_planned_bytes_of_quantised_experts_are_those_of_a_worker(
+    toy_checkpoint, toy_copy, tmp_path: Path, family: str, form: str
+):
+    """By the headers, and within a tenth by the tensors once they are loaded."""
+    path, quantize = tmp_path / "checkpoint", "none"
+    if form == "mxfp4":
+        write_packed(toy_copy(family, hidden_size=352, intermediate_size=480, num_hidden_layers=1), path)
+    elif form == "rounded at load":
+        path, quantize = toy_checkpoint(family, **SHAPE | EXPERTS[family]), "fp8"
+    else:
+        write_quantised(toy_checkpoint(family, **SHAPE | EXPERTS[family] | {"hidden_size": 256}), path, form)
+    planned = worker_need(path, None, DecodeConfig(model=str(path), quantize=quantize), "bfloat16")
+    assert planned.model.weight_bytes == weight_bytes(path, torch.bfloat16, quantize=quantize)
+    model, _ = load_model(path, dtype=torch.bfloat16, quantize=quantize)
+    held = sum(tensor.nbytes for _, tensor in model.tensors())
+    assert planned.model.weight_bytes == pytest.approx(held, rel=0.1)
+    loader = EngineLoader(EngineConfig(model=str(path), quantize=quantize), has_drafter=False)
+    loader._model, loader._model_config = model, model.config
+    assert planned.model.num_weights == pytest.approx(loader._forward_weights(), rel=0.1)

@@ -214,8 +214,9 @@ def test_a_router_of_this_host_listens_where_its_workers_look_for_it():
     assert "control_bind" not in elsewhere
 
 
-def test_a_worker_of_two_ranks_gets_two_gpus_and_is_named_by_the_first(tmp_path):
-    (tmp_path / "mine.toml").write_text("[decode]\ntp = 2\naggregated = true\n")
+@pytest.mark.parametrize("setting", ["tp", "dp_attention"])
+def test_a_worker_of_two_ranks_gets_two_gpus_and_is_named_by_the_first(tmp_path, setting):
+    (tmp_path / "mine.toml").write_text(f"[decode]\n{setting} = 2\naggregated = true\n")
     flags = ["--prefix=/", "--model=/srv/m", COMMAND, f"--config={tmp_path}/mine.toml", "--prefill="]
     host, _ = host_of([*flags, "--decode=0,1,2,3"])
     assert members(host)[1:] == ["baton-decode@0.service", "baton-decode@2.service"]

@@ -44,6 +44,19 @@ def test_endpoints_agree_between_the_children():
         assert transport == "tcp" or len(set(binds)) == 2
 
 
+def test_each_decode_worker_has_an_address_for_prefixes_if_it_offers_any():
+    binds = {
+        name: child.prefix_bind
+        for name, child in told(UpConfig(model="m", decode=2, transport="ipc")).items()
+        if isinstance(child, DecodeConfig)
+    }
+    assert binds == {f"decode-{i}": f"ipc:///run/x/prefix-{i}" for i in range(2)}
+    default = DecodeConfig(model="m").prefix_bind
+    assert told(UpConfig(model="m", transport="tcp"))["decode-0"].prefix_bind == default
+    assert told(UpConfig(model="m", offer_prefixes=False))["decode-0"].prefix_bind == default
+    assert told(UpConfig(model="m", prefix_pulls="off"))["router"].prefix_pulls == "off"
+
+
 def test_settings_of_up_reach_the_children_that_know_them():
     configs = told(
         UpConfig(model="m", chunk_size=64, spec_steps=2, no_draft=True, lease_s=2.5, prefix_cache=False)
@@ -292,6 +305,13 @@ def test_workers_of_a_role_never_share_a_metrics_port(tmp_path):
         name: getattr(child, "metrics_port", None) for name, child in child_configs(config, {}, tmp_path)
     }
     assert ports == {"router": None, "prefill-0": 9100, "prefill-1": 9101, "decode-0": 9200, "decode-1": 9201}
+    file.write_text("[decode]\nmetrics_port = 9200\ndp_attention = 4\n")  # each rank has one, too
+    children = child_configs(config_of(tmp_path, file), {}, tmp_path)
+    assert [child.metrics_port for _, child in children if isinstance(child, DecodeConfig)] == [9200, 9204]
+
+
+def config_of(tmp_path, file):
+    return load_config(UpConfig, ["--model=x", "--decode=2", f"--config={file}"], {})
 
 
 def test_of_several_routers_the_first_one_exports_the_series_of_workers(tmp_path):

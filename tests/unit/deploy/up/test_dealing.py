@@ -1,17 +1,21 @@
 """Laws of dealing: how many workers of each role, on which GPU, with which share of its memory."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from baton.cluster.config.roles import DecodeConfig, PrefillConfig
+from baton.cluster.config.load import load_config
+from baton.cluster.config.roles import DecodeConfig, PrefillConfig, UpConfig
 from baton.cluster.errors import ConfigError
 from baton.deploy.capacity.checkpoints import KVShape
 from baton.deploy.capacity.gpus import least_share
 from baton.deploy.capacity.worker_sizes import ModelNeed, WorkerNeed, need_of_roles
 from baton.deploy.up.dealing import Wish, deal, deal_without_gpus, table_of
 from baton.deploy.up.gpu_list import Gpu
+from baton.deploy.up.settle import settle
 from baton.engine.auto_sizes import GPU_SHARE, EngineRole, ModelSizes
 from baton.engine.kv.budget import PageBudget
+from baton.engine.models.weights import iter_safetensors
 
 GIB = 2**30
 SHAPE = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, hidden_size=4096)
@@ -221,22 +225,22 @@ def test_the_table_names_each_worker_its_gpu_its_role_and_the_reason():
 
 
 def test_gpus_are_dealt_as_many_at_a_time_as_a_worker_has_ranks():
-    settled = deal(h200s(5), NEED, Wish(prefill=0, tp=2))
+    settled = deal(h200s(5), NEED, Wish(prefill=0, ranks=2))
     assert owners(settled) == {"decode-0": "0,1", "decode-1": "2,3"}
     assert any("GPU 4 stays idle: a worker takes 2 of one kind." in note for note in settled.notes)
     mixed = [replace(gpu, name="NVIDIA A100") if gpu.index in "02" else gpu for gpu in h200s(4)]
-    assert set(owners(deal(mixed, NEED, Wish(prefill=0, tp=2))).values()) == {"0,2", "1,3"}
+    assert set(owners(deal(mixed, NEED, Wish(prefill=0, ranks=2))).values()) == {"0,2", "1,3"}
 
 
 def test_a_group_of_gpus_counts_as_its_fullest_one():
     gpus = [replace(gpu, held=30 * GIB) if gpu.index == "1" else gpu for gpu in h200s(2)]
-    (place,) = deal(gpus, NEED, Wish(prefill=0, tp=2)).places
+    (place,) = deal(gpus, NEED, Wish(prefill=0, ranks=2)).places
     assert (place.gpu.index, place.gpu.held) == ("0,1", 30 * GIB)
 
 
 def test_fewer_gpus_than_ranks_are_refused_by_number():
-    with pytest.raises(ConfigError, match=r"--tp 4: there are 2 GPUs .* needs 4 of one kind; lower --tp"):
-        deal(h200s(2), NEED, Wish(prefill=0, tp=4))
+    with pytest.raises(ConfigError, match=r"^there are 2 GPUs .* needs 4 of one kind; lower --tp"):
+        deal(h200s(2), NEED, Wish(prefill=0, ranks=4))
 
 
 def test_a_rank_needs_its_part_of_weights_and_kv(toy_checkpoint):
@@ -248,3 +252,33 @@ def test_a_rank_needs_its_part_of_weights_and_kv(toy_checkpoint):
     assert half.decode.per_token.kv_bytes * 2 == whole.decode.per_token.kv_bytes
     copies = need_of_roles(*(replace(role, tp=4) for role in roles))  # of two KV heads
     assert copies.decode.per_token.kv_bytes == half.decode.per_token.kv_bytes
+
+
+def test_a_rank_with_attention_of_its_own_needs_all_weights_but_experts(toy_checkpoint):
+    path = str(toy_checkpoint("qwen3_moe"))
+    prefill, decode = PrefillConfig(model=path), DecodeConfig(model=path)
+    whole = need_of_roles(prefill, decode).decode
+    ranks = need_of_roles(prefill, replace(decode, dp_attention=2, ep=True)).decode
+    experts = 2 * (whole.model.weight_bytes - ranks.model.weight_bytes)
+    stored = {name: tensor.numel() for name, tensor in iter_safetensors(Path(path))}
+    of_experts = sum(count for name, count in stored.items() if ".experts." in name)
+    assert experts == 2 * of_experts  # in bfloat16
+    assert ranks.per_token.kv_bytes == whole.per_token.kv_bytes
+    assert ranks.model.num_heads == whole.model.num_heads
+    # the rows of both ranks pass through each one's experts
+    assert ranks.model.intermediate_size == 2 * whole.model.intermediate_size
+
+
+def test_roles_whose_workers_take_other_numbers_of_gpus_are_refused(toy_checkpoint):
+    path = str(toy_checkpoint("qwen3_moe"))
+
+    def settled(*flags):
+        config = load_config(UpConfig, [f"--model={path}", "--prefill=1", "--decode=1", *flags], {})
+        return settle(config, {}, lambda env: tuple(h200s(4)), lambda name, setting: Path(name))
+
+    with pytest.raises(ConfigError, match=r"prefill takes 1 GPUs \(--tp\) and decode 2 .*--dp-attention"):
+        settled("--dp-attention=2")
+    assert settled("--dp-attention=2", "--device=cpu").places == ()
+    alone = load_config(UpConfig, [f"--model={path}", "--prefill=0", "--dp-attention=2"], {})
+    dealt = settle(alone, {}, lambda env: tuple(h200s(4)), lambda name, setting: Path(name))
+    assert owners(dealt) == {"decode-0": "0,1", "decode-1": "2,3"}

@@ -99,6 +99,80 @@ def test_insert_of_a_known_prefix_counts_as_a_use():
     assert cache.match([1, 2, 3, 4], 4) == old
 
 
+def test_bare_pages_are_found_only_by_those_who_take_them():
+    _, cache = make_cache()
+    pages = cache.alloc(3)
+    cache.insert([1, 2, 3, 4, 5, 6], pages, num_whole=1)
+    cache.check_integrity()
+    assert [cache.is_bare(page) for page in pages] == [False, True, True]
+    assert cache.match([1, 2, 3, 4, 5, 6], 6) == pages[:1]
+    assert cache.match([1, 2, 3, 4, 5, 6], 6, bare_limit=4) == pages[:2]
+    assert cache.match([1, 2, 3, 4, 5, 6], 6, bare_limit=6) == pages
+
+
+def test_a_whole_path_grows_beside_a_bare_one_and_the_longest_is_matched():
+    _, cache = make_cache(num_pages=16)
+    bare, tokens = cache.alloc(4), [1, 2, 3, 4, 5, 6, 7, 8]
+    cache.insert(tokens, bare, num_whole=1)
+    whole = cache.alloc(3)
+    assert cache.insert(tokens[:6], whole) == 2  # computed again, with features
+    cache.check_integrity()
+    assert cache.match(tokens, 8) == [bare[0], *whole[1:]]
+    assert cache.match(tokens, 8, bare_limit=8) == bare, "the longer one"
+    assert cache.match(tokens, 8, bare_limit=6) == [bare[0], *whole[1:]], "of equal ones the whole one"
+    longer = [*bare, *cache.alloc(1)]
+    assert cache.insert([*tokens, 9, 9], longer, num_whole=1) == 1, "the path that the caller is on"
+    cache.check_integrity()
+    assert cache.match([*tokens, 9, 9], 10, bare_limit=10) == longer
+
+
+def test_the_watcher_of_a_cache_never_hears_of_bare_pages():
+    _, cache = make_cache()
+    heard = []
+
+    class Watcher:
+        num_held = 0
+
+        def turned_idle(self, page):
+            heard.append(("idle", page))
+
+        def turned_busy(self, page):
+            heard.append(("busy", page))
+
+        def leaves(self, page):
+            heard.append(("leaves", page))
+            return False
+
+    cache.watch(Watcher())
+    pages = cache.alloc(2)
+    cache.insert([1, 2, 3, 4], pages, num_whole=1)
+    cache.allocator.release(pages)
+    cache.alloc(8)
+    assert heard == [("idle", pages[0]), ("leaves", pages[0])]
+
+
+def test_a_journal_hears_of_children_before_their_parents_when_they_leave():
+    _, cache = make_cache()
+    story = []
+
+    class Journal:
+        def entered(self, page):
+            story.append(page)
+
+        def left(self, page):
+            assert cache.part_of(page)
+            story.append(-page)
+
+    cache.keep_journal(Journal())
+    pages = run_prompt(cache, [1, 2, 3, 4])
+    cache.clear()
+    again = run_prompt(cache, [1, 2, 3, 4])
+    cache.alloc(8)
+    a, b = pages
+    c, d = again
+    assert story == [a, b, -b, -a, c, d, -d, -c]
+
+
 def test_eviction_never_takes_a_held_page_or_a_prefix_of_it():
     allocator, cache = make_cache(num_pages=5)
     run_prompt(cache, [1, 2])
@@ -225,26 +299,31 @@ class CacheMachine(RuleBasedStateMachine):
         self.allocator, self.cache = make_cache(num_pages)
         self.running = {}
         self.written = {}
+        self.bare, self.num_whole = set(), {}  # pages without features; whole pages of a request
         self.ids = itertools.count()
 
     def write(self, page, prefix):
         assert self.allocator.refs(page) == 1, "a page that is shared or cached was written"
         self.written[page] = tuple(prefix)
 
-    @rule(tokens=prompts, skip_match=st.booleans())
-    def admit(self, tokens, skip_match):
-        self.try_admit(tokens, skip_match)
+    @rule(tokens=prompts, skip_match=st.booleans(), bare=st.integers(0, 3))
+    def admit(self, tokens, skip_match, bare):
+        self.try_admit(tokens, skip_match, bare)
 
-    @rule(tokens=prompts, skip_match=st.booleans())
-    def serve(self, tokens, skip_match):
-        key = self.try_admit(tokens, skip_match)
+    @rule(tokens=prompts, skip_match=st.booleans(), bare=st.integers(0, 3))
+    def serve(self, tokens, skip_match, bare):
+        key = self.try_admit(tokens, skip_match, bare)
         if key is not None:
             self.compute(key, len(self.running[key][1]))
             self.cache.check_integrity()
             self.allocator.release(self.running.pop(key)[1])
 
-    def try_admit(self, tokens, skip_match):
-        pages = [] if skip_match else self.cache.match(tokens, len(tokens) - 1)
+    def try_admit(self, tokens, skip_match, bare):
+        """`bare`: pages that a decode worker has; the request takes bare ones and gets more of them."""
+        limit = len(tokens) - 1
+        pages = [] if skip_match else self.cache.match(tokens, limit, bare_limit=bare * PAGE)
+        num_whole = next((i for i, page in enumerate(pages) if page in self.bare), len(pages))
+        assert num_whole == len(pages) or len(pages) <= bare, "a bare page that was not asked for"
         for i, page in enumerate(pages):
             assert self.written[page] == tuple(tokens[: (i + 1) * PAGE])
         held = {page for other in self.running.values() for page in other[1]}
@@ -258,8 +337,13 @@ class CacheMachine(RuleBasedStateMachine):
             return None
         assert len(set(new)) == needed <= before
         assert not set(new) & (held | set(pages)), "a page in use was given away"
+        self.bare.difference_update(new)
         key = next(self.ids)
+        is_pulled = len(pages) < bare <= limit // PAGE
+        self.num_whole[key] = num_whole if is_pulled or num_whole < len(pages) else None
         self.running[key] = (tokens, pages + new, len(pages))
+        if is_pulled:
+            self.compute(key, bare)
         return key
 
     def compute(self, key, upto):
@@ -267,8 +351,9 @@ class CacheMachine(RuleBasedStateMachine):
         for i in range(done, upto):
             self.write(pages[i], tokens[: (i + 1) * PAGE])
         self.running[key] = (tokens, pages, upto)
-        whole = min(upto, len(tokens) // PAGE)
-        self.cache.insert(tokens[: whole * PAGE], pages)
+        whole, num_whole = min(upto, len(tokens) // PAGE), self.num_whole[key]
+        self.bare.update([] if num_whole is None else pages[max(num_whole, done) : upto])
+        self.cache.insert(tokens[: whole * PAGE], pages, num_whole=num_whole)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from baton.engine.errors import CheckpointError
+from baton.engine.models import weights
 from baton.engine.models.weights import iter_safetensors, load_model
 from baton.engine.weights_hash import model_fingerprint
 from safetensors.torch import load_file, save_file
@@ -107,6 +108,29 @@ def test_a_truncated_file_is_named(toy_copy: Copy):
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     assert f"{file}: not a complete safetensors file" in refusal(path)
+
+
+def test_a_truncated_shard_of_several_is_named_before_any_is_read(
+    toy_copy: Copy, monkeypatch: pytest.MonkeyPatch
+):
+    path = toy_copy("llama", shard_size="100KB")
+    last = sorted(path.glob("*.safetensors"))[-1]
+    last.write_bytes(last.read_bytes()[:-100])
+    monkeypatch.setattr(weights, "read_pieces", lambda pieces: pytest.fail("a shard was read"))
+    assert f"{last}: not a complete safetensors file" in refusal(path)
+
+
+def test_experts_that_no_shard_has_are_named(toy_copy: Copy, monkeypatch: pytest.MonkeyPatch):
+    path = toy_copy("qwen3_moe", shard_size="100KB")
+    gone = [f"model.layers.0.mlp.experts.5.{name}_proj.weight" for name in ("gate", "up", "down")]
+    for shard in path.glob("*.safetensors"):
+        tensors = load_file(shard)
+        save_file({name: each for name, each in tensors.items() if name not in gone}, shard)
+    monkeypatch.setattr(weights, "read_pieces", lambda pieces: pytest.fail("a shard was read"))
+    message = refusal(path)
+    assert "3 tensors" in message
+    assert gone[2] in message
+    assert "missing from the weights; fetch the checkpoint again" in message
 
 
 def test_a_directory_without_weights_is_named(toy_copy: Copy):

@@ -19,7 +19,7 @@ from baton.kvtransfer.memory.slab import (
     SlabError,
     is_alive,
 )
-from baton.kvtransfer.memory.slot_table import SlotTable
+from baton.kvtransfer.memory.slab_slots import SlabSlots
 from baton.tests.cluster.hostile import hostile_frames
 
 TOKEN = "7" * 32
@@ -270,7 +270,7 @@ def test_missing_memory_is_an_error_before_any_write(monkeypatch, error):
 
 
 def test_a_slot_has_one_block_and_a_block_one_slot():
-    table = SlotTable(2)
+    table = SlabSlots(2)
     first, second = (table.take(("r", 0, block), 5.0) for block in (0, 1))
     assert {first.index, second.index} == {0, 1}
     assert table.take(("r", 0, 2), 5.0) is None
@@ -283,5 +283,5 @@ def test_a_slot_has_one_block_and_a_block_one_slot():
     table.check_integrity()
     assert table.take(("s", 0, 0), 7.0).index == first.index
     table.free_where(lambda holder, ends_at: ends_at <= 5.0)
-    assert repr(table) == "SlotTable(1/2 held)"
+    assert repr(table) == "SlabSlots(1/2 held)"
     table.check_integrity()

@@ -1,5 +1,7 @@
 """Prefill's side of the hand-off: what it answers, and when a room ends."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from baton.cluster.errors import LocalProtocolError
@@ -350,6 +352,24 @@ def test_an_attach_with_more_tokens_than_the_prompt_is_aborted(session: SenderSe
     for have in (3, 12):
         assert aborts(session.receive("d", attach(have=have), 0.0)) == [("d", 0)]
     assert session.num_rooms == 1
+
+
+def test_pages_without_features_go_to_readers_that_hold_their_tokens() -> None:
+    layout = msgspec.structs.replace(LAYOUT, feature_ids=[0], feature_width=2)
+    session = SenderSession(P, layout)
+    greet(session, layout=layout)
+    greet(session, "plain", D2, LAYOUT)
+    for room, peer, instance, have, is_served in (
+        ("a" * 32, "d", D, 8, True),
+        ("b" * 32, "plain", D2, 0, True),
+        ("c" * 32, "d", D, 4, False),
+    ):
+        session.offer(replace(offer(room), bare_tokens=8), 0.0)
+        effects = session.receive(peer, attach(room, instance=instance, have=have), 0.0)
+        assert (aborts(effects) == []) == is_served
+        assert session.is_open(room, 0) == is_served
+        reasons = [event.reason for event in events(effects) if isinstance(event, Dropped)]
+        assert reasons == ([] if is_served else ["tokens [4, 8) have no features here"])
 
 
 def reattached(session: SenderSession, *, at: float) -> list[Effect]:

@@ -131,7 +131,7 @@ def test_every_byte_comes_through_device_memory_in_runs(start, polls):
     assert (done.num_device_blocks, done.num_shm_blocks, done.num_blocks) == (NUM_BLOCKS, 0, NUM_BLOCKS)
     assert pair.wire.count(Pull) - pulled == NUM_RUNS
     assert pair.wire.count(SlabRequest) == 1
-    assert pair.slots() == "DeviceLanes(SlotTable(0/6 held))"
+    assert pair.slots() == "DeviceLanes(SlabSlots(0/6 held))"
     for end in (pair.sender, pair.receiver):
         assert (end.counters["device_slabs"], end.counters["shm_fallbacks"]) == (1, 0)
         assert end.counters["device_blocks"] >= NUM_BLOCKS
@@ -481,7 +481,7 @@ def test_slot_messages_of_unknown_peers_free_nothing(start):
     pair.wire.on_message = lambda message: [] if isinstance(message, SlabBlock | SlotFree) else [message]
     pair.open("b" * 32)
     pair.run()
-    assert pair.slots() == "DeviceLanes(SlotTable(4/6 held))"
+    assert pair.slots() == "DeviceLanes(SlabSlots(4/6 held))"
     (lane,) = pair.sender._device_slabs._lanes.values()
     (held,) = [slot for holder, slot in lane.slots._held.items() if holder[2] == 0]
     right = {
@@ -494,9 +494,9 @@ def test_slot_messages_of_unknown_peers_free_nothing(start):
         {"slot": 0 if held.index else 1},
     ):
         pair.sender.arrive("00000001", [memoryview(encode(SlotFree(**(right | change))))])
-        assert pair.slots() == "DeviceLanes(SlotTable(4/6 held))", change
+        assert pair.slots() == "DeviceLanes(SlabSlots(4/6 held))", change
     pair.sender.arrive("00000001", [memoryview(encode(SlotFree(**right)))])
-    assert pair.slots() == "DeviceLanes(SlotTable(3/6 held))"
+    assert pair.slots() == "DeviceLanes(SlabSlots(3/6 held))"
 
 
 def test_a_stranger_gets_no_slab_and_no_handle(start):
@@ -608,7 +608,7 @@ def test_slots_of_a_room_that_ended_are_free_at_once(start, end):
     pair.wire.on_message = lambda message: [] if isinstance(message, SlabBlock | SlotFree) else [message]
     pair.open("b" * 32)
     pair.run()
-    assert pair.slots() == "DeviceLanes(SlotTable(4/6 held))"
+    assert pair.slots() == "DeviceLanes(SlabSlots(4/6 held))"
     if end == "release":
         pair.sender.release("b" * 32, 0, "cancel")
     elif end == "abort":
@@ -616,7 +616,7 @@ def test_slots_of_a_room_that_ended_are_free_at_once(start, end):
         pair.run()
     else:
         pair.run(7.0)
-    assert pair.slots() == "DeviceLanes(SlotTable(0/6 held))"
+    assert pair.slots() == "DeviceLanes(SlabSlots(0/6 held))"
 
 
 def test_lost_slot_messages_cost_slots_only_until_the_lease_ends(start):
@@ -633,9 +633,9 @@ def test_lost_slot_messages_cost_slots_only_until_the_lease_ends(start):
         )
     )  # fmt: skip
     pair.run()
-    assert pair.slots() == "DeviceLanes(SlotTable(4/6 held))"
+    assert pair.slots() == "DeviceLanes(SlabSlots(4/6 held))"
     pair.run(7.0)
-    assert pair.slots() == "DeviceLanes(SlotTable(0/6 held))"
+    assert pair.slots() == "DeviceLanes(SlabSlots(0/6 held))"
 
 
 def test_a_run_is_gathered_once_and_its_descriptor_repeated(start):

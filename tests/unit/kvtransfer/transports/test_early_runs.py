@@ -22,6 +22,7 @@ from baton.tests.unit.kvtransfer.transports.test_cuda_slab import (
     start,
 )
 from baton.tests.unit.kvtransfer.transports.test_shm import outcome
+from baton.tests.variants import slow
 
 __all__ = ["start"]  # the fixture
 FIRST, SECOND = "b" * 32, "c" * 32
@@ -169,7 +170,7 @@ def test_what_finds_no_early_slot_is_pulled(start, monkeypatch):
     assert (pair.wire.count(Pull), pair.wire.count(SlabBlock)) == (NUM_RUNS - 3, 2)
 
 
-@pytest.mark.parametrize("num_early", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 8])
+@pytest.mark.parametrize("num_early", [slow(0), slow(1), slow(2), 8])
 def test_runs_of_far_forwards_keep_no_ready_room_waiting(start, monkeypatch, num_early):
     """128 rooms, a slab for three of them: each pull completes, and the clock stands still."""
     monkeypatch.setattr("baton.kvtransfer.transports.shm.EARLY_SLOTS", num_early)
@@ -339,7 +340,7 @@ def test_a_pair_of_which_one_knows_no_early_runs_pulls_all(start, monkeypatch, s
 def test_early_runs_leave_memory_for_the_pulls_of_one_more_pair(start):
     pair = warm(start, device_slab_bytes=14 * SLOT_BYTES)
     assert early_slots(pair) == "SlotRanges(0/2 held)"
-    assert pair.slots() == "DeviceLanes(SlotTable(0/6 held))"
+    assert pair.slots() == "DeviceLanes(SlabSlots(0/6 held))"
     features = offer(pair, FIRST)
     pair.sender.launched(FIRST, 0, 0, NUM_TOKENS)
     pair.sender.advance(FIRST, 0, NUM_TOKENS, 42)

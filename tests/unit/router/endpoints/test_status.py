@@ -83,6 +83,12 @@ def test_status_names_aggregated_workers():
     assert [worker.aggregated for worker in shown] == [False, True, False]
 
 
+def test_status_names_workers_that_end_together():
+    registry = registry_of(PREFILL, hello(D, group=D), hello(PLAIN, group=D))
+    shown = status_of(dispatcher_of(registry), "m", 0.0, 0.0).workers
+    assert [worker.group for worker in shown] == ["", D, D]
+
+
 def test_status_says_why_two_workers_do_not_pair():
     registry = registry_of(PREFILL, SPECULATIVE, hello(PLAIN))
     (one,) = unpaired_of(registry)

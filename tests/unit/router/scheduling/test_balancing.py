@@ -8,16 +8,23 @@ from random import Random
 import pytest
 from baton.cluster.config.router_groups import DECODE_POLICIES, PREFILL_POLICIES
 from baton.router.scheduling.balancing import decode_balancer, prefill_balancer
-from baton.router.scheduling.prefixes import PrefixIndex, SeenPrompt
+from baton.router.scheduling.prefixes import SeenPrompt, expect_prompt
 from baton.router.workers.registry import Load
 from baton.tests.unit.router.workers.test_eligibility import worker
 
 PROMPT = SeenPrompt(range(100))  # 6 whole pages of 16
 
 
-def picker(role, name, index=None, seed=0):
+def picker(role, name, seed=0):
     make = prefill_balancer if role == "prefill" else decode_balancer
-    return make(name, index if index is not None else PrefixIndex(), Random(seed))
+    return make(name, Random(seed))
+
+
+def holding(role, load=(), prompt=PROMPT):
+    """Worker "a", which has the prompt cached."""
+    made = worker("a", role, load)
+    expect_prompt(made, prompt, 1.0)
+    return made
 
 
 def picked(policy, *workers, prompt=PROMPT):
@@ -41,31 +48,24 @@ def test_every_policy_uses_every_worker_of_an_even_load(role, name):
 
 
 def test_cache_aware_prefill_follows_the_prefix_until_the_queue_outweighs():
-    index = PrefixIndex()
-    index.add("a" * 32, PROMPT.pages(16))  # 96 tokens cached
-    policy, idle = picker("prefill", "cache-aware", index), worker("b", "prefill")
-    assert picked(policy, worker("a", "prefill", [(0, 95)]), idle) == "a"
-    assert picked(policy, worker("a", "prefill", [(0, 97)]), idle) == "b"
-    assert (
-        picked(policy, worker("a", "prefill", [(0, 1)]), idle, prompt=SeenPrompt(range(100), "other tenant"))
-        == "b"
-    )
+    policy, idle = picker("prefill", "cache-aware"), worker("b", "prefill")  # 96 tokens cached
+    assert picked(policy, holding("prefill", [(0, 95)]), idle) == "a"
+    assert picked(policy, holding("prefill", [(0, 97)]), idle) == "b"
+    other = SeenPrompt(range(100), "other tenant")
+    assert picked(policy, holding("prefill", [(0, 1)]), idle, prompt=other) == "b"
 
 
 def test_a_prompt_that_is_cached_as_a_whole_still_costs_its_last_page():
-    index, prompt = PrefixIndex(), SeenPrompt(range(96))
-    index.add("a" * 32, prompt.pages(16))
-    policy = picker("prefill", "cache-aware", index)
-    assert policy.cost(worker("a", "prefill"), prompt) == 16
+    prompt = SeenPrompt(range(96))
+    policy = picker("prefill", "cache-aware")
+    assert policy.cost(holding("prefill", prompt=prompt), prompt) == 16
 
 
 def test_a_session_returns_to_its_decode_worker_unless_it_is_much_fuller():
-    index = PrefixIndex()
-    index.add("a" * 32, PROMPT.pages(16))
-    policy, idle = picker("decode", "session", index), worker("b", "decode")
-    assert picked(policy, worker("a", "decode", [(10, 1)] * 2), idle) == "a"
-    assert picked(policy, worker("a", "decode", [(10, 1)] * 4), idle) == "b"
-    assert picked(policy, worker("a", "decode", [(1, 1)]), idle, prompt=SeenPrompt([7] * 100)) == "b"
+    policy, idle = picker("decode", "session"), worker("b", "decode")
+    assert picked(policy, holding("decode", [(10, 1)] * 2), idle) == "a"
+    assert picked(policy, holding("decode", [(10, 1)] * 4), idle) == "b"
+    assert picked(policy, holding("decode", [(1, 1)]), idle, prompt=SeenPrompt([7] * 100)) == "b"
 
 
 def test_least_loaded_decode_counts_places_and_pages():

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 from baton.cluster.protocol.messages import (
     Failed,
     Finished,
@@ -33,11 +34,11 @@ class Cluster(World):
     """A world with workers that come and go."""
 
     def add(self, *workers):
-        """`workers` are (identity, instance, role)."""
-        for identity, instance, role in workers:
+        """`workers` are (identity, instance, role), and a group if they have one."""
+        for identity, instance, role, *group in workers:
             self.sent.setdefault(identity, [])
             self.lost.discard(identity)
-            self.dispatcher.on_message(identity, hello(instance=instance, role=role))
+            self.dispatcher.on_message(identity, hello(instance=instance, role=role, group="".join(group)))
             stats = WorkerStats(pages_total=100, pages_free=100)
             self.dispatcher.on_message(identity, Heartbeat(instance=instance, stats=stats))
         return self
@@ -299,6 +300,48 @@ def test_a_third_death_ends_the_request_and_is_held_against_no_other():
     world.kill((b"d3", D3))
     assert [event.kind for event in events(inbox)] == ["Quarantined"]
     assert world.dispatcher.events["quarantined"] == 1
+    assert not innocent.room.deaths
+
+
+D5 = "a" * 32
+RANKS = {D4: b"d4", D5: b"d5"}  # of one worker, which end together
+
+
+def after_two_deaths_beside_ranks():
+    """As `after_two_deaths`, with an innocent request that runs on one of two ranks: also its instance."""
+    world, others = two_pairs()
+    (entry,), inbox = world.submit(16)
+    world.add(*others)
+    world.kill((b"d", D))
+    world.now += 1.0
+    world.add(*((identity, rank, "decode", D4) for rank, identity in RANKS.items()))
+    (innocent,), _ = world.submit(16)
+    world.kill((b"d2", D2))
+    assert entry.room.deaths.died_with == {D, D2}
+    return world, entry, inbox, innocent, innocent.room.pair.decode
+
+
+def test_a_rank_beside_a_busy_one_is_no_place_to_be_alone():
+    world, entry, _, _, busy = after_two_deaths_beside_ranks()
+    (idle,) = RANKS.keys() - {busy}
+    world.pass_time(ALONE_S / 2)
+    assert rooms_at(world, RANKS[idle]) == [], "it would end with the busy one"
+    world.pass_time(ALONE_S)
+    assert rooms_at(world, RANKS[idle]) == [entry.room.room], "in bounded time"
+    for _ in range(4):
+        world.submit(16)
+    assert len(rooms_at(world, b"d4") + rooms_at(world, b"d5")) == 2, "nothing is placed beside it"
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["its rank first", "its rank last"])
+def test_the_end_of_all_ranks_counts_against_the_request_alone_on_one(is_first):
+    world, entry, inbox, innocent, busy = after_two_deaths_beside_ranks()
+    world.pass_time(ALONE_S + 0.1)
+    own = entry.room.alone_on[1]
+    assert {own, busy} == set(RANKS)
+    for rank in (own, busy) if is_first else (busy, own):
+        world.kill((RANKS[rank], rank))
+    assert [event.kind for event in events(inbox)] == ["Quarantined"]
     assert not innocent.room.deaths
 
 

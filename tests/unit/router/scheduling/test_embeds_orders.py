@@ -16,6 +16,7 @@ from baton.cluster.protocol.messages import (
     Sampling,
     WorkerStats,
 )
+from baton.engine.kv.page_names import PageScheme
 from baton.router.answers.answer import error_of
 from baton.router.errors import ApiError
 from baton.router.http.rate_limits import Caller
@@ -196,4 +197,6 @@ def test_the_prefix_view_tells_embeddings_from_ids_and_from_each_other():
     other = Job(prompt_ids=[0] * 16, sampling=Sampling(), arrived=0.0, tokenize_s=0.0)
     names = {each.salt for each in (entry.job, other)}
     assert len(names) == 2
-    assert entry.prompt.pages(4) != type(entry.prompt)([0] * 16, other.salt).pages(4)
+    scheme = PageScheme(root=bytes(32), page_size=4)
+    ids = type(entry.prompt)([0] * 16, other.salt)
+    assert list(entry.prompt.names(scheme)) != list(ids.names(scheme))

@@ -18,9 +18,8 @@ PROMPT = SeenPrompt([5] * 16)
 
 
 def beliefs(world):
-    placer = world.dispatcher._placer
-    indices = {P: placer._on_prefill, D: placer._on_decode}
-    return {worker: index.num_held(worker, PROMPT.pages(16)) for worker, index in indices.items()}
+    views = {name: world.dispatcher.registry.get(name).prefixes for name in (P, D)}
+    return {name: view.num_held(PROMPT.names(view.scheme)) for name, view in views.items()}
 
 
 def test_with_local_prefill_decodes_report_corrects_both_known_caches():
@@ -69,7 +68,7 @@ def test_an_aggregated_worker_alone_gets_requests_at_once():
         (entry,), _ = world.submit(16)
         assert [order.prefill_instance for order in world.of(b"d", Reserve)] == [None]
         assert world.dispatcher.registry.get(D).num_tokens == 16
-        assert entry.prompt._pages == {}, "with no choice there is nothing to hash for"
+        assert entry.prompt._names == {}, "with no choice there is nothing to hash for"
 
 
 def test_a_mixed_cluster_computes_a_prompt_where_all_requests_wait_least():

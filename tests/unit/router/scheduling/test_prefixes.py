@@ -1,48 +1,54 @@
-"""The router's estimate of the workers' prefix caches."""
+"""The names of a prompt's pages, which are as long as they are looked at."""
 
-from baton.router.scheduling.prefixes import MAX_HASHED, PrefixIndex, SeenPrompt, page_names
+import itertools
+
+from baton.engine.kv.page_names import PageScheme
+from baton.router.scheduling.prefixes import MAX_EXPECTED, SeenPrompt, expect_prompt, held_tokens
+from baton.tests.unit.router.workers.test_eligibility import worker
 from hypothesis import given
 from hypothesis import strategies as st
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
+SCHEME = PageScheme(root=bytes(32), page_size=4)
 
 
-@given(TOKENS, TOKENS, st.sampled_from(["", "a", "b"]), st.sampled_from(["", "a", "b"]))
-def test_prefixes_share_a_name_exactly_when_salt_and_tokens_are_equal(one, two, salt, other):
-    for i, (left, right) in enumerate(zip(page_names(one, 4, salt), page_names(two, 4, other), strict=False)):
-        assert (left == right) == (salt == other and one[: 4 * i + 4] == two[: 4 * i + 4])
+def names(tokens, salt="", scheme=SCHEME):
+    return list(SeenPrompt(tokens, salt).names(scheme))
 
 
-def test_only_whole_pages_have_names_and_their_number_is_bounded():
-    assert [len(page_names([1] * n, 16, "")) for n in (0, 15, 16, 33)] == [0, 0, 1, 2]
-    assert len(page_names([1] * 100_000, 1, "")) == MAX_HASHED
+@given(TOKENS, TOKENS, st.sampled_from(["", "a", "b"]), st.sampled_from(["", "a", "b"]), st.integers(0, 2))
+def test_pages_share_a_name_exactly_when_salt_and_tokens_are_equal(one, two, salt, other, lookahead):
+    scheme = PageScheme(root=bytes(32), page_size=4, lookahead=lookahead)
+    for i, (left, right) in enumerate(zip(names(one, salt, scheme), names(two, other, scheme), strict=False)):
+        end = 4 * i + 4 + lookahead
+        assert (left == right) == (salt == other and one[:end] == two[:end])
 
 
-def test_a_workers_known_prefix_ends_at_the_first_missing_page():
-    index, names = PrefixIndex(), SeenPrompt(range(40)).pages(4)
-    index.add("p", names[:6])
-    index.add("q", names[:2])
-    assert [index.num_held(who, names) for who in "pqr"] == [6, 2, 0]
-    index.learn("p", names, 3)
-    assert index.num_held("p", names) == 3
-    index.learn("q", names, 10)
-    assert index.num_held("q", names) == 10
+def test_only_whole_pages_have_names():
+    assert [len(names([1] * n)) for n in (0, 3, 4, 9)] == [0, 0, 1, 2]
+    ahead = PageScheme(root=bytes(32), page_size=4, lookahead=1)
+    assert [len(names([1] * n, "", ahead)) for n in (4, 5, 8, 9)] == [0, 1, 1, 2]
 
 
-@given(st.lists(st.tuples(st.sampled_from("pqr"), TOKENS), max_size=30))
-def test_the_index_is_bounded_and_forgets_ends_before_beginnings(adds):
-    index = PrefixIndex(max_pages=5)
-    for who, tokens in adds:
-        names = page_names(tokens, 4, "")
-        index.add(who, names)
-        assert len(index) <= 5
-        assert index.num_held(who, names) == min(5, len(names))
-
-
-def test_a_page_remembers_its_last_holders_only():
-    index, names = PrefixIndex(), page_names(range(4), 4, "")
-    for i in range(100):
-        index.add(str(i), names)
-    assert [who for who in map(str, range(100)) if index.num_held(who, names)] == [
-        str(i) for i in range(92, 100)
+def test_names_are_computed_once_and_as_far_as_they_are_looked_at():
+    found = SeenPrompt(range(4000)).names(SCHEME)
+    assert list(itertools.islice(found, 3)) == names(range(4000))[:3]
+    assert len(found._known) == 3
+    one, two = iter(found), iter(found)
+    assert [next(each) for _ in range(6) for each in (one, two)] == [
+        name for name in names(range(24)) for _ in range(2)
     ]
+    assert SeenPrompt(range(9)).names(SCHEME) is not found
+
+
+def test_a_prompt_of_which_nobody_has_the_first_page_costs_one_digest():
+    prompt, empty = SeenPrompt(range(100_000)), worker("a", "prefill")
+    assert held_tokens(empty, prompt) == 0
+    assert len(prompt.names(empty.prefixes.scheme)._known) == 1
+
+
+def test_a_worker_is_expected_to_hold_a_bounded_part_of_a_prompt():
+    made = worker("a", "prefill")
+    expect_prompt(made, SeenPrompt(range(20_000)), 1.0)
+    assert made.prefixes.num_told == MAX_EXPECTED
+    assert held_tokens(made, SeenPrompt(range(64))) == 48

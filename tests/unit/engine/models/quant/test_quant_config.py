@@ -1,6 +1,5 @@
 """The quantisation of a checkpoint is understood, or refused in one line with key, value and remedy."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from baton.engine.errors import CheckpointError
 from baton.engine.models.quant.config import Fp8Form, Int4Form, QuantConfig
 from baton.engine.models.quant.registry import quantise_at_load, read_quantisation
 from baton.engine.models.weights import load_model, weight_bytes
-from baton.tests.parity.quant_toys import SHAPE, compressed, write_quantised
+from baton.tests.parity.quant_toys import EXPERTS, QUANTISED, SHAPE, compressed, write_quantised
 from safetensors.torch import load_file, save_file
 
 SOURCE = Path("config.json")
@@ -44,6 +43,9 @@ def test_each_method_is_read():
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
     assert read(awq) == QuantConfig(form=Int4Form(packing="awq", group_size=128))
     assert read(gptq) == QuantConfig(form=Int4Form(packing="gptq", group_size=32, zero_offset=1))
+    ordered = Int4Form(packing="gptq", group_size=32, zero_offset=1, has_order=True)
+    assert read(gptq | {"desc_act": True}) == QuantConfig(form=ordered)
+    assert read(gptq | {"desc_act": True, "static_groups": True}) == read(gptq)
     second = QuantConfig(form=Int4Form(packing="gptq", group_size=32))
     assert read(gptq | {"checkpoint_format": "gptq_v2"}) == second
     scheme = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False}
@@ -65,7 +67,7 @@ def test_each_method_is_read():
         ({"quant_method": "awq", "bits": 4, "group_size": 100}, ["group_size", "100", "32, 64, 128"]),
         ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}, ["version", "gemv"]),
         ({"quant_method": "gptq", "bits": 4, "group_size": -1}, ["group_size", "-1"]),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True}, ["desc_act", "order"]),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": 1}, ["desc_act", "true or false"]),
         (compressed("group"), ["config_groups.group_0.weights.strategy", "group", "channel"]),
         (
             compressed("channel") | {"format": "pack-quantized"},
@@ -129,37 +131,50 @@ def test_tensors_of_another_form_are_refused(toy_checkpoint: Callable[..., Path]
     name = "model.layers.0.mlp.down_proj.g_idx"
     message = damaged(tmp_path / "order", lambda tensors: tensors.update({name: tensors[name].flip(0)}))
     assert name in message
-    assert "desc_act false" in message
+    assert "desc_act" in message
     write_quantised(plain, tmp_path / "part", "channel", ignore=["model.layers.0.self_attn.q_proj"])
     message = refusal(load_model, tmp_path / "part", dtype=torch.float32)
     assert "model.layers.0.self_attn.q_proj" in message
     assert "k_proj, v_proj" in message
 
 
-def test_modes_without_a_quantised_form_are_refused(toy_checkpoint: Callable[..., Path], tmp_path: Path):
-    write_quantised(toy_checkpoint("llama", **SHAPE), tmp_path / "x", "channel")
-    message = refusal(load_model, tmp_path / "x", dtype=torch.float32, is_invariant=True)
-    assert "deterministic" in message
-    write_quantised(toy_checkpoint("qwen3_moe"), tmp_path / "experts", "channel")
-    raw = json.loads((tmp_path / "experts" / "config.json").read_text())
-    assert raw["quantization_config"]
-    assert "experts" in refusal(load_model, tmp_path / "experts", dtype=torch.float32)
+def test_experts_that_no_kernel_runs_are_refused(toy_checkpoint: Callable[..., Path], tmp_path: Path):
+    experts = toy_checkpoint("qwen3_moe", **SHAPE | EXPERTS["qwen3_moe"])
+    write_quantised(experts, tmp_path / "order", "gptq_ordered")
+    message = refusal(load_model, tmp_path / "order", dtype=torch.float32)
+    assert "model.layers.0.mlp.experts.*" in message
+    assert "desc_act false" in message
+    ignore = ["model.layers.0.mlp.experts.0.up_proj"]
+    write_quantised(experts, tmp_path / "part", "channel", ignore=ignore)
+    message = refusal(load_model, tmp_path / "part", dtype=torch.float32)
+    assert "quantization_config ignores model.layers.0.mlp.experts.0.up_proj" in message
+    narrow = toy_checkpoint("qwen3_moe", **SHAPE | EXPERTS["qwen3_moe"] | {"moe_intermediate_size": 96})
+    write_quantised(narrow, tmp_path / "narrow", "block")
+    message = refusal(load_model, tmp_path / "narrow", dtype=torch.float32)
+    assert "experts.0.gate_proj: 96 outputs are no multiple of 128" in message
+    write_quantised(experts, tmp_path / "missing", "block")
+    name = "model.layers.0.mlp.experts.3.down_proj.weight_scale_inv"
+    assert f"tensor {name} is missing" in damaged(tmp_path / "missing", lambda tensors: tensors.pop(name))
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_rounding_while_loading_equals_rounding_rows(toy_checkpoint: Callable[..., Path]):
+@pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v3"])
+def test_rounding_while_loading_equals_rounding_rows(toy_checkpoint: Callable[..., Path], family: str):
     """Each row's largest value becomes 448, the largest e4m3, and other matrices keep their floats."""
-    path = toy_checkpoint("llama", **SHAPE)
+    path = toy_checkpoint(family, **SHAPE | EXPERTS.get(family, {}))
     model, config = load_model(path, dtype=torch.float32, quantize="fp8")
     ours, stored = dict(model.tensors()), load_file(path / "model.safetensors")
     assert str(config.quant) == "fp8"
     assert ours["lm_head.weight"].dtype == torch.float32
+    rounded = {name for name in stored if QUANTISED.search(name) and "kv_b_proj" not in name}
     for name, weight in stored.items():
-        if name.endswith("_proj.weight"):
+        if name in rounded:
             scales = weight.abs().amax(1) / 448
             expected = (weight / scales[:, None]).to(torch.float8_e4m3fn)
             torch.testing.assert_close(ours[f"{name}_scale"], scales)
             assert torch.equal(ours[name].float(), expected.float()), name
-    num_rounded = sum(each.numel() for name, each in stored.items() if "_proj" in name)
+        else:
+            assert ours[name].dtype == torch.float32, name
+    num_rounded = sum(stored[name].numel() for name in rounded)
     whole = weight_bytes(path, torch.bfloat16)
     assert weight_bytes(path, torch.bfloat16, quantize="fp8") == whole - num_rounded

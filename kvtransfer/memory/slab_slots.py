@@ -18,7 +18,7 @@ class Slot:
     is_filling: bool = False  # a move is under way
 
 
-class SlotTable:
+class SlabSlots:
     """The block in each of `num_slots` slots."""
 
     def __init__(self, num_slots: int) -> None:
@@ -27,7 +27,7 @@ class SlotTable:
         self._held: dict[Holder, Slot] = {}
 
     def __repr__(self) -> str:
-        return f"SlotTable({len(self._held)}/{self.num_slots} held)"
+        return f"SlabSlots({len(self._held)}/{self.num_slots} held)"
 
     @property
     def num_held(self) -> int:

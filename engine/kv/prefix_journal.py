@@ -1,0 +1,109 @@
+"""The pages that a worker holds, as changes for those who send it requests.
+
+A page may lie in the pool, in host memory and on disk at once. It is held while it is somewhere, and told
+under its name (`page_names`). `take` gives the changes since the last call, a bounded number at a time; the
+rest waits for the next call. A page that came and went meanwhile costs nothing that lasts. `restart` begins
+anew with everything that is held, for a reader that has missed something.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .page_names import PageScheme, name_of
+from .prefix_cache import PrefixCache
+from .tiers.page_keys import PageKeys
+
+
+@dataclass(frozen=True, kw_only=True)
+class JournalPart:
+    """Changes in one message: names of pages. `is_first`: all that was told before is void."""
+
+    scheme: PageScheme
+    is_first: bool
+    added: Sequence[bytes]
+    removed: Sequence[bytes]
+
+
+class PrefixJournal:
+    """The journal of `cache` and of the tiers below it, under the keys of `keys`.
+
+    Keys are computed when they are told, since most pages of a busy worker come with others at once.
+    """
+
+    def __init__(self, cache: PrefixCache, keys: PageKeys) -> None:
+        self.keys = keys
+        self._cache = cache
+        self._new: dict[int, None] = {}  # pages of the pool whose names are not known, parents first
+        self._places: dict[bytes, int] = {}  # by name: in how many places the page is
+        self._changed: dict[bytes, None] = {}  # names whose pages came or went since they were told
+        self._is_first = True
+        cache.keep_journal(self)
+
+    def __repr__(self) -> str:
+        waiting = len(self._new) + len(self._changed)
+        return f"<PrefixJournal of {len(self._places)} pages, {waiting} changes to tell>"
+
+    # --- what happens ---------------------------------------------------------------------------------------
+
+    def entered(self, page: int) -> None:
+        """A page of the pool is cached."""
+        self._new[page] = None
+
+    def left(self, page: int) -> None:
+        """A page of the pool is not cached any more after this call."""
+        if page in self._new:
+            del self._new[page]
+        else:
+            self._count(self._name(page), -1)
+        self.keys.forget(page)
+
+    def stored(self, key: bytes) -> None:
+        """A tier has a copy of the page with this key."""
+        self._count(name_of(key), 1)
+
+    def removed(self, key: bytes) -> None:
+        """The copy is gone, or of no use any more."""
+        self._count(name_of(key), -1)
+
+    # --- what is told ---------------------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """Tell everything that is held anew."""
+        self._is_first = True
+        self._changed = dict.fromkeys(self._places)
+
+    def take(self, limit: int) -> JournalPart | None:
+        """Up to `limit` changes; None: there is nothing to tell."""
+        self._name_new(limit)
+        if not (self._changed or self._is_first):
+            return None
+        added: list[bytes] = []
+        removed: list[bytes] = []
+        for name in list(self._changed)[:limit] if len(self._changed) > limit else self._changed:
+            (added if name in self._places else removed).append(name)
+        if len(added) + len(removed) == len(self._changed):
+            self._changed = {}
+        else:
+            for name in (*added, *removed):
+                del self._changed[name]
+        is_first, self._is_first = self._is_first, False
+        return JournalPart(scheme=self.keys.scheme, is_first=is_first, added=added, removed=removed)
+
+    def _name_new(self, limit: int) -> None:
+        """Names the next pages of the pool."""
+        for page in list(self._new)[:limit] if len(self._new) > limit else list(self._new):
+            del self._new[page]
+            self._count(self._name(page), 1)
+
+    def _name(self, page: int) -> bytes:
+        return name_of(self.keys.of_page(page), is_bare=self._cache.is_bare(page))
+
+    def _count(self, name: bytes, change: int) -> None:
+        count = self._places.get(name, 0) + change
+        assert count >= 0, f"page {name.hex()} left more often than it came"
+        if count:
+            self._places[name] = count
+        else:
+            del self._places[name]
+        if count == max(0, change):  # the first one came, or the last one went
+            self._changed[name] = None

@@ -1,0 +1,115 @@
+"""What the products of quantised experts share, whatever the form of their weights.
+
+Legend: T rows, K experts of a row, S = T*K slots, E experts, N outputs of a matrix, H inputs, I intermediate
+size of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from .expert_mlp import PLAIN_EXPERTS, ExpertForm, clamped_gate, expert_mlp_reference
+from .group_experts import ExpertTiles, group_experts_triton
+from .invariant_rows import linear_rows, silu_mul_rows
+from .silu_mul import silu_mul_reference
+from .triton_jit import jit, tl
+
+
+class Dequantised:
+    """The matrices of `count` experts, each made of its stored form when it is asked for."""
+
+    def __init__(self, make: Callable[[int], torch.Tensor], count: int) -> None:
+        self._make, self._count = make, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, expert: int, /) -> torch.Tensor:
+        return self._make(expert)
+
+
+def dequantised_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: Dequantised,
+    down: Dequantised,
+    is_invariant: bool = False,
+    form: ExpertForm = PLAIN_EXPERTS,
+) -> torch.Tensor:
+    """The definition and the CPU path of all forms: `expert_mlp` with the values of the weights.
+
+    `gate_up` and `down` have the values `[2*I, H]` and `[H, I]` of each expert in the dtype of `x`; only
+    those of chosen experts are made, one after the other. `is_invariant`: with batch-invariant products.
+    """
+    gate: Callable[[torch.Tensor], torch.Tensor] = silu_mul_rows if is_invariant else silu_mul_reference
+    if form.limit:
+        gate = partial(clamped_gate, form=form, is_invariant=is_invariant)
+    product = linear_rows if is_invariant else F.linear
+    return expert_mlp_reference(x, ids, weights, gate_up, down, product, gate, form)
+
+
+def expert_tiles(
+    ids: torch.Tensor, num_experts: int, tile_rows: int, is_grouped: bool, first: int = 0
+) -> tuple[ExpertTiles, int]:
+    """The tiles of `ids` int32 `[T, K]`, and their number at most; the experts here have the ids from `first`
+    on. Without grouping each slot is a tile, with the id of its expert.
+    """
+    if not is_grouped:
+        return ExpertTiles(ids, ids, ids), ids.numel()
+    tiles = group_experts_triton(ids, num_experts, tile_rows, first)
+    return tiles, tiles.experts.shape[0]
+
+
+def check_experts(op: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    """Raises ValueError unless the rows and their experts fit together."""
+    if x.dim() != 2 or ids.dim() != 2 or ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"{op}: x {tuple(x.shape)}, ids {tuple(ids.shape)}, weights {tuple(weights.shape)}; expected "
+            "[T, H], [T, K], [T, K]"
+        )
+    if (ids.dtype, weights.dtype) != (torch.int32, torch.float32):
+        raise ValueError(f"{op}: ids are {ids.dtype}, weights {weights.dtype}; expected int32, float32")
+
+
+@jit
+def store_expert_tile(
+    b_y: tl.tensor,
+    b_up: tl.tensor,
+    p_bias: tl.tensor,
+    p_y: tl.tensor,
+    b_slot: tl.tensor,
+    i_out: tl.tensor,
+    num_slots: tl.tensor,
+    out_size: tl.tensor,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+) -> None:
+    """Stores the sums `[OUT, ROWS]` of the outputs `i_out` of slots `b_slot`, with bias and gate.
+
+    `p_bias`: that of the expert, the one of `b_up` behind the one of `b_y`. The gate is that of
+    `expert_mlp`, with its roundings; LIMIT 0.0: silu.
+    """
+    m_out = i_out < out_size
+    if HAS_BIAS:
+        b_y += tl.load(p_bias + i_out, mask=m_out, other=0.0).to(tl.float32)[:, None]
+        if IS_GATED:
+            b_up += tl.load(p_bias + out_size + i_out, mask=m_out, other=0.0).to(tl.float32)[:, None]
+    if IS_GATED:
+        b_gate = b_y.to(p_y.dtype.element_ty).to(tl.float32)
+        b_up = b_up.to(p_y.dtype.element_ty).to(tl.float32)
+        if LIMIT != 0.0:
+            b_gate = tl.minimum(b_gate, LIMIT)
+            b_up = tl.minimum(tl.maximum(b_up, -LIMIT), LIMIT)
+            b_y = (b_up + 1.0) * (b_gate / (1.0 + tl.exp(-ALPHA * b_gate)))
+        else:
+            b_silu = (b_gate / (1.0 + tl.exp(-b_gate))).to(p_y.dtype.element_ty).to(tl.float32)
+            b_y = b_silu * b_up
+    o_y = b_slot[None, :].to(tl.int64) * out_size + i_out[:, None]
+    tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_out[:, None] & (b_slot < num_slots)[None, :])
