@@ -43,7 +43,7 @@ class PrefixOffers:
         *,
         is_on: bool,
     ) -> None:
-        self.is_on = is_on and not engine.windows.is_on
+        self.is_on = is_on
         self._engine = engine
         self._queues = queues
         self._send = send
@@ -73,6 +73,8 @@ class PrefixOffers:
             self._known.popitem(last=False)
         if not self.is_on or is_draining or order.tokens % self._engine.page_size:
             self._decline(order, "no prefix is offered here")
+        elif self._engine.windows.is_on:
+            self._decline(order, "the KV behind windows has been given up here")
         elif order.room is None:
             self._offer_foreign(order)
         else:
