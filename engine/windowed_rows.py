@@ -63,13 +63,10 @@ class WindowedRowPlan:
         sin: torch.Tensor,
         form: AttentionForm = PLAIN_FORM,
         norms: HeadNorms | None = None,
-        *,
-        is_joined: bool = False,
     ) -> torch.Tensor:
         """As `RowPlan.rotate_attend`."""
         is_windowed, number = self._places[layer]
-        plan = self._plans[is_windowed]
-        return plan.rotate_attend(number, heads, cos, sin, form, norms, is_joined=is_joined)
+        return self._plans[is_windowed].rotate_attend(number, heads, cos, sin, form, norms)
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm = PLAIN_FORM

@@ -13,10 +13,13 @@ import torch
 from baton.cluster.protocol.messages import FirstToken, Refused, RoutedExperts, Tokens
 from baton.engine.errors import CheckpointError, LifecycleError
 from baton.engine.runner.lifecycle import Phase
+from baton.engine.runner.routed_experts import RoutedExperts as KeptExperts
 from baton.engine.runner.routed_experts import keep_experts
+from baton.engine.speculative.step.async_decoder import AsyncDecoder
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.toy_engine import ToyEngine, random_ids
 from baton.tests.parity.toy_models import reference_greedy, reference_model
+from baton.tests.sim.pull_pair import PullPair
 from baton.tests.sim.worker_pair import D, P, Pair, engine_of, name
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,7 +88,12 @@ def models(toy_checkpoint, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(models):
-    """By transformers: the tokens behind a prompt, and the sorted experts of all rows that lead to them."""
+    """As `by_transformers`."""
+    return by_transformers(models)
+
+
+def by_transformers(models):
+    """Of a family and a prompt: the tokens behind it, and the sorted experts of the rows before the last."""
 
     @cache
     def of(family, prompt):
@@ -171,6 +179,63 @@ def test_choices_of_tokens_do_not_depend_on_who_asks(models):
         pair.run()
         found.append(pair.tokens[name(0)])
     assert found[0] == found[1]
+
+
+def one_row_late(monkeypatch):
+    rows = KeptExperts.rows
+    monkeypatch.setattr(KeptExperts, "rows", lambda self, count: rows(self, count).roll(1, 0))
+
+
+def one_layer_late(monkeypatch):
+    put = KeptExperts.put
+    monkeypatch.setattr(KeptExperts, "put", lambda self, place, ids: put(self, place * (place > 1), ids))
+
+
+def rejected_drafts_too(monkeypatch):
+    """The rows of a step from its last one on, among them those of rejected drafts."""
+    of = AsyncDecoder._experts_of
+
+    def late(self, request, packed, count, num_path):
+        words = self.steps.step.expert_words
+        if words:
+            kept = packed[len(packed) - num_path * words :].reshape(num_path, words)
+            kept[:] = kept[::-1].copy()
+        return of(self, request, packed, count, num_path)
+
+    monkeypatch.setattr(AsyncDecoder, "_experts_of", late)
+
+
+@pytest.mark.parametrize("plant", [one_row_late, one_layer_late, rejected_drafts_too])
+def test_each_planted_bug_is_found(models, expected, plant, monkeypatch):
+    plant(monkeypatch)
+    pair, prompt = pair_of(models, "qwen3_moe", "chain"), random_ids(31, seed=3)
+    kept, (tokens, rows) = Kept(pair), expected("qwen3_moe", prompt)
+    pair.send(name(0), prompt, max_new_tokens=NEW_TOKENS, routed_experts=0)
+    pair.run()
+    assert pair.tokens[name(0)] == tokens, "what is kept changes no token"
+    assert ordered(kept.rows[name(0)]) != rows
+
+
+def test_rows_that_are_asked_for_are_not_pulled(models, expected):
+    """Prefill computes what a decode worker holds, as far as experts of these rows are asked for."""
+    target, _ = models("qwen3_moe")
+    pair = PullPair(target, no_draft=True, **SETTINGS)
+    prompt = random_ids(41, seed=3)
+    kept, (tokens, rows) = Kept(pair), expected("qwen3_moe", prompt)
+    pair.send(name(0), prompt, max_new_tokens=NEW_TOKENS)
+    pair.run()
+    pair.prefill.engine.cache.clear()
+    for number, (first, pulled) in enumerate(((0, 0), (40, 40)), 1):
+        kept.first = first
+        pull = pair.pull(prompt)
+        pair.send(name(number), prompt, max_new_tokens=NEW_TOKENS, routed_experts=first, pull=pull)
+        pair.run()
+        assert pair.tokens[name(number)] == tokens
+        assert ordered(kept.rows[name(number)]) == rows[first:]
+        assert pair.counter("pulled_tokens") == pulled
+        pair.prefill.engine.cache.clear()
+    pair.end_leases()
+    pair.assert_nothing_is_held()
 
 
 def test_a_worker_that_keeps_none_refuses_in_one_line(models):

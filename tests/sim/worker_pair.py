@@ -29,13 +29,16 @@ from baton.worker.identity import layout_of, planes_of
 from baton.worker.prompt_embeds import embeds_inbox
 
 P, D, ENDPOINT = "a" * 32, "b" * 32, "fake://p"
-NAN_BITS = 0xFFFFFFFF  # one float32, two of 16 bits, or four of 8
+NAN_BITS = -1  # one float32, two of 16 bits, or four of 8
 DEFAULTS = {"dtype": "float32", "page_size": 4, "max_context": 96}  # of both engines
 
 
 def words_of(plane):
-    """The bits of a plane's pages, `[pages, words]` uint32; torch takes ten times as long to compare them."""
-    return plane.view(torch.uint8).view(plane.shape[0], -1).numpy().view(np.uint32)
+    """The bits of a plane's pages, `[pages, words]` int32; on a CPU torch takes ten times as long to compare
+    them as numpy.
+    """
+    pages = plane.view(torch.uint8).view(plane.shape[0], -1)
+    return pages.view(torch.int32) if plane.is_cuda else pages.numpy().view(np.int32)
 
 
 class DirectLink:
