@@ -17,14 +17,14 @@ up those behind its window first. So there are promises of window pages, too: of
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from ..cluster.protocol.expected_output import expected_left
 from ..engine.kv.page_table import pages_for
 from ..engine.kv.pool import PoolExhausted
 from ..engine.loader import Engine
 from ..engine.request import Request
-from .queues import DecodeQueues, DecodeRoom, OutputClaim
+from .queues import DecodeQueues, DecodeRoom, DecodeState, OutputClaim
 from .step_decoder import StepDecoder
 
 AHEAD_TOKENS = 32  # beyond the next step, so that a request takes pages in groups
@@ -116,29 +116,62 @@ class PageGrowth:
         if not self.is_on:
             return 0
         growing = [room for room in self._queues if room.covered_output < math.inf and not room.is_over]
-        return sum([self._promised(room.request, room.claim) for room in growing])
+        return sum([self.promised(room) for room in growing])
+
+    def promised(self, room: DecodeRoom) -> int:
+        """Pages that `room` counts on beyond those that it holds, or will hold from its admission on."""
+        request, claim = room.request, room.claim
+        if not self._grows(claim):
+            return 0
+        num_output = request.num_output
+        left = expected_left(claim.expected, num_output, request.num_remaining)
+        held = len(request.pages) or self.first_pages(request, claim)
+        return max(0, self._pages(request, num_output + left) - held)
 
     @property
     def num_promised_windows(self) -> int:
         """Window pages that the rooms count on beyond those that they hold; 0 without windows."""
         if not self._windows.is_on:
             return 0
-        promised = [
-            self._promised_windows(room.request, room.claim, is_local=room.computes_prompt)
-            for room in self._queues
-            if not room.is_over
+        admitted = [
+            room for room in self._queues if not room.is_over and room.state is not DecodeState.ADMITTING
         ]
+        promised = [self.promised_windows(room, is_local=room.computes_prompt) for room in admitted]
         return sum(promised) + self._windows.pages.num_extra
 
-    def covers(self, request: Request, claim: OutputClaim, *, is_local: bool = False) -> bool:
-        """Whether the pool covers all promises and that of `request`, which holds its first pages.
-        `is_local`: its prompt is computed here.
+    def promised_windows(self, room: DecodeRoom, *, is_local: bool) -> int:
+        """Window pages that `room` counts on beyond those that it holds; 0 without windows. `is_local`: its
+        prompt is computed here.
         """
-        if self._engine.cache.num_available < self.num_promised + self._promised(request, claim):
+        if not self._windows.is_on:
+            return 0
+        request, claim, left = room.request, room.claim, room.request.num_remaining
+        if self._grows(claim):
+            expected = expected_left(claim.expected, request.num_output, left)
+            left = min(left, max(expected, claim.granted - request.num_output))
+        tail, pages = self._windows.tail_of(request.num_prompt), self._windows.pages
+        first = max(tail, pages.first_page(request.num_tokens - 1))
+        behind = sum(page >= tail for page in request.windows)
+        need = min(self._pages(request, request.num_output + left) - first, self.steady_windows)
+        before = self._windows.lacking(request, self._prompt_rows) if is_local else 0
+        return max(0, need - behind) + before
+
+    def missing_windows(self, room: DecodeRoom) -> int:
+        """Window pages that lack before `room`, which holds nothing, is admitted; 0 or less: none."""
+        if not self._windows.is_on:
+            return 0
+        request = room.request
+        at_once = self.next_pages(request) - self._windows.tail_of(request.num_prompt)
+        need = max(at_once, self.promised_windows(room, is_local=room.is_local))
+        return need + self.num_promised_windows - self._windows.pages.num_available
+
+    def covers(self, room: DecodeRoom) -> bool:
+        """Whether the pool covers all promises and that of `room`, which holds its first pages."""
+        if self._engine.cache.num_available < self.num_promised + self.promised(room):
             return False
         if not self._windows.is_on:
             return True
-        promised = self._promised_windows(request, claim, is_local=is_local)
+        promised = self.promised_windows(room, is_local=room.is_local)
         return self._windows.pages.num_available >= self.num_promised_windows + promised
 
     # --- running rooms --------------------------------------------------------------------------------------
@@ -206,9 +239,8 @@ class PageGrowth:
 
     def _victim(self, room: DecodeRoom) -> DecodeRoom:
         """The room that gives its pages up for `room`: the newest one that may, running or not."""
-        return _newest(
-            other for other in self._queues if other is room or len(other.request.pages) > other.granted_pages
-        )
+        able = [other for other in self._queues if other is room or is_beyond_grant(other)]
+        return sorted(able, key=_seniority)[-1]  # of equal ones the last
 
     # --- parts ----------------------------------------------------------------------------------------------
 
@@ -225,33 +257,12 @@ class PageGrowth:
         output = request.num_output + (room.num_unread + 1) * self._step_tokens + ahead
         return self._pages(request, min(output, request.sampling.max_new_tokens))
 
-    def _promised(self, request: Request, claim: OutputClaim) -> int:
-        """Pages that `request` counts on beyond those that it holds."""
-        if not self._grows(claim):
-            return 0
-        num_output = request.num_output
-        left = expected_left(claim.expected, num_output, request.num_remaining)
-        return max(0, self._pages(request, num_output + left) - len(request.pages))
 
-    def _promised_windows(self, request: Request, claim: OutputClaim, *, is_local: bool) -> int:
-        """Window pages that `request` counts on beyond those that it holds."""
-        left = request.num_remaining
-        if self._grows(claim):
-            expected = expected_left(claim.expected, request.num_output, left)
-            left = min(left, max(expected, claim.granted - request.num_output))
-        tail, pages = self._windows.tail_of(request.num_prompt), self._windows.pages
-        first = max(tail, pages.first_page(request.num_tokens - 1))
-        behind = sum(page >= tail for page in request.windows)
-        need = min(self._pages(request, request.num_output + left) - first, self.steady_windows)
-        before = self._windows.lacking(request, self._prompt_rows) if is_local else 0
-        return max(0, need - behind) + before
-
-
-def _newest(rooms: Iterable[DecodeRoom]) -> DecodeRoom:
-    """The room with the least claim; of equal ones the last."""
-    return sorted(rooms, key=_seniority)[-1]
+def is_beyond_grant(room: DecodeRoom) -> bool:
+    """Whether the room holds pages that it may have to give up."""
+    return len(room.request.pages) > room.granted_pages
 
 
 def _seniority(room: DecodeRoom) -> tuple[int, float]:
     """The order of claims: the urgent class first, then the older room."""
-    return room.claim.priority, room.arrived
+    return room.priority, room.arrived

@@ -39,6 +39,19 @@ def take_pages(
     return len(held) * cache.page_size
 
 
+def peek_pages(
+    cache: PrefixCache, windows: RequestWindows, request: Request, *, bare_limit: int = 0
+) -> list[int]:
+    """The cached pages that `request`, whose prompt is computed here, would take now. Nothing is held."""
+    held_from = windows.held_of_hit(request.num_prompt, is_computed=True)
+    pages = cache.match(
+        request.prompt_ids, request.num_cacheable, request.salt, held_from, bare_limit=bare_limit
+    )
+    windows.drop_hit(pages[held_from(len(pages)) :])
+    cache.allocator.release(pages)
+    return pages
+
+
 def num_whole(cache: PrefixCache, pages: Sequence[int]) -> int | None:
     """The number of cached `pages` before the first bare one; None: none is bare."""
     return next((place for place, page in enumerate(pages) if cache.is_bare(page)), None)

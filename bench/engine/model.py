@@ -83,6 +83,16 @@ def random_target(
 
 
 @torch.no_grad()
+def random_answers(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> CausalLM:
+    """A model of `config` with random weights alone, for which all tokens are about equally likely."""
+    model = build_model(config, dtype=dtype, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, weight in model.tensors():
+        fill_stored(name, weight, generator)
+    return model
+
+
+@torch.no_grad()
 def random_head(
     config: Eagle3Config, accept_length: int, dtype: torch.dtype, device: torch.device, seed: int = 1
 ) -> Eagle3Head:
