@@ -17,6 +17,10 @@ BENCHES = {
         ".bench.engine.bench",
         "decode, EAGLE3 and prefill steps of one engine, beside what the device could do",
     ),
+    "pages": (
+        ".bench.pages.bench",
+        "KV pages that grow beside whole reservations, and an oracle that knows each answer's length",
+    ),
     "load": (
         ".bench.engine.load",
         "weights read by the loader, beside plain reads of the same files, and the memory that it takes",
@@ -26,6 +30,10 @@ BENCHES = {
         "requests and streams through the router, with workers that answer at once, beside proxies",
     ),
     "serve": (".bench.serve.bench", "load on an OpenAI endpoint, or on two in turn: TTFT, ITL, goodput"),
+    "tiers": (
+        ".bench.tiers.bench",
+        "first tokens by turn of conversations that do not fit the KV pool, with tiers below it",
+    ),
     "transfer": (
         ".bench.transfer.bench",
         "throughput of the KV hand-off, per transport, beside raw sockets and memcpy",

@@ -1,7 +1,8 @@
 """Admission of rooms: pages, a staging area for features, a place in the batch.
 
 A room gets all of them at once or none: a refused room holds nothing. It gets the pages of its prompt and of
-its next steps, while the pool covers the output that all rooms count on (`page_growth`).
+its next steps, while the pool covers the output that all rooms count on (`page_growth`). Nobody is admitted
+before a more urgent room for which others make way (`preemption`).
 """
 
 import torch
@@ -18,7 +19,7 @@ from ..worker.prompt_pages import take_pages, take_shared_pages
 from ..worker.refusal import Refusal, refuse_for_now, refuse_forever
 from .page_growth import PageGrowth
 from .page_sharing import PageSharing
-from .queues import HOLD_ALL, DecodeQueues, DecodeRoom, DecodeState, OutputClaim
+from .queues import DecodeQueues, DecodeRoom, DecodeState
 
 RETRY_AFTER_MS = 250
 
@@ -38,27 +39,19 @@ class Admission:
         self.sharing = sharing
 
     def admit(
-        self,
-        request: Request,
-        now: float,
-        deadline_ms: int,
-        *,
-        is_draining: bool = False,
-        is_local: bool = False,
-        leader: DecodeRoom | None = None,
-        claim: OutputClaim = HOLD_ALL,
-    ) -> DecodeRoom | Refusal:
-        """Give `request` its first pages and return its room, or the refusal.
+        self, room: DecodeRoom, *, is_draining: bool = False, leader: DecodeRoom | None = None
+    ) -> Refusal | None:
+        """Give `room`, in state ADMITTING, its first pages; or return the refusal.
 
-        `now`: monotonic seconds. `deadline_ms`: milliseconds from then on, 0: none. `is_local`: this worker
-        computes the prompt, but for what it shares with `leader`.
+        A local room shares with `leader` what that has of the prompt.
         """
-        refusal = self._never(request) or self._not_now(is_draining)
+        request, is_local = room.request, room.is_local
+        refusal = self._never(request) or self._not_now(room, is_draining)
         if refusal is not None:
             return refusal
         engine = self.engine
         try:
-            num_pages = self.growth.first_pages(request, claim)
+            num_pages = self.growth.first_pages(request, room.claim)
             if leader is None:
                 have = take_pages(engine.cache, request, num_pages, is_computed=is_local)
             else:
@@ -67,28 +60,19 @@ class Admission:
                 have = len(shared) * engine.page_size
         except PoolExhausted as error:
             return Refusal(reason=str(error), retry_after_ms=RETRY_AFTER_MS)
-        if not self.growth.covers(request, claim):
+        if not self.growth.covers(room):
             return self._give_back(request, "the free pages are promised to running requests")
         features = None if is_local else self._staging(request, have)
         request.num_computed = have if is_local and leader is None else 0
         if features is not None and not self._staging_fits(features):
             return self._give_back(request, "features of other hand-offs fill the staging area")
-        return DecodeRoom(
-            request=request,
-            arrived=now,
-            deadline=now + deadline_ms / 1000 if deadline_ms else None,
-            have=have,
-            features=features,
-            landed=have if leader is None else 0,
-            warmed=have if leader is None else 0,
-            state=_first_state(is_local, leader),
-            leader=None if leader is None else leader.key,
-            sent=0 if is_local else 1,
-            is_local=is_local,
-            claim=claim,
-            granted_pages=self.growth.granted_pages(request, claim),
-            covered_output=self.growth.covered_output(request),
-        )
+        room.have, room.features = have, features
+        room.landed = room.warmed = have if leader is None else 0
+        room.state = _first_state(is_local, leader)
+        room.leader = None if leader is None else leader.key
+        room.granted_pages = self.growth.granted_pages(request, room.claim)
+        room.covered_output = self.growth.covered_output(request)
+        return None
 
     def found(self, room: DecodeRoom, have: int) -> None:
         """The first `have` tokens of the prompt are in place, more than were when the room was admitted."""
@@ -143,8 +127,11 @@ class Admission:
             )
         return ""
 
-    def _not_now(self, is_draining: bool) -> Refusal | None:
+    def _not_now(self, room: DecodeRoom, is_draining: bool) -> Refusal | None:
         full = f"{self.queues.max_running} rooms are held" if self.queues.is_full else ""
+        for other in self.queues.of(DecodeState.ADMITTING):
+            if other is not room and (other.priority, other.arrived) <= (room.priority, room.arrived):
+                full = full or "others make way for a room that is as urgent"
         return refuse_for_now(is_draining=is_draining, full=full, retry_after_ms=RETRY_AFTER_MS)
 
     def _staging(self, request: Request, have: int) -> torch.Tensor | None:

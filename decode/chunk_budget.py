@@ -2,22 +2,39 @@
 Pure.
 
 A gap is the time from the tokens of one step to those of the next. It is fitted as a line over the prompt
-tokens that were computed in it. A margin above the line grows with gaps that were longer than the line says,
-so that the bound holds for the longest gaps, and not only for their mean.
+tokens that were computed in it. A margin above the line is the one that all gaps but TAIL stay below, so that
+the tail of the gaps keeps the bound and not only their mean (the stochastic approximation of a quantile,
+Robbins and Monro 1951). A stream of a prompt that was computed here also has the gap behind its token 1, in
+which the device may take two steps.
 """
 
 from collections import deque
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from ..cluster.telemetry.linear_fit import LinearFit
 
-SHARE = 0.9  # of the bound, that a gap is planned for
-RISE = 0.3  # share by which the margin follows a gap above it
-FALL = 0.02  # share by which it shrinks with every other gap
+SHARE = 0.95  # of the bound, that a gap is planned for
+TAIL = 0.01  # of all gaps, that may be longer
+RATE = 0.1  # of the bound, by which the margin moves with a step whose gaps are all longer
 LEAST_TOKENS = 16  # prompts go on, however long the steps take
 GROWTH = 1.1  # of a part over the largest recent one; SHARE leaves room for it
 RECENT = 50  # parts
 FIRST_TOKENS = 64  # before any cost is known
+FORGET_S = 10.0  # a stream that has not been in a step for so long has ended
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """The gaps that streams saw before one step: `seconds` since the step before, with `num_tokens` prompt
+    tokens computed meanwhile. `firsts`: seconds since token 1, of the streams that have begun here.
+    `num_streams`: all of them.
+    """
+
+    seconds: float
+    num_tokens: int
+    num_streams: int = 1
+    firsts: tuple[float, ...] = ()
 
 
 class ChunkBudget:
@@ -53,16 +70,16 @@ class ChunkBudget:
         most = min(self.most, int(GROWTH * max(self._parts)) + 1)
         return max(least, most if left >= slope * most else int(left / slope))
 
-    def saw(self, gap_s: float, num_tokens: int) -> None:
-        """A gap between two steps of running streams, with `num_tokens` prompt tokens computed in it."""
-        self._line.add(num_tokens, gap_s)
-        if num_tokens:
-            self._parts.append(num_tokens)
-        above = gap_s - self._line.at(num_tokens)
-        if above > self._margin:
-            self._margin += RISE * (above - self._margin)
-        else:
-            self._margin -= FALL * self._margin
+    def saw(self, gap: Gap) -> None:
+        """Learns from the gaps before a step."""
+        self._line.add(gap.num_tokens, gap.seconds)
+        if gap.num_tokens:
+            self._parts.append(gap.num_tokens)
+        most = self._line.at(gap.num_tokens) + self._margin
+        num_longer = sum(first > most for first in gap.firsts)
+        num_longer += (gap.num_streams - len(gap.firsts)) * (gap.seconds > most)
+        share = num_longer / max(1, gap.num_streams)
+        self._margin = max(0.0, self._margin + RATE * self.slo_s * (share - TAIL))
 
 
 class StepGaps:
@@ -75,18 +92,26 @@ class StepGaps:
         self._launches_ahead = launches_ahead
         self._last: tuple[frozenset[tuple[str, int]], float] | None = None  # rooms and time of the last step
         self._known = self._due = 0  # prompt tokens launched until the last step; those of the next gap
+        self._begun: dict[tuple[str, int], float] = {}  # streams that have token 1 only, and its time
 
     def __repr__(self) -> str:
         return f"<StepGaps {'none yet' if self._last is None else f'since {self._last[1]:.3f}'}>"
 
-    def step(
-        self, rooms: Collection[tuple[str, int]], num_launched: int, now: float
-    ) -> tuple[float, int] | None:
+    def begin(self, rooms: Collection[tuple[str, int]], now: float) -> None:
+        """Streams of prompts that were computed here have their token 1."""
+        self._begun.update(dict.fromkeys(rooms, now))
+
+    def step(self, rooms: Collection[tuple[str, int]], num_launched: int, now: float) -> Gap | None:
         """A step of `rooms` was read at `now`; `num_launched` counts prompt tokens since the start.
 
-        Returns the gap since the last step of one of them and its prompt tokens; None without one.
+        Returns the gaps of these streams; None where the step before had none of them.
         """
         fresh, self._known = num_launched - self._known, num_launched
         tokens, self._due = (self._due, fresh) if self._launches_ahead else (fresh, 0)
+        begun, self._begun = self._begun, {}
+        firsts = tuple(now - begun[room] for room in rooms if room in begun)
+        self._begun = {room: at for room, at in begun.items() if room not in rooms and now - at < FORGET_S}
         last, self._last = self._last, (frozenset(rooms), now)
-        return None if last is None or last[0].isdisjoint(rooms) else (now - last[1], tokens)
+        if last is None or last[0].isdisjoint(rooms):
+            return None
+        return Gap(seconds=now - last[1], num_tokens=tokens, num_streams=len(rooms), firsts=firsts)

@@ -1,6 +1,6 @@
 """Prompts that decode computes itself, without a prefill worker: the same engine, the same tokens.
 
-    launch   one forward over the next rows of the waiting prompts, oldest first, and the choice of token 1
+    launch   one forward over the next rows of the waiting prompts (`prompt_parts`), and the choice of token 1
     read     token 1 and log probabilities of that forward
     draft    the draft rows of its features, behind token 1 on its way to the client
 
@@ -21,16 +21,16 @@ import torch
 
 from ..cluster.protocol.messages import PromptLogprobs
 from ..engine.batch.forward_batch import ForwardOutput
-from ..engine.kv.prefix_cache import PrefixCache
 from ..engine.loader import Engine
 from ..engine.prompt_budget import alone_tokens
 from ..engine.request import Request
 from ..engine.sampling.sampler import LaunchedSample, SampleOutput
 from ..engine.speculative.drafters.protocol import reads_features
 from ..engine.speculative.step.result import StepResult
-from ..worker.prompt_chunks import Chunk, batch_of, launch_first_tokens, score_prompts, scored_limit
-from ..worker.prompt_pages import take_longer_prefix
+from ..worker.first_token_plan import FirstTokenPlan
+from ..worker.prompt_chunks import Chunk, batch_of, launch_first_tokens, score_prompts
 from .chunk_budget import ChunkBudget
+from .prompt_parts import PromptParts
 from .queues import DecodeRoom, DecodeState
 from .step_decoder import StepDecoder
 
@@ -69,8 +69,9 @@ class LocalPrefill:
     """Computes the rooms in state PREFILLING, at most `budget` prompt tokens per forward while streams run.
 
     With `slo_itl_s`, parts are smaller where a gap between two steps would exceed so many seconds (`pace`).
-    `clock` tells monotonic seconds; `send` takes prompt log probabilities for the router. If the engine
-    launches steps ahead, a forward is read one turn after its launch, so that the device always has work.
+    With `slo_ttft_s`, `first_token_plan` has their order. `clock` tells monotonic seconds; `send` takes
+    prompt log probabilities for the router. If the engine launches steps ahead, a forward is read one turn
+    after its launch, so that the device always has work.
     """
 
     def __init__(
@@ -83,17 +84,21 @@ class LocalPrefill:
         instance: str,
         *,
         slo_itl_s: float = 0.0,
+        slo_ttft_s: float = 0.0,
     ) -> None:
         self.engine = engine
         self.decoder = decoder
         self.budget = budget
         self.budget_alone = alone_tokens(budget)
         self.pace = ChunkBudget(budget, slo_itl_s)
+        self.plan = FirstTokenPlan(slo_ttft_s) if slo_ttft_s else None
+        self._parts = PromptParts(engine.cache, engine.model_config.vocab_size, self.plan)
         self.num_launched = 0  # prompt tokens of all forwards
         self._clock = clock
         self._send = send
         self._instance = instance
         self._unread: LaunchedPrompts | None = None
+        self._read_at = 0.0  # of the newest forward that was read
         self._uncached: list[DecodeRoom] = []  # computed, and not in the prefix cache yet
 
     @property
@@ -116,7 +121,8 @@ class LocalPrefill:
     def _launch(self, rooms: Sequence[DecodeRoom], *, has_streams: bool) -> LaunchedPrompts | None:
         started = self._clock()
         budget = min(self.budget, self.pace.tokens) if has_streams and self.pace.slo_s else self.budget
-        chunks = self._cut(rooms, budget, budget if has_streams else self.budget_alone)
+        most = budget if has_streams else self.budget_alone
+        chunks = self._parts.next(rooms, budget=budget, most=most, now=started)
         if not chunks:
             return None
         self.num_launched += sum(chunk.num_tokens for chunk in chunks)
@@ -129,26 +135,6 @@ class LocalPrefill:
             chunk.room.num_unread += 1
         return LaunchedPrompts(chunks=chunks, output=output, firsts=firsts, started=started)
 
-    def _cut(self, rooms: Sequence[DecodeRoom], budget: int, most: int) -> list[Chunk[DecodeRoom]]:
-        """The next parts of `rooms`, in order: `most` tokens of the first, others within `budget`."""
-        chunks: list[Chunk[DecodeRoom]] = []
-        left, cache = budget, self.engine.cache
-        for i, room in enumerate(rooms):
-            request = room.request
-            if request.num_computed == request.num_prompt or (chunks and left <= 0):
-                continue
-            if request.num_computed == room.have:
-                if _waits_for_prefix(room, rooms[:i], cache):
-                    continue
-                room.have = request.num_computed = take_longer_prefix(cache, request, room.have)
-            allowed = left if chunks else max(left, most)
-            limit = scored_limit(request, chunks, self.engine.model_config.vocab_size)
-            start = request.num_computed
-            end = min(request.num_prompt, start + (allowed if limit is None else min(allowed, limit)))
-            left -= end - start
-            chunks.append(Chunk(room=room, start=start, end=end))
-        return chunks
-
     def _read(self, launched: LaunchedPrompts) -> ReadPrompts:
         chunks, output = launched.chunks, launched.output
         firsts = None if launched.firsts is None else launched.firsts.read()
@@ -159,6 +145,10 @@ class LocalPrefill:
         ended, result = self._take_firsts(chunks, firsts, output.path)
         drafts = _draft_rows(chunks, output)
         now = self._clock()
+        if self.plan is not None:  # with the steps between two parts
+            began = max(launched.started, self._read_at)
+            self.plan.pace.saw(sum(chunk.num_tokens for chunk in chunks), now - began)
+        self._read_at = now
         for chunk in chunks:
             room = chunk.room
             room.num_unread -= 1
@@ -254,22 +244,3 @@ def _draft_rows(chunks: Chunks, output: ForwardOutput) -> list[tuple[Request, to
 def _ends_prompts(launched: LaunchedPrompts | None) -> bool:
     """Whether streams begin once this forward is read."""
     return launched is not None and any(chunk.is_last for chunk in launched.chunks)
-
-
-def _waits_for_prefix(room: DecodeRoom, older: Sequence[DecodeRoom], cache: PrefixCache) -> bool:
-    """Whether an older prompt under way has in common at least half of what `room` still lacks.
-
-    Its pages enter the prefix cache when it ends: waiting for them costs less than computing them twice, as
-    for the choices of one request.
-    """
-    request, size = room.request, cache.page_size
-    if not cache.enabled or request.sampling.prompt_logprobs >= 0:
-        return False
-    worth = max(size, (request.num_prompt - room.have) // 2)
-    end = (room.have + worth + size - 1) // size * size
-    if end >= request.num_prompt:
-        return False
-    head = request.prompt_ids[:end]
-    return any(
-        other.request.salt == request.salt and other.request.prompt_ids[:end] == head for other in older
-    )

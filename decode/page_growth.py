@@ -14,7 +14,7 @@ progress, and after a few times it holds its whole output.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from ..cluster.protocol.expected_output import expected_left
 from ..engine.kv.page_table import pages_for
@@ -86,11 +86,21 @@ class PageGrowth:
         if not self.is_on:
             return 0
         growing = [room for room in self._queues if room.covered_output < math.inf and not room.is_over]
-        return sum([self._promised(room.request, room.claim) for room in growing])
+        return sum([self.promised(room) for room in growing])
 
-    def covers(self, request: Request, claim: OutputClaim) -> bool:
-        """Whether the pool covers all promises and that of `request`, which holds its first pages."""
-        return self._engine.cache.num_available >= self.num_promised + self._promised(request, claim)
+    def promised(self, room: DecodeRoom) -> int:
+        """Pages that `room` counts on beyond those that it holds, or will hold from its admission on."""
+        request, claim = room.request, room.claim
+        if not self._grows(claim):
+            return 0
+        num_output = request.num_output
+        left = expected_left(claim.expected, num_output, request.num_remaining)
+        held = len(request.pages) or self.first_pages(request, claim)
+        return max(0, self._pages(request, num_output + left) - held)
+
+    def covers(self, room: DecodeRoom) -> bool:
+        """Whether the pool covers all promises and that of `room`, which holds its first pages."""
+        return self._engine.cache.num_available >= self.num_promised + self.promised(room)
 
     # --- running rooms --------------------------------------------------------------------------------------
 
@@ -153,9 +163,8 @@ class PageGrowth:
 
     def _victim(self, room: DecodeRoom) -> DecodeRoom:
         """The room that gives its pages up for `room`: the newest one that may, running or not."""
-        return _newest(
-            other for other in self._queues if other is room or len(other.request.pages) > other.granted_pages
-        )
+        able = [other for other in self._queues if other is room or is_beyond_grant(other)]
+        return sorted(able, key=_seniority)[-1]  # of equal ones the last
 
     # --- parts ----------------------------------------------------------------------------------------------
 
@@ -172,20 +181,12 @@ class PageGrowth:
         output = request.num_output + (room.num_unread + 1) * self._step_tokens + ahead
         return self._pages(request, min(output, request.sampling.max_new_tokens))
 
-    def _promised(self, request: Request, claim: OutputClaim) -> int:
-        """Pages that `request` counts on beyond those that it holds."""
-        if not self._grows(claim):
-            return 0
-        num_output = request.num_output
-        left = expected_left(claim.expected, num_output, request.num_remaining)
-        return max(0, self._pages(request, num_output + left) - len(request.pages))
 
-
-def _newest(rooms: Iterable[DecodeRoom]) -> DecodeRoom:
-    """The room with the least claim; of equal ones the last."""
-    return sorted(rooms, key=_seniority)[-1]
+def is_beyond_grant(room: DecodeRoom) -> bool:
+    """Whether the room holds pages that it may have to give up."""
+    return len(room.request.pages) > room.granted_pages
 
 
 def _seniority(room: DecodeRoom) -> tuple[int, float]:
     """The order of claims: the urgent class first, then the older room."""
-    return room.claim.priority, room.arrived
+    return room.priority, room.arrived

@@ -19,6 +19,7 @@ from .step_decoder import StepDecoder
 
 UNSHARED = "Unshared"  # kind of a Failed: the room whose prompt it should share has none
 NO_PROMPT = (  # not in its pages yet
+    DecodeState.ADMITTING,
     DecodeState.RESTORING,
     DecodeState.SHARING,
     DecodeState.PULLING,

@@ -77,7 +77,7 @@ class PrefixOffers:
             room = self._queues.get(order.room, order.epoch)
             if room is None:
                 self._decline(order, "the room is not here")
-            elif room.state is DecodeState.RESTORING:
+            elif room.state in (DecodeState.ADMITTING, DecodeState.RESTORING):
                 room.offer = order
             else:
                 self.offer_of(room, order)

@@ -14,6 +14,7 @@ from ..worker.room_table import RoomTable
 class DecodeState(Enum):
     """The state of a room. Every room leaves through `DecodeQueues.remove`."""
 
+    ADMITTING = "admitting"  # holds nothing until less urgent rooms have made way; owner: the scheduler
     RESTORING = "restoring"  # pages are reserved, a prefix comes back from a lower tier; owner: the scheduler
     PREFILLING = "prefilling"  # pages are reserved and the prompt is computed here; owner: the scheduler
     SHARING = "sharing"  # pages are reserved, those of the prompt are another room's; owner: that room
@@ -26,12 +27,10 @@ class DecodeState(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class OutputClaim:
-    """Output tokens of an attempt: those to count on (0: all), those whose pages are held from the start, and
-    the class of the request (lower is more urgent)."""
+    """Output tokens of an attempt: those to count on (0: all), and those whose pages it holds at once."""
 
     expected: int = 0
     granted: int = 0
-    priority: int = 0
 
 
 HOLD_ALL = OutputClaim()
@@ -45,16 +44,16 @@ class DecodeRoom(WorkerRoom):
     None once the draft prefill has consumed them, and where no drafter runs.
     """
 
-    have: int
-    features: torch.Tensor | None
-    state: DecodeState = DecodeState.PULLING
+    have: int = 0
+    features: torch.Tensor | None = None
+    state: DecodeState = DecodeState.ADMITTING
     landed: int = 0  # prompt tokens whose KV and features are in place
     warmed: int = 0  # draft rows that are in the draft pool
     sent: int = 1  # output tokens that the router knows, prefill's included
     is_local: bool = False  # the prompt is computed here, or shared
     leader: tuple[str, int] | None = None  # the key of the room whose prompt pages it shares
-    order: Reserve | None = None  # to be pulled, once its prefix is restored
-    offer: OfferPrefix | None = None  # of its prefix to prefill, once that is restored
+    order: Reserve | None = None  # to be pulled, once it is admitted and its prefix is restored
+    offer: OfferPrefix | None = None  # of its prefix to prefill, once that is in place
     head_number: int = 0  # of the drafter's weights at its start, see `HeadSwap`
     may_record: bool = False  # its tokens may be recorded for training
     claim: OutputClaim = HOLD_ALL
@@ -129,9 +128,15 @@ class DecodeQueues(RoomTable[DecodeRoom]):
         self.max_running = max_running
 
     @property
+    def num_held(self) -> int:
+        """Places of the batch that rooms hold."""
+        return len(self) - self.count(DecodeState.ADMITTING)
+
+    @property
     def is_full(self) -> bool:
         """Whether no further room fits.
 
-        A room holds its place in the batch from Reserve to its end, so a landed room never waits for one.
+        A room holds its place in the batch from its admission to its end, so a landed room never waits for
+        one.
         """
-        return len(self) >= self.max_running
+        return self.num_held >= self.max_running

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 
 from ..engine.speculative.step.result import StepResult
+from ..worker.retractions import RETRACTION_COUNTERS
+from ..worker.role_worker import FIRST_TOKEN_COUNTERS
 from .accept_monitor import AcceptMonitor
 from .queues import DecodeRoom
 
@@ -10,7 +12,7 @@ DECODE_COUNTERS = (
     "requests", "finished", "failed", "cancelled", "refused", "tokens", "steps", "verify_steps",
     "drafted_tokens", "accepted_tokens", "handoff_bytes", "handoff_blocks", "have_tokens", "local_prefills",
     "local_prefill_tokens", "shared_prompts", "shared_tokens", "unshared", "handoffs_aborted",
-    "embedded_tokens", "retractions", "retracted_tokens",
+    "embedded_tokens", *RETRACTION_COUNTERS, *FIRST_TOKEN_COUNTERS,
 )  # fmt: skip
 
 

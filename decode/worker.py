@@ -1,7 +1,7 @@
 """A decode server: KV caches in, tokens out, with drafts of any drafter.
 
 1. Reserve           holds pages for the prompt and the next steps and a place in the batch, or refuses the
-                     room at once
+                     room at once; less urgent rooms make way for it
    restore           a prefix that a lower tier of the cache has comes back into the room's pages
 2. pull              blocks land in the room's own pages; a prefix that is cached here is not pulled
    offer             prefill may pull the prefix that is cached here, instead of computing it
@@ -27,6 +27,7 @@ from ..cluster.protocol.messages import (
     DecodeTimeline,
     Finished,
     OfferPrefix,
+    Refused,
     Reserve,
     Reserved,
     SwapDraft,
@@ -48,6 +49,7 @@ from ..worker.prompt_embeds import EmbedsInbox
 from ..worker.prompt_pages import begin_restore, take_restored
 from ..worker.recorder import SampleRecorder
 from ..worker.refusal import Refusal
+from ..worker.retractions import Reason
 from ..worker.role_worker import RoleWorker, sampling_params_of
 from ..worker.tier_startup import tier_fingerprint
 from .admission import Admission
@@ -58,6 +60,7 @@ from .in_flight import StepsInFlight
 from .local_prefill import LocalPrefill, keep_pages
 from .page_growth import PageGrowth
 from .page_sharing import NO_PROMPT, UNSHARED, PageSharing
+from .preemption import Preemption
 from .prefix_offers import PrefixOffers
 from .queues import DecodeQueues, DecodeRoom, DecodeState, OutputClaim
 from .step_decoder import StepDecoder
@@ -75,6 +78,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
     awaited = "last"
     counted_as: ClassVar[Mapping[Enum, str]] = {
         DecodeState.RUNNING: "running",
+        DecodeState.ADMITTING: "queued",
         DecodeState.WARMING: "queued",
         DecodeState.RESTORING: "queued",
         DecodeState.PREFILLING: "queued",
@@ -92,6 +96,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         max_running: int,
         local_prefill_tokens: int = 128,
         slo_itl_s: float = 0.0,
+        slo_ttft_s: float = 0.0,
         grows: bool = True,
         decoder: StepDecoder | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -106,6 +111,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             queues,
             instance=instance,
             counters=self._metrics.counters,
+            slo_ttft_s=slo_ttft_s,
             clock=clock,
             embeds=embeds,
         )
@@ -114,9 +120,17 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         self.sharing = PageSharing(engine, queues, self.decoder)
         self.offers = PrefixOffers(engine, queues, link.post, self._metrics.counters, is_on=offers_prefixes)
         self.admission = Admission(engine, queues, self.growth, self.sharing)
+        self.preemption = Preemption(engine, queues, self.growth)
         self.in_flight = StepsInFlight(self.decoder)
         self.local = LocalPrefill(
-            engine, self.decoder, local_prefill_tokens, clock, link.post, instance, slo_itl_s=slo_itl_s
+            engine,
+            self.decoder,
+            local_prefill_tokens,
+            clock,
+            link.post,
+            instance,
+            slo_itl_s=slo_itl_s,
+            slo_ttft_s=slo_ttft_s,
         )
         self._gaps = StepGaps(launches_ahead=engine.launches_ahead)
         self.recorder = recorder
@@ -144,6 +158,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             self.head_swap.turn()
         if self.tiers is not None:
             self._turn_tiers(self.tiers)
+        self._admit_waiting()
         did_warm = self._warm_landed()
         self._share_prompts()
         did_prefill = self._prefill_here()
@@ -236,31 +251,75 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         if order.shares is not None and leader is None:
             self._counters["unshared"] += 1
             return self._turn_away(self._failed(request, UNSHARED, NOT_SHARED, retryable=True))
-        room = self.admission.admit(
-            request,
-            now,
-            order.deadline_ms,
-            is_draining=self.is_draining,
+        room = DecodeRoom(
+            request=request,
+            arrived=now,
+            deadline=now + order.deadline_ms / 1000 if order.deadline_ms else None,
+            priority=order.priority,
+            waited=order.waited_ms / 1000,
+            trace=carried_by(order),
+            request_id=order.request_id,
+            sent=0 if is_local else 1,
             is_local=is_local,
-            leader=leader,
-            claim=OutputClaim(
-                expected=order.expected_output, granted=order.granted_output, priority=order.priority
-            ),
+            order=None if is_local else order,
+            may_record=order.may_record,
+            claim=OutputClaim(expected=order.expected_output, granted=order.granted_output),
         )
-        if isinstance(room, Refusal):
-            return self._refuse(order, room)
-        room.trace = carried_by(order)
-        room.may_record = order.may_record
-        room.request_id = order.request_id
-        room.head_number = self._head_number
+        refusal = self.admission.admit(room, is_draining=self.is_draining, leader=leader)
+        if refusal is not None and not self._may_wait(room, refusal, leader):
+            return self._refuse(order, refusal)
         self.queues.add(room)
+        if refusal is None:
+            self._admitted(room)
+
+    def _may_wait(self, room: DecodeRoom, refusal: Refusal, leader: DecodeRoom | None) -> bool:
+        """Whether others make way for a room that was refused."""
+        can_ever = refusal.retry_after_ms > 0 and not self.is_draining
+        return can_ever and leader is None and self.preemption.way_for(room) is not None
+
+    def _admitted(self, room: DecodeRoom) -> None:
+        """The room holds its first pages and its place: its prompt begins, or waits for that of another."""
+        is_sharer = room.leader is not None
+        request, room.head_number = room.request, self._head_number
         self._counters["requests"] += 1
-        self._counters["have_tokens"] += 0 if leader else room.have
-        self._send(Reserved(room=order.room, epoch=order.epoch, instance=self.instance, have=room.have))
-        self._counters["local_prefills"] += is_local and leader is None
-        room.order = None if is_local else order
-        if leader is None:
+        self._counters["have_tokens"] += 0 if is_sharer else room.have
+        self._send(Reserved(room=request.room, epoch=request.epoch, instance=self.instance, have=room.have))
+        self._counters["local_prefills"] += room.is_local and not is_sharer
+        if not is_sharer:
             self._restore_or_begin(room)
+
+    def _admit_waiting(self) -> None:
+        """Admits the rooms for which others have made way, in order; less urgent rooms make way for the next
+        one.
+        """
+        for room in self.preemption.waiting:
+            refusal = self.admission.admit(room, is_draining=self.is_draining)
+            way = None if refusal is None or self.is_draining else self.preemption.way_for(room)
+            if refusal is not None and way is not None:
+                for victim in way.victims:
+                    self._retract(victim, way.reason)
+                refusal = self.admission.admit(room) if way.victims else refusal
+                if refusal is not None:
+                    return  # its pages come back
+            if refusal is None:
+                self._admitted(room)
+            else:
+                self._turn_back(room, refusal)
+
+    def _turn_back(self, room: DecodeRoom, refusal: Refusal) -> None:
+        """Refuses a room that was to be admitted."""
+        self._counters["refused"] += 1
+        self.wants_beat = True
+        request = room.request
+        refused = Refused(
+            room=request.room,
+            epoch=request.epoch,
+            instance=self.instance,
+            reason=refusal.reason,
+            retry_after_ms=refusal.retry_after_ms,
+        )
+        self._send(refused)
+        self._close(room)
 
     def _restore_or_begin(self, room: DecodeRoom) -> None:
         """Starts to restore what a lower tier has of the prompt; without that, goes on to the rest of it."""
@@ -360,14 +419,10 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         elif room.state is not DecodeState.CLOSING:
             self._close(room)
 
-    def _retract(self, room: DecodeRoom) -> None:
+    def _retract(self, room: DecodeRoom, reason: Reason = Reason.FULL_POOL) -> None:
         """Takes the pages of a room back. The router continues it from its tokens."""
         self.reach("decode:retract")
-        request = room.request
-        self._counters["retractions"] += 1
-        self._counters["retracted_tokens"] += request.num_computed
-        logger.debug("retracted", extra=fields(room=request.room, tokens=request.num_output))
-        super()._fail(room, "Retracted", "its pages went to an older request", retryable=True)
+        super()._retract(room, reason)
 
     def _unshare(self, room: DecodeRoom) -> None:
         """Ends a room whose leader will not have its prompt. The router places it without one."""
@@ -475,7 +530,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         self._metrics.step(batch, result, now)
         gap = self._gaps.step([room.key for room in batch], self.local.num_launched, now)
         if gap is not None:
-            self.local.pace.saw(*gap)
+            self.local.pace.saw(gap)
         if self.head_swap is not None:
             self.head_swap.observe(batch, result)
         self._publish(batch, result)
@@ -499,6 +554,10 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             self._counters["local_prefill_tokens"] += room.request.num_computed - computed - found
         if read is not None:
             self._counters["tokens"] += len(read.ended)
+            now = self._clock()
+            for room in read.ended:
+                self._count_first_token(room, now)
+            self._gaps.begin([room.key for room in read.ended if not room.request.is_finished], now)
             self._send_tokens(read.ended, read.result)
             if read.ended and not has_streams:  # nobody waits but the client of token 1
                 self.link.hand_over()

@@ -9,7 +9,6 @@ from functools import cache, partial
 import torch
 
 from ..kernels.attention_form import PLAIN_FORM, AttentionForm
-from ..kernels.decode_attention import decode_attention, joins_rows, num_arrivals
 from ..kernels.invariant_attention import Rows
 from ..kernels.kv_store import store_kv
 from ..kernels.ops import recorded_invariant_attention, recorded_paged_verify, recorded_store_kv
@@ -56,7 +55,6 @@ class RowPlan:
                 f"{rows.shape[0]} rows, {count} rows of pages, {kv_lens.shape[0]} lengths and {masks} masks "
                 "do not make equally many rows per request"
             )
-        self._arrivals: torch.Tensor | None = None  # of joined attention
         self._written = self._versions()
         is_gathered = not (is_recorded or is_invariant or rows.is_cuda) and rows.shape[0] > 0
         gather = partial(self._gather, rows.shape[0] // max(count, 1))
@@ -87,25 +85,11 @@ class RowPlan:
         sin: torch.Tensor,
         form: AttentionForm = PLAIN_FORM,
         norms: HeadNorms | None = None,
-        *,
-        is_joined: bool = False,
     ) -> torch.Tensor:
         """As `attend`, with the heads of q, k and v side by side in `heads` `[B*N, heads + 2 * kv heads, D]`,
-        before `norms` and their rotation by the tables `cos` and `sin` `[B*N, R]`. `is_joined`: in one
-        launch, if there is no tree. For CUDA, or joined.
+        before `norms` and their rotation by the tables `cos` and `sin` `[B*N, R]`. For CUDA.
         """
         self.check(heads.shape[0])
-        num_requests, kv_heads = self.page_table.shape[0], self.pool.kv.shape[4]
-        num_heads = heads.shape[1] - 2 * kv_heads
-        fits = joins_rows(heads.shape[0] // max(num_requests, 1), num_heads, kv_heads)
-        if is_joined and fits and self.tree_mask is None and not self.is_invariant:
-            if self._arrivals is None:
-                count = num_arrivals(num_requests, kv_heads)
-                self._arrivals = torch.zeros(count, dtype=torch.int32, device=heads.device)
-            kv, table, scale = self.pool.kv, self.page_table, form.scale or self._scale
-            return decode_attention(
-                kv, layer, self.rows, heads, cos, sin, table, self.kv_lens, scale, self._arrivals, norms, form
-            )
         rotated = rotate_store(self.pool.kv, layer, self.rows, heads, cos, sin, norms)
         return self._read(layer, rotated, form)
 

@@ -1,9 +1,8 @@
 """The experts of few rows in three launches: logits of the router, first products, second products.
 
-The launch of the first products also chooses the experts, each program for its row; that of the second adds a
-row's experts in the order of its choices, and ends in the residual sum, as in `normed_linear`. Shared experts
-are part of the same launches. Choice, rounding and order of sums are those of `route_experts` and
-`expert_mlp`.
+The launch of the first products also chooses the experts, each program for its row; that of the second adds
+them, and ends in the residual sum, as in `normed_linear`. Shared experts are in the same launches. Choice
+and rounding are those of `route_experts` and `expert_mlp`; the order of sums is not.
 
 Legend: T rows, E experts, K experts of a row, J shared experts (a shared MLP of J*I inner values), H hidden
 size, I intermediate size of an expert, S tiles whose squares were summed.
@@ -19,7 +18,7 @@ from .expert_mlp import expert_mlp_reference
 from .normed_linear import UnscaledRows, scaled_linear_reference, sum_linear_reference
 from .rms_norm import NextNorm
 from .route_experts import LARGEST, SMALLEST_SUM, Routing, route_experts_reference
-from .row_product import gated, load_residual, load_squares, row_product, store_sum
+from .row_product import gated, load_squares, row_product
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
 MIN_TILE_ROWS = 16
@@ -238,65 +237,57 @@ def _second_kernel(
     OFFSET: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
 ) -> None:
-    # program (tile of outputs, row): all experts of the row, one behind the other
+    # program (tile of outputs, row): one load asks for a part of all experts of the row
     SLOTS: tl.constexpr = TOP_K + NUM_SHARED
-    STEPS: tl.constexpr = (INNER + BLOCK_IN - 1) // BLOCK_IN
     i_tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    i_first = tl.arange(0, BLOCK_ROWS)
-    m_row = i_first == 0
-    i_row = row + i_first
     i_out = i_tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     m_out = i_out < HIDDEN
     i_own = tl.minimum(i_out, HIDDEN - 1)
     i_offset = tl.arange(0, BLOCK_IN)
-    dtype: tl.constexpr = p_total.dtype.element_ty
-    b_residual, b_norm = load_residual(
-        p_residual, p_norm, i_row, m_row, i_out, m_out, HIDDEN, True, HAS_NORM, OFFSET
-    )
-    # a load of the expert inside the loop would be a load that loads wait for
     i_choice = tl.arange(0, BLOCK_K)
-    b_ids = tl.load(p_ids + row * TOP_K + i_choice, mask=i_choice < TOP_K, other=0)
-    b_weights = tl.load(p_weights + row * TOP_K + i_choice, mask=i_choice < TOP_K, other=0.0)
-    b_y = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
-    b_total = b_y
-    for step in tl.range(0, TOP_K * STEPS, num_stages=NUM_STAGES):
-        choice = step // STEPS
-        i_in = step % STEPS * BLOCK_IN + i_offset
-        expert = tl.sum(tl.where(i_choice == choice, b_ids, 0)).to(tl.int64)
-        p_own = p_down + expert * (HIDDEN * INNER)
-        p_x = p_inner + (row * SLOTS + choice) * INNER + i_in[:, None] + i_first[None, :] * 0
-        if INNER % BLOCK_IN == 0:
-            b_x = tl.load(p_x, mask=m_row[None, :], other=0.0)
-            b_weight = tl.load(p_own + i_own[:, None] * INNER + i_in[None, :])
-        else:
-            m_in = i_in < INNER
-            b_x = tl.load(p_x, mask=m_row[None, :] & m_in[:, None], other=0.0)
-            b_weight = tl.load(p_own + i_own[:, None] * INNER + i_in[None, :], mask=m_in[None, :], other=0.0)
-        b_y = tl.dot(b_weight, b_x, b_y, input_precision="ieee")
-        is_last = step % STEPS == STEPS - 1
-        weight = tl.sum(tl.where(i_choice == choice, b_weights, 0.0))
-        b_total += tl.where(is_last, b_y.to(dtype).to(tl.float32) * weight, 0.0)
-        b_y = tl.where(is_last, 0.0, b_y)
+    m_choice = i_choice < TOP_K
+    b_expert = tl.load(p_ids + row * TOP_K + i_choice, mask=m_choice, other=0).to(tl.int64)
+    b_weight = tl.load(p_weights + row * TOP_K + i_choice, mask=m_choice, other=0.0)
+    b_residual = tl.load(p_residual + row * HIDDEN + i_out, mask=m_out, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = p_total.dtype.element_ty
+    o_down = b_expert[:, None, None] * (HIDDEN * INNER) + (i_own * INNER)[None, :, None]
+    b_y = tl.zeros((BLOCK_K, BLOCK_OUT), dtype=tl.float32)
+    for first in tl.static_range(0, INNER, BLOCK_IN):
+        i_in = first + i_offset
+        m_in = m_choice[:, None] & (i_in < INNER)[None, :]
+        b_x = tl.load(
+            p_inner + (row * SLOTS + i_choice[:, None]) * INNER + i_in[None, :], mask=m_in, other=0.0
+        )
+        b_down = tl.load(p_down + o_down + i_in[None, None, :], mask=m_in[:, None, :], other=0.0)
+        b_y += tl.sum(b_down.to(tl.float32) * b_x[:, None, :].to(tl.float32), axis=2)
+    b_total = tl.sum(b_y.to(dtype).to(tl.float32) * b_weight[:, None], axis=0)
     if NUM_SHARED > 0:
         SHARED: tl.constexpr = NUM_SHARED * INNER
-        b_y, _ = row_product(
-            p_inner + (row * SLOTS + TOP_K) * INNER, p_shared, i_first, m_row, i_out, m_out, 0, HIDDEN,
-            SHARED, SHARED, 0, b_y, b_y, False, HIDDEN % BLOCK_OUT == 0 and SHARED % BLOCK_IN == 0,
-            BLOCK_IN, NUM_STAGES,
-        )  # fmt: skip
-        b_total = b_total.to(dtype).to(tl.float32) + b_y.to(dtype).to(tl.float32)
-    store_sum(
-        b_total, b_residual, b_norm, p_total, p_z, p_sums, i_tile, tl.num_programs(0), i_row, m_row, i_out,
-        m_out, HIDDEN, HAS_NORM,
-    )  # fmt: skip
+        i_wide = tl.arange(0, BLOCK_K * BLOCK_IN)
+        b_own = tl.zeros((BLOCK_OUT,), dtype=tl.float32)
+        for first in tl.static_range(0, SHARED, BLOCK_K * BLOCK_IN):
+            i_in = first + i_wide
+            m_wide = i_in < SHARED
+            b_x = tl.load(p_inner + (row * SLOTS + TOP_K) * INNER + i_in, mask=m_wide, other=0.0)
+            p_own = p_shared + i_own[:, None] * SHARED + i_in[None, :]
+            b_down = tl.load(p_own, mask=m_wide[None, :], other=0.0)
+            b_own += tl.sum(b_down.to(tl.float32) * b_x[None, :].to(tl.float32), axis=1)
+        b_total = b_total.to(dtype).to(tl.float32) + b_own.to(dtype).to(tl.float32)
+    b_rounded = (b_total.to(dtype).to(tl.float32) + b_residual).to(dtype)
+    tl.store(p_total + row * HIDDEN + i_out, b_rounded, mask=m_out)
+    if HAS_NORM:
+        b_wide = tl.where(m_out, b_rounded.to(tl.float32), 0.0)
+        b_norm = tl.load(p_norm + i_out, mask=m_out, other=0.0).to(tl.float32) + OFFSET
+        tl.store(p_z + row * HIDDEN + i_out, (b_wide * b_norm).to(dtype), mask=m_out)
+        tl.store(p_sums + row * tl.num_programs(0) + i_tile, tl.sum(b_wide * b_wide))
 
 
 class FewTile(NamedTuple):
-    """The tile of a product: outputs and inputs of a step, warps, and steps under way at once."""
+    """The tile of a product: outputs and inputs of a step, warps, and steps under way at once, which the
+    second products leave to the compiler.
+    """
 
     out: int
     inner: int
@@ -305,7 +296,7 @@ class FewTile(NamedTuple):
 
 
 FIRST_TILE = FewTile(32, 128, 4, 4)
-SECOND_TILE = FewTile(16, 256, 2, 5)
+SECOND_TILE = FewTile(8, 256, 8, 1)
 FLOAT32_TILE = FewTile(16, 32, 4, 2)  # for tests
 
 
@@ -410,8 +401,6 @@ def few_experts_triton(
         OFFSET=0.0 if norm is None else norm.offset or 0.0,
         BLOCK_OUT=second.out,
         BLOCK_IN=second.inner,
-        BLOCK_ROWS=MIN_TILE_ROWS,
-        NUM_STAGES=second.num_stages,
         num_warps=second.num_warps,
     )
     return total, None if norm is None else UnscaledRows(z, sums, norm.eps), ids

@@ -14,7 +14,7 @@ import torch
 
 from .combine_experts import combine_experts_triton
 from .expert_mlp import PLAIN_EXPERTS, ExpertForm
-from .fp8_rows import row_values, store_row
+from .fp8_rows import row_outputs, row_values
 from .fp8_scales import BLOCK
 from .triton_jit import cdiv, jit, tl
 
@@ -103,7 +103,11 @@ def _fp8_expert_rows_kernel(
             b_scaled = _by_blocks(b_x, p_up_scales, first, in_size, HAS_BLOCKS, SCALE_BLOCK, BLOCK_IN)
             b_up += _values(p_ups, i_in, in_size, IS_EVEN) * b_scaled[None, :]
     p_own = p_y + slot * out_size
-    store_row(b_y, b_up, p_own_scales, p_scales, p_own, i_out, out_size, False, HAS_BLOCKS, IS_GATED)
+    dtype: tl.constexpr = p_y.dtype.element_ty
+    b_total = row_outputs(
+        b_y, b_up, 1.0, p_own_scales, p_scales, i_out, out_size, dtype, False, HAS_BLOCKS, IS_GATED
+    )
+    tl.store(p_own + i_out, b_total.to(dtype), mask=i_out < out_size)
 
 
 class ExpertRowsShape(NamedTuple):

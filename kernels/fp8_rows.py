@@ -1,10 +1,11 @@
-"""Projections of one row with weights of 8-bit floating point: y = x W^T + b, optionally gated.
+"""Projections of one row with weights of 8-bit floating point: y = x W^T + b, optionally gated, and with the
+residual sums and norms of `normed_linear`.
 
 A matrix instruction needs 16 rows, and its tiles of rows would be loaded and padded for one. Here each thread
 multiplies the values that it loads with those of the row and adds them in float32, so that nothing but the
-weight is moved. From two rows on, matrix instructions are faster.
+weight is moved, and the row is not rounded to 8 bits. From two rows on, matrix instructions are faster.
 
-Legend: N outputs, H inputs.
+Legend: N outputs, H inputs, S tiles whose squares were summed.
 """
 
 from __future__ import annotations
@@ -13,40 +14,69 @@ from typing import NamedTuple
 
 import torch
 
-from .fp8_scales import BLOCK
-from .triton_jit import cdiv, jit, tl
+from .fp8_scales import BLOCK, dequantise_fp8
+from .normed_linear import UnscaledRows, scaled_linear_reference, sum_linear_reference
+from .rms_norm import NextNorm
+from .silu_mul import activated
+from .triton_jit import cdiv, jit, next_power_of_2, tl
+
+
+class Fp8Weight(NamedTuple):
+    """A weight e4m3 `[N, H]` with its `scales`, in one of the forms of `fp8_scales`, and bias `[N]` or
+    None.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor | None = None
 
 
 @jit
-def store_row(
-    b_y: tl.tensor,
-    b_up: tl.tensor,
+def _output(
+    b_products: tl.tensor,
+    scale: tl.tensor,
     p_scales: tl.tensor,
     p_bias: tl.tensor,
-    p_y: tl.tensor,
+    i_out: tl.tensor,
+    m_out: tl.tensor,
+    HAS_BIAS: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr,
+) -> tl.tensor:
+    """The outputs `[OUT]`, float32, of products `[OUT, IN]` of a row with values that are not yet scaled."""
+    b_y = tl.sum(b_products, axis=1) * scale
+    if not HAS_BLOCKS:
+        b_y *= tl.load(p_scales + i_out, mask=m_out, other=0.0)
+    if HAS_BIAS:
+        b_y += tl.load(p_bias + i_out, mask=m_out, other=0.0).to(tl.float32)
+    return b_y
+
+
+@jit
+def row_outputs(
+    b_y: tl.tensor,
+    b_up: tl.tensor,
+    scale: tl.tensor,
+    p_scales: tl.tensor,
+    p_bias: tl.tensor,
     i_out: tl.tensor,
     out_size: tl.tensor,
+    dtype: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_BLOCKS: tl.constexpr,
     IS_GATED: tl.constexpr,
-) -> None:
-    """Stores one row of outputs: sums over the inputs of `b_y` `[OUT, IN]`, by scale, with bias and gate."""
+) -> tl.tensor:
+    """The outputs `[OUT]` of a row, float32: sums over the inputs of `b_y` `[OUT, IN]`, by the row's `scale`
+    and those of the weight, with bias and gate.
+    """
     m_out = i_out < out_size
-    b_total = tl.sum(b_y, axis=1)
-    if not HAS_BLOCKS:
-        b_total *= tl.load(p_scales + i_out, mask=m_out, other=0.0)
-    if HAS_BIAS:
-        b_total += tl.load(p_bias + i_out, mask=m_out, other=0.0).to(tl.float32)
+    b_total = _output(b_y, scale, p_scales, p_bias, i_out, m_out, HAS_BIAS, HAS_BLOCKS)
     if IS_GATED:
-        b_up_total = tl.sum(b_up, axis=1)
-        if not HAS_BLOCKS:
-            b_up_total *= tl.load(p_scales + out_size + i_out, mask=m_out, other=0.0)
-        if HAS_BIAS:
-            b_up_total += tl.load(p_bias + out_size + i_out, mask=m_out, other=0.0).to(tl.float32)
-        b_gate = b_total.to(p_y.dtype.element_ty).to(tl.float32)
-        b_silu = (b_gate / (1.0 + tl.exp(-b_gate))).to(p_y.dtype.element_ty).to(tl.float32)
-        b_total = b_silu * b_up_total.to(p_y.dtype.element_ty).to(tl.float32)
-    tl.store(p_y + i_out, b_total.to(p_y.dtype.element_ty), mask=m_out)
+        b_gate = activated(b_total.to(dtype).to(tl.float32), False).to(dtype).to(tl.float32)
+        b_total = _output(
+            b_up, scale, p_scales + out_size, p_bias + out_size, i_out, m_out, HAS_BIAS, HAS_BLOCKS
+        )
+        b_total = b_gate * b_total.to(dtype).to(tl.float32)
+    return b_total
 
 
 @jit
@@ -82,23 +112,36 @@ def weights_tile(
 @jit
 def _fp8_rows_kernel(
     p_x: tl.tensor,
+    p_squares: tl.tensor,
     p_weight: tl.tensor,
     p_scales: tl.tensor,
     p_bias: tl.tensor,
+    p_residual: tl.tensor,
+    p_norm: tl.tensor,
     p_y: tl.tensor,
+    p_z: tl.tensor,
+    p_sums: tl.tensor,
+    num_squares: tl.tensor,
     out_size: tl.tensor,
     in_size: tl.tensor,
     scale_stride: tl.tensor,
+    eps: tl.tensor,
     HAS_BIAS: tl.constexpr,
     HAS_BLOCKS: tl.constexpr,
+    IS_SCALED: tl.constexpr,
     IS_GATED: tl.constexpr,
+    IS_SUM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
     IS_EVEN: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
+    BLOCK_SQUARES: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ) -> None:
     i_out = tl.program_id(0).to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    m_out = i_out < out_size
     i_offset = tl.arange(0, BLOCK_IN)
     p_outs = p_weight + tl.minimum(i_out, out_size - 1)[:, None] * in_size
     p_ups = p_outs + out_size.to(tl.int64) * in_size
@@ -114,11 +157,29 @@ def _fp8_rows_kernel(
         if IS_GATED:
             b_weight = weights_tile(p_ups, p_up_scales, i_in, in_size, HAS_BLOCKS, IS_EVEN, SCALE_BLOCK)
             b_up += b_weight * b_x[None, :]
-    store_row(b_y, b_up, p_scales, p_bias, p_y, i_out, out_size, HAS_BIAS, HAS_BLOCKS, IS_GATED)
+    dtype: tl.constexpr = p_y.dtype.element_ty
+    scale = 1.0
+    if IS_SCALED:
+        i_part = tl.arange(0, BLOCK_SQUARES)
+        b_squares = tl.load(p_squares + i_part, mask=i_part < num_squares, other=0.0)
+        scale = tl.rsqrt(tl.sum(b_squares) / in_size + eps)
+    b_total = row_outputs(
+        b_y, b_up, scale, p_scales, p_bias, i_out, out_size, dtype, HAS_BIAS, HAS_BLOCKS, IS_GATED
+    )
+    if IS_SUM:
+        b_residual = tl.load(p_residual + i_out, mask=m_out, other=0.0).to(tl.float32)
+        b_total = b_total.to(dtype).to(tl.float32) + b_residual
+    b_rounded = b_total.to(dtype)
+    tl.store(p_y + i_out, b_rounded, mask=m_out)
+    if HAS_NORM:
+        b_wide = tl.where(m_out, b_rounded.to(tl.float32), 0.0)
+        b_norm = tl.load(p_norm + i_out, mask=m_out, other=0.0).to(tl.float32) + OFFSET
+        tl.store(p_z + i_out, (b_wide * b_norm).to(dtype), mask=m_out)
+        tl.store(p_sums + tl.program_id(0), tl.sum(b_wide * b_wide))
 
 
 class RowsShape(NamedTuple):
-    """Launch configuration."""
+    """Launch configuration: tiles of outputs and inputs. The sums of a program are in registers."""
 
     out: int
     inner: int
@@ -126,9 +187,62 @@ class RowsShape(NamedTuple):
     num_stages: int
 
 
-def rows_shape(is_gated: bool) -> RowsShape:
-    """Tiles of outputs and inputs; with a gate each has two weights. A program's sums are in registers."""
+def rows_shape(is_gated: bool, is_joined: bool = False) -> RowsShape:
+    """The tile of a product; with a gate each has two weights. `is_joined`: with a norm, whose shapes were
+    measured for an 8B Llama on an H200, seven of them.
+    """
+    if is_joined:
+        return RowsShape(out=4 if is_gated else 8, inner=512, num_warps=4, num_stages=5)
     return RowsShape(out=4 if is_gated else 8, inner=1024, num_warps=4, num_stages=3)
+
+
+def _launch(
+    rows: UnscaledRows,
+    weight: Fp8Weight,
+    y: torch.Tensor,
+    tile: RowsShape,
+    *,
+    is_scaled: bool = False,
+    is_gated: bool = False,
+    sums: tuple[torch.Tensor, NextNorm | None, torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """`sums`: the residual, the norm of the sum, and where its rows in front of the norm's scale go."""
+    if y.numel() == 0:
+        return
+    x, out_size, in_size = rows.z.contiguous(), y.shape[1], rows.z.shape[1]
+    scales, bias = weight.scales, weight.bias
+    residual, norm, z, squares = (y, None, y, rows.squares) if sums is None else sums
+    _fp8_rows_kernel[(cdiv(out_size, tile.out),)](
+        x,
+        rows.squares,
+        weight.values,
+        scales,
+        scales if bias is None else bias,
+        residual,
+        scales if norm is None else norm.weight,
+        y,
+        z,
+        squares,
+        rows.squares.shape[1],
+        out_size,
+        in_size,
+        scales.shape[1] if scales.dim() == 2 else 1,
+        rows.eps,
+        HAS_BIAS=bias is not None,
+        HAS_BLOCKS=scales.dim() == 2,
+        IS_SCALED=is_scaled,
+        IS_GATED=is_gated,
+        IS_SUM=sums is not None,
+        HAS_NORM=norm is not None,
+        OFFSET=0.0 if norm is None else norm.offset or 0.0,
+        IS_EVEN=in_size % tile.inner == 0,
+        SCALE_BLOCK=BLOCK,
+        BLOCK_SQUARES=next_power_of_2(rows.squares.shape[1]),
+        BLOCK_OUT=tile.out,
+        BLOCK_IN=tile.inner,
+        NUM_STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+    )
 
 
 def fp8_rows_triton(
@@ -141,31 +255,68 @@ def fp8_rows_triton(
     shape: RowsShape | None = None,
 ) -> torch.Tensor:
     """Launch with checked arguments of `fp8_linear.fp8_linear`, for one row."""
-    num_rows, in_size = x.shape
+    num_rows = x.shape[0]
     assert num_rows == 1, num_rows
-    out_size = weight.shape[0] // 2 if is_gated else weight.shape[0]
-    y = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
-    if y.numel() == 0:
-        return y
-    x = x if x.stride(1) == 1 else x.contiguous()
+    y = torch.empty(1, weight.shape[0] // (2 if is_gated else 1), dtype=x.dtype, device=x.device)
     tile = rows_shape(is_gated) if shape is None else shape
-    _fp8_rows_kernel[(cdiv(out_size, tile.out),)](
-        x,
-        weight,
-        scales,
-        scales if bias is None else bias,
-        y,
-        out_size,
-        in_size,
-        scales.shape[1] if scales.dim() == 2 else 1,
-        HAS_BIAS=bias is not None,
-        HAS_BLOCKS=scales.dim() == 2,
-        IS_GATED=is_gated,
-        IS_EVEN=in_size % tile.inner == 0,
-        SCALE_BLOCK=BLOCK,
-        BLOCK_OUT=tile.out,
-        BLOCK_IN=tile.inner,
-        NUM_STAGES=tile.num_stages,
-        num_warps=tile.num_warps,
-    )
+    _launch(UnscaledRows(x, y[:, :1], 0.0), Fp8Weight(weight, scales, bias), y, tile, is_gated=is_gated)
     return y
+
+
+def sum_fp8_triton(
+    x: torch.Tensor,
+    weight: Fp8Weight,
+    residual: torch.Tensor,
+    norm: NextNorm | None,
+    *,
+    shape: RowsShape | None = None,
+) -> tuple[torch.Tensor, UnscaledRows | None]:
+    """Launch; arguments as in `sum_fp8`. Raises ValueError as it does."""
+    _check(x, weight)
+    tile = rows_shape(False, is_joined=True) if shape is None else shape
+    total = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    z = total if norm is None else torch.empty_like(total)
+    squares = torch.empty(1, cdiv(total.shape[1], tile.out), dtype=torch.float32, device=x.device)
+    sums = residual.contiguous(), norm, z, squares
+    _launch(UnscaledRows(x, squares[:, :1], 0.0), weight, total, tile, sums=sums)
+    return total, None if norm is None else UnscaledRows(z, squares, norm.eps)
+
+
+def scaled_fp8_triton(
+    rows: UnscaledRows, weight: Fp8Weight, *, is_gated: bool = False, shape: RowsShape | None = None
+) -> torch.Tensor:
+    """Launch; arguments as in `scaled_fp8`. Raises ValueError as it does."""
+    _check(rows.z, weight)
+    out_size = weight.values.shape[0] // (2 if is_gated else 1)
+    y = torch.empty(1, out_size, dtype=rows.z.dtype, device=rows.z.device)
+    tile = rows_shape(is_gated, is_joined=True) if shape is None else shape
+    _launch(rows, weight, y, tile, is_scaled=True, is_gated=is_gated)
+    return y
+
+
+def _check(x: torch.Tensor, weight: Fp8Weight) -> None:
+    if x.shape != (1, weight.values.shape[1]):
+        raise ValueError(
+            f"normed fp8: rows {tuple(x.shape)} do not fit weight {tuple(weight.values.shape)}; expected one "
+            "row, [1, H] and [N, H]"
+        )
+
+
+def sum_fp8(
+    x: torch.Tensor, weight: Fp8Weight, residual: torch.Tensor, norm: NextNorm | None
+) -> tuple[torch.Tensor, UnscaledRows | None]:
+    """As `normed_linear.sum_linear`, for one row. Raises ValueError for more, or other sizes."""
+    if x.is_cuda:
+        return sum_fp8_triton(x, weight, residual, norm)
+    _check(x, weight)
+    values = dequantise_fp8(weight.values, weight.scales, x.dtype)
+    return sum_linear_reference(x, values, weight.bias, residual, norm)
+
+
+def scaled_fp8(rows: UnscaledRows, weight: Fp8Weight, *, is_gated: bool = False) -> torch.Tensor:
+    """As `normed_linear.scaled_linear`, for one row. Raises ValueError for more, or other sizes."""
+    if rows.z.is_cuda:
+        return scaled_fp8_triton(rows, weight, is_gated=is_gated)
+    _check(rows.z, weight)
+    values = dequantise_fp8(weight.values, weight.scales, rows.z.dtype)
+    return scaled_linear_reference(rows, values, weight.bias, is_gated=is_gated)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 
-from .decode_attention import merged_splits
 from .latent_attention import (
     MIN_SPLIT,
     absorb,
@@ -245,6 +244,44 @@ def _check(
     return num_tokens, num_heads
 
 
+@jit
+def _merged_splits(
+    p_partial: tl.tensor,
+    p_lse: tl.tensor,
+    o_flat: tl.tensor,
+    num_used: tl.tensor,
+    num_flat: tl.tensor,
+    RANK: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+) -> tl.tensor:
+    """The rows `o_flat` `[M]` of the first `num_used` splits, weighted by their shares of the denominators:
+    float32 `[M, R]`.
+    """
+    i_rank = tl.arange(0, BLOCK_RANK)
+    b_max = tl.full(o_flat.shape, float("-inf"), dtype=tl.float32)
+    b_sum = tl.zeros(o_flat.shape, dtype=tl.float32)
+    b_out = tl.zeros((o_flat.shape[0], BLOCK_RANK), dtype=tl.float32)
+    for first in range(0, num_used, BLOCK_SPLITS):
+        i_split = first + tl.arange(0, BLOCK_SPLITS)
+        m_used = (i_split < num_used)[:, None]
+        o_split = i_split[:, None] * num_flat + o_flat.to(tl.int32)[None, :]
+        b_lse = tl.load(p_lse + o_split, mask=m_used, other=float("-inf"))
+        o_part = o_split[:, :, None] * RANK + i_rank[None, None, :]
+        m_part = m_used[:, :, None] & (i_rank < RANK)[None, None, :]
+        b_part = tl.load(p_partial + o_part, mask=m_part, other=0.0)
+        b_new_max = tl.maximum(b_max, tl.max(b_lse, axis=0))
+        b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+        b_weight = tl.exp2(b_lse - b_shift[None, :])
+        # a split in which a row sees nothing may hold anything for it
+        b_part = tl.where((b_weight > 0.0)[:, :, None], b_part * b_weight[:, :, None], 0.0)
+        b_rescale = tl.exp2(b_max - b_shift)
+        b_sum = b_sum * b_rescale + tl.sum(b_weight, axis=0)
+        b_out = b_out * b_rescale[:, None] + tl.sum(b_part, axis=0)
+        b_max = b_new_max
+    return b_out / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
+
+
 @jit_varying("num_splits", "num_flat", "num_rows", "p_kv_lens")
 def _values_kernel(
     p_partial: tl.tensor,
@@ -277,16 +314,8 @@ def _values_kernel(
     kv_len = tl.load(p_kv_lens + i_token // num_rows).to(tl.int32)
     split_len = tl.cdiv(tl.maximum(tl.cdiv(kv_len, num_splits), MIN_SPLIT), BLOCK_COLUMNS) * BLOCK_COLUMNS
     o_flat = i_token * NUM_HEADS + i_head + tl.zeros((1,), dtype=tl.int64)
-    b_sum = merged_splits(
-        p_partial,
-        p_lse,
-        o_flat,
-        o_flat >= 0,
-        tl.cdiv(kv_len, split_len),
-        num_flat,
-        RANK,
-        BLOCK_SPLITS,
-        BLOCK_RANK,
+    b_sum = _merged_splits(
+        p_partial, p_lse, o_flat, tl.cdiv(kv_len, split_len), num_flat, RANK, BLOCK_SPLITS, BLOCK_RANK
     )
     dtype: tl.constexpr = p_out.dtype.element_ty
     b_values = tl.sum(b_up.to(tl.float32) * b_sum.to(dtype).to(tl.float32), axis=1)

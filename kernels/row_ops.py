@@ -23,7 +23,7 @@ from .ops import (
 from .rms_norm import add_rms_norm, rms_norm
 from .rope import apply_rope
 from .silu_mul import silu_mul
-from .skinny_linear import gated_linear, has_tiles, linear
+from .skinny_linear import MIN_ROWS_TILE, gated_linear, has_tiles, linear
 
 # (x [T, H], weight [N, H], bias [N] or None) -> [T, N]
 Project: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -104,33 +104,32 @@ def of_one_rank(part: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Joins:
-    """Which steps of a layer share launches, for at most `max_rows` rows in 16 bits on a GPU.
+    """The most rows for which steps of a layer share launches, in 16 bits on a GPU; 0: for none.
 
-    `norms`: residual sums and norms are part of products, see `normed_linear`. `attention`: rotation, store
-    and the merge of splits are part of attention, see `decode_attention`. `experts`: see `few_experts`; needs
-    `norms`. `latents`: see `latent_step`. `products`: all products between two attentions, see
-    `layer_products`. `everywhere`: also on CPUs and in float32, by their definitions, for tests.
+    `norms`: residual sums and norms are part of products, see `normed_linear`. `experts`: those of a layer
+    that has shared ones, see `few_experts`; needs `norms`. `latents`: see `latent_step`. `everywhere`: also
+    on CPUs and in float32, by their definitions, for tests.
     """
 
-    norms: bool = False
-    attention: bool = False
-    experts: bool = False
-    latents: bool = False
-    products: bool = False
-    max_rows: int = 32
+    norms: int = 0
+    experts: int = 0
+    latents: int = 0
     everywhere: bool = False
 
-    def takes(self, x: torch.Tensor) -> bool:
-        """Whether steps over the rows `x` `[T, ...]` may be joined."""
-        return x.shape[0] <= self.max_rows and (self.everywhere or has_tiles(x))
+    def takes(self, x: torch.Tensor, max_rows: int) -> bool:
+        """Whether steps over the rows `x` `[T, ...]` are joined; `max_rows` is one of the fields."""
+        return x.shape[0] <= max_rows and (self.everywhere or has_tiles(x))
 
 
-JOIN_NAMES = ("norms", "attention", "experts", "latents", "products")
+JOIN_NAMES = ("norms", "experts", "latents")
 NO_JOINS = Joins()
+# Norms pay at 1 and at 4 rows, and up to 16 rows take the tiles of one. Each row reads its experts and the
+# projection of its latents for itself, which only few rows should.
+FEW_ROWS = Joins(norms=MIN_ROWS_TILE, experts=1, latents=4)
 
 
 def named_joins(text: str) -> Joins:
-    """The joins with the names in `text`, separated by commas; "none" and "all" are such texts, too.
+    """Those of FEW_ROWS with the names in `text`, separated by commas; "none" and "all" are such texts, too.
 
     Raises ValueError for an unknown name.
     """
@@ -138,7 +137,7 @@ def named_joins(text: str) -> Joins:
     unknown = [name for name in names if name not in JOIN_NAMES]
     if unknown:
         raise ValueError(f"{unknown[0]!r} is not a join; use none, all, or names of {', '.join(JOIN_NAMES)}")
-    return Joins(**dict.fromkeys(names, True))
+    return Joins(**{name: getattr(FEW_ROWS, name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +204,7 @@ FASTEST = RowOps(
     add_rms_norm=add_rms_norm,
     rope=apply_rope,
     expert_mlp=recorded_expert_mlp,
+    joins=FEW_ROWS,
 )
 INVARIANT = RowOps(
     linear=recorded_invariant_linear,

@@ -44,6 +44,8 @@ class PrefillRoom(WorkerRoom):
     cached_tokens: int = 0
     chunks: int = 0
     is_looked_up: bool = False  # in the tiers below the pool, and for what a decode worker has
+    num_known: int | None = None  # tokens of its prefix in the cache, when it was first looked for
+    keeps_pages: bool = False  # its pages go to no other request
     pull: PrefixPull | None = None  # where a part of the prompt may be pulled from; None: nowhere any more
     running_pull: RunningPull | None = None  # the pull that it waits for
     takes_bare: bool = False  # decode reads no features of the prompt

@@ -4,28 +4,38 @@ The scheduler is pure except for the page accounting: no clock, no socket. Its l
 
 1. A forward has at most the budget of tokens, taken from as many prompts as it needs. It has fewer only if no
    prompt with pages has more, or if `max_batch` prompts are in it.
-2. Prompts go on in order of arrival. A prompt gets all its pages when its first tokens are chosen, so two
+2. Prompts go on by rank (`request_rank`): in order of arrival, urgent ones before the next part of others. Of
+   one class, begun prompts come first. A prompt gets all its pages when its first tokens are chosen, so two
    half-computed prompts never wait for each other's pages.
-3. A prompt that ends within the forward may overtake longer ones. The oldest of these keeps at least half of
-   the tokens, so it is delayed at most twofold.
+3. A prompt that ends within the forward may overtake longer ones that are no more urgent. The first of these
+   keeps at least half of the tokens, so it is delayed at most twofold.
 4. A queued prompt never takes the pages that the first overtaken one needs.
 5. A queued prompt of which a lower tier or a decode worker has a part takes its pages early, and the part
    comes while it waits. Meanwhile others are computed. It takes no pages that queued prompts before it need.
+6. A prompt that finds no pages takes those of the newest prompts of the least urgent classes below its own.
+   No prompt gives its pages up twice.
+
+With an objective for first tokens, `first_token_plan` has the order and the parts in place of 2 and 3.
 """
 
 from collections.abc import Callable, Sequence
 
+from ..cluster.protocol.request_rank import rank
 from ..engine.kv.page_table import pages_for
 from ..engine.kv.pool import PoolExhausted
 from ..engine.kv.prefix_cache import PrefixCache
 from ..engine.prompt_budget import WHOLE_PROMPT_ROWS
+from ..worker.first_token_plan import FirstTokenPlan, Prompt
 from ..worker.prompt_chunks import Chunk, scored_limit
 from ..worker.prompt_pages import num_whole, take_pages
 from .queues import PrefillQueues, PrefillRoom, PrefillState
 
 
 class PrefillScheduler:
-    """Chooses chunks and admits rooms. `chunk_size` in tokens; 0 computes each prompt in one piece."""
+    """Chooses chunks and admits rooms. `chunk_size` in tokens; 0 computes each prompt in one piece.
+
+    `plan`: of the objective for first tokens, if there is one.
+    """
 
     def __init__(
         self,
@@ -36,6 +46,7 @@ class PrefillScheduler:
         chunk_size: int,
         max_batch: int,
         vocab_size: int,
+        plan: FirstTokenPlan | None = None,
     ) -> None:
         self.queues = queues
         self.cache = cache
@@ -43,33 +54,46 @@ class PrefillScheduler:
         self.chunk_size = chunk_size
         self.max_batch = max_batch
         self.vocab_size = vocab_size
+        self.plan = plan
 
-    def next_chunks(self) -> tuple[list[Chunk[PrefillRoom]], list[PrefillRoom]]:
-        """The chunks of the next forward (empty: nothing to do), and the rooms admitted for it."""
-        left = self.chunk_size or WHOLE_PROMPT_ROWS
-        chunks: list[Chunk[PrefillRoom]] = []
-        admitted: list[PrefillRoom] = []
-        rooms = self._in_order()
-        for place, room in enumerate(rooms):
-            if left <= 0 or len(chunks) >= self.max_batch:
-                break
-            places = self.max_batch - len(chunks)
-            if not self.chunk_size and chunks and self._wanted(room, chunks) > left:
-                others = self._ending(
-                    rooms[place:], left, places, admitted
-                )  # the room begins the next forward
-            elif not self._has_pages(room, admitted):
-                break
-            elif not self.chunk_size or self._wanted(room, chunks) <= left:
-                left -= _take(room, self._wanted(room, chunks), chunks)
-                continue
-            else:
-                others = self._ending(rooms[place + 1 :], left // 2, places - 1, admitted)
-                _take(room, left - sum(map(_remaining, others)), chunks)
-            for other in others:
-                _take(other, _remaining(other), chunks)
-            break
-        return chunks, admitted
+    def next_chunks(self, now: float = 0.0) -> tuple[list[Chunk[PrefillRoom]], list[PrefillRoom]]:
+        """The chunks of the next forward (empty: nothing to do), and the rooms admitted for it.
+
+        `now`: monotonic seconds, for the objective.
+        """
+        return self._by_rank() if self.plan is None else self._planned(self.plan, now)
+
+    def take_back(self) -> list[PrefillRoom]:
+        """The rooms that shall give their pages up, for the first queued prompt, which is more urgent."""
+        ready = self._ready()
+        first = min(
+            (room for room in ready if not room.request.pages), key=lambda each: _rank(each), default=None
+        )
+        if first is None:
+            return []
+        missing = self._pages_of(first) - self.cache.num_available
+        missing -= sum(len(room.request.pages) for room in self.queues.of(PrefillState.CLOSING))
+        if missing <= 0:
+            return []
+        less_urgent = [
+            room
+            for room in self.queues
+            if room.priority > first.priority and _may_give_up(room) and not room.keeps_pages
+        ]
+        taken: list[PrefillRoom] = []
+        for room in _by_claim(less_urgent)[::-1]:
+            taken.append(room)
+            missing -= len(room.request.pages)
+            if missing <= 0:
+                return taken
+        return []  # all of them would not do
+
+    def turned_away(self, priority: int) -> PrefillRoom | None:
+        """The room that leaves the queue for a prompt of class `priority`: the newest one of the least urgent
+        class below. None: there is none.
+        """
+        below = [room for room in self.queues.of(PrefillState.QUEUED) if room.priority > priority]
+        return _by_claim(below)[-1] if below else None
 
     def take_early(self, is_elsewhere: Callable[[PrefillRoom, Sequence[int]], bool]) -> list[PrefillRoom]:
         """Gives pages to queued prompts that have more elsewhere than in the cache, and returns these.
@@ -96,16 +120,63 @@ class PrefillScheduler:
             kept_pages += need
         return taken
 
-    def _in_order(self) -> list[PrefillRoom]:
+    # --- by rank --------------------------------------------------------------------------------------------
+
+    def _by_rank(self) -> tuple[list[Chunk[PrefillRoom]], list[PrefillRoom]]:
+        left = self.chunk_size or WHOLE_PROMPT_ROWS
+        chunks: list[Chunk[PrefillRoom]] = []
+        admitted: list[PrefillRoom] = []
+        rooms, is_full = self._in_order(), False
+        for place, room in enumerate(rooms):
+            if left <= 0 or len(chunks) >= self.max_batch:
+                break
+            places = self.max_batch - len(chunks)
+            if is_full and not room.request.pages:
+                continue
+            if not self.chunk_size and chunks and self._wanted(room, chunks) > left:
+                others = self._ending(
+                    rooms[place:], left, places, admitted, room.priority
+                )  # the room begins the next forward
+            elif not self._has_pages(room, admitted):
+                is_full = True  # those behind it begin later, and those begun go on
+                continue
+            elif not self.chunk_size or self._wanted(room, chunks) <= left:
+                left -= _take(room, self._wanted(room, chunks), chunks)
+                continue
+            else:
+                others = self._ending(rooms[place + 1 :], left // 2, places - 1, admitted, room.priority)
+                _take(room, left - sum(map(_remaining, others)), chunks)
+            for other in others:
+                _take(other, _remaining(other), chunks)
+            break
+        return chunks, admitted
+
+    def _ready(self) -> list[PrefillRoom]:
         """The prompts with tokens to compute: those begun, then those queued whose grammar is compiled."""
         begun = [room for room in self.queues.of(PrefillState.RUNNING) if _remaining(room)]
         queued = self.queues.of(PrefillState.QUEUED)
         return begun + [room for room in queued if room.request.is_ready and not room.is_waiting]
 
+    def _in_order(self) -> list[PrefillRoom]:
+        """The ready prompts by rank; those begun count as older than all others of their class."""
+        rooms, newest = self._ready(), dict[int, float]()
+        for room in rooms:
+            if room.state is PrefillState.RUNNING:
+                newest[room.priority] = max(room.arrived, newest.get(room.priority, room.arrived))
+
+        def place(room: PrefillRoom) -> float:
+            if room.state is PrefillState.RUNNING:
+                return _rank(room)
+            return rank(max(room.arrived, newest.get(room.priority, room.arrived)), room.priority)
+
+        return sorted(rooms, key=place)
+
     def _ending(
-        self, rooms: Sequence[PrefillRoom], share: int, most: int, admitted: list[PrefillRoom]
+        self, rooms: Sequence[PrefillRoom], share: int, most: int, admitted: list[PrefillRoom], priority: int
     ) -> list[PrefillRoom]:
-        """Up to `most` of `rooms` that end within `share` tokens together; those queued are admitted."""
+        """Up to `most` of `rooms` that end within `share` tokens together and are no less urgent than
+        `priority`; those queued are admitted.
+        """
         found: list[PrefillRoom] = []
         kept_pages = 0  # for the first queued prompt that is overtaken
         for room in rooms:
@@ -113,6 +184,8 @@ class PrefillScheduler:
                 break
             is_queued = room.state is PrefillState.QUEUED
             num_pages = self._pages_of(room) if is_queued else 0
+            if room.priority > priority:
+                continue
             if _remaining(room) > share or room.request.sampling.prompt_logprobs >= 0:
                 kept_pages = kept_pages or num_pages
                 continue
@@ -123,6 +196,63 @@ class PrefillScheduler:
             found.append(room)
             share -= _remaining(room)
         return found
+
+    # --- by the objective -----------------------------------------------------------------------------------
+
+    def _planned(
+        self, plan: FirstTokenPlan, now: float
+    ) -> tuple[list[Chunk[PrefillRoom]], list[PrefillRoom]]:
+        is_cut = self.chunk_size > 0
+        budget = plan.budget(self.chunk_size) if is_cut else WHOLE_PROMPT_ROWS
+        prompts = [plan.prompt(room, self._tokens_of(room)) for room in self._ready()]
+        ordered, owed = plan.order(prompts, budget, now)
+        able = self._with_pages(ordered)
+        if owed is not None and owed not in able:
+            owed = None
+        shares = plan.fill(able, owed, budget=budget, most=self.max_batch, now=now, is_cut=is_cut)
+        chunks: list[Chunk[PrefillRoom]] = []
+        admitted: list[PrefillRoom] = []
+        for share in shares:
+            room = share.item
+            if not self._has_pages(room, admitted):
+                continue
+            wanted = self._wanted(room, chunks)
+            _take(room, min(share.tokens, wanted) if is_cut else wanted, chunks)
+        return chunks, admitted
+
+    def _with_pages(self, ordered: Sequence[Prompt[PrefillRoom]]) -> list[Prompt[PrefillRoom]]:
+        """The prompts of `ordered` that have pages or find them free; those of the first by rank are kept."""
+        queued = [prompt.item for prompt in ordered if not prompt.item.request.pages]
+        first = min(queued, key=lambda each: _rank(each), default=None)
+        kept = 0 if first is None else self._pages_of(first)
+        free, able, is_full = self.cache.num_available, list[Prompt[PrefillRoom]](), False
+        for prompt in ordered:
+            room = prompt.item
+            need = self._pages_of(room)
+            if need:
+                is_full = is_full or free - need < (0 if room is first else kept)
+                if is_full and room is not first:
+                    continue
+                if free < need:
+                    continue
+                free -= need
+                kept = 0 if room is first else kept
+            able.append(prompt)
+        return able
+
+    def _tokens_of(self, room: PrefillRoom) -> int:
+        """Tokens that the room has to compute, as far as is known: a queued one will find a part cached."""
+        request = room.request
+        if request.pages or request.sampling.prompt_logprobs >= 0:
+            return _remaining(room)
+        if room.num_known is None:
+            limit, bare_limit = request.num_prompt - 1, request.num_prompt if room.takes_bare else 0
+            cached = self.cache.match(request.prompt_ids, limit, request.salt, bare_limit=bare_limit)
+            self.cache.allocator.release(cached)
+            room.num_known = len(cached) * self.page_size
+        return max(1, request.num_prompt - room.num_known)
+
+    # --- parts ----------------------------------------------------------------------------------------------
 
     def _wanted(self, room: PrefillRoom, chunks: Sequence[Chunk[PrefillRoom]]) -> int:
         """The tokens that the room's next chunk has in a forward without budget, behind `chunks`."""
@@ -153,6 +283,21 @@ class PrefillScheduler:
         request.num_computed = room.cached_tokens = num_cached
         room.num_whole = num_whole(self.cache, request.pages[: num_cached // self.page_size])
         return True
+
+
+def _rank(room: PrefillRoom) -> float:
+    return rank(room.arrived, room.priority)
+
+
+def _by_claim(rooms: Sequence[PrefillRoom]) -> list[PrefillRoom]:
+    """The most urgent class first, then older ones."""
+    return sorted(rooms, key=lambda each: (each.priority, each.arrived))
+
+
+def _may_give_up(room: PrefillRoom) -> bool:
+    """Whether the room has pages and not all of its tokens."""
+    is_ours = room.state in (PrefillState.RUNNING, PrefillState.QUEUED)
+    return is_ours and bool(room.request.pages) and _remaining(room) > 0
 
 
 def _remaining(room: PrefillRoom) -> int:

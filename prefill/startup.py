@@ -55,6 +55,7 @@ class PrefillStartup(WorkerStartup[PrefillConfig, PrefillRoom]):
             chunk_size=self.engine.sizes.chunk_size,
             max_batch=self.engine.sizes.max_batch,
             max_queue=self.config.max_queue,
+            slo_ttft_s=self.config.slo_ttft_ms / 1000,
             embeds=self.embeds,
         )
 

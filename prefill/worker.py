@@ -1,12 +1,13 @@
 """A prefill server: prompts in, KV caches and first tokens out.
 
 1. Prefill arrives            the prompt waits; it is refused at once if it can never be held or the queue is
-                              full
+                              full of prompts that are as urgent
 2. admission                  cached prefix pages are shared, the rest allocated; the room is offered to its
                               reader. What a lower tier or a decode worker has of the prefix comes while the
                               prompt waits
 3. chunks                     each forward computes the next part of some prompts and keeps the aux features
-                              beside their KV; each part is announced as soon as it is final
+                              beside their KV; each part is announced as soon as it is final. A prompt without
+                              pages takes those of less urgent ones, which the router places again
 4. first token                sampled here, streamed by the router at once; the same token closes the offer
 5. hand-off                   pages are pinned and read by decode until Release, Abort or the end of the lease
 6. end                        every end goes through `_close`: pages go to the prefix cache, then are freed
@@ -25,6 +26,7 @@ from ..cluster.protocol.messages import (
     Prefill,
     PrefillTimeline,
     PromptLogprobs,
+    Refused,
     TokenLogprob,
     WorkerStats,
 )
@@ -36,12 +38,14 @@ from ..engine.sampling.params import SamplingParams
 from ..engine.sampling.sampler import LaunchedSample, SampleOutput
 from ..kvtransfer.transport import Complete, Dropped, Landed, Lost, Offer, Released
 from ..worker.commands import Advance, DropDone, LinkEvent, Underway
+from ..worker.first_token_plan import FirstTokenPlan
 from ..worker.link import WorkerLink
 from ..worker.prompt_chunks import Chunk, batch_of, launch_first_tokens, score_prompts
 from ..worker.prompt_embeds import EmbedsInbox
 from ..worker.prompt_pages import begin_restore, num_whole, take_restored
 from ..worker.refusal import Refusal, refuse_for_now, refuse_forever
-from ..worker.role_worker import RoleWorker, sampling_params_of
+from ..worker.retractions import RETRACTION_COUNTERS, Reason, count_retraction
+from ..worker.role_worker import FIRST_TOKEN_COUNTERS, RoleWorker, sampling_params_of
 from .prefix_pulls import PrefixPulls
 from .queues import PrefillQueues, PrefillRoom, PrefillState
 from .scheduler import PrefillScheduler
@@ -51,7 +55,7 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER_MS = 500
 PREFILL_COUNTERS = (
     "prompt_tokens", "cached_tokens", "requests", "handed_off", "dropped", "cancelled", "refused", "steps",
-    "embedded_tokens",
+    "embedded_tokens", *RETRACTION_COUNTERS, *FIRST_TOKEN_COUNTERS,
 )  # fmt: skip
 Chunks = list[Chunk[PrefillRoom]]
 
@@ -61,9 +65,10 @@ class Launched:
     """A forward that the device may still compute.
 
     `firsts` chooses token 1 of each prompt that ends in it; reading it waits for the forward. `scores`: the
-    log probabilities of prompts that ask for them.
+    log probabilities of prompts that ask for them. `at`: monotonic seconds.
     """
 
+    at: float
     chunks: Chunks
     firsts: LaunchedSample
     scores: list[PromptLogprobs]
@@ -94,14 +99,23 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         chunk_size: int,
         max_batch: int,
         max_queue: int,
+        slo_ttft_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         embeds: EmbedsInbox | None = None,
     ) -> None:
         queues = PrefillQueues(max_queue)
         counters: dict[str, float] = dict.fromkeys(PREFILL_COUNTERS, 0)
         super().__init__(
-            engine, link, queues, instance=instance, counters=counters, clock=clock, embeds=embeds
+            engine,
+            link,
+            queues,
+            instance=instance,
+            counters=counters,
+            slo_ttft_s=slo_ttft_s,
+            clock=clock,
+            embeds=embeds,
         )
+        self._plan = FirstTokenPlan(slo_ttft_s) if slo_ttft_s else None
         self.scheduler = PrefillScheduler(
             queues,
             engine.cache,
@@ -109,9 +123,11 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             chunk_size=chunk_size,
             max_batch=max_batch,
             vocab_size=engine.model_config.vocab_size,
+            plan=self._plan,
         )
         self.pulls = PrefixPulls(engine, link.post, counters, clock, lambda site: self.reach(site))
         self._launched: Launched | None = None
+        self._landed_at = 0.0  # of the last forward that was read
         self._uncached: list[PrefillRoom] = []  # computed, and not in the prefix cache yet
 
     def step(self) -> bool:
@@ -119,7 +135,9 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         if self.queues.count(PrefillState.QUEUED):
             self._cache_computed()  # before their prefixes are looked for
         self._turn_prefixes()
-        chunks, admitted = self.scheduler.next_chunks()
+        for room in self.scheduler.take_back():
+            self._preempt(room)
+        chunks, admitted = self.scheduler.next_chunks(self._clock())
         due, self._launched = self._launched, None
         if chunks:
             for room in admitted:
@@ -171,6 +189,8 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         if not self._begins(order):
             return
         sampling = sampling_params_of(order)
+        if self.queues.is_full and (room := self.scheduler.turned_away(order.priority)) is not None:
+            self._make_way(room)
         if refusal := self._refusal_of(order.prompt_ids, sampling):
             return self._refuse(order, refusal)
         request = self._request_of(order, sampling)
@@ -184,6 +204,9 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 request=request,
                 arrived=now,
                 deadline=deadline,
+                priority=order.priority,
+                waited=order.waited_ms / 1000,
+                keeps_pages=order.keeps_pages,
                 trace=carried_by(order),
                 request_id=order.request_id,
                 pull=self.pulls.usable(order),
@@ -219,6 +242,25 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         self._drop(room, reason)
         if is_queued:
             self._close(room)
+
+    def _preempt(self, room: PrefillRoom) -> None:
+        """Takes the pages of a room for a more urgent one. The router places it again."""
+        self.reach("prefill:retract")
+        self._retract(room, Reason.URGENT_PAGES)
+
+    def _make_way(self, room: PrefillRoom) -> None:
+        """A queued room leaves the full queue for a more urgent one. The router places it again."""
+        request, reason = room.request, Reason.URGENT_PLACE
+        count_retraction(self._counters, reason, priority=room.priority, num_tokens=0)
+        refused = Refused(
+            room=request.room,
+            epoch=request.epoch,
+            instance=self.instance,
+            reason=reason.message,
+            retry_after_ms=RETRY_AFTER_MS,
+        )
+        self._send(refused)
+        self._give_up(room, reason.message)
 
     def _on_end(self, room_id: str, epoch: int, counter: str) -> None:
         """Close a room after the transport has released its pages. `counter` counts it unless it is ""."""
@@ -316,6 +358,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
 
     def _launch(self, chunks: Chunks) -> Launched:
         """Run the chunks and sample. Their tokens count as computed: whatever reads their KV runs later."""
+        at = self._clock()
         batch = batch_of(self.engine, chunks, has_features=self.engine.features is not None)
         for _ in chunks:
             self.reach("prefill:chunk")
@@ -328,16 +371,26 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         for chunk in chunks:
             chunk.room.request.num_computed = chunk.end
         scores = list(score_prompts(chunks, output.logits, self.instance))
-        return Launched(chunks=chunks, firsts=firsts, scores=scores)
+        return Launched(at=at, chunks=chunks, firsts=firsts, scores=scores)
 
     def _land(self, launched: Launched) -> None:
         """Publish a forward once the device has computed it. Rooms that ended meanwhile get nothing."""
         firsts = launched.firsts.read()  # before any message: the link thread must not wait for a forward
+        self._measure(launched)
         running = {room.key for room in self.queues.of(PrefillState.RUNNING)}
         for message in launched.scores:  # the router gets them before token 1
             if (message.room, message.epoch) in running:
                 self._send(message)
         self._publish(launched.chunks, firsts)
+
+    def _measure(self, launched: Launched) -> None:
+        """Tells the plan how long the forward kept the device busy: since its launch, or since the one before
+        it ended.
+        """
+        now = self._clock()
+        began, self._landed_at = max(launched.at, self._landed_at), now
+        if self._plan is not None:
+            self._plan.pace.saw(sum(chunk.num_tokens for chunk in launched.chunks), now - began)
 
     def _keep_features(self, batch: ForwardBatch, output: ForwardOutput) -> None:
         if self.engine.features is not None:
@@ -395,6 +448,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         request, now = room.request, self._clock()
         request.embeds = None  # every row is computed
         room.finished = now
+        self._count_first_token(room, now)
         request.append([token], self.engine.model_config.eos_token_ids)
         self._send(
             FirstToken(

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import torch
 
+from ..cluster.config.roles import DecodeConfig, WorkerConfig
 from ..cluster.net.transport_names import ZMQ_BLOCKS
 from ..cluster.protocol.kv_messages import block_bytes_of
 from ..cluster.protocol.messages import PROTOCOL_MAJOR, YOUNG_FIELDS, Choice, DraftWidths, Hello, Layout
@@ -123,6 +124,7 @@ def hello_of(
     grows: bool = False,
     ahead_tokens: int = 0,
     shares_prompts: bool = False,
+    preempts: bool = False,
     draft_widths: DraftWidths | None = None,
     chosen: Mapping[str, Choice] = NOTHING_CHOSEN,
     embeds: EmbedsInbox | None = None,
@@ -160,6 +162,7 @@ def hello_of(
         grows=grows,
         ahead_tokens=ahead_tokens,
         shares_prompts=shares_prompts,
+        preempts=preempts,
         vocab_size=vocab_size,
         pid=os.getpid(),
         host=socket.gethostname(),
@@ -173,6 +176,14 @@ def hello_of(
         prefix_endpoint=prefix_endpoint,
         group=group,
     )
+
+
+def objectives_of(config: WorkerConfig) -> dict[str, Choice]:
+    """The objectives that a worker was given, as a router shows them; nothing of those that it was not."""
+    given = {"slo_ttft_ms": config.slo_ttft_ms}
+    if isinstance(config, DecodeConfig):
+        given["slo_itl_ms"] = config.slo_itl_ms
+    return {name: Choice(value=f"{value:g}", why="given") for name, value in given.items() if value}
 
 
 def chosen_of(sizes: EngineSizes) -> dict[str, Choice]:

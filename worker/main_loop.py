@@ -31,6 +31,7 @@ from .room_owners import RouterLost
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.05  # longest sleep of an idle loop between two checks for shutdown
+SOON_S = 0.02  # shortest time between two heartbeats
 FAREWELL_S = 0.3  # least time from Goodbye to the end, so that orders under way are refused and not lost
 
 
@@ -67,6 +68,8 @@ class LoopWorker(Protocol):
     @property
     def queues(self) -> HeldRooms:
         """The rooms that hold anything here."""
+
+    wants_beat: bool  # routers should hear of its condition now; the loop resets it
 
     @property
     def num_rooms(self) -> int:
@@ -143,6 +146,7 @@ class WorkerLoop:
         self._news = news
         self._drain_until: float | None = None
         self._next_beat = 0.0
+        self._soon_beat = 0.0  # the earliest time of a beat that the worker wants
         self._is_busy = False  # the last step had work
 
     def run(self) -> int:
@@ -227,8 +231,9 @@ class WorkerLoop:
         self._notifier.wait(now, "waiting for a router")
         if self._drain_until is None and self.shutdown.drain.is_set():
             self._drain_until = self._begin_drain(now)
-        if now >= self._next_beat:
-            self._next_beat = now + self.link.heartbeat_s
+        if now >= self._next_beat or (self.worker.wants_beat and now >= self._soon_beat):
+            self._next_beat, self._soon_beat = now + self.link.heartbeat_s, now + SOON_S
+            self.worker.wants_beat = False
             self.link.retain(self.worker.queues.names())
             stats = msgspec.structs.replace(self.worker.stats(), usage=self._usage())
             if num_lost := self._lost_spans():

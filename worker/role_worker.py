@@ -3,6 +3,7 @@
 A role adds the work of its rooms between an order and their end, and `step`, the work of one forward.
 """
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
@@ -13,6 +14,7 @@ import msgspec
 import torch
 
 from ..cluster.process.failpoints import Reach, unarmed
+from ..cluster.process.log import fields
 from ..cluster.protocol.messages import (
     Cancel,
     ChangeRole,
@@ -42,11 +44,16 @@ from .link import WorkerLink
 from .prefix_news import PrefixNews
 from .prompt_embeds import OFF, EmbedsInbox
 from .refusal import Refusal
+from .retractions import RETRACTED, Reason, count_retraction
 from .role_change import RoleChange
 from .room import WorkerRoom
 from .room_table import RoomTable
 
+logger = logging.getLogger(__name__)
+
 R = TypeVar("R", bound=WorkerRoom)
+
+FIRST_TOKEN_COUNTERS = ("ttft_met", "ttft_missed")  # of requests, by the objective for first tokens
 
 
 def sampling_params_of(order: Prefill | Reserve) -> SamplingParams:
@@ -57,8 +64,9 @@ def sampling_params_of(order: Prefill | Reserve) -> SamplingParams:
 class RoleWorker(ABC, Generic[R]):
     """The scheduler thread's side of a worker.
 
-    `counters`: totals by name. `clock` returns monotonic seconds. Every room ends the same way: `_give_up`
-    stops its work, and the role's `_close` releases its pages.
+    `counters`: totals by name. `slo_ttft_s`: the objective for first tokens in seconds, 0: none. `clock`
+    returns monotonic seconds. Every room ends the same way: `_give_up` stops its work, and the role's
+    `_close` releases its pages.
     """
 
     role: ClassVar[str]
@@ -75,6 +83,7 @@ class RoleWorker(ABC, Generic[R]):
         *,
         instance: str,
         counters: dict[str, float],
+        slo_ttft_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         embeds: EmbedsInbox | None = None,
     ) -> None:
@@ -84,9 +93,11 @@ class RoleWorker(ABC, Generic[R]):
         self.queues = queues
         self.instance = instance
         self.is_draining = False
+        self.wants_beat = False  # a router gives it nothing before it has heard of its condition
         self.role_change = RoleChange(self.role)
         self.reach: Reach = unarmed
         self.tiers: RunningTiers | None = None  # of the KV cache, below the pool
+        self._slo_ttft_s = slo_ttft_s
         self.news: PrefixNews | None = None  # about the prefixes that are held here
         self._clock = clock
         self._counters = counters
@@ -251,6 +262,7 @@ class RoleWorker(ABC, Generic[R]):
 
     def _refuse(self, order: Prefill | Reserve, refusal: Refusal) -> None:
         self._counters["refused"] += 1
+        self.wants_beat = True
         self._turn_away(
             Refused(
                 room=order.room,
@@ -312,6 +324,24 @@ class RoleWorker(ABC, Generic[R]):
             message=message,
             retryable=retryable,
         )
+
+    def _retract(self, room: R, reason: Reason) -> None:
+        """Takes what the room holds for another one. The router continues it from its tokens."""
+        request, self.wants_beat = room.request, True
+        count_retraction(self._counters, reason, priority=room.priority, num_tokens=request.num_computed)
+        logger.debug("retracted", extra=fields(room=request.room, tokens=request.num_output))
+        failed = self._failed(request, RETRACTED, reason.message, retryable=True)
+        self._send(msgspec.structs.replace(failed, is_preempted=reason.is_preempted))
+        self._give_up(room, reason.message)
+
+    def _count_first_token(self, room: R, now: float) -> None:
+        """Counts by the objective a request that has its first token at `now`, if it is its first attempt to
+        give one and a client's.
+        """
+        if not self._slo_ttft_s or room.request.num_prior_output or is_canary(room.request.salt):
+            return
+        is_met = now - room.arrived + room.waited <= self._slo_ttft_s
+        self._counters["ttft_met" if is_met else "ttft_missed"] += 1
 
     @abstractmethod
     def _give_up(self, room: R, reason: str) -> None:

@@ -21,6 +21,8 @@ class WorkerRoom(ABC):
     request: Request
     arrived: float
     deadline: float | None
+    priority: int = 0  # of the request's class; lower is more urgent
+    waited: float = 0.0  # seconds from the request's arrival at the router to `arrived`
     trace: TraceContext = NOWHERE  # of the router's span, where the request is traced
     request_id: str = ""  # of the client's request; "": not known
     gone_epoch: int = -1  # epoch of the Cancel that waits for this attempt's pages; -1: none

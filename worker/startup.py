@@ -32,7 +32,7 @@ from ..engine.parallel.group import SOLO, TensorGroup
 from ..kvtransfer.memory.malloc_tuning import keep_blocks
 from ..kvtransfer.transport import PollableTransport
 from .hand_off import EndFacts, joined_ends, transports_for
-from .identity import chosen_of, facts_of, hello_of, layout_of, small_pool_warning
+from .identity import chosen_of, facts_of, hello_of, layout_of, objectives_of, small_pool_warning
 from .link import WorkerLink
 from .main_loop import WorkerLoop
 from .peer_table import PeerTable
@@ -299,6 +299,7 @@ class WorkerStartup(ABC, Generic[C, R]):
         grows: bool = False,
         ahead_tokens: int = 0,
         shares_prompts: bool = False,
+        preempts: bool = False,
         spec_tokens: int = 0,
         draft_widths: DraftWidths | None = None,
         pulls_prefixes: bool = False,
@@ -320,10 +321,11 @@ class WorkerStartup(ABC, Generic[C, R]):
             grows=grows,
             ahead_tokens=ahead_tokens,
             shares_prompts=shares_prompts,
+            preempts=preempts,
             spec_tokens=spec_tokens,
             draft_widths=draft_widths,
             transports=self.transports,
-            chosen=chosen_of(self.engine.sizes),
+            chosen=chosen_of(self.engine.sizes) | objectives_of(self.config),
             embeds=self.embeds,
             metrics_port=self.config.metrics_port,
             tells_prefixes=self.engine.cache.enabled,

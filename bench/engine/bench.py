@@ -25,8 +25,8 @@ import torch
 from ...cluster.errors import ConfigError
 from ...engine.config import DTYPES, resolve_device, resolve_dtype
 from ...engine.errors import CheckpointError
+from ...engine.models.registry import JOIN_NAMES, Joins, named_joins
 from ...engine.parallel.group import SOLO, TensorGroup
-from ...kernels.row_ops import JOIN_NAMES, Joins, named_joins
 from ..arguments import at_least
 from .drafters import ALL, DRAFTERS, named_drafters
 from .floors import UNKNOWN, Ceilings, PassCounts, Work, measure_ceilings

@@ -4,6 +4,10 @@ servers.
 A server takes DIR/target as its `--model` and DIR/head as its `--draft`. They are the target and the EAGLE3
 head of `bench/engine/model`: the target accepts a chosen number of the head's drafts. The tokenizer encodes
 bytes.
+
+With `--answers N` there is no head, and answers end by themselves: at temperature 1 every token is about
+equally likely, and one of N ends an answer. Lengths are then distributed geometrically around N. An answer
+depends on its prompt and its `seed` alone.
 """
 
 import argparse
@@ -28,7 +32,7 @@ from ...engine.models.weights import INDEX_FILE
 from ...engine.parallel.vocabulary import rows_of
 from ...engine.speculative.drafters.eagle3_head import Eagle3Head
 from ..arguments import at_least
-from .model import random_head, random_target
+from .model import random_answers, random_head, random_target
 from .shapes import DRAFT_VOCABULARY, SHAPES, head_config, target_config
 
 PROG = "baton bench checkpoint"
@@ -47,8 +51,11 @@ def write_checkpoint(
     draft_vocab_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    answers: int = 0,
 ) -> None:
     """Writes `folder`/target and `folder`/head, with weights made on `device`.
+
+    `answers`: mean length of answers that end by themselves, and no head; 0: they end at `max_tokens`.
 
     Raises ConfigError when one of the two directories exists, or when `accept_length` is below 1.
     """
@@ -59,6 +66,11 @@ def write_checkpoint(
             raise ConfigError(f"{folder / name} exists; name another directory, or remove it")
     folder.mkdir(parents=True, exist_ok=True)
     config = target_config(shape, "", folder)
+    if answers:
+        write_tokenizer(folder / "target", config.vocab_size)
+        _add_ends(folder / "target" / "config.json", list(range(answers, config.vocab_size, answers)))
+        _write_shards(folder / "target", random_answers(config, dtype, device).tensors())
+        return
     drafts = head_config(config, str(dtype).removeprefix("torch."), draft_vocab_size, folder)
     write_tokenizer(folder / "target", config.vocab_size)
     _write_shards(folder / "target", random_target(config, dtype, device).tensors())
@@ -89,6 +101,11 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
         "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+def _add_ends(path: Path, ids: list[int]) -> None:
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(config | {"eos_token_id": ids}), encoding="utf-8")
 
 
 def _head_tensors(head: Eagle3Head, vocab_size: int) -> NamedTensors:
@@ -140,6 +157,13 @@ def main(argv: Sequence[str]) -> int:
         "--accept-length", type=at_least(1), default=3, help="tokens that each EAGLE3 step yields (default 3)"
     )
     add(
+        "--answers",
+        type=at_least(2),
+        default=0,
+        metavar="N",
+        help="mean tokens of answers that end by themselves, without a head; default: they never end",
+    )
+    add(
         "--draft-vocab",
         type=at_least(4),
         default=DRAFT_VOCABULARY,
@@ -163,9 +187,11 @@ def main(argv: Sequence[str]) -> int:
             draft_vocab_size=options.draft_vocab,
             dtype=resolve_dtype(options.dtype, device),
             device=device,
+            answers=options.answers,
         )
     except (ConfigError, CheckpointError, OSError) as error:
         sys.stderr.write(f"{PROG}: {error}\n")
         return 1
-    sys.stdout.write(f"--model {options.folder / 'target'} --draft {options.folder / 'head'}\n")
+    draft = "" if options.answers else f" --draft {options.folder / 'head'}"
+    sys.stdout.write(f"--model {options.folder / 'target'}{draft}\n")
     return 0

@@ -14,13 +14,12 @@ import torch
 
 from ...engine.models.config import ModelConfig
 from ...engine.models.interface import CausalLM, StoredForms
-from ...engine.models.registry import build_model
+from ...engine.models.registry import Joins, build_model
 from ...engine.parallel.sharing import ALONE, Sharing
 from ...engine.speculative.drafters.eagle3_head import Eagle3Head
 from ...engine.speculative.drafters.eagle_config import EagleConfig
 from ...engine.speculative.drafters.eagle_head import EagleHead
 from ...engine.speculative.drafters.spec_config import Eagle3Config
-from ...kernels.row_ops import Joins
 
 LEVEL, COUNT = 0, 1  # columns of the residual stream
 TOKEN, WRONG = 1, 3  # the target's output, and the head's draft beyond the accept length
@@ -80,6 +79,16 @@ def random_target(
     model.embed_tokens[TOKEN, LEVEL] = AMPLITUDE
     if not config.tie_word_embeddings:
         model.lm_head[TOKEN, LEVEL] = 16.0
+    return model
+
+
+@torch.no_grad()
+def random_answers(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> CausalLM:
+    """A model of `config` with random weights alone, for which all tokens are about equally likely."""
+    model = build_model(config, dtype=dtype, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, weight in model.tensors():
+        fill_stored(name, weight, generator)
     return model
 
 

@@ -21,6 +21,7 @@ from ...engine.kv.page_table import pages_for
 from ...engine.kv.pool import FeaturePlane, KVPool
 from ...engine.models.config import ModelConfig
 from ...engine.models.cuts import rank_config
+from ...engine.models.registry import Joins
 from ...engine.parallel.group import SOLO, TensorGroup
 from ...engine.parallel.sharing import Sharing, attention_parallel, tensor_parallel
 from ...engine.request import Request
@@ -34,7 +35,6 @@ from ...engine.speculative.drafting.shape import PLAIN, DraftShape
 from ...engine.speculative.step.async_decoder import AsyncDecoder, Flight
 from ...engine.speculative.step.result import StepResult
 from ...engine.speculative.step.step_graphs import StepGraphs, step_graphs
-from ...kernels.row_ops import Joins
 from .drafters import DRAFTERS, BenchDrafter, DraftWish
 from .model import TOKEN, random_target
 from .shapes import target_config

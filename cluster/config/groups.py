@@ -307,6 +307,22 @@ class EngineSettings(RoleConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FirstTokenSettings(RoleConfig):
+    """First tokens."""
+
+    slo_ttft_ms: float = setting(
+        0.0,
+        Setting(
+            help="objective for the time from a request to its first token: prompts are computed in the "
+            "order and the parts with which most of them meet it, 0: in order of arrival",
+            unit="ms",
+            minimum=0,
+            maximum=600000,
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrefillSettings(RoleConfig):
     """Prompt processing."""
 

@@ -9,6 +9,7 @@ Rank n of a tensor-parallel worker, counted from 1, reads `BATON_FAULT_RANK_n` i
 
     site               reached
     prefill:chunk      before a forward, once for each prompt in it
+    prefill:retract    a prompt is about to give its pages up to a more urgent one
     prefill:first      token 1 was sampled and given to the router's link
     sender:block       before a block is put on the wire
     sender:gather      a run of blocks is on its way into a slot of device memory
@@ -58,11 +59,11 @@ from ..errors import ConfigError
 VARIABLE = "BATON_FAULT"
 PERMISSION = "BATON_ALLOW_FAULTS"
 SITES = (
-    "prefill:chunk", "prefill:first", "sender:block", "sender:gather", "sender:release", "receiver:scatter",
-    "receiver:read", "receiver:block", "receiver:release", "offer:block", "offer:release", "pull:block",
-    "pull:release", "prefill:pull", "decode:offer", "decode:reserve", "decode:retract", "decode:chunk",
-    "decode:step", "decode:swap", "tier:save", "tier:load", "tier:clear", "tier:write", "tier:index",
-    "tier:fetch",
+    "prefill:chunk", "prefill:retract", "prefill:first", "sender:block", "sender:gather", "sender:release",
+    "receiver:scatter", "receiver:read", "receiver:block", "receiver:release", "offer:block", "offer:release",
+    "pull:block", "pull:release", "prefill:pull", "decode:offer", "decode:reserve", "decode:retract",
+    "decode:chunk", "decode:step", "decode:swap", "tier:save", "tier:load", "tier:clear", "tier:write",
+    "tier:index", "tier:fetch",
 )  # fmt: skip
 ACTIONS = ("kill", "abort", "raise", "pause", "hang", "hang-gil")
 PAUSE_S = 4.0  # shorter than the lease of a hand-off, longer than any timeout of a worker

@@ -324,6 +324,7 @@ class Hello(Message, frozen=True, kw_only=True):
     ahead_tokens: Small = 0  # output beyond the next step whose pages such a room takes with it
     changes_role: bool = False  # knows ChangeRole
     shares_prompts: bool = False  # a decode worker that obeys `shares` of a Reserve
+    preempts: bool = False  # a decode worker that retracts less urgent rooms for a Reserve without a place
     chosen: dict[Text, Choice] = field(default_factory=dict)  # by setting; for display only
     prefix_endpoint: Text = ""  # endpoint at which a decode worker offers prefixes; "": it offers none
     pulls_prefixes: bool = False  # a prefill worker that obeys `pull` of a Prefill
@@ -436,7 +437,7 @@ class Finished(Message, frozen=True, kw_only=True):
 
 
 class Failed(Message, frozen=True, kw_only=True):
-    """Terminal for this attempt."""
+    """Terminal for this attempt. `is_preempted`: of kind "Retracted", for a more urgent request."""
 
     room: Id
     epoch: Count
@@ -444,6 +445,7 @@ class Failed(Message, frozen=True, kw_only=True):
     kind: Text  # a class name of errors.py, such as TransferTimeout
     message: Text
     retryable: bool
+    is_preempted: bool = False
 
 
 class Gone(Message, frozen=True, kw_only=True):
@@ -535,6 +537,7 @@ class Reserve(Message, frozen=True, kw_only=True):
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0  # of the request's class; lower is more urgent
     expected_output: Count = 0  # output tokens of this attempt to count on; 0: all that `sampling` allows
     granted_output: Count = 0  # of these, those whose pages decode holds from the start and never takes back
+    waited_ms: Count = 0  # since the request came to the router, for an objective of its first token
 
 
 class Prefill(Message, frozen=True, kw_only=True):
@@ -552,6 +555,9 @@ class Prefill(Message, frozen=True, kw_only=True):
     traceparent: TraceParent = ""
     tracestate: TraceState = ""
     request_id: RequestId = ""
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0  # as in Reserve
+    waited_ms: Count = 0  # as in Reserve
+    keeps_pages: bool = False  # its pages were taken back before: they go to no other request any more
     pull: PrefixPull | None = None  # only to workers with `pulls_prefixes` in their Hello
     wants_features: bool = True  # decode reads features of the prompt tokens that it lacks
 

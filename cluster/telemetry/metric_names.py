@@ -90,6 +90,9 @@ WORKER_DEATHS = _counter("worker_deaths", "Workers that died, hung or could not 
 EJECTIONS = _counter("ejections", "Times that a worker failed too often and was avoided for a while.")
 RETRIES = _counter("retries", "Attempts that another pair went on with.")
 ROUTER_EVENTS = _counter("router_events", "Rarer things.", "event")
+RETRACTIONS = _counter("retractions", "Requests whose pages or place went to others.", "priority", "reason")
+CLASS_REQUESTS = _gauge("class_requests", "Choices that wait or are at the workers.", "priority", "state")
+CLASS_WAIT = _gauge("class_oldest_wait_seconds", "Wait of the first in line.", "priority")
 REGISTERED = _gauge("registered_workers", "Workers that this router knows.", "role", "state")
 READY = _gauge("ready", "Whether /ready says so.")
 CANARIES = _counter("canaries", "Tiny requests of the router's own.", "outcome")
@@ -135,7 +138,7 @@ KNOWN_STATUSES = (200, 400, 401, 403, 404, 429, 500, 502, 503, 504)
 KNOWN_EVENTS = (
     "client_stalled", "control_denied", "control_handshakes_failed", "control_malformed", "control_oversized",
     "damaged_message", "damaged_order", "grammar_cut", "idempotent_attached", "idempotent_replayed",
-    "local_prefill", "orphan_message", "paused", "prefix_compute",
+    "local_prefill", "orphan_message", "paused", "preempted", "prefix_compute",
     "prefix_news_lost", "prefix_pull", "quarantined", "resumed", "retracted", "retry_denied",
     "role_moved", "shared_prompt", "spans_dropped",
     "stale_hello", "stale_message", "template_cut", "template_worker_lost", "tls_failed", "unknown_worker",
@@ -166,6 +169,9 @@ OF_ROUTER = (
     RESPONSES,
     *OF_EVENT.values(),
     ROUTER_EVENTS,
+    RETRACTIONS,
+    CLASS_REQUESTS,
+    CLASS_WAIT,
     REGISTERED,
     *OF_CANARIES,
 )

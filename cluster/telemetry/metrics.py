@@ -20,6 +20,8 @@ from .worker_metrics import WorkerRecord, worker_families
 
 ROUTES = ("chat", "completions", "responses", "messages")
 OUTCOMES = ("ok", "rejected", "cancelled", "failed", "timeout")
+PRIORITIES = ("high", "normal", "low")
+FULL_POOL, PREEMPTED = "full pool", "preempted"  # reasons of retractions
 
 
 class RequestClass(Struct, frozen=True):
@@ -93,6 +95,21 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
     """The hand-offs of choices with pulled blocks."""
 
 
+class ClassLoad(Struct, frozen=True, kw_only=True):
+    """The requests of one class at one moment."""
+
+    priority: str
+    """One of PRIORITIES."""
+    queued: int = 0
+    """Choices that wait for a place."""
+    running: int = 0
+    """Choices at the workers."""
+    oldest_wait_s: float = 0.0
+    """Seconds since the arrival of the first one in line; 0 while none waits."""
+    retracted: dict[str, int] = {}
+    """Totals of requests whose pages or place went to others, by reason."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RouterRecord:
     """The router's condition at the moment of a scrape."""
@@ -113,6 +130,8 @@ class RouterRecord:
     """Totals by outcome."""
     failing_pairs: tuple[tuple[str, str, str, int], ...] = ()
     """Tuples of prefill's and decode's instance, kind of the last failure, consecutive failed probes."""
+    classes: tuple[ClassLoad, ...] = ()
+    """The requests by class."""
 
 
 class RouterMetrics:
@@ -199,6 +218,12 @@ def add_router(families: Families, router: RouterRecord) -> None:
         families.add(names.FAILING_PAIRS, (prefill, decode, kind), num_failures)
     families.add(names.QUEUED, (), router.queued)
     families.add(names.RUNNING, (), router.running)
+    for one in router.classes:
+        families.add(names.CLASS_REQUESTS, (one.priority, "queued"), one.queued)
+        families.add(names.CLASS_REQUESTS, (one.priority, "running"), one.running)
+        families.add(names.CLASS_WAIT, (one.priority,), one.oldest_wait_s)
+        for reason in (FULL_POOL, PREEMPTED):
+            families.add(names.RETRACTIONS, (one.priority, reason), one.retracted.get(reason, 0))
     for (role, state), num_workers in sorted(router.registered.items()):
         families.add(names.REGISTERED, (role, state), num_workers)
     responses = dict.fromkeys(names.KNOWN_STATUSES, 0) | dict(router.responses)

@@ -35,8 +35,18 @@ TONES = {
 Series = dict[str, list[int | None]]  # by name; the last value is the newest, None is not known
 
 
+class ClassPart(Struct, frozen=True):
+    """The displayed fields of a class of requests."""
+
+    priority: str
+    queued: int
+    running: int
+    oldest_wait_s: float
+    retracted: dict[str, int]
+
+
 class RouterPart(Struct, frozen=True):
-    """The displayed fields of the router. This and the next types mirror fields of its JSON documents."""
+    """The displayed fields of the router. These types mirror fields of its JSON documents."""
 
     model: str
     state: str
@@ -44,6 +54,7 @@ class RouterPart(Struct, frozen=True):
     running: int
     queued: int
     uptime_s: float
+    classes: list[ClassPart] = []  # empty from a router of an older release
 
 
 class TierPart(Struct, frozen=True):
@@ -255,7 +266,20 @@ def _router(seen: Look, router: RouterPart, view: View) -> list[RenderableType]:
                 (trend(running, cells), "cyan"), f" {newest(running) or 0}{first}",
             )
         )  # fmt: skip
-    return lines
+    return lines + _classes(router.classes)
+
+
+def _classes(classes: Sequence[ClassPart]) -> list[RenderableType]:
+    """A line of the classes, where there are others than normal, or requests that gave something up."""
+    used = [one for one in classes if one.queued or one.running or one.retracted]
+    if all(one.priority == "normal" and not one.retracted for one in used):
+        return []
+    parts = []
+    for one in used:
+        wait = f" ({one.oldest_wait_s:.1f} s)" if one.queued else ""
+        lost = "".join(f", {count} {reason}" for reason, count in sorted(one.retracted.items()))
+        parts.append(f"{one.priority} {one.running} run, {one.queued} queued{wait}{lost}")
+    return [Text("  |  ".join(parts))]
 
 
 @dataclass(frozen=True)
@@ -296,9 +320,8 @@ def sorted_workers(seen: Look, rates: Rates, sort: str) -> list[RatedWorker]:
 def _workers(seen: Look, rated: Sequence[RatedWorker], view: View) -> Table:
     workers = [one.worker for one in rated]
     optional: list[Column] = []
-    retractions = [int(w.counters.get("retractions", 0)) for w in workers]
-    if any(retractions):  # requests whose pages went to older ones: the pool is too small for the load
-        optional.append(Column("retracted", 3, [str(number) for number in retractions]))
+    if any(w.counters.get("retractions") for w in workers):  # requests that gave their pages or place up
+        optional.append(Column("retracted", 3, [_retracted(w.counters) for w in workers]))
     pulled = [int(w.counters.get("pulled_tokens", 0)) for w in workers]
     if any(pulled):  # tokens of prompts that prefill got from decode
         optional.append(Column("pulled", 5, [str(number) for number in pulled]))
@@ -324,6 +347,13 @@ def _workers(seen: Look, rated: Sequence[RatedWorker], view: View) -> Table:
         Column("card", 9, [(w.card or w.device)[:CARD_WIDTH] for w in workers], is_number=False),
     ]
     return _table(columns, view.width)
+
+
+def _retracted(counters: Mapping[str, float]) -> str:
+    """All retractions, and those for more urgent requests."""
+    urgent = sum(int(counters.get(f"retractions_urgent_{what}", 0)) for what in ("pages", "place"))
+    every = int(counters.get("retractions", 0))
+    return f"{every} ({urgent} urgent)" if urgent else str(every)
 
 
 def _requests(listed: RequestsPart, num_rows: int, view: View) -> Table:

@@ -19,7 +19,6 @@ from .layers import (
     Linear,
     NamedTensors,
     Normed,
-    ProjectedRows,
     RMSNorm,
     may_join,
     row_parallel,
@@ -96,7 +95,6 @@ class LatentAttention:
     ) -> torch.Tensor:
         """As a call, without the output projection: `[T, N*V]`."""
         config = self.config
-        assert not isinstance(x, ProjectedRows)
         assert isinstance(x, torch.Tensor) or isinstance(self.down, JoinedProjection)
         found = self.down(x)  # type: ignore[arg-type]
         width = found.shape[1] - config.rank - config.rope_size
@@ -105,7 +103,7 @@ class LatentAttention:
             queries = self.query_up(self.query_norm(queries))
         latent_attend = getattr(attend, "latent_attend", None)
         joins = self.ops.joins
-        if latent_attend is not None and joins.latents and joins.takes(found):
+        if latent_attend is not None and joins.takes(found, joins.latents):
             rows = LatentRows(queries, found[:, width:], self.latent_norm.weight, NORM_EPS, cos, sin)
             joined: torch.Tensor = latent_attend(layer, rows, self.up, self.sizes)
             return joined.flatten(1)

@@ -15,8 +15,6 @@ from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 import torch
 
 from ...kernels.attention_form import PLAIN_FORM, AttentionForm
-from ...kernels.layer_products import MAX_ROWS as MAX_CHAIN_ROWS
-from ...kernels.layer_products import LayerWeights, NextLayer, layer_products
 from ...kernels.normed_linear import MAX_ROWS as MAX_JOINED_ROWS
 from ...kernels.normed_linear import UnscaledRows, scaled_linear, sum_linear
 from ...kernels.rms_norm import NextNorm, norm_add_norm
@@ -30,12 +28,6 @@ from .quant.projection import NamedTensors as NamedTensors
 More: TypeAlias = torch.Tensor | AttentionForm
 
 
-class ProjectedRows(NamedTuple):
-    """The queries, keys and values `[T, (N+2K)*D]` of the layer to come."""
-
-    heads: torch.Tensor
-
-
 class RowsBeforeNorm(NamedTuple):
     """Rows `[T, H]` to be normalised before they are added."""
 
@@ -43,11 +35,11 @@ class RowsBeforeNorm(NamedTuple):
     norm: "RMSNorm"
 
 
-# What a layer begins with: rows behind its norm, rows in front of the norm's scale, or its first projection.
-Normed: TypeAlias = torch.Tensor | UnscaledRows | ProjectedRows
+# What a layer begins with: rows behind its norm, or in front of the norm's scale.
+Normed: TypeAlias = torch.Tensor | UnscaledRows
 # What a layer leaves: an MLP output that is not yet added, or not yet normalised, nothing to add, or the
 # beginning of the next layer.
-Left: TypeAlias = torch.Tensor | RowsBeforeNorm | UnscaledRows | ProjectedRows | None
+Left: TypeAlias = torch.Tensor | RowsBeforeNorm | UnscaledRows | None
 
 
 def added(hidden: torch.Tensor, delta: Left) -> torch.Tensor:
@@ -185,11 +177,6 @@ def row_parallel(projection: Projection, ops: RowOps) -> Projection:
     return projection if ops.sum_ranks is of_one_rank else RowParallel(projection, ops)
 
 
-def is_plain(*projections: object) -> bool:
-    """Whether all are projections of one rank whose weights are as they are multiplied."""
-    return all(type(each) is Linear for each in projections)
-
-
 def may_join(num_rows: int, *projections: object) -> bool:
     """Whether all may share launches with norms and residual sums for `num_rows` rows."""
     return all(num_rows <= getattr(each, "joined_rows", 0) for each in projections)
@@ -223,7 +210,7 @@ class RMSNorm:
     def add_normed(
         self, x: torch.Tensor, inner: "RMSNorm", residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `add`, of `x` behind the norm `inner`, with the same bits as one after the other."""
+        """As `add`, of `x` behind the norm `inner`, as one after the other: see `norm_add_norm`."""
         if x.is_cuda and inner.offset == self.offset:
             return norm_add_norm(x, inner.next, residual, self.next)
         return self.add(inner(x), residual)
@@ -277,8 +264,8 @@ class GatedMLP:
 
     def joins(self, joins: Joins, num_rows: int) -> bool:
         """As `JoinedMLP.joins`."""
-        is_joined = joins.norms and may_join(num_rows, self.gate_up, self.down)
-        return is_joined and (is_plain(self.gate_up) or not self.is_gelu)
+        is_known = type(self.gate_up) is Linear or not self.is_gelu
+        return is_known and may_join(num_rows, self.gate_up, self.down)
 
     def add(
         self, rows: UnscaledRows, residual: torch.Tensor, norm: NextNorm | None
@@ -378,16 +365,11 @@ class SelfAttention:
     ) -> torch.Tensor:
         """As a call, without the output projection: `[T, N*D]`."""
         split = self.num_heads + self.num_kv_heads
-        projected = x.heads if isinstance(x, ProjectedRows) else self._project(x)
-        heads = projected.view(-1, split + self.num_kv_heads, self.head_dim)
+        heads = self._project(x).view(-1, split + self.num_kv_heads, self.head_dim)
         rotate_attend = getattr(attend, "rotate_attend", None)
         joins = self.turns and self.kv_scales is None and self._joins_norms(attend)
-        is_joined = self.ops.joins.attention and self.ops.joins.takes(heads)
-        if rotate_attend is not None and joins and (heads.is_cuda or is_joined):
-            norms = self._head_norms()
-            rotated: torch.Tensor = rotate_attend(
-                layer, heads, cos, sin, self.form, norms, is_joined=is_joined
-            )
+        if rotate_attend is not None and heads.is_cuda and joins:
+            rotated: torch.Tensor = rotate_attend(layer, heads, cos, sin, self.form, self._head_norms())
             return rotated.flatten(1)
         qk, v = self._normed(heads[:, :split]), heads[:, split:]
         qk = self.ops.rope(qk, cos, sin) if self.turns else qk
@@ -522,7 +504,6 @@ class DecoderLayer:
         self.input_norm = input_norm
         self.post_norm = post_norm
         self.following: DecoderLayer | None = None
-        self.barrier: torch.Tensor | None = None  # of joined products
 
     def enter(self, hidden: torch.Tensor, delta: Left) -> tuple[Normed, torch.Tensor]:
         """(normalised stream, residual stream), each `[T, H]`.
@@ -530,7 +511,7 @@ class DecoderLayer:
         `delta` is what the previous layer left: its MLP output `[T, H]`, not yet added to `hidden` `[T, H]`;
         None: nothing to add; or the normalised stream.
         """
-        if isinstance(delta, (UnscaledRows, ProjectedRows)):
+        if isinstance(delta, UnscaledRows):
             return delta, hidden
         if isinstance(delta, RowsBeforeNorm):
             return self.input_norm.add_normed(delta.rows, delta.norm, hidden)
@@ -556,56 +537,15 @@ class DecoderLayer:
         """
         joins, output, mlp = self.input_norm.ops.joins, self.attention.output, self.mlp
         num_rows, following = attended.shape[0], self.following
-        if joins.norms and joins.takes(attended) and may_join(num_rows, output):
-            if joins.products and self._is_chain(num_rows):
-                return self._leave_products(attended, hidden)
-            if isinstance(mlp, JoinedMLP) and mlp.joins(joins, num_rows):
-                assert isinstance(output, JoinedProjection)
-                middle, rows = output.add(attended, hidden, self.post_norm.next)
-                assert rows is not None
-                takes = following is not None and following.attention.takes_unscaled(num_rows)
-                return mlp.add(rows, middle, following.input_norm.next if following and takes else None)
-        normed, hidden = self.post_norm.add(output(attended), hidden)
-        return hidden, mlp(normed)
-
-    def _is_chain(self, num_rows: int) -> bool:
-        """Whether `layer_products` computes what is between this attention and the next."""
-        mlp, following = self.mlp, self.following
-        if (
-            not isinstance(mlp, GatedMLP)
-            or following is None
-            or not isinstance(following.attention, SelfAttention)
-        ):
-            return False
-        if not is_plain(self.attention.output, mlp.gate_up, mlp.down, following.attention.qkv):
-            return False
-        biases = self.attention.output.bias, mlp.gate_up.bias, mlp.down.bias
-        return num_rows <= MAX_CHAIN_ROWS and all(bias is None for bias in biases)
-
-    def _leave_products(
-        self, attended: torch.Tensor, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, ProjectedRows]:
-        mlp, following = self.mlp, self.following
-        assert isinstance(mlp, GatedMLP)
-        assert following is not None
-        assert isinstance(following.attention, SelfAttention)
-        assert self.barrier is not None
-        qkv = following.attention.qkv
-        total, heads = layer_products(
-            attended,
-            hidden,
-            LayerWeights(
-                self.attention.output.weight,
-                self.post_norm.next,
-                mlp.gate_up.weight,
-                mlp.down.weight,
-                mlp.is_gelu,
-            ),
-            NextLayer(following.input_norm.next, qkv.weight, qkv.bias),
-            self.barrier,
-        )
-        assert heads is not None
-        return total, ProjectedRows(heads)
+        is_few = joins.takes(attended, joins.norms) and may_join(num_rows, output)
+        if not (is_few and isinstance(mlp, JoinedMLP) and mlp.joins(joins, num_rows)):
+            normed, hidden = self.post_norm.add(output(attended), hidden)
+            return hidden, mlp(normed)
+        assert isinstance(output, JoinedProjection)
+        middle, rows = output.add(attended, hidden, self.post_norm.next)
+        assert rows is not None
+        takes = following is not None and following.attention.takes_unscaled(num_rows)
+        return mlp.add(rows, middle, following.input_norm.next if following and takes else None)
 
     def tensors(self, prefix: str) -> NamedTensors:
         """The checkpoint's tensor names under `prefix`, with views of the parameters."""
@@ -620,8 +560,6 @@ def link_layers(layers: Sequence[DecoderLayer]) -> None:
     for layer, following in pairwise(layers):
         if type(layer) is type(following) is DecoderLayer:
             layer.following = following
-            if layer.input_norm.ops.joins.products:
-                layer.barrier = torch.zeros(1, dtype=torch.int32, device=layer.input_norm.weight.device)
 
 
 class SandwichLayer(DecoderLayer):

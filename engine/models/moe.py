@@ -24,7 +24,7 @@ from ...kernels.ops import recorded_route_experts
 from ...kernels.rms_norm import NextNorm
 from ...kernels.route_experts import Routing
 from ...kernels.row_ops import FASTEST, ROWS_OF_ONE_RANK, Joins, RowOps, of_one_rank
-from .layers import GatedMLP, Linear, NamedTensors, is_plain
+from .layers import GatedMLP, Linear, NamedTensors
 from .quant.experts import ExpertSizes
 from .quant.projection import StoredExperts
 from .quant.projections import Projections
@@ -224,20 +224,14 @@ class MixtureOfExperts:
         return self.ops.expert_mlp(x, ids, weights, self.gate_up, self.down, form=self.form)
 
     def joins(self, joins: Joins, num_rows: int) -> bool:
-        """As `JoinedMLP.joins`: where each row's experts are read for it alone."""
-        is_few = num_rows * self.config.top_k <= self.config.num_experts
+        """As `JoinedMLP.joins`: layers without shared experts are as fast apart."""
         is_known = type(self) is MixtureOfExperts and self.form == PLAIN_EXPERTS and self.shared_gate is None
+        is_whole = self.ops.sum_ranks is of_one_rank and self.ops.expert_rows is ROWS_OF_ONE_RANK
         shared = self.shared
-        is_as_made = self.stored is None and (shared is None or is_plain(shared.gate_up, shared.down))
-        return (
-            joins.experts
-            and is_as_made
-            and is_few
-            and is_known
-            and self.ops.sum_ranks is of_one_rank
-            and self.ops.expert_rows is ROWS_OF_ONE_RANK
-            and fits(self._few_experts())
-        )
+        if not (is_known and is_whole and 0 < num_rows <= joins.experts) or shared is None:
+            return False
+        is_as_made = self.stored is None and type(shared.gate_up) is type(shared.down) is Linear
+        return is_as_made and fits(self._few_experts())
 
     def add(
         self, rows: UnscaledRows, residual: torch.Tensor, norm: NextNorm | None

@@ -13,7 +13,10 @@ from typing import Protocol
 import torch
 
 from ...kernels.fp8_scales import FP8
-from ...kernels.row_ops import FASTEST, INVARIANT, Joins, RowOps
+from ...kernels.row_ops import FASTEST, INVARIANT, RowOps
+from ...kernels.row_ops import JOIN_NAMES as JOIN_NAMES
+from ...kernels.row_ops import Joins as Joins
+from ...kernels.row_ops import named_joins as named_joins
 from ..errors import CheckpointError
 from ..kv.layouts import MHALayout
 from ..kv.sparse_layout import SparseLayout

@@ -216,7 +216,8 @@ class VariantPlanner:
 
 
 def first_layers(model: CausalLM) -> CausalLM:
-    """`model` with its first layers, NUM_LAYERS or more, up to the last one that is unlike those before it.
+    """`model` with its first layers, NUM_LAYERS or more, up to the last one that is unlike those before it,
+    and with its last layer, which begins no other.
 
     It shares the weights. Layers are alike by their class and the form of their attention.
     """
@@ -226,7 +227,7 @@ def first_layers(model: CausalLM) -> CausalLM:
     kinds = [_kind(layer) for layer in layers]
     count = max(NUM_LAYERS, *(1 + kinds.index(kind) for kind in kinds))
     short = copy.copy(model)
-    vars(short)["layers"] = layers[:count]
+    vars(short)["layers"] = [*layers[:count], *layers[max(count, len(layers) - 1) :]]
     return short
 
 

@@ -22,7 +22,7 @@ from ...cluster.protocol.messages import (
     WorkerStats,
     clients_rooms,
 )
-from ...cluster.telemetry.metrics import RouterRecord
+from ...cluster.telemetry.metrics import ClassLoad, RouterRecord
 from ...cluster.telemetry.worker_metrics import WorkerFacts, WorkerRecord, shown_workers
 from ..scheduling.dispatcher import Dispatcher
 from ..workers.eligibility import is_ready, why_not_pair
@@ -63,6 +63,8 @@ class RouterStatus(Struct, frozen=True, kw_only=True):
     events: dict[str, int]
     stalled: list[StalledWorker] = []
     role_changes: list[RoleMove] = []  # the newest, oldest first
+    classes: list[ClassLoad] = []
+    """The requests by class, the most urgent first."""
     limit_parts: int = 1
     """Routers among which the limits of API keys are divided; each counts for itself."""
 
@@ -182,6 +184,7 @@ def status_of(
         events=dispatcher.event_totals,
         stalled=[_stalled(dispatcher, worker, now) for worker in registry.stalled],
         role_changes=dispatcher.role_changes.status(now),
+        classes=list(dispatcher.classes()),
         limit_parts=limit_parts,
     )
     workers = [_worker_status(worker, now) for worker in registry]
@@ -238,6 +241,7 @@ def metrics_of(
         is_ready=dispatcher.is_ready,
         canaries=dispatcher.health_probes.outcomes,
         failing_pairs=tuple(dispatcher.health_probes.pair_health.failures()),
+        classes=dispatcher.classes(),
     )
     workers = [
         WorkerRecord(

@@ -24,7 +24,7 @@ from .effects import Pair, Timeouts
 MAX_LOOKAHEAD = 64  # tokens behind a page on which its key may depend, by the bound of HeldPrefixes
 MAX_EARLY_ITEMS = 256  # items of decode kept until an earlier token arrives
 DRAINING = "Draining"  # kind of a Failed: the worker drains; the attempt has not failed
-RETRACTED = "Retracted"  # kind of decode's Failed: its pages went to another request; nothing has failed
+RETRACTED = "Retracted"  # kind of a worker's Failed: its pages went to another request; nothing has failed
 UNSHARED = "Unshared"  # kind of decode's Failed: the room whose prompt it should share has none; as above
 PEER_LOST = "PeerLost"  # kind of a Failed: the other worker of the pair is gone
 BAD_GRAMMAR = "BadGrammar"  # no worker can compile the grammar of this request

@@ -107,13 +107,15 @@ class Requeued(Struct, frozen=True, gc=False):
     """The room waits for another pair, from `not_before` (monotonic seconds) on.
 
     `failure` is the reason of the failed attempt, which the client gets when the retry budget denies another
-    one. It is None after a refusal, which costs no attempt. `is_retracted`: decode gave its pages to another
-    room. `is_unshared`: the room whose prompt it should share has none.
+    one. It is None after a refusal, which costs no attempt. `is_retracted`: a worker gave its pages to
+    another room, `is_preempted`: to one of a more urgent class. `is_unshared`: the room whose prompt it
+    should share has none.
     """
 
     not_before: float
     failure: Failure | None = None
     is_retracted: bool = False
+    is_preempted: bool = False
     is_unshared: bool = False
 
 

@@ -113,7 +113,7 @@ class Room:
     output_ids: list[int] = field(default_factory=list)  # tokens delivered to the client by all attempts
     failed_on: set[str] = field(default_factory=set)
     num_stale: int = 0
-    num_retractions: int = 0  # how often decode gave its pages to another room
+    num_retractions: int = 0  # how often a worker gave its pages to another room
     num_unshared: int = 0  # how often the room whose prompt it should share had none
     cached_tokens: int = 0  # cached tokens of the client's prompt, as the first completed prefill reported
     prefill_timeline: PrefillTimeline | None = None  # sum over all attempts that reported, like decode's
@@ -192,6 +192,13 @@ class Room:
         """The workers that may hold something of this room."""
         return self._pending.instances
 
+    def needs(self, instance: str) -> bool:
+        """Whether the attempt still needs the worker: prefill until token 1 is here, decode to the end."""
+        attempt = self._attempt
+        if attempt is None or not self.is_at_workers or instance not in attempt.instances:
+            return False
+        return instance == attempt.pair.decode or not attempt.has_first or attempt.aborted is not None
+
     # --- commands -------------------------------------------------------------------------------------------
 
     def place(self, pair: Pair, now: float) -> list[Effect]:
@@ -258,7 +265,7 @@ class Room:
         if attempt is None or self.epoch not in epochs:
             return effects + (self._quarantine(now) if self.phase is RoomPhase.QUEUED else [])
         # Once token 1 is here, the loss of prefill is no failure: decode reports it if the hand-off breaks.
-        if instance == attempt.pair.decode or not attempt.has_first or attempt.aborted is not None:
+        if self.needs(instance):
             self.failed_on.add(instance)
             if is_dead:
                 self.deaths.lost(instance, unreachable_since, attempt.placed_at)
@@ -315,8 +322,17 @@ class Room:
         attempt = self._attempt
         if attempt is None or not self.is_at_workers or not attempt.accepts(message, instance):
             self.num_stale += 1
-            return []
+            return self._late_retraction(message, instance)
         return _HANDLERS[type(message)](self, attempt, message, now)
+
+    def _late_retraction(self, message: RoomEvent, instance: str) -> list[Effect]:
+        """An attempt that ended otherwise had lost its pages, too: the next ones must hold theirs."""
+        if not (self.is_live and isinstance(message, Failed) and message.kind == RETRACTED):
+            return []
+        if not self._pending.has(instance, message.epoch):
+            return []
+        self.num_retractions = min(MAX_RETRACTIONS, self.num_retractions + 1)
+        return self._pending.drop(instance, message.epoch)
 
     def _on_reserved(self, attempt: Attempt, message: Reserved, now: float) -> list[Effect]:
         attempt.is_reserved = True
@@ -393,7 +409,8 @@ class Room:
         is_retracted = message.kind == RETRACTED and self.num_retractions < MAX_RETRACTIONS
         if (is_retracted or message.kind == DRAINING) and self.num_output < self.sampling.max_new_tokens:
             self.num_retractions += is_retracted
-            again = Requeued(now, is_retracted=is_retracted)
+            is_preempted = is_retracted and message.is_preempted
+            again = Requeued(now, is_retracted=is_retracted, is_preempted=is_preempted)
             return self._pending.drop(message.instance, self.epoch) + self._requeue(again, now)
         if message.kind == UNSHARED and attempt.pair.shares:
             self.num_unshared += 1

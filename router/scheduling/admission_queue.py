@@ -13,6 +13,7 @@ worker, it is at least the time for which that worker has been silent: nobody kn
 import math
 from collections.abc import Sequence
 
+from ...cluster.protocol.request_rank import rank
 from ..errors import ApiError, overloaded
 from ..http.parse_limiter import ParseLimiter
 from ..http.rate_limits import Gate
@@ -21,7 +22,7 @@ from ..workers.registry import Registry
 from ..workers.stalls import Stalls
 from .request_limits import check_fits, check_obeyed, no_workers
 from .request_state import ClientRequest, Entry, Job
-from .waiting_list import WaitingList, rank, rank_of
+from .waiting_list import WaitingList, rank_of
 
 OVERLOADED = "Overloaded"  # kind of a Failure
 LONGEST_RETRY_AFTER_S = 30

@@ -24,7 +24,7 @@ from ...cluster.protocol.messages import (
     TokenItem,
     Tokens,
 )
-from ...cluster.telemetry.metrics import RouterMetrics
+from ...cluster.telemetry.metrics import FULL_POOL, PREEMPTED, PRIORITIES, ClassLoad, RouterMetrics
 from ..errors import no_such_worker, role_stays, unavailable
 from ..rooms.attempt import PEER_LOST, RoomEvent
 from ..rooms.effects import (
@@ -59,6 +59,7 @@ from .inbox import Inbox
 from .load_history import LoadHistory
 from .output_estimates import OutputEstimates
 from .placement import PairingPolicy, Placer
+from .preemption import space_for
 from .request_limits import MAX_PROMPT_TOKENS, no_pair_for
 from .request_state import (
     OUTCOMES,
@@ -108,6 +109,7 @@ class Dispatcher:
         self.registry = registry
         self.metrics = metrics
         self.events: Counter[str] = Counter(stale_message=0)
+        self.retractions: Counter[tuple[str, str]] = Counter()  # by class and reason
         self.is_draining = False
         self._has_left = False  # workers were told that this router ends
         self._outbox = Outbox(transmit, clock, soon)
@@ -165,6 +167,29 @@ class Dispatcher:
     def event_totals(self) -> dict[str, int]:
         """Counts of rare events by name, with the messages that the control socket dropped."""
         return {**self._drops(), **self.events}
+
+    def classes(self) -> tuple[ClassLoad, ...]:
+        """The requests of each class, the most urgent class first."""
+        now = self._clock()
+        queued, running, since = Counter[str](), Counter[str](), dict[str, float]()
+        for entry in self._entries.values():
+            name = entry.request.kind.priority
+            running[name] += entry.room.is_at_workers
+            if entry.room.phase is RoomPhase.QUEUED:
+                queued[name] += 1
+                since[name] = min(entry.request.arrived, since.get(name, now))
+        return tuple(
+            ClassLoad(
+                priority=name,
+                queued=queued[name],
+                running=running[name],
+                oldest_wait_s=round(now - since.get(name, now), 3),
+                retracted={
+                    reason: count for (kind, reason), count in self.retractions.items() if kind == name
+                },
+            )
+            for name in PRIORITIES
+        )
 
     def limits(self) -> Limits | None:
         """The largest request that a pair can serve, now or when a stalled worker goes on; None without."""
@@ -376,8 +401,10 @@ class Dispatcher:
         now = self._clock()
         lost = [(worker, worker.unreachable_since) for worker in workers]
         for worker in workers:
+            rooms = [entry.room for entry in self._rooms_of(worker)]
+            is_needed = any(room.needs(worker.instance) for room in rooms)
             self._registration.deregister(
-                worker, [(entry.room.room, entry.room.epoch) for entry in self._rooms_of(worker)], now
+                worker, [(room.room, room.epoch) for room in rooms], now, is_needed=is_needed
             )
         for worker, since in lost:
             self._settle_rooms_of(worker, now, is_dead=not worker.is_draining, unreachable_since=since)
@@ -492,8 +519,7 @@ class Dispatcher:
 
     def _tick_entry(self, entry: Entry, now: float) -> None:
         waited = entry.request.waited(now) - entry.request.excused_s
-        # a stream whose pages were taken back waits for its turn
-        is_new = not (entry.room.num_retractions and entry.room.num_output)
+        is_new = not entry.room.num_retractions  # one whose pages were taken back waits for its turn
         if entry.room.phase is RoomPhase.QUEUED and is_new and waited > self._queue_timeout_s:
             message = f"No worker had room within {self._queue_timeout_s:g} s. Try again later."
             gone = entry.room.give_up("QueueTimeout", message, now, self.admission.retry_after_s(now))
@@ -527,7 +553,7 @@ class Dispatcher:
 
     def _admit(self, now: float) -> None:
         """Places waiting rooms by rank until one finds all its pairs full, so that no room is overtaken
-        forever."""
+        forever. In its turn a room may take the place of less urgent ones."""
         if now < self._settled_at:
             return
         for entry in self._waiting:
@@ -541,7 +567,10 @@ class Dispatcher:
             pair = sharing_pair(self.registry, entry, doubtful)
             pair = pair or self._placer.pair_for(entry, doubtful, reserved)
             if pair is None and entry.pairless_since is None:
-                return
+                space = space_for(entry, self.registry, self._entries)
+                pair = self._placer.pair_for(entry, doubtful, reserved, space) if space else None
+                if pair is None:
+                    return
             if (
                 pair is not None
                 and reserved.isdisjoint(pair.instances)
@@ -572,6 +601,7 @@ class Dispatcher:
         if entry.room.deaths:
             self._on_probation[entry.room.room] = entry
         entry.queued_s += now - entry.queued_at
+        entry.placed_output, entry.granted = entry.room.num_output, entry.claim[1]
         self._placer.book(entry, pair)
         self.admission.placement_rate.note(now)
         self.events["shared_prompt" if pair.shares else "local_prefill"] += pair.is_local
@@ -605,7 +635,7 @@ class Dispatcher:
                 if (worker := self.registry.get(effect.instance)) is not None:
                     for part in embeds_before(effect.message, entry, worker):
                         self._outbox.post(worker, part, now)
-                    self._outbox.post(worker, addressed(effect.message, entry), now)
+                    self._outbox.post(worker, addressed(effect.message, entry, now), now)
             else:
                 entry.trace.did(effect, now)
                 is_admission_due |= self._perform_rare(entry, effect, now)
@@ -637,8 +667,7 @@ class Dispatcher:
                 self._perform(entry, room.give_up(failure.kind, failure.message, now), now)
                 return True
             if effect.is_retracted:
-                self.events["retracted"] += 1
-                self._estimates.retracted()
+                self._count_retraction(entry, is_preempted=effect.is_preempted)
             elif effect.is_unshared:
                 self.events["unshared"] += 1
             else:
@@ -653,6 +682,14 @@ class Dispatcher:
         if room.phase is not RoomPhase.QUEUED:
             self._waiting.leave(entry)
         return False
+
+    def _count_retraction(self, entry: Entry, *, is_preempted: bool) -> None:
+        self.events["retracted"] += 1
+        self.events["preempted"] += is_preempted
+        reason = PREEMPTED if is_preempted else FULL_POOL
+        self.retractions[entry.request.kind.priority, reason] += 1
+        if not is_preempted:
+            self._estimates.retracted()
 
     def _may_retry(self, entry: Entry, failure: Failure, now: float) -> bool:
         """Whether the budget allows another attempt.

@@ -1,8 +1,8 @@
 """How long answers get, learned by API key and endpoint: what decode counts on for a request. Pure.
 
-The mean of recent answers is counted on, times a margin. Each time that decode took a request's pages back
-the margin grows; each answer that ends by itself lets it shrink. A mean is enough, because a pool holds many
-requests at different points of their answers.
+The mean of recent answers is counted on, times a margin. When decode takes pages back the margin grows; each
+answer that ends by itself lets it shrink. A mean is enough, and the least margin is below 1, because a pool
+holds many requests at different points of their answers, which do not need all their pages at one time.
 """
 
 from collections import OrderedDict
@@ -14,8 +14,9 @@ FIRST_GUESS = 256  # output tokens
 GUESS_WEIGHT = 4  # answers that the first guess counts for
 WINDOW = 64  # answers over which the mean forgets
 MAX_KEYS = 1024  # the least recently used keys are forgotten beyond
-LEAST_MARGIN, MOST_MARGIN = 1.1, 4.0
+LEAST_MARGIN, MOST_MARGIN = 0.9, 4.0
 MARGIN_STEP, MARGIN_DECAY = 1.25, 0.99
+BURST = 16  # answers and retractions after which another one raises the margin
 MAX_DOUBLINGS = 16
 
 
@@ -36,6 +37,7 @@ class OutputEstimates:
         self.first_guess = first_guess
         self._means: OrderedDict[tuple[str, str], _Mean] = OrderedDict()
         self.margin = LEAST_MARGIN
+        self._since_raised = BURST
 
     def __repr__(self) -> str:
         return f"OutputEstimates({len(self._means)} keys, margin {self.margin:.2f})"
@@ -52,10 +54,14 @@ class OutputEstimates:
         if len(self._means) > MAX_KEYS:
             self._means.popitem(last=False)
         self.margin = max(LEAST_MARGIN, self.margin * MARGIN_DECAY)
+        self._since_raised += 1
 
     def retracted(self) -> None:
-        """Learns that decode had counted on too little."""
-        self.margin = min(MOST_MARGIN, self.margin * MARGIN_STEP)
+        """Learns that decode had counted on too little. Several at once come of one wrong guess."""
+        if self._since_raised >= BURST:
+            self.margin = min(MOST_MARGIN, self.margin * MARGIN_STEP)
+            self._since_raised = 0
+        self._since_raised += 1
 
 
 def claim_of(expected: int, produced: int, remaining: int, retractions: int) -> tuple[int, int]:

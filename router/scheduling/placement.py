@@ -10,7 +10,7 @@ real state           workers tell what they hold (`prefix_view`); of one that te
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from random import Random
@@ -20,7 +20,7 @@ from ...cluster.protocol.messages import Failed, Finished, FirstToken, Reserved
 from ..rooms.attempt import HANDOFF_KINDS, RoomEvent
 from ..rooms.attempt_log import RUNNING
 from ..rooms.effects import Pair
-from ..workers.eligibility import able_pairs, emptiest_pairs, live_pairs
+from ..workers.eligibility import NOWHERE, Space, able_pairs, emptiest_pairs, live_pairs
 from ..workers.pair_health import PairHealth
 from ..workers.registry import Load, Registry, Worker
 from .balancing import Balancer, decode_balancer, prefill_balancer
@@ -72,8 +72,16 @@ class Placer:
     def __repr__(self) -> str:
         return f"Placer(prefill={self._prefill}, decode={self._decode}, {self.pulls})"
 
-    def pair_for(self, entry: Entry, doubtful: AbstractSet[str], reserved: AbstractSet[str]) -> Pair | None:
+    def pair_for(
+        self,
+        entry: Entry,
+        doubtful: AbstractSet[str],
+        reserved: AbstractSet[str],
+        space: Mapping[str, Space] = NOWHERE,
+    ) -> Pair | None:
         """The pair for the next attempt; None while all pairs that could serve are full.
+
+        `space`: what the request may take from less urgent ones, by decode worker.
 
         Workers where the room failed and `doubtful` ones are used only when no other can serve. `reserved`
         workers are busy with a request that may kill, which is worth waiting for, so decode does not prefill
@@ -82,7 +90,7 @@ class Placer:
         pair nor decode alone can serve.
         """
         avoid = entry.room.failed_on | doubtful
-        pairs = able_pairs(live_pairs(self._registry, avoid), entry.need, avoid, reserved)
+        pairs = able_pairs(live_pairs(self._registry, avoid), entry.need, avoid, reserved, space)
         if self._pair_health.failing:
             pairs = self._sound(pairs, entry)
         if not pairs:
@@ -120,7 +128,8 @@ class Placer:
         elif pair.is_local:  # without a choice nothing is known of decode's cache, and nothing need be hashed
             held = held_tokens(decode, prompt) if self._has_choice("decode") else 0
             num_lacking = need.prompt - held
-        load = Load(pages=decode.pages_for(need.held_on(decode)) - num_shared, tokens=num_lacking)
+        pages, priority = decode.pages_for(need.held_on(decode)) - num_shared, entry.request.priority
+        load = Load(pages=pages, tokens=num_lacking, priority=priority)
         self._registry.reserve(pair.decode, room.room, room.epoch, load)
         self._decode.placed(decode)
         entry.fingerprint, entry.weights_hash = decode.hello.fingerprint, decode.weights_hash
@@ -128,7 +137,8 @@ class Placer:
             return
         held = held_tokens(prefill, prompt) if self._has_choice("prefill") else 0
         num_new = need.prompt - max(held, 0 if pair.pull is None else pair.pull.tokens)
-        self._registry.reserve(pair.prefill, room.room, room.epoch, Load(pages=0, tokens=num_new))
+        load = Load(pages=0, tokens=num_new, priority=priority)
+        self._registry.reserve(pair.prefill, room.room, room.epoch, load)
         self._prefill.placed(prefill)
         if self._has_choice("prefill"):
             expect_prompt(prefill, prompt, EXPECT_PROMPT_S)

@@ -226,6 +226,8 @@ class Entry:
     quiet_until: float = 0.0  # the room's value at its last tick; 0 after events other than tokens
     trace: AttemptTrace = field(default_factory=AttemptTrace)
     expected_output: int = 0  # tokens to count on for the whole answer; 0: all that it may have
+    placed_output: int = 0  # output tokens before the current attempt
+    granted: int = 0  # tokens of the current attempt whose pages decode does not take back
     _prompt: SeenPrompt | None = None
 
     @property
@@ -361,13 +363,16 @@ def reserved_workers(on_probation: Iterable[Entry], room: Room) -> set[str]:
 
 
 def addressed(
-    message: Reserve | Prefill | OfferPrefix | Cancel, entry: Entry
+    message: Reserve | Prefill | OfferPrefix | Cancel, entry: Entry, now: float
 ) -> Reserve | Prefill | OfferPrefix | Cancel:
-    """An order with the tenant's salt, the embeddings, the trace context and the id of its request. Decode's
-    also has the output to count on, the class, and the consent to record it. Embeddings have no ids that
-    could be recorded."""
+    """An order with the class and the wait of its request, the tenant's salt, the embeddings, the trace
+    context and the id. Decode's also has the output to count on and the consent to record it. Embeddings have
+    no ids that could be recorded."""
+    if isinstance(message, Cancel):
+        return message
     salt, embeds, trace = entry.job.order_salt, entry.job.embeds, entry.request.tag.span.context
-    request_id = entry.request.tag.request_id
+    request_id, priority = entry.request.tag.request_id, entry.request.priority
+    waited_ms = max(0, round((now - entry.job.arrived) * 1000))
     if isinstance(message, Reserve):
         may_record = entry.request.may_record and embeds is None
         expected, granted = entry.claim
@@ -376,9 +381,13 @@ def addressed(
             may_record=may_record,
             expected_output=expected,
             granted_output=granted,
-            priority=entry.request.priority,
+            priority=priority,
+            waited_ms=waited_ms,
         )
-    if isinstance(message, Cancel) or not (salt or embeds or trace or request_id):
+    elif isinstance(message, Prefill):
+        keeps_pages = entry.room.num_retractions > 0
+        message = replace(message, priority=priority, waited_ms=waited_ms, keeps_pages=keeps_pages)
+    if not (salt or embeds or trace or request_id):
         return message
     rows = embeds.rows if embeds is not None else None
     if isinstance(message, OfferPrefix):

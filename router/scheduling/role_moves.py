@@ -79,4 +79,6 @@ class RoleMoves:
     def _load_of(self, worker: Worker, now: float) -> float:
         if worker.role == "prefill":
             return self._busy.at(worker.instance, now)
-        return min(1.0, worker.num_taken / max(1, worker.hello.max_running))
+        # a place that is held for a prompt without a first token is no load of decode
+        num_running = worker.stats.running if worker.stats is not None else worker.num_taken
+        return min(1.0, num_running / max(1, worker.hello.max_running))

@@ -1,16 +1,13 @@
 """The rooms that wait for a pair, in the order in which they get one. Pure.
 
-A room's rank is its arrival time plus `PRIORITY_S` per step of lower priority. An urgent room thus overtakes
-those that arrived shortly before it, and urgent rooms cannot delay another forever. A room requeued after a
-failed attempt keeps its rank.
+`request_rank` has the order. A room requeued after a failed attempt keeps its rank.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
+from ...cluster.protocol.request_rank import rank
 from .request_state import Entry
-
-PRIORITY_S = 10.0  # seconds of waiting that one step of priority is worth
 
 
 class WaitingList:
@@ -46,13 +43,9 @@ class WaitingList:
             del self._entries[bisect_left(self._entries, (rank_of(entry), entry.number))]
 
     def last(self) -> Entry | None:
-        """The entry that would be placed last, among those without output."""
-        return next((entry for _, _, entry in reversed(self._entries) if not entry.room.num_output), None)
-
-
-def rank(arrived: float, priority: int) -> float:
-    """The rank in seconds; lower is placed first."""
-    return arrived + PRIORITY_S * priority
+        """The entry that would be placed last, among those without output that no worker has retracted."""
+        entries = (entry for _, _, entry in reversed(self._entries))
+        return next((one for one in entries if not (one.room.num_output or one.room.num_retractions)), None)
 
 
 def rank_of(entry: Entry) -> float:

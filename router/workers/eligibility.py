@@ -1,6 +1,6 @@
 """Decides whether workers can serve a request: pure functions over the registry's workers."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from msgspec import Struct
@@ -33,6 +33,17 @@ class Need(Struct, frozen=True, gc=False):
             return self.total
         first = decode.hello.ahead_tokens + decode.hello.spec_tokens  # a step gives at most `spec_tokens`
         return self.prompt + min(self.max_new, max(self.expected, first))
+
+
+class Space(Struct, frozen=True, gc=False):
+    """What less urgent requests hold on a decode worker, and would give up."""
+
+    places: int = 0
+    pages: int = 0
+
+
+NO_SPACE = Space()
+NOWHERE: Mapping[str, Space] = {}
 
 
 @dataclass(frozen=True)
@@ -144,15 +155,22 @@ def able_pairs(
     need: Need,
     avoid: Collection[str] = (),
     taken: Collection[str] = (),
+    space: Mapping[str, Space] = NOWHERE,
 ) -> list[tuple[Worker, Worker]]:
     """The pairs that can hold the request now, with the fewest workers in `avoid`, then in `taken`. Empty:
-    all are full.
+    all are full. `space`: what it may take from others, by decode worker.
 
     Workers in `avoid` (where an earlier attempt failed) are used only when no other pair can serve. Workers
     in `taken` are worth waiting for, so they come before those in `avoid`, and decode does not prefill in
     their place.
     """
-    able = [(p, d) for p, d in live if _suits(p, d, need) and _can_prefill(p, need) and _can_decode(d, need)]
+    able = [
+        (p, d)
+        for p, d in live
+        if _suits(p, d, need)
+        and _can_prefill(p, need)
+        and _can_decode(d, need, space=space.get(d.instance, NO_SPACE))
+    ]
     if len(able) < 2 or not (avoid or taken):
         return able
     both = [{p.instance, d.instance} for p, d in able]
@@ -196,8 +214,8 @@ def can_share(decode: Worker, need: Need, num_shared: int) -> bool:
     return decode.is_serving and decode.hello.shares_prompts and _can_decode(decode, need, num_shared)
 
 
-def _can_decode(worker: Worker, need: Need, num_shared: int = 0) -> bool:
+def _can_decode(worker: Worker, need: Need, num_shared: int = 0, *, space: Space = NO_SPACE) -> bool:
     hello = worker.hello
-    has_slot = hello.max_running == 0 or worker.num_taken < hello.max_running
-    has_pages = worker.pages_for(need.held_on(worker)) - num_shared <= worker.free_pages
+    has_slot = hello.max_running == 0 or worker.num_taken < hello.max_running + space.places
+    has_pages = worker.pages_for(need.held_on(worker)) - num_shared <= worker.spare_pages + space.pages
     return has_slot and need.total <= hello.max_context and has_pages

@@ -83,13 +83,16 @@ class Registration:
         self._events["damaged_order"] += 1
         return Greeted(worker, has_dropped_all=False)
 
-    def deregister(self, worker: Worker, rooms: Sequence[tuple[str, int]], now: float) -> None:
-        """Forgets a worker and cancels `rooms` (name and newest epoch) there.
+    def deregister(
+        self, worker: Worker, rooms: Sequence[tuple[str, int]], now: float, *, is_needed: bool
+    ) -> None:
+        """Forgets a worker and cancels `rooms` (name and newest epoch) there. `is_needed`: some of them still
+        needed it.
 
         A worker that is only slow then stops working on them.
         """
         reason = "silent" if worker.unreachable_since is None else "unreachable"
-        if worker.is_draining and not rooms:
+        if worker.is_draining and not is_needed:
             logger.info("worker left", extra=fields(role=worker.role, instance=worker.instance))
         else:
             logger.warning(

@@ -9,7 +9,7 @@ heartbeat, or after `UNREACHABLE_S` without a connection: the connection of a de
 """
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -43,19 +43,21 @@ T = TypeVar("T")
 
 
 class Load(Struct, frozen=True, gc=False):
-    """The size of one attempt on a worker."""
+    """The size of one attempt on a worker, and the class of its request."""
 
     pages: int
     tokens: int
+    priority: int = 0
 
 
 class Ledger:
     """The attempts (room, epoch) placed on one worker, with their sums."""
 
-    __slots__ = ("_loads", "pages", "tokens")
+    __slots__ = ("_classes", "_loads", "pages", "tokens")
 
     def __init__(self) -> None:
         self._loads: dict[tuple[str, int], Load] = {}
+        self._classes: Counter[int] = Counter()
         self.pages = self.tokens = 0
 
     def __repr__(self) -> str:
@@ -70,6 +72,7 @@ class Ledger:
     def __setitem__(self, attempt: tuple[str, int], load: Load) -> None:
         self.drop(attempt)
         self._loads[attempt] = load
+        self._classes[load.priority] += 1
         self.pages += load.pages
         self.tokens += load.tokens
 
@@ -79,15 +82,30 @@ class Ledger:
         if load is not None:
             self.pages -= load.pages
             self.tokens -= load.tokens
+            self._classes[load.priority] -= 1
+            if not self._classes[load.priority]:
+                del self._classes[load.priority]
 
     def prompt_computed(self, attempt: tuple[str, int]) -> None:
         """Sets the tokens of an attempt to 0. Idempotent."""
         load = self._loads.get(attempt)
         if load is not None and load.tokens:
-            self[attempt] = Load(pages=load.pages, tokens=0)
+            self[attempt] = Load(pages=load.pages, tokens=0, priority=load.priority)
+
+    def less_urgent(self, priority: int) -> list[tuple[str, int]]:
+        """The attempts of classes below `priority`."""
+        if not any(each > priority for each in self._classes):
+            return []
+        return [attempt for attempt, load in self._loads.items() if load.priority > priority]
+
+    def pages_of(self, attempt: tuple[str, int]) -> int:
+        """Pages of an attempt; 0 for an unknown one."""
+        load = self._loads.get(attempt)
+        return load.pages if load is not None else 0
 
     def clear(self) -> None:
         self._loads.clear()
+        self._classes.clear()
         self.pages = self.tokens = 0
 
 
@@ -176,8 +194,13 @@ class Worker:
         return self.ledger.pages
 
     @property
+    def spare_pages(self) -> int:
+        """Free pages; below 0 by those for which others make way."""
+        return self.hello.pages_total - self.placed_pages - self.foreign_pages
+
+    @property
     def free_pages(self) -> int:
-        return max(0, self.hello.pages_total - self.placed_pages - self.foreign_pages)
+        return max(0, self.spare_pages)
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that a request of `num_tokens` needs here, including space for unverified draft tokens."""
@@ -195,10 +218,11 @@ class Worker:
         """Handles a message about a room.
 
         A refusal shows that the worker's load exceeds the ledger, since it serves another router too. A
-        retraction shows that answers get longer than booked. The worker then gets nothing more before its
-        next heartbeat.
+        retraction shows that answers get longer than booked, unless a more urgent request was the reason. The
+        worker then gets nothing more before its next heartbeat.
         """
-        if isinstance(message, Refused) or (isinstance(message, Failed) and message.kind == RETRACTED):
+        is_full = isinstance(message, Failed) and message.kind == RETRACTED and not message.is_preempted
+        if is_full or isinstance(message, Refused):
             self.foreign_pages = self.hello.pages_total
 
     def take_heartbeat(self, stats: WorkerStats, now: float) -> None:

@@ -17,12 +17,12 @@ LEAST = 500
 class Load:
     """Clients of one address that retry nothing: half keep their connections, half open one per request."""
 
-    def __init__(self, cluster, answers):
-        self.cluster, self.answers = cluster, answers
+    def __init__(self, cluster, answers, *, num_tokens=NUM_TOKENS, num_clients=NUM_CLIENTS):
+        self.cluster, self.answers, self.num_tokens = cluster, answers, num_tokens
         self.done, self.wrong = [], []
         self._stop = threading.Event()
         self._threads = [
-            threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(NUM_CLIENTS)
+            threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(num_clients)
         ]
         for thread in self._threads:
             thread.start()
@@ -50,8 +50,8 @@ class Load:
 
     def _ask(self, client, prompt):
         body = {
-            "model": served_model(self.cluster), "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0,
-            "ignore_eos": True, "return_token_ids": True,
+            "model": served_model(self.cluster), "prompt": prompt, "max_tokens": self.num_tokens,
+            "temperature": 0, "ignore_eos": True, "return_token_ids": True,
         }  # fmt: skip
         answer = client.post(f"{self.cluster.url}/v1/completions", json=body)
         return answer.json()["choices"][0]["token_ids"] if answer.status_code == 200 else answer.text

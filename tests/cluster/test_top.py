@@ -266,6 +266,23 @@ def test_retractions_have_a_column_once_there_are_some(running):
     )
     end = heads.index("retracted") + len("retracted")
     assert row[:end].endswith(" 31")
+    counters |= {"retractions_urgent_pages": 2.0, "retractions_urgent_place": 3.0}
+    workers = [structs.replace(worker, counters=counters) for worker in seen.status.workers]
+    text = text_of([replace(seen, status=structs.replace(seen.status, workers=workers))])
+    assert " 31 (5 urgent)" in text
+
+
+def test_classes_have_a_line_where_there_are_several(running):
+    seen = looked(running)
+    assert " run, " not in text_of([seen])
+    classes = [
+        top_view.ClassPart("high", 0, 2, 0.0, {}),
+        top_view.ClassPart("low", 3, 1, 12.34, {"preempted": 4, "full pool": 1}),
+    ]
+    router = structs.replace(seen.status.router, classes=classes)
+    text = text_of([replace(seen, status=structs.replace(seen.status, router=router))])
+    assert "high 2 run, 0 queued" in text
+    assert "low 1 run, 3 queued (12.3 s), 1 full pool, 4 preempted" in text
 
 
 def test_tiers_below_the_pool_have_a_column_where_there_are_some(running):

@@ -11,43 +11,33 @@ once fill Triton's cache on disk.
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
 
 import torch
-from baton.kernels.decode_attention import DecodeTile, decode_attention_triton, decode_tile
 from baton.kernels.expert_mlp import expert_mlp
 from baton.kernels.few_experts import FewExperts, FewTile, few_experts_triton, router_logits_triton
 from baton.kernels.fp8_linear import fp8_linear
+from baton.kernels.fp8_rows import Fp8Weight, RowsShape, scaled_fp8_triton, sum_fp8_triton
 from baton.kernels.kv_store import kv_rows
 from baton.kernels.latent_attention import absorb, latent_verify, project_values
 from baton.kernels.latent_step import LatentRows, LatentSizes, attend_latents_triton, prepare_latents_triton
 from baton.kernels.latent_store import store_latent
-from baton.kernels.layer_products import (
-    ChainShape,
-    LayerWeights,
-    NextLayer,
-    PhaseShape,
-    _arrive,
-    _wait,
-    layer_products_triton,
-)
 from baton.kernels.logits import float32_logits
-from baton.kernels.normed_fp8 import Fp8Tile, Fp8Weight, scaled_fp8_triton, sum_fp8_triton
 from baton.kernels.normed_linear import UnscaledRows, scaled_linear_triton, sum_linear_triton
 from baton.kernels.rms_norm import NextNorm, add_rms_norm, rms_norm
 from baton.kernels.rope import apply_rope
-from baton.kernels.rotate_store import rotate_store
 from baton.kernels.route_experts import Routing, route_experts
 from baton.kernels.skinny_linear import SkinnyShape, gated_linear, linear
-from baton.kernels.triton_jit import jit, planned_launches, tl
-from baton.kernels.verify_attention import paged_verify
+from baton.kernels.triton_jit import planned_launches
 
 PAGE_SIZE, EPS, REPLAYS = 16, 1e-5, 30
 DEVICE = "cuda"
+
+
+Result = torch.Tensor | UnscaledRows
 
 
 @dataclass
@@ -55,7 +45,7 @@ class Way:
     """One way to compute `num_layers` layers: `run(layer)` returns the result of one."""
 
     name: str
-    run: Callable[[int], torch.Tensor | tuple[torch.Tensor, ...]]
+    run: Callable[[int], Result | tuple[Result, ...]]
 
 
 @dataclass
@@ -103,37 +93,10 @@ class Dense:
 
 LLAMA = Dense("8b", 4096, 32, 8, 128, 14336, 12)
 SMOLLM = Dense("smollm2", 576, 9, 3, 64, 1536, 30)
-P = PhaseShape
 
 
-def chain_shapes(dense: Dense, processors: int) -> Iterator[tuple[str, ChainShape, int]]:
-    """Names, shapes and numbers of programs."""
-    if dense is SMOLLM:
-        small, wide = P(16, 128, 4), P(16, 64, 5)
-        for warps, count in product((4, 8), (48, 96, 192)):
-            shape = ChainShape(small, small, small, small, warps, True)
-            yield f"16x128, {warps} warps, {count} programs", shape, count
-        yield "16x64 5 stages, 4 warps", ChainShape(wide, wide, wide, wide, 4, True), 96
-        yield "16x64 5 stages, 2 warps", ChainShape(wide, wide, wide, wide, 2, True), 96
-        return
-    for prefetches in (False, True):
-        said = "asks ahead" if prefetches else "does not"
-        two = ChainShape(P(16, 256, 4), P(64, 64, 4), P(16, 256, 4), P(32, 128, 4), 4, prefetches)
-        yield f"2 an SM, {said}", two, 2 * processors
-        one = ChainShape(P(32, 256, 4), P(64, 128, 4), P(32, 256, 4), P(64, 128, 4), 8, prefetches)
-        yield f"1 an SM, 8 warps, {said}", one, processors
-    four = ChainShape(P(32, 256, 4), P(64, 128, 3), P(32, 256, 4), P(64, 128, 4), 4, True)
-    yield "1 an SM, 4 warps", four, processors
-    wide = ChainShape(P(32, 256, 4), P(128, 64, 4), P(32, 256, 4), P(64, 128, 4), 8, True)
-    yield "1 an SM, 8 warps, 128 outputs", wide, processors
-    long = ChainShape(P(16, 256, 5), P(64, 64, 5), P(16, 256, 5), P(32, 128, 6), 4, True)
-    yield "2 an SM, more steps", long, 2 * processors
-    narrow = ChainShape(P(16, 256, 3), P(32, 128, 3), P(16, 256, 3), P(16, 256, 3), 4, True)
-    yield "3 an SM", narrow, 3 * processors
-
-
-def dense_section(dense: Dense, num_rows: int, is_chain: bool) -> Section:
-    """From what attention gave to the heads of the next layer. `is_chain`: the ways that wait at barriers."""
+def dense_section(dense: Dense, num_rows: int) -> Section:
+    """From what attention gave to the heads of the next layer."""
     count = dense.layers
     output = weights_of(count, dense.hidden, dense.attended)
     gate_up = weights_of(count, 2 * dense.inner, dense.hidden)
@@ -158,9 +121,7 @@ def dense_section(dense: Dense, num_rows: int, is_chain: bool) -> Section:
         return scaled_linear_triton(rows, qkv[layer], shape=shapes[3])
 
     section.ways += [Way("apart", apart), Way("norms joined", partial(joined, (None,) * 4))]
-    if is_chain:
-        section.ways += chains(dense, attended, hidden, (output, gate_up, down, qkv), (post, following))
-    elif dense is LLAMA:
+    if dense is LLAMA:
         few = SkinnyShape(16, 256, 2, 5)
         for name, shapes in (
             ("qkv 32", (few, None, few, SkinnyShape(32, 256, 4, 4))),
@@ -177,45 +138,8 @@ def dense_section(dense: Dense, num_rows: int, is_chain: bool) -> Section:
     return section
 
 
-def chains(
-    dense: Dense,
-    attended: torch.Tensor,
-    hidden: torch.Tensor,
-    weights: tuple[list[torch.Tensor], ...],
-    norms: tuple[NextNorm, NextNorm],
-) -> Iterator[Way]:
-    """All products in one launch."""
-    output, gate_up, down, qkv = weights
-    processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    barrier = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-
-    def chain(
-        shape: ChainShape, num_programs: int, is_cooperative: bool, is_apart: bool, layer: int
-    ) -> torch.Tensor:
-        own = LayerWeights(output[layer], norms[0], gate_up[layer], down[layer])
-        _, heads = layer_products_triton(
-            attended,
-            hidden,
-            own,
-            NextLayer(norms[1], qkv[layer]),
-            barrier,
-            num_programs,
-            shape=shape,
-            is_cooperative=is_cooperative,
-            is_apart=is_apart,
-        )
-        assert heads is not None
-        return heads
-
-    for i, (name, shape, count) in enumerate(chain_shapes(dense, processors)):
-        if i == 0:
-            yield Way(f"four launches, {name}", partial(chain, shape, count, False, True))
-            yield Way(f"one launch, {name}, not cooperative", partial(chain, shape, count, False, False))
-        yield Way(f"one launch, {name}", partial(chain, shape, count, True, False))
-
-
-def fp8_section(dense: Dense, num_rows: int) -> Section:
-    """As `dense_section`, of weights in 8 bits with a scale for each output."""
+def fp8_section(dense: Dense) -> Section:
+    """As `dense_section`, of one row and weights in 8 bits with a scale for each output."""
     count = dense.layers
 
     def made(out: int, inner: int) -> list[Fp8Weight]:
@@ -225,9 +149,9 @@ def fp8_section(dense: Dense, num_rows: int) -> Section:
     output, gate_up = made(dense.hidden, dense.attended), made(2 * dense.inner, dense.hidden)
     down, qkv = made(dense.hidden, dense.inner), made(dense.qkv, dense.hidden)
     norms = [1 + random(dense.hidden, scale=0.1) for _ in range(2)]
-    attended, hidden = random(num_rows, dense.attended), random(num_rows, dense.hidden)
+    attended, hidden = random(1, dense.attended), random(1, dense.hidden)
     num_bytes = sum(w[0].values.numel() for w in (output, gate_up, down, qkv))
-    section = Section(f"{dense.name} products in 8 bits, {num_rows} rows", count, num_bytes)
+    section = Section(f"{dense.name} products in 8 bits, 1 row", count, num_bytes)
     post, following = (NextNorm(weight, EPS) for weight in norms)
 
     def apart(layer: int) -> torch.Tensor:
@@ -237,74 +161,24 @@ def fp8_section(dense: Dense, num_rows: int) -> Section:
         return fp8_linear(normed, *qkv[layer])
 
     def joined(
-        sum_tile: Fp8Tile | None, gate: Fp8Tile | None, last: Fp8Tile | None, layer: int
+        sum_tile: RowsShape | None, gate: RowsShape | None, last: RowsShape | None, layer: int
     ) -> torch.Tensor:
-        middle, rows = sum_fp8_triton(attended, output[layer], hidden, post, tile=sum_tile)
-        inner = scaled_fp8_triton(rows, gate_up[layer], is_gated=True, tile=gate)
-        _, rows = sum_fp8_triton(inner, down[layer], middle, following, tile=sum_tile)
-        return scaled_fp8_triton(rows, qkv[layer], tile=last)
+        middle, rows = sum_fp8_triton(attended, output[layer], hidden, post, shape=sum_tile)
+        inner = scaled_fp8_triton(rows, gate_up[layer], is_gated=True, shape=gate)
+        _, rows = sum_fp8_triton(inner, down[layer], middle, following, shape=sum_tile)
+        return scaled_fp8_triton(rows, qkv[layer], shape=last)
 
     section.ways += [Way("apart", apart), Way("joined", partial(joined, None, None, None))]
     for tiles in (
-        (Fp8Tile(4, 1024, 4, 3), Fp8Tile(2, 1024, 4, 3), Fp8Tile(4, 1024, 4, 3)),
-        (Fp8Tile(8, 512, 4, 5), Fp8Tile(4, 512, 4, 5), Fp8Tile(8, 512, 4, 5)),
-        (Fp8Tile(4, 512, 2, 4), Fp8Tile(2, 512, 2, 4), Fp8Tile(4, 512, 2, 4)),
-        (Fp8Tile(16, 512, 8, 4), Fp8Tile(8, 512, 8, 4), Fp8Tile(16, 512, 8, 4)),
-        (Fp8Tile(8, 1024, 8, 3), Fp8Tile(4, 1024, 8, 3), Fp8Tile(8, 1024, 8, 3)),
-        (Fp8Tile(4, 2048, 8, 2), Fp8Tile(2, 2048, 8, 2), Fp8Tile(4, 2048, 8, 2)),
+        (RowsShape(4, 1024, 4, 3), RowsShape(2, 1024, 4, 3), RowsShape(4, 1024, 4, 3)),
+        (RowsShape(8, 512, 4, 5), RowsShape(4, 512, 4, 5), RowsShape(8, 512, 4, 5)),
+        (RowsShape(4, 512, 2, 4), RowsShape(2, 512, 2, 4), RowsShape(4, 512, 2, 4)),
+        (RowsShape(16, 512, 8, 4), RowsShape(8, 512, 8, 4), RowsShape(16, 512, 8, 4)),
+        (RowsShape(8, 1024, 8, 3), RowsShape(4, 1024, 8, 3), RowsShape(8, 1024, 8, 3)),
+        (RowsShape(4, 2048, 8, 2), RowsShape(2, 2048, 8, 2), RowsShape(4, 2048, 8, 2)),
     ):
         said = "; ".join(f"{t.out}x{t.inner} {t.num_warps}w {t.num_stages}s" for t in tiles[:2])
         section.ways.append(Way(f"joined, {said}", partial(joined, *tiles)))
-    return section
-
-
-# --- attention ----------------------------------------------------------------------------------------------
-
-
-def attention_section(
-    name: str, heads: tuple[int, int], head_dim: int, batch: int, num_rows: int, context: int
-) -> Section:
-    """Rotation, store, attention and merge."""
-    count = 16
-    num_heads, kv_heads = heads
-    each = -(-(context + 64) // PAGE_SIZE)
-    pool = random(batch * each + 1, count, 2, PAGE_SIZE, kv_heads, head_dim)
-    pool[0].zero_()
-    table = (torch.randperm(batch * each, device=DEVICE) + 1).view(batch, each)
-    lens = torch.full((batch,), context, device=DEVICE)
-    slots = torch.arange(context - num_rows, context, device=DEVICE)
-    slots = (table[:, slots // PAGE_SIZE] * PAGE_SIZE + slots % PAGE_SIZE).flatten()
-    rows = kv_rows(slots, pool)
-    projected = random(batch * num_rows, num_heads + 2 * kv_heads, head_dim)
-    angles = torch.rand(batch * num_rows, head_dim // 2, device=DEVICE) * 6
-    cos, sin = angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
-    tables = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-    scale = head_dim**-0.5
-    arrivals = torch.zeros(batch * kv_heads, dtype=torch.int32, device=DEVICE)
-    num_bytes = batch * context * 2 * kv_heads * head_dim * 2
-    section = Section(f"{name} attention, {batch} x {num_rows} rows on {context}", count, num_bytes)
-
-    def apart(layer: int) -> torch.Tensor:
-        q = rotate_store(pool, layer, rows, projected, *tables)
-        grouped = q.view(batch, num_rows, num_heads, head_dim)
-        return paged_verify(grouped, pool, layer, table, lens, scale).view(q.shape)
-
-    def joined(tile: DecodeTile | None, layer: int) -> torch.Tensor:
-        return decode_attention_triton(
-            pool, layer, rows, projected, *tables, table, lens, scale, arrivals, tile=tile
-        )
-
-    section.ways += [Way("apart", apart), Way("joined", partial(joined, None))]
-    usual = decode_tile(torch.bfloat16, head_dim, num_rows * (num_heads // kv_heads))
-    for change in (
-        {"num_warps": 4},
-        {"num_warps": 4, "min_split": 32, "columns": 32},
-        {"min_split": 32, "columns": 32},
-        {"min_split": 128},
-        {"num_warps": 4, "min_split": 128, "merged": 1024},
-    ):
-        said = ", ".join(f"{key} {value}" for key, value in change.items())
-        section.ways.append(Way(f"joined, {said}", partial(joined, usual._replace(**change))))
     return section
 
 
@@ -341,9 +215,7 @@ def expert_section(
             delta = delta + linear(gated_linear(normed, shared_up[layer]), shared_down[layer])
         return add_rms_norm(delta, middle, norms[1], EPS)
 
-    def joined(
-        first: FewTile | None, second: FewTile | None, block: int, layer: int
-    ) -> tuple[torch.Tensor, ...]:
+    def joined(first: FewTile | None, second: FewTile | None, block: int, layer: int) -> tuple[Result, ...]:
         middle, rows = sum_linear_triton(attended, output[layer], None, residual, post)
         shared = (shared_up[layer], shared_down[layer]) if num_shared else (None, None)
         weights = FewExperts(
@@ -352,17 +224,17 @@ def expert_section(
         total, rows, _ = few_experts_triton(
             rows, weights, middle, following, first=first, second=second, block_experts=block
         )
-        return rows.z, total
+        return rows, total
 
     section.ways += [Way("apart", apart), Way("joined", partial(joined, None, None, 1))]
     for label, first, second, block in (
         ("first 64x128", FewTile(64, 128, 4, 3), None, 1),
         ("first 32x256", FewTile(32, 256, 4, 3), None, 1),
         ("first 16x256 2 warps", FewTile(16, 256, 2, 4), None, 1),
-        ("second 16x128", None, FewTile(16, 128, 2, 6), 1),
-        ("second 16x128 4 warps", None, FewTile(16, 128, 4, 6), 1),
-        ("second 16x256 3 stages", None, FewTile(16, 256, 2, 3), 1),
-        ("second 16x256 8 stages", None, FewTile(16, 256, 4, 8), 1),
+        ("second 8x256 4 warps", None, FewTile(8, 256, 4, 1), 1),
+        ("second 4x256 4 warps", None, FewTile(4, 256, 4, 1), 1),
+        ("second 16x256 8 warps", None, FewTile(16, 256, 8, 1), 1),
+        ("second 16x128 4 warps", None, FewTile(16, 128, 4, 1), 1),
         ("logits of 2", None, None, 2),
     ):
         section.ways.append(Way(f"joined, {label}", partial(joined, first, second, block)))
@@ -430,64 +302,22 @@ def latent_section(batch: int, context: int) -> Section:
     return section
 
 
-# --- the barrier --------------------------------------------------------------------------------------------
-
-
-@jit
-def _barriers_kernel(p_barrier: tl.tensor, COUNT: tl.constexpr) -> None:
-    for _ in range(COUNT):
-        _wait(p_barrier, _arrive(p_barrier))
-
-
-def barrier_section() -> Section:
-    """Microseconds of a barrier: the difference of launches with and without it."""
-    section = Section("barriers", 10, 0)
-    processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    counter = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    for each, count, is_cooperative in (
-        (1, 0, True),
-        (1, 10, True),
-        (2, 0, True),
-        (2, 10, True),
-        (2, 0, False),
-        (2, 10, False),
-    ):
-
-        def run(each: int, count: int, is_cooperative: bool, layer: int) -> torch.Tensor:
-            more = {"launch_cooperative_grid": True} if is_cooperative else {}
-            _barriers_kernel[(processors * each,)](counter, COUNT=count, num_warps=4, **more)
-            return counter
-
-        said = f"{each} an SM, {count} barriers, {'' if is_cooperative else 'not '}cooperative"
-        section.ways.append(Way(said, partial(run, each, count, is_cooperative)))
-    return section
-
-
 SECTIONS: dict[str, Callable[[], Section]] = {
-    "products-8b-1": lambda: dense_section(LLAMA, 1, False),
-    "products-8b-4": lambda: dense_section(LLAMA, 4, False),
-    "products-smollm-1": lambda: dense_section(SMOLLM, 1, False),
-    "products-fp8-1": lambda: fp8_section(LLAMA, 1),
-    "products-fp8-4": lambda: fp8_section(LLAMA, 4),
-    "attention-8b-1": lambda: attention_section("8b", (32, 8), 128, 1, 1, 1024),
-    "attention-8b-4": lambda: attention_section("8b", (32, 8), 128, 1, 4, 1024),
-    "attention-8b-8": lambda: attention_section("8b", (32, 8), 128, 8, 1, 1024),
-    "attention-qwen-1": lambda: attention_section("qwen3-30b", (32, 4), 128, 1, 1, 1024),
-    "attention-smollm-1": lambda: attention_section("smollm2", (9, 3), 64, 1, 1, 1024),
-    "attention-gemma-1": lambda: attention_section("gemma3-1b", (4, 1), 256, 1, 1, 512),
+    "products-8b-1": lambda: dense_section(LLAMA, 1),
+    "products-8b-4": lambda: dense_section(LLAMA, 4),
+    "products-smollm-1": lambda: dense_section(SMOLLM, 1),
+    "products-fp8-1": lambda: fp8_section(LLAMA),
     "experts-qwen-1": lambda: expert_section("qwen3-30b", 128, 8, 768, 2048, 0, 1),
     "experts-qwen-4": lambda: expert_section("qwen3-30b", 128, 8, 768, 2048, 0, 4),
     "experts-deepseek-1": lambda: expert_section("deepseek-v2-lite", 64, 6, 1408, 2048, 2, 1),
     "latents-1": lambda: latent_section(1, 1024),
-    "barriers": barrier_section,
-    "chain-8b-1": lambda: dense_section(LLAMA, 1, True),
-    "chain-8b-4": lambda: dense_section(LLAMA, 4, True),
-    "chain-smollm-1": lambda: dense_section(SMOLLM, 1, True),
 }
 
 
-def outputs(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return result if isinstance(result, tuple) else (result,)
+def outputs(result: Result | tuple[Result, ...]) -> tuple[torch.Tensor, ...]:
+    """Copies of the results; rows in front of their scale are scaled, so that they equal normed ones."""
+    parts = result if type(result) is tuple else (result,)
+    return tuple(each.z * each.scale() if isinstance(each, UnscaledRows) else each.clone() for each in parts)
 
 
 def distance(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> float:
@@ -558,7 +388,7 @@ def report(section: Section, bandwidth: float) -> None:
         try:
             with planned_launches() as planned:
                 way.run(0)
-            found = tuple(x.clone() for x in outputs(way.run(0)))
+            found = outputs(way.run(0))
             torch.cuda.synchronize()
             wanted = found if wanted is None else wanted
             took = timed(way, section.num_layers)

@@ -4,25 +4,18 @@ from collections.abc import Callable, Iterator
 
 import torch
 from baton.kernels import (
-    decode_attention,
     few_experts,
+    fp8_rows,
     kv_store,
     latent_step,
-    layer_products,
-    normed_fp8,
     normed_linear,
     rms_norm,
-    rotate_store,
     skinny_linear,
-    verify_attention,
 )
 from baton.kernels.fp8_scales import BLOCK, FP8, dequantise_fp8
-from baton.kernels.layer_products import ChainShape, LayerWeights, NextLayer, PhaseShape
 from baton.kernels.rms_norm import NextNorm
-from baton.kernels.rotate_store import HeadNorms
 from baton.kernels.route_experts import Routing
 from baton.kernels.silu_mul import silu_mul_reference
-from baton.tests.kernels.attention_cases import form_of, on, poisoned_pool
 from baton.tests.kernels.cases import BFLOAT16, DTYPES, FLOAT32, NAN, assert_close, randn
 from baton.tests.kernels.latent_cases import SCALE, poisoned_latents
 
@@ -79,9 +72,9 @@ def check_norm_between_products(
 
 
 def check_norm_between_fp8_products(
-    device: str, num_rows: int, has_blocks: bool, has_bias: bool, dtype: torch.dtype
+    device: str, has_blocks: bool, has_bias: bool, dtype: torch.dtype
 ) -> None:
-    """As `check_norm_between_products`."""
+    """As `check_norm_between_products`, of one row."""
     in_size, width, outputs = 300, 140, 256
     weights = []
     for seed, (rows, columns) in enumerate(((width, in_size), (outputs, width))):
@@ -89,15 +82,14 @@ def check_norm_between_fp8_products(
         shape = (-(-rows // BLOCK), -(-columns // BLOCK)) if has_blocks else (rows,)
         scales = (1 + randn(*shape, seed=seed + 2).abs()) / 64 / columns**0.5
         bias = randn(rows, dtype=dtype, seed=seed + 4) if has_bias else None
-        weights.append(normed_fp8.Fp8Weight(values, scales, bias))
-    x, residual = randn(num_rows, in_size, dtype=dtype, seed=6), randn(num_rows, width, dtype=dtype, seed=7)
+        weights.append(fp8_rows.Fp8Weight(values, scales, bias))
+    x, residual = randn(1, in_size, dtype=dtype, seed=6), randn(1, width, dtype=dtype, seed=7)
     norm = NextNorm(1 + 0.3 * randn(width, dtype=dtype, seed=8), 1e-2)
-    moved = [
-        normed_fp8.Fp8Weight(*(None if x is None else x.to(device) for x in weight)) for weight in weights
-    ]
-    total, rows = normed_fp8.sum_fp8_triton(
+    shape = fp8_rows.RowsShape(out=4, inner=128, num_warps=4, num_stages=2)
+    moved = [fp8_rows.Fp8Weight(*(None if x is None else x.to(device) for x in weight)) for weight in weights]
+    total, rows = fp8_rows.sum_fp8_triton(
         x.to(device), moved[0], residual.to(device), norm._replace(weight=norm.weight.to(device)),
-        tile=normed_fp8.Fp8Tile(4, 128, 4, 2),
+        shape=shape,
     )  # fmt: skip
     assert rows is not None
     values = [dequantise_fp8(weight.values, weight.scales, torch.float32) for weight in weights]
@@ -108,125 +100,10 @@ def check_norm_between_fp8_products(
     assert_close(rows.scale(), torch.rsqrt(total.cpu().float().pow(2).mean(1, keepdim=True) + 1e-2))
     kept = normed_linear.UnscaledRows(rows.z.cpu(), rows.squares.cpu(), rows.eps)
     for is_gated in (False, True):
-        y = normed_fp8.scaled_fp8_triton(
-            rows, moved[1], is_gated=is_gated, tile=normed_fp8.Fp8Tile(4, 128, 4, 2)
-        )
+        y = fp8_rows.scaled_fp8_triton(rows, moved[1], is_gated=is_gated, shape=shape)
         given = values[1], None if weights[1].bias is None else weights[1].bias.float()
         expected = normed_linear.scaled_linear_reference(kept._replace(z=kept.z.float()), *given).to(dtype)
         assert_close(y, silu_mul_reference(expected) if is_gated else expected, bfloat16=3.2e-2)
-
-
-def check_layer_products(
-    device: str, num_rows: int, is_last: bool, prefetches: bool, dtype: torch.dtype
-) -> None:
-    """Each product of a chain in a launch of its own, by three programs that have one to five tiles each; on
-    a GPU also all of them in one launch.
-    """
-    width, attended_size, inner, outputs = 72, 40, 100, 50
-    sizes = (width, attended_size), (2 * inner, width), (width, inner), (outputs, width)
-    weights = [randn(*size, dtype=dtype, seed=i) / size[1] ** 0.5 for i, size in enumerate(sizes)]
-    norms = [1 + 0.3 * randn(width, dtype=dtype, seed=5 + i) for i in range(2)]
-    bias = randn(outputs, dtype=dtype, seed=7)
-    attended, hidden = (
-        randn(num_rows, attended_size, dtype=dtype),
-        3 * randn(num_rows, width, dtype=dtype, seed=8),
-    )
-    middle = torch.nn.functional.linear(attended, weights[0]) + hidden
-    normed = rms_norm.rms_norm_reference(middle, norms[0], 1e-2)
-    activated = skinny_linear.gated_linear_reference(normed, weights[1])
-    total = torch.nn.functional.linear(activated, weights[2]) + middle
-    normed = rms_norm.rms_norm_reference(total, norms[1], 1e-2)
-    heads = torch.nn.functional.linear(normed, weights[3], bias)
-    on_device = [weight.to(device) for weight in weights]
-    scales = [NextNorm(weight.to(device), 1e-2) for weight in norms]
-    small = PhaseShape(16, 32, 2)
-    shape = ChainShape(small, small, small, small, num_warps=4, prefetches=prefetches)
-    barrier = torch.zeros(1, dtype=torch.int32, device=device)
-    for is_apart in (True,) if device == "cpu" else (True, False, False):
-        out, found = layer_products.layer_products_triton(
-            attended.to(device), hidden.to(device),
-            LayerWeights(on_device[0], scales[0], *on_device[1:3]),
-            None if is_last else NextLayer(scales[1], on_device[3], bias.to(device)),
-            barrier, 3, shape=shape, is_apart=is_apart,
-        )  # fmt: skip
-        assert_close(out, total, bfloat16=6e-2)
-        if is_last:
-            assert found is None
-        else:
-            assert found is not None
-            assert_close(found, heads, bfloat16=6e-2)
-
-
-def check_decode_attention(
-    device: str,
-    lens: list[int],
-    num_rows: int,
-    heads: tuple[int, int],
-    head_dim: int,
-    num_splits: int,
-    form_name: str,
-    norms: tuple[bool, float | None],
-    dtype: torch.dtype,
-) -> None:
-    """`lens`: context rows with the new ones, 0 for an idle request, whose rows are NaN and go to the sink.
-
-    The new rows' places in the pool are NaN before, as all behind them.
-    """
-    num_heads, kv_heads = heads
-    layer, page_size = 1, 16
-    pool, table = poisoned_pool(
-        [max(n - num_rows, 0) for n in lens], page_size, kv_heads, head_dim, dtype, layer
-    )
-    needed = [-(-n // page_size) for n in lens]
-    table = torch.nn.functional.pad(table, (0, max(needed, default=0)))
-    more = pool.shape[0]
-    pool = torch.cat((pool, torch.full_like(pool[:1], NAN).expand(sum(needed) + 1, *pool.shape[1:])))
-    slots = []
-    for request, length in enumerate(lens):
-        for column in range(max(length - num_rows, 0), length) if length else [-1] * num_rows:
-            if column < 0:
-                slots.append(0)
-                continue
-            if table[request, column // page_size] == 0:
-                table[request, column // page_size], more = more, more + 1
-            slots.append(int(table[request, column // page_size]) * page_size + column % page_size)
-    num_tokens = len(slots)
-    projected = randn(num_tokens, num_heads + 2 * kv_heads, head_dim, dtype=dtype, seed=5)
-    projected[torch.tensor(slots, dtype=torch.int64) == 0] = NAN
-    angles = randn(num_tokens, head_dim // 2, seed=3)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    tables = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-    has_norms, offset = norms
-    weights = [1 + 0.3 * randn(head_dim, seed=seed).to(dtype) for seed in (5, 6)]
-    form, rows = form_of(form_name, num_heads), kv_store.kv_rows(torch.tensor(slots, dtype=torch.int64), pool)
-    lengths, scale = torch.tensor(lens), head_dim**-0.5
-    places = {}
-    for place in {device, "cpu"}:
-        own = HeadNorms(*(weight.to(place) for weight in weights), 1e-5, offset) if has_norms else None
-        places[place] = (rows.to(place), projected.to(place), *(x.to(place) for x in tables)), own
-    after = pool.to(device, copy=True)
-    arrivals = torch.zeros(len(lens) * kv_heads, dtype=torch.int32, device=device)
-    for _ in range(2):
-        out = decode_attention.decode_attention_triton(
-            after, layer, *places[device][0], table.to(device), lengths.to(device), scale, arrivals,
-            places[device][1], on(device, form), num_splits=num_splits,
-        )  # fmt: skip
-        assert not arrivals.any()
-    expected_pool = pool.clone()
-    q = rotate_store.rotate_store(expected_pool, layer, *places["cpu"][0], places["cpu"][1])
-    expected = verify_attention.paged_verify_reference(
-        q.reshape(len(lens), num_rows, num_heads, head_dim), expected_pool.nan_to_num(0.0), layer, table,
-        lengths, scale, None, form,
-    )  # fmt: skip
-    torch.testing.assert_close(after.cpu(), expected_pool, rtol=1.6e-2, atol=3.2e-2, equal_nan=True)
-    is_busy = (lengths > 0)[:, None, None, None]
-    wanted = torch.where(is_busy, expected, 0.0).reshape(out.shape)
-    torch.testing.assert_close(
-        out.cpu(),
-        wanted,
-        rtol=1e-5 if dtype == FLOAT32 else 3.2e-2,
-        atol=1e-5 if dtype == FLOAT32 else 3.2e-2,
-    )
 
 
 def check_few_experts(
@@ -275,7 +152,10 @@ def check_latent_step(
     device: str, lens: list[int], num_rows: int, num_heads: int, num_splits: int, is_interleaved: bool,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """As `check_decode_attention`, over latents, with queries and latents in wider rows."""
+    """`lens`: context rows with the new ones, 0 for an idle request, whose rows are NaN and go to the sink.
+
+    Queries and latents lie in wider rows, which are NaN beside them.
+    """
     sizes, layer = latent_step.LatentSizes(24, 8, 20, 40, is_interleaved), 1
     width = sizes.rank + sizes.rope
     pool, table, _ = poisoned_latents(lens, width, dtype)
@@ -324,21 +204,6 @@ def few_row_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
             for has_bias, offset in ((False, None), (True, 1.0)):
                 if dtype == FLOAT32 or has_bias:
                     yield check_norm_between_products, (sizes, has_bias, offset, dtype)
-        for num_rows, is_last, prefetches in ((1, False, True), (5, False, False), (3, True, True)):
-            yield check_layer_products, (num_rows, is_last, prefetches, dtype)
-    plain, normed, gemma = (False, None), (True, None), (True, 1.0)
-    for lens, num_rows, heads, head_dim, num_splits, form, norms, dtype in (
-        ([1], 1, (4, 4), 64, 3, "", plain, FLOAT32),
-        ([200], 1, (8, 2), 64, 5, "", plain, FLOAT32),
-        ([200], 1, (8, 2), 64, 2, "", normed, FLOAT32),
-        ([130, 0, 64, 65], 1, (3, 1), 80, 4, "", plain, BFLOAT16),
-        ([70, 0, 131, 4], 4, (8, 2), 64, 4, "", normed, FLOAT32),
-        ([200, 33], 4, (8, 1), 64, 4, "wide window", gemma, FLOAT32),
-        ([200, 33], 3, (4, 4), 64, 1, "all", plain, FLOAT32),
-        ([140], 2, (8, 2), 128, 0, "sinks", plain, BFLOAT16),
-        ([300, 17], 1, (8, 2), 64, 3, "window", plain, BFLOAT16),
-    ):
-        yield check_decode_attention, (lens, num_rows, heads, head_dim, num_splits, form, norms, dtype)
     for num_rows, sizes, num_shared, routing, has_bias, is_float32, dtype in (
         (1, (16, 64, 40), 0, Routing(top_k=4, is_normalised=True), False, False, FLOAT32),
         (3, (20, 36, 48), 2, Routing(top_k=3, is_normalised=False, scale=1.5), False, True, FLOAT32),
@@ -361,10 +226,7 @@ def few_row_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
         ([200], 2, 16, 3, True, BFLOAT16),
     ):
         yield check_latent_step, (lens, num_rows, num_heads, num_splits, is_interleaved, dtype)
-    for num_rows, has_blocks, has_bias, dtype in (
-        (1, False, True, FLOAT32),
-        (2, True, False, FLOAT32),
-        (4, False, False, BFLOAT16),
-        (3, True, True, BFLOAT16),
-    ):
-        yield check_norm_between_fp8_products, (num_rows, has_blocks, has_bias, dtype)
+    for has_blocks, has_bias, dtype in (
+        (False, True, FLOAT32), (True, False, FLOAT32), (False, False, BFLOAT16), (True, True, BFLOAT16),
+    ):  # fmt: skip
+        yield check_norm_between_fp8_products, (has_blocks, has_bias, dtype)

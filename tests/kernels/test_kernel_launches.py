@@ -20,23 +20,31 @@ from baton.kernels.context_attention import (
 from baton.kernels.expanded_attention import expanded_attention_triton
 from baton.kernels.expert_mlp import ExpertForm, expert_mlp, expert_mlp_triton
 from baton.kernels.extend_attention import paged_extend, paged_extend_triton
+from baton.kernels.few_experts import FewExperts, few_experts_triton
 from baton.kernels.fp8_expert_rows import fp8_expert_rows_triton
 from baton.kernels.fp8_experts import Fp8Matrices, fp8_experts, fp8_experts_triton
 from baton.kernels.fp8_linear import fp8_blocks_triton, fp8_linear_triton
-from baton.kernels.fp8_rows import fp8_rows_triton
+from baton.kernels.fp8_rows import Fp8Weight, fp8_rows_triton, scaled_fp8_triton, sum_fp8_triton
 from baton.kernels.fp8_scales import BLOCK, FP8
 from baton.kernels.gather_context import gather_context, gather_context_triton
 from baton.kernels.int4_linear import dequantise_int4_triton, int4_linear_triton
 from baton.kernels.invariant_attention import Rows, invariant_attention_triton
 from baton.kernels.kv_store import store_kv_triton
 from baton.kernels.latent_attention import latent_extend_triton, latent_verify_triton
+from baton.kernels.latent_step import (
+    LatentRows,
+    LatentSizes,
+    attend_latents_triton,
+    prepare_latents_triton,
+)
 from baton.kernels.latent_store import store_latent_triton
 from baton.kernels.match_ngrams import NgramSizes, match_ngrams, match_ngrams_triton
 from baton.kernels.move_rows import ROW_FIELDS, move_rows_triton
 from baton.kernels.move_spans import SPAN_FIELDS, move_spans_triton
+from baton.kernels.normed_linear import scaled_linear_triton, sum_linear_triton
 from baton.kernels.packed_experts import PackedMatrices, packed_experts, packed_experts_triton
 from baton.kernels.quantise_rows import quantise_rows_triton
-from baton.kernels.rms_norm import add_rms_norm, rms_norm_triton
+from baton.kernels.rms_norm import NextNorm, add_rms_norm, rms_norm_triton
 from baton.kernels.rope import apply_rope_triton
 from baton.kernels.rotate_store import rotate_store_triton
 from baton.kernels.route_experts import Routing, route_experts, route_experts_triton
@@ -204,6 +212,45 @@ def test_kernels_of_windows_caps_and_sinks_compile_for_an_h200(compiled_for_h200
         part = experts._replace(first=4, total=8)
         expert_mlp_triton(x, ids, weights, gate_up, down, form=part, is_grouped=is_grouped)
     check_compiled(compiled_for_h200)
+
+
+@pytest.mark.slow
+def test_kernels_of_few_rows_compile_for_an_h200(compiled_for_h200: list[tuple[str, object]]):
+    x = randn(4, 2048, dtype=torch.bfloat16)
+    weight, norm = torch.zeros(3072, 2048, dtype=torch.bfloat16), NextNorm(x[0], 1e-5)
+    _, rows = sum_linear_triton(x, weight[:2048], None, x, norm)
+    for is_gated in (False, True):
+        scaled_linear_triton(rows, weight, is_gated=is_gated)
+    eighths = Fp8Weight(torch.zeros(2048, 2048, dtype=FP8), torch.zeros(2048))
+    _, rows = sum_fp8_triton(x[:1], eighths, x[:1], norm)
+    for is_gated in (False, True):
+        scaled_fp8_triton(rows, eighths, is_gated=is_gated)
+    shared = torch.zeros(5632, 2048, dtype=torch.bfloat16), torch.zeros(2048, 2816, dtype=torch.bfloat16)
+    up, down = (torch.zeros(6, *shape, dtype=torch.bfloat16) for shape in ((2816, 2048), (2048, 1408)))
+    routing = Routing(top_k=6, is_normalised=False)
+    experts = FewExperts(routing, x[:1].expand(6, -1), up, down, None, True, *shared)
+    few_experts_triton(rows, experts, x[:1], norm)
+    sizes, made = LatentSizes(128, 64, 128, 512, True), torch.zeros(16, 256, 512, dtype=torch.bfloat16)
+    latents = torch.zeros(10, 2, 1, 16, 1, 576, dtype=torch.bfloat16)
+    table = torch.zeros(1, 8, dtype=torch.int64)
+    new = LatentRows(weight.view(-1)[None, :3072], x[:1, :576], x[0, :512], 1e-5, x[:1, :64], x[:1, :64])
+    q = prepare_latents_triton(latents, 1, table[0, :1], new, made, sizes)
+    attend_latents_triton(q, latents, 1, table, torch.ones(1, dtype=torch.int64), 0.1, made, sizes)
+    assert {name for name, _ in compiled_for_h200} == {
+        "_normed_kernel", "_fp8_rows_kernel", "_logits_kernel", "_first_kernel", "_second_kernel",
+        "_prepare_kernel", "_latent_kernel", "_values_kernel",
+    }  # fmt: skip
+    check_compiled(compiled_for_h200)
+
+
+@pytest.mark.slow
+def test_a_norm_behind_a_norm_rounds_its_products_before_their_sum(
+    compiled_for_h200: list[tuple[str, object]],
+):
+    x = randn(3, 123, dtype=torch.bfloat16)
+    norm = NextNorm(x[0], 1e-5)
+    rms_norm_triton(x, norm.weight, 1e-5, x, None, norm)
+    assert "fma" not in compiled_for_h200[0][1].asm["ptx"]
 
 
 @pytest.mark.slow

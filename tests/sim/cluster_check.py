@@ -1,9 +1,11 @@
 """The invariants of a simulated cluster, after every turn and at the end. Clients check their own answers."""
 
+from baton.cluster.protocol.messages import Failed
 from baton.decode.queues import DecodeState
 from baton.kvtransfer.protocol.sender import EARLY_S, SenderSession
 from baton.kvtransfer.protocol.session import MAX_TOMBSTONES, TOMBSTONE_S
 from baton.kvtransfer.transports.sender_endpoint import SenderEndpoint
+from baton.router.rooms.attempt import RETRACTED
 from baton.router.rooms.retries import BUDGET_FLOOR, BUDGET_SHARE, MAX_ATTEMPTS
 from baton.router.rooms.room import RoomPhase
 from baton.tests.sim.cluster_clients import Violation
@@ -21,6 +23,7 @@ class Checker:
     def __init__(self, world):
         self.world = world
         self._num_turns = 0
+        self._lost = {}  # room -> {attempt whose pages were taken back: the newest one when the router heard}
 
     # --- after a turn of a worker ---------------------------------------------------------------------------
 
@@ -36,10 +39,27 @@ class Checker:
                 if client.entry is not None:
                     client.entry.room.check_integrity()
 
-    def retracted(self, room):
+    def heard(self, router, message):
+        """A router hears of a retraction before it handles any later message."""
+        if isinstance(message, Failed) and message.kind == RETRACTED:
+            entry = router.dispatcher._entries.get(message.room)
+            if entry is not None and router.dispatcher.registry.get(message.instance) is not None:
+                self._lost.setdefault(message.room, {}).setdefault(message.epoch, entry.room.epoch)
+
+    def _lost_before(self, room):
+        """How often the router had heard, before it placed this attempt, that the room had lost its pages."""
+        return sum(epoch < room.request.epoch for epoch in self._lost.get(room.request.room, {}).values())
+
+    def prompt_retracted(self, room):
+        """Prefill takes the pages of a room once at most."""
+        self.world.reached["prompt retracted"] += 1
+        if self._lost_before(room):
+            raise Violation(f"room {room.request.room[:8]} lost its pages on prefill again")
+
+    def retracted(self, room, reason):
         """Decode takes the pages of a room back again only after twice as many tokens as the time before."""
-        known = [client.entry.room for client in self.world.clients if client.entry is not None]
-        count = sum(each.num_retractions for each in known if each.room == room.request.room)
+        self.world.reached[reason.value] += 1
+        count = self._lost_before(room)
         if count and room.request.num_output < 1 << count:
             raise Violation(
                 f"room {room.request.room[:8]} lost its pages again after {room.request.num_output} tokens"
@@ -230,7 +250,8 @@ class Checker:
                     f"client {client.number} was served in {client.entry.room.epoch + 1} attempts"
                 )
             waited = client.ended_at - client.came_at
-            if options.served_within_s and (client.end != "ok" or waited > options.served_within_s):
+            most_s = options.urgent_within_s if client.priority < 0 else options.served_within_s
+            if most_s and (client.end != "ok" or waited > most_s):
                 raise Violation(f"client {client.number} ended with {client.end} after {waited:.1f} s")
 
     def _check_digests(self):

@@ -42,6 +42,7 @@ class Client:
     leave_at: float = 0.0  # seconds after it came
     stop_after: int = -1
     read_every_s: float = 0.0  # 0: at once
+    priority: int = 0
 
     turns_left: int = 0  # of its conversation, of which this is one
     siblings: list = field(default_factory=list)  # the further choices of its request, which come with it
@@ -75,7 +76,13 @@ class Client:
             choice.router, choice.came_at = router, now
             prompt_ids = list(self.prompt)
             jobs.append(
-                Job(prompt_ids=prompt_ids, sampling=choice.sampling, arrived=router.clock(), tokenize_s=0.0)
+                Job(
+                    prompt_ids=prompt_ids,
+                    sampling=choice.sampling,
+                    arrived=router.clock(),
+                    tokenize_s=0.0,
+                    priority=self.priority,
+                )
             )
         try:
             entries = router.run(lambda: router.dispatcher.submit(jobs, self.inbox))
@@ -215,4 +222,5 @@ def draw_client(world, number, rng: Random, faults):
         leave_at=0.6 * rng.random() ** 2 if leaves and not leaves_at_token else 0.0,
         stop_after=rng.randrange(1, 6) if rng.random() < faults.stop else -1,
         read_every_s=0.5 * rng.random() if rng.random() < faults.slow else 0.0,
+        priority=world.class_rng.choice((-1, 0, 0, 1, 2)) if world.settings.has_classes else 0,
     )

@@ -35,6 +35,7 @@ from baton.worker.hand_off import prefix_layout
 from baton.worker.identity import hello_of, layout_of, planes_of
 from baton.worker.link import LinkWork, incoming, outgoing
 from baton.worker.main_loop import WorkerLoop
+from baton.worker.retractions import Reason
 from baton.worker.room_owners import FromRouter, RoomOwners
 from msgspec.structs import replace
 
@@ -107,7 +108,11 @@ class RouterProcess(Process):
             if isinstance(error, DamagedMessage):
                 self.run(lambda: self.dispatcher.on_damaged(identity))
             return
-        self.run(lambda: [self.dispatcher.on_message(identity, message) for message in messages])
+        self.run(lambda: [self._hear(identity, message) for message in messages])
+
+    def _hear(self, identity, message):
+        self.world.checker.heard(self, message)
+        self.dispatcher.on_message(identity, message)
 
     def line_broke(self, line):
         self.world.timeline.at(self.world.timeline.now + 0.001, self._probe)
@@ -291,9 +296,17 @@ class FixedEstimates(OutputEstimates):
 class WatchedDecode(DecodeWorker):
     """The checker looks at each room whose pages are taken back."""
 
-    def _retract(self, room):
-        self.checker.retracted(room)
-        super()._retract(room)
+    def _retract(self, room, reason=Reason.FULL_POOL):
+        self.checker.retracted(room, reason)
+        super()._retract(room, reason)
+
+
+class WatchedPrefill(PrefillWorker):
+    """The checker looks at each room whose pages are taken back."""
+
+    def _retract(self, room, reason):
+        self.checker.prompt_retracted(room)
+        super()._retract(room, reason)
 
 
 class LateLocalPrefill(LocalPrefill):
@@ -389,7 +402,7 @@ class WorkerProcess(Process):
             local_prefill=self.settings.has_local_prefill and not is_prefill,
             aggregated=bool(self.settings.aggregated) and not is_prefill,
             grows=self.settings.grows and not is_prefill, ahead_tokens=self.settings.ahead_tokens,
-            shares_prompts=not is_prefill,
+            shares_prompts=not is_prefill, preempts=self.settings.grows and not is_prefill,
             tells_prefixes=self.settings.pulls != OFF,
             pulls_prefixes=self.settings.pulls != OFF and is_prefill,
             prefix_endpoint=self.prefix_endpoint,
@@ -399,21 +412,25 @@ class WorkerProcess(Process):
     def _worker(self):
         settings = self.settings
         if self.role == "P":
-            return PrefillWorker(
+            worker = WatchedPrefill(
                 self.engine, self.link, instance=self.instance, chunk_size=settings.chunk_size, max_batch=4,
-                max_queue=settings.prefill_queue, clock=self.clock,
+                max_queue=settings.prefill_queue, clock=self.clock, slo_ttft_s=settings.slo_ttft_s,
             )  # fmt: skip
+            worker.checker = self.world.checker
+            return worker
         decoder = ToyAheadDecoder if settings.is_overlapped else ToyDecoder
         worker = WatchedDecode(
             self.engine, self.link, instance=self.instance, max_running=settings.max_running,
             decoder=decoder(self.engine.runner.memory), clock=self.clock, grows=settings.grows,
+            slo_ttft_s=settings.slo_ttft_s,
             offers_prefixes=bool(self.prefix_endpoint),
         )  # fmt: skip
         worker.growth.ahead_tokens, worker.checker = settings.ahead_tokens, self.world.checker
         budget = (settings.chunk_size if settings.aggregated else 0) or MAX_CONTEXT
         worker.local = LateLocalPrefill(
-            self.engine, worker.decoder, budget, self.clock, self.link.post, self.instance
-        )
+            self.engine, worker.decoder, budget, self.clock, self.link.post, self.instance,
+            slo_ttft_s=settings.slo_ttft_s,
+        )  # fmt: skip
         worker.local.budget_alone = budget
         return worker
 

@@ -40,6 +40,7 @@ from baton.router.workers import eligibility
 from baton.router.workers.registration import Registration
 from baton.router.workers.registry import UNREACHABLE_S, Registry
 from baton.router.workers.stalls import Stalls
+from baton.tests.sim.cluster_class_seams import CLASS_SEAMS, CLASSES
 from baton.tests.sim.cluster_faults import Faults
 from baton.tests.sim.cluster_nodes import SimSender
 from baton.tests.sim.cluster_pull_seams import PULL_SEAMS
@@ -170,9 +171,11 @@ def no_cancel(worker, state):
     faults = Faults() if leave_at else Faults(leave=0.9, stop=0.9, burst=True)
     if state is DecodeState.RESTORING:
         faults, settings = Faults(leave=0.7, tier_hang=12, tier_slow=0.5), STAGED
+    if state is DecodeState.ADMITTING:
+        faults, settings, leave_at = Faults(leave=0.5, burst=True), CLASSES, "D event Reserve"
     return patch.object(worker, "_cancel", deaf), Options(
         faults=faults, settings=settings,
-        num_clients=12 if settings is not STAGED else 40,
+        num_clients=40 if settings in (STAGED, CLASSES) else 12,
         num_prefills=1, num_decodes=2, leave_at=leave_at, odd="P0" if settings.has_local_prefill else "",
     )  # fmt: skip
 
@@ -513,6 +516,7 @@ SEAMS = {
     "fingerprint at the router": no_fingerprint,
     "fingerprint anywhere": no_fingerprint_anywhere,
     **TIER_SEAMS,
+    **CLASS_SEAMS,
     **PULL_SEAMS,
     **{
         f"cancel {role} {state.value}": lambda worker=worker, state=state: no_cancel(worker, state)

@@ -76,6 +76,8 @@ class Settings:
     pulls: str = OFF  # whether prefill pulls prefixes from decode: as --prefix-pulls
     turns: int = 1  # of a conversation
     has_features: bool = False  # prefill keeps features, and decode reads them
+    has_classes: bool = False  # some requests are more urgent than others, and take their places
+    slo_ttft_s: float = 0.0  # objective of the workers for first tokens; 0: none
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Options:
     odd: str = ""  # the worker of this name has the weights of another model
     may_repeat: bool = True  # False: every attempt must succeed
     served_within_s: float = 0.0  # every client must have its whole text by then; 0: no such bar
+    urgent_within_s: float = 0.0  # the same for those of the most urgent class
     leave_at: str = ""  # clients leave when this event waits for a scheduler, such as "D event Complete"
     poison: str = ""  # "Prefill" or "Reserve": this order of client 0 kills every worker that takes it
     is_told: bool = False  # keep the story
@@ -147,6 +150,18 @@ def draw_settings(seed, rng, faults):
     return settings
 
 
+def add_classes(seed, settings):
+    """`settings` of a part of the seeds with classes and an objective; its draws are its own."""
+    rng = Random(f"{seed} classes")
+    if rng.random() < 0.6:
+        return settings
+    slo_ttft_s = rng.choice((0.0, 0.05, 0.3, 2.0))
+    if rng.random() < 0.3 or settings.max_queue > 32:
+        return replace(settings, slo_ttft_s=slo_ttft_s)
+    settings = replace(settings, slo_ttft_s=slo_ttft_s, has_classes=True, max_running=4)
+    return replace(settings, step_s=min(settings.step_s, 0.03), prefill_queue=rng.choice((2, 32)))
+
+
 class World:
     """One run. Nothing here outlives it."""
 
@@ -158,6 +173,8 @@ class World:
         if options.faults is None and options.settings is None:
             self.faults, self.settings = add_tiers(seed, self.faults, self.settings)
             self.faults, self.settings = add_pulls(seed, self.faults, self.settings)
+            self.settings = add_classes(seed, self.settings)
+        self.class_rng = Random(f"{seed} class of each client")
         self.num_prefills = options.num_prefills or self.rng.choice((2, 2, 2, 2, 1))
         if self.settings.aggregated == "alone":
             self.num_prefills = 0
@@ -427,6 +444,7 @@ class World:
         self._schedule_faults()
         drawn = self.rng.choice((1, 2, 4, 6, 8)) + 6 * self.settings.is_crowded
         drawn += 12 * bool(self.settings.host_slots)  # whose prompts leave the pools and come back
+        drawn += 8 * self.settings.has_classes
         num_clients = self.options.num_clients or drawn
         for number in range(num_clients):
             choices = draw_request(self, number * self.settings.choices, self.rng, self.faults)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 from baton.cluster.protocol.messages import Failed, Finished
-from baton.decode.chunk_budget import LEAST_TOKENS, ChunkBudget
+from baton.decode.chunk_budget import LEAST_TOKENS, ChunkBudget, Gap
 from baton.decode.queues import DecodeState
 from baton.tests.parity.eagle3_toys import write_oracle
 from baton.tests.sim.test_workers import prompts, successors
@@ -163,7 +163,7 @@ def test_parts_shrink_beside_streams_where_a_bound_asks_for_it(models, overlap):
     pair = pair_of(models, 128, overlap=overlap)
     pace = pair.decode.local.pace = ChunkBudget(128, 1e-9)
     for _ in range(4):  # every gap is longer
-        pace.saw(1.0, 64)
+        pace.saw(Gap(seconds=1.0, num_tokens=64))
     pair.send(name(0), [5, 6, 7], max_new_tokens=60, is_local=True)
     pair.run(until=lambda: len(pair.tokens.get(name(0), [])) > 20)
     pair.send(name(1), prompt, is_local=True)

@@ -44,15 +44,16 @@ def head(tmp_path_factory):
 class Asked:
     """A request as a router keeps it: each attempt is a room of its own and continues the tokens so far."""
 
-    def __init__(self, pair, number, prompt, sampling, *, is_local=False):
+    def __init__(self, pair, number, prompt, sampling, *, is_local=False, priority=0):
         self.pair, self.number, self.prompt, self.is_local = pair, number, list(prompt), is_local
+        self.priority = priority
         self.sampling = {"ignore_eos": True, "max_new_tokens": NUM_TOKENS, **sampling}
         self.told, self.retractions, self.attempt, self.is_done = [], 0, -1, False
         self.start()
 
     @property
     def room(self):
-        return name(100 * self.number + self.attempt)
+        return name(10_000 * self.number + self.attempt)
 
     def start(self):
         self.attempt += 1
@@ -65,6 +66,7 @@ class Asked:
             "num_output": len(self.told),
             "sampling": Sampling(**{**self.sampling, "max_new_tokens": left}),
             "deadline_ms": 0,
+            "priority": self.priority,
         }
         where = {} if self.is_local else {"prefill_endpoint": ENDPOINT, "prefill_instance": P}
         order = Reserve(instance=D, expected_output=expected, granted_output=granted, **where, **common)
@@ -72,18 +74,28 @@ class Asked:
         link = self.pair.links[D]
         refused = [m for m in link.to_router if isinstance(m, Refused) and m.room == self.room]
         if not refused and not self.is_local:
-            self.pair.prefill.handle(Prefill(instance=P, **common), self.pair.clock.now)
+            keeps_pages = self.retractions > 0
+            self.pair.prefill.handle(
+                Prefill(instance=P, keeps_pages=keeps_pages, **common), self.pair.clock.now
+            )
         self.is_waiting = bool(refused)
 
     def follow(self):
         """Reads the attempt's end, if it has one, and begins another where its pages were taken back."""
         end = self.pair.ends.get(self.room)
+        refused = [m for m in self.pair.refused if m.room == self.room]
+        if refused and not self.is_waiting:  # by a worker that had it in its queue
+            for instance, worker in ((P, self.pair.prefill), (D, self.pair.decode)):
+                worker.handle(Cancel(room=self.room, epoch=0, instance=instance), self.pair.clock.now)
+            self.start()
+            return
         if self.is_waiting:
             self.start()
         elif isinstance(end, Failed):
             assert (end.kind, end.retryable) == (RETRACTED, True), end
             self.told += self.pair.tokens.get(self.room, [])  # none, where its prompt was still on its way
-            self.pair.prefill.handle(Cancel(room=self.room, epoch=0, instance=P), self.pair.clock.now)
+            for instance, worker in ((P, self.pair.prefill), (D, self.pair.decode)):
+                worker.handle(Cancel(room=self.room, epoch=0, instance=instance), self.pair.clock.now)
             self.retractions += 1
             self.start()
         elif isinstance(end, Finished) and not self.is_done:

@@ -7,10 +7,12 @@ import random
 
 import pytest
 from baton.cluster.protocol.messages import Failed, Finished
+from baton.decode.queues import DecodeState
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.sim.late_copiers import attach_tiers
 from baton.tests.sim.pull_pair import D, P, PullPair, name
 from baton.tests.sim.worker_pair import Pair
+from baton.worker.retractions import RETRACTED, Reason
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -278,6 +280,44 @@ def test_repeated_and_late_orders_offer_nothing_twice(second_turn):
     pair.decode.handle(order, pair.clock.now)
     pair.decode.handle(pair.offer_of(late, {"room": name(1), "epoch": 0}), pair.clock.now)
     assert (pair.counter("prefix_offers", D), pair.counter("offers_declined", D)) == (1, 1)
+
+
+def test_a_room_that_waits_for_others_offers_once_it_is_admitted(second_turn):
+    pair = second_turn.pair
+    pair.send(name(5), list(range(3, 13)), is_local=True, max_new_tokens=40)
+    while not pair.decode.stats().running:
+        pair.turn()
+    other = pair.decode.queues.get(name(5), 0)
+    other.priority, other.granted_pages = 1, 0
+    pair.decode.queues.max_running = 1
+    second_turn.begin()
+    (room,) = pair.decode.queues.of(DecodeState.ADMITTING)
+    assert room.request.room == name(1)
+    assert pair.counter("prefix_offers", D) == pair.counter("offers_declined", D) == 0
+    second_turn.end()
+    assert pair.ends[name(5)].kind == RETRACTED
+    assert pair.counter("prefix_offers", D) == pair.counter("prefix_pulls") == 1
+    assert pair.counter("pulled_tokens") > 0
+
+
+def test_an_urgent_prompt_takes_pages_whose_prefix_is_being_pulled(second_turn):
+    pair = second_turn.pair
+    second_turn.begin()
+    waiting = pair.prefill.queues.get(name(1), 0)
+    while waiting.running_pull is None:
+        pair.prefill.step()
+    waiting.priority = 1
+    total = pair.prefill.engine.cache.allocator.num_total
+    taken = pair.prefill.engine.cache.alloc(total - len(waiting.request.pages) - 2)
+    pair.send(name(6), list(range(3, 23)), max_new_tokens=2)
+    pair.prefill.step()
+    pair.prefill.engine.cache.allocator.release(taken)
+    pair.run()
+    assert pair.prefill.stats().counters[Reason.URGENT_PAGES.value] == 1
+    assert pair.ends[name(1)].kind == RETRACTED
+    assert isinstance(pair.ends[name(6)], Finished)
+    pair.end_leases()
+    pair.assert_nothing_is_held()
 
 
 def test_an_offer_that_nobody_pulls_ends_with_its_lease(second_turn):

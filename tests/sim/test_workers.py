@@ -242,10 +242,10 @@ def test_pages_are_cached_once_and_behind_token_1_and_the_offers_end(model, monk
     pair = Pair(model, pages=96, chunk_size=0)
     insert, link, seen = pair.prefill.engine.cache.insert, pair.links[P], []
 
-    def noted(*given):
+    def noted(*given, **options):
         ends = [item for item in link.commands if isinstance(item, Advance) and item.first_token is not None]
         seen.append((len(ends), sum(isinstance(item, FirstToken) for item in link.to_router)))
-        return insert(*given)
+        return insert(*given, **options)
 
     monkeypatch.setattr(pair.prefill.engine.cache, "insert", noted)
     pair.send(name(1), list(range(10, 70)))

@@ -1,5 +1,7 @@
 """Both workers of a hand-off in one process; the test plays network, link thread, router and clock."""
 
+import time
+
 import msgspec
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from baton.cluster.protocol.messages import (
     Heartbeat,
     OfferPrefix,
     Prefill,
+    Refused,
     Reserve,
     Sampling,
     Tokens,
@@ -122,12 +125,14 @@ class Pair:
         captured=None,
         ours=None,
         theirs=None,
+        slo_ttft_s=0.0,
         **settings,
     ):
         """`captured`: chunk_size and max_running that graphs are made for. `ours`, `theirs`: settings of the
         engine of prefill or decode alone.
         """
         self.clock = Clock(100.0)
+        self.slo_ttft_s = slo_ttft_s
         self.network = FakeNetwork(fault)
         self.links = {P: DirectLink(), D: DirectLink()}
         self._common = (
@@ -143,10 +148,13 @@ class Pair:
             chunk_size=chunk_size,
             max_batch=4,
             max_queue=64,
+            slo_ttft_s=slo_ttft_s,
+            clock=self.clock if slo_ttft_s else time.monotonic,
             embeds=embeds_inbox(p, is_on=True),
         )
         self.decodes = {}
         self.decode = self.add_decode(D, max_running=max_running, **(theirs or {}))
+        self.refused = []
         self.tokens, self.ends, self.gone, self.epochs, self._free = {}, {}, {}, {}, {}
 
     def add_decode(self, instance, *, max_running=4, **theirs):
@@ -157,7 +165,13 @@ class Pair:
         link.transport = FakeReceiver(self.network, instance, layout(engine), planes, clock=self.clock)
         inbox = embeds_inbox(engine, is_on=True)
         self.decodes[instance] = DecodeWorker(
-            engine, link, instance=instance, max_running=max_running, embeds=inbox
+            engine,
+            link,
+            instance=instance,
+            max_running=max_running,
+            slo_ttft_s=self.slo_ttft_s,
+            clock=self.clock if self.slo_ttft_s else time.monotonic,
+            embeds=inbox,
         )
         return self.decodes[instance]
 
@@ -283,6 +297,8 @@ class Pair:
                         # Decode may report the hand-off of a request that ended with its first token as lost.
                         assert message.room not in self.ends or isinstance(message, Failed)
                         self.ends.setdefault(message.room, message)
+                    case Refused():
+                        self.refused.append(message)
                     case Gone():
                         self.gone[message.room] = self.gone.get(message.room, 0) + 1
             link.to_router.clear()

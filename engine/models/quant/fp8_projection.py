@@ -5,8 +5,8 @@ Legend: T tokens, N outputs, H inputs.
 
 import torch
 
+from ....kernels.fp8_rows import Fp8Weight, scaled_fp8, sum_fp8
 from ....kernels.fp8_scales import BLOCK, FP8, dequantise_fp8
-from ....kernels.normed_fp8 import MAX_ROWS, Fp8Weight, scaled_fp8, sum_fp8
 from ....kernels.normed_linear import UnscaledRows
 from ....kernels.ops import recorded_fp8_linear
 from ....kernels.rms_norm import NextNorm
@@ -25,7 +25,7 @@ class Fp8Projection:
     Raises CheckpointError for parts whose blocks would share scales.
     """
 
-    joined_rows = MAX_ROWS
+    joined_rows = 1
 
     def __init__(
         self,

@@ -222,7 +222,8 @@ class DraftLayer:
         residual = normed if self.norm_before_residual else hidden
         attended = self.attention.attended(pair, cos, sin, 0, attend)
         joins, output = self.post_norm.ops.joins, self.attention.output
-        if joins.takes(attended) and isinstance(output, Linear) and self.mlp.joins(joins, attended.shape[0]):
+        if joins.takes(attended, joins.norms) and self.mlp.joins(joins, attended.shape[0]):
+            assert isinstance(output, Linear)
             residual, rows = output.add(attended, residual, self.post_norm.next)
             assert rows is not None
             return self.mlp.add(rows, residual, None)[0]

@@ -54,11 +54,27 @@ async function showCluster(status) {
   write(at("uptime"), `up ${age(router.uptime_s)}`);
   write(at("running"), `${router.running}`);
   write(at("queued"), `${router.queued}`);
+  showClasses(router.classes);
   const serving = workers.filter((w) => w.state === "serving").length;
   write(at("serving"), serving === workers.length ? `${serving}` : `${serving} of ${workers.length}`);
   const lengths = workers.map((w) => w.accept_length).filter((length) => length !== null);
   write(at("accept"), lengths.length ? (lengths.reduce((a, b) => a + b) / lengths.length).toFixed(2) : none);
   showWorkers(workers);
+}
+
+/** A line of the classes of requests, where there are others than normal, or requests that gave something up. */
+function showClasses(classes) {
+  const hasLost = (one) => Object.keys(one.retracted).length > 0;
+  const used = classes.filter((one) => one.queued || one.running || hasLost(one));
+  at("classes").hidden = used.every((one) => one.priority === "normal" && !hasLost(one));
+  write(at("classes"), used.map(classText).join(" · "));
+}
+
+function classText(one) {
+  const reasons = { "full pool": "gave pages back to a full pool", preempted: "made way for urgent ones" };
+  const lost = Object.entries(one.retracted).map(([reason, number]) => `${count(number)} ${reasons[reason] ?? reason}`);
+  const queued = one.queued ? `${one.queued} queued, ${one.oldest_wait_s.toFixed(1)} s at most` : "";
+  return `${one.priority}: ${[`${one.running} running`, queued, ...lost].filter(Boolean).join(", ")}`;
 }
 
 function setModel(model) {

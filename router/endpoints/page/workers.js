@@ -65,14 +65,20 @@ function showWorker(w, card) {
   const held = [`${count(used)} of ${count(w.pages_total)}`, ...below].join(", ");
   measure(card, "pages", w.pages_total ? percent(used / w.pages_total) : none, held);
   const waiting = w.queued + w.transferring;
-  const retracted = w.counters.retractions; // requests whose pages went to older ones
-  const others = [waiting ? `${waiting} waiting` : "", retracted ? `${count(retracted)} retracted` : ""].filter(Boolean);
+  const others = [waiting ? `${waiting} waiting` : "", retractedText(w.counters)].filter(Boolean);
   measure(card, "load", `${w.running}`, ["running", ...others].join(", "));
   measure(card, "accept", w.accept_length === null ? none : w.accept_length.toFixed(2), w.spec_steps ? `of ${w.spec_steps + 1}` : "");
   const pulled = w.counters.pulled_tokens; // of prompts, whose KV came from decode workers
   const kept = [`${count(w.pages_cached)} pages`, pulled ? `${count(pulled)} tokens pulled` : ""].filter(Boolean);
   measure(card, "cached", w.pages_total ? percent(w.pages_cached / w.pages_total) : none, kept.join(", "));
   measure(card, "cpu", w.usage ? w.usage.cpu_cores.toFixed(1) : none, w.usage ? `of ${w.usage.num_cores} cores` : "");
+}
+
+/** Requests whose pages or places went to others: to older ones in a full pool, or to more urgent ones. */
+function retractedText(counters) {
+  const urgent = (counters.retractions_urgent_pages ?? 0) + (counters.retractions_urgent_place ?? 0);
+  const all = counters.retractions ? `${count(counters.retractions)} retracted` : "";
+  return urgent ? `${all} (${count(urgent)} for urgent ones)` : all;
 }
 
 function showWorkerCharts() {

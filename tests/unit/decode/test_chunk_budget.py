@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from baton.decode.chunk_budget import LEAST_TOKENS, SHARE, ChunkBudget, StepGaps
+from baton.decode.chunk_budget import LEAST_TOKENS, SHARE, ChunkBudget, Gap, StepGaps
 
 MOST = 4096
 
@@ -31,7 +31,7 @@ def played(budget, device, count, *, share=0.8):
         tokens = budget.tokens if device.rng.random() < share else 0
         gaps.append(device.gap(tokens))
         parts += [tokens] * (tokens > 0)
-        budget.saw(gaps[-1], tokens)
+        budget.saw(Gap(seconds=gaps[-1], num_tokens=tokens))
     return gaps, parts
 
 
@@ -54,7 +54,7 @@ def test_the_tail_of_the_gaps_stays_within_the_bound(step, launch, token, slo, s
     played(budget, device, 400, share=share)
     gaps, parts = played(budget, device, 2000, share=share)
     assert tail(gaps) <= slo
-    assert sum(parts) / len(parts) >= 0.55 * min(MOST, device.ideal(slo))
+    assert sum(parts) / len(parts) >= 0.5 * min(MOST, device.ideal(slo))
 
 
 def test_a_fixed_part_of_the_same_size_for_all_breaks_the_bound():
@@ -86,22 +86,36 @@ def test_one_long_pause_does_not_stop_prompts_for_long():
     budget, device = ChunkBudget(MOST, 0.05), Device(0.010, 0.005, 100e-6)
     played(budget, device, 600)
     before = budget.tokens
-    budget.saw(0.5, before)
+    budget.saw(Gap(seconds=0.5, num_tokens=before))
     played(budget, device, 300)
     assert budget.tokens > 0.6 * before
 
 
 def test_without_a_bound_or_a_measured_gap_the_setting_decides():
     budget = ChunkBudget(256, 0.0)
-    budget.saw(9.0, 256)
+    budget.saw(Gap(seconds=9.0, num_tokens=256))
     assert budget.tokens == 256
     assert ChunkBudget(32, 0.05).tokens == 32
     assert ChunkBudget(256, 1e9).tokens < 256, "the first part is a careful one"
     roomy = ChunkBudget(256, 1e9)
     for _ in range(5):
-        roomy.saw(0.01, 64)
+        roomy.saw(Gap(seconds=0.01, num_tokens=64))
     assert roomy.tokens == 71, "a part is a tenth larger than the largest one of late"
     assert SHARE < 1
+
+
+def test_gaps_behind_token_1_count_by_their_share_of_all():
+    """One stream in ten begins before each step, and waits for a step more."""
+    for share, is_kept in ((10, True), (1000, False)):
+        budget, device = ChunkBudget(MOST, 0.05), Device(0.010, 0.002, 100e-6, noise=0.0)
+        longest = []
+        for _ in range(3000):
+            tokens = budget.tokens
+            gap = device.gap(tokens)
+            longest.append(gap + device.step)
+            firsts = (gap + device.step,) if device.rng.random() < 100 / share else ()
+            budget.saw(Gap(seconds=gap, num_tokens=tokens, num_streams=100, firsts=firsts * 10))
+        assert (max(longest[2000:]) <= 0.05) == is_kept, share
 
 
 @pytest.mark.parametrize(("launches_ahead", "tokens"), [(False, [7, 0, 5]), (True, [5, 7, 0])])
@@ -110,5 +124,16 @@ def test_a_gap_has_the_prompt_tokens_that_were_computed_in_it(launches_ahead, to
     for at, (rooms, launched) in enumerate([("a", 5), ("ab", 12), ("b", 12), ("b", 17), ("c", 20)]):
         found.append(gaps.step([(room, 0) for room in rooms], launched, float(at)))
     assert found[0] is None
-    assert [gap for gap in found if gap is not None] == [(1.0, count) for count in tokens]
+    assert [(gap.seconds, gap.num_tokens) for gap in found if gap] == [(1.0, count) for count in tokens]
     assert found[4] is None, "other streams began, and nobody waited for them"
+
+
+def test_a_stream_that_begins_has_a_gap_of_its_own():
+    gaps = StepGaps(launches_ahead=False)
+    gaps.step([("a", 0)], 0, 1.0)
+    gaps.begin([("b", 0), ("ended", 0)], 1.5)
+    gap = gaps.step([("a", 0), ("b", 0)], 5, 4.0)
+    assert gap == Gap(seconds=3.0, num_tokens=5, num_streams=2, firsts=(2.5,))
+    assert gaps.step([("a", 0), ("b", 0)], 5, 5.0).firsts == ()
+    gaps.step([("a", 0)], 5, 60.0)
+    assert gaps._begun == {}

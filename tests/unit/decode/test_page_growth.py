@@ -25,7 +25,9 @@ class World:
         decoder = SimpleNamespace(grow=self.told.extend)
         self.growth = PageGrowth(engine, self.queues, decoder, is_on=True, ahead_tokens=0)
 
-    def room(self, *, claim=GROWS, state=DecodeState.RUNNING, prompt=8, most=30, output=0, unread=0):
+    def room(
+        self, *, claim=GROWS, state=DecodeState.RUNNING, prompt=8, most=30, output=0, unread=0, priority=0
+    ):
         request = Request(
             room=f"{len(self.queues):032x}",
             epoch=0,
@@ -42,6 +44,7 @@ class World:
             features=None,
             state=state,
             claim=claim,
+            priority=priority,
             granted_pages=self.growth.granted_pages(request, claim),
             covered_output=self.growth.covered_output(request),
             num_unread=unread,
@@ -122,7 +125,7 @@ def test_a_room_whose_last_step_is_under_way_is_waited_for():
 
 def test_the_least_urgent_class_gives_up_first_and_then_the_newest_room():
     world = World()
-    batch = world.room(claim=OutputClaim(expected=2, priority=5))
+    batch = world.room(claim=OutputClaim(expected=2), priority=5)
     short, newest = world.room(output=6), world.room()
     world.fill()
     assert set(map(id, world.cover())) == {id(short), id(newest)}

@@ -1,6 +1,7 @@
 """Laws of the prefill scheduler: every prompt token is computed exactly once, in order, within the budget."""
 
 import pytest
+from baton.cluster.protocol.request_rank import PRIORITY_S
 from baton.engine import prompt_logprobs
 from baton.engine.kv.pool import PageAllocator
 from baton.engine.kv.prefix_cache import PrefixCache
@@ -8,6 +9,7 @@ from baton.engine.request import Request
 from baton.engine.sampling.params import SamplingParams
 from baton.prefill.queues import PrefillQueues, PrefillRoom, PrefillState
 from baton.prefill.scheduler import PrefillScheduler
+from baton.worker.first_token_plan import FirstTokenPlan
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -208,3 +210,122 @@ def test_rows_scored_in_one_forward_are_bounded_over_all_prompts(chunk_size, mon
         assert sum(scored) <= 6 + sum(count == 1 for count in scored), "each prompt goes on by a row at least"
         run(scheduler, chunks)
     assert most >= 6
+
+
+# --- classes ------------------------------------------------------------------------------------------------
+
+
+def ask(scheduler, name, num_tokens, priority=0, arrived=0.0, **more):
+    room = add(scheduler, name, range(1000 * name, 1000 * name + num_tokens), **more)
+    room.priority, room.arrived = priority, arrived
+    return room
+
+
+def test_urgent_prompts_go_before_the_next_part_of_less_urgent_ones():
+    scheduler = make(num_pages=256, chunk_size=8)
+    low = ask(scheduler, 1, 60, priority=1)
+    run(scheduler, scheduler.next_chunks()[0])
+    urgent, short_low = ask(scheduler, 2, 20, arrived=1.0), ask(scheduler, 3, 2, priority=1, arrived=1.0)
+    for tokens in (8, 8):
+        chunks, _ = scheduler.next_chunks()
+        assert [(chunk.room, chunk.num_tokens) for chunk in chunks] == [(urgent, tokens)]
+        run(scheduler, chunks)
+    chunks, _ = scheduler.next_chunks()
+    assert [chunk.room for chunk in chunks] == [urgent, low, short_low], "what it leaves over goes on"
+
+
+def test_a_less_urgent_prompt_goes_first_once_it_has_waited_for_its_class():
+    scheduler = make(num_pages=256, chunk_size=8)
+    low = ask(scheduler, 1, 60, priority=1)
+    ask(scheduler, 2, 60, arrived=PRIORITY_S + 1)
+    assert scheduler.next_chunks()[0][0].room is low
+
+
+def test_begun_prompts_of_a_class_go_before_older_ones_that_were_not_ready():
+    scheduler = make(num_pages=256, chunk_size=8)
+    late = ask(scheduler, 1, 30)
+    late.restore = object()
+    begun = ask(scheduler, 2, 30, arrived=1.0)
+    run(scheduler, scheduler.next_chunks()[0])
+    late.restore = None
+    assert scheduler.next_chunks()[0][0].room is begun
+
+
+def test_pages_are_taken_from_the_newest_prompts_of_the_least_urgent_class():
+    scheduler = make(num_pages=24, chunk_size=4, max_batch=8)
+    rooms = [ask(scheduler, i, 24, priority=p, arrived=i) for i, p in enumerate((1, 2, 2, 1))]  # 6 pages each
+    for room in rooms:
+        assert scheduler._has_pages(room, [])
+        room.request.num_computed = 4
+    urgent = ask(scheduler, 9, 40, arrived=9.0)  # 10 pages
+    assert scheduler.take_back() == [rooms[2], rooms[1]]
+    rooms[2].keeps_pages = True
+    assert scheduler.take_back() == [rooms[1], rooms[3]]
+    rooms[1].state = PrefillState.CLOSING
+    assert scheduler.take_back() == [rooms[3]], "what comes back is counted on"
+    for room in rooms:
+        room.priority = 0
+    assert scheduler.take_back() == []
+    urgent.priority = -1
+    assert scheduler.take_back() == [rooms[3]]
+    huge = ask(scheduler, 10, 96, priority=-2, arrived=10.0)
+    assert huge
+    assert scheduler.take_back() == [], "all of them would not do"
+
+
+def test_a_full_queue_turns_the_newest_of_the_least_urgent_class_away():
+    scheduler = make()
+    rooms = [ask(scheduler, i, 8, priority=p, arrived=i) for i, p in enumerate((1, 2, 2, 1))]
+    assert scheduler.turned_away(0) is rooms[2]
+    assert scheduler.turned_away(1) is rooms[2]
+    assert scheduler.turned_away(2) is None
+
+
+@given(
+    drawn=st.lists(
+        st.tuples(st.integers(1, 40), st.integers(-1, 2), st.floats(0, 30)), min_size=1, max_size=10
+    ),
+    chunk_size=st.sampled_from([0, 5, 8, 64]),
+    slo_s=st.sampled_from([0.0, 0.5, 5.0]),
+    num_pages=st.sampled_from([12, 40, 100]),
+)
+def test_every_prompt_of_every_class_is_computed_once_in_order(drawn, chunk_size, slo_s, num_pages):
+    plan = FirstTokenPlan(slo_s) if slo_s else None
+    for tokens in (10, 20, 30) if plan else ():
+        plan.pace.saw(tokens, 0.05 + tokens / 100)
+    scheduler = make(num_pages=num_pages, chunk_size=chunk_size, max_batch=3)
+    scheduler.plan = plan
+    rooms = [ask(scheduler, i + 1, n, priority=p, arrived=at) for i, (n, p, at) in enumerate(drawn)]
+    reached, now = dict.fromkeys(range(len(rooms)), 0), 30.0
+    for _ in range(2000):
+        chunks, _ = scheduler.next_chunks(now)
+        if not chunks:
+            break
+        now += 0.2
+        assert len(chunks) <= 3
+        assert len({chunk.room.key for chunk in chunks}) == len(chunks)
+        if chunk_size:
+            assert sum(chunk.num_tokens for chunk in chunks) <= chunk_size
+        for chunk in chunks:
+            number = rooms.index(chunk.room)
+            assert chunk.start == reached[number] < chunk.end
+            reached[number] = chunk.end
+        run(scheduler, chunks)
+        scheduler.cache.check_integrity()
+    assert list(reached.values()) == [n for n, _, _ in drawn], "nobody starves"
+    assert scheduler.cache.num_available == num_pages
+
+
+def test_the_objective_counts_what_is_cached_of_a_prompt():
+    scheduler = make(num_pages=200, chunk_size=16)
+    scheduler.plan = FirstTokenPlan(1.0)
+    for tokens in (4, 8, 16):
+        scheduler.plan.pace.saw(tokens, tokens / 16)
+    ask(scheduler, 1, 200, arrived=0.0)
+    while scheduler.queues.count(PrefillState.QUEUED) or scheduler.queues.count(PrefillState.RUNNING):
+        run(scheduler, scheduler.next_chunks(0.0)[0])
+    again, other = ask(scheduler, 1, 203, arrived=50.0), ask(scheduler, 2, 12, arrived=50.0)
+    chunks, _ = scheduler.next_chunks(50.0)
+    assert [(chunk.room, chunk.num_tokens) for chunk in chunks] == [(again, 3), (other, 1)]
+    run(scheduler, chunks)
+    assert scheduler.next_chunks(50.2)[0][0].room is other

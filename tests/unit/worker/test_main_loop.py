@@ -6,7 +6,7 @@ import pytest
 from baton.cluster.net.control_link import LEFT
 from baton.cluster.process.process import Shutdown
 from baton.cluster.protocol.messages import Goodbye, Heartbeat, WorkerStats
-from baton.worker.main_loop import FAREWELL_S, WorkerLoop
+from baton.worker.main_loop import FAREWELL_S, SOON_S, WorkerLoop
 from baton.worker.room_owners import RouterLost
 
 
@@ -38,6 +38,7 @@ class FakeQueues:
 class FakeWorker:
     instance = "1" * 32
     num_rooms = 0
+    wants_beat = False
     queues = FakeQueues()
 
     def __init__(self, clock):
@@ -82,6 +83,17 @@ def test_an_idle_leaving_worker_stays_to_refuse_orders_under_way():
     assert FAREWELL_S <= clock[0] - 100.0 < FAREWELL_S + 0.3
     assert [type(item) for item in loop.link.posted[:1]] == [Goodbye]
     assert loop.link.is_closed
+
+
+def test_a_worker_that_routers_wait_for_tells_at_once_but_not_always():
+    loop, _, clock, _ = loop_of(1)
+    loop.beat()
+    for wants, later, beats in ((True, 0.001, 1), (True, SOON_S, 2), (False, SOON_S, 2), (True, 0.001, 3)):
+        loop.worker.wants_beat = wants
+        clock[0] += later
+        loop.beat()
+        assert sum(isinstance(item, Heartbeat) for item in loop.link.posted) == beats
+        assert loop.worker.wants_beat == (wants and later < SOON_S and beats == 1)
 
 
 def test_rooms_left_at_the_end_of_the_drain_time_are_handed_back():

@@ -7,7 +7,7 @@ from baton.cluster.errors import StartupError
 from baton.decode.startup import DecodeStartup
 from baton.prefill.startup import PrefillStartup, advertised_endpoint
 from baton.tests.unit.router.workers.test_registry import hello
-from baton.worker.identity import small_pool_warning
+from baton.worker.identity import objectives_of, small_pool_warning
 
 ROLES = [(PrefillStartup, PrefillConfig), (DecodeStartup, DecodeConfig)]
 
@@ -45,6 +45,18 @@ def test_sockets_open_only_after_the_engine_is_loaded(startup):
             startup.open_sockets()
     finally:
         startup.link.close()
+
+
+def test_a_worker_tells_the_objectives_that_it_was_given():
+    def told(config, *flags):
+        found = objectives_of(load_config(config, ["--model=m", *flags], {}))
+        assert {choice.why for choice in found.values()} <= {"given"}
+        return {name: choice.value for name, choice in found.items()}
+
+    assert told(PrefillConfig) == told(DecodeConfig) == {}
+    assert told(PrefillConfig, "--slo-ttft-ms=300") == {"slo_ttft_ms": "300"}
+    both = told(DecodeConfig, "--slo-ttft-ms=300", "--slo-itl-ms=12.5")
+    assert both == {"slo_ttft_ms": "300", "slo_itl_ms": "12.5"}
 
 
 @pytest.mark.parametrize(("kind", "config"), ROLES, ids=["prefill", "decode"])

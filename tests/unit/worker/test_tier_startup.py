@@ -8,7 +8,7 @@ import shutil
 import stat
 
 import pytest
-from baton.engine.kv.tiers.disk_files import DiskFiles
+from baton.engine.kv.tiers.disk_files import RECORD_BYTES, DiskFiles
 from baton.tests.parity.toy_engine import random_ids
 from baton.tests.sim.tiered_decode import ask, chats, decode_worker, settled
 
@@ -118,6 +118,94 @@ def test_a_full_disk_turns_the_tier_off_with_one_line(opened, expected, tmp_path
     assert len(lines(caplog)) == 1
     assert lines(caplog)[0].endswith("No space left on device")
     assert worker.stats().tiers == []
+
+
+SLAB_SLOTS = 4
+
+
+def refused(*_):
+    raise OSError(5, "Input/output error")
+
+
+class FullLater:
+    """A disk with room for one slab."""
+
+    def __init__(self):
+        self.num_slabs = 0
+
+    def __call__(self, fd, offset, length):
+        self.num_slabs += 1
+        if self.num_slabs > 1:
+            raise OSError(28, "No space left on device")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("call", "answer", "end"),
+    [
+        ("posix_fallocate", FullLater(), "No space left on device"),
+        ("pwritev", refused, "Input/output error"),
+        ("preadv", refused, "Input/output error"),
+        ("pwritev", lambda fd, parts, offset: 512, "bytes were written"),
+    ],
+    ids=("full later", "write", "read", "short"),
+)
+def test_a_disk_that_fails_later_turns_its_tier_off_with_one_line(
+    opened, expected, tmp_path, caplog, monkeypatch, call, answer, end
+):
+    if call == "preadv":  # it reads what another life has left
+        chats(before := opened(tmp_path, host=HOST // 8), rounds=1)
+        before.tiers.close()
+    worker = opened(tmp_path, host=HOST // 8)
+    settled(worker)
+    page = worker.tiers.tiers.page_bytes
+    monkeypatch.setattr("baton.engine.kv.tiers.disk_files.SLAB_BYTES", SLAB_SLOTS * page)
+    worker.tiers._files._slots_per_slab = SLAB_SLOTS
+    monkeypatch.setattr(os, call, answer)
+    assert [said for said, _ in chats(worker)] == expected
+    assert [line.endswith(end) for line in lines(caplog)] == [True]
+    assert [tier.name for tier in worker.stats().tiers] == ["host"]
+    settled(worker)
+    worker.engine.cache.check_integrity()
+
+
+def flip_the_index(folder):
+    """A bit of every record."""
+    path = folder / "index"
+    raw = bytearray(path.read_bytes())
+    for at in range(0, len(raw), RECORD_BYTES):
+        raw[at + 20] ^= 1
+    path.write_bytes(raw)
+
+
+def cut_the_slab(folder):
+    os.truncate(folder / "slab-0000", 4096)
+
+
+def remove_the_slab(folder):
+    (folder / "slab-0000").unlink()
+
+
+def remove_the_index(folder):
+    (folder / "index").unlink()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", [flip_the_index, cut_the_slab, remove_the_slab, remove_the_index])
+def test_files_that_were_damaged_between_two_lives_are_misses(opened, expected, tmp_path, damage):
+    worker = opened(tmp_path)
+    chats(worker)
+    worker.tiers.close()
+    (folder,) = tmp_path.iterdir()
+    damage(folder)
+    again = opened(tmp_path)
+    settled(again)
+    assert ask(again, FIRST) == (expected[0], 0)
+    assert [said for said, _ in chats(again)] == expected, "and the tier goes on"
+    again.tiers.close()
+    settled(last := opened(tmp_path))
+    assert ask(last, FIRST) == (expected[0], 64)
+    assert last.tiers.counters["disk_hit_tokens"] == 64
 
 
 def test_a_directory_that_cannot_be_made_turns_the_tier_off_with_one_line(opened, tmp_path, caplog):

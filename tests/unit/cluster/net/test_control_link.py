@@ -168,6 +168,17 @@ def test_a_rejected_worker_tries_again_later_and_warns_once_per_reason(caplog):
     assert len(caplog.records) == 1
 
 
+def test_cancels_do_not_put_off_the_hello_of_a_rejected_worker():
+    machine = LinkMachine(HELLO, 0.0)
+    advance(machine, 0.0)
+    machine.hear(Rejected(instance=ME, reason="a message was damaged"))
+    assert advance(machine, 1.0) == (False, "")
+    for now in (2.0, 3.0, 5.0):
+        machine.hear(Cancel(room=ROOM, epoch=0, instance=ME))
+        assert advance(machine, now) == (False, "")
+    assert advance(machine, 1.0 + REJECTED_BACKOFF_S) == (True, "")
+
+
 def test_a_rejection_of_a_joined_worker_is_a_loss():
     machine = joined()
     machine.hear(Rejected(instance=ME, reason="other fingerprint"))

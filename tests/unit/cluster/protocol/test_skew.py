@@ -47,7 +47,7 @@ OLD = {
 # without which the answer is the same
 HARMLESS = (
     "traceparent", "tracestate", "may_record", "request_id", "priority", "expected_output", "granted_output",
-    "shares", "pull", "wants_features",
+    "shares", "waited_ms", "keeps_pages", "pull", "wants_features",
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from baton.cluster.protocol.messages import TierStats, WorkerStats
 from baton.cluster.telemetry import metric_names as names
 from baton.cluster.telemetry.metrics import (
     ROUTES,
+    ClassLoad,
     Handoff,
     PromptWork,
     RequestClass,
@@ -190,6 +191,7 @@ def everything():
         canaries={"passed": 1},
         failing_pairs=failing,
         registered={("decode", "serving"): 1},
+        classes=(ClassLoad(priority="low", queued=1),),
     )
     return shown(metrics.render(router, [worker])), shown(render_worker(MODEL, worker))
 

@@ -15,5 +15,7 @@ def test_roles_with_unequal_ranks_are_one_line_with_both_numbers(tmp_path: Path)
         settle(config, env, lambda env: (), lambda name, setting: Path(name))
     message = str(caught.value)
     assert "\n" not in message
-    assert message.startswith("prefill takes 2 GPUs (--tp) and decode 4 (--tp, --dp-attention), and `baton up` deals")
+    assert message.startswith(
+        "prefill takes 2 GPUs (--tp) and decode 4 (--tp, --dp-attention), and `baton up` deals"
+    )
     assert "give both the same" in message

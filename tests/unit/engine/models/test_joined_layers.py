@@ -14,15 +14,17 @@ from baton.engine.kv.pool import KVPool
 from baton.engine.models.interface import CausalLM, StoredForms
 from baton.engine.models.registry import build_model
 from baton.engine.row_plans import plan_rows
-from baton.kernels import fp8_linear, layer_products, skinny_linear
+from baton.engine.speculative.drafters.eagle3_weights import load_eagle3
+from baton.engine.speculative.drafters.spec_config import load_draft_config
+from baton.kernels import fp8_linear, skinny_linear
 from baton.kernels.fp8_scales import FP8
 from baton.kernels.kv_store import kv_rows
-from baton.kernels.row_ops import JOIN_NAMES, NO_JOINS, Joins, named_joins
+from baton.kernels.row_ops import FASTEST, INVARIANT, JOIN_NAMES, NO_JOINS, Joins, named_joins
 from baton.kernels.triton_jit import planned_launches
+from baton.tests.parity.eagle3_toys import head_config, head_tensors, toy_target, write_head
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ALL = named_joins("all")
 PAGE_SIZE = 4
 # Operations of torch that launch nothing: they make or describe tensors.
 SILENT = {
@@ -54,7 +56,7 @@ FAMILIES = {
 
 
 def model_of(
-    family: str, joins: Joins, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, joins: Joins | None, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> CausalLM:
     form = "fp8" if family == "llama in 8 bits" else "none"
     monkeypatch.setitem(SHAPES, family, FAMILIES[family])
@@ -89,24 +91,26 @@ def step(model: CausalLM, num_requests: int, num_rows: int) -> tuple[torch.Tenso
     return model.compute_logits(hidden), pool.kv
 
 
-def slow_but(quick: set[tuple[str, str]], cases: Iterable[tuple[str, str]]) -> list[object]:
+def slow_but(quick: set[tuple[object, ...]], cases: Iterable[tuple[object, ...]]) -> list[object]:
     """The cases as parameters of a test, those that are not `quick` marked slow."""
     return [pytest.param(*case, marks=[] if case in quick else pytest.mark.slow) for case in cases]
 
 
-NAMES = (*JOIN_NAMES[:2], "norms,experts", "norms,products", "latents", "all")
+NAMES = (("norms",), ("norms", "experts"), ("latents",), JOIN_NAMES)
 
 
 @pytest.mark.parametrize(
-    ("family", "names"), slow_but({("llama", "all"), ("qwen3-moe", "all")}, product(FAMILIES, NAMES))
+    ("family", "names"),
+    slow_but({("llama", JOIN_NAMES), ("deepseek-v2", JOIN_NAMES)}, product(FAMILIES, NAMES)),
 )
 @torch.no_grad()
 def test_joined_steps_compute_what_they_do_apart(
-    family: str, names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    logits, kv = step(model_of(family, NO_JOINS, torch.float32, tmp_path, monkeypatch), 2, 3)
-    joins = replace(named_joins(names), everywhere=True)
-    joined, joined_kv = step(model_of(family, joins, torch.float32, tmp_path, monkeypatch), 2, 3)
+    rows = (1, 1) if family == "llama in 8 bits" else (2, 3)
+    logits, kv = step(model_of(family, NO_JOINS, torch.float32, tmp_path, monkeypatch), *rows)
+    joins = Joins(**dict.fromkeys(names, 6), everywhere=True)
+    joined, joined_kv = step(model_of(family, joins, torch.float32, tmp_path, monkeypatch), *rows)
     torch.testing.assert_close(joined, logits, rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(joined_kv, kv, rtol=1e-5, atol=2e-5)
 
@@ -132,7 +136,6 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
         patch.setattr(skinny_linear, "shared_bytes", lambda device: skinny_linear.SHARED_BYTES)
-        patch.setattr(layer_products, "num_programs_of", lambda device: 264)
         patch.setattr(fp8_linear, "_is_native", lambda device: True)
         with FakeTensorMode(allow_non_fake_inputs=True), planned_launches() as planned, CountOps() as counted:
             yield found
@@ -162,29 +165,57 @@ def launches_a_layer(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> list[s
 LIMITS = {
     ("llama", "none"): 9,
     ("llama", "norms"): 7,
-    ("llama", "attention"): 7,
-    ("llama", "norms,attention"): 5,
-    ("llama", "all"): 2,
+    ("llama", ""): 7,
     ("llama in 8 bits", "none"): 9,
-    ("llama in 8 bits", "norms,attention"): 5,
+    ("llama in 8 bits", ""): 7,
     ("qwen3-moe", "none"): 12,
-    ("qwen3-moe", "norms,attention"): 10,
-    ("qwen3-moe", "all"): 6,
-    ("deepseek-v2", "all"): 8,
-    ("gemma-3", "none"): 9,
-    ("gemma-3", "all"): 7,
+    ("qwen3-moe", ""): 12,
+    ("deepseek-v2", "none"): 23,
+    ("deepseek-v2", "norms,experts"): 17,
+    ("deepseek-v2", "latents"): 14,
+    ("deepseek-v2", ""): 8,
+    ("gemma-3", ""): 9,
 }
 
 
 @pytest.mark.parametrize(
-    ("family", "names"),
-    slow_but({(family, "all") for family in ("llama", "qwen3-moe", "deepseek-v2")}, LIMITS),
+    ("family", "names"), slow_but({(family, "") for family in ("llama", "deepseek-v2")}, LIMITS)
 )
 @torch.no_grad()
 def test_a_decode_layer_of_one_row_has_few_launches(
     family: str, names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    """Without `names`, as a server has it."""
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-    model = model_of(family, named_joins(names), torch.bfloat16, tmp_path, monkeypatch)
+    joins = named_joins(names) if names else None
+    model = model_of(family, joins, torch.bfloat16, tmp_path, monkeypatch)
     found = launches_a_layer(model, monkeypatch)
     assert len(found) == LIMITS[family, names], found
+
+
+def test_batch_invariant_operations_share_no_launches():
+    assert INVARIANT.joins == NO_JOINS
+    assert FASTEST.joins == named_joins("all")
+    assert not FASTEST.joins.takes(torch.empty(1, 8, dtype=torch.bfloat16), FASTEST.joins.norms), "on a CPU"
+
+
+@torch.no_grad()
+def test_the_layer_of_an_eagle3_head_joins_its_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = write_head(tmp_path, head_config(1), head_tensors())
+    layer = load_eagle3(load_draft_config(path, toy_target()), dtype=torch.float32).layer
+    inputs = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0))
+    norms = 0
+
+    def add_rms_norm(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal norms
+        norms += 1
+        return FASTEST.add_rms_norm(*arguments)
+
+    def run(joins: Joins) -> torch.Tensor:
+        layer.post_norm.ops = replace(FASTEST, joins=joins, add_rms_norm=add_rms_norm)
+        return layer(*inputs, torch.ones(3, 16), torch.zeros(3, 16), lambda index, q, k, v, form: q)
+
+    apart = run(NO_JOINS)
+    assert norms == 1
+    torch.testing.assert_close(run(Joins(norms=3, everywhere=True)), apart, rtol=1e-5, atol=1e-5)
+    assert norms == 1

@@ -123,7 +123,14 @@ def test_rows_are_checked_once_ranks_agree():
 
 def test_experts_that_ranks_share_are_not_joined_with_other_steps():
     """A kernel that computes a layer's experts at once knows nothing of the rows of other ranks."""
-    config = MoEConfig(num_experts=16, top_k=2, intermediate_size=32, is_normalised=True, names=QWEN_NAMES)
+    config = MoEConfig(
+        num_experts=16,
+        top_k=2,
+        intermediate_size=32,
+        is_normalised=True,
+        names=QWEN_NAMES,
+        shared_size=32,
+    )
     for rows, wanted in ((ROWS_OF_ONE_RANK, True), (LockstepRows(TensorGroup(rank=0, size=2)), False)):
         ops = replace(FASTEST, expert_rows=rows)
         layer = MixtureOfExperts(64, config, dtype=torch.float32, device="cpu", ops=ops)

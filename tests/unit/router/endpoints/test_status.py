@@ -32,6 +32,7 @@ def dispatcher_of(registry):
         health_probes=SimpleNamespace(pair_health=proofs),
         stalls=Stalls(registry, 0.0, Counter()),
         role_changes=RoleChanges(registry),
+        classes=lambda: (),
     )  # fmt: skip
 
 

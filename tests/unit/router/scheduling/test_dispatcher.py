@@ -13,6 +13,7 @@ from baton.cluster.protocol.messages import (
     Finished,
     FirstToken,
     Gone,
+    Goodbye,
     Heartbeat,
     Prefill,
     Refused,
@@ -317,7 +318,7 @@ def test_choices_waiting_for_their_siblings_count_as_no_queue():
 
 
 @pytest.mark.parametrize("has_begun", [True, False])
-def test_a_stream_without_its_pages_outlasts_the_queue_timeout(has_begun):
+def test_a_request_without_its_pages_outlasts_the_queue_timeout(has_begun):
     world = World(queue_timeout_s=5.0).join(max_running=1)
     (entry,), inbox = world.submit(16)
     one = {"room": entry.room.room, "epoch": 0}
@@ -334,10 +335,28 @@ def test_a_stream_without_its_pages_outlasts_the_queue_timeout(has_begun):
     world.now = 9.0
     world.dispatcher.tick()
     assert entry.room.num_retractions == 1
-    assert entry.room.is_live == has_begun
-    assert world.dispatcher.num_queued == has_begun
-    kinds = [type(event) for event in events(inbox)]
-    assert kinds == ([Deliver] if has_begun else [Failure])
+    assert entry.room.is_live
+    assert world.dispatcher.num_queued == 1
+    if has_begun:
+        assert [type(event) for event in events(inbox)] == [Deliver]
+
+
+def test_pages_that_were_lost_behind_a_refusal_count():
+    world = World().join()
+    (entry,), _ = world.submit(16)
+    one = {"room": entry.room.room, "epoch": 0}
+    world.dispatcher.on_message(b"p", Refused(instance=P, reason="full", retry_after_ms=250, **one))
+    lost = Failed(instance=D, kind="Retracted", message="full", retryable=True, **one)
+    for _ in range(2):
+        world.dispatcher.on_message(b"d", lost)
+    assert entry.room.num_retractions == 1
+    world.now += 1.0
+    stats = WorkerStats(pages_total=1000, pages_free=1000)
+    for identity, instance in ((b"p", P), (b"d", D)):
+        world.dispatcher.on_message(identity, Heartbeat(instance=instance, stats=stats))
+    world.dispatcher.tick()
+    order = world.of(b"d", Reserve)[-1]
+    assert (order.epoch, order.granted_output) == (1, order.expected_output)
 
 
 def test_a_request_that_no_order_could_continue_holds_its_whole_output(monkeypatch):
@@ -445,3 +464,19 @@ def test_times_and_lengths_of_a_request_count_under_its_route_and_priority():
     assert f"baton_inter_token_seconds_count{{{labels}}} 1.0" in text
     assert f"baton_request_prompt_tokens_sum{{{labels}}} 20.0" in text
     assert f"baton_request_output_tokens_sum{{{labels}}} 2.0" in text
+
+
+@pytest.mark.parametrize("has_first", [True, False])
+def test_a_drained_prefill_worker_is_no_loss_to_streams_that_have_begun(has_first):
+    world = World().join()
+    (entry,), inbox = world.submit(16)
+    one = {"room": entry.room.room, "epoch": 0}
+    world.dispatcher.on_message(b"d", Reserved(instance=D, **one))
+    if has_first:
+        world.dispatcher.on_message(b"p", FirstToken(instance=P, token=9, **one))
+    world.dispatcher.on_message(b"p", Goodbye(instance=P))
+    world.dispatcher.lose([world.dispatcher.registry.get(P)])
+    assert world.dispatcher.events["worker_lost"] == (not has_first)
+    if has_first:
+        world.dispatcher.on_message(b"d", Finished(instance=D, reason="stop", output_tokens=1, **one))
+        assert [type(event) for event in events(inbox)] == [Deliver, Ended]

@@ -3,8 +3,10 @@
 import pytest
 from baton.cluster.protocol.expected_output import expected_left
 from baton.router.scheduling.output_estimates import (
+    BURST,
     FIRST_GUESS,
     LEAST_MARGIN,
+    MARGIN_STEP,
     MAX_KEYS,
     MOST_MARGIN,
     OutputEstimates,
@@ -19,7 +21,7 @@ def test_the_first_guess_gives_way_to_what_answers_had():
     assert estimates.expected(CHAT) == round(FIRST_GUESS * LEAST_MARGIN)
     for _ in range(200):
         estimates.ended(CHAT, 40)
-    assert 40 < estimates.expected(CHAT) < 60
+    assert 36 <= estimates.expected(CHAT) < 50
     assert estimates.expected(BATCH) == round(FIRST_GUESS * LEAST_MARGIN), "another key is not concerned"
 
 
@@ -34,7 +36,10 @@ def test_a_change_of_the_load_is_learned_within_some_hundred_answers():
 
 def test_retractions_raise_the_margin_up_to_a_bound_and_answers_lower_it():
     estimates = OutputEstimates()
-    for _ in range(50):
+    for _ in range(BURST):
+        estimates.retracted()
+    assert estimates.margin == LEAST_MARGIN * MARGIN_STEP, "they come of one wrong guess"
+    for _ in range(8 * BURST):
         estimates.retracted()
     assert estimates.margin == MOST_MARGIN
     for _ in range(500):

@@ -1,10 +1,11 @@
 """The admission queue: its order and its bounds."""
 
 from baton.cluster.protocol.messages import Sampling
+from baton.cluster.protocol.request_rank import PRIORITY_S
 from baton.router.rooms.room import Room
 from baton.router.scheduling.inbox import Inbox
 from baton.router.scheduling.request_state import ClientRequest, Entry, Job
-from baton.router.scheduling.waiting_list import PRIORITY_S, WaitingList
+from baton.router.scheduling.waiting_list import WaitingList
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,0 +1,186 @@
+"""`baton bench tiers`: the time to the first token by turn of conversations that do not fit the KV pool,
+without tiers below it, with host memory, and with a disk.
+
+    baton bench checkpoint DIR --shape llama-3.1-8b
+    baton bench tiers --model DIR/target --disk /var/tmp/baton-tiers
+
+Conversations take turns with each other, each behind a document of its own, so between two turns of a
+conversation lies one of each other. One server after the other gets the same requests: without tiers it
+computes every prompt again. Flags behind `--` go to the server.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...cluster.errors import BatonError
+from ...cluster.process.progress import JobProgress
+from ...engine.errors import CheckpointError
+from ...engine.models.registry import load_model_config
+from ..arguments import at_least
+from ..child_server import serving
+from ..router.rig import free_port
+from ..serve.bench import EXTENSIONS, LoadPlan, ServeBench
+from ..serve.client import LoadClient, endpoint_of
+from ..serve.figures import Figures, Goals
+from ..serve.load import Bound, Level
+from ..serve.workloads import Conversation, Turn, Workload
+
+PROG = "baton bench tiers"
+NONE, HOST, DISK = "none", "host", "disk"
+MOVED = {
+    "host_in_mb": "into host memory",
+    "host_out_mb": "back",
+    "disk_in_mb": "onto disk",
+    "disk_out_mb": "from disk",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `baton bench tiers`. Returns 0, 1 where a run failed or had errors, 2 for a wrong argument."""
+    listed = list(argv)
+    at = listed.index("--") if "--" in listed else len(listed)
+    options, extra = parse(listed[:at]), listed[at + 1 :]
+    progress = JobProgress()
+    found: dict[str, Figures] = {}
+    try:
+        vocab = load_model_config(Path(options.model)).vocab_size
+        for tier in options.tiers:
+            found[tier] = _measured(options, tier, extra, vocab, progress)
+    except (BatonError, CheckpointError) as error:
+        sys.stderr.write(f"{PROG}: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{PROG}: interrupted\n")
+        return 130
+    finally:
+        progress.close()
+    sys.stdout.write(json.dumps(as_document(found)) + "\n" if options.json else as_table(found))
+    return int(any(figures.errors for figures in found.values()))
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options in `argv`. Exits with code 2 on a wrong one."""
+    parser = argparse.ArgumentParser(
+        prog=PROG,
+        description="The time to the first token by turn, without tiers, with host memory, with a disk.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR", help="a checkpoint")
+    add("--pages", type=at_least(2), default=720, metavar="N", help="KV pages of 16 tokens (720)")
+    add("--host-gib", type=float, default=12.0, metavar="N", help="host memory of that run (12)")
+    add(
+        "--disk", default="", metavar="DIR", help="directory of the disk tier, which is made; needed for disk"
+    )
+    add("--disk-gib", type=float, default=12.0, metavar="N", help="of the disk in that run (12)")
+    add("--tiers", nargs="+", choices=(NONE, HOST, DISK), default=[NONE, HOST, DISK], metavar="TIER",
+        help="none, host, disk (all)")  # fmt: skip
+    add("--conversations", type=at_least(1), default=20, metavar="N", help="that take turns (20)")
+    add("--turns", type=at_least(2), default=10, metavar="N", help="of each (10)")
+    add("--document", type=at_least(1), default=2000, metavar="N", help="tokens before the first turn (2000)")
+    add("--question", type=at_least(1), default=64, metavar="N", help="new tokens of a turn (64)")
+    add("--answer", type=at_least(1), default=16, metavar="N", help="tokens of an answer (16)")
+    add("--concurrency", type=at_least(1), default=2, metavar="N", help="clients (2)")
+    add("--json", action="store_true", help="one JSON document instead of a table")
+    options = parser.parse_args(argv)
+    if DISK in options.tiers and not options.disk:
+        parser.error("the disk tier needs a directory: --disk DIR, or leave it out: --tiers none host")
+    return options
+
+
+def _measured(
+    options: argparse.Namespace, tier: str, extra: Sequence[str], vocab: int, progress: JobProgress
+) -> Figures:
+    arguments = [
+        "serve", f"--model={options.model}", "--served-model=bench", f"--pages={options.pages}",
+        "--canary-s=0", "--log-level=warning", "--access-log=off",
+    ]  # fmt: skip
+    if tier == HOST:
+        arguments.append(f"--host-cache-gib={options.host_gib:g}")
+    elif tier == DISK:
+        arguments += [f"--disk-cache={options.disk}", f"--disk-cache-gib={options.disk_gib:g}"]
+    progress.begin(f"{tier}: starts")
+    port = free_port()
+    with serving([*arguments, *extra], port) as url:
+        return asyncio.run(_asked(options, tier, url, vocab, progress))
+
+
+async def _asked(
+    options: argparse.Namespace, tier: str, url: str, vocab: int, progress: JobProgress
+) -> Figures:
+    client = LoadClient(endpoint_of(url), asyncio.get_running_loop().time)
+    first = Turn(prompt_tokens=options.document + options.question, output_tokens=options.answer)
+    later = Turn(prompt_tokens=options.question, output_tokens=options.answer)
+    talk = Conversation(turns=(first, *[later] * (options.turns - 1)))
+    plan = LoadPlan(
+        model="bench",
+        common={"temperature": 0.0} | EXTENSIONS,
+        questions=Workload(source=(talk,), vocab=vocab, seed=0).questions(random.Random(5)),
+        bound=Bound(num_requests=options.conversations * options.turns),
+        goals=Goals(),
+        warmup=2,
+        rng=random.Random(0),
+        takes_turns=True,
+    )
+    try:
+        bench = ServeBench(client, plan, progress=progress)
+        await bench.warm_up()
+        _, figures = await bench.measure(Level(width=options.concurrency), f"{tier}: ")
+        return figures
+    finally:
+        client.close()
+
+
+def late_ttft_ms(found: dict[str, Figures]) -> dict[str, float]:
+    """The median TTFT from turn 2 on of each tier, in milliseconds: that of the medians of the turns.
+
+    A tier where no later turn was answered has none.
+    """
+    later = {tier: figures.ttft_by_turn[1:] for tier, figures in found.items()}
+    return {tier: statistics.median(times) for tier, times in later.items() if times}
+
+
+def times_faster(found: dict[str, Figures]) -> dict[str, float]:
+    """The median TTFT from turn 2 on without tiers by that with each tier."""
+    late = late_ttft_ms(found)
+    if NONE not in late:
+        return {}
+    return {tier: late[NONE] / max(1e-9, value) for tier, value in late.items() if tier != NONE}
+
+
+def as_table(found: dict[str, Figures]) -> str:
+    """A markdown row for each tier: the median TTFT of each turn and from turn 2 on in milliseconds, and the
+    bytes that were moved.
+    """
+    num_turns = max((len(figures.ttft_by_turn) for figures in found.values()), default=0)
+    heads = ["tier", *(f"turn {n + 1}" for n in range(num_turns)), "from turn 2", "errors", "moved"]
+    lines = ["Median ms to the first token.", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    late = late_ttft_ms(found)
+    for tier, figures in found.items():
+        moved = [
+            f"{figures.server[name]:.0f} MB {what}" for name, what in MOVED.items() if name in figures.server
+        ]
+        times = [f"{value:.0f}" for value in (*figures.ttft_by_turn, late.get(tier, math.nan))]
+        cells = [tier, *times, str(sum(figures.errors.values())), ", ".join(moved)]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        *(f"{tier}: {ratio:.1f} times faster from turn 2 on" for tier, ratio in times_faster(found).items()),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def as_document(found: dict[str, Figures]) -> dict[str, object]:
+    """The figures for JSON."""
+    return {
+        "tiers": {tier: figures.as_dict() for tier, figures in found.items()},
+        "ttft_from_turn_2_ms": late_ttft_ms(found),
+        "times_faster_from_turn_2": times_faster(found),
+    }
