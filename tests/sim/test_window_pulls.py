@@ -50,7 +50,7 @@ def test_an_order_to_offer_window_pages_is_declined(mistral):
     assert room.have > 0
     assert pair.counter("offers_declined", D) == 1, "that of the second turn"
     for number, more in enumerate(({"room": name(3)}, {"prompt_ids": ids}), 2):
-        transfer = f"{number:032x}"
+        transfer = f"{number:031x}e"
         pair.decode.offers.take(OfferPrefix(instance=D, transfer=transfer, tokens=room.have, **more))
         assert not pair.decode.offers.held_pages
         assert pair.counter("offers_declined", D) == number
