@@ -54,15 +54,18 @@ class Preemption:
             - self._engine.cache.num_available
             - sum(len(other.request.pages) for other in over)
         )
+        windows = growth.missing_windows(room) - sum(len(other.request.windows) for other in over)
         reason = Reason.URGENT_PLACE if places > 0 else Reason.URGENT_PAGES
-        if places <= 0 and pages <= 0:
+        if places <= 0 and pages <= 0 and windows <= 0:
             return Way(victims=[], reason=reason) if over or self._engine.cache.num_held else None
         victims: list[DecodeRoom] = []
         for other in self._less_urgent(room):
             victims.append(other)
             places -= 1
             pages -= len(other.request.pages) + growth.promised(other)
-            if places <= 0 and pages <= 0:
+            windows -= len(other.request.windows)
+            windows -= growth.promised_windows(other, is_local=other.computes_prompt)
+            if places <= 0 and pages <= 0 and windows <= 0:
                 return Way(victims=victims, reason=reason)
         return None
 

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from baton.tests.lock_files import ROOT
 from baton.tests.meta.kubernetes.manifests import needs
+from baton.tests.parity.fresh_chats import FRESH_CHATS
 from baton.tests.parity.prompts import CHATS
 
 EXAMPLES = ROOT / "examples"
@@ -126,18 +127,26 @@ def test_the_training_prompts_are_chats_of_every_kind():
 
 
 def test_no_training_prompt_is_nearly_one_that_drafters_are_measured_with():
+    measured = [runs(texts_of(chat.messages()), 3) for chat in CHATS]
+    fresh = set().union(*(runs(texts_of(chat.messages()), 5) for chat in FRESH_CHATS))
+    assert len(fresh) > 400
     printed = said_by(dict(os.environ), sys.executable, "-P", EXAMPLES / "training_prompts.py", "5000")
-    measured = [three_words([text for role, text in chat.turns if role != "assistant"]) for chat in CHATS]
     for line in printed.splitlines():
-        asked = [turn["content"] for turn in json.loads(line)["messages"] if turn["role"] != "assistant"]
-        words = three_words(asked)
+        asked = texts_of(json.loads(line)["messages"])
+        words = runs(asked, 3)
         assert all(len(words & other) < 0.45 * len(words | other) for other in measured), asked
+        assert not runs(asked, 5) & fresh, asked
 
 
-def three_words(texts):
-    """All runs of three words of `texts`; a shorter text is one run."""
+def texts_of(messages):
+    """What was asked: all messages but those of the model."""
+    return [message["content"] for message in messages if message["role"] != "assistant"]
+
+
+def runs(texts, length):
+    """All runs of `length` words of `texts`; a shorter text is one run."""
     words = re.findall(r"\w+", " ".join(texts).lower())
-    return {tuple(words[i : i + 3]) for i in range(max(1, len(words) - 2))}
+    return {tuple(words[i : i + length]) for i in range(max(1, len(words) - length + 1))}
 
 
 @needs("helm")

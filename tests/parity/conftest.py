@@ -20,6 +20,7 @@ from baton.tests.parity.prompts import PROMPTS
 from baton.tests.shared_files import SharedFiles
 
 NUM_TOKENS = 64
+ASSETS = Path(__file__).resolve().parents[2] / "assets"
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,13 @@ def smollm2_dir() -> Path:
 @pytest.fixture(scope="session")
 def eagle3_dir() -> Path:
     """The EAGLE3 head that the repository ships for the demo model."""
-    return Path(__file__).resolve().parents[2] / "assets" / "smollm2-135m-eagle3"
+    return ASSETS / "smollm2-135m-eagle3"
+
+
+@pytest.fixture(scope="session")
+def mtp_dir() -> Path:
+    """The MTP module that the repository ships for the demo model."""
+    return ASSETS / "smollm2-135m-mtp"
 
 
 @pytest.fixture(scope="session")

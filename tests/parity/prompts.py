@@ -1,5 +1,9 @@
-"""Prompts for comparisons with transformers: 20 chats, 6 texts; short, long, multi-turn, code, languages."""
+"""Prompts for comparisons with transformers: 20 chats, 6 texts; short, long, multi-turn, code, languages.
 
+python -m baton.tests.parity.prompts > chats.jsonl      # the chats, for `baton draft evaluate --prompt-file`
+"""
+
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +34,7 @@ class ParityPrompt:
         return list(tokenizer(rendered).input_ids)
 
 
-def _chat(name: str, *contents: str, system: str = "") -> ParityPrompt:
+def chat(name: str, *contents: str, system: str = "") -> ParityPrompt:
     """User and assistant in turn, the user first."""
     turns = [("system", system)] if system else []
     turns += [("user" if i % 2 == 0 else "assistant", content) for i, content in enumerate(contents)]
@@ -154,44 +158,44 @@ _READINGS = "\n".join(
 )
 
 CHATS: tuple[ParityPrompt, ...] = (
-    _chat("capital", "What is the capital of France?"),
-    _chat("greeting", "Hi!"),
-    _chat("photosynthesis", "Explain photosynthesis to a ten-year-old in three sentences."),
-    _chat("list-fruits", "List five fruits that are rich in vitamin C, one per line."),
-    _chat(
+    chat("capital", "What is the capital of France?"),
+    chat("greeting", "Hi!"),
+    chat("photosynthesis", "Explain photosynthesis to a ten-year-old in three sentences."),
+    chat("list-fruits", "List five fruits that are rich in vitamin C, one per line."),
+    chat(
         "arithmetic",
         "A train travels 60 km in 45 minutes. What is its average speed in km/h? Show the steps.",
     ),
-    _chat("haiku", "Write a haiku about the sea in winter."),
-    _chat("email", "Write a short, polite email asking my landlord to repair the kitchen tap."),
-    _chat(
+    chat("haiku", "Write a haiku about the sea in winter."),
+    chat("email", "Write a short, polite email asking my landlord to repair the kitchen tap."),
+    chat(
         "pirate",
         "Where can I buy bread?",
         system="You are a pirate. Answer every question as a pirate would.",
     ),
-    _chat(
+    chat(
         "python-fibonacci",
         "Write a Python function that returns the n-th Fibonacci number, with a docstring.",
     ),
-    _chat(
+    chat(
         "sql", "Write an SQL query that finds the ten customers with the highest total order value in 2023."
     ),
-    _chat(
+    chat(
         "bug",
         "What is wrong here?\n\n```python\nfor i in range(len(xs)):\n    if xs[i] == 0:\n        del xs[i]\n```",  # noqa: E501
     ),
-    _chat(
+    chat(
         "translate-german", 'Translate into German: "The weather is nice today and we are going to the park."'
     ),
-    _chat("french", "Quelle est la différence entre le passé composé et l'imparfait ?"),
-    _chat("spanish", "Escribe un párrafo corto sobre la historia de la ciudad de Sevilla."),
-    _chat(
+    chat("french", "Quelle est la différence entre le passé composé et l'imparfait ?"),
+    chat("spanish", "Escribe un párrafo corto sobre la historia de la ciudad de Sevilla."),
+    chat(
         "two-turns",
         "Name three planets of the solar system.",
         "1. Mercury\n2. Venus\n3. Earth",
         "Which of them is the hottest, and why?",
     ),
-    _chat(
+    chat(
         "four-turns",
         "I want to learn to cook. Where should I start?",
         "Start with simple dishes: scrambled eggs, a tomato sauce for pasta, and roasted vegetables.",
@@ -200,15 +204,15 @@ CHATS: tuple[ParityPrompt, ...] = (
         "That worked! What should I cook next?",
         system="You are a patient cooking teacher.",
     ),
-    _chat(
+    chat(
         "long-story",
         f"Read this text.\n\n{_LIGHTHOUSE}\nWho was Ellen Arkwright? What did she do in the storm?",
     ),
-    _chat("long-code", f"Complete the last method of this module.\n\n```python\n{_MODULE}```"),
-    _chat(
+    chat("long-code", f"Complete the last method of this module.\n\n```python\n{_MODULE}```"),
+    chat(
         "long-table", f"These are weather readings.\n\n{_READINGS}\n\nSummarise the morning in one paragraph."
     ),
-    _chat(
+    chat(
         "json",
         'Turn this into JSON with the keys "name", "age", "city": Maria is 31 years old and lives in Porto.',
     ),
@@ -232,3 +236,8 @@ TEXTS: tuple[ParityPrompt, ...] = (
 )
 
 PROMPTS: tuple[ParityPrompt, ...] = CHATS + TEXTS
+
+
+if __name__ == "__main__":
+    for prompt in CHATS:
+        print(json.dumps({"messages": prompt.messages()}, ensure_ascii=False))

@@ -1,7 +1,8 @@
 """The real model's tokens stay with every drafter: 26 prompts x 64 tokens, handed over and without prefill.
 
-The EAGLE3 head is the shipped one, and a parallel head is made of it. The others have random weights of the
-model's sizes. `tell` makes most drafts right, so that acceptance takes part.
+The EAGLE3 head and the MTP module are the shipped ones, and a parallel head is made of the former. The others
+have random weights of the model's sizes. `tell` makes most drafts right, so that acceptance takes part. The
+shipped ones draft by themselves, too.
 """
 
 import json
@@ -31,7 +32,8 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
 ]
 
-SHIPPED = Path(__file__).resolve().parents[2] / "assets" / "smollm2-135m-eagle3"
+ASSETS = Path(__file__).resolve().parents[2] / "assets"
+SHIPPED = ASSETS / "smollm2-135m-eagle3"
 HIDDEN, INNER, KV, VOCAB = 576, 1536, 192, 49152
 MASK = 16  # a token without a text
 BATCH, NUM_TOKENS = 8, 64
@@ -40,6 +42,10 @@ SIZES = {"page_size": 16, "pages": 700, "max_context": 2048, "max_running": BATC
 
 def shipped(path: Path, target: Path) -> Path:
     return SHIPPED
+
+
+def shipped_module(path: Path, target: Path) -> Path:
+    return ASSETS / "smollm2-135m-mtp"
 
 
 def parallel(path: Path, target: Path) -> Path:
@@ -87,12 +93,13 @@ KINDS: dict[str, Kind] = {
     "eagle": Kind(eagle),
     "eagle tree": Kind(eagle, TREE),
     "dflash": Kind(blocks, {"steps": 7}),
-    "mtp shared": Kind(modules("qwen", 1)),
-    "mtp shared tree": Kind(modules("qwen", 1), TREE),
+    "mtp shared": Kind(shipped_module),
+    "mtp shared tree": Kind(shipped_module, TREE),
     "mtp chained": Kind(modules("deepseek", 3)),
     "mtp independent": Kind(modules("mimo_v2", 3)),
     "ngram": Kind(lambda path, target: NGRAM, {"steps": 4}),
 }
+OWN = ("eagle3", "eagle3 tree", "mtp shared", "mtp shared tree")  # heads that draft without `tell`
 CHUNKS = {"16": 16, "64": 64, "whole": 0}
 
 
@@ -133,9 +140,7 @@ def check_counters(worker: DecodeWorker) -> None:
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_over_a_hand_off(smollm2_dir, tmp_path, references, answers, kind, chunk):
-    """All in chunks of 64 and every third otherwise, eight at a time; then some short ones, cached and
-    alone.
-    """
+    """All, eight at a time; then some short ones, cached and alone."""
     head, number = KINDS[kind].write(tmp_path / "head", smollm2_dir), 0
     ours = {"draft": ""} if kind == "ngram" else None
     pair = LargePair(
@@ -152,19 +157,21 @@ def test_answers_over_a_hand_off(smollm2_dir, tmp_path, references, answers, kin
         pair.run(turns=100_000)
         return [pair.tokens[room] for room in rooms]
 
-    some = references if chunk == "64" else references[::3]
-    check(some, BATCH, serve)
-    check(shortest(some), 1, serve)
+    check(references, BATCH, serve)
+    check(shortest(references), 1, serve)
     check_counters(pair.decode)
     pair.assert_nothing_is_held()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_answers_of_an_aggregated_worker(smollm2_dir, tmp_path, references, answers, kind):
+@pytest.mark.parametrize(
+    ("kind", "is_told"), [*((kind, True) for kind in KINDS), *((kind, False) for kind in OWN)]
+)
+def test_answers_of_an_aggregated_worker(smollm2_dir, tmp_path, references, answers, kind, is_told):
     head = KINDS[kind].write(tmp_path / "head", smollm2_dir)
     settings = SIZES | KINDS[kind].settings
     worker = worker_of(smollm2_dir, head, 64, overlap="on", **settings)
-    tell(worker.engine.drafter, answers, VOCAB)
+    if is_told:
+        tell(worker.engine.drafter, answers, VOCAB)
 
     def serve(some: list[Reference]) -> list[list[int]]:
         return ask(worker, [tuple(reference.prompt_ids) for reference in some], NUM_TOKENS)
