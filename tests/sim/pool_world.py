@@ -202,6 +202,7 @@ class Runner:
 
     def __init__(self, world):
         self.world = world
+        self.routed_experts = None
 
     def forward(self, batch):
         self.world.now += LAUNCH_S + TOKEN_S * batch.num_tokens
