@@ -13,11 +13,12 @@ from ..cluster.protocol.messages import Reserve
 from ..engine.kv.budget import STAGING_SHARE
 from ..engine.kv.page_table import pages_for
 from ..engine.kv.pool import PoolExhausted
+from ..engine.kv.window_pool import WindowedPool
 from ..engine.loader import Engine
 from ..engine.request import Request
 from ..engine.speculative.drafters.protocol import reads_features
 from ..kvtransfer.transport import PullRequest
-from ..worker.prompt_pages import take_pages, take_shared_pages
+from ..worker.prompt_pages import give_back_pages, take_pages, take_shared_pages
 from ..worker.refusal import Refusal, refuse_for_now, refuse_forever
 from .page_growth import PageGrowth
 from .page_sharing import PageSharing
@@ -55,10 +56,24 @@ class Admission:
         try:
             num_pages = self.growth.first_pages(request, room.claim)
             if leader is None:
-                have = take_pages(engine.cache, request, num_pages, is_computed=is_local)
+                have = take_pages(
+                    engine.cache,
+                    engine.windows,
+                    request,
+                    num_pages,
+                    is_computed=is_local,
+                    num_windowed=self.growth.next_pages(request),
+                )
             else:
                 shared = self.sharing.shared_pages(leader)
-                take_shared_pages(engine.cache, request, shared, num_pages)
+                take_shared_pages(
+                    engine.cache,
+                    engine.windows,
+                    request,
+                    shared,
+                    num_pages,
+                    num_windowed=self.growth.next_pages(request),
+                )
                 have = len(shared) * engine.page_size
         except PoolExhausted as error:
             return Refusal(reason=str(error), retry_after_ms=RETRY_AFTER_MS)
@@ -85,8 +100,7 @@ class Admission:
             room.request.num_computed = have
 
     def _give_back(self, request: Request, reason: str) -> Refusal:
-        self.engine.cache.allocator.release(request.pages)
-        request.pages = []
+        give_back_pages(self.engine.cache, self.engine.windows, request)
         return Refusal(reason=reason, retry_after_ms=RETRY_AFTER_MS)
 
     def pulled_pages(self, request: Request, have: int) -> list[int]:
@@ -103,11 +117,23 @@ class Admission:
             epoch=request.epoch,
             num_tokens=request.num_prompt,
             have=room.have,
-            pages=tuple(self.pulled_pages(request, room.have)),
+            pages=(*self.pulled_pages(request, room.have), *self._pulled_windows(request, room.have)),
             features=None if features is None else features.flatten(1).view(torch.uint8),
             endpoint=message.prefill_endpoint,
             peer_instance=message.prefill_instance,
         )
+
+    def _pulled_windows(self, request: Request, have: int) -> list[int]:
+        """The window pages of the prompt's tail behind its first `have` tokens, by the numbers that copies
+        know; empty without windows.
+        """
+        pool, size = self.engine.pool, self.engine.page_size
+        if not isinstance(pool, WindowedPool):
+            return []
+        windows = self.engine.windows
+        first = max(windows.tail_of(request.num_prompt), have // size)
+        pages = request.pages[first : pages_for(request.num_prompt, size)]
+        return [pool.wire_page(windows.pages.of(page)) for page in pages]
 
     def _never(self, request: Request) -> Refusal | None:
         return refuse_forever(
@@ -126,6 +152,12 @@ class Admission:
             return (
                 f"{prompt} prompt + {output} output tokens need {whole} pages, this worker has "
                 f"{engine.num_pages}"
+            )
+        windows = engine.windows
+        if windows.is_on and (peak := self.growth.most_windows(request)) > windows.pages.num_total:
+            return (
+                f"{prompt} prompt + {output} output tokens need {peak} window pages at once, this worker has "
+                f"{windows.pages.num_total}; give more --window-pages"
             )
         return ""
 
@@ -163,7 +195,7 @@ class Admission:
         """
         staying = [room for room in self.queues if room.features is not None and room not in leaving]
         used = sum(room.features.nbytes for room in staying if room.features is not None)
-        return used == 0 or used + num_bytes <= self.engine.pool.kv.nbytes // STAGING_SHARE
+        return used == 0 or used + num_bytes <= self.engine.pool.nbytes // STAGING_SHARE
 
 
 def _first_state(is_local: bool, leader: DecodeRoom | None) -> DecodeState:

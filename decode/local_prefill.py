@@ -19,21 +19,31 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cluster.protocol.messages import PromptLogprobs
+from ..cluster.protocol.messages import PromptLogprobs, RoutedExperts
 from ..engine.batch.forward_batch import ForwardOutput
 from ..engine.loader import Engine
 from ..engine.prompt_budget import alone_tokens
 from ..engine.request import Request
+from ..engine.runner.routed_experts import ExpertRows
 from ..engine.sampling.sampler import LaunchedSample, SampleOutput
 from ..engine.speculative.drafters.protocol import reads_features
 from ..engine.speculative.step.result import StepResult
 from ..worker.first_token_plan import FirstTokenPlan
-from ..worker.prompt_chunks import Chunk, batch_of, launch_first_tokens, score_prompts
+from ..worker.prompt_chunks import (
+    Chunk,
+    batch_of,
+    experts_of_prompts,
+    launch_first_tokens,
+    launched_experts,
+    score_prompts,
+)
 from .chunk_budget import ChunkBudget
 from .prompt_parts import PromptParts
 from .queues import DecodeRoom, DecodeState
 from .step_decoder import StepDecoder
 
+UNREAD_FORWARDS = 2  # forwards over a prompt that are launched before the first is read
+WINDOW_SHARE = 4  # a prompt takes at most 1/WINDOW_SHARE of the window pages
 Chunks = Sequence[Chunk[DecodeRoom]]
 
 
@@ -41,12 +51,14 @@ Chunks = Sequence[Chunk[DecodeRoom]]
 class LaunchedPrompts:
     """A forward over parts of prompts that was launched and not read.
 
-    `firsts` chooses token 1 of the prompts that end in it. `started`: monotonic seconds.
+    `firsts` chooses token 1 of the prompts that end in it. `experts`: of all rows, if some prompt asks for
+    them. `started`: monotonic seconds.
     """
 
     chunks: Chunks
     output: ForwardOutput
     firsts: LaunchedSample | None
+    experts: ExpertRows | None
     started: float
 
 
@@ -56,22 +68,23 @@ class ReadPrompts:
 
     `ended`: rooms whose prompt ended, with token 1 in `result`. `drafts`: live requests with the features of
     their rows `[rows, K*H]` and the first row; empty without a drafter. `settled`: rooms that waited to
-    close.
+    close. `begun`: rooms whose prompt goes on.
     """
 
     ended: list[DecodeRoom]
     result: StepResult
     drafts: list[tuple[Request, torch.Tensor, int]]
     settled: list[DecodeRoom]
+    begun: list[DecodeRoom]
 
 
 class LocalPrefill:
     """Computes the rooms in state PREFILLING, at most `budget` prompt tokens per forward while streams run.
 
     With `slo_itl_s`, parts are smaller where a gap between two steps would exceed so many seconds (`pace`).
-    With `slo_ttft_s`, `first_token_plan` has their order. `clock` tells monotonic seconds; `send` takes
-    prompt log probabilities for the router. If the engine launches steps ahead, a forward is read one turn
-    after its launch, so that the device always has work.
+    With `slo_ttft_s`, `first_token_plan` has their order. `clock` tells monotonic seconds; `send` takes what
+    is told of prompts to the router. If the engine launches steps ahead, a forward is read one turn after its
+    launch, so that the device always has work.
     """
 
     def __init__(
@@ -80,7 +93,7 @@ class LocalPrefill:
         decoder: StepDecoder,
         budget: int,
         clock: Callable[[], float],
-        send: Callable[[PromptLogprobs], None],
+        send: Callable[[PromptLogprobs | RoutedExperts], None],
         instance: str,
         *,
         slo_itl_s: float = 0.0,
@@ -88,11 +101,13 @@ class LocalPrefill:
     ) -> None:
         self.engine = engine
         self.decoder = decoder
-        self.budget = budget
-        self.budget_alone = alone_tokens(budget)
+        self.budget = engine.windows.chunk_of(budget, share=WINDOW_SHARE, lag=UNREAD_FORWARDS)
+        self.budget_alone = engine.windows.chunk_of(
+            alone_tokens(budget), share=WINDOW_SHARE, lag=UNREAD_FORWARDS
+        )
         self.pace = ChunkBudget(budget, slo_itl_s)
         self.plan = FirstTokenPlan(slo_ttft_s) if slo_ttft_s else None
-        self._parts = PromptParts(engine.cache, engine.model_config.vocab_size, self.plan)
+        self._parts = PromptParts(engine.cache, engine.windows, engine.model_config.vocab_size, self.plan)
         self.num_launched = 0  # prompt tokens of all forwards
         self._clock = clock
         self._send = send
@@ -100,6 +115,11 @@ class LocalPrefill:
         self._unread: LaunchedPrompts | None = None
         self._read_at = 0.0  # of the newest forward that was read
         self._uncached: list[DecodeRoom] = []  # computed, and not in the prefix cache yet
+
+    @property
+    def window_rows(self) -> int:
+        """Rows of a prompt that are written before the window pages behind the first of them are given up."""
+        return UNREAD_FORWARDS * max(self.budget, self.budget_alone)
 
     @property
     def has_unread(self) -> bool:
@@ -133,13 +153,19 @@ class LocalPrefill:
         for chunk in chunks:
             chunk.room.request.num_computed = chunk.end
             chunk.room.num_unread += 1
-        return LaunchedPrompts(chunks=chunks, output=output, firsts=firsts, started=started)
+        return LaunchedPrompts(
+            chunks=chunks, output=output, firsts=firsts, experts=launched_experts(output), started=started
+        )
 
     def _read(self, launched: LaunchedPrompts) -> ReadPrompts:
         chunks, output = launched.chunks, launched.output
         firsts = None if launched.firsts is None else launched.firsts.read()
         live = {chunk.room.key for chunk in chunks if chunk.room.state is DecodeState.PREFILLING}
-        for message in score_prompts(chunks, output.logits, self._instance):  # to the router before token 1
+        told: list[PromptLogprobs | RoutedExperts] = [
+            *score_prompts(chunks, output.logits, self._instance),
+            *experts_of_prompts(self.engine, chunks, launched.experts, self._instance),
+        ]
+        for message in told:  # to the router before token 1
             if (message.room, message.epoch) in live:
                 self._send(message)
         ended, result = self._take_firsts(chunks, firsts, output.path)
@@ -160,16 +186,22 @@ class LocalPrefill:
             room.state, room.landed_at, room.started_at = DecodeState.RUNNING, now, now
         rooms = [chunk.room for chunk in chunks]
         settled = [room for room in rooms if room.state is DecodeState.SETTLING and room.is_settled]
-        return ReadPrompts(ended=ended, result=result, drafts=drafts, settled=settled)
+        begun = [room for room in rooms if room.state is DecodeState.PREFILLING]
+        return ReadPrompts(ended=ended, result=result, drafts=drafts, settled=settled, begun=begun)
 
-    def finish(self, read: ReadPrompts) -> None:
-        """Writes the draft rows of a forward. The pages of its ended prompts wait for `cache_computed`."""
+    def finish(self, read: ReadPrompts, head_number: int = 0) -> None:
+        """Writes the draft rows of a forward. The pages of its ended prompts wait for `cache_computed`.
+
+        `head_number`: of the drafter's weights now.
+        """
         if self.engine.drafter is not None:
             self.decoder.draft_prefill_batch(read.drafts)
         for room in read.ended:
             room.request.embeds = None  # every row is computed
         bad = read.result.is_bad
         self._uncached += [room for room, is_bad in zip(read.ended, bad, strict=True) if not is_bad]
+        for room in read.begun:
+            self._retire(room, head_number)
 
     def cache_computed(self, head_number: int = 0) -> None:
         """Offers the pages of computed prompts to the prefix cache, for the prompts that wait for them. Pages
@@ -182,6 +214,15 @@ class LocalPrefill:
             # a request without pages has ended, and offered them then
             if room.request.pages and room.head_number == head_number:
                 keep_pages(self.engine, self.decoder, room.request)
+
+    def _retire(self, room: DecodeRoom, head_number: int) -> None:
+        """Gives up the window pages behind the parts of a prompt that were computed, to the prefix cache."""
+        windows, request = self.engine.windows, room.request
+        if not windows.tail_of(request.num_prompt) or room.state is not DecodeState.PREFILLING:
+            return
+        if room.head_number == head_number:
+            keep_pages(self.engine, self.decoder, request)
+        windows.retire_prompt(request, room.landed)
 
     def _take_firsts(
         self, chunks: Chunks, firsts: SampleOutput | None, path: str

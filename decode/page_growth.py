@@ -11,6 +11,9 @@
 A retracted request comes back with a grant: output whose pages it holds from the start. It gives none up
 within the grant. The router doubles the grant with every retraction, so no request is retracted twice without
 progress, and after a few times it holds its whole output.
+
+In an engine with window pages, a request takes them with its steps, whatever it holds of its pages, and gives
+up those behind its window first. So there are promises of window pages, too: of what a request holds at once.
 """
 
 import math
@@ -21,7 +24,7 @@ from ..engine.kv.page_table import pages_for
 from ..engine.kv.pool import PoolExhausted
 from ..engine.loader import Engine
 from ..engine.request import Request
-from .queues import DecodeQueues, DecodeRoom, OutputClaim
+from .queues import DecodeQueues, DecodeRoom, DecodeState, OutputClaim
 from .step_decoder import StepDecoder
 
 AHEAD_TOKENS = 32  # beyond the next step, so that a request takes pages in groups
@@ -31,6 +34,8 @@ class PageGrowth:
     """The pages of the rooms of a decode worker. With `is_on` False each room holds all its pages at once.
 
     `ahead_tokens`: output beyond the next step whose pages a room takes with it, where they are free.
+    `prompt_rows`: rows of a prompt computed here that are written before window pages behind the first of
+    them are given up.
     """
 
     def __init__(
@@ -41,6 +46,7 @@ class PageGrowth:
         *,
         is_on: bool,
         ahead_tokens: int = AHEAD_TOKENS,
+        prompt_rows: int = 0,
     ) -> None:
         self.is_on = is_on
         self.ahead_tokens = ahead_tokens
@@ -49,6 +55,8 @@ class PageGrowth:
         self._decoder = decoder
         self._spare = engine.shape.spare_slots  # behind the output, for the rows of unverified drafts
         self._step_tokens = engine.shape.num_path  # a step commits at most so many
+        self._windows = engine.windows
+        self._prompt_rows = prompt_rows
 
     def __repr__(self) -> str:
         state = "as tokens come" if self.is_on else "whole"
@@ -69,13 +77,35 @@ class PageGrowth:
         num_output = max(granted, self._step_tokens + self.ahead_tokens)
         return self._pages(request, min(num_output, request.sampling.max_new_tokens))
 
+    def next_pages(self, request: Request) -> int:
+        """Pages of the prompt and of the first steps: those whose window pages are taken at admission."""
+        return self._pages(
+            request, min(self._step_tokens + self.ahead_tokens, request.sampling.max_new_tokens)
+        )
+
+    def most_windows(self, request: Request) -> int:
+        """The most window pages that `request` ever holds at once."""
+        windows = self._windows
+        prompt = windows.peak(request.num_prompt, self.next_pages(request), self._prompt_rows)
+        return max(prompt, min(self.whole_pages(request), self.steady_windows))
+
+    @property
+    def steady_windows(self) -> int:
+        """Window pages for the window of a running request, its unread steps and the next ones; 0 without
+        windows.
+        """
+        if not self._windows.is_on:
+            return 0
+        rows = self._windows.margin + 2 * self._step_tokens + self.ahead_tokens + self._spare
+        return self._windows.most_held(rows + 1)
+
     def granted_pages(self, request: Request, claim: OutputClaim) -> int:
         """Pages up to which no other request takes them: all first ones, where it has a grant."""
         return self.first_pages(request, claim) if claim.granted or not self._grows(claim) else 0
 
     def covered_output(self, request: Request) -> float:
         """Output tokens for which `request` holds pages; infinite for all of them."""
-        held = len(request.pages)
+        held = request.num_writable_pages
         if held >= self.whole_pages(request):
             return math.inf
         return held * self._engine.page_size - request.num_prompt - self._spare
@@ -98,9 +128,51 @@ class PageGrowth:
         held = len(request.pages) or self.first_pages(request, claim)
         return max(0, self._pages(request, num_output + left) - held)
 
+    @property
+    def num_promised_windows(self) -> int:
+        """Window pages that the rooms count on beyond those that they hold; 0 without windows."""
+        if not self._windows.is_on:
+            return 0
+        admitted = [
+            room for room in self._queues if not room.is_over and room.state is not DecodeState.ADMITTING
+        ]
+        promised = [self.promised_windows(room, is_local=room.computes_prompt) for room in admitted]
+        return sum(promised) + self._windows.pages.num_extra
+
+    def promised_windows(self, room: DecodeRoom, *, is_local: bool) -> int:
+        """Window pages that `room` counts on beyond those that it holds; 0 without windows. `is_local`: its
+        prompt is computed here.
+        """
+        if not self._windows.is_on:
+            return 0
+        request, claim, left = room.request, room.claim, room.request.num_remaining
+        if self._grows(claim):
+            expected = expected_left(claim.expected, request.num_output, left)
+            left = min(left, max(expected, claim.granted - request.num_output))
+        tail, pages = self._windows.tail_of(request.num_prompt), self._windows.pages
+        first = max(tail, pages.first_page(request.num_tokens - 1))
+        behind = sum(page >= tail for page in request.windows)
+        need = min(self._pages(request, request.num_output + left) - first, self.steady_windows)
+        before = self._windows.lacking(request, self._prompt_rows) if is_local else 0
+        return max(0, need - behind) + before
+
+    def missing_windows(self, room: DecodeRoom) -> int:
+        """Window pages that lack before `room`, which holds nothing, is admitted; 0 or less: none."""
+        if not self._windows.is_on:
+            return 0
+        request = room.request
+        at_once = self.next_pages(request) - self._windows.tail_of(request.num_prompt)
+        need = max(at_once, self.promised_windows(room, is_local=room.is_local))
+        return need + self.num_promised_windows - self._windows.pages.num_available
+
     def covers(self, room: DecodeRoom) -> bool:
         """Whether the pool covers all promises and that of `room`, which holds its first pages."""
-        return self._engine.cache.num_available >= self.num_promised + self.promised(room)
+        if self._engine.cache.num_available < self.num_promised + self.promised(room):
+            return False
+        if not self._windows.is_on:
+            return True
+        promised = self.promised_windows(room, is_local=room.is_local)
+        return self._windows.pages.num_available >= self.num_promised_windows + promised
 
     # --- running rooms --------------------------------------------------------------------------------------
 
@@ -141,11 +213,15 @@ class PageGrowth:
 
     def _take(self, room: DecodeRoom) -> bool:
         request, cache = room.request, self._engine.cache
+        self._windows.retire(request)
         for ahead in (self.ahead_tokens, 0):
-            wanted = self._next_pages(room, ahead) - len(request.pages)
+            end, held = self._next_pages(room, ahead), len(request.pages)
             try:
-                request.pages.extend(cache.alloc(wanted))
+                request.pages.extend(cache.alloc(max(0, end - held)))
+                self._windows.extend(request, end)
             except PoolExhausted:
+                cache.allocator.release(request.pages[held:])
+                del request.pages[held:]
                 continue
             room.covered_output = self.covered_output(request)
             return True

@@ -12,6 +12,7 @@ the sharer fails as UNSHARED, and the router places it like any other room.
 
 from collections.abc import Sequence
 
+from ..engine.kv.page_table import pages_for
 from ..engine.loader import Engine
 from ..engine.request import Request
 from .queues import DecodeQueues, DecodeRoom, DecodeState
@@ -51,7 +52,7 @@ class PageSharing:
             has_prompt = not found.is_over or self.is_complete(found)
             mine, theirs = request, found.request
             is_alike = (mine.prompt_ids, mine.salt) == (theirs.prompt_ids, theirs.salt)
-            if has_prompt and is_alike and not mine.num_embeds:
+            if has_prompt and is_alike and not mine.num_embeds and self._has_tail(theirs):
                 return found
         return None
 
@@ -65,7 +66,15 @@ class PageSharing:
             return False
         rows = self.num_rows(leader.request)
         has_drafts = self._engine.drafter is None or self._decoder.num_covered(leader.request) >= rows
-        return leader.landed >= rows and has_drafts
+        return leader.landed >= rows and has_drafts and self._has_tail(leader.request)
+
+    def _has_tail(self, request: Request) -> bool:
+        """Whether the prompt's tail has its window pages; a leader gives them up as its own window moves
+        on.
+        """
+        return self._engine.windows.has_tail(
+            request, pages_for(self.num_rows(request), self._engine.page_size)
+        )
 
     def sharers_of(self, leader: DecodeRoom) -> list[DecodeRoom]:
         """The rooms that wait for the leader's prompt."""
@@ -76,7 +85,8 @@ class PageSharing:
         begun, lost = [], []
         for room in self._queues.of(DecodeState.SHARING):
             leader = None if room.leader is None else self._queues.get(*room.leader)
-            if leader is None or leader.state is DecodeState.CLOSING:
+            is_lost = leader is None or leader.state is DecodeState.CLOSING
+            if leader is None or is_lost or not self._has_tail(leader.request):
                 lost.append(room)
             elif self.is_complete(leader):
                 self.begin(room, leader)
@@ -99,6 +109,7 @@ class PageSharing:
         held = request.pages[: len(shared)]
         if held != list(shared):
             allocator = self._engine.cache.allocator
+            self._engine.windows.follow(request, shared)
             allocator.retain(shared)
             allocator.release(held)
             request.pages[: len(shared)] = shared

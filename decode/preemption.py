@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..engine.kv.leaving_owners import LeavingOwners
 from ..engine.loader import Engine
-from ..worker.prompt_pages import match_prefix
+from ..worker.prompt_pages import hold_prefix
 from ..worker.refusal import Refusal
 from ..worker.retractions import Reason
 from .page_growth import PageGrowth, is_beyond_grant
@@ -59,7 +59,7 @@ class Preemption:
     def way_for(self, room: DecodeRoom) -> Way | None:
         """How `room`, which was not admitted, gets in; None if others do not help."""
         cache = self._engine.cache
-        found = match_prefix(cache, room.request, is_computed=room.is_local)
+        found = hold_prefix(cache, self._engine.windows, room.request, is_computed=room.is_local)
         try:  # what it finds in the cache is not available, and nobody gives it up
             return self._way_behind(room, len(found))
         finally:
@@ -71,24 +71,29 @@ class Preemption:
         places = self._queues.num_held + 1 - self._queues.max_running
         pages = growth.first_pages(room.request, room.claim) - num_found
         pages += growth.num_promised + growth.promised(room) - cache.num_available
-        if places <= 0 and pages <= 0 and self._has_staging(room, num_found, ()):
+        windows = growth.missing_windows(room)
+        if places <= 0 and pages <= 0 and windows <= 0 and self._has_staging(room, num_found, ()):
             return None  # what it lacks is nothing that others hold
         leaving = LeavingOwners(cache)
         over = [other for other in self._queues if other.is_over]
         for other in over:
             places -= 1
+            windows -= len(other.request.windows)
             leaving.leave(other.request.pages)
         pages -= cache.num_held  # they come back when they are copied
         reason = Reason.URGENT_PLACE if places > 0 else Reason.URGENT_PAGES
         victims: list[DecodeRoom] = []
         for other in self._less_urgent(room):
-            if places <= 0 and pages <= leaving.num_back:
+            if places <= 0 and pages <= leaving.num_back and windows <= 0:
                 break
             victims.append(other)
             places -= 1
             pages -= growth.promised(other)
+            windows -= len(other.request.windows)
+            windows -= growth.promised_windows(other, is_local=other.computes_prompt)
             leaving.leave(other.request.pages)
-        if places > 0 or pages > leaving.num_back or not self._has_staging(room, num_found, over + victims):
+        is_enough = places <= 0 and pages <= leaving.num_back and windows <= 0
+        if not is_enough or not self._has_staging(room, num_found, over + victims):
             return None
         return Way(victims=victims, reason=reason)
 

@@ -8,6 +8,8 @@
 The room of the order holds the pages of its prefix from its admission on, so what prefill learns of them
 stays true for this attempt. Without a room, the pages are those of another worker's prompt, and only a part
 of the pool is held for such ones. What is not here is declined at once: prefill computes it.
+
+Engines with window pages offer nothing: most of the KV behind windows has been given up, or will be.
 """
 
 from collections import OrderedDict
@@ -71,6 +73,8 @@ class PrefixOffers:
             self._known.popitem(last=False)
         if not self.is_on or is_draining or order.tokens % self._engine.page_size:
             self._decline(order, "no prefix is offered here")
+        elif self._engine.windows.is_on:
+            self._decline(order, "the KV behind windows has been given up here")
         elif order.room is None:
             self._offer_foreign(order)
         else:

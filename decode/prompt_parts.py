@@ -10,7 +10,9 @@ A prompt that has much in common with another one waits for that and takes its p
 from collections.abc import Sequence
 
 from ..cluster.protocol.request_rank import rank
+from ..engine.kv.pool import PoolExhausted
 from ..engine.kv.prefix_cache import PrefixCache
+from ..engine.request_windows import RequestWindows
 from ..worker.first_token_plan import FirstTokenPlan
 from ..worker.prompt_chunks import Chunk, scored_limit
 from ..worker.prompt_pages import take_longer_prefix
@@ -20,9 +22,12 @@ from .queues import DecodeRoom
 class PromptParts:
     """Cuts the prompts of rooms in state PREFILLING. `plan`: of the objective for first tokens, if any."""
 
-    def __init__(self, cache: PrefixCache, vocab_size: int, plan: FirstTokenPlan | None) -> None:
+    def __init__(
+        self, cache: PrefixCache, windows: RequestWindows, vocab_size: int, plan: FirstTokenPlan | None
+    ) -> None:
         self.plan = plan
         self._cache = cache
+        self._windows = windows
         self._vocab_size = vocab_size
 
     def __repr__(self) -> str:
@@ -105,10 +110,16 @@ class PromptParts:
         return chunks
 
     def _take(self, room: DecodeRoom, allowed: int, chunks: list[Chunk[DecodeRoom]]) -> int:
-        """Adds up to `allowed` tokens of the room; returns their number."""
+        """Adds up to `allowed` tokens of the room; returns their number: 0 if their window pages are not free
+        for now.
+        """
         limit = scored_limit(room.request, chunks, self._vocab_size)
         start = room.request.num_computed
         tokens = min(_remaining(room), allowed if limit is None else min(allowed, limit))
+        try:
+            self._windows.cover(room.request, start, start + tokens)
+        except PoolExhausted:  # running requests hold what was promised to this one, and give it back
+            return 0
         chunks.append(Chunk(room=room, start=start, end=start + tokens))
         return tokens
 
@@ -124,7 +135,7 @@ class PromptParts:
         others = [other for other in [*before, *begun] if other.priority <= room.priority]
         if _waits_for_prefix(room, others, self._cache):
             return True
-        room.have = request.num_computed = take_longer_prefix(self._cache, request, room.have)
+        room.have = request.num_computed = take_longer_prefix(self._cache, self._windows, request, room.have)
         return False
 
 
@@ -135,11 +146,11 @@ def _waits_for_prefix(room: DecodeRoom, others: Sequence[DecodeRoom], cache: Pre
     for the choices of one request.
     """
     request, size = room.request, cache.page_size
-    if not cache.enabled or request.sampling.prompt_logprobs >= 0:
+    if not cache.enabled:
         return False
     worth = max(size, (request.num_prompt - room.have) // 2)
     end = (room.have + worth + size - 1) // size * size
-    if end >= request.num_prompt:
+    if end > request.num_cacheable:
         return False
     head = request.prompt_ids[:end]
     return any(

@@ -82,6 +82,11 @@ class DecodeRoom(WorkerRoom):
         return self.num_unread == 0
 
     @property
+    def computes_prompt(self) -> bool:
+        """Whether its prompt is computed here, from the parts before the last pages on."""
+        return self.is_local and self.leader is None and self.state is DecodeState.PREFILLING
+
+    @property
     def is_over(self) -> bool:
         """Whether the room has ended and only its pages wait for their last writer."""
         return self.state in (DecodeState.CLOSING, DecodeState.SETTLING)

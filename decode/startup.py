@@ -65,7 +65,7 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
         """The receiver; connects to the prefill worker of each room."""
         facts = self.end_facts()
         receiver = receiver_end(self.config, facts, context)
-        if not offers_prefixes(self.config):
+        if not offers_prefixes(self.config) or self.engine.windows.is_on:
             return receiver
         try:
             sender = prefix_end(self.config, facts, context)

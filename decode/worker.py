@@ -21,6 +21,7 @@ from enum import Enum
 from typing import ClassVar
 
 import msgspec
+from msgspec import UNSET
 
 from ..cluster.process.log import fields
 from ..cluster.protocol.messages import (
@@ -116,12 +117,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             embeds=embeds,
         )
         self.decoder: StepDecoder = decoder or engine.decoder()
-        self.growth = PageGrowth(engine, queues, self.decoder, is_on=grows)
-        self.sharing = PageSharing(engine, queues, self.decoder)
         self.offers = PrefixOffers(engine, queues, link.post, self._metrics.counters, is_on=offers_prefixes)
-        self.admission = Admission(engine, queues, self.growth, self.sharing)
-        self.preemption = Preemption(engine, queues, self.growth, self.admission.has_staging)
-        self.in_flight = StepsInFlight(self.decoder)
         self.local = LocalPrefill(
             engine,
             self.decoder,
@@ -132,6 +128,13 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             slo_itl_s=slo_itl_s,
             slo_ttft_s=slo_ttft_s,
         )
+        self.growth = PageGrowth(
+            engine, queues, self.decoder, is_on=grows, prompt_rows=self.local.window_rows
+        )
+        self.sharing = PageSharing(engine, queues, self.decoder)
+        self.admission = Admission(engine, queues, self.growth, self.sharing)
+        self.preemption = Preemption(engine, queues, self.growth, self.admission.has_staging)
+        self.in_flight = StepsInFlight(self.decoder)
         self._gaps = StepGaps(launches_ahead=engine.launches_ahead)
         self.recorder = recorder
         self.head_swap: HeadSwap | None = None
@@ -228,6 +231,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         return msgspec.structs.replace(
             stats,
             pages_promised=self.growth.num_promised,
+            pages_free=self._free_pages(self.growth.num_promised_windows, self.growth.steady_windows),
             draft=None if self.head_swap is None else self.head_swap.status,
             recording=None if recorder is None else recorder.status,
         )
@@ -355,7 +359,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             restore, room.restore = room.restore, None
             have = room.have
             if room.head_number == self._head_number:
-                have = take_restored(self.engine.cache, room.request, restore, have)
+                have = take_restored(self.engine.cache, self.engine.windows, room.request, restore, have)
             self.admission.found(room, have)
             self._counters["have_tokens"] += have - room.have
             room.have = room.landed = room.warmed = have
@@ -569,7 +573,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             self._send_tokens(read.ended, read.result)
             if read.ended and not has_streams:  # nobody waits but the client of token 1
                 self.link.hand_over()
-            self.local.finish(read)
+            self.local.finish(read, self._head_number)
             self._end_rooms(read.ended, read.result)
             for room in read.settled:
                 self._close(room)
@@ -593,7 +597,8 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
 
     def _send_tokens(self, batch: list[DecodeRoom], result: StepResult) -> None:
         items = []
-        for room, tokens, logprobs in zip(batch, result.tokens, result.logprobs, strict=True):
+        experts = result.experts or [b""] * len(batch)
+        for room, tokens, logprobs, ids in zip(batch, result.tokens, result.logprobs, experts, strict=True):
             if tokens:
                 request = room.request
                 items.append(
@@ -603,6 +608,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
                         seq=room.sent,
                         ids=tokens,
                         logprobs=[TokenLogprob(logprob=p.logprob, top=p.top) for p in logprobs],
+                        experts=ids or UNSET,
                     )
                 )
                 room.sent += len(tokens)

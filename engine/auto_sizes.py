@@ -14,14 +14,15 @@ A setting that is given is kept, or refused with the number that would fit. Size
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import TypeVar
 
 from ..kernels.invariant_splits import MAX_PARTIAL_BYTES, num_splits, partial_bytes
 from .errors import CheckpointError
 from .graphs.buckets import batch_buckets, sparse
-from .kv.budget import PageBudget
+from .kv.budget import WINDOW_SLACK, PageBudget, WindowBudget
+from .kv.window_sizes import CHUNK_SHARE, chunk_of
 from .prompt_budget import BUFFER_CAPABILITY, WHOLE_PROMPT_ROWS, alone_tokens, buffer_rows, graph_tokens
 
 MIB = 1 << 20
@@ -148,6 +149,7 @@ class GivenSizes:
     graphs: str = "auto"
     page_size: int = 0
     pages: int = 0
+    window_pages: int = 0
     kv_memory_mb: int = 0
     gpu_memory_share: float = 0.0
     max_context: int = 0
@@ -166,8 +168,9 @@ class GivenSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSizes:
-    """The chosen sizes. `num_pages` includes page 0. `reserved`: bytes beside weights and KV.
-    `prompt_graph_tokens`: rows of the largest prefill graph of a decode engine that computes its prompts.
+    """The chosen sizes. `num_pages` and `num_window_pages` (0: none) include page 0. `reserved`: bytes beside
+    weights and KV. `prompt_graph_tokens`: rows of the largest prefill graph of a decode engine that computes
+    its prompts.
 
     `reasons`: why, by the name of a setting, for the settings of the role.
     """
@@ -175,6 +178,7 @@ class EngineSizes:
     has_graphs: bool
     page_size: int
     num_pages: int
+    num_window_pages: int
     max_context: int
     chunk_size: int
     max_batch: int
@@ -199,6 +203,7 @@ class EngineSizes:
             "slab_mb": self.slab_bytes // MIB,
             "device_slab_mb": self.device_slab_bytes // MIB,
             "kv_memory_mb": self.kv_bytes // MIB,
+            "window_pages": self.num_window_pages - 1,
             "max_context": self.max_context,
         }
         return {name: every[name] for name in self.reasons}
@@ -300,14 +305,21 @@ class _Choice:
             slab_mb = take("slab_mb", self._slab_mb(chunk))
             device_slab_mb = take("device_slab_mb", self._device_slab_mb())
         reserved = self._reserved(chunk, max_batch, max_running, local, device_slab_mb * MIB)
-        budget = self.per_token.times(page_size)
+        budget = self._budget(page_size)
         kv_bytes, reasons["kv_memory_mb"] = self._kv_bytes(budget, reserved)
         num_pages = self._num_pages(budget, kv_bytes)
+        num_window_pages = budget.num_window_pages(num_pages)
+        if budget.windows is not None:
+            take("window_pages", (num_window_pages - 1, f"for windows of {budget.windows.window} tokens"))
+            fitting, graphed = (_fitting(rows, num_window_pages, budget.windows) for rows in (chunk, graphed))
+            if fitting < chunk:
+                chunk, reasons["chunk_size"] = fitting, "half of the window pages"
         max_context, reasons["max_context"] = self._max_context(budget, page_size, num_pages)
         return EngineSizes(
             has_graphs=given.graphs == "on" or (given.graphs == "auto" and is_gpu),
             page_size=page_size,
             num_pages=num_pages,
+            num_window_pages=num_window_pages,
             max_context=max_context,
             chunk_size=chunk,
             max_batch=max_batch,
@@ -370,11 +382,16 @@ class _Choice:
     def _max_running(self, page_size: int, local: int) -> tuple[int, str]:
         if not self.card.is_gpu:
             return CPU_RUNNING, CPU
-        budget = self.per_token.times(page_size)
+        budget = self._budget(page_size)
         for count in RUNNING:
             kv_bytes = self._wanted_kv(budget) or self._left(self._reserved(0, 0, count, local))
-            tokens = budget.num_pages(max(0, kv_bytes)) * page_size
-            if tokens >= count * REQUEST_TOKENS:
+            num_pages = budget.num_pages(max(0, kv_bytes))
+            if num_pages * page_size < count * REQUEST_TOKENS:
+                continue
+            if budget.windows is None:
+                break
+            held = min(REQUEST_TOKENS, budget.windows.window + WINDOW_SLACK)
+            if budget.num_window_pages(num_pages) * page_size >= count * held:
                 break
         return count, f"requests of {REQUEST_TOKENS} tokens in the KV pool"
 
@@ -445,6 +462,13 @@ class _Choice:
             )
         return count
 
+    def _budget(self, page_size: int) -> PageBudget:
+        """The budget of pages of `page_size` tokens, with the given number of window pages."""
+        budget = self.per_token.times(page_size)
+        if budget.windows is None or not self.given.window_pages:
+            return budget
+        return replace(budget, windows=replace(budget.windows, given=self.given.window_pages))
+
     def _max_context(self, budget: PageBudget, page_size: int, num_pages: int) -> tuple[int, str]:
         given, limit, holds = self.given.max_context, self.model.max_context, (num_pages - 1) * page_size
         if given > limit:
@@ -461,6 +485,17 @@ class _Choice:
             return given or limit, GIVEN if given else "the model's"
         fits = max(1, holds - self.role.spare_slots)
         return min(limit, fits), "the model's" if limit <= fits else "what the KV pool holds"
+
+
+def _fitting(rows: int, num_window_pages: int, windows: WindowBudget) -> int:
+    """`rows` of a forward over prompts, or as many as the window pages allow; 0 stays: whole prompts."""
+    return chunk_of(
+        rows,
+        num_window_pages=num_window_pages - 1,
+        window=windows.window,
+        page_size=windows.page_size,
+        share=CHUNK_SHARE,
+    )
 
 
 def usable_memory(card: Card, share: float) -> int:

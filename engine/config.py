@@ -24,10 +24,12 @@ class EngineConfig(GivenSizes):
     of the draft. `aggregated`: a decode engine that computes all its prompts, and captures graphs for them.
     `deterministic`: the bits of a target's row do not depend on the rows computed beside it. `quantize`: the
     form to which matrices in floats are rounded as they are loaded, or "none". `kv_dtype`: that of stored
-    keys and values. `count_experts`: rows are counted by the experts that
-    computed them. `tp`: the number of ranks of a tensor-parallel worker. `dp_attention`: the number of ranks
-    that share the experts and have requests and attention of their own, with a `tp` of 1 or the same number;
-    1: no such ranks. `ep`: experts are dealt whole to ranks, otherwise cut by their widths.
+    keys and values. `window_kv`: whether the KV behind the windows of windowed layers is given up ("free"),
+    "keep"s its pages, or "auto". `count_experts`: rows are counted by the experts that computed them.
+    `return_routed_experts`: the experts of rows are kept for requests that ask. `tp`: the number of ranks of
+    a tensor-parallel worker. `dp_attention`: the number of ranks that share the experts and have requests and
+    attention of their own, with a `tp` of 1 or the same number; 1: no such ranks. `ep`: experts are dealt
+    whole to ranks, otherwise cut by their widths.
     """
 
     model: str
@@ -37,6 +39,7 @@ class EngineConfig(GivenSizes):
     dtype: str = "auto"
     quantize: str = "none"
     kv_dtype: str = "auto"
+    window_kv: str = "auto"
     threads: int = 0
     prefix_cache: bool = True
     spec_steps: int = 3
@@ -52,6 +55,7 @@ class EngineConfig(GivenSizes):
     feature_layers: str = ""
     aggregated: bool = False
     count_experts: bool = False
+    return_routed_experts: bool = False
     tp: int = 1
     dp_attention: int = 1
     ep: bool = False
@@ -59,6 +63,8 @@ class EngineConfig(GivenSizes):
     def __post_init__(self) -> None:
         if self.graphs not in ("auto", "on", "off"):
             raise ValueError(f"graphs {self.graphs!r}: use auto, on or off")
+        if self.window_kv not in ("auto", "free", "keep"):
+            raise ValueError(f"window_kv {self.window_kv!r}: use auto, free or keep")
 
     @property
     def extra_feature_ids(self) -> tuple[int, ...]:

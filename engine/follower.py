@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from .batch.extend_batch import planned_batch, written_pages
+from .kv.window_pool import WindowedPool
 from .loader import Engine
 from .parallel.plans import (
     BeginDraftsPlan,
@@ -24,6 +25,7 @@ from .parallel.plans import (
     PromptPlan,
     StepPlan,
     StopDraftingPlan,
+    WindowPlan,
 )
 from .sampling.edits import SamplingRow
 from .sampling.params import SamplingParams
@@ -49,7 +51,7 @@ class Follower:
                 output = self.engine.runner.forward(batch)
                 if self.engine.features is not None and output.hidden is not None:
                     self.engine.features.store(batch.slots, output.hidden)
-                pool.order.stamp(written_pages(plan, pool.page_size))
+                pool.stamp(written_pages(plan, pool.page_size))
             case DraftPrefillPlan(parts=parts):
                 self._prefill_drafts(parts)
             case BeginDraftsPlan(rows=rows, texts=texts):
@@ -78,6 +80,9 @@ class Follower:
                 self._steps.follow(plan)
             case CopyPagePlan(source=source, target=target):
                 self.engine.copy_page(source, target)
+            case WindowPlan(pages=pages, parts=parts):
+                assert isinstance(self.engine.pool, WindowedPool), self.engine.pool
+                self.engine.pool.map_pages(dict(zip(pages, parts, strict=True)))
             case LeavePlan():
                 pass
 

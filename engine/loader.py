@@ -32,9 +32,12 @@ from .grammar.guided import GrammarCompiler
 from .graphs.backend import GraphBackend
 from .hub import NGRAM, resolve_checkpoint
 from .invariance import check_invariance
-from .kv.budget import PageBudget
+from .kv.budget import PageBudget, WindowBudget
 from .kv.pool import FeaturePlane, KVPool, PageAllocator
 from .kv.prefix_cache import PrefixCache
+from .kv.window_layout import WindowedLayout, windowed_layout
+from .kv.window_pages import WindowPages
+from .kv.window_pool import WindowedPool
 from .models.config import ModelConfig
 from .models.cuts import rank_config
 from .models.interface import CausalLM
@@ -43,13 +46,15 @@ from .models.weights import load_model, needless_tensors, weight_bytes
 from .parallel.group import SOLO, TensorGroup, join_group
 from .parallel.lockstep import Exchange, Rounds
 from .parallel.peer_sum import peer_sum
-from .parallel.plans import CopyPagePlan, Tell
+from .parallel.plans import CopyPagePlan, Tell, WindowPlan
 from .parallel.sharing import ALONE, Sharing, attention_parallel, tensor_parallel
 from .parallel.vocabulary import table_of
 from .prompt_budget import WHOLE_PROMPT_ROWS, alone_tokens
+from .request_windows import MAX_MARGIN, RequestWindows
 from .runner.expert_counts import ExpertCounts, count_experts
 from .runner.lifecycle import Lifecycle, Phase
 from .runner.model_runner import ModelRunner, configure_aux_capture
+from .runner.routed_experts import ExpertShape, RoutedExperts, keep_experts
 from .sampling.sampler import Sampler
 from .speculative.adaptive import KNEE_ROWS, StepCosts, StepPolicy
 from .speculative.drafters.live_head import LiveHead
@@ -78,7 +83,7 @@ from .weights_hash import WeightsHash, model_fingerprint
 logger = logging.getLogger(__name__)
 
 WHOLE_PROMPT_TOKENS = 2048  # largest prefill graph where prompts are not cut into chunks
-COUNTED_ROWS = 1 << 16  # most rows of a forward whose experts are counted; more with a longer context
+COUNTED_ROWS = 1 << 16  # most rows of a forward whose experts are counted or kept; more with a longer context
 DETERMINISTIC = " deterministic"  # of the fingerprint of a deterministic engine
 
 
@@ -103,6 +108,7 @@ class Engine:
     features: FeaturePlane | None
     drafter: Drafter | None
     cache: PrefixCache
+    windows: RequestWindows
     max_context: int
     sizes: EngineSizes
     lifecycle: Lifecycle
@@ -157,10 +163,25 @@ class Engine:
             eos_token_ids=self.model_config.eos_token_ids,
             launches_ahead=self.launches_ahead,
             tell=self.tell,
+            prepare=self.place_windows,
         )
+
+    def place_windows(self) -> None:
+        """Tells the devices of all ranks which window pages the pages have now, before work that uses
+        them.
+        """
+        if not isinstance(self.pool, WindowedPool):
+            return
+        changed = self.windows.pages.take_changes()
+        if not changed:
+            return
+        if self.tell is not None:
+            self.tell(WindowPlan(pages=[*changed], parts=[*changed.values()]))
+        self.pool.map_pages(changed)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copies page `source`, KV and draft KV, into page `target`, behind the work launched so far."""
+        self.place_windows()
         if self.tell is not None:
             self.tell(CopyPagePlan(source=source, target=target))
         for pool in (self.pool, *draft_pools(self.drafter)):
@@ -197,6 +218,12 @@ class Engine:
     def graph_counters(self) -> dict[str, float]:
         """Graph replays and fallbacks since the start."""
         return {} if self.graphs is None else self.graphs.counters()
+
+    @property
+    def expert_shape(self) -> ExpertShape | None:
+        """The experts that are kept for requests that ask; None if none are."""
+        routed = self.runner.routed_experts
+        return None if routed is None else routed.shape
 
     @property
     def watch_counters(self) -> dict[str, float]:
@@ -257,6 +284,7 @@ class EngineLoader:
         self._draft: DraftModel | None = None
         self._feature_ids: tuple[int, ...] = ()
         self._expert_counts: ExpertCounts | None = None
+        self._routed_experts: RoutedExperts | None = None
         # the folder and the name of what earlier starts have found out
         self._kept: tuple[Path | None, str] = None, ""
 
@@ -335,6 +363,8 @@ class EngineLoader:
         if self.config.count_experts:
             rows, layers = max(COUNTED_ROWS, self._max_context), getattr(self._model, "layers", ())
             self._expert_counts = count_experts(layers, rows, self.lifecycle.phase)
+        if self.config.return_routed_experts:
+            self._routed_experts = keep_experts(self._model, COUNTED_ROWS, self.lifecycle.phase)
         self._feature_ids = ids
         self.lifecycle.advance(Phase.AUX_CONFIGURED)
 
@@ -393,7 +423,7 @@ class EngineLoader:
         self._max_context = sizes.max_context
         logger.info("chosen for %s: %s", self._card, sizes)
         num_pages, page_size = sizes.num_pages, sizes.page_size
-        pool = KVPool(num_pages, self._model.kv_layout(page_size), self._device, row_dtype=self._dtype)
+        pool, windows = self._target_pool(sizes)
         features, drafter, head = None, None, None
         if self._feature_ids and not self.has_drafter:
             width = len(self._feature_ids) * model.hidden_size
@@ -417,11 +447,12 @@ class EngineLoader:
             page_size,
             enabled=config.prefix_cache,
             lookahead=cache_lookahead(drafter),
+            windows=windows,
         )
         runner = ModelRunner(
             self._model, pool, max_context=self._max_context, is_invariant=config.deterministic
         )
-        runner.expert_counts = self._expert_counts
+        runner.expert_counts, runner.routed_experts = self._expert_counts, self._routed_experts
         self._engine = Engine(
             path=self._path,
             fingerprint=self._fingerprint,
@@ -438,6 +469,7 @@ class EngineLoader:
             drafter=drafter,
             head=head,
             cache=cache,
+            windows=RequestWindows(cache, margin=max(1, cache.lookahead) if self.has_drafter else MAX_MARGIN),
             max_context=sizes.max_context,
             sizes=sizes,
             lifecycle=self.lifecycle,
@@ -460,6 +492,27 @@ class EngineLoader:
             )
             engine.steps.has_common_sizes = self._sharing.has_own_rows
         self.lifecycle.advance(Phase.POOLS_ALLOCATED)
+
+    def _target_pool(self, sizes: EngineSizes) -> tuple[KVPool, WindowPages | None]:
+        """The target's pool, and its window pages, if what lies behind windows is given up."""
+        count, device, dtype = sizes.num_pages, self._device, self._dtype
+        layout = self._windowed_layout(sizes.page_size)
+        if layout is None:
+            return KVPool(count, self._model.kv_layout(sizes.page_size), device, row_dtype=dtype), None
+        pool = WindowedPool(count, sizes.num_window_pages, layout, device, row_dtype=dtype)
+        windows = WindowPages(
+            PageAllocator(sizes.num_window_pages, pool.order.behind(count)),
+            count,
+            window=layout.window,
+            page_size=sizes.page_size,
+        )
+        return pool, windows
+
+    def _windowed_layout(self, page_size: int) -> WindowedLayout | None:
+        """The layout with window pages; None for a model without windows, or that keeps all pages."""
+        if self.config.window_kv == "keep":
+            return None
+        return windowed_layout(self._model.kv_layout(page_size), self._model_config.forms.windows)
 
     def _load_grammars(self) -> None:
         assert self._engine is not None
@@ -684,17 +737,26 @@ class EngineLoader:
         plane.
         """
         kv_bytes = self._model.kv_layout(self.config.page_size).bytes_per_token
+        windowed, windows = self._windowed_layout(self.config.page_size), None
+        if windowed is not None:
+            kv_bytes = windowed.bytes_per_token
+            windows = WindowBudget(
+                kv_bytes=windowed.part.bytes_per_token,
+                window=windowed.window,
+                max_context=self._given.max_context or self._model_config.max_position_embeddings,
+            )
         if self._draft is not None:
             layout = self._draft.kv_layout(1)
             return PageBudget(
                 kv_bytes=kv_bytes,
                 draft_bytes=0 if layout is None else layout.page_bytes,
                 has_staging=bool(self._feature_ids),
+                windows=windows,
             )
         if self.has_drafter:
-            return PageBudget(kv_bytes=kv_bytes)
+            return PageBudget(kv_bytes=kv_bytes, windows=windows)
         width = len(self._feature_ids) * self._model_config.hidden_size
-        return PageBudget(kv_bytes=kv_bytes, feature_bytes=width * self._dtype.itemsize)
+        return PageBudget(kv_bytes=kv_bytes, feature_bytes=width * self._dtype.itemsize, windows=windows)
 
 
 def engine_card(device: torch.device) -> Card:

@@ -22,6 +22,9 @@ class Request:
 
     The first `num_embeds` prompt tokens are embeddings without ids; their `prompt_ids` are 0. `embeds`
     `[num_embeds, H]` holds them, in the model's dtype on the host, until no row needs them any more.
+
+    `windows`: in an engine with window pages, the numbers of the pages whose window pages it holds, ascending
+    (`request_windows`).
     """
 
     room: str
@@ -36,6 +39,7 @@ class Request:
     embeds: torch.Tensor | None = None
     output_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
+    windows: list[int] = field(default_factory=list)
     num_computed: int = 0
     finish_reason: str | None = None
 
@@ -43,6 +47,17 @@ class Request:
     def num_prompt(self) -> int:
         """Prompt tokens."""
         return len(self.prompt_ids)
+
+    @property
+    def num_cacheable(self) -> int:
+        """Its first prompt tokens that need no row where the prompt is computed, if they are cached there.
+
+        The last one's logits are needed, and all rows of which the request asks for something else.
+        """
+        sampling, last = self.sampling, len(self.prompt_ids) - 1
+        if sampling.prompt_logprobs >= 0:
+            return 0
+        return last if sampling.routed_experts < 0 else min(last, sampling.routed_experts)
 
     @property
     def num_output(self) -> int:
@@ -84,6 +99,11 @@ class Request:
         """The newest token, which has no KV yet."""
         assert self.output_ids, f"room {self.room} has no output token"
         return self.output_ids[-1]
+
+    @property
+    def num_writable_pages(self) -> int:
+        """Its first pages up to the last one that has memory for all layers."""
+        return self.windows[-1] + 1 if self.windows else len(self.pages)
 
     @property
     def is_ready(self) -> bool:

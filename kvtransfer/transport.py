@@ -20,18 +20,22 @@ class Planes:
 
     `kv`: uint8 `[num_pages, kv_page_bytes]`, page-major over all layers. `features`: uint8
     `[num_pages, feature_page_bytes]`, None if the layout has no feature plane. Both are contiguous. `order`
-    tells when a copy may touch a page; planes on a GPU must have one.
+    tells when a copy may touch a page; planes on a GPU must have one. `window`: uint8
+    `[num_window_pages, window_page_bytes]`, None without window pages; copies know window page i as page
+    `num_pages` + i.
     """
 
     kv: torch.Tensor
     features: torch.Tensor | None
     order: PageOrder | None = None
+    window: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
     """Prefill's side of a room: `pages[i]` holds prompt tokens [i*page_size, (i+1)*page_size).
 
+    With window pages, those of the last pages follow, from `KVLayout.tail_of` on.
     The pages of the first `bare_tokens` tokens have no features.
     """
 
@@ -46,9 +50,10 @@ class Offer:
 class PullRequest:
     """Decode's side of a room. The pull starts at token `have` (a multiple of page_size).
 
-    `pages[i]` receives prompt tokens [have + i*page_size, ...). `features` receives the aux features of the
-    room, uint8 `[len(pages), feature_page_bytes]`, row i for pages[i]; None without a feature plane. A row
-    may be written when its page may be written (`KVPool.landing_rows`).
+    `pages[i]` receives prompt tokens [have + i*page_size, ...). With window pages, those of the last pages
+    follow, from `RoomStream.window_first` on. `features` receives the aux features of the room, uint8
+    `[number of pages, feature_page_bytes]`, row i for pages[i]; None without a feature plane. A row may be
+    written when its page may be written (`KVPool.landing_rows`).
     """
 
     room: str

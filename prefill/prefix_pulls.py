@@ -10,6 +10,8 @@ owner until the transport has let go of them, so a room may end at any time.
 Pulled pages are bare: they have no features (`PrefixCache`). Where the room's own decode worker offers them,
 it holds all of them and asks for no features of them. Its announcement says so. Without it the room uses no
 bare page, also none of an earlier turn.
+
+Engines with window pages pull nothing: decode has given up most of the KV behind windows.
 """
 
 import logging
@@ -62,16 +64,18 @@ class PrefixPulls:
         """The pull of an order, if it fits this engine and the prompt; None: everything is computed.
 
         Pages without features are of no use to a decode worker that reads them and does not hold the tokens
-        itself. Log probabilities of a prompt need every row.
+        itself. Log probabilities of a prompt need every row, and its experts all rows that are asked for.
         """
         pull, engine = order.pull, self._engine
-        if pull is None or not (engine.group.is_solo and engine.cache.enabled):
+        if pull is None or engine.windows.is_on or not (engine.group.is_solo and engine.cache.enabled):
             return None
         is_readable = engine.features is None or pull.is_reader or not order.wants_features
         is_whole = pull.tokens % engine.page_size == 0 and pull.tokens < len(order.prompt_ids)
         is_new = pull.transfer not in self._running
         is_scored = order.sampling.prompt_logprobs >= 0
-        return pull if is_readable and is_whole and is_new and not is_scored else None
+        is_routed = 0 <= order.sampling.routed_experts < pull.tokens
+        needs_rows = is_scored or is_routed
+        return pull if is_readable and is_whole and is_new and not needs_rows else None
 
     def wants(self, room: PrefillRoom, num_cached: int, *, has_bare: bool) -> bool:
         """Whether `room`, of whose prompt `num_cached` tokens are cached, should get its pages early to pull

@@ -14,6 +14,8 @@ The scheduler is pure except for the page accounting: no clock, no socket. Its l
    comes while it waits. Meanwhile others are computed. It takes no pages that queued prompts before it need.
 6. A prompt that finds no pages takes those of the newest prompts of the least urgent classes below its own.
    No prompt gives its pages up twice.
+7. In an engine with window pages, a prompt is admitted only while all prompts under way find the window pages
+   of their next chunks.
 
 With an objective for first tokens, `first_token_plan` has the order and the parts in place of 2 and 3.
 """
@@ -25,10 +27,12 @@ from ..engine.kv.leaving_owners import LeavingOwners
 from ..engine.kv.page_table import pages_for
 from ..engine.kv.pool import PoolExhausted
 from ..engine.kv.prefix_cache import PrefixCache
+from ..engine.kv.window_sizes import CHUNK_SHARE
 from ..engine.prompt_budget import WHOLE_PROMPT_ROWS
+from ..engine.request_windows import RequestWindows
 from ..worker.first_token_plan import FirstTokenPlan, Prompt
 from ..worker.prompt_chunks import Chunk, scored_limit
-from ..worker.prompt_pages import match_prefix, num_whole, take_pages
+from ..worker.prompt_pages import give_back_pages, hold_prefix, num_whole, peek_pages, take_pages
 from .queues import PrefillQueues, PrefillRoom, PrefillState
 
 
@@ -42,6 +46,7 @@ class PrefillScheduler:
         self,
         queues: PrefillQueues,
         cache: PrefixCache,
+        windows: RequestWindows,
         *,
         page_size: int,
         chunk_size: int,
@@ -51,8 +56,9 @@ class PrefillScheduler:
     ) -> None:
         self.queues = queues
         self.cache = cache
+        self.windows = windows
         self.page_size = page_size
-        self.chunk_size = chunk_size
+        self.chunk_size = windows.chunk_of(chunk_size, share=CHUNK_SHARE)
         self.max_batch = max_batch
         self.vocab_size = vocab_size
         self.plan = plan
@@ -72,7 +78,7 @@ class PrefillScheduler:
         )
         if first is None:
             return []
-        if self._pages_of(first) <= self.cache.num_available:
+        if self._pages_of(first) <= self.cache.num_available and self._missing_windows(first) <= 0:
             return []
         less_urgent = [
             room
@@ -86,19 +92,24 @@ class PrefillScheduler:
         would not do.
         """
         bare_limit = first.request.num_prompt if first.takes_bare else 0
-        found = match_prefix(self.cache, first.request, is_computed=True, bare_limit=bare_limit)
+        found = hold_prefix(
+            self.cache, self.windows, first.request, is_computed=True, bare_limit=bare_limit
+        )
         try:  # what it finds in the cache is not available, and nobody gives it up
             missing = self._pages_of(first) - len(found) - self.cache.num_available
+            windows = self._missing_windows(first)
             leaving = LeavingOwners(self.cache)
             for room in self.queues.of(PrefillState.CLOSING):
                 leaving.leave(room.request.pages)
+                windows -= len(room.request.windows)
             taken: list[PrefillRoom] = []
             for room in less_urgent:
-                if leaving.num_back >= missing:
+                if leaving.num_back >= missing and windows <= 0:
                     break
                 taken.append(room)
                 leaving.leave(room.request.pages)
-            return taken if leaving.num_back >= missing else []
+                windows -= len(room.request.windows) + self._lacking(room)
+            return taken if leaving.num_back >= missing and windows <= 0 else []
         finally:
             self.cache.allocator.release(found)
 
@@ -126,10 +137,8 @@ class PrefillScheduler:
                 if self.cache.num_available < kept_pages + need:
                     break
                 room.is_looked_up = True
-                limit = request.num_prompt - 1
-                cached = self.cache.match(request.prompt_ids, limit, request.salt, bare_limit=room.bare_limit)
-                is_wanted = request.sampling.prompt_logprobs < 0 and is_elsewhere(room, cached)
-                self.cache.allocator.release(cached)
+                cached = peek_pages(self.cache, self.windows, request, bare_limit=room.bare_limit)
+                is_wanted = request.num_cacheable > 0 and is_elsewhere(room, cached)
                 if is_wanted and self._take(room, bare_limit=room.bare_limit):
                     taken.append(room)
                     continue
@@ -259,12 +268,11 @@ class PrefillScheduler:
     def _tokens_of(self, room: PrefillRoom) -> int:
         """Tokens that the room has to compute, as far as is known: a queued one will find a part cached."""
         request = room.request
-        if request.pages or request.sampling.prompt_logprobs >= 0:
+        if request.pages or not request.num_cacheable:
             return _remaining(room)
         if room.num_known is None:
-            limit, bare_limit = request.num_prompt - 1, request.num_prompt if room.takes_bare else 0
-            cached = self.cache.match(request.prompt_ids, limit, request.salt, bare_limit=bare_limit)
-            self.cache.allocator.release(cached)
+            bare_limit = request.num_prompt if room.takes_bare else 0
+            cached = peek_pages(self.cache, self.windows, request, bare_limit=bare_limit)
             room.num_known = len(cached) * self.page_size
         return max(1, request.num_prompt - room.num_known)
 
@@ -293,12 +301,37 @@ class PrefillScheduler:
         """Gives the room all its pages, if they are free; within `bare_limit` tokens bare ones, too."""
         request, num_pages = room.request, self._pages_of(room)
         try:
-            num_cached = take_pages(self.cache, request, num_pages, is_computed=True, bare_limit=bare_limit)
+            num_cached = take_pages(
+                self.cache, self.windows, request, num_pages, is_computed=True, bare_limit=bare_limit
+            )
         except PoolExhausted:
+            return False
+        if not self._covers_windows(room):
+            give_back_pages(self.cache, self.windows, request)
             return False
         request.num_computed = room.cached_tokens = num_cached
         room.num_whole = num_whole(self.cache, request.pages[: num_cached // self.page_size])
         return True
+
+    def _covers_windows(self, room: PrefillRoom) -> bool:
+        """Whether the window pages that `room` and all prompts under way still lack are free."""
+        if not self.windows.is_on:
+            return True
+        lacking = sum(map(self._lacking, [*self.queues.of(PrefillState.RUNNING), room]))
+        return self.windows.pages.num_available >= lacking
+
+    def _lacking(self, room: PrefillRoom) -> int:
+        """The most further window pages that the chunks of `room` before its tail need at once."""
+        return self.windows.lacking(room.request, self.chunk_size or room.request.num_prompt)
+
+    def _missing_windows(self, room: PrefillRoom) -> int:
+        """Window pages that lack before `room`, which holds none, is admitted; 0 or less: none."""
+        if not self.windows.is_on:
+            return 0
+        request = room.request
+        tail = pages_for(request.num_prompt, self.page_size) - self.windows.tail_of(request.num_prompt)
+        lacking = sum(map(self._lacking, [*self.queues.of(PrefillState.RUNNING), room]))
+        return tail + lacking - self.windows.pages.num_available
 
 
 def _rank(room: PrefillRoom) -> float:

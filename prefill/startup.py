@@ -35,8 +35,11 @@ class PrefillStartup(WorkerStartup[PrefillConfig, PrefillRoom]):
 
     @property
     def pulls_prefixes(self) -> bool:
-        """Whether it gets prefixes from decode workers: as one rank, with a cache to keep them in."""
-        return self.ranks is None and self.engine.cache.enabled
+        """Whether it gets prefixes from decode workers: as one rank, with a cache to keep them in. Not with
+        window pages, of which decode has few.
+        """
+        engine = self.engine
+        return self.ranks is None and engine.cache.enabled and not engine.windows.is_on
 
     def make_hello(self) -> Hello:
         """The registration with a router."""

@@ -27,20 +27,31 @@ from ..cluster.protocol.messages import (
     PrefillTimeline,
     PromptLogprobs,
     Refused,
+    RoutedExperts,
     TokenLogprob,
     WorkerStats,
 )
 from ..cluster.telemetry.trace_context import carried_by
 from ..engine.batch.forward_batch import ForwardBatch, ForwardOutput
 from ..engine.kv.page_table import pages_for
+from ..engine.kv.window_pool import WindowedPool
 from ..engine.loader import Engine
+from ..engine.request import Request
+from ..engine.runner.routed_experts import ExpertRows
 from ..engine.sampling.params import SamplingParams
 from ..engine.sampling.sampler import LaunchedSample, SampleOutput
 from ..kvtransfer.transport import Complete, Dropped, Landed, Lost, Offer, Released
 from ..worker.commands import Advance, DropDone, LinkEvent, Underway
 from ..worker.first_token_plan import FirstTokenPlan
 from ..worker.link import WorkerLink
-from ..worker.prompt_chunks import Chunk, batch_of, launch_first_tokens, score_prompts
+from ..worker.prompt_chunks import (
+    Chunk,
+    batch_of,
+    experts_of_prompts,
+    launch_first_tokens,
+    launched_experts,
+    score_prompts,
+)
 from ..worker.prompt_embeds import EmbedsInbox
 from ..worker.prompt_pages import begin_restore, num_whole, take_restored
 from ..worker.refusal import Refusal, refuse_for_now, refuse_forever
@@ -65,13 +76,15 @@ class Launched:
     """A forward that the device may still compute.
 
     `firsts` chooses token 1 of each prompt that ends in it; reading it waits for the forward. `scores`: the
-    log probabilities of prompts that ask for them. `at`: monotonic seconds.
+    log probabilities of prompts that ask for them. `experts`: of all rows, if some prompt asks for them.
+    `at`: monotonic seconds.
     """
 
     at: float
     chunks: Chunks
     firsts: LaunchedSample
     scores: list[PromptLogprobs]
+    experts: ExpertRows | None
 
 
 class PrefillWorker(RoleWorker[PrefillRoom]):
@@ -119,6 +132,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         self.scheduler = PrefillScheduler(
             queues,
             engine.cache,
+            engine.windows,
             page_size=engine.page_size,
             chunk_size=chunk_size,
             max_batch=max_batch,
@@ -231,6 +245,14 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 f"a prompt of {len(prompt_ids)} tokens needs {need} pages of {total} and less than "
                 f"{engine.max_context} tokens of context"
             )
+        elif engine.windows.is_on:
+            chunk = self.scheduler.chunk_size or len(prompt_ids)
+            peak, most = engine.windows.peak(len(prompt_ids), need, chunk), engine.windows.pages.num_total
+            if peak > most:
+                size_fault = (
+                    f"a prompt of {len(prompt_ids)} tokens in chunks of {chunk} needs {peak} window pages at "
+                    f"once, this worker has {most}; give more --window-pages or a smaller --chunk-size"
+                )
         full = f"{self.queues.max_queue} prompts are waiting already" if is_full else ""
         return refuse_forever(
             prompt_ids, sampling, vocab_size=engine.model_config.vocab_size, size_fault=size_fault
@@ -306,7 +328,9 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             if restore is None or not restore.is_done:
                 continue
             room.restore = None
-            request.num_computed = take_restored(self.engine.cache, request, restore, request.num_computed)
+            request.num_computed = take_restored(
+                self.engine.cache, self.engine.windows, request, restore, request.num_computed
+            )
             room.cached_tokens = request.num_computed
             self._get_prefix(room, is_restored=not restore.is_follower)
         self.pulls.turn()
@@ -322,7 +346,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         return not has_bare and self._is_stored(room, cached)
 
     def _is_stored(self, room: PrefillRoom, cached: Sequence[int]) -> bool:
-        request, limit = room.request, room.request.num_prompt - 1
+        request, limit = room.request, room.request.num_cacheable
         return self.tiers is not None and self.tiers.knows(
             request.prompt_ids, limit, request.salt, cached, len(cached)
         )
@@ -347,12 +371,19 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                     room=request.room,
                     epoch=request.epoch,
                     num_tokens=request.num_prompt,
-                    pages=tuple(request.pages),
+                    pages=self._offered_pages(request),
                     bare_tokens=room.bare_tokens,
                 )
             )
             if room.cached_tokens:
                 self._send(Advance(room=request.room, epoch=request.epoch, tokens_ready=room.cached_tokens))
+
+    def _offered_pages(self, request: Request) -> tuple[int, ...]:
+        """The pages of a prompt, and the window pages of its tail, by the numbers that copies know."""
+        pool, windows = self.engine.pool, self.engine.windows
+        if not isinstance(pool, WindowedPool):
+            return tuple(request.pages)
+        return (*request.pages, *(pool.wire_page(page) for page in windows.tail_pages(request)))
 
     def _tell_underway(self, chunks: Chunks) -> None:
         """Tell of the prompts that end in the launched forward: their blocks are read right behind it."""
@@ -366,26 +397,34 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
     def _launch(self, chunks: Chunks) -> Launched:
         """Run the chunks and sample. Their tokens count as computed: whatever reads their KV runs later."""
         at = self._clock()
+        for chunk in chunks:
+            self.engine.windows.cover(chunk.room.request, chunk.start, chunk.end)
         batch = batch_of(self.engine, chunks, has_features=self.engine.features is not None)
         for _ in chunks:
             self.reach("prefill:chunk")
         output = self.engine.runner.forward(batch)
         firsts = launch_first_tokens(self.engine, chunks, output)  # before the features: clients wait for it
         self._keep_features(batch, output)
-        self.engine.pool.order.stamp(self._written(chunks))
+        self.engine.pool.stamp(self._written(chunks))
         self._counters["steps"] += 1
         self._counters["prompt_tokens"] += batch.num_tokens
         for chunk in chunks:
             chunk.room.request.num_computed = chunk.end
+            self._retire(chunk)
         scores = list(score_prompts(chunks, output.logits, self.instance))
-        return Launched(at=at, chunks=chunks, firsts=firsts, scores=scores)
+        experts = launched_experts(output)
+        return Launched(at=at, chunks=chunks, firsts=firsts, scores=scores, experts=experts)
 
     def _land(self, launched: Launched) -> None:
         """Publish a forward once the device has computed it. Rooms that ended meanwhile get nothing."""
         firsts = launched.firsts.read()  # before any message: the link thread must not wait for a forward
         self._measure(launched)
         running = {room.key for room in self.queues.of(PrefillState.RUNNING)}
-        for message in launched.scores:  # the router gets them before token 1
+        told: list[PromptLogprobs | RoutedExperts] = [
+            *launched.scores,
+            *experts_of_prompts(self.engine, launched.chunks, launched.experts, self.instance),
+        ]
+        for message in told:  # the router gets them before token 1
             if (message.room, message.epoch) in running:
                 self._send(message)
         self._publish(launched.chunks, firsts)
@@ -403,6 +442,15 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         if self.engine.features is not None:
             assert output.hidden is not None
             self.engine.features.store(batch.slots, output.hidden)
+
+    def _retire(self, chunk: Chunk[PrefillRoom]) -> None:
+        """Gives up the window pages behind a launched chunk, to the prefix cache. Later work of others on
+        these pages runs behind the chunk.
+        """
+        request, windows = chunk.room.request, self.engine.windows
+        if not chunk.is_last and windows.tail_of(request.num_prompt):
+            self._cache(chunk.room, chunk.end)
+            windows.retire_prompt(request, chunk.end)
 
     def _written(self, chunks: Chunks) -> list[int]:
         """The pages that a forward of `chunks` writes."""
@@ -444,6 +492,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             request = room.request
             if request.pages:  # else it has ended, and offered them then
                 self._cache(room, request.num_prompt)
+                self.engine.windows.retire_prompt(request, request.num_prompt)
 
     def _finish(self, room: PrefillRoom, token: int, logprob: TokenLogprob | None) -> None:
         """Send token 1 and hand the room over.

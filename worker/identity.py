@@ -10,11 +10,22 @@ import torch
 from ..cluster.config.roles import DecodeConfig, WorkerConfig
 from ..cluster.net.transport_names import ZMQ_BLOCKS
 from ..cluster.protocol.kv_messages import block_bytes_of
-from ..cluster.protocol.messages import PROTOCOL_MAJOR, YOUNG_FIELDS, Choice, DraftWidths, Hello, Layout
+from ..cluster.protocol.messages import (
+    PROTOCOL_MAJOR,
+    YOUNG_FIELDS,
+    Choice,
+    DraftWidths,
+    Hello,
+    Layout,
+    RoutedShape,
+)
 from ..cluster.telemetry.worker_metrics import WorkerFacts
 from ..engine.auto_sizes import EngineSizes
-from ..engine.kv.layouts import PageLayout
+from ..engine.kv.layouts import MHALayout, PageLayout
 from ..engine.kv.pool import FeaturePlane, KVPool
+from ..engine.kv.window_layout import WindowedLayout
+from ..engine.kv.window_pool import WindowedPool
+from ..engine.runner.routed_experts import ExpertShape
 from ..kvtransfer.protocol.fingerprint import pair_fingerprint
 from ..kvtransfer.transport import Planes
 from .prompt_embeds import OFF, EmbedsInbox
@@ -30,6 +41,7 @@ def layout_of(
     feature_width: int,
     weights_hash: str = "",
     whole: PageLayout | None = None,
+    window_margin: int = 0,
 ) -> Layout:
     """The wire layout of the pool's pages, with the fingerprint by which the router pairs workers.
 
@@ -37,11 +49,15 @@ def layout_of(
 
     `feature_ids`: the layers that prefill offers, or that decode's drafter reads, in the order of its input.
     `feature_width`: elements per token over all of them, 0 without features. `weights_hash`: sha256 (hex) of
-    all weights, "" while unknown.
+    all weights, "" while unknown. `window_margin`: last rows of a prompt whose window is handed over, too.
     """
     dtype, of_rows = (str(each).removeprefix("torch.") for each in (pool.dtype, pool.row_dtype))
     pages = pool.layout if whole is None else whole
+    if isinstance(pool.layout, WindowedLayout) and isinstance(pages, MHALayout):
+        pages = WindowedLayout(whole=pages, windows=pool.layout.windows)
     num_kv_heads, head_dim = pages.wire_heads
+    windowed = pages if isinstance(pages, WindowedLayout) else None
+    window_layers = 0 if windowed is None else windowed.num_windowed
     fingerprint = pair_fingerprint(
         model_fingerprint,
         dtype=dtype,
@@ -49,8 +65,10 @@ def layout_of(
         num_layers=pool.num_layers,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        window_layers=window_layers,
     )
-    token_bytes = pages.bytes_per_token + feature_width * pool.row_dtype.itemsize
+    kv_bytes = pages.bytes_per_token if windowed is None else windowed.whole.bytes_per_token
+    token_bytes = kv_bytes + feature_width * pool.row_dtype.itemsize
     return Layout(
         fingerprint=fingerprint,
         dtype=dtype,
@@ -62,6 +80,9 @@ def layout_of(
         feature_width=feature_width,
         block_bytes=block_bytes_of(token_bytes),
         feature_dtype="" if of_rows == dtype else of_rows,
+        window_layers=window_layers,
+        window=0 if windowed is None else windowed.window,
+        window_margin=0 if windowed is None else window_margin,
         weights_hash=weights_hash,
     )
 
@@ -72,7 +93,8 @@ def planes_of(pool: KVPool, features: FeaturePlane | None) -> Planes:
     Decode has no feature plane: the features of a room land in the room's own staging tensor.
     """
     feature_bytes = None if features is None else features.byte_view()
-    return Planes(kv=pool.byte_view(), features=feature_bytes, order=pool.order)
+    window = pool.part.byte_view() if isinstance(pool, WindowedPool) else None
+    return Planes(kv=pool.byte_view(), features=feature_bytes, order=pool.order, window=window)
 
 
 def card_of(device: torch.device, env: Mapping[str, str]) -> str:
@@ -128,14 +150,18 @@ def hello_of(
     draft_widths: DraftWidths | None = None,
     chosen: Mapping[str, Choice] = NOTHING_CHOSEN,
     embeds: EmbedsInbox | None = None,
+    experts: ExpertShape | None = None,
     metrics_port: int = 0,
     tells_prefixes: bool = False,
     pulls_prefixes: bool = False,
     prefix_endpoint: str = "",
     group: str = "",
 ) -> Hello:
-    """The worker's registration with a router. `max_context` in tokens; `embeds`: None takes none."""
+    """The worker's registration with a router. `max_context` in tokens; `embeds`: None takes none; `experts`:
+    those that it returns for requests that ask.
+    """
     takes_embeds = embeds is not None and not embeds.fault
+    left_out = {"embeds": not takes_embeds, "routed_experts": experts is None}
     return Hello(
         role=role,
         instance=instance,
@@ -151,7 +177,8 @@ def hello_of(
         max_context=max_context,
         max_running=max_running,
         spec_tokens=spec_tokens,
-        takes=tuple(name for name in YOUNG_FIELDS if name != "embeds" or takes_embeds),
+        takes=tuple(name for name in YOUNG_FIELDS if not left_out.get(name)),
+        experts=None if experts is None else routed_shape_of(experts),
         embeds_width=embeds.width if embeds is not None and takes_embeds else 0,
         embeds_fault=OFF if embeds is None else embeds.fault,
         takes_batches=True,
@@ -175,6 +202,13 @@ def hello_of(
         pulls_prefixes=pulls_prefixes,
         prefix_endpoint=prefix_endpoint,
         group=group,
+    )
+
+
+def routed_shape_of(shape: ExpertShape) -> RoutedShape:
+    """As a message has it."""
+    return RoutedShape(
+        layers=shape.layers, num_layers=shape.num_layers, top_k=shape.top_k, id_bytes=shape.id_bytes
     )
 
 

@@ -6,14 +6,15 @@ from typing import Generic, TypeVar
 
 import torch
 
-from ..cluster.protocol.messages import PromptLogprobs
-from ..cluster.protocol.prompt_scores import prompt_logprobs
+from ..cluster.protocol.messages import PromptLogprobs, RoutedExperts
+from ..cluster.protocol.prompt_scores import prompt_logprobs, routed_experts
 from ..engine.batch.extend_batch import extend_plan, planned_batch
 from ..engine.batch.forward_batch import ForwardBatch, ForwardOutput
 from ..engine.batch.input_embeds import set_input_embeds
 from ..engine.loader import Engine
 from ..engine.prompt_logprobs import most_scored, scores_of
 from ..engine.request import Request
+from ..engine.runner.routed_experts import ExpertRows
 from ..engine.sampling.sampler import LaunchedSample
 from .room import WorkerRoom
 
@@ -58,11 +59,13 @@ def batch_of(engine: Engine, chunks: Sequence[Chunk[R]], *, has_features: bool) 
     `has_features`: the forward returns the aux features of every row. It must follow at once, because
     the other ranks of a tensor-parallel worker are told of it here.
     """
+    engine.place_windows()
     spans = [chunk.span for chunk in chunks]
     plan = extend_plan(spans, page_size=engine.page_size, has_features=has_features)
     if engine.tell is not None:
         engine.tell(plan)
     batch = planned_batch(plan, page_size=engine.page_size, device=engine.pool.device)
+    batch.wants_experts = any(request.sampling.routed_experts >= 0 for request, _, _ in spans)
     if any(request.num_embeds for request, _, _ in spans):
         set_input_embeds(batch, spans, engine.runner.model)
     return batch
@@ -88,3 +91,24 @@ def score_prompts(
     scored = scores_of(spans, logits[sum(chunk.is_last for chunk in chunks) :])
     for (request, start, _), scores in zip(spans, scored, strict=True):
         yield from prompt_logprobs(request.room, request.epoch, instance, start + 1, scores)
+
+
+def launched_experts(output: ForwardOutput) -> ExpertRows | None:
+    """The experts of all rows of a forward on their way to the host; None if no prompt requests them."""
+    return None if output.experts is None else ExpertRows(output.experts)
+
+
+def experts_of_prompts(
+    engine: Engine, chunks: Sequence[Chunk[R]], experts: ExpertRows | None, instance: str
+) -> Iterator[RoutedExperts]:
+    """Messages with the experts of the rows of `chunks` that requests ask for. Waits for the forward."""
+    shape, before = engine.expert_shape, 0
+    if experts is None or shape is None:
+        return
+    for chunk in chunks:
+        request, start, end = chunk.span
+        first = max(start, request.sampling.routed_experts)
+        if request.sampling.routed_experts >= 0 and first < end:
+            ids = experts.read(before + first - start, before + end - start)
+            yield from routed_experts(request.room, request.epoch, instance, first, ids, shape.row_bytes)
+        before += end - start

@@ -43,6 +43,7 @@ from .commands import Command, Drop, LinkEvent
 from .link import WorkerLink
 from .prefix_news import PrefixNews
 from .prompt_embeds import OFF, EmbedsInbox
+from .prompt_pages import give_back_pages
 from .refusal import Refusal
 from .retractions import RETRACTED, Reason, count_retraction
 from .role_change import RoleChange
@@ -179,14 +180,16 @@ class RoleWorker(ABC, Generic[R]):
         counters: Mapping[str, float] | None = None,
     ) -> WorkerStats:
         """The condition with the role's room counts; `counters` are the role's further totals."""
-        engine, cache = self.engine, self.engine.cache
+        engine, cache, windows = self.engine, self.engine.cache, self.engine.windows
         rooms, canaries = self._room_counts()
         return WorkerStats(
             state=self.role_change.state or ("draining" if self.is_draining else "serving"),
             role_fault=self.role_change.fault,
             pages_total=engine.num_pages,
-            pages_free=cache.num_available,
+            pages_free=self._free_pages(),
             pages_cached=cache.num_cached,
+            window_pages_total=windows.pages.num_total if windows.is_on else 0,
+            window_pages_free=windows.pages.num_available if windows.is_on else 0,
             running=rooms.running,
             queued=rooms.queued,
             transferring=rooms.transferring,
@@ -209,6 +212,17 @@ class RoleWorker(ABC, Generic[R]):
             | dict(counters or {})
             | self.link.transport_counters,
         )
+
+    def _free_pages(self, promised: int = 0, wanted: int = 0) -> int:
+        """Pages for further requests: free and evictable ones, no more than window pages can go with them.
+
+        `promised`: window pages that requests count on. `wanted`: those of one long request.
+        """
+        free, windows = self.engine.cache.num_available, self.engine.windows
+        if not windows.is_on:
+            return free
+        left = max(0, windows.pages.num_available - promised)
+        return free if left >= min(wanted, windows.pages.num_total) else min(free, left)
 
     def _room_counts(self) -> tuple[RoomCounts, RoomCounts]:
         """All rooms by what happens to them, and the canaries of these."""
@@ -240,6 +254,9 @@ class RoleWorker(ABC, Generic[R]):
         embeds: torch.Tensor | None = None
         if order.embeds is not None and sampling.prompt_logprobs >= 0:
             return Refusal(reason="prompt embeddings have no log probabilities", retry_after_ms=0)
+        if sampling.routed_experts >= 0 and self.engine.expert_shape is None:
+            text = "this worker keeps no experts of tokens: start it with --return-routed-experts"
+            return Refusal(reason=text, retry_after_ms=0)
         if order.embeds is not None and needs_embeds:
             held = sum(room.request.embeds.nbytes for room in self.queues if room.request.embeds is not None)
             taken = self.embeds.take(order, held)
@@ -356,8 +373,9 @@ class RoleWorker(ABC, Generic[R]):
         request = room.request
         if room.restore is not None and self.tiers is not None:
             self.tiers.give_up(room.restore)
-        self.engine.cache.allocator.release(request.pages)
-        request.pages = []
+        if room.is_tainted and self.engine.windows.is_on:
+            self.engine.cache.forget(request.pages)  # parts of the prompt may be there already
+        give_back_pages(self.engine.cache, self.engine.windows, request)
         self.queues.remove(room)
         if room.gone_epoch >= 0 and not self.queues.up_to(request.room, room.gone_epoch):
             timeline = self._timeline_of(room)

@@ -13,6 +13,7 @@ import torch
 import zmq
 
 from ..cluster.config.roles import DecodeConfig, WorkerConfig
+from ..cluster.config.tier_checks import has_tiers
 from ..cluster.net.endpoints import endpoints_of
 from ..cluster.net.router_links import RouterLinks, dial_routers
 from ..cluster.net.sockets import Socket
@@ -55,6 +56,14 @@ SHORTEST_SHOWN = 0.05  # seconds; shorter phases are left out of the line about 
 
 C = TypeVar("C", bound=WorkerConfig)
 R = TypeVar("R", bound=WorkerRoom)
+
+
+def engine_settings(config: WorkerConfig) -> EngineConfig:
+    """The settings of the worker's engine. Tiers keep whole pages, so with them all layers share their
+    pages.
+    """
+    settings = EngineConfig.of(config)
+    return replace(settings, window_kv="keep") if has_tiers(config) else settings
 
 
 class WorkerStartup(ABC, Generic[C, R]):
@@ -165,7 +174,7 @@ class WorkerStartup(ABC, Generic[C, R]):
 
     def load_engine(self) -> None:
         """Weights, pools and graphs, and the transports that their device allows."""
-        settings = EngineConfig.of(self.config)
+        settings = engine_settings(self.config)
         if settings.num_ranks > 1 or settings.ep:
             check_rank_settings(self.config)
             check_ranks(settings)
@@ -196,6 +205,7 @@ class WorkerStartup(ABC, Generic[C, R]):
             whole=None
             if engine.group.is_solo
             else engine.model_config.kv_layout(pool.num_layers, pool.page_size, pool.dtype),
+            window_margin=engine.windows.margin,
         )
         self.transports = transports_for(self.config, self.ciphers, engine)
 
@@ -327,6 +337,7 @@ class WorkerStartup(ABC, Generic[C, R]):
             transports=self.transports,
             chosen=chosen_of(self.engine.sizes) | objectives_of(self.config),
             embeds=self.embeds,
+            experts=self.engine.expert_shape,
             metrics_port=self.config.metrics_port,
             tells_prefixes=self.engine.cache.enabled,
             pulls_prefixes=pulls_prefixes,

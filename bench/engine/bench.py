@@ -279,6 +279,12 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--deterministic", action="store_true", help="with batch-invariant operations of the target")
     add(
+        "--window-kv",
+        choices=("free", "keep"),
+        default="free",
+        help="pages of their own for layers with windows, as a server has them, or one kind (default free)",
+    )
+    add(
         "--join",
         type=_joins,
         metavar="none|all|NAME[,NAME...]",
@@ -358,6 +364,7 @@ def settings_of(options: argparse.Namespace) -> RigSettings:
         by_expert=options.ep,
         has_own_rows=options.dp_attention > 1,
         joins=options.join,
+        has_window_pages=options.window_kv == "free",
     )
 
 

@@ -19,8 +19,11 @@ from ...engine.batch.forward_batch import CaptureHidden
 from ...engine.capture.graph_set import GraphSet, backend_for
 from ...engine.kv.page_table import pages_for
 from ...engine.kv.pool import FeaturePlane, KVPool
+from ...engine.kv.window_layout import windowed_layout
+from ...engine.kv.window_pool import WindowedPool
 from ...engine.models.config import ModelConfig
 from ...engine.models.cuts import rank_config
+from ...engine.models.interface import CausalLM
 from ...engine.models.registry import Joins
 from ...engine.parallel.group import SOLO, TensorGroup
 from ...engine.parallel.sharing import Sharing, attention_parallel, tensor_parallel
@@ -54,7 +57,7 @@ class RigSettings:
     for adaptive steps all sizes. `is_invariant`: the target's operations are batch-invariant. `drafts`: the
     drafter, a name in `drafters.DRAFTERS`. `quantize`: the form of the target's matrices, a name in
     `shapes.FORMS` or "none". `has_plain`: steps without drafts are measured, too. `joins`: those of the
-    target's layers, None for the default.
+    target's layers, None for the default. `has_window_pages`: layers with windows have pages of their own.
     """
 
     shape: str
@@ -76,6 +79,7 @@ class RigSettings:
     quantize: str = "none"
     has_plain: bool = True
     joins: Joins | None = None
+    has_window_pages: bool = False
     by_expert: bool = False
     has_own_rows: bool = False  # data-parallel attention
 
@@ -204,7 +208,7 @@ class Rig:
         self._each = pages_for(settings.max_request + self.shape.spare_slots, PAGE_SIZE)
         num_pages = 1 + settings.max_batch * self._each + pages_for(settings.max_prompt, PAGE_SIZE)
         config = self.config
-        pool = KVPool(num_pages, model.kv_layout(PAGE_SIZE), device, row_dtype=dtype)
+        pool = self._target_pool(model, num_pages)
         width = len(ids) * config.hidden_size
         self.plane = FeaturePlane(num_pages, PAGE_SIZE, width, dtype, device) if ids else None
         self.drafter = make_drafter(num_pages)
@@ -314,6 +318,17 @@ class Rig:
     def _random_ids(self, length: int, generator: torch.Generator) -> list[int]:
         ids: list[int] = torch.randint(0, self.config.vocab_size, (length - 1,), generator=generator).tolist()
         return [*ids, TOKEN]  # the drafts depend on the last two tokens only
+
+    def _target_pool(self, model: CausalLM, num_pages: int) -> KVPool:
+        """The target's pool. Each page keeps its window page, if it has one."""
+        device, dtype, layout = self.settings.device, self.settings.dtype, model.kv_layout(PAGE_SIZE)
+        windows = self.config.forms.windows if self.settings.has_window_pages else ()
+        windowed = windowed_layout(layout, windows)
+        if windowed is None:
+            return KVPool(num_pages, layout, device, row_dtype=dtype)
+        pool = WindowedPool(num_pages, num_pages, windowed, device, row_dtype=dtype)
+        pool.lend(num_pages - 1)
+        return pool
 
     @property
     def _is_watched(self) -> bool:

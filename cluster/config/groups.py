@@ -238,6 +238,31 @@ class EngineSettings(RoleConfig):
             help="KV pages in the pool; 0: as many as --kv-memory-mb holds", minimum=0, maximum=2**31 - 1
         ),
     )
+    return_routed_experts: bool = setting(
+        False,
+        Setting(
+            help="keeps the experts that each token of a mixture-of-experts model takes, for requests with "
+            "return_routed_experts; takes a launch a layer and forward"
+        ),
+    )
+    window_kv: str = setting(
+        AUTO,
+        Setting(
+            help="KV behind the windows of a model that has them: freed and not handed over, or kept as that "
+            "of other layers; auto: freed, unless the worker has lower tiers; the same for workers that pair",
+            choices=(AUTO, "free", "keep"),
+        ),
+    )
+    window_pages: int = setting(
+        0,
+        Setting(
+            help="KV pages of the layers with windows, where what is behind the windows is freed; auto: so "
+            "many that requests of 4096 tokens use up both kinds of pages together",
+            minimum=0,
+            maximum=2**31 - 1,
+            auto=0,
+        ),
+    )
     kv_memory_mb: int = setting(
         0,
         Setting(

@@ -17,16 +17,25 @@ GIB = 1 << 30
 
 
 def check_tiers(config: RoleConfig) -> None:
-    """Raises ConfigError for tiers without a prefix cache, and for budgets that this host cannot hold."""
+    """Raises ConfigError for tiers without a prefix cache or under window pages, and for budgets that this
+    host cannot hold.
+    """
     if not isinstance(config, EngineSettings):
         return
     name = "--host-cache-gib" if config.host_cache_gib > 0 else "--disk-cache" if config.disk_cache else ""
     if name and not config.prefix_cache:
         raise ConfigError(f"{name} keeps pages of the prefix cache; leave out --no-prefix-cache, or {name}")
+    if name and config.window_kv == "free":
+        raise ConfigError(f"{name} keeps whole pages; leave out --window-kv free, or {name}")
     if config.host_cache_gib > 0:
         check_host(config.host_cache_gib, psutil.virtual_memory().available)
     if config.disk_cache:
         check_disk(Path(config.disk_cache), config.disk_cache_gib)
+
+
+def has_tiers(config: EngineSettings) -> bool:
+    """Whether the settings ask for a tier below the KV pool."""
+    return config.host_cache_gib > 0 or bool(config.disk_cache)
 
 
 def check_host(budget_gib: float, free: int) -> None:

@@ -38,6 +38,10 @@ class Layout(Struct, frozen=True, kw_only=True):
     """The layout of a token's KV in a worker's pool; `kvtransfer.protocol.layout.agree` finds the layout of a
     pair.
 
+    Of the `num_layers` layers, `window_layers` have windows, of `window` tokens at most, and pages of their
+    own; 0: all layers share their pages. Decode computes up to `window_margin` last rows of a
+    prompt again, so the window of these is handed over as well; prefill's is the most that it keeps.
+
     Prefill's `feature_ids` are the layers that it offers. Decode's are the layers that its head reads, in the
     order of the head's input. The layout of a KVWelcome is the common one: it has decode's features and no
     `weights_hash`.
@@ -55,6 +59,9 @@ class Layout(Struct, frozen=True, kw_only=True):
     block_bytes: Annotated[int, Meta(ge=4096, le=64 << 20)] = BLOCK_BYTES
     digest: Text = "crc32c"
     feature_dtype: Text = ""  # "": that of keys and values
+    window_layers: Annotated[int, Meta(ge=0, le=4096)] = 0
+    window: Small = 0
+    window_margin: Small = 0
     weights_hash: Text = ""  # sha256 of every byte of the weights; "": not known yet
 
 

@@ -13,7 +13,7 @@ once: a decoded message needs no second check of its ranges.
 
 from typing import Annotated
 
-from msgspec import Meta, Struct, field
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from .kv_messages import (
     Abort,
@@ -68,6 +68,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     prompt_logprobs: Annotated[
         int, Meta(ge=-1, le=20)
     ] = -1  # the same for the prompt's tokens from the second on
+    routed_experts: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = -1  # experts of all rows from this one on
     grammar: Annotated[str, Meta(max_length=131072)] = (
         ""  # grammar of the output in llguidance's form; "": none
     )
@@ -75,7 +76,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
 
 # Fields of orders that workers of this protocol version may not know yet, and that change the answer or
 # separate tenants' caches. A worker lists those that it obeys in its Hello, and is never sent others.
-YOUNG_SAMPLING_FIELDS = ("min_new_tokens", "prompt_logprobs", "grammar")
+YOUNG_SAMPLING_FIELDS = ("min_new_tokens", "prompt_logprobs", "routed_experts", "grammar")
 YOUNG_FIELDS = (*YOUNG_SAMPLING_FIELDS, "salt", "embeds")
 
 CHANGING_ROLE = "changing role"  # state of a worker that drains and comes back in the other role
@@ -124,6 +125,25 @@ class TokenLogprob(Struct, frozen=True, kw_only=True):
 
     logprob: float
     top: list[tuple[TokenId, float]] = []
+
+
+class RoutedShape(Struct, frozen=True, kw_only=True):
+    """The experts of a model: the numbers of the `layers` that have them, of `num_layers`; each token takes
+    `top_k` of them.
+
+    The experts of one row are those of each of `layers` in turn, `top_k` ids each, of `id_bytes` bytes,
+    little-endian.
+    """
+
+    layers: Annotated[tuple[Small, ...], Meta(min_length=1, max_length=4096)]
+    num_layers: Annotated[int, Meta(ge=1, le=4096)]
+    top_k: Annotated[int, Meta(ge=1, le=256)]
+    id_bytes: Annotated[int, Meta(ge=1, le=2)]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of all ids of one row."""
+        return len(self.layers) * self.top_k * self.id_bytes
 
 
 class PrefillTimeline(Struct, frozen=True, kw_only=True):
@@ -267,6 +287,8 @@ class WorkerStats(Struct, frozen=True, kw_only=True):
     draft: DraftHead | None = None  # None: no drafter with weights, or a worker that does not report it
     recording: Recording | None = None  # None: it records nothing
     pages_promised: Count = 0  # pages that its rooms count on beyond those that they hold
+    window_pages_total: Count = 0  # of layers with windows; 0: no pages of their own
+    window_pages_free: Count = 0  # free now or evictable
     tiers: Annotated[list[TierStats], Meta(max_length=8)] = []  # below the pool, from fast to slow
     role_fault: Text = ""  # why the newest ChangeRole was refused
     prefix_news: Count = 0  # HeldPrefixes messages that were sent before this one
@@ -327,6 +349,7 @@ class Hello(Message, frozen=True, kw_only=True):
     ahead_tokens: Small = 0  # output beyond the next step whose pages such a room takes with it
     changes_role: bool = False  # knows ChangeRole
     shares_prompts: bool = False  # a decode worker that obeys `shares` of a Reserve
+    experts: RoutedShape | None = None  # what it returns for `routed_experts`; None: nothing
     preempts: bool = False  # a decode worker that retracts less urgent rooms for a Reserve without a place
     chosen: dict[Text, Choice] = field(default_factory=dict)  # by setting; for display only
     prefix_endpoint: Text = ""  # endpoint at which a decode worker offers prefixes; "": it offers none
@@ -392,6 +415,19 @@ class PromptLogprobs(Message, frozen=True, kw_only=True):
     items: Annotated[list[TokenLogprob], Meta(min_length=1, max_length=1024)]
 
 
+class RoutedExperts(Message, frozen=True, kw_only=True):
+    """The experts of prompt rows `start`, `start` + 1, ... (`RoutedShape`); sent in order, before the room's
+    token 1.
+    """
+
+    room: Id
+    epoch: Count
+    instance: Id
+    start: Count
+    count: Annotated[int, Meta(ge=1, le=1 << 20)]
+    ids: Annotated[bytes, Meta(min_length=1, max_length=1 << 19)]
+
+
 class FirstToken(Message, frozen=True, kw_only=True):
     """Token 1, sampled by prefill, sent before the hand-off ends.
 
@@ -408,13 +444,18 @@ class FirstToken(Message, frozen=True, kw_only=True):
 
 
 class TokenItem(Struct, frozen=True, kw_only=True, gc=False):
-    """Tokens seq .. seq+len(ids)-1 of a room's output. Prefill's token has seq 0; decode continues at 1."""
+    """Tokens seq .. seq+len(ids)-1 of a room's output. Prefill's token has seq 0; decode continues at 1.
+
+    `experts`: those of the rows behind which the tokens were chosen, if the room asks. Token 0 has none here:
+    its row is the last one of the prompt.
+    """
 
     room: Id
     epoch: Count
     seq: Count
     ids: Annotated[list[TokenId], Meta(min_length=1, max_length=1024)]
     logprobs: list[TokenLogprob] = []
+    experts: bytes | UnsetType = UNSET
 
 
 class Tokens(Message, frozen=True, kw_only=True):
@@ -477,6 +518,7 @@ ControlUp = (
     | Reserved
     | Refused
     | PromptLogprobs
+    | RoutedExperts
     | FirstToken
     | Tokens
     | Finished

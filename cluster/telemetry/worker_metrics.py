@@ -103,6 +103,12 @@ def _add_worker(families: Families, worker: WorkerRecord) -> None:
         },
         names.WORKER_GRAPHS: msgspec.structs.asdict(stats.graphs),
     }
+    if stats.window_pages_total:
+        kinds[names.WORKER_PAGES] = {
+            **kinds[names.WORKER_PAGES],
+            "window_total": stats.window_pages_total,
+            "window_free": stats.window_pages_free,
+        }
     for name, values in kinds.items():
         for kind, value in sorted(values.items()):
             families.add(name, (*who, kind), value)

@@ -31,10 +31,12 @@ from ...cluster.config.roles import (
     offers_prefixes,
 )
 from ...cluster.config.router_groups import SHOW_NONE
+from ...cluster.config.tier_checks import has_tiers
 from ...cluster.errors import ConfigError, StartupError
 from ...cluster.process.log import PACKAGE
 from ...cluster.process.process import OPERATOR_VARIABLE, PARENT_VARIABLE
 from ...cluster.process.sd_notify import without_manager
+from ...cluster.security.ciphers import AUTO
 from ...engine.hub import NGRAM
 from .dealing import Deal, Place, Wish, deal_without_gpus
 from .gpu_list import VISIBLE, ordered
@@ -116,7 +118,18 @@ def merged_configs(
     children = _on_one_port(children)
     for port in ("kv_bulk_port", "metrics_port", "own_port", "probe_port"):
         children = _with_ports(children, port)
-    return _with_own_ports(children)
+    return _with_own_ports(_with_one_kind_of_pages(children))
+
+
+def _with_one_kind_of_pages(children: Sequence[tuple[str, RoleConfig]]) -> list[tuple[str, RoleConfig]]:
+    """Workers with tiers keep whole pages, also behind windows. Others keep them, too, so that all pair."""
+    is_kept = any(isinstance(child, WorkerConfig) and has_tiers(child) for _, child in children)
+    return [
+        (name, dataclasses.replace(child, window_kv="keep"))
+        if is_kept and isinstance(child, WorkerConfig) and child.window_kv == AUTO
+        else (name, child)
+        for name, child in children
+    ]
 
 
 def _check_prompts_are_computed(config: UpConfig, settled: Deal) -> None:

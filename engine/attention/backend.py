@@ -108,6 +108,10 @@ class PagedAttention(ABC):
         zeros.
         """
 
+    def beside(self, pool: KVPool) -> "PagedAttention":
+        """The same backend over `pool`, for other layers of the same forwards, which run in turn."""
+        return type(self)(pool, self.scale, max_context=self.max_context)
+
     def _reads(self, metadata: AttentionMetadata) -> Read:
         metadata.check(metadata.batch.num_tokens)
         read = self._bind_rows(metadata) if metadata.batch.num_requests else _only_padding

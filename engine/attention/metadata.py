@@ -106,11 +106,14 @@ def plan(
         kv_lens=lengths,
         q_starts=q_starts,
         kv_starts=kv_starts[0] if kv_starts else None,
-        context_slots=_context_slots(pages, lengths, longest if gathers else 0, page_size),
+        context_slots=context_slots(pages, lengths, longest if gathers else 0, page_size),
     )
 
 
-def _context_slots(pages: torch.Tensor, lengths: torch.Tensor, longest: int, page_size: int) -> torch.Tensor:
+def context_slots(pages: torch.Tensor, lengths: torch.Tensor, longest: int, page_size: int) -> torch.Tensor:
+    """The slots `[B, longest]` of the first `longest` rows of requests with `pages` `[B, P]`; 0 from
+    `lengths` `[B]` on.
+    """
     columns = torch.arange(longest, device=pages.device)
     used = pages[:, : -(-longest // page_size)]
     slots = (used[:, :, None] * page_size + torch.arange(page_size, device=pages.device)).flatten(1)[

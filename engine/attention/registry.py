@@ -5,12 +5,14 @@ from types import MappingProxyType
 from ..kv.layouts import MLALayout
 from ..kv.pool import KVPool
 from ..kv.sparse_layout import SparseLayout
-from .backend import PagedAttention
+from ..kv.window_pool import WindowedPool
+from .backend import AttentionBackend, PagedAttention
 from .invariant_attention import InvariantAttention
 from .latent_attention import LatentAttention
 from .sparse_attention import SparseAttention
 from .torch_attention import TorchAttention
 from .triton_attention import TritonAttention
+from .windowed_attention import WindowedAttention
 
 INVARIANT = "invariant"
 BACKENDS = MappingProxyType[str, type[PagedAttention]](
@@ -20,7 +22,7 @@ BACKENDS = MappingProxyType[str, type[PagedAttention]](
 
 def attention_for(
     pool: KVPool, name: str = "", *, scale: float | None = None, max_context: int = 0
-) -> PagedAttention:
+) -> AttentionBackend:
     """The backend `name` over `pool`, by default the one for the pool's layout and device.
 
     `scale` and `max_context` as in `PagedAttention`.
@@ -39,4 +41,6 @@ def attention_for(
     name = name or ("triton" if pool.device.type == "cuda" else "torch")
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r}: use one of {', '.join(BACKENDS)}")
+    if isinstance(pool, WindowedPool):
+        return WindowedAttention(pool, BACKENDS[name], scale, max_context=max_context)
     return BACKENDS[name](pool, scale, max_context=max_context)

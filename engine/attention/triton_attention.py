@@ -42,6 +42,12 @@ class TritonAttention(PagedAttention):
         super().__init__(pool, scale, max_context=max_context)
         self._buffers = context_buffers(pool, max_context) if max_context and _copies_pay(pool) else None
 
+    def beside(self, pool: KVPool) -> PagedAttention:
+        """As `PagedAttention.beside`, with the same context buffers."""
+        other = TritonAttention(pool, self.scale)
+        other._buffers = self._buffers
+        return other
+
     def copies(self, batch: ForwardBatch) -> bool:
         """As `PagedAttention.copies`, by the rule of this module."""
         return self._buffers is not None and context_rows(batch.kv_lens)[-1] <= self._buffers.keys.shape[0]

@@ -29,7 +29,7 @@ class ForwardBatch:
     `q_lens`, `kv_lens`: for each request, on the host, its rows and its context length after this forward
     (its own rows included). `logit_rows`: int64 `[R]`, the rows whose logits are wanted (None: all).
     `features`: `[T, feature width]`, the draft model's input hidden rows; None for a target. `input_embeds`:
-    `[T, H]`, replaces the embeddings of `input_ids`.
+    `[T, H]`, replaces the embeddings of `input_ids`. `wants_experts`: the experts of all rows are wanted.
 
     A row sees all rows of its request up to itself.
 
@@ -47,6 +47,7 @@ class ForwardBatch:
     logit_rows: torch.Tensor | None = None
     features: torch.Tensor | None = None
     input_embeds: torch.Tensor | None = None
+    wants_experts: bool = False
     version: int = 0
     decision: PathDecision | None = None
 
@@ -73,12 +74,14 @@ class ForwardOutput:
 
     `path`: the path that ran ("eager", "breakable", "graph"). `logits`: float32 `[R, V]`. `hidden`: the aux
     features `[T, K*H]` of a target, or the fed-back hidden rows `[R, H]` or `[T, H]` of a draft; None if not
-    captured.
+    captured. `experts`: the ids of the experts of every row, `[T, L*K]` (`routed_experts`); None if not
+    wanted.
     """
 
     path: str
     logits: torch.Tensor
     hidden: torch.Tensor | None = None
+    experts: torch.Tensor | None = None
 
 
 @dataclass(kw_only=True)

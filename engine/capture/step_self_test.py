@@ -186,7 +186,8 @@ class StepSelfTest:
         if not torch.equal(eager[:, :width], graphed[:, :width]):
             return f"{int((eager != graphed)[:, :width].any(dim=1).sum())} of {len(eager)} reports"
         tolerance = TOLERANCES[self._step.runner.pool.row_dtype]
-        if not relative_error(*(logprobs_in(x[:, width:], kind) for x in reports)) <= tolerance:
+        packed = (x[:, width : kind.report_width] for x in reports)
+        if not relative_error(*(logprobs_in(x, kind) for x in packed)) <= tolerance:
             return "log probabilities"
         errors = [relative_error(*pair) for pair in zip(eager_kv, graphed_kv, strict=True)]
         return ", ".join(f"KV {i} by {error:.2g}" for i, error in enumerate(errors) if not error <= tolerance)
@@ -199,8 +200,8 @@ class StepSelfTest:
         for i in range(size):
             length = 1 + i * 5 % spread
             # One request always fits.
-            count = min(pages_for(length + spare, pool.page_size), pool.num_pages - 1)
-            if next_page + count > pool.num_pages:
+            count = min(pages_for(length + spare, pool.page_size), pool.num_lendable)
+            if next_page + count > pool.num_lendable + 1:
                 break
             params = PARAMS[(i + 4) % 6 if kind.is_edited else i % (4 if kind.is_ranked else 2)]
             found.append(
@@ -230,6 +231,7 @@ class StepSelfTest:
         With `late`, requests have up to `late.num_rows` late rows, of random features and tokens.
         """
         joining, state = self._joining(size, kind), self._step.state
+        self._step.runner.pool.lend(joining[-1].pages[-1])
         slots = tuple(state.open() for _ in joining)
         state.write(slots, joining)
         if late is not None:
@@ -271,6 +273,7 @@ class StepSelfTest:
                 self._step.drafter.close(each.draft_row)
         for kv in self._pages(trial.joining):
             kv.zero_()
+        self._step.runner.pool.lend(0)
         if self._step.drafter is not None:
             for values in self._step.drafter.anchors:
                 values.zero_()
@@ -279,4 +282,4 @@ class StepSelfTest:
         """The KV of all pages of `joining` in each pool."""
         end = max(each.pages[-1] for each in joining) + 1
         pools = [self._step.runner.pool, *draft_pools(self._step.drafter)]
-        return [pool.kv[1:end] for pool in pools]
+        return [part for pool in pools for part in pool.memory_of(end)]

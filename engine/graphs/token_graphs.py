@@ -12,10 +12,10 @@ from typing import Generic, TypeAlias
 import torch
 
 from ...kernels.attention_form import PLAIN_FORM, AttentionForm
-from ...kernels.kv_store import kv_rows
 from ...kernels.latent_ops import recorded_store_latent
 from ...kernels.latent_store import is_latent
 from ...kernels.ops import recorded_store_kv
+from ..kv.pool import KVPool
 from ..models.layers import Attend, More, Read
 from .breakable import Breaks, OutputT, ReplayContext
 from .bucketed_graphs import GraphFamily, GraphLimits, PathDecision
@@ -58,12 +58,13 @@ class AttentionBridge:
         )
         return cls(q=q, out=out)
 
-    def attend(self, breaks: Breaks[AttendContext], kv: torch.Tensor, slots: torch.Tensor) -> Attend:
+    def attend(self, breaks: Breaks[AttendContext], pool: KVPool, slots: torch.Tensor) -> Attend:
         """The attention that layers call under capture.
 
-        `kv`: the pool's memory. `slots` int64 `[T]`: the static slots of the rows, 0 (the sink) for padding.
+        `pool`: of the layers' KV. `slots` int64 `[T]`: the static slots of the rows, 0 (the sink) for
+        padding.
         """
-        read, rows = breaks.graph_break(read_real_rows), kv_rows(slots, kv)
+        read, store_rows = breaks.graph_break(read_real_rows), pool.store_rows(slots)
 
         def attend(
             layer: int,
@@ -73,7 +74,8 @@ class AttentionBridge:
             form: AttentionForm = PLAIN_FORM,
         ) -> torch.Tensor:
             n = q.shape[0]
-            recorded_store_kv(kv, layer, rows, k, v)
+            kv, number, rows = store_rows(layer)
+            recorded_store_kv(kv, number, rows, k, v)
             inside, out = self.q[:n].copy_(q), self.out[:n]
             read(layer, inside, form, out=out)
             return out
@@ -86,12 +88,13 @@ class AttentionBridge:
             form: AttentionForm = PLAIN_FORM,
         ) -> torch.Tensor:
             n = q.shape[0]
-            recorded_store_latent(kv, layer, rows, latent)
+            kv, number, rows = store_rows(layer)
+            recorded_store_latent(kv, number, rows, latent)
             inside, out = self.q[:n].copy_(q), self.out[:n]
             read(layer, inside, up, out=out)
             return out
 
-        return attend_latents if is_latent(kv) else attend
+        return attend_latents if is_latent(pool.kv) else attend
 
 
 def read_real_rows(
@@ -117,7 +120,7 @@ Body: TypeAlias = Callable[[Sequence[torch.Tensor], Attend], OutputT]
 class TokenGraphs(Generic[OutputT]):
     """Graphs of `body` over `inputs`, static tensors `[max_tokens, ...]` by name.
 
-    The last of them, "slots", says where in the pool memory `kv` each row is stored.
+    The last of them, "slots", says where in the pool `kv_pool` each row is stored.
     """
 
     def __init__(
@@ -128,7 +131,7 @@ class TokenGraphs(Generic[OutputT]):
         *,
         inputs: dict[str, torch.Tensor],
         bridge: AttentionBridge,
-        kv: torch.Tensor,
+        kv_pool: KVPool,
         body: Body[OutputT],
         parameters: NamedTensors,
         hidden: int = 0,
@@ -137,14 +140,14 @@ class TokenGraphs(Generic[OutputT]):
         self.family: GraphFamily[AttendContext, OutputT] = GraphFamily(pool, kind, buckets, limits)
         self.inputs = inputs
         self.bridge = bridge
-        self._kv = kv
+        self._kv_pool = kv_pool
         self._body = body
         self._parameters = parameters
 
     def capture(self) -> None:
         def forward(bucket: int, breaks: Breaks[AttendContext]) -> OutputT:
             *inputs, slots = (static[:bucket] for static in self.inputs.values())
-            return self._body(inputs, self.bridge.attend(breaks, self._kv, slots))
+            return self._body(inputs, self.bridge.attend(breaks, self._kv_pool, slots))
 
         def context(bucket: int) -> AttendContext:
             return AttendContext(num_rows=bucket, read=read_nothing)

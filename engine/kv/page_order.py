@@ -123,11 +123,30 @@ class PageOrder:
                 f"a copy touches page {page} before launch {last} is done, which uses it: {self._late!r}"
             )
 
+    def behind(self, first: int) -> "PageOrderPart":
+        """The events of the pages from `first` on, numbered from 0: those of another pool, in this order."""
+        return PageOrderPart(self, first)
+
     def _record(self) -> StreamEvent | None:
         return launched(self.device) if self._late is None else LateEvent(self._late)
 
     def __repr__(self) -> str:
         return f"<PageOrder of {len(self._after)} pages on {self.device}{', checked' * self.is_checked}>"
+
+
+class PageOrderPart:
+    """The pages of a pool that shares the `PageOrder` of another one, behind whose pages they are counted."""
+
+    def __init__(self, order: PageOrder, first: int) -> None:
+        self._order = order
+        self._first = first
+
+    def stamp(self, pages: Iterable[int]) -> None:
+        """As `PageOrder.stamp`."""
+        self._order.stamp(self._first + page for page in pages)
+
+    def __repr__(self) -> str:
+        return f"<PageOrderPart from {self._first} of {self._order!r}>"
 
 
 def launched(device: torch.device) -> torch.cuda.Event | None:

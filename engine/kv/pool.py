@@ -7,13 +7,18 @@ slot 0.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from ...kernels.fp8_scales import FP8, raw
+from ...kernels.kv_store import kv_rows
 from .layouts import PageLayout
-from .page_order import PageOrder
+from .page_order import PageOrder, PageOrderPart
+
+# layer -> (memory, the layer's number there, rows of `kv_rows`)
+StoreRows: TypeAlias = Callable[[int], tuple[torch.Tensor, int, torch.Tensor]]
 
 
 class PoolExhausted(RuntimeError):
@@ -24,9 +29,10 @@ class KVPool:
     """The KV of all layers, `kv` `[num_pages, *layout.page_shape]`, on `device`.
 
     The memory starts as zeros, because attention multiplies padded pages by 0, and 0 * NaN is NaN. `order`
-    tells when copies may touch a page. `faults` int32 `[1]` becomes 1 when a kernel on a device was launched
-    with another batch than its plan's. `row_dtype`: the dtype of new keys and values and of features, by
-    default the layout's; needed if that is e4m3. Raises ValueError for an impossible size.
+    tells when copies may touch a page; by default the pool makes one. `faults` int32 `[1]` becomes 1 when a
+    kernel on a device was launched with another batch than its plan's. `row_dtype`: the dtype of new keys and
+    values and of features, by default the layout's; needed if that is e4m3. Raises ValueError for an
+    impossible size.
     """
 
     def __init__(
@@ -36,6 +42,7 @@ class KVPool:
         device: torch.device | str = "cpu",
         *,
         row_dtype: torch.dtype | None = None,
+        order: PageOrder | None = None,
     ) -> None:
         _check_sizes(num_pages=num_pages, page_size=layout.page_size)
         self.num_pages = num_pages
@@ -45,7 +52,7 @@ class KVPool:
             raise ValueError(f"a pool of {FP8} needs the dtype of its rows")
         self.device = torch.device(device)
         self.kv = _zeros((num_pages, *layout.page_shape), layout.dtype, self.device)
-        self.order = PageOrder(num_pages, self.device)
+        self.order = PageOrder(num_pages, self.device) if order is None else order
         self.faults = torch.zeros(1, dtype=torch.int32, device=self.device)
 
     @property
@@ -67,6 +74,26 @@ class KVPool:
         """The planes of one layer, strided views `[num_pages, page_size, ...]`; for an MHA layout K and V."""
         return self.kv[:, layer].unbind(1)
 
+    @property
+    def num_lendable(self) -> int:
+        """Pages that `lend` can give memory for all layers."""
+        return self.num_pages - 1
+
+    def lend(self, count: int) -> None:
+        """Gives the first `count` pages behind the sink memory for all layers, before the engine serves.
+
+        0 takes it back.
+        """
+        assert 0 <= count <= self.num_lendable, (count, self)
+
+    def memory_of(self, end: int) -> list[torch.Tensor]:
+        """The memory of pages [1, end) that were lent, page by page."""
+        return [self.kv[1:end]]
+
+    def layers_of(self, *, is_windowed: bool) -> Sequence[int]:
+        """The layers that attend with a window, or without one, to pages of their own; all if none have."""
+        return range(self.num_layers)
+
     def landing_rows(self, pages: Sequence[int], width: int) -> torch.Tensor:
         """Uninitialised rows `[len(pages), page_size, width]` of the rows' dtype, bound to `pages`.
 
@@ -80,14 +107,40 @@ class KVPool:
     def copy_page(self, source: int, target: int) -> None:
         """Copies all layers of page `source` into page `target`, behind the work launched so far."""
         if self.order.is_checked:
-            self.order.use(reads=[source], writes=[target])
+            self.note_use([source], [target])
         pages = raw(self.kv)
         pages[target].copy_(pages[source])
+
+    def stamp(self, pages: Sequence[int]) -> None:
+        """Make later copies of `pages` wait for all work launched so far."""
+        self.order.stamp(pages)
+
+    def note_use(self, reads: Sequence[int], writes: Sequence[int]) -> None:
+        """Debug runs: records launched work that reads and writes these pages, to order page copies."""
+        self.order.use(reads=reads, writes=writes)
+
+    def store_rows(self, slots: torch.Tensor) -> StoreRows:
+        """Where each layer stores the keys and values of rows with `slots` int64 `[T]`.
+
+        A graph that records the call follows `slots` at each replay.
+        """
+        rows = kv_rows(slots, self.kv)
+        return lambda layer: (self.kv, layer, rows)
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers and planes."""
         return self.layout.page_bytes
+
+    @property
+    def page_rows(self) -> int:
+        """Rows of a page in the unit of `kv_rows`."""
+        return math.prod(self.kv.shape[1:4])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool's memory."""
+        return self.kv.nbytes
 
     @property
     def num_slots(self) -> int:
@@ -96,7 +149,7 @@ class KVPool:
 
     def byte_view(self) -> torch.Tensor:
         """The pool's own memory as uint8 `[num_pages, page_bytes]`."""
-        return self.kv.view(self.num_pages, -1).view(torch.uint8)
+        return self.kv.flatten().view(torch.uint8).view(self.num_pages, self.page_bytes)
 
     def __repr__(self) -> str:
         return (
@@ -165,7 +218,7 @@ class PageAllocator:
     owners. Misuse (one release too many, page 0 passed in) is a programming error and asserts.
     """
 
-    def __init__(self, num_pages: int, order: PageOrder | None = None) -> None:
+    def __init__(self, num_pages: int, order: PageOrder | PageOrderPart | None = None) -> None:
         _check_sizes(num_pages=num_pages, page_size=1)
         self.num_pages = num_pages
         self._order = order
@@ -255,7 +308,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """Zeros that take no memory on the CPU until written: the kernel maps new pages, where torch.zeros would
     fill them.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype).view(shape)

@@ -11,14 +11,18 @@ and the least recently used come first. Eviction takes the front of this order, 
 
 Equal tokens may have a bare node beside one that is not. All nodes behind a bare one are bare, so a path is
 whole up to one page and bare from there on.
+
+In an engine with window pages, a page may be cached without its window page. A hit then ends where the window
+of the next row finds all of them.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from .page_names import TOKEN_BYTES, page_parts
 from .pool import PageAllocator, PoolExhausted
+from .window_pages import WindowPages
 
 ROOT = 0  # the page that is never handed out
 BARE = 1 << 63  # in the key of a bare node, beside the parent
@@ -67,13 +71,20 @@ class PrefixCache:
     that follows (engine.speculative), so only prompts that agree on that token share the page.
 
     Bare pages are for callers that read no features of them, which say how far they take bare ones.
+    `windows`: the window pages, for a model with windows.
 
     A node is the number of its page, and its facts are entries of lists: a long prompt has thousands of
     nodes, and as many objects would keep the garbage collector busy.
     """
 
     def __init__(
-        self, allocator: PageAllocator, page_size: int, enabled: bool = True, *, lookahead: int = 0
+        self,
+        allocator: PageAllocator,
+        page_size: int,
+        enabled: bool = True,
+        *,
+        lookahead: int = 0,
+        windows: WindowPages | None = None,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size {page_size}: a page holds at least 1 token")
@@ -81,6 +92,7 @@ class PrefixCache:
         self.page_size = page_size
         self.enabled = enabled
         self.lookahead = lookahead
+        self.windows = windows
         self._children: dict[bytes, int] = {}  # nodes by key; a key begins with the parent
         self._key_of = [b""] * allocator.num_pages  # by node; empty for a page that is not cached
         self._parent = [ROOT] * allocator.num_pages
@@ -92,6 +104,8 @@ class PrefixCache:
         self._watcher: PageWatcher | None = None
         self._journal: CacheJournal | None = None
         allocator.watch(self._on_refs)
+        if windows is not None:
+            windows.bind(lambda page: bool(self._key_of[page]))
 
     @property
     def num_cached(self) -> int:
@@ -160,17 +174,27 @@ class PrefixCache:
         return self._tokens(token_ids, first, end, salt)
 
     def match(
-        self, token_ids: Sequence[int], limit: int, salt: str = "", *, bare_limit: int = 0
+        self,
+        token_ids: Sequence[int],
+        limit: int,
+        salt: str = "",
+        held_from: Callable[[int], int] = lambda num_pages: 0,
+        *,
+        bare_limit: int = 0,
     ) -> list[int]:
         """Retains and returns the cached pages of the longest common prefix within `limit` tokens.
 
         Tokens from `limit` on matter only where a page's lookahead reaches them. Bare pages are taken within
-        the first `bare_limit` tokens only.
+        the first `bare_limit` tokens only. With windows, a hit of n pages needs the window pages of the pages
+        [held_from(n), n), and holds them; `held_from` does not fall.
         """
         limit = min(limit, len(token_ids))
         pages = list(self._walk(token_ids, limit, salt))
         if self._num_bare and bare_limit:
             pages = self._with_bare(pages, token_ids, min(limit, bare_limit), salt)
+        if self.windows is not None:
+            del pages[_usable(pages, self.windows, held_from) :]
+            self.windows.hold(pages[held_from(len(pages)) :])
         self.allocator.retain(pages)
         return pages
 
@@ -198,6 +222,10 @@ class PrefixCache:
         if num_whole < num_pages and self._num_bare:
             known = self._with_bare(known, token_ids, num_pages * self.page_size, salt)
         self._touch(known)
+        if self.windows is not None:
+            for mine, cached in zip(pages, known, strict=False):
+                if mine != cached:
+                    self.windows.bequeath(mine, cached)
         tokens = self._tokens(token_ids, len(known), num_pages, salt)
         parent = known[-1] if known else ROOT
         self._extend(parent, tokens, pages[len(known) : num_pages], max(0, num_whole - len(known)))
@@ -222,12 +250,39 @@ class PrefixCache:
         for page in cached:
             self._key_of[page] = b""
             self._is_bare[page] = False
+            if self.windows is not None:
+                self.windows.left(page)
         self._num_bare = 0
         self.allocator.release(pages)
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """Takes `pages` out of the cache, those that are in it, and all pages behind them."""
+        gone = {page for page in pages if self._key_of[page]}
+        if not gone:
+            return
+        for page in [page for page in self._children.values() if page not in gone]:
+            path, at = [page], self._parent[page]
+            while at not in (ROOT, *gone):
+                path.append(at)
+                at = self._parent[at]
+            if at != ROOT:
+                gone.update(path)
+        for page in gone:
+            parent = self._parent[page]
+            if self._num_busy[page] and parent not in gone:
+                self._shift(parent, -1)
+        children_first = [page for page in reversed(self.cached_pages()) if page in gone]
+        kept = {page for page in children_first if self._says_goodbye(page)}
+        for page in gone:
+            self._idle.pop(page, None)
+            self._leave(page)
+        self.allocator.release(gone - kept)
 
     def check_integrity(self) -> None:
         """Assert that trie, busy counts and eviction order agree with each other and with the allocator."""
         self.allocator.check_integrity()
+        if self.windows is not None:
+            self.windows.check_integrity(self.allocator.refs)
         cached = [page for page, key in enumerate(self._key_of) if key]
         assert {self._key_of[page]: page for page in cached} == self._children
         assert len(cached) == len(self._children), "two pages have the same key"
@@ -331,13 +386,19 @@ class PrefixCache:
         while len(pages) < count:
             page, _none = self._idle.popitem(last=False)
             is_kept = self._says_goodbye(page)
-            del self._children[self._key_of[page]]
-            self._key_of[page] = b""
-            self._num_bare -= self._is_bare[page]
-            self._is_bare[page] = False
+            self._leave(page)
             if not is_kept:
                 pages.append(page)
         self.allocator.release(pages)
+
+    def _leave(self, page: int) -> None:
+        """The page is found no more."""
+        del self._children[self._key_of[page]]
+        self._key_of[page] = b""
+        self._num_bare -= self._is_bare[page]
+        self._is_bare[page] = False
+        if self.windows is not None:
+            self.windows.left(page)
 
     def _says_goodbye(self, page: int) -> bool:
         """Tells the observers that the page leaves. True: the watcher keeps the cache's reference."""
@@ -374,6 +435,17 @@ class PrefixCache:
             else:
                 return
             node = self._parent[node]
+
+
+def _usable(pages: Sequence[int], windows: WindowPages, held_from: Callable[[int], int]) -> int:
+    """The most of the first `pages` of which the last ones, from `held_from` on, have window pages."""
+    found, missing = 0, -1
+    for count, page in enumerate(pages, start=1):
+        if not windows.of(page):
+            missing = count - 1
+        if missing < held_from(count):
+            found = count
+    return found
 
 
 def _prefix(parent: int, *, is_bare: bool = False) -> bytes:

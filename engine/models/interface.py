@@ -81,8 +81,11 @@ class ShortEnd(Protocol):
     """The interface of a model that computes the end of its last layer for few rows only.
 
     Behind its last attention a row depends on no other row, so a prompt needs that part for the rows whose
-    logits are wanted. `finish` of all rows of `trunk` is `body`.
+    logits are wanted. `finish` of all rows of `trunk` is `body`. `needs_all_rows`: something else reads the
+    last layer of every row, so forwards compute it.
     """
+
+    needs_all_rows: bool
 
     def trunk(
         self, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend, aux_ids: Sequence[int] = ()

@@ -52,6 +52,7 @@ class LlamaForCausalLM:
             self.embed_tokens if config.tie_word_embeddings else torch.empty_like(self.embed_tokens)
         )
         self.projections = Projections(config.quant, is_invariant=ops.is_invariant)
+        self.needs_all_rows = False
         self.layers = [self.decoder_layer(layer) for layer in range(config.num_layers)]
         link_layers(self.layers)
         forms, places = config.forms, (config.rotary_size, config.max_position_embeddings, device, dtype)

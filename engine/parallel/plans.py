@@ -138,6 +138,13 @@ class CopyPagePlan(msgspec.Struct, frozen=True, tag=True):
     target: int
 
 
+class WindowPlan(msgspec.Struct, frozen=True, tag=True):
+    """Each of `pages` has the window page beside it in `parts` from now on; 0: none."""
+
+    pages: list[int]
+    parts: list[int]
+
+
 class LeavePlan(msgspec.Struct, frozen=True, tag=True):
     """The last plan: the rank ends."""
 
@@ -152,6 +159,7 @@ Plan: TypeAlias = (
     | StepPlan
     | CatchUpPlan
     | CopyPagePlan
+    | WindowPlan
     | LeavePlan
 )
 Tell: TypeAlias = Callable[[Plan], None]

@@ -15,10 +15,11 @@ from ..errors import CheckpointError, LifecycleError, UnsupportedInput
 from ..graphs.bucketed_graphs import EAGER, PathDecision
 from ..graphs.graph_pool import GraphKind
 from ..kv.pool import KVPool
-from ..models.interface import AuxCapture, CausalLM, InputEmbeds, ShortEnd
+from ..models.interface import AuxCapture, CausalLM, InputEmbeds
 from ..parallel.lockstep import PromptRows, Rounds
 from .expert_counts import ExpertCounts
-from .target_graphs import Hidden, PrefillGraphs, captured_mode, finished_rows, hidden_of
+from .routed_experts import RoutedExperts
+from .target_graphs import Hidden, PrefillGraphs, captured_mode, finished_rows, hidden_of, is_short
 
 LayerP = ParamSpec("LayerP")
 LayerT = TypeVar("LayerT")
@@ -55,6 +56,7 @@ class ModelRunner:
         self.row_multiple = row_multiple
         self.graphs: PrefillGraphs | None = None
         self.expert_counts: ExpertCounts | None = None
+        self.routed_experts: RoutedExperts | None = None
         self.rounds: Rounds | None = None
 
     def set_aux_layer_ids(self, ids: Sequence[int]) -> None:
@@ -72,8 +74,8 @@ class ModelRunner:
         row. `metadata` is planned here unless given.
 
         Raises LifecycleError if `metadata` belongs to another version of the batch, if hidden rows are
-        requested and no layers are configured, or if the model returns other layers. Raises UnsupportedInput
-        for `input_embeds` that the model does not accept.
+        requested and no layers are configured, if the model returns other layers, or if experts are wanted
+        and not kept. Raises UnsupportedInput for `input_embeds` that the model does not accept.
         """
         aux_ids = self._aux_ids(batch.capture_hidden)
         self._check_embeds(batch)
@@ -88,6 +90,8 @@ class ModelRunner:
             return self._forward_with_others(self.rounds, found, batch, metadata)
         decision, real_rows = self.decide(batch), batch.num_tokens
         padded = pad_rows(batch, self.row_multiple)
+        if self.routed_experts is not None:
+            self.routed_experts.begin(padded.num_tokens)
         if metadata is not None:
             metadata.check(padded.num_tokens)
         path, computed = self._run(padded, metadata, decision, aux_ids)
@@ -117,6 +121,8 @@ class ModelRunner:
         """
         rounds.agreed(found.rows)
         padded = pad_to(batch, found.rows)
+        if self.routed_experts is not None:
+            self.routed_experts.begin(padded.num_tokens)
         decision = batch.decision = EAGER if self.graphs is None else self.graphs.decide(padded)
         if decision.is_graph:
             rounds.rows.check(decision.bucket)
@@ -141,15 +147,20 @@ class ModelRunner:
             self._check_features(features, batch.num_tokens)
         self.counters.count(path)
         if self.pool.order.is_checked:
-            self.pool.order.use(
-                reads=batch.page_table.flatten().tolist(),
-                writes=(batch.slots // self.pool.page_size).tolist(),
+            self.pool.note_use(
+                batch.page_table.flatten().tolist(), (batch.slots // self.pool.page_size).tolist()
             )
         return ForwardOutput(
             path=path,
             logits=self.model.compute_logits(rows),
             hidden=features if batch.capture_hidden else None,
+            experts=self._experts(batch.num_tokens) if batch.wants_experts else None,
         )
+
+    def _experts(self, num_rows: int) -> torch.Tensor:
+        if self.routed_experts is None:
+            raise LifecycleError("experts of rows are asked for, but keep_experts was not called")
+        return self.routed_experts.rows(num_rows)
 
     def decide(self, batch: ForwardBatch) -> PathDecision:
         """The path of `batch` as it is now. The decision is made once and stays with the batch."""
@@ -181,8 +192,8 @@ class ModelRunner:
     def _planned(self, batch: ForwardBatch, aux_ids: tuple[int, ...]) -> AttentionMetadata:
         """The attention plan of `batch`, whose last layer attends to nothing if no row is read behind it."""
         metadata, last = self.attention.plan(batch), self.model.config.num_layers - 1
-        is_read = batch.logit_rows is None or len(batch.logit_rows) or last in aux_ids
-        return metadata if is_read or not isinstance(self.model, ShortEnd) else replace(metadata, unread=last)
+        is_read = batch.logit_rows is None or len(batch.logit_rows)
+        return metadata if is_read or not is_short(self.model, aux_ids) else replace(metadata, unread=last)
 
     def _check_embeds(self, batch: ForwardBatch) -> None:
         embeds = batch.input_embeds

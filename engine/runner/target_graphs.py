@@ -11,7 +11,7 @@ context fits the backend's buffers. A backend whose attention cannot be recorded
 """
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 import torch
 
@@ -156,7 +156,7 @@ class PrefillGraphs:
                 pool.device,
                 value_dim=config.value_dim,
             ),
-            kv=pool.kv,
+            kv_pool=pool,
             body=self._body,
             parameters=model.tensors,
             hidden=captured_mode(model),
@@ -203,6 +203,12 @@ def body_of(model: CausalLM, ids: torch.Tensor, positions: torch.Tensor, attend:
     return hidden_of(model, model.embed(ids), positions, attend, aux_ids_of(model))
 
 
+def is_short(model: CausalLM, aux_ids: Sequence[int]) -> TypeGuard[ShortEnd]:
+    """Whether forwards of prompts compute the end of the last layer for the rows with logits alone."""
+    is_read = model.config.num_layers - 1 in aux_ids
+    return isinstance(model, ShortEnd) and not is_read and not model.needs_all_rows
+
+
 def hidden_of(
     model: CausalLM,
     embeds: torch.Tensor,
@@ -211,7 +217,7 @@ def hidden_of(
     aux_ids: Sequence[int],
 ) -> Hidden:
     """The rows of `embeds` up to the last attention, or to the end where that must be computed anyway."""
-    if isinstance(model, ShortEnd) and model.config.num_layers - 1 not in aux_ids:
+    if is_short(model, aux_ids):
         return model.trunk(embeds, positions, attend, aux_ids)
     return None, *model.body(embeds, positions, attend, aux_ids)
 

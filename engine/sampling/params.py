@@ -11,7 +11,8 @@ class SamplingParams:
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. Frequency and presence penalties count
     output tokens only; repetition_penalty counts prompt and output. Tokens that end the request are banned
     before `min_new_tokens` output tokens. `logprobs` -1 reports none, 0 the chosen token's, k also the top k;
-    `prompt_logprobs` does the same for the prompt's tokens. `grammar` constrains the output, see `guided`; ""
+    `prompt_logprobs` does the same for the prompt's tokens. `routed_experts` reports the experts of all rows
+    from this one on, -1 none. `grammar` constrains the output, see `guided`; ""
     is no constraint.
     """
 
@@ -30,6 +31,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int = -1
     prompt_logprobs: int = -1
+    routed_experts: int = -1
     grammar: str = ""
 
     @property

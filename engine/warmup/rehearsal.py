@@ -26,6 +26,7 @@ from ..kv.prefix_cache import PrefixCache
 from ..models.config import ModelConfig
 from ..prompt_logprobs import most_scored, scores_of
 from ..request import Request
+from ..request_windows import RequestWindows
 from ..runner.model_runner import ModelRunner
 from ..sampling.edits import ALL_ALLOWED
 from ..sampling.params import SamplingParams
@@ -71,6 +72,7 @@ class RehearsedEngine(Protocol):
     features: FeaturePlane | None
     drafter: Drafter | None
     cache: PrefixCache
+    windows: RequestWindows
     shape: DraftShape
     steps: StepGraphs | None
     max_context: int
@@ -79,6 +81,9 @@ class RehearsedEngine(Protocol):
 
     def decoder(self) -> AsyncDecoder:
         """The decoder of the engine."""
+
+    def place_windows(self) -> None:
+        """Tells the device of changed window pages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +148,9 @@ class Rehearsal:
     ) -> None:
         """One forward over prompts of these lengths, each behind `prefix` tokens, and their first tokens."""
         vocab_size = self.engine.model_config.vocab_size
-        if not self._has_room([prefix + count for count in lens]):
+        if not self._has_room([prefix + count for count in lens], prefix):
             return
-        requests = [self._request(prefix + count, params) for count in lens]
+        requests = [self._request(prefix + count, params, prefix) for count in lens]
         try:
             parts: list[Prompt] = []
             for request in requests:
@@ -177,6 +182,7 @@ class Rehearsal:
             device=engine.pool.device,
             capture=CaptureHidden.FULL if has_features else CaptureHidden.NULL,
         )
+        engine.place_windows()
         output = engine.runner.forward(batch)
         if engine.features is not None and output.hidden is not None:
             engine.features.store(batch.slots, output.hidden)
@@ -286,15 +292,22 @@ class Rehearsal:
         """`tokens`, or as many as one prompt may have here."""
         return max(1, min(tokens, self._longest))
 
-    def _has_room(self, lens: Sequence[int]) -> bool:
-        """Whether requests with prompts of `lens` tokens fit into the context and the free pages."""
+    def _has_room(self, lens: Sequence[int], prefix: int = 0) -> bool:
+        """Whether requests with prompts of `lens` tokens, which are written from `prefix` on, fit into the
+        context and the free pages.
+        """
+        windows = self.engine.windows
+        if windows.is_on:
+            wanted = sum(self._pages(count) - windows.pages.first_page(prefix) for count in lens)
+            if wanted > windows.pages.num_available:
+                return False
         return max(lens) <= self._longest and sum(map(self._pages, lens)) <= self._allocator.num_free
 
     def _pages(self, tokens: int) -> int:
         return pages_for(tokens + NEW_TOKENS + self.engine.shape.spare_slots, self.engine.pool.page_size)
 
-    def _request(self, num_tokens: int, params: SamplingParams) -> Request:
-        """A request with pages, whose prompt is made of few tokens."""
+    def _request(self, num_tokens: int, params: SamplingParams, prefix: int = 0) -> Request:
+        """A request with pages, whose prompt is made of few tokens and written from `prefix` on."""
         self._num_requests += 1
         request = Request(
             room=f"{self._num_requests:032x}",
@@ -304,17 +317,21 @@ class Rehearsal:
         )
         request.pages = self._allocator.alloc(self._pages(num_tokens))
         self._last_page = max(self._last_page, *request.pages)
+        self.engine.windows.take(request, prefix)
         return request
 
     def _release(self, requests: Sequence[Request]) -> None:
         for request in reversed(requests):  # the free pages keep their order
+            self.engine.windows.release(request)
             self._allocator.release(reversed(request.pages))
             request.pages = []
 
     def _clear(self) -> None:
         self._unread = None
+        self.engine.place_windows()
         engine, end = self.engine, self._last_page + 1
-        engine.pool.kv[1:end].zero_()
+        for memory in engine.pool.memory_of(end):
+            memory.zero_()
         if engine.features is not None:
             engine.features.features[1:end].zero_()
         for draft_pool in draft_pools(engine.drafter):

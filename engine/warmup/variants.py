@@ -125,10 +125,10 @@ class VariantPlanner:
         for number, batch in enumerate(batches):
             attention = self.runner.attention
             attend = attention.bind(attention.plan(batch))
-            layers = range(min(NUM_LAYERS, self.runner.pool.num_layers)) if number == 0 else [0]
-            for layer in layers:
-                for q, k, v in inputs.strides(batch.num_tokens):
-                    for form in seen_forms:
+            for form in seen_forms:
+                layers = self.runner.pool.layers_of(is_windowed=form.window > 0)
+                for layer in layers[: NUM_LAYERS if number == 0 else 1]:
+                    for q, k, v in inputs.strides(batch.num_tokens):
                         attend(layer, q, k, v, form)
 
     def draft_prompts(self, shapes: Iterator[ExtendShape]) -> None:

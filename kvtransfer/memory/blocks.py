@@ -7,7 +7,7 @@ planes knows the forwards that may still use them.
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from ...cluster.errors import LocalProtocolError
 from ...engine.kv.layouts import PageRows
 from ...engine.kv.page_order import PageOrder
-from ..protocol.layout import Crc, KVLayout, Plane, Segment
+from ..protocol.layout import Crc, KVLayout, Plane, Segment, StreamRows
 from ..protocol.seal import TAG_BYTES, BlockName, Sealer
 from ..transport import Planes, PullRequest
 from .copy_pool import CopyPool, copy_pool_of_host
@@ -37,6 +37,10 @@ def check_planes(layout: KVLayout, planes: Planes) -> None:
             "pages on a GPU need a PageOrder: copies must know the forwards that use them"
         )
     _check_plane("kv", planes.kv, layout.kv_page_bytes)
+    if planes.window is not None:
+        _check_plane("window", planes.window, layout.window_page_bytes)
+    elif layout.window_page_bytes:
+        raise LocalProtocolError("the layout has window pages, and there is no plane of them")
     if planes.features is not None:
         _check_plane("feature", planes.features, layout.feature_page_bytes)
 
@@ -125,7 +129,7 @@ class Filling:
     size: int
     seed: int
     columns: Columns = None
-    rows: PageRows | None = None
+    rows: StreamRows | None = None
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ class Arrival:
     request: PullRequest
     seed: int
     digest: int
-    rows: PageRows | None = None
+    rows: StreamRows | None = None
 
 
 @dataclass(frozen=True)
@@ -161,9 +165,12 @@ class BlockReader:
         self._planes: dict[Plane, torch.Tensor] = {"kv": planes.kv}
         if planes.features is not None:
             self._planes["features"] = planes.features
+        if planes.window is not None:
+            self._planes["window"] = planes.window
+        self._num_pages = planes.kv.shape[0]
         self._page_size, self._num_features = layout.wire.page_size, len(layout.wire.feature_ids)
         self._is_cuda = planes.kv.is_cuda
-        self._order = planes.order or PageOrder(planes.kv.shape[0])
+        self._order = planes.order or PageOrder(_num_pages(planes))
         self._copies = DeviceCopies(planes.kv.device, self._order) if self._is_cuda else None
         self._arrays: dict[Plane, Bytes] = (
             {} if self._is_cuda else {k: t.numpy() for k, t in self._planes.items()}
@@ -179,7 +186,7 @@ class BlockReader:
         pages: Sequence[int],
         size: int,
         columns: Columns = None,
-        rows: PageRows | None = None,
+        rows: StreamRows | None = None,
     ) -> Payload:
         """The `size` bytes of a block; zero-copy if they are one run of CPU memory.
 
@@ -249,20 +256,26 @@ class BlockReader:
         """Takes back the staging buffer of a sent payload."""
         self._pool.give(staging)
 
-    def _run(self, segment: Segment, pages: Sequence[int], columns: Columns, rows: PageRows | None) -> Bytes:
+    def _run(
+        self, segment: Segment, pages: Sequence[int], columns: Columns, rows: StreamRows | None
+    ) -> Bytes:
         page = pages[segment.page_index]
         self._order.touch(page, is_write=False)
         if columns is not None and segment.plane == "features":
             return self._taken(segment, pages, columns).numpy()
-        if is_partial(segment, rows):
-            assert rows is not None
+        array, row = self._arrays[segment.plane], self._row(segment, page)
+        if cut := part_of(segment, rows):
             run: Bytes = np.empty(segment.hi - segment.lo, dtype=np.uint8)
-            plane = self._arrays["kv"][page].reshape(rows.num_rows, rows.row_bytes)
-            for one in rows.rectangles(segment.lo, segment.hi):
+            plane = array[row].reshape(cut.num_rows, cut.row_bytes)
+            for one in cut.rectangles(segment.lo, segment.hi):
                 part = run[one.at : one.at + one.num_bytes].reshape(one.shape)
                 np.copyto(part, plane[one.first_row : one.end_row, one.lo : one.hi])
             return run
-        return self._arrays[segment.plane][page, segment.lo : segment.hi]
+        return array[row, segment.lo : segment.hi]
+
+    def _row(self, segment: Segment, page: int) -> int:
+        """The row of `page` in its plane."""
+        return page - self._num_pages if segment.plane == "window" else page
 
     def _gather_cuda(
         self,
@@ -270,7 +283,7 @@ class BlockReader:
         segments: Sequence[Segment],
         pages: Sequence[int],
         columns: Columns,
-        rows: PageRows | None,
+        rows: StreamRows | None,
     ) -> None:
         assert self._copies is not None
         copies = self._gathered(staging, segments, pages, columns, rows)
@@ -282,21 +295,21 @@ class BlockReader:
         segments: Sequence[Segment],
         pages: Sequence[int],
         columns: Columns,
-        rows: PageRows | None,
+        rows: StreamRows | None,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(target, source) of each segment.
 
         On a GPU, iterate on the copy stream: sources may be computed there.
         """
         for segment in segments:
-            if is_partial(segment, rows):
-                page = self._planes["kv"][pages[segment.page_index]]
-                yield from _row_pairs(page, segment, rows, staging)
+            plane, row = self._planes[segment.plane], self._row(segment, pages[segment.page_index])
+            if cut := part_of(segment, rows):
+                yield from _row_pairs(plane[row], segment, cut, staging)
                 continue
             if columns is not None and segment.plane == "features":
                 source = self._taken(segment, pages, columns)
             else:
-                source = self._planes[segment.plane][pages[segment.page_index], segment.lo : segment.hi]
+                source = plane[row, segment.lo : segment.hi]
             yield staging[segment.at : segment.at + segment.hi - segment.lo], source
 
     def _taken(self, segment: Segment, pages: Sequence[int], columns: tuple[int, ...]) -> torch.Tensor:
@@ -315,11 +328,16 @@ class BlockWriter:
     """Writes checked blocks into the pages and feature rows of a `PullRequest`."""
 
     def __init__(self, layout: KVLayout, planes: Planes) -> None:
-        check_planes(layout, Planes(kv=planes.kv, features=None, order=planes.order))
-        self._kv = planes.kv
-        self._order = planes.order or PageOrder(planes.kv.shape[0])
+        check_planes(layout, replace(planes, features=None))
+        self._planes: dict[Plane, torch.Tensor] = {"kv": planes.kv}
+        if planes.window is not None:
+            self._planes["window"] = planes.window
+        self._num_pages = planes.kv.shape[0]
+        self._order = planes.order or PageOrder(_num_pages(planes))
         self._copies = DeviceCopies(planes.kv.device, self._order) if planes.kv.is_cuda else None
-        self._array: Bytes | None = None if planes.kv.is_cuda else planes.kv.numpy()
+        self._arrays: dict[Plane, Bytes] = (
+            {} if planes.kv.is_cuda else {name: plane.numpy() for name, plane in self._planes.items()}
+        )
         self._pool = StagingPool(layout.wire.block_bytes, is_pinned=planes.kv.is_cuda)
         self._copy_pool = copy_pool_of_host() if planes.kv.is_cuda else CopyPool(1)
         self.crc: Crc = self._copy_pool.crc
@@ -332,7 +350,7 @@ class BlockWriter:
         payload: memoryview,
         segments: Sequence[Segment],
         request: PullRequest,
-        rows: PageRows | None = None,
+        rows: StreamRows | None = None,
     ) -> None:
         """Copies a block into its segments. Returns when the bytes are in place.
 
@@ -379,7 +397,7 @@ class BlockWriter:
             self._pool.give(staging)
             return is_right
         self._order.wait(_pages_of(arrival.segments, arrival.request.pages))
-        if any(is_partial(segment, arrival.rows) for segment in arrival.segments):
+        if any(part_of(segment, arrival.rows) for segment in arrival.segments):
             return self._land_rows(arrival)
         for segment in arrival.segments:
             seed = _copy(_cut(data, segment), self._own(segment, arrival.request), seed, self.crc)
@@ -399,7 +417,7 @@ class BlockWriter:
         size: int,
         segments: Sequence[Segment],
         request: PullRequest,
-        rows: PageRows | None = None,
+        rows: StreamRows | None = None,
     ) -> None:
         """As `write`, for `size` bytes that `fill` writes into the buffer passed to it.
 
@@ -408,7 +426,7 @@ class BlockWriter:
         A block that is one run of CPU memory is filled in place, so its bytes may be garbage until `fill`
         returns.
         """
-        if len(segments) == 1 and self._copies is None and not is_partial(segments[0], rows):
+        if len(segments) == 1 and self._copies is None and not part_of(segments[0], rows):
             self._order.wait(_pages_of(segments, request.pages))
             fill(self._own(segments[0], request).data)
             return
@@ -423,17 +441,16 @@ class BlockWriter:
         finally:
             self._pool.give(staging)
 
-    def _put(self, data: Bytes, segment: Segment, request: PullRequest, rows: PageRows | None) -> None:
+    def _put(self, data: Bytes, segment: Segment, request: PullRequest, rows: StreamRows | None) -> None:
         """Copies the segment's bytes of a block on the CPU into its page."""
-        if not is_partial(segment, rows):
+        cut = part_of(segment, rows)
+        if cut is None:
             np.copyto(self._own(segment, request), _cut(data, segment))
             return
-        assert rows is not None
-        assert self._array is not None
-        page = request.pages[segment.page_index]
-        self._order.touch(page, is_write=True)
-        plane = self._array[page].reshape(rows.num_rows, rows.row_bytes)
-        for one in rows.rectangles(segment.lo, segment.hi):
+        self._order.touch(request.pages[segment.page_index], is_write=True)
+        page = self._arrays[segment.plane][self._row(segment, request)]
+        plane = page.reshape(cut.num_rows, cut.row_bytes)
+        for one in cut.rectangles(segment.lo, segment.hi):
             part = data[segment.at + one.at : segment.at + one.at + one.num_bytes].reshape(one.shape)
             np.copyto(plane[one.first_row : one.end_row, one.lo : one.hi], part)
 
@@ -442,13 +459,18 @@ class BlockWriter:
         array.
         """
         self._order.touch(request.pages[segment.page_index], is_write=True)
-        if segment.plane == "kv" and self._array is not None:
-            return self._array[request.pages[segment.page_index], segment.lo : segment.hi]
+        if segment.plane in self._arrays:
+            return self._arrays[segment.plane][self._row(segment, request), segment.lo : segment.hi]
         return self._target(segment, request).numpy()
 
+    def _row(self, segment: Segment, request: PullRequest) -> int:
+        """The row of a segment's page in its plane."""
+        page = request.pages[segment.page_index]
+        return page - self._num_pages if segment.plane == "window" else page
+
     def _target(self, segment: Segment, request: PullRequest) -> torch.Tensor:
-        if segment.plane == "kv":
-            return self._kv[request.pages[segment.page_index], segment.lo : segment.hi]
+        if segment.plane in self._planes:
+            return self._planes[segment.plane][self._row(segment, request), segment.lo : segment.hi]
         assert request.features is not None, "the room brought its feature rows"
         return request.features[segment.page_index, segment.lo : segment.hi]
 
@@ -457,7 +479,7 @@ class BlockWriter:
         staging: torch.Tensor,
         segments: Sequence[Segment],
         request: PullRequest,
-        rows: PageRows | None,
+        rows: StreamRows | None,
     ) -> None:
         """Copies a block that lies whole in `staging` to its segments."""
         assert self._copies is not None
@@ -469,32 +491,37 @@ class BlockWriter:
         staging: torch.Tensor,
         segments: Sequence[Segment],
         request: PullRequest,
-        rows: PageRows | None,
+        rows: StreamRows | None,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for segment in segments:
-            if is_partial(segment, rows):
-                page = self._kv[request.pages[segment.page_index]]
-                for source, target in _row_pairs(page, segment, rows, staging):
+            if cut := part_of(segment, rows):
+                page = self._planes[segment.plane][self._row(segment, request)]
+                for source, target in _row_pairs(page, segment, cut, staging):
                     yield target, source
                 continue
             yield self._target(segment, request), staging[segment.at : segment.at + segment.hi - segment.lo]
 
 
-def is_partial(segment: Segment, rows: PageRows | None) -> bool:
-    """Whether the segment counts the bytes of a part of a KV page."""
-    return rows is not None and segment.plane == "kv" and not rows.is_whole
+def part_of(segment: Segment, rows: StreamRows | None) -> PageRows | None:
+    """The bytes of a page of KV that the segment counts; None if it counts those of the whole page."""
+    cut = None if rows is None else rows.of(segment.plane)
+    return None if cut is None or cut.is_whole else cut
 
 
 def _row_pairs(
-    page: torch.Tensor, segment: Segment, rows: PageRows | None, staging: torch.Tensor
+    page: torch.Tensor, segment: Segment, rows: PageRows, staging: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(bytes of the block, bytes of the page) of each rectangle of a segment, with equal shapes."""
-    assert rows is not None
     plane = page.view(rows.num_rows, rows.row_bytes)
     for one in rows.rectangles(segment.lo, segment.hi):
         begin = segment.at + one.at
         block = staging[begin : begin + one.num_bytes].view(one.shape)
         yield block, plane[one.first_row : one.end_row, one.lo : one.hi]
+
+
+def _num_pages(planes: Planes) -> int:
+    """Pages and window pages."""
+    return planes.kv.shape[0] + (0 if planes.window is None else planes.window.shape[0])
 
 
 def _pages_of(segments: Sequence[Segment], pages: Sequence[int]) -> list[int]:

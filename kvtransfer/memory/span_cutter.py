@@ -1,11 +1,12 @@
 """Cuts a run of a room's byte stream into spans of memory for a `Device`.
 
 One page of the stream is cut alike in every room: the KV page, then the feature page, or its pieces where
-only some feature layers travel. numpy clips these pieces for all pages of a run at once. Where only some KV
-heads travel, the piece of the KV page is a part of each of its rows (`kernels.move_rows`).
+only some feature layers travel; between both the window page, if the page has one in the stream. numpy clips
+these pieces for all pages of a run at once. Where only some KV heads travel, the piece of a page of KV is a
+part of each of its rows (`kernels.move_rows`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from ...engine.kv.layouts import PageRows
 from ...kernels.move_rows import ROW_FIELDS
 from ...kernels.move_spans import ALIGNMENT, SPAN_FIELDS, WORD_BYTES
-from ..protocol.layout import KVLayout, RoomStream
+from ..protocol.layout import KVLayout, Plane, RoomStream, StreamRows
 from ..protocol.session import SendBlock
 from ..transport import Planes, PullRequest
 from .device import Spans
@@ -87,73 +88,113 @@ class PlaneBase:
         return cls(address, page_bytes)
 
 
+Bases = Mapping[Plane, tuple[PlaneBase, Sequence[int]]]  # each plane, and the row there of each page
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """The pieces of one page of the stream; with `row_bytes` and `strides`, if KV heads are cut out of
+    pages.
+    """
+
+    planes: tuple[Plane, ...]
+    in_unit: Numbers
+    in_page: Numbers
+    sizes: Numbers
+    row_bytes: Numbers
+    strides: Numbers
+
+
 class SpanCutter:
     """The pieces of one page of the stream, under the common layout of a pair."""
 
     def __init__(
-        self, layout: KVLayout, rows: PageRows, *, num_features: int = 0, columns: Columns = None
+        self, layout: KVLayout, rows: StreamRows, *, num_features: int = 0, columns: Columns = None
     ) -> None:
-        """`rows`: the bytes of a KV page here that are in the stream.
+        """`rows`: the bytes of a page of KV here that are in the stream.
 
         `columns`: positions of the layers that travel, of the `num_features` layers in prefill's rows. None:
         whole rows. Raises SlabError if a piece or a block is not aligned.
         """
+        self._has_rows = not rows.is_whole
+        self._plain = self._cut(layout, rows, num_features, columns, has_window=False)
+        self._windowed = self._cut(layout, rows, num_features, columns, has_window=True)
+
+    def _cut(
+        self, layout: KVLayout, rows: StreamRows, num_features: int, columns: Columns, *, has_window: bool
+    ) -> _Pieces:
+        """The pieces of a page with, or without, its window page."""
         # plane, offset in the stream's page, in the plane's, size
-        pieces = [(0, 0, rows.first, layout.kv_page_bytes)]
+        kv, window = layout.kv_page_bytes, layout.window_page_bytes * has_window
+        pieces: list[tuple[Plane, int, int, int]] = []
+        if kv:
+            pieces.append(("kv", 0, rows.kv.first, kv))
+        if window:
+            pieces.append(("window", kv, rows.window.first, window))
         if layout.has_features and columns is None:
-            pieces.append((1, layout.kv_page_bytes, 0, layout.feature_page_bytes))
+            pieces.append(("features", kv + window, 0, layout.feature_page_bytes))
         elif layout.has_features and columns is not None:
-            pieces += _column_pieces(layout, num_features, columns)
-        table = np.array(pieces, dtype=np.int64)
-        if (table[:, 1:] % ALIGNMENT).any() or layout.wire.block_bytes % ALIGNMENT:
-            size = f"pages of {layout.kv_page_bytes} and {layout.feature_page_bytes} bytes in blocks of"
+            pieces += _column_pieces(layout, kv + window, num_features, columns)
+        table = np.array([piece[1:] for piece in pieces], dtype=np.int64).reshape(-1, 3)
+        if (table % ALIGNMENT).any() or layout.wire.block_bytes % ALIGNMENT:
+            size = f"pages of {kv}, {window} and {layout.feature_page_bytes} bytes in blocks of"
             raise SlabError(f"{size} {layout.wire.block_bytes} are not aligned to {ALIGNMENT} bytes")
-        self._is_feature = table[:, 0] == 1
-        self._in_unit, self._in_page, self._sizes = table[:, 1], table[:, 2], table[:, 3]
-        self._row_bytes = self._strides = None
-        if not rows.is_whole:
-            if rows.size % ALIGNMENT or rows.row_bytes % ALIGNMENT:
-                raise SlabError(f"KV heads of {rows.size} bytes are not aligned to {ALIGNMENT} bytes")
-            self._row_bytes, self._strides = self._sizes.copy(), self._sizes.copy()
-            self._row_bytes[0], self._strides[0] = rows.size, rows.row_bytes
+        row_bytes, strides = table[:, 2].copy(), table[:, 2].copy()
+        if self._has_rows:
+            if rows.kv.size % ALIGNMENT or rows.kv.row_bytes % ALIGNMENT:
+                raise SlabError(f"KV heads of {rows.kv.size} bytes are not aligned to {ALIGNMENT} bytes")
+            for at, piece in enumerate(pieces):
+                if piece[0] != "features":
+                    row_bytes[at], strides[at] = rows.kv.size, rows.kv.row_bytes
+        planes = tuple(piece[0] for piece in pieces)
+        return _Pieces(planes, table[:, 0], table[:, 1], table[:, 2], row_bytes, strides)
 
     def __repr__(self) -> str:
-        return f"SpanCutter(pieces={len(self._sizes)})"
+        return f"SpanCutter(pieces={len(self._plain.planes)}, {len(self._windowed.planes)})"
 
-    def places(
-        self,
-        stream: RoomStream,
-        block: int,
-        count: int,
-        kv: tuple[PlaneBase, Sequence[int]],
-        features: tuple[PlaneBase, Sequence[int]] | None,
-    ) -> RunPlaces:
+    def places(self, stream: RoomStream, block: int, count: int, bases: Bases) -> RunPlaces:
         """The memory of the blocks [block, block + count).
 
-        Each plane comes with the page in it of every page of the stream.
+        Each plane comes with the page in it of every page of the stream that has one: the last ones, for
+        window pages.
         """
         start = block * stream.block_bytes
         end = start + stream.block_size(block, count)
-        first, last = start // stream.unit_bytes, -(-end // stream.unit_bytes)
-        pages = _page_addresses(*kv, first, last)[:, None] + self._in_page
-        if features is not None:
-            feature_pages = _page_addresses(*features, first, last)[:, None] + self._in_page
-            pages = np.where(self._is_feature, feature_pages, pages)
-        begins = np.arange(first, last, dtype=np.int64)[:, None] * stream.unit_bytes + self._in_unit
-        if self._row_bytes is not None and self._strides is not None:
-            num_pages = last - first
-            whole = RunPlaces(
-                pages.reshape(-1),
-                begins.reshape(-1) - start,
-                np.tile(self._sizes, num_pages),
-                np.tile(self._row_bytes, num_pages),
-                np.tile(self._strides, num_pages),
-            )
+        first, last = stream.pages_before(start), stream.pages_before(end - 1) + 1
+        border = min(max(first, stream.window_first), last)
+        parts = [
+            self._placed(self._plain, stream, bases, first, border),
+            self._placed(self._windowed, stream, bases, border, last),
+        ]
+        addresses, begins, sizes, row_bytes, strides = (
+            np.concatenate(each) for each in zip(*parts, strict=True)
+        )
+        if self._has_rows:
+            whole = RunPlaces(addresses, begins - start, sizes, row_bytes, strides)
             return whole.part(0, end - start)
-        low, high = np.maximum(begins, start), np.minimum(begins + self._sizes, end)
+        low, high = np.maximum(begins, start), np.minimum(begins + sizes, end)
         is_inside = low < high
-        addresses = (pages + low - begins)[is_inside]
-        return RunPlaces(addresses, low[is_inside] - start, (high - low)[is_inside])
+        return RunPlaces(
+            (addresses + low - begins)[is_inside], low[is_inside] - start, (high - low)[is_inside]
+        )
+
+    def _placed(
+        self, pieces: _Pieces, stream: RoomStream, bases: Bases, first: int, last: int
+    ) -> tuple[Numbers, ...]:
+        """Addresses, offsets in the stream, sizes, row bytes and strides of all pieces of some pages."""
+        count, pages = last - first, np.arange(first, last, dtype=np.int64)
+        behind = np.maximum(pages - stream.window_first, 0)
+        starts = pages * stream.plain_bytes + behind * stream.layout.window_page_bytes
+        addresses = np.empty((count, len(pieces.planes)), dtype=np.int64)
+        for at, plane in enumerate(pieces.planes):
+            base, rows = bases[plane]
+            skipped = stream.window_first if plane == "window" else 0
+            addresses[:, at] = _page_addresses(base, rows, first - skipped, last - skipped)
+        return (
+            (addresses + pieces.in_page).reshape(-1),
+            (starts[:, None] + pieces.in_unit).reshape(-1),
+            *(np.tile(each, count) for each in (pieces.sizes, pieces.row_bytes, pieces.strides)),
+        )
 
 
 class SenderPages:
@@ -162,6 +203,8 @@ class SenderPages:
     def __init__(self, layout: KVLayout, planes: Planes) -> None:
         """Raises SlabError if the planes are not aligned."""
         self._kv = PlaneBase.of(planes.kv)
+        self._window = None if planes.window is None else PlaneBase.of(planes.window)
+        self._num_pages = planes.kv.shape[0]
         self._features = None if planes.features is None else PlaneBase.of(planes.features)
         self._num_features = len(layout.wire.feature_ids)
         # of the last common layout of each pair of ranks
@@ -169,14 +212,19 @@ class SenderPages:
 
     def places(self, item: SendBlock) -> RunPlaces:
         """The memory of the run `item`."""
-        layout, pages = item.stream.layout, item.pages[item.first_page :]
+        layout, stream = item.stream.layout, item.stream
         known = self._cutters.get((item.columns, layout.name))
         if known is None or known[0] is not layout:
             num_features, columns = self._num_features, item.columns
             cutter = SpanCutter(layout, layout.sender_rows, num_features=num_features, columns=columns)
             known = self._cutters[columns, layout.name] = (layout, cutter)
-        features = (self._features, pages) if self._features is not None and layout.has_features else None
-        return known[1].places(item.stream, item.block, item.count, (self._kv, pages), features)
+        pages, parts = item.pages[: stream.num_pages], item.pages[stream.num_pages :]
+        bases: dict[Plane, tuple[PlaneBase, Sequence[int]]] = {"kv": (self._kv, pages)}
+        if self._window is not None:
+            bases["window"] = self._window, [page - self._num_pages for page in parts]
+        if self._features is not None:
+            bases["features"] = self._features, pages
+        return known[1].places(stream, item.block, item.count, bases)
 
 
 class ReceiverPages:
@@ -185,6 +233,8 @@ class ReceiverPages:
     def __init__(self, planes: Planes) -> None:
         """Raises SlabError if the pages are not aligned."""
         self._kv = PlaneBase.of(planes.kv)
+        self._window = None if planes.window is None else PlaneBase.of(planes.window)
+        self._num_pages = planes.kv.shape[0]
         # of the last common layout of each pair of ranks
         self._cutters: dict[str, tuple[KVLayout, SpanCutter]] = {}
 
@@ -194,10 +244,13 @@ class ReceiverPages:
         known = self._cutters.get(layout.name)
         if known is None or known[0] is not layout:
             known = self._cutters[layout.name] = (layout, SpanCutter(layout, layout.receiver_rows))
-        features = None
+        pages, parts = request.pages[: stream.num_pages], request.pages[stream.num_pages :]
+        bases: dict[Plane, tuple[PlaneBase, Sequence[int]]] = {"kv": (self._kv, pages)}
+        if self._window is not None:
+            bases["window"] = self._window, [page - self._num_pages for page in parts]
         if request.features is not None and layout.has_features:
-            features = (PlaneBase.of(request.features), range(len(request.pages)))
-        return known[1].places(stream, 0, stream.num_blocks, (self._kv, request.pages), features)
+            bases["features"] = PlaneBase.of(request.features), range(stream.num_pages)
+        return known[1].places(stream, 0, stream.num_blocks, bases)
 
 
 def is_aligned(layout: KVLayout) -> bool:
@@ -208,10 +261,14 @@ def is_aligned(layout: KVLayout) -> bool:
 
 
 def pages_of_run(stream: RoomStream, block: int, count: int, pages: Sequence[int]) -> Sequence[int]:
-    """The pages of the blocks [block, block + count), of all `pages` of the stream."""
+    """The pages of the blocks [block, block + count), of all `pages` of the stream, with their window
+    pages.
+    """
     start = block * stream.block_bytes
     end = start + stream.block_size(block, count)
-    return pages[start // stream.unit_bytes : -(-end // stream.unit_bytes)]
+    first, last = stream.pages_before(start), stream.pages_before(end - 1) + 1
+    behind = stream.num_pages - stream.window_first
+    return [*pages[first:last], *pages[max(first + behind, stream.num_pages) : last + behind]]
 
 
 def _cut_rows(run: RunPlaces, start: int, end: int) -> RunPlaces:
@@ -250,9 +307,11 @@ def _page_addresses(base: PlaneBase, pages: Sequence[int], first: int, last: int
 
 
 def _column_pieces(
-    layout: KVLayout, num_features: int, columns: tuple[int, ...]
-) -> list[tuple[int, int, int, int]]:
-    """The pieces of a feature page of which only `columns` travel; neighbours in a row are one piece."""
+    layout: KVLayout, begin: int, num_features: int, columns: tuple[int, ...]
+) -> list[tuple[Plane, int, int, int]]:
+    """The pieces of a feature page of which only `columns` travel; neighbours in a row are one piece. It
+    begins at byte `begin` of the stream's page.
+    """
     num_tokens, num_taken = layout.wire.page_size, len(columns)
     width = layout.feature_page_bytes // (num_tokens * num_taken)  # bytes of one layer of one token
     groups: list[tuple[int, int, int]] = []  # first column there, first column here, number
@@ -263,8 +322,8 @@ def _column_pieces(
             groups.append((place, column, 1))
     return [
         (
-            1,
-            layout.kv_page_bytes + (token * num_taken + there) * width,
+            "features",
+            begin + (token * num_taken + there) * width,
             (token * num_features + here) * width,
             number * width,
         )

@@ -17,6 +17,7 @@ def pair_fingerprint(
     num_layers: int,
     num_kv_heads: int,
     head_dim: int,
+    window_layers: int = 0,
 ) -> str:
     """sha256 (hex) of the arguments.
 
@@ -28,5 +29,6 @@ def pair_fingerprint(
         f"dtype={dtype}",
         f"page_size={page_size}",
         f"heads={num_layers}x{num_kv_heads}x{head_dim}",
+        *([f"window_layers={window_layers}"] if window_layers else []),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

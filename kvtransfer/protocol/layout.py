@@ -1,7 +1,9 @@
 """The layout of a room's KV in pages, and its cut into blocks on the wire.
 
 The byte stream of a room holds, for each page from `have` on, the KV page and then the feature page if the
-layout has features. The last page is sent whole. Block k is bytes [k*block_bytes, (k+1)*block_bytes) of that
+layout has features. The last page is sent whole. Between workers with window pages
+(`engine.kv.window_layout`), a page whose window rows behind the prompt may read has its window page behind
+the KV page. Block k is bytes [k*block_bytes, (k+1)*block_bytes) of that
 stream. Both sides derive all of it from (layout, num_tokens, have), so a block needs no addresses on the
 wire.
 
@@ -10,9 +12,9 @@ that both ranks hold, and the features if this pair carries them (`shards`).
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
@@ -21,9 +23,10 @@ from crc32c import crc32c
 from ...cluster.errors import HandshakeRefused, LocalProtocolError
 from ...cluster.protocol.messages import Layout
 from ...engine.kv.layouts import MHALayout, PageRows
+from ...engine.kv.window_sizes import first_read_page
 from .shards import WHOLE, Shard, carries_features, heads_of, shared_heads
 
-Plane = Literal["kv", "features"]
+Plane = Literal["kv", "window", "features"]
 
 Crc = Callable[[memoryview, int], int]  # (bytes, checksum of the bytes before) -> checksum
 
@@ -34,13 +37,32 @@ DIGEST = "crc32c"
 
 @dataclass(frozen=True)
 class Segment:
-    """Bytes [lo, hi) of page `page_index` (counted from `have`) in one plane, at offset `at` of the block."""
+    """Bytes [lo, hi) of a page in one plane, at offset `at` of the block.
+
+    `page_index`: its place in the room's list of pages, which has those from `have` on, then window pages.
+    """
 
     plane: Plane
     page_index: int
     lo: int
     hi: int
     at: int
+
+
+class StreamRows(NamedTuple):
+    """The bytes of a page of KV, and of a window page, of one rank that are in a stream."""
+
+    kv: PageRows
+    window: PageRows
+
+    def of(self, plane: Plane) -> PageRows | None:
+        """The bytes of a page in `plane`; None: pages of features travel whole."""
+        return self.kv if plane == "kv" else self.window if plane == "window" else None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether whole pages travel."""
+        return self.kv.is_whole
 
 
 @dataclass(frozen=True)
@@ -65,6 +87,10 @@ class KVLayout:
                 f"features of dtype {_feature_dtype(self.wire)!r} have no wire format, use one of "
                 f"{sorted(WIRE_DTYPES)}"
             )
+        if self.wire.window_layers > self.wire.num_layers:
+            raise LocalProtocolError(
+                f"{self.wire.window_layers} of {self.wire.num_layers} layers cannot have windows"
+            )
         for shard in (self.sender, self.receiver):
             heads_of(self.wire.num_kv_heads, shard)
 
@@ -78,11 +104,13 @@ class KVLayout:
         """The KV heads of the stream."""
         return shared_heads(self.wire.num_kv_heads, self.sender, self.receiver)
 
-    def _rows_of(self, shard: Shard) -> PageRows:
+    def _rows_of(self, shard: Shard) -> StreamRows:
         w = self.wire
         dtype = KV_DTYPES[w.dtype]
-        layout = MHALayout.of(w, num_layers=w.num_layers, page_size=w.page_size, dtype=dtype)
-        return layout.rows_of(heads_of(w.num_kv_heads, shard), self._heads)
+        layer = MHALayout.of(w, num_layers=1, page_size=w.page_size, dtype=dtype)
+        rows = layer.rows_of(heads_of(w.num_kv_heads, shard), self._heads)
+        counts = w.num_layers - w.window_layers, w.window_layers
+        return StreamRows(*(replace(rows, num_rows=count * rows.num_rows) for count in counts))
 
     @property
     def head_bytes(self) -> int:
@@ -90,12 +118,12 @@ class KVLayout:
         return self.wire.head_dim * KV_DTYPES[self.wire.dtype].itemsize
 
     @cached_property
-    def sender_rows(self) -> PageRows:
+    def sender_rows(self) -> StreamRows:
         """The bytes of a page of prefill's rank that are in the stream."""
         return self._rows_of(self.sender)
 
     @cached_property
-    def receiver_rows(self) -> PageRows:
+    def receiver_rows(self) -> StreamRows:
         """The bytes of a page of decode's rank that the stream fills."""
         return self._rows_of(self.receiver)
 
@@ -109,8 +137,18 @@ class KVLayout:
 
     @cached_property
     def kv_page_bytes(self) -> int:
-        """Bytes of one page of KV over all layers, of the KV heads of the stream."""
-        return self.sender_rows.num_bytes
+        """Bytes of one page of KV over all layers without window pages, of the KV heads of the stream."""
+        return self.sender_rows.kv.num_bytes
+
+    @cached_property
+    def window_page_bytes(self) -> int:
+        """Bytes of one window page, of the KV heads of the stream; 0 without window pages."""
+        return self.sender_rows.window.num_bytes
+
+    def tail_of(self, num_tokens: int) -> int:
+        """The first page of a prompt of `num_tokens` tokens whose window page is handed over."""
+        wire = self.wire
+        return first_read_page(max(0, num_tokens - wire.window_margin), wire.window, wire.page_size)
 
     @cached_property
     def feature_page_bytes(self) -> int:
@@ -152,9 +190,36 @@ class RoomStream:
             )
 
     @cached_property
-    def unit_bytes(self) -> int:
-        """Bytes of the stream per page."""
+    def plain_bytes(self) -> int:
+        """Bytes of the stream per page without its window page."""
         return self.layout.kv_page_bytes + self.layout.feature_page_bytes
+
+    @cached_property
+    def window_first(self) -> int:
+        """The first page of the stream with a window page; behind the last one without window pages."""
+        if not self.layout.window_page_bytes:
+            return self.num_pages
+        first = self.layout.tail_of(self.num_tokens) - self.have // self.layout.wire.page_size
+        return min(max(0, first), self.num_pages)
+
+    @cached_property
+    def num_window_pages(self) -> int:
+        """Window pages of the stream: of its last pages."""
+        return self.num_pages - self.window_first
+
+    def begin_of(self, page: int) -> int:
+        """The first byte of page `page` of the stream; of the page behind the last: the bytes of all."""
+        return page * self.plain_bytes + max(0, page - self.window_first) * self.layout.window_page_bytes
+
+    def pages_before(self, end: int) -> int:
+        """The pages that lie wholly in the first `end` bytes. `end` in the stream: also the page that has the
+        byte.
+        """
+        behind = end - self.begin_of(self.window_first)
+        if behind < 0:
+            return end // self.plain_bytes
+        each = self.plain_bytes + self.layout.window_page_bytes
+        return self.window_first + (behind // each if each else 0)
 
     @cached_property
     def block_bytes(self) -> int:
@@ -169,7 +234,7 @@ class RoomStream:
     @cached_property
     def total_bytes(self) -> int:
         """Bytes of the stream."""
-        return self.num_pages * self.unit_bytes
+        return self.begin_of(self.num_pages)
 
     @cached_property
     def num_blocks(self) -> int:
@@ -186,13 +251,13 @@ class RoomStream:
         if tokens_ready >= self.num_tokens:
             return self.num_blocks
         ready_pages = max(0, tokens_ready - self.have) // self.layout.wire.page_size
-        return ready_pages * self.unit_bytes // self.block_bytes
+        return self.begin_of(ready_pages) // self.block_bytes
 
     def landed_tokens(self, num_leading_blocks: int) -> int:
         """The token t: prompt tokens [have, t) are in place once blocks [0, num_leading_blocks) are."""
         if num_leading_blocks >= self.num_blocks:
             return self.num_tokens
-        pages = num_leading_blocks * self.block_bytes // self.unit_bytes
+        pages = self.pages_before(num_leading_blocks * self.block_bytes)
         return min(self.num_tokens, self.have + pages * self.layout.wire.page_size)
 
     def segments(self, block: int) -> tuple[Segment, ...]:
@@ -202,23 +267,29 @@ class RoomStream:
         return tuple(self._segments_between(start, end))
 
     def _segments_between(self, start: int, end: int) -> Iterator[Segment]:
-        kv = self.layout.kv_page_bytes
-        planes: tuple[tuple[Plane, int, int], ...] = (("kv", 0, kv), ("features", kv, self.unit_bytes))
-        for page in range(start // self.unit_bytes, -(-end // self.unit_bytes)):
-            base = page * self.unit_bytes
-            for plane, first, last in planes:
+        kv, window = self.layout.kv_page_bytes, self.layout.window_page_bytes
+        for page in range(self.pages_before(start), self.pages_before(end - 1) + 1):
+            base, behind = self.begin_of(page), page - self.window_first
+            features = kv + window * (behind >= 0)
+            planes: tuple[tuple[Plane, int, int, int], ...] = (
+                ("kv", page, 0, kv),
+                ("window", self.num_pages + behind, kv, features),
+                ("features", page, features, features + self.layout.feature_page_bytes),
+            )
+            for plane, index, first, last in planes:
                 lo = max(start, base + first)
                 hi = min(end, base + last)
                 if lo < hi:
-                    yield Segment(plane, page, lo - base - first, hi - base - first, lo - start)
+                    yield Segment(plane, index, lo - base - first, hi - base - first, lo - start)
 
 
 def agree(offered: Layout, wanted: Layout) -> Layout:
     """The common layout of prefill's layout `offered` and decode's layout `wanted`.
 
     The block size is the smaller of both. The features are the layers that decode wants, in its order: some
-    of the offered layers, or none. The weights hash must agree if both sides know it. All other fields must
-    be equal. Raises HandshakeRefused, showing both layouts, when no common layout exists.
+    of the offered layers, or none. The window margin is decode's, and at most prefill's. The weights hash
+    must agree if both sides know it. All other fields must be equal. Raises HandshakeRefused, showing both
+    layouts, when no common layout exists.
     """
     reason = ""
     if offered.weights_hash and wanted.weights_hash and offered.weights_hash != wanted.weights_hash:
@@ -233,6 +304,7 @@ def agree(offered: Layout, wanted: Layout) -> Layout:
         weights_hash="",
         feature_ids=common.feature_ids,
         feature_width=common.feature_width,
+        window_margin=min(offered.window_margin, wanted.window_margin),
     )
     if reason or taken != common or not _has_features(offered, wanted):
         raise HandshakeRefused(f"{reason}KV layouts differ: prefill {_show(offered)}, decode {_show(wanted)}")
@@ -290,5 +362,6 @@ def _show(layout: Layout) -> str:
     return (
         f"[fingerprint {layout.fingerprint[:16]!r} {layout.dtype[:16]!r} page {layout.page_size} layers "
         f"{layout.num_layers} kv heads {layout.num_kv_heads} head dim {layout.head_dim} features "
-        f"{layout.feature_ids} x {layout.feature_width} block {layout.block_bytes} {layout.digest[:16]!r}]"
+        f"{layout.feature_ids} x {layout.feature_width} windows of {layout.window_layers} layers "
+        f"{layout.window}+{layout.window_margin} block {layout.block_bytes} {layout.digest[:16]!r}]"
     )

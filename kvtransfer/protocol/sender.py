@@ -147,7 +147,8 @@ class SenderSession:
 
         Raises LocalProtocolError if the pages do not fit the tokens, or the attempt was offered before.
         """
-        expected = self.layout.stream(offer.num_tokens, 0).num_pages
+        stream = self.layout.stream(offer.num_tokens, 0)
+        expected = stream.num_pages + stream.num_window_pages
         if offer.num_tokens < 1 or len(offer.pages) != expected:
             raise LocalProtocolError(
                 f"{offer.num_tokens} tokens lie in {expected} pages, not in {len(offer.pages)}"
@@ -449,9 +450,19 @@ class SenderSession:
             known.lease.renew(now)
             known.sealer = Sealer(self._random_bytes(KEY_BYTES)) if is_sealed else None
         known.peer, known.peer_instance, known.stream = peer, attach.instance, stream
+        known.pages = self._pages_of(known.offer, stream)
         known.columns, known.is_near = greeted.columns, greeted.is_near
         known.move(SenderState.ATTACHED)
         return [*effects, self._announce(known, now), *self._early_run(known, is_late=True)]
+
+    def _pages_of(self, offer: Offer, stream: RoomStream) -> tuple[int, ...]:
+        """The pages of `stream`, then its window pages, of those that were offered."""
+        have, count = (
+            stream.have // self.layout.wire.page_size,
+            -(-offer.num_tokens // self.layout.wire.page_size),
+        )
+        first = count + have + stream.window_first - self.layout.tail_of(offer.num_tokens)
+        return offer.pages[have:count] + (offer.pages[first:] if stream.num_window_pages else ())
 
     def _deal(
         self, parts: dict[int, SenderRoom], room: SenderRoom, num_ranks: int, now: float
@@ -545,8 +556,7 @@ class SenderSession:
             count=count,
             size=stream.block_size(block, count),
             stream=stream,
-            pages=known.offer.pages,
-            first_page=stream.have // self.layout.wire.page_size,
+            pages=known.pages,
             sealer=known.sealer,
             columns=known.columns,
         )

@@ -58,8 +58,7 @@ class SendBlock:
     block: int
     size: int
     stream: RoomStream
-    pages: tuple[int, ...]  # the room's page ids, shared by all its blocks
-    first_page: int  # the page that Segment.page_index 0 names
+    pages: tuple[int, ...]  # those of the stream, shared by all its blocks
     sealer: Sealer | None = None  # None: the block goes with a digest
     columns: tuple[int, ...] | None = None  # positions of the feature layers that travel; None: whole rows
     count: int = 1
@@ -188,6 +187,7 @@ class SenderRoom:
     peer: Peer = ""
     peer_instance: str = ""
     stream: RoomStream | None = None  # set by the Attach, which carries `have`
+    pages: tuple[int, ...] = ()  # those of the stream
     columns: tuple[int, ...] | None = None  # as in SendBlock
     tokens_ready: int = 0
     first_token: int | None = None
@@ -338,11 +338,12 @@ class ReceiverRoom:
 
 def check_request(layout: KVLayout, request: PullRequest) -> None:
     """Raises LocalProtocolError if the pages or the features of `request` do not fit its tokens."""
-    pages = layout.stream(request.num_tokens, request.have).num_pages
-    if len(request.pages) != pages:
+    stream = layout.stream(request.num_tokens, request.have)
+    pages = stream.num_pages
+    if len(request.pages) != pages + stream.num_window_pages:
         raise LocalProtocolError(
-            f"tokens [{request.have}, {request.num_tokens}) lie in {pages} pages, "
-            f"{len(request.pages)} were given"
+            f"tokens [{request.have}, {request.num_tokens}) lie in {pages} pages and "
+            f"{stream.num_window_pages} window pages, {len(request.pages)} were given"
         )
     if layout.has_features:
         shape = (pages, layout.feature_page_bytes)

@@ -259,7 +259,7 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         for item, slot in fresh:
             slot.is_filling = True
             runs.append(self._pages.places(item).gather(slab.slot(slot.index)))
-            pages += pages_of_run(item.stream, item.block, item.count, item.pages[item.first_page :])
+            pages += pages_of_run(item.stream, item.block, item.count, item.pages)
         move = self._device.move(runs, pages, is_write=False, is_early=is_early)
         return _Filling(fresh[0][0].peer, slab, fresh, move, now)
 

@@ -43,9 +43,7 @@ class PreparedBlocks:
             return known[1:]
         self.drop(key_of(item))
         layout = item.stream.layout
-        payload = self._reader.read(
-            item.segments, item.pages[item.first_page :], item.size, item.columns, layout.sender_rows
-        )
+        payload = self._reader.read(item.segments, item.pages, item.size, item.columns, layout.sender_rows)
         digest = attempt = 0
         if item.sealer is None:
             digest = block_digest(

@@ -180,7 +180,7 @@ class SenderSlabs(HostLanes[ShmLane]):
 def _filling(item: SendBlock, slot: Bytes) -> Filling:
     layout = item.stream.layout
     seed = digest_seed(item.room, item.epoch, item.block, item.size, layout.name)
-    pages = item.pages[item.first_page :]
+    pages = item.pages
     return Filling(slot, item.segments, pages, item.size, seed, item.columns, layout.sender_rows)
 
 

@@ -223,7 +223,7 @@ class Answer:
                 if not self._choices[index].finish:
                     raise error_of(event)
             elif not isinstance(event, Settled):
-                pieces.append((index, self._choices[index].end(event.reason)))
+                pieces.append((index, self._end(index, event.reason)))
         return pieces
 
     def _pieces_of(self, index: int, event: Deliver) -> list[Piece]:
@@ -231,17 +231,23 @@ class Answer:
         if not self._options.wants_accepted or len(event.ids) < 2:
             return [self._add(index, event)]
         before = self._choices[index].num_tokens
-        drafts = self._add(index, Deliver(event.ids[:-1], event.logprobs[:-1], event.prompt))
+        drafts = self._add(index, Deliver(event.ids[:-1], event.logprobs[:-1], event.prompt, event.experts))
         num_accepted = self._choices[index].num_tokens - before  # less after a stop string
         own = self._add(index, Deliver(event.ids[-1:], event.logprobs[-1:]))
         return [replace(drafts, accepted=num_accepted), own]
+
+    def _end(self, index: int, reason: str) -> Piece:
+        try:
+            return self._choices[index].end(reason)
+        except ValueError:  # a worker sent no experts
+            raise _failed() from None
 
     def _add(self, index: int, event: Deliver) -> Piece:
         choice = self._choices[index]
         try:
             piece = choice.add(event)
-        except ValueError:  # a worker sent no log probabilities
-            raise upstream("A worker failed to serve this request. Try again.", "worker_failed") from None
+        except ValueError:  # a worker sent no log probabilities, or no experts
+            raise _failed() from None
         if piece.finish:
             self._dispatcher.stopped(self._entries[index])
         return piece
@@ -303,4 +309,8 @@ def error_of(event: Failure) -> ApiError:
         return deadline_exceeded()
     if event.kind == "Timeout":
         return upstream("A worker made no progress with this request. Try again.", "worker_timeout")
+    return _failed()
+
+
+def _failed() -> ApiError:
     return upstream("A worker failed to serve this request. Try again.", "worker_failed")

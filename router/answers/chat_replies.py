@@ -7,7 +7,19 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from ..errors import ApiError
 from ..formats.parts import CallPart
 from .generation import Piece, TokenText
-from .replies import DONE, AnyTimeline, Frame, Usage, compact, finite, raw_timeline, sse, sse_error
+from .replies import (
+    DONE,
+    AnyTimeline,
+    Frame,
+    SglExt,
+    Usage,
+    compact,
+    finite,
+    raw_timeline,
+    sgl_ext,
+    sse,
+    sse_error,
+)
 
 
 class TopLogprob(Struct):
@@ -87,6 +99,7 @@ class ChatChoice(Struct):
     logprobs: ChatLogprobs | None
     finish_reason: str
     token_ids: list[int] | UnsetType = UNSET
+    sgl_ext: SglExt | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):
@@ -98,6 +111,7 @@ class ChatChunkChoice(Struct):
     finish_reason: str | None = None
     token_ids: list[int] | UnsetType = UNSET
     accepted_drafts: int | UnsetType = UNSET
+    sgl_ext: SglExt | UnsetType = UNSET  # in its last chunk
 
 
 class ChatReply(Struct):
@@ -137,7 +151,14 @@ class ChatBuilder:
     def whole(self, answers: Sequence[Piece], usage: Usage, timeline: AnyTimeline | None) -> bytes:
         """The body of an answer that is not streamed, one piece per choice."""
         choices = [
-            ChatChoice(index, _message_of(piece), self._logprobs(piece), piece.finish, self._ids(piece))
+            ChatChoice(
+                index,
+                _message_of(piece),
+                self._logprobs(piece),
+                piece.finish,
+                self._ids(piece),
+                sgl_ext(piece),
+            )
             for index, piece in enumerate(answers)
         ]
         frame = self._frame
@@ -195,6 +216,7 @@ class ChatBuilder:
         finish = piece.finish or None
         choice = ChatChunkChoice(index, delta, self._logprobs(piece), finish, self._ids(piece))
         choice.accepted_drafts = piece.accepted if self._frame.wants_accepted else UNSET
+        choice.sgl_ext = sgl_ext(piece)
         return before + self._chunk([choice], UNSET if usage is None else usage)
 
     def closing(self, usage: Usage | None, timeline: AnyTimeline | None) -> bytes:

@@ -6,7 +6,19 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 from ..errors import ApiError
 from .generation import Piece, TokenText
-from .replies import DONE, AnyTimeline, Frame, Usage, compact, finite, raw_timeline, sse, sse_error
+from .replies import (
+    DONE,
+    AnyTimeline,
+    Frame,
+    SglExt,
+    Usage,
+    compact,
+    finite,
+    raw_timeline,
+    sgl_ext,
+    sse,
+    sse_error,
+)
 
 
 class CompletionLogprobs(Struct):
@@ -28,6 +40,7 @@ class CompletionChoice(Struct):
     token_ids: list[int] | UnsetType = UNSET
     accepted_drafts: int | UnsetType = UNSET  # in a chunk
     prompt_token_ids: list[int] | UnsetType = UNSET  # in its first chunk
+    sgl_ext: SglExt | UnsetType = UNSET  # in its last chunk
 
 
 class CompletionReply(Struct):
@@ -93,6 +106,7 @@ class CompletionBuilder:
     def _choice(self, index: int, piece: Piece) -> CompletionChoice:
         ids = piece.ids if self._frame.wants_ids else UNSET
         made = CompletionChoice(index, piece.text, self._logprobs(piece), piece.finish or None, ids)
+        made.sgl_ext = sgl_ext(piece)
         if self._frame.prompt_ids and index not in self._begun:
             self._begun.add(index)
             made.prompt_token_ids = self._frame.prompt_ids[index // self._frame.num_choices]

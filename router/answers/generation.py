@@ -11,6 +11,7 @@ from ..api.prompt_embeds import Embeddings
 from ..formats.parts import CallPart, Reader
 from ..rooms.effects import Deliver
 from ..text.tokenizer import Tokenizer
+from .routed_experts import RoutedRows
 from .stop import StopStrings
 
 
@@ -35,6 +36,7 @@ class Piece(Struct, frozen=True, gc=False):
     reasoning: str = ""
     stop: str = ""  # the stop string that ended the choice
     accepted: int = 0  # accepted drafts among the tokens: all of them or none, if the request asked
+    experts: str | None = None  # of the whole choice, with its end, if the request asked
 
     @property
     def whole_calls(self) -> list[CallPart]:
@@ -59,6 +61,7 @@ class Piece(Struct, frozen=True, gc=False):
         calls: list[CallPart] = []
         thoughts: list[str] = []
         finish = stop = ""
+        experts = None
         for piece in pieces:
             texts.append(piece.text)
             thoughts.append(piece.reasoning)
@@ -67,7 +70,9 @@ class Piece(Struct, frozen=True, gc=False):
             calls += piece.calls
             finish = finish or piece.finish
             stop = stop or piece.stop
-        return cls("".join(texts), logprobs, ids, finish, calls, "".join(thoughts), stop)
+            experts = experts or piece.experts
+        thought = "".join(thoughts)
+        return cls("".join(texts), logprobs, ids, finish, calls, thought, stop, experts=experts)
 
 
 class ChoiceOptions(Struct, frozen=True, kw_only=True, gc=False):
@@ -98,13 +103,20 @@ class Prompt(Struct, frozen=True, gc=False):
 class Choice:
     """The text of one choice. `finish` is set once, and nothing is added after it."""
 
-    def __init__(self, tokenizer: Tokenizer, options: ChoiceOptions, echo: Prompt | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        options: ChoiceOptions,
+        echo: Prompt | None = None,
+        routed: RoutedRows | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._options = options
         self._detokenizer = tokenizer.detokenizer(skip_special=options.skip_special, shown=options.shown)
         self._stops = StopStrings(options.stops, keeps_stop=options.keeps_stop) if options.stops else None
         self._reader = options.make_reader() if options.make_reader is not None else None
         self._echo = echo
+        self._routed = routed
         self._begin = options.begins_with  # until it was given
         self._num_chars = 0  # characters completed by all tokens so far
         self._sum_logprobs = 0.0
@@ -124,17 +136,20 @@ class Choice:
         """Adds the tokens of one message, after the prompt if it is echoed. Tokens after a stop string are
         not counted.
 
-        Raises ValueError when log probabilities of the prompt are wanted and are not all there.
+        Raises ValueError when log probabilities of the prompt, or experts, are wanted and are not all there.
         """
         if self.finish:
             return Piece("")
+        if self._routed is not None:
+            self._routed.add(effect.experts)
         if self._echo is None:
-            return self._begun(self._add_output(effect))
+            return self._ended(self._begun(self._add_output(effect)))
         echo, self._echo = self._echo, None
-        return Piece.joined([self._add_prompt(echo, effect.prompt), self._add_output(effect)])
+        pieces = [self._add_prompt(echo, effect.prompt), self._add_output(effect)]
+        return self._ended(Piece.joined(pieces))
 
     def end(self, reason: str) -> Piece:
-        """Ends the choice: the text that was withheld so far."""
+        """Ends the choice: the text that was withheld so far. Raises ValueError as `add`."""
         if self.finish:
             return Piece("")
         tail = self._detokenizer.flush()
@@ -142,7 +157,13 @@ class Choice:
             tail = self._stops.feed(tail)
             tail += self._stops.flush()
         self.finish = reason
-        return self._begun(self._parted(Piece(tail, finish=reason)))
+        return self._ended(self._begun(self._parted(Piece(tail, finish=reason))))
+
+    def _ended(self, piece: Piece) -> Piece:
+        """The piece, with the experts of all rows if it is the last one."""
+        if self._routed is None or not piece.finish:
+            return piece
+        return replace(piece, experts=self._routed.encoded(self.num_tokens))
 
     def _begun(self, piece: Piece) -> Piece:
         """The piece, behind the text that comes first."""

@@ -76,6 +76,12 @@ class DetokenizeReply(Struct):
     prompt: str
 
 
+class SglExt(Struct):
+    """`sgl_ext` of a choice: what SGLang adds to the API."""
+
+    routed_experts: str
+
+
 AnyTimeline = Timeline | ChoiceTimelines
 
 
@@ -140,6 +146,11 @@ def is_whole_stream(last: bytes) -> bool:
 def compact(value: object) -> bytes:
     """JSON of a struct."""
     return msgspec.json.encode(value)
+
+
+def sgl_ext(piece: Piece) -> SglExt | UnsetType:
+    """The experts of a choice that has ended; unset unless the request asked for them."""
+    return UNSET if piece.experts is None else SglExt(piece.experts)
 
 
 def raw_timeline(timeline: AnyTimeline | None) -> Raw | UnsetType:

@@ -151,6 +151,8 @@ class CommonBody(ConstrainedBody, kw_only=True, forbid_unknown_fields=True):
     cache_salt: CacheSalt | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: NotNegative | None = None
     spaces_between_special_tokens: Unread = msgspec.UNSET
     use_beam_search: Unread = msgspec.UNSET
     length_penalty: Unread = msgspec.UNSET

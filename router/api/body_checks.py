@@ -118,6 +118,7 @@ def sampling_of(body: ChatBody | CompletionBody, *, max_new: int, choice: int, g
         min_new_tokens=min(_or(body.min_tokens, 0), max_new),
         logprobs=max(logprobs, 0) if body.num_tries > body.num_choices else logprobs,  # best_of compares them
         prompt_logprobs=logprobs if body.wants_echo else -1,
+        routed_experts=_or(body.routed_experts_start_len, 0) if body.return_routed_experts else -1,
         grammar=grammar,
     )
 
@@ -203,6 +204,9 @@ def _check_common(body: CommonBody) -> None:
         raise bad_request(text, param="truncate_prompt_tokens")
     if (constraint := check_constraint(body)) is not None:
         _check_guided(body, constraint.param)
+    if body.routed_experts_start_len is not None and not body.return_routed_experts:
+        text = "routed_experts_start_len needs return_routed_experts: true"
+        raise bad_request(text, param="routed_experts_start_len")
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream: true", param="stream_options")
     biases = body.logit_bias or {}

@@ -134,6 +134,10 @@ _COMMON: dict[str, Field] = {
     "cache_salt": _works("added; cached prefixes are shared only with requests of the same salt and key"),
     "return_token_ids": _works("added; `token_ids` of each choice, and `prompt_token_ids`"),
     "return_tokens_as_token_ids": _works("added; logprobs name tokens as `token_id:5`"),
+    "return_routed_experts": _works(
+        "added; with `--return-routed-experts`: [the experts that each token took](#experts-of-tokens)"
+    ),
+    "routed_experts_start_len": _works("added; tokens of the prompt whose experts are left out; default 0"),
     "spaces_between_special_tokens": _ignored("tokens are joined as they are"),
     "use_beam_search": _refused("there is no beam search", b"false"),
     "length_penalty": _refused("there is no beam search", b"1", b"1.0"),

@@ -14,6 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ...cluster.config.router_groups import SHOW_PORTLESS
+from ...cluster.protocol.messages import RoutedShape
 from ...cluster.protocol.prompt_embeds import ELEMENT_BYTES
 from ...cluster.telemetry.trace_context import NOWHERE, TraceContext
 from ...cluster.telemetry.tracing import Tracing, Untraced
@@ -24,6 +25,7 @@ from ..answers.generation import Choice, ChoiceOptions, Prompt, name_of
 from ..answers.message_replies import MessageBuilder, TokenCount
 from ..answers.replies import Builder, DetokenizeReply, Frame, TokenizeReply
 from ..answers.response_replies import ResponseBuilder
+from ..answers.routed_experts import RoutedRows
 from ..api.bodies import ChatBody, CompletionBody, DetokenizeBody, RequestMessage, TokenizeBody
 from ..api.body_checks import (
     COMPLETION_MAX_TOKENS,
@@ -46,7 +48,14 @@ from ..http.rate_limits import ANYONE, Caller
 from ..sandbox.fork_server import ForkServer
 from ..scheduling.dispatcher import Dispatcher
 from ..scheduling.inbox import Inbox
-from ..scheduling.request_limits import embeds_width, max_new_tokens, most_of_prompt, no_workers
+from ..scheduling.request_limits import (
+    check_routed,
+    embeds_width,
+    max_new_tokens,
+    most_of_prompt,
+    no_workers,
+    routed_shape,
+)
 from ..scheduling.request_state import ClientRequest, Entry, Job, Tag
 from ..text.answer_form import AnswerForm, template_messages
 from ..text.grammars import Grammars, plan_of
@@ -381,6 +390,9 @@ class Service:
         num_choices, num_tries = body.num_choices, body.num_tries
         if body.truncate_prompt_tokens is not None:
             prompts = [self._truncated(body, prompt, live) for prompt in prompts]
+        shape: RoutedShape | None = None
+        if body.return_routed_experts:
+            shape = routed_shape(known_pairs(self.dispatcher.registry))
         builder = make_builder(self._frame(body, reply_id, prompts))
         jobs: list[Job] = []
         choices: list[Choice] = []
@@ -388,7 +400,13 @@ class Service:
             check_token_ids(body, prompt.ids, self._vocab_size(live))
             jobs += self._jobs(body, prompt, live, call, tokenize_s)
             echo = prompt if body.wants_echo else None
-            choices += [Choice(self.tokenizer, choice_options, echo) for _ in range(num_tries)]
+            for _ in range(num_tries):
+                routed = None
+                if shape is not None:
+                    routed = RoutedRows(shape, body.routed_experts_start_len or 0, len(prompt.ids))
+                choices.append(Choice(self.tokenizer, choice_options, echo, routed))
+        if shape is not None:
+            check_routed(shape, [(len(job.prompt_ids), job.sampling) for job in jobs])
         # stop strings are searched for at once
         inbox = Inbox(self.clock, is_patient=not body.stream and not choice_options.stops)
         entries = self._submit(jobs, inbox, reply_id, call)

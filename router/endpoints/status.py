@@ -223,7 +223,7 @@ def why_not_ready(dispatcher: Dispatcher, now: float) -> str:
         return f"no prefill and decode worker pair: {by_layout[0]}"
     return (
         "no prefill and decode worker have equal fingerprints: start them with the same model, "
-        "dtype and page size"
+        "dtype, page size and --window-kv"
     )
 
 

@@ -15,6 +15,7 @@ from ...cluster.protocol.messages import (
     Refused,
     Reserve,
     Reserved,
+    RoutedExperts,
     Sampling,
     TokenItem,
     TokenLogprob,
@@ -39,7 +40,9 @@ HANDOFF_KINDS = frozenset(
     ("TransferError", HANDOFF_ABORTED, "TransferTimeout", "DigestMismatch", "HandshakeRefused")
 )
 
-AttemptEvent = Reserved | Refused | PromptLogprobs | FirstToken | TokenItem | Finished | Failed
+AttemptEvent = (
+    Reserved | Refused | PromptLogprobs | RoutedExperts | FirstToken | TokenItem | Finished | Failed
+)
 RoomEvent = AttemptEvent | Gone
 
 
@@ -63,6 +66,9 @@ class Attempt:
     _early: dict[int, TokenItem] = field(default_factory=dict)
     # log-probabilities of the prompt's tokens from the second on
     _scores: list[TokenLogprob] = field(default_factory=list)
+    _experts: list[bytes] = field(default_factory=list)  # of prompt rows
+    _num_expert_rows: int = 0  # of them, ever
+    _first_expert_row: int = 0
 
     @property
     def instances(self) -> tuple[str, ...]:
@@ -105,8 +111,9 @@ class Attempt:
         Decode's Reserve is the first. A prefix is offered behind it, by that worker or by another one.
         """
         if output_ids:
+            sampling = _behind(sampling, len(prompt_ids), len(output_ids))
             prompt_ids = prompt_ids + output_ids
-            sampling = _behind(sampling, len(output_ids))
+        self._first_expert_row = sampling.routed_experts
         reserve = Reserve(
             room=room,
             epoch=self.epoch,
@@ -160,6 +167,9 @@ class Attempt:
             return False
         if isinstance(message, PromptLogprobs):
             return instance == self.pair.prefill and message.start == len(self._scores) + 1
+        if isinstance(message, RoutedExperts):
+            due = self._first_expert_row + self._num_expert_rows
+            return instance == self.pair.prefill and message.start == due >= 0
         if isinstance(message, FirstToken):
             return instance == self.pair.prefill != self.pair.decode
         # output of earlier attempts was the whole answer
@@ -212,6 +222,21 @@ class Attempt:
         scores, self._scores = self._scores, []
         return scores
 
+    def keep_experts(self, message: RoutedExperts) -> None:
+        """Stores the experts of the next part of the prompt."""
+        self._experts.append(message.ids)
+        self._num_expert_rows += message.count
+
+    def take_experts(self, item: TokenItem, skip: int) -> bytes:
+        """The experts of the rows before the tokens of `item` behind the first `skip`, of the prompt's rows
+        with token 1.
+        """
+        rows, ids = item.experts or b"", item.ids
+        if not self._experts:
+            return rows[skip * (len(rows) // len(ids)) :] if skip else rows
+        before, self._experts = self._experts, []
+        return b"".join((*before, rows))
+
     def head(self) -> TokenItem:
         """Token 1 of prefill as the equivalent item of decode."""
         first = self.first
@@ -231,11 +256,14 @@ class Attempt:
         return None
 
 
-def _behind(sampling: Sampling, num_output: int) -> Sampling:
-    """The sampling of a continuation: limits less the output so far, and no prompt log-probabilities."""
+def _behind(sampling: Sampling, num_prompt: int, num_output: int) -> Sampling:
+    """The sampling of a continuation: limits less the output so far, no prompt log-probabilities, and experts
+    of the rows behind those whose tokens were delivered.
+    """
     return replace(
         sampling,
         max_new_tokens=sampling.max_new_tokens - num_output,
         min_new_tokens=max(0, sampling.min_new_tokens - num_output),
         prompt_logprobs=-1,
+        routed_experts=-1 if sampling.routed_experts < 0 else num_prompt + num_output - 1,
     )

@@ -68,6 +68,7 @@ class Deliver(Struct, frozen=True, gc=False):
     ids: list[int]
     logprobs: list[TokenLogprob]
     prompt: list[TokenLogprob] = []  # log-probabilities from the prompt's second token on
+    experts: bytes = b""  # of the rows that are new since the last delivery, in order, if the request asks
 
 
 class Ended(Struct, frozen=True, gc=False):

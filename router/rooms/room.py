@@ -41,6 +41,7 @@ from ...cluster.protocol.messages import (
     Refused,
     Reserve,
     Reserved,
+    RoutedExperts,
     Sampling,
     TokenItem,
 )
@@ -353,6 +354,10 @@ class Room:
         attempt.keep_scores(message)
         return []
 
+    def _on_routed_experts(self, attempt: Attempt, message: RoutedExperts, now: float) -> list[Effect]:
+        attempt.keep_experts(message)
+        return []
+
     def _on_first_token(self, attempt: Attempt, message: FirstToken, now: float) -> list[Effect]:
         if attempt.first is not None:
             self.num_stale += 1
@@ -468,7 +473,8 @@ class Room:
         self.output_ids += ids
         self.stamps.first_token = self.stamps.first_token or now
         self.stamps.last_token = now
-        return [Deliver(ids, item.logprobs[skip:], attempt.take_scores())]
+        experts = attempt.take_experts(item, skip)
+        return [Deliver(ids, item.logprobs[skip:], attempt.take_scores(), experts)]
 
     def _maybe_finished(self, attempt: Attempt, now: float) -> list[Effect]:
         finished = attempt.finished
@@ -542,6 +548,7 @@ _HANDLERS: dict[type, Callable[..., list[Effect]]] = {
     Reserved: Room._on_reserved,
     Refused: Room._on_refused,
     PromptLogprobs: Room._on_prompt_logprobs,
+    RoutedExperts: Room._on_routed_experts,
     FirstToken: Room._on_first_token,
     TokenItem: Room._on_tokens,
     Finished: Room._on_finished,

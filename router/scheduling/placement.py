@@ -218,7 +218,8 @@ class Placer:
         """What `prefill` does about the prompt; None where there is nothing to choose."""
         if prefill is decode or entry.room.deaths or entry.room.failed_on or not self._may_pull:
             return None
-        if entry.job.sampling.prompt_logprobs >= 0:  # every row is computed
+        sampling = entry.job.sampling
+        if sampling.prompt_logprobs >= 0 or sampling.routed_experts >= 0:  # rows are computed
             return None
         return self.pulls.plan(prefill, decode, entry.prompt, self._registry, self._cost_model_of(decode))
 

@@ -1,9 +1,9 @@
 """The limits that live workers set to a request, and the output length when the request gives none."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from ...cluster.protocol.codec import CONTROL_MAX_FRAME
-from ...cluster.protocol.messages import YOUNG_SAMPLING_FIELDS, Sampling
+from ...cluster.protocol.messages import YOUNG_SAMPLING_FIELDS, RoutedShape, Sampling
 from ..api.body_checks import COMPLETION_MAX_TOKENS
 from ..errors import ApiError, bad_request, context_too_long, unavailable
 from ..sandbox.grammar_compiler import MAX_GRAMMAR
@@ -13,11 +13,14 @@ from ..workers.registry import Registry, Worker
 # A prompt travels in one control frame: 5 bytes per id at most, and room for a grammar and the other sampling
 # fields.
 MAX_PROMPT_TOKENS = (CONTROL_MAX_FRAME - MAX_GRAMMAR - (64 << 10)) // 5
+ANSWER_ID_BYTES = 4  # of an expert, before base64
+MAX_ROUTED_BYTES = 64 << 20  # of the experts in an answer, before base64
 DEFAULTS = Sampling()
 # The API's names of young fields.
 SAID = {
     "min_new_tokens": "min_tokens",
     "prompt_logprobs": "echo with logprobs",
+    "routed_experts": "return_routed_experts",
     "grammar": "response_format, tools and other grammars",
     "salt": "the tenants of API keys, or cache_salt",
     "embeds": "prompt_embeds",
@@ -94,6 +97,41 @@ def embeds_width(live: Collection[tuple[Worker, Worker]]) -> int:
         raise no_pair_for(Need(1, 1, asks=("embeds",)), live)
     text = f"prompt_embeds is not taken here: {fault}. Send prompt."
     raise bad_request(text, param="prompt_embeds")
+
+
+def routed_shape(live: Collection[tuple[Worker, Worker]]) -> RoutedShape:
+    """The experts that a pair returns. Raises ApiError (400) where none does."""
+    for prefill, decode in live:
+        shape = decode.hello.experts
+        if shape is not None and prefill.hello.experts == shape:
+            return shape
+    text = (
+        "return_routed_experts is off: the model has no experts, or its workers were started without "
+        "--return-routed-experts"
+    )
+    raise bad_request(text, param="return_routed_experts")
+
+
+def check_routed(shape: RoutedShape, requests: Sequence[tuple[int, Sampling]]) -> None:
+    """Raises ApiError (400) for experts of tokens that do not begin in the prompt, or for too many of them.
+
+    `requests`: the length of the prompt, and the sampling, of each choice.
+    """
+    size = 0
+    for num_prompt, sampling in requests:
+        first = sampling.routed_experts
+        if first > num_prompt:
+            text = f"routed_experts_start_len {first} is more than the prompt's {num_prompt} tokens"
+            raise bad_request(text, param="routed_experts_start_len")
+        num_rows = num_prompt + sampling.max_new_tokens - 1 - first
+        size += num_rows * shape.num_layers * shape.top_k * ANSWER_ID_BYTES
+    if size > MAX_ROUTED_BYTES:
+        text = (
+            f"return_routed_experts: the experts of this request may take {size >> 20} MiB, at most "
+            f"{MAX_ROUTED_BYTES >> 20} MiB are returned: ask for fewer choices or tokens, or give "
+            "routed_experts_start_len"
+        )
+        raise bad_request(text, param="return_routed_experts")
 
 
 def no_pair_for(need: Need, pairs: Collection[tuple[Worker, Worker]]) -> ApiError:

@@ -45,9 +45,13 @@ def sharing_pair(registry: Registry, entry: Entry, avoid: AbstractSet[str]) -> P
 
 
 def _may_share(entry: Entry) -> bool:
-    """Whether decode computes the last token of the prompt like any other, and no worker died with it."""
+    """Whether decode computes the last token of the prompt like any other, and no worker died with it.
+
+    Nothing is told of the other tokens.
+    """
     room, job = entry.room, entry.job
-    return not room.deaths and job.embeds is None and job.sampling.prompt_logprobs < 0
+    told = job.sampling.prompt_logprobs >= 0 or job.sampling.routed_experts >= 0
+    return not room.deaths and job.embeds is None and not told
 
 
 def _are_alike(one: Entry, other: Entry) -> bool:

@@ -49,7 +49,7 @@ def test_heads_cross_a_slab_between_pools_of_unequal_ranks(senders: int, receive
     sources, targets = list(range(1, NUM_PAGES - 3)), list(range(NUM_PAGES - 1, 3, -1))
     ends = [
         SpanCutter(pair, rows).places(
-            stream, 0, stream.num_blocks, (PlaneBase.of(pages.view(NUM_PAGES, -1)), ids), None
+            stream, 0, stream.num_blocks, {"kv": (PlaneBase.of(pages.view(NUM_PAGES, -1)), ids)}
         )
         for rows, pages, ids in (
             (pair.sender_rows, source, sources),

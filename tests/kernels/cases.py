@@ -16,6 +16,7 @@ from baton.kernels import (
     select_rows,
     silu_mul,
     skinny_linear,
+    window_places,
 )
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -279,6 +280,24 @@ def check_select_rows(
     assert torch.equal(select_rows.select_last_rows(hidden, lens), expected)
 
 
+def check_window_places(device: str, shape: tuple[int, int], num_slots: int, page_size: int) -> None:
+    """Pages and slots of some pages with a window page and some without, the sink among them."""
+    generator = torch.Generator().manual_seed(7)
+    table = torch.randint(0, 5, (9,), generator=generator) * torch.randint(0, 2, (9,), generator=generator)
+    table[0] = 0
+    pages = torch.randint(0, 9, shape, generator=generator)
+    slots = torch.randint(0, 9 * page_size, (num_slots,), generator=generator)
+    given = [tensor.to(device) for tensor in (table, pages, slots)]
+    found = window_places.window_places_triton(*given, page_size)
+    wanted_slots = [
+        int(table[slot // page_size]) * page_size + slot % page_size if table[slot // page_size] else 0
+        for slot in slots.tolist()
+    ]
+    for mapped in (found, window_places.window_places(table, pages, slots, page_size)):
+        assert torch.equal(mapped[0].cpu(), table[pages])
+        assert mapped[1].tolist() == wanted_slots
+
+
 # --- the list -----------------------------------------------------------------------------------------------
 
 
@@ -315,3 +334,10 @@ def pool_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
             yield check_rotate_store, (num_heads, kv_heads, head_dim, num_real, dtype)
         for lens, rows_each, width in (([], 3, 8), ([1], 1, 1), ([3, 0, 1, 4], 4, 123), ([5, 2], 5, 2049)):
             yield check_select_rows, (lens, rows_each, width, dtype)
+    for shape, num_slots, page_size in (
+        ((0, 1), 0, 4),
+        ((1, 1), 1, 1),
+        ((3, 37), 50, 4),
+        ((2, 700), 1030, 16),
+    ):
+        yield check_window_places, (shape, num_slots, page_size)

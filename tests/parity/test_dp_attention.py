@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from baton.cluster.protocol.messages import RoutedExperts, Tokens
 from baton.tests.parity.dp_cases import Asked, AskedWorker, DpCases
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.quant_toys import EXPERTS, SHAPE, write_quantised
@@ -181,6 +182,42 @@ def test_rows_of_experts_are_counted_where_they_come_from(
             pair.ask(way)
             own = pair.worker.engine.expert_counters
             assert own == (counted if 0 in way else dict.fromkeys(counted, 0.0))
+
+
+def experts_by_room(worker: AskedWorker) -> list[bytes]:
+    """The experts that the worker has told of each prompt's rows, in the order of the prompts."""
+    rows = dict.fromkeys(worker._rooms, b"")
+    for message in worker.worker.link.heard:
+        if isinstance(message, RoutedExperts):
+            rows[message.room] += message.ids
+        for item in message.items if isinstance(message, Tokens) else ():
+            rows[item.room] += item.experts or b""
+    return list(rows.values())
+
+
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_each_rank_keeps_the_experts_of_its_own_rows(
+    ranks: DpCases, toy_checkpoint: Callable[..., Path], graphs: str
+):
+    """Beside rows of another rank, and padding, as alone; so also those of both ranks' steps."""
+    path, settings = toy_checkpoint("qwen3_moe"), {"return_routed_experts": True, "graphs": graphs}
+    wish = {"routed_experts": 0}
+    asked = [Asked(tuple(random_ids(length, seed=length)), NUM_TOKENS, sampling=wish) for length in (17, 30)]
+    other = [Asked(tuple(random_ids(length, seed=length)), NUM_TOKENS) for length in (5, 41, 9)]
+    alone = AskedWorker(worker_of(path, None, 16, **settings))
+    alone.ask(asked)
+    while not alone.is_done:
+        alone.step()
+    told = experts_by_room(alone)
+    shape = alone.worker.engine.expert_shape
+    assert shape is not None
+    assert [len(rows) for rows in told] == [
+        (length + NUM_TOKENS - 1) * shape.row_bytes for length in (17, 30)
+    ]
+    with ranks.workers(path, ep=True, **settings) as pair:
+        pair.ask({0: asked, 1: other})
+        assert pair._worker is not None
+        assert experts_by_room(pair._worker) == told
 
 
 def test_modules_with_experts_of_their_own_draft_on_each_rank_alone(

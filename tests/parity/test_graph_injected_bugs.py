@@ -19,6 +19,7 @@ from baton.engine.graphs.breakable import Breaks
 from baton.engine.graphs.errors import GraphError
 from baton.engine.graphs.static import load_rows
 from baton.engine.graphs.token_graphs import AttendContext, AttentionBridge, read_real_rows
+from baton.engine.kv.pool import KVPool
 from baton.engine.models.layers import Attend
 from baton.engine.runner import target_graphs
 from baton.engine.sampling.params import SamplingParams
@@ -27,7 +28,6 @@ from baton.engine.speculative.drafters.eagle3 import Eagle3Drafter
 from baton.engine.speculative.step import fused_step
 from baton.engine.speculative.step.fused_step import FusedStep, StepKind
 from baton.kernels.attention_form import AttentionForm
-from baton.kernels.kv_store import kv_rows
 from baton.kernels.ops import recorded_store_kv
 from baton.tests.parity.eagle3_engine import Engine, features_of
 from baton.tests.parity.eagle3_toys import ORACLE_IDS, head_config, head_tensors, successor, write_head
@@ -156,11 +156,11 @@ def counts_of_the_state_not_moved_on(engine: Engine, planting: pytest.MonkeyPatc
 
 
 def without_bridge(
-    self: AttentionBridge, breaks: Breaks[AttendContext], kv: torch.Tensor, slots: torch.Tensor
+    self: AttentionBridge, breaks: Breaks[AttendContext], pool: KVPool, slots: torch.Tensor
 ) -> Attend:
     """Tensors that only the breaks hold cross them; one leaves a break and is read after all others."""
     read, weights = breaks.graph_break(read_real_rows), breaks.graph_break(weigh_rows)
-    rows = kv_rows(slots, kv)
+    store_rows = pool.store_rows(slots)
     kept: list[torch.Tensor] = []
 
     def attend(
@@ -169,7 +169,8 @@ def without_bridge(
         if not kept:
             kept.append(weights(q))
         out = torch.empty_like(q)
-        recorded_store_kv(kv, layer, rows, k, v)
+        kv, number, rows = store_rows(layer)
+        recorded_store_kv(kv, number, rows, k, v)
         read(layer, q * kept[0], form, out=out)
         return out
 

@@ -22,6 +22,7 @@ from baton.engine.kv.layouts import MHALayout
 from baton.engine.kv.pool import FeaturePlane, KVPool, PageAllocator
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.loader import Engine
+from baton.engine.request_windows import RequestWindows
 from baton.engine.runner.lifecycle import Lifecycle
 from baton.engine.sampling.sampler import SampleOutput
 from baton.engine.speculative.drafting.shape import DraftShape
@@ -149,6 +150,7 @@ def toy_engine(
     pool = KVPool(num_pages + 1, layout_of_toy(head_dim))
     memory = Memory(pool, weights)
     allocator = WatchedAllocator(num_pages + 1, memory)
+    cache = PrefixCache(allocator, PAGE_SIZE, is_caching, lookahead=lookahead)
     if offers:
         allocator.plane = FeaturePlane(num_pages + 1, PAGE_SIZE, WIDTH, torch.float32)
     return Engine(
@@ -163,7 +165,8 @@ def toy_engine(
         features=allocator.plane,
         drafter=SimpleNamespace(feature_width=WIDTH, pool=None, lookahead=lookahead) if reads else None,
         feature_ids=(1,) if offers or reads else (),
-        cache=PrefixCache(allocator, PAGE_SIZE, is_caching, lookahead=lookahead),
+        cache=cache,
+        windows=RequestWindows(cache, margin=1),
         max_context=MAX_CONTEXT,
         sizes=None,
         lifecycle=Lifecycle(),
@@ -179,6 +182,7 @@ class ToyRunner:
     def __init__(self, memory, is_late=False):
         self.memory = memory
         self.is_late = is_late
+        self.routed_experts = None
         self._waiting = deque()  # (output, the forward that fills its logits)
 
     def forward(self, batch):

@@ -33,13 +33,16 @@ from baton.worker.identity import layout_of, planes_of
 from baton.worker.prompt_embeds import embeds_inbox
 
 P, D, ENDPOINT = "a" * 32, "b" * 32, "fake://p"
-NAN_BITS = 0xFFFFFFFF  # one float32, two of 16 bits, or four of 8
+NAN_BITS = -1  # one float32, two of 16 bits, or four of 8
 DEFAULTS = {"dtype": "float32", "page_size": 4, "max_context": 96}  # of both engines
 
 
 def words_of(plane):
-    """The bits of a plane's pages, `[pages, words]` uint32; torch takes ten times as long to compare them."""
-    return plane.view(torch.uint8).view(plane.shape[0], -1).numpy().view(np.uint32)
+    """The bits of a plane's pages, `[pages, words]` int32; on a CPU torch takes ten times as long to compare
+    them as numpy.
+    """
+    pages = plane.view(torch.uint8).view(plane.shape[0], -1)
+    return pages.view(torch.int32) if plane.is_cuda else pages.numpy().view(np.int32)
 
 
 class DirectLink:
@@ -108,6 +111,7 @@ def layout(engine):
         model_fingerprint=engine.fingerprint,
         feature_ids=engine.feature_ids,
         feature_width=engine.feature_width,
+        window_margin=engine.windows.margin,
     )
 
 
@@ -139,7 +143,9 @@ class Pair:
         self._common = (
             {"model": str(model), "pages": pages, "draft": str(draft)} | settings | (captured or {})
         )
+        self._used, self._free = {}, {}
         p = engine_of(self._common | (ours or {}), has_drafter=False)
+        self._note_windows(p)
         planes = planes_of(p.pool, p.features)
         self.links[P].transport = FakeSender(self.network, ENDPOINT, P, layout(p), planes, clock=self.clock)
         self.prefill = PrefillWorker(
@@ -156,12 +162,13 @@ class Pair:
         self.decodes = {}
         self.decode = self.add_decode(D, max_running=max_running, **(theirs or {}))
         self.refused = []
-        self.tokens, self.ends, self.gone, self.epochs, self._free = {}, {}, {}, {}, {}
+        self.tokens, self.ends, self.gone, self.epochs = {}, {}, {}, {}
         self.prefilled: dict[str, PrefillTimeline] = {}  # by room
 
     def add_decode(self, instance, *, max_running=4, **theirs):
         """One more decode worker beside the one prefill worker."""
         engine = engine_of(self._common | theirs, has_drafter=True)
+        self._note_windows(engine)
         link = self.links[instance] = DirectLink()
         planes = planes_of(engine.pool, engine.features)
         link.transport = FakeReceiver(self.network, instance, layout(engine), planes, clock=self.clock)
@@ -255,18 +262,42 @@ class Pair:
 
     def _poison(self, engine):
         """Free pages hold NaN: who reads one gets it, and who writes one is seen by the next turn."""
-        allocator = engine.cache.allocator
+        if engine.pool.kv.is_cuda:
+            torch.cuda.synchronize()  # steps run on a stream of their own
+        planes = [engine.pool.kv] + ([] if engine.features is None else [engine.features.features])
+        self._poison_free(engine.cache.allocator, planes)
+        if engine.windows.is_on:
+            allocator = engine.windows.pages.allocator
+            used = self._used.setdefault(id(allocator), set())
+            self._poison_free(allocator, [engine.pool.part.kv], used)
+            used.clear()
+
+    def _note_windows(self, engine):
+        """A window page may be taken, written and given up within one turn."""
+        if engine.windows.is_on:
+            allocator = engine.windows.pages.allocator
+            used, alloc = self._used.setdefault(id(allocator), set()), allocator.alloc
+
+            def noted(n):
+                pages = alloc(n)
+                used.update(pages)
+                return pages
+
+            allocator.alloc = noted
+
+    def _poison_free(self, allocator, planes, used=frozenset()):
+        """`used`: pages that had an owner since the last turn."""
         free = {page for page in range(1, allocator.num_pages) if allocator.refs(page) == 0}
-        known = self._free.setdefault(id(engine), set())
+        known = self._free.setdefault(id(allocator), set()) - used
         still, fresh = sorted(free & known), sorted(free - known)
-        for plane in [engine.pool.kv] + ([] if engine.features is None else [engine.features.features]):
+        for plane in planes:
             words = words_of(plane)
             if still and not (words[still] == NAN_BITS).all():
                 written = [page for page in still if not (words[page] == NAN_BITS).all()]
                 raise AssertionError(f"pages {written} were written while they were free")
             if fresh:
                 words[fresh] = NAN_BITS
-        self._free[id(engine)] = free
+        self._free[id(allocator)] = free
 
     def _read(self):
         for link in self.links.values():
@@ -321,8 +352,11 @@ class Pair:
         for worker in (self.prefill, *self.decodes.values()):
             stats = worker.stats()
             assert stats.pages_free == stats.pages_total, worker
+            assert stats.window_pages_free == stats.window_pages_total, worker
             worker.engine.cache.clear()
             assert worker.engine.cache.allocator.num_used == 0, worker
+            windows = worker.engine.windows
+            assert not windows.is_on or windows.pages.allocator.num_used == 0, windows
         for decode in self.decodes.values():
             assert not decode.decoder.coverage.known
             assert decode.engine.steps.step.state.num_open == 0

@@ -52,7 +52,7 @@ class MtpPrefillGraphs:
                 device,
                 value_dim=config.value_dim,
             ),
-            kv=pool.kv,
+            kv_pool=pool,
             body=self._body,
             parameters=head.tensors,
             hidden=CaptureHidden.LAST,

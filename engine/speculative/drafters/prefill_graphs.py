@@ -57,7 +57,7 @@ class DraftPrefillGraphs:
             buckets,
             inputs={"features": features, "input_ids": ids, "positions": positions, "slots": slots},
             bridge=AttentionBridge.empty(most, config.num_heads, config.head_dim, head.dtype, device),
-            kv=pool.kv,
+            kv_pool=pool,
             body=self._body,
             parameters=lambda: parameters_of(head),
             hidden=CaptureHidden.LAST,

@@ -15,6 +15,7 @@ from ....kernels.chain_verify import chain_verify
 from ....kernels.compact_kv import compact_kv
 from ....kernels.tree_verify import tree_verify
 from ...kv.pool import KVPool
+from ...kv.window_pool import WindowedPool
 from .shape import DraftShape
 from .tree import DraftTree
 
@@ -63,4 +64,10 @@ def compact(pool: KVPool, slots: torch.Tensor, accepted: AcceptResult) -> None:
     is_kept = rows < accepted.accept_len[:, None]
     sources = slots.gather(1, accepted.path[:, 1:]).where(is_kept, 0)
     targets = slots[:, 1 : accepted.path.shape[1]].where(is_kept, 0)
-    compact_kv(pool.kv, sources.contiguous(), targets.contiguous(), pool.layout.token_layers)
+    if not isinstance(pool, WindowedPool):
+        compact_kv(pool.kv, sources.contiguous(), targets.contiguous(), pool.layout.token_layers)
+        return
+    if pool.layout.num_full:
+        compact_kv(pool.kv, sources.contiguous(), targets.contiguous())
+    moved = pool.slots_of(torch.stack((sources, targets)))
+    compact_kv(pool.part.kv, moved[0], moved[1])

@@ -10,7 +10,7 @@ cannot be launched ahead (`can_launch`) is counted by reason and stepped with no
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -95,6 +95,8 @@ class AsyncDecoder:
     False, the caller uses `step` only. The caller must not forget a request between `launch` and `read` of a
     flight that contains it.
 
+    `prepare` is called before each step is launched.
+
     `tell` takes a plan of all that the other ranks of a tensor-parallel worker do, before it is done here.
 
     `fallbacks` counts, by reason, the batches that could not be launched ahead.
@@ -109,9 +111,11 @@ class AsyncDecoder:
         eos_token_ids: Sequence[int] = (),
         launches_ahead: bool = True,
         tell: Tell | None = None,
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
         self.steps = steps
         self._tell = steps.announce = tell
+        self._prepare = prepare
         self.drafter: Drafter | None = steps.step.drafter
         self.shape = shape if self.drafter is not None else PLAIN
         self.policy = policy
@@ -236,6 +240,7 @@ class AsyncDecoder:
         guided = [i for i, request in enumerate(requests) if request.guide is not None]
         assert not (guided and self._num_unread), "the grammar of a request waits for the step before"
         fill = self._filler(batch.requests, guided) if guided else None
+        self._prepare()
         wanted, num_rows = self.steps.agree(self._kind_of(batch), len(requests))
         is_watched = self._keep_up(batch, wanted)
         report, kind = self.steps.launch(batch.slots, wanted, fill, num_rows)
@@ -279,7 +284,7 @@ class AsyncDecoder:
         ]
         most_left = max((request.num_remaining for request, _, is_warm, _ in found if is_warm), default=1)
         useful_rows = min(shape.num_path, most_left)
-        tokens, accept_lens, is_bad, logprobs = [], [], [], []
+        tokens, accept_lens, is_bad, logprobs, experts = [], [], [], [], []
         for request, row, is_warm, packed in found:
             accepted, good, seen = (row[width + column] for column in (ACCEPTED, GOOD, SEEN))
             assert accepted or not request.num_remaining, (
@@ -292,6 +297,7 @@ class AsyncDecoder:
             is_bad.append(good < accepted and good <= seen)
             tokens.append(self._commit_one(request, row[: min(accepted, good, seen)], is_warm))
             logprobs.append(_logprobs_of(request, packed, len(tokens[-1]), flight.kind))
+            experts.append(self._experts_of(request, packed, len(tokens[-1]), width))
         self._tell_policy(flight, useful_rows, [(row, is_warm) for _, row, is_warm, _ in found])
         offered = num_offered(shape, useful_rows)
         return StepResult(
@@ -301,7 +307,18 @@ class AsyncDecoder:
             drafted=[min(offered, row[width + PROPOSED]) if is_warm else 0 for _, row, is_warm, _ in found],
             is_bad=is_bad,
             path=flight.report.path,
+            experts=experts,
         )
+
+    def _experts_of(
+        self, request: Request, packed: npt.NDArray[np.int64], count: int, num_path: int
+    ) -> bytes:
+        """Of the first `count` rows of a report's row, where the request asks for them."""
+        routed, words = self.steps.step.runner.routed_experts, self.steps.step.expert_words
+        if routed is None or request.sampling.routed_experts < 0 or not count:
+            return b""
+        rows = packed[len(packed) - num_path * words :].reshape(num_path, words)[:count]
+        return rows.view(np.uint8)[:, : routed.shape.row_bytes].tobytes()
 
     # --- the batch -------------------------------------------------------------------------------------
 
@@ -366,7 +383,7 @@ class AsyncDecoder:
         )
 
     def _capacity(self, request: Request) -> int:
-        return min(len(request.pages) * self._page_size, self.steps.step.max_context)
+        return min(request.num_writable_pages * self._page_size, self.steps.step.max_context)
 
     def _kind_of(self, batch: _Batch) -> StepKind:
         """The kind of the next step.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from ....kernels.step_glue import NUM_COUNTS, Places, PlaceSizes, step_outcome, step_places
 from ...graphs.breakable import Breaks, ReplayContext
@@ -37,6 +38,7 @@ from .late_rows import LateRows
 # finite; rows before the first whose support exceeds the ranked candidates; in a step with drafts, the number
 # of drafts found, and in one without, whether an unused first proposal matches.
 ACCEPTED, GOOD, SEEN, PROPOSED = range(NUM_COUNTS)
+WORD = 8  # bytes of a column
 
 # (drafts [B, N-1], parents [B, N] of a tree, masks int32 [B, N, W] to be written)
 FillMasks = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None]
@@ -110,14 +112,25 @@ class FusedStep:
         self.max_context = max_context
         self.late = late
 
+    @property
+    def expert_words(self) -> int:
+        """Columns of a report for the experts of one row; 0 if none are kept."""
+        routed = self.runner.routed_experts
+        return 0 if routed is None else -(-routed.shape.row_bytes // WORD)
+
+    def report_width(self, kind: StepKind) -> int:
+        """Columns of a report: those of `kind`, and the experts of the rows along the accepted branch."""
+        return kind.report_width + kind.shape.num_path * self.expert_words
+
     def is_late(self, kind: StepKind) -> bool:
         """Whether a step of `kind` leaves its rows to a later `catch_up`."""
         return self.late is not None and kind.watched is not None and not kind.shape.steps
 
     @torch.no_grad()
     def run(self, slots: torch.Tensor, kind: StepKind, breaks: Breaks[StepContext]) -> torch.Tensor:
-        """Steps the requests in `slots` `[B]` int64 and returns the report, int64
-        `[B, kind.report_width]`.
+        """Steps the requests in `slots` `[B]` int64.
+
+        Returns the report, int64 `[B, report_width(kind)]`.
         """
         rows = self.state.read(slots)
         places = step_places(rows.integers, self._sizes(kind.shape))
@@ -153,10 +166,11 @@ class FusedStep:
                 self.late.keep(slots, rows, features, accepted.tokens[:, 0], outcome.emitted)
             else:
                 self.drafter.observe(view, features, accepted, outcome.emitted, kind.shape)
-        if not kind.is_edited:
-            return outcome.report
-        self.state.count_tokens(slots, accepted.tokens, outcome.emitted)
-        return self._with_logprobs(slots, outcome.report, logits, accepted, kind)
+        report = outcome.report
+        if kind.is_edited:
+            self.state.count_tokens(slots, accepted.tokens, outcome.emitted)
+            report = self._with_logprobs(slots, report, logits, accepted, kind)
+        return self._with_experts(report, accepted, kind.shape)
 
     @torch.no_grad()
     def catch_up(self, slots: torch.Tensor, breaks: Breaks[StepContext]) -> torch.Tensor:
@@ -178,7 +192,7 @@ class FusedStep:
         pool = self.runner.pool
         if pool.order.is_checked:
             writes = (places.slots // pool.page_size).flatten().tolist()
-            pool.order.use(reads=rows.pages.flatten().tolist(), writes=writes)
+            pool.note_use(rows.pages.flatten().tolist(), writes)
 
     def _sizes(self, shape: DraftShape) -> PlaceSizes:
         pool, drafter = self.runner.pool, self.drafter
@@ -188,7 +202,7 @@ class FusedStep:
             num_path=shape.num_path,
             page_size=pool.page_size,
             max_context=self.max_context,
-            target_page=pool.num_layers * len(pool.layout.planes) * pool.page_size,
+            target_page=pool.page_rows,
             draft_page=2 * pool.page_size if drafter is None else drafter.page_rows,
         )
 
@@ -259,9 +273,12 @@ class FusedStep:
             rows.pages,
             places.verify_lens,
             None if tree is None else tree.mask,
+            slots=places.slots[:, :num_nodes].reshape(-1),
             is_recorded=breaks.is_recorded,
             is_invariant=self.runner.is_invariant,
         )
+        if self.runner.routed_experts is not None:
+            self.runner.routed_experts.begin(tokens.numel())
         if self.runner.expert_counts is not None:
             is_live = (places.verify_lens > 0)[:, None].expand(-1, num_nodes)
             self.runner.expert_counts.begin_where(is_live.reshape(-1))
@@ -348,6 +365,18 @@ class FusedStep:
         wanted = self.state.wanted(slots)[:, None].expand(count, num_path).reshape(-1)
         values, ids = top_logprobs(logits, accepted.tokens.reshape(-1), wanted, kind.num_top)
         return torch.cat((report, pack_logprobs(values, ids).view(count, -1)), dim=1)
+
+    def _with_experts(self, report: torch.Tensor, accepted: AcceptResult, shape: DraftShape) -> torch.Tensor:
+        """`report` followed by the experts of the rows along the accepted branch, if they are kept."""
+        routed = self.runner.routed_experts
+        if routed is None:
+            return report
+        count = accepted.path.shape[0]
+        ids = routed.rows(count * shape.num_nodes).view(count, shape.num_nodes, -1)
+        if shape.is_tree:
+            ids = ids.gather(1, accepted.path[:, :, None].expand(-1, -1, ids.shape[2]))
+        packed = F.pad(ids.view(torch.uint8), (0, WORD * self.expert_words - routed.shape.row_bytes))
+        return torch.cat((report, packed.view(torch.int64).view(count, -1)), dim=1)
 
 
 def fill_masks(

@@ -1,6 +1,6 @@
 """The result of one decode step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...sampling.logprobs import ScoredToken
 
@@ -10,9 +10,10 @@ class StepResult:
     """The results of one step per request, in batch order.
 
     `tokens` are the committed tokens, already appended to the requests. `logprobs` has one entry per token;
-    it is empty for a request without logprobs. `accept_lens` counts accepted tokens, and `drafted` the
-    offered drafts (all nodes but the root of a tree); both ignore an end of the request inside the block.
-    `is_bad`: the logits were not finite, so the caller must fail the request.
+    it is empty for a request without logprobs. `experts` are those of the rows behind which the tokens were
+    chosen, as `ExpertShape` says; b"" for a request that does not ask. `accept_lens` counts accepted tokens,
+    and `drafted` the offered drafts (all nodes but the root of a tree); both ignore an end of the request
+    inside the block. `is_bad`: the logits were not finite, so the caller must fail the request.
     """
 
     tokens: list[list[int]]
@@ -21,3 +22,4 @@ class StepResult:
     drafted: list[int]
     is_bad: list[bool]
     path: str
+    experts: list[bytes] = field(default_factory=list)  # empty: nobody asks

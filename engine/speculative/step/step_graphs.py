@@ -75,7 +75,7 @@ class StepGraphs:
         is_cuda = self.device.type == "cuda"
         self.slots = torch.zeros(max_requests, dtype=torch.int64, device=self.device)
         self._told: tuple[int, ...] = ()
-        width = max(kind.report_width for kind in self.kinds)
+        width = max(map(step.report_width, self.kinds))
         self._hosts = [
             torch.zeros(max_requests * width, dtype=torch.int64, pin_memory=is_cuda)
             for _ in range(UNREAD_STEPS)

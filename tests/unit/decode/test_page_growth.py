@@ -8,6 +8,7 @@ from baton.decode.queues import HOLD_ALL, DecodeQueues, DecodeRoom, DecodeState,
 from baton.engine.kv.pool import PageAllocator
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.request import Request
+from baton.engine.request_windows import RequestWindows
 from baton.engine.sampling.params import SamplingParams
 
 PAGE, STEP, SPARE, CONTEXT = 4, 3, 2, 64
@@ -20,7 +21,13 @@ class World:
     def __init__(self, pages=200):
         self.cache = PrefixCache(PageAllocator(pages + 1), PAGE)
         shape = SimpleNamespace(spare_slots=SPARE, num_path=STEP)
-        engine = SimpleNamespace(shape=shape, max_context=CONTEXT, page_size=PAGE, cache=self.cache)
+        engine = SimpleNamespace(
+            shape=shape,
+            max_context=CONTEXT,
+            page_size=PAGE,
+            cache=self.cache,
+            windows=RequestWindows(self.cache, margin=1),
+        )
         self.queues, self.told, self.retracted = DecodeQueues(64), [], []
         decoder = SimpleNamespace(grow=self.told.extend)
         self.growth = PageGrowth(engine, self.queues, decoder, is_on=True, ahead_tokens=0)

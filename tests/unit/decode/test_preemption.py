@@ -28,8 +28,9 @@ class Full(World):
         self.queues.max_running = places
         self.numbers = itertools.count(900)
         engine = self.growth._engine
+        self.windows = engine.windows
         engine.feature_width, engine.drafter = 1, SimpleNamespace(feature_width=1)
-        engine.pool = SimpleNamespace(kv=SimpleNamespace(nbytes=1 << 30), row_dtype=torch.uint8)
+        engine.pool = SimpleNamespace(nbytes=1 << 30, row_dtype=torch.uint8)
         self.admission = Admission(engine, self.queues, self.growth, None)
         self.preemption = Preemption(engine, self.queues, self.growth, self.admission.has_staging)
 
@@ -52,14 +53,15 @@ class Full(World):
         room = self.room(**kind)
         request = room.request
         request.prompt_ids = [of] * request.num_prompt
-        take_longer_prefix(self.cache, request, 0)
+        take_longer_prefix(self.cache, self.windows, request, 0)
         self.cache.insert(request.prompt_ids, request.pages)
         return room
 
     def admits(self, room):
         """Whether the room finds its pages and its place."""
         request, growth = room.request, self.growth
-        take_pages(self.cache, request, growth.first_pages(request, room.claim), is_computed=False)
+        num_pages = growth.first_pages(request, room.claim)
+        take_pages(self.cache, self.windows, request, num_pages, is_computed=False)
         return self.queues.num_held < self.queues.max_running and growth.covers(room)
 
     def way(self, room):
@@ -156,7 +158,7 @@ def test_nobody_makes_way_for_a_room_whose_features_do_not_fit():
     rooms = [world.room(priority=1) for _ in range(PLACES)]
     urgent = world.asks()
     assert world.way(urgent).victims == [rooms[-1]]
-    world.growth._engine.pool.kv.nbytes = 4 * STAGED
+    world.growth._engine.pool.nbytes = 4 * STAGED
     rooms[0].features = torch.zeros(STAGED - 7, dtype=torch.uint8)  # 8 tokens, 2 pages: a byte too much
     assert world.way(urgent) is None
     urgent.is_local = True
@@ -168,7 +170,7 @@ def test_nobody_makes_way_for_a_room_whose_features_do_not_fit():
 
 def test_a_room_waits_for_features_only_if_they_leave():
     world = Full()
-    world.growth._engine.pool.kv.nbytes = 4 * STAGED
+    world.growth._engine.pool.nbytes = 4 * STAGED
     other = world.room(priority=1)
     other.features = torch.zeros(STAGED, dtype=torch.uint8)
     ending = world.room(priority=1)

@@ -8,6 +8,7 @@ from baton.engine import prompt_logprobs
 from baton.engine.kv.pool import PageAllocator
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.request import Request
+from baton.engine.request_windows import RequestWindows
 from baton.engine.sampling.params import SamplingParams
 from baton.prefill.queues import PrefillQueues, PrefillRoom, PrefillState
 from baton.prefill.scheduler import PrefillScheduler
@@ -22,7 +23,13 @@ def make(num_pages=64, chunk_size=8, max_batch=4):
     cache = PrefixCache(PageAllocator(num_pages + 1), PAGE)
     queues = PrefillQueues(max_queue=64)
     return PrefillScheduler(
-        queues, cache, page_size=PAGE, chunk_size=chunk_size, max_batch=max_batch, vocab_size=100
+        queues,
+        cache,
+        RequestWindows(cache, margin=1),
+        page_size=PAGE,
+        chunk_size=chunk_size,
+        max_batch=max_batch,
+        vocab_size=100,
     )
 
 

@@ -140,4 +140,4 @@ def test_a_hello_offers_embeddings_only_where_they_are_taken(embeds, width):
         width > 0,
         width > 0,
     )
-    assert set(YOUNG_FIELDS) - set(hello.takes) <= {"embeds"}
+    assert set(YOUNG_FIELDS) - set(hello.takes) <= {"embeds", "routed_experts"}

@@ -63,6 +63,17 @@ def test_steps_yield_the_requested_accept_length_with_graphs_or_not(accept_lengt
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["free", "keep"])
+def test_layers_with_windows_are_measured_in_either_kind_of_pages(kind, toy_checkpoint, tmp_path, capsys):
+    out, model = tmp_path / "out.json", toy_checkpoint("mistral")
+    sizes = ["--batch", "2", "--prefill", "20", "--chunk-size", "8", "--graphs", "on", "--accept-length", "3"]
+    assert main([*SMALL, "--model", str(model), "--window-kv", kind, *sizes, "--json", str(out)]) == 0
+    cells = {cell["kind"]: cell for cell in json.loads(out.read_text())["cells"]}
+    assert cells["eagle3"]["accepted"] == 3
+    assert cells["eagle3"]["path"] == "graph"
+
+
 def test_ranks_measure_in_step(tmp_path, capsys):
     out = tmp_path / "out.json"
     flags = ["--batch", "1", "2", "--prefill", "9", "--chunk-size", "8", "--json", str(out), "--tp", "2"]

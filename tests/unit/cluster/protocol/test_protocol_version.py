@@ -22,6 +22,8 @@ REQUIRED = {
         "Reserved": "room epoch instance",
         "Refused": "room epoch instance reason",
         "PromptLogprobs": "room epoch instance start items",
+        "RoutedExperts": "room epoch instance start count ids",
+        "RoutedShape": "layers num_layers top_k id_bytes",
         "FirstToken": "room epoch instance token",
         "Tokens": "instance items",
         "Finished": "room epoch instance reason output_tokens",
@@ -64,7 +66,7 @@ REQUIRED = {
 }
 PARTS = (
     m.TokenItem, m.TokenLogprob, m.Layout, m.Sampling, m.WorkerStats, m.GraphCounts, m.PrefillTimeline,
-    m.DecodeTimeline, m.PromptRows, m.PrefixPull,
+    m.DecodeTimeline, m.PromptRows, m.PrefixPull, m.RoutedShape,
 )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from baton.tests.unit.router.workers.test_registry import hello
 ASKING = {
     "min_new_tokens": {"sampling": Sampling(min_new_tokens=2)},
     "prompt_logprobs": {"sampling": Sampling(prompt_logprobs=1)},
+    "routed_experts": {"sampling": Sampling(routed_experts=0)},
     "grammar": {"sampling": Sampling(grammar='{"grammars":[]}')},
     "salt": {"caller": Caller(id="a" * 8, salt="5a")},
     "embeds": {"embeds": embeddings_of([[1.0, 2.0]] * 8)},

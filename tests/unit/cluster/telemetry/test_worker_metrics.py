@@ -20,7 +20,7 @@ def test_heartbeats_become_labelled_gauges_and_counters():
     stats = WorkerStats(
         state="draining", pages_total=100, pages_free=60, pages_cached=20, pages_promised=7, running=2,
         accept_length=2.5, spec_steps=3, canaries=RoomCounts(running=1),
-        graphs=GraphCounts(verify=3), counters={"forwards": 12.0},
+        graphs=GraphCounts(verify=3), counters={"forwards": 12.0}, window_pages_total=9, window_pages_free=4,
     )  # fmt: skip
     workers = [
         WorkerRecord(role="decode", instance=INSTANCE, stats=stats),
@@ -31,6 +31,8 @@ def test_heartbeats_become_labelled_gauges_and_counters():
     assert value(found, "baton_worker_up", state="draining", **who) == 1
     assert value(found, "baton_worker_pages", kind="free", **who) == 60
     assert value(found, "baton_worker_pages", kind="promised", **who) == 7
+    assert value(found, "baton_worker_pages", kind="window_free", **who) == 4
+    assert len([key for key in found if ("kind", "window_total") in key[1]]) == 1, "prefill has no windows"
     assert value(found, "baton_worker_requests", kind="running", **who) == 1, "a canary is no request"
     assert value(found, "baton_worker_requests", kind="canaries", **who) == 1
     assert value(found, "baton_worker_graphs", kind="verify", **who) == 3

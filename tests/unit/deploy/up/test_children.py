@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from baton.cluster.config.load import COMMAND_LINE, FILE, ignored_settings, load_config
 from baton.cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig, UpConfig
+from baton.cluster.config.tier_checks import check_tiers
 from baton.cluster.errors import ConfigError, StartupError
 from baton.deploy.capacity.worker_sizes import need_of
 from baton.deploy.up import children
@@ -107,6 +108,18 @@ def test_a_roles_own_variable_reaches_it_through_flags_alone():
     child = child_environment(env, 3)
     assert [name for name in child if name.startswith("BATON_")] == ["BATON_PARENT_PID"]
     assert (child["OMP_NUM_THREADS"], child["OMP_WAIT_POLICY"], child["PATH"]) == ("3", "passive", "/bin")
+
+
+def test_all_workers_keep_the_pages_behind_windows_if_one_has_tiers(tmp_path):
+    """Workers of the two kinds would not pair."""
+    path = tmp_path / "c.toml"
+    path.write_text("[prefill]\nhost_cache_gib = 0.001\n")
+    configs = told(load_config(UpConfig, ["--model", "m", "--config", str(path)], {}))
+    assert {configs[name].window_kv for name in ("prefill-0", "decode-0")} == {"keep"}
+    configs = told(UpConfig(model="m"))
+    assert {configs[name].window_kv for name in ("prefill-0", "decode-0")} == {"auto"}
+    with pytest.raises(ConfigError, match="--host-cache-gib keeps whole pages; leave out --window-kv free"):
+        check_tiers(PrefillConfig(model="m", host_cache_gib=0.001, window_kv="free"))
 
 
 def test_a_port_of_0_in_the_routers_own_table_is_any_free_one(tmp_path):

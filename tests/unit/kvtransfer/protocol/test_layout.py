@@ -31,10 +31,14 @@ def make_layout(**changes: object) -> Layout:
 @st.composite
 def streams(draw: st.DrawFn) -> RoomStream:
     feature_ids = draw(st.lists(st.integers(0, 9), max_size=3, unique=True))
+    num_layers = draw(st.integers(1, 3))
     layout = make_layout(
         dtype=draw(st.sampled_from(["float32", "bfloat16", "float16"])),
         page_size=draw(st.integers(1, 5)),
-        num_layers=draw(st.integers(1, 3)),
+        num_layers=num_layers,
+        window_layers=draw(st.integers(0, num_layers)),
+        window=draw(st.integers(1, 9)),
+        window_margin=draw(st.integers(0, 3)),
         num_kv_heads=draw(st.integers(1, 2)),
         head_dim=draw(st.integers(1, 5)),
         feature_ids=feature_ids,
@@ -52,6 +56,9 @@ def test_the_blocks_of_a_room_hold_each_byte_of_its_pages_once_in_order(stream: 
     expected = []
     for page in range(stream.num_pages):
         expected += [("kv", page, i) for i in range(layout.kv_page_bytes)]
+        if page >= stream.window_first:
+            index = stream.num_pages + page - stream.window_first
+            expected += [("window", index, i) for i in range(layout.window_page_bytes)]
         expected += [("features", page, i) for i in range(layout.feature_page_bytes)]
     got = []
     for block in range(stream.num_blocks):
@@ -65,6 +72,23 @@ def test_the_blocks_of_a_room_hold_each_byte_of_its_pages_once_in_order(stream: 
     assert stream.num_pages * layout.wire.page_size >= stream.num_tokens - stream.have
 
 
+def page_of(stream: RoomStream, index: int) -> int:
+    """The page of the stream that a segment's index names."""
+    return index if index < stream.num_pages else stream.window_first + index - stream.num_pages
+
+
+@given(streams())
+def test_window_pages_are_those_that_rows_behind_the_prompt_may_read(stream: RoomStream) -> None:
+    wire = stream.layout.wire
+    first_row = max(0, stream.num_tokens - wire.window_margin) - wire.window + 1
+    wanted = [
+        page
+        for page in range(stream.num_pages)
+        if wire.window_layers and stream.have + (page + 1) * wire.page_size > max(0, first_row)
+    ]
+    assert list(range(stream.window_first, stream.num_pages)) == wanted
+
+
 @given(streams(), st.integers(0, 40))
 def test_a_block_is_ready_exactly_when_all_its_pages_are(stream: RoomStream, tokens_ready: int) -> None:
     size = stream.layout.wire.page_size
@@ -73,7 +97,9 @@ def test_a_block_is_ready_exactly_when_all_its_pages_are(stream: RoomStream, tok
         return min(stream.have + (page + 1) * size, stream.num_tokens) <= tokens_ready
 
     ready = 0
-    while ready < stream.num_blocks and all(is_page_ready(s.page_index) for s in stream.segments(ready)):
+    while ready < stream.num_blocks and all(
+        is_page_ready(page_of(stream, s.page_index)) for s in stream.segments(ready)
+    ):
         ready += 1
     assert stream.ready_blocks(tokens_ready) == ready
 
@@ -81,7 +107,11 @@ def test_a_block_is_ready_exactly_when_all_its_pages_are(stream: RoomStream, tok
 @given(streams())
 def test_landed_tokens_are_those_whose_pages_landed_completely(stream: RoomStream) -> None:
     for landed in range(stream.num_blocks + 1):
-        missing = [s.page_index for block in range(landed, stream.num_blocks) for s in stream.segments(block)]
+        missing = [
+            page_of(stream, s.page_index)
+            for block in range(landed, stream.num_blocks)
+            for s in stream.segments(block)
+        ]
         whole_pages = min(missing, default=stream.num_pages)
         tokens = min(stream.num_tokens, stream.have + whole_pages * stream.layout.wire.page_size)
         assert stream.landed_tokens(landed) == tokens

@@ -15,6 +15,7 @@ from baton.cluster.protocol.messages import (
     PromptLogprobs,
     Reserve,
     Reserved,
+    RoutedExperts,
     Sampling,
     TokenItem,
     TokenLogprob,
@@ -51,6 +52,7 @@ from baton.tests.unit.router.rooms.test_room import (
     tokens,
 )
 from hypothesis import given
+from msgspec.structs import replace
 
 P2, D2 = "4" * 32, "5" * 32
 PAIR2 = Pair(prefill=P2, decode=D2, prefill_endpoint="ipc:///p2")
@@ -86,6 +88,37 @@ def test_prompt_outputs_already_sent_are_not_requested_again():
         sampling = told.message.sampling
         assert (sampling.max_new_tokens, sampling.min_new_tokens, sampling.prompt_logprobs) == (7, 3, -1)
         assert sampling.grammar == "g", "the worker replays the output so far"
+
+
+def test_experts_of_rows_are_told_once_over_all_attempts():
+    """Rows are numbered; the continuation asks for those behind the tokens that were delivered."""
+
+    def rows(epoch, start, numbers):
+        ids = bytes(numbers)
+        return RoutedExperts(room=ROOM, epoch=epoch, instance=P, start=start, count=len(numbers), ids=ids)
+
+    room = Room(ROOM, [5, 6, 7], Sampling(max_new_tokens=9, routed_experts=1), 0.0, TIMEOUTS)
+    assert [send.message.sampling.routed_experts for send in room.place(PAIR, 0.0)] == [1, 1]
+    for message, sender in (
+        (rows(0, 2, [2]), P),  # not the next one
+        (rows(0, 1, [1]), D),  # of the wrong worker
+        (rows(0, 1, [1]), P),
+        (rows(0, 1, [1]), P),  # again
+        (rows(0, 2, [2]), P),
+    ):
+        assert room.on(message, sender, 0.1) == []
+    assert room.num_stale == 3
+    room.on(reserved(), D, 0.1)
+    assert room.on(first(), P, 0.2)[0] == Deliver([100], [], [], bytes([1, 2]))
+    item = replace(tokens(1, [101, 102]), experts=bytes([3, 4]))
+    assert room.on(item, D, 0.3)[0] == Deliver([101, 102], [], [], bytes([3, 4]))
+    room.worker_lost(D, 1.0)
+    assert [send.message.sampling.routed_experts for send in room.place(PAIR2, 1.1)] == [5, 5]
+    room.on(reserved(1, D2), D2, 1.2)
+    room.on(replace(rows(1, 5, [5]), instance=P2), P2, 1.2)
+    assert room.on(again(), P2, 1.3)[0] == Deliver([103], [], [], bytes([5]))
+    late = replace(tokens(0, [103, 104], 1), experts=bytes([9, 6]))
+    assert room.on(late, D2, 1.4)[0] == Deliver([104], [], [], bytes([6])), "the first token was delivered"
 
 
 def again(token=103, finish=""):

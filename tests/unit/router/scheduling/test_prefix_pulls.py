@@ -14,11 +14,13 @@ from baton.cluster.protocol.messages import (
     Prefill,
     PrefillTimeline,
     Reserve,
+    Sampling,
     TellPrefixes,
     WorkerStats,
 )
 from baton.router.rooms.effects import COMPUTE, PULL, Pair
 from baton.router.scheduling.cost_model import CostModel
+from baton.router.scheduling.inbox import Inbox
 from baton.router.scheduling.placement import PairingPolicy
 from baton.router.scheduling.prefix_pulls import (
     LONGEST_PATIENCE_S,
@@ -28,6 +30,7 @@ from baton.router.scheduling.prefix_pulls import (
     PrefixPulls,
 )
 from baton.router.scheduling.prefixes import SeenPrompt, expect_prompt
+from baton.router.scheduling.request_state import Job
 from baton.tests.unit.router.scheduling.test_dispatcher import D, P, World
 from baton.tests.unit.router.workers.test_eligibility import worker
 from baton.tests.unit.router.workers.test_registry import hello
@@ -208,7 +211,8 @@ class Cluster(World):
             (b"p", P, "prefill", {"pulls_prefixes": True}),
             (b"d", D, "decode", {"prefix_endpoint": ENDPOINT, **decode}),
         ):
-            self.add(identity, instance, role, tells_prefixes=True, page_size=4, **more)
+            takes = ("routed_experts", "prompt_logprobs")
+            self.add(identity, instance, role, tells_prefixes=True, page_size=4, takes=takes, **more)
         names = b"".join(SeenPrompt([5] * 16).names(self.worker(D).prefixes.scheme))
         self.tell(D, 0, is_first=True, added=names)
 
@@ -241,6 +245,17 @@ def test_the_orders_of_a_pull_name_one_transfer_and_its_room():
     assert not order.wants_features
     assert cluster.dispatcher.events["prefix_pull"] == 1
     assert cluster.worker(P).num_tokens == 4
+
+
+def test_rows_that_a_client_asks_for_are_not_pulled():
+    for asked in ({"routed_experts": 0}, {"prompt_logprobs": 0}):
+        cluster = Cluster()
+        sampling = Sampling(max_new_tokens=16, **asked)
+        job = Job(prompt_ids=[5] * 16, sampling=sampling, arrived=0.0, tokenize_s=0.0)
+        cluster.dispatcher.submit([job], Inbox(lambda: 0.0))
+        (order,) = cluster.of(b"p", Prefill)
+        assert order.pull is None
+        assert not cluster.of(b"d", OfferPrefix)
 
 
 def test_an_attempt_behind_a_failed_one_pulls_nothing():
