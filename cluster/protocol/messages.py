@@ -372,8 +372,9 @@ class HeldPrefixes(Message, frozen=True, kw_only=True):
 
     `added`, `removed`: names of 16 bytes each, as `engine.kv.page_names` computes them from `root`,
     `lookahead` and the page size. `seq` counts these messages from 0. With `is_first` all that was told
-    before is void; a router that misses a number asks with TellPrefixes for such a message. Only routers with
-    `takes_prefixes` in their Welcome get it.
+    before is void, but it counts until the next message with `is_last`: only then all was told anew. A router
+    that misses a number asks with TellPrefixes for an `is_first` one. Only routers with `takes_prefixes` in
+    their Welcome get these messages. Older workers send no `is_last`: to them every message is.
     """
 
     instance: Id
@@ -381,6 +382,7 @@ class HeldPrefixes(Message, frozen=True, kw_only=True):
     root: Annotated[bytes, Meta(min_length=32, max_length=32)]
     lookahead: Annotated[int, Meta(ge=0, le=64)] = 0
     is_first: bool = False
+    is_last: bool = True
     added: Annotated[bytes, Meta(max_length=1 << 18)] = b""
     removed: Annotated[bytes, Meta(max_length=1 << 18)] = b""
 

@@ -31,6 +31,7 @@ class PrefixView:
         self.num_lost = 0  # times at which a message was missed
         self._max_pages = max_pages
         self._told: OrderedDict[bytes, None] = OrderedDict()
+        self._void: set[bytes] = set()  # told names that count until all is told anew
         self._expected: OrderedDict[bytes, float] = OrderedDict()  # until when
         self._next_seq: int | None = None  # None: it is to be told all anew
         self._was_told = False  # anything at all
@@ -57,20 +58,26 @@ class PrefixView:
         if not message.is_first and message.seq != next_seq:
             self._lose()
             return
-        if message.is_first:
-            self._told.clear()
+        if message.is_first:  # perhaps for another router, so what is known counts until all is told
+            self._void = set(self._told)
             self._was_told = True
         self._next_seq, self._late_beats = message.seq + 1, 0
         if (message.root, message.lookahead) != (self.scheme.root, self.scheme.lookahead):
             page_size = self.scheme.page_size
             self.scheme = PageScheme(root=message.root, page_size=page_size, lookahead=message.lookahead)
             self._expected.clear()
+            self._told.clear()
         for name in reversed(list(_cut(message.added))):  # parents come first, and shall be forgotten last
             self._expected.pop(name, None)
+            self._void.discard(name)
             self._told[name] = None
         for name in _cut(message.removed):
             self._expected.pop(name, None)
             self._told.pop(name, None)
+        if message.is_last:
+            for name in self._void:
+                self._told.pop(name, None)
+            self._void = set()
         self._keep_bound()
 
     def beat(self, num_sent: int, now: float) -> None:
