@@ -60,6 +60,11 @@ class PrefixPulls:
         """The pages that blocks may land in, with repetitions."""
         return [page for pull in self._running.values() for page in pull.pages]
 
+    @property
+    def due_pages(self) -> list[list[int]]:
+        """The pages of each pull that was given up: the transport lets go of them soon."""
+        return [pull.pages for pull in self._running.values() if pull.is_dropped]
+
     def usable(self, order: Prefill) -> PrefixPull | None:
         """The pull of an order, if it fits this engine and the prompt; None: everything is computed.
 

@@ -20,7 +20,7 @@ The scheduler is pure except for the page accounting: no clock, no socket. Its l
 With an objective for first tokens, `first_token_plan` has the order and the parts in place of 2 and 3.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ..cluster.protocol.request_rank import rank
 from ..engine.kv.leaving_owners import LeavingOwners
@@ -70,8 +70,11 @@ class PrefillScheduler:
         """
         return self._by_rank() if self.plan is None else self._planned(self.plan, now)
 
-    def take_back(self) -> list[PrefillRoom]:
-        """The rooms that shall give their pages up, for the first queued prompt, which is more urgent."""
+    def take_back(self, due: Iterable[Sequence[int]] = ()) -> list[PrefillRoom]:
+        """The rooms that shall give their pages up, for the first queued prompt, which is more urgent.
+
+        `due`: pages of which an owner leaves soon, beside those of closing rooms.
+        """
         ready = self._ready()
         first = min(
             (room for room in ready if not room.request.pages), key=lambda each: _rank(each), default=None
@@ -85,9 +88,11 @@ class PrefillScheduler:
             for room in self.queues
             if room.priority > first.priority and _may_give_up(room) and not room.keeps_pages
         ]
-        return self._victims(first, _by_claim(less_urgent)[::-1]) if less_urgent else []
+        return self._victims(first, _by_claim(less_urgent)[::-1], due) if less_urgent else []
 
-    def _victims(self, first: PrefillRoom, less_urgent: Sequence[PrefillRoom]) -> list[PrefillRoom]:
+    def _victims(
+        self, first: PrefillRoom, less_urgent: Sequence[PrefillRoom], due: Iterable[Sequence[int]]
+    ) -> list[PrefillRoom]:
         """The first of `less_urgent` that have the pages which `first` does not find; none if all of them
         would not do.
         """
@@ -99,6 +104,8 @@ class PrefillScheduler:
             missing = self._pages_of(first) - len(found) - self.cache.num_available
             windows = self._missing_windows(first)
             leaving = LeavingOwners(self.cache)
+            for pages in due:
+                leaving.leave(pages)
             for room in self.queues.of(PrefillState.CLOSING):
                 leaving.leave(room.request.pages)
                 windows -= len(room.request.windows)
@@ -108,6 +115,8 @@ class PrefillScheduler:
                     break
                 taken.append(room)
                 leaving.leave(room.request.pages)
+                if room.running_pull is not None and not room.running_pull.is_dropped:
+                    leaving.leave(room.running_pull.pages)  # it is given up with the room
                 windows -= len(room.request.windows) + self._lacking(room)
             return taken if leaving.num_back >= missing and windows <= 0 else []
         finally:

@@ -149,7 +149,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         if self.queues.count(PrefillState.QUEUED):
             self._cache_computed()  # before their prefixes are looked for
         self._turn_prefixes()
-        for room in self.scheduler.take_back():
+        for room in self.scheduler.take_back(self.pulls.due_pages):
             self._preempt(room)
         chunks, admitted = self.scheduler.next_chunks(self._clock())
         due, self._launched = self._launched, None

@@ -323,6 +323,32 @@ def test_an_urgent_prompt_takes_pages_whose_prefix_is_being_pulled(second_turn):
     pair.assert_nothing_is_held()
 
 
+def test_pages_of_a_pull_that_was_given_up_are_waited_for(second_turn):
+    pair = second_turn.pair
+    pair.prefill.scheduler.chunk_size = 4
+    pair.send(name(4), list(range(100, 140)), max_new_tokens=2)
+    pair.prefill.step()
+    begun = pair.prefill.queues.get(name(4), 0)
+    pair.clock.now += 1.0
+    second_turn.begin()
+    waiting = pair.prefill.queues.get(name(1), 0)
+    while waiting.running_pull is None:
+        pair.prefill.step()
+    begun.priority = waiting.priority = 1
+    taken = pair.prefill.engine.cache.alloc(pair.prefill.engine.cache.num_available - 2)
+    pair.send(name(6), list(range(3, 23)), max_new_tokens=2)
+    for _ in range(3):  # the transport says nothing yet
+        pair.prefill.step()
+    assert pair.prefill.pulls.due_pages
+    assert pair.prefill.stats().counters[Reason.URGENT_PAGES.value] == 1
+    assert pair.prefill.queues.get(name(4), 0) is begun
+    pair.prefill.engine.cache.allocator.release(taken)
+    pair.run()
+    assert isinstance(pair.ends[name(4)], Finished)
+    pair.end_leases()
+    pair.assert_nothing_is_held()
+
+
 def test_an_offer_that_nobody_pulls_ends_with_its_lease(second_turn):
     pair, pull = second_turn.pair, second_turn.pair.pull(second_turn.prompt)
     order = pair.offer_of(
