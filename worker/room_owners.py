@@ -21,6 +21,7 @@ from ..cluster.protocol.messages import (
     Heartbeat,
     HeldPrefixes,
     Hello,
+    OfferPrefix,
     Prefill,
     PromptEmbeds,
     Reserve,
@@ -82,13 +83,19 @@ class RoomOwners:
                 del self._owner[room]
             return RouterLost(router=event.router, reason=event.reason, rooms=rooms)
         message = event.message
+        if isinstance(message, OfferPrefix):  # it opens no room
+            is_ours = message.room is None or self._owner.get(message.room, event.router) == event.router
+            return message if is_ours else self._drop(message.room)
         if not isinstance(message, (Reserve, Prefill, PromptEmbeds, Cancel)):
             return message
         if self._owner.setdefault(message.room, event.router) == event.router:
             return message
+        return self._drop(message.room)
+
+    def _drop(self, room: str | None) -> None:
+        """Counts a message about another router's room."""
         self.num_foreign += 1
-        logger.warning("another router's room: message dropped", extra=fields(room=message.room))
-        return None
+        logger.warning("another router's room: message dropped", extra=fields(room=room))
 
     def address(self, message: ControlUp) -> list[ToRouter]:
         """The message with its receivers.
