@@ -179,7 +179,7 @@ def test_a_view_is_bounded_and_forgets_ends_before_beginnings(tells):
 
 
 @pytest.mark.parametrize("takes_bare", [False, True])
-def test_the_beginnings_that_prompts_are_looked_for_with_outlive_all_others(takes_bare):
+def test_beginnings_that_prompts_are_looked_for_with_outlive_all_others(takes_bare):
     seen, rng = view(max_pages=16), random.Random(2)
     hot = [name[:-1] + bytes((name[-1] & ~1 | takes_bare,)) for name in NAMES]
     asked = [name[:-1] + bytes((name[-1] & ~1,)) for name in NAMES]
