@@ -32,7 +32,7 @@ from ..engine.prompt_budget import WHOLE_PROMPT_ROWS
 from ..engine.request_windows import RequestWindows
 from ..worker.first_token_plan import FirstTokenPlan, Prompt
 from ..worker.prompt_chunks import Chunk, scored_limit
-from ..worker.prompt_pages import give_back_pages, hold_prefix, num_whole, peek_pages, take_pages
+from ..worker.prompt_pages import give_back_pages, num_whole, peek_pages, take_pages, take_prefix
 from .queues import PrefillQueues, PrefillRoom, PrefillState
 
 
@@ -81,7 +81,7 @@ class PrefillScheduler:
         )
         if first is None:
             return []
-        if self._pages_of(first) <= self.cache.num_available and self._missing_windows(first) <= 0:
+        if self._pages_of(first) <= self.cache.num_available and not self.windows.is_on:
             return []
         less_urgent = [
             room
@@ -96,31 +96,29 @@ class PrefillScheduler:
         """The first of `less_urgent` that have the pages which `first` does not find; none if all of them
         would not do.
         """
-        bare_limit = first.request.num_prompt if first.takes_bare else 0
-        found = hold_prefix(
-            self.cache, self.windows, first.request, is_computed=True, bare_limit=bare_limit
-        )
-        try:  # what it finds in the cache is not available, and nobody gives it up
-            missing = self._pages_of(first) - len(found) - self.cache.num_available
-            windows = self._missing_windows(first)
-            leaving = LeavingOwners(self.cache)
-            for pages in due:
-                leaving.leave(pages)
-            for room in self.queues.of(PrefillState.CLOSING):
-                leaving.leave(room.request.pages)
-                windows -= len(room.request.windows)
-            taken: list[PrefillRoom] = []
-            for room in less_urgent:
-                if leaving.num_back >= missing and windows <= 0:
-                    break
-                taken.append(room)
-                leaving.leave(room.request.pages)
-                if room.running_pull is not None and not room.running_pull.is_dropped:
-                    leaving.leave(room.running_pull.pages)  # it is given up with the room
-                windows -= len(room.request.windows) + self._lacking(room)
-            return taken if leaving.num_back >= missing and windows <= 0 else []
-        finally:
-            self.cache.allocator.release(found)
+        request, num_pages, leaving = first.request, self._pages_of(first), LeavingOwners(self.cache)
+        bare_limit = request.num_prompt if first.takes_bare else 0
+        # It holds meanwhile what it finds in the cache: that is not available, and nobody gives it up.
+        take_prefix(self.cache, self.windows, request, is_computed=True, bare_limit=bare_limit)
+        missing = num_pages - len(request.pages) - self.cache.num_available
+        windows = self._missing_windows(first)
+        for pages in due:
+            leaving.leave(pages)
+        for room in self.queues.of(PrefillState.CLOSING):
+            leaving.leave(room.request.pages)
+            leaving.leave_windows(_windowed(room))
+        taken: list[PrefillRoom] = []
+        for room in less_urgent:
+            if leaving.num_back >= missing and leaving.num_windows_back >= windows:
+                break
+            taken.append(room)
+            leaving.leave(room.request.pages)
+            leaving.leave_windows(_windowed(room))
+            windows -= self._lacking(room)
+            if room.running_pull is not None and not room.running_pull.is_dropped:
+                leaving.leave(room.running_pull.pages)  # it is given up with the room
+        give_back_pages(self.cache, self.windows, request)
+        return taken if leaving.num_back >= missing and leaving.num_windows_back >= windows else []
 
     def turned_away(self, priority: int, since: float) -> PrefillRoom | None:
         """The room that leaves the queue for a prompt of class `priority` that waits since `since`: of those
@@ -334,11 +332,12 @@ class PrefillScheduler:
         return self.windows.lacking(room.request, self.chunk_size or room.request.num_prompt)
 
     def _missing_windows(self, room: PrefillRoom) -> int:
-        """Window pages that lack before `room`, which holds none, is admitted; 0 or less: none."""
+        """Window pages that lack before `room`, which holds at most a prefix, begins; 0 or less: none."""
         if not self.windows.is_on:
             return 0
         request = room.request
-        tail = pages_for(request.num_prompt, self.page_size) - self.windows.tail_of(request.num_prompt)
+        first = max(self.windows.tail_of(request.num_prompt), len(request.pages))
+        tail = pages_for(request.num_prompt, self.page_size) - first
         lacking = sum(map(self._lacking, [*self.queues.of(PrefillState.RUNNING), room]))
         return tail + lacking - self.windows.pages.num_available
 
@@ -361,6 +360,11 @@ def _may_give_up(room: PrefillRoom) -> bool:
     """Whether the room has pages and not all of its tokens."""
     is_ours = room.state in (PrefillState.RUNNING, PrefillState.QUEUED)
     return is_ours and bool(room.request.pages) and _remaining(room) > 0
+
+
+def _windowed(room: PrefillRoom) -> list[int]:
+    """The pages whose window pages the room holds."""
+    return [room.request.pages[number] for number in room.request.windows]
 
 
 def _remaining(room: PrefillRoom) -> int:

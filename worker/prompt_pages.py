@@ -26,8 +26,8 @@ def take_pages(
     the last one. Of the first `num_windowed` pages (None: of all), it gets the window pages of its tail.
     `bare_limit`: as in `PrefixCache.match`. Raises PoolExhausted; the request then holds nothing.
     """
-    held, first = _match(cache, windows, request, is_computed=is_computed, bare_limit=bare_limit)
-    request.pages, request.windows = held, list(range(first, len(held)))
+    take_prefix(cache, windows, request, is_computed=is_computed, bare_limit=bare_limit)
+    held = request.pages
     try:
         request.pages = held + cache.alloc(num_pages - len(held))
         windows.take_tail(request, len(held), num_pages if num_windowed is None else num_windowed)
@@ -47,6 +47,19 @@ def _match(
     limit = request.num_cacheable if is_computed else request.num_prompt - 1
     held = cache.match(request.prompt_ids, limit, request.salt, held_from, bare_limit=bare_limit)
     return held, held_from(len(held))
+
+
+def take_prefix(
+    cache: PrefixCache,
+    windows: RequestWindows,
+    request: Request,
+    *,
+    is_computed: bool,
+    bare_limit: int = 0,
+) -> None:
+    """Give `request` the cached pages that `take_pages` would find now, with their window pages."""
+    held, first = _match(cache, windows, request, is_computed=is_computed, bare_limit=bare_limit)
+    request.pages, request.windows = held, list(range(first, len(held)))
 
 
 def hold_prefix(

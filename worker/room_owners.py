@@ -84,15 +84,18 @@ class RoomOwners:
             return RouterLost(router=event.router, reason=event.reason, rooms=rooms)
         message = event.message
         if isinstance(message, OfferPrefix):  # it opens no room
-            is_ours = message.room is None or self._owner.get(message.room, event.router) == event.router
-            return message if is_ours else self._drop(message.room)
+            if message.room is None or self._owner.get(message.room, event.router) == event.router:
+                return message
+            self._count_foreign(message.room)
+            return None
         if not isinstance(message, (Reserve, Prefill, PromptEmbeds, Cancel)):
             return message
         if self._owner.setdefault(message.room, event.router) == event.router:
             return message
-        return self._drop(message.room)
+        self._count_foreign(message.room)
+        return None
 
-    def _drop(self, room: str | None) -> None:
+    def _count_foreign(self, room: str) -> None:
         """Counts a message about another router's room."""
         self.num_foreign += 1
         logger.warning("another router's room: message dropped", extra=fields(room=room))

@@ -1,18 +1,21 @@
 """Laws of the prefill scheduler: every prompt token is computed exactly once, in order, within the budget."""
 
 import itertools
+import random
 
 import pytest
 from baton.cluster.protocol.request_rank import PRIORITY_S, rank
 from baton.engine import prompt_logprobs
 from baton.engine.kv.pool import PageAllocator
 from baton.engine.kv.prefix_cache import PrefixCache
+from baton.engine.kv.window_pages import WindowPages
 from baton.engine.request import Request
 from baton.engine.request_windows import RequestWindows
 from baton.engine.sampling.params import SamplingParams
 from baton.prefill.queues import PrefillQueues, PrefillRoom, PrefillState
 from baton.prefill.scheduler import PrefillScheduler
 from baton.worker.first_token_plan import FirstTokenPlan
+from baton.worker.prompt_pages import give_back_pages
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -319,6 +322,50 @@ def test_prompts_that_give_shared_pages_up_are_enough_or_none(own):
         scheduler.cache.allocator.release(room.request.pages)
         scheduler.queues.remove(room)
     assert scheduler._has_pages(urgent, [])
+
+
+@pytest.mark.parametrize("has_windows", [False, True])
+@pytest.mark.parametrize("seed", range(40))
+def test_prompts_give_up_what_an_urgent_one_lacks_or_nothing(seed, has_windows):
+    rng = random.Random(seed)
+    windows = WindowPages(PageAllocator(31), 61, window=9, page_size=PAGE) if has_windows else None
+    cache = PrefixCache(PageAllocator(61), PAGE, windows=windows)
+    scheduler = PrefillScheduler(
+        PrefillQueues(64),
+        cache,
+        windows=RequestWindows(cache, margin=1),
+        page_size=PAGE,
+        chunk_size=8,
+        max_batch=4,
+        vocab_size=100,
+    )
+    texts = [[rng.randint(0, 1)] * rng.randint(8, 30) for _ in range(3)]
+    for number in range(1, 12):
+        tokens = rng.choice(texts)[: rng.randint(1, 30)] + [number + 1] * rng.randint(1, 30)
+        room = add(scheduler, number, tokens)
+        room.priority, room.arrived = rng.randint(0, 2), float(number)
+        if not scheduler._has_pages(room, []):
+            scheduler.queues.remove(room)
+            continue
+        request = room.request
+        while remaining(room) > 8 and rng.random() < 0.8:
+            start, end = request.num_computed, request.num_computed + 8
+            scheduler.windows.cover(request, start, end)
+            request.num_computed = end
+            cache.insert(request.prompt_ids[:end], request.pages)
+            scheduler.windows.retire_prompt(request, end)
+    urgent = add(scheduler, 99, rng.choice(texts) + [99] * rng.randint(1, 60))
+    urgent.priority, urgent.arrived = -1, 99.0
+    taken, request = scheduler.take_back(), urgent.request
+    assert (request.pages, request.windows, request.num_computed) == ([], [], 0)
+    cache.check_integrity()
+    could_begin = scheduler._has_pages(urgent, [])
+    if could_begin:
+        assert not taken
+    for room in taken:
+        give_back_pages(cache, scheduler.windows, room.request)
+        scheduler.queues.remove(room)
+    assert not taken or scheduler._has_pages(urgent, []), "those that gave up were enough"
 
 
 def test_no_prompt_gives_pages_up_that_an_urgent_one_keeps():
