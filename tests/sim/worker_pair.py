@@ -262,8 +262,8 @@ class Pair:
         """Free pages hold NaN: who reads one gets it, and who writes one is seen by the next turn."""
         if engine.pool.kv.is_cuda:
             torch.cuda.synchronize()  # steps run on a stream of their own
-        planes = [engine.pool.kv] * (engine.pool.kv.nbytes > 0) + ([] if engine.features is None else [engine.features.features])
-        self._poison_free(engine.cache.allocator, planes)
+        planes = [engine.pool.kv] + ([] if engine.features is None else [engine.features.features])
+        self._poison_free(engine.cache.allocator, [plane for plane in planes if plane.nbytes])
         if engine.windows.is_on:
             allocator = engine.windows.pages.allocator
             used = self._used.setdefault(id(allocator), set())
