@@ -182,7 +182,9 @@ class WorkerStartup(ABC, Generic[C, R]):
             self._start_ranks(self.config)
         try:
             group = self._join(settings)
-            loader = EngineLoader(rank_settings(settings), has_drafter=self.has_drafter, group=group)
+            loader = EngineLoader(
+                rank_settings(settings), has_drafter=self.has_drafter, group=group, beat=self._beat
+            )
             self._engine_times = run_phases(loader.phases())
         except Exception as error:
             if self.ranks is not None:
@@ -218,6 +220,13 @@ class WorkerStartup(ABC, Generic[C, R]):
             self.table = peers.table
         else:
             self.ranks = Ranks.start(config, self.instance)
+
+    def _beat(self) -> None:
+        """A sign of life of this rank in the start."""
+        if self.ranks is not None:
+            self.ranks.beat()
+        elif self.table is not None:
+            self.table.beat()
 
     def _join(self, settings: EngineConfig) -> TensorGroup:
         if self.place is not None:
