@@ -27,6 +27,7 @@ from ..cluster.security.keyring import load_keyring
 from ..cluster.telemetry.metrics_server import serve_metrics
 from ..cluster.telemetry.tracing import closing, open_tracing
 from ..engine.config import EngineConfig
+from ..engine.errors import RanksApart
 from ..engine.kv.prefix_journal import PrefixJournal
 from ..engine.loader import Engine, EngineLoader, check_ranks, join_ranks
 from ..engine.parallel.group import SOLO, TensorGroup
@@ -189,6 +190,8 @@ class WorkerStartup(ABC, Generic[C, R]):
         except Exception as error:
             if self.ranks is not None:
                 self.ranks.explain(error)
+                if isinstance(error, RanksApart):
+                    self.ranks.fail(f"it cannot start: {error}")
                 self.ranks.close(is_clean=False)
             raise
         self.engine = engine = loader.engine()

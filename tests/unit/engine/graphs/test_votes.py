@@ -22,7 +22,7 @@ BUCKETS = (1, 2, 4)
 
 
 class Ballot:
-    """The votes of all ranks, and their sums. A rank whose "no" nobody hears leaves, which ends all waits."""
+    """The votes of all ranks, and their sums. A rank that leaves ends all waits."""
 
     def __init__(self) -> None:
         self._votes = [True] * NUM_RANKS
@@ -38,9 +38,12 @@ class Ballot:
             found = all(self._votes)
             self._at.wait()
         except threading.BrokenBarrierError:
-            self._sums.abort()
             raise RanksApart("nobody comes") from None
         return found
+
+    def leave(self) -> None:
+        self._at.abort()
+        self._sums.abort()
 
     def sum(self) -> None:
         """One sum over all ranks. Raises RuntimeError where the others do not come."""
@@ -118,7 +121,11 @@ def capture_on_all(fails: Callable[[int, int, str], bool]) -> list[GraphFamily[R
             now.append(bucket)
             return ReplayContext(num_rows=bucket)
 
-        family.capture(forward, context, lambda: [])
+        try:
+            family.capture(forward, context, lambda: [])
+        except RanksApart:
+            ballot.leave()
+            raise
         for bucket in family.captured:  # sums over ranks: all have the same graphs
             family.replay(PathDecision(kind=family.kind, bucket=bucket), ReplayContext(num_rows=bucket))
         return family
