@@ -23,6 +23,8 @@ from .tensor_files import write_tensors
 KEPT = 2
 CURVE = "curve.jsonl"
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+# what runs did before they had these settings
+OLD_SETTINGS: Mapping[str, object] = {"optimizer": "adamw", "missed": 1.0, "loss_vocab": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +79,11 @@ def load_state(
             f"{newest}: not a readable state ({error}); delete this folder to continue from the state before"
         ) from None
     for name, value in settings.items():
-        if progress.settings.get(name) != value:
+        begun = progress.settings.get(name, OLD_SETTINGS.get(name))
+        if begun != value:
             raise CheckpointError(
-                f"{newest}: this run was begun with {name} {progress.settings.get(name)!r}, now it is "
-                f"{value!r}; use the same settings or another --out"
+                f"{newest}: this run was begun with {name} {begun!r}, now it is {value!r}; use the same "
+                "settings or another --out"
             )
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -91,7 +94,9 @@ def load_state(
                 if (key := f"{moment}.{name}") in tensors
             }
             if kept:
-                optimizers.restore(parameter, {"step": torch.tensor(float(progress.step)), **kept})
+                # fused kernels read it on the device
+                step = torch.tensor(float(progress.step), device=parameter.device)
+                optimizers.restore(parameter, {"step": step, **kept})
     return progress
 
 

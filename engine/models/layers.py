@@ -179,7 +179,7 @@ def row_parallel(projection: Projection, ops: RowOps) -> Projection:
 
 def may_join(num_rows: int, *projections: object) -> bool:
     """Whether all may share launches with norms and residual sums for `num_rows` rows."""
-    return all(num_rows <= getattr(each, "joined_rows", 0) for each in projections)
+    return all(0 < num_rows <= getattr(each, "joined_rows", 0) for each in projections)
 
 
 class RMSNorm:

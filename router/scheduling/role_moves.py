@@ -66,14 +66,18 @@ class RoleMoves:
         )
 
     def candidates(self, now: float) -> list[Candidate]:
-        """The workers that may change their role; none where workers of several models serve."""
+        """The workers that may change their role; none where workers of several models serve.
+
+        Workers that end with others keep theirs, and so does one that has refused to change.
+        """
         serving = [worker for worker in self._registry if worker.is_serving]
         if len({worker.hello.fingerprint for worker in serving}) != 1:
             return []
         return [
             Candidate(instance=worker.instance, role=worker.role, load=self._load_of(worker, now))
             for worker in serving
-            if worker.hello.changes_role and not worker.is_aggregated
+            if worker.hello.changes_role and not worker.is_aggregated and not worker.hello.group
+            if worker.stats is None or not worker.stats.role_fault
         ]
 
     def _load_of(self, worker: Worker, now: float) -> float:

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from baton.tests.unit.training.toy_run import ToyRun, toy_run
+from baton.training import trainer as training_loop
 from baton.training.chain_attention import chain_attention, plain_chain_attention
 from baton.training.command import main
+from baton.training.optimizers import ADAMW, MUON
 from baton.training.run_state import CURVE
 
 pytestmark = [
@@ -71,3 +73,35 @@ def test_a_run_in_bfloat16_lowers_the_loss_and_drafts(
     # drafts behind right ones weigh more, so that a better head may have a greater loss
     assert sum(losses[-5:]) < 0.97 * sum(losses[:5]) or "--missed" in more
     assert float(capsys.readouterr().out.partition("accept length ")[2].split()[0]) > 1.2
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, MUON])
+def test_a_run_that_was_killed_goes_on_from_its_state(
+    run: ToyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    """What fused optimizers keep must be on the GPU, unlike a state just read."""
+    arguments = [
+        "train", "--model", str(run.model), "--samples", str(run.model.parent / "samples"), "--out",
+        str(tmp_path), "--kind", "mtp", "--steps", "3", "--max-tokens", "256", "--lr", "0.003",
+        "--held-out", "0", "--epochs", "4", "--save-every", "3", "--device", "cuda", "--optimizer", optimizer,
+    ]  # fmt: skip
+    rates = training_loop.learning_rate
+
+    class Killed(Exception):
+        pass
+
+    def until_step_5(step: int, total: int, settings: training_loop.TrainSettings) -> float:
+        if step >= 5:
+            raise Killed
+        return rates(step, total, settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training_loop, "learning_rate", until_step_5)
+        with pytest.raises(Killed):
+            main(arguments)
+    assert main(arguments) == 0
+    torch.cuda.synchronize()
+    curve = [json.loads(line) for line in (tmp_path / "run" / CURVE).read_text().splitlines()]
+    assert [line["step"] for line in curve] == list(range(1, len(curve) + 1))
+    assert len(curve) > 6
+    assert curve[-1]["loss"] < curve[0]["loss"]

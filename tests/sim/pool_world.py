@@ -22,6 +22,7 @@ from baton.engine.kv.layouts import MHALayout
 from baton.engine.kv.pool import KVPool, PageAllocator
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.loader import Engine
+from baton.engine.request_windows import RequestWindows
 from baton.engine.runner.lifecycle import Lifecycle
 from baton.engine.sampling.sampler import SampleOutput
 from baton.engine.speculative.drafting.shape import DraftShape
@@ -86,11 +87,12 @@ class PoolWorld:
 
     def _engine(self, pages):
         layout = MHALayout(page_size=PAGE, num_layers=1, num_kv_heads=1, head_dim=1, dtype=torch.float32)
+        cache = PrefixCache(PageAllocator(pages + 1), PAGE, False)
         return Engine(
             path=Path("none"), fingerprint="none",
             model_config=SimpleNamespace(vocab_size=VOCAB, eos_token_ids=(EOS,)), model=None,
             draft_config=None, runner=Runner(self), sampler=Sampler(self), pool=KVPool(pages + 1, layout),
-            features=None, drafter=None, cache=PrefixCache(PageAllocator(pages + 1), PAGE, False),
+            features=None, drafter=None, cache=cache, windows=RequestWindows(cache, margin=1),
             max_context=CONTEXT, sizes=None, lifecycle=Lifecycle(),
             grammars=GrammarCompiler(Path(), VOCAB, frozenset((EOS,))), shape=STEP,
         )  # fmt: skip
@@ -196,8 +198,11 @@ class PoolWorld:
 
 
 class Runner:
+    routed_experts = None
+
     def __init__(self, world):
         self.world = world
+        self.routed_experts = None
 
     def forward(self, batch):
         self.world.now += LAUNCH_S + TOKEN_S * batch.num_tokens

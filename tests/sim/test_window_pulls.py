@@ -17,7 +17,7 @@ def mistral(toy_checkpoint):
     return toy_checkpoint("mistral")
 
 
-def two_turns(target, model, after_first=lambda pair, ids: None, **settings):
+def two_turns(target, model, **settings):
     """A conversation whose second turn is to be pulled: the pair, and what that turn has said."""
     pair = PullPair(target, pages=200, max_context=200, no_draft=True, **settings)
     ids = random_ids(FIRST, seed=1)
@@ -27,10 +27,7 @@ def two_turns(target, model, after_first=lambda pair, ids: None, **settings):
         pair.run(turns=3000)
         assert pair.tokens[room] == reference_greedy(model, ids, NEW_TOKENS)
         if not number:
-            ids = ids + pair.tokens[room]
-            after_first(pair, ids)
-            ids = ids + random_ids(SECOND, seed=2)
-    pair.assert_nothing_is_held()
+            ids = ids + pair.tokens[room] + random_ids(SECOND, seed=2)
     return pair
 
 
@@ -41,19 +38,25 @@ def test_window_pages_are_computed_again_instead_of_pulled(mistral):
     assert pair.decode.engine.windows.is_on
     assert pair.counter("prefix_pulls") == pair.counter("pulled_tokens") == 0
     assert pair.counter("prefix_offers", D) == 0
+    pair.assert_nothing_is_held()
 
 
 def test_an_order_to_offer_window_pages_is_declined(mistral):
-    def order(pair, ids):
-        held = pair.decode.engine.cache.num_cached
-        assert held * 4 >= FIRST, "the prompt is cached, without most of its window pages"
-        offered = OfferPrefix(instance=D, transfer="e" * 32, tokens=FIRST, prompt_ids=ids)
-        pair.decode.offers.take(offered)
+    """Also for a room that has found the prefix, with the windows of its end alone."""
+    pair = two_turns(mistral, reference_model(mistral), window_pages=100)
+    ids = random_ids(FIRST, seed=1)
+    pair.send(name(3), ids + random_ids(SECOND, seed=3), max_new_tokens=NEW_TOKENS)
+    room = pair.decode.queues.get(name(3), 0)
+    assert room.have > 0
+    assert pair.counter("offers_declined", D) == 1, "that of the second turn"
+    for number, more in enumerate(({"room": name(3)}, {"prompt_ids": ids}), 2):
+        transfer = f"{number:031x}e"
+        pair.decode.offers.take(OfferPrefix(instance=D, transfer=transfer, tokens=room.have, **more))
         assert not pair.decode.offers.held_pages
-        assert pair.counter("offers_declined", D) == 1
-
-    pair = two_turns(mistral, reference_model(mistral), order, window_pages=100)
+        assert pair.counter("offers_declined", D) == number
     assert pair.counter("prefix_offers", D) == 0
+    pair.run()
+    pair.assert_nothing_is_held()
 
 
 def test_prefixes_are_pulled_where_all_pages_are_kept(mistral):

@@ -73,6 +73,21 @@ def test_a_run_with_other_settings_is_refused(run: ToyRun, tmp_path: Path) -> No
         other.run()
 
 
+def test_a_run_begun_before_optimizers_could_be_chosen_goes_on(run: ToyRun, tmp_path: Path) -> None:
+    def trainer(**more: object) -> Trainer:
+        chosen = settings(epochs=1, **more)
+        return Trainer(run.trainee(), run.target, run.samples, chosen, tmp_path, ranks=Ranks())
+
+    steps = trainer().run().step
+    for path in tmp_path.glob("step-*/progress.json"):
+        progress = json.loads(path.read_text())
+        del progress["settings"]["optimizer"]
+        path.write_text(json.dumps(progress))
+    assert trainer().run().step == steps
+    with pytest.raises(CheckpointError, match="begun with optimizer 'adamw', now it is 'muon'"):
+        trainer(optimizer=MUON).run()
+
+
 @pytest.mark.parametrize("changed", ["layers", "samples"])
 def test_a_run_of_other_layers_or_samples_is_refused(run: ToyRun, tmp_path: Path, changed: str) -> None:
     def trainer(samples: SampleSet, layers: list[int]) -> Trainer:
