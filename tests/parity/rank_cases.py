@@ -30,6 +30,7 @@ from baton.worker.rank_process import RankProcess
 from baton.worker.rank_processes import rank_environment
 
 LIMIT_S = 60.0
+CPU = torch.device("cpu")
 NO_PLANTS: Mapping[int, str] = MappingProxyType({})
 
 
@@ -55,7 +56,7 @@ class RankCases:
             for rank, wake in enumerate(wakes, start=1)
         ]
         self._writer = PlanWriter(ring, wakes, limit_s=LIMIT_S)
-        self._group = joined(meeting, 0, size, limit_s)
+        self._group = joined(meeting, 0, size, CPU, limit_s)
 
     @contextmanager
     def worker(
@@ -117,10 +118,9 @@ def loaded(config: DecodeConfig, group: TensorGroup) -> Engine:
     return loader.engine()
 
 
-def joined(meeting: int, rank: int, size: int, limit_s: float) -> TensorGroup:
-    """The process group of `size` ranks on CPUs."""
-    path = Path(f"/proc/self/fd/{meeting}")
-    return join_group(path, rank, size, torch.device("cpu"), timeout_s=limit_s)
+def joined(meeting: int, rank: int, size: int, device: torch.device, limit_s: float) -> TensorGroup:
+    """The process group of `size` ranks."""
+    return join_group(Path(f"/proc/self/fd/{meeting}"), rank, size, device, timeout_s=limit_s)
 
 
 def graphs_of(engine: Engine) -> dict[str, list[int]]:
@@ -135,7 +135,7 @@ def graphs_of(engine: Engine) -> dict[str, list[int]]:
 def main() -> None:
     """One rank: a line of standard input has a worker's flags, and the name of a fault or ""."""
     rank, size, ring, wake, meeting, limit_s = json.loads(sys.argv[1])
-    group = joined(meeting, rank, size, limit_s)
+    group = joined(meeting, rank, size, CPU, limit_s)
     reader = PlanReader(PlanRing.attach(ring, size - 1), rank - 1)
     for line in sys.stdin:
         flags, plant = json.loads(line)

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 from baton.engine.errors import RanksApart
+from baton.tests.parity.dp_cases import Asked, DpCases
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.rank_cases import RankCases, graphs_of
-from baton.tests.parity.rank_plants import BUCKET
+from baton.tests.parity.rank_plants import BUCKET, PLANTS
 from baton.tests.parity.test_aggregated import answers_of, ask
+from baton.tests.parity.toy_engine import random_ids
+from baton.tests.parity.toy_models import reference_greedy, reference_model
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
@@ -60,6 +63,25 @@ def test_both_ranks_drop_what_one_cannot_capture_or_finds_wrong(
     assert found["capture fails"] == found["differs"] == without(whole)
     reason = "rank_vote" if rank else "capture_failed"
     assert counters["differs"][f"graph_fallback_target_prefill_{reason}"] >= 1
+
+
+def test_ranks_with_requests_of_their_own_drop_the_same_graphs(
+    toy_checkpoint: Callable[..., Path], head: Path
+):
+    """The fault is one of rank 0. Rank 1 would wait in the experts for the forwards that rank 0 skips."""
+    path = toy_checkpoint("qwen3_moe")
+    prompts = {rank: [Asked(random_ids(9 + rank, seed=rank), 7)] for rank in range(2)}
+    model = reference_model(path)
+    expected = [[reference_greedy(model, list(each.ids), 7) for each in prompts[rank]] for rank in range(2)]
+    cases = DpCases(2, limit_s=LIMIT_S)
+    try:
+        for plant in ("capture fails once", "capture fails", "differs"):
+            with PLANTS[plant](), cases.workers(path, head, ep=True, **SETTINGS) as pair:
+                sizes = graphs_of(pair.worker.engine).values()
+                assert any(BUCKET in each for each in sizes) == (plant == "capture fails once")
+                assert pair.ask(prompts) == expected
+    finally:
+        cases.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
