@@ -19,5 +19,12 @@ class UnsupportedInput(ValueError):
     """
 
 
+class RanksApart(Exception):
+    """The ranks of a worker wait for each other in different places, or one has ended: none can go on.
+
+    It is no RuntimeError, which one rank alone may recover from.
+    """
+
+
 class LifecycleError(RuntimeError):
     """A runner's method was called out of order, or with data prepared for another forward."""

@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from .config import EngineConfig, resolve_device, resolve_dtype
 from .errors import CheckpointError, LifecycleError
 from .grammar.guided import GrammarCompiler
 from .graphs.backend import GraphBackend
+from .graphs.votes import alone
 from .hub import NGRAM, resolve_checkpoint
 from .invariance import check_invariance
 from .kv.budget import PageBudget, WindowBudget
@@ -85,6 +87,10 @@ logger = logging.getLogger(__name__)
 WHOLE_PROMPT_TOKENS = 2048  # largest prefill graph where prompts are not cut into chunks
 COUNTED_ROWS = 1 << 16  # most rows of a forward whose experts are counted or kept; more with a longer context
 DETERMINISTIC = " deterministic"  # of the fingerprint of a deterministic engine
+
+
+def _nothing() -> None:
+    """Where nobody watches a start."""
 
 
 @dataclass(kw_only=True)
@@ -259,7 +265,8 @@ class EngineLoader:
     graphs, they are captured on `backend`, by default that of the device. From "allocate pools" on, `config`
     holds the chosen sizes.
 
-    All ranks of a worker go through the phases together, each with its place in `group`.
+    All ranks of a worker go through the phases together, each with its place in `group`. `beat` is called at
+    each phase and each vote of the ranks, as a sign of life.
     """
 
     def __init__(
@@ -269,7 +276,9 @@ class EngineLoader:
         has_drafter: bool,
         backend: GraphBackend | None = None,
         group: TensorGroup = SOLO,
+        beat: Callable[[], None] = _nothing,
     ) -> None:
+        self._beat = beat
         self.config = replace(config, page_size=config.page_size or PAGE_SIZE)
         self._given = GivenSizes.of(config)
         self._shape = DraftShape.of(config.spec_steps, config.spec_topk, config.spec_tokens)
@@ -290,7 +299,7 @@ class EngineLoader:
 
     def phases(self) -> list[tuple[str, Callable[[], None]]]:
         """Pairs (name, action) in the required order."""
-        return [
+        actions = [
             ("load weights", self._load),
             ("configure aux capture", self._configure_aux),
             ("load and share draft weights" if self.has_drafter else "skip draft weights", self._share),
@@ -300,6 +309,15 @@ class EngineLoader:
             ("capture graphs", self._capture),
             ("rehearse", self._rehearse),
         ]
+        return [(name, partial(self._run, action)) for name, action in actions]
+
+    def _run(self, action: Callable[[], None]) -> None:
+        self._beat()
+        action()
+
+    def _vote(self, is_so: bool) -> bool:
+        self._beat()
+        return self._ranks.agree(is_so)
 
     def engine(self) -> Engine:
         """Returns the engine after all phases and advances it to SERVING."""
@@ -596,7 +614,9 @@ class EngineLoader:
         engine, config = self._engine, self.config
         assert engine is not None
         if engine.sizes.has_graphs:
-            engine.graphs = graphs = GraphSet(self._backend or backend_for(self._device), self.lifecycle)
+            backend = self._backend or backend_for(self._device)
+            vote = alone if self._ranks.is_solo else self._vote
+            engine.graphs = graphs = GraphSet(backend, self.lifecycle, vote=vote)
             if self.has_drafter:
                 if engine.drafter is not None:
                     graphs.capture_draft(engine.drafter, MAX_PREFILL_ROWS)

@@ -20,17 +20,18 @@ torch.library.define("baton::gather_rows", "(Tensor x, int num_ranks, str group)
 torch.library.define("baton::scatter_sums", "(Tensor x, int num_ranks, str group) -> Tensor")
 
 
-def _group_of(name: str) -> dist.ProcessGroup:
+def group_of(name: str) -> dist.ProcessGroup:
+    """The process group of that name."""
     group: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]
     return group
 
 
 def _sum_ranks(x: torch.Tensor, group: str) -> None:
-    dist.all_reduce(x, group=_group_of(group))
+    dist.all_reduce(x, group=group_of(group))
 
 
 def _share_rank_0(x: torch.Tensor, group: str) -> None:
-    dist.broadcast(x, group_src=0, group=_group_of(group))
+    dist.broadcast(x, group_src=0, group=group_of(group))
 
 
 def _gather_columns(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
@@ -41,14 +42,14 @@ def _gather_columns(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor
 def _gather_rows(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
     whole = x.new_empty((num_ranks * x.shape[0], *x.shape[1:]))
     # torch.distributed names this call differently from version to version; the group's own is one
-    _group_of(group)._allgather_base(whole.view(-1), x.contiguous().view(-1)).wait()
+    group_of(group)._allgather_base(whole.view(-1), x.contiguous().view(-1)).wait()
     return whole
 
 
 def _scatter_sums(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
     own = x.new_empty((x.shape[0] // num_ranks, *x.shape[1:]))
     options = dist.ReduceScatterOptions()  # sums
-    _group_of(group)._reduce_scatter_base(own.view(-1), x.contiguous().view(-1), options).wait()
+    group_of(group)._reduce_scatter_base(own.view(-1), x.contiguous().view(-1), options).wait()
     return own
 
 

@@ -84,6 +84,8 @@ class PeerRanks(RankProcesses):
 
     def signs(self) -> list[RankSign]:
         """As `RankProcesses.signs`. Rank 0 waits for the others like them for it, so it counts, too."""
+        if not self._is_serving:  # in the start all kinds of workers count it
+            return super().signs()
         own = RankSign(rank=0, pid=os.getpid(), code=None, seen_alive=self.table.seen_alive(0))
         return [own, *super().signs()]
 

@@ -12,7 +12,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -73,11 +73,13 @@ class RankProcess:
         return f"<RankProcess {self.engine.group!r}, {self.num_executed} plans>"
 
 
-def load_rank(config: WorkerConfig, place: RankPlace) -> Engine:
-    """Joins the process group and loads the rank's part, in step with the other ranks."""
+def load_rank(config: WorkerConfig, place: RankPlace, beat: Callable[[], None]) -> Engine:
+    """Joins the process group and loads the rank's part, in step with the other ranks. `beat` gives signs of
+    life.
+    """
     settings = rank_settings(EngineConfig.of(config))
     group = join_ranks(Path(f"/proc/self/fd/{place.meeting}"), place.rank, place.size, settings)
-    loader = EngineLoader(settings, has_drafter=isinstance(config, DecodeConfig), group=group)
+    loader = EngineLoader(settings, has_drafter=isinstance(config, DecodeConfig), group=group, beat=beat)
     run_phases(loader.phases())
     gc.collect()
     gc.freeze()
@@ -96,12 +98,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # with more than warnings, every line of the start would come once per rank
     level = "warning" if config.log_level == "info" else config.log_level
     configure(f"{role} rank {place.rank}", place.instance, level=level, log_format=config.log_format)
+    reader = PlanReader(PlanRing.attach(place.ring, place.size - 1), place.rank - 1)
     try:
-        engine = load_rank(config, place)
+        engine = load_rank(config, place, reader.beat)
     except Exception as error:
         logger.error("cannot start: %s", error, exc_info=error if level == "debug" else None)
         return EXIT_CANNOT_START
-    reader = PlanReader(PlanRing.attach(place.ring, place.size - 1), place.rank - 1)
     link = RankLink(config, engine, place.instance, socket.socket(fileno=place.link))
     link.start()
     try:
@@ -115,4 +117,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logging.shutdown()
+    os._exit(code)  # no thread of a collective that cannot end keeps the process

@@ -22,6 +22,7 @@ from ..cluster.errors import StartupError
 from ..cluster.process.log import PACKAGE
 from ..cluster.process.process import EXIT_CRASHED
 from ..cluster.process.sd_notify import without_manager
+from ..engine.errors import RanksApart
 from ..engine.parallel.group import LIBRARY_SETTINGS
 from .rank_watch import RankSign, RankWatch
 
@@ -51,6 +52,7 @@ class RankProcesses(ABC):
         self._watch = RankWatch(limit_s, LOOK_EVERY_S)
         self._end = end
         self._is_serving = False
+        self._seen_here = 0
         self._closing = threading.Event()
 
     def start_watch(self) -> None:
@@ -68,13 +70,19 @@ class RankProcesses(ABC):
         """The file in which the process group meets."""
         return Path(f"/proc/self/fd/{self.meeting}")
 
+    def beat(self) -> None:
+        """A sign of life of rank 0 in the start, in which the others may wait for it."""
+        self._seen_here = time.monotonic_ns()
+
     def begin_serving(self) -> None:
-        """From here on a rank without signs of life is lost."""
+        """From here on a rank is lost after a short silence; rank 0 has a watchdog of its own."""
         self._is_serving = True
 
     def look(self) -> str:
         """Why the worker must end now; "" if all ranks live."""
-        return self._watch.look(self.signs(), is_serving=self._is_serving)
+        own = RankSign(rank=0, pid=os.getpid(), code=None, seen_alive=self._seen_here)
+        signs = self.signs() if self._is_serving else [own, *self.signs()]
+        return self._watch.look(signs, is_serving=self._is_serving)
 
     def signs(self) -> list[RankSign]:
         """What is seen of the ranks."""
@@ -109,10 +117,10 @@ class RankProcesses(ABC):
     def explain(self, error: BaseException) -> None:
         """Called for an error of rank 0: raises StartupError, naming the rank, if a rank has ended.
 
-        A collective fails with RuntimeError when another rank is gone.
+        A collective fails with RuntimeError when another rank is gone, a vote with RanksApart.
         """
         until = time.monotonic() + EXPLAIN_S
-        while isinstance(error, RuntimeError) and time.monotonic() < until:
+        while isinstance(error, (RuntimeError, RanksApart)) and time.monotonic() < until:
             lost = [each for each in self.processes if each.poll() is not None]
             if lost:
                 rank = self.processes.index(lost[0]) + 1

@@ -27,6 +27,7 @@ from ..cluster.security.keyring import load_keyring
 from ..cluster.telemetry.metrics_server import serve_metrics
 from ..cluster.telemetry.tracing import closing, open_tracing
 from ..engine.config import EngineConfig
+from ..engine.errors import RanksApart
 from ..engine.kv.prefix_journal import PrefixJournal
 from ..engine.loader import Engine, EngineLoader, check_ranks, join_ranks
 from ..engine.parallel.group import SOLO, TensorGroup
@@ -182,11 +183,15 @@ class WorkerStartup(ABC, Generic[C, R]):
             self._start_ranks(self.config)
         try:
             group = self._join(settings)
-            loader = EngineLoader(rank_settings(settings), has_drafter=self.has_drafter, group=group)
+            loader = EngineLoader(
+                rank_settings(settings), has_drafter=self.has_drafter, group=group, beat=self._beat
+            )
             self._engine_times = run_phases(loader.phases())
         except Exception as error:
             if self.ranks is not None:
                 self.ranks.explain(error)
+                if isinstance(error, RanksApart):
+                    self.ranks.fail(f"it cannot start: {error}")
                 self.ranks.close(is_clean=False)
             raise
         self.engine = engine = loader.engine()
@@ -218,6 +223,13 @@ class WorkerStartup(ABC, Generic[C, R]):
             self.table = peers.table
         else:
             self.ranks = Ranks.start(config, self.instance)
+
+    def _beat(self) -> None:
+        """A sign of life of this rank in the start."""
+        if self.ranks is not None:
+            self.ranks.beat()
+        elif self.table is not None:
+            self.table.beat()
 
     def _join(self, settings: EngineConfig) -> TensorGroup:
         if self.place is not None:
@@ -359,8 +371,9 @@ class WorkerStartup(ABC, Generic[C, R]):
         )
 
     def _open_planes(self, context: zmq.Context[Socket]) -> tuple[RouterLinks, PollableTransport]:
-        if self.engine.pool.device.type == "cuda":
-            torch.cuda.set_device(self.engine.pool.device)  # a thread begins on the first one
+        device = self.engine.pool.kv.device  # with a number, which that of the settings may lack
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a thread begins on the first one
         transport = self.open_transport(context)
         try:
             if isinstance(self.ranks, Ranks):

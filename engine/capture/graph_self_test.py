@@ -14,7 +14,6 @@ import torch
 from ...kernels.fp8_scales import fill_normal
 from ..batch.forward_batch import CaptureHidden, ForwardBatch
 from ..graphs.bucketed_graphs import EAGER, GraphFamily, PathDecision
-from ..graphs.graph_pool import FallbackReason
 from ..kv.page_table import build_page_table, pages_for, slots_for
 from ..kv.pool import KVPool
 from ..runner.model_runner import ModelRunner
@@ -63,20 +62,12 @@ class SelfTest:
 
     @torch.no_grad()
     def run(self) -> int:
-        """Compares all graphs, drops those that differ, and returns their number."""
+        """Compares all graphs, drops those that differ on some rank, and returns their number."""
         dropped = 0
         for trial in self._trials():
             if trial.bucket not in trial.family.captured:
-                continue  # failed at its other edge
-            difference = self._difference(trial)
-            if difference:
-                name = f"{trial.family.kind.value} {trial.bucket}"
-                logger.error(
-                    "graph %s differs from the eager path at %d: %s; dropped", name, trial.size, difference
-                )
-                trial.family.drop(trial.bucket)
-                trial.family.pool.count_fallback(trial.family.kind, FallbackReason.CAPTURE_FAILED)
-                dropped += 1
+                continue  # failed at its other edge, on all ranks
+            dropped += trial.family.drop_if_wrong(trial.bucket, trial.size, self._difference(trial))
         return dropped
 
     def _trials(self) -> Iterator[Trial]:

@@ -16,6 +16,7 @@ from ..graphs.cuda import CudaBackend
 from ..graphs.graph_pool import GraphKind, GraphPool
 from ..graphs.tape.arena import ArenaMemory
 from ..graphs.tape.tape import TapeBackend
+from ..graphs.votes import Vote, alone
 from ..runner.lifecycle import Lifecycle, Phase
 from ..runner.model_runner import ModelRunner
 from ..runner.target_graphs import PrefillGraphs
@@ -46,11 +47,13 @@ class GraphSet:
 
     `as_one_break`: nothing is recorded, and each forward runs eagerly behind the graphs' interface. This
     separates errors of capture from errors of padding and planning. The capture methods raise LifecycleError
-    in any other phase.
+    in any other phase. All ranks that `vote` together call the same methods, and get the same graphs.
     """
 
-    def __init__(self, backend: GraphBackend, lifecycle: Lifecycle, *, as_one_break: bool = False) -> None:
-        self.pool = GraphPool(backend, check_every=CHECK_EVERY, as_one_break=as_one_break)
+    def __init__(
+        self, backend: GraphBackend, lifecycle: Lifecycle, *, as_one_break: bool = False, vote: Vote = alone
+    ) -> None:
+        self.pool = GraphPool(backend, check_every=CHECK_EVERY, as_one_break=as_one_break, vote=vote)
         self._lifecycle = lifecycle
 
     def capture_prefill(self, runner: ModelRunner, max_tokens: int) -> None:
@@ -109,7 +112,7 @@ class GraphSet:
 
     def measure_steps(self, steps: StepGraphs) -> MeasuredCosts | None:
         """Measures the captured steps. None without graphs of all shapes. These replays are not counted."""
-        costs = measure_steps(steps)
+        costs = measure_steps(steps, self.pool.vote)
         self.pool.forget_replays()
         return costs
 

@@ -8,6 +8,7 @@ import time
 
 import torch
 
+from ..graphs.votes import Vote, alone
 from ..speculative.adaptive import MeasuredCosts
 from ..speculative.drafting.shape import PLAIN, DraftShape
 from ..speculative.step.step_graphs import StepGraphs
@@ -17,14 +18,15 @@ logger = logging.getLogger(__name__)
 REPEATS = 3  # measured steps of each shape and batch size, behind one that is not measured
 
 
-def measure_steps(steps: StepGraphs) -> MeasuredCosts | None:
-    """Measures greedy steps of every captured shape at some batch sizes.
+def measure_steps(steps: StepGraphs, vote: Vote = alone) -> MeasuredCosts | None:
+    """Measures greedy steps of every captured shape at some batch sizes, on all ranks that `vote` together.
 
     Returns None if a shape has no graph at one of these sizes, since eager steps would make a poor
     comparison.
     """
     kinds = {kind.shape: kind for kind in steps.families if not kind.is_ranked and not kind.is_edited}
-    sizes = [size for size in _sizes(steps.max_requests) if all(steps.takes(k, size) for k in kinds.values())]
+    wanted = _sizes(steps.max_requests)
+    sizes = [size for size in wanted if vote(all(steps.takes(k, size) for k in kinds.values()))]
     if PLAIN not in kinds or not sizes or sizes[-1] < steps.max_requests:
         return None
     seconds: dict[DraftShape, dict[int, float]] = {shape: {} for shape in kinds}

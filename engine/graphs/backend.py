@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
-from .errors import GraphError
+from ..errors import RanksApart
+from .errors import GraphError, VotedDown
+from .votes import Vote, alone
 
 
 class GraphSegment(Protocol):
@@ -40,6 +42,7 @@ class GraphBackend(ABC):
         # Whether a capture refuses host reads by name. A backend whose driver refuses them anyway, without a
         # name, may save the check where the same code was captured before.
         self.is_guarded = True
+        self.vote: Vote = alone  # of the ranks that capture the same graphs together
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -67,6 +70,22 @@ class GraphBackend(ABC):
         graph.
         """
         run()
+
+    def launch_first(self, segment: GraphSegment) -> None:
+        """Runs a segment that was recorded without running, once all ranks have recorded it: it may hold
+        sums over them.
+
+        Raises VotedDown if another rank has not, and RanksApart for an error of the run, in which the other
+        ranks wait.
+        """
+        if not self.vote(True):
+            raise VotedDown("another rank could not record it")
+        try:
+            segment.replay()
+        except RuntimeError as error:
+            if self.vote is alone:
+                raise
+            raise RanksApart(f"a new graph cannot run, and the other ranks wait in it: {error}") from error
 
     @abstractmethod
     def open_segment(self) -> None:

@@ -7,7 +7,7 @@ from typing import Generic
 
 from .breakable import Breaks, ContextT, OutputT
 from .buckets import bucket_for
-from .errors import GraphError
+from .errors import GraphError, VotedDown
 from .graph_pool import FallbackReason, GraphKind, GraphPool, NamedTensors, PooledGraph
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,7 @@ class GraphFamily(Generic[ContextT, OutputT]):
         self.limits = limits
         self.is_enabled = True
         self._graphs: dict[int, PooledGraph[ContextT, OutputT]] = {}
+        self._lost: dict[int, FallbackReason] = {}  # why a bucket has no graph
 
     @property
     def captured(self) -> tuple[int, ...]:
@@ -93,7 +94,7 @@ class GraphFamily(Generic[ContextT, OutputT]):
     ) -> None:
         """Capture every bucket, the largest first: `forward(bucket, breaks)` under `context(bucket)`.
 
-        A bucket whose capture fails is logged and runs eagerly.
+        A bucket whose capture fails on some rank is logged and runs eagerly on all.
         """
         logger.info(
             "capturing %d %s graphs, %d down to %d",
@@ -104,7 +105,7 @@ class GraphFamily(Generic[ContextT, OutputT]):
         )
         for bucket in reversed(self.buckets):
             try:
-                self._graphs[bucket] = self.pool.capture(
+                graph = self.pool.capture(
                     self.kind,
                     bucket,
                     lambda breaks, bucket=bucket: forward(bucket, breaks),  # type: ignore[misc]
@@ -119,7 +120,9 @@ class GraphFamily(Generic[ContextT, OutputT]):
                     bucket,
                     error,
                 )
+                self._lose(bucket, is_voted=isinstance(error, VotedDown))
             else:
+                self._graphs[bucket] = graph
                 logger.debug("captured %s %d", self.kind.value, bucket)
 
     def peek(self, shape: BatchShape) -> PathDecision:
@@ -150,6 +153,24 @@ class GraphFamily(Generic[ContextT, OutputT]):
         self._graphs.pop(bucket)
         self.pool.drop(self.kind, bucket, self.limits.rows)
 
+    def drop_if_wrong(self, bucket: int, size: int, difference: str) -> bool:
+        """Drops the graph of `bucket` if some rank found a difference from the eager path at `size`: each
+        tells its own, "" without one, and all call this together.
+        """
+        if self.pool.vote(not difference):
+            return False
+        found = difference or "on another rank"
+        logger.error(
+            "graph %s %d differs from the eager path at %d: %s; dropped", self.kind.value, bucket, size, found
+        )
+        self.drop(bucket)
+        self._lose(bucket, is_voted=not difference)
+        self.pool.count_fallback(self.kind, self._lost[bucket])
+        return True
+
+    def _lose(self, bucket: int, *, is_voted: bool) -> None:
+        self._lost[bucket] = FallbackReason.RANK_VOTE if is_voted else FallbackReason.CAPTURE_FAILED
+
     def _objection(self, shape: BatchShape) -> FallbackReason | None:
         limits, bucket = self.limits, bucket_for(self.buckets, shape.size)
         for is_so, reason in (
@@ -162,7 +183,7 @@ class GraphFamily(Generic[ContextT, OutputT]):
             (0 < limits.requests < shape.requests, FallbackReason.BATCH_OVER_PLANNED),
             (not bucket and limits.is_by_token, FallbackReason.TOKENS_OVER_MAX),
             (not bucket, FallbackReason.BATCH_OVER_PLANNED),
-            (bucket not in self._graphs, FallbackReason.CAPTURE_FAILED),
+            (bucket not in self._graphs, self._lost.get(bucket, FallbackReason.CAPTURE_FAILED)),
             (limits.is_by_token and bucket > 2 * shape.size, FallbackReason.PADDING_OVER_2X),
         ):
             if is_so:

@@ -88,7 +88,7 @@ class CudaBackend(GraphBackend):
         self._open = None
         modes.close()
         segment = CudaSegment(graph, is_empty=_end_capture(graph))
-        segment.replay()
+        self.launch_first(segment)
         return segment
 
     def pool_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 GraphError
     CaptureRefused    the code under capture does something that a graph cannot replay
+    VotedDown         another rank has no such graph
     StaleGraph        tensors that a graph has bound by address were exchanged
 """
 
@@ -17,6 +18,10 @@ class CaptureRefused(GraphError):
 
     The message names it.
     """
+
+
+class VotedDown(GraphError):
+    """Another rank could not capture the graph, so that no rank has it."""
 
 
 class StaleGraph(GraphError):

@@ -10,9 +10,11 @@ from typing import Any, Generic
 
 import torch
 
+from ..errors import RanksApart
 from .backend import GraphBackend
 from .breakable import BreakableGraph, Breaks, ContextT, OutputT
-from .errors import GraphError, StaleGraph
+from .errors import GraphError, StaleGraph, VotedDown
+from .votes import Vote, alone
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class FallbackReason(Enum):
     LORA = "lora"
     MULTIMODAL = "multimodal"
     IDLE_RANK = "idle_rank"
-    RANK_VOTE = "rank_vote"
+    RANK_VOTE = "rank_vote"  # another rank could not capture the graph, or found it wrong
     CAPTURE_FAILED = "capture_failed"
     DISABLED = "disabled"
 
@@ -166,11 +168,19 @@ class GraphPool:
 
     Every `check_every`th replay of a graph compares the addresses of the parameters, which costs a walk over
     them; 0: none. With `as_one_break` nothing is recorded and every forward runs eagerly behind the same
-    interface.
+    interface. Graphs exist on all ranks that `vote` together, or on none.
     """
 
-    def __init__(self, backend: GraphBackend, *, check_every: int = 0, as_one_break: bool = False) -> None:
+    def __init__(
+        self,
+        backend: GraphBackend,
+        *,
+        check_every: int = 0,
+        as_one_break: bool = False,
+        vote: Vote = alone,
+    ) -> None:
         self.backend = backend
+        self.vote = backend.vote = vote
         self.check_every = check_every
         self.as_one_break = as_one_break
         self.num_captured = 0  # captures so far, of dropped graphs, too
@@ -198,7 +208,7 @@ class GraphPool:
         Code is warmed up at its first size; where another size fails without that, it gets its own run.
         `parameters`: the tensors whose exchange makes the graph stale. Runners capture their largest bucket
         first, so smaller ones fit into the memory that it left. Raises GraphError if the graph exists
-        already.
+        already, VotedDown if another rank could not capture it.
         """
         name = f"{kind.value} {bucket}" + (f" x {rows}" if rows else "")
         if (kind, bucket, rows) in self._graphs:
@@ -212,18 +222,48 @@ class GraphPool:
         self.num_captured += 1
         is_known = (kind, rows) in self._checked
         self.backend.is_guarded = not is_known
-        try:
-            graph.capture(fn, context, is_warm=is_known)
-        except RuntimeError as error:
-            if not is_known:
-                raise
+        error = self._try(graph, fn, context, is_warm=is_known)
+        if error is not None and is_known:
             logger.info("%s is captured again, behind a run: %s", name, error)
-            graph.capture(fn, context)
+            error = self._try(graph, fn, context)
+        if error is not None:
+            raise error
         self._checked.add((kind, rows))
         pooled.capture_seconds = time.monotonic() - start
         pooled.bound = BoundTensors(parameters) if parameters is not None else None
         self._graphs[kind, bucket, rows] = pooled
         return pooled
+
+    def _try(
+        self,
+        graph: BreakableGraph[ContextT, OutputT],
+        fn: Callable[[Breaks[ContextT]], OutputT],
+        context: ContextT,
+        *,
+        is_warm: bool = False,
+    ) -> RuntimeError | None:
+        """Captures `graph` on all ranks. Otherwise it is captured on none, and the reason is returned.
+
+        A rank that fails while others are in a run cannot vote with them: its "no" raises RanksApart.
+        """
+        try:
+            graph.capture(fn, context, is_warm=is_warm)
+        except VotedDown as error:  # the vote is over
+            return error
+        except RuntimeError as error:
+            self._say_no(graph.name, error)
+            return error
+        if self.vote(True):
+            return None
+        graph.release()
+        return VotedDown("another rank could not capture it")
+
+    def _say_no(self, name: str, error: RuntimeError) -> None:
+        """Votes against a graph that failed with `error` here."""
+        try:
+            self.vote(False)
+        except RanksApart as apart:
+            raise RanksApart(f"{name} cannot be captured: {error}; {apart}") from error
 
     def drop(self, kind: GraphKind | None = None, bucket: int | None = None, rows: int | None = None) -> int:
         """Release all graphs, or those of one kind, bucket or number of rows.

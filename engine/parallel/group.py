@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from ...kernels.collectives import gather_columns, share_rank_0, sum_ranks
+from ...kernels.collectives import gather_columns, group_of, share_rank_0, sum_ranks
+from ..errors import RanksApart
 
 # Read by the libraries when a group is made. NVLink multicast is not used.
 LIBRARY_SETTINGS: Mapping[str, str] = MappingProxyType(
@@ -27,6 +28,11 @@ LIBRARY_SETTINGS: Mapping[str, str] = MappingProxyType(
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     }
 )
+
+
+# For the others to come to the vote of a rank that has failed: they have at most the rest of a capture to do.
+# A rank in a collective that waits for the failed one does not come.
+FAILED_S = 60.0
 
 
 class SmallSum(Protocol):
@@ -44,13 +50,15 @@ class TensorGroup:
     """Rank `rank` of `size`. `name`: the process group in torch.distributed; "" with one rank.
 
     All ranks must call the same methods with the same shapes in the same order. `small`: the sum of small
-    tensors; None: all take the process group.
+    tensors; None: all take the process group. `votes`: a process group of the hosts for `agree`, so that a
+    vote is not taken for a part of a forward.
     """
 
     rank: int = 0
     size: int = 1
     name: str = ""
     small: SmallSum | None = None
+    votes: str = ""
 
     @property
     def is_solo(self) -> bool:
@@ -91,6 +99,24 @@ class TensorGroup:
         """The largest of all ranks' values of a number of the host."""
         return max(self._all(value))
 
+    def agree(self, is_so: bool) -> bool:
+        """Whether it is so on all ranks; waits for them, with a "no" up to FAILED_S.
+
+        Raises RanksApart if they do not come.
+        """
+        if self.is_solo:
+            return is_so
+        found, options = torch.tensor([int(is_so)]), dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+        if not is_so:
+            options.timeout = timedelta(seconds=FAILED_S)
+        try:
+            group_of(self.votes).allreduce([found], options).wait()
+        except RuntimeError as error:
+            cause = str(error).splitlines()[0] if is_so else f"no vote of theirs for {FAILED_S:g} s"
+            raise RanksApart(f"rank {self.rank} cannot agree with the others: {cause}") from error
+        return bool(found.item())
+
     def _all(self, value: int) -> Sequence[int]:
         return self.gather(torch.tensor([[value]]))[0].tolist()
 
@@ -121,7 +147,10 @@ def join_group(
         timeout=timedelta(seconds=timeout_s),
     )
     assert dist.group.WORLD is not None
-    return TensorGroup(rank=rank, size=size, name=str(dist.group.WORLD.group_name))
+    votes = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return TensorGroup(
+        rank=rank, size=size, name=str(dist.group.WORLD.group_name), votes=str(votes.group_name)
+    )
 
 
 def leave_group(group: TensorGroup) -> None:

@@ -21,9 +21,9 @@ from baton.cluster.config.roles import DecodeConfig
 from baton.cluster.protocol.messages import Finished, Reserve, Sampling, Tokens
 from baton.decode.worker import DecodeWorker
 from baton.engine.loader import Engine
-from baton.engine.parallel.group import join_group, leave_group
+from baton.engine.parallel.group import leave_group
 from baton.engine.parallel.lockstep import Exchange
-from baton.tests.parity.rank_cases import loaded
+from baton.tests.parity.rank_cases import joined, loaded
 from baton.tests.parity.test_sampled_law import D, Ears
 from baton.tests.parity.tp_worker import SIZES
 from baton.worker.peer_table import PeerDescriptors, PeerTable
@@ -116,17 +116,17 @@ def asked_worker(engine: Engine, config: DecodeConfig, exchange: Exchange) -> As
 
 class DpCases:
     """Ranks 1 to `size` - 1 of workers that come one by one, in float32, each on the CPU or on a GPU of its
-    own. Close it in the end.
+    own. Close it in the end. `limit_s`: the longest wait in a collective of CPUs.
     """
 
-    def __init__(self, size: int, device: str = "cpu") -> None:
+    def __init__(self, size: int, device: str = "cpu", limit_s: float = 5 * LIMIT_S) -> None:
         self.size = size
         self.device = device
         meeting, descriptors = os.memfd_create("baton-ranks"), PeerDescriptors.create(size)
         shown = [descriptors.table, descriptors.ready, descriptors.call]
         self.children = [
             subprocess.Popen(
-                [sys.executable, "-m", __name__, json.dumps([rank, size, meeting, shown, device])],
+                [sys.executable, "-m", __name__, json.dumps([rank, size, meeting, shown, device, limit_s])],
                 pass_fds=(meeting, *descriptors.all),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -136,7 +136,7 @@ class DpCases:
             for rank in range(1, size)
         ]
         self.table = PeerTable(descriptors, 0, size)
-        self._group = join_group(Path(f"/proc/self/fd/{meeting}"), 0, size, device_of(device, 0))
+        self._group = joined(meeting, 0, size, device_of(device, 0), limit_s)
         self._worker: AskedWorker | None = None
 
     @contextmanager
@@ -230,8 +230,8 @@ def serve_one(worker: AskedWorker, table: PeerTable) -> None:
 
 def main() -> None:
     """One rank: a line of standard input is a worker's flags."""
-    rank, size, meeting, shown, device = json.loads(sys.argv[1])
-    group = join_group(Path(f"/proc/self/fd/{meeting}"), rank, size, device_of(device, rank))
+    rank, size, meeting, shown, device, limit_s = json.loads(sys.argv[1])
+    group = joined(meeting, rank, size, device_of(device, rank), limit_s)
     table = PeerTable(PeerDescriptors(*shown), rank, size)
     while line := sys.stdin.readline():
         message = json.loads(line)

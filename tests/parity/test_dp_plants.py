@@ -36,6 +36,9 @@ class Imitated(TensorGroup):
     def share(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
+    def agree(self, is_so: bool) -> bool:
+        return is_so
+
 
 @dataclass
 class Scripted:

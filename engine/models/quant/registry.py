@@ -3,6 +3,7 @@
 A new method needs a reader here, and a projection for its form in `projections`.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -135,12 +136,43 @@ def read_awq(section: Section) -> QuantConfig:
 def read_gptq(section: Section) -> QuantConfig:
     """4-bit integers as AutoGPTQ and GPTQModel pack them; the first format stores zero points less one."""
     section.require("bits", BITS_A_WORD)
+    if section.flag("lm_head", False):
+        raise section.error(
+            "lm_head", "lm_head is read in floats only; use a quantisation of this model with lm_head false"
+        )
     section.require("checkpoint_format", None, "gptq", "gptq_v2")
     offset = 0 if section.get("checkpoint_format") == "gptq_v2" else 1
     form = _int4(section, "group_size", "gptq", offset)
     # with static groups the inputs of a group are neighbours again
     has_order = section.flag("desc_act", False) and not section.flag("static_groups", False)
-    return QuantConfig(form=replace(form, has_order=has_order), ignored=section.ignored())
+    ignored = section.ignored() + _left_out(section)
+    return QuantConfig(form=replace(form, has_order=has_order), ignored=ignored)
+
+
+def _left_out(section: Section) -> tuple[str, ...]:
+    """The modules that GPTQModel's `dynamic` leaves in floats: its keys "-:" and a regular expression for the
+    beginning of names.
+
+    Raises CheckpointError for any other key, which gives some modules a form of their own.
+    """
+    dynamic = section.part("dynamic")
+    found = []
+    for key in () if dynamic is None else dynamic.values:
+        if not key.startswith("-:"):
+            raise section.error(
+                "dynamic",
+                f'{key!r} gives some modules another form, and all must have one; only keys "-:REGEX", which '
+                "leave modules in floats, are supported; use another quantisation of this model",
+            )
+        pattern = key.removeprefix("-:")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise section.error(
+                "dynamic", f"{key!r} is no regular expression of Python ({error}); correct it"
+            ) from None
+        found.append(f"re:{pattern}")
+    return tuple(found)
 
 
 def _int4(section: Section, key: str, packing: Packing, zero_offset: int = 0) -> Int4Form:

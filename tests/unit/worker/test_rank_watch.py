@@ -45,6 +45,22 @@ def test_signs_of_life_a_start_and_a_pause_lose_none():
     assert not watch.look(signs(10**15, 10**15), is_serving=True)
 
 
+def test_a_start_ends_when_all_wait_for_one_rank():
+    watch = RankWatch(LIMIT, EVERY, start_limit_s=20.0)
+    found = [watch.look(signs(min(i, 5), min(i, 3)), is_serving=False) for i in range(60)]
+    lost = next(text for text in found if text)
+    assert lost == "rank 2 (pid 101) hangs in the start: no sign of life for 20 s"
+    assert found.index(lost) == 3 + 20 / EVERY
+
+
+def test_the_silence_of_a_start_does_not_count_in_serving():
+    watch = RankWatch(LIMIT, EVERY, start_limit_s=20.0)
+    assert not any(watch.look(signs(1, 1), is_serving=False) for _ in range(30))
+    found = [watch.look(signs(1, 1), is_serving=True) for _ in range(6)]
+    assert found.index("rank 1 (pid 100) hangs: no sign of life for 2 s") == LIMIT / EVERY
+
+
 def test_without_a_limit_silence_is_allowed():
     watch = RankWatch(0.0, EVERY)
     assert not any(watch.look(signs(1, 1), is_serving=True) for _ in range(1000))
+    assert not any(watch.look(signs(1, 1), is_serving=False) for _ in range(10_000))

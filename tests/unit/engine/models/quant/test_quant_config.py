@@ -13,6 +13,7 @@ from baton.tests.parity.quant_toys import EXPERTS, QUANTISED, SHAPE, compressed,
 from safetensors.torch import load_file, save_file
 
 SOURCE = Path("config.json")
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
@@ -40,14 +41,13 @@ def test_each_method_is_read():
     )
     assert read(compressed("channel")) == QuantConfig(form=Fp8Form(), ignored=("lm_head",))
     awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
     assert read(awq) == QuantConfig(form=Int4Form(packing="awq", group_size=128))
-    assert read(gptq) == QuantConfig(form=Int4Form(packing="gptq", group_size=32, zero_offset=1))
+    assert read(GPTQ) == QuantConfig(form=Int4Form(packing="gptq", group_size=32, zero_offset=1))
     ordered = Int4Form(packing="gptq", group_size=32, zero_offset=1, has_order=True)
-    assert read(gptq | {"desc_act": True}) == QuantConfig(form=ordered)
-    assert read(gptq | {"desc_act": True, "static_groups": True}) == read(gptq)
+    assert read(GPTQ | {"desc_act": True}) == QuantConfig(form=ordered)
+    assert read(GPTQ | {"desc_act": True, "static_groups": True}) == read(GPTQ)
     second = QuantConfig(form=Int4Form(packing="gptq", group_size=32))
-    assert read(gptq | {"checkpoint_format": "gptq_v2"}) == second
+    assert read(GPTQ | {"checkpoint_format": "gptq_v2"}) == second
     scheme = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False}
     found = read(compressed("tensor") | {"kv_cache_scheme": scheme})
     assert found is not None
@@ -68,6 +68,14 @@ def test_each_method_is_read():
         ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}, ["version", "gemv"]),
         ({"quant_method": "gptq", "bits": 4, "group_size": -1}, ["group_size", "-1"]),
         ({"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": 1}, ["desc_act", "true or false"]),
+        (GPTQ | {"lm_head": True}, ["quantization_config.lm_head = True", "lm_head false"]),
+        (
+            GPTQ | {"dynamic": {"+:.*up_proj": {"bits": 8}}},
+            ["quantization_config.dynamic", "+:.*up_proj", "-:"],
+        ),
+        (GPTQ | {"dynamic": {"-:.*mlp": {}, ".*up_proj": {"bits": 8}}}, [".dynamic", "'.*up_proj' gives"]),
+        (GPTQ | {"dynamic": {"-:(": {}}}, [".dynamic", "'-:(' is no regular expression"]),
+        (GPTQ | {"dynamic": ["-:.*mlp"]}, [".dynamic", "JSON object"]),
         (compressed("group"), ["config_groups.group_0.weights.strategy", "group", "channel"]),
         (
             compressed("channel") | {"format": "pack-quantized"},
@@ -102,6 +110,15 @@ def test_other_forms_are_refused(section: object, words: list[str] | None):
 )
 def test_ignored_names_are_dotted_parts_or_expressions(entry: str, module: str, is_ignored: bool):
     assert QuantConfig(form=Fp8Form(), ignored=(entry,)).is_ignored(module) == is_ignored
+
+
+def test_modules_that_gptqmodel_leaves_out_keep_their_floats():
+    found = read(GPTQ | {"lm_head": False, "dynamic": {r"-:.*\.1\..*up": {}, "-:model.embed": {}}})
+    assert found is not None
+    assert found.is_ignored("model.layers.1.mlp.up_proj")
+    assert not found.is_ignored("model.layers.11.mlp.up_proj")
+    assert not found.is_ignored("model.layers.1.mlp.down_proj")
+    assert read(GPTQ | {"dynamic": {}}) == read(GPTQ | {"dynamic": None}) == read(GPTQ)
 
 
 def test_a_quantised_checkpoint_is_not_rounded_again():
