@@ -369,7 +369,8 @@ class _Choice:
     def _slab_mb(self, chunk: int) -> tuple[int, str]:
         if not self.card.is_gpu:
             return CPU_SLAB // MIB, CPU
-        token = self.per_token.kv_bytes + self.per_token.feature_bytes
+        windows = self.per_token.windows
+        token = self.per_token.kv_bytes + self.per_token.feature_bytes + (windows.kv_bytes if windows else 0)
         slab = min(MAX_SLAB, max(MIN_SLAB, SLAB_CHUNKS * (chunk or WHOLE_PROMPT_ROWS) * token))
         return slab // SLAB_STEP * SLAB_STEP // MIB, f"{slab / token:.0f} tokens"
 

@@ -261,7 +261,7 @@ class RankLink:
 
     def _run(self) -> None:
         context: zmq.Context[Socket] = zmq.Context()
-        device = self._engine.pool.device
+        device = self._engine.pool.kv.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # a thread begins on the first one
         try:

@@ -371,8 +371,9 @@ class WorkerStartup(ABC, Generic[C, R]):
         )
 
     def _open_planes(self, context: zmq.Context[Socket]) -> tuple[RouterLinks, PollableTransport]:
-        if self.engine.pool.device.type == "cuda":
-            torch.cuda.set_device(self.engine.pool.device)  # a thread begins on the first one
+        device = self.engine.pool.kv.device  # with a number, which that of the settings may lack
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a thread begins on the first one
         transport = self.open_transport(context)
         try:
             if isinstance(self.ranks, Ranks):

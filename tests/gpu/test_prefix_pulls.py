@@ -50,8 +50,6 @@ def test_turns_behind_pulled_prefixes_say_and_draft_the_same(
     draft = head if drafts else ""
     there = {"device": "cuda", "graphs": graphs, "graph_self_test": False, "pages": 200, **shape}
     pair = PullPair(target, draft, **there)
-    for worker in (pair.prefill, pair.decode):
-        worker.engine.pool.order.check_uses()
     said, accepted = played(pair, pulls=always, rng=random.Random(3))
     assert pair.counter("pulled_tokens") > 0
     pair.assert_nothing_is_held()

@@ -174,7 +174,13 @@ def reference_model(path: Path) -> PreTrainedModel:
     family = next(
         name for name in FAMILIES if f'"{FAMILIES[name][1].__name__}"' in (path / "config.json").read_text()
     )
-    return FAMILIES[family][1].from_pretrained(path, dtype=torch.float32).eval()
+    # transformers 5.17 ignores caps of logits in its default attention, and the limit of gpt-oss experts
+    eager = {"attn_implementation": "eager"} if family == "gemma2" else {}
+    model = FAMILIES[family][1].from_pretrained(path, dtype=torch.float32, **eager).eval()
+    for module in model.modules():
+        if type(module).__name__ == "GptOssExperts":
+            module.limit = model.config.swiglu_limit
+    return model
 
 
 def reference_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:

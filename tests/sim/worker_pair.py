@@ -263,7 +263,7 @@ class Pair:
         if engine.pool.kv.is_cuda:
             torch.cuda.synchronize()  # steps run on a stream of their own
         planes = [engine.pool.kv] + ([] if engine.features is None else [engine.features.features])
-        self._poison_free(engine.cache.allocator, planes)
+        self._poison_free(engine.cache.allocator, [plane for plane in planes if plane.nbytes])
         if engine.windows.is_on:
             allocator = engine.windows.pages.allocator
             used = self._used.setdefault(id(allocator), set())

@@ -18,7 +18,7 @@ from baton.engine.auto_sizes import (
 )
 from baton.engine.errors import CheckpointError
 from baton.engine.graphs.buckets import token_buckets
-from baton.engine.kv.budget import PageBudget
+from baton.engine.kv.budget import PageBudget, WindowBudget
 from baton.engine.prompt_budget import MIN_BUFFER_ROWS, alone_tokens
 from baton.engine.runner.target_graphs import whole_buckets
 from baton.kernels.gather_context import ROW_ALIGNMENT
@@ -108,6 +108,16 @@ def test_a_gpu_gets_chunks_and_batches_for_card_and_model(on, of, chunk, running
     assert decode.local_prefill_tokens == chunk
     assert prefill.max_batch == max(8, chunk // 64)
     assert 256 * MIB <= prefill.slab_bytes <= 1024 * MIB
+
+
+@pytest.mark.parametrize("role", [EngineRole(is_decode=False), PLAIN], ids=["prefill", "decode"])
+def test_a_gpu_serves_a_model_whose_layers_all_have_windows(role):
+    """A page has no memory of its own there, only its window page."""
+    sizes, kv_bytes = EIGHT
+    windows = WindowBudget(kv_bytes=kv_bytes, window=4096, max_context=sizes.max_context)
+    found = choose_sizes(H200, sizes, role, PageBudget(kv_bytes=0, windows=windows), GivenSizes())
+    assert found.num_pages * found.page_size >= sizes.max_context
+    assert found.num_window_pages * found.page_size >= 4096
 
 
 @pytest.mark.parametrize("role", [PREFILL, DECODE, PLAIN], ids=["prefill", "decode", "plain"])
