@@ -115,13 +115,16 @@ class RankProcesses(ABC):
         self._end(EXIT_CRASHED)
 
     def explain(self, error: BaseException) -> None:
-        """Called for an error of rank 0: raises StartupError, naming the rank, if a rank has ended.
+        """Called for an error of rank 0. If a rank has ended, that is why: a serving worker ends with the
+        line that names it, and a start raises StartupError.
 
         A collective fails with RuntimeError when another rank is gone, a vote with RanksApart.
         """
         until = time.monotonic() + EXPLAIN_S
         while isinstance(error, (RuntimeError, RanksApart)) and time.monotonic() < until:
             lost = [each for each in self.processes if each.poll() is not None]
+            if lost and self._is_serving and (reason := self.look()):
+                self.fail(reason)  # as the watch would, which looks less often
             if lost:
                 rank = self.processes.index(lost[0]) + 1
                 raise StartupError(

@@ -223,7 +223,7 @@ class GraphPool:
         is_known = (kind, rows) in self._checked
         self.backend.is_guarded = not is_known
         error = self._try(graph, fn, context, is_warm=is_known)
-        if error is not None and is_known:
+        if error is not None and is_known and self._may_run(error):
             logger.info("%s is captured again, behind a run: %s", name, error)
             error = self._try(graph, fn, context)
         if error is not None:
@@ -257,6 +257,10 @@ class GraphPool:
             return None
         graph.release()
         return VotedDown("another rank could not capture it")
+
+    def _may_run(self, error: RuntimeError) -> bool:
+        """Whether all ranks try again behind a run: one that has no memory would leave the others in it."""
+        return self.vote is alone or self.vote("out of memory" not in str(error))
 
     def _say_no(self, name: str, error: RuntimeError) -> None:
         """Votes against a graph that failed with `error` here."""

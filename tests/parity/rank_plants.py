@@ -20,7 +20,7 @@ BUCKET = 4  # the size whose graphs meet the fault
 
 
 def _fails_behind(times: int) -> Callable[[], AbstractContextManager[None]]:
-    """The capture of some graphs fails as often behind the forward, as without memory for what it keeps."""
+    """The capture of some graphs fails as often, behind the forward."""
 
     @contextmanager
     def planted() -> Iterator[None]:
@@ -31,7 +31,7 @@ def _fails_behind(times: int) -> Callable[[], AbstractContextManager[None]]:
             if self.name.split()[1] == str(BUCKET) and left.setdefault(self.name, times):
                 left[self.name] -= 1
                 self.release()
-                raise RuntimeError("planted: out of memory")
+                raise RuntimeError("planted: an operation is not permitted")
             return output
 
         with patch.object(BreakableGraph, "capture", failing):

@@ -175,6 +175,20 @@ def test_all_ranks_capture_again_when_one_needs_a_run_before():
     assert {(rank, 2, "warm up") for rank in range(NUM_RANKS)} <= set(seen)
 
 
+def test_no_rank_tries_again_behind_a_run_for_which_one_has_no_memory():
+    seen = []
+
+    def fails(rank: int, bucket: int, at: str) -> bool:
+        seen.append((bucket, at))
+        if (rank, bucket, at) == (1, 2, "record"):
+            raise RuntimeError("CUDA error: out of memory")
+        return False
+
+    one, other = capture_on_all(fails)
+    assert one.captured == other.captured == (1, 4)
+    assert (2, "warm up") not in seen
+
+
 def test_a_run_that_fails_on_all_ranks_costs_the_graph_alone():
     one, other = capture_on_all(lambda rank, bucket, at: (bucket, at) == (4, "warm up"))
     assert one.captured == other.captured == (1, 2)
