@@ -5,6 +5,8 @@ its next steps, while the pool covers the output that all rooms count on (`page_
 before a more urgent room for which others make way (`preemption`).
 """
 
+from collections.abc import Collection
+
 import torch
 
 from ..cluster.protocol.messages import Reserve
@@ -20,7 +22,7 @@ from ..worker.prompt_pages import give_back_pages, take_pages, take_shared_pages
 from ..worker.refusal import Refusal, refuse_for_now, refuse_forever
 from .page_growth import PageGrowth
 from .page_sharing import PageSharing
-from .queues import DecodeQueues, DecodeRoom, DecodeState
+from .queues import DecodeQueues, DecodeRoom, DecodeState, claim_order
 
 RETRY_AFTER_MS = 250
 
@@ -79,7 +81,7 @@ class Admission:
             return self._give_back(request, "the free pages are promised to running requests")
         features = None if is_local else self._staging(request, have)
         request.num_computed = have if is_local and leader is None else 0
-        if features is not None and not self._staging_fits(features):
+        if features is not None and not self._staging_fits(features.nbytes):
             return self._give_back(request, "features of other hand-offs fill the staging area")
         room.have, room.features = have, features
         room.landed = room.warmed = have if leader is None else 0
@@ -162,7 +164,7 @@ class Admission:
     def _not_now(self, room: DecodeRoom, is_draining: bool) -> Refusal | None:
         full = f"{self.queues.max_running} rooms are held" if self.queues.is_full else ""
         for other in self.queues.of(DecodeState.ADMITTING):
-            if other is not room and (other.priority, other.arrived) <= (room.priority, room.arrived):
+            if claim_order(other) < claim_order(room):
                 full = full or "others make way for a room that is as urgent"
         return refuse_for_now(is_draining=is_draining, full=full, retry_after_ms=RETRY_AFTER_MS)
 
@@ -176,13 +178,24 @@ class Admission:
             return None
         return engine.pool.landing_rows(self.pulled_pages(request, have), engine.feature_width)
 
-    def _staging_fits(self, features: torch.Tensor) -> bool:
+    def has_staging(self, room: DecodeRoom, num_found: int, leaving: Collection[DecodeRoom] = ()) -> bool:
+        """Whether the features of `room` fit, of whose prompt `num_found` pages are cached, when the rooms
+        `leaving` have left.
+        """
+        engine, num_pages = self.engine, pages_for(room.request.num_prompt, self.engine.page_size) - num_found
+        if room.is_local or not reads_features(engine.drafter):
+            return True
+        row_bytes = engine.feature_width * engine.pool.row_dtype.itemsize
+        return self._staging_fits(num_pages * engine.page_size * row_bytes, leaving)
+
+    def _staging_fits(self, num_bytes: int, leaving: Collection[DecodeRoom] = ()) -> bool:
         """Whether features in flight stay within their share of the KV pool's bytes.
 
         A single room always fits.
         """
-        used = sum(room.features.nbytes for room in self.queues if room.features is not None)
-        return used == 0 or used + features.nbytes <= self.engine.pool.nbytes // STAGING_SHARE
+        staying = [room for room in self.queues if room.features is not None and room not in leaving]
+        used = sum(room.features.nbytes for room in staying if room.features is not None)
+        return used == 0 or used + num_bytes <= self.engine.pool.nbytes // STAGING_SHARE
 
 
 def _first_state(is_local: bool, leader: DecodeRoom | None) -> DecodeState:

@@ -66,8 +66,8 @@ class PrefixOffers:
         """Takes an order: offers at once, when the room has its prefix, or not at all. Ignores repeated
         ones.
         """
-        if order.transfer in self._known:
-            return
+        if order.transfer in self._known or self._queues.is_known(order.transfer, EPOCH):
+            return  # a repetition, or the name of a room, whose hand-off a decline would end
         self._known[order.transfer] = None
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)

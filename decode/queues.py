@@ -125,6 +125,11 @@ class DecodeRoom(WorkerRoom):
         )
 
 
+def claim_order(room: DecodeRoom) -> tuple[int, float, tuple[str, int]]:
+    """Sorts rooms by their claims: the urgent class first, then the older one. No two rooms are equal."""
+    return room.priority, room.arrived, room.key
+
+
 class DecodeQueues(RoomTable[DecodeRoom]):
     """The rooms of a decode worker; at most `max_running` of them."""
 

@@ -61,7 +61,7 @@ from .in_flight import StepsInFlight
 from .local_prefill import LocalPrefill, keep_pages
 from .page_growth import PageGrowth
 from .page_sharing import NO_PROMPT, UNSHARED, PageSharing
-from .preemption import Preemption
+from .preemption import LONGEST_WAIT_S, TOO_LONG, Preemption
 from .prefix_offers import PrefixOffers
 from .queues import DecodeQueues, DecodeRoom, DecodeState, OutputClaim
 from .step_decoder import StepDecoder
@@ -133,7 +133,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         )
         self.sharing = PageSharing(engine, queues, self.decoder)
         self.admission = Admission(engine, queues, self.growth, self.sharing)
-        self.preemption = Preemption(engine, queues, self.growth)
+        self.preemption = Preemption(engine, queues, self.growth, self.admission.has_staging)
         self.in_flight = StepsInFlight(self.decoder)
         self._gaps = StepGaps(launches_ahead=engine.launches_ahead)
         self.recorder = recorder
@@ -213,6 +213,13 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
                 self.offers.ended(room, is_dropped=True)
             case _:
                 super().handle(event, now)
+
+    def expire(self, now: float) -> None:
+        """As `RoleWorker.expire`. A room for which others did not make way in time goes back, too."""
+        super().expire(now)
+        for room in self.preemption.waiting:
+            if now >= room.arrived + LONGEST_WAIT_S:
+                self._turn_back(room, TOO_LONG)
 
     def stats(self) -> WorkerStats:
         """The worker's condition for the heartbeat."""
@@ -557,10 +564,11 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             self._counters["have_tokens"] += found
             self._counters["local_prefill_tokens"] += room.request.num_computed - computed - found
         if read is not None:
-            self._counters["tokens"] += len(read.ended)
             now = self._clock()
-            for room in read.ended:
-                self._count_first_token(room, now)
+            for room, is_bad in zip(read.ended, read.result.is_bad, strict=True):
+                if not is_bad:
+                    self._counters["tokens"] += 1
+                    self._count_first_token(room, now)
             self._gaps.begin([room.key for room in read.ended if not room.request.is_finished], now)
             self._send_tokens(read.ended, read.result)
             if read.ended and not has_streams:  # nobody waits but the client of token 1

@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable
 
 from ..cluster.process.log import fields
-from ..cluster.protocol.messages import Prefill, PrefixPull
+from ..cluster.protocol.messages import PULL_DECLINED, PULL_LATE, PULL_LOST, PULL_OK, Prefill, PrefixPull
 from ..engine.loader import Engine
 from ..kvtransfer.transport import Complete, Landed, Lost, PullRequest
 from ..worker.commands import Command, Drop
@@ -27,7 +27,6 @@ from .queues import PrefillRoom, RunningPull
 logger = logging.getLogger(__name__)
 
 EPOCH = 0  # of every transfer
-DECLINED, LATE, LOST = "declined", "late", "lost"
 PULL_COUNTERS = (
     "prefix_pulls", "pulled_tokens", "pulled_bytes",
     "pull_misses_declined", "pull_misses_late", "pull_misses_lost",
@@ -60,6 +59,11 @@ class PrefixPulls:
     def held_pages(self) -> list[int]:
         """The pages that blocks may land in, with repetitions."""
         return [page for pull in self._running.values() for page in pull.pages]
+
+    @property
+    def due_pages(self) -> list[list[int]]:
+        """The pages of each pull that was given up: the transport lets go of them soon."""
+        return [pull.pages for pull in self._running.values() if pull.is_dropped]
 
     def usable(self, order: Prefill) -> PrefixPull | None:
         """The pull of an order, if it fits this engine and the prompt; None: everything is computed.
@@ -124,7 +128,7 @@ class PrefixPulls:
         now = self._clock()
         for pull in self._running.values():
             if now >= pull.until and not pull.is_dropped:
-                self._miss(pull, LATE, f"it took longer than {pull.order.patience_ms} ms")
+                self._miss(pull, PULL_LATE, f"it took longer than {pull.order.patience_ms} ms")
                 self._drop(pull, "it takes too long")
 
     def give_up(self, room: PrefillRoom) -> None:
@@ -153,7 +157,7 @@ class PrefixPulls:
         if (pull := self._running.get(event.room)) is not None:
             if not pull.is_dropped:
                 is_declined = event.kind == "HandoffAborted"
-                self._miss(pull, DECLINED if is_declined else LOST, event.reason)
+                self._miss(pull, PULL_DECLINED if is_declined else PULL_LOST, event.reason)
             self._end(pull)
 
     def dropped(self, transfer: str) -> bool:
@@ -167,8 +171,10 @@ class PrefixPulls:
 
     def _miss(self, pull: RunningPull, why: str, reason: str) -> None:
         self._counters[f"pull_misses_{why}"] += 1
+        if pull.room is not None:
+            pull.room.pull_end = why
         named = {} if pull.room is None else pull.room.log_fields
-        level = logging.DEBUG if why == DECLINED else logging.INFO
+        level = logging.DEBUG if why == PULL_DECLINED else logging.INFO
         logger.log(level, "prefix not pulled", extra=fields(**named, why=why, reason=reason))
 
     def _drop(self, pull: RunningPull, reason: str) -> None:
@@ -184,6 +190,7 @@ class PrefixPulls:
             return
         room.running_pull, room.pull = None, None
         room.pull_s += self._clock() - pull.began
+        room.pull_end = room.pull_end or PULL_OK
         size = self._engine.page_size
         landed = pull.landed // size * size
         if landed > pull.first:

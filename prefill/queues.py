@@ -52,6 +52,7 @@ class PrefillRoom(WorkerRoom):
     num_whole: int | None = None  # pages before the first bare one of its prompt; None: none is bare
     pulled_tokens: int = 0  # of the cached ones
     pull_s: float = 0.0  # wait for pulls
+    pull_end: str = ""  # as in PrefillTimeline
 
     @property
     def bare_limit(self) -> int:

@@ -20,9 +20,10 @@ The scheduler is pure except for the page accounting: no clock, no socket. Its l
 With an objective for first tokens, `first_token_plan` has the order and the parts in place of 2 and 3.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ..cluster.protocol.request_rank import rank
+from ..engine.kv.leaving_owners import LeavingOwners
 from ..engine.kv.page_table import pages_for
 from ..engine.kv.pool import PoolExhausted
 from ..engine.kv.prefix_cache import PrefixCache
@@ -31,7 +32,7 @@ from ..engine.prompt_budget import WHOLE_PROMPT_ROWS
 from ..engine.request_windows import RequestWindows
 from ..worker.first_token_plan import FirstTokenPlan, Prompt
 from ..worker.prompt_chunks import Chunk, scored_limit
-from ..worker.prompt_pages import give_back_pages, num_whole, peek_pages, take_pages
+from ..worker.prompt_pages import give_back_pages, num_whole, peek_pages, take_pages, take_prefix
 from .queues import PrefillQueues, PrefillRoom, PrefillState
 
 
@@ -69,41 +70,64 @@ class PrefillScheduler:
         """
         return self._by_rank() if self.plan is None else self._planned(self.plan, now)
 
-    def take_back(self) -> list[PrefillRoom]:
-        """The rooms that shall give their pages up, for the first queued prompt, which is more urgent."""
+    def take_back(self, due: Iterable[Sequence[int]] = ()) -> list[PrefillRoom]:
+        """The rooms that shall give their pages up, for the first queued prompt, which is more urgent.
+
+        `due`: pages of which an owner leaves soon, beside those of closing rooms.
+        """
         ready = self._ready()
         first = min(
             (room for room in ready if not room.request.pages), key=lambda each: _rank(each), default=None
         )
         if first is None:
             return []
-        closing = self.queues.of(PrefillState.CLOSING)
-        missing = self._pages_of(first) - self.cache.num_available
-        missing -= sum(len(room.request.pages) for room in closing)
-        windows = self._missing_windows(first)
-        windows -= sum(len(room.request.windows) for room in closing)
-        if missing <= 0 and windows <= 0:
+        if self._pages_of(first) <= self.cache.num_available and not self.windows.is_on:
             return []
         less_urgent = [
             room
             for room in self.queues
             if room.priority > first.priority and _may_give_up(room) and not room.keeps_pages
         ]
-        taken: list[PrefillRoom] = []
-        for room in _by_claim(less_urgent)[::-1]:
-            taken.append(room)
-            missing -= len(room.request.pages)
-            windows -= len(room.request.windows) + self._lacking(room)
-            if missing <= 0 and windows <= 0:
-                return taken
-        return []  # all of them would not do
+        return self._victims(first, _by_claim(less_urgent)[::-1], due) if less_urgent else []
 
-    def turned_away(self, priority: int) -> PrefillRoom | None:
-        """The room that leaves the queue for a prompt of class `priority`: the newest one of the least urgent
-        class below. None: there is none.
+    def _victims(
+        self, first: PrefillRoom, less_urgent: Sequence[PrefillRoom], due: Iterable[Sequence[int]]
+    ) -> list[PrefillRoom]:
+        """The first of `less_urgent` that have the pages which `first` does not find; none if all of them
+        would not do.
         """
-        below = [room for room in self.queues.of(PrefillState.QUEUED) if room.priority > priority]
-        return _by_claim(below)[-1] if below else None
+        request, num_pages, leaving = first.request, self._pages_of(first), LeavingOwners(self.cache)
+        bare_limit = request.num_prompt if first.takes_bare else 0
+        # It holds meanwhile what it finds in the cache: that is not available, and nobody gives it up.
+        take_prefix(self.cache, self.windows, request, is_computed=True, bare_limit=bare_limit)
+        missing = num_pages - len(request.pages) - self.cache.num_available
+        windows = self._missing_windows(first)
+        for pages in due:
+            leaving.leave(pages)
+        for room in self.queues.of(PrefillState.CLOSING):
+            leaving.leave(room.request.pages)
+            leaving.leave_windows(_windowed(room))
+        taken: list[PrefillRoom] = []
+        for room in less_urgent:
+            if leaving.num_back >= missing and leaving.num_windows_back >= windows:
+                break
+            taken.append(room)
+            leaving.leave(room.request.pages)
+            leaving.leave_windows(_windowed(room))
+            windows -= self._lacking(room)
+            if room.running_pull is not None and not room.running_pull.is_dropped:
+                leaving.leave(room.running_pull.pages)  # it is given up with the room
+        give_back_pages(self.cache, self.windows, request)
+        return taken if leaving.num_back >= missing and leaving.num_windows_back >= windows else []
+
+    def turned_away(self, priority: int, since: float) -> PrefillRoom | None:
+        """The room that leaves the queue for a prompt of class `priority` that waits since `since`: of those
+        behind it by rank the newest one of the least urgent class below. None: there is none.
+        """
+        ours = rank(since, priority)
+        queued = self.queues.of(PrefillState.QUEUED)
+        behind = [room for room in queued if room.priority > priority and _rank(room) > ours]
+        return _by_claim(behind)[-1] if behind else None
 
     def take_early(self, is_elsewhere: Callable[[PrefillRoom, Sequence[int]], bool]) -> list[PrefillRoom]:
         """Gives pages to queued prompts that have more elsewhere than in the cache, and returns these.
@@ -170,12 +194,12 @@ class PrefillScheduler:
         rooms, newest = self._ready(), dict[int, float]()
         for room in rooms:
             if room.state is PrefillState.RUNNING:
-                newest[room.priority] = max(room.arrived, newest.get(room.priority, room.arrived))
+                newest[room.priority] = max(_since(room), newest.get(room.priority, _since(room)))
 
         def place(room: PrefillRoom) -> float:
             if room.state is PrefillState.RUNNING:
                 return _rank(room)
-            return rank(max(room.arrived, newest.get(room.priority, room.arrived)), room.priority)
+            return rank(max(_since(room), newest.get(room.priority, _since(room))), room.priority)
 
         return sorted(rooms, key=place)
 
@@ -308,28 +332,39 @@ class PrefillScheduler:
         return self.windows.lacking(room.request, self.chunk_size or room.request.num_prompt)
 
     def _missing_windows(self, room: PrefillRoom) -> int:
-        """Window pages that lack before `room`, which holds none, is admitted; 0 or less: none."""
+        """Window pages that lack before `room`, which holds at most a prefix, begins; 0 or less: none."""
         if not self.windows.is_on:
             return 0
         request = room.request
-        tail = pages_for(request.num_prompt, self.page_size) - self.windows.tail_of(request.num_prompt)
+        first = max(self.windows.tail_of(request.num_prompt), len(request.pages))
+        tail = pages_for(request.num_prompt, self.page_size) - first
         lacking = sum(map(self._lacking, [*self.queues.of(PrefillState.RUNNING), room]))
         return tail + lacking - self.windows.pages.num_available
 
 
 def _rank(room: PrefillRoom) -> float:
-    return rank(room.arrived, room.priority)
+    return rank(_since(room), room.priority)
+
+
+def _since(room: PrefillRoom) -> float:
+    """When the request arrived at its router, which may have placed it before."""
+    return room.arrived - room.waited
 
 
 def _by_claim(rooms: Sequence[PrefillRoom]) -> list[PrefillRoom]:
     """The most urgent class first, then older ones."""
-    return sorted(rooms, key=lambda each: (each.priority, each.arrived))
+    return sorted(rooms, key=lambda each: (each.priority, _since(each)))
 
 
 def _may_give_up(room: PrefillRoom) -> bool:
     """Whether the room has pages and not all of its tokens."""
     is_ours = room.state in (PrefillState.RUNNING, PrefillState.QUEUED)
     return is_ours and bool(room.request.pages) and _remaining(room) > 0
+
+
+def _windowed(room: PrefillRoom) -> list[int]:
+    """The pages whose window pages the room holds."""
+    return [room.request.pages[number] for number in room.request.windows]
 
 
 def _remaining(room: PrefillRoom) -> int:

@@ -149,7 +149,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         if self.queues.count(PrefillState.QUEUED):
             self._cache_computed()  # before their prefixes are looked for
         self._turn_prefixes()
-        for room in self.scheduler.take_back():
+        for room in self.scheduler.take_back(self.pulls.due_pages):
             self._preempt(room)
         chunks, admitted = self.scheduler.next_chunks(self._clock())
         due, self._launched = self._launched, None
@@ -203,15 +203,17 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         if not self._begins(order):
             return
         sampling = sampling_params_of(order)
-        if self.queues.is_full and (room := self.scheduler.turned_away(order.priority)) is not None:
-            self._make_way(room)
-        if refusal := self._refusal_of(order.prompt_ids, sampling):
+        is_full = self.queues.is_full
+        victim = self._turned_away(order, now) if is_full else None
+        if refusal := self._refusal_of(order.prompt_ids, sampling, is_full=is_full and victim is None):
             return self._refuse(order, refusal)
         request = self._request_of(order, sampling)
         if isinstance(request, Refusal):
             return self._refuse(order, request)
         if self._is_finished_already(request):
             return
+        if victim is not None:  # for an order that is taken
+            self._make_way(victim)
         deadline = now + order.deadline_ms / 1000 if order.deadline_ms else None
         self.queues.add(
             PrefillRoom(
@@ -229,8 +231,13 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         )
         self._counters["requests"] += 1
 
-    def _refusal_of(self, prompt_ids: list[int], sampling: SamplingParams) -> Refusal | None:
-        """The refusal of this prompt; None if it is accepted."""
+    def _turned_away(self, order: Prefill, now: float) -> PrefillRoom | None:
+        return self.scheduler.turned_away(order.priority, now - order.waited_ms / 1000)
+
+    def _refusal_of(
+        self, prompt_ids: list[int], sampling: SamplingParams, *, is_full: bool
+    ) -> Refusal | None:
+        """The refusal of this prompt; None if it is accepted. `is_full`: nobody leaves the queue for it."""
         engine, size_fault = self.engine, ""
         need, total = pages_for(len(prompt_ids), engine.page_size), engine.num_pages
         if len(prompt_ids) >= engine.max_context or need > total:
@@ -246,7 +253,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                     f"a prompt of {len(prompt_ids)} tokens in chunks of {chunk} needs {peak} window pages at "
                     f"once, this worker has {most}; give more --window-pages or a smaller --chunk-size"
                 )
-        full = f"{self.queues.max_queue} prompts are waiting already" if self.queues.is_full else ""
+        full = f"{self.queues.max_queue} prompts are waiting already" if is_full else ""
         return refuse_forever(
             prompt_ids, sampling, vocab_size=engine.model_config.vocab_size, size_fault=size_fault
         ) or refuse_for_now(is_draining=self.is_draining, full=full, retry_after_ms=RETRY_AFTER_MS)
@@ -515,6 +522,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                     pulled_tokens=room.pulled_tokens,
                     pull_ms=room.pull_s * 1000,
                     chunks=room.chunks,
+                    pull_end=room.pull_end,
                 ),
             )
         )

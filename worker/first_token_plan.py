@@ -98,7 +98,7 @@ class FirstTokenPlan:
         assert slo_s > 0, slo_s
         self.slo_s = slo_s
         self.pace = ForwardPace()
-        self._owed = 0.0  # tokens that late prompts may take before others, where prompts are not cut
+        self._owed = 0.0  # tokens that late prompts may take before others, in forwards with no part for them
 
     def __repr__(self) -> str:
         return f"<FirstTokenPlan within {self.slo_s:g} s, {self.pace!r}>"
@@ -147,6 +147,8 @@ class FirstTokenPlan:
             return []
         if not is_cut:
             return self._whole(ordered, owed, budget=budget, most=most)
+        if most == 1:
+            return [self._in_turn(ordered[0], owed, budget)]
         kept = 0
         if owed is not None and owed is not ordered[0]:
             kept = min(owed.tokens, max(1, int(LATE_SHARE * budget)))
@@ -161,6 +163,18 @@ class FirstTokenPlan:
         if kept and owed is not None:
             shares.append((owed, min(owed.tokens, kept + left)))
         return [Share(item=prompt.item, tokens=tokens) for prompt, tokens in shares]
+
+    def _in_turn(self, first: Prompt[T], owed: Prompt[T] | None, budget: int) -> Share[T]:
+        """A forward of one prompt: `first`, or the late one when that is owed as much."""
+        turn, has_turn = first, False
+        if owed is None or owed is first:
+            self._owed = 0.0
+        else:
+            taken = min(owed.tokens, budget)
+            has_turn = self._owed + LATE_SHARE * taken >= taken
+            turn = owed if has_turn else first
+            self._owed += LATE_SHARE * min(turn.tokens, budget) - taken * has_turn
+        return Share(item=turn.item, tokens=min(turn.tokens, budget))
 
     def _whole(
         self, ordered: Sequence[Prompt[T]], owed: Prompt[T] | None, *, budget: int, most: int

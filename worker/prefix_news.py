@@ -36,6 +36,7 @@ class PrefixNews:
             root=part.scheme.root,
             lookahead=part.scheme.lookahead,
             is_first=part.is_first,
+            is_last=part.is_last,
             added=b"".join(part.added),
             removed=b"".join(part.removed),
         )

@@ -26,10 +26,8 @@ def take_pages(
     the last one. Of the first `num_windowed` pages (None: of all), it gets the window pages of its tail.
     `bare_limit`: as in `PrefixCache.match`. Raises PoolExhausted; the request then holds nothing.
     """
-    held_from = windows.held_of_hit(request.num_prompt, is_computed=is_computed)
-    limit = request.num_cacheable if is_computed else request.num_prompt - 1
-    held = cache.match(request.prompt_ids, limit, request.salt, held_from, bare_limit=bare_limit)
-    request.pages, request.windows = held, list(range(held_from(len(held)), len(held)))
+    take_prefix(cache, windows, request, is_computed=is_computed, bare_limit=bare_limit)
+    held = request.pages
     try:
         request.pages = held + cache.alloc(num_pages - len(held))
         windows.take_tail(request, len(held), num_pages if num_windowed is None else num_windowed)
@@ -39,15 +37,50 @@ def take_pages(
     return len(held) * cache.page_size
 
 
+def _match(
+    cache: PrefixCache, windows: RequestWindows, request: Request, *, is_computed: bool, bare_limit: int
+) -> tuple[list[int], int]:
+    """Holds the cached pages that the request may take, and the window pages of those from the second result
+    on.
+    """
+    held_from = windows.held_of_hit(request.num_prompt, is_computed=is_computed)
+    limit = request.num_cacheable if is_computed else request.num_prompt - 1
+    held = cache.match(request.prompt_ids, limit, request.salt, held_from, bare_limit=bare_limit)
+    return held, held_from(len(held))
+
+
+def take_prefix(
+    cache: PrefixCache,
+    windows: RequestWindows,
+    request: Request,
+    *,
+    is_computed: bool,
+    bare_limit: int = 0,
+) -> None:
+    """Give `request` the cached pages that `take_pages` would find now, with their window pages."""
+    held, first = _match(cache, windows, request, is_computed=is_computed, bare_limit=bare_limit)
+    request.pages, request.windows = held, list(range(first, len(held)))
+
+
+def hold_prefix(
+    cache: PrefixCache,
+    windows: RequestWindows,
+    request: Request,
+    *,
+    is_computed: bool,
+    bare_limit: int = 0,
+) -> list[int]:
+    """Retains and returns the cached pages that `take_pages` would find now, without their window pages."""
+    pages, first = _match(cache, windows, request, is_computed=is_computed, bare_limit=bare_limit)
+    windows.drop_hit(pages[first:])
+    return pages
+
+
 def peek_pages(
     cache: PrefixCache, windows: RequestWindows, request: Request, *, bare_limit: int = 0
 ) -> list[int]:
     """The cached pages that `request`, whose prompt is computed here, would take now. Nothing is held."""
-    held_from = windows.held_of_hit(request.num_prompt, is_computed=True)
-    pages = cache.match(
-        request.prompt_ids, request.num_cacheable, request.salt, held_from, bare_limit=bare_limit
-    )
-    windows.drop_hit(pages[held_from(len(pages)) :])
+    pages = hold_prefix(cache, windows, request, is_computed=True, bare_limit=bare_limit)
     cache.allocator.release(pages)
     return pages
 

@@ -21,6 +21,7 @@ from ..cluster.protocol.messages import (
     Heartbeat,
     HeldPrefixes,
     Hello,
+    OfferPrefix,
     Prefill,
     PromptEmbeds,
     Reserve,
@@ -82,13 +83,22 @@ class RoomOwners:
                 del self._owner[room]
             return RouterLost(router=event.router, reason=event.reason, rooms=rooms)
         message = event.message
+        if isinstance(message, OfferPrefix):  # it opens no room
+            if message.room is None or self._owner.get(message.room, event.router) == event.router:
+                return message
+            self._count_foreign(message.room)
+            return None
         if not isinstance(message, (Reserve, Prefill, PromptEmbeds, Cancel)):
             return message
         if self._owner.setdefault(message.room, event.router) == event.router:
             return message
-        self.num_foreign += 1
-        logger.warning("another router's room: message dropped", extra=fields(room=message.room))
+        self._count_foreign(message.room)
         return None
+
+    def _count_foreign(self, room: str) -> None:
+        """Counts a message about another router's room."""
+        self.num_foreign += 1
+        logger.warning("another router's room: message dropped", extra=fields(room=room))
 
     def address(self, message: ControlUp) -> list[ToRouter]:
         """The message with its receivers.

@@ -81,6 +81,8 @@ YOUNG_FIELDS = (*YOUNG_SAMPLING_FIELDS, "salt", "embeds")
 
 CHANGING_ROLE = "changing role"  # state of a worker that drains and comes back in the other role
 
+PULL_OK, PULL_DECLINED, PULL_LATE, PULL_LOST = PULL_ENDS = ("ok", "declined", "late", "lost")  # of a prefix
+
 CANARY_SALT = "canary "  # the salt of a router's canary begins with it
 
 
@@ -154,6 +156,7 @@ class PrefillTimeline(Struct, frozen=True, kw_only=True):
     pulled_tokens: Count = 0  # of these, tokens whose KV came from a decode worker for this room
     pull_ms: float = 0.0  # wait for such a pull, also for one that brought nothing; part of `queue_ms`
     chunks: Count = 0
+    pull_end: Text = ""  # how it ended, one of PULL_ENDS; "": nothing was pulled, or an older worker
 
 
 class DecodeTimeline(Struct, frozen=True, kw_only=True):
@@ -369,8 +372,9 @@ class HeldPrefixes(Message, frozen=True, kw_only=True):
 
     `added`, `removed`: names of 16 bytes each, as `engine.kv.page_names` computes them from `root`,
     `lookahead` and the page size. `seq` counts these messages from 0. With `is_first` all that was told
-    before is void; a router that misses a number asks with TellPrefixes for such a message. Only routers with
-    `takes_prefixes` in their Welcome get it.
+    before is void, but it counts until the next message with `is_last`: only then all was told anew. A router
+    that misses a number asks with TellPrefixes for an `is_first` one. Only routers with `takes_prefixes` in
+    their Welcome get these messages. Older workers send no `is_last`: to them every message is.
     """
 
     instance: Id
@@ -378,6 +382,7 @@ class HeldPrefixes(Message, frozen=True, kw_only=True):
     root: Annotated[bytes, Meta(min_length=32, max_length=32)]
     lookahead: Annotated[int, Meta(ge=0, le=64)] = 0
     is_first: bool = False
+    is_last: bool = True
     added: Annotated[bytes, Meta(max_length=1 << 18)] = b""
     removed: Annotated[bytes, Meta(max_length=1 << 18)] = b""
 

@@ -148,6 +148,16 @@ class PrefixCache:
         """Whether a cached page, or one in front of it, has no features."""
         return bool(self._is_bare[page])
 
+    def is_cached(self, page: int) -> bool:
+        """Whether the cache is one of the owners of the page."""
+        return bool(self._key_of[page])
+
+    def num_busy(self, page: int) -> int:
+        """Reasons for which a cached page may not be evicted: its busy children, and an owner besides the
+        cache.
+        """
+        return self._num_busy[page]
+
     def parent_of(self, page: int) -> int:
         """The cached page in front of a cached page; ROOT for a first one."""
         assert self._key_of[page], f"page {page} is not cached"

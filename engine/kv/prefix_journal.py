@@ -16,10 +16,13 @@ from .tiers.page_keys import PageKeys
 
 @dataclass(frozen=True, kw_only=True)
 class JournalPart:
-    """Changes in one message: names of pages. `is_first`: all that was told before is void."""
+    """Changes in one message: names of pages. `is_first`: all that was told before is void. `is_last`: all
+    that was held then has been told anew.
+    """
 
     scheme: PageScheme
     is_first: bool
+    is_last: bool
     added: Sequence[bytes]
     removed: Sequence[bytes]
 
@@ -37,6 +40,7 @@ class PrefixJournal:
         self._places: dict[bytes, int] = {}  # by name: in how many places the page is
         self._changed: dict[bytes, None] = {}  # names whose pages came or went since they were told
         self._is_first = True
+        self._num_anew = 0  # of the first changes: those that are told anew
         cache.keep_journal(self)
 
     def __repr__(self) -> str:
@@ -71,6 +75,7 @@ class PrefixJournal:
         """Tell everything that is held anew."""
         self._is_first = True
         self._changed = dict.fromkeys(self._places)
+        self._num_anew = len(self._changed)
 
     def take(self, limit: int) -> JournalPart | None:
         """Up to `limit` changes; None: there is nothing to tell."""
@@ -87,7 +92,14 @@ class PrefixJournal:
             for name in (*added, *removed):
                 del self._changed[name]
         is_first, self._is_first = self._is_first, False
-        return JournalPart(scheme=self.keys.scheme, is_first=is_first, added=added, removed=removed)
+        self._num_anew = max(0, self._num_anew - len(added) - len(removed))
+        return JournalPart(
+            scheme=self.keys.scheme,
+            is_first=is_first,
+            is_last=not self._num_anew,
+            added=added,
+            removed=removed,
+        )
 
     def _name_new(self, limit: int) -> None:
         """Names the next pages of the pool."""

@@ -58,6 +58,10 @@ class WindowPages:
         """The window page of `page`; 0 without one."""
         return self._parts[page]
 
+    def num_holders(self, page: int) -> int:
+        """Requests that hold the window page of `page`."""
+        return self._holders[page]
+
     def is_shared(self, page: int) -> bool:
         """Whether several requests hold the window page of `page`."""
         return self._holders[page] > 1

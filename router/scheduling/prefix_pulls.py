@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from ...cluster.config.router_groups import ALWAYS, NEVER
 from ...cluster.net.sockets import is_loopback
-from ...cluster.protocol.messages import PrefillTimeline, PrefixPull
+from ...cluster.protocol.messages import PULL_LATE, PULL_LOST, PULL_OK, PrefillTimeline, PrefixPull
 from ..rooms.effects import COMPUTE, PULL, Pair
 from ..workers.registry import Worker
 from .cost_model import CostModel
@@ -33,7 +33,7 @@ SHUNNED_S = 10.0  # nothing is pulled between a pair after a failure, and twice 
 LONGEST_SHUNNED_S = 600.0
 SHORTEST_PATIENCE_S = 0.1  # of a prompt that waits for its pull
 LONGEST_PATIENCE_S = 2.0
-FAILED_S = 0.05  # a pull that brought nothing for so long has failed; who lacks the prefix says so sooner
+FAILED_S = 0.05  # a pull of an older worker that brought nothing for so long counts as failed
 MAX_SHUNNED = 4096
 MAX_TOKENS = 1 << 20
 
@@ -116,8 +116,9 @@ class PrefixPulls:
         if timeline.pulled_tokens:
             costs.pulled(timeline.pulled_tokens, seconds)
             self._tried_at[worker.hello.fingerprint] = now
+        if timeline.pulled_tokens or timeline.pull_end == PULL_OK:  # it may have had the tokens already
             self._shunned.pop(key, None)
-        elif seconds >= FAILED_S:
+        elif _has_failed(timeline):
             before = self._shunned.pop(key, None)
             lasts = SHUNNED_S if before is None else min(LONGEST_SHUNNED_S, 2 * before.seconds)
             self._shunned[key] = _Shunned(now + lasts, lasts)
@@ -198,6 +199,13 @@ class PrefixPulls:
             return False
         self._tried_at[fingerprint] = now
         return True
+
+
+def _has_failed(timeline: PrefillTimeline) -> bool:
+    """Whether the pair could not exchange pages; a worker that declines says that it lacks them."""
+    if timeline.pull_end:
+        return timeline.pull_end in (PULL_LATE, PULL_LOST)
+    return timeline.pull_ms / 1000 >= FAILED_S
 
 
 def _patience_ms(saved_s: float) -> int:

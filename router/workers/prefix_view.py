@@ -31,6 +31,7 @@ class PrefixView:
         self.num_lost = 0  # times at which a message was missed
         self._max_pages = max_pages
         self._told: OrderedDict[bytes, None] = OrderedDict()
+        self._void: set[bytes] = set()  # told names that count until all is told anew
         self._expected: OrderedDict[bytes, float] = OrderedDict()  # until when
         self._next_seq: int | None = None  # None: it is to be told all anew
         self._was_told = False  # anything at all
@@ -57,20 +58,26 @@ class PrefixView:
         if not message.is_first and message.seq != next_seq:
             self._lose()
             return
-        if message.is_first:
-            self._told.clear()
+        if message.is_first:  # perhaps for another router, so what is known counts until all is told
+            self._void = set(self._told)
             self._was_told = True
         self._next_seq, self._late_beats = message.seq + 1, 0
         if (message.root, message.lookahead) != (self.scheme.root, self.scheme.lookahead):
             page_size = self.scheme.page_size
             self.scheme = PageScheme(root=message.root, page_size=page_size, lookahead=message.lookahead)
             self._expected.clear()
-        for name in _cut(message.added):
+            self._told.clear()
+        for name in reversed(list(_cut(message.added))):  # parents come first, and shall be forgotten last
             self._expected.pop(name, None)
+            self._void.discard(name)
             self._told[name] = None
         for name in _cut(message.removed):
             self._expected.pop(name, None)
             self._told.pop(name, None)
+        if message.is_last:
+            for name in self._void:
+                self._told.pop(name, None)
+            self._void = set()
         self._keep_bound()
 
     def beat(self, num_sent: int, now: float) -> None:
@@ -127,12 +134,23 @@ class PrefixView:
     def num_held(self, names: Iterable[bytes], *, takes_bare: bool = False) -> int:
         """The number of leading pages that the worker holds without a gap. `takes_bare`: those without
         features count, too."""
-        told, expected, count = self._told, self._expected, 0
+        told, expected, found = self._told, self._expected, list[bytes]()
         for name in names:
-            if name not in told and name not in expected and not (takes_bare and _bare(name) in told):
+            if takes_bare and name not in told and name not in expected:
+                name = _bare(name)
+            if name not in told and name not in expected:
                 break
-            count += 1
-        return count
+            found.append(name)
+        self._keep_young(found)
+        return len(found)
+
+    def _keep_young(self, found: Sequence[bytes]) -> None:
+        """The beginning of a prompt outlives its continuations, and pages that nobody looks for."""
+        if 2 * len(self._told) <= self._max_pages:
+            return  # it is looked for again before anything is forgotten
+        for name in reversed(found):
+            if name in self._told:
+                self._told.move_to_end(name)
 
     def _keep_bound(self) -> None:
         for known in (self._told, self._expected):

@@ -5,12 +5,16 @@ As in `test_page_growth`, free pages hold NaN.
 
 import random
 
+import msgspec
 import pytest
+from baton.cluster.protocol.messages import Prefill, Refused, Sampling
+from baton.decode.preemption import LONGEST_WAIT_S
 from baton.decode.queues import DecodeState
+from baton.tests.embeds import embeddings_of
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.sim.test_page_growth import Asked, pair_of, played, undisturbed
 from baton.tests.sim.test_workers import prompts
-from baton.tests.sim.worker_pair import name
+from baton.tests.sim.worker_pair import P, name
 from baton.worker.retractions import Reason
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -107,6 +111,34 @@ def test_a_room_that_waits_for_others_may_end(target, head, end):
     pair.assert_nothing_is_held()
 
 
+def test_a_room_whose_features_do_not_fit_costs_nobody_its_place(target, head):
+    pair = pair_of(target, head, "chain", pages=96, max_running=4)
+    low = [Asked(pair, i, [i] * 40, GREEDY, priority=1) for i in range(4)]
+    staged = [room for room in pair.decode.queues if room.features is not None]
+    assert 1 < len(staged) < 4, "the others were refused"
+    pair.decode.queues.max_running = len(staged)
+    Asked(pair, 8, [9] * 90, GREEDY)
+    assert not pair.decode.queues.of(DecodeState.ADMITTING)
+    played(pair, low)
+    assert pair.decode.stats().counters["retractions"] == 0
+
+
+def test_a_room_waits_for_others_for_a_bounded_time(target, head):
+    pair = pair_of(target, head, "off", overlap="on", pages=60, max_running=1)
+    Asked(pair, 0, [7, 8, 9], GREEDY, priority=1, is_local=True)
+    while not pair.decode.stats().running:
+        pair.turn()
+    urgent_since, urgent = pair.clock.now, Asked(pair, 5, [4, 5, 6], GREEDY, is_local=True)
+    (low,) = pair.decode.queues.of(DecodeState.RUNNING)
+    low.state = DecodeState.CLOSING  # and its last reader says nothing
+    for _ in range(2):
+        pair.turn()
+    assert not pair.refused
+    pair.decode.expire(urgent_since + LONGEST_WAIT_S)
+    pair.turn()
+    assert [(message.room, message.retry_after_ms > 0) for message in pair.refused] == [(urgent.room, True)]
+
+
 def test_an_urgent_prompt_is_computed_before_the_next_part_of_another(target, head):
     pair = pair_of(target, head, "off", pages=60, chunk_size=4, max_running=4)
     pair.send(name(1), list(range(3, 43)))
@@ -151,6 +183,25 @@ def test_a_full_queue_of_prefill_makes_way(target, head):
     played(pair, asked)
     assert [each.told for each in asked] == undisturbed(target, head, "off", wanted)
     pair.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("fault", ["size", "draining", "embeds"])
+def test_an_order_that_is_refused_anyway_leaves_the_full_queue_as_it_is(target, head, fault):
+    pair = pair_of(target, head, "off", pages=80, max_running=4)
+    pair.prefill.queues.max_queue = 1
+    Asked(pair, 0, [7, 8, 9], GREEDY, priority=2)
+    waiting = list(pair.prefill.queues)
+    sampling = Sampling(max_new_tokens=4, temperature=0.0)
+    prompt = [7] * (500 if fault == "size" else 5)
+    order = Prefill(room=name(9), epoch=0, instance=P, prompt_ids=prompt, sampling=sampling, deadline_ms=0)
+    if fault == "draining":
+        pair.prefill.start_draining()
+    if fault == "embeds":
+        order = msgspec.structs.replace(order, embeds=embeddings_of([[0.5] * 8] * 2).rows)
+    pair.prefill.handle(order, pair.clock.now)
+    assert list(pair.prefill.queues) == waiting
+    assert isinstance(pair.links[P].to_router[-1], Refused)
+    assert counters(pair.prefill)["retractions"] == 0
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ Free pages hold NaN (`worker_pair`), so a page that is read too early, or writte
 
 import random
 
+import msgspec
 import pytest
-from baton.cluster.protocol.messages import Failed, Finished
+from baton.cluster.protocol.messages import PULL_ENDS, PULL_OK, Failed, Finished, OfferPrefix
 from baton.decode.queues import DecodeState
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.sim.late_copiers import attach_tiers
@@ -179,6 +180,9 @@ def second_turn(target, head, expected):
         def end(self, turns=3000):
             self.pair.run(turns=turns)
             assert self.pair.tokens[name(1)] == self.expected
+            missed = [end for end in PULL_ENDS if end != PULL_OK and self.misses(end)]
+            has_pulled = self.pair.counter("prefix_pulls") > 0
+            assert [self.pair.prefilled[name(1)].pull_end] == (missed or [PULL_OK if has_pulled else ""])
             self.pair.end_leases()
             self.pair.assert_nothing_is_held()
 
@@ -317,6 +321,45 @@ def test_an_urgent_prompt_takes_pages_whose_prefix_is_being_pulled(second_turn):
     assert pair.ends[name(1)].kind == RETRACTED
     assert isinstance(pair.ends[name(6)], Finished)
     pair.end_leases()
+    pair.assert_nothing_is_held()
+
+
+def test_pages_of_a_pull_that_was_given_up_are_waited_for(second_turn):
+    pair = second_turn.pair
+    pair.prefill.scheduler.chunk_size = 4
+    pair.send(name(4), list(range(100, 140)), max_new_tokens=2)
+    pair.prefill.step()
+    begun = pair.prefill.queues.get(name(4), 0)
+    pair.clock.now += 1.0
+    second_turn.begin()
+    waiting = pair.prefill.queues.get(name(1), 0)
+    while waiting.running_pull is None:
+        pair.prefill.step()
+    begun.priority = waiting.priority = 1
+    taken = pair.prefill.engine.cache.alloc(pair.prefill.engine.cache.num_available)
+    pair.send(name(6), list(range(3, 45)), max_new_tokens=2)
+    for _ in range(3):  # the transport says nothing yet
+        pair.prefill.step()
+    assert pair.prefill.queues.get(name(6), 0).request.pages == []
+    assert pair.prefill.stats().counters[Reason.URGENT_PAGES.value] == 1
+    assert pair.prefill.queues.get(name(4), 0) is begun
+    pair.prefill.engine.cache.allocator.release(taken)
+    pair.cancel(name(6))  # decode has no room for it
+    pair.run()
+    assert isinstance(pair.ends[name(4)], Finished)
+    pair.end_leases()
+    pair.assert_nothing_is_held()
+
+
+def test_an_order_whose_transfer_is_a_rooms_name_leaves_the_room_alone(second_turn):
+    pair = second_turn.pair
+    pair.send(name(1), second_turn.prompt)
+    order = OfferPrefix(instance=D, transfer=name(1), tokens=4, prompt_ids=[1] * 4)
+    pair.decode.handle(order, pair.clock.now)
+    pair.run()
+    assert pair.tokens[name(1)] == second_turn.expected
+    pair.decode.handle(msgspec.structs.replace(order, tokens=8), pair.clock.now)
+    assert pair.counter("offers_declined", D) == 0
     pair.assert_nothing_is_held()
 
 

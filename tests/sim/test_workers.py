@@ -427,6 +427,18 @@ def test_an_invalid_first_token_fails_only_its_room(model):
     assert len(pair.tokens[name(1)]) == 12
 
 
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_first_token_of_bad_logits_is_none(model, is_local):
+    pair = Pair(model, pages=96, slo_ttft_s=5.0)
+    worker = pair.decode if is_local else pair.prefill
+    worker.engine.model.norm.weight.fill_(float("nan"))
+    pair.send(name(0), list(range(10, 40)), is_local=is_local)
+    pair.run()
+    assert pair.ends[name(0)].kind == "BadLogits"
+    counters = worker.stats().counters
+    assert counters["ttft_met"] == counters["ttft_missed"] == counters.get("tokens", 0) == 0
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_kv_of_a_request_with_bad_logits_is_never_reused(model, reference, side):
     pair = Pair(model, pages=96)

@@ -15,6 +15,7 @@ from baton.cluster.protocol.messages import (
     Heartbeat,
     OfferPrefix,
     Prefill,
+    PrefillTimeline,
     Refused,
     Reserve,
     Sampling,
@@ -162,6 +163,7 @@ class Pair:
         self.decode = self.add_decode(D, max_running=max_running, **(theirs or {}))
         self.refused = []
         self.tokens, self.ends, self.gone, self.epochs = {}, {}, {}, {}
+        self.prefilled: dict[str, PrefillTimeline] = {}  # by room
 
     def add_decode(self, instance, *, max_running=4, **theirs):
         """One more decode worker beside the one prefill worker."""
@@ -306,6 +308,7 @@ class Pair:
                     case FirstToken():
                         assert message.room not in self.tokens
                         self.tokens[message.room] = [message.token]
+                        self.prefilled[message.room] = message.timeline
                         if message.finish:
                             self.ends[message.room] = message.finish
                             for instance, decode in self.decodes.items():

@@ -1,16 +1,21 @@
 """Laws of the prefill scheduler: every prompt token is computed exactly once, in order, within the budget."""
 
+import itertools
+import random
+
 import pytest
-from baton.cluster.protocol.request_rank import PRIORITY_S
+from baton.cluster.protocol.request_rank import PRIORITY_S, rank
 from baton.engine import prompt_logprobs
 from baton.engine.kv.pool import PageAllocator
 from baton.engine.kv.prefix_cache import PrefixCache
+from baton.engine.kv.window_pages import WindowPages
 from baton.engine.request import Request
 from baton.engine.request_windows import RequestWindows
 from baton.engine.sampling.params import SamplingParams
 from baton.prefill.queues import PrefillQueues, PrefillRoom, PrefillState
 from baton.prefill.scheduler import PrefillScheduler
 from baton.worker.first_token_plan import FirstTokenPlan
+from baton.worker.prompt_pages import give_back_pages
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -280,12 +285,139 @@ def test_pages_are_taken_from_the_newest_prompts_of_the_least_urgent_class():
     assert scheduler.take_back() == [], "all of them would not do"
 
 
+def begin(scheduler, name, tokens, priority=0, arrived=0.0):
+    """A prompt that has its pages, of which all whole ones but the last are computed and cached."""
+    room = add(scheduler, name, tokens)
+    room.priority, room.arrived = priority, arrived
+    assert scheduler._has_pages(room, [])
+    request = room.request
+    request.num_computed = (request.num_prompt - 1) // PAGE * PAGE
+    scheduler.cache.insert(request.prompt_ids[: request.num_computed], request.pages)
+    return room
+
+
+def shared(name, num_pages, own=2):
+    """A prompt of `num_pages` pages that others share and `own` pages of its own."""
+    return [*range(num_pages * PAGE), *range(1000 * name, 1000 * name + own * PAGE)]
+
+
+def test_an_urgent_prompt_that_fits_with_its_prefix_takes_nothing():
+    scheduler = make(num_pages=40)
+    for i in (1, 2, 3):
+        begin(scheduler, i, shared(i, 30), priority=1, arrived=i)
+    assert scheduler.cache.num_available == 4
+    urgent = add(scheduler, 9, shared(9, 30, own=1))
+    assert scheduler.take_back() == []
+    assert scheduler._has_pages(urgent, [])
+
+
+@pytest.mark.parametrize("own", [5, 6, 8, 9, 10, 11])
+def test_prompts_that_give_shared_pages_up_are_enough_or_none(own):
+    scheduler = make(num_pages=40)
+    rooms = [begin(scheduler, i, shared(i, 30), priority=1, arrived=i) for i in (1, 2, 3)]
+    urgent = add(scheduler, 9, range(9000, 9000 + own * PAGE))  # 4 are free, each prompt has 2 of its own
+    taken = scheduler.take_back()
+    assert taken == rooms[::-1][: -(-(own - 4) // 2)]
+    for room in taken:
+        scheduler.cache.allocator.release(room.request.pages)
+        scheduler.queues.remove(room)
+    assert scheduler._has_pages(urgent, [])
+
+
+@pytest.mark.parametrize("has_windows", [False, True])
+@pytest.mark.parametrize("seed", range(40))
+def test_prompts_give_up_what_an_urgent_one_lacks_or_nothing(seed, has_windows):
+    rng = random.Random(seed)
+    windows = WindowPages(PageAllocator(31), 61, window=9, page_size=PAGE) if has_windows else None
+    cache = PrefixCache(PageAllocator(61), PAGE, windows=windows)
+    scheduler = PrefillScheduler(
+        PrefillQueues(64),
+        cache,
+        windows=RequestWindows(cache, margin=1),
+        page_size=PAGE,
+        chunk_size=8,
+        max_batch=4,
+        vocab_size=100,
+    )
+    texts = [[rng.randint(0, 1)] * rng.randint(8, 30) for _ in range(3)]
+    for number in range(1, 12):
+        tokens = rng.choice(texts)[: rng.randint(1, 30)] + [number + 1] * rng.randint(1, 30)
+        room = add(scheduler, number, tokens)
+        room.priority, room.arrived = rng.randint(0, 2), float(number)
+        if not scheduler._has_pages(room, []):
+            scheduler.queues.remove(room)
+            continue
+        request = room.request
+        while remaining(room) > 8 and rng.random() < 0.8:
+            start, end = request.num_computed, request.num_computed + 8
+            scheduler.windows.cover(request, start, end)
+            request.num_computed = end
+            cache.insert(request.prompt_ids[:end], request.pages)
+            scheduler.windows.retire_prompt(request, end)
+    urgent = add(scheduler, 99, rng.choice(texts) + [99] * rng.randint(1, 60))
+    urgent.priority, urgent.arrived = -1, 99.0
+    taken, request = scheduler.take_back(), urgent.request
+    assert (request.pages, request.windows, request.num_computed) == ([], [], 0)
+    cache.check_integrity()
+    could_begin = scheduler._has_pages(urgent, [])
+    if could_begin:
+        assert not taken
+    for room in taken:
+        give_back_pages(cache, scheduler.windows, room.request)
+        scheduler.queues.remove(room)
+    assert not taken or scheduler._has_pages(urgent, []), "those that gave up were enough"
+
+
+def test_no_prompt_gives_pages_up_that_an_urgent_one_keeps():
+    scheduler = make(num_pages=40)
+    for i in (1, 2, 3):
+        begin(scheduler, i, shared(i, 30), priority=i > 1, arrived=i)
+    add(scheduler, 9, range(9000, 9000 + 9 * PAGE))  # 8 would be free
+    assert scheduler.take_back() == []
+
+
 def test_a_full_queue_turns_the_newest_of_the_least_urgent_class_away():
     scheduler = make()
     rooms = [ask(scheduler, i, 8, priority=p, arrived=i) for i, p in enumerate((1, 2, 2, 1))]
-    assert scheduler.turned_away(0) is rooms[2]
-    assert scheduler.turned_away(1) is rooms[2]
-    assert scheduler.turned_away(2) is None
+    assert scheduler.turned_away(0, since=5.0) is rooms[2]
+    assert scheduler.turned_away(1, since=5.0) is rooms[2]
+    assert scheduler.turned_away(2, since=5.0) is None
+
+
+def test_a_steady_flow_of_urgent_prompts_keeps_nobody_out_of_a_full_queue():
+    """A router offers its orders by rank, again and again, and has those back that were turned away."""
+    scheduler, num_turned_away, numbers = make(chunk_size=8, max_batch=1), 0, itertools.count(1)
+    scheduler.queues.max_queue = 4
+    orders = [(1, 0.0)]  # class and arrival
+    for second in range(6 * int(PRIORITY_S)):
+        now = float(second)
+        orders += [(0, now)] * 3
+        for priority, since in sorted(orders, key=lambda each: rank(each[1], each[0])):
+            if scheduler.queues.is_full:
+                victim = scheduler.turned_away(priority, since)
+                if victim is None:
+                    continue
+                scheduler.queues.remove(victim)
+                orders.append((victim.priority, victim.arrived - victim.waited))
+                num_turned_away += 1
+            room = ask(scheduler, next(numbers), 8, priority=priority, arrived=now)
+            room.waited = now - since
+            orders.remove((priority, since))
+        chunks, _ = scheduler.next_chunks(now)
+        run(scheduler, chunks)
+        if any(chunk.room.priority == 1 for chunk in chunks):
+            break
+    urgent_before = 3 * (int(PRIORITY_S) + 1)  # one in a second is computed
+    assert PRIORITY_S <= now <= urgent_before + 1
+    assert num_turned_away > 0
+
+
+def test_a_prompt_that_was_placed_before_keeps_its_place_in_its_class():
+    scheduler = make(chunk_size=8)
+    ask(scheduler, 1, 30, arrived=5.0)
+    again = ask(scheduler, 2, 30, arrived=6.0)
+    again.waited = 3.0
+    assert scheduler.next_chunks(7.0)[0][0].room is again
 
 
 @given(

@@ -225,6 +225,18 @@ def test_a_prompt_that_ends_gets_no_company_that_makes_it_late():
     assert sum(share.tokens for share in shares) == 500
 
 
+@pytest.mark.parametrize("size", [30, 100, 250])
+def test_a_late_prompt_has_its_share_of_forwards_over_one_prompt(size):
+    plan, taken = FirstTokenPlan(1.0), {"first": 0, "late": 0}
+    late = prompt("late", 5000, due=0.0)
+    for forward in range(1, 401):
+        shares = plan.fill([prompt("first", size, due=9.0), late], late, budget=100, most=1, now=0.0)
+        (share,) = shares
+        taken[share.item] += share.tokens
+        assert taken["late"] <= LATE_SHARE * sum(taken.values()) + 100, forward
+        assert taken["late"] >= LATE_SHARE * sum(taken.values()) - 100, forward
+
+
 def test_forwards_are_short_but_never_mostly_launch():
     pace = ForwardPace()
     assert pace.tokens_within(0.001, 512) == 512, "nothing is known"

@@ -8,6 +8,7 @@ from baton.cluster.protocol.messages import (
     Gone,
     Goodbye,
     Heartbeat,
+    OfferPrefix,
     Prefill,
     Reserve,
     Sampling,
@@ -51,6 +52,15 @@ def test_messages_about_a_room_go_to_the_router_that_opened_it(kind):
     owners = RoomOwners()
     owners.take(FromRouter(router=1, message=reserve(A, kind)))
     assert to(owners, finished(A)) == [(1, finished(A))]
+
+
+def test_a_prefix_is_offered_of_a_routers_own_rooms_alone():
+    owners = owners_of(0, 1)
+    for router, room, is_taken in ((0, A, True), (0, B, False), (1, C, True), (1, None, True)):
+        order = OfferPrefix(instance=ME, transfer="0f" * 16, tokens=4, room=room)
+        assert (owners.take(FromRouter(router=router, message=order)) is order) == is_taken
+    assert owners.num_foreign == 1
+    assert to(owners, finished(C)) == [], "an offer opens no room"
 
 
 def test_messages_about_the_worker_go_to_every_router():

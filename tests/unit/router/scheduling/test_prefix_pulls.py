@@ -2,6 +2,10 @@
 
 import pytest
 from baton.cluster.protocol.messages import (
+    PULL_DECLINED,
+    PULL_LATE,
+    PULL_LOST,
+    PULL_OK,
     Failed,
     FirstToken,
     Heartbeat,
@@ -152,6 +156,26 @@ def test_a_declined_pull_is_no_failure_and_measured_pulls_are_learned():
     for tokens in (160, 800, 1584):
         heard(planner, planner.plan(), pull_ms=0.1 * tokens, pulled_tokens=tokens)
     assert planner.costs.pull.at(1000) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("pull_end", "is_shunned"),
+    [(PULL_OK, False), (PULL_DECLINED, False), (PULL_LATE, True), (PULL_LOST, True), ("of later", False)],
+)
+def test_only_a_pull_that_failed_keeps_the_pair_apart(pull_end, is_shunned):
+    """The wait may be that of a running forward, and a pull may only have to confirm what is there."""
+    for pull_ms in (3.0, 400.0):
+        planner = Planner("always")
+        heard(planner, planner.plan(), pull_ms=pull_ms, pull_end=pull_end)
+        assert (planner.plan().kind == "") == is_shunned
+
+
+def test_a_confirmation_ends_the_time_apart():
+    planner = Planner("always")
+    for end in (PULL_LOST, PULL_OK, PULL_LOST):
+        heard(planner, planner.plan(), pull_ms=100.0, pull_end=end)
+        planner.now += SHUNNED_S
+        assert planner.plan().kind == PULL, "the time does not double"
 
 
 def test_a_worker_is_reached_where_its_address_leads_and_its_pages_fit():

@@ -4,13 +4,14 @@ import random
 
 import pytest
 from baton.cluster.protocol.messages import HeldPrefixes
-from baton.engine.kv.page_names import PageScheme
+from baton.engine.kv.page_names import NAME_BYTES, PageScheme
 from baton.engine.kv.pool import PageAllocator
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.kv.prefix_journal import PrefixJournal
 from baton.engine.kv.tiers.page_keys import PageKeys
 from baton.router.scheduling.prefixes import SeenPrompt
 from baton.router.workers.prefix_view import ASK_AGAIN_S, LATE_BEATS, PrefixView
+from baton.worker import prefix_news
 from baton.worker.prefix_news import PrefixNews
 
 ROOT, SIZE, WORKER = b"r" * 32, 4, "1" * 32
@@ -62,6 +63,48 @@ def test_a_missed_message_makes_the_router_ask_until_all_is_told_anew():
     seen.hear(said(5, NAMES[:1], is_first=True))
     assert seen.num_held(NAMES) == 1
     assert not seen.must_ask(99.0)
+
+
+def test_what_is_told_anew_for_another_router_is_not_forgotten_meanwhile():
+    seen = view()
+    seen.hear(said(0, NAMES[:6], is_first=True))
+    seen.hear(said(1, NAMES[3:5], is_first=True, is_last=False))
+    assert seen.num_held(NAMES) == 6
+    seen.hear(said(2, NAMES[6:7], NAMES[5:6], is_last=False))
+    assert seen.num_held(NAMES) == 5, "news count at once"
+    seen.hear(said(3, NAMES[:2]))
+    assert seen.num_held(NAMES) == 2, "page 2 was not told again"
+    assert seen.num_told == 5
+    seen.hear(said(4, NAMES[2:3]))
+    assert seen.num_held(NAMES) == 5
+
+
+def test_a_router_that_joins_costs_the_others_nothing_of_a_large_cache(monkeypatch):
+    monkeypatch.setattr(prefix_news, "NEWS_PAGES", 4)
+    cache = PrefixCache(PageAllocator(80), SIZE)
+    news = PrefixNews(PrefixJournal(cache, PageKeys(cache, "weights")), WORKER)
+    old, new, tokens = view(), view(), list(range(120))
+    pages = cache.alloc(30)
+    cache.insert(tokens, pages)
+
+    def tell(*views, times=1):
+        for _ in range(times):
+            if (message := news.take()) is not None:
+                for each in views:
+                    each.hear(message)
+
+    tell(old, times=20)
+    names = SeenPrompt(tokens).names(old.scheme)
+    assert old.num_held(names) == 30
+    news.asked()
+    more = cache.alloc(5)
+    cache.insert(list(range(500, 520)), more)
+    for _ in range(9):
+        tell(old, new)
+        assert old.num_held(names) == 30
+    tell(old, new, times=5)
+    assert new.num_held(names) == old.num_held(names) == 30
+    assert new.num_told == old.num_told == 35
 
 
 def test_a_worker_that_never_told_anything_is_asked_after_a_while():
@@ -132,6 +175,19 @@ def test_a_view_is_bounded_and_forgets_ends_before_beginnings(tells):
     if tells:
         seen.hear(said(0, NAMES, is_first=True))
         assert seen.num_told == 3
+        assert seen.num_held(NAMES) == 3
+
+
+@pytest.mark.parametrize("takes_bare", [False, True])
+def test_beginnings_that_prompts_are_looked_for_with_outlive_all_others(takes_bare):
+    seen, rng = view(max_pages=16), random.Random(2)
+    hot = [name[:-1] + bytes((name[-1] & ~1 | takes_bare,)) for name in NAMES]
+    asked = [name[:-1] + bytes((name[-1] & ~1,)) for name in NAMES]
+    seen.hear(said(0, hot[:4], is_first=True))
+    for seq in range(1, 50):
+        assert seen.num_held(asked, takes_bare=takes_bare) == 4
+        seen.hear(said(seq, [rng.randbytes(NAME_BYTES) for _ in range(5)]))
+    assert seen.num_told == 16
 
 
 def test_a_view_over_a_lossy_wire_comes_to_what_the_worker_holds():
