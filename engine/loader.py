@@ -41,14 +41,14 @@ from .kv.window_layout import WindowedLayout, windowed_layout
 from .kv.window_pages import WindowPages
 from .kv.window_pool import WindowedPool
 from .models.config import ModelConfig
-from .models.cuts import rank_config
 from .models.interface import CausalLM
 from .models.registry import load_model_config
+from .models.weight_cuts import rank_config
 from .models.weights import load_model, needless_tensors, weight_bytes
 from .parallel.group import SOLO, TensorGroup, join_group
 from .parallel.lockstep import Exchange, Rounds
 from .parallel.peer_sum import peer_sum
-from .parallel.plans import CopyPagePlan, Tell, WindowPlan
+from .parallel.plan_messages import CopyPagePlan, Tell, WindowPlan
 from .parallel.sharing import ALONE, Sharing, attention_parallel, tensor_parallel
 from .parallel.vocabulary import table_of
 from .prompt_budget import WHOLE_PROMPT_ROWS, alone_tokens

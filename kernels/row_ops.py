@@ -57,7 +57,6 @@ class Experts(Protocol):
         """`x` `[T, H]`, `ids`, `weights` `[T, K]`, `gate_up` `[E, 2*I, H]`, `down` `[E, H, I]` -> as `x`."""
 
 
-
 class ExpertRows(Protocol):
     """The rows of a layer's experts, where several ranks share the experts. W ranks have T rows each, or the
     same T rows (W counts as 1 then).

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from ..cluster.config.roles import PrefillConfig
 from ..cluster.process.process import Serve
-from ..worker.life import run_worker
+from ..worker.run_worker import run_worker
 
 
 def main(argv: Sequence[str] | None = None) -> int:

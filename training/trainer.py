@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import time
 import zlib
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import run_state
 from .frozen_target import FrozenTarget
+from .learning_rate import learning_rate, timed_rate
 from .optimizers import ADAMW, Optimizers
 from .progress import progress_bar
 from .samples import Batch, BatchPlan, SampleSet
@@ -76,27 +76,6 @@ def joined_ranks(device: torch.device) -> Iterator[Ranks]:
         yield Ranks(dist.get_rank(), count)
     finally:
         dist.destroy_process_group()
-
-
-def learning_rate(step: int, total: int, settings: TrainSettings) -> float:
-    """The rate of `step` (from 0): linear warm-up, then a cosine down to `final_rate`."""
-    warmup = max(1, int(settings.warmup * total))
-    return _rate((step + 1) / warmup, (step - warmup) / max(1, total - warmup), settings)
-
-
-def timed_rate(seconds: float, settings: TrainSettings) -> float:
-    """As `learning_rate`, by the seconds that are gone of `minutes`."""
-    share = seconds / (60 * settings.minutes)
-    # the first step is taken at second 0
-    begun = (share + 0.001) / max(settings.warmup, 0.001)
-    return _rate(begun, (share - settings.warmup) / (1 - settings.warmup), settings)
-
-
-def _rate(warm: float, share: float, settings: TrainSettings) -> float:
-    if warm < 1:
-        return settings.lr * warm
-    low = settings.final_rate
-    return settings.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, share)))))
 
 
 class Trainer:

@@ -30,7 +30,7 @@ from ..cluster.security.ciphers import ciphers_of
 from ..cluster.security.keyring import Keyring, load_keyring, split_key, with_key
 from ..engine.loader import Engine
 from ..kvtransfer.protocol.layout import KVLayout
-from ..kvtransfer.protocol.shards import Shard
+from ..kvtransfer.protocol.rank_pairs import Shard
 from ..kvtransfer.ranks.agent import RankAgent
 from ..kvtransfer.ranks.channel import Channel, RankLost, SocketChannel
 from ..kvtransfer.ranks.messages import BeginRank, decode_command, encode

@@ -20,7 +20,7 @@ from ..cluster.config.load import to_argv
 from ..cluster.config.roles import WorkerConfig
 from ..cluster.errors import StartupError
 from ..engine.parallel.group import leave_default_group
-from ..engine.parallel.plans import LeavePlan, Plan, encode_plan
+from ..engine.parallel.plan_messages import LeavePlan, Plan, encode_plan
 from .plan_ring import PlanRing, PlanWriter, RingFull
 from .rank_processes import RankProcesses, silence_limit, spawn_rank
 

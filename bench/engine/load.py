@@ -25,8 +25,8 @@ from ...cluster.process.progress import JobProgress
 from ...engine.config import DTYPES, resolve_device
 from ...engine.errors import CheckpointError
 from ...engine.hub import resolve_checkpoint
-from ...engine.models.cuts import rank_config
 from ...engine.models.registry import load_model_config
+from ...engine.models.weight_cuts import rank_config
 from ...engine.models.weight_reader import GIB, num_threads
 from ...engine.models.weights import find_shards
 from ..arguments import at_least

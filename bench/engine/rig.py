@@ -22,9 +22,9 @@ from ...engine.kv.pool import FeaturePlane, KVPool
 from ...engine.kv.window_layout import windowed_layout
 from ...engine.kv.window_pool import WindowedPool
 from ...engine.models.config import ModelConfig
-from ...engine.models.cuts import rank_config
 from ...engine.models.interface import CausalLM
 from ...engine.models.registry import Joins
+from ...engine.models.weight_cuts import rank_config
 from ...engine.parallel.group import SOLO, TensorGroup
 from ...engine.parallel.sharing import Sharing, attention_parallel, tensor_parallel
 from ...engine.request import Request

@@ -227,9 +227,7 @@ def _model_sizes(
             num_layers=shape.num_layers,
             num_weights=(used if config.get("tie_word_embeddings") else used - vocabulary) // tp,
             weight_bytes=of_head * shape.dtype_bytes
-            + weight_bytes(
-                model, shape.dtype_bytes, worker.quantize, tp=tp, expert_ranks=worker.num_ranks
-            ),
+            + weight_bytes(model, shape.dtype_bytes, worker.quantize, tp=tp, expert_ranks=worker.num_ranks),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{model}/config.json: {error!r} is missing or no number; copy it again") from None

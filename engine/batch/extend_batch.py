@@ -8,7 +8,7 @@ import torch
 
 from ..host_copy import arrays_to_device
 from ..kv.page_table import page_array, pages_for, slot_array
-from ..parallel.plans import PromptPart, PromptPlan
+from ..parallel.plan_messages import PromptPart, PromptPlan
 from ..prompt_logprobs import num_scored
 from ..request import Request
 from .forward_batch import CaptureHidden, ForwardBatch

@@ -20,7 +20,7 @@ import torch
 
 from ...kernels.fp8_scales import quantise_rows_fp8
 from ..errors import CheckpointError
-from .cuts import Cut
+from .weight_cuts import Cut
 
 logger = logging.getLogger(__name__)
 

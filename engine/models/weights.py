@@ -19,7 +19,6 @@ from ..errors import CheckpointError
 from ..kv.layouts import MLALayout
 from ..parallel.sharing import ALONE, Sharing
 from .config import ModelConfig, read_json
-from .cuts import Cut, cuts_of, is_elsewhere, rank_config
 from .interface import CausalLM, StoredForms
 from .layers import NamedTensors
 from .quant.int4_projection import VALUES_A_WORD
@@ -27,6 +26,7 @@ from .quant.kv_scales import FP8_KV, KV_SCALE_SUFFIXES
 from .quant.registry import quantise_at_load
 from .registry import build_model, load_model_config
 from .safetensors_file import SafetensorsFile, StoredTensor
+from .weight_cuts import Cut, cuts_of, is_elsewhere, rank_config
 from .weight_reader import Piece, ReadReport, cut_pieces, pieces_of, pieces_of_rows, read_pieces
 
 logger = logging.getLogger(__name__)

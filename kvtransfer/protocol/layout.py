@@ -24,7 +24,7 @@ from ...cluster.errors import HandshakeRefused, LocalProtocolError
 from ...cluster.protocol.messages import Layout
 from ...engine.kv.layouts import MHALayout, PageRows
 from ...engine.kv.window_sizes import first_read_page
-from .shards import WHOLE, Shard, carries_features, heads_of, shared_heads
+from .rank_pairs import WHOLE, Shard, carries_features, heads_of, shared_heads
 
 Plane = Literal["kv", "window", "features"]
 

@@ -13,9 +13,9 @@ from ...cluster.errors import HandshakeRefused
 from ...cluster.protocol.messages import Announce, Attach, KVHello, KVRefused, KVWelcome, Pull
 from ...cluster.security.ciphers import AES_128_GCM, CURVE
 from .layout import KVLayout, agree
+from .rank_pairs import Shard, sources_of
 from .seal import Opener
 from .session import MAX_REPULLS, InFlight, Peer, ReceiverRoom, ReceiverState, SendMessage
-from .shards import Shard, sources_of
 
 PROBE_S = 0.3  # silence of a peer with open rooms before decode greets it again
 ANSWER_S = 0.7  # PROBE_S + ANSWER_S: a pull waits at most one second for a dead or stopped peer

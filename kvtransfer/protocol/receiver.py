@@ -35,6 +35,7 @@ from ...cluster.security.ciphers import CRC32C
 from ..transport import Complete, Landed, Lost, PullRequest
 from .layout import KVLayout, RoomStream, Segment
 from .peer_link import PeerLink
+from .rank_pairs import WHOLE, Shard
 from .session import (
     LEASE_S,
     MAX_REPULLS,
@@ -52,7 +53,6 @@ from .session import (
     TransferCounters,
     check_request,
 )
-from .shards import WHOLE, Shard
 
 IDLE_LINK_S = 30.0
 MAX_ANNOUNCING_S = 60.0  # an older time of prefill is one of another clock

@@ -37,6 +37,7 @@ from ...cluster.protocol.messages import (
 from ...cluster.security.ciphers import AES_128_GCM, CRC32C, agree_cipher
 from ..transport import Attached, Dropped, Offer, Released
 from .layout import KVLayout, RoomStream, agree, feature_columns
+from .rank_pairs import WHOLE, Shard, receivers_of
 from .seal import KEY_BYTES, Sealer
 from .session import (
     LEASE_S,
@@ -53,7 +54,6 @@ from .session import (
     Tombstones,
     TransferCounters,
 )
-from .shards import WHOLE, Shard, receivers_of
 
 EARLY_S = 330.0  # longer than a router waits for a first token, so no queued prompt fails
 STALLED_S = 2.0  # a decode worker with rooms is not silent for so long while it runs

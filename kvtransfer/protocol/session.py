@@ -21,8 +21,8 @@ from ...cluster.errors import LocalProtocolError
 from ...cluster.protocol.messages import KVDown, KVUp
 from ..transport import Complete, Offer, PullRequest, TransportEvent
 from .layout import KVLayout, RoomStream, Segment
+from .rank_pairs import Shard
 from .seal import Opener, Sealer
-from .shards import Shard
 
 LEASE_S = 5.0
 REMIND_S = 0.3

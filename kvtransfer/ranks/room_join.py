@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ...cluster.errors import LocalProtocolError
+from ..protocol.rank_pairs import Shard, receivers_of
 from ..protocol.receiver import joined
-from ..protocol.shards import Shard, receivers_of
 from ..transport import Attached, Complete, Dropped, Freed, Landed, Lost, Released, TransportEvent
 
 Key = tuple[str, int]  # room, epoch

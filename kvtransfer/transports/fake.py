@@ -14,8 +14,8 @@ from ...cluster.protocol.messages import Layout
 from ...cluster.security.ciphers import CRC32C
 from ..memory.blocks import Payload
 from ..memory.device import Device
+from ..protocol.rank_pairs import WHOLE, Shard
 from ..protocol.session import LEASE_S, WINDOW, Peer
-from ..protocol.shards import WHOLE, Shard
 from ..transport import Planes, TransportEvent
 from .cuda_slab import DEVICE_SLAB_BYTES, SLOT_BYTES
 from .endpoint import Clock, Delivered, Delivery

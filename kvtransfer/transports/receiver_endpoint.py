@@ -22,10 +22,10 @@ from ..memory.pinning import Bytes
 from ..memory.span_cutter import ReceiverPages, RunPlaces, pages_of_run
 from ..protocol.layout import Crc, KVLayout, RoomStream, Segment, block_digest, device_digest, digest_seed
 from ..protocol.peer_link import PeerLink
+from ..protocol.rank_pairs import WHOLE, Shard
 from ..protocol.receiver import ReceiverSession
 from ..protocol.seal import TAG_BYTES, BlockName
 from ..protocol.session import LEASE_S, WINDOW, CloseLink, Effect, Notify, Peer, ReceiverRoom, SendMessage
-from ..protocol.shards import WHOLE, Shard
 from ..transport import Complete, Lost, Offer, Planes, PullRequest
 from .cuda_slab import NEWS_S, SLOT_BYTES, SPIN_S, device_of, host_id, next_poll
 from .endpoint import Clock, Endpoint

@@ -17,8 +17,8 @@ from ...cluster.net.transport_names import CUDA_SLAB, NIXL, SHM, ZMQ_BLOCKS
 from ...cluster.process.failpoints import Reach, unarmed
 from ...cluster.protocol.messages import Layout
 from ...cluster.security.keyring import Keyring
+from ..protocol.rank_pairs import WHOLE, Shard
 from ..protocol.session import LEASE_S, WINDOW
-from ..protocol.shards import WHOLE, Shard
 from ..transport import ListeningTransport, Planes, PollableTransport
 from .cuda_slab import DEVICE_SLAB_BYTES
 from .shm import SLAB_BYTES

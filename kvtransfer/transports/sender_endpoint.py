@@ -20,9 +20,9 @@ from ..memory.blocks import BlockReader
 from ..memory.device import Device
 from ..memory.span_cutter import SenderPages
 from ..protocol.layout import Crc, KVLayout
+from ..protocol.rank_pairs import WHOLE, Shard
 from ..protocol.sender import SenderSession
 from ..protocol.session import LEASE_S, Effect, FillEarly, Notify, Peer, SendBlock, SendMessage
-from ..protocol.shards import WHOLE, Shard
 from ..transport import Attached, Dropped, Offer, Planes, PullRequest, Released
 from .cuda_slab import DEVICE_SLAB_BYTES, RUNS_PER_MOVE, DeviceLanes, device_of, host_id
 from .endpoint import RETRY_S, Clock, Endpoint

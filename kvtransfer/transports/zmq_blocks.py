@@ -47,9 +47,9 @@ from ...cluster.security.keyring import Curve, Keyring, split_key, with_key
 from ...cluster.security.tickets import Tickets
 from ..memory.blocks import Payload
 from ..memory.device import Device
+from ..protocol.rank_pairs import WHOLE, Shard
 from ..protocol.seal import TAG_BYTES
 from ..protocol.session import LEASE_S, WINDOW, Peer, SendBlock, SendMessage
-from ..protocol.shards import WHOLE, Shard
 from ..transport import Lost, Planes, PullRequest
 from .bulk import BulkLink, BulkLinks, BulkPort, bulk_lane
 from .cuda_slab import DEVICE_SLAB_BYTES, SLOT_BYTES

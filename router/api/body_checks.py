@@ -13,7 +13,7 @@ import msgspec
 
 from ...cluster.protocol.messages import Sampling
 from ..errors import bad_request, printable
-from .bodies import (
+from .body_types import (
     MAX_CHOICES,
     MAX_SEED,
     ChatBody,

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct
 
 from ..errors import bad_request, printable
-from .bodies import RequestMessage, Unread
+from .body_types import RequestMessage, Unread
 from .field_errors import UNREADABLE, unreadable
 from .tool_bodies import CalledFunction, ToolCall
 

@@ -7,7 +7,16 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct
 
 from ..errors import ApiError, bad_request, printable
-from .bodies import NOT_EMPTY, ChatBody, Fraction, Positive, RequestMessage, StreamOptions, Switches, Unread
+from .body_types import (
+    NOT_EMPTY,
+    ChatBody,
+    Fraction,
+    Positive,
+    RequestMessage,
+    StreamOptions,
+    Switches,
+    Unread,
+)
 from .fields import MESSAGES, Field
 from .message_blocks import Content, message_of_assistant, messages_of_user, text_of
 from .tool_bodies import (

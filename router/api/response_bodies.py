@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from ..errors import ApiError, bad_request
-from .bodies import (
+from .body_types import (
     Bias,
     CacheSalt,
     ChatBody,

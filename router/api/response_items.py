@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct
 
 from ..errors import printable, unsupported_value
-from .bodies import RequestMessage, TextPart, Unread
+from .body_types import RequestMessage, TextPart, Unread
 from .field_errors import UNREADABLE, check_refused, is_unknown_field, refused_of, unreadable
 from .fields import INPUT_CALL, INPUT_CALL_OUTPUT, INPUT_MESSAGE, INPUT_REASONING, OUTPUT_PART, Field
 from .tool_bodies import CalledFunction, ToolCall

@@ -7,7 +7,7 @@ from msgspec import Struct
 from transformers.utils.hub import cached_file
 
 from ...cluster.errors import StartupError
-from .bodies import ChatBody, CompletionBody, Fraction, Positive, RepetitionPenalty, Temperature, TopK
+from .body_types import ChatBody, CompletionBody, Fraction, Positive, RepetitionPenalty, Temperature, TopK
 from .field_errors import UNREADABLE
 from .response_bodies import ResponseBody
 

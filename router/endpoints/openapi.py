@@ -14,7 +14,7 @@ from ..answers.completion_replies import CompletionReply
 from ..answers.message_replies import Message, MessageEvent, TokenCount
 from ..answers.replies import DetokenizeReply, TokenizeReply
 from ..answers.response_replies import Event, Response
-from ..api.bodies import (
+from ..api.body_types import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,

@@ -12,9 +12,9 @@ from ...cluster.process.release import release
 from ...cluster.protocol.messages import PROTOCOL_MAJOR
 from ...cluster.telemetry.families import CONTENT_TYPE
 from ...cluster.telemetry.trace_context import context_of
-from ..api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from ..api.body_checks import B
 from ..api.body_reader import BodyReader
+from ..api.body_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from ..api.draft_bodies import DraftOrderReply, draft_order_of
 from ..api.message_bodies import VERSION, CountBody, MessageBody
 from ..api.request_headers import (

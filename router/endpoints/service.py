@@ -26,7 +26,6 @@ from ..answers.message_replies import MessageBuilder, TokenCount
 from ..answers.replies import Builder, DetokenizeReply, Frame, TokenizeReply
 from ..answers.response_replies import ResponseBuilder
 from ..answers.routed_experts import RoutedRows
-from ..api.bodies import ChatBody, CompletionBody, DetokenizeBody, RequestMessage, TokenizeBody
 from ..api.body_checks import (
     COMPLETION_MAX_TOKENS,
     check_chat,
@@ -36,6 +35,7 @@ from ..api.body_checks import (
     prompts_of,
     sampling_of,
 )
+from ..api.body_types import ChatBody, CompletionBody, DetokenizeBody, RequestMessage, TokenizeBody
 from ..api.message_bodies import CountBody, MessageBody, chat_of_message, in_words_of_messages
 from ..api.prompt_embeds import check_size, read_embeds
 from ..api.response_bodies import ResponseBody, chat_of, in_words_of_responses, told_of

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..api.bodies import ChatBody, RequestMessage
+from ..api.body_types import ChatBody, RequestMessage
 from ..api.tool_bodies import Tool
 from ..formats.parts import Reader
 from ..formats.registry import Formats, Style

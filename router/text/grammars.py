@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import msgspec
 
-from ..api.bodies import ChatBody, CompletionBody
+from ..api.body_types import ChatBody, CompletionBody
 from ..api.tool_bodies import ToolChoice
 from ..errors import bad_request, grammar_too_costly, overloaded
 from ..sandbox.fork_server import ForkServer

@@ -96,9 +96,9 @@ def test_schemas_and_prompt_embeddings_beside_plain_requests(model):
             jobs += [
                 lambda ids=ids: complete(cluster, ids, max_tokens=10)[0],
                 lambda text=text: complete(cluster, [], prompt="", prompt_embeds=text, max_tokens=10)[0],
-                lambda ids=ids: complete(
-                    cluster, ids, max_tokens=60, ignore_eos=False, response_format=form
-                )[1],
+                lambda ids=ids: complete(cluster, ids, max_tokens=60, ignore_eos=False, response_format=form)[
+                    1
+                ],
             ]
         said = at_once(jobs, len(jobs))
         assert said[0::3] == said[1::3] == plain
@@ -163,9 +163,7 @@ def test_a_worker_that_drains_ends_when_the_streams_of_all_ranks_have(model):
     with serving(model, prefill=0, decode=1, aggregated=True, **SETTINGS) as cluster:
         lengths = (60, 200, 60, 200)
         prompts = [random_ids(20, VOCAB, seed=seed) for seed in range(len(lengths))]
-        expected = [
-            complete(cluster, ids, max_tokens=n)[0] for ids, n in zip(prompts, lengths, strict=True)
-        ]
+        expected = [complete(cluster, ids, max_tokens=n)[0] for ids, n in zip(prompts, lengths, strict=True)]
         streams = [GreedyStream(cluster, ids, n) for ids, n in zip(prompts, lengths, strict=True)]
         wait_until(lambda: all(len(stream.ids) > 2 for stream in streams), 90, "all streams run")
         (ranks,) = ranks_of(cluster)

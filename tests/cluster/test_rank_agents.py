@@ -9,7 +9,7 @@ import torch
 import zmq
 from baton.cluster.net.transport_names import SHM, ZMQ_BLOCKS
 from baton.kvtransfer.protocol.layout import KVLayout
-from baton.kvtransfer.protocol.shards import Shard
+from baton.kvtransfer.protocol.rank_pairs import Shard
 from baton.kvtransfer.ranks.agent import RankAgent
 from baton.kvtransfer.ranks.channel import RankLost, SocketChannel
 from baton.kvtransfer.ranks.ranked_transport import RankedTransport

@@ -8,7 +8,7 @@ from baton.kernels.move_spans import MODULUS, mixed
 from baton.kvtransfer.memory.cuda_device import CudaDevice
 from baton.kvtransfer.memory.span_cutter import PlaneBase, SpanCutter
 from baton.kvtransfer.protocol.layout import KVLayout
-from baton.kvtransfer.protocol.shards import Shard
+from baton.kvtransfer.protocol.rank_pairs import Shard
 
 pytestmark = [
     pytest.mark.gpu,

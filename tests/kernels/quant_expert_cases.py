@@ -200,9 +200,7 @@ def check_parts_of_fp8_experts(device: str, sizes: Sizes, form: str, is_grouped:
             if is_grouped:
                 found = fp8_experts_triton(*rows, *on_device, form=part, is_rounded=False)
             else:
-                found = fp8_expert_rows_triton(
-                    *rows, *on_device[0], *on_device[1], form=part, shapes=SHAPES
-                )
+                found = fp8_expert_rows_triton(*rows, *on_device[0], *on_device[1], form=part, shapes=SHAPES)
         assert_near(found, fp8_experts_reference(x, ids, weights, *own, form=part), 1e-5)
 
 

@@ -140,9 +140,7 @@ class DpCases:
         self._worker: AskedWorker | None = None
 
     @contextmanager
-    def workers(
-        self, target: Path, draft: Path | str = "", **settings: object
-    ) -> Iterator["DpCases"]:
+    def workers(self, target: Path, draft: Path | str = "", **settings: object) -> Iterator["DpCases"]:
         """Aggregated workers of all ranks. A failure inside ends the ranks."""
         values: Mapping[str, object] = {"local_prefill_tokens": 16, **SIZES, **settings}
         config = DecodeConfig(

@@ -21,7 +21,7 @@ from baton.decode.worker import DecodeWorker
 from baton.engine.config import EngineConfig
 from baton.engine.loader import Engine, EngineLoader
 from baton.engine.parallel.group import TensorGroup, join_group, leave_group
-from baton.engine.parallel.plans import LeavePlan, encode_plan
+from baton.engine.parallel.plan_messages import LeavePlan, encode_plan
 from baton.tests.parity.rank_plants import PLANTS
 from baton.tests.parity.test_sampled_law import D, Ears
 from baton.tests.parity.tp_worker import SIZES

@@ -105,8 +105,9 @@ def test_a_rank_that_fails_in_a_forward_of_both_ends_the_start(
     cases: RankCases, target: Path, head: Path, rank: int
 ):
     began = time.monotonic()
-    with pytest.raises(RanksApart) as caught, cases.worker(
-        target, head, plants={rank: "fails inside a forward"}, **SETTINGS
+    with (
+        pytest.raises(RanksApart) as caught,
+        cases.worker(target, head, plants={rank: "fails inside a forward"}, **SETTINGS),
     ):
         pass
     assert time.monotonic() - began < LIMIT_S + 30

@@ -5,7 +5,7 @@ The parts are cut by torch's indexing here, and by byte ranges in `kvtransfer`.
 
 import torch
 from baton.cluster.protocol.messages import Layout
-from baton.kvtransfer.protocol.shards import Shard
+from baton.kvtransfer.protocol.rank_pairs import Shard
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 

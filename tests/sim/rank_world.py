@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from baton.cluster.errors import LocalProtocolError
 from baton.kvtransfer.protocol.layout import KVLayout
-from baton.kvtransfer.protocol.shards import Shard
+from baton.kvtransfer.protocol.rank_pairs import Shard
 from baton.kvtransfer.ranks.agent import RankAgent
 from baton.kvtransfer.ranks.channel import RankLost
 from baton.kvtransfer.ranks.ranked_transport import RankedTransport

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 from baton.kvtransfer.protocol import layout, receiver, sender
-from baton.kvtransfer.protocol.shards import heads_of, shared_heads
+from baton.kvtransfer.protocol.rank_pairs import heads_of, shared_heads
 from baton.kvtransfer.ranks.room_join import RoomJoin
 from baton.kvtransfer.transport import Complete, Released
 from baton.tests.sim.rank_world import KINDS, RankFaults, run

@@ -19,7 +19,7 @@ import torch
 
 from ....kernels.step_glue import NUM_COUNTS
 from ...host_copy import to_device
-from ...parallel.plans import (
+from ...parallel.plan_messages import (
     BeginDraftsPlan,
     DraftPart,
     DraftPrefillPlan,

@@ -22,7 +22,7 @@ from ...graphs.graph_pool import FallbackReason, GraphKind, GraphPool
 from ...host_copy import to_device
 from ...parallel.group import SOLO, TensorGroup
 from ...parallel.lockstep import Rounds, StepRows
-from ...parallel.plans import CatchUpPlan, StepPlan, StepShape, Tell
+from ...parallel.plan_messages import CatchUpPlan, StepPlan, StepShape, Tell
 from ...runner.model_runner import ModelRunner
 from ...runner.target_graphs import captured_mode
 from ...sparse_rows import check_branches

@@ -44,8 +44,7 @@ def test_ranks_in_different_turns_all_say_so():
     one, other = tables(2)
     with ThreadPoolExecutor(2) as pool:
         found = [
-            pool.submit(table.swap, turn, (1, 2))
-            for table, turn in ((one, Turn.PROMPTS), (other, Turn.STEP))
+            pool.submit(table.swap, turn, (1, 2)) for table, turn in ((one, Turn.PROMPTS), (other, Turn.STEP))
         ]
         errors = [future.exception() for future in found]
     assert [type(error) for error in errors] == [LifecycleError] * 2

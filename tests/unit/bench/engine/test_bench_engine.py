@@ -11,7 +11,7 @@ from baton.bench.engine.floors import Ceilings, PassCounts, Work, chain_step, mt
 from baton.bench.engine.mtp_model import modules_config
 from baton.bench.engine.shapes import SHAPES, head_config, target_config
 from baton.engine.errors import CheckpointError
-from baton.engine.models.cuts import rank_config
+from baton.engine.models.weight_cuts import rank_config
 from baton.engine.parallel.group import TensorGroup
 from baton.engine.parallel.sharing import attention_parallel, tensor_parallel
 from baton.tests.variants import slow

@@ -74,8 +74,7 @@ GLM_EXPERTS = {
         QWEN_EXPERTS,
         QWEN_EXPERTS | {"mlp_only_layers": [3]},
         QWEN_EXPERTS | {"decoder_sparse_step": 2},
-        QWEN_EXPERTS
-        | {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 1024},
+        QWEN_EXPERTS | {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 1024},
         GLM_EXPERTS,
         GLM_EXPERTS | {"first_k_dense_replace": 1},
     ],

@@ -9,12 +9,12 @@ import pytest
 import torch
 from baton.engine.errors import CheckpointError
 from baton.engine.kv.layouts import MHALayout
-from baton.engine.models.cuts import EXPERT_NUMBER, PARTS, cuts_of, rank_config
 from baton.engine.models.moe import GPT_OSS_NAMES, QWEN_NAMES, MoEConfig
 from baton.engine.models.quant.config import Fp8Form, Int4Form, QuantConfig
 from baton.engine.models.quant.kv_scales import KV_SCALE_SUFFIXES
 from baton.engine.models.quant.projections import Projections
 from baton.engine.models.registry import MODELS, load_model_config
+from baton.engine.models.weight_cuts import EXPERT_NUMBER, PARTS, cuts_of, rank_config
 from baton.engine.models.weights import iter_safetensors, load_model
 from baton.engine.parallel.group import TensorGroup
 from baton.engine.parallel.sharing import Sharing, attention_parallel, tensor_parallel

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from baton.engine.parallel.plans import (
+from baton.engine.parallel.plan_messages import (
     CatchUpPlan,
     CopyPagePlan,
     DraftPart,

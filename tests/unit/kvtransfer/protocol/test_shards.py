@@ -7,7 +7,7 @@ import torch
 from baton.cluster.protocol.messages import Layout
 from baton.engine.kv.layouts import MHALayout
 from baton.kvtransfer.protocol.layout import KVLayout, block_digest
-from baton.kvtransfer.protocol.shards import (
+from baton.kvtransfer.protocol.rank_pairs import (
     Shard,
     carries_features,
     heads_of,

@@ -10,7 +10,7 @@ from baton.cluster.protocol.messages import Layout
 from baton.engine.kv.page_order import PageOrder
 from baton.kvtransfer.memory.host_device import HostDevice
 from baton.kvtransfer.protocol.layout import KVLayout, agree
-from baton.kvtransfer.protocol.shards import Shard
+from baton.kvtransfer.protocol.rank_pairs import Shard
 from baton.kvtransfer.transport import Complete, Lost, Offer, Planes, PullRequest
 from baton.kvtransfer.transports.fake import FakeNetwork, FakeReceiver, FakeSender
 from baton.tests.sim.rank_pages import feature_bytes, layout_of_ranks, logical_pages, rank_pages

@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from baton.router.api.bodies import ChatBody, CompletionBody
 from baton.router.api.body_checks import check_chat, parse_body
+from baton.router.api.body_types import ChatBody, CompletionBody
 from baton.router.api.message_bodies import MessageBody
 from baton.router.api.request_headers import REQUEST_HEADERS
 from baton.router.api.response_bodies import ResponseBody, chat_of

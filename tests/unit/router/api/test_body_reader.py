@@ -4,8 +4,8 @@ import json
 import logging
 
 import pytest
-from baton.router.api.bodies import ChatBody
 from baton.router.api.body_reader import MAX_IN_HEADER, MAX_LOGGED, BodyReader, header_of
+from baton.router.api.body_types import ChatBody
 from baton.router.errors import ApiError
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

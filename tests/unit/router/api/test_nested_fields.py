@@ -6,8 +6,8 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 import pytest
-from baton.router.api.bodies import ChatBody, CompletionBody
 from baton.router.api.body_checks import parse_body
+from baton.router.api.body_types import ChatBody, CompletionBody
 from baton.router.api.fields import INSIDE
 from baton.router.api.response_bodies import ResponseBody, chat_of
 from baton.router.api.response_items import ITEMS

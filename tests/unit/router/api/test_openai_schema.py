@@ -7,7 +7,6 @@ from baton.cluster.protocol.messages import TokenLogprob
 from baton.router.answers.chat_replies import ChatBuilder
 from baton.router.answers.generation import Choice, ChoiceOptions, Piece, Prompt, TokenText
 from baton.router.answers.replies import Frame, sse
-from baton.router.api.bodies import ChatBody, CompletionBody
 from baton.router.api.body_checks import (
     check_chat,
     check_token_ids,
@@ -17,6 +16,7 @@ from baton.router.api.body_checks import (
     prompts_of,
     sampling_of,
 )
+from baton.router.api.body_types import ChatBody, CompletionBody
 from baton.router.api.response_bodies import ResponseBody, chat_of, told_of
 from baton.router.errors import ApiError
 from baton.router.formats.parts import CallPart

@@ -9,8 +9,8 @@ import pytest
 import torch
 from baton.cluster.protocol.codec import CONTROL_MAX_FRAME, encode
 from baton.cluster.protocol.messages import Prefill, Sampling
-from baton.router.api.bodies import CompletionBody
 from baton.router.api.body_checks import parse_body, prompts_of
+from baton.router.api.body_types import CompletionBody
 from baton.router.api.prompt_embeds import MAX_HEADER, check_size, read_embeds
 from baton.router.errors import ApiError
 from baton.tests.embeds import embeddings_of, embeds_text

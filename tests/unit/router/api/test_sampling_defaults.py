@@ -4,8 +4,8 @@ import json
 
 import pytest
 from baton.cluster.errors import StartupError
-from baton.router.api.bodies import ChatBody, CompletionBody
 from baton.router.api.body_checks import parse_body, sampling_of
+from baton.router.api.body_types import ChatBody, CompletionBody
 from baton.router.api.response_bodies import ResponseBody, chat_of, told_of
 from baton.router.api.sampling_defaults import FILE, SamplingDefaults, load_sampling_defaults
 

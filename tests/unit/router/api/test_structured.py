@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from baton.router.api.bodies import ChatBody, CompletionBody
 from baton.router.api.body_checks import check_chat, parse_body
+from baton.router.api.body_types import ChatBody, CompletionBody
 from baton.router.api.response_bodies import ResponseBody, chat_of, in_words_of_responses
 from baton.router.api.structured import Constraint
 from baton.router.errors import ApiError

@@ -4,8 +4,8 @@ import json
 import time
 
 import pytest
-from baton.router.api.bodies import ChatBody, CompletionBody
 from baton.router.api.body_checks import parse_body
+from baton.router.api.body_types import ChatBody, CompletionBody
 from baton.router.api.response_bodies import ResponseBody
 from baton.router.api.unknown_fields import MAX_NAMED, MAX_VISITED
 from baton.router.errors import ApiError

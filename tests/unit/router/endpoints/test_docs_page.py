@@ -3,8 +3,8 @@
 import json
 import re
 
-from baton.router.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from baton.router.api.body_checks import parse_body
+from baton.router.api.body_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from baton.router.api.response_bodies import ResponseBody
 from baton.router.endpoints.docs_page import EXAMPLES, docs_page
 from baton.router.endpoints.openapi import OPERATIONS, openapi_of

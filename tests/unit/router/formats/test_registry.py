@@ -2,8 +2,8 @@
 
 import pytest
 from baton.cluster.config.router_groups import REASONING_PARSERS, TOOL_PARSERS
-from baton.router.api.bodies import ChatBody
 from baton.router.api.body_checks import parse_body
+from baton.router.api.body_types import ChatBody
 from baton.router.formats.harmony import SPECIAL
 from baton.router.formats.registry import AUTO, NONE, REASONING_FORMATS, TOOL_FORMATS, formats_of
 from baton.router.text.answer_form import AnswerForm, template_messages

@@ -10,7 +10,7 @@ import torch
 from .batch.extend_batch import planned_batch, written_pages
 from .kv.window_pool import WindowedPool
 from .loader import Engine
-from .parallel.plans import (
+from .parallel.plan_messages import (
     BeginDraftsPlan,
     CatchUpPlan,
     CopyPagePlan,
