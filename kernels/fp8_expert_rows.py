@@ -29,7 +29,8 @@ def _by_blocks(
     SCALE_BLOCK: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ) -> tl.tensor:
-    """The inputs `b_x` of a row from `first` on times the scales of their blocks, if the weights have blocks."""
+    """The inputs `b_x` of a row from `first` on times the scales of their blocks, if the weights have blocks.
+    """
     if HAS_BLOCKS:
         if BLOCK_IN > SCALE_BLOCK:
             i_block = first // SCALE_BLOCK + tl.arange(0, BLOCK_IN // SCALE_BLOCK)
@@ -141,7 +142,8 @@ def fp8_expert_rows_triton(
     form: ExpertForm = PLAIN_EXPERTS,
     shapes: tuple[ExpertRowsShape, ExpertRowsShape] | None = None,
 ) -> torch.Tensor:
-    """Launch with checked arguments of `fp8_experts.fp8_experts`, T at least 1. `shapes`: of both products."""
+    """Launch with checked arguments of `fp8_experts.fp8_experts`, T at least 1. `shapes`: of both products.
+    """
     num_slots, top_k = ids.numel(), ids.shape[1]
     inner = torch.empty(num_slots, gate_up.shape[1] // 2, dtype=x.dtype, device=x.device)
     outputs = torch.empty(num_slots, x.shape[1], dtype=x.dtype, device=x.device)

@@ -323,7 +323,8 @@ def fp8_blocks_triton(
 def fp8_rows_product(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`x` `[T, H]`, each row rounded to 8 bits, times `weight` `[N, H]` with `scales` `[N]`, by the library."""
+    """`x` `[T, H]`, each row rounded to 8 bits, times `weight` `[N, H]` with `scales` `[N]`, by the library.
+    """
     rounded, x_scales = quantise_rows(x, x.shape[1])
     y: torch.Tensor = torch._scaled_mm(
         rounded,

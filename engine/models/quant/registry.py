@@ -24,7 +24,8 @@ Reader: TypeAlias = Callable[["Section"], QuantConfig]
 
 
 class Section:
-    """A part of config.json with typed access. Every error names the file, the key, the value and the remedy."""
+    """A part of config.json with typed access. Every error names the file, the key, the value and the remedy.
+    """
 
     def __init__(self, values: Mapping[str, object], source: Path, name: str = KEY) -> None:
         self.values = values
@@ -74,7 +75,8 @@ class Section:
 
 
 def read_fp8(section: Section) -> QuantConfig:
-    """A matrix of e4m3 with one scale, or with one for each block ("weight_scale_inv", as DeepSeek writes)."""
+    """A matrix of e4m3 with one scale, or with one for each block ("weight_scale_inv", as DeepSeek writes).
+    """
     section.require("fmt", None, "e4m3")
     section.require("activation_scheme", None, "dynamic", "static")
     blocks = section.get("weight_block_size")
