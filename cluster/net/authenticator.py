@@ -1,7 +1,7 @@
 """The ZAP handler of a context: the thread that answers libzmq's question whether a peer may connect.
 
 Every listening socket sets a ZAP domain and enforces it, so a question without an answer is a refusal. If the
-thread dies, no new peer is admitted and existing connections stay. `security.zap` holds the rules.
+thread dies, no new peer is admitted and existing connections stay. `security.allowed_keys` holds the rules.
 """
 
 import logging
@@ -11,9 +11,9 @@ from collections.abc import Collection, Sequence
 import zmq
 
 from ..errors import StartupError
+from ..security.allowed_keys import TICKET_PARTS, ZapRules
 from ..security.keyring import AllowList
 from ..security.tickets import Tickets
-from ..security.zap import TICKET_PARTS, ZapRules
 from .sockets import Socket, make_socket, recv_parts
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ import zmq
 
 from ..errors import ConfigError, PeerLost, StartupError
 from ..protocol.codec import CONTROL_MAX_FRAME
+from ..security.allowed_keys import TICKET_DOMAIN, TICKET_USER, ZAP_DOMAIN
 from ..security.keyring import Curve
-from ..security.zap import TICKET_DOMAIN, TICKET_USER, ZAP_DOMAIN
 from .endpoints import endpoint_fault, port_fault
 from .flood_guard import FloodGuard
 

@@ -12,8 +12,8 @@ from baton.cluster.net.reconnect import FIRST_PAUSE_S, ReconnectingSocket
 from baton.cluster.net.sockets import make_socket, recv_parts
 from baton.cluster.protocol.codec import control_down_decoder, encode
 from baton.cluster.protocol.messages import FirstToken, Gone, Heartbeat, Rejected, Welcome, WorkerStats
+from baton.cluster.security.allowed_keys import ZapRules
 from baton.cluster.security.keyring import load_keyring, read_key, write_key
-from baton.cluster.security.zap import ZapRules
 from baton.deploy.keys.keys import remove, rotate
 from baton.router.workers.control import ControlSocket, Speakers
 from baton.tests.cluster.keyed_peers import (

@@ -188,7 +188,9 @@ def test_m5_4_graph_and_eager_steps_get_the_same_slots_lengths_and_pages(
     planned: list[tuple[torch.Tensor, ...]] = []
 
     class Spied(RowPlan):
-        def __init__(self, pool: object, *parts: torch.Tensor, **settings: bool) -> None:
+        def __init__(
+            self, pool: object, *parts: torch.Tensor, slots: object = None, **settings: bool
+        ) -> None:
             planned.append(parts)
             super().__init__(pool, *parts, **settings)
 

@@ -71,7 +71,7 @@ def test_m4_2_every_row_of_a_window_lies_in_its_requests_pages(target, heads, ki
     seen: list[int] = []
 
     class Checked(RowPlan):
-        def __init__(self, pool, rows, page_table, kv_lens, *masks, **settings):
+        def __init__(self, pool, rows, page_table, kv_lens, *masks, slots=None, **settings):
             super().__init__(pool, rows, page_table, kv_lens, *masks, **settings)
             held = rows.view(page_table.shape[0], -1)
             pages = held // (pool.num_layers * 2 * pool.page_size)
@@ -235,7 +235,7 @@ def test_m5_5_graph_and_eager_steps_plan_the_same_rows(target, heads, kind, monk
     planned: list[tuple[torch.Tensor, ...]] = []
 
     class Spied(RowPlan):
-        def __init__(self, pool, *parts, **settings):
+        def __init__(self, pool, *parts, slots=None, **settings):
             planned.append(parts)
             super().__init__(pool, *parts, **settings)
 

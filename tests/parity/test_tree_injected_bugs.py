@@ -126,7 +126,7 @@ def one_layer_not_moved(planting: pytest.MonkeyPatch) -> None:
 
 
 def masked(planting: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    def plan(*parts: object, **settings: bool) -> RowPlan:
+    def plan(*parts: object, slots: object = None, **settings: bool) -> RowPlan:
         *others, mask = parts
         return RowPlan(*others, None if mask is None else change(mask), **settings)
 
