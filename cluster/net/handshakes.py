@@ -44,7 +44,7 @@ class SocketMonitor:
 
 
 class HandshakeMonitor:
-    """Counts and logs failed handshakes of a server socket. Refused keys are logged by `security.allowed_keys`.
+    """Counts and logs failed handshakes of a server socket. `security.allowed_keys` logs refused keys.
 
     `num_left` counts established connections that ended, for instance because the peer process died.
     """
