@@ -26,9 +26,8 @@ DRAFTS = {
     "lookup": {"draft": "ngram", "spec_steps": 3, "ngram_min": 1, "spec_adaptive": "off"},
 }
 MTP = {"spec_steps": 2}
-QUICK = {("deepseek_v3", "chain graphs")}
 CELLS = [
-    pytest.param(family, drafts, graphs, marks=() if (family, drafts + graphs) in QUICK else pytest.mark.slow)
+    pytest.param(family, drafts, graphs, marks=pytest.mark.slow)
     for family in FAMILIES
     for drafts in DRAFTS
     for graphs in ("", " graphs")

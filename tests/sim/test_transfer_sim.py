@@ -79,7 +79,7 @@ def test_without_faults_every_room_takes_device_memory_and_none_is_left() -> Non
         assert outcomes["by device memory"] > 0.5 * outcomes["decode Complete"], outcomes
 
 
-@pytest.mark.parametrize("num_seeds", [40, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_seeds", [20, pytest.param(500, marks=pytest.mark.slow)])
 def test_under_any_mix_of_faults_device_memory_is_right_and_given_back(num_seeds: int) -> None:
     """Late moves, stray writes and killed processes leave no wrong byte, no touched page and no memory."""
     totals: dict[str, int] = {}

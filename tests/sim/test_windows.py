@@ -51,7 +51,7 @@ WAYS = {
     "tree ahead graphs": TREE | GRAPHS | {"overlap": "on"},
     "deterministic": {"deterministic": True} | CHAIN,
 }
-QUICK_WAYS = {("mistral", "chain graphs"), ("gemma2", "tree"), ("gemma2", "plain graphs")}
+QUICK_WAYS = {("mistral", "chain graphs"), ("gemma2", "tree")}
 CELLS = [
     pytest.param(family, way, marks=[] if (family, way) in QUICK_WAYS else pytest.mark.slow)
     for family in SETTINGS
@@ -278,7 +278,6 @@ def test_a_choice_does_not_share_a_prompt_whose_window_has_gone(models, expected
     ("family", "way", "is_local"),
     [
         pytest.param("mistral", "chain", False),
-        pytest.param("gemma2", "plain", True),
         *(
             pytest.param(family, way, is_local, marks=pytest.mark.slow)
             for family in SETTINGS

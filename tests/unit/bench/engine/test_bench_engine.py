@@ -26,7 +26,7 @@ SMALL = ["--shape", "toy", "--device", "cpu", "--dtype", "float32", "--context",
     [
         slow(1, "off"),  # as blocks in `test_bench_blocks`
         slow(2, "off"),
-        (3, "on"),
+        slow(3, "on"),
         slow(4, "off"),
     ],
 )
@@ -74,6 +74,7 @@ def test_layers_with_windows_are_measured_in_either_kind_of_pages(kind, toy_chec
     assert cells["eagle3"]["path"] == "graph"
 
 
+@pytest.mark.slow
 def test_ranks_measure_in_step(tmp_path, capsys):
     out = tmp_path / "out.json"
     flags = ["--batch", "1", "2", "--prefill", "9", "--chunk-size", "8", "--json", str(out), "--tp", "2"]
