@@ -22,6 +22,8 @@ CANARY = (
     "BATON_CANARY"  # the file that a pickle of the corpora makes in the working directory when it is loaded
 )
 LISTENING = "00010000"  # __SO_ACCEPTCON in /proc/net/unix
+# who calls a port of pages, and the role whose key it has
+PEERS = {"kv": ("decode", "prefill"), "prefixes": ("prefill", "decode")}
 PICKLE = b"cposix\nsystem\n(S'touch BATON_CANARY'\ntR."
 
 
@@ -31,7 +33,7 @@ class Port:
 
     cluster: object
     child: str  # its name, as router or prefill-0
-    plane: str  # http, control, kv or bulk
+    plane: str  # http, control, kv, bulk or prefixes
     number: int
     keys: Path | None
 
@@ -44,7 +46,7 @@ class Port:
 
     @property
     def max_frame(self):
-        return KV_MAX_BYTES if self.plane == "kv" else CONTROL_MAX_FRAME
+        return KV_MAX_BYTES if self.plane in ("kv", "prefixes") else CONTROL_MAX_FRAME
 
     @property
     def pid(self):
@@ -58,10 +60,10 @@ class Port:
         """Keys to call it with; None on a link without keys."""
         if self.keys is None:
             return None
-        role = "prefill" if self.plane == "kv" else "router"
+        caller, role = PEERS.get(self.plane, ("decode", "router"))
         if not is_listed:
             return stranger(self.keys)
-        return load_keyring(str(self.keys), "decode").calling(read_key(self.keys, role).public)
+        return load_keyring(str(self.keys), caller).calling(read_key(self.keys, role).public)
 
     def counter(self, name):
         """One of the totals that it reports; a worker's are as old as its last heartbeat."""
@@ -115,6 +117,8 @@ def ports(cluster, keys=None):
                 plane = "http" if number == cluster.config.port else "control"
                 if child.role == "prefill":
                     plane = "bulk" if _asks_for_tickets(number) else "kv"
+                elif child.role == "decode":
+                    plane = "prefixes"
                 found.append(Port(cluster, child.name, plane, number, Path(keys) if keys else None))
     return found
 

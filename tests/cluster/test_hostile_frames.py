@@ -54,11 +54,13 @@ def test_s28_only_required_ports_listen_and_only_on_loopback(plain_cluster, keye
         assert found == {
             "router": {("tcp", "127.0.0.1")},
             "prefill-0": {("tcp", "127.0.0.1")},
-            "decode-0": set(),
+            "decode-0": {("tcp", "127.0.0.1")},
         }
         planes = sorted((port.child, port.plane) for port in ports(cluster))
         bulk = [("prefill-0", "bulk")] if cluster is keyed_cluster else []
-        assert planes == [*bulk, ("prefill-0", "kv"), ("router", "control"), ("router", "http")]
+        decode = [("decode-0", "prefixes")] * (1 + len(bulk))
+        router = [("router", "control"), ("router", "http")]
+        assert planes == [*decode, *bulk, ("prefill-0", "kv"), *router]
 
 
 def test_s2_s28_s29_by_default_only_http_listens_on_the_network(served_dir):
@@ -68,12 +70,12 @@ def test_s2_s28_s29_by_default_only_http_listens_on_the_network(served_dir):
         assert found == {
             "router": {("tcp", "127.0.0.1"), ("unix", f"{directory}/control")},
             "prefill-0": {("unix", f"{directory}/kv-0")},
-            "decode-0": set(),
+            "decode-0": {("unix", f"{directory}/prefix-0")},
         }
         assert directory.stat().st_mode & 0o777 == 0o700
         before = complete(cluster, PROMPT, max_tokens=8)[0]
         pids = [child.pid for child in cluster.children]
-        for path in (f"{directory}/control", f"{directory}/kv-0"):
+        for path in (f"{directory}/control", f"{directory}/kv-0", f"{directory}/prefix-0"):
             s2_s29_hostile_bytes_at_a_unix_socket(path)
         assert complete(cluster, PROMPT, max_tokens=8)[0] == before
         assert [child.pid for child in cluster.children] == pids, "no process ended"
@@ -123,7 +125,7 @@ def test_s2_hostile_frames_at_the_http_port_are_refused(cluster_ports):
     assert port.resident() - resident <= 20 * MIB
 
 
-@pytest.mark.parametrize("plane", ["control", "kv", "bulk", "http"])
+@pytest.mark.parametrize("plane", ["control", "kv", "prefixes", "bulk", "http"])
 def test_s29_raw_bytes_before_and_around_the_handshake(cluster_ports, plane):
     if plane not in cluster_ports:
         pytest.skip("only with keys do blocks have a port of their own")
