@@ -238,6 +238,13 @@ class EngineSettings(RoleConfig):
             help="KV pages in the pool; 0: as many as --kv-memory-mb holds", minimum=0, maximum=2**31 - 1
         ),
     )
+    count_experts: bool = setting(
+        False,
+        Setting(
+            help="counts the rows that each expert of a mixture-of-experts model computes: worker events "
+            "expert_rows_N in /metrics; takes some three launches a layer and forward"
+        ),
+    )
     return_routed_experts: bool = setting(
         False,
         Setting(
@@ -472,13 +479,6 @@ class DecodeSettings(RoleConfig):
             unit="tokens",
             minimum=2 * MAX_NGRAM,
             maximum=2**20,
-        ),
-    )
-    count_experts: bool = setting(
-        False,
-        Setting(
-            help="counts the rows that each expert of a mixture-of-experts model computes: worker events "
-            "expert_rows_N in /metrics; takes some three launches a layer and forward"
         ),
     )
     aggregated: bool = setting(

@@ -91,7 +91,6 @@ def assert_are_counted(cluster, least):
             for sample in family.samples:
                 if sample.labels.get("event", "").startswith(NAME):
                     found[sample.labels["role"]][sample.labels["event"]] = sample.value
-        print("XX", {k: sum(v.values()) for k, v in found.items()}, least)
         return sum(sum(of.values()) for of in found.values()) >= least
 
     wait_until(are_reported, 30, f"{least} rows of experts in /metrics")
