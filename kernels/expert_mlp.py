@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from .combine_experts import combine_experts_reference, combine_experts_triton
-from .group_experts import ExpertTiles, group_experts_triton
+from .expert_products import expert_tiles, store_expert_tile
 from .invariant_rows import exp_rounded, linear_rows, silu_mul_rows
 from .silu_mul import silu_mul_reference
 from .triton_jit import cdiv, jit_varying, tl
@@ -58,6 +58,19 @@ class Matrices(Protocol):
     def __getitem__(self, expert: int, /) -> torch.Tensor: ...
 
 
+class Dequantised:
+    """The matrices of `count` experts, each made of its stored form when it is asked for, and not kept."""
+
+    def __init__(self, make: Callable[[int], torch.Tensor], count: int) -> None:
+        self._make, self._count = make, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, expert: int, /) -> torch.Tensor:
+        return self._make(expert)
+
+
 def clamped_gate(gate_up: torch.Tensor, form: ExpertForm, is_invariant: bool = False) -> torch.Tensor:
     """The gate of gpt-oss: `gate_up` `[..., 2*I]` (gate first) -> `[..., I]`, in float32, rounded once."""
     gate, up = gate_up.to(torch.float32).chunk(2, dim=-1)
@@ -90,6 +103,25 @@ def expert_mlp_reference(
         first, second = (None if bias is None else bias[expert] for bias in biases)
         outputs[slots] = product(gate(product(rows, gate_up[expert], first)), down[expert], second)
     return combine_experts_reference(outputs, weights).to(x.dtype)
+
+
+def experts_by_definition(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: Matrices,
+    down: Matrices,
+    is_invariant: bool = False,
+    form: ExpertForm = PLAIN_EXPERTS,
+) -> torch.Tensor:
+    """`expert_mlp_reference` with the products and the gate of `form`; `is_invariant`: in batch-invariant
+    operations.
+    """
+    gate: Callable[[torch.Tensor], torch.Tensor] = silu_mul_rows if is_invariant else silu_mul_reference
+    if form.limit:
+        gate = partial(clamped_gate, form=form, is_invariant=is_invariant)
+    product = linear_rows if is_invariant else F.linear
+    return expert_mlp_reference(x, ids, weights, gate_up, down, product, gate, form)
 
 
 @jit_varying("num_slots")
@@ -154,23 +186,20 @@ def _expert_kernel(
         if IS_GATED:
             b_weight = tl.load(p_ups + i_in[None, :], mask=m_weight, other=0.0)
             b_up = tl.dot(b_weight, b_x, b_up, input_precision="ieee")
-    if HAS_BIAS:
-        p_own = p_bias + expert * rows_of_expert + i_out
-        b_y += tl.load(p_own, mask=m_out, other=0.0).to(tl.float32)[:, None]
-        if IS_GATED:
-            b_up += tl.load(p_own + out_size, mask=m_out, other=0.0).to(tl.float32)[:, None]
-    if IS_GATED:
-        b_gate = b_y.to(p_y.dtype.element_ty).to(tl.float32)
-        b_up = b_up.to(p_y.dtype.element_ty).to(tl.float32)
-        if LIMIT != 0.0:
-            b_gate = tl.minimum(b_gate, LIMIT)
-            b_up = tl.minimum(tl.maximum(b_up, -LIMIT), LIMIT)
-            b_y = (b_up + 1.0) * (b_gate / (1.0 + tl.exp(-ALPHA * b_gate)))
-        else:
-            b_silu = (b_gate / (1.0 + tl.exp(-b_gate))).to(p_y.dtype.element_ty).to(tl.float32)
-            b_y = b_silu * b_up
-    o_y = b_slot[None, :].to(tl.int64) * out_size + i_out[:, None]
-    tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_out[:, None] & m_slot[None, :])
+    store_expert_tile(
+        b_y,
+        b_up,
+        p_bias + expert * rows_of_expert,
+        p_y,
+        b_slot,
+        i_out,
+        num_slots,
+        out_size,
+        HAS_BIAS,
+        IS_GATED,
+        LIMIT,
+        ALPHA,
+    )
 
 
 class ExpertTile(NamedTuple):
@@ -226,12 +255,7 @@ def expert_mlp_triton(
     is_grouped = num_slots > num_experts if is_grouped is None else is_grouped
     is_part = form.total > 0
     tile = expert_tile(num_slots, form.total or num_experts, x.dtype) if tile is None else tile
-    if is_grouped:
-        tiles = group_experts_triton(ids, num_experts, tile.rows, form.first)
-        num_tiles = tiles.experts.shape[0]
-    else:
-        tiles = ExpertTiles(ids, ids, ids)
-        num_tiles = num_slots
+    tiles, num_tiles = expert_tiles(ids, num_experts, tile.rows, is_grouped, form.first)
     inner = torch.empty(num_slots, double // 2, dtype=x.dtype, device=x.device)
     outputs = torch.empty(num_slots, hidden, dtype=x.dtype, device=x.device)
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -312,8 +336,4 @@ def expert_mlp(
     if x.is_cuda:
         return expert_mlp_triton(x, ids, weights, gate_up, down, form=form)
     _check(x, ids, weights, gate_up, down)
-    gate: Callable[[torch.Tensor], torch.Tensor] = silu_mul_rows if is_invariant else silu_mul_reference
-    if form.limit:
-        gate = partial(clamped_gate, form=form, is_invariant=is_invariant)
-    product = linear_rows if is_invariant else F.linear
-    return expert_mlp_reference(x, ids, weights, gate_up, down, product, gate, form)
+    return experts_by_definition(x, ids, weights, gate_up, down, is_invariant, form)

@@ -1,4 +1,4 @@
-"""What the products of quantised experts share, whatever the form of their weights.
+"""What the products of experts share, whatever the form of their weights.
 
 Legend: T rows, K experts of a row, S = T*K slots, E experts, N outputs of a matrix, H inputs, I intermediate
 size of an expert.
@@ -6,51 +6,10 @@ size of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
-import torch.nn.functional as F
 
-from .expert_mlp import PLAIN_EXPERTS, ExpertForm, clamped_gate, expert_mlp_reference
 from .group_experts import ExpertTiles, group_experts_triton
-from .invariant_rows import linear_rows, silu_mul_rows
-from .silu_mul import silu_mul_reference
 from .triton_jit import jit, tl
-
-
-class Dequantised:
-    """The matrices of `count` experts, each made of its stored form when it is asked for."""
-
-    def __init__(self, make: Callable[[int], torch.Tensor], count: int) -> None:
-        self._make, self._count = make, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, expert: int, /) -> torch.Tensor:
-        return self._make(expert)
-
-
-def dequantised_experts(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: Dequantised,
-    down: Dequantised,
-    is_invariant: bool = False,
-    form: ExpertForm = PLAIN_EXPERTS,
-) -> torch.Tensor:
-    """The definition and the CPU path of all forms: `expert_mlp` with the values of the weights.
-
-    `gate_up` and `down` have the values `[2*I, H]` and `[H, I]` of each expert in the dtype of `x`; only
-    those of chosen experts are made, one after the other. `is_invariant`: with batch-invariant products.
-    """
-    gate: Callable[[torch.Tensor], torch.Tensor] = silu_mul_rows if is_invariant else silu_mul_reference
-    if form.limit:
-        gate = partial(clamped_gate, form=form, is_invariant=is_invariant)
-    product = linear_rows if is_invariant else F.linear
-    return expert_mlp_reference(x, ids, weights, gate_up, down, product, gate, form)
 
 
 def expert_tiles(

@@ -19,14 +19,8 @@ from typing import NamedTuple
 import torch
 
 from .combine_experts import combine_experts_triton
-from .expert_mlp import PLAIN_EXPERTS, ExpertForm
-from .expert_products import (
-    Dequantised,
-    check_experts,
-    dequantised_experts,
-    expert_tiles,
-    store_expert_tile,
-)
+from .expert_mlp import PLAIN_EXPERTS, Dequantised, ExpertForm, experts_by_definition
+from .expert_products import check_experts, expert_tiles, store_expert_tile
 from .fp8_expert_rows import fp8_expert_rows_triton
 from .fp8_scales import BLOCK, FP8, check_scales, dequantise_fp8
 from .quantise_rows import quantise_rows
@@ -66,7 +60,7 @@ def fp8_experts_reference(
 ) -> torch.Tensor:
     """The definition and the CPU path: the weights' values, of one expert at a time."""
     first, second = gate_up.values(x.dtype), down.values(x.dtype)
-    return dequantised_experts(x, ids, weights, first, second, is_invariant, form)
+    return experts_by_definition(x, ids, weights, first, second, is_invariant, form)
 
 
 @jit_varying("num_slots")

@@ -22,14 +22,8 @@ from typing import NamedTuple
 import torch
 
 from .combine_experts import combine_experts_triton
-from .expert_mlp import PLAIN_EXPERTS, ExpertForm
-from .expert_products import (
-    Dequantised,
-    check_experts,
-    dequantised_experts,
-    expert_tiles,
-    store_expert_tile,
-)
+from .expert_mlp import PLAIN_EXPERTS, Dequantised, ExpertForm, experts_by_definition
+from .expert_products import check_experts, expert_tiles, store_expert_tile
 from .mxfp4 import mxfp4_quarters, unpack_mxfp4
 from .packed_words import SPAN, UNIT, dequantise_words, group_scale, integer_quarters
 from .triton_jit import cdiv, jit, jit_varying, tl
@@ -73,7 +67,7 @@ def packed_experts_reference(
     """The definition and the CPU path: the weights' values, of one expert at a time."""
     first = gate_up.values(x.shape[1], x.dtype)
     second = down.values(gate_up.words.shape[1] // 2, x.dtype)
-    return dequantised_experts(x, ids, weights, first, second, is_invariant, form)
+    return experts_by_definition(x, ids, weights, first, second, is_invariant, form)
 
 
 @jit

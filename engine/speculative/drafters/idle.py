@@ -2,9 +2,12 @@
 batches.
 """
 
+from dataclasses import replace
+
 import torch
 
 from ...batch.forward_batch import CaptureHidden, ForwardBatch
+from ...batch.padding import idle_batch
 from .eagle3_head import DraftPhase
 from .spec_config import DraftDims
 
@@ -18,14 +21,6 @@ def idle_draft_batch(
     is_from_target = phase is DraftPhase.FROM_TARGET_FEATURES
     width = dims.target_feature_width if is_from_target else dims.self_width
     name = dims.target_feature_dtype if is_from_target else dims.self_dtype
-    nothing = torch.empty(0, dtype=torch.int64, device=device)
-    return ForwardBatch(
-        input_ids=nothing,
-        positions=nothing,
-        slots=nothing,
-        page_table=torch.empty((0, 1), dtype=torch.int64, device=device),
-        q_lens=[],
-        kv_lens=[],
-        capture_hidden=CaptureHidden.LAST,
-        features=torch.empty((0, width), dtype=getattr(torch, name), device=device),
-    )
+    features = torch.empty((0, width), dtype=getattr(torch, name), device=device)
+    batch = idle_batch(torch.device(device), CaptureHidden.LAST)
+    return replace(batch, logit_rows=None, features=features)
