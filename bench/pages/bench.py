@@ -18,17 +18,15 @@ import argparse
 import asyncio
 import json
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...cluster.errors import BatonError
 from ...cluster.process.progress import JobProgress
-from ...engine.errors import CheckpointError
 from ...engine.models.registry import load_model_config
 from ..arguments import at_least
 from ..child_server import serving
+from ..job import run_job, split_arguments
 from ..router.rig import free_port
 from ..serve.client import endpoint_of
 from .load import AnswerClient, PagesLoad, PagesRun, run_load
@@ -50,21 +48,15 @@ class Measured:
 
 def main(argv: Sequence[str]) -> int:
     """Runs `baton bench pages`. Returns 0, 1 where a run failed or had errors, 2 for a wrong argument."""
-    argv, extra = _split(list(argv))
-    options = parse(argv)
-    progress = JobProgress()
-    try:
+    given, extra = split_arguments(argv)
+    options = parse(given)
+
+    def work(progress: JobProgress) -> tuple[str, int]:
         found = measure(options, extra, progress)
-    except (BatonError, CheckpointError) as error:
-        sys.stderr.write(f"{PROG}: {error}\n")
-        return 1
-    except KeyboardInterrupt:
-        sys.stderr.write(f"{PROG}: interrupted\n")
-        return 130
-    finally:
-        progress.close()
-    sys.stdout.write(json.dumps(as_document(found)) + "\n" if options.json else as_table(found))
-    return int(any(one.run.errors for one in found))
+        text = json.dumps(as_document(found)) + "\n" if options.json else as_table(found)
+        return text, int(any(one.run.errors for one in found))
+
+    return run_job(PROG, work)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -222,9 +214,3 @@ def _mean(values: Sequence[float]) -> float:
 
 def _share(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
-
-
-def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """The arguments in front of `--`, and those behind it, which are the server's."""
-    at = argv.index("--") if "--" in argv else len(argv)
-    return argv[:at], argv[at + 1 :]

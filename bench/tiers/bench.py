@@ -15,16 +15,14 @@ import json
 import math
 import random
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...cluster.errors import BatonError
 from ...cluster.process.progress import JobProgress
-from ...engine.errors import CheckpointError
 from ...engine.models.registry import load_model_config
 from ..arguments import at_least
 from ..child_server import serving
+from ..job import run_job, split_arguments
 from ..router.rig import free_port
 from ..serve.bench import EXTENSIONS, LoadPlan, ServeBench
 from ..serve.client import LoadClient, endpoint_of
@@ -44,25 +42,16 @@ MOVED = {
 
 def main(argv: Sequence[str]) -> int:
     """Runs `baton bench tiers`. Returns 0, 1 where a run failed or had errors, 2 for a wrong argument."""
-    listed = list(argv)
-    at = listed.index("--") if "--" in listed else len(listed)
-    options, extra = parse(listed[:at]), listed[at + 1 :]
-    progress = JobProgress()
-    found: dict[str, Figures] = {}
-    try:
+    given, extra = split_arguments(argv)
+    options = parse(given)
+
+    def work(progress: JobProgress) -> tuple[str, int]:
         vocab = load_model_config(Path(options.model)).vocab_size
-        for tier in options.tiers:
-            found[tier] = _measured(options, tier, extra, vocab, progress)
-    except (BatonError, CheckpointError) as error:
-        sys.stderr.write(f"{PROG}: {error}\n")
-        return 1
-    except KeyboardInterrupt:
-        sys.stderr.write(f"{PROG}: interrupted\n")
-        return 130
-    finally:
-        progress.close()
-    sys.stdout.write(json.dumps(as_document(found)) + "\n" if options.json else as_table(found))
-    return int(any(figures.errors for figures in found.values()))
+        found = {tier: _measured(options, tier, extra, vocab, progress) for tier in options.tiers}
+        text = json.dumps(as_document(found)) + "\n" if options.json else as_table(found)
+        return text, int(any(figures.errors for figures in found.values()))
+
+    return run_job(PROG, work)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

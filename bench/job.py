@@ -1,0 +1,35 @@
+"""What benchmarks that start servers of their own share on the command line."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from ..cluster.errors import BatonError
+from ..cluster.process.progress import JobProgress
+from ..engine.errors import CheckpointError
+
+
+def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments in front of `--`, and those behind it, which are the server's."""
+    given = list(argv)
+    at = given.index("--") if "--" in given else len(given)
+    return given[:at], given[at + 1 :]
+
+
+def run_job(prog: str, work: Callable[[JobProgress], tuple[str, int]]) -> int:
+    """Runs `work`, which gives the text to print and the exit code, with a progress display.
+
+    Returns that code; 1, with one line of `prog`, where it raises what a user can mend; 130 if interrupted.
+    """
+    progress = JobProgress()
+    try:
+        text, code = work(progress)
+    except (BatonError, CheckpointError) as error:
+        sys.stderr.write(f"{prog}: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{prog}: interrupted\n")
+        return 130
+    finally:
+        progress.close()
+    sys.stdout.write(text)
+    return code
