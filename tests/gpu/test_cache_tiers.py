@@ -46,9 +46,11 @@ def copies(planes: list[torch.Tensor], order: PageOrder) -> PageCopies:
 def test_pages_come_back_as_they_went(planes: list[torch.Tensor], copies: PageCopies) -> None:
     before = [plane.clone() for plane in planes]
     moves = [PageMove(key=key, slot=3 + place, page=2 * place + 1) for place, key in enumerate(KEYS)]
+    torch.cuda.synchronize()  # nothing here stamps pages, so copies wait for no work on them
     digests = copies.save(moves)
     for plane in planes:
         plane.zero_()
+    torch.cuda.synchronize()
     back = [PageMove(key=move.key, slot=move.slot, page=move.page + 1) for move in moves]
     assert copies.load(back) == digests
     for plane, was in zip(planes, before, strict=True):

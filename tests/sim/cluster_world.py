@@ -147,6 +147,8 @@ def draw_settings(seed, rng, faults):
             max_running=8,
             step_s=min(settings.step_s, 0.01),  # all are served in time
         )
+        if settings.choices > 1:  # each of which takes pages of its own for its output
+            settings = replace(settings, queue_timeout_s=10.0, request_timeout_s=12.0)
     return settings
 
 
