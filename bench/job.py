@@ -15,10 +15,13 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return given[:at], given[at + 1 :]
 
 
-def run_job(prog: str, work: Callable[[JobProgress], tuple[str, int]]) -> int:
+def run_job(
+    prog: str, work: Callable[[JobProgress], tuple[str, int]], so_far: Callable[[], str] = str
+) -> int:
     """Runs `work`, which gives the text to print and the exit code, with a progress display.
 
-    Returns that code; 1, with one line of `prog`, where it raises what a user can mend; 130 if interrupted.
+    Returns that code; 1, with one line of `prog`, where it raises what a user can mend; 130 if interrupted:
+    then `so_far()` is printed, what it has measured until then.
     """
     progress = JobProgress()
     try:
@@ -28,6 +31,7 @@ def run_job(prog: str, work: Callable[[JobProgress], tuple[str, int]]) -> int:
         return 1
     except KeyboardInterrupt:
         sys.stderr.write(f"{prog}: interrupted\n")
+        sys.stdout.write(so_far())
         return 130
     finally:
         progress.close()

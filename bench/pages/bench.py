@@ -18,7 +18,7 @@ import argparse
 import asyncio
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,13 +50,19 @@ def main(argv: Sequence[str]) -> int:
     """Runs `baton bench pages`. Returns 0, 1 where a run failed or had errors, 2 for a wrong argument."""
     given, extra = split_arguments(argv)
     options = parse(given)
+    found: list[Measured] = []
+
+    def text() -> str:
+        if not found:
+            return ""
+        return json.dumps(as_document(found)) + "\n" if options.json else as_table(found)
 
     def work(progress: JobProgress) -> tuple[str, int]:
-        found = measure(options, extra, progress)
-        text = json.dumps(as_document(found)) + "\n" if options.json else as_table(found)
-        return text, int(any(one.run.errors for one in found))
+        for one in measure(options, extra, progress):
+            found.append(one)  # at once: an interrupted run has it
+        return text(), int(any(one.run.errors for one in found))
 
-    return run_job(PROG, work)
+    return run_job(PROG, work, text)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -84,7 +90,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def measure(options: argparse.Namespace, extra: Sequence[str], progress: JobProgress) -> list[Measured]:
+def measure(options: argparse.Namespace, extra: Sequence[str], progress: JobProgress) -> Iterator[Measured]:
     """Runs all modes, `grow` first in each round. Raises BatonError when a server does not start, or there is
     no checkpoint."""
     vocab = load_model_config(Path(options.model)).vocab_size
@@ -98,16 +104,15 @@ def measure(options: argparse.Namespace, extra: Sequence[str], progress: JobProg
         longer=options.longer,
     )
     modes = [GROW, *(mode for mode in options.modes if mode != GROW)]
-    found: list[Measured] = []
+    known: list[list[int]] = []  # the answers of the first run
     for number in range(options.rounds):
         for mode in modes:
             progress.begin(f"{mode}, round {number + 1} of {options.rounds}")
-            known = found[0].run.answers if found else []
             limits = [max(1, len(answer)) for answer in known] if mode == ORACLE else None
             run = _run(options, extra, load, mode, limits or [options.max_tokens] * load.num_requests)
-            pairs = zip(run.answers, known or run.answers, strict=True)
-            found.append(Measured(mode=mode, run=run, num_different=sum(a != b for a, b in pairs)))
-    return found
+            known = known or run.answers
+            num_different = sum(a != b for a, b in zip(run.answers, known, strict=True))
+            yield Measured(mode=mode, run=run, num_different=num_different)
 
 
 def _run(

@@ -45,13 +45,20 @@ def main(argv: Sequence[str]) -> int:
     given, extra = split_arguments(argv)
     options = parse(given)
 
+    found: dict[str, Figures] = {}
+
+    def text() -> str:
+        if not found:
+            return ""
+        return json.dumps(as_document(found)) + "\n" if options.json else as_table(found)
+
     def work(progress: JobProgress) -> tuple[str, int]:
         vocab = load_model_config(Path(options.model)).vocab_size
-        found = {tier: _measured(options, tier, extra, vocab, progress) for tier in options.tiers}
-        text = json.dumps(as_document(found)) + "\n" if options.json else as_table(found)
-        return text, int(any(figures.errors for figures in found.values()))
+        for tier in options.tiers:
+            found[tier] = _measured(options, tier, extra, vocab, progress)
+        return text(), int(any(figures.errors for figures in found.values()))
 
-    return run_job(PROG, work)
+    return run_job(PROG, work, text)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 from baton.bench.engine.checkpoint import main as write_checkpoint
+from baton.bench.pages import bench
 from baton.bench.pages.bench import GROW, ORACLE, WHOLE, Measured, as_document, as_table, parse, ratios
 from baton.bench.pages.load import AnswerClient, PagesLoad, PagesRun, _steady, run_load
 from baton.bench.serve.client import TimedCall, endpoint_of
@@ -87,3 +89,19 @@ def test_answers_of_a_checkpoint_end_at_one_token_of_so_many(tmp_path):
     assert len(ends) == (config["vocab_size"] - 1) // 20
     assert all(end % 20 == 0 for end in ends)
     assert not (tmp_path / "new/head").exists()
+
+
+def test_an_interrupted_run_prints_what_had_ended(monkeypatch, capsys):
+    ended = iter([runs_of(grow=[10.0])[0].run])
+
+    def run_or_stop(options, extra, load, mode, limits):
+        for one in ended:
+            return one
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "load_model_config", lambda path: SimpleNamespace(vocab_size=500))
+    monkeypatch.setattr(bench, "_run", run_or_stop)
+    assert bench.main(["--model", "m", "--pages", "9", "--json"]) == 130
+    said = capsys.readouterr()
+    assert [row["mode"] for row in json.loads(said.out)["runs"]] == [GROW]
+    assert "interrupted" in said.err
