@@ -72,6 +72,7 @@ def test_a_cluster_on_a_device_pulls_over_each_transport(
         {name: tensor for name, tensor in head_tensors().items() if name != "t2d"},
     )
     settings = {"transports": transports, "max_running": 4, "kv_memory_mb": 64, "local_prefill_tokens": 0}
+    settings |= {"prefill": 1, "decode": 1}  # one card would get one aggregated worker
     with serving(model, head, device="cuda", is_watched=False, prefix_pulls="always", **settings) as cluster:
         turns = conversation(cluster, TOY)
         assert_turns_are_pulled(turns)
