@@ -133,7 +133,7 @@ def fill_tensors(
                     f"{path}: tensor {name} is in more than one shard; fetch the checkpoint again"
                 )
             del missing[name]
-            if _is_single(stored, target):
+            if _is_single(stored, target, cut):
                 cut = None
                 singles.append((target, torch.empty(1, dtype=target.dtype, device=target.device)))
                 target = singles[-1][1]
@@ -160,11 +160,13 @@ def fill_tensors(
     return report
 
 
-def _is_single(stored: StoredTensor, target: torch.Tensor) -> bool:
-    """Whether one stored value stands for all values of `target`, which are scales."""
-    return (
-        math.prod(stored.shape) == 1 < target.numel() and target.dtype == torch.float32 and target.dim() == 1
-    )
+def _is_single(stored: StoredTensor, target: torch.Tensor, cut: Cut | None) -> bool:
+    """Whether one stored value stands for all values of `target`, which are scales.
+
+    A rank may have only one of the values that `cut` shares out.
+    """
+    num_values = target.numel() if cut is None else cut.full
+    return math.prod(stored.shape) == 1 < num_values and target.dtype == torch.float32 and target.dim() == 1
 
 
 def _loadable(

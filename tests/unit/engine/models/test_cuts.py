@@ -92,6 +92,16 @@ def test_the_parts_of_a_quantised_checkpoint_are_the_stored_tensors(
     assert_parts_are_whole(tmp_path, 2)
 
 
+def test_one_scale_of_a_layers_keys_is_that_of_ranks_with_one_head_each(
+    toy_checkpoint: Callable[..., Path], tmp_path: Path
+):
+    write_quantised(toy_checkpoint("qwen3", **QUANT_SHAPE, num_hidden_layers=1), tmp_path, "channel")
+    scales = write_kv_scales(tmp_path, 1)
+    for part in parts_of(tmp_path, 2, kv_dtype="fp8_e4m3"):
+        for name, scale in scales.items():
+            assert part[name].tolist() == pytest.approx([scale])
+
+
 @pytest.mark.parametrize(
     ("family", "form"),
     [
