@@ -23,7 +23,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SEEDS = 200
 MANY_SEEDS = 2000
-ENDS = ("left", "stopped", "reset", "DeadlineExceeded", "Quarantined", "TransferTimeout", "NoWorkers")
+# not Quarantined, with which 3 of 5000 seeds ended: requests that kill have a test of their own
+ENDS = ("left", "stopped", "reset", "DeadlineExceeded", "TransferTimeout", "NoWorkers")
 HASHED = 6
 
 
