@@ -118,9 +118,7 @@ def test_s2_a_thousand_hostile_frames_of_a_peer_that_may_connect(port):
 
 
 @pytest.mark.parametrize("is_keyed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_s2_prefixes_are_pulled_after_a_thousand_hostile_frames_at_their_port(
-    served_dir, shared_keys, is_keyed
-):
+def test_s2_prefixes_are_pulled_after_a_thousand_hostile_frames(served_dir, shared_keys, is_keyed):
     keys = shared_keys if is_keyed else None
     settings = {**SMALL, "prefix_pulls": "always", **({"keys": str(keys)} if is_keyed else {})}
     with serving(served_dir, **settings) as cluster:
