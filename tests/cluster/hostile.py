@@ -13,6 +13,7 @@ import psutil
 from baton.cluster.net.sockets import try_send
 from baton.cluster.protocol.codec import CONTROL_MAX_FRAME, KV_MAX_BYTES
 from baton.cluster.security.keyring import load_keyring, read_key
+from baton.kvtransfer.transports.two_way import PREFIX
 from baton.tests.cluster.keyed_peers import stranger
 from baton.tests.cluster.serving import status
 from baton.tests.corpora import corpus
@@ -33,7 +34,7 @@ class Port:
 
     cluster: object
     child: str  # its name, as router or prefill-0
-    plane: str  # http, control, kv, bulk or prefixes
+    plane: str  # http, control, kv, bulk; prefixes and prefix-bulk are kv and bulk of the way back
     number: int
     keys: Path | None
 
@@ -75,7 +76,7 @@ class Port:
     def num_malformed(self):
         if self.plane == "control":
             return self.counter("control_malformed") + self.counter("control_oversized")
-        return self.counter("malformed")
+        return self.counter(PREFIX + "malformed" if self.child.startswith("decode") else "malformed")
 
     def warnings(self, since=0):
         """What it logged as a warning or worse, from character `since` of the cluster's output."""
@@ -118,7 +119,7 @@ def ports(cluster, keys=None):
                 if child.role == "prefill":
                     plane = "bulk" if _asks_for_tickets(number) else "kv"
                 elif child.role == "decode":
-                    plane = "prefixes"
+                    plane = "prefix-bulk" if _asks_for_tickets(number) else "prefixes"
                 found.append(Port(cluster, child.name, plane, number, Path(keys) if keys else None))
     return found
 

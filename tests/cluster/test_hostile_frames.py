@@ -5,11 +5,13 @@ The ports are those of real processes, so memory is the server's alone.
 
 import contextlib
 import gc
+import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 from baton.cluster.errors import RemoteProtocolError
 from baton.cluster.protocol.codec import (
@@ -19,9 +21,11 @@ from baton.cluster.protocol.codec import (
     kv_down_decoder,
     kv_up_decoder,
 )
+from baton.tests.cluster.conftest import SMALL
 from baton.tests.cluster.hostile import CANARY, MIB, hostile_frames, listeners, ports, send_all
 from baton.tests.cluster.keyed_peers import answer, dealer, hello, raw_send, say
 from baton.tests.cluster.serving import complete, serving, wait_until
+from baton.tests.cluster.test_prefix_pulls import assert_turns_are_pulled, conversation, pulled
 from baton.tests.corpora import corpus
 
 FRAMES = corpus.load("msgpack_frames")
@@ -43,7 +47,7 @@ def cluster_ports(request):
     assert not (cluster._directory / CANARY).exists(), "nobody loaded a pickle"
 
 
-@pytest.fixture(params=["control", "kv"])
+@pytest.fixture(params=["control", "kv", "prefixes"])
 def port(request, cluster_ports):
     return cluster_ports[request.param]
 
@@ -57,10 +61,9 @@ def test_s28_only_required_ports_listen_and_only_on_loopback(plain_cluster, keye
             "decode-0": {("tcp", "127.0.0.1")},
         }
         planes = sorted((port.child, port.plane) for port in ports(cluster))
-        bulk = [("prefill-0", "bulk")] if cluster is keyed_cluster else []
-        decode = [("decode-0", "prefixes")] * (1 + len(bulk))
-        router = [("router", "control"), ("router", "http")]
-        assert planes == [*decode, *bulk, ("prefill-0", "kv"), *router]
+        expected = [("decode-0", "prefixes"), ("prefill-0", "kv"), ("router", "control"), ("router", "http")]
+        bulk = [("decode-0", "prefix-bulk"), ("prefill-0", "bulk")]
+        assert planes == sorted(expected + bulk * (cluster is keyed_cluster))
 
 
 def test_s2_s28_s29_by_default_only_http_listens_on_the_network(served_dir):
@@ -114,6 +117,28 @@ def test_s2_a_thousand_hostile_frames_of_a_peer_that_may_connect(port):
     assert 1 <= len(lines) <= KINDS_OF_FAULT, "a line per kind of fault"
 
 
+@pytest.mark.parametrize("is_keyed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_s2_prefixes_are_pulled_after_a_thousand_hostile_frames(served_dir, shared_keys, is_keyed):
+    keys = shared_keys if is_keyed else None
+    settings = {**SMALL, "prefix_pulls": "always", **({"keys": str(keys)} if is_keyed else {})}
+    with serving(served_dir, **settings) as cluster:
+        said, pids = conversation(cluster, PROMPT), [child.pid for child in cluster.children]
+        assert_turns_are_pulled(said)
+        port = next(port for port in ports(cluster, keys) if port.plane == "prefixes")
+        frames, (before, _, _) = hostile_frames(), pulled(cluster)
+        with dealer(port.endpoint, port.curve()) as hostile:
+            assert send_all(hostile, frames)
+            wait_until(lambda: port.num_malformed() == len(frames), 60, "each is dropped and counted")
+        metric = rf'^baton_worker_events_total{{.*event="prefix_malformed".*role="decode".*}} {len(frames)}\b'
+        assert re.search(metric, httpx.get(f"{cluster.url}/metrics", timeout=60).text, re.MULTILINE)
+        other = PROMPT[::-1]
+        assert_turns_are_pulled(conversation(cluster, other))
+        assert conversation(cluster, PROMPT)[0][0] == said[0][0]
+        wait_until(lambda: pulled(cluster)[0] > before, 60, "prefill has pulled since")
+        assert pulled(cluster)[2] == 0, "no pull was missed"
+        assert [child.pid for child in cluster.children] == pids, "no process ended"
+
+
 def test_s2_hostile_frames_at_the_http_port_are_refused(cluster_ports):
     port = cluster_ports["http"]
     resident = port.resident()
@@ -125,7 +150,7 @@ def test_s2_hostile_frames_at_the_http_port_are_refused(cluster_ports):
     assert port.resident() - resident <= 20 * MIB
 
 
-@pytest.mark.parametrize("plane", ["control", "kv", "prefixes", "bulk", "http"])
+@pytest.mark.parametrize("plane", ["control", "kv", "prefixes", "bulk", "prefix-bulk", "http"])
 def test_s29_raw_bytes_before_and_around_the_handshake(cluster_ports, plane):
     if plane not in cluster_ports:
         pytest.skip("only with keys do blocks have a port of their own")

@@ -83,7 +83,10 @@ def experts_in(document):
 
 
 def assert_are_counted(cluster, least):
-    """/metrics has the rows of each expert, of workers of both roles: at least `least` of all layers."""
+    """/metrics has the rows of each expert, of workers of both roles: at least `least` of all layers.
+
+    Returns them by role and event.
+    """
     found: dict[str, dict[str, float]] = {"prefill": {}, "decode": {}}
 
     def are_reported():
@@ -97,6 +100,7 @@ def assert_are_counted(cluster, least):
     for of in found.values():
         assert sum(of.values()) % (TOP_K * (LAYERS - DENSE)) == 0, "each row has its experts in all layers"
         assert sum(count > 0 for count in of.values()) > TOP_K, "all rows have the same experts"
+    return found
 
 
 DRAFTS = {
@@ -135,6 +139,26 @@ def test_answers_and_experts_are_those_of_transformers(toy, reference, kind, tra
         details = document["usage"]["draft_tokens_details"]
         assert (details["drafted_tokens"] > 0) == (kind != "plain")
         wait_free(cluster)
+
+
+@pytest.mark.slow
+def test_workers_of_two_ranks_tell_and_count_the_experts_of_one(toy, reference):
+    found = {}
+    for name, flags in {"one": {}, "cut": {"tp": 2}, "whole": {"tp": 2, "ep": True}}.items():
+        with serving(toy.target, "", no_draft=True, **SETTINGS, **flags) as cluster:
+            said = [
+                complete(cluster, prompt, max_tokens=NUM_TOKENS, return_routed_experts=True)
+                for prompt in PROMPTS
+            ]
+            rows = sum(len(prompt) + NUM_TOKENS - 1 for prompt in PROMPTS)
+            counts = assert_are_counted(cluster, rows * TOP_K * (LAYERS - DENSE))
+            found[name] = [(tokens, experts_in(document).tolist()) for tokens, document in said], counts
+    for prompt, (tokens, told) in zip(PROMPTS, found["one"][0], strict=True):
+        assert_would_say(reference, prompt, tokens)
+        expected = experts_by(reference, [*prompt, *tokens[:-1]])
+        assert (np.sort(told, axis=2)[:, DENSE:] == expected).all()
+    assert found["cut"] == found["one"]
+    assert found["whole"] == found["one"]
 
 
 @pytest.mark.parametrize("kind", ["lookup", pytest.param("modules", marks=pytest.mark.slow)])

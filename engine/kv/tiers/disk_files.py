@@ -12,6 +12,7 @@ the digest when the page is read. `open` reads the index only. Errors of the sys
 the tier is of no use then, and the worker goes on without it.
 """
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -32,6 +33,7 @@ SLAB_BYTES = 1 << 30
 MOST_WORKERS = 64  # of one fingerprint, in one directory
 FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 NAME_BYTES = 8  # of the fingerprint, in the name of a directory
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DiskFault(OSError):
@@ -98,13 +100,11 @@ class DiskFiles:
             self.check()
             slab = self._slab(page.slot)
             self._reach("tier:clear")
-            os.pwrite(self._index, bytes(RECORD_BYTES), page.slot * RECORD_BYTES)
+            _write_all(self._index, bytes(RECORD_BYTES), page.slot * RECORD_BYTES)
             self._reach("tier:write")
-            written = os.pwritev(slab, [data], self._offset(page.slot))
-            if written != len(data):
-                raise DiskFault(f"{self.folder}: {written} of {len(data)} bytes were written")
+            _write_all(slab, data, self._offset(page.slot))
             self._reach("tier:index")
-            os.pwrite(self._index, _record(page), page.slot * RECORD_BYTES)
+            _write_all(self._index, _record(page), page.slot * RECORD_BYTES)
 
     def read(self, slot: int, data: memoryview) -> bool:
         """Reads a slot into `data`. Returns whether it was whole. Raises DiskFault."""
@@ -156,11 +156,35 @@ class DiskFiles:
                 slab = os.open(path, FLAGS | os.O_DIRECT, 0o600)
             except OSError:  # some file systems know no access without the system's cache
                 slab = os.open(path, FLAGS, 0o600)
+            try:
+                os.fchmod(slab, 0o600)
+                slots = min(self._slots_per_slab, self.num_slots - number * self._slots_per_slab)
+                _allocate(slab, slots * self.slot_bytes)
+            except BaseException:
+                os.close(slab)
+                raise
             self._slabs[number] = slab
-            os.fchmod(slab, 0o600)
-            slots = min(self._slots_per_slab, self.num_slots - number * self._slots_per_slab)
-            os.posix_fallocate(slab, 0, slots * self.slot_bytes)
         return self._slabs[number]
+
+
+def _allocate(fd: int, size: int) -> None:
+    """Allocates a file. If it fails, the file gives back what it got: a full disk is needed by others."""
+    before = os.fstat(fd).st_size
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError:
+        os.ftruncate(fd, before)
+        raise
+
+
+def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """Writes all of `data`. An almost full file system takes a part, and fails at the next call."""
+    left = memoryview(data)
+    while left:
+        written = os.pwrite(fd, left, offset)
+        if not written:
+            raise OSError(errno.EIO, "nothing was written")
+        left, offset = left[written:], offset + written
 
 
 @contextmanager
@@ -170,7 +194,9 @@ def _faults(place: str) -> Iterator[None]:
     except DiskFault:
         raise
     except OSError as error:
-        raise DiskFault(f"{place}: {error.strerror or error}") from None
+        remedy = "; make room there, or lower --disk-cache-gib, and restart the worker"
+        text = f"{place}: {error.strerror or error}"
+        raise DiskFault(text + remedy * (error.errno in NO_ROOM)) from None
 
 
 def _record(page: StoredPage) -> bytes:
