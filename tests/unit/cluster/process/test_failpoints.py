@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 from baton.cluster.errors import ConfigError
@@ -20,6 +21,28 @@ def test_a_fault_happens_at_the_nth_reach_of_its_own_site_and_only_then():
     assert [(fault.site, fault.action) for fault in happened] == [("decode:step", "raise")]
     points.reach("prefill:chunk")
     assert (happened[-1].site, happened[-1].action) == ("prefill:chunk", "kill")
+
+
+def test_a_site_that_several_threads_reach_has_its_fault_once():
+    happened, count = [], 2000
+    text = ",".join(f"tier:fetch:{4 * count - nth}" for nth in range(100))
+    points = Failpoints(read_faults({"BATON_FAULT": text, **ALLOWED}), act=happened.append)
+
+    def reach():
+        for _ in range(count):
+            points.reach("tier:fetch")
+
+    threads = [threading.Thread(target=reach) for _ in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(happened) == len(set(happened)) == 100
 
 
 def test_without_the_variable_a_site_is_a_function_that_does_nothing():
