@@ -356,6 +356,7 @@ class TierChecks:
     def check_end(self):
         """What the tables say lies in the slots, unless a fault has changed it. Nothing else was changed."""
         process, tiers, faults = self._process, self._tiers, self._process.world.faults
+        process.world.reached["restores declined"] += tiers.counters["tier_declined_restores"]
         if faults.tier_flip or faults.tier_fail or faults.tier_torn:
             return
         copies = process.worker.tiers._copiers._copies

@@ -153,6 +153,16 @@ def test_a_write_begins_behind_a_read_that_hangs(opened, monkeypatch):
     may_read.set()
 
 
+def test_files_are_closed_behind_the_pages_that_wait_to_be_read(opened):
+    tier = opened(reach=lambda site: time.sleep(0.02) if site == "tier:fetch" else None)
+    tier.spill_all()
+    tier.threads.submit(tier.job(Fetch, 1, range(NUM_SLOTS)))
+    tier.threads.close()
+    (done,) = tier.ends(1)
+    assert (list(done.digests), done.fault) == (tier.digests, "")
+    assert tier.files._index == -1
+
+
 HANGING = """
 import sys, time
 from pathlib import Path
@@ -175,7 +185,7 @@ def test_reads_that_hang_hold_up_neither_close_nor_the_end_of_the_process(tmp_pa
         [sys.executable, "-c", HANGING, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=60,
         check=True,
     )
     assert 0.4 < float(ended.stdout) < 5.0
