@@ -3,11 +3,10 @@
     bring back   the pages that are queued before, and these, each at the measured time of a page
     compute      the tokens, at the worker's measured times of its forwards
 
-The time of a page is a mean that follows changes: what was measured HALF_LIFE_S ago weighs half. Up to
-SIDE_BY_SIDE pages take about as long as one, and count as so many. While a time is not known, pages are
-brought back. So that no measurement turns a tier off for ever, one restore of each tier is begun every
-TRY_AGAIN_S though it seems to be later. What was measured before weighs next to nothing then, and what the
-restore measures takes its place.
+Up to SIDE_BY_SIDE pages take about as long as one, and count as so many. While a time is not known, pages are
+brought back. What was measured HALF_LIFE_S ago weighs half. So that no measurement turns a tier off for ever,
+one restore of each tier is begun every TRY_AGAIN_S though it seems to be later: what it measures takes the
+place of all before.
 """
 
 from collections.abc import Callable
@@ -28,26 +27,39 @@ class Slowest(Enum):
     DISK = "disk"
 
 
-class PageTime:
-    """The seconds of a page that is copied by jobs of one kind."""
+class JobTimes:
+    """The times that jobs of one kind took, which may be wanted together."""
 
     def __init__(self) -> None:
-        self._pages = self._seconds = 0.0  # sums of weighted samples
-        self._seen_at = 0.0  # of the newest
-        self._ended = 0.0  # of the newest job
+        self._ended = 0.0
 
-    def __repr__(self) -> str:
-        return f"<PageTime {1000 * self.of(1):.3g} ms>"
+    def took(self, since: float, ended: float) -> tuple[float, float]:
+        """(seconds of a job that was wanted at `since`, share of what was measured until the job before).
 
-    def ended(self, num_pages: int, since: float, ended: float) -> None:
-        """Learns from a job that was wanted at `since` and ended at `ended` (monotonic seconds): it took the
-        time since the job before it had ended, if that was later than `since`.
+        `ended`: monotonic seconds. A job takes the time since the one before it had ended, if that was later
+        than `since`.
         """
         seconds = max(0.0, ended - max(since, self._ended))
-        weight = 0.5 ** (max(0.0, ended - self._seen_at) / HALF_LIFE_S)
-        self._ended = self._seen_at = max(ended, self._seen_at)
-        self._pages = weight * self._pages + max(num_pages, SIDE_BY_SIDE)
-        self._seconds = weight * self._seconds + seconds
+        share = 0.5 ** (max(0.0, ended - self._ended) / HALF_LIFE_S)
+        self._ended = max(ended, self._ended)
+        return seconds, share
+
+
+class FetchTime:
+    """The mean seconds of a page that is read from the disk."""
+
+    def __init__(self) -> None:
+        self._jobs = JobTimes()
+        self._pages = self._seconds = 0.0  # sums of weighted samples
+
+    def __repr__(self) -> str:
+        return f"<FetchTime {1000 * self.of(SIDE_BY_SIDE):.3g} ms for {SIDE_BY_SIDE} pages>"
+
+    def ended(self, num_pages: int, since: float, ended: float) -> None:
+        """Learns from a job, as `JobTimes.took`."""
+        seconds, share = self._jobs.took(since, ended)
+        self._pages = share * self._pages + max(num_pages, SIDE_BY_SIDE)
+        self._seconds = share * self._seconds + seconds
 
     def of(self, num_pages: int) -> float:
         """Expected seconds of so many pages; 0 while nothing was measured."""
@@ -56,11 +68,37 @@ class PageTime:
         return max(num_pages, SIDE_BY_SIDE) * self._seconds / self._pages
 
 
+class LoadTime:
+    """The seconds of a page that is copied from host memory, by the fastest job of late.
+
+    Other jobs have waited for the forward that runs, as computing the tokens would. An older job counts twice
+    as long after HALF_LIFE_S.
+    """
+
+    def __init__(self) -> None:
+        self._jobs = JobTimes()
+        self._page_s = 0.0  # of the fastest job
+
+    def __repr__(self) -> str:
+        return f"<LoadTime {1000 * self.of(SIDE_BY_SIDE):.3g} ms for {SIDE_BY_SIDE} pages>"
+
+    def ended(self, num_pages: int, since: float, ended: float) -> None:
+        """Learns from a job, as `JobTimes.took`."""
+        seconds, share = self._jobs.took(since, ended)
+        page_s = seconds / max(num_pages, SIDE_BY_SIDE)
+        is_fastest = not self._page_s or page_s * share < self._page_s
+        self._page_s = page_s if is_fastest else self._page_s / share
+
+    def of(self, num_pages: int) -> float:
+        """Expected seconds of so many pages; 0 while nothing was measured."""
+        return max(num_pages, SIDE_BY_SIDE) * self._page_s if num_pages else 0.0
+
+
 class RestoreCosts:
     """The measured times of both tiers: `load` of pages from host memory, `fetch` of pages from the disk."""
 
     def __init__(self) -> None:
-        self.load, self.fetch = PageTime(), PageTime()
+        self.load, self.fetch = LoadTime(), FetchTime()
         self._tried_at = dict.fromkeys(Slowest, float("-inf"))
 
     def __repr__(self) -> str:

@@ -9,7 +9,8 @@ from baton.engine.kv.tiers.restore_costs import (
     HALF_LIFE_S,
     SIDE_BY_SIDE,
     TRY_AGAIN_S,
-    PageTime,
+    FetchTime,
+    LoadTime,
     RestoreCosts,
 )
 from hypothesis import given
@@ -70,7 +71,7 @@ def test_a_try_of_one_tier_leaves_that_of_the_other():
 
 @given(bad_s=st.floats(0.01, 2.0), samples=st.integers(1, 100))
 def test_one_good_copy_behind_a_silence_takes_the_place_of_bad_ones(bad_s, samples):
-    time, now = PageTime(), NOW
+    time, now = FetchTime(), NOW
     for _ in range(samples):
         time.ended(8, now, now + 8 * bad_s)
         now += 8 * bad_s
@@ -83,16 +84,36 @@ def test_one_good_copy_behind_a_silence_takes_the_place_of_bad_ones(bad_s, sampl
 
 @given(pages=st.lists(st.integers(SIDE_BY_SIDE, 64), min_size=1, max_size=20), page_s=st.floats(0.0001, 0.01))
 def test_copies_that_are_wanted_together_share_the_time(pages, page_s):
-    time, ended = PageTime(), NOW
+    time, ended = FetchTime(), NOW
     for num_pages in pages:
         ended += num_pages * page_s
         time.ended(num_pages, NOW, ended)
     assert time.of(500) == pytest.approx(500 * page_s, rel=1e-2)
 
 
+@given(waits=st.lists(st.floats(0.0, 0.2), min_size=1, max_size=50), page_s=st.floats(0.0001, 0.01))
+def test_loads_that_waited_for_a_forward_do_not_make_the_next_seem_slow(waits, page_s):
+    time, now = LoadTime(), NOW
+    for wait in [0.0, *waits]:
+        time.ended(20, now, now + wait + 20 * page_s)
+        now += 0.5
+    late = 0.5 * len(waits) + max(waits)
+    assert page_s * 0.999 <= time.of(100) / 100 <= page_s * 2 ** (late / HALF_LIFE_S) * 1.001
+
+
+@given(page_s=st.floats(0.0001, 0.01), factor=st.floats(1.0, 50.0))
+def test_loads_that_became_slower_are_known_to_be(page_s, factor):
+    time, now = LoadTime(), NOW
+    for slower in [1.0] + [factor] * 20:
+        time.ended(20, now, now + 20 * page_s * slower)
+        now += HALF_LIFE_S
+    assert time.of(100) == pytest.approx(100 * page_s * factor)
+
+
+@pytest.mark.parametrize("kind", [FetchTime, LoadTime])
 @given(latency_s=st.floats(0.001, 0.01), count=st.integers(1, 200))
-def test_copies_of_few_pages_do_not_make_many_seem_slow(latency_s, count):
-    time, now = PageTime(), NOW
+def test_copies_of_few_pages_do_not_make_many_seem_slow(kind, latency_s, count):
+    time, now = kind(), NOW
     for _ in range(count):
         time.ended(1, now, now + latency_s)
         now += 0.1

@@ -77,17 +77,17 @@ def test_prompts_that_are_computed_before_leave_time_for_a_restore():
     assert Stored().begin(token_s, before=SIZE * (NUM_PAGES - HOST_PAGES) + 1) == NUM_PAGES
 
 
-def test_pages_that_the_disk_reads_before_count_for_those_behind():
-    stored = Stored()
-    assert stored.begin(1.5 * BREAK_EVEN["disk"]) == NUM_PAGES
-    other = [90, *PROMPT]  # another prompt of as many pages, on disk alone
-    named = list(stored.tiers.keys.of_prompt(ROOT, other, 0, NUM_PAGES, ""))
-    for parent, key in named:
-        stored.tiers.disk.commit(stored.tiers.disk.reserve(key, parent, 0), 7)
-    for factor, num_pages in ((1.5, 0), (2.0, NUM_PAGES)):
-        pages = stored.cache.alloc(NUM_PAGES + 1)
-        token_s = factor * BREAK_EVEN["disk"]
-        restore = stored.tiers.begin(other, len(other) - 1, "", pages, 0, NOW, token_s.__mul__)
+@pytest.mark.parametrize(("tier", "count"), [("host", HOST_PAGES), ("disk", NUM_PAGES)])
+def test_pages_that_are_copied_before_count_for_those_behind(tier, count):
+    stored, token_s = Stored(), BREAK_EVEN[tier]
+    assert stored.begin(1.01 * token_s) == count
+    other = [90, *PROMPT][: SIZE * count + 1]  # another prompt of as many pages, in this tier alone
+    table = stored.tiers.host if tier == "host" else stored.tiers.disk
+    for parent, key in stored.tiers.keys.of_prompt(ROOT, other, 0, count, ""):
+        table.commit(table.reserve(key, parent, 0), 7)
+    for factor, num_pages in ((1.5, 0), (2.01, count)):
+        pages, compute_time = stored.cache.alloc(count + 1), (factor * token_s).__mul__
+        restore = stored.tiers.begin(other, len(other) - 1, "", pages, 0, NOW, compute_time)
         assert (0 if restore is None else len(restore.pages)) == num_pages
 
 
