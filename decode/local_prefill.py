@@ -28,7 +28,7 @@ from ..engine.runner.routed_experts import ExpertRows
 from ..engine.sampling.sampler import LaunchedSample, SampleOutput
 from ..engine.speculative.drafters.protocol import reads_features
 from ..engine.speculative.step.result import StepResult
-from ..worker.first_token_plan import FirstTokenPlan
+from ..worker.first_token_plan import FirstTokenPlan, ForwardPace
 from ..worker.prompt_chunks import (
     Chunk,
     batch_of,
@@ -107,6 +107,7 @@ class LocalPrefill:
         )
         self.pace = ChunkBudget(budget, slo_itl_s)
         self.plan = FirstTokenPlan(slo_ttft_s) if slo_ttft_s else None
+        self.forward_pace = ForwardPace() if self.plan is None else self.plan.pace
         self._parts = PromptParts(engine.cache, engine.windows, engine.model_config.vocab_size, self.plan)
         self.num_launched = 0  # prompt tokens of all forwards
         self._clock = clock
@@ -171,9 +172,8 @@ class LocalPrefill:
         ended, result = self._take_firsts(chunks, firsts, output.path)
         drafts = _draft_rows(chunks, output)
         now = self._clock()
-        if self.plan is not None:  # with the steps between two parts
-            began = max(launched.started, self._read_at)
-            self.plan.pace.saw(sum(chunk.num_tokens for chunk in chunks), now - began)
+        began = max(launched.started, self._read_at)  # with the steps between two parts
+        self.forward_pace.saw(sum(chunk.num_tokens for chunk in chunks), now - began)
         self._read_at = now
         for chunk in chunks:
             room = chunk.room

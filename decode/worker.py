@@ -38,6 +38,7 @@ from ..cluster.protocol.messages import (
     WorkerStats,
 )
 from ..cluster.telemetry.trace_context import carried_by
+from ..engine.kv.tiers.restore_costs import ComputeTime
 from ..engine.kv.tiers.running_tiers import RunningTiers
 from ..engine.loader import Engine
 from ..engine.parallel.lockstep import RanksLeft
@@ -334,11 +335,19 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
 
     def _restore_or_begin(self, room: DecodeRoom) -> None:
         """Starts to restore what a lower tier has of the prompt; without that, goes on to the rest of it."""
-        room.restore = begin_restore(self.tiers, room.request, room.have, is_computed=room.is_local)
+        compute_time = self._compute_time() if room.is_local else None
+        room.restore = begin_restore(
+            self.tiers, room.request, room.have, is_computed=room.is_local, compute_time=compute_time
+        )
         if room.restore is not None:
             room.state = DecodeState.RESTORING
         else:
             self._begin_prompt(room)
+
+    def _compute_time(self) -> ComputeTime | None:
+        """The time of a prompt that is computed here, behind those that are computed now."""
+        requests = [room.request for room in self.queues.of(DecodeState.PREFILLING)]
+        return self.local.forward_pace.behind(sum(each.num_prompt - each.num_computed for each in requests))
 
     def _begin_prompt(self, room: DecodeRoom) -> None:
         """What is not in place of the prompt is computed here, or pulled."""

@@ -152,6 +152,14 @@ class PrefillScheduler:
             kept_pages += need
         return taken
 
+    def tokens_before(self, room: PrefillRoom) -> int:
+        """Tokens to compute of the prompts before the queued `room`, as far as is known."""
+        begun = self.queues.of(PrefillState.RUNNING)
+        queued = [other for other in self._ready() if other.state is PrefillState.QUEUED]
+        return sum(map(_remaining, begun)) + sum(
+            _remaining(other) for other in queued if other is not room and _rank(other) < _rank(room)
+        )
+
     # --- by rank --------------------------------------------------------------------------------------------
 
     def _by_rank(self) -> tuple[list[Chunk[PrefillRoom]], list[PrefillRoom]]:

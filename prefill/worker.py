@@ -42,7 +42,7 @@ from ..engine.sampling.params import SamplingParams
 from ..engine.sampling.sampler import LaunchedSample, SampleOutput
 from ..kvtransfer.transport import Complete, Dropped, Landed, Lost, Offer, Released
 from ..worker.commands import Advance, DropDone, LinkEvent, Underway
-from ..worker.first_token_plan import FirstTokenPlan
+from ..worker.first_token_plan import FirstTokenPlan, ForwardPace
 from ..worker.link import WorkerLink
 from ..worker.prompt_chunks import (
     Chunk,
@@ -129,6 +129,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             embeds=embeds,
         )
         self._plan = FirstTokenPlan(slo_ttft_s) if slo_ttft_s else None
+        self._pace = ForwardPace() if self._plan is None else self._plan.pace
         self.scheduler = PrefillScheduler(
             queues,
             engine.cache,
@@ -355,7 +356,13 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         """Get what a lower tier has of the prompt of `room`, then what a decode worker has behind it."""
         request = room.request
         if not is_restored and room.num_whole is None:  # pages of a tier are whole
-            room.restore = begin_restore(self.tiers, request, request.num_computed, is_computed=True)
+            room.restore = begin_restore(
+                self.tiers,
+                request,
+                request.num_computed,
+                is_computed=True,
+                compute_time=self._pace.behind(self.scheduler.tokens_before(room)),
+            )
         if room.restore is None:
             self.pulls.begin(room)
 
@@ -430,13 +437,12 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         self._publish(launched.chunks, firsts)
 
     def _measure(self, launched: Launched) -> None:
-        """Tells the plan how long the forward kept the device busy: since its launch, or since the one before
-        it ended.
+        """Learns how long the forward kept the device busy: since its launch, or since the one before it
+        ended.
         """
         now = self._clock()
         began, self._landed_at = max(launched.at, self._landed_at), now
-        if self._plan is not None:
-            self._plan.pace.saw(sum(chunk.num_tokens for chunk in launched.chunks), now - began)
+        self._pace.saw(sum(chunk.num_tokens for chunk in launched.chunks), now - began)
 
     def _keep_features(self, batch: ForwardBatch, output: ForwardOutput) -> None:
         if self.engine.features is not None:

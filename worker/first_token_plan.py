@@ -15,7 +15,7 @@ Prompts that end in a forward get no company that would make them late.
 """
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -77,6 +77,12 @@ class ForwardPace:
     def seconds(self, tokens: int) -> float:
         """The time of one forward; 0 while nothing is known."""
         return self._line.at(tokens) if self.is_known else 0.0
+
+    def behind(self, num_before: int) -> Callable[[int], float] | None:
+        """The time of tokens that are computed behind `num_before` others, by their number; None while
+        nothing is known.
+        """
+        return (lambda tokens: self.seconds(num_before + tokens)) if self.is_known else None
 
     def tokens_within(self, seconds: float, most: int) -> int:
         """Tokens of the largest forward that takes so long, up to `most`. It computes for at least as long as

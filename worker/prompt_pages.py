@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from ..engine.kv.pool import PoolExhausted
 from ..engine.kv.prefix_cache import PrefixCache
 from ..engine.kv.tiers.cache_tiers import Restore
+from ..engine.kv.tiers.restore_costs import ComputeTime
 from ..engine.kv.tiers.running_tiers import RunningTiers
 from ..engine.request import Request
 from ..engine.request_windows import RequestWindows
@@ -143,17 +144,23 @@ def take_longer_prefix(cache: PrefixCache, windows: RequestWindows, request: Req
 
 
 def begin_restore(
-    tiers: RunningTiers | None, request: Request, have: int, *, is_computed: bool
+    tiers: RunningTiers | None,
+    request: Request,
+    have: int,
+    *,
+    is_computed: bool,
+    compute_time: ComputeTime | None = None,
 ) -> Restore | None:
     """Start to restore the prompt of `request` behind its first `have` tokens, which are in cached pages.
 
-    None: no tier has more. `is_computed`: the prompt is computed here, and takes the beginning that it may.
+    None: no tier has more, or it is computed sooner. `is_computed`: the prompt is computed here, and takes
+    the beginning that it may. `compute_time`: of its tokens, where it is known.
     """
     limit = request.num_cacheable if is_computed else request.num_prompt - 1
     if tiers is None or limit <= have:
         return None
     first = have // tiers.tiers.cache.page_size
-    return tiers.begin(request.prompt_ids, limit, request.salt, request.pages, first)
+    return tiers.begin(request.prompt_ids, limit, request.salt, request.pages, first, compute_time)
 
 
 def take_restored(

@@ -49,6 +49,7 @@ import ctypes
 import os
 import re
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -92,20 +93,22 @@ def unarmed(site: str) -> None:
 
 
 class Failpoints:
-    """Counts how often each site was reached. Sites of one name belong to one thread."""
+    """Counts how often each site was reached, by any thread."""
 
     def __init__(self, faults: tuple[Fault, ...], act: Callable[[Fault], None] | None = None) -> None:
         self._faults = {(fault.site, fault.nth): fault for fault in faults}
         self._act = act or perform
         self._reached: Counter[str] = Counter()
+        self._counts = threading.Lock()
 
     def __repr__(self) -> str:
         return f"Failpoints({', '.join(f'{f.site}:{f.nth}:{f.action}' for f in self._faults.values())})"
 
     def reach(self, site: str) -> None:
         """The process is at `site`."""
-        self._reached[site] += 1
-        fault = self._faults.get((site, self._reached[site]))
+        with self._counts:
+            self._reached[site] += 1
+            fault = self._faults.get((site, self._reached[site]))
         if fault is not None:
             self._act(fault)
 

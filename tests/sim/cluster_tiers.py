@@ -6,10 +6,9 @@ dictionary that survives its worker. `add_tiers` gives a part of the seeds tiers
 are its own, so a seed without tiers is what it would be without this file.
 """
 
-import heapq
 import queue
+from collections import defaultdict, deque
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from random import Random
 
@@ -25,7 +24,7 @@ from baton.engine.kv.tiers.page_copies import PageCopies
 from baton.engine.kv.tiers.page_keys import PageKeys
 from baton.engine.kv.tiers.running_tiers import RunningTiers
 from baton.engine.kv.tiers.slot_table import SlotTable, StoredPage
-from baton.engine.kv.tiers.tier_threads import FIRST, SECOND, TierThreads
+from baton.engine.kv.tiers.tier_threads import TierThreads
 from baton.tests.sim.cluster_clients import Violation
 from baton.tests.sim.cluster_faults import Faults
 from baton.tests.sim.cluster_toy import PAGE_SIZE, Memory, layout_of_toy, prompts
@@ -37,7 +36,8 @@ LINEAR_DEPTH = 16.0
 OTHER_WEIGHTS = 99
 MOST_WAIT_S = 2 * FETCH_PATIENCE_S  # of a restore: the patience of a follower
 NO_FAULTS = Faults()
-LANES = {Save: "save", Load: "load", Spill: "disk", Fetch: "disk"}
+LANES = {Save: "save", Load: "load", Spill: "disk"}
+HOST_LANES = {"save", "load"}
 
 
 def add_tiers(seed, faults, settings):
@@ -205,25 +205,26 @@ class SimDisk(DiskFiles):
 
 
 class Lane:
-    """What one thread has to do: the item under way, and a heap of (priority, order, item)."""
+    """What one thread has to do: the item under way, and those that wait."""
 
     def __init__(self):
-        self.item, self.waiting = None, []
+        self.item, self.waiting = None, deque()
 
 
 class TimedCopies(TierThreads):
     """Production's copies without its threads: each lane does what a thread would do, one item after the
-    other, each at the instant of its end.
+    other, each at the instant of its end. Every Fetch has a lane of its own, so they end in any order.
     """
 
     def __init__(self, process, copies):
         self._copies, self._process, self._world = copies, process, process.world
         self._notify = lambda: process.wake(0.0002)
         self._reach = self._use
+        self._clock = process.clock
         self._disk = None
         self._done = queue.SimpleQueue()
-        self._rng, self._order = Random(process.rng.getrandbits(64)), count()
-        self._lanes = {"save": Lane(), "load": Lane(), "disk": Lane()}
+        self._rng = Random(process.rng.getrandbits(64))
+        self._lanes = defaultdict(Lane)
         self.files = None
         self.is_lost = False  # host memory is of no use any more
         self.hangs_until = 0.0  # the disk
@@ -232,11 +233,11 @@ class TimedCopies(TierThreads):
         return f"<TimedCopies of {self._process.name}>"
 
     def submit(self, job):
-        self._queue(LANES[type(job)], FIRST if isinstance(job, Fetch) else SECOND, job)
+        self._queue(f"read {job.number}" if isinstance(job, Fetch) else LANES[type(job)], job)
 
     def open_disk(self, files):
         self.files = files
-        self._queue("disk", FIRST, files)
+        self._queue("disk", files)
 
     def close(self):
         """There are no threads."""
@@ -245,16 +246,16 @@ class TimedCopies(TierThreads):
     def faults(self):
         return self._world.faults if self._world.network.is_faulty else NO_FAULTS
 
-    def _queue(self, name, priority, item):
+    def _queue(self, name, item):
         lane = self._lanes[name]
-        heapq.heappush(lane.waiting, (priority, next(self._order), item))
+        lane.waiting.append(item)
         if lane.item is None:
             self._begin(name)
 
     def _begin(self, name):
         lane = self._lanes[name]
-        lane.item = heapq.heappop(lane.waiting)[-1]
-        took = (0.002 if name == "disk" else 0.0005) * (1 + 4 * self._rng.random())
+        lane.item = lane.waiting.popleft()
+        took = (0.0005 if name in HOST_LANES else 0.002) * (1 + 4 * self._rng.random())
         if self._rng.random() < self.faults.tier_slow:
             self._world.reached["tier_slow"] += 1
             took += 0.3 * self._rng.random()
@@ -268,7 +269,7 @@ class TimedCopies(TierThreads):
         process, now = self._process, self._world.timeline.now
         if not process.is_alive:
             return
-        until = max(process.stalled_until, self.hangs_until if name == "disk" else 0.0)
+        until = max(process.stalled_until, 0.0 if name in HOST_LANES else self.hangs_until)
         if until > now:
             self._world.timeline.at(until, self._finish, name)
             return
@@ -279,8 +280,8 @@ class TimedCopies(TierThreads):
         if isinstance(item, DiskFiles):
             self._world.reached["tier_foreign"] += self._world.faults.tier_foreign
             self._end(self._open(item))
-        elif name == "disk":
-            self._end(self._moved(item))
+        elif name not in HOST_LANES:
+            self._end(self._moved(item, self._read if isinstance(item, Fetch) else self._write))
         else:
             self._world.reached["pages restored"] += len(item.moves) * isinstance(item, Load)
             jobs = queue.SimpleQueue()
@@ -289,6 +290,8 @@ class TimedCopies(TierThreads):
             self._copy_all(jobs)
         if lane.waiting:
             self._begin(name)
+        elif name != "disk" and name not in HOST_LANES:
+            del self._lanes[name]
 
     def _use(self, site):
         if self.is_lost and site != "tier:fetch":
@@ -353,6 +356,7 @@ class TierChecks:
     def check_end(self):
         """What the tables say lies in the slots, unless a fault has changed it. Nothing else was changed."""
         process, tiers, faults = self._process, self._tiers, self._process.world.faults
+        process.world.reached["restores declined"] += tiers.counters["tier_declined_restores"]
         if faults.tier_flip or faults.tier_fail or faults.tier_torn:
             return
         copies = process.worker.tiers._copiers._copies

@@ -11,7 +11,10 @@ from baton.worker.tier_startup import linear_depth_of, tier_fingerprint, tier_pl
 
 
 class LateCopiers:
-    """Copiers for `RunningTiers`. `flips`: the share of copies whose host slot is damaged before."""
+    """Copiers for `RunningTiers`. `flips`: the share of copies whose host slot is damaged before.
+
+    Copies tell that they took no time, so what is stored is restored.
+    """
 
     def __init__(self, copies, rng, flips=0.0):
         self.copies, self.rng, self.flips = copies, rng, flips
@@ -35,7 +38,7 @@ class LateCopiers:
             mine = [job for job in self.jobs if isinstance(job, kinds)]
             for job in mine[: self.rng.randrange(len(mine) + 1)]:
                 self.jobs.remove(job)
-                ended.append(JobDone(number=job.number, digests=tuple(self.digests(job))))
+                ended.append(JobDone(number=job.number, digests=tuple(self.digests(job)), ended=0.0))
         return ended
 
     def digests(self, job):

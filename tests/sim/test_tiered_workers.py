@@ -108,6 +108,26 @@ def test_requests_of_one_prefix_restore_it_once(target):
     assert len({tuple(pair.tokens[name(number)]) for number in (0, 50, 51, 52)}) == 1
 
 
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_prompt_is_computed_where_a_restore_would_be_later(target, is_local):
+    pair = Pair(target, pages=24)
+    for worker in (pair.prefill, pair.decode):
+        attach_tiers(worker, lambda: pair.clock.now, random.Random(1), host_slots=60)
+        costs, now = worker.tiers.tiers.costs, pair.clock.now
+        costs.load.ended(100, now, now + 1e6)
+        costs.is_sooner(num_fetched=0, num_loaded=1, compute_s=-1.0, now=now)  # the next try is far off
+    for tokens in (8, 16, 24) if not is_local else ():  # decode has computed other prompts
+        pair.decode.local.forward_pace.saw(tokens, 0.001 * tokens)
+    played(pair, 5, is_local=is_local)
+    counters = {worker.role: worker.tiers.counters for worker in (pair.prefill, pair.decode)}
+    computes, other = ("decode", "prefill") if is_local else ("prefill", "decode")
+    assert counters[computes]["tier_declined_restores"] > 3
+    early = counters[computes]["host_hit_tokens"]
+    assert early < 60, "until three forwards were measured everything is restored"
+    assert counters[other]["tier_declined_restores"] == 0
+    assert is_local or counters["decode"]["host_hit_tokens"] > 50, "it does not compute, and restores"
+
+
 def test_a_request_that_leaves_during_its_restore_takes_nothing_along(target):
     pair = Pair(target, pages=24)
     copiers = attach_tiers(pair.decode, lambda: pair.clock.now, random.Random(1), host_slots=60)

@@ -72,7 +72,9 @@ class TierWorld:
         self.index = {}  # of the disk, which survives a restart
         self.now, self.restarts = 0.0, 0
         self.asks, self.stems = [], [self.draw(20) for _ in range(3)]
-        self.num_done = self.num_restored = 0
+        self.num_done = self.num_restored = self.num_declined = 0
+        self.costs = random.Random(f"{seed} costs")
+        self.token_s = self.costs.choice([0.0, 0.001, 0.01, 0.1]) if self.costs.random() < 0.5 else None
         self.start()
 
     def draw(self, count):
@@ -128,14 +130,16 @@ class TierWorld:
         return fault in self.faults and self.rng.random() < chance
 
     def end_some(self):
-        """Some of the copies under way end, those of a kind in order."""
+        """Some of the copies under way end, those of a kind in order, but for what is read from a disk."""
         self.jobs += self.tiers.take_jobs()
         self.flip(self.host, "host flip")
         self.flip(self.disk, "disk flip")
-        for kinds in ((Save,), (Load,), (Spill, Fetch)):
-            mine = [job for job in self.jobs if isinstance(job, kinds)]
-            if self.hangs and Spill in kinds:
+        for kind in (Save, Load, Spill, Fetch):
+            mine = [job for job in self.jobs if isinstance(job, kind)]
+            if self.hangs and kind in (Spill, Fetch):
                 continue
+            if kind is Fetch:
+                self.rng.shuffle(mine)
             for job in mine[: self.rng.randrange(len(mine) + 1)]:
                 self.jobs.remove(job)
                 self.tiers.done(self.performed(job), self.now)
@@ -147,7 +151,7 @@ class TierWorld:
             self.is_full = self.is_full or self.hits("disk full", 0.01)
             fault = "no space left on device" if self.is_full else ""
         digests = [None if fault else self.moved(job, move) for move in job.moves]
-        return JobDone(number=job.number, digests=tuple(digests), fault=fault)
+        return JobDone(number=job.number, digests=tuple(digests), ended=self.now, fault=fault)
 
     def moved(self, job, move):
         if isinstance(job, Save):
@@ -187,8 +191,14 @@ class TierWorld:
         self.asks.append(ask)
 
     def begin(self, ask):
-        limit = len(ask.tokens) - 1
-        return self.tiers.begin(ask.tokens, limit, ask.salt, ask.pages, ask.have, self.now)
+        """Where the time of a token is known, it may be sooner to compute the pages."""
+        limit, compute_time = len(ask.tokens) - 1, None
+        if self.token_s is not None:
+            compute_time = lambda tokens: self.token_s * tokens  # noqa: E731
+        before = self.tiers.counters["tier_declined_restores"]
+        restore = self.tiers.begin(ask.tokens, limit, ask.salt, ask.pages, ask.have, self.now, compute_time)
+        self.num_declined += self.tiers.counters["tier_declined_restores"] - before
+        return restore
 
     def serve(self, ask):
         """Takes in the restored pages, computes the others, and gives all back."""

@@ -40,6 +40,7 @@ def decode_worker(target, head, device, *, pages, tiers=None, reach=lambda site:
             host_cache_gib=host / GIB, disk_cache=str(disk), disk_cache_gib=disk_bytes / GIB
         )
         worker.tiers = open_tiers(engine, wanted, page_keys_of(engine), reach=reach)
+        worker.tiers.tiers.costs.is_sooner = lambda **_: True  # whatever the times of this machine are
     return worker
 
 

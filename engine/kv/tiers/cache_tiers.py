@@ -15,6 +15,8 @@ It reads no memory, so the same code runs in a simulation. The rules:
 3. Nothing waits for a copy but the request that wants its pages. While pages are saved, fewer can be
    allocated; a copy of a few pages takes a millisecond.
 4. A request waits for the disk at most FETCH_PATIENCE_S, then it takes what is in host memory.
+5. Where a prompt is computed here, its pages are brought back only if that is sooner than computing their
+   tokens (`restore_costs`).
 """
 
 import logging
@@ -26,6 +28,7 @@ from enum import Enum
 from ..prefix_cache import ROOT, PrefixCache
 from .jobs import Fetch, Job, JobDone, Load, PageMove, Save, Spill
 from .page_keys import PageKeys
+from .restore_costs import ComputeTime, RestoreCosts
 from .slot_table import SlotTable, StoredPage, TierJournal
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,7 @@ DISK_PATIENCE_S = 20.0  # a disk that does not answer for so long is turned off
 COUNTERS = (
     "host_hit_tokens", "disk_hit_tokens", "host_saved_bytes", "host_loaded_bytes", "disk_written_bytes",
     "disk_read_bytes", "host_bad_pages", "disk_bad_pages", "tier_lost_pages", "tier_late_restores",
+    "tier_declined_restores",
 )  # fmt: skip
 
 
@@ -116,6 +120,7 @@ class CacheTiers:
         self.page_bytes = page_bytes
         self.is_staging = is_staging
         self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+        self.costs = RestoreCosts()
         self.is_off = False
         self._unsaved: OrderedDict[int, None] = OrderedDict()  # idle pages that were not looked at
         self._new_idle: list[int] = []  # since `take_idle`
@@ -184,24 +189,41 @@ class CacheTiers:
         return found is not None and (self._is_stored(found[1]) or self._leader_of(found[1]) is not None)
 
     def begin(
-        self, token_ids: Sequence[int], limit: int, salt: str, pages: Sequence[int], have: int, now: float
+        self,
+        token_ids: Sequence[int],
+        limit: int,
+        salt: str,
+        pages: Sequence[int],
+        have: int,
+        now: float,
+        compute_time: ComputeTime | None = None,
     ) -> Restore | None:
         """Start to restore the prompt `token_ids` behind its first `have` pages, which are cached, within
-        `limit` tokens. None: no tier has its next page.
+        `limit` tokens. None: no tier has its next page, or its tokens are computed sooner.
 
         `pages` are the request's; those behind `have` are its own, and get the content. `now`: monotonic
-        seconds.
+        seconds. `compute_time`: of tokens of this prompt; None: not known, or it is not computed here.
         """
         if self.is_off:
             return None
         size = self.cache.page_size
         before = pages[have - 1] if have else ROOT
+        wanted: list[tuple[bytes, bytes]] = []
+        for parent, key in self.keys.of_prompt(
+            before, token_ids, have, min(limit, len(token_ids)) // size, salt
+        ):
+            if not wanted and (leader := self._leader_of(key)) is not None:
+                return self._follow(leader, key, now)
+            if not self._is_stored(key):
+                break
+            wanted.append((parent, key))
+        if compute_time is not None:
+            num_sooner = self._num_sooner([key for _, key in wanted], compute_time, now)
+            self.counters["tier_declined_restores"] += num_sooner < len(wanted)
+            del wanted[num_sooner:]
         restore: Restore | None = None
         fetches: list[tuple[StoredPage, StoredPage]] = []
-        wanted = self.keys.of_prompt(before, token_ids, have, min(limit, len(token_ids)) // size, salt)
         for place, (parent, key) in enumerate(wanted, have):
-            if restore is None and (leader := self._leader_of(key)) is not None:
-                return self._follow(leader, key, now)
             stored = self._find(key, parent, place * size, fetches)
             if stored is None:
                 break
@@ -259,6 +281,9 @@ class CacheTiers:
     def done(self, done: JobDone, now: float) -> None:
         """A copy has ended."""
         under_way = self._under_way.pop(done.number)
+        if isinstance(under_way.job, (Load, Fetch)) and not done.fault:
+            time = self.costs.load if isinstance(under_way.job, Load) else self.costs.fetch
+            time.ended(len(done.digests), under_way.since, done.ended)
         match under_way.job:
             case Save():
                 self._saved(under_way, done, now)
@@ -469,6 +494,34 @@ class CacheTiers:
             self._filling_failed(page, now)
 
     # --- restores -------------------------------------------------------------------------------------------
+
+    def _num_sooner(self, keys: Sequence[bytes], compute_time: ComputeTime, now: float) -> int:
+        """How many of the stored pages `keys`, which follow each other, come back and are not computed: all,
+        those before the first one from the disk, or none.
+        """
+        fetching = {page.key for page in self._pages_of(Fetch)}
+        is_slow = [key in fetching or key not in self.host for key in keys]
+        num_fast = is_slow.index(True) if True in is_slow else len(keys)
+        num_slow, size = len(keys) - num_fast, self.cache.page_size
+        if num_fast and not self.costs.is_sooner(
+            num_fetched=0,
+            num_loaded=len(self._pages_of(Load)) + num_fast,
+            compute_s=compute_time(num_fast * size),
+            now=now,
+        ):
+            return 0
+        if num_slow and not self.costs.is_sooner(
+            num_fetched=len(fetching) + sum(key not in self.host for key in keys),
+            num_loaded=num_slow,
+            compute_s=compute_time(num_slow * size),
+            now=now,
+        ):
+            return num_fast
+        return len(keys)
+
+    def _pages_of(self, kind: type[Job]) -> list[StoredPage]:
+        """The host pages of all jobs of a kind under way."""
+        return [page for one in self._under_way.values() if isinstance(one.job, kind) for page in one.stored]
 
     def _find(
         self, key: bytes, parent: bytes, depth: int, fetches: list[tuple[StoredPage, StoredPage]]

@@ -9,7 +9,8 @@ All files are 0600. They hold the keys and values of prompts, from which the pro
 A page is written in three steps: its record is cleared, the page is written, the record is written. A process
 that is killed in between leaves an empty slot. What a power failure reorders, or a disk damages, is found by
 the digest when the page is read. `open` reads the index only. Errors of the system are raised as DiskFault:
-the tier is of no use then, and the worker goes on without it.
+the tier is of no use then, and the worker goes on without it. Several threads may read at once, beside one
+that writes.
 """
 
 import errno
@@ -17,6 +18,7 @@ import fcntl
 import hashlib
 import os
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,6 +67,7 @@ class DiskFiles:
         self._slots_per_slab = max(1, SLAB_BYTES // slot_bytes)  # whatever the budget: it may change
         self._index = -1
         self._slabs: dict[int, int] = {}
+        self._opens = threading.Lock()  # held by the thread that opens a slab
         self._reach = reach
 
     def __repr__(self) -> str:
@@ -150,21 +153,28 @@ class DiskFiles:
     def _slab(self, slot: int) -> int:
         """The descriptor of the slab of a slot, allocated at its first use."""
         number = slot // self._slots_per_slab
-        if number not in self._slabs:
-            path = self.folder / f"slab-{number:04d}"
-            try:
-                slab = os.open(path, FLAGS | os.O_DIRECT, 0o600)
-            except OSError:  # some file systems know no access without the system's cache
-                slab = os.open(path, FLAGS, 0o600)
-            try:
-                os.fchmod(slab, 0o600)
-                slots = min(self._slots_per_slab, self.num_slots - number * self._slots_per_slab)
-                _allocate(slab, slots * self.slot_bytes)
-            except BaseException:
-                os.close(slab)
-                raise
-            self._slabs[number] = slab
-        return self._slabs[number]
+        slab = self._slabs.get(number)
+        if slab is None:
+            with self._opens:
+                slab = self._slabs.get(number)
+                if slab is None:
+                    slab = self._slabs[number] = self._open_slab(number)
+        return slab
+
+    def _open_slab(self, number: int) -> int:
+        path = self.folder / f"slab-{number:04d}"
+        try:
+            slab = os.open(path, FLAGS | os.O_DIRECT, 0o600)
+        except OSError:  # some file systems know no access without the system's cache
+            slab = os.open(path, FLAGS, 0o600)
+        try:
+            os.fchmod(slab, 0o600)
+            slots = min(self._slots_per_slab, self.num_slots - number * self._slots_per_slab)
+            _allocate(slab, slots * self.slot_bytes)
+        except BaseException:
+            os.close(slab)
+            raise
+        return slab
 
 
 def _allocate(fd: int, size: int) -> None:

@@ -61,9 +61,11 @@ class Fetch(Job):
 class JobDone:
     """The end of a job: the digest of each page as it is in its new place, None for one that failed.
 
-    `fault`: why the tier that was read or written is of no use any more; "": it is.
+    `ended`: monotonic seconds. `fault`: why the tier that was read or written is of no use any more; "": it
+    is.
     """
 
     number: int
     digests: tuple[int | None, ...]
+    ended: float
     fault: str = ""

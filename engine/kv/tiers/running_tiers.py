@@ -8,6 +8,7 @@ from typing import Protocol
 from .cache_tiers import CacheTiers, Restore
 from .disk_files import DiskFiles
 from .jobs import Job, JobDone
+from .restore_costs import ComputeTime
 from .slot_table import SlotTable
 from .tier_threads import DiskOpened
 
@@ -81,10 +82,16 @@ class RunningTiers:
         return bool(ended)
 
     def begin(
-        self, token_ids: Sequence[int], limit: int, salt: str, pages: Sequence[int], have: int
+        self,
+        token_ids: Sequence[int],
+        limit: int,
+        salt: str,
+        pages: Sequence[int],
+        have: int,
+        compute_time: ComputeTime | None = None,
     ) -> Restore | None:
         """As `CacheTiers.begin`; the copies begin at once."""
-        restore = self.tiers.begin(token_ids, limit, salt, pages, have, self._clock())
+        restore = self.tiers.begin(token_ids, limit, salt, pages, have, self._clock(), compute_time)
         self._submit()
         return restore
 

@@ -1,24 +1,28 @@
-"""The threads that copy for `CacheTiers`: one saves, one restores, one reads and writes the disk.
+"""The threads that copy for `CacheTiers`: one saves, one restores, one writes the disk, several read it.
 
 The scheduler thread submits jobs and takes their ends; it never waits. `notify` is called after each end. A
-restore therefore never waits for a save or for the disk, and a disk that hangs holds up its own thread alone.
+restore therefore never waits for a save or for the disk, and a disk that hangs holds up its own threads
+alone. A request waits for what is read, so writes begin when nothing is left to read, or after YIELD_S.
 """
 
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .disk_files import DiskFault, DiskFiles
-from .jobs import Fetch, Job, JobDone, Load, PageMove, Save, Spill
+from .disk_readers import DiskReaders
+from .jobs import Fetch, Job, JobDone, Load, PageMove, Spill
 from .page_copies import PageCopies
 from .slot_table import StoredPage
 
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 2.0
-FIRST, SECOND, LAST = range(3)  # a request waits for a Fetch; a Spill has time
+YIELD_S = 1.0  # that a Spill waits for reads; less than a disk may take before it is turned off
+NUM_READERS = 8  # pages of a disk that are read at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,21 +34,24 @@ class DiskOpened:
 
 
 class TierThreads:
-    """The threads over `copies` and, from `open_disk` on, the files of a disk. `reach`: failpoints."""
+    """The threads over `copies` and, from `open_disk` on, the files of a disk. `reach`: failpoints. `clock`
+    tells monotonic seconds.
+    """
 
     def __init__(
         self,
         copies: PageCopies,
         notify: Callable[[], None] = lambda: None,
         reach: Callable[[str], None] = lambda site: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._copies, self._notify, self._reach = copies, notify, reach
+        self._copies, self._notify, self._reach, self._clock = copies, notify, reach, clock
         self._disk: DiskFiles | None = None
         self._done: queue.SimpleQueue[JobDone | DiskOpened] = queue.SimpleQueue()
         self._saves: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._loads: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._disk_jobs: queue.PriorityQueue[tuple[int, int, Job | DiskFiles | None]] = queue.PriorityQueue()
-        self._num_disk_jobs = 0
+        self._disk_jobs: queue.SimpleQueue[Spill | DiskFiles | None] = queue.SimpleQueue()
+        self._readers = DiskReaders(NUM_READERS, self._read, self._end, clock)
         self._threads = [
             threading.Thread(target=work, name=f"tier-{name}", daemon=True)
             for name, work in (
@@ -61,19 +68,23 @@ class TierThreads:
 
     def submit(self, job: Job) -> None:
         """Begin a copy."""
-        if isinstance(job, (Fetch, Spill)):
-            self._put(FIRST if isinstance(job, Fetch) else SECOND, job)
-        else:
-            jobs = self._saves if isinstance(job, Save) else self._loads
-            jobs.put(job)
+        match job:
+            case Fetch():
+                self._readers.submit(job)
+            case Spill():
+                self._disk_jobs.put(job)
+            case Load():
+                self._loads.put(job)
+            case _:
+                self._saves.put(job)
 
     def stamp(self, pages: Sequence[int]) -> None:
         """As `PageCopies.stamp`."""
         self._copies.stamp(pages)
 
     def open_disk(self, files: DiskFiles) -> None:
-        """Open the files in the disk's thread; DiskOpened answers."""
-        self._put(FIRST, files)
+        """Open the files in the thread that writes the disk; DiskOpened answers."""
+        self._disk_jobs.put(files)
 
     def results(self) -> list[JobDone | DiskOpened]:
         """The ends since the last call."""
@@ -85,16 +96,13 @@ class TierThreads:
             return ended
 
     def close(self) -> None:
-        """Ends the threads after the copies under way, and closes the files."""
+        """Ends the threads after the copies under way, and closes the files; waits for it CLOSE_S at most."""
         self._saves.put(None)
         self._loads.put(None)
-        self._put(LAST, None)
+        self._disk_jobs.put(None)
+        until = time.monotonic() + CLOSE_S
         for thread in self._threads:
-            thread.join(CLOSE_S)
-
-    def _put(self, priority: int, item: Job | DiskFiles | None) -> None:
-        self._num_disk_jobs += 1  # equal ones in order; items have none
-        self._disk_jobs.put((priority, self._num_disk_jobs, item))
+            thread.join(max(0.0, until - time.monotonic()))
 
     def _end(self, done: JobDone | DiskOpened) -> None:
         self._done.put(done)
@@ -111,16 +119,22 @@ class TierThreads:
                     digests = self._copies.save(job.moves)
             except Exception as error:  # such as a fault of the GPU: the worker finds it in its own work, too
                 fault = f"{type(error).__name__}: {error}"
-                self._end(JobDone(number=job.number, digests=(None,) * len(job.moves), fault=fault))
+                self._end(self._done_now(job, [None] * len(job.moves), fault))
             else:
-                self._end(JobDone(number=job.number, digests=tuple(digests)))
+                self._end(self._done_now(job, digests))
+
+    def _done_now(self, job: Job, digests: Sequence[int | None], fault: str = "") -> JobDone:
+        return JobDone(number=job.number, digests=tuple(digests), ended=self._clock(), fault=fault)
 
     def _serve_disk(self) -> None:
-        while (item := self._disk_jobs.get()[2]) is not None:
+        while (item := self._disk_jobs.get()) is not None:
             if isinstance(item, DiskFiles):
+                self._readers.start()
                 self._end(self._open(item))
             else:
-                self._end(self._moved(item))
+                self._readers.wait_idle(YIELD_S)
+                self._end(self._moved(item, self._write))
+        self._readers.close()  # before the files that they read
         if self._disk is not None:
             self._disk.close()
 
@@ -132,35 +146,41 @@ class TierThreads:
         self._disk = files
         return DiskOpened(pages=pages)
 
-    def _moved(self, job: Job) -> JobDone:
+    def _moved(self, job: Job, move_page: Callable[[PageMove], int | None]) -> JobDone:
+        """Moves the pages of `job` one after the other, up to a fault."""
         digests: list[int | None] = []
         fault = ""
         for move in job.moves:
             try:
-                digests.append(None if fault else self._move(job, move))
+                digests.append(None if fault else move_page(move))
             except Exception as error:  # of the system, or of a failpoint
                 fault = str(error)
                 digests.append(None)
-        return JobDone(number=job.number, digests=tuple(digests), fault=fault)
+        return self._done_now(job, digests, fault)
 
-    def _move(self, job: Job, move: PageMove) -> int | None:
-        """The digest of the page that was moved; None for a damaged one. Raises DiskFault."""
-        disk = self._disk
-        if disk is None:
-            raise DiskFault("it was never opened")
-        slot = self._copies.slab.whole(move.slot)
-        if isinstance(job, Spill):
-            page = StoredPage(
-                key=move.key,
-                parent=move.parent,
-                slot=move.disk_slot,
-                depth=move.depth,
-                priority=0.0,
-                digest=move.digest,
-            )
-            disk.write(page, slot)
-            return move.digest
+    def _write(self, move: PageMove) -> int:
+        """Writes a page to the disk. Returns its digest. Raises DiskFault."""
+        page = StoredPage(
+            key=move.key,
+            parent=move.parent,
+            slot=move.disk_slot,
+            depth=move.depth,
+            priority=0.0,
+            digest=move.digest,
+        )
+        self._files.write(page, self._copies.slab.whole(move.slot))
+        return move.digest
+
+    def _read(self, move: PageMove) -> int | None:
+        """Reads a page from the disk. Returns its digest; None for a damaged one. Raises DiskFault."""
         self._reach("tier:fetch")
-        is_whole = disk.read(move.disk_slot, slot)
+        is_whole = self._files.read(move.disk_slot, self._copies.slab.whole(move.slot))
         digest = self._copies.digest(move.key, move.slot)
         return digest if is_whole and digest == move.digest else None
+
+    @property
+    def _files(self) -> DiskFiles:
+        """The open files. Raises DiskFault."""
+        if self._disk is None:
+            raise DiskFault("it was never opened")
+        return self._disk

@@ -8,6 +8,7 @@ from baton.cluster.protocol.request_rank import PRIORITY_S, rank
 from baton.engine import prompt_logprobs
 from baton.engine.kv.pool import PageAllocator
 from baton.engine.kv.prefix_cache import PrefixCache
+from baton.engine.kv.tiers.cache_tiers import Restore
 from baton.engine.kv.window_pages import WindowPages
 from baton.engine.request import Request
 from baton.engine.request_windows import RequestWindows
@@ -83,6 +84,18 @@ def test_each_token_after_the_cached_prefix_is_computed_once_in_order(prompts, c
         scheduler.cache.check_integrity()
     assert [reached[room.request.room] for room in rooms] == [len(prompt) for prompt in prompts]
     assert scheduler.cache.num_available == 64
+
+
+def test_tokens_before_a_prompt_are_those_left_of_begun_and_of_older_ones():
+    scheduler = make(num_pages=12, chunk_size=8)
+    rooms = [add(scheduler, number, range(100 * number, 100 * number + 20)) for number in range(4)]
+    for number, room in enumerate(rooms):
+        room.arrived = float(number)
+    chunks, _ = scheduler.next_chunks()
+    run(scheduler, chunks)
+    assert [scheduler.tokens_before(room) for room in rooms[1:]] == [12, 32, 52]
+    rooms[2].restore = Restore(first_key=b"", pages=[], stored=[], patience=9.0)
+    assert scheduler.tokens_before(rooms[3]) == 32, "it waits for pages and not for a forward"
 
 
 @given(

@@ -237,6 +237,16 @@ def test_a_late_prompt_has_its_share_of_forwards_over_one_prompt(size):
         assert taken["late"] >= LATE_SHARE * sum(taken.values()) - 100, forward
 
 
+def test_tokens_behind_others_take_the_time_of_all():
+    pace = ForwardPace()
+    assert pace.behind(100) is None, "nothing is known"
+    for tokens in (64, 128, 256, 512):
+        pace.saw(tokens, 0.01 + tokens * 1e-4)
+    behind = pace.behind(100)
+    assert behind is not None
+    assert behind(200) == pytest.approx(0.01 + 300 * 1e-4)
+
+
 def test_forwards_are_short_but_never_mostly_launch():
     pace = ForwardPace()
     assert pace.tokens_within(0.001, 512) == 512, "nothing is known"

@@ -3,6 +3,8 @@
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 from baton.cluster.errors import ConfigError
@@ -20,6 +22,30 @@ def test_a_fault_happens_at_the_nth_reach_of_its_own_site_and_only_then():
     assert [(fault.site, fault.action) for fault in happened] == [("decode:step", "raise")]
     points.reach("prefill:chunk")
     assert (happened[-1].site, happened[-1].action) == ("prefill:chunk", "kill")
+
+
+def test_a_site_that_several_threads_reach_has_its_fault_once():
+    class Site(str):
+        __slots__ = ()
+
+        def __hash__(self):
+            time.sleep(0)  # another thread's turn, while the site is looked up
+            return super().__hash__()
+
+    happened, count = [], 200
+    text = ",".join(f"tier:fetch:{4 * count - nth}" for nth in range(100))
+    points = Failpoints(read_faults({"BATON_FAULT": text, **ALLOWED}), act=happened.append)
+
+    def reach():
+        for _ in range(count):
+            points.reach(Site("tier:fetch"))
+
+    threads = [threading.Thread(target=reach) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(happened) == len(set(happened)) == 100
 
 
 def test_without_the_variable_a_site_is_a_function_that_does_nothing():
