@@ -28,6 +28,7 @@ CONTEXT = 2048
     "F07",
     "a prompt is too long, or its prefill aborts",
     "400 by both paths; no token of an incomplete KV cache",
+    flags=UNCACHED,  # cached or pulled prompts would have no fourth chunk
 )
 def f07(scene: Scene) -> str:
     long = tuple([5] * CONTEXT)
