@@ -126,6 +126,7 @@ class Room:
         self.deaths = DeathRecord()
         self._progress_at = self.created
         self._pending = PendingCancels(self.room)
+        self._retracted: set[int] = set()  # attempts whose pages a worker gave to another room
         self._settle_by: float | None = None  # end of the wait for decode's account of a stopped room
         self._attempt: Attempt | None = None
         self._last_failure: Failure | None = (
@@ -327,12 +328,18 @@ class Room:
         return _HANDLERS[type(message)](self, attempt, message, now)
 
     def _late_retraction(self, message: RoomEvent, instance: str) -> list[Effect]:
-        """An attempt that ended otherwise had lost its pages, too: the next ones must hold theirs."""
+        """An attempt that ended otherwise had lost its pages, too: the next ones must hold theirs.
+
+        It counts after the worker's Gone, too, which may have overtaken it.
+        """
         if not (self.is_live and isinstance(message, Failed) and message.kind == RETRACTED):
             return []
+        if message.epoch > self.epoch or message.epoch in self._retracted:
+            return []
+        self._retracted.add(message.epoch)
+        self.num_retractions = min(MAX_RETRACTIONS, self.num_retractions + 1)
         if not self._pending.has(instance, message.epoch):
             return []
-        self.num_retractions = min(MAX_RETRACTIONS, self.num_retractions + 1)
         return self._pending.drop(instance, message.epoch)
 
     def _on_reserved(self, attempt: Attempt, message: Reserved, now: float) -> list[Effect]:
@@ -413,7 +420,9 @@ class Room:
             return dropped + self._attempt_failed("PeerLost", "a worker was lost", True, now)
         is_retracted = message.kind == RETRACTED and self.num_retractions < MAX_RETRACTIONS
         if (is_retracted or message.kind == DRAINING) and self.num_output < self.sampling.max_new_tokens:
-            self.num_retractions += is_retracted
+            if is_retracted:
+                self.num_retractions += 1
+                self._retracted.add(self.epoch)
             is_preempted = is_retracted and message.is_preempted
             again = Requeued(now, is_retracted=is_retracted, is_preempted=is_preempted)
             return self._pending.drop(message.instance, self.epoch) + self._requeue(again, now)

@@ -145,10 +145,10 @@ def draw_settings(seed, rng, faults):
             is_crowded=True,
             decode_pages=rng.choice((21, 26, 34)),
             max_running=8,
-            step_s=min(settings.step_s, 0.01),  # all are served in time
+            step_s=min(settings.step_s, 0.01),
+            queue_timeout_s=10.0,  # all are served in time, by one decode worker or with several choices
+            request_timeout_s=12.0,
         )
-        if settings.choices > 1:  # each of which takes pages of its own for its output
-            settings = replace(settings, queue_timeout_s=10.0, request_timeout_s=12.0)
     return settings
 
 

@@ -341,12 +341,16 @@ def test_a_request_without_its_pages_outlasts_the_queue_timeout(has_begun):
         assert [type(event) for event in events(inbox)] == [Deliver]
 
 
-def test_pages_that_were_lost_behind_a_refusal_count():
+@pytest.mark.parametrize("is_overtaken", [False, True])
+def test_pages_that_were_lost_behind_a_refusal_count(is_overtaken):
+    """Also those of which the router hears after decode has nothing of the request any more."""
     world = World().join()
     (entry,), _ = world.submit(16)
     one = {"room": entry.room.room, "epoch": 0}
     world.dispatcher.on_message(b"p", Refused(instance=P, reason="full", retry_after_ms=250, **one))
     lost = Failed(instance=D, kind="Retracted", message="full", retryable=True, **one)
+    if is_overtaken:
+        world.dispatcher.on_message(b"d", Gone(instance=D, **one))
     for _ in range(2):
         world.dispatcher.on_message(b"d", lost)
     assert entry.room.num_retractions == 1
