@@ -389,7 +389,10 @@ def num_runs(scene: Scene) -> int:
     return int(scene.counted("prefill", "requests"))
 
 
-@row("sites", "a worker is killed, aborted or raises at every fault point in turn", "all complete each time")
+@row(
+    "sites", "a worker is killed, aborted or raises at every fault point in turn", "all complete each time",
+    flags=UNCACHED,  # all are asked again and again
+)  # fmt: skip
 def sites(scene: Scene) -> str:
     asks = scene.known(workload(199, 10, prompt=(300, 800), max_tokens=20))
     scene.promise = Promise(
