@@ -217,15 +217,12 @@ class Checker:
                 raise Violation(f"client {client.number} waited {waited:.1f} s after the death of a worker")
 
     def _check_pauses(self):
-        """A pause of processes that live costs nobody an answer, unless a time limit passes meanwhile."""
+        """A pause of processes that live costs nobody an answer, unless the deadline passes meanwhile."""
         world = self.world
         if world.options.poison or not world.faults.are_only(*PAUSES, "stop", "leave", "burst"):
             return
-        allowed = {"ok", "stopped", "left"}
-        if world.paused_s >= world.settings.request_timeout_s - SERVED_S:
-            allowed.add("DeadlineExceeded")
-        if world.paused_s >= world.settings.queue_timeout_s:
-            allowed.add("QueueTimeout")
+        is_late = world.paused_s >= world.settings.request_timeout_s - SERVED_S
+        allowed = ("ok", "stopped", "left", *(("DeadlineExceeded",) if is_late else ()))
         for client in world.clients:
             if client.end not in allowed:
                 raise Violation(
