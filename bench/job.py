@@ -1,7 +1,9 @@
 """What benchmarks that start servers of their own share on the command line."""
 
+import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 from ..cluster.errors import BatonError
 from ..cluster.process.progress import JobProgress
@@ -13,6 +15,22 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     given = list(argv)
     at = given.index("--") if "--" in given else len(given)
     return given[:at], given[at + 1 :]
+
+
+Found = TypeVar("Found", bound=Collection[object])
+
+
+def report_of(
+    found: Found,
+    as_document: Callable[[Found], dict[str, object]],
+    as_table: Callable[[Found], str],
+    *,
+    is_json: bool,
+) -> str:
+    """What was measured, as one JSON document or as a table; "" for nothing."""
+    if not found:
+        return ""
+    return json.dumps(as_document(found)) + "\n" if is_json else as_table(found)
 
 
 def run_job(

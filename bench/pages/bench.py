@@ -16,7 +16,6 @@ The answers of all runs are compared token for token. Flags behind `--` go to th
 
 import argparse
 import asyncio
-import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from ...cluster.process.progress import JobProgress
 from ...engine.models.registry import load_model_config
 from ..arguments import at_least
 from ..child_server import serving
-from ..job import run_job, split_arguments
+from ..job import report_of, run_job, split_arguments
 from ..router.rig import free_port
 from ..serve.client import endpoint_of
 from .load import AnswerClient, PagesLoad, PagesRun, run_load
@@ -53,9 +52,7 @@ def main(argv: Sequence[str]) -> int:
     found: list[Measured] = []
 
     def text() -> str:
-        if not found:
-            return ""
-        return json.dumps(as_document(found)) + "\n" if options.json else as_table(found)
+        return report_of(found, as_document, as_table, is_json=options.json)
 
     def work(progress: JobProgress) -> tuple[str, int]:
         for one in measure(options, extra, progress):

@@ -11,7 +11,6 @@ computes every prompt again. Flags behind `--` go to the server.
 
 import argparse
 import asyncio
-import json
 import math
 import random
 import statistics
@@ -22,7 +21,7 @@ from ...cluster.process.progress import JobProgress
 from ...engine.models.registry import load_model_config
 from ..arguments import at_least
 from ..child_server import serving
-from ..job import run_job, split_arguments
+from ..job import report_of, run_job, split_arguments
 from ..router.rig import free_port
 from ..serve.bench import EXTENSIONS, LoadPlan, ServeBench
 from ..serve.client import LoadClient, endpoint_of
@@ -48,9 +47,7 @@ def main(argv: Sequence[str]) -> int:
     found: dict[str, Figures] = {}
 
     def text() -> str:
-        if not found:
-            return ""
-        return json.dumps(as_document(found)) + "\n" if options.json else as_table(found)
+        return report_of(found, as_document, as_table, is_json=options.json)
 
     def work(progress: JobProgress) -> tuple[str, int]:
         vocab = load_model_config(Path(options.model)).vocab_size
