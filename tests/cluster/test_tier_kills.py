@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from baton.tests.sim.tiered_decode import chats, decode_worker
+from baton.tests.sim.tiered_decode import told_without_tiers
 
 POINTS = (
     pytest.param("tier:save:4", marks=pytest.mark.slow),
@@ -30,7 +30,7 @@ def target(toy_checkpoint):
 
 @pytest.fixture(scope="module")
 def expected(target):
-    return [said for said, _ in chats(decode_worker(target, None, "cpu", pages=80))]
+    return told_without_tiers(target)
 
 
 def lived(target, disk, fault=""):

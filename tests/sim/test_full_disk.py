@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from baton.engine.kv.tiers.disk_files import RECORD_BYTES
-from baton.tests.sim.tiered_decode import chats, decode_worker, settled
+from baton.tests.sim.tiered_decode import chats, decode_worker, settled, told_without_tiers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,7 +30,7 @@ def target(toy_checkpoint):
 
 @pytest.fixture(scope="module")
 def expected(target):
-    return [said for said, _ in chats(decode_worker(target, None, "cpu", pages=80))]
+    return told_without_tiers(target)
 
 
 @pytest.fixture(scope="module")

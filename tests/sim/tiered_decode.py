@@ -44,6 +44,11 @@ def decode_worker(target, head, device, *, pages, tiers=None, reach=lambda site:
     return worker
 
 
+def told_without_tiers(target):
+    """What each turn of `chats` says where the pool holds all of them."""
+    return [said for said, _ in chats(decode_worker(target, None, "cpu", pages=80))]
+
+
 def ask(worker, prompt, salt="", count=6):
     """(the tokens, the number of prompt tokens that were cached)"""
     room = secrets.token_hex(16)

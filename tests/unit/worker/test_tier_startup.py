@@ -10,7 +10,7 @@ import stat
 import pytest
 from baton.engine.kv.tiers.disk_files import RECORD_BYTES, DiskFiles
 from baton.tests.parity.toy_engine import random_ids
-from baton.tests.sim.tiered_decode import ask, chats, decode_worker, settled
+from baton.tests.sim.tiered_decode import ask, chats, decode_worker, settled, told_without_tiers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,7 +25,7 @@ def target(toy_checkpoint):
 
 @pytest.fixture(scope="module")
 def expected(target):
-    return [said for said, _ in chats(decode_worker(target, None, "cpu", pages=80))]
+    return told_without_tiers(target)
 
 
 @pytest.fixture
