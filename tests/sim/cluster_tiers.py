@@ -52,7 +52,7 @@ def add_tiers(seed, faults, settings):
     faults = replace(
         faults,
         tier_slow=0.3 * rng.random() * on(),
-        tier_fail=0.3 * rng.random() * on(),
+        tier_fail=(0.3 + 0.4 * rng.random()) * on(),
         tier_flip=0.3 * rng.random() * on(),
         tier_torn=on(),
         tier_gone=rng.randint(1, 2) * on(),
