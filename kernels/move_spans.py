@@ -130,11 +130,12 @@ def move_spans_reference(spans: torch.Tensor, sums: torch.Tensor) -> None:
     check_spans(spans, sums)
     sums.zero_()
     for number, (source, target, num_words, first) in enumerate(spans.tolist()):
-        _words_at(target, num_words).copy_(_words_at(source, num_words))
-        sums[number, 0] = mixed(_words_at(target, num_words), first)
+        words_at(target, num_words).copy_(words_at(source, num_words))
+        sums[number, 0] = mixed(words_at(target, num_words), first)
 
 
-def _words_at(address: int, num_words: int) -> torch.Tensor:
+def words_at(address: int, num_words: int) -> torch.Tensor:
+    """Words of the host's memory as int32 `[num_words]`, not copied."""
     memory = (ctypes.c_int32 * num_words).from_address(address)
     return torch.frombuffer(memory, dtype=torch.int32)
 

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -11,7 +11,9 @@ from ..cluster.config.groups import EngineSettings
 from ..cluster.config.tier_checks import GIB
 from ..cluster.errors import StartupError
 from ..cluster.process.failpoints import Reach, unarmed
+from ..engine.kv.page_order import PageOrder
 from ..engine.kv.tiers.cache_tiers import CacheTiers
+from ..engine.kv.tiers.cuda_page_copies import CudaPageCopies
 from ..engine.kv.tiers.disk_files import DiskFiles
 from ..engine.kv.tiers.host_slab import HostSlab, slot_bytes_of
 from ..engine.kv.tiers.page_copies import PageCopies
@@ -40,7 +42,7 @@ def open_tiers(
     """The tiers that the settings ask for, under `keys`; None: none. `notify` is called when a copy has
     ended.
 
-    Raises StartupError for host memory that the system does not give.
+    Raises StartupError for host memory that the system does not give, and for pages that a GPU cannot digest.
     """
     host_bytes = int(max(0.0, config.host_cache_gib) * GIB)
     if not engine.cache.enabled or not (host_bytes or config.disk_cache):
@@ -71,15 +73,16 @@ def open_tiers(
         page_bytes=page_bytes,
         is_staging=not host_bytes,
     )
-    threads = TierThreads(PageCopies(planes, slab, engine.pool.order), notify, reach)
+    threads = TierThreads(_copies_of(planes, slab, engine.pool.order), notify, reach)
     running = RunningTiers(tiers, threads, linear_depth=linear_depth)
 
     def find_disk() -> DiskFiles | None:
         if not config.disk_cache or (engine.weights is not None and not engine.weights_hash):
             return None
+        digests = " digests of a GPU" * planes[0].is_cuda
         return DiskFiles(
             Path(config.disk_cache),
-            fingerprint=f"{_pages_of(engine)} weights {engine.weights_hash}",
+            fingerprint=f"{_pages_of(engine)} weights {engine.weights_hash}{digests}",
             slot_bytes=slot_bytes,
             budget=int(config.disk_cache_gib * GIB),
             reach=reach,
@@ -88,6 +91,13 @@ def open_tiers(
     running.find_disk = find_disk
     logger.info("pages of %d bytes go to %r below the KV pool", page_bytes, slab)
     return running
+
+
+def _copies_of(planes: Sequence[torch.Tensor], slab: HostSlab, order: PageOrder) -> PageCopies:
+    try:
+        return (CudaPageCopies if planes[0].is_cuda else PageCopies)(planes, slab, order)
+    except ValueError as error:
+        raise StartupError(f"a GPU cannot keep pages below its pool: {error}; use --page-size 16") from None
 
 
 def page_keys_of(engine: Engine) -> PageKeys:

@@ -1,9 +1,9 @@
 """The order between forwards and copies: the work after which another stream may use a page.
 
 Forwards run on the device's compute stream, block copies on a separate stream. Each page therefore carries
-the event of the newest work that may use it. The allocator stamps pages that it hands out, because work of
-their earlier owners may still run. The writer of a page stamps it after each write. Copies wait for the
-stamps of the pages that they touch.
+the event of the newest work that may use it. The allocator stamps the pages of an owner that leaves, because
+its work may still run. The writer of a page stamps it after each write. Copies wait for the stamps of the
+pages that they touch.
 
 Debug runs (`check_uses`, on the CPU) simulate a device whose work stays unfinished until a thread waits for
 it. They assert on every page that a copy touches too early.

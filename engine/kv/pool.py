@@ -214,8 +214,9 @@ class FeaturePlane:
 class PageAllocator:
     """Counts the owners of every page. The single owner of a page may write it; a shared page is read-only.
 
-    With an `order`, each allocated page is stamped, so copies wait for the work launched for its earlier
-    owners. Misuse (one release too many, page 0 passed in) is a programming error and asserts.
+    With an `order`, pages are stamped when an owner leaves: copies into them wait for the work that was
+    launched for it, and not for what is launched after that. Misuse (one release too many, page 0 passed in)
+    is a programming error and asserts.
     """
 
     def __init__(self, num_pages: int, order: PageOrder | PageOrderPart | None = None) -> None:
@@ -263,8 +264,6 @@ class PageAllocator:
         del self._free[len(self._free) - n :]
         for page in pages:
             self._refs[page] = 1
-        if self._order is not None:
-            self._order.stamp(pages)
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
@@ -276,9 +275,15 @@ class PageAllocator:
             if observer is not None:
                 observer(page, refs[page], 1)
 
-    def release(self, pages: Iterable[int]) -> None:
-        """Remove an owner from each of `pages`. A page without owners is free again."""
+    def release(self, pages: Iterable[int], *, is_used: bool = True) -> None:
+        """Remove an owner from each of `pages`. A page without owners is free again.
+
+        `is_used`: work that was launched for this owner may use them.
+        """
         refs, observer = self._refs, self._observer
+        if is_used and self._order is not None:
+            pages = list(pages)
+            self._order.stamp(pages)
         for page in pages:
             assert refs[page] > 0, f"page {page} released more often than owned"
             refs[page] -= 1

@@ -253,7 +253,7 @@ class PrefixCache:
             if self.windows is not None:
                 self.windows.left(page)
         self._num_bare = 0
-        self.allocator.release(pages)
+        self.allocator.release(pages, is_used=False)
 
     def forget(self, pages: Sequence[int]) -> None:
         """Takes `pages` out of the cache, those that are in it, and all pages behind them."""
@@ -276,7 +276,7 @@ class PrefixCache:
         for page in gone:
             self._idle.pop(page, None)
             self._leave(page)
-        self.allocator.release(gone - kept)
+        self.allocator.release(gone - kept, is_used=False)
 
     def check_integrity(self) -> None:
         """Assert that trie, busy counts and eviction order agree with each other and with the allocator."""
@@ -389,7 +389,7 @@ class PrefixCache:
             self._leave(page)
             if not is_kept:
                 pages.append(page)
-        self.allocator.release(pages)
+        self.allocator.release(pages, is_used=False)  # its last user was the last to stamp it
 
     def _leave(self, page: int) -> None:
         """The page is found no more."""

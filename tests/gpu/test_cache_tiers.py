@@ -7,9 +7,9 @@ import pytest
 import torch
 from baton.engine.kv.host_registration import register, unregister
 from baton.engine.kv.page_order import PageOrder
+from baton.engine.kv.tiers.cuda_page_copies import CudaPageCopies
 from baton.engine.kv.tiers.host_slab import HostSlab
 from baton.engine.kv.tiers.jobs import PageMove
-from baton.engine.kv.tiers.page_copies import PageCopies
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.sim.tiered_decode import chats, decode_worker
 
@@ -37,13 +37,13 @@ def order() -> PageOrder:
 
 
 @pytest.fixture
-def copies(planes: list[torch.Tensor], order: PageOrder) -> PageCopies:
+def copies(planes: list[torch.Tensor], order: PageOrder) -> CudaPageCopies:
     slab = HostSlab(12, KV_BYTES + DRAFT_BYTES, torch.device("cuda"))
     assert slab.is_pinned
-    return PageCopies(planes, slab, order)
+    return CudaPageCopies(planes, slab, order)
 
 
-def test_pages_come_back_as_they_went(planes: list[torch.Tensor], copies: PageCopies) -> None:
+def test_pages_come_back_as_they_went(planes: list[torch.Tensor], copies: CudaPageCopies) -> None:
     before = [plane.clone() for plane in planes]
     moves = [PageMove(key=key, slot=3 + place, page=2 * place + 1) for place, key in enumerate(KEYS)]
     torch.cuda.synchronize()  # nothing here stamps pages, so copies wait for no work on them
@@ -63,16 +63,16 @@ def test_pages_come_back_as_they_went(planes: list[torch.Tensor], copies: PageCo
 
 
 def test_a_copy_comes_behind_the_work_that_uses_its_page(
-    planes: list[torch.Tensor], copies: PageCopies, order: PageOrder
+    planes: list[torch.Tensor], copies: CudaPageCopies, order: PageOrder
 ) -> None:
     torch.cuda._sleep(200_000_000)  # some 0.1 s
     planes[0][1].fill_(7)
-    copies.stamp([1])
+    order.stamp([1])  # as an allocator does
     copies.save([PageMove(key=KEYS[0], slot=0, page=1)])
     assert (copies.slab.page(0)[:KV_BYTES] == 7).all()
     torch.cuda._sleep(200_000_000)
     planes[0][2].fill_(9)
-    order.stamp([2])  # as an allocator does
+    order.stamp([2])
     copies.load([PageMove(key=KEYS[0], slot=0, page=2)])
     torch.cuda.synchronize()
     assert (planes[0][2] == 7).all()

@@ -8,7 +8,8 @@ or foreign rows into an answer.
 
 import random
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -19,9 +20,9 @@ from baton.cluster.protocol.messages import Failed, Finished, Reserve, Sampling,
 from baton.decode.worker import DecodeWorker
 from baton.engine.kv.page_order import PageOrder
 from baton.engine.kv.pool import PageAllocator
+from baton.engine.kv.tiers.cuda_page_copies import CudaPageCopies, _Lane
 from baton.engine.kv.tiers.host_slab import HostSlab
 from baton.engine.kv.tiers.jobs import PageMove, Save
-from baton.engine.kv.tiers.page_copies import PageCopies
 from baton.engine.kv.tiers.tier_threads import TierThreads
 from baton.engine.speculative.drafters.protocol import draft_pools
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
@@ -45,15 +46,17 @@ def wait_a_while(rng: random.Random, most: int = CYCLES) -> None:
         torch.cuda._sleep(rng.randrange(1, most))
 
 
-class LateCopies(PageCopies):
+class LateCopies(CudaPageCopies):
     """Copies that begin late on their streams, by `rng`."""
 
     rng = random.Random(1)
 
-    def _copy_cuda(self, moves: Sequence[PageMove], stream: torch.cuda.Stream, **more: object) -> list[int]:
-        with torch.cuda.stream(stream):
+    @contextmanager
+    def _copying(self, lane: _Lane, moves: Sequence[PageMove]) -> Iterator[None]:
+        with torch.cuda.stream(lane.stream):
             wait_a_while(self.rng)
-        return super()._copy_cuda(moves, stream, **more)  # type: ignore[arg-type]
+        with super()._copying(lane, moves):
+            yield
 
 
 class PoisonedPages(PageAllocator):
@@ -61,12 +64,14 @@ class PoisonedPages(PageAllocator):
 
     planes: Sequence[torch.Tensor] = ()
 
-    def release(self, pages: Sequence[int]) -> None:  # type: ignore[override]
+    def release(self, pages: Iterable[int], *, is_used: bool = True) -> None:
         pages = list(pages)
-        super().release(pages)
+        super().release(pages, is_used=is_used)
         freed = [page for page in pages if not self.refs(page)]
         for plane in self.planes if freed else ():
             plane[freed] = float("nan")
+        if freed and self._order is not None:
+            self._order.stamp(freed)  # the fills are work of the owners that left
 
 
 def watched(worker: DecodeWorker) -> None:
@@ -121,7 +126,7 @@ def _taken(worker: DecodeWorker, rooms: list[str]) -> list[list[int]]:
 
 @pytest.fixture
 def late() -> Iterator[None]:
-    with patch("baton.worker.tier_startup.PageCopies", LateCopies):
+    with patch("baton.worker.tier_startup.CudaPageCopies", LateCopies):
         yield
 
 

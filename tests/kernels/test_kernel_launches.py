@@ -17,6 +17,7 @@ from baton.kernels.context_attention import (
     context_attention,
     context_attention_triton,
 )
+from baton.kernels.digest_spans import DIGEST_FIELDS, digest_spans_triton
 from baton.kernels.expanded_attention import expanded_attention_triton
 from baton.kernels.expert_mlp import ExpertForm, expert_mlp, expert_mlp_triton
 from baton.kernels.extend_attention import paged_extend, paged_extend_triton
@@ -312,6 +313,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     invariant_attention_triton(q, pool, 1, table, ragged, 0.1)
     move_spans_triton(torch.zeros(1, SPAN_FIELDS, dtype=torch.int64), rows[None])
     move_rows_triton(torch.zeros(1, ROW_FIELDS, dtype=torch.int64), rows[None])
+    digest_spans_triton(torch.zeros(1, DIGEST_FIELDS, dtype=torch.int64), rows[None])
     route_experts_triton(x[:, :128], Routing(top_k=8, is_normalised=True))
     latents = torch.zeros(10, 2, 1, 16, 1, 576, dtype=torch.bfloat16)
     store_latent_triton(latents, 1, rows, torch.zeros(rows.shape[0], 1, 576, dtype=torch.bfloat16))
@@ -344,7 +346,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
         "_store_latent_kernel", "_latent_kernel", "_expanded_kernel",
         "_route_kernel", "_group_kernel", "_expert_kernel", "_combine_kernel",
         "_gather_kernel", "_context_kernel", "_fold_kernel", "_join_kernel", "_move_spans_kernel",
-        "_move_rows_kernel",
+        "_move_rows_kernel", "_digest_spans_kernel",
     }  # fmt: skip
     check_compiled(compiled_for_h200)
     by_name = dict(compiled_for_h200)
@@ -361,6 +363,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     for instruction in ("ld.global.v4.b32", "st.global.v4.b32"):  # 16 bytes per thread
         assert instruction in by_name["_move_spans_kernel"].asm["ptx"]
         assert instruction in by_name["_move_rows_kernel"].asm["ptx"]
+    assert "ld.global.v4.b32" in by_name["_digest_spans_kernel"].asm["ptx"]
 
 
 @pytest.mark.slow

@@ -71,6 +71,7 @@ def add_tiers(seed, faults, settings):
         decode_pages=min(settings.decode_pages, rng.choice((20, 24, 32))),
         max_running=max(4, settings.max_running),
         step_s=min(settings.step_s, 0.01),  # there are more clients
+        digests_pool=rng.random() < 0.5,
     )
 
 
@@ -88,8 +89,7 @@ def tiers_of(process):
         page_bytes=page_bytes,
         is_staging=settings.is_staging,
     )
-    copies = PageCopies(planes, slab, engine.pool.order)
-    copies._pool = None  # no thread digests
+    copies = (PoolDigests if settings.digests_pool else PageCopies)(planes, slab, engine.pool.order)
     running = RunningTiers(
         tiers, TimedCopies(process, copies), linear_depth=LINEAR_DEPTH, clock=process.clock
     )
@@ -105,6 +105,13 @@ def tiers_of(process):
 def disk_of(process, weights, slab):
     budget = process.settings.disk_slots * (slab.slot_bytes + RECORD_BYTES)
     return SimDisk(process, fingerprint=f"weights {weights}", slot_bytes=slab.slot_bytes, budget=budget)
+
+
+class PoolDigests(PageCopies):
+    """Copies that digest pages in the pool alone."""
+
+    def digest(self, move):
+        return move.digest
 
 
 class Files:
@@ -359,9 +366,10 @@ class TierChecks:
         process.world.reached["restores declined"] += tiers.counters["tier_declined_restores"]
         if faults.tier_flip or faults.tier_fail or faults.tier_torn:
             return
-        copies = process.worker.tiers._copiers._copies
+        slab = process.worker.tiers._copiers._copies.slab
         for page in tiers.host:
-            if page.is_ready and not page.is_bad and copies.digest(page.key, page.slot) != page.digest:
+            digest = page_copies.digest_of(page.key, slab.page(page.slot))
+            if page.is_ready and not page.is_bad and digest != page.digest:
                 raise Violation(f"host slot {page.slot} of {process.name} does not hold its page")
         num_bad = tiers.counters["host_bad_pages"] + tiers.counters["disk_bad_pages"]
         if num_bad:

@@ -118,9 +118,9 @@ class WatchedAllocator(PageAllocator):
         )
         return pages
 
-    def release(self, pages):
+    def release(self, pages, *, is_used=True):
         pages = list(pages)
-        super().release(pages)
+        super().release(pages, is_used=is_used)
         freed = [page for page in pages if not self.refs(page)]
         if freed:
             self._memory.words[freed] = FREE

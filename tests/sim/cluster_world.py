@@ -71,6 +71,7 @@ class Settings:
         ""  # "alone": decode workers are aggregated and there is no other; "mixed": beside prefill
     )
     host_slots: int = 0  # pages of the host tier of each worker; 0: there are no tiers
+    digests_pool: bool = False  # as a GPU: a damaged page is found when it comes into the pool, not before
     disk_slots: int = 0  # pages of the disk tier behind it
     is_staging: bool = False  # the host tier is only the way to the disk
     pulls: str = OFF  # whether prefill pulls prefixes from decode: as --prefix-pulls

@@ -23,9 +23,6 @@ class LateCopiers:
     def submit(self, job):
         self.jobs.append(job)
 
-    def stamp(self, pages):
-        self.copies.stamp(pages)
-
     def open_disk(self, files):
         raise AssertionError("its disk is a table")
 
@@ -60,7 +57,7 @@ class LateCopiers:
             self.disk[move.disk_slot] = page.copy()
             return move.digest
         page[:] = self.disk[move.disk_slot]
-        digest = self.copies.digest(move.key, move.slot)
+        digest = self.copies.digest(move)
         return digest if digest == move.digest else None
 
 

@@ -9,7 +9,8 @@ from baton.engine.kv.prefix_journal import PrefixJournal
 from baton.engine.kv.tiers.cache_tiers import CacheTiers
 from baton.engine.kv.tiers.page_keys import PageKeys
 from baton.engine.kv.tiers.slot_table import SlotTable
-from baton.tests.sim.tier_world import SIZE, TierWorld
+from baton.tests.sim import tier_world
+from baton.tests.sim.tier_world import DISK_SLOTS, SIZE, TierWorld
 
 SEEDS = 40
 MANY_SEEDS = 5000
@@ -63,6 +64,14 @@ class UnguardedRestores(CacheTiers):
         self.cache.allocator.retain(page for page in pages if self.cache.allocator.refs(page))
 
 
+class KeptOnDisk(SlotTable):
+    """A damaged page of the disk is offered again and again."""
+
+    def discard(self, page):
+        if self.num_slots != DISK_SLOTS:
+            super().discard(page)
+
+
 class UnsaltedKeys(PageKeys):
     """Tenants share keys."""
 
@@ -101,6 +110,11 @@ def seen(**defects):
 )
 def test_a_defence_that_is_off_is_seen(defect, fault):
     assert fault in seen(**defect)
+
+
+def test_a_damaged_page_that_stays_on_the_disk_is_seen(monkeypatch):
+    monkeypatch.setattr(tier_world, "SlotTable", KeptOnDisk)
+    assert "a damaged page is still offered" in seen()
 
 
 def test_a_budget_that_does_not_bind_is_seen(monkeypatch):

@@ -84,7 +84,8 @@ def test_restored_prefixes_give_the_tokens_of_an_undisturbed_run(
         counters = worker.tiers.counters
         assert counters["host_hit_tokens"] + counters["disk_hit_tokens"] > 50, counters
         assert not disk_slots or counters["disk_hit_tokens"], counters
-    found = sum(worker.tiers.counters["host_bad_pages"] for worker in (pair.prefill, pair.decode))
+    counted = [worker.tiers.counters for worker in (pair.prefill, pair.decode)]
+    found = sum(each["host_bad_pages"] + each["disk_bad_pages"] for each in counted)
     assert found == sum(each.num_flips for each in copiers)
     assert not flips or found
     drained(pair)

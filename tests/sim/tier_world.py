@@ -68,6 +68,8 @@ class TierWorld:
             self.is_staging = self.rng.random() < 0.4
         self.types = tiers_type, keys_type
         self.is_checked = is_checked  # the copies compare digests
+        # as on a GPU, which digests its own memory alone
+        self.checks_fetches = random.Random(f"{seed} fetches").random() < 0.5
         self.pool, self.host, self.disk = {}, {}, {}
         self.index = {}  # of the disk, which survives a restart
         self.now, self.restarts = 0.0, 0
@@ -142,8 +144,18 @@ class TierWorld:
                 self.rng.shuffle(mine)
             for job in mine[: self.rng.randrange(len(mine) + 1)]:
                 self.jobs.remove(job)
-                self.tiers.done(self.performed(job), self.now)
+                done = self.performed(job)
+                self.tiers.done(done, self.now)
                 self.tiers.check_integrity()
+                if isinstance(job, Load):
+                    self.check_discarded(job, done)
+
+    def check_discarded(self, job, done):
+        """A page that was not what it should be is met once."""
+        for move, digest in zip(job.moves, done.digests, strict=True):
+            tiers = [self.tiers.host] if self.tiers.disk is None else [self.tiers.host, self.tiers.disk]
+            if digest != move.digest:
+                assert not any(tier.get(move.key) for tier in tiers), "a damaged page is still offered"
 
     def performed(self, job):
         fault = ""
@@ -171,7 +183,7 @@ class TierWorld:
             return None
         self.host[move.slot] = self.disk.get(move.disk_slot)
         is_right = digest_of(move.key, self.host[move.slot]) == move.digest
-        return move.digest if is_right or not self.is_checked else None
+        return move.digest if is_right or not self.is_checked or not self.checks_fetches else None
 
     # --- requests -------------------------------------------------------------------------------------------
 

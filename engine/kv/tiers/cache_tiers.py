@@ -123,7 +123,6 @@ class CacheTiers:
         self.costs = RestoreCosts()
         self.is_off = False
         self._unsaved: OrderedDict[int, None] = OrderedDict()  # idle pages that were not looked at
-        self._new_idle: list[int] = []  # since `take_idle`
         self._saving: dict[int, bool] = {}  # pages of the pool -> whether they left the cache
         self._held: set[int] = set()  # of these, idle ones
         self._dirty: OrderedDict[bytes, StoredPage] = OrderedDict()  # host pages that go to the disk next
@@ -268,11 +267,6 @@ class CacheTiers:
             self._save_some(now)
             self._spill_some(now)
 
-    def take_idle(self) -> list[int]:
-        """Pages that turned idle since the last call. `turn` may save them from then on."""
-        idle, self._new_idle = self._new_idle, []
-        return idle
-
     def take_jobs(self) -> list[Job]:
         """The copies that are wanted since the last call."""
         jobs, self._jobs = self._jobs, []
@@ -352,7 +346,6 @@ class CacheTiers:
             self._held.add(page)
         elif not self.is_off:
             self._unsaved[page] = None
-            self._new_idle.append(page)
 
     def turned_busy(self, page: int) -> None:
         """The page is used again."""
@@ -416,7 +409,7 @@ class CacheTiers:
             has_left = self._saving.pop(move.page)
             self._held.discard(move.page)
             if has_left:
-                self.cache.allocator.release([move.page])
+                self.cache.allocator.release([move.page], is_used=False)
             if digest is None:
                 self._filling_failed(stored, now)
                 continue
@@ -487,8 +480,7 @@ class CacheTiers:
                 self._filled(page, now)
                 continue
             if not done.fault:
-                self.counters["disk_bad_pages"] += 1
-                logger.warning("a page of the disk tier is damaged, its tokens are computed again")
+                self._bad_on_disk()
                 if self.disk is not None and self.disk.get(place.key) is place:
                     self.disk.discard(place)
             self._filling_failed(page, now)
@@ -595,7 +587,7 @@ class CacheTiers:
                 waiting.remove(restore)
                 if not waiting:
                     del self._waiting[page.key]
-        self.cache.allocator.release(restore.pages[count:])
+        self.cache.allocator.release(restore.pages[count:], is_used=False)
         del restore.stored[count:], restore.pages[count:]
 
     def _load_if_ready(self, restore: Restore, now: float) -> None:
@@ -622,12 +614,16 @@ class CacheTiers:
                 tier = "disk" if stored.key in restore.from_disk else "host"
                 self.counters[f"{tier}_hit_tokens"] += self.cache.page_size
             if not is_right and not done.fault and not stored.is_bad:
-                self.counters["host_bad_pages"] += 1
-                logger.warning("a page of the host tier is damaged, its tokens are computed again")
+                if stored.key in restore.from_disk:
+                    self._bad_on_disk()
+                else:
+                    self._bad_in_host()
                 self.host.discard(stored)
+                if self.disk is not None and (on_disk := self.disk.get(stored.key)) is not None:
+                    self.disk.discard(on_disk)  # it may be the same, where only the pool's memory is digested
             self.host.let_go(stored)
         self.counters["host_loaded_bytes"] += len(under_way.stored) * self.page_bytes
-        self.cache.allocator.release(restore.pages)
+        self.cache.allocator.release(restore.pages, is_used=False)
         restore.stored = []
         self._end(restore, good)
 
@@ -639,10 +635,17 @@ class CacheTiers:
 
     # --- parts ----------------------------------------------------------------------------------------------
 
+    def _bad_on_disk(self) -> None:
+        self.counters["disk_bad_pages"] += 1
+        logger.warning("a page of the disk tier is damaged, its tokens are computed again")
+
+    def _bad_in_host(self) -> None:
+        self.counters["host_bad_pages"] += 1
+        logger.warning("a page of the host tier is damaged, its tokens are computed again")
+
     def _turn_off(self) -> None:
         self.is_off = True
         self._unsaved.clear()
-        self._new_idle.clear()
         self.host.end_journal()
 
     def _is_stored(self, key: bytes) -> bool:

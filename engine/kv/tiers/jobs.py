@@ -5,8 +5,8 @@
     Spill   slots of host memory -> slots of the disk
     Fetch   slots of the disk -> slots of host memory
 
-A digest is crc32c over a page's bytes, continued from that of its key. It therefore tells a damaged page and
-the page of another key alike.
+A digest covers a page's bytes and its key, so it tells a damaged page and the page of another key alike. The
+host computes crc32c, a GPU another one (`device_digests`).
 """
 
 from dataclasses import dataclass

@@ -19,9 +19,6 @@ class Copiers(Protocol):
     def submit(self, job: Job) -> None:
         """Begin a copy."""
 
-    def stamp(self, pages: Sequence[int]) -> None:
-        """These pages turned idle: copies of them come behind all work launched so far."""
-
     def open_disk(self, files: DiskFiles) -> None:
         """Open the files; DiskOpened answers."""
 
@@ -75,8 +72,6 @@ class RunningTiers:
                 self.tiers.done(one, self._clock())
             else:
                 self._opened(one)
-        if idle := self.tiers.take_idle():
-            self._copiers.stamp(idle)
         self.tiers.turn(self._clock())
         self._submit()
         return bool(ended)

@@ -78,10 +78,6 @@ class TierThreads:
             case _:
                 self._saves.put(job)
 
-    def stamp(self, pages: Sequence[int]) -> None:
-        """As `PageCopies.stamp`."""
-        self._copies.stamp(pages)
-
     def open_disk(self, files: DiskFiles) -> None:
         """Open the files in the thread that writes the disk; DiskOpened answers."""
         self._disk_jobs.put(files)
@@ -175,7 +171,7 @@ class TierThreads:
         """Reads a page from the disk. Returns its digest; None for a damaged one. Raises DiskFault."""
         self._reach("tier:fetch")
         is_whole = self._files.read(move.disk_slot, self._copies.slab.whole(move.slot))
-        digest = self._copies.digest(move.key, move.slot)
+        digest = self._copies.digest(move)
         return digest if is_whole and digest == move.digest else None
 
     @property

@@ -10,6 +10,7 @@ from baton.cluster.protocol.messages import Layout
 from baton.engine.kv.layouts import MHALayout
 from baton.engine.kv.page_order import LateDevice, LateEvent, PageOrder
 from baton.engine.kv.pool import KVPool, PageAllocator
+from baton.engine.kv.prefix_cache import PrefixCache
 from baton.kvtransfer.memory.blocks import (
     Arrival,
     BlockReader,
@@ -111,6 +112,23 @@ def test_a_page_that_is_handed_out_waits_for_its_owner_before():
     new = allocator.alloc(2)
     assert set(new) == set(old)
     WRITES["write"](writer, tuple(new))
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_page_that_is_handed_out_waits_for_no_work_behind_its_owner(is_cached):
+    order = order_of()
+    allocator = PageAllocator(PAGES, order)
+    cache = PrefixCache(allocator, 2)
+    old = cache.alloc(PAGES - 1)
+    order.use(reads=[], writes=old)
+    if is_cached:
+        cache.insert(list(range(2 * len(old))), old)
+    allocator.release(old)
+    order.use(reads=[], writes=[])  # a step of others
+    new = cache.alloc(PAGES - 1)  # evicts
+    assert set(new) == set(old)
+    assert order.wait(new)
+    assert not LateEvent(order._late).query(), "a copy into free pages waits for the step that runs"
 
 
 def test_rows_beside_pages_wait_for_earlier_uses_of_their_memory():

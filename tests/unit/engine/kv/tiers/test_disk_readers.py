@@ -30,7 +30,7 @@ class Tier:
             page[:] = number
         planes = [torch.zeros(2, PAGE, dtype=torch.uint8)]
         copies = PageCopies(planes, self.slab, PageOrder(2, "cpu"))
-        self.digests = [copies.digest(key, slot) for slot, key in enumerate(KEYS)]
+        self.digests = [copies.digest(PageMove(key=key, slot=slot)) for slot, key in enumerate(KEYS)]
         self.threads = TierThreads(copies, reach=reach)
         budget = (NUM_SLOTS + 1) * 2 * PAGE
         self.files = DiskFiles(directory, fingerprint="", slot_bytes=PAGE, budget=budget, reach=reach)
