@@ -1,12 +1,16 @@
 """`baton bench tiers`: the time to the first token by turn of conversations that do not fit the KV pool,
-without tiers below it, with host memory, and with a disk.
+without tiers below it, with host memory, with a disk, and with pulls from decode.
 
     baton bench checkpoint DIR --shape llama-3.1-8b
     baton bench tiers --model DIR/target --disk /var/tmp/baton-tiers
 
+    none, host, disk   one worker that computes prompts and decodes
+    pair, pull         a prefill worker with the same pool, and a decode worker whose pool holds all
+                       conversations: prefill computes what its pool has lost, or pulls it from decode
+
 Conversations take turns with each other, each behind a document of its own, so between two turns of a
-conversation lies one of each other. One server after the other gets the same requests: without tiers it
-computes every prompt again. Flags behind `--` go to the server.
+conversation lies one of each other. One server after the other gets the same requests: `none` and `pair`
+compute every prompt again. Flags behind `--` go to the server.
 """
 
 import argparse
@@ -14,6 +18,7 @@ import asyncio
 import math
 import random
 import statistics
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,7 +35,10 @@ from ..serve.load import Bound, Level
 from ..serve.workloads import Conversation, Turn, Workload
 
 PROG = "baton bench tiers"
-NONE, HOST, DISK = "none", "host", "disk"
+NONE, HOST, DISK, PAIR, PULL = "none", "host", "disk", "pair", "pull"
+KINDS = (NONE, HOST, DISK, PAIR, PULL)
+COMPUTES = {HOST: NONE, DISK: NONE, PULL: PAIR}  # the same workers without a tier
+PAGE_TOKENS = 16
 MOVED = {
     "host_in_mb": "into host memory",
     "host_out_mb": "back",
@@ -67,14 +75,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", required=True, metavar="DIR", help="a checkpoint")
-    add("--pages", type=at_least(2), default=720, metavar="N", help="KV pages of 16 tokens (720)")
+    add("--pages", type=at_least(2), default=720, metavar="N", help=f"KV pages of {PAGE_TOKENS} tokens (720)")
     add("--host-gib", type=float, default=12.0, metavar="N", help="host memory of that run (12)")
     add(
         "--disk", default="", metavar="DIR", help="directory of the disk tier, which is made; needed for disk"
     )
     add("--disk-gib", type=float, default=12.0, metavar="N", help="of the disk in that run (12)")
-    add("--tiers", nargs="+", choices=(NONE, HOST, DISK), default=[NONE, HOST, DISK], metavar="TIER",
-        help="none, host, disk (all)")  # fmt: skip
+    add("--tiers", nargs="+", choices=KINDS, default=[NONE, HOST, DISK], metavar="TIER",
+        help="none, host, disk, pair, pull (none host disk)")  # fmt: skip
     add("--conversations", type=at_least(1), default=20, metavar="N", help="that take turns (20)")
     add("--turns", type=at_least(2), default=10, metavar="N", help="of each (10)")
     add("--document", type=at_least(1), default=2000, metavar="N", help="tokens before the first turn (2000)")
@@ -91,18 +99,34 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def _measured(
     options: argparse.Namespace, tier: str, extra: Sequence[str], vocab: int, progress: JobProgress
 ) -> Figures:
-    arguments = [
-        "serve", f"--model={options.model}", "--served-model=bench", f"--pages={options.pages}",
-        "--canary-s=0", "--log-level=warning", "--access-log=off",
+    common = [
+        f"--model={options.model}", "--served-model=bench", "--canary-s=0", "--log-level=warning",
+        "--access-log=off",
     ]  # fmt: skip
-    if tier == HOST:
-        arguments.append(f"--host-cache-gib={options.host_gib:g}")
-    elif tier == DISK:
-        arguments += [f"--disk-cache={options.disk}", f"--disk-cache-gib={options.disk_gib:g}"]
     progress.begin(f"{tier}: starts")
     port = free_port()
-    with serving([*arguments, *extra], port) as url:
-        return asyncio.run(_asked(options, tier, url, vocab, progress))
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        arguments = [*_server(options, tier, Path(folder)), *common, *extra]
+        with serving(arguments, port) as url:
+            return asyncio.run(_asked(options, tier, url, vocab, progress))
+
+
+def _server(options: argparse.Namespace, tier: str, folder: Path) -> list[str]:
+    """The command of a server with this tier and its own options. `folder` is for its files."""
+    if tier not in (PAIR, PULL):
+        arguments = ["serve", f"--pages={options.pages}"]
+        if tier == HOST:
+            arguments.append(f"--host-cache-gib={options.host_gib:g}")
+        elif tier == DISK:
+            arguments += [f"--disk-cache={options.disk}", f"--disk-cache-gib={options.disk_gib:g}"]
+        return arguments
+    tokens = options.document + options.turns * (options.question + options.answer)
+    num_pages = (options.conversations + options.concurrency) * -(-tokens // PAGE_TOKENS)
+    config = folder / "pair.toml"
+    config.write_text(f"[prefill]\npages = {options.pages}\n\n[decode]\npages = {num_pages}\n")
+    pulls = "always" if tier == PULL else "off"
+    return ["up", "--prefill=1", "--decode=1", "--local-prefill-tokens=0", f"--prefix-pulls={pulls}",
+            f"--config={config}"]  # fmt: skip
 
 
 async def _asked(
@@ -115,7 +139,9 @@ async def _asked(
     plan = LoadPlan(
         model="bench",
         common={"temperature": 0.0} | EXTENSIONS,
-        questions=Workload(source=(talk,), vocab=vocab, seed=0).questions(random.Random(5)),
+        questions=Workload(source=(talk,), vocab=vocab, seed=0, has_own_answers=True).questions(
+            random.Random(5)
+        ),
         bound=Bound(num_requests=options.conversations * options.turns),
         goals=Goals(),
         warmup=2,
@@ -141,11 +167,13 @@ def late_ttft_ms(found: dict[str, Figures]) -> dict[str, float]:
 
 
 def times_faster(found: dict[str, Figures]) -> dict[str, float]:
-    """The median TTFT from turn 2 on without tiers by that with each tier."""
+    """The median TTFT from turn 2 on of the same workers without a tier by that with each tier."""
     late = late_ttft_ms(found)
-    if NONE not in late:
-        return {}
-    return {tier: late[NONE] / max(1e-9, value) for tier, value in late.items() if tier != NONE}
+    return {
+        tier: late[COMPUTES[tier]] / max(1e-9, value)
+        for tier, value in late.items()
+        if COMPUTES.get(tier) in late
+    }
 
 
 def as_table(found: dict[str, Figures]) -> str:
@@ -157,9 +185,10 @@ def as_table(found: dict[str, Figures]) -> str:
     lines = ["Median ms to the first token.", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     late = late_ttft_ms(found)
     for tier, figures in found.items():
-        moved = [
-            f"{figures.server[name]:.0f} MB {what}" for name, what in MOVED.items() if name in figures.server
-        ]
+        said = figures.server
+        moved = [f"{said[name]:.0f} MB {what}" for name, what in MOVED.items() if name in said]
+        if tier in (PAIR, PULL) and "cached_share" in said:
+            moved.append(f"{said['cached_share']:.0%} of the prompts were cached or pulled")
         times = [f"{value:.0f}" for value in (*figures.ttft_by_turn, late.get(tier, math.nan))]
         cells = [tier, *times, str(sum(figures.errors.values())), ", ".join(moved)]
         lines.append(f"| {' | '.join(cells)} |")

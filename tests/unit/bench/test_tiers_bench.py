@@ -4,9 +4,10 @@ import json
 import math
 
 import pytest
+import tomllib
 from baton.bench.pages.bench import main as pages_main
 from baton.bench.serve.figures import Figures, Spread
-from baton.bench.tiers.bench import as_document, as_table, main, parse, times_faster
+from baton.bench.tiers.bench import _server, as_document, as_table, main, parse, times_faster
 
 NAN = Spread(mean=math.nan, p50=math.nan, p90=math.nan, p99=math.nan)
 
@@ -36,6 +37,26 @@ def test_a_tier_is_measured_by_the_turns_after_the_first():
     assert document["ttft_from_turn_2_ms"] == {"none": 60.0, "host": 20.0, "disk": 30.0}
     assert times_faster({"host": figures(1.0, 2.0)}) == {}, "there is nothing to compare with"
     assert "| none | nan | 9 |  |" in as_table({"none": figures(errors=9)}), "nothing was answered"
+
+
+def test_pulls_are_compared_with_the_same_two_workers():
+    found = {
+        "none": figures(5.0, 6.0),
+        "pair": figures(5.0, 9.0, cached_share=0.1),
+        "pull": figures(5.0, 3.0, cached_share=0.9),
+    }
+    assert times_faster(found) == {"pull": 3.0}
+    assert "| pull | 5 | 3 | 3 | 0 | 90% of the prompts were cached or pulled |" in as_table(found)
+
+
+def test_the_pool_of_a_decode_worker_that_is_pulled_from_holds_all_conversations(tmp_path):
+    options = parse(["--model", "m", "--tiers", "pull", "--pages", "50"])
+    command = _server(options, "pull", tmp_path)
+    assert "--prefix-pulls=always" in command
+    assert tomllib.loads((tmp_path / "pair.toml").read_text()) == {
+        "prefill": {"pages": 50},
+        "decode": {"pages": (20 + 2) * 175},  # of 2000 + 10 * 80 tokens each
+    }
 
 
 def test_a_disk_needs_a_directory(capsys):
