@@ -185,11 +185,16 @@ def test_no_block_is_written_before_the_last_use_of_its_pages(way: str) -> None:
     with slab_of(way, "cuda", "cuda") as pinned:
         move(source, target, way, pinned=pinned)
         torch.cuda.synchronize()
-        allocator.release(allocator.alloc(PAGES - 1))
+        pages = allocator.alloc(PAGES - 1)
         torch.cuda._sleep(LONG)
         target.kv.fill_(7)  # the last write of the pages' owner before
+        allocator.release(pages)
+        torch.cuda._sleep(LONG)  # a forward of others, for which nobody waits
+        others = launched(torch.device("cuda"))
+        assert others is not None
         allocator.alloc(PAGES - 1)
         move(source, target, way, pinned=pinned)
+        assert not others.query(), "the blocks waited for work that does not use their pages"
         torch.cuda.synchronize()
     used = list(pull(target).pages)
     assert torch.equal(target.kv.cpu()[used], expected.kv[used])

@@ -1,19 +1,43 @@
-"""Both workers on a device whose work ends only when awaited: every block is copied in its pages' order."""
+"""Both workers on a device whose work ends only when awaited: every page is copied in its order."""
 
 import random
 
 import pytest
+from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
+from baton.tests.sim.late_copiers import attach_tiers
+from baton.tests.sim.test_tiered_workers import drained, played
 from baton.tests.sim.test_workers import prompts
 from baton.tests.sim.worker_pair import Pair, name
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("chunk_size", [4, 0])
-def test_no_block_is_copied_before_the_forwards_that_use_its_pages(toy_checkpoint, chunk_size):
-    pair = Pair(toy_checkpoint("llama", num_hidden_layers=2), chunk_size=chunk_size, pages=48)
+@pytest.fixture(scope="module")
+def target(toy_checkpoint):
+    return toy_checkpoint("llama", num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    return write_head(tmp_path_factory.mktemp("head"), head_config(2, (0, 1, 3)), head_tensors())
+
+
+def checked(pair):
     for worker in (pair.prefill, pair.decode):
         worker.engine.pool.order.check_uses()
+    return pair
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize("drafts", [None, {"spec_steps": 3}, {"spec_steps": 3, "spec_topk": 2}])
+@pytest.mark.parametrize("chunk_size", [4, 0])
+def test_no_block_is_copied_before_the_forwards_that_use_its_pages(target, head, chunk_size, drafts, overlap):
+    pair = checked(
+        Pair(
+            target, "" if drafts is None else head, chunk_size=chunk_size, pages=48 if drafts is None else 72,
+            overlap=overlap, **(drafts or {}),
+        )
+    )  # fmt: skip
     rng = random.Random(chunk_size)
     for i, prompt in enumerate(prompts(rng, 24)):  # more than the pools hold: pages change hands
         pair.send(name(i), prompt, max_new_tokens=4)
@@ -21,3 +45,28 @@ def test_no_block_is_copied_before_the_forwards_that_use_its_pages(toy_checkpoin
     pair.run(rng)
     assert len(pair.ends) == 24
     pair.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize("is_local", [False, True])
+def test_no_page_of_a_tier_is_copied_before_the_forwards_that_use_it(target, head, is_local, overlap):
+    pair, rng = checked(Pair(target, head, pages=24, overlap=overlap)), random.Random(7)
+    for worker in (pair.prefill, pair.decode):
+        attach_tiers(worker, lambda: pair.clock.now, rng, host_slots=60)
+    played(pair, 7, is_local=is_local, rng=rng)
+    tiers = pair.decode.tiers if is_local else pair.prefill.tiers
+    assert tiers.counters["host_hit_tokens"] > 20, tiers.counters
+    drained(pair)
+    pair.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_page_that_its_owner_left_without_a_stamp_is_seen(target, head, is_local, monkeypatch):
+    """The stamp of a release is what copies wait for."""
+    pair, rng = checked(Pair(target, head, pages=24)), random.Random(7)
+    for worker in (pair.prefill, pair.decode):
+        allocator = worker.engine.cache.allocator
+        monkeypatch.setattr(allocator, "_order", None)
+        attach_tiers(worker, lambda: pair.clock.now, rng, host_slots=60)
+    with pytest.raises(AssertionError, match="before launch"):
+        played(pair, 7, is_local=is_local, rng=rng)

@@ -20,7 +20,10 @@ class CudaPageCopies(PageCopies):
 
     def __init__(self, planes: Sequence[torch.Tensor], slab: HostSlab, order: PageOrder) -> None:
         super().__init__(planes, slab, order)
-        self._slots = torch.from_numpy(slab.slots)
+        slots = torch.from_numpy(slab.slots)
+        # made once: as many views for each copy would hold it up by a millisecond
+        self._there = [plane.unbind(0) for plane in planes]
+        self._here = [slots[:, start:end].unbind(0) for start, end in self._parts]
         self._saves = _Lane(planes)
         self._loads = _Lane(planes, priority=-1)  # a request waits for it
 
@@ -47,8 +50,8 @@ class CudaPageCopies(PageCopies):
 
     def _both(self, moves: Sequence[PageMove]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The parts of all pages in the planes, and in the slots."""
-        there = [plane[move.page] for move in moves for plane in self._planes]
-        return there, [self._slots[move.slot, start:end] for move in moves for start, end in self._parts]
+        there = [plane[move.page] for plane in self._there for move in moves]
+        return there, [part[move.slot] for part in self._here for move in moves]
 
     @contextmanager
     def _copying(self, lane: "_Lane", moves: Sequence[PageMove]) -> Iterator[None]:

@@ -11,9 +11,10 @@ host computes crc32c, a GPU another one (`device_digests`).
 
 from dataclasses import dataclass
 
+import msgspec
 
-@dataclass(frozen=True, kw_only=True)
-class PageMove:
+
+class PageMove(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One page of a copy. `page`: of the pool, or 0. `slot`: of host memory. `disk_slot`: of the disk, or -1.
 
     `digest`: the expected one; 0 for a Save, which computes it. `parent` and `depth` are for the index of the
