@@ -128,7 +128,8 @@ def take_longer_prefix(cache: PrefixCache, windows: RequestWindows, request: Req
 
     No later row of `request` may be computed yet. Returns the number of prompt tokens in cached pages.
     """
-    if request.num_cacheable <= have:
+    before = request.pages[: have // cache.page_size]
+    if not cache.goes_on(request.prompt_ids, before, request.num_cacheable, request.salt):
         return have
     held_from = windows.held_of_hit(request.num_prompt, is_computed=True)
     held = cache.match(request.prompt_ids, request.num_cacheable, request.salt, held_from)

@@ -173,6 +173,20 @@ class PrefixCache:
         """
         return self._tokens(token_ids, first, end, salt)
 
+    def goes_on(self, token_ids: Sequence[int], pages: Sequence[int], limit: int, salt: str = "") -> bool:
+        """Whether more than `pages`, the first ones of a prompt, may be cached within `limit` tokens.
+
+        False is certain, and found by one look-up where the last of `pages` is cached itself.
+        """
+        count = len(pages)
+        if (count + 1) * self.page_size > min(limit, len(token_ids)):
+            return False
+        node = pages[-1] if count else ROOT
+        if node != ROOT and (not self._key_of[node] or self._is_bare[node]):
+            return True  # the cache may have another page for the same tokens
+        part = next(self._tokens(token_ids, count, count + 1, salt), None)
+        return part is not None and _prefix(node) + part in self._children
+
     def match(
         self,
         token_ids: Sequence[int],

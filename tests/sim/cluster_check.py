@@ -212,9 +212,18 @@ class Checker:
                 is_one_death
                 and world.settings.step_s <= 0.01
                 and world.settings.lease_s <= 1.5
-                and waited > RECOVERED_S
+                and waited > RECOVERED_S + self._crowd_s
             ):
                 raise Violation(f"client {client.number} waited {waited:.1f} s after the death of a worker")
+
+    @property
+    def _crowd_s(self):
+        """The steps of all choices on the worker that is left, for which those of a crowd wait."""
+        settings = self.world.settings
+        if not settings.is_crowded or settings.choices == 1:
+            return 0.0
+        tokens = sum(client.sampling.max_new_tokens for client in self.world.clients)
+        return tokens * settings.step_s / settings.max_running
 
     def _check_pauses(self):
         """A pause of processes that live costs nobody an answer, unless the deadline passes meanwhile."""

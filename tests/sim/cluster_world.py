@@ -46,7 +46,7 @@ class Settings:
     prefill_pages: int = 40
     decode_pages: int = 48
     max_running: int = 4
-    max_queue: int = 32  # of the router
+    max_queue: int = 40  # of the router: all clients wait, if they have one choice each
     prefill_queue: int = 32
     chunk_size: int = 8
     is_caching: bool = True
@@ -159,7 +159,7 @@ def add_classes(seed, settings):
     if rng.random() < 0.6:
         return settings
     slo_ttft_s = rng.choice((0.0, 0.05, 0.3, 2.0))
-    if rng.random() < 0.3 or settings.max_queue > 32:
+    if rng.random() < 0.3 or settings.choices > 1:
         return replace(settings, slo_ttft_s=slo_ttft_s)
     settings = replace(settings, slo_ttft_s=slo_ttft_s, has_classes=True, max_running=4)
     return replace(settings, step_s=min(settings.step_s, 0.03), prefill_queue=rng.choice((2, 32)))

@@ -606,21 +606,16 @@ class CacheTiers:
     def _loaded(self, under_way: UnderWay, done: JobDone) -> None:
         restore = under_way.restore
         assert restore is not None
-        good = 0
-        for place, (stored, digest) in enumerate(zip(under_way.stored, done.digests, strict=True)):
-            is_right = digest is not None and digest == stored.digest
-            if is_right and good == place:
-                good += 1
-                tier = "disk" if stored.key in restore.from_disk else "host"
-                self.counters[f"{tier}_hit_tokens"] += self.cache.page_size
-            if not is_right and not done.fault and not stored.is_bad:
-                if stored.key in restore.from_disk:
-                    self._bad_on_disk()
-                else:
-                    self._bad_in_host()
-                self.host.discard(stored)
-                if self.disk is not None and (on_disk := self.disk.get(stored.key)) is not None:
-                    self.disk.discard(on_disk)  # it may be the same, where only the pool's memory is digested
+        pairs = list(zip(under_way.stored, done.digests, strict=True))
+        bad = [place for place, (stored, digest) in enumerate(pairs) if digest != stored.digest]
+        good = bad[0] if bad else len(pairs)
+        num_read = sum(stored.key in restore.from_disk for stored, _ in pairs[:good])
+        self.counters["disk_hit_tokens"] += num_read * self.cache.page_size
+        self.counters["host_hit_tokens"] += (good - num_read) * self.cache.page_size
+        for stored in [pairs[place][0] for place in bad if not done.fault]:
+            if not stored.is_bad:
+                self._found_bad(stored, restore)
+        for stored in under_way.stored:
             self.host.let_go(stored)
         self.counters["host_loaded_bytes"] += len(under_way.stored) * self.page_bytes
         self.cache.allocator.release(restore.pages, is_used=False)
@@ -634,6 +629,16 @@ class CacheTiers:
             self._end(other, 0)
 
     # --- parts ----------------------------------------------------------------------------------------------
+
+    def _found_bad(self, stored: StoredPage, restore: Restore) -> None:
+        """A host page was damaged when it came into the pool."""
+        if stored.key in restore.from_disk:
+            self._bad_on_disk()
+        else:
+            self._bad_in_host()
+        self.host.discard(stored)
+        if self.disk is not None and (on_disk := self.disk.get(stored.key)) is not None:
+            self.disk.discard(on_disk)  # it may be the same, where only the pool's memory is digested
 
     def _bad_on_disk(self) -> None:
         self.counters["disk_bad_pages"] += 1

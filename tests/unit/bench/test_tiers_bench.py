@@ -49,7 +49,7 @@ def test_pulls_are_compared_with_the_same_two_workers():
     assert "| pull | 5 | 3 | 3 | 0 | 90% of the prompts were cached or pulled |" in as_table(found)
 
 
-def test_the_pool_of_a_decode_worker_that_is_pulled_from_holds_all_conversations(tmp_path):
+def test_decode_that_is_pulled_from_has_pages_for_all_conversations(tmp_path):
     options = parse(["--model", "m", "--tiers", "pull", "--pages", "50"])
     command = _server(options, "pull", tmp_path)
     assert "--prefix-pulls=always" in command

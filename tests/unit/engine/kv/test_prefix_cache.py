@@ -1,6 +1,7 @@
 """The prefix cache: matches, insertions, eviction, and the owners of pages."""
 
 import itertools
+import random
 from collections import Counter
 
 import pytest
@@ -62,6 +63,32 @@ def test_the_same_page_of_tokens_behind_another_prefix_is_another_page():
     _, cache = make_cache()
     run_prompt(cache, [1, 2, 7, 7])
     assert cache.match([3, 4, 7, 7], 4) == []
+
+
+def test_whether_a_prefix_goes_on_is_known_from_its_last_page():
+    rng = random.Random(4)
+    for lookahead in (0, 1):
+        cache = PrefixCache(PageAllocator(40), PAGE, lookahead=lookahead)
+        for _ in range(300):
+            prompt, salt = [rng.randrange(2) for _ in range(rng.randrange(1, 24))], rng.choice(["", "tenant"])
+            limit = rng.randrange(len(prompt) + 4)
+            held = cache.match(prompt, limit, salt)
+            for count in range(len(held) + 1):
+                assert cache.goes_on(prompt, held[:count], limit, salt) == (count < len(held))
+            count = -(-len(prompt) // PAGE)
+            if count - len(held) <= cache.num_available:
+                held = held + cache.alloc(count - len(held))
+                cache.insert(prompt, held, salt)
+            cache.allocator.release(held)
+        assert cache.num_cached > 20
+
+
+def test_a_prefix_in_own_pages_may_go_on_in_cached_ones():
+    cache = PrefixCache(PageAllocator(12), PAGE)
+    older, own = cache.alloc(2), cache.alloc(2)
+    cache.insert(list(range(2 * PAGE)), older)
+    assert cache.goes_on(list(range(2 * PAGE)), own[:1], 2 * PAGE)
+    assert not cache.goes_on(list(range(2 * PAGE)), own[:1], 2 * PAGE - 1), "no whole page is left"
 
 
 def test_a_prefix_that_is_present_keeps_the_caches_page():
