@@ -291,6 +291,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"steps of the target's layers that share launches for few rows: {', '.join(JOIN_NAMES)} "
         "(default: those of a server)",
     )
+    add("--page-size", type=at_least(1), default=16, help="tokens of a KV page (default 16)")
     add("--graphs", choices=("both", "on", "off"), default="both", help="default both")
     add(
         "--adaptive",
@@ -356,6 +357,7 @@ def settings_of(options: argparse.Namespace) -> RigSettings:
         max_context=max(options.context + growth, max(options.prefill, default=0)),
         max_prompt=max(options.prefill, default=2),
         chunk_size=options.chunk_size,
+        page_size=options.page_size,
         has_graphs=options.graphs != "off",
         is_adaptive=options.adaptive,
         is_invariant=options.deterministic,
@@ -451,6 +453,7 @@ def report(
         + (" with attention of their own" if options.dp_attention > 1 else "")
         + (", experts dealt whole" if options.ep else "")
         + (", deterministic" if options.deterministic else "")
+        + (f", pages of {options.page_size} tokens" if options.page_size != 16 else "")
         + (f", weights in {options.quantize}" if options.quantize != "none" else ""),
         "",
         f"| {' | '.join(HEAD)} |",

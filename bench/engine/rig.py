@@ -44,13 +44,12 @@ from .shapes import target_config
 
 logger = logging.getLogger(__name__)
 
-PAGE_SIZE = 16
 NO_END = 1 << 30  # output tokens that a request may have
 
 
 @dataclass(frozen=True, kw_only=True)
 class RigSettings:
-    """Sizes of the rig, in requests and tokens.
+    """Sizes of the rig, in requests and tokens; `page_size`: tokens of a page.
 
     The pools hold `max_batch` requests of up to `max_request` tokens each, and one prompt of up to
     `max_prompt` tokens. Graphs cover up to `max_context` tokens of context, and the batch sizes `batches`;
@@ -73,6 +72,7 @@ class RigSettings:
     max_prompt: int
     chunk_size: int
     has_graphs: bool
+    page_size: int = 16
     is_adaptive: bool = False  # whether steps may draft fewer tokens than the chain
     is_invariant: bool = False
     drafts: str = "eagle3"
@@ -183,7 +183,7 @@ class Rig:
                 draft_vocab_size=settings.draft_vocab_size,
                 steps=settings.spec_steps,
                 accept_length=settings.accept_length,
-                page_size=PAGE_SIZE,
+                page_size=self.settings.page_size,
                 capacity=settings.max_batch + 2,
                 folder=Path(folder),
                 group=group,
@@ -205,12 +205,13 @@ class Rig:
         self._lifecycle.advance(Phase.AUX_CONFIGURED)
         make_drafter = self.kind.share(model)
         self._lifecycle.advance(Phase.WEIGHTS_SHARED)
-        self._each = pages_for(settings.max_request + self.shape.spare_slots, PAGE_SIZE)
-        num_pages = 1 + settings.max_batch * self._each + pages_for(settings.max_prompt, PAGE_SIZE)
+        page_size = settings.page_size
+        self._each = pages_for(settings.max_request + self.shape.spare_slots, page_size)
+        num_pages = 1 + settings.max_batch * self._each + pages_for(settings.max_prompt, page_size)
         config = self.config
         pool = self._target_pool(model, num_pages)
         width = len(ids) * config.hidden_size
-        self.plane = FeaturePlane(num_pages, PAGE_SIZE, width, dtype, device) if ids else None
+        self.plane = FeaturePlane(num_pages, page_size, width, dtype, device) if ids else None
         self.drafter = make_drafter(num_pages)
         self.runner = ModelRunner(
             model, pool, max_context=settings.max_context, is_invariant=settings.is_invariant
@@ -271,7 +272,7 @@ class Rig:
     def long_prompt(self, length: int) -> Request:
         """A request with a random prompt of `length` tokens, to be passed to `prefill`."""
         first = 1 + self.settings.max_batch * self._each
-        pages = list(range(first, first + pages_for(length, PAGE_SIZE)))
+        pages = list(range(first, first + pages_for(length, self.settings.page_size)))
         generator = torch.Generator().manual_seed(3 + self._own_seed)
         return _request("prompt", self._random_ids(length, generator), pages)
 
@@ -286,7 +287,7 @@ class Rig:
             end = min(start + self.settings.chunk_size, request.num_prompt)
             batch = extend_batch(
                 [(request, start, end)],
-                page_size=PAGE_SIZE,
+                page_size=self.settings.page_size,
                 device=self.settings.device,
                 capture=CaptureHidden.NULL if self.plane is None else CaptureHidden.FULL,
             )
@@ -321,7 +322,8 @@ class Rig:
 
     def _target_pool(self, model: CausalLM, num_pages: int) -> KVPool:
         """The target's pool. Each page keeps its window page, if it has one."""
-        device, dtype, layout = self.settings.device, self.settings.dtype, model.kv_layout(PAGE_SIZE)
+        device, dtype = self.settings.device, self.settings.dtype
+        layout = model.kv_layout(self.settings.page_size)
         windows = self.config.forms.windows if self.settings.has_window_pages else ()
         windowed = windowed_layout(layout, windows)
         if windowed is None:
