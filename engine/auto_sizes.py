@@ -159,6 +159,7 @@ class GivenSizes:
     local_prefill_tokens: int = 0
     slab_mb: int = 0
     device_slab_mb: int = 0
+    prefix_slab_mb: int = 0
 
     @classmethod
     def of(cls: type[G], settings: object) -> G:
@@ -299,6 +300,7 @@ class _Choice:
             local = take("local_prefill_tokens", self._local_tokens())
             graphed = self._graph_tokens(local)
             max_running = take("max_running", self._max_running(page_size, local))
+            device_slab_mb = given.prefix_slab_mb if is_gpu else 0
         else:
             chunk = take("chunk_size", self._chunk())
             max_batch = take("max_batch", self._max_batch(chunk))

@@ -20,7 +20,7 @@ from ..cluster.config.roles import DecodeConfig, PrefillConfig, WorkerConfig
 from ..cluster.errors import StartupError
 from ..cluster.net.endpoints import endpoint_behind, reached_at
 from ..cluster.net.sockets import Socket
-from ..cluster.net.transport_names import SHM, ZMQ_BLOCKS, may_be_open, transports_of
+from ..cluster.net.transport_names import CUDA_SLAB, SHM, ZMQ_BLOCKS, may_be_open, transports_of
 from ..cluster.process.failpoints import Reach, reach_of, unarmed
 from ..cluster.process.process import EXIT_CRASHED
 from ..cluster.process.running_clock import RunningClock
@@ -44,8 +44,9 @@ logger = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 60.0
 POLL_S = 0.01
-# The ways of prefixes from decode to prefill. Slabs of device memory and NIXL are for prompts only.
-PREFIX_TRANSPORTS = (SHM, ZMQ_BLOCKS)
+# The ways of prefixes from decode to prefill, the first one where decode has memory for it. NIXL is for
+# prompts only.
+PREFIX_TRANSPORTS = (CUDA_SLAB, SHM, ZMQ_BLOCKS)
 # sites of the main ends, by their names in the ends for prefixes
 SITES = {"sender:": "offer:", "receiver:": "pull:"}
 
@@ -146,6 +147,8 @@ def with_prefix_pulls(
 def prefix_end(config: DecodeConfig, facts: EndFacts, context: zmq.Context[Socket]) -> ListeningTransport:
     """The end of a decode worker that offers prefixes; binds its port. Raises as `open_sender`."""
     transports = prefix_transports(facts.transports)
+    if not facts.engine.sizes.device_slab_bytes:
+        transports = tuple(name for name in transports if name != CUDA_SLAB)
     if len(transports) < len(facts.transports):
         logger.info("prefixes go to prefill workers through %s only", ", ".join(transports))
     setup = SenderSetup(
@@ -160,9 +163,11 @@ def prefix_end(config: DecodeConfig, facts: EndFacts, context: zmq.Context[Socke
         trusted_network=config.trusted_network,
         lease_s=config.lease_s,
         clock=facts.clock,
+        device_slab_bytes=facts.engine.sizes.device_slab_bytes,
         reach=renamed(facts.reach),
         peer_role="prefill",
         flag="--prefix-bind",
+        slab_flag="--prefix-slab-mb",
     )
     return open_sender(transports, setup)
 

@@ -516,6 +516,16 @@ class DecodeSettings(RoleConfig):
             "--prefix-cache on and one rank"
         ),
     )
+    prefix_slab_mb: int = setting(
+        0,
+        Setting(
+            help="GPU memory through which prefill workers of this host pull prefixes, 256 MiB for each; 0: "
+            "prefixes take memory of the host",
+            unit="MiB",
+            minimum=0,
+            maximum=2**20,
+        ),
+    )
     record_drafts: str = setting(
         "",
         Setting(

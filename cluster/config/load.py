@@ -189,7 +189,9 @@ def _has_bulk_port(config: PrefillConfig | DecodeConfig) -> bool:
 def _ignored_of_prefixes(config: DecodeConfig) -> list[str]:
     """Warnings about settings of prefixes that a decode worker offers, or does not."""
     given = [
-        name for name in ("prefix_bind", "prefix_advertise", "prefix_bulk_port") if name in config.explicit
+        name
+        for name in ("prefix_bind", "prefix_advertise", "prefix_bulk_port", "prefix_slab_mb")
+        if name in config.explicit
     ]
     if not offers_prefixes(config):
         reasons = {

@@ -39,6 +39,7 @@ from .slab_lanes import MIN_SLOTS, SlabCounters, SlabLanes, slots_that_fit
 logger = logging.getLogger(__name__)
 
 DEVICE_SLAB_BYTES = 1 << 30  # limit of all device slabs of a prefill worker together
+SLAB_FLAG = "--device-slab-mb"
 SLOT_BYTES = 32 << 20  # largest slot: 16 pages of a model with 128 KiB per token
 DEVICE_WINDOW = 6  # slots that are filled or read at a time, so that neither end waits for the other
 FIRST_SLOTS, WHOLE_SLOTS = 2, 6  # a longer run goes in two parts; decode reads the first during the second
@@ -120,9 +121,11 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         *,
         lease_s: float,
         max_bytes: int = DEVICE_SLAB_BYTES,
+        flag: str = SLAB_FLAG,
     ) -> None:
+        """`flag`: the setting that names `max_bytes`."""
         super().__init__(instance, counters, lease_s=lease_s)
-        self._device, self._pages, self._max_bytes = device, pages, max_bytes
+        self._device, self._pages, self._max_bytes, self._flag = device, pages, max_bytes, flag
         self._fillings: list[_Filling] = []
         self._early: list[_Filling] = []  # behind forwards, in the order of their launches
         self._ended: list[DeviceSlab] = []  # decode may still have them mapped
@@ -340,7 +343,7 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         self._free_ended()
         slabs = [*(lane.slab for lane in self._lanes.values()), *self._ended]
         left = self._max_bytes - sum(slab.size for slab in slabs)
-        num_slots = slots_that_fit(request, SLOT_BYTES, left, self._max_bytes, "--device-slab-mb")
+        num_slots = slots_that_fit(request, SLOT_BYTES, left, self._max_bytes, self._flag)
         num_pulled = min(num_slots, max(MIN_SLOTS, request.num_slots - request.early_slots))
         # early runs only save time: they leave memory for the pulls of one more pair
         num_spare = max(0, left // request.slot_bytes - 2 * num_pulled)

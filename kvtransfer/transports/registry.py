@@ -20,7 +20,7 @@ from ...cluster.security.keyring import Keyring
 from ..protocol.rank_pairs import WHOLE, Shard
 from ..protocol.session import LEASE_S, WINDOW
 from ..transport import ListeningTransport, Planes, PollableTransport
-from .cuda_slab import DEVICE_SLAB_BYTES
+from .cuda_slab import DEVICE_SLAB_BYTES, SLAB_FLAG
 from .shm import SLAB_BYTES
 from .zmq_blocks import ZmqBlocksReceiver, ZmqBlocksSender
 
@@ -51,7 +51,7 @@ class SenderSetup(EndSetup):
 
     `bind`: address for decode workers. `bulk_port`: port of sealed blocks, 0: any. `slab_bytes` and
     `device_slab_bytes`: limits of all memory of the host and of the device that is shared with decode workers
-    of this host. `stall_s`: as in `SenderSession`. `peer_role`, `flag`: as in `ZmqBlocksSender`.
+    of this host. `stall_s`: as in `SenderSession`. `peer_role`, `flag`, `slab_flag`: as in `ZmqBlocksSender`.
     """
 
     bind: str
@@ -62,6 +62,7 @@ class SenderSetup(EndSetup):
     device_slab_bytes: int = DEVICE_SLAB_BYTES
     peer_role: str = "decode"
     flag: str = "--kv-bind"
+    slab_flag: str = SLAB_FLAG
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +157,7 @@ def _zmq_sender(setup: SenderSetup, names: Sequence[str]) -> ZmqBlocksSender:
         shard=setup.shard,
         peer_role=setup.peer_role,
         flag=setup.flag,
+        slab_flag=setup.slab_flag,
     )
 
 

@@ -24,7 +24,7 @@ from ..protocol.rank_pairs import WHOLE, Shard
 from ..protocol.sender import SenderSession
 from ..protocol.session import LEASE_S, Effect, FillEarly, Notify, Peer, SendBlock, SendMessage
 from ..transport import Attached, Dropped, Offer, Planes, PullRequest, Released
-from .cuda_slab import DEVICE_SLAB_BYTES, RUNS_PER_MOVE, DeviceLanes, device_of, host_id
+from .cuda_slab import DEVICE_SLAB_BYTES, RUNS_PER_MOVE, SLAB_FLAG, DeviceLanes, device_of, host_id
 from .endpoint import RETRY_S, Clock, Endpoint
 from .nixl import NixlLanes
 from .nixl_agent import OpenAgent, open_nixl
@@ -55,6 +55,7 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         transports: Sequence[str] = (ZMQ_BLOCKS,),
         slab_bytes: int = SLAB_BYTES,
         device_slab_bytes: int = DEVICE_SLAB_BYTES,
+        slab_flag: str = SLAB_FLAG,
         device: Device | None = None,
         open_agent: OpenAgent = open_nixl,
         clock: Clock = time.monotonic,
@@ -63,7 +64,8 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         """`shard`: this rank of the worker, to whose pages `planes` belong.
 
         `slab_bytes`, `device_slab_bytes`: limits of all slabs in memory of the host and of the device, and
-        the first also of the slabs for NIXL. `stall_s`: as in `SenderSession`.
+        the first also of the slabs for NIXL. `slab_flag`: the setting that names the second. `stall_s`: as in
+        `SenderSession`.
 
         `device`: another device than that of the planes, for tests without a GPU. `open_agent`: NIXL.
         """
@@ -108,6 +110,7 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
                 SenderPages(self.session.layout, planes),
                 lease_s=lease_s,
                 max_bytes=device_slab_bytes,
+                flag=slab_flag,
             )
         self._nixl: NixlLanes | None = None
         if NIXL in names:

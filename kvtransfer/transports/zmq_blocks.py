@@ -52,7 +52,7 @@ from ..protocol.seal import TAG_BYTES
 from ..protocol.session import LEASE_S, WINDOW, Peer, SendBlock, SendMessage
 from ..transport import Lost, Planes, PullRequest
 from .bulk import BulkLink, BulkLinks, BulkPort, bulk_lane
-from .cuda_slab import DEVICE_SLAB_BYTES, SLOT_BYTES
+from .cuda_slab import DEVICE_SLAB_BYTES, SLAB_FLAG, SLOT_BYTES
 from .endpoint import RETRY_S, Clock, Delivered, Delivery
 from .nixl_agent import OpenAgent, open_nixl
 from .polling import Polling, a_few
@@ -89,6 +89,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
         transports: Sequence[str] = (ZMQ_BLOCKS,),
         slab_bytes: int = SLAB_BYTES,
         device_slab_bytes: int = DEVICE_SLAB_BYTES,
+        slab_flag: str = SLAB_FLAG,
         device: Device | None = None,
         open_agent: OpenAgent = open_nixl,
         clock: Clock = time.monotonic,
@@ -98,8 +99,8 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
     ) -> None:
         """`ciphers`: names from `ciphers_of`, by default the best with or without a `keyring`.
 
-        `bulk_port`: see `bulk`, 0: any. `peer_role`: the role of the keys that may connect. `flag`: the
-        setting that names `bind_endpoint`.
+        `bulk_port`: see `bulk`, 0: any. `peer_role`: the role of the keys that may connect. `flag`,
+        `slab_flag`: the settings that name `bind_endpoint` and `device_slab_bytes`.
 
         Raises ConfigError for an address that may not be bound, StartupError if binding fails.
         """
@@ -114,6 +115,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
             transports=transports,
             slab_bytes=slab_bytes,
             device_slab_bytes=device_slab_bytes,
+            slab_flag=slab_flag,
             device=device,
             open_agent=open_agent,
             clock=clock,

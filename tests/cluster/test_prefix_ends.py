@@ -8,7 +8,10 @@ import torch
 import zmq
 from baton.cluster.errors import ConfigError
 from baton.cluster.security.keyring import load_keyring
+from baton.engine.kv.page_order import PageOrder
+from baton.kvtransfer.memory.host_device import HostDevice
 from baton.kvtransfer.transport import Complete, Lost, Offer, PullRequest, Released
+from baton.kvtransfer.transports import receiver_endpoint, sender_endpoint
 from baton.kvtransfer.transports.registry import ReceiverSetup, SenderSetup, open_receiver, open_sender
 from baton.kvtransfer.transports.two_way import PREFIX, TwoWayTransport
 from baton.tests.cluster.keyed_peers import Hosts
@@ -64,8 +67,18 @@ def workers(tmp_path):
         return made
 
     yield start
+    for worker in made:  # a sender frees its slabs when nobody has them mapped
+        worker.transport._receiver.close()
     for worker in made:
+        worker.transport._sender.close()
         worker.close()
+
+
+@pytest.fixture
+def host_device(monkeypatch):
+    """Shared memory of the host stands for that of a device."""
+    for module in (sender_endpoint, receiver_endpoint):
+        monkeypatch.setattr(module, "device_of", lambda planes, layout: HostDevice(PageOrder(len(planes.kv))))
 
 
 def turned(workers, is_done):
@@ -83,8 +96,11 @@ def turned(workers, is_done):
         ("tcp", ("zmq_blocks",), True),
         ("ipc", ("shm", "zmq_blocks"), False),
         ("ipc", ("shm", "zmq_blocks"), True),
+        ("ipc", ("cuda_slab", "shm", "zmq_blocks"), False),
+        ("ipc", ("cuda_slab", "shm", "zmq_blocks"), True),
     ],
 )
+@pytest.mark.usefixtures("host_device")
 def test_rooms_cross_both_ways_at_once_and_share_nothing(workers, scheme, names, keyed):
     prefill, decode = pair = workers(scheme, names, keyed=keyed)
     sent = [worker.planes.kv[list(THERE)].clone() for worker in pair]
@@ -100,6 +116,17 @@ def test_rooms_cross_both_ways_at_once_and_share_nothing(workers, scheme, names,
         assert done == {Complete: rooms[0], Released: rooms[1]}
     blocks = [worker.transport.counters for worker in pair]
     assert blocks[0]["blocks"] == blocks[0][PREFIX + "blocks"] == blocks[1][PREFIX + "blocks"] > 0
+
+    # the first rooms began before both ends had a slab
+    prompt, prefix = secrets.token_hex(16), secrets.token_hex(16)
+    prefill.offer(prompt)
+    decode.offer(prefix)
+    decode.pull(prompt, prefill)
+    prefill.pull(prefix, decode)
+    turned(pair, lambda: all(_ends(worker) == 4 for worker in pair))
+    way = {"cuda_slab": "device_blocks", "shm": "shm_blocks"}.get(names[0])
+    counters = [worker.transport.counters for worker in pair]
+    assert way is None or all(each[kind + way] > 0 for each in counters for kind in ("", PREFIX))
 
 
 def _ends(worker):

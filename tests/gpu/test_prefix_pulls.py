@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from baton.tests.cluster.router_fakes import save_tokenizer
-from baton.tests.cluster.serving import pages_held, serving, wait_until
+from baton.tests.cluster.serving import pages_held, serving, status, wait_until
 from baton.tests.cluster.test_prefix_pulls import (
     FOLLOWING,
     TOY,
@@ -58,11 +58,13 @@ def test_turns_behind_pulled_prefixes_say_and_draft_the_same(
     assert accepted == played(Pair(target, draft, **there))[1], "on the device, without pulls"
 
 
-@pytest.mark.parametrize("transports", ["auto", "shm,zmq_blocks", "zmq_blocks"])
+@pytest.mark.parametrize(
+    ("transports", "slab_mb"), [("auto", 0), ("auto", 256), ("shm,zmq_blocks", 0), ("zmq_blocks", 0)]
+)
 def test_a_cluster_on_a_device_pulls_over_each_transport(
-    toy_checkpoint: Callable[..., Path], tmp_path: Path, transports: str
+    toy_checkpoint: Callable[..., Path], tmp_path: Path, transports: str, slab_mb: int
 ) -> None:
-    """With `auto` hand-offs take device memory, and prefixes shared memory."""
+    """With `auto` hand-offs take device memory, and prefixes too where decode has some for them."""
     model = save_tokenizer(
         shutil.copytree(toy_checkpoint("llama", vocab_size=VOCAB, num_hidden_layers=4), tmp_path / "toy")
     )
@@ -73,11 +75,14 @@ def test_a_cluster_on_a_device_pulls_over_each_transport(
     )
     settings = {"transports": transports, "max_running": 4, "kv_memory_mb": 64, "local_prefill_tokens": 0}
     settings |= {"prefill": 1, "decode": 1}  # one card would get one aggregated worker
+    settings |= {"prefix_slab_mb": slab_mb}
     with serving(model, head, device="cuda", is_watched=False, prefix_pulls="always", **settings) as cluster:
         turns = conversation(cluster, TOY)
         assert_turns_are_pulled(turns)
         wait_until(lambda: pulled(cluster)[0] > 0, 10, "the heartbeat counts what was pulled")
         assert pulled(cluster)[2] == 0
+        workers = {worker["role"]: worker for worker in status(cluster)["workers"]}
+        assert (workers["prefill"]["counters"].get("prefix_device_blocks", 0) > 0) == bool(slab_mb)
         wait_until(
             lambda: pages_held(cluster) == (dict.fromkeys(pages_held(cluster)[0], 0), 0), 10, "all free"
         )

@@ -249,6 +249,15 @@ def test_given_sizes_are_kept_and_named_as_given():
     assert chosen(CPU, EIGHT, PREFILL, graphs="on").has_graphs
 
 
+def test_memory_for_prefixes_is_kept_free_on_a_gpu():
+    without, given = chosen(H200, EIGHT, DECODE), chosen(H200, EIGHT, DECODE, prefix_slab_mb=512)
+    assert (without.device_slab_bytes, given.device_slab_bytes) == (0, 512 * MIB)
+    assert given.reserved >= without.reserved + 512 * MIB
+    assert given.num_pages < without.num_pages
+    assert chosen(CPU, EIGHT, DECODE, prefix_slab_mb=512).device_slab_bytes == 0
+    assert chosen(H200, EIGHT, PREFILL, prefix_slab_mb=512) == chosen(H200, EIGHT, PREFILL)
+
+
 def test_the_line_of_a_role_names_its_sizes_only():
     prefill, decode = str(chosen(H200, EIGHT, PREFILL)), str(chosen(H200, EIGHT, DECODE))
     assert "chunk_size 2048" in prefill
