@@ -11,7 +11,6 @@ from baton.cluster.protocol.messages import Prefill, Refused, Sampling
 from baton.decode.preemption import LONGEST_WAIT_S
 from baton.decode.queues import DecodeState
 from baton.tests.embeds import embeddings_of
-from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.sim.test_page_growth import Asked, pair_of, played, undisturbed
 from baton.tests.sim.test_workers import prompts
 from baton.tests.sim.worker_pair import P, name
@@ -21,16 +20,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 GREEDY = {"temperature": 0.0}
 SAMPLING = (GREEDY, {"temperature": 1.0, "seed": 5}, {"temperature": 0.0, "logprobs": 2})
-
-
-@pytest.fixture(scope="module")
-def target(toy_checkpoint):
-    return toy_checkpoint("llama", num_hidden_layers=4)
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory):
-    return write_head(tmp_path_factory.mktemp("head"), head_config(2, (0, 1, 3)), head_tensors())
 
 
 def counters(worker):

@@ -18,11 +18,6 @@ SETTINGS = {"ngram_min": 1, "ngram_max": 3, "ngram_window": 32, "spec_steps": 4,
             "spec_adaptive": "off", "max_running": 6}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def target(toy_checkpoint):
-    return toy_checkpoint("llama", num_hidden_layers=4)
-
-
 def pair_of(target, draft=NGRAM, **settings):
     """Prefill was started without any draft."""
     return Pair(target, ours={"draft": ""}, theirs={"draft": draft}, **(SETTINGS | settings))

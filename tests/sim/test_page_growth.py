@@ -12,7 +12,6 @@ from baton.cluster.protocol.messages import Cancel, Failed, Finished, Prefill, R
 from baton.engine.speculative.step.step_graphs import step_graphs
 from baton.router.rooms.attempt import RETRACTED
 from baton.router.scheduling.output_estimates import claim_of
-from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.overlap_engine import LateSteps
 from baton.tests.sim.test_workers import prompts
 from baton.tests.sim.worker_pair import ENDPOINT, D, P, Pair, name
@@ -29,16 +28,6 @@ SAMPLING = (
 NUM_TOKENS = 30
 EXPECTED = 3  # far too few, so that the pool fills up
 MOST_TURNS = 3000
-
-
-@pytest.fixture(scope="module")
-def target(toy_checkpoint):
-    return toy_checkpoint("llama", num_hidden_layers=4)
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory):
-    return write_head(tmp_path_factory.mktemp("head"), head_config(2, (0, 1, 3)), head_tensors())
 
 
 class Asked:

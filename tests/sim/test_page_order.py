@@ -3,23 +3,12 @@
 import random
 
 import pytest
-from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.sim.late_copiers import attach_tiers
 from baton.tests.sim.test_tiered_workers import drained, played
 from baton.tests.sim.test_workers import prompts
 from baton.tests.sim.worker_pair import Pair, name
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def target(toy_checkpoint):
-    return toy_checkpoint("llama", num_hidden_layers=4)
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory):
-    return write_head(tmp_path_factory.mktemp("head"), head_config(2, (0, 1, 3)), head_tensors())
 
 
 def checked(pair):

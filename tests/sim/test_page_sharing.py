@@ -11,7 +11,6 @@ from baton.cluster.protocol.messages import Cancel, Failed, Finished
 from baton.decode.page_sharing import UNSHARED, PageSharing
 from baton.decode.queues import DecodeState
 from baton.engine.loader import Engine
-from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.sim.worker_pair import D, P, Pair, name
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -22,16 +21,6 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.4, "logprob
 PROMPT = [7, 9, 11, 13, 5, 6] * 3
 SIZE = len(PROMPT)
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))]
-
-
-@pytest.fixture(scope="module")
-def target(toy_checkpoint):
-    return toy_checkpoint("llama", num_hidden_layers=4)
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory):
-    return write_head(tmp_path_factory.mktemp("head"), head_config(2, (0, 1, 3)), head_tensors())
 
 
 def pair_of(target, head, drafts="off", **settings):

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from baton.cluster.protocol.messages import PULL_ENDS, PULL_OK, Failed, Finished, OfferPrefix
 from baton.decode.queues import DecodeState
-from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.sim.late_copiers import attach_tiers
 from baton.tests.sim.pull_pair import D, P, PullPair, name
 from baton.tests.sim.worker_pair import Pair
@@ -20,16 +19,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 OTHER = "c" * 32
 NUM_TOKENS, TURNS, CHATS = 14, 3, 2
 CHAIN, TREE = {}, {"spec_topk": 2}
-
-
-@pytest.fixture(scope="module")
-def target(toy_checkpoint):
-    return toy_checkpoint("llama", num_hidden_layers=4)
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory):
-    return write_head(tmp_path_factory.mktemp("head"), head_config(2, (0, 1, 3)), head_tensors())
 
 
 def played(pair, seed=5, *, pulls=None, rng=None, to=lambda turn: D, after=lambda pair, turn: None):

@@ -13,7 +13,6 @@ import torch
 from baton.cluster.protocol.messages import Finished, FirstToken
 from baton.decode.queues import DecodeState
 from baton.engine.speculative.step.step_graphs import step_graphs
-from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.overlap_engine import LateSteps
 from baton.tests.sim.cluster_seams import hasty_close
 from baton.tests.sim.test_workers import prompts
@@ -22,16 +21,6 @@ from baton.tests.sim.worker_pair import P, Pair, name
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DRAFTS = {"off": None, "chain": {}, "tree": {"spec_topk": 3, "spec_tokens": 8}}
-
-
-@pytest.fixture(scope="module")
-def target(toy_checkpoint):
-    return toy_checkpoint("llama", num_hidden_layers=4)
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory):
-    return write_head(tmp_path_factory.mktemp("head"), head_config(2, (0, 1, 3)), head_tensors())
 
 
 @pytest.fixture
