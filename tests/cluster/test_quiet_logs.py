@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 from baton.deploy.cli import drain
-from baton.tests.cluster.serving import sse_events
+from baton.tests.cluster.serving import sse_events, wait_until
 
 FLAGS = ("--device=cpu", "--dtype=float32", "--kv-memory-mb=8", "--threads=1", "--port=0")
 LOUD = ("WARNING", "ERROR", "CRITICAL")
@@ -107,7 +107,12 @@ def test_normal_operation_logs_no_warning_and_streams_outlive_ctrl_c(start_up):
     counts = httpx.get(f"{url}/metrics").text
     passed = re.search(r'^baton_canaries_total\{[^}]*outcome="passed"[^}]*\} (\S+)', counts, re.MULTILINE)
     assert float(passed.group(1)) >= 2
-    assert sum(" completed " in line for line in up.lines) == 2, "of the request alone"
+
+    def completed():
+        return sum(" completed " in line for line in up.lines)
+
+    wait_until(lambda: completed() >= 2, 30, "both roles tell of the request")
+    assert completed() == 2, "of the request alone"
     slow = body(up, max_tokens=400, stream=True)
     with httpx.stream("POST", f"{url}/v1/completions", json=slow, timeout=60) as response:
         events = sse_events(response)
