@@ -85,7 +85,7 @@ def test_a_page_that_its_owner_left_without_a_stamp_is_seen(target, head, is_loc
         played(pair, 7, is_local=is_local, rng=rng)
 
 
-def test_work_that_is_launched_behind_the_release_of_its_pages_is_seen(target):
+def test_work_launched_behind_the_release_of_its_pages_is_seen(target):
     """Steps of a room whose pages are given up while it is still in the batch."""
     pair = checked(Pair(target, pages=48, overlap="on"))
     pair.send(name(0), [5, 7, 9], max_new_tokens=20)

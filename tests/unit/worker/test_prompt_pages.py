@@ -86,7 +86,7 @@ def looked_for_in_vain(cache, request):
     [lambda cache, request: peek_pages(cache, off(cache), request), taken_in_vain, looked_for_in_vain],
     ids=["peek", "no pages", "no longer prefix"],
 )
-def test_after_a_look_up_a_copy_of_the_pages_waits_for_no_later_work(look_up):
+def test_after_a_look_up_a_copy_waits_for_no_later_work(look_up):
     order = PageOrder(12)
     order.check_uses()
     cache = PrefixCache(PageAllocator(12, order), PAGE)

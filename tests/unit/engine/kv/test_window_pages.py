@@ -197,7 +197,7 @@ class Stamps:
         self.pages.append(sorted(pages))
 
 
-def test_window_pages_that_are_given_up_together_are_stamped_once():
+def test_window_pages_given_up_together_are_stamped_once():
     order = Stamps()
     windows = WindowPages(PageAllocator(9, order), 20, window=WINDOW, page_size=PAGE)
     cache = PrefixCache(PageAllocator(20), PAGE, windows=windows)

@@ -128,7 +128,7 @@ def test_an_interrupted_rehearsal_gives_its_pages_back(
     assert engine.cache.num_available == 120
 
 
-def test_copies_of_pages_come_behind_what_the_start_did_to_them(toy_checkpoint: Callable[..., Path]):
+def test_copies_come_behind_what_the_start_did_to_pages(toy_checkpoint: Callable[..., Path]):
     model = str(toy_checkpoint("llama"))
     config = EngineConfig(model=model, device="cpu", dtype="float32", pages=8, max_context=40)
     loader = EngineLoader(config, has_drafter=False)

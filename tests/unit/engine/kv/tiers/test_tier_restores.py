@@ -108,7 +108,7 @@ def test_ends_of_copies_are_measured():
     assert stored.restore.num_pages == NUM_PAGES
 
 
-def test_a_host_page_that_is_found_damaged_while_it_is_spilled_does_not_stay_on_the_disk():
+def test_a_host_page_found_damaged_while_it_is_spilled_leaves_the_disk():
     cache = PrefixCache(PageAllocator(4 * NUM_PAGES), SIZE)
     keys, disk = PageKeys(cache, "weights"), SlotTable(100, 8.0)
     tiers = CacheTiers(cache, keys, SlotTable(100, 8.0), page_bytes=100)
