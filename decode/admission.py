@@ -100,7 +100,7 @@ class Admission:
             room.request.num_computed = have
 
     def _give_back(self, request: Request, reason: str) -> Refusal:
-        give_back_pages(self.engine.cache, self.engine.windows, request)
+        give_back_pages(self.engine.cache, self.engine.windows, request, is_used=False)
         return Refusal(reason=reason, retry_after_ms=RETRY_AFTER_MS)
 
     def pulled_pages(self, request: Request, have: int) -> list[int]:

@@ -220,7 +220,7 @@ class PageGrowth:
                 request.pages.extend(cache.alloc(max(0, end - held)))
                 self._windows.extend(request, end)
             except PoolExhausted:
-                cache.allocator.release(request.pages[held:])
+                cache.allocator.release(request.pages[held:], is_used=False)
                 del request.pages[held:]
                 continue
             room.covered_output = self.covered_output(request)

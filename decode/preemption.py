@@ -63,7 +63,7 @@ class Preemption:
         try:  # what it finds in the cache is not available, and nobody gives it up
             return self._way_behind(room, len(found))
         finally:
-            cache.allocator.release(found)
+            cache.allocator.release(found, is_used=False)
 
     def _way_behind(self, room: DecodeRoom, num_found: int) -> Way | None:
         """As `way_for`, of a room that holds its `num_found` pages in the cache."""

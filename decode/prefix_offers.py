@@ -105,7 +105,7 @@ class PrefixOffers:
         if transfer in self._foreign:
             self._foreign.remove(transfer)
             self._num_foreign -= len(pages)
-        self._engine.cache.allocator.release(pages)
+        self._engine.cache.allocator.release(pages, is_used=False)
         self._counters["offers_dropped"] += is_dropped
         return True
 
@@ -114,10 +114,10 @@ class PrefixOffers:
         salt = cache_salt(order.salt, order.embeds)
         pages = cache.match(order.prompt_ids, order.tokens, salt)
         if len(pages) * cache.page_size < order.tokens:
-            cache.allocator.release(pages)
+            cache.allocator.release(pages, is_used=False)
             self._decline(order, f"{len(pages) * cache.page_size} tokens are cached here")
         elif self._num_foreign + len(pages) > cache.allocator.num_total // FOREIGN_SHARE:
-            cache.allocator.release(pages)
+            cache.allocator.release(pages, is_used=False)
             self._decline(order, "too many prefixes are being read")
         else:
             self._foreign.add(order.transfer)

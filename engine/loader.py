@@ -323,6 +323,7 @@ class EngineLoader:
         """Returns the engine after all phases and advances it to SERVING."""
         engine = self._engine
         assert engine is not None
+        engine.pool.order.stamp_all()  # the phases wrote to pages without an owner, or behind its release
         self.lifecycle.advance(Phase.SERVING)
         return engine
 

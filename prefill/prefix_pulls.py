@@ -184,7 +184,7 @@ class PrefixPulls:
     def _end(self, pull: RunningPull, *, is_confirmed: bool = False) -> None:
         """Nothing lands any more. The room goes on with what is in place."""
         del self._running[pull.order.transfer]
-        self._engine.cache.allocator.release(pull.pages)
+        self._engine.cache.allocator.release(pull.pages, is_used=False)
         room = pull.room
         if room is None:
             return

@@ -117,7 +117,7 @@ class PrefillScheduler:
             windows -= self._lacking(room)
             if room.running_pull is not None and not room.running_pull.is_dropped:
                 leaving.leave(room.running_pull.pages)  # it is given up with the room
-        give_back_pages(self.cache, self.windows, request)
+        give_back_pages(self.cache, self.windows, request, is_used=False)
         return taken if leaving.num_back >= missing and leaving.num_windows_back >= windows else []
 
     def turned_away(self, priority: int, since: float) -> PrefillRoom | None:
@@ -322,7 +322,7 @@ class PrefillScheduler:
         except PoolExhausted:
             return False
         if not self._covers_windows(room):
-            give_back_pages(self.cache, self.windows, request)
+            give_back_pages(self.cache, self.windows, request, is_used=False)
             return False
         request.num_computed = room.cached_tokens = num_cached
         room.num_whole = num_whole(self.cache, request.pages[: num_cached // self.page_size])

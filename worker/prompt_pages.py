@@ -33,7 +33,7 @@ def take_pages(
         request.pages = held + cache.alloc(num_pages - len(held))
         windows.take_tail(request, len(held), num_pages if num_windowed is None else num_windowed)
     except PoolExhausted:
-        give_back_pages(cache, windows, request)
+        give_back_pages(cache, windows, request, is_used=False)
         raise
     return len(held) * cache.page_size
 
@@ -82,7 +82,7 @@ def peek_pages(
 ) -> list[int]:
     """The cached pages that `request`, whose prompt is computed here, would take now. Nothing is held."""
     pages = hold_prefix(cache, windows, request, is_computed=True, bare_limit=bare_limit)
-    cache.allocator.release(pages)
+    cache.allocator.release(pages, is_used=False)
     return pages
 
 
@@ -112,14 +112,16 @@ def take_shared_pages(
         request.pages = [*shared, *cache.alloc(num_pages - len(shared))]
         windows.take_tail(request, len(shared), num_pages if num_windowed is None else num_windowed)
     except PoolExhausted:
-        give_back_pages(cache, windows, request)
+        give_back_pages(cache, windows, request, is_used=False)
         raise
 
 
-def give_back_pages(cache: PrefixCache, windows: RequestWindows, request: Request) -> None:
-    """The request holds no page any more."""
+def give_back_pages(
+    cache: PrefixCache, windows: RequestWindows, request: Request, *, is_used: bool = True
+) -> None:
+    """The request holds no page any more. `is_used`: as in `PageAllocator.release`."""
     windows.release(request)
-    cache.allocator.release(request.pages)
+    cache.allocator.release(request.pages, is_used=is_used)
     request.pages = []
 
 
@@ -136,7 +138,7 @@ def take_longer_prefix(cache: PrefixCache, windows: RequestWindows, request: Req
     tokens, first = len(held) * cache.page_size, held_from(len(held))
     if tokens <= have:
         windows.drop_hit(held[first:])
-        cache.allocator.release(held)
+        cache.allocator.release(held, is_used=False)
         return have
     windows.replace(request, len(held), first)
     cache.allocator.release(request.pages[: len(held)])

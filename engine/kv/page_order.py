@@ -86,6 +86,10 @@ class PageOrder:
             for page in pages:
                 self._after[page] = event
 
+    def stamp_all(self) -> None:
+        """As `stamp`, of every page."""
+        self.stamp(range(len(self._after)))
+
     def wait(self, pages: Iterable[int], stream: torch.cuda.Stream | None = None) -> bool:
         """Make `stream` wait for the stamps of `pages`. Without a stream, the calling thread waits.
 

@@ -174,7 +174,8 @@ class PrefixCache:
         return self._tokens(token_ids, first, end, salt)
 
     def goes_on(self, token_ids: Sequence[int], pages: Sequence[int], limit: int, salt: str = "") -> bool:
-        """Whether more than `pages`, the first ones of a prompt, may be cached within `limit` tokens.
+        """Whether `match` without bare pages may find more than `pages`, the first ones of a prompt, within
+        `limit` tokens.
 
         False is certain, and found by one look-up where the last of `pages` is cached itself.
         """

@@ -76,8 +76,8 @@ class WindowPages:
                 f"{len(pages)} window pages asked for, {self.allocator.num_free} free and {len(self._idle)} "
                 f"idle of {self.num_total}"
             )
-        while self.allocator.num_free < len(pages):
-            self._free(self._idle.popitem(last=False)[0])
+        num_lacking = len(pages) - self.allocator.num_free
+        self._free([self._idle.popitem(last=False)[0] for _ in range(num_lacking)])
         for page, part in zip(pages, self.allocator.alloc(len(pages)), strict=True):
             assert page, "the sink has no window page"
             assert not self._parts[page], f"page {page} has window page {self._parts[page]}"
@@ -98,6 +98,7 @@ class WindowPages:
         """Removes a holder from the window page of each of `pages`. The last one to be dropped is kept
         longest.
         """
+        unneeded: list[int] = []
         for page in pages:
             assert self._holders[page] > 0, f"the window page of page {page} was dropped more often than held"
             self._holders[page] -= 1
@@ -108,7 +109,8 @@ class WindowPages:
             if self._is_cached(page):
                 self._idle[page] = None
             elif heir is None or not self._inherit(page, *heir):
-                self._free(page)
+                unneeded.append(page)
+        self._free(unneeded)
 
     def bequeath(self, page: int, heir: int) -> None:
         """The prefix cache has the text of `page` in page `heir`. If that is still so when the window page of
@@ -122,7 +124,7 @@ class WindowPages:
         self._times_left[page] += 1
         if self._parts[page] and not self._holders[page]:
             del self._idle[page]
-            self._free(page)
+            self._free([page])
 
     def take_changes(self) -> dict[int, int]:
         """The pages whose window page has changed since the last call, with the present one."""
@@ -151,9 +153,12 @@ class WindowPages:
         self._idle[heir] = None
         return True
 
-    def _free(self, page: int) -> None:
-        self.allocator.release([self._parts[page]])
-        self._set(page, 0)
+    def _free(self, pages: Sequence[int]) -> None:
+        """Gives the window pages of `pages` back at once: each release is an event of the device."""
+        if pages:
+            self.allocator.release([self._parts[page] for page in pages])
+            for page in pages:
+                self._set(page, 0)
 
     def _set(self, page: int, part: int) -> None:
         self._parts[page] = part

@@ -14,7 +14,20 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def checked(pair):
     for worker in (pair.prefill, pair.decode):
         worker.engine.pool.order.check_uses()
+        watch_launches(worker.engine)
     return pair
+
+
+def watch_launches(engine):
+    """Asserts that launched work uses only pages that have an owner: a release stamps no later work."""
+    order, use, refs = engine.pool.order, engine.pool.order.use, engine.cache.allocator.refs
+
+    def watched(*, reads, writes):
+        free = sorted({page for page in [*reads, *writes] if page and not refs(page)})
+        assert not free, f"work on pages {free} is launched behind their release"
+        use(reads=reads, writes=writes)
+
+    order.use = watched
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
@@ -59,3 +72,14 @@ def test_a_page_that_its_owner_left_without_a_stamp_is_seen(target, head, is_loc
         attach_tiers(worker, lambda: pair.clock.now, rng, host_slots=60)
     with pytest.raises(AssertionError, match="before launch"):
         played(pair, 7, is_local=is_local, rng=rng)
+
+
+def test_work_launched_behind_the_release_of_its_pages_is_seen(target):
+    """Steps of a room whose pages are given up while it is still in the batch."""
+    pair = checked(Pair(target, pages=48, overlap="on"))
+    pair.send(name(0), [5, 7, 9], max_new_tokens=20)
+    pair.run(until=lambda: len(pair.tokens.get(name(0), [])) > 4)
+    (room,) = pair.decode.queues
+    pair.decode.engine.cache.allocator.release(room.request.pages)
+    with pytest.raises(AssertionError, match="behind their release"):
+        pair.run()

@@ -460,7 +460,7 @@ class CacheTiers:
             self.host.let_go(page)
             if self.disk is None or place.key not in self.disk:
                 continue
-            if digest is None:
+            if digest is None or page.is_bad:
                 self.disk.remove(place)
             else:
                 self.counters["disk_written_bytes"] += self.page_bytes

@@ -1,12 +1,13 @@
 """Pages of a prompt that waited: a longer cached prefix replaces its own first pages, and none is lost."""
 
 import pytest
-from baton.engine.kv.pool import PageAllocator
+from baton.engine.kv.page_order import PageOrder
+from baton.engine.kv.pool import PageAllocator, PoolExhausted
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.request import Request
 from baton.engine.request_windows import RequestWindows
 from baton.engine.sampling.params import SamplingParams
-from baton.worker.prompt_pages import take_longer_prefix, take_pages
+from baton.worker.prompt_pages import peek_pages, take_longer_prefix, take_pages
 
 PAGE = 4
 PROMPT = list(range(10, 23))  # 13 tokens: three whole pages and a token
@@ -68,3 +69,32 @@ def test_a_prompt_computes_the_rows_whose_experts_are_wanted(first, have):
     older, asking = waiting(cache), waiting(cache, routed_experts=first)
     cache.insert(PROMPT, older.pages)
     assert take_longer_prefix(cache, off(cache), asking, 0) == have
+
+
+def taken_in_vain(cache, request):
+    with pytest.raises(PoolExhausted):
+        take_pages(cache, off(cache), request, 99, is_computed=True)
+
+
+def looked_for_in_vain(cache, request):
+    request.pages = cache.alloc(2)  # of its own, so that the cache is searched
+    assert take_longer_prefix(cache, off(cache), request, 8) == 8
+
+
+@pytest.mark.parametrize(
+    "look_up",
+    [lambda cache, request: peek_pages(cache, off(cache), request), taken_in_vain, looked_for_in_vain],
+    ids=["peek", "no pages", "no longer prefix"],
+)
+def test_after_a_look_up_a_copy_waits_for_no_later_work(look_up):
+    order = PageOrder(12)
+    order.check_uses()
+    cache = PrefixCache(PageAllocator(12, order), PAGE)
+    older = waiting(cache)
+    order.use(reads=[], writes=older.pages)
+    order.stamp(older.pages)
+    cache.insert(PROMPT[:8], older.pages)
+    order.wait(older.pages)
+    order.use(reads=[], writes=cache.alloc(1))  # of somebody else
+    look_up(cache, request_of())
+    assert not order.wait(older.pages)

@@ -185,3 +185,30 @@ def test_a_model_of_windows_alone_has_pages_without_memory():
     assert pool.page_bytes == 0
     assert pool.byte_view().shape == (7, 0)
     assert pool.nbytes == pool.part.kv.nbytes == 4 * WHOLE.page_bytes
+
+
+class Stamps:
+    """A page order that counts its stamps."""
+
+    def __init__(self):
+        self.pages = []
+
+    def stamp(self, pages):
+        self.pages.append(sorted(pages))
+
+
+def test_window_pages_given_up_together_are_stamped_once():
+    order = Stamps()
+    windows = WindowPages(PageAllocator(9, order), 20, window=WINDOW, page_size=PAGE)
+    cache = PrefixCache(PageAllocator(20), PAGE, windows=windows)
+    pages = cache.alloc(4)
+    windows.take(pages)
+    parts = sorted(windows.of(page) for page in pages)
+    windows.drop(pages)
+    assert order.pages == [parts]
+    idle = cached(cache)
+    assert order.pages == [parts], "they stay with their pages"
+    parts = sorted(windows.of(page) for page in idle)
+    windows.take(cache.alloc(8))
+    assert order.pages[1:] == [parts]
+    cache.check_integrity()

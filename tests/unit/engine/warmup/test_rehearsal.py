@@ -126,3 +126,19 @@ def test_an_interrupted_rehearsal_gives_its_pages_back(
     with pytest.raises(RuntimeError, match="device lost"):
         rehearse(engine)
     assert engine.cache.num_available == 120
+
+
+def test_copies_come_behind_what_the_start_did_to_pages(toy_checkpoint: Callable[..., Path]):
+    model = str(toy_checkpoint("llama"))
+    config = EngineConfig(model=model, device="cpu", dtype="float32", pages=8, max_context=40)
+    loader = EngineLoader(config, has_drafter=False)
+    for _, run in loader.phases():
+        run()
+    assert loader._engine is not None
+    pool, pages = loader._engine.pool, range(1, 9)
+    pool.order.check_uses()
+    pool.note_use(reads=[], writes=pages)  # as the zeros behind a rehearsal
+    assert loader.engine().pool is pool
+    for page in pages:
+        pool.order.wait([page])
+        pool.order.touch(page, is_write=True)

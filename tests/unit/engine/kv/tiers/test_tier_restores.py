@@ -106,3 +106,24 @@ def test_ends_of_copies_are_measured():
         assert time.of(100) == pytest.approx(300 * FETCH_S, rel=rounded - 1 + 0.01)
         jobs, ended = stored.tiers.take_jobs(), ended + 5.0
     assert stored.restore.num_pages == NUM_PAGES
+
+
+def test_a_host_page_found_damaged_while_it_is_spilled_leaves_the_disk():
+    cache = PrefixCache(PageAllocator(4 * NUM_PAGES), SIZE)
+    keys, disk = PageKeys(cache, "weights"), SlotTable(100, 8.0)
+    tiers = CacheTiers(cache, keys, SlotTable(100, 8.0), page_bytes=100)
+    named = list(keys.of_prompt(ROOT, PROMPT, 0, 3, ""))
+    tiers.host.adopt(
+        StoredPage(key=key, parent=parent, slot=place, depth=SIZE * place, priority=0.0, digest=7)
+        for place, (parent, key) in enumerate(named)
+    )
+    tiers.open_disk(disk)
+    tiers.turn(NOW)
+    restore = tiers.begin(PROMPT, 3 * SIZE, "", cache.alloc(3), 0, NOW)
+    spill, load = tiers.take_jobs()
+    tiers.done(JobDone(number=load.number, digests=(7, 6, 7), ended=NOW), NOW)
+    assert restore.num_pages == 1
+    tiers.done(JobDone(number=spill.number, digests=(7, 7, 7), ended=NOW), NOW)
+    tiers.check_integrity()
+    assert [key in disk for _, key in named] == [True, False, True]
+    assert [key in tiers.host for _, key in named] == [True, False, True]
