@@ -8,11 +8,9 @@ is that of `move_spans` for the same words, so one end may cut a run into rows a
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
-from .move_spans import CHUNK, NUM_WARPS, TILE, WORD_BYTES, _mixed, mixed
+from .move_spans import CHUNK, NUM_WARPS, TILE, _mixed, check_spans, mixed, words_at
 from .triton_jit import jit, tl
 
 ROW_FIELDS = 7
@@ -59,24 +57,15 @@ def move_rows_triton(spans: torch.Tensor, sums: torch.Tensor) -> object:
     c: at least `num_chunks` of the longest span. Rows must not overlap. The tables may lie in pinned memory
     of the host. Returns the compiled kernel. Raises ValueError for other shapes or dtypes.
     """
-    check_rows(spans, sums)
+    check_spans("move_rows", spans, sums, ROW_FIELDS)
     return _move_rows_kernel[(spans.shape[0], sums.shape[1])](
         spans, sums, CHUNK=CHUNK, TILE=TILE, VECTOR=VECTOR, num_warps=NUM_WARPS
     )
 
 
-def check_rows(spans: torch.Tensor, sums: torch.Tensor) -> None:
-    """Raises ValueError unless `spans` is int64 `[n, 7]` and `sums` int64 `[n, c]`, both contiguous."""
-    fits = spans.dim() == sums.dim() == 2 and spans.shape == (sums.shape[0], ROW_FIELDS)
-    is_right = {spans.dtype, sums.dtype} == {torch.int64} and spans.is_contiguous() and sums.is_contiguous()
-    if not (fits and is_right):
-        given = f"{spans.dtype} {list(spans.shape)} and {sums.dtype} {list(sums.shape)}"
-        raise ValueError(f"move_rows: spans and sums are int64 [n, {ROW_FIELDS}] and [n, c], not {given}")
-
-
 def move_rows_reference(spans: torch.Tensor, sums: torch.Tensor) -> None:
     """As `move_rows_triton`, for addresses of the host's memory."""
-    check_rows(spans, sums)
+    check_spans("move_rows", spans, sums, ROW_FIELDS)
     sums.zero_()
     for number, (source, target, words, first, row_words, source_stride, target_stride) in enumerate(
         spans.tolist()
@@ -89,6 +78,4 @@ def move_rows_reference(spans: torch.Tensor, sums: torch.Tensor) -> None:
 
 def _rows_at(address: int, num_rows: int, row_words: int, stride: int) -> torch.Tensor:
     num_words = (num_rows - 1) * stride + row_words
-    memory = (ctypes.c_int32 * num_words).from_address(address)
-    assert ctypes.sizeof(memory) == num_words * WORD_BYTES
-    return torch.frombuffer(memory, dtype=torch.int32).as_strided((num_rows, row_words), (stride, 1))
+    return words_at(address, num_words).as_strided((num_rows, row_words), (stride, 1))

@@ -73,7 +73,7 @@ def move_spans_triton(spans: torch.Tensor, sums: torch.Tensor) -> object:
     memory of the host: a program reads and writes a few words of them. Returns the compiled kernel. Raises
     ValueError for other shapes or dtypes.
     """
-    check_spans(spans, sums)
+    check_spans("move_spans", spans, sums, SPAN_FIELDS)
     return _move_spans_kernel[(spans.shape[0], sums.shape[1])](
         spans, sums, CHUNK=CHUNK, TILE=TILE, num_warps=NUM_WARPS
     )
@@ -103,13 +103,16 @@ def num_chunks(num_words: int) -> int:
     return cdiv(num_words, CHUNK)
 
 
-def check_spans(spans: torch.Tensor, sums: torch.Tensor) -> None:
-    """Raises ValueError unless `spans` is int64 `[n, 4]` and `sums` int64 `[n, c]`, both contiguous."""
-    fits = spans.dim() == sums.dim() == 2 and spans.shape == (sums.shape[0], SPAN_FIELDS)
+def check_spans(name: str, spans: torch.Tensor, sums: torch.Tensor, num_fields: int) -> None:
+    """Raises ValueError unless `spans` is int64 `[n, num_fields]` and `sums` int64 `[n, c]`, both contiguous.
+
+    `name`: the operation that they are for.
+    """
+    fits = spans.dim() == sums.dim() == 2 and spans.shape == (sums.shape[0], num_fields)
     is_right = {spans.dtype, sums.dtype} == {torch.int64} and spans.is_contiguous() and sums.is_contiguous()
     if not (fits and is_right):
         given = f"{spans.dtype} {list(spans.shape)} and {sums.dtype} {list(sums.shape)}"
-        raise ValueError(f"move_spans: spans and sums are int64 [n, {SPAN_FIELDS}] and [n, c], not {given}")
+        raise ValueError(f"{name}: spans and sums are int64 [n, {num_fields}] and [n, c], not {given}")
 
 
 def mixed(words: torch.Tensor, first: int) -> int:
@@ -127,7 +130,7 @@ def mixed(words: torch.Tensor, first: int) -> int:
 
 def move_spans_reference(spans: torch.Tensor, sums: torch.Tensor) -> None:
     """As `move_spans_triton`, for addresses of the host's memory."""
-    check_spans(spans, sums)
+    check_spans("move_spans", spans, sums, SPAN_FIELDS)
     sums.zero_()
     for number, (source, target, num_words, first) in enumerate(spans.tolist()):
         words_at(target, num_words).copy_(words_at(source, num_words))
