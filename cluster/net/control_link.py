@@ -241,6 +241,10 @@ class LinkMachine:
     def _reject(self, message: Rejected) -> None:
         if self.connected:
             self._lost = f"the router rejected this worker: {message.reason}"
+        elif not self._lost:
+            # The router may know this generation and lack a message of it: only a new one closes such a hole.
+            # No room ends by it, since a worker that greets has none.
+            self.hello = msgspec.structs.replace(self.hello, generation=self.hello.generation + 1)
         if message.reason != self._rejected:
             logger.warning("the router rejected this worker", extra=fields(reason=message.reason))
         self._rejected = message.reason

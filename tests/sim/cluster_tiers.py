@@ -126,14 +126,17 @@ class SimDisk(DiskFiles):
 
     def __init__(self, process, *, fingerprint, slot_bytes, budget):
         super().__init__(Path(process.name), fingerprint=fingerprint, slot_bytes=slot_bytes, budget=budget)
-        self._world = process.world
+        self._process, self._world = process, process.world
         self._files = process.world.disks.setdefault((process.name, self._name), Files())
 
     def open(self):
         """A write that the last process did not end left an empty record; after a power failure it left a
-        record with a part of its page.
+        record with a part of its page. A directory that was removed before is made again.
         """
-        files, world = self._files, self._world
+        world = self._world
+        if self._files is None:
+            self._files = world.disks.setdefault((self._process.name, self._name), Files())
+        files = self._files
         if files.writing is not None:
             (move, data), files.writing = files.writing, None
             files.records.pop(move.disk_slot, None)

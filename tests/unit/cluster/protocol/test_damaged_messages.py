@@ -6,7 +6,7 @@ its rooms, and the router places them again at once.
 
 from collections import deque
 
-from baton.cluster.net.control_link import LinkQueues
+from baton.cluster.net.control_link import REJECTED_BACKOFF_S, LinkQueues
 from baton.cluster.protocol.codec import control_up_decoder, encode
 from baton.cluster.protocol.messages import (
     Cancel,
@@ -122,6 +122,24 @@ def test_a_damaged_message_before_the_welcome_is_dropped_and_no_more():
     assert wire.hear(0.1, flipped(WELCOME)) == ([], "")
     assert wire.hear(0.2, encode(WELCOME)) == ([WELCOME], "")
     assert {message.generation for message in wire.sent} == {0}
+
+
+def test_a_worker_whose_message_was_damaged_while_it_greeted_is_welcomed_in_the_end():
+    """The router knows its Hello, and a later one arrives damaged before it hears the Welcome."""
+    world, wire = World().join(), Wire()
+    world.dispatcher.on_damaged(b"d")
+    world.dispatcher.on_message(b"d", hello(instance=D, role="decode"))
+    now = 0.0
+    for _ in range(4):
+        answer = world.of(b"d", (Rejected, Welcome))[-1]
+        if isinstance(answer, Welcome):
+            break
+        now += 2 * REJECTED_BACKOFF_S
+        wire.hear(now, encode(answer))
+        _, lost = wire.hear(now + REJECTED_BACKOFF_S)
+        assert not lost, "there is nothing that it could lose"
+        world.dispatcher.on_message(b"d", wire.sent[-1])
+    assert wire.hear(now + REJECTED_BACKOFF_S + 0.1, encode(answer))[0] == [answer]
 
 
 def test_rooms_of_a_worker_with_a_damaged_message_are_placed_again():
