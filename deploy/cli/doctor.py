@@ -11,7 +11,6 @@ The exit code is 0 without faults, 1 with at least one fault, 2 for a wrong sett
 it.
 """
 
-import importlib.metadata
 import json
 import os
 import sys
@@ -33,6 +32,7 @@ from .findings import (
     check_cache_budgets,
     check_certificate,
     check_clock,
+    check_distribution,
     check_fabric,
     check_gpu,
     check_keys,
@@ -42,7 +42,6 @@ from .findings import (
     check_paths,
     check_ports,
     check_shm,
-    check_versions,
 )
 from .host_processes import check_checkpoints, read_host
 from .pull_test import measure, serve
@@ -114,7 +113,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
     if unknown := set(roles) - {"router", "prefill", "decode"}:
         raise ConfigError(f"--roles {min(unknown)!r} is no role; write some of router,prefill,decode")
     host = read_host(config.config, roles, _overrides(config), os.environ)
-    found = check_versions(importlib.metadata.requires(DISTRIBUTION) or [])
+    found = check_distribution(DISTRIBUTION)
     found += check_gpu(config.device) + check_limits() + check_shm()
     found += check_fabric(rdma_devices(), nixl_version())
     if config.config:

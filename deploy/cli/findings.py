@@ -53,6 +53,21 @@ def well(check: str, text: str) -> list[Finding]:
     return [Finding(check, OK, text)]
 
 
+def check_distribution(
+    name: str, requires: Callable[[str], list[str] | None] = importlib.metadata.requires
+) -> list[Finding]:
+    """Checks the dependencies that the installed distribution `name` states.
+
+    A source tree on PYTHONPATH states none.
+    """
+    try:
+        requirements = requires(name)
+    except importlib.metadata.PackageNotFoundError:
+        remedy = "pip install -e DIR, with DIR the source tree, so that its dependencies can be checked"
+        return [Finding("versions", WARN, f"{name} is not installed; dependencies are not checked", remedy)]
+    return check_versions(requirements or [])
+
+
 def check_versions(
     requirements: Sequence[str], version_of: Callable[[str], str] = importlib.metadata.version
 ) -> list[Finding]:

@@ -19,6 +19,7 @@ from baton.deploy.cli.findings import (
     OK,
     WARN,
     check_cache_budgets,
+    check_distribution,
     check_fabric,
     check_gpu,
     check_limits,
@@ -227,6 +228,17 @@ def test_a_dependency_that_is_missing_or_too_old_is_named():
     ]
     found = check_versions(wanted, version_of)
     assert [finding.text for finding in found] == ["torch 2.4.0 is not >=2.11", "pyzmq is not installed"]
+
+
+def test_a_source_tree_that_is_not_installed_is_a_warning_and_no_crash():
+    def requires(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    (finding,) = check_distribution("baton-serve", requires)
+    assert (finding.level, finding.check) == (WARN, "versions")
+    assert "baton-serve is not installed" in finding.text
+    assert "pip install" in finding.remedy
+    assert check_distribution("baton-serve", lambda name: None)[0].level == OK
 
 
 @pytest.mark.parametrize(
