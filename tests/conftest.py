@@ -16,10 +16,11 @@ SPLIT = frozenset(
     f"gpu/test_{name}.py"
     for name in (
         "bf16_alone", "bf16_audit", "cache_tiers", "cuda_cluster", "default_sizes", "dflash", "drafters",
-        "families", "head_swap", "heads", "latent", "mtp", "ngram", "page_growth", "quantised", "sparse",
-        "steps", "training", "warmup",
+        "families", "head_swap", "heads", "kernels", "latent", "mtp", "ngram", "page_growth", "quantised",
+        "sparse", "steps", "training", "warmup",
     )
 )  # fmt: skip
+BY_MODEL = frozenset(("gpu/test_routed_experts.py", "gpu/test_windows.py"))  # their ids begin with the model
 QUICK_EXAMPLES, FULL_EXAMPLES = 50, 400  # of hypothesis, per test
 
 # One thread per process, children included, where several test processes share the cores. torch reads this
@@ -65,7 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """Schedules files in collection order, each in one process. On a device the path matrix goes by engine,
-    files in SPLIT by test, the others by test function.
+    files in SPLIT by test, those in BY_MODEL by test function and model, the others by test function.
 
     All files of `faults` go to one process: their rows have deadlines, and two rows at once would miss them.
 
@@ -80,6 +81,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
                 return "-".join(test.partition("[")[2].split("-")[:4])
             if path in SPLIT:
                 return nodeid
+            if path in BY_MODEL:
+                return path + test.partition("-")[0]
             if path.startswith("gpu/"):
                 return path + test.partition("[")[0]
             return "faults" if path.startswith("faults/") else path
