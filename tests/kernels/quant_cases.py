@@ -80,7 +80,12 @@ def check_fp8_rows(
 
 
 def check_fp8_rounded(device: str, sizes: tuple[int, int, int], form: str, is_gated: bool) -> None:
-    """Rows are rounded as `quantise_rows` does; the definition takes the rounded values."""
+    """Rows are rounded as `quantise_rows` does; the definition takes the rounded values.
+
+    What is left of the distance: y in bfloat16 (2^-9 of it), with a gate three more roundings of which silu
+    enlarges one, and sums of 8-bit products, which a matrix instruction cuts off at 2^-13 of the largest.
+    Half-way values of x that go to the other neighbour fail in blocks: 0.27 off, with a gate 0.6.
+    """
     num_rows, out_size, in_size = sizes
     x = randn(num_rows, in_size, dtype=torch.bfloat16)
     weight, scales = fp8_weight(out_size, in_size, form)
@@ -91,11 +96,13 @@ def check_fp8_rounded(device: str, sizes: tuple[int, int, int], form: str, is_ga
     rounded, row_scales = quantise_rows.quantise_rows_reference(x, group)
     values = rounded.float() * row_scales.repeat_interleave(group, dim=1)[:, :in_size]
     expected = fp8_linear.fp8_linear_reference(values, weight, scales, None, is_gated)
-    torch.testing.assert_close(y.cpu().float(), expected, atol=4e-2, rtol=4e-2)
+    torch.testing.assert_close(y.cpu().float(), expected, atol=2e-2, rtol=2e-2)
 
 
 def check_fp8_blocks(device: str, sizes: tuple[int, int, int]) -> None:
-    """Rows are rounded: each term is off by FP8_ROUNDING at most, and the terms' errors add up at random."""
+    """Near the product of the rounded rows as in `check_fp8_rounded`. Of the rows as they are, each term is
+    off by FP8_ROUNDING at most, and the terms' errors add up at random.
+    """
     num_rows, out_size, in_size = sizes
     x = randn(num_rows, in_size, dtype=torch.bfloat16)
     weight, scales = fp8_weight(out_size, in_size, "block")
