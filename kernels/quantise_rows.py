@@ -1,6 +1,8 @@
 """Rounds rows to 8-bit floating point (e4m3), with a float32 scale for each group of values of a row.
 
-The largest value of a group becomes the largest e4m3. Legend: T rows, H values of a row, G groups of a row.
+The largest value of a group becomes the largest e4m3. The kernel gives the bits of the definition.
+
+Legend: T rows, H values of a row, G groups of a row.
 """
 
 from __future__ import annotations
@@ -37,8 +39,10 @@ def _quantise_kernel(
     m_column = (i_value < GROUP) & (i_column < width)
     b_x = tl.load(p_x + i_row * x_stride + i_column, mask=m_column, other=0.0).to(tl.float32)
     b_most = tl.max(tl.abs(b_x), axis=0)
-    b_scale = tl.where(b_most == 0.0, 1.0, b_most / FP8_MAX)
-    b_y = tl.minimum(tl.maximum(b_x / b_scale, -FP8_MAX), FP8_MAX)
+    # Triton's / is approximate on a GPU. Quotients of bfloat16 are often half-way between two neighbours, and
+    # one unit in the last place then decides for the other.
+    b_scale = tl.where(b_most == 0.0, 1.0, tl.div_rn(b_most, FP8_MAX))
+    b_y = tl.minimum(tl.maximum(tl.div_rn(b_x, b_scale), -FP8_MAX), FP8_MAX)
     tl.store(p_y + i_row * width + i_column, b_y.to(p_y.dtype.element_ty), mask=m_column)
     tl.store(p_scales + i_row * tl.num_programs(1) + i_group, b_scale)
 

@@ -8,13 +8,15 @@ import torch
 from baton.kernels import fp8_linear, fp8_rows, int4_linear, quantise_rows
 from baton.kernels.compact_kv import compact_kv_reference, compact_kv_triton
 from baton.kernels.extend_attention import paged_extend_reference, paged_extend_triton
-from baton.kernels.fp8_scales import BLOCK, FP8_ROUNDING, quantise_rows_fp8, to_fp8
+from baton.kernels.fp8_scales import BLOCK, FP8, FP8_ROUNDING, quantise_rows_fp8, to_fp8
 from baton.kernels.gather_context import gather_context_reference, gather_context_triton
 from baton.kernels.int4_values import dequantise_int4, pack_int4, unit_of
 from baton.kernels.kv_store import kv_rows, store_kv, store_kv_triton
 from baton.kernels.rotate_store import rotate_store, rotate_store_triton
 from baton.kernels.verify_attention import paged_verify_reference, paged_verify_triton
 from baton.tests.kernels.cases import DTYPES, NAN, assert_close, randn
+
+FP8_LARGEST_BITS = 0x7E  # 448; the positive values up to it are in the order of their bits
 
 
 def fp8_weight(out_size: int, in_size: int, form: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,7 +80,12 @@ def check_fp8_rows(
 
 
 def check_fp8_rounded(device: str, sizes: tuple[int, int, int], form: str, is_gated: bool) -> None:
-    """Rows are rounded as `quantise_rows` does; the definition takes the rounded values."""
+    """Rows are rounded as `quantise_rows` does; the definition takes the rounded values.
+
+    What is left of the distance: y in bfloat16 (2^-9 of it), with a gate three more roundings of which silu
+    enlarges one, and sums of 8-bit products, which a matrix instruction cuts off at 2^-13 of the largest.
+    Half-way values of x that go to the other neighbour fail in blocks: 0.27 off, with a gate 0.6.
+    """
     num_rows, out_size, in_size = sizes
     x = randn(num_rows, in_size, dtype=torch.bfloat16)
     weight, scales = fp8_weight(out_size, in_size, form)
@@ -89,11 +96,13 @@ def check_fp8_rounded(device: str, sizes: tuple[int, int, int], form: str, is_ga
     rounded, row_scales = quantise_rows.quantise_rows_reference(x, group)
     values = rounded.float() * row_scales.repeat_interleave(group, dim=1)[:, :in_size]
     expected = fp8_linear.fp8_linear_reference(values, weight, scales, None, is_gated)
-    torch.testing.assert_close(y.cpu().float(), expected, atol=4e-2, rtol=4e-2)
+    torch.testing.assert_close(y.cpu().float(), expected, atol=2e-2, rtol=2e-2)
 
 
 def check_fp8_blocks(device: str, sizes: tuple[int, int, int]) -> None:
-    """Rows are rounded: each term is off by FP8_ROUNDING at most, and the terms' errors add up at random."""
+    """Near the product of the rounded rows as in `check_fp8_rounded`. Of the rows as they are, each term is
+    off by FP8_ROUNDING at most, and the terms' errors add up at random.
+    """
     num_rows, out_size, in_size = sizes
     x = randn(num_rows, in_size, dtype=torch.bfloat16)
     weight, scales = fp8_weight(out_size, in_size, "block")
@@ -111,11 +120,30 @@ def check_quantise_rows(device: str, num_rows: int, width: int, group: int, dtyp
     wide = torch.full((num_rows, width + 3), NAN, dtype=dtype)
     wide[:, :width] = randn(num_rows, width, dtype=dtype)
     wide[0, :width] = 0
+    check_rounded_bits(device, wide, width, group)
+
+
+def check_quantise_half_way(device: str, dtype: torch.dtype) -> None:
+    """Every quotient is half-way between two neighbours and goes to the even one.
+
+    The scales are 3, 5 and 7: with few bits, times a half-way value they fit bfloat16. A quotient that is one
+    unit in the last place off falls to the other neighbour: 63 of 126 values of a row.
+    """
+    stored = torch.arange(FP8_LARGEST_BITS + 1, dtype=torch.uint8).view(FP8).float()
+    half_way = (stored[1:] + stored[:-1]) / 2
+    signs = 1 - 2 * (torch.arange(len(stored)) % 4 // 2)
+    row = signs * torch.cat((half_way, stored[-1:]))
+    x = torch.tensor([[3.0], [5.0], [7.0]]) * row
+    assert torch.equal(x.to(dtype).float(), x)
+    check_rounded_bits(device, x.to(dtype), len(row), len(row))
+
+
+def check_rounded_bits(device: str, wide: torch.Tensor, width: int, group: int) -> None:
+    """The kernel gives the bits of the definition for the first columns."""
     rounded, scales = quantise_rows.quantise_rows_triton(wide.to(device)[:, :width], group)
     expected, expected_scales = quantise_rows.quantise_rows_reference(wide[:, :width], group)
-    torch.testing.assert_close(scales.cpu(), expected_scales, rtol=1e-6, atol=0)
-    # a quotient half-way between two neighbours may fall to either side
-    assert int((rounded.cpu().float() != expected.float()).sum()) <= max(rounded.numel() // 200, 1)
+    assert torch.equal(scales.cpu(), expected_scales)
+    assert torch.equal(rounded.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
 def int4_weight(out_size: int, in_size: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -231,6 +259,7 @@ def quant_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
             yield check, (dtype,)
         yield check_quantise_rows, (3, 300, 128, dtype)
         yield check_quantise_rows, (2, 100, 100, dtype)
+        yield check_quantise_half_way, (dtype,)
         for sizes in ((3, 70, 256, 128), (18, 66, 128, 64), (2, 40, 96, 32), (1, 20, 384, 128)):
             for is_gated in (False, True):
                 yield check_int4_linear, (sizes, is_gated, is_gated, 1, dtype)

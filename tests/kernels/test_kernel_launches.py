@@ -364,6 +364,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
         assert instruction in by_name["_move_spans_kernel"].asm["ptx"]
         assert instruction in by_name["_move_rows_kernel"].asm["ptx"]
     assert "ld.global.v4.b32" in by_name["_digest_spans_kernel"].asm["ptx"]
+    assert "div.full" not in by_name["_quantise_kernel"].asm["ptx"], "approximate quotients"
 
 
 @pytest.mark.slow
