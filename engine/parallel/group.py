@@ -5,6 +5,7 @@ tensors and numbers of the host and NCCL for tensors of GPUs. Ranks meet through
 talk over the loopback address, since a worker is on one host.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +19,8 @@ from torch._C._distributed_c10d import FileStore
 
 from ...kernels.collectives import gather_columns, group_of, share_rank_0, sum_ranks
 from ..errors import RanksApart
+
+logger = logging.getLogger(__name__)
 
 # Read by the libraries when a group is made. NVLink multicast is not used.
 LIBRARY_SETTINGS: Mapping[str, str] = MappingProxyType(
@@ -33,6 +36,7 @@ LIBRARY_SETTINGS: Mapping[str, str] = MappingProxyType(
 # For the others to come to the vote of a rank that has failed: they have at most the rest of a capture to do.
 # A rank in a collective that waits for the failed one does not come.
 FAILED_S = 60.0
+SLOW_S = 30.0  # a vote that takes longer has a line of the log: the other ranks may never come to it
 
 
 class SmallSum(Protocol):
@@ -100,7 +104,7 @@ class TensorGroup:
         return max(self._all(value))
 
     def agree(self, is_so: bool) -> bool:
-        """Whether it is so on all ranks; waits for them, with a "no" up to FAILED_S.
+        """Whether it is so on all ranks; waits for them, with a "no" up to FAILED_S. Logs a wait of SLOW_S.
 
         Raises RanksApart if they do not come.
         """
@@ -111,7 +115,15 @@ class TensorGroup:
         if not is_so:
             options.timeout = timedelta(seconds=FAILED_S)
         try:
-            group_of(self.votes).allreduce([found], options).wait()
+            vote = group_of(self.votes).allreduce([found], options)
+            if not _ends_soon(vote):
+                logger.warning(
+                    "rank %d has waited %g s for a vote of the other ranks: one still works, or waits on its "
+                    "GPU for a sum that this rank has not begun",
+                    self.rank,
+                    SLOW_S,
+                )
+            vote.wait()
         except RuntimeError as error:
             cause = str(error).splitlines()[0] if is_so else f"no vote of theirs for {FAILED_S:g} s"
             raise RanksApart(f"rank {self.rank} cannot agree with the others: {cause}") from error
@@ -125,6 +137,15 @@ class TensorGroup:
 
 
 SOLO = TensorGroup()
+
+
+def _ends_soon(work: dist.Work) -> bool:
+    """Whether `work` ends within SLOW_S, with an error too, which a further wait raises."""
+    try:
+        work.wait(timedelta(seconds=SLOW_S))
+    except RuntimeError:
+        return work.is_completed()
+    return True
 
 
 def join_group(

@@ -49,7 +49,9 @@ class PeerSum:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of the contiguous `x` over all ranks."""
         part = self._memory[: x.numel() * x.element_size()].view(x.dtype)
-        found: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(part, x.view(-1), "sum", self._name)
+        # torch's kernel that copies, too, signals the peers before all warps of a block have copied
+        part.copy_(x.view(-1))
+        found: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(part, "sum", self._name)
         return found.view(x.shape)
 
 

@@ -124,11 +124,11 @@ def joined(meeting: int, rank: int, size: int, device: torch.device, limit_s: fl
 
 
 def graphs_of(engine: Engine) -> dict[str, list[int]]:
-    """The sizes that have a graph, by the kind of graph and its rows."""
+    """The sizes that have a graph, by the kind of graph, its rows and its breaks."""
     found: dict[str, list[int]] = {}
     for kind in () if engine.graphs is None else engine.graphs.pool.kinds():
         for bucket, rows in zip(kind.buckets, kind.rows, strict=True):
-            found.setdefault(f"{kind.kind} x {rows}", []).append(bucket)
+            found.setdefault(f"{kind.kind} x {rows}, {kind.num_breaks} breaks", []).append(bucket)
     return found
 
 

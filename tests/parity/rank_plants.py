@@ -12,6 +12,8 @@ from baton.engine.capture.graph_self_test import SelfTest
 from baton.engine.capture.graph_set import GraphSet
 from baton.engine.capture.step_self_test import StepSelfTest
 from baton.engine.graphs.breakable import BreakableGraph
+from baton.engine.graphs.errors import VotedDown
+from baton.engine.graphs.tape.tape import TapeBackend
 from baton.engine.loader import EngineLoader
 from baton.engine.parallel import group
 from baton.engine.speculative.drafting.shape import PLAIN
@@ -96,6 +98,21 @@ def _measures(*, drops: bool) -> Callable[[], AbstractContextManager[None]]:
     return planted
 
 
+@contextmanager
+def _votes() -> Iterator[None]:
+    """Not a fault: ranks vote behind each segment of a new graph, as on a GPU."""
+    close = TapeBackend.close_segment
+
+    def voting(self):
+        segment = close(self)
+        if not self.vote(True):
+            raise VotedDown("another rank could not record it")
+        return segment
+
+    with patch.object(TapeBackend, "close_segment", voting):
+        yield
+
+
 PLANTS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "": nullcontext,
     "capture fails": _fails_behind(2),
@@ -104,4 +121,5 @@ PLANTS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "differs": _differs,
     "measures": _measures(drops=False),
     "lacks a step": _measures(drops=True),
+    "votes on segments": _votes,
 }

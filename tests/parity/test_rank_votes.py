@@ -65,6 +65,15 @@ def test_both_ranks_drop_what_one_cannot_capture_or_finds_wrong(
     assert counters["differs"][f"graph_fallback_target_prefill_{reason}"] >= 1
 
 
+def test_sums_are_in_the_same_segments_of_all_ranks(cases: RankCases, target: Path, head: Path):
+    """A rank that has a sum in an earlier segment than the other would wait in it for the other's vote."""
+    answers = answers_of(target)
+    plants = dict.fromkeys(range(2), "votes on segments")
+    with cases.worker(target, head, plants=plants, **SETTINGS) as worker:
+        assert cases.graphs() == [graphs_of(worker.engine)]
+        assert ask(worker, list(answers)) == list(answers.values())
+
+
 def test_ranks_with_requests_of_their_own_drop_the_same_graphs(
     toy_checkpoint: Callable[..., Path], head: Path
 ):

@@ -299,6 +299,8 @@ class FusedStep:
     ) -> TargetChoice:
         count = kind.shape.num_nodes
         if self.group.rank:
+            if kind.is_edited and breaks.is_recorded:
+                breaks.graph_break(leave_masks)()  # all ranks run a new graph segment by segment
             return self._rank_0_choice(TargetChoice(*torch.zeros_like(tokens).expand(3, -1, -1)))
         positions = places.positions[:, :count] if tree is None else places.positions[:, :1] + tree.depths
         positions = positions.reshape(-1) + 1
@@ -386,3 +388,9 @@ def fill_masks(
     if context.fill is not None:
         count = context.num_rows
         context.fill(drafts[:count], None if parents is None else parents[:count], out[:count])
+
+
+def leave_masks(context: StepContext) -> None:
+    """The break of `fill_masks` on a rank that chooses no tokens. Ranks vote on each segment of a new graph
+    before it runs, so a sum must be in the same segment on all of them.
+    """
