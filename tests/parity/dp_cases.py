@@ -191,10 +191,15 @@ class DpCases:
             child.kill()
 
     def close(self) -> None:
-        """Ends the ranks and the process group."""
+        """Ends the ranks and the process group, which all leave at once: on GPUs each waits for the others."""
         for child in self.children:
-            child.communicate(timeout=LIMIT_S)
+            assert child.stdin is not None
+            child.stdin.close()
         leave_group(self._group)
+        for child in self.children:
+            child.wait(timeout=LIMIT_S)
+            assert child.stdout is not None
+            child.stdout.close()
 
     @staticmethod
     def _send(child: subprocess.Popen[str], message: Mapping[str, object]) -> None:
