@@ -377,7 +377,7 @@ def a_window_page_freed_with_a_holder(planting):
     def drop(self, pages):
         for page in pages:
             self._holders[page] = 0
-            self._free(page)
+            self._free([page])
 
     planting.setattr(WindowPages, "drop", drop)
 
