@@ -191,7 +191,7 @@ class DpCases:
             child.kill()
 
     def close(self) -> None:
-        """Ends the ranks and the process group, which all leave at once: on GPUs each waits for the others."""
+        """Ends the ranks and their group, which all leave at once: on GPUs each waits for the others."""
         for child in self.children:
             assert child.stdin is not None
             child.stdin.close()

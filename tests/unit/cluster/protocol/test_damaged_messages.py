@@ -124,7 +124,7 @@ def test_a_damaged_message_before_the_welcome_is_dropped_and_no_more():
     assert {message.generation for message in wire.sent} == {0}
 
 
-def test_a_worker_whose_message_was_damaged_while_it_greeted_is_welcomed_in_the_end():
+def test_a_worker_rejected_while_it_greets_is_welcomed_in_the_end():
     """The router knows its Hello, and a later one arrives damaged before it hears the Welcome."""
     world, wire = World().join(), Wire()
     world.dispatcher.on_damaged(b"d")
