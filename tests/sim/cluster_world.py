@@ -195,7 +195,7 @@ class World:
         self._to_kill = self.faults.kill_nth if self.faults.kill_at else 0
         self._standstill = Counter()  # router instance -> seconds
         self.num_deaths = Counter()  # by role
-        self.died_at = 0.0  # the last of them, or of those that left
+        self.died_at = 0.0  # the last of them
         self.paused_s = self.all_paused_s = 0.0  # sums over single processes, and of all at once
 
     @property
@@ -224,8 +224,9 @@ class World:
             return
         self.timeline.note(process.name, "leaves" if is_orderly else "dies", process.instance[:8])
         process.is_alive = False
-        self.num_deaths[process.role] += not is_orderly
-        self.died_at = self.timeline.now
+        if not is_orderly:
+            self.num_deaths[process.role] += 1
+            self.died_at = self.timeline.now
         self.network.drop_process(process)
         if process.role == "R":
             for client in self.clients:
