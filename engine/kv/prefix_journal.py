@@ -30,13 +30,16 @@ class JournalPart:
 class PrefixJournal:
     """The journal of `cache` and of the tiers below it, under the keys of `keys`.
 
-    Keys are computed when they are told, since most pages of a busy worker come with others at once.
+    Keys are computed when they are told, since most pages of a busy worker come with others at once. Pages
+    that leave are counted then too: they leave when a prompt waits for their memory.
     """
 
     def __init__(self, cache: PrefixCache, keys: PageKeys) -> None:
         self.keys = keys
         self._cache = cache
         self._new: dict[int, None] = {}  # pages of the pool whose names are not known, parents first
+        self._names: dict[int, bytes] = {}  # of all other cached pages of the pool
+        self._gone: list[bytes] = []  # names of pages that left the pool and are still counted
         self._places: dict[bytes, int] = {}  # by name: in how many places the page is
         self._changed: dict[bytes, None] = {}  # names whose pages came or went since they were told
         self._is_first = True
@@ -44,7 +47,7 @@ class PrefixJournal:
         cache.keep_journal(self)
 
     def __repr__(self) -> str:
-        waiting = len(self._new) + len(self._changed)
+        waiting = len(self._new) + len(self._gone) + len(self._changed)
         return f"<PrefixJournal of {len(self._places)} pages, {waiting} changes to tell>"
 
     # --- what happens ---------------------------------------------------------------------------------------
@@ -55,10 +58,11 @@ class PrefixJournal:
 
     def left(self, page: int) -> None:
         """A page of the pool is not cached any more after this call."""
-        if page in self._new:
+        name = self._names.pop(page, None)
+        if name is None:
             del self._new[page]
         else:
-            self._count(self._name(page), -1)
+            self._gone.append(name)
         self.keys.forget(page)
 
     def stored(self, key: bytes) -> None:
@@ -73,12 +77,14 @@ class PrefixJournal:
 
     def restart(self) -> None:
         """Tell everything that is held anew."""
+        self._count_gone()
         self._is_first = True
         self._changed = dict.fromkeys(self._places)
         self._num_anew = len(self._changed)
 
     def take(self, limit: int) -> JournalPart | None:
         """Up to `limit` changes; None: there is nothing to tell."""
+        self._count_gone()
         self._name_new(limit)
         if not (self._changed or self._is_first):
             return None
@@ -105,10 +111,13 @@ class PrefixJournal:
         """Names the next pages of the pool."""
         for page in list(self._new)[:limit] if len(self._new) > limit else list(self._new):
             del self._new[page]
-            self._count(self._name(page), 1)
+            name = self._names[page] = name_of(self.keys.of_page(page), is_bare=self._cache.is_bare(page))
+            self._count(name, 1)
 
-    def _name(self, page: int) -> bytes:
-        return name_of(self.keys.of_page(page), is_bare=self._cache.is_bare(page))
+    def _count_gone(self) -> None:
+        gone, self._gone = self._gone, []
+        for name in gone:
+            self._count(name, -1)
 
     def _count(self, name: bytes, change: int) -> None:
         count = self._places.get(name, 0) + change
