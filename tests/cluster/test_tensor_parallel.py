@@ -79,7 +79,9 @@ def lose_a_rank(cluster, number, said, prompts, expected):
     before = wait_until(lambda: len(instances(cluster)) == 2 and instances(cluster), 90, "two workers")
     streams = [GreedyStream(cluster, ids, len(tokens)) for ids, tokens in zip(prompts, expected, strict=True)]
     wait_until(lambda: all(len(stream.ids) > 2 for stream in streams), 60, "all streams run")
-    rank_0, (rank,) = next(iter(ranks_of(cluster).items()))
+    busiest = max(status(cluster)["workers"], key=lambda worker: worker["placed"])
+    rank_0 = busiest["pid"]  # the other worker may have no stream
+    (rank,) = ranks_of(cluster)[rank_0]
     os.kill(rank.pid, number)
     for stream in streams:
         stream.join()

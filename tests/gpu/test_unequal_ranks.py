@@ -20,8 +20,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_CARDS < 2, reason="needs t
 FOUR = pytest.mark.skipif(NUM_CARDS < 4, reason="needs four CUDA devices")
 
 VOCAB, LENGTHS, NUM_TOKENS = 330, (1, 40, 333, 900), 24
-SETTINGS = {"kv_memory_mb": 256, "threads": 1, "watchdog_s": 60.0, "local_prefill": False, "graphs": "on",
-            "spec_adaptive": "off"}  # fmt: skip
+SETTINGS = {
+    "kv_memory_mb": 256, "threads": 1, "watchdog_s": 60.0, "local_prefill": False, "graphs": "on",
+    "spec_adaptive": "off", "chunk_size": 512, "max_running": 8,
+}  # fmt: skip
 
 
 def cards_of(prefill: int, decode: int) -> dict[str, str]:
