@@ -20,13 +20,13 @@ from baton.tests.audit.watch import violations, watched_environment
 
 @contextlib.contextmanager
 def serving(
-    model, draft="", env=None, *, device="cpu", is_watched=True, command_of=None, **settings
+    model, draft="", env=None, *, device="cpu", is_watched=True, command_of=None, ready_s=120.0, **settings
 ) -> Iterator[Cluster]:
     """A ready cluster; what its children logged is in the failure when it does not get ready.
 
     The children run under the audit hook of `tests/audit`, and what it found fails the test; not
     `is_watched`: they do not, as they cannot on a GPU, where Triton compiles kernels whenever a shape is new.
-    `command_of`: another command for a child's role and flags.
+    `command_of`: another command for a child's role and flags. `ready_s`: the longest start.
     """
     output = io.StringIO()
     settings.setdefault("kv_memory_mb", 256)
@@ -38,17 +38,17 @@ def serving(
         environment = watched_environment(report, environment) if is_watched else environment
         cluster = Cluster(config, env=environment, output=output, command_of=command_of)
         cluster.output, cluster.audit_report = output, report
-        with _running(cluster, output):
+        with _running(cluster, output, ready_s):
             yield cluster
         found = violations(report)
         assert found == [], found
 
 
 @contextlib.contextmanager
-def _running(cluster, output):
+def _running(cluster, output, ready_s):
     try:
         cluster.start()
-        cluster.wait_ready(120)
+        cluster.wait_ready(ready_s)
         yield
     except Exception as error:
         error.add_note(output.getvalue()[-4000:])

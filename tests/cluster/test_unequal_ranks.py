@@ -45,10 +45,11 @@ def head(model, tmp_path_factory):
     return random_head(model, tmp_path_factory.mktemp("head"), 3, (0, 1, 2))
 
 
-def with_ranks(prefill: int, decode: int, victim: str = "", fault: str = ""):
+def with_ranks(prefill: int, decode: int, victim: str = "", fault: str = "", cards=None):
     """The command of a child, with the number of ranks of its role.
 
-    Rank 1 of the first worker of the role `victim` gets a `fault`.
+    Rank 1 of the first worker of the role `victim` gets a `fault`. `cards`: the GPUs that a worker of each
+    role sees, as CUDA_VISIBLE_DEVICES names them; None: those that the cluster gives it.
     """
     ranks, armed = {"prefill": prefill, "decode": decode}, []
 
@@ -56,6 +57,8 @@ def with_ranks(prefill: int, decode: int, victim: str = "", fault: str = ""):
         if role not in ranks:
             return role_command(role, flags)
         command = role_command(role, [*flags, f"--tp={ranks[role]}"])
+        if cards is not None:
+            command = ["env", f"CUDA_VISIBLE_DEVICES={cards[role]}", *command]
         if role != victim or armed:
             return command
         armed.append(role)
