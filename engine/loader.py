@@ -45,7 +45,7 @@ from .models.interface import CausalLM
 from .models.registry import load_model_config
 from .models.weight_cuts import rank_config
 from .models.weights import load_model, needless_tensors, weight_bytes
-from .parallel.group import SOLO, TensorGroup, join_group
+from .parallel.group import SOLO, TensorGroup, join_group, leave_group
 from .parallel.lockstep import Exchange, Rounds
 from .parallel.peer_sum import peer_sum
 from .parallel.plan_messages import CopyPagePlan, Tell, WindowPlan
@@ -192,6 +192,16 @@ class Engine:
             self.tell(CopyPagePlan(source=source, target=target))
         for pool in (self.pool, *draft_pools(self.drafter)):
             pool.copy_page(source, target)
+
+    def leave_ranks(self) -> None:
+        """Leaves the process group of the ranks. On GPUs it waits for the others to do so.
+
+        No forward may follow. The graphs go first: NCCL ends no communicator while a graph holds one of its
+        operations.
+        """
+        if self.graphs is not None:
+            self.graphs.pool.drop()
+        leave_group(self.group)
 
     def __repr__(self) -> str:
         return f"<Engine {self.model!r}, {self.pool!r}, {self.lifecycle.phase.name}>"

@@ -23,7 +23,6 @@ from ..cluster.process.log import configure
 from ..cluster.process.process import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_OK, end_with_parent, run_phases
 from ..engine.config import EngineConfig
 from ..engine.loader import Engine, EngineLoader, join_ranks
-from ..engine.parallel.group import leave_group
 from ..engine.parallel.plan_messages import LeavePlan, decode_plan
 from ..engine.plan_follower import Follower
 from .hand_off import RankLink
@@ -112,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.exception("crashed")
         return EXIT_CRASHED
     link.close()
-    leave_group(engine.group)
+    engine.leave_ranks()
     return code
 
 

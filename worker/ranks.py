@@ -19,7 +19,7 @@ import msgspec
 from ..cluster.config.load import to_argv
 from ..cluster.config.roles import WorkerConfig
 from ..cluster.errors import StartupError
-from ..engine.parallel.group import leave_default_group
+from ..engine.loader import Engine
 from ..engine.parallel.plan_messages import LeavePlan, Plan, encode_plan
 from .plan_ring import PlanRing, PlanWriter, RingFull
 from .rank_processes import RankProcesses, silence_limit, spawn_rank
@@ -66,6 +66,7 @@ class Ranks(RankProcesses):
         super().__init__(processes, meeting, limit_s, end)
         self.writer = writer
         self.links = links
+        self._engine: Engine | None = None
         self._leaving: threading.Thread | None = None
 
     @classmethod
@@ -104,6 +105,11 @@ class Ranks(RankProcesses):
         """Plans sent so far."""
         return self.writer.num_issued
 
+    def lead(self, engine: Engine) -> None:
+        """`engine`, that of rank 0, tells its plans to the other ranks, and leaves their group with them."""
+        engine.tell = self.tell
+        self._engine = engine
+
     def tell(self, plan: Plan) -> None:
         """Sends `plan` to all ranks. A rank that leaves the ring full ends the worker."""
         try:
@@ -126,8 +132,9 @@ class Ranks(RankProcesses):
     def _say_goodbye(self) -> None:
         """The end of a process group of GPUs waits for all ranks, so rank 0 leaves it while the others do."""
         self.writer.send(encode_plan(LeavePlan()))
-        self._leaving = threading.Thread(target=leave_default_group, name="leave", daemon=True)
-        self._leaving.start()
+        if self._engine is not None:
+            self._leaving = threading.Thread(target=self._engine.leave_ranks, name="leave", daemon=True)
+            self._leaving.start()
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:

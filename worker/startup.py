@@ -196,7 +196,7 @@ class WorkerStartup(ABC, Generic[C, R]):
             raise
         self.engine = engine = loader.engine()
         if isinstance(self.ranks, Ranks):
-            engine.tell = self.ranks.tell
+            self.ranks.lead(engine)
         if self.table is not None:
             engine.begin_rounds(self.table)
         self.embeds = embeds_inbox(engine, is_on=self.config.prompt_embeds)

@@ -175,12 +175,9 @@ def join_group(
 
 
 def leave_group(group: TensorGroup) -> None:
-    """As `leave_default_group`; a no-op for one rank."""
-    if not group.is_solo:
-        leave_default_group()
+    """Ends the process group of this process; a no-op for one rank.
 
-
-def leave_default_group() -> None:
-    """Ends the process group of this process, if any. On GPUs it waits for the other ranks to do so."""
-    if dist.is_initialized():
+    On GPUs it waits for the other ranks to do so.
+    """
+    if not group.is_solo and dist.is_initialized():
         dist.destroy_process_group()

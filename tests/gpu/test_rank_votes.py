@@ -8,17 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from baton.tests.gpu.rank_checks import check_plant, in_own_process
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
-from baton.tests.parity.rank_cases import graphs_of
-from baton.tests.parity.rank_plants import BUCKET, PLANTS
-from baton.tests.parity.test_aggregated import LAYERS, answers_of, ask
-from baton.tests.parity.tp_worker import tp_worker
+from baton.tests.parity.test_aggregated import LAYERS
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
-SIZES = {"device": "cuda", "page_size": 16, "pages": 160, "gpu_memory_share": 0.2}
 FAULTS = ("capture fails once", "capture fails", "fails inside a forward", "differs")
 
 
@@ -28,8 +25,4 @@ def test_both_gpus_drop_what_one_cannot_capture_or_finds_wrong(
 ):
     target = toy_checkpoint("llama", num_hidden_layers=4)
     head = write_head(tmp_path, head_config(2, LAYERS), head_tensors())
-    answers = answers_of(target)
-    with PLANTS[plant](), tp_worker(target, head, 2, graphs="on", **SIZES) as worker:
-        has_graphs = any(BUCKET in sizes for sizes in graphs_of(worker.engine).values())
-        assert has_graphs == (plant == "capture fails once")
-        assert ask(worker, list(answers)) == list(answers.values())
+    in_own_process(check_plant, target, head, plant)

@@ -29,7 +29,7 @@ def tp_worker(target: Path, draft: Path | str | None, tp: int, **settings: objec
         for _, run in loader.phases():
             run()
         engine = loader.engine()
-        engine.tell = ranks.tell
+        ranks.lead(engine)
         worker = DecodeWorker(
             engine,
             Ears(),
@@ -41,6 +41,8 @@ def tp_worker(target: Path, draft: Path | str | None, tp: int, **settings: objec
         worker.ranks = ranks
         yield worker
         ranks.close()
+        # on a GPU a graph with a collective would keep its rank from leaving the others
+        assert not any(engine.graph_counts.values()), "a graph outlived the group of its ranks"
     finally:
         ranks.close(is_clean=False)
         assert [process.returncode for process in ranks.processes] == [0] * (tp - 1)

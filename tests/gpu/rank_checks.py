@@ -1,0 +1,79 @@
+"""What a worker of several GPUs is asked, each in a process of its own.
+
+torch keeps the store of a process group by its name for symmetric memory, and every group of a worker has the
+same name: a second worker in one process would wait for ranks of the first.
+"""
+
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from baton.tests.parity.rank_cases import graphs_of
+from baton.tests.parity.rank_plants import BUCKET, PLANTS
+from baton.tests.parity.test_aggregated import answers_of, ask
+from baton.tests.parity.tp_worker import tp_worker
+
+SIZES = {"device": "cuda", "page_size": 16, "gpu_memory_share": 0.2, "pages": 160}
+
+
+def in_own_process(check: Callable[..., None], *args: object, **settings: object) -> None:
+    """Calls `check` in a new process, which dies with an error here. Raises what it raised."""
+    context = multiprocessing.get_context("spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(sending, check, args, settings))
+    process.start()
+    sending.close()
+    try:
+        fault = receiving.recv()
+    except EOFError:
+        process.join()
+        raise AssertionError(f"the process of the check ended with exit code {process.exitcode}") from None
+    finally:
+        if process.is_alive():
+            process.join(20)
+        process.kill()
+        process.join()
+    if fault is not None:
+        raise fault
+
+
+def _run(
+    sending: Connection, check: Callable[..., None], args: tuple[object, ...], settings: dict[str, object]
+) -> None:
+    try:
+        check(*args, **settings)
+    except BaseException as error:
+        sending.send(AssertionError(f"{type(error).__name__}: {error}\n" + "\n".join(_where(error))))
+        raise
+    sending.send(None)
+
+
+def _where(error: BaseException) -> list[str]:
+    lines, at = [], error.__traceback__
+    while at is not None:
+        lines.append(f"  {at.tb_frame.f_code.co_filename}:{at.tb_lineno}")
+        at = at.tb_next
+    return lines
+
+
+def check_answers(target: Path, draft: Path | None, tp: int, **settings: object) -> None:
+    """Prompts that come together get the tokens of transformers, cold and cached."""
+    answers = answers_of(target)
+    with tp_worker(target, draft, tp, **{**SIZES, **settings}) as worker:
+        if worker.engine.pool.device.type == "cuda":
+            assert worker.engine.group.small is not None, "GPUs of one host map each other's memory"
+        assert ask(worker, list(answers)) == list(answers.values())
+        assert ask(worker, list(answers)) == list(answers.values()), "from cached prefixes"
+        worker.engine.cache.allocator.check_integrity()
+        assert worker.ranks is not None
+        assert worker.ranks.size == tp
+
+
+def check_plant(target: Path, head: Path, plant: str, **settings: object) -> None:
+    """Both ranks drop what one cannot capture or finds wrong, and no token changes."""
+    answers = answers_of(target)
+    with PLANTS[plant](), tp_worker(target, head, 2, graphs="on", **{**SIZES, **settings}) as worker:
+        has_graphs = any(BUCKET in sizes for sizes in graphs_of(worker.engine).values())
+        assert has_graphs == (plant == "capture fails once")
+        assert ask(worker, list(answers)) == list(answers.values())
