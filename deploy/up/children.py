@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ...cluster.config.fields import Value, as_text, describe, flag_of, settings_of
@@ -60,6 +61,7 @@ PORTS_TRIED = 16
 GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # for IPv6 as well
 ROUTER = "router"  # the name of that child
 SHARE = "gpu_memory_share"  # the setting that divides a GPU between workers
+LOCAL_PREFILL_MAX = "local_prefill_max"
 
 Command = Callable[[str, Sequence[str]], list[str]]
 
@@ -112,7 +114,7 @@ def merged_configs(
             wiring["prefix_bind"] = f"ipc://{directory}/prefix-{i}"
         plan.append((f"decode-{i}", DecodeConfig, wiring))
     children = [
-        (name, child_config(cls, config, env, wiring, threads, settled.place_of(name)))
+        (name, child_config(cls, config, env, wiring, threads, dealt_to(name, cls, settled)))
         for name, cls, wiring in plan
     ]
     children = _on_one_port(children)
@@ -258,20 +260,29 @@ def wish_of(config: UpConfig) -> Wish:
     return Wish(prefill=config.prefill, decode=config.decode, memory_share=share)
 
 
+def dealt_to(name: str, cls: type[RoleConfig], settled: Deal) -> dict[str, Value]:
+    """The settings that were chosen for the host's GPUs: a worker's part of the memory of a GPU that others
+    share, and what routers leave to decode.
+    """
+    if cls is RouterConfig:
+        return {LOCAL_PREFILL_MAX: settled.local_prefill_max} if settled.local_prefill_max else {}
+    place = settled.place_of(name)
+    return {} if place is None or not place.memory_share else {SHARE: place.memory_share}
+
+
 def child_config(
     cls: type[RoleConfig],
     config: UpConfig,
     env: Mapping[str, str],
     wiring: Mapping[str, Value],
     threads: int,
-    place: Place | None = None,
+    dealt: Mapping[str, Value] = MappingProxyType({}),
 ) -> RoleConfig:
     """The config of one child (step 2 in `launcher`).
 
-    No other source may override the endpoints in `wiring`. The memory share of a shared GPU replaces `up`'s,
-    which was divided; the child's own sources may set another.
+    No other source may override the endpoints in `wiring`. The settings in `dealt` replace those of `up`; the
+    child's own sources may set others.
     """
-    dealt: dict[str, Value] = {} if place is None or not place.memory_share else {SHARE: place.memory_share}
     flags = [f"{flag_of(name)}={as_text(value)}" for name, value in wiring.items()]
     flags += [f"--config={config.config}"] if config.config else []
     defaults: dict[str, Value] = {}

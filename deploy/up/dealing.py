@@ -49,10 +49,14 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Deal:
-    """Numbers of workers, the place of each (none without GPUs), and what else to say about the choice."""
+    """Numbers of workers, the place of each (none without GPUs), and what else to say about the choice.
+
+    `local_prefill_max`: the routers' default of that setting.
+    """
 
     prefill: int
     decode: int
+    local_prefill_max: int = 0
     places: tuple[Place, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -9,10 +9,13 @@ from ...cluster.config.link_checks import check_links
 from ...cluster.config.roles import UpConfig
 from ...cluster.errors import ConfigError
 from ..capacity.worker_sizes import need_of_roles
-from .children import merged_configs, role_configs, wish_of
+from .children import LOCAL_PREFILL_MAX, merged_configs, role_configs, wish_of
 from .dealing import Deal, deal, deal_without_gpus
 from .gpu_list import Gpu, restrict
 from .local_checkpoints import Fetch, head_of, with_directories
+
+# Of a prompt that decode computes for prefill: what a part of a prompt alone has at most.
+HELP_TOKENS = 8192
 
 
 def check_children(
@@ -61,4 +64,17 @@ def settle(
     if not gpus:
         return deal_without_gpus(wish)
     need = need_of_roles(with_directories(prefill, fetch), with_directories(decode, fetch))
-    return deal(gpus, need, replace(wish, on_gpu=on_gpu, ranks=ranks))
+    return _with_help(deal(gpus, need, replace(wish, on_gpu=on_gpu, ranks=ranks)), config)
+
+
+def _with_help(settled: Deal, config: UpConfig) -> Deal:
+    """Where each role has GPUs of its own, decode computes prompts while those of prefill are behind."""
+    roles, is_shared = {place.role for place in settled.places}, any(p.memory_share for p in settled.places)
+    is_said = config.local_prefill_max > 0 or LOCAL_PREFILL_MAX in config.explicit
+    if len(roles) < 2 or is_shared or is_said or not config.local_prefill:
+        return settled
+    note = (
+        f"Decode computes a prompt of up to {HELP_TOKENS} new tokens itself while the queue of prefill would "
+        "delay it by more than it delays all running streams (--local-prefill-max 0: never)."
+    )
+    return replace(settled, local_prefill_max=HELP_TOKENS, notes=(*settled.notes, note))

@@ -5,7 +5,7 @@ Prefill computes a prompt apart from the running streams and hands its KV over. 
 steps of its batch, which waits, and hands nothing over. The time of each side is a line, `fixed + slope *
 tokens`, fitted by recursive least squares with a forgetting factor (Haykin, "Adaptive Filter Theory"). A
 prompt runs where the total delay over all requests is smaller: a side's time counts once for the request and
-once for every request that waits for it.
+once for every stream that waits for it. Prompts that come first do not wait.
 """
 
 from ...cluster.protocol.messages import DecodeTimeline, PrefillTimeline
@@ -45,7 +45,7 @@ class CostModel:
         queued_on_decode: int,
         running: int,
     ) -> bool:
-        """Whether decode, with `running` requests, should compute a prompt that lacks `new_on_decode` tokens
+        """Whether decode, with `running` streams, should compute a prompt that lacks `new_on_decode` tokens
         there.
 
         `new_on_prefill` tokens are uncached on prefill. The queued tokens of other prompts come first on

@@ -146,8 +146,8 @@ class Placer:
     def begun(self, entry: Entry) -> None:
         """Called on the first tokens of an attempt: its prompt is computed."""
         room = entry.room
-        if room.pair is not None and room.pair.is_local:
-            self._registry.prompt_computed(room.pair.decode, room.room, room.epoch)
+        if room.pair is not None:
+            self._registry.begun(room.pair.decode, room.room, room.epoch)
 
     def heard(self, entry: Entry, worker: Worker, event: RoomEvent, now: float) -> None:
         """Learns from a message of a worker of the current attempt; called before the room handles it."""
@@ -235,7 +235,7 @@ class Placer:
             new_on_decode=num_new,
             queued_on_prefill=prefill.num_tokens,
             queued_on_decode=decode.num_tokens,
-            running=decode.num_taken,
+            running=decode.num_running,
         )
 
     def _has_choice(self, role: str) -> bool:

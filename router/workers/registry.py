@@ -43,22 +43,23 @@ T = TypeVar("T")
 
 
 class Load(Struct, frozen=True, gc=False):
-    """The size of one attempt on a worker, and the class of its request."""
+    """The size of one attempt on a worker, the class of its request, and whether its tokens have begun."""
 
     pages: int
     tokens: int
     priority: int = 0
+    has_begun: bool = False
 
 
 class Ledger:
     """The attempts (room, epoch) placed on one worker, with their sums."""
 
-    __slots__ = ("_classes", "_loads", "pages", "tokens")
+    __slots__ = ("_classes", "_loads", "num_begun", "pages", "tokens")
 
     def __init__(self) -> None:
         self._loads: dict[tuple[str, int], Load] = {}
         self._classes: Counter[int] = Counter()
-        self.pages = self.tokens = 0
+        self.pages = self.tokens = self.num_begun = 0
 
     def __repr__(self) -> str:
         return f"Ledger({len(self)} attempts, pages={self.pages}, tokens={self.tokens})"
@@ -75,6 +76,7 @@ class Ledger:
         self._classes[load.priority] += 1
         self.pages += load.pages
         self.tokens += load.tokens
+        self.num_begun += load.has_begun
 
     def drop(self, attempt: tuple[str, int]) -> None:
         """Removes an attempt. Idempotent."""
@@ -82,15 +84,16 @@ class Ledger:
         if load is not None:
             self.pages -= load.pages
             self.tokens -= load.tokens
+            self.num_begun -= load.has_begun
             self._classes[load.priority] -= 1
             if not self._classes[load.priority]:
                 del self._classes[load.priority]
 
-    def prompt_computed(self, attempt: tuple[str, int]) -> None:
-        """Sets the tokens of an attempt to 0. Idempotent."""
+    def begun(self, attempt: tuple[str, int]) -> None:
+        """The tokens of an attempt have begun: its prompt is computed. Idempotent."""
         load = self._loads.get(attempt)
-        if load is not None and load.tokens:
-            self[attempt] = Load(pages=load.pages, tokens=0, priority=load.priority)
+        if load is not None and not load.has_begun:
+            self[attempt] = Load(pages=load.pages, tokens=0, priority=load.priority, has_begun=True)
 
     def less_urgent(self, priority: int) -> list[tuple[str, int]]:
         """The attempts of classes below `priority`."""
@@ -106,7 +109,7 @@ class Ledger:
     def clear(self) -> None:
         self._loads.clear()
         self._classes.clear()
-        self.pages = self.tokens = 0
+        self.pages = self.tokens = self.num_begun = 0
 
 
 @dataclass(eq=False)
@@ -183,6 +186,11 @@ class Worker:
     def num_taken(self) -> int:
         """Places in use, by rooms of this router and of others."""
         return self.num_rooms + self.foreign_rooms
+
+    @property
+    def num_running(self) -> int:
+        """Rooms whose tokens have begun, with all rooms of other routers, of which this is not known."""
+        return self.ledger.num_begun + self.foreign_rooms
 
     @property
     def num_tokens(self) -> int:
@@ -415,11 +423,11 @@ class Registry:
         worker.ledger[room, epoch] = load
         worker.breaker.placed(room, epoch)
 
-    def prompt_computed(self, instance: str, room: str, epoch: int) -> None:
-        """Notes that the worker has computed the attempt's prompt; it keeps its pages and its place."""
+    def begun(self, instance: str, room: str, epoch: int) -> None:
+        """Notes that the attempt's prompt is computed; it keeps its pages and its place."""
         worker = self._workers.get(instance)
         if worker is not None:
-            worker.ledger.prompt_computed((room, epoch))
+            worker.ledger.begun((room, epoch))
 
     def release(self, instance: str, room: str, epoch: int) -> None:
         """Removes an attempt from the ledger. Idempotent; the worker may be gone."""

@@ -10,9 +10,10 @@ from baton.cluster.errors import ConfigError
 from baton.deploy.capacity.checkpoints import KVShape
 from baton.deploy.capacity.gpus import least_share
 from baton.deploy.capacity.worker_sizes import ModelNeed, WorkerNeed, need_of_roles
+from baton.deploy.up.children import child_configs
 from baton.deploy.up.dealing import Wish, deal, deal_without_gpus, table_of
 from baton.deploy.up.gpu_list import Gpu
-from baton.deploy.up.settle import settle
+from baton.deploy.up.settle import HELP_TOKENS, settle
 from baton.engine.auto_sizes import GPU_SHARE, EngineRole, ModelSizes
 from baton.engine.kv.budget import PageBudget
 from baton.engine.models.weights import iter_safetensors
@@ -282,3 +283,23 @@ def test_roles_whose_workers_take_other_numbers_of_gpus_are_refused(toy_checkpoi
     alone = load_config(UpConfig, [f"--model={path}", "--prefill=0", "--dp-attention=2"], {})
     dealt = settle(alone, {}, lambda env: tuple(h200s(4)), lambda name, setting: Path(name))
     assert owners(dealt) == {"decode-0": "0,1", "decode-1": "2,3"}
+
+
+def test_decode_helps_prefill_where_each_has_gpus_of_its_own(toy_checkpoint, tmp_path):
+    path = str(toy_checkpoint("llama"))
+
+    def limits(count, *flags, env=None):
+        config = load_config(UpConfig, [f"--model={path}", *flags], env or {})
+        settled = settle(config, env or {}, lambda env: tuple(h200s(count)), lambda name, setting: Path(name))
+        children = dict(child_configs(config, env or {}, tmp_path, settled))
+        assert any("--local-prefill-max" in note for note in settled.notes) == bool(settled.local_prefill_max)
+        return children["router"].local_prefill_max
+
+    assert limits(2) == HELP_TOKENS
+    assert limits(1) == limits(0) == 0, "one worker computes all"
+    assert limits(1, "--prefill=1", "--decode=1") == 0, "on one GPU it would help nobody"
+    assert limits(2, "--device=cpu") == 0
+    assert limits(2, "--local-prefill=off") == 0
+    assert limits(2, "--local-prefill-max=0") == limits(2, env={"BATON_UP_LOCAL_PREFILL_MAX": "0"}) == 0
+    assert limits(2, env={"BATON_ROUTER_LOCAL_PREFILL_MAX": "5"}) == 5
+    assert limits(2, "--local-prefill-max=64") == 64

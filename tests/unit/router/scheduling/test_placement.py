@@ -3,6 +3,7 @@
 from baton.cluster.protocol.messages import (
     DecodeTimeline,
     Finished,
+    FirstToken,
     Prefill,
     PrefillTimeline,
     Reserve,
@@ -39,14 +40,25 @@ def test_without_a_choice_nothing_is_recorded():
     assert beliefs(world) == {P: 0, D: 0}
 
 
-def mixed(**settings):
-    """A prefill worker and an aggregated decode worker, and a router that knows what each of both costs."""
-    world = World(**settings).join(local_prefill=True, aggregated=True)
+def mixed(handoff_ms=20.0, is_aggregated=True, **settings):
+    """A prefill worker, a decode worker that computes prompts, and a router that knows what both cost."""
+    world = World(**settings).join(local_prefill=True, aggregated=is_aggregated)
     costs = world.dispatcher._placer._cost_model_of(world.dispatcher.registry.get(D))
     for tokens in (16, 256, 1024):
         costs.prefilled(PrefillTimeline(prefill_ms=tokens, prompt_tokens=tokens), is_local=False)
-        costs.handed_over(tokens, DecodeTimeline(handoff_ms=20.0))
+        costs.handed_over(tokens, DecodeTimeline(handoff_ms=handoff_ms))
     return world
+
+
+def begin(world, order):
+    """The first token of a request arrives."""
+    one = {"room": order.room, "epoch": order.epoch}
+    world.dispatcher.on_message(b"d", Reserved(instance=D, **one))
+    if order.prefill_instance:
+        world.dispatcher.on_message(b"p", FirstToken(instance=P, token=9, **one))
+    else:
+        tokens = Tokens(instance=D, items=[TokenItem(seq=0, ids=[8], **one)])
+        world.dispatcher.on_message(b"d", tokens)
 
 
 def places(world, count):
@@ -73,10 +85,35 @@ def test_an_aggregated_worker_alone_gets_requests_at_once():
 
 def test_a_mixed_cluster_computes_a_prompt_where_all_requests_wait_least():
     world = mixed()
-    assert places(world, 1) == "d", "16 ms on decode, 36 ms over prefill"
-    assert places(world, 1) == "p", "behind 16 tokens, and a stream waits: 48 ms on decode"
+    assert places(world, 2) == "dd", "16 ms on decode, and 32 ms behind the first one, 36 ms over prefill"
+    for order in world.of(b"d", Reserve):
+        begin(world, order)
+    assert places(world, 1) == "p", "two streams wait: 48 ms on decode"
+    assert places(world, 1) == "d", "behind 16 tokens: 52 ms over prefill"
     assert world.dispatcher.registry.get(D).num_tokens == 16
     assert world.dispatcher.registry.get(P).num_tokens == 16
+
+
+def test_a_prompt_that_waits_for_prefill_delays_nobody_on_decode():
+    world = mixed(handoff_ms=0.0, is_aggregated=False, policy=PairingPolicy(local_prefill_max=64))
+    assert places(world, 1) == "p", "16 ms on either"
+    assert places(world, 1) == "d", "16 ms on decode, and behind the first one 32 ms over prefill"
+    first, second = world.of(b"d", Reserve)
+    begin(world, second)
+    begin(world, first)
+    registry = world.dispatcher.registry
+    assert [registry.get(name).num_running for name in (P, D)] == [0, 2]
+    assert places(world, 1) == "p", "two streams wait: 48 ms on decode"
+    for order in (first, second):
+        end = Finished(instance=D, reason="stop", output_tokens=1, room=order.room, epoch=order.epoch)
+        world.dispatcher.on_message(b"d", end)
+    assert registry.get(D).num_running == 0
+    assert places(world, 1) == "d"
+
+
+def test_with_no_limit_given_decode_computes_no_prompt_while_prefill_serves():
+    world = mixed(is_aggregated=False)
+    assert places(world, 3) == "ppp"
 
 
 def test_a_mixed_cluster_asks_prefill_until_it_knows_the_costs():
