@@ -116,6 +116,7 @@ class Router:
                 prefill=config.prefill_policy,
                 decode=config.decode_policy,
                 local_prefill_max=config.local_prefill_max,
+                local_prefill_queued_max=config.local_prefill_queued_max,
                 prefix_pulls=config.prefix_pulls,
             ),
         )

@@ -176,8 +176,15 @@ def ignored_settings(config: RoleConfig) -> list[str]:
         and config.queue_timeout_s > config.request_timeout_s
     ):
         lines.append("--queue-timeout-s is ignored: --request-timeout-s ends a request before")
-    if isinstance(config, RouterConfig) and config.local_prefill_max and not config.local_prefill:
-        lines.append("--local-prefill-max is ignored: with --local-prefill off decode computes no prompts")
+    if isinstance(config, RouterConfig) and not config.local_prefill:
+        lines += [
+            f"{flag} is ignored: with --local-prefill off decode computes no prompts"
+            for flag, limit in (
+                ("--local-prefill-max", config.local_prefill_max),
+                ("--local-prefill-queued-max", config.local_prefill_queued_max),
+            )
+            if limit
+        ]
     return lines
 
 

@@ -250,3 +250,13 @@ class PairingSettings(RoleConfig):
             maximum=2**31 - 1,
         ),
     )
+    local_prefill_queued_max: int = setting(
+        0,
+        Setting(
+            help="as --local-prefill-max, for a prompt that would wait for others on prefill; `baton up` "
+            "defaults to 8192 where prefill and decode have GPUs of their own",
+            unit="tokens",
+            minimum=0,
+            maximum=2**31 - 1,
+        ),
+    )

@@ -61,7 +61,7 @@ PORTS_TRIED = 16
 GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # for IPv6 as well
 ROUTER = "router"  # the name of that child
 SHARE = "gpu_memory_share"  # the setting that divides a GPU between workers
-LOCAL_PREFILL_MAX = "local_prefill_max"
+LOCAL_PREFILL_QUEUED_MAX = "local_prefill_queued_max"
 
 Command = Callable[[str, Sequence[str]], list[str]]
 
@@ -265,7 +265,11 @@ def dealt_to(name: str, cls: type[RoleConfig], settled: Deal) -> dict[str, Value
     share, and what routers leave to decode.
     """
     if cls is RouterConfig:
-        return {LOCAL_PREFILL_MAX: settled.local_prefill_max} if settled.local_prefill_max else {}
+        return (
+            {LOCAL_PREFILL_QUEUED_MAX: settled.local_prefill_queued_max}
+            if settled.local_prefill_queued_max
+            else {}
+        )
     place = settled.place_of(name)
     return {} if place is None or not place.memory_share else {SHARE: place.memory_share}
 

@@ -51,12 +51,12 @@ class Place:
 class Deal:
     """Numbers of workers, the place of each (none without GPUs), and what else to say about the choice.
 
-    `local_prefill_max`: the routers' default of that setting.
+    `local_prefill_queued_max`: the routers' default of that setting.
     """
 
     prefill: int
     decode: int
-    local_prefill_max: int = 0
+    local_prefill_queued_max: int = 0
     places: tuple[Place, ...] = ()
     notes: tuple[str, ...] = ()
 

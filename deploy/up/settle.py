@@ -9,7 +9,7 @@ from ...cluster.config.link_checks import check_links
 from ...cluster.config.roles import UpConfig
 from ...cluster.errors import ConfigError
 from ..capacity.worker_sizes import need_of_roles
-from .children import LOCAL_PREFILL_MAX, merged_configs, role_configs, wish_of
+from .children import LOCAL_PREFILL_QUEUED_MAX, merged_configs, role_configs, wish_of
 from .dealing import Deal, deal, deal_without_gpus
 from .gpu_list import Gpu, restrict
 from .local_checkpoints import Fetch, head_of, with_directories
@@ -70,11 +70,11 @@ def settle(
 def _with_help(settled: Deal, config: UpConfig) -> Deal:
     """Where each role has GPUs of its own, decode computes prompts while those of prefill are behind."""
     roles, is_shared = {place.role for place in settled.places}, any(p.memory_share for p in settled.places)
-    is_said = config.local_prefill_max > 0 or LOCAL_PREFILL_MAX in config.explicit
+    is_said = config.local_prefill_queued_max > 0 or LOCAL_PREFILL_QUEUED_MAX in config.explicit
     if len(roles) < 2 or is_shared or is_said or not config.local_prefill:
         return settled
     note = (
-        f"Decode computes a prompt of up to {HELP_TOKENS} new tokens itself while the queue of prefill would "
-        "delay it by more than it delays all running streams (--local-prefill-max 0: never)."
+        f"Decode computes a prompt of up to {HELP_TOKENS} new tokens itself where its wait on prefill would "
+        "be longer than the delay of all running streams (--local-prefill-queued-max 0: never)."
     )
-    return replace(settled, local_prefill_max=HELP_TOKENS, notes=(*settled.notes, note))
+    return replace(settled, local_prefill_queued_max=HELP_TOKENS, notes=(*settled.notes, note))

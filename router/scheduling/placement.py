@@ -42,9 +42,9 @@ class PairingPolicy:
 
     prefill: str = "cache-aware"
     decode: str = "session"
-    local_prefill_max: int = (
-        0  # most uncached tokens that decode computes itself when that is cheaper; 0: never
-    )
+    # most uncached tokens that decode computes itself when that is cheaper; 0: never
+    local_prefill_max: int = 0
+    local_prefill_queued_max: int = 0  # the same for a prompt that would wait for others on prefill
     prefix_pulls: str = MEASURED  # one of PULL_MODES
     coin: Random = field(default_factory=Random)
 
@@ -63,7 +63,8 @@ class Placer:
     ) -> None:
         policy = policy or PairingPolicy()
         self._registry, self._pair_health = registry, PairHealth() if pair_health is None else pair_health
-        self._local_prefill_max = policy.local_prefill_max
+        self._local_max = policy.local_prefill_max
+        self._local_max_queued = max(policy.local_prefill_max, policy.local_prefill_queued_max)
         self._prefill: Balancer = prefill_balancer(policy.prefill, policy.coin)
         self._decode: Balancer = decode_balancer(policy.decode, policy.coin)
         self.pulls = PrefixPulls(policy.prefix_pulls, mint, clock)
@@ -226,10 +227,11 @@ class Placer:
     def _is_better_on_decode(
         self, prefill: Worker, decode: Worker, prompt: SeenPrompt, plan: PromptPlan | None
     ) -> bool:
-        if not decode.is_aggregated and (not self._local_prefill_max or not decode.takes_prompts):
+        limit = self._local_max_queued if prefill.num_tokens else self._local_max
+        if not decode.is_aggregated and not (limit and decode.takes_prompts):
             return False
         num_new = prompt.num_tokens - held_tokens(decode, prompt)
-        is_short = decode.is_aggregated or num_new <= self._local_prefill_max
+        is_short = decode.is_aggregated or num_new <= limit
         return is_short and self._cost_model_of(decode).is_local_cheaper(
             new_on_prefill=prompt.num_tokens - held_tokens(prefill, prompt) if plan is None else plan.num_new,
             new_on_decode=num_new,
@@ -240,7 +242,7 @@ class Placer:
 
     def _has_choice(self, role: str) -> bool:
         """Whether it matters which worker has a prefix cached, also for the choice of local prefill."""
-        if self._local_prefill_max:
+        if self._local_max_queued:
             return True
         has_choice: bool = self._registry.memo(f"choice of {role}", lambda: self._is_one_of_several(role))
         return has_choice

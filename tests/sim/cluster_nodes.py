@@ -76,6 +76,7 @@ class RouterProcess(Process):
                 prefill=world.settings.prefill_policy,
                 decode=world.settings.decode_policy,
                 local_prefill_max=world.settings.local_prefill_max,
+                local_prefill_queued_max=world.settings.local_prefill_queued_max,
                 prefix_pulls=world.settings.pulls,
                 coin=Random(world.rng.getrandbits(64)),
             ),

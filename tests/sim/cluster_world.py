@@ -61,6 +61,7 @@ class Settings:
     prefill_policy: str = "cache-aware"
     decode_policy: str = "session"
     local_prefill_max: int = 0
+    local_prefill_queued_max: int = 0
     grows: bool = True  # decode takes pages as tokens come
     ahead_tokens: int = 0
     is_crowded: bool = False  # many come at once, and their outputs outgrow what is expected, and the pool
@@ -130,6 +131,7 @@ def draw_settings(seed, rng, faults):
         prefill_policy=rng.choice(PREFILL_POLICIES),
         decode_policy=rng.choice(DECODE_POLICIES),
         local_prefill_max=rng.choice((0, 0, 12, 1000)),
+        local_prefill_queued_max=1000 * (seed % 11 in (3, 7)),
         grows=rng.random() < 0.8,
         ahead_tokens=rng.choice((0, 0, 2, 8)),
         first_guess=rng.choice((1, 2, 4, 8)),

@@ -292,14 +292,20 @@ def test_decode_helps_prefill_where_each_has_gpus_of_its_own(toy_checkpoint, tmp
         config = load_config(UpConfig, [f"--model={path}", *flags], env or {})
         settled = settle(config, env or {}, lambda env: tuple(h200s(count)), lambda name, setting: Path(name))
         children = dict(child_configs(config, env or {}, tmp_path, settled))
-        assert any("--local-prefill-max" in note for note in settled.notes) == bool(settled.local_prefill_max)
-        return children["router"].local_prefill_max
+        assert any("--local-prefill-queued-max" in note for note in settled.notes) == bool(
+            settled.local_prefill_queued_max
+        )
+        return children["router"].local_prefill_queued_max
 
     assert limits(2) == HELP_TOKENS
     assert limits(1) == limits(0) == 0, "one worker computes all"
     assert limits(1, "--prefill=1", "--decode=1") == 0, "on one GPU it would help nobody"
     assert limits(2, "--device=cpu") == 0
     assert limits(2, "--local-prefill=off") == 0
-    assert limits(2, "--local-prefill-max=0") == limits(2, env={"BATON_UP_LOCAL_PREFILL_MAX": "0"}) == 0
-    assert limits(2, env={"BATON_ROUTER_LOCAL_PREFILL_MAX": "5"}) == 5
-    assert limits(2, "--local-prefill-max=64") == 64
+    assert (
+        limits(2, "--local-prefill-queued-max=0")
+        == limits(2, env={"BATON_UP_LOCAL_PREFILL_QUEUED_MAX": "0"})
+        == 0
+    )
+    assert limits(2, env={"BATON_ROUTER_LOCAL_PREFILL_QUEUED_MAX": "5"}) == 5
+    assert limits(2, "--local-prefill-queued-max=64") == 64

@@ -40,13 +40,13 @@ def test_without_a_choice_nothing_is_recorded():
     assert beliefs(world) == {P: 0, D: 0}
 
 
-def mixed(handoff_ms=20.0, is_aggregated=True, **settings):
+def mixed(is_aggregated=True, **settings):
     """A prefill worker, a decode worker that computes prompts, and a router that knows what both cost."""
     world = World(**settings).join(local_prefill=True, aggregated=is_aggregated)
     costs = world.dispatcher._placer._cost_model_of(world.dispatcher.registry.get(D))
     for tokens in (16, 256, 1024):
         costs.prefilled(PrefillTimeline(prefill_ms=tokens, prompt_tokens=tokens), is_local=False)
-        costs.handed_over(tokens, DecodeTimeline(handoff_ms=handoff_ms))
+        costs.handed_over(tokens, DecodeTimeline(handoff_ms=20.0))
     return world
 
 
@@ -95,20 +95,25 @@ def test_a_mixed_cluster_computes_a_prompt_where_all_requests_wait_least():
 
 
 def test_a_prompt_that_waits_for_prefill_delays_nobody_on_decode():
-    world = mixed(handoff_ms=0.0, is_aggregated=False, policy=PairingPolicy(local_prefill_max=64))
-    assert places(world, 1) == "p", "16 ms on either"
-    assert places(world, 1) == "d", "16 ms on decode, and behind the first one 32 ms over prefill"
+    world = mixed(is_aggregated=False, policy=PairingPolicy(local_prefill_queued_max=64))
+    assert places(world, 1) == "p", "prefill is idle"
+    assert places(world, 1) == "d", "16 ms on decode, and behind the first one 52 ms over prefill"
     first, second = world.of(b"d", Reserve)
     begin(world, second)
     begin(world, first)
     registry = world.dispatcher.registry
     assert [registry.get(name).num_running for name in (P, D)] == [0, 2]
-    assert places(world, 1) == "p", "two streams wait: 48 ms on decode"
+    assert places(world, 2) == "pd", "prefill is idle; then 48 ms on decode, where two streams wait"
     for order in (first, second):
         end = Finished(instance=D, reason="stop", output_tokens=1, room=order.room, epoch=order.epoch)
         world.dispatcher.on_message(b"d", end)
     assert registry.get(D).num_running == 0
-    assert places(world, 1) == "d"
+    assert places(world, 1) == "d", "32 ms on decode"
+
+
+def test_a_prompt_beyond_the_limit_waits_for_prefill():
+    world = mixed(is_aggregated=False, policy=PairingPolicy(local_prefill_queued_max=15))
+    assert places(world, 3) == "ppp"
 
 
 def test_with_no_limit_given_decode_computes_no_prompt_while_prefill_serves():
