@@ -8,6 +8,7 @@ import pytest
 from baton.router.text.tokenizer import load_tokenizer
 from baton.tests.cluster.router_fakes import encode_chat, save_tokenizer
 from baton.tests.cluster.serving import (
+    at_once,
     complete,
     pages_held,
     random_ids,
@@ -16,6 +17,7 @@ from baton.tests.cluster.serving import (
     sse_events,
     wait_until,
 )
+from baton.tests.parity.toy_models import reference_greedy, reference_model
 
 PAGE = 16
 SHORT = 8  # tokens that decode may compute itself
@@ -149,3 +151,22 @@ def test_short_prompts_move_to_decode_once_measurements_favour_it(cluster):
     assert any(timeline["local_prefill"] for timeline in told), "the search ends at the first one"
     long = [turn(cluster, random_ids(SHORT + 1, 330, seed=200 + i))[1] for i in range(3)]
     assert not any(timeline["local_prefill"] for timeline in long)
+
+
+def test_decode_helps_with_prompts_that_would_wait_on_prefill(tmp_path, toy_checkpoint):
+    """Prompts that come together are computed by both, with the same tokens; one alone goes to prefill."""
+    path = toy_checkpoint("llama", vocab_size=330, max_position_embeddings=1 << 12)
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    settings = {"local_prefill_queued_max": 1 << 12, "kv_memory_mb": 64, "threads": 1, "chunk_size": 128}
+    reference = reference_model(tmp_path)
+    with serving(save_tokenizer(tmp_path), prefill=1, decode=1, **settings) as cluster:
+        for seed, count in enumerate((20, 200, 900, 1800, 30)):  # the router learns what prompts cost
+            wait_idle(cluster)
+            _, told = turn(cluster, random_ids(count, 330, seed=seed))
+            assert not told["local_prefill"], "prefill is idle"
+        prompts = [random_ids(1500, 330, seed=seed) for seed in range(10, 22)]
+        said = at_once([lambda ids=ids: turn(cluster, ids) for ids in prompts], len(prompts))
+        for prompt, (tokens, _) in zip(prompts, said, strict=True):
+            assert tokens == reference_greedy(reference, prompt, 9)
+        assert {told["local_prefill"] for _, told in said} == {False, True}
+        wait_idle(cluster)
