@@ -116,7 +116,7 @@ def test_a_prompt_beyond_the_limit_waits_for_prefill():
     assert places(world, 3) == "ppp"
 
 
-def test_with_no_limit_given_decode_computes_no_prompt_while_prefill_serves():
+def test_without_a_limit_decode_computes_no_prompt():
     world = mixed(is_aggregated=False)
     assert places(world, 3) == "ppp"
 
