@@ -211,7 +211,7 @@ class SenderPages:
         self._cutters: dict[tuple[Columns, str], tuple[KVLayout, SpanCutter]] = {}
 
     def places(self, item: SendBlock) -> RunPlaces:
-        """The memory of the run `item`."""
+        """The memory of all blocks of the room of `item`."""
         layout, stream = item.stream.layout, item.stream
         known = self._cutters.get((item.columns, layout.name))
         if known is None or known[0] is not layout:
@@ -224,7 +224,7 @@ class SenderPages:
             bases["window"] = self._window, [page - self._num_pages for page in parts]
         if self._features is not None:
             bases["features"] = self._features, pages
-        return known[1].places(stream, item.block, item.count, bases)
+        return known[1].places(stream, 0, stream.num_blocks, bases)
 
 
 class ReceiverPages:

@@ -304,9 +304,9 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         if filled:
             self._flush(self._clock())
 
-    def _filled(self, device_slabs: DeviceLanes) -> list[SendMessage]:
-        """The headers of the runs of open rooms that are in their slots by now."""
-        filled = device_slabs.settle()
+    def _filled(self, device_slabs: DeviceLanes, *, waits: bool = True) -> list[SendMessage]:
+        """The headers of the runs of open rooms that are in their slots by now; `waits` as in `settle`."""
+        filled = device_slabs.settle(waits=waits)
         return [self._header(*run) for run in filled if self.session.is_open(run[0].room, run[0].epoch)]
 
     def _send_early(self, device_slabs: DeviceLanes, room: str, epoch: int) -> None:
@@ -390,7 +390,8 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
             self.reach("sender:gather")
         messages = [SendMessage(items[0].peer, header) for header in headers]
         if num_begun:
-            messages += self._filled(device_slabs)
+            # the next runs are launched while these are gathered; the end of the turn waits for the last ones
+            messages += self._filled(device_slabs, waits=False)
         own = [message for message in messages if message.peer == items[0].peer]
         headers = [message.message for message in own if isinstance(message.message, SlabBlock)]
         for message in messages:  # first those of other peers: this one may be lost

@@ -20,8 +20,9 @@ from baton.cluster.protocol.slab_messages import (
     SlotFree,
 )
 from baton.engine.kv.page_order import PageOrder
-from baton.kvtransfer.memory.host_device import HostDevice
+from baton.kvtransfer.memory.host_device import HostDevice, HostMove
 from baton.kvtransfer.memory.slab import SlabError
+from baton.kvtransfer.memory.span_cutter import SenderPages
 from baton.kvtransfer.protocol.layout import KVLayout
 from baton.kvtransfer.transport import Complete, Dropped, Lost, Offer, Planes, PullRequest
 from baton.kvtransfer.transports import cuda_slab, shm
@@ -657,6 +658,46 @@ def test_a_run_is_gathered_once_and_its_descriptor_repeated(start):
     again = [s for s in pair.wire.said if isinstance(s, SlabBlock) and s == lost[0]]
     assert len(again) == 2
     assert pair.sender.counters["device_blocks"] - before == NUM_BLOCKS
+
+
+def test_every_gather_of_a_turn_is_launched_before_one_is_waited_for(start, monkeypatch):
+    pair, steps = start(), []
+    pair.open()
+    pair.run()
+    move, wait = pair.devices[0].move, HostMove.wait
+    pair.devices[0].move = lambda *args, **kw: (steps.append("move"), move(*args, **kw))[1]
+    monkeypatch.setattr(HostMove, "is_held", False)
+    monkeypatch.setattr(HostMove, "poll", lambda self: self.digests if self.is_done else None)
+    monkeypatch.setattr(HostMove, "wait", lambda self: (steps.append("wait"), wait(self))[1])
+    features = pair.open("b" * 32)
+    pair.receiver._settle_landings = lambda: None
+    pair.run()
+    assert steps == ["move"] * NUM_RUNS + ["wait"] * NUM_RUNS
+    del pair.receiver._settle_landings
+    assert outcome(pair.run()) == ["Complete", "Released"]
+    pair.check_landed(features)
+
+
+@pytest.mark.parametrize("end", ["complete", "release"])
+def test_the_memory_of_a_room_is_looked_up_once_and_forgotten_with_it(start, monkeypatch, end):
+    pair, looked_up = start(), []
+    places = SenderPages.places
+    monkeypatch.setattr(SenderPages, "places", lambda *args: (looked_up.append(args), places(*args))[1])
+    pair.open()
+    pair.run()
+    for room in ("b" * 32, "c" * 32):
+        looked_up.clear()
+        features = pair.open(room)
+        if end == "release":
+            while not looked_up:
+                pair.sender.poll(0)
+                pair.receiver.poll(0)
+            pair.sender.release(room, 0, "cancelled")
+        pair.run()
+        assert len(looked_up) == 1
+        assert not pair.sender._device_slabs._places
+        if end == "complete":
+            pair.check_landed(features)
 
 
 def test_memory_that_decode_may_have_mapped_is_freed_only_after_it_closed(start):
