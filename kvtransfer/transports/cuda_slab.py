@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 DEVICE_SLAB_BYTES = 1 << 30  # limit of all device slabs of a prefill worker together
 SLAB_FLAG = "--device-slab-mb"
 SLOT_BYTES = 32 << 20  # largest slot: 16 pages of a model with 128 KiB per token
-DEVICE_WINDOW = 6  # slots that are filled or read at a time, so that neither end waits for the other
+DEVICE_WINDOW = 8  # slots that are filled or read at a time, so that neither end waits for the other
 FIRST_SLOTS, WHOLE_SLOTS = 2, 6  # a longer run goes in two parts; decode reads the first during the second
 EARLY_SLOTS = 8  # for what goes unasked: 256 MiB, of a prompt's last forward
 RUNS_PER_MOVE = 2  # of prefill: decode reads these runs while the next ones are gathered
@@ -292,13 +292,14 @@ class DeviceLanes(SlabLanes[DeviceLane]):
     def settle(self, *, waits: bool = True) -> list[tuple[SendBlock, SlabBlock]]:
         """The runs whose slots are filled now, with their headers.
 
-        `waits`: for moves that are not held, too. They take less than another turn of the link thread.
+        `waits`: for the first move, too, if it is not held. It takes less than another turn of the link
+        thread.
         """
         filled: list[tuple[SendBlock, SlabBlock]] = []
         while self._fillings:
             filling = self._fillings[0]
-            is_awaited = waits and not filling.move.is_held
-            digests = filling.move.wait() if is_awaited else filling.move.poll()
+            digests = filling.move.wait() if waits and not filling.move.is_held else filling.move.poll()
+            waits = False
             if digests is None:
                 break  # moves run in order
             del self._fillings[0]

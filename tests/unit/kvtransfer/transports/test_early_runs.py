@@ -374,9 +374,9 @@ def test_a_pair_of_which_one_knows_no_early_runs_pulls_all(start, monkeypatch, s
 
 
 def test_early_runs_leave_memory_for_the_pulls_of_one_more_pair(start):
-    pair = warm(start, device_slab_bytes=14 * SLOT_BYTES)
+    pair = warm(start, device_slab_bytes=10 * SLOT_BYTES)
     assert early_slots(pair) == "SlotRanges(0/2 held)"
-    assert pair.slots() == "DeviceLanes(SlabSlots(0/6 held))"
+    assert pair.slots() == "DeviceLanes(SlabSlots(0/4 held))"
     features = offer(pair, FIRST)
     pair.sender.launched(FIRST, 0, 0, NUM_TOKENS)
     pair.sender.advance(FIRST, 0, NUM_TOKENS, 42)
