@@ -435,23 +435,27 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         return "" if link is None or link.layout is None else link.layout.name
 
     def _end_of(self, landing: Landing) -> list[int] | None:
-        """The digests of a move that ends soon; None if a message came before.
+        """The digests of a move that ends soon; None if a message came before that takes another turn.
 
         The next runs must be launched while this move is under way, or the device is idle between them.
         """
-        link = self.session.link_of(landing.peer)
-        num_landing = sum(block.count for one in self._landings for block in one.blocks)
-        if link is None or (link.num_in_flight <= num_landing and not _is_in_part(link, landing)):
-            return landing.move.wait()
         until = time.monotonic() + SPIN_S
-        while (totals := landing.move.poll()) is None:
-            if self._has_news() or time.monotonic() >= until:
+        while not self._has_launched_all(landing):
+            if (totals := landing.move.poll()) is not None:
+                return totals
+            if self._take_news() or time.monotonic() >= until:
                 return None
             time.sleep(NEWS_S)
-        return totals
+        return landing.move.wait()
 
-    def _has_news(self) -> bool:
-        """Whether a message waits to be read."""
+    def _has_launched_all(self, landing: Landing) -> bool:
+        """Whether every block that comes for the landing's rooms is in its place, or in a move."""
+        link = self.session.link_of(landing.peer)
+        num_landing = sum(block.count for one in self._landings for block in one.blocks)
+        return link is None or (link.num_in_flight <= num_landing and not _is_in_part(link, landing))
+
+    def _take_news(self) -> bool:
+        """Takes in descriptors of further runs that have come. True: another message waits to be read."""
         return False
 
     def _settle_run(self, landing: Landing, block: SlabBlock, is_right: bool) -> list[Effect]:

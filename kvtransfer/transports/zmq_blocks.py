@@ -59,7 +59,7 @@ from .polling import Polling, a_few
 from .receiver_endpoint import ReceiverEndpoint
 from .sender_endpoint import SenderEndpoint
 from .shm import SLAB_BYTES
-from .wire import has_frame, sent
+from .wire import sent
 
 logger = logging.getLogger(__name__)
 
@@ -345,8 +345,9 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
         ]
         return min((at for at in times if at is not None), default=None)
 
-    def _has_news(self) -> bool:
-        return any(has_frame(wire) for _, wire in self._wires()) or self.has_unread()
+    def _take_news(self) -> bool:
+        self._read_wires()
+        return self.has_unread()
 
     def _wires(self) -> list[tuple[Peer, socket.socket]]:
         return self._slabs.connections()

@@ -10,6 +10,7 @@ import torch
 from baton.cluster.protocol import messages as m
 from baton.cluster.protocol.kv_messages import Pull, Release
 from baton.cluster.protocol.slab_messages import SlabBlock, SlabRequest, SlotFree
+from baton.kvtransfer.memory.host_device import HostMove
 from baton.kvtransfer.memory.span_cutter import SenderPages
 from baton.kvtransfer.transport import Complete, Landed, Offer, PullRequest
 from baton.tests.unit.kvtransfer.transports.test_cuda_slab import (
@@ -130,6 +131,35 @@ def test_the_owner_hears_of_a_complete_room_before_prefill_does(start, monkeypat
     assert pair.receiver.turn() == []
     pair.wire.deliver_all()
     assert (pair.wire.count(SlotFree), pair.wire.count(Release)) == (2, 1)
+
+
+def test_a_run_that_comes_during_a_move_is_launched_before_its_end(start, monkeypatch):
+    """Else the device would be idle between the two."""
+    monkeypatch.setattr("baton.kvtransfer.transports.cuda_slab.WHOLE_SLOTS", 3)
+    pair, steps = warm(start), []
+    features = offer(pair, FIRST)
+    pair.sender.launched(FIRST, 0, 0, NUM_TOKENS)
+    pair.sender.advance(FIRST, 0, NUM_TOKENS, 42)
+    pair.wire.deliver()
+    (first,) = pair.receiver._landings
+    monkeypatch.setattr(HostMove, "is_held", False)
+    monkeypatch.setattr(HostMove, "poll", lambda self: self.digests if self.is_done else None)
+    wait = HostMove.wait
+    monkeypatch.setattr(HostMove, "wait", lambda self: (steps.append(self), wait(self))[1])
+
+    def take_news() -> bool:
+        assert not first.move.is_done
+        assert not steps
+        pair.wire.deliver_all()
+        return False
+
+    pair.receiver._take_news = take_news
+    events = pair.receiver.turn()
+    assert steps[0] is first.move, "all is launched, so there is no more news to look for"
+    (second,) = pair.receiver._landings
+    assert not second.move.is_done
+    assert outcome([*events, *pair.run()]) == ["Complete", "Released"]
+    pair.check_landed(features)
 
 
 def test_a_pull_finds_its_memory_looked_up_behind_the_forward(start, monkeypatch):
