@@ -95,10 +95,9 @@ class PageOrder:
 
         Returns whether some of the stamped work was unfinished.
         """
-        events = [self._after[page] for page in pages]
         is_unfinished = False
-        for event in {id(event): event for event in events if event is not None}.values():
-            if event.query():
+        for event in dict.fromkeys(map(self._after.__getitem__, pages)):  # events compare by identity
+            if event is None or event.query():
                 continue
             is_unfinished = True
             if stream is None:

@@ -43,11 +43,13 @@ class RunPlaces:
         """The bytes [start, end) of the run as a run of their own."""
         if self.row_bytes is not None:
             return _cut_rows(self, start, end)
-        first = int(np.searchsorted(self.offsets, start, side="right")) - 1
-        last = int(np.searchsorted(self.offsets, end, side="left"))
-        low = np.maximum(self.offsets[first:last], start)
-        high = np.minimum(self.offsets[first:last] + self.sizes[first:last], end)
-        return RunPlaces(self.addresses[first:last] + low - self.offsets[first:last], low - start, high - low)
+        first = int(self.offsets.searchsorted(start, side="right")) - 1
+        last = int(self.offsets.searchsorted(end))
+        addresses, offsets, sizes = (each[first:last] for each in (self.addresses, self.offsets, self.sizes))
+        if offsets[0] == start and offsets[-1] + sizes[-1] <= end:  # whole pieces, as of most layouts
+            return RunPlaces(addresses, offsets - start, sizes)
+        low, high = np.maximum(offsets, start), np.minimum(offsets + sizes, end)
+        return RunPlaces(addresses + low - offsets, low - start, high - low)
 
     def gather(self, slot: int) -> Spans:
         """The spans from the pieces into the slot at address `slot`."""
@@ -211,7 +213,7 @@ class SenderPages:
         self._cutters: dict[tuple[Columns, str], tuple[KVLayout, SpanCutter]] = {}
 
     def places(self, item: SendBlock) -> RunPlaces:
-        """The memory of the run `item`."""
+        """The memory of all blocks of the room of `item`."""
         layout, stream = item.stream.layout, item.stream
         known = self._cutters.get((item.columns, layout.name))
         if known is None or known[0] is not layout:
@@ -224,7 +226,7 @@ class SenderPages:
             bases["window"] = self._window, [page - self._num_pages for page in parts]
         if self._features is not None:
             bases["features"] = self._features, pages
-        return known[1].places(stream, item.block, item.count, bases)
+        return known[1].places(stream, 0, stream.num_blocks, bases)
 
 
 class ReceiverPages:

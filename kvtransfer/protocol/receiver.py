@@ -223,7 +223,7 @@ class ReceiverSession:
             return
         end = block.block + block.count
         is_new = block.block >= room.next_block and end <= room.stream.num_blocks
-        if is_new and not any(number in room.unasked for number in range(block.block, end)):
+        if is_new and room.unasked.isdisjoint(range(block.block, end)):
             room.came_unasked(block.block, block.count, now)
 
     def landed(
@@ -237,8 +237,7 @@ class ReceiverSession:
         link.heard(now)
         before = self._landed_tokens(block.room)
         count = count_of(block)
-        for number in range(block.block, block.block + count):
-            room.land(number)
+        room.land(block.block, count)
         if isinstance(block, SlabBlock) and not is_device and not is_nixl:
             room.num_shm_blocks += count
         room.num_device_blocks += count if is_device else 0

@@ -232,9 +232,9 @@ class SenderRoom:
         self.state = state
 
 
-@dataclass
+@dataclass(eq=False)
 class InFlight:
-    """A pull without an answer so far. The blocks of one pull share it."""
+    """A pull without an answer so far. The blocks of one pull share it, and two pulls are never equal."""
 
     sent_at: float
     num_repulls: int = 0
@@ -297,11 +297,11 @@ class ReceiverRoom:
     @property
     def num_pulls(self) -> int:
         """Pulls with blocks in flight."""
-        return len({id(pull) for pull in self.in_flight.values() if not pull.is_unasked})
+        return sum(not pull.is_unasked for pull in set(self.in_flight.values()))
 
     def are_in_flight(self, block: int, count: int) -> bool:
         """Whether all of the blocks [block, block + count) are in flight."""
-        return all(number in self.in_flight for number in range(block, block + count))
+        return all(map(self.in_flight.__contains__, range(block, block + count)))
 
     def is_landed(self, block: int) -> bool:
         """Whether block `block` is in place."""
@@ -319,13 +319,20 @@ class ReceiverRoom:
         run = range(block, block + count)
         self.in_flight.update(dict.fromkeys(run, InFlight(now, is_unasked=True)))
         self.unasked_at = now if self.unasked_at is None else self.unasked_at
-        self.unasked.update(run)
-        self.pulled(0)
+        if block == self.next_block:
+            self.pulled(count)
+        else:
+            self.unasked.update(run)
 
-    def land(self, block: int) -> None:
-        """Marks a block as in place."""
-        del self.in_flight[block]
-        self.landed_ahead.add(block)
+    def land(self, block: int, count: int = 1) -> None:
+        """Marks the blocks [block, block + count), all in flight, as in place."""
+        run = range(block, block + count)
+        for number in run:
+            del self.in_flight[number]
+        if block == self.num_leading:
+            self.num_leading += count
+        else:
+            self.landed_ahead.update(run)
         while self.num_leading in self.landed_ahead:
             self.landed_ahead.remove(self.num_leading)
             self.num_leading += 1

@@ -30,8 +30,8 @@ from ..memory.device_slab import DeviceSlab, reached
 from ..memory.slab import SlabError
 from ..memory.slab_slots import Holder, SlabSlots, Slot
 from ..memory.slot_ranges import SlotRanges
-from ..memory.span_cutter import SenderPages, is_aligned, pages_of_run
-from ..protocol.layout import KVLayout, device_digest
+from ..memory.span_cutter import RunPlaces, SenderPages, is_aligned, pages_of_run
+from ..protocol.layout import KVLayout, RoomStream, device_digest
 from ..protocol.session import Peer, SendBlock
 from ..transport import Planes
 from .slab_lanes import MIN_SLOTS, SlabCounters, SlabLanes, slots_that_fit
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 DEVICE_SLAB_BYTES = 1 << 30  # limit of all device slabs of a prefill worker together
 SLAB_FLAG = "--device-slab-mb"
 SLOT_BYTES = 32 << 20  # largest slot: 16 pages of a model with 128 KiB per token
-DEVICE_WINDOW = 6  # slots that are filled or read at a time, so that neither end waits for the other
+DEVICE_WINDOW = 8  # slots that are filled or read at a time, so that neither end waits for the other
 FIRST_SLOTS, WHOLE_SLOTS = 2, 6  # a longer run goes in two parts; decode reads the first during the second
 EARLY_SLOTS = 8  # for what goes unasked: 256 MiB, of a prompt's last forward
 RUNS_PER_MOVE = 2  # of prefill: decode reads these runs while the next ones are gathered
@@ -109,6 +109,15 @@ class _Filling:
     is_wanted: bool = True  # False: the room has ended, and the slots are free once the move is done
 
 
+@dataclass(frozen=True)
+class _Places:
+    """The memory of all blocks of a room's part, whose stream and pages these are."""
+
+    stream: RoomStream
+    pages: tuple[int, ...]
+    places: RunPlaces
+
+
 class DeviceLanes(SlabLanes[DeviceLane]):
     """Prefill's slabs in the memory of `device`, together at most `max_bytes` bytes."""
 
@@ -129,6 +138,7 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         self._fillings: list[_Filling] = []
         self._early: list[_Filling] = []  # behind forwards, in the order of their launches
         self._ended: list[DeviceSlab] = []  # decode may still have them mapped
+        self._places: dict[tuple[str, int, Peer], _Places] = {}  # of open rooms' parts
 
     def connections(self) -> list[tuple[Peer, socket.socket]]:
         """The connections of all slabs from which frames are read."""
@@ -183,11 +193,12 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         """
         lane = self._lanes.get(run.peer)
         self._drop_done()
-        if lane is None or (is_late and self._early):
-            return False
-        run_blocks, has_begun = lane.slab.slot_bytes // run.stream.block_bytes, False
-        if not run_blocks:
+        run_blocks, has_begun = 0 if lane is None else lane.slab.slot_bytes // run.stream.block_bytes, False
+        if lane is None or not run_blocks:
             return False  # decode chose the size of the slots
+        self._places_of(run)  # now, while the forward runs: pulls need them as well
+        if is_late and self._early:
+            return False
         left: SendBlock | None = run
         for num_slots in _early_parts(-(-run.count // run_blocks)):
             slots = None if left is None else lane.early.take(holder_of(left), num_slots, math.inf)
@@ -228,6 +239,8 @@ class DeviceLanes(SlabLanes[DeviceLane]):
     def forget(self, room: str, epoch: int) -> None:
         """As `SlabLanes.forget`. A slot that a move still fills is free behind the move."""
         super().forget(room, epoch)
+        for key in [key for key in self._places if key[0] == room and key[1] <= epoch]:
+            del self._places[key]
         for filling in self._early:
             filling.is_wanted = filling.is_wanted and not _is_of(filling, room, epoch)
         for lane in self._lanes.values():
@@ -261,20 +274,32 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         runs, pages = [], list[int]()
         for item, slot in fresh:
             slot.is_filling = True
-            runs.append(self._pages.places(item).gather(slab.slot(slot.index)))
+            begin = item.block * item.stream.block_bytes
+            places = self._places_of(item).part(begin, begin + item.size)
+            runs.append(places.gather(slab.slot(slot.index)))
             pages += pages_of_run(item.stream, item.block, item.count, item.pages)
         move = self._device.move(runs, pages, is_write=False, is_early=is_early)
         return _Filling(fresh[0][0].peer, slab, fresh, move, now)
 
-    def settle(self) -> list[tuple[SendBlock, SlabBlock]]:
+    def _places_of(self, item: SendBlock) -> RunPlaces:
+        """The memory of all blocks of the item's room. A cut of it takes less than the runs one by one."""
+        key = item.room, item.epoch, item.peer
+        known = self._places.get(key)
+        if known is None or known.stream is not item.stream or known.pages is not item.pages:
+            known = self._places[key] = _Places(item.stream, item.pages, self._pages.places(item))
+        return known.places
+
+    def settle(self, *, waits: bool = True) -> list[tuple[SendBlock, SlabBlock]]:
         """The runs whose slots are filled now, with their headers.
 
-        Waits for moves that are not held: they take less than another turn of the link thread.
+        `waits`: for the first move, too, if it is not held. It takes less than another turn of the link
+        thread.
         """
         filled: list[tuple[SendBlock, SlabBlock]] = []
         while self._fillings:
             filling = self._fillings[0]
-            digests = filling.move.poll() if filling.move.is_held else filling.move.wait()
+            digests = filling.move.wait() if waits and not filling.move.is_held else filling.move.poll()
+            waits = False
             if digests is None:
                 break  # moves run in order
             del self._fillings[0]

@@ -23,7 +23,7 @@ from ..memory.span_cutter import ReceiverPages, RunPlaces, pages_of_run
 from ..protocol.layout import Crc, KVLayout, RoomStream, Segment, block_digest, device_digest, digest_seed
 from ..protocol.peer_link import PeerLink
 from ..protocol.rank_pairs import WHOLE, Shard
-from ..protocol.receiver import ReceiverSession
+from ..protocol.receiver import ReceiverSession, count_of
 from ..protocol.seal import TAG_BYTES, BlockName
 from ..protocol.session import LEASE_S, WINDOW, CloseLink, Effect, Notify, Peer, ReceiverRoom, SendMessage
 from ..transport import Complete, Lost, Offer, Planes, PullRequest
@@ -34,8 +34,6 @@ from .nixl_agent import OpenAgent, open_nixl
 from .path_rates import PathRates
 from .shm import ReceiverSlabs
 from .slab_lanes import SlabCounters
-
-BlockId = tuple[Peer, str, int, int]  # peer, room, epoch, number
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         self._writer = BlockWriter(own, planes)
         self._decoder = kv_down_frames()
         self._is_gathering = False  # outgoing messages wait, to share a frame
-        self._owes_turn = False  # events of landings went to the owner before the rest of a turn
+        self._owes_turn = False  # the end of a room went to the owner before the rest of a turn
         self._device = device
         self._pages = None if device is None else ReceiverPages(planes)
         self._landings: list[Landing] = []
@@ -350,8 +348,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         """Starts to write runs from device memory into their pages; `_settle_landings` goes on."""
         assert self._device is not None, "the slab was mapped"
         effects: list[Effect] = []
-        begun, requests, runs, pages = [], [], [], list[int]()
-        under_way = self._under_way()
+        begun, requests, runs, pages = list[SlabBlock](), [], [], list[int]()
         for block in blocks:
             slot = self._slabs.slot(peer, block)
             if slot is None:
@@ -359,7 +356,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                 effects.append(SendMessage(peer, self._slabs.unusable(peer, block)))
                 self._set_runs(peer)
                 continue
-            if not under_way.isdisjoint(names_of(peer, block)):
+            if self._is_landing(peer, block) or any(shares_blocks(one, block) for one in begun):
                 # a second move could end after the room did, and read a slot that holds another run by then
                 self.session.counters.duplicate_blocks += 1
                 continue
@@ -371,7 +368,6 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                 continue
             room = link.rooms[block.room]
             request = room.request
-            under_way |= names_of(peer, block)
             begun.append(block)
             requests.append(request)
             begin = block.block * stream.block_bytes
@@ -396,16 +392,17 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             known = parts[room.peer] = (stream, self._pages.places(stream, room.request))
         return known[1]
 
-    def _under_way(self) -> set[BlockId]:
-        """The names of the blocks that moves write into their pages now."""
-        return {name for one in self._landings for block in one.blocks for name in names_of(one.peer, block)}
+    def _is_landing(self, peer: Peer, block: Block | SlabBlock) -> bool:
+        """Whether moves write some of these blocks into their pages now."""
+        landings = [one for one in self._landings if one.peer == peer]
+        return any(shares_blocks(other, block) for one in landings for other in one.blocks)
 
     def _expect(self, peer: Peer, block: Block | SlabBlock, size: int) -> tuple[Segment, ...] | None:
         """As `ReceiverSession.expect`, but also None for a block that a move writes into its pages.
 
         Its room would end here, and the move could then write what another room has put into the slot.
         """
-        if self._landings and (peer, block.room, block.epoch, block.block) in self._under_way():
+        if self._is_landing(peer, block):
             self.session.counters.duplicate_blocks += 1
             return None
         return self.session.expect(peer, block, size)
@@ -438,23 +435,27 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         return "" if link is None or link.layout is None else link.layout.name
 
     def _end_of(self, landing: Landing) -> list[int] | None:
-        """The digests of a move that ends soon; None if a message came before.
+        """The digests of a move that ends soon; None if a message came before that takes another turn.
 
         The next runs must be launched while this move is under way, or the device is idle between them.
         """
-        link = self.session.link_of(landing.peer)
-        num_landing = sum(block.count for one in self._landings for block in one.blocks)
-        if link is None or (link.num_in_flight <= num_landing and not _is_in_part(link, landing)):
-            return landing.move.wait()
         until = time.monotonic() + SPIN_S
-        while (totals := landing.move.poll()) is None:
-            if self._has_news() or time.monotonic() >= until:
+        while not self._has_launched_all(landing):
+            if (totals := landing.move.poll()) is not None:
+                return totals
+            if self._take_news() or time.monotonic() >= until:
                 return None
             time.sleep(NEWS_S)
-        return totals
+        return landing.move.wait()
 
-    def _has_news(self) -> bool:
-        """Whether a message waits to be read."""
+    def _has_launched_all(self, landing: Landing) -> bool:
+        """Whether every block that comes for the landing's rooms is in its place, or in a move."""
+        link = self.session.link_of(landing.peer)
+        num_landing = sum(block.count for one in self._landings for block in one.blocks)
+        return link is None or (link.num_in_flight <= num_landing and not _is_in_part(link, landing))
+
+    def _take_news(self) -> bool:
+        """Takes in descriptors of further runs that have come. True: another message waits to be read."""
         return False
 
     def _settle_run(self, landing: Landing, block: SlabBlock, is_right: bool) -> list[Effect]:
@@ -541,15 +542,17 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         self._flush(now)
 
     def _settles_before_sending(self) -> bool:
-        """Settles landings. True: the owner gets their events first, and the rest of the turn comes next.
+        """Settles landings. True: the owner hears first that a room is complete, and the rest comes next.
 
         Decode's batch waits for the end of a hand-off, while prefill has time for what is said about it.
+        Nobody waits for a part of a room, and the rest of its turn fits beside the next move.
         """
         num_events, was_sending = len(self._events), not self._is_gathering
         self._is_gathering = True
         self._settle_landings()
         self._is_gathering = not was_sending
-        self._owes_turn = not self._owes_turn and len(self._events) > num_events
+        has_ended = any(isinstance(event, Complete) for event in self._events[num_events:])
+        self._owes_turn = not self._owes_turn and has_ended
         return self._owes_turn
 
     def _perform(self, effects: Sequence[Effect]) -> None:
@@ -604,6 +607,10 @@ def _is_in_part(link: PeerLink, landing: Landing) -> bool:
     )
 
 
-def names_of(peer: Peer, header: SlabBlock) -> set[BlockId]:
-    """The peer, room, epoch and number of each block of a run."""
-    return {(peer, header.room, header.epoch, header.block + number) for number in range(header.count)}
+def shares_blocks(run: SlabBlock, other: Block | SlabBlock) -> bool:
+    """Whether two headers of one peer stand for a block of the same number, room and attempt."""
+    return (
+        run.block < other.block + count_of(other)
+        and other.block < run.block + run.count
+        and (run.room, run.epoch) == (other.room, other.epoch)
+    )

@@ -297,16 +297,14 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         self._settle(self._clock())
 
     def _send_filled(self, device_slabs: DeviceLanes) -> None:
-        """Sends the headers of the runs that are in their slots by now."""
-        filled = self._filled(device_slabs)
-        for message in filled:
-            self._post(message)
-        if filled:
+        """Sends the headers of the runs that are in their slots by now, move by move."""
+        while filled := device_slabs.settle():
+            for message in self._headers_of(filled):
+                self._post(message)
             self._flush(self._clock())
 
-    def _filled(self, device_slabs: DeviceLanes) -> list[SendMessage]:
-        """The headers of the runs of open rooms that are in their slots by now."""
-        filled = device_slabs.settle()
+    def _headers_of(self, filled: Sequence[tuple[SendBlock, SlabBlock]]) -> list[SendMessage]:
+        """The headers of those runs whose rooms are open."""
         return [self._header(*run) for run in filled if self.session.is_open(run[0].room, run[0].epoch)]
 
     def _send_early(self, device_slabs: DeviceLanes, room: str, epoch: int) -> None:
@@ -390,7 +388,8 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
             self.reach("sender:gather")
         messages = [SendMessage(items[0].peer, header) for header in headers]
         if num_begun:
-            messages += self._filled(device_slabs)
+            # the next runs are launched while these are gathered; the end of the turn waits for the last ones
+            messages += self._headers_of(device_slabs.settle(waits=False))
         own = [message for message in messages if message.peer == items[0].peer]
         headers = [message.message for message in own if isinstance(message.message, SlabBlock)]
         for message in messages:  # first those of other peers: this one may be lost

@@ -51,7 +51,7 @@ from .slab_lanes import SWEEP_S, OwnedSlab, SlabCounters, SlabLane, SlabLanes, s
 logger = logging.getLogger(__name__)
 
 SLAB_BYTES = 256 << 20  # limit of all slabs of a prefill worker together
-SPARE_SLOTS = 2  # slots beyond the window, for blocks that are pulled again
+SPARE_SLOTS = 2  # slots of host memory beyond the window, for blocks that are pulled again
 ASK_AGAIN_S = 30.0
 _ARRIVING = {SHM: "blocks come through shared memory", CUDA_SLAB: "blocks come through device memory"}
 
@@ -321,7 +321,7 @@ class ReceiverSlabs:
         if asked is None or not isinstance(asked.slab, MappedDeviceSlab):
             return 1, None
         slab = asked.slab
-        return slab.slot_bytes // asked.block_bytes, max(1, asked.num_pulled - SPARE_SLOTS)
+        return slab.slot_bytes // asked.block_bytes, asked.num_pulled
 
     def is_early(self, peer: Peer, block: SlabBlock) -> bool:
         """Whether the run is in slots for what prefill sends before it is pulled."""
@@ -422,7 +422,8 @@ class ReceiverSlabs:
         num_slots, slot_bytes, early_slots = self._window + SPARE_SLOTS, block_bytes, 0
         if transport == CUDA_SLAB:
             early_slots = EARLY_SLOTS
-            num_slots = min(self._window, DEVICE_WINDOW) + SPARE_SLOTS + early_slots
+            # none to spare: decode frees a slot before it pulls into it, in the same frame or an earlier one
+            num_slots = min(self._window, DEVICE_WINDOW) + early_slots
             slot_bytes = slot_bytes_of(block_bytes, self._slot_bytes)
         asked = self._asked[peer] = _Asked(
             prefill,

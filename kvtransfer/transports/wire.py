@@ -24,17 +24,6 @@ def sent(connection: socket.socket, frame: bytes) -> bool:
         return False
 
 
-def has_frame(connection: socket.socket) -> bool:
-    """Whether a frame, or the end of the connection, waits to be read."""
-    try:
-        connection.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
 def received(connection: socket.socket) -> Iterator[memoryview]:
     """The frames that have arrived, at most `FRAMES_PER_TURN`. An empty one is the end of the connection."""
     for _ in range(FRAMES_PER_TURN):

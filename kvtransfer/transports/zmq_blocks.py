@@ -59,7 +59,7 @@ from .polling import Polling, a_few
 from .receiver_endpoint import ReceiverEndpoint
 from .sender_endpoint import SenderEndpoint
 from .shm import SLAB_BYTES
-from .wire import has_frame, sent
+from .wire import sent
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +192,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
     def _turn(self) -> None:
         if not self._is_open:
             return
+        self._read_wires()  # first: the other end waits for what follows from them
         self._handshakes.read()
         if self._bulk is not None:
             self._blocked.difference_update(bulk_lane(peer) for peer in self._bulk.read())
@@ -209,7 +210,6 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
             # would cost a sleep per window.
             self._heard(peer)
             self._receive_frames(peer, [part.buffer for part in parts[1:]])
-        self._read_wires()
         self._work()
 
     def _wires(self) -> list[tuple[Peer, socket.socket]]:
@@ -345,8 +345,9 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
         ]
         return min((at for at in times if at is not None), default=None)
 
-    def _has_news(self) -> bool:
-        return any(has_frame(wire) for _, wire in self._wires()) or self.has_unread()
+    def _take_news(self) -> bool:
+        self._read_wires()
+        return self.has_unread()
 
     def _wires(self) -> list[tuple[Peer, socket.socket]]:
         return self._slabs.connections()
@@ -369,9 +370,9 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
 
     def _turn(self) -> None:
         self._is_gathering = True
+        self._read_wires()  # first: the device is idle until the next runs are launched
         for peer, link in list(self._links.items()):
             self._turn_link(peer, link)
-        self._read_wires()
         self._is_gathering = False
         for peer, watch in list(self._watches.items()):
             self._take_in(peer, watch.read())

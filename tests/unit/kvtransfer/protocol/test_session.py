@@ -95,6 +95,31 @@ def test_blocks_that_land_out_of_order_count_once_the_gap_closes() -> None:
     assert not room.in_flight
 
 
+def test_runs_that_land_out_of_order_count_once_the_gap_closes() -> None:
+    room = ReceiverRoom(REQUEST, Lease(5, 0), stream=KVLayout(LAYOUT).stream(6, 0))
+    room.in_flight = {block: InFlight(0.0) for block in range(6)}
+    leading = []
+    for run in ((2, 2), (5, 1), (0, 2), (4, 1)):
+        room.land(*run)
+        assert all(room.is_landed(block) for block in range(run[0], sum(run)))
+        leading.append(room.num_leading)
+    assert leading == [0, 0, 4, 6]
+    assert not room.landed_ahead
+    assert not room.in_flight
+
+
+@pytest.mark.parametrize("runs", [[(0, 2), (2, 3)], [(2, 3), (0, 2)], [(3, 2), (1, 2), (0, 1)]])
+def test_runs_that_come_unasked_are_pulled_by_none(runs: list) -> None:
+    room = ReceiverRoom(REQUEST, Lease(5, 0), stream=KVLayout(LAYOUT).stream(6, 0))
+    for run in runs:
+        room.came_unasked(*run, 1.0)
+        assert all(room.are_in_flight(*other) for other in runs[: runs.index(run) + 1])
+    assert (room.next_block, room.unasked, room.num_pulls) == (5, set(), 0)
+    room.in_flight.update(dict.fromkeys((5, 6), InFlight(2.0)))
+    room.in_flight[7] = InFlight(2.0)
+    assert room.num_pulls == 2, "blocks of one pull share it; another one of that time is another pull"
+
+
 def test_tombstones_are_bounded_in_number_and_time() -> None:
     stones = Tombstones(limit=3, seconds=10)
     for i in range(5):

@@ -20,8 +20,9 @@ from baton.cluster.protocol.slab_messages import (
     SlotFree,
 )
 from baton.engine.kv.page_order import PageOrder
-from baton.kvtransfer.memory.host_device import HostDevice
+from baton.kvtransfer.memory.host_device import HostDevice, HostMove
 from baton.kvtransfer.memory.slab import SlabError
+from baton.kvtransfer.memory.span_cutter import SenderPages
 from baton.kvtransfer.protocol.layout import KVLayout
 from baton.kvtransfer.transport import Complete, Dropped, Lost, Offer, Planes, PullRequest
 from baton.kvtransfer.transports import cuda_slab, shm
@@ -131,7 +132,7 @@ def test_every_byte_comes_through_device_memory_in_runs(start, polls):
     assert (done.num_device_blocks, done.num_shm_blocks, done.num_blocks) == (NUM_BLOCKS, 0, NUM_BLOCKS)
     assert pair.wire.count(Pull) - pulled == NUM_RUNS
     assert pair.wire.count(SlabRequest) == 1
-    assert pair.slots() == "DeviceLanes(SlabSlots(0/6 held))"
+    assert pair.slots() == "DeviceLanes(SlabSlots(0/4 held))"
     for end in (pair.sender, pair.receiver):
         assert (end.counters["device_slabs"], end.counters["shm_fallbacks"]) == (1, 0)
         assert end.counters["device_blocks"] >= NUM_BLOCKS
@@ -299,13 +300,34 @@ def test_a_full_slab_sends_the_blocks_of_a_run_as_messages(start):
     pair.run()
     features = pair.open("b" * 32)
     slots = pair.sender._device_slabs._lanes["00000001"].slots
-    taken = [slots.take(("c" * 32, 0, number), pair.now + 5.0) for number in range(5)]
+    taken = [slots.take(("c" * 32, 0, number), pair.now + 5.0) for number in range(3)]
     assert None not in taken
     (done,) = [event for event in pair.run() if isinstance(event, Complete)]
     pair.check_landed(features)
     assert done.num_device_blocks + pair.wire.count(m.Block) >= NUM_BLOCKS
     assert 0 < done.num_device_blocks < NUM_BLOCKS
     assert pair.sender.counters["shm_full"] > 0
+
+
+@pytest.mark.parametrize("polls", [1, 3])
+@pytest.mark.parametrize("end", ["complete", "sender", "receiver"])
+def test_no_pull_of_many_rooms_finds_the_slab_full(start, end, polls):
+    """Decode has as many runs in flight as there are slots, also while rooms end before their time."""
+    pair = start(polls=polls)
+    pair.open()
+    pair.run()
+    rooms = [f"{number}" * 32 for number in range(8)]
+    for room in rooms:
+        pair.open(room)
+    events = []
+    for turn in range(120):
+        events += [*pair.receiver.poll(0), *pair.sender.poll(0)]
+        if end != "complete" and turn % 5 == 4 and turn < 20:
+            getattr(pair, end).release(rooms[turn // 5], 0, "cancelled")
+    counters = pair.sender.counters
+    assert (counters["shm_full"], counters["shm_fallbacks"], pair.wire.count(m.Block)) == (0, 0, 0)
+    assert outcome(events).count("Complete") >= 4
+    assert pair.slots() == "DeviceLanes(SlabSlots(0/4 held))"
 
 
 def test_after_a_slab_is_lost_in_a_hand_off_the_rest_takes_another_way(start):
@@ -481,7 +503,7 @@ def test_slot_messages_of_unknown_peers_free_nothing(start):
     pair.wire.on_message = lambda message: [] if isinstance(message, SlabBlock | SlotFree) else [message]
     pair.open("b" * 32)
     pair.run()
-    assert pair.slots() == "DeviceLanes(SlabSlots(4/6 held))"
+    assert pair.slots() == "DeviceLanes(SlabSlots(4/4 held))"
     (lane,) = pair.sender._device_slabs._lanes.values()
     (held,) = [slot for holder, slot in lane.slots._held.items() if holder[2] == 0]
     right = {
@@ -494,9 +516,9 @@ def test_slot_messages_of_unknown_peers_free_nothing(start):
         {"slot": 0 if held.index else 1},
     ):
         pair.sender.arrive("00000001", [memoryview(encode(SlotFree(**(right | change))))])
-        assert pair.slots() == "DeviceLanes(SlabSlots(4/6 held))", change
+        assert pair.slots() == "DeviceLanes(SlabSlots(4/4 held))", change
     pair.sender.arrive("00000001", [memoryview(encode(SlotFree(**right)))])
-    assert pair.slots() == "DeviceLanes(SlabSlots(3/6 held))"
+    assert pair.slots() == "DeviceLanes(SlabSlots(3/4 held))"
 
 
 def test_a_stranger_gets_no_slab_and_no_handle(start):
@@ -608,7 +630,7 @@ def test_slots_of_a_room_that_ended_are_free_at_once(start, end):
     pair.wire.on_message = lambda message: [] if isinstance(message, SlabBlock | SlotFree) else [message]
     pair.open("b" * 32)
     pair.run()
-    assert pair.slots() == "DeviceLanes(SlabSlots(4/6 held))"
+    assert pair.slots() == "DeviceLanes(SlabSlots(4/4 held))"
     if end == "release":
         pair.sender.release("b" * 32, 0, "cancel")
     elif end == "abort":
@@ -616,7 +638,7 @@ def test_slots_of_a_room_that_ended_are_free_at_once(start, end):
         pair.run()
     else:
         pair.run(7.0)
-    assert pair.slots() == "DeviceLanes(SlabSlots(0/6 held))"
+    assert pair.slots() == "DeviceLanes(SlabSlots(0/4 held))"
 
 
 def test_lost_slot_messages_cost_slots_only_until_the_lease_ends(start):
@@ -633,9 +655,9 @@ def test_lost_slot_messages_cost_slots_only_until_the_lease_ends(start):
         )
     )  # fmt: skip
     pair.run()
-    assert pair.slots() == "DeviceLanes(SlabSlots(4/6 held))"
+    assert pair.slots() == "DeviceLanes(SlabSlots(4/4 held))"
     pair.run(7.0)
-    assert pair.slots() == "DeviceLanes(SlabSlots(0/6 held))"
+    assert pair.slots() == "DeviceLanes(SlabSlots(0/4 held))"
 
 
 def test_a_run_is_gathered_once_and_its_descriptor_repeated(start):
@@ -659,6 +681,49 @@ def test_a_run_is_gathered_once_and_its_descriptor_repeated(start):
     assert pair.sender.counters["device_blocks"] - before == NUM_BLOCKS
 
 
+def test_every_gather_of_a_turn_is_launched_before_one_is_waited_for(start, monkeypatch):
+    """Then the header of each goes before the next one is waited for."""
+    pair, steps = start(), []
+    pair.open()
+    pair.run()
+    move, wait = pair.devices[0].move, HostMove.wait
+    headers = pair.sender._send_headers
+    pair.sender._send_headers = lambda waiting: (steps.append("header"), headers(waiting))[1]
+    pair.devices[0].move = lambda *args, **kw: (steps.append("move"), move(*args, **kw))[1]
+    monkeypatch.setattr(HostMove, "is_held", False)
+    monkeypatch.setattr(HostMove, "poll", lambda self: self.digests if self.is_done else None)
+    monkeypatch.setattr(HostMove, "wait", lambda self: (steps.append("wait"), wait(self))[1])
+    features = pair.open("b" * 32)
+    pair.receiver._settle_landings = lambda: None
+    pair.run()
+    assert steps == ["move"] * NUM_RUNS + ["wait", "header"] * NUM_RUNS
+    del pair.receiver._settle_landings
+    assert outcome(pair.run()) == ["Complete", "Released"]
+    pair.check_landed(features)
+
+
+@pytest.mark.parametrize("end", ["complete", "release"])
+def test_the_memory_of_a_room_is_looked_up_once_and_forgotten_with_it(start, monkeypatch, end):
+    pair, looked_up = start(), []
+    places = SenderPages.places
+    monkeypatch.setattr(SenderPages, "places", lambda *args: (looked_up.append(args), places(*args))[1])
+    pair.open()
+    pair.run()
+    for room in ("b" * 32, "c" * 32):
+        looked_up.clear()
+        features = pair.open(room)
+        if end == "release":
+            while not looked_up:
+                pair.sender.poll(0)
+                pair.receiver.poll(0)
+            pair.sender.release(room, 0, "cancelled")
+        pair.run()
+        assert len(looked_up) == 1
+        assert not pair.sender._device_slabs._places
+        if end == "complete":
+            pair.check_landed(features)
+
+
 def test_memory_that_decode_may_have_mapped_is_freed_only_after_it_closed(start):
     """To free it earlier is undefined behaviour by CUDA's documentation."""
     pair = start()
@@ -668,7 +733,7 @@ def test_memory_that_decode_may_have_mapped_is_freed_only_after_it_closed(start)
     for _ in range(3):
         pair.now += 1.0
         pair.sender.turn()
-        assert pair.devices[0].num_bytes == 14 * SLOT_BYTES
+        assert pair.devices[0].num_bytes == 12 * SLOT_BYTES
         assert pair.sender.counters["device_slabs"] == 1
     pair.receiver.turn()
     assert pair.devices[1].num_bytes == 0, "decode heard that the slab is given up"
@@ -683,7 +748,7 @@ def test_memory_of_a_dead_peer_is_given_back_within_the_lease(start):
     pair.run()
     pair.wire.unlisten("p")
     pair.sender.close()
-    assert pair.devices[1].num_bytes == 14 * SLOT_BYTES
+    assert pair.devices[1].num_bytes == 12 * SLOT_BYTES
     pair.now += 1.0
     pair.receiver.turn()
     assert pair.devices[1].num_bytes == 0
@@ -709,7 +774,7 @@ def test_a_new_connection_of_the_same_process_replaces_the_slab(start):
     assert outcome(pair.run(2.0)) == ["Complete", "Released"]
     pair.check_landed(features)
     assert [end.counters["device_slabs"] for end in (pair.sender, pair.receiver)] == [1, 1]
-    assert pair.devices[0].num_bytes == 14 * SLOT_BYTES
+    assert pair.devices[0].num_bytes == 12 * SLOT_BYTES
 
 
 def test_a_new_connection_gets_the_memory_of_the_slab_that_it_lost(start):

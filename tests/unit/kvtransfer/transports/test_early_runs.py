@@ -8,9 +8,11 @@ import msgspec
 import pytest
 import torch
 from baton.cluster.protocol import messages as m
-from baton.cluster.protocol.kv_messages import Pull
+from baton.cluster.protocol.kv_messages import Pull, Release
 from baton.cluster.protocol.slab_messages import SlabBlock, SlabRequest, SlotFree
-from baton.kvtransfer.transport import Complete, Offer, PullRequest
+from baton.kvtransfer.memory.host_device import HostMove
+from baton.kvtransfer.memory.span_cutter import SenderPages
+from baton.kvtransfer.transport import Complete, Landed, Offer, PullRequest
 from baton.tests.unit.kvtransfer.transports.test_cuda_slab import (
     NUM_BLOCKS,
     NUM_RUNS,
@@ -106,6 +108,70 @@ def test_a_long_run_goes_in_two_parts(start, monkeypatch, num_early, num_pulls):
     pair.check_landed(features)
     assert pair.wire.count(Pull) == num_pulls
     assert early_slots(pair) == f"SlotRanges(0/{num_early} held)"
+
+
+def test_the_owner_hears_of_a_complete_room_before_prefill_does(start, monkeypatch):
+    """A part of the room does not take that place: what is said of it goes while the rest is moved."""
+    monkeypatch.setattr("baton.kvtransfer.transports.cuda_slab.WHOLE_SLOTS", 3)
+    pair = warm(start, polls=1)
+    offer(pair, FIRST)
+    pair.sender.launched(FIRST, 0, 0, NUM_TOKENS)
+    pair.sender.advance(FIRST, 0, NUM_TOKENS, 42)
+    pair.wire.deliver_all()
+    both = pair.receiver._landings[:]
+    pair.receiver._landings = both[:1]
+    assert [type(event) for event in pair.receiver.turn()] == [Landed]
+    pair.wire.deliver_all()
+    assert pair.wire.count(SlotFree) == 1
+    pair.receiver._landings = both[1:]
+    assert [type(event) for event in pair.receiver.turn()] == [Landed, Complete]
+    pair.wire.deliver_all()
+    assert (pair.wire.count(SlotFree), pair.wire.count(Release)) == (1, 0)
+    assert pair.receiver.next_deadline(pair.now) == pair.now
+    assert pair.receiver.turn() == []
+    pair.wire.deliver_all()
+    assert (pair.wire.count(SlotFree), pair.wire.count(Release)) == (2, 1)
+
+
+def test_a_run_that_comes_during_a_move_is_launched_before_its_end(start, monkeypatch):
+    """Else the device would be idle between the two."""
+    monkeypatch.setattr("baton.kvtransfer.transports.cuda_slab.WHOLE_SLOTS", 3)
+    pair, steps = warm(start), []
+    features = offer(pair, FIRST)
+    pair.sender.launched(FIRST, 0, 0, NUM_TOKENS)
+    pair.sender.advance(FIRST, 0, NUM_TOKENS, 42)
+    pair.wire.deliver()
+    (first,) = pair.receiver._landings
+    monkeypatch.setattr(HostMove, "is_held", False)
+    monkeypatch.setattr(HostMove, "poll", lambda self: self.digests if self.is_done else None)
+    wait = HostMove.wait
+    monkeypatch.setattr(HostMove, "wait", lambda self: (steps.append(self), wait(self))[1])
+
+    def take_news() -> bool:
+        assert not first.move.is_done
+        assert not steps
+        pair.wire.deliver_all()
+        return False
+
+    pair.receiver._take_news = take_news
+    events = pair.receiver.turn()
+    assert steps[0] is first.move, "all is launched, so there is no more news to look for"
+    (second,) = pair.receiver._landings
+    assert not second.move.is_done
+    assert outcome([*events, *pair.run()]) == ["Complete", "Released"]
+    pair.check_landed(features)
+
+
+def test_a_pull_finds_its_memory_looked_up_behind_the_forward(start, monkeypatch):
+    pair = warm(start)
+    monkeypatch.setattr(pair.sender._device_slabs._lanes["00000001"].early, "take", lambda *_: None)
+    features = offer(pair, FIRST)
+    pair.sender.launched(FIRST, 0, 0, NUM_TOKENS)
+    monkeypatch.setattr(SenderPages, "places", None)
+    pair.sender.advance(FIRST, 0, NUM_TOKENS, 42)
+    assert outcome(pair.run()) == ["Complete", "Released"]
+    pair.check_landed(features)
+    assert pair.wire.count(Pull) == NUM_RUNS
 
 
 def test_only_blocks_of_the_last_forward_go_unasked(start):
@@ -338,9 +404,9 @@ def test_a_pair_of_which_one_knows_no_early_runs_pulls_all(start, monkeypatch, s
 
 
 def test_early_runs_leave_memory_for_the_pulls_of_one_more_pair(start):
-    pair = warm(start, device_slab_bytes=14 * SLOT_BYTES)
+    pair = warm(start, device_slab_bytes=10 * SLOT_BYTES)
     assert early_slots(pair) == "SlotRanges(0/2 held)"
-    assert pair.slots() == "DeviceLanes(SlabSlots(0/6 held))"
+    assert pair.slots() == "DeviceLanes(SlabSlots(0/4 held))"
     features = offer(pair, FIRST)
     pair.sender.launched(FIRST, 0, 0, NUM_TOKENS)
     pair.sender.advance(FIRST, 0, NUM_TOKENS, 42)
