@@ -242,7 +242,7 @@ class Placer:
 
     def _has_choice(self, role: str) -> bool:
         """Whether it matters which worker has a prefix cached, also for the choice of local prefill."""
-        if self._local_max_queued:
+        if self._local_max:
             return True
         has_choice: bool = self._registry.memo(f"choice of {role}", lambda: self._is_one_of_several(role))
         return has_choice

@@ -1,5 +1,6 @@
 """The router's estimate of prefix caches decides where a prompt is computed, with one worker of each role."""
 
+import pytest
 from baton.cluster.protocol.messages import (
     DecodeTimeline,
     Finished,
@@ -33,11 +34,14 @@ def test_with_local_prefill_decodes_report_corrects_both_known_caches():
     assert beliefs(world) == {P: 1, D: 0}, "decode has evicted it"
 
 
-def test_without_a_choice_nothing_is_recorded():
-    world = World().join()
+@pytest.mark.parametrize("limit", [0, 64])
+def test_without_a_choice_nothing_is_recorded(limit):
+    """Help for prefill is no such choice: no prompt is hashed while prefill is idle."""
+    world = World(policy=PairingPolicy(local_prefill_queued_max=limit)).join(local_prefill=True)
     (entry,), _ = world.submit(16)
     world.finish(entry.room.room)
     assert beliefs(world) == {P: 0, D: 0}
+    assert entry.prompt._names == {}
 
 
 def mixed(is_aggregated=True, **settings):
