@@ -265,11 +265,8 @@ def dealt_to(name: str, cls: type[RoleConfig], settled: Deal) -> dict[str, Value
     share, and what routers leave to decode.
     """
     if cls is RouterConfig:
-        return (
-            {LOCAL_PREFILL_QUEUED_MAX: settled.local_prefill_queued_max}
-            if settled.local_prefill_queued_max
-            else {}
-        )
+        limit = settled.local_prefill_queued_max
+        return {LOCAL_PREFILL_QUEUED_MAX: limit} if limit else {}
     place = settled.place_of(name)
     return {} if place is None or not place.memory_share else {SHARE: place.memory_share}
 
