@@ -68,8 +68,11 @@ def test_both_ranks_answer_without_prefill_workers_and_leave_together(model):
     with serving(model, prefill=0, decode=1, aggregated=True, **SETTINGS) as cluster:
         assert len(instances(cluster)) == 2
         check_answers(cluster, model)
-        tokens = [worker["counters"]["tokens"] for worker in decode_workers(cluster)]
-        assert all(count > 0 for count in tokens), "each rank had some of the requests"
+        wait_until(  # of heartbeats
+            lambda: all(worker["counters"]["tokens"] > 0 for worker in decode_workers(cluster)),
+            30,
+            "each rank had some of the requests",
+        )
         wait_free(cluster)
         (child,) = [child for child in cluster.children if child.role == "decode"]
         ranks = [psutil.Process(child.pid), *psutil.Process(child.pid).children()]
