@@ -56,6 +56,15 @@ def decode_workers(cluster):
     return [worker for worker in status(cluster)["workers"] if worker["role"] == "decode"]
 
 
+def wait_all_answered(cluster):
+    """Each rank had some of the requests, as the heartbeats tell."""
+
+    def have_answered():
+        return all(worker["counters"]["tokens"] > 0 for worker in decode_workers(cluster))
+
+    wait_until(have_answered, 30, "tokens of every rank")
+
+
 def check_answers(cluster, model, count=6):
     """Requests at once, which the router spreads over the ranks."""
     reference = reference_model(model)
@@ -68,11 +77,7 @@ def test_both_ranks_answer_without_prefill_workers_and_leave_together(model):
     with serving(model, prefill=0, decode=1, aggregated=True, **SETTINGS) as cluster:
         assert len(instances(cluster)) == 2
         check_answers(cluster, model)
-        wait_until(  # of heartbeats
-            lambda: all(worker["counters"]["tokens"] > 0 for worker in decode_workers(cluster)),
-            30,
-            "each rank had some of the requests",
-        )
+        wait_all_answered(cluster)
         wait_free(cluster)
         (child,) = [child for child in cluster.children if child.role == "decode"]
         ranks = [psutil.Process(child.pid), *psutil.Process(child.pid).children()]
@@ -106,7 +111,7 @@ def test_schemas_and_prompt_embeddings_beside_plain_requests(model):
         said = at_once(jobs, len(jobs))
         assert said[0::3] == said[1::3] == plain
         assert all(set(json.loads(answer["choices"][0]["text"])) == {"a"} for answer in said[2::3])
-        assert all(worker["counters"]["tokens"] > 0 for worker in decode_workers(cluster))
+        wait_all_answered(cluster)
         wait_free(cluster)
 
 
