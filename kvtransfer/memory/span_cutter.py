@@ -154,31 +154,22 @@ class SpanCutter:
     def __repr__(self) -> str:
         return f"SpanCutter(pieces={len(self._plain.planes)}, {len(self._windowed.planes)})"
 
-    def places(self, stream: RoomStream, block: int, count: int, bases: Bases) -> RunPlaces:
-        """The memory of the blocks [block, block + count).
+    def places(self, stream: RoomStream, bases: Bases) -> RunPlaces:
+        """The memory of all blocks of the stream.
 
         Each plane comes with the page in it of every page of the stream that has one: the last ones, for
         window pages.
         """
-        start = block * stream.block_bytes
-        end = start + stream.block_size(block, count)
-        first, last = stream.pages_before(start), stream.pages_before(end - 1) + 1
-        border = min(max(first, stream.window_first), last)
         parts = [
-            self._placed(self._plain, stream, bases, first, border),
-            self._placed(self._windowed, stream, bases, border, last),
+            self._placed(self._plain, stream, bases, 0, stream.window_first),
+            self._placed(self._windowed, stream, bases, stream.window_first, stream.num_pages),
         ]
-        addresses, begins, sizes, row_bytes, strides = (
+        addresses, offsets, sizes, row_bytes, strides = (
             np.concatenate(each) for each in zip(*parts, strict=True)
         )
         if self._has_rows:
-            whole = RunPlaces(addresses, begins - start, sizes, row_bytes, strides)
-            return whole.part(0, end - start)
-        low, high = np.maximum(begins, start), np.minimum(begins + sizes, end)
-        is_inside = low < high
-        return RunPlaces(
-            (addresses + low - begins)[is_inside], low[is_inside] - start, (high - low)[is_inside]
-        )
+            return RunPlaces(addresses, offsets, sizes, row_bytes, strides)
+        return RunPlaces(addresses, offsets, sizes)
 
     def _placed(
         self, pieces: _Pieces, stream: RoomStream, bases: Bases, first: int, last: int
@@ -226,7 +217,7 @@ class SenderPages:
             bases["window"] = self._window, [page - self._num_pages for page in parts]
         if self._features is not None:
             bases["features"] = self._features, pages
-        return known[1].places(stream, 0, stream.num_blocks, bases)
+        return known[1].places(stream, bases)
 
 
 class ReceiverPages:
@@ -252,7 +243,7 @@ class ReceiverPages:
             bases["window"] = self._window, [page - self._num_pages for page in parts]
         if request.features is not None and layout.has_features:
             bases["features"] = PlaneBase.of(request.features), range(stream.num_pages)
-        return known[1].places(stream, 0, stream.num_blocks, bases)
+        return known[1].places(stream, bases)
 
 
 def is_aligned(layout: KVLayout) -> bool:

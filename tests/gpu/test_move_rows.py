@@ -48,9 +48,7 @@ def test_heads_cross_a_slab_between_pools_of_unequal_ranks(senders: int, receive
     slab = device.allocate(stream.total_bytes)
     sources, targets = list(range(1, NUM_PAGES - 3)), list(range(NUM_PAGES - 1, 3, -1))
     ends = [
-        SpanCutter(pair, rows).places(
-            stream, 0, stream.num_blocks, {"kv": (PlaneBase.of(pages.view(NUM_PAGES, -1)), ids)}
-        )
+        SpanCutter(pair, rows).places(stream, {"kv": (PlaneBase.of(pages.view(NUM_PAGES, -1)), ids)})
         for rows, pages, ids in (
             (pair.sender_rows, source, sources),
             (pair.receiver_rows, target, targets),
