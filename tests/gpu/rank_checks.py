@@ -5,6 +5,7 @@ same name: a second worker in one process would wait for ranks of the first.
 """
 
 import multiprocessing
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,7 +19,7 @@ SIZES = {"device": "cuda", "page_size": 16, "gpu_memory_share": 0.2, "pages": 16
 
 
 def in_own_process(check: Callable[..., None], *args: object, **settings: object) -> None:
-    """Calls `check` in a new process, which dies with an error here. Raises what it raised."""
+    """Calls `check` in a new process, which dies with an error here. AssertionError: what it raised."""
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(sending, check, args, settings))
@@ -34,8 +35,7 @@ def in_own_process(check: Callable[..., None], *args: object, **settings: object
             process.join(20)
         process.kill()
         process.join()
-    if fault is not None:
-        raise fault
+    assert not fault, fault
 
 
 def _run(
@@ -43,18 +43,10 @@ def _run(
 ) -> None:
     try:
         check(*args, **settings)
-    except BaseException as error:
-        sending.send(AssertionError(f"{type(error).__name__}: {error}\n" + "\n".join(_where(error))))
+    except BaseException:
+        sending.send(traceback.format_exc())
         raise
-    sending.send(None)
-
-
-def _where(error: BaseException) -> list[str]:
-    lines, at = [], error.__traceback__
-    while at is not None:
-        lines.append(f"  {at.tb_frame.f_code.co_filename}:{at.tb_lineno}")
-        at = at.tb_next
-    return lines
+    sending.send("")
 
 
 def check_answers(target: Path, draft: Path | None, tp: int, **settings: object) -> None:
