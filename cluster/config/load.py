@@ -135,7 +135,7 @@ def ignored_settings(config: RoleConfig) -> list[str]:
     """One line per given setting that other settings make ineffective. `up` calls this for its children."""
     lines = []
     if isinstance(config, DecodeSettings) and isinstance(config, EngineSettings):
-        given = [name for name in settings_of(DecodeSettings) if _is_given(config, name)]
+        given = [name for name in settings_of(DecodeSettings) if is_given(config, name)]
         drafting = [flag_of(name) for name in given if name.startswith("spec_")]
         lookup = [flag_of(name) for name in given if name.startswith("ngram_")]
         recording = [flag_of(name) for name in given if name.startswith("record_")]
@@ -152,17 +152,13 @@ def ignored_settings(config: RoleConfig) -> list[str]:
                 f"{flag} is ignored: nothing drafts without a head, name one with --draft"
                 for flag in drafting
             ]
-    if isinstance(config, EngineSettings) and config.pages and _is_given(config, "kv_memory_mb"):
+    if isinstance(config, EngineSettings) and config.pages and is_given(config, "kv_memory_mb"):
         lines.append("--kv-memory-mb is ignored: --pages sets the size of the KV pool")
-    if (
-        isinstance(config, EngineSettings)
-        and config.device == "cpu"
-        and _is_given(config, "gpu_memory_share")
-    ):
+    if isinstance(config, EngineSettings) and config.device == "cpu" and is_given(config, "gpu_memory_share"):
         lines.append("--gpu-memory-share is ignored: --device cpu uses no GPU")
-    if isinstance(config, WorkerConfig) and _is_given(config, "metrics_host") and not config.metrics_port:
+    if isinstance(config, WorkerConfig) and is_given(config, "metrics_host") and not config.metrics_port:
         lines.append("--metrics-host is ignored: --metrics-port 0 opens no port")
-    if isinstance(config, TraceSettings) and _is_given(config, "trace_sample") and not config.otlp_endpoint:
+    if isinstance(config, TraceSettings) and is_given(config, "trace_sample") and not config.otlp_endpoint:
         lines.append("--trace-sample is ignored: without --otlp-endpoint nothing is traced")
     if isinstance(config, PrefillConfig) and config.kv_bulk_port and not _has_bulk_port(config):
         lines.append(
@@ -216,7 +212,8 @@ def _ignored_of_prefixes(config: DecodeConfig) -> list[str]:
     return []
 
 
-def _is_given(config: RoleConfig, name: str) -> bool:
+def is_given(config: RoleConfig, name: str) -> bool:
+    """Whether some source gave the setting `name`, or a program set another value than its default."""
     return name in config.explicit or getattr(config, name) != settings_of(type(config))[name].default
 
 

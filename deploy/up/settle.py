@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ...cluster.config.groups import RoleConfig
 from ...cluster.config.link_checks import check_links
+from ...cluster.config.load import is_given
 from ...cluster.config.roles import UpConfig
 from ...cluster.errors import ConfigError
 from ..capacity.worker_sizes import need_of_roles
@@ -70,8 +71,7 @@ def settle(
 def _with_help(settled: Deal, config: UpConfig) -> Deal:
     """Where each role has GPUs of its own, decode computes prompts while those of prefill are behind."""
     roles, is_shared = {place.role for place in settled.places}, any(p.memory_share for p in settled.places)
-    is_said = config.local_prefill_queued_max > 0 or LOCAL_PREFILL_QUEUED_MAX in config.explicit
-    if len(roles) < 2 or is_shared or is_said or not config.local_prefill:
+    if len(roles) < 2 or is_shared or is_given(config, LOCAL_PREFILL_QUEUED_MAX) or not config.local_prefill:
         return settled
     note = (
         f"Decode computes a prompt of up to {HELP_TOKENS} new tokens itself where its wait on prefill would "
