@@ -51,18 +51,27 @@ def _ranks_under(pid):
 
 @pytest.mark.slow
 def test_a_dead_and_a_stopped_rank_end_their_worker_and_its_streams_go_on(model):
-    with serving(model, prefill=0, decode=2, **SETTINGS) as cluster:
-        reference = reference_model(model)
+    check_losses(model, "", LONG, **SETTINGS)
+
+
+def check_losses(model, head, num_tokens, **settings):
+    """Two workers of two ranks: one loses a rank that is killed, then one a rank that is stopped."""
+    reference = reference_model(model)
+    with serving(model, head, prefill=0, decode=2, **settings) as cluster:
+        wait_until(lambda: len(instances(cluster)) == 2, 90, "two workers")
         prompt = random_ids(50, VOCAB, seed=1)
         assert complete(cluster, prompt, max_tokens=8)[0] == reference_greedy(reference, prompt, 8)
         prompts = [random_ids(40, VOCAB, seed=seed) for seed in (2, 3, 4)]
-        expected = [complete(cluster, ids, max_tokens=LONG)[0] for ids in prompts]
+        expected = [complete(cluster, ids, max_tokens=num_tokens)[0] for ids in prompts]
         every = {rank.pid for ranks in ranks_of(cluster).values() for rank in ranks}
+        workers = {child.pid for child in cluster.children if child.pid}
         assert len(every) == 2
         for number, said in LOSSES:
             lose_a_rank(cluster, number, said, prompts, expected)
             every |= {rank.pid for ranks in ranks_of(cluster).values() for rank in ranks}
-    assert not any(map(is_alive, every)), "a rank outlived its worker"
+            workers |= {child.pid for child in cluster.children if child.pid}
+        assert len(every) == 4, "each worker that lost a rank came back with a new one"
+    assert not any(map(is_alive, every | workers)), "a rank or its worker outlived the cluster"
 
 
 def num_resumed(cluster):

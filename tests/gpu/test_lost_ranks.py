@@ -9,14 +9,13 @@ import pytest
 import torch
 from baton.tests.cluster.random_heads import random_head
 from baton.tests.cluster.router_fakes import save_tokenizer
-from baton.tests.cluster.serving import complete, instances, random_ids, serving, wait_until
-from baton.tests.cluster.test_tensor_parallel import LOSSES, is_alive, lose_a_rank, ranks_of
-from baton.tests.parity.toy_models import reference_greedy, reference_model
+from baton.tests.cluster.serving import wait_until
+from baton.tests.cluster.test_tensor_parallel import VOCAB, check_losses
 
 NUM_CARDS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_CARDS < 4, reason="needs four CUDA devices")]
 
-VOCAB, NUM_TOKENS = 330, 600  # so many that streams run for seconds
+NUM_TOKENS = 600  # so many that streams run for seconds
 SETTINGS = {
     "aggregated": True, "kv_memory_mb": 256, "threads": 1, "tp": 2, "watchdog_s": 10.0,
     "stall_timeout_s": 4.0, "graphs": "on", "spec_adaptive": "off", "chunk_size": 256, "max_running": 8,
@@ -45,29 +44,9 @@ def model(tmp_path_factory, toy_checkpoint):
     return save_tokenizer(shutil.copytree(toy_checkpoint("llama", **sizes), folder))
 
 
-def check(model, head, num_tokens, **settings):
-    """The losses of both kinds, one after the other."""
-    reference = reference_model(model)
-    with serving(model, head, prefill=0, decode=2, ready_s=300.0, **(SETTINGS | settings)) as cluster:
-        wait_until(lambda: len(instances(cluster)) == 2, 90, "two workers")
-        prompt = random_ids(50, VOCAB, seed=1)
-        assert complete(cluster, prompt, max_tokens=8)[0] == reference_greedy(reference, prompt, 8)
-        prompts = [random_ids(40, VOCAB, seed=seed) for seed in (2, 3, 4)]
-        expected = [complete(cluster, ids, max_tokens=num_tokens)[0] for ids in prompts]
-        every = {rank.pid for ranks in ranks_of(cluster).values() for rank in ranks}
-        workers = {child.pid for child in cluster.children if child.pid}
-        assert len(every) == 2
-        for number, said in LOSSES:
-            lose_a_rank(cluster, number, said, prompts, expected)
-            every |= {rank.pid for ranks in ranks_of(cluster).values() for rank in ranks}
-            workers |= {child.pid for child in cluster.children if child.pid}
-        assert len(every) == 4, "each worker that lost a rank came back with a new one"
-    assert not any(map(is_alive, every | workers)), "a rank or its worker outlived the cluster"
-
-
 def test_a_dead_and_a_stopped_rank_cost_no_stream_and_no_memory_of_a_card(model, tmp_path, free_before):
     head = random_head(model, tmp_path, 3, (0, 1, 2))
-    check(model, head, NUM_TOKENS, device="cuda", is_watched=False)
+    check_losses(model, head, NUM_TOKENS, device="cuda", is_watched=False, ready_s=300.0, **SETTINGS)
     wait_until(
         lambda: all(now > before - LEFT for now, before in zip(free_memory(), free_before, strict=True)),
         GIVEN_BACK_S,
