@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from baton.deploy.up.children import free_port
+from baton.tests.ports import free_port
 
 INTERVAL_S = 0.5
 Vector = dict[frozenset[tuple[str, str]], float]
@@ -65,7 +65,7 @@ class Prometheus:
 @contextlib.contextmanager
 def prometheus(directory: Path, jobs: Mapping[str, Sequence[str]]) -> Iterator[Prometheus]:
     """A server that scrapes the processes at the URLs of each job."""
-    port = free_port("127.0.0.1")
+    port = free_port()
     scrapes = [
         {"job_name": job, "static_configs": [{"targets": [url.partition("://")[2] for url in urls]}]}
         for job, urls in jobs.items()

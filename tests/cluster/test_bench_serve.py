@@ -8,8 +8,8 @@ import httpx
 import pytest
 from baton.bench.serve.bench import main
 from baton.bench.serve.plot import cdf, ticks
-from baton.deploy.up.children import free_port
 from baton.tests.cluster.router_fakes import until
+from baton.tests.ports import free_port
 
 
 @pytest.fixture
@@ -76,9 +76,9 @@ def test_two_servers_are_compared_with_a_table_json_and_a_chart(start, tmp_path,
 
 def test_metrics_of_routers_behind_one_port_are_read_at_their_own(start, capsys):
     shared = {"share_port": True}
-    one, script = start(own_port=free_port("127.0.0.1"), **shared)
+    one, script = start(own_port=free_port(), **shared)
     one.pair(script)
-    two, script = start(port=one.router.port, own_port=free_port("127.0.0.1"), **shared)
+    two, script = start(port=one.router.port, own_port=free_port(), **shared)
     two.pair(script)
     until(lambda: all(running.router._server._listening for running in (one, two)), "both listen")
     urls = f"{one.router.own_url},{two.router.own_url}"

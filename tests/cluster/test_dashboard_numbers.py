@@ -17,7 +17,6 @@ import httpx
 import psutil
 import pytest
 from baton.cluster.telemetry import metric_names as names
-from baton.deploy.up.children import free_port
 from baton.tests.cluster.prometheus import needs, prometheus
 from baton.tests.cluster.router_fakes import save_tokenizer
 from baton.tests.cluster.serving import (
@@ -29,6 +28,7 @@ from baton.tests.cluster.serving import (
     wait_free,
     wait_until,
 )
+from baton.tests.ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +59,7 @@ def long_model(toy_checkpoint, tmp_path_factory):
 def free_pair():
     """A port P so that P + 1 is free, too."""
     while True:
-        port = free_port("127.0.0.1")
+        port = free_port()
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port + 1)):
                 return port
@@ -326,7 +326,7 @@ def compare_processes(server, urls, own):
 @needs("prometheus")
 @pytest.mark.parametrize(("num_routers", "has_ports", "shown"), TOPOLOGIES)
 def test_every_panel_shows_the_true_number(num_routers, has_ports, shown, long_model, tmp_path):
-    first = {"PREFILL": free_port("127.0.0.1"), "DECODE": free_pair()} if has_ports else {}
+    first = {"PREFILL": free_port(), "DECODE": free_pair()} if has_ports else {}
     env = {f"BATON_{role}_METRICS_PORT": str(port) for role, port in first.items()}
     own = [first["PREFILL"], first["DECODE"], first["DECODE"] + 1] if first else []
     own = [f"http://127.0.0.1:{port}" for port in own]

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sysconfig
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from baton.tests.meta.doc_commands import PAGES, sections
+from baton.tests.ports import free_port
 
 pytestmark = pytest.mark.smollm2
 
@@ -22,11 +22,6 @@ SERVERS = ("baton up", "baton serve")
 CLIENTS = ("baton bench serve", "baton chat", "baton top")  # they ask port 8000 unless told
 READY_S = 120.0
 COMMAND_S = 240.0
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,17 +16,12 @@ from baton.tests.lock_files import ROOT
 from baton.tests.meta.kubernetes.manifests import needs
 from baton.tests.parity.fresh_chats import FRESH_CHATS
 from baton.tests.parity.prompts import CHATS
+from baton.tests.ports import free_port
 
 EXAMPLES = ROOT / "examples"
 READY_S, EXAMPLE_S = 120, 120
 STOP_S = 30
 MORE = "--device cpu --kv-memory-mb 256 --threads 1"
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 @contextmanager

@@ -19,10 +19,10 @@ from baton.cluster.config.roles import UpConfig
 from baton.cluster.errors import ConfigError, StartupError
 from baton.deploy.cli.top import clients_of
 from baton.deploy.up import supervise
-from baton.deploy.up.children import free_port
 from baton.deploy.up.gpu_list import Gpu
 from baton.deploy.up.launcher import Cluster, fetch, remove_stale_directories
 from baton.deploy.up.serve import without_prefill
+from baton.tests.ports import free_port
 
 ROUTER = """
     import http.server, json, os, signal, sys
@@ -140,7 +140,7 @@ def test_a_cluster_gets_ready_and_stops_leaving_no_process_and_no_file(launch, r
 
 @pytest.mark.parametrize("source", ["table", "variable"])
 def test_the_launcher_reports_the_host_and_port_of_the_router(launch, tmp_path, source):
-    port = free_port("127.0.0.1")
+    port = free_port()
     path = tmp_path / "c.toml"
     path.write_text(f"[router]\nport = {port}\n" if source == "table" else "")
     env = {} if source == "table" else {"BATON_ROUTER_PORT": str(port)}

@@ -7,8 +7,8 @@ import time
 
 import httpx
 from baton.cluster.process.sd_notify import PINGS_PER_LIMIT
-from baton.deploy.up.children import free_port
 from baton.tests.cluster.managed import managed
+from baton.tests.ports import free_port
 
 WATCHDOG_S = 2.0
 DRAIN_S = 30.0
@@ -24,7 +24,7 @@ WORKER = (
 
 
 def router_flags(model):
-    port, control = free_port("127.0.0.1"), f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+    port, control = free_port(), f"tcp://127.0.0.1:{free_port()}"
     flags = (
         f"--model={model}",
         f"--port={port}",

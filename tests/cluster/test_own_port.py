@@ -15,7 +15,6 @@ from baton.cluster.errors import ConfigError, StartupError
 from baton.cluster.protocol.messages import Reserve
 from baton.deploy.cli import top
 from baton.deploy.keys.api_keys import add
-from baton.deploy.up.children import free_port
 from baton.router.http import server
 from baton.router.http.listeners import open_listeners
 from baton.router.http.server import (
@@ -27,6 +26,7 @@ from baton.router.http.server import (
 )
 from baton.tests.cluster.certificates import Authority, pem
 from baton.tests.cluster.router_fakes import BODY, assert_nothing_left, open_request, until
+from baton.tests.ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
 
 OK = ("baton_requests_total", "ok")
@@ -36,7 +36,7 @@ ANSWERED = ("baton_http_responses_total", "200")
 @pytest.fixture
 def start_own(start):
     """start_own(**settings) -> (a router with a port of its own, its script)"""
-    return lambda **settings: start(own_port=free_port("127.0.0.1"), **settings)
+    return lambda **settings: start(own_port=free_port(), **settings)
 
 
 def own(running):
@@ -187,7 +187,7 @@ def test_descriptors_of_the_own_port_are_kept_free(monkeypatch):
 
 
 def test_an_own_port_is_exclusive_and_loopback_unless_trusted():
-    port = free_port("127.0.0.1")
+    port = free_port()
     config = RouterConfig(model="m", port=0, own_port=port, share_port=True)
     listeners = open_listeners(config, trusted_network=False)
     try:

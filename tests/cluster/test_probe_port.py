@@ -7,14 +7,14 @@ import ssl
 import httpx
 from baton.cluster.protocol.messages import Reserve
 from baton.deploy.keys.api_keys import add
-from baton.deploy.up.children import free_port
 from baton.tests.cluster.certificates import Authority
 from baton.tests.cluster.router_fakes import open_request, until
+from baton.tests.ports import free_port
 
 
 def probed(start, **settings):
     """A router with a port of probes, its script, and the URL of the port."""
-    port = free_port("127.0.0.1")
+    port = free_port()
     running, script = start(probe_port=port, **settings)
     return running, script, f"http://127.0.0.1:{port}"
 

@@ -204,6 +204,7 @@ class FaultCluster:
             self.signal(node.name, signal.SIGKILL)
         for node in self.nodes.values():
             self._forker.wait_down(node, 10)
+        self.place.release()
         self._client.close()
         if self._proxies is not None:
             self._proxies, proxies = None, self._proxies

@@ -11,8 +11,6 @@ A Lan treats whole Ethernet frames of at most 1514 bytes: no card offers to send
 
 import contextlib
 import os
-import random
-import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,8 +18,8 @@ from pathlib import Path
 from baton.cluster.security.keyring import read_key
 from baton.deploy.keys.keys import add, init
 from baton.tests.faults.netns import do, enter, inside, make, name_host, path_of
+from baton.tests.ports import HeldPorts
 
-PORTS = "FAULT_PORTS"  # environment: LOW-HIGH
 HOST, HOST_NAME = "FAULT_HOST", "FAULT_HOST_NAME"  # environment of a node that moves in
 SETTINGS = Path(__file__).resolve().parents[2] / "deploy" / "packaging" / "kubernetes" / "base" / "baton.toml"
 # as SETTINGS and the manifests have them
@@ -36,18 +34,27 @@ class Loopback:
 
     moves: tuple[str, ...] = ()  # functions "module:function" that a node calls first, in each of its lives
 
+    def __init__(self) -> None:
+        self._held: list[HeldPorts] = []
+
     def __enter__(self) -> "Loopback":
         return self
 
     def __exit__(self, *_: object) -> None:
-        return
+        self.release()
+
+    def release(self) -> None:
+        """The nodes have no lives any more: others may have their ports."""
+        while self._held:
+            self._held.pop().release()
 
     def settle(self, names: list[str], directory: Path) -> dict[str, tuple[int, int]]:
         """(control port, HTTP port) of each router, (0, KV port) of each worker in `names`; decode's is that
         of prefixes.
         """
         routers = [name for name in names if name.startswith("router")]
-        ports = unused_ports(len(routers) + len(names))
+        self._held.append(HeldPorts(len(routers) + len(names)))
+        ports = self._held[-1].ports
         control = dict(zip(routers, ports, strict=False))
         return {
             name: (control.get(name, 0), port)
@@ -76,6 +83,7 @@ class Lan(Loopback):
     moves = ("baton.tests.faults.places:move_in",)
 
     def __init__(self) -> None:
+        super().__init__()
         self._stack = contextlib.ExitStack()
         self._hosts: dict[str, int] = {}  # name -> its namespace
         self._keys: dict[str, Path] = {}
@@ -209,23 +217,3 @@ def make_keys(names: list[str], directory: Path) -> dict[str, Path]:
                 role = other.partition("-")[0]
                 add(place, read_key(elsewhere, role).public, role, other, 3600, time.time())
     return places
-
-
-def unused_ports(count: int) -> list[int]:
-    """Loopback ports for nodes through all their lives: below the range from which connections get theirs,
-    and in the part of it that is ours where several runs share a host.
-    """
-    low, _, high = os.environ.get(PORTS, "20000-32000").partition("-")
-    found: list[int] = []
-    for port in random.SystemRandom().sample(range(int(low), int(high)), int(high) - int(low)):
-        with socket.socket() as probe:
-            try:
-                if not probe.connect_ex(("127.0.0.1", port)):
-                    continue
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        found.append(port)
-        if len(found) == count:
-            return found
-    raise AssertionError(f"fewer than {count} ports of {low}-{high} are free")

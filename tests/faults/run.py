@@ -13,7 +13,6 @@ import time
 from collections import deque
 from pathlib import Path
 
-from baton.tests.faults.places import PORTS
 from baton.tests.faults.rows import HEAD, as_line, attempt, load
 from baton.tests.faults.testbed import Bed
 
@@ -35,7 +34,6 @@ LONGEST = (
 )
 """Begun first when there are shards."""
 CORES_PER_SHARD = 2
-PORTS_PER_SHARD = 1500
 
 
 def main() -> int:
@@ -115,12 +113,11 @@ def play_sharded(names: list[str], num_shards: int, cores: list[int]) -> list[st
 def in_shard(name: str, shard: int, cores: list[int], directory: Path) -> str:
     """Plays one row in a process of its own; its line of the table."""
     own = cores[CORES_PER_SHARD * shard :][:CORES_PER_SHARD]
-    low = 20000 + PORTS_PER_SHARD * shard
     out = directory / f"{name}.md"
     done = subprocess.run(
         ["taskset", "-c", ",".join(map(str, own)), sys.executable, __file__, "--rows", name, "--out",
         str(out)],
-        env=os.environ | {PORTS: f"{low}-{low + PORTS_PER_SHARD}"}, capture_output=True, text=True,
+        capture_output=True, text=True,
         check=False,
     )  # fmt: skip
     print("\n".join(done.stdout.split("\n| row |")[0].splitlines()), flush=True)

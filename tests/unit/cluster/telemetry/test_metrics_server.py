@@ -17,9 +17,9 @@ from baton.cluster.process.process import Shutdown
 from baton.cluster.protocol.messages import Heartbeat, WorkerStats
 from baton.cluster.telemetry import metrics_server
 from baton.cluster.telemetry.metrics_server import MetricsServer, serve_metrics
-from baton.deploy.up.children import free_port
 from baton.tests.cluster.hostile import MIB, hostile_frames
 from baton.tests.corpora import corpus
+from baton.tests.ports import free_port
 from baton.tests.unit.cluster.telemetry.test_metrics import FACTS, INSTANCE, MODEL, samples, value
 from baton.tests.unit.worker.test_main_loop import FakeLink, FakeWorker
 from baton.worker.main_loop import WorkerLoop
@@ -139,7 +139,7 @@ def test_a_port_in_use_and_an_open_address_are_refused_with_the_remedy(server):
 
 
 def test_a_requested_metrics_port_serves_the_figures_of_heartbeats():
-    port = free_port("127.0.0.1")
+    port = free_port()
     assert serve_metrics(DecodeConfig(model="m"), INSTANCE) is None
     server = serve_metrics(DecodeConfig(model="org/m", metrics_port=port), INSTANCE)
     server.describe(FACTS)
