@@ -38,6 +38,9 @@ HEARTBEATS_PER_TIMEOUT = 6  # so that a few late ones do no harm
 HEARTBEAT_RANGE_MS = (100, 1000)
 LONGEST_EXCUSE_S = 5.0
 UNREACHABLE_S = 0.75  # a worker that reconnects says Hello within this time
+# After a pause of this router its workers have given it up. They dial again and greet at longer and longer
+# intervals, each at most 1 s.
+REDIAL_S = 2.5
 
 T = TypeVar("T")
 
@@ -253,6 +256,7 @@ class Registry:
         self._memo: dict[str, Any] = {}
         self._excused_at = 0.0
         self._excuse_left_s = LONGEST_EXCUSE_S
+        self._returned_at = 0.0  # until then a worker may be on its way back
 
     def __repr__(self) -> str:
         num_prefill = sum(worker.role == "prefill" for worker in self)
@@ -399,14 +403,20 @@ class Registry:
             worker.last_seen = min(now, worker.last_seen + seconds)
 
     def excuse_pause(self, seconds: float, now: float) -> None:
-        """This router did not run for so long, so nobody was silent, nor without a connection."""
+        """This router did not run for so long, so nobody was silent, nor without a connection.
+
+        Workers have `REDIAL_S` to come back.
+        """
         self._excused_at = now
+        self._returned_at = now + REDIAL_S
         for worker in self:
             worker.last_seen += seconds
             if worker.unreachable_since is not None:
                 worker.unreachable_since += seconds
 
     def _is_overdue(self, worker: Worker, now: float) -> bool:
+        if now <= self._returned_at:
+            return False
         since = worker.unreachable_since
         return now - worker.last_seen > self._timeout_s or (since is not None and now - since > UNREACHABLE_S)
 

@@ -182,6 +182,7 @@ def f71l(scene: Scene) -> str:
 
 def router_paused(scene: Scene, seconds: float) -> str:
     streams, later, _ = paused(scene, ["router"], seconds)
+    assert not scene.cluster.status()["router"]["events"].get("worker_lost")
     return told(streams + later)
 
 

@@ -7,7 +7,7 @@ from baton.router.errors import ApiError
 from baton.router.rooms.effects import Failure
 from baton.router.scheduling.dispatcher import SETTLE_S
 from baton.router.workers.eligibility import is_ready
-from baton.router.workers.registry import UNREACHABLE_S
+from baton.router.workers.registry import REDIAL_S, UNREACHABLE_S
 from baton.tests.unit.router.scheduling.test_dispatcher import D, P, World, events
 from baton.tests.unit.router.workers.test_registry import hello
 
@@ -155,6 +155,36 @@ def test_after_a_pause_of_the_router_nobody_is_late():
     assert len(world.of(b"d", Reserve)) == num_orders, "what the workers said meanwhile is read first"
     world.run(SETTLE_S + 0.1, PREFILL, DECODE)
     assert len(world.of(b"d", Reserve)) > num_orders
+
+
+def test_after_a_pause_of_the_router_workers_have_time_to_come_back():
+    world = Stalling(request_timeout_s=100.0).join()
+    (stream,), inbox = world.submit(16)
+    world.now += 40.0
+    world.dispatcher.paused(40.0)
+    world.lost.add(b"d")  # it gave this router up, and dials again
+    world.dispatcher.probe()
+    world.run(REDIAL_S - 0.2, PREFILL)
+    assert world.states() == ["serving", "serving"]
+    (late,), later = world.submit(16)
+    assert [answer.unread_since for answer in (inbox, later)] == [None, None], "nobody hears of a failure"
+    world.lost.discard(b"d")
+    world.dispatcher.on_message(b"d", hello(instance=D, role="decode", generation=1))
+    world.run(1.0, PREFILL, DECODE)
+    assert not world.dispatcher.events["worker_lost"]
+    assert [entry.room.is_at_workers for entry in (stream, late)] == [True, True]
+
+
+def test_who_does_not_come_back_after_a_pause_is_lost():
+    world = Stalling(request_timeout_s=100.0).join()
+    _, inbox = world.submit(16)
+    world.now += 40.0
+    world.dispatcher.paused(40.0)
+    world.lost.add(b"d")
+    world.dispatcher.probe()
+    world.run(REDIAL_S + 0.2, PREFILL)
+    assert world.states() == ["serving"]
+    assert [type(event) for event in events(inbox)] == [Failure]
 
 
 def test_a_deadline_counts_the_pause():
