@@ -38,8 +38,8 @@ HEARTBEATS_PER_TIMEOUT = 6  # so that a few late ones do no harm
 HEARTBEAT_RANGE_MS = (100, 1000)
 LONGEST_EXCUSE_S = 5.0
 UNREACHABLE_S = 0.75  # a worker that reconnects says Hello within this time
-# After a pause of this router its workers have given it up. They dial again and greet at longer and longer
-# intervals, each at most 1 s.
+# After a pause of this router its workers have given it up. They greet at intervals of at most 1 s, once they
+# are connected.
 REDIAL_S = 2.5
 
 T = TypeVar("T")

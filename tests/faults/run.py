@@ -117,8 +117,7 @@ def in_shard(name: str, shard: int, cores: list[int], directory: Path) -> str:
     done = subprocess.run(
         ["taskset", "-c", ",".join(map(str, own)), sys.executable, __file__, "--rows", name, "--out",
         str(out)],
-        capture_output=True, text=True,
-        check=False,
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     print("\n".join(done.stdout.split("\n| row |")[0].splitlines()), flush=True)
     if not out.exists():
