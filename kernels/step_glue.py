@@ -12,8 +12,10 @@ import torch
 
 from .triton_jit import jit_varying, next_power_of_2, tl
 
-# Columns of a request's state; the pages are the last. LATE counts rows that wait for the drafter.
-NEWEST, LENGTH, REMAINING, CAPACITY, DRAFT_ROW, SEED, TOP_K, IS_DRAWN, LATE, PAGES = range(10)
+# Columns of a request's state; the pages are the last. LATE counts rows that wait for the drafter. MATCHED
+# tells whether the drafter had proposed the first of those that it has seen last.
+NEWEST, LENGTH, REMAINING, CAPACITY, DRAFT_ROW, SEED, TOP_K, IS_DRAWN, LATE, MATCHED, PAGES = range(11)
+UNASKED, MISS, MATCH = range(3)  # whether a token was proposed
 NUM_COUNTS = 4  # columns of a report after the tokens
 
 

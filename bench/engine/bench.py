@@ -31,10 +31,10 @@ from ..arguments import at_least
 from .drafters import ALL, DRAFTERS, named_drafters
 from .floors import UNKNOWN, Ceilings, PassCounts, Work, measure_ceilings
 from .ranks import rank_0, rank_device
-from .rig import ComputedPrompt, Rig, RigSettings, check_ranks
+from .rig import ComputedPrompt, Rig, RigSettings, Stepper, check_ranks
 from .shapes import DRAFT_VOCABULARY, FORMS, MXFP4, SHAPES
 from .sums import SumTime, sum_times, table
-from .timing import Timing, measure
+from .timing import STEPS_IN_TURN, Timing, measure, measure_in_turn
 
 PROG = "baton bench engine"
 WARM_UPS = 3
@@ -46,9 +46,9 @@ TOP_KERNELS = 12
 class Cell:
     """One measurement.
 
-    `kind` is decode, prefill, the name of a drafter, or that name behind "adaptive". `size` counts requests,
-    for a prefill tokens. `floor_ms` is the lower bound for all passes (`num_bytes`, `num_flops`). `accepted`
-    is the measured number of tokens per step and request.
+    `kind` is decode, prefill, the name of a drafter, that name behind "adaptive", or decode in turn with such
+    steps. `size` counts requests, for a prefill tokens. `floor_ms` is the lower bound for all passes
+    (`num_bytes`, `num_flops`). `accepted` is the measured number of tokens per step and request.
     """
 
     kind: str
@@ -91,7 +91,7 @@ class EngineBench:
                     yield self._step(kind, prompts[:batch], has_graphs)
             if options.adaptive and has_graphs:
                 for batch in batches:
-                    yield self._adaptive(prompts[:batch])
+                    yield from self._adaptive(prompts[:batch])
 
     def _prefill(self, length: int, has_graphs: bool) -> Cell:
         request = self.rig.long_prompt(length)
@@ -112,17 +112,36 @@ class EngineBench:
         accepted = stepper.finish()
         return replace(cell, accepted=accepted, path="+".join(sorted(stepper.paths)))
 
-    def _adaptive(self, prompts: Sequence[ComputedPrompt]) -> Cell:
-        """Steps of the policy's choice. They have no floor of their own: `path` names the chosen steps."""
+    def _adaptive(self, prompts: Sequence[ComputedPrompt]) -> Iterator[Cell]:
+        """Steps of the policy's choice, in turn with plain ones of the same context.
+
+        They have no floor of their own: `path` names the chosen steps.
+        """
         policy = self.rig.policy()
-        stepper = self.rig.stepper(prompts, has_drafts=True, policy=policy)
+        first = self.rig.stepper(prompts, has_drafts=True, policy=policy)
         for _ in range(ADAPTIVE_WARM_UPS):
-            stepper.step()
-        stepper.restart()
-        kind = f"adaptive {self.rig.settings.drafts}"
-        cell = self._cell(kind, len(prompts), True, stepper.step, lambda: [])
-        accepted = stepper.finish()
-        return replace(cell, accepted=accepted, path=f"graph, {policy.current.steps} drafts")
+            first.step()
+        first.finish()
+        batches: dict[str, Stepper] = {}
+        if self.has_plain:
+            batches["decode in turn"] = self.rig.stepper(prompts, has_drafts=False)
+        batches[f"adaptive {self.rig.settings.drafts}"] = self.rig.stepper(
+            prompts, has_drafts=True, policy=policy
+        )
+        timings = measure_in_turn([*batches.values()], self.rig.settings.device)
+        for (kind, batch), timing in zip(batches.items(), timings, strict=True):
+            path = f"graph, {policy.current.steps if batch.decoder.policy else 0} drafts"
+            yield Cell(
+                kind=kind,
+                size=len(prompts),
+                has_graphs=True,
+                path=path,
+                floor_ms=0.0,
+                num_bytes=0.0,
+                num_flops=0.0,
+                accepted=batch.finish(),
+                timing=timing,
+            )
 
     def _cell(
         self,
@@ -342,8 +361,10 @@ def settings_of(options: argparse.Namespace) -> RigSettings:
     if device.type == "cuda" and ranks > torch.cuda.device_count():
         raise ConfigError(f"{name} {ranks}: this process sees {torch.cuda.device_count()} GPUs; lower it")
     # measured steps, as many under the profiler, and the warm-ups; the first step may accept one token more
-    warm_ups = WARM_UPS + (ADAPTIVE_WARM_UPS if options.adaptive else 0)
-    growth = (2 * options.repeats + warm_ups + 2) * (options.spec_steps + 1)
+    num_steps = 2 * options.repeats + WARM_UPS
+    if options.adaptive:
+        num_steps = max(num_steps, ADAPTIVE_WARM_UPS, STEPS_IN_TURN)
+    growth = (num_steps + 2) * (options.spec_steps + 1)
     return RigSettings(
         shape=options.shape,
         model=options.model,

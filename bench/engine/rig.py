@@ -130,22 +130,18 @@ class Stepper:
         if len(self._flights) > 1:
             self._read()
 
-    def restart(self) -> None:
-        """Reads the steps under way, and counts steps and tokens from here."""
-        self._drain()
-        self._before, self.num_steps = sum(request.num_output for request in self.requests), 0
+    def drain(self) -> None:
+        """Reads the steps under way."""
+        while self._flights:
+            self._read()
 
     def finish(self) -> float:
         """Read what is under way and forget the requests; the tokens that each got per step."""
-        self._drain()
+        self.drain()
         for request in self.requests:
             self.decoder.forget(request)
         gained = sum(request.num_output for request in self.requests) - self._before
         return gained / len(self.requests) / self.num_steps
-
-    def _drain(self) -> None:
-        while self._flights:
-            self._read()
 
     def _read(self) -> None:
         flight = self._flights.pop(0)

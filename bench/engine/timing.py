@@ -9,8 +9,9 @@ profiler's cost.
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch.autograd.profiler_util import FunctionEvent
@@ -20,6 +21,9 @@ from torch.profiler import ProfilerActivity, profile
 # too.
 WAITS = ("Synchronize", "Memcpy")
 SUBMIT_US = 10.0
+# Rounds of steps in turn. Steps that come every eighth time, or less rarely, are in each round alike.
+ROUNDS, ROUND_STEPS, PROFILED_STEPS = 7, 16, 8
+STEPS_IN_TURN = ROUNDS * (ROUND_STEPS + 1) + PROFILED_STEPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,36 @@ class Timing:
     device: float | None = None
     host: float | None = None
     kernels: list[tuple[str, float, float]] = field(default_factory=list)
+
+
+class Steps(Protocol):
+    """Steps of one batch, of which one may be launched and not read."""
+
+    def step(self) -> None: ...
+
+    def drain(self) -> None:
+        """Reads the step under way."""
+
+
+def measure_in_turn(batches: Sequence[Steps], device: torch.device) -> list[Timing]:
+    """Times the steps of several batches in rounds, so that a clock that changes meets all alike.
+
+    `wall` is the median over the rounds of the mean step, which counts rare long steps, too. Each batch takes
+    STEPS_IN_TURN steps.
+    """
+    times: list[list[float]] = [[] for _ in batches]
+    for _ in range(ROUNDS):
+        for batch, mine in zip(batches, times, strict=True):
+            batch.step()  # whose end the first timed step waits for
+            began = time.perf_counter()
+            for _ in range(ROUND_STEPS):
+                batch.step()
+            mine.append((time.perf_counter() - began) * 1e3 / ROUND_STEPS)
+            batch.drain()
+    walls = [statistics.median(mine) for mine in times]
+    if device.type != "cuda":
+        return [Timing(wall=wall) for wall in walls]
+    return [_profiled(batch.step, wall, PROFILED_STEPS) for batch, wall in zip(batches, walls, strict=True)]
 
 
 def measure(run: Callable[[], object], device: torch.device, repeats: int, *, warm_ups: int = 3) -> Timing:

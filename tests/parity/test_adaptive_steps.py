@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from baton.engine.auto_sizes import LATE_ROWS
 from baton.engine.sampling.params import SamplingParams
 from baton.engine.speculative.adaptive import StepCosts, StepPolicy
 from baton.engine.speculative.drafters.eagle3 import Eagle3Drafter
@@ -58,7 +59,7 @@ def test_the_oracle_is_accepted_in_full_when_drafting_resumes(
     oracle: tuple[Path, Path], shapes: list[DraftShape], has_graphs: bool
 ) -> None:
     """The drafter observes the rows of plain steps late, but before the next step with drafts."""
-    script = [0, 0, 0, len(shapes) - 1, 0, 1, 0]
+    script = [0] * (LATE_ROWS + 1) + [len(shapes) - 1, 0, 1, 0]
     policy = Scripted(shapes, list(script))
     full = shapes[-1]
     engine = Engine(*oracle, steps=full.steps, topk=full.topk, tokens=full.num_nodes, policy=policy)
@@ -73,7 +74,7 @@ def test_the_oracle_is_accepted_in_full_when_drafting_resumes(
         len(lengths) - 1 - len(script)
     )
     assert policy.heard[0] == (2, 2), "first proposals that were not offered would have been right"
-    assert policy.heard[1] == (2 * full.steps, 2 * full.steps), "the second and third step compare nothing"
+    assert policy.heard[1] == (2 * full.steps, 2 * full.steps), "one comparison for all rows of a catch-up"
     if has_graphs:
         assert {result.path for result in engine.results} == {"graph"}
 
@@ -131,25 +132,27 @@ def test_rows_observed_late_give_the_draft_kv_of_rows_observed_at_once(
 def test_the_policy_sees_warm_requests_only_and_at_most_what_was_drafted(
     oracle: tuple[Path, Path],
 ) -> None:
-    policy = Scripted(CHAINS, [2, 0])
+    script = [2, *[0] * (LATE_ROWS + 1)]
+    policy = Scripted(CHAINS, list(script))
     engine = Engine(*oracle, policy=policy, aux_ids=(1, 3, 4))
-    cold, warm = (engine.prefill(prompt, greedy(9)) for prompt in ([1, 2], [40]))
+    cold, warm = (engine.prefill(prompt, greedy(60)) for prompt in ([1, 2], [40]))
     engine.decoder.forget(cold)
-    for _ in range(3):
+    for _ in script:
         engine.decoder.step([cold, warm])
-    assert policy.heard == [(0, 1), (0, 1), (0, 1)]
+    assert policy.heard == [(0, 1), (0, 1)]
 
 
 def test_unrequested_proposals_match_where_drafts_would_have(oracle: tuple[Path, Path]) -> None:
     """At temperature 1 a proposal depends on the noise of its position, which must be that of the target's
-    choice."""
+    choice. Steps without drafts tell it when the drafter catches up."""
     heard = []
-    for script in ([0], [1]):
+    for script in ([0] * (LATE_ROWS + 1), [1]):
         policy = Scripted(CHAINS, list(script))
         engine = Engine(*oracle, policy=policy)
         params = [sampled() for _ in range(8)]
         requests = [engine.prefill([7 * i + 1, 3 * i], p) for i, p in enumerate(params)]
-        engine.decoder.step(requests)
+        for _ in script:
+            engine.decoder.step(requests)
         heard.append(policy.heard)
     assert heard[0] == heard[1]
     ((kept, tried),) = heard[0]

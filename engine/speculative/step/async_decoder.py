@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ....kernels.step_glue import NUM_COUNTS
+from ....kernels.step_glue import MATCH, NUM_COUNTS, UNASKED
 from ...host_copy import to_device
 from ...parallel.plan_messages import (
     BeginDraftsPlan,
@@ -49,8 +49,8 @@ from .step_graphs import Report, StepGraphs
 class Flight:
     """A launched step that was not read yet.
 
-    `warm` marks the requests with drafts. `kind` determines the layout of the report. `is_watched`: the step
-    compared first proposals that the drafter made with all earlier rows.
+    `warm` marks the requests with drafts. `kind` determines the layout of the report. `is_watched`: the
+    report tells of first proposals that no earlier one told of.
     """
 
     requests: tuple[Request, ...]
@@ -251,15 +251,16 @@ class AsyncDecoder:
 
     def _keep_up(self, batch: _Batch, kind: StepKind) -> bool:
         """Lets the drafter catch up where a step of `kind` needs it, and counts the rows that the step leaves
-        to it. Returns whether the step can compare first proposals.
+        to it. Returns whether the step reports a new comparison of first proposals: its own, or that of the
+        rows which the drafter has just seen.
         """
         is_late, late = self.steps.step.is_late(kind), self.coverage.most_late(batch.requests)
-        if late and (not is_late or late >= self.steps.late_rows):
+        catches_up = late > 0 and (not is_late or late >= self.steps.late_rows)
+        if catches_up:
             self._catch_up(batch.requests)
-            late = 0
         if is_late:
             self.coverage.note_late(batch.requests, 1)
-        return kind.watched is not None and late == 0
+        return catches_up if is_late else kind.watched is not None
 
     def _catch_up(self, requests: Sequence[Request]) -> None:
         self.steps.catch_up(tuple(self._slots[each] for each in requests if each in self._slots))
@@ -457,9 +458,9 @@ class AsyncDecoder:
         if policy is None or not rows:
             return
         if flight.kind.watched is not None:
-            if not flight.is_watched:
-                return
-            policy.observe([sum(row[width + PROPOSED] for row in rows)], [len(rows)])
+            asked = [row[width + PROPOSED] for row in rows if row[width + PROPOSED] != UNASKED]
+            if flight.is_watched and asked:
+                policy.observe([asked.count(MATCH)], [len(asked)])
             return
         counts = Counter(min(row[width + ACCEPTED], useful_rows) - 1 for row in rows)
         levels = range(useful_rows - 1)

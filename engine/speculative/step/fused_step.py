@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ....kernels.step_glue import NUM_COUNTS, Places, PlaceSizes, step_outcome, step_places
+from ....kernels.step_glue import MATCHED, NUM_COUNTS, Places, PlaceSizes, step_outcome, step_places
 from ...graphs.breakable import Breaks, ReplayContext
 from ...parallel.group import SOLO, TensorGroup
 from ...row_plans import plan_rows
@@ -32,11 +32,11 @@ from ..drafting.shape import DraftShape
 from ..drafting.tree import DraftTree
 from ..drafting.verify import AcceptResult, compact, verify_drafts
 from .device_state import DeviceState, StepRows
-from .late_rows import LateRows
+from .late_rows import LateRows, matches
 
 # Columns of a report behind the R tokens: accepted rows; rows before the first with logits that are not
 # finite; rows before the first whose support exceeds the ranked candidates; in a step with drafts, the number
-# of drafts found, and in one without, whether an unused first proposal matches.
+# of drafts found, and in one without, whether an unused first proposal matches: UNASKED, MISS or MATCH.
 ACCEPTED, GOOD, SEEN, PROPOSED = range(NUM_COUNTS)
 WORD = 8  # bytes of a column
 
@@ -51,8 +51,8 @@ class StepKind:
 
     `is_ranked`: some request samples from a top-k or a nucleus. `is_edited`: some request has penalties,
     biases, bans, a grammar or logprobs. `num_top` is the maximum number of top logprobs (-1: no logprobs).
-    `is_exact`: the step uses the exact chooser, which no graph can hold. `watched`: a step without drafts
-    compares the first proposals of this shape.
+    `is_exact`: the step uses the exact chooser, which no graph can hold. `watched`: the first proposals of
+    this shape are compared with what steps without drafts choose.
     """
 
     shape: DraftShape
@@ -141,7 +141,7 @@ class FusedStep:
         logits, features = self._verify(rows, places, tokens, tree, breaks)
         choice = self._choose(slots, rows, places, logits, tokens, tree, kind, breaks)
         accepted = verify_drafts(kind.shape, tokens, tree, choice.tokens, places.limits)
-        proposed = self._would_match(view, accepted, kind) if found is None else found
+        proposed = self._would_match(rows, view, accepted, kind) if found is None else found
         outcome = step_outcome(
             self.state.integers,
             slots,
@@ -174,8 +174,9 @@ class FusedStep:
 
     @torch.no_grad()
     def catch_up(self, slots: torch.Tensor, breaks: Breaks[StepContext]) -> torch.Tensor:
-        """The drafter observes the late rows of the requests in `slots` `[B]`; returns their numbers, int64
-        `[B]`.
+        """The drafter observes the late rows of the requests in `slots` `[B]`.
+
+        Returns int64 `[B, 2]`: their numbers, and what column MATCHED of the state now says.
         """
         assert self.late is not None, "no step leaves rows to the drafter"
         assert self.drafter is not None
@@ -184,8 +185,10 @@ class FusedStep:
         if not breaks.is_recorded:
             self._note_pages(batch.rows, places)
         view = self._view(batch.rows, places, breaks)
+        proposals = self.drafter.first_proposals(view, self.late.watched.topk)
+        found = self.late.note_matches(slots, batch, proposals)
         self.drafter.observe(view, batch.features, batch.accepted, batch.counts, self.late.shape)
-        return batch.counts
+        return torch.stack((batch.counts, found), dim=1)
 
     def _note_pages(self, rows: StepRows, places: Places) -> None:
         """In debug runs, records the pages that this step reads and writes, to order page copies."""
@@ -342,12 +345,19 @@ class FusedStep:
         breaks.graph_break(fill_masks)(tokens[:, 1:], parents, out=masks)
         return masks.view(-1, num_words)
 
-    def _would_match(self, view: DraftView, accepted: AcceptResult, kind: StepKind) -> torch.Tensor:
-        """Whether one of the unused first proposals equals the target's sample: `[B]` int64, 0 or 1."""
+    def _would_match(
+        self, rows: StepRows, view: DraftView, accepted: AcceptResult, kind: StepKind
+    ) -> torch.Tensor:
+        """Whether one of the unused first proposals equals the target's sample, as MATCHED says it: `[B]`.
+
+        If the step leaves its rows to a `catch_up`, what the last of those found.
+        """
+        if self.is_late(kind):
+            return rows.integers[:, MATCHED]
         if self.drafter is None or kind.watched is None:
             return torch.zeros_like(view.lens)
         proposals = self.drafter.first_proposals(view, kind.watched.topk)
-        return (proposals == accepted.tokens[:, :1]).any(dim=1).long()
+        return matches(proposals, accepted.tokens[:, :1])
 
     def _with_logprobs(
         self,

@@ -3,7 +3,8 @@
 A drafter observes every accepted row of the target. In a step without drafts this costs a read of the draft's
 weights for one row per request. Here such a step only keeps the features and the token of its row. One
 forward of the drafter observes up to `num_rows` rows of each request later: before the next step with drafts,
-and at the latest when `num_rows` steps have passed.
+and at the latest when `num_rows` steps have passed. The drafter's first proposal is for the first of these
+rows. They are compared then, once for all these steps, and the next step without drafts reports the result.
 
 Shape legend: S slots, B requests, C late rows of each at most, K captured features, Ht target hidden.
 """
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ....kernels.step_glue import LATE, LENGTH
+from ....kernels.step_glue import LATE, LENGTH, MATCH, MATCHED, MISS, UNASKED
 from ..drafting.shape import DraftShape
 from ..drafting.verify import AcceptResult
 from .device_state import PAD_SLOT, DeviceState, StepRows
@@ -32,11 +33,22 @@ class LateBatch:
     counts: torch.Tensor
 
 
-class LateRows:
-    """The features and tokens of up to `num_rows` rows per slot of `state`. `width` is K*Ht."""
+def matches(proposals: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """MATCH where one of `proposals` `[B, K]` is the token of `tokens` `[B, 1]`, else MISS; int64 `[B]`."""
+    return MISS + (proposals == tokens).any(dim=1) * (MATCH - MISS)
 
-    def __init__(self, state: DeviceState, num_rows: int, width: int, dtype: torch.dtype) -> None:
+
+class LateRows:
+    """The features and tokens of up to `num_rows` rows per slot of `state`.
+
+    `width` is K*Ht. `watched`: the shape whose first proposals are compared with first late rows.
+    """
+
+    def __init__(
+        self, state: DeviceState, num_rows: int, watched: DraftShape, width: int, dtype: torch.dtype
+    ) -> None:
         self.state = state
+        self.watched = watched
         self.num_rows = num_rows
         self.shape = DraftShape.of(num_rows - 1)
         places = state.num_slots * num_rows
@@ -88,6 +100,14 @@ class LateRows:
             accepted=accepted,
             counts=counts,
         )
+
+    def note_matches(self, slots: torch.Tensor, batch: LateBatch, proposals: torch.Tensor) -> torch.Tensor:
+        """Notes for the requests in `slots` `[B]` whether one of `proposals` `[B, K]` was the token of the
+        first late row of `batch`; returns column MATCHED, int64 `[B]`.
+        """
+        found = matches(proposals, batch.accepted.tokens[:, :1]).where(batch.counts > 0, UNASKED)
+        self.state.integers[:, MATCHED].index_copy_(0, slots, found)
+        return found
 
     def _reserve(self) -> None:
         """Grows with the state, whose new slots have no late rows."""

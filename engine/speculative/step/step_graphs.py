@@ -347,10 +347,10 @@ def step_graphs(
     """Steps of any of `shapes`, and plain ones, for up to `max_requests` requests of up to `max_context`
     tokens.
 
-    A step without drafts compares the first proposals of shape `watched`, and leaves its row to a later
-    `catch_up` if the drafter allows it. Each shape has three kinds with
-    graphs: greedy or free sampling, ranked sampling, and edited logits with logprobs. Raises CheckpointError
-    for trees that are too deep for the target's attention.
+    A step without drafts compares the first proposals of shape `watched`. If the drafter allows it, the step
+    leaves its row and the comparison to a later `catch_up`. Each shape has three kinds with graphs: greedy or
+    free sampling, ranked sampling, and edited logits with logprobs. Raises CheckpointError for trees that are
+    too deep for the target's attention.
     """
     every = list(dict.fromkeys([*shapes, PLAIN]))
     deepest = max((shape.num_path for shape in every if shape.is_tree), default=0)
@@ -363,8 +363,8 @@ def step_graphs(
     late = None
     if drafter is not None:
         drafter.reserve(max_requests)
-        if late_rows:
-            late = LateRows(state, late_rows, drafter.feature_width, runner.model.dtype)
+        if late_rows and watched is not None:
+            late = LateRows(state, late_rows, watched, drafter.feature_width, runner.model.dtype)
     num_top = min(TOP_LOGPROBS, vocab_size)
     kinds = [
         kind

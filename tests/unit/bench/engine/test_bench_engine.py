@@ -14,6 +14,7 @@ from baton.engine.errors import CheckpointError
 from baton.engine.models.weight_cuts import rank_config
 from baton.engine.parallel.group import TensorGroup
 from baton.engine.parallel.sharing import attention_parallel, tensor_parallel
+from baton.engine.speculative.adaptive import MeasuredCosts
 from baton.tests.variants import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,7 +63,26 @@ def test_steps_yield_the_requested_accept_length_with_graphs_or_not(accept_lengt
     assert "simulated" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(("accept_length", "is_drafted"), [(1, False), slow(3, True)])
+def test_adaptive_steps_are_measured_in_turn_with_plain_ones(
+    accept_length, is_drafted, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(MeasuredCosts, "step", fixed_cost)
+    out = tmp_path / "out.json"
+    flags = ["--batch", "2", "--prefill", "--graphs", "on", "--adaptive", "--spec-steps", "2"]
+    assert main([*SMALL, *flags, "--accept-length", str(accept_length), "--json", str(out)]) == 0
+    cells = {cell["kind"]: cell for cell in json.loads(out.read_text())["cells"]}
+    plain, chosen = cells["decode in turn"], cells["adaptive eagle3"]
+    assert (plain["path"], plain["accepted"]) == ("graph, 0 drafts", 1.0)
+    assert chosen["path"] == ("graph, 2 drafts" if is_drafted else "graph, 0 drafts")
+    assert chosen["accepted"] == accept_length
+
+
+def fixed_cost(costs, shape, batch_size, context):
+    """Of a step, so that the clock of a busy machine decides nothing."""
+    return 1 + shape.steps / 8
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["free", "keep"])
 def test_layers_with_windows_are_measured_in_either_kind_of_pages(kind, toy_checkpoint, tmp_path, capsys):

@@ -5,18 +5,18 @@ from types import SimpleNamespace
 import torch
 from baton.engine.request import Request
 from baton.engine.sampling.params import SamplingParams
-from baton.engine.speculative.drafting.shape import PLAIN
+from baton.engine.speculative.drafting.shape import PLAIN, DraftShape
 from baton.engine.speculative.step.device_state import DeviceState
 from baton.engine.speculative.step.draft_coverage import Coverage, DraftCoverage
 from baton.engine.speculative.step.late_rows import LateRows
-from baton.kernels.step_glue import LATE, LENGTH
+from baton.kernels.step_glue import LATE, LENGTH, MATCH, MATCHED, MISS, UNASKED
 
 ROWS, WIDTH = 3, 4
 
 
 def late_rows(num_slots: int = 3) -> LateRows:
     state = DeviceState(num_slots, max_pages=2, vocab_size=16, device="cpu")
-    return LateRows(state, ROWS, WIDTH, torch.float32)
+    return LateRows(state, ROWS, DraftShape.of(1, 2), WIDTH, torch.float32)
 
 
 def keep(late: LateRows, slots: list[int], number: int, emitted: list[int] | None = None) -> None:
@@ -64,6 +64,17 @@ def test_no_row_overwrites_another_when_all_places_are_taken():
     batch = late.take(torch.tensor([1]))
     assert batch.counts.tolist() == [ROWS]
     assert batch.accepted.tokens.tolist() == [[10, 11, 12]]
+
+
+def test_the_first_late_row_is_compared_with_the_proposals_for_it():
+    late = late_rows(num_slots=4)
+    for number in range(2):
+        keep(late, [1, 2], number)
+    slots = torch.tensor([2, 3, 1])
+    batch = late.take(slots)
+    proposals = torch.tensor([[7, 20], [30, 31], [11, 12]])  # of the first row, of no row, of the second row
+    late.note_matches(slots, batch, proposals)
+    assert late.state.integers[:, MATCHED].tolist() == [UNASKED, MISS, MATCH, UNASKED]
 
 
 def test_rows_stay_when_the_state_grows():
