@@ -18,7 +18,8 @@ import torch
 from .attention_form import PLAIN_FORM, AttentionForm
 from .paged_attention import QUERY_BLOCK, causal_band, extend_attention
 from .paged_tile import LOG2_E, first_sums, fold_tile
-from .triton_jit import jit_varying, tensor_descriptor, tl
+from .triton_jit import jit_varying, tensor_descriptor, tile_descriptor, tl
+from .wgmma_attention import TILE_GROUPS, can_run, wgmma_attention_triton
 
 REQUEST_BLOCK = 64
 
@@ -169,12 +170,15 @@ class ContextKV:
         self.keys = keys
         self.values = values
         self._descriptors: dict[tuple[int, int], tuple[object, object]] = {}
+        self._tiles: tuple[object, object] | None = None
 
     def prepare(self) -> None:
         """Make the descriptors of every tile that `tile_of` can choose."""
         tiles = {tile_of(rows, 1, 0, self.keys.dtype) for rows in (1, FEW_PAIRS + 1)}
         for tile in tiles:
             self.descriptors(tile.columns)
+        if can_run(self.keys.device, self.keys.shape[2], self.keys.dtype):
+            self.tile_descriptors()
 
     def descriptors(self, columns: int) -> tuple[object, object]:
         """Kernel arguments that copy `columns` rows of one head of the keys, and of the values."""
@@ -183,6 +187,14 @@ class ContextKV:
             keys, values = (x.view(x.shape[0], -1) for x in (self.keys, self.values))
             self._descriptors[shape] = tensor_descriptor(keys, shape), tensor_descriptor(values, shape)
         return self._descriptors[shape]
+
+    def tile_descriptors(self) -> tuple[object, object]:
+        """As `descriptors`, for the kernel of `wgmma_attention`."""
+        if self._tiles is None:
+            shape = TILE_GROUPS.columns, self.keys.shape[2]
+            keys, values = (x.view(x.shape[0], -1) for x in (self.keys, self.values))
+            self._tiles = tile_descriptor(keys, shape), tile_descriptor(values, shape)
+        return self._tiles
 
 
 def context_attention_triton(
@@ -291,6 +303,10 @@ def context_attention(
     if not can_attend(head_dim):
         raise ValueError(f"context_attention: no kernel for heads of {head_dim} values")
     tile = tile_of(q.shape[0], q.shape[1], longest, q.dtype)
+    if tile is WIDE_TILE and form.is_plain and not form.window and can_run(q.device, head_dim, q.dtype):
+        descriptors, scale = context.tile_descriptors(), scale * LOG2_E
+        places = q_starts, kv_starts, kv_lens
+        return wgmma_attention_triton(q, descriptors, kv_heads, *places, scale, out=out)
     arguments = q, context, q_starts, kv_starts, kv_lens, scale
     return context_attention_triton(*arguments, tile=tile, out=out, form=form)
 

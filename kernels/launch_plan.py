@@ -6,9 +6,16 @@ from importlib import import_module
 
 import torch
 
-from .triton_jit import Launch, PointerArgument, descriptor_of, is_descriptor, planned_launch
+from .triton_jit import (
+    Launch,
+    PointerArgument,
+    descriptor_of,
+    is_descriptor,
+    is_tile_descriptor,
+    planned_launch,
+)
 
-FORMAT = 1
+FORMAT = 2
 
 
 def encode_launches(launches: Sequence[Launch]) -> str:
@@ -63,7 +70,8 @@ def _encoded(value: object) -> object:
     if isinstance(value, PointerArgument):
         return [_name_of(value.dtype), value.offset]
     if is_descriptor(value):
-        return [_name_of(value.base.dtype), 0, *map(list, (value.shape, value.strides, value.block_shape))]
+        sizes = map(list, (value.shape, value.strides, value.block_shape))
+        return [_name_of(value.base.dtype), 0, *sizes, is_tile_descriptor(value)]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(f"{type(value).__name__} is no argument that a plan on disk can hold")
@@ -77,7 +85,10 @@ def _value(value: object) -> object:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"no dtype: {dtype}")
     pointer = PointerArgument(found, int(offset))
-    return descriptor_of(pointer, *described) if described else pointer
+    if not described:
+        return pointer
+    *sizes, is_tile = described
+    return descriptor_of(pointer, *sizes, is_tile=bool(is_tile))
 
 
 def _name_of(dtype: torch.dtype) -> str:

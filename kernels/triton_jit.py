@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard, cast
 
 import torch
 
@@ -26,6 +26,19 @@ except ImportError:  # no wheel for this platform; nothing on it can call a laun
     triton = tl = TensorDescriptor = None
     JITFunction = object
 
+try:
+    from triton.experimental.gluon import language as gl  # type: ignore[import-untyped]
+    from triton.experimental.gluon._runtime import GluonJITFunction  # type: ignore[import-untyped]
+    from triton.experimental.gluon.language.nvidia import hopper as warpgroups  # type: ignore[import-untyped]
+    from triton.experimental.gluon.nvidia.hopper import (  # type: ignore[import-untyped]
+        TensorDescriptor as TileDescriptor,
+    )
+
+    mbarrier, tma = warpgroups.mbarrier, warpgroups.tma
+except (ImportError, AttributeError):
+    gl = mbarrier = tma = warpgroups = TileDescriptor = None
+    GluonJITFunction = JITFunction
+
 __all__ = [
     "ALIGNMENT",
     "Compiled",
@@ -35,21 +48,32 @@ __all__ = [
     "Rows",
     "cdiv",
     "descriptor_of",
+    "gl",
+    "gluon_jit",
+    "gluon_jit_varying",
+    "has_gluon",
     "is_descriptor",
+    "is_tile_descriptor",
     "jit",
     "jit_varying",
+    "mbarrier",
     "next_power_of_2",
     "planned_launch",
     "planned_launches",
     "rows_of",
     "tensor_descriptor",
+    "tile_descriptor",
     "tl",
+    "tma",
     "triton_version",
+    "warpgroups",
     "watch_compilations",
 ]
 
 ALIGNMENT = 16  # bytes of an address, and the factor of an integer, that Triton compiles variants for
 INT32_MAX = 2**31 - 1
+# Gluon, the lower language of Triton, is experimental: its names may change with each version. These compile.
+GLUON_VERSIONS = ((3, 6), (3, 7))
 
 
 class Kernel(Protocol):
@@ -78,6 +102,26 @@ def jit_varying(*names: str) -> Callable[[Callable[..., object]], Kernel]:
 
     def decorate(function: Callable[..., object]) -> Kernel:
         kernel: Kernel = _NoTriton() if triton is None else _Planned(function, do_not_specialize=list(names))
+        return kernel
+
+    return decorate
+
+
+def has_gluon() -> bool:
+    """Whether this version of Triton has the Gluon that kernels here are written in."""
+    return gl is not None and tuple(map(int, triton_version().split(".")[:2])) in GLUON_VERSIONS
+
+
+def gluon_jit(function: Callable[..., object]) -> Kernel:
+    """As `jit`, for Gluon. Only launched where `has_gluon`."""
+    return gluon_jit_varying()(function)
+
+
+def gluon_jit_varying(*names: str) -> Callable[[Callable[..., object]], Kernel]:
+    """As `jit_varying`, for Gluon. Only launched where `has_gluon`."""
+
+    def decorate(function: Callable[..., object]) -> Kernel:
+        kernel: Kernel = _NoTriton() if gl is None else _PlannedGluon(function, do_not_specialize=list(names))
         return kernel
 
     return decorate
@@ -160,19 +204,21 @@ def planned_launches() -> Iterator[list[Launch]]:
         _plan.reset(token)
 
 
-class _Planned(JITFunction):  # type: ignore[misc]
+class _Launches:
     """A Triton kernel whose launches `planned_launches` can collect."""
+
+    params: Any
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
         plan = _plan.get()
         if plan is None:
-            launch: Callable[..., object] = super().__getitem__(grid)
+            launch: Callable[..., object] = super().__getitem__(grid)  # type: ignore[misc]
             return launch
 
         def note(*args: object, **options: object) -> None:
             arguments = tuple(map(_argument, args))
             given = {name: _argument(value) for name, value in options.items()}
-            plan.append(planned_launch(self, grid, arguments, given))
+            plan.append(planned_launch(cast("_Planned", self), grid, arguments, given))
 
         return note
 
@@ -188,8 +234,19 @@ class _Planned(JITFunction):  # type: ignore[misc]
         yield from (f"{name}={value}" for name, value in sorted(rest.items()))
 
 
+class _Planned(_Launches, JITFunction):  # type: ignore[misc]
+    pass
+
+
+class _PlannedGluon(_Launches, GluonJITFunction):  # type: ignore[misc]
+    pass
+
+
 def planned_launch(
-    kernel: _Planned, grid: tuple[int, ...], arguments: tuple[object, ...], options: dict[str, object]
+    kernel: _Planned | _PlannedGluon,
+    grid: tuple[int, ...],
+    arguments: tuple[object, ...],
+    options: dict[str, object],
 ) -> Launch:
     """A launch of `kernel`, whose tensors are PointerArguments, with the name of its variant."""
     variant = (kernel.__name__, *kernel.words(arguments, options))
@@ -283,14 +340,31 @@ def tensor_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> object:
     return TensorDescriptor.from_tensor(x, list(block))
 
 
+def tile_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> object:
+    """As `tensor_descriptor`, for kernels in Gluon: to shared memory, swizzled by 128 bytes."""
+    return TileDescriptor.from_tensor(x, list(block), _tile_layout(x.dtype))
+
+
 def is_descriptor(value: object) -> TypeGuard[Any]:
-    """Whether `value` is a kernel argument of `tensor_descriptor`."""
-    return TensorDescriptor is not None and isinstance(value, TensorDescriptor)
+    """Whether `value` is a kernel argument of `tensor_descriptor` or `tile_descriptor`."""
+    return TensorDescriptor is not None and isinstance(value, (TensorDescriptor, TileDescriptor or ()))
 
 
-def descriptor_of(base: PointerArgument, shape: list[int], strides: list[int], block: list[int]) -> object:
+def is_tile_descriptor(value: object) -> bool:
+    return TileDescriptor is not None and isinstance(value, TileDescriptor)
+
+
+def descriptor_of(
+    base: PointerArgument, shape: list[int], strides: list[int], block: list[int], *, is_tile: bool = False
+) -> object:
     """The descriptor of a tensor that need not exist, for planned launches."""
+    if is_tile:
+        return TileDescriptor(base, shape, strides, block, _tile_layout(base.dtype))
     return TensorDescriptor(base, shape, strides, block)
+
+
+def _tile_layout(dtype: torch.dtype) -> object:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * dtype.itemsize, rank=2)
 
 
 def cdiv(n: int, size: int) -> int:

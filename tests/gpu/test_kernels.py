@@ -8,7 +8,7 @@ from baton.kernels.expert_mlp import expert_mlp
 from baton.kernels.kv_store import kv_rows, store_kv
 from baton.kernels.paged_attention import paged_attention_reference
 from baton.kernels.verify_attention import paged_verify
-from baton.tests.kernels.attention_cases import attention_cases, tree_cases
+from baton.tests.kernels.attention_cases import attention_cases, check_context, tree_cases
 from baton.tests.kernels.bench_kernels import registry
 from baton.tests.kernels.cases import pool_cases, randn, rows_cases
 from baton.tests.kernels.choice_cases import choice_cases
@@ -37,6 +37,17 @@ CASES = [
 @pytest.mark.parametrize(("check", "arguments"), CASES, ids=[check.__name__[6:] for check, _ in CASES])
 def test_kernel_equals_its_definition(check: Callable[..., None], arguments: tuple[object, ...]):
     check("cuda", *arguments)
+
+
+LONG = [(1, 1), (300, 300), (128, 513), (1, 1000), (33, 129), (256, 256), (40, 128)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1), (8, 2), (8, 1), (16, 1)], ids=str)
+def test_long_prompts_are_attended_as_defined(heads: tuple[int, int], dtype: torch.dtype):
+    """Ragged prompts of more tiles than the rings hold, by every kernel that a server may choose."""
+    check_context("cuda", LONG, heads, 128, 16, dtype, 2)
+    check_context("cuda", [(70, 71)] * 70, heads, 128, 16, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -12,10 +12,12 @@ from baton.kernels import (
     invariant_attention,
     tree_verify,
     verify_attention,
+    wgmma_attention,
 )
 from baton.kernels.attention_form import AttentionForm, capped
 from baton.kernels.context_attention import ContextKV, ContextTile
 from baton.kernels.paged_attention import paged_attention_reference
+from baton.kernels.paged_tile import LOG2_E
 from baton.tests.kernels.cases import BFLOAT16, FLOAT32, NAN, assert_close, randn
 
 HEADS = ((4, 4), (3, 1), (8, 2), (8, 1))  # groups of 1, 3, 4 and 8
@@ -158,6 +160,11 @@ def check_context(
         ).cpu()
         for tile in tiles
     ]
+    is_plain = form.is_plain and not form.window and device == "cuda"
+    if is_plain and wgmma_attention.can_run(torch.device(device), head_dim, dtype):
+        q_there, tiles = wide.to(device)[:, :-1], ContextKV(*copied).tile_descriptors()
+        arguments = q_there, tiles, kv_heads, *places, scale * LOG2_E
+        outs.append(wgmma_attention.wgmma_attention_triton(*arguments).cpu())
     on_cpu = [x.cpu() for x in places]
     on_cpu = ContextKV(keys, values), *on_cpu
     outs.append(context_attention.context_attention_reference(q, *on_cpu, scale, form=form))

@@ -22,6 +22,8 @@ from baton.kernels.context_attention import (
 )
 from baton.kernels.extend_attention import paged_extend
 from baton.kernels.gather_context import context_rows, gather_context_triton
+from baton.kernels.paged_tile import LOG2_E
+from baton.kernels.wgmma_attention import can_run, wgmma_attention_triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
@@ -114,6 +116,11 @@ class Case:
             tile=tile,
         )
 
+    def warp_groups(self) -> torch.Tensor:
+        tiles = ContextKV(self.keys, self.values).tile_descriptors()
+        places = self.starts, self.kv_starts, self.lens
+        return wgmma_attention_triton(self.q, tiles, self.keys.shape[1], *places, self.scale * LOG2_E)
+
     def flash(self) -> torch.Tensor:
         starts, kv_starts, lens = (x.int() for x in (self.starts, self.kv_starts, self.lens))
         out: torch.Tensor = torch.ops.aten._flash_attention_forward(
@@ -175,6 +182,8 @@ def ways(case: Case) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "copy of pages", case.gather
     for tile in TILES:
         yield f"context {tuple(tile)}", lambda tile=tile: case.context(tile)
+    if can_run(case.q.device, case.shape.head_dim, case.q.dtype):
+        yield "warp groups", case.warp_groups
     yield "flash, ragged", case.flash
     if len(case.q_lens) == 1:
         yield "cudnn", lambda: case.library(SDPBackend.CUDNN_ATTENTION)

@@ -61,6 +61,7 @@ from baton.kernels.step_glue import (
 )
 from baton.kernels.tree_verify import tree_verify, tree_verify_triton
 from baton.kernels.verify_attention import MAX_SPLITS, choose_splits, paged_verify, paged_verify_triton
+from baton.kernels.wgmma_attention import wgmma_attention_triton
 from baton.tests.kernels import bench_kernels
 from baton.tests.kernels.cases import randn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -291,6 +292,8 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     gather_context_triton(pool, 1, table, *places, keys, keys)
     for tile in (NARROW_TILE, WIDE_TILE):
         context_attention_triton(q, ContextKV(keys, keys), torch.tensor([0, 1, 3]), *places, 0.1, tile=tile)
+    tiles = ContextKV(keys, keys).tile_descriptors()
+    wgmma_attention_triton(q, tiles, 8, torch.tensor([0, 1, 3]), *places, 0.1)
     logits, doubles = randn(3, 4096), torch.ones(3, dtype=torch.float64)
     for min_p, ids in ((doubles, torch.arange(4096)), (None, None)):
         choose_token_triton(logits, rows, rows, doubles, min_p, rows.bool(), ids)
@@ -345,8 +348,8 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
         "_match_ngrams_kernel",
         "_store_latent_kernel", "_latent_kernel", "_expanded_kernel",
         "_route_kernel", "_group_kernel", "_expert_kernel", "_combine_kernel",
-        "_gather_kernel", "_context_kernel", "_fold_kernel", "_join_kernel", "_move_spans_kernel",
-        "_move_rows_kernel", "_digest_spans_kernel",
+        "_gather_kernel", "_context_kernel", "_wgmma_context_kernel", "_fold_kernel", "_join_kernel",
+        "_move_spans_kernel", "_move_rows_kernel", "_digest_spans_kernel",
     }  # fmt: skip
     check_compiled(compiled_for_h200)
     by_name = dict(compiled_for_h200)
@@ -354,12 +357,16 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
         "_extend_kernel",
         "_verify_kernel",
         "_context_kernel",
+        "_wgmma_context_kernel",
         "_fold_kernel",
         "_expert_kernel",
         "_fp8_blocks_kernel",
     ):  # the last launched, with wide tiles: Hopper's matrix instructions
         assert "wgmma" in by_name[name].asm["ptx"], name
-    assert "cp.async.bulk.tensor" in by_name["_context_kernel"].asm["ptx"], "bulk copies of whole tiles"
+    for name in ("_context_kernel", "_wgmma_context_kernel"):
+        assert "cp.async.bulk.tensor" in by_name[name].asm["ptx"], "bulk copies of whole tiles"
+    groups = by_name["_wgmma_context_kernel"].asm["ptx"]
+    assert "setmaxnreg" in groups, "the warp that copies leaves its registers to the others"
     for instruction in ("ld.global.v4.b32", "st.global.v4.b32"):  # 16 bytes per thread
         assert instruction in by_name["_move_spans_kernel"].asm["ptx"]
         assert instruction in by_name["_move_rows_kernel"].asm["ptx"]

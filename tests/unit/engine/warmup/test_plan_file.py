@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,14 @@ from baton.engine.warmup.plan_file import (
 )
 from baton.kernels.launch_plan import decode_launches, encode_launches
 from baton.kernels.rms_norm import _rms_norm_kernel
-from baton.kernels.triton_jit import Launch, PointerArgument, is_descriptor, planned_launch, tensor_descriptor
+from baton.kernels.triton_jit import (
+    Launch,
+    PointerArgument,
+    is_descriptor,
+    planned_launch,
+    tensor_descriptor,
+    tile_descriptor,
+)
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
@@ -28,13 +36,15 @@ def launch(width: object = 64) -> Launch:
     return planned_launch(_rms_norm_kernel, (3,), (x, *rest), {"num_warps": 4})
 
 
-def test_a_descriptor_of_a_tensor_comes_back(tmp_path: Path) -> None:
-    descriptor = tensor_descriptor(torch.zeros(64, 128, dtype=torch.bfloat16), (16, 128))
+@pytest.mark.parametrize("describe", [tensor_descriptor, tile_descriptor])
+def test_a_descriptor_of_a_tensor_comes_back(describe: Callable[..., object]) -> None:
+    descriptor = describe(torch.zeros(64, 128, dtype=torch.bfloat16), (16, 128))
     planned = launch(descriptor)
     (kept,) = decode_launches(encode_launches([planned]))
     assert kept.variant == planned.variant
     found = next(value for value in kept.arguments if is_descriptor(value))
     assert (found.shape, found.strides, found.block_shape) == ([64, 128], [128, 1], [16, 128])
+    assert type(found) is type(descriptor)
 
 
 def edited(**changes: object) -> str:
