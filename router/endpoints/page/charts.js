@@ -82,7 +82,8 @@ class Chart {
     this.root = element("figure", "", "chart card");
     this.root.style.margin = "0";
     const head = element("div", "", "head");
-    head.append(element("h3", plan.unit ? `${plan.title}, ${plan.unit}` : plan.title));
+    this.name = plan.unit ? `${plan.title}, ${plan.unit}` : plan.title;
+    head.append(element("h3", this.name));
     this.legend = head.appendChild(element("figcaption", "", "legend"));
     this.values = plan.series.map(([, name, ink]) => {
       const item = this.legend.appendChild(element("span"));
@@ -90,7 +91,7 @@ class Chart {
       return item.lastChild;
     });
     this.when = this.legend.appendChild(element("span"));
-    this.svg = shape("svg", { role: "img", tabindex: "0" });
+    this.svg = shape("svg", { role: "img", tabindex: "0", "aria-label": this.name }); // until it is drawn
     this.root.append(head, this.svg);
     this.svg.addEventListener("pointermove", (event) => this.point(event));
     this.svg.addEventListener("pointerleave", () => this.move(null));
@@ -173,7 +174,7 @@ class Chart {
     });
     const when = this.cursor ? `${age(this.cursor * history.every)} ago` : "now";
     write(this.when, this.cursor ? when : "");
-    this.svg.setAttribute("aria-label", `${this.plan.title}${this.plan.unit ? `, ${this.plan.unit}` : ""}: ${words.join(", ")}, ${when}`);
+    this.svg.setAttribute("aria-label", `${this.name}: ${words.join(", ")}, ${when}`);
   }
 }
 
