@@ -4,11 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from baton.kernels import context_attention
+from baton.kernels.context_attention import ContextKV
+from baton.kernels.launch_plan import decode_launches, encode_launches
 from baton.kernels.rope import apply_rope_triton
 from baton.kernels.select_rows import select_last_rows_triton
 from baton.kernels.silu_mul import _silu_mul_kernel, silu_mul_triton
 from baton.kernels.triton_jit import Compiled, planned_launches, watch_compilations
 from baton.tests.kernels.cases import randn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 class DriverWithoutGpu:
@@ -79,3 +83,28 @@ def test_a_plan_collects_and_launches_nothing():
     assert "HEAD_DIM=32" in planned[0].variant
     assert "p_accept_len:*int64" in planned[2].variant, "its address changes with the batch"
     assert str(planned[2]).startswith("_select_last_rows_kernel(p_hidden:*float32/16, ")
+
+
+def test_the_attention_of_long_prompts_is_planned_kept_and_compiled(
+    driver: DriverWithoutGpu, monkeypatch: pytest.MonkeyPatch
+):
+    """As on a Hopper GPU, where the buffers' descriptors are made before the dry run."""
+    buffers = ContextKV(*(torch.zeros(4096, 8, 128, dtype=torch.bfloat16) for _ in range(2)))
+    monkeypatch.setattr(context_attention, "can_run", lambda *_: True)
+    buffers.prepare()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+    with FakeTensorMode(allow_non_fake_inputs=True), planned_launches() as planned:
+        for num_rows in (2048, 1500):
+            q = torch.empty(num_rows, 32, 128, dtype=torch.bfloat16)
+            starts, lens = torch.empty(2, dtype=torch.int64), torch.empty(1, dtype=torch.int64)
+            context_attention.context_attention(q, buffers, starts, starts, lens, 0.1)
+    assert planned[0].variant == planned[1].variant, "the number of rows makes no variant"
+    kept, _ = decode_launches(encode_launches(planned))
+    assert kept.variant == planned[0].variant
+    seen: list[Compiled] = []
+    end = watch_compilations(seen.append)
+    kept.prepare()
+    kept.compile()
+    planned[0].compile()
+    end()
+    assert [compiled.kernel for compiled in seen] == ["_wgmma_context_kernel"]
