@@ -21,8 +21,8 @@ import torch
 from ...cluster.process.log import fields as log_fields
 from ...engine.kv.page_order import PageOrder
 from ...kernels.move_rows import ROW_FIELDS, move_rows_triton
-from ...kernels.move_spans import MODULUS, SPAN_FIELDS, SpanLauncher, move_spans_triton, num_chunks
-from .device import HANDLE_BYTES, Spans
+from ...kernels.move_spans import SPAN_FIELDS, SpanLauncher, move_spans_triton, num_chunks
+from .device import HANDLE_BYTES, Spans, longest_of, run_digests
 from .slab import SlabError
 
 logger = logging.getLogger(__name__)
@@ -207,11 +207,17 @@ class CudaDevice:
                 self._runtime.close(known.address)
 
     def move(
-        self, runs: Sequence[Spans], pages: Iterable[int], *, is_write: bool, is_early: bool = False
+        self,
+        runs: Sequence[Spans],
+        pages: Iterable[int],
+        *,
+        is_write: bool,
+        is_early: bool = False,
+        longest: int | None = None,
     ) -> CudaMove:
         """As `Device.move`."""
         num_rows, num_fields = sum(len(run) for run in runs), runs[0].shape[1]
-        num_sums = num_chunks(max(int(run[:, 2].max()) for run in runs))
+        num_sums = num_chunks(longest_of(runs) if longest is None else longest)
         begin, end = num_rows * num_fields, num_rows * (num_fields + num_sums)
         table = self._take(end)
         np.concatenate(runs, out=table.numbers[:begin].reshape(num_rows, num_fields))
@@ -230,12 +236,12 @@ class CudaDevice:
         """The digests of a finished move, whose table is free again."""
         num_rows = sum(move.counts)
         begin, end = num_rows * move.num_fields, num_rows * (move.num_fields + move.num_chunks)
-        rows = move.table.numbers[begin:end].reshape(num_rows, move.num_chunks).sum(axis=1)
-        starts = np.cumsum([0, *move.counts[:-1]])
-        digests = (np.add.reduceat(rows, starts) % MODULUS).tolist()
+        digests = run_digests(
+            move.table.numbers[begin:end], [count * move.num_chunks for count in move.counts]
+        )
         if len(self._tables) < MAX_SPARE_TABLES:
             self._tables.append(move.table)
-        return digests  # type: ignore[no-any-return]
+        return digests
 
     def _synchronize(self) -> None:
         for stream in (self._stream, self._early_stream):

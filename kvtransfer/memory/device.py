@@ -8,10 +8,13 @@ for the work of the same process that uses the pages, and never for another proc
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from ...kernels.move_spans import MODULUS
 
 Spans = npt.NDArray[np.int64]  # [n, 4], as `kernels.move_spans`, or [n, 7], as `kernels.move_rows`
 
@@ -57,7 +60,13 @@ class Device(Protocol):
         """Ends one `open`. Waits for moves; the last `close` unmaps the memory."""
 
     def move(
-        self, runs: Sequence[Spans], pages: Iterable[int], *, is_write: bool, is_early: bool = False
+        self,
+        runs: Sequence[Spans],
+        pages: Iterable[int],
+        *,
+        is_write: bool,
+        is_early: bool = False,
+        longest: int | None = None,
     ) -> Move:
         """Starts to copy and digest the spans of each run, after the launched work that uses `pages`.
 
@@ -65,4 +74,16 @@ class Device(Protocol):
 
         `is_write`: the spans lead into the pages, and not out of them. `is_early`: the move begins behind a
         forward that may still run for long, so it waits on a stream of its own and delays no other move.
+        `longest`: no span has more words; None: the device looks for the longest span.
         """
+
+
+def longest_of(runs: Sequence[Spans]) -> int:
+    """Words of the longest span of some runs."""
+    return max(int(run[:, 2].max()) for run in runs)
+
+
+def run_digests(sums: npt.NDArray[np.int64], counts: Sequence[int]) -> list[int]:
+    """The digest of each run of a move: run i has the next `counts[i]` of `sums`, at least one."""
+    begins = [0, *accumulate(counts[:-1])]
+    return [total % MODULUS for total in np.add.reduceat(sums, begins).tolist()]

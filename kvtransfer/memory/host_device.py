@@ -19,7 +19,7 @@ import torch
 from ...engine.kv.page_order import PageOrder
 from ...kernels.move_rows import ROW_FIELDS, move_rows_reference
 from ...kernels.move_spans import MODULUS, move_spans_reference
-from .device import HANDLE_BYTES, Spans
+from .device import HANDLE_BYTES, Spans, longest_of
 from .slab import SlabError
 
 MAGIC = b"baton host device\0"
@@ -143,9 +143,17 @@ class HostDevice:
             _unmapped(memory)
 
     def move(
-        self, runs: Sequence[Spans], pages: Iterable[int], *, is_write: bool, is_early: bool = False
+        self,
+        runs: Sequence[Spans],
+        pages: Iterable[int],
+        *,
+        is_write: bool,
+        is_early: bool = False,
+        longest: int | None = None,
     ) -> HostMove:
         """As `Device.move`."""
+        # the kernel of a GPU would leave out the words behind them
+        assert longest is None or longest_of(runs) <= longest, f"spans of {longest_of(runs)} words"
         move = HostMove(self, runs, list(pages), is_write, self.polls)
         (self._early if is_early else self._queue).append(move)
         return move

@@ -6,6 +6,7 @@ these pieces for all pages of a run at once. Where only some KV heads travel, th
 part of each of its rows (`kernels.move_rows`).
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ import torch
 
 from ...engine.kv.layouts import PageRows
 from ...kernels.move_rows import ROW_FIELDS
-from ...kernels.move_spans import ALIGNMENT, SPAN_FIELDS, WORD_BYTES
+from ...kernels.move_spans import ALIGNMENT, WORD_BYTES
 from ..protocol.layout import KVLayout, Plane, RoomStream, StreamRows
 from ..protocol.session import SendBlock
 from ..transport import Planes, PullRequest
@@ -28,48 +29,27 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RunPlaces:
-    """The memory of a run, in pieces by offset: its address, its offset in the run and its size, in bytes.
+    """The memory of a run, as one table that is made before the run is computed, and cut when it is moved.
 
-    Where KV heads are cut out of pages, pieces are rows: `row_bytes` of each, and `strides` from row to row.
+    `table`: the spans of all pieces, in the order of the run, between them and a slot at address 0.
+    `bounds`: the byte of the run at which each piece begins, and the end of the last one. `longest`: words of
+    the largest piece. `is_write`: the spans lead into the pieces.
     """
 
-    addresses: Numbers
-    offsets: Numbers
-    sizes: Numbers
-    row_bytes: Numbers | None = None
-    strides: Numbers | None = None
+    table: Spans
+    bounds: Sequence[int]
+    longest: int
+    is_write: bool
 
-    def part(self, start: int, end: int) -> "RunPlaces":
-        """The bytes [start, end) of the run as a run of their own."""
-        if self.row_bytes is not None:
-            return _cut_rows(self, start, end)
-        first = int(self.offsets.searchsorted(start, side="right")) - 1
-        last = int(self.offsets.searchsorted(end))
-        addresses, offsets, sizes = (each[first:last] for each in (self.addresses, self.offsets, self.sizes))
-        if offsets[0] == start and offsets[-1] + sizes[-1] <= end:  # whole pieces, as of most layouts
-            return RunPlaces(addresses, offsets - start, sizes)
-        low, high = np.maximum(offsets, start), np.minimum(offsets + sizes, end)
-        return RunPlaces(addresses + low - offsets, low - start, high - low)
-
-    def gather(self, slot: int) -> Spans:
-        """The spans from the pieces into the slot at address `slot`."""
-        return self._spans(self.addresses, slot + self.offsets, (self.strides, self.row_bytes))
-
-    def scatter(self, slot: int) -> Spans:
-        """The spans from the slot at address `slot` into the pieces."""
-        return self._spans(slot + self.offsets, self.addresses, (self.row_bytes, self.strides))
-
-    def _spans(
-        self, sources: Numbers, targets: Numbers, strides: tuple[Numbers | None, Numbers | None]
-    ) -> Spans:
-        num_fields = SPAN_FIELDS if self.row_bytes is None else ROW_FIELDS
-        spans = np.empty((len(self.sizes), num_fields), dtype=np.int64)
-        spans[:, 0], spans[:, 1] = sources, targets
-        spans[:, 2], spans[:, 3] = self.sizes // WORD_BYTES, self.offsets // WORD_BYTES
-        for field, numbers in enumerate((self.row_bytes, *strides), start=SPAN_FIELDS):
-            if numbers is not None:
-                spans[:, field] = numbers // WORD_BYTES
-        return spans
+    def spans(self, start: int, end: int, slot: int) -> Spans:
+        """The spans of the bytes [start, end) of the run, for the slot at address `slot`."""
+        first, last = bisect_right(self.bounds, start) - 1, bisect_left(self.bounds, end)
+        shift = np.zeros(self.table.shape[1], dtype=np.int64)
+        shift[0 if self.is_write else 1] = slot - start
+        shift[3] = -(start // WORD_BYTES)
+        spans = self.table[first:last] + shift
+        before, behind = start - self.bounds[first], self.bounds[last] - end
+        return _cut(spans, before, behind) if before or behind else spans  # mostly whole pieces
 
 
 @dataclass(frozen=True)
@@ -154,8 +134,8 @@ class SpanCutter:
     def __repr__(self) -> str:
         return f"SpanCutter(pieces={len(self._plain.planes)}, {len(self._windowed.planes)})"
 
-    def places(self, stream: RoomStream, bases: Bases) -> RunPlaces:
-        """The memory of all blocks of the stream.
+    def places(self, stream: RoomStream, bases: Bases, *, is_write: bool) -> RunPlaces:
+        """The memory of all blocks of the stream; `is_write`: as in `RunPlaces`.
 
         Each plane comes with the page in it of every page of the stream that has one: the last ones, for
         window pages.
@@ -167,9 +147,13 @@ class SpanCutter:
         addresses, offsets, sizes, row_bytes, strides = (
             np.concatenate(each) for each in zip(*parts, strict=True)
         )
+        ends = (offsets, addresses) if is_write else (addresses, offsets)
+        fields = [*ends, sizes // WORD_BYTES, offsets // WORD_BYTES]
         if self._has_rows:
-            return RunPlaces(addresses, offsets, sizes, row_bytes, strides)
-        return RunPlaces(addresses, offsets, sizes)
+            steps = (row_bytes, strides) if is_write else (strides, row_bytes)
+            fields += [each // WORD_BYTES for each in (row_bytes, *steps)]
+        table, bounds = np.stack(fields, axis=1), [*offsets.tolist(), stream.total_bytes]
+        return RunPlaces(table, bounds, int(table[:, 2].max(initial=0)), is_write)
 
     def _placed(
         self, pieces: _Pieces, stream: RoomStream, bases: Bases, first: int, last: int
@@ -217,7 +201,7 @@ class SenderPages:
             bases["window"] = self._window, [page - self._num_pages for page in parts]
         if self._features is not None:
             bases["features"] = self._features, pages
-        return known[1].places(stream, bases)
+        return known[1].places(stream, bases, is_write=False)
 
 
 class ReceiverPages:
@@ -243,7 +227,7 @@ class ReceiverPages:
             bases["window"] = self._window, [page - self._num_pages for page in parts]
         if request.features is not None and layout.has_features:
             bases["features"] = PlaneBase.of(request.features), range(stream.num_pages)
-        return known[1].places(stream, bases)
+        return known[1].places(stream, bases, is_write=True)
 
 
 def is_aligned(layout: KVLayout) -> bool:
@@ -264,35 +248,38 @@ def pages_of_run(stream: RoomStream, block: int, count: int, pages: Sequence[int
     return [*pages[first:last], *pages[max(first + behind, stream.num_pages) : last + behind]]
 
 
-def _cut_rows(run: RunPlaces, start: int, end: int) -> RunPlaces:
-    """The bytes [start, end) of a run whose pieces are rows.
-
-    Only the first and the last piece may begin or end within a row, and are cut into up to three.
-    """
-    assert run.row_bytes is not None
-    assert run.strides is not None
-    first = int(np.searchsorted(run.offsets, start, side="right")) - 1
-    last = int(np.searchsorted(run.offsets, end, side="left"))
-    columns = np.stack([run.addresses, run.offsets, run.sizes, run.row_bytes, run.strides], axis=1)[
-        first:last
-    ]
-    edges = sorted({0, len(columns) - 1})
-    cut = {edge: _cut_piece(columns[edge].tolist(), start, end) for edge in edges}
-    parts = [cut[0], columns[1:-1]] + ([cut[edges[-1]]] if len(edges) > 1 else [])
-    table = np.concatenate(parts)
-    return RunPlaces(table[:, 0], table[:, 1] - start, table[:, 2], table[:, 3], table[:, 4])
+def _cut(spans: Spans, before: int, behind: int) -> Spans:
+    """`spans` without the first `before` bytes of the first one, and the last `behind` bytes of the last."""
+    before, behind = before // WORD_BYTES, behind // WORD_BYTES
+    if spans.shape[1] == ROW_FIELDS:
+        first, last = spans[0].tolist(), spans[-1].tolist()
+        if len(spans) == 1:
+            return _cut_rows(first, before, first[2] - behind)
+        return np.concatenate(
+            [_cut_rows(first, before, first[2]), spans[1:-1], _cut_rows(last, 0, last[2] - behind)]
+        )
+    spans[0] += np.array([before * WORD_BYTES, before * WORD_BYTES, -before, before])
+    spans[-1, 2] -= behind
+    return spans
 
 
-def _cut_piece(piece: Sequence[int], start: int, end: int) -> Numbers:
-    """The bytes [start, end) of the run in one piece; each part: address, offset, size, row bytes, stride."""
-    address, offset, size, row_bytes, stride = piece
-    rows = PageRows(num_rows=size // row_bytes, row_bytes=stride, first=0, size=row_bytes)
-    lo, hi = max(0, start - offset), min(size, end - offset)
+def _cut_rows(span: Sequence[int], lo: int, hi: int) -> Spans:
+    """The words [lo, hi) of a span of rows: at most three spans, since it may begin and end within a row."""
+    source, target, num_words, first, row_words, source_stride, target_stride = span
+    rows = PageRows(num_rows=num_words // row_words, row_bytes=row_words, first=0, size=row_words)  # in words
     cut = [
-        (address + one.first_row * stride + one.lo, offset + lo + one.at, one.num_bytes, one.shape[1], stride)
+        (
+            source + WORD_BYTES * (one.first_row * source_stride + one.lo),
+            target + WORD_BYTES * (one.first_row * target_stride + one.lo),
+            one.num_bytes,
+            first + lo + one.at,
+            one.shape[1],
+            source_stride,
+            target_stride,
+        )
         for one in rows.rectangles(lo, hi)
     ]
-    return np.array(cut, dtype=np.int64).reshape(-1, 5)
+    return np.array(cut, dtype=np.int64)
 
 
 def _page_addresses(base: PlaneBase, pages: Sequence[int], first: int, last: int) -> Numbers:

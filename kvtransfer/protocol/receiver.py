@@ -531,6 +531,8 @@ class ReceiverSession:
 
 def joined(parts: Sequence[Complete]) -> Complete:
     """The end of a room whose `parts` are complete: sums of bytes and blocks, and the longest times."""
+    if len(parts) == 1:
+        return parts[0]
     totals = {
         name: sum(getattr(part, name) for part in parts)
         for name in ("num_bytes", "num_blocks", "num_shm_blocks", "num_device_blocks", "num_nixl_blocks")

@@ -271,14 +271,15 @@ class DeviceLanes(SlabLanes[DeviceLane]):
     def _filling(
         self, slab: DeviceSlab, fresh: Sequence[tuple[SendBlock, Slot]], now: float, *, is_early: bool = False
     ) -> _Filling:
-        runs, pages = [], list[int]()
+        runs, pages, longest = [], list[int](), 0
         for item, slot in fresh:
             slot.is_filling = True
             begin = item.block * item.stream.block_bytes
-            places = self._places_of(item).part(begin, begin + item.size)
-            runs.append(places.gather(slab.slot(slot.index)))
+            places = self._places_of(item)
+            runs.append(places.spans(begin, begin + item.size, slab.slot(slot.index)))
             pages += pages_of_run(item.stream, item.block, item.count, item.pages)
-        move = self._device.move(runs, pages, is_write=False, is_early=is_early)
+            longest = max(longest, places.longest)
+        move = self._device.move(runs, pages, is_write=False, is_early=is_early, longest=longest)
         return _Filling(fresh[0][0].peer, slab, fresh, move, now)
 
     def _places_of(self, item: SendBlock) -> RunPlaces:

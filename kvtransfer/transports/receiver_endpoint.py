@@ -348,7 +348,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         """Starts to write runs from device memory into their pages; `_settle_landings` goes on."""
         assert self._device is not None, "the slab was mapped"
         effects: list[Effect] = []
-        begun, requests, runs, pages = list[SlabBlock](), [], [], list[int]()
+        begun, requests, runs, pages, longest = list[SlabBlock](), [], [], list[int](), 0
         for block in blocks:
             slot = self._slabs.slot(peer, block)
             if slot is None:
@@ -373,10 +373,11 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             begin = block.block * stream.block_bytes
             places = self._places_of(room, stream)
             assert places is not None, "the slab was mapped"
-            runs.append(places.part(begin, begin + block.size).scatter(slot))
+            runs.append(places.spans(begin, begin + block.size, slot))
             pages += pages_of_run(stream, block.block, block.count, request.pages)
+            longest = max(longest, places.longest)
         if begun:
-            move = self._device.move(runs, pages, is_write=True)
+            move = self._device.move(runs, pages, is_write=True, longest=longest)
             self._landings.append(Landing(peer, begun, requests, move, now))
             for _ in begun:
                 self.reach("receiver:scatter")

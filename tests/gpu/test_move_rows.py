@@ -47,23 +47,25 @@ def test_heads_cross_a_slab_between_pools_of_unequal_ranks(senders: int, receive
     device = CudaDevice(source.device, PageOrder(NUM_PAGES, source.device))
     slab = device.allocate(stream.total_bytes)
     sources, targets = list(range(1, NUM_PAGES - 3)), list(range(NUM_PAGES - 1, 3, -1))
-    ends = [
-        SpanCutter(pair, rows).places(stream, {"kv": (PlaneBase.of(pages.view(NUM_PAGES, -1)), ids)})
-        for rows, pages, ids in (
-            (pair.sender_rows, source, sources),
-            (pair.receiver_rows, target, targets),
+    gather, scatter = (
+        SpanCutter(pair, rows)
+        .places(stream, {"kv": (PlaneBase.of(pages.view(NUM_PAGES, -1)), ids)}, is_write=is_write)
+        .spans(0, stream.total_bytes, slab)
+        for rows, pages, ids, is_write in (
+            (pair.sender_rows, source, sources, False),
+            (pair.receiver_rows, target, targets, True),
         )
-    ]
+    )
     torch.cuda.synchronize()
-    (gathered,) = device.move([ends[0].gather(slab)], [], is_write=False).wait()
-    (landed,) = device.move([ends[1].scatter(slab)], [], is_write=True).wait()
+    (gathered,) = device.move([gather], [], is_write=False).wait()
+    (landed,) = device.move([scatter], [], is_write=True).wait()
     shared = min(heads)
     part = source[sources][:, :, heads[0] - shared :]
     assert gathered == landed == mixed(part.reshape(-1).cpu().view(torch.int32), 0) % MODULUS
     assert torch.equal(target[targets][:, :, heads[1] - shared :], part)
     target[targets, :, heads[1] - shared :] = before[targets, :, heads[1] - shared :]
     assert torch.equal(target, before), "bytes of other heads and pages"
-    seconds = min(timed(device, ends[0].gather(slab)) for _ in range(5))
+    seconds = min(timed(device, gather) for _ in range(5))
     print(f"{senders} -> {receivers}: {stream.total_bytes / seconds / 1e9:.0f} GB/s gathered")
     assert stream.total_bytes / seconds > FLOOR / 2
     device.free(slab)
