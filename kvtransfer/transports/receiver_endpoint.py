@@ -348,7 +348,9 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         """Starts to write runs from device memory into their pages; `_settle_landings` goes on."""
         assert self._device is not None, "the slab was mapped"
         effects: list[Effect] = []
-        begun, requests, runs, pages, longest = list[SlabBlock](), [], [], list[int](), 0
+        begun: list[SlabBlock] = []
+        pages: list[int] = []
+        requests, runs, longest = [], [], 0
         for block in blocks:
             slot = self._slabs.slot(peer, block)
             if slot is None:
