@@ -11,7 +11,7 @@ from baton.cluster.protocol import messages as m
 from baton.cluster.protocol.kv_messages import Pull, Release
 from baton.cluster.protocol.slab_messages import SlabBlock, SlabRequest, SlotFree
 from baton.kvtransfer.memory.host_device import HostMove
-from baton.kvtransfer.memory.span_cutter import SenderPages
+from baton.kvtransfer.memory.span_cutter import ReceiverPages, SenderPages
 from baton.kvtransfer.transport import Complete, Landed, Offer, PullRequest
 from baton.tests.unit.kvtransfer.transports.test_cuda_slab import (
     NUM_BLOCKS,
@@ -172,6 +172,41 @@ def test_a_pull_finds_its_memory_looked_up_behind_the_forward(start, monkeypatch
     assert outcome(pair.run()) == ["Complete", "Released"]
     pair.check_landed(features)
     assert pair.wire.count(Pull) == NUM_RUNS
+
+
+@pytest.mark.parametrize("end", ["complete", "release", "newer attempt"])
+@pytest.mark.parametrize("is_early", [True, False])
+def test_decode_looks_up_its_memory_at_the_pull_of_each_attempt(start, monkeypatch, end, is_early):
+    """Before the data: a landing only cuts the table of its own attempt, which goes with the attempt."""
+    pair = warm(start)
+    features = first_features = offer(pair, FIRST)
+    old_pages, new_pages = list(range(11, 1, -1)), list(range(10))
+    before, epoch, pages = pair.target.kv.clone(), 0, old_pages
+    if end == "release":
+        pair.receiver.release(FIRST, 0, "cancel")
+        assert not pair.receiver._places
+        return
+    if end == "newer attempt":
+        epoch, pages, features = 1, new_pages, torch.zeros(10, 1024, dtype=torch.uint8)
+        pair.sender.offer(Offer(room=FIRST, epoch=1, num_tokens=NUM_TOKENS, pages=tuple(range(10))))
+        pair.receiver.pull(
+            PullRequest(
+                room=FIRST, epoch=1, num_tokens=NUM_TOKENS, have=0, pages=tuple(new_pages), features=features,
+                endpoint="p", peer_instance=P,
+            )
+        )  # fmt: skip
+        pair.run()
+    monkeypatch.setattr(ReceiverPages, "places", None)
+    if is_early:
+        pair.sender.launched(FIRST, epoch, 0, NUM_TOKENS)
+    pair.sender.advance(FIRST, epoch, NUM_TOKENS, 42)
+    assert outcome(pair.run()) == ["Complete", "Released"]
+    assert not pair.receiver._places
+    assert torch.equal(pair.target.kv[pages], pair.source.kv[:10])
+    assert torch.equal(features, pair.source.features[:10])
+    others = [page for page in range(12) if page not in pages]
+    assert torch.equal(pair.target.kv[others], before[others]), "pages of another attempt"
+    assert end == "complete" or not first_features.any()
 
 
 def test_only_blocks_of_the_last_forward_go_unasked(start):
