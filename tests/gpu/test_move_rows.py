@@ -16,7 +16,6 @@ pytestmark = [
 ]
 
 LAYERS, PAGE, HEADS, DIM, NUM_PAGES = 80, 16, 8, 128, 24  # Llama-70B
-FLOOR = 400e9  # bytes per second moved, a sixth of what one H200 reads and writes
 
 
 def layout() -> Layout:
@@ -65,19 +64,4 @@ def test_heads_cross_a_slab_between_pools_of_unequal_ranks(senders: int, receive
     assert torch.equal(target[targets][:, :, heads[1] - shared :], part)
     target[targets, :, heads[1] - shared :] = before[targets, :, heads[1] - shared :]
     assert torch.equal(target, before), "bytes of other heads and pages"
-    seconds = min(timed(device, gather) for _ in range(5))
-    print(f"{senders} -> {receivers}: {stream.total_bytes / seconds / 1e9:.0f} GB/s gathered")
-    assert stream.total_bytes / seconds > FLOOR / 2
     device.free(slab)
-
-
-def timed(device: CudaDevice, spans: object) -> float:
-    """Seconds of a move on the device."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record(device._stream)
-    move = device.move([spans], [], is_write=False)
-    end.record(device._stream)
-    move.wait()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1000
