@@ -10,18 +10,21 @@ which are buffer rows from kv_starts[b] on (`gather_context`). Rows from q_start
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from .attention_form import PLAIN_FORM, AttentionForm
+from .gather_context import REQUEST_BLOCK
 from .paged_attention import QUERY_BLOCK, causal_band, extend_attention
 from .paged_tile import LOG2_E, first_sums, fold_tile
 from .triton_jit import jit_varying, tensor_descriptor, tile_descriptor, tl
-from .wgmma_attention import TILE_GROUPS, can_run, wgmma_attention_triton
+from .wgmma_attention import COLUMNS as GROUP_COLUMNS
+from .wgmma_attention import can_run, wgmma_attention_triton
 
-REQUEST_BLOCK = 64
+MakeDescriptor: TypeAlias = Callable[[torch.Tensor, tuple[int, ...]], object]
 
 
 @jit_varying("num_requests", "num_rows")
@@ -169,8 +172,7 @@ class ContextKV:
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.keys = keys
         self.values = values
-        self._descriptors: dict[tuple[int, int], tuple[object, object]] = {}
-        self._tiles: tuple[object, object] | None = None
+        self._descriptors: dict[tuple[object, int], tuple[object, object]] = {}
 
     def prepare(self) -> None:
         """Make the descriptors of every tile that `tile_of` can choose."""
@@ -180,21 +182,17 @@ class ContextKV:
         if can_run(self.keys.device, self.keys.shape[2], self.keys.dtype):
             self.tile_descriptors()
 
-    def descriptors(self, columns: int) -> tuple[object, object]:
+    def descriptors(self, columns: int, make: MakeDescriptor = tensor_descriptor) -> tuple[object, object]:
         """Kernel arguments that copy `columns` rows of one head of the keys, and of the values."""
-        shape = columns, self.keys.shape[2]
-        if shape not in self._descriptors:
+        if (make, columns) not in self._descriptors:
             keys, values = (x.view(x.shape[0], -1) for x in (self.keys, self.values))
-            self._descriptors[shape] = tensor_descriptor(keys, shape), tensor_descriptor(values, shape)
-        return self._descriptors[shape]
+            shape = columns, self.keys.shape[2]
+            self._descriptors[make, columns] = make(keys, shape), make(values, shape)
+        return self._descriptors[make, columns]
 
     def tile_descriptors(self) -> tuple[object, object]:
         """As `descriptors`, for the kernel of `wgmma_attention`."""
-        if self._tiles is None:
-            shape = TILE_GROUPS.columns, self.keys.shape[2]
-            keys, values = (x.view(x.shape[0], -1) for x in (self.keys, self.values))
-            self._tiles = tile_descriptor(keys, shape), tile_descriptor(values, shape)
-        return self._tiles
+        return self.descriptors(GROUP_COLUMNS, tile_descriptor)
 
 
 def context_attention_triton(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeGuard, cast
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 
@@ -208,6 +208,7 @@ class _Launches:
     """A Triton kernel whose launches `planned_launches` can collect."""
 
     params: Any
+    __name__: str
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
         plan = _plan.get()
@@ -218,7 +219,7 @@ class _Launches:
         def note(*args: object, **options: object) -> None:
             arguments = tuple(map(_argument, args))
             given = {name: _argument(value) for name, value in options.items()}
-            plan.append(planned_launch(cast("_Planned", self), grid, arguments, given))
+            plan.append(planned_launch(self, grid, arguments, given))
 
         return note
 
@@ -243,10 +244,7 @@ class _PlannedGluon(_Launches, GluonJITFunction):  # type: ignore[misc]
 
 
 def planned_launch(
-    kernel: _Planned | _PlannedGluon,
-    grid: tuple[int, ...],
-    arguments: tuple[object, ...],
-    options: dict[str, object],
+    kernel: _Launches, grid: tuple[int, ...], arguments: tuple[object, ...], options: dict[str, object]
 ) -> Launch:
     """A launch of `kernel`, whose tensors are PointerArguments, with the name of its variant."""
     variant = (kernel.__name__, *kernel.words(arguments, options))

@@ -11,10 +11,9 @@ Legend as in `context_attention`; M rows of a group, C columns of a tile. Shared
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
+from .gather_context import REQUEST_BLOCK
 from .triton_jit import (
     gl,
     gluon_jit,
@@ -27,28 +26,17 @@ from .triton_jit import (
     warpgroups,
 )
 
-REQUEST_BLOCK = 64
 ROWS = 64  # of a group of warps: those of its matrix instruction
-COLUMNS = 128
+COLUMNS = 128  # of a tile
 KEY_TILES, VALUE_TILES = 3, 2  # of the rings
 HEAD_DIM = 128
 # Largest ring, as a power of two: the shape of the barriers of each ring.
 BARRIERS = next_power_of_2(max(KEY_TILES, VALUE_TILES))
 
 
-class TileGroups(NamedTuple):
-    """Launch configuration: rows of both groups of warps, and columns of a tile."""
-
-    rows: int
-    columns: int
-
-
-TILE_GROUPS = TileGroups(rows=2 * ROWS, columns=COLUMNS)
-
-
 def can_run(device: torch.device, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether the kernel runs on `device` for heads of `head_dim` values of `dtype`."""
-    if not has_gluon() or head_dim != HEAD_DIM or dtype not in (torch.bfloat16, torch.float16):
+    if head_dim != HEAD_DIM or dtype not in (torch.bfloat16, torch.float16) or not has_gluon():
         return False
     return torch.cuda.get_device_capability(device)[0] == 9
 
@@ -357,16 +345,15 @@ def wgmma_attention_triton(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Launch on `q` `[T, N, D]` and the `descriptors` of keys and values, in tiles of `TILE_GROUPS.columns`;
-    returns `[T, N, D]`, zeros in padding rows. `scale` includes log2(e).
+    """Launch on `q` `[T, N, D]` and the `descriptors` of keys and values, in tiles of COLUMNS rows; returns
+    `[T, N, D]`, zeros in padding rows. `scale` includes log2(e).
 
-    Every start of a request in the context is a multiple of `TILE_GROUPS.columns`. Only where `can_run` says
-    so.
+    Every start of a request in the context is a multiple of COLUMNS. Only where `can_run` says so.
     """
     num_rows, num_heads, head_dim = q.shape
     group, num_requests = num_heads // kv_heads, kv_lens.shape[0]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    _wgmma_context_kernel[(kv_heads, num_rows * group // TILE_GROUPS.rows + num_requests + 1)](
+    _wgmma_context_kernel[(kv_heads, num_rows * group // (2 * ROWS) + num_requests + 1)](
         q,
         *descriptors,
         q_starts,

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 # too.
 WAITS = ("Synchronize", "Memcpy")
 SUBMIT_US = 10.0
-# Rounds of steps in turn. Steps that come every eighth time, or less rarely, are in each round alike.
+# Rounds of steps in turn. The steps of a round are a multiple of those after which a drafter catches up.
 ROUNDS, ROUND_STEPS, PROFILED_STEPS = 7, 16, 8
 STEPS_IN_TURN = ROUNDS * (ROUND_STEPS + 1) + PROFILED_STEPS
 
