@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .chained_launch import chained, release_next, wait_for_previous
 from .triton_jit import jit_varying, next_power_of_2, tl
 
 
@@ -21,7 +22,9 @@ def _chain_verify_kernel(
     p_accept_len: tl.tensor,
     num_nodes: tl.tensor,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
+    wait_for_previous(CHAINED)
     i_request = tl.program_id(0).to(tl.int64)
     i_node = tl.arange(0, BLOCK)
     o_node = i_request * num_nodes + i_node
@@ -31,6 +34,7 @@ def _chain_verify_kernel(
     accept_len = 1 + tl.min(
         tl.where(b_draft == b_target, BLOCK, tl.minimum(i_node, num_nodes - 1)), axis=0
     ).to(tl.int64)
+    release_next(CHAINED)
     tl.store(p_accept_len + i_request, tl.minimum(accept_len, tl.load(p_limits + i_request)))
 
 
@@ -50,6 +54,7 @@ def chain_verify_triton(tokens: torch.Tensor, targets: torch.Tensor, limits: tor
             accept_len,
             tokens.shape[1],
             BLOCK=next_power_of_2(tokens.shape[1]),
+            **chained(tokens.device),
             num_warps=1,
         )
     return accept_len

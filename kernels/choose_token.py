@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from .chained_launch import chained, release_next, wait_for_previous
 from .noise import GAMMA, MIX_1, MIX_2, gumbel
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
@@ -64,14 +65,17 @@ def _highest_kernel(
     num_splits: tl.tensor,
     row_stride: tl.tensor,
     SPLIT: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     # program (row, split); NaN counts as +inf: neither is finite
+    wait_for_previous(CHAINED)
     i_row = tl.program_id(0).to(tl.int64)
     i_token = tl.program_id(1) * SPLIT + tl.arange(0, SPLIT)
     m_token = i_token < vocab_size
     b_logits = tl.load(p_logits + i_row * row_stride + i_token, mask=m_token, other=float("-inf"))
     b_logits = tl.where(b_logits == b_logits, b_logits, float("inf"))
     highest = tl.max(b_logits, axis=0)
+    release_next(CHAINED)
     o_out = i_row * num_splits + tl.program_id(1)
     tl.store(p_highest + o_out, highest)
     tl.store(
@@ -105,8 +109,10 @@ def _scores_kernel(
     HAS_MIN_P: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     # program (row, split); overwrites the split's likeliest token with its best score if the row is drawn
+    wait_for_previous(CHAINED)
     i_row = tl.program_id(0).to(tl.int64)
     i_knob = i_row // rows_each
     if tl.load(p_is_drawn + i_knob) == 0:
@@ -133,6 +139,7 @@ def _scores_kernel(
         m_token = m_token & (b_scaled >= lowest)
     b_score = tl.where(m_token, b_score, float("-inf"))
     best = tl.max(b_score, axis=0)
+    release_next(CHAINED)
     o_out = i_row * num_splits + tl.program_id(1)
     tl.store(p_score + o_out, best)
     tl.store(p_likeliest + o_out, tl.min(tl.where((b_score == best) & m_token, i_token, vocab_size), axis=0))
@@ -149,7 +156,9 @@ def _pick_kernel(
     num_splits: tl.tensor,
     rows_each: tl.tensor,
     BLOCK_SPLITS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
+    wait_for_previous(CHAINED)
     i_row = tl.program_id(0).to(tl.int64)
     i_split = tl.arange(0, BLOCK_SPLITS)
     m_split = i_split < num_splits
@@ -162,6 +171,7 @@ def _pick_kernel(
         b_score = tl.load(p_score + o_split, mask=m_split, other=float("-inf"))
     best = tl.max(b_score, axis=0)
     split = tl.min(tl.where((b_score == best) & m_split, i_split, num_splits - 1), axis=0)
+    release_next(CHAINED)
     token = tl.load(p_likeliest + i_row * num_splits + split, mask=~is_bad, other=0)
     tl.store(p_tokens + i_row, token.to(tl.int64))
     tl.store(p_is_bad + i_row, is_bad.to(tl.int8))
@@ -199,7 +209,7 @@ def choose_token_triton(
     )
     found = (highest, likeliest)
     sizes, each = (vocab_size, num_splits, logits.stride(0)), (num_splits, num_rows // seeds.shape[0])
-    _highest_kernel[grid](logits, *found, *sizes, SPLIT=SPLIT, num_warps=4)
+    _highest_kernel[grid](logits, *found, *sizes, SPLIT=SPLIT, **chained(logits.device), num_warps=4)
     _scores_kernel[grid](
         logits,
         *found,
@@ -219,10 +229,19 @@ def choose_token_triton(
         HAS_MIN_P=min_p is not None,
         SPLIT=SPLIT,
         BLOCK_SPLITS=blocks,
+        **chained(logits.device),
         num_warps=8,
     )
     _pick_kernel[(num_rows,)](
-        *found, score, drawn, tokens, is_bad.view(torch.uint8), *each, BLOCK_SPLITS=blocks, num_warps=1
+        *found,
+        score,
+        drawn,
+        tokens,
+        is_bad.view(torch.uint8),
+        *each,
+        BLOCK_SPLITS=blocks,
+        **chained(logits.device),
+        num_warps=1,
     )
     return tokens, is_bad
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from .chained_launch import chained, release_next, wait_for_previous
 from .expert_mlp import expert_mlp_reference
 from .normed_linear import UnscaledRows, scaled_linear_reference, sum_linear_reference
 from .rms_norm import NextNorm
@@ -87,8 +88,10 @@ def _logits_kernel(
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_SQUARES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     # program (experts, row); the weights of few experts are read at once, and again for each row
+    wait_for_previous(CHAINED)
     i_expert = tl.program_id(0) * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
     i_row = tl.program_id(1).to(tl.int64)
     m_expert = i_expert < NUM_EXPERTS
@@ -102,6 +105,7 @@ def _logits_kernel(
         m_weight = m_expert[:, None] & m_in[None, :]
         b_weight = tl.load(p_weight + i_expert[:, None] * HIDDEN + i_in[None, :], mask=m_weight, other=0.0)
         b_total += b_weight.to(tl.float32) * b_x[None, :]
+    release_next(CHAINED)
     b_logit = tl.sum(b_total, axis=1) * tl.rsqrt(tl.sum(b_squares) / HIDDEN + eps)
     if not IS_FLOAT32:
         b_logit = b_logit.to(p_x.dtype.element_ty).to(tl.float32)
@@ -179,8 +183,10 @@ def _first_kernel(
     NUM_STAGES: tl.constexpr,
     LARGEST: tl.constexpr,
     SMALLEST_SUM: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     # program (tile of outputs, slot); the first K slots of a row are the chosen experts
+    wait_for_previous(CHAINED)
     SLOTS: tl.constexpr = TOP_K + NUM_SHARED
     i_tile = tl.program_id(0)
     i_slot = tl.program_id(1)
@@ -209,6 +215,7 @@ def _first_kernel(
         p_x + row * x_stride, p_weight, i_row, m_row, i_out, m_out, 0, INNER, HIDDEN, x_stride, up_rows,
         b_zero, b_zero, True, INNER % BLOCK_OUT == 0 and HIDDEN % BLOCK_IN == 0, BLOCK_IN, NUM_STAGES,
     )  # fmt: skip
+    release_next(CHAINED)
     dtype: tl.constexpr = p_inner.dtype.element_ty
     b_scale = tl.rsqrt(tl.sum(b_squares, axis=1) / HIDDEN + eps)[None, :]
     b_y = gated(b_y * b_scale, b_up * b_scale, dtype, False)
@@ -237,8 +244,10 @@ def _second_kernel(
     OFFSET: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     # program (tile of outputs, row): one load asks for a part of all experts of the row
+    wait_for_previous(CHAINED)
     SLOTS: tl.constexpr = TOP_K + NUM_SHARED
     i_tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -275,6 +284,7 @@ def _second_kernel(
             b_down = tl.load(p_own, mask=m_wide[None, :], other=0.0)
             b_own += tl.sum(b_down.to(tl.float32) * b_x[None, :].to(tl.float32), axis=1)
         b_total = b_total.to(dtype).to(tl.float32) + b_own.to(dtype).to(tl.float32)
+    release_next(CHAINED)
     b_rounded = (b_total.to(dtype).to(tl.float32) + b_residual).to(dtype)
     tl.store(p_total + row * HIDDEN + i_out, b_rounded, mask=m_out)
     if HAS_NORM:
@@ -320,6 +330,7 @@ def router_logits_triton(rows: UnscaledRows, experts: FewExperts, *, block_exper
         BLOCK_EXPERTS=block_experts,
         BLOCK_IN=min(next_power_of_2(hidden), 4096),
         BLOCK_SQUARES=next_power_of_2(rows.squares.shape[1]),
+        **chained(rows.z.device),
         num_warps=4,
     )
     return logits
@@ -377,6 +388,7 @@ def few_experts_triton(
         NUM_STAGES=first.num_stages,
         LARGEST=LARGEST,
         SMALLEST_SUM=SMALLEST_SUM,
+        **chained(residual.device),
         num_warps=first.num_warps,
     )
     total, z = torch.empty_like(residual), torch.empty_like(residual)
@@ -401,6 +413,7 @@ def few_experts_triton(
         OFFSET=0.0 if norm is None else norm.offset or 0.0,
         BLOCK_OUT=second.out,
         BLOCK_IN=second.inner,
+        **chained(residual.device),
         num_warps=second.num_warps,
     )
     return total, None if norm is None else UnscaledRows(z, sums, norm.eps), ids

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .chained_launch import chained, release_next, wait_for_previous
 from .fp8_rows import fp8_rows_triton
 from .fp8_scales import BLOCK, FP8, check_scales, dequantise_fp8
 from .invariant_linear import invariant_linear
@@ -94,8 +95,10 @@ def _fp8_kernel(
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     # outputs are the rows of the product, because they are the long side
+    wait_for_previous(CHAINED)
     i_out = tl.program_id(0).to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     i_row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     m_out = i_out < out_size
@@ -139,6 +142,7 @@ def _fp8_kernel(
                 b_up += tl.dot(b_weight, b_x, input_precision="ieee") * b_both
             else:
                 b_up = tl.dot(b_weight, b_x, b_up, input_precision="ieee")
+    release_next(CHAINED)
     if not HAS_BLOCKS:
         b_x_scales = tl.full((BLOCK_ROWS,), 1.0, dtype=tl.float32)
         if IS_ROUNDED:
@@ -233,6 +237,7 @@ def fp8_linear_triton(
         BLOCK_OUT=tile.out,
         BLOCK_IN=tile.inner,
         BLOCK_ROWS=block_rows,
+        **chained(x.device),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

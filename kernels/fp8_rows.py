@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from .chained_launch import chained, release_next, wait_for_previous
 from .fp8_scales import BLOCK, dequantise_fp8
 from .normed_linear import UnscaledRows, scaled_linear_reference, sum_linear_reference
 from .rms_norm import NextNorm
@@ -139,7 +140,9 @@ def _fp8_rows_kernel(
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
+    wait_for_previous(CHAINED)
     i_out = tl.program_id(0).to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     m_out = i_out < out_size
     i_offset = tl.arange(0, BLOCK_IN)
@@ -157,6 +160,7 @@ def _fp8_rows_kernel(
         if IS_GATED:
             b_weight = weights_tile(p_ups, p_up_scales, i_in, in_size, HAS_BLOCKS, IS_EVEN, SCALE_BLOCK)
             b_up += b_weight * b_x[None, :]
+    release_next(CHAINED)
     dtype: tl.constexpr = p_y.dtype.element_ty
     scale = 1.0
     if IS_SCALED:
@@ -241,6 +245,7 @@ def _launch(
         BLOCK_OUT=tile.out,
         BLOCK_IN=tile.inner,
         NUM_STAGES=tile.num_stages,
+        **chained(x.device),
         num_warps=tile.num_warps,
     )
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .chained_launch import chained, release_next, wait_for_previous
 from .int4_values import check_int4, dequantise_int4, halves_tile, unit_of
 from .invariant_rows import linear_rows, silu_mul_rows
 from .silu_mul import silu_mul, silu_mul_reference
@@ -95,8 +96,10 @@ def _int4_kernel(
     UNIT: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     # outputs are the rows of the product, because they are the long side
+    wait_for_previous(CHAINED)
     i_out = tl.program_id(0).to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     i_row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     i_split = tl.program_id(2)
@@ -131,6 +134,7 @@ def _int4_kernel(
             o_up, o_up_high = o_low + out_size, o_high + out_size
             b_up += _group_sum(b_low, b_x_low, b_low_sum, p_scales, p_zeros, o_up, m_out, SHIFT)
             b_up += _group_sum(b_high, b_x_high, b_high_sum, p_scales, p_zeros, o_up_high, m_out, SHIFT)
+    release_next(CHAINED)
     o_y = i_row[None, :].to(tl.int64) * out_size + i_out[:, None]
     m_y = m_out[:, None] & m_row[None, :]
     if NUM_SPLITS > 1:
@@ -213,6 +217,7 @@ def int4_linear_triton(
         UNIT=unit_of(in_size, group),
         BLOCK_OUT=tile.out,
         BLOCK_ROWS=block_rows,
+        **chained(x.device),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .chained_launch import chained, release_next, wait_for_previous
 from .latent_store import gather_latents, is_latent, latent_slots
 from .paged_tile import LOG2_E, MIN_DOT, check_tree_mask
 from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
@@ -127,8 +128,10 @@ def _latent_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     # program (tile of rows and heads, split, request)
+    wait_for_previous(CHAINED)
     i_split = tl.program_id(1)
     i_request = tl.program_id(2).to(tl.int64)
     kv_len = tl.load(p_kv_lens + i_request).to(tl.int32)
@@ -190,6 +193,7 @@ def _latent_kernel(
         b_rounded = b_weights.to(b_latent.dtype)
         b_out = tl.dot(b_rounded, b_latent, b_out * b_rescale[:, None], input_precision="ieee")
         b_max = b_new_max
+    release_next(CHAINED)
     o_flat = (first_row + i_query) * NUM_HEADS + i_head
     b_total = tl.where(b_sum == 0.0, 1.0, b_sum)
     b_out = (b_out / b_total[:, None]).to(p_partial.dtype.element_ty)
@@ -215,8 +219,10 @@ def _merge_kernel(
     RANK: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     # one (row, head) per program: its splits, weighted by their share of the softmax's denominator
+    wait_for_previous(CHAINED)
     i_flat = tl.program_id(0).to(tl.int64)
     num_written = num_flat
     if HAS_STARTS:
@@ -227,6 +233,7 @@ def _merge_kernel(
     i_rank = tl.arange(0, BLOCK_RANK)
     m_rank = i_rank < RANK
     b_lse = tl.load(p_lse + i_split * num_flat + i_flat, mask=i_split < num_splits, other=float("-inf"))
+    release_next(CHAINED)
     top = tl.max(b_lse, axis=0)
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2(b_lse - top), axis=0)
@@ -309,6 +316,7 @@ def _attend(
         RANK=rank,
         BLOCK_SPLITS=FEW_SPLITS if splits <= FEW_SPLITS else MAX_SPLITS,
         BLOCK_RANK=next_power_of_2(rank),
+        **chained(out.device),
         num_warps=4,
     )
     return out
@@ -373,6 +381,7 @@ def _launch_splits(
         BLOCK_COLUMNS=tile.columns,
         BLOCK_RANK=max(next_power_of_2(rank), MIN_DOT),
         BLOCK_ROPE=max(next_power_of_2(width - rank), MIN_DOT),
+        **chained(q.device),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from .chained_launch import chained, release_next, wait_for_previous
 from .latent_attention import (
     MIN_SPLIT,
     absorb,
@@ -117,8 +118,10 @@ def _prepare_kernel(
     BLOCK_ROPE: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_PART: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     # program (part of the rank, head, token); the head behind the last stores the latent
+    wait_for_previous(CHAINED)
     i_part = tl.program_id(0)
     i_head = tl.program_id(1)
     i_token = tl.program_id(2).to(tl.int64)
@@ -202,6 +205,7 @@ def prepare_latents_triton(
         BLOCK_ROPE=next_power_of_2(sizes.rope),
         BLOCK_RANK=next_power_of_2(sizes.rank),
         BLOCK_PART=part,
+        **chained(queries.device),
         num_warps=num_warps,
     )
     return q
@@ -301,8 +305,10 @@ def _values_kernel(
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     # program (part of the values, head, token)
+    wait_for_previous(CHAINED)
     i_head = tl.program_id(1)
     i_token = tl.program_id(2).to(tl.int64)
     i_value = tl.program_id(0) * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
@@ -317,6 +323,7 @@ def _values_kernel(
     b_sum = _merged_splits(
         p_partial, p_lse, o_flat, tl.cdiv(kv_len, split_len), num_flat, RANK, BLOCK_SPLITS, BLOCK_RANK
     )
+    release_next(CHAINED)
     dtype: tl.constexpr = p_out.dtype.element_ty
     b_values = tl.sum(b_up.to(tl.float32) * b_sum.to(dtype).to(tl.float32), axis=1)
     tl.store(p_out + (i_token * NUM_HEADS + i_head) * VALUE + i_value, b_values.to(dtype), mask=m_value)
@@ -373,6 +380,7 @@ def attend_latents_triton(
         BLOCK_SPLITS=max(1, 8192 // block_rank),
         BLOCK_RANK=block_rank,
         BLOCK_VALUE=part,
+        **chained(q.device),
         num_warps=num_warps,
     )
     return out

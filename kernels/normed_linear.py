@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .chained_launch import are_chained, chained, release_next, wait_for_previous
 from .rms_norm import NextNorm
 from .row_product import gated, load_residual, load_squares, row_product, store_sum, with_bias
 from .silu_mul import silu_mul_reference
@@ -20,6 +21,7 @@ from .skinny_linear import MIN_ROWS_TILE, SkinnyShape, skinny_shape
 from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
 MAX_ROWS = 64  # of one tile
+WIDE_SUM = 4096  # outputs of a sum for 128 programs with wide tiles
 
 
 class UnscaledRows(NamedTuple):
@@ -99,7 +101,9 @@ def _normed_kernel(
     BLOCK_IN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
+    wait_for_previous(CHAINED)
     i_tile = tl.program_id(0)
     i_row = tl.arange(0, BLOCK_ROWS)
     m_row = i_row < num_rows
@@ -115,6 +119,7 @@ def _normed_kernel(
         p_x, p_weight, i_row, m_row, i_out, m_out, 0, out_size, in_size, x_stride, out_size, b_zero,
         b_zero, IS_GATED, IS_EVEN, BLOCK_IN, NUM_STAGES,
     )  # fmt: skip
+    release_next(CHAINED)
     if IS_SCALED:
         b_scale = tl.rsqrt(tl.sum(b_squares, axis=1) / in_size + eps)[None, :]
         b_y *= b_scale
@@ -135,6 +140,18 @@ def _normed_kernel(
         tl.store(p_y + o_y, b_y.to(dtype), mask=m_out[:, None] & m_row[None, :])
 
 
+def sum_shape(num_rows: int, out_size: int, device: torch.device) -> SkinnyShape:
+    """Tiles for the sums of `num_rows` x `out_size` outputs.
+
+    Wide tiles are faster where launches are chained and one round of programs fills an H200: 114.4 us a layer
+    of an 8B Llama instead of 116.0, and slower, 118.1 instead of 117.1, where launches are not chained.
+    """
+    shape = skinny_shape(num_rows, out_size)
+    if num_rows <= MIN_ROWS_TILE and out_size == WIDE_SUM and are_chained(device):
+        return SkinnyShape(out=32, inner=256, num_warps=4, num_stages=4)
+    return shape
+
+
 def sum_linear_triton(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -152,7 +169,7 @@ def sum_linear_triton(
             f"sum_linear: residual {tuple(residual.shape)} {residual.dtype} does not fit {num_rows} rows of "
             f"{out_size} {x.dtype} outputs"
         )
-    tile = skinny_shape(num_rows, out_size) if shape is None else shape
+    tile = sum_shape(num_rows, out_size, x.device) if shape is None else shape
     total = torch.empty_like(residual, memory_format=torch.contiguous_format)
     z = total if norm is None else torch.empty_like(total)
     squares = torch.empty(num_rows, cdiv(out_size, tile.out), dtype=torch.float32, device=x.device)
@@ -227,6 +244,7 @@ def _launch(
         BLOCK_IN=tile.inner,
         BLOCK_ROWS=max(next_power_of_2(x.shape[0]), MIN_ROWS_TILE),
         NUM_STAGES=tile.num_stages,
+        **chained(x.device),
         num_warps=tile.num_warps,
     )
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .chained_launch import chained, release_next, wait_for_previous
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, rows_of, tl
 
 # Elements per program: several narrow rows (heads) together, or one wide row.
@@ -93,7 +94,9 @@ def _rms_norm_kernel(
     OFFSET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
+    wait_for_previous(CHAINED)
     i_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     i_column = tl.arange(0, BLOCK_WIDTH)
     m_column = i_column < width
@@ -112,6 +115,7 @@ def _rms_norm_kernel(
         tl.store(p_sum + o_y, b_rounded, mask=m_tile)
         b_x = b_rounded.to(tl.float32)
     b_y = _normed(b_x, p_weight, i_column, m_column, width, eps, dtype, HAS_OFFSET, OFFSET)
+    release_next(CHAINED)
     tl.store(p_y + o_y, b_y, mask=m_tile)
 
 
@@ -162,6 +166,7 @@ def rms_norm_triton(
         OFFSET=offset or 0.0,
         BLOCK_ROWS=block_rows,
         BLOCK_WIDTH=block_width,
+        **chained(x.device),
         num_warps=8 if block_width >= 4096 else 4,
         enable_fp_fusion=False,  # a product that is rounded before a sum stays so
     )

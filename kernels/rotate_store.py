@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from .chained_launch import chained, release_next, wait_for_previous
 from .fp8_scales import to_fp8_tile
 from .kv_store import check_kv, store_kv
 from .rms_norm import rms_norm
@@ -54,8 +55,10 @@ def _rotate_store_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     # program 0 has no token: it reads row 0 and zeros, and so clears the sink
+    wait_for_previous(CHAINED)
     i_token = tl.program_id(0).to(tl.int64) - 1
     m_token = i_token >= 0
     i_head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -90,6 +93,7 @@ def _rotate_store_kernel(
         b_other = (b_other * b_paired).to(p_q.dtype.element_ty).to(tl.float32)
     b_rotated = b_wide * b_cos[None, :] + b_other * b_sin[None, :]
     b_y = tl.where(is_rotated[:, None], b_rotated.to(p_q.dtype.element_ty), b_x)
+    release_next(CHAINED)
     o_q = (i_token * num_heads + i_head[:, None]) * HEAD_DIM + i_dim[None, :]
     tl.store(p_q + o_q, b_y, mask=m_tile & (i_head < num_heads)[:, None] & m_token)
     # all padding rows write the same zeros to row 0, so their order does not matter
@@ -140,6 +144,7 @@ def rotate_store_triton(
         HEAD_DIM=head_dim,
         BLOCK_HEADS=BLOCK_HEADS,
         BLOCK_DIM=next_power_of_2(head_dim),
+        **chained(heads.device),
         num_warps=4,
     )
     return q

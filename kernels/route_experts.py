@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .chained_launch import chained, wait_for_previous
 from .triton_jit import jit, next_power_of_2, tl
 
 LARGEST = 3.0e38  # below the largest float32
@@ -125,7 +126,9 @@ def _route_kernel(
     BLOCK: tl.constexpr,
     LARGEST: tl.constexpr,
     SMALLEST_SUM: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
+    wait_for_previous(CHAINED)
     i_row = tl.program_id(0).to(tl.int64)
     i_expert = tl.arange(0, BLOCK)
     m_expert = i_expert < num_experts
@@ -193,6 +196,7 @@ def route_experts_triton(
             BLOCK=next_power_of_2(num_experts),
             LARGEST=LARGEST,
             SMALLEST_SUM=SMALLEST_SUM,
+            **chained(logits.device),
             num_warps=1 if num_experts <= 128 else 4,
         )
     return ids, weights

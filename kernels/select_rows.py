@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .chained_launch import chained, release_next, wait_for_previous
 from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
 MAX_BLOCK = 2048
@@ -26,13 +27,16 @@ def _select_last_rows_kernel(
     width: tl.tensor,
     hidden_stride: tl.tensor,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
+    wait_for_previous(CHAINED)
     i_request = tl.program_id(0).to(tl.int64)
     i_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_column = i_column < width
     accept_len = tl.load(p_accept_len + i_request).to(tl.int64)
     i_row = i_request * rows_each + accept_len - 1
     b_row = tl.load(p_hidden + i_row * hidden_stride + i_column, mask=m_column & (accept_len > 0), other=0.0)
+    release_next(CHAINED)
     tl.store(p_out + i_request * width + i_column, b_row, mask=m_column)
 
 
@@ -56,6 +60,7 @@ def select_last_rows_triton(hidden: torch.Tensor, accept_len: torch.Tensor) -> t
         width,
         hidden.stride(0),
         BLOCK=block,
+        **chained(hidden.device),
         num_warps=4,
     )
     return out

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from .chained_launch import chained, release_next, wait_for_previous
 from .triton_jit import cdiv, jit, rows_of, tl
 
 BLOCK = 1024
@@ -39,13 +40,16 @@ def _silu_mul_kernel(
     inner_stride: tl.tensor,
     IS_GELU: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
+    wait_for_previous(CHAINED)
     i_row = tl.program_id(0).to(tl.int64)
     i_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_column = i_column < width
     o_x = (i_row // inner) * outer_stride + (i_row % inner) * inner_stride
     b_gate = tl.load(p_x + o_x + i_column, mask=m_column, other=0.0).to(tl.float32)
     b_up = tl.load(p_x + o_x + width + i_column, mask=m_column, other=0.0).to(tl.float32)
+    release_next(CHAINED)
     b_silu = activated(b_gate, IS_GELU).to(p_y.dtype.element_ty).to(tl.float32)
     tl.store(p_y + i_row * width + i_column, (b_silu * b_up).to(p_y.dtype.element_ty), mask=m_column)
 
@@ -70,6 +74,7 @@ def silu_mul_triton(gate_up: torch.Tensor, is_gelu: bool = False) -> torch.Tenso
         rows.inner_stride,
         IS_GELU=is_gelu,
         BLOCK=BLOCK,
+        **chained(gate_up.device),
         num_warps=4,
     )
     return y

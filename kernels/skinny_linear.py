@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .chained_launch import chained, release_next, wait_for_previous
 from .silu_mul import activated, silu_mul, silu_mul_reference
 from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
@@ -53,9 +54,11 @@ def _skinny_kernel(
     BLOCK_IN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     ROW_TILES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     # outputs are the rows of the product, because they are the long side
     # programs that run at the same time share rows of x and of W: ROW_TILES tiles of rows for each of W
+    wait_for_previous(CHAINED)
     i_group = tl.program_id(0) // (ROW_TILES * tl.cdiv(out_size, BLOCK_OUT))
     i_in_group = tl.program_id(0) % (ROW_TILES * tl.cdiv(out_size, BLOCK_OUT))
     num_tiles = tl.minimum(tl.cdiv(num_rows, BLOCK_ROWS) - i_group * ROW_TILES, ROW_TILES)
@@ -79,6 +82,7 @@ def _skinny_kernel(
         if IS_GATED:
             b_weight = tl.load(p_ups + i_in[None, :], mask=m_weight, other=0.0, eviction_policy="evict_first")
             b_up = tl.dot(b_weight, b_x, b_up, input_precision="ieee")
+    release_next(CHAINED)
     if HAS_BIAS:
         b_y += tl.load(p_bias + i_out, mask=m_out, other=0.0).to(tl.float32)[:, None]
     if IS_GATED:
@@ -156,6 +160,7 @@ def linear_triton(
         BLOCK_IN=tile.inner,
         BLOCK_ROWS=block_rows,
         ROW_TILES=ROW_TILES,
+        **chained(x.device, is_wanted=num_rows <= MIN_ROWS_TILE),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

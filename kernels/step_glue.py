@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from .chained_launch import chained, release_next, wait_for_previous
 from .triton_jit import jit_varying, next_power_of_2, tl
 
 # Columns of a request's state; the pages are the last. LATE counts rows that wait for the drafter. MATCHED
@@ -96,7 +97,9 @@ def _places_kernel(
     DRAFT_ROW: tl.constexpr,
     PAGES: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
+    wait_for_previous(CHAINED)
     i_request = tl.program_id(0).to(tl.int64)
     p_mine = p_state + i_request * state_stride
     is_active = tl.load(p_mine + REMAINING) > 0
@@ -111,6 +114,7 @@ def _places_kernel(
     m_stored = (b_position < capacity) & is_active
     num_cells = num_requests * NUM_PLACES
     o_cell = i_request * NUM_PLACES + i_place
+    release_next(CHAINED)
     tl.store(p_grid + o_cell, tl.minimum(b_position, MAX_CONTEXT - 1), mask=m_place)
     tl.store(p_grid + num_cells + o_cell, tl.where(m_stored, b_page * PAGE_SIZE + b_offset, 0), mask=m_place)
     tl.store(
@@ -149,6 +153,7 @@ def step_places_triton(state: torch.Tensor, sizes: PlaceSizes) -> Places:
             DRAFT_ROW=DRAFT_ROW,
             PAGES=PAGES,
             BLOCK=next_power_of_2(sizes.num_places),
+            **chained(state.device),
             num_warps=1,
         )
     return Places(*grid.unbind(0), *rows.unbind(0))
@@ -229,7 +234,9 @@ def _outcome_kernel(
     LENGTH: tl.constexpr,
     REMAINING: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
+    wait_for_previous(CHAINED)
     i_request = tl.program_id(0).to(tl.int64)
     i_row = tl.arange(0, BLOCK)
     m_row = i_row < NUM_PATH
@@ -244,6 +251,7 @@ def _outcome_kernel(
     remaining = tl.load(p_mine + REMAINING)
     emitted = tl.minimum(tl.minimum(accepted, remaining), tl.minimum(good, seen))
     b_tokens = tl.load(p_tokens + i_request * tokens_stride + i_row, mask=m_row, other=0)
+    release_next(CHAINED)
     p_out = p_report + i_request * (NUM_PATH + NUM_COUNTS)
     tl.store(p_out + i_row, b_tokens, mask=m_row)
     tl.store(p_out + NUM_PATH, accepted)
@@ -297,6 +305,7 @@ def step_outcome_triton(
             LENGTH=LENGTH,
             REMAINING=REMAINING,
             BLOCK=next_power_of_2(num_path),
+            **chained(table.device),
             num_warps=1,
         )
     return StepOutcome(report, emitted)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from .attention_form import PLAIN_FORM, AttentionForm
+from .chained_launch import chained, release_next, wait_for_previous
 from .kv_store import kv_rows
 from .paged_attention import batched_attention, gather_kv
 from .paged_tile import (
@@ -206,8 +207,10 @@ def _verify_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     # program (tile of rows and kv head, split, request)
+    wait_for_previous(CHAINED)
     i_tile, i_kv_head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
     i_split = tl.program_id(1)
     i_request = tl.program_id(2).to(tl.int64)
@@ -236,6 +239,7 @@ def _verify_kernel(
         num_rows, window, page_stride, kv_heads * HEAD_DIM, o_value, scale, HAS_TREE, SLIDING, SOFTCAP,
         PAGE_SIZE, HEAD_DIM, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DIM,
     )  # fmt: skip
+    release_next(CHAINED)
     o_flat = (i_request * num_rows + i_query) * (kv_heads * GROUP) + i_head
     b_total = tl.where(b_sum == 0.0, 1.0, b_sum)
     b_out = (b_out / b_total[:, None]).to(p_partial.dtype.element_ty)
@@ -256,8 +260,10 @@ def _merge_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     # one (request, row, head) per program: its splits, weighted by their share of the softmax's denominator
+    wait_for_previous(CHAINED)
     i_flat = tl.program_id(0).to(tl.int64)
     i_split = tl.arange(0, BLOCK_SPLITS)
     i_dim = tl.arange(0, BLOCK_DIM)
@@ -269,6 +275,7 @@ def _merge_kernel(
     b_weight = tl.where(m_used, tl.exp2(b_lse - tl.where(top == float("-inf"), 0.0, top)), 0.0)
     o_partial = o_split[:, None] * HEAD_DIM + i_dim[None, :]
     b_partial = tl.load(p_partial + o_partial, mask=m_used[:, None] & m_dim[None, :], other=0.0)
+    release_next(CHAINED)
     total = tl.sum(b_weight, axis=0)
     b_out = tl.sum(b_partial * b_weight[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
     tl.store(p_out + i_flat * HEAD_DIM + i_dim, b_out.to(p_out.dtype.element_ty), mask=m_dim)
@@ -340,6 +347,7 @@ def paged_verify_triton(
         HEAD_DIM=head_dim,
         BLOCK_SPLITS=FEW_SPLITS if splits <= FEW_SPLITS else MAX_SPLITS,
         BLOCK_DIM=next_power_of_2(head_dim),
+        **chained(q.device),
         num_warps=2,
     )
     return out
@@ -399,6 +407,7 @@ def _launch_splits(
         BLOCK_ROWS=tile.rows,
         BLOCK_COLUMNS=tile.columns,
         BLOCK_DIM=tile.dim,
+        **chained(q.device),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

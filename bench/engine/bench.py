@@ -15,7 +15,7 @@ import logging
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from ...engine.config import DTYPES, resolve_device, resolve_dtype
 from ...engine.errors import CheckpointError
 from ...engine.models.registry import JOIN_NAMES, Joins, named_joins
 from ...engine.parallel.group import SOLO, TensorGroup
+from ...kernels.chained_launch import unchained_launches
 from ..arguments import at_least
 from .drafters import ALL, DRAFTERS, named_drafters
 from .floors import UNKNOWN, Ceilings, PassCounts, Work, measure_ceilings
@@ -310,6 +311,11 @@ def parser() -> argparse.ArgumentParser:
         help=f"steps of the target's layers that share launches for few rows: {', '.join(JOIN_NAMES)} "
         "(default: those of a server)",
     )
+    add(
+        "--unchained",
+        action="store_true",
+        help="start each kernel only after the one before it has ended, to see what chained launches give",
+    )
     add("--page-size", type=at_least(1), default=16, help="tokens of a KV page (default 16)")
     add("--graphs", choices=("both", "on", "off"), default="both", help="default both")
     add(
@@ -418,7 +424,8 @@ def main(argv: Sequence[str]) -> int:
         _progress("making weights, prompts and graphs")
         cells: list[Cell] = []
         sums: list[SumTime] = []
-        with rank_0(ranks, argv, settings.device) if ranks > 1 else nullcontext(SOLO) as group:
+        alone = nullcontext(SOLO)
+        with launches(options), rank_0(ranks, argv, settings.device) if ranks > 1 else alone as group:
             sums += sums_of(settings, group)
             for cell in cells_of(settings, options, group, ceilings):
                 cells.append(cell)
@@ -431,6 +438,11 @@ def main(argv: Sequence[str]) -> int:
         whole = document(settings, ceilings, cells, options) | {"sums": [asdict(each) for each in sums]}
         Path(options.json).write_text(json.dumps(whole) + "\n", encoding="utf-8")
     return 0
+
+
+def launches(options: argparse.Namespace) -> AbstractContextManager[None]:
+    """The context of all measurements."""
+    return unchained_launches() if options.unchained else nullcontext()
 
 
 def sums_of(settings: RigSettings, group: TensorGroup) -> list[SumTime]:
@@ -474,6 +486,7 @@ def report(
         + (" with attention of their own" if options.dp_attention > 1 else "")
         + (", experts dealt whole" if options.ep else "")
         + (", deterministic" if options.deterministic else "")
+        + (", launches not chained" if options.unchained else "")
         + (f", pages of {options.page_size} tokens" if options.page_size != 16 else "")
         + (f", weights in {options.quantize}" if options.quantize != "none" else ""),
         "",

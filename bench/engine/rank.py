@@ -9,7 +9,7 @@ import torch
 
 from ...engine.config import resolve_device
 from ...engine.parallel.group import leave_group
-from .bench import cells_of, parser, settings_of, sums_of
+from .bench import cells_of, launches, parser, settings_of, sums_of
 from .ranks import joined
 
 
@@ -22,9 +22,10 @@ def main(argv: Sequence[str]) -> int:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     group = joined(meeting, rank, size, resolve_device(options.device))
     settings = settings_of(options)
-    sums_of(settings, group)
-    for _ in cells_of(settings, options, group):
-        pass
+    with launches(options):
+        sums_of(settings, group)
+        for _ in cells_of(settings, options, group):
+            pass
     leave_group(group)
     return 0
 

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from baton.kernels import chained_launch
 from packaging.version import Version
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
@@ -156,6 +157,7 @@ def compiled_for_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[t
     compiled: list[tuple[str, object]] = []
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(driver, "_active", AbsentH200())
+    monkeypatch.setattr(chained_launch, "has_chained_launches", lambda device: True)
 
     def twin_of(kernel):
         return (

@@ -1,6 +1,7 @@
 """Dispatch of kernel calls, refused arguments, and the compilation of every kernel for its GPU."""
 
 import importlib
+import re
 from collections.abc import Callable
 
 import pytest
@@ -158,6 +159,23 @@ def check_compiled(compiled: list[tuple[str, object]]) -> None:
         assert kernel.metadata.shared <= (
             skinny_linear.SHARED_BYTES if name == "_skinny_kernel" else SHARED_BYTES
         ), name
+        check_chained(name, kernel)
+
+
+def check_chained(name: str, kernel: object) -> None:
+    """A kernel that starts before the one in front of it ends waits before it touches memory, and only then
+    lets the next one start.
+    """
+    ptx = kernel.asm["ptx"]
+    waits = [match.start() for match in re.finditer(r"griddepcontrol\.wait", ptx)]
+    releases = [match.start() for match in re.finditer(r"griddepcontrol\.launch_dependents", ptx)]
+    if not kernel.metadata.launch_pdl:
+        assert waits == releases == [], name
+        return
+    touched = re.search(r"\b(ld|st|red|atom)\.global|\bcp\.async|\bcp\.reduce", ptx)
+    assert touched is not None, name
+    assert len(waits) == 1, name
+    assert waits[0] < min([touched.start(), *releases]), name
 
 
 def test_kernels_of_a_plain_decode_step_compile_for_an_h200(compiled_for_h200: list[tuple[str, object]]):

@@ -62,7 +62,7 @@ def test_a_planned_launch_compiles_the_variant_of_the_real_one(driver: DriverWit
     assert len(driver.stubs) == 1
     # The real launch finds it: this compiles, but does not run.
     real = (gate_up[1:], torch.empty(2, 256, dtype=torch.bfloat16), 256, 1, 512, 0)
-    options = {"IS_GELU": False, "BLOCK": 1024, "num_warps": 4}
+    options = {"IS_GELU": False, "BLOCK": 1024, "CHAINED": False, "num_warps": 4}
     _silu_mul_kernel.warmup(*real, grid=(2, 1), **options)
     assert len(seen) == 1
     # The plant: another dtype is another variant.
