@@ -52,12 +52,15 @@ def write_checkpoint(
     dtype: torch.dtype,
     device: torch.device,
     answers: int = 0,
+    layers: int = 0,
 ) -> None:
     """Writes `folder`/target and `folder`/head, with weights made on `device`.
 
     `answers`: mean length of answers that end by themselves, and no head; 0: they end at `max_tokens`.
+    `layers`: of the target; 0: as many as the shape has.
 
-    Raises ConfigError when one of the two directories exists, or when `accept_length` is below 1.
+    Raises ConfigError when one of the two directories exists, when `accept_length` is below 1, or for more
+    layers than the shape has.
     """
     if accept_length < 1:
         raise ConfigError(f"--accept-length {accept_length}: every step yields at least one token; raise it")
@@ -65,7 +68,7 @@ def write_checkpoint(
         if (folder / name).exists():
             raise ConfigError(f"{folder / name} exists; name another directory, or remove it")
     folder.mkdir(parents=True, exist_ok=True)
-    config = target_config(shape, "", folder)
+    config = target_config(shape, "", folder, layers=layers)
     if answers:
         write_tokenizer(folder / "target", config.vocab_size)
         _add_ends(folder / "target" / "config.json", list(range(answers, config.vocab_size, answers)))
@@ -164,6 +167,13 @@ def main(argv: Sequence[str]) -> int:
         help="mean tokens of answers that end by themselves, without a head; default: they never end",
     )
     add(
+        "--layers",
+        type=at_least(1),
+        default=0,
+        metavar="N",
+        help="only the first N layers of the shape, where disk or memory hold no more (default: all)",
+    )
+    add(
         "--draft-vocab",
         type=at_least(4),
         default=DRAFT_VOCABULARY,
@@ -188,6 +198,7 @@ def main(argv: Sequence[str]) -> int:
             dtype=resolve_dtype(options.dtype, device),
             device=device,
             answers=options.answers,
+            layers=options.layers,
         )
     except (ConfigError, CheckpointError, OSError) as error:
         sys.stderr.write(f"{PROG}: {error}\n")

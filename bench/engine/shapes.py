@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+from ...cluster.errors import ConfigError
 from ...engine.errors import CheckpointError
 from ...engine.hub import resolve_checkpoint
 from ...engine.models.config import ModelConfig
@@ -237,16 +238,24 @@ MXFP4 = "mxfp4"
 DRAFT_VOCABULARY = 32000  # draft vocabulary of published EAGLE3 heads for models of this size
 
 
-def target_config(shape: str, model: str, folder: Path, quantize: str = "none") -> ModelConfig:
-    """The config of the checkpoint `model` if one is given, else of the built-in `shape`.
+def target_config(
+    shape: str, model: str, folder: Path, quantize: str = "none", layers: int = 0
+) -> ModelConfig:
+    """The config of the checkpoint `model` if one is given, else of the built-in `shape`, with its first
+    `layers` layers; 0: all of them.
 
     `folder` is for temporary files. `quantize`: a name in `FORMS`, MXFP4, or "none" for the checkpoint's own
-    form. Raises CheckpointError for a config that cannot be read or is not supported.
+    form. Raises CheckpointError for a config that cannot be read or is not supported, ConfigError for more
+    layers than the shape has.
     """
     if model:
         found = load_model_config(resolve_checkpoint(model))
     else:
         config = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"} | SHAPES[shape]
+        whole = int(str(config["num_hidden_layers"]))
+        if layers > whole:
+            raise ConfigError(f"--layers {layers}: {shape} has {whole}; lower it")
+        config["num_hidden_layers"] = layers or whole
         found = load_model_config(_write(folder / "target", config))
     if quantize == "none":
         return found

@@ -65,6 +65,17 @@ def test_an_existing_checkpoint_is_not_overwritten(folder: Path, capsys: pytest.
     assert f"{folder / 'target'} exists; name another directory" in capsys.readouterr().err
 
 
+def test_a_checkpoint_has_the_layers_that_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path / "some"), *WRITE, "--layers", "2"]) == 0
+    model, config = load_model(tmp_path / "some" / "target", dtype=torch.float32)
+    assert config.num_layers == 2
+    assert {name.split(".")[2] for name, _ in model.tensors() if ".layers." in name} == {"0", "1"}
+    assert main([str(tmp_path / "more"), *WRITE, "--layers", "99"]) == 1
+    assert "--layers 99: toy has" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_device_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "new"), "--shape", "toy", "--device", "cuda"]) == 1
