@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from baton.bench.engine.bench import main
+from baton.bench.engine.bench import launches, main, parser
 from baton.bench.engine.drafters import DRAFTERS, DraftWish
 from baton.bench.engine.floors import Ceilings, PassCounts, Work, chain_step, mtp_step, parallel_step
 from baton.bench.engine.mtp_model import modules_config
@@ -15,6 +15,7 @@ from baton.engine.models.weight_cuts import rank_config
 from baton.engine.parallel.group import TensorGroup
 from baton.engine.parallel.sharing import attention_parallel, tensor_parallel
 from baton.engine.speculative.adaptive import MeasuredCosts
+from baton.kernels import chained_launch
 from baton.tests.variants import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -303,3 +304,15 @@ def test_bad_options_are_one_line_that_names_the_value_and_the_remedy(capsys, tm
     if not torch.cuda.is_available():
         assert main([*SMALL, "--device", "cuda"]) == 2
         assert "no usable CUDA device" in capsys.readouterr().err
+
+
+def test_launches_are_chained_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chained_launch, "has_chained_launches", lambda device: True)
+    device = torch.device("cuda")
+    for given, options in (
+        ([], {"CHAINED": True, "launch_pdl": True}),
+        (["--unchained"], {"CHAINED": False}),
+    ):
+        with launches(parser().parse_args(given)):
+            assert chained_launch.chained(device) == options
+    assert chained_launch.are_chained(device), "the context ends with the measurements"
