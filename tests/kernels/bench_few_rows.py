@@ -122,14 +122,14 @@ def dense_section(dense: Dense, num_rows: int) -> Section:
 
     section.ways += [Way("apart", apart), Way("norms joined", partial(joined, (None,) * 4))]
     if dense is LLAMA:
-        few, wide = SkinnyShape(16, 256, 2, 5), SkinnyShape(32, 256, 4, 4)
+        few, wide, gate = SkinnyShape(16, 256, 2, 5), SkinnyShape(32, 256, 4, 4), SkinnyShape(64, 128, 4, 3)
         for name, shapes in (
-            ("qkv 32", (few, None, few, SkinnyShape(32, 256, 4, 4))),
-            ("gate 64x128, 3 stages", (None, SkinnyShape(64, 128, 4, 3), None, None)),
+            ("qkv 32", (few, None, few, wide)),
+            ("gate 64x128, 3 stages", (None, gate, None, None)),
             ("sums 16", (few, None, few, None)),
             ("sums 32", (wide, None, wide, None)),
-            ("sums 32, qkv 16, gate 64x128", (wide, SkinnyShape(64, 128, 4, 3), wide, few)),
-            ("sums 32, gate 64x128", (wide, SkinnyShape(64, 128, 4, 3), wide, None)),
+            ("sums 32, qkv 16, gate 64x128", (wide, gate, wide, few)),
+            ("sums 32, gate 64x128", (wide, gate, wide, None)),
         ):
             section.ways.append(Way(f"norms joined, {name}", partial(joined, shapes)))
     else:
