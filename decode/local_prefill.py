@@ -36,6 +36,7 @@ from ..worker.prompt_chunks import (
     launch_first_tokens,
     launched_experts,
     score_prompts,
+    share_time,
 )
 from .chunk_budget import ChunkBudget
 from .prompt_parts import PromptParts
@@ -174,6 +175,7 @@ class LocalPrefill:
         now = self._clock()
         began = max(launched.started, self._read_at)  # with the steps between two parts
         self.forward_pace.saw(sum(chunk.num_tokens for chunk in chunks), now - began)
+        share_time(chunks, now - began)
         self._read_at = now
         for chunk in chunks:
             room = chunk.room

@@ -104,6 +104,7 @@ class DecodeRoom(WorkerRoom):
             prompt_tokens=self.request.num_prompt,
             cached_tokens=self.have,
             chunks=self.chunks,
+            work_ms=self.work_s * 1000,
         )
 
     def timeline(self, now: float) -> DecodeTimeline:

@@ -51,6 +51,7 @@ from ..worker.prompt_chunks import (
     launch_first_tokens,
     launched_experts,
     score_prompts,
+    share_time,
 )
 from ..worker.prompt_embeds import EmbedsInbox
 from ..worker.prompt_pages import begin_restore, num_whole, take_restored
@@ -443,6 +444,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         now = self._clock()
         began, self._landed_at = max(launched.at, self._landed_at), now
         self._pace.saw(sum(chunk.num_tokens for chunk in launched.chunks), now - began)
+        share_time(launched.chunks, now - began)
 
     def _keep_features(self, batch: ForwardBatch, output: ForwardOutput) -> None:
         if self.engine.features is not None:
@@ -529,6 +531,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                     pull_ms=room.pull_s * 1000,
                     chunks=room.chunks,
                     pull_end=room.pull_end,
+                    work_ms=room.work_s * 1000,
                 ),
             )
         )

@@ -45,6 +45,13 @@ class Chunk(Generic[R]):
         return self.room.request, self.start, self.end
 
 
+def share_time(chunks: Sequence[Chunk[R]], seconds: float) -> None:
+    """Adds to each room its rows' share of the `seconds` for which a forward kept the device busy."""
+    num_rows = sum(chunk.num_tokens for chunk in chunks)
+    for chunk in chunks:
+        chunk.room.work_s += seconds * chunk.num_tokens / num_rows
+
+
 def scored_limit(request: Request, before: Sequence[Chunk[R]], vocab_size: int) -> int | None:
     """The most tokens of `request` that fit behind the chunks `before` into the memory of scored logits.
 

@@ -28,6 +28,7 @@ class WorkerRoom(ABC):
     gone_epoch: int = -1  # epoch of the Cancel that waits for this attempt's pages; -1: none
     is_tainted: bool = False  # its KV must not be reused
     restore: Restore | None = None  # of a prefix from a lower tier, under way
+    work_s: float = 0.0  # of the device, for its prompt: its rows' share of each forward
 
     @property
     def log_fields(self) -> dict[str, str]:

@@ -157,6 +157,14 @@ class PrefillTimeline(Struct, frozen=True, kw_only=True):
     pull_ms: float = 0.0  # wait for such a pull, also for one that brought nothing; part of `queue_ms`
     chunks: Count = 0
     pull_end: Text = ""  # how it ended, one of PULL_ENDS; "": nothing was pulled, or an older worker
+    work_ms: float = 0.0  # of the device, its rows' share of each forward; 0.0: an older worker
+
+    @property
+    def busy_ms(self) -> float:
+        """How long it kept the device from other prompts. Forwards wait behind each other, so `prefill_ms`,
+        which stands in for that of an older worker, is a multiple of it under load.
+        """
+        return self.work_ms or self.prefill_ms
 
 
 class DecodeTimeline(Struct, frozen=True, kw_only=True):

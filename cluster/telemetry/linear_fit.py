@@ -1,11 +1,16 @@
-"""A line through measured times, which follows changes: recursive least squares with a forgetting factor
-(Haykin, "Adaptive Filter Theory"). Pure.
+"""A line through measured times, which follows changes: weighted recursive least squares with a forgetting
+factor (Haykin, "Adaptive Filter Theory"). Pure.
+
+A sample counts by its relative error. Attention makes the time of a prompt grow faster than its length, so no
+line fits short and long ones, and by absolute errors a single long prompt would decide it for hundreds of
+short ones.
 """
 
 from dataclasses import dataclass, field
 
 FORGETTING = 0.98  # factor on the weight of older samples, per new sample
 MIN_SAMPLES = 3  # samples before a line is used
+FIXED_TOKENS = 64  # the error of a sample is taken as proportional to its tokens and so many more
 
 
 @dataclass(eq=False)
@@ -13,7 +18,7 @@ class LinearFit:
     """Seconds as a linear function of tokens."""
 
     num_samples: int = 0
-    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)  # weights of 1, x, x^2, y, x*y
+    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)  # weighted, of 1, x, x^2, y, x*y
 
     def __repr__(self) -> str:
         return f"LinearFit({self.num_samples} samples)"
@@ -26,23 +31,27 @@ class LinearFit:
         """Adds one sample."""
         self.num_samples += 1
         n, x, xx, y, xy = self._sums
-        old = FORGETTING
+        old, weight = FORGETTING, (FIXED_TOKENS / (tokens + FIXED_TOKENS)) ** 2
         self._sums = [
-            old * n + 1.0,
-            old * x + tokens,
-            old * xx + tokens**2,
-            old * y + seconds,
-            old * xy + tokens * seconds,
+            old * n + weight,
+            old * x + weight * tokens,
+            old * xx + weight * tokens**2,
+            old * y + weight * seconds,
+            old * xy + weight * tokens * seconds,
         ]
 
     def at(self, tokens: int) -> float:
         """Predicted seconds for `tokens`; neither coefficient is below 0."""
+        return self.total(1, tokens)
+
+    def total(self, count: int, tokens: int) -> float:
+        """Predicted seconds for `count` pieces of work of `tokens` tokens together, one after the other."""
         n, x, xx, y, xy = self._sums
         if not n:
             return 0.0
         spread = xx - x * x / n
-        slope = max(0.0, (xy - x * y / n) / spread) if spread > 1e-6 * max(1.0, xx) else 0.0
+        slope = max(0.0, (xy - x * y / n) / spread) if spread > 1e-6 * xx else 0.0
         fixed = (y - slope * x) / n
         if fixed < 0 < xx:  # fit a line through 0 instead
             slope, fixed = xy / xx, 0.0
-        return fixed + slope * tokens
+        return count * fixed + slope * tokens

@@ -10,6 +10,7 @@ once for every stream that waits for it. Prompts that come first do not wait.
 
 from ...cluster.protocol.messages import DecodeTimeline, PrefillTimeline
 from ...cluster.telemetry.linear_fit import LinearFit
+from ..workers.registry import Backlog
 
 
 class CostModel:
@@ -26,7 +27,7 @@ class CostModel:
     def prefilled(self, timeline: PrefillTimeline, *, is_local: bool) -> None:
         """Adds the timing of a computed prompt."""
         tokens = max(0, timeline.prompt_tokens - timeline.cached_tokens)
-        (self.local if is_local else self.prefill).add(tokens, timeline.prefill_ms / 1000)
+        (self.local if is_local else self.prefill).add(tokens, timeline.busy_ms / 1000)
 
     def handed_over(self, num_tokens: int, timeline: DecodeTimeline) -> None:
         """Adds the timing of a hand-off of `num_tokens` tokens."""
@@ -36,25 +37,33 @@ class CostModel:
         """Adds the timing of a pull of `num_tokens` tokens from decode by prefill, its waits included."""
         self.pull.add(num_tokens, seconds)
 
+    def on_prefill(self, backlog: Backlog, num_new: int) -> float:
+        """Seconds until prefill has computed `num_new` tokens behind `backlog`."""
+        return _behind(self.prefill, backlog, num_new)
+
     def is_local_cheaper(
         self,
         *,
         new_on_prefill: int,
         new_on_decode: int,
-        queued_on_prefill: int,
-        queued_on_decode: int,
+        before_on_prefill: Backlog,
+        before_on_decode: Backlog,
         running: int,
     ) -> bool:
         """Whether decode, with `running` streams, should compute a prompt that lacks `new_on_decode` tokens
         there.
 
-        `new_on_prefill` tokens are uncached on prefill. The queued tokens of other prompts come first on
-        either side. Until decode's own times are known, prefill's stand in, since the model is the same.
-        Without prefill's and the hand-off's times the answer is no.
+        `new_on_prefill` tokens are uncached on prefill. Other prompts come before it on either side. Until
+        decode's own times are known, prefill's stand in, since the model is the same. Without prefill's and
+        the hand-off's times the answer is no.
         """
         if not (self.prefill.is_known and self.handoff.is_known):
             return False
         here = self.local if self.local.is_known else self.prefill
-        local = here.at(queued_on_decode + new_on_decode) + here.at(new_on_decode) * running
-        remote = self.prefill.at(queued_on_prefill + new_on_prefill) + self.handoff.at(new_on_decode)
+        local = _behind(here, before_on_decode, new_on_decode) + here.at(new_on_decode) * running
+        remote = self.on_prefill(before_on_prefill, new_on_prefill) + self.handoff.at(new_on_decode)
         return local < remote
+
+
+def _behind(line: LinearFit, backlog: Backlog, num_new: int) -> float:
+    return line.total(backlog.prompts + 1, backlog.tokens + num_new)

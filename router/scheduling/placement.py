@@ -231,12 +231,17 @@ class Placer:
         if not decode.is_aggregated and not (limit and decode.takes_prompts):
             return False
         num_new = prompt.num_tokens - held_tokens(decode, prompt)
-        is_short = decode.is_aggregated or num_new <= limit
-        return is_short and self._cost_model_of(decode).is_local_cheaper(
+        if not decode.is_aggregated:
+            # Streams that begin until then will wait for the prompt, too. Nobody knows how many, so a burst
+            # that is placed at once must not leave decode with more than one.
+            is_next = num_new <= self._local_max or not decode.num_tokens
+            if num_new > limit or not is_next:
+                return False
+        return self._cost_model_of(decode).is_local_cheaper(
             new_on_prefill=prompt.num_tokens - held_tokens(prefill, prompt) if plan is None else plan.num_new,
             new_on_decode=num_new,
-            queued_on_prefill=prefill.num_tokens,
-            queued_on_decode=decode.num_tokens,
+            before_on_prefill=prefill.backlog,
+            before_on_decode=decode.backlog,
             running=decode.num_running,
         )
 

@@ -98,7 +98,7 @@ class PrefixPulls:
         wants_features = bool(decode.hello.feature_ids)
         have = held_tokens(prefill, prompt, takes_bare=not wants_features)
         num_new = prompt.num_tokens - have
-        seconds = costs.prefill.at(prefill.num_tokens + num_new) if costs.prefill.is_known else None
+        seconds = costs.on_prefill(prefill.backlog, num_new) if costs.prefill.is_known else None
         computed = PromptPlan(num_new=num_new, seconds=seconds)
         if not (self.is_on and prefill.hello.pulls_prefixes):
             return computed
@@ -171,7 +171,7 @@ class PrefixPulls:
         num_pulled = source.tokens - min(bare, source.tokens)
         saved_s = 0.0
         if computed.seconds is not None:
-            saved_s = computed.seconds - costs.prefill.at(prefill.num_tokens + num_new)
+            saved_s = computed.seconds - costs.on_prefill(prefill.backlog, num_new)
         seconds = _pull_s(prefill, num_pulled, num_new, costs)
         if self.mode != ALWAYS and not self._is_worth(prefill, seconds, computed.seconds, saved_s):
             return replace(computed, kind=COMPUTE)
@@ -218,5 +218,5 @@ def _pull_s(prefill: Worker, num_pulled: int, num_new: int, costs: CostModel) ->
     """The time of a prompt of which `num_pulled` tokens are pulled and `num_new` computed; None: unknown."""
     if not (costs.pull.is_known and costs.prefill.is_known):
         return None
-    queue_s = costs.prefill.at(prefill.num_tokens) if prefill.num_tokens else 0.0
+    queue_s = costs.prefill.total(*prefill.backlog)
     return max(queue_s, costs.pull.at(num_pulled)) + costs.prefill.at(num_new)

@@ -40,7 +40,7 @@ class RoleMoves:
         """Learns from the times of a prompt."""
         if self._scaler is not None and isinstance(event, FirstToken):
             self._queue_times.add(event.timeline.queue_ms / 1000, now)
-            self._busy.add(worker.instance, event.timeline.prefill_ms / 1000, now)
+            self._busy.add(worker.instance, event.timeline.busy_ms / 1000, now)
 
     def due(self, now: float, *, is_busy: bool) -> Move | None:
         """The move to order now. `is_busy`: a worker changes its role already."""

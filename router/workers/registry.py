@@ -12,7 +12,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec import Struct
 
@@ -54,15 +54,25 @@ class Load(Struct, frozen=True, gc=False):
     has_begun: bool = False
 
 
-class Ledger:
-    """The attempts (room, epoch) placed on one worker, with their sums."""
+class Backlog(NamedTuple):
+    """Prompts that a worker has to compute for the placed attempts, or is computing, and their tokens."""
 
-    __slots__ = ("_classes", "_loads", "num_begun", "pages", "tokens")
+    prompts: int
+    tokens: int
+
+
+class Ledger:
+    """The attempts (room, epoch) placed on one worker, with their sums.
+
+    `num_prompts`: those that have tokens.
+    """
+
+    __slots__ = ("_classes", "_loads", "num_begun", "num_prompts", "pages", "tokens")
 
     def __init__(self) -> None:
         self._loads: dict[tuple[str, int], Load] = {}
         self._classes: Counter[int] = Counter()
-        self.pages = self.tokens = self.num_begun = 0
+        self.pages = self.tokens = self.num_begun = self.num_prompts = 0
 
     def __repr__(self) -> str:
         return f"Ledger({len(self)} attempts, pages={self.pages}, tokens={self.tokens})"
@@ -79,6 +89,7 @@ class Ledger:
         self._classes[load.priority] += 1
         self.pages += load.pages
         self.tokens += load.tokens
+        self.num_prompts += load.tokens > 0
         self.num_begun += load.has_begun
 
     def drop(self, attempt: tuple[str, int]) -> None:
@@ -87,6 +98,7 @@ class Ledger:
         if load is not None:
             self.pages -= load.pages
             self.tokens -= load.tokens
+            self.num_prompts -= load.tokens > 0
             self.num_begun -= load.has_begun
             self._classes[load.priority] -= 1
             if not self._classes[load.priority]:
@@ -112,7 +124,7 @@ class Ledger:
     def clear(self) -> None:
         self._loads.clear()
         self._classes.clear()
-        self.pages = self.tokens = self.num_begun = 0
+        self.pages = self.tokens = self.num_begun = self.num_prompts = 0
 
 
 @dataclass(eq=False)
@@ -199,6 +211,11 @@ class Worker:
     def num_tokens(self) -> int:
         """Prompt tokens that the worker has to compute for the placed attempts, or is computing."""
         return self.ledger.tokens
+
+    @property
+    def backlog(self) -> Backlog:
+        """The prompts of `num_tokens`."""
+        return Backlog(prompts=self.ledger.num_prompts, tokens=self.ledger.tokens)
 
     @property
     def placed_pages(self) -> int:

@@ -238,6 +238,33 @@ def test_the_first_token_is_out_before_the_hand_off_ends(model):
     pair.assert_nothing_is_held()
 
 
+@pytest.mark.parametrize("is_local", [False, True])
+def test_the_work_of_all_prompts_together_is_the_time_of_their_forwards(model, is_local, monkeypatch):
+    """A prompt shares its forwards with others, and each of its rows counts once."""
+    pair = Pair(model, chunk_size=16, pages=96, max_running=8, slo_ttft_s=100.0)
+    runner = (pair.decode if is_local else pair.prefill).engine.runner
+    forward, rows = runner.forward, []
+
+    def timed(batch, *given, **options):
+        if batch.num_tokens > len(wanted):  # else a step of the streams
+            rows.append(batch.num_tokens)
+            pair.clock.now += 0.1
+        return forward(batch, *given, **options)
+
+    wanted = [[10 + number] * 60 for number in range(5)]
+    monkeypatch.setattr(runner, "forward", timed)
+    for number, prompt in enumerate(wanted):
+        pair.send(name(number), prompt, is_local=is_local, max_new_tokens=2)
+    pair.run()
+    timelines = [
+        pair.ends[room].prefill if is_local else pair.prefilled[room] for room in map(name, range(5))
+    ]
+    assert sum(rows) == 300, rows
+    assert len(rows) < 5 * 4, "prompts shared forwards"
+    assert sum(each.work_ms for each in timelines) == pytest.approx(100 * len(rows))
+    assert all(0 < each.work_ms <= each.prefill_ms + 0.001 for each in timelines)
+
+
 def test_pages_are_cached_once_and_behind_token_1_and_the_offers_end(model, monkeypatch):
     pair = Pair(model, pages=96, chunk_size=0)
     insert, link, seen = pair.prefill.engine.cache.insert, pair.links[P], []

@@ -3,6 +3,7 @@
 import pytest
 from baton.cluster.protocol.messages import DecodeTimeline, PrefillTimeline
 from baton.router.scheduling.cost_model import CostModel, LinearFit
+from baton.router.workers.registry import Backlog
 
 
 def line(*samples):
@@ -31,6 +32,30 @@ def test_recent_measurements_outweigh_old_ones():
     assert made.at(100) == pytest.approx(0.1, rel=0.2)
 
 
+def test_prompts_one_after_the_other_take_their_times_together():
+    made = line(*[(1024, 0.022)] * 3)
+    assert made.total(40, 40 * 1024) == pytest.approx(40 * 0.022)
+    assert made.total(0, 0) == 0
+    other = line(*[(tokens, 0.010 + 0.0002 * tokens) for tokens in (16, 100, 1000)])
+    assert other.total(3, 600) == pytest.approx(3 * other.at(200))
+
+
+def test_long_prompts_do_not_decide_the_time_of_short_ones():
+    """Llama-3.1-8B on an H200: 35 us a token of the long one, 21 of the short ones."""
+    made = line(*[(1024, 0.0215)] * 20, (8192, 0.194), (32768, 1.158), (32768, 1.158), *[(1024, 0.0215)] * 20)
+    assert made.at(1024) == pytest.approx(0.0215, rel=0.1)
+    assert made.total(32, 32 * 1024) == pytest.approx(32 * 0.0215, rel=0.1)
+
+
+def test_forwards_that_wait_behind_each_other_count_once():
+    made = CostModel()
+    for _ in range(3):
+        made.prefilled(PrefillTimeline(prefill_ms=86, work_ms=22, prompt_tokens=1024), is_local=False)
+    assert made.on_prefill(Backlog(prompts=9, tokens=9 * 1024), 1024) == pytest.approx(0.22)
+    older = PrefillTimeline(prefill_ms=86, prompt_tokens=1024)
+    assert older.busy_ms == 86, "a worker that does not tell"
+
+
 def costs(prefill_ms_per_token=0.1, handoff_ms=5.0, local_ms_per_token=0.0):
     made = CostModel()
     for tokens in (32, 256, 512):
@@ -48,8 +73,8 @@ def cheaper(made, new, *, on_prefill=None, queued=0, queued_here=0, running=0):
     return made.is_local_cheaper(
         new_on_prefill=new if on_prefill is None else on_prefill,
         new_on_decode=new,
-        queued_on_prefill=queued,
-        queued_on_decode=queued_here,
+        before_on_prefill=Backlog(prompts=bool(queued), tokens=queued),
+        before_on_decode=Backlog(prompts=bool(queued_here), tokens=queued_here),
         running=running,
     )
 

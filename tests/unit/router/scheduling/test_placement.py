@@ -112,6 +112,8 @@ def test_a_prompt_that_waits_for_prefill_delays_nobody_on_decode():
         end = Finished(instance=D, reason="stop", output_tokens=1, room=order.room, epoch=order.epoch)
         world.dispatcher.on_message(b"d", end)
     assert registry.get(D).num_running == 0
+    assert places(world, 1) == "p", "a prompt waits on decode already: nobody knows what begins until then"
+    begin(world, world.of(b"d", Reserve)[3])
     assert places(world, 1) == "d", "32 ms on decode"
 
 
