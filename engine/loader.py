@@ -196,12 +196,17 @@ class Engine:
     def leave_ranks(self) -> None:
         """Leaves the process group of the ranks. On GPUs it waits for the others to do so.
 
-        No forward may follow. The graphs go first: NCCL ends no communicator while a graph holds one of its
-        operations.
+        No forward may follow.
+        """
+        self.drop_graphs()
+        leave_group(self.group)
+
+    def drop_graphs(self) -> None:
+        """Gives up all graphs; no forward may follow. NCCL ends no communicator while a graph holds one of
+        its operations.
         """
         if self.graphs is not None:
             self.graphs.pool.drop()
-        leave_group(self.group)
 
     def __repr__(self) -> str:
         return f"<Engine {self.model!r}, {self.pool!r}, {self.lifecycle.phase.name}>"

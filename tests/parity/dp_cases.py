@@ -95,6 +95,10 @@ class AskedWorker:
         self.worker.engine.cache.allocator.check_integrity()
         return [tokens[room] for room in self._rooms]
 
+    def end(self) -> None:
+        """Gives up the graphs, so that the ranks can leave their group."""
+        self.worker.engine.drop_graphs()
+
 
 def order_of(room: str, asked: Asked) -> Reserve:
     wish = {"temperature": 0.0, "max_new_tokens": asked.num_tokens, "ignore_eos": True, **asked.sampling}
@@ -154,6 +158,7 @@ class DpCases:
             yield self
             for child in self.children:
                 self._send(child, {"end": True})
+            self._worker.end()
         except BaseException:
             self.kill()
             raise
@@ -239,7 +244,9 @@ def main() -> None:
     while line := sys.stdin.readline():
         message = json.loads(line)
         config = load_config(DecodeConfig, message["flags"], {}, warns=False)
-        serve_one(asked_worker(loaded(config, group), config, table), table)
+        worker = asked_worker(loaded(config, group), config, table)
+        serve_one(worker, table)
+        worker.end()
     leave_group(group)
 
 
