@@ -37,6 +37,7 @@ from ...cluster.distribution import install_command
 from ...cluster.errors import TransferError
 from ...cluster.net.transport_names import CUDA_SLAB, NIXL, SHM, TRANSPORTS, has_nixl
 from ...cluster.process.progress import JobProgress
+from ...cluster.protocol.kv_messages import BLOCK_BYTES, MAX_BLOCK_BYTES
 from ...cluster.security.keyring import Peer, load_keyring, make_key, write_key, write_peers
 from ...kvtransfer.memory.malloc_tuning import keep_blocks
 from ...kvtransfer.transport import Complete, Lost, PullRequest
@@ -61,6 +62,7 @@ from .parts import (
 
 PROG = "baton bench transfer"
 CONNECT_S, CONNECT_PAUSE_S = 20.0, 0.2  # of a pair that uses NIXL
+BLOCK_KIB, DEVICE_BLOCK_KIB = BLOCK_BYTES >> 10, MAX_BLOCK_BYTES >> 10
 MAX_BLOCK_KIB = 64 << 10  # upper bound of a layout's block size
 A = TypeVar("A", Where, Done)
 
@@ -344,7 +346,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--windows", type=at_least(1), nargs="+", default=[4, 8], help="blocks in flight (default 4 8)"
     )
-    parser.add_argument("--block-kib", type=block_kib, default=1024, help="size of a block (default 1024)")
+    parser.add_argument(
+        "--block-kib",
+        type=block_kib,
+        help=f"size of a block (default {BLOCK_KIB}; {DEVICE_BLOCK_KIB} where both sides are GPUs, as workers "
+        "have it for 128 KiB a token)",
+    )
     where_from, where_to = (
         "device of the source, such as cuda:0 (default cpu)",
         "of the destination (default cpu)",
@@ -365,7 +372,7 @@ def main(argv: Sequence[str]) -> int:
     keep_blocks()  # as workers do
     where = machine()
     try:
-        with TransferBench(options.mib, options.block_kib << 10, options.source, options.target) as bench:
+        with TransferBench(options.mib, _block_bytes(options), options.source, options.target) as bench:
             found = measure(bench, options.rounds, list(dict.fromkeys(options.windows)), options.only)
     except TransferError as error:
         sys.stderr.write(f"{PROG}: {error}\n")
@@ -377,6 +384,11 @@ def main(argv: Sequence[str]) -> int:
     else:
         sys.stdout.write(as_table(rows, where))
     return 0
+
+
+def _block_bytes(options: argparse.Namespace) -> int:
+    are_gpus = "cpu" not in (options.source, options.target)
+    return (options.block_kib or (DEVICE_BLOCK_KIB if are_gpus else BLOCK_KIB)) << 10
 
 
 def _num_as_wanted(way: Way, done: Complete) -> int:
