@@ -24,10 +24,12 @@ def arrays_to_device(arrays: Sequence[IntArray], device: torch.device) -> tuple[
     """
     each = ALIGNMENT // np.dtype(np.int64).itemsize
     offsets = [0, *accumulate(-(-array.size // each) * each for array in arrays)]
-    packed = torch.empty(offsets[-1], dtype=torch.int64, pin_memory=device.type == "cuda")
-    host = packed.numpy()
-    for array, offset in zip(arrays, offsets, strict=False):
-        host[offset : offset + array.size] = array.reshape(-1)
+    is_dry = is_fake(torch.empty(0))  # a dry run, whose tensors have no values
+    packed = torch.empty(offsets[-1], dtype=torch.int64, pin_memory=device.type == "cuda" and not is_dry)
+    if not is_dry:
+        host = packed.numpy()
+        for array, offset in zip(arrays, offsets, strict=False):
+            host[offset : offset + array.size] = array.reshape(-1)
     there = packed.to(device, non_blocking=True)
     return tuple(
         there[offset : offset + array.size].view(array.shape)

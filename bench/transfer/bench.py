@@ -349,8 +349,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--block-kib",
         type=block_kib,
-        help=f"size of a block (default {BLOCK_KIB}; {DEVICE_BLOCK_KIB} where both sides are GPUs, as workers "
-        "have it for 128 KiB a token)",
+        help=f"size of a block (default {BLOCK_KIB}; {DEVICE_BLOCK_KIB} where both sides are GPUs, as "
+        "workers have it for 128 KiB a token)",
     )
     where_from, where_to = (
         "device of the source, such as cuda:0 (default cpu)",

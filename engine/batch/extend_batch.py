@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from ..host_copy import arrays_to_device
-from ..kv.page_table import page_array, pages_for, slot_array
+from ..kv.page_table import pages_for, row_arrays
 from ..parallel.plan_messages import PromptPart, PromptPlan
 from ..prompt_logprobs import num_scored
 from ..request import Request
@@ -40,12 +40,10 @@ def planned_batch(plan: PromptPlan, *, page_size: int, device: torch.device) -> 
     """The batch of `plan`."""
     parts = plan.parts
     ends = [part.start + len(part.ids) for part in parts]
-    spans = list(zip(parts, ends, strict=True))
+    spans = [(part.pages, part.start, end) for part, end in zip(parts, ends, strict=True)]
     host = (
         np.array([token for part in parts for token in part.ids], dtype=np.int64),
-        np.concatenate([np.arange(part.start, end, dtype=np.int64) for part, end in spans]),
-        np.concatenate([slot_array(part.pages, part.start, end, page_size) for part, end in spans]),
-        page_array([part.pages for part in parts]),
+        *row_arrays(spans, page_size),
         np.array(plan.logit_rows, dtype=np.int64),
     )
     input_ids, positions, slots, page_table, logit_rows = arrays_to_device(host, device)

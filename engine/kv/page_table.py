@@ -33,6 +33,21 @@ def slot_array(pages: Sequence[int], start: int, end: int, page_size: int) -> In
     return slots[start - first * page_size : end - first * page_size]
 
 
+def row_arrays(
+    spans: Sequence[tuple[Sequence[int], int, int]], page_size: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Positions and slots of the rows of all `spans`, and their page table.
+
+    A span is (pages, first, end): the rows [first, end) of a request. Each row of the table has the pages of
+    the tokens before `end`.
+    """
+    return (
+        np.concatenate([np.arange(first, end, dtype=np.int64) for _, first, end in spans]),
+        np.concatenate([slot_array(pages, first, end, page_size) for pages, first, end in spans]),
+        page_array([pages[: pages_for(end, page_size)] for pages, _, end in spans]),
+    )
+
+
 def build_page_table(pages: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> torch.Tensor:
     """The page table int64 `[B, P]`; P is the longest list, at least 1. Rows are padded with page 0."""
     return to_device(torch.from_numpy(page_array(pages)), torch.device(device))

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from baton.engine.host_copy import IntArray
 from baton.engine.speculative.drafters import mtp_deep, mtp_prefill, mtp_window
 from baton.engine.speculative.drafters.mtp_head import MtpHead
 from baton.engine.speculative.drafters.mtp_prefill import look_ahead
@@ -96,9 +98,9 @@ def rows_of_the_last_verified_node_are_selected(planting: pytest.MonkeyPatch) ->
 
 
 def look_ahead_one_short(planting: pytest.MonkeyPatch) -> None:
-    def short(item: object, first: int, depth: int) -> torch.Tensor:
+    def short(item: object, first: int, depth: int) -> IntArray:
         found = look_ahead(item, first, depth)
-        return torch.cat((found[:, :1], found[:, : depth - 1]), dim=1)
+        return np.concatenate((found[:, :1], found[:, : depth - 1]), axis=1)
 
     planting.setattr(mtp_prefill, "look_ahead", short)
 

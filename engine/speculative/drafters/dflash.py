@@ -19,9 +19,9 @@ from ...batch.forward_batch import ForwardBatch
 from ...errors import CheckpointError, UnsupportedInput
 from ...graphs.bucketed_graphs import EAGER, PathDecision
 from ...graphs.graph_pool import GraphPool
-from ...host_copy import to_device
+from ...host_copy import arrays_to_device
 from ...kv.layouts import MHALayout
-from ...kv.page_table import pages_for, slots_for
+from ...kv.page_table import pages_for, row_arrays
 from ...kv.pool import KVPool
 from ...models.layers import NamedTensors
 from ...row_attention import RowPlan
@@ -29,7 +29,7 @@ from ..drafting.shape import DraftShape
 from ..drafting.verify import AcceptResult
 from .dflash_graphs import ContextGraphs, store_context
 from .dflash_head import DflashHead
-from .paged import PagedDrafter, require_loaded
+from .paged import PagedDrafter, joined_features, require_loaded
 from .protocol import DraftPrefill, DraftView, Proposal
 from .states import DraftStates
 
@@ -74,15 +74,10 @@ class DflashDrafter(PagedDrafter[DflashHead, ContextGraphs]):
             return
         for item in items:
             self._check_features(item.features, len(item.next_ids))
-        size = self.pool.page_size
-        positions = torch.cat([torch.arange(item.start, item.end) for item in items])
-        slots = torch.cat([slots_for(item.pages, item.start, item.end, size) for item in items])
-        self._write(
-            torch.cat([item.features.to(self.device) for item in items]),
-            to_device(positions, self.device),
-            to_device(slots, self.device),
-            self._decide(positions.shape[0]),
-        )
+        spans = [(item.pages, item.start, item.end) for item in items]
+        positions, slots, _ = arrays_to_device(row_arrays(spans, self.pool.page_size), self.device)
+        features = joined_features([item.features for item in items], self.device)
+        self._write(features, positions, slots, self._decide(positions.shape[0]))
 
     @torch.no_grad()
     def prefill_rows(self, batch: ForwardBatch) -> torch.Tensor:

@@ -8,6 +8,7 @@ legend: T rows, H draft hidden, Ht target hidden, K features.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from ...attention.registry import attention_for
@@ -18,16 +19,16 @@ from ...batch.padding import pad_rows
 from ...errors import CheckpointError, UnsupportedInput
 from ...graphs.bucketed_graphs import EAGER
 from ...graphs.graph_pool import GraphPool
-from ...host_copy import to_device
+from ...host_copy import arrays_to_device
 from ...kv.layouts import MHALayout
-from ...kv.page_table import build_page_table, pages_for, slots_for
+from ...kv.page_table import row_arrays
 from ...kv.pool import KVPool
 from ...models.layers import NamedTensors
 from ...parallel.vocabulary import look_up
 from ..drafting.shape import DraftShape
 from .eagle3_head import DraftPhase, FeatureHead
 from .idle import idle_draft_batch
-from .paged import require_loaded
+from .paged import joined_features, require_loaded
 from .parallel_loop import draft_parallel
 from .prefill_graphs import DraftPrefillGraphs, parameters_of
 from .protocol import DraftPrefill, DraftView, Proposal
@@ -112,21 +113,20 @@ class Eagle3Drafter(RecyclingDrafter[FeatureHead, DraftPrefillGraphs]):
     def _prefill_batch(self, items: Sequence[DraftPrefill]) -> ForwardBatch:
         for item in items:
             self._check_features(item.features, len(item.next_ids))
-        tables = [item.pages[: pages_for(item.end, self.page_size)] for item in items]
-        ids = [token for item in items for token in item.next_ids]
+        host = (
+            np.array([token for item in items for token in item.next_ids], dtype=np.int64),
+            *row_arrays([(item.pages, item.start, item.end) for item in items], self.page_size),
+        )
+        input_ids, positions, slots, page_table = arrays_to_device(host, self.device)
         batch = ForwardBatch(
-            input_ids=to_device(torch.tensor(ids, dtype=torch.int64), self.device),
-            positions=to_device(
-                torch.cat([torch.arange(item.start, item.end) for item in items]), self.device
-            ),
-            slots=to_device(
-                torch.cat([slots_for(i.pages, i.start, i.end, self.page_size) for i in items]), self.device
-            ),
-            page_table=build_page_table(tables, self.device),
+            input_ids=input_ids,
+            positions=positions,
+            slots=slots,
+            page_table=page_table,
             q_lens=[len(item.next_ids) for item in items],
             kv_lens=[item.end for item in items],
             capture_hidden=CaptureHidden.LAST,
-            features=torch.cat([item.features.to(self.device) for item in items]),
+            features=joined_features([item.features for item in items], self.device),
         )
         self._set_embeds(batch, items)
         return batch

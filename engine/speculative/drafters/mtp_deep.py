@@ -6,9 +6,10 @@ that a step verifies, H hidden, K modules.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from ...host_copy import to_device
+from ...host_copy import arrays_to_device, to_device
 from ...kv.page_table import build_page_table, pages_for
 from ...sampling.params import SamplingParams
 from ...sampling.tensors import SamplingTensors
@@ -123,19 +124,16 @@ class DeepMtpDrafter(MtpDrafter):
             held = features[features.shape[0] - count :]
             hidden.append(torch.nn.functional.pad(held, (0, 0, most - count, 0)))
             behind = look_ahead(item, item.end - count, 1)[:, 0]
-            tokens.append(torch.nn.functional.pad(behind, (most - count, 0)))
+            tokens.append(np.pad(behind, (most - count, 0)))
             counts.append(count)
             if item.state_row != PAD_ROW:
                 num_known = len(item.known_ids) or item.end + 1
                 final = max(first, min(item.end, num_known - depth))
                 self._written[item.state_row] = final, item.end
-        rows = to_device(torch.tensor([item.state_row for item in items]), self.device)
-        self.states.write_front(
-            rows,
-            torch.stack(hidden),
-            to_device(torch.stack(tokens), self.device),
-            to_device(torch.tensor(counts), self.device),
-        )
+        state_rows = [item.state_row for item in items]
+        host = (np.array(state_rows, dtype=np.int64), np.stack(tokens), np.array(counts, dtype=np.int64))
+        rows, newest, num_newest = arrays_to_device(host, self.device)
+        self.states.write_front(rows, torch.stack(hidden), newest, num_newest)
         ended = [item for item in items if item.is_final]
         if ended:
             self._draft_first(ended)

@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from ...attention.registry import attention_for
@@ -16,9 +17,9 @@ from ...batch.padding import pad_rows
 from ...errors import UnsupportedInput
 from ...graphs.bucketed_graphs import EAGER
 from ...graphs.graph_pool import GraphPool
-from ...host_copy import to_device
+from ...host_copy import IntArray, arrays_to_device
 from ...kv.layouts import PageLayout
-from ...kv.page_table import build_page_table, pages_for, slots_for
+from ...kv.page_table import row_arrays
 from ...kv.pool import KVPool
 from ...models.layers import NamedTensors
 from .eagle3_head import DraftPhase
@@ -27,7 +28,7 @@ from .mtp_graphs import MtpPrefillGraphs
 from .mtp_head import MtpHead
 from .mtp_states import FrontStates
 from .mtp_window import module_attention
-from .paged import PagedDrafter, require_loaded
+from .paged import PagedDrafter, joined_features, require_loaded
 from .protocol import DraftPrefill
 from .states import DraftStates
 
@@ -37,15 +38,15 @@ def modules_layout(head: MtpHead, page_size: int) -> PageLayout:
     return head.config.layer.kv_layout(head.num_modules, page_size, head.dtype)
 
 
-def look_ahead(item: DraftPrefill, first: int, depth: int) -> torch.Tensor:
-    """The tokens behind rows [first, item.end), int64 `[rows, depth]` on the host.
+def look_ahead(item: DraftPrefill, first: int, depth: int) -> IntArray:
+    """The tokens behind rows [first, item.end), `[rows, depth]`.
 
     Column k is the token k+1 positions behind its row, 0 where it is not known yet.
     """
     known = item.known_ids or [*[0] * (item.start + 1), *item.next_ids]
     tokens = list(known[first + 1 : item.end + depth])
     tokens += [0] * (item.end - first - 1 + depth - len(tokens))
-    return torch.tensor(tokens, dtype=torch.int64).unfold(0, depth, 1)
+    return np.lib.stride_tricks.sliding_window_view(np.array(tokens, dtype=np.int64), depth)
 
 
 class MtpDrafter(PagedDrafter[MtpHead, MtpPrefillGraphs]):
@@ -147,18 +148,19 @@ class MtpDrafter(PagedDrafter[MtpHead, MtpPrefillGraphs]):
     def _prefill_batch(
         self, items: Sequence[DraftPrefill], widened: Sequence[tuple[int, torch.Tensor]]
     ) -> ForwardBatch:
-        tables = [item.pages[: pages_for(item.end, self.page_size)] for item in items]
         pairs = [(item, first) for item, (first, _) in zip(items, widened, strict=True)]
-        positions = [torch.arange(first, item.end) for item, first in pairs]
-        slots = [slots_for(item.pages, first, item.end, self.page_size) for item, first in pairs]
-        ids = [look_ahead(item, first, self.head.num_modules) for item, first in pairs]
+        host = (
+            np.concatenate([look_ahead(item, first, self.head.num_modules) for item, first in pairs]),
+            *row_arrays([(item.pages, first, item.end) for item, first in pairs], self.page_size),
+        )
+        input_ids, positions, slots, page_table = arrays_to_device(host, self.device)
         return ForwardBatch(
-            input_ids=to_device(torch.cat(ids), self.device),
-            positions=to_device(torch.cat(positions), self.device),
-            slots=to_device(torch.cat(slots), self.device),
-            page_table=build_page_table(tables, self.device),
+            input_ids=input_ids,
+            positions=positions,
+            slots=slots,
+            page_table=page_table,
             q_lens=[item.end - first for item, first in pairs],
             kv_lens=[item.end for item in items],
             capture_hidden=CaptureHidden.LAST,
-            features=torch.cat([features.to(self.device) for _, features in widened]),
+            features=joined_features([features for _, features in widened], self.device),
         )

@@ -71,6 +71,12 @@ def require_loaded(head: SharedHead, name: str) -> None:
         )
 
 
+def joined_features(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The features of all rows on `device`: not copied where one part is there already. For reading."""
+    there = [part.to(device) for part in parts]
+    return there[0] if len(there) == 1 else torch.cat(there)
+
+
 class StatefulDrafter:
     """A drafter with a row of `states` for each request, which observes every step."""
 

@@ -7,11 +7,13 @@ hidden, V vocabulary.
 
 from abc import ABC
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 
-from ...host_copy import to_device
+from ...host_copy import arrays_to_device
 from ..drafting.shape import DraftShape
 from ..drafting.verify import AcceptResult
 from .loops import ChainHead, draft_chain, draft_tree, first_choices, observe_branch, recycled, remember
@@ -62,8 +64,8 @@ class RecyclingDrafter(PagedDrafter[C, G], ABC):
 
     def _remember_last(self, items: Sequence[DraftPrefill], out: torch.Tensor) -> None:
         """Writes the states of the final `items` from the outputs `out` `[T, H]` of all their rows."""
-        ends = torch.tensor([len(item.next_ids) for item in items]).cumsum(0) - 1
-        final = [i for i, item in enumerate(items) if item.is_final]
+        ends = accumulate(len(item.next_ids) for item in items)
+        final = [(item.state_row, end - 1) for item, end in zip(items, ends, strict=True) if item.is_final]
         if final:
-            rows = to_device(torch.tensor([items[i].state_row for i in final]), self.device)
-            remember(self.head, self.states, rows, out[to_device(ends[final], self.device)])
+            states, rows = arrays_to_device(list(np.array(final, dtype=np.int64).T), self.device)
+            remember(self.head, self.states, states, out.index_select(0, rows))

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ....kernels.step_glue import CAPACITY, DRAFT_ROW, IS_DRAWN, NEWEST, PAGES, SEED, TOP_K
-from ...host_copy import to_device
+from ...host_copy import arrays_to_device, to_device
 from ...sampling.edits import LogitEdits, SamplingRow
 from ...sampling.tensors import SamplingTensors
 
@@ -175,7 +176,7 @@ class DeviceState:
             row, new = more.slot * width, more.pages[more.start : self.max_pages]
             where += [row + CAPACITY, *range(row + PAGES + more.start, row + PAGES + more.start + len(new))]
             values += [more.capacity, *new]
-        at, into = (to_device(torch.tensor(part, dtype=torch.int64), self.device) for part in (where, values))
+        at, into = arrays_to_device([np.array(each, dtype=np.int64) for each in (where, values)], self.device)
         self.integers.view(-1).index_copy_(0, at, into)
 
     def stop_drafting(self, slot: int) -> None:
