@@ -8,6 +8,7 @@ Robbins and Monro 1951). A stream of a prompt that was computed here also has th
 which the device may take two steps.
 """
 
+import math
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -69,6 +70,12 @@ class ChunkBudget:
             return least
         most = min(self.most, int(GROWTH * max(self._parts)) + 1)
         return max(least, most if left >= slope * most else int(left / slope))
+
+    def delay(self, num_tokens: int) -> float:
+        """Seconds by which so many prompt tokens lengthen a gap; infinite while that is not known."""
+        if not (self._parts and self._line.is_known):
+            return math.inf
+        return self._line.at(num_tokens) - self._line.at(0)
 
     def saw(self, gap: Gap) -> None:
         """Learns from the gaps before a step."""

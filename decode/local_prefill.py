@@ -14,6 +14,7 @@ by operations, so joined rows cost time there, too. They save at most one pass o
 50 ms for a model of 8B on an H200. No step with joined rows could be a graph.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -53,7 +54,7 @@ class LaunchedPrompts:
     """A forward over parts of prompts that was launched and not read.
 
     `firsts` chooses token 1 of the prompts that end in it. `experts`: of all rows, if some prompt asks for
-    them. `started`: monotonic seconds.
+    them. `started`: monotonic seconds. `has_streams`: running streams wait for it.
     """
 
     chunks: Chunks
@@ -61,6 +62,7 @@ class LaunchedPrompts:
     firsts: LaunchedSample | None
     experts: ExpertRows | None
     started: float
+    has_streams: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +158,12 @@ class LocalPrefill:
             chunk.room.request.num_computed = chunk.end
             chunk.room.num_unread += 1
         return LaunchedPrompts(
-            chunks=chunks, output=output, firsts=firsts, experts=launched_experts(output), started=started
+            chunks=chunks,
+            output=output,
+            firsts=firsts,
+            experts=launched_experts(output),
+            started=started,
+            has_streams=has_streams,
         )
 
     def _read(self, launched: LaunchedPrompts) -> ReadPrompts:
@@ -174,8 +181,10 @@ class LocalPrefill:
         drafts = _draft_rows(chunks, output)
         now = self._clock()
         began = max(launched.started, self._read_at)  # with the steps between two parts
-        self.forward_pace.saw(sum(chunk.num_tokens for chunk in chunks), now - began)
-        share_time(chunks, now - began)
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        self.forward_pace.saw(num_tokens, now - began)
+        delay = self.pace.delay(num_tokens) if launched.has_streams else math.inf
+        share_time(chunks, delay if 0 < delay < math.inf else now - began)
         self._read_at = now
         for chunk in chunks:
             room = chunk.room

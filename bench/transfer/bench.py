@@ -334,6 +334,12 @@ def block_kib(text: str) -> int:
     return size
 
 
+def block_bytes_of(options: argparse.Namespace) -> int:
+    """The bytes of a block, by default those that suit both devices."""
+    are_gpus = "cpu" not in (options.source, options.target)
+    return int(options.block_kib or (DEVICE_BLOCK_KIB if are_gpus else BLOCK_KIB)) << 10
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs `baton bench transfer` and returns its exit code."""
     parser = argparse.ArgumentParser(
@@ -370,25 +376,26 @@ def main(argv: Sequence[str]) -> int:
         return 2
     torch.set_num_threads(1)
     keep_blocks()  # as workers do
-    where = machine()
+    where, block_bytes = machine(), block_bytes_of(options)
     try:
-        with TransferBench(options.mib, _block_bytes(options), options.source, options.target) as bench:
+        with TransferBench(options.mib, block_bytes, options.source, options.target) as bench:
             found = measure(bench, options.rounds, list(dict.fromkeys(options.windows)), options.only)
     except TransferError as error:
         sys.stderr.write(f"{PROG}: {error}\n")
         return 1
     rows = summary(found)
     if options.json:
-        document = {"machine": where, "mib": options.mib, "rounds": options.rounds, "ways": rows}
+        document = {
+            "machine": where,
+            "mib": options.mib,
+            "block_kib": block_bytes >> 10,
+            "rounds": options.rounds,
+            "ways": rows,
+        }
         sys.stdout.write(json.dumps(document) + "\n")
     else:
         sys.stdout.write(as_table(rows, where))
     return 0
-
-
-def _block_bytes(options: argparse.Namespace) -> int:
-    are_gpus = "cpu" not in (options.source, options.target)
-    return (options.block_kib or (DEVICE_BLOCK_KIB if are_gpus else BLOCK_KIB)) << 10
 
 
 def _num_as_wanted(way: Way, done: Complete) -> int:

@@ -161,8 +161,8 @@ class PrefillTimeline(Struct, frozen=True, kw_only=True):
 
     @property
     def busy_ms(self) -> float:
-        """How long it kept the device from other prompts. Forwards wait behind each other, so `prefill_ms`,
-        which stands in for that of an older worker, is a multiple of it under load.
+        """Milliseconds for which the prompt kept the device busy. An older worker tells only `prefill_ms`,
+        which is a multiple of that under load, since forwards wait behind each other.
         """
         return self.work_ms or self.prefill_ms
 

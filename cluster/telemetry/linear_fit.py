@@ -1,16 +1,16 @@
 """A line through measured times, which follows changes: weighted recursive least squares with a forgetting
 factor (Haykin, "Adaptive Filter Theory"). Pure.
 
-A sample counts by its relative error. Attention makes the time of a prompt grow faster than its length, so no
-line fits short and long ones, and by absolute errors a single long prompt would decide it for hundreds of
-short ones.
+A sample counts by its relative error. Work may grow faster than its tokens, as attention of prompts does.
+Then no line fits short and long pieces, and by absolute errors a single long one would decide it for hundreds
+of short ones.
 """
 
 from dataclasses import dataclass, field
 
 FORGETTING = 0.98  # factor on the weight of older samples, per new sample
 MIN_SAMPLES = 3  # samples before a line is used
-FIXED_TOKENS = 64  # the error of a sample is taken as proportional to its tokens and so many more
+FIXED_TOKENS = 64  # errors are taken as proportional to (tokens + FIXED_TOKENS)
 
 
 @dataclass(eq=False)

@@ -36,7 +36,7 @@ def slot_array(pages: Sequence[int], start: int, end: int, page_size: int) -> In
 def row_arrays(
     spans: Sequence[tuple[Sequence[int], int, int]], page_size: int
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Positions and slots of the rows of all `spans`, and their page table.
+    """Positions `[T]` and slots `[T]` of the rows of all `spans`, and their page table `[B, P]`.
 
     A span is (pages, first, end): the rows [first, end) of a request. Each row of the table has the pages of
     the tokens before `end`.

@@ -130,7 +130,8 @@ class Placer:
             held = held_tokens(decode, prompt) if self._has_choice("decode") else 0
             num_lacking = need.prompt - held
         pages, priority = decode.pages_for(need.held_on(decode)) - num_shared, entry.request.priority
-        load = Load(pages=pages, tokens=num_lacking, priority=priority)
+        is_whole = pair.is_local and not pair.shares
+        load = Load(pages=pages, tokens=num_lacking, priority=priority, prompts=int(is_whole))
         self._registry.reserve(pair.decode, room.room, room.epoch, load)
         self._decode.placed(decode)
         entry.fingerprint, entry.weights_hash = decode.hello.fingerprint, decode.weights_hash
@@ -138,7 +139,7 @@ class Placer:
             return
         held = held_tokens(prefill, prompt) if self._has_choice("prefill") else 0
         num_new = need.prompt - max(held, 0 if pair.pull is None else pair.pull.tokens)
-        load = Load(pages=0, tokens=num_new, priority=priority)
+        load = Load(pages=0, tokens=num_new, priority=priority, prompts=1)
         self._registry.reserve(pair.prefill, room.room, room.epoch, load)
         self._prefill.placed(prefill)
         if self._has_choice("prefill"):
@@ -232,10 +233,10 @@ class Placer:
             return False
         num_new = prompt.num_tokens - held_tokens(decode, prompt)
         if not decode.is_aggregated:
-            # Streams that begin until then will wait for the prompt, too. Nobody knows how many, so a burst
-            # that is placed at once must not leave decode with more than one.
-            is_next = num_new <= self._local_max or not decode.num_tokens
-            if num_new > limit or not is_next:
+            # Streams that begin until decode has computed the prompt wait for it, too. Nobody knows how many,
+            # so a burst that is placed at once must not leave decode with more than one.
+            is_only_one = not decode.backlog.prompts
+            if num_new > limit or not (is_only_one or num_new <= self._local_max):
                 return False
         return self._cost_model_of(decode).is_local_cheaper(
             new_on_prefill=prompt.num_tokens - held_tokens(prefill, prompt) if plan is None else plan.num_new,

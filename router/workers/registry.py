@@ -46,26 +46,29 @@ T = TypeVar("T")
 
 
 class Load(Struct, frozen=True, gc=False):
-    """The size of one attempt on a worker, the class of its request, and whether its tokens have begun."""
+    """The size of one attempt on a worker, the class of its request, and whether its tokens have begun.
+
+    `tokens`: prompt tokens to compute. `prompts`: 1 for a whole prompt, 0 for the rest of a shared one.
+    """
 
     pages: int
     tokens: int
     priority: int = 0
     has_begun: bool = False
+    prompts: int = 0
 
 
 class Backlog(NamedTuple):
-    """Prompts that a worker has to compute for the placed attempts, or is computing, and their tokens."""
+    """Prompts that a worker has to compute for the placed attempts, or is computing, and their tokens, with
+    those behind shared prompts.
+    """
 
     prompts: int
     tokens: int
 
 
 class Ledger:
-    """The attempts (room, epoch) placed on one worker, with their sums.
-
-    `num_prompts`: those that have tokens.
-    """
+    """The attempts (room, epoch) placed on one worker, with their sums."""
 
     __slots__ = ("_classes", "_loads", "num_begun", "num_prompts", "pages", "tokens")
 
@@ -89,7 +92,7 @@ class Ledger:
         self._classes[load.priority] += 1
         self.pages += load.pages
         self.tokens += load.tokens
-        self.num_prompts += load.tokens > 0
+        self.num_prompts += load.prompts
         self.num_begun += load.has_begun
 
     def drop(self, attempt: tuple[str, int]) -> None:
@@ -98,7 +101,7 @@ class Ledger:
         if load is not None:
             self.pages -= load.pages
             self.tokens -= load.tokens
-            self.num_prompts -= load.tokens > 0
+            self.num_prompts -= load.prompts
             self.num_begun -= load.has_begun
             self._classes[load.priority] -= 1
             if not self._classes[load.priority]:
@@ -214,7 +217,7 @@ class Worker:
 
     @property
     def backlog(self) -> Backlog:
-        """The prompts of `num_tokens`."""
+        """What `num_tokens` counts, with the number of prompts."""
         return Backlog(prompts=self.ledger.num_prompts, tokens=self.ledger.tokens)
 
     @property

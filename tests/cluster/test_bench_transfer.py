@@ -1,12 +1,14 @@
 """`baton bench transfer`: every way is measured between two processes, and nothing is left."""
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 
+import pytest
 from baton.bench.command import main
-from baton.bench.transfer.bench import Found, as_table, summary
+from baton.bench.transfer.bench import Found, as_table, block_bytes_of, summary
 from baton.cluster.net.transport_names import has_nixl
 from baton.tests.cluster.serving import wait_until
 
@@ -21,6 +23,7 @@ def test_every_way_is_measured_and_nothing_is_left():
     done = run("transfer", "--mib", "8", "--rounds", "1", "--windows", "4", "--block-kib", "2048", "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
+    assert document["block_kib"] == 2048
     names = [row["way"] for row in document["ways"]]
     assert names[:3] == ["memcpy", "tcp socket", "unix socket"]
     guards = ("plain", "crc32c", "aes-128-gcm", "curve")
@@ -31,6 +34,20 @@ def test_every_way_is_measured_and_nothing_is_left():
     wait_until(
         lambda: set(os.listdir("/dev/shm")) <= before, 20, "nothing is left"
     )  # others have names there for a moment
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "given", "kib"),
+    [
+        ("cpu", "cpu", None, 1024),
+        ("cuda:0", "cpu", None, 1024),
+        ("cuda:0", "cuda:1", None, 4096),
+        ("cuda:0", "cuda:1", 512, 512),
+    ],
+)
+def test_blocks_between_gpus_are_those_of_workers(source, target, given, kib):
+    options = argparse.Namespace(source=source, target=target, block_kib=given)
+    assert block_bytes_of(options) == kib << 10
 
 
 def test_ratios_are_those_within_a_round():

@@ -72,7 +72,9 @@ def require_loaded(head: SharedHead, name: str) -> None:
 
 
 def joined_features(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The features of all rows on `device`: not copied where one part is there already. For reading."""
+    """The features `[T, K*Ht]` of all rows on `device`. Callers must not write to them: a single part that is
+    there already is not copied.
+    """
     there = [part.to(device) for part in parts]
     return there[0] if len(there) == 1 else torch.cat(there)
 

@@ -1,5 +1,6 @@
 """Parts of prompts between decode steps keep the tail of the gaps within the bound, and are no smaller."""
 
+import math
 import random
 
 import pytest
@@ -37,6 +38,18 @@ def played(budget, device, count, *, share=0.8):
 
 def tail(gaps):
     return sorted(gaps)[int(0.99 * len(gaps))]
+
+
+def test_the_delay_of_a_part_is_what_it_adds_to_a_step():
+    budget, device = ChunkBudget(MOST, 0.0), Device(0.008, 0.001, 22e-6)
+    assert budget.delay(1024) == math.inf
+    for _ in range(300):
+        budget.saw(Gap(seconds=device.gap(0), num_tokens=0))
+    assert budget.delay(1024) == math.inf, "no part was seen yet"
+    for number in range(400):
+        tokens = 1024 * (number % 50 == 0)
+        budget.saw(Gap(seconds=device.gap(tokens), num_tokens=tokens))
+    assert budget.delay(1024) == pytest.approx(0.001 + 1024 * 22e-6, rel=0.15)
 
 
 @pytest.mark.parametrize("share", [0.8, 1.0])

@@ -117,6 +117,20 @@ def test_a_prompt_that_waits_for_prefill_delays_nobody_on_decode():
     assert places(world, 1) == "d", "32 ms on decode"
 
 
+def test_choices_that_wait_for_the_prompt_of_another_keep_no_prompt_from_decode():
+    world = World(policy=PairingPolicy(local_prefill_queued_max=64))
+    world.join(local_prefill=True, shares_prompts=True)
+    costs = world.dispatcher._placer._cost_model_of(world.dispatcher.registry.get(D))
+    for tokens in (16, 256, 1024):
+        costs.prefilled(PrefillTimeline(prefill_ms=tokens, prompt_tokens=tokens), is_local=False)
+        costs.handed_over(tokens, DecodeTimeline(handoff_ms=20.0))
+    world.submit(16, 16)
+    leader, sharer = world.of(b"d", Reserve)
+    assert (leader.prefill_instance, sharer.shares) == (P, leader.room)
+    assert world.dispatcher.registry.get(D).num_tokens > 0, "of the choice, behind the shared pages"
+    assert places(world, 1) == "d"
+
+
 def test_a_prompt_beyond_the_limit_waits_for_prefill():
     world = mixed(is_aggregated=False, policy=PairingPolicy(local_prefill_queued_max=15))
     assert places(world, 3) == "ppp"

@@ -9,6 +9,7 @@ import heapq
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 
 import pytest
 from baton.cluster.protocol.messages import (
@@ -24,7 +25,8 @@ from baton.cluster.protocol.messages import (
 from baton.router.scheduling.placement import PairingPolicy
 from baton.tests.unit.router.scheduling.test_dispatcher import D, P, World
 
-PROMPT_S, HANDOFF_S, PROMPTS_OF_FORWARD, NUM_OUTPUT = 0.0232, 0.003, 2, 256
+PROMPT_S, HANDOFF_S, PROMPTS_OF_FORWARD = 0.0232, 0.003, 2
+NUM_PROMPT, NUM_OUTPUT, ROUNDS = 16, 256, 3
 STEP_MS = {  # by streams
     1: [(1, 4.4), (8, 4.7), (32, 5.8), (64, 6.95), (128, 9.5)],
     3: [(1, 5.3), (8, 5.9), (32, 7.4), (64, 10.0), (128, 17.9)],
@@ -37,6 +39,10 @@ def step_s(streams, per_step):
         if streams <= many:
             return (low + (high - low) * max(0, streams - few) / (many - few)) / 1000
     return points[-1][1] / 1000
+
+
+def computed(latency_ms):
+    return PrefillTimeline(prefill_ms=latency_ms, work_ms=PROMPT_S * 1000, prompt_tokens=NUM_PROMPT)
 
 
 @dataclass
@@ -59,6 +65,7 @@ class Loop:
     order: Iterator[int] = field(default_factory=itertools.count)  # of events of one time
     is_busy: dict = field(default_factory=lambda: {P: False, D: False})
     was_step: bool = True
+    is_helped: set = field(default_factory=set)  # rooms whose prompt decode computed
 
     def run(self):
         """Tokens per second, and the mean wait for a first token in seconds."""
@@ -110,8 +117,7 @@ class Loop:
         for room in rooms:
             self.waits += self.now - self.asked_at[room]
             latency_ms = 4 * PROMPT_S * 1000  # launched ahead, behind another forward, beside a prompt
-            timeline = PrefillTimeline(prefill_ms=latency_ms, work_ms=PROMPT_S * 1000, prompt_tokens=16)
-            self.tell(b"p", FirstToken, room, token=9, timeline=timeline)
+            self.tell(b"p", FirstToken, room, token=9, timeline=computed(latency_ms))
             self.after(HANDOFF_S, self.landed, [room])
 
     def landed(self, rooms):
@@ -121,6 +127,7 @@ class Loop:
         self.is_busy[D] = False
         for room in rooms:
             self.here.remove(room)
+            self.is_helped.add(room)
             self.waits += self.now - self.asked_at[room]
             self.tokens(room, 0, 1)
             self.streams[room] = 1
@@ -133,41 +140,55 @@ class Loop:
             if self.streams[room] >= NUM_OUTPUT:
                 del self.streams[room]
                 self.ended += 1
-                timeline = DecodeTimeline(handoff_ms=HANDOFF_S * 1000, handoff_bytes=1, handoff_blocks=1)
-                self.tell(b"d", Finished, room, reason="length", output_tokens=NUM_OUTPUT, timeline=timeline)
+                report = self.report(room)
+                self.tell(b"d", Finished, room, reason="length", output_tokens=NUM_OUTPUT, **report)
                 self.ask()
+
+    def report(self, room):
+        """What decode says of its work in Finished."""
+        if room in self.is_helped:
+            return {"prefill": computed(2 * PROMPT_S * 1000)}
+        return {"timeline": DecodeTimeline(handoff_ms=HANDOFF_S * 1000, handoff_bytes=1, handoff_blocks=1)}
 
     def tokens(self, room, seq, count):
         items = [TokenItem(seq=seq, ids=[8] * min(count, NUM_OUTPUT - seq), room=room, epoch=0)]
         self.world.dispatcher.on_message(b"d", Tokens(instance=D, items=items))
 
 
-def loop(limit, *, clients, per_step, rounds=3, before=()):
-    """Its tokens per second and wait; `before`: (tokens, ms) of prompts that were computed earlier."""
-    policy = PairingPolicy(local_prefill_queued_max=limit)
-    world = World(policy=policy, max_queue=1000)
+@cache
+def loop(limit, *, clients, per_step, before=()):
+    """Its tokens per second and wait, and the router's estimate of a prompt on prefill and on decode.
+
+    `before`: (tokens, ms) of prompts that were computed earlier.
+    """
+    world = World(policy=PairingPolicy(local_prefill_queued_max=limit), max_queue=1000)
     world.join(local_prefill=True, pages_total=1 << 20, max_running=1000)
     costs = world.dispatcher._placer._cost_model_of(world.dispatcher.registry.get(D))
-    for tokens, ms in [*[(16, PROMPT_S * 1000)] * 20, *before]:
+    for tokens, ms in [*[(NUM_PROMPT, PROMPT_S * 1000)] * 20, *before]:
         costs.prefilled(PrefillTimeline(prefill_ms=4 * ms, work_ms=ms, prompt_tokens=tokens), is_local=False)
         costs.handed_over(tokens, DecodeTimeline(handoff_ms=HANDOFF_S * 1000))
-    return Loop(world, per_step, clients, rounds * clients).run()
+    rate, wait = Loop(world, per_step, clients, ROUNDS * clients).run()
+    return rate, wait, costs.prefill.at(NUM_PROMPT), costs.local.at(NUM_PROMPT)
 
 
-LONG = [(128, 194.0), (512, 1158.0), (512, 1158.0)]  # prompts of 8192 and 32768 tokens, at this scale
-
-
-@pytest.mark.parametrize("before", [(), LONG], ids=["prompts of one length", "behind long prompts"])
 @pytest.mark.parametrize("per_step", [1, 3], ids=["plain", "drafts"])
 @pytest.mark.parametrize("clients", [8, 32, 64, 128])
-def test_help_costs_no_throughput(clients, per_step, before):
-    rate, wait = loop(64, clients=clients, per_step=per_step, before=before)
-    alone, alone_wait = loop(0, clients=clients, per_step=per_step, before=before)
+def test_help_costs_no_throughput(clients, per_step):
+    rate, wait, *_ = loop(64, clients=clients, per_step=per_step)
+    alone, alone_wait, *_ = loop(0, clients=clients, per_step=per_step)
     assert rate >= 0.99 * alone
     assert wait <= 1.01 * alone_wait
 
 
 def test_help_raises_throughput_where_prefill_is_the_limit():
-    (rate, wait), (alone, alone_wait) = (loop(limit, clients=128, per_step=3) for limit in (64, 0))
+    (rate, wait, *_), (alone, alone_wait, *_) = (loop(limit, clients=128, per_step=3) for limit in (64, 0))
     assert rate > 1.1 * alone
     assert wait < 0.7 * alone_wait
+
+
+def test_the_router_knows_the_work_of_a_prompt_also_behind_long_ones():
+    """Two prompts of 32768 tokens, at this scale, and latencies of four times the work."""
+    before = ((128, 194.0), (512, 1158.0), (512, 1158.0))
+    _, _, on_prefill, on_decode = loop(64, clients=64, per_step=3, before=before)
+    assert on_prefill == pytest.approx(PROMPT_S, rel=0.1)
+    assert on_decode == pytest.approx(PROMPT_S, rel=0.1)

@@ -150,6 +150,26 @@ def test_ledger_is_what_was_reserved_and_not_released(steps):
     assert "Worker(decode 11111111 starting" in repr(worker)
 
 
+def test_a_backlog_has_the_prompts_that_have_not_begun():
+    registry, worker = registered()
+    for room, load in {
+        "a": Load(pages=1, tokens=40, prompts=1),
+        "b": Load(pages=1, tokens=20, prompts=1),
+        "c": Load(pages=1, tokens=8),  # behind the prompt of another
+    }.items():
+        registry.reserve(worker.instance, room, 0, load)
+    assert worker.backlog == (2, 68)
+    registry.begun(worker.instance, "a", 0)
+    registry.begun(worker.instance, "a", 0)
+    assert worker.backlog == (1, 28)
+    registry.release(worker.instance, "a", 0)
+    registry.release(worker.instance, "b", 0)
+    assert worker.backlog == (0, 8)
+    registry.reserve(worker.instance, "d", 0, Load(pages=1, tokens=5, prompts=1))
+    worker.forget_rooms()
+    assert worker.backlog == (0, 0)
+
+
 def test_the_pace_of_heartbeats_follows_the_patience_within_bounds():
     paces = [
         Registry(ROUTER, timeout).hello(b"id", hello(), 0.0).heartbeat_ms for timeout in (0.3, 1.2, 3.0, 60.0)
