@@ -183,6 +183,7 @@ class LocalPrefill:
         began = max(launched.started, self._read_at)  # with the steps between two parts
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         self.forward_pace.saw(num_tokens, now - began)
+        # beside streams a step lies between two reads, and a part without a first token is not waited for
         delay = self.pace.delay(num_tokens) if launched.has_streams else math.inf
         share_time(chunks, delay if 0 < delay < math.inf else now - began)
         self._read_at = now
