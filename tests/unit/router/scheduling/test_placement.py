@@ -117,7 +117,7 @@ def test_a_prompt_that_waits_for_prefill_delays_nobody_on_decode():
     assert places(world, 1) == "d", "32 ms on decode"
 
 
-def test_choices_that_wait_for_the_prompt_of_another_keep_no_prompt_from_decode():
+def test_choices_behind_a_shared_prompt_keep_no_prompt_from_decode():
     world = World(policy=PairingPolicy(local_prefill_queued_max=64))
     world.join(local_prefill=True, shares_prompts=True)
     costs = world.dispatcher._placer._cost_model_of(world.dispatcher.registry.get(D))
