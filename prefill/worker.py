@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
+from ..cluster.net.control_link import LEFT
 from ..cluster.process.log import fields
 from ..cluster.protocol.messages import (
     FirstToken,
@@ -181,7 +182,8 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             case Dropped(room=room, epoch=epoch, reason=reason):
                 known = self.queues.get(room, epoch)
                 named = {"room": room} if known is None else known.log_fields
-                logger.warning("hand-off dropped", extra=fields(**named, reason=reason))
+                level = logging.INFO if reason == LEFT else logging.WARNING
+                logger.log(level, "hand-off dropped", extra=fields(**named, reason=reason))
                 self._on_end(room, epoch, "dropped")
             case DropDone(room=room, epoch=epoch):
                 if not self.pulls.dropped(room):

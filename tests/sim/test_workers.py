@@ -5,13 +5,15 @@ thread and the clock are the test's. After every turn the pools must balance and
 the end nothing may be held.
 """
 
+import logging
 import random
 
 import pytest
+from baton.cluster.net.control_link import LEFT
 from baton.cluster.protocol.messages import Cancel, Failed, Finished, FirstToken, Gone, Refused
 from baton.decode.queues import DecodeState
 from baton.engine.kv.budget import STAGING_SHARE
-from baton.kvtransfer.transport import Complete
+from baton.kvtransfer.transport import Complete, Dropped
 from baton.prefill.queues import PrefillState
 from baton.tests.parity.eagle3_toys import successor, write_oracle
 from baton.tests.parity.toy_engine import ToyEngine
@@ -236,6 +238,15 @@ def test_the_first_token_is_out_before_the_hand_off_ends(model):
     assert len(pair.tokens[name(1)]) == 1
     pair.run()
     pair.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize(("reason", "level"), [(LEFT, "INFO"), ("its lease ended", "WARNING")])
+def test_a_hand_off_dropped_because_the_router_left_is_no_fault(model, caplog, reason, level):
+    pair = Pair(model, pages=96)
+    pair.send(name(1), list(range(10, 40)))
+    with caplog.at_level(logging.INFO, "baton"):
+        pair.prefill.handle(Dropped(room=name(1), epoch=0, reason=reason), pair.clock.now)
+    assert [one.levelname for one in caplog.records if one.message == "hand-off dropped"] == [level]
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
