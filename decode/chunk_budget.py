@@ -8,7 +8,6 @@ Robbins and Monro 1951). A stream of a prompt that was computed here also has th
 which the device may take two steps.
 """
 
-import math
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -64,7 +63,7 @@ class ChunkBudget:
         if not (self._parts and self._line.is_known):
             return min(self.most, FIRST_TOKENS)
         fixed = self._line.at(0)
-        slope = (self._line.at(self.most) - fixed) / self.most
+        slope = self.delay(self.most) / self.most
         left = self.slo_s * SHARE - fixed - self._margin
         if left <= 0:
             return least
@@ -72,9 +71,9 @@ class ChunkBudget:
         return max(least, most if left >= slope * most else int(left / slope))
 
     def delay(self, num_tokens: int) -> float:
-        """Seconds by which so many prompt tokens lengthen a gap; infinite while that is not known."""
+        """Seconds by which so many prompt tokens lengthen a gap; 0 while that is not known."""
         if not (self._parts and self._line.is_known):
-            return math.inf
+            return 0.0
         return self._line.at(num_tokens) - self._line.at(0)
 
     def saw(self, gap: Gap) -> None:

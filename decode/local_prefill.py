@@ -14,7 +14,6 @@ by operations, so joined rows cost time there, too. They save at most one pass o
 50 ms for a model of 8B on an H200. No step with joined rows could be a graph.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -184,8 +183,8 @@ class LocalPrefill:
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         self.forward_pace.saw(num_tokens, now - began)
         # beside streams a step lies between two reads, and a part without a first token is not waited for
-        delay = self.pace.delay(num_tokens) if launched.has_streams else math.inf
-        share_time(chunks, delay if 0 < delay < math.inf else now - began)
+        delay = self.pace.delay(num_tokens) if launched.has_streams else 0.0
+        share_time(chunks, delay or now - began)
         self._read_at = now
         for chunk in chunks:
             room = chunk.room

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from ..cluster.net.control_link import LEFT
+from ..cluster.net.control_link import level_of_loss
 from ..cluster.process.log import fields
 from ..cluster.protocol.messages import (
     FirstToken,
@@ -182,8 +182,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             case Dropped(room=room, epoch=epoch, reason=reason):
                 known = self.queues.get(room, epoch)
                 named = {"room": room} if known is None else known.log_fields
-                level = logging.INFO if reason == LEFT else logging.WARNING
-                logger.log(level, "hand-off dropped", extra=fields(**named, reason=reason))
+                logger.log(level_of_loss(reason), "hand-off dropped", extra=fields(**named, reason=reason))
                 self._on_end(room, epoch, "dropped")
             case DropDone(room=room, epoch=epoch):
                 if not self.pulls.dropped(room):

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from ..cluster.net.control_link import LEFT
+from ..cluster.net.control_link import level_of_loss
 from ..cluster.process.log import fields
 from ..cluster.process.process import EXIT_CRASHED, EXIT_OK, Shutdown
 from ..cluster.process.sd_notify import Notifier
@@ -181,9 +181,8 @@ class WorkerLoop:
                 return EXIT_CRASHED
             case RouterLost(reason=reason, rooms=rooms):
                 if rooms:
-                    level = logging.INFO if reason == LEFT else logging.WARNING
                     extra = fields(reason=reason, rooms=len(rooms))
-                    logger.log(level, "rooms of a lost router are dropped", extra=extra)
+                    logger.log(level_of_loss(reason), "rooms of a lost router are dropped", extra=extra)
                 self.worker.drop_rooms(rooms, reason)
             case Welcome():
                 self._next_beat = 0.0  # the router sends no order before the first heartbeat

@@ -37,7 +37,7 @@ from ...cluster.distribution import install_command
 from ...cluster.errors import TransferError
 from ...cluster.net.transport_names import CUDA_SLAB, NIXL, SHM, TRANSPORTS, has_nixl
 from ...cluster.process.progress import JobProgress
-from ...cluster.protocol.kv_messages import BLOCK_BYTES, MAX_BLOCK_BYTES
+from ...cluster.protocol.kv_messages import BLOCK_BYTES, block_bytes_of
 from ...cluster.security.keyring import Peer, load_keyring, make_key, write_key, write_peers
 from ...kvtransfer.memory.malloc_tuning import keep_blocks
 from ...kvtransfer.transport import Complete, Lost, PullRequest
@@ -62,7 +62,7 @@ from .parts import (
 
 PROG = "baton bench transfer"
 CONNECT_S, CONNECT_PAUSE_S = 20.0, 0.2  # of a pair that uses NIXL
-BLOCK_KIB, DEVICE_BLOCK_KIB = BLOCK_BYTES >> 10, MAX_BLOCK_BYTES >> 10
+BLOCK_KIB, DEVICE_BLOCK_KIB = BLOCK_BYTES >> 10, block_bytes_of(128 << 10) >> 10
 MAX_BLOCK_KIB = 64 << 10  # upper bound of a layout's block size
 A = TypeVar("A", Where, Done)
 
@@ -334,7 +334,7 @@ def block_kib(text: str) -> int:
     return size
 
 
-def block_bytes_of(options: argparse.Namespace) -> int:
+def chosen_block_bytes(options: argparse.Namespace) -> int:
     """The bytes of a block, by default those that suit both devices."""
     are_gpus = "cpu" not in (options.source, options.target)
     return int(options.block_kib or (DEVICE_BLOCK_KIB if are_gpus else BLOCK_KIB)) << 10
@@ -376,7 +376,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     torch.set_num_threads(1)
     keep_blocks()  # as workers do
-    where, block_bytes = machine(), block_bytes_of(options)
+    where, block_bytes = machine(), chosen_block_bytes(options)
     try:
         with TransferBench(options.mib, block_bytes, options.source, options.target) as bench:
             found = measure(bench, options.rounds, list(dict.fromkeys(options.windows)), options.only)

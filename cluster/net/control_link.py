@@ -74,6 +74,11 @@ OUTBOX_LIMIT = 4096  # messages
 MAX_FRAMES_PER_RECEIVE = 256
 
 
+def level_of_loss(reason: str) -> int:
+    """The log level of what is lost for `reason`."""
+    return logging.INFO if reason == LEFT else logging.WARNING
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinkCounters:
     """The messages that a control link dropped since it was opened, by reason."""

@@ -196,7 +196,8 @@ class HealthProbes:
         load = Load(pages=decode.pages_for(NEED.total), tokens=0)
         self._registry.reserve(decode.instance, room.room, room.epoch, load)
         if not pair.is_local:
-            self._registry.reserve(prefill.instance, room.room, room.epoch, Load(pages=0, tokens=NUM_PROMPT))
+            load = Load(pages=0, tokens=NUM_PROMPT, prompts=1)
+            self._registry.reserve(prefill.instance, room.room, room.epoch, load)
         self.pair_health.asked(*probe.names, now)
         self._perform(probe, effects, now)
 

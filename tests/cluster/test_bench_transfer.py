@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from baton.bench.command import main
-from baton.bench.transfer.bench import Found, as_table, block_bytes_of, summary
+from baton.bench.transfer.bench import Found, as_table, chosen_block_bytes, summary
 from baton.cluster.net.transport_names import has_nixl
 from baton.tests.cluster.serving import wait_until
 
@@ -47,7 +47,7 @@ def test_every_way_is_measured_and_nothing_is_left():
 )
 def test_blocks_between_gpus_are_those_of_workers(source, target, given, kib):
     options = argparse.Namespace(source=source, target=target, block_kib=given)
-    assert block_bytes_of(options) == kib << 10
+    assert chosen_block_bytes(options) == kib << 10
 
 
 def test_ratios_are_those_within_a_round():

@@ -75,7 +75,7 @@ class DflashDrafter(PagedDrafter[DflashHead, ContextGraphs]):
         for item in items:
             self._check_features(item.features, len(item.next_ids))
         spans = [(item.pages, item.start, item.end) for item in items]
-        positions, slots, _ = arrays_to_device(row_arrays(spans, self.pool.page_size), self.device)
+        positions, slots = arrays_to_device(row_arrays(spans, self.pool.page_size)[:2], self.device)
         features = joined_features([item.features for item in items], self.device)
         self._write(features, positions, slots, self._decide(positions.shape[0]))
 

@@ -44,9 +44,10 @@ def test_without_a_choice_nothing_is_recorded(limit):
     assert entry.prompt._names == {}
 
 
-def mixed(is_aggregated=True, **settings):
+def mixed(is_aggregated=True, shares_prompts=False, **settings):
     """A prefill worker, a decode worker that computes prompts, and a router that knows what both cost."""
-    world = World(**settings).join(local_prefill=True, aggregated=is_aggregated)
+    world = World(**settings)
+    world.join(local_prefill=True, aggregated=is_aggregated, shares_prompts=shares_prompts)
     costs = world.dispatcher._placer._cost_model_of(world.dispatcher.registry.get(D))
     for tokens in (16, 256, 1024):
         costs.prefilled(PrefillTimeline(prefill_ms=tokens, prompt_tokens=tokens), is_local=False)
@@ -118,12 +119,8 @@ def test_a_prompt_that_waits_for_prefill_delays_nobody_on_decode():
 
 
 def test_choices_behind_a_shared_prompt_keep_no_prompt_from_decode():
-    world = World(policy=PairingPolicy(local_prefill_queued_max=64))
-    world.join(local_prefill=True, shares_prompts=True)
-    costs = world.dispatcher._placer._cost_model_of(world.dispatcher.registry.get(D))
-    for tokens in (16, 256, 1024):
-        costs.prefilled(PrefillTimeline(prefill_ms=tokens, prompt_tokens=tokens), is_local=False)
-        costs.handed_over(tokens, DecodeTimeline(handoff_ms=20.0))
+    policy = PairingPolicy(local_prefill_queued_max=64)
+    world = mixed(is_aggregated=False, shares_prompts=True, policy=policy)
     world.submit(16, 16)
     leader, sharer = world.of(b"d", Reserve)
     assert (leader.prefill_instance, sharer.shares) == (P, leader.room)
