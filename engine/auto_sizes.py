@@ -45,8 +45,8 @@ LATE_ROWS = 8
 REQUEST_TOKENS = 1536  # prompt and output of a request that max_running counts on
 MIN_SLAB, MAX_SLAB, SLAB_STEP = 256 * MIB, 1024 * MIB, 64 * MIB
 SLAB_CHUNKS = 4
-MIN_DEVICE_SLAB, MAX_DEVICE_SLAB = 384 * MIB, 2048 * MIB
-SLAB_SHARE = 0.02  # of the card, for slabs on it
+MIN_DEVICE_SLAB, MAX_DEVICE_SLAB = 384 * MIB, 4096 * MIB
+SLAB_SHARE = 0.03  # of the card, for slabs on it
 
 GRAPH_ROWS = 7  # outputs of the breakable and full prefill graphs of all buckets, in rows of the largest
 UNREAD_PARTS = 2  # forwards over prompts on decode whose features are kept until the first is read

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from .move_spans import CHUNK, NUM_WARPS, TILE, _mixed, check_spans, mixed, words_at
+from .move_spans import CHUNK, NUM_WARPS, TILE, _mixed, check_runs, mixed, words_at
 from .triton_jit import jit, tl
 
 ROW_FIELDS = 7
@@ -19,61 +19,64 @@ VECTOR = 4  # words of one load of a thread
 
 @jit
 def _move_rows_kernel(
-    p_spans: tl.tensor, p_sums: tl.tensor, CHUNK: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr
+    p_spans: tl.tensor,
+    p_runs: tl.tensor,
+    p_sums: tl.tensor,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    VECTOR: tl.constexpr,
 ) -> None:
-    i_span = tl.program_id(0)
-    begin = tl.program_id(1) * CHUNK
-    p_span = p_spans + i_span * 7
-    p_sum = p_sums + i_span * tl.num_programs(1) + tl.program_id(1)
-    num_words = tl.multiple_of(tl.load(p_span + 2).to(tl.int32), 4)
-    if begin < num_words:
-        p_source = tl.multiple_of(tl.load(p_span).to(tl.pointer_type(tl.uint32)), 16)
-        p_target = tl.multiple_of(tl.load(p_span + 1).to(tl.pointer_type(tl.uint32)), 16)
-        first = tl.load(p_span + 3).to(tl.int32)
-        row_words = tl.multiple_of(tl.load(p_span + 4).to(tl.int32), 4)
-        source_stride = tl.multiple_of(tl.load(p_span + 5).to(tl.int32), 4)
-        target_stride = tl.multiple_of(tl.load(p_span + 6).to(tl.int32), 4)
-        b_sum = tl.zeros((TILE // VECTOR, VECTOR), tl.uint32)
-        i_part = tl.arange(0, VECTOR)[None, :]
-        for start in range(0, CHUNK, TILE):
-            # a load of VECTOR words lies in one row
-            i_first = begin + start + VECTOR * tl.arange(0, TILE // VECTOR)
-            i_row = i_first // row_words
-            i_column = i_first - i_row * row_words
-            o_source, o_target = i_row * source_stride + i_column, i_row * target_stride + i_column
-            i_word = i_first[:, None] + i_part
-            m_word = i_word < num_words
-            b_word = tl.load(p_source + o_source[:, None] + i_part, mask=m_word, other=0)
-            tl.store(p_target + o_target[:, None] + i_part, b_word, mask=m_word)
-            b_sum += tl.where(m_word, _mixed(b_word, (first + i_word).to(tl.uint32)), 0)
-        tl.store(p_sum, tl.sum(tl.sum(b_sum, axis=1), axis=0).to(tl.int64))
-    else:
-        tl.store(p_sum, tl.zeros((), tl.int64))
+    p_run = p_runs + tl.program_id(1) * 4
+    first_span = tl.load(p_run).to(tl.int32)
+    num_chunks = tl.load(p_run + 2).to(tl.int32)
+    num_turns = tl.load(p_run + 1).to(tl.int32) * num_chunks
+    b_sum = tl.zeros((TILE // VECTOR, VECTOR), tl.uint32)
+    i_part = tl.arange(0, VECTOR)[None, :]
+    for i_turn in range(tl.program_id(0), num_turns, tl.num_programs(0)):
+        i_span = i_turn // num_chunks
+        begin = (i_turn - i_span * num_chunks) * CHUNK
+        p_span = p_spans + (first_span + i_span) * 7
+        num_words = tl.multiple_of(tl.load(p_span + 2).to(tl.int32), 4)
+        if begin < num_words:
+            p_source = tl.multiple_of(tl.load(p_span).to(tl.pointer_type(tl.uint32)), 16)
+            p_target = tl.multiple_of(tl.load(p_span + 1).to(tl.pointer_type(tl.uint32)), 16)
+            first = tl.load(p_span + 3).to(tl.int32)
+            row_words = tl.multiple_of(tl.load(p_span + 4).to(tl.int32), 4)
+            source_stride = tl.multiple_of(tl.load(p_span + 5).to(tl.int32), 4)
+            target_stride = tl.multiple_of(tl.load(p_span + 6).to(tl.int32), 4)
+            for start in range(0, CHUNK, TILE):
+                # a load of VECTOR words lies in one row
+                i_first = begin + start + VECTOR * tl.arange(0, TILE // VECTOR)
+                i_row = i_first // row_words
+                i_column = i_first - i_row * row_words
+                o_source, o_target = i_row * source_stride + i_column, i_row * target_stride + i_column
+                i_word = i_first[:, None] + i_part
+                m_word = i_word < num_words
+                b_word = tl.load(p_source + o_source[:, None] + i_part, mask=m_word, other=0)
+                tl.store(p_target + o_target[:, None] + i_part, b_word, mask=m_word)
+                b_sum += tl.where(m_word, _mixed(b_word, (first + i_word).to(tl.uint32)), 0)
+    p_sum = p_sums + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(p_sum, tl.sum(tl.sum(b_sum, axis=1), axis=0).to(tl.int64))
 
 
-def move_rows_triton(spans: torch.Tensor, sums: torch.Tensor) -> object:
-    """Copy each of `spans` int64 `[n, 7]`; the digest of span i is the sum of row i of `sums` int64 `[n, c]`.
-
-    c: at least `num_chunks` of the longest span. Rows must not overlap. The tables may lie in pinned memory
-    of the host. Returns the compiled kernel. Raises ValueError for other shapes or dtypes.
-    """
-    check_spans("move_rows", spans, sums, ROW_FIELDS)
-    return _move_rows_kernel[(spans.shape[0], sums.shape[1])](
-        spans, sums, CHUNK=CHUNK, TILE=TILE, VECTOR=VECTOR, num_warps=NUM_WARPS
+def move_rows_triton(spans: torch.Tensor, runs: torch.Tensor, sums: torch.Tensor) -> object:
+    """As `move_spans_triton`, for spans of rows int64 `[n, 7]`. Rows must not overlap."""
+    check_runs("move_rows", spans, runs, sums, ROW_FIELDS)
+    return _move_rows_kernel[(sums.shape[1], sums.shape[0])](
+        spans, runs, sums, CHUNK=CHUNK, TILE=TILE, VECTOR=VECTOR, num_warps=NUM_WARPS
     )
 
 
-def move_rows_reference(spans: torch.Tensor, sums: torch.Tensor) -> None:
+def move_rows_reference(spans: torch.Tensor, runs: torch.Tensor, sums: torch.Tensor) -> None:
     """As `move_rows_triton`, for addresses of the host's memory."""
-    check_spans("move_rows", spans, sums, ROW_FIELDS)
+    check_runs("move_rows", spans, runs, sums, ROW_FIELDS)
     sums.zero_()
-    for number, (source, target, words, first, row_words, source_stride, target_stride) in enumerate(
-        spans.tolist()
-    ):
-        num_rows = words // row_words
-        rows = _rows_at(target, num_rows, row_words, target_stride)
-        rows.copy_(_rows_at(source, num_rows, row_words, source_stride))
-        sums[number, 0] = mixed(rows.reshape(-1), first)
+    for number, (begin, count, *_) in enumerate(runs.tolist()):
+        for source, target, words, first, row_words, *strides in spans[begin : begin + count].tolist():
+            num_rows = words // row_words
+            rows = _rows_at(target, num_rows, row_words, strides[1])
+            rows.copy_(_rows_at(source, num_rows, row_words, strides[0]))
+            sums[number, 0] += mixed(rows.reshape(-1), first)
 
 
 def _rows_at(address: int, num_rows: int, row_words: int, stride: int) -> torch.Tensor:

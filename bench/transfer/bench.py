@@ -96,6 +96,8 @@ class TransferBench:
         )
         self._stack.callback(self._child.kill)
         source, target = self._devices
+        if target != "cpu":
+            torch.cuda.set_device(target)  # as a worker's process has it
         keys = str(self._folder / "prefill")
         setup = SourceSetup(self._num_pages, self._block_bytes, source, target, str(self._folder), keys)
         self.is_on_gpus = setup.is_on_gpus

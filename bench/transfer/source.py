@@ -33,6 +33,8 @@ class Source:
     """Prefill's end of every measured combination, over the same pages."""
 
     def __init__(self, setup: SourceSetup) -> None:
+        if setup.source != "cpu":
+            torch.cuda.set_device(setup.source)  # as a worker's process has it
         self._num_pages, folder, keys = setup.num_pages, setup.folder, setup.keys
         self._planes = memory(setup.num_pages, 1, setup.source)
         self._host = self._planes if setup.source == "cpu" else memory(setup.num_pages, 1)

@@ -38,7 +38,7 @@ SLAB_SETTING = Setting(
 )
 AUTO_CHUNK = -1  # 0 is taken: it asks for whole prompts
 DEVICE_SLAB_SETTING = Setting(
-    help="GPU memory for KV blocks to decode workers of this host, 512 MiB for each; auto: by the card",
+    help="GPU memory for KV blocks to decode workers of this host, 768 MiB for each; auto: by the card",
     unit="MiB",
     minimum=1,
     maximum=2**20,

@@ -12,8 +12,10 @@ References: CUDA Runtime API, "cudaIpcGetMemHandle", "cudaIpcOpenMemHandle".
 
 import ctypes
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +23,8 @@ import torch
 from ...cluster.process.log import fields as log_fields
 from ...engine.kv.page_order import PageOrder
 from ...kernels.move_rows import ROW_FIELDS, move_rows_triton
-from ...kernels.move_spans import SPAN_FIELDS, SpanLauncher, move_spans_triton, num_chunks
-from .device import HANDLE_BYTES, Spans, longest_of, run_digests
+from ...kernels.move_spans import RUN_FIELDS, SPAN_FIELDS, SpanLauncher, move_spans_triton, num_chunks
+from .device import HANDLE_BYTES, Spans, longest_of, run_digests, run_table
 from .slab import SlabError
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 MIN_NUMBERS = 1 << 14  # of the smallest table: 128 MiB in pages of 2 MiB and their features
 NUM_TABLES, MAX_SPARE_TABLES = 4, 8
+GATHER_PROGRAMS = 2.0  # of a move, for each multiprocessor: it is bound by memory
+SCATTER_PROGRAMS = 0.5  # bound by the link: the other half is left to the steps beside it
 
 
 class _Handle(ctypes.Structure):
@@ -97,8 +101,32 @@ class CudaRuntime:
             raise SlabError(f"{name}: {reason} (CUDA error {code})")
 
 
+class _Shape(NamedTuple):
+    """The sizes of a move's tables of numbers: spans, runs, and sums, in this order.
+
+    Each begins at a multiple of 16 bytes, as the compiled kernel expects.
+    """
+
+    num_spans: int
+    num_fields: int  # of a span
+    num_runs: int
+    num_programs: int  # of each run
+
+    @property
+    def runs_at(self) -> int:
+        return self.num_spans * self.num_fields + self.num_spans * self.num_fields % 2
+
+    @property
+    def sums_at(self) -> int:
+        return self.runs_at + self.num_runs * RUN_FIELDS
+
+    @property
+    def size(self) -> int:
+        return self.sums_at + self.num_runs * self.num_programs
+
+
 class _Table:
-    """Pinned memory for the spans and sums of one move, which the kernel reads and writes."""
+    """Pinned memory for the tables of one move, which the kernel reads and writes."""
 
     def __init__(self, num_numbers: int) -> None:
         self.num_numbers = num_numbers
@@ -107,6 +135,27 @@ class _Table:
         self.address = self.memory.data_ptr()
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
+    def write(self, shape: _Shape, runs: Sequence[Spans], chunks: int) -> None:
+        """Writes spans and runs; `chunks`: of the longest span."""
+        spans = self.numbers[: shape.num_spans * shape.num_fields].reshape(-1, shape.num_fields)
+        if len(runs) == 1:
+            spans[:] = runs[0]
+        else:
+            np.concatenate(runs, out=spans)
+        self.numbers[shape.runs_at : shape.sums_at] = run_table([len(run) for run in runs], chunks)
+
+    def sums(self, shape: _Shape) -> Spans:
+        """`[runs, programs]`, for the kernel to write."""
+        return self.numbers[shape.sums_at : shape.size].reshape(shape.num_runs, shape.num_programs)
+
+    def tensors(self, shape: _Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Spans, runs and sums."""
+        return (
+            self.memory[: shape.num_spans * shape.num_fields].view(-1, shape.num_fields),
+            self.memory[shape.runs_at : shape.sums_at].view(-1, RUN_FIELDS),
+            self.memory[shape.sums_at : shape.size].view(-1, shape.num_programs),
+        )
+
 
 @dataclass
 class CudaMove:
@@ -114,11 +163,9 @@ class CudaMove:
 
     owner: "CudaDevice"
     table: _Table
-    counts: Sequence[int]  # spans of each run
-    num_chunks: int
+    sums: Spans  # `[runs, programs]`, in the table
     is_held: bool
     digests: list[int] | None = None
-    num_fields: int = SPAN_FIELDS  # numbers of a span
 
     def poll(self) -> list[int] | None:
         if self.digests is None and self.table.event.query():  # type: ignore[no-untyped-call]
@@ -147,6 +194,8 @@ class CudaDevice:
         """Compiles the kernel. Raises SlabError if the runtime library cannot be loaded."""
         self._runtime = CudaRuntime()
         self._device, self._order = device, order
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._num_processors = torch.cuda.get_device_properties(self._index).multi_processor_count
         # a move is short, and a forward's kernels would delay it by as much as they take
         self._stream, self._early_stream = (
             torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
@@ -216,32 +265,33 @@ class CudaDevice:
         longest: int | None = None,
     ) -> CudaMove:
         """As `Device.move`."""
-        num_rows, num_fields = sum(len(run) for run in runs), runs[0].shape[1]
-        num_sums = num_chunks(longest_of(runs) if longest is None else longest)
-        begin, end = num_rows * num_fields, num_rows * (num_fields + num_sums)
-        table = self._take(end)
-        np.concatenate(runs, out=table.numbers[:begin].reshape(num_rows, num_fields))
+        chunks = num_chunks(longest_of(runs) if longest is None else longest)
+        num_spans = sum(len(run) for run in runs)
+        num_programs = self._num_programs(len(runs), num_spans * chunks, is_write=is_write)
+        shape = _Shape(num_spans, runs[0].shape[1], len(runs), num_programs)
+        table = self._take(shape.size)
+        table.write(shape, runs, chunks)
         stream = self._early_stream if is_early else self._stream
         is_held = self._order.wait(pages, stream)
-        if self._launcher is None or num_fields != SPAN_FIELDS:
-            self._dispatch(table, num_rows, num_sums, stream, num_fields)
+        if torch.cuda.current_device() == self._index:  # to enter it again takes longer than the launch
+            self._launch(table, shape, stream)
         else:
-            with torch.cuda.device(self._device):
-                spans, sums = table.address, table.address + 8 * begin
-                self._launcher.launch(spans, num_rows, sums, num_sums, stream.cuda_stream)
+            with torch.cuda.device(self._index):
+                self._launch(table, shape, stream)
         table.event.record(stream)
-        return CudaMove(self, table, [len(run) for run in runs], num_sums, is_held, num_fields=num_fields)
+        return CudaMove(self, table, table.sums(shape), is_held)
 
     def finished(self, move: CudaMove) -> list[int]:
         """The digests of a finished move, whose table is free again."""
-        num_rows = sum(move.counts)
-        begin, end = num_rows * move.num_fields, num_rows * (move.num_fields + move.num_chunks)
-        digests = run_digests(
-            move.table.numbers[begin:end], [count * move.num_chunks for count in move.counts]
-        )
+        digests = run_digests(move.sums)
         if len(self._tables) < MAX_SPARE_TABLES:
             self._tables.append(move.table)
         return digests
+
+    def _num_programs(self, num_runs: int, num_turns: int, *, is_write: bool) -> int:
+        """The programs of each run of a move of `num_turns` chunks."""
+        num_all = math.ceil(self._num_processors * (SCATTER_PROGRAMS if is_write else GATHER_PROGRAMS))
+        return max(1, min(num_turns, math.ceil(num_all / num_runs)))
 
     def _synchronize(self) -> None:
         for stream in (self._stream, self._early_stream):
@@ -256,21 +306,20 @@ class CudaDevice:
             size *= 2
         return _Table(size)
 
-    def _dispatch(
-        self,
-        table: _Table,
-        num_rows: int,
-        num_sums: int,
-        stream: torch.cuda.Stream,
-        num_fields: int = SPAN_FIELDS,
-    ) -> object:
-        """Launches by Triton's own dispatch, which returns the compiled kernel."""
-        begin, end = num_rows * num_fields, num_rows * (num_fields + num_sums)
-        spans = table.memory[:begin].view(num_rows, num_fields)
-        sums = table.memory[begin:end].view(num_rows, num_sums)
-        launch = move_rows_triton if num_fields == ROW_FIELDS else move_spans_triton
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            return launch(spans, sums)
+    def _launch(self, table: _Table, shape: _Shape, stream: torch.cuda.Stream) -> object:
+        """Launches on the current device. Returns the compiled kernel where Triton's dispatch launched it."""
+        if self._launcher is not None and shape.num_fields == SPAN_FIELDS:
+            addresses = (table.address + 8 * at for at in (0, shape.runs_at, shape.sums_at))
+            self._launcher.launch(
+                *addresses,
+                num_runs=shape.num_runs,
+                num_programs=shape.num_programs,
+                stream=stream.cuda_stream,
+            )
+            return None
+        launch = move_rows_triton if shape.num_fields == ROW_FIELDS else move_spans_triton
+        with torch.cuda.stream(stream):
+            return launch(*table.tensors(shape))
 
     def _compile(self) -> None:
         """Moves one span, so that no hand-off waits for the compiler, and makes later launches shorter."""
@@ -278,11 +327,12 @@ class CudaDevice:
             pair = torch.arange(2 * HANDLE_BYTES, dtype=torch.int32, device=self._device).view(2, -1)
             torch.cuda.current_stream().synchronize()
             row = np.array([[pair[0].data_ptr(), pair[1].data_ptr(), pair.shape[1], 0]], dtype=np.int64)
-            table = self._take(row.size + 1)
-            table.numbers[: row.size] = row.reshape(-1)
-            compiled = self._dispatch(table, 1, 1, self._stream)
+            shape = _Shape(1, SPAN_FIELDS, 1, 1)
+            table = self._take(shape.size)
+            table.write(shape, [row], 1)
+            compiled = self._launch(table, shape, self._stream)
             table.event.record(self._stream)
-            expected = CudaMove(self, table, [1], 1, is_held=False).wait()
+            expected = CudaMove(self, table, table.sums(shape), is_held=False).wait()
             pair[1].zero_()
             torch.cuda.current_stream().synchronize()
             try:

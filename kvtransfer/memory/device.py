@@ -83,7 +83,16 @@ def longest_of(runs: Sequence[Spans]) -> int:
     return max(int(run[:, 2].max()) for run in runs)
 
 
-def run_digests(sums: npt.NDArray[np.int64], counts: Sequence[int]) -> list[int]:
-    """The digest of each run of a move: run i has the next `counts[i]` of `sums`, at least one."""
-    begins = [0, *accumulate(counts[:-1])]
-    return [total % MODULUS for total in np.add.reduceat(sums, begins).tolist()]
+def run_table(counts: Sequence[int], chunks: int) -> list[int]:
+    """The rows of the runs of `kernels.move_spans`: run i has the next `counts[i]` spans, each of at most
+    `chunks` chunks.
+    """
+    begins = accumulate(counts[:-1], initial=0)
+    return [
+        number for begin, count in zip(begins, counts, strict=True) for number in (begin, count, chunks, 0)
+    ]
+
+
+def run_digests(sums: npt.NDArray[np.int64]) -> list[int]:
+    """The digest of each run of a move, from the `sums` `[runs, programs]` of its kernel."""
+    return [total % MODULUS for total in sums.sum(axis=1).tolist()]

@@ -18,8 +18,8 @@ import torch
 
 from ...engine.kv.page_order import PageOrder
 from ...kernels.move_rows import ROW_FIELDS, move_rows_reference
-from ...kernels.move_spans import MODULUS, move_spans_reference
-from .device import HANDLE_BYTES, Spans, longest_of
+from ...kernels.move_spans import move_spans_reference
+from .device import HANDLE_BYTES, Spans, longest_of, run_digests
 from .slab import SlabError
 
 MAGIC = b"baton host device\0"
@@ -186,10 +186,10 @@ class HostDevice:
         for page in move.pages:
             self._order.touch(page, is_write=move.is_write)
         for run in move.runs:
-            sums = torch.empty(len(run), 1, dtype=torch.int64)
+            sums = torch.empty(1, 1, dtype=torch.int64)
             copy = move_rows_reference if run.shape[1] == ROW_FIELDS else move_spans_reference
-            copy(torch.from_numpy(run), sums)
-            move.digests.append(int(sums.sum()) % MODULUS)
+            copy(torch.from_numpy(run), torch.tensor([[0, len(run), 1, 0]]), sums)
+            move.digests += run_digests(sums.numpy())
         move.is_done = True
 
 

@@ -44,10 +44,9 @@ class RunPlaces:
     def spans(self, start: int, end: int, slot: int) -> Spans:
         """The spans of the bytes [start, end) of the run, for the slot at address `slot`."""
         first, last = bisect_right(self.bounds, start) - 1, bisect_left(self.bounds, end)
-        shift = np.zeros(self.table.shape[1], dtype=np.int64)
-        shift[0 if self.is_write else 1] = slot - start
-        shift[3] = -(start // WORD_BYTES)
-        spans = self.table[first:last] + shift
+        spans = self.table[first:last].copy()
+        spans[:, 0 if self.is_write else 1] += slot - start
+        spans[:, 3] -= start // WORD_BYTES
         before, behind = start - self.bounds[first], self.bounds[last] - end
         return _cut(spans, before, behind) if before or behind else spans  # mostly whole pieces
 

@@ -30,7 +30,7 @@ from ...cluster.protocol.messages import (
     Pull,
     Release,
 )
-from ...cluster.protocol.slab_messages import SlabBlock
+from ...cluster.protocol.slab_messages import SlabBlock, SlabSoon
 from ...cluster.security.ciphers import CRC32C
 from ..transport import Complete, Landed, Lost, PullRequest
 from .layout import KVLayout, RoomStream, Segment
@@ -225,6 +225,15 @@ class ReceiverSession:
         is_new = block.block >= room.next_block and end <= room.stream.num_blocks
         if is_new and room.unasked.isdisjoint(range(block.block, end)):
             room.came_unasked(block.block, block.count, now)
+
+    def comes_soon(self, peer: Peer, message: SlabSoon) -> bool:
+        """Whether to wait for the first early run of a room. A room's attempt is waited for once."""
+        link = self._links.get(peer)
+        room = link.rooms.get(message.room) if link is not None else None
+        if room is None or room.stream is None or room.request.epoch != message.epoch or room.is_due:
+            return False
+        room.is_due = room.request.peer_instance == message.instance
+        return room.is_due
 
     def landed(
         self, peer: Peer, block: AnyBlock, now: float, *, is_device: bool = False, is_nixl: bool = False

@@ -258,6 +258,7 @@ class ReceiverRoom:
     first_token: int | None = None
     announced_at: float | None = None
     ready_at: float | None = None  # time at which the last announced tokens were ready
+    is_due: bool = False  # prefill has said that an early run comes at once
     unasked_at: float | None = None  # arrival of the first early run of these tokens
     heard_at: float = 0.0  # time of the peer's last message about this room, or of our last question
     next_block: int = 0

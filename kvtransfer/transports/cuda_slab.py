@@ -22,7 +22,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...cluster.process.log import fields as log_fields
-from ...cluster.protocol.slab_messages import SlabBlock, SlabRequest, SlotFree
+from ...cluster.protocol.codec import encode
+from ...cluster.protocol.slab_messages import SlabBlock, SlabRequest, SlabSoon, SlotFree
 from ...kernels.move_spans import ALIGNMENT
 from ..memory.cuda_device import CudaDevice
 from ..memory.device import Device, Move
@@ -35,18 +36,20 @@ from ..protocol.layout import KVLayout, RoomStream, device_digest
 from ..protocol.session import Peer, SendBlock
 from ..transport import Planes
 from .slab_lanes import MIN_SLOTS, SlabCounters, SlabLanes, slots_that_fit
+from .wire import sent
 
 logger = logging.getLogger(__name__)
 
 DEVICE_SLAB_BYTES = 1 << 30  # limit of all device slabs of a prefill worker together
 SLAB_FLAG = "--device-slab-mb"
-SLOT_BYTES = 32 << 20  # largest slot: 16 pages of a model with 128 KiB per token
+SLOT_BYTES = 64 << 20  # largest slot: 32 pages of a model with 128 KiB per token
 DEVICE_WINDOW = 8  # slots that are filled or read at a time, so that neither end waits for the other
-FIRST_SLOTS, WHOLE_SLOTS = 2, 6  # a longer run goes in two parts; decode reads the first during the second
-EARLY_SLOTS = 8  # for what goes unasked: 256 MiB, of a prompt's last forward
+FIRST_SLOTS, WHOLE_SLOTS = 1, 3  # a longer run goes in two parts; decode reads the first during the second
+EARLY_SLOTS = 4  # for what goes unasked: 256 MiB, of a prompt's last forward
 RUNS_PER_MOVE = 2  # of prefill: decode reads these runs while the next ones are gathered
 NEWS_S = 2e-5  # between two looks for messages while a move is under way
 SPIN_S = 0.001  # a move takes less; one that waits for a forward is polled at this pace
+SOON_S = 3e-4  # longest wait of decode for a SlabBlock that was announced
 
 
 def device_of(planes: Planes, layout: KVLayout) -> Device | None:
@@ -107,6 +110,7 @@ class _Filling:
     move: Move
     began: float
     is_wanted: bool = True  # False: the room has ended, and the slots are free once the move is done
+    soon: bytes = b""  # the frame that precedes the headers of an early run, for a peer that knows it
 
 
 @dataclass(frozen=True)
@@ -205,7 +209,10 @@ class DeviceLanes(SlabLanes[DeviceLane]):
             if left is None or slots is None or slots.header is not None or slots.is_filling:
                 break
             item, left = left.cut(slots.count * run_blocks)
-            self._early.append(self._filling(lane.slab, [(item, slots)], now, is_early=True))
+            filling = self._filling(lane.slab, [(item, slots)], now, is_early=True)
+            if lane.request.hears_soon and not has_begun:
+                filling.soon = encode(SlabSoon(room=run.room, epoch=run.epoch, instance=self._instance))
+            self._early.append(filling)
             has_begun = True
         return has_begun
 
@@ -213,8 +220,14 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         """The early runs of a room whose forward has ended, one by one, with their headers.
 
         Waits for the moves, which begin with the end of the forward and take a fraction of a millisecond.
+        Meanwhile decode wakes up.
         """
-        for filling in [one for one in self._early if one.is_wanted and _is_of(one, room, epoch)]:
+        fillings = [one for one in self._early if one.is_wanted and _is_of(one, room, epoch)]
+        for filling in fillings:
+            wire = self.wire(filling.peer) if filling.soon else None
+            if wire is not None:
+                sent(wire, filling.soon)
+        for filling in fillings:
             digests = filling.move.wait()
             self._early.remove(filling)
             for _, slot in filling.items:

@@ -14,7 +14,7 @@ from ...cluster.net.transport_names import CUDA_SLAB, LOCAL, NIXL, ZMQ_BLOCKS
 from ...cluster.protocol.codec import BATCHED, encode, encode_batch, kv_down_frames, unknown_messages
 from ...cluster.protocol.kv_messages import PairDown
 from ...cluster.protocol.messages import Block, KVWelcome, Layout, Release
-from ...cluster.protocol.slab_messages import SlabBlock, SlabDown, SlabUp
+from ...cluster.protocol.slab_messages import SlabBlock, SlabDown, SlabSoon, SlabUp
 from ...cluster.security.ciphers import CRC32C
 from ..memory.blocks import Arrival, BlockWriter
 from ..memory.device import Device, Move
@@ -27,7 +27,7 @@ from ..protocol.receiver import ReceiverSession, count_of
 from ..protocol.seal import TAG_BYTES, BlockName
 from ..protocol.session import LEASE_S, WINDOW, CloseLink, Effect, Notify, Peer, ReceiverRoom, SendMessage
 from ..transport import Complete, Lost, Offer, Planes, PullRequest
-from .cuda_slab import NEWS_S, SLOT_BYTES, SPIN_S, device_of, host_id, next_poll
+from .cuda_slab import NEWS_S, SLOT_BYTES, SOON_S, SPIN_S, device_of, host_id, next_poll
 from .endpoint import Clock, Endpoint
 from .nixl import Arrived, PairReads
 from .nixl_agent import OpenAgent, open_nixl
@@ -96,6 +96,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         self._device = device
         self._pages = None if device is None else ReceiverPages(planes)
         self._landings: list[Landing] = []
+        self._soon_until = 0.0  # until then, decode waits for a run that prefill has announced
         self._places: dict[str, dict[Peer, tuple[RoomStream, RunPlaces]]] = {}  # memory of open rooms' parts
         self._paths = PathRates()
         self._slabs = ReceiverSlabs(
@@ -212,10 +213,18 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         self._drop_log.say(peer, reason)
 
     def _receive(
-        self, peer: Peer, message: Block | SlabDown | PairDown, frames: Sequence[memoryview], now: float
+        self,
+        peer: Peer,
+        message: Block | SlabSoon | SlabDown | PairDown,
+        frames: Sequence[memoryview],
+        now: float,
     ) -> list[Effect]:
         if isinstance(message, Block):
             return self._receive_block(peer, message, frames[1], now)
+        if isinstance(message, SlabSoon):
+            if self.session.comes_soon(peer, message):
+                self._soon_until = now + SOON_S
+            return []
         if isinstance(message, SlabDown):
             answers = self._slabs.handle(peer, message)
             if self._nixl is not None:
@@ -379,6 +388,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             pages += pages_of_run(stream, block.block, block.count, request.pages)
             longest = max(longest, places.longest)
         if begun:
+            self._soon_until = 0.0
             move = self._device.move(runs, pages, is_write=True, longest=longest)
             self._landings.append(Landing(peer, begun, requests, move, now))
             for _ in begun:

@@ -445,6 +445,7 @@ class ReceiverSlabs:
             transport=transport,
             early_slots=early_slots,
             has_wire=transport == CUDA_SLAB,
+            hears_soon=transport == CUDA_SLAB,
         )
 
     def _next(self, peer: Peer, asked: _Asked, reason: str) -> list[SlabUp]:

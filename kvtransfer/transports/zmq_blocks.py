@@ -13,6 +13,7 @@ prefill worker, and prefill accepts only keys of decode workers.
 """
 
 import logging
+import select
 import socket
 import time
 from collections.abc import Sequence
@@ -371,6 +372,10 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
     def _turn(self) -> None:
         self._is_gathering = True
         self._read_wires()  # first: the device is idle until the next runs are launched
+        while (left := self._soon_until - self._clock()) > 0:
+            if not select.select([wire for _, wire in self._wires()], [], [], left)[0]:
+                break
+            self._read_wires()
         for peer, link in list(self._links.items()):
             self._turn_link(peer, link)
         self._is_gathering = False

@@ -42,7 +42,7 @@ from baton.kernels.latent_step import (
 from baton.kernels.latent_store import store_latent_triton
 from baton.kernels.match_ngrams import NgramSizes, match_ngrams, match_ngrams_triton
 from baton.kernels.move_rows import ROW_FIELDS, move_rows_triton
-from baton.kernels.move_spans import SPAN_FIELDS, move_spans_triton
+from baton.kernels.move_spans import RUN_FIELDS, SPAN_FIELDS, move_spans_triton
 from baton.kernels.normed_linear import scaled_linear_triton, sum_linear_triton
 from baton.kernels.packed_experts import PackedMatrices, packed_experts, packed_experts_triton
 from baton.kernels.quantise_rows import quantise_rows_triton
@@ -332,8 +332,9 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
         invariant_attention_triton(queries, pool, 1, table, uniform, 0.1)
     ragged = Rows(lens, starts=torch.tensor([0, 1, 3]), longest=64)
     invariant_attention_triton(q, pool, 1, table, ragged, 0.1)
-    move_spans_triton(torch.zeros(1, SPAN_FIELDS, dtype=torch.int64), rows[None])
-    move_rows_triton(torch.zeros(1, ROW_FIELDS, dtype=torch.int64), rows[None])
+    runs = torch.zeros(1, RUN_FIELDS, dtype=torch.int64)
+    move_spans_triton(torch.zeros(1, SPAN_FIELDS, dtype=torch.int64), runs, rows[None])
+    move_rows_triton(torch.zeros(1, ROW_FIELDS, dtype=torch.int64), runs, rows[None])
     digest_spans_triton(torch.zeros(1, DIGEST_FIELDS, dtype=torch.int64), rows[None])
     route_experts_triton(x[:, :128], Routing(top_k=8, is_normalised=True))
     latents = torch.zeros(10, 2, 1, 16, 1, 576, dtype=torch.bfloat16)

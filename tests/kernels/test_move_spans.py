@@ -37,11 +37,10 @@ def table(source: torch.Tensor, target: torch.Tensor, cuts: list[tuple[int, int,
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def moved(cuts: list[tuple[int, int, int]], source: torch.Tensor, launch=move_spans_reference):
-    target = torch.zeros(WORDS, dtype=torch.int32)
-    sums = torch.full((len(cuts), num_chunks(max(n for *_, n in cuts))), 7)
-    launch(table(source, target, cuts), sums)
-    return target, sums.sum(dim=1).tolist()
+def moved(cuts: list[tuple[int, int, int]], source: torch.Tensor):
+    target, sums = torch.zeros(WORDS, dtype=torch.int32), torch.full((1, 1), 7)
+    move_spans_reference(table(source, target, cuts), torch.tensor([[0, len(cuts), 1, 0]]), sums)
+    return target, int(sums) % MODULUS
 
 
 def test_the_digest_is_the_sum_of_the_mixed_words():
@@ -57,9 +56,9 @@ def test_any_cut_of_a_run_into_spans_has_the_same_digest():
         edges = sorted({0, WORDS, *(4 * rng.randrange(WORDS // 4) for _ in range(rng.randrange(12)))})
         cuts = [(a, a, b - a) for a, b in itertools.pairwise(edges)]
         rng.shuffle(cuts)
-        target, sums = moved(cuts, data)
+        target, digest = moved(cuts, data)
         assert torch.equal(target, data)
-        assert sum(sums) % MODULUS == whole
+        assert digest == whole
 
 
 def test_one_changed_byte_and_two_exchanged_words_change_the_digest():
@@ -77,28 +76,37 @@ def test_one_changed_byte_and_two_exchanged_words_change_the_digest():
     assert mixed(torch.zeros(8, dtype=torch.int32), 0) != mixed(torch.zeros(12, dtype=torch.int32), 0)
 
 
+@pytest.mark.parametrize("num_programs", [1, 2, 5])
 @pytest.mark.parametrize("size", [4, 60, 1024, CHUNK - 4, CHUNK + 8])
-def test_the_kernel_copies_and_digests_as_its_reference(interpreter, size: int):
+def test_the_kernel_copies_and_digests_as_its_reference(interpreter, size: int, num_programs: int):
     source = words(2 * size + 8, size)
     made = []
     for launch in (move_spans_reference, move_spans_triton):
-        target, sums = torch.zeros(3 * size + 8, dtype=torch.int32), torch.full((3, num_chunks(size)), 7)
+        target, sums = torch.zeros(3 * size + 8, dtype=torch.int32), torch.full((2, num_programs), 7)
         rows = [(size + 4, 0, size), (0, 2 * size + 4, 4), (4, size, size)]
-        launch(table(source, target, rows), sums)
+        runs = torch.tensor([[0, 2, num_chunks(size), 0], [2, 1, num_chunks(size), 0]])
+        launch(table(source, target, rows), runs, sums)
         made.append((target, (sums.sum(dim=1) % MODULUS).tolist()))
     assert torch.equal(made[0][0], made[1][0])
     assert made[0][1] == made[1][1]
 
 
+def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("launch", [move_spans_reference, move_spans_triton])
 @pytest.mark.parametrize(
-    ("spans", "sums"),
+    "tables",
     [
-        (torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 1, dtype=torch.int64)),
-        (torch.zeros(2, 4, dtype=torch.int64), torch.zeros(3, 1, dtype=torch.int64)),
-        (torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)),
-        (torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int64)),
+        (zeros(2, 3), zeros(1, 4), zeros(1, 1)),
+        (zeros(2, 4), zeros(1, 3), zeros(1, 1)),
+        (zeros(2, 4), zeros(2, 4), zeros(1, 1)),
+        (zeros(2, 4), zeros(1, 4), zeros(1)),
+        (zeros(4, 2).T, zeros(1, 4), zeros(1, 1)),
+        (zeros(2, 4, dtype=torch.int32), zeros(1, 4), zeros(1, 1)),
     ],
 )
-def test_spans_of_another_shape_or_dtype_are_refused(spans: torch.Tensor, sums: torch.Tensor):
+def test_tables_of_another_shape_or_dtype_are_refused(launch, tables: tuple[torch.Tensor, ...]):
     with pytest.raises(ValueError, match="move_spans"):
-        move_spans_reference(spans, sums)
+        launch(*tables)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from baton.cluster.protocol.messages import Layout
 from baton.kernels.move_rows import ROW_FIELDS
-from baton.kernels.move_spans import MODULUS
-from baton.kvtransfer.memory.device import longest_of, run_digests
+from baton.kernels.move_spans import MODULUS, RUN_FIELDS
+from baton.kvtransfer.memory.device import longest_of, run_digests, run_table
 from baton.kvtransfer.memory.span_cutter import PlaneBase, SpanCutter
 from baton.kvtransfer.protocol.layout import KVLayout, Plane, RoomStream, StreamRows
 from baton.kvtransfer.protocol.rank_pairs import Shard
@@ -110,9 +110,14 @@ def test_the_spans_of_any_run_are_those_of_its_segments(
     assert longest_of([places.table]) == places.longest
 
 
-def test_each_run_of_a_move_has_its_own_digest():
+def test_each_run_of_a_move_has_its_own_spans_and_its_own_digest():
     rng = random.Random(3)
     for _ in range(50):
-        parts = [[rng.randrange(MODULUS) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(1, 5))]
-        sums = np.array([number for part in parts for number in part], dtype=np.int64)
-        assert run_digests(sums, [len(part) for part in parts]) == [sum(part) % MODULUS for part in parts]
+        parts = [[rng.randrange(MODULUS) for _ in range(7)] for _ in range(rng.randint(1, 5))]
+        assert run_digests(np.array(parts)) == [sum(part) % MODULUS for part in parts]
+        counts = [rng.randint(1, 9) for _ in parts]
+        runs = np.array(run_table(counts, 6)).reshape(-1, RUN_FIELDS).tolist()
+        assert [number for begin, count, *_ in runs for number in range(begin, begin + count)] == list(
+            range(sum(counts))
+        )
+        assert [(chunks, rest) for *_, chunks, rest in runs] == [(6, 0)] * len(parts)

@@ -104,7 +104,11 @@ class Pair(test_shm.Pair):
 
 
 @pytest.fixture
-def start():
+def start(monkeypatch):
+    """Makes pairs whose small slots are for as many runs as those of a server are for bytes."""
+    monkeypatch.setattr("baton.kvtransfer.transports.shm.EARLY_SLOTS", 8)
+    monkeypatch.setattr("baton.kvtransfer.transports.cuda_slab.WHOLE_SLOTS", 6)
+    monkeypatch.setattr("baton.kvtransfer.transports.cuda_slab.FIRST_SLOTS", 2)
     pairs: list[Pair] = []
 
     def start(**options) -> Pair:

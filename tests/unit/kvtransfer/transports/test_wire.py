@@ -2,13 +2,17 @@
 
 import socket
 
+import msgspec
 import pytest
 import torch
 import zmq
+from baton.cluster.protocol.codec import encode
 from baton.cluster.protocol.messages import Layout
+from baton.cluster.protocol.slab_messages import SlabBlock, SlabSoon
 from baton.engine.kv.page_order import PageOrder
 from baton.kvtransfer.memory.host_device import HostDevice
 from baton.kvtransfer.transport import Complete, Offer, Planes, PullRequest, Released
+from baton.kvtransfer.transports.cuda_slab import SOON_S
 from baton.kvtransfer.transports.wire import received, sent
 from baton.kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver, ZmqBlocksSender
 
@@ -80,7 +84,8 @@ class Ends:
     def device() -> HostDevice:
         return HostDevice(PageOrder(NUM_PAGES))
 
-    def hand_over(self, room: str) -> Complete:
+    def launch(self, room: str) -> None:
+        """Decode attaches, and the prompt's only forward is launched."""
         self.target.zero_()
         pages = tuple(range(NUM_PAGES))
         self.sender.offer(Offer(room=room, epoch=0, num_tokens=NUM_TOKENS, pages=pages))
@@ -93,6 +98,9 @@ class Ends:
         while not self.sender.session.is_attached(room, 0):
             self.sender.poll(0.01), self.receiver.poll(0.01)
         self.sender.launched(room, 0, 0, NUM_TOKENS)
+
+    def hand_over(self, room: str) -> Complete:
+        self.launch(room)
         self.sender.advance(room, 0, NUM_TOKENS, 7)
         done, is_released = None, False
         for _ in range(1000):
@@ -136,6 +144,85 @@ def test_a_pair_with_a_slab_sends_its_frames_past_zeromq(ends, monkeypatch):
     done = ends.hand_over("c" * 32)
     assert done.num_device_blocks == done.num_blocks
     assert min(frames.values()) >= 2, "attach and release; announcements and descriptors"
+
+
+def frames_of(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What decode hears over the connection from now on."""
+    heard: list[object] = []
+    take = ends.receiver._take_frame
+
+    def listen(peer, frame):
+        heard.extend(ends.receiver._decoder.messages(frame)[0])
+        take(peer, frame)
+
+    monkeypatch.setattr(ends.receiver, "_take_frame", listen)
+    return heard
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_decode_is_woken_before_the_first_run_if_it_knows_the_message(ends, monkeypatch, is_known):
+    ends.hand_over("a" * 32)
+    ends.hand_over("b" * 32)
+    (lane,) = ends.sender._device_slabs._lanes.values()
+    assert lane.request.hears_soon
+    lane.request = msgspec.structs.replace(lane.request, hears_soon=is_known)
+    heard = frames_of(ends, monkeypatch)
+    assert ends.hand_over("c" * 32).num_device_blocks == NUM_PAGES
+    kinds = [type(message) for message in heard if isinstance(message, SlabSoon | SlabBlock)]
+    assert kinds == [SlabSoon] * is_known + [SlabBlock] * (len(kinds) - is_known)
+    assert len(kinds) > is_known
+
+
+def test_decode_waits_for_the_run_that_was_announced_in_the_same_turn(ends, monkeypatch):
+    ends.hand_over("a" * 32)
+    ends.hand_over("b" * 32)
+    room = "c" * 32
+    ends.launch(room)
+    (peer,) = ends.sender._device_slabs._lanes
+    wire = ends.sender._device_slabs.wire(peer)
+    waits: list[float] = []
+
+    def woken(read, write, broken, seconds):
+        waits.append(seconds)
+        if len(waits) == 1:
+            ends.sender.advance(room, 0, NUM_TOKENS, 7)
+        return read, write, broken
+
+    monkeypatch.setattr("baton.kvtransfer.transports.zmq_blocks.select.select", woken)
+    soon = SlabSoon(room=room, epoch=0, instance=P)
+    for _ in range(2):  # the second one is too many
+        assert sent(wire, encode(soon))
+    ends.receiver._turn()
+    assert len(waits) == 1
+    assert 0 < waits[0] <= SOON_S
+    assert ends.receiver.counters["device_blocks"] > 0 or ends.receiver._landings
+    ends.receiver._turn()
+    assert len(waits) == 1, "no other wait"
+
+
+@pytest.mark.parametrize("wrong", [{"room": "d" * 32}, {"epoch": 1}, {"instance": D}])
+def test_decode_waits_for_no_run_of_another_room_attempt_or_process(ends, monkeypatch, wrong):
+    ends.hand_over("a" * 32)
+    ends.hand_over("b" * 32)
+    room = "c" * 32
+    ends.launch(room)
+    (peer,) = ends.sender._device_slabs._lanes
+    waits: list[float] = []
+    monkeypatch.setattr(
+        "baton.kvtransfer.transports.zmq_blocks.select.select",
+        lambda *args: waits.append(args[-1]) or ([],) * 3,
+    )
+    right = {"room": room, "epoch": 0, "instance": P}
+    assert sent(ends.sender._device_slabs.wire(peer), encode(SlabSoon(**right | wrong)))
+    ends.receiver._turn()
+    assert waits == []
+    assert sent(ends.sender._device_slabs.wire(peer), encode(SlabSoon(**right)))
+    ends.receiver._turn()
+    assert len(waits) == 1, "nothing has come, and the turn goes on"
+    ends.sender.advance(room, 0, NUM_TOKENS, 7)
+    for _ in range(100):
+        ends.receiver.poll(0.005), ends.sender.poll(0.005)
+    assert torch.equal(ends.target.flip(0), ends.source)
 
 
 def test_without_its_connection_a_pair_goes_on_over_zeromq(ends):
